@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -134,6 +134,12 @@ class Criterion:
     prepare: Callable[[Any, Any], Any] | None = None
     over_classes: bool = False
     temperature: Callable[[Any, Any], Tensor] | None = None
+    made: tuple[Callable[..., Criterion], tuple[Any, ...]] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )  # what it is made of anew where it travels: the functions above are closures
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        return super().__reduce_ex__(protocol) if self.made is None else self.made
 
     def __repr__(self) -> str:
         return write_choices(self, family=self.family, summed=self.summed or None, entrywise=self.entrywise or None)
@@ -282,6 +288,12 @@ class Criterion:
         if not (isinstance(self.family, Entrywise) or self.entrywise):
             return 1.0
         return len(self.family.rows(outputs)) / max(len(next(leaves(outputs))), 1)
+
+
+def remake_with(criterion: Criterion, make: Callable[..., Criterion], *args: Any) -> Criterion:
+    """The same criterion; where it is pickled or copied, make(*args) takes its place."""
+    object.__setattr__(criterion, "made", (make, args))
+    return criterion
 
 
 def cross_entropy(criterion: nn.CrossEntropyLoss) -> Criterion:

@@ -28,6 +28,7 @@ from natgrad.families.criteria import (
     mse,
     nll_loss,
     poisson_nll,
+    remake_with,
     smooth_l1,
 )
 from natgrad.families.discrete import Bernoulli
@@ -88,6 +89,11 @@ def as_criterion(criterion: Any) -> Criterion:
         )
     if isinstance(criterion, Criterion):
         return criterion
+    return remake_with(read_criterion(criterion), as_criterion, criterion)
+
+
+def read_criterion(criterion: Any) -> Criterion:
+    """What a loss or a likelihood says. TypeError for a loss that is not known."""
     if isinstance(criterion, Likelihood):
         return Criterion(criterion, lambda outputs, targets: criterion.nll(outputs, targets).mean())
     function, options = split_partial(criterion)

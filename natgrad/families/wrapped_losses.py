@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from natgrad.families.base import Likelihood
-from natgrad.families.criteria import Criterion, Entrywise
+from natgrad.families.criteria import Criterion, Entrywise, remake_with
 from natgrad.families.discrete import Categorical
 from natgrad.families.known_losses import as_criterion, describe
 from natgrad.lapack import is_concrete
@@ -51,7 +52,9 @@ def likelihood(loss: Any, family: Any = None, *, probe: tuple[Any, Any] | None =
     if not callable(loss) or isinstance(loss, type):
         raise TypeError(f"loss is {loss!r}, expected a function loss(outputs, targets) -> scalar tensor")
     reading = choose_reading(loss, family, probe)
-    return replace(reading, loss=CheckedLoss(loss, reading))
+    return remake_with(
+        replace(reading, loss=CheckedLoss(loss, reading)), partial(likelihood, probe=probe), loss, family
+    )
 
 
 def choose_reading(loss: Loss, family: Any, probe: tuple[Any, Any] | None) -> Criterion:

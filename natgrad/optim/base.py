@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,13 @@ class TakenGradients:
         return bool(self.known) and not told and now == self
 
 
+def build_again(kind: type[ModelOptimizer], args: Any, options: dict[str, Any], state: dict[str, Any]) -> Any:
+    """An optimizer that was pickled, on the model that came with it."""
+    made = kind(*args, **options)
+    made.load_state_dict(state)
+    return made
+
+
 LOOPS = ("fit", "train", "learn", "run", "minimize", "optimize", "solve", "compile")
 """What other packages call a loop of steps."""
 
@@ -93,6 +100,13 @@ class ModelOptimizer(Optimizer):
     _gone: frozenset[int] = frozenset()
     _history: deque[Callable[[], StateReport]]
     _taken: TakenGradients | None = None
+    _given: tuple[tuple[Any, ...], dict[str, Any]]  # what it was built of
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """As every class makes an instance; what it is built of is kept, to be built again where it was pickled."""
+        made = super().__new__(cls)
+        made._given = args, options
+        return made
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._settings = tuple(defaults)  # what a step reads in a group; torch adds to `defaults` while it loads
@@ -345,14 +359,21 @@ class ModelOptimizer(Optimizer):
         restore()
         self._history.clear()  # `explain` tells of one run
 
+    def __copy__(self) -> NoReturn:
+        self.__deepcopy__({})
+
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(
             f"a {type(self).__name__} belongs to its model and is not copied: build a new one on the copied model and "
             "load optimizer.state_dict() into it"
         )
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(f"a {type(self).__name__} is not pickled: save optimizer.state_dict()")
+    def __reduce__(self) -> tuple[Any, ...]:
+        """It travels with the model that it listens to: built anew on that one's copy, in the same state."""
+        args, options = self._given
+        if options.get("params") is not None:  # which may have been an iterator
+            options = options | {"params": [dict(group) for group in self.param_groups]}
+        return build_again, (type(self), args, options, self.state_dict())
 
     # what a flow supplies
 

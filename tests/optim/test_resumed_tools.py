@@ -169,6 +169,22 @@ def test_ignite_loads_its_objects(recipe):
         assert_same_end(values_of(fresh["model"]), end)
 
 
+@pytest.mark.parametrize("finished", [False, True], ids=["not fitted", "fitted"])
+def test_skorch_goes_to_other_processes(recipe, finished):
+    """As `GridSearchCV(n_jobs=2)` sends an estimator, and `cross_validate` one back that was fitted."""
+    x, y = load_batches().dataset.tensors  # type: ignore[attr-defined]
+    net = natural_classifier(recipe)
+    if finished:
+        net.fit(x, y)
+    cloudpickle = need("cloudpickle")  # which loky takes, for classes of a script
+    other = cloudpickle.loads(cloudpickle.dumps(net))
+    for estimator in (net, other):
+        torch.manual_seed(0)
+        estimator.partial_fit(x, y)
+    assert other.optimizer_.model is other.module_
+    assert_same_end(values_of(net.module_), values_of(other.module_))
+
+
 def natural_classifier(recipe: Callable[..., Any]) -> Any:
     skorch = need("skorch")
 
