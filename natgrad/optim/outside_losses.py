@@ -19,6 +19,7 @@ from natgrad.typed_torch import hook_gradient, list_numbers
 from natgrad.whole_tensors import gather_whole
 
 SHARE = 0.1  # of a block's gradient, that counts as a part: round-off in half precision stays below
+ROUND = 1e-4  # of the whole gradient, below which a zero may be round-off
 FADES = 0.9  # per measurement: an old curvature is forgotten in about ten
 
 
@@ -90,6 +91,15 @@ class Outside:
         if not asked:
             return replace(self, updates=updates)
         parts = {n: parts[n].to(g) / unit if n in parts else torch.zeros_like(g) for n, g in gradients.items()}
+        held = find_held(parts, gradients)
+        parts |= {n: torch.where(gradients[n] == 0, 0, parts[n]) for n in held}
+        if held and not self.warned:
+            warnings.warn(
+                f"the gradient of {held} is zero in entries where that of optimizer.loss is not, as a mask makes it: "
+                "the metric ties entries together, and the step moves these too. Write their values back after each "
+                "optimizer.step(), or make them parameters of their own and give params= without them",
+                stacklevel=2,
+            )
         scale = fit_scale(parts, gradients)
         reached = find_outside_blocks(gradients, parts, scale, blocks)
         plain = find_outside_blocks(gradients, parts, 1.0, blocks) if reached else []
@@ -101,7 +111,7 @@ class Outside:
             faded = FADES * max(self.levels.get(name, 0.0) for name in names)
             levels |= dict.fromkeys(names, max(curvature_between(self.last, now), faded))
             last |= now
-        if reached and not self.warned:
+        if reached and not (held or self.warned):
             doubt()
             warnings.warn(
                 f"a large part of the gradient of {sorted(levels)} did not come from optimizer.loss: the metric "
@@ -110,7 +120,7 @@ class Outside:
                 "ng.hessian_free and its like with all of it: optimizer.step(closure), whose closure returns the sum",
                 stacklevel=2,
             )
-        return Outside(levels, updates, last, self.warned or bool(reached))
+        return Outside(levels, updates, last, self.warned or bool(held or reached))
 
     def save(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -188,6 +198,14 @@ def fit_scale(own: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> flo
     inner = sum(float((own[name] * g).sum()) for name, g in gradients.items())
     square = sum(float(k.square().sum()) for k in own.values())
     return max(inner / square, 0.0) if square > 0 else 0.0
+
+
+def find_held(own: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> list[str]:
+    """The parameters of whose own gradients a part was set to zero."""
+    squares = {name: float(own[name].square().sum()) for name in gradients}
+    lost = {name: float(own[name][g == 0].square().sum()) for name, g in gradients.items()}
+    least = ROUND**2 * sum(squares.values())
+    return [name for name, part in lost.items() if part > max(SHARE**2 * squares[name], least)]
 
 
 def find_outside_blocks(

@@ -155,6 +155,7 @@ def test_the_share_that_is_spent_is_that_of_what_ends_first():
 
 
 @pytest.mark.parametrize("index", range(3))
+@pytest.mark.filterwarnings("ignore:a large part of the gradient")
 def test_a_part_of_the_loss_besides_the_criterion_is_trained_in_its_unit(index):
     def double_outputs(outputs):
         return outputs.repeat(1, 2)

@@ -13,6 +13,9 @@ from natgrad.applications.variational.targets import Moments
 WINDOW, LEFT, UNKNOWN = 10, 1e-2, 0.1
 """Steps over which bounds are compared; nats that a converged q may lack, and to which its bound must be known: a tenth
 of the odds of two models."""
+FAR, OUT_OF_REACH = 1e3, 1e6
+"""Times the first bound's size that a fit of a density does not gain ever faster, and not at all: a start that is far
+off is far below."""
 
 
 class Bounds(list[float]):
@@ -87,3 +90,16 @@ def squared_length(found: Moments, root: Tensor) -> float:
     turned = root.mT @ found.hessian @ root
     turned.diagonal().add_(1)
     return float((root.mT @ found.gradient).square().sum() + turned.square().sum() / 2)
+
+
+def runs_away(bounds: Sequence[float]) -> bool:
+    """True if the bound rose so far above the size of the first one that log p can have no maximum.
+
+    Args:
+        bounds: So far.
+    """
+    if len(bounds) < 2:
+        return False
+    first, half, last = bounds[0], bounds[len(bounds) // 2], bounds[-1]
+    gained = (last - first) / (1 + abs(first))
+    return gained > OUT_OF_REACH or (gained > FAR and last - half >= half - first)

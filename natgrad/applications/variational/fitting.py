@@ -16,6 +16,7 @@ from natgrad.applications.variational.convergence import (
     has_ended,
     has_settled,
     measure_error,
+    runs_away,
 )
 from natgrad.optim import RankExchange
 from natgrad.progress import Progress, check_callback
@@ -23,6 +24,10 @@ from natgrad.scoped_values import keep_gradient_mode
 
 SMALLEST = 2.0**-20
 """Share of its rate at which `fit` ends."""
+NO_MAXIMUM = (
+    "log p has no maximum: the bound rose from {:.3g} to {:.3g}, and q went on outwards. The target is the logarithm "
+    "of a density; a loss is minus that, and needs its sign changed"
+)
 
 
 class Fitted(ABC):
@@ -114,7 +119,7 @@ class Fitted(ABC):
             with Progress("steps", steps, progress) as shown:
                 while len(found) < steps and not found.converged and self.lr > rate * SMALLEST:
                     here = self.snapshot()
-                    bound, gap = self.advance(())
+                    bound, gap = self._advance_from(found)
                     if self._has_fallen(found, bound, tolerance):
                         self._go_back(past)
                         found.pop()  # the bound at `past`, which the next step measures again
@@ -130,12 +135,23 @@ class Fitted(ABC):
                         break
                 if self.steady and self._has_fallen(found, self.elbo(), tolerance):
                     self._go_back(past)
+                if runs_away(found):
+                    warnings.warn(NO_MAXIMUM.format(*found[:: len(found) - 1]), RuntimeWarning, stacklevel=2)
                 self._measure_error(found, tolerance)
         except KeyboardInterrupt:
             self.restore(here)
         finally:
             self.lr = rate
         return found
+
+    def _advance_from(self, found: Bounds) -> tuple[float, float]:
+        """A step; where it fails since log p has no maximum, that is said."""
+        try:
+            return self.advance(())
+        except ValueError as error:
+            if runs_away(found):
+                raise ValueError(NO_MAXIMUM.format(*found[:: len(found) - 1]) + "; q is as it was") from error
+            raise
 
     def _measure_error(self, found: Bounds, tolerance: float) -> None:
         """The error of the bound. A fit whose bound is hardly known has not converged."""
