@@ -21,6 +21,10 @@ HIDDEN = (
     "or for a list of parameters that the model keeps beside its modules: read them from the modules in each forward"
 )
 MEANT = "; where that is meant, as by a detach(), leave them out of params"
+INSTEAD = (
+    "where the same can be computed by torch's operations, such as by torchdiffeq's odeint in place of odeint_adjoint, "
+    "take that"
+)
 REENTRANT = (
     "the model checkpoints activations with use_reentrant=True, through which a derivative that leaves .grad alone "
     "cannot go: call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
@@ -68,29 +72,30 @@ class Ancestors:
 
     Args:
         variables: The leaves of its graph by `id`.
-        opaque: True if a part of the graph was written in Python, whose backward pass may do anything.
+        opaque: The functions in the graph that are written in Python, whose backward passes may do anything.
     """
 
     variables: Mapping[int, Tensor]
-    opaque: bool
+    opaque: frozenset[str]
 
     @staticmethod
     def of(outputs: Tensor) -> Ancestors:
         """Of this tensor."""
         queue, seen = [outputs.grad_fn], set[Node]()
-        variables, opaque = dict[int, Tensor](), False
+        variables, opaque = dict[int, Tensor](), set[str]()
         while queue:
             node = queue.pop()
             if node is None or node in seen:
                 continue
             seen.add(node)
             # what torch.compile wrote hides nothing, and goes backward once only
-            opaque |= isinstance(node, BackwardCFunction) and not node.name().startswith("CompiledFunction")
+            if isinstance(node, BackwardCFunction) and not node.name().startswith("CompiledFunction"):
+                opaque.add(node.name().removesuffix("Backward"))
             leaf = getattr(node, "variable", None)
             if leaf is not None:
                 variables[id(leaf)] = leaf
             queue += [below for below, _ in node.next_functions]
-        return Ancestors(variables, opaque)
+        return Ancestors(variables, frozenset(opaque))
 
 
 def compare_backward(

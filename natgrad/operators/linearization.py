@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.derivatives import exact_derivatives
-from natgrad.hidden_parameters import check_followed
+from natgrad.hidden_parameters import INSTEAD, Ancestors, check_followed
 from natgrad.layers import Recording, record_pass
 from natgrad.linalg import all_finite
 from natgrad.pure import PureModel, map_tensors
@@ -242,9 +242,11 @@ class Linearization:
         try:
             product(vector)
         except (RuntimeError, NotImplementedError) as other:
+            own = sorted(Ancestors.of(self.graph).opaque)
+            also = f". {own} are autograd.Functions of its own: {INSTEAD}" if own else ""
             raise RuntimeError(
                 f"the model supports neither double backward ({error}) nor forward-mode derivatives ({other}); "
-                "replace the operation named there, or use a structure that needs gradients only"
+                f"replace the operation named there, or use a structure that needs gradients only{also}"
             ) from error
         return product
 

@@ -13,6 +13,7 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
+from natgrad.hidden_parameters import INSTEAD, Ancestors
 from natgrad.layers import hear_rows, record_pass
 from natgrad.operators.linearization import Linearization, OutputMap, PlainKernels, say_once
 from natgrad.operators.row_parts import Explicit, Part, add_cross_gram, fresh_point, part_of
@@ -26,6 +27,12 @@ ONE_BY_ONE = (
     "from those of the others. Row i of a function f(params, x) should depend on x[i] alone: give each set of points a "
     "metric of its own and add them, ng.fisher(inside, ...).at(params, x) + ng.fisher(edge, ...).at(params, y); put "
     "batch norms and dropout in evaluation mode; or solve by products alone, with ng.CG()"
+)
+THROUGH_ITS_OWN = (
+    "natgrad: the metric's root takes one backward pass per output, since the model computes its outputs through "
+    "{names}, autograd.Functions of its own, and torch.func cannot take the examples in there apart: "
+    + INSTEAD
+    + ", or a function with setup_context and generate_vmap_rule = True, which torch.func knows"
 )
 Each = Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]]
 
@@ -171,7 +178,8 @@ class Rows:
             except Exception:  # noqa: BLE001 - taps and vmap fail on models in many ways; columns always work
                 continue
         if self.rank > self.MANY:
-            say_once(ONE_BY_ONE)
+            own = sorted(Ancestors.of(self.linearization.graph).opaque)
+            say_once(THROUGH_ITS_OWN.replace("{names}", str(own)) if own else ONE_BY_ONE)
         return None
 
     def _agrees(self, parts: list[Part]) -> bool:

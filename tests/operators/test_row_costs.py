@@ -233,3 +233,62 @@ def test_rows_that_cannot_be_told_apart_come_some_at_a_time_where_that_is_right(
     found = rows.dense()
     assert (passes[0] <= 4) == (sine == "torch's")  # two batches, and what checks them
     assert_close(found, torch.stack([rows.backward(unit) for unit in torch.eye(len(x), dtype=F64)], dim=1), 1e-11)
+
+
+def of_its_own(known: bool) -> type[torch.autograd.Function]:
+    """x W^T as a function in Python; torch.func knows one of them."""
+
+    class Known(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x: Tensor, weight: Tensor) -> Tensor:
+            return x @ weight.mT
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx, slope):
+            x, weight = ctx.saved_tensors
+            return slope @ weight, slope.mT @ x
+
+    class Unknown(torch.autograd.Function):
+        """As torchdiffeq's odeint_adjoint."""
+
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return x @ weight.mT
+
+        @staticmethod
+        def backward(ctx, slope):
+            x, weight = ctx.saved_tensors
+            return slope @ weight, slope.mT @ x
+
+    return Known if known else Unknown
+
+
+class Through(nn.Module):
+    """A layer by such a function."""
+
+    def __init__(self, known: bool) -> None:
+        super().__init__()
+        self.weight, self.function = nn.Parameter(torch.randn(4, 3) / 2), of_its_own(known)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function.apply(x, self.weight)
+
+
+def test_a_function_in_python_is_named_where_it_is_dear_and_the_advice_helps():
+    x = draw(40, 3)
+    found = []
+    for known in (False, True):
+        model = build_seeded(lambda known=known: Through(known))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found.append(fisher(model, Categorical()).at(trainable(model), x).dense())
+        messages = [str(one.message) for one in told]
+        assert ["['Unknown'], autograd.Functions of its own" in text for text in messages] == [True] * (not known)
+    assert_close(found[0], found[1], 1e-10)
