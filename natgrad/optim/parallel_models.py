@@ -107,7 +107,7 @@ def find_data_group(leaves: GraphLeaves) -> Any:
         mesh, kept = mesh_of(p), mesh_of(leaves[name])
         names = list(mesh.mesh_dim_names or range(mesh.ndim))
         within = [] if kept is None else list(kept.mesh_dim_names or range(kept.ndim))
-        data = [dim for dim, of in enumerate(names) if of not in within]
+        data = [dim for dim, of in enumerate(names) if of not in within and mesh.size(dim) > 1]
         if len(data) == 1:
             return mesh.get_group(data[0])
         if len(data) == mesh.ndim and mesh.size() == distributed.get_world_size():

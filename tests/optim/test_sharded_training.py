@@ -117,6 +117,8 @@ def parallel(plan: str, both: bool = False, compiled: bool = False, **options: A
         parallelize_module(block, inner, steps)
     if plan == "columns":
         parallelize_module(model, inner, {"out": ColwiseParallel(output_layouts=Replicate())})
+    if plan == "rows":
+        parallelize_module(model, inner, {"out": RowwiseParallel(input_layouts=Replicate())})
     if compiled:
         model.compile(backend="eager")
     if not both:
@@ -139,6 +141,8 @@ WAYS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
         partial(shard_model, shape=(2, 2), recipe=ng.unitwise),
         {"recipe": ng.unitwise},
     ),
+    "fully_shard on a mesh with a dimension of one process": (partial(shard_model, shape=(1, 4), **FULL), FULL),
+    "rows on whole inputs": (partial(parallel, "rows", recipe=ng.unitwise), {"recipe": ng.unitwise}),
     "columns and rows": (partial(parallel, "columns", **FULL), FULL),
     "columns and rows of blocks alone": (partial(parallel, "blocks", recipe=ng.ekfac), {"recipe": ng.ekfac}),
     "compiled columns and rows": (partial(parallel, "columns", compiled=True, **FULL), FULL),
