@@ -142,7 +142,8 @@ class ModelOptimizer(Optimizer):
         """The criterion's value, for you to call `.backward()` on; what the step needs to know of it is remembered.
 
         In evaluation mode, under `torch.no_grad()` and on detached outputs it is the value alone. Several losses of one
-        step count by their rows: those that went backward since the gradients were cleared.
+        step count by their rows: those that went backward since the gradients were cleared. One that is only looked at
+        belongs under `torch.no_grad()`: before the one that goes backward it counts in the statistics of blocks.
 
         Args:
             outputs: What the model returned, or what the criterion is of. Of a record with `logits`, as transformers'

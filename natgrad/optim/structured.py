@@ -24,7 +24,7 @@ from natgrad.optim.checks import check_blocks, given_parameters, named_parameter
 from natgrad.optim.distributed import meet
 from natgrad.optim.gathered_state import gather_numbers
 from natgrad.optim.guard import NotFiniteError, check_trouble, warn_of_strangers, watch_skipped
-from natgrad.optim.last_pass import Recall, listen
+from natgrad.optim.last_pass import Loss, Recall, listen
 from natgrad.optim.objective import Called, Objective
 from natgrad.optim.outside_losses import OwnGradients
 from natgrad.optim.pace import is_due, is_due_to_measure, is_watched, part_of_rows
@@ -122,6 +122,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._choices = Choices(averages, self.rule, self.damping, bounded, self.update_every, self.invert_every)
         self._state, self._told = State(), StepReport()
         self._update: BatchUpdate | None = None  # what the passes since the last step made of the averages
+        self._passes: list[tuple[Loss, BatchUpdate | None]] = []  # the losses that were read, each with that before it
         self._batch, self._discarded = -1, dict[str, Block]()  # which gradients it is of; blocks of a batch before
         self._coming: tuple[Callable[[], BatchUpdate], Any, int] | None = None  # a reading on its way
         self._own, self._nats, self._warned = OwnGradients(), 1.0, set[str]()
@@ -162,6 +163,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._nats = self.criterion.nats(outputs)
         if self._reader.taps.armed:
             update = self._begin_update()
+            self._passes.append((self._recall.computed[-1], self._update))
             wanted, hearing = self._reader.wants(update.hearing, self._list_unread(), outputs)
             if wanted:
                 self._read(self._reader, replace(update, hearing=hearing), outputs, targets, value)
@@ -188,6 +190,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         changed = [name for name, kind in before.items() if kinds.get(name, kind) != kind]
         if changed:
             self._state = move_state(self._state, self._named, changed)
+            self._passes = []
             if self._update is not None:
                 moved = move_state(State(blocks=self._update.blocks), self._named, changed)
                 self._update = replace(self._update, blocks=moved.blocks)
@@ -219,6 +222,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         layers = [layer for layer in self._reader.layers.by_key.values() if layer.layout.names in held]
         trusted = frozenset(claim for layer in layers for claim in layer.claims)
         self._state = replace(self._state, hearing=Hearing(trusted, labels=self._state.hearing.labels))
+        self._passes = []
         if self._update is not None:
             self._update = replace(self._update, hearing=Hearing(trusted, labels=self._update.hearing.labels))
 
@@ -266,7 +270,7 @@ class StructuredNaturalGradient(ModelOptimizer):
 
         def restore() -> None:
             self._choices, self._state, self._told = replace(self._choices, averages=averages), state, StepReport()
-            self._update, self._coming, self._discarded = None, None, {}
+            self._update, self._coming, self._discarded, self._passes = None, None, {}, []
             self._arm()
 
         return restore
@@ -306,6 +310,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._settle_reading()
         if self._update is not None and self._batch != self._recall.batch and not self._recall.losses:
             self._discarded, self._update = {**self._discarded, **self._update.blocks}, None
+            self._passes = []
         self._batch = self._recall.batch
         return self._update or BatchUpdate(self._state.blocks, self._state.hearing, self._state.guard)
 
@@ -340,6 +345,12 @@ class StructuredNaturalGradient(ModelOptimizer):
         blocks = {**update.blocks, **left} if left else update.blocks
         self._update = replace(update, blocks=blocks, sample=sample if update.taken > taken else None)
 
+    def _drop_unused(self) -> None:
+        """Forget what was read last of losses that did not go backward, where others did."""
+        gone = self._recall.losses
+        while gone and self._passes and all(loss is not self._passes[-1][0] for loss in gone):
+            self._update = self._passes.pop()[1]
+
     def _list_unread(self) -> set[str]:
         """The parameters that have no block yet."""
         blocks = self._state.blocks if self._update is None else self._update.blocks
@@ -356,6 +367,7 @@ class StructuredNaturalGradient(ModelOptimizer):
 
     def _step(self, called: Called) -> None:
         self._settle_reading()
+        self._drop_unused()
         self._follow_groups()  # some may have been frozen until now
         self._follow_parameters()
         active = {name: p for name, p in self._by_group() if p.grad is not None and id(p) not in self._gone}
@@ -449,6 +461,6 @@ class StructuredNaturalGradient(ModelOptimizer):
         assert self._reader is not None
         super()._forget_batch()
         self._reader.taps.take()
-        self._update, self._discarded = None, {}
+        self._update, self._discarded, self._passes = None, {}, []
         self._own.clear()
         self._arm()
