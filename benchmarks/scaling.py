@@ -16,8 +16,7 @@ from torch import nn
 
 import natgrad as ng
 from natgrad.layers.kinds import known_layers
-from natgrad.optim.arriving_sums import BUCKET, list_strips
-from natgrad.optim.block_owners import Cost, balance, cost_of
+from natgrad.optim.blocks import BUCKET, Cost, balance, cost_of, list_strips
 from natgrad.spaces import Space, trainable
 
 

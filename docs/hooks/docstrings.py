@@ -11,7 +11,7 @@ from typing import Any
 
 import griffe
 
-from natgrad.optim.recipe_options import join_arguments
+from natgrad.optim.options import join_arguments
 
 sys.path.append(str(Path(__file__).parent))  # Griffe loads this file by its path
 from docstring_formulas import typeset_docstring

@@ -2,24 +2,30 @@
 
 from natgrad.missing_names import find_name
 from natgrad.optim.blocks import robust_inverse
-from natgrad.optim.checkpoint_files import load_checkpoint, save_checkpoint
-from natgrad.optim.exchanges import RankExchange, meet_processes
+from natgrad.optim.checkpoint import Attributes, load_checkpoint, read_parts, save_checkpoint, write_parts
 from natgrad.optim.flat_step import FlatState, LinearSystem, Solved, SystemEvidence, shift_blocks
 from natgrad.optim.guard import Accidents, NotFiniteError, OnTrouble, guard_steps
-from natgrad.optim.joined_metric import JoinedMetric, join_operator
-from natgrad.optim.joined_step import update_jointly
-from natgrad.optim.matrix_free_recipes import ang, hessian_free, krylov_subspace, natgrad_cg
+from natgrad.optim.joined import JoinedMetric, join_operator, update_jointly
 from natgrad.optim.mirror_descent import MirrorDescent
-from natgrad.optim.natural_gradient import natural_gradient
 from natgrad.optim.objective import Objective
 from natgrad.optim.optimizer import NaturalGradient
-from natgrad.optim.parallel_models import refuse_processes
-from natgrad.optim.parts_checkpoint import Attributes, read_parts, write_parts
-from natgrad.optim.recipe_options import BlockOptions, FlatOptions
-from natgrad.optim.sharing_report import SharingReport, report_sharing
-from natgrad.optim.state_report import Report, Row, StateReport
-from natgrad.optim.structured import StructuredNaturalGradient
-from natgrad.optim.structured_recipes import diagonal, ekfac, kfac, online_ng, tonga, unitwise
+from natgrad.optim.options import BlockOptions, FlatOptions
+from natgrad.optim.processes import RankExchange, meet_processes, refuse_processes
+from natgrad.optim.recipes import (
+    ang,
+    diagonal,
+    ekfac,
+    hessian_free,
+    kfac,
+    krylov_subspace,
+    natgrad_cg,
+    natural_gradient,
+    online_ng,
+    tonga,
+    unitwise,
+)
+from natgrad.optim.report import Report, Row, StateReport
+from natgrad.optim.structured import SharingReport, StructuredNaturalGradient, report_sharing
 
 __all__ = [
     "Accidents",

@@ -17,14 +17,12 @@ from torch.optim import Optimizer
 from natgrad.families import Criterion
 from natgrad.optim.checkpoint import EXTRA, Checkpoint, Format, name_positions, read_checkpoint, write_checkpoint
 from natgrad.optim.checks import LIMITS, checked_group, evaluate_loss
-from natgrad.optim.distributed import Ranks
-from natgrad.optim.exchanges import RankExchange
-from natgrad.optim.explanations import KEPT, Steps, explain_steps
 from natgrad.optim.guard import NotFiniteError, OnTrouble, warn_without_gradient
-from natgrad.optim.last_pass import Recall, mark_of
 from natgrad.optim.objective import Called, Closure, call_closure
+from natgrad.optim.passes import Recall, mark_of
+from natgrad.optim.processes import RankExchange, Ranks
+from natgrad.optim.report import KEPT, Report, Row, StateReport, Steps, explain_steps
 from natgrad.optim.state import Noise
-from natgrad.optim.state_report import Report, Row, StateReport
 from natgrad.pure import map_tensors
 from natgrad.rules import Rule
 from natgrad.scoped_values import keep_gradient_mode

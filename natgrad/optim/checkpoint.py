@@ -1,23 +1,239 @@
-"""An optimizer's state between runs: written so that it survives on its way, read only where it fits.
-
-`torch.distributed.checkpoint` keeps of an optimizer's state_dict `state` and `param_groups`, and loads only what a
-fresh optimizer's has too. So everything is also one tuple, under a key of the first group (`packed_state.py`), and
-`state` has tensors alone; `torch.save` writes those that are in both places once.
-"""
+"""A state of an optimizer as torch's per-parameter form and as files: written, read, checked, packed for DCP."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence, Set
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.optim.packed_state import pack_tree, unpack_tree
 from natgrad.pure import map_tensors
-from natgrad.state_files import FORMAT, check_format
-from natgrad.typed_torch import is_mapping
+from natgrad.state_files import FORMAT, check_format, read_state_file, write_state_file
+from natgrad.typed_torch import is_mapping, list_numbers
+
+PLAIN = (bool, int, float, str, type(None))
+WRITTEN = 2**16
+"""Most bytes of a tensor that is written into the text."""
+
+
+def pack_tree(tree: Any, device: torch.device) -> tuple[Any, ...]:
+    """A text that says how a tree is made, an empty tensor, and the tree's tensors on a device.
+
+    Args:
+        tree: Mappings, lists, tuples, plain values and tensors.
+        device: Where most of the tensors lie. Others are written into the text, if they are small.
+
+    Returns:
+        The tensors are those of the tree, not copies.
+    """
+    others: list[Any] = [torch.empty(0, device=device)]
+    text = json.dumps(describe_branch(tree, others))
+    return (text, *others)
+
+
+def describe_branch(branch: Any, others: list[Any]) -> Any:
+    """What the text says of a branch; what cannot be said is appended to `others`."""
+    if isinstance(branch, PLAIN):
+        return branch
+    if isinstance(branch, Tensor):
+        return describe_tensor(branch, others)
+    if isinstance(branch, Mapping):
+        pairs = cast("Mapping[Any, Any]", branch).items()
+        return {"map": [[describe_branch(part, others) for part in pair] for pair in pairs]}
+    if type(branch) in (list, tuple):
+        return {type(branch).__name__: [describe_branch(part, others) for part in branch]}
+    others.append(branch)
+    return {"at": len(others) - 1}
+
+
+def describe_tensor(tensor: Tensor, others: list[Any]) -> dict[str, Any]:
+    """Where a tensor lies in `others`, or its numbers."""
+    if tensor.device == others[0].device or tensor.nbytes > WRITTEN:
+        others.append(tensor if tensor.dim() else tensor.reshape(1))
+        return {"at": len(others) - 1, "shape": list(tensor.shape)}
+    numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return {"hex": bytes(list_numbers(numbers)).hex(), "dtype": str(tensor.dtype)[6:], "shape": list(tensor.shape)}
+
+
+def unpack_tree(packed: Sequence[Any]) -> Any:
+    """The tree that `pack_tree` was given.
+
+    Args:
+        packed: What it gave, as a tuple or a list. What follows its last tensor is left out.
+
+    Raises:
+        ValueError: If the text or a tensor was lost.
+    """
+    try:
+        return build_branch(json.loads(packed[0]), packed)
+    except (IndexError, KeyError, TypeError, RuntimeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"the packed state in state_dict cannot be read ({type(error).__name__}: {error}): a part was lost on its "
+            "way. With several processes, load the whole state on each and leave broadcast_from_rank0=True out. "
+            "Nothing was changed"
+        ) from error
+
+
+def build_branch(said: Any, packed: Sequence[Any]) -> Any:
+    """The branch that the text says."""
+    if not is_mapping(said):
+        return said
+    if "map" in said:
+        return {build_branch(key, packed): build_branch(value, packed) for key, value in said["map"]}
+    if "list" in said:
+        return [build_branch(part, packed) for part in said["list"]]
+    if "tuple" in said:
+        return tuple(build_branch(part, packed) for part in said["tuple"])
+    if "hex" in said:
+        numbers = torch.tensor(list(bytes.fromhex(said["hex"])), dtype=torch.uint8)
+        return numbers.view(getattr(torch, said["dtype"])).reshape(said["shape"])
+    found = packed[1 + said["at"]]
+    return found.reshape(()) if said.get("shape") == [] else found
+
+
+# Checkpoints of trainers that are made of parts: optimizers, generators, running moments, counts
+
+
+class Attributes:
+    """Plain values that an object holds, as one part: a number, or a tuple of several.
+
+    Args:
+        owner: The object.
+        names: Of its attributes.
+    """
+
+    def __init__(self, owner: Any, *names: str) -> None:
+        self.owner, self.names = owner, names
+
+    def state_dict(self) -> Any:
+        """The value, or a tuple of them."""
+        values = tuple(getattr(self.owner, name) for name in self.names)
+        return values[0] if len(values) == 1 else values
+
+    def load_state_dict(self, state: Any) -> None:
+        """Give the owner these values.
+
+        Args:
+            state: What `state_dict` gave.
+        """
+        values = (state,) if len(self.names) == 1 else tuple(state)
+        for name, value in zip(self.names, values, strict=True):
+            setattr(self.owner, name, value)
+
+
+def write_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of every part under its name, and the number of the format.
+
+    Args:
+        parts: Objects with `state_dict` and `load_state_dict`, or generators.
+    """
+    return {"format": FORMAT} | {name: write_part(part) for name, part in parts.items()}
+
+
+def write_part(part: Any) -> Any:
+    """The state of a part."""
+    return part.get_state() if isinstance(part, torch.Generator) else part.state_dict()
+
+
+def read_parts(parts: Mapping[str, Any], state: Any, saver: str, optional: Set[str] = frozenset()) -> None:
+    """Go on from what `write_parts` gave. All parts are as before where one does not fit.
+
+    Args:
+        parts: As they were written.
+        state: What was saved.
+        saver: Who saves such a state, for the error message.
+        optional: Names that older checkpoints lack; those parts are left as they are.
+
+    Raises:
+        ValueError: If an entry is missing, or does not fit its part; for the format of a newer version.
+    """
+    require_entries(parts.keys() - optional, state, saver)
+    check_format(state)
+    found = {name: part for name, part in parts.items() if name in state}
+    before: dict[str, Any] = {}
+    for name, part in found.items():
+        before[name] = deepcopy(write_part(part))
+        try:
+            read_part(part, state[name])
+        except Exception as error:
+            for changed, old in before.items():
+                read_part(found[changed], old)
+            raise ValueError(
+                f"the saved {name!r} is that of another network, environment or setting: {error}. Nothing was changed"
+            ) from error
+
+
+def read_part(part: Any, state: Any) -> None:
+    """Give a part its state."""
+    if isinstance(part, torch.Generator):
+        part.set_state(state.cpu())
+    else:
+        part.load_state_dict(state)
+
+
+def require_entries(names: Set[str], state: Any, saver: str) -> None:
+    """ValueError unless a state has all these entries."""
+    missing = sorted(name for name in names if not isinstance(state, Mapping) or name not in state)
+    if missing:
+        raise ValueError(
+            f"the saved state lacks {missing}: a part was lost, or it was not saved by {saver}. Nothing was changed"
+        )
+
+
+# A run's checkpoint in one file: model, optimizer, scheduler and what else has a state
+
+
+def save_checkpoint(path: str | Path, **parts: Any) -> None:
+    """Write the state of every part to one file: whole, or not at all.
+
+    A crash, a full disk or a killed process leaves the file that was there before. `torch.load(weights_only=True)`
+    reads it. With several processes the first one's file serves all: save there alone, and load everywhere.
+
+    Args:
+        path: Of the file.
+        **parts: What has `state_dict` and `load_state_dict` (a model, optimizers, a scheduler, a search), or is a
+            `torch.Generator`.
+
+    Raises:
+        OSError: If it could not be written.
+
+    Example:
+        >>> import tempfile, os
+        >>> model = nn.Linear(2, 1)
+        >>> opt = ng.kfac(model, nn.MSELoss())
+        >>> path = os.path.join(tempfile.mkdtemp(), "run.pt")
+        >>> ng.save_checkpoint(path, model=model, optimizer=opt)
+        >>> ng.load_checkpoint(path, model=model, optimizer=opt)
+    """
+    write_state_file(write_parts(parts), path)
+
+
+def load_checkpoint(path: str | Path, **parts: Any) -> None:
+    """Go on from what `save_checkpoint` wrote. Every part fits, or none is changed.
+
+    Args:
+        path: Of the file.
+        **parts: As they were saved, by the same names, newly built or in use.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If the file was cut off or damaged, is of a newer format, or lacks a part that fits.
+
+    Example:
+        >>> import tempfile, os
+        >>> path, generator = os.path.join(tempfile.mkdtemp(), "run.pt"), torch.Generator()
+        >>> ng.save_checkpoint(path, generator=generator)
+        >>> ng.load_checkpoint(path, generator=generator)
+    """
+    read_parts(parts, read_state_file(path), "ng.save_checkpoint")
+
+
+# An optimizer's state between runs: written so that it survives on its way, read only where it fits
 
 EXTRA = "natgrad"
 ENTRIES = ("state", "param_groups")

@@ -16,7 +16,7 @@ from natgrad.families import Criterion
 from natgrad.linalg import all_finite
 from natgrad.metrics import Metric, MetricSum, PullbackMetric, sum_metrics
 from natgrad.optim.guard import NotFiniteError
-from natgrad.optim.recorded_pass import Data
+from natgrad.optim.passes import Data
 from natgrad.pure import Labelled, as_call, leaves, map_tensors
 from natgrad.rules import LineSearch, MeasuredLength, Rule, refuse_measured_kl
 from natgrad.solvers import CG, Auto, Direct, MinresQLP, SampleSpace, Solver

@@ -22,14 +22,14 @@ from natgrad.linalg import all_finite, stays_finite
 from natgrad.metrics import Metric
 from natgrad.operators import Arranged, Operator
 from natgrad.optim.checks import inputs_of
-from natgrad.optim.distributed import Ranks
 from natgrad.optim.guard import Guard, NotFiniteError, describe_trouble
-from natgrad.optim.joined_step import check_in_step, join_choice
-from natgrad.optim.objective import Objective, Proximal
-from natgrad.optim.outside_losses import Outside
-from natgrad.optim.recorded_pass import Data
-from natgrad.optim.state_report import StateReport, read_cuts
-from natgrad.optim.step_length import bounded_below
+from natgrad.optim.joined import check_in_step, join_choice
+from natgrad.optim.objective import Objective, Proximal, verdict
+from natgrad.optim.passes import Data
+from natgrad.optim.processes import Ranks
+from natgrad.optim.report import StateReport, read_cuts
+from natgrad.optim.state import Outside
+from natgrad.optim.step import bounded_below
 from natgrad.rules import BentStep, FlatStep, Memory, Quadratic, Rule, Step, require_loss
 from natgrad.solvers import Solution, Solver, Status
 from natgrad.spaces import Space
@@ -513,13 +513,6 @@ def judge(damping: Damping, model: Quadratic, step: Step, objective: Objective |
         return None, False
     predicted = damping.predict_change(float(model.change(step)), float(model.slope(step)))
     return verdict(predicted, objective(step.vector) - objective.before)
-
-
-def verdict(predicted: float, change: float) -> tuple[float, bool]:
-    """`judge` from the two numbers."""
-    if predicted < 0:
-        return change / predicted, math.isnan(change)
-    return math.nan, not change <= 0
 
 
 def moves_finitely(evidence: SystemEvidence, step: Step) -> bool:

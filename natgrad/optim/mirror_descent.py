@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from natgrad.checks import check_number
 from natgrad.geometry import Potential, Region, SquaredNorm, check_potential
 from natgrad.linalg import all_finite
-from natgrad.optim.distributed import Ranks, check_group, meet
 from natgrad.optim.guard import Accidents, OnTrouble
+from natgrad.optim.processes import Ranks, check_group, meet
 from natgrad.scoped_values import keep_gradient_mode
 from natgrad.typed_torch import list_numbers
 

@@ -1,28 +1,109 @@
-"""The loss at trial points theta + d, with the data, masks and statistics of the step's own pass."""
+"""The loss at other parameters: passes done again, what a closure returns, and how a step is judged by it."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.families import Criterion
-from natgrad.metrics import Fisher, GaussNewton, Metric, PullbackMetric, SampledFisher
-from natgrad.optim.last_pass import Recall
-from natgrad.optim.loss_inputs import OTHER_BATCH, Linearised
-from natgrad.optim.loss_metrics import weights_of
-from natgrad.optim.recorded_pass import Data, RepeatError
-from natgrad.pure import RandomState, Select, map_tensors, pure_model, run_detached
-from natgrad.rules import Vector
-from natgrad.spaces import Space
+from natgrad.damping import Damping, Relative, as_damping
+from natgrad.families import Criterion, Likelihood
+from natgrad.metrics import Covariance, Fisher, GaussNewton, Metric, PullbackMetric, SampledFisher
+from natgrad.operators import Operator, Scaled, Sum
+from natgrad.optim.checks import inputs_of
+from natgrad.optim.passes import OTHER_BATCH, Data, Linearised, Recall, RecordedLoss, RepeatError
+from natgrad.optim.processes import Ranks
+from natgrad.optim.state import Outside
+from natgrad.pure import RandomState, Select, map_tensors, pure_model, run_detached, run_uncompiled
+from natgrad.rules import Parts, Quadratic, Step, Vector
+from natgrad.spaces import Params, Space
+from natgrad.typed_torch import list_numbers, measure_norm
+from natgrad.whole_tensors import any_split
+
+SCALER = 128.0
+"""Weights of losses from here on come from a gradient scaler, whose factor the gradients no longer have."""
+
+
+@dataclass(frozen=True)
+class SumOverData(Metric):
+    """The weighted sum of metrics on data of their own: several losses of one pass."""
+
+    parts: Sequence[tuple[float, Metric, Data]]
+
+    def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
+        terms = [
+            Scaled(metric.at(params, inputs_of(metric, data), random=data.random), weight)
+            for weight, metric, data in self.parts
+        ]
+        return Sum(tuple(terms))
+
+
+def metric_of_step(metric: Metric, recall: Recall, model: Any, params: Mapping[str, Tensor]) -> Metric:
+    """The metric of the outputs that the step's last loss was computed on, added up over the losses of its pass.
+
+    Gradients of several passes (micro-batches) keep the metric of the last one. ValueError for a loss of something that
+    cannot be followed.
+    """
+    used, last = recall.used_losses(), recall.last_told
+    if last is None or not isinstance(model, nn.Module):
+        return metric
+    group = [told for told in used if told.route.passes == last.route.passes]
+    metrics = [choose_outputs(metric, told.settle(model, params, recall.outputs)) for told in group]
+    if recall.observed is not None:
+        if any(isinstance(chosen_outputs(one), Linearised) for one in metrics):
+            raise ValueError(OTHER_BATCH)
+        return metrics[-1]
+    if len(group) == 1:
+        return metrics[-1]
+    weights = weights_of(used, recall.scale)
+    share = sum(weights) / sum(w for w, told in zip(weights, used, strict=True) if told in group)
+    parts = [(share * weights[used.index(told)], one, told.data()) for told, one in zip(group, metrics, strict=True)]
+    return SumOverData(parts)
+
+
+def chosen_outputs(metric: Metric) -> Select | None:
+    """What a metric takes of the model's outputs, None for all of them."""
+    return getattr(metric.moment if isinstance(metric, Covariance) else metric, "outputs", None)
+
+
+def choose_outputs(metric: Metric, select: Select | None) -> Metric:
+    """The same metric, of what `select` makes of the model's outputs. ValueError for one that cannot be of that."""
+    if isinstance(metric, Covariance):
+        return replace(metric, moment=choose_outputs(metric.moment, select))
+    if is_dataclass(metric) and "outputs" in {field.name for field in fields(metric)}:
+        return replace(metric, outputs=select)  # type: ignore[call-arg]
+    if select is None:
+        return metric
+    raise ValueError(
+        f"optimizer.loss was given a part or a function of the model's outputs, and {metric!r} is of the outputs as "
+        "they are: let the model return what the loss is computed on"
+    )
+
+
+def weights_of(used: Sequence[RecordedLoss], scale: float) -> list[float]:
+    """What each loss, as a mean, weighs in the gradient. ValueError where a gradient scaler hides it.
+
+    scale: what the gradient is divided by.
+    """
+    found = [1.0 if told.weight is None else float(told.weight) for told in used]
+    if len(used) > 1 and min(found) >= SCALER:
+        raise ValueError(
+            f"the step has {len(used)} losses with weights {found}, as from a GradScaler: what each weighs in the "
+            "gradients is not known; make one optimizer.loss(outputs, targets) of them, or do without scaling"
+        )
+    return [weight * (told.scale / scale if scale else 1.0) for weight, told in zip(found, used, strict=True)]
+
+
+# The loss at trial points theta + d, with the data, masks and statistics of the step's own pass
 
 Closure = Callable[[], Tensor]
 NOT_REPEATED = (
@@ -403,3 +484,276 @@ def tells_another(called: Called, objective: Objective, recall: Recall) -> bool:
 def number(value: Tensor | float) -> float:
     """A closure's value: a scalar tensor, or a number as LBFGS allows."""
     return float(value.detach() if isinstance(value, Tensor) else value)
+
+
+# Levenberg-Marquardt for metrics in blocks: the loss at a step, beside what the quadratic model promises of it
+
+EVERY = 5  # steps between judgements: Martens & Grosse 2015, section 6.5
+
+
+class PooledLoss:
+    """d -> the loss at theta + d, the mean over all processes' rows, penalty included; `before` is that at d = 0.
+
+    Args:
+        objective: The loss of this process's rows.
+        rows: What they weigh: how many they are; 0 where this process has none.
+        ranks: The processes.
+        before: The mean loss over all rows.
+        named: The parameters.
+        strengths: The l2 of a penalty l2 / 2 |theta|^2, by name.
+        outside: What is known of losses that `opt.loss` was not told of.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        rows: float,
+        ranks: Ranks,
+        before: float,
+        named: Mapping[str, Tensor],
+        strengths: Mapping[str, float],
+        outside: Outside,
+    ) -> None:
+        self.outside = Outside() if isinstance(objective, Reclose) else outside
+        self.objective, self.rows, self.ranks = objective, rows, ranks
+        self.before, self.named, self.strengths = before, named, strengths
+        self._last: tuple[Vector, float] | None = None
+
+    def __call__(self, vector: Vector) -> float:
+        return self.before + self.change(vector)
+
+    def change(self, vector: Vector) -> float:
+        """loss(theta + d) - loss(theta); NaN where it is not finite."""
+        if self._last is None or self._last[0] is not vector:
+            assert isinstance(vector, Parts)
+            change = self.objective(vector) - self.objective.before if self.rows else 0.0
+            pair = torch.tensor([change * self.rows, self.rows], dtype=torch.float64, device=self._device)
+            total, weight = self.ranks.sum(pair)
+            self._last = vector, float(total / weight) + self._penalty(vector)
+        return self._last[1]
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.named.values())).device
+
+    def _penalty(self, vector: Parts) -> float:
+        """How l2 / 2 |theta|^2 changes, and the losses outside of `opt.loss`, to second order."""
+        found = 0.0
+        for name in vector:
+            if self.strengths[name]:
+                move = vector[name]
+                found += self.strengths[name] * float((self.named[name] * move).sum() + 0.5 * move.square().sum())
+            if name in self.outside.levels:
+                found += self.outside.change(name, self.named[name], vector[name])
+        return found
+
+
+def objective_of_blocks(
+    model: nn.Module, criterion: Criterion, recall: Recall, params: dict[str, Tensor], called: Called, asks: object
+) -> Objective:
+    """The loss of this step at other parameters: its one pass replayed, or the closure called again.
+
+    Args:
+        model: The model.
+        criterion: Its loss.
+        recall: What happened since the last step.
+        params: The parameters that may move.
+        called: How `step` was called.
+        asks: Who needs it, for the error message.
+
+    Raises:
+        ValueError: If the step has several losses, or none, and no closure.
+    """
+    space, used = Space(params), recall.used_losses()
+    problem = next((told.route.problem for told in used if told.route.problem), "")
+    if len(used) == 1 and recall.find_pass() is not None and not problem:
+        exact = used[0].dtype == space.dtype  # under autocast the loss was rounded, and a replay is not
+        replayed = replay_losses(model, criterion, recall, params, space, exact)
+        if not tells_another(called, replayed, recall):
+            return replayed
+    if called.closure is None or called.value is None or called.random is None:
+        raise ValueError(
+            problem
+            or f"{asks} compares the loss before and after a step, which has {len(used)} losses "
+            "of optimizer.loss(outputs, targets) and not one: call optimizer.step(closure)"
+        )
+    return Reclose(model, called.closure, recall, params, space, called.value, called.random)
+
+
+def judge_step(damping: Damping, model: Quadratic, step: Step, loss_at: PooledLoss) -> tuple[float, bool]:
+    """True over predicted change, and whether the step is refused: it raised the loss, or lost it."""
+    change = loss_at.change(step.vector)
+    predicted = damping.predict_change(float(model.change(step)), float(model.slope(step)))
+    ratio, refused = verdict(predicted, change)
+    return ratio, refused or change > 0
+
+
+def replaying(model: nn.Module, recall: Recall) -> AbstractContextManager[Any]:
+    """Inside, modules are in the mode of the last pass, and compiled ones run as they were written: no new graph."""
+    stack, last = ExitStack(), recall.find_pass()
+    if last is not None:
+        stack.enter_context(last.modes_of(model))
+    stack.enter_context(run_uncompiled())
+    return stack
+
+
+def as_block_damping(damping: float | Damping) -> Damping:
+    """A strategy; a number stands for `Relative(number, per="block")`. TypeError or ValueError for anything else."""
+    if isinstance(damping, Damping):
+        return damping
+    as_damping(damping)  # checks it
+    return Relative(float(damping), per="block")
+
+
+def verdict(predicted: float, change: float) -> tuple[float, bool]:
+    """The ratio of a change of the loss to the predicted one, NaN where none was, and whether the step is refused."""
+    if predicted < 0:
+        return change / predicted, math.isnan(change)
+    return math.nan, not change <= 0
+
+
+# d^T G d on a step's own batch, exact over labels, from the model's outputs at a point a little further along d
+
+# in float64, and in less
+MOVED = {True: 1e-10, False: 3e-8}  # nats that the trial point lies away, as far as is known
+LEAST = {True: 1e-7, False: 1e-5}  # share of the parameters that it moves at least
+FAR, TRIALS = 10.0, 3  # times as far as was known: another trial, nearer; of so many
+DRAWS = 32  # of labels, for a likelihood without a Fisher form
+
+
+class BatchForm:
+    """d -> d^T G d of the pass that a step's gradient came from, G exact over labels: one forward pass per question.
+
+    J d = (f(theta + h d) - f(theta)) / h, on the pass's own inputs, dropout masks and batch statistics. Nothing of the
+    model changes.
+
+    Args:
+        model: The network.
+        criterion: Its loss.
+        recall: What happened since the last step.
+        named: The parameters.
+        ranks: The processes that train the model.
+        nats: Nats per example in one unit of d^T G d / 2.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        criterion: Criterion,
+        recall: Recall,
+        named: Mapping[str, Tensor],
+        ranks: Ranks,
+        nats: Tensor | float,
+    ) -> None:
+        self.model, self.criterion, self.recall = model, criterion, recall
+        self.named, self.ranks, self.nats = named, ranks, float(nats)
+
+    def measure(self, vector: Parts, nats: float) -> float:
+        """d^T G d, a mean over the rows of all processes; NaN where the pass cannot be done again.
+
+        Args:
+            vector: d.
+            nats: How far d moves the model, as far as is known, in nats per example.
+        """
+        if any_split(self.named.values()):  # a pass at other parameters has no place in a model in parts
+            return math.nan
+        least, found = self._least_share(vector), math.nan
+        share = self._share(vector, nats, least)
+        for _ in range(TRIALS):
+            found = self._pool_form(vector, share)
+            moved = 0.5 * self.nats * found
+            if not share**2 * moved > FAR * self._near(vector) or share <= least:
+                break
+            share = max(least, math.sqrt(self._near(vector) / moved))  # it went much farther than was known
+        return found
+
+    def _pool_form(self, vector: Parts, share: float) -> float:
+        """The form over all processes' rows."""
+        try:
+            found, rows = self._own(vector, share)
+        except RepeatError as error:
+            warnings.warn(f"{error}. Steps are measured on averages instead of on their own batch", stacklevel=2)
+            found, rows = math.nan, 1.0
+        except (ValueError, NotImplementedError, RuntimeError):
+            # written over since, no known function of the outputs, only one pass allowed: not known
+            found, rows = math.nan, 1.0
+        pair = torch.tensor([found * rows, rows], dtype=torch.float64, device=next(iter(self.named.values())).device)
+        total, weight = list_numbers(self.ranks.sum(pair))
+        return total / weight if weight else math.nan
+
+    def _share(self, vector: Parts, nats: float, least: float) -> float:
+        """h: so small that the outputs go straight, so large that they are told from rounding."""
+        near = math.sqrt(self._near(vector) / nats) if nats > 0 else 1.0
+        return min(1.0, max(least, near))
+
+    def _near(self, vector: Parts) -> float:
+        """How many nats the trial point lies away."""
+        return MOVED[self._is_double(vector)]
+
+    def _least_share(self, vector: Parts) -> float:
+        """The least h: a shorter step would be lost in the parameters' own rounding."""
+        if any(torch.finfo(self.named[name].dtype).bits < 32 for name in vector):
+            return 1.0
+        moved = float(vector.norm())
+        size = math.sqrt(sum(float(measure_norm(self.named[name])) ** 2 for name in vector))
+        return min(1.0, LEAST[self._is_double(vector)] * size / moved) if moved > 0 else 1.0
+
+    def _is_double(self, vector: Parts) -> bool:
+        return all(self.named[name].dtype == torch.float64 for name in vector)
+
+    def _own(self, vector: Parts, share: float) -> tuple[float, float]:
+        """The form on this process's rows, and their number."""
+        forms, weights = list[float](), list[float]()
+        moved = {
+            name: p.detach() + share * vector[name].to(p.dtype) if name in vector.parts else p.detach()
+            for name, p in self.named.items()
+        }
+        with replaying(self.model, self.recall):
+            for told in self.recall.used_losses():
+                if told.route.problem:
+                    raise ValueError(told.route.problem)
+                forms.append(self._form(told, moved, share))
+                weights.append(float(told.rows) if math.isnan(told.count) else told.count)
+        rows = sum(weights)
+        if not rows:  # a batch without rows, beside those of other processes
+            return 0.0, 0.0
+        return sum(w * form for w, form in zip(weights, forms, strict=True)) / rows, rows
+
+    def _form(self, told: RecordedLoss, moved: Mapping[str, Tensor], share: float) -> float:
+        """Of one loss: sum_i w_i (J_i d)^T M_i (J_i d)."""
+        select, data = told.settle(self.model, self.named, self.recall.outputs), told.data()
+        pure = pure_model(self.model, data.inputs, data.random)
+
+        def outputs_at(params: Mapping[str, Tensor]) -> Any:
+            def choose_outputs() -> Any:
+                found = pure({name: p.detach().requires_grad_() for name, p in params.items()})
+                return found if select is None else select(found)
+
+            return run_detached(choose_outputs)
+
+        same = told.dtype == next(iter(self.named.values())).dtype  # under autocast the pass was rounded
+        before = told.outputs if same else outputs_at(self.named)
+        start, end = (map_tensors(tree, widen) for tree in (before, outputs_at(moved)))
+        change = (self.criterion.family.rows(end) - self.criterion.family.rows(start)) / share
+        return float(self.criterion.weights(start, data.targets) @ squares_of(self.criterion.family, start, change))
+
+
+def squares_of(family: Likelihood, outputs: Any, change: Tensor) -> Tensor:
+    """t_i^T M_i t_i of every row, shape (R,).
+
+    Args:
+        family: Whose Fisher form M is; of one without the exact form it is a mean over drawn labels.
+        outputs: Where M is taken, as the model returns them.
+        change: t, shape (R, m).
+    """
+    rows = family.rows(outputs)
+    if type(family).fisher is not Likelihood.fisher or type(family).mv is not Likelihood.mv:
+        return (change * family.mv(rows, change)).sum(-1)
+    generator = torch.Generator(rows.device).manual_seed(0)
+    scores = (family.score(outputs, family.sample(outputs, generator)) for _ in range(DRAWS))
+    return torch.stack([(score * change).sum(-1).square() for score in scores]).mean(0)
+
+
+def widen(outputs: Tensor) -> Tensor:
+    """At least in float32."""
+    return outputs.to(torch.promote_types(outputs.dtype, torch.float32)) if outputs.is_floating_point() else outputs

@@ -17,7 +17,6 @@ from natgrad.damping import as_damping
 from natgrad.families import Criterion
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
-from natgrad.optim.aligned_passes import weigh_loss
 from natgrad.optim.base import Called, ModelOptimizer, count_rows
 from natgrad.optim.checkpoint import Checkpoint, Format, own_copy
 from natgrad.optim.checks import (
@@ -29,7 +28,6 @@ from natgrad.optim.checks import (
     given_parameters,
     named_parameters,
 )
-from natgrad.optim.distributed import Ranks, meet
 from natgrad.optim.flat_step import (
     FlatChoices,
     FlatState,
@@ -44,25 +42,32 @@ from natgrad.optim.flat_step import (
     leave_out,
 )
 from natgrad.optim.guard import Guard, NotFiniteError, check_trouble, watch_skipped, watch_unmoved
-from natgrad.optim.joined_metric import JoinedMetric, unwrap_models
-from natgrad.optim.joined_step import join_mean_loss, join_metric, join_objective, read_gradients, settle_ranks
-from natgrad.optim.last_pass import Recall, listen, overhear
-from natgrad.optim.loss_metrics import chosen_outputs, metric_of_step
+from natgrad.optim.joined import (
+    JoinedMetric,
+    join_mean_loss,
+    join_metric,
+    join_objective,
+    read_gradients,
+    settle_ranks,
+    unwrap_models,
+)
 from natgrad.optim.objective import (
     Beside,
     Closure,
     Objective,
     Proximal,
     Reclose,
+    chosen_outputs,
+    metric_of_step,
     objective_of,
     proximal_of,
     tells_another,
 )
-from natgrad.optim.outside_losses import SHARE, Outside, OwnGradients
-from natgrad.optim.parallel_models import refuse_nested
-from natgrad.optim.recipe_options import FlatOptions, FlatSettings, with_options
-from natgrad.optim.recorded_pass import Data
-from natgrad.optim.state_report import StateReport
+from natgrad.optim.options import FlatOptions, FlatSettings, with_options
+from natgrad.optim.passes import Data, Recall, listen, overhear
+from natgrad.optim.processes import Ranks, meet, refuse_nested, weigh_loss
+from natgrad.optim.report import StateReport
+from natgrad.optim.state import SHARE, Outside, OwnGradients
 from natgrad.pure import as_call, copy_tensors
 from natgrad.rules import SafeRate
 from natgrad.scoped_values import keep_gradient_mode

@@ -1,7 +1,8 @@
 """One step of a metric in blocks, as a pure function of what is known and what a batch told.
 
 The order is that of Martens & Grosse 2015, algorithm 2: statistics, damped inverses, direction, length, damping. What
-a step may not do (a wild batch, a number that is not finite) is decided at its start and at its end, by `Guard`.
+a step may not do (a wild batch, a number that is not finite) is decided at its start and at its end, by `Guard`. When
+statistics and inverses are due is the pace's matter, how far the quadratic model is trusted the length's.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from natgrad.damping import Damping
+from natgrad.families import Bernoulli, Categorical, Criterion, Gaussian, Huber, Laplace
+from natgrad.layers import Heard, Seen
 from natgrad.linalg import stays_finite
 from natgrad.operators import Operator
-from natgrad.optim.batch_form import BatchForm
 from natgrad.optim.blocks import (
     Averages,
     BatchUpdate,
@@ -31,29 +33,41 @@ from natgrad.optim.blocks import (
     sum_scalars,
 )
 from natgrad.optim.checks import check_statistics
-from natgrad.optim.distributed import Ranks
 from natgrad.optim.guard import Guard, describe_trouble, least_damping, watch_late
-from natgrad.optim.last_pass import Loss
-from natgrad.optim.outside_losses import OwnGradients
-from natgrad.optim.pace import (
-    compare_kl,
-    follow_drift,
-    follow_fall,
-    follow_loss,
-    follow_signal,
-    is_due,
-    keep_form,
-    recent_form,
-    start_afresh,
-    trust_form,
-)
-from natgrad.optim.readings import Reading
-from natgrad.optim.reduction_ratio import EVERY, PooledLoss, judge_step
-from natgrad.optim.state import Block, GradientMean, State
-from natgrad.optim.step_length import SMALLEST, measure_form, measure_ratio
+from natgrad.optim.objective import EVERY, BatchForm, PooledLoss, judge_step
+from natgrad.optim.passes import Loss
+from natgrad.optim.processes import Ranks
+from natgrad.optim.reading import Reading
+from natgrad.optim.state import Block, GradientMean, Length, Noise, OwnGradients, Pace, State
 from natgrad.rules import BlockPoint, BlockStep, ErrorScale, Lazy, Memory, Parts, Quadratic, Rule, Step, Vector
 from natgrad.typed_torch import as_tensor_like, list_numbers, measure_norm
 from natgrad.whole_tensors import WholeTensors
+
+RAMP = 5  # steps after which the intervals between updates grow by one
+TURNED = 2  # times as long they are once noise has hidden the gradient, and whitened inputs are all that is asked for
+TOLERANCE = 0.1  # relative change of the running averages that one update may bring
+SHRINKS, GROWS = 0.5, 1.5  # factors on the interval, from one update to the next
+LONG = 12  # steps between updates, of which two may be left out
+GOLDEN = (math.sqrt(5) - 1) / 2
+MOST = 20  # steps between two updates, for which all rows are taken that a pass is asked for
+SELDOM = 4  # times more seldom a length is measured once steps are spectral
+BEFORE = 2  # a measurement waits for as many steps as a run has had, over this
+FORMED = 5  # steps for which the form of a step of fixed length is believed
+ROOM = 0.1  # share of its bound below which it is
+WATCHED = 20  # steps after one that was near its bound
+UNKNOWN = Length().doubt  # times too small that the estimate of a step's KL may be, before any was compared
+MARGIN = 5.0  # of the largest factor by which it was too small lately
+FORGETS = 0.98  # of that factor, per comparison
+FADES, SURE = 0.9, 10  # of the sums that tell signal from noise, per step; steps before they are believed
+SOON = 10  # steps after a turn within which signal that shows again was hidden by steps too long for a valley
+STERNER = 4.0  # times less signal it takes to turn again, after each return
+RISES = 3.0  # standard errors by which a loss is higher than before for more than chance
+SPREAD = math.sqrt(2)  # standard deviation of rows' losses over their mean: of squared normal errors, of classes less
+SMALLEST, LARGEST = 1.0, 1e8  # below 1 the damping shortens a step, and that is what it is for
+FALLS_TO = 0.5  # that the ratio falls to, per measurement
+FEWEST = 64  # examples that a measurement takes, if the pass has as many
+PART = 4  # of the examples of a larger pass, one in so many
+
 
 Settings = Mapping[str, Mapping[str, Any]]
 """The parameter groups' numbers by parameter: lr, momentum, damping, weight_decay, l2 and the rule's own."""
@@ -669,3 +683,318 @@ def signal_sums(norms: Mapping[str, Tensor], means: Mapping[str, GradientMean], 
     mean, single = torch.stack([one.to(home, torch.float64) for one in sizes]).square().view(-1, 2).T
     corrected, noise = torch.tensor(weights, dtype=torch.float64, device=home).T
     return torch.stack([corrected @ mean, single.sum(), noise @ single])
+
+
+# when statistics, inverses and measurements are due
+
+
+def find_interval(pace: Pace, step: int, turned: bool) -> int:
+    """Steps between two updates that the drift and the age of a run ask for.
+
+    The drift's, no shorter than one step in the first five and one more after each five more, and twice that for a rule
+    that has turned to directions of its own.
+    """
+    return max(int(pace.interval), 1 + step // RAMP) * (TURNED if turned else 1)
+
+
+def is_due(pace: Pace, last: int, step: int, turned: bool, every: int) -> bool:
+    """Whether it is time for what was done last at step `last`: after the interval, at most `every` steps apart.
+
+    Intervals that grow no more are shortened by a step now and then, so that they do not keep in step with tasks,
+    experts or losses that take turns.
+    """
+    interval = find_interval(pace, step, turned)
+    return step - last >= (every - vary_interval(last, every) if interval >= every else interval)
+
+
+def vary_interval(step: int, every: int) -> int:
+    """0 or 1, or 2 of long intervals, by the fractional part of a multiple of the golden ratio; 0 for every = 1."""
+    return int(min(every, 2 if every < LONG else 3) * (step * GOLDEN % 1)) if every > 1 and step > 0 else 0
+
+
+def part_of_rows(pace: Pace, step: int, turned: bool) -> float:
+    """The part of the rows of a pass that an update needs: less where updates come sooner than they are due.
+
+    Averages over as many more passes are as sure with as many fewer rows of each.
+    """
+    since = step - pace.updated if pace.updated >= 0 else MOST
+    return min(1.0, since / min(MOST, find_interval(pace, step, turned)))
+
+
+def follow_drift(pace: Pace, change: float | None, most: int) -> Pace:
+    """The interval after an update that changed the averages by this share: one that would have brought the tolerance.
+
+    Where the statistics stand still, an update's change is what is left of a batch's noise: less and less.
+    """
+    if change is None:
+        return pace
+    factor = min(max(TOLERANCE / max(change, 1e-9), SHRINKS), GROWS)
+    return replace(pace, interval=min(max(pace.interval * factor, 1.0), float(most)))
+
+
+def start_afresh(pace: Pace) -> Pace:
+    """Ask for statistics, inverses and a measurement at the next step."""
+    return replace(pace, updated=-1, inverted=-1, measured=-1)
+
+
+# lengths
+
+
+def is_due_to_measure(pace: Pace, step: int, turned: bool, every: int) -> bool:
+    """Whether a step's length is to be measured: at the first steps, then ever more seldom, at most `every` apart.
+
+    After a turn to directions whose length does not follow the gradient's, this only sharpens what is compared with a
+    bound: at the turn, and then four times more seldom.
+    """
+    rare = SELDOM if turned and pace.measured >= 0 else 1
+    return step - pace.measured >= rare * min(every, max(1, step // BEFORE))
+
+
+def recent_form(length: Length, step: int, rate: float) -> float | None:
+    """The blocks' form along a step of fixed length at this learning rate, as it was lately; None: compute it."""
+    fresh = length.formed >= 0 and step - length.formed < FORMED
+    return length.form * rate**2 if fresh else None
+
+
+def keep_form(length: Length, step: int, form: float, rate: float) -> Length:
+    """Remember a form that was computed at this rate."""
+    known = rate > 0 and math.isfinite(form)
+    return replace(length, formed=step, form=form / rate**2) if known else length
+
+
+def trust_form(length: Length, step: int, kl: float, bound: float) -> Length:
+    """Forget a form that was computed now, unless the step is far below its bound."""
+    return replace(length, formed=-1) if length.formed == step and not kl < ROOM * bound else length
+
+
+def follow_fall(length: Length, measured: float, averaged: float) -> Length:
+    """Note how far d^T G d of a pass has fallen below that of the running averages, which forget slowly."""
+    known = math.isfinite(measured) and math.isfinite(averaged) and measured > 0 and averaged > 0
+    return replace(length, fallen=min(1.0, measured / averaged) if known else 1.0)
+
+
+def compare_kl(length: Length, step: int, found: float, expected: float, fixed: bool) -> Length:
+    """Learn from a step that was measured on its own batch how far estimates may be off.
+
+    found: nats that the step moves, NaN where that could not be measured. fixed: a step whose length does not follow
+    the gradient's: its form is set right.
+    """
+    length = replace(length, compared=step)
+    if not math.isfinite(found) or not expected > 0:
+        return length
+    past = MARGIN if length.doubt == UNKNOWN else length.doubt
+    length = replace(length, doubt=max(MARGIN * max(found / expected, 1.0), FORGETS * past))
+    if fixed and length.formed >= 0:
+        length = replace(length, formed=step, form=length.form * found / expected)
+    return length
+
+
+def is_watched(length: Length, step: int) -> bool:
+    """Whether steps were near their bound lately, so that the next may have to be measured."""
+    return step - length.compared < WATCHED
+
+
+# noise
+
+
+def follow_signal(noise: Noise, step: int, sums: Sequence[float], least: float) -> Noise:
+    """Count one step's |m|^2, |g|^2 and noise; turn where the share of signal is low, return where it is high again.
+
+    The share is (M - Z) / (G - Z) of the running sums M of |m|^2, G of |g|^2 and Z of what |m|^2 would be if gradients
+    were noise alone. Steps that are too short for a curved valley make gradients that agree, where the longer ones
+    before had thrown the run from side to side: within `SOON` steps of the turn that is a return, and the next turn
+    takes a quarter of the share.
+    """
+    mean, single, chance = (FADES * old + (1 - FADES) * now for old, now in zip(noise.signal, sums, strict=True))
+    noise = replace(noise, signal=(mean, single, chance))
+    if noise.turned >= 0:
+        late = step - noise.turned > SOON  # where a loss comes near zero gradients agree too
+        if late or noise.rose >= 0 or not mean - chance > least * (single - chance):
+            return noise
+        return replace(noise, turned=-1, returns=noise.returns + 1)
+    least /= STERNER**noise.returns
+    shows = step + 1 < SURE or not mean - chance < least * (single - chance)
+    return noise if shows else replace(noise, turned=step)
+
+
+def follow_loss(noise: Noise, step: int, loss: Tensor, count_rows: Callable[[], float]) -> Noise:
+    """Look at the loss of the first steps, one that is at least 0; turn where a step raised it by more than chance.
+
+    A natural step is as long as a model of the loss allows that knows one batch. Through many wide layers, each of
+    which moves a tenth, that model fails, and the next steps fail again. The loss of the next batch tells: a mean over
+    rows whose losses spread as far as squares of normal errors has an error of (2 / rows)^(1/2) times itself. After
+    the first steps the share of signal decides.
+    """
+    if noise.turned >= 0 or noise.returns or step >= SURE:
+        return noise
+    before, now = noise.loss, float(loss)
+    noise = replace(noise, loss=now if math.isfinite(now) else math.inf)
+    if not before < now < math.inf:
+        return noise
+    error = SPREAD * math.hypot(before, now) / math.sqrt(max(count_rows(), 1.0))
+    return replace(noise, turned=step, rose=step) if now - before > RISES * error else noise
+
+
+# how far the quadratic model is trusted
+
+
+def measure_ratio(
+    length: Length,
+    sample: Reading,
+    steps: Mapping[str, Tensor],
+    promised: Mapping[str, Tensor],
+    named: Mapping[str, Tensor],
+    ranks: Ranks,
+    penalty: Tensor | float = 0.0,
+) -> Length:
+    """The ratio of the true d^T G d to the d^T m that a block-diagonal metric promises for d = G~^-1 m, measured anew.
+
+    Blocks leave out what layers do to each other, and factors what inputs and derivatives have in common: on
+    classifiers and autoencoders the true form was .2 to 190 times the promised one, and not the same at the end as at
+    the start. The minimum of the quadratic model along d is at m^T d / d^T G d = 1 / ratio. A form that is not finite
+    makes the steps from here on shorter by a factor of ten.
+
+    sample: a part of the step's pass. steps: d, by name. promised: the steps' d^T m, by parameter as they are. penalty:
+    what the form has besides the metric.
+    """
+    form, whole = pool_form(sample, steps, promised, named, ranks)
+    form = form + sum_rows(sample) * penalty
+    before, fresh = length.ratio, form / whole
+    falls = before is not None and bool(fresh < FALLS_TO**2 * before)
+    if before is not None:
+        # a few examples carry the metric of a network that is nearly right, and a pass may miss them
+        fresh = torch.maximum(fresh, FALLS_TO * before)
+    last = torch.ones_like(whole) if before is None else before
+    fresh = torch.where(torch.isfinite(fresh), fresh, 10 * last.clamp(min=SMALLEST))
+    # derivatives that vanish in the dtype at hand, steps of length 0: nothing was measured
+    ratio = torch.where((form == 0) | ~(whole > 0), last, fresh).clamp(max=LARGEST)
+    return replace(length, ratio=ratio, falls=falls)
+
+
+def measure_form(
+    sample: Reading,
+    moves: Mapping[str, Tensor],
+    named: Mapping[str, Tensor],
+    ranks: Ranks,
+    penalty: Tensor | float = 0.0,
+) -> Tensor:
+    """moves^T G moves on the sample of a pass, over all processes.
+
+    Args:
+        sample: A part of a pass, as `sample_examples` gives it.
+        moves: A vector, by name.
+        named: The parameters.
+        ranks: The processes that train the model.
+        penalty: What the form has besides the metric.
+    """
+    return pool_form(sample, moves, {}, named, ranks)[0] / sum_rows(sample) + penalty
+
+
+def pool_form(
+    sample: Reading,
+    steps: Mapping[str, Tensor],
+    promised: Mapping[str, Tensor],
+    named: Mapping[str, Tensor],
+    ranks: Ranks,
+) -> tuple[Tensor, Tensor]:
+    """step^T G step, and what was promised of the parameters that a process's sample covers; times the rows of all.
+
+    Args:
+        sample: A part of a pass, as `sampled` gives it.
+        steps: A vector, by name.
+        promised: By name, the same on all processes.
+        named: The parameters.
+        ranks: The processes that train the model: they get the same bits.
+    """
+    like, share = next(iter(steps.values())), sum_share(sample)
+    squares, sums, names = squares_and_sums(sample, steps, named)
+    covered = torch.tensor([name in names for name in promised], dtype=like.dtype, device=like.device)
+    sums = torch.stack([as_tensor_like(one, like) for one in sums]) if sums else like.new_zeros(0)
+    found = ranks.sum(torch.cat([share * as_tensor_like(squares, like).reshape(1), share**0.5 * sums, covered]))
+    form = found[0] + found[1 : 1 + len(sums)].square().sum()
+    parts = zip(promised.values(), list_numbers(found[1 + len(sums) :]) if promised else [], strict=True)
+    whole = [value.to(form) for value, processes in parts if processes > 0]
+    return form, sum_rows(sample) * (torch.stack(whole).sum() if whole else torch.zeros_like(form))
+
+
+def sum_rows(sample: Reading) -> float:
+    """The rows of all processes."""
+    return float(sample.rows if sample.span is None else sample.span.rows)
+
+
+def sum_share(sample: Reading) -> float:
+    """What this process's part weighs among them."""
+    return float(sample.rows) if sample.span is None else sample.span.share
+
+
+def sample_examples(reading: Reading) -> Reading:
+    """A part of the examples, weighing as much as all: their memory outlives the backward pass.
+
+    With several processes the same examples as one process would take of the joined batch, whoever has them.
+
+    Parameters without a layer keep their scores, which are sums over examples.
+    """
+    examples, span = min((one.examples for one in reading.apart), default=0), reading.span
+    kept, all_kept, total = min(examples, max(FEWEST, examples // PART)), 0, 0
+    if span is None or not span.count or examples % span.count:
+        all_kept, total = kept, examples
+    else:
+        kept, all_kept, total = span.count_kept(examples // span.count, FEWEST, PART)
+    layers = list[Seen]()
+    for one in reading.apart:
+        if one.examples % examples == 0:  # rows of examples lie side by side; else the layer counts as unseen
+            layers.append(one.take(slice(one.examples // examples * kept), (total / all_kept) ** 0.5))
+    return Reading(Heard([]), reading.rows, layers, reading.scores, span=span)
+
+
+def form_along(
+    reading: Reading, steps: Mapping[str, Tensor], named: Mapping[str, Tensor]
+) -> tuple[Tensor | float, list[str]]:
+    """step^T G step from one pass, and the parameters that it covers: sum_i E[(score_i^T step)^2].
+
+    score_i^T step over all layers of an example together, from the statistics' outer products, which are never written
+    out. Parameters without a layer add the square of their summed scores, whose expectation over labels is the same.
+    0 if nothing moved that was seen.
+    """
+    squares, sums, names = squares_and_sums(reading, steps, named)
+    forms = [*([squares] if isinstance(squares, Tensor) else []), *(one.square() for one in sums)]
+    return (torch.stack(forms).sum() if forms else 0.0), names
+
+
+def squares_and_sums(
+    reading: Reading, steps: Mapping[str, Tensor], named: Mapping[str, Tensor]
+) -> tuple[Tensor | float, list[Tensor], list[str]]:
+    """The layers' part of `form_along`, per cotangent score^T step of the other parameters, and all their names."""
+    layers = [one for one in reading.apart if any(name in steps for name in one.layer.layout.names)]
+    layers = [one for one in layers if len(one.deltas) == len(layers[0].deltas)]
+    squares = form_of(layers, steps, named) if layers else 0.0
+    names = [name for one in layers for name in one.layer.layout.names]
+    sums, like = list[Tensor](), next(iter(steps.values()))
+    for scores in reading.scores:
+        rest = [(score * steps[name]).sum() for name, score in scores.items() if name in steps and name not in names]
+        sums.append(torch.stack(rest).sum() if rest else like.new_zeros(()))
+    return squares, sums, names + [name for scores in reading.scores[:1] for name in scores]
+
+
+def form_of(layers: Sequence[Seen], steps: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> Tensor:
+    """sum_i (score_i^T step)^2 over the layers together, summed over cotangents."""
+    examples = min(one.examples for one in layers)
+    if not examples:  # other processes have those that are measured
+        return torch.zeros((), dtype=layers[0].deltas[0].dtype, device=layers[0].deltas[0].device)
+    slopes = [slopes_of(one, steps, named, examples) for one in layers]
+    return torch.stack(slopes).sum(0).square().sum()
+
+
+def slopes_of(seen: Seen, steps: Mapping[str, Tensor], named: Mapping[str, Tensor], examples: int) -> Tensor:
+    """score_i^T step of one layer, (cotangents, examples)."""
+    layout, dtype = seen.layer.layout, seen.deltas[0].dtype
+    whole = {n: (steps[n] if n in steps else torch.zeros_like(named[n])).to(dtype) for n in layout.names}
+    return seen.slopes(layout.join(whole), examples)
+
+
+def bounded_below(criterion: Criterion) -> bool:
+    """Whether the loss is at least 0, so that a share of it says how much is left to gain."""
+    family = getattr(criterion.family, "family", criterion.family)
+    if isinstance(family, (Gaussian, Laplace, Huber)):  # a loss of torch counts no normalising constant
+        return isinstance(criterion.loss, (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss))
+    return isinstance(family, (Bernoulli, Categorical))

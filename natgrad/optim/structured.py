@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Unpack
 
@@ -14,28 +14,30 @@ from torch import Tensor, nn
 
 from natgrad.families import Criterion, Likelihood, as_criterion
 from natgrad.hidden_parameters import check_followed
-from natgrad.optim.aligned_passes import weigh_loss
 from natgrad.optim.base import ModelOptimizer, count_rows
-from natgrad.optim.batch_form import BatchForm
-from natgrad.optim.block_owners import Owners, check_share
-from natgrad.optim.blocks import Averages, BatchUpdate, dense
+from natgrad.optim.blocks import Averages, BatchUpdate, Owners, check_share, dense, gather_numbers
 from natgrad.optim.checkpoint import Checkpoint, Format
 from natgrad.optim.checks import check_blocks, given_parameters, named_parameters, settle_rule
-from natgrad.optim.distributed import meet
-from natgrad.optim.gathered_state import gather_numbers
 from natgrad.optim.guard import NotFiniteError, check_trouble, warn_of_strangers, watch_skipped
-from natgrad.optim.last_pass import Loss, Recall, listen
-from natgrad.optim.objective import Called, Objective
-from natgrad.optim.outside_losses import OwnGradients
-from natgrad.optim.pace import is_due, is_due_to_measure, is_watched, part_of_rows
-from natgrad.optim.parallel_models import refuse_trials
-from natgrad.optim.pass_statistics import Reader, release
-from natgrad.optim.recipe_options import BlockOptions, BlockSettings, with_options
-from natgrad.optim.reduction_ratio import as_block_damping, objective_of_blocks, replaying
-from natgrad.optim.state import Block, Hearing, Noise, State, move_state, read_parameters, single
-from natgrad.optim.state_report import StateReport, state_report
-from natgrad.optim.step import Choices, Evidence, StepReport, natural_step
-from natgrad.optim.step_length import bounded_below, sample_examples
+from natgrad.optim.objective import BatchForm, Called, Objective, as_block_damping, objective_of_blocks, replaying
+from natgrad.optim.options import BlockOptions, BlockSettings, with_options
+from natgrad.optim.passes import Loss, Recall, listen
+from natgrad.optim.processes import meet, refuse_trials, weigh_loss
+from natgrad.optim.reading import Reader, release
+from natgrad.optim.report import StateReport, state_report
+from natgrad.optim.state import Block, Hearing, Noise, OwnGradients, State, move_state, read_parameters, single
+from natgrad.optim.step import (
+    Choices,
+    Evidence,
+    StepReport,
+    bounded_below,
+    is_due,
+    is_due_to_measure,
+    is_watched,
+    natural_step,
+    part_of_rows,
+    sample_examples,
+)
 from natgrad.pure import check_select, full_precision, leaves, pure_model
 from natgrad.rules import Momentum
 from natgrad.structures import ExactLabels, Layerwise, Sampled
@@ -464,3 +466,72 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._update, self._discarded, self._passes = None, {}, []
         self._own.clear()
         self._arm()
+
+
+# How several processes share out one optimizer's blocks: exact counts of work, state and bytes
+
+
+@dataclass(frozen=True)
+class SharingReport:
+    """What one process does of what all do.
+
+    Attributes:
+        share: "alone", "speed" or "memory"; "auto" before the first statistics.
+        ranks: The processes.
+        rank: This one's number.
+        owners: By block, the number of the process that inverts it.
+        inversions: Sum of n^3 over the matrices of this process's blocks.
+        all_inversions: The same over all blocks.
+        done: Sum of n^3 over all inversions that this process made so far.
+        state_bytes: Of the tensors that this process remembers between steps.
+        sent_bytes: Of messages so far, by what they are: "statistics" and "inverses" at updates; "directions" at every
+            step with "memory"; "scalars" are counts and sums.
+        messages: The number of messages so far, by what they are.
+    """
+
+    share: str
+    ranks: int
+    rank: int
+    owners: Mapping[str, int]
+    inversions: float
+    all_inversions: float
+    done: float
+    state_bytes: int
+    sent_bytes: Mapping[str, int]
+    messages: Mapping[str, int]
+
+
+def report_sharing(optimizer: StructuredNaturalGradient) -> SharingReport:
+    """What this process does of the optimizer's work, and what it sent. Nothing is exchanged for it.
+
+    Args:
+        optimizer: `ng.kfac` or its like.
+
+    Returns:
+        Counts, exact ones.
+
+    Example:
+        >>> model, x, y = nn.Linear(4, 3), torch.randn(10, 4), torch.randint(3, (10,))
+        >>> opt = ng.kfac(model, nn.CrossEntropyLoss())
+        >>> opt.loss(model(x), y).backward()
+        >>> opt.step()
+        >>> ng.report_sharing(opt).share
+        'alone'
+    """
+    if not isinstance(optimizer, StructuredNaturalGradient):
+        raise TypeError(f"optimizer is {type(optimizer).__name__}, expected ng.kfac or its like, which have blocks")
+    owners = optimizer._choices.averages.owners  # pyright: ignore[reportPrivateUsage] (a report of the folder's own)
+    kept = optimizer._state.by_parameter()  # pyright: ignore[reportPrivateUsage]
+    tensors = {t.data_ptr(): t for t in leaves(kept)}
+    return SharingReport(
+        share=owners.share if owners.is_shared else "alone",
+        ranks=owners.ranks.size,
+        rank=owners.ranks.rank,
+        owners=dict(owners.of),
+        inversions=sum(cost.work for key, cost in owners.costs.items() if owners.solves(key)),
+        all_inversions=sum(cost.work for cost in owners.costs.values()),
+        done=owners.done,
+        state_bytes=sum(t.numel() * t.element_size() for t in tensors.values()),
+        sent_bytes=dict(owners.ranks.sent),
+        messages=dict(owners.ranks.messages),
+    )

@@ -55,7 +55,7 @@ def test_no_formula_is_left_as_plain_text(page: Path):
     assert not plain, f"{page.name}: write this as $$ ... $$: {plain[0]}"
 
 
-@pytest.mark.parametrize("place", ["optimizer.NaturalGradient.__init__", "structured_recipes.kfac"])
+@pytest.mark.parametrize("place", ["optimizer.NaturalGradient.__init__", "recipes.kfac"])
 def test_keywords_stand_one_by_one_where_the_source_has_options(place: str):
     module, name = place.split(".", 1)
     tree = griffe.visit(module, ROOT / f"natgrad/optim/{module}.py", (ROOT / f"natgrad/optim/{module}.py").read_text())
@@ -80,8 +80,8 @@ def test_a_line_is_that_of_the_definition():
 @pytest.mark.parametrize(
     ("written", "place"),
     [
-        ("ng.kfac", "api/optim.html#natgrad.optim.structured_recipes.kfac"),
-        ("ng.kfac(model, criterion)", "api/optim.html#natgrad.optim.structured_recipes.kfac"),
+        ("ng.kfac", "api/optim.html#natgrad.optim.recipes.kfac"),
+        ("ng.kfac(model, criterion)", "api/optim.html#natgrad.optim.recipes.kfac"),
         ("natgrad.rules.NoiseAware", "api/rules.html#natgrad.rules.NoiseAware"),
         ("ng.rules", "api/rules.html"),
         ("ng.no_such_name", None),
@@ -95,7 +95,7 @@ def test_a_name_in_code_leads_to_its_explanation(written: str, place: str | None
 def test_names_become_links_outside_of_links_headings_and_blocks():
     page = "<p><code>ng.kfac</code> and <code>natgrad/damping.py: Constant</code></p>"
     linked = name_links.SPAN.sub(lambda found: name_links.link_code(found, "theory/step.html"), page)
-    assert 'href="../api/optim.html#natgrad.optim.structured_recipes.kfac"' in linked
+    assert 'href="../api/optim.html#natgrad.optim.recipes.kfac"' in linked
     line = names.find_line("natgrad/damping.py", "Constant")
     assert f'href="../source/natgrad/damping.py.html#L-{line}"' in linked
     for untouched in (

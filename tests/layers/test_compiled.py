@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import natgrad as ng
-from natgrad.optim.readings import Reading
+from natgrad.optim.reading import Reading
 
 # torch's own tracing of any autograd function makes an instance of the base class, which warns
 # and reads .grad of the inputs of a compiled part

@@ -35,8 +35,8 @@ from natgrad.operators.kronecker import Spectral
 from natgrad.operators.pullback import Pullback
 from natgrad.operators.shared_rows import SharedRowsInverse
 from natgrad.operators.unitwise import QuasiDiagonalInverse
-from natgrad.optim.distributed import Ranks
-from natgrad.optim.joined_metric import JoinedOperator
+from natgrad.optim.joined import JoinedOperator
+from natgrad.optim.processes import Ranks
 from natgrad.rules import FlatStep, Quadratic
 from natgrad.solvers.nystrom import KernelOperator, WrittenRoot
 from natgrad.spaces import Space, trainable

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.densities import as_density
 from natgrad.families import as_criterion
-from natgrad.optim.last_pass import Data
 from natgrad.optim.objective import Replay
+from natgrad.optim.passes import Data
 from natgrad.pure import run_detached
 from natgrad.spaces import Space, trainable
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.families import Huber, Laplace, as_criterion
-from natgrad.optim.error_size import ErrorSize, trace_reshapes
+from natgrad.optim.state import ErrorSize, trace_reshapes
 from natgrad.rules import ErrorScale, SpectralDescent
 
 MSE = nn.MSELoss()

@@ -13,7 +13,7 @@ from optim_models import CE, flat
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.optim.explanations import KEPT
+from natgrad.optim.report import KEPT
 from natgrad.rules import NoiseAware, SpectralDescent
 
 Make = Callable[[nn.Module], Any]

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.layers.hearing import Heard
-from natgrad.optim.distributed import Ranks
-from natgrad.optim.pass_statistics import Reading
+from natgrad.optim.processes import Ranks
+from natgrad.optim.reading import Reading
 from natgrad.optim.state import Length
-from natgrad.optim.step_length import FEWEST, PART, SLOWEST, form_along, measure_ratio, sample_examples
+from natgrad.optim.step import FEWEST, PART, FALLS_TO, form_along, measure_ratio, sample_examples
 from natgrad.rules.quadratic import SLACK
 
 WARM = ng.MeasuredLength().warm
@@ -253,7 +253,7 @@ def test_the_ratio_rises_at_once_and_falls_slowly_never_below_one():
     assert ratio_of(length) == pytest.approx(20.0)
     assert not length.falls
     length = learn_ratio(length, 2.0)
-    assert ratio_of(length) == pytest.approx(SLOWEST * 20)
+    assert ratio_of(length) == pytest.approx(FALLS_TO * 20)
     assert length.falls  # a tenth of what it was: the next pass is asked again
     assert ratio_of(learn_ratio(length, 18.0)) == pytest.approx(18.0)
     assert ratio_of(learn_ratio(Length(), 0.2)) == 1

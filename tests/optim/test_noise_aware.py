@@ -16,9 +16,8 @@ from torch.nn import functional
 
 import natgrad as ng
 from natgrad.operators import Operator
-from natgrad.optim.pace import follow_signal
 from natgrad.optim.state import GradientMean, Noise
-from natgrad.optim.step import signal_sums
+from natgrad.optim.step import follow_signal, signal_sums
 from natgrad.rules import BlockPoint, MeasuredLength, NoiseAware, SpectralDescent
 from natgrad.rules.spectral_descent import (
     apply_root,

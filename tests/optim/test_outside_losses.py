@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import natgrad as ng
-from natgrad.optim.outside_losses import OwnGradients
+from natgrad.optim.state import OwnGradients
 
 K = 4
 CE = nn.CrossEntropyLoss()

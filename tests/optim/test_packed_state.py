@@ -10,7 +10,7 @@ import pytest
 import torch
 from optim_models import same
 
-from natgrad.optim.packed_state import pack_tree, unpack_tree
+from natgrad.optim.checkpoint import pack_tree, unpack_tree
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
 TREE: dict[str, Any] = {

@@ -17,8 +17,7 @@ from optim_models import CE, X, Y, deep, dropout_net, flat, flat_gradient, globa
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.optim.objective import Replay
-from natgrad.optim.reduction_ratio import EVERY
+from natgrad.optim.objective import EVERY, Replay
 
 LM = partial(ng.LevenbergMarquardt, per="block")
 EXACT = ng.ExactLabels()

@@ -13,8 +13,8 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad as ng
-from natgrad.optim.pace import RISES, follow_loss, follow_signal
 from natgrad.optim.state import Noise
+from natgrad.optim.step import RISES, follow_loss, follow_signal
 
 
 def follow_losses(losses: list[float], rows: int, step: int = 0, **known: int) -> int:

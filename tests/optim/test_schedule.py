@@ -14,8 +14,8 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.optim.blocks import measure_change
-from natgrad.optim.pace import RAMP, TOLERANCE, TURNED, compare_kl, follow_drift, is_due, recent_form
 from natgrad.optim.state import Length, Pace
+from natgrad.optim.step import RAMP, TOLERANCE, TURNED, compare_kl, follow_drift, is_due, recent_form
 
 STEPS = 60
 

@@ -15,8 +15,8 @@ import natgrad as ng
 from natgrad.layers.moments import Seen
 from natgrad.layers.spread_rows import spread_rows
 from natgrad.optim.blocks import Averages
-from natgrad.optim.pace import FORMED, is_due, is_due_to_measure, keep_form, part_of_rows, recent_form, trust_form
 from natgrad.optim.state import Length, Pace
+from natgrad.optim.step import FORMED, is_due, is_due_to_measure, keep_form, part_of_rows, recent_form, trust_form
 from natgrad.rules import BlockStep, Lazy, Parts, SpectralDescent
 
 CE = nn.CrossEntropyLoss()

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from natgrad.operators import Operator
-from natgrad.optim.readings import Reading
+from natgrad.optim.reading import Reading
 from natgrad.optim.state import Block, State
 
 

@@ -8,7 +8,7 @@ from engine_state import record_readings
 from optim_models import X, Y
 from torch import Tensor, nn
 
-from natgrad.optim.readings import Reading
+from natgrad.optim.reading import Reading
 
 
 def iterate(opt: Any, model: nn.Module, x: Any = X, y: Any = Y) -> Tensor:

@@ -1,4 +1,4 @@
-"""Options that recipes share: said once, checked at the door, and shown by `help` and `inspect.signature`."""
+"""The options of the optimisers, stated once for each flow."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1020 @@
+"""The user's passes and losses: heard by hooks, recorded until the step, and which outputs a loss came from."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import warnings
+import weakref
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge, Node
+
+from natgrad.families import Criterion
+from natgrad.held_states import HeldState, count_writes, list_modules
+from natgrad.loss_listeners import listen_to
+from natgrad.metrics import Metric
+from natgrad.pure import (
+    Call,
+    Passes,
+    RandomState,
+    Select,
+    is_evaluating,
+    keep,
+    leaves,
+    map_tensors,
+    pure_model,
+    refuse_jagged,
+    run_detached,
+)
+from natgrad.typed_torch import hook_gradient
+from natgrad.whole_tensors import any_split, local_part
+
+LINEAR = re.compile(
+    "Add|Sub|Rsub|Neg|View|UnsafeView|Reshape|ReshapeAlias|Squeeze|Unsqueeze|Transpose|T|Permute|Select|Slice|Index|"
+    "IndexSelect|Gather|Take|MaskedSelect|Expand|Repeat|Clone|Alias|ToCopy|Cat|Stack|Split|SplitWithSizes|UnsafeSplit|"
+    "Unbind|Flip|Roll|Sum|Mean|Diagonal|Tril|Triu|Unfold|AsStrided|MaskedFill|ConstantPadNd|Cumsum|Trace|Copy|"
+    "CopyBackwards|CopySlices|_DDPSink|Conj|Real|IndexAdd|IndexPut|Scatter"
+)
+"""Operations that are linear in all of their tensors. Masks and indices count as data."""
+
+PRODUCTS = re.compile("Mul|Div|Mm|Bmm|Mv|Dot|Addmm|Baddbmm|Addmv|NativeDropout")
+"""Operations that are linear in one of their tensors while the others stay as they are."""
+
+UNKNOWN = (
+    "optimizer.loss was given a tensor that is not {what}: the metric and the trial losses would be those of another "
+    "problem; move what lies between into the model's forward, or give the optimizer outputs=lambda out: ... with it"
+)
+NONLINEAR = (
+    "optimizer.loss was given a nonlinear function of the model's outputs ({names}), which cannot be evaluated at "
+    "other parameters: move it into the model's forward, give the optimizer outputs=lambda out: ... with it, or call "
+    "optimizer.step(closure)"
+)
+OTHER_BATCH = (
+    "optimizer.loss was given a function of the model's outputs that is known on its own batch alone, and the metric "
+    "or the trial points are on other data: move the function into the model's forward, or give the optimizer "
+    "outputs=lambda out: ... with it"
+)
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a pass returned.
+
+    Attributes:
+        passed: The pass.
+        values: The tensors that it returned, detached.
+        versions: Of these tensors, at that time.
+    """
+
+    passed: Any
+    values: list[Tensor]
+    versions: tuple[int, ...]
+
+
+def mark(outputs: Any, passed: Any, key: object) -> None:
+    """Write into the graph of a pass's outputs where they come from. The graph itself keeps it, nothing else does."""
+    tensors = list(leaves(outputs))
+    made = Made(passed, [t.detach() for t in tensors], tuple(t._version for t in tensors))
+    for index, tensor in enumerate(tensors):
+        if tensor.grad_fn is not None:
+            marks_of(tensor.grad_fn).setdefault(key, {})[tensor.output_nr] = made, index
+
+
+@dataclass(frozen=True)
+class Picked:
+    """Tensors of the outputs as they are.
+
+    Attributes:
+        tree: What was given to the loss, with a tensor's place for each tensor.
+    """
+
+    tree: Any
+
+    def __call__(self, outputs: Any) -> Any:
+        values = list(leaves(outputs))
+        return map_tensors(self.tree, lambda place: values[int(place)])
+
+
+class Linearised:
+    """What was given to the loss as an affine function of the outputs: given + P (outputs - values).
+
+    P is known from the graph between the two, by derivatives of derivatives, which the user's backward pass leaves
+    alone. Exact at other parameters if everything in between is affine; else to first order, as a metric wants it.
+
+    Args:
+        given: What the loss was computed on, detached tensors in any nesting.
+        places: Which of the outputs' tensors it was made of.
+        values: What they were.
+        edges: Where they lie in the graph.
+    """
+
+    def __init__(
+        self,
+        outputs: Any,
+        places: Sequence[int],
+        values: Sequence[Tensor],
+        edges: Sequence[GradientEdge],
+    ) -> None:
+        tensors = [t for t in leaves(outputs) if t.requires_grad]
+        self.given = map_tensors(outputs, torch.detach)
+        self.moving = [t.requires_grad for t in leaves(outputs)]
+        self.places, self.values = list(places), list(values)
+        with torch.enable_grad():
+            self.duals = [torch.zeros_like(t, requires_grad=True) for t in tensors]
+            self.pulled = torch.autograd.grad(
+                tensors, list(edges), self.duals, create_graph=True, materialize_grads=True
+            )
+            self.tangents = [torch.zeros_like(t, requires_grad=True) for t in self.pulled]
+            self.pushed = torch.autograd.grad(
+                self.pulled, self.duals, self.tangents, create_graph=True, materialize_grads=True
+            )
+
+    def __call__(self, outputs: Any) -> Any:
+        found = list(leaves(outputs))
+        parts = [found[place] for place in self.places if place < len(found)]
+        if [t.shape for t in parts] != [t.shape for t in self.values]:
+            raise ValueError(OTHER_BATCH)
+        moved = [t - value.to(t.dtype) for t, value in zip(parts, self.values, strict=True)]
+        images = iter(push_through(self, moved))
+        flags = iter(self.moving)
+        return map_tensors(self.given, lambda t: t + next(images) if next(flags) else t)
+
+    def push(self, tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """P v, tensor by tensor of what was given to the loss, in the dtype of v."""
+        found = self._through(self.pulled, self.duals, tangents)
+        return tuple(t.to(tangents[0].dtype) for t in found)
+
+    def pull(self, cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """P^T w, tensor by tensor of the outputs, in the dtype of w."""
+        found = self._through(self.pushed, self.tangents, cotangents)
+        return tuple(t.to(cotangents[0].dtype) for t in found)
+
+    def _through(self, images: Sequence[Tensor], points: list[Tensor], along: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        pairs = [(image, v.to(image.dtype)) for image, v in zip(images, along, strict=True) if image.requires_grad]
+        if not pairs:
+            return tuple(torch.zeros_like(point) for point in points)
+        outputs, vectors = zip(*pairs, strict=True)
+        return torch.autograd.grad(outputs, points, vectors, retain_graph=True, materialize_grads=True)
+
+
+def push_through(route: Linearised, tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """P v, differentiably."""
+    apply: Callable[..., tuple[Tensor, ...]] = getattr(Push, "apply")  # noqa: B009 (torch declares no types of it)
+    return apply(route, *tangents)
+
+
+def pull_through(route: Linearised, cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """P^T w, differentiably."""
+    apply: Callable[..., tuple[Tensor, ...]] = getattr(Pull, "apply")  # noqa: B009
+    return apply(route, *cotangents)
+
+
+class Push(torch.autograd.Function):
+    """P v as a function of v, with derivatives of any order."""
+
+    @staticmethod
+    def forward(ctx: Any, route: Linearised, *tangents: Tensor) -> tuple[Tensor, ...]:
+        """P v."""
+        ctx.route = route
+        return route.push(tangents)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        """P^T w."""
+        return None, *pull_through(ctx.route, cotangents)
+
+
+class Pull(torch.autograd.Function):
+    """P^T w as a function of w, with derivatives of any order."""
+
+    @staticmethod
+    def forward(ctx: Any, route: Linearised, *cotangents: Tensor) -> tuple[Tensor, ...]:
+        """P^T w."""
+        ctx.route = route
+        return route.pull(cotangents)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor) -> tuple[Tensor | None, ...]:
+        """P v."""
+        return None, *push_through(ctx.route, tangents)
+
+
+@dataclass(frozen=True)
+class Route:
+    """How what a loss was computed on came from the outputs of passes.
+
+    Attributes:
+        passes: Those that the loss was made of.
+        select: From their outputs to what the loss was computed on; None for the outputs themselves.
+        problem: What keeps the loss from being evaluated at other parameters, a sentence; empty where nothing does.
+        unsure: What was given to the loss, where the graph does not tell how it came from the outputs: compare before
+            you believe it.
+        stale: True if the outputs were changed in place since.
+    """
+
+    passes: tuple[Any, ...]
+    select: Select | None = None
+    problem: str = ""
+    unsure: Any = None
+    stale: bool = False
+
+    def renew(self, found: Any) -> None:
+        """Take the passes' outputs from a pass that was done again: the user has written over them since."""
+        assert isinstance(self.select, Linearised)
+        values, pairs = list(leaves(found)), zip(self.select.places, self.select.values, strict=True)
+        self.select.values = [values[place].to(old.dtype) for place, old in pairs]
+
+
+def find_route(outputs: Any, key: object, params: Iterable[Tensor]) -> Route | None:
+    """How `outputs` came from marked passes, read off their graph; None if no marked pass is part of it.
+
+    Args:
+        outputs: What a loss was computed on.
+        key: Under which passes were marked.
+        params: The model's. One that is reached besides the passes makes the route unknown: `problem` says so.
+    """
+    tensors = list(leaves(outputs))
+    direct = [pass_at(t.grad_fn, t.output_nr, key) for t in tensors]
+    if tensors and all(found is not None for found in direct):
+        made = unique(found[0] for found in direct if found is not None)
+        places = [place_of(found, made) for found in direct if found is not None]
+        whole = len(tensors) == 1 and isinstance(outputs, Tensor) and [len(one.values) for one in made] == [1]
+        numbers = iter(places)
+        tree = map_tensors(outputs, lambda _: torch.tensor(next(numbers)))
+        return Route(tuple(one.passed for one in made), None if whole else Picked(tree))
+    graph = walk([(t.grad_fn, t.output_nr) for t in tensors if t.grad_fn is not None], key)
+    if not graph.sources:
+        return None
+    made = unique(found[0] for found in graph.sources.values())
+    passes = tuple(one.passed for one in made)
+    own = {id(p) for p in params}
+    if any(id(leaf) in own for leaf in graph.variables):
+        return Route(
+            passes, problem=UNKNOWN.format(what="made of the model's outputs alone"), unsure=detach_outputs(outputs)
+        )
+    return linearise_graph(outputs, graph, made, passes)
+
+
+def linearise_graph(outputs: Any, graph: Graph, made: list[Made], passes: tuple[Any, ...]) -> Route:
+    """The route through a graph that has passes' outputs for its only sources."""
+    places = [place_of(found, made) for found in graph.sources.values()]
+    edges = [GradientEdge(node, number) for node, number in graph.sources]
+    nonlinear = sorted({name_of(node) for node in graph.nodes if node in graph.reaching and not graph.affine(node)})
+    values = [found[0].values[found[1]] for found in graph.sources.values()]
+    changed = any(found[0].values[found[1]]._version != found[0].versions[found[1]] for found in graph.sources.values())
+    try:
+        select = Linearised(outputs, places, values, edges)
+    except RuntimeError as error:
+        reason = f"made of the model's outputs in a way that can be differentiated twice ({str(error).splitlines()[0]})"
+        return Route(passes, problem=UNKNOWN.format(what=reason), unsure=detach_outputs(outputs))
+    problem = NONLINEAR.format(names=", ".join(nonlinear)) if nonlinear else ""
+    return Route(passes, select, problem, stale=changed)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The part of an autograd graph that lies between marked outputs and a loss.
+
+    Attributes:
+        sources: Marked outputs by node and number.
+        nodes: What lies above them.
+        reaching: Nodes that lead to one of them.
+        variables: Leaves that are reached otherwise.
+    """
+
+    sources: Mapping[tuple[Node, int], tuple[Made, int]]
+    nodes: list[Node]
+    reaching: set[Node]
+    variables: list[Tensor]
+
+    def affine(self, node: Node) -> bool:
+        """Whether a node's operation is affine in what leads to the sources."""
+        name = name_of(node)
+        used = [
+            i
+            for i, (below, number) in enumerate(node.next_functions)
+            if below is not None and (below in self.reaching or (below, number) in self.sources)
+        ]
+        if LINEAR.fullmatch(name):
+            return True
+        return bool(PRODUCTS.fullmatch(name)) and len(used) == 1 and (name != "Div" or used == [0])
+
+
+def walk(roots: Iterable[tuple[Node | None, int]], key: object) -> Graph:
+    """The graph above the marked outputs that the roots come from."""
+    queue, sources, order = list(roots), dict[tuple[Node, int], tuple[Made, int]](), dict[Node, None]()
+    above, variables = dict[Node, set[Node]](), list[Tensor]()
+    low = set[Node]()
+    while queue:
+        node, number = queue.pop()
+        assert node is not None
+        found = pass_at(node, number, key)
+        if found is not None:
+            sources[node, number] = found
+            continue
+        if node in order:
+            continue
+        order[node] = None
+        leaf = getattr(node, "variable", None)
+        variables += [] if leaf is None else [leaf]
+        for below, next_number in node.next_functions:
+            if below is None:
+                continue
+            queue.append((below, next_number))
+            if pass_at(below, next_number, key) is not None:
+                low.add(node)
+            else:
+                above.setdefault(below, set()).add(node)
+    reaching, queue_up = set[Node](), list(low)
+    while queue_up:
+        node = queue_up.pop()
+        if node not in reaching:
+            reaching.add(node)
+            queue_up += above.get(node, ())
+    return Graph(sources, list(order), reaching, variables)
+
+
+def pass_at(node: Node | None, number: int, key: object) -> tuple[Made, int] | None:
+    """The pass that a place in the graph is an output of, and which; None for any other place."""
+    return None if node is None else marks_of(node).get(key, {}).get(number)
+
+
+def marks_of(node: Node) -> dict[Any, Any]:
+    """The notes that a place in the graph keeps as long as it lives."""
+    return node.metadata  # type: ignore[return-value]
+
+
+def name_of(node: Node) -> str:
+    """AddmmBackward0 -> Addmm."""
+    return re.sub(r"Backward\d*$", "", node.name().split("::")[-1])
+
+
+def place_of(found: tuple[Made, int], made: Sequence[Made]) -> int:
+    """Where an output lies among the tensors of all passes in order."""
+    before = next(i for i, one in enumerate(made) if one is found[0])
+    return sum(len(one.values) for one in made[:before]) + found[1]
+
+
+def unique(made: Iterable[Made]) -> list[Made]:
+    """Each once, in order."""
+    return list({id(one): one for one in made}.values())
+
+
+def detach_outputs(outputs: Any) -> Any:
+    """The same without its graph."""
+    return map_tensors(outputs, torch.detach)
+
+
+def check_same(route: Route, found: Any, chosen: Select | None) -> None:
+    """Check that a loss was computed on what the model gives again, within the precision of its dtype.
+
+    Args:
+        route: How it came from the outputs.
+        found: The model's outputs.
+        chosen: What is chosen of them; None for all.
+
+    Raises:
+        ValueError: If it was not.
+    """
+    found = found if chosen is None else chosen(found)
+    pairs = list(leaves(route.unsure)), list(leaves(found))
+    if len(pairs[0]) != len(pairs[1]) or not all(are_close(*pair) for pair in zip(*pairs, strict=True)):
+        raise ValueError(route.problem or UNKNOWN.format(what="what the model returned"))
+
+
+def are_close(given: Tensor, found: Tensor) -> bool:
+    """Whether two tensors agree to the square root of their coarser dtype's precision, relative to the largest one."""
+    if given.shape != found.shape:
+        return False
+    eps = max(torch.finfo(t.dtype).eps for t in (given, found))
+    error, size = (given - found).abs(), found.abs()
+    return not given.numel() or bool(error.max() <= 10 * eps**0.5 * size.max()) or not bool(error.isfinite().all())
+
+
+# One forward pass and one loss, as they are kept until the step: inputs, random state, targets. No graph
+
+NOT_REPEATED = (
+    "the model gave other outputs when its last pass was done again at the same parameters and inputs: a metric or a "
+    "trial loss would be that of another function. Put back were the global generators of torch, random and NumPy, "
+    "buffers, and generators and states in attributes of its modules: let it draw from one of these and keep its "
+    "state there, or use an optimizer that does no pass again, such as ng.kfac(model, loss). Parameters that were "
+    "changed since by way of .data have the same effect"
+)
+
+
+class RepeatError(ValueError):
+    """A pass that was done again gave something else."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """Inputs and targets for a metric or for trial points, and the random state to replay on them."""
+
+    inputs: Any
+    targets: Any
+    random: RandomState | None
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedPass:
+    """One training-mode forward pass: its inputs, and the random state that it started from.
+
+    rounded: the precision of autocast, 0 without. returned: what it gave, with the tensors' versions; empty until then.
+    """
+
+    call: Call
+    random: RandomState
+    versions: tuple[int, ...]
+    modes: tuple[bool, ...] | None
+    rounded: float = 0.0
+    returned: list[tuple[Tensor, int]] = field(default_factory=list[tuple[Tensor, int]])
+
+    def keep_outputs(self, outputs: Any) -> None:
+        """Note what it gave, to compare with the same pass done again."""
+        self.returned[:] = [(t.detach(), 0 if t.is_inference() else t._version) for t in leaves(outputs)]
+
+    def check_repeated(self, outputs: Any) -> None:
+        """RepeatError unless the pass, done again at the same parameters, gave the same but for round-off.
+
+        outputs: of the other pass. What the user has written over since is not compared, and nothing where another
+        optimizer has moved the parameters.
+        """
+        if self.random.held is None or self.is_behind():
+            return
+        found = list(leaves(outputs))
+        for (given, version), again in zip(self.returned, found, strict=False):
+            if version == (0 if given.is_inference() else given._version) and not is_same(given, again, self.rounded):
+                raise RepeatError(NOT_REPEATED)
+        if self.returned and len(self.returned) != len(found):
+            raise RepeatError(NOT_REPEATED)
+
+    def is_behind(self) -> bool:
+        """Whether the parameters were written to since."""
+        held = self.random.held
+        return held is not None and held.writes != count_writes(list_modules(held.model))
+
+    @contextmanager
+    def modes_of(self, model: nn.Module) -> Generator[None]:
+        """Inside, every submodule is in the mode (train or eval) that it had during the pass, where that is known."""
+        if self.modes is None:
+            yield
+            return
+        now = modes_of(model)
+        try:
+            set_modes(model, self.modes)
+            yield
+        finally:
+            set_modes(model, now)
+
+    def check(self) -> None:
+        """ValueError if the inputs were changed in place since: the metric would belong to other data."""
+        if self.versions != versions_of(self.call):
+            raise ValueError(
+                "the inputs of the model's last forward were changed in place before step(); copy them, or call "
+                "optimizer.observe(inputs) with the data that the metric should use"
+            )
+
+
+@dataclass(eq=False)
+class RecordedLoss:
+    """One loss of a training pass.
+
+    Attributes:
+        route: How what it was computed on came from the passes' outputs.
+        outputs: What it was computed on, detached.
+        targets: Its targets.
+        target_versions: Of these tensors, at that time.
+        value: Its value as a mean.
+        scale: What that was divided by.
+        dtype: Of the outputs.
+        rows: What it weighs.
+        count: What it is a mean over; NaN where nobody asked.
+        followed: True if the graph was asked for the route; else the route is a guess.
+        weight: The derivative of what went backward in it; None until it did.
+        repeated: True once its passes were done again, and gave what they had given.
+    """
+
+    route: Route
+    outputs: Any
+    targets: Any
+    target_versions: tuple[int, ...]
+    value: Tensor = field(default_factory=lambda: torch.tensor(torch.nan))
+    scale: float = 1.0
+    dtype: torch.dtype = torch.float32
+    rows: int = 0
+    count: float = math.nan
+    followed: bool = True
+    weight: Tensor | None = None
+    repeated: bool = False
+
+    def check(self) -> None:
+        """ValueError if inputs or targets were changed in place since."""
+        for one in self.route.passes:
+            one.check()
+        if self.target_versions != versions_of(Call((self.targets,))):
+            raise ValueError("the targets of the last loss were changed in place before step(); copy them")
+
+    def data(self) -> Data:
+        """Its inputs and targets. ValueError if they changed."""
+        self.check()
+        passes = self.route.passes
+        if len(passes) == 1:
+            return Data(passes[0].call, self.targets, passes[0].random)
+        several = Passes(tuple(one.call for one in passes), tuple(one.random for one in passes))
+        return Data(several, self.targets, passes[0].random)
+
+    def settle(self, model: nn.Module, params: Mapping[str, Tensor], chosen: Select | None) -> Select | None:
+        """What turns the model's outputs into what the loss was computed on, once the passes were done again.
+
+        They must give what they gave: RepeatError where the model is not a function of what can be put back.
+
+        chosen: the optimizer's own `outputs`, for a loss that was not followed through its graph. ValueError where that
+        is another thing.
+        """
+        route = self.route if self.followed else replace(self.route, unsure=self.outputs)
+        if self.repeated or not route.passes:
+            return route.select
+        data = self.data()
+        with route.passes[0].modes_of(model):
+            found = run_detached(lambda: pure_model(model, data.inputs, data.random)(dict(params)))
+        for one, outputs in zip(route.passes, (found,) if len(route.passes) == 1 else found, strict=True):
+            one.check_repeated(outputs)
+        if route.stale:
+            route.renew(found)
+            route = replace(route, stale=False)
+        elif route.unsure is not None:
+            check_same(route, found, chosen)
+            route = Route(route.passes, chosen)
+        self.route, self.followed, self.repeated = route, True, True
+        return route.select
+
+
+def part(data: Data, size: int, seed: int, last: bool = False) -> Data:
+    """`size` of the examples, inputs and targets together: the first of a drawn order, or its last."""
+    inputs, targets = Call((data.inputs, data.targets)).sample(size, seed, last).args
+    return Data(inputs, targets, data.random)
+
+
+def modes_of(model: nn.Module) -> tuple[bool, ...]:
+    """The mode of every submodule, in the order of `modules()`."""
+    return tuple(module.training for module in model.modules())
+
+
+def set_modes(model: nn.Module, modes: tuple[bool, ...]) -> None:
+    """Set the mode of every submodule, in the order of `modules()`."""
+    for module, training in zip(model.modules(), modes, strict=True):
+        module.training = training
+
+
+def rounding(inputs: Sequence[Tensor]) -> float:
+    """The precision of the autocast that holds now, 0 without.
+
+    inputs: of the pass.
+    """
+    device = inputs[0].device.type if inputs else "cpu"
+    return torch.finfo(torch.get_autocast_dtype(device)).eps if torch.is_autocast_enabled(device) else 0.0
+
+
+def is_same(given: Tensor, found: Tensor, rounded: float) -> bool:
+    """Whether two tensors are one but for round-off, relative to the largest entry.
+
+    rounded: the precision of autocast in the first.
+    """
+    if given.shape != found.shape or not given.is_floating_point():
+        return given.shape == found.shape
+    eps = max(rounded, *(torch.finfo(t.dtype).eps for t in (given, found)))
+    error, size = (given - found).abs().nan_to_num(), found.abs().nan_to_num()
+    return not given.numel() or bool(error.max() <= eps**0.5 * size.max())
+
+
+def versions_of(call: Call) -> tuple[int, ...]:
+    """In-place version counters of the inputs; 0 for inference tensors, which have none."""
+    return tuple(0 if t.is_inference() else t._version for t in call.tensors())
+
+
+# What the user's own pass saw: inputs, random state, targets. Nothing of it holds a graph
+
+KEYS = itertools.count()
+"""Under which optimizers write passes into graphs, one each."""
+BATCHES = itertools.count()
+"""One for each time that gradients were cleared."""
+
+
+class Loss(NamedTuple):
+    """One loss in units of its mean, the rows that it weighs, and what reduction='sum' multiplied it by, else 0.
+
+    Besides that what it weighs among the losses of several processes; 0 where nobody asked.
+    """
+
+    value: Tensor
+    rows: int
+    count: float  # pyright: ignore[reportIncompatibleMethodOverride] (nobody counts the entries of one)
+    weight: float = 0.0
+
+
+class Recall:
+    """What happened since the last step: the last training pass, the losses, data to observe.
+
+    Attributes:
+        last: The last training pass.
+        latest: The last loss.
+        gone: The losses that `backward` went through since the gradients were cleared. A loss that was only looked at
+            (validation, logging) is none of them.
+        losses: The same in units of their means, with those in evaluation mode.
+        computed: All training losses since the last step.
+        outputs: The optimizer's own choice among the model's outputs.
+        batch: Another number each time that the gradients were cleared.
+        density: The name of the unnormalised model that the metric belongs to; empty for a model with outputs.
+        is_stale: True if the gradient is a sum with that of the step before.
+        watched: The parameters whose gradients tell when they were cleared. Besides them a loss depends on nothing but
+            passes.
+        key: Under which passes are written into the graphs of their outputs.
+        begins: What is called before a training pass.
+        observed: Data for the metric, in place of the pass's own.
+        searched: Data for trial points, in place of the pass's own.
+        floor: The least damping on observed data.
+        repeats: True once a closure was called again, and gave what it had given.
+    """
+
+    def __init__(self, outputs: Select | None = None, watched: Iterable[Tensor] = ()) -> None:
+        self.outputs, self.key = outputs, f"natgrad.{next(KEYS)}"
+        self.watched: list[Tensor] = list(watched)
+        self.returned: tuple[type, list[weakref.ref[Tensor]]] | None = None
+        self.is_stale = self._warned = self.repeats = False
+        self.density = ""
+        self.begins: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._held: HeldState | None = None
+        self.clear()
+
+    def clear(self, moved: Iterable[Tensor] = ()) -> None:
+        """Forget everything, so that nothing of a batch outlives its step, but the gradients that `moved` followed."""
+        self._stepped = [(weakref.ref(p.grad), p.grad._version) for p in moved if p.grad is not None]
+        self.last: RecordedPass | None = None
+        self.latest: RecordedLoss | None = None
+        self.computed: list[Loss] = []
+        self.forget_gradients()
+        self.observed: Data | None = None
+        self.floor = 0.0
+        self.searched: Data | None = None
+
+    def forget_gradients(self) -> None:
+        """The gradients are cleared: forget the losses that they came from."""
+        self.batch = next(BATCHES)
+        self.losses: list[Loss] = []
+        self.gone: list[RecordedLoss] = []
+        self._going = False  # whether a backward pass that reached a loss is under way
+        self._left: set[tuple[int, int]] = set()  # the marks of the gradients at its end
+        self._kept_back = False  # whether `fully_shard` then had them aside, to be averaged after a later one
+
+    @property
+    def scale(self) -> float:
+        """What to divide the gradient by under reduction='sum': micro-batches have the sum of their counts; else 0.
+
+        Where another optimizer's loss went backward, that of the losses computed here counts.
+        """
+        return sum(loss.count for loss in self.losses or self.computed)
+
+    def mean_loss(self) -> Tensor | None:
+        """The mean over the rows of this step's losses, NaN where no target counts; None if none was told."""
+        losses = self.losses or self.computed
+        if not losses:
+            return None
+        rows = sum(loss.rows for loss in losses)
+        parts = [loss.value * loss.rows for loss in losses if loss.rows]
+        return torch.stack(parts).sum() / rows if parts else losses[0].value * math.nan
+
+    def used_losses(self) -> list[RecordedLoss]:
+        """The losses of this step: those that went backward, or the last one if none is known to have."""
+        return self.gone or ([] if self.latest is None else [self.latest])
+
+    @property
+    def last_told(self) -> RecordedLoss | None:
+        """The last of the losses of this step."""
+        used = self.used_losses()
+        return used[-1] if used else None
+
+    def find_pass(self) -> RecordedPass | None:
+        """The pass that the gradient belongs to: the last loss's, else the last one. ValueError if its data changed."""
+        told = self.last_told
+        chosen = told.route.passes[0] if told is not None and told.route.passes else self.last
+        if told is not None:
+            told.check()
+        if chosen is not None:
+            chosen.check()
+        return chosen
+
+    def whole(self) -> Data:
+        """All of the pass that the gradient belongs to. ValueError if there was none."""
+        last = self.find_pass()
+        if last is None:
+            if self.density:
+                raise ValueError(
+                    f"no inputs for the metric: no loss of its log p, {self.density}, went backward. Give one and the "
+                    "same function to ng.score_metric(log_p) and ng.score_matching_loss(log_p, params, X), since two "
+                    "functions that are written alike are two densities; or call optimizer.observe(X)"
+                )
+            raise ValueError(
+                "no inputs for the metric: the model has had no forward pass in training mode since the last step; "
+                "call model.train() and the model itself (not a copy of it), or optimizer.observe(inputs); to train in "
+                "evaluation mode on purpose, build the optimizer with train_in_eval=True"
+            )
+        told = self.last_told
+        if told is not None and told.route.passes:
+            return told.data()
+        return Data(last.call, None if told is None else told.targets, last.random)
+
+    def count_examples(self) -> int:
+        """Examples of the passes that the gradient belongs to."""
+        passes = {id(one): one for told in self.used_losses() for one in told.route.passes}
+        known = list(passes.values()) or ([] if self.last is None else [self.last])
+        return sum(one.call.batch() for one in known)
+
+    def metric_data(self, size: int | None, seed: int) -> Data:
+        """What was observed, else the pass, or `size` examples of it, drawn from the seed."""
+        if self.observed is not None:
+            return self.observed
+        # drawn: consecutive examples were seen to be alike and trained worse
+        return self.whole() if size is None else part(self.whole(), size, seed)
+
+    def search_data(self, size: int | None, seed: int) -> Data | None:
+        """For trial points: what was given, else `size` examples of the pass; None for all of it.
+
+        The same seed draws examples that `metric_data` does not, as far as there are enough.
+        """
+        if self.searched is not None or size is None:
+            return self.searched
+        if self.last_told is None:
+            raise ValueError(
+                "search_batch draws from the batch of optimizer.loss(outputs, targets): compute the loss with it, or "
+                "give the data with optimizer.search_on(inputs, targets)"
+            )
+        return part(self.whole(), size, seed, last=True)
+
+    def record_pass(self, model: nn.Module, call: Call) -> None:
+        """Keep the inputs of a forward pass, detached, and the random state before it."""
+        refuse_jagged(call.tensors(), "an input of the model")
+        kept = keep(call)
+        random = RandomState.capture(*{t.device for t in call.tensors()}, model=model, last=self._held)
+        self._held = random.held
+        self.last = RecordedPass(kept, random, versions_of(kept), modes_of(model), rounding(call.tensors()))
+
+    def hear(self, log_p: object, inputs: Tensor) -> None:
+        """A loss of a density went backward on X: the metric of that density is taken there."""
+        call = Call((inputs,))
+        self.last = RecordedPass(call, RandomState.capture(inputs.device), versions_of(call), None)
+
+    def record_outputs(self, outputs: Any, passed: RecordedPass | None) -> None:
+        """Remember which tensors a pass returned, and write it into their graph. passed: None for one not recorded."""
+        self.returned = type(outputs), [weakref.ref(t) for t in leaves(outputs)]
+        if passed is not None:
+            mark(outputs, passed, self.key)
+            passed.keep_outputs(outputs)
+
+    def choose(self, outputs: Any) -> tuple[Any, bool]:
+        """What the loss is computed on, and whether the optimizer's own choice made it of the model's outputs."""
+        if self.outputs is None:
+            return outputs, False
+        kind, tensors = self.returned or (None, [])
+        own = not isinstance(outputs, Tensor) or (len(tensors) == 1 and tensors[0]() is outputs)
+        whole = type(outputs) is kind and own if kind is not None else not isinstance(outputs, Tensor)
+        return (self.outputs(outputs), True) if whole else (outputs, False)
+
+    def record_loss(
+        self,
+        criterion: Criterion,
+        outputs: Any,
+        targets: Any,
+        value: Tensor,
+        rows: int = 0,
+        weight: float | None = None,
+        *,
+        chosen: bool = False,
+        needed: bool = True,
+    ) -> None:
+        """Keep the targets and units of a loss.
+
+        Args:
+            criterion: What it is a value of.
+            outputs: What it was computed on.
+            targets: Its targets.
+            value: The loss.
+            rows: What it weighs among the losses of a step.
+            weight: What it weighs among those of several processes; None for one process.
+            chosen: True if `choose` made the outputs.
+            needed: True if the step will ask how the outputs came from the model's.
+        """
+        known = map_tensors(outputs, torch.detach)
+        route = self._route(outputs, known, chosen) if needed else self._last_route(chosen)
+        targets = keep(targets)
+        self.latest = told = RecordedLoss(route, known, targets, versions_of(Call((targets,))))
+        loss, told.scale = self.count_loss(criterion, outputs, targets, value, rows, told, weight or 0.0)
+        told.count = math.nan if weight is None else weight
+        told.value, told.dtype, told.rows = loss.value, next(leaves(known)).dtype, rows
+        told.followed = needed
+        self.computed = [*self.computed, loss]
+
+    def follow(self, outputs: Any) -> RecordedLoss:
+        """The loss just told, on these outputs, with how they came from the passes."""
+        assert self.latest is not None
+        chosen = self.latest.route.select is not None
+        return replace(self.latest, route=self._route(outputs, self.latest.outputs, chosen))
+
+    def _route(self, outputs: Any, known: Any, chosen: bool) -> Route:
+        if chosen:
+            return self._last_route(chosen)
+        passes = self._last_route(chosen).passes
+        return find_route(outputs, self.key, self.watched) or Route(passes, unsure=known)
+
+    def _last_route(self, chosen: bool) -> Route:
+        return Route(() if self.last is None else (self.last,), self.outputs if chosen else None)
+
+    def count_loss(
+        self,
+        criterion: Criterion,
+        outputs: Any,
+        targets: Any,
+        value: Tensor,
+        rows: int = 0,
+        told: RecordedLoss | None = None,
+        weight: float = 0.0,
+    ) -> tuple[Loss, float]:
+        """Count a loss once it goes backward, whatever mode its pass was in; the loss, and what it was divided by."""
+        scale = float(criterion.scale(map_tensors(outputs, torch.detach), targets))
+        # without a single target that counts, reduction='sum' adds nothing to the gradient, and nothing to the mean
+        loss = Loss(value.detach() / scale, rows if scale else 0, scale if criterion.summed else 0.0, weight)
+        self._going = False  # an error may have ended it
+        if self._were_cleared():
+            self.forget_gradients()
+        if value.requires_grad:
+            hook_gradient(value, Counter(self, loss, told))
+        return loss, scale
+
+    def goes_backward(self, loss: Loss, told: RecordedLoss | None, gradient: Tensor) -> None:
+        """`backward` reached a loss: its gradient is about to be added to those that are there."""
+        if not self._going:
+            if self._were_cleared():
+                self.forget_gradients()
+            if not self.losses:  # the first of a batch
+                self.is_stale = self._is_left_over()
+            self._going, me = True, weakref.ref(self)
+            # as torch's own data parallelism hears that a backward pass is over; there is no public name for it
+            engine: Any = getattr(Variable, "_execution_engine")  # noqa: B009
+            engine.queue_callback(lambda: end_backward(me()))
+        self.losses = [*self.losses, loss]
+        if told is not None:
+            fresh = told not in self.gone
+            told.weight = gradient.detach() if fresh or told.weight is None else told.weight + gradient.detach()
+            self.gone = [*self.gone, told] if fresh else self.gone
+
+    def _is_left_over(self) -> bool:
+        """Whether a gradient of the last step is still there, just as that step left it; a warning, the first time."""
+        left = [grad for ref, version in self._stepped if (grad := ref()) is not None and grad._version == version]
+        there = {id(p.grad) for p in self.watched}
+        stale = any(id(grad) in there and holds_anything(grad) for grad in left)
+        if stale and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "the gradients of the last step were not cleared, so that those of this batch are added to them: call "
+                "optimizer.zero_grad() before loss.backward(), once for each step",
+                stacklevel=2,
+            )
+        return stale
+
+    def end_backward(self) -> None:
+        """A backward pass is over: remember what its gradients are."""
+        self._going = False
+        self._left = {mark_of(p.grad) for p in self.watched if p.grad is not None}
+        self._kept_back = not self._left and any_split(self.watched)
+
+    def _were_cleared(self) -> bool:
+        """Whether somebody else cleared the gradients (`model.zero_grad()`, p.grad = None) since losses went backward.
+
+        Gradients that are zero on their own, as those of a batch that is fitted exactly, were not touched since.
+        """
+        if not self.losses or not self.watched or self._kept_back:
+            return False
+        there = [p.grad for p in self.watched if p.grad is not None]
+        return all(mark_of(grad) not in self._left and not holds_anything(grad) for grad in there)
+
+
+def end_backward(recall: Recall | None) -> None:
+    """Tell what remembers a backward pass that it is over, if it is still there."""
+    if recall is not None:
+        recall.end_backward()
+
+
+def mark_of(gradient: Tensor) -> tuple[int, int]:
+    """What changes when somebody writes into a gradient, or puts another in its place."""
+    return 0 if gradient.is_sparse else local_part(gradient).data_ptr(), gradient._version
+
+
+def holds_anything(gradient: Tensor) -> bool:
+    """Whether an entry is not zero."""
+    return bool((gradient.to_dense() if gradient.is_sparse else local_part(gradient)).any())
+
+
+class Counter:
+    """Tensor hook that counts a loss when `backward` reaches it. Keeps no recall alive."""
+
+    def __init__(self, recall: Recall, loss: Loss, told: RecordedLoss | None) -> None:
+        self.recall, self.loss, self.told = weakref.ref(recall), loss, told
+
+    def __call__(self, gradient: Tensor) -> None:
+        recall = self.recall()
+        if recall is not None:
+            recall.goes_backward(self.loss, self.told, gradient)
+
+
+class Listener:
+    """Forward pre-hook that tells a `Recall` about training passes. A copied or pickled model carries a deaf one.
+
+    Args:
+        recall: What it tells; None for a hook that does nothing.
+        traceable: True to do nothing inside a compiled graph too, where it would break the graph.
+        in_eval: True if passes in evaluation mode are for training too.
+    """
+
+    def __init__(self, recall: Recall | None = None, traceable: bool = False, in_eval: bool = False) -> None:
+        self.recall = None if recall is None else weakref.ref(recall)
+        self.traceable, self.in_eval = traceable, in_eval
+        self.ending: Any = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self.traceable and torch.compiler.is_compiling():
+            return
+        recall = None if self.recall is None else self.recall()
+        if recall is None or is_evaluating():
+            return
+        heard = (module.training or self.in_eval) and torch.is_grad_enabled()
+        if heard:
+            begin = None if recall.begins is None else recall.begins()
+            if begin is not None:
+                begin()
+            recall.record_pass(module, Call(args, dict(kwargs)))
+        if (heard or recall.outputs is not None) and not torch.compiler.is_compiling():
+            self.remove()  # a pass that raised has left it
+            self.ending = module.register_forward_hook(Ending(self, recall, recall.last if heard else None))
+
+    def remove(self) -> None:
+        """Take the hook of the pass under way off."""
+        if self.ending is not None:
+            self.ending.remove()
+            self.ending = None
+
+    def __reduce__(self) -> tuple[type[Listener], tuple[()]]:
+        return Listener, ()
+
+
+class Ending:
+    """Forward hook of one pass: writes the pass into the graph of what it returned, and goes."""
+
+    def __init__(self, listener: Listener, recall: Recall, passed: RecordedPass | None) -> None:
+        self.listener, self.recall, self.passed = weakref.ref(listener), weakref.ref(recall), passed
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
+        listener, recall = self.listener(), self.recall()
+        if listener is not None:
+            listener.remove()
+        if recall is not None:
+            recall.record_outputs(outputs, self.passed)
+
+    def __reduce__(self) -> tuple[type[Deaf], tuple[()]]:
+        return Deaf, ()
+
+
+class Deaf:
+    """What a copied model carries in place of a hook of its original."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
+        """Nothing."""
+
+
+def listen(model: nn.Module, recall: Recall, *, traceable: bool = False, in_eval: bool = False) -> Any:
+    """Attach a listener.
+
+    Args:
+        model: The network.
+        recall: What it tells.
+        traceable: True if it may be part of a compiled graph.
+        in_eval: True if passes in evaluation mode are for training too.
+
+    Returns:
+        The handle whose remove() takes it off.
+    """
+    return model.register_forward_pre_hook(Listener(recall, traceable, in_eval), with_kwargs=True)
+
+
+def overhear(metric: Metric, recall: Recall) -> None:
+    """Tell `recall` about the losses of the density that a metric belongs to, if it belongs to one."""
+    log_p = getattr(metric, "log_p", None)
+    if log_p is not None:
+        recall.density = getattr(log_p, "__name__", type(log_p).__name__)
+        listen_to(log_p, recall)

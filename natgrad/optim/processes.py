@@ -1,0 +1,964 @@
+"""Processes that train one model together: who they are, what they send, which examples are whose, models in parts."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import re
+import sys
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from natgrad.families import Criterion
+from natgrad.layers import GraphLeaves, Seen
+from natgrad.lost_processes import listen_for_questions, naming_lost
+from natgrad.optim.guard import NotFiniteError
+from natgrad.optim.passes import Loss
+from natgrad.pure import leaves, map_tensors, refuse_scripted
+from natgrad.structures import Layerwise
+from natgrad.typed_torch import hook_gradient, is_mapping, list_numbers, split_tensor, torch_distributed
+from natgrad.whole_tensors import any_split, is_fully_sharded, is_split
+
+
+def send_tree(ranks: Ranks, tree: Any, source: int, kind: str) -> Any:
+    """The source's tree on every process, the source too: each tensor lies as the source's, in storage of its own.
+
+    Products round by how a matrix lies in memory.
+
+    Args:
+        ranks: The processes.
+        tree: Nested dicts and lists of tensors and plain values. Only the source's counts.
+        source: Its number.
+        kind: Under which name the bytes are counted.
+    """
+    device = ranks.device
+    box = [map_tensors(tree, lambda t: t.to("meta")) if ranks.rank == source else None]
+    with naming_lost(ranks.group):
+        distributed.broadcast_object_list(box, group=ranks.group, group_src=source, device=device)
+    shapes = box[0]
+    wanted = list(leaves(shapes))
+    own = list(leaves(tree)) if ranks.rank == source else []
+    made: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(t.dtype for t in wanted):
+        places = [i for i, t in enumerate(wanted) if t.dtype == dtype]
+        sizes = [wanted[i].numel() for i in places]
+        if own:
+            flat = torch.cat([own[i].reshape(-1) for i in places])
+        else:
+            flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+        parts = split_tensor(ranks.broadcast(flat, source, kind), sizes)
+        for i, part in zip(places, parts, strict=True):
+            made[i] = torch.empty_like(wanted[i], device=device).copy_(part.view(wanted[i].shape))
+    numbers = iter(range(len(wanted)))
+    return map_tensors(shapes, lambda t: made[next(numbers)])
+
+
+# Processes that train one model together hold the same one: compared once, before they add anything up
+
+MODULUS = 2**61 - 1
+
+
+def check_equal_models(named: Mapping[str, Tensor], group: Any, *, values: bool = False, settings: str = "") -> None:
+    """Check that all processes of a group train parameters of the same names, shapes and dtypes.
+
+    All of them call it at the same time. Two numbers a process are exchanged; the names only where these differ.
+
+    Args:
+        named: The parameters by name.
+        group: The process group.
+        values: True to compare their entries too, bit for bit: where nobody has broadcast them.
+        settings: What else must be alike, as text.
+
+    Raises:
+        ValueError: On all processes, with the first parameter that differs and the rank that holds it.
+    """
+    device = next(iter(named.values())).device
+    numbers = [hash_names(named), hash_values(named) if values else 0, hash_text(settings)]
+    own = torch.tensor(numbers, device=device)
+    found = [torch.empty_like(own) for _ in range(distributed.get_world_size(group))]
+    with naming_lost(group):
+        torch_distributed.all_gather(found, own, group=group)
+    hashes: list[list[int]] = list_numbers(torch.stack(found))
+    if any(names != hashes[0][0] for names, _, _ in hashes):
+        tables: list[Any] = [None] * len(found)
+        torch_distributed.all_gather_object(tables, describe_parameters(named), group=group)
+        rank = next(i for i, table in enumerate(tables) if table != tables[0])
+        first = next(name for name in {**tables[0], **tables[rank]} if tables[0].get(name) != tables[rank].get(name))
+        raise ValueError(
+            f"the {len(found)} processes hold different models: parameter {first!r} is "
+            f"{tables[0].get(first, 'missing')} on rank 0 and {tables[rank].get(first, 'missing')} on rank {rank}. "
+            "Build the same model on all of them, or give each model a group of its own processes"
+        )
+    rank = next((i for i, one in enumerate(hashes) if one[2] != hashes[0][2]), None)
+    if rank is not None:
+        texts: list[Any] = [None] * len(found)
+        torch_distributed.all_gather_object(texts, settings, group=group)
+        raise ValueError(
+            f"the {len(found)} processes were given different settings, {texts[0]} on rank 0 and {texts[rank]} on rank "
+            f"{rank}: build the optimizer alike on all of them"
+        )
+    rank = next((i for i, one in enumerate(hashes) if one[1] != hashes[0][1]), None)
+    if rank is not None:
+        raise ValueError(
+            f"the parameters have other values on rank {rank} than on rank 0, and would never meet: seed all processes "
+            "alike before the model is built, load one checkpoint on all, or wrap it in a DistributedDataParallel"
+        )
+
+
+def describe_parameters(named: Mapping[str, Tensor]) -> dict[str, str]:
+    """Shape and dtype by name, as text."""
+    return {name: f"{tuple(p.shape)} of {p.dtype}" for name, p in named.items()}
+
+
+def hash_names(named: Mapping[str, Tensor]) -> int:
+    """A number that differs where a name, a shape, a dtype or their order does."""
+    text = "\n".join(f"{name}: {what}" for name, what in describe_parameters(named).items())
+    return hash_text(text)
+
+
+def hash_text(text: str) -> int:
+    """A number that differs where a text does, the same in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") % MODULUS
+
+
+def describe_settings(*settings: object) -> str:
+    """Choices as they are printed, without the addresses of functions, which differ between processes."""
+    return re.sub(r" at 0x[0-9a-f]+", "", ", ".join(map(repr, settings)))
+
+
+def hash_values(named: Mapping[str, Tensor]) -> int:
+    """A number that differs where an entry does, but for rare chance."""
+    device = next(iter(named.values())).device
+    sums: list[int] = list_numbers(torch.stack([sum_bits(p.detach()).to(device) for p in named.values()]))
+    found = 0
+    for one in sums:
+        found = (found * 1_000_003 + one) % MODULUS
+    return found
+
+
+def sum_bits(tensor: Tensor) -> Tensor:
+    """The sum of all entries' bits as integers, a scalar tensor."""
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+    return plain.contiguous().view(kinds[plain.element_size()]).sum(dtype=torch.int64)
+
+
+# What processes send one another besides sums: pieces of vectors, tensors of one of them, columns of matrices
+
+SLAB = 2**22
+"""Numbers that a process receives of a matrix at a time."""
+
+
+def share_numbers(ranks: Ranks, numbers: Sequence[float], device: torch.device) -> list[list[float]]:
+    """Every process's numbers, in the order of their ranks.
+
+    Args:
+        ranks: The processes.
+        numbers: This one's; as many on all of them.
+        device: Where they are exchanged.
+    """
+    if ranks.size == 1:
+        return [[float(number) for number in numbers]]
+    table = torch.zeros(ranks.size, len(numbers), dtype=torch.float64, device=device)
+    table[ranks.rank] = torch.tensor(numbers, dtype=torch.float64, device=device)
+    return list_numbers(ranks.sum(table))  # adding zeros rounds nothing, and infinities stay in their own entries
+
+
+@dataclass(frozen=True)
+class RankExchange:
+    """What the processes that train one model send one another; `natgrad.operators.JoinedRows` asks for it.
+
+    All of them make the same calls in the same order.
+
+    Args:
+        ranks: The processes.
+    """
+
+    ranks: Ranks
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+        return self.ranks.rank
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        return self.ranks.size
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes, the same bits on each.
+
+        Args:
+            tensor: This one's.
+        """
+        return self.ranks.sum(tensor)
+
+    def share_numbers(self, numbers: Sequence[float], device: torch.device) -> list[list[float]]:
+        """Every process's numbers, in the order of their ranks.
+
+        Args:
+            numbers: This one's; as many on all of them.
+            device: Where they are exchanged.
+        """
+        return share_numbers(self.ranks, numbers, device)
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """The rows of all processes, (sum of all b, ...) from (b, ...) each, in the order of their ranks.
+
+        Args:
+            rows: This process's.
+        """
+        if self.size == 1:
+            return rows
+        counts = [int(count) for (count,) in self.share_numbers([len(rows)], rows.device)]
+        found = rows.new_zeros((sum(counts), *rows.shape[1:]))
+        start = sum(counts[: self.rank])
+        found[start : start + len(rows)] = rows
+        return self.sum(found)
+
+    def send_tree(self, tree: Any, source: int, kind: str) -> Any:
+        """The source's tree on every process.
+
+        Args:
+            tree: Nested dicts and lists of tensors and plain values. Only the source's counts.
+            source: Its number.
+            kind: Under which name the bytes are counted.
+        """
+        return send_tree(self.ranks, tree, source, kind)
+
+    @contextmanager
+    def failing_together(self, device: torch.device) -> Generator[None]:
+        """An error within is an error on all processes, before any of them waits for another.
+
+        Nothing is exchanged within. The process that fails raises its own error.
+
+        Args:
+            device: Where numbers are exchanged.
+
+        Raises:
+            NotFiniteError: On the others, where one met a number that is not finite.
+            RuntimeError: On the others, for any other error.
+        """
+        trouble: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            if self.size == 1:
+                raise
+            trouble = error
+        if self.size == 1:
+            return
+        told = [one[0] for one in self.share_numbers([count_trouble(trouble)], device)]
+        if trouble is not None:
+            raise trouble
+        if any(told):
+            rank = next(i for i, one in enumerate(told) if one)
+            kind = NotFiniteError if told[rank] == 1 else RuntimeError
+            raise kind(
+                f"process {rank} of {self.size} met an error, which it reports itself; nothing was changed anywhere"
+            )
+
+    def share_objects(self, thing: Any) -> list[Any]:
+        """Every process's object, in the order of their ranks. It is pickled: a few plain values.
+
+        Args:
+            thing: This one's.
+        """
+        if self.size == 1:
+            return [thing]
+        found: list[Any] = [None] * self.size
+        with naming_lost(self.ranks.group):
+            torch_distributed.all_gather_object(found, thing, group=self.ranks.group)
+        return found
+
+    def receive_from(self, source: int, tensor: Tensor) -> Tensor:
+        """The tensor of one process.
+
+        Args:
+            source: Its number.
+            tensor: There what is sent; elsewhere one of its shape, which is written over.
+        """
+        tensor = tensor.contiguous()
+        group = self.ranks.group
+        with naming_lost(group):
+            distributed.broadcast(tensor, group=group, group_src=source)
+        return tensor
+
+    def share_columns(self, matrix: Tensor, counts: Sequence[int]) -> Iterator[Tensor]:
+        """All processes' rows, some columns at a time: each column of the slabs comes to one process.
+
+        The Gram matrix of all rows is the sum over processes and slabs of S S^T. A process receives its share of all
+        rows' entries, and holds `SLAB` of them at a time.
+
+        Args:
+            matrix: This process's rows, shape (r, columns).
+            counts: Every process's r.
+
+        Yields:
+            S, shape (sum of counts, some columns), rows in the order of the ranks.
+        """
+        columns, size = matrix.shape[1], self.size
+        width = max(1, SLAB // max(1, sum(counts))) * size
+        for start in range(0, columns, width):
+            stop = min(start + width, columns)
+            edges = [start + (stop - start) * i // size for i in range(size + 1)]
+            widths = [edges[i + 1] - edges[i] for i in range(size)]
+            sent = torch.cat([matrix[:, edges[i] : edges[i + 1]].reshape(-1) for i in range(size)])
+            own = widths[self.rank]
+            received = sent.new_empty(sum(counts) * own)
+            sizes = [count * own for count in counts], [len(matrix) * w for w in widths]
+            with naming_lost(self.ranks.group):
+                torch_distributed.all_to_all_single(received, sent, *sizes, group=self.ranks.group)
+            yield received.view(sum(counts), own)
+
+
+def meet_processes(named: Mapping[str, Tensor], group: Any, *settings: object) -> RankExchange:
+    """The processes of a group, after they compared what they train; one alone for no group.
+
+    Args:
+        named: What is trained, by name.
+        group: Of `torch.distributed`, or None.
+        *settings: What must be alike on all of them.
+
+    Raises:
+        TypeError: For a group that is none.
+        ValueError: For a group that this process is not in; if the processes start from other values.
+    """
+    if group is None:
+        return RankExchange(Ranks())
+    ranks = meet(named, group)[1]
+    ranks.device = next(iter(named.values())).device
+    ranks.compare(named, describe_settings(*settings))
+    return RankExchange(ranks)
+
+
+def count_trouble(trouble: Exception | None) -> float:
+    """An error as a number: 0 for none, 1 for a number that is not finite, 2 for any other."""
+    if trouble is None:
+        return 0.0
+    return 1.0 if isinstance(trouble, NotFiniteError) else 2.0
+
+
+# Several processes, one model: what they agree on, and what they add up, so that all take the same step
+
+
+@dataclass
+class Ranks:
+    """The processes that train one model.
+
+    Attributes:
+        group: Given, or that of the wrappers.
+        size: How many; one alone exchanges nothing.
+        rank: This one's number.
+        wrappers: What averages the gradients, if that is known.
+        settled: True once `settle` has looked.
+        device: Where the model is.
+        averaged: True if gradients are averaged over them as they arise, by `fully_shard`.
+        looking: True while this process alone goes backward in a loss, whose gradient is not the user's.
+        sent: Bytes of messages so far, by what they are: "statistics", "inverses", "directions", "scalars".
+        messages: Their number.
+    """
+
+    group: Any = None
+    size: int = 1
+    rank: int = 0
+    wrappers: Sequence[DistributedDataParallel] = ()
+    settled: bool = False
+    device: torch.device = torch.device("cpu")
+    averaged: bool = False
+    looking: bool = False
+    sent: dict[str, int] = field(default_factory=dict[str, int])
+    messages: dict[str, int] = field(default_factory=dict[str, int])
+
+    def settle(self, model: nn.Module, structure: Layerwise, leaves: GraphLeaves) -> None:
+        """Look once more, before the first statistics: the model may have been wrapped since, which `meet` reads.
+
+        Raises:
+            ValueError: If another process holds another model; within `join`, where a process that is out of examples
+                takes no part in sums of statistics.
+        """
+        self.device = next(iter(leaves.named.values())).device
+        if not self.settled:
+            if self.group is None:
+                refuse_recut(model, leaves.named)
+                found = meet(model, None, parts=True)[1]
+                group = find_data_group(leaves)
+                if group is not None:
+                    found = Ranks(group, distributed.get_world_size(group), distributed.get_rank(group))
+                    self.averaged = True
+                self.group, self.size, self.rank, self.wrappers = found.group, found.size, found.rank, found.wrappers
+            self.check(structure)
+            self.compare(leaves.named)
+            self.settled = True
+        refuse_join(self.wrappers)
+
+    def sum(self, tensor: Tensor, kind: str = "scalars", owner: int | None = None) -> Tensor:
+        """The sum over all processes, the same bits on each. owner: the only process that gets it, if there is one."""
+        if self.size == 1:
+            return tensor
+        found = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self.count(kind, found)
+        with naming_lost(self.group):
+            if owner is None:
+                torch_distributed.all_reduce(found, group=self.group)
+            else:
+                distributed.reduce(found, group=self.group, group_dst=owner)
+        return found
+
+    def compare(self, named: Mapping[str, Tensor], settings: str = "") -> None:
+        """ValueError on all processes unless they hold parameters of the same names and shapes, and start alike."""
+        if self.size > 1 and named:
+            listen_for_questions()
+            # a DistributedDataParallel has broadcast its values
+            check_equal_models(named, self.group, values=not (self.wrappers or self.averaged), settings=settings)
+
+    def broadcast(self, tensor: Tensor, source: int, kind: str) -> Tensor:
+        """The source's tensor, written into this process's."""
+        if tensor.numel():
+            self.count(kind, tensor)
+            with naming_lost(self.group):
+                distributed.broadcast(tensor, group=self.group, group_src=source)
+        return tensor
+
+    def count(self, kind: str, tensor: Tensor) -> None:
+        """Count a message."""
+        self.sent[kind] = self.sent.get(kind, 0) + tensor.numel() * tensor.element_size()
+        self.messages[kind] = self.messages.get(kind, 0) + 1
+
+    def check(self, structure: Layerwise) -> None:
+        """TypeError for a structure whose statistics several processes cannot add up."""
+        if self.size > 1 and not structure.sums:
+            raise TypeError(
+                f"structure is {structure!r}, whose statistics are no sums over examples that {self.size} processes "
+                "could add up; use ng.Kronecker, ng.EigenKronecker, ng.Diagonal or ng.UnitWise"
+            )
+
+    def pool_losses(
+        self, losses: Sequence[Loss], nats: float, scale: float, norms: Mapping[str, Tensor]
+    ) -> tuple[Tensor | None, Any, Any, Tensor]:
+        """The mean loss over all rows (None: there was none), nats per unit of it, and what the gradient is divided by.
+
+        The gradient that all processes have is the mean of theirs, and so is its scale. Last, its norm before that: not
+        finite on all of them, where one entry on one of them is not.
+
+        Args:
+            losses: Of this process's micro-batches; the mean of one process is NaN if none of them has rows.
+            nats: Per unit of this process's loss.
+            scale: Of this process's gradient; 0 stands for 1.
+            norms: Of this process's gradients, by name.
+
+        Raises:
+            ValueError: On all processes, if their gradients differ, so that parameters would drift apart.
+        """
+        norm = torch.stack(list(norms.values())).square().sum().sqrt()
+        rows = sum(self.weight(loss) for loss in losses)
+        parts = [loss.value * self.weight(loss) for loss in losses if loss.rows]
+        total = torch.stack(parts).sum() if parts else torch.zeros(())
+        if self.size == 1:
+            return total / rows if losses else None, nats, scale or 1.0, norm
+        own = torch.tensor([nats * rows if rows else 0.0, rows, scale], dtype=torch.float64, device=norm.device)
+        numbers = [total.reshape(1).to(own), own, torch.stack([norm, norm.square()]).double()]
+        loss, nats_rows, all_rows, scales, sizes, squares = self.sum(torch.cat(numbers))
+        self._check_gradients(sizes / self.size, squares / self.size)
+        scale_mean = torch.where(scales > 0, scales / self.size, 1.0)
+        # without rows the loss says nothing: infinite
+        return (
+            torch.where(all_rows > 0, loss / all_rows, torch.inf),
+            torch.where(all_rows > 0, nats_rows / all_rows, 1.0),
+            scale_mean,
+            sizes / self.size,
+        )
+
+    def count_rows(self, losses: Sequence[Loss], nats: Any, device: torch.device) -> float:
+        """Examples times positions of the losses of all processes, where `nats` of a loss are one event's."""
+        own = torch.tensor(float(sum(loss.rows for loss in losses)), dtype=torch.float64, device=device)
+        return float(self.sum(own)) / float(nats)
+
+    def weight(self, loss: Loss) -> float:
+        """What a loss weighs: its rows; over several processes, what it is a mean over."""
+        return loss.weight or loss.count or loss.rows if self.size > 1 and loss.rows else loss.rows
+
+    @property
+    def averages(self) -> bool:
+        """True if somebody is known to take the mean over the processes of their gradients."""
+        return self.averaged or bool(self.wrappers)
+
+    def _check_gradients(self, norm: Tensor, square: Tensor) -> None:
+        """Check that all processes have the same gradient.
+
+        Args:
+            norm: The mean over processes of their gradients' norms.
+            square: Of the norms' squares.
+        """
+        if not bool(square - norm.square() > 1e-6 * square):  # of equal numbers it is round-off; false for NaN
+            return
+        what = f"the {self.size} processes have different gradients, and their parameters would drift apart: "
+        if self.wrappers:
+            raise ValueError(
+                f"{what}call the DistributedDataParallel and not the module inside it, with a communication hook that "
+                "averages over all of them, do the last backward outside of no_sync(), and change gradients alike"
+            )
+        if self.averaged:
+            raise ValueError(
+                f"{what}call fully_shard on the whole model too, and do the last backward with "
+                "set_requires_gradient_sync(True)"
+            )
+        raise ValueError(
+            f"{what}wrap the model in a DistributedDataParallel, or average the gradients before optimizer.step()"
+        )
+
+    def sum_entries(self, fresh: dict[str, Tensor], owner: int | None = None) -> dict[str, Tensor]:
+        """`sum`, by name, in one message per dtype."""
+        return self._in_messages(fresh, "statistics", owner)
+
+    def average(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The means over all processes by name, in one message per dtype."""
+        found = self._in_messages(tensors, "gradients")
+        return {name: total / self.size for name, total in found.items()}
+
+    def _in_messages(self, tensors: Mapping[str, Tensor], kind: str, owner: int | None = None) -> dict[str, Tensor]:
+        kinds: dict[Any, list[str]] = {}
+        for name, tensor in tensors.items():
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(name)
+        found = dict[str, Tensor]()
+        for names in kinds.values():
+            flat = self.sum(torch.cat([tensors[name].reshape(-1) for name in names]), kind, owner)
+            parts = split_tensor(flat, [tensors[name].numel() for name in names])
+            found |= {name: part.view_as(tensors[name]) for name, part in zip(names, parts, strict=True)}
+        return {name: found[name] for name in tensors}
+
+    def generator(self, shared: torch.Generator) -> torch.Generator:
+        """A source of labels of this process's own. The shared one moves alike everywhere: one checkpoint fits all."""
+        if self.size == 1:
+            return shared
+        seed = torch.randint(2**62, (), generator=shared, device=shared.device)
+        return torch.Generator(shared.device).manual_seed(int(seed) + self.rank)
+
+
+def meet(model: Any, group: Any, parts: bool = False) -> tuple[Any, Ranks]:
+    """The model without its `DistributedDataParallel`, and the processes that train it: one, if there is none.
+
+    Args:
+        model: As the user gave it; a dict of tensors has no wrapper of its own.
+        group: The processes whose statistics are added up; None: those of the wrapper around the model, or around what
+            it is a part of.
+        parts: True for an optimizer that puts models in parts together.
+
+    Raises:
+        TypeError: For a model whose parameters are not whole on this process, and for a group that is none.
+        ValueError: For a group that this process is not in or that is not the wrapper's, for static_graph=True, which
+            takes the first backward that comes for the user's, and for a wrapper around some of the parameters only.
+    """
+    refuse_sharded(model, parts=parts)
+    given, wrappers = model, list[Any](find_wrappers(name_parameters(model).values()))
+    if isinstance(model, DistributedDataParallel):
+        wrappers = [given]
+    inner = given.module if isinstance(model, (DistributedDataParallel, DataParallel)) else given
+    groups = [wrapper.process_group for wrapper in wrappers] + ([] if group is None else [check_group(group)])
+    if any(other is not groups[0] for other in groups):
+        raise ValueError(
+            "the model is within a DistributedDataParallel of other processes than group: leave group out, or give the "
+            "wrapper's process_group"
+        )
+    check_wrappers(inner, wrappers)
+    if not groups:
+        return inner, Ranks()
+    found = groups[0]
+    return inner, Ranks(found, distributed.get_world_size(found), distributed.get_rank(found), wrappers)
+
+
+def name_parameters(model: Any) -> dict[str, Tensor]:
+    """The parameters of a module, or of a dict of tensors, by name."""
+    if isinstance(model, nn.Module):
+        return dict(model.named_parameters())
+    return dict(model) if is_mapping(model) else {}
+
+
+def find_wrappers(params: Iterable[Tensor]) -> list[DistributedDataParallel]:
+    """Every `DistributedDataParallel` that averages gradients of these parameters."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return []
+    own = {id(p) for p in params}
+    objects = gc.get_objects()  # a wrapper leaves no trace in what it wraps
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, DistributedDataParallel)}
+    alive = [one for one in objects if type(one) in kinds] if kinds else []
+    return [one for one in alive if not own.isdisjoint(id(p) for p in one.parameters())]
+
+
+def check_wrappers(model: Any, wrappers: Sequence[DistributedDataParallel]) -> None:
+    """ValueError for a wrapper that statistics cannot go with."""
+    if any(wrapper.static_graph for wrapper in wrappers):
+        raise ValueError(
+            "model is a DistributedDataParallel with static_graph=True, which reduces the gradients after the very "
+            "first backward, here that of the statistics; use find_unused_parameters=True instead, if anything"
+        )
+    averaged = {id(p) for wrapper in wrappers for p in wrapper.parameters()}
+    alone = [name for name, p in name_parameters(model).items() if p.requires_grad and id(p) not in averaged]
+    if wrappers and alone:
+        raise ValueError(
+            f"parameters {alone} lie outside of the DistributedDataParallel that the others are in: nobody averages "
+            "their gradients; wrap the whole model"
+        )
+
+
+def check_group(group: Any) -> Any:
+    """The group. TypeError for anything else, ValueError for one that this process is not in."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise ValueError("group is given, and torch.distributed is not initialized: call init_process_group first")
+    if not isinstance(group, distributed.ProcessGroup):
+        raise TypeError(
+            f"group is {group!r}, expected a process group that this process is in: torch.distributed.group.WORLD for "
+            "all processes, or what torch.distributed.new_group returned"
+        )
+    if distributed.get_rank(group) < 0:
+        raise ValueError("group is a process group that this process is not in")
+    return group
+
+
+def refuse_join(wrappers: Sequence[DistributedDataParallel]) -> None:
+    """ValueError within `join`, for uneven inputs."""
+    # torch says so nowhere else; the statistics would wait for a process that has gone, or meet its gradients
+    if any(getattr(getattr(wrapper, "_join_config", None), "enable", False) for wrapper in wrappers):
+        raise ValueError(
+            "the model is within DistributedDataParallel.join(): a process that is out of examples adds no statistics, "
+            "and the others would wait for ever. Give all as many batches: drop_last=True, or empty ones (x[:0]) last"
+        )
+
+
+@dataclass(frozen=True)
+class Roll:
+    """Who heard what in one pass, over all processes.
+
+    Attributes:
+        failed: True if the pass of some process was not finite.
+        layers: Rows by layer.
+        positions: Examples times positions by layer.
+        names: Rows by parameter without a layer.
+        refused: Layers that did not explain the gradients of some process.
+        tokens: Matrices that some process looked rows up in, and did nothing else with.
+        parts: How many passes a matrix had where it was used most, of those that were used more than once.
+    """
+
+    failed: bool
+    layers: dict[str, int]
+    positions: dict[str, int]
+    names: dict[str, int]
+    refused: set[str]
+    tokens: set[str]
+    parts: Mapping[str, int]
+
+
+def call_roll(
+    ranks: Ranks,
+    layers: Sequence[str],
+    names: Sequence[str],
+    heard: Mapping[str, bool] | None,
+    squares: Collection[str] = (),
+    rows: int = 0,
+    passes: Sequence[Seen] = (),
+) -> Roll:
+    """Agree on one pass. heard: this process's layers, and whether they explained its gradients; None: it failed."""
+    known: Mapping[str, bool] = {} if heard is None else heard
+    tokens, parts = {one.key for one in passes if one.by_token}, {one.key: len(one.split_parts()) for one in passes}
+    positions = {one.key: round(one.positions) for one in passes}
+    entries: list[int] = [heard is None, *(rows if known.get(key) else 0 for key in layers)]
+    entries += [known.get(key) is False for key in layers]
+    entries += [key in tokens for key in layers]
+    entries += [parts.get(key, 1) > 1 for key in layers]
+    entries += [positions.get(key, 0) if known.get(key) else 0 for key in layers]
+    entries += [rows if name in squares else 0 for name in names]
+    failed, *found = entries
+    if ranks.size > 1:
+        failed, *found = list_numbers(ranks.sum(torch.tensor([int(entry) for entry in entries], device=ranks.device)))
+    size = len(layers)
+    used, refused, looked, mixed, seen = (found[i * size : (i + 1) * size] for i in range(5))
+    several = [key for key, count in zip(layers, mixed, strict=True) if count]
+    return Roll(
+        bool(failed),
+        {key: count for key, count in zip(layers, used, strict=True) if count},
+        dict(zip(layers, seen, strict=True)),
+        {name: count for name, count in zip(names, found[5 * size :], strict=True) if count},
+        {key for key, count in zip(layers, refused, strict=True) if count},
+        {key for key, count in zip(layers, looked, strict=True) if count},
+        dict(zip(several, find_largest(ranks, [parts.get(key, 1) for key in several]), strict=True)),
+    )
+
+
+def find_largest(ranks: Ranks, counts: Sequence[int]) -> list[int]:
+    """The largest of each count over all processes."""
+    if ranks.size == 1 or not counts:
+        return list(counts)
+    table = torch.zeros(ranks.size, len(counts), dtype=torch.int64, device=ranks.device)
+    table[ranks.rank] = torch.tensor(counts, dtype=torch.int64, device=ranks.device)
+    return list_numbers(ranks.sum(table).amax(0))
+
+
+# Models that several processes or devices hold in parts, or train together: refused where that is not known yet
+
+PARTS = {
+    "torch.distributed.fsdp": ("FullyShardedDataParallel", "FSDPModule"),
+    "torch.distributed.tensor": ("DTensor",),
+}
+WHOLE = (
+    "whose parameters are not whole on this process: ng.kfac and its like train such a model, if they are built after "
+    "fully_shard or parallelize_module; other optimizers need DistributedDataParallel, or one process"
+)
+DRIFT = (
+    "each process would take its own metric and its own step, and the parameters drift apart. Use ng.kfac or its like, "
+    "which add statistics up over the processes, or train in one process and give the module inside"
+)
+
+
+FLAT = (
+    "which flattens all parameters of some modules into one on each process, so that no layer has a weight of its own: "
+    "use torch.distributed.fsdp.fully_shard instead"
+)
+
+
+def refuse_sharded(model: Any, name: str = "model", parts: bool = False) -> None:
+    """TypeError for a module with parameters that are not whole tensors here, and for one that is copied to devices.
+
+    Args:
+        model: A module, or parameters by name; what is neither passes.
+        name: What the caller calls it.
+        parts: True to let `fully_shard` and tensor parallelism pass, whose parts are put together where needed.
+    """
+    own = type(model).__name__
+    refuse_scripted(model)
+    if isinstance(model, nn.Module):
+        found: list[Any] = [*model.modules(), *model.parameters()]
+    elif isinstance(model, Mapping):
+        found = [*cast("Mapping[str, Any]", model).values()]
+    else:
+        return
+    kinds = [getattr(sys.modules[key], kind) for key, kinds in PARTS.items() if key in sys.modules for kind in kinds]
+    if parts:
+        kinds = [kind for kind in kinds if kind.__name__ == "FullyShardedDataParallel"]
+    for part in found:
+        for kind in kinds:
+            if isinstance(part, kind):
+                why = FLAT if kind.__name__ == "FullyShardedDataParallel" else WHOLE
+                raise TypeError(f"{name} is {own} with a {kind.__name__} in it, {why}")
+        if isinstance(part, DataParallel) and len(part.device_ids) > 1:
+            raise TypeError(
+                f"{name} is {own} with a DataParallel over {len(part.device_ids)} devices in it, "
+                "whose copies say nothing to an optimizer: use DistributedDataParallel, one process per device"
+            )
+
+
+def refuse_recut(model: nn.Module, named: Mapping[str, Tensor]) -> None:
+    """TypeError for a model that was cut into parts after the optimizer took its parameters, which are others now."""
+    if not any_split(named.values()):
+        refuse_sharded(model)
+
+
+def refuse_trials(model: Any, asks: Any) -> None:
+    """ValueError for a rule or a damping that computes the loss at other parameters than the model's, in parts.
+
+    Args:
+        model: The user's.
+        asks: Who needs that loss; None if nobody does.
+    """
+    if asks is not None and isinstance(model, nn.Module) and any_split(model.parameters()):
+        raise ValueError(
+            f"{asks} computes the loss at trial points, which a model in parts (fully_shard, tensor parallelism) "
+            "does not allow: take a rule and a damping that trust the model, such as the defaults"
+        )
+
+
+def mesh_of(tensor: Any) -> Any:
+    """The mesh over which a tensor lies in parts; None of a whole one."""
+    return tensor.device_mesh if is_split(tensor) else None
+
+
+def find_data_group(leaves: GraphLeaves) -> Any:
+    """The processes that see other examples than this one, of a model in parts; None where all see the same.
+
+    A dimension of the mesh that the pass's own tensors still have is tensor parallelism's; over the others each process
+    put the whole parameter together, for examples of its own.
+
+    Args:
+        leaves: The tensors that a pass used for the parameters.
+
+    Raises:
+        ValueError: For a mesh with several such dimensions that are not all of it.
+    """
+    for name, p in leaves.named.items():
+        if not is_split(p):
+            continue
+        mesh, kept = mesh_of(p), mesh_of(leaves[name])
+        names = list(mesh.mesh_dim_names or range(mesh.ndim))
+        within = [] if kept is None else list(kept.mesh_dim_names or range(kept.ndim))
+        data = [dim for dim, of in enumerate(names) if of not in within and mesh.size(dim) > 1]
+        if len(data) == 1:
+            return mesh.get_group(data[0])
+        if len(data) == mesh.ndim and mesh.size() == distributed.get_world_size():
+            return distributed.group.WORLD
+        if data:
+            raise ValueError(
+                f"the model lies on a mesh {tuple(mesh.shape)} over {len(data)} of whose dimensions examples differ: "
+                "give the processes that see other examples as group=torch.distributed.new_group(...)"
+            )
+    return None
+
+
+def refuse_processes(model: Any, name: str = "model") -> None:
+    """TypeError for a model that several processes hold or train, where each would take a step of its own.
+
+    Args:
+        model: Anything.
+        name: What the error calls it.
+    """
+    refuse_sharded(model, name)
+    parts = list(model.modules()) if isinstance(model, nn.Module) else []
+    if any(isinstance(part, DataParallel) for part in parts):
+        raise TypeError(
+            f"{name} is a DataParallel, or has one in it, which is no function of parameters: give its module"
+        )
+    if any(isinstance(part, DistributedDataParallel) for part in parts):
+        raise TypeError(f"{name} is a DistributedDataParallel, or has one in it: {DRIFT}")
+
+
+def refuse_nested(model: Any) -> None:
+    """TypeError for a model with a wrapper of torch inside, whose forward is no function of parameters."""
+    refuse_sharded(model)
+    parts = [(type(part).__name__, part) for part in model.modules()] if isinstance(model, nn.Module) else []
+    for kind, part in parts:
+        if isinstance(part, (DataParallel, DistributedDataParallel)):
+            raise TypeError(
+                f"model has a {kind} in it, which is no function of parameters: wrap the whole model in "
+                "one DistributedDataParallel, and give that"
+            )
+
+
+# Backward passes in step on all processes: the user's, weighed by rows, and others through a model in parts
+
+ALIKE = 1e-10
+"""Of the square of the losses' weights: the variance below which all processes weigh the same."""
+
+
+class AlignedPasses:
+    """Statistics' own backward passes. Nobody's gradients are averaged in them.
+
+    Each of them gathers the parameters from all processes, so that one that takes more of them than another would wait
+    for ever. Where their numbers differ, every process keeps the whole model until the last of them.
+
+    Args:
+        model: Of the optimizer.
+        ranks: The processes.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        self.model, self.ranks = model, ranks
+        self._kept: list[tuple[Any, bool]] = []
+
+    @contextmanager
+    def run(self, *numbers: float) -> Generator[None]:
+        """The passes of one loss are taken within.
+
+        Args:
+            *numbers: Of this process; where another has others, the numbers of passes may differ.
+        """
+        if not self.ranks.averaged:
+            yield
+            return
+        modules = list_sharded_modules(self.model)
+        syncs = [(module, *read_settings(module, "reduce_grads", "all_reduce_grads")) for module in modules]
+        for module in modules:  # what earlier backward passes left to be averaged is not theirs to average
+            module.set_requires_gradient_sync(False, recurse=False)
+        try:
+            self.align(*numbers)
+            yield
+        finally:
+            for module, reduces, copies in syncs:
+                module.set_requires_gradient_sync(reduces, recurse=False)
+                module.set_requires_all_reduce(copies, recurse=False)
+            while self._kept:
+                module, reshards = self._kept.pop()
+                module.set_reshard_after_backward(reshards, recurse=False)
+                module.reshard()
+
+    def align(self, *numbers: float) -> None:
+        """Keep the model whole from here on, if these numbers are not the same on all processes.
+
+        Args:
+            *numbers: Whole numbers of this process, that the number of its passes follows from. All call this.
+        """
+        if not self.ranks.averaged or self._kept:
+            return
+        own = torch.tensor(numbers, dtype=torch.float64, device=self.ranks.device)
+        sums, squares = self.ranks.sum(torch.stack([own, own.square()]))
+        if list_numbers(sums.square()) == list_numbers(self.ranks.size * squares):
+            return
+        for module in list_sharded_modules(self.model):
+            self._kept.append((module, read_settings(module, "reshard_after_backward")[0]))
+            module.unshard()
+            module.set_reshard_after_backward(False, recurse=False)
+
+
+def list_sharded_modules(model: nn.Module) -> list[Any]:
+    """The modules that `fully_shard` was called on."""
+    return [module for module in model.modules() if is_fully_sharded(module)]
+
+
+def read_settings(module: Any, *names: str) -> list[bool]:
+    """What was set of a module by `set_requires_gradient_sync` and the like, for which torch has no public name."""
+    state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [bool(getattr(groups[0], name, True)) for name in names]
+
+
+class RowWeight:
+    """Tensor hook on a loss: the mean over processes of the gradients becomes the mean over all rows.
+
+    It is a sum over processes, and they all go backward at the same time: they average gradients there anyway. Where
+    the losses already weigh unlike, the user has weighted them, and that stands.
+
+    Args:
+        ranks: The processes.
+        rows: What this process's loss is a mean over.
+    """
+
+    def __init__(self, ranks: Ranks, rows: float) -> None:
+        self.ranks, self.rows = ranks, rows
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        if self.ranks.looking:
+            return gradient
+        weight = gradient.detach().double().reshape(())
+        own = torch.stack([torch.full_like(weight, self.rows), weight, weight.square()])
+        total, weights, squares = self.ranks.sum(own).unbind()
+        unlike = self.ranks.size * squares - weights.square() > ALIKE * weights.square()
+        share = torch.where(unlike, 1.0, self.rows * self.ranks.size / total)
+        return gradient * share.to(gradient.dtype) if self.rows else torch.zeros_like(gradient)
+
+
+def weigh_loss(
+    ranks: Ranks, criterion: Criterion, outputs: Any, targets: Any, value: Tensor, averaged: bool = True
+) -> float | None:
+    """What a loss is a mean over; its gradient weighs that much in the mean over processes from now on.
+
+    Args:
+        ranks: The processes.
+        criterion: What the loss is a value of.
+        outputs: What it was computed on.
+        targets: Its targets.
+        value: The loss.
+        averaged: False if nobody is known to average the gradients, so that they stay as they are.
+
+    Returns:
+        None for one process.
+    """
+    if ranks.size == 1:
+        return None
+    count = criterion.count(map_tensors(outputs, torch.detach), targets)
+    if averaged and not criterion.summed:
+        hook_gradient(value, RowWeight(ranks, count))
+    return count
