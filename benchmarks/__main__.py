@@ -15,6 +15,7 @@ from benchmarks import (
     ang,
     conversions,
     ekfac,
+    engine,
     ground_states,
     iterative,
     kfac,
@@ -104,6 +105,10 @@ def kfac_tables(repeats: int) -> None:
         table(title, kfac.report(work, cycles), kfac.HEADS)
     table("classifier: EKFAC's parts", ekfac.report(repeats), ekfac.HEADS)
     table("classifier: growth of the highest resident memory", kfac.memory_report(), ("MiB",))
+
+
+def engine_table(repeats: int) -> None:
+    table("Files and functions of natgrad that a step enters", engine.report(), engine.HEADS)
 
 
 def first_steps_tables(repeats: int) -> None:
@@ -288,6 +293,7 @@ TABLES: dict[str, Callable[[int], None]] = {
     "iterative": iterative_table,
     "preconditioners": preconditioner_table,
     "kfac": kfac_tables,
+    "engine": engine_table,
     "first-steps": first_steps_tables,
     "learning": learning_table,
     "scores": score_tables,

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.applications.residuals import HardConstraint, Periodic, draw_where_large
+from natgrad.applications.residuals.jets import Constraint
 from natgrad.applications.residuals.plan import JetLayout
-from natgrad.applications.residuals.point_maps import Constraint
 
 F64 = torch.float64
 Points = dict[str, Tensor]

@@ -5,10 +5,17 @@ from natgrad.families.changed_variables import InverseGamma, LogNormal, Rayleigh
 from natgrad.families.class_logits import Multinomial
 from natgrad.families.complex_normal import ComplexNormal
 from natgrad.families.coordinates import (
+    Concentration,
     Coordinates,
     Expectation,
+    ExponentialRate,
     Mapped,
+    MeanCholesky,
+    MeanCovariance,
+    MeanStd,
     Natural,
+    ShapeRate,
+    ShapeScale,
     convert,
     convert_covector,
     convert_vector,
@@ -18,28 +25,29 @@ from natgrad.families.criteria import Criterion, Entrywise
 from natgrad.families.diagonal_normal import DiagonalNormal, FixedCovarianceNormal, Normal
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.exponential import ExponentialFamily
-from natgrad.families.field_fits import PseudoLikelihood, RatioMatching, StochasticLikelihood
 from natgrad.families.gaussian import DiagonalGaussian, Gaussian, HeteroscedasticGaussian
 from natgrad.families.gibbs import Gibbs
 from natgrad.families.inverse_gaussian import InverseGaussian
 from natgrad.families.ising import Ising
-from natgrad.families.known_losses import as_criterion
-from natgrad.families.markov_field import MarkovField, MomentEstimate
+from natgrad.families.known_losses import as_criterion, likelihood
+from natgrad.families.markov_field import (
+    LogPartitionEstimate,
+    MarkovField,
+    MomentEstimate,
+    PseudoLikelihood,
+    RatioMatching,
+    StochasticLikelihood,
+    Tempering,
+)
 from natgrad.families.mean_gradient import (
+    Slope,
     dual_gradient,
     effective_draws,
     exact_natural_gradient_of_mean,
     gradient_of_mean,
     natural_gradient_of_mean,
-)
-from natgrad.families.named_coordinates import (
-    Concentration,
-    ExponentialRate,
-    MeanCholesky,
-    MeanCovariance,
-    MeanStd,
-    ShapeRate,
-    ShapeScale,
+    natural_slope,
+    regress,
 )
 from natgrad.families.normal import MultivariateNormal
 from natgrad.families.output_heads import Heads
@@ -47,13 +55,10 @@ from natgrad.families.positive_families import Beta, ChiSquare, Dirichlet, Expon
 from natgrad.families.posterior import GaussianPosterior
 from natgrad.families.power_series import Geometric, Logarithmic, NegativeBinomial
 from natgrad.families.product_families import Product, SubModel
-from natgrad.families.regression import Slope, natural_slope, regress
 from natgrad.families.robust_errors import Huber, Laplace
 from natgrad.families.sparse_normal import FixedMeanNormal, SparseNormal
-from natgrad.families.tempering import LogPartitionEstimate, Tempering
 from natgrad.families.von_mises_fisher import VonMisesFisher
 from natgrad.families.wishart import Wishart
-from natgrad.families.wrapped_losses import likelihood
 from natgrad.missing_names import find_name
 
 Estimate, Rate = MomentEstimate, ExponentialRate  # their former names

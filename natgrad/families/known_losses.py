@@ -1,21 +1,22 @@
 """The losses that are understood as likelihoods: those of torch.nn, their functions, timm's and transformers'.
 
 Losses of other libraries are known by the module and the name of their class or function, and nothing is imported. What
-is not known can be wrapped: `natgrad.families.wrapped_losses`.
+is not known can be wrapped: `natgrad.families.known_losses`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from natgrad.families.base import Likelihood, require_one_tensor
+from natgrad.families.base import Likelihood, check_range, check_same_shape, require_one_tensor, require_tensor_targets
 from natgrad.families.criteria import (
     Criterion,
     Entrywise,
@@ -31,8 +32,81 @@ from natgrad.families.criteria import (
     remake_with,
     smooth_l1,
 )
-from natgrad.families.discrete import Bernoulli
-from natgrad.families.soft_classes import kl_div
+from natgrad.families.discrete import Bernoulli, Categorical
+from natgrad.lapack import is_concrete
+from natgrad.pure import leaves, map_tensors
+
+ROUNDING = 0.1
+"""Of the logarithm of a sum of probabilities; log-softmax in half precision is within .03."""
+
+
+@dataclass(frozen=True, repr=False)
+class SoftClasses(Categorical):
+    """Logarithms of class probabilities (b, ..., C), with class probabilities as targets.
+
+    The form in the log-probabilities l is diag(y) - y y^T with y = exp(l), as it is in logits: behind a log-softmax
+    l = r - logsumexp(r) its pullback is diag(y) - y y^T in the logits r.
+    """
+
+    def check_targets(self, outputs: Any, targets: Any) -> None:
+        outputs = require_one_tensor(outputs)
+        if outputs.dim() < 2:
+            raise ValueError(f"outputs has shape {tuple(outputs.shape)}, expected log-probabilities (b, ..., C)")
+        if not require_tensor_targets(targets).is_floating_point():
+            raise ValueError(
+                f"targets are {targets.dtype}, expected class probabilities in the shape of the outputs, as KLDivLoss "
+                "takes them; for class numbers take CrossEntropyLoss on logits, or NLLLoss"
+            )
+        check_same_shape(outputs, targets)
+        check_range(targets, 0, 1 + ROUNDING, "class probabilities in [0, 1], or their logarithms with log_target=True")
+        if not sums_to_one(outputs, -1):
+            second = outputs.dim() > 2 and sums_to_one(outputs, 1)
+            raise ValueError(
+                "outputs are not log-probabilities over the last axis, as KLDivLoss is understood: exp(outputs) does "
+                + (
+                    "not sum to 1 there, and does over the second. Move the classes of outputs and targets to the end, "
+                    "with .movedim(1, -1)"
+                    if second
+                    else "not sum to 1. End the model with torch.nn.LogSoftmax(dim=-1)"
+                )
+            )
+
+
+def sums_to_one(outputs: Tensor, axis: int) -> bool:
+    """Whether the exponentials add up to one along an axis, wherever that is a number."""
+    total = outputs.detach().logsumexp(axis)
+    return not bool(((total.abs() > ROUNDING) & total.isfinite()).any())
+
+
+def kl_div(criterion: nn.KLDivLoss) -> Criterion:
+    """sum t (log t - l) over the classes: the cross-entropy of soft targets less their entropy, which has no gradient.
+
+    A row whose targets add up to less, such as one that is masked, weighs as much less. 'batchmean' divides by the
+    examples, 'mean' by all entries, over the classes too.
+
+    Args:
+        criterion: The loss of `torch.nn`.
+    """
+
+    def weigh(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        rows = targets.to(outputs.dtype).flatten(0, -2).sum(1)
+        count = {"sum": len(rows), "batchmean": len(outputs), "mean": outputs.numel()}[criterion.reduction]
+        return rows, rows.new_tensor(float(count))
+
+    def exponentiate(outputs: Tensor, targets: Any) -> Any:
+        return targets.exp() if isinstance(targets, Tensor) and targets.is_floating_point() else targets
+
+    return Criterion(
+        SoftClasses(),
+        criterion,
+        weigh,
+        criterion.reduction == "sum",
+        prepare=exponentiate if criterion.log_target else None,
+        over_classes=criterion.reduction == "mean",
+    )
+
+
+# The losses that are understood as likelihoods: those of torch.nn, their functions, timm's and transformers'
 
 KNOWN: dict[type, Callable[[Any], Criterion]] = {
     nn.CrossEntropyLoss: cross_entropy,
@@ -321,3 +395,184 @@ FOREIGN: dict[tuple[str, str], Callable[[Any, dict[str, Any]], Criterion]] = {
     (TRANSFORMERS, "ForSequenceClassificationLoss"): sequence_loss,
     ("transformers.trainer_pt_utils", "LabelSmoother"): label_smoother,
 }
+
+
+# Any function as the loss of a chosen likelihood, once it is seen to be one
+
+Loss = Callable[[Any, Any], Any]
+
+
+def likelihood(loss: Any, family: Any = None, *, probe: tuple[Any, Any] | None = None) -> Criterion:
+    """A loss as the likelihood that it is -log p of, for `ng.kfac(model, ng.likelihood(loss, family))`.
+
+    Losses of `torch.nn`, of `torch.nn.functional`, of timm and of transformers are recognised. Any other function
+    loss(outputs, targets) -> scalar needs the likelihood: its gradient in the outputs is compared with that of -log p
+    on a probe, and once more on the first batch, so that the metric belongs to the number that is minimised. The mean
+    and the sum over rows, over entries, and the mean over examples of sums over their rows are told apart.
+
+    Args:
+        loss: What is minimised: loss(outputs, targets) -> scalar tensor.
+        family: An `ng` likelihood, or a loss of `torch.nn` that has the same gradient, with its weights and ignored
+            targets. Not needed for a loss that is recognised.
+        probe: (outputs, targets), a small batch to compare on. None: drawn from the likelihood, as (b, C), (b, C, T).
+
+    Returns:
+        What an optimizer or a metric takes as its criterion.
+
+    Raises:
+        TypeError: For a loss that is not recognised, without a family.
+        ValueError: If the loss is not the likelihood's, or if no probe can be drawn for it.
+
+    Example:
+        >>> def loss(outputs, targets):
+        ...     return -outputs.log_softmax(1).gather(1, targets[:, None]).mean()
+        >>> ng.likelihood(loss, ng.Categorical()).family
+        Categorical()
+    """
+    if family is None:
+        return as_criterion(loss)
+    if not callable(loss) or isinstance(loss, type):
+        raise TypeError(f"loss is {loss!r}, expected a function loss(outputs, targets) -> scalar tensor")
+    reading = choose_reading(loss, family, probe)
+    return remake_with(
+        replace(reading, loss=CheckedLoss(loss, reading)), partial(likelihood, probe=probe), loss, family
+    )
+
+
+def choose_reading(loss: Loss, family: Any, probe: tuple[Any, Any] | None) -> Criterion:
+    """What a loss is a mean or a sum of, by its gradient on probes.
+
+    A drawn probe on which none agrees counts for nothing once one has agreed on another shape.
+    """
+    candidates = list(readings(family))
+    probes = [probe] if probe is not None else list(draw_probes(candidates[0].family))
+    left: list[Criterion] = []
+    difference, trouble = "", ""
+    for outputs, targets in probes:
+        try:
+            found = slope_of(loss, outputs, targets)
+        except Exception as error:
+            if probe is not None:
+                raise
+            trouble = trouble or f" ({type(error).__name__}: {error})"
+            continue
+        agreeing = [one for one in left or candidates if agree(found, slope_in_units(one, outputs, targets))]
+        left = agreeing or left
+        difference = difference or describe_difference(loss, candidates[0], found, outputs, targets)
+    if left:
+        return left[0]
+    if difference:
+        raise ValueError(difference)
+    raise ValueError(
+        f"no probe was drawn from {family} that {describe(loss)} takes{trouble}; give probe=(outputs, targets), a "
+        "small batch of what the model returns and of its targets"
+    )
+
+
+class CheckedLoss:
+    """A loss that is compared with its likelihood on the first batch.
+
+    Args:
+        loss: The function.
+        reading: The likelihood's own loss, in the units that a probe told.
+    """
+
+    def __init__(self, loss: Loss, reading: Criterion) -> None:
+        self.loss, self.reading, self.checked = loss, reading, False
+
+    def __call__(self, outputs: Any, targets: Any) -> Tensor:
+        if not self.checked and all(is_concrete(t) for t in leaves(outputs)):
+            found = slope_of(self.loss, outputs, targets)
+            if not agree(found, slope_in_units(self.reading, outputs, targets)):
+                difference = describe_difference(self.loss, self.reading, found, outputs, targets)
+                raise ValueError(f"{difference}; for another layout of the outputs give probe=(outputs, targets) in it")
+            self.checked = True
+        return self.loss(outputs, targets)
+
+    def __repr__(self) -> str:
+        return describe(self.loss)
+
+
+def readings(family: Any) -> Iterator[Criterion]:
+    """The losses that a likelihood may stand for: what they are a mean or a sum of."""
+    base = as_criterion(family)
+    yield base
+    if not isinstance(family, Likelihood):
+        return
+
+    def total(outputs: Any, targets: Any) -> Tensor:
+        return family.nll(outputs, targets).sum()
+
+    def per_example(outputs: Any, targets: Any) -> Tensor:
+        return total(outputs, targets) / len(next(leaves(outputs)))
+
+    def weigh(outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
+        rows = family.rows(outputs)
+        return rows.new_ones(len(rows)), rows.new_tensor(float(len(next(leaves(outputs)))))
+
+    yield Criterion(family, total, summed=True)
+    yield Criterion(family, per_example, weigh)
+    if hasattr(family, "entry_nll"):
+        entries = Entrywise(family)
+        yield Criterion(entries, lambda outputs, targets: family.nll(outputs, targets).sum() / outputs.numel())
+
+
+def draw_probes(family: Likelihood) -> Iterator[tuple[Any, Any]]:
+    """Outputs and targets that a likelihood takes, of several shapes, where it can draw some."""
+    generator = torch.Generator().manual_seed(0)
+    dim = family.dim if isinstance(family, Categorical) else -1
+    for shape in ((3, 4), (3, 4, 2) if dim == 1 else (3, 2, 4)):
+        outputs = torch.randn(shape, generator=generator)
+        try:
+            targets = family.sample(outputs, generator)
+            family.check_targets(outputs, targets)
+        except Exception:  # noqa: BLE001 a likelihood of the user's, on a shape that it may not have
+            continue
+        yield outputs, targets
+
+
+def slope_of(loss: Loss, outputs: Any, targets: Any) -> Tensor:
+    """d loss / d outputs, all of it as one vector."""
+    with torch.enable_grad():
+        points = map_tensors(outputs, lambda t: t.detach().requires_grad_())
+        value = loss(points, targets)
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+            came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"loss returned {came}, expected one number that depends on the outputs; reduce it")
+        found = torch.autograd.grad(value.reshape(()), list(leaves(points)), materialize_grads=True)
+    return torch.cat([slope.reshape(-1) for slope in found])
+
+
+def slope_in_units(reading: Criterion, outputs: Any, targets: Any) -> Tensor:
+    """What `slope_of` is for a likelihood's own loss, as a mean or as a sum."""
+    slopes = [slope.reshape(-1) for slope in leaves(reading.slope(outputs, targets))]
+    return torch.cat(slopes) * torch.as_tensor(reading.scale(outputs, targets)).detach()
+
+
+def agree(found: Tensor, expected: Tensor) -> bool:
+    """Whether two gradients in the outputs are one, within the round-off of their dtype."""
+    if found.shape != expected.shape:
+        return False
+    bound = min(max(1e3 * torch.finfo(found.dtype).eps, 1e-6), 0.05)
+    size = torch.maximum(found.abs().max(), expected.abs().max())
+    error = (found - expected).abs().max()
+    return bool(error <= bound * size) or not bool(torch.isfinite(size))
+
+
+def describe_difference(loss: Loss, reading: Criterion, found: Tensor, outputs: Any, targets: Any) -> str:
+    """What a loss is instead of -log p, and what to write."""
+    expected = slope_in_units(reading, outputs, targets)
+    square = float((expected * expected).sum())
+    ratio = float((found * expected).sum()) / square if square > 0 else 0.0
+    name, family = describe(loss), reading.family
+    if ratio > 0 and agree(found, ratio * expected):
+        return (
+            f"{name} is {ratio:.4g} times the mean of -log p of {family} on this batch; give the likelihood of which "
+            f"it is -log p (another sigma, another reduction), or multiply the loss by {1 / ratio:.4g}"
+        )
+    error = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+    return (
+        f"{name} is not -log p of {family}: their gradients in the outputs differ by {error:.2g} of the largest entry; "
+        "choose another likelihood, or write your own: a class on ng.Likelihood with nll(outputs, targets) and "
+        "sample(outputs, generator)"
+    )

@@ -4,9 +4,8 @@ from natgrad.geometry.base import Manifold
 from natgrad.geometry.bures import Wasserstein
 from natgrad.geometry.divergence_balls import kl_ball, level_set
 from natgrad.geometry.dual_geometry import e_geodesic, e_projection, m_geodesic, m_projection, mirror_step, tilt
-from natgrad.geometry.fisher_rao import NaturalParameters, fisher_rao
+from natgrad.geometry.fisher_rao import HalfPlane, NaturalParameters, ProductManifold, fisher_rao
 from natgrad.geometry.flat_manifold import Bits, Location, Rates, Scales
-from natgrad.geometry.half_plane import HalfPlane
 from natgrad.geometry.momentum import Descent
 from natgrad.geometry.normal_manifold import Normals
 from natgrad.geometry.ode import integrate
@@ -23,7 +22,6 @@ from natgrad.geometry.potentials import (
     SquaredNorm,
     check_potential,
 )
-from natgrad.geometry.product_manifold import ProductManifold
 from natgrad.geometry.simplex import Simplex
 from natgrad.missing_names import find_name
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import cache
 
 import torch
+from numpy.polynomial import chebyshev
 from torch import Tensor
 
+from natgrad.derivatives import exact_derivatives
 from natgrad.families import (
     Bernoulli,
     Categorical,
@@ -25,18 +29,300 @@ from natgrad.families import (
 )
 from natgrad.geometry.base import Manifold
 from natgrad.geometry.boundary_mesh import connect_far
-from natgrad.geometry.christoffel import contract_christoffel
-from natgrad.geometry.collocation import connect
 from natgrad.geometry.flat_manifold import Location, Scales
-from natgrad.geometry.half_plane import HalfPlane
 from natgrad.geometry.logits import ClassLogits, Logits, LogRates
 from natgrad.geometry.normal_manifold import Normals
 from natgrad.geometry.ode import integrate
 from natgrad.geometry.positive_definite import PositiveDefinite
-from natgrad.geometry.product_manifold import ProductManifold
 from natgrad.geometry.shooting import Shooting
-from natgrad.lapack import invert_or_nan, require_inverse, require_solution
+from natgrad.geometry.stable_functions import arc_over_hyperbolic_sine, safe_sqrt, sinhc
+from natgrad.lapack import fit_or_nan, invert_or_nan, require_inverse, require_solution, solve_or_nan
 from natgrad.linalg import symmetrise
+
+FEW = 8
+"""Statistics of a family whose matrix of second derivatives is taken column by column."""
+
+
+def contract_christoffel(
+    family: ExponentialFamily, point: Tensor, speed: Tensor, vectors: tuple[Tensor, ...]
+) -> list[Tensor]:
+    """-1/2 I^-1 (D_speed I) v for every v.
+
+    Args:
+        family: Whose Fisher matrix is I.
+        point: Natural parameters, shape (b, n).
+        speed: Shape (b, n).
+        vectors: Shape (b, n) each.
+
+    Returns:
+        As many as there are vectors; NaN on the edge, where the metric is singular: as good as outside.
+    """
+    with exact_derivatives():  # of a psi with a determinant inside, torch's own are wrong
+        metric, turned = turn_metric(family, point, speed, torch.stack(vectors, dim=-1))
+    return list((-solve_or_nan(metric, turned) / 2).unbind(-1))
+
+
+def turn_metric(family: ExponentialFamily, point: Tensor, speed: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """I, and (D_speed I) v for the columns v, from I where it is closed, else from derivatives of psi."""
+    if type(family).covariance is not ExponentialFamily.covariance:
+        metric, moved, *_ = torch.func.jvp(family.covariance, (point,), (speed,))
+        return metric, moved @ vectors
+    if family.size > FEW:
+        return turn_large_metric(family, point, speed, vectors)
+    metric, pull, *_ = torch.func.vjp(lambda theta: differentiate_twice(family, theta), point)
+    turned = [pull(speed.unsqueeze(-1) * v.unsqueeze(-2))[0] for v in vectors.unbind(-1)]
+    return metric, torch.stack(turned, dim=-1)
+
+
+def differentiate_twice(family: ExponentialFamily, point: Tensor) -> Tensor:
+    """I by a backward pass per column: for few statistics cheaper than batched transforms."""
+    _, pull, *_ = torch.func.vjp(torch.func.grad(lambda theta: family.log_partition(theta).sum()), point)
+    units = torch.eye(family.size, dtype=point.dtype, device=point.device)
+    return torch.stack([pull(unit.expand_as(point))[0] for unit in units], dim=-1)
+
+
+def turn_large_metric(
+    family: ExponentialFamily, point: Tensor, speed: Tensor, vectors: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `turn_metric`: third derivatives of psi as the gradient of its second ones, with no matrix but I."""
+    psi, jvp = family.log_partition, torch.func.jvp
+    metric = family.covariance(point)  # first: a family may build its tables now, not inside a derivative
+
+    def second(at: Tensor, v: Tensor) -> Tensor:
+        return jvp(lambda t: jvp(psi, (t,), (v,))[1], (at,), (speed,))[1].sum()
+
+    turned = [torch.func.grad(second)(point, v) for v in vectors.unbind(-1)]
+    return metric, torch.stack(turned, dim=-1)
+
+
+# Boundary values of x'' = f(x, x') by collocation: the whole way at once instead of shot after shot
+
+NODES, MEMORY, SWEEPS = 32, 10, 80
+DRIFT = 1e-5
+"""Relative change of the invariant along a way that is believed."""
+
+
+def connect(
+    bend: Callable[[Tensor, Tensor], Tensor],
+    start: Tensor,
+    end: Tensor,
+    tolerance: float,
+    invariant: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """x'(0) of the solution from start at time 0 to end at time 1; NaN in rows where none was found.
+
+    x'' is a polynomial of degree 31, found by iterating x'' <- f(x, x'), accelerated: every sweep is one call of f. It
+    converges for ways that are not too long, and its last coefficients tell whether the degree was enough.
+
+    Args:
+        bend: f(x, x') = x'', on (b, N, n).
+        start: Shape (b, n).
+        end: Shape (b, n).
+        tolerance: Relative size of what is left over.
+        invariant: A function of (x, x'), (b, N, n) -> (b, N), that is the same all along a true solution: polynomials
+            that fit the equation at the nodes alone change it.
+
+    Returns:
+        Shape (b, n).
+
+    Reference:
+        Anderson 1965, for the acceleration.
+    """
+    place, speed, first, tail, nodes = (m.to(start) for m in _matrices())
+    away = (end - start).unsqueeze(1)
+    line = start.unsqueeze(1) + nodes.view(1, -1, 1) * away
+
+    def sweep(u: Tensor) -> Tensor:
+        return bend(line + place @ u, away + speed @ u)
+
+    u, settled = _settle(sweep, torch.zeros_like(line), tolerance)
+    rough = (tail @ u).abs().amax((1, 2)) > 1e3 * tolerance * (1 + u.abs().amax((1, 2)))
+    drift = invariant(line + place @ u, away + speed @ u)
+    kept = drift.amax(1) - drift.amin(1) <= DRIFT * drift.amax(1)  # false for NaN
+    velocity = away.squeeze(1) + torch.einsum("k,bkn->bn", first, u)
+    return torch.where((settled & ~rough & kept).unsqueeze(1), velocity, torch.nan)
+
+
+def _settle(sweep: Callable[[Tensor], Tensor], u: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
+    """The fixed point of the sweep, row by row, and which rows found it."""
+    pasts: list[Tensor] = []  # u and its residual, for the last few sweeps
+    residuals: list[Tensor] = []
+    settled = torch.zeros(len(u), dtype=torch.bool, device=u.device)
+    for _ in range(SWEEPS):
+        residual = sweep(u) - u
+        size = residual.abs().amax((1, 2))
+        settled = size <= tolerance * (1 + u.abs().amax((1, 2)))
+        lost = ~torch.isfinite(size)
+        if bool((settled | lost).all()):
+            break
+        pasts, residuals = [*pasts, u][-MEMORY:], [*residuals, residual][-MEMORY:]
+        u = torch.where((settled | lost)[:, None, None], u, _mix_pasts(pasts, residuals))
+    return u, settled
+
+
+def _mix_pasts(pasts: list[Tensor], residuals: list[Tensor]) -> Tensor:
+    """The affine combination of the past points whose residuals nearly cancel, moved by what is left."""
+    last, residual = pasts[-1], residuals[-1]
+    if len(pasts) == 1:
+        return last + residual
+    steps = torch.stack([(last - p).flatten(1) for p in pasts[:-1]], dim=2).nan_to_num()
+    changes = torch.stack([(residual - r).flatten(1) for r in residuals[:-1]], dim=2).nan_to_num()
+    gram = changes.mT @ changes
+    ridge = 1e-14 * gram.diagonal(dim1=1, dim2=2).sum(1).clamp_min(1e-300)
+    gram = gram + torch.diag_embed(ridge.unsqueeze(1).expand(gram.shape[:2]))
+    weights = fit_or_nan(gram, changes.mT @ residual.flatten(1).nan_to_num().unsqueeze(2))
+    return last + residual - ((steps + changes) @ weights).view_as(last)
+
+
+@cache
+def _matrices() -> tuple[Tensor, ...]:
+    """For x'' at Chebyshev's nodes on [0, 1]: x - line, x' - away, x'(0) - away, last coefficients; and the nodes."""
+    nodes = (1 + torch.cos(torch.arange(NODES, dtype=torch.float64) * torch.pi / (NODES - 1))) / 2
+    to_coefficients = invert_or_nan(torch.from_numpy(chebyshev.chebvander(2 * nodes.numpy() - 1, NODES - 1)))
+    twice, once, zero = [], [], []
+    for k in range(NODES):
+        unit = [0.0] * k + [1.0]
+        rise = chebyshev.chebint(unit, scl=0.5, lbnd=-1)  # d/dt = 2 d/ds with s = 2 t - 1
+        way = chebyshev.chebint(rise, scl=0.5, lbnd=-1)
+        drop = float(chebyshev.chebval(1.0, way))  # so that the end is where it must be
+        twice.append(torch.from_numpy(chebyshev.chebval(2 * nodes.numpy() - 1, way)) - drop * nodes)
+        once.append(torch.from_numpy(chebyshev.chebval(2 * nodes.numpy() - 1, rise)) - drop)
+        zero.append(-drop)
+    first = torch.tensor(zero, dtype=torch.float64) @ to_coefficients
+    place, speed = (torch.stack(rows, dim=1) @ to_coefficients for rows in (twice, once))
+    return place, speed, first, to_coefficients[-3:], nodes
+
+
+# The univariate normal: the hyperbolic plane
+
+ROOT2 = math.sqrt(2)
+
+
+class HalfPlane(Manifold):
+    """Points (mean, standard deviation), (..., 2); metric (d mean^2 + 2 d std^2) / std^2, of curvature -1/2.
+
+    With x = mean / sqrt 2 and y = std it is twice that of Poincare's upper half-plane; geodesics are half ellipses
+    around points of the line std = 0, which is infinitely far away.
+    """
+
+    domain = "(mean, standard deviation) with a positive, finite deviation"
+
+    def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return (first[..., 0] * second[..., 0] + 2 * first[..., 1] * second[..., 1]) / point[..., 1].square()
+
+    def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
+        return point[..., 1:].square() * gradient * gradient.new_tensor([1.0, 0.5])
+
+    def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
+        deviation = point[..., 1]
+        a, b = tangent[..., 0] / ROOT2 / deviation, tangent[..., 1] / deviation
+        square = a.square() + b.square()
+        shrink = _denominator(a, b, square)
+        sideways = a * sinhc(square) / shrink
+        return torch.stack([point[..., 0] + ROOT2 * deviation * sideways, deviation / shrink], dim=-1)
+
+    def log(self, point: Tensor, other: Tensor) -> Tensor:
+        deviation = point[..., 1]
+        u, w = (other[..., 0] - point[..., 0]) / (ROOT2 * deviation), other[..., 1] / deviation
+        chord = (u.square() + (w - 1).square()) / (4 * w)  # sinh^2(r / 2)
+        rise = (u.square() + (w - 1) * (w + 1)) / (2 * w)
+        factor = deviation * arc_over_hyperbolic_sine(chord)
+        return torch.stack([ROOT2 * factor * u / w, factor * rise], dim=-1)
+
+    def distance(self, point: Tensor, other: Tensor) -> Tensor:
+        square = (other[..., 0] - point[..., 0]).square() / 2 + (other[..., 1] - point[..., 1]).square()
+        return 2 * ROOT2 * (safe_sqrt(square) / (2 * (point[..., 1] * other[..., 1]).sqrt())).asinh()
+
+    def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
+        """Scaled by the ratio of deviations, and turned by the angle of (z' - conj z) / (z - conj z')."""
+        across, up = (other[..., 0] - point[..., 0]) / ROOT2, point[..., 1] + other[..., 1]
+        total = across.square() + up.square()
+        cos, sin = (up.square() - across.square()) / total, -2 * across * up / total
+        x, y = vector[..., 0] / ROOT2, vector[..., 1]
+        turned = torch.stack([ROOT2 * (cos * x - sin * y), sin * x + cos * y], dim=-1)
+        return turned * (other[..., 1:] / point[..., 1:])
+
+    def inside(self, point: Tensor) -> Tensor:
+        return torch.isfinite(point).all(-1) & (point[..., 1] > 0)
+
+
+def _denominator(a: Tensor, b: Tensor, square: Tensor) -> Tensor:
+    """cosh r - b sinh(r) / r with r^2 = a^2 + b^2, positive, without the cancellation of large b > 0."""
+    r = safe_sqrt(square)
+    cosine = torch.where(r > 0, b / torch.where(r > 0, r, 1.0), 0.0)
+    short = a.square() / torch.where(r > 0, r * (r + b.abs()), 1.0)  # 1 - |cosine|
+    less = torch.where(b > 0, short, 1 - cosine)
+    more = torch.where(b > 0, 1 + cosine, short)
+    grown = (more * (-r).exp() + less * r.exp()) / 2
+    return torch.where(r > 1, grown, r.cosh() - b * sinhc(square))
+
+
+# Independent models side by side
+
+
+class ProductManifold(Manifold):
+    """Points of several manifolds joined along one dimension, (..., total); squared lengths add.
+
+    Args:
+        *parts: (manifold, size) with the entries of one of its points; matrices are laid out row by row.
+    """
+
+    domain = "the points of all parts joined, each inside its own"
+
+    def __init__(self, *parts: tuple[Manifold, int]) -> None:
+        if not parts or not all(isinstance(m, Manifold) and isinstance(s, int) and s > 0 for m, s in parts):
+            raise ValueError("ProductManifold takes pairs (manifold, entries of one of its points), at least one")
+        self.manifolds, self.sizes = tuple(m for m, _ in parts), [s for _, s in parts]
+
+    def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return torch.stack([m.inner(*each) for m, *each in self._cut(point, first, second)]).sum(0)
+
+    def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
+        return self._each(lambda m, p, g: m.natural(p, g), point, gradient)
+
+    def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
+        return self._each(lambda m, p, v: m.exp(p, v), point, tangent)
+
+    def log(self, point: Tensor, other: Tensor) -> Tensor:
+        return self._each(lambda m, p, q: m.log(p, q), point, other)
+
+    def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
+        return self._each(lambda m, p, q, v: m.transport(p, q, v), point, other, vector)
+
+    def distance(self, point: Tensor, other: Tensor) -> Tensor:
+        return safe_sqrt(torch.stack([m.distance(*each).square() for m, *each in self._cut(point, other)]).sum(0))
+
+    def inside(self, point: Tensor) -> Tensor:
+        return torch.stack([m.inside(p) for m, p in self._cut(point)]).all(0)
+
+    def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
+        return self._each(lambda m, p, v: m.curve(p, v), point, tangent)
+
+    def project(self, point: Tensor, vector: Tensor) -> Tensor:
+        return self._each(lambda m, p, v: m.project(p, v), point, vector)
+
+    def _cut(self, *tensors: Tensor) -> list[tuple]:
+        pieces = [tensor.split(self.sizes, dim=-1) for tensor in tensors]
+        return [
+            (m, *map(lambda x, m=m: _shape_point(m, x), each)) for m, *each in zip(self.manifolds, *pieces, strict=True)
+        ]
+
+    def _each(self, work: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        found = [work(m, *each).flatten(-m.event) for m, *each in self._cut(*tensors)]
+        return torch.cat(found, dim=-1)
+
+    def __repr__(self) -> str:
+        return f"ProductManifold{tuple(zip(self.manifolds, self.sizes, strict=True))!r}"
+
+
+def _shape_point(manifold: Manifold, flat: Tensor) -> Tensor:
+    if manifold.event == 1:
+        return flat
+    side = round(flat.shape[-1] ** 0.5)
+    return flat.unflatten(-1, (side, side))
+
+
+# The Fisher-Rao geometry of an exponential family in its natural parameters: closed where known, else by equations
 
 NEAR_TOLERANCE = 1e-12
 """Misfit of the equation at which the first sweeps end."""

@@ -5,17 +5,455 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from natgrad.layers.examples import Examples, find_examples
-from natgrad.layers.kinds import Layer, known_layers
-from natgrad.layers.moments import Seen
-from natgrad.layers.passes import collect_passes
-from natgrad.layers.taps import Tap, derivatives, record_calls
-from natgrad.layers.traced import Traced, find_products
+from natgrad.layers.experts import ExpertProduct, collect_experts
+from natgrad.layers.kinds import TRANSPOSED, ConvolutionLayer, Layer, NormLayer, known_layers, pad_as, patches_at
+from natgrad.layers.moments import Mixed, Seen
+from natgrad.layers.spread_rows import spread_rows
+from natgrad.layers.taps import Place, Tap, derivatives, record_calls
+from natgrad.layers.traced import Traced, TracedProduct, find_products
 from natgrad.spaces import Space
+from natgrad.typed_torch import measure_norm
+
+IMAGES = 32
+"""Examples that a convolution's patches are made of at the least: neighbouring patches tell much the same."""
+GATHERED = 3
+"""Times as many patches that `unfold` makes in the time of one that is gathered by itself."""
+CONVOLVE = (functional.conv1d, functional.conv2d, functional.conv3d)
+SPREAD: tuple[Callable[..., Tensor], ...] = (
+    functional.conv_transpose1d,
+    functional.conv_transpose2d,
+    functional.conv_transpose3d,
+)
+WEIGHT_GRADIENT = (conv1d_weight, conv2d_weight, conv3d_weight)
+
+
+class SeenImages(Seen):
+    """One call of a convolution. Its gradient and its scores along a step are convolutions too: no patches are made.
+
+    Args:
+        layer: The convolution's.
+        inputs: What it saw, (b, channels, ...).
+        derivatives: Per cotangent, the derivative at its output, (b, outputs, ...).
+        share: As `Seen` has it.
+    """
+
+    inputs: Tensor
+    derivatives: list[Tensor]
+
+    def __init__(self, layer: Layer, inputs: Tensor, derivatives: Sequence[Tensor], share: float = 1.0) -> None:
+        self.__dict__ |= {"layer": layer, "inputs": inputs, "derivatives": list(derivatives), "share": share}
+        self.__dict__ |= {"counts": None, "pooled": False, "cotangents": 1, "skip": None}
+
+    @staticmethod
+    def fits(layer: ConvolutionLayer, inputs: Tensor, derivatives: Sequence[Tensor], examples: int | None) -> bool:
+        """True if a call of a convolution can be followed without patches: one image per example, the usual size.
+
+        Args:
+            layer: The convolution's.
+            inputs: What it saw.
+            derivatives: Per cotangent.
+            examples: Their number, if known.
+        """
+        counts = {len(inputs), *map(len, derivatives)} | (set() if examples is None else {examples})
+        return len(counts) == 1 and (
+            not isinstance(layer.module, TRANSPOSED) or has_usual_size(layer.module, inputs, derivatives[0])
+        )
+
+    @cached_property
+    def activations(self) -> Tensor:  # type: ignore[override]
+        return self.layer.activations(self.inputs)
+
+    @cached_property
+    def deltas(self) -> list[Tensor]:  # type: ignore[override]
+        return [self.layer.deltas(each) for each in self.derivatives]
+
+    @property
+    def positions(self) -> float:
+        return float(self.derivatives[0].shape[0] * prod(self.derivatives[0].shape[2:]))
+
+    @property
+    def by_token(self) -> bool:
+        return False
+
+    @property
+    def examples(self) -> int:
+        return len(self.inputs)
+
+    def bound_inputs(self) -> Tensor:
+        padded = self.inputs if self._is_transposed else pad_as(self.layer.module, self.inputs)
+        taps = prod(self.layer.module.kernel_size)  # an entry is in no more patches than that
+        ones = padded.new_tensor(float(self.deltas[0].shape[:2].numel())).sqrt()
+        return torch.hypot(taps**0.5 * measure_norm(padded), ones)
+
+    def count_times(self, share: float, weight: float = 1.0) -> SeenImages:
+        factor = (share * weight) ** 0.5
+        return SeenImages(self.layer, self.inputs, [factor * d for d in self.derivatives], share * self.share)
+
+    def thin(self, rows: float) -> Seen:
+        """The same pass with some patches, of all images where few are wanted, else of enough images.
+
+        Args:
+            rows: About how many; blocks of one output per group take whole images.
+        """
+        count, t = int(self.positions), prod(self.derivatives[0].shape[2:])
+        images = min(self.examples, max(IMAGES, 2 * rows / max(t, 1)))
+        if not self.single and GATHERED * rows < images * t:
+            return self._pick_patches(spread_rows(count, rows, self.inputs.device), t)
+        chosen = self
+        if self.examples >= 1.5 * images:
+            kept = spread_rows(self.examples, images, self.inputs.device)
+            factor = (self.examples / len(kept)) ** 0.5
+            chosen = SeenImages(self.layer, self.inputs[kept], [factor * d[kept] for d in self.derivatives], self.share)
+        return Seen(self.layer, chosen.activations, chosen.deltas, self.share).thin(rows)
+
+    def _pick_patches(self, kept: Tensor, t: int) -> Seen:
+        """Patches by their numbers in examples times positions, of which an example has t."""
+        groups, factor = self.layer.layout.groups, (self.examples * t / len(kept)) ** 0.5
+        patches = patches_at(self.layer.module, self.inputs, kept).unflatten(1, (groups, -1))
+        deltas = [factor * d.flatten(2)[kept // t, :, kept % t].unflatten(1, (groups, -1)) for d in self.derivatives]
+        return Seen(
+            self.layer, self.layer.with_bias(patches).unsqueeze(1), [d.unsqueeze(1) for d in deltas], self.share
+        )
+
+    def take(self, kept: slice, factor: float) -> SeenImages:
+        return SeenImages(self.layer, self.inputs[kept].clone(), [factor * d[kept] for d in self.derivatives])
+
+    def only(self, which: slice) -> SeenImages:
+        return SeenImages(self.layer, self.inputs, self.derivatives[which], self.share)
+
+    def gradient(self) -> Tensor:
+        layout, module, first = self.layer.layout, self.layer.module, self.derivatives[0]
+        found = dict[str, Tensor]()
+        if layout.weight is not None:
+            find = WEIGHT_GRADIENT[len(module.kernel_size) - 1]
+            if self._is_transposed:  # the adjoint of a convolution of the outputs: the two change places
+                options = self._strides() | {"padding": module.padding}
+                found[layout.weight] = find(first, layout.shape, self.inputs, **options)
+            else:
+                found[layout.weight] = find(pad_as(module, self.inputs), layout.shape, first, **self._strides())
+        if layout.bias is not None:
+            found[layout.bias] = first.flatten(2).sum((0, 2))
+        return layout.join(found)
+
+    def slopes(self, matrix: Tensor, examples: int) -> Tensor:
+        layout = self.layer.layout
+        parts = layout.split(matrix)
+        found = torch.zeros(len(self.derivatives), examples, dtype=matrix.dtype, device=matrix.device)
+        if layout.weight is not None:
+            image = self._convolve(parts[layout.weight])
+            found += torch.stack([(image * each).reshape(examples, -1).sum(1) for each in self.derivatives])
+        if layout.bias is not None:
+            sums = torch.stack([each.flatten(2).sum(2) for each in self.derivatives])
+            found += (sums @ parts[layout.bias].reshape(-1)).reshape(len(sums), examples, -1).sum(2)
+        return found
+
+    @property
+    def _is_transposed(self) -> bool:
+        return isinstance(self.layer.module, TRANSPOSED)
+
+    def _convolve(self, weight: Tensor) -> Tensor:
+        """The convolution without its bias, of another weight."""
+        module = self.layer.module
+        if self._is_transposed:
+            options = self._strides() | {"padding": module.padding, "output_padding": module.output_padding}
+            return SPREAD[len(module.kernel_size) - 1](self.inputs, weight, **options)
+        convolve: Any = CONVOLVE[len(module.kernel_size) - 1]
+        return convolve(pad_as(module, self.inputs), weight, **self._strides())
+
+    def _strides(self) -> dict[str, Any]:
+        module = self.layer.module
+        return {"stride": module.stride, "dilation": module.dilation, "groups": module.groups}
+
+
+def has_usual_size(module: Any, inputs: Tensor, outputs: Tensor) -> bool:
+    """True if a transposed convolution was asked for no `output_size`, and the inputs are what a plain one returns.
+
+    Args:
+        module: The transposed convolution.
+        inputs: What it saw.
+        outputs: What it gave, or a derivative there.
+    """
+    options = zip(
+        module.kernel_size, module.stride, module.padding, module.dilation, module.output_padding, strict=True
+    )
+    for (kernel, stride, padding, dilation, more), before, after in zip(
+        options, inputs.shape[2:], outputs.shape[2:], strict=True
+    ):
+        reach = dilation * (kernel - 1) + 1 - 2 * padding
+        if after != (before - 1) * stride + reach + more or (after - reach) // stride + 1 != before:
+            return False
+    return True
+
+
+# Taps and the derivatives at them -> what every layer saw: all calls of a module, all products with a matrix
+
+Calls = Sequence[tuple[Tap, list[Tensor]]]
+Products = Sequence[tuple[TracedProduct, list[Tensor]]]
+
+
+def collect_passes(
+    taps: Sequence[Tap],
+    deltas: Sequence[Sequence[Tensor | None]],
+    dtype: torch.dtype | None = None,
+    examples: int | None = None,
+) -> list[Seen]:
+    """The layers' passes, all calls of a module as one. Layers whose calls do not fit together are left out.
+
+    Args:
+        taps: The calls.
+        deltas: Per cotangent and tap, the derivative there; calls without one are left out, and so are those without
+            a row (an expert that no token went to): they tell as little as no call at all.
+        dtype: Of the result. Default: the widest of float32 and the deltas' own.
+        examples: Of the outputs, if known: calls that have as many together are parts of a batch.
+    """
+    calls: dict[Layer, list[tuple[Tap, list[Tensor]]]] = {}
+    for i, call in enumerate(taps):
+        reached = [delta for found in deltas if (delta := found[i]) is not None]
+        if reached and call.inputs.numel():
+            calls.setdefault(call.layer, []).append((call, reached))
+    found = [merge_calls(layer, of_layer, dtype, examples) for layer, of_layer in calls.items()]
+    return [seen for seen in found if seen is not None]
+
+
+def merge_calls(layer: Layer, calls: Calls, dtype: torch.dtype | None, examples: int | None) -> Seen | None:
+    """All calls of one module as one pass: more positions of the same examples, or more examples.
+
+    Args:
+        layer: The module's.
+        calls: Each with its deltas, one per cotangent.
+        dtype: As in `collect_passes`.
+        examples: As in `collect_passes`.
+
+    Returns:
+        None where the calls do not fit together, or where an input was overwritten since.
+    """
+    if not all(call.intact for call, _ in calls):
+        return None
+    dtype = torch.promote_types(torch.float32, calls[0][1][0].dtype) if dtype is None else dtype
+    calls = [(call, [delta.to(dtype) for delta in deltas]) for call, deltas in calls]
+    if isinstance(calls[0][0], ExpertProduct):
+        return collect_experts(layer, calls, dtype)
+    if isinstance(layer, Traced):
+        return traced_pass(layer, [(call, d) for call, d in calls if isinstance(call, TracedProduct)], dtype, examples)
+    if not all(layer.has_examples(call.inputs) for call, _ in calls):
+        return None
+    if isinstance(layer, ConvolutionLayer) and len(calls) == 1 and calls[0][0].place in (None, Place()):
+        inputs, deltas = calls[0][0].inputs.to(dtype), calls[0][1]
+        if SeenImages.fits(layer, inputs, deltas, examples):
+            return SeenImages(layer, inputs, deltas)
+    norm = isinstance(layer, NormLayer) and layer.layout.groups > 1
+    lay = layer.normalise if isinstance(layer, NormLayer) and norm else layer.activations
+    each = [arrange_call(layer, lay, numbers(call.inputs, dtype), examples, call.place) for call, _ in calls]
+    sizes = [len(activations) for activations in each]
+    along = 0 if len(calls) > 1 and sum(sizes) == examples else 1
+    if along and len(set(sizes)) > 1:
+        return None
+    activations = join_parts(each, along)
+    laid_out = ([arrange_call(layer, layer.deltas, d, examples, call.place) for d in deltas] for call, deltas in calls)
+    columns = zip(*laid_out, strict=True)
+    found = [join_parts(list(parts), along) for parts in columns]
+    fits = found[0].shape[:2] == activations.shape[:2]  # not so for output_size=... of a transposed convolution
+    if not fits:
+        return None
+    if norm and activations.shape[1] > len(found):
+        return sum_positions(layer, activations, found)
+    return Seen(layer, layer.with_bias(activations) if norm else activations, found)
+
+
+def sum_positions(layer: Layer, normalised: Tensor, deltas: list[Tensor]) -> Seen:
+    """A norm's pass with its scores in the place of positions, one per cotangent: its blocks need no more of it.
+
+    For 256 images of 32 x 28 x 28 that takes a tenth of the time that blocks from 784 positions take.
+
+    Args:
+        layer: A norm of several channels, with more positions than cotangents.
+        normalised: Its input before scale and shift, (b, t, G, 1).
+        deltas: Per cotangent, (b, t, G, 1).
+    """
+    layout = layer.layout
+    columns = [[normalised * d] * (layout.weight is not None) + [d] * (layout.bias is not None) for d in deltas]
+    scores = torch.stack([torch.cat([column.sum(1) for column in each], dim=-1) for each in columns], dim=1)
+    chosen = torch.eye(len(deltas), dtype=scores.dtype, device=scores.device).view(len(deltas), 1, -1, 1, 1)
+    found = [row.expand(len(scores), -1, layout.groups, 1) for row in chosen]
+    return Seen(layer, scores, found)
+
+
+def arrange_call(
+    layer: Layer, lay: Callable[[Tensor], Tensor], tensor: Tensor, examples: int | None, place: Place | None = None
+) -> Tensor:
+    """A call's input or derivative in the layer's layout, examples first.
+
+    Without a place, the number of examples decides, where the outputs tell it: positions may come before examples,
+    (t, b, d), or be flattened with them, (b t, d).
+
+    Args:
+        layer: The call's.
+        lay: The layer's `activations` or `deltas`.
+        tensor: The input or the derivative.
+        examples: Their number, if known.
+        place: Where the examples run, if known.
+    """
+    if place is not None and examples is not None:
+        found = lay(tensor.movedim(place.axis, 0))
+        if place.fast:
+            return found.unflatten(0, (-1, examples)).transpose(0, 1).flatten(1, 2)
+        return found.reshape(examples, -1, *found.shape[2:])
+    features = layer.features(tensor)
+    if features is not None and tensor.dim() - features > 1 and tensor.shape[0] != examples == tensor.shape[1]:
+        tensor = tensor.transpose(0, 1)
+    found = lay(tensor)
+    if examples is None or examples < 2 or len(found) % examples:
+        return found
+    return found.reshape(examples, -1, *found.shape[2:])
+
+
+def numbers(inputs: Tensor, dtype: torch.dtype) -> Tensor:
+    """Inputs in the dtype; tokens as they are."""
+    return inputs.to(dtype) if inputs.is_floating_point() else inputs
+
+
+def join_parts(parts: list[Tensor], along: int) -> Tensor:
+    """Side by side; no copy for one call."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=along)
+
+
+def traced_pass(layer: Traced, calls: Products, dtype: torch.dtype, examples: int | None) -> Seen | None:
+    """All products with a matrix as one pass: a part for y = W x, one for y = x W, one for look-ups."""
+    fold = Fold.of(layer, calls, examples)
+    kinds: dict[tuple[bool, bool, int | None], list[tuple[TracedProduct, list[Tensor]]]] = {}
+    for call, deltas in calls:
+        kinds.setdefault((call.turned, call.inputs.is_floating_point(), call.padding), []).append((call, deltas))
+    parts: list[Seen | None] = []
+    for (turned, dense, _), of_kind in kinds.items():
+        if turned and layer.layout.groups > 1:
+            return None
+        part = straight_part if not turned else turned_part if dense else token_part
+        parts.append(part(layer, of_kind, fold, dtype))
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    return known[0] if len(known) == 1 else Mixed(layer, known)
+
+
+@dataclass(frozen=True)
+class Fold:
+    """How rows (R, d) become (b, t, d), and the dimension in which calls are joined.
+
+    Args:
+        positions_first: True if rows run over positions, then over examples.
+        examples: b; None for rows that are an example each.
+        along: The dimension in which calls are joined.
+        pooled: True if examples cannot be told apart: b = 1.
+    """
+
+    positions_first: bool
+    examples: int | None
+    along: int = 1
+    pooled: bool = False
+
+    @staticmethod
+    def of(layer: Traced, calls: Products, examples: int | None) -> Fold:
+        """By the number of examples: each has as many rows in every product, or every product holds some of them."""
+        counts = [call.rows(deltas[0]) for call, deltas in calls]
+        if any(call.loose for call, _ in calls):
+            return Fold(layer.positions_first, 1, 1, True)
+        if examples is not None and all(n and n % examples == 0 for n in counts):
+            return Fold(layer.positions_first, examples)
+        if sum(counts) == examples and all(call.piece == (0, layer.layout.shape[0]) for call, _ in calls):
+            return Fold(layer.positions_first, None, 0)
+        return Fold(layer.positions_first, 1, 1, True)
+
+    def __call__(self, rows: Tensor, call: TracedProduct) -> Tensor:
+        """(R, ...) -> (b, t, ...)."""
+        if self.examples is None:
+            return rows.unsqueeze(1)
+        b, t, shape = self.examples, len(rows) // self.examples, call.shape
+        if call.place is not None:
+            return rows.unflatten(0, (t, b)).transpose(0, 1) if call.place.fast else rows.unflatten(0, (b, t))
+        told = len(shape) > 1 and shape[0] != b and shape[1] == b and shape[0] * b == len(rows)
+        if self.positions_first or told:
+            return rows.unflatten(0, (t, b)).transpose(0, 1)
+        return rows.unflatten(0, (b, t))
+
+
+def straight_part(layer: Traced, calls: Products, fold: Fold, dtype: torch.dtype) -> Seen | None:
+    """y = W x. A product with some of the matrix's groups only counts for those."""
+    groups, outputs, _ = layer.layout.matrix_shape
+    if groups > 1 and any(row % outputs for call, _ in calls for row in call.piece):
+        return None
+    a = join_parts([fold(call.inputs.to(dtype), call) for call, _ in calls], fold.along)
+    a, counts = layer.activations(a.unsqueeze(2)).expand(-1, -1, groups, -1), None
+    if groups > 1 and any(call.piece != (0, groups * outputs) for call, _ in calls):
+        part = [[call.piece[0] <= g * outputs < call.piece[1] for g in range(groups)] for call, _ in calls]
+        lengths = torch.tensor([call.rows(deltas[0]) // len(a) for call, deltas in calls])
+        mask = torch.tensor(part).repeat_interleave(lengths, dim=0).to(a)
+        a, counts = a * mask.unsqueeze(-1), mask.sum(0)
+    found = [delta.unflatten(-1, (groups, outputs)) for delta in gather_derivatives(calls, fold, layer.layout.shape[0])]
+    return Seen(layer, a, found, counts=counts, pooled=fold.pooled)
+
+
+def turned_part(layer: Traced, calls: Products, fold: Fold, dtype: torch.dtype) -> Seen:
+    """y = x W: the inputs meet the rows of the matrix and the derivatives its columns; cotangents are more examples.
+
+    A bias, added where the matrix is used as y = W x, has no part in it: its column is zero.
+    """
+    rows = layer.layout.shape[0]
+    inputs = join_parts(
+        [pad_rows(fold(call.inputs.to(dtype), call), call.piece, rows) for call, _ in calls], fold.along
+    )
+    found = gather_derivatives(calls, fold)
+    left, right = inputs.repeat(len(found), 1, 1).unsqueeze(2), torch.cat(found).unsqueeze(2)
+    right = right if layer.layout.bias is None else functional.pad(right, (0, 1))
+    return Seen(layer, right, [left], pooled=fold.pooled, cotangents=len(found))
+
+
+def token_part(layer: Traced, calls: Products, fold: Fold, dtype: torch.dtype) -> Seen:
+    """Look-ups in the matrix by token."""
+    tokens = join_parts([fold(call.inputs.reshape(-1), call) for call, _ in calls], fold.along)
+    return Seen(layer, tokens, gather_derivatives(calls, fold), pooled=fold.pooled, skip=calls[0][0].padding)
+
+
+def gather_derivatives(calls: Products, fold: Fold, rows: int | None = None) -> list[Tensor]:
+    """Per cotangent, the derivatives at all products, (b, t, o).
+
+    Args:
+        calls: The products, each with its deltas.
+        fold: How rows become examples and positions.
+        rows: Pad to so many outputs. Default: no padding.
+    """
+    columns = zip(*(deltas for _, deltas in calls), strict=True)
+    return [
+        join_parts(
+            [lay_derivative(delta, call, fold, rows) for (call, _), delta in zip(calls, column, strict=True)],
+            fold.along,
+        )
+        for column in columns
+    ]
+
+
+def lay_derivative(delta: Tensor, call: TracedProduct, fold: Fold, rows: int | None) -> Tensor:
+    """The derivative at one product."""
+    found = fold(delta.mT if call.columns else delta.flatten(0, -2), call)
+    return found if rows is None else pad_rows(found, call.piece, rows)
+
+
+def pad_rows(part: Tensor, piece: tuple[int, int], rows: int) -> Tensor:
+    """Some of the matrix's rows as all of them, zeros elsewhere; no copy for all."""
+    start, stop = piece
+    return part if stop - start == rows else functional.pad(part, (start, rows - stop))
+
+
+# What a pass tells of the layers: which explain the gradients of their parameters, and with which activations
 
 
 @dataclass(frozen=True)

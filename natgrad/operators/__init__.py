@@ -20,8 +20,7 @@ from natgrad.operators.packing import pack_operator, unpack_operator
 from natgrad.operators.pullback import Chunked, Form, Pullback
 from natgrad.operators.rows import Rows
 from natgrad.operators.sample_rows import SampleRows, WrittenColumns
-from natgrad.operators.shared_basis import SharedBasis
-from natgrad.operators.shared_rows import SharedRows
+from natgrad.operators.shared_rows import SharedBasis, SharedRows
 from natgrad.operators.unitwise import QuasiDiagonal, Units
 
 __all__ = [

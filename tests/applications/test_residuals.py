@@ -13,8 +13,8 @@ from torch.testing import assert_close
 
 import natgrad as ng
 from natgrad.applications.residuals import Causal, HardConstraint, Periodic, WhereLarge
-from natgrad.applications.residuals.damped_system import DampedSystem
-from natgrad.applications.residuals.elementwise import acts_elementwise
+from natgrad.applications.residuals.jets import acts_elementwise
+from natgrad.applications.residuals.optimizer import DampedSystem
 from natgrad.applications.residuals.stacked_rows import StackedRows
 from natgrad.testing import check_operator
 

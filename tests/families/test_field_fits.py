@@ -21,7 +21,7 @@ from natgrad.families import (
     StochasticLikelihood,
     Tempering,
 )
-from natgrad.families.tempering import Energies
+from natgrad.families.markov_field import Energies
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import natgrad as ng
-from natgrad.applications.search.regression import natural_slope as the_search_s
+from natgrad.applications.search.relaxation import natural_slope as the_search_s
 from natgrad.families import (
     Bernoulli,
     Categorical,
@@ -28,7 +28,7 @@ from natgrad.families import (
     gradient_of_mean,
     natural_gradient_of_mean,
 )
-from natgrad.families.regression import natural_slope
+from natgrad.families.mean_gradient import natural_slope
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "families.json").read_text(encoding="utf-8"))
 PAIR = MultivariateNormal(2)

@@ -30,7 +30,7 @@ from natgrad.families import (
     SubModel,
     natural_gradient_of_mean,
 )
-from natgrad.families.regression import solve_least_norm
+from natgrad.families.mean_gradient import solve_least_norm
 from natgrad.geometry import Location, Normals, PositiveDefinite, Wasserstein, e_projection, fisher_rao, tilt
 from natgrad.geometry.fisher_rao import NaturalParameters
 from natgrad.linalg import (
@@ -44,7 +44,7 @@ from natgrad.linalg import (
     woodbury_solve,
 )
 from natgrad.operators import DenseOperator, KroneckerOperator, LowRankOperator
-from natgrad.structures.inverse_updates import stays_positive, woodbury_inverse
+from natgrad.structures.adaptive_inverse import stays_positive, woodbury_inverse
 
 MATRICES = {
     "singular": torch.ones(2, 2, dtype=F64),

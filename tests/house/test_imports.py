@@ -42,7 +42,7 @@ OPTIONAL = frozenset(
 LATE = {
     "lab/natgrad_lab/cli.py": "the command says that it loads, and what is missing, before it loads PyTorch",
     "lab/natgrad_lab/data.py": "scikit-learn takes seconds, and most data sets do without it",
-    "natgrad/layers/compiled.py": "DTensor takes seconds, and models in one part do without it",
+    "natgrad/layers/taps.py": "DTensor takes seconds, and models in one part do without it",
     "natgrad/whole_tensors.py": "the same",
 }
 NEEDY = {

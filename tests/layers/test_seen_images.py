@@ -6,9 +6,9 @@ from torch import nn
 from torch.testing import assert_close
 
 import natgrad as ng
+from natgrad.layers.hearing import SeenImages
 from natgrad.layers.kinds import known_layers
 from natgrad.layers.moments import Seen, layer_units
-from natgrad.layers.seen_images import SeenImages
 from natgrad.spaces import Space
 
 CALLS = {

@@ -15,7 +15,7 @@ import natgrad as ng
 from natgrad.applications import TwoLayer
 from natgrad.rules import FlatStep, Quadratic
 from natgrad.spaces import Params
-from natgrad.structures.score_unit import join_spread, measure_data_unit
+from natgrad.structures.adaptive_inverse import join_spread, measure_data_unit
 
 METHODS = [ng.Averaged(), ng.Woodbury(), ng.FirstOrder()]
 MODEL = TwoLayer()

@@ -18,7 +18,7 @@ from natgrad.layers.hearing import Heard
 from natgrad.optim.processes import Ranks
 from natgrad.optim.reading import Reading
 from natgrad.optim.state import Length
-from natgrad.optim.step import FEWEST, PART, FALLS_TO, form_along, measure_ratio, sample_examples
+from natgrad.optim.step import FALLS_TO, FEWEST, PART, form_along, measure_ratio, sample_examples
 from natgrad.rules.quadratic import SLACK
 
 WARM = ng.MeasuredLength().warm

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import natgrad as ng
-from natgrad.structures.adaptive_inverse import adaptation_rate
-from natgrad.structures.inverse_updates import (
+from natgrad.structures.adaptive_inverse import (
     adapt_inverse,
+    adaptation_rate,
     average_metric,
     compress_root,
     stays_positive,

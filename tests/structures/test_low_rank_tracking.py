@@ -9,7 +9,7 @@ import torch
 from models import F64, assert_close, draw
 from torch import Tensor
 
-from natgrad.structures.low_rank_tracking import (
+from natgrad.structures.online_low_rank import (
     FLOOR,
     OnlineSide,
     Tracked,

@@ -9,8 +9,7 @@ from natgrad.applications.policy.heads import (
     MultiDiscreteHead,
     SquashedGaussianHead,
 )
-from natgrad.applications.policy.history import LearningHistory
-from natgrad.applications.policy.learner import PolicyLearner
+from natgrad.applications.policy.learner import LearningHistory, PolicyLearner
 from natgrad.applications.policy.normalise import RunningMoments
 from natgrad.applications.policy.rollout import Rollout, gae
 from natgrad.applications.policy.settings import Backtracking, CriticTraining, NaturalStep, Rollouts

@@ -5,42 +5,44 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import skip_init
 
-from natgrad.applications.policy.actor import Actor, find_acting, probe_size
-from natgrad.applications.policy.checks import take_first_parameter, use_eval_mode
-from natgrad.applications.policy.critic import Critic, check_values
-from natgrad.applications.policy.environments import Environments, take_action
-from natgrad.applications.policy.exploration import WidthTrial, is_wide
+from natgrad.applications.policy.actor import Actor, call_module, describe_outputs, find_acting, is_column, probe_size
+from natgrad.applications.policy.environments import Environments, Episode, take_action
 from natgrad.applications.policy.heads import GaussianHead, Head, choose_head
-from natgrad.applications.policy.history import LearningHistory, describe_update
+from natgrad.applications.policy.images import find_channel_order
 from natgrad.applications.policy.joined_rollouts import BatchPart, join_episodes, join_moments
 from natgrad.applications.policy.natural_step import Move, Proposal, propose_nothing, take_step
 from natgrad.applications.policy.normalise import ObservationScale, RewardScale
-from natgrad.applications.policy.perceptrons import Defaults, check_network
 from natgrad.applications.policy.rollout import Rollout, collect, estimate_advantages, explain_variance
 from natgrad.applications.policy.sb3_calls import as_learning, as_policy, as_prediction, per_agent
 from natgrad.applications.policy.sb3_settings import Translation
 from natgrad.applications.policy.settings import CriticTraining, NaturalStep, Rollouts, choose_damping
 from natgrad.applications.policy.surrogate import Surrogate, SurrogateLoss
 from natgrad.checks import check_integer
+from natgrad.hidden_parameters import check_followed
 from natgrad.linalg import all_finite
 from natgrad.metrics import fisher
 from natgrad.operators import Operator
 from natgrad.optim import (
     Accidents,
     Attributes,
+    guard_steps,
     meet_processes,
     read_parts,
+    refuse_processes,
     shift_blocks,
     update_jointly,
     write_parts,
@@ -49,10 +51,424 @@ from natgrad.progress import Progress, check_callback
 from natgrad.pure import leaves, run_detached
 from natgrad.rules import FlatStep, Quadratic, Rule
 from natgrad.scoped_values import keep_gradient_mode
+from natgrad.shown_tables import Columns
 from natgrad.spaces import Space
 from natgrad.state_files import read_state_file, write_state_file
 from natgrad.structures import Exact
 from natgrad.wrong_calls import Explained
+
+
+@contextmanager
+def use_eval_mode(*modules: nn.Module | None) -> Generator[None]:
+    """Inside, modules are in eval mode: dropout off, batch norms with the statistics that they hold."""
+    with ExitStack() as stack:
+        for module in modules:
+            for part in [] if module is None else module.modules():
+                stack.callback(setattr, part, "training", part.training)
+                part.training = False
+        yield
+
+
+def take_first_parameter(module: nn.Module) -> Tensor:
+    """A tensor of the module's dtype and on its device. ValueError for one without parameters."""
+    first = next(module.parameters(), None)
+    if first is None:
+        raise ValueError("policy has no parameter to train")
+    return first.detach()
+
+
+# How widely real actions are explored at first: half the bounds, or a third of that where episodes last longer
+
+SHARE = 1 / 3
+"""Of half the bounds, the width that is tried."""
+SURE = 3.0
+"""Standard errors by which its mean return must be the higher one."""
+UNIT = 1.0
+"""Of the environment: a narrower width is not tried, since the second batch does not tell what it costs later on."""
+FEWEST = 5
+"""Episodes of a batch that decide anything."""
+
+
+class WidthTrial:
+    """Tries a third of the width in the second batch, if the task ended all episodes of the first; keeps the better.
+
+    A wide start throws a balanced pendulum over. A task whose episodes last until a time limit is left alone: there a
+    wide start is what swings it up.
+
+    Args:
+        set_share: Called with the share of half the bounds that one unit of the policy's outputs is.
+        possible: Whether anything is tried.
+    """
+
+    def __init__(self, set_share: Callable[[float], None], possible: bool) -> None:
+        self.set_share = set_share
+        self.share, self.left = 1.0, 2 if possible else 0
+        self.wide: list[float] = []
+
+    def look_at(self, episodes: Sequence[Episode]) -> None:
+        """Take in the episodes of a batch, and choose the width of the next one.
+
+        Args:
+            episodes: Those that ended in it.
+        """
+        if not self.left:
+            return
+        self.left -= 1
+        returns = [one.ret for one in episodes]
+        if self.left and len(returns) >= FEWEST and all(one.terminated for one in episodes):
+            self.wide = returns
+            self._choose(SHARE)
+        elif self.left:
+            self.left = 0
+        elif not is_higher(returns, self.wide):
+            self._choose(1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What changes."""
+        return {"share": self.share, "left": self.left, "wide": list(self.wide)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.left, self.wide = state["left"], list(state["wide"])
+        if state["share"] != self.share:
+            self._choose(state["share"])
+
+    def _choose(self, share: float) -> None:
+        self.share = share
+        self.set_share(share)
+
+
+def is_wide(head: Head) -> bool:
+    """True if a third of every entry's width is one unit of the environment or more.
+
+    Args:
+        head: The distribution of actions.
+    """
+    return isinstance(head, GaussianHead) and bool((SHARE * head.units >= UNIT).all())
+
+
+def is_higher(returns: Sequence[float], others: Sequence[float]) -> bool:
+    """True if the mean of the first is the higher one by three standard errors."""
+    if len(returns) < FEWEST:
+        return False
+    gain = float(np.mean(returns) - np.mean(others))
+    return gain > SURE * math.sqrt(np.var(returns) / len(returns) + np.var(others) / len(others))
+
+
+# What training went through, update by update
+
+COLUMNS = (
+    "update",
+    "steps",
+    "episodes",
+    "return",
+    "length",
+    "accepted",
+    "kl",
+    "predicted_kl",
+    "gain",
+    "predicted_gain",
+    "backtracks",
+    "cg_residual",
+    "cg_steps",
+    "damping",
+    "entropy",
+    "explained_variance",
+    "critic_loss",
+    "seconds",
+)
+
+
+def describe_update(
+    counts: Mapping[str, int], episodes: Sequence[Episode], move: Move, **more: float
+) -> dict[str, Any]:
+    """A row of the history, all but its seconds.
+
+    Args:
+        counts: Updates and steps so far.
+        episodes: Those that ended in the batch.
+        move: What the policy did.
+        **more: Columns as they are.
+    """
+    return {
+        **counts,
+        "episodes": len(episodes),
+        "return": float(np.mean([one.ret for one in episodes])) if episodes else None,
+        "length": float(np.mean([one.length for one in episodes])) if episodes else None,
+        "accepted": move.accepted,
+        "kl": move.kl,
+        "predicted_kl": move.predicted_kl,
+        "gain": move.gain,
+        "predicted_gain": move.predicted_gain,
+        "backtracks": move.backtracks,
+        "cg_residual": move.residual,
+        "cg_steps": move.cg_steps,
+        "damping": move.damping,
+        **more,
+    }
+
+
+class LearningHistory(Columns):
+    """Lists of equal length, one entry per update: `history["return"]`, `history["kl"]`, ...
+
+    The columns:
+
+    - `update`, `steps`: how many so far.
+    - `episodes`: how many ended in the update's batch.
+    - `return`, `length`: means over these episodes; None where none ended.
+    - `accepted`: True if the policy moved.
+    - `kl`: the mean KL of the update, measured, in nats per state; 0 where the policy did not move.
+    - `predicted_kl`: the same by the quadratic model that the step was taken by.
+    - `gain`: of the surrogate, measured, in units of the standardised advantage.
+    - `predicted_gain`: the same by the linear model.
+    - `backtracks`: trials of the line search that were rejected.
+    - `cg_residual`: |g - (F + damping I) x| / |g|.
+    - `cg_steps`: products of the solver.
+    - `damping`: lambda of the solve.
+    - `entropy`: of the policy that acted, in nats.
+    - `explained_variance`: of the returns, by the critic before it learned from them.
+    - `critic_loss`: the critic's mean squared error over the last epoch.
+    - `seconds`: of the update.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(COLUMNS, "updates")
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Add one update.
+
+        Args:
+            row: A value for every column, by name.
+
+        Raises:
+            ValueError: Unless every column has its value.
+        """
+        if set(row) != set(self._columns):
+            raise ValueError(f"row has {sorted(row)}, expected {sorted(self._columns)}")
+        for name, value in row.items():
+            self._columns[name].append(value)
+
+    def last(self) -> dict[str, Any]:
+        """The last update's numbers."""
+        return {name: column[-1] for name, column in self._columns.items()}
+
+    def plot(self) -> Any:
+        """A matplotlib figure: return, KL against what was predicted, entropy, explained variance, over steps.
+
+        Needs matplotlib.
+        """
+        from matplotlib.figure import Figure  # an extra: only where a picture is asked for
+
+        figure = Figure(figsize=(9, 5.6), layout="constrained")
+        panels = figure.subplots(2, 2, sharex=True)
+        groups = (("return",), ("kl", "predicted_kl"), ("entropy",), ("explained_variance",))
+        for axes, group in zip(panels.flat, groups, strict=True):
+            for name in group:
+                pairs = [(x, y) for x, y in zip(self["steps"], self[name], strict=True) if y is not None]
+                axes.plot([x for x, _ in pairs], [y for _, y in pairs], label=name.replace("_", " "))
+            axes.set_ylabel(group[0].replace("_", " "))
+        panels[0, 1].legend()
+        panels[1, 1].set_ylim(-1, 1.05)
+        for axes in panels[1]:
+            axes.set_xlabel("steps")
+        return figure
+
+
+# The networks of an agent that was given none: tanh perceptrons
+
+HIDDEN = ((64, 64), (64, 64))
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What networks that were not given look like.
+
+    Args:
+        hidden: Sizes of the policy's layers and of the critic's.
+        activation: Between them.
+        device: Where they are.
+    """
+
+    hidden: tuple[tuple[int, ...], tuple[int, ...]] = HIDDEN
+    activation: type[nn.Module] = nn.Tanh
+    device: Any = None
+
+    @staticmethod
+    def read(choices: Translation, policy: nn.Module | None) -> Defaults:
+        """As the keywords say. TypeError where they came beside a policy, which is as it is."""
+        if policy is not None and choices.device is not None:
+            raise TypeError("device is of the default network, but a policy was given: write policy.to(device) before")
+        if policy is not None and (choices.hidden or choices.activation):
+            raise TypeError("policy_kwargs is of the default network, but a policy was given: build it as it shall be")
+        return Defaults(choices.hidden or HIDDEN, choices.activation or nn.Tanh, choices.device)
+
+    def build_policy(self, inputs: int, outputs: int, generator: torch.Generator, like: Tensor) -> nn.Sequential:
+        """From observations to action parameters, near zero at first."""
+        return build_perceptron([inputs, *self.hidden[0], outputs], 0.01, self.activation, generator, like)
+
+    def build_critic(self, inputs: int, generator: torch.Generator, like: Tensor) -> nn.Sequential:
+        """From observations to a value."""
+        return build_perceptron([inputs, *self.hidden[1], 1], 1.0, self.activation, generator, like)
+
+
+def check_network(name: str, module: Any) -> None:
+    """TypeError unless it is a module that stands alone, or None."""
+    if not isinstance(module, (nn.Module, type(None))):
+        raise TypeError(f"{name} is {type(module).__name__}, expected a torch.nn.Module or None")
+    refuse_processes(module, name)
+
+
+def build_perceptron(
+    sizes: list[int], gain: float, activation: type[nn.Module], generator: torch.Generator, like: Tensor
+) -> nn.Sequential:
+    """Linear layers with orthogonal weights and zero biases; flattens its inputs.
+
+    Args:
+        sizes: Of inputs, hidden layers and outputs.
+        gain: Of the last layer's weights.
+        activation: Between the layers.
+        generator: What the weights are drawn from: the global one is not touched.
+        like: A tensor of the dtype and on the device that the layers have.
+    """
+    layers: list[nn.Module] = [nn.Flatten()]
+    for i, (before, after) in enumerate(pairwise(sizes)):
+        layer: Any = skip_init(nn.Linear, before, after, dtype=like.dtype)
+        nn.init.orthogonal_(layer.weight, 2**0.5 if i < len(sizes) - 2 else gain, generator=generator)
+        nn.init.zeros_(layer.bias)
+        layers += [layer, activation()]
+    return nn.Sequential(*layers[:-1]).to(like.device)
+
+
+# The critic: a value of every state, fitted to the returns by Adam
+
+
+class Critic:
+    """V(states) -> (b,), and how it is trained: passes of Adam over minibatches, squared error.
+
+    Only parameters that the policy's actions do not depend on are trained. A trunk that both share moves by the natural
+    step alone, so that fitting values never changes the policy's KL.
+
+    Args:
+        module: One of its own, states -> (b,) or (b, 1); None for the value that the policy returns beside its rows.
+        actor: The policy.
+        reached: Names of the parameters that the actions depend on.
+        training: Adam's rate, and how often it sees what.
+        order: Of the states' axes, as the module takes them.
+
+    Raises:
+        ValueError: If there is no parameter to train.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None,
+        actor: Actor,
+        reached: set[str],
+        training: CriticTraining,
+        order: tuple[int, ...],
+    ) -> None:
+        self.module, self.actor, self.training, self.order = module, actor, training, order
+        acting = {id(p) for name, p in actor.named_parameters() if name in reached}
+        own = (actor if module is None else module).named_parameters()
+        self.named = {name: p for name, p in own if p.requires_grad and id(p) not in acting}
+        self.params = list(self.named.values())
+        if not self.params:
+            raise ValueError("the critic has no trainable parameter of its own: every one also moves the actions")
+        self.optimizer = torch.optim.Adam(self.params, training.lr, eps=1e-5, fused=can_fuse(self.params))
+        self.loss = float("nan")
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """(b, ...) -> (b,)."""
+        if self.module is None:
+            return self.actor.value(states)
+        return self.module(states.permute(self.order)).reshape(-1)
+
+    def fit(self, rollout: Rollout, part: BatchPart, generator: torch.Generator) -> tuple[float, bool]:
+        """Train on a rollout's returns; all of it is taken back where a parameter would not be finite.
+
+        Args:
+            rollout: The batch.
+            part: What of the batch of all processes it is.
+            generator: Of the order of all their states, the same on all processes.
+
+        Returns:
+            The mean squared error over the last epoch, and whether all was finite.
+        """
+        loss, stands = guard_steps(self.optimizer, lambda: self._pass_through(rollout, part, generator))
+        return loss, stands and math.isfinite(loss)
+
+    def _pass_through(self, rollout: Rollout, part: BatchPart, generator: torch.Generator) -> float:
+        last = 0.0
+        for _ in range(self.training.epochs):
+            order = torch.randperm(part.total, generator=generator).to(rollout.states.device)
+            losses = [self._step(rollout, part, rows) for rows in order.split(self.training.batch)]
+            last = float(torch.stack(losses).mean())
+        return last
+
+    def _step(self, rollout: Rollout, part: BatchPart, places: Tensor) -> Tensor:
+        rows = places if part.processes.size == 1 else part.choose(places)
+        loss, gradients = self._differentiate(rollout, rows)
+        if part.processes.size > 1:
+            loss, gradients = self._join(part, len(rows) / len(places), loss, gradients)
+        for parameter, gradient in zip(self.params, gradients, strict=True):
+            parameter.grad = gradient
+        if all_finite(loss):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def _differentiate(self, rollout: Rollout, rows: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """The mean squared error of some rows, and its gradient."""
+        if not len(rows):
+            return rollout.returns.new_zeros(()), [None] * len(self.params)
+        loss = nn.functional.mse_loss(self(rollout.states[rows]), rollout.returns[rows])
+        check_followed(loss, self.named)
+        return loss, torch.autograd.grad(loss, self.params, allow_unused=True)
+
+    def _join(
+        self, part: BatchPart, share: float, loss: Tensor, gradients: Sequence[Tensor | None]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Those of the rows of all processes, from a mean over this one's that weighs `share`."""
+        parts = [
+            (torch.zeros_like(p) if g is None else share * g).reshape(-1).double()
+            for p, g in zip(self.params, gradients, strict=True)
+        ]
+        whole = part.sum(torch.cat([(share * loss.detach()).reshape(1).double(), *parts]))
+        pieces = whole[1:].split([p.numel() for p in self.params])
+        return whole[0].to(loss), [one.view_as(p).to(p) for one, p in zip(pieces, self.params, strict=True)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The module, where it is one of its own, and the optimiser."""
+        found: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
+        if self.module is not None:
+            found["module"] = self.module.state_dict()
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        if self.module is not None:
+            self.module.load_state_dict(state["module"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def check_values(module: nn.Module, example: Tensor, size: int) -> tuple[int, ...]:
+    """The order of axes in which the module takes states. ValueError unless it gives one value per state."""
+    states = example.expand(size, *example.shape).contiguous()
+    order = find_channel_order(module, states)
+    found = run_detached(lambda: call_module(module, states.permute(order)))
+    if not is_column(found, size):
+        raise ValueError(
+            f"critic returned {describe_outputs(found)}, expected ({size},) or ({size}, 1) for {size} states"
+        )
+    return order
+
+
+def can_fuse(params: list[nn.Parameter]) -> bool:
+    """Whether Adam's fused kernel takes them: a third of the time on small networks."""
+    return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in params)
+
+
+# What every policy gradient method here has in common: collect, move the policy, fit the critic, write down
 
 Array = np.ndarray
 APART = 1_000_003  # between the seeds of two processes

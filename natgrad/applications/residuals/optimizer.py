@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from natgrad.applications.residuals.damped_system import DampedSystem
-from natgrad.applications.residuals.joined_terms import JoinedTerms
-from natgrad.applications.residuals.stacked_rows import RowsOperator
+from natgrad.applications.residuals.jets import LayerRows
+from natgrad.applications.residuals.stacked_rows import RowsOperator, StackedRows, TermRows, add_products
 from natgrad.applications.residuals.system import (
     LinearisedTerms,
     Points,
@@ -19,13 +21,334 @@ from natgrad.applications.residuals.system import (
     check_derivatives,
     check_points,
 )
+from natgrad.applications.residuals.term_jacobian import TermJacobian
 from natgrad.checks import check_share
 from natgrad.damping import Damping
-from natgrad.operators import Operator
-from natgrad.optim import FlatState, NaturalGradient, Objective, Solved, SystemEvidence
+from natgrad.layered_energies import Affine
+from natgrad.linalg import gram
+from natgrad.operators import JoinedRows, Operator, computes_block
+from natgrad.optim import FlatState, NaturalGradient, Objective, RankExchange, Solved, SystemEvidence
 from natgrad.scoped_values import keep_gradient_mode
-from natgrad.solvers import Solution, Solver
-from natgrad.spaces import Space
+from natgrad.solvers import FactorisedSystem, RowSolver, Solution, Solver
+from natgrad.spaces import Params, Space
+
+
+@dataclass(frozen=True, eq=False)
+class DampedSystem:
+    """(G + level D) x = U w with G = U U^T.
+
+    Args:
+        solver: The solver.
+        operator: S G S, S = D^(-1/2).
+        units: The diagonal of D, shape (n,), or None for the identity.
+        scale: The diagonal of S.
+        level: The damping.
+        factorised: Where the solver keeps its factors for several right-hand sides.
+    """
+
+    solver: Solver
+    operator: Operator
+    units: Tensor | None
+    scale: Tensor | None
+    level: float
+    factorised: FactorisedSystem | None
+
+    @staticmethod
+    def of(solver: Solver, operator: Operator, units: Tensor | None, level: float) -> DampedSystem:
+        """The system, factorised where its solver does that.
+
+        Args:
+            solver: The solver.
+            operator: G.
+            units: D, shape (n,), or None for the identity.
+            level: The damping.
+        """
+        scale = None
+        if units is not None and isinstance(operator, RowsOperator):
+            scale = units.rsqrt()
+            operator = RowsOperator(operator.rows.rescale(scale))
+        factorised = None
+        if isinstance(solver, RowSolver) and operator.sample_rows is not None:
+            factorised = solver.factorise(operator, level)
+        return DampedSystem(solver, operator, units, scale, level, factorised)
+
+    def change_damping(self, level: float) -> DampedSystem:
+        """The same system at another level.
+
+        Args:
+            level: The damping.
+        """
+        factorised = None if self.factorised is None else self.factorised.change_damping(level)
+        return replace(self, level=level, factorised=factorised)
+
+    def solve(self, weights: Tensor, before: Tensor | None = None) -> Solution:
+        """x, or with x_0 given the solution of (G + level D) x = U w + level D x_0.
+
+        That minimises |w - U^T x|^2 + level |x - x_0|^2 in D's norm: the momentum of SPRING (Goldshlager et al. 2024).
+
+        Args:
+            weights: w, shape (r,).
+            before: x_0, shape (n,), or None.
+        """
+        if before is None or not bool(before.any()):
+            return self._restore(self._solve(weights))
+        start = before if self.scale is None else before / self.scale
+        rows = self.operator.sample_rows
+        assert rows is not None
+        seen = rows.rmv(start)
+        found = self._solve(weights - seen)
+        image = found.image + rows.mv(seen) + self.level * start
+        return self._restore(replace(found, value=found.value + start, image=image))
+
+    def accelerate(self, found: Solution, bend: Tensor, limit: float) -> Solution:
+        """x with the bend a / 2, (G + level D) a = U r'', unless a is longer than `limit` times x in D's norm.
+
+        Args:
+            found: The solution x.
+            bend: r'', the second derivative of the residuals along x, shape (r,).
+            limit: A number.
+        """
+        more = self._solve(bend).value if self.factorised is None else self.factorised.find_value(bend)
+        length = found.value if self.scale is None else found.value / self.scale
+        if not bool(more.norm() <= limit * length.norm()):  # False for a NaN
+            return found
+        return replace(found, bend=more / 2 if self.scale is None else more * self.scale / 2)
+
+    def _solve(self, weights: Tensor) -> Solution:
+        if self.factorised is not None:
+            return self.factorised.solve(weights)
+        rows = self.operator.sample_rows
+        assert rows is not None
+        return self.solver.solve(self.operator, rows.mv(weights), damping=self.level)
+
+    def _restore(self, found: Solution) -> Solution:
+        if self.scale is None:
+            return found
+        return replace(found, value=found.value * self.scale, image=found.image / self.scale, basis=None, iterates=())
+
+
+# Terms whose points lie on several processes: the loss, its linear model and its Gram matrix are those of all points
+
+
+class JoinedTerms:
+    """A `System` over the points of all processes. They all call its methods alike.
+
+    Args:
+        system: The terms, with this process's points.
+        processes: What exchanges.
+    """
+
+    def __init__(self, system: System, processes: RankExchange) -> None:
+        self.system, self.processes = system, processes
+
+    @torch.no_grad()
+    def linearise(self, params: Params, points: Mapping[str, Any]) -> LinearisedTerms:
+        """`System.linearise` over all points; a process may have none of a term.
+
+        Args:
+            params: The parameters that are trained, by name.
+            points: This process's, by term.
+        """
+        device = next(iter(params.values())).device
+        with self.processes.failing_together(device):
+            own = check_points(self.system, points, params, may_lack=True)
+            squares = {name: self.system.squares(name, params, own[name]) for name in self.system.point_weights}
+        totals = [sum(column) for column in zip(*self._share([len(p[0]) for p in own.values()], device), strict=True)]
+        counts = dict(zip(own, map(int, totals), strict=True))
+        lacking = [name for name, count in counts.items() if not count]
+        if lacking:
+            raise ValueError(f"step got no points for {lacking} on any process; give at least one of them a point")
+        weights = {name: self._weigh(name, values, own[name][0]) for name, values in squares.items()}
+        with self.processes.failing_together(device):
+            found = self.system.linearise(params, own, counts, weights)
+        rows = found.operator.rows
+        assert isinstance(rows, StackedRows)
+        sums = [float(found.losses[name]) for name in own]
+        losses = [sum(column) for column in zip(*self._share(sums, device), strict=True)]
+        joined = JoinedStackedRows.over(rows, self.processes)
+        return replace(
+            found,
+            residuals=joined.place(found.residuals),
+            operator=RowsOperator(joined),
+            losses={name: rows.space.zeros().new_tensor(value) for name, value in zip(own, losses, strict=True)},
+        )
+
+    @torch.no_grad()
+    def residuals(self, params: Params, points: Points, now: LinearisedTerms) -> Tensor:
+        """`System.residuals` at all points, shape (r,).
+
+        Args:
+            params: The parameters that are trained, by name.
+            points: This process's, by term.
+            now: The linearisation.
+        """
+        rows = now.operator.rows
+        assert isinstance(rows, JoinedStackedRows)
+        with self.processes.failing_together(rows.space.device):
+            own = check_points(self.system, points, params, may_lack=True)
+            found = self.system.residuals(params, own, now)
+        return rows.place(found)
+
+    def _share(self, numbers: list[float] | list[int], device: torch.device) -> list[list[float]]:
+        return self.processes.share_numbers(numbers, device)
+
+    def _weigh(self, name: str, squares: Tensor, points: Tensor) -> Tensor:
+        """The weights of this process's points, which follow the residuals at all of them."""
+        everyone = self.processes.gather_rows(torch.cat([squares.unsqueeze(1), points.to(squares)], 1))
+        found = self.system.point_weights[name].weigh(everyone[:, 0].contiguous(), everyone[:, 1:].to(points))
+        counts = [int(count) for (count,) in self._share([len(squares)], squares.device)]
+        return found[sum(counts[: self.processes.rank]) :][: len(squares)]
+
+
+class JoinedStackedRows:
+    """U = [U_0, U_1, ...] with the columns U_i of process i, which keeps them.
+
+    Args:
+        local: This process's columns.
+        processes: What exchanges.
+        counts: Columns of every process.
+    """
+
+    def __init__(self, local: StackedRows, processes: RankExchange, counts: list[int]) -> None:
+        self.local, self.processes, self.counts = local, processes, counts
+        self.space: Space = local.space
+        self.starts = [0, *accumulate(counts)]
+        self.rank = self.starts[-1]
+        # the factors of the rows know the number of all points
+        self.joined = JoinedRows(cast("Any", local), self.space, counts, [1.0] * len(counts), processes)
+
+    @staticmethod
+    def over(local: StackedRows, processes: RankExchange) -> JoinedStackedRows:
+        """The rows of all processes.
+
+        Args:
+            local: This process's.
+            processes: What exchanges.
+        """
+        counts = [int(count) for (count,) in processes.share_numbers([local.rank], local.space.device)]
+        return JoinedStackedRows(local.settle(sum(counts)), processes, counts)
+
+    def rescale(self, scale: Tensor) -> JoinedStackedRows:
+        """diag(scale) U.
+
+        Args:
+            scale: Shape (n,).
+        """
+        return JoinedStackedRows(self.local.rescale(scale), self.processes, self.counts)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether every process holds its columns as a matrix."""
+        return self.local.is_written
+
+    def place(self, own: Tensor) -> Tensor:
+        """A vector (r,) from every process's part.
+
+        Args:
+            own: This process's.
+        """
+        return self.processes.gather_rows(own)
+
+    def mv(self, weights: Tensor) -> Tensor:
+        """U w, shape (n,).
+
+        Args:
+            weights: w, shape (r,), the same on all processes.
+        """
+        return self.joined.mv(weights)
+
+    def rmv(self, vector: Tensor) -> Tensor:
+        """U^T v, shape (r,).
+
+        Args:
+            vector: v, shape (n,), the same on all processes.
+        """
+        return self.joined.rmv(vector)
+
+    def dense(self) -> Tensor:
+        """U written out on every process, (n, r)."""
+        return self.joined.dense()
+
+    def squares(self) -> Tensor:
+        """Diagonal of U U^T, shape (n,)."""
+        return self.joined.squares()
+
+    def moment(self) -> Tensor:
+        """U U^T, shape (n, n)."""
+        return self.processes.sum(self.local.moment())
+
+    def lower_gram(self) -> Tensor:
+        """U^T U (r, r), valid in its lower triangle."""
+        total = torch.zeros(self.rank, self.rank, dtype=self.space.dtype, device=self.space.device)
+        pieces = sum(int(one) for (one,) in self._share([count_pieces(self.local.terms)]))
+        if self.is_written and self.space.size * self.rank <= self.processes.size * pieces:
+            for slab in self.processes.share_columns(self.local.matrix, self.counts):
+                total += gram(slab.mT)
+        else:
+            for source, count in enumerate(self.counts):
+                if count:
+                    self._add_blocks(total, source)
+        return self.processes.sum(total)
+
+    def _share(self, numbers: list[int]) -> list[list[float]]:
+        return self.processes.share_numbers(numbers, self.space.device)
+
+    def _add_blocks(self, total: Tensor, source: int) -> None:
+        """Add the block between this process's rows and another's, if it falls to this one."""
+        mine = source == self.processes.rank
+        tree = self.processes.send_tree(write_pieces(self.local.terms) if mine else None, source, "rows")
+        if not (self.local.rank and computes_block(self.processes.rank, source, self.processes.size)):
+            return
+        other = StackedRows(self.space, read_pieces(tree), self.local.scale)
+        rank = self.processes.rank
+        here, there = (slice(self.starts[i], self.starts[i + 1]) for i in (rank, source))
+        if source <= rank:
+            add_gram(self.local, other, total[here, there])
+        else:
+            add_gram(other, self.local, total[there, here])
+
+
+def add_gram(left: StackedRows, right: StackedRows, total: Tensor) -> None:
+    """total += U_left^T U_right, pair of terms by pair of terms."""
+    squares, row = left.find_squares(), 0
+    for term in left.terms:
+        column = 0
+        for other in right.terms:
+            add_products(term, other, squares, total[row : row + term.count, column : column + other.count])
+            column += other.count
+        row += term.count
+
+
+def count_pieces(terms: list[TermRows]) -> int:
+    """The numbers that rows are made of."""
+    layers = [one for term in terms for one in term.layers]
+    own = sum(one.inputs.numel() + one.deltas.numel() for one in layers)
+    return own + sum(rows.numel() for term in terms for rows in term.rows.explicit.values())
+
+
+def write_pieces(terms: list[TermRows]) -> list[dict[str, Any]]:
+    """What rows are made of, as nested dicts and lists of tensors and plain values."""
+    return [
+        {
+            "shape": list(term.rows.factor.shape),
+            "layers": [[one.layer.weight, one.layer.bias, one.inputs, one.deltas] for one in term.layers],
+            "explicit": dict(term.rows.explicit),
+        }
+        for term in terms
+    ]
+
+
+def read_pieces(tree: list[dict[str, Any]]) -> list[TermRows]:
+    """Rows from what `write_pieces` gave. Their products need no residuals."""
+    found: list[TermRows] = []
+    for one in tree:
+        layers = [LayerRows(Affine(weight, bias), a, d) for weight, bias, a, d in one["layers"]]
+        factor = torch.empty(tuple(one["shape"]))
+        found.append(TermRows(TermJacobian(factor.mT, factor, layers, one["explicit"])))
+    return found
+
+
+# Nonlinear least squares over named terms: the flat flow of the engine on residuals at points
 
 PROBE = 0.1
 """The step of the finite difference along the direction, as a share of it (Transtrum & Sethna 2012, section 4)."""

@@ -9,7 +9,6 @@ from natgrad.applications.search.convergence import Tolerances
 from natgrad.applications.search.driver import minimize
 from natgrad.applications.search.full_covariance import Full
 from natgrad.applications.search.gaussian import GaussianSearch
-from natgrad.applications.search.history import SearchHistory
 from natgrad.applications.search.low_rank import LowRank
 from natgrad.applications.search.markov import MarkovSearch
 from natgrad.applications.search.model import GaussianModel
@@ -18,10 +17,9 @@ from natgrad.applications.search.product import ProductSearch
 from natgrad.applications.search.rank_weights import CGA, PBIL
 from natgrad.applications.search.ranking import Ranking
 from natgrad.applications.search.ray_pool import RayPool
-from natgrad.applications.search.regression import Slope, natural_slope
-from natgrad.applications.search.relaxation import Relaxation
+from natgrad.applications.search.relaxation import Relaxation, Slope, natural_slope
 from natgrad.applications.search.restarts import BIPOP, IPOP, Restarts, Run
-from natgrad.applications.search.runs import SearchResult
+from natgrad.applications.search.runs import SearchHistory, SearchResult
 from natgrad.applications.search.separable import Separable
 from natgrad.applications.search.sparse import SparsePrecision
 from natgrad.applications.search.surrogate import QuadraticSurrogate

@@ -21,13 +21,215 @@ from natgrad.applications.search.domain import (
     round_bounds,
 )
 from natgrad.applications.search.full_covariance import Full
-from natgrad.applications.search.integer_margin import keep_integer_margin, move_repeats
-from natgrad.applications.search.integer_neighbours import TriedNeighbours
 from natgrad.applications.search.model import GaussianModel, State
-from natgrad.applications.search.orthogonal_draws import draw_orthogonal_normals
 from natgrad.applications.search.ranking import Ranking
 from natgrad.linalg import all_finite
 from natgrad.pure import leaves
+
+
+def keep_integer_margin(
+    mean: Tensor, deviation: Tensor, lower: Tensor, upper: Tensor, margin: float
+) -> tuple[Tensor, Tensor]:
+    """Means and standard deviations (k,) of integer variables, moved so that other integers keep a chance.
+
+    A variable is rounded from N(mean, deviation^2). Between its bounds, the integers below and those above its present
+    one get a chance of margin / 2 each; at a bound, those on the other side get `margin`.
+
+    Args:
+        mean: Shape (k,).
+        deviation: Standard deviations, shape (k,).
+        lower: Lower bounds, integers or -infinity, shape (k,).
+        upper: Upper bounds, integers or infinity, shape (k,).
+        margin: The least chance of leaving the present integer.
+
+    Reference:
+        Hamano et al. 2022.
+    """
+    mode = torch.maximum(torch.minimum(mean.round(), upper), lower)
+    low, high = mode - 0.5, mode + 0.5
+    inner_mean, inner_deviation = keep_inner_margin(mean, deviation, low, high, margin)
+    reach = -normal_quantile(torch.full_like(mean, margin)) * deviation
+    at_lower, at_upper = mode <= lower, mode >= upper
+    edge_mean = torch.where(at_lower, torch.maximum(mean, high - reach), torch.minimum(mean, low + reach))
+    edge = at_lower | at_upper
+    return torch.where(edge, edge_mean, inner_mean), torch.where(edge, deviation, inner_deviation)
+
+
+def keep_inner_margin(
+    mean: Tensor, deviation: Tensor, low: Tensor, high: Tensor, margin: float
+) -> tuple[Tensor, Tensor]:
+    """The case between bounds: P(x < low) and P(x > high) of at least margin / 2, by mean and deviation together.
+
+    Args:
+        mean: Shape (k,).
+        deviation: Standard deviations, shape (k,).
+        low: Where the present integer begins, shape (k,).
+        high: Where it ends, shape (k,).
+        margin: The least chance of leaving it.
+    """
+    below = torch.special.ndtr((low - mean) / deviation)
+    above = torch.special.ndtr((mean - high) / deviation)
+    least = margin / 2
+    raised = [chance.clamp(min=least) for chance in (below, above)]
+    middle = 1 - below - above
+    excess = (
+        1 - raised[0] - raised[1] - middle
+    )  # what was added is taken from all, in proportion to what they can spare
+    share = excess / (raised[0] + raised[1] + middle - 3 * least).clamp(min=1e-12)
+    left, right = (-normal_quantile(chance + share * (chance - least)) for chance in raised)
+    changed = (below < least) | (above < least)
+    wide = (high - low) / (left + right).clamp(min=1e-12)
+    return torch.where(changed, low + left * wide, mean), torch.where(changed, wide, deviation)
+
+
+def move_repeats(
+    points: Tensor, centre: Tensor, integer: Tensor, lower: Tensor, upper: Tensor, generator: torch.Generator | None
+) -> Tensor:
+    """Candidates of which every second one that repeats the centre has one integer variable moved.
+
+    By one step at a chance of 1/2, by two at 1/4, and so on: the margin reaches the next integer only, and a search
+    would end where a better one lies two steps away. Nothing repeats the centre where a variable is real.
+
+    Args:
+        points: Candidates, shape (p, d).
+        centre: The point at the distribution's centre, shape (d,).
+        integer: True for the variables that are rounded, shape (d,).
+        lower: Lower bounds, shape (d,).
+        upper: Upper bounds, shape (d,).
+        generator: Source of the draws; nothing is drawn where nothing is moved.
+
+    Returns:
+        Shape (p, d).
+    """
+    repeats = (points == centre).all(1)
+    moved = repeats & (repeats.cumsum(0) % 2 == 0)
+    if not bool(moved.any()):
+        return points
+    place, length, side = torch.rand(
+        3, len(points), generator=generator, dtype=points.dtype, device=points.device
+    ).unbind()
+    columns = integer.nonzero().squeeze(1)
+    column = columns[(place * len(columns)).long().clamp(max=len(columns) - 1)]
+    steps = 1 - length.clamp(min=2.0**-30).log2().ceil()
+    goal = centre[column] + torch.where(side < 0.5, -steps, steps)
+    goal = torch.maximum(torch.minimum(goal, upper[column]), lower[column]).unsqueeze(1)
+    return torch.where(moved.unsqueeze(1), points.scatter(1, column.unsqueeze(1), goal), points)
+
+
+def normal_quantile(chance: Tensor) -> Tensor:
+    """Phi^-1, the quantiles of N(0, 1).
+
+    Args:
+        chance: Numbers in (0, 1).
+    """
+    return torch.special.ndtri(chance.clamp(1e-300, 1 - 1e-16))
+
+
+# Which neighbours of the best integer point were evaluated, so that a search knows a minimum of its neighbourhood
+
+
+class TriedNeighbours:
+    """Records which points, one step away from the best one in one variable, had a value while a search asked for them.
+
+    Args:
+        lower: Lower bounds of the integer variables, integers or -infinity, shape (d,).
+        upper: Upper bounds, integers or infinity, shape (d,).
+    """
+
+    def __init__(self, lower: Tensor, upper: Tensor) -> None:
+        self.lower, self.upper = lower, upper
+        self.best = lower
+        self.tried = torch.zeros(2, len(lower), dtype=torch.bool, device=lower.device)
+
+    def start(self, best: Tensor) -> None:
+        """Forget what was tried.
+
+        Args:
+            best: The best point, shape (d,), whose neighbours are meant from now on.
+        """
+        self.best, self.tried = best.clone(), torch.zeros_like(self.tried)
+
+    def record(self, points: Tensor) -> None:
+        """Take a generation into account.
+
+        Args:
+            points: What was evaluated, shape (p, d), and is not better.
+        """
+        steps = points - self.best
+        beside = steps[steps.abs().sum(1) == 1]  # one variable of integers differs, by one
+        self.tried = self.tried | torch.stack([(beside == -1).any(0), (beside == 1).any(0)])
+
+    def is_minimum(self) -> bool:
+        """True if every neighbour within the bounds had a value."""
+        return not bool(self._find_untried().any())
+
+    def put_untried(self, points: Tensor) -> Tensor:
+        """Candidates of which the first ones are neighbours that have no value yet, as many as there are.
+
+        Args:
+            points: Candidates, shape (p, d).
+        """
+        side, column = self._find_untried().nonzero()[: len(points)].unbind(1)
+        found = points.clone()
+        found[: len(side)] = self.best
+        found[torch.arange(len(side), device=side.device), column] += (2 * side - 1).to(points.dtype)
+        return found
+
+    def _find_untried(self) -> Tensor:
+        """True for neighbours below (first row) and above that lie within the bounds and have no value, (2, d)."""
+        outside = torch.stack([self.best <= self.lower, self.best >= self.upper])
+        return ~(self.tried | outside)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What has been recorded."""
+        return {"best": self.best, "tried": self.tried}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Continue from there.
+
+        Args:
+            state: From `state_dict`.
+        """
+        self.best, self.tried = state["best"].clone(), state["tried"].clone()
+
+
+# Draws of a generation that do not repeat one another: normal vectors at right angles
+
+
+def draw_orthogonal_normals(count: int, like: Tensor, generator: torch.Generator) -> Tensor:
+    """Vectors z_i of N(0, I) of which d at a time are orthogonal, shape (count, d).
+
+    Each row by itself is a draw from N(0, I): its direction is uniform, and its length is the one that was drawn for
+    it. Means over a generation of functions that are linear or quadratic in z vary less than with independent rows.
+
+    Args:
+        count: How many.
+        like: A vector (d,) of the dtype and on the device that are wanted.
+        generator: Of the draws.
+
+    Reference:
+        Wang, Emmerich & Baeck 2019, *Mirrored orthogonal sampling for covariance matrix adaptation evolution
+        strategies*, of which only the orthogonality is taken.
+    """
+    d = len(like)
+    normals = torch.randn(count, d, generator=generator, dtype=like.dtype, device=like.device)
+    whole = count - count % d
+    parts = [normals[:whole].view(-1, d, d), normals[whole:].unsqueeze(0)]
+    return torch.cat([make_orthogonal(part).reshape(-1, d) for part in parts if part.numel()])
+
+
+def make_orthogonal(rows: Tensor) -> Tensor:
+    """Gram and Schmidt's rows, each with the length that it had.
+
+    Args:
+        rows: Shape (..., k, d) with k <= d.
+    """
+    q, r = torch.linalg.qr(rows.mT)
+    signs = torch.copysign(torch.ones_like(r[..., 0]), r.diagonal(dim1=-2, dim2=-1))  # LAPACK leaves the sign open
+    return q.mT * (signs * rows.norm(dim=-1)).unsqueeze(-1)
+
+
+# Search of continuous variables by a Gaussian
 
 Bounds = tuple[Any, Any] | list[Any] | Tensor | None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,15 +10,137 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.applications.search.ahead import AheadEvaluations
 from natgrad.applications.search.base import Best, Search, new_generator
 from natgrad.applications.search.black_box import BlackBox
 from natgrad.applications.search.domain import as_bounds
 from natgrad.applications.search.gaussian import GaussianSearch
-from natgrad.applications.search.history import SearchHistory
 from natgrad.applications.search.noise import Repeated
 from natgrad.applications.search.restarts import Restarts, Run
 from natgrad.applications.search.surrogate import QuadraticSurrogate, SurrogateEvaluations
+from natgrad.shown_tables import Columns
+
+
+class AheadEvaluations:
+    """Keeps popsize + `ahead` points with the workers, and gives out the first popsize that have an answer.
+
+    Points beyond the generation are drawn from the distribution before it moves. The search is told them with the next
+    one, as points that it did not ask for, and shortens their steps where they are too long (Hansen 2011,
+    arXiv:1110.4181). Which points a generation has depends on who answers first: two runs differ even with one seed.
+
+    Args:
+        objective: f, with workers.
+        ahead: Points beyond the generation.
+    """
+
+    def __init__(self, objective: BlackBox, ahead: int) -> None:
+        self.objective, self.ahead = objective, ahead
+        self._search: Search | None = None
+
+    def evaluate_generation(self, search: Search) -> tuple[Tensor, Tensor]:
+        """Points (popsize, d) and values (popsize,) of the next generation, NaN where f had none.
+
+        Args:
+            search: Whose distribution the points are drawn from; those of another search are dropped.
+        """
+        if search is not self._search:
+            self.objective.drop_started()
+            self._search = search
+        points: list[Tensor] = []
+        values: list[float] = []
+        while len(points) < search.popsize:
+            missing = search.popsize - len(points) + self.ahead - self.objective.in_flight
+            if missing > 0:
+                drawn = [search.ask() for _ in range(-(-missing // search.popsize))]
+                self.objective.start(torch.cat(drawn)[:missing])
+            answered = self.objective.take_answered()
+            points += [point for point, _ in answered]
+            values += [value for _, value in answered]
+        size = search.popsize  # there are more only where all were given up at once
+        return torch.stack(points[:size]), torch.tensor(values[:size], dtype=torch.float64, device=points[0].device)
+
+
+# What happened in a search, generation by generation
+
+
+class SearchHistory(Columns):
+    """Lists of equal length with one entry per generation.
+
+    `history["nfev"]` are evaluations, `["best"]` the best value so far, `["median"]` that of the generation, `["run"]`
+    the number of the restart, from 0. The search's own measures, such as `sigma` and `condition`, are None in
+    generations that have none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(("nfev", "best", "median", "run"), "generations")
+
+    def add(self, **measures: Any) -> None:
+        """Append one generation.
+
+        Args:
+            **measures: A value per name.
+        """
+        length = len(self)
+        for name, value in measures.items():
+            self._columns.setdefault(name, [None] * length).append(value)
+        for column in self._columns.values():
+            if len(column) == length:
+                column.append(None)
+
+    def plot(self, target: float | None = None) -> Any:
+        """A matplotlib figure of values and sizes over evaluations; grey lines are restarts.
+
+        Args:
+            target: The minimum where it is known; it is subtracted from the values, on a logarithmic axis. Without it
+                the axis is logarithmic if all values are positive.
+
+        Raises:
+            ImportError: If matplotlib is not installed.
+        """
+        from matplotlib.figure import Figure  # an extra: only where a picture is asked for
+
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        floor = 0.0 if target is None else target
+        for name in ("median", "best"):
+            left.plot(self["nfev"], [hide_infinite(value - floor) for value in self[name]], label=name)
+        logarithmic = target is not None or all(value > 0 for value in self["best"])
+        left.set(xlabel="evaluations", ylabel=label_difference("f", floor), yscale="log" if logarithmic else "linear")
+        for name in self.names[4:]:
+            right.plot(self["nfev"], self[name], label=name)
+        right.set(xlabel="evaluations", yscale="log")
+        for axes in (left, right):
+            for place in self._restarts():
+                axes.axvline(place, color="0.8", linewidth=0.8, zorder=0)
+            if axes.lines:
+                axes.legend()
+        return figure
+
+    def _restarts(self) -> list[int]:
+        """Evaluations at which a new run began."""
+        runs = self["run"]
+        return [self["nfev"][k - 1] for k in range(1, len(runs)) if runs[k] != runs[k - 1]]
+
+
+def hide_infinite(value: float) -> float | None:
+    """The value, or None if it cannot be drawn.
+
+    Args:
+        value: Any number.
+    """
+    return value if math.isfinite(value) else None
+
+
+def label_difference(name: str, floor: float) -> str:
+    """`f - 3`, `f + 3` for -3, `f` for 0.
+
+    Args:
+        name: Of the first number, f.
+        floor: What is subtracted.
+    """
+    return name if floor == 0 else f"{name} {'-' if floor > 0 else '+'} {abs(floor):.6g}"
+
+
+# The runs of one `minimize`, and what they found together
 
 HOPELESS = 20  # generations without any value, of the first one's size, after which no more come
 CONVERGED = ("ftarget", "tolfun", "tolx", "precision", "converged")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,20 +12,79 @@ from natgrad.applications.vmc.amplitude import LogAmplitude
 from natgrad.applications.vmc.energy import EnergyEstimate
 from natgrad.applications.vmc.joined_walkers import estimate_jointly, gather_numbers, join_moment
 from natgrad.applications.vmc.local_energies import check_integers, read_numbers, read_states
-from natgrad.applications.vmc.measured_length import MeasuredSystem
 from natgrad.checks import check_number, check_positive, check_share
 from natgrad.damping import Constant, Damping
 from natgrad.linalg import all_finite
 from natgrad.metrics import GeometricTensor, geometric_tensor, lay_out_amplitudes
-from natgrad.operators import Centred, Pullback
-from natgrad.optim import FlatState, LinearSystem, NaturalGradient, RankExchange, SystemEvidence
+from natgrad.operators import Centred, Operator, Pullback
+from natgrad.optim import FlatState, LinearSystem, NaturalGradient, RankExchange, Solved, SystemEvidence
 from natgrad.pure import check_examples_apart
 from natgrad.rules import Rule, TrustRegion
 from natgrad.scoped_values import keep_gradient_mode
 from natgrad.shown_tables import write_choices
-from natgrad.solvers import Auto, Solver, Spring
+from natgrad.solvers import Auto, Solution, Solver, Spring
 from natgrad.spaces import trainable
 from natgrad.structures import Dense, Exact, Structure
+from natgrad.typed_torch import measure_norm
+
+
+@dataclass(frozen=True)
+class MeasuredSystem:
+    """The system of a structure by layers, whose solutions take their length from S itself.
+
+    Blocks leave out what layers, and the positions of a convolution, have in common: along a translation S is as many
+    times larger than its blocks as there are sites, and their own step would be as many times too long.
+
+    Args:
+        blocks: The structure's system.
+        whole: S at the samples, centred.
+        gradient: F, shape (n,).
+    """
+
+    blocks: LinearSystem
+    whole: Operator
+    gradient: Tensor
+
+    @property
+    def operator(self) -> Operator:
+        """G, of the blocks."""
+        return self.blocks.operator
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """The structure's."""
+        return self.blocks.memory
+
+    def solve(self, level: float, guess: Tensor | None) -> Solved:
+        """The solution with the damping's number at `level`, from a guess (n,)."""
+        found = self.blocks.solve(level, guess)
+        solution = measure_length(self.whole, self.gradient, found.solution, found.damping, guess)
+        return replace(found, solution=solution)
+
+
+def measure_length(
+    operator: Operator, rhs: Tensor, found: Solution, damping: float | Tensor, guess: Tensor | None
+) -> Solution:
+    """a x with the a that minimises 1/2 a^2 x^T (S + damping I) x - a x^T (b + damping x_0): one product with S.
+
+    Args:
+        operator: S, of size n.
+        rhs: b, shape (n,).
+        found: x, of another matrix than S.
+        damping: A number, or one per entry (n,).
+        guess: x_0, to which damping pulls, shape (n,); None: to zero.
+    """
+    value = found.value
+    image = operator.mv(value) + damping * value
+    pulled = rhs if guess is None else rhs + damping * guess
+    form = value @ image
+    length = torch.where(form > 0, (value @ pulled) / form, 1.0).clamp(min=0)
+    value, image = length * value, length * image
+    residual = measure_norm(rhs - image)
+    return replace(found, value=value, image=image, residual=residual, steps=found.steps + 1, basis=None, iterates=())
+
+
+# Stochastic reconfiguration: the natural gradient of the energy of a wave function, for any sampler
 
 
 def stochastic_reconfiguration(

@@ -11,9 +11,9 @@ pytest.importorskip("gymnasium")
 
 from gymnasium import spaces
 
-from natgrad.applications.policy.acting import list_changes, prepare_acting
 from natgrad.applications.policy.actor import Actor
 from natgrad.applications.policy.heads import GaussianHead
+from natgrad.applications.policy.rollout import list_changes, prepare_acting
 
 
 def perceptron(*more: nn.Module) -> nn.Sequential:

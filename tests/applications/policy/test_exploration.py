@@ -15,7 +15,7 @@ from torch import nn
 
 import natgrad as ng
 from natgrad.applications import policy as pg
-from natgrad.applications.policy.exploration import SHARE, is_higher, is_wide
+from natgrad.applications.policy.learner import SHARE, is_higher, is_wide
 
 
 class Beam(gym.Env):

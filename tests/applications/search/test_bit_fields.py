@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from natgrad.applications.search import natural_slope
+from natgrad.applications.search.markov import StructureLearner
 from natgrad.applications.search.monomials import Monomials, Sites, draw_signs, group_independent_sites
-from natgrad.applications.search.regression import weigh_past_draws
-from natgrad.applications.search.structure import StructureLearner
+from natgrad.applications.search.relaxation import weigh_past_draws
 
 
 def list_signs(n: int) -> Tensor:

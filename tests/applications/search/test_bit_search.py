@@ -12,9 +12,9 @@ from torch.testing import assert_close
 
 import natgrad as ng
 from natgrad.applications.search import CGA, PBIL, BitSearch, CategoricalSearch, natural_slope
-from natgrad.applications.search.climb import Climb
-from natgrad.applications.search.regression import shrink_slope
-from natgrad.applications.search.structure import join_pairs
+from natgrad.applications.search.bits import Climb
+from natgrad.applications.search.markov import join_pairs
+from natgrad.applications.search.relaxation import shrink_slope
 
 BLOCKS = [range(5 * i, 5 * i + 5) for i in range(4)]
 

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import natgrad as ng
 from natgrad.applications.search import LowRank, Separable
-from natgrad.applications.search.integer_margin import keep_integer_margin, move_repeats
+from natgrad.applications.search.gaussian import keep_integer_margin, move_repeats
 
 
 def phi(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 import natgrad as ng
 from natgrad.applications.search import BIPOP, IPOP
-from natgrad.applications.search.orthogonal_draws import draw_orthogonal_normals
+from natgrad.applications.search.gaussian import draw_orthogonal_normals
 
 
 def draw(count: int, d: int, seed: int = 0) -> Tensor:

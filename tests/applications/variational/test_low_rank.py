@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import natgrad as ng
 from natgrad.applications.variational import Draws, Projected, Sobol
-from natgrad.applications.variational.factored_covariance import FactoredCovariance, FactorFisher
+from natgrad.applications.variational.low_rank import FactoredCovariance, FactorFisher
 
 G = torch.Generator().manual_seed(0)
 X = torch.randn(40, 6, dtype=F64, generator=G)

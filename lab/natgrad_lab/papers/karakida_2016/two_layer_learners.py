@@ -14,9 +14,15 @@ from torch import Tensor
 import natgrad as ng
 from natgrad.applications import TwoLayer
 from natgrad.returning_rows import count_passes, join_returns
-from natgrad.structures.adaptive_inverse import adaptation_rate
-from natgrad.structures.inverse_updates import adapt_inverse, average_metric, stays_positive, woodbury_inverse
-from natgrad.structures.score_unit import join_spread, measure_data_unit
+from natgrad.structures.adaptive_inverse import (
+    adapt_inverse,
+    adaptation_rate,
+    average_metric,
+    join_spread,
+    measure_data_unit,
+    stays_positive,
+    woodbury_inverse,
+)
 from natgrad_lab.papers.karakida_2016.two_layer_gram import score_gram
 from natgrad_lab.papers.karakida_2016.two_layer_single import SingleExample
 
