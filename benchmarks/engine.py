@@ -17,7 +17,7 @@ HEADS = ("files", "functions", "of them in optim/", "within opt.loss")
 ROOT = str(Path(ng.__file__).parent)
 
 
-class Entered:
+class CodeEntered:
     """Counts what is called under a folder."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Entered:
         if event == "call" and code.co_filename.startswith(ROOT):
             self.functions.add((code.co_filename, code.co_qualname))
 
-    def __enter__(self) -> Entered:
+    def __enter__(self) -> CodeEntered:
         sys.setprofile(self)
         return self
 
@@ -55,13 +55,13 @@ def perceptron() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
 
 
-def take_step(opt: Any, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Entered, Entered]:
+def take_step(opt: Any, model: nn.Module, x: Tensor, y: Tensor) -> tuple[CodeEntered, CodeEntered]:
     """What a step enters, and `opt.loss` of it."""
     opt.zero_grad()
     outputs = model(x)
-    with Entered() as loss:
+    with CodeEntered() as loss:
         value = opt.loss(outputs, y)
-    with Entered() as whole:
+    with CodeEntered() as whole:
         value.backward()
         opt.step()
     whole.functions |= loss.functions
