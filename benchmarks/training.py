@@ -1,4 +1,4 @@
-"""Networks whose training steps are timed: dense, convolutional with norms, an autoencoder, a transformer."""
+"""Networks whose training steps are timed: tiny, dense, convolutional with norms, an autoencoder, a transformer."""
 
 from __future__ import annotations
 
@@ -57,9 +57,15 @@ def transformer(batch: int = 32, length: int = 64, vocabulary: int = 96) -> Trai
     )
 
 
+def tiny(batch: int = 128) -> TrainingCase:
+    """64-64-10 with tanh: the example of the README."""
+    inputs, targets = torch.rand(batch, 64), torch.randint(0, 10, (batch,))
+    return TrainingCase("tiny", lambda: dense([64, 64, 10], nn.Tanh), nn.CrossEntropyLoss(), inputs, targets)
+
+
 def trainings() -> Iterator[TrainingCase]:
-    """All four."""
-    yield from (classifier(), convolutional(), autoencoder(), transformer())
+    """All five."""
+    yield from (tiny(), classifier(), convolutional(), autoencoder(), transformer())
 
 
 def dense(sizes: list[int], activation: type[nn.Module]) -> nn.Sequential:

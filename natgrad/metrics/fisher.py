@@ -114,7 +114,7 @@ def empirical_fisher(
         A metric; `.at(params, (inputs, targets))` gives the operator.
 
     Reference:
-        Le Roux et al. 2008; Pascanu & Bengio 2013, eq. 12 with per-example gradients.
+        Le Roux et al. 2008; Pascanu & Bengio 2013, eq. 13 with per-example gradients.
 
     Example:
         >>> model = nn.Linear(4, 3)
