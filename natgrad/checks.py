@@ -13,18 +13,7 @@ from torch import Tensor
 
 
 def check_integer(name: str, value: Any, least: int = 1, *, of: str = "", hint: str = "") -> int:
-    """The value as a Python integer of at least `least`; NumPy's integers are taken too, booleans are not.
-
-    Args:
-        name: The argument's name.
-        value: What came.
-        least: The smallest integer that is allowed.
-        of: What it counts, for the error message, such as "the number of draws".
-        hint: How the error message ends, such as ", or None for all examples".
-
-    Raises:
-        ValueError: For anything else.
-    """
+    """The value as a Python integer of at least `least`; NumPy's integers are taken too, booleans are not."""
     found = operator.index(value) if is_integer(value) else least - 1
     if found < least:
         raise ValueError(f"{name} is {value!r}, expected {f'{of}, ' if of else ''}an integer >= {least}{hint}")
@@ -32,87 +21,40 @@ def check_integer(name: str, value: Any, least: int = 1, *, of: str = "", hint: 
 
 
 def check_positive(name: str, value: Any, *, hint: str = "") -> None:
-    """Check that a value is a finite number > 0.
-
-    Args:
-        name: The argument's name.
-        value: What came.
-        hint: How the error message ends.
-
-    Raises:
-        ValueError: For anything else.
-    """
+    """Check that a value is a finite number > 0."""
     if not is_real(value) or not 0 < value < math.inf:
         raise ValueError(f"{name} is {value!r}, expected a finite number > 0{hint}")
 
 
 def check_number(name: str, value: Any, least: float = 0.0, most: float = math.inf, *, hint: str = "") -> None:
-    """Check that a value is a number within bounds, which may be infinite but never NaN.
-
-    Args:
-        name: The argument's name.
-        value: What came.
-        least: The smallest number that is allowed.
-        most: The largest number that is allowed.
-        hint: How the error message ends.
-
-    Raises:
-        ValueError: For anything else.
-    """
+    """Check that a value is a number within bounds, which may be infinite but never NaN."""
     if not is_real(value) or not least <= value <= most:
         wanted = f"a number in [{least:g}, {most:g}]" if most < math.inf else f"a number >= {least:g}"
         raise ValueError(f"{name} is {value!r}, expected {wanted}{hint}")
 
 
 def check_share(name: str, value: Any, *, hint: str = "") -> None:
-    """Check that a value is a number in [0, 1), such as the weight of the past.
-
-    Args:
-        name: The argument's name.
-        value: What came.
-        hint: How the error message ends.
-
-    Raises:
-        ValueError: For anything else.
-    """
+    """Check that a value is a number in [0, 1), such as the weight of the past."""
     if not is_real(value) or not 0 <= value < 1:
         raise ValueError(f"{name} is {value!r}, expected a number in [0, 1){hint}")
 
 
 def check_choice(name: str, value: Any, choices: Collection[Any], *, hint: str = "") -> None:
-    """Check that a value is one of a few.
-
-    Args:
-        name: The argument's name.
-        value: What came.
-        choices: What is allowed.
-        hint: How the error message ends.
-
-    Raises:
-        ValueError: For anything else.
-    """
+    """Check that a value is one of a few."""
     if not isinstance(value, (str, int, float, type(None))) or value not in choices:
         listed = ", ".join(map(repr, choices))
         raise ValueError(f"{name} is {value!r}, expected one of {listed}{hint}")
 
 
 def is_real(value: Any) -> bool:
-    """True for a real number, NumPy's and a tensor's without dimensions too; not for a boolean.
-
-    Args:
-        value: Anything.
-    """
+    """True for a real number, NumPy's and a tensor's without dimensions too; not for a boolean."""
     if isinstance(value, Tensor):
         return value.dim() == 0 and not value.is_complex() and value.dtype != torch.bool
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def is_integer(value: Any) -> bool:
-    """True for an integer, NumPy's and an integer tensor's with one number too; not for a boolean.
-
-    Args:
-        value: Anything.
-    """
+    """True for an integer, NumPy's and an integer tensor's with one number too; not for a boolean."""
     try:
         operator.index(value)
     except TypeError:

@@ -8,14 +8,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 
 def split_complex_parameters(net: nn.Module) -> None:
-    """Represent every complex parameter by its real and imaginary parts, a parametrisation of torch's.
-
-    Args:
-        net: Changed in place: `net.weight` is complex as before, and its parameters are the parts.
-
-    Raises:
-        ValueError: For a complex parameter that several modules share.
-    """
+    """Represent every complex parameter by its real and imaginary parts, a parametrisation of torch's."""
     found = [
         (module, name, p)
         for module in net.modules()
@@ -34,16 +27,13 @@ class ComplexParts(nn.Module):
     def forward(self, real: Tensor, imaginary: Tensor) -> Tensor:
         """real + i imaginary.
 
-        Args:
-            real: Any shape.
-            imaginary: The same shape.
+        real: Any shape. imaginary: The same shape.
         """
         return torch.complex(real, imaginary)
 
     def right_inverse(self, value: Tensor) -> tuple[Tensor, Tensor]:
         """The two parts.
 
-        Args:
-            value: Complex, any shape.
+        value: Complex, any shape.
         """
         return value.real.clone(), value.imag.clone()

@@ -24,9 +24,6 @@ def look_up_bags(
 
     The arguments are those of torch. The rows of `weight` are taken to keep `max_norm` already, as after a pass of the
     layer.
-
-    Raises:
-        ValueError: If `scale_grad_by_freq` is set: what it calls a gradient is the gradient of no function.
     """
     if scale_grad_by_freq:
         raise ValueError(

@@ -21,11 +21,7 @@ from natgrad.typed_torch import torch_linalg, torch_plain, torch_returns
 def measure_length(x: Tensor, dim: Any = None, *, keepdim: bool = False, order: float = 2) -> Tensor:
     """(sum |x|^p)^(1/p) along axes, with derivatives of zero where it is zero, as torch has them.
 
-    Args:
-        x: Any shape, real or complex.
-        dim: The axes; None: all.
-        keepdim: Whether they stay, with size 1.
-        order: p, finite and at least 1.
+    x: Any shape, real or complex.
     """
     squares = x.real.square() + x.imag.square() if x.is_complex() else x.square()
     powers = squares if order == 2 else x.abs().pow(order)

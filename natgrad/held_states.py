@@ -52,12 +52,7 @@ class HeldState:
 
     @staticmethod
     def capture(model: nn.Module, last: HeldState | None = None) -> HeldState:
-        """The state now.
-
-        Args:
-            model: The model.
-            last: An earlier state of it.
-        """
+        """The state now."""
         search = AttributeWalk({} if last is None else last.copies)
         buffers, named = dict[str, Tensor](), list_modules(model)
         for _, module in named:
@@ -74,11 +69,7 @@ class HeldState:
         )
 
     def put_back(self, now: HeldState) -> None:
-        """Take all attributes, and what is inside of them, back to this state; buffers stay as they are.
-
-        Args:
-            now: The state at the other end of what happened since.
-        """
+        """Take all attributes, and what is inside of them, back to this state; buffers stay as they are."""
         for live, saved in self.attributes:
             for key in live.keys() - saved.keys() - INTERNAL:
                 del live[key]
@@ -115,13 +106,7 @@ class AttributeWalk:
         self.seen = set[int]()
 
     def look_into(self, live: dict[str, Any], without: frozenset[str], package: str) -> None:
-        """Note the entries of a `__dict__`, and look at each.
-
-        Args:
-            live: The `__dict__`.
-            without: Keys that are left out.
-            package: Of whose classes objects are looked into.
-        """
+        """Note the entries of a `__dict__`, and look at each."""
         saved = {key: live[key] for key in live.keys() - without}
         self.attributes.append((live, saved))
         for value in saved.values():

@@ -44,11 +44,7 @@ def check_followed(
     `.grad` is put back. A function's parameters are not known beside the leaves: those that its graph lacks are moved,
     and the outputs must stay.
 
-    Args:
-        outputs: Any shape, with a graph, which is kept.
-        leaves: The parameters that the outputs were computed from, by name.
-        model: The module that computed them with the leaves in the place of its own parameters, if it was one.
-        evaluate: The outputs as a function of the parameters.
+    outputs: Any shape, with a graph, which is kept.
     """
     graph = Ancestors.of(outputs)
     missing = [name for name, leaf in leaves.items() if id(leaf) not in graph.variables]

@@ -21,15 +21,7 @@ class Group:
     prefix: str = ""
 
     def read(self, whole: str, choices: Mapping[str, Any]) -> Any:
-        """The group with all that was said of it.
-
-        Args:
-            whole: The keyword of the whole group.
-            choices: All keywords.
-
-        Raises:
-            TypeError: If something else came as the whole group.
-        """
+        """The group with all that was said of it."""
         given = choices.get(whole, self.default)
         kind = cast("type[Any]", type(self.default))
         if not isinstance(given, kind):
@@ -45,17 +37,7 @@ class Group:
 def read_groups(
     caller: str, groups: Mapping[str, Group], choices: Mapping[str, Any], own: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Every group as the keywords say, by its keyword.
-
-    Args:
-        caller: Who was called, for the error message.
-        groups: What it takes.
-        choices: The keywords that came.
-        own: Its other arguments, which a misspelt keyword may mean.
-
-    Raises:
-        TypeError: For a keyword of no group; the sentence names the nearest one.
-    """
+    """Every group as the keywords say, by its keyword."""
     known = [*own, *groups, *(key for group in groups.values() for key in group.names())]
     for name in choices:
         if name not in known or name in own:

@@ -57,12 +57,7 @@ def invert_factor_or_nan(matrix: Tensor) -> Tensor:
 
 
 def resolvent(matrix: Tensor, shift: float) -> Tensor:
-    """(A + shift I)^-1 for positive semi-definite A (..., n, n), by one Cholesky factor; nothing is checked.
-
-    Args:
-        matrix: A.
-        shift: A number above A's round-off.
-    """
+    """(A + shift I)^-1 for positive semi-definite A (..., n, n), by one Cholesky factor; nothing is checked."""
     shifted = matrix.clone(memory_format=torch.contiguous_format)
     shifted.diagonal(dim1=-2, dim2=-1).add_(shift)
     if not shifted.is_cpu:

@@ -155,10 +155,7 @@ def solve_symmetric(matrix: Tensor, rhs: Tensor, damping: float = 0.0) -> Tensor
 
     Sums lambda + damping below n * eps of the largest count as zero.
 
-    Args:
-        matrix: A, shape (n, n).
-        rhs: Shape (n,).
-        damping: Added to the eigenvalues.
+    matrix: A, (n, n). rhs: (n,).
     """
     if not len(matrix):
         return torch.zeros_like(rhs)
@@ -173,9 +170,7 @@ def inverse_symmetric(matrix: Tensor, damping: float = 0.0) -> Tensor:
 
     Sums lambda + damping below n * eps of the largest count as zero.
 
-    Args:
-        matrix: A, shape (..., n, n).
-        damping: Added to the eigenvalues.
+    matrix: A, (..., n, n).
     """
     values, vectors = eigh(matrix)
     values = values + damping
@@ -380,9 +375,7 @@ def cholesky_over(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def damp(matrix: Tensor, damping: float | Tensor) -> Tensor:
     """A + damping I as a new tensor, at least in float32.
 
-    Args:
-        matrix: A, shape (..., n, n).
-        damping: As for `inverse_psd`.
+    matrix: A, (..., n, n).
     """
     damped = matrix.to(widen_dtype(matrix.dtype), copy=True)
     damped.diagonal(dim1=-2, dim2=-1).add_(torch.as_tensor(damping, dtype=damped.dtype).to(damped.device).unsqueeze(-1))

@@ -17,9 +17,7 @@ class LossListener(Protocol):
     def hear(self, log_p: object, inputs: Tensor) -> None:
         """Told at a backward pass.
 
-        Args:
-            log_p: Whose loss it was.
-            inputs: X, shape (b, ...), detached.
+        inputs: X, (b, ...), detached.
         """
         ...
 

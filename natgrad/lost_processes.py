@@ -61,13 +61,7 @@ class PresenceListener:
             return
 
     def wait_for_all(self, what: str, members: Sequence[int], seconds: float) -> list[int]:
-        """The members that did not come within the time; nobody, as soon as all have.
-
-        Args:
-            what: They come to, once or more often.
-            members: Their numbers among all processes.
-            seconds: That they have for it.
-        """
+        """The members that did not come within the time; nobody, as soon as all have."""
         place = f"{self.prefix}{what} {min(members)} {max(members)} {len(members)} "
         self.met[place] = self.met.get(place, 0) + 1
         place += f"{self.met[place]} "
@@ -82,11 +76,7 @@ class PresenceListener:
         return []
 
     def find_lost(self, members: Sequence[int]) -> list[int]:
-        """The members that do not answer, this process's own number never among them.
-
-        Args:
-            members: Their numbers among all processes.
-        """
+        """The members that do not answer, this process's own number never among them."""
         # what one of them found first holds for all, since those who have answered end soon
         verdict = f"{self.prefix}lost of {min(members)} {max(members)} {len(members)}"
         self.store.set(f"{self.prefix}here {self.rank}", "")
@@ -107,17 +97,7 @@ def listen_for_questions() -> None:
 
 
 def wait_for_all(group: Any, what: str, why: str, seconds: float = 300.0) -> None:
-    """Wait until all processes of a group are here, before they exchange what nobody could tell apart from a step.
-
-    Args:
-        group: The process group. All of them have called `listen_for_questions`.
-        what: The call that they are in.
-        why: Why all of them must call it, for the error.
-        seconds: That they have for it.
-
-    Raises:
-        ExchangeError: If some do not come.
-    """
+    """Wait until all processes of a group are here, before they exchange what nobody could tell apart from a step."""
     listener = LISTENERS.get(distributed.group.WORLD)
     members = distributed.get_process_group_ranks(group)
     missing = [] if listener is None else listener.wait_for_all(what, members, seconds)
@@ -127,11 +107,7 @@ def wait_for_all(group: Any, what: str, why: str, seconds: float = 300.0) -> Non
 
 @contextmanager
 def naming_lost(group: Any) -> Generator[None]:
-    """What is exchanged within fails with an `ExchangeError` that names the processes that have ended.
-
-    Args:
-        group: The process group that exchanges, or the mesh.
-    """
+    """What is exchanged within fails with an `ExchangeError` that names the processes that have ended."""
     try:
         yield
     except ExchangeError:
@@ -141,12 +117,7 @@ def naming_lost(group: Any) -> Generator[None]:
 
 
 def describe_failure(group: Any, error: Exception) -> str:
-    """Why an exchange failed, and what to do.
-
-    Args:
-        group: The process group, or the mesh.
-        error: torch's.
-    """
+    """Why an exchange failed, and what to do."""
     mesh = getattr(group, "mesh", None)
     members = distributed.get_process_group_ranks(group) if mesh is None else mesh.flatten().tolist()
     what = f"an exchange between {len(members)} processes failed"

@@ -29,12 +29,7 @@ ELSEWHERE = {
 
 
 def find_name(package: str, fields: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """A `__getattr__` of a package: loads a field when its name is asked for, else says what was likely meant.
-
-    Args:
-        package: Its name.
-        fields: The names that each field supplies.
-    """
+    """A `__getattr__` of a package: loads a field when its name is asked for, else says what was likely meant."""
     homes = {name: home for home, names in fields.items() for name in names}
 
     def find(name: str) -> Any:
@@ -51,12 +46,7 @@ def find_name(package: str, fields: Mapping[str, Sequence[str]]) -> Callable[[st
 
 
 def suggest_name(name: str, package: ModuleType) -> str:
-    """`; did you mean ng.kfac?`, or nothing where no name is near.
-
-    Args:
-        name: What was asked for.
-        package: The whole; its folders' names are looked at too.
-    """
+    """`; did you mean ng.kfac?`, or nothing where no name is near."""
     if name.startswith("_"):
         return ""
     known = {key: getattr(package, key) for key in dir(package) if not key.startswith("_")}
@@ -72,9 +62,5 @@ def suggest_name(name: str, package: ModuleType) -> str:
 
 
 def spell_plainly(name: str) -> str:
-    """In small letters and without underscores.
-
-    Args:
-        name: Of a class or a function.
-    """
+    """In small letters and without underscores."""
     return name.lower().replace("_", "")

@@ -45,12 +45,7 @@ class Progress:
             self._write("\n")
 
     def update(self, done: float, numbers: Mapping[str, Any]) -> None:
-        """Show how far it is.
-
-        Args:
-            done: How many there have been.
-            numbers: What else is told, by name.
-        """
+        """Show how far it is."""
         if not self.shown:
             return
         now = time.monotonic()
@@ -81,22 +76,13 @@ class Progress:
 
 
 def format_seconds(seconds: float) -> str:
-    """Minutes and seconds, or hours, minutes and seconds.
-
-    Args:
-        seconds: A number >= 0.
-    """
+    """Minutes and seconds, or hours, minutes and seconds."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def check_callback(callback: Any, of: str) -> None:
-    """TypeError unless the callback is a function or None.
-
-    Args:
-        callback: What was given.
-        of: What it is called with, such as "the search".
-    """
+    """TypeError unless the callback is a function or None."""
     if callback is not None and not callable(callback):
         raise TypeError(f"callback is {type(callback).__name__}, expected a function of {of}, or None")

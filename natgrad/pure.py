@@ -306,23 +306,13 @@ class SeveralPure(PureModel):
 def pure_model(model: Model, inputs: Any, random: RandomState | None = None) -> PureModel:
     """The pure function of a pass on these inputs, or of several passes.
 
-    Args:
-        model: An `nn.Module`, or a function f(params, *args).
-        inputs: As `as_call` takes them, or `Passes`.
-        random: The state at which global draws are replayed. None: the state now.
+    model: An `nn.Module`, or a function f(params, *args).
     """
     return SeveralPure(model, inputs) if isinstance(inputs, Passes) else PureModel(model, as_call(inputs), random)
 
 
 def call_with(module: nn.Module, state: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-    """module(*args, **kwargs) with these tensors in the place of its parameters and buffers.
-
-    Args:
-        module: The module.
-        state: Name -> tensor.
-        *args: Of the call.
-        **kwargs: Of the call.
-    """
+    """module(*args, **kwargs) with these tensors in the place of its parameters and buffers."""
     with run_alone():
         return torch.func.functional_call(module, dict(state), args, kwargs)
 
@@ -357,12 +347,7 @@ def is_evaluating() -> bool:
 
 
 def check_examples_apart(name: str, net: nn.Module) -> None:
-    """ValueError for a network whose output for an example depends on the batch around it, or on a dropout's mask.
-
-    Args:
-        name: What the network is called.
-        net: The network, in its mode as it is.
-    """
+    """ValueError for a network whose output for an example depends on the batch around it, or on a dropout's mask."""
     for path, part in cast("Iterator[tuple[str, nn.Module]]", net.named_modules()):
         where = f"{name}.{path}" if path else name
         if isinstance(part, BATCH_NORMS) and (part.training or part.running_mean is None):
@@ -426,13 +411,7 @@ def full_precision(params: Params) -> torch.autocast:
 
 
 def frozen_state(model: nn.Module, given: set[str], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Detached parameters and cloned buffers: what a pure call may read, and write without consequence.
-
-    Args:
-        model: The module.
-        given: Names that the caller supplies, under any of their names if they are tied; these are left out.
-        buffers: What some buffers held when the pass began.
-    """
+    """Detached parameters and cloned buffers: what a pure call may read, and write without consequence."""
     tied = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in given}
     params = {name: p.detach() for name, p in model.named_parameters() if id(p) not in tied}
     return params | {name: buffers.get(name, buffer).clone() for name, buffer in model.named_buffers()}

@@ -16,13 +16,7 @@ ENOUGH = 40.0  # numbers in the data per parameter, beyond which passes over it 
 def join_returns(known: Mapping[str, Any] | None, examples: Tensor) -> dict[str, Any]:
     """Count how many of these rows are among the first that were seen.
 
-    Args:
-        known: What this returned before, None at first.
-        examples: X, shape (b, N).
-
-    Returns:
-        A dict: "rows", the hashes of the rows that are watched, shape (at most 256,); "returns", how often they came
-        again.
+    examples: X, (b, N).
     """
     hashes = hash_rows(examples)
     if known is None:
@@ -48,12 +42,6 @@ def count_passes(returned: Mapping[str, Any], seen: int, variables: int, paramet
     r returns of a watched row among the examples seen tell m = seen / r different rows, drawn at random, and
     r / (1 - exp(-r)) passes over those seen. They have m N numbers: up to `ENOUGH` of them per parameter a pass counts
     whole, with more it counts less in proportion, since what the fit follows of the noise falls with them.
-
-    Args:
-        returned: From `join_returns`.
-        seen: Examples so far.
-        variables: N.
-        parameters: How many.
     """
     returns = returned["returns"] / max(len(returned["rows"]), 1)
     if returns == 0:

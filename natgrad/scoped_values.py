@@ -74,11 +74,7 @@ class ScopedValue(Generic[T]):
         return entered
 
     def holding(self, value: T) -> Holding[T]:
-        """A context manager: inside, `get` returns this.
-
-        Args:
-            value: What it returns.
-        """
+        """A context manager: inside, `get` returns this."""
         return Holding(self, value)
 
 
@@ -101,11 +97,7 @@ class Holding(Generic[T]):
 
 
 def is_running(frame: FrameType) -> bool:
-    """Whether a frame is on this thread's stack.
-
-    Args:
-        frame: Which.
-    """
+    """Whether a frame is on this thread's stack."""
     here: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage] (no public way)
     while here is not None and here is not frame:
         here = here.f_back
@@ -117,9 +109,6 @@ def keep_gradient_mode(function: Callable[P, T]) -> Callable[P, T]:
 
     Ctrl-C inside of `torch.no_grad()`'s own lines leaves gradients off for the rest of the session: Python calls no
     `__exit__` where `__enter__` did not end.
-
-    Args:
-        function: What a user calls and may interrupt.
     """
 
     @wraps(function)

@@ -12,12 +12,7 @@ from torch import nn
 
 
 def write_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """An HTML table, as notebooks show it.
-
-    Args:
-        head: Titles of the columns.
-        rows: A cell of text for each column.
-    """
+    """An HTML table, as notebooks show it."""
     titles = "".join(f"<th>{escape(title)}</th>" for title in head)
     lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table>"
@@ -67,22 +62,13 @@ class Columns:
 
 
 def write_choices(thing: Any, **choices: Any) -> str:
-    """`Name(a=1, b=2)`.
-
-    Args:
-        thing: Whose class is named.
-        **choices: What it was built with, or stands at.
-    """
+    """`Name(a=1, b=2)`."""
     words = ", ".join(f"{name}={show_choice(value)}" for name, value in choices.items() if value is not None)
     return f"{type(thing).__name__}({words})"
 
 
 def show_choice(value: Any) -> str:
-    """A module by its class, a function by its name, a generator by its device, a number in four digits.
-
-    Args:
-        value: Of a choice.
-    """
+    """A module by its class, a function by its name, a generator by its device, a number in four digits."""
     if isinstance(value, nn.Module):
         return type(value).__name__
     if isinstance(value, FunctionType):
@@ -93,11 +79,7 @@ def show_choice(value: Any) -> str:
 
 
 def show_cell(value: Any) -> str:
-    """A number in four digits, a dash for what there is not.
-
-    Args:
-        value: Of a table.
-    """
+    """A number in four digits, a dash for what there is not."""
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -197,11 +197,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def hint_at_parameters(given: object) -> str:
-    """What to give in place of parameters alone, as torch's optimizers take them; empty for anything else.
-
-    Args:
-        given: What came in the place of a model.
-    """
+    """What to give in place of parameters alone, as torch's optimizers take them; empty for anything else."""
     if isinstance(given, Iterator):
         return "; give the model itself, not model.parameters()"
     parts = list(cast("Sequence[object]", given)) if isinstance(given, (list, tuple)) else [given]

@@ -25,13 +25,6 @@ def write_state_file(state: Mapping[str, Any], path: str | Path) -> None:
     """Write a state: beside its place first, to the disk, and then into it, so that a crash leaves the file before.
 
     Of several writers, threads or processes, the last one's file stays. What a killed one left is removed.
-
-    Args:
-        state: Plain values and tensors.
-        path: Of the file.
-
-    Raises:
-        OSError: If it could not be written; the file at `path` is as before.
     """
     path = Path(path)
     remove_parts(path)
@@ -94,16 +87,7 @@ def take_lock(file: IO[bytes]) -> bool | None:
 
 
 def read_state_file(path: str | Path, device: Any = None) -> dict[str, Any]:
-    """A state from a file of plain values and tensors.
-
-    Args:
-        path: Of the file.
-        device: Where its tensors go; None: where they were.
-
-    Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If it was cut off or damaged, holds something else, or is of a newer format.
-    """
+    """A state from a file of plain values and tensors."""
     try:
         state: Any = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:

@@ -20,34 +20,18 @@ torch_distributed: Any = distributed
 
 
 def is_mapping(value: object) -> TypeGuard[Mapping[str, Any]]:
-    """True for a mapping, whose keys are then taken for strings.
-
-    Args:
-        value: Anything.
-    """
+    """True for a mapping, whose keys are then taken for strings."""
     return isinstance(value, Mapping)
 
 
 def list_numbers(x: Tensor) -> list[Any]:
-    """The entries as numbers, in lists as deep as the tensor.
-
-    Args:
-        x: Of one dimension or more.
-    """
+    """The entries as numbers, in lists as deep as the tensor."""
     numbers: list[Any] = getattr(x, "tolist")()  # noqa: B009
     return numbers
 
 
 def hook_gradient(x: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
-    """Call the hook with the tensor's gradient once it is there.
-
-    Args:
-        x: With a graph.
-        hook: What it returns takes the gradient's place, unless that is None.
-
-    Returns:
-        A handle, whose `remove()` takes the hook off.
-    """
+    """Call the hook with the tensor's gradient once it is there."""
     register: Callable[..., RemovableHandle] = getattr(x, "register_hook")  # noqa: B009
     return register(hook)
 
@@ -57,11 +41,7 @@ def measure_norm(
 ) -> Tensor:
     """|x|, the Euclidean norm: a scalar tensor, or one along `dim`.
 
-    Args:
-        x: Any shape.
-        dim: What is summed over; None: everything.
-        keepdim: Whether `dim` stays, with size 1.
-        dtype: To measure in; None: that of x.
+    x: Any shape.
     """
     return torch_linalg.vector_norm(x, dim=dim, keepdim=keepdim, dtype=dtype)
 
@@ -70,10 +50,6 @@ def as_tensor_like(value: object, like: Tensor) -> Tensor:
     """A number, sequence or tensor in the dtype and on the device of another tensor.
 
     `torch.as_tensor(.1).to(like)` would round the number to float32 on its way to float64.
-
-    Args:
-        value: What `torch.as_tensor` takes.
-        like: Of the dtype and on the device wanted.
     """
     return torch.as_tensor(value, dtype=like.dtype, device=like.device)
 
@@ -81,20 +57,13 @@ def as_tensor_like(value: object, like: Tensor) -> Tensor:
 def split_tensor(x: Tensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
     """The tensor in parts of these sizes along `dim`: views.
 
-    Args:
-        x: Any shape.
-        sizes: Of the parts, or of all of them (the last may be shorter).
-        dim: Along which.
+    x: Any shape.
     """
     cut: Callable[..., tuple[Tensor, ...]] = getattr(x, "split")  # noqa: B009 (torch's own signature is not complete)
     return cut(sizes if isinstance(sizes, int) else list(sizes), dim=dim)
 
 
 def join_diagonally(blocks: Iterable[Tensor]) -> Tensor:
-    """diag(B_1, ..., B_k) of matrices, zeros elsewhere.
-
-    Args:
-        blocks: Matrices, or a tensor of them along its first dimension.
-    """
+    """diag(B_1, ..., B_k) of matrices, zeros elsewhere."""
     join: Callable[..., Tensor] = getattr(torch, "block_diag")  # noqa: B009
     return join(*blocks)

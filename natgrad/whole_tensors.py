@@ -13,31 +13,19 @@ from natgrad.lost_processes import naming_lost
 
 
 def is_split(tensor: Any) -> bool:
-    """True for a `DTensor`. Nothing is imported for that: who has none never loaded the module.
-
-    Args:
-        tensor: Anything.
-    """
+    """True for a `DTensor`. Nothing is imported for that: who has none never loaded the module."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    """True for a module that `fully_shard` was called on. Nothing is imported for that either.
-
-    Args:
-        module: Any.
-    """
+    """True for a module that `fully_shard` was called on. Nothing is imported for that either."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ()))
 
 
 def gather_whole(tensor: Tensor) -> Tensor:
-    """The whole tensor; that of a `DTensor` from all processes that hold a part, who all must ask.
-
-    Args:
-        tensor: Any.
-    """
+    """The whole tensor; that of a `DTensor` from all processes that hold a part, who all must ask."""
     if not is_split(tensor):
         return tensor
     with naming_lost(tensor.device_mesh):  # type: ignore[attr-defined]
@@ -45,20 +33,14 @@ def gather_whole(tensor: Tensor) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor, in its own storage.
-
-    Args:
-        tensor: Any.
-    """
+    """What this process holds of a tensor, in its own storage."""
     return tensor.to_local() if is_split(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def write_whole(target: Tensor, value: Tensor) -> None:
     """Write a whole tensor into one that may be split: each process its part. Nothing is sent.
 
-    Args:
-        target: Written to.
-        value: In the whole shape.
+    value: In the whole shape.
     """
     if not is_split(target):
         target.copy_(value)
@@ -74,9 +56,7 @@ def write_whole(target: Tensor, value: Tensor) -> None:
 def zeros_whole(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Zeros in the whole shape.
 
-    Args:
-        like: Says shape, device and dtype.
-        dtype: Another dtype.
+    like: Says shape, device and dtype.
     """
     return torch.zeros(like.shape, dtype=dtype or like.dtype, device=like.device)
 
@@ -113,9 +93,5 @@ class WholeTensors(Mapping[str, Tensor]):
 
 
 def any_split(tensors: Iterable[Tensor]) -> bool:
-    """True if one of them is a `DTensor`.
-
-    Args:
-        tensors: Any.
-    """
+    """True if one of them is a `DTensor`."""
     return any(is_split(tensor) for tensor in tensors)

@@ -15,12 +15,7 @@ FEW = 8  # arguments that a sentence lists
 
 
 def explain_calls(function: Callable[P, R], hint: Callable[..., str] | None = None) -> Callable[P, R]:
-    """The function, whose TypeError for arguments that it does not take is a sentence.
-
-    Args:
-        function: Any.
-        hint: What to add to the sentence, of the arguments that came.
-    """
+    """The function, whose TypeError for arguments that it does not take is a sentence."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -113,15 +108,7 @@ def list_derived(kind: type) -> list[type]:
 def describe_call(
     name: str, signature: inspect.Signature, doc: str | None, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> str:
-    """What is wrong with a call, how it is made, and an example of the docstring; empty if the arguments fit.
-
-    Args:
-        name: Of what was called.
-        signature: Its arguments.
-        doc: Its docstring.
-        args: That came by position, "self" among them.
-        kwargs: That came by name.
-    """
+    """What is wrong with a call, how it is made, and an example of the docstring; empty if the arguments fit."""
     try:
         signature.bind(*args, **kwargs)
     except TypeError:

@@ -242,10 +242,6 @@ class Boltzmann(Density):
 
 
 def list_bit_states(count: int) -> Tensor:
-    """All states of some bits, shape (2^count, count), the last one changing fastest, as float64.
-
-    Args:
-        count: How many bits.
-    """
+    """All states of some bits, shape (2^count, count), the last one changing fastest, as float64."""
     numbers = torch.arange(2**count).unsqueeze(1)
     return ((numbers >> torch.arange(count - 1, -1, -1)) & 1).double()

@@ -104,10 +104,7 @@ class PairPreconditioner(Preconditioner):
 def add_split_damping(weights: Tensor, covariance: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     """W + delta I and C + epsilon I with 2 delta epsilon = damping, split by their mean eigenvalues (K-FAC's pi).
 
-    Args:
-        weights: The diagonal of W, shape (N,).
-        covariance: C, shape (N, N).
-        damping: Of the metric, at least 0.
+    weights: The diagonal of W, (N,). covariance: C, (N, N).
     """
     pi = (weights.mean() / covariance.diagonal().mean().clamp(min=1e-30)).clamp(1e-6, 1e6).sqrt()
     root = (max(damping, 1e-12) / 2) ** 0.5
@@ -141,11 +138,7 @@ class CentredInverse(Operator):
 
     @abstractmethod
     def solve(self, right: Tensor) -> Tensor:
-        """D of a symmetric S, (N, N) both; the diagonal does not count.
-
-        Args:
-            right: S.
-        """
+        """D of a symmetric S, (N, N) both; the diagonal does not count."""
 
 
 class PairInverse(CentredInverse):

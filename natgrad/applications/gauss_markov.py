@@ -200,20 +200,11 @@ class GaussMarkov(Density):
 
 
 def ring(size: int) -> list[tuple[int, int]]:
-    """Edges of a circle of variables.
-
-    Args:
-        size: Number of variables.
-    """
+    """Edges of a circle of variables."""
     return [(i, (i + 1) % size) for i in range(size)]
 
 
 def lattice(rows: int, columns: int) -> list[tuple[int, int]]:
-    """Edges of a rectangle of variables numbered row by row, each joined to its right and lower neighbour.
-
-    Args:
-        rows: Of the rectangle.
-        columns: Of the rectangle.
-    """
+    """Edges of a rectangle of variables numbered row by row, each joined to its right and lower neighbour."""
     right = [(columns * r + c, columns * r + c + 1) for r in range(rows) for c in range(columns - 1)]
     return right + [(columns * r + c, columns * (r + 1) + c) for r in range(rows - 1) for c in range(columns)]

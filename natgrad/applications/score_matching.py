@@ -270,12 +270,7 @@ class _Chunks(torch.autograd.Function):
 def check_smooth(scores: Tensor, curvatures: Tensor) -> None:
     """Check that a second derivative in x is not zero: the objective has no lower bound where all are.
 
-    Args:
-        scores: d_i log p, shape (b, N).
-        curvatures: d_i^2 log p, shape (b, k).
-
-    Raises:
-        ValueError: If all second derivatives are exactly zero.
+    scores: d_i log p, (b, N). curvatures: d_i^2 log p, (b, k).
     """
     if is_concrete(curvatures) and not bool(curvatures.detach().any()):
         if not bool(scores.detach().any()):
@@ -289,12 +284,7 @@ def check_smooth(scores: Tensor, curvatures: Tensor) -> None:
 def check_noise(noise: float | Tensor, inputs: Tensor) -> Tensor:
     """Standard deviations, shape (1,) or (b,).
 
-    Args:
-        noise: A number, or one per example.
-        inputs: Examples, shape (b, N).
-
-    Raises:
-        ValueError: If they are not positive and finite.
+    inputs: Examples, (b, N).
     """
     levels = torch.as_tensor(noise, dtype=inputs.dtype, device=inputs.device).reshape(-1)
     if len(levels) not in (1, len(inputs)):

@@ -108,10 +108,7 @@ class TwoLayer(Density):
 def unit_responses(W: Tensor, V: Tensor, X: Tensor) -> tuple[Tensor, Tensor]:
     """a = W x, shape (..., b, J), and r = (1 + V a^2)^-1/2, shape (..., b, H).
 
-    Args:
-        W: Shape (..., J, N).
-        V: Shape (..., H, J).
-        X: Shape (..., b, N).
+    W: (..., J, N). V: (..., H, J). X: (..., b, N).
     """
     a = X @ W.mT
     return a, (1 + a.square() @ V.mT).rsqrt()
@@ -120,10 +117,7 @@ def unit_responses(W: Tensor, V: Tensor, X: Tensor) -> tuple[Tensor, Tensor]:
 def pool_features(W: Tensor, V: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     """V_hj a_j, shape (..., b, H, J), and B, shape (..., b, H, N), its product with W.
 
-    Args:
-        W: Shape (..., J, N).
-        V: Shape (..., H, J).
-        a: W x, shape (..., b, J).
+    W: (..., J, N). V: (..., H, J). a: W x, (..., b, J).
     """
     weighted = V.unsqueeze(-3) * a.unsqueeze(-2)
     return weighted, (weighted.flatten(-3, -2) @ W).unflatten(-2, weighted.shape[-3:-1])
@@ -132,10 +126,7 @@ def pool_features(W: Tensor, V: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
 def derivatives(W: Tensor, V: Tensor, X: Tensor) -> tuple[Tensor, Tensor]:
     """psi and d_i psi_i, both (..., b, N).
 
-    Args:
-        W: Shape (..., J, N).
-        V: Shape (..., H, J).
-        X: Shape (..., b, N).
+    W: (..., J, N). V: (..., H, J). X: (..., b, N).
     """
     a, r = unit_responses(W, V, X)
     c = r @ V
@@ -149,10 +140,7 @@ def gradients(W: Tensor, V: Tensor, X: Tensor) -> tuple[Tensor, Tensor]:
 
     With z = W W^T (c o a), T = (V o a) W W^T and n the diagonal of W W^T: W psi = -z, |B_h|^2 = T_h . (V_h o a).
 
-    Args:
-        W: Shape (..., J, N).
-        V: Shape (..., H, J).
-        X: Shape (..., b, N).
+    W: (..., J, N). V: (..., H, J). X: (..., b, N).
     """
     a, r = unit_responses(W, V, X)
     r3, c = r**3, r @ V
@@ -179,10 +167,7 @@ def jacobians(W: Tensor, V: Tensor, X: Tensor) -> tuple[Tensor, Tensor]:
     d psi_i / dW_kl = x_l (a_k sum_h r_h^3 V_hk B_hi - c_k W_ki) - c_k a_k [i = l]; d psi_i / dV_hk = 1/2 r_h^3 B_hi
     a_k^2 - r_h a_k W_ki.
 
-    Args:
-        W: Shape (..., J, N).
-        V: Shape (..., H, J).
-        X: Shape (..., b, N).
+    W: (..., J, N). V: (..., H, J). X: (..., b, N).
     """
     a, r = unit_responses(W, V, X)
     c = r @ V

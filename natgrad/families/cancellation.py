@@ -41,10 +41,7 @@ def ratio_gap(x: Tensor, base: Tensor, away: Tensor) -> Tensor:
 
     With e = away / base and t = e / (2 + e) the logarithm is 2 atanh(t), and e - 2 t = e t.
 
-    Args:
-        x: Positive numbers, any shape.
-        base: Positive numbers, the same shape.
-        away: x - base, which the caller may know better than by subtraction.
+    x: Positive numbers, any shape. base: Positive numbers, the same shape.
     """
     e = away / base
     near = e.abs() < NEAR
@@ -59,10 +56,7 @@ def ratio_gap(x: Tensor, base: Tensor, away: Tensor) -> Tensor:
 def log_ratio(x: Tensor, base: Tensor, away: Tensor) -> Tensor:
     """log(x / base) of positive numbers, to all digits.
 
-    Args:
-        x: Positive numbers, any shape.
-        base: Positive numbers, the same shape.
-        away: x - base, which the caller may know better than by subtraction.
+    x: Positive numbers, any shape. base: Positive numbers, the same shape.
     """
     e = away / base
     near = e.abs() < NEAR

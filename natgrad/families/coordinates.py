@@ -179,9 +179,7 @@ class Change:
     def at(cls, change: Callable[[Tensor], Tensor], point: Tensor) -> Change:
         """The derivative of a map at a point, which is asked there once and in that shape.
 
-        Args:
-            change: A function of the point, of every row by itself.
-            point: Shape (..., n); vectors of more dimensions are batches of such.
+        point: (..., n); vectors of more dimensions are batches of such.
         """
         derivative = torch.func.vjp(change, point)
         value = derivative[0]

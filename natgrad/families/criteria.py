@@ -62,15 +62,7 @@ class Entrywise(Likelihood):
 
 
 def pick_logits(family: Likelihood, outputs: Any) -> Any:
-    """The logits of a record that a model returned (transformers' ModelOutput), for a likelihood of one tensor.
-
-    Args:
-        family: The likelihood.
-        outputs: What the model returned.
-
-    Returns:
-        `outputs.logits`, or the outputs as they are.
-    """
+    """The logits of a record that a model returned (transformers' ModelOutput), for a likelihood of one tensor."""
     if isinstance(outputs, Tensor) or not isinstance(family, (Entrywise, SeparableLikelihood, Categorical)):
         return outputs
     logits = getattr(outputs, "logits", None)
@@ -297,11 +289,7 @@ def remake_with(criterion: Criterion, make: Callable[..., Criterion], *args: Any
 
 
 def cross_entropy(criterion: nn.CrossEntropyLoss) -> Criterion:
-    """Class logits (b, C, ...), targets as class numbers or class probabilities.
-
-    Args:
-        criterion: The loss of `torch.nn`.
-    """
+    """Class logits (b, C, ...), targets as class numbers or class probabilities."""
     smoothing = criterion.label_smoothing
 
     def weigh(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

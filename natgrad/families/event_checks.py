@@ -9,16 +9,7 @@ from natgrad.lapack import factor_or_nan, is_concrete
 
 
 def check_width(x: Tensor, width: int | None, what: str = "") -> Tensor:
-    """x as it is, checked to be a tensor (..., width).
-
-    Args:
-        x: What came.
-        width: How many entries the last dimension must have. None: any number.
-        what: What the entries are, for the error message.
-
-    Raises:
-        ValueError: For another shape.
-    """
+    """x as it is, checked to be a tensor (..., width)."""
     if not isinstance(x, Tensor) or x.dim() == 0 or (width is not None and x.shape[-1] != width):
         came = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is {type(x).__name__}"
         raise ValueError(f"x {came}, expected {what}{' ' if what else ''}(..., {'n' if width is None else width})")
@@ -107,13 +98,7 @@ def check_varies(spread: Tensor, size: Tensor | float, dtype: torch.dtype) -> No
 def check_spreads(covariance: Tensor, size: Tensor, dtype: torch.dtype) -> None:
     """`check_varies` in every direction: the deviation of each variable given those before it.
 
-    Args:
-        covariance: Of the examples, in float64, shape (..., d, d).
-        size: The largest entry of each variable, shape (..., d).
-        dtype: In which the examples came.
-
-    Raises:
-        ValueError: If some combination of variables does not vary.
+    covariance: Of the examples, in float64, (..., d, d). size: The largest entry of each variable, (..., d).
     """
     variance = covariance.detach().diagonal(dim1=-2, dim2=-1)
     check_varies(variance.sqrt(), size, dtype)
@@ -132,12 +117,7 @@ def check_spreads(covariance: Tensor, size: Tensor, dtype: torch.dtype) -> None:
 def check_rest(rest: Tensor, total: Tensor, dtype: torch.dtype, words: str, expected: str) -> None:
     """ValueError unless a difference of numbers is above what their own round-off leaves of it.
 
-    Args:
-        rest: What must be positive, any shape.
-        total: Size of the numbers that were subtracted, the same shape.
-        dtype: In which they came.
-        words: What is wrong otherwise.
-        expected: What was expected.
+    rest: What must be positive, any shape. total: Size of the numbers that were subtracted, the same shape.
     """
     if is_concrete(rest) and not bool((rest > 4 * torch.finfo(dtype).eps * total).all()):
         raise ValueError(f"{words}, or no larger than round-off in {dtype}: expected {expected}")

@@ -61,10 +61,7 @@ class Gibbs:
 def build_sweep(tables: Tables, theta: Tensor, chains: int) -> PairSweep | Sweep:
     """The quickest sweep for a field.
 
-    Args:
-        tables: The field's functions.
-        theta: Natural parameters, shape (B, m).
-        chains: Chains of each theta.
+    theta: Natural parameters, (B, m).
     """
     groups = colour_variables(len(tables.counts), tables.cliques)
     return (PairSweep if fits_pairs(tables) else Sweep)(tables, groups, theta, chains)

@@ -117,11 +117,7 @@ def pair_energies(tables: Tables, order: Tensor, theta: Tensor, width: int) -> t
     The table T of a pair gives T_vw - T_v0 - T_0w + T_00 to the matrix, and T_v0 - T_00 and T_0w - T_00 to the
     constants.
 
-    Args:
-        tables: The field's functions.
-        order: The variables in the order of their columns.
-        theta: Natural parameters, shape (B, m).
-        width: Columns of each variable; missing values have zeros.
+    theta: Natural parameters, (B, m).
     """
     n, values = len(tables.counts), torch.arange(width + 1)
     rank = torch.empty(n, dtype=torch.long)

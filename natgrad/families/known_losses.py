@@ -83,9 +83,6 @@ def kl_div(criterion: nn.KLDivLoss) -> Criterion:
 
     A row whose targets add up to less, such as one that is masked, weighs as much less. 'batchmean' divides by the
     examples, 'mean' by all entries, over the classes too.
-
-    Args:
-        criterion: The loss of `torch.nn`.
     """
 
     def weigh(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

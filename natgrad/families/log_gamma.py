@@ -54,12 +54,7 @@ def away_from_here(x: Tensor) -> Tensor:
 def stirling_rest(x: Tensor, lgamma: Callable[[Tensor], Tensor] = log_gamma) -> Tensor:
     """log Gamma(x) - ((x - 1/2) log x - x + 1/2 log 2 pi), x > 0: about 1 / (12 x).
 
-    Args:
-        x: Any shape.
-        lgamma: What gives log Gamma; `torch.lgamma` is cheaper for data, of which nobody asks a second derivative.
-
-    Returns:
-        The shape of x.
+    x: Any shape.
     """
     near = torch.where(x < SHIFT, x, 1.0)
     plain = lgamma(near) - ((near - 0.5) * near.log() - near + HALF_LOG_2PI)

@@ -159,15 +159,7 @@ def anneal(
 ) -> LogPartitionEstimate:
     """log Z by annealed importance sampling (Neal 2001) from independent uniform variables, beta = 0, to beta = 1.
 
-    Args:
-        tables: The field's functions.
-        theta: Natural parameters, shape (m,).
-        steps: Values of beta after zero, each with one sweep.
-        chains: Independent runs.
-        generator: Source of the draws.
-
-    Returns:
-        The logarithm of the mean weight, whose expectation is Z.
+    theta: Natural parameters, (m,).
     """
     sweep, energy = build_sweep(tables, torch.zeros_like(theta).unsqueeze(0), chains), Energies(tables, theta)
     sweep.start(generator)

@@ -73,15 +73,8 @@ def choose_ridge(
     The predictions of all ridges are one product with U and their leverages another with its squares: a pass over U
     for each ridge took longer than its Gram matrix where there are many draws.
 
-    Args:
-        left: U of the weighted statistics, shape (N, r).
-        sizes: Their singular values, shape (r,).
-        target: The weighted values, shape (N,).
-        share: Weights that sum to one, shape (N,).
-        ridges: In the unit of a squared singular value.
-
-    Returns:
-        The place in `ridges`, the last where no error is a number, and the error, then infinite.
+    left: U of the weighted statistics, (N, r). sizes: Their singular values, (r,). target: The weighted values, (N,).
+    share: Weights that sum to one, (N,).
     """
     powers = sizes.square().unsqueeze(1)
     shrink = powers / (powers + torch.tensor(ridges, dtype=powers.dtype, device=powers.device))  # (r, ridges)
@@ -340,19 +333,7 @@ class WeightedDraws:
         sampled_from: Tensor | None,
         log_weights: Tensor | None,
     ) -> WeightedDraws:
-        """Checked and laid out.
-
-        Args:
-            family: The exponential family.
-            theta: As in `natural_gradient_of_mean`, like the other arguments.
-            f_values: f(x).
-            x: Draws.
-            sampled_from: The theta of earlier draws.
-            log_weights: Of draws from anywhere else.
-
-        Raises:
-            ValueError: For shapes that do not fit, values that are not finite, too few draws.
-        """
+        """Checked and laid out."""
         batch, n = family.check(theta).shape[:-1], theta.shape[-1]
         statistics = family.statistics(family.as_numbers(x, theta.dtype)).to(theta.dtype)
         count = len(statistics)

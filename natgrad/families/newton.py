@@ -31,15 +31,7 @@ def find_natural(family: Dual, eta: Tensor) -> Tensor:
     Newton's method, right to the seventh order: torch takes the derivative of a custom function's `jvp` for zero where
     a second forward mode asks for it.
 
-    Args:
-        family: What Newton's method asks.
-        eta: Expectation parameters, shape (b, n).
-
-    Returns:
-        theta, shape (b, n).
-
-    Raises:
-        ValueError: If Newton's method does not arrive.
+    eta: Expectation parameters, (b, n).
     """
     if is_concrete(eta):
         return Inversion.apply(eta, family)
@@ -90,16 +82,7 @@ def solve_covariance(family: Dual, theta: Tensor, vector: Tensor) -> Tensor:
 def maximise_by_newton(family: Dual, eta: Tensor, theta: Tensor) -> Tensor:
     """theta that maximises theta . eta - psi(theta), which is concave, by steps halved until it grows.
 
-    Args:
-        family: What Newton's method asks.
-        eta: Expectation parameters, shape (b, n).
-        theta: Where it starts, inside the domain, shape (b, n).
-
-    Returns:
-        Shape (b, n).
-
-    Raises:
-        ValueError: If some row's residual stays above what round-off leaves, or vanishes only on the domain's edge.
+    eta: Expectation parameters, (b, n). theta: Where it starts, inside the domain, (b, n).
     """
     if not len(eta):
         return theta  # none to find, and no largest residual
@@ -141,13 +124,8 @@ def search_line(family: Dual, eta: Tensor, theta: Tensor, step: Tensor, size: Te
     Better is a gain theta . eta - psi that does not fall. Near the maximum the gain is flat to round-off; there it is
     a residual r that gets smaller, measured by r^T Cov(T)^-1 r.
 
-    Args:
-        family: Its psi, expectation and domain.
-        eta: The aim, shape (b, n).
-        theta: The point, inside the domain, shape (b, n).
-        step: Newton's, shape (b, n).
-        size: r^T Cov(T)^-1 r at theta, shape (b,): twice what the step should gain.
-        factor: Cholesky's of Cov(T) at theta, shape (b, n, n).
+    eta: The aim, (b, n). theta: The point, inside the domain, (b, n). step: Newton's, (b, n). size: r^T Cov(T)^-1 r at
+    theta, (b,): twice what the step should gain. factor: Cholesky's of Cov(T) at theta, (b, n, n).
     """
 
     def gain(at: Tensor) -> Tensor:

@@ -241,12 +241,7 @@ def mean_log_coefficient(failures: float, odds: Tensor) -> Tensor:
     The integral of e^-t [(r - 1) - (1 - e^(-(r - 1) t)) / (1 - e^-t) E[e^(-x t)]] / t over t > 0, with E[e^(-x t)] =
     (1 + p / q (1 - e^-t))^-r.
 
-    Args:
-        failures: r.
-        odds: p / q = p / (1 - p), shape (...).
-
-    Returns:
-        Shape (...).
+    odds: p / q = p / (1 - p), (...).
     """
     r, slow = failures, min(failures, 1.0)
 
@@ -263,13 +258,7 @@ def mean_log_count(p: Tensor, rest: Tensor, log_rest: Tensor) -> Tensor:
 
     E[e^(-x t)] = log(1 - p e^-t) / log(1 - p).
 
-    Args:
-        p: Shape (...).
-        rest: 1 - p, shape (...).
-        log_rest: log(1 - p), shape (...).
-
-    Returns:
-        Shape (...).
+    rest: 1 - p, (...). log_rest: log(1 - p), (...).
     """
 
     def integrand(t: Tensor) -> Tensor:
@@ -282,10 +271,7 @@ def mean_log_count(p: Tensor, rest: Tensor, log_rest: Tensor) -> Tensor:
 def integrate_over_logs(integrand: Callable[[Tensor], Tensor], slope: Tensor, decay: float) -> Tensor:
     """The integral of f(t) / t over t > 0 by the trapezoid rule in log t.
 
-    Args:
-        integrand: f of t (..., nodes), about `slope` t near zero.
-        slope: Positive, shape (...).
-        decay: f falls as exp(-t / decay).
+    integrand: f of t (..., nodes), about `slope` t near zero. slope: Positive, (...).
     """
     low = -DIGITS - slope.detach().log()
     high = math.log(DIGITS * decay)

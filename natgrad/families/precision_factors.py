@@ -37,9 +37,7 @@ def precision_gap(factor: Tensor, goal: Tensor) -> Tensor:
     C = L^-1 K is lower triangular with C C^T similar to M, so that nothing cancels: 1/2 sum_i [c_ii^2 - 1 - log c_ii^2]
     + 1/2 sum_{i > j} c_ij^2.
 
-    Args:
-        factor: L with P = L L^T, shape (..., d, d).
-        goal: K with Q = K K^T, shape (..., d, d).
+    factor: L with P = L L^T, (..., d, d). goal: K with Q = K K^T, (..., d, d).
     """
     both = torch.linalg.solve_triangular(factor, goal, upper=False).tril(-1)
     start, end = (each.diagonal(dim1=-2, dim2=-1) for each in (factor, goal))

@@ -153,13 +153,6 @@ def temper(family: Laplace | Huber) -> Tempered:
     loss is the same at each; Laplace's is 1 / tau, and Huber's P(|z| < delta / sqrt tau). By parts E[z rho'(z)] = tau,
     so that the mean over the batch tells tau; 1 is the least. At temperature 1 a step moves by about 1, and targets in
     units of a thousand take a thousand steps.
-
-    Args:
-        family: Laplace's or Huber's density.
-
-    Returns:
-        (outputs, targets) -> tau; and (outputs, targets) -> weights, shape (R,), and the number of entries, as
-        `Criterion` takes them.
     """
 
     def find_temperature(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -178,11 +171,7 @@ def temper(family: Laplace | Huber) -> Tempered:
 
 
 def core_mass(delta: Tensor) -> Tensor:
-    """P(|z| < delta) of Huber's density, any shape: delta^2 near zero and 1 from about 6 on.
-
-    Args:
-        delta: Positive numbers.
-    """
+    """P(|z| < delta) of Huber's density, any shape: delta^2 near zero and 1 from about 6 on."""
     middle = ROOT_2PI / 2 * delta * (delta / math.sqrt(2)).erf()  # both parts of Z times delta / 2
     return middle / (middle + (-delta.square() / 2).exp())
 
@@ -192,10 +181,6 @@ def huber_divergence(d: Tensor, delta: float) -> Tensor:
 
     Its second derivative in d is C(d) = P(|z - d| < delta). Both edges of that interval are in one piece of the density
     each up to 2 delta: the upper one in the tail, the lower one in the core. Beyond, both are in the tail.
-
-    Args:
-        d: Distances in float64.
-        delta: Where the densities leave the normal one.
     """
     near, edge = d.clamp(max=2 * delta), torch.tensor(2 * delta, dtype=d.dtype, device=d.device)
     rest = d - near
@@ -209,11 +194,6 @@ def divergence_within(d: Tensor, delta: float, order: int) -> Tensor:
 
     C(d) = 1 - T exp(-delta d) - T - (Phi(d - delta) - Phi(-delta)) sqrt(2 pi) / Z, with the mass T of one tail, is
     integrated twice. Near zero by the series of C'(d) = f(delta) (exp(-delta d) - exp(delta d - d^2 / 2)).
-
-    Args:
-        d: Distances.
-        delta: Where the densities leave the normal one.
-        order: 0 or 1.
     """
     core = float(core_mass(torch.tensor(delta, dtype=torch.float64)))
     tail = (1 - core) / 2

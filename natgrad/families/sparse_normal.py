@@ -267,15 +267,7 @@ class CentredNormals:
 def sparse_precision(pairs: Pairs, spread: Tensor) -> Tensor:
     """P on the graph whose inverse has given entries there.
 
-    Args:
-        pairs: The graph.
-        spread: Sigma_ii, 2 Sigma_ij on the graph, shape (..., size).
-
-    Returns:
-        Shape (..., d, d).
-
-    Raises:
-        ValueError: Where there is none: no positive definite matrix has these entries.
+    spread: Sigma_ii, 2 Sigma_ij on the graph, (..., size).
     """
     variances = spread[..., : pairs.d]
     if is_concrete(spread) and not bool((variances > 0).all()):

@@ -184,12 +184,7 @@ class VonMisesFisher(ExponentialFamily):
 
 
 def log_scaled_integral(alpha: float, kappa: Tensor) -> Tensor:
-    """log of the integral of exp(-kappa (1 - t)) (1 - t^2)^(alpha - 1) over -1 < t < 1, kappa >= 0.
-
-    Args:
-        alpha: (d - 1) / 2.
-        kappa: Shape (...).
-    """
+    """log of the integral of exp(-kappa (1 - t)) (1 - t^2)^(alpha - 1) over -1 < t < 1, kappa >= 0."""
     return weigh_cosines(alpha, kappa)[0]
 
 

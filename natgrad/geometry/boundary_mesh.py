@@ -75,13 +75,7 @@ def connect_far(equation: Callable[[Tensor], Equation], start: Tensor, end: Tens
     The end moves along the equation's first path as far as Newton's method follows, on a coarse mesh; then the mesh is
     refined until |x'| is constant along the way. The work is bounded: at most 12 rounds of 15 steps.
 
-    Args:
-        equation: The equation of some of the rows, by their numbers.
-        start: Shape (b, n).
-        end: Shape (b, n).
-
-    Returns:
-        Shape (b, n).
+    start: (b, n). end: (b, n).
     """
     found, n = torch.full_like(start, torch.nan), start.shape[1]
     if MESHES[0] * DEGREE * n > UNKNOWNS:

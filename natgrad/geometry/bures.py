@@ -173,12 +173,7 @@ class BuresMetric(Operator):
 def lyapunov(matrix: Tensor, right: Tensor) -> Tensor:
     """L with S L + L S = R; gradients flow to both.
 
-    Args:
-        matrix: S, positive definite, shape (..., d, d).
-        right: R, symmetric, shape (..., d, d).
-
-    Returns:
-        Shape (..., d, d).
+    matrix: S, positive definite, (..., d, d). right: R, symmetric, (..., d, d).
     """
     values, vectors = eigh(matrix.detach())
     sums = values.unsqueeze(-1) + values.unsqueeze(-2)

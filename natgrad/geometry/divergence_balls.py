@@ -89,12 +89,7 @@ def level_set(
 
 
 def spread_directions(count: int, centre: Tensor) -> Tensor:
-    """Directions (count, 2), evenly spread; the last is the first again, so that a line drawn is closed.
-
-    Args:
-        count: How many.
-        centre: A tensor of the dtype and on the device.
-    """
+    """Directions (count, 2), evenly spread; the last is the first again, so that a line drawn is closed."""
     if len(centre) != 2:
         raise ValueError(f"directions is a number, which serves 2 dimensions; expected a tensor (m, {len(centre)})")
     angles = torch.linspace(0, 2 * math.pi, count, dtype=centre.dtype, device=centre.device)

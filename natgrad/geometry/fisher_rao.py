@@ -48,14 +48,7 @@ def contract_christoffel(
 ) -> list[Tensor]:
     """-1/2 I^-1 (D_speed I) v for every v.
 
-    Args:
-        family: Whose Fisher matrix is I.
-        point: Natural parameters, shape (b, n).
-        speed: Shape (b, n).
-        vectors: Shape (b, n) each.
-
-    Returns:
-        As many as there are vectors; NaN on the edge, where the metric is singular: as good as outside.
+    point: Natural parameters, (b, n). speed: (b, n). vectors: (b, n) each.
     """
     with exact_derivatives():  # of a psi with a determinant inside, torch's own are wrong
         metric, turned = turn_metric(family, point, speed, torch.stack(vectors, dim=-1))
@@ -114,19 +107,12 @@ def connect(
     x'' is a polynomial of degree 31, found by iterating x'' <- f(x, x'), accelerated: every sweep is one call of f. It
     converges for ways that are not too long, and its last coefficients tell whether the degree was enough.
 
-    Args:
-        bend: f(x, x') = x'', on (b, N, n).
-        start: Shape (b, n).
-        end: Shape (b, n).
-        tolerance: Relative size of what is left over.
-        invariant: A function of (x, x'), (b, N, n) -> (b, N), that is the same all along a true solution: polynomials
-            that fit the equation at the nodes alone change it.
-
-    Returns:
-        Shape (b, n).
-
     Reference:
         Anderson 1965, for the acceleration.
+
+    bend: f(x, x') = x'', on (b, N, n). start: (b, n). end: (b, n). invariant: A function of (x, x'), (b, N,
+    n) -> (b, N), that is the same all along a true solution: polynomials that fit the equation at the nodes alone
+    change it.
     """
     place, speed, first, tail, nodes = (m.to(start) for m in _matrices())
     away = (end - start).unsqueeze(1)
@@ -526,17 +512,12 @@ class Charted(Manifold):
     def to_chart(self, theta: Tensor) -> Tensor:
         """theta -> the known manifold's point.
 
-        Args:
-            theta: Natural parameters, shape (..., n).
+        theta: Natural parameters, (..., n).
         """
 
     @abstractmethod
     def from_chart(self, point: Tensor) -> Tensor:
-        """The known manifold's point -> theta.
-
-        Args:
-            point: Of the known manifold.
-        """
+        """The known manifold's point -> theta."""
 
     def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
         at, u = self._push(point, first)

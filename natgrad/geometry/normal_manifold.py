@@ -27,41 +27,28 @@ class Way(Protocol):
     def reach(self, velocity: Tensor) -> Tensor:
         """Where the geodesics with these velocities are at time 1; NaN where that is nowhere.
 
-        Args:
-            velocity: Shape (..., k, n).
+        velocity: (..., k, n).
         """
         ...
 
     def target(self, part: Tensor) -> Tensor:
         """The points at these parts of the ways.
 
-        Args:
-            part: From 0 (the start) to 1 (the end), shape (k,).
-
-        Returns:
-            Shape (k, n).
+        part: From 0 (the start) to 1 (the end), (k,).
         """
         ...
 
     def guess(self, part: Tensor) -> Tensor:
         """First velocities towards them.
 
-        Args:
-            part: From 0 (the start) to 1 (the end), shape (k,).
-
-        Returns:
-            Shape (k, n).
+        part: From 0 (the start) to 1 (the end), (k,).
         """
         ...
 
     def size(self, misfit: Tensor) -> Tensor:
         """Length of misfits.
 
-        Args:
-            misfit: Shape (k, n).
-
-        Returns:
-            Shape (k,).
+        misfit: (k, n).
         """
         ...
 
@@ -72,10 +59,7 @@ def shoot(way: Callable[[Tensor], Way], like: Tensor, tolerance: float) -> Tenso
     The whole way is tried at once; where that fails, half of it first, and so on, every row by itself. NaN in rows
     where 2^-12 of the way is still too much, or 60 rounds were not enough.
 
-    Args:
-        way: The ways of some of the rows, by their numbers.
-        like: A tensor (b, n) of the shape, dtype and device of the velocities.
-        tolerance: Length of the misfit that is allowed.
+    like: A tensor (b, n) of the shape, dtype and device of the velocities.
     """
     begun, part, velocity = like.new_zeros(len(like)), like.new_ones(len(like)), torch.zeros_like(like)
     for _ in range(ROUNDS):

@@ -64,10 +64,7 @@ def apply_to_matrix(function: Callable[[Tensor], Tensor], slope: Callable[[Tenso
     The derivative is that of Daleckii and Krein: V (K o (V^T dA V)) V^T, with K the divided differences of f. Second
     derivatives are not those of f.
 
-    Args:
-        function: f, entry by entry.
-        slope: f', entry by entry.
-        matrix: A, shape (..., d, d).
+    matrix: A, (..., d, d).
     """
     symmetric = symmetrise(matrix)
     values, vectors = eigh(symmetric.detach())

@@ -258,12 +258,7 @@ def has_no_place(tap: Tap) -> bool:
 
 
 def doubtful(tap: Tap, count: int) -> bool:
-    """True if shapes leave open where a call's examples are.
-
-    Args:
-        tap: The call.
-        count: The number of examples.
-    """
+    """True if shapes leave open where a call's examples are."""
     if isinstance(tap, MatrixProduct):
         return not tap.loose and len(tap.inputs) != count
     features = tap.layer.features(tap.inputs)

@@ -56,14 +56,7 @@ class SeenImages(Seen):
 
     @staticmethod
     def fits(layer: ConvolutionLayer, inputs: Tensor, derivatives: Sequence[Tensor], examples: int | None) -> bool:
-        """True if a call of a convolution can be followed without patches: one image per example, the usual size.
-
-        Args:
-            layer: The convolution's.
-            inputs: What it saw.
-            derivatives: Per cotangent.
-            examples: Their number, if known.
-        """
+        """True if a call of a convolution can be followed without patches: one image per example, the usual size."""
         counts = {len(inputs), *map(len, derivatives)} | (set() if examples is None else {examples})
         return len(counts) == 1 and (
             not isinstance(layer.module, TRANSPOSED) or has_usual_size(layer.module, inputs, derivatives[0])
@@ -100,11 +93,7 @@ class SeenImages(Seen):
         return SeenImages(self.layer, self.inputs, [factor * d for d in self.derivatives], share * self.share)
 
     def thin(self, rows: float) -> Seen:
-        """The same pass with some patches, of all images where few are wanted, else of enough images.
-
-        Args:
-            rows: About how many; blocks of one output per group take whole images.
-        """
+        """The same pass with some patches, of all images where few are wanted, else of enough images."""
         count, t = int(self.positions), prod(self.derivatives[0].shape[2:])
         images = min(self.examples, max(IMAGES, 2 * rows / max(t, 1)))
         if not self.single and GATHERED * rows < images * t:
@@ -176,13 +165,7 @@ class SeenImages(Seen):
 
 
 def has_usual_size(module: Any, inputs: Tensor, outputs: Tensor) -> bool:
-    """True if a transposed convolution was asked for no `output_size`, and the inputs are what a plain one returns.
-
-    Args:
-        module: The transposed convolution.
-        inputs: What it saw.
-        outputs: What it gave, or a derivative there.
-    """
+    """True if a transposed convolution was asked for no `output_size`, and the inputs are what a plain one returns."""
     options = zip(
         module.kernel_size, module.stride, module.padding, module.dilation, module.output_padding, strict=True
     )
@@ -207,15 +190,7 @@ def collect_passes(
     dtype: torch.dtype | None = None,
     examples: int | None = None,
 ) -> list[Seen]:
-    """The layers' passes, all calls of a module as one. Layers whose calls do not fit together are left out.
-
-    Args:
-        taps: The calls.
-        deltas: Per cotangent and tap, the derivative there; calls without one are left out, and so are those without
-            a row (an expert that no token went to): they tell as little as no call at all.
-        dtype: Of the result. Default: the widest of float32 and the deltas' own.
-        examples: Of the outputs, if known: calls that have as many together are parts of a batch.
-    """
+    """The layers' passes, all calls of a module as one. Layers whose calls do not fit together are left out."""
     calls: dict[Layer, list[tuple[Tap, list[Tensor]]]] = {}
     for i, call in enumerate(taps):
         reached = [delta for found in deltas if (delta := found[i]) is not None]
@@ -226,17 +201,7 @@ def collect_passes(
 
 
 def merge_calls(layer: Layer, calls: Calls, dtype: torch.dtype | None, examples: int | None) -> Seen | None:
-    """All calls of one module as one pass: more positions of the same examples, or more examples.
-
-    Args:
-        layer: The module's.
-        calls: Each with its deltas, one per cotangent.
-        dtype: As in `collect_passes`.
-        examples: As in `collect_passes`.
-
-    Returns:
-        None where the calls do not fit together, or where an input was overwritten since.
-    """
+    """All calls of one module as one pass: more positions of the same examples, or more examples."""
     if not all(call.intact for call, _ in calls):
         return None
     dtype = torch.promote_types(torch.float32, calls[0][1][0].dtype) if dtype is None else dtype
@@ -275,10 +240,7 @@ def sum_positions(layer: Layer, normalised: Tensor, deltas: list[Tensor]) -> See
 
     For 256 images of 32 x 28 x 28 that takes a tenth of the time that blocks from 784 positions take.
 
-    Args:
-        layer: A norm of several channels, with more positions than cotangents.
-        normalised: Its input before scale and shift, (b, t, G, 1).
-        deltas: Per cotangent, (b, t, G, 1).
+    normalised: Its input before scale and shift, (b, t, G, 1). deltas: Per cotangent, (b, t, G, 1).
     """
     layout = layer.layout
     columns = [[normalised * d] * (layout.weight is not None) + [d] * (layout.bias is not None) for d in deltas]
@@ -295,13 +257,6 @@ def arrange_call(
 
     Without a place, the number of examples decides, where the outputs tell it: positions may come before examples,
     (t, b, d), or be flattened with them, (b t, d).
-
-    Args:
-        layer: The call's.
-        lay: The layer's `activations` or `deltas`.
-        tensor: The input or the derivative.
-        examples: Their number, if known.
-        place: Where the examples run, if known.
     """
     if place is not None and examples is not None:
         found = lay(tensor.movedim(place.axis, 0))
@@ -424,13 +379,7 @@ def token_part(layer: Traced, calls: Products, fold: Fold, dtype: torch.dtype) -
 
 
 def gather_derivatives(calls: Products, fold: Fold, rows: int | None = None) -> list[Tensor]:
-    """Per cotangent, the derivatives at all products, (b, t, o).
-
-    Args:
-        calls: The products, each with its deltas.
-        fold: How rows become examples and positions.
-        rows: Pad to so many outputs. Default: no padding.
-    """
+    """Per cotangent, the derivatives at all products, (b, t, o)."""
     columns = zip(*(deltas for _, deltas in calls), strict=True)
     return [
         join_parts(
@@ -570,16 +519,7 @@ def hear(
 
 
 def explains(seen: Seen, gradients: Mapping[str, Tensor | None], eps: float = 0.0) -> bool | None:
-    """True if a layer's activations and deltas give its parameters' whole gradient.
-
-    Args:
-        seen: The layer's pass.
-        gradients: By name, of a plain backward pass from the first cotangent.
-        eps: Of the coarsest dtype on the way (autocast), if that is not the layer's own.
-
-    Returns:
-        None where that cannot be told: 0 = 0 behind a head that starts at zero, or a gradient that is not finite.
-    """
+    """True if a layer's activations and deltas give its parameters' whole gradient."""
     found = seen.gradient()
     reached = {name: g for name in seen.layer.layout.names if (g := gradients.get(name)) is not None}
     if not reached:

@@ -137,11 +137,7 @@ class NormLayer(Layer):
         return self.with_bias(self.normalise(inputs))
 
     def normalise(self, inputs: Tensor) -> Tensor:
-        """The input before scale and shift as (b, t, groups, 1).
-
-        Args:
-            inputs: As the module was given them.
-        """
+        """The input before scale and shift as (b, t, groups, 1)."""
         return self._channels(normalise_inputs(self.module, inputs)).unsqueeze(-1)
 
     def deltas(self, gradient: Tensor) -> Tensor:
@@ -210,13 +206,7 @@ OWN_KINDS: dict[type[nn.Module], Build] = {}
 
 
 def layer_of(module: nn.Module, dot: str, space: Space) -> Layer | None:
-    """A module as a layer; None for other kinds, and where no parameter is in the space.
-
-    Args:
-        module: The module.
-        dot: What stands before its parameters' names, with the dot.
-        space: Of the parameters that are trained.
-    """
+    """A module as a layer; None for other kinds, and where no parameter is in the space."""
     own_type = type_of(module)
     if own_type in OWN_KINDS:
         return OWN_KINDS[own_type](module, dot, space.blocks.__contains__)
@@ -280,10 +270,7 @@ def patches_of(module: Any, inputs: Tensor) -> Tensor:
 def patches_at(module: Any, inputs: Tensor, kept: Tensor) -> Tensor:
     """Some of `patches_of`, without the others: (r, channels * taps), by number among examples times positions.
 
-    Args:
-        module: The convolution.
-        inputs: Shape (b, channels, ...).
-        kept: Which, positions of an example together.
+    inputs: (b, channels, ...).
     """
     transposed = isinstance(module, TRANSPOSED)
     windows = spread_inputs(module, inputs) if transposed else pad_as(module, inputs)
@@ -320,9 +307,7 @@ def spread_inputs(module: Any, inputs: Tensor) -> Tensor:
     The inputs with stride - 1 zeros between them, and at the ends (taps - 1) dilation - padding of them, or fewer
     entries where that is below 0.
 
-    Args:
-        module: The transposed convolution.
-        inputs: Shape (b, channels, ...).
+    inputs: (b, channels, ...).
     """
     ends = list[int]()
     for axis, stride in enumerate(module.stride):

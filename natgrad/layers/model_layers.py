@@ -59,15 +59,7 @@ class Unroll:
 
 
 def unroll_recurrence(modules: Iterable[nn.Module], owner: Any) -> list[RemovableHandle]:
-    """Run the recurrent ones among the modules in products, in the passes that `owner.listens()` to.
-
-    Args:
-        modules: Any; others than `nn.RNN`, `nn.LSTM` and `nn.GRU` are left alone, and so are their subclasses.
-        owner: An object with a method `listens()`.
-
-    Returns:
-        Handles, whose `remove()` takes the hooks off.
-    """
+    """Run the recurrent ones among the modules in products, in the passes that `owner.listens()` to."""
     handles = []
     for module in dict.fromkeys(modules):
         if type_of(module) in (nn.RNN, nn.LSTM, nn.GRU):

@@ -306,12 +306,10 @@ def reduce_positions(a: Tensor, deltas: Tensor) -> tuple[Tensor, Tensor]:
 
     Exact for a deep linear network whose loss sees the mean over positions.
 
-    Args:
-        a: Shape (b, t, G, d).
-        deltas: Shape (b, t, G, o).
-
     Reference:
         K-FAC-reduce of Eschenhagen et al. 2023.
+
+    a: (b, t, G, d). deltas: (b, t, G, o).
     """
     return a.mean(1, keepdim=True), deltas.sum(1, keepdim=True)
 
@@ -340,13 +338,8 @@ def rotated_squares(a: Tensor, deltas: Tensor, eigen: KroneckerEigen) -> Tensor:
 def turn_into_basis(tensor: Tensor, vectors: Tensor | None) -> Tensor:
     """The tensor in the basis of the vectors.
 
-    Args:
-        tensor: Shape (b, t, G, d).
-        vectors: Shape (d, d) or (G, d, d); for a cut factor's blocks (..., s, s), with four dimensions. None: the
-            tensor as it is.
-
-    Returns:
-        The tensor's shape; for a cut factor (b, t, 1, n), with as many zeros at the end as the blocks are larger.
+    tensor: (b, t, G, d). vectors: (d, d) or (G, d, d); for a cut factor's blocks (..., s, s), with four
+    dimensions. None: the tensor as it is.
     """
     if vectors is None:
         return tensor

@@ -111,15 +111,7 @@ def unwrap_module(model: Any, group: Any) -> tuple[Any, Any]:
 
 @contextmanager
 def failing_together(group: Any, device: torch.device) -> Iterator[None]:
-    """An error within is an error on all processes of the group, none of which waits for another then.
-
-    Args:
-        group: The processes; None: this one alone.
-        device: Where numbers are exchanged.
-
-    Raises:
-        RuntimeError: On the others.
-    """
+    """An error within is an error on all processes of the group, none of which waits for another then."""
     if group is None:
         yield
         return
@@ -148,13 +140,7 @@ def gather_numbers(own: Tensor, group: Any) -> Tensor:
 
 
 def join_moments(listeners: Sequence[NormListener], count: int, group: Any) -> int:
-    """Give listeners the moments of all processes' batches, the same bits on each; how many batches there were.
-
-    Args:
-        listeners: Of the norms, in the same order on all processes.
-        count: This process's batches.
-        group: The processes; None: this one alone.
-    """
+    """Give listeners the moments of all processes' batches, the same bits on each; how many batches there were."""
     if group is None:
         return count
     sizes = [2 * len(one.norm.running_mean) + 1 for one in listeners]

@@ -28,13 +28,7 @@ class Kind:
     features: int | None
 
     def layer(self, module: nn.Module, prefix: str, trained: Callable[[str], bool]) -> RegisteredLayer | None:
-        """A module as a layer; None if none of its parameters is trained.
-
-        Args:
-            module: Of the registered class.
-            prefix: What stands before its parameters' names, with the dot.
-            trained: True for the name of a parameter that is trained.
-        """
+        """A module as a layer; None if none of its parameters is trained."""
         weight, bias = (f"{prefix}{name}" if name else "" for name in (self.weight, self.bias))
         groups, outputs, inputs = self.shape(module)
         has = dict(module.named_parameters(recurse=False))

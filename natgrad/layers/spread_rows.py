@@ -12,11 +12,6 @@ def spread_rows(count: int, some: float, device: torch.device) -> Tensor:
     """About `some` of `count` rows, one from each stretch of equal length, at another place in every stretch.
 
     No period in the order of rows (pairs, classes in turn, places in a sentence) is met at one phase alone.
-
-    Args:
-        count: How many there are.
-        some: How many are wanted.
-        device: Of the result.
     """
     stretch = max(1, round(count / some))
     starts = torch.arange(count // stretch, device=device)

@@ -47,11 +47,7 @@ class Recorder:
             hear_whole_tensors()
 
     def move(self, device: torch.device) -> None:
-        """Put the dummy where the model is: one tensor elsewhere would keep a graph from being captured whole.
-
-        Args:
-            device: The model's.
-        """
+        """Put the dummy where the model is: one tensor elsewhere would keep a graph from being captured whole."""
         self.dummy = make_dummy(device)
 
     @contextmanager
@@ -127,14 +123,7 @@ class Fused(torch.autograd.Function):
 
 
 def tap_output(output: Tensor, inputs: Tensor, recorder: Recorder, place: int) -> Tensor:
-    """The output of a layer, tapped.
-
-    Args:
-        output: Of the layer.
-        inputs: Of the layer.
-        recorder: Of the model.
-        place: The layer's number among the recorder's.
-    """
+    """The output of a layer, tapped."""
     return Fused.apply(output, inputs, recorder.dummy, recorder.number, place)  # type: ignore[return-value]
 
 
@@ -156,9 +145,7 @@ class Place:
     def spread(self, numbers: Tensor, like: Tensor) -> Tensor:
         """One number per example, where the example runs in `like`.
 
-        Args:
-            numbers: Shape (b,).
-            like: The call's input or output.
+        numbers: (b,).
         """
         times = like.shape[self.axis] // len(numbers)
         spread = numbers.repeat(times) if self.fast else numbers.repeat_interleave(times)
@@ -342,15 +329,7 @@ class Tapped:
 
 
 def tap(taps: Taps, layers: Mapping[nn.Module, Layer]) -> list[RemovableHandle]:
-    """Record the modules' calls. The hooks do not keep the layers alive: the caller must hold them.
-
-    Args:
-        taps: Where calls are recorded.
-        layers: Each module's layer.
-
-    Returns:
-        Handles, whose `remove()` takes the hooks off.
-    """
+    """Record the modules' calls. The hooks do not keep the layers alive: the caller must hold them."""
     taps.places = list(layers.values())
     for p in itertools.islice(itertools.chain.from_iterable(module.parameters() for module in layers), 1):
         taps.recorder.move(p.device)
@@ -400,15 +379,7 @@ class Resume:
 
 
 def resume(model: nn.Module, taps: Taps) -> RemovableHandle:
-    """Go on recording, after a pause, when the model is called.
-
-    Args:
-        model: The model.
-        taps: Where calls are recorded.
-
-    Returns:
-        A handle, whose `remove()` takes the hook off.
-    """
+    """Go on recording, after a pause, when the model is called."""
     return model.register_forward_pre_hook(Resume(taps))
 
 

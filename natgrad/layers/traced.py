@@ -86,11 +86,7 @@ class TracedProduct(MatrixProduct):
     shape: tuple[int, ...] = ()
 
     def rows(self, delta: Tensor) -> int:
-        """R, the number of rows.
-
-        Args:
-            delta: The derivative at the product.
-        """
+        """R, the number of rows."""
         return delta.shape[1] if self.columns else delta.numel() // delta.shape[-1]
 
 

@@ -105,12 +105,7 @@ def lay_out_amplitudes(outputs: Any) -> Tensor:
 def check_weights(weights: Tensor | None, rows: Tensor) -> Tensor | None:
     """The weights of states in the dtype of the rows.
 
-    Args:
-        weights: Shape (b,), or None.
-        rows: log psi, shape (b, m).
-
-    Raises:
-        ValueError: Unless there is one number >= 0 per state, and they add up to one.
+    weights: (b,), or None. rows: log psi, (b, m).
     """
     if weights is None:
         return None

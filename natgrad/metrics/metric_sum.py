@@ -117,11 +117,7 @@ def generator_of(metric: Metric) -> torch.Generator | None:
 
 
 def share_generator(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """The same metrics with one source of labels: a checkpoint has one generator.
-
-    Raises:
-        ValueError: For a metric whose generator cannot be exchanged.
-    """
+    """The same metrics with one source of labels: a checkpoint has one generator."""
     shared = next((found for found in map(generator_of, metrics.values()) if found is not None), None)
     found = dict[str, Metric]()
     for name, metric in metrics.items():

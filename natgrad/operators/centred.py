@@ -26,8 +26,7 @@ class CentredRows:
     def centre(self, weights: Tensor) -> Tensor:
         """w - Q Q^T w, shape (r,): the projection, which is its own transpose.
 
-        Args:
-            weights: w, shape (r,).
+        weights: w, (r,).
         """
         return weights - self.means @ (self.means.mT @ weights)
 

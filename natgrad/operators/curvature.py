@@ -65,14 +65,7 @@ class Curvature(Operator):
 
 
 def check_value(value: object) -> None:
-    """Check that f gave a finite scalar tensor that depends on the parameters.
-
-    Args:
-        value: What f gave.
-
-    Raises:
-        ValueError: If it is anything else.
-    """
+    """Check that f gave a finite scalar tensor that depends on the parameters."""
     if not isinstance(value, Tensor) or value.dim() != 0:
         came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"the loss has {came}, expected a scalar tensor, the mean over the batch")

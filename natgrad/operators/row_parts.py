@@ -28,17 +28,12 @@ class Part(Protocol):
     def add_gram(self, total: Tensor) -> None:
         """total += U^T U of this part, in the lower triangle only.
 
-        Args:
-            total: Shape (r, r), changed in place.
+        total: (r, r), changed in place.
         """
         ...
 
     def rows(self, which: slice = ALL) -> dict[str, Tensor]:
-        """The row gradients written out, shape (r, size) by name.
-
-        Args:
-            which: A slice of rows, those of some whole examples. Default: all.
-        """
+        """The row gradients written out, shape (r, size) by name."""
         ...
 
     def squares(self) -> dict[str, Tensor]:
@@ -48,17 +43,12 @@ class Part(Protocol):
     def mv(self, weights: Tensor) -> dict[str, Tensor]:
         """The combination of the rows, shape (size,) by name.
 
-        Args:
-            weights: Of the rows, shape (r,).
+        weights: Of the rows, (r,).
         """
         ...
 
     def rmv(self, tangents: dict[str, Tensor]) -> Tensor:
-        """Every row's inner product with a tangent, shape (r,).
-
-        Args:
-            tangents: By name, in the parameters' shapes.
-        """
+        """Every row's inner product with a tangent, shape (r,)."""
         ...
 
 
@@ -149,8 +139,7 @@ class Explicit:
     def of(rows: dict[str, Tensor]) -> Explicit:
         """The parts by name, side by side.
 
-        Args:
-            rows: Name -> (r, size).
+        rows: Name -> (r, size).
         """
         return Explicit(torch.cat(list(rows.values()), dim=1), {name: part.shape[1] for name, part in rows.items()})
 
@@ -186,10 +175,7 @@ def cross_gram(one: Outer, other: Outer) -> Tensor:
 def add_cross_gram(one: Part, other: Part, total: Tensor) -> None:
     """total += inner products of some row gradients with others, over the parameters that both parts have.
 
-    Args:
-        one: A part of U, r rows.
-        other: A part of V, s rows.
-        total: Shape (r, s), changed in place.
+    total: (r, s), changed in place.
     """
     if isinstance(one, Outer) and isinstance(other, Outer):
         alike = (one.weight, one.bias, one.inputs.shape[1]) == (other.weight, other.bias, other.inputs.shape[1])

@@ -97,16 +97,14 @@ class ScaledRows:
     def mv(self, weights: Tensor) -> Tensor:
         """c U w, shape (n,).
 
-        Args:
-            weights: w, shape (r,).
+        weights: w, (r,).
         """
         return self.factor * self.rows.mv(weights)
 
     def rmv(self, vector: Tensor) -> Tensor:
         """c U^T v, shape (r,).
 
-        Args:
-            vector: v, shape (n,).
+        vector: v, (n,).
         """
         return self.factor * self.rows.rmv(vector)
 
@@ -134,8 +132,7 @@ class StackedColumns:
     def mv(self, weights: Tensor) -> Tensor:
         """sum_i U_i w_i, shape (n,).
 
-        Args:
-            weights: w, shape (r,).
+        weights: w, (r,).
         """
         pieces = split_tensor(weights, [part.rank for part in self.parts])
         return torch.stack([part.mv(piece) for part, piece in zip(self.parts, pieces, strict=True)]).sum(0)
@@ -143,8 +140,7 @@ class StackedColumns:
     def rmv(self, vector: Tensor) -> Tensor:
         """Every U_i^T v, one after the other, shape (r,).
 
-        Args:
-            vector: v, shape (n,).
+        vector: v, (n,).
         """
         return torch.cat([part.rmv(vector) for part in self.parts])
 
@@ -178,9 +174,7 @@ class StackedColumns:
 def multiply_rows(one: SampleRows, other: SampleRows) -> Tensor | None:
     """U^T V (r, s) without writing out U and V; None where no such way is known.
 
-    Args:
-        one: U, (n, r).
-        other: V, (n, s).
+    one: U, (n, r). other: V, (n, s).
     """
     if isinstance(one, ScaledRows):
         found = multiply_rows(one.rows, other)

@@ -427,14 +427,7 @@ class ModelOptimizer(Optimizer):
 
     @abstractmethod
     def _record_loss(self, outputs: Any, targets: Any, value: Tensor, chosen: bool) -> None:
-        """Note a loss of a training pass.
-
-        Args:
-            outputs: What it was computed on.
-            targets: Its targets.
-            value: The loss.
-            chosen: True if the optimizer's own `outputs` made the outputs.
-        """
+        """Note a loss of a training pass."""
 
     @abstractmethod
     def _step(self, called: Called) -> None:

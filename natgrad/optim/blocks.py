@@ -94,13 +94,7 @@ class ArrivingSums:
         self.missing: dict[str, tuple[list[str], dict[str, Tensor]]] = {}
 
     def send(self, key: str, fresh: Mapping[str, Tensor], owner: int | None) -> None:
-        """Send a block's part, with those that come after it.
-
-        Args:
-            key: The block.
-            fresh: This process's sums by name, in the same shapes on all.
-            owner: The only process that gets them; None: all.
-        """
+        """Send a block's part, with those that come after it."""
         self.missing[key] = list(fresh), {}
         for name, tensor in fresh.items():
             kind = owner, tensor.dtype, tensor.device
@@ -149,14 +143,7 @@ class ArrivingSums:
 
 
 def start_sum(ranks: Ranks, tensor: Tensor, kind: str, owner: int | None = None) -> Wait:
-    """Start `ranks.sum` of a tensor, which is written over. What comes back waits for it.
-
-    Args:
-        ranks: The processes.
-        tensor: Contiguous.
-        kind: Under which name the bytes are counted.
-        owner: The only process that gets it, if there is one.
-    """
+    """Start `ranks.sum` of a tensor, which is written over. What comes back waits for it."""
     ranks.count(kind, tensor)
     with naming_lost(ranks.group):
         if owner is None:
@@ -194,9 +181,7 @@ def cut_strips(matrix: Tensor) -> Iterator[Tensor]:
 def join_strips(flat: Tensor, shape: torch.Size) -> Tensor:
     """The symmetric matrices whose strips follow one another.
 
-    Args:
-        flat: Shape (numbers of all strips,).
-        shape: (..., n, n); a vector's comes back as it is.
+    shape: (..., n, n); a vector's comes back as it is.
     """
     if len(shape) < 2:
         return flat.clone().view(shape)
@@ -273,12 +258,7 @@ class Owners:
         return not self.apart or self.solves(key)
 
     def assign(self, costs: Mapping[str, Cost], itemsize: int) -> None:
-        """Give blocks that have no owner yet to one. All processes call this with the same blocks.
-
-        Args:
-            costs: By block.
-            itemsize: Bytes of a number.
-        """
+        """Give blocks that have no owner yet to one. All processes call this with the same blocks."""
         fresh = {key: cost for key, cost in costs.items() if key not in self.of}
         self.costs |= fresh
         if not self.is_shared or not fresh:
@@ -305,13 +285,7 @@ class Owners:
         return partial(self._sum_statistics, owner), partial(self._solve, owner), self.ranks.sum_entries
 
     def share_past(self, key: str, own: Statistics | None, needed: bool) -> Statistics | None:
-        """A block's totals so far: where its owner alone remembers them and all need them, from it to all.
-
-        Args:
-            key: The block.
-            own: This process's; None where there are none.
-            needed: Whether all processes need them.
-        """
+        """A block's totals so far: where its owner alone remembers them and all need them, from it to all."""
         if not (self.apart and needed):
             return own
         return send_tree(self.ranks, own, self.of[key], "statistics")
@@ -319,13 +293,7 @@ class Owners:
     def open_sums(
         self, symmetric: frozenset[str], deliver: Callable[[str, dict[str, Tensor]], None], fine: bool
     ) -> ArrivingSums:
-        """Statistics of a pass that are sent in messages of many blocks.
-
-        Args:
-            symmetric: The entries that are symmetric matrices.
-            deliver: Takes a block's sums.
-            fine: Whether this process's part is finite.
-        """
+        """Statistics of a pass that are sent in messages of many blocks."""
         return ArrivingSums(self.ranks, symmetric, deliver, fine)
 
     def _sum_statistics(self, owner: int, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -381,15 +349,7 @@ class Owners:
         levels: Mapping[str, float],
         keys: Mapping[str, str],
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
-        """The directions, slopes and damping of all blocks by name, from their owners.
-
-        Args:
-            gradients: By name; they tell the shapes.
-            steps: The directions of this process's own blocks.
-            slopes: Theirs.
-            levels: Their damping.
-            keys: The block of each parameter.
-        """
+        """The directions, slopes and damping of all blocks by name, from their owners."""
         like = next(iter(gradients.values()))
         whole_slopes = self.share_scalars(dict(slopes), keys, like)
         damping = self.share_scalars(dict(levels), keys, like.new_zeros((), dtype=torch.float64))
@@ -400,13 +360,7 @@ class Owners:
     def share_parts(
         self, found: Mapping[str, Tensor], like: Mapping[str, Tensor], keys: Mapping[str, str]
     ) -> dict[str, Tensor]:
-        """Directions, from the owners to all, in one message of each.
-
-        Args:
-            found: This process's, by name.
-            like: Tensors of their shapes and dtypes, for the names that somebody has.
-            keys: The block of each name.
-        """
+        """Directions, from the owners to all, in one message of each."""
         whole = dict[str, Tensor]()
         for owner in range(self.ranks.size):
             names = [name for name in like if self.of[keys[name]] == owner]
@@ -425,15 +379,7 @@ class Owners:
 def balance(
     fresh: Mapping[str, Cost], known: Mapping[str, Cost], owners: Mapping[str, int], size: int, state: bool
 ) -> dict[str, int]:
-    """Owners by longest processing time first: the dearest block to the process with the least so far.
-
-    Args:
-        fresh: Blocks without an owner.
-        known: All blocks.
-        owners: Of those that have one.
-        size: The processes.
-        state: True to count what is remembered as much as the work.
-    """
+    """Owners by longest processing time first: the dearest block to the process with the least so far."""
     works, states = (sum(getattr(cost, kind) for cost in known.values()) or 1.0 for kind in ("work", "state"))
 
     def weigh(cost: Cost) -> float:
@@ -452,9 +398,7 @@ def balance(
 def cost_of(layout: Layout, sizes: Iterable[tuple[int, int]] | None) -> Cost:
     """A block's cost.
 
-    Args:
-        layout: Its matrix.
-        sizes: (count, n) of the (n, n) matrices that are inverted; None or none of them for a diagonal.
+    sizes: (count, n) of the (n, n) matrices that are inverted; None or none of them for a diagonal.
     """
     groups, outputs, columns = layout.matrix_shape
     entries = float(groups * outputs * columns)

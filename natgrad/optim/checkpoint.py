@@ -22,15 +22,7 @@ WRITTEN = 2**16
 
 
 def pack_tree(tree: Any, device: torch.device) -> tuple[Any, ...]:
-    """A text that says how a tree is made, an empty tensor, and the tree's tensors on a device.
-
-    Args:
-        tree: Mappings, lists, tuples, plain values and tensors.
-        device: Where most of the tensors lie. Others are written into the text, if they are small.
-
-    Returns:
-        The tensors are those of the tree, not copies.
-    """
+    """A text that says how a tree is made, an empty tensor, and the tree's tensors on a device."""
     others: list[Any] = [torch.empty(0, device=device)]
     text = json.dumps(describe_branch(tree, others))
     return (text, *others)
@@ -61,14 +53,7 @@ def describe_tensor(tensor: Tensor, others: list[Any]) -> dict[str, Any]:
 
 
 def unpack_tree(packed: Sequence[Any]) -> Any:
-    """The tree that `pack_tree` was given.
-
-    Args:
-        packed: What it gave, as a tuple or a list. What follows its last tensor is left out.
-
-    Raises:
-        ValueError: If the text or a tensor was lost.
-    """
+    """The tree that `pack_tree` was given."""
     try:
         return build_branch(json.loads(packed[0]), packed)
     except (IndexError, KeyError, TypeError, RuntimeError, json.JSONDecodeError) as error:
@@ -284,13 +269,7 @@ def name_positions(optimizer: Any) -> Named:
 
 
 def write_checkpoint(plain: dict[str, Any], named: Named, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """A state_dict with all that is ours beside what torch wrote.
-
-    Args:
-        plain: What `torch.optim.Optimizer.state_dict()` gave.
-        named: Names and parameters by position.
-        extra: What is not kept by parameter: plain values, tensors, and mappings and lists of them.
-    """
+    """A state_dict with all that is ours beside what torch wrote."""
     extra = {"format": FORMAT, **extra, "shapes": {name: list(p.shape) for name, p in named}}
     state: dict[str, Any] = {named[i][0]: numbers for i, numbers in plain["state"].items()}
     groups = list(plain["param_groups"])
@@ -315,19 +294,7 @@ def keep_arrays(numbers: Mapping[str, Any]) -> dict[str, Any]:
 def read_checkpoint(
     form: Format, state_dict: Any, optimizer: Any, named: Named, generator: torch.Generator | None
 ) -> Checkpoint:
-    """What `write_checkpoint` wrote, after any way of saving and loading; nothing of the optimizer is touched.
-
-    Args:
-        form: What this kind of optimizer saves.
-        state_dict: What a user gave.
-        optimizer: What is to go on from there: its groups and its structure.
-        named: Its parameters' names, by position.
-        generator: Its source of labels, if it draws any.
-
-    Raises:
-        ValueError: If it is of another kind of optimizer, structure, metric or model, of a newer format, or if a part
-            of it is missing.
-    """
+    """What `write_checkpoint` wrote, after any way of saving and loading; nothing of the optimizer is touched."""
     whole = find_whole(state_dict)
     extra: Any = state_dict.get(EXTRA, whole.get("extra", {})) if is_mapping(state_dict) else {}
     if not is_mapping(extra) or form.needed.isdisjoint(extra):
@@ -456,16 +423,7 @@ def own_copy(numbers: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
 
 
 def check_like(state: Mapping[Tensor, Mapping[str, Any]], named: Named, keys: Set[str] | None) -> None:
-    """Check the shapes of what is kept per entry of a parameter.
-
-    Args:
-        state: What is kept, by parameter.
-        named: Names and parameters.
-        keys: Of what is kept per entry; None for all.
-
-    Raises:
-        ValueError: For a tensor of another shape than its parameter.
-    """
+    """Check the shapes of what is kept per entry of a parameter."""
     for name, p in named:
         for key in state[p] if keys is None else keys & state[p].keys():
             if tuple(state[p][key].shape) != tuple(p.shape):

@@ -64,13 +64,7 @@ SUCH_AS = {
 
 
 def describe_wrong_choice(name: str, choice: Any, kind: type) -> str:
-    """What is wrong with an argument that is not of its kind, as a sentence.
-
-    Args:
-        name: Of the argument.
-        choice: What came.
-        kind: What was expected, one of `SUCH_AS`.
-    """
+    """What is wrong with an argument that is not of its kind, as a sentence."""
     hint = "; did you forget the parentheses?" if isinstance(choice, type) else ""
     return f"{name} is {choice!r}, expected a natgrad {kind.__name__} such as {SUCH_AS[kind]}{hint}"
 
@@ -196,12 +190,7 @@ def hint_at_engine(model: Any) -> str:
 
 
 def given_parameters(params: Any, known: Mapping[str, Tensor]) -> list[Any]:
-    """What `torch.optim.Optimizer` takes: parameters, (name, parameter) pairs, or groups of either.
-
-    Args:
-        params: Any of these, a module, or a dict by name; None for all that are known.
-        known: Parameters by name.
-    """
+    """What `torch.optim.Optimizer` takes: parameters, (name, parameter) pairs, or groups of either."""
     if params is None:
         return list(known.values())
     if isinstance(params, nn.Module):
@@ -217,17 +206,7 @@ def checked_group(
     defaults: Mapping[str, Any],
     limits: Mapping[str, float] = LIMITS,
 ) -> dict[str, Any]:
-    """A parameter group with its parameters, or pairs, as a list.
-
-    Args:
-        group: What the user gave.
-        known: Names of the model's parameters by id.
-        defaults: Of the group's keys.
-        limits: The largest value of each key that is a number.
-
-    Raises:
-        ValueError: For parameters that are not the model's, or a key outside of its range.
-    """
+    """A parameter group with its parameters, or pairs, as a list."""
     params = given_parameters(group["params"], {})
     tensors: list[Any] = [one[1] if isinstance(one, tuple) else one for one in params]
     strangers = [tuple(p.shape) for p in tensors if isinstance(p, Tensor) and id(p) not in known]
@@ -240,17 +219,7 @@ def checked_group(
 
 
 def evaluate_loss(criterion: Criterion, outputs: Any, targets: Any, skips: bool) -> Tensor:
-    """The criterion's value. Targets that are not finite make it so too where such a batch is to be skipped.
-
-    Args:
-        criterion: The loss.
-        outputs: What the model returned.
-        targets: As the criterion takes them.
-        skips: True if steps whose loss is not finite are left out; False for a ValueError.
-
-    Raises:
-        ValueError: For targets that the likelihood cannot produce.
-    """
+    """The criterion's value. Targets that are not finite make it so too where such a batch is to be skipped."""
     try:
         return criterion.value(outputs, targets)
     except ValueError:

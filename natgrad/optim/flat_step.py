@@ -219,15 +219,6 @@ def flat_step(choices: FlatChoices, state: FlatState, evidence: SystemEvidence) 
     """theta -> theta + d: the parameters that move, the next state, and the report.
 
     Pure: an error, Ctrl-C or NotFiniteError leaves `state` in force.
-
-    Args:
-        choices: What does not change between steps.
-        state: The last step's.
-        evidence: What a batch told.
-
-    Raises:
-        NotFiniteError: Where the loss, the metric or its products are not finite.
-        ValueError: Where rule or damping ask for a loss that is not known.
     """
     check_loss(evidence.loss, state.guard, choices.bounded, state.step)
     check_asks(choices, state, evidence.objective)
@@ -529,14 +520,7 @@ def is_bounded(metric: Metric) -> bool:
 
 
 def check_loss(loss: Tensor | None, seen: Guard, bounded: bool, steps: int) -> None:
-    """NotFiniteError for a batch in which no target counts, or whose loss is far above any of the run.
-
-    Args:
-        loss: The mean loss of the step, NaN where no target counts; None where it is not known.
-        seen: The losses so far.
-        bounded: True if the loss is at least 0.
-        steps: Taken so far.
-    """
+    """NotFiniteError for a batch in which no target counts, or whose loss is far above any of the run."""
     if loss is not None:
         wild = bounded and bool(seen.is_wild(loss, steps))
         if wild or not bool(torch.isfinite(loss)):

@@ -255,11 +255,7 @@ def unlabel(metric: Metric, inputs: Any) -> Any:
 
 
 def unwrap_models(metric: Any) -> Any:
-    """The same metric of the modules within torch's wrappers, whose own forward is no function of parameters.
-
-    Args:
-        metric: A metric, or a part of one.
-    """
+    """The same metric of the modules within torch's wrappers, whose own forward is no function of parameters."""
     given: Any = metric
     if isinstance(metric, (DataParallel, DistributedDataParallel)):
         return given.module
@@ -283,15 +279,7 @@ DRIFTED = 1e-6
 
 
 def settle_ranks(optimizer: Any) -> None:
-    """Look once more, before the first step: the model may have been wrapped since; then compare it with the others'.
-
-    Args:
-        optimizer: Of the flat flow.
-
-    Raises:
-        ValueError: If another process holds another model, or was given other settings; within `join`.
-        TypeError: For a structure whose statistics are no sums over examples.
-    """
+    """Look once more before the first step, as the model may have been wrapped; then compare it with the others'."""
     ranks, structure = optimizer._ranks, optimizer.structure
     if not ranks.settled:
         if ranks.group is None:
@@ -310,15 +298,6 @@ def read_gradients(
 
     A `DistributedDataParallel` has averaged the gradients. Otherwise they are averaged here, where gradients that are
     equal already stay as they are.
-
-    Args:
-        ranks: The processes.
-        named: All parameters by name.
-        active: The ids of those in the optimizer's groups.
-        recall: What happened since the last step.
-
-    Raises:
-        NotFiniteError: For a gradient that is not finite: on all processes.
     """
     there = {name: p for name, p in named.items() if id(p) in active and p.grad is not None}
     if ranks.size == 1:
@@ -344,11 +323,7 @@ def read_gradients(
 def read_averaged(
     ranks: Ranks, params: dict[str, Tensor], recall: Recall
 ) -> tuple[dict[str, Tensor], Space, Tensor] | None:
-    """`read_gradients` where a `DistributedDataParallel` has averaged them: they are the same everywhere.
-
-    Raises:
-        ValueError: If they are not.
-    """
+    """`read_gradients` where a `DistributedDataParallel` has averaged them: they are the same everywhere."""
     if not params:
         return None
     space = Space(params)
@@ -392,15 +367,7 @@ def weigh_gradient(recall: Recall) -> float:
 
 
 def join_metric(ranks: Ranks, metric: Metric, recall: Recall, drawn: bool, device: torch.device) -> Metric:
-    """The metric over all processes' examples; as it is for one process.
-
-    Args:
-        ranks: The processes.
-        metric: Of the step's losses.
-        recall: What happened since the last step.
-        drawn: True if the metric is taken on some of the pass's examples.
-        device: Of the parameters.
-    """
+    """The metric over all processes' examples; as it is for one process."""
     if ranks.size == 1 or metric.is_joined:
         return metric
     if isinstance(metric, SumOverData):
@@ -437,15 +404,6 @@ def join_choice(ranks: Ranks, metric: Metric, choice: Any, data: Data) -> tuple[
     """The metric and the structure or preconditioner for all processes' examples.
 
     One that hears the layers does so on this process's pass, and its statistics are added up.
-
-    Args:
-        ranks: The processes.
-        metric: From `join_metric`.
-        choice: A structure or a preconditioner.
-        data: The metric's.
-
-    Returns:
-        The two, and what adds statistics up while they are read, if anything does.
     """
     structure = choice.structure if isinstance(choice, StructurePreconditioner) else choice
     if ranks.size == 1 or not isinstance(structure, Layerwise):
@@ -492,13 +450,7 @@ def update_jointly(
 
 
 def join_mean_loss(ranks: Ranks, recall: Recall, device: torch.device) -> Tensor | None:
-    """The mean over all processes' rows of this step's losses; NaN where no target counts; None if none was told.
-
-    Args:
-        ranks: The processes.
-        recall: What happened since the last step.
-        device: Of the parameters.
-    """
+    """The mean over all processes' rows of this step's losses; NaN where no target counts; None if none was told."""
     own = recall.mean_loss()
     if ranks.size == 1:
         return own
@@ -547,13 +499,7 @@ class JoinedLoss(Objective):
 
 
 def join_objective(ranks: Ranks, objective: Objective | None, recall: Recall) -> Objective | None:
-    """The loss over all processes' rows; as it is for one process.
-
-    Args:
-        ranks: The processes.
-        objective: The loss of this process's rows.
-        recall: What happened since the last step.
-    """
+    """The loss over all processes' rows; as it is for one process."""
     if ranks.size == 1 or objective is None:
         return objective
     if isinstance(objective, Total):
@@ -569,12 +515,7 @@ def join_objective(ranks: Ranks, objective: Objective | None, recall: Recall) ->
 def check_in_step(ranks: Ranks, vector: Tensor) -> None:
     """Check that all processes are about to take the same step.
 
-    Args:
-        ranks: The processes.
-        vector: The step, shape (n,).
-
-    Raises:
-        RuntimeError: On all processes, if some step lies apart by more than round-off.
+    vector: The step, (n,).
     """
     if ranks.size == 1:
         return

@@ -551,19 +551,7 @@ class PooledLoss:
 def objective_of_blocks(
     model: nn.Module, criterion: Criterion, recall: Recall, params: dict[str, Tensor], called: Called, asks: object
 ) -> Objective:
-    """The loss of this step at other parameters: its one pass replayed, or the closure called again.
-
-    Args:
-        model: The model.
-        criterion: Its loss.
-        recall: What happened since the last step.
-        params: The parameters that may move.
-        called: How `step` was called.
-        asks: Who needs it, for the error message.
-
-    Raises:
-        ValueError: If the step has several losses, or none, and no closure.
-    """
+    """The loss of this step at other parameters: its one pass replayed, or the closure called again."""
     space, used = Space(params), recall.used_losses()
     problem = next((told.route.problem for told in used if told.route.problem), "")
     if len(used) == 1 and recall.find_pass() is not None and not problem:
@@ -649,12 +637,7 @@ class BatchForm:
         self.named, self.ranks, self.nats = named, ranks, float(nats)
 
     def measure(self, vector: Parts, nats: float) -> float:
-        """d^T G d, a mean over the rows of all processes; NaN where the pass cannot be done again.
-
-        Args:
-            vector: d.
-            nats: How far d moves the model, as far as is known, in nats per example.
-        """
+        """d^T G d, a mean over the rows of all processes; NaN where the pass cannot be done again."""
         if any_split(self.named.values()):  # a pass at other parameters has no place in a model in parts
             return math.nan
         least, found = self._least_share(vector), math.nan
@@ -741,10 +724,7 @@ class BatchForm:
 def squares_of(family: Likelihood, outputs: Any, change: Tensor) -> Tensor:
     """t_i^T M_i t_i of every row, shape (R,).
 
-    Args:
-        family: Whose Fisher form M is; of one without the exact form it is a mean over drawn labels.
-        outputs: Where M is taken, as the model returns them.
-        change: t, shape (R, m).
+    change: t, (R, m).
     """
     rows = family.rows(outputs)
     if type(family).fisher is not Likelihood.fisher or type(family).mv is not Likelihood.mv:

@@ -163,17 +163,7 @@ class FlatSettings:
 
 
 def with_options(options: Any, settings: type, *without: str, **own: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator for a function that takes `**options`: they stand in its signature and docstring, and are checked.
-
-    Args:
-        options: The TypedDict of the options, with an `Args` section.
-        settings: A dataclass of the same with their defaults.
-        without: Those that the function does not take.
-        own: Defaults of this function that differ.
-
-    Raises:
-        TypeError: By the function, for a keyword that it does not know, with the nearest one that it does.
-    """
+    """A decorator for a function that takes `**options`: they stand in its signature and docstring, and are checked."""
     defaults = {field.name: field.default for field in fields(settings)} | own
     values = {key: value for key, value in defaults.items() if key not in without}
 
@@ -213,14 +203,7 @@ def check_keywords(name: str, given: Iterable[str], known: Iterable[str]) -> Non
 
 
 def check_required(name: str, named: Sequence[inspect.Parameter], args: Sequence[Any], given: Collection[str]) -> None:
-    """TypeError that shows a whole call, if an argument without a default is missing.
-
-    Args:
-        name: Of the recipe.
-        named: Its own parameters, in order.
-        args: Those that were given by position.
-        given: Names of the others.
-    """
+    """TypeError that shows a whole call, if an argument without a default is missing."""
     wanted = [p.name for p in named if p.default is p.empty]
     missing = [p.name for p in named[len(args) :] if p.name in wanted and p.name not in given]
     if missing:

@@ -234,13 +234,7 @@ class Route:
 
 
 def find_route(outputs: Any, key: object, params: Iterable[Tensor]) -> Route | None:
-    """How `outputs` came from marked passes, read off their graph; None if no marked pass is part of it.
-
-    Args:
-        outputs: What a loss was computed on.
-        key: Under which passes were marked.
-        params: The model's. One that is reached besides the passes makes the route unknown: `problem` says so.
-    """
+    """How `outputs` came from marked passes, read off their graph; None if no marked pass is part of it."""
     tensors = list(leaves(outputs))
     direct = [pass_at(t.grad_fn, t.output_nr, key) for t in tensors]
     if tensors and all(found is not None for found in direct):
@@ -374,16 +368,7 @@ def detach_outputs(outputs: Any) -> Any:
 
 
 def check_same(route: Route, found: Any, chosen: Select | None) -> None:
-    """Check that a loss was computed on what the model gives again, within the precision of its dtype.
-
-    Args:
-        route: How it came from the outputs.
-        found: The model's outputs.
-        chosen: What is chosen of them; None for all.
-
-    Raises:
-        ValueError: If it was not.
-    """
+    """Check that a loss was computed on what the model gives again, within the precision of its dtype."""
     found = found if chosen is None else chosen(found)
     pairs = list(leaves(route.unsure)), list(leaves(found))
     if len(pairs[0]) != len(pairs[1]) or not all(are_close(*pair) for pair in zip(*pairs, strict=True)):
@@ -799,18 +784,7 @@ class Recall:
         chosen: bool = False,
         needed: bool = True,
     ) -> None:
-        """Keep the targets and units of a loss.
-
-        Args:
-            criterion: What it is a value of.
-            outputs: What it was computed on.
-            targets: Its targets.
-            value: The loss.
-            rows: What it weighs among the losses of a step.
-            weight: What it weighs among those of several processes; None for one process.
-            chosen: True if `choose` made the outputs.
-            needed: True if the step will ask how the outputs came from the model's.
-        """
+        """Keep the targets and units of a loss."""
         known = map_tensors(outputs, torch.detach)
         route = self._route(outputs, known, chosen) if needed else self._last_route(chosen)
         targets = keep(targets)
@@ -998,17 +972,7 @@ class Deaf:
 
 
 def listen(model: nn.Module, recall: Recall, *, traceable: bool = False, in_eval: bool = False) -> Any:
-    """Attach a listener.
-
-    Args:
-        model: The network.
-        recall: What it tells.
-        traceable: True if it may be part of a compiled graph.
-        in_eval: True if passes in evaluation mode are for training too.
-
-    Returns:
-        The handle whose remove() takes it off.
-    """
+    """Attach a listener."""
     return model.register_forward_pre_hook(Listener(recall, traceable, in_eval), with_kwargs=True)
 
 

@@ -30,12 +30,6 @@ def send_tree(ranks: Ranks, tree: Any, source: int, kind: str) -> Any:
     """The source's tree on every process, the source too: each tensor lies as the source's, in storage of its own.
 
     Products round by how a matrix lies in memory.
-
-    Args:
-        ranks: The processes.
-        tree: Nested dicts and lists of tensors and plain values. Only the source's counts.
-        source: Its number.
-        kind: Under which name the bytes are counted.
     """
     device = ranks.device
     box = [map_tensors(tree, lambda t: t.to("meta")) if ranks.rank == source else None]
@@ -68,15 +62,6 @@ def check_equal_models(named: Mapping[str, Tensor], group: Any, *, values: bool 
     """Check that all processes of a group train parameters of the same names, shapes and dtypes.
 
     All of them call it at the same time. Two numbers a process are exchanged; the names only where these differ.
-
-    Args:
-        named: The parameters by name.
-        group: The process group.
-        values: True to compare their entries too, bit for bit: where nobody has broadcast them.
-        settings: What else must be alike, as text.
-
-    Raises:
-        ValueError: On all processes, with the first parameter that differs and the rank that holds it.
     """
     device = next(iter(named.values())).device
     numbers = [hash_names(named), hash_values(named) if values else 0, hash_text(settings)]
@@ -156,13 +141,7 @@ SLAB = 2**22
 
 
 def share_numbers(ranks: Ranks, numbers: Sequence[float], device: torch.device) -> list[list[float]]:
-    """Every process's numbers, in the order of their ranks.
-
-    Args:
-        ranks: The processes.
-        numbers: This one's; as many on all of them.
-        device: Where they are exchanged.
-    """
+    """Every process's numbers, in the order of their ranks."""
     if ranks.size == 1:
         return [[float(number) for number in numbers]]
     table = torch.zeros(ranks.size, len(numbers), dtype=torch.float64, device=device)
@@ -378,12 +357,7 @@ class Ranks:
     messages: dict[str, int] = field(default_factory=dict[str, int])
 
     def settle(self, model: nn.Module, structure: Layerwise, leaves: GraphLeaves) -> None:
-        """Look once more, before the first statistics: the model may have been wrapped since, which `meet` reads.
-
-        Raises:
-            ValueError: If another process holds another model; within `join`, where a process that is out of examples
-                takes no part in sums of statistics.
-        """
+        """Look once more, before the first statistics: the model may have been wrapped since, which `meet` reads."""
         self.device = next(iter(leaves.named.values())).device
         if not self.settled:
             if self.group is None:
@@ -447,15 +421,6 @@ class Ranks:
 
         The gradient that all processes have is the mean of theirs, and so is its scale. Last, its norm before that: not
         finite on all of them, where one entry on one of them is not.
-
-        Args:
-            losses: Of this process's micro-batches; the mean of one process is NaN if none of them has rows.
-            nats: Per unit of this process's loss.
-            scale: Of this process's gradient; 0 stands for 1.
-            norms: Of this process's gradients, by name.
-
-        Raises:
-            ValueError: On all processes, if their gradients differ, so that parameters would drift apart.
         """
         norm = torch.stack(list(norms.values())).square().sum().sqrt()
         rows = sum(self.weight(loss) for loss in losses)
@@ -491,12 +456,7 @@ class Ranks:
         return self.averaged or bool(self.wrappers)
 
     def _check_gradients(self, norm: Tensor, square: Tensor) -> None:
-        """Check that all processes have the same gradient.
-
-        Args:
-            norm: The mean over processes of their gradients' norms.
-            square: Of the norms' squares.
-        """
+        """Check that all processes have the same gradient."""
         if not bool(square - norm.square() > 1e-6 * square):  # of equal numbers it is round-off; false for NaN
             return
         what = f"the {self.size} processes have different gradients, and their parameters would drift apart: "
@@ -543,19 +503,7 @@ class Ranks:
 
 
 def meet(model: Any, group: Any, parts: bool = False) -> tuple[Any, Ranks]:
-    """The model without its `DistributedDataParallel`, and the processes that train it: one, if there is none.
-
-    Args:
-        model: As the user gave it; a dict of tensors has no wrapper of its own.
-        group: The processes whose statistics are added up; None: those of the wrapper around the model, or around what
-            it is a part of.
-        parts: True for an optimizer that puts models in parts together.
-
-    Raises:
-        TypeError: For a model whose parameters are not whole on this process, and for a group that is none.
-        ValueError: For a group that this process is not in or that is not the wrapper's, for static_graph=True, which
-            takes the first backward that comes for the user's, and for a wrapper around some of the parameters only.
-    """
+    """The model without its `DistributedDataParallel`, and the processes that train it: one, if there is none."""
     refuse_sharded(model, parts=parts)
     given, wrappers = model, list[Any](find_wrappers(name_parameters(model).values()))
     if isinstance(model, DistributedDataParallel):
@@ -723,13 +671,7 @@ FLAT = (
 
 
 def refuse_sharded(model: Any, name: str = "model", parts: bool = False) -> None:
-    """TypeError for a module with parameters that are not whole tensors here, and for one that is copied to devices.
-
-    Args:
-        model: A module, or parameters by name; what is neither passes.
-        name: What the caller calls it.
-        parts: True to let `fully_shard` and tensor parallelism pass, whose parts are put together where needed.
-    """
+    """TypeError for a module with parameters that are not whole tensors here, and for one that is copied to devices."""
     own = type(model).__name__
     refuse_scripted(model)
     if isinstance(model, nn.Module):
@@ -760,12 +702,7 @@ def refuse_recut(model: nn.Module, named: Mapping[str, Tensor]) -> None:
 
 
 def refuse_trials(model: Any, asks: Any) -> None:
-    """ValueError for a rule or a damping that computes the loss at other parameters than the model's, in parts.
-
-    Args:
-        model: The user's.
-        asks: Who needs that loss; None if nobody does.
-    """
+    """ValueError for a rule or a damping that computes the loss at other parameters than the model's, in parts."""
     if asks is not None and isinstance(model, nn.Module) and any_split(model.parameters()):
         raise ValueError(
             f"{asks} computes the loss at trial points, which a model in parts (fully_shard, tensor parallelism) "
@@ -783,12 +720,6 @@ def find_data_group(leaves: GraphLeaves) -> Any:
 
     A dimension of the mesh that the pass's own tensors still have is tensor parallelism's; over the others each process
     put the whole parameter together, for examples of its own.
-
-    Args:
-        leaves: The tensors that a pass used for the parameters.
-
-    Raises:
-        ValueError: For a mesh with several such dimensions that are not all of it.
     """
     for name, p in leaves.named.items():
         if not is_split(p):
@@ -861,11 +792,7 @@ class AlignedPasses:
 
     @contextmanager
     def run(self, *numbers: float) -> Generator[None]:
-        """The passes of one loss are taken within.
-
-        Args:
-            *numbers: Of this process; where another has others, the numbers of passes may differ.
-        """
+        """The passes of one loss are taken within."""
         if not self.ranks.averaged:
             yield
             return
@@ -886,11 +813,7 @@ class AlignedPasses:
                 module.reshard()
 
     def align(self, *numbers: float) -> None:
-        """Keep the model whole from here on, if these numbers are not the same on all processes.
-
-        Args:
-            *numbers: Whole numbers of this process, that the number of its passes follows from. All call this.
-        """
+        """Keep the model whole from here on, if these numbers are not the same on all processes."""
         if not self.ranks.averaged or self._kept:
             return
         own = torch.tensor(numbers, dtype=torch.float64, device=self.ranks.device)
@@ -943,19 +866,7 @@ class RowWeight:
 def weigh_loss(
     ranks: Ranks, criterion: Criterion, outputs: Any, targets: Any, value: Tensor, averaged: bool = True
 ) -> float | None:
-    """What a loss is a mean over; its gradient weighs that much in the mean over processes from now on.
-
-    Args:
-        ranks: The processes.
-        criterion: What the loss is a value of.
-        outputs: What it was computed on.
-        targets: Its targets.
-        value: The loss.
-        averaged: False if nobody is known to average the gradients, so that they stay as they are.
-
-    Returns:
-        None for one process.
-    """
+    """What a loss is a mean over; its gradient weighs that much in the mean over processes from now on."""
     if ranks.size == 1:
         return None
     count = criterion.count(map_tensors(outputs, torch.detach), targets)

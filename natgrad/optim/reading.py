@@ -131,29 +131,14 @@ class Span:
     cotangents: int
 
     def count_kept(self, unit: int, fewest: int, part: int) -> tuple[int, int, int]:
-        """The first examples of the batch of all: how many of this process's, of all processes', and out of how many.
-
-        Args:
-            unit: Rows that one example has.
-            fewest: Rows that are kept if there are as many.
-            part: Of more rows, one in so many is kept.
-        """
+        """The first examples of all: how many of this process's, how many of all processes', and out of how many."""
         total = unit * self.total
         kept = min(total, max(fewest, total // part))
         return min(max(kept - unit * self.first, 0), unit * self.count), kept, total
 
 
 def line_up(ranks: Ranks, device: torch.device, count: int, rows: int, scale: float = 0.0, cotangents: int = 1) -> Span:
-    """Agree on who has which examples of a reading. Every process calls this once per reading.
-
-    Args:
-        ranks: The processes.
-        device: Where numbers are added up.
-        count: This process's examples.
-        rows: Its rows.
-        scale: What reduction='sum' multiplied its mean loss by; 0 for other reductions.
-        cotangents: Of its pass.
-    """
+    """Agree on who has which examples of a reading. Every process calls this once per reading."""
     if ranks.size == 1:
         return Span(0, count, count, float(rows), rows, cotangents)
     table = torch.zeros(ranks.size, 4, dtype=torch.float64, device=device)

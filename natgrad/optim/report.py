@@ -241,11 +241,7 @@ class Steps:
 
 
 def explain_steps(steps: Steps) -> str:
-    """A sentence for each thing that decided how the last steps went, and what to try.
-
-    Args:
-        steps: The last steps.
-    """
+    """A sentence for each thing that decided how the last steps went, and what to try."""
     if not steps.reports:
         return "No step yet: compute the loss with opt.loss(outputs, targets), call backward() on it, then opt.step()."
     tellers = (tell_course, tell_bounds, tell_damping, tell_noise, tell_failures, tell_judgement, tell_solver)
@@ -302,12 +298,7 @@ def tell_bounds(steps: Steps) -> Iterator[str]:
 
 
 def advise_length(steps: Steps, whole: bool) -> Iterator[str]:
-    """One setting, and one way to change it.
-
-    Args:
-        steps: The last steps.
-        whole: True if most were taken whole, so that lr alone sets their length.
-    """
+    """One setting, and one way to change it."""
     way, name = steps.way(), steps.chief_cut()
     course = steps.course()
     if course is None:
@@ -324,13 +315,7 @@ def advise_length(steps: Steps, whole: bool) -> Iterator[str]:
 
 
 def describe_setting(steps: Steps, name: str, factor: float) -> str:
-    """A setting, its value, and how it is written where it is no keyword of the recipe.
-
-    Args:
-        steps: Have the rule.
-        name: The setting's.
-        factor: What its value may be multiplied by.
-    """
+    """A setting, its value, and how it is written where it is no keyword of the recipe."""
     value = steps.read_setting(name)
     now = f"{name} (now {show(value)})"
     if value is None or name in steps.settings or not isinstance(steps.rule, NoiseAware):

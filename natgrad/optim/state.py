@@ -46,11 +46,7 @@ class ErrorSize:
     density: Density = Gaussian()
 
     def scale(self, loss: Tensor | float) -> ErrorScale:
-        """The root of the mean squared error in units of two standard deviations of the likelihood, at least 1.
-
-        Args:
-            loss: In nats per row of the likelihood.
-        """
+        """The root of the mean squared error in units of two standard deviations of the likelihood, at least 1."""
         nats = float(loss) / self.entries
         size = max(1.0, self.density.error_of(nats) / STANDARD) if 0 < nats < math.inf else 1.0
         return ErrorScale(size, self.names, squares=self.squares)
@@ -66,25 +62,14 @@ class ErrorSize:
 
     @staticmethod
     def load(saved: Sequence[Any] | None, criterion: Criterion) -> ErrorSize | None:
-        """From `save`; None for None.
-
-        Args:
-            saved: What a checkpoint has.
-            criterion: The loss.
-        """
+        """From `save`; None for None."""
         if saved is None or criterion.errors is None:
             return None
         return ErrorSize(tuple(saved[0]), saved[1], criterion.errors)
 
 
 def find_error_size(criterion: Criterion, outputs: Any, calls: Iterable[Tap]) -> ErrorSize:
-    """What a pass tells of a regression's units.
-
-    Args:
-        criterion: The loss of a regression, with a density of errors.
-        outputs: What the model returned, with a graph.
-        calls: The layers' calls in that pass. Where none of them made the outputs as they are, no names are known.
-    """
+    """What a pass tells of a regression's units."""
     ends = trace_reshapes(outputs) if isinstance(outputs, Tensor) else []
     nodes = {call.edge.node: call.layer.layout.names for call in calls if call.edge is not None}
     names = next((nodes[node] for node in ends if node in nodes), ())
@@ -96,11 +81,7 @@ def find_error_size(criterion: Criterion, outputs: Any, calls: Iterable[Tap]) ->
 
 
 def trace_reshapes(outputs: Tensor) -> list[Any]:
-    """The nodes of a graph from its end to the first one that is more than another shape of the same numbers.
-
-    Args:
-        outputs: With a graph.
-    """
+    """The nodes of a graph from its end to the first one that is more than another shape of the same numbers."""
     node, found = outputs.grad_fn, list[Any]()
     while node is not None:
         found.append(node)

@@ -878,15 +878,7 @@ def measure_form(
     ranks: Ranks,
     penalty: Tensor | float = 0.0,
 ) -> Tensor:
-    """moves^T G moves on the sample of a pass, over all processes.
-
-    Args:
-        sample: A part of a pass, as `sample_examples` gives it.
-        moves: A vector, by name.
-        named: The parameters.
-        ranks: The processes that train the model.
-        penalty: What the form has besides the metric.
-    """
+    """moves^T G moves on the sample of a pass, over all processes."""
     return pool_form(sample, moves, {}, named, ranks)[0] / sum_rows(sample) + penalty
 
 
@@ -897,15 +889,7 @@ def pool_form(
     named: Mapping[str, Tensor],
     ranks: Ranks,
 ) -> tuple[Tensor, Tensor]:
-    """step^T G step, and what was promised of the parameters that a process's sample covers; times the rows of all.
-
-    Args:
-        sample: A part of a pass, as `sampled` gives it.
-        steps: A vector, by name.
-        promised: By name, the same on all processes.
-        named: The parameters.
-        ranks: The processes that train the model: they get the same bits.
-    """
+    """step^T G step, and what was promised of the parameters that a process's sample covers; times the rows of all."""
     like, share = next(iter(steps.values())), sum_share(sample)
     squares, sums, names = squares_and_sums(sample, steps, named)
     covered = torch.tensor([name in names for name in promised], dtype=like.dtype, device=like.device)

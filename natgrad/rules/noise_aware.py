@@ -112,13 +112,7 @@ class NoiseAware(Rule):
 
 
 def limit_moves(model: Quadratic, step: Step, most: float) -> Step:
-    """The step with |d_l| <= most * max(|theta_l|, .5 sqrt(outputs)) for the parameters of each layer l together.
-
-    Args:
-        model: Tells the layers and their parameters; without any the step stays as it is.
-        step: d.
-        most: The share of a layer; a learning rate below 1 makes it smaller.
-    """
+    """The step with |d_l| <= most * max(|theta_l|, .5 sqrt(outputs)) for the parameters of each layer l together."""
     vector = step.vector
     if not isinstance(vector, Parts) or not model.layers or not math.isfinite(most):
         return step

@@ -393,11 +393,6 @@ def hold_kl(model: Quadratic, step: Step, most: Tensor | float) -> Step:
     An estimate far below the bound is believed; how far is `model.doubt`. So is what the slope says, which needs no
     metric: where the blocks know nothing of a batch, it does. Else the step is measured. Where that cannot be, the
     larger of both times the doubt counts.
-
-    Args:
-        model: Says how far a step moves, as an estimate and exactly.
-        step: Any of this model.
-        most: Nats per example; infinite for no bound.
     """
     bound = float(most)
     if math.isinf(bound) or model.exact is None:

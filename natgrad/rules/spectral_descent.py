@@ -227,9 +227,6 @@ def find_input_moment(metric: Operator) -> tuple[Tensor, bool] | None:
     """A of a layer's inputs, and True if these are tokens; None without a Kronecker product, or where A is cut.
 
     The outputs' factor is not asked: it may be cut, as that of a head of many words.
-
-    Args:
-        metric: Of a layer.
     """
     tiles = metric.tiles if isinstance(metric, Tiled) else metric
     if isinstance(tiles, KroneckerOperator):
@@ -318,10 +315,6 @@ def polar(matrix: Tensor, iterations: int = len(POLISH)) -> Tensor:
     smaller ones below. On a CPU, where a factorisation costs no more than a product or two of that size, the place of 5
     iterations is taken by two inverses of X X^T + c I: singular values above .005 of |X X^T|^(1/2) come out between .9
     and 1.1.
-
-    Args:
-        matrix: X.
-        iterations: Of `POLISH`.
     """
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if tall else matrix
@@ -338,10 +331,7 @@ def polar(matrix: Tensor, iterations: int = len(POLISH)) -> Tensor:
 def polish_by_resolvents(x: Tensor, start: float, *terms: tuple[float, float]) -> Tensor:
     """(s I + sum w (K + c I)^-1) X / k^(1/2) for X (..., p, q), K = X X^T / k of norm 1.
 
-    Args:
-        x: X, of norm 1 or 0: the squares of K's entries must neither overflow nor vanish.
-        start: s.
-        *terms: Pairs (c, w).
+    *terms: Pairs (c, w).
     """
     square = self_product(x)
     size = torch_linalg.matrix_norm(square, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)

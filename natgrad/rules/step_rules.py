@@ -174,12 +174,7 @@ class MeasuredLength(Rule):
 
 
 def scale_usual(max_kl: float, model: Quadratic) -> float:
-    """A bound on the KL; the usual one counts in units of a regression's errors where these are large.
-
-    Args:
-        max_kl: Nats per example.
-        model: Knows how large errors are.
-    """
+    """A bound on the KL; the usual one counts in units of a regression's errors where these are large."""
     return max_kl * model.errors.size**2 if max_kl == USUAL else max_kl
 
 
@@ -403,20 +398,7 @@ def best_iterate(model: Quadratic, loss_at: Objective) -> Step:
 def backtrack(
     rule: Rule, step: Step, model: Quadratic, loss_at: Objective | None, trials: int, shrink: float, sufficient: float
 ) -> Step:
-    """The first of step, shrink * step, ... whose loss fell by `sufficient` times what the slope promised.
-
-    Args:
-        rule: Who asks, for the error message.
-        step: The first trial.
-        model: Knows the loss at d = 0 and the slope.
-        loss_at: d -> loss(theta + d).
-        trials: Most trial points.
-        shrink: Factor between two of them.
-        sufficient: Share of the decrease that the slope promises.
-
-    Returns:
-        The step accepted, or no step.
-    """
+    """The first of step, shrink * step, ... whose loss fell by `sufficient` times what the slope promised."""
     require_loss(rule, loss_at)
     assert loss_at is not None
     for _ in range(trials):

@@ -146,15 +146,7 @@ class Solver(Explained):
 def check_system(operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None = None) -> None:
     """Check that (G + damping I) x = rhs is a well-formed system.
 
-    Args:
-        operator: G, of size n.
-        rhs: b, shape (n,).
-        damping: A finite number >= 0.
-        guess: x_0, shape (n,), or None.
-
-    Raises:
-        ValueError: For wrong shapes, a negative damping or a b that is not finite.
-        TypeError: If the operator or the right-hand side is of another type.
+    rhs: b, (n,). guess: x_0, (n,), or None.
     """
     if not isinstance(operator, Operator):
         raise TypeError(
@@ -216,12 +208,7 @@ def find_power_of_two(rhs: Tensor) -> float:
 def restore_units(found: Solution, scale: float, operator: Operator, rhs: Tensor, damping: float) -> Solution:
     """The solution for b = rhs, from what was found for b / scale.
 
-    Args:
-        found: The solution in the units of b / scale.
-        scale: What b was divided by.
-        operator: G.
-        rhs: b, shape (n,).
-        damping: As the system was solved with.
+    rhs: b, (n,).
     """
     value, image = scale * found.value, scale * found.image
     restored = replace(found, value=value, image=image, residual=scale * found.residual)
@@ -231,16 +218,7 @@ def restore_units(found: Solution, scale: float, operator: Operator, rhs: Tensor
 def check_representable(found: Solution, scale: float, operator: Operator, rhs: Tensor, damping: float) -> Solution:
     """The solution as its dtype can hold it.
 
-    Args:
-        found: In the units of b.
-        scale: Near the largest entry of b, so that norms are taken of numbers near 1.
-        operator: G.
-        rhs: b, shape (n,).
-        damping: As the system was solved with.
-
-    Returns:
-        Zero with NON_FINITE where x or its image overflows. Where x is so small that digits are gone, the residual is
-        measured once more, and what was CONVERGED becomes INACCURATE if it is large.
+    rhs: b, (n,).
     """
     if not (all_finite(found.value) and all_finite(found.image)):
         zero = torch.zeros_like(rhs)

@@ -113,8 +113,7 @@ class NystromSystem:
     def solve(self, weights: Tensor) -> Solution:
         """x of (U U^T + l I) x = U w.
 
-        Args:
-            weights: w, shape (r,).
+        weights: w, (r,).
         """
         y, steps, status = self.invert(weights)
         found = measure_solution(self.operator.mv, self.rows.mv(weights), self.damping, self.rows.mv(y), steps)
@@ -123,25 +122,19 @@ class NystromSystem:
     def find_value(self, weights: Tensor) -> Tensor:
         """The value of that solution alone.
 
-        Args:
-            weights: w, shape (r,).
+        weights: w, (r,).
         """
         y, _, status = self.invert(weights)
         return self.rows.mv(y) if status is not Status.NON_FINITE else self.rows.mv(y) * torch.nan
 
     def change_damping(self, damping: float) -> NystromSystem:
-        """The same approximation with another l.
-
-        Args:
-            damping: l > 0.
-        """
+        """The same approximation with another l."""
         return replace(self, damping=damping)
 
     def invert(self, weights: Tensor) -> tuple[Tensor, int, Status]:
         """y with (K + l I) y = w, the number of products with K, and why it stopped.
 
-        Args:
-            weights: w, shape (r,).
+        weights: w, (r,).
         """
         vectors, sizes = self.kernel
         if not (all_finite(weights) and all_finite(sizes)):
@@ -189,14 +182,7 @@ class SpectralInverse(Operator):
 
 
 def approximate_kernel(rows: SampleRows, operator: Operator, rank: int, seed: int) -> tuple[Tensor, Tensor]:
-    """V (r, k) and s (k,) with K ~ V diag(s) V^T from K Omega: the stable way of Frangella et al., algorithm 2.1.
-
-    Args:
-        rows: U, K = U^T U.
-        operator: G, for dtype and device.
-        rank: k, at most r.
-        seed: Of Omega.
-    """
+    """V (r, k) and s (k,) with K ~ V diag(s) V^T from K Omega: the stable way of Frangella et al., algorithm 2.1."""
     generator, shape = torch.Generator().manual_seed(seed), (rows.rank, min(rank, rows.rank))
     drawn = torch.randn(shape, generator=generator, dtype=torch.float64).to(
         dtype=operator.dtype, device=operator.device

@@ -81,8 +81,7 @@ class SingularValues:
     def solve(self, weights: Tensor) -> Solution:
         """The solution for b = U w.
 
-        Args:
-            weights: w, shape (r,).
+        weights: w, (r,).
         """
         rhs = require_rows(self.operator).mv(weights)
         return say_least_squares(measure_solution(self.operator.mv, rhs, self.damping, self.find_value(weights), 0))
@@ -90,19 +89,14 @@ class SingularValues:
     def find_value(self, weights: Tensor) -> Tensor:
         """The value of that solution alone.
 
-        Args:
-            weights: w, shape (r,).
+        weights: w, (r,).
         """
         kept = keep_above(self.sizes, self.cut)
         shares = torch.where(kept, self.sizes / torch.where(kept, self.sizes.square() + self.damping, 1), 0)
         return self.left @ (shares * (self.right @ weights))
 
     def change_damping(self, damping: float) -> SingularValues:
-        """The same singular values with another l.
-
-        Args:
-            damping: l >= 0.
-        """
+        """The same singular values with another l."""
         return replace(self, damping=damping)
 
 

@@ -74,11 +74,7 @@ class SampleSpace(Solver):
 def solve_minimum_norm(gram: Tensor, up: Product, down: Product, rhs: Tensor) -> Solution:
     """U (U^T U)^+2 U^T b, refined once: squaring the spectrum costs half the digits at first.
 
-    Args:
-        gram: U^T U, shape (r, r), valid in its lower triangle.
-        up: w -> U w.
-        down: v -> U^T v.
-        rhs: b, shape (n,).
+    gram: U^T U, (r, r), valid in its lower triangle. rhs: b, (n,).
     """
     vectors, weights = pseudo_square(gram)
 

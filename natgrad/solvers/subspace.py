@@ -156,11 +156,7 @@ class _Basis:
 def solve_within_space(matrix: Tensor, rhs: Tensor, damping: float, absolute: bool) -> tuple[Tensor, bool]:
     """(T + damping I)^+ c within the space, and whether a direction of negative curvature was left out.
 
-    Args:
-        matrix: T, shape (k, k), symmetric.
-        rhs: c, shape (k,).
-        damping: In the operator's units, >= 0.
-        absolute: Take the absolute values of T's eigenvalues.
+    matrix: T, (k, k), symmetric. rhs: c, (k,).
     """
     values, vectors = eigh(matrix)
     values = (values.abs() if absolute else values) + damping

@@ -23,11 +23,7 @@ from natgrad.wrong_calls import Explained
 def average_metric(matrix: Tensor, root: Tensor, rate: float, *, out: Tensor | None = None) -> Tensor:
     """Eq. 3 itself: (1 - rate) G + rate U U^T, in O(n^2 r).
 
-    Args:
-        matrix: G, shape (..., n, n).
-        root: U, shape (..., n, r).
-        rate: Weight of U U^T, in (0, 1).
-        out: Where to write; `matrix` itself for an update in place. Default: a new tensor.
+    matrix: G, (..., n, n). root: U, (..., n, r). rate: Weight of U U^T, in (0, 1).
     """
     return _plus_outer(matrix, root, 1 - rate, rate, out)
 
@@ -39,12 +35,8 @@ def adapt_inverse(
 
     Positive definite exactly where `stays_positive` is true.
 
-    Args:
-        inverse: G^-1, shape (..., n, n).
-        root: U, shape (..., n, r).
-        rate: Weight of U U^T, in (0, 1).
-        image: G^-1 U, shape (..., n, r), where it is known.
-        out: As for `average_metric`.
+    inverse: G^-1, (..., n, n). root: U, (..., n, r). rate: Weight of U U^T, in (0, 1). image: G^-1 U, (..., n, r),
+    where it is known.
     """
     image = inverse @ root if image is None else image
     return _plus_outer(inverse, image, 1 + rate, -rate, out)
@@ -56,11 +48,8 @@ def stays_positive(inverse: Tensor, root: Tensor, rate: float, *, image: Tensor 
     By a Cholesky factorisation of (1 + rate) I - rate U^T G^-1 U, (r, r), which exists on the same condition.
     False where anything is not finite.
 
-    Args:
-        inverse: G^-1, shape (..., n, n).
-        root: U, shape (..., n, r).
-        rate: Weight of U U^T, in (0, 1).
-        image: G^-1 U, shape (..., n, r), where it is known.
+    inverse: G^-1, (..., n, n). root: U, (..., n, r). rate: Weight of U U^T, in (0, 1). image: G^-1 U, (..., n, r),
+    where it is known.
     """
     gram = root.mT @ (inverse @ root if image is None else image)
     found = torch.linalg.cholesky_ex(_shift(-rate * gram, 1 + rate))
@@ -74,12 +63,8 @@ def woodbury_inverse(
 
     O(n^2 r + r^3). Always positive definite. Not finite where the (r, r) matrix cannot be factorised.
 
-    Args:
-        inverse: G^-1, shape (..., n, n).
-        root: U, shape (..., n, r).
-        rate: Weight of U U^T, in (0, 1).
-        image: G^-1 U, shape (..., n, r), where it is known.
-        out: As for `average_metric`.
+    inverse: G^-1, (..., n, n). root: U, (..., n, r). rate: Weight of U U^T, in (0, 1). image: G^-1 U, (..., n, r),
+    where it is known.
     """
     image = inverse @ root if image is None else image
     small = torch.linalg.cholesky_ex(_shift(root.mT @ image, (1 - rate) / rate))
@@ -115,12 +100,7 @@ def _shift(matrix: Tensor, shift: float) -> Tensor:
 def join_spread(known: dict[str, Any] | None, examples: Tensor) -> dict[str, Any]:
     """Mean and spread of the examples seen so far and of these, without cancellation (Chan's update).
 
-    Args:
-        known: What this returned before, None at first.
-        examples: X, shape (..., b, N), finite.
-
-    Returns:
-        A dict: "examples", how many; "mean", shape (..., N); "squares", sum |x - mean|^2, shape (...,).
+    examples: X, (..., b, N), finite.
     """
     count, mean = examples.shape[-2], examples.mean(-2)
     squares = (examples - mean.unsqueeze(-2)).square().sum((-2, -1))
@@ -141,12 +121,6 @@ def measure_data_unit(known: dict[str, Any]) -> Tensor:
 
     By Cramer and Rao the second moment of the score is at least C^-1, whose trace is at least N^2 / tr C. Where a
     single example was seen, or all are equal, |x|^2 stands for the trace.
-
-    Args:
-        known: From `join_spread`.
-
-    Returns:
-        (...,), infinite where every x was 0.
     """
     mean = known["mean"]
     trace = known["squares"] / max(known["examples"] - 1, 1)

@@ -129,12 +129,7 @@ NO_ROOT = (
 
 
 def drawn_score(outputs: Outputs, generator: torch.Generator) -> Tensor:
-    """One draw s (R, m) with E[s s^T] = M in every row.
-
-    Args:
-        outputs: The pass's outputs.
-        generator: Of the draw.
-    """
+    """One draw s (R, m) with E[s s^T] = M in every row."""
     form = outputs.form
     if isinstance(form, Likelihood):
         return form.score(outputs.tree, form.sample(outputs.tree, generator))
@@ -150,14 +145,7 @@ def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def root_of(outputs: Outputs) -> Tensor:
-    """F (R, m, q) with M = F F^T, unweighted.
-
-    Args:
-        outputs: The pass's outputs.
-
-    Raises:
-        ValueError: If the form has no root.
-    """
+    """F (R, m, q) with M = F F^T, unweighted."""
     root = outputs.form.root(outputs.rows)
     if root is None:
         raise ValueError(NO_ROOT)

@@ -128,9 +128,7 @@ def spare_of(spare: Sequence[Traced], answers: Mapping[str, bool]) -> list[Trace
 def weigh_examples(seen: Seen, weights: Tensor) -> Seen:
     """The same pass, whose inputs count by these weights: nothing changes where they are equal, or examples unknown.
 
-    Args:
-        seen: The layer's pass.
-        weights: Of the examples, shape (R,), with sum one.
+    weights: Of the examples, (R,), with sum one.
     """
     if isinstance(seen, Mixed):
         return Mixed(seen.layer, [weigh_examples(part, weights) for part in seen.parts], seen.share)

@@ -51,8 +51,7 @@ class Tracked:
     def spikes(self, scale: float | Tensor = 1.0) -> Spikes:
         """scale * F by its eigenvalues: d + rho, and rho for the rest.
 
-        Args:
-            scale: A number, or a tensor of shape (..., 1).
+        scale: A number, or a tensor of shape (..., 1).
         """
         rest = self.rest.unsqueeze(-1)
         return Spikes(self.basis.mT, scale * torch.cat([self.values + rest, rest], dim=-1))
@@ -61,9 +60,7 @@ class Tracked:
 def unpack_tracked(packed: Tensor, rank: int) -> Tracked:
     """What `Tracked.pack` packed, in storage of its own.
 
-    Args:
-        packed: Shape (..., r D + r + 1).
-        rank: r, at least 1.
+    packed: (..., r D + r + 1).
     """
     size = (packed.shape[-1] - 1) // rank - 1
     basis, values, rest = packed.split([rank * size, rank, 1], dim=-1)
@@ -72,14 +69,7 @@ def unpack_tracked(packed: Tensor, rank: int) -> Tracked:
 
 
 def start(size: int, rank: int, like: Tensor, level: float = 0.0) -> Tracked:
-    """d = rho = level, and directions drawn from a generator of their own.
-
-    Args:
-        size: D.
-        rank: r, at most D - 1 is taken: the rest needs a direction.
-        like: A tensor whose leading dimensions, dtype and device the result has.
-        level: d and rho.
-    """
+    """d = rho = level, and directions drawn from a generator of their own."""
     rank, lead = min(rank, size - 1), like.shape[:-2]
     drawn = torch.randn(size, rank, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     basis = torch.linalg.qr(drawn)[0].mT.to(like).expand(*lead, rank, size)
@@ -93,14 +83,7 @@ def track_rows(before: Tracked, rows: Tensor, decay: float, least: float = 0.0) 
     trace is T's. Exact where R's span is T's own and T is a multiple of the identity beside it; at rest these are T's
     leading eigenvectors. d' is floored at 5e-4 of the largest C^1/2 (and at `least`).
 
-    Args:
-        before: F.
-        rows: X, shape (..., N, D).
-        decay: Weight of F, >= 0.
-        least: Floor of d' and rho'.
-
-    Returns:
-        F'. NaN throughout for rows that are not finite. With several processes: one of them computes it for all.
+    rows: X, (..., N, D).
     """
     rank, size = before.basis.shape[-2:]
     # all that is asked of the rows adds up over them, and so over the processes that have some each
@@ -121,11 +104,7 @@ def track_rows(before: Tracked, rows: Tensor, decay: float, least: float = 0.0) 
 def iterate_subspace(images: Tensor, trace: Tensor, floor: Tensor, least: float) -> Tracked:
     """R', d' and rho' of `track_rows`.
 
-    Args:
-        images: Y = R T, shape (..., r, D).
-        trace: T's, shape (...,).
-        floor: T is nowhere less, shape (...,).
-        least: Floor of d' and rho'.
+    images: Y = R T, (..., r, D). trace: T's, (...,). floor: T is nowhere less, (...,).
     """
     rank, size = images.shape[-2:]
     squares, turn = (found.flip(-1) for found in eigh(images.double() @ images.double().mT))
@@ -193,10 +172,7 @@ class OnlineSide:
 
         Rows that are not finite come back as they are, and leave the state as it was.
 
-        Args:
-            rows: X, shape (N, D).
-            state: F from the batches before; None at first.
-            batches: The number of batches seen before this one.
+        rows: X, (N, D).
         """
         if not all_finite(rows):
             return rows, state
@@ -213,9 +189,7 @@ class OnlineSide:
     def update(self, rows: Tensor, state: Tracked) -> Tracked:
         """F' ~ eta X^T X / N + (1 - eta) F, eta = min(.9, 1 - exp(-N / history)).
 
-        Args:
-            rows: X, shape (N, D).
-            state: F.
+        rows: X, (N, D).
         """
         eta = min(0.9, 1 - math.exp(-len(rows) / self.history))
         return track_rows(state, (eta / len(rows)) ** 0.5 * rows, 1 - eta, least=1e-10)

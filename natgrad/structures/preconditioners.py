@@ -226,19 +226,7 @@ class SampleSpaceInverse(Operator):
 def empirical(
     metric: Metric, params: Params, inputs: Any, examples: int | None, random: RandomState | None
 ) -> Pullback:
-    """The empirical Fisher of a metric's model at this step's data.
-
-    Args:
-        metric: One of a model and a criterion.
-        params: The point, by name.
-        inputs: The metric's data.
-        examples: How many of them to draw; None: all.
-        random: The random numbers of the pass, for dropout.
-
-    Raises:
-        ValueError: Without targets.
-        TypeError: For a metric without a model and a criterion.
-    """
+    """The empirical Fisher of a metric's model at this step's data."""
     source = metric.inner.moment if isinstance(metric.inner, Covariance) else metric.inner
     if not isinstance(source, (PullbackMetric, Hessian)):
         raise TypeError(

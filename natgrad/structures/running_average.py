@@ -46,14 +46,7 @@ def accumulate_weight(before: float | None, decay: float, fresh: float = 1.0) ->
 
 
 def average_tensor(memory: Memory | None, fresh: Tensor, decay: float, names: list[str]) -> tuple[Tensor, Memory]:
-    """The running average of one tensor over steps, and what to keep of it.
-
-    Args:
-        memory: What was kept at the step before; None at first.
-        fresh: This step's tensor.
-        decay: Weight of the past, in [0, 1); 0 keeps nothing.
-        names: Of the parameters: where they are others than before, the average starts anew.
-    """
+    """The running average of one tensor over steps, and what to keep of it."""
     if not decay:
         return fresh, {}
     before = memory if memory and memory["names"] == names else {"total": None, "weight": None}
@@ -95,9 +88,7 @@ def sums_are_whole() -> Holding[Shared]:
 def solve_once(make: Callable[[], Tensor], like: Tensor) -> Tensor:
     """What `make` gives, computed by one of the processes for all; here where there is only one.
 
-    Args:
-        make: An expensive function of totals that this process may not have.
-        like: A tensor of the result's shape and dtype.
+    like: A tensor of the result's shape and dtype.
     """
     solve = _SHARED.get()[1]
     return make() if solve is None else solve(make, like)

@@ -47,12 +47,7 @@ class JoinedLesson:
         return [(name, weight, self.gather(rows, most_rows(rows))) for name, weight, rows in self.taught]
 
     def gather(self, rows: LogisticRows, most: int) -> LogisticRows:
-        """Rows of all processes, at most as many of each; what a Fisher block is made of, without residuals.
-
-        Args:
-            rows: This process's, of one layer.
-            most: Each process draws as many of its own by their weights.
-        """
+        """Rows of all processes, at most as many of each; what a Fisher block is made of, without residuals."""
         if self.processes.size == 1:
             return rows
         few = thin_rows(rows, most)
@@ -63,16 +58,7 @@ class JoinedLesson:
 
 
 def join_lesson(lesson: Lesson, taught: Taught, processes: RankExchange) -> JoinedLesson:
-    """A process's lesson with what it weighs among those of all processes, which all call this.
-
-    Args:
-        lesson: Of this process's examples; it may have none.
-        taught: Its rows, of weight 1 in every layer.
-        processes: What exchanges the numbers.
-
-    Raises:
-        ValueError: If no process has an example.
-    """
+    """A process's lesson with what it weighs among those of all processes, which all call this."""
     counts = [len(rows.inputs) for _, _, rows in taught]
     if processes.size == 1:
         return JoinedLesson(taught, counts, float(lesson.bound.mean()), processes)
@@ -91,12 +77,7 @@ def draw_lesson(
 ) -> Lesson:
     """What a batch teaches both networks; nothing, in the same shapes, if it has no examples.
 
-    Args:
-        machine: The two networks.
-        algorithm: What makes rows of draws.
-        x: Examples, shape (b, visible), b >= 0.
-        samples: Draws of h per example.
-        generator: Of the draws.
+    x: Examples, (b, visible), b >= 0.
     """
     if len(x):
         return algorithm.lesson(machine, x, samples, generator)

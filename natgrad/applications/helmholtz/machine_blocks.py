@@ -87,12 +87,7 @@ class MachineBlocks:
         return self.layers[name]
 
     def refresh(self, taught: Taught, damping: Damping) -> bool:
-        """Take a batch into every layer's average and invert it. False where a layer keeps its last inverse.
-
-        Args:
-            taught: The layers' rows.
-            damping: Asked for lambda of the whole metric, or of each layer where it is per block.
-        """
+        """Take a batch into every layer's average and invert it. False where a layer keeps its last inverse."""
         kept = {name: self.keep(name) for name, _, _ in taught}
         states = {name: kept[name].average(rows) for name, _, rows in taught}
         operators = {name: kept[name].operator(state) for name, state in states.items()}

@@ -57,9 +57,6 @@ class UnitBlocks:
         """The running average with a batch more, as `state` keeps it; nothing changes here.
 
         What is kept stays of its kind, but rows that became many become blocks.
-
-        Args:
-            rows: The batch; at most 256 of them are taken, or as many as a unit has inputs.
         """
         fresh = fisher_rows(thin_rows(rows, most_rows(rows)))
         few = 2 * len(fresh.rows) <= fresh.rows.shape[1]
@@ -75,13 +72,7 @@ class UnitBlocks:
         return found if self.exact else found.spectral(RANK)
 
     def commit(self, state: dict[str, Any], operator: Operator, level: float) -> bool:
-        """Take over a running average with its damped inverse. False, with everything as it was, if that fails.
-
-        Args:
-            state: The average.
-            operator: F of it.
-            level: The damping.
-        """
+        """Take over a running average with its damped inverse. False, with everything as it was, if that fails."""
         inverse = robust_inverse(operator, level)
         if inverse is None or not all_finite(multiply_ones(inverse)):
             return False
@@ -99,13 +90,7 @@ class UnitBlocks:
             self.load(self.state, self.level, like)
 
     def load(self, state: dict[str, Any], level: float, like: Tensor) -> None:
-        """What was kept elsewhere, and its inverse.
-
-        Args:
-            state: The average.
-            level: The damping of the inverse.
-            like: The layer's weight.
-        """
+        """What was kept elsewhere, and its inverse."""
         self.state = map_tensors(state, lambda t: t.to(like, copy=True))
         self.inverse, self.level = None, level
         if self.state:
@@ -159,14 +144,7 @@ def shorten_directions(radius: float, direction: Tensor, rows: LogisticRows, rat
     or SCREEN of them where the unit's step is short.
     The Fisher matrix cannot bound it: that of a unit which is wrong and sure of it vanishes, and its step is then long.
 
-    Args:
-        radius: In nats per unit.
-        direction: d_j in its rows, shape (size, columns).
-        rows: What the inputs are drawn from.
-        rate: Of the step.
-
-    Returns:
-        Shape (size, columns).
+    direction: d_j in its rows, (size, columns).
     """
     if len(rows.inputs) <= FEW:
         shares = rows.weights / rows.weights.sum()
@@ -186,12 +164,7 @@ def shorten_directions(radius: float, direction: Tensor, rows: LogisticRows, rat
 def find_shortening(radius: float, direction: Tensor, inputs: Tensor, shares: Tensor, rate: float) -> Tensor:
     """min(1, sqrt(radius / KL)) of every unit for KL = E[(rate d_j . a)^2] / 8, shape (size, 1).
 
-    Args:
-        radius: In nats per unit.
-        direction: d_j in its rows, shape (size, columns).
-        inputs: a, shape (s, columns).
-        shares: Of the rows in the mean, shape (s,).
-        rate: Of the step.
+    direction: d_j in its rows, (size, columns). inputs: a, (s, columns). shares: Of the rows in the mean, (s,).
     """
     kl = shares @ (inputs @ direction.mT).square_() * (rate**2 / 8)
     return (radius / kl).sqrt().clamp(max=1).unsqueeze(1)

@@ -108,15 +108,7 @@ def describe_outputs(outputs: Any) -> str:
 
 
 def find_acting(actor: Actor, example: Tensor) -> dict[str, Tensor]:
-    """The trainable parameters that the rows of action parameters depend on, by name.
-
-    Args:
-        actor: The policy.
-        example: One state.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """The trainable parameters that the rows of action parameters depend on, by name."""
     rows = actor(example.expand(2, *example.shape).contiguous())
     params = {name: p for name, p in actor.named_parameters() if p.requires_grad}
     if not rows.requires_grad or not params:

@@ -335,16 +335,7 @@ HEADS: dict[str, type[Head]] = {
 
 
 def choose_head(space: Any, head: Head | None = None) -> Head:
-    """The head of an action space, or the given one on it.
-
-    Args:
-        space: A gymnasium space, of one environment's actions.
-        head: Taken instead of the space's usual one.
-
-    Raises:
-        TypeError: For a space or a head of another kind.
-        ValueError: For a space without a head, or a head that is not for this space.
-    """
+    """The head of an action space, or the given one on it."""
     if not isinstance(space, import_gymnasium().Space):
         raise TypeError(f"the action space is {type(space).__name__}, expected a gymnasium space")
     if head is not None:

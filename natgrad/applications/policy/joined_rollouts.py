@@ -35,12 +35,7 @@ class BatchPart:
 
     @staticmethod
     def of(processes: RankExchange, count: int) -> BatchPart:
-        """The part of a process that has so many transitions.
-
-        Args:
-            processes: What exchanges.
-            count: This one's.
-        """
+        """The part of a process that has so many transitions."""
         counts = [int(one) for (one,) in processes.share_numbers([count], torch.device("cpu"))]
         return BatchPart(processes, sum(counts[: processes.rank]), count, sum(counts))
 
@@ -52,24 +47,18 @@ class BatchPart:
     def mean(self, own: Tensor) -> Tensor:
         """The mean over all transitions.
 
-        Args:
-            own: That over these, any shape.
+        own: That over these, any shape.
         """
         return self.sum(own * self.share)
 
     def sum(self, own: Tensor) -> Tensor:
-        """The sum over all processes.
-
-        Args:
-            own: This one's.
-        """
+        """The sum over all processes."""
         return self.processes.sum(own)
 
     def choose(self, places: Tensor) -> Tensor:
         """Of some places in the whole batch, those that are here, counted from this process's first.
 
-        Args:
-            places: Whole numbers, shape (k,).
+        places: Whole numbers, (k,).
         """
         here = places - self.first
         return here[(here >= 0) & (here < self.count)]
@@ -77,11 +66,6 @@ class BatchPart:
 
 def join_moments(processes: RankExchange, before: RunningMoments, after: RunningMoments) -> RunningMoments:
     """The moments of all that the processes saw, each since the same start.
-
-    Args:
-        processes: What exchanges.
-        before: At the start, the same on all.
-        after: This process's now.
 
     Reference:
         Chan, Golub & LeVeque 1979, about the mean at the start.
@@ -102,11 +86,6 @@ def join_moments(processes: RankExchange, before: RunningMoments, after: Running
 
 
 def join_episodes(processes: RankExchange, episodes: Sequence[Episode]) -> list[Episode]:
-    """Those of all processes.
-
-    Args:
-        processes: What exchanges.
-        episodes: This one's.
-    """
+    """Those of all processes."""
     told: list[list[Any]] = processes.share_objects([astuple(one) for one in episodes])
     return [Episode(*one) for part in told for one in part]

@@ -106,11 +106,7 @@ class WidthTrial:
         self.wide: list[float] = []
 
     def look_at(self, episodes: Sequence[Episode]) -> None:
-        """Take in the episodes of a batch, and choose the width of the next one.
-
-        Args:
-            episodes: Those that ended in it.
-        """
+        """Take in the episodes of a batch, and choose the width of the next one."""
         if not self.left:
             return
         self.left -= 1
@@ -139,11 +135,7 @@ class WidthTrial:
 
 
 def is_wide(head: Head) -> bool:
-    """True if a third of every entry's width is one unit of the environment or more.
-
-    Args:
-        head: The distribution of actions.
-    """
+    """True if a third of every entry's width is one unit of the environment or more."""
     return isinstance(head, GaussianHead) and bool((SHARE * head.units >= UNIT).all())
 
 
@@ -182,14 +174,7 @@ COLUMNS = (
 def describe_update(
     counts: Mapping[str, int], episodes: Sequence[Episode], move: Move, **more: float
 ) -> dict[str, Any]:
-    """A row of the history, all but its seconds.
-
-    Args:
-        counts: Updates and steps so far.
-        episodes: Those that ended in the batch.
-        move: What the policy did.
-        **more: Columns as they are.
-    """
+    """A row of the history, all but its seconds."""
     return {
         **counts,
         "episodes": len(episodes),
@@ -321,15 +306,7 @@ def check_network(name: str, module: Any) -> None:
 def build_perceptron(
     sizes: list[int], gain: float, activation: type[nn.Module], generator: torch.Generator, like: Tensor
 ) -> nn.Sequential:
-    """Linear layers with orthogonal weights and zero biases; flattens its inputs.
-
-    Args:
-        sizes: Of inputs, hidden layers and outputs.
-        gain: Of the last layer's weights.
-        activation: Between the layers.
-        generator: What the weights are drawn from: the global one is not touched.
-        like: A tensor of the dtype and on the device that the layers have.
-    """
+    """Linear layers with orthogonal weights and zero biases; flattens its inputs."""
     layers: list[nn.Module] = [nn.Flatten()]
     for i, (before, after) in enumerate(pairwise(sizes)):
         layer: Any = skip_init(nn.Linear, before, after, dtype=like.dtype)
@@ -384,16 +361,7 @@ class Critic:
         return self.module(states.permute(self.order)).reshape(-1)
 
     def fit(self, rollout: Rollout, part: BatchPart, generator: torch.Generator) -> tuple[float, bool]:
-        """Train on a rollout's returns; all of it is taken back where a parameter would not be finite.
-
-        Args:
-            rollout: The batch.
-            part: What of the batch of all processes it is.
-            generator: Of the order of all their states, the same on all processes.
-
-        Returns:
-            The mean squared error over the last epoch, and whether all was finite.
-        """
+        """Train on a rollout's returns; all of it is taken back where a parameter would not be finite."""
         loss, stands = guard_steps(self.optimizer, lambda: self._pass_through(rollout, part, generator))
         return loss, stands and math.isfinite(loss)
 

@@ -27,9 +27,6 @@ def prepare_acting(actor: Actor) -> Change:
 
     A plain perceptron of few units spends two thirds of its time in the calls around its products: they are made
     directly, with the same numbers to the last bit. Every other network is called as it is.
-
-    Args:
-        actor: The policy. Its parameters must not be replaced as long as the function is used.
     """
     changes = list_changes(actor)
     if changes is None:
@@ -104,9 +101,7 @@ class Rollout:
 def explain_variance(returns: Tensor, values: Tensor) -> float:
     """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant; NaN for equal returns.
 
-    Args:
-        returns: Shape (B,).
-        values: The critic's, shape (B,).
+    returns: (B,). values: The critic's, (B,).
     """
     spread = returns.var()
     return float(1 - (returns - values).var() / spread) if bool(spread > 0) else float("nan")

@@ -71,38 +71,18 @@ class Translation:
     activation: type[nn.Module] | None = None
 
     def find_radius(self, head: Head) -> float:
-        """The bound on an update's mean KL, in nats per state.
-
-        Args:
-            head: The distribution of actions.
-        """
+        """The bound on an update's mean KL, in nats per state."""
         if self.radius is not None:
             return self.radius
         return head.entries * (RADIUS if self.target is None else self.target)
 
     def find_step(self, step: NaturalStep, head: Head) -> NaturalStep:
-        """The group with the damping of `cg_damping`, where that was said.
-
-        Args:
-            step: As the other keywords say.
-            head: The distribution of actions.
-        """
+        """The group with the damping of `cg_damping`, where that was said."""
         return step if self.cg_damping is None else replace(step, damping=head.entries * self.cg_damping)
 
 
 def translate_choices(caller: str, radius: float | None, choices: dict[str, Any]) -> Translation:
-    """Keywords of a stable-baselines3 constructor in our words; the others as they came.
-
-    Args:
-        caller: Who was called.
-        radius: Of an update, in nats per state; None where it was not said.
-        choices: Its keywords.
-
-    Raises:
-        ValueError: Unless `radius` and `target_kl` are positive.
-        TypeError: For what has no counterpart here; the sentence says what to write. Also for a setting that came in
-            both languages.
-    """
+    """Keywords of a stable-baselines3 constructor in our words; the others as they came."""
     ours = dict(choices)
     for theirs, own in SAME.items():
         if theirs in ours:

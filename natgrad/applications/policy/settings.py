@@ -104,12 +104,7 @@ class NaturalStep:
 
 
 def choose_damping(given: float | Damping | None, head: Head) -> Damping:
-    """The damping that was given, or the one of the head's actions.
-
-    Args:
-        given: A `NaturalStep`'s.
-        head: The distribution of actions.
-    """
+    """The damping that was given, or the one of the head's actions."""
     if given is not None:
         return as_damping(given)
     least = LEAST * head.entries

@@ -168,12 +168,7 @@ class NaturalPolicyGradient(PolicyLearner):
 
 
 def write_learner(agent: PolicyLearner, **own: Any) -> str:
-    """The choices of an agent and how far it is, as its `repr`.
-
-    Args:
-        agent: The agent.
-        **own: Choices of its class alone.
-    """
+    """The choices of an agent and how far it is, as its `repr`."""
     step, worlds = agent.natural_step, agent.worlds
     how = {"solver": step.solver, "structure": agent.structure, "damping": agent.damping}
     sizes = {"environments": worlds.count, "batch": agent.batch}

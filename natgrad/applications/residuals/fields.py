@@ -26,12 +26,7 @@ class Notes:
     elsewhere: bool = False
 
     def note(self, place: int, plan: Plan) -> None:
-        """Add a wish.
-
-        Args:
-            place: Of the point among the arguments.
-            plan: What is wanted there.
-        """
+        """Add a wish."""
         self.plans[place] = self.plans.get(place, Plan()).merge(plan)
 
 

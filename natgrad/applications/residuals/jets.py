@@ -167,10 +167,7 @@ class Constraint:
     def push(self, inputs: Tensor, layout: JetLayout, jets: Tensor) -> tuple[Tensor, ConstraintPass]:
         """The jets (T, b, m) of D n + g from those of n.
 
-        Args:
-            inputs: x, shape (b, d).
-            layout: Which derivatives, in which order.
-            jets: Of n, shape (T, b, m).
+        inputs: x, (b, d). jets: Of n, (T, b, m).
         """
         factor = differentiate_map(self.distance, inputs, layout)
         out = factor[0] * jets
@@ -198,8 +195,7 @@ class ConstraintPass:
     def pull(self, cotangents: Tensor) -> Tensor:
         """The cotangents (k, T, b, m) before the product, from those behind it.
 
-        Args:
-            cotangents: Shape (k, T, b, m).
+        cotangents: (k, T, b, m).
         """
         layout = self.layout
         out = cotangents * self.factor[0]
@@ -214,13 +210,7 @@ class ConstraintPass:
 def differentiate_map(function: Function, inputs: Tensor, layout: JetLayout) -> Tensor:
     """A function's value and derivatives at points, (T, b, f): in forward mode, all points at once.
 
-    Args:
-        function: Points (b, d) -> (b, f), each by itself.
-        inputs: x, shape (b, d).
-        layout: Which derivatives, in which order.
-
-    Raises:
-        RuntimeError: For a function that returns no row per point.
+    function: Points (b, d) -> (b, f), each by itself. inputs: x, (b, d).
     """
     value = function(inputs)
     if value.dim() != 2 or len(value) != len(inputs):
@@ -248,11 +238,7 @@ def differentiate_map(function: Function, inputs: Tensor, layout: JetLayout) -> 
 
 
 def is_feature_map(part: nn.Module) -> bool:
-    """Whether a module has nothing to train and no listeners, so that it may stand before the first layer.
-
-    Args:
-        part: The module.
-    """
+    """Whether a module has nothing to train and no listeners, so that it may stand before the first layer."""
     return next(part.parameters(), None) is None and not any(has_hooks(one) for one in part.modules())
 
 
@@ -279,19 +265,13 @@ class Jets:
     def split(stacked: Tensor, layout: JetLayout) -> Jets:
         """Jets out of the tensor (T, b, h) that has them in this order.
 
-        Args:
-            stacked: Shape (T, b, h).
-            layout: The order.
+        stacked: (T, b, h).
         """
         last = 1 + len(layout.dims)
         return Jets(stacked[0], stacked[1:last], stacked[last:])
 
     def stack(self, sets: int = 0) -> Tensor:
-        """(T, b, h): value, first derivatives, sums; with zeros for those that are None.
-
-        Args:
-            sets: How many sums of zeros.
-        """
+        """(T, b, h): value, first derivatives, sums; with zeros for those that are None."""
         value = self.value.unsqueeze(0)
         parts = [value, self.first.expand(-1, *self.value.shape)]
         parts.append(value.new_zeros(sets, *self.value.shape) if self.sums is None else self.sums)
@@ -319,11 +299,7 @@ class Bend:
     def pull(self, cotangents: Tensor) -> Tensor:
         """The cotangents (k, T, b, h) before the elementwise function, from those behind it.
 
-        Args:
-            cotangents: Shape (k, T', b, h), by `behind`.
-
-        Returns:
-            By `before`; without sums where these are None.
+        cotangents: (k, T', b, h), by `behind`.
         """
         before, jets, slope = self.before, self.jets, self.slopes[0]
         count = before.count if jets.sums is not None else 1 + len(before.dims)
@@ -372,18 +348,7 @@ class Bend:
 def push_through(
     part: Elementwise, jets: Jets, before: JetLayout, behind: JetLayout, rows: bool
 ) -> tuple[Tensor, Bend | None]:
-    """f(z) with its derivatives, from z with its own.
-
-    Args:
-        part: f.
-        jets: z.
-        before: Its derivatives.
-        behind: Those of f(z) that are kept.
-        rows: Whether a pass back will follow, which takes one derivative more of f.
-
-    Returns:
-        Shape (T, b, h), by `behind`, and what a pass back needs.
-    """
+    """f(z) with its derivatives, from z with its own."""
     value, *slopes = differentiate_elementwise(part, jets.value, bool(before.dims) + bool(before.second) + rows)
     out = value.new_empty(behind.count, *value.shape)
     out[0] = value
@@ -499,11 +464,7 @@ class JetPass:
     def pull_back(self, cotangents: Tensor) -> list[LayerRows]:
         """The rows of J^T for cotangents on the outputs.
 
-        Args:
-            cotangents: Shape (k, T, b, m).
-
-        Returns:
-            One entry per affine layer.
+        cotangents: (k, T, b, m).
         """
         found, now = list[LayerRows](), cotangents
         count = sum(isinstance(one, tuple) for one in self.records)
@@ -534,11 +495,7 @@ class LayerChain:
     def run(self, state: Mapping[str, Tensor], inputs: Tensor, plan: Plan, rows: bool = True) -> JetPass:
         """Values and derivatives.
 
-        Args:
-            state: The parameters by name.
-            inputs: x, shape (b, d).
-            plan: Which derivatives.
-            rows: Whether a pass back will follow, which takes one derivative more of the elementwise functions.
+        inputs: x, (b, d).
         """
         now, layout, records = start_jets(inputs, plan.inner_layout), plan.inner_layout, list[Record]()
         for number, part in enumerate(self.parts):
@@ -590,12 +547,7 @@ def stack(now: Tensor | Jets, layout: JetLayout) -> Tensor:
 
 
 def network_of(module: nn.Module, prefix: str) -> LayerChain | None:
-    """A module as affine maps and elementwise functions, or None where it is not made of them.
-
-    Args:
-        module: The module.
-        prefix: What its parameters' names start with.
-    """
+    """A module as affine maps and elementwise functions, or None where it is not made of them."""
     if type(module) is HardConstraint and not has_hooks(module):
         plain = not any(isinstance(one, nn.Module) for one in (module.distance, module.values))
         inner = network_of(module.net, f"{prefix}net.") if plain else None

@@ -57,11 +57,7 @@ class DampedSystem:
     def of(solver: Solver, operator: Operator, units: Tensor | None, level: float) -> DampedSystem:
         """The system, factorised where its solver does that.
 
-        Args:
-            solver: The solver.
-            operator: G.
-            units: D, shape (n,), or None for the identity.
-            level: The damping.
+        units: D, (n,), or None for the identity.
         """
         scale = None
         if units is not None and isinstance(operator, RowsOperator):
@@ -73,11 +69,7 @@ class DampedSystem:
         return DampedSystem(solver, operator, units, scale, level, factorised)
 
     def change_damping(self, level: float) -> DampedSystem:
-        """The same system at another level.
-
-        Args:
-            level: The damping.
-        """
+        """The same system at another level."""
         factorised = None if self.factorised is None else self.factorised.change_damping(level)
         return replace(self, level=level, factorised=factorised)
 
@@ -86,9 +78,7 @@ class DampedSystem:
 
         That minimises |w - U^T x|^2 + level |x - x_0|^2 in D's norm: the momentum of SPRING (Goldshlager et al. 2024).
 
-        Args:
-            weights: w, shape (r,).
-            before: x_0, shape (n,), or None.
+        weights: w, (r,). before: x_0, (n,), or None.
         """
         if before is None or not bool(before.any()):
             return self._restore(self._solve(weights))
@@ -103,10 +93,7 @@ class DampedSystem:
     def accelerate(self, found: Solution, bend: Tensor, limit: float) -> Solution:
         """x with the bend a / 2, (G + level D) a = U r'', unless a is longer than `limit` times x in D's norm.
 
-        Args:
-            found: The solution x.
-            bend: r'', the second derivative of the residuals along x, shape (r,).
-            limit: A number.
+        bend: r'', the second derivative of the residuals along x, (r,).
         """
         more = self._solve(bend).value if self.factorised is None else self.factorised.find_value(bend)
         length = found.value if self.scale is None else found.value / self.scale
@@ -143,12 +130,7 @@ class JoinedTerms:
 
     @torch.no_grad()
     def linearise(self, params: Params, points: Mapping[str, Any]) -> LinearisedTerms:
-        """`System.linearise` over all points; a process may have none of a term.
-
-        Args:
-            params: The parameters that are trained, by name.
-            points: This process's, by term.
-        """
+        """`System.linearise` over all points; a process may have none of a term."""
         device = next(iter(params.values())).device
         with self.processes.failing_together(device):
             own = check_points(self.system, points, params, may_lack=True)
@@ -175,13 +157,7 @@ class JoinedTerms:
 
     @torch.no_grad()
     def residuals(self, params: Params, points: Points, now: LinearisedTerms) -> Tensor:
-        """`System.residuals` at all points, shape (r,).
-
-        Args:
-            params: The parameters that are trained, by name.
-            points: This process's, by term.
-            now: The linearisation.
-        """
+        """`System.residuals` at all points, shape (r,)."""
         rows = now.operator.rows
         assert isinstance(rows, JoinedStackedRows)
         with self.processes.failing_together(rows.space.device):
@@ -219,20 +195,14 @@ class JoinedStackedRows:
 
     @staticmethod
     def over(local: StackedRows, processes: RankExchange) -> JoinedStackedRows:
-        """The rows of all processes.
-
-        Args:
-            local: This process's.
-            processes: What exchanges.
-        """
+        """The rows of all processes."""
         counts = [int(count) for (count,) in processes.share_numbers([local.rank], local.space.device)]
         return JoinedStackedRows(local.settle(sum(counts)), processes, counts)
 
     def rescale(self, scale: Tensor) -> JoinedStackedRows:
         """diag(scale) U.
 
-        Args:
-            scale: Shape (n,).
+        scale: (n,).
         """
         return JoinedStackedRows(self.local.rescale(scale), self.processes, self.counts)
 
@@ -242,26 +212,20 @@ class JoinedStackedRows:
         return self.local.is_written
 
     def place(self, own: Tensor) -> Tensor:
-        """A vector (r,) from every process's part.
-
-        Args:
-            own: This process's.
-        """
+        """A vector (r,) from every process's part."""
         return self.processes.gather_rows(own)
 
     def mv(self, weights: Tensor) -> Tensor:
         """U w, shape (n,).
 
-        Args:
-            weights: w, shape (r,), the same on all processes.
+        weights: w, (r,), the same on all processes.
         """
         return self.joined.mv(weights)
 
     def rmv(self, vector: Tensor) -> Tensor:
         """U^T v, shape (r,).
 
-        Args:
-            vector: v, shape (n,), the same on all processes.
+        vector: v, (n,), the same on all processes.
         """
         return self.joined.rmv(vector)
 

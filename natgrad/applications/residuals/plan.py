@@ -24,27 +24,15 @@ class JetLayout:
         return 1 + len(self.dims) + len(self.second)
 
     def place_of(self, coordinate: int) -> int:
-        """The position of d/dx_i among the T numbers.
-
-        Args:
-            coordinate: i.
-        """
+        """The position of d/dx_i among the T numbers."""
         return 1 + self.dims.index(coordinate)
 
     def place_of_sum(self, group: tuple[int, ...]) -> int:
-        """The position of a sum of second derivatives among the T numbers.
-
-        Args:
-            group: The coordinates of the sum.
-        """
+        """The position of a sum of second derivatives among the T numbers."""
         return 1 + len(self.dims) + self.second.index(group)
 
     def holds(self, wish: Plan) -> bool:
-        """Whether all that a plan wants is among the T numbers.
-
-        Args:
-            wish: The plan.
-        """
+        """Whether all that a plan wants is among the T numbers."""
         return set(wish.first) <= set(self.dims) and set(wish.second) <= set(self.second)
 
 
@@ -72,10 +60,6 @@ class Plan:
         return JetLayout(tuple(sorted(self.first)), self.second)
 
     def merge(self, other: Plan) -> Plan:
-        """What either of them wants.
-
-        Args:
-            other: The other plan.
-        """
+        """What either of them wants."""
         first = tuple(sorted({*self.first, *other.first}))
         return Plan(first, tuple(dict.fromkeys((*self.second, *other.second))))

@@ -48,12 +48,7 @@ class TermRows:
         return self.rows.layers
 
     def write(self, space: Space, out: Tensor) -> None:
-        """The rows as a matrix, added to `out` (m b, n).
-
-        Args:
-            space: The order of the parameters.
-            out: Zeros.
-        """
+        """The rows as a matrix, added to `out` (m b, n)."""
         for one in self.layers:
             k, _, b, o = one.deltas.shape
             weight, bias = space.blocks.get(one.layer.weight), space.blocks.get(one.layer.bias or "")
@@ -66,12 +61,7 @@ class TermRows:
             out[:, block.start : block.stop] += rows.reshape(self.count, block.size)
 
     def add_squares(self, space: Space, total: Tensor) -> None:
-        """The sums over the rows of the squares of their entries, added to `total` (n,).
-
-        Args:
-            space: The order of the parameters.
-            total: Changed in place.
-        """
+        """The sums over the rows of the squares of their entries, added to `total` (n,)."""
         for one in self.layers:
             weight, bias = space.blocks.get(one.layer.weight), space.blocks.get(one.layer.bias or "")
             if weight is not None:
@@ -83,11 +73,7 @@ class TermRows:
             total[block.start : block.stop] += rows.square().sum((0, 1))
 
     def combine(self, weights: Tensor) -> dict[str, Tensor]:
-        """sum over rows of w times the row, by name.
-
-        Args:
-            weights: Shape (m b,).
-        """
+        """sum over rows of w times the row, by name."""
         found: dict[str, Tensor] = {}
 
         def add(name: str, part: Tensor) -> None:
@@ -104,11 +90,7 @@ class TermRows:
         return found
 
     def along(self, tangents: dict[str, Tensor]) -> Tensor:
-        """Every row's inner product with a tangent, shape (m b,).
-
-        Args:
-            tangents: By name, in the parameters' shapes.
-        """
+        """Every row's inner product with a tangent, shape (m b,)."""
         total = torch.zeros_like(self.rows.factor)
         for one in self.layers:
             if one.layer.weight in tangents:
@@ -154,18 +136,13 @@ class StackedRows:
         self.columns = self.rank if columns is None else columns
 
     def settle(self, columns: int) -> StackedRows:
-        """The same rows, as a part of a larger U.
-
-        Args:
-            columns: Of that.
-        """
+        """The same rows, as a part of a larger U."""
         return StackedRows(self.space, self.terms, self.scale, columns)
 
     def rescale(self, scale: Tensor) -> StackedRows:
         """diag(scale) U.
 
-        Args:
-            scale: Shape (n,).
+        scale: (n,).
         """
         found = StackedRows(self.space, self.terms, scale, self.columns)
         if self.is_written:
@@ -188,8 +165,7 @@ class StackedRows:
     def mv(self, weights: Tensor) -> Tensor:
         """U w, shape (n,).
 
-        Args:
-            weights: w, shape (r,).
+        weights: w, (r,).
         """
         if self.is_written:
             return self.matrix.mT @ weights
@@ -202,8 +178,7 @@ class StackedRows:
     def rmv(self, vector: Tensor) -> Tensor:
         """U^T v, shape (r,).
 
-        Args:
-            vector: v, shape (n,).
+        vector: v, (n,).
         """
         if self.is_written:
             return self.matrix @ vector
@@ -267,14 +242,7 @@ def sum_of_outer_squares(one: LayerRows) -> Tensor:
 
 
 def add_products(left: TermRows, right: TermRows, squares: dict[str, float], total: Tensor) -> None:
-    """total += (rows of one term) (rows of the other)^T, layer by layer, (m b, m' b').
-
-    Args:
-        left: A term.
-        right: A term.
-        squares: The factor of each parameter that is trained, by name.
-        total: Changed in place.
-    """
+    """total += (rows of one term) (rows of the other)^T, layer by layer, (m b, m' b')."""
     known: dict[str, list[LayerRows]] = {}
     for one in right.layers:
         known.setdefault(one.layer.weight, []).append(one)
@@ -326,8 +294,7 @@ class ScalableRows(SampleRows, Protocol):
     def rescale(self, scale: Tensor) -> ScalableRows:
         """diag(scale) U.
 
-        Args:
-            scale: Shape (n,).
+        scale: (n,).
         """
         ...
 

@@ -78,17 +78,7 @@ class System:
         counts: Mapping[str, int] | None = None,
         weighed: Mapping[str, Tensor] | None = None,
     ) -> LinearisedTerms:
-        """The residuals with their Jacobian.
-
-        Args:
-            params: The parameters that are trained, by name.
-            points: By term.
-            counts: How many points each term's mean runs over; None: these.
-            weighed: The weights of the points, of terms that have some; None: they follow the residuals here.
-
-        Raises:
-            NotFiniteError: For a residual that is NaN or infinite; it names the term and the point.
-        """
+        """The residuals with their Jacobian."""
         parts, residuals, losses, factors = [], [], {}, {}
         for name, term in self.terms.items():
             own = points[name]
@@ -132,13 +122,7 @@ class System:
 
     @torch.no_grad()
     def residuals(self, params: Params, points: Points, now: LinearisedTerms) -> Tensor:
-        """The residuals elsewhere, times the same factors, (r,): NaN where they are not finite.
-
-        Args:
-            params: The parameters that are trained, by name.
-            points: By term.
-            now: The linearisation whose factors these are.
-        """
+        """The residuals elsewhere, times the same factors, (r,): NaN where they are not finite."""
         found = [
             (term.values(params, points[name]).mT * now.factors[name]).reshape(-1)
             for name, term in self.terms.items()
@@ -148,16 +132,7 @@ class System:
 
     @torch.no_grad()
     def squares(self, name: str, params: Params, points: tuple[Tensor, ...]) -> Tensor:
-        """|r|^2 of a term at each of its points, shape (b,).
-
-        Args:
-            name: The term's.
-            params: The parameters that are trained, by name.
-            points: The term's.
-
-        Raises:
-            NotFiniteError: For a residual that is NaN or infinite.
-        """
+        """|r|^2 of a term at each of its points, shape (b,)."""
         if not len(points[0]):
             return next(iter(params.values())).new_zeros(0)
         values = self.terms[name].values(params, points)
@@ -186,14 +161,7 @@ class ResidualMetric(Metric):
 
 
 def check_points(system: System, points: Mapping[str, Any], params: Params, *, may_lack: bool = False) -> Points:
-    """Points as tuples of tensors. TypeError or ValueError for anything but a batch of points for each term.
-
-    Args:
-        system: The terms.
-        points: As they were given, by term.
-        params: The parameters that are trained, by name.
-        may_lack: True where a term may have no points here, since other processes have some.
-    """
+    """Points as tuples of tensors. TypeError or ValueError for anything but a batch of points for each term."""
     unknown, missing = sorted(points.keys() - system.terms.keys()), sorted(system.terms.keys() - points.keys())
     if unknown or missing:
         said = f"no points for {missing}" if missing else f"points for {unknown}, which is no term"
@@ -247,11 +215,7 @@ def check_residuals(name: str, values: Tensor, points: tuple[Tensor, ...]) -> No
 def check_derivatives(system: System, now: LinearisedTerms, points: Points, gradient: Tensor) -> None:
     """NotFiniteError with the term and its first point where the derivative of a residual is NaN or infinite.
 
-    Args:
-        system: The terms.
-        now: Their linearisation.
-        points: By term; with several processes those of this one.
-        gradient: Of the loss, shape (n,): finite unless some derivative is not.
+    gradient: Of the loss, (n,): finite unless some derivative is not.
     """
     if all_finite(gradient):
         return

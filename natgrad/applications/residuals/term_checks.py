@@ -38,17 +38,7 @@ class ParameterWatch(TorchFunctionMode):
 def check_captured(
     name: str, seen: Mapping[int, nn.Parameter], unknowns: Mapping[str, nn.Module | nn.Parameter], trained: Params
 ) -> None:
-    """Tell of parameters that a term uses by itself, and not as one of its arguments: they have no derivative.
-
-    Args:
-        name: The term's.
-        seen: The parameters that it used, by identity.
-        unknowns: By name.
-        trained: The parameters that are trained, by name.
-
-    Raises:
-        ValueError: For one that is to be trained: its derivative would be missing.
-    """
+    """Tell of parameters that a term uses by itself, and not as one of its arguments: they have no derivative."""
     advice = (
         "make it an unknown of its own, ng.residuals({'u': net, 'k': k}, {'inside': lambda u, k, x: ...}) with k = "
         "nn.Parameter(torch.tensor(1.0))"
@@ -75,11 +65,7 @@ def list_parameters(part: nn.Module | nn.Parameter) -> list[nn.Parameter]:
 
 
 def find_aliases(unknowns: Mapping[str, nn.Module | nn.Parameter]) -> dict[str, str]:
-    """Full name -> the first full name of the same parameter, where unknowns share one.
-
-    Args:
-        unknowns: By name.
-    """
+    """Full name -> the first full name of the same parameter, where unknowns share one."""
     first, found = dict[int, str](), dict[str, str]()
     for name, part in unknowns.items():
         own = part.named_parameters(name) if isinstance(part, nn.Module) else [(name, part)]
@@ -92,10 +78,7 @@ def find_aliases(unknowns: Mapping[str, nn.Module | nn.Parameter]) -> dict[str, 
 def check_independence(name: str, evaluate: Callable[[Tensor], Tensor], points: Tensor) -> None:
     """ValueError if a network's value at one point depends on the others in its batch, or on chance.
 
-    Args:
-        name: The unknown's, "" for the only one.
-        evaluate: The network on a batch of points.
-        points: Shape (b, d).
+    points: (b, d).
     """
     two = points[:2]
     together = run_detached(lambda: evaluate(two))
@@ -110,13 +93,7 @@ def check_independence(name: str, evaluate: Callable[[Tensor], Tensor], points: 
 
 
 def flatten_residual(name: str, residual: Any, dtype: torch.dtype) -> Tensor:
-    """What a term returned, as real numbers (m,). TypeError for anything but tensors.
-
-    Args:
-        name: The term's.
-        residual: A tensor, or a tuple, list or dict of tensors and numbers. A complex one counts as its two parts.
-        dtype: Of the parameters.
-    """
+    """What a term returned, as real numbers (m,). TypeError for anything but tensors."""
     parts = list(residual.values()) if isinstance(residual, Mapping) else residual
     parts = parts if isinstance(parts, (tuple, list)) else [parts]
     numbers = [isinstance(one, (int, float)) for one in parts]

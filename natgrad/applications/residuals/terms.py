@@ -69,9 +69,7 @@ class Term:
     def values(self, params: Params, points: tuple[Tensor, ...]) -> Tensor:
         """The residuals (b, m), without a graph.
 
-        Args:
-            params: All parameters, by name.
-            points: Tensors (b, ...).
+        points: Tensors (b, ...).
         """
         if self.notes is None:
             self.settle(params, points)
@@ -84,10 +82,7 @@ class Term:
     def rows(self, params: Params, points: tuple[Tensor, ...], weigh: Callable[[Tensor], Tensor]) -> TermJacobian:
         """The residuals with the rows of their Jacobian in the parameters.
 
-        Args:
-            params: All parameters that are trained, by name.
-            points: Tensors (b, ...).
-            weigh: From the residuals (b, m) to the factors of the rows (m, b).
+        points: Tensors (b, ...). weigh: From the residuals (b, m) to the factors of the rows (m, b).
         """
         self.settle(params, points)
         if self.is_random:  # the trials of this step see the same draws
@@ -98,9 +93,7 @@ class Term:
     def settle(self, params: Params, points: tuple[Tensor, ...]) -> None:
         """Look at the unknowns: what is asked of them, and whether they are layers. Once, and whenever they change.
 
-        Args:
-            params: All parameters that are trained, by name.
-            points: Tensors (b, ...).
+        points: Tensors (b, ...).
         """
         networks = {name: part for name, part in self.unknowns.items() if isinstance(part, nn.Module)}
         signature = [sign(part) for part in networks.values()]

@@ -30,13 +30,6 @@ def read_unknowns(given: Any) -> tuple[nn.Module, Mapping[str, nn.Module | nn.Pa
 
     The name is what the unknown's parameters start with: "" for a module alone. Complex parameters of modules become
     their real and imaginary parts, in place.
-
-    Args:
-        given: A module; a list or a dict of modules and of parameters.
-
-    Raises:
-        TypeError: For anything else.
-        ValueError: For no unknown at all, or a name that is none.
     """
     if isinstance(given, nn.Module) and not isinstance(given, (nn.ModuleDict, nn.ModuleList)):
         check_precision("net", given)
@@ -76,23 +69,13 @@ def check_unknown(name: Any, part: Any) -> None:
 
 
 def check_precision(name: str, part: nn.Module | nn.Parameter) -> None:
-    """ValueError for parameters in half precision, which has no linear algebra of its own.
-
-    Args:
-        name: What it is called.
-        part: A module or a parameter.
-    """
+    """ValueError for parameters in half precision, which has no linear algebra of its own."""
     for p in part.parameters() if isinstance(part, nn.Module) else [part]:
         if p.dtype in (torch.float16, torch.bfloat16):
             raise ValueError(f"{name} is {p.dtype}, expected double precision, or single: call {name}.double()")
 
 
 def params_of(params: Params, name: str) -> dict[str, Tensor]:
-    """Those of one unknown, by their names within it.
-
-    Args:
-        params: All parameters, by name.
-        name: The unknown's, "" for the only one.
-    """
+    """Those of one unknown, by their names within it."""
     start = f"{name}." if name else ""
     return {key.removeprefix(start): p for key, p in params.items() if key.startswith(start)}

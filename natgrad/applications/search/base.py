@@ -145,15 +145,7 @@ class Search(Explained):
 
 
 def as_values(values: Any, name: str) -> Tensor:
-    """Objective values as a float64 tensor of its own memory, without a graph.
-
-    Args:
-        values: A tensor, an array or a list of numbers.
-        name: Of the argument, for the message.
-
-    Raises:
-        ValueError: If they are no real numbers.
-    """
+    """Objective values as a float64 tensor of its own memory, without a graph."""
     if isinstance(values, (list, tuple)) and any(isinstance(v, (str, bytes)) for v in values):
         raise ValueError(f"{name} has strings, expected numbers, lower is better; NaN for an evaluation that failed")
     try:
@@ -169,41 +161,19 @@ def as_values(values: Any, name: str) -> Tensor:
 
 
 def as_popsize(popsize: int | None, default: int, least: int = 2) -> int:
-    """A population size.
-
-    Args:
-        popsize: What the caller gave; None stands for the default.
-        default: Candidates per generation.
-        least: The smallest number that can be ranked.
-
-    Raises:
-        ValueError: If a generation could not be ranked.
-    """
+    """A population size."""
     if popsize is None:
         return default
     return check_integer("popsize", popsize, least, hint=f": a generation is ranked; None stands for {default}")
 
 
 def next_seed(generator: torch.Generator, run: int) -> int:
-    """The seed of a restart: the same for the same first seed, and far from those of other runs.
-
-    Args:
-        generator: Of the first search.
-        run: Number of the restart, from 1.
-    """
+    """The seed of a restart: the same for the same first seed, and far from those of other runs."""
     return (generator.initial_seed() + run * 0x9E3779B97F4A7C15) % 2**62
 
 
 def new_generator(seed: int | None, device: torch.device) -> torch.Generator:
-    """A generator that belongs to one search.
-
-    Args:
-        seed: Its seed; None draws one from torch's global generator.
-        device: Where it draws.
-
-    Raises:
-        ValueError: If the seed is no integer.
-    """
+    """A generator that belongs to one search."""
     generator = torch.Generator(device=device)
     if seed is None:
         return generator.manual_seed(int(torch.randint(2**62, ()).item()))

@@ -41,11 +41,7 @@ class Climb:
 
         Where the climb is stuck, k bits flip with a chance of k^-1.5 (Doerr et al. 2017, heavy tails).
 
-        Args:
-            draws: Uniform numbers, shape (count, n).
-            margin: Between 0 and 1/2.
-            stuck: True for heavy tails: two local minima may differ in several bits.
-            generator: Of further draws.
+        draws: Uniform numbers, (count, n).
         """
         n = draws.shape[1]
         if stuck:
@@ -61,9 +57,7 @@ class Climb:
     def accept(self, points: Tensor, values: Tensor) -> None:
         """Go on from the best of some points, if it is no worse than the parent; of equal ones from the last.
 
-        Args:
-            points: Shape (count, n); there may be none.
-            values: f of them, shape (count,).
+        points: (count, n); there may be none. values: f of them, (count,).
         """
         self.spent += len(values)
         if not len(values) or float(least := values.min()) > self.value:
@@ -82,11 +76,7 @@ class Climb:
         return {"parent": self.parent, "value": self.value, "counts": (self.spent, self.gap, self._gained)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there.
-
-        Args:
-            state: From `state_dict`.
-        """
+        """Continue from there."""
         self.parent, self.value = state["parent"], state["value"]
         self.spent, self.gap, self._gained = state["counts"]
 
@@ -260,12 +250,7 @@ class BitSearch(Relaxation):
         self._main.accept(points, values)
 
     def _stands_still(self, since: int, least: float) -> bool:
-        """True if the field leaves much of f unexplained and has found nothing better for long.
-
-        Args:
-            since: Evaluations without a better value.
-            least: Of the share that it explains, times which it has patience.
-        """
+        """True if the field leaves much of f unexplained and has found nothing better for long."""
         if self.slope is None or self.slope.explained >= TRUSTED:
             return False
         return since >= max(200, WAIT * self._dim()) * max(least, self.slope.explained)
@@ -317,22 +302,10 @@ class BitSearch(Relaxation):
 
 
 def as_bits(n: int) -> int:
-    """The number of bits.
-
-    Args:
-        n: What the caller gave.
-
-    Raises:
-        ValueError: If it is no integer >= 1.
-    """
+    """The number of bits."""
     return check_integer("n", n, 1, hint=": the number of bits")
 
 
 def as_bit_popsize(popsize: int | None, n: int) -> int:
-    """Candidates per generation; default a quarter of the bits, at least 20.
-
-    Args:
-        popsize: What the caller gave, or None.
-        n: Number of bits.
-    """
+    """Candidates per generation; default a quarter of the bits, at least 20."""
     return as_popsize(popsize, max(20, n // 4))

@@ -23,14 +23,7 @@ class NoNumberError(ValueError):
 
 
 def read_number(found: Any) -> float:
-    """The value of one point, NaN included.
-
-    Args:
-        found: A number, or an array or tensor with one entry.
-
-    Raises:
-        NoNumberError: If it is anything else, such as None, a tuple, a string or several numbers.
-    """
+    """The value of one point, NaN included."""
     if isinstance(found, tuple):
         raise NoNumberError(f"f(x) is a tuple of {len(found)}, expected a number")
     numbers = read_numbers(found, "f(x)")
@@ -42,12 +35,8 @@ def read_number(found: Any) -> float:
 def read_rows(found: Any, points: Tensor) -> Tensor:
     """The values (b,) of a batch; an entry that is no number is NaN.
 
-    Args:
-        found: Values of shape (b,) or (b, 1), as a tensor, an array or a list; one number for a batch of one.
-        points: The batch, shape (b, d).
-
-    Raises:
-        NoNumberError: If it is anything else.
+    found: Values of shape (b,) or (b, 1), as a tensor, an array or a list; one number for a batch of one. points: The
+    batch, (b, d).
     """
     numbers = read_numbers(found, "f(X)")
     alone = len(points) == 1 and numbers.numel() == 1
@@ -60,15 +49,7 @@ def read_rows(found: Any, points: Tensor) -> Tensor:
 
 
 def read_numbers(found: Any, name: str) -> Tensor:
-    """A float64 tensor of any shape and of its own memory.
-
-    Args:
-        found: What f gave.
-        name: How the message calls it.
-
-    Raises:
-        NoNumberError: If nothing in it is a number.
-    """
+    """A float64 tensor of any shape and of its own memory."""
     if isinstance(found, np.ndarray) and found.dtype == object:
         found = found.tolist()
     if isinstance(found, (list, tuple)):
@@ -90,11 +71,7 @@ def read_numbers(found: Any, name: str) -> Tensor:
 
 
 def read_entry(entry: Any) -> float:
-    """A float, or NaN for what is no number: None, a word, a pair.
-
-    Args:
-        entry: Anything.
-    """
+    """A float, or NaN for what is no number: None, a word, a pair."""
     if isinstance(entry, WORDS):
         return math.nan
     try:
@@ -195,8 +172,7 @@ class BlackBox:
     def evaluate(self, points: Tensor) -> Tensor:
         """Values (popsize,), NaN where f has none.
 
-        Args:
-            points: X, shape (popsize, d).
+        points: X, (popsize, d).
         """
         if self.vectorized is None:
             values = self._find_out(points)
@@ -226,8 +202,7 @@ class BlackBox:
     def start(self, points: Tensor) -> None:
         """Have points evaluated by the workers, and do not wait.
 
-        Args:
-            points: Shape (k, d).
+        points: (k, d).
         """
         assert self.workers is not None
         for row in points:
@@ -386,11 +361,7 @@ class BlackBox:
         return {"vectorized": self.vectorized, "counts": counts, "first": self._first, "asked": asked}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there; what the caller says of f is kept.
-
-        Args:
-            state: From `state_dict`.
-        """
+        """Continue from there; what the caller says of f is kept."""
         self.vectorized = state["vectorized"] if self.vectorized is None else self.vectorized
         self.nfev, self.failures, self.points = state["counts"]
         self._first = state["first"]
@@ -400,9 +371,7 @@ class BlackBox:
 def read_reply(x: Tensor, outcome: Any) -> Reply:
     """The values of a point or of a batch, from what f gave.
 
-    Args:
-        x: A point (d,) or a batch (b, d).
-        outcome: What f gave for it, `Raised`, or the exception that an executor gave in place of a value.
+    x: A point (d,) or a batch (b, d).
     """
     if isinstance(outcome, Raised):
         return Reply(None, f"f raised {outcome.kind}: {outcome.message}")
@@ -419,10 +388,7 @@ def read_reply(x: Tensor, outcome: Any) -> Reply:
 def is_near(one: Tensor, other: Tensor, among: Tensor) -> bool:
     """True if two values agree up to the changes by float32 and by another order of sums, or both are no number.
 
-    Args:
-        one: A value.
-        other: A value.
-        among: Values whose spread sets the scale, shape (k,).
+    among: Values whose spread sets the scale, (k,).
     """
     if not bool(torch.isfinite(one) & torch.isfinite(other)):
         return bool((one == other) | (one.isnan() & other.isnan()))

@@ -151,12 +151,7 @@ class CategoricalSearch(Relaxation):
 def least_probabilities(counts: Tensor, margin: float | None) -> Tensor:
     """The least probability of every value, shape (total,).
 
-    Args:
-        counts: How many values each variable has, shape (n,).
-        margin: One number for all; None for 1 / n, shared by all values of a variable but one.
-
-    Raises:
-        ValueError: If the margins of a variable would add up to 1 or more.
+    counts: How many values each variable has, (n,).
     """
     each = counts.to(torch.float64)
     if margin is None:
@@ -171,14 +166,7 @@ def least_probabilities(counts: Tensor, margin: float | None) -> Tensor:
 
 
 def as_sizes(sizes: Any) -> list[int]:
-    """How many values each variable has, as a list.
-
-    Args:
-        sizes: What the caller gave: a sequence, an array or a tensor.
-
-    Raises:
-        ValueError: If there is no variable, or one has fewer than two values.
-    """
+    """How many values each variable has, as a list."""
     if not isinstance(sizes, Sequence) and not hasattr(sizes, "tolist"):
         raise ValueError(f"sizes is {sizes!r}, expected how many values each variable has, such as (3, 3, 5)")
     found = [check_integer("sizes", size, 2, hint=": how many values a variable has") for size in sizes]

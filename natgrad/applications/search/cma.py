@@ -59,12 +59,6 @@ def adaptation_constants(d: int, popsize: int, statistics: int, rate: float = 1.
     c_1 and c_mu are `FASTER` times as large as in the tutorial. With fewer than d (d + 1) / 2 learned entries they grow
     further: by (d + 2) / 3 for the d entries of a diagonal, and in inverse proportion between the two.
 
-    Args:
-        d: Number of variables.
-        popsize: Candidates per generation.
-        statistics: How many entries of the covariance are learned.
-        rate: Multiplies c_1 and c_mu, whose sum stays at most 1.
-
     Reference:
         Hansen 2016, table 1; Ros & Hansen 2008 for the diagonal.
     """
@@ -179,13 +173,6 @@ class Adaptation(GaussianModel):
 
 
 def check_rate(rate: float) -> None:
-    """Check that a rate is a positive number.
-
-    Args:
-        rate: What the caller gave.
-
-    Raises:
-        ValueError: If it is not.
-    """
+    """Check that a rate is a positive number."""
     if not 0 < rate < math.inf:
         raise ValueError(f"rate is {rate}, expected a number > 0: it multiplies the learning rates, 1 leaves them")

@@ -66,10 +66,7 @@ class ConvergenceMonitor:
     def record(self, values: Tensor, spread: float, state: State) -> None:
         """Take one generation into account.
 
-        Args:
-            values: Of the candidates, shape (popsize,).
-            spread: The largest standard deviation.
-            state: Of the distribution after the generation.
+        values: Of the candidates, (popsize,).
         """
         ordered = values.sort().values.tolist()
         best, worst, median = ordered[0], ordered[-1], ordered[len(ordered) // 2]
@@ -89,11 +86,7 @@ class ConvergenceMonitor:
         return self._verdict
 
     def has_settled(self, distance: float) -> bool:
-        """True if the values of the last generations, as in `tolfun`, lie within `SETTLED` of a distance.
-
-        Args:
-            distance: Of the best value from the target.
-        """
+        """True if the values of the last generations, as in `tolfun`, lie within `SETTLED` of a distance."""
         return distance < torch.inf and self._span < SETTLED * distance
 
     def _find_reason(self, best: float, worst: float, spread: float, state: State) -> str | None:
@@ -136,11 +129,7 @@ class ConvergenceMonitor:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there.
-
-        Args:
-            state: From `state_dict`.
-        """
+        """Continue from there."""
         self._recent.clear()
         self._recent.extend(state["recent"])
         self._history = [tuple(pair) for pair in state["history"]]

@@ -39,11 +39,8 @@ class Domain:
     def of(scale: Tensor, lower: Tensor, upper: Tensor, integer: Tensor) -> Domain:
         """A domain that knows whether it has bounds or integers, which every generation asks.
 
-        Args:
-            scale: Of each variable, shape (d,).
-            lower: Lower bounds, shape (d,).
-            upper: Upper bounds, shape (d,).
-            integer: True for the variables that are rounded, shape (d,).
+        scale: Of each variable, (d,). lower: Lower bounds, (d,). upper: Upper bounds, (d,). integer: True for the
+        variables that are rounded, (d,).
         """
         bounded = bool(torch.isfinite(lower).any() or torch.isfinite(upper).any())
         return Domain(scale, lower, upper, integer, bounded, bool(integer.any()))
@@ -51,8 +48,7 @@ class Domain:
     def points(self, latent: Tensor) -> Tensor:
         """x of u.
 
-        Args:
-            latent: u, the search's own coordinates, shape (..., d).
+        latent: u, the search's own coordinates, (..., d).
         """
         x = latent * self.scale
         if self.bounded:
@@ -62,14 +58,7 @@ class Domain:
         return torch.maximum(torch.minimum(x, self.upper), self.lower) if self.bounded else x
 
     def admit(self, points: Tensor) -> Tensor:
-        """The points (N, d), brought back to bounds and integers where they miss them by the round-off of float32.
-
-        Args:
-            points: x, as the caller tells them.
-
-        Raises:
-            ValueError: If one misses them by more.
-        """
+        """The points (N, d), brought back to bounds and integers where they miss them by the round-off of float32."""
         admitted = torch.where(self.integer, points.round(), points)
         admitted = torch.maximum(torch.minimum(admitted, self.upper), self.lower)
         wrong = ((points - admitted).abs() > ROUNDED * (1 + admitted.abs())).nonzero()
@@ -86,8 +75,7 @@ class Domain:
     def latent(self, points: Tensor) -> Tensor:
         """A u whose image is x.
 
-        Args:
-            points: x within the bounds, shape (..., d).
+        points: x within the bounds, (..., d).
         """
         x = points
         if self.bounded:
@@ -98,12 +86,7 @@ class Domain:
 def fold_widths(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
     """Width of the parabola beside each bound: (1 + |bound|) / 20, at most a quarter of the interval.
 
-    Args:
-        lower: Lower bounds, shape (d,).
-        upper: Upper bounds, shape (d,).
-
-    Returns:
-        The widths at the lower and at the upper bounds, (d,) each.
+    lower: Lower bounds, (d,). upper: Upper bounds, (d,).
     """
     quarter = (upper - lower) / 4
     low, high = ((1 + bound.abs()) / 20 for bound in (lower, upper))
@@ -117,10 +100,7 @@ def fold_widths(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
 def fold(x: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
     """Any real x brought to lower <= x <= upper: unchanged inside, parabolas at the bounds, mirrored beyond.
 
-    Args:
-        x: Shape (..., d).
-        lower: Lower bounds, shape (d,).
-        upper: Upper bounds, shape (d,).
+    x: (..., d). lower: Lower bounds, (d,). upper: Upper bounds, (d,).
     """
     a, b = fold_widths(lower, upper)
     first, last = lower - a, upper + b
@@ -138,10 +118,7 @@ def fold(x: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
 def unfold(x: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
     """The inverse of `fold` that lies nearest to the box.
 
-    Args:
-        x: Within the bounds, shape (..., d).
-        lower: Lower bounds, shape (d,).
-        upper: Upper bounds, shape (d,).
+    x: Within the bounds, (..., d). lower: Lower bounds, (d,). upper: Upper bounds, (d,).
     """
     a, b = fold_widths(lower, upper)
     low = lower - a + 2 * (a * (x - lower).clamp(min=0)).sqrt()
@@ -150,15 +127,7 @@ def unfold(x: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
 
 
 def as_point(value: Any, name: str) -> Tensor:
-    """A float64 vector (d,), on the device of a tensor.
-
-    Args:
-        value: What the caller gave.
-        name: Of the argument, for the message.
-
-    Raises:
-        ValueError: If it is no vector, or not finite.
-    """
+    """A float64 vector (d,), on the device of a tensor."""
     point = as_tensor(value, name)
     if point.dim() != 1 or not len(point):
         raise ValueError(f"{name} has shape {tuple(point.shape)}, expected a vector (d,) with d >= 1")
@@ -169,15 +138,7 @@ def as_point(value: Any, name: str) -> Tensor:
 
 
 def as_tensor(value: Any, name: str) -> Tensor:
-    """A float64 tensor of its own memory, on the device of a tensor, without a graph.
-
-    Args:
-        value: What the caller gave.
-        name: Of the argument, for the message.
-
-    Raises:
-        TypeError: If it is no array of numbers.
-    """
+    """A float64 tensor of its own memory, on the device of a tensor, without a graph."""
     try:
         return torch.as_tensor(value, dtype=torch.float64).detach().clone()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -187,12 +148,7 @@ def as_tensor(value: Any, name: str) -> Tensor:
 def as_scales(sigma0: Any, x0: Tensor) -> tuple[float, Tensor]:
     """A common sigma and scales (d,) of geometric mean 1.
 
-    Args:
-        sigma0: A number, or one standard deviation per variable (d,).
-        x0: The starting point, shape (d,).
-
-    Raises:
-        ValueError: If sigma0 has another shape, or is not positive and finite.
+    sigma0: A number, or one standard deviation per variable (d,). x0: The starting point, (d,).
     """
     sigmas = as_tensor(sigma0, "sigma0").to(x0.device)
     if sigmas.shape not in (torch.Size([]), x0.shape):
@@ -208,12 +164,8 @@ def as_scales(sigma0: Any, x0: Tensor) -> tuple[float, Tensor]:
 def as_bounds(bounds: Any, x0: Tensor) -> tuple[Tensor, Tensor]:
     """Lower and upper bounds, (d,) each.
 
-    Args:
-        bounds: A pair (lower, upper) of numbers, vectors (d,) or None, an array (2, d), or None for no bounds.
-        x0: The starting point, shape (d,).
-
-    Raises:
-        ValueError: If bounds have another shape or are inverted, or x0 lies outside.
+    bounds: A pair (lower, upper) of numbers, vectors (d,) or None, an array (2, d), or None for no bounds. x0: The
+    starting point, (d,).
     """
     if bounds is None:
         return torch.full_like(x0, -torch.inf), torch.full_like(x0, torch.inf)
@@ -234,13 +186,7 @@ def as_bounds(bounds: Any, x0: Tensor) -> tuple[Tensor, Tensor]:
 def check_bounds(lower: Tensor, upper: Tensor, x0: Tensor) -> None:
     """Check that lower < upper and that x0 lies between.
 
-    Args:
-        lower: Lower bounds, shape (d,).
-        upper: Upper bounds, shape (d,).
-        x0: The starting point, shape (d,).
-
-    Raises:
-        ValueError: If not.
+    lower: Lower bounds, (d,). upper: Upper bounds, (d,). x0: The starting point, (d,).
     """
     wrong = (~(lower < upper)).nonzero()
     if len(wrong):
@@ -260,12 +206,7 @@ def check_bounds(lower: Tensor, upper: Tensor, x0: Tensor) -> None:
 def as_integer_mask(integers: Any, x0: Tensor) -> Tensor:
     """True for the variables that are rounded, shape (d,).
 
-    Args:
-        integers: Indices of variables, a mask (d,), or None for no variable.
-        x0: The starting point, shape (d,).
-
-    Raises:
-        ValueError: If it is something else, or names a variable that does not exist.
+    integers: Indices of variables, a mask (d,), or None for no variable. x0: The starting point, (d,).
     """
     mask = torch.zeros(len(x0), dtype=torch.bool, device=x0.device)
     if integers is None:
@@ -287,13 +228,7 @@ def as_integer_mask(integers: Any, x0: Tensor) -> Tensor:
 def round_bounds(lower: Tensor, upper: Tensor, integer: Tensor) -> tuple[Tensor, Tensor]:
     """Bounds of integer variables moved inwards to integers.
 
-    Args:
-        lower: Lower bounds, shape (d,).
-        upper: Upper bounds, shape (d,).
-        integer: True for the variables that are rounded, shape (d,).
-
-    Raises:
-        ValueError: If no integer lies between two bounds.
+    lower: Lower bounds, (d,). upper: Upper bounds, (d,). integer: True for the variables that are rounded, (d,).
     """
     lower, upper = torch.where(integer, lower.ceil(), lower), torch.where(integer, upper.floor(), upper)
     wrong = (integer & (lower > upper)).nonzero()

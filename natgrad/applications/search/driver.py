@@ -147,16 +147,7 @@ def run_to_ending(
     file: CheckpointFile | None,
     shown: Progress,
 ) -> str:
-    """Run generations until all runs are over. Returns why they are.
-
-    Args:
-        runs: The runs.
-        ftarget: Stop at a value as low.
-        maxfevals: Bound on evaluations.
-        callback: Called with the search after each generation; stops if it returns True.
-        file: The checkpoint, or None.
-        shown: Tells how far it is.
-    """
+    """Run generations until all runs are over. Returns why they are."""
     while (ending := runs.find_ending(ftarget, maxfevals)) is None:
         runs.run_generation()
         if file is not None:
@@ -198,16 +189,7 @@ class CheckpointFile:
 def as_run_factory(x0: Any, sigma0: Any, chosen: dict[str, Any], restarts: Restarts, seed: int | None) -> RunFactory:
     """A factory of Gaussian searches, or of searches like the one that was given as x0.
 
-    Args:
-        x0: A point (d,), or a search.
-        sigma0: The standard deviation at the start, for a point.
-        chosen: Further arguments that belong to a Gaussian search, None where they are not given.
-        restarts: Says the populations of the runs.
-        seed: Of a Gaussian search.
-
-    Raises:
-        ValueError: If sigma0 is missing, or an argument is given beside a search.
-        TypeError: If the model is none, or sigma0 holds no numbers.
+    x0: A point (d,), or a search.
     """
     if isinstance(x0, Search):
         others = {"sigma0": sigma0, "seed": seed, **chosen}
@@ -233,14 +215,7 @@ def as_run_factory(x0: Any, sigma0: Any, chosen: dict[str, Any], restarts: Resta
 
 
 def as_handling(noise: bool | NoiseHandling) -> NoiseHandling | None:
-    """How noise is handled; None if there is none.
-
-    Args:
-        noise: True stands for the defaults.
-
-    Raises:
-        TypeError: If it is no truth value and no `NoiseHandling`.
-    """
+    """How noise is handled; None if there is none."""
     if isinstance(noise, NoiseHandling):
         return noise
     if not isinstance(noise, bool):
@@ -249,18 +224,7 @@ def as_handling(noise: bool | NoiseHandling) -> NoiseHandling | None:
 
 
 def as_surrogate(surrogate: Any, factory: RunFactory, noise: Any, ahead: int) -> QuadraticSurrogate | None:
-    """When a model of f is believed; None if there is none.
-
-    Args:
-        surrogate: True stands for the defaults.
-        factory: Builds the searches.
-        noise: Whether points are evaluated more than once.
-        ahead: Points beyond a generation.
-
-    Raises:
-        TypeError: If it is no truth value and no `QuadraticSurrogate`.
-        ValueError: If the search is no Gaussian one, or points are evaluated ahead or again.
-    """
+    """When a model of f is believed; None if there is none."""
     if not isinstance(surrogate, (bool, QuadraticSurrogate)):
         raise TypeError(f"surrogate is {surrogate!r}, expected True, False or QuadraticSurrogate(...)")
     if surrogate is False:
@@ -277,17 +241,7 @@ def as_surrogate(surrogate: Any, factory: RunFactory, noise: Any, ahead: int) ->
 
 
 def check_goals(ftarget: Any, maxfevals: Any, popsize: int, asking: int) -> None:
-    """Check the target and the budget.
-
-    Args:
-        ftarget: A number, or None.
-        maxfevals: A number, or None.
-        popsize: Candidates of the first generation.
-        asking: Evaluations that find out how f takes points.
-
-    Raises:
-        ValueError: If the target is no number, or the budget does not pay for one generation.
-    """
+    """Check the target and the budget."""
     if ftarget is not None and (not is_real(ftarget) or math.isnan(ftarget)):
         came = "NaN" if isinstance(ftarget, float) else repr(ftarget)
         raise ValueError(f"ftarget is {came}, expected a number, or None for no target")
@@ -301,18 +255,7 @@ def check_goals(ftarget: Any, maxfevals: Any, popsize: int, asking: int) -> None
 
 
 def check_workers(executor: Any, timeout: Any, ahead: Any, noise: Any) -> None:
-    """Check what is said of workers.
-
-    Args:
-        executor: Their pool, or None.
-        timeout: Seconds, or None.
-        ahead: Points beyond a generation.
-        noise: Whether points are evaluated more than once.
-
-    Raises:
-        ValueError: If there is a time or a number of points but no pool, if one of them is no number of its kind, or if
-            points are evaluated ahead and again.
-    """
+    """Check what is said of workers."""
     check_integer("ahead", ahead, 0, hint=": points that workers have beyond a generation")
     if timeout is not None and not (is_real(timeout) and float(timeout) > 0):
         raise ValueError(f"timeout is {timeout!r}, expected seconds above 0, or None to wait for ever")

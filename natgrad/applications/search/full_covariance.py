@@ -63,11 +63,7 @@ class Full(Adaptation):
 def take_root(covariance: Tensor) -> State:
     """C and its symmetric root C^1/2, with eigenvalues of at least lambda_max / 1e15.
 
-    Args:
-        covariance: C, shape (d, d).
-
-    Returns:
-        The parts of the state: covariance, root and condition number.
+    covariance: C, (d, d).
     """
     values, vectors = eigh(covariance)
     largest = float(values[-1])

@@ -35,15 +35,11 @@ def keep_integer_margin(
     A variable is rounded from N(mean, deviation^2). Between its bounds, the integers below and those above its present
     one get a chance of margin / 2 each; at a bound, those on the other side get `margin`.
 
-    Args:
-        mean: Shape (k,).
-        deviation: Standard deviations, shape (k,).
-        lower: Lower bounds, integers or -infinity, shape (k,).
-        upper: Upper bounds, integers or infinity, shape (k,).
-        margin: The least chance of leaving the present integer.
-
     Reference:
         Hamano et al. 2022.
+
+    mean: (k,). deviation: Standard deviations, (k,). lower: Lower bounds, integers or -infinity, (k,). upper:
+    Upper bounds, integers or infinity, (k,).
     """
     mode = torch.maximum(torch.minimum(mean.round(), upper), lower)
     low, high = mode - 0.5, mode + 0.5
@@ -60,12 +56,8 @@ def keep_inner_margin(
 ) -> tuple[Tensor, Tensor]:
     """The case between bounds: P(x < low) and P(x > high) of at least margin / 2, by mean and deviation together.
 
-    Args:
-        mean: Shape (k,).
-        deviation: Standard deviations, shape (k,).
-        low: Where the present integer begins, shape (k,).
-        high: Where it ends, shape (k,).
-        margin: The least chance of leaving it.
+    mean: (k,). deviation: Standard deviations, (k,). low: Where the present integer begins, (k,). high: Where it
+    ends, (k,).
     """
     below = torch.special.ndtr((low - mean) / deviation)
     above = torch.special.ndtr((mean - high) / deviation)
@@ -90,16 +82,8 @@ def move_repeats(
     By one step at a chance of 1/2, by two at 1/4, and so on: the margin reaches the next integer only, and a search
     would end where a better one lies two steps away. Nothing repeats the centre where a variable is real.
 
-    Args:
-        points: Candidates, shape (p, d).
-        centre: The point at the distribution's centre, shape (d,).
-        integer: True for the variables that are rounded, shape (d,).
-        lower: Lower bounds, shape (d,).
-        upper: Upper bounds, shape (d,).
-        generator: Source of the draws; nothing is drawn where nothing is moved.
-
-    Returns:
-        Shape (p, d).
+    points: Candidates, (p, d). centre: The point at the distribution's centre, (d,). integer: True for the variables
+    that are rounded, (d,). lower: Lower bounds, (d,). upper: Upper bounds, (d,).
     """
     repeats = (points == centre).all(1)
     moved = repeats & (repeats.cumsum(0) % 2 == 0)
@@ -119,8 +103,7 @@ def move_repeats(
 def normal_quantile(chance: Tensor) -> Tensor:
     """Phi^-1, the quantiles of N(0, 1).
 
-    Args:
-        chance: Numbers in (0, 1).
+    chance: Numbers in (0, 1).
     """
     return torch.special.ndtri(chance.clamp(1e-300, 1 - 1e-16))
 
@@ -144,16 +127,14 @@ class TriedNeighbours:
     def start(self, best: Tensor) -> None:
         """Forget what was tried.
 
-        Args:
-            best: The best point, shape (d,), whose neighbours are meant from now on.
+        best: The best point, (d,), whose neighbours are meant from now on.
         """
         self.best, self.tried = best.clone(), torch.zeros_like(self.tried)
 
     def record(self, points: Tensor) -> None:
         """Take a generation into account.
 
-        Args:
-            points: What was evaluated, shape (p, d), and is not better.
+        points: What was evaluated, (p, d), and is not better.
         """
         steps = points - self.best
         beside = steps[steps.abs().sum(1) == 1]  # one variable of integers differs, by one
@@ -166,8 +147,7 @@ class TriedNeighbours:
     def put_untried(self, points: Tensor) -> Tensor:
         """Candidates of which the first ones are neighbours that have no value yet, as many as there are.
 
-        Args:
-            points: Candidates, shape (p, d).
+        points: Candidates, (p, d).
         """
         side, column = self._find_untried().nonzero()[: len(points)].unbind(1)
         found = points.clone()
@@ -185,11 +165,7 @@ class TriedNeighbours:
         return {"best": self.best, "tried": self.tried}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from there.
-
-        Args:
-            state: From `state_dict`.
-        """
+        """Continue from there."""
         self.best, self.tried = state["best"].clone(), state["tried"].clone()
 
 
@@ -202,14 +178,11 @@ def draw_orthogonal_normals(count: int, like: Tensor, generator: torch.Generator
     Each row by itself is a draw from N(0, I): its direction is uniform, and its length is the one that was drawn for
     it. Means over a generation of functions that are linear or quadratic in z vary less than with independent rows.
 
-    Args:
-        count: How many.
-        like: A vector (d,) of the dtype and on the device that are wanted.
-        generator: Of the draws.
-
     Reference:
         Wang, Emmerich & Baeck 2019, *Mirrored orthogonal sampling for covariance matrix adaptation evolution
         strategies*, of which only the orthogonality is taken.
+
+    like: A vector (d,) of the dtype and on the device that are wanted.
     """
     d = len(like)
     normals = torch.randn(count, d, generator=generator, dtype=like.dtype, device=like.device)
@@ -221,8 +194,7 @@ def draw_orthogonal_normals(count: int, like: Tensor, generator: torch.Generator
 def make_orthogonal(rows: Tensor) -> Tensor:
     """Gram and Schmidt's rows, each with the length that it had.
 
-    Args:
-        rows: Shape (..., k, d) with k <= d.
+    rows: (..., k, d) with k <= d.
     """
     q, r = torch.linalg.qr(rows.mT)
     signs = torch.copysign(torch.ones_like(r[..., 0]), r.diagonal(dim1=-2, dim2=-1))  # LAPACK leaves the sign open

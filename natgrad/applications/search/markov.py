@@ -53,9 +53,7 @@ class StructureLearner:
     def learn(self, signs: Tensor, values: Tensor) -> tuple[Monomials, Slope]:
         """The structure after some draws, with the slope of f on its statistics.
 
-        Args:
-            signs: All uniform draws so far, shape (N, n).
-            values: f of them, finite, shape (N,).
+        signs: All uniform draws so far, (N, n). values: f of them, finite, (N,).
         """
         self._read_draws(signs)
         target = values - values.mean()
@@ -77,11 +75,7 @@ class StructureLearner:
         return self._conclude(coefficients, residual, total)
 
     def has_settled(self, explained: float) -> bool:
-        """True if the structure is exact, or explains enough and did not change in the last call.
-
-        Args:
-            explained: From the slope that `learn` gave.
-        """
+        """True if the structure is exact, or explains enough and did not change in the last call."""
         return explained > 1 - EXACT or (explained >= EXPLAINED and not self._grows)
 
     def _read_draws(self, signs: Tensor) -> None:
@@ -114,10 +108,7 @@ class StructureLearner:
 
         A product that is independent of the statistics has a standard normal score if it is noise.
 
-        Args:
-            signs: Draws, shape (N, n).
-            residual: Shape (N,).
-            left: The sum of its squares.
+        signs: Draws, (N, n). residual: (N,).
         """
         known, count = set(self.sets), len(residual)
         room = min(int(ROOM * count) - len(known), max(8, (count - len(known)) // TRIED))
@@ -183,10 +174,7 @@ class StructureLearner:
 def multiply_signs(n: int, sets: Sequence[Clique], signs: Tensor) -> Tensor:
     """Products of signs, a row per set, shape (K, N).
 
-    Args:
-        n: Number of signs.
-        sets: The empty one gives ones.
-        signs: Shape (N, n).
+    signs: (N, n).
     """
     order = max(1, *map(len, sets))
     index = torch.tensor([[*s, *[n] * (order - len(s))] for s in sets])
@@ -200,30 +188,18 @@ def multiply_signs(n: int, sets: Sequence[Clique], signs: Tensor) -> Tensor:
 def multiply_rows(first: Tensor, second: Tensor) -> Tensor:
     """Inner products of rows of signs, exact in float32 up to 2^24 of them and twice as fast.
 
-    Args:
-        first: Shape (K, N).
-        second: Shape (L, N).
+    first: (K, N). second: (L, N).
     """
     return (first.float() @ second.float().mT).double() if first.shape[1] < 2**24 else first @ second.mT
 
 
 def normal_quantile(chance: float) -> float:
-    """The size that a standard normal variable exceeds, in either direction, with the chance given.
-
-    Args:
-        chance: Between 0 and 1.
-    """
+    """The size that a standard normal variable exceeds, in either direction, with the chance given."""
     return float(-torch.special.ndtri(torch.tensor(chance / 2, dtype=torch.float64)))
 
 
 def join_pairs(n: int, pairs: Sequence[Clique], largest: int) -> set[Clique]:
-    """The pairs, and all products within the groups that they form.
-
-    Args:
-        n: Number of bits.
-        pairs: In the order in which they are joined.
-        largest: Most bits of a group; a pair that would make a larger one joins nothing.
-    """
+    """The pairs, and all products within the groups that they form."""
     group = {i: {i} for i in range(n)}
     for i, j in pairs:
         union = group[i] | group[j]
@@ -387,15 +363,7 @@ class MarkovSearch(BitSearch):
 
 
 def as_cliques(cliques: Iterable[Sequence[int]], n: int) -> list[list[int]]:
-    """Groups of bits, as lists.
-
-    Args:
-        cliques: What the caller gave.
-        n: Number of bits.
-
-    Raises:
-        ValueError: If a bit does not exist, or a group has more than 12 bits.
-    """
+    """Groups of bits, as lists."""
     found = []
     for clique in cliques:
         try:

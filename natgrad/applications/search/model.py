@@ -97,7 +97,6 @@ class GaussianModel(ABC):
 def eye_like(mean: Tensor) -> Tensor:
     """The identity (d, d), in the dtype and on the device of a mean.
 
-    Args:
-        mean: Shape (d,).
+    mean: (d,).
     """
     return torch.eye(len(mean), dtype=mean.dtype, device=mean.device)

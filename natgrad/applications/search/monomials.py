@@ -30,12 +30,7 @@ class Monomials:
 
     @staticmethod
     def of(n: int, sets: Iterable[Clique]) -> Monomials:
-        """The products over distinct sets, single signs first.
-
-        Args:
-            n: Number of signs.
-            sets: Of the numbers of signs.
-        """
+        """The products over distinct sets, single signs first."""
         chosen = tuple(sorted(set(sets), key=lambda s: (len(s), s)))
         order = max((len(s) for s in chosen), default=1)
         rows = [[*s, *[n] * (order - len(s))] for s in chosen]
@@ -43,12 +38,7 @@ class Monomials:
 
     @staticmethod
     def within(n: int, cliques: Iterable[Sequence[int]]) -> Monomials:
-        """All products within each clique, and every single sign.
-
-        Args:
-            n: Number of signs.
-            cliques: Groups of the numbers of signs.
-        """
+        """All products within each clique, and every single sign."""
         sets: set[Clique] = {(i,) for i in range(n)}
         for clique in cliques:
             members = sorted(set(clique))
@@ -61,8 +51,7 @@ class Monomials:
     def values(self, signs: Tensor) -> Tensor:
         """T, shape (N, K).
 
-        Args:
-            signs: s, shape (N, n).
+        signs: s, (N, n).
         """
         rows = torch.cat([signs.mT, torch.ones_like(signs[:, :1]).mT])  # whole rows are gathered faster than columns
         found = rows[self.index[:, 0]]
@@ -110,12 +99,7 @@ def draw_signs(monomials: Monomials, theta: Tensor, start: Tensor, sweeps: int, 
     Components of at most `ENUMERATED` signs are drawn exactly, from the list of their states; the others by Gibbs
     sampling, while theta is brought up from zero.
 
-    Args:
-        monomials: T.
-        theta: Shape (K,).
-        start: Signs at which Gibbs sampling starts, shape (N, n).
-        sweeps: Rounds of Gibbs sampling over all signs.
-        generator: Of the draws.
+    theta: (K,). start: Signs at which Gibbs sampling starts, (N, n).
     """
     signs = start.clone()
     for components in monomials.small_components:
@@ -130,12 +114,7 @@ def draw_by_gibbs(
 
     Signs that share no set do not depend on one another given the rest: they are drawn at once.
 
-    Args:
-        monomials: T.
-        theta: Shape (K,).
-        start: Shape (N, n).
-        sweeps: Rounds over all of them.
-        generator: Of the draws.
+    theta: (K,). start: (N, n).
     """
     groups = monomials.gibbs_sites
     sizes = [len(group.sites) for group in groups]
@@ -167,12 +146,7 @@ class Sites:
 
     @staticmethod
     def of(monomials: Monomials, sites: list[int]) -> Sites:
-        """The sets of some signs.
-
-        Args:
-            monomials: T.
-            sites: Numbers of signs that share no set.
-        """
+        """The sets of some signs."""
         n, index = monomials.n, monomials.index
         sets = [(index == i).any(1).nonzero().squeeze(1) for i in sites]
         shape = (len(sites), max(len(k) for k in sets))
@@ -186,8 +160,7 @@ class Sites:
     def read_weights(self, theta: Tensor) -> Tensor:
         """theta of each sign's sets (c, most); where no set has more than two signs, J (n + 1, c) with h = s J.
 
-        Args:
-            theta: Shape (K,).
+        theta: (K,).
         """
         weights = torch.cat([theta, theta.new_zeros(1)])[self.own]
         if self.others.shape[2] > 2:
@@ -199,9 +172,7 @@ class Sites:
     def field(self, padded: Tensor, weights: Tensor) -> Tensor:
         """h, shape (N, c).
 
-        Args:
-            padded: Signs and a column of ones, shape (N, n + 1).
-            weights: From `read_weights`.
+        padded: Signs and a column of ones, (N, n + 1).
         """
         if self.others.shape[2] <= 2:
             return padded @ weights
@@ -209,12 +180,7 @@ class Sites:
 
 
 def group_independent_sites(monomials: Monomials, sites: list[int]) -> list[list[int]]:
-    """Sites in groups of which no two share a set: a greedy colouring.
-
-    Args:
-        monomials: T.
-        sites: Numbers of signs.
-    """
+    """Sites in groups of which no two share a set: a greedy colouring."""
     near: dict[int, set[int]] = {i: set() for i in range(monomials.n)}
     for s in monomials.sets:
         for i in s:
@@ -245,12 +211,7 @@ class Components:
 
     @staticmethod
     def of(monomials: Monomials, groups: list[list[int]]) -> Components:
-        """The sets of some components.
-
-        Args:
-            monomials: T.
-            groups: Numbers of the signs of each, all of one size.
-        """
+        """The sets of some components."""
         size = 2 ** len(groups[0])
         first = {i: c * size for c, group in enumerate(groups) for i in group}
         bit = {i: 1 << k for group in groups for k, i in enumerate(group)}
@@ -261,10 +222,7 @@ class Components:
     def draw(self, theta: Tensor, count: int, generator: torch.Generator) -> Tensor:
         """Exact draws (count, c m) from p(s) ~ exp(theta T(s)).
 
-        Args:
-            theta: Shape (K,).
-            count: How many draws.
-            generator: Of the draws.
+        theta: (K,).
         """
         c, m = self.sites.shape
         coefficients = theta.new_zeros(c * 2**m).index_add_(0, self.places, theta[self.own])
@@ -280,8 +238,7 @@ def sum_products(coefficients: Tensor) -> Tensor:
     The fast Walsh-Hadamard transform, four bits at a time: the lowest bits are transformed and become the highest, and
     once all have had their turn they are in order again.
 
-    Args:
-        coefficients: c, the bits of k being the set, shape (c, 2^m).
+    coefficients: c, the bits of k being the set, (c, 2^m).
     """
     rows, count = coefficients.shape
     values, left = coefficients, count.bit_length() - 1
@@ -293,11 +250,7 @@ def sum_products(coefficients: Tensor) -> Tensor:
 
 
 def hadamard(bits: int) -> Tensor:
-    """Sylvester's matrix H_jk = (-1)^(number of bits that j and k share), shape (2^bits, 2^bits).
-
-    Args:
-        bits: How many.
-    """
+    """Sylvester's matrix H_jk = (-1)^(number of bits that j and k share), shape (2^bits, 2^bits)."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     for _ in range(bits):
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), matrix)

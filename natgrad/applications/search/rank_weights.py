@@ -105,11 +105,6 @@ def renew_update(update: PBIL | CGA | None, popsize: int, first: int) -> tuple[P
     """The update and popsize of a restart.
 
     The population of the compact genetic algorithm is in its update: that one grows, and its two candidates stay.
-
-    Args:
-        update: Of the first run.
-        popsize: Candidates per generation that the restart asks for.
-        first: Candidates per generation of the first run.
     """
     if not isinstance(update, CGA):
         return update, popsize

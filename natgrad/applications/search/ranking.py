@@ -10,19 +10,12 @@ from torch import Tensor
 
 
 def default_popsize(d: int) -> int:
-    """4 + floor(3 ln d), Hansen's default.
-
-    Args:
-        d: Number of variables.
-    """
+    """4 + floor(3 ln d), Hansen's default."""
     return 4 + int(3 * math.log(d))
 
 
 def log_weights(popsize: int) -> Tensor:
     """w'_i = ln((popsize + 1) / 2) - ln i, shape (popsize,), best first; the worse half is negative.
-
-    Args:
-        popsize: Candidates per generation.
 
     Reference:
         Hansen 2016, eq. 49.
@@ -33,8 +26,7 @@ def log_weights(popsize: int) -> Tensor:
 def effective_count(weights: Tensor) -> float:
     """mu_eff = (sum |w|)^2 / sum w^2: how many equally weighted candidates are worth as much.
 
-    Args:
-        weights: Shape (popsize,).
+    weights: (popsize,).
     """
     return float(weights.abs().sum().square() / weights.square().sum())
 

@@ -27,11 +27,7 @@ def shrink_slope(slope: Slope, statistics: Tensor, values: Tensor, weights: Tens
     A coefficient that hardly differs from noise hardly moves; where f lies in the span of T, the errors are zero. The
     error is that of a regression whose statistics do not correlate: residual variance / (effective draws * Var T_k).
 
-    Args:
-        slope: b, with the share of f's variance that it explains.
-        statistics: T of the draws, shape (N, K).
-        values: f of the draws, shape (N,).
-        weights: Of the draws, shape (N,).
+    statistics: T of the draws, (N, K). values: f of the draws, (N,). weights: Of the draws, (N,).
     """
     share = weights / weights.sum()
     spread = share @ (statistics - share @ statistics).square()
@@ -48,9 +44,8 @@ def weigh_past_draws(log_ratios: Tensor, generation: Tensor) -> Tensor:
     Within a generation they are normalised, so that no partition function is needed. A generation counts for its
     effective number of draws.
 
-    Args:
-        log_ratios: log p(x) - log q_g(x), up to a constant for each generation, shape (N,).
-        generation: The number g of each draw's generation, in ascending order, shape (N,).
+    log_ratios: log p(x) - log q_g(x), up to a constant for each generation, (N,). generation: The number g of each
+    draw's generation, in ascending order, (N,).
     """
     place, counts = torch.unique_consecutive(generation, return_inverse=True, return_counts=True)[1:]
     zeros = log_ratios.new_zeros(len(counts))
@@ -258,12 +253,8 @@ class Relaxation(Search):
 def take_ranked_step(mean: Tensor, samples: Tensor, values: Tensor, update: PBIL | CGA, n: int) -> Tensor:
     """mean + sum_i w_i (T_i - mean), a natural gradient step on the expected weight of the rank.
 
-    Args:
-        mean: The expectation coordinates E_p[T], shape (K,).
-        samples: T of the candidates, shape (popsize, K).
-        values: f of the candidates, shape (popsize,).
-        update: Says the weights w.
-        n: Number of variables.
+    mean: The expectation coordinates E_p[T], (K,). samples: T of the candidates, (popsize, K). values: f of the
+    candidates, (popsize,).
     """
     ranking = Ranking.of(values)
     weights = ranking.share(update.weights(len(values), n))
@@ -277,14 +268,7 @@ def merge_repeated_points(
 
     A point that was drawn twice would predict itself when one of the two is left out.
 
-    Args:
-        points: Shape (N, d).
-        statistics: T of the points, shape (N, K).
-        values: f of the points, shape (N,).
-        weights: Shape (N,).
-
-    Returns:
-        Statistics, values and weights of the distinct points.
+    points: (N, d). statistics: T of the points, (N, K). values: f of the points, (N,). weights: (N,).
     """
     distinct, place = torch.unique(points, dim=0, return_inverse=True)
     if len(distinct) == len(points):
@@ -300,8 +284,7 @@ def merge_repeated_points(
 def scale_to_unit_range(values: Tensor) -> Tensor:
     """Values brought to the range 0 to 1, so that a search does not depend on the unit of f.
 
-    Args:
-        values: Finite, shape (N,).
+    values: Finite, (N,).
     """
     values = values / values.abs().max().clamp(min=torch.finfo(values.dtype).tiny)  # differences of huge ones overflow
     least = values.min()
@@ -311,8 +294,7 @@ def scale_to_unit_range(values: Tensor) -> Tensor:
 def replace_infinite_values(values: Tensor) -> Tensor:
     """Infinitely bad values replaced by one standard deviation above the worst finite one.
 
-    Args:
-        values: Shape (N,).
+    values: (N,).
     """
     finite = torch.isfinite(values)
     if bool(finite.all()):

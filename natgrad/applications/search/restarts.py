@@ -111,14 +111,7 @@ class BIPOP(Restarts):
 
 
 def as_restarts(restarts: Restarts | int | str) -> Restarts:
-    """The restarts that a number or a name stands for.
-
-    Args:
-        restarts: A number for that many restarts of `IPOP`; "IPOP" or "BIPOP" for their defaults; or `Restarts`.
-
-    Raises:
-        ValueError: If it is anything else.
-    """
+    """The restarts that a number or a name stands for."""
     if isinstance(restarts, Restarts):
         return restarts
     named = {"ipop": IPOP, "bipop": BIPOP}

@@ -37,11 +37,7 @@ class AheadEvaluations:
         self._search: Search | None = None
 
     def evaluate_generation(self, search: Search) -> tuple[Tensor, Tensor]:
-        """Points (popsize, d) and values (popsize,) of the next generation, NaN where f had none.
-
-        Args:
-            search: Whose distribution the points are drawn from; those of another search are dropped.
-        """
+        """Points (popsize, d) and values (popsize,) of the next generation, NaN where f had none."""
         if search is not self._search:
             self.objective.drop_started()
             self._search = search
@@ -122,21 +118,12 @@ class SearchHistory(Columns):
 
 
 def hide_infinite(value: float) -> float | None:
-    """The value, or None if it cannot be drawn.
-
-    Args:
-        value: Any number.
-    """
+    """The value, or None if it cannot be drawn."""
     return value if math.isfinite(value) else None
 
 
 def label_difference(name: str, floor: float) -> str:
-    """`f - 3`, `f + 3` for -3, `f` for 0.
-
-    Args:
-        name: Of the first number, f.
-        floor: What is subtracted.
-    """
+    """`f - 3`, `f + 3` for -3, `f` for 0."""
     return name if floor == 0 else f"{name} {'-' if floor > 0 else '+'} {abs(floor):.6g}"
 
 
@@ -186,30 +173,18 @@ class RunFactory(ABC):
 
     @abstractmethod
     def build(self, run: Run) -> Search:
-        """A search of the same kind, whose state is loaded afterwards.
-
-        Args:
-            run: The run that it belongs to.
-        """
+        """A search of the same kind, whose state is loaded afterwards."""
 
     @abstractmethod
     def build_next(self, past: list[tuple[Run, int]]) -> tuple[Run, Search] | None:
-        """The next run with its search, or None.
-
-        Args:
-            past: The runs so far, each with the evaluations that it took.
-        """
+        """The next run with its search, or None."""
 
     def state_dict(self) -> dict[str, Any]:
         """What the choice of restarts depends on."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there.
-
-        Args:
-            state: From `state_dict`.
-        """
+        """Continue from there."""
 
 
 class GivenRunFactory(RunFactory):
@@ -348,12 +323,7 @@ class SearchRuns:
         return {} if self.repeated is None else {"evaluations": float(self.repeated.evaluations)}
 
     def find_ending(self, ftarget: float | None, maxfevals: float | None) -> str | None:
-        """Why all runs are over, or None; starts the next run where the last one is over.
-
-        Args:
-            ftarget: Stop at a value as low; None for no target.
-            maxfevals: Bound on evaluations; None for no bound.
-        """
+        """Why all runs are over, or None; starts the next run where the last one is over."""
         if ftarget is not None and self._level <= ftarget:
             return f"ftarget: a value of {self._level:g}, at most {ftarget:g}, was found"
         if silence := self.objective.silence:
@@ -407,12 +377,7 @@ class SearchRuns:
         return min(self._settled, found, key=lambda best: best.fun)
 
     def result(self, message: str, ftarget: float | None) -> SearchResult:
-        """The result.
-
-        Args:
-            message: Why the search ended.
-            ftarget: The target, or None.
-        """
+        """The result."""
         best = self.best if self.repeated is None else self._settle()
         word = message.split(":")[0]
         success = word in CONVERGED if ftarget is None else self._level <= ftarget
@@ -437,14 +402,7 @@ class SearchRuns:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there.
-
-        Args:
-            state: From `state_dict`.
-
-        Raises:
-            ValueError: If it belongs to another problem.
-        """
+        """Continue from there."""
         if state["best"][0].shape != self.best.x.shape or state["counts"][2] != self.factory.popsize:
             raise ValueError(
                 f"the checkpoint is of a search with {len(state['best'][0])} variables and popsize "

@@ -111,11 +111,7 @@ class SparsePrecision(Adaptation):
 def regress_blocks(blocks: list[Tensor]) -> State:
     """Slopes B_i and deviations sqrt(D_i) of variables on their later neighbours.
 
-    Args:
-        blocks: Second moments of a variable and its later neighbours, shape (count, s, s) for each size s.
-
-    Returns:
-        The parts of the state: slopes and deviations.
+    blocks: Second moments of a variable and its later neighbours, (count, s, s) for each size s.
     """
     slopes, deviations = [], []
     for block in blocks:
@@ -131,9 +127,7 @@ def regress_on_neighbours(moments: Tensor, cross: Tensor) -> Tensor:
 
     Solved for variables of deviation one, so that the units of the problem do not decide what is round-off.
 
-    Args:
-        moments: M, shape (count, s, s).
-        cross: c, shape (count, s).
+    moments: M, (count, s, s). cross: c, (count, s).
     """
     if not cross.numel():
         return cross
@@ -145,15 +139,7 @@ def regress_on_neighbours(moments: Tensor, cross: Tensor) -> Tensor:
 
 @lru_cache(maxsize=16)
 def group_by_neighbours(edges: Edges, d: int) -> tuple[Tensor, ...]:
-    """Variables with equally many later neighbours, for batched algebra.
-
-    Args:
-        edges: Pairs of variables.
-        d: Number of variables.
-
-    Returns:
-        Rows (count, size) of a variable and its later neighbours, one tensor per size.
-    """
+    """Variables with equally many later neighbours, for batched algebra."""
     found: dict[int, list[list[int]]] = {}
     for i, later in eliminate_variables(edges, d):
         found.setdefault(len(later), []).append([i, *later])
@@ -162,12 +148,7 @@ def group_by_neighbours(edges: Edges, d: int) -> tuple[Tensor, ...]:
 
 @lru_cache(maxsize=16)
 def eliminate_variables(edges: Edges, d: int) -> tuple[tuple[int, list[int]], ...]:
-    """Variables in the order of least degree, each with its later neighbours, edges added where needed.
-
-    Args:
-        edges: Pairs of variables.
-        d: Number of variables.
-    """
+    """Variables in the order of least degree, each with its later neighbours, edges added where needed."""
     near: list[set[int]] = [set() for _ in range(d)]
     for i, j in edges:
         near[i].add(j)

@@ -60,11 +60,7 @@ class SurrogateEvaluations:
         self._values = torch.zeros(0, dtype=torch.float64)
 
     def evaluate_generation(self, search: GaussianSearch) -> tuple[Tensor, Tensor]:
-        """Points (popsize, d) and their values (popsize,), of which the least is true.
-
-        Args:
-            search: Asked for the points.
-        """
+        """Points (popsize, d) and their values (popsize,), of which the least is true."""
         points = search.ask()
         if search.asks_for_neighbours:  # which are to be known, and not predicted
             return points, self.objective(points)
@@ -129,11 +125,7 @@ class SurrogateEvaluations:
         return {"points": self._points, "values": self._values}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there.
-
-        Args:
-            state: From `state_dict`.
-        """
+        """Continue from there."""
         self._points, self._values = state["points"], state["values"]
 
 
@@ -156,8 +148,7 @@ class FittedSurrogate:
     def values(self, points: Tensor) -> Tensor:
         """Predicted values, shape (N,).
 
-        Args:
-            points: Shape (N, d).
+        points: (N, d).
         """
         return expand_statistics(self.search.standardise(points), self.kind) @ self.slope + self.level
 
@@ -186,9 +177,7 @@ class FittedSurrogate:
 def expand_statistics(z: Tensor, kind: int) -> Tensor:
     """z, with its squares if kind is 1, with all products of two if it is 2.
 
-    Args:
-        z: Shape (N, d).
-        kind: 0, 1 or 2.
+    z: (N, d).
     """
     if kind == 0:
         return z
@@ -201,9 +190,7 @@ def expand_statistics(z: Tensor, kind: int) -> Tensor:
 def mix_values(values: Tensor, predicted: Tensor) -> Tensor:
     """Predicted values, raised above the least true one, which stays as it is.
 
-    Args:
-        values: True ones, NaN where there are none, shape (popsize,).
-        predicted: Shape (popsize,).
+    values: True ones, NaN where there are none, (popsize,). predicted: (popsize,).
     """
     known = torch.where(values.isnan(), torch.inf, values)
     best = int(known.argmin())
@@ -218,9 +205,7 @@ def mix_values(values: Tensor, predicted: Tensor) -> Tensor:
 def kendall_tau(first: Tensor, second: Tensor) -> float:
     """The share of pairs in the same order less that in the other one, between -1 and 1.
 
-    Args:
-        first: Shape (N,), N >= 2.
-        second: Shape (N,).
+    first: (N,), N >= 2. second: (N,).
     """
     count = len(first)
     one = (first.unsqueeze(1) - first).sign()

@@ -32,12 +32,7 @@ class Pool(Protocol):
     """What evaluates points elsewhere: an `Executor`, or a client of Dask, Ray or MPI with the same `submit`."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Any:
-        """Something with `result()`, which gives fn(*args) or raises what fn raised.
-
-        Args:
-            fn: A function.
-            *args: Its arguments.
-        """
+        """Something with `result()`, which gives fn(*args) or raises what fn raised."""
 
 
 class Workers:
@@ -83,11 +78,7 @@ class Workers:
         self._here = self._warned = False
 
     def evaluate(self, points: Sequence[Tensor]) -> list[Any]:
-        """What f gave at each point; `Raised` where it raised, and an exception where the executor did.
-
-        Args:
-            points: One tensor each.
-        """
+        """What f gave at each point; `Raised` where it raised, and an exception where the executor did."""
         if self._here:
             return [self._at(point) for point in points]
         futures = [self._submit(point) for point in points]
@@ -102,8 +93,7 @@ class Workers:
     def start(self, point: Tensor) -> None:
         """Have a point evaluated, and do not wait.
 
-        Args:
-            point: Shape (d,) or (1, d).
+        point: (d,) or (1, d).
         """
         self._number += 1
         future = Lost(BrokenExecutor("no pool works")) if self._here else self._submit(point)
@@ -141,11 +131,7 @@ class Workers:
         return point, outcome
 
     def give_up(self) -> tuple[list[Tensor], int]:
-        """Forget the points that were started, and cancel those that no worker has yet.
-
-        Returns:
-            The points, and how many were cancelled: f is not called there.
-        """
+        """Forget the points that were started, and cancel those that no worker has yet."""
         points = [point for point, _ in self._started.values()]
         cancelled = sum(cancel_future(future) for _, future in self._started.values())
         self._started, self._running = {}, RunningPoints(self.timeout)
@@ -310,12 +296,7 @@ class AtPoint:
         self.f, self.__name__ = f, getattr(f, "__name__", "f")  # by which Dask shows tasks
 
     def __call__(self, point: Any, name: str = "") -> Any:
-        """The value at a point.
-
-        Args:
-            point: A tensor or an array.
-            name: Of this evaluation: no other has the same arguments.
-        """
+        """The value at a point."""
         try:
             value = self.f(point if isinstance(point, Tensor) else torch.tensor(point))
         except Exception as error:  # noqa: BLE001 a black box may raise anything
@@ -326,12 +307,7 @@ class AtPoint:
 
 
 def give_zero(point: Any, name: str = "") -> float:
-    """0: what an executor is asked to see whether it answers.
-
-    Args:
-        point: As f takes it.
-        name: Of this question.
-    """
+    """0: what an executor is asked to see whether it answers."""
     return 0.0
 
 
@@ -347,29 +323,17 @@ class RunningPoints:
         self._since: dict[int, float] = {}  # number of a point -> when, infinite if it may still be waiting
 
     def add(self, number: int) -> None:
-        """A point was submitted, after all those that were added before.
-
-        Args:
-            number: The point's.
-        """
+        """A point was submitted, after all those that were added before."""
         if not self._since:
             self.answered = monotonic()
         self._since[number] = math.inf
 
     def remove(self, number: int) -> None:
-        """Nobody waits for a point any more.
-
-        Args:
-            number: The point's.
-        """
+        """Nobody waits for a point any more."""
         self._since.pop(number, None)
 
     def record(self, number: int) -> None:
-        """A point was answered just now.
-
-        Args:
-            number: The point's.
-        """
+        """A point was answered just now."""
         self.answered = monotonic()
         self.remove(number)
         for earlier in self._since:
@@ -392,12 +356,7 @@ class RunningPoints:
 
 
 def wait_for_answer(answers: SimpleQueue[int], running: RunningPoints) -> tuple[int | None, list[int]]:
-    """The number of the next point that is answered, or None and those that are late.
-
-    Args:
-        answers: Numbers of points that are answered.
-        running: Knows which are late.
-    """
+    """The number of the next point that is answered, or None and those that are late."""
     try:
         number = answers.get_nowait()
     except Empty:
@@ -434,21 +393,13 @@ class NoAnswerError(TimeoutError):
 
 
 def cancel_future(future: Any) -> bool:
-    """Cancel what no worker has begun; what runs goes on, and nobody waits for it. True if it was in time.
-
-    Args:
-        future: What `submit` gave.
-    """
+    """Cancel what no worker has begun; what runs goes on, and nobody waits for it. True if it was in time."""
     cancel = getattr(future, "cancel", None)
     return callable(cancel) and cancel() is True
 
 
 def copy_pool(executor: Any) -> ProcessPoolExecutor:
-    """A pool of as many processes, started in the same way if the broken one was of this class too.
-
-    Args:
-        executor: The broken one.
-    """
+    """A pool of as many processes, started in the same way if the broken one was of this class too."""
     if not isinstance(executor, ProcessPoolExecutor):
         return ProcessPoolExecutor(getattr(executor, "_max_workers", None))
     return ProcessPoolExecutor(
@@ -460,11 +411,7 @@ def copy_pool(executor: Any) -> ProcessPoolExecutor:
 
 
 def can_pickle(f: Any) -> bool:
-    """True if f can be sent to another process.
-
-    Args:
-        f: Any object.
-    """
+    """True if f can be sent to another process."""
     try:
         check_pickles(f)
     except TypeError:
@@ -473,14 +420,7 @@ def can_pickle(f: Any) -> bool:
 
 
 def check_pickles(f: Any) -> None:
-    """Check that f can be sent to another process.
-
-    Args:
-        f: Any object.
-
-    Raises:
-        TypeError: If it cannot.
-    """
+    """Check that f can be sent to another process."""
     try:
         pickle.dumps(f)
     except Exception:  # noqa: BLE001 objects raise what they like here
@@ -494,11 +434,7 @@ def check_pickles(f: Any) -> None:
 
 
 def read_parameters(function: Callable[..., Any]) -> dict[str, Any]:
-    """The kinds of a function's parameters by their names; empty if it does not tell.
-
-    Args:
-        function: Any.
-    """
+    """The kinds of a function's parameters by their names; empty if it does not tell."""
     try:
         return {name: parameter.kind for name, parameter in signature(function).parameters.items()}
     except (TypeError, ValueError):

@@ -74,9 +74,6 @@ class XNES(GaussianModel):
 def rank_utilities(popsize: int) -> Tensor:
     """u_i = max(0, ln(popsize / 2 + 1) - ln i), normalised to 1, minus 1 / popsize.
 
-    Args:
-        popsize: Candidates per generation.
-
     Reference:
         Glasmachers et al. 2010.
     """
@@ -87,8 +84,7 @@ def rank_utilities(popsize: int) -> Tensor:
 def half_exponential(matrix: Tensor) -> Tensor:
     """exp(M / 2), a factor of e^10 at most in any direction, scaled to determinant 1.
 
-    Args:
-        matrix: M, symmetric, shape (d, d).
+    matrix: M, symmetric, (d, d).
     """
     values, vectors = eigh(matrix)
     logs = (values / 2).clamp(-10, 10)
@@ -96,9 +92,5 @@ def half_exponential(matrix: Tensor) -> Tensor:
 
 
 def bound_exponent(exponent: float) -> float:
-    """An exponent within +-10, so that its exponential stays a number.
-
-    Args:
-        exponent: Any number.
-    """
+    """An exponent within +-10, so that its exponential stays a number."""
     return max(-10.0, min(10.0, exponent))

@@ -42,22 +42,13 @@ def has_ended(bounds: Bounds, tolerance: float) -> bool:
     """True if the gap is below the tolerance, or below `LEFT` while `WINDOW` steps gained less than it each.
 
     The second case is how fits over points end where log p has kinks: the gap jumps when a point crosses one.
-
-    Args:
-        bounds: So far.
-        tolerance: In nats.
     """
     still = len(bounds) > WINDOW and abs(bounds[-1] - bounds[-1 - WINDOW]) < WINDOW * tolerance
     return bounds.gap < tolerance or (still and bounds.gap < LEFT)
 
 
 def has_settled(bounds: Bounds, tolerance: float) -> bool:
-    """True if the last `WINDOW` bounds gained less than the tolerance on those before, two standard errors included.
-
-    Args:
-        bounds: So far.
-        tolerance: In nats.
-    """
+    """True if the last `WINDOW` bounds gained less than the tolerance on those before, two standard errors included."""
     if len(bounds) < 2 * WINDOW:
         return False
     before, after = torch.tensor(bounds[-2 * WINDOW :], dtype=torch.float64).view(2, WINDOW)
@@ -66,12 +57,7 @@ def has_settled(bounds: Bounds, tolerance: float) -> bool:
 
 
 def measure_error(bound: float, others: Sequence[float]) -> float:
-    """How far a bound may be from the expectation that others estimate too: the difference, two standard errors added.
-
-    Args:
-        bound: By the points of a fit.
-        others: Of the same q by other points, two at least.
-    """
+    """How far a bound may be from the expectation that others estimate: their difference and two standard errors."""
     values = torch.tensor([bound, *others], dtype=torch.float64)
     if not bool(torch.isfinite(values).all()):
         return math.inf
@@ -81,9 +67,7 @@ def measure_error(bound: float, others: Sequence[float]) -> float:
 def squared_length(found: Moments, root: Tensor) -> float:
     """|natural gradient|^2 of the bound in the Fisher metric: g^T P^-1 g + |L^T E[Hess] L + I|^2 / 2, in nats.
 
-    Args:
-        found: Expected derivatives under q.
-        root: L (d, d) with L L^T the covariance, or standard deviations (d,) where q is diagonal.
+    root: L (d, d) with L L^T the covariance, or standard deviations (d,) where q is diagonal.
     """
     if root.dim() == 1:
         return float((root * found.gradient).square().sum() + (root.square() * found.hessian + 1).square().sum() / 2)
@@ -93,11 +77,7 @@ def squared_length(found: Moments, root: Tensor) -> float:
 
 
 def runs_away(bounds: Sequence[float]) -> bool:
-    """True if the bound rose so far above the size of the first one that log p can have no maximum.
-
-    Args:
-        bounds: So far.
-    """
+    """True if the bound rose so far above the size of the first one that log p can have no maximum."""
     if len(bounds) < 2:
         return False
     first, half, last = bounds[0], bounds[len(bounds) // 2], bounds[-1]

@@ -19,15 +19,12 @@ def expected_hessian(slopes: Tensor, curvatures: Tensor | None, z: Tensor, weigh
     adds, all of it for log p = -|x|. The second is noisier for smooth log p, and is the exact gradient of the bound
     over the same points. It is taken where their diagonals differ by more than chance.
 
-    Args:
-        slopes: grad log p at every point, shape (s, d).
-        curvatures: Hess log p at every point, shape (s, d, d); None where torch has no second derivatives.
-        z: The points before L, shape (s, d): a grid, or pairs whose second half is minus the first.
-        weights: Of the points, shape (s,), with the sum 1.
-        root: L (d, d), or standard deviations (d,).
-
     Reference:
         Price 1958; Stein 1981.
+
+    slopes: grad log p at every point, (s, d). curvatures: Hess log p at every point, (s, d, d); None where torch has no
+    second derivatives. z: The points before L, (s, d): a grid, or pairs whose second half is minus the first. weights:
+    Of the points, (s,), with the sum 1. root: L (d, d), or standard deviations (d,).
     """
     if curvatures is None:
         return stein_hessian(slopes, z, weights, root)
@@ -44,11 +41,8 @@ def expected_hessian(slopes: Tensor, curvatures: Tensor | None, z: Tensor, weigh
 def stein_hessian(slopes: Tensor, z: Tensor, weights: Tensor, root: Tensor) -> Tensor:
     """E[grad log p(m + L z) z^T] L^-1, symmetric (d, d); its diagonal (d,) where q is diagonal.
 
-    Args:
-        slopes: grad log p at every point, shape (s, d).
-        z: The points before L, shape (s, d).
-        weights: Of the points, shape (s,), with the sum 1.
-        root: L (d, d), or standard deviations (d,).
+    slopes: grad log p at every point, (s, d). z: The points before L, (s, d). weights: Of the points, (s,), with the
+    sum 1. root: L (d, d), or standard deviations (d,).
     """
     if root.dim() == 1:
         return weights @ _stein_diagonals(slopes, z, root)
@@ -60,10 +54,8 @@ def stein_hessian(slopes: Tensor, z: Tensor, weights: Tensor, root: Tensor) -> T
 def misses_kinks(rest: Tensor, diagonals: Tensor, weights: Tensor) -> bool:
     """True if second derivatives do not account for the change of the slopes, in some variable.
 
-    Args:
-        rest: Stein's diagonal at every point, of the slopes less the mean curvature's share, shape (s, d).
-        diagonals: The second derivatives d^2 log p / dx_i^2 at every point, shape (s, d).
-        weights: Of the points, shape (s,).
+    rest: Stein's diagonal at every point, of the slopes less the mean curvature's share, (s, d). diagonals: The second
+    derivatives d^2 log p / dx_i^2 at every point, (s, d). weights: Of the points, (s,).
     """
     mean, gap = weights @ diagonals, (weights @ rest).abs()
     share = gap / (mean + weights @ rest).abs().clamp(min=torch.finfo(gap.dtype).tiny)
@@ -79,9 +71,7 @@ def misses_kinks(rest: Tensor, diagonals: Tensor, weights: Tensor) -> bool:
 def standard_error(each: Tensor, weights: Tensor) -> Tensor:
     """Standard error (d,) of the weighted mean of rows, as of independent draws. A point and its negative count as one.
 
-    Args:
-        each: The rows, shape (s, d).
-        weights: Shape (s,), with the sum 1.
+    each: The rows, (s, d). weights: (s,), with the sum 1.
     """
     half = len(each) // 2
     if len(each) % 2 == 0 and half > 1:

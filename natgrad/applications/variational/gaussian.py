@@ -320,8 +320,7 @@ class Variational(Fitted):
 def keep_in_cone(ratios: Tensor) -> Tensor:
     """New precisions in units of the old: as they are where positive, a half otherwise.
 
-    Args:
-        ratios: Of new to old precision, shape (d,).
+    ratios: Of new to old precision, (d,).
     """
     return torch.where(ratios > EDGE, ratios, KEPT)
 
@@ -335,8 +334,7 @@ def _solve_precision(precision: Tensor, gradient: Tensor) -> Tensor:
 def format_few(values: Tensor) -> str:
     """The first three numbers as text.
 
-    Args:
-        values: Shape (d,).
+    values: (d,).
     """
     shown = ", ".join(f"{float(v):.3g}" for v in values[:3])
     return f"({shown}{', ...' if len(values) > 3 else ''})"

@@ -55,9 +55,7 @@ class JoinedTarget(Target):
     def slopes(self, places: Tensor, batch: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         """log p (s,) and its gradient (s, d) at every place, of a function or a network.
 
-        Args:
-            places: Shape (s, d), the same on all processes.
-            batch: Inputs and targets for a network, nothing otherwise.
+        places: (s, d), the same on all processes.
         """
         part = self._take_known(places, batch)
         with self.processes.failing_together(places.device):
@@ -70,9 +68,7 @@ class JoinedTarget(Target):
     def values_at(self, places: Tensor, batch: tuple[Any, ...]) -> Tensor:
         """log p at every place, shape (s,), of a function or a network.
 
-        Args:
-            places: Shape (s, d), the same on all processes.
-            batch: Inputs and targets for a network, nothing otherwise.
+        places: (s, d), the same on all processes.
         """
         part = self._take_known(places, batch)
         with self.processes.failing_together(places.device):
@@ -99,19 +95,7 @@ class JoinedTarget(Target):
 def join_target(
     target: AnyTarget, group: Any, mean: Tensor, covariance: Tensor | float, *settings: object
 ) -> AnyTarget | JoinedTarget:
-    """The target over the processes of a group, which all call this; the same where there is no group.
-
-    Args:
-        target: This process's.
-        group: Of `torch.distributed`, or None.
-        mean: Of q at the start; it must be the same on all processes.
-        covariance: Of q at the start, too.
-        *settings: What else must be the same.
-
-    Raises:
-        TypeError: For a group that is none.
-        ValueError: If the processes start from other values, or were given other settings.
-    """
+    """The target over the processes of a group, which all call this; the same where there is no group."""
     if group is None:
         return target
     start = trainable(target.model) if isinstance(target, Network) else {}
@@ -121,9 +105,5 @@ def join_target(
 
 
 def find_processes(target: Target) -> RankExchange:
-    """The processes that have a part of the target; one alone exchanges nothing.
-
-    Args:
-        target: The target.
-    """
+    """The processes that have a part of the target; one alone exchanges nothing."""
     return target.processes if isinstance(target, JoinedTarget) else meet_processes({}, None)

@@ -51,8 +51,7 @@ class FactoredCovariance:
     def mv(self, vector: Tensor) -> Tensor:
         """Sigma times a vector (d,).
 
-        Args:
-            vector: Shape (d,).
+        vector: (d,).
         """
         return self.scales.square() * vector + self.factor @ (self.factor.mT @ vector)
 
@@ -67,8 +66,7 @@ class FactoredCovariance:
     def spread(self, z: Tensor) -> Tensor:
         """Rows s * z_1 + B z_2 of covariance Sigma.
 
-        Args:
-            z: Rows (z_1, z_2) of unit covariance, shape (k, d + r).
+        z: Rows (z_1, z_2) of unit covariance, (k, d + r).
         """
         d = len(self.scales)
         return z[:, :d] * self.scales + z[:, d:] @ self.factor.mT
@@ -85,9 +83,7 @@ class FactoredCovariance:
     def move(self, logs: Tensor, relative: Tensor) -> FactoredCovariance:
         """After s <- s exp(logs) and B <- B + diag(s) relative.
 
-        Args:
-            logs: Shape (d,).
-            relative: Shape (d, r).
+        logs: (d,). relative: (d, r).
         """
         return FactoredCovariance(self.scales * logs.exp(), self.factor + self.scales.unsqueeze(1) * relative)
 

@@ -288,8 +288,7 @@ class FrozenMixture:
     def log_components(self, z: Tensor) -> Tensor:
         """log N(z; m_c, P_c^-1), shape (..., K).
 
-        Args:
-            z: Shape (..., d).
+        z: (..., d).
         """
         gaps = z.unsqueeze(-2) - self.means
         diagonal = self.precisions.dim() == 2
@@ -299,8 +298,7 @@ class FrozenMixture:
     def log_density(self, z: Tensor) -> Tensor:
         """log q(z), shape (...).
 
-        Args:
-            z: Shape (..., d).
+        z: (..., d).
         """
         return (self.log_weights + self.log_components(z)).logsumexp(-1)
 
@@ -308,10 +306,6 @@ class FrozenMixture:
         """log p - log q + log q_c: what a Gaussian's own step takes for its target.
 
         Its expected Hessian is E_c[Hess r] - P_c, its expected gradient E_c[grad r], and its bound E_c[r].
-
-        Args:
-            target: log p; over several processes each takes its share of the rest too.
-            place: Of the component c.
         """
         if isinstance(target, JoinedTarget):
             return replace(target, own=self._without(target.own, place, target.processes.size))

@@ -82,9 +82,7 @@ class Network(Target):
     def slopes(self, places: Tensor, batch: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         """log p (s,) and its gradient (s, d) at every place.
 
-        Args:
-            places: Weights, shape (s, d).
-            batch: Inputs and targets.
+        places: Weights, (s, d).
         """
         found = [self._differentiate(place, *require_batch(batch))[:2] for place in places]
         values, gradients = (torch.stack(part) for part in zip(*found, strict=True))
@@ -93,9 +91,7 @@ class Network(Target):
     def values_at(self, places: Tensor, batch: tuple[Any, ...]) -> Tensor:
         """log p at every place, shape (s,).
 
-        Args:
-            places: Weights, shape (s, d).
-            batch: Inputs and targets.
+        places: Weights, (s, d).
         """
         inputs, targets = require_batch(batch)
         if self._has_none(inputs):
@@ -110,9 +106,7 @@ class Network(Target):
     def predict(self, place: Tensor, inputs: Any) -> Any:
         """The network's outputs.
 
-        Args:
-            place: Its weights z, shape (d,).
-            inputs: Of the network.
+        place: Its weights z, (d,).
         """
         return PureModel(self.model, as_call(inputs))(self.space.unflatten(place))
 
@@ -161,42 +155,19 @@ class Network(Target):
 
 
 def require_batch(batch: tuple[Any, ...]) -> tuple[Any, Any]:
-    """(inputs, targets) of a step.
-
-    Args:
-        batch: The arguments of the step.
-
-    Raises:
-        TypeError: If there are not two.
-    """
+    """(inputs, targets) of a step."""
     if len(batch) != 2:
         raise TypeError(f"step got {len(batch)} arguments, expected inputs and targets: q.step(x, y)")
     return batch[0], batch[1]
 
 
 def count_examples(batch: tuple[Any, ...]) -> int:
-    """Rows of a step's inputs.
-
-    Args:
-        batch: The arguments of the step.
-
-    Raises:
-        TypeError: If these are not inputs and targets.
-    """
+    """Rows of a step's inputs."""
     return as_call(require_batch(batch)[0]).batch()
 
 
 def build_network(model: nn.Module, data: NetworkData, points: Points | None) -> Network:
-    """A network as a target, with its data checked.
-
-    Args:
-        model: The network.
-        data: Its criterion, the size of the whole set, and the prior.
-        points: How expectations are taken; None for a pair of draws.
-
-    Raises:
-        ValueError: If an argument is missing or out of range.
-    """
+    """A network as a target, with its data checked."""
     if data.criterion is None:
         raise ValueError("criterion is None, expected a torch.nn loss or an ng likelihood: what the outputs mean")
     if not isinstance(data.data_size, int) or data.data_size < 1:

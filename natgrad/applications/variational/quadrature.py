@@ -147,9 +147,5 @@ class Draws(Points):
 
 
 def default_points(d: int) -> Points:
-    """A grid in one or two dimensions, Sobol points beyond.
-
-    Args:
-        d: Number of dimensions.
-    """
+    """A grid in one or two dimensions, Sobol points beyond."""
     return GaussHermite(32) if d <= 2 else Sobol()

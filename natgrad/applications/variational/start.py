@@ -19,11 +19,7 @@ from natgrad.typed_torch import as_tensor_like
 def as_mean(start: Any) -> Tensor:
     """The mean of q at the start, shape (d,).
 
-    Args:
-        start: A floating-point vector (d,), numbers, or d for zeros.
-
-    Raises:
-        ValueError: If it is something else, or not finite.
+    start: A floating-point vector (d,), numbers, or d for zeros.
     """
     if isinstance(start, (int, np.integer)) and start >= 1:
         return torch.zeros(int(start), dtype=torch.float64)
@@ -48,9 +44,7 @@ def _as_array(start: Any) -> Any:
 def match_dtype(log_joint: LogJoint, mean: Tensor) -> Tensor:
     """The mean in float64, or in the default dtype where the function has tensors of that inside.
 
-    Args:
-        log_joint: z -> log p(z, data).
-        mean: In float64, shape (d,).
+    log_joint: z -> log p(z, data). mean: In float64, (d,).
     """
     try:
         is_batched(log_joint, mean)
@@ -65,13 +59,7 @@ def match_dtype(log_joint: LogJoint, mean: Tensor) -> Tensor:
 def as_precision(covariance: Tensor | float, mean: Tensor, diagonal: bool) -> Tensor:
     """The precision of q at the start, shape (d, d), or (d,) where q is diagonal.
 
-    Args:
-        covariance: A number, (d,) or (d, d).
-        mean: Of q, shape (d,).
-        diagonal: True for a q with independent entries.
-
-    Raises:
-        ValueError: If the covariance has another shape, or is not positive definite.
+    covariance: A number, (d,) or (d, d). mean: Of q, (d,).
     """
     given, d = as_tensor_like(covariance, mean), len(mean)
     if given.shape not in ((), (d,), (d, d)) or (diagonal and given.dim() == 2):
@@ -89,14 +77,7 @@ def read_density(
 ) -> tuple[Target, Tensor]:
     """A log joint density as a target, and the mean of q at the start (d,) in a dtype that it takes.
 
-    Args:
-        target: z -> log p(z, data), or a target.
-        start: The mean of q (d,), or d for zeros.
-        points: How expectations are taken; None for the default.
-
-    Raises:
-        TypeError: If the target is of another kind, or points are given to one that has its own.
-        ValueError: If the start does not fit.
+    target: z -> log p(z, data), or a target. start: The mean of q (d,), or d for zeros.
     """
     mean = as_mean(start)
     if isinstance(target, Target):

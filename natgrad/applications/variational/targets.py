@@ -87,9 +87,7 @@ class Target(ABC):
 def apply_root(root: Tensor, z: Tensor) -> Tensor:
     """L z for every row z.
 
-    Args:
-        root: L (d, d), or standard deviations (d,).
-        z: Shape (s, d).
+    root: L (d, d), or standard deviations (d,). z: (s, d).
     """
     return z * root if root.dim() == 1 else z @ root.mT
 
@@ -131,9 +129,7 @@ class LogDensity(Target):
     def slopes(self, places: Tensor, batch: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         """log p (s,) and its gradient (s, d) at every place.
 
-        Args:
-            places: Shape (s, d).
-            batch: Nothing: the data are inside.
+        places: (s, d).
         """
         require_no_batch(batch)
 
@@ -149,9 +145,7 @@ class LogDensity(Target):
     def values_at(self, places: Tensor, batch: tuple[Any, ...]) -> Tensor:
         """log p at every place, shape (s,).
 
-        Args:
-            places: Shape (s, d).
-            batch: Nothing: the data are inside.
+        places: (s, d).
         """
         require_no_batch(batch)
         return self.values(places).detach()
@@ -163,8 +157,7 @@ class LogDensity(Target):
     def values(self, z: Tensor) -> Tensor:
         """log p(z, data) of every row, shape (s,).
 
-        Args:
-            z: Shape (s, d).
+        z: (s, d).
         """
         return (self.log_joint(z) if self.batched else map_rows(self.log_joint, z)).reshape(len(z))
 
@@ -187,24 +180,13 @@ class LogDensity(Target):
 
 
 def require_no_batch(batch: tuple[Any, ...]) -> None:
-    """Check that no data are handed to a target that has them inside.
-
-    Args:
-        batch: The arguments of the step.
-
-    Raises:
-        TypeError: If there are any.
-    """
+    """Check that no data are handed to a target that has them inside."""
     if batch:
         raise TypeError("step takes no data here: a log joint has them inside; only networks are trained in batches")
 
 
 def are_finite(found: Moments) -> bool:
-    """True if all moments are finite.
-
-    Args:
-        found: The moments.
-    """
+    """True if all moments are finite."""
     return all(all_finite(part) for part in (found.value, found.gradient, found.hessian))
 
 
@@ -215,9 +197,7 @@ def _rows_at_once(d: int) -> int:
 def map_rows(function: Callable[[Tensor], Any], z: Tensor) -> Any:
     """The function of every row at once. torch's warning of a loop inside, as for prod(), is silenced.
 
-    Args:
-        function: Of one row (d,).
-        z: Shape (s, d).
+    function: Of one row (d,). z: (s, d).
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop")
@@ -227,12 +207,7 @@ def map_rows(function: Callable[[Tensor], Any], z: Tensor) -> Any:
 def is_batched(log_joint: LogJoint, start: Tensor) -> bool:
     """True if log_joint takes rows (s, d) to (s,) or (s, 1), False if it takes one z (d,) to a scalar: by trying.
 
-    Args:
-        log_joint: z -> log p(z, data).
-        start: A z, shape (d,).
-
-    Raises:
-        ValueError: If it does neither.
+    log_joint: z -> log p(z, data). start: A z, (d,).
     """
     rows = start + torch.linspace(0, 1e-3, 3, dtype=start.dtype, device=start.device).unsqueeze(1)
     try:

@@ -153,8 +153,7 @@ class AntisymmetricNet(nn.Module):
 def determinant(matrix: Tensor) -> Tensor:
     """The determinant as its sum over permutations: right in derivatives of every order and mode.
 
-    Args:
-        matrix: Shape (..., n, n), n small.
+    matrix: (..., n, n), n small.
     """
     size, total = matrix.shape[-1], torch.zeros_like(matrix[..., 0, 0])
     for order in permutations(range(size)):

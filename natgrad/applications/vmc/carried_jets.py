@@ -107,8 +107,7 @@ class ForwardJet(Tensor):
 def start_jet(x: Tensor) -> ForwardJet:
     """The coordinates with their own derivatives: unit vectors and zeros.
 
-    Args:
-        x: Shape (b, d).
+    x: (b, d).
     """
     b, d = x.shape
     jets = x.new_zeros(d + 2, b, d)

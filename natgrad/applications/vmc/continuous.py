@@ -54,9 +54,7 @@ def differentiate_log(psi: LogAmplitude, states: Tensor) -> tuple[Tensor, Tensor
 def carries(psi: LogAmplitude, states: Tensor) -> bool:
     """Whether derivatives go through the network of a wave function: it is tried on a few walkers, once.
 
-    Args:
-        psi: The wave function.
-        states: Shape (b, d).
+    states: (b, d).
     """
     network = (id(psi.net), psi.head)
     known = TRUSTED.get(psi)

@@ -122,8 +122,7 @@ def compare_chains(values: Tensor) -> float | None:
 
     W is the mean of their variances, B is n times the variance of their means. None where noise hides it.
 
-    Args:
-        values: Shape (chains, L).
+    values: (chains, L).
     """
     length = values.shape[1] // 2
     parts = values[:, values.shape[1] - 2 * length :].reshape(-1, max(1, length))

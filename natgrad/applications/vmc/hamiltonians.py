@@ -308,8 +308,7 @@ def choose_kind(states: Tensor) -> torch.dtype:
 def read_edges(edges: Any) -> list[tuple[int, int]] | None:
     """Pairs of numbers from anything that lists them. ValueError for anything else.
 
-    Args:
-        edges: A list, a tensor or an array (edges, 2), networkx's `graph.edges`, or None.
+    edges: A list, a tensor or an array (edges, 2), networkx's `graph.edges`, or None.
     """
     if edges is None:
         return None

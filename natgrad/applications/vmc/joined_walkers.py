@@ -16,25 +16,13 @@ from natgrad.optim import RankExchange, join_operator
 
 
 def join_moment(processes: RankExchange, moment: Pullback, share: float, counted: Tensor) -> Operator:
-    """S over the walkers of all processes, about their common mean.
-
-    Args:
-        processes: What exchanges.
-        moment: E[O O^T] over this process's walkers.
-        share: What these weigh, their sum of weights or their number.
-        counted: The columns whose means are taken out, as `Centred` takes them, of this process's walkers.
-    """
+    """S over the walkers of all processes, about their common mean."""
     joined = join_operator(processes.ranks, moment, moment.linearization.space, share)
     return Centred(cast("Any", joined), processes.gather_rows(joined.shares[processes.rank] ** 0.5 * counted))
 
 
 def gather_numbers(processes: RankExchange, values: Tensor) -> Tensor:
-    """The numbers of all processes, real or complex, (sum of all b,) from (b,) each.
-
-    Args:
-        processes: What exchanges.
-        values: This process's.
-    """
+    """The numbers of all processes, real or complex, (sum of all b,) from (b,) each."""
     if not values.is_complex():
         return processes.gather_rows(values)
     return torch.view_as_complex(processes.gather_rows(torch.view_as_real(values).contiguous()))
@@ -48,11 +36,8 @@ def estimate_jointly(
     Chains of one length, or numbers of a chain each, are taken together; from chains of different lengths the processes
     estimate apart, and what they found is joined.
 
-    Args:
-        processes: What exchanges.
-        local_energies: Of this process's walkers, shape (b,) or (chains, b).
-        weights: Of them, same shape, or None; over all processes they count relative to one another.
-        enumerated: True if the states are all there are, with their probabilities.
+    local_energies: Of this process's walkers, (b,) or (chains, b). weights: Of them, same shape, or None; over all
+    processes they count relative to one another.
     """
     if processes.size == 1:
         return estimate_energy(local_energies, weights, enumerated=enumerated)
@@ -68,11 +53,7 @@ def estimate_jointly(
 
 
 def combine_estimates(parts: Sequence[EnergyEstimate]) -> EnergyEstimate:
-    """What estimates from independent samples come to together.
-
-    Args:
-        parts: At least one.
-    """
+    """What estimates from independent samples come to together."""
     samples = sum(part.samples for part in parts)
     shares = [part.samples / samples for part in parts]
     pairs = list(zip(shares, parts, strict=True))
@@ -91,12 +72,7 @@ def combine_estimates(parts: Sequence[EnergyEstimate]) -> EnergyEstimate:
 
 
 def check_draws(processes: RankExchange, sampler: Sampler) -> None:
-    """ValueError if samplers of two processes would draw the same walkers, which would count them twice.
-
-    Args:
-        processes: What exchanges.
-        sampler: This process's.
-    """
+    """ValueError if samplers of two processes would draw the same walkers, which would count them twice."""
     generator = getattr(sampler, "generator", None)
     if processes.size == 1 or not isinstance(generator, torch.Generator):
         return

@@ -81,11 +81,7 @@ def check_variables(hamiltonian: Any, states: Tensor) -> None:
 def check_stays(hamiltonian: Any, space: Configurations | None, others: Tensor, values: Tensor) -> None:
     """ValueError if H leads from a sampler's states to one that the sampler never draws.
 
-    Args:
-        hamiltonian: H.
-        space: The sampler's states; None where they are not known.
-        others: The states that H connects with samples, shape (b, k, n).
-        values: Their elements, shape (b, k).
+    others: The states that H connects with samples, (b, k, n). values: Their elements, (b, k).
     """
     if space is None or bool((space.contains(others) | (values == 0)).all()):
         return
@@ -143,13 +139,7 @@ def check_connections(operator: Any, others: Any, values: Any, states: Tensor) -
 
 
 def read_states(psi: LogAmplitude, states: Any) -> Tensor:
-    """States as a tensor in the dtype of the wave function; those of an array on its device, too.
-
-    Args:
-        psi: The wave function.
-        states: A tensor, which keeps its dtype where it holds integers, as networks with embeddings need them; or an
-            array.
-    """
+    """States as a tensor in the dtype of the wave function; those of an array on its device, too."""
     if isinstance(states, Tensor):
         return states.to(psi.dtype) if states.is_floating_point() else states
     return read_numbers(psi, states, "states").to(psi.dtype)
@@ -158,9 +148,7 @@ def read_states(psi: LogAmplitude, states: Any) -> Tensor:
 def check_integers(psi: LogAmplitude, states: Tensor) -> None:
     """ValueError for integers that the network does not take.
 
-    Args:
-        psi: The wave function.
-        states: Shape (b, ...).
+    states: (b, ...).
     """
     if states.is_floating_point():
         return
@@ -174,16 +162,7 @@ def check_integers(psi: LogAmplitude, states: Tensor) -> None:
 
 
 def read_numbers(psi: LogAmplitude, numbers: Any, name: str) -> Tensor:
-    """Numbers as a tensor; those of an array on the device of the wave function.
-
-    Args:
-        psi: The wave function.
-        numbers: A tensor, which stays as it is, or an array.
-        name: What they are called.
-
-    Raises:
-        TypeError: For anything else.
-    """
+    """Numbers as a tensor; those of an array on the device of the wave function."""
     if isinstance(numbers, Tensor):
         return numbers
     try:

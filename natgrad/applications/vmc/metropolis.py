@@ -340,12 +340,7 @@ def choose_move(space: WalkerSpace) -> MarkovMove:
 
 
 def check_move(space: WalkerSpace, move: MarkovMove) -> None:
-    """ValueError for a move of ours that leads out of a space, or that does not reach all of it.
-
-    Args:
-        space: Where chains start; of another kind than ours, it knows its moves best.
-        move: Of our kinds; what another one does shows at a draw.
-    """
+    """ValueError for a move of ours that leads out of a space, or that does not reach all of it."""
     if isinstance(move, (Exchange, Hop)) and move.edges is not None:
         check_connected(move, space.count)
     if not isinstance(space, (Spins, Bosons, Harmonic, Molecule)) or not isinstance(move, (Flip, Exchange, Hop, Shift)):

@@ -72,8 +72,7 @@ class RBM(nn.Module):
 def log_cosh(z: Tensor) -> Tensor:
     """log cosh z without overflow, real or complex.
 
-    Args:
-        z: Any shape.
+    z: Any shape.
     """
     if not z.is_complex():
         return torch.logaddexp(z, -z) - math.log(2)

@@ -67,12 +67,7 @@ def measure_length(
 ) -> Solution:
     """a x with the a that minimises 1/2 a^2 x^T (S + damping I) x - a x^T (b + damping x_0): one product with S.
 
-    Args:
-        operator: S, of size n.
-        rhs: b, shape (n,).
-        found: x, of another matrix than S.
-        damping: A number, or one per entry (n,).
-        guess: x_0, to which damping pulls, shape (n,); None: to zero.
+    rhs: b, (n,). damping: A number, or one per entry (n,). guess: x_0, to which damping pulls, (n,); None: to zero.
     """
     value = found.value
     image = operator.mv(value) + damping * value
@@ -301,13 +296,7 @@ def check_needs_no_loss(damping: Damping, rule: Rule | None) -> None:
 def find_gaps(local_energies: Tensor, weights: Tensor | None, clip: float | None) -> Tensor:
     """w (e - E e), so that F = Re E[O* (e - E e)] is the sum of their pullbacks on the rows of log psi.
 
-    Args:
-        local_energies: e, shape (b,), real or complex.
-        weights: Shape (b,), or None.
-        clip: As in `stochastic_reconfiguration`.
-
-    Returns:
-        Shape (b, 1), or (b, 2) of complex energies.
+    local_energies: e, (b,), real or complex. weights: (b,), or None.
     """
     values = lay_out_amplitudes(local_energies)
     if clip is not None:
@@ -320,9 +309,7 @@ def find_gaps(local_energies: Tensor, weights: Tensor | None, clip: float | None
 def pull_back(moment: Pullback, cotangents: Tensor) -> Tensor:
     """J^T w, shape (n,), from the rows sqrt(w_i) O_i of the moment, which S needs as well: no backward pass for it.
 
-    Args:
-        moment: E[O O^T] at the samples.
-        cotangents: On the rows of log psi, shape (b, m); zero where a sample has no weight.
+    cotangents: On the rows of log psi, (b, m); zero where a sample has no weight.
     """
     rows = moment.rows
     assert rows is not None  # of the identity form
@@ -333,9 +320,7 @@ def pull_back(moment: Pullback, cotangents: Tensor) -> Tensor:
 def fit_columns(gaps: Tensor, rows: Tensor) -> Tensor:
     """Gaps as cotangents of the rows of log psi: in their dtype, with as many columns.
 
-    Args:
-        gaps: Shape (b, 1) or (b, 2).
-        rows: log psi, shape (b, m).
+    gaps: (b, 1) or (b, 2). rows: log psi, (b, m).
     """
     gaps = gaps.to(rows)
     if gaps.shape[1] < rows.shape[1]:  # real energies of a complex psi
@@ -346,12 +331,10 @@ def fit_columns(gaps: Tensor, rows: Tensor) -> Tensor:
 def clip_outliers(values: Tensor, width: float) -> Tensor:
     """Numbers within `width` mean absolute deviations of their median, column by column.
 
-    Args:
-        values: Shape (b, m).
-        width: Of the window.
-
     Reference:
         Pfau et al. 2020; median and deviation as in their code.
+
+    values: (b, m).
     """
     centre = values.median(dim=0).values
     reach = width * (values - centre).abs().mean(0)
