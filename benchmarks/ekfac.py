@@ -10,7 +10,7 @@ import torch
 import natgrad as ng
 from benchmarks.timing import ratios
 from benchmarks.training import TrainingCase, classifier
-from natgrad.linalg import eigh
+from natgrad.ground.linalg import eigh
 from natgrad.operators import Arranged
 from natgrad.structures import Layerwise
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.applications import TwoLayer
-from natgrad.lapack import svd
-from natgrad.spaces import Params
+from natgrad.ground.linalg import svd
+from natgrad.ground.spaces import Params
 
 Draw = Callable[..., Tensor]
 """Standard normals of a shape, each call from the task's own generator."""

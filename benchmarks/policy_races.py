@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.kept_results import keep_result
 from benchmarks.variants import check_names
-from natgrad.progress import Progress
+from natgrad.ground.progress import Progress
 from natgrad_lab.policies.players import NatgradPlayer, Peer, PolicyChoice, Scene, learn_to_marks
 
 KNOWN = Path("build/benchmarks/policies.json")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from benchmarks.posteriors import FREEDOM, JITTER, NOISE, Posterior, Steps, by_log_joint, by_projection, quadrature
-from natgrad.linalg import cholesky
+from natgrad.ground.linalg import cholesky
 
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from benchmarks.timing import peak_memory, ratios
+from natgrad.ground.pure import PureModel, as_call
 from natgrad.operators import Linearization, OutputMap, Pullback
-from natgrad.pure import PureModel, as_call
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import natgrad as ng
 from benchmarks.residual_equations import BoundaryProblem, Points, diffusion, heat, helmholtz, poisson, squares
 from benchmarks.residual_flows import allen_cahn, burgers, cavity
 from benchmarks.variants import check_names, race_variants, write_errors
-from natgrad.linalg import cholesky
+from natgrad.ground.linalg import cholesky
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 0.1)
 SCHEDULES: dict[str, Callable[[float], float]] = {

@@ -15,9 +15,9 @@ from itertools import pairwise
 from torch import nn
 
 import natgrad as ng
+from natgrad.ground.spaces import Space, trainable
 from natgrad.layers.kinds import known_layers
 from natgrad.optim.blocks import BUCKET, Cost, balance, cost_of, list_strips
-from natgrad.spaces import Space, trainable
 
 
 @dataclass(frozen=True)

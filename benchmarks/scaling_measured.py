@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import natgrad as ng
 from benchmarks.scaling import Machine, ScalingWorkload, perceptron, predict
-from natgrad.lapack import invert_or_nan
+from natgrad.ground.linalg import invert_or_nan
 
 LOAD = perceptron([512] * 9, 64)
 STEPS, WARM = 8, 3

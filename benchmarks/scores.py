@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from benchmarks.timing import peak_memory
-from natgrad.densities import Density, Energy
-from natgrad.pure import leaves
+from natgrad.ground.densities import Density, Energy
+from natgrad.ground.pure import leaves
 
 VARIABLES, EXAMPLES, CYCLES = 16, 16, 3
 SIZES = (100, 1_000, 10_000, 100_000, 1_000_000)

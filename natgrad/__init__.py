@@ -7,11 +7,6 @@ operator to multiply and solve with, to `NaturalGradient`, a `torch.optim.Optimi
 from typing import TYPE_CHECKING
 
 from natgrad import callbacks, families, geometry, layers, metrics, operators, optim, solvers, structures
-from natgrad.damping import Constant, LevenbergMarquardt, Relative
-from natgrad.damping import Damping as Damping
-from natgrad.densities import Density as Density
-from natgrad.densities import Score
-from natgrad.derivatives import exact_derivatives as exact_derivatives
 from natgrad.families import (
     Bernoulli,
     Categorical,
@@ -38,6 +33,11 @@ from natgrad.families import Multinomial as Multinomial
 from natgrad.families import Product as Product
 from natgrad.families import SubModel as SubModel
 from natgrad.families import exact_natural_gradient_of_mean as exact_natural_gradient_of_mean
+from natgrad.ground.densities import Density as Density
+from natgrad.ground.densities import Score
+from natgrad.ground.derivatives import exact_derivatives as exact_derivatives
+from natgrad.ground.messages import find_name
+from natgrad.ground.spaces import Space, positive, trainable
 from natgrad.layers import recalibrate as recalibrate
 from natgrad.metrics import Langevin as Langevin
 from natgrad.metrics import Metric as Metric
@@ -54,7 +54,6 @@ from natgrad.metrics import (
 )
 from natgrad.metrics import divergence as divergence
 from natgrad.metrics import kl as kl
-from natgrad.missing_names import find_name
 from natgrad.operators import Operator as Operator
 from natgrad.optim import MirrorDescent as MirrorDescent
 from natgrad.optim import (
@@ -75,8 +74,8 @@ from natgrad.optim import load_checkpoint as load_checkpoint
 from natgrad.optim import natgrad_cg as natgrad_cg
 from natgrad.optim import report_sharing as report_sharing
 from natgrad.optim import save_checkpoint as save_checkpoint
-from natgrad.positive_parameters import positive
-from natgrad.rules import LineSearch, Momentum, Rate, TrustRegion
+from natgrad.rules import Constant, LevenbergMarquardt, LineSearch, Momentum, Rate, Relative, TrustRegion
+from natgrad.rules import Damping as Damping
 from natgrad.rules import MeasuredLength as MeasuredLength
 from natgrad.rules import OnlineRadius as OnlineRadius
 from natgrad.rules import Rule as Rule
@@ -86,7 +85,6 @@ from natgrad.solvers import LeastSquares as LeastSquares
 from natgrad.solvers import Solution as Solution
 from natgrad.solvers import Solver as Solver
 from natgrad.solvers import Status as Status
-from natgrad.spaces import Space, trainable
 from natgrad.structures import AdaptiveInverse, Dense, Diagonal, EigenKronecker, Exact, Kronecker, UnitWise
 from natgrad.structures import Averaged as Averaged
 from natgrad.structures import Blocks as Blocks

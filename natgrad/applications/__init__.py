@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from natgrad.missing_names import find_name
+from natgrad.ground.messages import find_name
 
 if TYPE_CHECKING:
     from natgrad.applications import flows, helmholtz, policy, residuals, search, variational, vmc

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from natgrad.checks import check_integer
-from natgrad.densities import Density, check_binary, check_density, check_weights
-from natgrad.spaces import Params
+from natgrad.ground.checks import check_integer
+from natgrad.ground.densities import Density, check_binary, check_density, check_weights
+from natgrad.ground.spaces import Params
 
 LARGEST_ENUMERATION = 22
 """Units up to which the states are enumerated: 4 million of them."""

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.boltzmann import Boltzmann
-from natgrad.checks import check_integer
-from natgrad.lapack import eigh, require_inverse
+from natgrad.ground.checks import check_integer
+from natgrad.ground.linalg import eigh, require_inverse
+from natgrad.ground.pure import RandomState, unwrap_examples
+from natgrad.ground.spaces import Params, Space
 from natgrad.metrics import Metric, RatioMetric
 from natgrad.operators import Operator
-from natgrad.pure import RandomState, unwrap_examples
-from natgrad.spaces import Params, Space
 from natgrad.structures import Preconditioner
 from natgrad.structures.base import Memory
 

@@ -8,11 +8,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer
-from natgrad.densities import Density, check_continuous, check_density
-from natgrad.lapack import require_factor
-from natgrad.linalg import symmetrise
-from natgrad.spaces import Params
+from natgrad.ground.checks import check_integer
+from natgrad.ground.densities import Density, check_continuous, check_density
+from natgrad.ground.linalg import require_factor, symmetrise
+from natgrad.ground.spaces import Params
 
 
 class GaussMarkov(Density):

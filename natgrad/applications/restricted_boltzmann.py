@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from natgrad.checks import check_integer, check_positive, check_share
-from natgrad.densities import Density, check_binary, check_density
-from natgrad.lapack import require_inverse
-from natgrad.linalg import all_finite
-from natgrad.scoped_values import keep_gradient_mode
-from natgrad.spaces import Params
+from natgrad.ground.checks import check_integer, check_positive, check_share
+from natgrad.ground.densities import Density, check_binary, check_density
+from natgrad.ground.linalg import all_finite, require_inverse
+from natgrad.ground.pure import keep_gradient_mode
+from natgrad.ground.spaces import Params
 
 
 class RestrictedBoltzmann(Density):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from natgrad.checks import check_integer
-from natgrad.densities import (
+from natgrad.ground.checks import check_integer
+from natgrad.ground.densities import (
     Density,
     LogP,
     as_density,
@@ -22,10 +22,10 @@ from natgrad.densities import (
     guard_derivatives,
     vjp,
 )
-from natgrad.lapack import is_concrete
-from natgrad.loss_listeners import announce
-from natgrad.spaces import Params
-from natgrad.wrong_calls import explain_calls
+from natgrad.ground.linalg import is_concrete
+from natgrad.ground.messages import explain_calls
+from natgrad.ground.pure import announce
+from natgrad.ground.spaces import Params
 
 Term = Callable[[Params, list[int]], Tensor]
 

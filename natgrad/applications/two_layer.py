@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.densities import Density
-from natgrad.positive_parameters import Positive, Square, positive
-from natgrad.spaces import Params
+from natgrad.ground.densities import Density
+from natgrad.ground.spaces import Params, Positive, Square, positive
 
 
 @dataclass(frozen=True, eq=False)  # an optimiser hears from its own density, not from an equal one

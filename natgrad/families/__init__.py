@@ -59,7 +59,7 @@ from natgrad.families.robust_errors import Huber, Laplace
 from natgrad.families.sparse_normal import FixedMeanNormal, SparseNormal
 from natgrad.families.von_mises_fisher import VonMisesFisher
 from natgrad.families.wishart import Wishart
-from natgrad.missing_names import find_name
+from natgrad.ground.messages import find_name
 
 Estimate, Rate = MomentEstimate, ExponentialRate  # their former names
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.linalg import psd_root
-from natgrad.pure import leaves, map_tensors
-from natgrad.wrong_calls import Explained
+from natgrad.ground.linalg import psd_root
+from natgrad.ground.messages import Explained
+from natgrad.ground.pure import leaves, map_tensors
 
 
 class Likelihood(Explained, hint="; a likelihood holds no parameters, they are a model's outputs"):

@@ -8,7 +8,6 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_positive
 from natgrad.families.cancellation import in_double, log_ratio
 from natgrad.families.diagonal_normal import Normal
 from natgrad.families.event_checks import (
@@ -21,6 +20,7 @@ from natgrad.families.event_checks import (
 )
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.positive_families import Exponential, Gamma
+from natgrad.ground.checks import check_positive
 from natgrad.operators import Operator
 
 EULER = 0.5772156649015329

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer
 from natgrad.families.cancellation import divergence_terms
 from natgrad.families.event_checks import check_support
 from natgrad.families.exponential import ExponentialFamily
-from natgrad.lapack import is_concrete
+from natgrad.ground.checks import check_integer
+from natgrad.ground.linalg import is_concrete
 from natgrad.operators import Operator
 
 OUTCOMES = 2**20

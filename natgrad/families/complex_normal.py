@@ -9,7 +9,7 @@ from natgrad.families.closed_forms import Closed
 from natgrad.families.event_checks import centre, check_rest, check_spreads, floating_dtype, widen
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.normal import MultivariateNormal
-from natgrad.lapack import is_concrete
+from natgrad.ground.linalg import is_concrete
 from natgrad.operators import Operator
 
 

@@ -15,7 +15,7 @@ from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.normal import MultivariateNormal
 from natgrad.families.positive_families import Beta, Dirichlet, Exponential, Gamma
 from natgrad.families.precision_factors import factor_covariance, inverse_from
-from natgrad.lapack import is_concrete, require_solution
+from natgrad.ground.linalg import is_concrete, require_solution
 from natgrad.operators import Operator
 
 

@@ -22,8 +22,8 @@ from natgrad.families.cancellation import exp_gap
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
 from natgrad.families.robust_errors import Huber, Laplace, temper
-from natgrad.pure import leaves, map_tensors
-from natgrad.shown_tables import write_choices
+from natgrad.ground.messages import write_choices
+from natgrad.ground.pure import leaves, map_tensors
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer
 from natgrad.families.cancellation import in_double, ratio_gap
 from natgrad.families.closed_forms import Closed
 from natgrad.families.event_checks import (
@@ -21,7 +20,8 @@ from natgrad.families.event_checks import (
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.normal import LOG_2PI
 from natgrad.families.precision_factors import factor_covariance, half_log_det, inverse_from
-from natgrad.lapack import is_concrete
+from natgrad.ground.checks import check_integer
+from natgrad.ground.linalg import is_concrete
 from natgrad.operators import Operator
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from natgrad.checks import check_integer
 from natgrad.families.base import check_range, check_same_shape, require_one_tensor, require_tensor_targets
 from natgrad.families.cancellation import divergence_terms, exp_gap
 from natgrad.families.class_logits import (
@@ -26,7 +25,8 @@ from natgrad.families.class_logits import (
 from natgrad.families.event_checks import check_support, check_width
 from natgrad.families.log_gamma import HALF_LOG_2PI, stirling_rest
 from natgrad.families.natural_likelihood import ENUMERATED, Entries, NaturalLikelihood
-from natgrad.lapack import is_concrete
+from natgrad.ground.checks import check_integer
+from natgrad.ground.linalg import is_concrete
 from natgrad.operators import Operator
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from natgrad.lapack import factor_or_nan, is_concrete
+from natgrad.ground.linalg import factor_or_nan, is_concrete
 
 
 def check_width(x: Tensor, width: int | None, what: str = "") -> Tensor:

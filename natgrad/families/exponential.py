@@ -7,13 +7,12 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer
-from natgrad.derivatives import exact_derivatives
 from natgrad.families.newton import find_natural, maximise_by_newton
-from natgrad.lapack import all_finite, is_concrete, require_inverse
-from natgrad.linalg import psd_root, symmetrise
+from natgrad.ground.checks import check_integer
+from natgrad.ground.derivatives import exact_derivatives
+from natgrad.ground.linalg import all_finite, is_concrete, psd_root, require_inverse, symmetrise
+from natgrad.ground.messages import Explained
 from natgrad.operators import DenseOperator, Operator
-from natgrad.wrong_calls import Explained
 
 
 class ExponentialFamily(Explained, hint="; a family holds no parameters, its methods take them"):

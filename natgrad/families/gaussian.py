@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_positive
 from natgrad.families.base import DiagonalForm, SeparableLikelihood, check_same_shape
 from natgrad.families.cancellation import exp_gap, ratio_gap
+from natgrad.ground.checks import check_positive
 
 
 @dataclass(frozen=True)

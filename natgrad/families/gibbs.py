@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer
 from natgrad.families.discrete_tables import Clique, Tables
 from natgrad.families.gibbs_sweeps import PairSweep, fits_pairs
+from natgrad.ground.checks import check_integer
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer
 from natgrad.families.gibbs import Gibbs
 from natgrad.families.markov_field import MarkovField, check_field
+from natgrad.ground.checks import check_integer
 
 
 class Ising(MarkovField):

@@ -33,8 +33,8 @@ from natgrad.families.criteria import (
     smooth_l1,
 )
 from natgrad.families.discrete import Bernoulli, Categorical
-from natgrad.lapack import is_concrete
-from natgrad.pure import leaves, map_tensors
+from natgrad.ground.linalg import is_concrete
+from natgrad.ground.pure import leaves, map_tensors
 
 ROUNDING = 0.1
 """Of the logarithm of a sum of probabilities; log-softmax in half precision is within .03."""

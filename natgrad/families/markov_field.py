@@ -12,15 +12,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer, check_number, check_positive
 from natgrad.families.class_logits import classes_kl
 from natgrad.families.closed_forms import Closed
 from natgrad.families.discrete_tables import LARGEST, Clique, Tables
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.gibbs import Gibbs, build_sweep
 from natgrad.families.gibbs_sweeps import fits_pairs, pair_energies
-from natgrad.lapack import require_inverse
-from natgrad.linalg import symmetrise
+from natgrad.ground.checks import check_integer, check_number, check_positive
+from natgrad.ground.linalg import require_inverse, symmetrise
 from natgrad.operators import DenseOperator, Operator
 
 

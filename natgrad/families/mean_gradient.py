@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families.exponential import ExponentialFamily
-from natgrad.lapack import require_solution, svd
-from natgrad.linalg import eigh, gram
+from natgrad.ground.linalg import eigh, gram, require_solution, svd
 
 RIDGES = tuple(10.0**k for k in range(-7, 3))
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from natgrad.lapack import all_finite, factor_or_nan, is_concrete, solve_or_nan
+from natgrad.ground.linalg import all_finite, factor_or_nan, is_concrete, solve_or_nan
 
 NEWTON_STEPS = 100
 FLAT_HALVINGS = 3  # so near the maximum Newton's whole step is right, or round-off leaves nothing

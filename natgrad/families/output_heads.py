@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.checks import is_integer
 from natgrad.families.base import Likelihood
+from natgrad.ground.checks import is_integer
 
 
 class Heads(Likelihood):

@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer
 from natgrad.families.cancellation import in_double, log_ratio, ratio_gap
 from natgrad.families.event_checks import (
     centre,
@@ -30,6 +29,7 @@ from natgrad.families.log_gamma import (
     stirling_rest,
     trigamma,
 )
+from natgrad.ground.checks import check_integer
 
 GAMMA_STEPS = 8
 LEAST_GAP = 1e4

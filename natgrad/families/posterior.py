@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_positive
 from natgrad.families.base import DiagonalForm
 from natgrad.families.cancellation import exp_gap
 from natgrad.families.gaussian import draw_normal
+from natgrad.ground.checks import check_positive
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families.cancellation import ratio_gap
-from natgrad.lapack import factor_or_nan, invert_or_nan, is_positive_definite, require_factor
+from natgrad.ground.linalg import factor_or_nan, invert_or_nan, is_positive_definite, require_factor
 
 SMALL = 8  # up to this dimension `inv` of a batch takes half the time of a triangular solve
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from natgrad.checks import check_positive
 from natgrad.families.base import SeparableLikelihood
 from natgrad.families.cancellation import NEAR, exp_gap, in_double
+from natgrad.ground.checks import check_positive
 
 ROOT_2PI = math.sqrt(2 * math.pi)
 TERMS = 14

@@ -30,7 +30,7 @@ from natgrad.families.normal import (
 )
 from natgrad.families.precision_factors import factor_covariance, half_log_det, inverse_from, precision_gap, safe_factor
 from natgrad.families.symmetric_matrices import Pairs
-from natgrad.lapack import factor_or_nan, is_concrete, is_positive_definite
+from natgrad.ground.linalg import factor_or_nan, is_concrete, is_positive_definite
 from natgrad.operators import Operator
 
 

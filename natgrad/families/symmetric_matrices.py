@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer
+from natgrad.ground.checks import check_integer
 
 
 class Pairs:

@@ -31,7 +31,7 @@ from natgrad.families.precision_factors import (
     safe_factor,
 )
 from natgrad.families.symmetric_matrices import Pairs
-from natgrad.lapack import is_concrete, is_positive_definite
+from natgrad.ground.linalg import is_concrete, is_positive_definite
 from natgrad.operators import Operator
 
 HALVINGS = 70

@@ -23,7 +23,7 @@ from natgrad.geometry.potentials import (
     check_potential,
 )
 from natgrad.geometry.simplex import Simplex
-from natgrad.missing_names import find_name
+from natgrad.ground.messages import find_name
 
 Together = ProductManifold  # its former name
 

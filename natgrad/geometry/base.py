@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.geometry.stable_functions import safe_sqrt
-from natgrad.wrong_calls import Explained
+from natgrad.ground.messages import Explained
 
 SHORTENINGS = 50
 

@@ -11,7 +11,7 @@ import torch
 from numpy.polynomial import legendre
 from torch import Tensor
 
-from natgrad.lapack import factor_or_nan, invert_or_nan, solve_or_nan
+from natgrad.ground.linalg import factor_or_nan, invert_or_nan, solve_or_nan
 
 DEGREE = 8
 """Nodes of an element, those of Gauss."""

@@ -8,8 +8,7 @@ from torch import Tensor
 from natgrad.geometry.base import Manifold
 from natgrad.geometry.normal_manifold import Normals
 from natgrad.geometry.stable_functions import matrix_sqrt, safe_sqrt
-from natgrad.lapack import eigh, require_factor, require_inverse
-from natgrad.linalg import symmetrise
+from natgrad.ground.linalg import eigh, require_factor, require_inverse, symmetrise
 from natgrad.operators import Operator
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_positive
 from natgrad.families import ExponentialFamily
+from natgrad.ground.checks import check_positive
 
 DOUBLINGS, BISECTIONS = 200, 100
 

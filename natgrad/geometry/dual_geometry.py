@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_positive
 from natgrad.families import ExponentialFamily, SubModel
-from natgrad.lapack import all_finite, require_solution, solve_or_nan
+from natgrad.ground.checks import check_positive
+from natgrad.ground.linalg import all_finite, require_solution, solve_or_nan
 
 STEPS = 100
 EDGE = "the e-projection ran to the edge of the sub-model, where its metric is singular: give another start"

@@ -11,7 +11,6 @@ import torch
 from numpy.polynomial import chebyshev
 from torch import Tensor
 
-from natgrad.derivatives import exact_derivatives
 from natgrad.families import (
     Bernoulli,
     Categorical,
@@ -36,8 +35,8 @@ from natgrad.geometry.ode import integrate
 from natgrad.geometry.positive_definite import PositiveDefinite
 from natgrad.geometry.shooting import Shooting
 from natgrad.geometry.stable_functions import arc_over_hyperbolic_sine, safe_sqrt, sinhc
-from natgrad.lapack import fit_or_nan, invert_or_nan, require_inverse, require_solution, solve_or_nan
-from natgrad.linalg import symmetrise
+from natgrad.ground.derivatives import exact_derivatives
+from natgrad.ground.linalg import fit_or_nan, invert_or_nan, require_inverse, require_solution, solve_or_nan, symmetrise
 
 FEW = 8
 """Statistics of a family whose matrix of second derivatives is taken column by column."""

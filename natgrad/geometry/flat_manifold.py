@@ -7,10 +7,10 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_positive
 from natgrad.geometry.base import Manifold
 from natgrad.geometry.stable_functions import arc_over_sine, safe_sqrt, squared_root_gap
-from natgrad.lapack import require_factor
+from natgrad.ground.checks import check_positive
+from natgrad.ground.linalg import require_factor
 
 INSIDE = 0.5
 """A coordinate that is on no edge."""

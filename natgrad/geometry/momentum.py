@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_choice, check_positive
 from natgrad.geometry.base import Manifold
+from natgrad.ground.checks import check_choice, check_positive
 
 
 @dataclass(frozen=True)

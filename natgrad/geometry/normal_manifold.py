@@ -8,13 +8,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer
 from natgrad.geometry.ode import integrate
 from natgrad.geometry.positive_definite import whiten
 from natgrad.geometry.shooting import Shooting, scale
 from natgrad.geometry.stable_functions import are_positive_definite, matrix_log
-from natgrad.lapack import factor_or_nan, invert_or_nan, require_factor, solve_or_nan
-from natgrad.linalg import symmetrise
+from natgrad.ground.checks import check_integer
+from natgrad.ground.linalg import factor_or_nan, invert_or_nan, require_factor, solve_or_nan, symmetrise
 
 SHORTEST = 2.0**-12
 """The part of a way that must be within reach of a next one."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_positive
 from natgrad.geometry.base import Manifold
 from natgrad.geometry.stable_functions import are_positive_definite, matrix_log, matrix_sqrt, safe_sqrt
-from natgrad.lapack import eigh, factor_or_nan, require_factor
-from natgrad.linalg import symmetrise
+from natgrad.ground.checks import check_positive
+from natgrad.ground.linalg import eigh, factor_or_nan, require_factor, symmetrise
 
 
 class PositiveDefinite(Manifold):

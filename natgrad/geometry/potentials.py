@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer, check_number, check_positive
 from natgrad.families import ExponentialFamily
-from natgrad.wrong_calls import Explained
+from natgrad.ground.checks import check_integer, check_number, check_positive
+from natgrad.ground.messages import Explained
 
 HALVINGS = 30
 """How often `LogPartition` halves a step that leaves the means that are possible."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer
 from natgrad.geometry.base import Manifold
 from natgrad.geometry.stable_functions import arc_over_sine, safe_sqrt, sinc, squared_root_gap
+from natgrad.ground.checks import check_integer
 
 
 class Simplex(Manifold):

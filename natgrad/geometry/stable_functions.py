@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from natgrad.lapack import eigh, is_positive_definite
-from natgrad.linalg import symmetrise
+from natgrad.ground.linalg import eigh, is_positive_definite, symmetrise
 
 
 def safe_sqrt(square: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """How a layer is heard: its kind, its taps, its second moments."""
 
+from natgrad.ground.messages import find_name
 from natgrad.layers.elementwise import square_elementwise
 from natgrad.layers.examples import (
     Examples,
@@ -21,7 +22,6 @@ from natgrad.layers.registry import register
 from natgrad.layers.taps import MatrixProduct, Tap, Taps, derivatives, record_calls
 from natgrad.layers.traced import Traced, find_products
 from natgrad.layers.unit_layout import UnitLayout
-from natgrad.missing_names import find_name
 
 __all__ = [
     "Examples",

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from natgrad.ground.typed_torch import measure_norm
+from natgrad.ground.whole_tensors import any_split
 from natgrad.layers.examples import Examples
 from natgrad.layers.experts import kind_of
-from natgrad.typed_torch import measure_norm
-from natgrad.whole_tensors import any_split
 
 
 @dataclass(frozen=True)

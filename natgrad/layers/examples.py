@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from natgrad.ground.pure import leaves, map_tensors
+from natgrad.ground.whole_tensors import gather_whole
 from natgrad.layers.taps import MatrixProduct, Place, Tap, derivatives
-from natgrad.pure import leaves, map_tensors
-from natgrad.whole_tensors import gather_whole
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from natgrad.ground.linalg import KroneckerEigen
 from natgrad.layers.kinds import Layer
 from natgrad.layers.moments import (
     Mixed,
@@ -23,7 +24,6 @@ from natgrad.layers.moments import (
     turn_into_basis,
 )
 from natgrad.layers.pieces import Room, cut, diagonal_like
-from natgrad.linalg import KroneckerEigen
 
 AddUp = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 

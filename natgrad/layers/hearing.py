@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
+from natgrad.ground.spaces import Space
+from natgrad.ground.typed_torch import measure_norm
 from natgrad.layers.examples import Examples, find_examples
 from natgrad.layers.experts import ExpertProduct, collect_experts
 from natgrad.layers.kinds import TRANSPOSED, ConvolutionLayer, Layer, NormLayer, known_layers, pad_as, patches_at
@@ -21,8 +23,6 @@ from natgrad.layers.moments import Mixed, Seen
 from natgrad.layers.spread_rows import spread_rows
 from natgrad.layers.taps import Place, Tap, derivatives, record_calls
 from natgrad.layers.traced import Traced, TracedProduct, find_products
-from natgrad.spaces import Space
-from natgrad.typed_torch import measure_norm
 
 IMAGES = 32
 """Examples that a convolution's patches are made of at the least: neighbouring patches tell much the same."""

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from natgrad.densities import Score
+from natgrad.ground.densities import Score
+from natgrad.ground.messages import Explained
+from natgrad.ground.spaces import Space
+from natgrad.ground.whole_tensors import is_fully_sharded
 from natgrad.layers.layout import Layout
-from natgrad.spaces import Space
-from natgrad.whole_tensors import is_fully_sharded
-from natgrad.wrong_calls import Explained
 
 
 @dataclass(frozen=True, eq=False)

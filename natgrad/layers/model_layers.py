@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.densities import Density, Energy
+from natgrad.ground.densities import Density, Energy
+from natgrad.ground.spaces import Space
+from natgrad.ground.whole_tensors import is_split
 from natgrad.layers.kinds import Layer, known_layers, type_of
 from natgrad.layers.taps import Taps, resume, tap
 from natgrad.layers.traced import Traced, matrices_of, second_layers, traced_layers
-from natgrad.spaces import Space
-from natgrad.whole_tensors import is_split
 
 # their flags() also sets the precision of products, and warns where it cannot
 LIBRARIES: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.mkldnn)

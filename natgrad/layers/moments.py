@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from natgrad.ground.linalg import KroneckerEigen, gram
+from natgrad.ground.typed_torch import measure_norm
 from natgrad.layers.kinds import Layer
 from natgrad.layers.pieces import cut
 from natgrad.layers.spread_rows import pick_rows, spread_rows
-from natgrad.linalg import KroneckerEigen, gram
-from natgrad.typed_torch import measure_norm
 
 NUMBERS = 2**24
 """Entries of per-example gradients that are held at a time, 64 MiB in float32."""

@@ -12,11 +12,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed, nn
 
-from natgrad.checks import check_integer
-from natgrad.lost_processes import naming_lost
-from natgrad.pure import BATCH_NORMS, map_tensors, mark_evaluation
-from natgrad.scoped_values import keep_gradient_mode
-from natgrad.typed_torch import torch_distributed
+from natgrad.ground.checks import check_integer
+from natgrad.ground.pure import BATCH_NORMS, keep_gradient_mode, map_tensors, mark_evaluation
+from natgrad.ground.typed_torch import torch_distributed
+from natgrad.ground.whole_tensors import naming_lost
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from natgrad.ground.pure import is_evaluating, refuse_jagged, run_alone
+from natgrad.ground.whole_tensors import any_split, gather_whole, is_split
 from natgrad.layers.kinds import Layer
-from natgrad.pure import is_evaluating, refuse_jagged, run_alone
-from natgrad.whole_tensors import any_split, gather_whole, is_split
 
 Record = tuple[int, Tensor, Tensor]
 

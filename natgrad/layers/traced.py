@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from natgrad.ground.spaces import Space
 from natgrad.layers.experts import UNSIGNED, ExpertProduct, ExpertSource, expert_product, find_experts, kind_of
 from natgrad.layers.kinds import Layer
 from natgrad.layers.layout import Layout
 from natgrad.layers.taps import MatrixProduct, version_of
-from natgrad.spaces import Space
 
 SECOND = "products with "
 

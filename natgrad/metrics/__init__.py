@@ -1,5 +1,6 @@
 """Which G."""
 
+from natgrad.ground.messages import find_name
 from natgrad.metrics.base import Metric, PullbackMetric
 from natgrad.metrics.covariance import Covariance, covariance
 from natgrad.metrics.divergence import DivergenceMetric, divergence, kl
@@ -19,7 +20,6 @@ from natgrad.metrics.metric_sum import MetricSum, sum_metrics
 from natgrad.metrics.ratio import RatioMetric, ratio_metric
 from natgrad.metrics.score import Diagonals, ScoreMetric, score_metric
 from natgrad.metrics.transport import RBF, TransportMetric, transport_metric
-from natgrad.missing_names import find_name
 
 __all__ = [
     "RBF",

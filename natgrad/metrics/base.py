@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Criterion
-from natgrad.operators import Chunked, Facts, Form, Linearization, Operator, OutputMap, Pullback, Scaled
-from natgrad.pure import (
+from natgrad.ground.messages import Explained, explain_calls, write_choices
+from natgrad.ground.pure import (
     Labelled,
     Model,
     PureModel,
@@ -27,9 +27,8 @@ from natgrad.pure import (
     mixes_examples,
     pure_model,
 )
-from natgrad.shown_tables import write_choices
-from natgrad.spaces import Params, check_parameters, hint_at_parameters
-from natgrad.wrong_calls import Explained, explain_calls
+from natgrad.ground.spaces import Params, check_parameters, hint_at_parameters
+from natgrad.operators import Chunked, Facts, Form, Linearization, Operator, OutputMap, Pullback, Scaled
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 

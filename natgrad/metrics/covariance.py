@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 
 from natgrad.families import Criterion, Likelihood, as_criterion
+from natgrad.ground.messages import explain_calls
+from natgrad.ground.pure import Model, RandomState, Select
+from natgrad.ground.spaces import Params
 from natgrad.metrics.base import Metric, Scores, explain_at
 from natgrad.metrics.fisher import EmpiricalFisher
 from natgrad.operators import Centred, Operator, Pullback
-from natgrad.pure import Model, RandomState, Select
-from natgrad.spaces import Params
-from natgrad.wrong_calls import explain_calls
 
 
 @explain_calls

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from natgrad.families import Likelihood
-from natgrad.linalg import symmetrise
+from natgrad.ground.linalg import symmetrise
+from natgrad.ground.messages import explain_calls
+from natgrad.ground.pure import Call, Model, PureModel, RandomState, as_call
+from natgrad.ground.spaces import Params, Space, check_parameters
+from natgrad.ground.typed_torch import measure_norm
 from natgrad.metrics.base import Metric, explain_at
 from natgrad.operators import DenseOperator
-from natgrad.pure import Call, Model, PureModel, RandomState, as_call
-from natgrad.spaces import Params, Space, check_parameters
-from natgrad.typed_torch import measure_norm
-from natgrad.wrong_calls import explain_calls
 
 Divergence = Callable[[Params, Params, Any], Tensor]
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.checks import check_integer
 from natgrad.families import Criterion, Entrywise, Likelihood, as_criterion
+from natgrad.ground.checks import check_integer
+from natgrad.ground.messages import explain_calls
+from natgrad.ground.pure import Model, Select
 from natgrad.metrics.base import PullbackMetric, Scores, check_has_outputs
 from natgrad.operators import Form, Linearization
-from natgrad.pure import Model, Select
-from natgrad.wrong_calls import explain_calls
 
 
 @explain_calls

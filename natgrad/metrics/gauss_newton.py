@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Criterion, Likelihood, as_criterion
+from natgrad.ground.messages import explain_calls
+from natgrad.ground.pure import Model, Select, leaves
 from natgrad.metrics.base import PullbackMetric
 from natgrad.operators import Form, Linearization
-from natgrad.pure import Model, Select, leaves
-from natgrad.wrong_calls import explain_calls
 
 Loss = Callable[[Any, Any], Tensor]
 

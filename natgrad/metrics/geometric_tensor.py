@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.linalg import all_finite
+from natgrad.ground.linalg import all_finite
+from natgrad.ground.pure import Model, RandomState, Select, check_select
+from natgrad.ground.spaces import Params
 from natgrad.metrics.base import Metric, build_pure_model, check_has_outputs, linearise_after, split_targets
 from natgrad.metrics.score import Diagonals
 from natgrad.operators import Centred, Facts, Linearization, Operator, OutputMap, Pullback
-from natgrad.pure import Model, RandomState, Select, check_select
-from natgrad.spaces import Params
 
 NATS = 4.0
 """Fisher information of |psi|^2 in one unit of the covariance of d log |psi|."""

@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from natgrad.families import Criterion, Likelihood, as_criterion
+from natgrad.ground.messages import explain_calls
+from natgrad.ground.pure import Model, RandomState, Select, check_select
+from natgrad.ground.spaces import Params
 from natgrad.metrics.base import Metric, build_pure_model, explain_at, split_targets
 from natgrad.metrics.gauss_newton import PlainOutputs
 from natgrad.operators.curvature import Curvature
-from natgrad.pure import Model, RandomState, Select, check_select
-from natgrad.spaces import Params
-from natgrad.wrong_calls import explain_calls
 
 Loss = Callable[[Any, Any], Tensor]
 

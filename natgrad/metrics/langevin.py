@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer, check_positive
-from natgrad.densities import Density
-from natgrad.pure import run_detached
-from natgrad.spaces import Params
+from natgrad.ground.checks import check_integer, check_positive
+from natgrad.ground.densities import Density
+from natgrad.ground.pure import run_detached
+from natgrad.ground.spaces import Params
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from natgrad.checks import is_real
+from natgrad.ground.checks import is_real
+from natgrad.ground.pure import RandomState
+from natgrad.ground.spaces import Params
+from natgrad.ground.typed_torch import is_mapping
 from natgrad.metrics.base import Metric
 from natgrad.operators import Operator, Scaled, Sum
-from natgrad.pure import RandomState
-from natgrad.spaces import Params
-from natgrad.typed_torch import is_mapping
 
 
 def sum_metrics(metrics: Mapping[str, Metric], weights: Mapping[str, float] | None = None) -> MetricSum:

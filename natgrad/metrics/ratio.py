@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.densities import (
+from natgrad.ground.densities import (
     Density,
     LogP,
     as_density,
@@ -19,12 +19,12 @@ from natgrad.densities import (
     check_weights,
     guard_derivatives,
 )
+from natgrad.ground.messages import explain_calls
+from natgrad.ground.pure import RandomState, copy_tensors, unwrap_examples
+from natgrad.ground.spaces import Params
 from natgrad.metrics.base import Metric, explain_at
 from natgrad.metrics.score import LARGEST_ROOT, Diagonals, average_chunks, check_chunks, pull_back_form
 from natgrad.operators import Form, LowRankOperator, Operator
-from natgrad.pure import RandomState, copy_tensors, unwrap_examples
-from natgrad.spaces import Params
-from natgrad.wrong_calls import explain_calls
 
 
 @explain_calls

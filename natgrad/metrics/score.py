@@ -10,15 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.checks import check_integer
-from natgrad.densities import Density, LogP, as_density, check_continuous, check_density, check_mask, guard_derivatives
+from natgrad.ground.checks import check_integer
+from natgrad.ground.densities import (
+    Density,
+    LogP,
+    as_density,
+    check_continuous,
+    check_density,
+    check_mask,
+    guard_derivatives,
+)
+from natgrad.ground.messages import explain_calls, write_choices
+from natgrad.ground.pure import Call, PureModel, RandomState, copy_tensors, unwrap_examples
+from natgrad.ground.spaces import Params
 from natgrad.metrics.base import Metric, Scores, explain_at
 from natgrad.metrics.langevin import Langevin
 from natgrad.operators import Chunked, Form, Linearization, LowRankOperator, Operator, OutputMap, Pullback, Scaled
-from natgrad.pure import Call, PureModel, RandomState, copy_tensors, unwrap_examples
-from natgrad.shown_tables import write_choices
-from natgrad.spaces import Params
-from natgrad.wrong_calls import explain_calls
 
 LARGEST_ROOT = 2**24
 """Numbers in a closed-form root up to which it is formed: beyond, products go through the graph."""

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.checks import check_integer, check_positive
-from natgrad.linalg import eigh
+from natgrad.ground.checks import check_integer, check_positive
+from natgrad.ground.linalg import eigh
+from natgrad.ground.messages import explain_calls
+from natgrad.ground.pure import Model, RandomState
+from natgrad.ground.spaces import Params
 from natgrad.metrics.base import Metric, build_pure_model, check_has_outputs, explain_at, linearise_after
 from natgrad.operators import Linearization, LowRankOperator, Operator, OutputMap, Pullback
-from natgrad.pure import Model, RandomState
-from natgrad.spaces import Params
-from natgrad.wrong_calls import explain_calls
 
 Kernel = Callable[[Tensor, Tensor], Tensor]
 

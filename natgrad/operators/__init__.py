@@ -1,7 +1,7 @@
 """The metric as something you multiply with."""
 
+from natgrad.ground.messages import find_name
 from natgrad.layers import Layout
-from natgrad.missing_names import find_name
 from natgrad.operators.base import Operator, Scaled, Shifted, Sum
 from natgrad.operators.block_diagonal import BlockOperator
 from natgrad.operators.centred import Centred

@@ -11,10 +11,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from natgrad.ground.messages import write_choices, write_table
 from natgrad.operators.facts import NAMES, Facts, combine_facts
 from natgrad.operators.packable import register_packable
 from natgrad.operators.sample_rows import SampleRows, ScaledRows, StackedColumns
-from natgrad.shown_tables import write_choices, write_table
 
 
 class Operator(ABC):

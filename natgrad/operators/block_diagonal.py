@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from natgrad.ground.typed_torch import join_diagonally, split_tensor
 from natgrad.operators.base import Operator
 from natgrad.operators.facts import combine_facts
-from natgrad.typed_torch import join_diagonally, split_tensor
 
 
 class BlockOperator(Operator, packed_as="Block"):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from natgrad.ground.typed_torch import measure_norm
 from natgrad.operators.base import Operator
 from natgrad.operators.pullback import Pullback
 from natgrad.operators.rows import Rows
-from natgrad.typed_torch import measure_norm
 
 
 class CentredRows:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.linalg import Factor, cholesky, damped_inverse
+from natgrad.ground.linalg import Factor, cholesky, damped_inverse
+from natgrad.ground.typed_torch import torch_linalg
 from natgrad.operators.base import Operator
 from natgrad.operators.dense import DenseOperator
 from natgrad.operators.facts import Facts
-from natgrad.typed_torch import torch_linalg
 
 
 class Factored(Operator):

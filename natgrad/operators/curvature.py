@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from natgrad.derivatives import exact_derivatives
-from natgrad.hidden_parameters import check_followed
+from natgrad.ground.derivatives import exact_derivatives
+from natgrad.ground.pure import check_followed
+from natgrad.ground.spaces import Params, Space
 from natgrad.operators.base import Operator
 from natgrad.operators.facts import Facts
-from natgrad.spaces import Params, Space
 
 
 class Curvature(Operator):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.linalg import inverse_symmetric, psd_root, pseudo_solve, solve_psd, symmetrise
+from natgrad.ground.linalg import inverse_symmetric, psd_root, pseudo_solve, solve_psd, symmetrise
 from natgrad.operators.base import Operator
 from natgrad.operators.facts import Facts
 

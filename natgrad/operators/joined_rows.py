@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from natgrad.ground.messages import write_choices
+from natgrad.ground.spaces import Space
 from natgrad.operators.row_parts import Explicit, Outer, Part, cross_gram
 from natgrad.operators.rows import Rows
-from natgrad.shown_tables import write_choices
-from natgrad.spaces import Space
 
 
 class RowExchange(Protocol):

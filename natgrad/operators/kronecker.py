@@ -7,9 +7,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from natgrad.linalg import KroneckerEigen, inverse_psd, psd_root, safe_cutoff
+from natgrad.ground.linalg import KroneckerEigen, inverse_psd, psd_root, safe_cutoff
+from natgrad.ground.typed_torch import join_diagonally
 from natgrad.operators.base import Operator
-from natgrad.typed_torch import join_diagonally
 
 
 class KroneckerOperator(Operator, packed_as="kronecker"):

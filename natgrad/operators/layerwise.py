@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from natgrad.ground.spaces import Space
 from natgrad.layers import Layout, UnitLayout
 from natgrad.operators.base import Operator
 from natgrad.operators.facts import combine_facts
-from natgrad.spaces import Space
 
 
 class Arranged(Operator):

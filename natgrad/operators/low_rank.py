@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from natgrad.linalg import pseudo_square, woodbury_solve
+from natgrad.ground.linalg import pseudo_square, woodbury_solve
 from natgrad.operators.base import Operator
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.linalg import safe_cutoff
+from natgrad.ground.linalg import safe_cutoff
 from natgrad.operators.base import Operator
 
 

@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from natgrad.ground.spaces import Params
+from natgrad.ground.typed_torch import split_tensor
 from natgrad.layers import Seen
-from natgrad.spaces import Params
-from natgrad.typed_torch import split_tensor
 
 BLOCK = 256  # rows of a Gram matrix at a time
 ALL = slice(None)

@@ -13,14 +13,13 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from natgrad.hidden_parameters import INSTEAD, Ancestors
+from natgrad.ground.messages import write_choices
+from natgrad.ground.pure import INSTEAD, Ancestors, Call, PureModel, mixes_examples
+from natgrad.ground.spaces import Space
+from natgrad.ground.typed_torch import measure_norm, split_tensor
 from natgrad.layers import hear_rows, record_pass
 from natgrad.operators.linearization import Linearization, OutputMap, PlainKernels, say_once
 from natgrad.operators.row_parts import Explicit, Part, add_cross_gram, fresh_point, part_of
-from natgrad.pure import Call, PureModel, mixes_examples
-from natgrad.shown_tables import write_choices
-from natgrad.spaces import Space
-from natgrad.typed_torch import measure_norm, split_tensor
 
 ONE_BY_ONE = (
     "natgrad: the metric's root takes one backward pass per output, since the outputs of one example cannot be told "

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from natgrad.shown_tables import write_choices
-from natgrad.typed_torch import split_tensor
+from natgrad.ground.messages import write_choices
+from natgrad.ground.typed_torch import split_tensor
 
 
 class SampleRows(Protocol):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from natgrad.linalg import eigh, inverse_psd, safe_cutoff
+from natgrad.ground.linalg import eigh, inverse_psd, safe_cutoff
+from natgrad.ground.typed_torch import join_diagonally, split_tensor
 from natgrad.operators.base import Operator
 from natgrad.operators.kronecker import positive_inverse
 from natgrad.operators.unitwise import Units
-from natgrad.typed_torch import join_diagonally, split_tensor
 
 
 class SharedBasis(Operator):

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.linalg import inverse_psd, inverse_symmetric, psd_root, pseudo_inverse
+from natgrad.ground.linalg import inverse_psd, inverse_symmetric, psd_root, pseudo_inverse
+from natgrad.ground.typed_torch import join_diagonally
 from natgrad.operators.base import Operator
 from natgrad.operators.facts import Facts
-from natgrad.typed_torch import join_diagonally
 
 
 class Units(Operator, packed_as="units"):

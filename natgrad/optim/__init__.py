@@ -1,6 +1,6 @@
 """The natural gradient as a function and as an optimizer, and named recipes."""
 
-from natgrad.missing_names import find_name
+from natgrad.ground.messages import find_name
 from natgrad.optim.blocks import robust_inverse
 from natgrad.optim.checkpoint import Attributes, load_checkpoint, read_parts, save_checkpoint, write_parts
 from natgrad.optim.flat_step import FlatState, LinearSystem, Solved, SystemEvidence, shift_blocks

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from natgrad.families import Criterion
+from natgrad.ground.messages import explain_calls
+from natgrad.ground.pure import keep_gradient_mode, map_tensors
+from natgrad.ground.whole_tensors import any_split
 from natgrad.optim.checkpoint import EXTRA, Checkpoint, Format, name_positions, read_checkpoint, write_checkpoint
 from natgrad.optim.checks import LIMITS, checked_group, evaluate_loss
 from natgrad.optim.guard import NotFiniteError, OnTrouble, warn_without_gradient
@@ -23,11 +26,7 @@ from natgrad.optim.passes import Recall, mark_of
 from natgrad.optim.processes import RankExchange, Ranks
 from natgrad.optim.report import KEPT, Report, Row, StateReport, Steps, explain_steps
 from natgrad.optim.state import Noise
-from natgrad.pure import map_tensors
 from natgrad.rules import Rule
-from natgrad.scoped_values import keep_gradient_mode
-from natgrad.whole_tensors import any_split
-from natgrad.wrong_calls import explain_calls
 
 CHOICES = ("structure", "solver", "rule", "damping", "update_every", "invert_every", "train_in_eval", "on_trouble")
 

@@ -12,18 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from natgrad.ground.pure import leaves, map_tensors
+from natgrad.ground.typed_torch import list_numbers, split_tensor, torch_distributed
+from natgrad.ground.whole_tensors import gather_whole, naming_lost, wait_for_all, zeros_whole
 from natgrad.layers import Layer, Layout, Seen
-from natgrad.lost_processes import naming_lost, wait_for_all
 from natgrad.operators import DiagonalOperator, Operator, pack_operator, unpack_operator
 from natgrad.optim.guard import RAISES, Guard
 from natgrad.optim.processes import Ranks, send_tree
 from natgrad.optim.reading import SOME, Reading, agree_on_parts
 from natgrad.optim.state import OWNED, Block, GradientMean, Hearing, State, single
-from natgrad.pure import leaves, map_tensors
 from natgrad.rules import Parts, inner_product
 from natgrad.structures import Layerwise, Statistics, accumulate_statistics, accumulate_weight, exchanging
-from natgrad.typed_torch import list_numbers, split_tensor, torch_distributed
-from natgrad.whole_tensors import gather_whole, zeros_whole
 
 BUCKET = 2**25
 """Bytes of a message, about: what comes while one is full goes into the next."""

@@ -12,9 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from natgrad.pure import map_tensors
-from natgrad.state_files import FORMAT, check_format, read_state_file, write_state_file
-from natgrad.typed_torch import is_mapping, list_numbers
+from natgrad.ground.pure import map_tensors
+from natgrad.ground.state_files import FORMAT, check_format, read_state_file, write_state_file
+from natgrad.ground.typed_torch import is_mapping, list_numbers
 
 PLAIN = (bool, int, float, str, type(None))
 WRITTEN = 2**16

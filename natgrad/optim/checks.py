@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.checks import check_integer, is_integer
 from natgrad.families import Criterion
-from natgrad.linalg import all_finite
+from natgrad.ground.checks import check_integer, is_integer
+from natgrad.ground.linalg import all_finite
+from natgrad.ground.pure import Labelled, as_call, leaves, map_tensors
+from natgrad.ground.spaces import check_parameters, hint_at_parameters, trainable
+from natgrad.ground.typed_torch import is_mapping
 from natgrad.metrics import Metric, MetricSum, PullbackMetric, sum_metrics
 from natgrad.optim.guard import NotFiniteError
 from natgrad.optim.passes import Data
-from natgrad.pure import Labelled, as_call, leaves, map_tensors
 from natgrad.rules import LineSearch, MeasuredLength, Rule, refuse_measured_kl
 from natgrad.solvers import CG, Auto, Direct, MinresQLP, SampleSpace, Solver
-from natgrad.spaces import check_parameters, hint_at_parameters, trainable
 from natgrad.structures import Layerwise, Structure
-from natgrad.typed_torch import is_mapping
 
 LIMITS = {"momentum": 1.0} | dict.fromkeys(("lr", "damping", "max_kl", "kl_share", "weight_decay", "l2"), math.inf)
 WITHOUT_BASIS = (Auto, CG, Direct, MinresQLP, SampleSpace)

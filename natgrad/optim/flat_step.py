@@ -15,10 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from natgrad.damping import Damping
 from natgrad.families import Criterion
+from natgrad.ground.linalg import all_finite, stays_finite
+from natgrad.ground.spaces import Space
+from natgrad.ground.typed_torch import measure_norm
 from natgrad.layers import Layout, UnitLayout
-from natgrad.linalg import all_finite, stays_finite
 from natgrad.metrics import Metric
 from natgrad.operators import Arranged, Operator
 from natgrad.optim.checks import inputs_of
@@ -30,11 +31,9 @@ from natgrad.optim.processes import Ranks
 from natgrad.optim.report import StateReport, read_cuts
 from natgrad.optim.state import Outside
 from natgrad.optim.step import bounded_below
-from natgrad.rules import BentStep, FlatStep, Memory, Quadratic, Rule, Step, require_loss
+from natgrad.rules import BentStep, Damping, FlatStep, Memory, Quadratic, Rule, Step, require_loss
 from natgrad.solvers import Solution, Solver, Status
-from natgrad.spaces import Space
 from natgrad.structures import OperatorStructure, Preconditioner, Structure, exchanging
-from natgrad.typed_torch import measure_norm
 
 SOLUTION = "solution"
 """Where the solver's last solution lies among the vectors of a state; the rest is the rule's, or its system's."""

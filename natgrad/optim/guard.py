@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from natgrad.ground.linalg import all_finite, stays_finite
+from natgrad.ground.pure import leaves, map_tensors
+from natgrad.ground.typed_torch import list_numbers, measure_norm
 from natgrad.layers import Seen
-from natgrad.linalg import all_finite, stays_finite
-from natgrad.pure import leaves, map_tensors
-from natgrad.typed_torch import list_numbers, measure_norm
 
 OnTrouble = Literal["skip", "raise"]
 Result = TypeVar("Result")

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from natgrad.ground.pure import Labelled, RandomState, as_call
+from natgrad.ground.spaces import Params, Space
+from natgrad.ground.typed_torch import is_mapping, measure_norm
 from natgrad.metrics import Covariance, Metric, MetricSum, PullbackMetric
 from natgrad.operators import Centred, Facts, JoinedRows, Operator, Pullback, Rows
 from natgrad.optim.checks import dense_gradient
@@ -18,10 +21,7 @@ from natgrad.optim.guard import NotFiniteError
 from natgrad.optim.objective import Objective, Reclose, SumOverData, Total
 from natgrad.optim.passes import Data, Recall, RecordedLoss
 from natgrad.optim.processes import RankExchange, Ranks, describe_settings, meet, refuse_join, share_numbers
-from natgrad.pure import Labelled, RandomState, as_call
-from natgrad.spaces import Params, Space
 from natgrad.structures import Layerwise, Structure, StructurePreconditioner, exchanging
-from natgrad.typed_torch import is_mapping, measure_norm
 
 
 class JoinedOperator(Operator):

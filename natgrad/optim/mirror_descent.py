@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from natgrad.checks import check_number
 from natgrad.geometry import Potential, Region, SquaredNorm, check_potential
-from natgrad.linalg import all_finite
+from natgrad.ground.checks import check_number
+from natgrad.ground.linalg import all_finite
+from natgrad.ground.pure import keep_gradient_mode
+from natgrad.ground.typed_torch import list_numbers
 from natgrad.optim.guard import Accidents, OnTrouble
 from natgrad.optim.processes import Ranks, check_group, meet
-from natgrad.scoped_values import keep_gradient_mode
-from natgrad.typed_torch import list_numbers
 
 CHOICES = ("potential", "projection")
 """What a group has that a checkpoint names and does not hold."""

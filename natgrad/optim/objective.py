@@ -15,19 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.damping import Damping, Relative, as_damping
 from natgrad.families import Criterion, Likelihood
+from natgrad.ground.pure import RandomState, Select, map_tensors, pure_model, run_detached, run_uncompiled
+from natgrad.ground.spaces import Params, Space
+from natgrad.ground.typed_torch import list_numbers, measure_norm
+from natgrad.ground.whole_tensors import any_split
 from natgrad.metrics import Covariance, Fisher, GaussNewton, Metric, PullbackMetric, SampledFisher
 from natgrad.operators import Operator, Scaled, Sum
 from natgrad.optim.checks import inputs_of
 from natgrad.optim.passes import OTHER_BATCH, Data, Linearised, Recall, RecordedLoss, RepeatError
 from natgrad.optim.processes import Ranks
 from natgrad.optim.state import Outside
-from natgrad.pure import RandomState, Select, map_tensors, pure_model, run_detached, run_uncompiled
-from natgrad.rules import Parts, Quadratic, Step, Vector
-from natgrad.spaces import Params, Space
-from natgrad.typed_torch import list_numbers, measure_norm
-from natgrad.whole_tensors import any_split
+from natgrad.rules import Damping, Parts, Quadratic, Relative, Step, Vector, as_damping
 
 SCALER = 128.0
 """Weights of losses from here on come from a gradient scaler, whose factor the gradients no longer have."""

@@ -13,8 +13,10 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from natgrad.damping import as_damping
 from natgrad.families import Criterion
+from natgrad.ground.pure import as_call, copy_tensors, keep_gradient_mode
+from natgrad.ground.spaces import Space
+from natgrad.ground.typed_torch import measure_norm
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
 from natgrad.optim.base import Called, ModelOptimizer, count_rows
@@ -68,13 +70,9 @@ from natgrad.optim.passes import Data, Recall, listen, overhear
 from natgrad.optim.processes import Ranks, meet, refuse_nested, weigh_loss
 from natgrad.optim.report import StateReport
 from natgrad.optim.state import SHARE, Outside, OwnGradients
-from natgrad.pure import as_call, copy_tensors
-from natgrad.rules import SafeRate
-from natgrad.scoped_values import keep_gradient_mode
+from natgrad.rules import SafeRate, as_damping
 from natgrad.solvers import Auto
-from natgrad.spaces import Space
 from natgrad.structures import Exact, as_preconditioner
-from natgrad.typed_torch import measure_norm
 
 SAVED = frozenset({"damping", "memory", "steps", "failures", "refused", "generator"})
 

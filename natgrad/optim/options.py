@@ -9,12 +9,11 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
-from natgrad.damping import Damping
+from natgrad.ground.pure import Select
+from natgrad.ground.spaces import hint_at_parameters
 from natgrad.optim.guard import OnTrouble
-from natgrad.pure import Select
-from natgrad.rules import Rule
+from natgrad.rules import Damping, Rule
 from natgrad.solvers import Solver
-from natgrad.spaces import hint_at_parameters
 from natgrad.structures import Preconditioner, Structure
 
 P = ParamSpec("P")

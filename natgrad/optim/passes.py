@@ -18,24 +18,26 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, Node
 
 from natgrad.families import Criterion
-from natgrad.held_states import HeldState, count_writes, list_modules
-from natgrad.loss_listeners import listen_to
-from natgrad.metrics import Metric
-from natgrad.pure import (
+from natgrad.ground.pure import (
     Call,
+    HeldState,
     Passes,
     RandomState,
     Select,
+    count_writes,
     is_evaluating,
     keep,
     leaves,
+    list_modules,
+    listen_to,
     map_tensors,
     pure_model,
     refuse_jagged,
     run_detached,
 )
-from natgrad.typed_torch import hook_gradient
-from natgrad.whole_tensors import any_split, local_part
+from natgrad.ground.typed_torch import hook_gradient
+from natgrad.ground.whole_tensors import any_split, local_part
+from natgrad.metrics import Metric
 
 LINEAR = re.compile(
     "Add|Sub|Rsub|Neg|View|UnsafeView|Reshape|ReshapeAlias|Squeeze|Unsqueeze|Transpose|T|Permute|Select|Slice|Index|"

@@ -16,14 +16,13 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from natgrad.families import Criterion
+from natgrad.ground.pure import leaves, map_tensors, refuse_scripted
+from natgrad.ground.typed_torch import hook_gradient, is_mapping, list_numbers, split_tensor, torch_distributed
+from natgrad.ground.whole_tensors import any_split, is_fully_sharded, is_split, listen_for_questions, naming_lost
 from natgrad.layers import GraphLeaves, Seen
-from natgrad.lost_processes import listen_for_questions, naming_lost
 from natgrad.optim.guard import NotFiniteError
 from natgrad.optim.passes import Loss
-from natgrad.pure import leaves, map_tensors, refuse_scripted
 from natgrad.structures import Layerwise
-from natgrad.typed_torch import hook_gradient, is_mapping, list_numbers, split_tensor, torch_distributed
-from natgrad.whole_tensors import any_split, is_fully_sharded, is_split
 
 
 def send_tree(ranks: Ranks, tree: Any, source: int, kind: str) -> Any:

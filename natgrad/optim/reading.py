@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from natgrad.families import Criterion
+from natgrad.ground.pure import Labelled, leaves, map_tensors, mixes_examples, run_uncompiled
+from natgrad.ground.typed_torch import list_numbers, measure_norm
+from natgrad.ground.whole_tensors import zeros_whole
 from natgrad.layers import (
     Examples,
     GraphLeaves,
@@ -37,10 +40,7 @@ from natgrad.metrics import fisher
 from natgrad.optim.passes import Recall
 from natgrad.optim.processes import AlignedPasses, Ranks, call_roll
 from natgrad.optim.state import Hearing, find_error_size
-from natgrad.pure import Labelled, leaves, map_tensors, mixes_examples, run_uncompiled
 from natgrad.structures import Empirical, Estimate, ExactLabels, Layerwise, Outputs, Sampled, hear_metric
-from natgrad.typed_torch import list_numbers, measure_norm
-from natgrad.whole_tensors import zeros_whole
 
 HEADROOM = 1e-6  # of the largest number: running averages add up
 SOME = 256

@@ -9,15 +9,24 @@ from typing import Literal, Unpack, get_args
 
 from torch import Tensor, nn
 
-from natgrad.damping import Damping, LevenbergMarquardt, Relative
 from natgrad.families import Likelihood, as_criterion
+from natgrad.ground.messages import explain_calls
+from natgrad.ground.pure import Select
 from natgrad.metrics import Metric, gauss_newton
 from natgrad.operators import Operator
 from natgrad.optim.optimizer import NaturalGradient
 from natgrad.optim.options import BlockOptions, BlockSettings, FlatOptions, FlatSettings, with_options
 from natgrad.optim.structured import StructuredNaturalGradient
-from natgrad.pure import Select
-from natgrad.rules import LineSearch, NoiseAware, OnlineRadius, SpectralDescent, SubspaceSearch
+from natgrad.rules import (
+    Damping,
+    LevenbergMarquardt,
+    LineSearch,
+    NoiseAware,
+    OnlineRadius,
+    Relative,
+    SpectralDescent,
+    SubspaceSearch,
+)
 from natgrad.solvers import CG, Auto, KrylovSubspace, Solution, Solver, Status
 from natgrad.structures import (
     AdaptiveInverse,
@@ -35,7 +44,6 @@ from natgrad.structures import (
     UnitWise,
     Update,
 )
-from natgrad.wrong_calls import explain_calls
 
 
 @explain_calls

@@ -9,8 +9,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
+from natgrad.ground.messages import write_table
 from natgrad.rules import NoiseAware, Rule
-from natgrad.shown_tables import write_table
 
 
 class Row(NamedTuple):

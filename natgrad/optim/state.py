@@ -14,14 +14,14 @@ from torch import Tensor
 
 from natgrad.families import Criterion, Gaussian, Huber, Laplace
 from natgrad.families.criteria import Entrywise
+from natgrad.ground.pure import leaves, map_tensors
+from natgrad.ground.typed_torch import hook_gradient, list_numbers
+from natgrad.ground.whole_tensors import gather_whole
 from natgrad.layers import Layer, Tap, is_asking
 from natgrad.operators import Layout, Operator, pack_operator, unpack_operator
 from natgrad.optim.guard import Guard
 from natgrad.optim.processes import Ranks
-from natgrad.pure import leaves, map_tensors
 from natgrad.rules import ErrorScale
-from natgrad.typed_torch import hook_gradient, list_numbers
-from natgrad.whole_tensors import gather_whole
 
 Density = Gaussian | Laplace | Huber
 STANDARD = 2.0  # standard deviations of the likelihood that errors have where targets are in units of their own

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.damping import Damping
 from natgrad.families import Bernoulli, Categorical, Criterion, Gaussian, Huber, Laplace
+from natgrad.ground.linalg import stays_finite
+from natgrad.ground.typed_torch import as_tensor_like, list_numbers, measure_norm
+from natgrad.ground.whole_tensors import WholeTensors
 from natgrad.layers import Heard, Seen
-from natgrad.linalg import stays_finite
 from natgrad.operators import Operator
 from natgrad.optim.blocks import (
     Averages,
@@ -39,9 +40,7 @@ from natgrad.optim.passes import Loss
 from natgrad.optim.processes import Ranks
 from natgrad.optim.reading import Reading
 from natgrad.optim.state import Block, GradientMean, Length, Noise, OwnGradients, Pace, State
-from natgrad.rules import BlockPoint, BlockStep, ErrorScale, Lazy, Memory, Parts, Quadratic, Rule, Step, Vector
-from natgrad.typed_torch import as_tensor_like, list_numbers, measure_norm
-from natgrad.whole_tensors import WholeTensors
+from natgrad.rules import BlockPoint, BlockStep, Damping, ErrorScale, Lazy, Memory, Parts, Quadratic, Rule, Step, Vector
 
 RAMP = 5  # steps after which the intervals between updates grow by one
 TURNED = 2  # times as long they are once noise has hidden the gradient, and whitened inputs are all that is asked for

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Criterion, Likelihood, as_criterion
-from natgrad.hidden_parameters import check_followed
+from natgrad.ground.pure import check_followed, check_select, full_precision, leaves, pure_model
+from natgrad.ground.typed_torch import measure_norm
+from natgrad.ground.whole_tensors import WholeTensors, any_split, write_whole
 from natgrad.optim.base import ModelOptimizer, count_rows
 from natgrad.optim.blocks import Averages, BatchUpdate, Owners, check_share, dense, gather_numbers
 from natgrad.optim.checkpoint import Checkpoint, Format
@@ -38,11 +40,8 @@ from natgrad.optim.step import (
     part_of_rows,
     sample_examples,
 )
-from natgrad.pure import check_select, full_precision, leaves, pure_model
 from natgrad.rules import Momentum
 from natgrad.structures import ExactLabels, Layerwise, Sampled
-from natgrad.typed_torch import measure_norm
-from natgrad.whole_tensors import WholeTensors, any_split, write_whole
 
 SAVED = frozenset({"clock", "blocks", "trusted", "refused", "generator", "ratio"})
 MEASURED = 20  # most steps between two measurements of the step's length, unless updates lie further apart

@@ -1,9 +1,10 @@
 """From a direction to a step: the quadratic model of the loss, and the rules that bound and shape what it proposes."""
 
-from natgrad.missing_names import find_name
+from natgrad.ground.messages import find_name
 from natgrad.rules.base import Objective, Rule, refuse_measured_kl, require_loss
 from natgrad.rules.bent_step import BentStep
 from natgrad.rules.block_point import BlockPoint
+from natgrad.rules.damping import Constant, Damping, LevenbergMarquardt, Relative, as_damping
 from natgrad.rules.grid_search import GridSearch
 from natgrad.rules.measured_trust_region import MeasuredTrustRegion, Measuring, NormalisedRate, leads_down
 from natgrad.rules.noise_aware import NoiseAware
@@ -27,11 +28,14 @@ __all__ = [
     "BentStep",
     "BlockPoint",
     "BlockStep",
+    "Constant",
+    "Damping",
     "Differentiable",
     "ErrorScale",
     "FlatStep",
     "GridSearch",
     "Lazy",
+    "LevenbergMarquardt",
     "LineSearch",
     "MeasuredLength",
     "MeasuredTrustRegion",
@@ -45,6 +49,7 @@ __all__ = [
     "Parts",
     "Quadratic",
     "Rate",
+    "Relative",
     "Rule",
     "SafeRate",
     "SpectralDescent",
@@ -52,6 +57,7 @@ __all__ = [
     "SubspaceSearch",
     "TrustRegion",
     "Vector",
+    "as_damping",
     "check_backtracking",
     "inner_product",
     "leads_down",

@@ -9,11 +9,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from natgrad.ground.messages import Explained
 from natgrad.operators import Operator
 from natgrad.rules.block_point import BlockPoint
 from natgrad.rules.parts import Memory, Vector
 from natgrad.rules.quadratic import Quadratic, Step
-from natgrad.wrong_calls import Explained
 
 Objective = Callable[[Vector], float]
 

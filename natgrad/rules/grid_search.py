@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from natgrad.checks import check_integer
+from natgrad.ground.checks import check_integer
 from natgrad.rules.base import Objective, Rule, require_loss
 from natgrad.rules.parts import Memory
 from natgrad.rules.quadratic import Quadratic, Step

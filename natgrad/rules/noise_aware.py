@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from natgrad.ground.typed_torch import measure_norm
 from natgrad.operators import Operator
 from natgrad.rules.base import Objective, Rule
 from natgrad.rules.block_point import BlockPoint
@@ -17,7 +18,6 @@ from natgrad.rules.parts import Memory, Parts
 from natgrad.rules.quadratic import BlockStep, Quadratic, Step
 from natgrad.rules.spectral_descent import SpectralDescent
 from natgrad.rules.step_rules import USUAL, MeasuredLength, scale_usual
-from natgrad.typed_torch import measure_norm
 
 UNIT = 0.5
 """Root mean square of a unit's weights times the root of their number, below which a block counts as this large."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from natgrad.shown_tables import write_choices
-from natgrad.typed_torch import measure_norm
+from natgrad.ground.messages import write_choices
+from natgrad.ground.typed_torch import measure_norm
 
 
 class Parts:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from natgrad.ground.typed_torch import as_tensor_like, measure_norm
 from natgrad.operators import Operator
 from natgrad.rules.parts import Parts, Vector
 from natgrad.solvers import Subspace
-from natgrad.typed_torch import as_tensor_like, measure_norm
 
 SLACK = 0.02
 """A share of a bound on the KL that is left over: a measurement is a difference of outputs, and not quite straight."""

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.lapack import invert_factor_or_nan, resolvent
-from natgrad.linalg import BLOCK, gram
+from natgrad.ground.linalg import BLOCK, gram, invert_factor_or_nan, resolvent
+from natgrad.ground.typed_torch import as_tensor_like, torch_linalg
 from natgrad.operators import KroneckerOperator, Operator, Spectral, Tiled
 from natgrad.rules.base import Objective, Rule
 from natgrad.rules.block_point import BlockPoint
 from natgrad.rules.parts import Memory
 from natgrad.rules.quadratic import Quadratic, Step
 from natgrad.rules.step_rules import scale_usual
-from natgrad.typed_torch import as_tensor_like, torch_linalg
 
 POLISH = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer, check_share
+from natgrad.ground.checks import check_integer, check_share
 from natgrad.rules.base import Objective, Rule, require_loss
 from natgrad.rules.parts import Memory
 from natgrad.rules.quadratic import Quadratic, Step, hold_kl, share_of_rate

@@ -8,12 +8,12 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from natgrad.linalg import eigh
+from natgrad.ground.linalg import eigh
+from natgrad.ground.typed_torch import measure_norm
 from natgrad.rules.base import Objective, Rule, require_loss
 from natgrad.rules.parts import Memory
 from natgrad.rules.quadratic import FlatStep, Quadratic, Step
 from natgrad.solvers import Subspace
-from natgrad.typed_torch import measure_norm
 
 
 @runtime_checkable

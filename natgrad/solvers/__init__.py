@@ -1,6 +1,6 @@
 """Solvers of (G + damping I) x = b behind one face."""
 
-from natgrad.missing_names import find_name
+from natgrad.ground.messages import find_name
 from natgrad.solvers.auto import Auto
 from natgrad.solvers.base import Iterate, Solution, Solver, Status, Subspace
 from natgrad.solvers.cg import CG

@@ -11,11 +11,10 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from natgrad.linalg import all_finite, symmetrise
+from natgrad.ground.linalg import all_finite, symmetrise
+from natgrad.ground.messages import Explained, write_choices
+from natgrad.ground.typed_torch import measure_norm
 from natgrad.operators import Operator
-from natgrad.shown_tables import write_choices
-from natgrad.typed_torch import measure_norm
-from natgrad.wrong_calls import Explained
 
 Product = Callable[[Tensor], Tensor]
 

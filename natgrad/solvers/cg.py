@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer, check_number
+from natgrad.ground.checks import check_integer, check_number
+from natgrad.ground.typed_torch import measure_norm
 from natgrad.operators import Operator
 from natgrad.solvers.base import Iterate, Solution, Solver, Status, check_representable, check_system
-from natgrad.typed_torch import measure_norm
 
 Callback = Callable[[int, Tensor, float], None]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from natgrad.linalg import solve_psd, solve_symmetric, take_absolute
+from natgrad.ground.linalg import solve_psd, solve_symmetric, take_absolute
 from natgrad.operators import DenseOperator, Operator
 from natgrad.solvers.base import (
     Solution,

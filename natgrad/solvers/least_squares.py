@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.linalg import Factor, cholesky, pseudo_solve
+from natgrad.ground.linalg import Factor, cholesky, pseudo_solve
 from natgrad.operators import Operator
 from natgrad.solvers.base import Solution, Solver, Status, check_system, measure_solution
 from natgrad.solvers.direct import Direct

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer, check_number
+from natgrad.ground.checks import check_integer, check_number
+from natgrad.ground.typed_torch import measure_norm
 from natgrad.operators import Operator
 from natgrad.solvers.base import Solution, Solver, Status, check_system, find_power_of_two, restore_units
-from natgrad.typed_torch import measure_norm
 
 
 class Reflection(NamedTuple):

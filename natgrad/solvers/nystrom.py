@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer, check_positive
-from natgrad.lapack import factor_or_nan, svd
-from natgrad.linalg import all_finite
+from natgrad.ground.checks import check_integer, check_positive
+from natgrad.ground.linalg import all_finite, factor_or_nan, svd
+from natgrad.ground.typed_torch import measure_norm, torch_linalg
 from natgrad.operators import Operator, SampleRows, WrittenColumns
 from natgrad.solvers.base import Solution, Status, check_system, measure_solution
 from natgrad.solvers.cg import CG
 from natgrad.solvers.row_solver import RowSolver, require_rows
-from natgrad.typed_torch import measure_norm, torch_linalg
 
 
 @dataclass(frozen=True)

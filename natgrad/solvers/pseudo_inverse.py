@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_number
-from natgrad.lapack import eigh, svd
+from natgrad.ground.checks import check_number
+from natgrad.ground.linalg import eigh, svd
 from natgrad.operators import Operator
 from natgrad.solvers.base import Solution, Status, check_system, measure_solution
 from natgrad.solvers.row_solver import RowSolver, require_rows

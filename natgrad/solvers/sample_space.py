@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.linalg import cholesky, pseudo_solve, pseudo_square
+from natgrad.ground.linalg import cholesky, pseudo_solve, pseudo_square
+from natgrad.ground.typed_torch import measure_norm
 from natgrad.operators import Operator
 from natgrad.solvers.base import (
     Product,
@@ -18,7 +19,6 @@ from natgrad.solvers.base import (
     measure_solution,
     restore_units,
 )
-from natgrad.typed_torch import measure_norm
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer, check_number
-from natgrad.linalg import all_finite, eigh, safe_cutoff, take_absolute
+from natgrad.ground.checks import check_integer, check_number
+from natgrad.ground.linalg import all_finite, eigh, safe_cutoff, take_absolute
+from natgrad.ground.typed_torch import measure_norm
 from natgrad.operators import Operator
 from natgrad.solvers.base import Solution, Solver, Status, Subspace, check_representable, check_system
-from natgrad.typed_torch import measure_norm
 
 
 @dataclass(frozen=True)

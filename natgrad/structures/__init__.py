@@ -1,6 +1,6 @@
 """How a metric is remembered, and what makes solving with it faster."""
 
-from natgrad.missing_names import find_name
+from natgrad.ground.messages import find_name
 from natgrad.structures.adaptive_inverse import AdaptiveInverse, Averaged, FirstOrder, Update, Woodbury
 from natgrad.structures.base import Memory, OperatorStructure, Structure
 from natgrad.structures.blocks import Blocks

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer, check_positive
-from natgrad.linalg import all_finite, cholesky, cholesky_over, damp, psd_root
+from natgrad.ground.checks import check_integer, check_positive
+from natgrad.ground.linalg import all_finite, cholesky, cholesky_over, damp, psd_root
+from natgrad.ground.messages import Explained
+from natgrad.ground.pure import RandomState
+from natgrad.ground.returning_rows import count_passes, join_returns
+from natgrad.ground.spaces import Params
 from natgrad.metrics import Metric
 from natgrad.operators import Factored, InvertedOperator, Operator
-from natgrad.pure import RandomState
-from natgrad.returning_rows import count_passes, join_returns
-from natgrad.spaces import Params
 from natgrad.structures.base import Memory, Structure
-from natgrad.wrong_calls import Explained
 
 
 def average_metric(matrix: Tensor, root: Tensor, rate: float, *, out: Tensor | None = None) -> Tensor:

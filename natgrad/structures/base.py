@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
+from natgrad.ground.messages import Explained
+from natgrad.ground.pure import RandomState
+from natgrad.ground.spaces import Params
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
-from natgrad.pure import RandomState
-from natgrad.spaces import Params
-from natgrad.wrong_calls import Explained
 
 Memory = dict[str, Any]
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_share
+from natgrad.ground.checks import check_share
+from natgrad.ground.spaces import ParameterBlock, Params, Space
 from natgrad.layers import UnitLayout
 from natgrad.operators import Arranged, Layout, Operator, Units
-from natgrad.spaces import ParameterBlock, Params, Space
 from natgrad.structures.base import Memory, OperatorStructure
 from natgrad.structures.running_average import accumulate_total, accumulate_weight
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer
 from natgrad.families import Likelihood
+from natgrad.ground.checks import check_integer
+from natgrad.ground.messages import Explained
 from natgrad.layers import Examples
 from natgrad.metrics import Diagonals
 from natgrad.operators import Form, Pullback
-from natgrad.wrong_calls import Explained
 
 
 @dataclass(frozen=True)

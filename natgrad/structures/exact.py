@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from natgrad.checks import check_share
+from natgrad.ground.checks import check_share
+from natgrad.ground.spaces import Params
 from natgrad.operators import DenseOperator, Operator
-from natgrad.spaces import Params
 from natgrad.structures.base import Memory, OperatorStructure
 from natgrad.structures.running_average import average_tensor
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from natgrad.ground.linalg import KroneckerEigen, eigh
 from natgrad.layers import Layer, Room, Seen, factor_sizes, layer_factors, layer_spectrum
-from natgrad.linalg import KroneckerEigen, eigh
 from natgrad.operators import KroneckerOperator, Operator, Spectral, Tiled, Units
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
 from natgrad.structures.running_average import accumulate_total, add_up_now, exchange_sums, solve_once

@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_share
+from natgrad.ground.checks import check_share
+from natgrad.ground.linalg import all_finite
+from natgrad.ground.pure import RandomState
+from natgrad.ground.spaces import Params, Space
 from natgrad.layers import Layer, Seen, Traced, is_asking
-from natgrad.linalg import all_finite
 from natgrad.metrics import Metric
 from natgrad.operators import Arranged, DiagonalOperator, Layout, Operator
-from natgrad.pure import RandomState
-from natgrad.spaces import Params, Space
 from natgrad.structures.base import Memory, Structure
 from natgrad.structures.estimates import Estimate, Sampled
 from natgrad.structures.metric_pass import hear_metric

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer
+from natgrad.ground.checks import check_integer
+from natgrad.ground.linalg import eigh, safe_cutoff
 from natgrad.layers import Layer, Seen
-from natgrad.linalg import eigh, safe_cutoff
 from natgrad.operators import DiagonalOperator, Operator, Spiked
 from natgrad.structures.diagonal import layer_squares
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.densities import Density
+from natgrad.ground.densities import Density
+from natgrad.ground.pure import PureModel, RandomState, mixes_examples
+from natgrad.ground.spaces import Params
 from natgrad.layers import (
     Examples,
     Heard,
@@ -30,8 +32,6 @@ from natgrad.layers import (
 from natgrad.metrics import Metric
 from natgrad.metrics.score import ScoreMetric
 from natgrad.operators import Linearization, Pullback, Rows
-from natgrad.pure import PureModel, RandomState, mixes_examples
-from natgrad.spaces import Params
 from natgrad.structures.estimates import Estimate, Outputs, Sampled
 
 PROBES = 8

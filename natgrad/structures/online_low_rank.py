@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer
+from natgrad.ground.checks import check_integer
+from natgrad.ground.linalg import all_finite, eigh
 from natgrad.layers import Layer, Seen, layer_squares, layer_units
-from natgrad.linalg import all_finite, eigh
 from natgrad.operators import DiagonalOperator, Operator, SpikedKronecker, Units
 from natgrad.operators.low_rank_plus_identity import Spikes
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics

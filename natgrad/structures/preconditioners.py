@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer, check_share
-from natgrad.linalg import cholesky
+from natgrad.ground.checks import check_integer, check_share
+from natgrad.ground.linalg import cholesky
+from natgrad.ground.messages import Explained
+from natgrad.ground.pure import Call, Labelled, RandomState
+from natgrad.ground.spaces import Params
 from natgrad.metrics import Covariance, Hessian, Metric, PullbackMetric, empirical_fisher
 from natgrad.operators import DiagonalOperator, Operator, Pullback, Rows
-from natgrad.pure import Call, Labelled, RandomState
 from natgrad.solvers import Solver
-from natgrad.spaces import Params
 from natgrad.structures.base import Memory, Structure
 from natgrad.structures.diagonal import Diagonal as DiagonalStructure
 from natgrad.structures.estimates import Sampled
 from natgrad.structures.running_average import average_tensor
-from natgrad.wrong_calls import Explained
 
 
 class Preconditioner(Explained):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from natgrad.scoped_values import Holding, ScopedValue
+from natgrad.ground.pure import Holding, ScopedValue
 from natgrad.structures.base import Memory
 
 Exchange = Callable[[dict[str, Tensor]], dict[str, Tensor]]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families import Likelihood
-from natgrad.pure import leaves, map_tensors
+from natgrad.ground.pure import leaves, map_tensors
 from natgrad.testing.requirements import require, require_close, require_mean, require_untouched, tolerance
 
 

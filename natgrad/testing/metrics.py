@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from natgrad.ground.pure import Call, as_call, leaves, map_tensors
+from natgrad.ground.spaces import Params, Space
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
-from natgrad.pure import Call, as_call, leaves, map_tensors
-from natgrad.spaces import Params, Space
 from natgrad.testing.operators import check_operator
 from natgrad.testing.requirements import require, require_close, require_untouched, tolerance
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from natgrad.lapack import eigh
+from natgrad.ground.linalg import eigh
 from natgrad.operators import Operator
 from natgrad.testing.requirements import require, require_close, require_raises, tolerance
 

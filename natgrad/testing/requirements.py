@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.spaces import Params
+from natgrad.ground.spaces import Params
 
 DEVIATIONS = 6  # standard errors between a sampled and an exact number: one false alarm in 5e8 normal draws
 

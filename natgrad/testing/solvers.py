@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.lapack import eigh
+from natgrad.ground.linalg import eigh
 from natgrad.operators import (
     BlockOperator,
     DenseOperator,

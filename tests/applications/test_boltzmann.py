@@ -13,9 +13,9 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.applications.boltzmann import Boltzmann, list_bit_states
-from natgrad.densities import Density, Plain
+from natgrad.ground.densities import Density, Plain
+from natgrad.ground.spaces import Space
 from natgrad.metrics.score import LARGEST_ROOT
-from natgrad.spaces import Space
 from natgrad.testing import check_metric
 
 MACHINES = [Boltzmann(4), Boltzmann(4, spins=True)]

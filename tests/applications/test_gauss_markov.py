@@ -13,7 +13,7 @@ from torch.distributions import MultivariateNormal
 
 import natgrad as ng
 from natgrad.applications.gauss_markov import GaussMarkov, lattice, ring
-from natgrad.densities import Density, Plain
+from natgrad.ground.densities import Density, Plain
 from natgrad.testing import check_metric
 
 FIELD = GaussMarkov(4, ring(4))

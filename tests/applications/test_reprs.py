@@ -74,10 +74,10 @@ def test_what_metrics_and_searches_are_made_of_has_no_address():
     assert isinstance(pull, ng.operators.Pullback)
     shown = {
         "ScoreMetric(density=Plain(function=<lambda>), log_p=<lambda>, generator=Generator(cpu))": metric,
-        "Energy(module=Linear)": natgrad.densities.as_density(net),
+        "Energy(module=Linear)": natgrad.ground.densities.as_density(net),
         "Linearization(size=3, outputs=(3, 1), products=0)": pull.linearization,
         "Rows(size=3, rank=3, examples=3)": pull.rows,
-        "PureModel(model=Linear, inputs=[(3, 2)])": natgrad.pure.pure_model(net, torch.ones(3, 2)),
+        "PureModel(model=Linear, inputs=[(3, 2)])": natgrad.ground.pure.pure_model(net, torch.ones(3, 2)),
         "Repeated(f=<lambda>, handling=NoiseHandling(": ng.applications.search.Repeated(lambda X: X.sum(1)),
         "Periodic(periods={0: 2.0}, harmonics=1)": ng.applications.residuals.Periodic({0: 2.0}),
         "HardConstraint(\n  distance=<lambda>\n  (net): ": ng.applications.residuals.HardConstraint(net, lambda x: x),

@@ -12,7 +12,7 @@ from models import F64, assert_close, draw
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.spaces import Space
+from natgrad.ground.spaces import Space
 
 
 def gradient(value: Tensor, params: dict[str, Tensor]) -> Tensor:

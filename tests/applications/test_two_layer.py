@@ -12,7 +12,7 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.applications import TwoLayer
-from natgrad.positive_parameters import Positive, Square
+from natgrad.ground.spaces import Positive, Square
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "scores.json").read_text(encoding="utf-8"))
 LINKS = [ng.positive, Square()]

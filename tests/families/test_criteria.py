@@ -11,8 +11,8 @@ from models import F64, assert_close, draw, mlp, reference_jacobian
 from torch import Tensor, nn
 
 from natgrad.families import Bernoulli, Categorical, Gaussian, as_criterion
+from natgrad.ground.spaces import trainable
 from natgrad.metrics import fisher, gauss_newton
-from natgrad.spaces import trainable
 
 WEIGHT = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=F64)
 CLASSES = torch.tensor([0, 3, 1, 1, 2])

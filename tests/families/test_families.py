@@ -22,7 +22,7 @@ from natgrad.families import (
     Poisson,
     as_criterion,
 )
-from natgrad.linalg import symmetrise
+from natgrad.ground.linalg import symmetrise
 from natgrad.testing import check_family
 
 X = draw(3, 4)

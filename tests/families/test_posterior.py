@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
 import natgrad as ng
-from natgrad.spaces import Space, trainable
+from natgrad.ground.spaces import Space, trainable
 from natgrad.testing import check_family
 
 D, K = 6, 2

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import natgrad as ng
 from natgrad.families import as_criterion
+from natgrad.ground.spaces import trainable
 from natgrad.metrics import fisher, gauss_newton
-from natgrad.spaces import trainable
 
 X, TARGETS = draw(5, 3, seed=2), draw(5, 4, seed=7).softmax(1)
 REDUCTIONS = ["batchmean", "sum", "mean"]

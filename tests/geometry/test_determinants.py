@@ -11,7 +11,7 @@ from torch import Tensor
 
 from natgrad.families import ExponentialFamily
 from natgrad.geometry.fisher_rao import contract_christoffel
-from natgrad.lapack import factor_or_nan
+from natgrad.ground.linalg import factor_or_nan
 
 
 class MatrixFamily(ExponentialFamily):

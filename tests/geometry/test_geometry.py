@@ -40,7 +40,7 @@ from natgrad.geometry import (
     integrate,
 )
 from natgrad.geometry.stable_functions import safe_sqrt
-from natgrad.linalg import symmetrise
+from natgrad.ground.linalg import symmetrise
 
 
 def draws(*shape, seed=0):

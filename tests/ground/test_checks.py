@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from natgrad.checks import check_choice, check_integer, check_number, check_positive, is_integer
+from natgrad.ground.checks import check_choice, check_integer, check_number, check_positive, is_integer
 
 
 @pytest.mark.parametrize("value", [3, np.int64(3), np.array(3)])
@@ -74,4 +74,4 @@ def test_kinds_of_numbers_are_asked_for_in_one_file():
         for path in (root / package).rglob("*.py"):
             found = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.ImportFrom)]
             taken = [node.lineno for node in found if node.module == "numbers"]
-            assert not taken or path == root / "natgrad" / "checks.py", f"{path}:{taken[0]}: use natgrad.checks"
+            assert not taken or path == root / "natgrad" / "checks.py", f"{path}:{taken[0]}: use natgrad.ground.checks"

@@ -8,12 +8,11 @@ from models import F64, assert_close, build_seeded, draw, reference_jacobian, re
 from torch import Tensor, nn
 from torch.nn import functional
 
-from natgrad.derivatives import exact_derivatives
-from natgrad.embedding_bags import look_up_bags
 from natgrad.families import Categorical
+from natgrad.ground.derivatives import exact_derivatives, look_up_bags
+from natgrad.ground.spaces import trainable
 from natgrad.metrics import fisher, hessian
 from natgrad.optim import NaturalGradient
-from natgrad.spaces import trainable
 
 TOKENS = torch.tensor([[1, 3, 3, 0], [2, 2, 2, 2], [5, 4, 1, 0]])
 FLAT, OFFSETS = torch.tensor([1, 3, 3, 0, 5, 2, 1]), torch.tensor([0, 3, 3, 5])  # the second bag is empty

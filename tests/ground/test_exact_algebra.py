@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import natgrad as ng
-from natgrad.exact_algebra import EXACT, measure_length
+from natgrad.ground.derivatives import EXACT, measure_length
 
 F64 = torch.float64
 SIDE = torch.randn(3, 3, 2, generator=torch.Generator().manual_seed(1), dtype=F64)

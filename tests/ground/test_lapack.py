@@ -9,7 +9,7 @@ from processors import both_processors, pretend
 from torch import Tensor
 from torch.func import jacrev, jvp, vmap
 
-from natgrad.lapack import (
+from natgrad.ground.linalg import (
     eigh,
     factor_or_nan,
     invert_or_nan,

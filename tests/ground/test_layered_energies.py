@@ -12,8 +12,7 @@ from models import assert_close, build_seeded, draw
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.densities import Density, Energy
-from natgrad.layered_energies import ACTIVATIONS, chain_of
+from natgrad.ground.densities import ACTIVATIONS, Density, Energy, chain_of
 
 
 def deep(activation: Callable[[], nn.Module] = nn.Tanh, inputs: int = 3) -> nn.Module:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from models import F64, assert_close, draw
 
-from natgrad.linalg import (
+from natgrad.ground.linalg import (
     KroneckerEigen,
     all_finite,
     cholesky,

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from natgrad.progress import Progress, check_callback, format_seconds
+from natgrad.ground.progress import Progress, check_callback, format_seconds
 
 
 class Stream(io.StringIO):
@@ -25,7 +25,7 @@ def show(monkeypatch: pytest.MonkeyPatch, terminal: bool, shown: bool | None, to
     """What five of ten updates write when a second passes before each."""
     stream, seconds = Stream(terminal), iter(range(100))
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr("natgrad.progress.time.monotonic", lambda: float(next(seconds)))
+    monkeypatch.setattr("natgrad.ground.progress.time.monotonic", lambda: float(next(seconds)))
     with Progress("steps", total, shown) as progress:
         for done in range(1, 6):
             progress.update(done, {"loss": 1 / done})

@@ -9,8 +9,8 @@ import torch
 from models import X3, Tied, affine, assert_close, batch_norm, build_seeded, draw, mlp
 from torch import nn
 
-from natgrad.pure import Call, PureModel, RandomState, as_call, check_call, leaves, map_tensors, mixes_examples
-from natgrad.spaces import trainable
+from natgrad.ground.pure import Call, PureModel, RandomState, as_call, check_call, leaves, map_tensors, mixes_examples
+from natgrad.ground.spaces import trainable
 
 
 def dropout() -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from models import draw
 
-from natgrad.returning_rows import ENOUGH, WATCHED, count_passes, hash_rows, join_returns
+from natgrad.ground.returning_rows import ENOUGH, WATCHED, count_passes, hash_rows, join_returns
 
 
 def watch(rows: torch.Tensor | None, steps: int, batch: int = 50) -> tuple[float, int]:

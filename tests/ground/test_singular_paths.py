@@ -33,7 +33,7 @@ from natgrad.families import (
 from natgrad.families.mean_gradient import solve_least_norm
 from natgrad.geometry import Location, Normals, PositiveDefinite, Wasserstein, e_projection, fisher_rao, tilt
 from natgrad.geometry.fisher_rao import NaturalParameters
-from natgrad.linalg import (
+from natgrad.ground.linalg import (
     cholesky,
     inverse_psd,
     psd_root,

@@ -7,7 +7,7 @@ import torch
 from models import F64, Tied, build_seeded, draw, freeze_parts, mlp
 from torch import nn
 
-from natgrad.spaces import Space, trainable
+from natgrad.ground.spaces import Space, trainable
 
 SHAPES = {"a": (2, 3), "scalar": (), "none": (0, 4), "b": (4,), "c": (1, 2, 2)}
 

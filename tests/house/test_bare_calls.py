@@ -1,4 +1,4 @@
-"""No file but natgrad/lapack.py calls what raises on one processor and returns inf on another."""
+"""No file but natgrad/ground/linalg.py calls what raises on one processor and returns inf on another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("natgrad", "lab/natgrad_lab", "benchmarks")
-HOME = "natgrad/lapack.py"
+HOME = "natgrad/ground/linalg.py"
 INSTEAD = {
     "inv": "invert_or_nan or require_inverse",
     "inverse": "invert_or_nan or require_inverse",
@@ -44,9 +44,9 @@ def bare_calls(source: str) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.linalg"):
             yield f"{node.lineno}: imports from torch.linalg; write torch.linalg.x, so that this test can see it"
         elif isinstance(node, ast.Attribute) and node.attr in INSTEAD and ast.unparse(node.value) in TORCH:
-            yield f"{node.lineno}: {ast.unparse(node)}; use {INSTEAD[node.attr]} of natgrad.lapack"
+            yield f"{node.lineno}: {ast.unparse(node)}; use {INSTEAD[node.attr]} of natgrad.ground.linalg"
         if isinstance(node, ast.Subscript | ast.Attribute) and _tells(node.value) and not _reads_info(node):
-            yield f"{node.lineno}: {ast.unparse(node)} drops the info; use natgrad.lapack"
+            yield f"{node.lineno}: {ast.unparse(node)} drops the info; use natgrad.ground.linalg"
 
 
 def _tells(node: ast.expr) -> bool:

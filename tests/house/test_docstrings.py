@@ -153,7 +153,7 @@ def test_every_public_object_shows_what_it_was_built_with():
     silent = {
         cls.__name__ for cls in classes if cls.__repr__ is object.__repr__ and not getattr(cls, "_is_protocol", 0)
     }
-    assert silent == set(INNER), "write __repr__ with natgrad.shown_tables.write_choices"
+    assert silent == set(INNER), "write __repr__ with natgrad.ground.messages.write_choices"
 
 
 def examples() -> Iterator[doctest.DocTest]:

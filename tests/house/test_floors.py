@@ -39,32 +39,7 @@ class House:
 
 
 FLOORS: dict[str, int] = {
-    "checks": 0,
-    "shown_tables": 0,
-    "progress": 0,
-    "typed_torch": 0,
-    "keyword_settings": 0,
-    "missing_names": 0,
-    "wrong_calls": 0,
-    "scoped_values": 0,
-    "lost_processes": 0,
-    "whole_tensors": 0,
-    "state_files": 0,
-    "returning_rows": 0,
-    "spaces": 0,
-    "pure": 0,
-    "lapack": 0,
-    "linalg": 0,
-    "embedding_bags": 0,
-    "exact_algebra": 0,
-    "derivatives": 0,
-    "layered_energies": 0,
-    "complex_parts": 0,
-    "positive_parameters": 0,
-    "densities": 0,
-    "loss_listeners": 0,
-    "hidden_parameters": 0,
-    "held_states": 0,
+    "ground": 0,
     "layers": 1,
     "operators": 2,
     "solvers": 3,
@@ -72,13 +47,12 @@ FLOORS: dict[str, int] = {
     "metrics": 4,
     "geometry": 4,
     "structures": 5,
-    "damping": 5,
     "rules": 5,
     "optim": 6,
     "applications": 7,
     "callbacks": 7,
 }
-NATGRAD = House("natgrad", FLOORS, frozenset({0}), {"": 7, "testing": 6}, closed=("natgrad_lab",))
+NATGRAD = House("natgrad", FLOORS, frozenset(), {"": 7, "testing": 6}, closed=("natgrad_lab",))
 LAB = House(
     "natgrad_lab",
     {
@@ -255,11 +229,12 @@ def test_the_building_stands(house: House):
 
 SOUND = {
     "": "from natgrad.optim import step\nfrom natgrad import operators",
-    "spaces": "import torch",
-    "pure": "from natgrad.spaces import Space",
+    "ground": "",
+    "ground.spaces": "import torch",
+    "ground.pure": "from natgrad.ground.spaces import Space",
     "operators": "from natgrad.operators.base import Operator\nfrom .dense import Dense",
     "operators.base": "import torch\nfrom torch import nn",
-    "operators.dense": "from .base import Operator\nfrom .. import spaces",
+    "operators.dense": "from .base import Operator\nfrom ..ground import spaces",
     "solvers": "from natgrad.solvers.cg import CG",
     "solvers.cg": "from natgrad.operators import Operator",
     "families": "",
@@ -270,11 +245,11 @@ SOUND = {
 }
 
 BREACHES = {
-    "upwards": ({"spaces": "from natgrad.operators import Operator"}, "may not reach up"),
+    "upwards": ({"ground.spaces": "from natgrad.operators import Operator"}, "may not reach up"),
     "upwards, relative": ({"operators.base": "from ..solvers.cg import CG"}, "may not reach up"),
-    "upwards, inside a function": ({"spaces": "def f():\n    import natgrad.optim"}, "may not reach up"),
+    "upwards, inside a function": ({"ground.spaces": "def f():\n    import natgrad.optim"}, "may not reach up"),
     "upwards, for types only": (
-        {"spaces": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from natgrad.optim import step"},
+        {"ground.spaces": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from natgrad.optim import step"},
         "may not reach up",
     ),
     "neighbour": ({"families": "from natgrad.solvers import CG"}, "a neighbour on the same floor"),
@@ -283,13 +258,19 @@ BREACHES = {
     "the laboratory": ({"optim": "from natgrad_lab.experiments import Race"}, "not the other way round"),
     "applications, in testing": ({"testing": "from natgrad.applications import search"}, "above its limit"),
     "testing, imported": ({"optim": "from natgrad.testing import check_metric"}, "nothing imports it"),
-    "private torch": ({"spaces": "from torch._C import x"}, "private part of torch"),
-    "private torch, deeper": ({"spaces": "import torch.nn.utils._named"}, "private part of torch"),
-    "private torch, by name": ({"spaces": "from torch import _foreach_add_"}, "private part of torch"),
-    "private torch, used": ({"spaces": "import torch\ntorch.nn._x(1)"}, "private part of torch"),
+    "private torch": ({"ground.spaces": "from torch._C import x"}, "private part of torch"),
+    "private torch, deeper": ({"ground.spaces": "import torch.nn.utils._named"}, "private part of torch"),
+    "private torch, by name": ({"ground.spaces": "from torch import _foreach_add_"}, "private part of torch"),
+    "private torch, used": ({"ground.spaces": "import torch\ntorch.nn._x(1)"}, "private part of torch"),
     "another folder's private name": ({"optim": "from natgrad.solvers.cg import _step"}, "an internal of solvers"),
     "no floor": ({"helpers": ""}, "place it on one"),
-    "cycle": ({"spaces": "from natgrad import linalg", "linalg": "from natgrad.spaces import Space"}, "import cycle"),
+    "cycle": (
+        {
+            "ground.spaces": "from natgrad.ground import linalg",
+            "ground.linalg": "from natgrad.ground.spaces import Space",
+        },
+        "import cycle",
+    ),
     "cycle inside a folder": ({"operators.base": "from .dense import Dense"}, "import cycle"),
     "cycle through the folder": ({"operators.base": "from natgrad.operators import Dense"}, "import cycle"),
 }

@@ -43,7 +43,7 @@ LATE = {
     "lab/natgrad_lab/cli.py": "the command says that it loads, and what is missing, before it loads PyTorch",
     "lab/natgrad_lab/data.py": "scikit-learn takes seconds, and most data sets do without it",
     "natgrad/layers/taps.py": "DTensor takes seconds, and models in one part do without it",
-    "natgrad/whole_tensors.py": "the same",
+    "natgrad/ground/whole_tensors.py": "the same",
 }
 NEEDY = {
     "search",
@@ -92,9 +92,9 @@ def test_benchmarks_can_be_imported():
 
 def test_a_late_import_is_found():
     late = list(
-        find_late_imports("import os\ndef f():\n    import scipy.linalg\n    from natgrad.pure import trainable")
+        find_late_imports("import os\ndef f():\n    import scipy.linalg\n    from natgrad.ground.pure import trainable")
     )
-    assert late == ["scipy.linalg", "natgrad.pure.trainable"]
+    assert late == ["scipy.linalg", "natgrad.ground.pure.trainable"]
     assert [may_be_late(module) for module in late] == [True, False]
 
 

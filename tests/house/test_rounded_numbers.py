@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from natgrad.typed_torch import as_tensor_like
+from natgrad.ground.typed_torch import as_tensor_like
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(path for folder in ("natgrad", "lab/natgrad_lab") for path in (ROOT / folder).rglob("*.py"))
@@ -25,7 +25,7 @@ def find_rounded_numbers(source: str) -> Iterator[str]:
             continue
         typed = any(keyword.arg == "dtype" for keyword in made.keywords)
         if not typed and not (node.args and ast.unparse(node.args[0]).endswith("device")):
-            yield f"{node.lineno}: {ast.unparse(node)}; use natgrad.typed_torch.as_tensor_like"
+            yield f"{node.lineno}: {ast.unparse(node)}; use natgrad.ground.typed_torch.as_tensor_like"
 
 
 def test_no_number_is_rounded_on_its_way():

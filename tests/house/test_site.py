@@ -93,18 +93,18 @@ def test_a_name_in_code_leads_to_its_explanation(written: str, place: str | None
 
 
 def test_names_become_links_outside_of_links_headings_and_blocks():
-    page = "<p><code>ng.kfac</code> and <code>natgrad/damping.py: Constant</code></p>"
+    page = "<p><code>ng.kfac</code> and <code>natgrad/rules/damping.py: Constant</code></p>"
     linked = name_links.SPAN.sub(lambda found: name_links.link_code(found, "theory/step.html"), page)
     assert 'href="../api/optim.html#natgrad.optim.recipes.kfac"' in linked
-    line = names.find_line("natgrad/damping.py", "Constant")
-    assert f'href="../source/natgrad/damping.py.html#L-{line}"' in linked
+    line = names.find_line("natgrad/rules/damping.py", "Constant")
+    assert f'href="../source/natgrad/rules/damping.py.html#L-{line}"' in linked
     for untouched in (
         "<a href='x'><code>ng.kfac</code></a>",
         "<h2><code>ng.kfac</code></h2>",
         "<pre><code>ng.kfac</code></pre>",
     ):
         assert name_links.SPAN.sub(lambda found: name_links.link_code(found, "index.html"), untouched) == untouched
-    assert f'id="L-{line}"' in name_links.show_source("natgrad/damping.py")
+    assert f'id="L-{line}"' in name_links.show_source("natgrad/rules/damping.py")
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from models import F64, assert_close, build_seeded, draw
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.ground.linalg import KroneckerEigen
 from natgrad.layers import moments
 from natgrad.layers.kinds import BATCH_NORMS, EmbeddingLayer, Layer, known_layers
-from natgrad.linalg import KroneckerEigen
 
 TOKENS = torch.tensor([[0, 1, 4, 1], [2, 2, 3, 0], [4, 0, 1, 1]])
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from natgrad.ground.spaces import Space
 from natgrad.layers.hearing import hear_rows, record_pass
-from natgrad.spaces import Space
 
 NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "batch norm": (lambda: nn.BatchNorm2d(3), (4, 3, 5, 2)),

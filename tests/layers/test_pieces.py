@@ -14,8 +14,8 @@ from optim_models import CE, X, Y, deep, flat, net, same
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.ground.linalg import KroneckerEigen
 from natgrad.layers.pieces import Room, cut, diagonal_like
-from natgrad.linalg import KroneckerEigen
 from natgrad.operators import KroneckerOperator, Spectral, Tiled
 from natgrad.testing import check_operator
 

@@ -6,10 +6,10 @@ from torch import nn
 from torch.testing import assert_close
 
 import natgrad as ng
+from natgrad.ground.spaces import Space
 from natgrad.layers.hearing import SeenImages
 from natgrad.layers.kinds import known_layers
 from natgrad.layers.moments import Seen, layer_units
-from natgrad.spaces import Space
 
 CALLS = {
     "plain": (lambda: nn.Conv2d(3, 4, 3, padding=1), (5, 3, 6, 6)),

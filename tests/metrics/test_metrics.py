@@ -35,11 +35,11 @@ from natgrad.families import (
     Poisson,
     as_criterion,
 )
+from natgrad.ground.pure import Call
+from natgrad.ground.spaces import Space, trainable
 from natgrad.metrics import covariance, divergence, empirical_fisher, fisher, gauss_newton, kl, sampled_fisher
 from natgrad.operators import DenseOperator
-from natgrad.pure import Call
 from natgrad.solvers import Direct
-from natgrad.spaces import Space, trainable
 from natgrad.testing import check_metric
 
 

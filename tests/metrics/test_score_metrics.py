@@ -12,8 +12,8 @@ from models import F64, assert_close, draw
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.densities import Plain
-from natgrad.spaces import Space
+from natgrad.ground.densities import Plain
+from natgrad.ground.spaces import Space
 from natgrad.testing import check_metric
 
 EXPECTED = VECTORS["score_matching_n3"]["expected"]

@@ -12,10 +12,10 @@ from models import F64, assert_close
 from torch import Tensor, nn
 
 from natgrad.families import Bernoulli, Categorical, Gaussian, Likelihood
+from natgrad.ground.spaces import Space, trainable
 from natgrad.metrics import covariance, empirical_fisher, fisher, gauss_newton, kl
 from natgrad.operators import DenseOperator
 from natgrad.solvers import CG, Auto, Direct, SampleSpace
-from natgrad.spaces import Space, trainable
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "mlp.json").read_text(encoding="utf-8"))
 NET = VECTORS["net"]

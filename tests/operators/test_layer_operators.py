@@ -6,7 +6,8 @@ import pytest
 import torch
 from models import F64, assert_close, draw
 
-from natgrad.linalg import KroneckerEigen, inverse_psd, pseudo_inverse
+from natgrad.ground.linalg import KroneckerEigen, inverse_psd, pseudo_inverse
+from natgrad.ground.spaces import Space
 from natgrad.operators import (
     Arranged,
     DenseOperator,
@@ -20,7 +21,6 @@ from natgrad.operators import (
     Spectral,
     Units,
 )
-from natgrad.spaces import Space
 from natgrad.testing import check_operator
 
 

@@ -15,6 +15,7 @@ from models import F64, X3, assert_close, draw, mlp
 from torch import nn
 
 import natgrad as ng
+from natgrad.ground.spaces import Space, trainable
 from natgrad.metrics import Metric
 from natgrad.operators import (
     Arranged,
@@ -39,7 +40,6 @@ from natgrad.optim.joined import JoinedOperator
 from natgrad.optim.processes import Ranks
 from natgrad.rules import FlatStep, Quadratic
 from natgrad.solvers.nystrom import KernelOperator, WrittenRoot
-from natgrad.spaces import Space, trainable
 
 SIZE = 6
 

@@ -7,6 +7,7 @@ import torch
 from models import F64, X3, assert_close, draw, mlp
 
 from natgrad.families import Categorical
+from natgrad.ground.spaces import trainable
 from natgrad.metrics import fisher
 from natgrad.operators import (
     BlockOperator,
@@ -20,7 +21,6 @@ from natgrad.operators import (
     Scaled,
     Sum,
 )
-from natgrad.spaces import trainable
 from natgrad.testing import check_operator
 
 

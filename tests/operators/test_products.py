@@ -14,12 +14,12 @@ from models import CASES, F64, X3, Attention, assert_close, build_seeded, draw, 
 from torch import Tensor, nn
 
 from natgrad.families import Bernoulli, Categorical, Gaussian
+from natgrad.ground.pure import Call, PureModel
+from natgrad.ground.spaces import Space, trainable
 from natgrad.metrics import fisher
 from natgrad.operators import Linearization, OutputMap
 from natgrad.operators.linearization import PlainKernels
-from natgrad.pure import Call, PureModel
 from natgrad.solvers import CG, Direct, SampleSpace
-from natgrad.spaces import Space, trainable
 
 
 def linearization(model, params, inputs, rows=lambda r: r.flatten(1), after: int | None = None) -> Linearization:

@@ -8,8 +8,8 @@ from models import F64, assert_close
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.ground.pure import Call, PureModel
 from natgrad.operators import Linearization, OutputMap, Rows
-from natgrad.pure import Call, PureModel
 
 
 class Tied(nn.Module):

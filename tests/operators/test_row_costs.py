@@ -10,11 +10,11 @@ from models import F64, Case, assert_close, build_seeded, draw, mlp, reference_j
 from torch import Tensor, nn
 
 from natgrad.families import Categorical, Gaussian, Likelihood
+from natgrad.ground.spaces import trainable
 from natgrad.metrics import fisher
 from natgrad.operators import linearization
 from natgrad.operators.rows import Rows
 from natgrad.solvers import CG, Auto, SampleSpace
-from natgrad.spaces import trainable
 
 
 class Gain(nn.Module):

@@ -20,10 +20,10 @@ from models import (
 from torch import Tensor, nn
 
 from natgrad.families import Categorical, Gaussian
+from natgrad.ground.spaces import trainable
 from natgrad.metrics import empirical_fisher, fisher
 from natgrad.operators.row_parts import Explicit, Outer
 from natgrad.operators.rows import Rows
-from natgrad.spaces import trainable
 
 
 def reference_rows(case: Case, model, params) -> Tensor:

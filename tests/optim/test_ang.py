@@ -13,8 +13,8 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.applications import TwoLayer
+from natgrad.ground.spaces import Params
 from natgrad.rules import FlatStep, Quadratic
-from natgrad.spaces import Params
 from natgrad.structures.adaptive_inverse import join_spread, measure_data_unit
 
 METHODS = [ng.Averaged(), ng.Woodbury(), ng.FirstOrder()]

@@ -13,8 +13,8 @@ from models import build_seeded, draw
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.ground.pure import leaves
 from natgrad.optim.guard import Guard
-from natgrad.pure import leaves
 
 BLOCKS = [ng.kfac, ng.ekfac, ng.unitwise, ng.diagonal, ng.online_ng]
 

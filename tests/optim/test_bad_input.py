@@ -11,10 +11,10 @@ from models import F64, X3, affine, build_seeded, draw, mlp
 from torch import Tensor, nn
 
 from natgrad.families import Bernoulli, Categorical, Gaussian, Heads, HeteroscedasticGaussian, Likelihood, Poisson
+from natgrad.ground.spaces import trainable
 from natgrad.metrics import divergence, empirical_fisher, fisher, gauss_newton, kl, sampled_fisher
 from natgrad.operators import DenseOperator, Pullback
 from natgrad.solvers import CG, Auto, Direct, SampleSpace
-from natgrad.spaces import trainable
 
 MODEL = mlp(3, 2, 3)
 PARAMS = dict(trainable(MODEL))

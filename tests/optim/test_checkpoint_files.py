@@ -19,7 +19,7 @@ from optim_models import CE, X, Y, flat, iterate, net, same, snapshot
 from torch import nn
 
 import natgrad as ng
-from natgrad.state_files import FORMAT
+from natgrad.ground.state_files import FORMAT
 
 BUILDS: dict[str, Any] = {
     "kfac": lambda model: ng.kfac(model, CE, lr=0.3),

@@ -10,7 +10,7 @@ from models import CASES, assert_close, draw, mlp
 from torch import nn
 
 import natgrad as ng
-from natgrad.damping import as_damping
+from natgrad.rules.damping import as_damping
 
 LM = ng.LevenbergMarquardt
 

@@ -12,12 +12,12 @@ from models import F64, assert_close, draw
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.densities import as_density
 from natgrad.families import as_criterion
+from natgrad.ground.densities import as_density
+from natgrad.ground.pure import run_detached
+from natgrad.ground.spaces import Space, trainable
 from natgrad.optim.objective import Replay
 from natgrad.optim.passes import Data
-from natgrad.pure import run_detached
-from natgrad.spaces import Space, trainable
 
 
 class Laplacian(nn.Module):

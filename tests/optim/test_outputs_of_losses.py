@@ -16,8 +16,8 @@ from models import F64, assert_close, draw
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.ground.spaces import Space, trainable
 from natgrad.optim.objective import replay_losses
-from natgrad.spaces import Space, trainable
 
 CE, MSE = nn.CrossEntropyLoss(), nn.MSELoss()
 X, X2, Y = draw(8, 3), draw(8, 3, seed=1), torch.arange(8) % 3

@@ -15,7 +15,7 @@ from optim_models import CE, X, Y, flat, iterate, net
 from torch import nn
 
 import natgrad as ng
-from natgrad.pure import leaves
+from natgrad.ground.pure import leaves
 
 STRUCTURED = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
 MATRIX_FREE = [ng.hessian_free, ng.natgrad_cg, ng.krylov_subspace]

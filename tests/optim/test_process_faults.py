@@ -19,7 +19,7 @@ from process_ranks import call_apart
 from torch import distributed, multiprocessing
 
 import natgrad as ng
-from natgrad import lost_processes
+from natgrad.ground import whole_tensors as lost_processes
 
 pytestmark = pytest.mark.skipif(
     not (distributed.is_available() and distributed.is_gloo_available()), reason="torch was built without gloo"

@@ -17,9 +17,9 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad as ng
+from natgrad.ground.pure import leaves
 from natgrad.layers import Seen, layer_squares
 from natgrad.operators import DiagonalOperator, Operator
-from natgrad.pure import leaves
 from natgrad.structures import Layerwise, Statistics, accumulate_statistics
 
 pytestmark = pytest.mark.skipif(

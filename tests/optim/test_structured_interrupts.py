@@ -16,8 +16,7 @@ from optim_models import CE, Interrupt, X, Y, flat, net, same, snapshot
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.pure import is_evaluating, mark_evaluation
-from natgrad.scoped_values import ScopedValue
+from natgrad.ground.pure import ScopedValue, is_evaluating, mark_evaluation
 from natgrad.structures.running_average import exchange_sums, exchanging
 
 LM = ng.LevenbergMarquardt(start=0.03, per="block")

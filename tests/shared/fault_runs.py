@@ -28,7 +28,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad as ng
-from natgrad import lost_processes
+from natgrad.ground import whole_tensors as lost_processes
 
 STEPS, EVERY, ROWS = 8, 3, 6
 PATIENCE = 60.0  # seconds that a process waits for another; after six times as many a run counts as hanging

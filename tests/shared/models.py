@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from natgrad.families import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
+from natgrad.ground.spaces import trainable
 from natgrad.operators import Operator
-from natgrad.spaces import trainable
 
 F64 = torch.float64
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.families import Likelihood
-from natgrad.pure import renew_lock
+from natgrad.ground.pure import renew_lock
 
 X = draw(8, 3)
 Y = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])

@@ -8,6 +8,7 @@ from models import CASES, F64, X3, assert_close, draw, mlp
 from torch import Tensor, nn
 
 from natgrad.families import Categorical, Gaussian
+from natgrad.ground.spaces import trainable
 from natgrad.metrics import fisher, gauss_newton
 from natgrad.operators import (
     BlockOperator,
@@ -18,7 +19,6 @@ from natgrad.operators import (
     Operator,
 )
 from natgrad.solvers import CG, Auto, Direct, KrylovSubspace, SampleSpace, Status
-from natgrad.spaces import trainable
 from natgrad.testing import check_solver
 
 SOLVERS = {

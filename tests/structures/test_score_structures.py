@@ -13,7 +13,7 @@ from models import assert_close, build_seeded, draw
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.densities import Density, Energy
+from natgrad.ground.densities import Density, Energy
 from natgrad.operators import Arranged
 from natgrad.testing import check_structure
 

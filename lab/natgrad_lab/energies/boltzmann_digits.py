@@ -17,7 +17,7 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.applications.restricted_boltzmann import PersistentLikelihood, RestrictedBoltzmann
-from natgrad.lapack import require_inverse
+from natgrad.ground.linalg import require_inverse
 from natgrad_lab.energies import boltzmann_digits_page as page
 from natgrad_lab.energies.boltzmann_images import CONTESTANTS, Images, images, train
 from natgrad_lab.experiments.base import LabError

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.spaces import Space
+from natgrad.ground.spaces import Space
 
 LOSSES = ("ratio matching", "pseudo-likelihood", "maximum likelihood")
 FAR = 1e3  # nats: a run that comes there has diverged

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.applications.gauss_markov import lattice
-from natgrad.lapack import eigh
-from natgrad.spaces import Space
+from natgrad.ground.linalg import eigh
+from natgrad.ground.spaces import Space
 from natgrad_lab.energies import boltzmann_page
 from natgrad_lab.energies.boltzmann_exact import LOSSES, ExactMachine, descend, natural, path
 from natgrad_lab.energies.boltzmann_images import CONTESTANTS, EnergyContestant, draws, images, train

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.lapack import eigh
+from natgrad.ground.linalg import eigh
 
 SPREAD = 0.05
 """Standard deviation of a ring's radius, and of an arm's points around it."""

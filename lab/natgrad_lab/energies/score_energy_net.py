@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.densities import Energy
+from natgrad.ground.densities import Energy
 from natgrad.rules import NoiseAware, SpectralDescent
 from natgrad_lab.data import digits, mnist
 from natgrad_lab.energies import score_energy_page

@@ -9,7 +9,7 @@ import torch
 
 import natgrad as ng
 from natgrad.applications.boltzmann_preconditioner import PairPreconditioner
-from natgrad.spaces import Space
+from natgrad.ground.spaces import Space
 from natgrad_lab.energies.boltzmann_exact import LOSSES, ExactMachine, descend, natural, path
 from natgrad_lab.energies.boltzmann_images import CONTESTANTS, Images, images, start, train
 from natgrad_lab.energies.boltzmann_page import count_steps_to_goal, write_range

@@ -12,7 +12,7 @@ from torch import Tensor
 import natgrad as ng
 from natgrad.applications import TwoLayer
 from natgrad.applications.two_layer import gradients
-from natgrad.positive_parameters import Positive, Square, positive
+from natgrad.ground.spaces import Positive, Square, positive
 from natgrad_lab.experiments import LabError, StudyRun, execute, find, override
 from natgrad_lab.papers.karakida_2016.page import count_degraded, find_first_steps
 from natgrad_lab.papers.karakida_2016.runs import FIGURE1, TABLE1, KarakidaSettings, learn, rank

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families import ExponentialFamily, Ising
-from natgrad.lapack import invert_or_nan
+from natgrad.ground.linalg import invert_or_nan
 
 
 @dataclass(frozen=True)

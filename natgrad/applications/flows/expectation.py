@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families import ExponentialFamily, Ising, MultivariateNormal
-from natgrad.lapack import factor_or_nan, invert_or_nan
+from natgrad.ground.linalg import factor_or_nan, invert_or_nan
 
 Function = Callable[[Tensor], Tensor]  # of points (..., n) -> (...)
 

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from natgrad.applications.flows.coordinates import FlowCoordinates, natural_coordinates
 from natgrad.applications.flows.expectation import Function
-from natgrad.checks import check_integer
 from natgrad.families import ExponentialFamily
-from natgrad.keyword_settings import Group, read_groups
-from natgrad.lapack import solve_or_nan
-from natgrad.typed_torch import as_tensor_like
+from natgrad.ground.checks import Group, check_integer, read_groups
+from natgrad.ground.linalg import solve_or_nan
+from natgrad.ground.typed_torch import as_tensor_like
 
 Field = Callable[[Tensor], Tensor]  # of points (..., n) -> (..., n)
 

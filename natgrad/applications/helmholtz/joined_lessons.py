@@ -12,8 +12,8 @@ from natgrad.applications.helmholtz.machine import HelmholtzMachine
 from natgrad.applications.helmholtz.machine_blocks import Taught
 from natgrad.applications.helmholtz.phases import Algorithm, Lesson
 from natgrad.applications.helmholtz.unit_blocks import most_rows, thin_rows
+from natgrad.ground.typed_torch import split_tensor
 from natgrad.optim import RankExchange
-from natgrad.typed_torch import split_tensor
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from natgrad.applications.helmholtz.logistic_rows import (
     sum_log_chances,
 )
 from natgrad.applications.helmholtz.units import Activations, Conditional, each_layer
-from natgrad.checks import check_integer
-from natgrad.linalg import all_finite
+from natgrad.ground.checks import check_integer
+from natgrad.ground.linalg import all_finite
 
 ENUMERABLE = 20
 """Hidden units up to which sums over all states are taken: 2^20 of them."""

@@ -12,9 +12,9 @@ from natgrad.applications.helmholtz.logistic_rows import LogisticRows
 from natgrad.applications.helmholtz.machine import HelmholtzMachine
 from natgrad.applications.helmholtz.unit_blocks import EXACT, UnitBlocks, fits_layer
 from natgrad.applications.helmholtz.units import Conditional
-from natgrad.checks import check_integer, check_share, is_real
-from natgrad.damping import Constant, Damping, as_damping
+from natgrad.ground.checks import check_integer, check_share, is_real
 from natgrad.operators import BlockOperator
+from natgrad.rules import Constant, Damping, as_damping
 
 Taught = list[tuple[str, Tensor, LogisticRows]]
 """Name, weight and rows of every layer that is trained."""

@@ -15,9 +15,9 @@ from natgrad.applications.helmholtz.phases import Algorithm
 from natgrad.applications.helmholtz.unit_blocks import FEW, RADIUS, count_refresh, shorten_directions
 from natgrad.applications.helmholtz.units import each_layer
 from natgrad.applications.helmholtz.wake_sleep import MakeOptimizer, WakeSleep
-from natgrad.damping import Damping, as_damping
-from natgrad.keyword_settings import Group, read_groups
+from natgrad.ground.checks import Group, read_groups
 from natgrad.optim import Attributes, OnTrouble
+from natgrad.rules import Damping, as_damping
 
 
 class NaturalWakeSleepSettings(TypedDict, total=False):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.helmholtz.logistic_rows import LogisticRows, fisher_rows
-from natgrad.linalg import all_finite
+from natgrad.ground.linalg import all_finite
+from natgrad.ground.pure import map_tensors
 from natgrad.operators import Operator, Scaled, SharedRows, Units
 from natgrad.optim import robust_inverse
-from natgrad.pure import map_tensors
 from natgrad.structures import accumulate_total, accumulate_weight
 
 ROWS = 256

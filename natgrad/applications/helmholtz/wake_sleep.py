@@ -15,13 +15,13 @@ from natgrad.applications.helmholtz.machine import HelmholtzMachine
 from natgrad.applications.helmholtz.machine_blocks import Taught
 from natgrad.applications.helmholtz.phases import Algorithm, Lesson, Reweighted
 from natgrad.applications.helmholtz.units import Conditional
-from natgrad.checks import check_integer, check_positive, check_share, is_integer
-from natgrad.linalg import all_finite
+from natgrad.ground.checks import check_integer, check_positive, check_share, is_integer
+from natgrad.ground.linalg import all_finite
+from natgrad.ground.messages import write_choices
+from natgrad.ground.progress import Progress, check_callback
+from natgrad.ground.pure import keep_gradient_mode
+from natgrad.ground.typed_torch import as_tensor_like
 from natgrad.optim import Accidents, Attributes, OnTrouble, guard_steps, meet_processes, read_parts, write_parts
-from natgrad.progress import Progress, check_callback
-from natgrad.scoped_values import keep_gradient_mode
-from natgrad.shown_tables import write_choices
-from natgrad.typed_torch import as_tensor_like
 
 MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 

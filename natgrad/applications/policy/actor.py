@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from natgrad.applications.policy.heads import GaussianHead, Head, MultiDiscreteHead
 from natgrad.applications.policy.images import find_channel_order
-from natgrad.hidden_parameters import check_followed
-from natgrad.pure import run_detached
+from natgrad.ground.pure import check_followed, run_detached
 
 
 class Actor(nn.Module):

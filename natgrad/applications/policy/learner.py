@@ -31,9 +31,13 @@ from natgrad.applications.policy.sb3_calls import as_learning, as_policy, as_pre
 from natgrad.applications.policy.sb3_settings import Translation
 from natgrad.applications.policy.settings import CriticTraining, NaturalStep, Rollouts, choose_damping
 from natgrad.applications.policy.surrogate import Surrogate, SurrogateLoss
-from natgrad.checks import check_integer
-from natgrad.hidden_parameters import check_followed
-from natgrad.linalg import all_finite
+from natgrad.ground.checks import check_integer
+from natgrad.ground.linalg import all_finite
+from natgrad.ground.messages import Columns, Explained
+from natgrad.ground.progress import Progress, check_callback
+from natgrad.ground.pure import check_followed, keep_gradient_mode, leaves, run_detached
+from natgrad.ground.spaces import Space
+from natgrad.ground.state_files import read_state_file, write_state_file
 from natgrad.metrics import fisher
 from natgrad.operators import Operator
 from natgrad.optim import (
@@ -47,15 +51,8 @@ from natgrad.optim import (
     update_jointly,
     write_parts,
 )
-from natgrad.progress import Progress, check_callback
-from natgrad.pure import leaves, run_detached
 from natgrad.rules import FlatStep, Quadratic, Rule
-from natgrad.scoped_values import keep_gradient_mode
-from natgrad.shown_tables import Columns
-from natgrad.spaces import Space
-from natgrad.state_files import read_state_file, write_state_file
 from natgrad.structures import Exact
-from natgrad.wrong_calls import Explained
 
 
 @contextmanager

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.policy.surrogate import SurrogateLoss, Trial
-from natgrad.linalg import all_finite, stays_finite
+from natgrad.ground.linalg import all_finite, stays_finite
+from natgrad.ground.spaces import Space
 from natgrad.operators import DiagonalOperator
 from natgrad.rules import FlatStep, Quadratic, Rule, Step, leads_down
 from natgrad.solvers import Solution, Status
-from natgrad.spaces import Space
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from natgrad.shown_tables import write_choices
+from natgrad.ground.messages import write_choices
 
 Array = np.ndarray
 

@@ -14,8 +14,8 @@ from torch.nn import functional
 from natgrad.applications.policy.actor import Actor
 from natgrad.applications.policy.environments import Environments, Episode
 from natgrad.applications.policy.normalise import ObservationScale, RewardScale
-from natgrad.linalg import all_finite
-from natgrad.pure import run_detached
+from natgrad.ground.linalg import all_finite
+from natgrad.ground.pure import run_detached
 
 Change = Callable[[Tensor], Tensor]
 

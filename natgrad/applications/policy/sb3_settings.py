@@ -9,7 +9,7 @@ from torch import nn
 
 from natgrad.applications.policy.heads import Head
 from natgrad.applications.policy.settings import NaturalStep
-from natgrad.checks import check_positive
+from natgrad.ground.checks import check_positive
 from natgrad.solvers import CG
 
 SAME = {

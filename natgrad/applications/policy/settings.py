@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from natgrad.applications.policy.heads import Head
-from natgrad.checks import check_integer, check_positive, is_real
-from natgrad.damping import Damping, LevenbergMarquardt, as_damping
+from natgrad.ground.checks import check_integer, check_positive, is_real
 from natgrad.optim import Accidents, OnTrouble
+from natgrad.rules import Damping, LevenbergMarquardt, as_damping
 from natgrad.solvers import CG, Solver
 from natgrad.structures import Structure
 

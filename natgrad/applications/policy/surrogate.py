@@ -11,9 +11,9 @@ from torch import Tensor
 from natgrad.applications.policy.actor import Actor
 from natgrad.applications.policy.joined_rollouts import BatchPart
 from natgrad.applications.policy.rollout import Rollout
-from natgrad.pure import call_with, run_detached
+from natgrad.ground.pure import call_with, run_detached
+from natgrad.ground.spaces import Params, Space
 from natgrad.rules import Vector
-from natgrad.spaces import Params, Space
 
 
 class Surrogate:

@@ -17,10 +17,9 @@ from natgrad.applications.policy.settings import (
     Rollouts,
     TRPOSettings,
 )
-from natgrad.checks import check_positive
-from natgrad.keyword_settings import Group, read_groups
+from natgrad.ground.checks import Group, check_positive, read_groups
+from natgrad.ground.messages import write_choices
 from natgrad.rules import MeasuredTrustRegion, NormalisedRate, Rate, Rule
-from natgrad.shown_tables import write_choices
 from natgrad.solvers import Direct
 from natgrad.structures import Kronecker
 

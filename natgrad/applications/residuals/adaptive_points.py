@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer
+from natgrad.ground.checks import check_integer
 
 
 def draw_where_large(

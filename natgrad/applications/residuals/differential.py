@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.residuals.fields import Field
-from natgrad.derivatives import exact_derivatives
+from natgrad.ground.derivatives import exact_derivatives
 
 Function = Callable[[Tensor], Tensor]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import Tensor
 
 from natgrad.applications.residuals.plan import JetLayout, Plan
-from natgrad.shown_tables import write_choices
+from natgrad.ground.messages import write_choices
 
 
 @dataclass(eq=False)

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.applications.residuals.plan import JetLayout, Plan
-from natgrad.derivatives import exact_derivatives
-from natgrad.layered_energies import ACTIVATIONS, Affine, flatten_parts, has_hooks, passes_through
-from natgrad.shown_tables import show_choice
+from natgrad.ground.densities import ACTIVATIONS, Affine, flatten_parts, has_hooks, passes_through
+from natgrad.ground.derivatives import exact_derivatives
+from natgrad.ground.messages import show_choice
 
 Function = Callable[[Tensor], Tensor]
 

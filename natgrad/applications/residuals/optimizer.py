@@ -22,15 +22,15 @@ from natgrad.applications.residuals.system import (
     check_points,
 )
 from natgrad.applications.residuals.term_jacobian import TermJacobian
-from natgrad.checks import check_share
-from natgrad.damping import Damping
-from natgrad.layered_energies import Affine
-from natgrad.linalg import gram
+from natgrad.ground.checks import check_share
+from natgrad.ground.densities import Affine
+from natgrad.ground.linalg import gram
+from natgrad.ground.pure import keep_gradient_mode
+from natgrad.ground.spaces import Params, Space
 from natgrad.operators import JoinedRows, Operator, computes_block
 from natgrad.optim import FlatState, NaturalGradient, Objective, RankExchange, Solved, SystemEvidence
-from natgrad.scoped_values import keep_gradient_mode
+from natgrad.rules import Damping
 from natgrad.solvers import FactorisedSystem, RowSolver, Solution, Solver
-from natgrad.spaces import Params, Space
 
 
 @dataclass(frozen=True, eq=False)

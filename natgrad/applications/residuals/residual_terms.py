@@ -12,11 +12,10 @@ from natgrad.applications.residuals.optimizer import ResidualOptimizer
 from natgrad.applications.residuals.point_weights import PointWeights
 from natgrad.applications.residuals.system import read_terms
 from natgrad.applications.residuals.unknowns import read_unknowns
-from natgrad.damping import Damping, LevenbergMarquardt
-from natgrad.rules import LineSearch, Rule
+from natgrad.ground.messages import explain_calls
+from natgrad.ground.spaces import trainable
+from natgrad.rules import Damping, LevenbergMarquardt, LineSearch, Rule
 from natgrad.solvers import LeastSquares, Solver
-from natgrad.spaces import trainable
-from natgrad.wrong_calls import explain_calls
 
 Unknowns = nn.Module | Mapping[str, nn.Module | nn.Parameter] | Iterable[nn.Module | nn.Parameter]
 

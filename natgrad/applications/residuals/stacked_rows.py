@@ -17,9 +17,9 @@ from torch import Tensor
 
 from natgrad.applications.residuals.jets import LayerRows
 from natgrad.applications.residuals.term_jacobian import TermJacobian
-from natgrad.linalg import gram
+from natgrad.ground.linalg import gram
+from natgrad.ground.spaces import Space
 from natgrad.operators import Operator, SampleRows
-from natgrad.spaces import Space
 
 CACHED = 2**17
 """Numbers that a processor's cache holds: a sum over more of them is taken in parts of this size."""

@@ -16,12 +16,12 @@ from natgrad.applications.residuals.stacked_rows import RowsOperator, StackedRow
 from natgrad.applications.residuals.term_checks import describe
 from natgrad.applications.residuals.term_jacobian import TermJacobian
 from natgrad.applications.residuals.terms import Term
-from natgrad.linalg import all_finite
+from natgrad.ground.linalg import all_finite
+from natgrad.ground.pure import RandomState
+from natgrad.ground.spaces import Params, Space
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
 from natgrad.optim import NotFiniteError
-from natgrad.pure import RandomState
-from natgrad.spaces import Params, Space
 
 Points = dict[str, tuple[Tensor, ...]]
 NO_DERIVATIVE = (

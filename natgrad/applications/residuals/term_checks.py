@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from natgrad.pure import leaves, run_detached
-from natgrad.spaces import Params
+from natgrad.ground.pure import leaves, run_detached
+from natgrad.ground.spaces import Params
 
 CLOSE = 1e-3
 """How far a network's values for one point and for two may differ, relative: above round-off in single precision."""

@@ -23,10 +23,16 @@ from natgrad.applications.residuals.term_checks import (
 )
 from natgrad.applications.residuals.term_jacobian import TermJacobian, differentiate_columns
 from natgrad.applications.residuals.unknowns import params_of
-from natgrad.derivatives import exact_derivatives
-from natgrad.hidden_parameters import check_followed
-from natgrad.pure import RandomState, call_with, check_examples_apart, mark_evaluation, run_detached
-from natgrad.spaces import Params
+from natgrad.ground.derivatives import exact_derivatives
+from natgrad.ground.pure import (
+    RandomState,
+    call_with,
+    check_examples_apart,
+    check_followed,
+    mark_evaluation,
+    run_detached,
+)
+from natgrad.ground.spaces import Params
 
 T = TypeVar("T")
 Unknown = nn.Module | nn.Parameter

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.complex_parts import split_complex_parameters
-from natgrad.spaces import Params
+from natgrad.ground.spaces import Params, split_complex_parameters
 
 
 class Unknowns(nn.Module):

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.search.domain import as_tensor
-from natgrad.checks import check_integer
-from natgrad.linalg import all_finite
-from natgrad.shown_tables import write_choices
-from natgrad.wrong_calls import Explained
+from natgrad.ground.checks import check_integer
+from natgrad.ground.linalg import all_finite
+from natgrad.ground.messages import Explained, write_choices
 
 
 @dataclass(frozen=True)

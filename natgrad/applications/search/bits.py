@@ -12,7 +12,7 @@ from torch import Tensor
 from natgrad.applications.search.base import as_popsize
 from natgrad.applications.search.monomials import Monomials
 from natgrad.applications.search.relaxation import Relaxation
-from natgrad.checks import check_integer
+from natgrad.ground.checks import check_integer
 
 POWER = 1.5  # in how many bits children of a stuck parent differ from it: k with a chance of k^-1.5
 

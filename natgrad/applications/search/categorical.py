@@ -11,7 +11,7 @@ from torch import Tensor
 from natgrad.applications.search.base import as_popsize, next_seed
 from natgrad.applications.search.rank_weights import CGA, PBIL, renew_update
 from natgrad.applications.search.relaxation import Relaxation, take_ranked_step
-from natgrad.checks import check_integer
+from natgrad.ground.checks import check_integer
 
 
 class CategoricalSearch(Relaxation):

@@ -22,11 +22,11 @@ from natgrad.applications.search.relaxation import Relaxation
 from natgrad.applications.search.restarts import IPOP, Restarts, as_restarts
 from natgrad.applications.search.runs import GaussianRunFactory, GivenRunFactory, RunFactory, SearchResult, SearchRuns
 from natgrad.applications.search.surrogate import QuadraticSurrogate
-from natgrad.checks import check_integer, is_real
-from natgrad.progress import Progress, check_callback
-from natgrad.scoped_values import keep_gradient_mode
-from natgrad.state_files import FORMAT, read_state_file, write_state_file
-from natgrad.wrong_calls import explain_calls
+from natgrad.ground.checks import check_integer, is_real
+from natgrad.ground.messages import explain_calls
+from natgrad.ground.progress import Progress, check_callback
+from natgrad.ground.pure import keep_gradient_mode
+from natgrad.ground.state_files import FORMAT, read_state_file, write_state_file
 
 
 @keep_gradient_mode

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from natgrad.applications.search.cma import FASTER, Adaptation, adaptation_constants, check_rate
 from natgrad.applications.search.model import State, eye_like
-from natgrad.linalg import eigh, solve_psd, symmetrise
+from natgrad.ground.linalg import eigh, solve_psd, symmetrise
 
 CONDITION = 1e14
 

@@ -23,8 +23,8 @@ from natgrad.applications.search.domain import (
 from natgrad.applications.search.full_covariance import Full
 from natgrad.applications.search.model import GaussianModel, State
 from natgrad.applications.search.ranking import Ranking
-from natgrad.linalg import all_finite
-from natgrad.pure import leaves
+from natgrad.ground.linalg import all_finite
+from natgrad.ground.pure import leaves
 
 
 def keep_integer_margin(

@@ -14,9 +14,9 @@ from natgrad.applications.search.base import next_seed
 from natgrad.applications.search.bits import LEAST, WAIT, BitSearch, as_bit_popsize, as_bits
 from natgrad.applications.search.monomials import Clique, Monomials, draw_signs
 from natgrad.applications.search.relaxation import MORE, Relaxation, replace_infinite_values, scale_to_unit_range
-from natgrad.checks import check_integer
 from natgrad.families import Slope
-from natgrad.linalg import cholesky, shift_diagonal
+from natgrad.ground.checks import check_integer
+from natgrad.ground.linalg import cholesky, shift_diagonal
 
 EXPLAINED = 0.95  # a structure that explains as much of f is settled, once it grows no longer
 EXACT = 1e-9  # share of the variance left, below which it is settled at once

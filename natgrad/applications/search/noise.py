@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.search.black_box import BlackBox
-from natgrad.checks import check_integer
-from natgrad.shown_tables import write_choices
+from natgrad.ground.checks import check_integer
+from natgrad.ground.messages import write_choices
 
 CHUNK = 4096  # rows handed to f at once
 

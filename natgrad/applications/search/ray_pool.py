@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Future
 from typing import Any
 
-from natgrad.shown_tables import write_choices
+from natgrad.ground.messages import write_choices
 
 
 class RayPool:

@@ -14,7 +14,7 @@ from natgrad.applications.search.rank_weights import CGA, PBIL
 from natgrad.applications.search.ranking import Ranking
 from natgrad.families import Slope as Slope
 from natgrad.families import natural_slope as natural_slope
-from natgrad.linalg import all_finite
+from natgrad.ground.linalg import all_finite
 
 SEARCHED = tuple(
     10.0**k for k in (-13, -10, *range(-7, 3))

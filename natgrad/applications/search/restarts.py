@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from natgrad.checks import check_integer
+from natgrad.ground.checks import check_integer
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from natgrad.applications.search.gaussian import GaussianSearch
 from natgrad.applications.search.noise import Repeated
 from natgrad.applications.search.restarts import Restarts, Run
 from natgrad.applications.search.surrogate import QuadraticSurrogate, SurrogateEvaluations
-from natgrad.shown_tables import Columns
+from natgrad.ground.messages import Columns
 
 
 class AheadEvaluations:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from natgrad.applications.search.cma import Adaptation, check_rate
 from natgrad.applications.search.model import State
-from natgrad.linalg import inverse_psd
+from natgrad.ground.linalg import inverse_psd
 
 Edges = tuple[tuple[int, int], ...]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from natgrad.applications.search.black_box import BlackBox
 from natgrad.applications.search.gaussian import GaussianSearch
 from natgrad.families import regress
-from natgrad.linalg import eigh
+from natgrad.ground.linalg import eigh
 
 TRUSTED = 15  # evaluations whose order by the model is compared with the true one
 SPARE = 1.1  # evaluations per coefficient from which on a model is fitted

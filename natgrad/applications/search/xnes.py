@@ -11,8 +11,7 @@ from torch import Tensor
 from natgrad.applications.search.cma import check_rate
 from natgrad.applications.search.model import GaussianModel, State, eye_like
 from natgrad.applications.search.ranking import Ranking
-from natgrad.lapack import solve_or_nan
-from natgrad.linalg import all_finite, eigh, pseudo_inverse
+from natgrad.ground.linalg import all_finite, eigh, pseudo_inverse, solve_or_nan
 
 
 @dataclass(frozen=True)

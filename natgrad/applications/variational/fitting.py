@@ -18,9 +18,9 @@ from natgrad.applications.variational.convergence import (
     measure_error,
     runs_away,
 )
+from natgrad.ground.progress import Progress, check_callback
+from natgrad.ground.pure import keep_gradient_mode
 from natgrad.optim import RankExchange
-from natgrad.progress import Progress, check_callback
-from natgrad.scoped_values import keep_gradient_mode
 
 SMALLEST = 2.0**-20
 """Share of its rate at which `fit` ends."""

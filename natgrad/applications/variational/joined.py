@@ -11,9 +11,9 @@ from torch import Tensor
 
 from natgrad.applications.variational.network import Network, count_examples
 from natgrad.applications.variational.targets import LogDensity, Moments, Target
+from natgrad.ground.spaces import trainable
+from natgrad.ground.typed_torch import split_tensor
 from natgrad.optim import RankExchange, meet_processes
-from natgrad.spaces import trainable
-from natgrad.typed_torch import split_tensor
 
 AnyTarget = TypeVar("AnyTarget", bound=Target)
 

@@ -18,17 +18,13 @@ from natgrad.applications.variational.network import Network, NetworkData, Netwo
 from natgrad.applications.variational.quadrature import Points, default_points
 from natgrad.applications.variational.start import as_mean, as_precision, read_density
 from natgrad.applications.variational.targets import LOG_2PI, LogDensity, LogJoint
-from natgrad.checks import check_integer, check_positive
-from natgrad.keyword_settings import Group, read_groups
-from natgrad.lapack import require_factor
-from natgrad.linalg import all_finite
+from natgrad.ground.checks import Group, check_integer, check_positive, read_groups
+from natgrad.ground.linalg import all_finite, require_factor
+from natgrad.ground.messages import explain_calls, write_choices
+from natgrad.ground.pure import keep_gradient_mode, run_detached
 from natgrad.operators import Operator
 from natgrad.optim import RankExchange, refuse_processes
-from natgrad.pure import run_detached
-from natgrad.scoped_values import keep_gradient_mode
-from natgrad.shown_tables import write_choices
 from natgrad.solvers import MinresQLP
-from natgrad.wrong_calls import explain_calls
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,11 @@ from natgrad.applications.variational.joined import JoinedTarget, find_processes
 from natgrad.applications.variational.quadrature import Points
 from natgrad.applications.variational.start import read_density
 from natgrad.applications.variational.targets import LOG_2PI, LogDensity, LogJoint, Target
-from natgrad.checks import check_integer, check_positive
-from natgrad.lapack import require_factor
+from natgrad.ground.checks import check_integer, check_positive
+from natgrad.ground.linalg import require_factor
+from natgrad.ground.messages import explain_calls, write_choices
+from natgrad.ground.pure import keep_gradient_mode
 from natgrad.optim import RankExchange
-from natgrad.scoped_values import keep_gradient_mode
-from natgrad.shown_tables import write_choices
-from natgrad.wrong_calls import explain_calls
 
 LEAST = -50.0
 """Of the logarithm of a weight: a component that is worth nothing now can come back."""

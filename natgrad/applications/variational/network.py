@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from natgrad.applications.variational.quadrature import Draws, Points
 from natgrad.applications.variational.targets import LOG_2PI, Moments, Target, apply_root
 from natgrad.families import Criterion, as_criterion
-from natgrad.hidden_parameters import check_followed
+from natgrad.ground.pure import PureModel, as_call, check_followed
+from natgrad.ground.spaces import Params, Space, trainable
 from natgrad.metrics import fisher
-from natgrad.pure import PureModel, as_call
-from natgrad.spaces import Params, Space, trainable
 
 
 @dataclass(frozen=True)

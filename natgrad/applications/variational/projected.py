@@ -12,9 +12,8 @@ from torch import Tensor
 from natgrad.applications.variational.curvature import misses_kinks
 from natgrad.applications.variational.quadrature import GaussHermite
 from natgrad.applications.variational.targets import LOG_2PI, Moments, Target, require_no_batch
-from natgrad.lapack import require_factor
-from natgrad.linalg import safe_cutoff
-from natgrad.typed_torch import as_tensor_like
+from natgrad.ground.linalg import require_factor, safe_cutoff
+from natgrad.ground.typed_torch import as_tensor_like
 
 
 @dataclass(frozen=True)

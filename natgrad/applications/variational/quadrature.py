@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer
-from natgrad.lapack import require_factor
+from natgrad.ground.checks import check_integer
+from natgrad.ground.linalg import require_factor
 
 LARGEST_GRID = 2**16
 REPLICATES, SEEDS = 8, 10_007

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from natgrad.applications.variational.quadrature import Points
 from natgrad.applications.variational.targets import LogDensity, LogJoint, Target, is_batched
-from natgrad.lapack import require_factor
-from natgrad.linalg import all_finite
-from natgrad.typed_torch import as_tensor_like
+from natgrad.ground.linalg import all_finite, require_factor
+from natgrad.ground.typed_torch import as_tensor_like
 
 
 def as_mean(start: Any) -> Tensor:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from natgrad.applications.variational.curvature import expected_hessian
 from natgrad.applications.variational.quadrature import Points, default_points
-from natgrad.derivatives import exact_derivatives
-from natgrad.linalg import all_finite
+from natgrad.ground.derivatives import exact_derivatives
+from natgrad.ground.linalg import all_finite
 
 LogJoint = Callable[[Tensor], Tensor]
 LOG_2PI = math.log(2 * math.pi)

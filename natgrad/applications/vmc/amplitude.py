@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.complex_parts import split_complex_parameters
+from natgrad.ground.spaces import split_complex_parameters
 from natgrad.optim import refuse_processes
 
 Head = Callable[[Any], Tensor]

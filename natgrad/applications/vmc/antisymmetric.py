@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.applications.vmc.continuous import Molecule
-from natgrad.checks import check_integer
+from natgrad.ground.checks import check_integer
 
 LARGEST = 5
 """Electrons of one spin at most: the determinants are written out as sums over permutations."""

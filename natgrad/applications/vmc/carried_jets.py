@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.lapack import invert_or_nan
-from natgrad.typed_torch import torch_returns
+from natgrad.ground.linalg import invert_or_nan
+from natgrad.ground.typed_torch import torch_returns
 
 
 def differentiate_tanh(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:

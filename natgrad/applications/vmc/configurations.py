@@ -9,7 +9,7 @@ from math import comb
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer
+from natgrad.ground.checks import check_integer
 
 LARGEST = 2**22
 """States that are enumerated at most."""

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from natgrad.applications.vmc.amplitude import LogAmplitude
 from natgrad.applications.vmc.carried_jets import ForwardJet, NotCarriedError, start_jet
-from natgrad.checks import check_integer, check_positive
-from natgrad.derivatives import exact_derivatives
-from natgrad.pure import mark_evaluation, run_uncompiled
+from natgrad.ground.checks import check_integer, check_positive
+from natgrad.ground.derivatives import exact_derivatives
+from natgrad.ground.pure import mark_evaluation, run_uncompiled
 
 TRUSTED = WeakKeyDictionary[LogAmplitude, tuple[tuple[int, Any], bool]]()
 """Wave functions -> their network and head, and whether derivatives go through these."""

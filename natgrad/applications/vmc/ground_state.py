@@ -19,12 +19,12 @@ from natgrad.applications.vmc.joined_walkers import check_draws, estimate_jointl
 from natgrad.applications.vmc.local_energies import evaluate, take_local_energies
 from natgrad.applications.vmc.reconfiguration import StochasticReconfiguration
 from natgrad.applications.vmc.samples import Sampler, Samples
-from natgrad.checks import check_integer
-from natgrad.lapack import eigh
+from natgrad.ground.checks import check_integer
+from natgrad.ground.linalg import eigh
+from natgrad.ground.messages import write_choices
+from natgrad.ground.progress import Progress, check_callback
+from natgrad.ground.pure import keep_gradient_mode
 from natgrad.optim import RankExchange
-from natgrad.progress import Progress, check_callback
-from natgrad.scoped_values import keep_gradient_mode
-from natgrad.shown_tables import write_choices
 
 
 class GroundState:

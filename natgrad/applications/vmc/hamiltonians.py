@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.vmc.configurations import Bosons, Configurations, Spins
-from natgrad.checks import check_integer
-from natgrad.wrong_calls import Explained
+from natgrad.ground.checks import check_integer
+from natgrad.ground.messages import Explained
 
 Edges = Sequence[tuple[int, int]]
 

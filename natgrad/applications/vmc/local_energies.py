@@ -10,7 +10,7 @@ from torch import Tensor
 from natgrad.applications.vmc.amplitude import LogAmplitude
 from natgrad.applications.vmc.configurations import Configurations, without_sector
 from natgrad.applications.vmc.hamiltonians import Hamiltonian, choose_kind
-from natgrad.pure import run_detached
+from natgrad.ground.pure import run_detached
 
 
 def local_energies(psi: LogAmplitude, hamiltonian: Any, states: Any, *, chunk_size: int = 2**16) -> Tensor:

@@ -16,8 +16,7 @@ from natgrad.applications.vmc.configurations import Bosons, Configurations, Spin
 from natgrad.applications.vmc.continuous import Harmonic, Molecule
 from natgrad.applications.vmc.local_energies import evaluate
 from natgrad.applications.vmc.samples import CHUNK, Sampler, Samples
-from natgrad.checks import check_integer, check_positive
-from natgrad.keyword_settings import Group, read_groups
+from natgrad.ground.checks import Group, check_integer, check_positive, read_groups
 
 
 class WalkerSpace(Protocol):

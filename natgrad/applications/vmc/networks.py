@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from natgrad.checks import check_integer, check_positive
+from natgrad.ground.checks import check_integer, check_positive
 
 
 class RBM(nn.Module):

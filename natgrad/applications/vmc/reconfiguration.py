@@ -12,20 +12,18 @@ from natgrad.applications.vmc.amplitude import LogAmplitude
 from natgrad.applications.vmc.energy import EnergyEstimate
 from natgrad.applications.vmc.joined_walkers import estimate_jointly, gather_numbers, join_moment
 from natgrad.applications.vmc.local_energies import check_integers, read_numbers, read_states
-from natgrad.checks import check_number, check_positive, check_share
-from natgrad.damping import Constant, Damping
-from natgrad.linalg import all_finite
+from natgrad.ground.checks import check_number, check_positive, check_share
+from natgrad.ground.linalg import all_finite
+from natgrad.ground.messages import write_choices
+from natgrad.ground.pure import check_examples_apart, keep_gradient_mode
+from natgrad.ground.spaces import trainable
+from natgrad.ground.typed_torch import measure_norm
 from natgrad.metrics import GeometricTensor, geometric_tensor, lay_out_amplitudes
 from natgrad.operators import Centred, Operator, Pullback
 from natgrad.optim import FlatState, LinearSystem, NaturalGradient, RankExchange, Solved, SystemEvidence
-from natgrad.pure import check_examples_apart
-from natgrad.rules import Rule, TrustRegion
-from natgrad.scoped_values import keep_gradient_mode
-from natgrad.shown_tables import write_choices
+from natgrad.rules import Constant, Damping, Rule, TrustRegion
 from natgrad.solvers import Auto, Solution, Solver, Spring
-from natgrad.spaces import trainable
 from natgrad.structures import Dense, Exact, Structure
-from natgrad.typed_torch import measure_norm
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from torch import Tensor
 from natgrad.applications.vmc.amplitude import LogAmplitude
 from natgrad.applications.vmc.configurations import Configurations
 from natgrad.applications.vmc.local_energies import evaluate
-from natgrad.checks import check_integer
-from natgrad.shown_tables import write_choices
-from natgrad.wrong_calls import Explained
+from natgrad.ground.checks import check_integer
+from natgrad.ground.messages import Explained, write_choices
 
 CHUNK = 2**16
 SHOWN = ("space", "samples", "chains", "sweep", "burn_in", "move", "width")

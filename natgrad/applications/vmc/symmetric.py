@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from natgrad.checks import check_integer
+from natgrad.ground.checks import check_integer
 
 
 def chain_translations(count: int) -> list[list[int]]:

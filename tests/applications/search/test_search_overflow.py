@@ -13,7 +13,7 @@ from torch import Tensor
 import natgrad as ng
 from natgrad.applications import search as searches
 from natgrad.applications.search import CGA, PBIL, CategoricalSearch, MarkovSearch, ProductSearch, Search
-from natgrad.pure import leaves
+from natgrad.ground.pure import leaves
 
 MODELS = {
     "Full": searches.Full(),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.lapack import eigh, invert_or_nan, solve_or_nan
+from natgrad.ground.linalg import eigh, invert_or_nan, solve_or_nan
 from natgrad.metrics import RBF
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.applications import TwoLayer
-from natgrad.positive_parameters import Positive, Square, positive
+from natgrad.ground.spaces import Positive, Square, positive
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
 from natgrad_lab.papers.karakida_2016 import page

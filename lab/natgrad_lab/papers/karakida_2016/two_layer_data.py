@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from natgrad.positive_parameters import Positive, Square
+from natgrad.ground.spaces import Positive, Square
 
 SUBSPACES, WIDTH = 4, 2
 N = SUBSPACES * WIDTH

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.applications import TwoLayer
-from natgrad.returning_rows import count_passes, join_returns
+from natgrad.ground.returning_rows import count_passes, join_returns
 from natgrad.structures.adaptive_inverse import (
     adapt_inverse,
     adaptation_rate,

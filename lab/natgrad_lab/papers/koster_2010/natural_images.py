@@ -16,7 +16,7 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.applications.two_layer import TwoLayer
-from natgrad.lapack import eigh
+from natgrad.ground.linalg import eigh
 from natgrad_lab.data import kodak, sample_photographs
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun

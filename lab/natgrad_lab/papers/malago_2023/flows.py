@@ -21,7 +21,7 @@ from natgrad.applications.flows import (
     probability_coordinates,
 )
 from natgrad.families import ExponentialFamily, Ising, MultivariateNormal
-from natgrad.lapack import invert_or_nan, solve_or_nan
+from natgrad.ground.linalg import invert_or_nan, solve_or_nan
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.sections import Story
 from natgrad_lab.experiments.study import Findings, Numbers, Piece, Study, StudyRun

@@ -13,7 +13,7 @@ from torch import Tensor
 from natgrad.applications.flows import draw_trajectory, paths
 from natgrad.families import Ising
 from natgrad.geometry import HalfPlane, Simplex, level_set
-from natgrad.lapack import solve_or_nan
+from natgrad.ground.linalg import solve_or_nan
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
 from natgrad_lab.experiments.study import Findings, Numbers, Piece, Study, StudyRun

@@ -22,7 +22,7 @@ from natgrad.applications.flows import (
     lattice,
     paths,
 )
-from natgrad.typed_torch import as_tensor_like
+from natgrad.ground.typed_torch import as_tensor_like
 from natgrad_lab.figures import GRID, PALETTE, draw, put_title, save
 from natgrad_lab.papers.malago_2023.flows import KINDS, TOY, TOY_CHARTS, TOY_VIEWS, domain, toy
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.lapack import solve_or_nan
+from natgrad.ground.linalg import solve_or_nan
 
 Params = dict[str, Tensor]
 FAMILY = ng.Gaussian(std=0.5**0.5)  # -log p is the squared error itself, up to a constant

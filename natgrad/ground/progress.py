@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from natgrad.shown_tables import show_cell
+from natgrad.ground.messages import show_cell
 
 REDRAWN, LINES, BAR = 0.2, 2.0, 20
 """Seconds between two drawings on a terminal and between two lines elsewhere, and the bar's length in characters."""

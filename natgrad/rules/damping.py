@@ -12,7 +12,7 @@ from typing import Literal, Protocol, get_args
 
 from torch import Tensor
 
-from natgrad.wrong_calls import Explained
+from natgrad.ground.messages import Explained
 
 Unit = Literal["nats", "loss", "metric", "block"]
 UNITS = get_args(Unit)
@@ -285,7 +285,15 @@ def require(name: str, value: float) -> None:
 
 
 def as_damping(damping: float | Damping) -> Damping:
-    """A number as `Constant`, in nats. TypeError for anything else, ValueError for a number below 0."""
+    """A number as `Constant`, in nats.
+
+    Args:
+        damping: A number, or a strategy, which is returned.
+
+    Raises:
+        TypeError: For anything else.
+        ValueError: For a number below 0.
+    """
     if isinstance(damping, Damping):
         return damping
     if not isinstance(damping, (int, float)):

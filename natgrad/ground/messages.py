@@ -1,13 +1,156 @@
-"""Calls that cannot be: what came, how the thing is called, and an example, in place of Python's own words."""
+"""What is shown and said: tables, near names, calls as other packages have them."""
 
 from __future__ import annotations
 
 import inspect
+import sys
 from abc import ABCMeta
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
+from html import escape
+from importlib import import_module
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+
+
+def write_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """An HTML table, as notebooks show it."""
+    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
+    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table>"
+
+
+class Columns:
+    """Lists of equal length by name, with one entry per update or generation: `history["kl"]`.
+
+    Args:
+        names: Of the lists; the first has an entry for each.
+        entries: What an entry is of, for the representation.
+    """
+
+    def __init__(self, names: Iterable[str], entries: str) -> None:
+        self._columns: dict[str, list[Any]] = {name: [] for name in names}
+        self._entries = entries
+
+    def __getitem__(self, name: str) -> list[Any]:
+        return self._columns[name]
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values())))
+
+    def __repr__(self) -> str:
+        return f"History of {len(self)} {self._entries}: {', '.join(self._columns)}"
+
+    def _repr_html_(self) -> str:
+        last = range(max(0, len(self) - 10), len(self))
+        return write_table(self.names, ([show_cell(self[name][i]) for name in self.names] for i in last))
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the lists."""
+        return list(self._columns)
+
+    def state_dict(self) -> dict[str, list[Any]]:
+        """The lists, for a checkpoint."""
+        return {name: list(column) for name, column in self._columns.items()}
+
+    def load_state_dict(self, state: dict[str, list[Any]]) -> None:
+        """Go on from a checkpoint.
+
+        Args:
+            state: What `state_dict` returned.
+        """
+        self._columns = {name: list(column) for name, column in state.items()}
+
+
+def write_choices(thing: Any, **choices: Any) -> str:
+    """`Name(a=1, b=2)`."""
+    words = ", ".join(f"{name}={show_choice(value)}" for name, value in choices.items() if value is not None)
+    return f"{type(thing).__name__}({words})"
+
+
+def show_choice(value: Any) -> str:
+    """A module by its class, a function by its name, a generator by its device, a number in four digits."""
+    if isinstance(value, nn.Module):
+        return type(value).__name__
+    if isinstance(value, FunctionType):
+        return value.__name__
+    if isinstance(value, torch.Generator):
+        return f"Generator({value.device})"
+    return show_cell(value)
+
+
+def show_cell(value: Any) -> str:
+    """A number in four digits, a dash for what there is not."""
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+# What to say of a name that natgrad does not have: `ng.KFAC` is `ng.kfac`, `ng.Nystrom` is `ng.solvers.Nystrom`
+
+ELSEWHERE = {
+    "natgrad.kfac": "KFACOptimizer KFACPreconditioner KFACLinearOperator Shampoo SOAP",
+    "natgrad.NaturalGradient": "NGD NaturalGradientDescent NaturalGrad NaturalGradientOptimizer",
+    "natgrad.fisher": "FIM fisher_matrix fisher_information FisherMetric fisher_information_matrix",
+    "natgrad.sampled_fisher": "FisherMCLinearOperator",
+    "natgrad.empirical_fisher": "EFLinearOperator ef",
+    "natgrad.gauss_newton": "GGN GGNLinearOperator",
+    "natgrad.hessian": "hvp HessianLinearOperator",
+    "natgrad.minimize": "fmin fmin2 cma CMA CMAES CMAEvolutionStrategy NES SNES xNES",
+    "natgrad.stochastic_reconfiguration": "SR QGT QGTOnTheFly QGTJacobianDense MinSR",
+    "natgrad.vmc": "MCState VMC",
+    "natgrad.variational": "SVI Trace_ELBO ELBO advi NaturalVariational VariationalDistribution",
+    "natgrad.residuals": "PINN ENGD",
+    "natgrad.rules.SpectralDescent": "Muon",
+    "natgrad.LevenbergMarquardt": "LM",
+}
+"""Names of other packages, by what takes their place here."""
+
+
+def find_name(package: str, fields: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+    """A `__getattr__` of a package: loads a field when its name is asked for, else says what was likely meant."""
+    homes = {name: home for home, names in fields.items() for name in names}
+
+    def find(name: str) -> Any:
+        if name not in homes:
+            near = suggest_name(name, sys.modules["natgrad"])
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{near}")
+        if homes[name] == package:
+            return import_module(f"{package}.{name}")
+        thing = getattr(import_module(homes[name]), name)
+        setattr(sys.modules[package], name, thing)
+        return thing
+
+    return find
+
+
+def suggest_name(name: str, package: ModuleType) -> str:
+    """`; did you mean ng.kfac?`, or nothing where no name is near."""
+    if name.startswith("_"):
+        return ""
+    known = {key: getattr(package, key) for key in dir(package) if not key.startswith("_")}
+    folders = [thing for thing in known.values() if isinstance(thing, ModuleType)]
+    places = {spell_plainly(n): f"{m.__name__}.{n}" for m in folders for n in getattr(m, "__all__", ())}
+    places |= {spell_plainly(n): f"{package.__name__}.{n}" for n in known}
+    plain = spell_plainly(name)
+    foreign = {spell_plainly(one): place for place, names in ELSEWHERE.items() for one in names.split()}
+    if plain not in places and plain in foreign:
+        return f"; did you mean {foreign[plain]}, which takes the place of {name} here?"
+    near = [plain] if plain in places else get_close_matches(plain, places, n=1, cutoff=0.8)
+    return f"; did you mean {places[near[0]]}?" if near else ""
+
+
+def spell_plainly(name: str) -> str:
+    """In small letters and without underscores."""
+    return name.lower().replace("_", "")
+
+
+# Calls that cannot be: what came, how the thing is called, and an example, in place of Python's own words
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -1,4 +1,4 @@
-"""Parameters as one vector: a dict of tensors <-> a flat vector of shape (n,)."""
+"""Parameters by name and as one flat vector; complex ones by their parts, positive ones by their logarithms."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
 Params = Mapping[str, Tensor]
 
@@ -225,3 +226,130 @@ def check_parameters(params: Params) -> None:
         raise ValueError(
             f"params lie on several devices, {sorted(devices)}; move the model to one with model.to(device)"
         )
+
+
+# Complex parameters as pairs of real ones, which all that is flat and real here can move
+
+
+def split_complex_parameters(net: nn.Module) -> None:
+    """Represent every complex parameter by its real and imaginary parts, a parametrisation of torch's."""
+    found = [
+        (module, name, p)
+        for module in net.modules()
+        for name, p in module.named_parameters(recurse=False)
+        if p.is_complex()
+    ]
+    if len({id(p) for _, _, p in found}) < len(found):
+        raise ValueError("net shares a complex parameter between modules; keep it in one and call that one twice")
+    for module, name, _ in found:
+        register_parametrization(module, name, ComplexParts())
+
+
+class ComplexParts(nn.Module):
+    """A complex tensor from its real and imaginary parts, as a parametrisation of torch's."""
+
+    def forward(self, real: Tensor, imaginary: Tensor) -> Tensor:
+        """real + i imaginary.
+
+        real: Any shape. imaginary: The same shape.
+        """
+        return torch.complex(real, imaginary)
+
+    def right_inverse(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The two parts.
+
+        value: Complex, any shape.
+        """
+        return value.real.clone(), value.imag.clone()
+
+
+# Parameters that must stay positive, as functions of parameters that may be anything
+
+
+@dataclass(frozen=True)
+class Positive:
+    """values = exp(raw): for use inside a model, `ng.positive(params["V"])`; `ng.positive.inverse(start)` to begin.
+
+    Train raw. Setting negative entries to zero after the step instead (projection) is right for a Euclidean step only:
+    the closest feasible point in the metric G is another one, and a natural-gradient step that is cut off in the
+    coordinates need not go downhill. The two-layer model of Karakida, Okada & Amari 2016 stays on its plateau that way.
+    The metric sees through exp: the natural gradient's path is that of values until the step length counts.
+
+    Example:
+        >>> raw = ng.positive.inverse(torch.tensor([0.5, 2.0]))
+        >>> ng.positive(raw)
+        tensor([0.5000, 2.0000])
+    """
+
+    def __call__(self, raw: Tensor) -> Tensor:
+        """exp(raw).
+
+        Args:
+            raw: Any shape.
+        """
+        return raw.exp()
+
+    def slope(self, raw: Tensor) -> Tensor:
+        """d values / d raw, entry by entry: exp(raw).
+
+        Args:
+            raw: Any shape.
+        """
+        return raw.exp()
+
+    def inverse(self, values: Tensor) -> Tensor:
+        """raw with exp(raw) = values.
+
+        Args:
+            values: Any shape.
+
+        Raises:
+            ValueError: For an entry that is not positive and finite.
+        """
+        if not isinstance(values, Tensor) or not values.is_floating_point():
+            came = values.dtype if isinstance(values, Tensor) else type(values).__name__
+            raise TypeError(f"values is {came}, expected a floating-point tensor of positive entries")
+        if not bool(((values > 0) & (values < torch.inf)).all()):
+            low, high = float(values.min()), float(values.max())
+            raise ValueError(
+                f"values lie between {low:.3g} and {high:.3g}, expected positive, finite entries: exp never reaches 0; "
+                "start small ones at 1e-3, say"
+            )
+        return values.log()
+
+
+@dataclass(frozen=True)
+class Square:
+    """values = raw^2: reaches 0, where its slope vanishes too. Both signs of raw give one model."""
+
+    def __call__(self, raw: Tensor) -> Tensor:
+        """raw^2.
+
+        Args:
+            raw: Any shape.
+        """
+        return raw.square()
+
+    def slope(self, raw: Tensor) -> Tensor:
+        """d values / d raw, entry by entry: 2 raw.
+
+        Args:
+            raw: Any shape.
+        """
+        return 2 * raw
+
+    def inverse(self, values: Tensor) -> Tensor:
+        """raw >= 0 with raw^2 = values.
+
+        Args:
+            values: Any shape.
+
+        Raises:
+            ValueError: For a negative entry.
+        """
+        if not bool((values >= 0).all()):
+            raise ValueError(f"values has entries down to {float(values.min()):.3g}, expected none below 0")
+        return values.sqrt()
+
+
+positive = Positive()
