@@ -51,8 +51,8 @@ class SeenImages(Seen):
     derivatives: list[Tensor]
 
     def __init__(self, layer: Layer, inputs: Tensor, derivatives: Sequence[Tensor], share: float = 1.0) -> None:
-        self.__dict__ |= {"layer": layer, "inputs": inputs, "derivatives": list(derivatives), "share": share}
-        self.__dict__ |= {"counts": None, "pooled": False, "cotangents": 1, "skip": None}
+        self.layer, self.inputs, self.derivatives, self.share = layer, inputs, list(derivatives), share
+        self.counts, self.skip, self.pooled, self.cotangents = None, None, False, 1
 
     @staticmethod
     def fits(layer: ConvolutionLayer, inputs: Tensor, derivatives: Sequence[Tensor], examples: int | None) -> bool:

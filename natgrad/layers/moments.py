@@ -23,7 +23,7 @@ NUMBERS = 2**24
 """Entries of per-example gradients that are held at a time, 64 MiB in float32."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Seen:
     """A layer's pass: activations, and the deltas of every cotangent, scaled so that the pass counts `share` times.
 
@@ -186,8 +186,9 @@ class Mixed(Seen):
     parts: list[Seen]
 
     def __init__(self, layer: Layer, parts: Sequence[Seen], share: float = 1.0) -> None:
-        self.__dict__ |= {"layer": layer, "parts": list(parts), "share": share, "counts": None, "skip": None}
-        self.__dict__ |= {"pooled": any(part.pooled for part in parts), "cotangents": 1}
+        self.layer, self.parts, self.share = layer, list(parts), share
+        self.counts, self.skip, self.cotangents = None, None, 1
+        self.pooled = any(part.pooled for part in parts)
 
     @cached_property
     def activations(self) -> Tensor:  # type: ignore[override]

@@ -283,7 +283,8 @@ def settle_ranks(optimizer: Any) -> None:
     ranks, structure = optimizer._ranks, optimizer.structure
     if not ranks.settled:
         if ranks.group is None:
-            ranks.__dict__ |= vars(meet(optimizer.model, None)[1])
+            found = meet(optimizer.model, None)[1]
+            ranks.group, ranks.size, ranks.rank, ranks.wrappers = found.group, found.size, found.rank, found.wrappers
         if isinstance(structure, Layerwise):
             ranks.check(structure)
         ranks.compare(optimizer._named, describe_settings(structure, *optimizer._list_settings()))
