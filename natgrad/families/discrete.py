@@ -335,6 +335,11 @@ class Categorical(NaturalLikelihood):
                 "outputs is a single number, expected the logits of every class: give what the model returned, and not "
                 "a loss of it"
             )
+        if outputs.dim() <= self.dim:
+            raise ValueError(
+                f"outputs has shape {tuple(outputs.shape)}, expected the logits of every class, (examples, classes): "
+                "give them before an argmax; one score per example is a criterion of bits, nn.BCEWithLogitsLoss()"
+            )
         if require_tensor_targets(targets).is_floating_point():
             if targets.dim() < outputs.dim():
                 raise ValueError(

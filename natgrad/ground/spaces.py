@@ -286,7 +286,12 @@ class Positive:
 
         Args:
             raw: Any shape.
+
+        Raises:
+            TypeError: For anything but a tensor.
         """
+        if not isinstance(raw, Tensor):
+            raise TypeError(f"raw is {type(raw).__name__}, expected a tensor: ng.positive.inverse(values) makes it")
         return raw.exp()
 
     def slope(self, raw: Tensor) -> Tensor:

@@ -34,12 +34,24 @@ def named_parameters(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tenso
     if isinstance(model, nn.Module):
         params = trainable(model)
         check_parameters(params)
+        check_numbers_there(params)
         return dict(params)
     check_parameters(model)
+    check_numbers_there(model)
     frozen = [name for name, p in model.items() if not (p.requires_grad and p.is_leaf)]
     if frozen:
         raise ValueError(f"params {frozen} are not leaves that require a gradient; call .requires_grad_() on them")
     return dict(model)
+
+
+def check_numbers_there(params: Mapping[str, Tensor]) -> None:
+    """ValueError for parameters on the meta device."""
+    empty = [name for name, p in params.items() if p.is_meta]
+    if empty:
+        raise ValueError(
+            f"params {empty} lie on the meta device and hold no numbers: call model.to_empty(device='cpu') and "
+            "initialise them, or load a state_dict, before the optimizer is built"
+        )
 
 
 def dense_gradient(name: str, p: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -142,6 +143,25 @@ def test_a_closure_that_does_not_go_backward_is_told_so() -> None:
     with pytest.warns(UserWarning, match=r"this step does nothing.*loss.backward\(\)"):
         opt.step(lambda: CE(model(X), Y))
     assert torch.equal(flat(model), before)
+
+
+@pytest.mark.parametrize(
+    "criterion", [CE, torch.nn.NLLLoss(), torch.nn.functional.cross_entropy], ids=["CE", "NLL", "function"]
+)
+def test_outputs_without_classes_are_told_so(criterion: Any) -> None:
+    """What an argmax gave, or one score per example."""
+    model = net()
+    for recipe in (ng.kfac, ng.hessian_free):
+        opt = recipe(model, criterion)
+        for outputs in (model(X).argmax(1), model(X)[:, 0]):
+            with pytest.raises(ValueError, match=r"outputs has shape \(8,\), expected the logits of every class"):
+                opt.loss(outputs, Y)
+
+
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.hessian_free])
+def test_a_model_without_numbers_is_told_so(recipe: Any) -> None:
+    with pytest.raises(ValueError, match=r"\['weight', 'bias'\] lie on the meta device"):
+        recipe(torch.nn.Linear(2, 2, device="meta"), CE)
 
 
 def test_a_loss_in_the_place_of_the_outputs_is_told_so() -> None:
