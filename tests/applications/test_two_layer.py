@@ -12,7 +12,7 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.applications import TwoLayer
-from natgrad.ground.spaces import Positive, Square
+from natgrad.ground.spaces import Params, Positive, Square
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "scores.json").read_text(encoding="utf-8"))
 LINKS = [ng.positive, Square()]
@@ -27,7 +27,7 @@ def model(*batch: int) -> tuple[dict[str, Tensor], Tensor]:
 def test_closed_forms_are_the_derivatives_of_log_p(link: Positive | Square) -> None:
     density, (params, x) = TwoLayer(link), model()
 
-    def log_p(params: ng.spaces.Params, x: Tensor) -> Tensor:
+    def log_p(params: Params, x: Tensor) -> Tensor:
         return density.log_p(params, x)
 
     given = {name: p.clone().requires_grad_() for name, p in params.items()}

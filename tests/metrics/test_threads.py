@@ -14,6 +14,7 @@ from models import build_seeded, draw
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.ground.pure import RandomState
 
 X = draw(6, 3)
 
@@ -41,7 +42,7 @@ def multiply(model: nn.Module, params: dict[str, Tensor], seed: int) -> Tensor:
 
 def seed_state(seed: int) -> Any:
     """The random state after a seed, made without moving the global one."""
-    return ng.pure.RandomState({torch.device("cpu"): torch.Generator().manual_seed(seed).get_state()})
+    return RandomState({torch.device("cpu"): torch.Generator().manual_seed(seed).get_state()})
 
 
 def read_diagonal(model: nn.Module, params: dict[str, Tensor], seed: int) -> Tensor:
