@@ -25,6 +25,7 @@ demo: $(VENV)/.lab  ## K-FAC and the natural gradient beside SGD and Adam on the
 	$(BIN)/natgrad run digits $(ARGS)
 
 test: $(VENV)/.test  ## every claim of the library, checked
+	@$(BIN)/python -m compileall -q natgrad lab/natgrad_lab tests/shared  # for the processes that tests start, which may write none
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 check: $(VENV)/.dev  ## format, lint and types

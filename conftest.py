@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,12 @@ settings.register_profile(
 )
 settings.register_profile("long", max_examples=2000, deadline=None, database=None, suppress_health_check=SLOW)
 settings.load_profile("suite")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: a collection, of which there are thousands, need not walk through all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
