@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -180,7 +181,9 @@ def test_a_flow_ends_where_its_field_is_not_known_to_the_tolerance(method):
 
     found = flow(count_calls, family, start, 40.0, method=method, evaluations=400)
     assert found.status in ("stuck", "not finite")
-    assert f"t = {float(found.times[-1]):.3g}"[:7] in found.message
+    told = re.search(r"t = ([\d.]+\d)", found.message)
+    assert told is not None
+    assert float(told[1]) == pytest.approx(float(found.times[-1]), rel=1e-2)
     assert asked < 500
     assert_close(found.points, start - found.times.unsqueeze(1) * slope, rtol=1e-5, atol=1e-5)
     early = flow(field, family, start, torch.linspace(0, 1, 5, dtype=torch.float64))
