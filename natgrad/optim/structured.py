@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -164,6 +164,8 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._nats = self.criterion.nats(outputs)
         if self._reader.taps.armed:
             update = self._begin_update()
+            if self._passes and is_among(self._passes[-1][0], self._recall.losses):
+                self._passes = []  # those before it count: their averages need not be held
             self._passes.append((self._recall.computed[-1], self._update))
             wanted, hearing = self._reader.wants(update.hearing, self._list_unread(), outputs)
             if wanted:
@@ -349,7 +351,7 @@ class StructuredNaturalGradient(ModelOptimizer):
     def _drop_unused(self) -> None:
         """Forget what was read last of losses that did not go backward, where others did."""
         gone = self._recall.losses
-        while gone and self._passes and all(loss is not self._passes[-1][0] for loss in gone):
+        while gone and self._passes and not is_among(self._passes[-1][0], gone):
             self._update = self._passes.pop()[1]
 
     def _list_unread(self) -> set[str]:
@@ -465,6 +467,11 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._update, self._discarded, self._passes = None, {}, []
         self._own.clear()
         self._arm()
+
+
+def is_among(loss: Loss, others: Sequence[Loss]) -> bool:
+    """Whether it is one of these: two losses may be equal."""
+    return any(loss is other for other in others)
 
 
 # How several processes share out one optimizer's blocks: exact counts of work, state and bytes

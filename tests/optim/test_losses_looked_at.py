@@ -53,3 +53,14 @@ def test_a_loss_that_is_only_looked_at_changes_nothing(recipe: Any, choice: str,
     found = train(recipe, CHOICES[choice], looks, micro)
     assert torch.equal(found[0], expected[0])
     assert found[1].keys() == expected[1].keys()
+
+
+def test_micro_batches_that_went_backward_hold_no_averages_of_before() -> None:
+    """A hundred of them would hold as many copies of all factors."""
+    model = net()
+    opt = ng.kfac(model, CE)
+    for _ in range(5):
+        opt.loss(model(X), Y).backward()
+    assert len(opt._passes) == 1
+    opt.step()
+    assert opt._passes == []
