@@ -46,6 +46,11 @@ def measure_norm(
     return torch_linalg.vector_norm(x, dim=dim, keepdim=keepdim, dtype=dtype)
 
 
+def measure_norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
+    """The norms of many tensors, scalar tensors: by one call."""
+    return list(torch_plain._foreach_norm(tensors, order)) if tensors else []
+
+
 def as_tensor_like(value: object, like: Tensor) -> Tensor:
     """A number, sequence or tensor in the dtype and on the device of another tensor.
 

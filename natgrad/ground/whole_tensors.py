@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from natgrad.ground.typed_torch import torch_plain
+
 PAUSE = 1.0
 """Seconds between two looks for a question."""
 PATIENCE = 4.0
@@ -182,6 +184,15 @@ def write_whole(target: Tensor, value: Tensor) -> None:
     mesh = split.device_mesh
     alike = DTensor.from_local(value.to(target.dtype), mesh, [Replicate()] * mesh.ndim, run_check=False)
     local_part(target).copy_(local_part(alike.redistribute(mesh, split.placements)))
+
+
+def write_all(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """`write_whole` of each: by one call where none is split."""
+    if any_split(targets):
+        for target, value in zip(targets, values, strict=True):
+            write_whole(target, value)
+    elif targets:
+        torch_plain._foreach_copy_(targets, values)
 
 
 def zeros_whole(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

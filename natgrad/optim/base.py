@@ -25,7 +25,6 @@ from natgrad.optim.objective import Called, Closure, call_closure
 from natgrad.optim.passes import Recall, mark_of
 from natgrad.optim.processes import RankExchange, Ranks
 from natgrad.optim.report import KEPT, Report, Row, StateReport, Steps, explain_steps
-from natgrad.optim.state import Noise
 from natgrad.rules import Rule
 
 CHOICES = ("structure", "solver", "rule", "damping", "update_every", "invert_every", "train_in_eval", "on_trouble")
@@ -280,14 +279,12 @@ class ModelOptimizer(Optimizer):
         reports = [report for report in found.values() if report.step]
         settings = {"lr": min((float(group["lr"]) for group in self.param_groups), default=0.0)} | self._options()
         scheduled = any("initial_lr" in group for group in self.param_groups)  # which torch's schedulers write
-        noise = self._noise
-        kept = (noise.turned, noise.returns, noise.rose)
-        return explain_steps(Steps(reports, self.rule, settings, scheduled, *kept))
+        return explain_steps(Steps(reports, self.rule, settings, scheduled, self._turned))
 
     @property
-    def _noise(self) -> Noise:
-        """What a rule knows that turns once noise has hidden the gradient."""
-        return Noise()
+    def _turned(self) -> int:
+        """The step at which the rule turned to directions of its own; -1 before."""
+        return -1
 
     def _report_later(self) -> Callable[[], StateReport]:
         """The report of the last step, for later: numbers are not asked for yet."""

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.pure import leaves, map_tensors
-from natgrad.ground.typed_torch import list_numbers, split_tensor, torch_distributed
+from natgrad.ground.typed_torch import list_numbers, split_tensor, torch_distributed, torch_plain
 from natgrad.ground.whole_tensors import gather_whole, naming_lost, wait_for_all, zeros_whole
 from natgrad.layers import Layer, Layout, Seen
 from natgrad.operators import DiagonalOperator, Operator, pack_operator, unpack_operator
 from natgrad.optim.guard import RAISES, Guard
 from natgrad.optim.processes import Ranks, send_tree
 from natgrad.optim.reading import SOME, Reading, agree_on_parts
-from natgrad.optim.state import OWNED, Block, GradientMean, Hearing, State, single
+from natgrad.optim.state import OWNED, Block, Hearing, State, single
 from natgrad.rules import Parts, inner_product
 from natgrad.structures import Layerwise, Statistics, accumulate_statistics, accumulate_weight, exchanging
 
@@ -879,16 +879,25 @@ class Penalised(Mapping[str, Tensor]):
         return len(self.gradients)
 
 
-def average_gradient(mean: GradientMean | None, gradient: Tensor, decay: float) -> tuple[Tensor, GradientMean | None]:
-    """The gradient's running mean, corrected for its start, and what to keep of it."""
+def average_gradients(
+    past: Sequence[Tensor] | None, gradients: Sequence[Tensor], decay: float, count: int, dtype: torch.dtype
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """The running means of gradients, corrected for their start, and what to keep of them.
+
+    past: what was kept of the last step; None before. count: gradients in the mean, with these.
+    """
     if decay == 0:
-        return gradient, None
-    count = 1 if mean is None else mean.count + 1
-    value = (1 - decay) * gradient if mean is None else mean.value.lerp(gradient, 1 - decay)
+        return gradients, ()
+    fresh = 1 - decay
+    kept = (
+        torch_plain._foreach_mul(gradients, fresh)
+        if past is None
+        else torch_plain._foreach_lerp(past, gradients, fresh)
+    )
     weight = 1 - decay**count
     # late in a run the weights add up to 1, and nothing is copied
-    whole = 1 - weight < torch.finfo(value.dtype).eps / 4
-    return (value if whole else value / weight), GradientMean(value, count)
+    whole = 1 - weight < torch.finfo(dtype).eps / 4
+    return (kept if whole else torch_plain._foreach_div(kept, weight)), kept
 
 
 def sum_scalars(scalars: Mapping[str, Tensor]) -> Tensor:

@@ -25,6 +25,7 @@ from natgrad.rules import (
     OnlineRadius,
     Relative,
     SpectralDescent,
+    SpectralProgress,
     SubspaceSearch,
 )
 from natgrad.solvers import CG, Auto, KrylovSubspace, Solution, Solver, Status
@@ -265,13 +266,14 @@ def fill_options(options: FlatOptions, defaults: FlatOptions) -> FlatOptions:
 
 Criterion = nn.Module | Likelihood
 LearningRate = Literal["constant", "auto"]
+Spectral = SpectralDescent | SpectralProgress
 
 
 SAFE = Relative(0.03, per="block", whole=1.0)
 """Damping that does not vanish with a block that the loss hardly depends on."""
 NEAR, FAR = Relative(0.1, per="block", whole=0.1), Relative(0.3, per="block", whole=0.1)
 """The same for structures without dense factors, and for few directions."""
-NATURAL = NoiseAware(kl_share=0.05, noise=0.0)
+NATURAL = NoiseAware(kl_share=0.05, move=0.1, floor=0.5, noise=0.0)
 """Natural steps within a share of each layer, all along, and of less nats."""
 FALLS_AFTER = 20.0
 """Spectral steps from which on the rate falls with `rate="auto"`."""
@@ -547,7 +549,7 @@ def settle_rate(options: BlockOptions, rate: LearningRate) -> BlockOptions:
         return options
     if isinstance(rule, NoiseAware) and rule.noise > 0:
         rule = replace(rule, spectral=let_fall(rule.spectral))
-    elif isinstance(rule, SpectralDescent):
+    elif isinstance(rule, (SpectralDescent, SpectralProgress)):
         rule = let_fall(rule)
     else:
         raise ValueError(
@@ -558,7 +560,7 @@ def settle_rate(options: BlockOptions, rate: LearningRate) -> BlockOptions:
     return chosen
 
 
-def let_fall(rule: SpectralDescent) -> SpectralDescent:
+def let_fall(rule: Spectral) -> Spectral:
     """The rule with the usual fall, where it has none."""
     return replace(rule, falls_after=FALLS_AFTER) if math.isinf(rule.falls_after) else rule
 

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from natgrad.ground.messages import write_table
-from natgrad.rules import NoiseAware, Rule
+from natgrad.rules import NoiseAware, Rule, SpectralProgress
 
 
 class Row(NamedTuple):
@@ -167,9 +167,7 @@ class Steps:
         rule: How a direction becomes a step.
         settings: Numbers that the parameter groups have, such as lr and kl_share: the least over the groups.
         scheduled: True if a scheduler lowers the learning rate.
-        turned: The step at which noise had hidden the gradient; -1 before, and after it showed again.
-        returns: Times that it showed again.
-        rose: The step after which a loss that had risen turned the rule; -1 for never.
+        turned: The step at which noise had hidden the gradient; -1 before.
     """
 
     reports: Sequence[StateReport]
@@ -177,8 +175,6 @@ class Steps:
     settings: Mapping[str, float]
     scheduled: bool = False
     turned: int = -1
-    returns: int = 0
-    rose: int = -1
 
     @property
     def last(self) -> StateReport:
@@ -321,7 +317,8 @@ def describe_setting(steps: Steps, name: str, factor: float) -> str:
     if value is None or name in steps.settings or not isinstance(steps.rule, NoiseAware):
         return now
     new = show(factor * value)
-    inner = f"move={new}" if name == "move" else f"spectral=natgrad.rules.SpectralDescent(kl_share={new})"
+    spectral = type(steps.rule.spectral).__name__
+    inner = f"move={new}" if name == "move" else f"spectral=natgrad.rules.{spectral}(kl_share={new})"
     return f"{now}, with rule=natgrad.rules.NoiseAware({inner}{list_changed(steps.rule)})"
 
 
@@ -349,18 +346,15 @@ def tell_damping(steps: Steps) -> Iterator[str]:
 
 
 def tell_noise(steps: Steps) -> Iterator[str]:
-    """Whether the rule has turned to spectral steps, or back."""
-    if steps.turned < 0 < steps.returns:
-        yield "The gradient showed again after noise had hidden it: steps are natural ones as at the start."
-    if steps.turned >= 0:
-        why = "Noise has hidden the gradient since" if steps.rose < 0 else "A natural step had raised the loss before"
-        falls = falls_by_itself(steps.rule)
-        yield (
-            f"{why} step {steps.turned}: steps are spectral ones from there on, of a "
-            f"{'size per layer that falls by itself' if falls else 'fixed size per layer, times lr'}."
-        )
-        if steps.way() >= 0 and steps.course() is not None and not (falls or steps.scheduled):
-            yield 'Try: rate="auto", or a schedule that lets lr fall to zero.'
+    """Whether the rule has turned to spectral steps."""
+    if steps.turned < 0:
+        return
+    falls, grows = falls_by_itself(steps.rule), isinstance(getattr(steps.rule, "spectral", None), SpectralProgress)
+    size = "share of each layer" if grows else "fixed size per layer"
+    how = f"{size} that falls by itself" if falls else f"{size}, times lr"
+    yield f"Noise has hidden the gradient since step {steps.turned}: steps are spectral ones from there on, of a {how}."
+    if steps.way() >= 0 and steps.course() is not None and not (falls or steps.scheduled):
+        yield 'Try: rate="auto", or a schedule that lets lr fall to zero.'
 
 
 def falls_by_itself(rule: Rule) -> bool:

@@ -94,7 +94,7 @@ def trace_reshapes(outputs: Tensor) -> list[Any]:
 # The part of a gradient that did not come from `opt.loss`, and the damping that keeps steps along it bounded
 
 SHARE = 0.1  # of a block's gradient, that counts as a part: round-off in half precision stays below
-ROUND = 1e-4  # of the whole gradient, below which a zero may be round-off
+ROUND = 4e-3  # of the whole gradient, below which a zero may be round-off: 2^-8 in bfloat16
 FADES = 0.9  # per measurement: an old curvature is forgotten in about ten
 
 
@@ -440,8 +440,6 @@ class Length:
         fallen: The metric as measured over its running averages, at most 1.
         doubt: How many times the estimate of a step's KL may be too small.
         compared: The step at which a step's KL was measured on its own batch last.
-        formed: The step at which the form of a step of fixed length was computed last, -1 before.
-        form: That form at a learning rate of 1.
     """
 
     ratio: Tensor | None = None
@@ -449,8 +447,6 @@ class Length:
     fallen: float = 1.0
     doubt: float = 30.0
     compared: int = 0
-    formed: int = -1
-    form: float = 0.0
 
     def known_ratio(self, like: Tensor) -> Tensor:
         """What a step's length is divided by: the ratio, at least 1: below 1 the damping shortens a step."""
@@ -462,18 +458,12 @@ class Noise:
     """What a rule knows that turns to directions of its own once noise has hidden the gradient.
 
     Attributes:
-        turned: The step of the turn, -1 before and after a return.
-        returns: Times that the gradient showed again.
+        turned: The step of the turn, -1 before.
         signal: Running sums of |m|^2, |g|^2 and of what |m|^2 would be for gradients that are noise alone.
-        rose: The step after which a loss that had risen made the rule turn, -1 for never.
-        loss: The last loss that was looked at for that.
     """
 
     turned: int = -1
-    returns: int = 0
     signal: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    rose: int = -1
-    loss: float = math.inf
 
 
 @dataclass(frozen=True)

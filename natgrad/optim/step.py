@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from natgrad.families import Bernoulli, Categorical, Criterion, Gaussian, Huber, Laplace
 from natgrad.ground.linalg import stays_finite
-from natgrad.ground.typed_torch import as_tensor_like, list_numbers, measure_norm
+from natgrad.ground.typed_torch import as_tensor_like, list_numbers, measure_norm, measure_norms, torch_plain
 from natgrad.ground.whole_tensors import WholeTensors
 from natgrad.layers import Heard, Seen
 from natgrad.operators import Operator
@@ -28,8 +28,7 @@ from natgrad.optim.blocks import (
     BatchUpdate,
     Penalised,
     WholeMetric,
-    add_penalty,
-    average_gradient,
+    average_gradients,
     give_back,
     sum_scalars,
 )
@@ -51,17 +50,11 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 MOST = 20  # steps between two updates, for which all rows are taken that a pass is asked for
 SELDOM = 4  # times more seldom a length is measured once steps are spectral
 BEFORE = 2  # a measurement waits for as many steps as a run has had, over this
-FORMED = 5  # steps for which the form of a step of fixed length is believed
-ROOM = 0.1  # share of its bound below which it is
 WATCHED = 20  # steps after one that was near its bound
 UNKNOWN = Length().doubt  # times too small that the estimate of a step's KL may be, before any was compared
 MARGIN = 5.0  # of the largest factor by which it was too small lately
 FORGETS = 0.98  # of that factor, per comparison
 FADES, SURE = 0.9, 10  # of the sums that tell signal from noise, per step; steps before they are believed
-SOON = 10  # steps after a turn within which signal that shows again was hidden by steps too long for a valley
-STERNER = 4.0  # times less signal it takes to turn again, after each return
-RISES = 3.0  # standard errors by which a loss is higher than before for more than chance
-SPREAD = math.sqrt(2)  # standard deviation of rows' losses over their mean: of squared normal errors, of classes less
 SMALLEST, LARGEST = 1.0, 1e8  # below 1 the damping shortens a step, and that is what it is for
 FALLS_TO = 0.5  # that the ratio falls to, per measurement
 FEWEST = 64  # examples that a measurement takes, if the pass has as many
@@ -223,15 +216,10 @@ def finish(
     guard = now.guard.follow_loss(batch.loss, taken=True)
     guard = replace(guard, skipped=0, late=state.guard.late + 1 if evidence.late else 0)
     pace = follow_drift(now.pace, choices.averages.drift(update), choices.update_every)
-    noise = now.noise
-    if choices.rule.turns_at and choices.bounded and batch.loss is not None:
-        rows = partial(choices.averages.owners.ranks.count_rows, evidence.losses, batch.nats, batch.norm.device)
-        noise = follow_loss(noise, now.step, batch.loss, rows)
-        pace = start_afresh(pace) if noise.turned != now.noise.turned else pace
     holds = choices.averages.owners.holds
     elsewhere = {name for b in now.blocks.values() if not holds(b.key) for name in b.layout.names}
     means = {name: mean for name, mean in {**state.means, **work.means}.items() if name not in elsewhere}
-    after = replace(now, step=now.step + 1, means=means, vectors=work.vectors, pace=pace, noise=noise, guard=guard)
+    after = replace(now, step=now.step + 1, means=means, vectors=work.vectors, pace=pace, guard=guard)
     return work.moved, after, StepReport(told, dampings=work.dampings)
 
 
@@ -265,6 +253,11 @@ class Batch:
         """The loss, for the report."""
         return {} if self.loss is None else {"loss": self.loss}
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the gradients were far too long, and cut."""
+        return self.uncut is not self.gradients
+
     def judge(self, bounded: bool, guard: Guard, steps: int) -> tuple[bool, float]:
         """Whether the batch is fit for a step, and the gradient's length: one read of the device."""
         norm = self.norm
@@ -292,7 +285,7 @@ def pool_batch(processes: Ranks, evidence: Evidence, update: BatchUpdate) -> Bat
     losses, raw = evidence.losses, evidence.gradients
     if update.far:
         losses = [loss._replace(value=loss.value * math.nan) for loss in losses]
-    norms = {name: measure_norm(g) for name, g in raw.items()}
+    norms = dict(zip(raw, measure_norms(list(raw.values())), strict=True))
     loss, nats, scale, norm = processes.pool_losses(losses, evidence.nats, evidence.scale, norms)
     if isinstance(scale, float) and scale == 1:
         return Batch(raw, norms, norm, loss, nats, scale, raw)
@@ -306,9 +299,9 @@ def all_stay_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], s
     size: a number that must be finite, such as the step's length in the metric: one that overflows is cut to nothing,
     and would be taken for a step.
     """
-    sums = [new.sum(dtype=torch.promote_types(new.dtype, torch.float32)) for new in after.values()]
-    known = sums if size is None or not sums else [*sums, size.to(sums[0].device)]
-    if not sums or bool(torch.isfinite(torch.stack([total.double() for total in known])).all()):
+    sizes = measure_norms(list(after.values()), math.inf)
+    known = sizes if size is None or not sizes else [*sizes, size.to(sizes[0].device)]
+    if not sizes or bool(torch.isfinite(torch.stack([one.to(sizes[0].device, torch.float64) for one in known])).all()):
         return True
     return (size is None or bool(torch.isfinite(size))) and all(
         stays_finite(before[name], new) for name, new in after.items()
@@ -330,7 +323,8 @@ class Work:
     """
 
     def __init__(self, choices: Choices, evidence: Evidence, batch: Batch, state: State) -> None:
-        self.choices, self.evidence, self.batch, self.state = choices, evidence, batch, state
+        self.choices, self.evidence, self.batch = choices, evidence, batch
+        self.state: State = state
         self.averages, self.rule, self.settings = choices.averages, choices.rule, evidence.settings
         self.owners, self.processes = choices.averages.owners, choices.averages.owners.ranks
         self.values, self.device = evidence.values, batch.norm.device
@@ -348,11 +342,16 @@ class Work:
         """The learning rate of a parameter, as far as it has fallen by itself."""
         return float(self.settings[name]["lr"]) * self.fall
 
-    @property
+    @cached_property
     def errors(self) -> ErrorScale:
         """How far a regression's targets lie away."""
         errors, loss = self.state.hearing.errors, self.batch.loss
         return errors.scale(0.0 if loss is None else loss) if errors else ErrorScale()
+
+    @cached_property
+    def examples(self) -> float:
+        """Of the batch."""
+        return float(self.evidence.examples())
 
     # 1 inverses
 
@@ -401,11 +400,10 @@ class Work:
             return None
         self.follow_signal()
         errors = self.errors
-        fixed = errors if self.shapes else ErrorScale()  # lengths that do not follow the gradient's
-        vector = Parts(directions, {name: -self.lr(name) * fixed.of(name) for name in directions})
+        vector = Parts(directions, {name: -self.lr(name) for name in directions})
         even, rated = len({self.lr(name) for name in directions}) == 1, dict[str, Tensor]()
         if self.shapes:
-            full, promise = None, Lazy(partial(self.promise_lately, vector, levels))
+            full, promise = None, Lazy(partial(self.promise, vector, levels))
             if self.sample is not None:
                 self.measure(vector.tensors(), self.averages.forms(self.state.blocks, vector, levels))
         else:
@@ -442,19 +440,27 @@ class Work:
         gradients, blocks = self.batch.gradients, dict(self.state.blocks)
         steps, slopes, levels = dict[str, Tensor](), dict[str, Tensor](), dict[str, float]()
         rates = {name: self.lr(name) for name in self.settings}
-        for key, block in self.state.blocks.items():
-            if not self.owners.holds(key):
-                continue
-            means = {name: self.mean(name, gradients[name]) for name in block.layout.names if name in gradients}
-            if block.level is None or not means or (self.inverts and block.inverse is None):
-                continue
-            if self.shapes:
-                shaped, blocks[key] = self.shape(block, means)
-                steps |= shaped
-            else:
-                solved, promised = self.averages.direction(block, means, rates)
+        ready = {
+            key: block
+            for key, block in blocks.items()
+            if block.level is not None and self.owners.holds(key) and (block.inverse or not self.inverts)
+        }
+        means = self.average([name for block in ready.values() for name in block.layout.names if name in gradients])
+        held = {key: {n: means[n] for n in block.layout.names if n in means} for key, block in ready.items()}
+        held = {key: parts for key, parts in held.items() if parts}
+        if self.shapes:
+            shaped = self.rule.shape_blocks([self.view(blocks[key], parts) for key, parts in held.items()])
+            for (key, parts), (direction, memory) in zip(held.items(), shaped, strict=True):
+                steps |= give_back(blocks[key].layout, direction, parts)
+                blocks[key] = replace(blocks[key], shape=memory)
+        else:
+            for key, parts in held.items():
+                solved, promised = self.averages.direction(blocks[key], parts, rates)
                 steps |= solved
                 slopes |= promised
+        for key in held:
+            block = blocks[key]
+            assert block.level is not None
             levels |= dict.fromkeys(block.layout.names, block.level)
         self.state = replace(self.state, blocks=blocks)
         if not self.owners.apart:
@@ -462,11 +468,11 @@ class Work:
         keys = {name: key for key, block in blocks.items() for name in block.layout.names}
         return self.owners.share_directions(gradients, steps, slopes, levels, keys)
 
-    def shape(self, block: Block, means: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Block]:
-        """A block's direction as the rule shapes it, and the block with what the rule remembers."""
+    def view(self, block: Block, means: Mapping[str, Tensor]) -> BlockPoint:
+        """A block as a rule sees it that shapes directions."""
         penalised = self.penalise(self.batch.gradients)
         assert block.level is not None
-        point = BlockPoint(
+        return BlockPoint(
             names=block.layout.names,
             kind=self.averages.kind(block),
             mean=self.averages.matrix(block, means),
@@ -479,28 +485,38 @@ class Work:
             steps=self.state.step,
             positions=block.mean_positions,
             shape=block.layout.shape if block.layer is None else (),
+            values=lambda: self.averages.matrix(block, {name: self.values[name].detach() for name in means}),
+            renewed=self.state.pace.inverted == self.state.step,
+            examples=self.examples,
+            unit=max(map(self.errors.of, block.layout.names)),
         )
-        direction, memory = self.rule.shape(point)
-        return give_back(block.layout, direction, means), replace(block, shape=memory)
 
-    def mean(self, name: str, gradient: Tensor) -> Tensor:
-        """The running mean of a gradient, with this step's."""
-        whole = add_penalty(gradient, self.values[name], self.settings[name]["l2"])
-        mean, kept = average_gradient(self.state.means.get(name), whole, self.settings[name]["momentum"])
-        if kept is not None:
-            self.means[name] = kept
-        return mean
+    def average(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The running means of these gradients, with this step's: all of one momentum and age at once."""
+        alike = dict[Any, list[str]]()
+        gradients, found = self.penalise(self.batch.gradients), dict[str, Tensor]()
+        for name in names:
+            count = self.state.means[name].count if name in self.state.means else 0
+            alike.setdefault((self.settings[name]["momentum"], count, gradients[name].dtype), []).append(name)
+        for (decay, count, dtype), those in alike.items():
+            past = [self.state.means[name].value for name in those] if count else None
+            means, kept = average_gradients(past, [gradients[name] for name in those], decay, count + 1, dtype)
+            found |= zip(those, means, strict=True)
+            if decay:
+                self.means |= {n: GradientMean(value, count + 1) for n, value in zip(those, kept, strict=True)}
+        return found
 
     def penalise(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The gradients with those of a penalty."""
         return Penalised(gradients, self.values, self.strengths) if any(self.strengths.values()) else gradients
 
     def follow_signal(self) -> None:
-        """Follow how much of the gradients is signal; turn to the rule's own directions where that is little, or back.
+        """Follow how much of the gradients is signal; turn to the rule's own directions where that is little.
 
         Turning asks for fresh statistics, roots and measurements at the next step.
         """
-        if not self.rule.turns_at or (not self.means and not self.owners.apart):  # no momentum: nothing is known
+        known = bool(self.means) or self.owners.apart  # without momentum nothing is
+        if not self.rule.turns_at or self.turned or self.batch.is_cut or not known:  # a gradient that was cut is none
             return
         decays = {name: float(self.settings[name]["momentum"]) for name in self.means}
         whole, norms = self.penalise(self.batch.gradients), self.batch.norms
@@ -545,15 +561,6 @@ class Work:
         """d^T (G + damping I) d of the blocks."""
         return sum_scalars(self.averages.forms(self.state.blocks, vector, levels))
 
-    def promise_lately(self, vector: Parts, levels: Mapping[str, float]) -> Tensor:
-        """The same; now and then, where a direction's length does not depend on the gradient's: it changes slowly."""
-        rate, state = max(abs(vector.rate(name)) for name in vector), self.state
-        if self.rule.steady and (known := recent_form(state.length, state.step, rate)) is not None:
-            return torch.tensor(known, device=self.device)
-        form = self.promise(vector, levels)
-        self.state = replace(self.state, length=keep_form(self.state.length, state.step, float(form), rate))
-        return form
-
     def step_along(self, levels: Mapping[str, float], vector: Vector) -> BlockStep:
         """The step with this vector: on the pass of a measurement what is measured, else in proportion to the last."""
         assert isinstance(vector, Parts)
@@ -569,8 +576,8 @@ class Work:
         assert isinstance(step, BlockStep)
         expected = float(0.5 * self.batch.nats * step.form())
         form = self.evidence.batch.measure(step.vector, expected)
-        nats, fixed = 0.5 * float(self.batch.nats) * form, self.shapes and self.rule.steady
-        length = compare_kl(self.state.length, self.state.step, nats, expected, fixed)
+        nats = 0.5 * float(self.batch.nats) * form
+        length = compare_kl(self.state.length, self.state.step, nats, expected)
         self.state = replace(self.state, length=length)
         return None if math.isnan(form) else replace(step, true=Lazy(value=torch.full_like(step.form(), form)))
 
@@ -654,17 +661,17 @@ class Work:
         told["rate"] = vector.length if alike else vector.norm() / proposal.norm()
         if form is not None:
             told["kl"] = 0.5 * self.batch.nats * form
-            if self.shapes:
-                kl, bound = float(told["kl"]), float(self.rule.kl_bound(model))
-                self.state = replace(self.state, length=trust_form(self.state.length, self.state.step, kl, bound))
-        self.moved = {name: self.move_parameter(name, vector) for name in vector}
+        self.moved = self.move_all(vector)
 
-    def move_parameter(self, name: str, vector: Parts) -> Tensor:
-        """The parameter after the step."""
-        p, decay = self.values[name], self.settings[name]["weight_decay"]
-        start = p * (1 - self.lr(name) * decay) if decay else p
-        part = vector.parts[name].to(p.dtype)
-        return torch.addcmul(start, part, as_tensor_like(vector.factor(name, part), p))
+    def move_all(self, vector: Parts) -> Move:
+        """The parameters after the step."""
+        starts = {name: self.values[name].detach() for name in vector}
+        for name, start in starts.items():
+            if decay := self.settings[name]["weight_decay"]:
+                starts[name] = start * (1 - self.lr(name) * decay)
+        parts = [vector.parts[name].to(start.dtype) for name, start in starts.items()]
+        factors = [as_tensor_like(vector.factor(n, part), part) for n, part in zip(starts, parts, strict=True)]
+        return dict(zip(starts, torch_plain._foreach_addcmul(list(starts.values()), parts, factors), strict=True))
 
 
 def signal_sums(norms: Mapping[str, Tensor], means: Mapping[str, GradientMean], decays: Mapping[str, float]) -> Tensor:
@@ -673,13 +680,14 @@ def signal_sums(norms: Mapping[str, Tensor], means: Mapping[str, GradientMean], 
     A mean over k gradients with weights in proportion to b^i has (1 - b) / (1 + b) (1 + b^k) / (1 - b^k) of one
     gradient's variance.
     """
-    sizes, weights = list[Tensor](), list[tuple[float, float]]()
-    for name, norm in norms.items():
+    weights = list[tuple[float, float]]()
+    for name in norms:
         decay, faded = decays[name], decays[name] ** means[name].count
-        sizes += [measure_norm(means[name].value), norm]
         weights.append(((1 - faded) ** -2, (1 - decay) / (1 + decay) * (1 + faded) / (1 - faded)))
+    sizes = measure_norms([means[name].value for name in norms])
     home = sizes[0].device
-    mean, single = torch.stack([one.to(home, torch.float64) for one in sizes]).square().view(-1, 2).T
+    table = torch.stack([one.to(home, torch.float64) for one in (*sizes, *norms.values())])
+    mean, single = table.square().view(2, -1)
     corrected, noise = torch.tensor(weights, dtype=torch.float64, device=home).T
     return torch.stack([corrected @ mean, single.sum(), noise @ single])
 
@@ -749,43 +757,22 @@ def is_due_to_measure(pace: Pace, step: int, turned: bool, every: int) -> bool:
     return step - pace.measured >= rare * min(every, max(1, step // BEFORE))
 
 
-def recent_form(length: Length, step: int, rate: float) -> float | None:
-    """The blocks' form along a step of fixed length at this learning rate, as it was lately; None: compute it."""
-    fresh = length.formed >= 0 and step - length.formed < FORMED
-    return length.form * rate**2 if fresh else None
-
-
-def keep_form(length: Length, step: int, form: float, rate: float) -> Length:
-    """Remember a form that was computed at this rate."""
-    known = rate > 0 and math.isfinite(form)
-    return replace(length, formed=step, form=form / rate**2) if known else length
-
-
-def trust_form(length: Length, step: int, kl: float, bound: float) -> Length:
-    """Forget a form that was computed now, unless the step is far below its bound."""
-    return replace(length, formed=-1) if length.formed == step and not kl < ROOM * bound else length
-
-
 def follow_fall(length: Length, measured: float, averaged: float) -> Length:
     """Note how far d^T G d of a pass has fallen below that of the running averages, which forget slowly."""
     known = math.isfinite(measured) and math.isfinite(averaged) and measured > 0 and averaged > 0
     return replace(length, fallen=min(1.0, measured / averaged) if known else 1.0)
 
 
-def compare_kl(length: Length, step: int, found: float, expected: float, fixed: bool) -> Length:
+def compare_kl(length: Length, step: int, found: float, expected: float) -> Length:
     """Learn from a step that was measured on its own batch how far estimates may be off.
 
-    found: nats that the step moves, NaN where that could not be measured. fixed: a step whose length does not follow
-    the gradient's: its form is set right.
+    found: nats that the step moves, NaN where that could not be measured.
     """
     length = replace(length, compared=step)
     if not math.isfinite(found) or not expected > 0:
         return length
     past = MARGIN if length.doubt == UNKNOWN else length.doubt
-    length = replace(length, doubt=max(MARGIN * max(found / expected, 1.0), FORGETS * past))
-    if fixed and length.formed >= 0:
-        length = replace(length, formed=step, form=length.form * found / expected)
-    return length
+    return replace(length, doubt=max(MARGIN * max(found / expected, 1.0), FORGETS * past))
 
 
 def is_watched(length: Length, step: int) -> bool:
@@ -797,41 +784,16 @@ def is_watched(length: Length, step: int) -> bool:
 
 
 def follow_signal(noise: Noise, step: int, sums: Sequence[float], least: float) -> Noise:
-    """Count one step's |m|^2, |g|^2 and noise; turn where the share of signal is low, return where it is high again.
+    """Count one step's |m|^2, |g|^2 and noise; turn where the share of signal is low.
 
     The share is (M - Z) / (G - Z) of the running sums M of |m|^2, G of |g|^2 and Z of what |m|^2 would be if gradients
-    were noise alone. Steps that are too short for a curved valley make gradients that agree, where the longer ones
-    before had thrown the run from side to side: within `SOON` steps of the turn that is a return, and the next turn
-    takes a quarter of the share.
+    were noise alone.
     """
-    mean, single, chance = (FADES * old + (1 - FADES) * now for old, now in zip(noise.signal, sums, strict=True))
-    noise = replace(noise, signal=(mean, single, chance))
     if noise.turned >= 0:
-        late = step - noise.turned > SOON  # where a loss comes near zero gradients agree too
-        if late or noise.rose >= 0 or not mean - chance > least * (single - chance):
-            return noise
-        return replace(noise, turned=-1, returns=noise.returns + 1)
-    least /= STERNER**noise.returns
-    shows = step + 1 < SURE or not mean - chance < least * (single - chance)
-    return noise if shows else replace(noise, turned=step)
-
-
-def follow_loss(noise: Noise, step: int, loss: Tensor, count_rows: Callable[[], float]) -> Noise:
-    """Look at the loss of the first steps, one that is at least 0; turn where a step raised it by more than chance.
-
-    A natural step is as long as a model of the loss allows that knows one batch. Through many wide layers, each of
-    which moves a tenth, that model fails, and the next steps fail again. The loss of the next batch tells: a mean over
-    rows whose losses spread as far as squares of normal errors has an error of (2 / rows)^(1/2) times itself. After
-    the first steps the share of signal decides.
-    """
-    if noise.turned >= 0 or noise.returns or step >= SURE:
         return noise
-    before, now = noise.loss, float(loss)
-    noise = replace(noise, loss=now if math.isfinite(now) else math.inf)
-    if not before < now < math.inf:
-        return noise
-    error = SPREAD * math.hypot(before, now) / math.sqrt(max(count_rows(), 1.0))
-    return replace(noise, turned=step, rose=step) if now - before > RISES * error else noise
+    mean, single, chance = (FADES * old + (1 - FADES) * now for old, now in zip(noise.signal, sums, strict=True))
+    turns = step + 1 >= SURE and mean - chance < least * (single - chance)
+    return Noise(step if turns else -1, (mean, single, chance))
 
 
 # how far the quadratic model is trusted

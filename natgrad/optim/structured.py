@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from natgrad.families import Criterion, Likelihood, as_criterion
 from natgrad.ground.pure import check_followed, check_select, full_precision, leaves, pure_model
 from natgrad.ground.typed_torch import measure_norm
-from natgrad.ground.whole_tensors import WholeTensors, any_split, write_whole
+from natgrad.ground.whole_tensors import WholeTensors, any_split, write_all
 from natgrad.optim.base import ModelOptimizer, count_rows
 from natgrad.optim.blocks import Averages, BatchUpdate, Owners, check_share, dense, gather_numbers
 from natgrad.optim.checkpoint import Checkpoint, Format
@@ -27,7 +27,7 @@ from natgrad.optim.passes import Loss, Recall, listen
 from natgrad.optim.processes import meet, refuse_trials, weigh_loss
 from natgrad.optim.reading import Reader, release
 from natgrad.optim.report import StateReport, state_report
-from natgrad.optim.state import Block, Hearing, Noise, OwnGradients, State, move_state, read_parameters, single
+from natgrad.optim.state import Block, Hearing, OwnGradients, State, move_state, read_parameters, single
 from natgrad.optim.step import (
     Choices,
     Evidence,
@@ -147,8 +147,8 @@ class StructuredNaturalGradient(ModelOptimizer):
         return partial(state_report, self._told.numbers, self._state.step, guard.failures, guard.refused)
 
     @property
-    def _noise(self) -> Noise:
-        return self._state.noise
+    def _turned(self) -> int:
+        return self._state.noise.turned
 
     def detach(self) -> None:
         """Take the hooks off the model. Also happens when the optimizer dies."""
@@ -441,10 +441,10 @@ class StructuredNaturalGradient(ModelOptimizer):
         """Write the step: known values to known places, so that a second time finishes what Ctrl-C cut."""
 
         def write() -> None:
-            for name, new in moved.items():
-                write_whole(self._named[name], new)
-            for name, group in self._list_settings():
-                group["damping"] = report.dampings.get(name, group["damping"])
+            write_all([self._named[name] for name in moved], list(moved.values()))
+            if report.dampings:
+                for name, group in self._list_settings():
+                    group["damping"] = report.dampings.get(name, group["damping"])
             self._state, self._told = state, report
             self._forget_batch()
 

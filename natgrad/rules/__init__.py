@@ -11,6 +11,7 @@ from natgrad.rules.noise_aware import NoiseAware
 from natgrad.rules.parts import Memory, Parts, Vector, inner_product
 from natgrad.rules.quadratic import BlockStep, ErrorScale, FlatStep, Lazy, Quadratic, Step
 from natgrad.rules.spectral_descent import SpectralDescent
+from natgrad.rules.spectral_progress import SpectralProgress
 from natgrad.rules.step_rules import (
     LineSearch,
     MeasuredLength,
@@ -53,6 +54,7 @@ __all__ = [
     "Rule",
     "SafeRate",
     "SpectralDescent",
+    "SpectralProgress",
     "Step",
     "SubspaceSearch",
     "TrustRegion",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from torch import Tensor
@@ -29,8 +28,6 @@ class Rule(Explained):
     """False if `shape` does without `block.inverse`: none is computed then."""
     needs_form: ClassVar[bool] = True
     """False if the rule never asks for `Quadratic.kl` or another form along a step: nothing is measured then."""
-    steady: ClassVar[bool] = False
-    """True if the length of what `shape` makes is not that of the gradient: its form is then asked now and then."""
     needs_counts: ClassVar[bool] = False
     """True if the rule uses `Quadratic.counts`, the examples of the step and those seen so far."""
     needs_solver: ClassVar[bool] = False
@@ -83,14 +80,6 @@ class Rule(Explained):
             return self.rate_after(step)
         return self.rate_after(step - turned) if turned >= 0 else 1.0
 
-    def kl_bound(self, model: Quadratic) -> Tensor | float:
-        """Most nats per example that a step of this model may move; inf where the rule has no such bound.
-
-        Args:
-            model: Knows the loss and the number of steps.
-        """
-        return math.inf
-
     @abstractmethod
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
         """The step and the memory for the next.
@@ -134,6 +123,14 @@ class Rule(Explained):
             block: What is known of the block.
         """
         return block.natural(), {}
+
+    def shape_blocks(self, blocks: Sequence[BlockPoint]) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        """`shape` of every block of a step, in their order. This is what is called.
+
+        Args:
+            blocks: All that this process holds, for a rule that looks at them together.
+        """
+        return [self.shape(block) for block in blocks]
 
 
 def require_loss(rule: Rule, loss_at: Objective | None) -> None:

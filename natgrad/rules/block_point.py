@@ -29,6 +29,11 @@ class BlockPoint:
         prepared: What the rule's `prepare` made when the block was inverted.
         memory: What the rule's `shape` returned for this block at the last step, {} at first.
         steps: Steps taken so far.
+        values: Makes the parameters in the shape of `mean`.
+        renewed: True at the first step after `prepare`.
+        examples: Of the step.
+        unit: How large the block's outputs must become, at least 1: for a regression's last layers the root of the mean
+            squared error in units of two standard deviations of the likelihood.
     """
 
     names: tuple[str, ...]
@@ -43,6 +48,10 @@ class BlockPoint:
     steps: int = 0
     positions: float = math.inf
     shape: tuple[int, ...] = ()
+    values: Callable[[], Tensor] = Tensor
+    renewed: bool = False
+    examples: float = math.inf
+    unit: float = 1.0
 
     def natural(self) -> Tensor:
         """(G + damping I)^-1 times the mean, in its shape."""

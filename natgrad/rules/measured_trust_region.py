@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from torch import Tensor
-
 from natgrad.rules.base import Objective, Rule, require_loss
 from natgrad.rules.parts import Memory, Vector
 from natgrad.rules.quadratic import Quadratic, Step
@@ -72,9 +70,6 @@ class MeasuredTrustRegion(Rule):
     @property
     def needs_loss(self) -> bool:
         return True
-
-    def kl_bound(self, model: Quadratic) -> Tensor | float:
-        return self.radius
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
         require_loss(self, loss_at)

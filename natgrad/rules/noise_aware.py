@@ -17,62 +17,59 @@ from natgrad.rules.block_point import BlockPoint
 from natgrad.rules.parts import Memory, Parts
 from natgrad.rules.quadratic import BlockStep, Quadratic, Step
 from natgrad.rules.spectral_descent import SpectralDescent
-from natgrad.rules.step_rules import USUAL, MeasuredLength, scale_usual
-
-UNIT = 0.5
-"""Root mean square of a unit's weights times the root of their number, below which a block counts as this large."""
+from natgrad.rules.spectral_progress import FRESH, SpectralProgress, least_size
+from natgrad.rules.step_rules import USUAL, MeasuredLength
 
 
 @dataclass(frozen=True)
 class NoiseAware(Rule):
-    """`MeasuredLength` with a bound on each layer's own move; then, once noise hides the gradient, `SpectralDescent`.
+    """`MeasuredLength` with a bound on each layer's own move; then, once noise hides the gradient, `SpectralProgress`.
 
     The natural gradient is the best step along a gradient that can be seen. Of noise it makes long steps in just the
     directions that the loss hardly depends on: their sum is what a layer's weights become. Two bounds follow.
 
-    A layer's step is at most `move` of the layer: |d| <= move * max(|theta|, .5 sqrt(outputs)) in Frobenius norm, times
-    the learning rate where that is below 1. The second size is that of a fresh layer, for layers that start at zero.
+    A layer's step is at most `move` of the layer: |d| <= move * max(|theta|, floor sqrt(outputs)) in Frobenius norm,
+    times the learning rate where that is below 1. Scales and shifts count as at least .5 per root of an entry.
 
     The signal is |m|^2 / E|g|^2 for the running mean m of the gradient g, less what pure noise has there:
     (1 - b) / (1 + b) for a momentum b. It is 1 where all gradients agree and 0 where they are noise; averaged over ten
-    steps. Once it is below `noise`, steps are `SpectralDescent`. Where it comes above `noise` again within ten steps,
-    short steps go along a curved valley that noise had nothing to do with: steps are natural ones again, and the next
-    turn takes a quarter of `noise`.
-
-    Where one of the first ten natural steps raised the loss by more than chance explains, the model of the loss fails
-    at this length, and steps are `SpectralDescent` from there on.
+    steps. Once it is below `noise`, steps are spectral ones from there on.
 
     Args:
-        max_kl: Most nats per example of a step, to second order on its own batch; math.inf for no bound.
-        kl_share: Most nats per example as a share of the loss; of one nat per entry where the loss may be negative. Of
-            a cross-entropy near zero a whole natural step is half of it, so that .1 lets .45 of one through.
+        max_kl: Most nats per example of a natural step, to second order on its own batch; math.inf for no bound.
+            Spectral steps have this bound where it is not the usual one.
+        kl_share: Most nats per example of a natural step as a share of the loss; of one nat per entry where the loss
+            may be negative. Of a cross-entropy near zero a whole natural step is half of it, so that .1 lets .45 of one
+            through.
         warm: Steps over which these two bounds grow to their whole size.
         move: Most relative move of a layer in one natural step; math.inf for no bound.
+        floor: Least size of a layer per root of an output, for layers that start at zero.
         noise: Share of signal below which steps become spectral; 0 for never.
         spectral: The steps from there on.
 
     Raises:
-        ValueError: Unless max_kl, kl_share, move > 0, warm >= 1 and 0 <= noise < 1.
+        ValueError: Unless max_kl, kl_share, move, floor > 0, warm >= 1 and 0 <= noise < 1.
 
     Example:
         >>> from natgrad.rules import NoiseAware
         >>> NoiseAware(move=0.05).noise
-        0.26
+        0.4
     """
 
     max_kl: float = USUAL
     kl_share: float = 0.1
     warm: int = 5
-    move: float = 0.1
-    noise: float = 0.26
-    spectral: SpectralDescent = SpectralDescent()
-
-    steady = True
+    move: float = 0.12
+    floor: float = 0.05
+    noise: float = 0.4
+    spectral: SpectralProgress | SpectralDescent = SpectralProgress()
 
     def __post_init__(self) -> None:
         MeasuredLength(self.max_kl, self.kl_share, self.warm)
         if not self.move > 0:
             raise ValueError(f"move is {self.move}, expected a share of a layer > 0; math.inf for no bound")
+        if not self.floor > 0:
+            raise ValueError(f"floor is {self.floor}, expected a size > 0 per root of an output")
         if not 0 <= self.noise < 1:
             raise ValueError(f"noise is {self.noise}, expected a share in [0, 1); 0 for natural steps all along")
 
@@ -96,30 +93,29 @@ class NoiseAware(Rule):
     def shape(self, block: BlockPoint) -> tuple[Tensor, dict[str, Tensor]]:
         return self.spectral.shape(block)
 
-    def kl_bound(self, model: Quadratic) -> Tensor | float:
-        if model.turned:
-            return min(scale_usual(self.max_kl, model), float(self.spectral.kl_bound(model)))
-        return MeasuredLength(self.max_kl, self.kl_share, self.warm).kl_bound(model)
+    def shape_blocks(self, blocks: Sequence[BlockPoint]) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        return self.spectral.shape_blocks(blocks)
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
         natural = MeasuredLength(self.max_kl, self.kl_share, self.warm)
-        if model.turned:
-            step, memory = self.spectral.step(model, loss_at, memory)
+        if not model.turned:
+            return natural.hold(model, limit_moves(model, natural.find_length(model), self.move, self.floor)), memory
+        step, memory = self.spectral.step(model, loss_at, memory)
+        if "kl_share" in model.cuts:
             model.cuts["spectral.kl_share"] = model.cuts.pop("kl_share")
-        else:
-            step = limit_moves(model, natural.find_length(model), self.move)
-        return natural.hold(model, step), memory
+        max_kl = model.options.get("max_kl", self.max_kl)
+        return (step if max_kl == USUAL else natural.hold(model, step)), memory
 
 
-def limit_moves(model: Quadratic, step: Step, most: float) -> Step:
-    """The step with |d_l| <= most * max(|theta_l|, .5 sqrt(outputs)) for the parameters of each layer l together."""
+def limit_moves(model: Quadratic, step: Step, most: float, floor: float) -> Step:
+    """The step with |d_l| <= most * max(|theta_l|, floor sqrt(outputs)) for the parameters of each layer l together."""
     vector = step.vector
     if not isinstance(vector, Parts) or not model.layers or not math.isfinite(most):
         return step
     layers = [names for layer in model.layers if (names := [name for name in layer if name in vector.parts])]
     if not layers:
         return step
-    moved, bounds = room(model, vector, layers, most)
+    moved, bounds = room(model, vector, layers, most, floor)
     for name, lengthen in model.cuts.items():  # without another bound this one still holds
         if name != "lr":
             model.cuts[name] = partial(lengthen_layers, moved, bounds, lengthen)
@@ -145,7 +141,9 @@ def lengthen_layers(moved: Tensor, bounds: Tensor, lengthen: Callable[[], Tensor
     return measure_norm(torch.minimum(longer, bounds)) / measure_norm(torch.minimum(moved, bounds))
 
 
-def room(model: Quadratic, vector: Parts, layers: Sequence[Sequence[str]], most: float) -> tuple[Tensor, Tensor]:
+def room(
+    model: Quadratic, vector: Parts, layers: Sequence[Sequence[str]], most: float, floor: float
+) -> tuple[Tensor, Tensor]:
     """How far each layer moves, and how far it may, in double precision, shapes (layers,)."""
     names = [name for layer in layers for name in layer]
     params = {name: model.params[name].detach() for name in names}
@@ -156,10 +154,12 @@ def room(model: Quadratic, vector: Parts, layers: Sequence[Sequence[str]], most:
     table = torch.stack([torch.stack([one.to(home) for one in column]) for column in (squares, sizes)])
     table[1].square_()
     moved, size = table.new_zeros(2, len(layers)).index_add_(1, place, table).sqrt()
-    fresh = [
-        UNIT * max(math.sqrt(len(p)) if p.dim() else 1.0 for p in map(params.__getitem__, layer)) for layer in layers
-    ]
+    fresh = list[float]()
+    for layer in layers:
+        shapes = [params[name].shape for name in layer]
+        least = floor if any(len(shape) > 1 for shape in shapes) else FRESH  # scales and shifts start at 0 or 1
+        outputs = max(shape[0] if shape else 1 for shape in shapes)
+        fresh.append(least_size(least, outputs, max(map(model.errors.of, layer))))
     rates = [most * min(1.0, max(abs(vector.rate(name)) for name in layer)) for layer in layers]
-    fresh = [f * max(map(model.errors.of, layer)) for f, layer in zip(fresh, layers, strict=True)]
     fixed = torch.tensor([rates, fresh], dtype=torch.float64, device=home)
     return moved, fixed[0] * torch.maximum(size, fixed[1])

@@ -99,14 +99,21 @@ class Parts:
 
     def __matmul__(self, other: Parts) -> Tensor:
         """The inner product, a scalar tensor; entries that only one of them has count as zero in the other."""
+        names = [name for name in self.parts if name in other.parts]
+        if not names:
+            return torch.zeros(())
         pairs = [
-            (self._measure_part(name).square() if part is right else inner_product(part, right))
-            * self.factor(name, part)
-            * other.factor(name, right)
-            for name, part in self.parts.items()
-            if (right := other.parts.get(name)) is not None
+            self._measure_part(n).square()
+            if self.parts[n] is other.parts[n]
+            else inner_product(self.parts[n], other.parts[n])
+            for n in names
         ]
-        return add_scalars(pairs)
+        home, rates = pairs[0], [self.rate(name) * other.rate(name) for name in names]
+        whole = torch.stack([one.to(home) for one in pairs]) * torch.tensor(rates, dtype=home.dtype, device=home.device)
+        for shares in (self.shares, other.shares):
+            if shares is not None:
+                whole = whole * torch.stack([shares[name].to(home) for name in names])
+        return whole.sum() * as_factor(self.length, home) * as_factor(other.length, home)
 
     def square(self, name: str) -> Tensor:
         """|d_p|^2 of one parameter, a scalar tensor.

@@ -100,7 +100,6 @@ class SpectralDescent(Rule):
     falls_after: float = math.inf
 
     needs_inverse = False
-    steady = True
 
     def __post_init__(self) -> None:
         for name in ("length", "damping", "vectors", "rows", "enough", "renewed", "kl_share", "falls_after"):
@@ -131,6 +130,15 @@ class SpectralDescent(Rule):
         return {name: longer * root for name, root in whitener(moment, tokens, least).items()}
 
     def shape(self, block: BlockPoint) -> tuple[Tensor, dict[str, Tensor]]:
+        direction, memory = self.find_direction(block)
+        return (direction if block.unit == 1 else direction * block.unit), memory
+
+    def find_direction(self, block: BlockPoint) -> tuple[Tensor, dict[str, Tensor]]:
+        """A block's direction where its outputs have the likelihood's unit.
+
+        Args:
+            block: The layer.
+        """
         n = block.mean.lerp(block.gradient().to(block.mean), self.ahead)
         if (rows := table_rows(block.shape)) is not None:
             return self.turn_table(n, rows), {}
@@ -204,9 +212,6 @@ class SpectralDescent(Rule):
         rate = torch.where(form > 0, bound.clamp(max=self.length), self.length)
         model.cuts["kl_share"] = lambda: self.length / rate
         return proposal.scale_by(rate), memory
-
-    def kl_bound(self, model: Quadratic) -> Tensor | float:
-        return self.radius(model, torch.zeros(()))
 
     def radius(self, model: Quadratic, like: Tensor) -> Tensor:
         """The bound on this step's KL, in nats per example.
@@ -319,6 +324,8 @@ def polar(matrix: Tensor, iterations: int = len(POLISH)) -> Tensor:
     x = matrix.mT if tall else matrix
     size = torch_linalg.matrix_norm(x, keepdim=True)
     x = x / (1.01 * size).clamp(min=torch.finfo(x.dtype).tiny)
+    if x.shape[-2] == 1:
+        return 1.01 * (x.mT if tall else x)
     if x.is_cpu and iterations in RESOLVENTS:
         x = polish_by_resolvents(x, *RESOLVENTS[iterations])
         return x.mT if tall else x

@@ -144,9 +144,6 @@ class MeasuredLength(Rule):
         bound = (2 * self.radius(model, full) / (model.nats * ratio * full)).sqrt()
         return torch.minimum(1 / ratio, bound) / rate
 
-    def kl_bound(self, model: Quadratic) -> Tensor | float:
-        return self.radius(model, torch.zeros(()))
-
     def hold(self, model: Quadratic, step: Step) -> Step:
         """The step, shortened where it moves more than `max_kl` on its own batch.
 
@@ -205,9 +202,6 @@ class Momentum(Rule):
         if not self.radius > 0:
             raise ValueError(f"radius is {self.radius}, expected a positive number of nats per example, or math.inf")
 
-    def kl_bound(self, model: Quadratic) -> Tensor | float:
-        return self.radius
-
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
         step = model.proposal
         if "velocity" in memory:
@@ -252,9 +246,6 @@ class TrustRegion(Rule):
     @property
     def needs_loss(self) -> bool:
         return self.backtracks > 0
-
-    def kl_bound(self, model: Quadratic) -> Tensor | float:
-        return self.radius
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
         step = shorten(model, model.proposal, self.radius)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.rules import MeasuredLength, NoiseAware, SpectralDescent
+from natgrad.rules import MeasuredLength, NoiseAware, SpectralDescent, SpectralProgress
 
 F64 = torch.float64
 CE = nn.CrossEntropyLoss()
@@ -107,4 +107,4 @@ def test_the_users_rule_keeps_its_numbers() -> None:
     rule = NoiseAware(move=0.05, spectral=SpectralDescent(length=0.02, falls_after=7))
     assert ng.kfac(make_model(), CE, rate="auto", rule=rule).rule == rule
     plain = ng.kfac(make_model(), CE, rate="auto", max_kl=0.5).rule
-    assert plain == NoiseAware(max_kl=0.5, spectral=SpectralDescent(falls_after=20))
+    assert plain == NoiseAware(max_kl=0.5, spectral=SpectralProgress(falls_after=20))

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_state import change_state
 from optim_models import train_batches
 from torch import Tensor, nn
 from torch.nn import functional
@@ -233,7 +232,7 @@ def test_the_move_of_a_layer_is_a_share_of_it() -> None:
             for p, q in list(zip(model.parameters(), before, strict=True))[first : first + 2]
         )
         size = math.sqrt(sum(float(q.square().sum()) for q in before[first : first + 2]))
-        bound = 0.01 * max(size, 0.5 * math.sqrt(len(before[first])))
+        bound = 0.01 * max(size, 0.05 * math.sqrt(len(before[first])))
         assert float(moved) ** 0.5 == pytest.approx(bound, rel=1e-6)
 
 
@@ -267,47 +266,10 @@ def test_the_turn_comes_after_ten_steps_at_the_least() -> None:
     assert noise.turned == 9
 
 
-def test_steps_return_where_the_gradient_shows_again_and_turn_later_the_next_time() -> None:
-    step, noise = 20, Noise()
-
-    def steps_to_change(share: float, most: int = 99) -> int:
-        nonlocal step, noise
-        for count in range(1, most + 1):
-            step, before = step + 1, noise.turned
-            noise = follow_signal(noise, step, [0.05 + 0.95 * share, 1.0, 0.05], 0.26)
-            if noise.turned != before:
-                return count
-        return 0
-
-    assert steps_to_change(0.2) == 1  # turned
-    assert noise.turned == 21
-    assert steps_to_change(0.25, most=9) == 0
-    assert steps_to_change(1.0) == 1
-    assert (noise.turned, noise.returns) == (-1, 1)
-    assert steps_to_change(0.2) == 0  # a quarter of .26 from now on
-    assert steps_to_change(0.05) > 0
-    assert noise.turned > 0
-
-
-def test_a_gradient_that_shows_long_after_the_turn_changes_nothing() -> None:
-    """Gradients agree where a loss comes near zero, too: no valley was there."""
-    quiet, loud = [0.05, 1.0, 0.05], [1.0, 1.0, 0.05]
-    noise = Noise(turned=20, signal=(quiet[0], quiet[1], quiet[2]))
-    assert follow_signal(noise, 30, loud, 0.05).turned == -1
-    assert follow_signal(noise, 31, loud, 0.05).turned == 20
-
-
-def test_a_curved_valley_is_left_to_natural_steps_after_a_return() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 30))
-    opt = ng.kfac(model, nn.MSELoss())
-    x = draw(200, 30, seed=3).float() @ draw(30, 30, seed=4).float()
-    change_state(opt, step=30)
-    change_state(opt, "noise", turned=25)  # as if noise had hidden the gradient; the whole data show it
-    train_batches(opt, model, [(x, x)] * 12)
-    assert (opt._state.noise.turned, opt._state.noise.returns) == (-1, 1)
-    assert opt.state_report().status == "stepped"
-    assert "showed again" in opt.explain()
+def test_what_turned_stays_turned() -> None:
+    """Gradients agree where a loss comes near zero, too."""
+    noise = Noise(turned=20, signal=(0.05, 1.0, 0.05))
+    assert follow_signal(noise, 21, [1.0, 1.0, 0.05], 0.26) == noise
 
 
 def test_steps_turn_spectral_where_labels_are_noise_and_a_checkpoint_keeps_that() -> None:
@@ -362,7 +324,8 @@ def test_nearly_dead_branches_train(recipe: Any, gamma: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"move": 0.0}, {"noise": 1.0}, {"noise": -0.1}, {"max_kl": 0.0}, {"kl_share": -1.0}, {"warm": 0}]
+    "settings",
+    [{"move": 0.0}, {"floor": 0.0}, {"noise": 1.0}, {"noise": -0.1}, {"max_kl": 0.0}, {"kl_share": -1.0}, {"warm": 0}],
 )
 def test_settings_are_checked(settings: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.optim.blocks import measure_change
-from natgrad.optim.state import Length, Pace
-from natgrad.optim.step import RAMP, TOLERANCE, TURNED, compare_kl, follow_drift, is_due, recent_form
+from natgrad.optim.state import Pace
+from natgrad.optim.step import RAMP, TOLERANCE, TURNED, follow_drift, is_due
 
 STEPS = 60
 
@@ -106,15 +106,6 @@ def test_intervals_grow_where_noise_has_hidden_the_gradient():
     assert [is_due(pace, 30 - gap, 30, True, 20) for gap in (longer - 1, longer)] == [False, True]
     assert is_due(pace, 30 - longer // TURNED, 30, False, 20)
     assert is_due(pace, 20, 30, True, 10)  # never further apart than was said
-
-
-def test_what_a_batch_told_of_a_fixed_step_is_believed_in_place_of_the_blocks_form():
-    length = compare_kl(Length(formed=28, form=8.0), 30, 0.5, 2.0, fixed=True)
-    assert (length.formed, length.form) == (30, 2.0)
-    assert recent_form(length, 30, 0.5) == 0.5
-    for found, fixed in ((float("nan"), True), (1.0, False)):
-        length = compare_kl(length, 30, found, 2.0, fixed)
-        assert length.form == 2.0
 
 
 def test_an_averages_first_reading_says_nothing():

@@ -189,7 +189,7 @@ def test_no_step_moves_far_by_default(name: str, case: str) -> None:
 def test_a_tight_bound_on_the_kl_means_short_steps(case: str) -> None:
     narrow = nats_of_steps(ng.kfac, case, 0, 25, max_kl=3e-4)
     assert float(narrow.median()) < 1e-3
-    assert float(narrow.median()) < float(nats_of_steps(ng.kfac, case, 0, 25).median())
+    assert float(narrow.max()) < float(nats_of_steps(ng.kfac, case, 0, 25).max())
 
 
 @pytest.mark.parametrize("most", [1e-3, 3e-2])

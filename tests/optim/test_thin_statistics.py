@@ -14,10 +14,9 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.layers.moments import Seen
 from natgrad.layers.spread_rows import spread_rows
-from natgrad.optim.blocks import Averages
-from natgrad.optim.state import Length, Pace
-from natgrad.optim.step import FORMED, is_due, is_due_to_measure, keep_form, part_of_rows, recent_form, trust_form
-from natgrad.rules import BlockStep, Lazy, Parts, SpectralDescent
+from natgrad.optim.state import Pace
+from natgrad.optim.step import is_due, is_due_to_measure, part_of_rows
+from natgrad.rules import BlockStep, Lazy, Parts
 
 CE = nn.CrossEntropyLoss()
 
@@ -161,28 +160,6 @@ def test_spectral_steps_are_measured_at_the_turn_and_then_four_times_more_seldom
             pace = Pace(measured=step)
             found.append(step)
     assert found == [40, 120, 200]
-
-
-def test_a_form_is_believed_for_some_steps_where_it_is_far_below_the_bound() -> None:
-    assert recent_form(Length(), 7, 0.5) is None
-    length = trust_form(keep_form(Length(), 7, 3.0, 0.5), 7, 0.01, 1.0)
-    assert recent_form(length, 6 + FORMED, 0.25) == pytest.approx(3.0 / 4)
-    assert recent_form(length, 7 + FORMED, 0.25) is None
-    assert recent_form(trust_form(length, 7, 0.5, 1.0), 7, 0.5) is None
-
-
-def test_spectral_steps_far_below_their_bound_ask_for_their_form_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted, forms = [], Averages.forms
-    monkeypatch.setattr(Averages, "forms", lambda *args: counted.append(0) or forms(*args))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
-    opt = ng.kfac(model, CE, rule=SpectralDescent(length=0.003))
-    x, y = draw(64, 6), torch.randint(3, (64,), generator=torch.Generator().manual_seed(0))
-    for _ in range(30):
-        opt.zero_grad()
-        opt.loss(model(x), y).backward()
-        opt.step()
-    assert len(counted) < 20  # with those for measurements
 
 
 @pytest.mark.parametrize(("estimate", "some"), [(ng.Sampled(), True), (ng.ExactLabels(), False)])

@@ -1,0 +1,248 @@
+"""`SpectralProgress`: shares of each layer, lengths that follow progress, a bound by the loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from optim_models import train_batches
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.operators import Operator
+from natgrad.rules import BlockPoint, NoiseAware, SpectralProgress
+from natgrad.rules.spectral_progress import FRESH, least_size
+
+F64 = torch.float64
+FREE = SpectralProgress(kl_share=math.inf, warm=1)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+def polar_by_svd(matrix: Tensor) -> Tensor:
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    return left @ right
+
+
+def no_metric() -> Operator:
+    """Nobody asks for it."""
+    raise AssertionError
+
+
+def make_point(
+    gradient: Tensor, memory: dict[str, Tensor] | None = None, values: Tensor | None = None, **known: Any
+) -> BlockPoint:
+    """A layer with white inputs, whose running mean is its gradient."""
+    point = BlockPoint(
+        names=("weight",),
+        kind="Kronecker",
+        mean=gradient,
+        gradient=lambda: gradient,
+        inverse=None,
+        metric=no_metric,
+        level=0.1,
+        prepared={"inputs": torch.eye(gradient.shape[-1], dtype=gradient.dtype)},
+        memory=memory or {},
+        values=lambda: torch.ones_like(gradient) if values is None else values,
+    )
+    return replace(point, **known)
+
+
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac])
+@pytest.mark.parametrize("scale", [1.0, 1e-4])
+def test_a_step_is_the_written_out_one(recipe: Callable[..., Any], scale: float) -> None:
+    """lr * share of the layer in the metric of its whitened inputs; a layer near zero counts as the floor."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(scale)
+    x, y = draw(50, 4), draw(50, 3, seed=1)
+    rule = replace(FREE, share=0.1, damping=0.2)
+    before = torch.cat([model.weight, model.bias[:, None]], 1).detach().clone()
+    train_batches(recipe(model, nn.MSELoss(), rule=rule, lr=0.5), model, [(x, y)])
+    after = torch.cat([model.weight, model.bias[:, None]], 1).detach()
+    ones = torch.cat([x, torch.ones(50, 1, dtype=F64)], 1)
+    gradient = 2 * (ones @ before.mT - y).mT @ ones / 150
+    moment = ones.mT @ ones / 50
+    white = moment / moment.diagonal().mean() + 0.2 * torch.eye(5, dtype=F64)
+    values, vectors = torch.linalg.eigh(white)
+    root = (vectors * values.rsqrt()) @ vectors.mT
+    size = max(float((before @ white * before).sum().sqrt()), 0.05 * 3**0.5)
+    expected = 0.5 * 0.1 * size / 3**0.5 * polar_by_svd(gradient @ root) @ root
+    assert float((before - after - expected).norm()) < 0.1 * float(
+        expected.norm()
+    )  # five iterations of the polar factor
+    moved = ((before - after) @ white * (before - after)).sum().sqrt()
+    assert float(moved) == pytest.approx(0.5 * 0.1 * size, rel=0.1)
+
+
+def test_few_rows_whiten_less_and_move_directions_of_mean_size_as_before() -> None:
+    rule = SpectralProgress()
+    moment = torch.diag(torch.tensor([1.9, 1.0, 0.1], dtype=F64))
+    metric = ng.operators.KroneckerOperator(torch.eye(2, dtype=F64), moment)
+    many, few = (rule.prepare_for(metric, 0.1, rows)["inputs"].diagonal() for rows in (math.inf, 1.0))
+    torch.testing.assert_close(many, (moment.diagonal() + 0.3).rsqrt())
+    torch.testing.assert_close(few, (1.3 / 4) ** -0.5 * (moment.diagonal() + 3.0).rsqrt())
+    assert few[1] == pytest.approx(float(many[1]) * (1.3 / 4) ** -0.5 * (1.3 / 4) ** 0.5)
+
+
+def test_blocks_in_a_stack_move_as_each_alone() -> None:
+    rule, points = SpectralProgress(), list[BlockPoint]()
+    for i, shape in enumerate([(1, 4, 6), (1, 4, 6), (1, 6, 4), (2, 4, 6), (1, 1, 5), (1, 4, 6)]):
+        prepared = {"inputs": torch.linalg.inv(torch.linalg.cholesky(torch.eye(shape[-1], dtype=F64) * (1 + i)))}
+        points.append(make_point(draw(*shape, seed=i), values=draw(*shape, seed=9 + i), prepared=prepared))
+    points += [make_point(draw(1, 1, 7, seed=i), prepared={"squares": draw(7, seed=i).square()}) for i in (20, 21)]
+    points += [make_point(draw(1, 1, 7, seed=22), prepared={})]
+    points += [make_point(draw(1, 1, 12, seed=i), prepared={}, shape=(3, 4)) for i in (30, 31)]
+    points += [make_point(draw(1, 9, 3, seed=40), prepared={"tokens": torch.ones(9, dtype=F64)})]
+    together, alone = rule.shape_blocks(points), [rule.shape(point) for point in points]
+    memories = list[dict[str, Tensor]]()
+    for (direction, memory), (expected, other) in zip(together, alone, strict=True):
+        torch.testing.assert_close(direction, expected)
+        assert memory.keys() == other.keys()
+        memories.append(memory)
+    later = [replace(p, memory=m, steps=1, gradient=lambda p=p: -p.mean) for p, m in zip(points, memories, strict=True)]
+    for (direction, memory), point in zip(rule.shape_blocks(later), later, strict=True):
+        expected, other = rule.shape(point)
+        torch.testing.assert_close(direction, expected)
+        torch.testing.assert_close(memory["scale"], other["scale"])
+
+
+def test_lengths_grow_while_the_slope_stays_and_shrink_where_it_turned() -> None:
+    rule, gradient = SpectralProgress(few=1.0), draw(1, 4, 6)
+
+    def follow(sign: float) -> float:
+        _, memory = rule.shape(make_point(gradient, examples=100.0))
+        _, memory = rule.shape(make_point(sign * gradient, memory, steps=1, examples=100.0))
+        return float(memory["scale"])
+
+    growth = math.exp(0.2 / (1 + (2 / 20) ** 2))
+    assert follow(1.0) == pytest.approx(growth, rel=1e-6)
+    assert follow(-1.0) == pytest.approx(1 / growth, rel=1e-6)
+    assert follow(0.0) == 1
+
+
+def test_lengths_grow_to_the_root_of_the_examples_over_few_and_no_further() -> None:
+    rule, gradient = SpectralProgress(fades=1e6), draw(1, 4, 6)
+    for examples, most in ((16.0, 1.0), (256.0, 2.0)):
+        memory = dict[str, Tensor]()
+        for step in range(30):
+            _, memory = rule.shape(make_point(gradient, memory, steps=step, examples=examples))
+        assert float(memory["scale"]) == pytest.approx(most)
+
+
+def test_a_layer_without_a_gradient_stays_and_has_its_length_later() -> None:
+    rule, memory = SpectralProgress(), dict[str, Tensor]()
+    for step in range(8):
+        direction, memory = rule.shape(make_point(torch.zeros(1, 4, 6, dtype=F64), memory, steps=step))
+        assert not direction.any()
+    assert float(memory["scale"]) == 1
+    direction, memory = rule.shape(make_point(draw(1, 4, 6), memory, steps=8))
+    assert torch.isfinite(direction).all()
+    assert direction.norm() == pytest.approx(0.075 * 24**0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("slope", [1e-38, 1e-200])
+def test_a_slope_that_grows_out_of_nothing_leaves_numbers_finite(slope: float) -> None:
+    rule, gradient = SpectralProgress(), draw(1, 4, 6)
+    _, memory = rule.shape(make_point(slope * gradient))
+    for step in range(1, 5):
+        direction, memory = rule.shape(make_point(gradient, memory, steps=step))
+        assert all(torch.isfinite(t).all() for t in (direction, *memory.values()))
+
+
+@pytest.mark.parametrize("lr", [0.1, 1.0])
+def test_a_step_promises_no_more_than_a_share_of_the_loss(lr: float) -> None:
+    """g . d = -lr * kl_share * loss, where a whole step would promise more; lr takes that share of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 3)).double()
+    x = draw(40, 6)
+    y = model(x).argmax(1)  # classes that it knows
+    with torch.no_grad():
+        model[2].weight.mul_(20)
+    opt = ng.kfac(model, nn.CrossEntropyLoss(), rule=SpectralProgress(kl_share=0.01), lr=lr)
+    opt.zero_grad()
+    loss = opt.loss(model(x), y)
+    loss.backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    opt.step()
+    slope = sum(((p.detach() - q) * p.grad).sum() for p, q in zip(model.parameters(), before, strict=True))
+    assert float(slope) == pytest.approx(-lr * 0.01 * float(loss.detach()), rel=1e-9)
+    assert "kl_share (now 0.01) bounds" in opt.explain()
+
+
+def test_a_loss_that_may_be_negative_bounds_no_step() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2).double()
+    opt = ng.kfac(model, ng.Gaussian(), rule=replace(FREE, kl_share=1e-9))
+    before = model.weight.detach().clone()
+    train_batches(opt, model, [(draw(30, 4), draw(30, 2, seed=1))])
+    assert float((model.weight.detach() - before).norm()) > 0.01
+
+
+def test_with_a_constant_rate_steps_shorten_as_the_loss_falls() -> None:
+    """Noise of small batches would hold steps of one length at a loss far above."""
+    x = draw(400, 8).float()
+    y = (x[:, :3] + 0.1 * x[:, 3:6]).argmax(1)
+
+    def train(kl_share: float) -> float:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 3))
+        generator = torch.Generator().manual_seed(0)
+        opt = ng.kfac(model, nn.CrossEntropyLoss(), rule=SpectralProgress(kl_share=kl_share))
+        picks = [torch.randint(400, (32,), generator=generator) for _ in range(200)]
+        losses = train_batches(opt, model, [(x[i], y[i]) for i in picks])
+        return sum(losses[-50:])
+
+    assert train(0.3) < 0.7 * train(math.inf)
+
+
+def test_the_outputs_of_a_regression_count_as_what_they_must_become() -> None:
+    assert least_size(0.05, 9, 1.0) == pytest.approx(0.15)
+    assert least_size(0.05, 9, 1001.0) == pytest.approx((0.05 + FRESH * 1000) * 3)
+
+
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac])
+@pytest.mark.parametrize("saved", [3, 14])
+def test_a_checkpoint_continues_bit_for_bit(recipe: Callable[..., Any], saved: int) -> None:
+    def fresh() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(6, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+        return model, recipe(model, nn.CrossEntropyLoss(), rule=NoiseAware(noise=0.99))
+
+    batches = [((torch.arange(i, i + 16) % 6), torch.arange(i, i + 16) % 3) for i in range(24)]
+    model, opt = fresh()
+    train_batches(opt, model, batches[:saved])
+    again, other = fresh()
+    again.load_state_dict(model.state_dict())
+    other.load_state_dict(opt.state_dict())
+    assert train_batches(other, again, batches[saved:]) == train_batches(opt, model, batches[saved:])
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"share": 0.0},
+        {"floor": -1.0},
+        {"damping": 0.0},
+        {"ahead": 1.5},
+        {"vectors": math.nan},
+        {"progress": -0.1},
+        {"fades": 0.0},
+        {"few": 0.0},
+        {"kl_share": 0.0},
+        {"warm": 0},
+        {"falls_after": 0.0},
+    ],
+)
+def test_settings_are_checked(settings: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(settings))} is"):
+        SpectralProgress(**settings)  # type: ignore[arg-type]
