@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from natgrad.ground.linalg import eigh, symmetrise
 from natgrad.ground.typed_torch import as_tensor_like, measure_norm, torch_linalg
 from natgrad.operators import Operator
 from natgrad.rules.base import Objective, Rule
@@ -29,6 +30,7 @@ from natgrad.rules.spectral_descent import (
 FRESH = 0.5  # size of a fresh layer per root of an output
 FORGETS = 0.2  # of the mean square of a layer's progress, per step
 FARTHEST = 1e6  # times its slope before that a slope after a step counts: squares stay finite
+FEWER, TOP = 8, 2  # inputs per row from which on a whitener has few directions, and directions per row
 LEAST = 1e-30  # stands for zero where something is divided by it
 ITERATIONS = 5  # of the polar factor: singular values between .87 and 1.13
 
@@ -112,6 +114,8 @@ class SpectralProgress(Rule):
             return {"squares": metric.diagonal().clamp(min=0)}
         moment, tokens = found
         least = self.damping if tokens else max(self.damping, moment.shape[-1] / max(positions, 1.0))
+        if not tokens and moment.dim() == 2 and FEWER * positions <= len(moment):
+            return whitener_of_few(moment, least, math.ceil(TOP * positions), (1 + self.damping) ** -0.5)
         longer = ((1 + least) / (1 + self.damping)) ** 0.5  # directions of mean size move as before
         return {name: longer * root for name, root in whitener(moment, tokens, least).items()}
 
@@ -172,8 +176,7 @@ class SpectralProgress(Rule):
             elif "tokens" in prepared:
                 kind = "rows"
             elif "inputs" in prepared:
-                kind, root = "polar", prepared["inputs"].to(n)
-                matrices[i] = whiten_inputs(n.squeeze(0) if len(n) == 1 and root.dim() < 3 else n, root)
+                kind, matrices[i] = "polar", whiten(n, prepared)
             else:
                 kind = "entries"
             key = kind, matrices[i].shape, n.dtype, n.device, "squares" in prepared
@@ -190,8 +193,8 @@ class SpectralProgress(Rule):
             else:
                 made = polar(stack if len(places) > 1 else stack[0], ITERATIONS).reshape(stack.shape)
             for i, one in zip(places, made.unbind(), strict=True):
-                root = blocks[i].prepared.get("inputs")
-                whole = apply_root(one, root.to(one)) if kind == "polar" and root is not None else one
+                prepared = blocks[i].prepared
+                whole = whiten(one, prepared, last=True) if kind == "polar" and "inputs" in prepared else one
                 found[i] = whole.reshape(ahead[i].shape)
         return found
 
@@ -207,7 +210,7 @@ class SpectralProgress(Rule):
             return self.vectors * block.unit, {}
         size = block.memory.get("size")
         if block.renewed or size is None:
-            values = unwhiten(block.values().to(found), block.prepared["inputs"].to(found))
+            values = unwhiten(block.values().to(found), block.prepared)
             size = self.size_of(values, found.shape[-2], block.unit)
         return size * (self.share / min(found.shape[-2:]) ** 0.5), {"size": size}
 
@@ -254,8 +257,41 @@ def least_size(floor: float, outputs: int, unit: float) -> float:
     return (floor + FRESH * (unit - 1)) * outputs**0.5
 
 
-def unwhiten(values: Tensor, root: Tensor) -> Tensor:
-    """theta W^-1 for theta (groups, p, q) and W (..., q, q), lower triangular, or (q,) for a diagonal."""
+def whitener_of_few(moment: Tensor, damping: float, rank: int, unit: float) -> dict[str, Tensor]:
+    """R = s (I - V diag(c) V^T), R^2 = (1 + damping) unit^2 (A / mean A + damping I)^-1 on the largest directions V.
+
+    A damping of n / T leaves of n directions no more than T that stand out: the others count as zero. V is (n, rank),
+    by two steps of subspace iteration from the columns of the largest entries.
+
+    moment: A, shape (n, n).
+    """
+    mean = moment.diagonal().mean()
+    scaled = moment / mean if bool(mean > 0) else torch.eye(len(moment)).to(moment)
+    found = scaled[:, scaled.diagonal().topk(rank).indices]
+    for _ in range(2):
+        basis = torch_linalg.qr(found).Q
+        found = scaled @ basis
+    values, turn = eigh(symmetrise(basis.mT @ found))
+    cut = 1 - (1 + values.clamp(min=0) / damping).rsqrt()
+    return {"inputs": basis @ turn, "cut": cut, "root": cut.new_tensor(((1 + damping) / damping) ** 0.5 * unit)}
+
+
+def whiten(matrix: Tensor, prepared: Mapping[str, Tensor], last: bool = False) -> Tensor:
+    """X W^T, or X W where it comes last, for X (..., p, q) and what `prepare_for` has made."""
+    root = prepared["inputs"].to(matrix)
+    if matrix.dim() == 3 and len(matrix) == 1 and root.dim() < 3:
+        matrix = matrix.squeeze(0)
+    if "cut" in prepared:
+        return prepared["root"].to(matrix) * (matrix - (matrix @ root * prepared["cut"].to(matrix)) @ root.mT)
+    return apply_root(matrix, root) if last else whiten_inputs(matrix, root)
+
+
+def unwhiten(values: Tensor, prepared: Mapping[str, Tensor]) -> Tensor:
+    """theta W^-1 for theta (groups, p, q)."""
+    root = prepared["inputs"].to(values)
+    if "cut" in prepared:
+        part = 1 / (1 - prepared["cut"].to(values)) - 1
+        return (values + (values @ root * part) @ root.mT) / prepared["root"].to(values)
     if root.dim() == 1:
         return values / root
     return torch_linalg.solve_triangular(root, values, upper=False, left=False)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.operators import Operator
 from natgrad.rules import BlockPoint, NoiseAware, SpectralProgress
-from natgrad.rules.spectral_progress import FRESH, least_size
+from natgrad.rules.spectral_progress import FRESH, least_size, unwhiten, whiten
 
 F64 = torch.float64
 FREE = SpectralProgress(kl_share=math.inf, warm=1)
@@ -91,6 +91,22 @@ def test_few_rows_whiten_less_and_move_directions_of_mean_size_as_before() -> No
     torch.testing.assert_close(many, (moment.diagonal() + 0.3).rsqrt())
     torch.testing.assert_close(few, (1.3 / 4) ** -0.5 * (moment.diagonal() + 3.0).rsqrt())
     assert few[1] == pytest.approx(float(many[1]) * (1.3 / 4) ** -0.5 * (1.3 / 4) ** 0.5)
+
+
+def test_many_inputs_of_few_rows_are_whitened_along_their_largest_directions() -> None:
+    rows, inputs = 10, 200
+    x = draw(40 * rows, inputs) * torch.logspace(0, -1.5, inputs, dtype=F64) + 0.3
+    moment = x.mT @ x / len(x)
+    metric = ng.operators.KroneckerOperator(torch.eye(3, dtype=F64), moment)
+    few = SpectralProgress().prepare_for(metric, 0.1, rows)
+    assert few["inputs"].shape == (inputs, 2 * rows)
+    scarce = inputs / rows
+    white = moment / moment.diagonal().mean() + scarce * torch.eye(inputs, dtype=F64)
+    expected = (1 + scarce) / 1.3 * torch.linalg.inv(white)
+    found = whiten(whiten(torch.eye(inputs, dtype=F64), few), few, last=True)
+    assert float((found - expected).norm() / expected.norm()) < 0.05
+    theta = draw(1, 5, inputs)
+    torch.testing.assert_close(unwhiten(whiten(theta, few).unsqueeze(0), few), theta)
 
 
 def test_blocks_in_a_stack_move_as_each_alone() -> None:
