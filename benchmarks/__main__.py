@@ -52,6 +52,7 @@ class ChosenTables:
     redo: tuple[str, ...] = ()
     steps: int | None = None
     seconds: float | None = None
+    constant: bool = False
 
     @property
     def search_seeds(self) -> range:
@@ -276,6 +277,7 @@ def step_races(choices: ChosenTables) -> None:
         choices.steps,
         choices.seconds,
         3 if choices.seeds is None else len(choices.seeds),
+        falls=not choices.constant,
         redo=choices.redo,
     )
     try:
@@ -351,6 +353,7 @@ def main() -> None:
     parser.add_argument("--redo", type=as_words, default=(), help="of step: whose finished runs are thrown away")
     parser.add_argument("--steps", type=int, help="of step: one race of that many [each workload's own]")
     parser.add_argument("--seconds", type=float, help="of step: one race of that many CPU seconds")
+    parser.add_argument("--constant", action="store_true", help="of step: rates that do not fall")
     parser.add_argument("--threads", type=int, default=1)
     choices = parser.parse_args()
     unknown = set(choices.tables) - set(names)
@@ -370,6 +373,7 @@ def main() -> None:
         choices.redo,
         choices.steps,
         choices.seconds,
+        choices.constant,
     )
     for name in choices.tables or [*TABLES, "search"]:
         if name in TABLES:

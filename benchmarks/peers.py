@@ -37,12 +37,15 @@ def falling(share: float) -> float:
     return 1 - share
 
 
-def contestant(name: str, batch: int, rates: Sequence[float] | None = None, but: Sequence[str] = ()) -> Contestant:
-    """One by its name, with a falling rate. but: matrices that are Adam's where Muon has the rest."""
+def contestant(
+    name: str, batch: int, rates: Sequence[float] | None = None, but: Sequence[str] = (), falls: bool = True
+) -> Contestant:
+    """One by its name. but: matrices that are Adam's where Muon has the rest. falls: its rate, to zero."""
+    fall = falling if falls else None
     if name in FAMILY:
         title, recipe = FAMILY[name]
-        return replace(apply_recipe(title, recipe, grid(batch=(batch,))), falls=falling)
-    return replace(make_peer(name, batch, widen(rates or RATES[name]), but), falls=falling)
+        return replace(apply_recipe(title, recipe, grid(batch=(batch,))), falls=fall)
+    return replace(make_peer(name, batch, widen(rates or RATES[name]), but), falls=fall)
 
 
 def make_peer(name: str, batch: int, rates: Sequence[float], but: Sequence[str]) -> Contestant:

@@ -2,9 +2,9 @@
 
 Every peer is tuned over five rates and more where the best is at their edge, on a seed of its own and for the whole
 length of the race; the rate with the lowest training loss at the end is then raced from three other seeds. Everybody's
-rate falls to zero along the same line. Races are of equal steps, or of equal CPU seconds of one thread, evaluations not
-counted. A race is a folder of JSON lines, one file per run: a command that was stopped goes on where it was, and other
-contestants may join later.
+rate falls to zero along the same line, or is constant. Races are of equal steps, or of equal CPU seconds of one thread,
+evaluations not counted. A race is a folder of JSON lines, one file per run: a command that was stopped goes on where it
+was, and other contestants may join later.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Settings:
     tuning_seed: int = 100
     threads: int | None = 1
     device: str = "cpu"
+    falls: bool = True
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Request:
     seconds: float | None = None
     seeds: int = 3
     out: Path = Path("runs/step")
+    falls: bool = True  # everybody's rate, to zero
     redo: tuple[str, ...] = ()  # contestants whose finished runs are thrown away: natgrad's, after a change
 
 
@@ -72,7 +74,8 @@ def races(request: Request) -> Iterator[tuple[str, Race, Settings]]:
         workload = WORKLOADS[name]
         for steps, seconds in lengths(request, workload.steps, workload.seconds):
             title = f"{name}-{steps}-steps" if steps is not None else f"{name}-{seconds:g}-seconds"
-            settings = Settings(steps, seconds, workload.looked_at)
+            title += "" if request.falls else "-constant"
+            settings = Settings(steps, seconds, workload.looked_at, falls=request.falls)
             yield title, race_of(name, title), settings
 
 
@@ -90,7 +93,7 @@ def race_of(name: str, title: str) -> Race:
 
     def tasks(settings: Settings) -> tuple[Task, ...]:
         among = tuple(
-            contestant(word, workload.batch, workload.rates.get(word), workload.but)
+            contestant(word, workload.batch, workload.rates.get(word), workload.but, falls=settings.falls)
             for word in (*contestants_of_ours(), *PEERS)
         )
         return (replace(workload.make(), name=name, contestants=among),)

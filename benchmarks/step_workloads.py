@@ -174,6 +174,12 @@ WORKLOADS: dict[str, StepWorkload] = {
     "plain-mnist": StepWorkload(
         lambda: plain("plain-mnist", mnist, (784, 512, 512, 10)), 64, (300,), (), ("4.weight",), looked_at=5000
     ),
+    "mnist-16": StepWorkload(
+        lambda: plain("mnist-16", mnist, (784, 128, 128, 10)), 16, (150,), (), ("4.weight",), looked_at=4000
+    ),
+    "mnist-2000": StepWorkload(
+        lambda: plain("mnist-2000", mnist, (784, 128, 128, 10)), 2000, (25,), (), ("4.weight",), looked_at=4000
+    ),
     "vae": StepWorkload(
         lambda: vae_mnist.tasks(vae_mnist.VaeSettings(methods="adam"))[0], 128, (300,), (20.0,), rates=SUMMED
     ),

@@ -279,10 +279,10 @@ class ModelOptimizer(Optimizer):
         reports = [report for report in found.values() if report.step]
         settings = {"lr": min((float(group["lr"]) for group in self.param_groups), default=0.0)} | self._options()
         scheduled = any("initial_lr" in group for group in self.param_groups)  # which torch's schedulers write
-        return explain_steps(Steps(reports, self.rule, settings, scheduled, self._turned))
+        return explain_steps(Steps(reports, self.rule, settings, scheduled, self._turn))
 
     @property
-    def _turned(self) -> int:
+    def _turn(self) -> int:
         """The step at which the rule turned to directions of its own; -1 before."""
         return -1
 

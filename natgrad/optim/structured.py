@@ -147,7 +147,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         return partial(state_report, self._told.numbers, self._state.step, guard.failures, guard.refused)
 
     @property
-    def _turned(self) -> int:
+    def _turn(self) -> int:
         return self._state.noise.turned
 
     def detach(self) -> None:
@@ -321,7 +321,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         """Read the statistics of the pass. Several processes add them up while the user's backward pass goes on."""
         state = self._state
         # labels that a metric was estimated from measure it too short along the direction that it gives
-        measuring = self.measure and (self.rule.needs_form or self._choices.judge is not None)
+        measuring = self.measure and (self.rule.measures(state.is_turned) or self._choices.judge is not None)
         every = max(MEASURED, self.update_every)
         measuring = measuring and is_due_to_measure(state.pace, state.step, state.is_turned, every)
         apart = None if not measuring or isinstance(self.structure.estimate, ExactLabels) else Sampled()

@@ -46,6 +46,14 @@ class Rule(Explained):
         """Whether the rule looks at the loss at trial points where it can be had."""
         return self.needs_loss
 
+    def measures(self, turned: bool) -> bool:
+        """Whether the metric along a step is measured on passes.
+
+        Args:
+            turned: Whether steps have the rule's own directions, for a rule that turns to them.
+        """
+        return self.needs_form
+
     @property
     def shapes(self) -> bool:
         """Whether the rule makes directions of its own."""

@@ -11,6 +11,11 @@ from torch import Tensor
 from natgrad.operators import Operator
 
 
+def require_values() -> Tensor:
+    """ValueError: a point that was made without its parameters."""
+    raise ValueError("this block's parameters are not known: give BlockPoint values=")
+
+
 @dataclass(frozen=True)
 class BlockPoint:
     """What a rule may know of one layer, or of one parameter without a layer, when it shapes its direction.
@@ -48,7 +53,7 @@ class BlockPoint:
     steps: int = 0
     positions: float = math.inf
     shape: tuple[int, ...] = ()
-    values: Callable[[], Tensor] = Tensor
+    values: Callable[[], Tensor] = field(default_factory=lambda: require_values)
     renewed: bool = False
     examples: float = math.inf
     unit: float = 1.0

@@ -84,6 +84,9 @@ class NoiseAware(Rule):
     def rate_after(self, steps: int) -> float:
         return self.spectral.rate_after(steps)
 
+    def measures(self, turned: bool) -> bool:
+        return not turned or self.spectral.needs_form or self.max_kl != USUAL
+
     def prepare(self, metric: Operator, level: float) -> dict[str, Tensor]:
         return self.spectral.prepare(metric, level)
 

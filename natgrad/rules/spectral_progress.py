@@ -127,19 +127,19 @@ class SpectralProgress(Rule):
             return []
         gradients = [block.gradient().to(block.mean) for block in blocks]
         ahead = [block.mean.lerp(g, self.ahead) for block, g in zip(blocks, gradients, strict=True)]
-        found = self.directions(blocks, ahead)
+        found = self._directions(blocks, ahead)
         warm, shaped = min(1.0, (blocks[0].steps + 1) / self.warm), list[tuple[Tensor, dict[str, Tensor]]]()
-        lengths = [self.length(block, unit) for block, unit in zip(blocks, found, strict=True)]
+        lengths = [self._length(block, unit) for block, unit in zip(blocks, found, strict=True)]
         if not self.progress:
             return [(d * (warm * length), dict(size)) for d, (length, size) in zip(found, lengths, strict=True)]
-        scales, squares = self.follow(blocks, gradients)
+        scales, squares = self._follow(blocks, gradients)
         slopes = [inner_product(n, d) for n, d in zip(ahead, found, strict=True)]
         for i, (length, size) in enumerate(lengths):
             memory = {"direction": found[i], "slope": slopes[i], "square": squares[i], "scale": scales[i], **size}
             shaped.append((found[i] * (length * (warm * scales[i])), memory))
         return shaped
 
-    def follow(self, blocks: Sequence[BlockPoint], gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def _follow(self, blocks: Sequence[BlockPoint], gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The blocks' scales by their progress, and its running mean squares; of all blocks at once."""
         home, memories = gradients[0], [block.memory for block in blocks]
 
@@ -165,7 +165,7 @@ class SpectralProgress(Rule):
             for many in (scale, square)
         ]  # type: ignore[return-value]
 
-    def directions(self, blocks: Sequence[BlockPoint], ahead: Sequence[Tensor]) -> list[Tensor]:
+    def _directions(self, blocks: Sequence[BlockPoint], ahead: Sequence[Tensor]) -> list[Tensor]:
         """The blocks' directions; those whose matrices are alike as one stack."""
         stacks: dict[Any, list[int]] = {}
         matrices, found = list[Tensor](ahead), list[Tensor](ahead)
@@ -184,12 +184,12 @@ class SpectralProgress(Rule):
         for (kind, *_), places in stacks.items():
             if kind == "rows":
                 for i in places:
-                    found[i] = self.scale_rows(ahead[i], blocks[i].prepared["tokens"].to(ahead[i]))
+                    found[i] = self._scale_rows(ahead[i], blocks[i].prepared["tokens"].to(ahead[i]))
                 continue
             stack = torch.stack([matrices[i] for i in places]) if len(places) > 1 else matrices[places[0]].unsqueeze(0)
             if kind == "entries":
                 squares = [blocks[i].prepared["squares"] for i in places if "squares" in blocks[i].prepared]
-                made = self.scale_entries(stack, torch.stack(squares).view(stack.shape).to(stack) if squares else None)
+                made = self._scale_entries(stack, torch.stack(squares).view(stack.shape).to(stack) if squares else None)
             else:
                 made = polar(stack if len(places) > 1 else stack[0], ITERATIONS).reshape(stack.shape)
             for i, one in zip(places, made.unbind(), strict=True):
@@ -198,11 +198,11 @@ class SpectralProgress(Rule):
                 found[i] = whole.reshape(ahead[i].shape)
         return found
 
-    def length(self, block: BlockPoint, found: Tensor) -> tuple[Tensor | float, dict[str, Tensor]]:
+    def _length(self, block: BlockPoint, found: Tensor) -> tuple[Tensor | float, dict[str, Tensor]]:
         """A block's usual length in units of its direction, and its size where that is needed again."""
         if (rows := table_rows(block.shape)) is not None:
             columns = found.numel() // rows
-            size = self.size_of(block.values().to(found).reshape(1, rows, columns), columns, block.unit).view(())
+            size = self._size_of(block.values().to(found).reshape(1, rows, columns), columns, block.unit).view(())
             return self.share * (1 + self.damping) ** 0.5 * size / min(rows, columns) ** 0.5, {}
         if "tokens" in block.prepared:
             return self.share / 3 * block.unit, {}
@@ -211,14 +211,14 @@ class SpectralProgress(Rule):
         size = block.memory.get("size")
         if block.renewed or size is None:
             values = unwhiten(block.values().to(found), block.prepared)
-            size = self.size_of(values, found.shape[-2], block.unit)
+            size = self._size_of(values, found.shape[-2], block.unit)
         return size * (self.share / min(found.shape[-2:]) ** 0.5), {"size": size}
 
-    def size_of(self, values: Tensor, outputs: int, unit: float) -> Tensor:
+    def _size_of(self, values: Tensor, outputs: int, unit: float) -> Tensor:
         """max(|theta|, floor sqrt(outputs)) of each group, shape (groups, 1, 1)."""
         return measure_norm(values, (-2, -1), keepdim=True).clamp(min=least_size(self.floor, outputs, unit))
 
-    def scale_rows(self, n: Tensor, root: Tensor) -> Tensor:
+    def _scale_rows(self, n: Tensor, root: Tensor) -> Tensor:
         """R n for a table of tokens, whose outputs change by 1 in root mean square over the tokens.
 
         One token reads one row and mixes none, so that no combination of rows is a direction that could take the whole
@@ -229,7 +229,7 @@ class SpectralProgress(Rule):
         size = (step.square().mean(-1) @ often / often.sum().clamp(min=LEAST)).sqrt()
         return torch.where(size > 0, step / size.clamp(min=LEAST), 0.0)
 
-    def scale_entries(self, n: Tensor, squares: Tensor | None) -> Tensor:
+    def _scale_entries(self, n: Tensor, squares: Tensor | None) -> Tensor:
         """n / (F + damping mean F)^(1/2) at a root mean square of 1, for a stack of blocks."""
         entries = tuple(range(1, n.dim()))
         if squares is not None:
@@ -267,10 +267,9 @@ def whitener_of_few(moment: Tensor, damping: float, rank: int, unit: float) -> d
     """
     mean = moment.diagonal().mean()
     scaled = moment / mean if bool(mean > 0) else torch.eye(len(moment)).to(moment)
-    found = scaled[:, scaled.diagonal().topk(rank).indices]
-    for _ in range(2):
-        basis = torch_linalg.qr(found).Q
-        found = scaled @ basis
+    basis = torch_linalg.qr(scaled[:, scaled.diagonal().topk(rank).indices]).Q
+    basis = torch_linalg.qr(scaled @ basis).Q
+    found = scaled @ basis
     values, turn = eigh(symmetrise(basis.mT @ found))
     cut = 1 - (1 + values.clamp(min=0) / damping).rsqrt()
     return {"inputs": basis @ turn, "cut": cut, "root": cut.new_tensor(((1 + damping) / damping) ** 0.5 * unit)}

@@ -109,7 +109,9 @@ def network(name: str, variables: int, width: int, seed: int) -> nn.Module:
 
 def optimizers(s: ScoreEnergySettings) -> dict[str, Callable[[nn.Module], Any]]:
     """The methods by name: two lines apart."""
-    rule = NoiseAware(kl_share=0.05, move=s.move, noise=s.signal, spectral=SpectralDescent(damping=s.whitening))
+    rule = NoiseAware(
+        kl_share=0.05, move=s.move, floor=0.5, noise=s.signal, spectral=SpectralDescent(damping=s.whitening)
+    )
     return {
         "K-FAC": lambda score: ng.kfac(score, nn.MSELoss(), s.kfac, rule=rule),
         "Adam": lambda score: torch.optim.Adam(score.parameters(), s.adam),
