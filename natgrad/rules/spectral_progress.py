@@ -17,7 +17,7 @@ from natgrad.operators import Operator
 from natgrad.rules.base import Objective, Rule
 from natgrad.rules.block_point import BlockPoint
 from natgrad.rules.parts import Memory, inner_product
-from natgrad.rules.quadratic import Quadratic, Step, share_of_rate
+from natgrad.rules.quadratic import Quadratic, Step
 from natgrad.rules.spectral_descent import (
     apply_root,
     find_input_moment,
@@ -241,7 +241,7 @@ class SpectralProgress(Rule):
         proposal = model.proposal
         if not model.bounded or math.isinf(self.kl_share):
             return proposal, memory
-        promise = -model.slope(proposal) / (share_of_rate(proposal) or math.nan)  # a lower rate takes that share of it
+        promise = -model.slope(proposal)
         loss = as_tensor_like(model.loss, promise).clamp(min=0)
         rate = torch.where(promise > 0, (self.kl_share * loss / promise.clamp(min=LEAST)).clamp(max=1), 1.0)
         rate = torch.where(loss.isnan(), 1.0, rate)

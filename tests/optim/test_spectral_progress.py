@@ -174,9 +174,9 @@ def test_a_slope_that_grows_out_of_nothing_leaves_numbers_finite(slope: float) -
         assert all(torch.isfinite(t).all() for t in (direction, *memory.values()))
 
 
-@pytest.mark.parametrize("lr", [0.1, 1.0])
+@pytest.mark.parametrize("lr", [0.5, 1.0, 10.0])
 def test_a_step_promises_no_more_than_a_share_of_the_loss(lr: float) -> None:
-    """g . d = -lr * kl_share * loss, where a whole step would promise more; lr takes that share of it."""
+    """g . d = -kl_share * loss, where a step at this rate would promise more."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 3)).double()
     x = draw(40, 6)
@@ -190,7 +190,7 @@ def test_a_step_promises_no_more_than_a_share_of_the_loss(lr: float) -> None:
     before = [p.detach().clone() for p in model.parameters()]
     opt.step()
     slope = sum(((p.detach() - q) * p.grad).sum() for p, q in zip(model.parameters(), before, strict=True))
-    assert float(slope) == pytest.approx(-lr * 0.01 * float(loss.detach()), rel=1e-9)
+    assert float(slope) == pytest.approx(-0.01 * float(loss.detach()), rel=1e-9)
     assert "kl_share (now 0.01) bounds" in opt.explain()
 
 
