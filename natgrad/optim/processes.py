@@ -440,11 +440,6 @@ class Ranks:
             sizes / self.size,
         )
 
-    def count_rows(self, losses: Sequence[Loss], nats: Any, device: torch.device) -> float:
-        """Examples times positions of the losses of all processes, where `nats` of a loss are one event's."""
-        own = torch.tensor(float(sum(loss.rows for loss in losses)), dtype=torch.float64, device=device)
-        return float(self.sum(own)) / float(nats)
-
     def weight(self, loss: Loss) -> float:
         """What a loss weighs: its rows; over several processes, what it is a mean over."""
         return loss.weight or loss.count or loss.rows if self.size > 1 and loss.rows else loss.rows

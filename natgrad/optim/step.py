@@ -348,11 +348,6 @@ class Work:
         errors, loss = self.state.hearing.errors, self.batch.loss
         return errors.scale(0.0 if loss is None else loss) if errors else ErrorScale()
 
-    @cached_property
-    def examples(self) -> float:
-        """Of the batch."""
-        return float(self.evidence.examples())
-
     # 1 inverses
 
     def invert(self, due: bool) -> None:
@@ -449,7 +444,8 @@ class Work:
         held = {key: {n: means[n] for n in block.layout.names if n in means} for key, block in ready.items()}
         held = {key: parts for key, parts in held.items() if parts}
         if self.shapes:
-            shaped = self.rule.shape_blocks([self.view(blocks[key], parts) for key, parts in held.items()])
+            examples = float(self.sum_examples())
+            shaped = self.rule.shape_blocks([self.view(blocks[key], parts, examples) for key, parts in held.items()])
             for (key, parts), (direction, memory) in zip(held.items(), shaped, strict=True):
                 steps |= give_back(blocks[key].layout, direction, parts)
                 blocks[key] = replace(blocks[key], shape=memory)
@@ -468,7 +464,7 @@ class Work:
         keys = {name: key for key, block in blocks.items() for name in block.layout.names}
         return self.owners.share_directions(gradients, steps, slopes, levels, keys)
 
-    def view(self, block: Block, means: Mapping[str, Tensor]) -> BlockPoint:
+    def view(self, block: Block, means: Mapping[str, Tensor], examples: float) -> BlockPoint:
         """A block as a rule sees it that shapes directions."""
         penalised = self.penalise(self.batch.gradients)
         assert block.level is not None
@@ -487,7 +483,7 @@ class Work:
             shape=block.layout.shape if block.layer is None else (),
             values=lambda: self.averages.matrix(block, {name: self.values[name].detach() for name in means}),
             renewed=self.state.pace.inverted == self.state.step,
-            examples=self.examples,
+            examples=examples,
             unit=max(map(self.errors.of, block.layout.names)),
         )
 
@@ -533,10 +529,16 @@ class Work:
 
     def count_examples(self) -> dict[str, int]:
         """Examples of this step over all processes, and seen so far with it."""
-        own = torch.tensor(float(self.evidence.examples()), device=self.device)
-        examples = int(self.processes.sum(own))
+        examples = self.sum_examples()
         self.state = replace(self.state, seen=self.state.seen + examples)
         return {"examples": examples, "seen": self.state.seen}
+
+    def sum_examples(self) -> int:
+        """Examples of this step over all processes, who must all ask."""
+        own = self.evidence.examples()
+        return (
+            own if self.processes.size == 1 else int(self.processes.sum(torch.tensor(float(own), device=self.device)))
+        )
 
     # the metric along a vector
 

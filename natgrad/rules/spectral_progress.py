@@ -112,8 +112,8 @@ class SpectralProgress(Rule):
         found = find_input_moment(metric)
         if found is None:
             return {"squares": metric.diagonal().clamp(min=0)}
-        moment, tokens = found
-        least = self.damping if tokens else max(self.damping, moment.shape[-1] / max(positions, 1.0))
+        (moment, tokens), positions = found, max(positions, 1.0)
+        least = self.damping if tokens else max(self.damping, moment.shape[-1] / positions)
         if not tokens and moment.dim() == 2 and FEWER * positions <= len(moment):
             return whitener_of_few(moment, least, math.ceil(TOP * positions), (1 + self.damping) ** -0.5)
         longer = ((1 + least) / (1 + self.damping)) ** 0.5  # directions of mean size move as before
@@ -160,10 +160,11 @@ class SpectralProgress(Rule):
         most = max(1.0, (blocks[0].examples / self.few) ** 0.5)
         growth = self.progress / (1 + ((blocks[0].steps + 1) / self.fades) ** 2)
         scale = (gather("scale", 1.0) * torch.exp(growth * sure)).clamp(max=most)
-        return [
-            [as_tensor_like(one, g) for one, g in zip(many.unbind(), gradients, strict=True)]
-            for many in (scale, square)
-        ]  # type: ignore[return-value]
+
+        def give_back(many: Tensor) -> list[Tensor]:
+            return [as_tensor_like(one, g) for one, g in zip(many.unbind(), gradients, strict=True)]
+
+        return give_back(scale), give_back(square)
 
     def _directions(self, blocks: Sequence[BlockPoint], ahead: Sequence[Tensor]) -> list[Tensor]:
         """The blocks' directions; those whose matrices are alike as one stack."""
