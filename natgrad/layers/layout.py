@@ -50,6 +50,11 @@ class Layout:
         """True if the weight is stored as the matrix itself: one group, (outputs, inputs)."""
         return self.groups == 1 and not self.transposed and self.shape in ((), (self.outputs, self.inputs))
 
+    @property
+    def is_split_in_place(self) -> bool:
+        """True if what `split` returns are views of its matrix."""
+        return self.groups == 1 or not self.transposed
+
     def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The layer's matrix, shape (groups, outputs, columns).
 

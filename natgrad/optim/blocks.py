@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.pure import leaves, map_tensors
-from natgrad.ground.typed_torch import list_numbers, split_tensor, torch_distributed, torch_plain
+from natgrad.ground.stacks import stack_tensors
+from natgrad.ground.typed_torch import list_numbers, split_tensor, torch_distributed
 from natgrad.ground.whole_tensors import gather_whole, naming_lost, wait_for_all, zeros_whole
 from natgrad.layers import Layer, Layout, Seen
 from natgrad.operators import DiagonalOperator, Operator, pack_operator, unpack_operator
@@ -526,18 +527,24 @@ class Averages:
         update = replace(update, guard=guard)
         if not agree_on_parts(fit, reading):
             return update.fail(far=far)
-        blocks, changes, fine = self._assign(update.blocks, reading), list(update.changes), True
+        blocks, changes = self._assign(update.blocks, reading), list(update.changes)
         compares = changes if reading.part == 1 else None  # a reading of fewer rows changes more by chance
+        fresh = list[tuple[Block, Statistics, Count]]()
         for seen, count in self._weigh_layers(reading):
             past = self._totals(blocks, seen.key)
             before = self.owners.share_past(seen.key, past, self.structure.needs_past(seen))
             with exchanging(*self.owners.exchange(seen.key)):
                 totals = self.structure.statistics(seen, before, decay)
-            fine &= self._average(blocks, Block(seen.layer.layout, seen.layer), totals, decay, count, compares)
+            fresh.append((Block(seen.layer.layout, seen.layer), totals, count))
         for name, squares, count in self._weigh_squares(reading):
             with exchanging(*self.owners.exchange(name)):
                 totals = accumulate_statistics(self._totals(blocks, name, layered=False), squares, decay)
-            fine &= self._average(blocks, Block(single(name, self.named[name])), totals, decay, count, compares)
+            fresh.append((Block(single(name, self.named[name])), totals, count))
+        sound = are_finite([totals.values() if self.owners.holds(block.key) else () for block, totals, _ in fresh])
+        for fits, (block, totals, count) in zip(sound, fresh, strict=True):
+            if fits:  # an eigendecomposition may have failed
+                self._average(blocks, block, totals, decay, count, compares)
+        fine = all(sound)
         if self.owners.apart:
             fine = not bool(self._sum([0.0 if fine else 1.0])[0])
         taken = replace(update, blocks=blocks, changes=tuple(changes), taken=update.taken + fine)
@@ -554,7 +561,8 @@ class Averages:
             block, count = coming.pop(key)
             before = self._totals(blocks, key, block.layer is not None) if self.owners.holds(key) else None
             totals = accumulate_statistics(before, fresh, decay)
-            self._average(blocks, block, totals, decay, count, compares)
+            if not self.owners.holds(key) or are_finite([totals.values()])[0]:
+                self._average(blocks, block, totals, decay, count, compares)
 
         sums = self.owners.open_sums(self.structure.symmetric, deliver, fit)
         of = self.owners.of if self.owners.apart else {}
@@ -597,18 +605,17 @@ class Averages:
         decay: float,
         count: Count,
         changes: list[Tensor] | None,
-    ) -> bool:
-        """One block's new totals, unless something in them is not finite: an eigendecomposition may have failed."""
+    ) -> None:
+        """One block's new totals."""
         key, layered = fresh.key, fresh.layer is not None
-        if self.owners.holds(key) and not all(bool(torch.isfinite(t.sum())) for t in totals.values()):
-            return False
         if key not in blocks or (blocks[key].layer is not None) != layered:
             # new, or of a layer and a parameter by turns: blocks that shared a parameter with it are forgotten
+            past = dict[str, Any]()
             for other in [k for k, b in blocks.items() if set(b.layout.names) & set(fresh.layout.names)]:
-                del blocks[other]
-            blocks[key] = fresh
+                past |= blocks.pop(other).split_mean()
+            blocks[key] = fresh.join_mean(past, self.named)
         if not self.owners.holds(key):
-            return True
+            return
         block = blocks[key]
         known = block.totals is not None
         weight = accumulate_weight(block.weight if known else None, decay, float(count.rows))
@@ -619,7 +626,6 @@ class Averages:
             positions = decay * positions + count.positions if readings else count.positions
             readings = decay * readings + (decay < 1) if readings else 1.0
         blocks[key] = replace(block, totals=totals, weight=weight, positions=positions, readings=readings)
-        return True
 
     def _totals(self, blocks: Mapping[str, Block], key: str, layered: bool = True) -> Statistics | None:
         """The sums so far of a layer's block, or of that of a parameter without one."""
@@ -683,12 +689,20 @@ class Averages:
         total, count = self._sum([float(changes.sum()), float(len(changes))])
         return total / count if count else None
 
-    def mean_eigenvalue(self, blocks: Mapping[str, Block]) -> float:
-        """Over all blocks that are trained."""
+    def mean_eigenvalues(self, blocks: Mapping[str, Block]) -> dict[str, float]:
+        """Of every block that this process holds, by one read of the device."""
+        held = [block for block in blocks.values() if self.owners.holds(block.key) and block.weight]
+        means = [self.operator(block).mean_eigenvalue() for block in held]  # one after another: they are copies
+        numbers = (
+            list_numbers(torch.stack([mean.to(means[0].device, torch.float64) for mean in means])) if means else []
+        )
+        return {block.key: number for block, number in zip(held, numbers, strict=True)}
+
+    def mean_over_blocks(self, blocks: Mapping[str, Block], means: Mapping[str, float]) -> float:
+        """The mean eigenvalue over all blocks that are trained, of all processes."""
         trained = [b for b in blocks.values() if any(self.named[name].requires_grad for name in b.layout.names)]
-        operators = (self.operator(block) for block in trained if self.owners.holds(block.key) and block.weight)
-        pairs = [(float(one.mean_eigenvalue()), one.size) for one in operators]  # one after another: they are copies
-        total, size = sum(mean * n for mean, n in pairs), float(sum(n for _, n in pairs))
+        sizes = {block.key: math.prod(block.layout.matrix_shape) for block in trained if block.key in means}
+        total, size = sum(means[key] * n for key, n in sizes.items()), float(sum(sizes.values()))
         if self.owners.apart:
             total, size = self._sum([total, size])
         return total / size if size else 0.0
@@ -698,31 +712,32 @@ class Averages:
     def invert(
         self,
         blocks: Mapping[str, Block],
-        level_of: Callable[[Block, Operator], float],
+        level_of: Callable[[Block], float],
         inverts: bool,
         prepare: Prepare | None,
         keys: Collection[str],
     ) -> tuple[dict[str, Block], int]:
         """The blocks, those of these keys with new damped inverses, and how many failed and keep their last good ones.
 
-        level_of: a block and its operator -> its damping. inverts: False where no inverse is needed. prepare: the
-        rule's, where its directions need more.
+        level_of: a block -> its damping. inverts: False where no inverse is needed. prepare: the rule's, where its
+        directions need more.
         """
-        fresh, failures = dict[str, Block](), 0
         blocks = {key: replace(block, fresh=False) if key in keys else block for key, block in blocks.items()}
-        for key, block in blocks.items():
-            if key not in keys or not self.owners.solves(key) or not block.weight:
-                continue
-            operator = self.operator(block)
-            level = level_of(block, operator)
-            if not level > 0:  # nothing was seen of this block yet: no derivative reached it
-                continue
-            inverted = invert_block(block, operator, level, inverts, prepare)
-            self.owners.done += self.cost(block.layout, block.layer).work
-            if inverted is None:
-                failures += 1
-            else:
-                fresh[key] = inverted
+        own = {key: blocks[key] for key in blocks if key in keys and self.owners.solves(key) and blocks[key].weight}
+        levels = {key: level_of(block) for key, block in own.items()}
+        levels = {key: level for key, level in levels.items() if level > 0}  # else no derivative has reached it yet
+        tried = dict[str, Block]()
+        for key, level in levels.items():
+            made = invert_block(own[key], self.operator(own[key]), level, inverts, prepare)
+            self.owners.done += self.cost(made.layout, made.layer).work
+            tried[key] = made
+        sound = are_finite([numbers_of(block) for block in tried.values()])
+        fresh = dict[str, Block]()
+        for key, fits in zip(tried, sound, strict=True):
+            block = tried[key] if fits else climb(own[key], self.operator(own[key]), levels[key], inverts, prepare)
+            if block is not None:
+                fresh[key] = block
+        failures = len(tried) - len(fresh)
         if self.owners.is_shared:
             failures = int(self._sum([float(failures)])[0])
         return {**blocks, **self.owners.share_inverses(fresh, blocks)}, failures
@@ -736,19 +751,22 @@ class Averages:
         )
 
     def direction(
-        self, block: Block, means: Mapping[str, Tensor], rates: Mapping[str, float]
+        self, block: Block, mean: Tensor, names: Collection[str], rates: Mapping[str, float]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """d = (G + damping I)^-1 m by name, and d^T m by name, under the first for all parameters that share a rate.
 
         A parameter without a gradient counts as one whose gradient is zero, and does not move.
+
+        mean: m as the block's matrix. names: those with a gradient.
         """
-        inverse, names = block.inverse, block.layout.names
+        inverse, own = block.inverse, block.layout.names
         assert inverse is not None
-        matrix = self.matrix(block, means, inverse.dtype).to(inverse.dtype)
+        matrix = mean.to(inverse.dtype)
         solved = inverse.mv(matrix.reshape(-1)).view(block.layout.matrix_shape)
-        parts = give_back(block.layout, solved, means)
-        if len(parts) == len(names) and len({rates[n] for n in names}) == 1:  # the usual case, without copies
-            return parts, {names[0]: inner_product(matrix, solved)}
+        parts = give_back(block.layout, solved, names)
+        if len(parts) == len(own) and len({rates[n] for n in own}) == 1:  # the usual case, without copies
+            return parts, {own[0]: inner_product(matrix, solved)}
+        means = block.layout.split(matrix)
         return parts, {name: inner_product(means[name], part) for name, part in parts.items()}
 
     def forms(self, blocks: Mapping[str, Block], step: Parts, levels: Mapping[str, float]) -> dict[str, Tensor]:
@@ -764,38 +782,105 @@ class Averages:
         return self.owners.share_scalars(forms, firsts, next(iter(step.parts.values())))
 
 
-@dataclass(frozen=True)
-class WholeMetric:
-    """All blocks together, as a damping of the whole metric asks for them: what knows nats and its mean eigenvalue."""
+class Scales:
+    """What a damping asks of the metric: nats, and the mean eigenvalue of a block or of all. Made when first asked for.
 
-    averages: Averages
-    blocks: Mapping[str, Block]
-    nats: float
+    Args:
+        averages: The blocks' metric.
+        blocks: By key.
+        nats: Per example in one unit of the mean loss.
+    """
 
-    def mean_eigenvalue(self) -> Tensor:
-        """Over all blocks, made once."""
-        return self._mean
+    def __init__(self, averages: Averages, blocks: Mapping[str, Block], nats: Any) -> None:
+        self.averages, self.blocks, self.nats = averages, blocks, nats
 
     @cached_property
-    def _mean(self) -> Tensor:
-        return torch.as_tensor(self.averages.mean_eigenvalue(self.blocks), dtype=torch.float64)
+    def means(self) -> dict[str, float]:
+        """The blocks' mean eigenvalues."""
+        return self.averages.mean_eigenvalues(self.blocks)
+
+    @cached_property
+    def mean(self) -> float:
+        """Of all blocks. All processes ask for it together."""
+        return self.averages.mean_over_blocks(self.blocks, self.means)
+
+    def of(self, key: str | None = None) -> Scale:
+        """The scale of one block, or of all."""
+        return Scale(self.nats, lambda: self.mean if key is None else self.means[key])
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A part of a metric as a damping sees it."""
+
+    nats: Any
+    mean: Callable[[], float]
+
+    def mean_eigenvalue(self) -> Tensor:
+        """In double precision."""
+        return torch.tensor(self.mean(), dtype=torch.float64)
 
 
 def invert_block(
-    block: Block, operator: Operator, level: float, inverts: bool, prepare: Prepare | None
-) -> Block | None:
-    """The block with its damped inverse, and with what a rule prepares; None where numbers fail."""
-    inverse = robust_inverse(operator, level) if inverts else None
-    if inverts and inverse is None:
-        return None
+    block: Block, operator: Operator, level: float, inverts: bool, prepare: Prepare | None, raise_by: float = 1.0
+) -> Block:
+    """The block with (G + damping I)^-1, and with what a rule prepares; NaN for both where they cannot be computed.
+
+    raise_by: what the damping of the inverse is multiplied by. TypeError where G has no closed-form inverse, or one
+    that cannot be kept (`Operator.pack`).
+    """
     try:
+        inverse = operator.inverse(raise_by * level) if inverts else None
         prepared = {} if prepare is None else prepare(operator, level, block.mean_positions)
     except RuntimeError:  # torch.linalg.LinAlgError is one
-        return None
-    if not all(bool(torch.isfinite(t.sum())) for t in prepared.values()):
-        return None
+        return replace(block, level=math.nan)
+    if inverts and inverse is None:
+        raise TypeError(f"the structure gave {operator!r}, whose inverse({level:g}) is None: a block needs one")
     kept = None if inverse is None else unpack_operator(pack_operator(inverse))  # as a checkpoint would bring it back
     return replace(block, inverse=kept, level=level, prepared=prepared or block.prepared)
+
+
+def climb(block: Block, operator: Operator, level: float, inverts: bool, prepare: Prepare | None) -> Block | None:
+    """The block with an inverse of more damping, up to 1e4 times; None where nothing helps."""
+    for raise_by in RAISES[1:] if inverts else ():
+        raised = invert_block(block, operator, level, inverts, prepare, raise_by)
+        if are_finite([numbers_of(raised)])[0]:
+            return raised
+    return None
+
+
+def numbers_of(block: Block) -> list[Tensor]:
+    """All that an inversion made."""
+    inverse = [] if block.inverse is None else list(leaves(pack_operator(block.inverse)))
+    return [*inverse, *block.prepared.values(), torch.tensor(0.0 if block.level is None else block.level)]
+
+
+def are_finite(groups: Sequence[Iterable[Tensor]]) -> list[bool]:
+    """Of each group of tensors whether all of its entries are finite: by one read of the device."""
+    sums = [[t.sum() for t in group] for group in groups]
+    home = next((one for group in sums for one in group), torch.zeros(()))
+    whole = [torch.stack([one.to(home.device, torch.float64) for one in group]).sum() for group in sums if group]
+    found = iter(list_numbers(torch.isfinite(torch.stack(whole))) if whole else [])
+    return [next(found) if group else True for group in sums]
+
+
+def stack_prepared(blocks: Mapping[str, Block]) -> dict[str, Block]:
+    """The same blocks with what a rule prepared of equal ones in one piece, so that no step has to copy it there."""
+    stacks = dict[Any, list[Block]]()
+    for block in blocks.values():
+        if block.prepared:
+            stacks.setdefault((block.layout.matrix_shape, signature(block.prepared)), []).append(block)
+    fresh = dict(blocks)
+    for alike in stacks.values():
+        pieces = {name: stack_tensors([b.prepared[name] for b in alike]).unbind() for name in alike[0].prepared}
+        for i, block in enumerate(alike):
+            fresh[block.key] = replace(block, prepared={name: tensors[i] for name, tensors in pieces.items()})
+    return fresh
+
+
+def signature(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """The names and shapes of tensors: those of others that can be stacked with them are equal."""
+    return (*tensors, *[tensor.shape for tensor in tensors.values()])
 
 
 def robust_inverse(operator: Operator, damping: float) -> Operator | None:
@@ -841,7 +926,7 @@ def measure_change(old: Mapping[str, Tensor], new: Mapping[str, Tensor], share: 
     return torch.stack(largest).max()
 
 
-def give_back(layout: Layout, solved: Tensor, names: Mapping[str, Any]) -> dict[str, Tensor]:
+def give_back(layout: Layout, solved: Tensor, names: Collection[str]) -> dict[str, Tensor]:
     """What was solved, by name, for those that have a part here."""
     return {name: part for name, part in layout.split(solved).items() if name in names}
 
@@ -877,27 +962,6 @@ class Penalised(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.gradients)
-
-
-def average_gradients(
-    past: Sequence[Tensor] | None, gradients: Sequence[Tensor], decay: float, count: int, dtype: torch.dtype
-) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """The running means of gradients, corrected for their start, and what to keep of them.
-
-    past: what was kept of the last step; None before. count: gradients in the mean, with these.
-    """
-    if decay == 0:
-        return gradients, ()
-    fresh = 1 - decay
-    kept = (
-        torch_plain._foreach_mul(gradients, fresh)
-        if past is None
-        else torch_plain._foreach_lerp(past, gradients, fresh)
-    )
-    weight = 1 - decay**count
-    # late in a run the weights add up to 1, and nothing is copied
-    whole = 1 - weight < torch.finfo(dtype).eps / 4
-    return (kept if whole else torch_plain._foreach_div(kept, weight)), kept
 
 
 def sum_scalars(scalars: Mapping[str, Tensor]) -> Tensor:

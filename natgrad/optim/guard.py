@@ -190,14 +190,13 @@ def measure_sides(layers: Sequence[Seen], squares: Mapping[str, Tensor]) -> tupl
     return sizes, bounds
 
 
-def least_damping(norms: Sequence[Tensor]) -> float:
+def least_damping(norms: Sequence[float]) -> float:
     """lambda with |(G + lambda I)^-1 g| <= `FARTHEST`, for the norms |g| of a block's gradients.
 
     Where each softmax is saturated at a wrong class the Fisher information is 1e-37 and the gradient is not small: the
     step has no end then, and with this damping it goes along the gradient. A norm that is not finite counts as 0.
     """
-    sizes = list_numbers(torch.stack([norm.double() for norm in norms])) if norms else []
-    return math.hypot(*(size for size in sizes if math.isfinite(size))) / FARTHEST
+    return math.hypot(*(norm for norm in norms if math.isfinite(norm))) / FARTHEST
 
 
 # what is said of a run that no longer learns

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from natgrad.families import Criterion, Likelihood
 from natgrad.ground.pure import RandomState, Select, map_tensors, pure_model, run_detached, run_uncompiled
 from natgrad.ground.spaces import Params, Space
-from natgrad.ground.typed_torch import list_numbers, measure_norm
+from natgrad.ground.typed_torch import list_numbers, measure_norms
 from natgrad.ground.whole_tensors import any_split
 from natgrad.metrics import Covariance, Fisher, GaussNewton, Metric, PullbackMetric, SampledFisher
 from natgrad.operators import Operator, Scaled, Sum
@@ -677,7 +677,8 @@ class BatchForm:
         if any(torch.finfo(self.named[name].dtype).bits < 32 for name in vector):
             return 1.0
         moved = float(vector.norm())
-        size = math.sqrt(sum(float(measure_norm(self.named[name])) ** 2 for name in vector))
+        sizes = measure_norms([self.named[name].detach() for name in vector])
+        size = math.hypot(*list_numbers(torch.stack([one.to(sizes[0]) for one in sizes]))) if sizes else 0.0
         return min(1.0, LEAST[self._is_double(vector)] * size / moved) if moved > 0 else 1.0
 
     def _is_double(self, vector: Parts) -> bool:

@@ -16,7 +16,7 @@ from natgrad.families import Criterion, Gaussian, Huber, Laplace
 from natgrad.families.criteria import Entrywise
 from natgrad.ground.pure import leaves, map_tensors
 from natgrad.ground.typed_torch import hook_gradient, list_numbers
-from natgrad.ground.whole_tensors import gather_whole
+from natgrad.ground.whole_tensors import gather_whole, zeros_whole
 from natgrad.layers import Layer, Tap, is_asking
 from natgrad.operators import Layout, Operator, pack_operator, unpack_operator
 from natgrad.optim.guard import Guard
@@ -338,6 +338,8 @@ class Block:
         level: The damping of the last inversion; None before.
         prepared: What the rule made of the block's metric then.
         shape: What the rule remembers of the block.
+        mean: The running mean of its gradients as its matrix, without the correction for its start; None before.
+        counts: Gradients in that mean, by parameter.
         fresh: True until it was to be inverted once.
     """
 
@@ -351,6 +353,8 @@ class Block:
     level: float | None = None
     prepared: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     shape: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    mean: Tensor | None = None
+    counts: Mapping[str, int] = field(default_factory=dict[str, int])
     fresh: bool = True
 
     @property
@@ -394,21 +398,33 @@ class Block:
             saved.get("level"),
             saved.get("prepared", {}),
             saved.get("shape", {}),
-            saved.get("fresh", False),
+            fresh=saved.get("fresh", False),
         )
+
+    def split_mean(self) -> dict[str, Numbers]:
+        """The running mean by parameter, and how many gradients each has."""
+        if self.mean is None:
+            return {}
+        parts = self.layout.split(self.mean).items()
+        return {name: {"count": self.counts[name], "mean": part} for name, part in parts if name in self.counts}
+
+    def join_mean(self, parts: Mapping[str, Mapping[str, Any]], named: Mapping[str, Tensor]) -> Block:
+        """The same with the running mean that these parameters have; as it is where none has one."""
+        known = {name: parts[name] for name in self.layout.names if "mean" in parts.get(name, {})}
+        if not known:
+            return self
+        like: Tensor = next(iter(known.values()))["mean"]
+        means = {
+            name: known[name]["mean"] if name in known else zeros_whole(named[name], like.dtype)
+            for name in self.layout.names
+        }
+        counts = {name: part["count"] for name, part in known.items()}
+        return replace(self, mean=self.layout.join(means), counts=counts)
 
 
 BLOCK_ENTRIES = ("totals", "weight", "positions", "readings", "inverse", "level", "prepared", "shape", "fresh")
 OWNED = (*BLOCK_ENTRIES, "mean", "count")
 """What a process remembers of its own blocks alone, where their numbers are their owners'."""
-
-
-@dataclass(frozen=True)
-class GradientMean:
-    """The running mean of a gradient, without its correction, and how many gradients it has."""
-
-    value: Tensor
-    count: int
 
 
 @dataclass(frozen=True)
@@ -499,7 +515,6 @@ class State:
         step: Steps so far.
         seen: Examples, where the rule counts them.
         blocks: By key.
-        means: The gradients' running means, by parameter.
         vectors: What the rule remembers, by parameter and name.
         pace: When what was done last.
         length: What is known of the metric along steps.
@@ -512,7 +527,6 @@ class State:
     step: int = 0
     seen: int = 0
     blocks: Mapping[str, Block] = field(default_factory=dict[str, Block])
-    means: Mapping[str, GradientMean] = field(default_factory=dict[str, GradientMean])
     vectors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict[str, Mapping[str, Tensor]])
     pace: Pace = Pace()
     length: Length = Length()
@@ -531,12 +545,12 @@ class State:
     def by_parameter(self) -> dict[str, Numbers]:
         """What is kept of each parameter, by name; a block's numbers lie under its first one."""
         found: dict[str, Numbers] = {}
-        for name, mean in self.means.items():
-            found.setdefault(name, {}).update(count=mean.count, mean=mean.value)
         for name, vectors in self.vectors.items():
             found.setdefault(name, {})[RULE] = dict(vectors)
         for block in self.blocks.values():
             found.setdefault(block.layout.names[0], {}).update(block.save())
+            for name, numbers in block.split_mean().items():
+                found.setdefault(name, {}).update(numbers)
         return found
 
     def save(self) -> Numbers:
@@ -624,10 +638,9 @@ def read_parameters(
             raise ValueError(
                 f"{MISFIT.format(list(names))}, of {math.prod(block.layout.matrix_shape)} entries: {sizes}"
             )
-        found[key] = block
-    means = {name: GradientMean(part["mean"], part["count"]) for name, part in saved.items() if "mean" in part}
+        found[key] = block.join_mean(saved, named)
     vectors = {name: part[RULE] for name, part in saved.items() if RULE in part}
-    return replace(state, blocks=found, means=means, vectors=vectors)
+    return replace(state, blocks=found, vectors=vectors)
 
 
 def single(name: str, p: Tensor) -> Layout:
@@ -649,7 +662,6 @@ def move_state(state: State, named: Mapping[str, Tensor], changed: Sequence[str]
             key: follow(block, named[block.layout.names[0]]) if block.layout.names[0] in names else block
             for key, block in state.blocks.items()
         },
-        means={name: follow(mean, named[name]) if name in names else mean for name, mean in state.means.items()},
         vectors={name: follow(kept, named[name]) if name in names else kept for name, kept in state.vectors.items()},
     )
 

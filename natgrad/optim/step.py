@@ -19,17 +19,18 @@ from torch import Tensor, nn
 
 from natgrad.families import Bernoulli, Categorical, Criterion, Gaussian, Huber, Laplace
 from natgrad.ground.linalg import stays_finite
+from natgrad.ground.stacks import stack_tensors
 from natgrad.ground.typed_torch import as_tensor_like, list_numbers, measure_norm, measure_norms, torch_plain
-from natgrad.ground.whole_tensors import WholeTensors
+from natgrad.ground.whole_tensors import WholeTensors, zeros_whole
 from natgrad.layers import Heard, Seen
-from natgrad.operators import Operator
 from natgrad.optim.blocks import (
     Averages,
     BatchUpdate,
     Penalised,
-    WholeMetric,
-    average_gradients,
+    Scales,
     give_back,
+    signature,
+    stack_prepared,
     sum_scalars,
 )
 from natgrad.optim.checks import check_statistics
@@ -38,8 +39,22 @@ from natgrad.optim.objective import EVERY, BatchForm, PooledLoss, judge_step
 from natgrad.optim.passes import Loss
 from natgrad.optim.processes import Ranks
 from natgrad.optim.reading import Reading
-from natgrad.optim.state import Block, GradientMean, Length, Noise, OwnGradients, Pace, State
-from natgrad.rules import BlockPoint, BlockStep, Damping, ErrorScale, Lazy, Memory, Parts, Quadratic, Rule, Step, Vector
+from natgrad.optim.state import Block, Length, Noise, OwnGradients, Pace, State
+from natgrad.rules import (
+    BlockPoint,
+    BlockStack,
+    BlockStep,
+    Damping,
+    ErrorScale,
+    Lazy,
+    Memory,
+    Parts,
+    Quadratic,
+    Rule,
+    Step,
+    Vector,
+    inner_product,
+)
 
 RAMP = 5  # steps after which the intervals between updates grow by one
 TURNED = 2  # times as long they are once noise has hidden the gradient, and whitened inputs are all that is asked for
@@ -216,10 +231,7 @@ def finish(
     guard = now.guard.follow_loss(batch.loss, taken=True)
     guard = replace(guard, skipped=0, late=state.guard.late + 1 if evidence.late else 0)
     pace = follow_drift(now.pace, choices.averages.drift(update), choices.update_every)
-    holds = choices.averages.owners.holds
-    elsewhere = {name for b in now.blocks.values() if not holds(b.key) for name in b.layout.names}
-    means = {name: mean for name, mean in {**state.means, **work.means}.items() if name not in elsewhere}
-    after = replace(now, step=now.step + 1, means=means, vectors=work.vectors, pace=pace, guard=guard)
+    after = replace(now, step=now.step + 1, vectors=work.vectors, pace=pace, guard=guard)
     return work.moved, after, StepReport(told, dampings=work.dampings)
 
 
@@ -257,6 +269,11 @@ class Batch:
     def is_cut(self) -> bool:
         """Whether the gradients were far too long, and cut."""
         return self.uncut is not self.gradients
+
+    def list_norms(self) -> dict[str, float]:
+        """The gradients' norms by name: one read of the device."""
+        norms = [norm.to(self.norm.device, torch.float64) for norm in self.norms.values()]
+        return dict(zip(self.norms, list_numbers(torch.stack(norms)), strict=True)) if norms else {}
 
     def judge(self, bounded: bool, guard: Guard, steps: int) -> tuple[bool, float]:
         """Whether the batch is fit for a step, and the gradient's length: one read of the device."""
@@ -299,9 +316,10 @@ def all_stay_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], s
     size: a number that must be finite, such as the step's length in the metric: one that overflows is cut to nothing,
     and would be taken for a step.
     """
-    sizes = measure_norms(list(after.values()), math.inf)
-    known = sizes if size is None or not sizes else [*sizes, size.to(sizes[0].device)]
-    if not sizes or bool(torch.isfinite(torch.stack([one.to(sizes[0].device, torch.float64) for one in known])).all()):
+    # Euclidean norms cost a tenth of the largest entries; one that overflows is looked at entry by entry
+    sizes = measure_norms(list(after.values()))
+    known = sizes if size is None else [*sizes, size]
+    if not sizes or bool(torch.isfinite(torch.stack([one.to(sizes[0]) for one in known]).sum())):
         return True
     return (size is None or bool(torch.isfinite(size))) and all(
         stays_finite(before[name], new) for name, new in after.items()
@@ -316,7 +334,8 @@ class Work:
 
     Attributes:
         state: As it is so far.
-        means: The gradients' new running means.
+        stacks: The gradients and their new running means, blocks that are alike together.
+        shaped: The directions of these stacks, where the rule shapes them.
         vectors: What the rule remembers, by parameter.
         moved: The parameters after the step.
         dampings: The damping of the next step, by parameter; empty where it stays.
@@ -335,7 +354,7 @@ class Work:
         self.inverts = self.rule.needs_inverse and not self.turned
         self.fall = self.rule.rate_at(state.step, state.noise.turned)
         self.strengths = {name: float(group["l2"]) for name, group in self.settings.items()}
-        self.means, self.vectors = dict[str, GradientMean](), dict(state.vectors)
+        self.stacks, self.shaped, self.vectors = list[GradientStack](), list[Tensor](), dict(state.vectors)
         self.moved, self.dampings = Move(), dict[str, float]()
 
     def lr(self, name: str) -> float:
@@ -356,33 +375,34 @@ class Work:
         keys = {key for key, block in state.blocks.items() if due or block.fresh}
         if not keys:
             return
-        whole = WholeMetric(self.averages, state.blocks, self.batch.nats)
+        scales = Scales(self.averages, state.blocks, self.batch.nats)
         hearing = state.hearing
         if hearing.errors and loss is not None:
             hearing = replace(hearing, error=max(hearing.error, float(loss)))
         if self.owners.apart:
-            whole.mean_eigenvalue()  # all processes together, before each looks at its own blocks
+            scales.of().mean_eigenvalue()  # all processes together, before each looks at its own blocks
         self.state = replace(state, hearing=hearing)
         prepare = self.rule.prepare_for if self.shapes else None
-        level = partial(self.level, whole)
+        norms = self.batch.list_norms()
+        level = partial(self.level, scales, norms)
         blocks, failures = self.averages.invert(state.blocks, level, self.inverts, prepare, keys)
+        blocks = stack_prepared(blocks)
         guard = replace(state.guard, failures=state.guard.failures + failures)
         pace = replace(state.pace, inverted=state.step) if due else state.pace
         self.state = replace(self.state, blocks=blocks, guard=guard, pace=pace)
 
-    def level(self, whole: WholeMetric, block: Block, operator: Operator) -> float:
+    def level(self, scales: Scales, norms: Mapping[str, float], block: Block) -> float:
         """The damping of a block: the strategy's, a penalty's, and for a part of the loss that the metric lacks."""
         damping, hearing, outside = self.choices.damping, self.state.hearing, self.state.outside
-        name = block.layout.names[0]
+        name, whole = block.layout.names[0], scales.of()
         number = float(self.settings[name]["damping"])
-        level = damping.amount(number, operator if damping.per_block else whole) + self.strengths[name]
+        level = damping.amount(number, scales.of(block.key) if damping.per_block else whole) + self.strengths[name]
         if damping.of_whole:
             # curvatures of the layers before a regression's last ones grow with the square of its unit
             unit = hearing.errors.scale(hearing.error) if hearing.errors else ErrorScale()
-            level += damping.of_whole * number * float(whole.mean_eigenvalue()) / unit.of(name) ** 2
+            level += damping.of_whole * number * scales.mean / unit.of(name) ** 2
         if name in outside.levels:
             level += outside.damping(name, damping.amount(number, whole))
-        norms = self.batch.norms
         return max(level, least_damping([norms[name] for name in block.layout.names if name in norms]))
 
     # 2 direction
@@ -396,9 +416,12 @@ class Work:
         self.follow_signal()
         errors = self.errors
         vector = Parts(directions, {name: -self.lr(name) for name in directions})
-        even, rated = len({self.lr(name) for name in directions}) == 1, dict[str, Tensor]()
+        rates = {self.lr(name) for name in directions}
+        even, rated, slope = len(rates) == 1, dict[str, Tensor](), None
         if self.shapes:
             full, promise = None, Lazy(partial(self.promise, vector, levels))
+            if even and not self.owners.apart:
+                slope = Lazy(partial(self.slope_of_stacks, rates.pop()))
             if self.sample is not None:
                 self.measure(vector.tensors(), self.averages.forms(self.state.blocks, vector, levels))
         else:
@@ -412,7 +435,7 @@ class Work:
             gradient=Parts(self.penalise(self.batch.gradients)),
             operator=None,
             damping=float(next(iter(settings))["damping"]),
-            proposal=BlockStep(vector, true, promise, ratio, self.without_penalty(levels), rated),
+            proposal=BlockStep(vector, true, promise, ratio, self.without_penalty(levels), rated, slope),
             nats=self.batch.nats,
             loss=math.nan if self.batch.loss is None else self.batch.loss,
             steps=self.state.step,
@@ -434,73 +457,91 @@ class Work:
         """d by name, (G + damping I)^-1 m unless the rule shapes it, the slopes d^T m, and the damping by name."""
         gradients, blocks = self.batch.gradients, dict(self.state.blocks)
         steps, slopes, levels = dict[str, Tensor](), dict[str, Tensor](), dict[str, float]()
-        rates = {name: self.lr(name) for name in self.settings}
-        ready = {
-            key: block
+        ready = [
+            block
             for key, block in blocks.items()
             if block.level is not None and self.owners.holds(key) and (block.inverse or not self.inverts)
-        }
-        means = self.average([name for block in ready.values() for name in block.layout.names if name in gradients])
-        held = {key: {n: means[n] for n in block.layout.names if n in means} for key, block in ready.items()}
-        held = {key: parts for key, parts in held.items() if parts}
+        ]
+        momenta = {name: float(group["momentum"]) for name, group in self.settings.items()}
+        self.stacks = stack_gradients(ready, self.penalise(gradients), momenta, self.averages.named, self.shapes)
+        shaped = list[tuple[Tensor, list[dict[str, Tensor]]]]()
         if self.shapes:
             examples = float(self.sum_examples())
-            shaped = self.rule.shape_blocks([self.view(blocks[key], parts, examples) for key, parts in held.items()])
-            for (key, parts), (direction, memory) in zip(held.items(), shaped, strict=True):
-                steps |= give_back(blocks[key].layout, direction, parts)
-                blocks[key] = replace(blocks[key], shape=memory)
-        else:
-            for key, parts in held.items():
-                solved, promised = self.averages.direction(blocks[key], parts, rates)
-                steps |= solved
-                slopes |= promised
-        for key in held:
-            block = blocks[key]
-            assert block.level is not None
-            levels |= dict.fromkeys(block.layout.names, block.level)
+            shaped = self.rule.shape_stacks([self.view(stack, examples) for stack in self.stacks])
+            self.shaped = [directions for directions, _ in shaped]
+        rates = {name: self.lr(name) for name in self.settings}
+        for i, stack in enumerate(self.stacks):
+            kept = stack.kept()
+            for j, block in enumerate(stack.blocks):
+                if shaped:
+                    directions, memories = shaped[i]
+                    steps |= give_back(block.layout, directions[j], gradients.keys())
+                    blocks[block.key] = replace(block, shape=memories[j], **kept[j])
+                else:
+                    solved, promised = self.averages.direction(block, stack.mean[j], gradients.keys(), rates)
+                    steps |= solved
+                    slopes |= promised
+                    blocks[block.key] = replace(block, **kept[j])
+                assert block.level is not None
+                levels |= dict.fromkeys(block.layout.names, block.level)
         self.state = replace(self.state, blocks=blocks)
         if not self.owners.apart:
             return steps, slopes, levels
         keys = {name: key for key, block in blocks.items() for name in block.layout.names}
         return self.owners.share_directions(gradients, steps, slopes, levels, keys)
 
-    def view(self, block: Block, means: Mapping[str, Tensor], examples: float) -> BlockPoint:
-        """A block as a rule sees it that shapes directions."""
-        penalised = self.penalise(self.batch.gradients)
-        assert block.level is not None
-        return BlockPoint(
-            names=block.layout.names,
-            kind=self.averages.kind(block),
-            mean=self.averages.matrix(block, means),
-            gradient=lambda: self.averages.matrix(block, {name: penalised[name] for name in means}),
-            inverse=block.inverse,
-            metric=lambda: self.averages.operator(block),
-            level=block.level,
-            prepared=block.prepared,
-            memory=block.shape,
-            steps=self.state.step,
-            positions=block.mean_positions,
-            shape=block.layout.shape if block.layer is None else (),
-            values=lambda: self.averages.matrix(block, {name: self.values[name].detach() for name in means}),
-            renewed=self.state.pace.inverted == self.state.step,
-            examples=examples,
-            unit=max(map(self.errors.of, block.layout.names)),
+    def view(self, stack: GradientStack, examples: float) -> BlockStack:
+        """A stack as a rule sees it that shapes directions."""
+        state, first = self.state, stack.blocks[0]
+        units = [max(map(self.errors.of, block.layout.names)) for block in stack.blocks]
+        shape = first.layout.shape if first.layer is None else ()
+        renewed = state.pace.inverted == state.step
+
+        def list_points() -> list[BlockPoint]:
+            return [
+                BlockPoint(
+                    names=block.layout.names,
+                    kind=self.averages.kind(block),
+                    mean=stack.mean[i],
+                    gradient=partial(stack.gradient.select, 0, i),
+                    inverse=block.inverse,
+                    metric=partial(self.averages.operator, block),
+                    level=0.0 if block.level is None else block.level,
+                    prepared=block.prepared,
+                    memory=block.shape,
+                    steps=state.step,
+                    positions=block.mean_positions,
+                    shape=shape,
+                    values=partial(self.matrix_of_values, block),
+                    renewed=renewed,
+                    examples=examples,
+                    unit=units[i],
+                )
+                for i, block in enumerate(stack.blocks)
+            ]
+
+        return BlockStack(
+            stack.mean,
+            stack.gradient,
+            [block.prepared for block in stack.blocks],
+            [block.shape for block in stack.blocks],
+            shape,
+            units,
+            state.step,
+            renewed,
+            examples,
+            list_points,
         )
 
-    def average(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """The running means of these gradients, with this step's: all of one momentum and age at once."""
-        alike = dict[Any, list[str]]()
-        gradients, found = self.penalise(self.batch.gradients), dict[str, Tensor]()
-        for name in names:
-            count = self.state.means[name].count if name in self.state.means else 0
-            alike.setdefault((self.settings[name]["momentum"], count, gradients[name].dtype), []).append(name)
-        for (decay, count, dtype), those in alike.items():
-            past = [self.state.means[name].value for name in those] if count else None
-            means, kept = average_gradients(past, [gradients[name] for name in those], decay, count + 1, dtype)
-            found |= zip(those, means, strict=True)
-            if decay:
-                self.means |= {n: GradientMean(value, count + 1) for n, value in zip(those, kept, strict=True)}
-        return found
+    def slope_of_stacks(self, rate: float) -> Tensor:
+        """g . d for the shaped directions, all at one rate. The gradient is 0 where a parameter has none."""
+        slopes = [inner_product(stack.gradient, d) for stack, d in zip(self.stacks, self.shaped, strict=True)]
+        return -rate * torch.stack([slope.to(self.device) for slope in slopes]).sum()
+
+    def matrix_of_values(self, block: Block) -> Tensor:
+        """A block's parameters as its matrix; those without a gradient count as zero."""
+        names = [name for name in block.layout.names if name in self.batch.gradients]
+        return self.averages.matrix(block, {name: self.values[name].detach() for name in names})
 
     def penalise(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The gradients with those of a penalty."""
@@ -511,13 +552,20 @@ class Work:
 
         Turning asks for fresh statistics, roots and measurements at the next step.
         """
-        known = bool(self.means) or self.owners.apart  # without momentum nothing is
-        if not self.rule.turns_at or self.turned or self.batch.is_cut or not known:  # a gradient that was cut is none
+        if not self.rule.turns_at or self.turned or self.batch.is_cut:  # a gradient that was cut is none
             return
-        decays = {name: float(self.settings[name]["momentum"]) for name in self.means}
+        means, counts = dict[str, Tensor](), dict[str, int]()
+        for stack in self.stacks:
+            for block, kept in zip(stack.blocks, stack.kept(), strict=True):
+                for name, numbers in replace(block, **kept).split_mean().items():
+                    if name in self.batch.gradients and self.settings[name]["momentum"]:
+                        means[name], counts[name] = numbers["mean"], numbers["count"]
+        if not (means or self.owners.apart):  # without momentum nothing is known
+            return
+        decays = {name: float(self.settings[name]["momentum"]) for name in means}
         whole, norms = self.penalise(self.batch.gradients), self.batch.norms
-        sizes = {name: measure_norm(whole[name]) if self.strengths[name] else norms[name] for name in self.means}
-        sums = signal_sums(sizes, self.means, decays) if self.means else torch.zeros(3)
+        sizes = {name: measure_norm(whole[name]) if self.strengths[name] else norms[name] for name in means}
+        sums = signal_sums(sizes, means, counts, decays) if means else torch.zeros(3)
         if self.owners.apart:
             sums = self.processes.sum(sums.double().to(self.device))
             if not bool(sums[1] > 0):
@@ -667,16 +715,127 @@ class Work:
 
     def move_all(self, vector: Parts) -> Move:
         """The parameters after the step."""
-        starts = {name: self.values[name].detach() for name in vector}
-        for name, start in starts.items():
-            if decay := self.settings[name]["weight_decay"]:
-                starts[name] = start * (1 - self.lr(name) * decay)
-        parts = [vector.parts[name].to(start.dtype) for name, start in starts.items()]
-        factors = [as_tensor_like(vector.factor(n, part), part) for n, part in zip(starts, parts, strict=True)]
-        return dict(zip(starts, torch_plain._foreach_addcmul(list(starts.values()), parts, factors), strict=True))
+        starts = [self.values[name].detach() for name in vector]
+        decays = [self.lr(name) * self.settings[name]["weight_decay"] for name in vector]
+        if any(decays):
+            starts = [start * (1 - decay) for start, decay in zip(starts, decays, strict=True)]
+        return dict(zip(vector, torch_plain._foreach_add(starts, vector.list_tensors(starts)), strict=True))
 
 
-def signal_sums(norms: Mapping[str, Tensor], means: Mapping[str, GradientMean], decays: Mapping[str, float]) -> Tensor:
+@dataclass(frozen=True)
+class GradientStack:
+    """Blocks whose matrices are alike: their gradients and the running means of these, (k, *matrix).
+
+    Attributes:
+        blocks: k of them.
+        gradient: This step's.
+        mean: With this step's, corrected for its start.
+        running: The same without the correction; None without momentum.
+        counts: Gradients in it, by block and parameter.
+    """
+
+    blocks: Sequence[Block]
+    gradient: Tensor
+    mean: Tensor
+    running: Tensor | None
+    counts: Sequence[Mapping[str, int]]
+
+    def kept(self) -> list[dict[str, Any]]:
+        """The fields of each block that are new."""
+        if self.running is None:
+            return [{}] * len(self.blocks)
+        return [{"mean": mean, "counts": n} for mean, n in zip(self.running.unbind(), self.counts, strict=True)]
+
+
+def stack_gradients(
+    blocks: Sequence[Block],
+    gradients: Mapping[str, Tensor],
+    momenta: Mapping[str, float],
+    named: Mapping[str, Tensor],
+    shapes: bool,
+) -> list[GradientStack]:
+    """The gradients of these blocks and their running means, blocks that are alike as one stack.
+
+    shapes: True to keep those apart of which a rule prepared or remembers something else.
+    """
+    groups = dict[Any, list[Block]]()
+    for block in blocks:
+        names = [name for name in block.layout.names if name in gradients]
+        if not names:
+            continue
+        ages = {(block.counts.get(name, 0), momenta[name]) for name in names}
+        even = len(ages) == 1 and len(names) == len(block.layout.names)
+        like = gradients[names[0]]
+        kind: tuple[Any, ...] = (block.layout.matrix_shape, like.dtype, like.device, *ages)
+        if shapes:
+            kind += (() if block.layer else block.layout.shape, signature(block.prepared), *block.shape)
+        groups.setdefault(kind if even else block.key, []).append(block)
+    stacks, targets, sources = list[Tensor](), list[Tensor](), list[Tensor]()
+    for alike in groups.values():
+        like = next(gradients[name] for name in alike[0].layout.names if name in gradients)
+        stack = like.new_zeros(len(alike), *alike[0].layout.matrix_shape)
+        stacks.append(stack)
+        for block, matrix in zip(alike, stack.unbind(), strict=True):
+            layout = block.layout
+            if layout.is_split_in_place:
+                parts = [(part, gradients[name]) for name, part in layout.split(matrix).items() if name in gradients]
+            else:
+                whole = {n: gradients[n] if n in gradients else zeros_whole(named[n], like.dtype) for n in layout.names}
+                parts = [(matrix, layout.join(whole))]
+            targets += [part for part, _ in parts]
+            sources += [gradient for _, gradient in parts]
+    if targets:
+        torch_plain._foreach_copy_(targets, sources)
+    pairs = zip(groups.values(), stacks, strict=True)
+    return [average_stack(alike, stack, gradients, momenta, named) for alike, stack in pairs]
+
+
+def average_stack(
+    blocks: Sequence[Block],
+    gradient: Tensor,
+    gradients: Mapping[str, Tensor],
+    momenta: Mapping[str, float],
+    named: Mapping[str, Tensor],
+) -> GradientStack:
+    """m <- b m + (1 - b) g, and m / (1 - b^count): of blocks whose parameters have the same momenta and counts."""
+    layout, past = blocks[0].layout, blocks[0].counts
+    names = [name for name in layout.names if name in gradients]
+    decays, ages = {name: momenta[name] for name in names}, {name: past.get(name, 0) for name in names}
+    counts = [
+        {**block.counts, **{n: block.counts.get(n, 0) + 1 for n in block.layout.names if n in gradients}}
+        for block in blocks
+    ]
+    first = names[0]
+    if len(names) == len(layout.names) and len(set(decays.values())) == len(set(ages.values())) == 1:
+        decay, count = decays[first], ages[first] + 1
+        if decay == 0:
+            return GradientStack(blocks, gradient, gradient, None, counts)
+        if count == 1:
+            running = gradient * (1 - decay)
+        else:
+            means = [block.mean for block in blocks if block.mean is not None]
+            running = stack_tensors(means).to(gradient).lerp(gradient, 1 - decay)
+        weight = 1 - decay**count
+        # late in a run the weights add up to 1, and nothing is copied
+        mean = running if 1 - weight < torch.finfo(gradient.dtype).eps / 4 else running / weight
+        return GradientStack(blocks, gradient, mean, running, counts)
+    # momenta or ages that differ within a block: an entry has those of its parameter
+
+    def fill(numbers: Mapping[str, float]) -> Tensor:
+        parts = {n: torch.full_like(zeros_whole(named[n], gradient.dtype), numbers.get(n, 0.0)) for n in layout.names}
+        return layout.join(parts).unsqueeze(0)
+
+    fresh = fill({name: 1 - decay for name, decay in decays.items()})
+    weights = fill({name: 1 - decay ** (ages[name] + 1) for name, decay in decays.items()})
+    before = torch.zeros_like(gradient) if blocks[0].mean is None else blocks[0].mean.to(gradient).unsqueeze(0)
+    running = before + fresh * (gradient - before)
+    mean = torch.where(weights > 0, running / weights, 0.0)
+    return GradientStack(blocks, gradient, mean, running, counts)
+
+
+def signal_sums(
+    norms: Mapping[str, Tensor], means: Mapping[str, Tensor], counts: Mapping[str, int], decays: Mapping[str, float]
+) -> Tensor:
     """|m|^2, |g|^2, and what |m|^2 would be on average for gradients that are noise alone: (3,), double precision.
 
     A mean over k gradients with weights in proportion to b^i has (1 - b) / (1 + b) (1 + b^k) / (1 - b^k) of one
@@ -684,9 +843,9 @@ def signal_sums(norms: Mapping[str, Tensor], means: Mapping[str, GradientMean], 
     """
     weights = list[tuple[float, float]]()
     for name in norms:
-        decay, faded = decays[name], decays[name] ** means[name].count
+        decay, faded = decays[name], decays[name] ** counts[name]
         weights.append(((1 - faded) ** -2, (1 - decay) / (1 + decay) * (1 + faded) / (1 - faded)))
-    sizes = measure_norms([means[name].value for name in norms])
+    sizes = measure_norms([means[name] for name in norms])
     home = sizes[0].device
     table = torch.stack([one.to(home, torch.float64) for one in (*sizes, *norms.values())])
     mean, single = table.square().view(2, -1)

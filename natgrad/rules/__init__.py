@@ -3,7 +3,7 @@
 from natgrad.ground.messages import find_name
 from natgrad.rules.base import Objective, Rule, refuse_measured_kl, require_loss
 from natgrad.rules.bent_step import BentStep
-from natgrad.rules.block_point import BlockPoint
+from natgrad.rules.block_point import BlockPoint, BlockStack
 from natgrad.rules.damping import Constant, Damping, LevenbergMarquardt, Relative, as_damping
 from natgrad.rules.grid_search import GridSearch
 from natgrad.rules.measured_trust_region import MeasuredTrustRegion, Measuring, NormalisedRate, leads_down
@@ -28,6 +28,7 @@ from natgrad.rules.subspace_search import Differentiable, SubspaceSearch
 __all__ = [
     "BentStep",
     "BlockPoint",
+    "BlockStack",
     "BlockStep",
     "Constant",
     "Damping",

@@ -9,8 +9,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from natgrad.ground.messages import Explained
+from natgrad.ground.stacks import stack_tensors
 from natgrad.operators import Operator
-from natgrad.rules.block_point import BlockPoint
+from natgrad.rules.block_point import BlockPoint, BlockStack
 from natgrad.rules.parts import Memory, Vector
 from natgrad.rules.quadratic import Quadratic, Step
 
@@ -132,13 +133,16 @@ class Rule(Explained):
         """
         return block.natural(), {}
 
-    def shape_blocks(self, blocks: Sequence[BlockPoint]) -> list[tuple[Tensor, dict[str, Tensor]]]:
-        """`shape` of every block of a step, in their order. This is what is called.
+    def shape_stacks(self, stacks: Sequence[BlockStack]) -> list[tuple[Tensor, list[dict[str, Tensor]]]]:
+        """`shape` of every block of a step: per stack the directions, (k, ...), and the blocks' memories.
+
+        This is what is called.
 
         Args:
-            blocks: All that this process holds, for a rule that looks at them together.
+            stacks: All blocks that this process holds, those that are alike together.
         """
-        return [self.shape(block) for block in blocks]
+        shaped = [[self.shape(point) for point in stack.points()] for stack in stacks]
+        return [(stack_tensors([d for d, _ in pairs]), [memory for _, memory in pairs]) for pairs in shaped]
 
 
 def require_loss(rule: Rule, loss_at: Objective | None) -> None:

@@ -1,13 +1,14 @@
-"""One block of a metric as a rule sees it that shapes the directions of layers."""
+"""Blocks of a metric as a rule sees them that shapes the directions of layers: one by one, or as stacks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from natgrad.ground.stacks import stack_tensors
 from natgrad.operators import Operator
 
 
@@ -62,3 +63,73 @@ class BlockPoint:
         """(G + damping I)^-1 times the mean, in its shape."""
         assert self.inverse is not None
         return self.inverse.mv(self.mean.reshape(-1)).view(self.mean.shape)
+
+
+@dataclass(frozen=True)
+class BlockStack:
+    """k blocks whose matrices are alike, as tensors with a leading axis. What was prepared and kept of them is alike.
+
+    Attributes:
+        mean: The gradients' running means, shape (k, groups, outputs, inputs).
+        gradient: The step's own gradients in the same shape.
+        prepared: What the rule's `prepare` made, by block.
+        memories: What the rule returned at the last step, by block.
+        shape: Of parameters without a layer, as the model has them; () for layers.
+        units: `BlockPoint.unit` by block.
+        steps: Steps taken so far.
+        renewed: True at the first step after `prepare`.
+        examples: Of the step.
+        points: Makes the blocks one by one.
+    """
+
+    mean: Tensor
+    gradient: Tensor
+    prepared: Sequence[Mapping[str, Tensor]]
+    memories: Sequence[Mapping[str, Tensor]]
+    shape: tuple[int, ...]
+    units: Sequence[float]
+    steps: int
+    renewed: bool
+    examples: float
+    points: Callable[[], Sequence[BlockPoint]]
+
+    @staticmethod
+    def of(points: Sequence[BlockPoint]) -> BlockStack:
+        """The stack of blocks that are alike.
+
+        Args:
+            points: The blocks.
+        """
+        first = points[0]
+        return BlockStack(
+            stack_tensors([point.mean for point in points]),
+            stack_tensors([point.gradient().to(point.mean) for point in points]),
+            [point.prepared for point in points],
+            [point.memory for point in points],
+            first.shape,
+            [point.unit for point in points],
+            first.steps,
+            first.renewed,
+            first.examples,
+            lambda: points,
+        )
+
+    def stack_prepared(self, name: str) -> Tensor:
+        """A tensor of `prepare` of all blocks, (k, ...), in the dtype and on the device of the means.
+
+        Args:
+            name: Its name.
+        """
+        return stack_tensors([prepared[name] for prepared in self.prepared]).to(self.mean)
+
+    def stack_memory(self, name: str) -> Tensor:
+        """A tensor of the last step of all blocks, likewise.
+
+        Args:
+            name: Its name.
+        """
+        return stack_tensors([memory[name] for memory in self.memories]).to(self.mean)
+
+    def stack_values(self) -> Tensor:
+        """The parameters in the shape of `mean`."""
+        return stack_tensors([point.values() for point in self.points()]).to(self.mean)

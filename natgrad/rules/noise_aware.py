@@ -13,7 +13,7 @@ from torch import Tensor
 from natgrad.ground.typed_torch import measure_norm
 from natgrad.operators import Operator
 from natgrad.rules.base import Objective, Rule
-from natgrad.rules.block_point import BlockPoint
+from natgrad.rules.block_point import BlockPoint, BlockStack
 from natgrad.rules.parts import Memory, Parts
 from natgrad.rules.quadratic import BlockStep, Quadratic, Step
 from natgrad.rules.spectral_descent import SpectralDescent
@@ -96,8 +96,8 @@ class NoiseAware(Rule):
     def shape(self, block: BlockPoint) -> tuple[Tensor, dict[str, Tensor]]:
         return self.spectral.shape(block)
 
-    def shape_blocks(self, blocks: Sequence[BlockPoint]) -> list[tuple[Tensor, dict[str, Tensor]]]:
-        return self.spectral.shape_blocks(blocks)
+    def shape_stacks(self, stacks: Sequence[BlockStack]) -> list[tuple[Tensor, list[dict[str, Tensor]]]]:
+        return self.spectral.shape_stacks(stacks)
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
         natural = MeasuredLength(self.max_kl, self.kl_share, self.warm)

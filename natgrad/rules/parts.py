@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.messages import write_choices
-from natgrad.ground.typed_torch import measure_norm
+from natgrad.ground.typed_torch import as_tensor_like, measure_norm, torch_plain
 
 
 class Parts:
@@ -65,6 +65,18 @@ class Parts:
     def tensors(self) -> dict[str, Tensor]:
         """The entries by name."""
         return {name: self[name] for name in self.parts}
+
+    def list_tensors(self, like: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The entries in the order of the names: by one call where all parts have one factor.
+
+        Args:
+            like: Of the dtypes and on the devices wanted.
+        """
+        parts = [part.to(one.dtype) for part, one in zip(self.parts.values(), like, strict=True)]
+        rates = {self.rate(name) for name in self.parts}
+        if self.shares is None and len(rates) == 1 and len({(p.dtype, p.device) for p in parts}) == 1:
+            return torch_plain._foreach_mul(parts, as_tensor_like(self.length * rates.pop(), parts[0]))
+        return [part * self.factor(name, part) for name, part in zip(self.parts, parts, strict=True)]
 
     def __mul__(self, factor: Tensor | float) -> Parts:
         return self._share_sizes(Parts(self.parts, self.rates, self.length * factor, self.shares))

@@ -97,6 +97,10 @@ class Step(ABC):
         promise = self.promised_form(damping)
         return torch.where(promise > 0, self.form() / promise, 1.0)
 
+    def known_slope(self) -> Tensor | None:
+        """g . d where whoever made the step knows it, for the model that it was made for."""
+        return None
+
     def positive_form(self, indefinite: bool) -> Tensor:
         """d^T G d, or a bound on d^T |G| d where G has negative eigenvalues: no less than 0.
 
@@ -182,6 +186,7 @@ class BlockStep(Step):
         ratio: true over promise, where it was measured.
         levels: Damping by name.
         forms: The promise by names of parameters, where it is known in parts: disjoint names, and their share of it.
+        slope: g . d; None where it takes a product.
     """
 
     vector: Parts  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
@@ -190,12 +195,17 @@ class BlockStep(Step):
     ratio: Tensor | None
     levels: Mapping[str, float]
     forms: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    slope: Lazy | None = None
 
     def scale_by(self, factor: Tensor | float) -> BlockStep:
         square = factor * factor
         true, promise = self.true.scale_by(square), self.promise.scale_by(square)
         forms = {name: square * form for name, form in self.forms.items()}
-        return BlockStep(factor * self.vector, true, promise, self.ratio, self.levels, forms)
+        slope = None if self.slope is None else self.slope.scale_by(factor)
+        return BlockStep(factor * self.vector, true, promise, self.ratio, self.levels, forms, slope)
+
+    def known_slope(self) -> Tensor | None:
+        return None if self.slope is None else self.slope()
 
     def scale_layers(self, factors: Mapping[str, Tensor]) -> BlockStep | None:
         """The step with each layer's part times a factor of its own, without a product; None where that takes one.
@@ -337,7 +347,8 @@ class Quadratic:
         Args:
             step: Any step of this model.
         """
-        return self.gradient @ step.tangent  # type: ignore[operator]
+        known = step.known_slope()
+        return self.gradient @ step.tangent if known is None else known  # type: ignore[operator]
 
     def damped_form(self, step: Step) -> Tensor:
         """d^T (G + damping I) d, a scalar tensor.

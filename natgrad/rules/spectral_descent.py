@@ -274,7 +274,11 @@ def whiten_inputs(matrix: Tensor, root: Tensor) -> Tensor:
     """X W^T for X (..., p, q) and W (..., q, q), lower triangular, or (q,) for a diagonal."""
     if root.dim() == 1:
         return matrix * root
-    if matrix.dim() > 2 or root.dim() > 2 or not matrix.is_cpu:
+    if root.shape[-1] <= BLOCK or not matrix.is_cpu:
+        return matrix @ root.mT
+    if matrix.dim() > 2 and root.shape[:-2] == matrix.shape[:-2]:
+        return torch.stack([whiten_inputs(x, w) for x, w in zip(matrix.unbind(), root.unbind(), strict=True)])
+    if matrix.dim() > 2:
         return matrix @ root.mT
     multiply_by_upper(matrix, root, found := torch.empty_like(matrix, memory_format=torch.contiguous_format))
     return found
@@ -284,7 +288,11 @@ def apply_root(matrix: Tensor, root: Tensor) -> Tensor:
     """X W for X (..., p, q) and W (..., q, q), lower triangular, or (q,) for a diagonal."""
     if root.dim() == 1:
         return matrix * root
-    if matrix.dim() > 2 or root.dim() > 2 or not matrix.is_cpu:
+    if root.shape[-1] <= BLOCK or not matrix.is_cpu:
+        return matrix @ root
+    if matrix.dim() > 2 and root.shape[:-2] == matrix.shape[:-2]:
+        return torch.stack([apply_root(x, w) for x, w in zip(matrix.unbind(), root.unbind(), strict=True)])
+    if matrix.dim() > 2:
         return matrix @ root
     multiply_by_lower(matrix, root, found := torch.empty_like(matrix, memory_format=torch.contiguous_format))
     return found

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.linalg import eigh, symmetrise
+from natgrad.ground.stacks import stack_tensors
 from natgrad.ground.typed_torch import as_tensor_like, measure_norm, torch_linalg
 from natgrad.operators import Operator
 from natgrad.rules.base import Objective, Rule
-from natgrad.rules.block_point import BlockPoint
-from natgrad.rules.parts import Memory, inner_product
+from natgrad.rules.block_point import BlockPoint, BlockStack
+from natgrad.rules.parts import Memory
 from natgrad.rules.quadratic import Quadratic, Step
 from natgrad.rules.spectral_descent import (
     apply_root,
@@ -120,118 +121,113 @@ class SpectralProgress(Rule):
         return {name: longer * root for name, root in whitener(moment, tokens, least).items()}
 
     def shape(self, block: BlockPoint) -> tuple[Tensor, dict[str, Tensor]]:
-        return self.shape_blocks([block])[0]
+        ((directions, memories),) = self.shape_stacks([BlockStack.of([block])])
+        return directions[0], memories[0]
 
-    def shape_blocks(self, blocks: Sequence[BlockPoint]) -> list[tuple[Tensor, dict[str, Tensor]]]:
-        if not blocks:
+    def shape_stacks(self, stacks: Sequence[BlockStack]) -> list[tuple[Tensor, list[dict[str, Tensor]]]]:
+        if not stacks:
             return []
-        gradients = [block.gradient().to(block.mean) for block in blocks]
-        ahead = [block.mean.lerp(g, self.ahead) for block, g in zip(blocks, gradients, strict=True)]
-        found = self._directions(blocks, ahead)
-        warm, shaped = min(1.0, (blocks[0].steps + 1) / self.warm), list[tuple[Tensor, dict[str, Tensor]]]()
-        lengths = [self._length(block, unit) for block, unit in zip(blocks, found, strict=True)]
+        ahead = [stack.mean.lerp(stack.gradient, self.ahead) for stack in stacks]
+        directions = [self._direct(stack, n) for stack, n in zip(stacks, ahead, strict=True)]
+        lengths = [self._measure_lengths(stack, d) for stack, d in zip(stacks, directions, strict=True)]
+        memories: list[list[dict[str, Tensor]]] = [
+            [{}] * len(d) if sizes is None else [{"size": size} for size in sizes.unbind()]
+            for d, (_, sizes) in zip(directions, lengths, strict=True)
+        ]
+        warm = min(1.0, (stacks[0].steps + 1) / self.warm)
         if not self.progress:
-            return [(d * (warm * length), dict(size)) for d, (length, size) in zip(found, lengths, strict=True)]
-        scales, squares = self._follow(blocks, gradients)
-        slopes = [inner_product(n, d) for n, d in zip(ahead, found, strict=True)]
-        for i, (length, size) in enumerate(lengths):
-            memory = {"direction": found[i], "slope": slopes[i], "square": squares[i], "scale": scales[i], **size}
-            shaped.append((found[i] * (length * (warm * scales[i])), memory))
-        return shaped
+            return [(d * (length * warm), m) for d, (length, _), m in zip(directions, lengths, memories, strict=True)]
+        slopes = torch.cat([inner_products(n, d).to(ahead[0]) for n, d in zip(ahead, directions, strict=True)])
+        scales, squares = self._follow(stacks, ahead[0])
+        numbers = list(zip(slopes.unbind(), squares.unbind(), scales.unbind(), strict=True))
+        moves = list[tuple[Tensor, list[dict[str, Tensor]]]]()
+        for d, (length, _), known in zip(directions, lengths, memories, strict=True):
+            first = sum(len(move) for move, _ in moves)
+            scale = scales[first : first + len(d)].to(d).view(-1, 1, 1, 1)
+            memory = [
+                {"direction": one, "slope": slope, "square": square, "scale": grown, **size}
+                for one, (slope, square, grown), size in zip(d.unbind(), numbers[first:], known, strict=False)
+            ]
+            moves.append((d * (length * (warm * scale)), memory))
+        return moves
 
-    def _follow(self, blocks: Sequence[BlockPoint], gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The blocks' scales by their progress, and its running mean squares; of all blocks at once."""
-        home, memories = gradients[0], [block.memory for block in blocks]
+    def _follow(self, stacks: Sequence[BlockStack], home: Tensor) -> tuple[Tensor, Tensor]:
+        """The scales of all blocks by their progress, and its running mean squares, (blocks,)."""
+        memories = [memory for stack in stacks for memory in stack.memories]
 
         def gather(name: str, start: float) -> Tensor:
             fresh = home.new_full((), start)
-            return torch.stack([as_tensor_like(memory.get(name, fresh), home) for memory in memories])
+            return stack_tensors([as_tensor_like(memory.get(name, fresh), home) for memory in memories])
 
+        # today's slope along the last move over the slope that it had then
         now = [
-            inner_product(g, memory["direction"]) if "direction" in memory else g.new_zeros(())
-            for g, memory in zip(gradients, memories, strict=True)
+            inner_products(stack.gradient, stack.stack_memory("direction")).to(home)
+            if "direction" in stack.memories[0]
+            else home.new_zeros(len(stack.mean))
+            for stack in stacks
         ]
         slope, past = gather("slope", 0.0), gather("square", 0.0)
-        ratio = torch.stack([as_tensor_like(one, home) for one in now]) / slope
-        ratio = torch.where(slope > 0, ratio.clamp(-FARTHEST, FARTHEST), 0.0)
+        ratio = torch.where(slope > 0, (torch.cat(now) / slope).clamp(-FARTHEST, FARTHEST), 0.0)
         square = ratio.square()
         square = torch.where(past > 0, past.lerp(square, FORGETS), square)
         sure = (ratio / square.sqrt().clamp(min=LEAST)).clamp(-1, 1)
-        most = max(1.0, (blocks[0].examples / self.few) ** 0.5)
-        growth = self.progress / (1 + ((blocks[0].steps + 1) / self.fades) ** 2)
-        scale = (gather("scale", 1.0) * torch.exp(growth * sure)).clamp(max=most)
+        most = max(1.0, (stacks[0].examples / self.few) ** 0.5)
+        growth = self.progress / (1 + ((stacks[0].steps + 1) / self.fades) ** 2)
+        return (gather("scale", 1.0) * torch.exp(growth * sure)).clamp(max=most), square
 
-        def give_back(many: Tensor) -> list[Tensor]:
-            return [as_tensor_like(one, g) for one, g in zip(many.unbind(), gradients, strict=True)]
+    def _direct(self, stack: BlockStack, n: Tensor) -> Tensor:
+        """The directions of blocks that are alike, (k, groups, p, q)."""
+        prepared = stack.prepared[0]
+        if (rows := table_rows(stack.shape)) is not None:
+            tables = n.reshape(len(n), rows, -1)
+            return polar(tables if len(n) > 1 else tables[0], ITERATIONS).reshape(n.shape)
+        if "tokens" in prepared:
+            return self._scale_rows(n, stack.stack_prepared("tokens"))
+        if "inputs" in prepared:
+            matrices, roots = align_roots(n, stack)
+            return whiten(polar(whiten(matrices, roots), ITERATIONS), roots, last=True).reshape(n.shape)
+        squares = stack.stack_prepared("squares").view(n.shape) if "squares" in prepared else None
+        return self._scale_entries(n, squares)
 
-        return give_back(scale), give_back(square)
+    def _measure_lengths(self, stack: BlockStack, d: Tensor) -> tuple[Tensor | float, Tensor | None]:
+        """The blocks' usual lengths in units of their directions, and their sizes where these are needed again."""
+        alike = len(set(stack.units)) == 1
+        unit = stack.units[0] if alike else as_tensor_like(stack.units, d).view(-1, 1, 1, 1)
+        if (rows := table_rows(stack.shape)) is not None:
+            values = stack.stack_values().reshape(len(d), 1, rows, -1)
+            columns = values.shape[-1]
+            length = self.share * (1 + self.damping) ** 0.5 / min(rows, columns) ** 0.5
+            return length * self._size_of(values, columns, unit), None
+        if "tokens" in stack.prepared[0]:
+            return self.share / 3 * unit, None
+        if "inputs" not in stack.prepared[0]:
+            return self.vectors * unit, None
+        if stack.renewed or "size" not in stack.memories[0]:
+            values, roots = align_roots(stack.stack_values(), stack)
+            size = self._size_of(unwhiten(values, roots).view(d.shape), d.shape[-2], unit)
+        else:
+            size = stack.stack_memory("size")
+        return size * (self.share / min(d.shape[-2:]) ** 0.5), size
 
-    def _directions(self, blocks: Sequence[BlockPoint], ahead: Sequence[Tensor]) -> list[Tensor]:
-        """The blocks' directions; those whose matrices are alike as one stack."""
-        stacks: dict[Any, list[int]] = {}
-        matrices, found = list[Tensor](ahead), list[Tensor](ahead)
-        for i, block in enumerate(blocks):
-            n, prepared = ahead[i], block.prepared
-            if (rows := table_rows(block.shape)) is not None:
-                kind, matrices[i] = "polar", n.reshape(rows, -1)
-            elif "tokens" in prepared:
-                kind = "rows"
-            elif "inputs" in prepared:
-                kind, matrices[i] = "polar", whiten(n, prepared)
-            else:
-                kind = "entries"
-            key = kind, matrices[i].shape, n.dtype, n.device, "squares" in prepared
-            stacks.setdefault(key, []).append(i)
-        for (kind, *_), places in stacks.items():
-            if kind == "rows":
-                for i in places:
-                    found[i] = self._scale_rows(ahead[i], blocks[i].prepared["tokens"].to(ahead[i]))
-                continue
-            stack = torch.stack([matrices[i] for i in places]) if len(places) > 1 else matrices[places[0]].unsqueeze(0)
-            if kind == "entries":
-                squares = [blocks[i].prepared["squares"] for i in places if "squares" in blocks[i].prepared]
-                made = self._scale_entries(stack, torch.stack(squares).view(stack.shape).to(stack) if squares else None)
-            else:
-                made = polar(stack if len(places) > 1 else stack[0], ITERATIONS).reshape(stack.shape)
-            for i, one in zip(places, made.unbind(), strict=True):
-                prepared = blocks[i].prepared
-                whole = whiten(one, prepared, last=True) if kind == "polar" and "inputs" in prepared else one
-                found[i] = whole.reshape(ahead[i].shape)
-        return found
-
-    def _length(self, block: BlockPoint, found: Tensor) -> tuple[Tensor | float, dict[str, Tensor]]:
-        """A block's usual length in units of its direction, and its size where that is needed again."""
-        if (rows := table_rows(block.shape)) is not None:
-            columns = found.numel() // rows
-            size = self._size_of(block.values().to(found).reshape(1, rows, columns), columns, block.unit).view(())
-            return self.share * (1 + self.damping) ** 0.5 * size / min(rows, columns) ** 0.5, {}
-        if "tokens" in block.prepared:
-            return self.share / 3 * block.unit, {}
-        if "inputs" not in block.prepared:
-            return self.vectors * block.unit, {}
-        size = block.memory.get("size")
-        if block.renewed or size is None:
-            values = unwhiten(block.values().to(found), block.prepared)
-            size = self._size_of(values, found.shape[-2], block.unit)
-        return size * (self.share / min(found.shape[-2:]) ** 0.5), {"size": size}
-
-    def _size_of(self, values: Tensor, outputs: int, unit: float) -> Tensor:
-        """max(|theta|, floor sqrt(outputs)) of each group, shape (groups, 1, 1)."""
+    def _size_of(self, values: Tensor, outputs: int, unit: Tensor | float) -> Tensor:
+        """max(|theta|, floor sqrt(outputs)) of each group, shape (k, groups, 1, 1)."""
         return measure_norm(values, (-2, -1), keepdim=True).clamp(min=least_size(self.floor, outputs, unit))
 
     def _scale_rows(self, n: Tensor, root: Tensor) -> Tensor:
-        """R n for a table of tokens, whose outputs change by 1 in root mean square over the tokens.
+        """R n for tables of tokens, whose outputs change by 1 in root mean square over the tokens.
 
         One token reads one row and mixes none, so that no combination of rows is a direction that could take the whole
         step: a polar factor would share it out over the vocabulary.
         """
-        step = root.unsqueeze(-1) * n
+        root = root.view(len(n), 1, -1, 1)
+        step = root * n
         often = (root.square().reciprocal() - self.damping).clamp(min=0)  # frequencies over their mean
-        size = (step.square().mean(-1) @ often / often.sum().clamp(min=LEAST)).sqrt()
+        mean = (step.square().mean(-1, keepdim=True) * often).sum(-2, keepdim=True)
+        size = (mean / often.sum(-2, keepdim=True).clamp(min=LEAST)).sqrt()
         return torch.where(size > 0, step / size.clamp(min=LEAST), 0.0)
 
     def _scale_entries(self, n: Tensor, squares: Tensor | None) -> Tensor:
-        """n / (F + damping mean F)^(1/2) at a root mean square of 1, for a stack of blocks."""
+        """n / (F + damping mean F)^(1/2) at a root mean square of 1, for each of several blocks."""
         entries = tuple(range(1, n.dim()))
         if squares is not None:
             n = n / (squares + self.damping * squares.mean(entries, keepdim=True)).clamp(min=LEAST).sqrt()
@@ -250,7 +246,7 @@ class SpectralProgress(Rule):
         return proposal.scale_by(rate), memory
 
 
-def least_size(floor: float, outputs: int, unit: float) -> float:
+def least_size(floor: float, outputs: int, unit: Tensor | float) -> Any:
     """What a layer counts as at least: `floor` per root of an output, and half of what its outputs must grow by.
 
     unit: `BlockPoint.unit`.
@@ -267,7 +263,7 @@ def whitener_of_few(moment: Tensor, damping: float, rank: int, unit: float) -> d
     moment: A, shape (n, n).
     """
     mean = moment.diagonal().mean()
-    scaled = moment / mean if bool(mean > 0) else torch.eye(len(moment)).to(moment)
+    scaled = torch.where(mean > 0, moment / torch.where(mean > 0, mean, 1.0), torch.eye(len(moment)).to(moment))
     basis = torch_linalg.qr(scaled[:, scaled.diagonal().topk(rank).indices]).Q
     basis = torch_linalg.qr(scaled @ basis).Q
     found = scaled @ basis
@@ -276,22 +272,53 @@ def whitener_of_few(moment: Tensor, damping: float, rank: int, unit: float) -> d
     return {"inputs": basis @ turn, "cut": cut, "root": cut.new_tensor(((1 + damping) / damping) ** 0.5 * unit)}
 
 
-def whiten(matrix: Tensor, prepared: Mapping[str, Tensor], last: bool = False) -> Tensor:
-    """X W^T, or X W where it comes last, for X (..., p, q) and what `prepare_for` has made."""
-    root = prepared["inputs"].to(matrix)
-    if matrix.dim() == 3 and len(matrix) == 1 and root.dim() < 3:
-        matrix = matrix.squeeze(0)
-    if "cut" in prepared:
-        return prepared["root"].to(matrix) * (matrix - (matrix @ root * prepared["cut"].to(matrix)) @ root.mT)
-    return apply_root(matrix, root) if last else whiten_inputs(matrix, root)
+def inner_products(first: Tensor, second: Tensor) -> Tensor:
+    """The inner products of k pairs of matrices, (k, groups, p, q) -> (k,)."""
+    return (first * second).sum((1, 2, 3))
 
 
-def unwhiten(values: Tensor, prepared: Mapping[str, Tensor]) -> Tensor:
-    """theta W^-1 for theta (groups, p, q)."""
-    root = prepared["inputs"].to(values)
-    if "cut" in prepared:
-        part = 1 / (1 - prepared["cut"].to(values)) - 1
-        return (values + (values @ root * part) @ root.mT) / prepared["root"].to(values)
-    if root.dim() == 1:
-        return values / root
-    return torch_linalg.solve_triangular(root, values, upper=False, left=False)
+def align_roots(matrices: Tensor, stack: BlockStack) -> tuple[Tensor, dict[str, Tensor]]:
+    """X (k, groups, p, q) and what `prepare_for` made of the blocks, with as few leading axes as they need.
+
+    Roots are (q, q), or (q,) of a diagonal, with the same leading axes as X, which is (p, q) for a single matrix.
+    """
+    roots = {name: stack.stack_prepared(name) for name in stack.prepared[0]}
+    inputs = roots["inputs"]
+    if matrices.shape[1] > 1:
+        shared = inputs.dim() == 3  # by the groups of a block
+        return matrices, roots | ({"inputs": inputs.unsqueeze(1)} if shared else {})
+    if inputs.dim() == 4:
+        roots["inputs"] = inputs.squeeze(1)
+    matrices = matrices.squeeze(1)
+    if len(matrices) > 1:
+        return matrices, roots
+    return matrices.squeeze(0), {name: root.squeeze(0) for name, root in roots.items()}
+
+
+def spread(values: Tensor, matrices: Tensor, axes: int) -> Tensor:
+    """Values of each matrix, with `axes` axes of their own besides the leading ones, to be multiplied with matrices."""
+    lead = values.dim() - axes
+    ones = (1,) * (matrices.dim() - values.dim())
+    return values.view(values.shape[:lead] + ones + values.shape[lead:])
+
+
+def whiten(matrices: Tensor, roots: Mapping[str, Tensor], last: bool = False) -> Tensor:
+    """X W^T, or X W where it comes last, for X (..., p, q) and what `align_roots` gives."""
+    inputs = roots["inputs"]
+    if "cut" in roots:
+        part = matrices @ inputs * spread(roots["cut"], matrices, 1)
+        return spread(roots["root"], matrices, 0) * (matrices - part @ inputs.mT)
+    if inputs.dim() < matrices.dim():
+        return matrices * spread(inputs, matrices, 1)
+    return apply_root(matrices, inputs) if last else whiten_inputs(matrices, inputs)
+
+
+def unwhiten(matrices: Tensor, roots: Mapping[str, Tensor]) -> Tensor:
+    """theta W^-1 for theta (..., p, q), likewise."""
+    inputs = roots["inputs"]
+    if "cut" in roots:
+        part = 1 / (1 - spread(roots["cut"], matrices, 1)) - 1
+        return (matrices + (matrices @ inputs * part) @ inputs.mT) / spread(roots["root"], matrices, 0)
+    if inputs.dim() < matrices.dim():
+        return matrices / spread(inputs, matrices, 1)
+    return torch_linalg.solve_triangular(inputs, matrices, upper=False, left=False)

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import natgrad as ng
 from natgrad.operators import Operator
-from natgrad.optim.state import GradientMean, Noise
+from natgrad.optim.state import Noise
 from natgrad.optim.step import follow_signal, signal_sums
 from natgrad.rules import BlockPoint, MeasuredLength, NoiseAware, SpectralDescent
 from natgrad.rules.spectral_descent import (
@@ -253,7 +253,7 @@ def test_the_share_of_signal_is_none_in_noise_and_all_in_a_constant_gradient(dec
         for count in range(1, 30):
             gradient = signal + (1 - signal) * draw(20_000, seed=count)
             mean = mean.lerp(gradient, 1 - decay)
-            totals += signal_sums({"w": gradient.norm()}, {"w": GradientMean(mean, count)}, {"w": decay})
+            totals += signal_sums({"w": gradient.norm()}, {"w": mean}, {"w": count}, {"w": decay})
         m, g, z = totals.tolist()
         assert (m - z) / (g - z) == pytest.approx(expected, abs=0.02)
 

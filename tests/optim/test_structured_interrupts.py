@@ -138,12 +138,12 @@ def test_a_step_that_is_not_finite_leaves_the_last_good_state(recipe: Any, what:
     opt = recipe(model, CE, measure=False)
     for _ in range(3):
         iterate(opt, model, x)
-    kept, means = flat(model), [opt._state.means.get(n) for n, _ in model.named_parameters()]
+    kept, means = flat(model), [block.mean for block in opt._state.blocks.values()]
     with monkeypatch.context() as patch:
         spoil(what, patch)
         iterate(opt, model, x)
     assert torch.equal(flat(model), kept)
-    assert all(opt._state.means.get(n) is m for (n, _), m in zip(model.named_parameters(), means, strict=True))
+    assert all(b.mean is m for b, m in zip(opt._state.blocks.values(), means, strict=True))
     report = opt.state_report()
     assert (report.status, report.failures, report.step) == ("skipped", 1, 4)
     iterate(opt, model, x)
