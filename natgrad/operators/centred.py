@@ -70,7 +70,7 @@ class Centred(Operator):
         ValueError: If `counted` has not one row per column of U, or if the moment has no root.
 
     Reference:
-        Pascanu & Bengio 2013, eq. 13 (TONGA).
+        Pascanu & Bengio 2013, eq. 12 (TONGA).
     """
 
     def __init__(self, moment: Pullback, counted: Tensor) -> None:

@@ -103,8 +103,6 @@ def typed_names() -> set[str]:
     pages = [root / "README.md", *(root / "docs").rglob("*.md"), *(root / "examples").glob("*.py")]
     found = set[str]()
     for page in pages:
-        if "decisions" in page.name:  # which names what is no more
-            continue
         text = page.read_text(encoding="utf-8")
         code = re.findall(r"```python\n(.*?)```", text, re.S) if page.suffix == ".md" else [text]
         found |= {name for part in code for name in re.findall(r"\bng\.(\w+)", part)}
