@@ -414,11 +414,12 @@ class Data:
 class RecordedPass:
     """One training-mode forward pass: its inputs, and the random state that it started from.
 
-    rounded: the precision of autocast, 0 without. returned: what it gave, with the tensors' versions; empty until then.
+    random: None for a pass that nobody does again. rounded: the precision of autocast, 0 without. returned: what it
+    gave, with the tensors' versions; empty until then.
     """
 
     call: Call
-    random: RandomState
+    random: RandomState | None
     versions: tuple[int, ...]
     modes: tuple[bool, ...] | None
     rounded: float = 0.0
@@ -434,7 +435,7 @@ class RecordedPass:
         outputs: of the other pass. What the user has written over since is not compared, and nothing where another
         optimizer has moved the parameters.
         """
-        if self.random.held is None or self.is_behind():
+        if self.random is None or self.random.held is None or self.is_behind():
             return
         found = list(leaves(outputs))
         for (given, version), again in zip(self.returned, found, strict=False):
@@ -445,7 +446,7 @@ class RecordedPass:
 
     def is_behind(self) -> bool:
         """Whether the parameters were written to since."""
-        held = self.random.held
+        held = None if self.random is None else self.random.held
         return held is not None and held.writes != count_writes(list_modules(held.model))
 
     @contextmanager
@@ -513,6 +514,8 @@ class RecordedLoss:
         """Its inputs and targets. ValueError if they changed."""
         self.check()
         passes = self.route.passes
+        if any(one.random is None for one in passes):
+            raise ValueError("the last forward pass was not kept to be done again: no step asked for it")
         if len(passes) == 1:
             return Data(passes[0].call, self.targets, passes[0].random)
         several = Passes(tuple(one.call for one in passes), tuple(one.random for one in passes))
@@ -629,6 +632,7 @@ class Recall:
         searched: Data for trial points, in place of the pass's own.
         floor: The least damping on observed data.
         repeats: True once a closure was called again, and gave what it had given.
+        keeps: False while no pass is to be done again: random states and the model's attributes are not copied then.
     """
 
     def __init__(self, outputs: Select | None = None, watched: Iterable[Tensor] = ()) -> None:
@@ -639,6 +643,7 @@ class Recall:
         self.density = ""
         self.begins: weakref.WeakMethod[Callable[[], None]] | None = None
         self._held: HeldState | None = None
+        self.keeps = True
         self.clear()
 
     def clear(self, moved: Iterable[Tensor] = ()) -> None:
@@ -749,6 +754,9 @@ class Recall:
         """Keep the inputs of a forward pass, detached, and the random state before it."""
         refuse_jagged(call.tensors(), "an input of the model")
         kept = keep(call)
+        if not self.keeps:
+            self.last = RecordedPass(kept, None, versions_of(kept), None)
+            return
         random = RandomState.capture(*{t.device for t in call.tensors()}, model=model, last=self._held)
         self._held = random.held
         self.last = RecordedPass(kept, random, versions_of(kept), modes_of(model), rounding(call.tensors()))
