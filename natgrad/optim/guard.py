@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from natgrad.ground.linalg import all_finite, stays_finite
 from natgrad.ground.pure import leaves, map_tensors
-from natgrad.ground.typed_torch import list_numbers, measure_norm
+from natgrad.ground.typed_torch import list_numbers, measure_norm, measure_norms
 from natgrad.layers import Seen
 
 OnTrouble = Literal["skip", "raise"]
@@ -59,6 +59,21 @@ UNMOVED = (
 )
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What a batch is good for.
+
+    Attributes:
+        trouble: Why it is left out, a sentence; empty where it is not.
+        factor: What its gradient is multiplied by, at most 1.
+        guard: What is known with it.
+    """
+
+    trouble: str
+    factor: float
+    guard: Guard
+
+
 class NotFiniteError(ValueError):
     """A loss, a gradient or a metric that is not finite: what `on_trouble` decides about."""
 
@@ -92,6 +107,23 @@ class Guard:
     weight: float = 0.0
     inputs: Mapping[str, float] = field(default_factory=dict[str, float])
     far: int = 0
+
+    def judge(
+        self, gradients: Mapping[str, Tensor], norm: Tensor, loss: Tensor | None, bounded: bool, steps: int
+    ) -> Verdict:
+        """Whether a batch is fit for a step, and how much of its gradient: one read of the device.
+
+        norm: of all gradients together. bounded: True if the loss is known to be at least 0. steps: taken so far.
+        """
+        # a loss that is no number bounds no step (a batch without rows: its gradient is zero, but there is momentum)
+        fine, wild = torch.isfinite(norm), torch.zeros_like(norm, dtype=torch.bool)
+        if loss is not None:
+            fine = fine & ~loss.isnan().to(norm.device)
+            wild = (self.is_wild(loss, steps) & bounded).to(norm.device)
+        sound, far_off, length = list_numbers(torch.stack([fine.to(norm), wild.to(norm), norm]))
+        factor, guard = self.cut_gradient(length, steps)
+        left_out = not sound or bool(far_off)
+        return Verdict(describe_trouble(gradients, loss, bool(far_off)) if left_out else "", factor, guard)
 
     # the loss
 
@@ -197,6 +229,42 @@ def least_damping(norms: Sequence[float]) -> float:
     step has no end then, and with this damping it goes along the gradient. A norm that is not finite counts as 0.
     """
     return math.hypot(*(norm for norm in norms if math.isfinite(norm))) / FARTHEST
+
+
+# whether numbers are finite: in one read of the device for many
+
+
+def are_finite(groups: Sequence[Iterable[Tensor]]) -> list[bool]:
+    """Of each group of tensors whether all of its entries are finite."""
+    sums = [[t.sum() for t in group] for group in groups]
+    home = next((one for group in sums for one in group), torch.zeros(()))
+    whole = [torch.stack([one.to(home.device, torch.float64) for one in group]).sum() for group in sums if group]
+    sound = iter(list_numbers(torch.isfinite(torch.stack(whole))) if whole else [])
+    return [next(sound) if group else True for group in sums]
+
+
+def stay_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], size: Tensor | None = None) -> bool:
+    """Whether no parameter becomes NaN or infinite; an entry that is so already, and stays, does no harm.
+
+    size: a number that must be finite, such as the step's length in the metric: one that overflows is cut to nothing,
+    and would be taken for a step.
+    """
+    # Euclidean norms cost a tenth of the largest entries; one that overflows is looked at entry by entry
+    sizes = measure_norms(list(after.values()))
+    known = sizes if size is None else [*sizes, size]
+    if not sizes or bool(torch.isfinite(torch.stack([one.to(sizes[0]) for one in known]).sum())):
+        return True
+    return (size is None or bool(torch.isfinite(size))) and all(
+        stays_finite(before[name], new) for name, new in after.items()
+    )
+
+
+def check_loss(loss: Tensor | None, guard: Guard, bounded: bool, steps: int) -> None:
+    """NotFiniteError for a batch in which no target counts, or whose loss is far above any of the run."""
+    if loss is not None:
+        wild = bounded and bool(guard.is_wild(loss, steps))
+        if wild or not bool(torch.isfinite(loss)):
+            raise NotFiniteError(describe_trouble({}, loss, wild))
 
 
 # what is said of a run that no longer learns
