@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import (
+    accelerator,
     ang,
     conversions,
     ekfac,
@@ -106,6 +107,10 @@ def kfac_tables(repeats: int) -> None:
         table(title, kfac.report(work, cycles), kfac.HEADS)
     table("classifier: EKFAC's parts", ekfac.report(repeats), ekfac.HEADS)
     table("classifier: growth of the highest resident memory", kfac.memory_report(), ("MiB",))
+
+
+def accelerator_table(repeats: int) -> None:
+    table("A step of a GPT with twelve layers", accelerator.report(), accelerator.HEADS)
 
 
 def engine_table(repeats: int) -> None:
@@ -295,6 +300,7 @@ TABLES: dict[str, Callable[[int], None]] = {
     "iterative": iterative_table,
     "preconditioners": preconditioner_table,
     "kfac": kfac_tables,
+    "accelerator": accelerator_table,
     "engine": engine_table,
     "first-steps": first_steps_tables,
     "learning": learning_table,
