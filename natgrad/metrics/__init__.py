@@ -22,7 +22,6 @@ from natgrad.metrics.information import (
     Information,
     ObservedInformation,
     SampledInformation,
-    name_parameters,
 )
 from natgrad.metrics.langevin import Langevin
 from natgrad.metrics.metric_sum import MetricSum, sum_metrics
@@ -63,7 +62,6 @@ __all__ = [
     "hessian",
     "kl",
     "lay_out_amplitudes",
-    "name_parameters",
     "observed_fisher",
     "ratio_metric",
     "sampled_fisher",

@@ -8,7 +8,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from natgrad.families import Criterion, Entrywise, Likelihood, as_criterion
+from natgrad.families import Criterion, Entrywise, Likelihood, LogDensity, as_criterion
 from natgrad.ground.checks import check_integer
 from natgrad.ground.messages import explain_calls
 from natgrad.ground.pure import Model, Select
@@ -93,6 +93,7 @@ def fisher(
         refuse_options(chunk_size=chunk_size, outputs=outputs)
         return ExpectedInformation(OwnLikelihood(model, isinstance(family, Tensor)))
     criterion = as_criterion(family)
+    refuse_log_density(criterion.family)
     require_fisher(criterion.family)
     return Fisher(model, criterion, chunk_size, outputs=outputs)
 
@@ -151,7 +152,9 @@ def sampled_fisher(
     if is_own(family):
         refuse_options(chunk_size=chunk_size, outputs=outputs)
         return SampledInformation(OwnLikelihood(model, isinstance(family, Tensor)), samples, generator)
-    return SampledFisher(model, as_criterion(family), chunk_size, samples, generator, outputs=outputs)
+    criterion = as_criterion(family)
+    refuse_log_density(criterion.family)
+    return SampledFisher(model, criterion, chunk_size, samples, generator, outputs=outputs)
 
 
 @overload
@@ -181,7 +184,8 @@ def empirical_fisher(
     the Fisher is: of a loss that averages over the C entries of an example it is 1 / C of the g's moment, and C times
     that of the loss's gradients. Where targets are drawn from the likelihood it is the Fisher on average.
 
-    Of a log likelihood of your own it is the mean outer product of the scores of the data's rows.
+    Of a model that returns log p(x), with `ng.LogDensity()`, it takes no targets, `.at(params, x)`, and is the Fisher
+    at draws x of the model itself. Of a log likelihood of your own it is the mean outer product of the rows' scores.
 
     Args:
         model: A module, or a function f(params, x); or a function log_likelihood(params, *row) -> scalar of one row of
@@ -242,6 +246,15 @@ def observed_fisher(log_likelihood: LogLikelihood, params: Params | Tensor) -> O
             "the observed information is ng.hessian(model, loss)"
         )
     return ObservedInformation(OwnLikelihood(log_likelihood, isinstance(params, Tensor)))
+
+
+def refuse_log_density(family: Likelihood) -> None:
+    """TypeError for a model of x alone: nothing can be drawn given x."""
+    if isinstance(family, LogDensity):
+        raise TypeError(
+            "LogDensity() has no targets that could be drawn given x: use ng.empirical_fisher(model, ng.LogDensity()), "
+            "over the x that come; at draws of the model itself, .at(params, model.sample(n)), that is the Fisher"
+        )
 
 
 def refuse_options(**options: Any) -> None:
@@ -305,7 +318,9 @@ class EmpiricalFisher(PullbackMetric):
         outputs: A function that picks what the criterion is of, where the model returns more than that.
     """
 
-    needs_targets = True
+    @property
+    def needs_targets(self) -> bool:  # type: ignore[override]
+        return not isinstance(self.criterion.family, LogDensity)
 
     def layout(self, outputs: Any) -> Tensor:
         family = self.criterion.family
@@ -314,7 +329,7 @@ class EmpiricalFisher(PullbackMetric):
         return (family.family if isinstance(family, Entrywise) else family).rows(outputs)
 
     def form(self, linearization: Linearization, outputs: Any, targets: Any, seed: int) -> tuple[Form, Tensor | None]:
-        if targets is None:
+        if targets is None and self.needs_targets:
             raise ValueError(
                 "targets is None: the empirical Fisher needs the data's targets; pass (inputs, targets), compute the "
                 "loss with optimizer.loss(outputs, targets), or use ng.fisher without them"

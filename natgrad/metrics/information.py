@@ -18,7 +18,7 @@ from torch.distributions import Distribution
 from natgrad.ground.linalg import psd_root
 from natgrad.ground.messages import explain_calls
 from natgrad.ground.pure import Call, PureModel, RandomState, as_call, copy_tensors
-from natgrad.ground.spaces import Params, check_parameters
+from natgrad.ground.spaces import Params, name_parameters
 from natgrad.ground.typed_torch import torch_linalg, torch_plain
 from natgrad.metrics.base import Metric
 from natgrad.metrics.score import Diagonals
@@ -331,13 +331,6 @@ class OwnLikelihood:
                 "rows of inputs, expected one for each row"
             )
         return outputs.reshape(len(inputs[0]), -1)
-
-
-def name_parameters(params: Any) -> Params:
-    """A dict of tensors, also of one tensor alone."""
-    named: Any = {"params": params} if isinstance(params, Tensor) else params
-    check_parameters(named)
-    return named
 
 
 @contextmanager

@@ -515,6 +515,11 @@ class RecordedLoss:
         passes = self.route.passes
         if len(passes) == 1:
             return Data(passes[0].call, self.targets, passes[0].random)
+        if not passes:
+            raise ValueError(
+                "what the last loss was computed on came from no call of the model itself: call model(x), whose "
+                "forward may return log p(x), rather than a method such as model.log_prob(x)"
+            )
         several = Passes(tuple(one.call for one in passes), tuple(one.random for one in passes))
         return Data(several, self.targets, passes[0].random)
 

@@ -29,7 +29,7 @@ def params(**values: Any) -> Params:
 
 
 @contextmanager
-def unvalidated() -> Iterator[None]:
+def skip_validation() -> Iterator[None]:
     """Inside, distributions take what torch.func gives them."""
     distributions.Distribution.set_default_validate_args(False)
     try:
@@ -88,7 +88,7 @@ def expect_outer_products(model: Callable[..., distributions.Distribution], p: P
 def test_expected_information_is_the_mean_outer_product_of_scores(name: str) -> None:
     model, names, nodes = CASES[name]
     p, y = {key: POINT[key] for key in names}, torch.ones(len(X), dtype=torch.float64)
-    with unvalidated():
+    with skip_validation():
         expected = expect_outer_products(model, p, nodes)
     bound = 1e-12 if len(nodes) <= len(COUNTS) else 1e-4  # a grid of .001, and Laplace's kink
     assert_close(ng.fisher(model, p).at(p, (X, y)).dense(), expected, rtol=bound, atol=bound)
