@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
@@ -17,6 +18,7 @@ import natgrad as ng
 
 STEPS = 500
 BATCH = 256
+KFAC_RATES = (0.1, 0.3, 1.0)
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 HEADS = ("held-out nats, mean over the seeds (least to largest)", "milliseconds a step")
 
@@ -117,7 +119,7 @@ def standard_normal(z: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Task:
+class DensityTask:
     """Data and a model of them.
 
     Args:
@@ -142,21 +144,23 @@ def draw_moons(count: int, seed: int) -> Tensor:
     return 1.5 * x + 0.1 * torch.randn(count, 2, generator=generator)
 
 
-def tasks() -> Iterator[Task]:
+def tasks() -> Iterator[DensityTask]:
     """The three."""
-    yield Task("moons, coupling flow 2-d", partial(CouplingFlow, 2, 32, 4), draw_moons(10_000, 0), draw_moons(4_000, 1))
+    yield DensityTask(
+        "moons, coupling flow 2-d", partial(CouplingFlow, 2, 32, 4), draw_moons(10_000, 0), draw_moons(4_000, 1)
+    )
     images = torch.tensor(load_digits().data, dtype=torch.float32)
     images = images[torch.randperm(len(images), generator=torch.Generator().manual_seed(0))]
     bits = (images > 8).float()
-    yield Task("digits in bits, autoregressive 64-d", partial(Pixels, 64, 128), bits[:1400], bits[1400:])
+    yield DensityTask("digits in bits, autoregressive 64-d", partial(Pixels, 64, 128), bits[:1400], bits[1400:])
     noise = torch.rand(images.shape, generator=torch.Generator().manual_seed(0))
     share = 0.02 + 0.96 * (images + noise) / 17
     values = torch.logit(share)
-    yield Task("digits in grey, masked flow 64-d", partial(MaskedFlow, 64, 128, 3), values[:1400], values[1400:])
+    yield DensityTask("digits in grey, masked flow 64-d", partial(MaskedFlow, 64, 128, 3), values[:1400], values[1400:])
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Trainer:
     """An optimiser and the loss that it is told.
 
     Args:
@@ -182,35 +186,36 @@ def plain_loss(opt: torch.optim.Optimizer, model: nn.Module, x: Tensor) -> Tenso
     return -model.log_prob(x).mean()  # type: ignore[operator]
 
 
-def contestants(task: Task) -> Iterator[Contestant]:
+def list_trainers(task: DensityTask) -> Iterator[Trainer]:
     """Of a task: Adam at each rate, K-FAC as it comes, and with the true Fisher of the bits."""
     for rate in RATES:
-        yield Contestant(f"Adam, lr {rate:g}", partial(build_adam, rate=rate), plain_loss)
-    yield Contestant("ng.kfac, ng.LogDensity()", lambda model: ng.kfac(model, ng.LogDensity()), log_density_loss)
-    yield Contestant(
-        "the same, natural steps first",
-        lambda model: ng.kfac(model, ng.LogDensity(), rule=ng.rules.NoiseAware()),
-        log_density_loss,
-    )
+        yield Trainer(f"Adam, lr {rate:g}", partial(build_adam, rate=rate), plain_loss)
+    for rate in KFAC_RATES:
+        yield Trainer(f"ng.kfac, lr {rate:g}", partial(build_kfac, lr=rate), log_density_loss)
+    yield Trainer("ng.kfac, natural first", partial(build_kfac, rule=ng.rules.NoiseAware()), log_density_loss)
     if "bits" in task.name:
-        yield Contestant("ng.kfac, ng.Bernoulli()", lambda model: ng.kfac(model, ng.Bernoulli()), bits_loss)
+        yield Trainer("ng.kfac, Bernoulli", lambda model: ng.kfac(model, ng.Bernoulli()), bits_loss)
+
+
+def build_kfac(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return ng.kfac(model, ng.LogDensity(), **options)
 
 
 def build_adam(model: nn.Module, rate: float) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), rate)
 
 
-def train(task: Task, contestant: Contestant, seed: int, falls: bool, steps: int) -> tuple[float, float]:
+def train(task: DensityTask, trainer: Trainer, seed: int, falls: bool, steps: int) -> tuple[float, float]:
     """Held-out nats after the steps, and milliseconds of CPU time a step."""
     torch.manual_seed(seed)
     model, generator = task.model(), torch.Generator().manual_seed(seed)
-    opt = contestant.build(model)
+    opt = trainer.build(model)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, steps) if falls else None
     start = time.process_time()
     for _ in range(steps):
         x = task.train[torch.randint(len(task.train), (BATCH,), generator=generator)]
         opt.zero_grad()
-        contestant.loss(opt, model, x).backward()
+        trainer.loss(opt, model, x).backward()
         opt.step()
         if schedule is not None:
             schedule.step()
@@ -226,10 +231,10 @@ def report(seeds: range, steps: int | None = None, workloads: tuple[str, ...] = 
         if workloads and not any(word in task.name for word in workloads):
             continue
         for falls in (False, True):
-            for contestant in contestants(task):
-                runs = [train(task, contestant, seed, falls, steps or STEPS) for seed in seeds]
+            for trainer in list_trainers(task):
+                runs = [train(task, trainer, seed, falls, steps or STEPS) for seed in seeds]
                 nats = [run[0] for run in runs]
                 mean = sum(nats) / len(nats)
-                name = f"{task.name.split(',')[0]}: {contestant.name}{', falls' * falls}"
+                name = f"{task.name.split(',')[0]}: {trainer.name}{', falls' * falls}"
                 cost = sorted(run[1] for run in runs)[len(runs) // 2]
                 yield name, f"{mean:.3f} ({min(nats):.3f} to {max(nats):.3f})", f"{cost:.1f}"

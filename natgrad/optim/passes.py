@@ -727,7 +727,9 @@ class Recall:
         """Examples of the passes that the gradient belongs to."""
         passes = {id(one): one for told in self.used_losses() for one in told.route.passes}
         known = list(passes.values()) or ([] if self.last is None else [self.last])
-        return sum(one.call.batch() for one in known)
+        counted = sum(one.call.batch() for one in known if any(t.dim() for t in one.call.tensors()))
+        # a method of the model's made the outputs, or what its call returned did
+        return counted or sum(told.rows for told in self.used_losses())
 
     def metric_data(self, size: int | None, seed: int) -> Data:
         """What was observed, else the pass, or `size` examples of it, drawn from the seed."""

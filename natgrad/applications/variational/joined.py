@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.variational.network import Network, count_examples
-from natgrad.applications.variational.targets import LogDensity, Moments, Target
+from natgrad.applications.variational.targets import DensityTarget, Moments, Target
 from natgrad.ground.spaces import trainable
 from natgrad.ground.typed_torch import split_tensor
 from natgrad.optim import RankExchange, meet_processes
@@ -75,9 +75,9 @@ class JoinedTarget(Target):
             found = part.values_at(places, batch)
         return self.processes.sum(found)
 
-    def _take_known(self, places: Tensor, batch: tuple[Any, ...]) -> LogDensity | Network:
+    def _take_known(self, places: Tensor, batch: tuple[Any, ...]) -> DensityTarget | Network:
         part = self._take_part(places, batch)
-        assert isinstance(part, (LogDensity, Network))
+        assert isinstance(part, (DensityTarget, Network))
         return part
 
     def _take_part(self, mean: Tensor, batch: tuple[Any, ...]) -> Target:

@@ -17,7 +17,7 @@ from natgrad.applications.variational.joined import JoinedTarget, find_processes
 from natgrad.applications.variational.network import Network, NetworkData, NetworkOptions, build_network
 from natgrad.applications.variational.quadrature import Points, default_points
 from natgrad.applications.variational.start import as_mean, as_precision, read_density
-from natgrad.applications.variational.targets import LOG_2PI, LogDensity, LogJoint
+from natgrad.applications.variational.targets import LOG_2PI, DensityTarget, LogJoint
 from natgrad.ground.checks import Group, check_integer, check_positive, read_groups
 from natgrad.ground.linalg import all_finite, require_factor
 from natgrad.ground.messages import explain_calls, write_choices
@@ -138,7 +138,7 @@ SOLVER = MinresQLP(rtol=1e-4, max_steps=100)
 """The bound over a few points depends a little on rotations of B: what no step can follow is left out."""
 LONGEST = 1.0
 """Most that a step changes the logarithm of a scale."""
-Sloped = LogDensity | Network | JoinedTarget
+Sloped = DensityTarget | Network | JoinedTarget
 """What tells log p and its gradient at given places."""
 
 
@@ -202,7 +202,7 @@ def variational_low_rank(
         raise TypeError(f"points is {points!r}, expected Sobol() or Draws()")
     if isinstance(target, nn.Module):
         refuse_processes(target, "target")
-        density: LogDensity | Network = build_network(target, data, points)
+        density: DensityTarget | Network = build_network(target, data, points)
         mean = density.start if start is None else as_mean(start)
         spread = 1e-2 / data.prior_precision if covariance is None else covariance
     else:
@@ -211,7 +211,7 @@ def variational_low_rank(
         if start is None:
             raise ValueError("start is None, expected the mean of q at the start (d,), or the number of dimensions d")
         found, mean = read_density(target, start, points)
-        if not isinstance(found, LogDensity):
+        if not isinstance(found, DensityTarget):
             raise TypeError(f"target is {type(target).__name__}, expected a function z -> log p(z, data), or a module")
         density, spread = found, 1.0 if covariance is None else covariance
     check_integer("rank", rank, 1)
@@ -272,10 +272,10 @@ class LowRankVariational(Fitted):
         return self._covariance.diagonal()
 
     @property
-    def _own(self) -> LogDensity | Network:
+    def _own(self) -> DensityTarget | Network:
         """The target, or this process's part of it."""
         own = self.target.own if isinstance(self.target, JoinedTarget) else self.target
-        assert isinstance(own, (LogDensity, Network))
+        assert isinstance(own, (DensityTarget, Network))
         return own
 
     @property
@@ -360,7 +360,7 @@ class LowRankVariational(Fitted):
 
     def elbos_elsewhere(self) -> list[float]:
         size, own = len(self.mean) + self.rank, self._own
-        if not isinstance(own, LogDensity):
+        if not isinstance(own, DensityTarget):
             return []
         others = (own.points or default_points(size)).others()
         placed = ([part.to(self.mean) for part in points.at(size, self.steps)] for points in others)

@@ -93,7 +93,7 @@ def apply_root(root: Tensor, z: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LogDensity(Target):
+class DensityTarget(Target):
     """log p(z, data) as a function.
 
     Args:
@@ -139,7 +139,7 @@ class LogDensity(Target):
         found, values = map_rows(torch.func.grad_and_value(one), places)
         return values.detach(), found.detach()
 
-    def elsewhere(self, d: int) -> Sequence[LogDensity]:
+    def elsewhere(self, d: int) -> Sequence[DensityTarget]:
         return [replace(self, points=points) for points in (self.points or default_points(d)).others()]
 
     def values_at(self, places: Tensor, batch: tuple[Any, ...]) -> Tensor:
