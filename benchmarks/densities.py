@@ -18,7 +18,7 @@ import natgrad as ng
 
 STEPS = 500
 BATCH = 256
-KFAC_RATES = (0.1, 0.3, 1.0)
+KFAC_RATES = (0.03, 0.1, 0.3, 1.0)
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 HEADS = ("held-out nats, mean over the seeds (least to largest)", "milliseconds a step")
 

@@ -130,6 +130,9 @@ class Package(ModuleType):
             + f"; help({name}) shows them"
         )
 
+    def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
+        return import_module, (self.__name__,)  # as cloudpickle does with plain modules
+
 
 def explain_call_of(thing: object) -> None:
     """Let a call of a module of natgrad say what may be called instead."""
