@@ -15,6 +15,7 @@ from benchmarks import (
     accelerator,
     ang,
     conversions,
+    densities,
     ekfac,
     engine,
     ground_states,
@@ -275,6 +276,12 @@ def race_posteriors(choices: ChosenTables) -> None:
     stream(title, posterior_races.figures(seeds, choices.seconds), posterior_races.HEADS)
 
 
+def race_densities(choices: ChosenTables) -> None:
+    seeds = choices.seeds or range(3)
+    title = f"log p(x), {choices.steps or densities.STEPS} steps of {densities.BATCH} examples, {list_seeds(seeds)}"
+    stream(title, densities.report(seeds, choices.steps, choices.workloads), densities.HEADS)
+
+
 def step_races(choices: ChosenTables) -> None:
     request = step.Request(
         choices.workloads,
@@ -328,6 +335,7 @@ SEARCHES: dict[str, Callable[[ChosenTables], None]] = {
 
 RACES: dict[str, Callable[[ChosenTables], None]] = {
     "step": step_races,
+    "densities": race_densities,
     "residuals": residual_races,
     "ground-states": race_ground_states,
     "posteriors": race_posteriors,

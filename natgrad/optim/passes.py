@@ -518,6 +518,11 @@ class RecordedLoss:
             raise ValueError("the last forward pass was not kept to be done again: no step asked for it")
         if len(passes) == 1:
             return Data(passes[0].call, self.targets, passes[0].random)
+        if not passes:
+            raise ValueError(
+                "what the last loss was computed on came from no call of the model itself: call model(x), whose "
+                "forward may return log p(x), rather than a method such as model.log_prob(x)"
+            )
         several = Passes(tuple(one.call for one in passes), tuple(one.random for one in passes))
         return Data(several, self.targets, passes[0].random)
 
@@ -727,7 +732,9 @@ class Recall:
         """Examples of the passes that the gradient belongs to."""
         passes = {id(one): one for told in self.used_losses() for one in told.route.passes}
         known = list(passes.values()) or ([] if self.last is None else [self.last])
-        return sum(one.call.batch() for one in known)
+        counted = sum(one.call.batch() for one in known if any(t.dim() for t in one.call.tensors()))
+        # a method of the model's made the outputs, or what its call returned did
+        return counted or sum(told.rows for told in self.used_losses())
 
     def metric_data(self, size: int | None, seed: int) -> Data:
         """What was observed, else the pass, or `size` examples of it, drawn from the seed."""

@@ -15,7 +15,7 @@ from natgrad.applications.variational.gaussian import Variational
 from natgrad.applications.variational.joined import JoinedTarget, join_target
 from natgrad.applications.variational.quadrature import Points
 from natgrad.applications.variational.start import read_density
-from natgrad.applications.variational.targets import LOG_2PI, LogDensity, LogJoint, Target
+from natgrad.applications.variational.targets import LOG_2PI, DensityTarget, LogJoint, Target
 from natgrad.ground.checks import check_positive
 from natgrad.ground.linalg import require_factor
 from natgrad.ground.messages import explain_calls
@@ -81,7 +81,7 @@ def variational_mixture(
     if len(given.unique(dim=0)) < len(given):
         raise ValueError("starts has a row twice: components that are equal move alike for ever; spread them")
     density, first = read_density(target, given[0] if isinstance(starts, Tensor) else given[0].tolist(), points)
-    if not isinstance(density, LogDensity):
+    if not isinstance(density, DensityTarget):
         raise TypeError(f"target is {type(target).__name__}, expected a function z -> log p(z, data)")
     means = given.detach().to(first)
     joined = join_target(density, group, means, covariance, diagonal, lr, points)
@@ -245,8 +245,8 @@ class FrozenMixture:
             return replace(target, own=self._without(target.own, place, target.processes.size))
         return self._without(target, place, 1)
 
-    def _without(self, target: Target, place: int, parts: int) -> LogDensity:
-        assert isinstance(target, LogDensity)
+    def _without(self, target: Target, place: int, parts: int) -> DensityTarget:
+        assert isinstance(target, DensityTarget)
         log_joint = target.log_joint
 
         def log_rest(z: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from natgrad.applications.variational.network import NetworkData, build_network
 from natgrad.applications.variational.quadrature import Points
-from natgrad.applications.variational.targets import LogDensity, LogJoint, Target, is_batched
+from natgrad.applications.variational.targets import DensityTarget, LogJoint, Target, is_batched
 from natgrad.ground.checks import check_positive
 from natgrad.ground.linalg import all_finite, require_factor
 from natgrad.ground.typed_torch import as_tensor_like
@@ -114,4 +114,4 @@ def read_density(
     if not callable(target):
         raise TypeError(f"target is {type(target).__name__}, expected a function z -> log p(z, data), or a module")
     mean = mean if isinstance(start, Tensor) else match_dtype(target, mean)
-    return LogDensity(target, points, is_batched(target, mean)), mean
+    return DensityTarget(target, points, is_batched(target, mean)), mean

@@ -126,7 +126,7 @@ class SlopeTarget(Target):
 
 
 @dataclass(frozen=True)
-class LogDensity(SlopeTarget):
+class DensityTarget(SlopeTarget):
     """log p(z, data) as a function.
 
     Args:
@@ -158,7 +158,7 @@ class LogDensity(SlopeTarget):
         slopes, values = map_rows(torch.func.grad_and_value(self._evaluate), places)
         return values.detach(), slopes.detach()
 
-    def elsewhere(self, d: int) -> Sequence[LogDensity]:
+    def elsewhere(self, d: int) -> Sequence[DensityTarget]:
         return [replace(self, points=points) for points in (self.points or default_points(d)).others()]
 
     def values_at(self, places: Tensor, batch: tuple[Any, ...]) -> Tensor:
