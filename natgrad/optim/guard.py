@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 
 from natgrad.ground.linalg import all_finite, stays_finite
 from natgrad.ground.pure import leaves, map_tensors
-from natgrad.ground.typed_torch import list_numbers, measure_norm, measure_norms
+from natgrad.ground.typed_torch import list_numbers, measure_norms
 from natgrad.layers import Seen
 
 OnTrouble = Literal["skip", "raise"]
@@ -168,15 +169,10 @@ class Guard:
         it. No second moment may overflow: every entry of a factor is at most the squared norm of its side, every entry
         of a block the product of both.
         """
-        sizes, bounds = measure_sides(layers, squares)
-        if not bounds:
-            return True, False, self
-        largest = min(torch.finfo(one.dtype).max for one in bounds)
-        numbers = [one.double() ** 2 for one in (*bounds, *sizes.values())]
-        found = list_numbers(torch.stack(numbers))  # in one read of the device; comparisons with a NaN are false
-        if not all(one <= HEADROOM * largest for one in found[: len(bounds)]):
+        sizes, bounds, largest = measure_sides(layers, squares)
+        if not all(one * one <= HEADROOM * largest for one in bounds):  # comparisons with a NaN are false
             return False, False, self
-        fresh = dict(zip(sizes, found[len(bounds) :], strict=True))
+        fresh = {key: size * size for key, size in sizes.items()}
         # a layer behind one that starts near zero may see a thousand times more within a step, and yet less than others
         most = max(self.inputs.values(), default=0.0)
         far = any(one > max(FAR * self.inputs[key], most) for key, one in fresh.items() if key in self.inputs)
@@ -209,17 +205,29 @@ class Guard:
         return guard
 
 
-def measure_sides(layers: Sequence[Seen], squares: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """The root mean square of each layer's inputs, and all norms whose squares must not overflow."""
-    sizes, bounds = dict[str, Tensor](), [square.sum().sqrt() for square in squares.values()]
-    for seen in layers:
-        for number, part in enumerate(seen.split_parts()):
-            sides = [measure_norm(torch.stack([measure_norm(deltas) for deltas in part.deltas]))]
-            if not part.by_token:
-                sides.append(part.bound_inputs())
-                sizes[f"{seen.key} {number}"] = sides[1] / max(part.positions, 1.0) ** 0.5
-            bounds += [*sides, torch.stack(sides).prod()]
-    return sizes, bounds
+def measure_sides(layers: Sequence[Seen], squares: Mapping[str, Tensor]) -> tuple[dict[str, float], list[float], float]:
+    """The root mean square of each layer's inputs, all norms whose squares must not overflow, and the largest number.
+
+    By one read of the device.
+    """
+    parts = [(f"{seen.key} {i}", part) for seen in layers for i, part in enumerate(seen.split_parts())]
+    deltas = [delta for _, part in parts for delta in part.deltas]
+    inputs = [part.bound_inputs() for _, part in parts if not part.by_token]
+    sums = [square.sum() for square in squares.values()]
+    norms = [*measure_norms(deltas), *inputs, *sums]
+    if not norms:
+        return {}, [], 0.0
+    numbers = iter(list_numbers(torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms])))
+    left = [math.hypot(*islice(numbers, len(part.deltas))) for _, part in parts]
+    right = [1.0 if part.by_token else next(numbers) for _, part in parts]
+    sizes = {
+        key: size / max(part.positions, 1.0) ** 0.5
+        for (key, part), size in zip(parts, right, strict=True)
+        if not part.by_token
+    }
+    bounds = [bound for pair in zip(left, right, strict=True) for bound in (*pair, pair[0] * pair[1])]
+    bounds += [math.sqrt(total) if total >= 0 else math.nan for total in numbers]
+    return sizes, bounds, min(torch.finfo(norm.dtype).max for norm in norms)
 
 
 def least_damping(norms: Sequence[float]) -> float:
@@ -237,10 +245,13 @@ def least_damping(norms: Sequence[float]) -> float:
 def are_finite(groups: Sequence[Iterable[Tensor]]) -> list[bool]:
     """Of each group of tensors whether all of its entries are finite."""
     sums = [[t.sum() for t in group] for group in groups]
-    home = next((one for group in sums for one in group), torch.zeros(()))
-    whole = [torch.stack([one.to(home.device, torch.float64) for one in group]).sum() for group in sums if group]
-    sound = iter(list_numbers(torch.isfinite(torch.stack(whole))) if whole else [])
-    return [next(sound) if group else True for group in sums]
+    flat = [one for group in sums for one in group]
+    if not flat:
+        return [True] * len(sums)
+    alike = len({(one.dtype, one.device) for one in flat}) == 1
+    table = torch.stack(flat if alike else [one.to(flat[0].device, torch.float64) for one in flat])
+    sound = iter(list_numbers(torch.isfinite(table)))
+    return [all(list(islice(sound, len(group)))) for group in sums]  # each group to its end
 
 
 def stay_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], size: Tensor | None = None) -> bool:
