@@ -73,7 +73,7 @@ PANELS = {
             ),
         ),
         Panel(
-            "Faces: test error, %",
+            "Faces (the paper: TFD, ours: FER2013): test error, %",
             (
                 ComparedRow("MSGD", None, "66.7"),
                 ComparedRow("KL, unlabelled", "16.96", "68.0"),
@@ -142,7 +142,7 @@ PANELS = {
             ),
         ),
         Panel(
-            "Faces, 10 epochs: best bound, nats",
+            "Faces of FER2013, 10 epochs: best bound, nats",
             (
                 ComparedRow("wake-sleep", None, "-269.4"),
                 ComparedRow("RWS", None, "-222.1", place=0),
@@ -152,7 +152,7 @@ PANELS = {
             ),
         ),
         Panel(
-            "Faces: CPU seconds to -208.8, where RWS with Adam ends",
+            "Faces of FER2013: CPU seconds to -208.8, where RWS with Adam ends",
             (
                 ComparedRow("RWS with Adam", None, "23", place=1),
                 ComparedRow("natural wake-sleep", None, "8.9"),
@@ -205,7 +205,7 @@ PANELS = {
 """The pictures by the name of their file."""
 
 TITLES = {
-    "pascanu_table1": "Pascanu & Bengio 2013, table 1: stochastic gradient descent and metrics on MNIST and on faces",
+    "pascanu_table1": "Pascanu & Bengio 2013, table 1: stochastic gradient descent and metrics on MNIST, on TFD (paper) and FER2013 (ours)",
     "karakida_table1": "Karakida, Okada & Amari 2016, table 1: the two-layer model on ISA data, score matching",
     "varady_order": "Várady, Volpi, Malagò & Ay 2022: the abstract's order and our medians of 5 seeds",
     "koster_order": "Köster & Hyvärinen 2010: 16 x 16 patches of photographs, the abstract's words and our measures",
