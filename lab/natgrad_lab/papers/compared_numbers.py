@@ -205,7 +205,7 @@ PANELS = {
 """The pictures by the name of their file."""
 
 TITLES = {
-    "pascanu_table1": "Pascanu & Bengio 2013, table 1: stochastic gradient descent and metrics on MNIST, on TFD (paper) and FER2013 (ours)",
+    "pascanu_table1": "Pascanu & Bengio 2013, table 1: metrics on MNIST and on faces, TFD (paper) and FER2013 (ours)",
     "karakida_table1": "Karakida, Okada & Amari 2016, table 1: the two-layer model on ISA data, score matching",
     "varady_order": "Várady, Volpi, Malagò & Ay 2022: the abstract's order and our medians of 5 seeds",
     "koster_order": "Köster & Hyvärinen 2010: 16 x 16 patches of photographs, the abstract's words and our measures",

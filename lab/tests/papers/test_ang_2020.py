@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from natgrad_lab.experiments import execute, find
+from natgrad_lab.papers.ang_2020.normals import PAIRS, READINGS, measure_divergence
 from natgrad_lab.papers.ang_2020.page import (
     CLAIMS,
     NAMES,
@@ -18,7 +19,6 @@ from natgrad_lab.papers.ang_2020.page import (
     smooth_losses,
     subtract,
 )
-from natgrad_lab.papers.ang_2020.normals import PAIRS, READINGS, measure_divergence
 
 TINY = {"images": 32, "batch": 16, "side": 8, "epochs": 2, "dense_depth": 7, "growth": 2, "evaluations": 1}
 

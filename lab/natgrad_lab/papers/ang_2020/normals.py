@@ -13,13 +13,13 @@ import torch
 from matplotlib.figure import Figure
 
 import natgrad as ng
-from natgrad_lab.figures import DASHES, PALETTE, draw, put_title, save
+from natgrad_lab.figures import DASHES, PALETTE, draw, put_legend_below, put_title, save
 
 PAIRS = (((0.0, 1000.0), (100.0, 1000.0)), ((0.0, 0.1), (0.1, 0.1)))
 """Mean and second number of each, as the report prints them."""
 READINGS = {"a standard deviation": 2, "a variance": 1}
 """What the second number may be, and its power that is the variance."""
-TITLE = "Ang 2020, figure 1: two pairs of normals, the second number read in two ways"
+TITLE = "Ang 2020, figure 1: two pairs of normals, whose second number is a standard deviation or a variance"
 
 
 def measure_divergence(pair: tuple[tuple[float, float], ...], power: int) -> float:
@@ -41,17 +41,17 @@ def fill(figure: Figure) -> None:
         for axes, pair in zip(row, PAIRS, strict=True):
             means, deviation = [mean for mean, _ in pair], pair[0][1] ** (power / 2)
             x = np.linspace(min(means) - 3.5 * deviation, max(means) + 3.5 * deviation, 400)
-            for number, (mean, second) in enumerate(pair):
+            for number, (name, mean) in enumerate(zip(("first", "second"), means, strict=True)):
                 density = np.exp(-0.5 * ((x - mean) / deviation) ** 2) / (deviation * np.sqrt(2 * np.pi))
-                axes.plot(x, density, color=PALETTE[number], linestyle=DASHES[number], label=f"N({mean:g}, {second:g})")
-            gap = means[1] - means[0]
-            axes.set_title(f"means {gap:g} apart, {measure_divergence(pair, power):.3g} nats", loc="left", fontsize=10)
+                axes.plot(x, density, color=PALETTE[number], linestyle=DASHES[number], label=f"the {name} of the pair")
+            names = " and ".join(f"N({mean:g}, {second:g})" for mean, second in pair)
+            axes.set_title(f"{names}: {measure_divergence(pair, power):.3g} nats", loc="left", fontsize=10)
             axes.set_yticks([])
-            axes.margins(y=0.2)
             axes.locator_params(axis="x", nbins=5)
             axes.tick_params(labelsize=9)
-            axes.legend(fontsize=8, loc="upper center", ncols=2)
-        row[0].set_ylabel(f"density; the second\nnumber is {reading}", fontsize=9)
+            axes.set_xlabel("x", fontsize=9)
+        row[0].set_ylabel(f"density, with\n{reading}", fontsize=9)
+    put_legend_below(figure, grid[0][0])
     put_title(figure, TITLE)
 
 
