@@ -77,6 +77,7 @@ EXPERIMENTS = {
     "koster_2010_natural_images": "natgrad_lab.papers.koster_2010.natural_images:STUDY",
     "karakida_2016_table1": "natgrad_lab.papers.karakida_2016.runs:TABLE1",
     "karakida_2016_figure1": "natgrad_lab.papers.karakida_2016.runs:FIGURE1",
+    "karakida_2016_gap": "natgrad_lab.papers.karakida_2016.runs:GAP",
     "malago_2023_toy": "natgrad_lab.papers.malago_2023.flows:TOY_STUDY",
     "malago_2023_polynomials": "natgrad_lab.papers.malago_2023.flows:POLYNOMIALS",
     "malago_2023_quadratic": "natgrad_lab.papers.malago_2023.flows:QUADRATIC",
