@@ -215,13 +215,14 @@ def trace(points: list[list[float]]) -> np.ndarray:
     return ((1 - shares) * ends[:-1] + shares * ends[1:]).reshape(-1, 2)
 
 
-def find_free(at: list[float], drawn: np.ndarray, edge: float) -> np.ndarray:
-    """The place around a point that is farthest from all paths and within the window, for a label, shape (2,)."""
+def find_free(at: list[float], drawn: np.ndarray, edge: float) -> tuple[float, float]:
+    """The place (b, w) around a point that is farthest from all paths and within the window, for a label."""
     angles = np.linspace(0.0, 2 * math.pi, 24, endpoint=False)
     around = np.array(at) + LABEL_DISTANCE * np.stack([np.cos(angles), np.sin(angles)], 1)
     around = around[(np.abs(around) < 0.95 * edge).all(1)]
     gaps = np.linalg.norm(around[:, None] - drawn, axis=-1).min(1)
-    return around[gaps.argmax()]
+    b, w = around[gaps.argmax()].tolist()
+    return b, w
 
 
 def _path(axes: Axes, points: np.ndarray, colour: str, mark: str) -> None:
