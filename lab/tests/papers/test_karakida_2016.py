@@ -15,7 +15,7 @@ from natgrad.applications import TwoLayer
 from natgrad.applications.two_layer import gradients
 from natgrad.ground.spaces import Positive, Square, positive
 from natgrad_lab.experiments import LabError, StudyRun, execute, find, override
-from natgrad_lab.papers.karakida_2016.page import count_degraded, draw_all, find_first_steps, find_half
+from natgrad_lab.papers.karakida_2016.page import count_degraded, draw_all, find_first_steps, find_mean_step
 from natgrad_lab.papers.karakida_2016.runs import (
     FIGURE1,
     GAP,
@@ -183,7 +183,7 @@ def test_the_study_runs_and_its_page_tells(study, tmp_path) -> None:
     assert told.missing == 0
     if study is TABLE1:
         tables = [table for section in told.story.sections for table in section.tables]
-        assert all(row[2].endswith("of 4") for table in tables[:2] for row in table.rows)
+        assert all(row[3].endswith("of 4") for table in tables[:2] for row in table.rows)
     again = execute(study, settings, range(2), tmp_path / "runs")
     assert again.path == folder.path
 
@@ -217,9 +217,10 @@ def test_looks_end_with_the_last_step() -> None:
         assert all(one < other <= max(1.03 * one, one + 1) for one, other in pairwise(looks))
 
 
-def test_half_of_all_runs_counts_those_that_never_arrive() -> None:
-    assert find_half([5, None, 7, None]) == 7
-    assert find_half([5, None, None]) is None
+def test_the_mean_of_all_runs_waits_for_those_that_never_arrive() -> None:
+    found = {"steps": [0, 10, 20, 30], "errors": [[-1.0, -1.0], [-40.0, -1.0], [-40.0, -11.0], [-40.0, None]]}
+    assert find_mean_step(found, -25.0) == 20
+    assert find_mean_step(found, -28.0) is None
 
 
 def test_a_part_is_told_too(tmp_path) -> None:

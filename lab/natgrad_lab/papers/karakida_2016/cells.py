@@ -11,7 +11,13 @@ SCALES = (1.0, 0.943)
 """Factors on the data, whose mixing the paper does not give: with the second the lowest error is -36, not -32."""
 SIZES = ((0.3, 1.0), (0.1, 0.1))
 """Of W and V at first: the table's, and small ones, from which eps = 1 / t can begin at t = 1."""
-LEARNERS = {"sgd": "SGD", "eq4": "ANG, eq. 4", "exact": "ANG, exact", "literal": "ANG, eq. 4", "ours-single": "ng.ang"}
+LEARNERS = {
+    "sgd": "SGD",
+    "eq4": "ANG, eq. 4",
+    "exact": "ANG, exact",
+    "literal": "ANG, eq. 4",
+    "ours-single": "ng.ang, single",
+}
 COSTS = {"sgd": "SGD, single", "eq4": "eq. 4", "exact": "exact", "literal": "eq. 4", "ours-single": "ours, single"}
 
 
