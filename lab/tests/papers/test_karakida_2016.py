@@ -209,6 +209,24 @@ def test_eq_4_as_printed_begins_with_the_whole_first_example() -> None:
     assert torch.equal(small, torch.linalg.eigvalsh(roots.mT @ roots)[:, -1] < 2)
 
 
+def test_runs_see_one_stream_of_examples_or_their_own() -> None:
+    class Seeing:
+        model, params = TwoLayer(), three(positive)
+
+        def __init__(self) -> None:
+            self.alike: list[bool] = []
+
+        def step(self, examples: Tensor) -> None:
+            self.alike.append(bool((examples == examples[:1]).all()))
+
+    for own in (False, True):
+        settings = override(KarakidaSettings, [f"own_examples={own}", "dtype=float64", "examples=20", "held_out=10"])
+        seeing = Seeing()
+        learn(StudyRun(settings), seeing, [20], 2)
+        assert len(seeing.alike) == 20
+        assert all(seeing.alike) != own
+
+
 def test_looks_end_with_the_last_step() -> None:
     assert place_looks(25, 5) == [5, 10, 15, 20, 25]
     for steps in (1, 7, 60_000):

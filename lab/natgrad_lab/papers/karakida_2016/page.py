@@ -145,8 +145,9 @@ def _method(told: Findings) -> str:
     return (
         f"{s.examples} examples of eight variables in four subspaces, x = A s, s_i = u_i N(0, I), A a random "
         f"orthogonal matrix; {s.held_out} others for the test error. {s.runs} initial conditions per set of data, W ~ "
-        f"{s.spread:g} N(0, 1), V ~ U(0, {s.pooling:g}) where nothing else is said, learn side by side and see one "
-        "stream of examples. The mixing, the scale of the initial conditions and how V stays positive are not given "
+        f"{s.spread:g} N(0, 1), V ~ U(0, {s.pooling:g}) where nothing else is said, learn side by side and see "
+        f"{'examples of their own' if s.own_examples else 'one stream of examples'}. "
+        "The mixing, the scale of the initial conditions and how V stays positive are not given "
         f"in the paper and were chosen by us. At the paper's rate of {s.rate:g}, ANG has G = I at first and one "
         "schedule of eps for both updates. Eq. 4 is replaced by the exact update where it would lose positivity, but "
         "for 1/t from t = 1, which is eq. 4 as printed. Runs end when all models have reached the level and as many "

@@ -54,6 +54,7 @@ class KarakidaSettings:
     spread: float = 0.3  # standard deviation of W at first; not given in the paper
     pooling: float = 1.0  # V is uniform between 0 and this at first; not given in the paper
     scale: float = 1.0  # factor on the data; the mixing is not given in the paper
+    own_examples: bool = False  # each run draws its own, in place of one stream for all; not given in the paper
     dtype: str = "float32"  # float32 or float64; at the paper's rate V = exp v has float64 always
     processes: int = 2  # pieces at a time, but for the costs
     threads: int | None = 1
@@ -82,8 +83,8 @@ def many(run: StudyRun, link: Positive | Square, times: int = 1) -> dict[str, Te
 def learn(run: StudyRun, learner: Learner, looks: list[int], batch: int) -> Numbers:
     """Train to the last look, or until all reached the level and stayed for as long again; test errors at the looks.
 
-    All models see one stream of examples, drawn with replacement. Returns {"steps": [...], "errors": [one list per
-    point]}: NaN where a model diverged.
+    Examples are drawn with replacement, one stream for all models unless `own_examples`. Returns {"steps": [...],
+    "errors": [one list per point]}: NaN where a model diverged.
     """
     s: KarakidaSettings = run.settings
     data = s.scale * isa(run.seed, s.examples + s.held_out).to(s.device, DTYPES[s.dtype])
@@ -92,7 +93,8 @@ def learn(run: StudyRun, learner: Learner, looks: list[int], batch: int) -> Numb
     models, points, errors, reached = len(learner.params["W"]), [0], [measure_errors(learner, test)], None
     for look in looks:
         run.advance(points[-1] / looks[-1])
-        for indices in torch.randint(s.examples, (look - points[-1], batch), generator=generator):
+        shape = (models, batch) if s.own_examples else (batch,)
+        for indices in torch.randint(s.examples, (look - points[-1], *shape), generator=generator):
             learner.step(train[indices].expand(models, -1, -1))
         points.append(look)
         errors.append(measure_errors(learner, test))
