@@ -177,7 +177,7 @@ class FirstOrder(Update):
     instead, and counted as "refused".
 
     Args:
-        offset: In steps, > 0. With a small one most updates are refused.
+        offset: In steps, > 0. With a small one the first updates are refused: 121 of 600,000 at 1, in Karakida's table.
         floor: The least eps, in [0, 1).
         start_at: G is start_at * I at first, > 0.
 
