@@ -13,7 +13,7 @@ from torch import Tensor
 
 from natgrad.ground.linalg import eigh, symmetrise
 from natgrad.ground.stacks import stack_tensors
-from natgrad.ground.typed_torch import as_tensor_like, measure_norm, torch_linalg
+from natgrad.ground.typed_torch import as_tensor_like, measure_norm, split_tensor, torch_linalg
 from natgrad.operators import Operator
 from natgrad.rules.base import Objective, Rule
 from natgrad.rules.block_point import BlockPoint, BlockStack
@@ -129,30 +129,22 @@ class SpectralProgress(Rule):
             return []
         ahead = [stack.mean.lerp(stack.gradient, self.ahead) for stack in stacks]
         directions = [self._direct(stack, n) for stack, n in zip(stacks, ahead, strict=True)]
-        lengths = [self._measure_lengths(stack, d) for stack, d in zip(stacks, directions, strict=True)]
-        memories: list[list[dict[str, Tensor]]] = [
-            [{}] * len(d) if sizes is None else [{"size": size} for size in sizes.unbind()]
-            for d, (_, sizes) in zip(directions, lengths, strict=True)
-        ]
-        warm = min(1.0, (stacks[0].steps + 1) / self.warm)
-        if not self.progress:
-            return [(d * (length * warm), m) for d, (length, _), m in zip(directions, lengths, memories, strict=True)]
-        slopes = torch.cat([inner_products(n, d).to(ahead[0]) for n, d in zip(ahead, directions, strict=True)])
-        scales, squares = self._follow(stacks, ahead[0])
-        numbers = list(zip(slopes.unbind(), squares.unbind(), scales.unbind(), strict=True))
-        moves = list[tuple[Tensor, list[dict[str, Tensor]]]]()
-        for d, (length, _), known in zip(directions, lengths, memories, strict=True):
-            first = sum(len(move) for move, _ in moves)
-            scale = scales[first : first + len(d)].to(d).view(-1, 1, 1, 1)
-            memory = [
-                {"direction": one, "slope": slope, "square": square, "scale": grown, **size}
-                for one, (slope, square, grown), size in zip(d.unbind(), numbers[first:], known, strict=False)
-            ]
-            moves.append((d * (length * (warm * scale)), memory))
+        warm, moves = min(1.0, (stacks[0].steps + 1) / self.warm), list[tuple[Tensor, list[dict[str, Tensor]]]]()
+        nothing: Sequence[Tensor] = ()
+        scales, squares = self._follow(stacks, ahead[0]) if self.progress else (nothing, nothing)
+        for i, (stack, n, d) in enumerate(zip(stacks, ahead, directions, strict=True)):
+            length, sizes = self._measure_lengths(stack, d)
+            memory = {} if sizes is None else {"size": sizes}
+            if self.progress:
+                memory |= {"direction": d, "slope": inner_products(n, d), "square": squares[i], "scale": scales[i]}
+                length = length * scales[i].to(d).view(-1, 1, 1, 1)
+            columns = [values.unbind() for values in memory.values()]
+            rows = [{name: column[j] for name, column in zip(memory, columns, strict=True)} for j in range(len(d))]
+            moves.append((d * (warm * length), rows))
         return moves
 
-    def _follow(self, stacks: Sequence[BlockStack], home: Tensor) -> tuple[Tensor, Tensor]:
-        """The scales of all blocks by their progress, and its running mean squares, (blocks,)."""
+    def _follow(self, stacks: Sequence[BlockStack], home: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """The scales of the blocks by their progress, and its running mean squares: (k,) of each stack."""
         memories = [memory for stack in stacks for memory in stack.memories]
 
         def gather(name: str, start: float) -> Tensor:
@@ -173,7 +165,9 @@ class SpectralProgress(Rule):
         sure = (ratio / square.sqrt().clamp(min=LEAST)).clamp(-1, 1)
         most = max(1.0, (stacks[0].examples / self.few) ** 0.5)
         growth = self.progress / (1 + ((stacks[0].steps + 1) / self.fades) ** 2)
-        return (gather("scale", 1.0) * torch.exp(growth * sure)).clamp(max=most), square
+        scale = (gather("scale", 1.0) * torch.exp(growth * sure)).clamp(max=most)
+        counts = [len(stack.mean) for stack in stacks]
+        return split_tensor(scale, counts), split_tensor(square, counts)
 
     def _direct(self, stack: BlockStack, n: Tensor) -> Tensor:
         """The directions of blocks that are alike, (k, groups, p, q)."""
