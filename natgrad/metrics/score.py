@@ -83,7 +83,7 @@ class ScoreMetric(Metric):
 
     Args:
         density: log p, as a density.
-        log_p: What the user passed, for who listens to its losses.
+        log_p: What the user passed, by which an optimiser knows its losses.
         slices: Random directions per example; None: all variables.
         langevin: Draws x from the model; None: over the data.
         mask: True for the variables i that the sum runs over, shape (N,) or (b, N). None: all.

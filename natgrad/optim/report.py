@@ -354,8 +354,8 @@ def tell_noise(steps: Steps) -> Iterator[str]:
     size = "a share of its size" if grows else "a fixed length"
     how = f"{size} that falls by itself" if falls else f"{size}, times lr"
     yield (
-        f"Since step {steps.turned} mini-batch noise is larger than the gradient, so steps are spectral: all directions "
-        f"of a layer move alike, by {how}."
+        f"Since step {steps.turned} mini-batch noise is larger than the gradient, so steps are spectral: all "
+        f"directions of a layer move alike, by {how}."
     )
     if steps.way() >= 0 and steps.course() is not None and not (falls or steps.scheduled):
         yield 'Try: rate="auto", or a schedule that lets lr fall to zero.'
