@@ -12,8 +12,10 @@ import torch
 from rich.console import Console
 
 from benchmarks import (
+    accelerator,
     ang,
     conversions,
+    densities,
     ekfac,
     engine,
     ground_states,
@@ -106,6 +108,10 @@ def kfac_tables(repeats: int) -> None:
         table(title, kfac.report(work, cycles), kfac.HEADS)
     table("classifier: EKFAC's parts", ekfac.report(repeats), ekfac.HEADS)
     table("classifier: growth of the highest resident memory", kfac.memory_report(), ("MiB",))
+
+
+def accelerator_table(repeats: int) -> None:
+    table("A step of a GPT with twelve layers", accelerator.report(), accelerator.HEADS)
 
 
 def engine_table(repeats: int) -> None:
@@ -270,6 +276,12 @@ def race_posteriors(choices: ChosenTables) -> None:
     stream(title, posterior_races.figures(seeds, choices.seconds), posterior_races.HEADS)
 
 
+def race_densities(choices: ChosenTables) -> None:
+    seeds = choices.seeds or range(3)
+    title = f"log p(x), {choices.steps or densities.STEPS} steps of {densities.BATCH} examples, {list_seeds(seeds)}"
+    stream(title, densities.report(seeds, choices.steps, choices.workloads), densities.HEADS)
+
+
 def step_races(choices: ChosenTables) -> None:
     request = step.Request(
         choices.workloads,
@@ -295,6 +307,7 @@ TABLES: dict[str, Callable[[int], None]] = {
     "iterative": iterative_table,
     "preconditioners": preconditioner_table,
     "kfac": kfac_tables,
+    "accelerator": accelerator_table,
     "engine": engine_table,
     "first-steps": first_steps_tables,
     "learning": learning_table,
@@ -322,6 +335,7 @@ SEARCHES: dict[str, Callable[[ChosenTables], None]] = {
 
 RACES: dict[str, Callable[[ChosenTables], None]] = {
     "step": step_races,
+    "densities": race_densities,
     "residuals": residual_races,
     "ground-states": race_ground_states,
     "posteriors": race_posteriors,

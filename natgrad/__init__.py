@@ -14,6 +14,7 @@ from natgrad.families import (
     Heads,
     HeteroscedasticGaussian,
     Ising,
+    LogDensity,
     MultivariateNormal,
     Normal,
     Poisson,
@@ -47,6 +48,7 @@ from natgrad.metrics import (
     fisher,
     gauss_newton,
     hessian,
+    observed_fisher,
     ratio_metric,
     sampled_fisher,
     score_metric,
@@ -106,8 +108,8 @@ if TYPE_CHECKING:  # a field is loaded when its name is first asked for: see `FI
     from natgrad.applications import Boltzmann as Boltzmann
     from natgrad.applications import GaussMarkov as GaussMarkov
     from natgrad.applications import denoising_score_matching_loss as denoising_score_matching_loss
+    from natgrad.applications import maximize_likelihood, score_matching_loss, standard_errors
     from natgrad.applications import ratio_matching_loss as ratio_matching_loss
-    from natgrad.applications import score_matching_loss
     from natgrad.applications import sliced_score_matching_loss as sliced_score_matching_loss
     from natgrad.applications import vmc as vmc
     from natgrad.applications.helmholtz import HelmholtzMachine, NaturalWakeSleep
@@ -154,6 +156,7 @@ __all__ = [
     "KrylovSubspace",
     "LevenbergMarquardt",
     "LineSearch",
+    "LogDensity",
     "MinresQLP",
     "Momentum",
     "MultivariateNormal",
@@ -186,10 +189,12 @@ __all__ = [
     "krylov_subspace",
     "layers",
     "likelihood",
+    "maximize_likelihood",
     "metrics",
     "minimize",
     "natural_gradient",
     "natural_gradient_of_mean",
+    "observed_fisher",
     "online_ng",
     "operators",
     "optim",
@@ -200,6 +205,7 @@ __all__ = [
     "score_matching_loss",
     "score_metric",
     "solvers",
+    "standard_errors",
     "structures",
     "tonga",
     "trainable",
@@ -216,9 +222,11 @@ FIELDS = {
         "Boltzmann",
         "GaussMarkov",
         "denoising_score_matching_loss",
+        "maximize_likelihood",
         "ratio_matching_loss",
         "score_matching_loss",
         "sliced_score_matching_loss",
+        "standard_errors",
         "vmc",
     ),
     "natgrad.applications.helmholtz": ("HelmholtzMachine", "NaturalWakeSleep", "WakeSleep"),

@@ -9,6 +9,12 @@ if TYPE_CHECKING:
     from natgrad.applications.boltzmann import Boltzmann
     from natgrad.applications.boltzmann_preconditioner import PairPreconditioner
     from natgrad.applications.gauss_markov import GaussMarkov
+    from natgrad.applications.maximum_likelihood import (
+        MaximumLikelihood,
+        StandardErrors,
+        maximize_likelihood,
+        standard_errors,
+    )
     from natgrad.applications.restricted_boltzmann import PersistentLikelihood, RestrictedBoltzmann
     from natgrad.applications.score_matching import (
         denoising_score_matching_loss,
@@ -21,19 +27,23 @@ if TYPE_CHECKING:
 __all__ = [
     "Boltzmann",
     "GaussMarkov",
+    "MaximumLikelihood",
     "PairPreconditioner",
     "PersistentLikelihood",
     "RestrictedBoltzmann",
+    "StandardErrors",
     "TwoLayer",
     "denoising_score_matching_loss",
     "flows",
     "helmholtz",
+    "maximize_likelihood",
     "policy",
     "ratio_matching_loss",
     "residuals",
     "score_matching_loss",
     "search",
     "sliced_score_matching_loss",
+    "standard_errors",
     "variational",
     "vmc",
 ]
@@ -43,6 +53,12 @@ FIELDS = {
     "natgrad.applications.boltzmann": ("Boltzmann",),
     "natgrad.applications.boltzmann_preconditioner": ("PairPreconditioner",),
     "natgrad.applications.gauss_markov": ("GaussMarkov",),
+    "natgrad.applications.maximum_likelihood": (
+        "MaximumLikelihood",
+        "StandardErrors",
+        "maximize_likelihood",
+        "standard_errors",
+    ),
     "natgrad.applications.restricted_boltzmann": ("PersistentLikelihood", "RestrictedBoltzmann"),
     "natgrad.applications.score_matching": (
         "denoising_score_matching_loss",

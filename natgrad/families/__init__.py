@@ -30,6 +30,7 @@ from natgrad.families.gibbs import Gibbs
 from natgrad.families.inverse_gaussian import InverseGaussian
 from natgrad.families.ising import Ising
 from natgrad.families.known_losses import as_criterion, likelihood
+from natgrad.families.log_density import LogDensity
 from natgrad.families.markov_field import (
     LogPartitionEstimate,
     MarkovField,
@@ -95,6 +96,7 @@ __all__ = [
     "Ising",
     "Laplace",
     "Likelihood",
+    "LogDensity",
     "LogNormal",
     "LogPartitionEstimate",
     "Logarithmic",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ class Likelihood(Explained, hint="; a likelihood holds no parameters, they are a
         >>> ng.sampled_fisher(model, Laplace()).at(ng.trainable(model), x).dense().shape
         torch.Size([3, 3])
     """
+
+    note: ClassVar[str] = ""
+    """What `optimizer.report()` says of the metric beside its rows."""
 
     @abstractmethod
     def nll(self, outputs: Any, targets: Any) -> Tensor:
@@ -211,6 +214,11 @@ def require_one_tensor(outputs: Any) -> Tensor:
 
 def require_tensor_targets(targets: Any) -> Tensor:
     """The targets as the tensor that they are. TypeError for NumPy's arrays, lists and numbers."""
+    if targets is None:
+        raise TypeError(
+            "targets is None, expected a tensor: call optimizer.loss(outputs, targets); for a model that returns "
+            "log p(x) itself and has no targets, take ng.LogDensity() as the criterion"
+        )
     if not isinstance(targets, Tensor):
         raise TypeError(
             f"targets is {type(targets).__name__}, expected a tensor: convert it with torch.as_tensor(targets)"

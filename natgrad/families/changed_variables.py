@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from natgrad.families.cancellation import in_double, log_ratio
+from natgrad.families.closed_forms import Product
 from natgrad.families.diagonal_normal import Normal
+from natgrad.families.embedded import Embedded
 from natgrad.families.event_checks import (
     centre,
     check_support,
@@ -21,16 +23,16 @@ from natgrad.families.event_checks import (
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.positive_families import Exponential, Gamma
 from natgrad.ground.checks import check_positive
-from natgrad.operators import Operator
 
 EULER = 0.5772156649015329
 """-E[log x] of a waiting time x of rate one."""
 
 
-class ChangedVariable(ExponentialFamily):
+class ChangedVariable(Embedded):
     """y = g(x) > 0 of one positive or real x: T(y) = T(g^-1(y)), and theta, psi, Fisher matrix and KL are those of x.
 
-    Only densities and entropies change, by h(y) = |d x / d y|. A subclass sets `base`, the family of x, and writes
+    Only densities and entropies change, by h(y) = |d x / d y|. A subclass sets `base` and `inner`, the family of x, and
+    writes
     `source`, `image`, `log_base` and `mean_log_base`.
     """
 
@@ -60,29 +62,17 @@ class ChangedVariable(ExponentialFamily):
         """
 
     def statistics(self, x: Tensor) -> Tensor:
-        return self.base.statistics(self.source(check_support(check_width(x, 1), x > 0, "x > 0")))
-
-    def log_partition(self, theta: Tensor) -> Tensor:
-        return self.base.log_partition(self.check_shape(theta, "theta"))
-
-    def inside(self, theta: Tensor) -> Tensor:
-        return self.base.inside(theta)
+        return super().statistics(check_support(check_width(x, 1), x > 0, "x > 0"))
 
     @in_double
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
         x = self.as_numbers(x, theta.dtype)
         x = check_support(check_width(x, 1), x > 0, "x > 0")
-        return self.base.log_prob(self.check(theta), self.source(x)) + self.log_base(x)
+        return super().log_prob(theta, x) + self.log_base(x)
 
     @in_double
     def entropy(self, theta: Tensor) -> Tensor:
-        return self.base.entropy(self.check(theta)) - self.mean_log_base(theta)
-
-    def kl(self, theta: Tensor, other: Tensor) -> Tensor:
-        return self.base.kl(self.check(theta), self.check(other))
-
-    def expectation(self, theta: Tensor) -> Tensor:
-        return self.base.expectation(self.check(theta))
+        return super().entropy(theta) - self.mean_log_base(theta)
 
     def natural(self, eta: Tensor) -> Tensor:
         return self.base.natural(self.check_finite(eta, "eta"))
@@ -90,17 +80,11 @@ class ChangedVariable(ExponentialFamily):
     def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
         return self.base.maximise_likelihood(self.source(x), statistics)
 
-    def covariance(self, theta: Tensor) -> Tensor:
-        return self.base.covariance(self.check(theta))
-
-    def fisher(self, theta: Tensor) -> Operator:
-        return self.base.fisher(self.single(theta, "theta"))
-
-    def fisher_expectation(self, eta: Tensor) -> Operator:
-        return self.base.fisher_expectation(self.single(eta, "eta"))
+    def find_products(self, theta: Tensor) -> tuple[Product, Product | None] | None:
+        return self.base.find_products(theta)
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
-        drawn = self.image(self.base.draw(theta, count, generator))
+        drawn = self.image(self.inner.draw(theta, count, generator))
         limits = torch.finfo(drawn.dtype)
         return drawn.clamp(min=limits.tiny, max=limits.max)  # a density on x > 0, where log x is a number
 
@@ -120,6 +104,7 @@ class LogNormal(ChangedVariable):
 
     size = 2
     base: Normal = Normal()
+    inner = base
     domain = Normal.domain
 
     def source(self, y: Tensor) -> Tensor:
@@ -174,7 +159,7 @@ class InverseGamma(ChangedVariable):
     """
 
     size = 2
-    base = Gamma()
+    base = inner = Gamma()
     domain = Gamma.domain
 
     def source(self, y: Tensor) -> Tensor:
@@ -204,7 +189,7 @@ class Weibull(ChangedVariable):
     """
 
     size = 1
-    base = Exponential()
+    base = inner = Exponential()
     domain = "theta = -1 / scale^shape must be negative"
 
     def __init__(self, shape: float) -> None:

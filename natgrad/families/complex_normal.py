@@ -5,15 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from natgrad.families.closed_forms import Closed
+from natgrad.families.closed_forms import Product
+from natgrad.families.embedded import Embedded
 from natgrad.families.event_checks import centre, check_rest, check_spreads, floating_dtype, widen
-from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.normal import MultivariateNormal
 from natgrad.ground.linalg import is_concrete
-from natgrad.operators import Operator
 
 
-class ComplexNormal(ExponentialFamily):
+class ComplexNormal(Embedded):
     """CN(mu, Gamma): circularly symmetric complex vectors z (d,), E[(z - mu)(z - mu)^T] = 0.
 
     T = (Re z_i; Im z_i; |z_i|^2; 2 Re z_i z_j*; 2 Im z_i z_j* for i < j), theta = (2 Re b; 2 Im b; -P_ii; -Re P_ij; -Im
@@ -33,38 +32,18 @@ class ComplexNormal(ExponentialFamily):
     domain = "the precision must be Hermitian and positive definite: theta_ii and theta_ij are those of -P"
 
     def __init__(self, d: int) -> None:
-        self.real = MultivariateNormal(2 * d)  # of (Re z, Im z)
+        self.inner = self.real = MultivariateNormal(2 * d)  # of (Re z, Im z)
         self.d, self.size = d, 2 * d + d * d
         self._pairs = MultivariateNormal(d).pairs
         signs = torch.ones(d, d).triu(1)
         self._signs = signs - signs.mT
 
-    def statistics(self, x: Tensor) -> Tensor:
-        x = self._check_complex(x)
-        outer = x.unsqueeze(-1) * x.conj().unsqueeze(-2)
-        return torch.cat([x.real, x.imag, self._pack(outer.real, outer.imag, 2.0)], dim=-1)
+    def source(self, y: Tensor) -> Tensor:
+        y = self._check_complex(y)
+        return torch.cat([y.real, y.imag], dim=-1)
 
     def as_numbers(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x
-
-    def log_partition(self, theta: Tensor) -> Tensor:
-        return self.real.log_partition(self.embed(self.check_shape(theta, "theta")))
-
-    def inside(self, theta: Tensor) -> Tensor:
-        return self.real.inside(self.embed(theta))
-
-    def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
-        x = self._check_complex(x)
-        return self.real.log_prob(self.embed(self.check(theta)), torch.cat([x.real, x.imag], dim=-1))
-
-    def entropy(self, theta: Tensor) -> Tensor:
-        return self.real.entropy(self.embed(self.check(theta)))
-
-    def kl(self, theta: Tensor, other: Tensor) -> Tensor:
-        return self.real.kl(self.embed(self.check(theta)), self.embed(self.check(other)))
-
-    def expectation(self, theta: Tensor) -> Tensor:
-        return self.pull(self.real.expectation(self.embed(self.check(theta))))
 
     def natural(self, eta: Tensor) -> Tensor:
         first, second, outer = self._split(widen(self.check_finite(eta, "eta")), 2.0)
@@ -82,19 +61,10 @@ class ComplexNormal(ExponentialFamily):
         check_spreads(self._embed_covariance(covariance), torch.cat([size, size], dim=-1), floating_dtype(x))
         return self.from_mean_covariance(mean, covariance)
 
-    def covariance(self, theta: Tensor) -> Tensor:
-        map_ = self.embed(torch.eye(self.size, dtype=theta.dtype, device=theta.device))
-        return map_ @ self.real.covariance(self.embed(self.check(theta))) @ map_.mT
-
-    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
-        return self.pull(self.real.mv(self.embed(outputs), self.embed(tangents)))
-
-    def fisher(self, theta: Tensor) -> Operator:
-        """The Fisher matrix of theta (n,): products in O(d^3)."""
-        inner = self.real.fisher(self.embed(self.check(self.single(theta, "theta"))))
-        return Closed(
-            theta, lambda v: self.pull(inner.mm(self.embed(v).mT).mT if v.dim() > 1 else inner.mv(self.embed(v)))
-        )
+    def find_products(self, theta: Tensor) -> tuple[Product, Product | None]:
+        """The first in O(d^3)."""
+        forward, _ = self.real.find_products(self.embed(theta))
+        return lambda v: self.pull(forward(self.embed(v))), None
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
         return torch.complex(*self.real.draw(self.embed(theta), count, generator).split(self.d, dim=-1))

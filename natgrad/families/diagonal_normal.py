@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from natgrad.families.cancellation import in_double, ratio_gap
-from natgrad.families.closed_forms import Closed
+from natgrad.families.closed_forms import Product
 from natgrad.families.event_checks import (
     centre,
     check_moments,
@@ -22,7 +24,6 @@ from natgrad.families.normal import LOG_2PI
 from natgrad.families.precision_factors import factor_covariance, half_log_det, inverse_from
 from natgrad.ground.checks import check_integer
 from natgrad.ground.linalg import is_concrete
-from natgrad.operators import Operator
 
 
 class DiagonalNormal(ExponentialFamily):
@@ -152,18 +153,10 @@ class DiagonalNormal(ExponentialFamily):
         second = torch.diag_embed(2 * v.square() + 4 * mean.square() * v)
         return torch.cat([torch.cat([torch.diag_embed(v), cross], -1), torch.cat([cross, second], -1)], -2)
 
-    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
-        return self._forward(*self._moments(outputs), tangents)
-
-    def fisher(self, theta: Tensor) -> Operator:
-        """The Fisher matrix of theta (n,) and its inverse: products in O(d)."""
-        mean, v = (part.detach() for part in self._moments(self.check(self.single(theta, "theta"))))
-        return Closed(theta, lambda t: self._forward(mean, v, t), lambda t: self._backward(mean, v, t))
-
-    def fisher_expectation(self, eta: Tensor) -> Operator:
-        inverse = self.fisher(self.natural(self.single(eta, "eta"))).inverse(0.0)
-        assert inverse is not None
-        return inverse
+    def find_products(self, theta: Tensor) -> tuple[Product, Product]:
+        """Both in O(d)."""
+        moments = self._moments(theta)
+        return partial(self._forward, *moments), partial(self._backward, *moments)
 
     def _moments(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         linear, half = theta.split(self.d, dim=-1)
@@ -279,11 +272,9 @@ class FixedCovarianceNormal(ExponentialFamily):
     def covariance(self, theta: Tensor) -> Tensor:
         return self.mean_covariance(theta)[1]
 
-    def fisher(self, theta: Tensor) -> Operator:
-        """Sigma, the same everywhere, and its inverse."""
-        self.check(self.single(theta, "theta"))
-        sigma, precision = self._sigma.to(theta).detach(), self._precision.to(theta).detach()
-        return Closed(theta, lambda v: v @ sigma, lambda v: v @ precision)
+    def find_products(self, theta: Tensor) -> tuple[Product, Product]:
+        """The same everywhere."""
+        return partial(self._times, self._sigma), partial(self._times, self._precision)
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
         z = torch.randn(count, *theta.shape, generator=generator, dtype=theta.dtype, device=theta.device)

@@ -7,6 +7,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
+from natgrad.families.closed_forms import Closed, Product
 from natgrad.families.newton import find_natural, maximise_by_newton
 from natgrad.ground.checks import check_integer
 from natgrad.ground.derivatives import exact_derivatives
@@ -221,7 +222,9 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
         Args:
             theta: Natural parameters, shape (n,).
         """
-        return DenseOperator(symmetrise(self.covariance(self.single(theta, "theta"))).detach())
+        at = self.check(self.single(theta, "theta")).detach()
+        products = self.find_products(at)
+        return DenseOperator(symmetrise(self.covariance(at)).detach()) if products is None else Closed(at, *products)
 
     def fisher_expectation(self, eta: Tensor) -> Operator:
         """The Fisher matrix in the expectation parameters: the inverse of that in the natural ones.
@@ -229,8 +232,22 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
         Args:
             eta: Expectation parameters, shape (n,).
         """
-        theta = self.natural(self.single(eta, "eta"))
+        theta = self.natural(self.single(eta, "eta")).detach()
+        forward, backward = self.find_products(theta) or (None, None)
+        if backward is not None:
+            return Closed(theta, backward, forward)
         return DenseOperator(symmetrise(require_inverse(self.covariance(theta), self.explain_singular())).detach())
+
+    def find_products(self, theta: Tensor) -> tuple[Product, Product | None] | None:
+        """d theta -> d eta = Cov(T) d theta and its inverse, where they need no matrix. Default: None.
+
+        Args:
+            theta: Natural parameters, shape (..., n).
+
+        Returns:
+            Two functions (..., n) -> (..., n), the second one None where only the first is known.
+        """
+        return None
 
     def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
         """Cov(T) times tangents, row by row: the family as a form on a model's outputs.
@@ -242,6 +259,9 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
         Returns:
             Shape (R, n).
         """
+        products = self.find_products(outputs)
+        if products is not None:
+            return products[0](tangents)
         return (self.covariance(outputs) @ tangents.unsqueeze(-1)).squeeze(-1)
 
     def root(self, outputs: Tensor) -> Tensor:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from natgrad.families.cancellation import in_double
-from natgrad.families.closed_forms import Closed
+from natgrad.families.closed_forms import Product
 from natgrad.families.event_checks import (
     centre,
     check_moments,
@@ -32,7 +33,6 @@ from natgrad.families.precision_factors import (
 )
 from natgrad.families.symmetric_matrices import Pairs
 from natgrad.ground.linalg import is_positive_definite
-from natgrad.operators import Operator
 
 LOG_2PI = math.log(2 * math.pi)
 POSITIVE = "the precision must be positive definite: theta_ii and theta_ij are those of -P / 2"
@@ -191,13 +191,9 @@ class GraphNormal(ExponentialFamily):
         cross, second = self.pairs.moments(mean, sigma)
         return torch.cat([torch.cat([sigma, cross], -1), torch.cat([cross.mT, second], -1)], -2)
 
-    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
-        return self.forward(*self.mean_covariance(outputs), tangents)
-
-    def fisher(self, theta: Tensor) -> Operator:
-        """The Fisher matrix of theta (n,): products in O(d^3)."""
-        mean, sigma = (part.detach() for part in self.mean_covariance(self.single(theta, "theta")))
-        return Closed(theta, lambda v: self.forward(mean, sigma, v))
+    def find_products(self, theta: Tensor) -> tuple[Product, Product | None]:
+        """In O(d^3)."""
+        return partial(self.forward, *self.mean_covariance(theta)), None
 
     def forward(self, mean: Tensor, sigma: Tensor, tangent: Tensor) -> Tensor:
         """d eta = I_theta d theta, in O(d^3): dSigma = 2 Sigma dM Sigma, dmu = Sigma (db + 2 dM mu), M = -P / 2.
@@ -291,17 +287,10 @@ class MultivariateNormal(GraphNormal):
         mean = eta[..., : self.d]
         return mean, self.pairs.unpack(eta[..., self.d :], 2.0) - mean.unsqueeze(-1) * mean.unsqueeze(-2)
 
-    def fisher(self, theta: Tensor) -> Operator:
-        """The Fisher matrix of theta (n,): products in O(d^3), and its inverse, which is that in eta."""
-        mean, sigma = (part.detach() for part in self.mean_covariance(self.single(theta, "theta")))
-        precision = self.precision(theta).detach()
-        return Closed(theta, lambda v: self.forward(mean, sigma, v), lambda v: self.backward(mean, precision, v))
-
-    def fisher_expectation(self, eta: Tensor) -> Operator:
-        theta = self.natural(self.single(eta, "eta"))
-        mean, sigma = (part.detach() for part in self.mean_covariance(theta))
-        precision = self.precision(theta).detach()
-        return Closed(eta, lambda v: self.backward(mean, precision, v), lambda v: self.forward(mean, sigma, v))
+    def find_products(self, theta: Tensor) -> tuple[Product, Product]:
+        """Both in O(d^3)."""
+        mean, sigma = self.mean_covariance(theta)
+        return partial(self.forward, mean, sigma), partial(self.backward, mean, self.precision(theta))
 
     def backward(self, mean: Tensor, precision: Tensor, tangent: Tensor) -> Tensor:
         """d theta = I_eta d eta, in O(d^3): dP = -P dSigma P, d(P mu) = dP mu + P dmu.

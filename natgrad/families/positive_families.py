@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families.cancellation import in_double, log_ratio, ratio_gap
+from natgrad.families.embedded import Embedded
 from natgrad.families.event_checks import (
     centre,
     check_above,
@@ -169,7 +170,7 @@ class Gamma(ExponentialFamily):
         return "Gamma()"
 
 
-class ChiSquare(ExponentialFamily):
+class ChiSquare(Embedded):
     """The sum of k squares of standard normals, also for real k > 0: T = log x, theta = k / 2 - 1.
 
     This is `Gamma` with the shape k / 2 and the known rate 1/2: h(x) = exp(-x / 2), eta = digamma(k / 2) + log 2.
@@ -181,29 +182,20 @@ class ChiSquare(ExponentialFamily):
     """
 
     size = 1
+    inner = Gamma()
     domain = "theta = degrees of freedom / 2 - 1 must be above -1"
 
-    def statistics(self, x: Tensor) -> Tensor:
-        return check_support(check_width(x, 1), x > 0, "x > 0").log()
+    def embed(self, theta: Tensor) -> Tensor:
+        return torch.cat([theta, torch.full_like(theta, -0.5)], dim=-1)
+
+    def pull(self, covector: Tensor) -> Tensor:
+        return covector[..., :1]
 
     def log_base(self, x: Tensor) -> Tensor:
         return -check_width(x, 1).squeeze(-1) / 2
 
     def mean_log_base(self, theta: Tensor) -> Tensor:
         return -(self.check(theta)[..., 0] + 1)
-
-    def log_partition(self, theta: Tensor) -> Tensor:
-        shape = self.check_shape(theta, "theta")[..., 0] + 1
-        return torch.where(self.inside(theta), log_gamma(shape) + shape * LOG_2, torch.inf)
-
-    def inside(self, theta: Tensor) -> Tensor:
-        return ((theta > -1) & torch.isfinite(theta)).all(-1)
-
-    def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
-        return GAMMA.log_prob(self._whole(theta), x)
-
-    def entropy(self, theta: Tensor) -> Tensor:
-        return GAMMA.entropy(self._whole(theta))
 
     @in_double
     def kl(self, theta: Tensor, other: Tensor) -> Tensor:
@@ -212,18 +204,11 @@ class ChiSquare(ExponentialFamily):
     def expectation(self, theta: Tensor) -> Tensor:
         return digamma(self.check(theta) + 1) + LOG_2
 
-    def invert(self, eta: Tensor) -> Tensor:
-        return digamma_inverse(eta - LOG_2) - 1
-
     def covariance(self, theta: Tensor) -> Tensor:
         return trigamma(self.check(theta) + 1).unsqueeze(-1)
 
-    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
-        return GAMMA.draw(self._whole(theta), count, generator)
-
-    def _whole(self, theta: Tensor) -> Tensor:
-        """theta of `Gamma` (..., 2)."""
-        return torch.cat([self.check(theta), torch.full_like(theta, -0.5)], dim=-1)
+    def invert(self, eta: Tensor) -> Tensor:
+        return digamma_inverse(eta - LOG_2) - 1
 
     def __repr__(self) -> str:
         return "ChiSquare()"
@@ -327,7 +312,10 @@ class Dirichlet(ExponentialFamily):
         return f"Dirichlet({self.size})"
 
 
-class Beta(ExponentialFamily):
+PAIR = Dirichlet(2)
+
+
+class Beta(Embedded):
     """A proportion x: T = (log x, log(1 - x)), theta = (alpha - 1, beta - 1).
 
     Example:
@@ -336,17 +324,15 @@ class Beta(ExponentialFamily):
     """
 
     size = 2
+    inner = PAIR
     domain = Dirichlet.domain
 
     def statistics(self, x: Tensor) -> Tensor:
         x = check_support(check_width(x, 1), (x > 0) & (x < 1), "0 < x < 1")
         return torch.cat([x.log(), torch.log1p(-x)], dim=-1)
 
-    def log_partition(self, theta: Tensor) -> Tensor:
-        return PAIR.log_partition(self.check_shape(theta, "theta"))
-
-    def covariance(self, theta: Tensor) -> Tensor:
-        return PAIR.covariance(self.check(theta))
+    def source(self, y: Tensor) -> Tensor:
+        return torch.cat([y, 1 - y], dim=-1)
 
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
         self.statistics(x)
@@ -354,19 +340,10 @@ class Beta(ExponentialFamily):
 
     @in_double
     def _log_density(self, theta: Tensor, x: Tensor) -> Tensor:
-        return PAIR._log_density(self.check(theta), torch.cat([x, 1 - x], dim=-1))
+        return PAIR._log_density(self.check(theta), self.source(x))
 
     def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
-        return PAIR._maximise_shares(torch.cat([widen(x), 1 - widen(x)], dim=-1), statistics.dtype)
-
-    def entropy(self, theta: Tensor) -> Tensor:
-        return PAIR.entropy(self.check(theta))
-
-    def kl(self, theta: Tensor, other: Tensor) -> Tensor:
-        return PAIR.kl(self.check(theta), self.check(other))
-
-    def inside(self, theta: Tensor) -> Tensor:
-        return PAIR.inside(theta)
+        return PAIR._maximise_shares(self.source(widen(x)), statistics.dtype)
 
     def guess(self, eta: Tensor) -> Tensor:
         return PAIR.guess(eta)
@@ -377,9 +354,6 @@ class Beta(ExponentialFamily):
 
     def __repr__(self) -> str:
         return "Beta()"
-
-
-GAMMA, PAIR = Gamma(), Dirichlet(2)
 
 
 def log_gamma_draws(shape: Tensor, generator: torch.Generator | None) -> Tensor:

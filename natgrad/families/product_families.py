@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from natgrad.families.embedded import Embedded
 from natgrad.families.exponential import ExponentialFamily
 
 
@@ -102,7 +103,7 @@ class Product(ExponentialFamily):
         return f"Product{self.families!r}"
 
 
-class SubModel(ExponentialFamily):
+class SubModel(Embedded):
     """A family with all natural parameters at zero except those in `free`: a sparse precision is a graph.
 
     Args:
@@ -119,7 +120,8 @@ class SubModel(ExponentialFamily):
     """
 
     def __init__(self, family: ExponentialFamily, free: Sequence[int], base: Tensor | None = None) -> None:
-        self.family, self.free = family, tuple(free)
+        self.inner = self.family = family
+        self.free = tuple(free)
         if (
             not self.free
             or len(set(self.free)) < len(self.free)
@@ -144,36 +146,11 @@ class SubModel(ExponentialFamily):
         places = torch.tensor(self.free, device=theta.device).expand(theta.shape)
         return theta.new_zeros(*theta.shape[:-1], self.family.size).scatter(-1, places, theta)
 
-    def statistics(self, x: Tensor) -> Tensor:
-        return self.family.statistics(x)[..., list(self.free)]
+    def embed(self, theta: Tensor) -> Tensor:
+        return self.whole(theta)
 
-    def log_partition(self, theta: Tensor) -> Tensor:
-        return self.family.log_partition(self.whole(self.check_shape(theta, "theta")))
-
-    def inside(self, theta: Tensor) -> Tensor:
-        return self.family.inside(self.whole(theta))
-
-    def log_base(self, x: Tensor) -> Tensor:
-        return self.family.log_base(x)
-
-    def mean_log_base(self, theta: Tensor) -> Tensor:
-        return self.family.mean_log_base(self.whole(theta))
-
-    def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
-        return self.family.log_prob(self.whole(self.check(theta)), x)
-
-    def entropy(self, theta: Tensor) -> Tensor:
-        return self.family.entropy(self.whole(self.check(theta)))
-
-    def kl(self, theta: Tensor, other: Tensor) -> Tensor:
-        return self.family.kl(self.whole(self.check(theta)), self.whole(self.check(other)))
-
-    def expectation(self, theta: Tensor) -> Tensor:
-        return self.family.expectation(self.whole(self.check(theta)))[..., list(self.free)]
-
-    def covariance(self, theta: Tensor) -> Tensor:
-        chosen = list(self.free)
-        return self.family.covariance(self.whole(self.check(theta)))[..., chosen, :][..., chosen]
+    def pull(self, covector: Tensor) -> Tensor:
+        return covector[..., list(self.free)]
 
     def as_numbers(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return self.family.as_numbers(x, dtype)
@@ -185,9 +162,6 @@ class SubModel(ExponentialFamily):
         if self.base is None:
             return torch.zeros_like(eta)
         return self.base.to(eta)[list(self.free)].expand_as(eta).clone()
-
-    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
-        return self.family.draw(self.whole(theta), count, generator)
 
     def __repr__(self) -> str:
         return f"SubModel({self.family!r}, free={list(self.free)})"

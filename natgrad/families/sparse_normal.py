@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families.cancellation import in_double
-from natgrad.families.closed_forms import Closed
+from natgrad.families.closed_forms import Product
 from natgrad.families.event_checks import (
     check_moments,
     check_rest,
@@ -31,7 +31,6 @@ from natgrad.families.normal import (
 from natgrad.families.precision_factors import factor_covariance, half_log_det, inverse_from, precision_gap, safe_factor
 from natgrad.families.symmetric_matrices import Pairs
 from natgrad.ground.linalg import factor_or_nan, is_concrete, is_positive_definite
-from natgrad.operators import Operator
 
 
 class SparseNormal(GraphNormal):
@@ -214,13 +213,12 @@ class FixedMeanNormal(ExponentialFamily):
     def covariance(self, theta: Tensor) -> Tensor:
         return CentredNormals(self.pairs).covariance(self.check(theta))
 
-    def fisher(self, theta: Tensor) -> Operator:
-        """The Fisher matrix of theta (n,): products in O(d^3), and its inverse where all pairs are edges."""
-        sigma = self.mean_covariance(self.single(theta, "theta"))[1].detach()
-        precision = self.precision(theta).detach()
+    def find_products(self, theta: Tensor) -> tuple[Product, Product | None]:
+        """Both in O(d^3); the second one where all pairs are edges."""
+        sigma, precision = self.mean_covariance(theta)[1], self.precision(theta)
         pack, unpack = self.pairs.pack, self.pairs.unpack
         back = (lambda v: pack(precision @ unpack(v, 2.0) @ precision / 2)) if self.pairs.complete else None
-        return Closed(theta, lambda v: pack(sigma @ (2 * unpack(v)) @ sigma, 2.0), back)
+        return lambda v: pack(sigma @ (2 * unpack(v)) @ sigma, 2.0), back
 
     def __repr__(self) -> str:
         return f"FixedMeanNormal({self.d}{'' if self.pairs.complete else f', {len(self.pairs.edges)} edges'})"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from natgrad.families.cancellation import in_double, log_ratio
-from natgrad.families.closed_forms import Closed
+from natgrad.families.closed_forms import Product
 from natgrad.families.event_checks import centre, check_rest, check_support, check_varies, widen
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.log_gamma import (
@@ -32,7 +33,6 @@ from natgrad.families.precision_factors import (
 )
 from natgrad.families.symmetric_matrices import Pairs
 from natgrad.ground.linalg import is_concrete, is_positive_definite
-from natgrad.operators import Operator
 
 HALVINGS = 70
 REACH = 80.0
@@ -191,21 +191,12 @@ class Wishart(ExponentialFamily):
         rate = self._shape(edge)[..., None, None] * inverse_from(mean)
         return torch.cat([(edge - 1).unsqueeze(-1), -self.pairs.pack(rate)], dim=-1)
 
-    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
-        return self.forward(outputs, tangents)
-
     def covariance(self, theta: Tensor) -> Tensor:
         unit = torch.eye(self.size, dtype=theta.dtype, device=theta.device)
         return self.forward(theta.unsqueeze(-2), unit)
 
-    def fisher(self, theta: Tensor) -> Operator:
-        """The Fisher matrix of theta (n,): products in O(d^3), and its inverse, which is that in eta."""
-        at = self.check(self.single(theta, "theta")).detach()
-        return Closed(at, lambda v: self.forward(at, v), lambda v: self.backward(at, v))
-
-    def fisher_expectation(self, eta: Tensor) -> Operator:
-        at = self.natural(self.single(eta, "eta")).detach()
-        return Closed(at, lambda v: self.backward(at, v), lambda v: self.forward(at, v))
+    def find_products(self, theta: Tensor) -> tuple[Product, Product]:
+        return partial(self.forward, theta), partial(self.backward, theta)
 
     def forward(self, theta: Tensor, tangent: Tensor) -> Tensor:
         """d eta = I_theta d theta: dE[W] = M^-1 da - a M^-1 dM M^-1, dE[log|W|] = sum trigamma da - tr(M^-1 dM).

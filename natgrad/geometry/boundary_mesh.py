@@ -1,4 +1,4 @@
-"""Boundary values of x'' = f(x, x') on a mesh, coarse to fine, by Newton's method: for ways that are long."""
+"""Boundary values of x'' = f(x, x') on a mesh, coarse to fine: by sweeps, and by Newton's method for long ways."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import torch
 from numpy.polynomial import legendre
 from torch import Tensor
 
-from natgrad.ground.linalg import factor_or_nan, invert_or_nan, solve_or_nan
+from natgrad.ground.linalg import factor_or_nan, fit_or_nan, invert_or_nan, solve_or_nan
 
 DEGREE = 8
 """Nodes of an element, those of Gauss."""
-MESHES = (8, 16, 32, 64)
+MESHES = (4, 8, 16, 32, 64)
 """Elements of the meshes; the first is that of the search, the next ones are refinements."""
 DRIFT = 1e-7
 """Relative change of |x'|^2 along a way that is believed: the velocity is then known to its square."""
+SWEEPS, MEMORY, SWEPT = 80, 10, 1e-12
+"""Sweeps at most, past ones that the next is made of, and the misfit at which they end."""
 ROUNDS, STEPS, HALVINGS, SHORTEST = 12, 15, 8, 2.0**-4
 GRID, PASSES = 128, 4
 """Chords of a first path, and how often its parts are moved to even distances."""
@@ -69,56 +71,110 @@ class Mesh:
     refined: Tensor
 
 
-def connect_far(equation: Callable[[Tensor], Equation], start: Tensor, end: Tensor) -> Tensor:
+def connect(equation: Callable[[Tensor], Equation], start: Tensor, end: Tensor) -> Tensor:
     """x'(0) of solutions from start at time 0 to end at time 1; NaN in rows where none was found.
 
-    The end moves along the equation's first path as far as Newton's method follows, on a coarse mesh; then the mesh is
-    refined until |x'| is constant along the way. The work is bounded: at most 12 rounds of 15 steps.
+    Near points first: sweeps x'' <- f(x, x') on a coarse mesh, one call of f each. Where they do not settle, the end
+    moves along the equation's first path as far as Newton's method follows. Then the mesh is refined until |x'| is
+    constant along the way. The work is bounded: at most 80 sweeps, and 12 rounds of 15 steps.
 
     start: (b, n). end: (b, n).
     """
-    found, n = torch.full_like(start, torch.nan), start.shape[1]
-    if MESHES[0] * DEGREE * n > UNKNOWNS:
-        return found
-    u, rows = _search(equation, start, end)
+    found, everyone = torch.full_like(start, torch.nan), torch.arange(len(start), device=start.device)
+    mesh = build_mesh(MESHES[0], start)
+    u = Path(equation(everyone), mesh, start, end - start).sweep(start.new_zeros(len(start), len(mesh.nodes), 1))
+    far = torch.isnan(u).flatten(1).any(1).nonzero().squeeze(1)
+    if len(far) and u[0].numel() <= UNKNOWNS:
+        u[far] = _search(lambda rows: equation(far[rows]), mesh, start[far], end[far])
+    rows = everyone
     for elements in MESHES:
-        mesh = build_mesh(elements, start)
-        if not len(rows):
-            break
-        path = Path(equation(rows), mesh, start[rows], end[rows] - start[rows])
-        fine = path.drift(u) <= DRIFT
-        found[rows[fine]] = path.velocity(u)[fine]
-        if elements == MESHES[-1] or 2 * elements * DEGREE * n > UNKNOWNS:
-            break
-        u, rows = mesh.refined @ u[~fine], rows[~fine]
-        path = Path(equation(rows), build_mesh(2 * elements, start), start[rows], end[rows] - start[rows])
-        u = path.solve(u)
         known = ~torch.isnan(u).flatten(1).any(1)
         u, rows = u[known], rows[known]
+        if not len(rows):
+            break
+        path = Path(equation(rows), build_mesh(elements, start), start[rows], end[rows] - start[rows])
+        fine = path.keeps_speed(u)
+        found[rows[fine]] = path.velocity(u)[fine]
+        if elements == MESHES[-1]:
+            break
+        u, rows = path.mesh.refined @ u[~fine], rows[~fine]
+        path = Path(equation(rows), build_mesh(2 * elements, start), start[rows], end[rows] - start[rows])
+        u = path.solve(u)
     return found
 
 
-def _search(equation: Callable[[Tensor], Equation], start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """x'' on the first mesh, of the rows where the end was reached, and their numbers."""
-    mesh, first = build_mesh(MESHES[0], start), EvenPath.of(equation(torch.arange(len(start))), start)
-    begun, part = start.new_zeros(len(start)), start.new_ones(len(start))
-    u = start.new_zeros(len(start), len(mesh.nodes), start.shape[1])
-    for _ in range(ROUNDS):
-        rows = ((begun < 1) & (part >= SHORTEST)).nonzero().squeeze(1)
+def _search(equation: Callable[[Tensor], Equation], mesh: Mesh, start: Tensor, end: Tensor) -> Tensor:
+    """x'' on a mesh; NaN in the rows where the end was not reached."""
+    first = EvenPath.of(equation(torch.arange(len(start), device=start.device)), start)
+
+    def advance(rows: Tensor, begun: Tensor, aim: Tensor, u: Tensor) -> Tensor:
+        each, aim = equation(rows), aim.unsqueeze(1)
+        guess = each.path(first.parts(torch.cat([aim * mesh.nodes, aim], dim=1), rows))
+        path = Path(each, mesh, start[rows], guess[:, -1] - start[rows])
+        grown = (aim / begun.clamp(min=SHORTEST / 2).unsqueeze(1)).square().unsqueeze(2) * u
+        return path.solve(torch.where((begun > 0).view(-1, 1, 1), grown, path.of(guess[:, :-1])))
+
+    return follow(advance, start.new_zeros(len(start), len(mesh.nodes), start.shape[1]), ROUNDS, SHORTEST)
+
+
+def follow(
+    advance: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], u: Tensor, rounds: int, shortest: float
+) -> Tensor:
+    """Solutions u (k, ...) for whole ways, by way of parts of them: NaN in rows where none was found.
+
+    The whole way is tried at once; where that fails, half of it first, and so on, every row by itself.
+
+    advance: Of rows, the parts of their ways that are done, the parts to reach, and their u: a new u, or NaN.
+    shortest: Part of a way that must be within reach of the last one.
+    """
+    begun, part = u.new_zeros(len(u)), u.new_ones(len(u))
+    for _ in range(rounds):
+        rows = ((begun < 1) & (part >= shortest)).nonzero().squeeze(1)
         if not len(rows):
             break
-        each, aim = equation(rows), (begun + part)[rows].clamp(max=1.0).unsqueeze(1)
-        times = torch.cat([aim * mesh.nodes, aim], dim=1)
-        guess = each.path(first.parts(times, rows))
-        path = Path(each, mesh, start[rows], guess[:, -1] - start[rows])
-        grown = (aim / begun[rows].clamp(min=SHORTEST / 2).unsqueeze(1)).square().unsqueeze(2) * u[rows]
-        tried = path.solve(torch.where((begun[rows] > 0).view(-1, 1, 1), grown, path.of(guess[:, :-1])))
+        aim = (begun + part)[rows].clamp(max=1.0)
+        tried = advance(rows, begun[rows], aim, u[rows])
         arrived = ~torch.isnan(tried).flatten(1).any(1)
-        begun[rows] = torch.where(arrived, aim.squeeze(1), begun[rows])
-        part[rows] = part[rows] * torch.where(arrived, 2.0, 0.5)
-        u[rows] = torch.where(arrived.view(-1, 1, 1), tried, u[rows])
-    reached = (begun >= 1).nonzero().squeeze(1)
-    return u[reached], reached
+        begun[rows], part[rows] = torch.where(arrived, aim, begun[rows]), part[rows] * torch.where(arrived, 2.0, 0.5)
+        u[rows] = torch.where(_widen(arrived, u), tried, u[rows])
+    return torch.where(_widen(begun >= 1, u), u, torch.nan)
+
+
+def descend(
+    measure: Callable[[Tensor], tuple[Tensor, Tensor]],
+    find_step: Callable[[Tensor, Tensor], Tensor],
+    u: Tensor,
+    enough: float,
+    believed: float,
+) -> Tensor:
+    """Newton's method from u (k, ...), each step halved where a whole one is worse; NaN in rows that do not arrive.
+
+    measure: The residual at u, and its size (k,). find_step: Of u and its residual. enough: Size at which it ends.
+    believed: Size that is believed where round-off stops it.
+    """
+    residual, left = measure(u)
+    moving = left > enough  # false for a row that is lost
+    for _ in range(STEPS):
+        if not bool(moving.any()):
+            break
+        step = torch.where(_widen(moving, u), find_step(u, residual), 0.0)
+        rate, tried, size = torch.ones_like(left), u, left
+        for _ in range(HALVINGS):
+            tried = u + _widen(rate, u) * step
+            residual, size = measure(tried)
+            worse = ~(size < left) & moving
+            if not bool(worse.any()):
+                break
+            rate = torch.where(worse, rate / 2, rate)
+        better = size < left
+        u = torch.where(_widen(better | ~moving, u), tried, u)
+        left = torch.where(better, size, left)
+        moving = moving & better & (left > enough)
+    return torch.where(_widen(left <= believed, u), u, torch.nan)
+
+
+def _widen(rows: Tensor, like: Tensor) -> Tensor:
+    return rows.view(-1, *(1,) * (like.dim() - 1))
 
 
 @dataclass(frozen=True)
@@ -176,33 +232,34 @@ class Path:
         """x'(0), (k, n)."""
         return self.away.squeeze(1) + torch.einsum("k,bkn->bn", self.mesh.first, u)
 
-    def drift(self, u: Tensor) -> Tensor:
-        """Relative change of |x'|^2 along the way, (k,)."""
+    def keeps_speed(self, u: Tensor) -> Tensor:
+        """True where |x'|^2 changes by `DRIFT` of itself at most along the way, (k,); false for NaN."""
         at, speed = self._way(u)
         squares = ((self.equation.metric(at) @ speed.unsqueeze(-1)).squeeze(-1) * speed).sum(-1)
-        return (squares.amax(1) - squares.amin(1)) / squares.amax(1)
+        return squares.amax(1) - squares.amin(1) <= DRIFT * squares.amax(1)
+
+    def sweep(self, u: Tensor) -> Tensor:
+        """The fixed point of x'' <- f(x, x') from u, accelerated (Anderson 1965); NaN in rows that do not settle."""
+        u = u.expand(self.line.shape)
+        pasts: list[Tensor] = []  # u and its residual, for the last few sweeps
+        residuals: list[Tensor] = []
+        settled = torch.zeros(len(u), dtype=torch.bool, device=u.device)
+        for _ in range(SWEEPS):
+            residual = self.equation.bend(*self._way(u)) - u
+            size = residual.abs().amax((1, 2))
+            settled = size <= SWEPT * (1 + u.abs().amax((1, 2)))
+            ended = settled | ~torch.isfinite(size)
+            if bool(ended.all()):
+                break
+            pasts, residuals = [*pasts, u][-MEMORY:], [*residuals, residual][-MEMORY:]
+            u = torch.where(_widen(ended, u), u, _mix_pasts(pasts, residuals))
+        return torch.where(_widen(settled, u), u, torch.nan)
 
     def solve(self, u: Tensor) -> Tensor:
-        """Newton's method from u; NaN in rows where it does not arrive."""
-        residual, left = self._misfit(u)
-        moving = left > ENOUGH  # false for a row that is lost
-        for _ in range(STEPS):
-            if not bool(moving.any()):
-                break
-            step = torch.where(moving.view(-1, 1, 1), self._newton_step(u, residual), 0.0)
-            rate, tried, found = torch.ones_like(left), u, left
-            for _ in range(HALVINGS):
-                tried = u + rate.view(-1, 1, 1) * step
-                residual, found = self._misfit(tried)
-                worse = ~(found < left) & moving
-                if not bool(worse.any()):
-                    break
-                rate = torch.where(worse, rate / 2, rate)
-            better = found < left
-            u = torch.where((better | ~moving).view(-1, 1, 1), tried, u)
-            left = torch.where(better, found, left)
-            moving = moving & better & (left > ENOUGH)
-        return torch.where((left <= SETTLED).view(-1, 1, 1), u, torch.nan)
+        """Newton's method from u, sweeps where its systems are too large; NaN in rows that do not arrive."""
+        if self.line[:1].numel() > UNKNOWNS:
+            return self.sweep(u)
+        return descend(self._misfit, self._find_step, u, ENOUGH, SETTLED)
 
     def _way(self, u: Tensor) -> tuple[Tensor, Tensor]:
         return self.line + self.mesh.place @ u, self.away + self.mesh.speed @ u
@@ -214,7 +271,7 @@ class Path:
         lengths = [((metric @ v.unsqueeze(-1)).squeeze(-1) * v).sum(-1).mean(1) for v in (residual, speed)]
         return residual, lengths[0].sqrt() / lengths[1]
 
-    def _newton_step(self, u: Tensor, residual: Tensor) -> Tensor:
+    def _find_step(self, u: Tensor, residual: Tensor) -> Tensor:
         by_place, by_speed = self._slopes(u)
         chunk = max(1, int(ENTRIES / u[0].numel() ** 2))
         parts = zip(*(each.split(chunk) for each in (by_place, by_speed, residual)), strict=True)
@@ -244,6 +301,20 @@ class Path:
         rises = [(ends[: len(basis)] - ends[len(basis) :]).movedim(0, -1) for ends in (places, speeds)]
         back = factor.mT
         return rises[0] / (2 * WIDTH) @ back, rises[1] / (2 * length.unsqueeze(-1)) @ back
+
+
+def _mix_pasts(pasts: list[Tensor], residuals: list[Tensor]) -> Tensor:
+    """The affine combination of the past points whose residuals nearly cancel, moved by what is left."""
+    last, residual = pasts[-1], residuals[-1]
+    if len(pasts) == 1:
+        return last + residual
+    steps = torch.stack([(last - p).flatten(1) for p in pasts[:-1]], dim=2).nan_to_num()
+    changes = torch.stack([(residual - r).flatten(1) for r in residuals[:-1]], dim=2).nan_to_num()
+    gram = changes.mT @ changes
+    ridge = 1e-14 * gram.diagonal(dim1=1, dim2=2).sum(1).clamp_min(1e-300)
+    gram = gram + torch.diag_embed(ridge.unsqueeze(1).expand(gram.shape[:2]))
+    weights = fit_or_nan(gram, changes.mT @ residual.flatten(1).nan_to_num().unsqueeze(2))
+    return last + residual - ((steps + changes) @ weights).view_as(last)
 
 
 @cache

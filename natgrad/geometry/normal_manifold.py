@@ -3,100 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from natgrad.geometry.boundary_mesh import descend, follow
 from natgrad.geometry.ode import integrate
 from natgrad.geometry.positive_definite import whiten
-from natgrad.geometry.shooting import Shooting, scale
-from natgrad.geometry.stable_functions import are_positive_definite, matrix_log
+from natgrad.geometry.shooting import Shooting
+from natgrad.geometry.stable_functions import are_positive_definite, matrix_log, safe_sqrt
 from natgrad.ground.checks import check_integer
 from natgrad.ground.linalg import factor_or_nan, invert_or_nan, require_factor, solve_or_nan, symmetrise
 
 SHORTEST = 2.0**-12
 """The part of a way that must be within reach of a next one."""
-ROUNDS, NEWTON_STEPS, HALVINGS = 60, 12, 6
-
-
-class Way(Protocol):
-    """From where velocities (k, n) lead, and where they should, for k pairs of points."""
-
-    def reach(self, velocity: Tensor) -> Tensor:
-        """Where the geodesics with these velocities are at time 1; NaN where that is nowhere.
-
-        velocity: (..., k, n).
-        """
-        ...
-
-    def target(self, part: Tensor) -> Tensor:
-        """The points at these parts of the ways.
-
-        part: From 0 (the start) to 1 (the end), (k,).
-        """
-        ...
-
-    def guess(self, part: Tensor) -> Tensor:
-        """First velocities towards them.
-
-        part: From 0 (the start) to 1 (the end), (k,).
-        """
-        ...
-
-    def size(self, misfit: Tensor) -> Tensor:
-        """Length of misfits.
-
-        misfit: (k, n).
-        """
-        ...
-
-
-def shoot(way: Callable[[Tensor], Way], like: Tensor, tolerance: float) -> Tensor:
-    """The velocities v with reach(v) = target(1), by Newton's method along paths of targets.
-
-    The whole way is tried at once; where that fails, half of it first, and so on, every row by itself. NaN in rows
-    where 2^-12 of the way is still too much, or 60 rounds were not enough.
-
-    like: A tensor (b, n) of the shape, dtype and device of the velocities.
-    """
-    begun, part, velocity = like.new_zeros(len(like)), like.new_ones(len(like)), torch.zeros_like(like)
-    for _ in range(ROUNDS):
-        rows = ((begun < 1) & (part >= SHORTEST)).nonzero().squeeze(1)
-        if not len(rows):
-            break
-        each, aim = way(rows), (begun + part)[rows].clamp(max=1.0)
-        from_zero = (begun[rows] == 0).unsqueeze(1)
-        start = torch.where(from_zero, each.guess(aim), velocity[rows] * (aim / begun[rows]).unsqueeze(1))
-        found = _newton(each, each.target(aim), start, tolerance)
-        arrived = ~torch.isnan(found).any(1)
-        begun[rows], part[rows] = torch.where(arrived, aim, begun[rows]), part[rows] * torch.where(arrived, 2.0, 0.5)
-        velocity[rows] = torch.where(arrived.unsqueeze(1), found, velocity[rows])
-    return torch.where((begun >= 1).unsqueeze(1), velocity, torch.nan)
-
-
-def _newton(way: Way, target: Tensor, velocity: Tensor, tolerance: float) -> Tensor:
-    """NaN in rows that do not arrive within 12 steps, each halved where a whole one is worse."""
-    misfit = target - way.reach(velocity)
-    left = way.size(misfit)
-    for _ in range(NEWTON_STEPS):
-        open_rows = left > tolerance  # false for a row that is lost
-        if not bool(open_rows.any()):
-            break
-        step = solve_or_nan(_jacobian(way.reach, velocity), misfit.unsqueeze(-1)).squeeze(-1)
-        step = torch.where(open_rows.unsqueeze(1), step, 0.0)
-        rate = (velocity.norm(dim=-1) / step.norm(dim=-1).clamp_min(1e-300)).clamp(max=1.0)  # no longer than the way
-        tried, found = velocity, left
-        for _ in range(HALVINGS):
-            tried = velocity + rate.unsqueeze(-1) * step
-            misfit = target - way.reach(tried)
-            found = way.size(misfit)
-            worse = ~(found <= left.clamp_min(tolerance)) & open_rows
-            if not bool(worse.any()):
-                break
-            rate = torch.where(worse, rate / 2, rate)
-        velocity, left = tried, found
-    return torch.where((left <= tolerance).unsqueeze(1), velocity, torch.nan)
+ROUNDS = 60
+"""Parts of ways that are tried at most."""
 
 
 def _jacobian(reach: Callable[[Tensor], Tensor], velocity: Tensor) -> Tensor:
@@ -195,7 +117,14 @@ class Normals(Shooting):
         mean, factor = self.split(point)[0], self._factor(point)
         away, spread = self.split(other)
         away, spread = _solve(factor, away - mean), whiten(factor, spread)
-        velocity = shoot(lambda rows: FromStandard(self, away[rows], spread[rows]), point, ARRIVED)
+
+        def advance(rows: Tensor, begun: Tensor, aim: Tensor, velocity: Tensor) -> Tensor:
+            way = FromStandard(self, away[rows], spread[rows], aim)
+            grown = velocity * (aim / begun.clamp(min=SHORTEST / 2)).unsqueeze(1)
+            start = torch.where((begun == 0).unsqueeze(1), way.guess(), grown)
+            return descend(way.measure, way.find_step, start, ARRIVED, ARRIVED)
+
+        velocity = follow(advance, torch.zeros_like(point), ROUNDS, SHORTEST)
         found, curve = self.split(velocity)
         return self.join(_times(factor, found), symmetrise(factor @ curve @ factor.mT))
 
@@ -281,36 +210,42 @@ class Normals(Shooting):
 
 
 class FromStandard:
-    """The ways from N(0, I) to N(m_i, S_i) along N(s m, I + s (S - I)): see `Way`.
+    """The ways from N(0, I) to N(t m_i, I + t (S_i - I)), known by their velocities (k, n).
 
     Args:
         normals: The manifold.
         away: m, shape (k, d).
         spread: S, shape (k, d, d).
+        part: t, from 0 (the start) to 1 (the end), shape (k,).
     """
 
-    def __init__(self, normals: Normals, away: Tensor, spread: Tensor) -> None:
-        self.normals, self.away, self.spread = normals, away, spread
-        self.eye = torch.eye(normals.d, dtype=away.dtype, device=away.device)
+    def __init__(self, normals: Normals, away: Tensor, spread: Tensor, part: Tensor) -> None:
+        eye, share = torch.eye(normals.d, dtype=away.dtype, device=away.device), part.view(-1, 1, 1)
+        self.normals, self.end = normals, normals.join(away, spread)
+        self.away, self.spread = share[..., 0] * away, eye + share * (spread - eye)
+        self.target = normals.join(self.away, self.spread)
 
-    def target(self, part: Tensor) -> Tensor:
-        return self.normals.join(*self._goal(part))
-
-    def guess(self, part: Tensor) -> Tensor:
-        away, spread = self._goal(part)
-        return self.normals.join((away + solve_or_nan(spread, away.unsqueeze(-1)).squeeze(-1)) / 2, matrix_log(spread))
+    def guess(self) -> Tensor:
+        """First velocities."""
+        slope = (self.away + solve_or_nan(self.spread, self.away.unsqueeze(-1)).squeeze(-1)) / 2
+        return self.normals.join(slope, matrix_log(self.spread))
 
     def reach(self, velocity: Tensor) -> Tensor:
+        """Where the geodesics with these velocities are at time 1; NaN where that is nowhere."""
         tame = velocity.abs().amax(-1, keepdim=True) < TAME
         mean, spread, _, _ = self.normals._from_standard(*self.normals.split(torch.where(tame, velocity, 0.0)))
         return torch.where(tame, self.normals.join(mean, spread), torch.nan)
 
-    def size(self, misfit: Tensor) -> Tensor:
-        return scale(self.normals, self.normals.join(self.away, self.spread), misfit)
+    def measure(self, velocity: Tensor) -> tuple[Tensor, Tensor]:
+        """The misfit at the end, and its length."""
+        misfit = self.target - self.reach(velocity)
+        return misfit, safe_sqrt(self.normals.inner(self.end, misfit, misfit))
 
-    def _goal(self, part: Tensor) -> tuple[Tensor, Tensor]:
-        share = part.view(-1, 1, 1)
-        return share[..., 0] * self.away, self.eye + share * (self.spread - self.eye)
+    def find_step(self, velocity: Tensor, misfit: Tensor) -> Tensor:
+        """Newton's, no longer than the velocity."""
+        step = solve_or_nan(_jacobian(self.reach, velocity), misfit.unsqueeze(-1)).squeeze(-1)
+        rate = velocity.norm(dim=-1) / step.norm(dim=-1).clamp_min(1e-300)
+        return rate.clamp(max=1.0).unsqueeze(-1) * step
 
 
 def _times(matrix: Tensor, vector: Tensor) -> Tensor:

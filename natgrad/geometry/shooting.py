@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from natgrad.geometry.base import Manifold
-from natgrad.geometry.stable_functions import safe_sqrt
 
 
 class Shooting(Manifold):
@@ -79,8 +78,3 @@ class Shooting(Manifold):
 
     def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
         return self.carry(point, self.log(point, other), vector)[1]
-
-
-def scale(manifold: Manifold, point: Tensor, misfit: Tensor) -> Tensor:
-    """Length of a misfit near the point."""
-    return safe_sqrt(manifold.inner(point, misfit, misfit))

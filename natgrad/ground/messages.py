@@ -112,17 +112,49 @@ ELSEWHERE = {
 """Names of other packages, by what takes their place here."""
 
 
+class Package(ModuleType):
+    """A module of natgrad whose call is a sentence: `ng.vmc("ising")` takes a module for a function."""
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        things = {name: getattr(self, name) for name in getattr(self, "__all__", ())}
+        names = [name for name, thing in things.items() if callable(thing) and not isinstance(thing, ModuleType)]
+        subject = (self.__doc__ or "").strip().partition("\n")[0].rstrip(".")
+        short = self.__name__.rpartition(".")[2]
+        own = getattr(sys.modules["natgrad"], short, None) is self  # ng.vmc lies in ng.applications
+        name = f"ng.{short}" if own else "ng" + self.__name__.removeprefix("natgrad")
+        lines = [line.strip() for line in (self.__doc__ or "").splitlines() if line.strip().startswith(">>> ")]
+        raise TypeError(
+            f"{name} is a module and no function ({subject})"
+            + f": call one of its names, {', '.join(names[:FEW])}{', ...' * (len(names) > FEW)}" * bool(names)
+            + "".join(f", as in {line.removeprefix('>>> ')}" for line in lines[-1:])
+            + f"; help({name}) shows them"
+        )
+
+    def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
+        return import_module, (self.__name__,)  # as cloudpickle does with plain modules
+
+
+def explain_call_of(thing: object) -> None:
+    """Let a call of a module of natgrad say what may be called instead."""
+    if type(thing) is ModuleType and thing.__name__.startswith("natgrad"):
+        thing.__class__ = Package
+
+
 def find_name(package: str, fields: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
     """A `__getattr__` of a package: loads a field when its name is asked for, else says what was likely meant."""
     homes = {name: home for home, names in fields.items() for name in names}
+    for thing in [sys.modules[package], *vars(sys.modules[package]).values()]:
+        explain_call_of(thing)
 
     def find(name: str) -> Any:
         if name not in homes:
             near = suggest_name(name, sys.modules["natgrad"])
             raise AttributeError(f"module {package!r} has no attribute {name!r}{near}")
         if homes[name] == package:
-            return import_module(f"{package}.{name}")
-        thing = getattr(import_module(homes[name]), name)
+            explain_call_of(module := import_module(f"{package}.{name}"))
+            return module
+        explain_call_of(home := import_module(homes[name]))
+        explain_call_of(thing := getattr(home, name))
         setattr(sys.modules[package], name, thing)
         return thing
 

@@ -228,6 +228,13 @@ def check_parameters(params: Params) -> None:
         )
 
 
+def name_parameters(params: Params | Tensor) -> Params:
+    """A dict of tensors as it is, one tensor alone as {"params": tensor}, checked."""
+    named: Params = {"params": params} if isinstance(params, Tensor) else params
+    check_parameters(named)
+    return named
+
+
 # Complex parameters as pairs of real ones, which all that is flat and real here can move
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,21 @@ from natgrad.ground.whole_tensors import any_split
 from natgrad.layers.examples import Examples
 from natgrad.layers.experts import kind_of
 
+VIEWS = (
+    "Slice",
+    "Select",
+    "Unsqueeze",
+    "Squeeze",
+    "View",
+    "UnsafeView",
+    "ReshapeAlias",
+    "T",
+    "Transpose",
+    "Permute",
+    "Alias",
+)
+"""Nodes of a part or another shape of one tensor, every entry once."""
+
 
 @dataclass(frozen=True)
 class Use:
@@ -24,10 +39,12 @@ class Use:
     Args:
         edge: Where the derivative of what comes out arrives.
         other: What the parameter is multiplied by; None: it is added.
+        path: The views that lie between, the parameter's own first: `positions[:length]` is a slice of it.
     """
 
     edge: GradientEdge
     other: Tensor | None
+    path: tuple[Any, ...] = ()
 
 
 def square_elementwise(
@@ -61,51 +78,73 @@ def square_elementwise(
     generator = torch.Generator(outputs.device).manual_seed(0)
     numbers = 1 + torch.rand(examples.count, generator=generator, device=outputs.device, dtype=outputs.dtype)
     edges = [use.edge for i in known for use in uses[i] or ()]
+    paths = {i: each[0].path for i in known if (each := uses[i])}
+    edges += [GradientEdge(path[-1], 0) for path in paths.values() if path]  # for the shapes of views
     sums: dict[int, Tensor | None] = {i: torch.zeros_like(params[i], dtype=widest(params[i])) for i in known}
     for cotangent, gradients in zip(cotangents, plain, strict=True):
         scaled = examples.scale(cotangent, numbers)
         arrived = iter(torch.autograd.grad(outputs, edges, scaled, retain_graph=True, allow_unused=True))
+        parts = {i: [(use, next(arrived)) for use in uses[i] or ()] for i in known}
+        views = {i: next(arrived) if path else params[i] for i, path in paths.items()}
         for i in known:
-            parts = [(use, next(arrived)) for use in uses[i] or ()]
-            rows = sum_rows(params[i], parts, numbers)
-            total, before = gradients[i], sums[i]
-            fits = rows is not None and total is not None and before is not None and adds_up(rows, total)
-            sums[i] = before + rows.square().sum(0) if fits and before is not None and rows is not None else None
+            view, total, before = views[i], gradients[i], sums[i]
+            rows = None if view is None else sum_rows(view, parts[i], numbers)
+            sums[i] = None
+            if rows is not None and total is not None and before is not None:
+                gap = widen_views(rows.sum(0), paths[i]) - total.to(rows)
+                if measure_norm(gap) <= torch.finfo(total.dtype).eps ** 0.5 * measure_norm(rows):
+                    sums[i] = before + widen_views(rows.square().sum(0), paths[i])
     return [sums.get(i) for i in range(len(params))]
 
 
 def find_uses(root: Node | None, params: Sequence[Tensor]) -> list[list[Use] | None]:
     """Where each parameter is added or multiplied; None for one that the graph uses in another way, or not at all."""
-    leaves = {get_gradient_edge(p).node: i for i, p in enumerate(params) if p.requires_grad}
-    found, opaque = defaultdict[int, list[Use]](list), set[int]()
+    parents = defaultdict[Any, list[tuple[Any, int]]](list)
     stack = [] if root is None else [root]
     visited = set(stack)
     while stack:
         node = stack.pop()
         for place, (child, _) in enumerate(node.next_functions):
-            if child is None:
-                continue
-            if child in leaves:
-                use = use_of(node, place)
-                found[leaves[child]] += [] if use is None else [use]
-                opaque |= {leaves[child]} if use is None else set()
-            elif child not in visited:
-                visited.add(child)
-                stack.append(child)
-    return [None if i in opaque or i not in found else found[i] for i in range(len(params))]
+            if child is not None:
+                parents[child].append((node, place))
+                if child not in visited:
+                    visited.add(child)
+                    stack.append(child)
+
+    def collect(node: Any, path: tuple[Any, ...]) -> Iterator[Use | None]:
+        for parent, place in parents[node]:
+            if kind_of(parent) in VIEWS:
+                yield from collect(parent, (*path, parent))
+            else:
+                yield use_of(parent, place, path)
+
+    found = list[list[Use] | None]()
+    for p in params:
+        uses = list(collect(get_gradient_edge(p).node, ())) if p.requires_grad else []
+        clear = [use for use in uses if use is not None]
+        alike = len(clear) == len(uses) and len({use.path for use in clear}) == 1  # several views might overlap
+        found.append(clear if alike else None)
+    return found
 
 
-def use_of(node: Any, place: int) -> Use | None:
+def use_of(node: Any, place: int, path: tuple[Any, ...] = ()) -> Use | None:
     """The sum or product that a node forms with its argument at this place; None for anything else."""
     kind = kind_of(node)
     try:
         if kind == "Expand" or (kind == "Add" and (place == 0 or node._saved_alpha == 1)):
-            return Use(GradientEdge(node, 0), None)
+            return Use(GradientEdge(node, 0), None, path)
         if kind == "Mul":
-            return Use(GradientEdge(node, 0), (node._saved_self if place else node._saved_other).detach())
+            return Use(GradientEdge(node, 0), (node._saved_self if place else node._saved_other).detach(), path)
     except (RuntimeError, AttributeError):  # overwritten since, or a number
         return None
     return None
+
+
+def widen_views(numbers: Tensor, path: Sequence[Any]) -> Tensor:
+    """Numbers of a view's entries at the places of the parameter that it is a view of, 0 elsewhere."""
+    for view in reversed(path):
+        numbers = view(numbers)  # the derivative of a view puts each entry back
+    return numbers
 
 
 def sum_rows(p: Tensor, parts: Sequence[tuple[Use, Tensor | None]], numbers: Tensor) -> Tensor | None:
@@ -123,12 +162,6 @@ def sum_rows(p: Tensor, parts: Sequence[tuple[Use, Tensor | None]], numbers: Ten
         rows = (value.sum(dims) if dims else value).to(widest(p)).reshape(len(numbers), *p.shape)
         total = rows if total is None else total + rows
     return None if total is None else total / numbers.to(total).view(-1, *[1] * p.dim())
-
-
-def adds_up(rows: Tensor, gradient: Tensor) -> bool:
-    """True if the examples' gradients (b, ...) sum up to this one."""
-    gap = measure_norm(rows.sum(0) - gradient.to(rows))
-    return bool(gap <= torch.finfo(gradient.dtype).eps ** 0.5 * measure_norm(rows))
 
 
 def widest(p: Tensor) -> torch.dtype:

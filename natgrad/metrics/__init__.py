@@ -10,11 +10,19 @@ from natgrad.metrics.fisher import (
     SampledFisher,
     empirical_fisher,
     fisher,
+    observed_fisher,
     sampled_fisher,
 )
 from natgrad.metrics.gauss_newton import GaussNewton, LossGaussNewton, gauss_newton
 from natgrad.metrics.geometric_tensor import GeometricTensor, geometric_tensor, lay_out_amplitudes
 from natgrad.metrics.hessian import Hessian, hessian
+from natgrad.metrics.information import (
+    EmpiricalInformation,
+    ExpectedInformation,
+    Information,
+    ObservedInformation,
+    SampledInformation,
+)
 from natgrad.metrics.langevin import Langevin
 from natgrad.metrics.metric_sum import MetricSum, sum_metrics
 from natgrad.metrics.ratio import RatioMetric, ratio_metric
@@ -27,17 +35,22 @@ __all__ = [
     "Diagonals",
     "DivergenceMetric",
     "EmpiricalFisher",
+    "EmpiricalInformation",
+    "ExpectedInformation",
     "Fisher",
     "GaussNewton",
     "GeometricTensor",
     "Hessian",
+    "Information",
     "Langevin",
     "LossGaussNewton",
     "Metric",
     "MetricSum",
+    "ObservedInformation",
     "PullbackMetric",
     "RatioMetric",
     "SampledFisher",
+    "SampledInformation",
     "ScoreMetric",
     "TransportMetric",
     "covariance",
@@ -49,6 +62,7 @@ __all__ = [
     "hessian",
     "kl",
     "lay_out_amplitudes",
+    "observed_fisher",
     "ratio_metric",
     "sampled_fisher",
     "score_metric",

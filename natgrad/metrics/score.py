@@ -48,7 +48,7 @@ def score_metric(
 
     Args:
         log_p: A function log_p(params, x) of one example, a module of energies (log p = -energy), or a `Density`;
-            without its constant.
+            up to a constant.
         slices: Take that many random directions v per example instead of all N variables: an unbiased estimate, with a
             root of K x (b slices). None: all variables.
         langevin: Draw x from the model, starting at X (`ng.Langevin()`), instead of taking X itself: the expectation

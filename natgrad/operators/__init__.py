@@ -2,9 +2,8 @@
 
 from natgrad.ground.messages import find_name
 from natgrad.layers import Layout
-from natgrad.operators.base import Operator, Scaled, Shifted, Sum
+from natgrad.operators.base import Chunked, Operator, Scaled, Shifted, Sum
 from natgrad.operators.block_diagonal import BlockOperator
-from natgrad.operators.centred import Centred
 from natgrad.operators.cholesky import Factored, FactoredInverse, InvertedOperator
 from natgrad.operators.curvature import Curvature
 from natgrad.operators.dense import DenseOperator, DiagonalOperator
@@ -17,7 +16,7 @@ from natgrad.operators.linearization import Linearization, OutputMap
 from natgrad.operators.low_rank import LowRankOperator
 from natgrad.operators.low_rank_plus_identity import Spiked, SpikedKronecker, Spikes
 from natgrad.operators.packing import pack_operator, unpack_operator
-from natgrad.operators.pullback import Chunked, Form, Pullback
+from natgrad.operators.pullback import Centred, Form, Pullback
 from natgrad.operators.rows import Rows
 from natgrad.operators.sample_rows import SampleRows, WrittenColumns
 from natgrad.operators.shared_rows import SharedBasis, SharedRows

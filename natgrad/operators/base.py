@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any, Self
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from natgrad.ground.messages import write_choices, write_table
 from natgrad.operators.facts import NAMES, Facts, combine_facts
 from natgrad.operators.packable import register_packable
-from natgrad.operators.sample_rows import SampleRows, ScaledRows, StackedColumns
+from natgrad.operators.sample_rows import SampleRows, StackedColumns
 
 
 class Operator(ABC):
@@ -223,7 +224,41 @@ class Operator(ABC):
         return write_table(("", type(self).__name__), [(name, str(value)) for name, value in known.items()])
 
 
-class Sum(Operator):
+class Added(Operator):
+    """G_1 + G_2 + ..., whose terms are at hand one after the other."""
+
+    @abstractmethod
+    def each(self, part: Callable[[Operator], Any]) -> Iterator[Any]:
+        """Something of every term.
+
+        Args:
+            part: What is asked of a term.
+        """
+
+    def mv(self, vector: Tensor) -> Tensor:
+        return self._sum(lambda term: term.mv(vector))
+
+    def mm(self, block: Tensor) -> Tensor:
+        return self._sum(lambda term: term.mm(block))
+
+    def root(self) -> Tensor | None:
+        roots = list(self.each(lambda term: term.root()))
+        return None if any(root is None for root in roots) else torch.cat(roots, dim=1)
+
+    def diagonal(self) -> Tensor:
+        return self._sum(lambda term: term.diagonal())
+
+    def mean_eigenvalue(self) -> Tensor:
+        return self._sum(lambda term: term.mean_eigenvalue())
+
+    def dense(self) -> Tensor:
+        return self._sum(lambda term: term.dense())
+
+    def _sum(self, part: Callable[[Operator], Tensor]) -> Tensor:
+        return reduce(torch.add, self.each(part))
+
+
+class Sum(Added):
     """G_1 + G_2 + ...
 
     Args:
@@ -248,6 +283,9 @@ class Sum(Operator):
         # a sum's inverse is not the sum of inverses
         self.facts = replace(facts, inverse_kept=len(terms) == 1 and facts.inverse_kept)
 
+    def each(self, part: Callable[[Operator], Any]) -> Iterator[Any]:
+        return map(part, self.terms)
+
     @property
     def sample_rank(self) -> int | None:
         ranks = [term.sample_rank for term in self.terms]
@@ -259,28 +297,27 @@ class Sum(Operator):
         known = [rows for rows in (term.sample_rows for term in self.terms) if rows is not None]
         return StackedColumns(known) if len(known) == len(self.terms) else None
 
-    def mv(self, vector: Tensor) -> Tensor:
-        return torch.stack([term.mv(vector) for term in self.terms]).sum(0)
-
-    def mm(self, block: Tensor) -> Tensor:
-        return torch.stack([term.mm(block) for term in self.terms]).sum(0)
-
-    def root(self) -> Tensor | None:
-        roots = [term.root() for term in self.terms]
-        known = [root for root in roots if root is not None]
-        return torch.cat(known, dim=1) if len(known) == len(roots) else None
-
-    def diagonal(self) -> Tensor:
-        return torch.stack([term.diagonal() for term in self.terms]).sum(0)
-
     def trace(self) -> Tensor:
-        return torch.stack([term.trace() for term in self.terms]).sum()
+        return self._sum(lambda term: term.trace())
 
-    def mean_eigenvalue(self) -> Tensor:
-        return torch.stack([term.mean_eigenvalue() for term in self.terms]).sum()
 
-    def dense(self) -> Tensor:
-        return torch.stack([term.dense() for term in self.terms]).sum(0)
+class Chunked(Added):
+    """A sum of operators that are rebuilt for every product, so that only one graph is in memory at a time.
+
+    A product costs a forward pass more than with a kept graph, and the memory of all graphs but one is saved.
+
+    Args:
+        builders: Each returns its term of the sum. At least one.
+    """
+
+    def __init__(self, builders: Sequence[Callable[[], Operator]]) -> None:
+        self.builders = tuple(builders)
+        first = self.builders[0]()
+        self.size, self.dtype, self.device = first.size, first.dtype, first.device
+        self.facts = first.facts
+
+    def each(self, part: Callable[[Operator], Any]) -> Iterator[Any]:
+        return (part(build()) for build in self.builders)
 
 
 class Scaled(Operator):
@@ -310,7 +347,7 @@ class Scaled(Operator):
     @property
     def sample_rows(self) -> SampleRows | None:
         rows = self.operator.sample_rows
-        return None if rows is None else ScaledRows(rows, self.factor**0.5)
+        return None if rows is None else StackedColumns([rows], [self.factor**0.5])
 
     def mv(self, vector: Tensor) -> Tensor:
         return self.factor * self.operator.mv(vector)

@@ -13,6 +13,7 @@ from natgrad.ground.messages import write_choices
 from natgrad.ground.spaces import Space
 from natgrad.operators.row_parts import Explicit, Outer, Part, cross_gram
 from natgrad.operators.rows import Rows
+from natgrad.operators.sample_rows import SampleRows, mirror_gram
 
 
 class RowExchange(Protocol):
@@ -45,12 +46,13 @@ class RowExchange(Protocol):
         ...
 
 
-class JoinedRows:
+class JoinedRows(SampleRows):
     """U = [s_0 U_0, s_1 U_1, ...], with U_i (n, r_i) of process i and s_i^2 its share of the examples.
 
-    A process keeps its own columns. Vectors (n,) and (r,) are added up. For the Gram matrix a linear layer sends what
-    went into it and what came back, in place of their products; what is written out as a matrix is exchanged in slabs,
-    so that each process sees its share of the parameters for all examples. Then the blocks are added up.
+    A process keeps its own columns. Vectors (n,) and (r,) are the same on all processes; their images are added up. For
+    the Gram matrix a linear layer sends what went into it and what came back, in place of their products; what is
+    written out as a matrix is exchanged in slabs, so that each process sees its share of the parameters for all
+    examples. Then the blocks are added up.
 
     Args:
         local: U_i; None where this process has no examples.
@@ -77,27 +79,16 @@ class JoinedRows:
         return slice(self.starts[rank], self.starts[rank + 1])
 
     def mv(self, weights: Tensor) -> Tensor:
-        """U w, shape (n,).
-
-        Args:
-            weights: w, shape (r,), the same on all processes.
-        """
         local = self.local
         return self.exchange.sum(self.space.zeros() if local is None else local.mv(self.scale * weights[self.own]))
 
     def rmv(self, vector: Tensor) -> Tensor:
-        """U^T v, shape (r,).
-
-        Args:
-            vector: v, shape (n,), the same on all processes.
-        """
         found = torch.zeros(self.rank, dtype=self.space.dtype, device=self.space.device)
         if self.local is not None:
             found[self.own] = self.scale * self.local.rmv(vector)
         return self.exchange.sum(found)
 
     def dense(self) -> Tensor:
-        """U written out on every process, shape (n, r)."""
         found = torch.zeros(self.space.size, self.rank, dtype=self.space.dtype, device=self.space.device)
         if self.local is not None:
             found[:, self.own] = self.scale * self.local.dense()
@@ -112,11 +103,9 @@ class JoinedRows:
 
     def gram(self) -> Tensor:
         """U^T U, shape (r, r)."""
-        lower = self.lower_gram()
-        return lower.tril() + lower.tril(-1).mT
+        return mirror_gram(self.lower_gram())
 
     def lower_gram(self) -> Tensor:
-        """U^T U in the lower triangle (r, r), anything above."""
         own = None if self.local is None else self.local.parts
         tables = self.exchange.share_objects(None if own is None else [describe_part(part) for part in own])
         known = [table for table in tables if table is not None]

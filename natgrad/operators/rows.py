@@ -20,6 +20,7 @@ from natgrad.ground.typed_torch import measure_norm, split_tensor
 from natgrad.layers import hear_rows, record_pass
 from natgrad.operators.linearization import Linearization, OutputMap, PlainKernels, say_once
 from natgrad.operators.row_parts import Explicit, Part, add_cross_gram, fresh_point, part_of
+from natgrad.operators.sample_rows import SampleRows, mirror_gram
 
 ONE_BY_ONE = (
     "natgrad: the metric's root takes one backward pass per output, since the outputs of one example cannot be told "
@@ -36,7 +37,7 @@ THROUGH_ITS_OWN = (
 Each = Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]]
 
 
-class Rows:
+class Rows(SampleRows):
     """U (n, r) = J^T F, r = R q, for a factor F of the form on the outputs.
 
     Columns are ordered by row of outputs, then by column of F. There are these ways to the same numbers, fastest first:
@@ -90,11 +91,6 @@ class Rows:
         return self.space.flatten(self._shape_rows(merge_dicts(part.mv(weights) for part in self.parts)))
 
     def rmv(self, vector: Tensor) -> Tensor:
-        """U^T v, shape (r,).
-
-        Args:
-            vector: v, shape (n,).
-        """
         tangents = {name: part.to(self.space.dtype) for name, part in self.space.unflatten(vector).items()}
         return torch.stack([part.rmv(tangents) for part in self.parts]).sum(0)
 
@@ -108,8 +104,7 @@ class Rows:
 
     def gram(self) -> Tensor:
         """U^T U, shape (r, r)."""
-        lower = self.lower_gram()
-        return lower.tril() + lower.tril(-1).mT
+        return mirror_gram(self.lower_gram())
 
     def lower_gram(self) -> Tensor:
         """U^T U in the lower triangle (r, r), anything above: what Cholesky and eigh read. Half the work of `gram`."""
@@ -132,7 +127,6 @@ class Rows:
         return total
 
     def dense(self) -> Tensor:
-        """U written out, shape (n, r)."""
         rows = merge_dicts(part.rows() for part in self.parts)
         return torch.cat([rows[name] for name in self.space], dim=1).mT
 

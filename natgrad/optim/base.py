@@ -134,7 +134,7 @@ class ModelOptimizer(Optimizer):
 
     @keep_gradient_mode
     @explain_calls
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
+    def loss(self, outputs: Any, targets: Any = None) -> Tensor:
         """The criterion's value, for you to call `.backward()` on; what the step needs to know of it is remembered.
 
         In evaluation mode, under `torch.no_grad()` and on detached outputs it is the value alone. Several losses of one
@@ -144,7 +144,7 @@ class ModelOptimizer(Optimizer):
         Args:
             outputs: What the model returned, or what the criterion is of. Of a record with `logits`, as transformers'
                 models return, a criterion of one tensor takes these.
-            targets: As the criterion takes them.
+            targets: As the criterion takes them; none for `ng.LogDensity()`.
 
         Returns:
             A scalar tensor.
@@ -258,10 +258,15 @@ class ModelOptimizer(Optimizer):
         """What each parameter gets.
 
         Returns:
-            One `Row` per parameter: its structure, its entries, and the numbers remembered between steps.
+            One `Row` per parameter: its structure, its entries, and the numbers remembered between steps. Printed, it
+            says also where the metric is not the Fisher of the criterion but an empirical one.
         """
         describe = self._describer()
-        return Report(Row(name, *describe(name, p)) for name, p in self._by_group())
+        try:
+            note = self.criterion.family.note
+        except TypeError:  # a metric without a criterion
+            note = ""
+        return Report((Row(name, *describe(name, p)) for name, p in self._by_group()), note)
 
     @abstractmethod
     def state_report(self) -> StateReport:

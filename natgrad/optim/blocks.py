@@ -18,7 +18,7 @@ from natgrad.ground.typed_torch import list_numbers, split_tensor, torch_distrib
 from natgrad.ground.whole_tensors import gather_whole, naming_lost, wait_for_all, zeros_whole
 from natgrad.layers import Layer, Layout, Seen
 from natgrad.operators import DiagonalOperator, Operator, pack_operator, unpack_operator
-from natgrad.optim.guard import RAISES, Guard
+from natgrad.optim.guard import RAISES, Guard, are_finite
 from natgrad.optim.processes import Ranks, send_tree
 from natgrad.optim.reading import SOME, Reading, agree_on_parts
 from natgrad.optim.state import OWNED, Block, Hearing, State, single
@@ -816,9 +816,9 @@ class Scale:
     nats: Any
     mean: Callable[[], float]
 
-    def mean_eigenvalue(self) -> Tensor:
-        """In double precision."""
-        return torch.tensor(self.mean(), dtype=torch.float64)
+    def mean_eigenvalue(self) -> float:
+        """Trace over n."""
+        return self.mean()
 
 
 def invert_block(
@@ -853,15 +853,6 @@ def numbers_of(block: Block) -> list[Tensor]:
     """All that an inversion made."""
     inverse = [] if block.inverse is None else list(leaves(pack_operator(block.inverse)))
     return [*inverse, *block.prepared.values(), torch.tensor(0.0 if block.level is None else block.level)]
-
-
-def are_finite(groups: Sequence[Iterable[Tensor]]) -> list[bool]:
-    """Of each group of tensors whether all of its entries are finite: by one read of the device."""
-    sums = [[t.sum() for t in group] for group in groups]
-    home = next((one for group in sums for one in group), torch.zeros(()))
-    whole = [torch.stack([one.to(home.device, torch.float64) for one in group]).sum() for group in sums if group]
-    found = iter(list_numbers(torch.isfinite(torch.stack(whole))) if whole else [])
-    return [next(found) if group else True for group in sums]
 
 
 def stack_prepared(blocks: Mapping[str, Block]) -> dict[str, Block]:
@@ -903,7 +894,7 @@ def robust_inverse(operator: Operator, damping: float) -> Operator | None:
             continue
         if inverse is None:
             raise TypeError(f"the structure gave {operator!r}, whose inverse({damping:g}) is None: a block needs one")
-        if all(bool(torch.isfinite(t.sum())) for t in leaves(pack_operator(inverse))):
+        if are_finite([leaves(pack_operator(inverse))])[0]:
             return inverse
     return None
 

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from natgrad.families import Criterion
-from natgrad.ground.linalg import all_finite, stays_finite
 from natgrad.ground.spaces import Space
 from natgrad.ground.typed_torch import measure_norm
 from natgrad.layers import Layout, UnitLayout
 from natgrad.metrics import Metric
 from natgrad.operators import Arranged, Operator
 from natgrad.optim.checks import inputs_of
-from natgrad.optim.guard import Guard, NotFiniteError, describe_trouble
+from natgrad.optim.guard import Guard, NotFiniteError, are_finite, check_loss, stay_finite
 from natgrad.optim.joined import check_in_step, join_choice
 from natgrad.optim.objective import Objective, Proximal, verdict
 from natgrad.optim.passes import Data
@@ -507,23 +506,15 @@ def judge(damping: Damping, model: Quadratic, step: Step, objective: Objective |
 
 def moves_finitely(evidence: SystemEvidence, step: Step) -> bool:
     """Whether no parameter becomes NaN or infinite: a step may be finite, and too long for the dtype."""
-    params = evidence.params
-    parts = evidence.space.unflatten(flat(step)).items() if all_finite(flat(step)) else ()
-    return bool(parts) and all(stays_finite(params[name], params[name] + part) for name, part in parts)
+    vector, params = flat(step), evidence.params
+    parts = evidence.space.unflatten(vector)
+    return are_finite([[vector]])[0] and stay_finite(params, {name: params[name] + d for name, d in parts.items()})
 
 
 def is_bounded(metric: Metric) -> bool:
     """Whether the loss that a metric belongs to is known to be at least 0."""
     criterion = getattr(metric, "criterion", None)
     return isinstance(criterion, Criterion) and bounded_below(criterion)
-
-
-def check_loss(loss: Tensor | None, seen: Guard, bounded: bool, steps: int) -> None:
-    """NotFiniteError for a batch in which no target counts, or whose loss is far above any of the run."""
-    if loss is not None:
-        wild = bounded and bool(seen.is_wild(loss, steps))
-        if wild or not bool(torch.isfinite(loss)):
-            raise NotFiniteError(describe_trouble({}, loss, wild))
 
 
 def check_solution(solution: Solution) -> None:

@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 
 from natgrad.ground.linalg import all_finite, stays_finite
 from natgrad.ground.pure import leaves, map_tensors
-from natgrad.ground.typed_torch import list_numbers, measure_norm
+from natgrad.ground.typed_torch import list_numbers, measure_norms
 from natgrad.layers import Seen
 
 OnTrouble = Literal["skip", "raise"]
@@ -59,6 +60,21 @@ UNMOVED = (
 )
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What a batch is good for.
+
+    Attributes:
+        trouble: Why it is left out, a sentence; empty where it is not.
+        factor: What its gradient is multiplied by, at most 1.
+        guard: What is known with it.
+    """
+
+    trouble: str
+    factor: float
+    guard: Guard
+
+
 class NotFiniteError(ValueError):
     """A loss, a gradient or a metric that is not finite: what `on_trouble` decides about."""
 
@@ -92,6 +108,23 @@ class Guard:
     weight: float = 0.0
     inputs: Mapping[str, float] = field(default_factory=dict[str, float])
     far: int = 0
+
+    def judge(
+        self, gradients: Mapping[str, Tensor], norm: Tensor, loss: Tensor | None, bounded: bool, steps: int
+    ) -> Verdict:
+        """Whether a batch is fit for a step, and how much of its gradient: one read of the device.
+
+        norm: of all gradients together. bounded: True if the loss is known to be at least 0. steps: taken so far.
+        """
+        # a loss that is no number bounds no step (a batch without rows: its gradient is zero, but there is momentum)
+        fine, wild = torch.isfinite(norm), torch.zeros_like(norm, dtype=torch.bool)
+        if loss is not None:
+            fine = fine & ~loss.isnan().to(norm.device)
+            wild = (self.is_wild(loss, steps) & bounded).to(norm.device)
+        sound, far_off, length = list_numbers(torch.stack([fine.to(norm), wild.to(norm), norm]))
+        factor, guard = self.cut_gradient(length, steps)
+        left_out = not sound or bool(far_off)
+        return Verdict(describe_trouble(gradients, loss, bool(far_off)) if left_out else "", factor, guard)
 
     # the loss
 
@@ -136,15 +169,10 @@ class Guard:
         it. No second moment may overflow: every entry of a factor is at most the squared norm of its side, every entry
         of a block the product of both.
         """
-        sizes, bounds = measure_sides(layers, squares)
-        if not bounds:
-            return True, False, self
-        largest = min(torch.finfo(one.dtype).max for one in bounds)
-        numbers = [one.double() ** 2 for one in (*bounds, *sizes.values())]
-        found = list_numbers(torch.stack(numbers))  # in one read of the device; comparisons with a NaN are false
-        if not all(one <= HEADROOM * largest for one in found[: len(bounds)]):
+        sizes, bounds, largest = measure_sides(layers, squares)
+        if not all(one * one <= HEADROOM * largest for one in bounds):  # comparisons with a NaN are false
             return False, False, self
-        fresh = dict(zip(sizes, found[len(bounds) :], strict=True))
+        fresh = {key: size * size for key, size in sizes.items()}
         # a layer behind one that starts near zero may see a thousand times more within a step, and yet less than others
         most = max(self.inputs.values(), default=0.0)
         far = any(one > max(FAR * self.inputs[key], most) for key, one in fresh.items() if key in self.inputs)
@@ -177,17 +205,29 @@ class Guard:
         return guard
 
 
-def measure_sides(layers: Sequence[Seen], squares: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """The root mean square of each layer's inputs, and all norms whose squares must not overflow."""
-    sizes, bounds = dict[str, Tensor](), [square.sum().sqrt() for square in squares.values()]
-    for seen in layers:
-        for number, part in enumerate(seen.split_parts()):
-            sides = [measure_norm(torch.stack([measure_norm(deltas) for deltas in part.deltas]))]
-            if not part.by_token:
-                sides.append(part.bound_inputs())
-                sizes[f"{seen.key} {number}"] = sides[1] / max(part.positions, 1.0) ** 0.5
-            bounds += [*sides, torch.stack(sides).prod()]
-    return sizes, bounds
+def measure_sides(layers: Sequence[Seen], squares: Mapping[str, Tensor]) -> tuple[dict[str, float], list[float], float]:
+    """The root mean square of each layer's inputs, all norms whose squares must not overflow, and the largest number.
+
+    By one read of the device.
+    """
+    parts = [(f"{seen.key} {i}", part) for seen in layers for i, part in enumerate(seen.split_parts())]
+    deltas = [delta for _, part in parts for delta in part.deltas]
+    inputs = [part.bound_inputs() for _, part in parts if not part.by_token]
+    sums = [square.sum() for square in squares.values()]
+    norms = [*measure_norms(deltas), *inputs, *sums]
+    if not norms:
+        return {}, [], 0.0
+    numbers = iter(list_numbers(torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms])))
+    left = [math.hypot(*islice(numbers, len(part.deltas))) for _, part in parts]
+    right = [1.0 if part.by_token else next(numbers) for _, part in parts]
+    sizes = {
+        key: size / max(part.positions, 1.0) ** 0.5
+        for (key, part), size in zip(parts, right, strict=True)
+        if not part.by_token
+    }
+    bounds = [bound for pair in zip(left, right, strict=True) for bound in (*pair, pair[0] * pair[1])]
+    bounds += [math.sqrt(total) if total >= 0 else math.nan for total in numbers]
+    return sizes, bounds, min(torch.finfo(norm.dtype).max for norm in norms)
 
 
 def least_damping(norms: Sequence[float]) -> float:
@@ -197,6 +237,45 @@ def least_damping(norms: Sequence[float]) -> float:
     step has no end then, and with this damping it goes along the gradient. A norm that is not finite counts as 0.
     """
     return math.hypot(*(norm for norm in norms if math.isfinite(norm))) / FARTHEST
+
+
+# whether numbers are finite: in one read of the device for many
+
+
+def are_finite(groups: Sequence[Iterable[Tensor]]) -> list[bool]:
+    """Of each group of tensors whether all of its entries are finite."""
+    sums = [[t.sum() for t in group] for group in groups]
+    flat = [one for group in sums for one in group]
+    if not flat:
+        return [True] * len(sums)
+    alike = len({(one.dtype, one.device) for one in flat}) == 1
+    table = torch.stack(flat if alike else [one.to(flat[0].device, torch.float64) for one in flat])
+    sound = iter(list_numbers(torch.isfinite(table)))
+    return [all(list(islice(sound, len(group)))) for group in sums]  # each group to its end
+
+
+def stay_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], size: Tensor | None = None) -> bool:
+    """Whether no parameter becomes NaN or infinite; an entry that is so already, and stays, does no harm.
+
+    size: a number that must be finite, such as the step's length in the metric: one that overflows is cut to nothing,
+    and would be taken for a step.
+    """
+    # Euclidean norms cost a tenth of the largest entries; one that overflows is looked at entry by entry
+    sizes = measure_norms(list(after.values()))
+    known = sizes if size is None else [*sizes, size]
+    if not sizes or bool(torch.isfinite(torch.stack([one.to(sizes[0]) for one in known]).sum())):
+        return True
+    return (size is None or bool(torch.isfinite(size))) and all(
+        stays_finite(before[name], new) for name, new in after.items()
+    )
+
+
+def check_loss(loss: Tensor | None, guard: Guard, bounded: bool, steps: int) -> None:
+    """NotFiniteError for a batch in which no target counts, or whose loss is far above any of the run."""
+    if loss is not None:
+        wild = bounded and bool(guard.is_wild(loss, steps))
+        if wild or not bool(torch.isfinite(loss)):
+            raise NotFiniteError(describe_trouble({}, loss, wild))
 
 
 # what is said of a run that no longer learns

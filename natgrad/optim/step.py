@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Bernoulli, Categorical, Criterion, Gaussian, Huber, Laplace
-from natgrad.ground.linalg import stays_finite
 from natgrad.ground.stacks import stack_tensors
 from natgrad.ground.typed_torch import as_tensor_like, list_numbers, measure_norm, measure_norms, torch_plain
 from natgrad.ground.whole_tensors import WholeTensors, zeros_whole
@@ -34,7 +33,7 @@ from natgrad.optim.blocks import (
     sum_scalars,
 )
 from natgrad.optim.checks import check_statistics
-from natgrad.optim.guard import Guard, describe_trouble, least_damping, watch_late
+from natgrad.optim.guard import describe_trouble, least_damping, stay_finite, watch_late
 from natgrad.optim.objective import EVERY, BatchForm, PooledLoss, judge_step
 from natgrad.optim.passes import Loss
 from natgrad.optim.processes import Ranks
@@ -172,15 +171,14 @@ def natural_step(choices: Choices, state: State, evidence: Evidence) -> tuple[Mo
     processes = choices.averages.owners.ranks
     update = evidence.update or BatchUpdate(state.blocks, state.hearing, state.guard)
     batch = pool_batch(processes, evidence, update)
-    fit, length = batch.judge(choices.bounded, update.guard, state.step)
-    factor, guard = update.guard.cut_gradient(length, state.step)
+    verdict = update.guard.judge(batch.gradients, batch.norm, batch.loss, choices.bounded, state.step)
     told = {"gradient": batch.norm, "damping": next(iter(evidence.settings.values()))["damping"]} | batch.told_loss
-    if not fit:
-        return leave_out(choices, state, update, evidence, batch, StepReport(told, batch.describe(guard, state.step)))
+    if verdict.trouble:
+        return leave_out(choices, state, update, evidence, batch, StepReport(told, verdict.trouble))
     check_statistics(not update.blocks)
     watch_late(state.guard.late + 1 if evidence.late else 0, update.bad)
     # 1 statistics -> blocks -> damped inverses, when they are due
-    batch = batch.cut(factor)
+    batch = batch.cut(verdict.factor)
     outside = state.outside
     if update.taken:
         names = [block.layout.names for block in update.blocks.values()]
@@ -196,7 +194,7 @@ def natural_step(choices: Choices, state: State, evidence: Evidence) -> tuple[Mo
             evidence.check_followed,
         )
     pace = replace(state.pace, updated=state.step) if update.taken else state.pace
-    now = replace(state, blocks=update.blocks, hearing=update.hearing, guard=guard, outside=outside, pace=pace)
+    now = replace(state, blocks=update.blocks, hearing=update.hearing, guard=verdict.guard, outside=outside, pace=pace)
     work = Work(choices, evidence, batch, now)
     updated = pace.updated > pace.inverted
     work.invert(updated and is_due(pace, pace.inverted, now.step, now.is_turned, choices.invert_every))
@@ -204,8 +202,9 @@ def natural_step(choices: Choices, state: State, evidence: Evidence) -> tuple[Mo
     model = work.propose()
     if model is not None:
         work.take_rule(model, told)
-    if not all_stay_finite(evidence.values, work.moved, told.get("kl")):
-        return leave_out(choices, state, update, evidence, batch, StepReport(told, batch.describe(guard, state.step)))
+    if not stay_finite(evidence.values, work.moved, told.get("kl")):
+        trouble = describe_trouble(batch.gradients, batch.loss, wild=False)
+        return leave_out(choices, state, update, evidence, batch, StepReport(told, trouble))
     return finish(choices, state, work, update, batch, told)
 
 
@@ -275,20 +274,6 @@ class Batch:
         norms = [norm.to(self.norm.device, torch.float64) for norm in self.norms.values()]
         return dict(zip(self.norms, list_numbers(torch.stack(norms)), strict=True)) if norms else {}
 
-    def judge(self, bounded: bool, guard: Guard, steps: int) -> tuple[bool, float]:
-        """Whether the batch is fit for a step, and the gradient's length: one read of the device."""
-        norm = self.norm
-        # a loss that is no number bounds no step (a batch without rows: its gradient is zero, but there is momentum)
-        known = torch.isfinite(norm) if self.loss is None else torch.isfinite(norm) & ~self.loss.isnan().to(norm.device)
-        wild = guard.is_wild(self.loss, steps) if bounded and self.loss is not None else False
-        fit, length = list_numbers(torch.stack([(known & ~torch.as_tensor(wild, device=norm.device)).to(norm), norm]))
-        return fit > 0, length
-
-    def describe(self, guard: Guard, steps: int) -> str:
-        """Why it is not."""
-        wild = self.loss is not None and bool(guard.is_wild(self.loss, steps))
-        return describe_trouble(self.gradients, self.loss, wild)
-
     def cut(self, factor: float) -> Batch:
         """The gradients times a factor, at most 1."""
         if factor == 1:
@@ -308,22 +293,6 @@ def pool_batch(processes: Ranks, evidence: Evidence, update: BatchUpdate) -> Bat
         return Batch(raw, norms, norm, loss, nats, scale, raw)
     gradients = {name: gradient / scale for name, gradient in raw.items()}
     return Batch(gradients, {n: one / scale for n, one in norms.items()}, norm / scale, loss, nats, scale, gradients)
-
-
-def all_stay_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], size: Tensor | None = None) -> bool:
-    """Whether no parameter becomes NaN or infinite; an entry that is so already, and stays, does no harm.
-
-    size: a number that must be finite, such as the step's length in the metric: one that overflows is cut to nothing,
-    and would be taken for a step.
-    """
-    # Euclidean norms cost a tenth of the largest entries; one that overflows is looked at entry by entry
-    sizes = measure_norms(list(after.values()))
-    known = sizes if size is None else [*sizes, size]
-    if not sizes or bool(torch.isfinite(torch.stack([one.to(sizes[0]) for one in known]).sum())):
-        return True
-    return (size is None or bool(torch.isfinite(size))) and all(
-        stays_finite(before[name], new) for name, new in after.items()
-    )
 
 
 # inverses, direction, length

@@ -364,6 +364,8 @@ class StructuredNaturalGradient(ModelOptimizer):
         assert self._reader is not None
         due = is_due(pace, pace.updated, state.step, state.is_turned, self.update_every)
         self._reader.arm(due, bool(self._list_unread() - state.hearing.tried))
+        asks = self.rule.measures(state.is_turned) or self.rule.needs_loss or self.damping.needs_ratio
+        self._recall.keeps = self._reader.taps.armed or asks or self._options() != self.rule.options
 
     # one step
 

@@ -26,8 +26,8 @@ class Scale(Protocol):
         """Nats per example in one unit of d^T G d / 2."""
         ...
 
-    def mean_eigenvalue(self) -> Tensor:
-        """Trace over n, a scalar tensor."""
+    def mean_eigenvalue(self) -> Tensor | float:
+        """Trace over n: a scalar tensor, or a number where it was read already."""
         ...
 
 

@@ -33,7 +33,7 @@ def test_variational_shows_its_choices_and_calls_back():
     q, seen = ng.variational(lambda z: -0.5 * (z - 3).square().sum(-1), start=2, lr=0.3), []
     q.fit(callback=lambda q: seen.append(q.steps) or len(seen) == 3)
     assert seen == [1, 2, 3]
-    assert repr(q) == "Variational(d=2, target=LogDensity, diagonal=False, lr=0.3, steps=3)"
+    assert repr(q) == "Variational(d=2, target=DensityTarget, diagonal=False, lr=0.3, steps=3)"
 
 
 def test_histories_are_tables():

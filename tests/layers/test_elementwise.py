@@ -21,11 +21,18 @@ USES: dict[str, tuple[tuple[int, ...], Callable[[Tensor, Tensor], Tensor]]] = {
     "scale first": ((1, T, 1), lambda x, p: p * x),
     "class token": ((1, 1, D), lambda x, p: torch.cat([p.expand(len(x), -1, -1), x], 1)),
     "temperature": ((), lambda x, p: x * p),
+    "the first positions": ((T + 2, D), lambda x, p: x + p[:T]),
+    "the first positions, with an axis": ((1, T + 2, D), lambda x, p: x + p[:, :T]),
+    "one row of a table": ((3, D), lambda x, p: x * p[1]),
+    "positions in columns": ((D, T), lambda x, p: x + p.T.unsqueeze(0)),
+    "a class token out of a table": ((3, D), lambda x, p: torch.cat([p[:1].expand(len(x), 1, D), x], 1)),
     "twice": ((D,), lambda x, p: (x + p).tanh() * p),
 }
 OTHERS: dict[str, tuple[tuple[int, ...], Callable[[Tensor, Tensor], Tensor]]] = {
     "a power": ((D,), lambda x, p: x * p.exp()),
     "a sum and a power": ((D,), lambda x, p: x * p.exp() + p),
+    "two parts that overlap": ((T + 1, D), lambda x, p: (x + p[:T]) * p[1:]),
+    "rows that are looked up": ((T, D), lambda x, p: x + p[torch.arange(T)]),
     "positions first": ((B, 1, D), lambda x, p: x + p),
     "multiplied when it is added": ((D,), lambda x, p: torch.add(x, p, alpha=2.0)),
     "examples meet": ((D,), lambda x, p: (x + p).cumsum(0)),

@@ -31,9 +31,8 @@ from natgrad.operators import (
     Tiled,
     Units,
 )
-from natgrad.operators.centred import Centred
 from natgrad.operators.kronecker import Spectral
-from natgrad.operators.pullback import Pullback
+from natgrad.operators.pullback import Centred, Pullback
 from natgrad.operators.shared_rows import SharedRowsInverse
 from natgrad.operators.unitwise import QuasiDiagonalInverse
 from natgrad.optim.joined import JoinedOperator

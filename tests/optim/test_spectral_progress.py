@@ -13,6 +13,7 @@ from optim_models import train_batches
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.ground.pure import RandomState
 from natgrad.operators import Operator
 from natgrad.rules import BlockPoint, BlockStack, NoiseAware, SpectralProgress
 from natgrad.rules.spectral_progress import FRESH, least_size, unwhiten, whiten
@@ -204,6 +205,38 @@ def test_a_step_promises_no_more_than_a_share_of_the_loss(lr: float) -> None:
     slope = sum(((p.detach() - q) * p.grad).sum() for p, q in zip(model.parameters(), before, strict=True))
     assert float(slope) == pytest.approx(-0.01 * float(loss.detach()), rel=1e-9)
     assert "kl_share (now 0.01) bounds" in opt.explain()
+
+
+class Remembers(nn.Module):
+    """A model with a state of its own, which a pass that may be done again must keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.copied = nn.Linear(6, 3), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def test_what_a_pass_began_with_is_kept_only_where_a_step_may_do_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = list[int]()
+    capture = RandomState.capture
+    monkeypatch.setattr(
+        RandomState, "capture", lambda *a, **k: copies.append(opt.state_report().step) or capture(*a, **k)
+    )
+    torch.manual_seed(0)
+    model = Remembers()
+    opt = ng.kfac(model, nn.CrossEntropyLoss(), update_every=10)
+    batches = [(draw(30, 6, seed=k).float(), torch.randint(3, (30,))) for k in range(60)]  # labels are noise
+    train_batches(opt, model, batches[:40])
+    turned = opt._state.noise.turned
+    late = [step for step in copies if step > turned + 1]
+    assert 0 <= turned < 20
+    assert copies[:turned] == list(range(turned))
+    assert 1 <= len(late) <= 5, "passes that statistics are read from alone"
+    opt.param_groups[0]["max_kl"] = 0.01
+    train_batches(opt, model, batches[40:])
+    assert copies[-19:] == list(range(41, 60))
 
 
 def test_a_loss_that_may_be_negative_bounds_no_step() -> None:

@@ -1,8 +1,8 @@
 """What the papers print beside what came out here: the pictures of the papers' pages.
 
 `python -m natgrad_lab.papers.side_by_side docs/images` draws them again. The numbers are those of the pages, where the
-commands stand that ours come from; what follows from formulas is computed anew. Ang's picture needs records of runs:
-`natgrad_lab.papers.ang_2020.page` draws it.
+commands stand that ours come from; what follows from formulas is computed anew. Ang's claims need records of runs:
+`natgrad_lab.papers.ang_2020.page` draws them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from natgrad_lab.figures import INK, PALETTE, draw, put_title, save
+from natgrad_lab.papers.ang_2020 import normals
 from natgrad_lab.papers.blog_2022 import steepest
 from natgrad_lab.papers.compared_numbers import PANELS, TITLES, Panel
 from natgrad_lab.papers.malago_2023 import printed_toy
@@ -125,6 +126,7 @@ def draw_all(folder: Path) -> None:
         stem.with_suffix(".svg").unlink()
     printed_toy.draw_all(folder)
     steepest.draw_all(folder)
+    normals.draw_all(folder)
 
 
 if __name__ == "__main__":

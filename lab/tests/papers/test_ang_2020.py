@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from natgrad_lab.experiments import execute, find
+from natgrad_lab.papers.ang_2020.normals import PAIRS, READINGS, measure_divergence
 from natgrad_lab.papers.ang_2020.page import (
     CLAIMS,
     NAMES,
@@ -84,3 +85,10 @@ def test_an_interval_is_that_of_student():
     assert one.show(1) == "2.0 ± 2.5"
     assert subtract(one, Measured((1.0, 1.0, 1.0))).values == (0.0, 1.0, 2.0)
     assert Measured((1.0, float("nan"), 2.0)).show(1) == "2 of 3"
+
+
+@pytest.mark.parametrize("power", READINGS.values())
+@pytest.mark.parametrize("pair", PAIRS)
+def test_normals_of_equal_spread_are_apart_by_the_square_of_their_means_over_twice_the_variance(pair, power):
+    (mean, second), (other, _) = pair
+    assert measure_divergence(pair, power) == pytest.approx((other - mean) ** 2 / (2 * second**power), rel=1e-12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,8 +15,17 @@ from natgrad.applications import TwoLayer
 from natgrad.applications.two_layer import gradients
 from natgrad.ground.spaces import Positive, Square, positive
 from natgrad_lab.experiments import LabError, StudyRun, execute, find, override
-from natgrad_lab.papers.karakida_2016.page import count_degraded, find_first_steps
-from natgrad_lab.papers.karakida_2016.runs import FIGURE1, TABLE1, KarakidaSettings, learn, rank
+from natgrad_lab.papers.karakida_2016.page import count_degraded, draw_all, find_first_steps, find_mean_step
+from natgrad_lab.papers.karakida_2016.runs import (
+    FIGURE1,
+    GAP,
+    TABLE1,
+    KarakidaSettings,
+    learn,
+    place_looks,
+    rank,
+    spread_looks,
+)
 from natgrad_lab.papers.karakida_2016.two_layer_data import count_units, draw_mixing, isa, starts
 from natgrad_lab.papers.karakida_2016.two_layer_gram import score_gram
 from natgrad_lab.papers.karakida_2016.two_layer_learners import Adam, DescentLearner, Learner, NatgradLearner, Paper
@@ -160,23 +170,75 @@ def test_runs_end_when_all_have_stayed_for_as_long_again() -> None:
 
     still: Learner = Still()
     settings = override(KarakidaSettings, ["level=1000", "dtype=float64", "examples=20", "held_out=10"])
-    assert learn(StudyRun(settings), still, 100, 2, 5)["steps"] == [0, 5, 10]
+    assert learn(StudyRun(settings), still, place_looks(100, 20), 2)["steps"] == [0, 5, 10]
 
 
-@pytest.mark.parametrize("study", [TABLE1, FIGURE1], ids=lambda study: study.name)
+@pytest.mark.parametrize("study", [TABLE1, FIGURE1, GAP], ids=lambda study: study.name)
 def test_the_study_runs_and_its_page_tells(study, tmp_path) -> None:
     assert find(study.name) is study
-    settings = override(study.settings, [*SMALL, "square=true"])
+    settings = override(study.settings, SMALL)
     folder = execute(study, settings, range(2), tmp_path / "runs")
     told, page = build(folder.path)
     assert page.exists()
     assert told.missing == 0
     if study is TABLE1:
         tables = [table for section in told.story.sections for table in section.tables]
-        assert [len(table.rows) for table in tables] == [4, 5, 7]
-        assert all(row[3].endswith("of 4") for row in tables[0].rows)
+        assert all(row[3].endswith("of 4") for table in tables[:2] for row in table.rows)
     again = execute(study, settings, range(2), tmp_path / "runs")
     assert again.path == folder.path
+
+
+def test_the_page_is_drawn_from_records_alone(tmp_path) -> None:
+    for study in (TABLE1, GAP):
+        execute(study, override(study.settings, SMALL), range(1), tmp_path / study.name)
+    lines = draw_all(tmp_path, tmp_path)
+    assert {path.stem for path in tmp_path.glob("*.png")} == {"karakida", "karakida_own"}
+    assert any(line.startswith("| ANG, exact, 1/(t + 30), V = exp v |") for line in lines)
+
+
+def test_eq_4_as_printed_begins_with_the_whole_first_example() -> None:
+    """eps = 1 at t = 1: G^-1 is 2 I - U U^T, which is positive only where U U^T is small."""
+    together, model = three(positive), TwoLayer()
+    together["W"][0] *= 0.1
+    x = 0.5 * draw(1, 8)
+    roots = model.score_jacobian(together, x.expand(3, -1, -1)).flatten(1, 2).mT
+    learner = Paper(model, together, 1e-4, None)
+    learner.step(x.expand(3, -1, -1))
+    assert_close(learner.inverse, 2 * torch.eye(128, dtype=F64) - roots @ roots.mT, 1e-10)
+    small = torch.linalg.eigvalsh(learner.inverse)[:, 0] > 0
+    assert torch.equal(small, torch.linalg.eigvalsh(roots.mT @ roots)[:, -1] < 2)
+
+
+def test_runs_see_one_stream_of_examples_or_their_own() -> None:
+    class Seeing:
+        model, params = TwoLayer(), three(positive)
+
+        def __init__(self) -> None:
+            self.alike: list[bool] = []
+
+        def step(self, examples: Tensor) -> None:
+            self.alike.append(bool((examples == examples[:1]).all()))
+
+    for own in (False, True):
+        settings = override(KarakidaSettings, [f"own_examples={own}", "dtype=float64", "examples=20", "held_out=10"])
+        seeing = Seeing()
+        learn(StudyRun(settings), seeing, [20], 2)
+        assert len(seeing.alike) == 20
+        assert all(seeing.alike) != own
+
+
+def test_looks_end_with_the_last_step() -> None:
+    assert place_looks(25, 5) == [5, 10, 15, 20, 25]
+    for steps in (1, 7, 60_000):
+        looks = spread_looks(steps)
+        assert looks[-1] == steps
+        assert all(one < other <= max(1.03 * one, one + 1) for one, other in pairwise(looks))
+
+
+def test_the_mean_of_all_runs_waits_for_those_that_never_arrive() -> None:
+    found = {"steps": [0, 10, 20, 30], "errors": [[-1.0, -1.0], [-40.0, -1.0], [-40.0, -11.0], [-40.0, None]]}
+    assert find_mean_step(found, -25.0) == 20
+    assert find_mean_step(found, -28.0) is None
 
 
 def test_a_part_is_told_too(tmp_path) -> None:

@@ -32,7 +32,7 @@ def test_a_number_that_is_not_on_the_page_is_found():
 def test_pictures_are_written(tmp_path: Path):
     draw_all(tmp_path)
     drawn = {path.stem for path in tmp_path.glob("*.png")}
-    assert drawn == {*PANELS, "malago_printed", "blog_steepest", "blog_formulas"}
+    assert drawn == {*PANELS, "malago_printed", "blog_steepest", "blog_formulas", "ang_normals"}
     assert all(any(f"/{name}.png" in page.read_text() for page in PAGES.glob("*.md")) for name in drawn)
     assert number("216,000") == 216_000
 

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from natgrad.applications.variational.convergence import squared_length
-from natgrad.applications.variational.fitting import Fitted
-from natgrad.applications.variational.joined import JoinedTarget, find_processes, join_target
-from natgrad.applications.variational.network import Network, NetworkData, NetworkOptions, build_network
+from natgrad.applications.variational.fitting import Fitted, format_few, refuse_infinite, search_rate
+from natgrad.applications.variational.joined import join_target
+from natgrad.applications.variational.network import NetworkData, NetworkOptions
 from natgrad.applications.variational.quadrature import Points
-from natgrad.applications.variational.start import as_mean, as_precision, read_density
-from natgrad.applications.variational.targets import LOG_2PI, LogJoint, Moments, Target, are_finite
+from natgrad.applications.variational.start import as_precision, read_target
+from natgrad.applications.variational.targets import LOG_2PI, LogJoint, Moments, Target, apply_root, are_finite
 from natgrad.families import MultivariateNormal
-from natgrad.ground.checks import Group, check_integer, check_positive, read_groups
+from natgrad.ground.checks import Group, read_groups
 from natgrad.ground.linalg import all_finite, eigh, factor_or_nan, require_factor
-from natgrad.ground.messages import explain_calls, write_choices
-from natgrad.ground.pure import keep_gradient_mode, run_detached
-from natgrad.optim import RankExchange, refuse_processes
+from natgrad.ground.messages import explain_calls
 
 OWN = ("target", "start", "covariance", "diagonal", "lr", "points", "group")
 GROUPS = {"data": Group(NetworkData())}
@@ -30,8 +26,6 @@ KEPT = 0.5
 """Share of its precision that a direction keeps in which a step would leave the cone."""
 EDGE = 1e-9
 """Share of the precision from which on a step counts as leaving."""
-ENOUGH, HALVINGS = 0.4, 30
-"""Share of the promised gain that a move of the mean must bring, and how often it is shortened for it."""
 
 
 @explain_calls
@@ -86,23 +80,9 @@ def variational(
         ([3.0, 3.0], True)
     """
     data: NetworkData = read_groups("variational", GROUPS, network, OWN)["data"]
-    check_positive("lr", lr)
-    if points is not None and not isinstance(points, Points):
-        raise TypeError(f"points is {points!r}, expected Sobol(), GaussHermite() or Draws()")
-    if isinstance(target, nn.Module):
-        refuse_processes(target, "target")
-        net = build_network(target, data, points)
-        spread = 1e-2 / data.prior_precision if covariance is None else covariance
-        mean = net.start if start is None else as_mean(start)
-        joined = join_target(net, group, mean, spread, data, diagonal, lr, points)
-        return Variational(joined, mean, spread, diagonal, lr)
-    if data.criterion is not None or data.data_size is not None:
-        raise TypeError("criterion and data_size belong to a network; a log joint has its data inside")
-    if start is None:
-        raise ValueError("start is None, expected the mean of q at the start (d,), or the number of dimensions d")
-    density, mean = read_density(target, start, points)
-    spread = 1.0 if covariance is None else covariance
-    return Variational(join_target(density, group, mean, spread, diagonal, lr, points), mean, spread, diagonal, lr)
+    density, mean, spread = read_target(target, start, covariance, points, data, lr)
+    joined = join_target(density, group, mean, spread, data, diagonal, lr, points)
+    return Variational(joined, mean, spread, diagonal, lr)
 
 
 class Variational(Fitted):
@@ -120,95 +100,39 @@ class Variational(Fitted):
         steps: Number of steps taken.
     """
 
+    STATE = ("mean", "precision")
+
     def __init__(self, target: Target, mean: Tensor, covariance: Tensor | float, diagonal: bool, lr: float) -> None:
-        self.target, self.lr, self.diagonal, self.steps = target, lr, diagonal, 0
-        self.mean = mean.clone()
+        super().__init__(target, lr)
+        self.choices = {"d": len(mean), "target": type(self.local_target).__name__, "diagonal": diagonal}
+        self.mean, self.diagonal = mean.clone(), diagonal
         self.precision = as_precision(covariance, mean, diagonal)
 
-    def __repr__(self) -> str:
-        kind = type(self.target.own if isinstance(self.target, JoinedTarget) else self.target).__name__
-        return write_choices(self, d=len(self.mean), target=kind, diagonal=self.diagonal, lr=self.lr, steps=self.steps)
-
-    @keep_gradient_mode
-    @torch.no_grad()
-    def step(self, *batch: Any) -> float:
-        """One natural gradient step.
-
-        The precision stays positive definite at every rate: a direction in which it would not keeps half of what it
-        had. The mean's step is shortened until E_q[log p] on this batch gains at least .4 of what its slope promised,
-        which a quadratic does up to 1.2 times the best length: a diagonal q cannot run away.
-
-        Args:
-            *batch: Inputs and targets for a network, nothing otherwise.
-
-        Returns:
-            The evidence lower bound before the step, in nats.
-
-        Raises:
-            ValueError: If log p or its derivatives are not finite; q is then as it was.
-        """
-        return self.advance(batch)[0]
-
-    @torch.no_grad()
     def advance(self, batch: tuple[Any, ...]) -> tuple[float, float]:
-        root = self.root()
-        found = self.target.moments(self.mean, root, self.steps, batch)
-        if not are_finite(found):
-            raise ValueError(
-                f"log p or a derivative is not finite near z = {format_few(self.mean)}; q is as it was. Start nearer, "
-                "with a smaller covariance, or write log p over unconstrained z"
-            )
-        precision = self._update_precision(found)
-        move = self.lr * _solve_precision(precision, found.gradient)
+        before, root = self.mean, self.root()
+        moments = self.target.moments(before, root, self.steps, batch)
+        if not are_finite(moments):
+            raise refuse_infinite(before)
+        precision = self._update_precision(moments)
+        move = self.lr * _solve_precision(precision, moments.gradient)
         if not all_finite(move) or not all_finite(precision):
-            raise ValueError(f"the step overflows from z = {format_few(self.mean)}; q is as it was. Take a smaller lr")
-        self.mean, self.precision = self._move_mean(found, move, root, batch), precision
+            raise ValueError(f"the step overflows from z = {format_few(before)}; q is as it was. Take a smaller lr")
+
+        def measure_gain(rate: float) -> float:
+            return float(self.target.value(before + rate * move, root, self.steps, batch) - moments.value)
+
+        rate = search_rate(measure_gain, float(moments.gradient @ move), 1.0, moments.value)
+        self.mean, self.precision = before + rate * move, precision
         self.steps += 1
-        return float(found.value + self.entropy(root)), squared_length(found, root) / 2
+        return float(moments.value + self.entropy(root)), squared_length(moments, root) / 2
 
-    def _move_mean(self, found: Moments, move: Tensor, root: Tensor, batch: tuple[Any, ...]) -> Tensor:
-        """The mean after as much of the move as E_q[log p] over the same points allows; as it was if nothing does."""
-        promise, rate = float(found.gradient @ move), 1.0
-        slack = 8 * torch.finfo(self.mean.dtype).eps * (1 + abs(float(found.value)))
-        for _ in range(HALVINGS):
-            mean = self.mean + rate * move
-            gain = float(self.target.value(mean, root, self.steps, batch) - found.value)
-            if gain >= ENOUGH * rate * promise - slack:  # False for a NaN
-                return mean
-            # the best length of the parabola through both values; a NaN is an overflow
-            best = rate * promise / (2 * (rate * promise - gain)) if math.isfinite(gain) else 0.0
-            rate *= min(max(best, 0.1), 0.5)
-        return self.mean
-
-    @property
-    def steady(self) -> bool:
-        return self.target.steady
-
-    @property
-    def processes(self) -> RankExchange:
-        return find_processes(self.target)
-
-    def snapshot(self) -> tuple[Tensor, Tensor, int]:
-        return self.mean, self.precision, self.steps
-
-    def restore(self, place: tuple[Tensor, Tensor, int]) -> None:
-        self.mean, self.precision, self.steps = place
-
-    @torch.no_grad()
-    def elbo(self, *batch: Any) -> float:
-        """The evidence lower bound in nats, with the points of the next step.
-
-        Args:
-            *batch: Inputs and targets for a network, nothing otherwise.
-        """
+    def measure_bound(self, target: Target, batch: tuple[Any, ...]) -> float:
         root = self.root()
-        return float(self.target.moments(self.mean, root, self.steps, batch).value + self.entropy(root))
+        return float(target.value(self.mean, root, self.steps, batch) + self.entropy(root))
 
-    @torch.no_grad()
-    def elbos_elsewhere(self) -> list[float]:
-        root = self.root()
-        entropy, others = self.entropy(root), self.target.elsewhere(len(self.mean))
-        return [float(target.value(self.mean, root, self.steps, ()) + entropy) for target in others]
+    def draw(self, n: int, generator: torch.Generator | None) -> Tensor:
+        z = torch.randn(n, len(self.mean), generator=generator, dtype=self.mean.dtype, device=self.mean.device)
+        return self.mean + apply_root(self.root(), z)
 
     @property
     def covariance(self) -> Tensor:
@@ -237,60 +161,6 @@ class Variational(Fitted):
         root = self.root() if root is None else root
         scales = root if self.diagonal else root.diagonal()
         return scales.log().sum() + 0.5 * len(self.mean) * (1 + LOG_2PI)
-
-    @torch.no_grad()
-    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """n draws from q, shape (n, d).
-
-        Args:
-            n: How many.
-            generator: Of the draws; default torch's global one.
-
-        Raises:
-            ValueError: If n is no integer >= 1.
-        """
-        check_integer("n", n, of="the number of draws")
-        z = torch.randn(int(n), len(self.mean), generator=generator, dtype=self.mean.dtype, device=self.mean.device)
-        root = self.root()
-        return self.mean + (z * root if self.diagonal else z @ root.mT)
-
-    @torch.no_grad()
-    def predict(self, inputs: Any, samples: int = 10, *, generator: torch.Generator | None = None) -> Any:
-        """A network's outputs under draws of its weights, stacked: (samples, b, ...).
-
-        Args:
-            inputs: Of the network.
-            samples: How many draws.
-            generator: Of the draws; default torch's global one.
-
-        Raises:
-            TypeError: If the target is no network.
-        """
-        target = self.target.own if isinstance(self.target, JoinedTarget) else self.target
-        if not isinstance(target, Network):
-            raise TypeError("predict is for networks; use sample(n) and your own function of z")
-        draws = self.sample(samples, generator=generator)
-        return torch.stack([run_detached(partial(target.predict, z, inputs)) for z in draws])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on."""
-        return {"mean": self.mean, "precision": self.precision, "steps": self.steps, "lr": self.lr}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there.
-
-        Args:
-            state: From `state_dict`.
-
-        Raises:
-            ValueError: If it is of another size.
-        """
-        missing = {"mean", "precision", "steps", "lr"} - set(state)
-        if missing or state["precision"].shape != self.precision.shape:
-            raise ValueError(f"state lacks {sorted(missing)} or is of another size, expected precision of shape "
-                             f"{tuple(self.precision.shape)}")  # fmt: skip
-        self.mean, self.precision = state["mean"].to(self.mean).clone(), state["precision"].to(self.precision).clone()
-        self.steps, self.lr = state["steps"], state["lr"]
 
     def _factor(self, precision: Tensor) -> Tensor:
         return require_factor(
@@ -325,12 +195,3 @@ def _solve_precision(precision: Tensor, gradient: Tensor) -> Tensor:
     if precision.dim() == 1:
         return gradient / precision
     return torch.cholesky_solve(gradient.unsqueeze(1), factor_or_nan(precision)).squeeze(1)
-
-
-def format_few(values: Tensor) -> str:
-    """The first three numbers as text.
-
-    values: (d,).
-    """
-    shown = ", ".join(f"{float(v):.3g}" for v in values[:3])
-    return f"({shown}{', ...' if len(values) > 3 else ''})"

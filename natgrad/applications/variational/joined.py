@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.variational.network import Network, count_examples
-from natgrad.applications.variational.targets import LogDensity, Moments, Target
+from natgrad.applications.variational.targets import Moments, Target
 from natgrad.ground.spaces import trainable
 from natgrad.ground.typed_torch import split_tensor
 from natgrad.optim import RankExchange, meet_processes
@@ -38,47 +38,35 @@ class JoinedTarget(Target):
         return [replace(self, own=target) for target in self.own.elsewhere(d)]
 
     def moments(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Moments:
-        part = self._take_part(mean, batch)
-        with self.processes.failing_together(mean.device):
-            found = part.moments(mean, root, step, batch)
-        numbers = torch.cat([found.value.reshape(1), found.gradient, found.hessian.reshape(-1)])
-        sizes = [1, len(found.gradient), found.hessian.numel()]
-        value, gradient, hessian = split_tensor(self.processes.sum(numbers), sizes)
-        return Moments(value.reshape(()), gradient, hessian.view_as(found.hessian))
+        return Moments(*self._sum(lambda part: part.moments(mean, root, step, batch), mean, batch))
 
     def value(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Tensor:
-        part = self._take_part(mean, batch)
-        with self.processes.failing_together(mean.device):
-            found = part.value(mean, root, step, batch)
-        return self.processes.sum(found)
+        return self._sum(lambda part: [part.value(mean, root, step, batch)], mean, batch)[0]
 
     def slopes(self, places: Tensor, batch: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         """log p (s,) and its gradient (s, d) at every place, of a function or a network.
 
         places: (s, d), the same on all processes.
         """
-        part = self._take_known(places, batch)
-        with self.processes.failing_together(places.device):
-            values, slopes = part.slopes(places, batch)
-        values, slopes = split_tensor(
-            self.processes.sum(torch.cat([values, slopes.reshape(-1)])), [len(values), slopes.numel()]
-        )
-        return values, slopes.view(places.shape)
+        values, slopes = self._sum(lambda part: part.slopes(places, batch), places, batch)
+        return values, slopes
 
     def values_at(self, places: Tensor, batch: tuple[Any, ...]) -> Tensor:
         """log p at every place, shape (s,), of a function or a network.
 
         places: (s, d), the same on all processes.
         """
-        part = self._take_known(places, batch)
-        with self.processes.failing_together(places.device):
-            found = part.values_at(places, batch)
-        return self.processes.sum(found)
+        return self._sum(lambda part: [part.values_at(places, batch)], places, batch)[0]
 
-    def _take_known(self, places: Tensor, batch: tuple[Any, ...]) -> LogDensity | Network:
-        part = self._take_part(places, batch)
-        assert isinstance(part, (LogDensity, Network))
-        return part
+    def _sum(self, work: Callable[[Any], Sequence[Tensor]], like: Tensor, batch: tuple[Any, ...]) -> list[Tensor]:
+        """The sums over processes of what each one's target gives, in one exchange."""
+        part = self._take_part(like, batch)
+        with self.processes.failing_together(like.device):
+            terms = work(part)
+        sums = split_tensor(
+            self.processes.sum(torch.cat([term.reshape(-1) for term in terms])), [term.numel() for term in terms]
+        )
+        return [total.view_as(term) for total, term in zip(sums, terms, strict=True)]
 
     def _take_part(self, mean: Tensor, batch: tuple[Any, ...]) -> Target:
         """This process's target with its share of the prior, and of a network with the examples of all processes."""

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.applications.variational.fitting import Fitted
-from natgrad.applications.variational.gaussian import ENOUGH, HALVINGS, format_few
-from natgrad.applications.variational.joined import JoinedTarget, find_processes, join_target
-from natgrad.applications.variational.network import Network, NetworkData, NetworkOptions, build_network
-from natgrad.applications.variational.quadrature import Points, default_points
-from natgrad.applications.variational.start import as_mean, as_precision, read_density
-from natgrad.applications.variational.targets import LOG_2PI, LogDensity, LogJoint
-from natgrad.ground.checks import Group, check_integer, check_positive, read_groups
+from natgrad.applications.variational.fitting import Fitted, refuse_infinite, search_rate
+from natgrad.applications.variational.joined import JoinedTarget, join_target
+from natgrad.applications.variational.network import NetworkData, NetworkOptions
+from natgrad.applications.variational.quadrature import Points
+from natgrad.applications.variational.start import as_precision, read_target
+from natgrad.applications.variational.targets import LOG_2PI, LogJoint, SlopeTarget, Target
+from natgrad.ground.checks import Group, check_integer, read_groups
 from natgrad.ground.linalg import all_finite, require_factor
-from natgrad.ground.messages import explain_calls, write_choices
-from natgrad.ground.pure import keep_gradient_mode, run_detached
+from natgrad.ground.messages import explain_calls
 from natgrad.operators import Operator
-from natgrad.optim import RankExchange, refuse_processes
 from natgrad.solvers import MinresQLP
 
 
@@ -138,7 +134,7 @@ SOLVER = MinresQLP(rtol=1e-4, max_steps=100)
 """The bound over a few points depends a little on rotations of B: what no step can follow is left out."""
 LONGEST = 1.0
 """Most that a step changes the logarithm of a scale."""
-Sloped = LogDensity | Network | JoinedTarget
+Sloped = SlopeTarget | JoinedTarget
 """What tells log p and its gradient at given places."""
 
 
@@ -197,23 +193,9 @@ def variational_low_rank(
         (True, torch.Size([3, 2]))
     """
     data: NetworkData = read_groups("variational_low_rank", GROUPS, network, OWN)["data"]
-    check_positive("lr", lr)
-    if points is not None and not isinstance(points, Points):
-        raise TypeError(f"points is {points!r}, expected Sobol() or Draws()")
-    if isinstance(target, nn.Module):
-        refuse_processes(target, "target")
-        density: LogDensity | Network = build_network(target, data, points)
-        mean = density.start if start is None else as_mean(start)
-        spread = 1e-2 / data.prior_precision if covariance is None else covariance
-    else:
-        if data.criterion is not None or data.data_size is not None:
-            raise TypeError("criterion and data_size belong to a network; a log joint has its data inside")
-        if start is None:
-            raise ValueError("start is None, expected the mean of q at the start (d,), or the number of dimensions d")
-        found, mean = read_density(target, start, points)
-        if not isinstance(found, LogDensity):
-            raise TypeError(f"target is {type(target).__name__}, expected a function z -> log p(z, data), or a module")
-        density, spread = found, 1.0 if covariance is None else covariance
+    density, mean, spread = read_target(target, start, covariance, points, data, lr)
+    if not isinstance(density, SlopeTarget):
+        raise TypeError(f"target is {type(target).__name__}, expected a function z -> log p(z, data), or a module")
     check_integer("rank", rank, 1)
     if rank > len(mean):
         raise ValueError(f"rank is {rank}, expected 1 to d = {len(mean)}; ng.variational has whole covariances")
@@ -234,32 +216,23 @@ class LowRankVariational(Fitted):
         seed: Of the factor's directions at the start.
 
     Attributes:
+        scales: s, shape (d,).
+        factor: B, shape (d, rank).
         steps: Number of steps taken.
     """
 
+    STATE = ("mean", "scales", "factor")
+    target: Sloped
+
     def __init__(self, target: Sloped, mean: Tensor, variances: Tensor, rank: int, lr: float, seed: int) -> None:
-        self.target, self.lr, self.rank, self.steps = target, lr, rank, 0
-        self.mean = mean.clone()
+        super().__init__(target, lr)
+        self.choices = {"d": len(mean), "target": type(self.local_target).__name__, "rank": rank}
+        self.mean, self.rank = mean.clone(), rank
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randn(len(mean), rank, generator=generator, dtype=torch.float64)
         directions = (drawn / drawn.norm(dim=1, keepdim=True)).to(mean)
-        self._covariance = FactoredCovariance(
-            ((1 - SHARE) * variances).sqrt(), (SHARE * variances).sqrt().unsqueeze(1) * directions
-        )
-
-    def __repr__(self) -> str:
-        kind = type(self._own).__name__
-        return write_choices(self, d=len(self.mean), target=kind, rank=self.rank, lr=self.lr, steps=self.steps)
-
-    @property
-    def scales(self) -> Tensor:
-        """s, shape (d,)."""
-        return self._covariance.scales
-
-    @property
-    def factor(self) -> Tensor:
-        """B, shape (d, rank)."""
-        return self._covariance.factor
+        self.scales = ((1 - SHARE) * variances).sqrt()
+        self.factor = (SHARE * variances).sqrt().unsqueeze(1) * directions
 
     @property
     def covariance(self) -> Tensor:
@@ -272,164 +245,57 @@ class LowRankVariational(Fitted):
         return self._covariance.diagonal()
 
     @property
-    def _own(self) -> LogDensity | Network:
-        """The target, or this process's part of it."""
-        own = self.target.own if isinstance(self.target, JoinedTarget) else self.target
-        assert isinstance(own, (LogDensity, Network))
-        return own
+    def _covariance(self) -> FactoredCovariance:
+        return FactoredCovariance(self.scales, self.factor)
 
-    @property
-    def steady(self) -> bool:
-        return self.target.steady
-
-    @property
-    def processes(self) -> RankExchange:
-        return find_processes(self.target)
-
-    @keep_gradient_mode
-    @torch.no_grad()
-    def step(self, *batch: Any) -> float:
-        """One natural gradient step, shortened until the bound over its own points gains .4 of what its slope promised.
-
-        Args:
-            *batch: Inputs and targets for a network, nothing otherwise.
-
-        Returns:
-            The evidence lower bound before the step, in nats.
-
-        Raises:
-            ValueError: If log p or its gradient is not finite; q is then as it was.
-        """
-        return self.advance(batch)[0]
-
-    @torch.no_grad()
     def advance(self, batch: tuple[Any, ...]) -> tuple[float, float]:
-        z, weights = self._points()
-        covariance, d = self._covariance, len(self.mean)
-        values, slopes = self.target.slopes(self.mean + covariance.spread(z), batch)
+        z, weights = self._points(self.local_target)
+        before, covariance, d = self.mean, self._covariance, len(self.mean)
+        values, slopes = self.target.slopes(before + covariance.spread(z), batch)
         bound, gradient = self._add_entropy(weights @ values, covariance), weights @ slopes
-        if not all_finite(slopes) or not math.isfinite(float(bound)):
-            raise ValueError(
-                f"log p or its gradient is not finite near z = {format_few(self.mean)}; q is as it was. Start nearer, "
-                "with a smaller covariance, or write log p over unconstrained z"
-            )
+        if not all_finite(slopes) or not all_finite(bound):
+            raise refuse_infinite(before)
         weighted = weights.unsqueeze(1) * slopes * covariance.scales
         own, sides = covariance.entropy_slopes()
         by_shape = torch.cat([own + (weighted * z[:, :d]).sum(0), (sides + weighted.mT @ z[:, d:]).reshape(-1)])
         shape = SOLVER.solve(FactorFisher(covariance), by_shape).value
         mean = covariance.mv(gradient)
         length = float(gradient @ mean + by_shape @ shape)
-        self._take(bound, length, mean, shape, z, weights, batch)
+        logs, relative = shape[:d], shape[d:].view_as(covariance.factor)
+
+        def move(rate: float) -> tuple[Tensor, FactoredCovariance]:
+            return before + rate * mean, covariance.move(rate * logs, rate * relative)
+
+        def measure_gain(rate: float) -> float:
+            place, tried = move(rate)
+            values = self.target.values_at(place + tried.spread(z), batch)
+            return float(self._add_entropy(weights @ values, tried) - bound)
+
+        rate = search_rate(measure_gain, length, min(self.lr, LONGEST / max(float(shape.abs().max()), 1e-30)), bound)
+        if rate:  # what the solver found may be infinite
+            self.mean, covariance = move(rate)
+            self.scales, self.factor = covariance.scales, covariance.factor
         self.steps += 1
         return float(bound), length / 2
 
-    def _take(
-        self, bound: Tensor, length: float, mean: Tensor, shape: Tensor, z: Tensor, weights: Tensor, batch: Any
-    ) -> None:
-        """As much of the step as brings `ENOUGH` of the promised gain; none if nothing does."""
-        d, before, covariance = len(self.mean), self.mean, self._covariance
-        logs, relative = shape[:d], shape[d:].view_as(covariance.factor)
-        rate = min(self.lr, LONGEST / max(float(shape.abs().max()), 1e-30))
-        slack = 8 * torch.finfo(before.dtype).eps * (1 + abs(float(bound)))
-        for _ in range(HALVINGS):
-            tried, place = covariance.move(rate * logs, rate * relative), before + rate * mean
-            values = self.target.values_at(place + tried.spread(z), batch)
-            gain = float(self._add_entropy(weights @ values, tried) - bound)
-            if gain >= ENOUGH * rate * length - slack:  # False for a NaN
-                self.mean, self._covariance = place, tried
-                return
-            best = rate * length / (2 * (rate * length - gain)) if math.isfinite(gain) else 0.0
-            rate *= min(max(best, 0.1), 0.5)
+    def measure_bound(self, target: Target, batch: tuple[Any, ...]) -> float:
+        assert isinstance(target, Sloped)
+        z, weights = self._points(target)
+        values = target.values_at(self.mean + self._covariance.spread(z), batch)
+        return float(self._add_entropy(weights @ values, self._covariance))
 
-    def _points(self) -> tuple[Tensor, Tensor]:
-        size = len(self.mean) + self.rank
-        z, weights = (self._own.points or default_points(size)).at(size, self.steps)
-        return z.to(self.mean), weights.to(self.mean)
+    def draw(self, n: int, generator: torch.Generator | None) -> Tensor:
+        like = self.mean
+        z = torch.randn(n, self.count_dimensions(), generator=generator, dtype=like.dtype, device=like.device)
+        return like + self._covariance.spread(z)
+
+    def count_dimensions(self) -> int:
+        return len(self.mean) + self.rank
+
+    def _points(self, target: Target) -> tuple[Tensor, Tensor]:
+        own = target.own if isinstance(target, JoinedTarget) else target
+        assert isinstance(own, SlopeTarget)
+        return own.place_points(self.mean, self.steps, self.count_dimensions())
 
     def _add_entropy(self, value: Tensor, covariance: FactoredCovariance) -> Tensor:
         return value + covariance.half_logdet() + 0.5 * len(self.mean) * (1 + LOG_2PI)
-
-    @torch.no_grad()
-    def elbo(self, *batch: Any) -> float:
-        """The evidence lower bound in nats, with the points of the next step.
-
-        Args:
-            *batch: Inputs and targets for a network, nothing otherwise.
-        """
-        return self._elbo_over(*self._points(), batch)
-
-    def elbos_elsewhere(self) -> list[float]:
-        size, own = len(self.mean) + self.rank, self._own
-        if not isinstance(own, LogDensity):
-            return []
-        others = (own.points or default_points(size)).others()
-        placed = ([part.to(self.mean) for part in points.at(size, self.steps)] for points in others)
-        return [self._elbo_over(z, weights, ()) for z, weights in placed]
-
-    @torch.no_grad()
-    def _elbo_over(self, z: Tensor, weights: Tensor, batch: tuple[Any, ...]) -> float:
-        values = self.target.values_at(self.mean + self._covariance.spread(z), batch)
-        return float(self._add_entropy(weights @ values, self._covariance))
-
-    @torch.no_grad()
-    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """n draws from q, shape (n, d).
-
-        Args:
-            n: How many.
-            generator: Of the draws; default torch's global one.
-
-        Raises:
-            ValueError: If n is no integer >= 1.
-        """
-        check_integer("n", n, of="the number of draws")
-        size, like = len(self.mean) + self.rank, self.mean
-        z = torch.randn(int(n), size, generator=generator, dtype=like.dtype, device=like.device)
-        return like + self._covariance.spread(z)
-
-    @torch.no_grad()
-    def predict(self, inputs: Any, samples: int = 10, *, generator: torch.Generator | None = None) -> Any:
-        """A network's outputs under draws of its weights, stacked: (samples, b, ...).
-
-        Args:
-            inputs: Of the network.
-            samples: How many draws.
-            generator: Of the draws; default torch's global one.
-
-        Raises:
-            TypeError: If the target is no network.
-        """
-        target = self._own
-        if not isinstance(target, Network):
-            raise TypeError("predict is for networks; use sample(n) and your own function of z")
-        draws = self.sample(samples, generator=generator)
-        return torch.stack([run_detached(partial(target.predict, z, inputs)) for z in draws])
-
-    def snapshot(self) -> tuple[Tensor, FactoredCovariance, int]:
-        return self.mean, self._covariance, self.steps
-
-    def restore(self, place: tuple[Tensor, FactoredCovariance, int]) -> None:
-        self.mean, self._covariance, self.steps = place
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on."""
-        return {"mean": self.mean, "scales": self.scales, "factor": self.factor, "steps": self.steps, "lr": self.lr}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there.
-
-        Args:
-            state: From `state_dict`.
-
-        Raises:
-            ValueError: If it is of another size.
-        """
-        missing = {"mean", "scales", "factor", "steps", "lr"} - set(state)
-        if missing or state["factor"].shape != self.factor.shape:
-            raise ValueError(
-                f"state lacks {sorted(missing)} or is of another size, expected factor of shape "
-                f"{tuple(self.factor.shape)}"
-            )
-        scales, factor = state["scales"].to(self.mean).clone(), state["factor"].to(self.mean).clone()
-        self.mean, self._covariance = state["mean"].to(self.mean).clone(), FactoredCovariance(scales, factor)
-        self.steps, self.lr = state["steps"], state["lr"]

@@ -12,15 +12,13 @@ from torch import Tensor
 
 from natgrad.applications.variational.fitting import Fitted
 from natgrad.applications.variational.gaussian import Variational
-from natgrad.applications.variational.joined import JoinedTarget, find_processes, join_target
+from natgrad.applications.variational.joined import JoinedTarget, join_target
 from natgrad.applications.variational.quadrature import Points
 from natgrad.applications.variational.start import read_density
-from natgrad.applications.variational.targets import LOG_2PI, LogDensity, LogJoint, Target
-from natgrad.ground.checks import check_integer, check_positive
+from natgrad.applications.variational.targets import LOG_2PI, DensityTarget, LogJoint, Target
+from natgrad.ground.checks import check_positive
 from natgrad.ground.linalg import require_factor
-from natgrad.ground.messages import explain_calls, write_choices
-from natgrad.ground.pure import keep_gradient_mode
-from natgrad.optim import RankExchange
+from natgrad.ground.messages import explain_calls
 
 LEAST = -50.0
 """Of the logarithm of a weight: a component that is worth nothing now can come back."""
@@ -83,7 +81,7 @@ def variational_mixture(
     if len(given.unique(dim=0)) < len(given):
         raise ValueError("starts has a row twice: components that are equal move alike for ever; spread them")
     density, first = read_density(target, given[0] if isinstance(starts, Tensor) else given[0].tolist(), points)
-    if not isinstance(density, LogDensity):
+    if not isinstance(density, DensityTarget):
         raise TypeError(f"target is {type(target).__name__}, expected a function z -> log p(z, data)")
     means = given.detach().to(first)
     joined = join_target(density, group, means, covariance, diagonal, lr, points)
@@ -105,15 +103,14 @@ class VariationalMixture(Fitted):
         steps: Number of steps taken.
     """
 
-    def __init__(self, target: Target, components: Sequence[Variational], lr: float) -> None:
-        self.target, self.components, self.lr, self.steps = target, list(components), lr, 0
-        mean = self.components[0].mean
-        self.log_weights = mean.new_full((len(self.components),), -math.log(len(self.components)))
+    STATE = ("log_weights",)
 
-    def __repr__(self) -> str:
-        d, diagonal = len(self.components[0].mean), self.components[0].diagonal
-        shown = {"components": len(self.components), "d": d, "diagonal": diagonal, "lr": self.lr, "steps": self.steps}
-        return write_choices(self, **shown)
+    def __init__(self, target: Target, components: Sequence[Variational], lr: float) -> None:
+        super().__init__(target, lr)
+        self.components = list(components)
+        first = self.components[0]
+        self.choices = {"components": len(self.components), "d": len(first.mean), "diagonal": first.diagonal}
+        self.log_weights = first.mean.new_full((len(self.components),), -math.log(len(self.components)))
 
     @property
     def weights(self) -> Tensor:
@@ -137,41 +134,17 @@ class VariationalMixture(Fitted):
         own = sum(w * part.covariance for w, part in zip(self.weights, self.components, strict=True))
         return own + (gaps.mT * self.weights) @ gaps
 
-    @property
-    def steady(self) -> bool:
-        return self.target.steady
-
-    @property
-    def processes(self) -> RankExchange:
-        return find_processes(self.target)
-
-    @keep_gradient_mode
-    @torch.no_grad()
-    def step(self) -> float:
-        """One natural gradient step of all components and of their weights.
-
-        Each component's step is held as that of `Variational.step`.
-
-        Returns:
-            The evidence lower bound before the step, in nats.
-
-        Raises:
-            ValueError: If log p or its derivatives are not finite; q is then as it was.
-        """
-        return self.advance(())[0]
-
-    @torch.no_grad()
-    def advance(self, batch: tuple[Any, ...] = ()) -> tuple[float, float]:
+    def advance(self, batch: tuple[Any, ...]) -> tuple[float, float]:
         before, frozen = self.snapshot(), self._freeze()
-        found = []
+        steps = []
         try:
             for place, part in enumerate(self.components):
                 part.lr, part.target = self.lr, frozen.without(self.target, place)
-                found.append(part.advance(batch))
+                steps.append(part.advance(batch))
         except ValueError:
             self.restore(before)
             raise
-        worth, gaps = torch.tensor(found, dtype=torch.float64).to(self.log_weights).unbind(1)
+        worth, gaps = torch.tensor(steps, dtype=torch.float64).to(self.log_weights).unbind(1)
         weights = self.weights
         bound = weights @ worth
         gap = weights @ gaps + (weights @ (worth - bound).square()) / 2
@@ -179,21 +152,10 @@ class VariationalMixture(Fitted):
         self.log_weights, self.steps = moved.log_softmax(0), self.steps + 1
         return float(bound), float(gap)
 
-    @torch.no_grad()
-    def elbo(self) -> float:
-        """The evidence lower bound in nats, with the points of the next step."""
-        return self._elbo_of(self.target)
-
-    @torch.no_grad()
-    def _elbo_of(self, target: Target) -> float:
-        frozen, worth = self._freeze(), []
-        for place, part in enumerate(self.components):
-            part.target = frozen.without(target, place)
-            worth.append(part.elbo())
+    def measure_bound(self, target: Target, batch: tuple[Any, ...]) -> float:
+        frozen = self._freeze()
+        worth = [part.measure_bound(frozen.without(target, c), batch) for c, part in enumerate(self.components)]
         return float(self.weights @ torch.tensor(worth, dtype=torch.float64).to(self.weights))
-
-    def elbos_elsewhere(self) -> list[float]:
-        return [self._elbo_of(target) for target in self.target.elsewhere(len(self.mean))]
 
     def log_density(self, z: Tensor) -> Tensor:
         """log q(z).
@@ -206,57 +168,30 @@ class VariationalMixture(Fitted):
         """
         return self._freeze().log_density(z)
 
-    @torch.no_grad()
-    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """n draws from q, shape (n, d).
-
-        Args:
-            n: How many.
-            generator: Of the draws; default torch's global one.
-
-        Raises:
-            ValueError: If n is no integer >= 1.
-        """
-        check_integer("n", n, of="the number of draws")
+    def draw(self, n: int, generator: torch.Generator | None) -> Tensor:
         labels = torch.multinomial(self.weights, n, replacement=True, generator=generator)
-        drawn = self.means.new_empty(n, len(self.means[0]))
+        drawn = self.means.new_empty(n, len(self.mean))
         for place, part in enumerate(self.components):
             chosen = labels == place
             if bool(chosen.any()):
-                drawn[chosen] = part.sample(int(chosen.sum()), generator=generator)
+                drawn[chosen] = part.draw(int(chosen.sum()), generator)
         return drawn
 
-    def snapshot(self) -> tuple[Any, Tensor, int]:
-        return tuple(part.snapshot() for part in self.components), self.log_weights, self.steps
+    def snapshot(self) -> dict[str, Any]:
+        return {**super().snapshot(), "components": [part.state_dict() for part in self.components]}
 
-    def restore(self, place: tuple[Any, Tensor, int]) -> None:
-        parts, self.log_weights, self.steps = place
-        for part, own in zip(self.components, parts, strict=True):
-            part.restore(own)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on."""
-        parts = [part.state_dict() for part in self.components]
-        return {"components": parts, "log_weights": self.log_weights, "steps": self.steps, "lr": self.lr}
+    def restore(self, place: dict[str, Any]) -> None:
+        super().restore(place)
+        for part, before in zip(self.components, place["components"], strict=True):
+            part.restore(before)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there.
-
-        Args:
-            state: From `state_dict`.
-
-        Raises:
-            ValueError: If it is of another size.
-        """
-        missing = {"components", "log_weights", "steps", "lr"} - set(state)
-        if missing or len(state["components"]) != len(self.components):
-            raise ValueError(
-                f"state lacks {sorted(missing)} or is of another size, expected {len(self.components)} components"
-            )
-        for part, own in zip(self.components, state["components"], strict=True):
+        parts = state.get("components", ())
+        if len(parts) != len(self.components):
+            raise ValueError(f"state has {len(parts)} components, expected {len(self.components)} components")
+        super().load_state_dict(state)
+        for part, own in zip(self.components, parts, strict=True):
             part.load_state_dict(own)
-        self.log_weights = state["log_weights"].to(self.log_weights).clone()
-        self.steps, self.lr = state["steps"], state["lr"]
 
     def _freeze(self) -> FrozenMixture:
         precisions = torch.stack([part.precision for part in self.components])
@@ -310,8 +245,8 @@ class FrozenMixture:
             return replace(target, own=self._without(target.own, place, target.processes.size))
         return self._without(target, place, 1)
 
-    def _without(self, target: Target, place: int, parts: int) -> LogDensity:
-        assert isinstance(target, LogDensity)
+    def _without(self, target: Target, place: int, parts: int) -> DensityTarget:
+        assert isinstance(target, DensityTarget)
         log_joint = target.log_joint
 
         def log_rest(z: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.applications.variational.quadrature import Draws, Points
-from natgrad.applications.variational.targets import LOG_2PI, Moments, Target, apply_root
+from natgrad.applications.variational.targets import LOG_2PI, Moments, SlopeTarget, apply_root
 from natgrad.families import Criterion, as_criterion
 from natgrad.ground.pure import PureModel, as_call, check_followed
 from natgrad.ground.spaces import Params, Space, trainable
@@ -42,7 +42,7 @@ class NetworkOptions(TypedDict, total=False):
     prior_precision: float
 
 
-class Network(Target):
+class Network(SlopeTarget):
     """A network's weights: data_size times the mean log-likelihood of a batch, plus log N(weights; 0, 1 / precision).
 
     The Hessian is that of the Gauss-Newton form: minus the Fisher metric of `ng.fisher`, so it is never positive.
@@ -67,31 +67,19 @@ class Network(Target):
 
     def moments(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Moments:
         inputs, targets = require_batch(batch)
-        z, weights = (part.to(mean) for part in self.points.at(len(mean), step))
+        z, weights = self.place_points(mean, step)
         found = [self._one(place, root.dim() == 1, inputs, targets) for place in mean + apply_root(root, z)]
         value, gradient, hessian = (
             torch.einsum("s,s...->...", weights, torch.stack(part)) for part in zip(*found, strict=True)
         )
         return Moments(value, gradient, hessian)
 
-    def value(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Tensor:
-        z, weights = (part.to(mean) for part in self.points.at(len(mean), step))
-        return weights @ self.values_at(mean + apply_root(root, z), batch)
-
     def slopes(self, places: Tensor, batch: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        """log p (s,) and its gradient (s, d) at every place.
-
-        places: Weights, (s, d).
-        """
         found = [self._differentiate(place, *require_batch(batch))[:2] for place in places]
         values, gradients = (torch.stack(part) for part in zip(*found, strict=True))
         return values, gradients
 
     def values_at(self, places: Tensor, batch: tuple[Any, ...]) -> Tensor:
-        """log p at every place, shape (s,).
-
-        places: Weights, (s, d).
-        """
         inputs, targets = require_batch(batch)
         if self._has_none(inputs):
             return torch.stack([self._log_joint(place.new_zeros(()), place) for place in places])

@@ -82,7 +82,7 @@ class Projected(Target):
     def value(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Tensor:
         require_no_batch(batch)
         f, _, _, weights = self._nodes(mean, root)
-        return (weights @ self.log_likelihood(f).detach()).sum() + self._prior(mean, root)[0]
+        return (weights @ self._evaluate(f).detach()).sum() + self._prior(mean, root)[0]
 
     def _nodes(self, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """f at the quadrature nodes (order, N), its standard deviations (N,), the nodes (order, 1), their weights."""
@@ -92,18 +92,23 @@ class Projected(Target):
         nodes, weights = (part.to(mean) for part in GaussHermite(self.order).at(1, 0))
         return a @ mean + as_tensor_like(self.offset, mean) + nodes * deviation, deviation, nodes, weights
 
+    def _evaluate(self, f: Tensor) -> Tensor:
+        """log p(y_n | f_n) of every entry."""
+        found = self.log_likelihood(f)
+        if found.shape != f.shape:
+            raise ValueError(
+                f"log_likelihood returned {tuple(found.shape)} for f {tuple(f.shape)}, expected a number for every "
+                "entry: f comes with a leading dimension of quadrature nodes"
+            )
+        return found
+
     def _entries(self, f: Tensor, deviation: Tensor, nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """E of the sum of log p, and of its first and second derivative in every f_n (N,)."""
         if not f.numel():  # all rows are on other processes
             return f.new_zeros(()), deviation, deviation
         with torch.enable_grad():
             f = f.detach().requires_grad_()
-            found = self.log_likelihood(f)
-            if found.shape != f.shape:
-                raise ValueError(
-                    f"log_likelihood returned {tuple(found.shape)} for f {tuple(f.shape)}, expected a number for every "
-                    "entry: f comes with a leading dimension of quadrature nodes"
-                )
+            found = self._evaluate(f)
             (slope,) = torch.autograd.grad(found.sum(), f, create_graph=True)
             bend = torch.zeros_like(f)
             if slope.requires_grad:

@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from natgrad.applications.variational.network import NetworkData, build_network
 from natgrad.applications.variational.quadrature import Points
-from natgrad.applications.variational.targets import LogDensity, LogJoint, Target, is_batched
+from natgrad.applications.variational.targets import DensityTarget, LogJoint, Target, is_batched
+from natgrad.ground.checks import check_positive
 from natgrad.ground.linalg import all_finite, require_factor
 from natgrad.ground.typed_torch import as_tensor_like
+from natgrad.optim import refuse_processes
 
 
 def as_mean(start: Any) -> Tensor:
@@ -71,6 +74,31 @@ def as_precision(covariance: Tensor | float, mean: Tensor, diagonal: bool) -> Te
     return torch.cholesky_inverse(require_factor(given, "covariance is not positive definite"))
 
 
+def read_target(
+    target: LogJoint | Target | nn.Module,
+    start: Tensor | Sequence[float] | int | None,
+    covariance: Tensor | float | None,
+    points: Points | None,
+    data: NetworkData,
+    lr: float,
+) -> tuple[Target, Tensor, Tensor | float]:
+    """What q is fitted to, and q's mean (d,) and covariance at the start; the arguments as a user gives them."""
+    check_positive("lr", lr)
+    if points is not None and not isinstance(points, Points):
+        raise TypeError(f"points is {points!r}, expected Sobol(), GaussHermite() or Draws()")
+    if isinstance(target, nn.Module):
+        refuse_processes(target, "target")
+        net = build_network(target, data, points)
+        spread = 1e-2 / data.prior_precision if covariance is None else covariance
+        return net, net.start if start is None else as_mean(start), spread
+    if data.criterion is not None or data.data_size is not None:
+        raise TypeError("criterion and data_size belong to a network; a log joint has its data inside")
+    if start is None:
+        raise ValueError("start is None, expected the mean of q at the start (d,), or the number of dimensions d")
+    density, mean = read_density(target, start, points)
+    return density, mean, 1.0 if covariance is None else covariance
+
+
 def read_density(
     target: LogJoint | Target, start: Tensor | Sequence[float] | int, points: Points | None
 ) -> tuple[Target, Tensor]:
@@ -86,4 +114,4 @@ def read_density(
     if not callable(target):
         raise TypeError(f"target is {type(target).__name__}, expected a function z -> log p(z, data), or a module")
     mean = mean if isinstance(start, Tensor) else match_dtype(target, mean)
-    return LogDensity(target, points, is_batched(target, mean)), mean
+    return DensityTarget(target, points, is_batched(target, mean)), mean

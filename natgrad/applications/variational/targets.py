@@ -7,7 +7,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ LogJoint = Callable[[Tensor], Tensor]
 LOG_2PI = math.log(2 * math.pi)
 
 
-@dataclass(frozen=True)
-class Moments:
+class Moments(NamedTuple):
     """E_q of log p(z, data) and of its derivatives.
 
     Attributes:
@@ -92,8 +91,42 @@ def apply_root(root: Tensor, z: Tensor) -> Tensor:
     return z * root if root.dim() == 1 else z @ root.mT
 
 
+class SlopeTarget(Target):
+    """A target that is known at single places: a function, or a network's weights.
+
+    Attributes:
+        points: How expectations are taken; None for the default of the dimension.
+    """
+
+    points: Points | None
+
+    @abstractmethod
+    def slopes(self, places: Tensor, batch: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        """log p (s,) and its gradient (s, d) at every place.
+
+        places: (s, d).
+        """
+
+    @abstractmethod
+    def values_at(self, places: Tensor, batch: tuple[Any, ...]) -> Tensor:
+        """log p at every place, shape (s,).
+
+        places: (s, d).
+        """
+
+    def value(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Tensor:
+        z, weights = self.place_points(mean, step)
+        return weights @ self.values_at(mean + apply_root(root, z), batch)
+
+    def place_points(self, mean: Tensor, step: int, d: int | None = None) -> tuple[Tensor, Tensor]:
+        """Points (s, d) and weights (s,) in the dtype and on the device of the mean; default in its dimension."""
+        d = len(mean) if d is None else d
+        z, weights = (self.points or default_points(d)).at(d, step)
+        return z.to(mean), weights.to(mean)
+
+
 @dataclass(frozen=True)
-class LogDensity(Target):
+class DensityTarget(SlopeTarget):
     """log p(z, data) as a function.
 
     Args:
@@ -112,7 +145,7 @@ class LogDensity(Target):
 
     def moments(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Moments:
         require_no_batch(batch)
-        z, weights = self._points(mean, step)
+        z, weights = self.place_points(mean, step)
         parts = (mean + apply_root(root, z)).split(_rows_at_once(len(mean)))
         values = torch.cat([self.values(part).detach() for part in parts])
         found, bends = zip(*(self._derivatives(part) for part in parts), strict=True)
@@ -120,39 +153,17 @@ class LogDensity(Target):
         curvatures = None if any(bend is None for bend in bends) else torch.cat(bends)
         return Moments(weights @ values, weights @ slopes, expected_hessian(slopes, curvatures, z, weights, root))
 
-    def value(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Tensor:
-        require_no_batch(batch)
-        z, weights = self._points(mean, step)
-        places = mean + apply_root(root, z)
-        return weights @ torch.cat([self.values(part).detach() for part in places.split(_rows_at_once(len(mean)))])
-
     def slopes(self, places: Tensor, batch: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        """log p (s,) and its gradient (s, d) at every place.
-
-        places: (s, d).
-        """
         require_no_batch(batch)
+        slopes, values = map_rows(torch.func.grad_and_value(self._evaluate), places)
+        return values.detach(), slopes.detach()
 
-        def one(row: Tensor) -> Tensor:
-            return self.log_joint(row.unsqueeze(0) if self.batched else row).reshape(())
-
-        found, values = map_rows(torch.func.grad_and_value(one), places)
-        return values.detach(), found.detach()
-
-    def elsewhere(self, d: int) -> Sequence[LogDensity]:
+    def elsewhere(self, d: int) -> Sequence[DensityTarget]:
         return [replace(self, points=points) for points in (self.points or default_points(d)).others()]
 
     def values_at(self, places: Tensor, batch: tuple[Any, ...]) -> Tensor:
-        """log p at every place, shape (s,).
-
-        places: (s, d).
-        """
         require_no_batch(batch)
-        return self.values(places).detach()
-
-    def _points(self, mean: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        z, weights = (self.points or default_points(len(mean))).at(len(mean), step)
-        return z.to(mean), weights.to(mean)
+        return torch.cat([self.values(part).detach() for part in places.split(_rows_at_once(places.shape[1]))])
 
     def values(self, z: Tensor) -> Tensor:
         """log p(z, data) of every row, shape (s,).
@@ -161,13 +172,13 @@ class LogDensity(Target):
         """
         return (self.log_joint(z) if self.batched else map_rows(self.log_joint, z)).reshape(len(z))
 
+    def _evaluate(self, row: Tensor) -> Tensor:
+        """log p of one z (d,), a scalar."""
+        return self.log_joint(row.unsqueeze(0) if self.batched else row).reshape(())
+
     def _derivatives(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
         """Gradients (s, d) and Hessians (s, d, d) at rows z; None for these where torch has no second derivative."""
-
-        def one(row: Tensor) -> Tensor:
-            return self.log_joint(row.unsqueeze(0) if self.batched else row).reshape(())
-
-        slope = torch.func.grad(one)
+        slope = torch.func.grad(self._evaluate)
         try:
             # twice in reverse: torch's forward derivative of logaddexp is NaN where both terms underflow
             with exact_derivatives():
@@ -187,7 +198,7 @@ def require_no_batch(batch: tuple[Any, ...]) -> None:
 
 def are_finite(found: Moments) -> bool:
     """True if all moments are finite."""
-    return all(all_finite(part) for part in (found.value, found.gradient, found.hessian))
+    return all(all_finite(part) for part in found)
 
 
 def _rows_at_once(d: int) -> int:

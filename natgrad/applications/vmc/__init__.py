@@ -1,4 +1,10 @@
-"""Variational Monte Carlo: ground states of quantum systems by stochastic reconfiguration."""
+"""Variational Monte Carlo: ground states of quantum systems by stochastic reconfiguration.
+
+Example:
+    >>> h, psi = ng.vmc.TransverseIsing(4), ng.LogAmplitude(ng.vmc.RBM(4))
+    >>> sr = ng.stochastic_reconfiguration(psi, lr=0.1)
+    >>> energies = ng.vmc.GroundState(h, ng.vmc.Enumerated(h.space), sr).run(5)
+"""
 
 from natgrad.applications.vmc.amplitude import LogAmplitude, read_amplitude, read_log, read_phase, read_sign
 from natgrad.applications.vmc.antisymmetric import AntisymmetricNet

@@ -1,37 +1,44 @@
-"""What Table 1 and Fig. 1 of Karakida, Okada & Amari 2016 come out as: steps, errors, time, curves."""
+"""What Table 1 and Fig. 1 of Karakida, Okada & Amari 2016 come out as: steps, errors, time, curves.
+
+`python -m natgrad_lab.papers.karakida_2016.page lab/natgrad_lab/papers/karakida_2016/records docs/images` draws the
+pictures of the page and prints its tables, from records that are kept: nothing runs again.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+import sys
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from natgrad_lab.experiments import find
+from natgrad_lab.experiments.records import Folder
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
 from natgrad_lab.experiments.study import Findings, Numbers
-from natgrad_lab.figures import DASHES, INK, PALETTE, put_legend_below
+from natgrad_lab.experiments.study import findings as read_findings
+from natgrad_lab.figures import DASHES, INK, PALETTE, draw, put_legend_below, put_title, save
+from natgrad_lab.papers.karakida_2016.cells import COSTS, FIGURE1_CELLS, GAP_CELLS, LINKS, TABLE1_CELLS, PaperCell
 
+CELLS = {cell.name: cell for cell in (*TABLE1_CELLS, *GAP_CELLS)}
 NAMES = {  # piece -> what the table calls it, its entry of the costs
-    "sgd": ("SGD, V = v²", "SGD, single"),
-    "eq4": ("ANG, eq. 4, V = exp v", "eq. 4"),
-    "exact": ("ANG, exact, V = exp v", "exact"),
-    "exact-square": ("ANG, exact, V = v²", "exact"),
-    "ours-single": ("ng.ang, one example a step", "ours, single"),
+    **{name: (cell.title, COSTS[cell.learner]) for name, cell in CELLS.items()},
     "ours": ("ng.ang, batches", "ours"),
     "tuned-sgd-single": ("SGD tuned, one example a step", "SGD, single"),
     "tuned-sgd": ("SGD tuned, batches", "SGD"),
     "tuned-adam": ("Adam tuned, batches", "Adam"),
 }
+FREE = ("ours", "ours-single-exp", "tuned-sgd", "tuned-adam", "tuned-sgd-single")
 HIGHEST = -10.0  # of the drawn losses: above, all methods fall alike
-PRINTED = ("sgd", "eq4", "exact", "exact-square")
-PAPER = {  # test error, steps to -28, time
-    "sgd": ("-33.21 ± 2.25", "216,000", "1.00"),
-    "eq4": ("-32.14 ± 3.58", "19,300", "0.34"),
-}
+MEAN_LEVEL = -25.0
+"""Which the mean of all runs passes with every schedule: steps to it leave no run out."""
+PAPER = {"sgd": ("-33.21 ± 2.25", "216,000", "1"), "literal": ("-32.14 ± 3.58", "19,300", ".34")}
+"""Test error, steps to -28 and time that the paper prints."""
 
 
 def find_first_steps(found: Numbers, level: float) -> list[int | None]:
@@ -74,6 +81,21 @@ def seconds(told: Findings, piece: str) -> float | None:
     return statistics.mean(steps) * costs[0][NAMES[piece][1]] if steps and costs else None
 
 
+def find_mean_step(found: Numbers, level: float) -> int | None:
+    """The first step at which the mean error of all models lay below the level; None where it never did."""
+    for step, errors in zip(found["steps"], found["errors"], strict=True):
+        if all(e is not None and math.isfinite(e) for e in errors) and statistics.mean(errors) < level:
+            return step
+    return None
+
+
+def average_mean_steps(told: Findings, piece: str) -> float | None:
+    """`find_mean_step` at `MEAN_LEVEL`, averaged over the seeds; None where a seed never gets there."""
+    steps = [find_mean_step(found, MEAN_LEVEL) for found in told.of(piece)]
+    there = [step for step in steps if step is not None]
+    return statistics.mean(there) if there and len(there) == len(steps) else None
+
+
 def table1(told: Findings) -> Story:
     """The page of Table 1."""
     return Story("Score matching by adaptive natural gradient (Table 1)", _lead(told), _method(told), _sections(told))
@@ -81,25 +103,41 @@ def table1(told: Findings) -> Story:
 
 def figure1(told: Findings) -> Story:
     """The page of Fig. 1."""
-    curves = _curves(told, ("sgd", "eq4", "exact", "ours-single"))
-    section = Section("Test error on the way", _plateau(told), (), curves)
-    return Story("Off the plateau (Fig. 1)", _plateau(told), _method(told), (section,))
+    section = Section("Test error on the way", _lead(told), (), _both_links(told))
+    return Story("Off the plateau (Fig. 1)", _lead(told), _method(told), (section,))
+
+
+def gap(told: Findings) -> Story:
+    """The page of what separates our row from the paper's."""
+    tables = tuple(_rows(told, cells, _name_start(start)) for start, cells in _by_start().items())
+    lead = " ".join(_sentence(told, cell.name) for cell in GAP_CELLS[-4:] if told.of(cell.name))
+    section = Section("Start, data and schedule in turn", lead, tables)
+    return Story("Why the paper's steps are fewer than ours", lead, _method(told), (section,))
+
+
+def _by_start() -> dict[tuple[float, float, float], list[PaperCell]]:
+    groups: dict[tuple[float, float, float], list[PaperCell]] = {}
+    for cell in GAP_CELLS:
+        if cell.start is not None:
+            groups.setdefault(cell.start, []).append(cell)
+    return groups
+
+
+def _name_start(start: tuple[float, float, float]) -> str:
+    return "W ~ {:g} N(0, 1), V uniform on (0, {:g}), data times {:g}".format(*start)
 
 
 def _lead(told: Findings) -> str:
-    parts = [_sentence(told, piece) for piece in ("ours", "ours-single", "eq4", "sgd") if told.of(piece)]
+    parts = [_sentence(told, cell.name) for cell in TABLE1_CELLS if told.of(cell.name)]
     return " ".join(parts) or "Nothing is finished yet."
 
 
 def _sentence(told: Findings, piece: str) -> str:
     steps, _ = pool_seeds(told, piece)
-    there = [s for s in steps if s is not None]
-    when = f", after {statistics.mean(there):,.0f} steps on average" if there else ""
-    return f"{NAMES[piece][0]}: {len(there)} of {len(steps)} runs below {told.settings.level:g}{when}."
-
-
-def _plateau(told: Findings) -> str:
-    return " ".join(_sentence(told, piece) for piece in ("sgd", "eq4", "exact", "ours-single") if told.of(piece))
+    there = sum(s is not None for s in steps)
+    mean = average_mean_steps(told, piece)
+    when = "" if mean is None else f", the mean of all below {MEAN_LEVEL:g} after {mean:,.0f} steps"
+    return f"{NAMES[piece][0]}: {there} of {len(steps)} runs below {told.settings.level:g}{when}."
 
 
 def _method(told: Findings) -> str:
@@ -107,35 +145,28 @@ def _method(told: Findings) -> str:
     return (
         f"{s.examples} examples of eight variables in four subspaces, x = A s, s_i = u_i N(0, I), A a random "
         f"orthogonal matrix; {s.held_out} others for the test error. {s.runs} initial conditions per set of data, W ~ "
-        f"{s.spread:g} N(0, 1), V ~ U(0, {s.pooling:g}), learn side by side and see one stream "
-        "of examples. The mixing, the scale of the initial conditions and how V stays positive are not given in the "
-        "paper and were chosen by us. At the "
-        f"paper's rate of {s.rate:g}, ANG has G = I at first and eps = 1 / (t + 100) for eq. 4, 1 / (t + 30) for the "
-        "exact update: with the printed 1 / t the first update forgets the start. Runs end when all models have "
-        "reached the level and as many steps again have passed. Tuned: the best of five rates, by runs that reach the "
-        "level and then by steps."
+        f"{s.spread:g} N(0, 1), V ~ U(0, {s.pooling:g}) where nothing else is said, learn side by side and see "
+        f"{'examples of their own' if s.own_examples else 'one stream of examples'}. "
+        "The mixing, the scale of the initial conditions and how V stays positive are not given "
+        f"in the paper and were chosen by us. At the paper's rate of {s.rate:g}, ANG has G = I at first and one "
+        "schedule of eps for both updates. Eq. 4 is replaced by the exact update where it would lose positivity, but "
+        "for 1/t from t = 1, which is eq. 4 as printed. Runs end when all models have reached the level and as many "
+        "steps again have passed. Tuned: the best of five rates, by runs that reach the level and then by steps."
     )
 
 
 def _sections(told: Findings) -> tuple[Section, ...]:
-    free = ("ours", "ours-single", "tuned-sgd", "tuned-adam", "tuned-sgd-single")
-    tables = _table(told, free, False), _costs(told)
-    title = f"At the paper's rate, {told.settings.rate:g}"
-    said = " ".join((_write_terminal_text(told), _tell_units(told, "exact")))
-    printed = Section(title, said, (_table(told, PRINTED, True),), _curves(told, PRINTED))
-    ours = Section("With rates of their own", _against(told), tables, _curves(told, free))
-    return (printed, ours)
-
-
-def _write_terminal_text(told: Findings) -> str:
-    steps = {p: [s for s in pool_seeds(told, p)[0] if s is not None] for p in ("sgd", "eq4")}
-    if not all(steps.values()):
-        return "One of the two methods of the paper has not reached the level in its steps."
-    ratio = statistics.mean(steps["sgd"]) / statistics.mean(steps["eq4"])
-    return (
-        f"SGD takes {ratio:.1f} times the steps of ANG by eq. 4 (the paper: 11.2), counting the runs that reach the "
-        "level."
+    printed = tuple(
+        Section(
+            f"At the paper's rate, V = {LINKS[link]}",
+            _tell_units(told, f"exact-{link}-100"),
+            (_rows(told, [cell for cell in TABLE1_CELLS if cell.link == link], f"Table 1, V = {LINKS[link]}"),),
+            _both_links(told) if link == "square" else (),
+        )
+        for link in LINKS
     )
+    tables = _rows_free(told), _costs(told)
+    return (*printed, Section("With rates of their own", _against(told), tables, _curves(told, FREE)))
 
 
 def _tell_units(told: Findings, piece: str) -> str:
@@ -154,49 +185,88 @@ def _tell_units(told: Findings, piece: str) -> str:
 
 
 def _against(told: Findings) -> str:
-    ours = {p: seconds(told, p) for p in ("ours", "ours-single")}
+    ours = seconds(told, "ours")
     theirs = {p: seconds(told, p) for p in ("tuned-sgd", "tuned-adam", "tuned-sgd-single")}
     known = {p: t for p, t in theirs.items() if t is not None and all(s is not None for s in pool_seeds(told, p)[0])}
-    if ours["ours"] is None or not known:
+    if ours is None or not known:
         return "No tuned method reached the level from every initial condition, or costs are not measured yet."
     best = min(known, key=lambda p: known[p])
     return (
-        f"To the level, ng.ang on batches takes {ours['ours'] / known[best]:.2f} of the time of the best tuned method "
+        f"To the level, ng.ang on batches takes {ours / known[best]:.2f} of the time of the best tuned method "
         f"that reaches it from everywhere, {NAMES[best][0]}: mean steps times the seconds of a step of all runs side "
         "by side."
     )
 
 
-def _table(told: Findings, pieces: tuple[str, ...], paper: bool) -> Table:
-    base = seconds(told, "sgd")
-    rows = tuple(_row(told, piece, base, paper) for piece in pieces if told.of(piece))
+def _rows(told: Findings, cells: list[PaperCell], title: str) -> Table:
+    """Cells at the paper's rate, beside the paper's row, with the time of SGD with the same link as 1."""
+    heads = ("", "test error", f"mean of all below {MEAN_LEVEL:g}", "reached", "steps of those that reach it", "time")
+    note = (
+        "Test error: mean ± standard deviation over all runs at their end. Mean of all: the step at which it passes "
+        f"the level. Reached: {told.settings.level:g}, at any time; steps of the runs that do are no figure for all. "
+        "Time: to the mean of all, SGD's with the same link is 1. Small: the paper's numbers."
+    )
+    base = next((_seconds_to_mean(told, cell) for cell in cells if cell.learner == "sgd"), None)
+    rows = []
+    for cell in cells:
+        if not told.of(cell.name):
+            continue
+        steps, ends = pool_seeds(told, cell.name)
+        there, mean = [s for s in steps if s is not None], average_mean_steps(told, cell.name)
+        taken, small = _seconds_to_mean(told, cell), PAPER.get(cell.learner, ("", "", ""))
+        rows.append(
+            (
+                cell.title,
+                (_write_error(ends), small[0]),
+                "-" if mean is None else f"{mean:,.0f}",
+                f"{len(there)} of {len(steps)}",
+                (f"{statistics.mean(there):,.0f} ± {statistics.pstdev(there):,.0f}" if there else "-", small[1]),
+                ("-" if taken is None or not base else f"{taken / base:.2g}", small[2]),
+            )
+        )
+    return Table(title, heads, tuple(rows), note)
+
+
+def _seconds_to_mean(told: Findings, cell: PaperCell) -> float | None:
+    mean, costs = average_mean_steps(told, cell.name), told.of("cost")
+    return mean * costs[0][COSTS[cell.learner]] if mean is not None and costs else None
+
+
+def _write_error(ends: list[float]) -> str:
+    """Mean and standard deviation of all runs; of those that are finite where some diverged."""
+    finite = [e for e in ends if math.isfinite(e)]
+    if not finite:
+        return "all diverged"
+    error = f"{statistics.mean(finite):.2f} ± {statistics.pstdev(finite):.2f}"
+    return error if len(finite) == len(ends) else f"{error}, {len(ends) - len(finite)} diverged"
+
+
+def _rows_free(told: Findings) -> Table:
     heads = ("", "test error", f"steps to {told.settings.level:g}", "reached", "above it again", "time to SGD's")
     note = (
-        "Test error: mean ± standard deviation over runs at their end. Steps: mean over the runs that reach the level, "
-        "± standard deviation. Above it again: runs that reached the level and did not end below it. Time: steps times "
-        "seconds per step, relative to SGD at the paper's rate. Small: the paper's numbers; the rate that was best."
+        "Steps: mean over the runs that reach the level, ± standard deviation. Above it again: runs that reached the "
+        "level and did not end below it. Time: relative to SGD at the paper's rate with V = v². Small: the best rate."
     )
-    return Table("Table 1" if paper else "With rates of their own", heads, rows, note)
-
-
-def _row(told: Findings, piece: str, base: float | None, paper: bool) -> tuple[str | tuple[str, str], ...]:
-    steps, ends = pool_seeds(told, piece)
-    there, finite = [s for s in steps if s is not None], [e for e in ends if math.isfinite(e)]
-    taken = seconds(told, piece)
-    error = f"{statistics.mean(finite):.2f} ± {statistics.pstdev(finite):.2f}" if finite else "-"
-    count = f"{statistics.mean(there):,.0f} ± {statistics.pstdev(there):,.0f}" if there else "-"
-    time = "-" if taken is None or not base else f"{taken / base:.3g}"
-    back = sum(count_degraded(found, told.settings.level) for found in told.of(piece))
-    small = PAPER.get(piece, ("", "", "")) if paper else ("", "", "")
-    rates = sorted({f"rate {found['rate']:g}" for found in told.of(piece) if "rate" in found})
-    return (
-        (NAMES[piece][0], ", ".join(rates)),
-        (error, small[0]),
-        (count, small[1]),
-        f"{len(there)} of {len(steps)}",
-        str(back),
-        (time, small[2]),
-    )
+    base = seconds(told, "sgd-square")
+    rows = []
+    for piece in FREE:
+        if not told.of(piece):
+            continue
+        steps, ends = pool_seeds(told, piece)
+        there, taken = [s for s in steps if s is not None], seconds(told, piece)
+        back = sum(count_degraded(found, told.settings.level) for found in told.of(piece))
+        rates = sorted({f"rate {found['rate']:g}" for found in told.of(piece) if "rate" in found})
+        rows.append(
+            (
+                (NAMES[piece][0], ", ".join(rates)),
+                _write_error(ends),
+                f"{statistics.mean(there):,.0f} ± {statistics.pstdev(there):,.0f}" if there else "-",
+                f"{len(there)} of {len(steps)}",
+                str(back),
+                "-" if taken is None or not base else f"{taken / base:.3g}",
+            )
+        )
+    return Table("With rates of their own", heads, tuple(rows), note)
 
 
 def _costs(told: Findings) -> Table:
@@ -214,29 +284,49 @@ def _curves(told: Findings, pieces: tuple[str, ...]) -> tuple[Picture, ...]:
     there = tuple(piece for piece in pieces if told.of(piece))
     if not there:
         return ()
-    name = "curves-" + ("printed" if "sgd" in pieces else "own")
-    return (Picture(name, "Test error", _draw(told, there), (8.0, 4.6)),)
 
-
-def _draw(told: Findings, pieces: tuple[str, ...]) -> Callable[[Figure], None]:
     def fill(figure: Figure) -> None:
         axes = figure.add_subplot()
-        for place, piece in enumerate(pieces):
-            colour = INK if piece == "sgd" else PALETTE[place % len(PALETTE)]
-            _lines(axes, told.of(piece)[0], colour, DASHES[place % len(DASHES)], NAMES[piece][0])
-        level = told.settings.level
-        axes.axhline(level, color=INK, linewidth=0.8, linestyle=":", label=f"level {level:g} that steps are counted to")
-        drawn = [np.asarray(line.get_xydata(), dtype=float) for line in axes.lines[:-1]]
-        starts = [float(points[points[:, 1] < HIGHEST, 0].min(initial=np.inf)) for points in drawn]
-        axes.set_xscale("log")
-        axes.set_ylim(-35, HIGHEST)
-        axes.set_xlim(left=min((x for x in starts if np.isfinite(x)), default=1.0))
-        axes.set(xlabel="steps", ylabel="loss on test data")
+        _draw(axes, told, there)
         axes.set_title("Two-layer model on ISA data, score matching: every start, and the median", loc="left")
-        axes.grid(visible=True, axis="y")
         put_legend_below(figure, axes)
 
-    return fill
+    return (Picture("curves-own", "Test error", fill, (8.0, 4.6)),)
+
+
+def _both_links(told: Findings) -> tuple[Picture, ...]:
+    """Fig. 1 for both links side by side: every start, and the median."""
+    links = [link for link in LINKS if told.of(f"sgd-{link}")]
+
+    def fill(figure: Figure) -> None:
+        panels = figure.subplots(1, len(links), sharey=True, squeeze=False)[0]
+        for axes, link in zip(panels, links, strict=True):
+            pieces = tuple(cell.name for cell in FIGURE1_CELLS if cell.link == link and told.of(cell.name))
+            _draw(axes, told, pieces)
+            axes.set_title(f"V = {LINKS[link]}", loc="left")
+        for axes in panels[1:]:
+            axes.set_ylabel("")
+        handles, labels = panels[0].get_legend_handles_labels()
+        names = [label.removesuffix(f", V = {LINKS[links[0]]}") for label in labels]
+        figure.legend(handles, names, loc="outside lower center", ncols=3, fontsize=9, handlelength=2.6)
+
+    title = "Two-layer model on ISA data, score matching, at the paper's rate: every start, and the median"
+    return (Picture("curves-printed", title, fill, (10.0, 4.8)),) if links else ()
+
+
+def _draw(axes: Axes, told: Findings, pieces: tuple[str, ...]) -> None:
+    for place, piece in enumerate(pieces):
+        colour = INK if piece.startswith("sgd") else PALETTE[place % len(PALETTE)]
+        _lines(axes, told.of(piece)[0], colour, DASHES[place % len(DASHES)], NAMES[piece][0])
+    level = told.settings.level
+    axes.axhline(level, color=INK, linewidth=0.8, linestyle=":", label=f"level {level:g} that steps are counted to")
+    drawn = [np.asarray(line.get_xydata(), dtype=float) for line in axes.lines[:-1]]
+    starts = [float(points[points[:, 1] < HIGHEST, 0].min(initial=np.inf)) for points in drawn]
+    axes.set_xscale("log")
+    axes.set_ylim(-35, HIGHEST)
+    axes.set_xlim(left=min((x for x in starts if np.isfinite(x)), default=1.0))
+    axes.set(xlabel="steps", ylabel="loss on test data")
+    axes.grid(visible=True, axis="y")
 
 
 def _lines(axes: Axes, found: Numbers, colour: str, dash: Any, name: str) -> None:
@@ -244,3 +334,37 @@ def _lines(axes: Axes, found: Numbers, colour: str, dash: Any, name: str) -> Non
     steps = np.maximum(found["steps"], 1)
     axes.plot(steps, errors, color=colour, linestyle="-", linewidth=0.7, alpha=0.35)
     axes.plot(steps, np.median(errors, axis=1), color=colour, linestyle=dash, linewidth=2.2, label=name)
+
+
+def draw_all(folder: Path, images: Path) -> list[str]:
+    """Write the PNGs of the page; its tables, as a page has them.
+
+    Args:
+        folder: Of the records: a folder of each study's name.
+        images: Where to.
+    """
+    lines = []
+    for name in ("karakida_2016_table1", "karakida_2016_gap"):
+        study = find(name)
+        story = study.tell(read_findings(study, Folder(folder / name)))
+        for section in story.sections:
+            lines += ["", section.verdict]
+            for table in section.tables:
+                lines += ["", table.title, "", "| " + " | ".join(table.heads) + " |"]
+                lines += ["|" + "---|" * len(table.heads)]
+                lines += ["| " + " | ".join(said for said, _ in cells) + " |" for cells in table.cells]
+            for picture in section.pictures:
+                stem = images / {"curves-printed": "karakida", "curves-own": "karakida_own"}[picture.name]
+                save(draw(partial(fill_titled, picture), picture.size), stem)
+                stem.with_suffix(".svg").unlink()
+    return lines
+
+
+def fill_titled(picture: Picture, figure: Figure) -> None:
+    """Draw a picture with its title above."""
+    picture.draw(figure)
+    put_title(figure, picture.title)
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\n".join(draw_all(Path(sys.argv[1]), Path(sys.argv[2]))) + "\n")

@@ -1,7 +1,8 @@
 """Karakida, Okada & Amari 2016, Table 1 and Fig. 1: a two-layer model by score matching, ten runs side by side.
 
-At the paper's rate: gradient descent, adaptive natural gradient by eq. 4 and exactly. Beside them gradient descent and
-Adam at the best of as many rates, and `ng.ang` with nothing tuned. The goal is the paper's: test error below -28.
+At the paper's rate, for both ways to keep V positive and three schedules of eps: gradient descent, adaptive natural
+gradient by eq. 4 and exactly. Beside them gradient descent and Adam at the best of as many rates, and `ng.ang` with
+nothing tuned. The goal is the paper's: test error below -28.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from natgrad.ground.spaces import Positive, Square, positive
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
 from natgrad_lab.papers.karakida_2016 import page
+from natgrad_lab.papers.karakida_2016.cells import FIGURE1_CELLS, GAP_CELLS, TABLE1_CELLS, PaperCell
 from natgrad_lab.papers.karakida_2016.two_layer_data import count_units, isa, starts
 from natgrad_lab.papers.karakida_2016.two_layer_learners import Adam, DescentLearner, Learner, NatgradLearner, Paper
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-SQUARE = Square()
+LINKS: dict[str, Positive | Square] = {"square": Square(), "exp": positive}
 RATES = {  # as many for each: the rates that are tried
     "SGD, single": (1e-4, 3e-4, 1e-3, 2e-3, 4e-3),
     "SGD": (1e-3, 3e-3, 1e-2, 2e-2, 4e-2),
@@ -51,8 +53,9 @@ class KarakidaSettings:
     every: int = 10  # steps between factorisations, of ng.ang on single examples
     spread: float = 0.3  # standard deviation of W at first; not given in the paper
     pooling: float = 1.0  # V is uniform between 0 and this at first; not given in the paper
-    dtype: str = "float32"  # float32 or float64
-    square: bool = False  # the exact update with V = v^2 too
+    scale: float = 1.0  # factor on the data; the mixing is not given in the paper
+    own_examples: bool = False  # each run draws its own, in place of one stream for all; not given in the paper
+    dtype: str = "float32"  # float32 or float64; at the paper's rate V = exp v has float64 always
     processes: int = 2  # pieces at a time, but for the costs
     threads: int | None = 1
     device: str = "cpu"
@@ -63,7 +66,7 @@ class KarakidaSettings:
                 raise LabError(f"{name} is {getattr(self, name)}, expected a positive number")
         if self.tuned_steps < 10 or self.our_single < 10:
             raise LabError("tuned_steps and our_single: expected at least 10")
-        for name in ("rate", "spread", "pooling"):
+        for name in ("rate", "spread", "pooling", "scale"):
             if not getattr(self, name) > 0:
                 raise LabError(f"{name} is {getattr(self, name)}, expected a positive number")
         if self.dtype not in DTYPES:
@@ -77,83 +80,95 @@ def many(run: StudyRun, link: Positive | Square, times: int = 1) -> dict[str, Te
     return {name: p.repeat(times, 1, 1).to(s.device, DTYPES[s.dtype]) for name, p in first.items()}
 
 
-def learn(run: StudyRun, learner: Learner, steps: int, batch: int, every: int) -> Numbers:
-    """Train to the end, or until all reached the level and stayed for as long again; test errors on the way.
+def learn(run: StudyRun, learner: Learner, looks: list[int], batch: int) -> Numbers:
+    """Train to the last look, or until all reached the level and stayed for as long again; test errors at the looks.
 
-    All models see one stream of examples, drawn with replacement. Returns {"steps": [...], "errors": [one list per
-    point]}: NaN where a model diverged.
+    Examples are drawn with replacement, one stream for all models unless `own_examples`. Returns {"steps": [...],
+    "errors": [one list per point]}: NaN where a model diverged.
     """
     s: KarakidaSettings = run.settings
-    data = isa(run.seed, s.examples + s.held_out).to(s.device, DTYPES[s.dtype])
+    data = s.scale * isa(run.seed, s.examples + s.held_out).to(s.device, DTYPES[s.dtype])
     train, test = data[: s.examples], data[s.examples :]
     generator = torch.Generator().manual_seed(run.seed)
-    models, points, errors, reached = len(learner.params["W"]), [0], [error(learner, test)], None
-    for start in range(0, steps, every):
-        run.advance(start / steps)
-        count = min(every, steps - start)
-        drawn = torch.randint(s.examples, (count, batch), generator=generator)
-        for indices in drawn:
+    models, points, errors, reached = len(learner.params["W"]), [0], [measure_errors(learner, test)], None
+    for look in looks:
+        run.advance(points[-1] / looks[-1])
+        shape = (models, batch) if s.own_examples else (batch,)
+        for indices in torch.randint(s.examples, (look - points[-1], *shape), generator=generator):
             learner.step(train[indices].expand(models, -1, -1))
-        points.append(start + count)
-        errors.append(error(learner, test))
+        points.append(look)
+        errors.append(measure_errors(learner, test))
         if reached is None and all(e < s.level for e in errors[-1]):
-            reached = points[-1]
-        if reached is not None and points[-1] >= 2 * reached:
+            reached = look
+        if not any(math.isfinite(e) for e in errors[-1]) or (reached is not None and look >= 2 * reached):
             break
     return {"steps": points, "errors": errors}
 
 
-def error(learner: Learner, test: Tensor) -> list[float]:
-    """The mean of l over the test examples, for every model."""
-    return learner.model.loss(learner.params, test.expand(len(learner.params["W"]), -1, -1)).tolist()
+def place_looks(steps: int, number: int) -> list[int]:
+    """So many steps, equally far apart, with the last."""
+    every = max(steps // number, 1)
+    return [*range(every, steps, every), steps]
 
 
-Made = Callable[[StudyRun], Learner]
+def spread_looks(steps: int) -> list[int]:
+    """Steps each 3 % after the one before, from a thousand (or a hundredth of all) on, with the last."""
+    looks = [max(min(1000, steps // 100), 1)]
+    while looks[-1] < steps:
+        looks.append(min(max(int(1.03 * looks[-1]), looks[-1] + 1), steps))
+    return looks
 
 
-def descent(run: StudyRun) -> Learner:
-    """Gradient descent as the paper has it, with V = v^2, which suits it best."""
-    return DescentLearner(TwoLayer(SQUARE), many(run, SQUARE), run.settings.rate)
+def measure_errors(learner: Learner, test: Tensor) -> list[float]:
+    """The mean of l over the test examples, for every model, to a thousandth."""
+    errors = learner.model.loss(learner.params, test.expand(len(learner.params["W"]), -1, -1))
+    return errors.double().round(decimals=3).tolist()
 
 
-def first_order(run: StudyRun) -> Learner:
-    """Eq. 4, eps = 1 / (t + 100)."""
-    return Paper(TwoLayer(), many(run, positive), run.settings.rate, ng.FirstOrder())
+def start_cell(cell: PaperCell, run: StudyRun) -> Learner:
+    """The learner of a cell at its start."""
+    link, rate = LINKS[cell.link], run.settings.rate
+    model, params = TwoLayer(link), many(run, link)
+    match cell.learner:
+        case "sgd":
+            return DescentLearner(model, params, rate)
+        case "eq4":
+            return Paper(model, params, rate, ng.FirstOrder(offset=cell.offset or 0.0))
+        case "exact":
+            return Paper(model, params, rate, ng.Woodbury(offset=cell.offset or 0.0))
+        case "literal":
+            return Paper(model, params, rate, None)
+        case _:
+            return NatgradLearner(model, params, method=replace(ng.Averaged(), every=run.settings.every))
 
 
-def exact(run: StudyRun) -> Learner:
-    """The exact update, eps = 1 / (t + 30)."""
-    return Paper(TwoLayer(), many(run, positive), run.settings.rate, ng.Woodbury())
-
-
-def exact_square(run: StudyRun) -> Learner:
-    """The exact update with V = v^2."""
-    return Paper(TwoLayer(SQUARE), many(run, SQUARE), run.settings.rate, ng.Woodbury())
-
-
-def ours(run: StudyRun) -> Learner:
-    """ng.ang."""
-    return NatgradLearner(TwoLayer(), many(run, positive))
-
-
-def ours_single(run: StudyRun) -> Learner:
-    """ng.ang on single examples."""
-    return NatgradLearner(TwoLayer(), many(run, positive), method=replace(ng.Averaged(), every=run.settings.every))
-
-
-def run_learner(made: Made, steps: str, batch: str | None, points: int) -> Callable[[StudyRun], Numbers]:
-    """A piece of work: one learner, so many steps, test errors at so many points."""
+def run_cell(cell: PaperCell) -> Callable[[StudyRun], Numbers]:
+    """A piece of work: test errors, updates that eq. 4 was refused, and the units at the end."""
 
     def work(run: StudyRun) -> Numbers:
-        total = getattr(run.settings, steps)
-        size = 1 if batch is None else getattr(run.settings, batch)
-        learner = made(run)
+        if cell.start is not None:
+            spread, pooling, scale = cell.start
+            run = replace(run, settings=replace(run.settings, spread=spread, pooling=pooling, scale=scale))
+        if cell.link == "exp":  # in float32, G^-1 loses positivity where units vanish and their slopes with them
+            run = replace(run, settings=replace(run.settings, dtype="float64"))
+        s: KarakidaSettings = run.settings
+        steps = {"sgd": s.descent_steps, "ours-single": s.our_single}.get(cell.learner, s.natural_steps)
+        learner = start_cell(cell, run)
         with torch.inference_mode():
-            found = learn(run, learner, total, size, max(total // points, 1))
+            found = learn(run, learner, spread_looks(steps), 1)
         units = count_units(learner.params, learner.model.link, run.seed)
-        return found | {"batch": size, "refused": getattr(learner, "refused", 0), "units": units}
+        return found | {"batch": 1, "refused": getattr(learner, "refused", 0), "units": units}
 
     return work
+
+
+def ours(run: StudyRun) -> Numbers:
+    """ng.ang on batches."""
+    s: KarakidaSettings = run.settings
+    learner = NatgradLearner(TwoLayer(), many(run, positive))
+    with torch.inference_mode():
+        found = learn(run, learner, place_looks(s.our_steps, 60), s.batch)
+    return found | {"batch": s.batch, "units": count_units(learner.params, positive, run.seed)}
 
 
 def choose_rate(kind: str) -> Callable[[StudyRun], Numbers]:
@@ -163,13 +178,13 @@ def choose_rate(kind: str) -> Callable[[StudyRun], Numbers]:
         s: KarakidaSettings = run.settings
         rates, single = RATES[kind], kind.endswith("single")
         each = torch.tensor(rates, dtype=DTYPES[s.dtype], device=s.device).repeat_interleave(s.runs).view(-1, 1, 1)
-        link: Positive | Square = SQUARE if kind.startswith("SGD") else positive
+        link = LINKS["square" if kind.startswith("SGD") else "exp"]
         learner = (DescentLearner if kind.startswith("SGD") else Adam)(
             TwoLayer(link), many(run, link, len(rates)), each
         )
         steps = s.tuned_steps if single else s.tuned_steps // 10
         with torch.inference_mode():
-            whole = learn(run, learner, steps, 1 if single else s.batch, max(steps // 60, 1))
+            whole = learn(run, learner, place_looks(steps, 60), 1 if single else s.batch)
         found = [of_models(whole, n * s.runs, (n + 1) * s.runs) for n in range(len(rates))]
         best = min(range(len(rates)), key=lambda n: rank(found[n], s.level))
         tried = {f"{rate:g}": list(rank(one, s.level)) for rate, one in zip(rates, found, strict=True)}
@@ -197,13 +212,13 @@ def cost(run: StudyRun) -> Numbers:
     data = isa(run.seed, s.examples).to(s.device, DTYPES[s.dtype])
     rates = torch.full((s.runs, 1, 1), 1e-6, dtype=DTYPES[s.dtype])
     learners: dict[str, tuple[Learner, int, int]] = {
-        "SGD, single": (descent(run), 1, 40),
-        "eq. 4": (first_order(run), 1, 40),
-        "exact": (exact(run), 1, 40),
-        "ours, single": (ours_single(run), 1, 40),
-        "SGD": (descent(run), s.batch, 8),
+        "SGD, single": (start_cell(PaperCell("sgd", "square"), run), 1, 40),
+        "eq. 4": (start_cell(PaperCell("eq4", "square", 100.0), run), 1, 40),
+        "exact": (start_cell(PaperCell("exact", "square", 100.0), run), 1, 40),
+        "ours, single": (start_cell(PaperCell("ours-single", "square"), run), 1, 40),
+        "SGD": (start_cell(PaperCell("sgd", "square"), run), s.batch, 8),
         "Adam": (Adam(TwoLayer(), many(run, positive), rates), s.batch, 8),
-        "ours": (ours(run), s.batch, 8),
+        "ours": (NatgradLearner(TwoLayer(), many(run, positive)), s.batch, 8),
     }
     taken: dict[str, list[float]] = {name: [] for name in learners}
     generator = torch.Generator().manual_seed(run.seed)
@@ -225,32 +240,31 @@ def beside_others(name: str, title: str, work: Callable[[StudyRun], Numbers]) ->
     return Piece(name, title, work, independent=True)
 
 
-PRINTED = (
-    beside_others("sgd", "SGD at the paper's rate", run_learner(descent, "descent_steps", None, 150)),
-    beside_others("eq4", "ANG, eq. 4, at the paper's rate", run_learner(first_order, "natural_steps", None, 90)),
-    beside_others("exact", "ANG, exact, at the paper's rate", run_learner(exact, "natural_steps", None, 90)),
-)
+COST = Piece("cost", "Seconds per step", cost, False)
+
+
+def make_pieces(cells: tuple[PaperCell, ...]) -> tuple[Piece, ...]:
+    """A piece for every cell."""
+    return tuple(beside_others(cell.name, cell.title, run_cell(cell)) for cell in cells)
 
 
 def table1_pieces(settings: KarakidaSettings) -> tuple[Piece, ...]:
     """The longest first, beside one another; the costs last, while nothing else runs."""
-    square = beside_others("exact-square", "ANG, exact, V = v²", run_learner(exact_square, "natural_steps", None, 90))
     return (
-        *PRINTED,
-        *((square,) if settings.square else ()),
+        *make_pieces(TABLE1_CELLS),
         beside_others("tuned-adam", "Adam, tuned", choose_rate("Adam")),
         beside_others("tuned-sgd", "SGD, tuned", choose_rate("SGD")),
         beside_others("tuned-sgd-single", "SGD, tuned, single examples", choose_rate("SGD, single")),
-        beside_others("ours-single", "ng.ang, single examples", run_learner(ours_single, "our_single", None, 80)),
-        beside_others("ours", "ng.ang, batches", run_learner(ours, "our_steps", "batch", 60)),
-        Piece("cost", "Seconds per step", cost, False),
+        beside_others("ours", "ng.ang, batches", ours),
+        COST,
     )
 
 
-def figure1_pieces(settings: KarakidaSettings) -> tuple[Piece, ...]:
-    """The paper's two curves, the exact update, and ours."""
-    ours_too = beside_others("ours-single", "ng.ang, single examples", run_learner(ours_single, "our_single", None, 80))
-    return (*PRINTED, ours_too)
+@dataclass(frozen=True)
+class GapSettings(KarakidaSettings):
+    """Those of Table 1, with time for gradient descent to end."""
+
+    descent_steps: int = 500_000
 
 
 TABLE1 = Study(
@@ -266,7 +280,16 @@ FIGURE1 = Study(
     "karakida_2016_figure1",
     "Natural gradient of score matching leaves the plateau (Fig. 1)",
     KarakidaSettings,
-    figure1_pieces,
+    lambda settings: make_pieces(FIGURE1_CELLS),
     page.figure1,
     seeds=1,
+)
+
+GAP = Study(
+    "karakida_2016_gap",
+    "Which starts, data and schedule give Table 1's steps: SGD and adaptive natural gradient with V = v²",
+    GapSettings,
+    lambda settings: (*make_pieces(GAP_CELLS), COST),
+    page.gap,
+    seeds=3,
 )

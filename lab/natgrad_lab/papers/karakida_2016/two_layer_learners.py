@@ -83,19 +83,22 @@ class Adam:
 
 @dataclass
 class Paper:
-    """xi <- xi - eta G^-1 grad l, then G^-1 by eq. 4 or by Woodbury's formula, in place; eta the paper's, no bound."""
+    """xi <- xi - eta G^-1 grad l, then G^-1 by eq. 4 or by Woodbury's formula, in place; eta the paper's, no bound.
+
+    Without a method: eq. 4 as printed, eps = 1 / t from t = 1, and no look at whether G^-1 stays positive.
+    """
 
     model: TwoLayer
     params: dict[str, Tensor]
     rate: float
-    method: ng.FirstOrder | ng.Woodbury
+    method: ng.FirstOrder | ng.Woodbury | None
     count: int = 0
     refused: int = 0
 
     def __post_init__(self) -> None:
         W = self.params["W"]
         self.single = SingleExample(self.params, self.model.link)
-        self.inverse = torch.eye(2 * W[0].numel(), dtype=W.dtype).repeat(len(W), 1, 1) / self.method.start_at
+        self.inverse = torch.eye(2 * W[0].numel(), dtype=W.dtype).repeat(len(W), 1, 1)
         self.both = torch.empty_like(self.single.rows)
 
     def step(self, examples: Tensor) -> None:
@@ -103,7 +106,8 @@ class Paper:
         self.count += 1
         rows = self.single.slopes(examples)
         torch.bmm(rows, self.inverse, out=self.both)  # one pass over G^-1; four times faster than G^-1 times columns
-        rate = adaptation_rate(self.count, self.method.offset, self.method.floor)
+        offset, floor = (0.0, 0.0) if self.method is None else (self.method.offset, self.method.floor)
+        rate = adaptation_rate(self.count, offset, floor)
         self._update(rows[:, :-1].mT, self.both[:, :-1].mT, rate)
         move(self.params, self.both[:, -1], self.rate)  # by G_t^-1: this sample joins G_t+1
 
@@ -112,7 +116,7 @@ class Paper:
             woodbury_inverse(self.inverse, root, rate, image=image, out=self.inverse)
             return
         bound = (root * image).sum((1, 2))  # tr U^T G^-1 U, at least its largest eigenvalue
-        if bool((rate * bound < 1 + rate).all()):
+        if self.method is None or bool((rate * bound < 1 + rate).all()):
             adapt_inverse(self.inverse, root, rate, image=image, out=self.inverse)
             return
         positive = stays_positive(self.inverse, root, rate, image=image)

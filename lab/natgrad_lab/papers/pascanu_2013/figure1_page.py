@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
 from natgrad_lab.experiments.study import Findings, Numbers
-from natgrad_lab.figures import DASHES, GRID, INK, PALETTE, put_legend_below
+from natgrad_lab.figures import DASHES, INK, PALETTE, put_legend_below
 from natgrad_lab.words import short
 
 # as in the paper: purple, gray, orange, blue
@@ -23,6 +23,8 @@ COLOURS = {
     "covariance": PALETTE[0],
     "Newton": PALETTE[1],
 }
+LEVELS = "#8a939d"  # of contours: seen on white and in the dark, paler than any path
+LABEL_DISTANCE = 1.1  # from a point to the middle of its label, in units of (b, w)
 TITLES = {
     "printed": "As printed: (x - w sigmoid(w x + b) + b)²",
     "other": "The other reading: (x - (w sigmoid(w x + b) + b))²",
@@ -176,7 +178,9 @@ def _counts(starts: Numbers) -> Table:
 def _map(paths: Numbers, surfaces: Numbers) -> Callable[[Figure], None]:
     def fill(figure: Figure) -> None:
         grid = figure.add_gridspec(2, 4)
-        _surface(figure.add_subplot(grid[:, :2]), paths, surfaces)
+        surface = figure.add_subplot(grid[:, :2])
+        _surface(surface, paths, surfaces)
+        put_legend_below(figure, surface, columns=len(MARKS))
         for place, name in enumerate(("1", "2", "3", "4")):
             _around(figure.add_subplot(grid[place // 2, 2 + place % 2]), name, surfaces["around"][name])
 
@@ -185,24 +189,40 @@ def _map(paths: Numbers, surfaces: Numbers) -> Callable[[Figure], None]:
 
 def _surface(axes: Axes, paths: Numbers, surfaces: Numbers) -> None:
     ticks, error = np.array(surfaces["ticks"]), np.log10(np.array(surfaces["error"]) + 1e-6)
-    low, high = np.percentile(error, 0.5), error.max()
+    low, high = np.percentile(error, 2), error.max()  # below, the lattice cuts the valley into beads
     axes.contour(
-        ticks, ticks, error, levels=np.linspace(low, high, 22), colors=GRID, linewidths=0.9, linestyles="solid"
+        ticks, ticks, error, np.linspace(low, high, 22), colors=LEVELS, linewidths=0.8, linestyles="solid", alpha=0.6
     )
     for one in paths.values():
         for method, mark in MARKS.items():
             _path(axes, np.array(one[method]["points"]), COLOURS[method], mark)
+    drawn = np.concatenate([trace(one[method]["points"]) for one in paths.values() for method in MARKS])
     for name, place in surfaces["around"].items():
-        b, w = place["at"]
         axes.annotate(
-            f"[{name}]", (b, w), (14, 10), textcoords="offset points", color=INK, fontsize=11, fontweight="bold",
-            arrowprops={"arrowstyle": "->", "color": INK, "linewidth": 0.8},
+            f"[{name}]", place["at"], find_free(place["at"], drawn, ticks[-1]), color=INK, fontsize=11, ha="center",
+            fontweight="bold", va="center", arrowprops={"arrowstyle": "->", "color": INK, "linewidth": 0.8},
         )  # fmt: skip
     for method, mark in MARKS.items():
         axes.plot([], [], "-", marker=mark, markersize=4, color=COLOURS[method], linewidth=2, label=method)
     axes.set(xlim=(ticks[0], ticks[-1]), ylim=(ticks[0], ticks[-1]), xlabel="b", ylabel="w")
     axes.set_title("error, logarithmic", loc="left", fontsize=11)
-    axes.legend(fontsize=9, loc="upper left")
+
+
+def trace(points: list[list[float]]) -> np.ndarray:
+    """Points along a path (b, w), fifty to a step, shape (k, 2)."""
+    ends = np.array(points)
+    shares = np.linspace(0.0, 1.0, 50)[:, None, None]
+    return ((1 - shares) * ends[:-1] + shares * ends[1:]).reshape(-1, 2)
+
+
+def find_free(at: list[float], drawn: np.ndarray, edge: float) -> tuple[float, float]:
+    """The place (b, w) around a point that is farthest from all paths and within the window, for a label."""
+    angles = np.linspace(0.0, 2 * math.pi, 24, endpoint=False)
+    around = np.array(at) + LABEL_DISTANCE * np.stack([np.cos(angles), np.sin(angles)], 1)
+    around = around[(np.abs(around) < 0.95 * edge).all(1)]
+    gaps = np.linalg.norm(around[:, None] - drawn, axis=-1).min(1)
+    b, w = around[gaps.argmax()].tolist()
+    return b, w
 
 
 def _path(axes: Axes, points: np.ndarray, colour: str, mark: str) -> None:
@@ -215,9 +235,9 @@ def _path(axes: Axes, points: np.ndarray, colour: str, mark: str) -> None:
 
 
 def _around(axes: Axes, name: str, place: Numbers) -> None:
-    ticks, kl = np.array(place["ticks"]), np.array(place["kl"])
-    levels = np.quantile(kl, (0.02, 0.06, 0.12, 0.2, 0.3, 0.42, 0.55, 0.7, 0.85))
-    axes.contour(ticks, ticks, kl, levels=np.unique(levels), colors=GRID, linewidths=0.9)
+    ticks, kl = np.array(place["ticks"]), np.sqrt(np.maximum(place["kl"], 0.0))  # the root is straight near 0
+    levels = np.quantile(kl, (0.06, 0.12, 0.2, 0.3, 0.42, 0.55, 0.7, 0.85))  # below .06, beads
+    axes.contour(ticks, ticks, kl, levels=np.unique(levels), colors=LEVELS, linewidths=0.9)
     for method, (b, w) in place["steps"].items():
         cut = min(1.0, 0.97 * ticks[-1] / max(abs(b), abs(w), 1e-300))  # the longest step may leave the window
         style = "->" if cut == 1.0 else "-"

@@ -1,0 +1,465 @@
+"""Maximum likelihood for a model that a user wrote: the estimate, its standard errors, their ellipses."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from natgrad.ground.checks import check_integer
+from natgrad.ground.linalg import eigh
+from natgrad.ground.messages import explain_calls, write_table
+from natgrad.ground.pure import keep_gradient_mode
+from natgrad.ground.spaces import Params, Space, name_parameters
+from natgrad.metrics import (
+    Information,
+    Metric,
+    ObservedInformation,
+    empirical_fisher,
+    fisher,
+    observed_fisher,
+)
+from natgrad.operators import Operator
+from natgrad.optim import NaturalGradient, natural_gradient
+from natgrad.rules import LineSearch
+from natgrad.solvers import Direct
+
+Status = Literal["converged", "round_off", "saddle", "stalled", "unbounded", "max_steps"]
+Estimate = Params | Tensor
+"""Parameters as a log likelihood takes them: a dict of tensors, or one tensor."""
+
+TOLERANCE = {torch.float64: 1e-6}
+"""Standard errors from the maximum; in less than float64 `COARSE`."""
+COARSE = 1e-2
+SINGULAR = 100.0
+"""Times n eps: share of the largest eigenvalue that round-off is told from."""
+
+
+@explain_calls
+def maximize_likelihood(
+    log_likelihood: Callable[..., Any],
+    params: Estimate,
+    data: Any,
+    *,
+    metric: Metric | None = None,
+    tolerance: float | None = None,
+    max_steps: int = 100,
+) -> MaximumLikelihood:
+    """theta <- theta + G^-1 (mean score), with step halving, until the step is a small share of a standard error.
+
+    With the expected information this is Fisher scoring, with the observed one Newton's method on the absolute values
+    of its eigenvalues, which saddle points do not attract, and with the empirical one it is the algorithm of Berndt,
+    Hall, Hall & Hausman. Directions that the data do not identify are left where they started.
+
+    Args:
+        log_likelihood: A function log_likelihood(params, *row) -> scalar of one row of the data, or a function
+            distribution(params, *inputs) -> `torch.distributions.Distribution` of the observations.
+        params: Where to start: a dict of tensors, or one tensor, as the function takes them. Left as they are.
+        data: A tensor (b, ...), or a tuple (x, ..., y) of such, the observations last.
+        metric: `ng.fisher(f, params)` and its like. None: expected where the distribution has a closed form, else
+            observed.
+        tolerance: Length of a whole step, in standard errors, at which the estimate has converged. None: 1e-6 in
+            float64, else 1e-2.
+        max_steps: Most steps.
+
+    Returns:
+        A `MaximumLikelihood`: the estimate, `.status`, `.standard_errors()`. A status other than "converged" and
+        "round_off" comes with a warning.
+
+    Raises:
+        ValueError: For a log likelihood that is not finite at the start, a metric of another function, and what
+            `metric.at` raises.
+
+    Reference:
+        Fisher scoring: McCullagh & Nelder 1989, section 2.5; the empirical matrix: Berndt et al. 1974.
+
+    Example:
+        >>> def poisson(params, x):
+        ...     return torch.distributions.Poisson((params["intercept"] + params["slope"] * x).exp())
+        >>> x, y = torch.arange(6.0), torch.tensor([1.0, 2.0, 3.0, 5.0, 8.0, 14.0])
+        >>> start = {"intercept": torch.tensor(0.0), "slope": torch.tensor(0.0)}
+        >>> fit = ng.maximize_likelihood(poisson, start, (x, y))
+        >>> fit.status, round(fit.params["slope"].item(), 2)
+        ('converged', 0.51)
+    """
+    check_integer("max_steps", max_steps)
+    check_start(log_likelihood, params, data)
+    chosen = choose_metric(log_likelihood, params, data) if metric is None else metric
+    if not isinstance(chosen, Information) or chosen.likelihood.function is not log_likelihood:
+        raise ValueError(
+            f"metric is {chosen!r}, expected one of the same function: ng.fisher(f, params), ng.sampled_fisher(f, "
+            "params), ng.observed_fisher(f, params) or ng.empirical_fisher(f, params)"
+        )
+    search = Ascent(chosen, params, data)
+    bound = TOLERANCE.get(search.space.dtype, COARSE) if tolerance is None else tolerance
+    status, before = "max_steps", math.inf
+    while search.steps < max_steps and status == "max_steps":
+        distance, length = search.step()
+        if distance is None:
+            status = search.tell_end(bound)
+        elif distance <= bound:
+            # a maximum at infinity: the likelihood levels off, and the steps do not
+            status = "unbounded" if length > 0.9 * before and length > 0 else "converged"
+        else:
+            before = length
+    if status == "converged" and search.is_saddle():
+        status = "saddle"
+    found = MaximumLikelihood(search.estimate, status, search.steps, search.distance, search.log_p, chosen, data)
+    if status in ADVICE:
+        warnings.warn(f"{found}: {ADVICE[status]}", stacklevel=3)
+    return found
+
+
+ADVICE = {
+    "max_steps": "the estimate had not settled; start from there with more max_steps, or from a better start",
+    "stalled": "no step raised the likelihood any more; the log likelihood may not be smooth there, so start elsewhere",
+    "saddle": "the log likelihood curves upwards along a direction there, as where two components start alike; start "
+    "elsewhere",
+    "unbounded": (
+        "the likelihood rises for ever as the parameters grow, as with classes that a line separates, or a variance "
+        "that falls to 0; there is no maximum: leave a parameter out, or add a penalty as a prior's log density"
+    ),
+}
+
+
+def check_start(log_likelihood: Callable[..., Any], params: Estimate, data: Any) -> None:
+    """ValueError for a log likelihood that is not finite at the start."""
+    likelihood, named = observed_fisher(log_likelihood, params).likelihood, name_parameters(params)
+    rows = likelihood.check_rows(data)
+    likelihood.check_support(named, rows)
+    with torch.no_grad():
+        value = likelihood.log_p(named, *rows.args).sum()
+    if not bool(value.isfinite()):
+        raise ValueError(
+            f"the log likelihood is {float(value)} at the start: look for a scale that is not positive or a NaN in the "
+            "data, start elsewhere, or let the function take the logarithm of what must be positive"
+        )
+
+
+def choose_metric(log_likelihood: Callable[..., Any], params: Estimate, data: Any) -> Information:
+    """The expected information where it has a closed form, else the observed one."""
+    expected = fisher(log_likelihood, params)
+    try:
+        expected.at(params, data)
+    except NotImplementedError:
+        return observed_fisher(log_likelihood, params)
+    return expected
+
+
+class Ascent:
+    """Steps of `NaturalGradient` with halving, and how long each was.
+
+    Args:
+        metric: G.
+        params: Where to start.
+        data: The rows.
+    """
+
+    def __init__(self, metric: Information, params: Estimate, data: Any) -> None:
+        self.named = {name: p.detach().clone().requires_grad_() for name, p in name_parameters(params).items()}
+        self.metric, self.data, self.single = metric, data, isinstance(params, Tensor)
+        self.space, self.rows = Space(self.named), metric.likelihood.check_rows(data)
+        self.optimizer = NaturalGradient(
+            self.named,
+            metric,
+            solver=Direct(absolute=True),
+            damping=0.0,
+            rule=LineSearch(backtracks=50),
+            on_trouble="raise",
+        )
+        self.steps, self.distance, self.log_p = 0, math.inf, math.nan
+
+    @property
+    def estimate(self) -> Estimate:
+        """As the user gave the start."""
+        found = {name: p.detach().clone() for name, p in self.named.items()}
+        return found["params"] if self.single else found
+
+    @keep_gradient_mode
+    def step(self) -> tuple[float | None, float]:
+        """One step: how many standard errors a whole one has, None where none was taken, and the length of theta's."""
+        before = self.space.flatten({name: p.detach().clone() for name, p in self.named.items()})
+        self.optimizer.observe(self.data)
+        self.optimizer.step(self._evaluate)
+        told = self.optimizer.state_report()
+        self.steps += 1
+        if not told.rate > 0:
+            return None, 0.0
+        # whole steps have d^T G d = 2 kl / rate^2, and theta's covariance is (n G)^-1
+        self.distance = math.sqrt(max(0.0, 2 * self.rows.batch() * told.kl)) / told.rate
+        after = self.space.flatten({name: p.detach() for name, p in self.named.items()})
+        self.log_p = -float(self._loss().detach()) * self.rows.batch()
+        return self.distance, float((after - before).norm())
+
+    def tell_end(self, bound: float) -> Status:
+        """Why no step was taken: none is needed, none can be told from round-off, or none goes up."""
+        loss = self._evaluate()
+        gradient = self.space.flatten({name: p.grad for name, p in self.named.items()})
+        operator = self.metric.at(self.named, self.data)
+        whole = natural_gradient(operator, gradient, solver=Direct(absolute=True)).value
+        gain = max(0.0, float(gradient @ whole))
+        self.distance, self.log_p = math.sqrt(gain * self.rows.batch()), -float(loss.detach()) * self.rows.batch()
+        if self.distance <= bound:
+            return "converged"
+        return "round_off" if gain <= 100 * torch.finfo(loss.dtype).eps * (1 + abs(float(loss))) else "stalled"
+
+    def is_saddle(self) -> bool:
+        """Whether the log likelihood curves upwards along some direction."""
+        values = eigh(ObservedInformation(self.metric.likelihood).at(self.named, self.data).dense())[0]
+        return float(values[0]) < -SINGULAR * len(values) * torch.finfo(values.dtype).eps * float(values.abs().max())
+
+    def _loss(self) -> Tensor:
+        return -self.metric.likelihood.log_p(self.named, *self.rows.args).mean()
+
+    def _evaluate(self) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self._loss()
+        loss.backward()
+        return loss
+
+
+@dataclass(frozen=True, repr=False)
+class MaximumLikelihood:
+    """What `maximize_likelihood` gives.
+
+    Args:
+        params: The estimate, as the start was given.
+        status: "converged"; "round_off" where the log likelihood's own rounding hides what is left; "saddle",
+            "stalled", "unbounded" or "max_steps" otherwise.
+        steps: Steps that it took.
+        distance: Length of the last whole step, in standard errors.
+        log_likelihood: The sum over rows at the estimate.
+        metric: G.
+        data: The rows.
+    """
+
+    params: Estimate
+    status: Status
+    steps: int
+    distance: float
+    log_likelihood: float
+    metric: Information
+    data: Any = field(compare=False)
+
+    def __repr__(self) -> str:
+        return (
+            f"MaximumLikelihood({self.status} after {self.steps} steps, {self.distance:.2g} standard errors a step, "
+            f"log likelihood {self.log_likelihood:.6g})"
+        )
+
+    def standard_errors(self, metric: Metric | None = None, *, robust: bool = False) -> StandardErrors:
+        """`ng.standard_errors` at the estimate.
+
+        Args:
+            metric: Another information than that of the fit.
+            robust: The sandwich, right where the model is not.
+        """
+        return standard_errors(self.metric if metric is None else metric, self.params, self.data, robust=robust)
+
+
+@explain_calls
+def standard_errors(metric: Metric, params: Estimate, data: Any, *, robust: bool = False) -> StandardErrors:
+    """The covariance (n G)^-1 of the maximum likelihood estimate from n rows; robust: H^-1 J H^-1 / n.
+
+    Which information G is says the metric: `ng.fisher(f, params)` is the expected one, `ng.observed_fisher(f, params)`
+    the observed one, `ng.empirical_fisher(f, params)` the mean outer product of scores. They agree where the model is
+    right and the rows are many. The robust covariance, with G as H and the empirical matrix as J, is right for any
+    model whose rows are independent, if H is the observed information.
+
+    Args:
+        metric: G, of a function of one's own or of a model and its likelihood.
+        params: The estimate, as `metric.at` takes it.
+        data: The rows, as `metric.at` takes them.
+        robust: The sandwich in place of (n G)^-1; for a function of one's own.
+
+    Returns:
+        `.values`, `.covariance`, `.intervals(level)`, `.ellipse(names, level)`; prints as a table.
+
+    Raises:
+        TypeError: For anything but a metric; for `robust` with the metric of a model.
+        ValueError: For an information that is singular, with the direction that is not identified, or indefinite.
+
+    Reference:
+        The sandwich: Huber 1967; White 1982.
+
+    Example:
+        >>> def normal(params):
+        ...     return torch.distributions.Normal(params["mean"], params["scale"])
+        >>> params = {"mean": torch.tensor(1.0), "scale": torch.tensor(2.0)}
+        >>> errors = ng.standard_errors(ng.fisher(normal, params), params, torch.randn(100))
+        >>> errors.values["mean"]  # 2 / sqrt(100)
+        tensor(0.2000)
+    """
+    if not isinstance(metric, Metric):
+        raise TypeError(
+            f"metric is {type(metric).__name__}, expected a metric such as ng.fisher(f, params) or "
+            "ng.observed_fisher(f, params)"
+        )
+    named = name_parameters(params)
+    operator, names = metric.at(named, data), name_entries(named)
+    inverse = invert_information(operator, names)
+    count = metric.count_examples(data)
+    if not robust:
+        return StandardErrors(params, inverse / count, names)
+    if not isinstance(metric, Information):
+        raise TypeError(
+            f"robust=True takes the metric of a function of your own, and metric is {metric!r}: write the model as "
+            "log_likelihood(params, *row)"
+        )
+    likelihood = metric.likelihood
+    moment = empirical_fisher(likelihood.function, next(iter(named.values())) if likelihood.single else named)
+    return StandardErrors(params, inverse @ moment.at(named, data).dense() @ inverse / count, names)
+
+
+@dataclass(frozen=True, repr=False)
+class StandardErrors:
+    """The covariance of an estimate, and what follows from it. Prints as a table.
+
+    Args:
+        params: The estimate, as it was given.
+        covariance: Shape (n, n), over the entries of params in their order, row-major.
+        names: Of the n entries: `scale`, `slopes[0]`, `weights[1, 2]`.
+    """
+
+    params: Estimate
+    covariance: Tensor
+    names: tuple[str, ...]
+
+    @property
+    def values(self) -> Any:
+        """The standard errors, a dict of tensors or one tensor as the estimate is."""
+        return self._like_params(self.covariance.diagonal().clamp(min=0).sqrt())
+
+    def intervals(self, level: float = 0.95) -> Any:
+        """Wald's confidence intervals, estimate -+ z standard errors.
+
+        Args:
+            level: Of confidence, in (0, 1).
+
+        Returns:
+            As the estimate is, each tensor with a last axis of two: the lower and the upper end.
+        """
+        check_level(level)
+        reach = math.sqrt(2) * float(torch.erfinv(torch.tensor(level, dtype=torch.float64)))
+        width = reach * self.covariance.diagonal().clamp(min=0).sqrt()
+        ends = self._like_params(self._flat - width), self._like_params(self._flat + width)
+        if isinstance(self.params, Tensor):
+            return torch.stack(ends, -1)
+        return {name: torch.stack([ends[0][name], ends[1][name]], -1) for name in self.params}
+
+    def ellipse(self, names: Sequence[str], level: float = 0.95, *, points: int = 100) -> Tensor:
+        """The boundary of the confidence ellipse of two entries: x^T C^-1 x = -2 log(1 - level), C of these two.
+
+        Args:
+            names: The two entries, among `names`.
+            level: Of confidence, in (0, 1).
+            points: How many, all around.
+
+        Returns:
+            Shape (points, 2), to plot: `plt.plot(*errors.ellipse(["a", "b"]).T)`.
+
+        Raises:
+            ValueError: For names that the estimate does not have, or not two different ones.
+        """
+        check_level(level)
+        unknown = [name for name in names if name not in self.names]
+        if unknown or len(names) != 2 or names[0] == names[1]:
+            known = ", ".join(self.names[:20]) + ", ..." * (len(self.names) > 20)
+            raise ValueError(f"names is {list(names)}, expected two different ones of {known}")
+        places = torch.tensor([self.names.index(name) for name in names], device=self.covariance.device)
+        lengths, axes = eigh(self.covariance[places][:, places])
+        angles = torch.linspace(0, 2 * math.pi, points, dtype=axes.dtype, device=axes.device)
+        circle = torch.stack([angles.cos(), angles.sin()], 1) * math.sqrt(-2 * math.log1p(-level))
+        return self._flat[places] + (circle * lengths.clamp(min=0).sqrt()) @ axes.mT
+
+    @property
+    def _flat(self) -> Tensor:
+        named = name_parameters(self.params)
+        return Space(named).flatten({name: p.detach() for name, p in named.items()})
+
+    def _like_params(self, vector: Tensor) -> Any:
+        named = name_parameters(self.params)
+        parts = Space(named).unflatten(vector)
+        return parts["params"] if isinstance(self.params, Tensor) else parts
+
+    def _rows(self) -> list[tuple[str, str, str, str]]:
+        reach = 1.959963984540054
+        errors = self.covariance.diagonal().clamp(min=0).sqrt().tolist()
+        return [
+            (name, f"{value:.4g}", f"{error:.3g}", f"{value - reach * error:.4g} to {value + reach * error:.4g}")
+            for name, value, error in zip(self.names, self._flat.tolist(), errors, strict=True)
+        ]
+
+    def __str__(self) -> str:
+        rows = [HEAD, *self._rows()]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+    def __repr__(self) -> str:
+        return f"StandardErrors({', '.join(f'{name} {value} +- {error}' for name, value, error, _ in self._rows())})"
+
+    def _repr_html_(self) -> str:
+        return write_table(HEAD, self._rows())
+
+
+HEAD = ("parameter", "estimate", "standard error", "95 % interval")
+
+
+def check_level(level: float) -> None:
+    """ValueError for a level of confidence that is none."""
+    if not 0 < level < 1:
+        raise ValueError(f"level is {level}, expected a number in (0, 1), such as 0.95")
+
+
+def name_entries(params: Params) -> tuple[str, ...]:
+    """A name per entry: `scale`, `slopes[0]`, `weights[1, 2]`."""
+    return tuple(
+        name + (f"[{', '.join(map(str, place))}]" if place else "")
+        for name, p in params.items()
+        for place in product(*map(range, p.shape))
+    )
+
+
+def invert_information(operator: Operator, names: Sequence[str]) -> Tensor:
+    """G^-1, in nats. ValueError with the direction where G is singular or has negative curvature.
+
+    In the parameters' own standard deviations, so that their units do not count.
+    """
+    matrix = operator.dense() * operator.nats
+    round_off = SINGULAR * len(matrix) * torch.finfo(matrix.dtype).eps
+    sizes = matrix.diagonal().abs()
+    # a sum of squares has no round-off of its own; second derivatives may cancel to it
+    flat = sizes <= (round_off * sizes.max() if operator.indefinite else 0.0)
+    scales = torch.where(flat, sizes.max().clamp(min=1e-30), sizes).sqrt()
+    values, vectors = eigh(matrix / scales / scales.unsqueeze(1))
+    least = round_off * float(values.abs().max())
+    if float(values[0]) <= least:
+        direction = vectors[:, 0] / scales
+        spelled = spell_direction(direction / direction.abs().max(), names)
+        if float(values[0]) < -least:
+            raise ValueError(
+                f"the information is indefinite: along {spelled} the log likelihood curves upwards, so that params "
+                "are no maximum; go on with ng.maximize_likelihood"
+            )
+        raise ValueError(
+            f"the information is singular: the data do not identify {spelled}, along which the log likelihood is flat. "
+            "Fix one of these parameters, or write the model with fewer; the empirical and the sampled matrix "
+            "also need more rows than parameters"
+        )
+    images = vectors / scales.unsqueeze(1)
+    return (images / values) @ images.mT
+
+
+def spell_direction(direction: Tensor, names: Sequence[str]) -> str:
+    """`1 a - 0.5 b`, the largest six entries."""
+    order = direction.abs().argsort(descending=True)[:6].tolist()
+    terms = [(float(direction[i]), names[i]) for i in order if abs(float(direction[i])) > 0.05]
+    sign = math.copysign(1, terms[0][0])
+    spelled = [f"{'-' if sign * share < 0 else '+'} {abs(share):.2g} {name}" for share, name in terms]
+    return " ".join(spelled).removeprefix("+ ")

@@ -1,0 +1,429 @@
+"""The information in a log likelihood that a user wrote: expected, over draws, observed, and empirical."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, distributions, nn
+from torch.distributions import Distribution
+
+from natgrad.ground.linalg import psd_root
+from natgrad.ground.messages import explain_calls
+from natgrad.ground.pure import Call, PureModel, RandomState, as_call, copy_tensors
+from natgrad.ground.spaces import Params, name_parameters
+from natgrad.ground.typed_torch import torch_linalg, torch_plain
+from natgrad.metrics.base import Metric
+from natgrad.metrics.score import Diagonals
+from natgrad.operators import Linearization, Operator, OutputMap, Pullback
+from natgrad.operators.curvature import Curvature
+
+LogLikelihood = Callable[..., Any]
+"""log_likelihood(params, *row) -> scalar, or distribution(params, *inputs) -> torch.distributions.Distribution."""
+
+
+def is_own(params: object) -> bool:
+    """Whether the second argument of `ng.fisher` and its like is the parameters of a function of the user's."""
+    return isinstance(params, (Mapping, Tensor))
+
+
+class Information(Metric):
+    """G(theta) of a log likelihood of one's own, a mean over rows, in nats: n G is the information of n rows.
+
+    Args:
+        likelihood: The function.
+    """
+
+    likelihood: OwnLikelihood
+
+    @partial(explain_calls, hint=lambda *_, **__: "; the data are a tensor or a tuple of tensors, an observation a row")
+    def at(self, params: Params | Tensor, inputs: Any, *, random: RandomState | None = None) -> Operator:
+        """G at these parameters on these data.
+
+        Args:
+            params: A dict of tensors, or the one tensor, as the function takes them.
+            inputs: The data: a tensor (b, ...), or a tuple (x, ..., y) of such, the observations last.
+            random: The random state at which draws of the function are replayed, default the state now.
+
+        Returns:
+            A mean over rows, of size n, the number of entries of `params`.
+
+        Raises:
+            TypeError: For data of another kind, or a function that returns neither a tensor nor a distribution.
+            ValueError: For rows that are missing or of unequal number, a log likelihood that is no scalar or is not
+                finite, parameters that it does not depend on.
+        """
+        named = name_parameters(params)
+        rows = self.likelihood.check_rows(copy_tensors(inputs))
+        self.likelihood.check_support(named, rows)
+        return self.build(named, rows, random)
+
+    @abstractmethod
+    def build(self, params: Params, rows: Call, random: RandomState | None) -> Operator:
+        """G, from what was checked.
+
+        Args:
+            params: Name -> tensor.
+            rows: The data.
+            random: The random state at which draws of the function are replayed.
+        """
+
+
+@dataclass(frozen=True, repr=False)
+class ExpectedInformation(Information):
+    """What `ng.fisher(distribution, params)` gives: E_y[s s^T] of the scores s, exact, as J^T M J.
+
+    Args:
+        likelihood: The function.
+    """
+
+    likelihood: OwnLikelihood
+
+    def build(self, params: Params, rows: Call, random: RandomState | None) -> Operator:
+        return pull_back(self.likelihood.coordinates, params, self.likelihood.split(rows)[0], random)
+
+
+@dataclass(frozen=True, repr=False)
+class SampledInformation(Information):
+    """What `ng.sampled_fisher(distribution, params)` gives: s s^T averaged over draws y of the distribution itself.
+
+    Args:
+        likelihood: The function.
+        samples: Draws per row, k.
+        generator: Private source of the draws, default a new one, seeded 0.
+    """
+
+    likelihood: OwnLikelihood
+    samples: int = 1
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0), compare=False)
+
+    def build(self, params: Params, rows: Call, random: RandomState | None) -> Operator:
+        likelihood, inputs = self.likelihood, self.likelihood.split(rows)[0]
+        with torch.no_grad():
+            drawn = self._draw(likelihood.distribution(params, *inputs.args), rows.batch())
+
+        def log_p(params: Params, *row: Tensor) -> Tensor:
+            found = likelihood.distribution(params, *row[:-1])
+            return torch.stack([likelihood.log_prob(found, y) for y in row[-1].unbind(1)], 1) / self.samples**0.5
+
+        return pull_back(log_p, params, Call((*inputs.args, drawn.movedim(0, 1))), random)
+
+    def _draw(self, found: Distribution, count: int) -> Tensor:
+        """Shape (k, b, ...); torch's distributions draw from the global source alone."""
+        seed = int(torch.randint(2**62, (), generator=self.generator, device=self.generator.device))
+        shape = torch.Size((self.samples,) if self.likelihood.has_inputs else (self.samples, count))
+        with RandomState.capture(*(torch.device("cuda", i) for i in range(torch.cuda.device_count()))).replay():
+            torch_plain.manual_seed(seed)
+            return found.sample(shape)
+
+
+@dataclass(frozen=True, repr=False)
+class EmpiricalInformation(Information):
+    """What `ng.empirical_fisher(log_likelihood, params)` gives: s s^T averaged over the data's own rows.
+
+    Args:
+        likelihood: The function.
+    """
+
+    likelihood: OwnLikelihood
+
+    def build(self, params: Params, rows: Call, random: RandomState | None) -> Operator:
+        def log_p(params: Params, *row: Tensor) -> Tensor:
+            return self.likelihood.log_p(params, *row).unsqueeze(1)
+
+        return pull_back(log_p, params, rows, random)
+
+
+@dataclass(frozen=True, repr=False)
+class ObservedInformation(Information):
+    """What `ng.observed_fisher(log_likelihood, params)` gives: minus the mean second derivative of the log likelihood.
+
+    Args:
+        likelihood: The function.
+    """
+
+    likelihood: OwnLikelihood
+
+    def build(self, params: Params, rows: Call, random: RandomState | None) -> Operator:
+        pure = PureModel(self.likelihood.log_p, rows, random)
+        return Curvature(lambda point: -pure(point).mean(), params)
+
+
+def pull_back(function: Callable[..., Tensor], params: Params, inputs: Call, random: RandomState | None) -> Pullback:
+    """sum_i J_i^T J_i / R over the rows i of the outputs (R, m)."""
+    linearization = Linearization(OutputMap(PureModel(function, inputs, random), lambda rows: rows), params)
+    return Pullback(linearization, Diagonals(torch.ones_like(linearization.outputs)))
+
+
+# The function of a user's
+
+
+@dataclass(frozen=True, repr=False)
+class OwnLikelihood:
+    """A log likelihood that a user wrote, as one of a batch of rows.
+
+    Args:
+        function: log_likelihood(params, *row) -> scalar, or distribution(params, *inputs) -> Distribution.
+        single: Whether params are one tensor and not a dict.
+    """
+
+    function: LogLikelihood
+    single: bool
+
+    def __post_init__(self) -> None:
+        if not callable(self.function) or isinstance(self.function, (type, nn.Module)):
+            raise TypeError(
+                f"log_likelihood is {type(self.function).__name__}, expected a function log_likelihood(params, *row) "
+                "-> scalar or distribution(params, *inputs) -> torch.distributions.Distribution; for a module give the "
+                "likelihood of its outputs, ng.fisher(model, ng.Categorical())"
+            )
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def name(self) -> str:
+        """As a user knows it."""
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    @property
+    def arguments(self) -> int | None:
+        """How many it takes after params; None for any number."""
+        own = list(inspect.signature(self.function).parameters.values())[1:]
+        if any(p.kind is p.VAR_POSITIONAL for p in own):
+            return None
+        return sum(p.default is p.empty and p.kind is not p.KEYWORD_ONLY for p in own)
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether a distribution depends on the row, beside params."""
+        return self.arguments != 0
+
+    def check_rows(self, data: Any) -> Call:
+        """The data, one tensor per argument of the function, and the observations where it gives a distribution."""
+        rows, takes = as_call(data), self.arguments
+        if rows.kwargs or not all(isinstance(part, Tensor) and part.dim() for part in rows.args) or not rows.args:
+            came = ", ".join(type(part).__name__ for part in rows.args) or type(data).__name__
+            raise TypeError(
+                f"the data are ({came}), expected a tensor (b, ...) or a tuple of such, a row of each per observation"
+            )
+        counts = {len(part) for part in rows.args}
+        if len(counts) > 1 or 0 in counts:
+            shapes = ", ".join(str(tuple(part.shape)) for part in rows.args)
+            raise ValueError(f"the data have shapes {shapes}, expected one number of rows, and at least one row")
+        if takes is not None and len(rows.args) not in (takes, takes + 1):
+            raise ValueError(
+                f"{self.name} takes {takes} argument(s) after params and the data are {len(rows.args)} tensor(s): give "
+                "as many for a function that returns a scalar, or one more, the observations, last, for one that "
+                "returns a distribution"
+            )
+        return rows
+
+    def check_support(self, params: Params, rows: Call) -> None:
+        """ValueError for observations that the distribution cannot have given."""
+        if self.arguments is None or len(rows.args) == self.arguments:
+            return
+        with torch.no_grad():
+            found = self.distribution(params, *rows.args[:-1])
+            try:
+                support: Any = found.support
+            except NotImplementedError:
+                return
+            valid = support.check(rows.args[-1])
+        if not bool(valid.all()):
+            y = rows.args[-1]
+            raise ValueError(
+                f"the observations, the last of the data, range from {float(y.min()):.4g} to {float(y.max()):.4g}, and "
+                f"some lie outside of the support of {type(found).__name__}, {support}; look at how they are coded"
+            )
+
+    def split(self, rows: Call) -> tuple[Call, Tensor]:
+        """What the distribution depends on, and the observations."""
+        if self.arguments is None or len(rows.args) == self.arguments:
+            raise NotImplementedError(
+                f"{self.name} takes all of the data, so that no observations are left that a distribution were of: the "
+                "expected information needs distribution(params, *inputs) -> torch.distributions.Distribution, with "
+                "data (*inputs, y); of a log likelihood of numbers there are ng.observed_fisher(log_likelihood, "
+                "params) and ng.empirical_fisher(log_likelihood, params)"
+            )
+        return Call(rows.args[:-1]), rows.args[-1]
+
+    def log_p(self, params: Params, *row: Tensor) -> Tensor:
+        """log p of every row, shape (b,)."""
+        if self.arguments is not None and len(row) == self.arguments + 1:
+            return self.log_prob(self.distribution(params, *row[:-1]), row[-1])
+        each = torch.func.vmap(self._one, in_dims=(None, *[0] * len(row)), randomness="same")
+        try:
+            with without_validation():
+                return each(params, *row)
+        except RuntimeError as error:
+            if "data-dependent control flow" not in str(error) and ".item()" not in str(error):
+                raise
+            raise ValueError(
+                f"{self.name} branches on the numbers of a row, and all rows are computed at once: write the branch "
+                "with torch.where(condition, a, b)"
+            ) from error
+
+    def _one(self, params: Params, *row: Tensor) -> Tensor:
+        value = self._call(params, *row)
+        if isinstance(value, Distribution):
+            raise ValueError(
+                f"{self.name} returned the distribution {type(value).__name__}, whose observations are missing: give "
+                "them last in the data, (*inputs, y)"
+            )
+        if not isinstance(value, Tensor) or value.dim() != 0:
+            came = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"{self.name}(params, *row) returned {came} for one row, expected a scalar tensor: the library batches "
+                "it"
+            )
+        return value
+
+    def distribution(self, params: Params, *inputs: Tensor) -> Distribution:
+        """Of the observations of all rows."""
+        with without_validation():
+            found = self._call(params, *inputs)
+        if not isinstance(found, Distribution):
+            raise TypeError(
+                f"{self.name}(params{', inputs' * bool(inputs)}) returned {type(found).__name__}, expected a "
+                "torch.distributions.Distribution: a log likelihood takes the observation too, "
+                "log_likelihood(params, *row) -> scalar"
+            )
+        return found
+
+    def _call(self, params: Params, *row: Tensor) -> Any:
+        return self.function(next(iter(params.values())) if self.single else dict(params), *row)
+
+    def log_prob(self, found: Distribution, observed: Tensor) -> Tensor:
+        """log p of each row (b,), the sum over its independent entries."""
+        try:
+            with without_validation():
+                log_p = found.log_prob(observed)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{self.name} returned a distribution of batch shape {tuple(found.batch_shape)} and event shape "
+                f"{tuple(found.event_shape)}, which does not take observations of shape "
+                f"{tuple(observed.shape)}: {error}"
+            ) from error
+        if log_p.dim() == 0 or len(log_p) != len(observed):
+            raise ValueError(
+                f"log_prob of {len(observed)} observations has shape {tuple(log_p.shape)}, expected a row for each: "
+                "look at the shapes of the distribution's parameters"
+            )
+        return log_p.flatten(1).sum(1) if log_p.dim() > 1 else log_p
+
+    def coordinates(self, params: Params, *inputs: Tensor) -> Tensor:
+        """`find_coordinates` by rows (b, m), or (1, m) where all rows have one distribution."""
+        found = self.distribution(params, *inputs)
+        outputs = find_coordinates(found)
+        if not inputs:
+            return outputs.reshape(1, -1)
+        if found.batch_shape[:1] != (len(inputs[0]),):
+            raise ValueError(
+                f"{self.name} returned a distribution of batch shape {tuple(found.batch_shape)} for {len(inputs[0])} "
+                "rows of inputs, expected one for each row"
+            )
+        return outputs.reshape(len(inputs[0]), -1)
+
+
+@contextmanager
+def without_validation() -> Generator[None]:
+    """Inside, torch's distributions do not look at their arguments, which nothing can under vmap."""
+    open_type: Any = Distribution
+    before = open_type._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
+# Coordinates r of a distribution in which its Fisher information, at the point itself, is the identity: J^T M J is
+# (dr)^T dr, with r = M^(1/2) (parameters), M held fixed
+
+ROOT_2 = math.sqrt(2.0)
+
+
+def find_coordinates(found: Distribution) -> Tensor:
+    """r (*batch, m) with E[s s^T] = (dr)^T dr. NotImplementedError for a distribution without a closed form here."""
+    if isinstance(found, distributions.Independent):
+        return find_coordinates(cast("Any", found).base_dist).reshape(*found.batch_shape, -1)
+    build = COORDINATES.get(type(found))
+    if build is None:
+        names = ", ".join(sorted(kind.__name__ for kind in COORDINATES))
+        raise NotImplementedError(
+            f"the Fisher information of {type(found).__name__} has no closed form here, as {names} and Independent "
+            "have: take draws, ng.sampled_fisher(distribution, params, samples=k), or "
+            "ng.observed_fisher(distribution, params)"
+        )
+    return build(found)
+
+
+def of_location(found: Any, of_scale: float) -> Tensor:
+    """diag(1, c) / scale^2 in (loc, scale)."""
+    loc: Tensor = found.loc
+    scale: Tensor = found.scale
+    return torch.stack([loc / scale.detach(), math.sqrt(of_scale) * scale.log()], -1)
+
+
+def of_logits(found: Any, information: Callable[[Tensor], Tensor]) -> Tensor:
+    """A number of p, for the logit."""
+    return (information(found.probs.detach()).sqrt() * found.logits).unsqueeze(-1)
+
+
+def of_classes(found: Any) -> Tensor:
+    """diag(p) - p p^T in logits: sqrt(p) d log p."""
+    return found.probs.detach().sqrt() * found.logits
+
+
+def of_gamma(found: Any) -> Tensor:
+    """[[psi'(a), -1/b], [-1/b, a/b^2]] in concentration a and rate b, by its Cholesky factor."""
+    a: Tensor = found.concentration
+    rate: Tensor = found.rate
+    fixed = a.detach()
+    remainder = (fixed.polygamma(1) - 1 / fixed).clamp(min=0).sqrt()
+    return torch.stack([remainder * a, fixed.sqrt() * rate.log() - a / fixed.sqrt()], -1)
+
+
+def of_concentrations(c: Tensor) -> Tensor:
+    """diag(psi'(c)) - psi'(sum c) in the concentrations of Dirichlet's distribution."""
+    fixed = c.detach()
+    matrix = torch.diag_embed(fixed.polygamma(1)) - fixed.sum(-1).polygamma(1)[..., None, None]
+    return (c.unsqueeze(-2) @ psd_root(matrix)).squeeze(-2)
+
+
+def of_normal(found: Any) -> Tensor:
+    """|L^-1 dmu|^2 + |A + A^T|^2 / 2 with A = L^-1 dL, Sigma = L L^T."""
+    loc: Tensor = found.loc
+    root: Tensor = found.scale_tril
+    fixed = root.detach()
+    mean = torch_linalg.solve_triangular(fixed, loc.unsqueeze(-1), upper=False).squeeze(-1)
+    share = torch_linalg.solve_triangular(fixed, root, upper=False)
+    return torch.cat([mean, ((share + share.mT) / ROOT_2).flatten(-2)], -1)
+
+
+COORDINATES: dict[type, Callable[[Any], Tensor]] = {
+    distributions.Normal: partial(of_location, of_scale=2.0),
+    distributions.LogNormal: partial(of_location, of_scale=2.0),
+    distributions.Laplace: partial(of_location, of_scale=1.0),
+    distributions.Bernoulli: partial(of_logits, information=lambda p: p * (1 - p)),
+    distributions.Geometric: partial(of_logits, information=lambda p: 1 - p),
+    distributions.Binomial: lambda found: (
+        found.total_count.sqrt().unsqueeze(-1) * of_logits(found, lambda p: p * (1 - p))
+    ),
+    distributions.Categorical: of_classes,
+    distributions.OneHotCategorical: of_classes,
+    distributions.Poisson: lambda found: 2 * found.rate.sqrt().unsqueeze(-1),
+    distributions.Exponential: lambda found: found.rate.log().unsqueeze(-1),
+    distributions.Gamma: of_gamma,
+    distributions.Beta: lambda found: of_concentrations(torch.stack([found.concentration1, found.concentration0], -1)),
+    distributions.Dirichlet: lambda found: of_concentrations(found.concentration),
+    distributions.MultivariateNormal: of_normal,
+}

@@ -1,0 +1,240 @@
+"""Maximum likelihood: the estimate, its standard errors against closed forms, and what has no maximum."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import F64, draw
+from torch import Tensor, nn
+from torch.distributions import Bernoulli, Categorical, Distribution, Exponential, MixtureSameFamily, Normal, Poisson
+from torch.testing import assert_close
+
+import natgrad as ng
+
+Params = dict[str, Tensor]
+X = torch.cat([torch.ones(200, 1, dtype=F64), draw(200, 2)], 1)
+UNIFORM = torch.rand(200, dtype=F64, generator=torch.Generator().manual_seed(5))
+BITS = ((X @ torch.tensor([0.3, -1.0, 0.5], dtype=F64)).sigmoid() > UNIFORM).to(F64)
+START: Params = {"slopes": torch.zeros(3, dtype=F64)}
+
+
+def logistic(p: Params, x: Tensor) -> Distribution:
+    return Bernoulli(logits=x @ p["slopes"])
+
+
+def logistic_log_p(p: Params, x: Tensor, y: Tensor) -> Tensor:
+    return y * (x @ p["slopes"]) - nn.functional.softplus(x @ p["slopes"])
+
+
+def mixture(p: Params) -> Distribution:
+    share = torch.stack([p["logit"], -p["logit"]])
+    return MixtureSameFamily(Categorical(logits=share), Normal(p["means"], p["log_scales"].exp()))
+
+
+def weighted_gram(slopes: Tensor) -> Tensor:
+    """X^T W X of logistic regression, W = p (1 - p)."""
+    share = (X @ slopes).sigmoid()
+    return X.mT @ (X * (share * (1 - share)).unsqueeze(1))
+
+
+METRICS: dict[str, Callable[[], Any]] = {
+    "expected": lambda: (logistic, ng.fisher(logistic, START)),
+    "observed": lambda: (logistic_log_p, ng.observed_fisher(logistic_log_p, START)),
+    "empirical": lambda: (logistic_log_p, ng.empirical_fisher(logistic_log_p, START)),
+    "sampled": lambda: (logistic, ng.sampled_fisher(logistic, START, samples=20)),
+    "default of a distribution": lambda: (logistic, None),
+    "default of a log likelihood": lambda: (logistic_log_p, None),
+}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_every_information_leads_to_the_point_where_the_score_vanishes(name: str) -> None:
+    function, metric = METRICS[name]()
+    fit = ng.maximize_likelihood(function, START, (X, BITS), metric=metric)
+    score = X.mT @ (BITS - (X @ fit.params["slopes"]).sigmoid())
+    assert fit.status == "converged"
+    # a step of 1e-6 standard errors away: the score in its own standard deviations
+    assert float((score @ torch.linalg.solve(weighted_gram(fit.params["slopes"]), score)).sqrt()) < 1e-5
+    assert bool((START["slopes"] == 0).all())
+
+
+def test_standard_errors_of_a_regression_are_those_of_its_weighted_gram_matrix() -> None:
+    fit = ng.maximize_likelihood(logistic, START, (X, BITS))
+    expected = torch.linalg.inv(weighted_gram(fit.params["slopes"]))
+    for metric in (None, ng.observed_fisher(logistic, START)):  # one and the same, for a canonical link
+        errors = fit.standard_errors(metric)
+        assert_close(errors.covariance, expected)
+        assert_close(errors.values["slopes"], expected.diagonal().sqrt())
+    log_p = (BITS * (X @ fit.params["slopes"]) - nn.functional.softplus(X @ fit.params["slopes"])).sum()
+    assert math.isclose(fit.log_likelihood, float(log_p), rel_tol=1e-12)
+
+
+def test_the_robust_covariance_is_the_sandwich_and_knows_a_wrong_model() -> None:
+    y = 2 * X[:, 1] + (1 + 3 * X[:, 2].abs()) * draw(200, seed=3)  # the noise grows, which the model does not know
+
+    def regression(p: Params, x: Tensor) -> Distribution:
+        return Normal(x @ p["slopes"], p["log_scale"].exp())
+
+    start = START | {"log_scale": torch.zeros((), dtype=F64)}
+    fit = ng.maximize_likelihood(regression, start, (X, y))
+    errors = y - X @ fit.params["slopes"]
+    inverse = torch.linalg.inv(X.mT @ X)
+    expected = inverse @ X.mT @ (X * errors.square().unsqueeze(1)) @ inverse  # White 1980
+    robust = fit.standard_errors(ng.observed_fisher(regression, start), robust=True)
+    assert_close(robust.covariance[:3, :3], expected, rtol=1e-5, atol=1e-9)
+    plain = fit.standard_errors().covariance[:3, :3]
+    assert_close(plain, errors.square().mean() * inverse, rtol=1e-5, atol=1e-9)
+
+
+def test_intervals_and_ellipses_hold_their_share_of_the_normal() -> None:
+    errors = ng.maximize_likelihood(logistic, START, (X, BITS)).standard_errors()
+    ends = errors.intervals(0.95)["slopes"]
+    assert_close((ends[:, 1] - ends[:, 0]) / 2, 1.959963984540054 * errors.values["slopes"])
+    names = ("slopes[2]", "slopes[0]")
+    points = errors.ellipse(names, 0.9) - errors.params["slopes"][[2, 0]]
+    part = errors.covariance[[2, 0]][:, [2, 0]]
+    reach = (points @ torch.linalg.inv(part) * points).sum(1)
+    assert_close(reach, torch.full_like(reach, -2 * math.log(0.1)))  # chi^2 of two degrees: 1 - exp(-r / 2)
+    assert "slopes[1]" in str(errors)
+    assert "95 % interval" in errors._repr_html_()
+
+
+def test_one_tensor_comes_back_as_one_tensor() -> None:
+    def own(theta: Tensor, x: Tensor) -> Distribution:
+        return Bernoulli(logits=x @ theta)
+
+    fit = ng.maximize_likelihood(own, torch.zeros(3, dtype=F64), (X, BITS))
+    errors = fit.standard_errors()
+    assert isinstance(fit.params, Tensor)
+    assert errors.values.shape == (3,)
+    assert errors.intervals().shape == (3, 2)
+    assert errors.names == ("params[0]", "params[1]", "params[2]")
+
+
+def test_a_network_and_its_likelihood_have_standard_errors_too() -> None:
+    model = nn.Linear(3, 1, bias=False).double()
+    errors = ng.standard_errors(ng.fisher(model, nn.BCEWithLogitsLoss()), ng.trainable(model), X)
+    assert_close(errors.covariance, torch.linalg.inv(weighted_gram(model.weight.detach()[0])))
+    with pytest.raises(TypeError, match="robust=True takes the metric of a function of your own"):
+        ng.standard_errors(ng.fisher(model, nn.BCEWithLogitsLoss()), ng.trainable(model), X, robust=True)
+
+
+def test_a_censored_model_agrees_with_its_closed_form() -> None:
+    times = -(UNIFORM.log()) / 0.5
+    seen = (times < 2.0).to(F64)
+    times = times.clamp(max=2.0)
+
+    def survival(p: Params, time: Tensor, seen: Tensor) -> Tensor:
+        return seen * p["log_rate"] - p["log_rate"].exp() * time
+
+    fit = ng.maximize_likelihood(survival, {"log_rate": torch.zeros((), dtype=F64)}, (times, seen))
+    assert_close(fit.params["log_rate"].exp(), seen.sum() / times.sum())
+    assert_close(fit.standard_errors().values["log_rate"], seen.sum().rsqrt())
+
+
+def test_a_direction_that_is_not_identified_is_named_and_left_where_it_was() -> None:
+    twice = torch.cat([X, X[:, 1:2]], 1)
+    fit = ng.maximize_likelihood(logistic, {"slopes": torch.zeros(4, dtype=F64)}, (twice, BITS))
+    plain = ng.maximize_likelihood(logistic, START, (X, BITS))
+    assert_close(fit.params["slopes"][1] + fit.params["slopes"][3], plain.params["slopes"][1])
+    assert_close(fit.params["slopes"][1], fit.params["slopes"][3])
+    with pytest.raises(ValueError, match=r"do not identify 1 slopes\[[13]\] - 1 slopes\[[13]\]"):
+        fit.standard_errors()
+
+
+def test_units_of_parameters_do_not_count() -> None:
+    units = torch.tensor([1e-4, 1.0, 1e3], dtype=F64)
+    plain = ng.maximize_likelihood(logistic, START, (X, BITS)).standard_errors()
+    other = ng.maximize_likelihood(logistic, START, (X * units, BITS)).standard_errors()
+    assert_close(other.values["slopes"] * units, plain.values["slopes"], rtol=1e-6, atol=0)
+
+
+def test_what_has_no_maximum_is_said() -> None:
+    line = (X[:, 1] > 0).to(F64)
+    with pytest.warns(UserWarning, match="there is no maximum"):
+        fit = ng.maximize_likelihood(logistic, START, (X, line))
+    assert fit.status == "unbounded"
+    y = torch.cat([draw(60) - 2, draw(90, seed=1) + 1])
+    alike = {"logit": torch.tensor(0.0), "means": torch.zeros(2), "log_scales": torch.zeros(2)}
+    alike = {name: value.double() for name, value in alike.items()}
+    with pytest.warns(UserWarning, match="two components start alike"):
+        fit = ng.maximize_likelihood(mixture, alike, y)
+    assert fit.status == "saddle"
+    with pytest.raises(ValueError, match="the information is indefinite"):
+        fit.standard_errors()
+    with pytest.warns(UserWarning, match="had not settled"):
+        fit = ng.maximize_likelihood(mixture, alike | {"means": torch.tensor([-1.0, 1.0], dtype=F64)}, y, max_steps=1)
+    assert fit.status == "max_steps"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        start = fit.params
+        assert ng.maximize_likelihood(mixture, start, y).status == "converged"
+
+
+def test_at_the_maximum_it_stays_there() -> None:
+    fit = ng.maximize_likelihood(logistic, START, (X, BITS))
+    again = ng.maximize_likelihood(logistic, fit.params, (X, BITS))
+    assert again.status in ("converged", "round_off")
+    assert again.steps == 1
+    assert_close(again.params["slopes"], fit.params["slopes"])
+
+
+def test_single_precision_converges_to_its_own_tolerance() -> None:
+    fit = ng.maximize_likelihood(logistic, {"slopes": torch.zeros(3)}, (X.float(), BITS.float()))
+    exact = ng.maximize_likelihood(logistic, START, (X, BITS))
+    assert fit.status == "converged"
+    gap = (fit.params["slopes"].double() - exact.params["slopes"]).abs() / exact.standard_errors().values["slopes"]
+    assert float(gap.max()) < 1e-2
+
+
+DOORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "a start that is not finite": (
+        lambda: ng.maximize_likelihood(
+            lambda p: Normal(p["mean"], p["scale"]),
+            {"mean": torch.tensor(0.0), "scale": torch.tensor(-1.0)},
+            torch.randn(5),
+        ),
+        ValueError,
+        "nan at the start: look for a scale that is not positive",
+    ),
+    "a metric of another function": (
+        lambda: ng.maximize_likelihood(logistic, START, (X, BITS), metric=ng.fisher(mixture, START)),
+        ValueError,
+        "expected one of the same function",
+    ),
+    "no metric": (lambda: ng.standard_errors(logistic, START, (X, BITS)), TypeError, "expected a metric such as"),  # type: ignore[arg-type]
+    "counts below zero": (
+        lambda: ng.maximize_likelihood(lambda p, x: Poisson((x @ p["slopes"]).exp()), START, (X, -BITS)),
+        ValueError,
+        "outside of the support of Poisson",
+    ),
+    "times below zero": (
+        lambda: ng.maximize_likelihood(
+            lambda p: Exponential(p["rate"]), {"rate": torch.tensor(1.0)}, torch.tensor([1.0, -2.0])
+        ),
+        ValueError,
+        "outside of the support of Exponential",
+    ),
+    "an unknown entry": (
+        lambda: ng.maximize_likelihood(logistic, START, (X, BITS)).standard_errors().ellipse(["slopes", "slopes[1]"]),
+        ValueError,
+        r"expected two different ones of slopes\[0\], slopes\[1\], slopes\[2\]",
+    ),
+    "a level of 95": (
+        lambda: ng.maximize_likelihood(logistic, START, (X, BITS)).standard_errors().intervals(95),
+        ValueError,
+        r"level is 95, expected a number in \(0, 1\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_doors_say_what_is_wrong(name: str) -> None:
+    call, kind, words = DOORS[name]
+    with pytest.raises(kind, match=words):
+        call()
