@@ -1,4 +1,4 @@
-"""What training tools are told: the numbers of `state_report()`, for Lightning, Hugging Face and any logger.
+"""What training tools get: the numbers of `state_report()`, for Lightning, Hugging Face and any logger.
 
 Neither tool is imported before one of these functions is called.
 """

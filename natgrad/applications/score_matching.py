@@ -1,4 +1,4 @@
-"""Objectives for models without their constant: score matching, sliced, denoising; ratio matching for bits."""
+"""Objectives for unnormalised densities: score matching, sliced, denoising; ratio matching for bits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def score_matching_loss(
     `ng.score_metric`. Costs N backward passes of the score.
 
     Args:
-        log_p: A function log_p(params, x) of one example x (N,), without its constant; or a module of energies E(X)
+        log_p: A function log_p(params, x) of one example x (N,), up to a constant; or a module of energies E(X)
             (b,), with log p = -E.
         params: A dict of tensors, such as `ng.trainable(module)`.
         X: Continuous examples, shape (b, N).

@@ -13,7 +13,7 @@ from natgrad.ground.linalg import is_concrete
 
 
 class ComplexNormal(Embedded):
-    """CN(mu, Gamma): complex vectors z (d,) whose phase tells nothing, E[(z - mu)(z - mu)^T] = 0.
+    """CN(mu, Gamma): circularly symmetric complex vectors z (d,), E[(z - mu)(z - mu)^T] = 0.
 
     T = (Re z_i; Im z_i; |z_i|^2; 2 Re z_i z_j*; 2 Im z_i z_j* for i < j), theta = (2 Re b; 2 Im b; -P_ii; -Re P_ij; -Im
     P_ij) with P = Gamma^-1 and b = P mu, all real: n = 2 d + d^2. Gamma = E[(z - mu)(z - mu)^H]. Conversions both ways

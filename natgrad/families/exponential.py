@@ -347,8 +347,8 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
         theta = self.maximise_likelihood(x, statistics).to(statistics.dtype)
         if is_concrete(theta) and not bool(self.inside(theta.detach()).all()):
             raise ValueError(
-                f"x varies so little that no theta of {self!r} in {theta.dtype} tells it: give x in float64, or more "
-                "examples"
+                f"x varies so little that no theta of {self!r} in {theta.dtype} stands for it: give x in float64, or "
+                "more examples"
             )
         return theta
 

@@ -144,7 +144,7 @@ class LogPartitionEstimate:
     Args:
         value: In nats.
         error: Its standard error, by the spread of the weights.
-        effective: How many equally weighted draws tell as much. With few, the error is not to be trusted: anneal more
+        effective: How many equally weighted draws are worth as much. With few, do not trust the error: anneal more
             slowly.
     """
 
@@ -572,7 +572,7 @@ class MarkovField(ExponentialFamily):
             generator: Source of the draws. None: the global one.
 
         Returns:
-            `value`, `error` and `effective`, how many equally weighted runs tell as much.
+            `value`, `error` and `effective`, how many equally weighted runs are worth as much.
 
         Example:
             >>> field = ng.Ising(40)

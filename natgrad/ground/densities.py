@@ -233,7 +233,7 @@ class Density(Explained, hint="; a function log_p(params, x) or a module of ener
 
     @abstractmethod
     def log_p(self, params: Params, inputs: Tensor) -> Tensor:
-        """log p of every example, without its constant.
+        """log p of every example, up to a constant.
 
         Args:
             params: Name -> tensor.

@@ -32,7 +32,7 @@ def layer_factors(seen: Seen, reduce: bool, room: Room, add_up: AddUp = dict) ->
     """K-FAC's factors of one pass, S = E[delta delta^T] on the left and A = E[a a^T] on the right; or exact blocks.
 
     Args:
-        seen: What the pass told of the layer.
+        seen: What the pass recorded of the layer.
         reduce: True to take positions together: means of inputs, sums of derivatives.
         room: How large a factor may be; a larger one is cut into blocks.
         add_up: Sums over all processes of a few numbers, by name.
@@ -114,7 +114,7 @@ def layer_spectrum(seen: Seen, eigen: KroneckerEigen) -> Tensor:
     """The pass's diagonal in a Kronecker eigenbasis: EKFAC's corrected eigenvalues.
 
     Args:
-        seen: What the pass told of the layer.
+        seen: What the pass recorded of the layer.
         eigen: The basis.
 
     Returns:

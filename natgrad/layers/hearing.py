@@ -1,4 +1,4 @@
-"""What a pass tells of the layers: which explain the gradients of their parameters, and with which activations."""
+"""What a pass records of the layers: which explain the gradients of their parameters, and with which activations."""
 
 from __future__ import annotations
 
@@ -402,7 +402,7 @@ def pad_rows(part: Tensor, piece: tuple[int, int], rows: int) -> Tensor:
     return part if stop - start == rows else functional.pad(part, (start, rows - stop))
 
 
-# What a pass tells of the layers: which explain the gradients of their parameters, and with which activations
+# What a pass records of the layers: which explain the gradients of their parameters, and with which activations
 
 
 @dataclass(frozen=True)
@@ -569,7 +569,7 @@ def record_pass(model: nn.Module, space: Space, run: Callable[[], Tensor]) -> Re
 
 
 def hear_rows(recording: Recording, dtype: torch.dtype, cotangents: Sequence[Tensor], batch: int) -> list[Seen]:
-    """What a pass tells of the layers, one delta per cotangent. The graph is kept.
+    """What a pass records of the layers, one delta per cotangent. The graph is kept.
 
     Args:
         recording: The pass.

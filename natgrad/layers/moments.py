@@ -237,7 +237,7 @@ def layer_squares(seen: Seen) -> Tensor:
     """The diagonal of a layer's metric, shape (groups, outputs, columns).
 
     Args:
-        seen: What a pass told of the layer.
+        seen: What a pass recorded of the layer.
     """
     if seen.by_token:
         size = seen.layer.layout.outputs
@@ -251,7 +251,7 @@ def layer_units(seen: Seen) -> Tensor:
     """The blocks of a layer's units, shape (groups * outputs, columns, columns).
 
     Args:
-        seen: What a pass told of the layer.
+        seen: What a pass recorded of the layer.
     """
     if seen.by_token:
         size = seen.layer.layout.outputs
@@ -263,7 +263,7 @@ def layer_bias_rows(seen: Seen) -> Tensor:
     """The bias's row of every unit's block, shape (groups, outputs, columns).
 
     Args:
-        seen: What a pass told of the layer.
+        seen: What a pass recorded of the layer.
     """
     return total([bias_rows(seen.activations, deltas) for deltas in seen.deltas])
 

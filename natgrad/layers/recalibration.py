@@ -249,7 +249,7 @@ class NormListener:
     """Reads what a batch norm gets.
 
     Args:
-        norm: The module, which is heard until `detach`.
+        norm: The module, whose inputs are recorded until `detach`.
         by_batch: Let it normalise by its batch, and not by its running statistics. A batch with one value per channel
             has none, and is normalised by the data until then.
     """
@@ -270,7 +270,7 @@ class NormListener:
             self.write()
 
     def write(self) -> None:
-        """Writes the running statistics, where anything was heard."""
+        """Writes the running statistics, where anything was recorded."""
         if self.moments is None:
             return
         with torch.no_grad():

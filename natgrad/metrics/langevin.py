@@ -1,4 +1,4 @@
-"""Draws from a model without its constant: Langevin dynamics with Metropolis' correction."""
+"""Draws from an unnormalised density: Langevin dynamics with Metropolis' correction."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class RatioMetric(Metric):
 
     Args:
         density: log p, as a density.
-        log_p: What the user passed, for who listens to its losses.
+        log_p: What the user passed, by which an optimiser knows its losses.
         mask: True for the variables i that the sum runs over, shape (N,) or (b, N). None: all.
         weights: How often each example came, shape (b,).
         chunk_size: Examples per graph, to bound memory. None: all at once.

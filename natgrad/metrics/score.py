@@ -48,7 +48,7 @@ def score_metric(
 
     Args:
         log_p: A function log_p(params, x) of one example, a module of energies (log p = -energy), or a `Density`;
-            without its constant.
+            up to a constant.
         slices: Take that many random directions v per example instead of all N variables: an unbiased estimate, with a
             root of K x (b slices). None: all variables.
         langevin: Draw x from the model, starting at X (`ng.Langevin()`), instead of taking X itself: the expectation
@@ -83,7 +83,7 @@ class ScoreMetric(Metric):
 
     Args:
         density: log p, as a density.
-        log_p: What the user passed, for who listens to its losses.
+        log_p: What the user passed, by which an optimiser knows its losses.
         slices: Random directions per example; None: all variables.
         langevin: Draws x from the model; None: over the data.
         mask: True for the variables i that the sum runs over, shape (N,) or (b, N). None: all.

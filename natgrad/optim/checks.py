@@ -88,7 +88,9 @@ def check_choices(metric: Any, structure: Any, solver: Any, rule: Any) -> None:
         if not isinstance(choice, kind) and (choice is not None or name == "metric"):
             raise TypeError(describe_wrong_choice(name, choice, kind))
     if isinstance(metric, MetricSum) and isinstance(structure, Layerwise):
-        raise TypeError(f"structure {structure!r} hears one pass, metrics are of several: use ng.Exact(), ng.Blocks()")
+        raise TypeError(
+            f"structure {structure!r} records one pass, metrics are of several: use ng.Exact(), ng.Blocks()"
+        )
     if isinstance(rule, Rule):
         check_rule(rule, solver or Auto())
 
@@ -102,7 +104,9 @@ def check_rule(rule: Rule, solver: Solver) -> None:
         raise ValueError(f"rule {rule} searches the solver's space: use solver=ng.KrylovSubspace(dimension=...)")
     keeps = isinstance(solver, CG) and solver.keep is not None
     if isinstance(rule, LineSearch) and rule.iterates and isinstance(solver, WITHOUT_BASIS) and not keeps:
-        raise ValueError(f"rule {rule} goes back over iterates, which the solver does not keep: use ng.CG(keep=1.3)")
+        raise ValueError(
+            f"rule {rule} chooses among the solver's iterates, and the solver keeps none: use ng.CG(keep=1.3)"
+        )
 
 
 def choose_metric(metric: Any, metrics: Any, weights: Any) -> Metric:
@@ -177,7 +181,7 @@ def check_key(key: str, value: float, most: float) -> None:
     """ValueError or TypeError unless a group key is a number in its range: momentum below 1, a bound above 0."""
     check_number(key, value, most)
     if key == "momentum" and value == 1:
-        raise ValueError("momentum is 1, expected less than 1: a running mean that forgets nothing takes nothing in")
+        raise ValueError("momentum is 1, expected less than 1: with 1 the running mean of the gradient never changes")
     if key in ("damping", "max_kl", "kl_share") and value == 0:
         raise ValueError(f"{key} is 0, expected a number > 0" + ("" if key == "damping" else "; math.inf for no bound"))
 
@@ -263,6 +267,8 @@ def settle_rule(rule: Rule | None, max_kl: float | None, kl_share: float | None)
     if bounds:
         raise ValueError(f"{bounds} are settings of rule=ng.MeasuredLength(...): give them to the rule")
     if rule.needs_solver or getattr(rule, "iterates", False):
-        raise ValueError(f"rule {rule} needs what an iterative solver found: use ng.NaturalGradient, ng.hessian_free")
+        raise ValueError(
+            f"rule {rule} needs the search space of an iterative solver: use ng.NaturalGradient, ng.hessian_free"
+        )
     refuse_measured_kl(rule)
     return rule

@@ -161,7 +161,7 @@ class NaturalGradient(ModelOptimizer):
         """Take the next step's metric on these inputs instead of the gradient's (unlabelled data, another batch).
 
         On other data than the gradient's, part of the gradient lies outside the metric's range and the step grows like
-        1 / damping (Pascanu & Bengio, section 4); `state_report().outside` tells how large that part is.
+        1 / damping (Pascanu & Bengio, section 4); `state_report().outside` shows how large that part is.
 
         Args:
             inputs: As the model takes them; copied. For `metrics` a dict by their names.

@@ -90,8 +90,9 @@ def check_equal_models(named: Mapping[str, Tensor], group: Any, *, values: bool 
     rank = next((i for i, one in enumerate(hashes) if one[1] != hashes[0][1]), None)
     if rank is not None:
         raise ValueError(
-            f"the parameters have other values on rank {rank} than on rank 0, and would never meet: seed all processes "
-            "alike before the model is built, load one checkpoint on all, or wrap it in a DistributedDataParallel"
+            f"the parameters have other values on rank {rank} than on rank 0, and would stay different: seed all "
+            "processes alike before the model is built, load one checkpoint on all, or wrap it in a "
+            "DistributedDataParallel"
         )
 
 
@@ -685,7 +686,7 @@ def refuse_sharded(model: Any, name: str = "model", parts: bool = False) -> None
         if isinstance(part, DataParallel) and len(part.device_ids) > 1:
             raise TypeError(
                 f"{name} is {own} with a DataParallel over {len(part.device_ids)} devices in it, "
-                "whose copies say nothing to an optimizer: use DistributedDataParallel, one process per device"
+                "whose copies an optimizer cannot read: use DistributedDataParallel, one process per device"
             )
 
 

@@ -546,7 +546,7 @@ class Reader:
         last = recall.find_pass()
         if last is None:
             raise ValueError(
-                "no statistics: no layer of the model was heard in training mode since the last step; call "
+                "no statistics: no layer of the model ran in training mode since the last step; call "
                 "model.train() and the model itself (not a copy of it) before optimizer.loss(outputs, targets); if it "
                 "was compiled and called before the optimizer was built, give the optimizer the compiled model, or "
                 "call torch.compiler.reset() once"

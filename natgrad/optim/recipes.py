@@ -295,9 +295,9 @@ def kfac(
     """The natural gradient with a Kronecker product per layer (K-FAC), of the true Fisher.
 
     It takes the optimizer's place in an ordinary loop, with `opt.loss` in the criterion's place, and its defaults need
-    no tuning. While the gradient stands out from its noise, steps are natural ones that change a layer by a share of
-    its size at most. When noise prevails, steps move all directions of a layer alike, which is called spectral here:
-    `natgrad.rules.NoiseAware` explains both. With `ng.LogDensity()` they are spectral from the first on, since the
+    no tuning. While the gradient is larger than mini-batch noise, steps are natural ones that change a layer by a share
+    of its size at most. Afterwards all directions of a layer move alike, which is called a spectral step:
+    `natgrad.rules.NoiseAware` explains both. With `ng.LogDensity()` steps are spectral from the first on, since the
     empirical Fisher is too long along the gradient of a model far from its data. K-FAC as in the papers has
     `rule=natgrad.rules.MeasuredLength()` and `damping=ng.Relative(0.03, per="block")`.
 
@@ -346,7 +346,7 @@ def ekfac(
 ) -> StructuredNaturalGradient:
     """The natural gradient in K-FAC's eigenbases with the Fisher's own diagonal there (EKFAC).
 
-    Closer to the Fisher than `kfac`, and dearer: every update of the statistics takes eigendecompositions.
+    Closer to the Fisher than `kfac`, at a higher cost: every update of the statistics takes eigendecompositions.
 
     Args:
         model: The network.

@@ -1,4 +1,4 @@
-"""What an optimizer tells of itself: the last step in numbers, and `explain()` in sentences."""
+"""What an optimizer reports: the last step in numbers, and `explain()` in sentences."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class StateReport:
         solver_steps: Steps of the solver.
         residual: Of the solve, relative to the norm of the gradient.
         status: How the solve ended.
-        outside: |g - G x| / |g|, the share of the gradient that the metric leaves to the damping. It is near 1 where
+        outside: |g - G x| / |g|, the share of the gradient that is divided by the damping alone. It is near 1 where
             the gradient lies outside the metric's range, as on other data, or where the damping is far above the
             metric.
-        excess: d^T G d along the proposal as it was last measured, over what the blocks promise. Above 1 a step is
-            shortened by it.
-        rate: Length of the step relative to the proposal; 0 for a rejected step.
+        excess: d^T G d along the proposed step as it was last measured, over what the blocks (one per layer) predict.
+            Above 1 a step is shortened by it.
+        rate: Length of the step relative to the proposed one; 0 for a rejected step.
         gradient: Norm of the mean loss's gradient.
         failures: Steps since the start that were skipped for numerical trouble.
         refused: Steps since the start that were not taken because they raised the loss.
@@ -176,7 +176,7 @@ class Steps:
         rule: How a direction becomes a step.
         settings: Numbers that the parameter groups have, such as lr and kl_share: the least over the groups.
         scheduled: True if a scheduler lowers the learning rate.
-        turned: The step at which noise had hidden the gradient; -1 before.
+        turned: The step from which on mini-batch noise was larger than the gradient; -1 before.
     """
 
     reports: Sequence[StateReport]
@@ -210,7 +210,7 @@ class Steps:
         return 0 if abs(change) < STILL else -1 if first > middle > last else 1 if first < middle < last else 0
 
     def falls_steadily(self) -> bool:
-        """Whether most steps have a lower loss than the step before: what is seen is no noise of the batches."""
+        """True if most steps have a lower loss than the step before: then the fall is not noise of the batches."""
         losses = [r.loss for r in self.reports if math.isfinite(r.loss)]
         lower = sum(after < before for before, after in pairwise(losses))
         return lower >= MOST * (len(losses) - 1)
@@ -285,20 +285,21 @@ def tell_bounds(steps: Steps) -> Iterator[str]:
     if 2 * len(measured := [r for r in free if r.rate < WHOLE and r.excess > 1 / WHOLE]) > count:
         yield (
             f"{len(measured)} of {count} steps were shortened to {show(median(r.rate for r in measured))} of the "
-            "proposal, where the quadratic model is least: the metric along them was larger than its blocks say."
+            "proposed step, where the quadratic model of the loss is lowest: measured along them, the metric is larger "
+            "than its blocks (one per layer) say."
         )
     elif 2 * len(searched := [r for r in free if r.rate < WHOLE]) > count:
         yield (
             f"{len(searched)} of {count} steps were shortened to about {show(median(r.rate for r in searched))} of the "
-            "proposal, the length that the rule found."
+            "proposed step, the length that the rule chose."
         )
     elif count >= FEW and len(free) == count and steps.last.rate >= WHOLE:
         lr = show(steps.settings["lr"])
-        yield f"Steps were taken whole: lr (now {lr}) and the damping set their length, no bound did."
+        yield f"Steps were taken in full: lr (now {lr}) and the damping set their length, and no bound shortened them."
     unmoved = sum(r.rate == 0 and r.gradient > 0 and r.status != "skipped" for r in steps.reports)
     if 2 * unmoved > count:
-        why = ": the rule found no length at which the loss is lower" * steps.rule.needs_loss
-        yield f"{unmoved} of {count} steps moved nothing{why}."
+        why = ": at every length that the rule tried the loss was higher" * steps.rule.needs_loss
+        yield f"{unmoved} of {count} steps changed no parameter{why}."
     yield from advise_length(steps, whole=2 * sum(r.rate >= WHOLE for r in free) > count)
 
 
@@ -339,18 +340,18 @@ def list_changed(rule: Rule) -> str:
 
 
 def tell_damping(steps: Steps) -> Iterator[str]:
-    """Whether the damping leaves anything to the metric."""
+    """Whether the damping outweighs the metric."""
     along = [r.excess for r in steps.reports if math.isfinite(r.excess)]
     outside = [r.outside for r in steps.reports if math.isfinite(r.outside) and r.residual < 1 - ALL and r.rate > 0]
     damping = show(steps.last.damping) if math.isfinite(steps.last.damping) else "as it is"
     if along and median(along) < 1 - ALL and not steps.cut_by():
         share = 1 - median(along)
-        yield f"The damping is {share:.1%} of the system along the steps: they are nearly plain gradient steps."
+        yield f"The damping is {share:.1%} of G + damping along the steps: they are nearly plain gradient steps."
         yield "Try: less damping."
     elif outside and median(outside) > ALL:
         yield (
-            f"{median(outside):.1%} of the gradient is left to the damping (now {damping}): steps are nearly plain "
-            "gradient steps, over the damping."
+            f"{median(outside):.1%} of the gradient is divided by the damping alone (now {damping}), since the metric "
+            "does not reach it: steps are nearly plain gradient steps."
         )
 
 
@@ -359,9 +360,12 @@ def tell_noise(steps: Steps) -> Iterator[str]:
     if steps.turned < 0:
         return
     falls, grows = falls_by_itself(steps.rule), isinstance(getattr(steps.rule, "spectral", None), SpectralProgress)
-    size = "share of each layer" if grows else "fixed size per layer"
+    size = "a share of its size" if grows else "a fixed length"
     how = f"{size} that falls by itself" if falls else f"{size}, times lr"
-    yield f"Noise has hidden the gradient since step {steps.turned}: steps are spectral ones from there on, of a {how}."
+    yield (
+        f"Since step {steps.turned} mini-batch noise is larger than the gradient, so steps are spectral: all "
+        f"directions of a layer move alike, by {how}."
+    )
     if steps.way() >= 0 and steps.course() is not None and not (falls or steps.scheduled):
         yield 'Try: rate="auto", or a schedule that lets lr fall to zero.'
 
@@ -376,14 +380,14 @@ def tell_failures(steps: Steps) -> Iterator[str]:
     failed = steps.last.failures - steps.reports[0].failures + (steps.reports[0].status == "skipped")
     if failed > 0:
         yield (
-            f"{failed} of the last {len(steps.reports)} steps were left out, or their statistics were: a number was "
-            "not finite, or the loss far above all others."
+            f"{failed} of the last {len(steps.reports)} steps were skipped, or their statistics were: a number was not "
+            "finite, or the loss was far above all others."
         )
         yield 'Try: on_trouble="raise" to stop at the first one, and look at its batch.'
 
 
 def tell_judgement(steps: Steps) -> Iterator[str]:
-    """What the reduction ratio says, where a damping asks for it."""
+    """How far the loss fell beside what was predicted, where the damping is adapted to it."""
     ratios = [r.ratio for r in steps.reports if r.ratio is not None and math.isfinite(r.ratio)]
     refused = steps.last.refused - steps.reports[0].refused + (steps.reports[0].status == "refused")
     if refused > 0:
@@ -392,13 +396,13 @@ def tell_judgement(steps: Steps) -> Iterator[str]:
         found, damping = median(ratios), show(steps.last.damping)
         verdict = "as much as" if 0.75 <= found <= 1.5 else "less than" if found < 0.75 else "more than"
         yield (
-            f"The loss falls {verdict} the quadratic model promises (ratio {show(found)}); the damping that follows "
+            f"The loss falls {verdict} the quadratic model predicts (ratio {show(found)}); the damping that follows "
             f"from it is {damping}."
         )
 
 
 def tell_solver(steps: Steps) -> Iterator[str]:
-    """How the solver ended."""
+    """Why the solver stopped."""
     count = len(steps.reports)
     stopped = sum(r.status == "max_steps" for r in steps.reports)
     if 2 * stopped > count:

@@ -361,7 +361,7 @@ class AdaptiveInverse(Structure):
 
     For any metric; one without a root is written out, O(n^3). Solve with damping=0, as `ng.ang` does: the updates hold
     what they need, and more of it costs a factorisation per step. Numbers that are not finite leave the last inverse in
-    place, which `opt.state_report().counts` tells ("kept"), as it tells the updates of eq. 4 that were "refused".
+    place, which `opt.state_report().counts` counts as "kept", and updates of eq. 4 that were left out as "refused".
     Parameters that come or go start the average anew. Memory: n^2 numbers, 2 n^2 for `Averaged`. A step writes at most
     two more. An update raises a ValueError for a metric that may be indefinite.
 

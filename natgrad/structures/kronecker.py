@@ -112,8 +112,8 @@ class EigenKronecker(Layerwise):
         reduce: As in `Kronecker`.
         largest: As in `Kronecker`.
         stale: A share in [0, 1). A factor's eigenvectors are kept from the last update while V^T M V is off its
-            diagonal by at most this share of its norm, which one product tells; 0 takes an eigendecomposition at every
-            update.
+            diagonal by at most this share of its norm, which one product measures; 0 takes an eigendecomposition at
+            every update.
         budget: As in `Kronecker`, in bytes.
 
     Raises:

@@ -69,7 +69,7 @@ class Layerwise(Structure):
         """Running totals after one more pass of a layer: decay * before + what the pass gives.
 
         Args:
-            seen: What the pass told of the layer.
+            seen: What the pass recorded of the layer.
             before: The totals so far; None at first.
             decay: Weight of the past, in [0, 1).
 
@@ -158,7 +158,7 @@ class Layerwise(Structure):
         A pass that is not finite leaves the totals as they were: one bad batch does not poison the average.
 
         Args:
-            layers: What the pass told of every layer.
+            layers: What the pass recorded of every layer.
             squares: Name -> squares, for parameters without a layer.
             memory: What the last call of `update` returned, None at first.
         """

@@ -44,7 +44,7 @@ class Collected:
 
     Args:
         metric: The metric at the point.
-        heard: What was heard of the layers.
+        heard: What hooks recorded of the layers.
         meet: True if all rows are one example's.
     """
 

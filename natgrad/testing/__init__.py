@@ -1,7 +1,7 @@
 """Checks for your own operators, solvers, metrics, structures and families: each holds a class to its contract.
 
-A check returns nothing, or raises AssertionError with a sentence that names the broken promise and its size. They
-write matrices out: use small models and float64.
+A check returns nothing, or raises AssertionError with a sentence that names the property that does not hold, and by how
+much. They write matrices out: use small models and float64.
 """
 
 from natgrad.testing.exponential import check_exponential_family

@@ -20,7 +20,7 @@ from natgrad.testing.requirements import (
 def check_exponential_family(
     family: ExponentialFamily, theta: Tensor, *, samples: int = 20_000, rtol: float | None = None
 ) -> None:
-    """A family keeps its promises at two natural parameters.
+    """A family has the properties of exponential families at two natural parameters.
 
     Exactly: expectation = grad psi, covariance = Hess psi = fisher, natural undoes expectation, KL is the Bregman
     divergence of psi, the Fisher matrix in the expectation parameters is the inverse, batches are rows, gradients flow
@@ -34,7 +34,7 @@ def check_exponential_family(
         rtol: Allowed relative error, default 1e4 eps of theta's dtype. `natural` may be off by its square root.
 
     Raises:
-        AssertionError: With a sentence, for a promise that is not kept.
+        AssertionError: With a sentence, for a property that does not hold.
 
     Example:
         >>> from natgrad.testing import check_exponential_family

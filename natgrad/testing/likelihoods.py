@@ -1,4 +1,4 @@
-"""Likelihoods: nll, sample, score, fisher and kl speak of one distribution."""
+"""Likelihoods: nll, sample, score, fisher and kl are of one distribution."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from natgrad.testing.requirements import require, require_close, require_mean, r
 
 
 def check_family(family: Likelihood, outputs: Any, *, samples: int = 20_000, rtol: float | None = None) -> None:
-    """nll, sample, score, fisher, mv, root and kl of a likelihood speak of one distribution, at the given outputs.
+    """nll, sample, score, fisher, mv, root and kl of a likelihood are of one distribution, at the given outputs.
 
     By sampling, within six standard errors: E[score] = 0, E[score score^T] = fisher, E[log p - log q] = KL(p, q).
     Exactly: mv and root agree with fisher, KL(p, p) = 0, and its second derivative is fisher. `fisher` and `kl` are
@@ -28,7 +28,7 @@ def check_family(family: Likelihood, outputs: Any, *, samples: int = 20_000, rto
         rtol: Allowed relative error, default 1e4 eps of the outputs' dtype.
 
     Raises:
-        AssertionError: With a sentence, for a promise that is not kept.
+        AssertionError: With a sentence, for a property that does not hold.
 
     Example:
         >>> from natgrad.testing import check_family

@@ -38,7 +38,7 @@ def check_metric(
         rtol: Allowed error relative to the largest entry, default 1e4 eps of the operator's dtype.
 
     Raises:
-        AssertionError: With a sentence, for a promise that is not kept.
+        AssertionError: With a sentence, for a property that does not hold.
 
     Example:
         >>> from natgrad.testing import check_metric
@@ -78,7 +78,7 @@ def check_structure(structure: Any, metric: Metric, params: Params, inputs: Any,
         rtol: Allowed error relative to the largest entry, default 1e4 eps of the operator's dtype.
 
     Raises:
-        AssertionError: With a sentence, for a promise that is not kept.
+        AssertionError: With a sentence, for a property that does not hold.
 
     Example:
         >>> from natgrad.testing import check_structure

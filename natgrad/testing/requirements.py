@@ -59,7 +59,9 @@ def require_raises(what: str, call: Callable[[], Any]) -> None:
     except (ValueError, TypeError) as error:
         require(len(str(error)) > 20, f"{what} raises {error!r}: say what was expected, what came and what to do")
     except Exception as error:
-        raise AssertionError(f"{what} raises {error!r}, expected a ValueError or TypeError at the door") from error
+        raise AssertionError(
+            f"{what} raises {error!r}, expected a ValueError or TypeError before anything is computed"
+        ) from error
     else:
         raise AssertionError(f"{what} passes without an error")
 

@@ -39,7 +39,7 @@ def check_solver(
         minimum_norm: Demand G^+ b at damping 0 for b in the range, whether G is singular or not.
 
     Raises:
-        AssertionError: With a sentence, for a promise that is not kept.
+        AssertionError: With a sentence, for a property that does not hold.
 
     Example:
         >>> from natgrad.testing import check_solver

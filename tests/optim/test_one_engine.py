@@ -103,7 +103,7 @@ def test_a_line_search_in_blocks_lowers_the_loss_of_its_batch():
 
 @pytest.mark.parametrize("rule", [ng.SubspaceSearch(), ng.LineSearch(iterates=True)])
 def test_a_rule_that_needs_the_solver_is_refused_at_the_door(rule: ng.Rule):
-    with pytest.raises(ValueError, match=r"needs what an iterative solver found: use ng\.NaturalGradient"):
+    with pytest.raises(ValueError, match=r"needs the search space of an iterative solver: use ng\.NaturalGradient"):
         ng.kfac(net(), CE, rule=rule)
 
 

@@ -150,7 +150,7 @@ BAD = {
     "a class": ({"metrics": {"a": ng.metrics.Fisher}}, TypeError, "forget the parentheses"),
     "a name": ({"metrics": {1: "fisher"}}, TypeError, "expected a string"),
     "a stranger": ({"metrics": "terms", "weights": {"egde": 1.0}}, ValueError, "egde"),
-    "a structure of layers": ({"metrics": "terms", "structure": ng.Kronecker()}, TypeError, "hears one pass"),
+    "a structure of layers": ({"metrics": "terms", "structure": ng.Kronecker()}, TypeError, "records one pass"),
     "a weight": ({"metrics": "terms", "weights": {"edge": -1.0}}, ValueError, r"weights\['edge'\] is -1.0"),
 }
 

@@ -232,7 +232,7 @@ def test_a_search_that_finds_no_step_says_so_once(monkeypatch: pytest.MonkeyPatc
     (text,) = collect_warnings(opt, model, lambda o, m: iterate(o, m, X, Y), 2 * STOP)
     assert "none of the last 25 steps moved anything" in text
     assert torch.equal(flat(model), kept)
-    assert "moved nothing" in opt.explain()
+    assert "changed no parameter" in opt.explain()
     monkeypatch.undo()
     iterate(opt, model, X, Y)
     monkeypatch.setattr(type(opt.rule), "step", lambda self, model, loss_at, memory: (model.nothing(), memory))

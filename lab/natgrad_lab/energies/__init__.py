@@ -1,1 +1,1 @@
-"""Models without their constant: ratio matching of Boltzmann machines, denoising score matching of energy networks."""
+"""Unnormalised densities: ratio matching of Boltzmann machines, denoising score matching of energy networks."""

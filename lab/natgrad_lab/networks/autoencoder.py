@@ -3,7 +3,7 @@
 The networks of the first two are those of Hinton & Salakhutdinov 2006, on which Martens 2010 showed Hessian-free
 training: structured or matrix-free methods beside SGD with momentum, Adam, Muon and SOAP, on equal seconds of one
 thread. Structured methods run with their defaults, all others are tuned over grids of one size. 206 nats on MNIST,
-125 on the curves and 27 on the digits are what the mean image scores: a network that ignores its input stays there.
+125 on the curves and 27 on the digits are what the average image scores: a network that ignores its input stays there.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ImageSet:
         name: Of the task.
         title: Of its table.
         data: Reads the images.
-        mean_image: Nats that the mean image scores.
+        mean_image: Nats that the average image scores.
         entropy: Nats below which none can score.
         share: Of the settings' seconds.
     """
@@ -114,7 +114,7 @@ def task(
         contestants=among,
         share=images.share,
         also={"squared_error": squared_error},  # Martens' measure
-        note=f"The mean image scores {images.mean_image} nats. The pixels are grey, so that none can be below "
+        note=f"The average image scores {images.mean_image} nats. The pixels are grey, so that none can be below "
         f"{images.entropy}.",
     )
 
@@ -145,7 +145,7 @@ def mnist_contestants() -> Mapping[str, Contestant]:
 
 
 def curves_contestants() -> Mapping[str, Contestant]:
-    """Grids narrowed by probes with the tuning seed. SGD did not leave the mean image at lower rates, in 15 s."""
+    """Grids narrowed by probes with the tuning seed. SGD learned only the average image at lower rates, in 15 s."""
     grid = contestants.grid
     return contestants.by_default(batch=500) | {
         "hessian_free": contestants.natural_gradient(

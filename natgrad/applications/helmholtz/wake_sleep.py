@@ -159,7 +159,7 @@ class WakeSleep:
             epochs: How many times each example is seen.
             batch_size: Examples per step; the last step of an epoch takes what is left.
             callback: Called with the trainer after each step; training stops if it returns True.
-            progress: True for a line that tells how far it is, False for none; None for one where the standard error is
+            progress: True for a line that shows how far it is, False for none; None for one where the standard error is
                 a terminal.
 
         Returns:

@@ -104,7 +104,7 @@ class BlackBox:
     """F (popsize,) for X (popsize, d), whatever f does: evaluations are counted, and failed ones are infinitely bad.
 
     A failed evaluation is one that gives NaN, None, a tuple, a string or another thing that is no number, an array of
-    the wrong shape, or an exception. It is counted and ranked last, and one warning tells of the first.
+    the wrong shape, or an exception. It is counted and ranked last, and one warning shows the first.
 
     Where `vectorized` is None, it is found out how f takes points: f gets a batch of one point, then the whole batch,
     and two of its rows must have the values that they have by themselves; otherwise f gets a point alone. All of these

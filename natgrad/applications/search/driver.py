@@ -60,7 +60,7 @@ def minimize(
 
     Ctrl-C ends the search with the result so far. Evaluations that fail, by an exception or by giving NaN, None, a
     tuple, a string or an array of another shape, are counted in the result's `failures` and rank last; one warning
-    tells of the first. If none of 20 generations had a value, the search ends and the result says so.
+    shows the first. If none of 20 generations had a value, the search ends and the result says so.
 
     Args:
         f: Values (popsize,) of a batch of points (popsize, d), or the value of one point (d,). It gets tensors and
@@ -84,7 +84,7 @@ def minimize(
             of bits or categories starts again while it has a target to meet and a budget; others do not.
         tolerances: When a run stops, `Tolerances(...)`.
         callback: Called with the search after each generation; the search stops if it returns True.
-        progress: True for a line that tells how far it is, False for none; None for one where the standard error is a
+        progress: True for a line that shows how far it is, False for none; None for one where the standard error is a
             terminal.
         seed: Of all draws; None for another one each time.
         vectorized: True if f takes batches, False if it takes one point, None to find out: f is then called with a

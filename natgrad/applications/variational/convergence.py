@@ -23,11 +23,11 @@ class Bounds(list[float]):
 
     Attributes:
         converged: True if the fit ended since nothing was left to gain over its points; False if it ran out of steps,
-            or of rate, or if `error` is above the tolerance and .1 nats: then the points say little of q.
+            or of rate, or if `error` is above the tolerance and .1 nats: then the points do not determine q.
         known: True if `error` is at most the tolerance.
         error: How far `q.elbo()`, by the points of the fit, may be from that of the same q, in nats: the difference
             from the mean over other points, and two standard errors of that. Where points are drawn anew, the standard
-            deviation of a bound. NaN where nothing tells it.
+            deviation of a bound. NaN where it is not known.
         gap: Half of the natural gradient's squared length before the last step, in nats: what a full step would gain of
             a bound that is quadratic. Noise keeps it from zero where points are drawn anew.
     """

@@ -226,15 +226,15 @@ class Fitted(ABC):
                 last ten steps gained less than this on average, with two standard errors added. 1e-6 is out of reach
                 then; take .1, or more points.
             callback: Called with q after each step that is kept; fitting stops if it returns True.
-            progress: True for a line that tells how far it is, False for none; None for one where the standard error is
+            progress: True for a line that shows how far it is, False for none; None for one where the standard error is
                 a terminal.
 
         Returns:
-            The bound before each step. The list's `converged` tells why it ended, its `gap` how far from the optimum q
-            was, its `error` how far the bound is known.
+            The bound before each step. The list's `converged` says whether q arrived, its `gap` how far from the
+            optimum it was, its `error` how exactly the bound is known.
 
         Warns:
-            RuntimeWarning: If the steps have come to rest, but other points tell that the bound is not known to the
+            RuntimeWarning: If the steps have come to rest, but other points show that the bound is not known to the
                 tolerance, and not to .1 nats: `converged` is False then.
         """
         check_callback(callback, "q")

@@ -66,7 +66,7 @@ class Target(ABC):
         return self.moments(mean, root, step, batch).value
 
     def elsewhere(self, d: int) -> Sequence[Target]:
-        """The same by other points, which tell how far its expectations are known; none where nothing tells it.
+        """The same by other points, which show how exactly its expectations are known; none where there are none.
 
         Args:
             d: Number of dimensions.

@@ -38,7 +38,7 @@ class GroundState:
     Raises:
         TypeError: If the sampler or the optimizer is none.
         ValueError: If the Hamiltonian, the sampler and psi are not over the same states. A Hamiltonian that leads out
-            of the sampler's states, or a sampler that draws others than the Hamiltonian's, is told at a draw.
+            of the sampler's states, or a sampler that draws others than the Hamiltonian's, raises at a draw.
 
     Example:
         >>> h, psi = ng.vmc.TransverseIsing(4), ng.LogAmplitude(ng.vmc.RBM(4))
@@ -89,7 +89,7 @@ class GroundState:
         Args:
             steps: How many.
             callback: Called with this object after each step; no more steps are taken if it returns True.
-            progress: True for a line that tells how far it is, False for none; None for one where the standard error is
+            progress: True for a line that shows how far it is, False for none; None for one where the standard error is
                 a terminal.
 
         Returns:

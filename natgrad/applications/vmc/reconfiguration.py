@@ -138,7 +138,7 @@ def stochastic_reconfiguration(
         check_number("damping", damping)
         damping = Constant(damping, per="loss")
     if momentum and damping.per_block:
-        raise ValueError(f"damping is {damping}, expected one for the whole of S with momentum: SPRING pulls by it")
+        raise ValueError(f"damping is {damping}, expected one number for the whole of S: SPRING's momentum uses it")
     check_needs_no_loss(damping, rule)
     inner = solver or Auto()
     centred = structure is None or isinstance(structure, (Exact, Dense))

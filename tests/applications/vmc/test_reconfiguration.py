@@ -305,7 +305,7 @@ def test_bad_input_is_named_at_the_door():
         ng.stochastic_reconfiguration(tanh_net())
     with pytest.raises(ValueError, match=r"momentum is 1.0"):
         ng.stochastic_reconfiguration(psi, momentum=1.0)
-    with pytest.raises(ValueError, match=r"one for the whole of S with momentum"):
+    with pytest.raises(ValueError, match=r"one number for the whole of S"):
         ng.stochastic_reconfiguration(psi, momentum=0.9, damping=ng.Relative(0.1, per="block"))
     assert torch.equal(before, flat_parameters(psi))
     assert sr.energies == []
