@@ -782,7 +782,7 @@ class Averages:
         return self.owners.share_scalars(forms, firsts, next(iter(step.parts.values())))
 
 
-class Scales:
+class BlockScales:
     """What a damping asks of the metric: nats, and the mean eigenvalue of a block or of all. Made when first asked for.
 
     Args:
@@ -804,13 +804,13 @@ class Scales:
         """Of all blocks. All processes ask for it together."""
         return self.averages.mean_over_blocks(self.blocks, self.means)
 
-    def of(self, key: str | None = None) -> Scale:
+    def of(self, key: str | None = None) -> KnownScale:
         """The scale of one block, or of all."""
-        return Scale(self.nats, lambda: self.mean if key is None else self.means[key])
+        return KnownScale(self.nats, lambda: self.mean if key is None else self.means[key])
 
 
 @dataclass(frozen=True)
-class Scale:
+class KnownScale:
     """A part of a metric as a damping sees it."""
 
     nats: Any

@@ -25,8 +25,8 @@ from natgrad.layers import Heard, Seen
 from natgrad.optim.blocks import (
     Averages,
     BatchUpdate,
+    BlockScales,
     Penalised,
-    Scales,
     give_back,
     signature,
     stack_prepared,
@@ -344,7 +344,7 @@ class Work:
         keys = {key for key, block in state.blocks.items() if due or block.fresh}
         if not keys:
             return
-        scales = Scales(self.averages, state.blocks, self.batch.nats)
+        scales = BlockScales(self.averages, state.blocks, self.batch.nats)
         hearing = state.hearing
         if hearing.errors and loss is not None:
             hearing = replace(hearing, error=max(hearing.error, float(loss)))
@@ -360,7 +360,7 @@ class Work:
         pace = replace(state.pace, inverted=state.step) if due else state.pace
         self.state = replace(self.state, blocks=blocks, guard=guard, pace=pace)
 
-    def level(self, scales: Scales, norms: Mapping[str, float], block: Block) -> float:
+    def level(self, scales: BlockScales, norms: Mapping[str, float], block: Block) -> float:
         """The damping of a block: the strategy's, a penalty's, and for a part of the loss that the metric lacks."""
         damping, hearing, outside = self.choices.damping, self.state.hearing, self.state.outside
         name, whole = block.layout.names[0], scales.of()
@@ -440,17 +440,17 @@ class Work:
             self.shaped = [directions for directions, _ in shaped]
         rates = {name: self.lr(name) for name in self.settings}
         for i, stack in enumerate(self.stacks):
-            kept = stack.kept()
+            changes = stack.list_changes()
             for j, block in enumerate(stack.blocks):
                 if shaped:
                     directions, memories = shaped[i]
                     steps |= give_back(block.layout, directions[j], gradients.keys())
-                    blocks[block.key] = replace(block, shape=memories[j], **kept[j])
+                    blocks[block.key] = replace(block, shape=memories[j], **changes[j])
                 else:
                     solved, promised = self.averages.direction(block, stack.mean[j], gradients.keys(), rates)
                     steps |= solved
                     slopes |= promised
-                    blocks[block.key] = replace(block, **kept[j])
+                    blocks[block.key] = replace(block, **changes[j])
                 assert block.level is not None
                 levels |= dict.fromkeys(block.layout.names, block.level)
         self.state = replace(self.state, blocks=blocks)
@@ -525,7 +525,7 @@ class Work:
             return
         means, counts = dict[str, Tensor](), dict[str, int]()
         for stack in self.stacks:
-            for block, kept in zip(stack.blocks, stack.kept(), strict=True):
+            for block, kept in zip(stack.blocks, stack.list_changes(), strict=True):
                 for name, numbers in replace(block, **kept).split_mean().items():
                     if name in self.batch.gradients and self.settings[name]["momentum"]:
                         means[name], counts[name] = numbers["mean"], numbers["count"]
@@ -709,7 +709,7 @@ class GradientStack:
     running: Tensor | None
     counts: Sequence[Mapping[str, int]]
 
-    def kept(self) -> list[dict[str, Any]]:
+    def list_changes(self) -> list[dict[str, Any]]:
         """The fields of each block that are new."""
         if self.running is None:
             return [{}] * len(self.blocks)
