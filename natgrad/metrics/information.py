@@ -87,7 +87,8 @@ class ExpectedInformation(Information):
     likelihood: OwnLikelihood
 
     def build(self, params: Params, rows: Call, random: RandomState | None) -> Operator:
-        return pull_back(self.likelihood.coordinates, params, self.likelihood.split(rows)[0], random)
+        inputs, observed = self.likelihood.split(rows)
+        return pull_back(partial(self.likelihood.coordinates, observed), params, inputs, random)
 
 
 @dataclass(frozen=True, repr=False)
@@ -105,9 +106,9 @@ class SampledInformation(Information):
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0), compare=False)
 
     def build(self, params: Params, rows: Call, random: RandomState | None) -> Operator:
-        likelihood, inputs = self.likelihood, self.likelihood.split(rows)[0]
+        likelihood, (inputs, observed) = self.likelihood, self.likelihood.split(rows)
         with torch.no_grad():
-            drawn = self._draw(likelihood.distribution(params, *inputs.args), rows.batch())
+            drawn = self._draw(likelihood.distribution(params, *inputs.args), observed)
 
         def log_p(params: Params, *row: Tensor) -> Tensor:
             found = likelihood.distribution(params, *row[:-1])
@@ -115,10 +116,11 @@ class SampledInformation(Information):
 
         return pull_back(log_p, params, Call((*inputs.args, drawn.movedim(0, 1))), random)
 
-    def _draw(self, found: Distribution, count: int) -> Tensor:
+    def _draw(self, found: Distribution, observed: Tensor) -> Tensor:
         """Shape (k, b, ...); torch's distributions draw from the global source alone."""
         seed = int(torch.randint(2**62, (), generator=self.generator, device=self.generator.device))
-        shape = torch.Size((self.samples,) if self.likelihood.has_inputs else (self.samples, count))
+        by_row = self.likelihood.has_inputs or has_rows(found, observed)
+        shape = torch.Size((self.samples,) if by_row else (self.samples, len(observed)))
         with RandomState.capture(*(torch.device("cuda", i) for i in range(torch.cuda.device_count()))).replay():
             torch_plain.manual_seed(seed)
             return found.sample(shape)
@@ -319,18 +321,24 @@ class OwnLikelihood:
             )
         return log_p.flatten(1).sum(1) if log_p.dim() > 1 else log_p
 
-    def coordinates(self, params: Params, *inputs: Tensor) -> Tensor:
+    def coordinates(self, observed: Tensor, params: Params, *inputs: Tensor) -> Tensor:
         """`find_coordinates` by rows (b, m), or (1, m) where all rows have one distribution."""
         found = self.distribution(params, *inputs)
         outputs = find_coordinates(found)
         if not inputs:
-            return outputs.reshape(1, -1)
+            return outputs.reshape(len(observed) if has_rows(found, observed) else 1, -1)
         if found.batch_shape[:1] != (len(inputs[0]),):
             raise ValueError(
                 f"{self.name} returned a distribution of batch shape {tuple(found.batch_shape)} for {len(inputs[0])} "
                 "rows of inputs, expected one for each row"
             )
         return outputs.reshape(len(inputs[0]), -1)
+
+
+def has_rows(found: Distribution, observed: Tensor) -> bool:
+    """Whether a distribution has one of its own for each observation, as one has that its function closes over."""
+    axes = len(found.batch_shape) + len(found.event_shape)
+    return axes == observed.dim() and found.batch_shape[:1] == observed.shape[:1]
 
 
 @contextmanager

@@ -293,3 +293,24 @@ def test_validation_of_distributions_is_as_before() -> None:
     value = before._validate_args
     ng.observed_fisher(logistic, WEIGHTS).at(WEIGHTS, (X, BITS))
     assert before._validate_args is value
+
+
+def test_a_distribution_that_closes_over_its_inputs_has_a_row_for_each_of_them() -> None:
+    """n G is the information of n rows, whoever holds the inputs; independent entries of one row are summed."""
+
+    def closed(p: Params) -> distributions.Distribution:
+        return logistic(p, X)
+
+    expected = ng.fisher(logistic, WEIGHTS).at(WEIGHTS, (X, BITS)).dense()
+    assert_close(ng.fisher(closed, WEIGHTS).at(WEIGHTS, BITS).dense(), expected)
+    assert_close(ng.observed_fisher(closed, WEIGHTS).at(WEIGHTS, BITS).dense(), expected)
+    sampled = [ng.sampled_fisher(model, WEIGHTS, samples=7) for model in (closed, logistic)]
+    assert_close(sampled[0].at(WEIGHTS, BITS).dense(), sampled[1].at(WEIGHTS, (X, BITS)).dense())
+    fits = [ng.maximize_likelihood(closed, WEIGHTS, BITS), ng.maximize_likelihood(logistic, WEIGHTS, (X, BITS))]
+    assert_close(fits[0].standard_errors().covariance, fits[1].standard_errors().covariance)
+
+    def entries(p: Params) -> distributions.Distribution:
+        return distributions.Normal(p["slopes"], torch.ones(2, dtype=torch.float64))
+
+    assert_close(ng.fisher(entries, WEIGHTS).at(WEIGHTS, draw(6, 2)).dense(), torch.eye(2, dtype=torch.float64))
+    assert_close(ng.fisher(entries, WEIGHTS).at(WEIGHTS, draw(2, 2)).dense(), torch.eye(2, dtype=torch.float64))
