@@ -471,7 +471,7 @@ class Length:
 
 @dataclass(frozen=True)
 class Noise:
-    """What a rule knows that turns to directions of its own once noise has hidden the gradient.
+    """What a rule knows that turns to directions of its own once mini-batch noise exceeds the gradient.
 
     Attributes:
         turned: The step of the turn, -1 before.
@@ -518,7 +518,7 @@ class State:
         vectors: What the rule remembers, by parameter and name.
         pace: When what was done last.
         length: What is known of the metric along steps.
-        noise: Whether noise has hidden the gradient.
+        noise: Whether mini-batch noise exceeds the gradient.
         hearing: Which layers are trusted, and the source of labels.
         outside: Losses that the metric does not know of.
         guard: What keeps bad batches from doing harm.

@@ -56,7 +56,7 @@ from natgrad.rules import (
 )
 
 RAMP = 5  # steps after which the intervals between updates grow by one
-TURNED = 2  # times as long they are once noise has hidden the gradient, and whitened inputs are all that is asked for
+TURNED = 2  # times as long they are once steps are spectral, which need whitened inputs alone
 TOLERANCE = 0.1  # relative change of the running averages that one update may bring
 SHRINKS, GROWS = 0.5, 1.5  # factors on the interval, from one update to the next
 LONG = 12  # steps between updates, of which two may be left out

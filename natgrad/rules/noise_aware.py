@@ -1,4 +1,4 @@
-"""Natural steps within a share of each layer while a gradient shows, spectral ones once noise hides it."""
+"""Natural steps within a share of each layer, spectral ones once mini-batch noise exceeds the gradient."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from natgrad.rules.step_rules import USUAL, MeasuredLength
 
 @dataclass(frozen=True)
 class NoiseAware(Rule):
-    """`MeasuredLength` with a bound on each layer's own move; then, once noise hides the gradient, `SpectralProgress`.
+    """`MeasuredLength` with a bound on each layer's move; `SpectralProgress` once mini-batch noise is larger.
 
     The natural gradient is the best step along a gradient that can be seen. Of noise it makes long steps in just the
     directions that the loss hardly depends on: their sum is what a layer's weights become. Two bounds follow.

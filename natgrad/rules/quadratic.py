@@ -274,7 +274,7 @@ class Quadratic:
         counts: `examples` of this step and `seen` so far, where they are known.
         length_unit: What sqrt(d^T G d) is measured by, where lengths have a unit.
         measure: A vector -> the step with what the metric says along it; None: by a product with the operator.
-        turned: True once noise hides the gradient, for a rule that asks (`Rule.turns_at`).
+        turned: True once mini-batch noise exceeds the gradient, for a rule that asks (`Rule.turns_at`).
         layers: Names of the parameters of each block; empty where the metric does not lie in blocks.
         params: The parameters by name, for the sizes of layers.
         exact: A step -> the same with d^T G d as it is on the step's own batch, which costs a forward pass; None where
