@@ -22,7 +22,7 @@ from natgrad.ground.pure import leaves
 
 HEADS = ("launches", "reads", "bytes of state per parameter", "ms", "MiB")
 VIEWS = ("view", "unbind", "select", "slice", "transpose", "as_strided", "squeeze", "expand", "detach", "diagonal")
-VIEWS += ("split", "alias", "permute", "reshape", "lift", "is_", "t.default", "_local_scalar")
+VIEWS += ("split", "alias", "permute", "reshape", "lift", "is_", "t.default", "promote_types", "_local_scalar")
 
 
 class OperationCount(TorchDispatchMode):

@@ -298,15 +298,15 @@ def test_validation_of_distributions_is_as_before() -> None:
 def test_a_distribution_that_closes_over_its_inputs_has_a_row_for_each_of_them() -> None:
     """n G is the information of n rows, whoever holds the inputs; independent entries of one row are summed."""
 
-    def closed(p: Params) -> distributions.Distribution:
+    def enclose(p: Params) -> distributions.Distribution:
         return logistic(p, X)
 
     expected = ng.fisher(logistic, WEIGHTS).at(WEIGHTS, (X, BITS)).dense()
-    assert_close(ng.fisher(closed, WEIGHTS).at(WEIGHTS, BITS).dense(), expected)
-    assert_close(ng.observed_fisher(closed, WEIGHTS).at(WEIGHTS, BITS).dense(), expected)
-    sampled = [ng.sampled_fisher(model, WEIGHTS, samples=7) for model in (closed, logistic)]
+    assert_close(ng.fisher(enclose, WEIGHTS).at(WEIGHTS, BITS).dense(), expected)
+    assert_close(ng.observed_fisher(enclose, WEIGHTS).at(WEIGHTS, BITS).dense(), expected)
+    sampled = [ng.sampled_fisher(model, WEIGHTS, samples=7) for model in (enclose, logistic)]
     assert_close(sampled[0].at(WEIGHTS, BITS).dense(), sampled[1].at(WEIGHTS, (X, BITS)).dense())
-    fits = [ng.maximize_likelihood(closed, WEIGHTS, BITS), ng.maximize_likelihood(logistic, WEIGHTS, (X, BITS))]
+    fits = [ng.maximize_likelihood(enclose, WEIGHTS, BITS), ng.maximize_likelihood(logistic, WEIGHTS, (X, BITS))]
     assert_close(fits[0].standard_errors().covariance, fits[1].standard_errors().covariance)
 
     def entries(p: Params) -> distributions.Distribution:
