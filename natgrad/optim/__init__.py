@@ -3,7 +3,7 @@
 from natgrad.ground.messages import find_name
 from natgrad.optim.blocks import robust_inverse
 from natgrad.optim.checkpoint import Attributes, load_checkpoint, read_parts, save_checkpoint, write_parts
-from natgrad.optim.flat_step import FlatState, LinearSystem, Solved, SystemEvidence, shift_blocks
+from natgrad.optim.flat_step import LinearSystem, Solved, SystemEvidence, shift_blocks
 from natgrad.optim.guard import Accidents, NotFiniteError, OnTrouble, guard_steps
 from natgrad.optim.joined import JoinedMetric, join_operator, update_jointly
 from natgrad.optim.mirror_descent import MirrorDescent
@@ -25,6 +25,7 @@ from natgrad.optim.recipes import (
     unitwise,
 )
 from natgrad.optim.report import Report, Row, StateReport
+from natgrad.optim.state import State
 from natgrad.optim.structured import SharingReport, StructuredNaturalGradient, report_sharing
 
 __all__ = [
@@ -32,7 +33,6 @@ __all__ = [
     "Attributes",
     "BlockOptions",
     "FlatOptions",
-    "FlatState",
     "JoinedMetric",
     "LinearSystem",
     "MirrorDescent",
@@ -45,6 +45,7 @@ __all__ = [
     "Row",
     "SharingReport",
     "Solved",
+    "State",
     "StateReport",
     "StructuredNaturalGradient",
     "SystemEvidence",

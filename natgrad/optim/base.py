@@ -7,7 +7,8 @@ import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 import torch
@@ -17,14 +18,16 @@ from torch.optim import Optimizer
 from natgrad.families import Criterion
 from natgrad.ground.messages import explain_calls
 from natgrad.ground.pure import keep_gradient_mode, map_tensors
-from natgrad.ground.whole_tensors import any_split
+from natgrad.ground.whole_tensors import any_split, write_all
 from natgrad.optim.checkpoint import EXTRA, Checkpoint, Format, name_positions, read_checkpoint, write_checkpoint
 from natgrad.optim.checks import LIMITS, checked_group, evaluate_loss
-from natgrad.optim.guard import NotFiniteError, OnTrouble, warn_without_gradient
+from natgrad.optim.guard import NotFiniteError, OnTrouble, warn_without_gradient, watch_skipped, watch_unmoved
 from natgrad.optim.objective import Called, Closure, call_closure
 from natgrad.optim.passes import Recall, mark_of
 from natgrad.optim.processes import RankExchange, Ranks
-from natgrad.optim.report import KEPT, Report, Row, StateReport, Steps, explain_steps
+from natgrad.optim.report import KEPT, Report, Row, StateReport, Steps, explain_steps, state_report
+from natgrad.optim.state import State
+from natgrad.optim.step import Choices, Evidence, Move, StepReport, leave_out, natural_step
 from natgrad.rules import Rule
 
 CHOICES = ("structure", "solver", "rule", "damping", "update_every", "invert_every", "train_in_eval", "on_trouble")
@@ -96,6 +99,8 @@ class ModelOptimizer(Optimizer):
     _gone: frozenset[int] = frozenset()
     _history: deque[Callable[[], StateReport]]
     _taken: TakenGradients | None = None
+    _state: State
+    _told: StepReport
     _given: tuple[tuple[Any, ...], dict[str, Any]]  # what it was built of
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
@@ -190,11 +195,11 @@ class ModelOptimizer(Optimizer):
             return None
         return self._run(self._step_on_pass, closure).value
 
-    def _run(self, act: Callable[[Called], None], closure: Closure | None = None) -> Called:
+    def _run(self, act: Callable[[Called], object], closure: Closure | None = None) -> Called:
         """The frame of a step: what happens before it, in trouble, and after it."""
         self._follow_names()
         self._settle()
-        called, before = Called(), self._count_steps()
+        called, before = Called(), self._state.step
         try:
             if closure is not None:
                 called = call_closure(closure, next(iter(self._named.values())).device, self._recall, self.model)
@@ -203,7 +208,9 @@ class ModelOptimizer(Optimizer):
             except NotFiniteError as trouble:
                 if self.on_trouble == "raise":
                     raise
-                self._skip(trouble)
+                failures = self._state.guard.failures + 1
+                state = replace(self._state, guard=replace(self._state.guard, failures=failures))
+                self._bind(*leave_out(state, None, {}, str(trouble)))
             self._history.append(self._report_later())
             self._forget_batch()
             return called
@@ -211,7 +218,7 @@ class ModelOptimizer(Optimizer):
             self._forget_batch()  # nothing of a batch outlives its step, failed or not
             raise
         except BaseException:  # Ctrl-C: before the step was written it can be taken yet
-            if self._count_steps() > before:
+            if self._state.step > before:
                 self._forget_batch()
                 self._taken = TakenGradients.of(self._named, self._recall)
             raise
@@ -268,9 +275,9 @@ class ModelOptimizer(Optimizer):
             note = ""
         return Report((Row(name, *describe(name, p)) for name, p in self._by_group()), note)
 
-    @abstractmethod
     def state_report(self) -> StateReport:
         """How the last step went: KL moved, damping, reduction ratio, length, failures so far."""
+        return self._report_later()()
 
     def explain(self) -> str:
         """What the last steps did, at most 20 of them, and what to try: a text to print.
@@ -293,8 +300,8 @@ class ModelOptimizer(Optimizer):
 
     def _report_later(self) -> Callable[[], StateReport]:
         """The report of the last step, for later: numbers are not asked for yet."""
-        report = self.state_report()
-        return lambda: report
+        guard = self._state.guard
+        return partial(state_report, self._told.numbers, self._state.step, guard.failures, guard.refused)
 
     @abstractmethod
     def detach(self) -> None:
@@ -434,13 +441,35 @@ class ModelOptimizer(Optimizer):
     def _step(self, called: Called) -> None:
         """One step, whole or not at all. NotFiniteError for trouble with numbers."""
 
-    @abstractmethod
-    def _count_steps(self) -> int:
-        """How many steps were taken or left out."""
+    def _take(self, choices: Choices, evidence: Evidence) -> StepReport:
+        """Take a step on this evidence, all of it or nothing."""
+        moved, state, report = natural_step(choices, self._state, evidence)
+        if report.trouble and self.on_trouble == "raise":
+            raise NotFiniteError(report.trouble)
+        self._bind(moved, state, report)
+        return report
 
-    @abstractmethod
-    def _skip(self, trouble: NotFiniteError) -> None:
-        """Count a step that is left out."""
+    def _bind(self, moved: Move, state: State, report: StepReport) -> None:
+        """Write the step: known values to known places, so that a second time finishes what Ctrl-C cut."""
+        before = self._state.guard
+
+        def write() -> None:
+            write_all([self._named[name] for name in moved], list(moved.values()))
+            self._write_dampings(report.dampings)
+            self._state, self._told = state, report
+            self._forget_batch()
+
+        try:
+            write()
+        except BaseException:
+            write()
+            raise
+        if state.guard.unmoved != before.unmoved:
+            watch_unmoved(state.guard.unmoved)
+        watch_skipped(state.guard.skipped, self.model)
+
+    def _write_dampings(self, dampings: Mapping[str, float]) -> None:
+        """The damping of the next step, by parameter, where groups have it."""
 
     def _forget_batch(self) -> None:
         """The step is over."""

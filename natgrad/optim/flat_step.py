@@ -1,13 +1,13 @@
-"""One step of a metric as one linear system, as a pure function of what is known and what a batch told.
+"""The step of a metric as one linear system: the metric, (G + damping I)^-1 g, a rule that makes a step of it.
 
-Its order is that of `natural_step`: the metric, (G + damping I)^-1 g, a rule that makes a step of it, the damping of
-the next one. Who has a metric, residuals or a wave function says what its system is; the rest is the same.
+Who has a metric, residuals or a wave function says what its system is; the rest is the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -22,82 +22,21 @@ from natgrad.layers import Layout, UnitLayout
 from natgrad.metrics import Metric
 from natgrad.operators import Arranged, Operator
 from natgrad.optim.checks import inputs_of
-from natgrad.optim.guard import Guard, NotFiniteError, are_finite, check_loss, stay_finite
+from natgrad.optim.guard import NotFiniteError, are_finite, stay_finite
 from natgrad.optim.joined import check_in_step, join_choice
 from natgrad.optim.objective import Objective, Proximal, verdict
 from natgrad.optim.passes import Data
 from natgrad.optim.processes import Ranks
-from natgrad.optim.report import StateReport, read_cuts
-from natgrad.optim.state import Outside
-from natgrad.optim.step import bounded_below
-from natgrad.rules import BentStep, Damping, FlatStep, Memory, Quadratic, Rule, Step, require_loss
+from natgrad.optim.report import read_cuts
+from natgrad.optim.state import Outside, State, SystemMemory
+from natgrad.optim.step import Batch, Choices, Evidence, Work, bounded_below
+from natgrad.rules import BentStep, Damping, FlatStep, Memory, Quadratic, Step, require_loss
+from natgrad.rules import Objective as LossAt
 from natgrad.solvers import Solution, Solver, Status
 from natgrad.structures import OperatorStructure, Preconditioner, Structure, exchanging
 
 SOLUTION = "solution"
 """Where the solver's last solution lies among the vectors of a state; the rest is the rule's, or its system's."""
-
-
-@dataclass(frozen=True)
-class FlatState:
-    """All that the next step of a flat system depends on, besides parameters, groups and the batch.
-
-    Attributes:
-        level: The damping's own number.
-        step: Steps so far.
-        seen: Examples, where somebody counts them.
-        judged: The step at which the damping compared the loss with its promise last, -1 before.
-        vectors: By parameter and name: the last solution, and what the rule and the system remember.
-        outside: What is known of losses that `opt.loss` was not told of.
-        memory: The structure's; None before the first step.
-        prepared: The preconditioner's.
-        guard: What keeps bad batches from doing harm.
-    """
-
-    level: float
-    step: int = 0
-    seen: int = 0
-    judged: int = -1
-    vectors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict[str, Mapping[str, Tensor]])
-    memory: dict[str, Any] | None = None
-    prepared: dict[str, Any] | None = None
-    guard: Guard = Guard()
-    outside: Outside = Outside()
-
-    def gather(self, space: Space) -> dict[str, Tensor]:
-        """The vectors, (n,) each.
-
-        Args:
-            space: The order of the parameters in them.
-        """
-        held = {name: self.vectors.get(name, {}) for name in space.blocks}
-        keys = {key for kept in held.values() for key in kept}
-        return {key: space.flatten({n: kept[key] for n, kept in held.items() if key in kept}) for key in keys}
-
-
-@dataclass(frozen=True)
-class FlatChoices:
-    """What does not change between steps.
-
-    Attributes:
-        rule: From a quadratic model to a step.
-        damping: How the damping follows from its number.
-        warm_start: The share of the last solution from which the solver starts.
-        bounded: True if the loss is known to be at least 0.
-        absolute: True if the solver makes G's eigenvalues positive.
-        ranks: The processes.
-    """
-
-    rule: Rule
-    damping: Damping
-    warm_start: float
-    bounded: bool
-    absolute: bool
-    ranks: Ranks
-
-    def is_judged(self, state: FlatState) -> bool:
-        """Whether the damping looks at the next step's ratio."""
-        return self.damping.needs_ratio and state.step - state.judged >= (self.damping.every or 1)
 
 
 @dataclass(frozen=True)
@@ -141,8 +80,8 @@ class LinearSystem(Protocol):
 
 
 @dataclass(frozen=True)
-class SystemEvidence:
-    """What a batch told.
+class SystemEvidence(Evidence):
+    """What a batch told of a metric that is one linear system.
 
     Attributes:
         params: The active parameters, by name.
@@ -153,15 +92,16 @@ class SystemEvidence:
         options: The rule's settings.
         loss: The mean loss, NaN where no target counts; None where it is not known.
         objective: The loss at trial points; None where it cannot be had.
-        trial: What a rule looks at that uses the loss where it can be had; None: the objective.
-        outside: What is known of losses that `opt.loss` was not told of; None: what was.
         examples: Counts the batch's, on this process.
         attempts: How often the system is solved, each time with more damping, until the rule takes its solution.
+        trial: What a rule looks at that uses the loss where it can be had; None: the objective.
+        outside: What is known of losses that `opt.loss` was not told of; None: what was.
+        complete: What more there is to tell of a batch that is fit for a step; None: nothing.
     """
 
     params: Mapping[str, Tensor]
     gradient: Tensor
-    system: Callable[[FlatState], LinearSystem]
+    system: Callable[[State], LinearSystem]
     rates: Mapping[str, float]
     decays: Mapping[str, float]
     options: Mapping[str, float]
@@ -171,141 +111,183 @@ class SystemEvidence:
     attempts: int = 1
     trial: Callable[[], Objective | Proximal | None] | None = None
     outside: Outside | None = None
+    complete: Callable[[SystemEvidence], SystemEvidence] | None = None
 
     @property
     def space(self) -> Space:
         """The order of the parameters in a flat vector."""
         return Space(self.params)
 
+    def pool(self, choices: Choices, state: State) -> Batch:
+        """The gradient as it is: it is that of all processes already. A loss must be a number, and finite."""
+        loss = None if self.loss is None else torch.where(torch.isfinite(self.loss), self.loss, math.nan)
+        return Batch(self.space.unflatten(self.gradient), measure_norm(self.gradient), loss, state.guard)
 
-Move = dict[str, Tensor]
-"""The parameters after a step, by name."""
+    def open(self, choices: Choices, state: State, batch: Batch) -> FlatWork:
+        """The system of this batch."""
+        whole = self if self.complete is None else self.complete(self)
+        check_asks(choices, state, whole.objective)
+        return FlatWork(choices, state, batch, whole)
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """One solution, and what the rule made of it.
+class FlatWork(Work):
+    """One step of a linear system; solved again with more damping where the rule takes nothing of a solution.
 
     Attributes:
-        solved: The solution.
-        model: What the rule was given.
-        step: What is taken.
-        memory: What the rule remembers.
-        level: The damping's number from here on.
-        ratio: True over predicted change of the loss; None where it was not asked for.
-        failed: True if a number was not finite.
-        refused: True if the loss after the step refused it.
+        system: What is solved.
+        level: The damping's number.
+        guess: Where an iteration starts, shape (n,).
+        remembered: What the rule remembers.
+        tries: Solutions so far.
     """
 
-    solved: Solved
-    model: Quadratic
-    step: Step
-    memory: Memory
-    level: float
-    ratio: float | None
-    failed: bool
-    refused: bool
+    def __init__(self, choices: Choices, state: State, batch: Batch, evidence: SystemEvidence) -> None:
+        super().__init__(choices, state, batch)
+        self.evidence, self.space = evidence, evidence.space
+        self.system = evidence.system(state)
+        self.counts = count_examples(choices, state, evidence, self.system.operator)
+        vectors = state.gather(self.space)
+        last = vectors.pop(SOLUTION, None)
+        self.guess = None if last is None or choices.warm_start == 0 else choices.warm_start * last
+        self.level, self.remembered, self.tries = state.system.level, Memory(vectors), 0
+        self.vectors: Mapping[str, Mapping[str, Tensor]] = state.vectors
 
-    @property
-    def rate(self) -> float:
-        """The step's length relative to the proposal's."""
-        proposed = float(measure_norm(flat(self.model.proposal)))
-        return float(measure_norm(flat(self.step))) / proposed if proposed else 0.0
+    def propose(self) -> Quadratic:
+        """The model around the point, with the solver's result at the learning rates as its proposal."""
+        self.solved, self.tries = self.system.solve(self.level, self.guess), self.tries + 1
+        check_solution(self.solved.solution)
+        choices, evidence, operator = self.choices, self.evidence, self.system.operator
+        solution, damping, objective = self.solved.solution, self.solved.damping, evidence.objective
+        rated = partial(at_rates, evidence, operator)
 
+        def make(value: Tensor, image: Tensor, bend: Tensor | None = None) -> Step:
+            metric = damping * value - image  # G x is the image less damping * x
+            return rated(FlatStep(-value, metric) if bend is None else BentStep.of(-value, metric, -bend))
 
-def flat_step(choices: FlatChoices, state: FlatState, evidence: SystemEvidence) -> tuple[Move, FlatState, StateReport]:
-    """theta -> theta + d: the parameters that move, the next state, and the report.
+        return Quadratic(
+            gradient=evidence.gradient,
+            operator=operator,
+            damping=damping,
+            proposal=make(solution.value, solution.image, solution.bend),
+            nats=operator.nats,
+            loss=math.nan if objective is None else objective.before,
+            basis=solution.basis,
+            earlier=[partial(make, iterate.value, iterate.image) for iterate in solution.iterates],
+            rated=rated,
+            # the image of an absolute solution is of |G|
+            indefinite=operator.indefinite and not (choices.absolute and len(set(evidence.rates.values())) == 1),
+            steps=self.state.step,
+            bounded=choices.bounded,
+            full=solution.value @ evidence.gradient,
+            options=evidence.options,
+            counts=self.counts,
+            length_unit=operator.length_unit,
+        )
 
-    Pure: an error, Ctrl-C or NotFiniteError leaves `state` in force.
-    """
-    check_loss(evidence.loss, state.guard, choices.bounded, state.step)
-    check_asks(choices, state, evidence.objective)
-    system = evidence.system(state)
-    counts = count_examples(choices, state, evidence, system.operator)
-    vectors = state.gather(evidence.space)
-    last = vectors.pop(SOLUTION, None)
-    guess = None if last is None or choices.warm_start == 0 else choices.warm_start * last
-    level, guard = state.level, state.guard
-    remembered: Memory = dict(vectors)
-    found = attempt(choices, state, evidence, system, level, guess, remembered, counts)
-    for rises in range(1, evidence.attempts):
-        if found.rate or not found.level > level:
-            break
-        guard = replace(guard, failures=guard.failures + found.failed, refused=guard.refused + found.refused)
-        level = found.level
-        for _ in range(rises):  # beside the one that the refusal brings: 2, 3, 4, 5 rises (Nielsen 1999)
-            level = choices.damping.update(level, math.nan)
-        # damping pulls to the guess: where it leads uphill, more damping would never help
-        found = attempt(choices, state, evidence, system, level, None, found.memory, counts)
-    guard = follow_attempt(replace(guard, skipped=state.guard.skipped), choices, found, evidence)
-    moved, kept = find_changes(evidence, found, keeps=choices.warm_start > 0)
-    after = FlatState(
-        level=found.level,
-        step=state.step + 1,
-        seen=int(counts.get("seen", state.seen)),
-        judged=state.judged if found.ratio is None else state.step,
-        vectors={**state.vectors, **{name: {**state.vectors.get(name, {}), **one} for name, one in kept.items()}},
-        memory=system.memory,
-        prepared=found.solved.prepared,
-        guard=guard,
-        outside=evidence.outside or state.outside,
-    )
-    return moved, after, report_step(after, evidence.gradient, system.operator, found)
+    def memory(self) -> Memory:
+        """The rule's vectors, (n,) each."""
+        return self.remembered
 
+    @contextmanager
+    def open_losses(
+        self, model: Quadratic, judged: bool
+    ) -> Generator[tuple[Quadratic, LossAt | None, Callable[[Step], tuple[float, bool]]]]:
+        """The objective of the evidence, or what stands for it."""
+        objective = self.evidence.objective
+        trial, seen = objective, model
+        if self.rule.uses_loss and self.evidence.trial is not None:
+            trial = self.evidence.trial()
+            seen = replace(model, loss=math.nan if trial is None else trial.before)
+        yield seen, trial, partial(judge, self.choices.damping, model, objective)
 
-def leave_out(state: FlatState) -> tuple[FlatState, StateReport]:
-    """The state after a step that is not taken since a number is not finite."""
-    guard = state.guard.follow_loss(None, taken=False)
-    guard = replace(guard, failures=guard.failures + 1, skipped=guard.skipped + 1)
-    after = replace(state, step=state.step + 1, guard=guard)
-    return after, StateReport(after.step, status="skipped", failures=guard.failures, refused=guard.refused)
+    def settle(self, model: Quadratic, step: Step, memory: Memory, ratio: float | None, refused: bool) -> bool:
+        """The parameters after the step. False where none was taken of this solution, and more damping may help."""
+        objective, state = self.evidence.objective, self.state
+        # a loss that is not finite at the start already leaves nothing to compare with
+        failed = not moves_finitely(self.evidence, step) or (objective is not None and math.isnan(objective.before))
+        if failed or refused:
+            step = model.nothing()
+            memory = Memory(dict.fromkeys(memory, torch.zeros_like(self.evidence.gradient)))  # a fresh start
+        check_in_step(self.choices.ranks, flat(step))
+        failed = failed or self.solved.solution.status is Status.NON_FINITE
+        level = self.level if ratio is None else self.choices.damping.update(self.level, ratio)
+        guard = state.guard
+        guard = replace(guard, failures=guard.failures + failed, refused=guard.refused + refused)
+        self.state = replace(state, guard=guard)
+        proposed = float(measure_norm(flat(model.proposal)))
+        rate = float(measure_norm(flat(step))) / proposed if proposed else 0.0
+        if self.tries < self.evidence.attempts and not rate and level > self.level:
+            for _ in range(self.tries):  # beside the one that the refusal brings: 2, 3, 4, 5 rises (Nielsen 1999)
+                level = self.choices.damping.update(level, math.nan)
+            # damping pulls to the guess: where it leads uphill, more damping would never help
+            self.level, self.remembered, self.guess = level, memory, None
+            return False
+        self.level = level
+        self.move(flat(step), memory, taken=not (failed or refused))
+        self.follow(ratio, rate, failed, refused)
+        self.tell(model, step, ratio, rate)
+        return True
 
+    def move(self, vector: Tensor, memory: Memory, taken: bool) -> None:
+        """The parameters after the step, and what is kept for each of them."""
+        evidence, solution, space = self.evidence, self.solved.solution, self.space
+        taken = taken and bool(vector.any())  # no step, no decay either
+        kept = {key: value for key, value in memory.items() if isinstance(value, Tensor)} | dict(self.solved.kept)
+        if self.choices.warm_start > 0:
+            # a space that was searched goes on from where the search ended (Vinyals & Povey 2012)
+            kept[SOLUTION] = -vector if taken and solution.basis is not None else solution.value
+        views = {key: space.unflatten(one) for key, one in kept.items()}
+        for name, part in space.unflatten(vector).items():
+            share = evidence.rates[name] * evidence.decays[name] if taken else 0.0
+            self.moved[name] = (evidence.params[name] * (1 - share)).add_(part)
+            held = {key: view[name].clone() for key, view in views.items()}
+            self.vectors = {**self.vectors, name: {**self.vectors.get(name, {}), **held}}
 
-def attempt(
-    choices: FlatChoices,
-    state: FlatState,
-    evidence: SystemEvidence,
-    system: LinearSystem,
-    level: float,
-    guess: Tensor | None,
-    remembered: Memory,
-    counts: Mapping[str, float],
-) -> Attempt:
-    """Solve, let the rule make a step of the solution, and let the damping judge it."""
-    objective = evidence.objective
-    solved = system.solve(level, guess)
-    check_solution(solved.solution)
-    model = quadratic(choices, state, evidence, system.operator, solved, counts)
-    trial, known = objective, model
-    if choices.rule.uses_loss and evidence.trial is not None:
-        trial = evidence.trial()
-        known = replace(model, loss=math.nan if trial is None else trial.before)
-    step, memory = choices.rule.step(known, trial, remembered)
-    ratio, refused = judge(choices.damping, model, step, objective) if choices.is_judged(state) else (None, False)
-    # a loss that is not finite at the start already leaves nothing to compare with
-    failed = not moves_finitely(evidence, step) or (objective is not None and math.isnan(objective.before))
-    if failed or refused:
-        step = model.nothing()
-        memory = Memory(dict.fromkeys(memory, torch.zeros_like(evidence.gradient)))  # a fresh start
-    check_in_step(choices.ranks, flat(step))
-    failed = failed or solved.solution.status is Status.NON_FINITE
-    level = level if ratio is None else choices.damping.update(level, ratio)
-    return Attempt(solved, model, step, memory, level, ratio, failed, refused)
+    def follow(self, ratio: float | None, rate: float, failed: bool, refused: bool) -> None:
+        """What the guard knows of the step, and when it was judged."""
+        state, unmoved = self.state, self.state.guard.unmoved
+        if self.rule.needs_loss and not (failed or refused):
+            unmoved = unmoved + 1 if rate == 0 and bool(self.evidence.gradient.any()) else 0
+        guard = replace(
+            state.guard.follow_loss(self.evidence.loss, not failed),
+            skipped=state.guard.skipped + 1 if failed else 0,
+            unmoved=unmoved,
+        )
+        pace = state.pace if ratio is None else replace(state.pace, judged=state.step)
+        self.state = replace(state, guard=guard, pace=pace)
 
+    def tell(self, model: Quadratic, step: Step, ratio: float | None, rate: float) -> None:
+        """What is told of the step."""
+        solution, damping, norm = self.solved.solution, self.solved.damping, float(self.batch.norm)
+        if self.evidence.objective is not None:
+            self.told["loss"] = model.loss
+        self.told |= {
+            "kl": model.kl(step),
+            "damping": damping.mean() if isinstance(damping, Tensor) else damping,
+            "solver_steps": solution.steps,
+            "residual": float(solution.residual) / norm if norm else 0.0,
+            "status": str(solution.status),
+            "outside": left_over(self.evidence.gradient, solution, damping) / norm if norm else 0.0,
+            "rate": rate,
+            "cuts": read_cuts(model.cuts),
+            "counts": dict(self.system.operator.counts),
+        }
+        if ratio is not None:
+            self.told["ratio"] = ratio
 
-def follow_attempt(guard: Guard, choices: FlatChoices, found: Attempt, evidence: SystemEvidence) -> Guard:
-    """The guard after a step."""
-    unmoved = guard.unmoved
-    if choices.rule.needs_loss and not (found.failed or found.refused):
-        still = found.rate == 0 and bool(evidence.gradient.any())
-        unmoved = guard.unmoved + 1 if still else 0
-    return replace(
-        guard.follow_loss(evidence.loss, not found.failed),
-        failures=guard.failures + found.failed,
-        refused=guard.refused + found.refused,
-        skipped=guard.skipped + 1 if found.failed else 0,
-        unmoved=unmoved,
-    )
+    def is_sound(self) -> bool:
+        """Whether the step can be taken: it was looked at already."""
+        return True
+
+    def finish(self) -> State:
+        """The state after it."""
+        return replace(
+            self.state,
+            seen=int(self.counts.get("seen", self.state.seen)),
+            vectors=self.vectors,
+            system=SystemMemory(self.level, self.system.memory, self.solved.prepared),
+            outside=self.evidence.outside or self.state.outside,
+        )
 
 
 # the system of a metric
@@ -351,22 +333,24 @@ class MetricSystem:
         params: Mapping[str, Tensor],
         gradient: Tensor,
         data: Data,
-        state: FlatState,
+        state: State,
         *,
         bound: Callable[[float], float] = float,
         operator: Operator | None = None,
     ) -> None:
         self.choices, self.metric, self.params, self.gradient = choices, metric, dict(params), gradient
-        self.data, self.bound, self.last = data, bound, state.prepared
+        self.data, self.bound, self.last = data, bound, state.system.preconditioner
         structure = choices.structure
         if operator is not None:
             assert isinstance(structure, OperatorStructure)
-            self.operator, self.memory = structure.average(state.memory, operator, self.params)
+            self.operator, self.memory = structure.average(state.system.structure, operator, self.params)
             return
         own, structure, exchange = join_choice(choices.ranks, metric, structure, data)
         with exchanging(exchange):
             inputs = inputs_of(metric, data)
-            self.operator, self.memory = structure.update(state.memory, own, self.params, inputs, random=data.random)
+            self.operator, self.memory = structure.update(
+                state.system.structure, own, self.params, inputs, random=data.random
+            )
 
     def solve(self, level: float, guess: Tensor | None) -> Solved:
         """The solution with the damping's number at `level`, from a guess (n,)."""
@@ -393,47 +377,10 @@ class MetricSystem:
         return replace(choices.solver, preconditioner=inverse), memory  # type: ignore[call-arg]
 
 
-# the rule's model
+# what a step asks
 
 
-def quadratic(
-    choices: FlatChoices,
-    state: FlatState,
-    evidence: SystemEvidence,
-    operator: Operator,
-    solved: Solved,
-    counts: Mapping[str, float],
-) -> Quadratic:
-    """The model of the loss around the point, with the solver's result at the learning rates as its proposal."""
-    solution, damping, objective = solved.solution, solved.damping, evidence.objective
-    rated = partial(at_rates, evidence, operator)
-
-    def propose(value: Tensor, image: Tensor, bend: Tensor | None = None) -> Step:
-        metric = damping * value - image  # G x is the image less damping * x
-        return rated(FlatStep(-value, metric) if bend is None else BentStep.of(-value, metric, -bend))
-
-    return Quadratic(
-        gradient=evidence.gradient,
-        operator=operator,
-        damping=damping,
-        proposal=propose(solution.value, solution.image, solution.bend),
-        nats=operator.nats,
-        loss=math.nan if objective is None else objective.before,
-        basis=solution.basis,
-        earlier=[partial(propose, iterate.value, iterate.image) for iterate in solution.iterates],
-        rated=rated,
-        # the image of an absolute solution is of |G|
-        indefinite=operator.indefinite and not (choices.absolute and len(set(evidence.rates.values())) == 1),
-        steps=state.step,
-        bounded=choices.bounded,
-        full=solution.value @ evidence.gradient,
-        options=evidence.options,
-        counts=counts,
-        length_unit=operator.length_unit,
-    )
-
-
-def check_asks(choices: FlatChoices, state: FlatState, objective: Objective | None) -> None:
+def check_asks(choices: Choices, state: State, objective: Objective | None) -> None:
     """ValueError where the damping or the rule needs a loss that cannot be evaluated."""
     if objective is None and choices.is_judged(state):
         raise ValueError(
@@ -443,9 +390,7 @@ def check_asks(choices: FlatChoices, state: FlatState, objective: Objective | No
     require_loss(choices.rule, objective)
 
 
-def count_examples(
-    choices: FlatChoices, state: FlatState, evidence: SystemEvidence, operator: Operator
-) -> dict[str, float]:
+def count_examples(choices: Choices, state: State, evidence: SystemEvidence, operator: Operator) -> dict[str, float]:
     """Examples of this step and seen so far with it: as the structure counted them, else here; {} if nobody asks."""
     if not choices.rule.needs_counts:
         return {}
@@ -492,14 +437,13 @@ def flat(step: Step) -> Tensor:
     return step.vector
 
 
-def judge(damping: Damping, model: Quadratic, step: Step, objective: Objective | None) -> tuple[float | None, bool]:
+def judge(damping: Damping, model: Quadratic, objective: Objective | None, step: Step) -> tuple[float, bool]:
     """True over predicted change, and whether the step is refused: a loss that is not finite, or that rose.
 
     The ratio is NaN, and the damping rises, where the model promised no decrease: a rate above 2, a velocity that
     runs uphill. Such a step is taken all the same if the loss fell.
     """
-    if objective is None:
-        return None, False
+    assert objective is not None
     predicted = damping.predict_change(float(model.change(step)), float(model.slope(step)))
     return verdict(predicted, objective(step.vector) - objective.before)
 
@@ -524,46 +468,6 @@ def check_solution(solution: Solution) -> None:
             "the metric is not finite: its products overflow or are NaN; nothing was changed. Look for infinite "
             "derivatives (a square root at 0) or an overflow in the model"
         )
-
-
-def find_changes(evidence: SystemEvidence, found: Attempt, keeps: bool) -> tuple[Move, dict[str, dict[str, Tensor]]]:
-    """The parameters after a step and what is kept for each of them, by name.
-
-    keeps: True to keep the solution, for a warm start of the next step.
-    """
-    vector, solution, space = flat(found.step), found.solved.solution, evidence.space
-    taken = bool(vector.any()) and not (found.failed or found.refused)  # no step, no decay either
-    kept = {key: value for key, value in found.memory.items() if isinstance(value, Tensor)} | dict(found.solved.kept)
-    if keeps:
-        # a space that was searched goes on from where the search ended (Vinyals & Povey 2012)
-        kept[SOLUTION] = -vector if taken and solution.basis is not None else solution.value
-    views = {key: space.unflatten(one) for key, one in kept.items()}
-    parts = space.unflatten(vector)
-    shares = {name: evidence.rates[name] * evidence.decays[name] if taken else 0.0 for name in parts}
-    moved = {name: (evidence.params[name] * (1 - shares[name])).add_(part) for name, part in parts.items()}
-    return moved, {name: {key: view[name].clone() for key, view in views.items()} for name in parts}
-
-
-def report_step(state: FlatState, gradient: Tensor, operator: Operator, found: Attempt) -> StateReport:
-    """What is told of a step. gradient: g, shape (n,). operator: G."""
-    solution, damping, norm = found.solved.solution, found.solved.damping, float(measure_norm(gradient))
-    return StateReport(
-        step=state.step,
-        loss=float(found.model.loss),
-        kl=float(found.model.kl(found.step)),
-        damping=float(damping.mean()) if isinstance(damping, Tensor) else damping,
-        ratio=found.ratio,
-        solver_steps=solution.steps,
-        residual=float(solution.residual) / norm if norm else 0.0,
-        status=str(solution.status),
-        outside=left_over(gradient, solution, damping) / norm if norm else 0.0,
-        rate=found.rate,
-        gradient=norm,
-        cuts=read_cuts(found.model.cuts),
-        failures=state.guard.failures,
-        refused=state.guard.refused,
-        counts=dict(operator.counts),
-    )
 
 
 def left_over(gradient: Tensor, solution: Solution, damping: float | Tensor) -> float:

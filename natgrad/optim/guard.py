@@ -110,11 +110,18 @@ class Guard:
     far: int = 0
 
     def judge(
-        self, gradients: Mapping[str, Tensor], norm: Tensor, loss: Tensor | None, bounded: bool, steps: int
+        self,
+        gradients: Mapping[str, Tensor],
+        norm: Tensor,
+        loss: Tensor | None,
+        bounded: bool,
+        steps: int,
+        cuts: bool = True,
     ) -> Verdict:
         """Whether a batch is fit for a step, and how much of its gradient: one read of the device.
 
-        norm: of all gradients together. bounded: True if the loss is known to be at least 0. steps: taken so far.
+        norm: of all gradients together. bounded: True if the loss is known to be at least 0. steps: taken so far. cuts:
+        True if a gradient that is far too long is cut.
         """
         # a loss that is no number bounds no step (a batch without rows: its gradient is zero, but there is momentum)
         fine, wild = torch.isfinite(norm), torch.zeros_like(norm, dtype=torch.bool)
@@ -122,7 +129,7 @@ class Guard:
             fine = fine & ~loss.isnan().to(norm.device)
             wild = (self.is_wild(loss, steps) & bounded).to(norm.device)
         sound, far_off, length = list_numbers(torch.stack([fine.to(norm), wild.to(norm), norm]))
-        factor, guard = self.cut_gradient(length, steps)
+        factor, guard = self.cut_gradient(length, steps) if cuts else (1.0, self)
         left_out = not sound or bool(far_off)
         return Verdict(describe_trouble(gradients, loss, bool(far_off)) if left_out else "", factor, guard)
 
@@ -268,14 +275,6 @@ def stay_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], size:
     return (size is None or bool(torch.isfinite(size))) and all(
         stays_finite(before[name], new) for name, new in after.items()
     )
-
-
-def check_loss(loss: Tensor | None, guard: Guard, bounded: bool, steps: int) -> None:
-    """NotFiniteError for a batch in which no target counts, or whose loss is far above any of the run."""
-    if loss is not None:
-        wild = bounded and bool(guard.is_wild(loss, steps))
-        if wild or not bool(torch.isfinite(loss)):
-            raise NotFiniteError(describe_trouble({}, loss, wild))
 
 
 # what is said of a run that no longer learns

@@ -567,12 +567,17 @@ def objective_of_blocks(
     return Reclose(model, called.closure, recall, params, space, called.value, called.random)
 
 
-def judge_step(damping: Damping, model: Quadratic, step: Step, loss_at: PooledLoss) -> tuple[float, bool]:
+def judge_step(damping: Damping, model: Quadratic, loss_at: PooledLoss, step: Step) -> tuple[float, bool]:
     """True over predicted change, and whether the step is refused: it raised the loss, or lost it."""
     change = loss_at.change(step.vector)
     predicted = damping.predict_change(float(model.change(step)), float(model.slope(step)))
     ratio, refused = verdict(predicted, change)
     return ratio, refused or change > 0
+
+
+def refuse_nothing(step: Step) -> tuple[float, bool]:
+    """What judges a step where nobody asks."""
+    return math.nan, False
 
 
 def replaying(model: nn.Module, recall: Recall) -> AbstractContextManager[Any]:

@@ -30,19 +30,8 @@ from natgrad.optim.checks import (
     given_parameters,
     named_parameters,
 )
-from natgrad.optim.flat_step import (
-    FlatChoices,
-    FlatState,
-    LinearSystem,
-    MetricSystem,
-    Move,
-    SystemChoices,
-    SystemEvidence,
-    flat_step,
-    is_bounded,
-    leave_out,
-)
-from natgrad.optim.guard import Guard, NotFiniteError, check_loss, check_trouble, watch_skipped, watch_unmoved
+from natgrad.optim.flat_step import LinearSystem, MetricSystem, SystemChoices, SystemEvidence, is_bounded
+from natgrad.optim.guard import Guard, check_trouble
 from natgrad.optim.joined import (
     JoinedMetric,
     join_mean_loss,
@@ -67,8 +56,8 @@ from natgrad.optim.objective import (
 from natgrad.optim.options import FlatOptions, FlatSettings, with_options
 from natgrad.optim.passes import Data, Recall, listen, overhear
 from natgrad.optim.processes import Ranks, meet, refuse_nested, weigh_loss
-from natgrad.optim.report import StateReport
-from natgrad.optim.state import SHARE, Outside, OwnGradients
+from natgrad.optim.state import SHARE, Outside, OwnGradients, Pace, State, SystemMemory
+from natgrad.optim.step import Choices, StepReport
 from natgrad.rules import SafeRate, as_damping
 from natgrad.solvers import Auto
 from natgrad.structures import Exact, as_preconditioner
@@ -137,7 +126,7 @@ class NaturalGradient(ModelOptimizer):
         self._named = named_parameters(self.model)
         defaults = {"lr": lr, "weight_decay": chosen.weight_decay} | self.rule.options
         super().__init__(given_parameters(chosen.params, self._named), defaults)
-        self._state, self._told = FlatState(self.damping.initial()), StateReport()
+        self._state, self._told = State(system=SystemMemory(self.damping.initial())), StepReport()
         self._compared: tuple[object, ...] = ()  # what a field has that must be alike on all processes
         self._finalizer: weakref.finalize[..., Any] | None = None
         self._recall = Recall(chosen_outputs(found), self._named.values())
@@ -215,12 +204,8 @@ class NaturalGradient(ModelOptimizer):
         """
         if evidence is None:
             return super().step(closure)
-        self._run(lambda called: self._take(evidence()))
+        self._run(lambda called: self._take(self._choose(), evidence()))
         return None
-
-    def state_report(self) -> StateReport:
-        """How the last step went: KL moved, damping, reduction ratio, solver iterations and residual, failures."""
-        return self._told
 
     def detach(self) -> None:
         """Take the hook off the model. Also happens when the optimizer dies."""
@@ -246,7 +231,7 @@ class NaturalGradient(ModelOptimizer):
         def describe(name: str, p: Tensor) -> tuple[str, int, int]:
             held = self.structure.count_numbers(p.numel(), total)
             held += sum(v.numel() for v in self._state.vectors.get(name, {}).values())
-            kind = self.structure.kind_of(name, self._state.memory) if p.requires_grad else "frozen"
+            kind = self.structure.kind_of(name, self._state.system.structure) if p.requires_grad else "frozen"
             return kind, p.numel(), held
 
         return describe
@@ -254,7 +239,7 @@ class NaturalGradient(ModelOptimizer):
     def _rename(self, renamed: Mapping[str, str]) -> None:
         """Nothing is remembered of other coordinates than those of now."""
         vectors = {name: kept for name, kept in self._state.vectors.items() if name not in renamed}
-        self._state = replace(self._state, vectors=vectors, memory=None, prepared=None)
+        self._state = replace(self._state, vectors=vectors, system=SystemMemory(self._state.system.level))
         super()._rename(renamed)
 
     # checkpoints
@@ -262,13 +247,13 @@ class NaturalGradient(ModelOptimizer):
     def _write_extra(self) -> dict[str, Any]:
         generator, state = self._labels(), self._state
         return {
-            "damping": state.level,
-            "memory": state.memory or {},
-            "preconditioner": state.prepared or {},
+            "damping": state.system.level,
+            "memory": state.system.structure or {},
+            "preconditioner": state.system.preconditioner or {},
             "steps": state.step,
             "failures": state.guard.failures,
             "refused": state.guard.refused,
-            "judged": state.judged,
+            "judged": state.pace.judged,
             "seen": state.seen,
             "wild": state.guard.save()["wild"],
             "outside": state.outside.save(),
@@ -281,22 +266,18 @@ class NaturalGradient(ModelOptimizer):
     def _fit(self, saved: Checkpoint) -> Callable[[], None]:
         extra, first = saved.extra, next(iter(self._named.values()))
         memory, prepared = (own_copy(extra.get(key) or {}, first) or None for key in ("memory", "preconditioner"))
-        state = FlatState(
-            level=extra["damping"],
+        state = State(
             step=extra["steps"],
             seen=extra.get("seen", 0),
-            judged=extra.get("judged", -1),
+            system=SystemMemory(extra["damping"], memory, prepared),
             vectors={name: dict(saved.state[p]) for name, p in self._named.items() if p in saved.state},
-            memory=memory,
-            prepared=prepared,
+            pace=Pace(judged=extra.get("judged", -1)),
             outside=Outside.load(extra.get("outside"), self._named, extra["steps"], False),
             guard=Guard.load(extra.get("wild"), None, failures=extra["failures"], refused=extra["refused"]),
         )
 
         def restore() -> None:
-            guard = state.guard
-            self._state = state
-            self._told = StateReport(step=state.step, failures=guard.failures, refused=guard.refused)
+            self._state, self._told = state, StepReport()
             generator = self._labels()
             if generator is not None and saved.labels is not None:
                 generator.set_state(saved.labels)
@@ -311,25 +292,29 @@ class NaturalGradient(ModelOptimizer):
         if found is None:
             return
         params, space, gradient = found
+        system = partial(self._system, params, gradient, 0.0)
         loss = join_mean_loss(self._ranks, self._recall, space.device)
-        check_loss(loss, self._state.guard, is_bounded(self.metric), self._state.step)
-        self._metric_data()  # what is missing there comes before what is missing for the loss
+        evidence = self.evidence(params, gradient, system, loss=loss, examples=self._count_examples)
+        evidence = replace(evidence, complete=partial(self._complete, called))
         with self._replaying():
-            told, objective = self._find_objective(params, space, gradient, called)
-            beside, outside = self._look_outside(params, space, gradient, told)
-            objective = beside if objective is told else objective
-            evidence = self.evidence(
-                params,
-                gradient,
-                partial(self._system, params, gradient, max(outside.levels.values(), default=0.0)),
-                loss=loss,
-                objective=objective,
-                examples=self._count_examples,
-            )
-            trial = None if self._can_try(objective) else partial(self._find_trial, params, space, gradient)
-            self._take(replace(evidence, trial=trial, outside=outside))
+            self._take(self._choose(), evidence)
 
-    def _system(self, params: dict[str, Tensor], gradient: Tensor, outside: float, state: FlatState) -> MetricSystem:
+    def _complete(self, called: Called, evidence: SystemEvidence) -> SystemEvidence:
+        """The loss at trial points, and what is known of losses besides, for a batch that is fit for a step."""
+        self._metric_data()  # what is missing there comes before what is missing for the loss
+        params, space, gradient = dict(evidence.params), evidence.space, evidence.gradient
+        told, objective = self._find_objective(params, space, gradient, called)
+        beside, outside = self._look_outside(params, space, gradient, told)
+        objective = beside if objective is told else objective
+        return replace(
+            evidence,
+            system=partial(self._system, params, gradient, max(outside.levels.values(), default=0.0)),
+            objective=objective,
+            trial=None if self._can_try(objective) else partial(self._find_trial, params, space, gradient),
+            outside=outside,
+        )
+
+    def _system(self, params: dict[str, Tensor], gradient: Tensor, outside: float, state: State) -> MetricSystem:
         """The metric of this step's losses, over the examples of all processes."""
         metric = metric_of_step(self.metric, self._recall, self.model, params)
         metric = join_metric(self._ranks, metric, self._recall, self.metric_batch is not None, gradient.device)
@@ -342,7 +327,7 @@ class NaturalGradient(ModelOptimizer):
         gradient: Tensor,
         inputs: Any,
         targets: Any,
-        state: FlatState,
+        state: State,
         operator: Operator | None = None,
     ) -> LinearSystem:
         """For `step(evidence=...)`: the system of this optimizer's metric on these examples.
@@ -470,15 +455,16 @@ class NaturalGradient(ModelOptimizer):
         kind = type(self.metric).__name__
         return (self.solver, self.damping, self.rule, self.preconditioner, kind, *self._compared)
 
-    def _choose(self) -> FlatChoices:
+    def _choose(self) -> Choices:
         absolute = getattr(self.solver, "absolute", False)
-        return FlatChoices(self.rule, self.damping, self.warm_start, is_bounded(self.metric), absolute, self._ranks)
+        known = (self.rule, self.damping, self._ranks, is_bounded(self.metric), self.damping.every or 1)
+        return Choices(*known, warm_start=self.warm_start, absolute=absolute)
 
     def evidence(
         self,
         params: Mapping[str, Tensor],
         gradient: Tensor,
-        system: Callable[[FlatState], LinearSystem],
+        system: Callable[[State], LinearSystem],
         *,
         loss: Tensor | None = None,
         objective: Objective | None = None,
@@ -498,33 +484,3 @@ class NaturalGradient(ModelOptimizer):
         """
         groups = self._rates("lr"), self._rates("weight_decay"), self._options()
         return SystemEvidence(params, gradient, system, *groups, loss, objective, examples, attempts)
-
-    def _take(self, evidence: SystemEvidence) -> None:
-        """Take a step on this evidence, all of it or nothing."""
-        before = self._state.guard
-        self._bind(*flat_step(self._choose(), self._state, evidence))
-        guard = self._state.guard
-        if guard.unmoved != before.unmoved:
-            watch_unmoved(guard.unmoved)
-        watch_skipped(guard.skipped, self.model)
-
-    def _count_steps(self) -> int:
-        return self._state.step
-
-    def _skip(self, trouble: NotFiniteError) -> None:
-        self._bind({}, *leave_out(self._state))
-        watch_skipped(self._state.guard.skipped, self.model)
-
-    def _bind(self, moved: Move, state: FlatState, report: StateReport) -> None:
-        """Write the step: known values to known places, so that a second time finishes what Ctrl-C cut."""
-
-        def write() -> None:
-            for name, new in moved.items():
-                self._named[name].copy_(new)
-            self._state, self._told = state, report
-
-        try:
-            write()
-        except BaseException:
-            write()
-            raise

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from natgrad.ground.messages import write_table
 from natgrad.rules import NoiseAware, Rule, SpectralProgress
@@ -140,18 +142,18 @@ def show(value: float | str | None) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def read_cuts(cuts: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+def read_cuts(cuts: Mapping[str, Any]) -> dict[str, float]:
     """What a rule says of its bounds, as numbers."""
-    return {name: float(lengthen()) for name, lengthen in cuts.items()}
+    return {name: cut if isinstance(cut, float) else float(cut()) for name, cut in cuts.items()}
 
 
 def state_report(told: Mapping[str, Any], step: int, failures: int, refused: int) -> StateReport:
-    """From what a structured step told, as tensors of one number, and the counts."""
-    numbers = {key: float(value) for key, value in told.items() if key != "cuts"}
-    skipped = "refused" if "ratio" in numbers else "skipped" if step else "no step yet"
-    known: dict[str, Any] = {"rate": 0.0 if step else math.nan, "cuts": read_cuts(told.get("cuts", {}))} | numbers
-    status = "stepped" if "kl" in numbers else skipped
-    return StateReport(step=step, status=status, failures=failures, refused=refused, **known)
+    """From what a step told, tensors of one number among it, and the counts."""
+    known: dict[str, Any] = {n: float(value) if isinstance(value, Tensor) else value for n, value in told.items()}
+    left_out = "refused" if "ratio" in known else "skipped" if step else "no step yet"
+    known = {"rate": 0.0 if step else math.nan, "status": "stepped" if "kl" in known else left_out} | known
+    known["cuts"] = read_cuts(known.get("cuts", {}))
+    return StateReport(step=step, failures=failures, refused=refused, **known)
 
 
 # What the last steps of an optimizer did, in sentences, and what to try where that follows from their numbers

@@ -15,6 +15,7 @@ from torch import Tensor
 from natgrad.families import Criterion, Gaussian, Huber, Laplace
 from natgrad.families.criteria import Entrywise
 from natgrad.ground.pure import leaves, map_tensors
+from natgrad.ground.spaces import Space
 from natgrad.ground.typed_torch import hook_gradient, list_numbers
 from natgrad.ground.whole_tensors import gather_whole, zeros_whole
 from natgrad.layers import Layer, Tap, is_asking
@@ -508,14 +509,30 @@ class Hearing:
 
 
 @dataclass(frozen=True)
+class SystemMemory:
+    """What is known of a metric that is one linear system.
+
+    Attributes:
+        level: The damping's own number.
+        structure: The structure's memory; None before the first step.
+        preconditioner: The preconditioner's.
+    """
+
+    level: float = 0.0
+    structure: dict[str, Any] | None = None
+    preconditioner: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
 class State:
-    """All that the next step of a metric in blocks depends on, besides parameters, groups and the batch.
+    """All that the next step depends on, besides parameters, groups and the batch.
 
     Attributes:
         step: Steps so far.
-        seen: Examples, where the rule counts them.
-        blocks: By key.
-        vectors: What the rule remembers, by parameter and name.
+        seen: Examples, where somebody counts them.
+        blocks: Of a metric in blocks, by key.
+        system: Of a metric that is one linear system.
+        vectors: By parameter and name: what the rule and the system remember.
         pace: When what was done last.
         length: What is known of the metric along steps.
         noise: Whether mini-batch noise exceeds the gradient.
@@ -527,6 +544,7 @@ class State:
     step: int = 0
     seen: int = 0
     blocks: Mapping[str, Block] = field(default_factory=dict[str, Block])
+    system: SystemMemory = SystemMemory()
     vectors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict[str, Mapping[str, Tensor]])
     pace: Pace = Pace()
     length: Length = Length()
@@ -539,6 +557,16 @@ class State:
     def is_turned(self) -> bool:
         """Whether the rule has turned to directions of its own."""
         return self.noise.turned >= 0
+
+    def gather(self, space: Space) -> dict[str, Tensor]:
+        """The vectors, (n,) each.
+
+        Args:
+            space: The order of the parameters in them.
+        """
+        held = {name: self.vectors.get(name, {}) for name in space.blocks}
+        keys = {key for kept in held.values() for key in kept}
+        return {key: space.flatten({n: kept[key] for n, kept in held.items() if key in kept}) for key in keys}
 
     # torch's per-parameter form, and back
 

@@ -15,31 +15,36 @@ from torch import Tensor, nn
 from natgrad.families import Criterion, Likelihood, as_criterion
 from natgrad.ground.pure import check_followed, check_select, full_precision, leaves, pure_model
 from natgrad.ground.typed_torch import measure_norm
-from natgrad.ground.whole_tensors import WholeTensors, any_split, write_all
+from natgrad.ground.whole_tensors import WholeTensors, any_split
 from natgrad.optim.base import ModelOptimizer, count_rows
+from natgrad.optim.block_step import (
+    BlockEvidence,
+    is_due,
+    is_due_to_measure,
+    is_watched,
+    part_of_rows,
+    sample_examples,
+)
 from natgrad.optim.blocks import Averages, BatchUpdate, Owners, check_share, dense, gather_numbers
 from natgrad.optim.checkpoint import Checkpoint, Format
 from natgrad.optim.checks import check_blocks, given_parameters, named_parameters, settle_rule
-from natgrad.optim.guard import NotFiniteError, check_trouble, warn_of_strangers, watch_skipped
-from natgrad.optim.objective import BatchForm, Called, Objective, as_block_damping, objective_of_blocks, replaying
+from natgrad.optim.guard import check_trouble, warn_of_strangers
+from natgrad.optim.objective import (
+    EVERY,
+    BatchForm,
+    Called,
+    Objective,
+    as_block_damping,
+    objective_of_blocks,
+    replaying,
+)
 from natgrad.optim.options import BlockOptions, BlockSettings, with_options
 from natgrad.optim.passes import Loss, Recall, listen
 from natgrad.optim.processes import meet, refuse_trials, weigh_loss
 from natgrad.optim.reading import Reader, release
 from natgrad.optim.report import StateReport, state_report
 from natgrad.optim.state import Block, Hearing, OwnGradients, State, move_state, read_parameters, single
-from natgrad.optim.step import (
-    Choices,
-    Evidence,
-    StepReport,
-    bounded_below,
-    is_due,
-    is_due_to_measure,
-    is_watched,
-    natural_step,
-    part_of_rows,
-    sample_examples,
-)
+from natgrad.optim.step import Choices, StepReport, bounded_below
 from natgrad.rules import Momentum
 from natgrad.structures import ExactLabels, Layerwise, Sampled
 
@@ -118,9 +123,9 @@ class StructuredNaturalGradient(ModelOptimizer):
         super().__init__(given_parameters(chosen.params, named_parameters(self.model)), defaults)
         self._kinds = dict[str, tuple[torch.dtype, torch.device]]()
         self._reader = reader = Reader(self.model, self._named, structure, self._ranks)
-        averages = Averages(structure, self._named, Owners(self._ranks, *check_share(chosen.share)))
-        bounded = bounded_below(self.criterion)
-        self._choices = Choices(averages, self.rule, self.damping, bounded, self.update_every, self.invert_every)
+        self._averages = Averages(structure, self._named, Owners(self._ranks, *check_share(chosen.share)))
+        known = (self.rule, self.damping, self._ranks, bounded_below(self.criterion), self.damping.every or EVERY)
+        self._choices = Choices(*known, self.update_every, self.invert_every)
         self._state, self._told = State(), StepReport()
         self._update: BatchUpdate | None = None  # what the passes since the last step made of the averages
         self._passes: list[tuple[Loss, BatchUpdate | None]] = []  # the losses that were read, each with that before it
@@ -137,10 +142,6 @@ class StructuredNaturalGradient(ModelOptimizer):
     def criterion(self) -> Criterion:
         """The loss that the metric belongs to."""
         return self._criterion
-
-    def state_report(self) -> StateReport:
-        """How the last step went: KL moved, share of the full step taken, the gradient's norm, failures so far."""
-        return self._report_later()()
 
     def _report_later(self) -> Callable[[], StateReport]:
         guard = self._state.guard if self._update is None else self._update.guard
@@ -181,7 +182,7 @@ class StructuredNaturalGradient(ModelOptimizer):
 
         def describe(name: str, p: Tensor) -> tuple[str, int, int]:
             numbers = sum({t.data_ptr(): t.numel() for t in leaves(kept.get(name, {}))}.values())  # shared ones once
-            kind = self._choices.averages.kind(held[name]) if name in held else "not read yet"
+            kind = self._averages.kind(held[name]) if name in held else "not read yet"
             return kind, p.numel(), numbers
 
         return describe
@@ -248,14 +249,14 @@ class StructuredNaturalGradient(ModelOptimizer):
 
     def _by_parameter(self) -> dict[str, dict[str, Any]]:
         kept = self._state.by_parameter()
-        for name, numbers in gather_numbers(self._choices.averages.owners, self._state).items():
+        for name, numbers in gather_numbers(self._averages.owners, self._state).items():
             kept[name] = {**kept.get(name, {}), **numbers}
         return kept
 
     def _fit(self, saved: Checkpoint) -> Callable[[], None]:
         assert self._reader is not None
-        owners = self._choices.averages.owners.load(saved.extra.get("owners"))
-        averages = replace(self._choices.averages, owners=owners)
+        owners = self._averages.owners.load(saved.extra.get("owners"))
+        averages = replace(self._averages, owners=owners)
         state = State.load(saved.extra, self.criterion, saved.labels, self._named)
         layers = self._reader.layers_by_names(state.hearing.trusted)
         blocks: Mapping[str, list[str]] = saved.extra["blocks"]
@@ -271,7 +272,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         state = replace(state, blocks=averages.share_out(state.blocks, {}))
 
         def restore() -> None:
-            self._choices, self._state, self._told = replace(self._choices, averages=averages), state, StepReport()
+            self._averages, self._state, self._told = averages, state, StepReport()
             self._update, self._coming, self._discarded, self._passes = None, None, {}, []
             self._arm()
 
@@ -334,7 +335,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         if not update.taken:
             decay, part = self.structure.decay, part_of_rows(state.pace, state.step, state.is_turned)
         update = replace(update, hearing=hearing, part=part)
-        arrive = self._choices.averages.start(update, replace(reading, part=part), decay)
+        arrive = self._averages.start(update, replace(reading, part=part), decay)
         self._coming = arrive, sample, update.taken
 
     def _settle_reading(self) -> None:
@@ -385,18 +386,14 @@ class StructuredNaturalGradient(ModelOptimizer):
         strangers = {n for n, g in evidence.gradients.items() if n not in known and bool(measure_norm(g) > 0)}
         if blocks and strangers:
             self._check_followed()
-        moved, state, report = natural_step(self._choices, self._state, evidence)
-        if report.trouble and self.on_trouble == "raise":
-            raise NotFiniteError(report.trouble)
-        self._bind(moved, state, report)
-        if not report.trouble:
+        if not self._take(self._choices, evidence).trouble:
             self._warned = warn_of_strangers(strangers, self._warned)
-        watch_skipped(state.guard.skipped, self.model)
 
-    def _gather_evidence(self, reader: Reader, active: dict[str, Tensor], called: Called) -> Evidence:
+    def _gather_evidence(self, reader: Reader, active: dict[str, Tensor], called: Called) -> BlockEvidence:
         """What this batch told."""
         recall, update = self._recall, self._update
-        return Evidence(
+        return BlockEvidence(
+            averages=self._averages,
             gradients={name: dense(p) for name, p in active.items()},
             losses=recall.losses or recall.computed,
             nats=self._nats,
@@ -438,28 +435,10 @@ class StructuredNaturalGradient(ModelOptimizer):
         with replaying(self.model, self._recall):
             yield objective_of_blocks(self.model, self.criterion, self._recall, active, called, asks)
 
-    def _bind(self, moved: Mapping[str, Tensor], state: State, report: StepReport) -> None:
-        """Write the step: known values to known places, so that a second time finishes what Ctrl-C cut."""
-
-        def write() -> None:
-            write_all([self._named[name] for name in moved], list(moved.values()))
-            if report.dampings:
-                for name, group in self._list_settings():
-                    group["damping"] = report.dampings.get(name, group["damping"])
-            self._state, self._told = state, report
-            self._forget_batch()
-
-        try:
-            write()
-        except BaseException:
-            write()
-            raise
-
-    def _count_steps(self) -> int:
-        return self._state.step
-
-    def _skip(self, trouble: NotFiniteError) -> None:
-        raise trouble  # a step that is left out moves the state above
+    def _write_dampings(self, dampings: Mapping[str, float]) -> None:
+        if dampings:
+            for name, group in self._list_settings():
+                group["damping"] = dampings.get(name, group["damping"])
 
     def _forget_batch(self) -> None:
         assert self._reader is not None
@@ -527,7 +506,7 @@ def report_sharing(optimizer: StructuredNaturalGradient) -> SharingReport:
     """
     if not isinstance(optimizer, StructuredNaturalGradient):
         raise TypeError(f"optimizer is {type(optimizer).__name__}, expected ng.kfac or its like, which have blocks")
-    owners = optimizer._choices.averages.owners  # pyright: ignore[reportPrivateUsage] (a report of the folder's own)
+    owners = optimizer._averages.owners  # pyright: ignore[reportPrivateUsage] (a report of the folder's own)
     kept = optimizer._state.by_parameter()  # pyright: ignore[reportPrivateUsage]
     tensors = {t.data_ptr(): t for t in leaves(kept)}
     return SharingReport(

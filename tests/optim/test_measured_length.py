@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.layers.hearing import Heard
+from natgrad.optim.block_step import FALLS_TO, FEWEST, PART, form_along, measure_ratio, sample_examples
 from natgrad.optim.processes import Ranks
 from natgrad.optim.reading import Reading
 from natgrad.optim.state import Length
-from natgrad.optim.step import FALLS_TO, FEWEST, PART, form_along, measure_ratio, sample_examples
 from natgrad.rules.quadratic import SLACK
 
 WARM = ng.MeasuredLength().warm

@@ -15,8 +15,8 @@ from torch.nn import functional
 
 import natgrad as ng
 from natgrad.operators import Operator
+from natgrad.optim.block_step import follow_signal, signal_sums
 from natgrad.optim.state import Noise
-from natgrad.optim.step import follow_signal, signal_sums
 from natgrad.rules import BlockPoint, MeasuredLength, NoiseAware, SpectralDescent
 from natgrad.rules.spectral_descent import (
     apply_root,

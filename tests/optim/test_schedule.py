@@ -13,9 +13,9 @@ from optim_models import CE, X, Y, net
 from torch import Tensor
 
 import natgrad as ng
+from natgrad.optim.block_step import RAMP, TOLERANCE, TURNED, follow_drift, is_due
 from natgrad.optim.blocks import measure_change
 from natgrad.optim.state import Pace
-from natgrad.optim.step import RAMP, TOLERANCE, TURNED, follow_drift, is_due
 
 STEPS = 60
 
@@ -112,5 +112,5 @@ def test_an_averages_first_reading_says_nothing():
     model = net()
     opt = ng.kfac(model, CE)
     loss: Tensor = opt.loss(model(X), Y)
-    assert opt._choices.averages.drift(opt._update) is None
+    assert opt._averages.drift(opt._update) is None
     loss.backward()

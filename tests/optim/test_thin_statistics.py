@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.layers.moments import Seen
 from natgrad.layers.spread_rows import spread_rows
+from natgrad.optim.block_step import is_due, is_due_to_measure, part_of_rows
 from natgrad.optim.state import Pace
-from natgrad.optim.step import is_due, is_due_to_measure, part_of_rows
 from natgrad.rules import BlockStep, Lazy, Parts
 
 CE = nn.CrossEntropyLoss()

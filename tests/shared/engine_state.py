@@ -26,7 +26,7 @@ def blocks_of(opt: Any) -> list[Block]:
 
 def metric_of(opt: Any, block: Block) -> Operator:
     """A block of the metric."""
-    return opt._choices.averages.operator(block)
+    return opt._averages.operator(block)
 
 
 def kept_of(opt: Any, p: Tensor) -> dict[str, Any]:
@@ -50,11 +50,11 @@ def read_pass(opt: Any, outputs: Any, targets: Any) -> Reading:
 
 def record_readings(opt: Any, found: list[Reading]) -> None:
     """Append every reading from here on, before it is taken and emptied."""
-    start = opt._choices.averages.start
+    start = opt._averages.start
 
     def keep(update: Any, reading: Reading, decay: float) -> Any:
         found.append(Reading(replace(reading.heard, layers=list(reading.layers)), reading.rows))
         return start(update, reading, decay)
 
-    averages = opt._choices.averages
+    averages = opt._averages
     object.__setattr__(averages, "start", keep)

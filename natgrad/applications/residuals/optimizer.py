@@ -28,7 +28,7 @@ from natgrad.ground.linalg import gram
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.ground.spaces import Params, Space
 from natgrad.operators import JoinedRows, Operator, computes_block
-from natgrad.optim import FlatState, NaturalGradient, Objective, RankExchange, Solved, SystemEvidence
+from natgrad.optim import NaturalGradient, Objective, RankExchange, Solved, State, SystemEvidence
 from natgrad.rules import Damping
 from natgrad.solvers import FactorisedSystem, RowSolver, Solution, Solver
 
@@ -418,7 +418,7 @@ class ResidualOptimizer(NaturalGradient):
         check_derivatives(self.system, now, points, gradient)
         objective = ResidualObjective(terms, points, now, params, now.operator.rows.space)
 
-        def system(state: FlatState) -> ResidualSystem:
+        def system(state: State) -> ResidualSystem:
             chosen = (self.solver, self.damping, self.acceleration, self.scaling)
             return ResidualSystem(*chosen, objective, state.gather(objective.space).get("units"))
 

@@ -20,7 +20,7 @@ from natgrad.ground.spaces import trainable
 from natgrad.ground.typed_torch import measure_norm
 from natgrad.metrics import GeometricTensor, geometric_tensor, lay_out_amplitudes
 from natgrad.operators import Centred, Operator, Pullback
-from natgrad.optim import FlatState, LinearSystem, NaturalGradient, RankExchange, Solved, SystemEvidence
+from natgrad.optim import LinearSystem, NaturalGradient, RankExchange, Solved, State, SystemEvidence
 from natgrad.rules import Constant, Damping, Rule, TrustRegion
 from natgrad.solvers import Auto, Solution, Solver, Spring
 from natgrad.structures import Dense, Exact, Structure
@@ -265,7 +265,7 @@ class StochasticReconfiguration:
         cotangents = fit_columns(gaps[place : place + len(states)], moment.outputs)
         gradient = processes.sum(pull_back(moment, cotangents))
 
-        def system(state: FlatState) -> LinearSystem:
+        def system(state: State) -> LinearSystem:
             known = whole if self.metric.centred else None
             blocks = opt.metric_system(params, gradient, states, weights, state, known)
             return blocks if known is not None else MeasuredSystem(blocks, whole, gradient)

@@ -1,0 +1,947 @@
+"""The step of a metric in blocks: a pass's statistics, damped inverses, the direction of each block, its length.
+
+When statistics and inverses are due is the pace's matter, how far the quadratic model is trusted the length's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.ground.stacks import stack_tensors
+from natgrad.ground.typed_torch import as_tensor_like, list_numbers, measure_norm, measure_norms, torch_plain
+from natgrad.ground.whole_tensors import WholeTensors, zeros_whole
+from natgrad.layers import Heard, Seen
+from natgrad.optim.blocks import (
+    Averages,
+    BatchUpdate,
+    BlockScales,
+    Penalised,
+    give_back,
+    signature,
+    stack_prepared,
+    sum_scalars,
+)
+from natgrad.optim.checks import check_statistics
+from natgrad.optim.guard import least_damping, stay_finite, watch_late
+from natgrad.optim.objective import BatchForm, PooledLoss, judge_step, refuse_nothing
+from natgrad.optim.passes import Loss
+from natgrad.optim.processes import Ranks
+from natgrad.optim.reading import Reading
+from natgrad.optim.state import Block, Length, Noise, OwnGradients, Pace, State
+from natgrad.optim.step import Batch, Choices, Evidence, Move, Work
+from natgrad.rules import (
+    BlockPoint,
+    BlockStack,
+    BlockStep,
+    Damping,
+    ErrorScale,
+    Lazy,
+    Memory,
+    Objective,
+    Parts,
+    Quadratic,
+    Step,
+    Vector,
+    inner_product,
+)
+
+RAMP = 5  # steps after which the intervals between updates grow by one
+TURNED = 2  # times as long they are once steps are spectral, which need whitened inputs alone
+TOLERANCE = 0.1  # relative change of the running averages that one update may bring
+SHRINKS, GROWS = 0.5, 1.5  # factors on the interval, from one update to the next
+LONG = 12  # steps between updates, of which two may be left out
+GOLDEN = (math.sqrt(5) - 1) / 2
+MOST = 20  # steps between two updates, for which all rows are taken that a pass is asked for
+SELDOM = 4  # times more seldom a length is measured once steps are spectral
+BEFORE = 2  # a measurement waits for as many steps as a run has had, over this
+WATCHED = 20  # steps after one that was near its bound
+UNKNOWN = Length().doubt  # times too small that the estimate of a step's KL may be, before any was compared
+MARGIN = 5.0  # of the largest factor by which it was too small lately
+FORGETS = 0.98  # of that factor, per comparison
+FADES, SURE = 0.9, 10  # of the sums that tell signal from noise, per step; steps before they are believed
+SMALLEST, LARGEST = 1.0, 1e8  # below 1 the damping shortens a step, and that is what it is for
+FALLS_TO = 0.5  # that the ratio falls to, per measurement
+FEWEST = 64  # examples that a measurement takes, if the pass has as many
+PART = 4  # of the examples of a larger pass, one in so many
+
+
+Settings = Mapping[str, Mapping[str, Any]]
+"""The parameter groups' numbers by parameter: lr, momentum, damping, weight_decay, l2 and the rule's own."""
+
+
+@dataclass(frozen=True)
+class BlockEvidence(Evidence):
+    """What a pass of the user's told of a metric in blocks.
+
+    Attributes:
+        averages: The structure of the blocks, the parameters, and who owns which block.
+        gradients: As backward passes left them, dense, by name.
+        losses: Those that they came from, in units of their means.
+        nats: Nats per example in one unit of the mean loss.
+        scale: What the gradients were multiplied by under reduction='sum'; 0 stands for 1.
+        update: What the passes made of the averages; None where none was read.
+        values: The parameters, whole.
+        settings: Of the parameter groups.
+        late: True if statistics were due and none was read.
+        own: What `opt.loss` put into the gradients.
+        trial: Opens the loss at other parameters, for whoever asks; raises ValueError where it cannot be had.
+        batch: Measures steps on the batch itself.
+        examples: Counts the batch's.
+        check_followed: ValueError where a gradient that the statistics lack comes from the outputs all the same.
+    """
+
+    averages: Averages
+    gradients: dict[str, Tensor]
+    losses: Sequence[Loss]
+    nats: Any
+    scale: float
+    update: BatchUpdate | None
+    values: WholeTensors
+    settings: Settings
+    late: bool
+    own: OwnGradients
+    trial: Callable[[object], AbstractContextManager[Any]]
+    batch: BatchForm
+    examples: Callable[[], int]
+    check_followed: Callable[[], None]
+
+    def pool(self, choices: Choices, state: State) -> Batch:
+        """The batch of all processes; without a number for a loss where a layer's inputs were far too large."""
+        update, losses, raw = self.updated(state), self.losses, self.gradients
+        if update.far:
+            losses = [loss._replace(value=loss.value * math.nan) for loss in losses]
+        norms = dict(zip(raw, measure_norms(list(raw.values())), strict=True))
+        loss, nats, scale, norm = choices.ranks.pool_losses(losses, self.nats, self.scale, norms)
+        if not (isinstance(scale, float) and scale == 1):
+            raw = {name: gradient / scale for name, gradient in raw.items()}
+            norms, norm = {n: one / scale for n, one in norms.items()}, norm / scale
+        damping = next(iter(self.settings.values()))["damping"]
+        return Batch(raw, norm, loss, update.guard, damping, cuts=True, norms=norms, nats=nats, scale=scale)
+
+    def open(self, choices: Choices, state: State, batch: Batch) -> BlockWork:
+        """Statistics -> blocks -> damped inverses, when they are due."""
+        update = self.updated(state)
+        check_statistics(not update.blocks)
+        watch_late(state.guard.late + 1 if self.late else 0, update.bad)
+        outside, pace = state.outside, state.pace
+        if update.taken:
+            outside = outside.measure(
+                self.own,
+                batch.gradients if batch.uncut is None else batch.uncut,
+                self.values,
+                [block.layout.names for block in update.blocks.values()],
+                len([loss for loss in self.losses if loss.rows or choices.ranks.size == 1]),
+                float(batch.scale),
+                choices.ranks,
+                self.check_followed,
+            )
+            pace = replace(pace, updated=state.step)
+        now = replace(state, blocks=update.blocks, hearing=update.hearing, outside=outside, pace=pace)
+        work = BlockWork(choices, now, batch, self, update)
+        updated = pace.updated > pace.inverted
+        work.invert(updated and is_due(pace, pace.inverted, now.step, now.is_turned, choices.invert_every))
+        return work
+
+    def leave(self, choices: Choices, state: State) -> State:
+        """What the passes told of the layers is kept."""
+        update = self.updated(state).fail()
+        # skipped steps are counted by themselves
+        guard = replace(update.guard, late=state.guard.late if self.late else 0)
+        pace = replace(state.pace, updated=state.step) if update.taken else state.pace
+        pace = follow_drift(pace, self.averages.drift(update), choices.update_every)
+        return replace(state, blocks=update.blocks, hearing=update.hearing, guard=guard, pace=pace)
+
+    def updated(self, state: State) -> BatchUpdate:
+        """What the passes made of the averages; those of the state where none was read."""
+        return self.update or BatchUpdate(state.blocks, state.hearing, state.guard)
+
+
+# inverses, direction, length
+
+
+class BlockWork(Work):
+    """One step of a metric in blocks.
+
+    Attributes:
+        stacks: The gradients and their new running means, blocks that are alike together.
+        shaped: The directions of these stacks, where the rule shapes them.
+        vectors: What the rule remembers, by parameter.
+    """
+
+    def __init__(
+        self, choices: Choices, state: State, batch: Batch, evidence: BlockEvidence, update: BatchUpdate
+    ) -> None:
+        super().__init__(choices, state, batch)
+        self.evidence, self.update, self.averages = evidence, update, evidence.averages
+        self.settings, self.owners, self.processes = evidence.settings, evidence.averages.owners, choices.ranks
+        self.values, self.device = evidence.values, batch.norm.device
+        self.sample = None if evidence.update is None else evidence.update.sample
+        # a rule that turns takes the plain damped inverses until then
+        self.turned = self.rule.turns_at is not None and state.is_turned
+        self.shapes = self.rule.shapes and (self.rule.turns_at is None or self.turned)
+        self.inverts = self.rule.needs_inverse and not self.turned
+        self.fall = self.rule.rate_at(state.step, state.noise.turned)
+        self.strengths = {name: float(group["l2"]) for name, group in self.settings.items()}
+        self.stacks, self.shaped, self.vectors = list[GradientStack](), list[Tensor](), dict(state.vectors)
+
+    def lr(self, name: str) -> float:
+        """The learning rate of a parameter, as far as it has fallen by itself."""
+        return float(self.settings[name]["lr"]) * self.fall
+
+    @cached_property
+    def errors(self) -> ErrorScale:
+        """How far a regression's targets lie away."""
+        errors, loss = self.state.hearing.errors, self.batch.loss
+        return errors.scale(0.0 if loss is None else loss) if errors else ErrorScale()
+
+    # 1 inverses
+
+    def invert(self, due: bool) -> None:
+        """Damped inverses of today's averages: of all blocks, or of those alone that never had one."""
+        state, loss = self.state, self.batch.loss
+        keys = {key for key, block in state.blocks.items() if due or block.fresh}
+        if not keys:
+            return
+        scales = BlockScales(self.averages, state.blocks, self.batch.nats)
+        hearing = state.hearing
+        if hearing.errors and loss is not None:
+            hearing = replace(hearing, error=max(hearing.error, float(loss)))
+        if self.owners.apart:
+            scales.of().mean_eigenvalue()  # all processes together, before each looks at its own blocks
+        self.state = replace(state, hearing=hearing)
+        prepare = self.rule.prepare_for if self.shapes else None
+        norms = self.batch.list_norms()
+        level = partial(self.level, scales, norms)
+        blocks, failures = self.averages.invert(state.blocks, level, self.inverts, prepare, keys)
+        blocks = stack_prepared(blocks)
+        guard = replace(state.guard, failures=state.guard.failures + failures)
+        pace = replace(state.pace, inverted=state.step) if due else state.pace
+        self.state = replace(self.state, blocks=blocks, guard=guard, pace=pace)
+
+    def level(self, scales: BlockScales, norms: Mapping[str, float], block: Block) -> float:
+        """The damping of a block: the strategy's, a penalty's, and for a part of the loss that the metric lacks."""
+        damping, hearing, outside = self.choices.damping, self.state.hearing, self.state.outside
+        name, whole = block.layout.names[0], scales.of()
+        number = float(self.settings[name]["damping"])
+        level = damping.amount(number, scales.of(block.key) if damping.per_block else whole) + self.strengths[name]
+        if damping.of_whole:
+            # curvatures of the layers before a regression's last ones grow with the square of its unit
+            unit = hearing.errors.scale(hearing.error) if hearing.errors else ErrorScale()
+            level += damping.of_whole * number * scales.mean / unit.of(name) ** 2
+        if name in outside.levels:
+            level += outside.damping(name, damping.amount(number, whole))
+        return max(level, least_damping([norms[name] for name in block.layout.names if name in norms]))
+
+    # 2 direction
+
+    def propose(self) -> Quadratic | None:
+        """The quadratic model with the blocks' directions as its proposal; None where no block can be solved yet."""
+        self.values.gather()
+        directions, slopes, levels = self.directions()
+        if not directions:
+            return None
+        self.follow_signal()
+        errors = self.errors
+        vector = Parts(directions, {name: -self.lr(name) for name in directions})
+        rates = {self.lr(name) for name in directions}
+        even, rated, slope = len(rates) == 1, dict[str, Tensor](), None
+        if self.shapes:
+            full, promise = None, Lazy(partial(self.promise, vector, levels))
+            if even and not self.owners.apart:
+                slope = Lazy(partial(self.slope_of_stacks, rates.pop()))
+            if self.sample is not None:
+                self.measure(vector.tensors(), self.averages.forms(self.state.blocks, vector, levels))
+        else:
+            full, rated = sum_scalars(slopes), {name: self.lr(name) ** 2 * slope for name, slope in slopes.items()}
+            promise = Lazy(value=sum_scalars(rated))
+            if self.sample is not None:  # a common rate cancels: no copies
+                self.measure(directions if even else vector.tensors(), slopes if even else rated)
+        ratio, settings = self.state.length.ratio, self.settings.values()
+        true = self.form_of_blocks(vector) if ratio is None else promise.scale_by(ratio.to(self.device))
+        return Quadratic(
+            gradient=Parts(self.penalise(self.batch.gradients)),
+            operator=None,
+            damping=float(next(iter(settings))["damping"]),
+            proposal=BlockStep(vector, true, promise, ratio, self.without_penalty(levels), rated, slope),
+            nats=self.batch.nats,
+            loss=math.nan if self.batch.loss is None else self.batch.loss,
+            steps=self.state.step,
+            bounded=self.choices.bounded,
+            full=full,
+            options={key: min(float(group[key]) for group in settings) for key in self.rule.options},
+            counts=self.count_examples() if self.rule.needs_counts else {},
+            measure=partial(self.step_along, levels),
+            turned=self.turned,
+            layers=[block.layout.names for block in self.state.blocks.values()],
+            params=self.values,
+            exact=self.step_on_batch,
+            doubt=self.state.length.doubt,
+            fallen=self.state.length.fallen,
+            errors=errors,
+        )
+
+    def directions(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
+        """d by name, (G + damping I)^-1 m unless the rule shapes it, the slopes d^T m, and the damping by name."""
+        gradients, blocks = self.batch.gradients, dict(self.state.blocks)
+        steps, slopes, levels = dict[str, Tensor](), dict[str, Tensor](), dict[str, float]()
+        ready = [
+            block
+            for key, block in blocks.items()
+            if block.level is not None and self.owners.holds(key) and (block.inverse or not self.inverts)
+        ]
+        momenta = {name: float(group["momentum"]) for name, group in self.settings.items()}
+        self.stacks = stack_gradients(ready, self.penalise(gradients), momenta, self.averages.named, self.shapes)
+        shaped = list[tuple[Tensor, list[dict[str, Tensor]]]]()
+        if self.shapes:
+            examples = float(self.sum_examples())
+            shaped = self.rule.shape_stacks([self.view(stack, examples) for stack in self.stacks])
+            self.shaped = [directions for directions, _ in shaped]
+        rates = {name: self.lr(name) for name in self.settings}
+        for i, stack in enumerate(self.stacks):
+            changes = stack.list_changes()
+            for j, block in enumerate(stack.blocks):
+                if shaped:
+                    directions, memories = shaped[i]
+                    steps |= give_back(block.layout, directions[j], gradients.keys())
+                    blocks[block.key] = replace(block, shape=memories[j], **changes[j])
+                else:
+                    solved, promised = self.averages.direction(block, stack.mean[j], gradients.keys(), rates)
+                    steps |= solved
+                    slopes |= promised
+                    blocks[block.key] = replace(block, **changes[j])
+                assert block.level is not None
+                levels |= dict.fromkeys(block.layout.names, block.level)
+        self.state = replace(self.state, blocks=blocks)
+        if not self.owners.apart:
+            return steps, slopes, levels
+        keys = {name: key for key, block in blocks.items() for name in block.layout.names}
+        return self.owners.share_directions(gradients, steps, slopes, levels, keys)
+
+    def view(self, stack: GradientStack, examples: float) -> BlockStack:
+        """A stack as a rule sees it that shapes directions."""
+        state, first = self.state, stack.blocks[0]
+        units = [max(map(self.errors.of, block.layout.names)) for block in stack.blocks]
+        shape = first.layout.shape if first.layer is None else ()
+        renewed = state.pace.inverted == state.step
+
+        def list_points() -> list[BlockPoint]:
+            return [
+                BlockPoint(
+                    names=block.layout.names,
+                    kind=self.averages.kind(block),
+                    mean=stack.mean[i],
+                    gradient=partial(stack.gradient.select, 0, i),
+                    inverse=block.inverse,
+                    metric=partial(self.averages.operator, block),
+                    level=0.0 if block.level is None else block.level,
+                    prepared=block.prepared,
+                    memory=block.shape,
+                    steps=state.step,
+                    positions=block.mean_positions,
+                    shape=shape,
+                    values=partial(self.matrix_of_values, block),
+                    renewed=renewed,
+                    examples=examples,
+                    unit=units[i],
+                )
+                for i, block in enumerate(stack.blocks)
+            ]
+
+        return BlockStack(
+            stack.mean,
+            stack.gradient,
+            [block.prepared for block in stack.blocks],
+            [block.shape for block in stack.blocks],
+            shape,
+            units,
+            state.step,
+            renewed,
+            examples,
+            list_points,
+        )
+
+    def slope_of_stacks(self, rate: float) -> Tensor:
+        """g . d for the shaped directions, all at one rate. The gradient is 0 where a parameter has none."""
+        slopes = [inner_product(stack.gradient, d) for stack, d in zip(self.stacks, self.shaped, strict=True)]
+        return -rate * torch.stack([slope.to(self.device) for slope in slopes]).sum()
+
+    def matrix_of_values(self, block: Block) -> Tensor:
+        """A block's parameters as its matrix; those without a gradient count as zero."""
+        names = [name for name in block.layout.names if name in self.batch.gradients]
+        return self.averages.matrix(block, {name: self.values[name].detach() for name in names})
+
+    def penalise(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The gradients with those of a penalty."""
+        return Penalised(gradients, self.values, self.strengths) if any(self.strengths.values()) else gradients
+
+    def follow_signal(self) -> None:
+        """Follow how much of the gradients is signal; turn to the rule's own directions where that is little.
+
+        Turning asks for fresh statistics, roots and measurements at the next step.
+        """
+        if not self.rule.turns_at or self.turned or self.batch.uncut is not None:  # a gradient that was cut is none
+            return
+        means, counts = dict[str, Tensor](), dict[str, int]()
+        for stack in self.stacks:
+            for block, kept in zip(stack.blocks, stack.list_changes(), strict=True):
+                for name, numbers in replace(block, **kept).split_mean().items():
+                    if name in self.batch.gradients and self.settings[name]["momentum"]:
+                        means[name], counts[name] = numbers["mean"], numbers["count"]
+        if not (means or self.owners.apart):  # without momentum nothing is known
+            return
+        decays = {name: float(self.settings[name]["momentum"]) for name in means}
+        whole, norms = self.penalise(self.batch.gradients), self.batch.norms
+        sizes = {name: measure_norm(whole[name]) if self.strengths[name] else norms[name] for name in means}
+        sums = signal_sums(sizes, means, counts, decays) if means else torch.zeros(3)
+        if self.owners.apart:
+            sums = self.processes.sum(sums.double().to(self.device))
+            if not bool(sums[1] > 0):
+                return
+        state = self.state
+        noise = follow_signal(state.noise, state.step, list_numbers(sums), self.rule.turns_at)
+        pace = start_afresh(state.pace) if noise.turned != state.noise.turned else state.pace
+        self.state = replace(state, noise=noise, pace=pace)
+
+    def count_examples(self) -> dict[str, int]:
+        """Examples of this step over all processes, and seen so far with it."""
+        examples = self.sum_examples()
+        self.state = replace(self.state, seen=self.state.seen + examples)
+        return {"examples": examples, "seen": self.state.seen}
+
+    def sum_examples(self) -> int:
+        """Examples of this step over all processes, who must all ask."""
+        own = self.evidence.examples()
+        return (
+            own if self.processes.size == 1 else int(self.processes.sum(torch.tensor(float(own), device=self.device)))
+        )
+
+    # the metric along a vector
+
+    def measure(self, moves: Mapping[str, Tensor], promised: Mapping[str, Tensor]) -> None:
+        """Measure the metric along the proposal on the pass of the step."""
+        assert self.sample is not None
+        step, pace = self.state.step, self.state.pace
+        length = measure_ratio(
+            self.state.length, self.sample, moves, promised, self.values, self.processes, self.penalty(moves)
+        )
+        # a ratio far from what was measured falls on: ask again at the next update
+        pace = replace(pace, measured=-1 if length.falls else step)
+        if not self.shapes and length.ratio is not None:
+            measured = whole = float(length.ratio * sum_scalars(promised).to(length.ratio))
+            # what today's inverses promise is damped, and no less than the averages alone: they need not be asked
+            if not (pace.inverted == step and length.ratio >= SMALLEST):
+                whole = float(self.promise(Parts(moves), self.strengths))
+            length = follow_fall(length, measured, whole)
+        self.state = replace(self.state, length=length, pace=pace)
+
+    def promise(self, vector: Parts, levels: Mapping[str, float]) -> Tensor:
+        """d^T (G + damping I) d of the blocks."""
+        return sum_scalars(self.averages.forms(self.state.blocks, vector, levels))
+
+    def step_along(self, levels: Mapping[str, float], vector: Vector) -> BlockStep:
+        """The step with this vector: on the pass of a measurement what is measured, else in proportion to the last."""
+        assert isinstance(vector, Parts)
+        promise, ratio = Lazy(partial(self.promise, vector, levels)), self.state.length.ratio
+        if self.sample is not None:
+            true = Lazy(partial(self.form_on_sample, self.sample, vector))
+        else:
+            true = self.form_of_blocks(vector) if ratio is None else promise.scale_by(ratio.to(self.device))
+        return BlockStep(vector, true, promise, ratio, self.without_penalty(levels))
+
+    def step_on_batch(self, step: Step) -> BlockStep | None:
+        """The step with d^T G d as it is on its own batch; None where that cannot be known."""
+        assert isinstance(step, BlockStep)
+        expected = float(0.5 * self.batch.nats * step.form())
+        form = self.evidence.batch.measure(step.vector, expected)
+        nats = 0.5 * float(self.batch.nats) * form
+        length = compare_kl(self.state.length, self.state.step, nats, expected)
+        self.state = replace(self.state, length=length)
+        return None if math.isnan(form) else replace(step, true=Lazy(value=torch.full_like(step.form(), form)))
+
+    def form_of_blocks(self, vector: Parts) -> Lazy:
+        """The form of the blocks, and a penalty's."""
+        return Lazy(partial(self.promise, vector, self.strengths))
+
+    def form_on_sample(self, sample: Reading, vector: Parts) -> Tensor:
+        """The form on the sample of a pass, and a penalty's."""
+        moves = vector.tensors()
+        return measure_form(sample, moves, self.values, self.processes, self.penalty(moves))
+
+    def without_penalty(self, levels: Mapping[str, float]) -> dict[str, float]:
+        """The damping by name without a penalty, which the measured form has."""
+        return {name: level - self.strengths[name] for name, level in levels.items()}
+
+    def penalty(self, moves: Mapping[str, Tensor]) -> Tensor | float:
+        """moves^T (l2 I) moves."""
+        strengths = self.strengths
+        return sum(strengths[name] * move.square().sum() for name, move in moves.items() if strengths[name])
+
+    # 3 length, 4 damping
+
+    @contextmanager
+    def open_losses(
+        self, model: Quadratic, judged: bool
+    ) -> Generator[tuple[Quadratic, Objective | None, Callable[[Step], tuple[float, bool]]]]:
+        """The loss of this batch at other parameters, where somebody asks for it."""
+        if not (judged or self.rule.needs_loss):
+            yield model, None, refuse_nothing
+            return
+        processes, losses = self.processes, self.evidence.losses
+        rows = sum(processes.weight(loss) for loss in losses)
+        with self.evidence.trial(self.rule if self.rule.needs_loss else self.choices.judge) as objective:
+            before = objective.before if self.batch.loss is None else float(self.batch.loss)
+            loss_at = PooledLoss(objective, rows, processes, before, self.values, self.strengths, self.state.outside)
+            yield replace(model, loss=before), loss_at, partial(judge_step, self.choices.damping, model, loss_at)
+
+    def settle(self, model: Quadratic, step: Step, memory: Memory, ratio: float | None, refused: bool) -> bool:
+        """The step, unless it is refused, and the damping of the next one."""
+        if ratio is not None:
+            self.told["ratio"] = ratio
+            self.adapt(self.choices.damping, ratio, refused)
+        self.remember(memory, forget=refused)
+        if not isinstance(step, BlockStep):
+            raise TypeError(f"rule {self.rule} returned {step!r}, expected one made of the model's: proposal, along")
+        if not refused:
+            self.move(model, step, self.told)
+        return True
+
+    def adapt(self, damping: Damping, ratio: float, refused: bool) -> None:
+        """The damping of the next steps. After a refusal new inverses have it, and are judged, at once."""
+        self.dampings = {n: damping.update(float(group["damping"]), ratio) for n, group in self.settings.items()}
+        state = self.state
+        self.state = replace(state, pace=replace(state.pace, judged=state.step))
+        if refused:
+            pace = replace(state.pace, judged=-self.choices.judged_every, inverted=-1)
+            guard = replace(state.guard, refused=state.guard.refused + 1)
+            self.state = replace(state, pace=pace, guard=guard)
+
+    def memory(self) -> Memory:
+        """The rule's vectors."""
+        held, keys = self.state.vectors, {key for kept in self.state.vectors.values() for key in kept}
+        return {key: Parts({name: kept[key] for name, kept in held.items() if key in kept}) for key in keys}
+
+    def remember(self, memory: Memory, forget: bool) -> None:
+        """Keep the rule's vectors for the next step. forget: zeros in their place, a fresh start."""
+        fresh = dict[str, dict[str, Tensor]]()
+        for key, vector in memory.items():
+            assert isinstance(vector, Parts)
+            for name, part in vector.tensors().items():
+                fresh.setdefault(name, {})[key] = torch.zeros_like(part) if forget else part
+        self.vectors |= fresh
+
+    def move(self, model: Quadratic, step: BlockStep, told: dict[str, Any]) -> None:
+        """New parameters, and what is told of the step."""
+        form, vector, proposal = step.known_form(), step.vector, model.proposal.vector
+        assert isinstance(proposal, Parts)
+        alike = vector.parts is proposal.parts and vector.shares is proposal.shares  # only scaled
+        if isinstance(model.proposal, BlockStep) and model.proposal.ratio is not None:
+            told["excess"] = model.proposal.ratio
+        told["cuts"] = model.cuts
+        told["rate"] = vector.length if alike else vector.norm() / proposal.norm()
+        if form is not None:
+            told["kl"] = 0.5 * self.batch.nats * form
+        self.moved = self.move_all(vector)
+
+    def move_all(self, vector: Parts) -> Move:
+        """The parameters after the step."""
+        starts = [self.values[name].detach() for name in vector]
+        decays = [self.lr(name) * self.settings[name]["weight_decay"] for name in vector]
+        if any(decays):
+            starts = [start * (1 - decay) for start, decay in zip(starts, decays, strict=True)]
+        return dict(zip(vector, torch_plain._foreach_add(starts, vector.list_tensors(starts)), strict=True))
+
+    def is_sound(self) -> bool:
+        """Whether no parameter becomes NaN or infinite, and the length of the step is a number."""
+        return stay_finite(self.values, self.moved, self.told.get("kl"))
+
+    def finish(self) -> State:
+        """The state after a step that is taken."""
+        now, evidence = self.state, self.evidence
+        guard = now.guard.follow_loss(self.batch.loss, taken=True)
+        guard = replace(guard, skipped=0, late=now.guard.late + 1 if evidence.late else 0)
+        pace = follow_drift(now.pace, self.averages.drift(self.update), self.choices.update_every)
+        return replace(now, vectors=self.vectors, pace=pace, guard=guard)
+
+
+@dataclass(frozen=True)
+class GradientStack:
+    """Blocks whose matrices are alike: their gradients and the running means of these, (k, *matrix).
+
+    Attributes:
+        blocks: k of them.
+        gradient: This step's.
+        mean: With this step's, corrected for its start.
+        running: The same without the correction; None without momentum.
+        counts: Gradients in it, by block and parameter.
+    """
+
+    blocks: Sequence[Block]
+    gradient: Tensor
+    mean: Tensor
+    running: Tensor | None
+    counts: Sequence[Mapping[str, int]]
+
+    def list_changes(self) -> list[dict[str, Any]]:
+        """The fields of each block that are new."""
+        if self.running is None:
+            return [{}] * len(self.blocks)
+        return [{"mean": mean, "counts": n} for mean, n in zip(self.running.unbind(), self.counts, strict=True)]
+
+
+def stack_gradients(
+    blocks: Sequence[Block],
+    gradients: Mapping[str, Tensor],
+    momenta: Mapping[str, float],
+    named: Mapping[str, Tensor],
+    shapes: bool,
+) -> list[GradientStack]:
+    """The gradients of these blocks and their running means, blocks that are alike as one stack.
+
+    shapes: True to keep those apart of which a rule prepared or remembers something else.
+    """
+    groups = dict[Any, list[Block]]()
+    for block in blocks:
+        names = [name for name in block.layout.names if name in gradients]
+        if not names:
+            continue
+        ages = {(block.counts.get(name, 0), momenta[name]) for name in names}
+        even = len(ages) == 1 and len(names) == len(block.layout.names)
+        like = gradients[names[0]]
+        kind: tuple[Any, ...] = (block.layout.matrix_shape, like.dtype, like.device, *ages)
+        if shapes:
+            kind += (() if block.layer else block.layout.shape, signature(block.prepared), *block.shape)
+        groups.setdefault(kind if even else block.key, []).append(block)
+    stacks, targets, sources = list[Tensor](), list[Tensor](), list[Tensor]()
+    for alike in groups.values():
+        like = next(gradients[name] for name in alike[0].layout.names if name in gradients)
+        stack = like.new_zeros(len(alike), *alike[0].layout.matrix_shape)
+        stacks.append(stack)
+        for block, matrix in zip(alike, stack.unbind(), strict=True):
+            layout = block.layout
+            if layout.is_split_in_place:
+                parts = [(part, gradients[name]) for name, part in layout.split(matrix).items() if name in gradients]
+            else:
+                whole = {n: gradients[n] if n in gradients else zeros_whole(named[n], like.dtype) for n in layout.names}
+                parts = [(matrix, layout.join(whole))]
+            targets += [part for part, _ in parts]
+            sources += [gradient for _, gradient in parts]
+    if targets:
+        torch_plain._foreach_copy_(targets, sources)
+    pairs = zip(groups.values(), stacks, strict=True)
+    return [average_stack(alike, stack, gradients, momenta, named) for alike, stack in pairs]
+
+
+def average_stack(
+    blocks: Sequence[Block],
+    gradient: Tensor,
+    gradients: Mapping[str, Tensor],
+    momenta: Mapping[str, float],
+    named: Mapping[str, Tensor],
+) -> GradientStack:
+    """m <- b m + (1 - b) g, and m / (1 - b^count): of blocks whose parameters have the same momenta and counts."""
+    layout, past = blocks[0].layout, blocks[0].counts
+    names = [name for name in layout.names if name in gradients]
+    decays, ages = {name: momenta[name] for name in names}, {name: past.get(name, 0) for name in names}
+    counts = [
+        {**block.counts, **{n: block.counts.get(n, 0) + 1 for n in block.layout.names if n in gradients}}
+        for block in blocks
+    ]
+    first = names[0]
+    if len(names) == len(layout.names) and len(set(decays.values())) == len(set(ages.values())) == 1:
+        decay, count = decays[first], ages[first] + 1
+        if decay == 0:
+            return GradientStack(blocks, gradient, gradient, None, counts)
+        if count == 1:
+            running = gradient * (1 - decay)
+        else:
+            means = [block.mean for block in blocks if block.mean is not None]
+            running = stack_tensors(means).to(gradient).lerp(gradient, 1 - decay)
+        weight = 1 - decay**count
+        # late in a run the weights add up to 1, and nothing is copied
+        mean = running if 1 - weight < torch.finfo(gradient.dtype).eps / 4 else running / weight
+        return GradientStack(blocks, gradient, mean, running, counts)
+    # momenta or ages that differ within a block: an entry has those of its parameter
+
+    def fill(numbers: Mapping[str, float]) -> Tensor:
+        parts = {n: torch.full_like(zeros_whole(named[n], gradient.dtype), numbers.get(n, 0.0)) for n in layout.names}
+        return layout.join(parts).unsqueeze(0)
+
+    fresh = fill({name: 1 - decay for name, decay in decays.items()})
+    weights = fill({name: 1 - decay ** (ages[name] + 1) for name, decay in decays.items()})
+    before = torch.zeros_like(gradient) if blocks[0].mean is None else blocks[0].mean.to(gradient).unsqueeze(0)
+    running = before + fresh * (gradient - before)
+    mean = torch.where(weights > 0, running / weights, 0.0)
+    return GradientStack(blocks, gradient, mean, running, counts)
+
+
+def signal_sums(
+    norms: Mapping[str, Tensor], means: Mapping[str, Tensor], counts: Mapping[str, int], decays: Mapping[str, float]
+) -> Tensor:
+    """|m|^2, |g|^2, and what |m|^2 would be on average for gradients that are noise alone: (3,), double precision.
+
+    A mean over k gradients with weights in proportion to b^i has (1 - b) / (1 + b) (1 + b^k) / (1 - b^k) of one
+    gradient's variance.
+    """
+    weights = list[tuple[float, float]]()
+    for name in norms:
+        decay, faded = decays[name], decays[name] ** counts[name]
+        weights.append(((1 - faded) ** -2, (1 - decay) / (1 + decay) * (1 + faded) / (1 - faded)))
+    sizes = measure_norms([means[name] for name in norms])
+    home = sizes[0].device
+    table = torch.stack([one.to(home, torch.float64) for one in (*sizes, *norms.values())])
+    mean, single = table.square().view(2, -1)
+    corrected, noise = torch.tensor(weights, dtype=torch.float64, device=home).T
+    return torch.stack([corrected @ mean, single.sum(), noise @ single])
+
+
+# when statistics, inverses and measurements are due
+
+
+def find_interval(pace: Pace, step: int, turned: bool) -> int:
+    """Steps between two updates that the drift and the age of a run ask for.
+
+    The drift's, no shorter than one step in the first five and one more after each five more, and twice that for a rule
+    that has turned to directions of its own.
+    """
+    return max(int(pace.interval), 1 + step // RAMP) * (TURNED if turned else 1)
+
+
+def is_due(pace: Pace, last: int, step: int, turned: bool, every: int) -> bool:
+    """Whether it is time for what was done last at step `last`: after the interval, at most `every` steps apart.
+
+    Intervals that grow no more are shortened by a step now and then, so that they do not keep in step with tasks,
+    experts or losses that take turns.
+    """
+    interval = find_interval(pace, step, turned)
+    return step - last >= (every - vary_interval(last, every) if interval >= every else interval)
+
+
+def vary_interval(step: int, every: int) -> int:
+    """0 or 1, or 2 of long intervals, by the fractional part of a multiple of the golden ratio; 0 for every = 1."""
+    return int(min(every, 2 if every < LONG else 3) * (step * GOLDEN % 1)) if every > 1 and step > 0 else 0
+
+
+def part_of_rows(pace: Pace, step: int, turned: bool) -> float:
+    """The part of the rows of a pass that an update needs: less where updates come sooner than they are due.
+
+    Averages over as many more passes are as sure with as many fewer rows of each.
+    """
+    since = step - pace.updated if pace.updated >= 0 else MOST
+    return min(1.0, since / min(MOST, find_interval(pace, step, turned)))
+
+
+def follow_drift(pace: Pace, change: float | None, most: int) -> Pace:
+    """The interval after an update that changed the averages by this share: one that would have brought the tolerance.
+
+    Where the statistics stand still, an update's change is what is left of a batch's noise: less and less.
+    """
+    if change is None:
+        return pace
+    factor = min(max(TOLERANCE / max(change, 1e-9), SHRINKS), GROWS)
+    return replace(pace, interval=min(max(pace.interval * factor, 1.0), float(most)))
+
+
+def start_afresh(pace: Pace) -> Pace:
+    """Ask for statistics, inverses and a measurement at the next step."""
+    return replace(pace, updated=-1, inverted=-1, measured=-1)
+
+
+# lengths
+
+
+def is_due_to_measure(pace: Pace, step: int, turned: bool, every: int) -> bool:
+    """Whether a step's length is to be measured: at the first steps, then ever more seldom, at most `every` apart.
+
+    After a turn to directions whose length does not follow the gradient's, this only sharpens what is compared with a
+    bound: at the turn, and then four times more seldom.
+    """
+    rare = SELDOM if turned and pace.measured >= 0 else 1
+    return step - pace.measured >= rare * min(every, max(1, step // BEFORE))
+
+
+def follow_fall(length: Length, measured: float, averaged: float) -> Length:
+    """Note how far d^T G d of a pass has fallen below that of the running averages, which forget slowly."""
+    known = math.isfinite(measured) and math.isfinite(averaged) and measured > 0 and averaged > 0
+    return replace(length, fallen=min(1.0, measured / averaged) if known else 1.0)
+
+
+def compare_kl(length: Length, step: int, found: float, expected: float) -> Length:
+    """Learn from a step that was measured on its own batch how far estimates may be off.
+
+    found: nats that the step moves, NaN where that could not be measured.
+    """
+    length = replace(length, compared=step)
+    if not math.isfinite(found) or not expected > 0:
+        return length
+    past = MARGIN if length.doubt == UNKNOWN else length.doubt
+    return replace(length, doubt=max(MARGIN * max(found / expected, 1.0), FORGETS * past))
+
+
+def is_watched(length: Length, step: int) -> bool:
+    """Whether steps were near their bound lately, so that the next may have to be measured."""
+    return step - length.compared < WATCHED
+
+
+# noise
+
+
+def follow_signal(noise: Noise, step: int, sums: Sequence[float], least: float) -> Noise:
+    """Count one step's |m|^2, |g|^2 and noise; turn where the share of signal is low.
+
+    The share is (M - Z) / (G - Z) of the running sums M of |m|^2, G of |g|^2 and Z of what |m|^2 would be if gradients
+    were noise alone.
+    """
+    if noise.turned >= 0:
+        return noise
+    mean, single, chance = (FADES * old + (1 - FADES) * now for old, now in zip(noise.signal, sums, strict=True))
+    turns = step + 1 >= SURE and mean - chance < least * (single - chance)
+    return Noise(step if turns else -1, (mean, single, chance))
+
+
+# how far the quadratic model is trusted
+
+
+def measure_ratio(
+    length: Length,
+    sample: Reading,
+    steps: Mapping[str, Tensor],
+    promised: Mapping[str, Tensor],
+    named: Mapping[str, Tensor],
+    ranks: Ranks,
+    penalty: Tensor | float = 0.0,
+) -> Length:
+    """The ratio of the true d^T G d to the d^T m that a block-diagonal metric promises for d = G~^-1 m, measured anew.
+
+    Blocks leave out what layers do to each other, and factors what inputs and derivatives have in common: on
+    classifiers and autoencoders the true form was .2 to 190 times the promised one, and not the same at the end as at
+    the start. The minimum of the quadratic model along d is at m^T d / d^T G d = 1 / ratio. A form that is not finite
+    makes the steps from here on shorter by a factor of ten.
+
+    sample: a part of the step's pass. steps: d, by name. promised: the steps' d^T m, by parameter as they are. penalty:
+    what the form has besides the metric.
+    """
+    form, whole = pool_form(sample, steps, promised, named, ranks)
+    form = form + sum_rows(sample) * penalty
+    before, fresh = length.ratio, form / whole
+    falls = before is not None and bool(fresh < FALLS_TO**2 * before)
+    if before is not None:
+        # a few examples carry the metric of a network that is nearly right, and a pass may miss them
+        fresh = torch.maximum(fresh, FALLS_TO * before)
+    last = torch.ones_like(whole) if before is None else before
+    fresh = torch.where(torch.isfinite(fresh), fresh, 10 * last.clamp(min=SMALLEST))
+    # derivatives that vanish in the dtype at hand, steps of length 0: nothing was measured
+    ratio = torch.where((form == 0) | ~(whole > 0), last, fresh).clamp(max=LARGEST)
+    return replace(length, ratio=ratio, falls=falls)
+
+
+def measure_form(
+    sample: Reading,
+    moves: Mapping[str, Tensor],
+    named: Mapping[str, Tensor],
+    ranks: Ranks,
+    penalty: Tensor | float = 0.0,
+) -> Tensor:
+    """moves^T G moves on the sample of a pass, over all processes."""
+    return pool_form(sample, moves, {}, named, ranks)[0] / sum_rows(sample) + penalty
+
+
+def pool_form(
+    sample: Reading,
+    steps: Mapping[str, Tensor],
+    promised: Mapping[str, Tensor],
+    named: Mapping[str, Tensor],
+    ranks: Ranks,
+) -> tuple[Tensor, Tensor]:
+    """step^T G step, and what was promised of the parameters that a process's sample covers; times the rows of all."""
+    like, share = next(iter(steps.values())), sum_share(sample)
+    squares, sums, names = squares_and_sums(sample, steps, named)
+    covered = torch.tensor([name in names for name in promised], dtype=like.dtype, device=like.device)
+    sums = torch.stack([as_tensor_like(one, like) for one in sums]) if sums else like.new_zeros(0)
+    found = ranks.sum(torch.cat([share * as_tensor_like(squares, like).reshape(1), share**0.5 * sums, covered]))
+    form = found[0] + found[1 : 1 + len(sums)].square().sum()
+    parts = zip(promised.values(), list_numbers(found[1 + len(sums) :]) if promised else [], strict=True)
+    whole = [value.to(form) for value, processes in parts if processes > 0]
+    return form, sum_rows(sample) * (torch.stack(whole).sum() if whole else torch.zeros_like(form))
+
+
+def sum_rows(sample: Reading) -> float:
+    """The rows of all processes."""
+    return float(sample.rows if sample.span is None else sample.span.rows)
+
+
+def sum_share(sample: Reading) -> float:
+    """What this process's part weighs among them."""
+    return float(sample.rows) if sample.span is None else sample.span.share
+
+
+def sample_examples(reading: Reading) -> Reading:
+    """A part of the examples, weighing as much as all: their memory outlives the backward pass.
+
+    With several processes the same examples as one process would take of the joined batch, whoever has them.
+
+    Parameters without a layer keep their scores, which are sums over examples.
+    """
+    examples, span = min((one.examples for one in reading.apart), default=0), reading.span
+    kept, all_kept, total = min(examples, max(FEWEST, examples // PART)), 0, 0
+    if span is None or not span.count or examples % span.count:
+        all_kept, total = kept, examples
+    else:
+        kept, all_kept, total = span.count_kept(examples // span.count, FEWEST, PART)
+    layers = list[Seen]()
+    for one in reading.apart:
+        if one.examples % examples == 0:  # rows of examples lie side by side; else the layer counts as unseen
+            layers.append(one.take(slice(one.examples // examples * kept), (total / all_kept) ** 0.5))
+    return Reading(Heard([]), reading.rows, layers, reading.scores, span=span)
+
+
+def form_along(
+    reading: Reading, steps: Mapping[str, Tensor], named: Mapping[str, Tensor]
+) -> tuple[Tensor | float, list[str]]:
+    """step^T G step from one pass, and the parameters that it covers: sum_i E[(score_i^T step)^2].
+
+    score_i^T step over all layers of an example together, from the statistics' outer products, which are never written
+    out. Parameters without a layer add the square of their summed scores, whose expectation over labels is the same.
+    0 if nothing moved that was seen.
+    """
+    squares, sums, names = squares_and_sums(reading, steps, named)
+    forms = [*([squares] if isinstance(squares, Tensor) else []), *(one.square() for one in sums)]
+    return (torch.stack(forms).sum() if forms else 0.0), names
+
+
+def squares_and_sums(
+    reading: Reading, steps: Mapping[str, Tensor], named: Mapping[str, Tensor]
+) -> tuple[Tensor | float, list[Tensor], list[str]]:
+    """The layers' part of `form_along`, per cotangent score^T step of the other parameters, and all their names."""
+    layers = [one for one in reading.apart if any(name in steps for name in one.layer.layout.names)]
+    layers = [one for one in layers if len(one.deltas) == len(layers[0].deltas)]
+    squares = form_of(layers, steps, named) if layers else 0.0
+    names = [name for one in layers for name in one.layer.layout.names]
+    sums, like = list[Tensor](), next(iter(steps.values()))
+    for scores in reading.scores:
+        rest = [(score * steps[name]).sum() for name, score in scores.items() if name in steps and name not in names]
+        sums.append(torch.stack(rest).sum() if rest else like.new_zeros(()))
+    return squares, sums, names + [name for scores in reading.scores[:1] for name in scores]
+
+
+def form_of(layers: Sequence[Seen], steps: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> Tensor:
+    """sum_i (score_i^T step)^2 over the layers together, summed over cotangents."""
+    examples = min(one.examples for one in layers)
+    if not examples:  # other processes have those that are measured
+        return torch.zeros((), dtype=layers[0].deltas[0].dtype, device=layers[0].deltas[0].device)
+    slopes = [slopes_of(one, steps, named, examples) for one in layers]
+    return torch.stack(slopes).sum(0).square().sum()
+
+
+def slopes_of(seen: Seen, steps: Mapping[str, Tensor], named: Mapping[str, Tensor], examples: int) -> Tensor:
+    """score_i^T step of one layer, (cotangents, examples)."""
+    layout, dtype = seen.layer.layout, seen.deltas[0].dtype
+    whole = {n: (steps[n] if n in steps else torch.zeros_like(named[n])).to(dtype) for n in layout.names}
+    return seen.slopes(layout.join(whole), examples)
