@@ -210,7 +210,7 @@ class ModelOptimizer(Optimizer):
                     raise
                 failures = self._state.guard.failures + 1
                 state = replace(self._state, guard=replace(self._state.guard, failures=failures))
-                self._bind(*leave_out(state, None, {}, str(trouble)))
+                self._bind(*leave_out(state, {}, str(trouble)))
             self._history.append(self._report_later())
             self._forget_batch()
             return called

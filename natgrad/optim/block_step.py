@@ -564,9 +564,8 @@ class BlockWork(Work):
 
     def finish(self) -> State:
         """The state after a step that is taken."""
-        now, evidence = self.state, self.evidence
-        guard = now.guard.follow_loss(self.batch.loss, taken=True)
-        guard = replace(guard, skipped=0, late=now.guard.late + 1 if evidence.late else 0)
+        now = self.state
+        guard = replace(now.guard, skipped=0, late=now.guard.late + 1 if self.evidence.late else 0)
         pace = follow_drift(now.pace, self.averages.drift(self.update), self.choices.update_every)
         return replace(now, vectors=self.vectors, pace=pace, guard=guard)
 

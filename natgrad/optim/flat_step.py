@@ -222,7 +222,7 @@ class FlatWork(Work):
             # damping pulls to the guess: where it leads uphill, more damping would never help
             self.level, self.remembered, self.guess = level, memory, None
             return False
-        self.level = level
+        self.level, self.failed = level, failed
         self.move(flat(step), memory, taken=not (failed or refused))
         self.follow(ratio, rate, failed, refused)
         self.tell(model, step, ratio, rate)
@@ -248,11 +248,7 @@ class FlatWork(Work):
         state, unmoved = self.state, self.state.guard.unmoved
         if self.rule.needs_loss and not (failed or refused):
             unmoved = unmoved + 1 if rate == 0 and bool(self.evidence.gradient.any()) else 0
-        guard = replace(
-            state.guard.follow_loss(self.evidence.loss, not failed),
-            skipped=state.guard.skipped + 1 if failed else 0,
-            unmoved=unmoved,
-        )
+        guard = replace(state.guard, skipped=state.guard.skipped + 1 if failed else 0, unmoved=unmoved)
         pace = state.pace if ratio is None else replace(state.pace, judged=state.step)
         self.state = replace(state, guard=guard, pace=pace)
 

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from natgrad.ground.linalg import all_finite, stays_finite
 from natgrad.ground.pure import leaves, map_tensors
 from natgrad.ground.typed_torch import list_numbers, measure_norms
 from natgrad.layers import Seen
+
+if TYPE_CHECKING:
+    from natgrad.optim.step import Batch
 
 OnTrouble = Literal["skip", "raise"]
 Result = TypeVar("Result")
@@ -67,11 +70,13 @@ class Verdict:
     Attributes:
         trouble: Why it is left out, a sentence; empty where it is not.
         factor: What its gradient is multiplied by, at most 1.
+        loss: Its loss; None where none was told.
         guard: What is known with it.
     """
 
     trouble: str
     factor: float
+    loss: float | None
     guard: Guard
 
 
@@ -89,7 +94,7 @@ class Guard:
         skipped: Steps in a row, up to now, that were left out.
         late: Steps in a row, up to now, whose statistics were due and not read.
         unmoved: Steps in a row, up to now, that a search made of length 0.
-        highest: The highest loss of a step that was taken, a scalar tensor; None before the first.
+        highest: The highest loss of a step that was taken; None before the first.
         wild: Batches in a row, up to now, that were left out.
         square: Running mean of |g|^2 without its correction.
         weight: What the weights of that mean add up to.
@@ -102,56 +107,47 @@ class Guard:
     skipped: int = 0
     late: int = 0
     unmoved: int = 0
-    highest: Tensor | None = None
+    highest: float | None = None
     wild: int = 0
     square: float = 0.0
     weight: float = 0.0
     inputs: Mapping[str, float] = field(default_factory=dict[str, float])
     far: int = 0
 
-    def judge(
-        self,
-        gradients: Mapping[str, Tensor],
-        norm: Tensor,
-        loss: Tensor | None,
-        bounded: bool,
-        steps: int,
-        cuts: bool = True,
-    ) -> Verdict:
+    def judge(self, batch: Batch, bounded: bool, steps: int) -> Verdict:
         """Whether a batch is fit for a step, and how much of its gradient: one read of the device.
 
-        norm: of all gradients together. bounded: True if the loss is known to be at least 0. steps: taken so far. cuts:
-        True if a gradient that is far too long is cut.
+        bounded: True if the loss is known to be at least 0. steps: taken so far.
         """
+        norm, loss = batch.norm, batch.loss
+        losses = [] if loss is None else [torch.as_tensor(loss, dtype=torch.float64, device=norm.device)]
+        length, *told = list_numbers(torch.stack([norm.double(), *losses]))
+        value = told[0] if told else None
+        wild = bounded and value is not None and self.is_wild(value, steps)
         # a loss that is no number bounds no step (a batch without rows: its gradient is zero, but there is momentum)
-        fine, wild = torch.isfinite(norm), torch.zeros_like(norm, dtype=torch.bool)
-        if loss is not None:
-            fine = fine & ~loss.isnan().to(norm.device)
-            wild = (self.is_wild(loss, steps) & bounded).to(norm.device)
-        sound, far_off, length = list_numbers(torch.stack([fine.to(norm), wild.to(norm), norm]))
-        factor, guard = self.cut_gradient(length, steps) if cuts else (1.0, self)
-        left_out = not sound or bool(far_off)
-        return Verdict(describe_trouble(gradients, loss, bool(far_off)) if left_out else "", factor, guard)
+        sound = math.isfinite(length) and not (value is not None and math.isnan(value))
+        factor, guard = self.cut_gradient(length, steps) if batch.cuts else (1.0, self)
+        trouble = "" if sound and not wild else describe_trouble(batch.gradients, value, wild)
+        return Verdict(trouble, factor, value, guard)
 
     # the loss
 
-    def is_wild(self, loss: Tensor, steps: int) -> Tensor:
-        """True, as a scalar tensor, where a loss is far above all of the run's: its step is left out."""
+    def is_wild(self, loss: float, steps: int) -> bool:
+        """True where a loss is far above all of the run's: its step is left out."""
         if self.highest is None or self.wild >= PATIENCE:
-            return torch.zeros_like(loss, dtype=torch.bool)
-        highest = self.highest.to(loss)
-        return (loss > (FIRST if steps < EARLIEST else WILD) * highest) & (highest > 0)
+            return False
+        return loss > (FIRST if steps < EARLIEST else WILD) * self.highest > 0
 
-    def is_fit(self, loss: Tensor, steps: int, bounded: bool) -> bool:
+    def is_fit(self, loss: float, steps: int, bounded: bool) -> bool:
         """True for a loss whose batch may enter the averages: finite, and not wild where it is known to be >= 0."""
-        return bool(torch.isfinite(loss) & ~(self.is_wild(loss, steps) & bounded))
+        return math.isfinite(loss) and not (bounded and self.is_wild(loss, steps))
 
-    def follow_loss(self, loss: Tensor | None, taken: bool) -> Guard:
+    def follow_loss(self, loss: float | None, taken: bool) -> Guard:
         """The same after a step with this loss."""
         if loss is None or not taken:
             return replace(self, wild=self.wild + (not taken))
-        before = loss if self.highest is None else self.highest.to(loss)
-        return replace(self, highest=torch.fmax(before, loss).detach(), wild=0)
+        known = [one for one in (self.highest, loss) if one is not None and not math.isnan(one)]
+        return replace(self, highest=max(known, default=math.nan), wild=0)
 
     # the gradient
 
@@ -195,9 +191,9 @@ class Guard:
 
     def save(self) -> dict[str, Any]:
         """For a checkpoint: plain values and tensors."""
-        highest = torch.zeros(()) if self.highest is None else self.highest
+        highest = torch.tensor(self.highest or 0.0, dtype=torch.float64)
         return {
-            "wild": {"highest": highest.double().cpu(), "refused": torch.tensor(self.wild)},
+            "wild": {"highest": highest, "refused": torch.tensor(self.wild)},
             "inputs": {"squares": dict(self.inputs), "refused": self.far},
         }
 
@@ -206,7 +202,7 @@ class Guard:
         """From `save()`, and the counts; None in older checkpoints."""
         guard = Guard(**counts)
         if wild is not None and bool(wild["highest"] > 0):
-            guard = replace(guard, highest=wild["highest"], wild=int(wild["refused"]))
+            guard = replace(guard, highest=float(wild["highest"]), wild=int(wild["refused"]))
         if inputs is not None:
             guard = replace(guard, inputs=dict(inputs["squares"]), far=int(inputs["refused"]))
         return guard
@@ -382,7 +378,7 @@ def warn_of_strangers(strangers: Set[str], warned: Set[str]) -> set[str]:
     return set(warned | strangers)
 
 
-def describe_trouble(gradients: Mapping[str, Tensor], loss: Tensor | None, wild: bool) -> str:
+def describe_trouble(gradients: Mapping[str, Tensor], loss: float | None, wild: bool) -> str:
     """Why a step is left out: its loss is wild, or a gradient or the loss is not finite."""
     if wild:
         return (
@@ -391,7 +387,7 @@ def describe_trouble(gradients: Mapping[str, Tensor], loss: Tensor | None, wild:
         )
     wrong = [name for name, g in gradients.items() if not bool(torch.isfinite(g).all())]
     what = f"the gradient of {wrong[0]!r}" if wrong else "the step"
-    if not wrong and loss is not None and not bool(torch.isfinite(loss)):
+    if not wrong and loss is not None and not math.isfinite(loss):
         what = (
             "the loss (0 / 0 for an empty batch, or if all targets are ignored; or a layer's inputs are more "
             "than ten times as large as before)"

@@ -97,7 +97,7 @@ class Batch:
 
     gradients: Mapping[str, Tensor]
     norm: Tensor
-    loss: Tensor | None
+    loss: Tensor | float | None
     guard: Guard
     damping: float | None = None
     cuts: bool = False
@@ -117,12 +117,12 @@ class Batch:
         norms = [norm.to(self.norm.device, torch.float64) for norm in self.norms.values()]
         return dict(zip(self.norms, list_numbers(torch.stack(norms)), strict=True)) if norms else {}
 
-    def cut(self, factor: float) -> Batch:
-        """The gradients times a factor, at most 1."""
+    def cut(self, factor: float, loss: float | None) -> Batch:
+        """The gradients times a factor, at most 1, with the loss as it was read."""
         if factor == 1:
-            return self
+            return replace(self, loss=loss)
         gradients, norms = ({n: factor * t for n, t in part.items()} for part in (self.gradients, self.norms))
-        return replace(self, gradients=gradients, norms=norms, uncut=self.gradients)
+        return replace(self, loss=loss, gradients=gradients, norms=norms, uncut=self.gradients)
 
 
 class Evidence(ABC):
@@ -149,7 +149,10 @@ class Work(ABC):
         moved: The parameters after the step.
         told: What is told of it.
         dampings: The damping of the next step, by parameter; empty where it stays.
+        failed: True where a number was not finite, and the step is one of length 0.
     """
+
+    failed = False
 
     def __init__(self, choices: Choices, state: State, batch: Batch) -> None:
         self.choices, self.batch, self.rule = choices, batch, choices.rule
@@ -201,28 +204,29 @@ def natural_step(choices: Choices, state: State, evidence: Evidence) -> tuple[Mo
     Pure: an error, Ctrl-C or a number that is not finite leaves `state` in force.
     """
     batch = evidence.pool(choices, state)
-    verdict = batch.guard.judge(batch.gradients, batch.norm, batch.loss, choices.bounded, state.step, batch.cuts)
+    verdict = batch.guard.judge(batch, choices.bounded, state.step)
     if verdict.trouble:
-        return leave_out(evidence.leave(choices, state), batch.loss, batch.numbers, verdict.trouble)
+        return leave_out(evidence.leave(choices, state), batch.numbers, verdict.trouble)
     # 1 the metric: statistics -> blocks -> damped inverses, or one linear system
-    work = evidence.open(choices, replace(state, guard=verdict.guard), batch.cut(verdict.factor))
+    batch = batch.cut(verdict.factor, verdict.loss)
+    work = evidence.open(choices, replace(state, guard=verdict.guard), batch)
     # 2 direction, 3 length, 4 damping; with more of it where a rule takes nothing of a solution
     model = work.propose()
     while model is not None and not work.take(model):
         model = work.propose()
     # all of it, or nothing
     if not work.is_sound():
-        trouble = describe_trouble(batch.gradients, batch.loss, wild=False)
-        return leave_out(evidence.leave(choices, state), batch.loss, batch.numbers, trouble)
+        trouble = describe_trouble(batch.gradients, verdict.loss, wild=False)
+        return leave_out(evidence.leave(choices, state), batch.numbers, trouble)
     after = work.finish()
-    return work.moved, replace(after, step=state.step + 1), StepReport(work.told, dampings=work.dampings)
+    guard = after.guard.follow_loss(verdict.loss, taken=not work.failed)
+    after = replace(after, step=state.step + 1, guard=guard)
+    return work.moved, after, StepReport(work.told, dampings=work.dampings)
 
 
-def leave_out(
-    state: State, loss: Tensor | None, numbers: Mapping[str, Any], trouble: str
-) -> tuple[Move, State, StepReport]:
+def leave_out(state: State, numbers: Mapping[str, Any], trouble: str) -> tuple[Move, State, StepReport]:
     """No step, and the batch is counted."""
-    guard = state.guard.follow_loss(loss, taken=False)
+    guard = state.guard.follow_loss(None, taken=False)
     after = replace(state, step=state.step + 1, guard=replace(guard, skipped=guard.skipped + 1))
     return {}, after, StepReport(numbers, trouble)
 

@@ -289,7 +289,10 @@ class StructuredNaturalGradient(ModelOptimizer):
     def _read(self, reader: Reader, update: BatchUpdate, outputs: Any, targets: Any, value: Tensor) -> None:
         """Read the statistics of the pass that made these outputs, if its loss is fit for them."""
         own = self._recall.computed[-1]
-        fit, alone = update.guard.is_fit(own.value, self._state.step, self._choices.bounded), self._ranks.size == 1
+        fit, alone = (
+            update.guard.is_fit(float(own.value), self._state.step, self._choices.bounded),
+            self._ranks.size == 1,
+        )
         with reader.passes.run(fit, own.rows):
             # NaN too where no target counts; the other processes go on without this one's rows then
             if fit or not (alone or own.rows):
