@@ -30,7 +30,7 @@ from natgrad.optim.processes import Ranks
 from natgrad.optim.report import read_cuts
 from natgrad.optim.state import Outside, State, SystemMemory
 from natgrad.optim.step import Batch, Choices, Evidence, Work, bounded_below
-from natgrad.rules import BentStep, Damping, FlatStep, Memory, Quadratic, Step, require_loss
+from natgrad.rules import BentStep, Damping, FlatStep, Memory, Quadratic, Run, Source, Step, require_loss
 from natgrad.rules import Objective as LossAt
 from natgrad.solvers import Solution, Solver, Status
 from natgrad.structures import OperatorStructure, Preconditioner, Structure, exchanging
@@ -171,17 +171,15 @@ class FlatWork(Work):
             proposal=make(solution.value, solution.image, solution.bend),
             nats=operator.nats,
             loss=math.nan if objective is None else objective.before,
-            basis=solution.basis,
-            earlier=[partial(make, iterate.value, iterate.image) for iterate in solution.iterates],
-            rated=rated,
-            # the image of an absolute solution is of |G|
-            indefinite=operator.indefinite and not (choices.absolute and len(set(evidence.rates.values())) == 1),
-            steps=self.state.step,
-            bounded=choices.bounded,
-            full=solution.value @ evidence.gradient,
-            options=evidence.options,
-            counts=self.counts,
-            length_unit=operator.length_unit,
+            run=Run(self.state.step, choices.bounded, evidence.options, self.counts),
+            source=Source(
+                full=solution.value @ evidence.gradient,
+                basis=solution.basis,
+                earlier=[partial(make, iterate.value, iterate.image) for iterate in solution.iterates],
+                rated=rated,
+                # the image of an absolute solution is of |G|
+                indefinite=operator.indefinite and not (choices.absolute and len(set(evidence.rates.values())) == 1),
+            ),
         )
 
     def memory(self) -> Memory:

@@ -9,7 +9,7 @@ from natgrad.rules.grid_search import GridSearch
 from natgrad.rules.measured_trust_region import MeasuredTrustRegion, Measuring, NormalisedRate, leads_down
 from natgrad.rules.noise_aware import NoiseAware
 from natgrad.rules.parts import Memory, Parts, Vector, inner_product
-from natgrad.rules.quadratic import BlockStep, ErrorScale, FlatStep, Lazy, Quadratic, Step
+from natgrad.rules.quadratic import BlockStep, ErrorScale, FlatStep, Layers, Lazy, Quadratic, Run, Source, Step
 from natgrad.rules.spectral_descent import SpectralDescent
 from natgrad.rules.spectral_progress import SpectralProgress
 from natgrad.rules.step_rules import (
@@ -36,6 +36,7 @@ __all__ = [
     "ErrorScale",
     "FlatStep",
     "GridSearch",
+    "Layers",
     "Lazy",
     "LevenbergMarquardt",
     "LineSearch",
@@ -53,7 +54,9 @@ __all__ = [
     "Rate",
     "Relative",
     "Rule",
+    "Run",
     "SafeRate",
+    "Source",
     "SpectralDescent",
     "SpectralProgress",
     "Step",

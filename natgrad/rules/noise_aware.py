@@ -101,21 +101,21 @@ class NoiseAware(Rule):
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
         natural = MeasuredLength(self.max_kl, self.kl_share, self.warm)
-        if not model.turned:
+        if not model.run.turned:
             return natural.hold(model, limit_moves(model, natural.find_length(model), self.move, self.floor)), memory
         step, memory = self.spectral.step(model, loss_at, memory)
         if "kl_share" in model.cuts:
             model.cuts["spectral.kl_share"] = model.cuts.pop("kl_share")
-        max_kl = model.options.get("max_kl", self.max_kl)
+        max_kl = model.run.options.get("max_kl", self.max_kl)
         return (step if max_kl == USUAL else natural.hold(model, step)), memory
 
 
 def limit_moves(model: Quadratic, step: Step, most: float, floor: float) -> Step:
     """The step with |d_l| <= most * max(|theta_l|, floor sqrt(outputs)) for the parameters of each layer l together."""
     vector = step.vector
-    if not isinstance(vector, Parts) or not model.layers or not math.isfinite(most):
+    if not isinstance(vector, Parts) or not model.layers.names or not math.isfinite(most):
         return step
-    layers = [names for layer in model.layers if (names := [name for name in layer if name in vector.parts])]
+    layers = [names for layer in model.layers.names if (names := [name for name in layer if name in vector.parts])]
     if not layers:
         return step
     moved, bounds = room(model, vector, layers, most, floor)
@@ -149,7 +149,7 @@ def room(
 ) -> tuple[Tensor, Tensor]:
     """How far each layer moves, and how far it may, in double precision, shapes (layers,)."""
     names = [name for layer in layers for name in layer]
-    params = {name: model.params[name].detach() for name in names}
+    params = {name: model.layers.params[name].detach() for name in names}
     squares = [vector.square(name).double() for name in names]
     sizes = [measure_norm(p, dtype=torch.promote_types(p.dtype, torch.float32)).double() for p in params.values()]
     home = squares[0].device
@@ -162,7 +162,7 @@ def room(
         shapes = [params[name].shape for name in layer]
         least = floor if any(len(shape) > 1 for shape in shapes) else FRESH  # scales and shifts start at 0 or 1
         outputs = max(shape[0] if shape else 1 for shape in shapes)
-        fresh.append(least_size(least, outputs, max(map(model.errors.of, layer))))
+        fresh.append(least_size(least, outputs, max(map(model.run.errors.of, layer))))
     rates = [most * min(1.0, max(abs(vector.rate(name)) for name in layer)) for layer in layers]
     fixed = torch.tensor([rates, fresh], dtype=torch.float64, device=home)
     return moved, fixed[0] * torch.maximum(size, fixed[1])

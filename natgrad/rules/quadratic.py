@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -253,6 +253,69 @@ def keep_step(step: Step) -> Step:
 
 
 @dataclass(frozen=True)
+class Run:
+    """Where a run stands.
+
+    Attributes:
+        steps: Taken so far.
+        bounded: True if the loss is at least 0, so that a share of it says how much is left to gain.
+        options: Settings of the rule that a parameter group has changed, by name: the least over the groups.
+        counts: `examples` of this step and `seen` so far, where they are known.
+        turned: True once mini-batch noise exceeds the gradient, for a rule that asks (`Rule.turns_at`).
+        errors: How far a regression's targets lie away.
+    """
+
+    steps: int = 0
+    bounded: bool = False
+    options: Mapping[str, float] = field(default_factory=dict[str, float])
+    counts: Mapping[str, float] = field(default_factory=dict[str, float])
+    turned: bool = False
+    errors: ErrorScale = ErrorScale()
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is known of the system that a proposal solves.
+
+    Attributes:
+        full: The damped form of the proposal at rates of 1; None: that of the proposal.
+        basis: The space that the solver searched, if it kept one.
+        earlier: Proposals from iterates that the solver kept on its way, oldest first, each made when it is called.
+        rated: A step at rate 1 -> the same at the parameters' rates.
+        indefinite: True if G may have negative eigenvalues, so that d^T G d measures no length.
+    """
+
+    full: Tensor | None = None
+    basis: Subspace | None = None
+    earlier: Sequence[Callable[[], Step]] = ()
+    rated: Callable[[Step], Step] = keep_step
+    indefinite: bool = False
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What is known of a metric in blocks.
+
+    Attributes:
+        names: Of the parameters of each block.
+        params: The parameters by name, for the sizes of layers.
+        measure: A vector -> the step with what the metric says along it; None: by a product with the operator.
+        exact: A step -> the same with d^T G d as it is on the step's own batch, which costs a forward pass; None where
+            that cannot be known. None in its place: nobody can tell.
+        doubt: How many times the estimate of a step's KL may be too small.
+        fallen: The metric as it was measured along a step over what it was averaged to, at most 1: averages lag behind
+            a metric that falls with the loss, and steps that they give are too short by this factor.
+    """
+
+    names: Sequence[tuple[str, ...]] = ()
+    params: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    measure: Callable[[Vector], Step] | None = None
+    exact: Callable[[Step], Step | None] | None = None
+    doubt: float = 1.0
+    fallen: float = 1.0
+
+
+@dataclass(frozen=True)
 class Quadratic:
     """m(d) = g . d + d^T (G + damping I) d / 2, the model of the loss's change around the current point.
 
@@ -263,26 +326,9 @@ class Quadratic:
         proposal: The step at the full rate, -rate * (G + damping I)^-1 g.
         nats: Nats per example in one unit of the loss; 1/2 d^T G d * nats is the KL that a step moves, to second order.
         loss: The loss at d = 0, NaN where it is not known.
-        basis: The space that the solver searched, if it kept one.
-        earlier: Proposals from iterates that the solver kept on its way, oldest first, each made when it is called.
-        rated: A step at rate 1 -> the same at the parameters' rates.
-        indefinite: True if G may have negative eigenvalues, so that d^T G d measures no length.
-        steps: Steps taken so far.
-        bounded: True if the loss is at least 0, so that a share of it says how much is left to gain.
-        full: The damped form of the proposal at rates of 1; None: that of the proposal.
-        options: Settings of the rule that a parameter group has changed, by name: the least over the groups.
-        counts: `examples` of this step and `seen` so far, where they are known.
-        length_unit: What sqrt(d^T G d) is measured by, where lengths have a unit.
-        measure: A vector -> the step with what the metric says along it; None: by a product with the operator.
-        turned: True once mini-batch noise exceeds the gradient, for a rule that asks (`Rule.turns_at`).
-        layers: Names of the parameters of each block; empty where the metric does not lie in blocks.
-        params: The parameters by name, for the sizes of layers.
-        exact: A step -> the same with d^T G d as it is on the step's own batch, which costs a forward pass; None where
-            that cannot be known. None in its place: nobody can tell.
-        doubt: How many times the estimate of a step's KL may be too small.
-        fallen: The metric as it was measured along a step over what it was averaged to, at most 1: averages lag behind
-            a metric that falls with the loss, and steps that they give are too short by this factor.
-        errors: How far a regression's targets lie away.
+        run: Where the run stands.
+        source: The system that the proposal solves.
+        layers: The blocks that the metric lies in.
         cuts: What shortened the step, which the rule writes here: a setting -> how many times as long the step would be
             without it, made when it is asked for.
     """
@@ -293,24 +339,9 @@ class Quadratic:
     proposal: Step
     nats: Tensor | float = 1.0
     loss: Tensor | float = math.nan
-    basis: Subspace | None = None
-    earlier: Sequence[Callable[[], Step]] = ()
-    rated: Callable[[Step], Step] = keep_step
-    indefinite: bool = False
-    steps: int = 0
-    bounded: bool = False
-    full: Tensor | None = None
-    options: Mapping[str, float] = field(default_factory=dict[str, float])
-    counts: Mapping[str, float] = field(default_factory=dict[str, float])
-    length_unit: float = 5.0
-    measure: Callable[[Vector], Step] | None = None
-    turned: bool = False
-    layers: Sequence[tuple[str, ...]] = ()
-    params: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    exact: Callable[[Step], Step | None] | None = None
-    doubt: float = 1.0
-    fallen: float = 1.0
-    errors: ErrorScale = ErrorScale()
+    run: Run = Run()
+    source: Source = Source()
+    layers: Layers = Layers()
     cuts: dict[str, Callable[[], Tensor]] = field(default_factory=dict[str, Callable[[], Tensor]])
 
     def without_vectors(self, **options: float) -> Quadratic:
@@ -319,19 +350,8 @@ class Quadratic:
         Args:
             **options: Settings by name.
         """
-        zero = torch.zeros(())
-        return Quadratic(
-            zero,
-            None,
-            0.0,
-            FlatStep(zero, zero),
-            nats=self.nats,
-            loss=self.loss,
-            steps=self.steps,
-            bounded=self.bounded,
-            options={**self.options, **options},
-            errors=self.errors,
-        )
+        zero, run = torch.zeros(()), replace(self.run, options={**self.run.options, **options})
+        return Quadratic(zero, None, 0.0, FlatStep(zero, zero), self.nats, self.loss, run)
 
     def change(self, step: Step) -> Tensor:
         """m(d), a scalar tensor: negative for a predicted decrease.
@@ -366,7 +386,7 @@ class Quadratic:
         Args:
             step: Any step of this model.
         """
-        return 0.5 * self.nats * step.positive_form(self.indefinite)
+        return 0.5 * self.nats * step.positive_form(self.source.indefinite)
 
     def least_kl(self, step: Step) -> Tensor:
         """What the slope alone says of how far a step moves, in nats per example: 1/2 (g . d)^2 / E|s|^2.
@@ -378,7 +398,7 @@ class Quadratic:
             step: Any step of this model.
         """
         slope = self.slope(step)
-        score = 2 * as_tensor_like(self.loss, slope).clamp(min=0.5) if self.errors.squares else 1.0
+        score = 2 * as_tensor_like(self.loss, slope).clamp(min=0.5) if self.run.errors.squares else 1.0
         return 0.5 * self.nats * slope.square() / score
 
     def along(self, vector: Vector) -> Step:
@@ -387,8 +407,8 @@ class Quadratic:
         Args:
             vector: A tensor (n,), or `Parts`, as the proposal has it.
         """
-        if self.measure is not None:
-            return self.measure(vector)
+        if self.layers.measure is not None:
+            return self.layers.measure(vector)
         assert self.operator is not None
         assert isinstance(vector, Tensor)
         return FlatStep(vector, self.operator.mv(vector))
@@ -401,17 +421,17 @@ class Quadratic:
 def hold_kl(model: Quadratic, step: Step, most: Tensor | float) -> Step:
     """The step, or so much of it that it moves at most `most` nats per example on its own batch.
 
-    An estimate far below the bound is believed; how far is `model.doubt`. So is what the slope says, which needs no
-    metric: where the blocks know nothing of a batch, it does. Else the step is measured. Where that cannot be, the
+    An estimate far below the bound is believed; how far is `model.layers.doubt`. So is what the slope says, which needs
+    no metric: where the blocks know nothing of a batch, it does. Else the step is measured. Where that cannot be, the
     larger of both times the doubt counts.
     """
     bound = float(most)
-    if math.isinf(bound) or model.exact is None:
+    if math.isinf(bound) or model.layers.exact is None:
         return step
-    kl = model.doubt * max(float(model.kl(step)), float(model.least_kl(step)))
+    kl = model.layers.doubt * max(float(model.kl(step)), float(model.least_kl(step)))
     if kl <= bound or not math.isfinite(kl):  # numbers that are not finite are refused where the step is taken
         return step
-    measured = model.exact(step)
+    measured = model.layers.exact(step)
     if measured is not None:
         step, kl = measured, float(model.kl(measured))
     allowed = (1 - SLACK) * bound

@@ -221,10 +221,10 @@ class SpectralDescent(Rule):
             like: A tensor of the dtype and the device wanted.
         """
         bound = torch.zeros_like(like) + model.nats * self.kl_share
-        if model.bounded:
+        if model.run.bounded:
             loss = as_tensor_like(model.loss, like)
             bound = bound * torch.where(loss.isnan(), 1.0, loss.clamp(min=0))
-        return bound.clamp(max=scale_usual(model.options.get("max_kl", math.inf), model))
+        return bound.clamp(max=scale_usual(model.run.options.get("max_kl", math.inf), model))
 
 
 def find_input_moment(metric: Operator) -> tuple[Tensor, bool] | None:

@@ -230,7 +230,7 @@ class SpectralProgress(Rule):
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
         proposal = model.proposal
-        if not model.bounded or math.isinf(self.kl_share):
+        if not model.run.bounded or math.isinf(self.kl_share):
             return proposal, memory
         promise = -model.slope(proposal)
         loss = as_tensor_like(model.loss, promise).clamp(min=0)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.checks import check_integer, check_share
+from natgrad.operators import Facts
 from natgrad.rules.base import Objective, Rule, require_loss
 from natgrad.rules.parts import Memory
 from natgrad.rules.quadratic import Quadratic, Step, hold_kl, share_of_rate
@@ -121,8 +122,8 @@ class MeasuredLength(Rule):
         """
         proposal, nats = model.proposal, model.nats
         promised = proposal.promised_form(model.damping)
-        ratio = proposal.excess(model.damping).clamp(min=model.fallen)
-        full = promised if model.full is None else torch.maximum(model.full, promised)
+        ratio = proposal.excess(model.damping).clamp(min=model.layers.fallen)
+        full = promised if model.source.full is None else torch.maximum(model.source.full, promised)
         radius = self.radius(model, full)
         bound = (2 * radius / (nats * ratio * full)).sqrt()  # no slope at all: infinite
         rate = torch.minimum(1 / ratio, torch.where(radius > 0, bound, torch.zeros_like(bound)))
@@ -151,8 +152,8 @@ class MeasuredLength(Rule):
             model: Knows the number of steps, and how far a step moves.
             step: Any of this model.
         """
-        most = scale_usual((self.options | dict(model.options))["max_kl"], model)
-        return hold_kl(model, step, most * min(1.0, (model.steps + 1) / self.warm) * share_of_rate(step) ** 2)
+        most = scale_usual((self.options | dict(model.run.options))["max_kl"], model)
+        return hold_kl(model, step, most * min(1.0, (model.run.steps + 1) / self.warm) * share_of_rate(step) ** 2)
 
     def radius(self, model: Quadratic, like: Tensor) -> Tensor:
         """The bound on this step's KL, in nats per example; it grows over the first steps.
@@ -161,18 +162,18 @@ class MeasuredLength(Rule):
             model: Knows the loss and the number of steps.
             like: A tensor of the dtype and the device wanted.
         """
-        options = self.options | dict(model.options)
+        options = self.options | dict(model.run.options)
         share = options["kl_share"]
         bound = torch.zeros_like(like) + model.nats * share
-        if model.bounded and math.isfinite(share):  # an infinite share of nothing is no bound either
+        if model.run.bounded and math.isfinite(share):  # an infinite share of nothing is no bound either
             loss = torch.as_tensor(model.loss, dtype=like.dtype, device=like.device)
             bound = bound * torch.where(loss.isnan(), 1.0, loss.clamp(min=0))
-        return bound.clamp(max=scale_usual(options["max_kl"], model)) * min(1.0, (model.steps + 1) / self.warm)
+        return bound.clamp(max=scale_usual(options["max_kl"], model)) * min(1.0, (model.run.steps + 1) / self.warm)
 
 
 def scale_usual(max_kl: float, model: Quadratic) -> float:
     """A bound on the KL; the usual one counts in units of a regression's errors where these are large."""
-    return max_kl * model.errors.size**2 if max_kl == USUAL else max_kl
+    return max_kl * model.run.errors.size**2 if max_kl == USUAL else max_kl
 
 
 @dataclass(frozen=True)
@@ -297,8 +298,8 @@ class OnlineRadius(Rule):
         return self.bound * math.sqrt(examples) * min(1.0, self.hold / max(seen, 1)) * min(1.0, FEW / passes) ** 2
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
-        counts = dict(model.counts) | dict({} if model.operator is None else model.operator.counts)
-        unit = model.length_unit if model.operator is None else model.operator.length_unit
+        counts = dict(model.run.counts) | dict({} if model.operator is None else model.operator.counts)
+        unit = Facts().length_unit if model.operator is None else model.operator.length_unit
         if "seen" not in counts:
             raise ValueError(f"{self} counts examples: use structure=ng.AdaptiveInverse(), or rule=ng.TrustRegion(...)")
         bound = self.length(int(counts["examples"]), int(counts["seen"]), counts.get("passes", 1.0)) * unit
@@ -376,7 +377,7 @@ def best_iterate(model: Quadratic, loss_at: Objective) -> Step:
         return math.inf if math.isnan(loss) else loss
 
     best, lowest = model.proposal, value(model.proposal)
-    for make in reversed(model.earlier):
+    for make in reversed(model.source.earlier):
         step = make()
         loss = value(step)
         if loss > lowest:

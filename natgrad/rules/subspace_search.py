@@ -74,14 +74,15 @@ class SubspaceSearch(Rule):
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
         require_loss(self, loss_at)
-        if model.basis is None:
+        basis = model.source.basis
+        if basis is None:
             raise ValueError(f"{self} searches the solver's space: use solver=ng.KrylovSubspace(dimension=...)")
         if not isinstance(loss_at, Differentiable):
             raise ValueError(f"{self} needs the gradient of the loss at trial points, which {loss_at!r} does not give")
-        if not len(model.basis.vectors):
+        if not len(basis.vectors):
             return model.nothing(), memory
-        weights = _Bfgs(model, model.basis, loss_at, self).run()
-        return model.rated(FlatStep(model.basis.at(weights), model.basis.image_at(weights))), memory
+        weights = _Bfgs(model, basis, loss_at, self).run()
+        return model.source.rated(FlatStep(basis.at(weights), basis.image_at(weights))), memory
 
 
 class _Bfgs:

@@ -37,7 +37,7 @@ from natgrad.operators.shared_rows import SharedRowsInverse
 from natgrad.operators.unitwise import QuasiDiagonalInverse
 from natgrad.optim.joined import JoinedOperator
 from natgrad.optim.processes import Ranks
-from natgrad.rules import FlatStep, Quadratic
+from natgrad.rules import FlatStep, Quadratic, Source
 from natgrad.solvers.nystrom import KernelOperator, WrittenRoot
 
 SIZE = 6
@@ -235,7 +235,9 @@ def test_a_trust_region_bounds_the_absolute_curvature_whatever_its_sign(signs, r
     H, nats = torch.diag(torch.tensor(SIGNS[signs], dtype=F64)), 2.0
     for scale in (1e-3, 1.0, 1e4):
         d = scale * torch.ones(3, dtype=F64)
-        model = Quadratic(d, DenseOperator(H, indefinite=True), 0.0, FlatStep(d, H @ d), nats, indefinite=True)
+        model = Quadratic(
+            d, DenseOperator(H, indefinite=True), 0.0, FlatStep(d, H @ d), nats, source=Source(indefinite=True)
+        )
         step, _ = ng.TrustRegion(radius).step(model, None, {})
         moved = 0.5 * nats * float(step.vector @ H.abs() @ step.vector)
         assert moved <= radius * (1 + 1e-12)
@@ -248,7 +250,7 @@ def test_a_trust_region_bounds_the_absolute_curvature_whatever_its_sign(signs, r
 def test_the_bound_is_exact_along_an_eigenvector(sign):
     d = torch.tensor([0.0, 3.0], dtype=F64)
     H = torch.diag(torch.tensor([1.0, sign * 2.0], dtype=F64))
-    model = Quadratic(d, DenseOperator(H, indefinite=True), 0.0, FlatStep(d, H @ d), indefinite=True)
+    model = Quadratic(d, DenseOperator(H, indefinite=True), 0.0, FlatStep(d, H @ d), source=Source(indefinite=True))
     assert model.kl(model.proposal) == pytest.approx(9.0)
 
 
