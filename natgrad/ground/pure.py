@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from natgrad.ground.graph_nodes import kind_of, leaf_of
 from natgrad.ground.linalg import is_concrete
 from natgrad.ground.messages import write_choices
 from natgrad.ground.spaces import Params
@@ -946,9 +947,9 @@ class Ancestors:
                 continue
             seen.add(node)
             # what torch.compile wrote hides nothing, and goes backward once only
-            if isinstance(node, BackwardCFunction) and not node.name().startswith("CompiledFunction"):
-                opaque.add(node.name().removesuffix("Backward"))
-            leaf = getattr(node, "variable", None)
+            if isinstance(node, BackwardCFunction) and not kind_of(node).startswith("CompiledFunction"):
+                opaque.add(kind_of(node))
+            leaf = leaf_of(node)
             if leaf is not None:
                 variables[id(leaf)] = leaf
             queue += [below for below, _ in node.next_functions]

@@ -11,25 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from natgrad.ground.graph_nodes import VIEWS, adds_plainly, kind_of, read_factor
 from natgrad.ground.typed_torch import measure_norm
 from natgrad.ground.whole_tensors import any_split
 from natgrad.layers.examples import Examples
-from natgrad.layers.experts import kind_of
-
-VIEWS = (
-    "Slice",
-    "Select",
-    "Unsqueeze",
-    "Squeeze",
-    "View",
-    "UnsafeView",
-    "ReshapeAlias",
-    "T",
-    "Transpose",
-    "Permute",
-    "Alias",
-)
-"""Nodes of a part or another shape of one tensor, every entry once."""
 
 
 @dataclass(frozen=True)
@@ -129,15 +114,10 @@ def find_uses(root: Node | None, params: Sequence[Tensor]) -> list[list[Use] | N
 
 def use_of(node: Any, place: int, path: tuple[Any, ...] = ()) -> Use | None:
     """The sum or product that a node forms with its argument at this place; None for anything else."""
-    kind = kind_of(node)
-    try:
-        if kind == "Expand" or (kind == "Add" and (place == 0 or node._saved_alpha == 1)):
-            return Use(GradientEdge(node, 0), None, path)
-        if kind == "Mul":
-            return Use(GradientEdge(node, 0), (node._saved_self if place else node._saved_other).detach(), path)
-    except (RuntimeError, AttributeError):  # overwritten since, or a number
-        return None
-    return None
+    if kind_of(node) == "Expand" or adds_plainly(node, place):
+        return Use(GradientEdge(node, 0), None, path)
+    other = read_factor(node, 1 - place) if kind_of(node) == "Mul" else None
+    return None if other is None else Use(GradientEdge(node, 0), other, path)
 
 
 def widen_views(numbers: Tensor, path: Sequence[Any]) -> Tensor:

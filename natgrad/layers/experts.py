@@ -6,7 +6,7 @@ expert. Rows that are zero, or where no derivative arrives, are empty slots and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +15,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn import functional
 
+from natgrad.ground.graph_nodes import FLIPS, SAME, kind_of, read_dim, read_factor, read_index, read_order
 from natgrad.layers.kinds import Layer
 from natgrad.layers.moments import Seen
 from natgrad.layers.taps import MatrixProduct, version_of
 
 EXPERTS, ROWS, COLUMNS, NEW = "e", "r", "c", "1"
-SAME = ("View", "UnsafeView", "ReshapeAlias", "Expand", "Clone", "ToCopy")
-UNSIGNED = 2**64
-"""Nodes keep negative numbers modulo this."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +58,12 @@ class ExpertProduct(MatrixProduct):
     expert: int | None = None
 
 
-def kind_of(node: Node) -> str:
-    """ "Addmm" for AddmmBackward0, and so on."""
-    return node.name().partition("Backward")[0]
-
-
 def find_experts(child: Node, number: int, leaves: Mapping[Node, Layer]) -> ExpertSource | None:
     """The experts' matrices behind an edge, through transposes, casts and the choice of one; None for anything else."""
     node: Any = child
-    chain = list[tuple[Any, int]]()
+    chain = list[tuple[Node, int]]()
     while node not in leaves:
-        if node is None or kind_of(node) not in (*SAME, *MOVES):
+        if node is None or kind_of(node) not in SAME | MOVES.keys():
             return None
         chain.append((node, number))
         node, number = node.next_functions[0]
@@ -81,45 +74,27 @@ def find_experts(child: Node, number: int, leaves: Mapping[Node, Layer]) -> Expe
     return source
 
 
-def place_in(order: str, dim: int) -> int:
-    """A dimension as the node keeps it."""
-    return dim - UNSIGNED + len(order) if dim >= UNSIGNED // 2 else dim % len(order)
-
-
-def transpose(node: Any, output: int, source: ExpertSource) -> ExpertSource:
-    """Two dimensions exchanged."""
-    order = list(source.order)
-    i, j = (place_in(source.order, dim) for dim in (node._saved_dim0, node._saved_dim1))
-    order[i], order[j] = order[j], order[i]
-    return ExpertSource(source.layer, "".join(order), source.expert)
-
-
-def flip(node: Any, output: int, source: ExpertSource) -> ExpertSource:
-    """All dimensions in reverse."""
-    return ExpertSource(source.layer, source.order[::-1], source.expert)
-
-
-def permute(node: Any, output: int, source: ExpertSource) -> ExpertSource:
+def turn(node: Node, output: int, source: ExpertSource) -> ExpertSource:
     """The dimensions in another order."""
-    order = "".join(source.order[place_in(source.order, dim)] for dim in node._saved_dims)
+    order = "".join(source.order[dim] for dim in read_order(node, len(source.order)))
     return ExpertSource(source.layer, order, source.expert)
 
 
-def unsqueeze(node: Any, output: int, source: ExpertSource) -> ExpertSource:
+def unsqueeze(node: Node, output: int, source: ExpertSource) -> ExpertSource:
     """A new dimension."""
-    at = place_in(source.order + NEW, node._saved_dim)
+    at = read_dim(node, len(source.order) + 1)
     return ExpertSource(source.layer, source.order[:at] + NEW + source.order[at:], source.expert)
 
 
-def select(node: Any, output: int, source: ExpertSource) -> ExpertSource | None:
+def select(node: Node, output: int, source: ExpertSource) -> ExpertSource | None:
     """One expert."""
-    index = node._saved_index - (UNSIGNED if node._saved_index >= UNSIGNED // 2 else 0)
-    return choose(source, place_in(source.order, node._saved_dim), index % source.layer.layout.groups)
+    index = read_index(node, source.layer.layout.groups)
+    return choose(source, read_dim(node, len(source.order)), index)
 
 
-def unbind(node: Any, output: int, source: ExpertSource) -> ExpertSource | None:
+def unbind(node: Node, output: int, source: ExpertSource) -> ExpertSource | None:
     """One expert of all that were taken apart."""
-    return choose(source, place_in(source.order, node._saved_dim), output)
+    return choose(source, read_dim(node, len(source.order)), output)
 
 
 def choose(source: ExpertSource, dim: int, expert: int) -> ExpertSource | None:
@@ -129,10 +104,8 @@ def choose(source: ExpertSource, dim: int, expert: int) -> ExpertSource | None:
     return ExpertSource(source.layer, source.order[:dim] + source.order[dim + 1 :], expert)
 
 
-MOVES: dict[str, Any] = {
-    "Transpose": transpose,
-    "T": flip,
-    "Permute": permute,
+MOVES: dict[str, Callable[[Node, int, ExpertSource], ExpertSource | None]] = {
+    **dict.fromkeys(FLIPS, turn),
     "Unsqueeze": unsqueeze,
     "Select": select,
     "Unbind": unbind,
@@ -146,10 +119,8 @@ def expert_product(node: Any, place: int, source: ExpertSource) -> ExpertProduct
     if kind not in first or place < first[kind]:
         return None
     second = place > first[kind]
-    saved = {"Bmm": "self", "Baddbmm": "batch1", "Mm": "self", "Addmm": "mat1"} if second else {}
-    try:
-        other = getattr(node, f"_saved_{saved.get(kind, 'batch2' if kind == 'Baddbmm' else 'mat2')}").detach()
-    except RuntimeError:  # overwritten since
+    other = read_factor(node, first[kind] + (not second))
+    if other is None:
         return None
     order = source.matrix.removeprefix(EXPERTS)
     layout = source.layer.layout

@@ -15,8 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from natgrad.ground.graph_nodes import (
+    CUTS,
+    FLIPS,
+    kind_of,
+    read_cut,
+    read_dim,
+    read_factor,
+    read_shape,
+    read_tokens,
+)
 from natgrad.ground.spaces import Space
-from natgrad.layers.experts import UNSIGNED, ExpertProduct, ExpertSource, expert_product, find_experts, kind_of
+from natgrad.layers.experts import ExpertProduct, ExpertSource, expert_product, find_experts
 from natgrad.layers.kinds import Layer
 from natgrad.layers.layout import Layout
 from natgrad.layers.taps import MatrixProduct, version_of
@@ -180,7 +190,6 @@ def find_packed(found: Iterable[TracedProduct]) -> set[nn.Module]:
 
 
 Leaves = Mapping[Node, tuple[Traced, torch.dtype]]
-CUTS, FLIPS = ("Split", "SplitWithSizes", "Slice"), ("T", "Transpose", "Permute")
 
 
 @dataclass(frozen=True)
@@ -247,60 +256,44 @@ def source_of(child: Node, number: int, leaves: Leaves) -> Source | None:
     return Source(layer, dtype, piece, bool(flips % 2))
 
 
-def part_of(cut: Any, number: int, start: int, stop: int) -> tuple[int, int] | None:
+def part_of(cut: Node, number: int, start: int, stop: int) -> tuple[int, int] | None:
     """Which of the rows from start to stop an output of a split or slice holds; None where it cuts columns."""
-    rows = stop - start
-    if cut._saved_dim not in (0, UNSIGNED - 2):
-        return None
-    if kind_of(cut) == "Slice":
-        first, last, _ = slice(cut._saved_start, cut._saved_end).indices(rows)
-        return (start + first, start + max(first, last)) if cut._saved_step == 1 else None
-    size = cut._saved_split_size if kind_of(cut) == "Split" else 0
-    sizes = [min(size, rows - i) for i in range(0, rows, size)] if size else list(cut._saved_split_sizes)
-    return start + sum(sizes[:number]), start + sum(sizes[: number + 1])
+    piece = read_cut(cut, number, stop - start) if read_dim(cut, 2) == 0 else None
+    return None if piece is None else (start + piece[0], start + piece[1])
 
 
 def product_of(node: Any, place: int, source: Source | ExpertSource) -> TracedProduct | ExpertProduct | None:
-    """The product that a node forms with a matrix as one of its arguments; None if it forms none that is known.
-
-    The saved factors are public: https://pytorch.org/docs/stable/notes/autograd.html#saved-tensors
-    """
+    """The product that a node forms with a matrix as one of its arguments; None if it forms none that is known."""
     if isinstance(source, ExpertSource):
         return expert_product(node, place, source)
     kind = kind_of(node)
-    try:
-        if kind == "Embedding" and place == 0 and not source.flipped:
-            return lookup(node, source)
-        if kind == "Addmm" and place > 0:
-            return matrix_product(node, place - 1, source, node._saved_mat1 if place == 2 else node._saved_mat2)
-        if kind == "Mm":
-            return matrix_product(node, place, source, node._saved_self if place == 1 else node._saved_mat2)
-    except RuntimeError:  # overwritten since
+    if kind == "Embedding" and place == 0 and not source.flipped:
+        return lookup(node, source)
+    first = {"Mm": 0, "Addmm": 1}.get(kind)
+    if first is None or place < first:
         return None
-    return None
+    other = read_factor(node, first + (place == first))
+    return None if other is None else matrix_product(node, place - first, source, other)
 
 
 def matrix_product(node: Any, place: int, source: Source, other: Tensor) -> TracedProduct:
     """first @ second, the matrix standing in place 0 or 1."""
-    rows = other.detach() if place == 1 else other.detach().mT
+    rows = other if place == 1 else other.mT
     # x @ W^T, as a linear layer has it, and W @ x are the same map; x @ W and W^T @ x the other
     turned = (place == 1) is not source.flipped
-    child = node.next_functions[-2][0] if place == 1 else None
-    shape = shape_before(child) if child is not None and kind_of(child) in ("View", "UnsafeView") else ()
+    shape = read_shape(node.next_functions[-2][0]) if place == 1 else ()
     how = {"turned": turned, "columns": place == 0, "piece": source.piece, "shape": shape}
     return TracedProduct(source.layer, rows, GradientEdge(node, 0), rows.dtype, version_of(rows), **how)
 
 
-def shape_before(view: Any) -> tuple[int, ...]:
-    """Of a tensor before its view."""
-    return tuple(int(n) for n in view._saved_self_sym_sizes)
-
-
 def lookup(node: Any, source: Source) -> TracedProduct | None:
     """Rows of the matrix by token."""
-    if node._saved_scale_grad_by_freq:
+    try:
+        found = read_tokens(node)
+    except RuntimeError:  # overwritten since
         return None
-    tokens, padding = node._saved_indices, node._saved_padding_idx
-    how = {"turned": True, "piece": source.piece, "shape": tuple(tokens.shape)}
-    how["padding"] = None if padding == UNSIGNED - 1 else padding
+    if found is None:
+        return None
+    tokens, padding = found
+    how = {"turned": True, "piece": source.piece, "shape": tuple(tokens.shape), "padding": padding}
     return TracedProduct(source.layer, tokens, GradientEdge(node, 0), source.dtype, version_of(tokens), **how)

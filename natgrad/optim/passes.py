@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, Node
 
 from natgrad.families import Criterion
+from natgrad.ground.graph_nodes import LINEAR, PRODUCTS, kind_of, leaf_of
 from natgrad.ground.pure import (
     Call,
     HeldState,
@@ -38,17 +38,6 @@ from natgrad.ground.pure import (
 from natgrad.ground.typed_torch import hook_gradient
 from natgrad.ground.whole_tensors import any_split, local_part
 from natgrad.metrics import Metric
-
-LINEAR = re.compile(
-    "Add|Sub|Rsub|Neg|View|UnsafeView|Reshape|ReshapeAlias|Squeeze|Unsqueeze|Transpose|T|Permute|Select|Slice|Index|"
-    "IndexSelect|Gather|Take|MaskedSelect|Expand|Repeat|Clone|Alias|ToCopy|Cat|Stack|Split|SplitWithSizes|UnsafeSplit|"
-    "Unbind|Flip|Roll|Sum|Mean|Diagonal|Tril|Triu|Unfold|AsStrided|MaskedFill|ConstantPadNd|Cumsum|Trace|Copy|"
-    "CopyBackwards|CopySlices|_DDPSink|Conj|Real|IndexAdd|IndexPut|Scatter"
-)
-"""Operations that are linear in all of their tensors. Masks and indices count as data."""
-
-PRODUCTS = re.compile("Mul|Div|Mm|Bmm|Mv|Dot|Addmm|Baddbmm|Addmv|NativeDropout")
-"""Operations that are linear in one of their tensors while the others stay as they are."""
 
 UNKNOWN = (
     "optimizer.loss was given a tensor that is not {what}: the metric and the trial losses would be those of another "
@@ -263,7 +252,7 @@ def linearise_graph(outputs: Any, graph: Graph, made: list[Made], passes: tuple[
     """The route through a graph that has passes' outputs for its only sources."""
     places = [place_of(found, made) for found in graph.sources.values()]
     edges = [GradientEdge(node, number) for node, number in graph.sources]
-    nonlinear = sorted({name_of(node) for node in graph.nodes if node in graph.reaching and not graph.affine(node)})
+    nonlinear = sorted({kind_of(node) for node in graph.nodes if node in graph.reaching and not graph.affine(node)})
     values = [found[0].values[found[1]] for found in graph.sources.values()]
     changed = any(found[0].values[found[1]]._version != found[0].versions[found[1]] for found in graph.sources.values())
     try:
@@ -293,15 +282,13 @@ class Graph:
 
     def affine(self, node: Node) -> bool:
         """Whether a node's operation is affine in what leads to the sources."""
-        name = name_of(node)
+        kind = kind_of(node)
         used = [
             i
             for i, (below, number) in enumerate(node.next_functions)
             if below is not None and (below in self.reaching or (below, number) in self.sources)
         ]
-        if LINEAR.fullmatch(name):
-            return True
-        return bool(PRODUCTS.fullmatch(name)) and len(used) == 1 and (name != "Div" or used == [0])
+        return kind in LINEAR or (kind in PRODUCTS and len(used) == 1 and (kind != "Div" or used == [0]))
 
 
 def walk(roots: Iterable[tuple[Node | None, int]], key: object) -> Graph:
@@ -319,7 +306,7 @@ def walk(roots: Iterable[tuple[Node | None, int]], key: object) -> Graph:
         if node in order:
             continue
         order[node] = None
-        leaf = getattr(node, "variable", None)
+        leaf = leaf_of(node)
         variables += [] if leaf is None else [leaf]
         for below, next_number in node.next_functions:
             if below is None:
@@ -346,11 +333,6 @@ def pass_at(node: Node | None, number: int, key: object) -> tuple[Made, int] | N
 def marks_of(node: Node) -> dict[Any, Any]:
     """The notes that a place in the graph keeps as long as it lives."""
     return node.metadata  # type: ignore[return-value]
-
-
-def name_of(node: Node) -> str:
-    """AddmmBackward0 -> Addmm."""
-    return re.sub(r"Backward\d*$", "", node.name().split("::")[-1])
 
 
 def place_of(found: tuple[Made, int], made: Sequence[Made]) -> int:

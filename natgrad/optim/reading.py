@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from natgrad.families import Criterion
+from natgrad.ground.graph_nodes import is_empty, leaf_of
 from natgrad.ground.pure import Labelled, leaves, map_tensors, mixes_examples, run_uncompiled
 from natgrad.ground.typed_torch import list_numbers, measure_norm
 from natgrad.ground.whole_tensors import zeros_whole
@@ -573,11 +574,10 @@ def find_used(roots: Iterable[Node | None], asked: Mapping[str, Tensor]) -> set[
     stack, known = [node for node in roots if node is not None], set[Node]()
     while stack and len(used) < len(names):
         node = stack.pop()
-        shapes = [one.shape for one in getattr(node, "_input_metadata", ())]
-        if node in known or (shapes and all(0 in shape for shape in shapes)):
+        if node in known or is_empty(node):
             continue
         known.add(node)
-        used |= {names[id(leaf)] for leaf in [getattr(node, "variable", None)] if id(leaf) in names}
+        used |= {names[id(leaf)] for leaf in [leaf_of(node)] if id(leaf) in names}
         stack += [below for below, _ in node.next_functions if below is not None]
     return used
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from natgrad.families import Criterion, Gaussian, Huber, Laplace
 from natgrad.families.criteria import Entrywise
+from natgrad.ground.graph_nodes import RESHAPES, kind_of
 from natgrad.ground.pure import leaves, map_tensors
 from natgrad.ground.spaces import Space
 from natgrad.ground.typed_torch import hook_gradient, list_numbers
@@ -26,7 +27,6 @@ from natgrad.rules import ErrorScale
 
 Density = Gaussian | Laplace | Huber
 STANDARD = 2.0  # standard deviations of the likelihood that errors have where targets are in units of their own
-RESHAPES = ("View", "Squeeze", "Unsqueeze", "Transpose", "Permute", "TBackward", "Alias", "Clone", "ToCopy", "Reshape")
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def trace_reshapes(outputs: Tensor) -> list[Any]:
     node, found = outputs.grad_fn, list[Any]()
     while node is not None:
         found.append(node)
-        if not node.name().startswith(RESHAPES):
+        if kind_of(node) not in RESHAPES:
             break
         node = node.next_functions[0][0]
     return found
