@@ -20,9 +20,10 @@ from natgrad.ground.messages import CallableModule
 CALLED = [name for name in ng.FIELDS["natgrad"] if isinstance(getattr(ng, name), CallableModule)]
 
 
-def run_alone(code: str) -> None:
-    """Run a program in an interpreter of its own, where nothing is imported yet."""
-    subprocess.run([sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", code], check=True)
+def run_alone(*programs: str) -> None:
+    """Run programs in an interpreter of their own, which each of them finds without natgrad."""
+    forget = "import sys\nfor n in [n for n in sys.modules if n.partition('.')[0] == 'natgrad']: del sys.modules[n]\n"
+    subprocess.run([sys.executable, "-c", "\n".join(forget + program for program in programs)], check=True)
 
 
 @pytest.mark.parametrize("name", ng.FIELDS["natgrad"])
@@ -42,29 +43,23 @@ def test_a_called_field_shows_what_it_calls(name: str):
     assert copy.deepcopy(field) is field
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
-        "import natgrad as ng; call, field = ng.residuals, ng.residuals",
+def test_any_order_of_imports_calls_the_function():
+    use = """
+import torch
+opt = call(torch.nn.Linear(1, 1), {"value": lambda u, x: u(x)})
+assert type(opt) is field.ResidualOptimizer
+import natgrad
+assert natgrad.residuals is field and natgrad.laplacian is field.laplacian
+"""
+    orders = (
+        "import natgrad as ng; call = field = ng.residuals",
         "import natgrad.residuals as field; call = field",
         "from natgrad import residuals as field; call = field",
         "from natgrad.residuals import residuals as call; import natgrad.residuals as field",
         "import natgrad as ng; ng.laplacian; call = field = ng.residuals",
         "from natgrad.residuals import laplacian; import natgrad as ng; call = field = ng.residuals",
-    ],
-)
-def test_either_order_of_imports_calls_the_function(lines: str):
-    run_alone(
-        f"""
-import torch
-{lines}
-net = torch.nn.Linear(1, 1)
-opt = call(net, {{"value": lambda u, x: u(x)}})
-assert type(opt) is field.ResidualOptimizer
-import natgrad
-assert natgrad.residuals is field and natgrad.laplacian is field.laplacian
-"""
     )
+    run_alone(*(order + use for order in orders))
 
 
 def test_a_wrong_call_of_a_field_is_the_sentence_of_its_function():
@@ -77,8 +72,7 @@ def test_a_wrong_call_of_a_field_is_the_sentence_of_its_function():
 
 
 def test_the_earlier_place_has_the_same_things_and_says_where_they_are():
-    run_alone(
-        """
+    imports = """
 import warnings
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
@@ -93,21 +87,16 @@ assert natgrad.applications.vmc is ng.vmc and GaussianSearch is ng.GaussianSearc
 assert Boltzmann is ng.Boltzmann and residuals is ng.residuals and score_matching_loss is ng.score_matching_loss
 assert maximize_likelihood is ng.maximize_likelihood
 """
-    )
-
-
-def test_the_earlier_place_is_found_without_an_import_and_not_listed():
-    run_alone(
-        """
+    attribute = """
 import warnings
 import natgrad as ng
-assert "applications" not in dir(ng)
+assert "applications" not in dir(ng)  # who lists the names is not warned
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     assert ng.applications.search.RayPool is ng.search.RayPool
 assert [warning.filename for warning in caught] == ["<string>"]
 """
-    )
+    run_alone(imports, attribute)
 
 
 def test_what_was_pickled_under_the_earlier_place_is_read():

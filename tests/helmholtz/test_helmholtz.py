@@ -19,7 +19,7 @@ from torch import Tensor
 import natgrad as ng
 from natgrad.helmholtz import Classic, Reweighted
 
-VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "helmholtz.json").read_text(encoding="utf-8"))
+VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "helmholtz.json").read_text(encoding="utf-8"))
 
 
 def reference() -> tuple[ng.HelmholtzMachine, Tensor]:
