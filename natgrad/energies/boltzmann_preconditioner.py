@@ -16,8 +16,7 @@ from natgrad.ground.pure import RandomState, unwrap_examples
 from natgrad.ground.spaces import Params, Space
 from natgrad.metrics import Metric, RatioMetric
 from natgrad.operators import Operator
-from natgrad.structures import Preconditioner
-from natgrad.structures.base import Memory
+from natgrad.structures import Memory, Preconditioner
 
 
 @dataclass(frozen=True)
