@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from natgrad.applications.search import BernoulliSearch, MarkovSearch, Search
+from natgrad.search import BernoulliSearch, MarkovSearch, Search
 
 PATIENCE = 100  # evaluations per bit without a better value, after which all but the plain EA begin anew
 

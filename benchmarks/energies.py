@@ -12,7 +12,7 @@ from sklearn import datasets
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.applications import TwoLayer
+from natgrad.energies import TwoLayer
 from natgrad.ground.linalg import svd
 from natgrad.ground.spaces import Params
 

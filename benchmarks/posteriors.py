@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributions import StudentT
 
 import natgrad as ng
-from natgrad.applications.variational import GaussHermite, Projected, Sobol, inducing
+from natgrad.variational import GaussHermite, Projected, Sobol, inducing
 from natgrad_lab.data import uci
 
 NEAR = 0.01

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.applications.residuals import HardConstraint, Periodic, draw_where_large
-from natgrad.applications.residuals.jets import Constraint
-from natgrad.applications.residuals.plan import JetLayout
+from natgrad.residuals import HardConstraint, Periodic, draw_where_large
+from natgrad.residuals.jets import Constraint
+from natgrad.residuals.plan import JetLayout
 
 F64 = torch.float64
 Points = dict[str, Tensor]

@@ -11,7 +11,7 @@ from numpy.polynomial import Chebyshev
 from torch import Tensor, nn
 
 from benchmarks.residual_equations import BoundaryProblem, FormulaTerm, Points, TermJets, on_faces, uniform
-from natgrad.applications.residuals import HardConstraint, Periodic
+from natgrad.residuals import HardConstraint, Periodic
 
 VISCOSITY = 0.01 / math.pi
 REYNOLDS = 100.0

@@ -16,7 +16,7 @@ from cma import bbobbenchmarks
 from torch import Tensor
 
 from benchmarks.kept_results import keep_result
-from natgrad.applications.search import BIPOP, IPOP, XNES, GaussianModel, SearchResult, minimize
+from natgrad.search import BIPOP, IPOP, XNES, GaussianModel, SearchResult, minimize
 
 HEADS = ("reached", "median evaluations (smallest-largest)", "pycma's median", "goal")
 BBOB_HEADS = ("reached", "at once", "expected running time", "median of the first runs", "pycma's", "goal")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kept_results import keep_result
-from natgrad.applications.search import BIPOP, minimize
+from natgrad.search import BIPOP, minimize
 
 HEADS = ("targets, ours", "pycma", "area, ours", "pycma", "best, ours", "pycma")
 KNOWN = Path("build/benchmarks/search_bbob.json")

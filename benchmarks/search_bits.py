@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from natgrad.applications.search import (
+from natgrad.search import (
     CGA,
     PBIL,
     BernoulliSearch,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kept_results import keep_result
-from natgrad.applications.search import BIPOP, Full, LowRank, Separable, minimize
+from natgrad.search import BIPOP, Full, LowRank, Separable, minimize
 
 KNOWN = Path("build/benchmarks/search_coco.json")
 MIXED_HEADS = ("ours", "pycma", "ours is")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from benchmarks.timing import ratios
-from natgrad.applications.search import GaussianSearch
+from natgrad.search import GaussianSearch
 
 HEADS = ("time / pycma's",)
 MEMORY_HEADS = ("MiB above the import", "bytes / d", "ms / generation", "popsize")
@@ -58,7 +58,7 @@ def overhead(d: int, generations: int, repeats: int) -> tuple[str, ...]:
 MEASURED = """
 import sys, time, torch
 import natgrad as ng
-from natgrad.applications.search import LowRank, Separable
+from natgrad.search import LowRank, Separable
 
 torch.set_num_threads(1)
 d, model = int(sys.argv[1]), {"Separable": Separable, "LowRank": LowRank}[sys.argv[2]]()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from natgrad.applications.search import minimize
+from natgrad.search import minimize
 
 HEADS = ("median f at the result (smallest-largest)", "evaluations")
 BUDGET, DIM = 30_000, 10

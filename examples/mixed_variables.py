@@ -6,7 +6,7 @@ import torch
 
 import natgrad as ng
 
-search = ng.applications.search
+search = ng.search
 
 torch.manual_seed(0)
 x = torch.rand(80, 1, dtype=torch.float64) * 6 - 3

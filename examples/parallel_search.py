@@ -30,7 +30,7 @@ def open_pool(kind: str):
         from mpi4py.futures import MPIPoolExecutor
 
         return MPIPoolExecutor()
-    return ng.applications.search.RayPool() if kind == "ray" else ProcessPoolExecutor(2)
+    return ng.search.RayPool() if kind == "ray" else ProcessPoolExecutor(2)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from torch.nn import functional
 
 import natgrad as ng
 
-vi = ng.applications.variational
+vi = ng.variational
 
 torch.manual_seed(0)
 x = 6 * torch.rand(200, dtype=torch.float64)

@@ -37,7 +37,7 @@ from natgrad.families import exact_natural_gradient_of_mean as exact_natural_gra
 from natgrad.ground.densities import Density as Density
 from natgrad.ground.densities import Score
 from natgrad.ground.derivatives import exact_derivatives as exact_derivatives
-from natgrad.ground.messages import find_name
+from natgrad.ground.messages import find_name, make_callable
 from natgrad.ground.spaces import Space, positive, trainable
 from natgrad.layers import recalibrate as recalibrate
 from natgrad.metrics import Langevin as Langevin
@@ -104,30 +104,34 @@ from natgrad.structures import Update as Update
 from natgrad.structures import Woodbury as Woodbury
 
 if TYPE_CHECKING:  # a field is loaded when its name is first asked for: see `FIELDS`
-    from natgrad import applications
-    from natgrad.applications import Boltzmann as Boltzmann
-    from natgrad.applications import GaussMarkov as GaussMarkov
-    from natgrad.applications import denoising_score_matching_loss as denoising_score_matching_loss
-    from natgrad.applications import maximize_likelihood, score_matching_loss, standard_errors
-    from natgrad.applications import ratio_matching_loss as ratio_matching_loss
-    from natgrad.applications import sliced_score_matching_loss as sliced_score_matching_loss
-    from natgrad.applications import vmc as vmc
-    from natgrad.applications.helmholtz import HelmholtzMachine, NaturalWakeSleep
-    from natgrad.applications.helmholtz import WakeSleep as WakeSleep
-    from natgrad.applications.policy import TRPO, NaturalPolicyGradient
-    from natgrad.applications.residuals import biharmonic as biharmonic
-    from natgrad.applications.residuals import divergence_of as divergence_of
-    from natgrad.applications.residuals import grad as grad
-    from natgrad.applications.residuals import jacobian as jacobian
-    from natgrad.applications.residuals import laplacian as laplacian
-    from natgrad.applications.residuals import residuals
-    from natgrad.applications.residuals import time_derivative as time_derivative
-    from natgrad.applications.search import BernoulliSearch as BernoulliSearch
-    from natgrad.applications.search import GaussianSearch, minimize
-    from natgrad.applications.search import MarkovSearch as MarkovSearch
-    from natgrad.applications.variational import variational, variational_low_rank, variational_mixture
-    from natgrad.applications.vmc import LogAmplitude as LogAmplitude
-    from natgrad.applications.vmc import stochastic_reconfiguration as stochastic_reconfiguration
+    from natgrad import energies, estimation, flows, helmholtz, policy, search, vmc
+    from natgrad.energies import Boltzmann as Boltzmann
+    from natgrad.energies import GaussMarkov as GaussMarkov
+    from natgrad.energies import denoising_score_matching_loss as denoising_score_matching_loss
+    from natgrad.energies import ratio_matching_loss as ratio_matching_loss
+    from natgrad.energies import score_matching_loss
+    from natgrad.energies import sliced_score_matching_loss as sliced_score_matching_loss
+    from natgrad.estimation import maximize_likelihood, standard_errors
+    from natgrad.helmholtz import HelmholtzMachine, NaturalWakeSleep
+    from natgrad.helmholtz import WakeSleep as WakeSleep
+    from natgrad.policy import TRPO, NaturalPolicyGradient
+    from natgrad.residuals import biharmonic as biharmonic
+    from natgrad.residuals import divergence_of as divergence_of
+    from natgrad.residuals import grad as grad
+    from natgrad.residuals import jacobian as jacobian
+    from natgrad.residuals import laplacian as laplacian
+    from natgrad.residuals import residuals as call_residuals
+    from natgrad.residuals import time_derivative as time_derivative
+    from natgrad.search import BernoulliSearch as BernoulliSearch
+    from natgrad.search import GaussianSearch, minimize
+    from natgrad.search import MarkovSearch as MarkovSearch
+    from natgrad.variational import variational as call_variational
+    from natgrad.variational import variational_low_rank, variational_mixture
+    from natgrad.vmc import LogAmplitude as LogAmplitude
+    from natgrad.vmc import stochastic_reconfiguration as stochastic_reconfiguration
+
+    residuals = make_callable("natgrad.residuals", call_residuals)
+    variational = make_callable("natgrad.variational", call_variational)
 
 # `Beta as Beta`: importable from here, but its home and its page are its folder's, `ng.families.Beta`.
 
@@ -173,16 +177,19 @@ __all__ = [
     "TrustRegion",
     "UnitWise",
     "ang",
-    "applications",
     "callbacks",
     "covariance",
     "diagonal",
     "ekfac",
     "empirical_fisher",
+    "energies",
+    "estimation",
     "families",
     "fisher",
+    "flows",
     "gauss_newton",
     "geometry",
+    "helmholtz",
     "hessian",
     "hessian_free",
     "kfac",
@@ -198,12 +205,14 @@ __all__ = [
     "online_ng",
     "operators",
     "optim",
+    "policy",
     "positive",
     "ratio_metric",
     "residuals",
     "sampled_fisher",
     "score_matching_loss",
     "score_metric",
+    "search",
     "solvers",
     "standard_errors",
     "structures",
@@ -214,40 +223,42 @@ __all__ = [
     "variational",
     "variational_low_rank",
     "variational_mixture",
+    "vmc",
 ]
 
 FIELDS = {
-    "natgrad": ("applications",),
-    "natgrad.applications": (
+    "natgrad": (
+        "energies",
+        "estimation",
+        "flows",
+        "helmholtz",
+        "policy",
+        "residuals",
+        "search",
+        "variational",
+        "vmc",
+    ),
+    "natgrad.energies": (
         "Boltzmann",
         "GaussMarkov",
         "denoising_score_matching_loss",
-        "maximize_likelihood",
         "ratio_matching_loss",
         "score_matching_loss",
         "sliced_score_matching_loss",
-        "standard_errors",
-        "vmc",
     ),
-    "natgrad.applications.helmholtz": ("HelmholtzMachine", "NaturalWakeSleep", "WakeSleep"),
-    "natgrad.applications.policy": ("NaturalPolicyGradient", "TRPO"),
-    "natgrad.applications.residuals": (
-        "biharmonic",
-        "divergence_of",
-        "grad",
-        "jacobian",
-        "laplacian",
-        "residuals",
-        "time_derivative",
-    ),
-    "natgrad.applications.search": ("BernoulliSearch", "GaussianSearch", "MarkovSearch", "minimize"),
-    "natgrad.applications.variational": ("variational", "variational_low_rank", "variational_mixture"),
-    "natgrad.applications.vmc": ("LogAmplitude", "stochastic_reconfiguration"),
+    "natgrad.estimation": ("maximize_likelihood", "standard_errors"),
+    "natgrad.helmholtz": ("HelmholtzMachine", "NaturalWakeSleep", "WakeSleep"),
+    "natgrad.policy": ("NaturalPolicyGradient", "TRPO"),
+    "natgrad.residuals": ("biharmonic", "divergence_of", "grad", "jacobian", "laplacian", "time_derivative"),
+    "natgrad.search": ("BernoulliSearch", "GaussianSearch", "MarkovSearch", "minimize"),
+    "natgrad.variational": ("variational_low_rank", "variational_mixture"),
+    "natgrad.vmc": ("LogAmplitude", "stochastic_reconfiguration"),
 }
-"""The names that a problem's own folder supplies, by folder."""
+"""The fields, and the names that each supplies here."""
+EARLIER = {"natgrad": (*FIELDS["natgrad"], "applications")}  # not in dir(): who asks for it is warned
 
 # not by a def: type checkers would then take any name for one that exists
-globals()["__getattr__"] = find_name(__name__, FIELDS)
+globals()["__getattr__"] = find_name(__name__, FIELDS | EARLIER)
 
 
 def __dir__() -> list[str]:

@@ -124,5 +124,5 @@ print(found)
 assert torch.allclose(found, precision, atol=0.1)
 
 # %% [markdown]
-# [Applications](../theory/applications.md#unnormalised-densities) lists the objectives, what they need and
+# [Unnormalised densities](../theory/energies.md) lists the objectives, what they need and
 # what they cost.

@@ -14,8 +14,8 @@
 import matplotlib.pyplot as plt
 import torch
 
-from natgrad.applications.flows import flow
 from natgrad.families import Normal
+from natgrad.flows import flow
 from natgrad.geometry import HalfPlane, e_geodesic, kl_ball, m_geodesic
 
 plane, normal = HalfPlane(), Normal()

@@ -21,8 +21,8 @@
 import matplotlib.pyplot as plt
 import torch
 
-from natgrad.applications.flows import expected_value, flow, probability_coordinates
 from natgrad.families import Ising
+from natgrad.flows import expected_value, flow, probability_coordinates
 
 family = Ising(2, [(0,), (1,)])
 mu = probability_coordinates(family)

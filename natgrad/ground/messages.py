@@ -11,10 +11,13 @@ from functools import wraps
 from html import escape
 from importlib import import_module
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def write_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -119,9 +122,7 @@ class Package(ModuleType):
         things = {name: getattr(self, name) for name in getattr(self, "__all__", ())}
         names = [name for name, thing in things.items() if callable(thing) and not isinstance(thing, ModuleType)]
         subject = (self.__doc__ or "").strip().partition("\n")[0].rstrip(".")
-        short = self.__name__.rpartition(".")[2]
-        own = getattr(sys.modules["natgrad"], short, None) is self  # ng.vmc lies in ng.applications
-        name = f"ng.{short}" if own else "ng" + self.__name__.removeprefix("natgrad")
+        name = "ng" + self.__name__.removeprefix("natgrad")
         lines = [line.strip() for line in (self.__doc__ or "").splitlines() if line.strip().startswith(">>> ")]
         raise TypeError(
             f"{name} is a module and no function ({subject})"
@@ -132,6 +133,28 @@ class Package(ModuleType):
 
     def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
         return import_module, (self.__name__,)  # as cloudpickle does with plain modules
+
+
+class CallableModule(Package, Generic[P, R]):
+    """A package that is called: `ng.residuals(...)` is the function `residuals` that it holds."""
+
+    __wrapped__: Callable[P, R]  # where inspect.signature looks
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.__wrapped__(*args, **kwargs)
+
+    if TYPE_CHECKING:  # what it holds; `from natgrad.residuals import Causal` has the type too
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+def make_callable(package: str, function: Callable[P, R]) -> CallableModule[P, R]:
+    """The package, of which a call is from now on a call of its function; its docstring shows that of both."""
+    module: Any = sys.modules[package]
+    module.__class__ = CallableModule
+    module.__wrapped__ = function
+    module.__doc__ = f"{module.__doc__}\nng.{function.__name__}(...):\n\n{inspect.getdoc(function)}\n"
+    return module
 
 
 def explain_call_of(thing: object) -> None:
@@ -151,10 +174,8 @@ def find_name(package: str, fields: Mapping[str, Sequence[str]]) -> Callable[[st
             near = suggest_name(name, sys.modules["natgrad"])
             raise AttributeError(f"module {package!r} has no attribute {name!r}{near}")
         if homes[name] == package:
-            explain_call_of(module := import_module(f"{package}.{name}"))
-            return module
-        explain_call_of(home := import_module(homes[name]))
-        explain_call_of(thing := getattr(home, name))
+            return import_module(f"{package}.{name}")
+        thing = getattr(import_module(homes[name]), name)
         setattr(sys.modules[package], name, thing)
         return thing
 
@@ -184,8 +205,6 @@ def spell_plainly(name: str) -> str:
 
 # Calls that cannot be: what came, how the thing is called, and an example, in place of Python's own words
 
-P = ParamSpec("P")
-R = TypeVar("R")
 FEW = 8  # arguments that a sentence lists
 
 

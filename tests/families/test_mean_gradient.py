@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import natgrad as ng
-from natgrad.applications.search.relaxation import natural_slope as the_search_s
 from natgrad.families import (
     Bernoulli,
     Categorical,
@@ -29,6 +28,7 @@ from natgrad.families import (
     natural_gradient_of_mean,
 )
 from natgrad.families.mean_gradient import natural_slope
+from natgrad.search.relaxation import natural_slope as the_search_s
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "families.json").read_text(encoding="utf-8"))
 PAIR = MultivariateNormal(2)

@@ -12,11 +12,7 @@ from processors import KINDS, pretend
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.applications import flows
-from natgrad.applications.search.full_covariance import Full
-from natgrad.applications.search.sparse import regress_blocks
-from natgrad.applications.search.xnes import XNES
-from natgrad.applications.variational import inducing
+from natgrad import flows
 from natgrad.families import (
     Categorical,
     Expectation,
@@ -44,7 +40,11 @@ from natgrad.ground.linalg import (
     woodbury_solve,
 )
 from natgrad.operators import DenseOperator, KroneckerOperator, LowRankOperator
+from natgrad.search.full_covariance import Full
+from natgrad.search.sparse import regress_blocks
+from natgrad.search.xnes import XNES
 from natgrad.structures.adaptive_inverse import stays_positive, woodbury_inverse
+from natgrad.variational import inducing
 
 MATRICES = {
     "singular": torch.ones(2, 2, dtype=F64),

@@ -15,7 +15,7 @@ from gymnasium.vector.utils import batch_space
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.applications import search as s
+from natgrad import search as s
 
 DTYPE = torch.float64
 

@@ -12,7 +12,7 @@ from optim_models import CE, Y, iterate, net
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.applications import TwoLayer
+from natgrad.energies import TwoLayer
 from natgrad.ground.spaces import Params
 from natgrad.rules import FlatStep, Quadratic
 from natgrad.structures.adaptive_inverse import join_spread, measure_data_unit

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.applications.restricted_boltzmann import PersistentLikelihood, RestrictedBoltzmann
+from natgrad.energies import PersistentLikelihood, RestrictedBoltzmann
 from natgrad.ground.linalg import require_inverse
 from natgrad_lab.energies import boltzmann_digits_page as page
 from natgrad_lab.energies.boltzmann_images import CONTESTANTS, Images, images, train

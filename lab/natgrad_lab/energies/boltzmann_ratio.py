@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.applications.gauss_markov import lattice
+from natgrad.energies.gauss_markov import lattice
 from natgrad.ground.linalg import eigh
 from natgrad.ground.spaces import Space
 from natgrad_lab.energies import boltzmann_page

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import functional_call, vmap
 
 import natgrad as ng
-from natgrad.applications.residuals import draw_where_large
+from natgrad.residuals import draw_where_large
 from natgrad_lab.equations import pinn_page
 from natgrad_lab.equations.problems import (
     Box,

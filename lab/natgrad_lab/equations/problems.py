@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.applications.residuals import HardConstraint, Periodic
+from natgrad.residuals import HardConstraint, Periodic
 from natgrad_lab.equations.solutions import VISCOSITY, solve_allen_cahn, solve_burgers
 
 Points = dict[str, Any]

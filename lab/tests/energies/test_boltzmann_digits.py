@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import natgrad as ng
-from natgrad.applications.restricted_boltzmann import RestrictedBoltzmann
+from natgrad.energies import RestrictedBoltzmann
 from natgrad_lab.energies.boltzmann_digits import (
     STUDY,
     BoltzmannDigitsSettings,

@@ -11,8 +11,8 @@ from models import F64, assert_close, draw
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.applications import TwoLayer
-from natgrad.applications.two_layer import gradients
+from natgrad.energies import TwoLayer
+from natgrad.energies.two_layer import gradients
 from natgrad.ground.spaces import Positive, Square, positive
 from natgrad_lab.experiments import LabError, StudyRun, execute, find, override
 from natgrad_lab.papers.karakida_2016.page import count_degraded, draw_all, find_first_steps, find_mean_step

@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import assert_close
 
-from natgrad.applications.two_layer import TwoLayer
+from natgrad.energies import TwoLayer
 from natgrad_lab.data import sample_photographs
 from natgrad_lab.experiments import LabError, StudyRun, find
 from natgrad_lab.experiments.study import Findings, FinishedPiece

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.applications import TwoLayer
+from natgrad.energies import TwoLayer
 from natgrad.ground.spaces import Positive, Square, positive
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun

@@ -1,6 +1,6 @@
 """The score metric of the two-layer model in closed form: products over examples, never the Jacobian.
 
-In the names of natgrad.applications.two_layer: P_k = a_k sum_h V_hk Q_h - c_k W_k and Q_h = r_h^3 B_h, rows of N
+In the names of natgrad.energies.two_layer: P_k = a_k sum_h V_hk Q_h - c_k W_k and Q_h = r_h^3 B_h, rows of N
 numbers for every example, u = c o a. Then d psi_i / dW_kl = x_l P_ki - u_k [i = l] and
 d psi_i / dV_hm = 1/2 a_m^2 Q_hi - r_h a_m W_mi, and every sum over i is a small product of an example's own.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from natgrad.applications.two_layer import pool_features, unit_responses
+from natgrad.energies.two_layer import pool_features, unit_responses
 
 
 def score_gram(W: Tensor, V: Tensor, slope: Tensor, X: Tensor) -> Tensor:

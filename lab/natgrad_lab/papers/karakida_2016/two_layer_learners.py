@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.applications import TwoLayer
+from natgrad.energies import TwoLayer
 from natgrad.ground.returning_rows import count_passes, join_returns
 from natgrad.structures.adaptive_inverse import (
     adapt_inverse,

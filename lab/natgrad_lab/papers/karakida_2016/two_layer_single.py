@@ -9,7 +9,7 @@ from natgrad.ground.spaces import Positive, Square
 
 
 class SingleExample:
-    """`gradients` of natgrad.applications.two_layer for R models and one example each, in buffers made once.
+    """`gradients` of natgrad.energies.two_layer for R models and one example each, in buffers made once.
 
     params: {"W", "V"}, (R, J, N) and (R, H, J); `descend` changes them in place. At eight variables the time of a step
     is that of calling operations: transposed views and results are made once, three times faster than the general form.
@@ -54,7 +54,7 @@ class SingleExample:
     def slopes(self, x: Tensor) -> Tensor:
         """d psi_i / d params in a row for every variable i, then the gradient of l: (R, N + 1, K), in one buffer.
 
-        The formulas are those of `jacobians` in natgrad.applications.two_layer.
+        The formulas are those of `jacobians` in natgrad.energies.two_layer.
         """
         self.V.copy_(self.link(self.raw))
         by_W, by_V = self.gradient(x)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.applications.two_layer import TwoLayer
+from natgrad.energies import TwoLayer
 
 FEATURES = ({"W": 0, "V": 1},)
 SHARES = (1.0, 0.5, 0.25, 0.0)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.applications.two_layer import TwoLayer
+from natgrad.energies import TwoLayer
 from natgrad.ground.linalg import eigh
 from natgrad_lab.data import kodak, sample_photographs
 from natgrad_lab.experiments.base import LabError

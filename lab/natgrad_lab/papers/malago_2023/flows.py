@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.applications.flows import (
+from natgrad.families import ExponentialFamily, Ising, MultivariateNormal
+from natgrad.flows import (
     FlowCoordinates,
     deviation_coordinates,
     expectation_coordinates,
@@ -20,7 +21,6 @@ from natgrad.applications.flows import (
     paths,
     probability_coordinates,
 )
-from natgrad.families import ExponentialFamily, Ising, MultivariateNormal
 from natgrad.ground.linalg import invert_or_nan, solve_or_nan
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.sections import Story

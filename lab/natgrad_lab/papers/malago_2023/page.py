@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from natgrad.applications.flows import (
+from natgrad.flows import (
     Field,
     Function,
     destinations,

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from natgrad.applications.flows import draw_trajectory, paths
 from natgrad.families import Ising
+from natgrad.flows import draw_trajectory, paths
 from natgrad.geometry import HalfPlane, Simplex, level_set
 from natgrad.ground.linalg import solve_or_nan
 from natgrad_lab.experiments.base import LabError

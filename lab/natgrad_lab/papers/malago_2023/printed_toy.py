@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from natgrad.applications.flows import (
+from natgrad.flows import (
     draw_levels,
     draw_trajectory,
     expected_value,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.applications.helmholtz import Classic, Reweighted
+from natgrad.helmholtz import Classic, Reweighted
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.settings import change_defaults
 from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun

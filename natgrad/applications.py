@@ -1,0 +1,31 @@
+"""Earlier place of what lies in natgrad itself now: `natgrad.applications.search` is `natgrad.search`."""
+
+import sys
+import warnings
+from importlib import import_module
+from inspect import currentframe
+from traceback import walk_stack
+
+FIELDS = ("energies", "estimation", "flows", "helmholtz", "policy", "residuals", "search", "variational", "vmc")
+
+callers = (frame for frame, _ in walk_stack(currentframe()))
+caller = next(f for f in callers if f.f_globals.get("__name__", "").partition(".")[0] not in ("importlib", "natgrad"))
+warnings.warn_explicit(
+    "natgrad.applications goes with the next version: write natgrad.search for natgrad.applications.search, and so for"
+    " flows, helmholtz, policy, residuals, variational and vmc; densities and their losses lie in natgrad.energies,"
+    " maximize_likelihood and standard_errors in natgrad.estimation",
+    DeprecationWarning,
+    caller.f_code.co_filename,
+    caller.f_lineno,
+    caller.f_globals.get("__name__"),
+)
+
+for field in FIELDS:
+    globals()[field] = import_module(f"natgrad.{field}")
+for field in (globals()["energies"], globals()["estimation"]):
+    globals().update({name: getattr(field, name) for name in field.__all__})
+for name, module in list(sys.modules.items()):  # the modules themselves by their earlier names: old pickles have these
+    package, _, rest = name.partition(".")
+    if package == "natgrad" and rest.partition(".")[0] in FIELDS:
+        earlier = rest.removeprefix("energies.").removeprefix("estimation.")
+        sys.modules[f"{__name__}.{earlier}"] = module

@@ -1,0 +1,45 @@
+"""Gradient flows over statistical models, Euclidean and natural, in any coordinates, and their pictures.
+
+`integrate` has one flow and `many_paths` flows from many starts. `expectation` has what they go down, `coordinates`
+where they run, `pictures` what is drawn of them.
+"""
+
+from natgrad.flows.coordinates import (
+    FlowCoordinates,
+    deviation_coordinates,
+    expectation_coordinates,
+    natural_coordinates,
+    probability_coordinates,
+)
+from natgrad.flows.expectation import Function as Function
+from natgrad.flows.expectation import expected_value
+from natgrad.flows.integrate import Field as Field
+from natgrad.flows.integrate import Integrator, Trajectory, flow, flow_field
+from natgrad.flows.many_paths import destinations, paths
+from natgrad.flows.pictures import draw_basins, draw_field, draw_levels, draw_trajectory, lattice
+from natgrad.ground.messages import find_name
+
+Coordinates, expected = FlowCoordinates, expected_value  # earlier names of the same
+
+__all__ = [
+    "FlowCoordinates",
+    "Integrator",
+    "Trajectory",
+    "destinations",
+    "deviation_coordinates",
+    "draw_basins",
+    "draw_field",
+    "draw_levels",
+    "draw_trajectory",
+    "expectation_coordinates",
+    "expected_value",
+    "flow",
+    "flow_field",
+    "lattice",
+    "natural_coordinates",
+    "paths",
+    "probability_coordinates",
+]
+
+# not by a def: type checkers would then take any name for one that exists
+globals()["__getattr__"] = find_name(__name__, {})

@@ -1,0 +1,61 @@
+"""Expected values E[f(x)] as functions of natural parameters: what a flow goes down or up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from natgrad.families import ExponentialFamily, Ising, MultivariateNormal
+from natgrad.ground.linalg import factor_or_nan, invert_or_nan
+
+Function = Callable[[Tensor], Tensor]  # of points (..., n) -> (...)
+
+
+def expected_value(family: ExponentialFamily, f: Callable[[Tensor], Tensor], nodes: int = 8) -> Function:
+    """F(theta) = E[f(x)] with gradients.
+
+    Exact over the states of an `Ising`; by Gauss-Hermite quadrature with nodes^d points for a `MultivariateNormal`,
+    exact for polynomials of degree up to 2 nodes - 1 in every variable.
+
+    Args:
+        family: `Ising` or `MultivariateNormal`.
+        f: A function of a batch (m, d) -> (m,).
+        nodes: Of the quadrature, per variable.
+
+    Returns:
+        A function of natural parameters (..., n) -> (...).
+
+    Raises:
+        ValueError: If the family is another.
+
+    Example:
+        >>> family = ng.Ising(2, [(0,), (1,)])
+        >>> F = ng.flows.expected_value(family, lambda x: x.prod(1))
+        >>> float(F(torch.zeros(2)))
+        0.0
+    """
+    if isinstance(family, Ising):
+        states = family.states
+        values = f(states)
+        return lambda theta: family.probabilities(theta) @ values.to(theta)
+    if isinstance(family, MultivariateNormal):
+        z, weights = _hermite(family.d, nodes)
+        return lambda theta: _quadrature(family, f, theta, z.to(theta), weights.to(theta))
+    raise ValueError(f"expected_value knows Ising and MultivariateNormal, not {family!r}: write F(theta) as a function")
+
+
+def _hermite(d: int, nodes: int) -> tuple[Tensor, Tensor]:
+    points, weights = (torch.from_numpy(x) for x in np.polynomial.hermite_e.hermegauss(nodes))
+    grid = torch.cartesian_prod(*[points] * d).view(-1, d)
+    product = torch.cartesian_prod(*[weights / weights.sum()] * d).view(-1, d).prod(1)
+    return grid, product
+
+
+def _quadrature(family: MultivariateNormal, f: Callable, theta: Tensor, z: Tensor, weights: Tensor) -> Tensor:
+    covariance = invert_or_nan(family.precision(theta))
+    mean = (covariance @ theta[..., : family.d].unsqueeze(-1)).squeeze(-1)
+    x = mean.unsqueeze(-2) + z @ factor_or_nan(covariance).mT  # (..., m, d)
+    return f(x.reshape(-1, family.d)).view(x.shape[:-1]) @ weights

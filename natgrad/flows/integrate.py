@@ -1,0 +1,319 @@
+"""One gradient flow, Euclidean or natural, integrated to a tolerance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from natgrad.families import ExponentialFamily
+from natgrad.flows.coordinates import FlowCoordinates, natural_coordinates
+from natgrad.flows.expectation import Function
+from natgrad.ground.checks import Group, check_integer, read_groups
+from natgrad.ground.linalg import solve_or_nan
+from natgrad.ground.typed_torch import as_tensor_like
+
+Field = Callable[[Tensor], Tensor]  # of points (..., n) -> (..., n)
+
+
+def flow_field(
+    function: Function,
+    family: ExponentialFamily,
+    coordinates: FlowCoordinates | None = None,
+    *,
+    natural: bool = True,
+    maximise: bool = False,
+) -> Field:
+    """dxi/dt of the flow of F(theta): -G^-1 dF/dxi, G the Fisher matrix in these coordinates, or G = 1.
+
+    Args:
+        function: F of natural parameters (..., n) -> (...), with gradients.
+        family: The distributions.
+        coordinates: xi; default the natural parameters.
+        natural: True for the natural gradient; False for the Euclidean one, which depends on the coordinates.
+        maximise: True to ascend.
+
+    Returns:
+        A function of points (..., n) -> (..., n).
+    """
+    chart, sign = coordinates or natural_coordinates(family), 1.0 if maximise else -1.0
+
+    def field(xi: Tensor) -> Tensor:
+        theta = chart.theta(xi).detach().requires_grad_()
+        with torch.enable_grad():
+            gradient = torch.autograd.grad(function(theta).sum(), theta)[0].unsqueeze(-1)
+        theta = theta.detach()
+        slope = chart.slope(xi)
+        if natural:  # J^-1 I^-1 g: what J^T I J and J^T g come to
+            inner = solve_or_nan(family.covariance(theta), gradient)  # NaN for a distribution without spread
+            found = solve_or_nan(slope, inner)
+        else:
+            found = slope.mT @ gradient
+        return sign * found.squeeze(-1).detach()
+
+    return field
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A flow from its start to where it ended.
+
+    Attributes:
+        times: Shape (T,).
+        points: In the flow's coordinates, shape (T, n).
+        values: Of F, shape (T,).
+        status: "end" of the time; "rest", if the field had vanished; "edge" of the domain; "not finite", if field or F
+            are not; "stuck", if the solver gave up, or had asked for the field too often.
+        message: The same in a sentence.
+    """
+
+    times: Tensor
+    points: Tensor
+    values: Tensor
+    status: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Integrator:
+    """SciPy's adaptive solver, and when a flow has come to rest.
+
+    Args:
+        rtol: Relative tolerance.
+        atol: Absolute tolerance.
+        method: Of `scipy.integrate.solve_ivp`; "LSODA" for stiff flows.
+        rest: The flow has come to rest where the field's largest entry is below this part of what it was at first.
+        evaluations: Of the field, at most. Near the edge of a family its Fisher matrix is nearly singular, and the
+            natural field is not known to the tolerance: steps that reach it would have no end.
+    """
+
+    rtol: float = 1e-10
+    atol: float = 1e-12
+    method: str = "DOP853"
+    rest: float = 1e-9
+    evaluations: int = 5000
+
+    def __post_init__(self) -> None:
+        check_integer("evaluations", self.evaluations)
+
+    def solve(self, field: Any, end: float, start: np.ndarray, wanted: np.ndarray | None, rest: Any) -> SolverPath:
+        """SciPy's solution of dx/dt = field(t, x), as far as it comes.
+
+        Args:
+            field: A function of the time and a point, in NumPy; NaN where a step must not go.
+            end: The last time.
+            start: Shape (n,).
+            wanted: Times (T,) at which points are wanted; None for those of the solver.
+            rest: A function of the time and a point that changes its sign where the flow has come to rest.
+
+        Raises:
+            ImportError: If SciPy is not installed.
+            ValueError: If it has no such method.
+        """
+        try:
+            from scipy.integrate import BDF, DOP853, LSODA, RK23, RK45, Radau
+        except ImportError as error:
+            raise ImportError("flows are integrated by SciPy: pip install scipy") from error
+        methods = {each.__name__: each for each in (DOP853, RK45, RK23, LSODA, Radau, BDF)}
+        if self.method not in methods:
+            raise ValueError(f"method is {self.method!r}, expected one of {', '.join(methods)}")
+        solved = SolverPath([0.0], [start]) if wanted is None or 0.0 in wanted else SolverPath([], [])
+        with np.errstate(all="ignore"):
+            solver = methods[self.method](field, 0.0, start, end, rtol=self.rtol, atol=self.atol)
+            solved.follow(solver, wanted, rest)
+        return solved
+
+
+@dataclass
+class SolverPath:
+    """The steps of a solver so far.
+
+    Attributes:
+        times: At which points are kept.
+        points: There, shape (n,) each.
+        last: The time of the last step, or of coming to rest.
+        status: As that of a `Trajectory`, as far as the solver knows.
+        message: The solver's own.
+    """
+
+    times: list[float]
+    points: list[np.ndarray]
+    last: float = 0.0
+    status: str = "end"
+    message: str = ""
+
+    def follow(self, solver: Any, wanted: np.ndarray | None, rest: Any) -> None:
+        """SolverPath to the end, to where the flow rests, or until a step fails."""
+        before = rest(solver.t, solver.y)
+        while solver.status == "running":
+            try:
+                self.message = solver.step() or ""
+            except (ValueError, np.linalg.LinAlgError) as error:  # how implicit methods take a field that is NaN
+                if np.isfinite(solver.fun(solver.t, solver.y)).all() and "infs or NaNs" not in str(error):
+                    raise
+                solver.status, self.message = "failed", str(error)
+            if solver.status == "failed" or not np.isfinite(solver.y).all():
+                self.status = "stuck"
+                return
+            after, self.last = rest(solver.t, solver.y), solver.t
+            if before > 0 >= after:
+                between = solver.dense_output()
+                self.last, self.status = find_root(lambda t, x=between: rest(t, x(t)), solver.t_old, solver.t), "rest"
+            due = wanted if wanted is not None else np.array([self.last])
+            due = due[(due > solver.t_old) & (due <= self.last)]
+            self.times += due.tolist()
+            if len(due):
+                self.points += list(solver.dense_output()(due).T) if due[0] < solver.t else [solver.y]
+            if self.status == "rest":
+                return
+            before = after
+
+
+def find_root(function: Any, low: float, high: float) -> float:
+    """Where a function that is positive at `low`, and not at `high`, changes its sign, by bisection."""
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if function(middle) > 0 else (low, middle)
+    return high
+
+
+class IntegratorOptions(TypedDict, total=False):
+    """Keywords of `flow` for its solver."""
+
+    integrator: Integrator
+    rtol: float
+    atol: float
+    method: str
+    rest: float
+    evaluations: int
+
+
+OWN = ("function", "family", "start", "span", "coordinates", "natural", "maximise")
+GROUPS = {"integrator": Group(Integrator())}
+
+
+def flow(
+    function: Function,
+    family: ExponentialFamily,
+    start: Tensor,
+    span: float | Sequence[float] | Tensor,
+    coordinates: FlowCoordinates | None = None,
+    *,
+    natural: bool = True,
+    maximise: bool = False,
+    **solver: Unpack[IntegratorOptions],
+) -> Trajectory:
+    """The gradient flow of F(theta) from one start, by an adaptive solver of SciPy.
+
+    Args:
+        function: F of natural parameters (..., n) -> (...), with gradients.
+        family: The distributions.
+        start: In these coordinates, shape (n,).
+        span: The last time, or all times (increasing, from 0) at which points are wanted.
+        coordinates: Where the flow runs; default the natural parameters.
+        natural: True for the natural gradient; False for the Euclidean one.
+        maximise: True to ascend.
+        **solver: The five that follow, one by one or as `integrator=Integrator(...)`.
+        rtol: Relative tolerance of the solver, default 1e-10.
+        atol: Absolute tolerance of the solver, default 1e-12.
+        method: Of SciPy, default "DOP853"; "LSODA" for stiff flows.
+        rest: The flow has come to rest where the field's largest entry is below this part of what it was at first;
+            default 1e-9.
+        evaluations: Of the field, at most, default 5000; a flow that would need more ends as "stuck".
+
+    Raises:
+        TypeError: If a keyword is none of these.
+        ValueError: If the start is outside of the domain, or the last time is not positive.
+        ImportError: If SciPy is not installed.
+
+    Example:
+        >>> flows, family = ng.flows, ng.Ising(2, [(0,), (1,)])
+        >>> F = flows.expected_value(family, lambda x: x[:, 0] + 2 * x[:, 1])
+        >>> found = flows.flow(F, family, torch.zeros(2, dtype=torch.float64), 3.0)
+        >>> found.status, bool(found.values[-1] < found.values[0])
+        ('end', True)
+    """
+    integrator: Integrator = read_groups("flow", GROUPS, solver, OWN)["integrator"]
+    chart = coordinates or natural_coordinates(family)
+    if start.dim() != 1 or not bool(_is_inside(family, chart, start)):
+        raise ValueError(f"start {start.tolist()} is not one point inside the domain of the coordinates {chart.name!r}")
+    field = flow_field(function, family, chart, natural=natural, maximise=maximise)
+    first = float(field(start).abs().max())
+    wanted = None if isinstance(span, (int, float)) else torch.as_tensor(span, dtype=start.dtype)
+    end = float(span) if isinstance(span, (int, float)) else float(torch.as_tensor(span)[-1])
+    if not end > 0:
+        raise ValueError(f"span is {span}, expected a positive last time")
+    troubles: list[str] = []
+    asked = 0
+    known: dict[bytes, np.ndarray] = {}  # the last field, which the event asks for again
+
+    def right_hand_side(_: float, x: np.ndarray) -> np.ndarray:
+        place = x.tobytes()
+        if place not in known:
+            found = evaluate_field(x)
+            known.clear()
+            known[place] = found
+        return known[place]
+
+    def evaluate_field(x: np.ndarray) -> np.ndarray:
+        nonlocal asked
+        asked += 1
+        if asked > integrator.evaluations:
+            troubles.append("stuck")
+            return np.full_like(x, np.nan)  # which no solver steps over
+        xi = as_tensor_like(x.copy(), start)
+        if not bool(_is_inside(family, chart, xi)):
+            troubles.append("edge")
+            return np.full_like(x, np.nan)
+        found = field(xi)
+        if not bool(torch.isfinite(found).all()):
+            troubles.append("not finite")
+            return np.full_like(x, np.nan)
+        return found.numpy().astype(float)
+
+    def at_rest(t: float, x: np.ndarray) -> float:
+        found = right_hand_side(t, x)
+        return float(np.abs(found).max() - integrator.rest * first) if np.isfinite(found).all() else 1.0
+
+    times = None if wanted is None else wanted.numpy()
+    solved = integrator.solve(right_hand_side, end, start.numpy(), times, at_rest)
+    points = as_tensor_like(np.array(solved.points).reshape(-1, len(start)), start)
+    values = function(chart.theta(points)).detach() if len(points) else start.new_zeros(0)
+    status = troubles[-1] if solved.status == "stuck" and troubles else solved.status
+    if bool((~torch.isfinite(values)).any()):
+        status = "not finite"
+    message = _describe_ending(status, solved, end)
+    if status == "stuck" and asked > integrator.evaluations:
+        message = (
+            f"the field was evaluated {integrator.evaluations} times by t = {solved.last:g}, which is all that is "
+            f"allowed: {_advise(field, points[-1] if len(points) else start, integrator)}"
+        )
+    return Trajectory(as_tensor_like(np.array(solved.times), start), points, values, status, message)
+
+
+def _advise(field: Field, point: Tensor, integrator: Integrator) -> str:
+    """What helps: a looser tolerance where the field changes by more than that within round-off of a point."""
+    here, eps = field(point), torch.finfo(point.dtype).eps
+    noise = max(float((field(point * (1 + k * eps)) - here).abs().max() / here.abs().max()) for k in range(1, 5))
+    if noise > integrator.rtol:
+        return f"the field is known to {noise:.1g} of itself there, take a larger rtol than {integrator.rtol:g}"
+    return 'give more evaluations=, or method="LSODA" if the flow is stiff'
+
+
+def _is_inside(family: ExponentialFamily, chart: FlowCoordinates, xi: Tensor) -> Tensor:
+    if not bool(torch.isfinite(xi).all()):
+        return torch.zeros((), dtype=torch.bool)
+    return chart.inside(xi) if chart.inside is not None else family.inside(chart.theta(xi))
+
+
+def _describe_ending(status: str, solved: SolverPath, end: float) -> str:
+    last = solved.last
+    return {
+        "end": f"reached the last time, {end:g}",
+        "rest": f"came to rest by t = {last:g}",
+        "edge": f"came to the edge of the domain after t = {last:g}",
+        "not finite": f"the field or the function was not finite after t = {last:g}",
+    }.get(status, f"the solver gave up after t = {last:g}: {solved.message}")

@@ -1,0 +1,226 @@
+"""What is remembered of a layer's Fisher, one block per unit, and its damped inverse."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.ground.linalg import all_finite
+from natgrad.ground.pure import map_tensors
+from natgrad.helmholtz.logistic_rows import LogisticRows, fisher_rows
+from natgrad.operators import Operator, Scaled, SharedRows, Units
+from natgrad.optim import robust_inverse
+from natgrad.structures import accumulate_total, accumulate_weight
+
+ROWS = 256
+"""Rows that a refresh takes at most where the unit's inputs are fewer."""
+EXACT = 128
+"""Inputs up to which every unit's own block is inverted, unless told otherwise."""
+RANK = 64
+"""Directions of a shared basis."""
+KEPT = 10
+"""Full refreshes of which a shared basis keeps the rows at most."""
+FEW = 128
+"""Rows that the length of a step is measured on."""
+SCREEN = 32
+"""Of these, the rows that say of which units it is to be measured: those at a quarter of the radius or beyond."""
+RADIUS = 0.03
+"""Nats that a step may move a unit by, unless told otherwise, in machines with wide layers."""
+
+
+@dataclass
+class UnitBlocks:
+    """What is remembered of one layer's Fisher: blocks with their weight, or the rows of the last refreshes.
+
+    Attributes:
+        decay: Weight of the past in the running average.
+        state: The blocks' or the rows' sums; {} before the first refresh.
+        mask: Columns that each unit sees, shape (size, columns); None for all.
+        exact: True if every unit's own block is inverted; else all are diagonal in one basis, made from the rows.
+        inverse: (1 + level) (F_j + level I)^-1; None before the first refresh.
+        level: The damping that the inverse was made with.
+    """
+
+    decay: float
+    state: dict[str, Any]
+    mask: Tensor | None = None
+    exact: bool = True
+    inverse: Operator | None = None
+    level: float = 0.0
+
+    def average(self, rows: LogisticRows) -> dict[str, Any]:
+        """The running average with a batch more, as `state` keeps it; nothing changes here.
+
+        What is kept stays of its kind, but rows that became many become blocks.
+        """
+        fresh = fisher_rows(thin_rows(rows, most_rows(rows)))
+        few = 2 * len(fresh.rows) <= fresh.rows.shape[1]
+        if not self.exact or (few and "blocks" not in self.state):
+            return self._average_rows(fresh)
+        return self._average_blocks(fresh)
+
+    def operator(self, state: dict[str, Any]) -> Operator:
+        """F of a running average, one block per unit."""
+        if "blocks" in state:
+            return Units(state["blocks"] / state["weight"])
+        found = SharedRows(state["rows"], state["weights"] / sum(state["shares"]), self.mask)
+        return found if self.exact else found.spectral(RANK)
+
+    def commit(self, state: dict[str, Any], operator: Operator, level: float) -> bool:
+        """Take over a running average with its damped inverse. False, with everything as it was, if that fails."""
+        inverse = robust_inverse(operator, level)
+        if inverse is None or not all_finite(multiply_ones(inverse)):
+            return False
+        self.state, self.inverse, self.level = state, Scaled(inverse, 1 + level), level
+        return True
+
+    def refresh(self, rows: LogisticRows, level: float) -> bool:
+        """Take in a batch and invert. False, with everything as it was, if that fails."""
+        state = self.average(rows)
+        return self.commit(state, self.operator(state), level)
+
+    def follow(self, like: Tensor) -> None:
+        """Bring all to the dtype and the device of the layer, where it went elsewhere."""
+        if self.inverse is not None and (self.inverse.dtype, self.inverse.device) != (like.dtype, like.device):
+            self.load(self.state, self.level, like)
+
+    def load(self, state: dict[str, Any], level: float, like: Tensor) -> None:
+        """What was kept elsewhere, and its inverse."""
+        self.state = map_tensors(state, lambda t: t.to(like, copy=True))
+        self.inverse, self.level = None, level
+        if self.state:
+            self.commit(self.state, self.operator(self.state), level)
+
+    def _window(self, fresh: SharedRows) -> int:
+        """Refreshes that a running average with this decay sees, as far as their rows may be kept.
+
+        For exact blocks half as many rows as columns, beyond which Woodbury costs more than the blocks do.
+        """
+        columns = fresh.rows.shape[1]
+        room = (columns // 2 if self.exact else KEPT * max(ROWS, columns)) // len(fresh.rows)
+        return max(1, min(room, round(1 / (1 - self.decay))))
+
+    def _average_blocks(self, fresh: SharedRows) -> dict[str, Any]:
+        past = self.state
+        if "rows" in past:
+            held = SharedRows(past["rows"], past["weights"], self.mask)
+            past = {"blocks": held.blocks(), "weight": sum(past["shares"])}
+        blocks = accumulate_total(past.get("blocks"), fresh.blocks(), self.decay)
+        return {"blocks": blocks, "weight": accumulate_weight(past.get("weight"), self.decay)}
+
+    def _average_rows(self, fresh: SharedRows) -> dict[str, Any]:
+        rows, weights = [fresh.rows], [fresh.weights]
+        counts, shares = [len(fresh.rows)], [1.0]
+        if "rows" in self.state:
+            older = self._window(fresh) - 1
+            past = self.state["counts"][:older]
+            rows.append(self.state["rows"][: sum(past)])
+            weights.append(self.decay * self.state["weights"][:, : sum(past)])
+            counts += past
+            shares += [self.decay * share for share in self.state["shares"][:older]]
+        return {"rows": torch.cat(rows), "weights": torch.cat(weights, dim=1), "counts": counts, "shares": shares}
+
+
+def fits_layer(state: dict[str, Any], weight: Tensor) -> bool:
+    """True if what was kept is of a layer like this one."""
+    units, columns = weight.shape
+    if not state:
+        return True
+    if "blocks" in state:
+        return state["blocks"].shape == (units, columns, columns)
+    return state["rows"].shape[1] == columns and state["weights"].shape == (units, len(state["rows"]))
+
+
+def shorten_directions(radius: float, direction: Tensor, rows: LogisticRows, rate: float) -> Tensor:
+    """Every unit's direction, shortened where `rate` times it is too far.
+
+    A step moves a unit's distribution by KL <= E[(rate d_j . a)^2] / 8 nats in the mean over its inputs a, since the
+    log-partition log(1 + e^z) has no second derivative above 1/4; this is held to `radius`, as FEW of the rows show it,
+    or SCREEN of them where the unit's step is short.
+    The Fisher matrix cannot bound it: that of a unit which is wrong and sure of it vanishes, and its step is then long.
+
+    direction: d_j in its rows, (size, columns).
+    """
+    if len(rows.inputs) <= FEW:
+        shares = rows.weights / rows.weights.sum()
+        return direction * find_shortening(radius, direction, rows.inputs, shares, rate)
+    inputs = rows.inputs[draw_places(rows.weights, FEW)]
+    if direction.device.type != "cpu":  # asking would halt an accelerator
+        return direction * find_shortening(radius, direction, inputs, spread_evenly(inputs), rate)
+    screen = inputs[:: FEW // SCREEN]
+    unsure = find_shortening(radius / 4, direction, screen, spread_evenly(screen), rate).squeeze(1) < 1
+    if not unsure.any():
+        return direction
+    found = direction.clone()
+    found[unsure] *= find_shortening(radius, direction[unsure], inputs, spread_evenly(inputs), rate)
+    return found
+
+
+def find_shortening(radius: float, direction: Tensor, inputs: Tensor, shares: Tensor, rate: float) -> Tensor:
+    """min(1, sqrt(radius / KL)) of every unit for KL = E[(rate d_j . a)^2] / 8, shape (size, 1).
+
+    direction: d_j in its rows, (size, columns). inputs: a, (s, columns). shares: Of the rows in the mean, (s,).
+    """
+    kl = shares @ (inputs @ direction.mT).square_() * (rate**2 / 8)
+    return (radius / kl).sqrt().clamp(max=1).unsqueeze(1)
+
+
+def spread_evenly(rows: Tensor) -> Tensor:
+    """Equal shares of so many rows, (s,)."""
+    return rows.new_full((len(rows),), 1 / len(rows))
+
+
+def most_rows(rows: LogisticRows) -> int:
+    """Rows that a layer's Fisher is estimated from at most."""
+    return max(ROWS, rows.inputs.shape[1])
+
+
+def thin_rows(rows: LogisticRows, most: int) -> LogisticRows:
+    """At most as many rows, drawn in proportion to their weights, each of equal weight."""
+    if len(rows.inputs) <= most:
+        return rows
+    chosen, weights = draw_places(rows.weights, most), (rows.weights.sum() / most).expand(most)
+    return LogisticRows(rows.inputs[chosen], rows.residuals[chosen], rows.logits[chosen], weights, rows.mask)
+
+
+def draw_places(weights: Tensor, most: int) -> Tensor:
+    """Places of so many rows, drawn in proportion to their weights.
+
+    Systematic draws: a row with the share w of all weight is taken floor(w m) or ceil(w m) times of m. The rows are
+    shuffled first, always in the same way: examples may come in an order with a period.
+    """
+    many = len(weights)
+    order = shuffle_places(many).to(weights.device)
+    total = weights[order].cumsum(0)
+    steps = torch.arange(most, device=total.device) + 0.5
+    return order[torch.searchsorted(total, steps * (total[-1] / most)).clamp_(max=many - 1)]
+
+
+@lru_cache(maxsize=64)
+def shuffle_places(many: int) -> Tensor:
+    """The same order of so many rows every time."""
+    return torch.randperm(many, generator=torch.Generator().manual_seed(many))
+
+
+def count_refresh(kept: UnitBlocks, weight: Tensor, rows: int) -> int:
+    """Multiplications of a refresh; those of a factorisation count as often as they take as long (measured)."""
+    units, columns = weight.shape
+    many = min(rows, max(ROWS, columns))
+    if not kept.exact:
+        many = min(many * round(1 / (1 - kept.decay)), KEPT * max(ROWS, columns))
+        return columns * columns * (many + 5 * columns) + units * many * min(RANK, columns)
+    if 2 * many <= columns:
+        return units * many * (columns + 2 * many * many)
+    return units * columns * columns * (many + 2 * columns)
+
+
+def multiply_ones(inverse: Operator) -> Tensor:
+    """A product with a vector of equal entries: not finite if any part that matters is not."""
+    return inverse.mv(
+        torch.full((inverse.size,), 1 / math.sqrt(inverse.size), dtype=inverse.dtype, device=inverse.device)
+    )

@@ -1,0 +1,47 @@
+"""Policies in gymnasium's environments, by the natural gradient of their expected return.
+
+`trpo` has the methods and `learner` the loop that they share: collect (`rollout`, `environments`), move the policy
+(`natural_step`, `surrogate`), fit the critic. `heads` says what a policy's outputs mean in each kind of action space.
+"""
+
+from natgrad.ground.messages import find_name
+from natgrad.policy.environments import EnvironmentFault, Episode
+from natgrad.policy.heads import (
+    DiscreteHead,
+    GaussianHead,
+    Head,
+    MultiBinaryHead,
+    MultiDiscreteHead,
+    SquashedGaussianHead,
+)
+from natgrad.policy.learner import LearningHistory, PolicyLearner
+from natgrad.policy.normalise import RunningMoments
+from natgrad.policy.rollout import Rollout, gae
+from natgrad.policy.settings import Backtracking, CriticTraining, NaturalStep, Rollouts
+from natgrad.policy.trpo import TRPO, NaturalPolicyGradient, acktr
+
+__all__ = [
+    "TRPO",
+    "Backtracking",
+    "CriticTraining",
+    "DiscreteHead",
+    "EnvironmentFault",
+    "Episode",
+    "GaussianHead",
+    "Head",
+    "LearningHistory",
+    "MultiBinaryHead",
+    "MultiDiscreteHead",
+    "NaturalPolicyGradient",
+    "NaturalStep",
+    "PolicyLearner",
+    "Rollout",
+    "Rollouts",
+    "RunningMoments",
+    "SquashedGaussianHead",
+    "acktr",
+    "gae",
+]
+
+# not by a def: type checkers would then take any name for one that exists
+globals()["__getattr__"] = find_name(__name__, {})

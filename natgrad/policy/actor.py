@@ -1,0 +1,117 @@
+"""A user's policy module as a map from states to rows of action parameters, and its critic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.ground.pure import check_followed, run_detached
+from natgrad.policy.heads import GaussianHead, Head, MultiDiscreteHead
+from natgrad.policy.images import find_channel_order
+
+
+class Actor(nn.Module):
+    """states (b, ...) -> rows (b, width) of action parameters, by a policy module.
+
+    The policy returns the rows, or (rows, value) with value (b,) or (b, 1); rows may come in parts: a tuple of logits
+    for a multi-discrete space, (mean, log_std) for a Gaussian one, or the mean alone, and then `log_std` is a parameter
+    of the actor. A pair whose second part is (b,) or (b, 1) is (rows, value). ValueError for other shapes.
+    """
+
+    log_std: nn.Parameter | None
+
+    def __init__(self, policy: nn.Module, head: Head, example: Tensor) -> None:
+        super().__init__()
+        self.policy, self.head = policy, head
+        self.valued = False
+        self.register_parameter("log_std", None)
+        batch = probe_size(head)
+        states = example.expand(batch, *example.shape).contiguous()
+        self.order = find_channel_order(policy, states)
+        outputs = run_detached(lambda: call_module(policy, states.permute(self.order)))
+        self.valued = is_pair(outputs) and (outputs[1] is None or is_column(outputs[1], batch))
+        rows = outputs[0] if self.valued else outputs
+        if isinstance(head, GaussianHead) and isinstance(rows, Tensor) and rows.shape[1:] == (head.dimensions,):
+            self.log_std = nn.Parameter(rows.new_full((head.dimensions,), head.log_std))
+        self._check(rows, batch)
+
+    def forward(self, states: Tensor) -> Tensor:
+        outputs = self.policy(states.permute(self.order))
+        return self.rows(outputs[0] if self.valued else outputs)
+
+    def value(self, states: Tensor) -> Tensor:
+        """The value that the policy returns beside its rows, (b,)."""
+        return self.policy(states.permute(self.order))[1].reshape(-1)
+
+    def rows(self, outputs: Any) -> Tensor:
+        """The policy's outputs, without a value, as rows."""
+        if isinstance(outputs, Tensor):
+            return outputs if self.log_std is None else join_gaussian(outputs, self.log_std)
+        if isinstance(self.head, MultiDiscreteHead):
+            return torch.cat(list(outputs), dim=1)
+        mean, log_std = outputs
+        return join_gaussian(mean, log_std)
+
+    def _check(self, outputs: Any, batch: int) -> None:
+        expected = (
+            f"({batch}, {self.head.width}) for {batch} states, as {type(self.head).__name__} on {self.head.space}"
+        )
+        try:
+            found = self.rows(outputs)
+        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise ValueError(f"policy returned {describe_outputs(outputs)}, expected rows {expected} needs") from error
+        if found.shape != (batch, self.head.width) or not found.is_floating_point():
+            raise ValueError(f"policy returned {describe_outputs(outputs)}, expected rows {expected} needs")
+
+
+def call_module(module: nn.Module, states: Tensor) -> Any:
+    """The module on example states. ValueError if it cannot take them."""
+    try:
+        return module(states)
+    except Exception as error:
+        more = ", nor does it take images with their channels moved" if states.dim() == 4 else ""
+        raise ValueError(
+            f"the module {type(module).__name__} failed on states of shape {tuple(states.shape)}{more}: {error}"
+        ) from error
+
+
+def is_pair(outputs: Any) -> bool:
+    """Whether a module returned two things."""
+    return isinstance(outputs, (tuple, list)) and len(outputs) == 2
+
+
+def is_column(value: Any, batch: int) -> bool:
+    """Whether it has one number per state."""
+    return isinstance(value, Tensor) and tuple(value.shape) in ((batch,), (batch, 1))
+
+
+def probe_size(head: Head) -> int:
+    """A number of example states that no other dimension has."""
+    return next(size for size in range(3, 7) if size not in (head.width, head.width // 2))
+
+
+def join_gaussian(mean: Tensor, log_std: Tensor) -> Tensor:
+    """Means and log stds side by side."""
+    return torch.cat([mean, log_std.expand_as(mean)], dim=1)
+
+
+def describe_outputs(outputs: Any) -> str:
+    """Shapes of what a module returned."""
+    if isinstance(outputs, Tensor):
+        return f"a tensor {tuple(outputs.shape)} of {outputs.dtype}"
+    if isinstance(outputs, (tuple, list)):
+        return f"({', '.join(describe_outputs(part) for part in outputs)})"
+    return type(outputs).__name__
+
+
+def find_acting(actor: Actor, example: Tensor) -> dict[str, Tensor]:
+    """The trainable parameters that the rows of action parameters depend on, by name."""
+    rows = actor(example.expand(2, *example.shape).contiguous())
+    params = {name: p for name, p in actor.named_parameters() if p.requires_grad}
+    if not rows.requires_grad or not params:
+        raise ValueError("policy has no trainable parameter that its outputs depend on; unfreeze at least one")
+    check_followed(rows, params)
+    found = torch.autograd.grad(rows.sum(), list(params.values()), allow_unused=True)
+    return {name: p for (name, p), g in zip(params.items(), found, strict=True) if g is not None}

@@ -1,0 +1,176 @@
+"""Settings as stable-baselines3's constructors name them: taken where they mean the same, else answered by ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from natgrad.ground.checks import check_positive
+from natgrad.policy.heads import Head
+from natgrad.policy.settings import NaturalStep
+from natgrad.solvers import CG
+
+SAME = {
+    "batch_size": "critic_batch",
+    "n_critic_updates": "critic_epochs",
+    "line_search_shrinking_factor": "backtrack",
+    "line_search_max_iter": "backtracks",
+    "ent_coef": "entropy_weight",
+}
+"""Keywords of its constructors that mean what ours do."""
+
+RADIUS = 0.01
+"""Nats per state, and for real actions per entry of an action."""
+
+OFF: dict[str, tuple[Any, str]] = {
+    "tensorboard_log": (None, "write the history where you like in callback="),
+    "use_sde": (False, "draws are independent from step to step"),
+    "sde_sample_freq": (-1, "draws are independent from step to step"),
+    "rollout_buffer_class": (None, "a batch is kept for one update"),
+    "rollout_buffer_kwargs": (None, "a batch is kept for one update"),
+    "normalize_advantage": (True, "advantages are standardised always"),
+    "sub_sampling_factor": (1, "metric_batch=256 takes the metric over fewer states"),
+    "stats_window_size": (100, "history has the mean return of every batch, agent.rollout.episodes each episode's"),
+    "_init_setup_model": (True, "networks are built with the agent"),
+    "n_epochs": (1, "the policy moves once per batch, and critic_epochs= is for the critic"),
+    "clip_range": (None, "radius= bounds the KL of an update"),
+    "clip_range_vf": (None, "the critic is not clipped"),
+    "vf_coef": (None, "policy and critic have losses of their own"),
+    "max_grad_norm": (None, "radius= bounds the KL of an update"),
+    "use_rms_prop": (False, "the policy takes natural steps, the critic is fitted by Adam"),
+}
+"""Keywords without a counterpart: the value that changes nothing, and what stands here instead."""
+
+
+@dataclass(frozen=True)
+class Translation:
+    """What a constructor's keywords mean here.
+
+    Attributes:
+        choices: Our keywords.
+        radius: Of an update, in nats per state; None where it was not said.
+        target: `target_kl`, of which real actions take the mean over their entries; None where it was not said.
+        cg_damping: Likewise.
+        steps: Per environment and update, of `n_steps`; None where it was not said.
+        verbose: Whether learning shows its progress; None where it was not said.
+        device: Of the default network; None where it was not said.
+        hidden: Sizes of the default policy's and the default critic's layers; None where they were not said.
+        activation: Between them; None where it was not said.
+    """
+
+    choices: dict[str, Any]
+    radius: float | None = None
+    target: float | None = None
+    cg_damping: float | None = None
+    steps: int | None = None
+    verbose: bool | None = None
+    device: Any = None
+    hidden: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    activation: type[nn.Module] | None = None
+
+    def find_radius(self, head: Head) -> float:
+        """The bound on an update's mean KL, in nats per state."""
+        if self.radius is not None:
+            return self.radius
+        return head.entries * (RADIUS if self.target is None else self.target)
+
+    def find_step(self, step: NaturalStep, head: Head) -> NaturalStep:
+        """The group with the damping of `cg_damping`, where that was said."""
+        return step if self.cg_damping is None else replace(step, damping=head.entries * self.cg_damping)
+
+
+def translate_choices(caller: str, radius: float | None, choices: dict[str, Any]) -> Translation:
+    """Keywords of a stable-baselines3 constructor in our words; the others as they came."""
+    ours = dict(choices)
+    for theirs, own in SAME.items():
+        if theirs in ours:
+            rename(caller, ours, theirs, own, ours[theirs])
+    if "cg_max_steps" in ours:
+        rename(caller, ours, "cg_max_steps", "solver", CG(rtol=1e-3, max_steps=ours["cg_max_steps"]))
+    if "learning_rate" in ours:
+        translate_rate(caller, ours)
+    if "cg_damping" in ours and "damping" in ours:
+        raise TypeError(f"{caller} was given damping and cg_damping, which mean the same: give one of them")
+    target = ours.pop("target_kl", None)
+    check_radius(radius, target)
+    if "n_steps" in ours and "batch" in ours:
+        raise TypeError(f"{caller} was given n_steps and batch, which both count an update's steps: give one of them")
+    for name in OFF.keys() & ours.keys():
+        neutral, advice = OFF[name]
+        if ours.pop(name) != neutral:
+            raise TypeError(f"{caller} takes no {name!r}: {advice}")
+    hidden, activation = translate_network(caller, ours.pop("policy_kwargs", None))
+    verbose, device = ours.pop("verbose", None), ours.pop("device", None)
+    return Translation(
+        ours,
+        radius=radius,
+        target=target,
+        cg_damping=ours.pop("cg_damping", None),
+        steps=ours.pop("n_steps", None),
+        verbose=None if verbose is None else bool(verbose),
+        device=None if device == "auto" else device,
+        hidden=hidden,
+        activation=activation,
+    )
+
+
+def rename(caller: str, choices: dict[str, Any], theirs: str, own: str, value: Any) -> None:
+    """Put a value under our word. TypeError where both were given."""
+    del choices[theirs]
+    if own in choices:
+        raise TypeError(f"{caller} was given {own} and {theirs}, which mean the same: give one of them")
+    choices[own] = value
+
+
+def check_radius(radius: Any, target: Any) -> None:
+    """TypeError where the bound on the KL came under both names, ValueError unless it is positive."""
+    if target is not None and radius is not None:
+        raise TypeError("radius and target_kl were given, which mean the same: give one of them")
+    for name, found in (("radius", radius), ("target_kl", target)):
+        if found is not None:
+            check_positive(name, found)
+
+
+def translate_rate(caller: str, choices: dict[str, Any]) -> None:
+    """`learning_rate` as the critic's rate, as in its TRPO. TypeError for a schedule, and in other algorithms."""
+    rate = choices["learning_rate"]
+    if caller != "TRPO":
+        raise TypeError(
+            f"{caller} takes no 'learning_rate': critic_lr= is the critic's rate, and the policy's step is as long as "
+            "radius= says, or lr= where that is given"
+        )
+    if callable(rate):
+        raise TypeError(
+            "learning_rate is a schedule: give a number, and change agent.critic.optimizer.param_groups in callback="
+        )
+    rename(caller, choices, "learning_rate", "critic_lr", rate)
+
+
+def translate_network(caller: str, given: Any) -> tuple[Any, Any]:
+    """Layers and activation of the default networks, as `policy_kwargs` says. TypeError for what it cannot say."""
+    if not given:
+        return None, None
+    advice = (
+        "write the network instead, such as ng.TRPO(nn.Sequential(nn.Linear(n, 64), nn.Tanh(), nn.Linear(64, m)), env)"
+    )
+    if not isinstance(given, dict):
+        raise TypeError(f"policy_kwargs is {type(given).__name__}, expected a dict")
+    for name in given:
+        if name == "log_std_init":
+            raise TypeError(
+                f"{caller} takes no 'log_std_init': write head=GaussianHead(log_std=-0.5, scaled=False), in the "
+                "environment's units"
+            )
+        if name not in ("net_arch", "activation_fn", "ortho_init") or (name == "ortho_init" and not given[name]):
+            raise TypeError(f"{caller} takes no {name!r} in policy_kwargs: {advice}")
+    sizes = given.get("net_arch")
+    if sizes is None:
+        return None, given.get("activation_fn")
+    pair = (sizes.get("pi", []), sizes.get("vf", [])) if isinstance(sizes, dict) else (sizes, sizes)
+    if not all(isinstance(n, int) for part in pair for n in part):
+        raise TypeError(
+            f"net_arch is {sizes!r}, expected sizes of layers, [64, 64] or dict(pi=[64], vf=[64]): {advice}"
+        )
+    return (tuple(pair[0]), tuple(pair[1])), given.get("activation_fn")

@@ -1,0 +1,45 @@
+"""Physics-informed networks: nonlinear least squares over named residuals, and derivatives of networks in a point.
+
+`residual_terms` has the function that makes the optimiser, `differential` the operators to write residuals with. Below
+them: `optimizer` (one step), `system` and `terms` (the rows of the Jacobian), `jets` (derivatives in a point).
+"""
+
+from natgrad.ground.messages import find_name, make_callable
+from natgrad.residuals.adaptive_points import draw_where_large
+from natgrad.residuals.differential import (
+    biharmonic,
+    divergence_of,
+    grad,
+    jacobian,
+    laplacian,
+    time_derivative,
+)
+from natgrad.residuals.fields import Field
+from natgrad.residuals.jets import HardConstraint, Periodic
+from natgrad.residuals.optimizer import ResidualOptimizer
+from natgrad.residuals.point_weights import Causal, PointWeights, WhereLarge
+from natgrad.residuals.residual_terms import residuals
+from natgrad.residuals.system import ResidualMetric
+
+__all__ = [
+    "Causal",
+    "Field",
+    "HardConstraint",
+    "Periodic",
+    "PointWeights",
+    "ResidualMetric",
+    "ResidualOptimizer",
+    "WhereLarge",
+    "biharmonic",
+    "divergence_of",
+    "draw_where_large",
+    "grad",
+    "jacobian",
+    "laplacian",
+    "residuals",
+    "time_derivative",
+]
+
+# not by a def: type checkers would then take any name for one that exists
+globals()["__getattr__"] = find_name(__name__, {})
+make_callable(__name__, residuals)  # ng.residuals(...)

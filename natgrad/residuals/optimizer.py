@@ -1,0 +1,534 @@
+"""Nonlinear least squares over named terms: the flat flow of the engine on residuals at points."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from natgrad.ground.checks import check_share
+from natgrad.ground.densities import Affine
+from natgrad.ground.linalg import gram
+from natgrad.ground.pure import keep_gradient_mode
+from natgrad.ground.spaces import Params, Space
+from natgrad.operators import JoinedRows, Operator, computes_block
+from natgrad.optim import NaturalGradient, Objective, RankExchange, Solved, State, SystemEvidence
+from natgrad.residuals.jets import LayerRows
+from natgrad.residuals.stacked_rows import RowsOperator, StackedRows, TermRows, add_products
+from natgrad.residuals.system import (
+    LinearisedTerms,
+    Points,
+    ResidualMetric,
+    System,
+    check_derivatives,
+    check_points,
+)
+from natgrad.residuals.term_jacobian import TermJacobian
+from natgrad.rules import Damping
+from natgrad.solvers import FactorisedSystem, RowSolver, Solution, Solver
+
+
+@dataclass(frozen=True, eq=False)
+class DampedSystem:
+    """(G + level D) x = U w with G = U U^T.
+
+    Args:
+        solver: The solver.
+        operator: S G S, S = D^(-1/2).
+        units: The diagonal of D, shape (n,), or None for the identity.
+        scale: The diagonal of S.
+        level: The damping.
+        factorised: Where the solver keeps its factors for several right-hand sides.
+    """
+
+    solver: Solver
+    operator: Operator
+    units: Tensor | None
+    scale: Tensor | None
+    level: float
+    factorised: FactorisedSystem | None
+
+    @staticmethod
+    def of(solver: Solver, operator: Operator, units: Tensor | None, level: float) -> DampedSystem:
+        """The system, factorised where its solver does that.
+
+        units: D, (n,), or None for the identity.
+        """
+        scale = None
+        if units is not None and isinstance(operator, RowsOperator):
+            scale = units.rsqrt()
+            operator = RowsOperator(operator.rows.rescale(scale))
+        factorised = None
+        if isinstance(solver, RowSolver) and operator.sample_rows is not None:
+            factorised = solver.factorise(operator, level)
+        return DampedSystem(solver, operator, units, scale, level, factorised)
+
+    def change_damping(self, level: float) -> DampedSystem:
+        """The same system at another level."""
+        factorised = None if self.factorised is None else self.factorised.change_damping(level)
+        return replace(self, level=level, factorised=factorised)
+
+    def solve(self, weights: Tensor, before: Tensor | None = None) -> Solution:
+        """x, or with x_0 given the solution of (G + level D) x = U w + level D x_0.
+
+        That minimises |w - U^T x|^2 + level |x - x_0|^2 in D's norm: the momentum of SPRING (Goldshlager et al. 2024).
+
+        weights: w, (r,). before: x_0, (n,), or None.
+        """
+        if before is None or not bool(before.any()):
+            return self._restore(self._solve(weights))
+        start = before if self.scale is None else before / self.scale
+        rows = self.operator.sample_rows
+        assert rows is not None
+        seen = rows.rmv(start)
+        found = self._solve(weights - seen)
+        image = found.image + rows.mv(seen) + self.level * start
+        return self._restore(replace(found, value=found.value + start, image=image))
+
+    def accelerate(self, found: Solution, bend: Tensor, limit: float) -> Solution:
+        """x with the bend a / 2, (G + level D) a = U r'', unless a is longer than `limit` times x in D's norm.
+
+        bend: r'', the second derivative of the residuals along x, (r,).
+        """
+        more = self._solve(bend).value if self.factorised is None else self.factorised.find_value(bend)
+        length = found.value if self.scale is None else found.value / self.scale
+        if not bool(more.norm() <= limit * length.norm()):  # False for a NaN
+            return found
+        return replace(found, bend=more / 2 if self.scale is None else more * self.scale / 2)
+
+    def _solve(self, weights: Tensor) -> Solution:
+        if self.factorised is not None:
+            return self.factorised.solve(weights)
+        rows = self.operator.sample_rows
+        assert rows is not None
+        return self.solver.solve(self.operator, rows.mv(weights), damping=self.level)
+
+    def _restore(self, found: Solution) -> Solution:
+        if self.scale is None:
+            return found
+        return replace(found, value=found.value * self.scale, image=found.image / self.scale, basis=None, iterates=())
+
+
+# Terms whose points lie on several processes: the loss, its linear model and its Gram matrix are those of all points
+
+
+class JoinedTerms:
+    """A `System` over the points of all processes. They all call its methods alike.
+
+    Args:
+        system: The terms, with this process's points.
+        processes: What exchanges.
+    """
+
+    def __init__(self, system: System, processes: RankExchange) -> None:
+        self.system, self.processes = system, processes
+
+    @torch.no_grad()
+    def linearise(self, params: Params, points: Mapping[str, Any]) -> LinearisedTerms:
+        """`System.linearise` over all points; a process may have none of a term."""
+        device = next(iter(params.values())).device
+        with self.processes.failing_together(device):
+            own = check_points(self.system, points, params, may_lack=True)
+            squares = {name: self.system.squares(name, params, own[name]) for name in self.system.point_weights}
+        totals = [sum(column) for column in zip(*self._share([len(p[0]) for p in own.values()], device), strict=True)]
+        counts = dict(zip(own, map(int, totals), strict=True))
+        lacking = [name for name, count in counts.items() if not count]
+        if lacking:
+            raise ValueError(f"step got no points for {lacking} on any process; give at least one of them a point")
+        weights = {name: self._weigh(name, values, own[name][0]) for name, values in squares.items()}
+        with self.processes.failing_together(device):
+            found = self.system.linearise(params, own, counts, weights)
+        rows = found.operator.rows
+        assert isinstance(rows, StackedRows)
+        sums = [float(found.losses[name]) for name in own]
+        losses = [sum(column) for column in zip(*self._share(sums, device), strict=True)]
+        joined = JoinedStackedRows.over(rows, self.processes)
+        return replace(
+            found,
+            residuals=joined.place(found.residuals),
+            operator=RowsOperator(joined),
+            losses={name: rows.space.zeros().new_tensor(value) for name, value in zip(own, losses, strict=True)},
+        )
+
+    @torch.no_grad()
+    def residuals(self, params: Params, points: Points, now: LinearisedTerms) -> Tensor:
+        """`System.residuals` at all points, shape (r,)."""
+        rows = now.operator.rows
+        assert isinstance(rows, JoinedStackedRows)
+        with self.processes.failing_together(rows.space.device):
+            own = check_points(self.system, points, params, may_lack=True)
+            found = self.system.residuals(params, own, now)
+        return rows.place(found)
+
+    def _share(self, numbers: list[float] | list[int], device: torch.device) -> list[list[float]]:
+        return self.processes.share_numbers(numbers, device)
+
+    def _weigh(self, name: str, squares: Tensor, points: Tensor) -> Tensor:
+        """The weights of this process's points, which follow the residuals at all of them."""
+        everyone = self.processes.gather_rows(torch.cat([squares.unsqueeze(1), points.to(squares)], 1))
+        found = self.system.point_weights[name].weigh(everyone[:, 0].contiguous(), everyone[:, 1:].to(points))
+        counts = [int(count) for (count,) in self._share([len(squares)], squares.device)]
+        return found[sum(counts[: self.processes.rank]) :][: len(squares)]
+
+
+class JoinedStackedRows:
+    """U = [U_0, U_1, ...] with the columns U_i of process i, which keeps them.
+
+    Args:
+        local: This process's columns.
+        processes: What exchanges.
+        counts: Columns of every process.
+    """
+
+    def __init__(self, local: StackedRows, processes: RankExchange, counts: list[int]) -> None:
+        self.local, self.processes, self.counts = local, processes, counts
+        self.space: Space = local.space
+        self.starts = [0, *accumulate(counts)]
+        self.rank = self.starts[-1]
+        # the factors of the rows know the number of all points
+        self.joined = JoinedRows(cast("Any", local), self.space, counts, [1.0] * len(counts), processes)
+
+    @staticmethod
+    def over(local: StackedRows, processes: RankExchange) -> JoinedStackedRows:
+        """The rows of all processes."""
+        counts = [int(count) for (count,) in processes.share_numbers([local.rank], local.space.device)]
+        return JoinedStackedRows(local.settle(sum(counts)), processes, counts)
+
+    def rescale(self, scale: Tensor) -> JoinedStackedRows:
+        """diag(scale) U.
+
+        scale: (n,).
+        """
+        return JoinedStackedRows(self.local.rescale(scale), self.processes, self.counts)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether every process holds its columns as a matrix."""
+        return self.local.is_written
+
+    def place(self, own: Tensor) -> Tensor:
+        """A vector (r,) from every process's part."""
+        return self.processes.gather_rows(own)
+
+    def mv(self, weights: Tensor) -> Tensor:
+        """U w, shape (n,).
+
+        weights: w, (r,), the same on all processes.
+        """
+        return self.joined.mv(weights)
+
+    def rmv(self, vector: Tensor) -> Tensor:
+        """U^T v, shape (r,).
+
+        vector: v, (n,), the same on all processes.
+        """
+        return self.joined.rmv(vector)
+
+    def dense(self) -> Tensor:
+        """U written out on every process, (n, r)."""
+        return self.joined.dense()
+
+    def squares(self) -> Tensor:
+        """Diagonal of U U^T, shape (n,)."""
+        return self.joined.squares()
+
+    def moment(self) -> Tensor:
+        """U U^T, shape (n, n)."""
+        return self.processes.sum(self.local.moment())
+
+    def lower_gram(self) -> Tensor:
+        """U^T U (r, r), valid in its lower triangle."""
+        total = torch.zeros(self.rank, self.rank, dtype=self.space.dtype, device=self.space.device)
+        pieces = sum(int(one) for (one,) in self._share([count_pieces(self.local.terms)]))
+        if self.is_written and self.space.size * self.rank <= self.processes.size * pieces:
+            for slab in self.processes.share_columns(self.local.matrix, self.counts):
+                total += gram(slab.mT)
+        else:
+            for source, count in enumerate(self.counts):
+                if count:
+                    self._add_blocks(total, source)
+        return self.processes.sum(total)
+
+    def _share(self, numbers: list[int]) -> list[list[float]]:
+        return self.processes.share_numbers(numbers, self.space.device)
+
+    def _add_blocks(self, total: Tensor, source: int) -> None:
+        """Add the block between this process's rows and another's, if it falls to this one."""
+        mine = source == self.processes.rank
+        tree = self.processes.send_tree(write_pieces(self.local.terms) if mine else None, source, "rows")
+        if not (self.local.rank and computes_block(self.processes.rank, source, self.processes.size)):
+            return
+        other = StackedRows(self.space, read_pieces(tree), self.local.scale)
+        rank = self.processes.rank
+        here, there = (slice(self.starts[i], self.starts[i + 1]) for i in (rank, source))
+        if source <= rank:
+            add_gram(self.local, other, total[here, there])
+        else:
+            add_gram(other, self.local, total[there, here])
+
+
+def add_gram(left: StackedRows, right: StackedRows, total: Tensor) -> None:
+    """total += U_left^T U_right, pair of terms by pair of terms."""
+    squares, row = left.find_squares(), 0
+    for term in left.terms:
+        column = 0
+        for other in right.terms:
+            add_products(term, other, squares, total[row : row + term.count, column : column + other.count])
+            column += other.count
+        row += term.count
+
+
+def count_pieces(terms: list[TermRows]) -> int:
+    """The numbers that rows are made of."""
+    layers = [one for term in terms for one in term.layers]
+    own = sum(one.inputs.numel() + one.deltas.numel() for one in layers)
+    return own + sum(rows.numel() for term in terms for rows in term.rows.explicit.values())
+
+
+def write_pieces(terms: list[TermRows]) -> list[dict[str, Any]]:
+    """What rows are made of, as nested dicts and lists of tensors and plain values."""
+    return [
+        {
+            "shape": list(term.rows.factor.shape),
+            "layers": [[one.layer.weight, one.layer.bias, one.inputs, one.deltas] for one in term.layers],
+            "explicit": dict(term.rows.explicit),
+        }
+        for term in terms
+    ]
+
+
+def read_pieces(tree: list[dict[str, Any]]) -> list[TermRows]:
+    """Rows from what `write_pieces` gave. Their products need no residuals."""
+    found: list[TermRows] = []
+    for one in tree:
+        layers = [LayerRows(Affine(weight, bias), a, d) for weight, bias, a, d in one["layers"]]
+        factor = torch.empty(tuple(one["shape"]))
+        found.append(TermRows(TermJacobian(factor.mT, factor, layers, one["explicit"])))
+    return found
+
+
+# Nonlinear least squares over named terms: the flat flow of the engine on residuals at points
+
+PROBE = 0.1
+"""The step of the finite difference along the direction, as a share of it (Transtrum & Sethna 2012, section 4)."""
+BEND = 0.375
+"""The longest acceleration that is trusted, relative to the direction; the paper has 0.75 for twice that."""
+ATTEMPTS = 5
+"""How often the system of one step is solved, each time with more damping, until the rule takes its solution."""
+IDLE = 1e-6
+"""The share of the mean unit that every entry has, so that one that does nothing yet is damped too."""
+
+
+class ResidualOptimizer(NaturalGradient):
+    """What `ng.residuals` returns: build it by that.
+
+    Args:
+        model: The module whose parameters are trained.
+        system: The terms.
+        lr: Share of the step that is taken.
+        acceleration: Whether the second-order correction is added.
+        scaling: Whether damping is in units of the metric's diagonal.
+        momentum: Share of the last solution from which the next one starts.
+        **options: As `ng.NaturalGradient` has them.
+
+    Attributes:
+        losses: Name -> mean square of the term before the last step.
+        system: The terms.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        system: System,
+        lr: float,
+        acceleration: bool,
+        scaling: bool,
+        momentum: float,
+        **options: Any,
+    ) -> None:
+        check_share("momentum", momentum)
+        super().__init__(model, ResidualMetric(system), lr, warm_start=momentum, **options)
+        self.detach()  # it reads no pass of the user's
+        self.system, self.acceleration, self.scaling = system, acceleration, scaling
+        self.losses: dict[str, float] = {}
+        self._compared = (list(system.terms), system.weights, acceleration, scaling)
+
+    @keep_gradient_mode
+    @torch.no_grad()
+    def step(self, closure: None = None, /, **points: Any) -> Tensor:  # type: ignore[override]
+        """One step on these points.
+
+        Args:
+            closure: Of no use here: the terms say what the loss is.
+            **points: The points of each term by its name, a tensor (b, d), or a tuple of tensors (b, ...) for a term
+                that takes more than a point.
+
+        With several processes (`group=`) these are this process's points; a term may have none on some of them.
+
+        Returns:
+            The loss before the step, the sum of weight times mean square over the terms. NaN for a step that was left
+            out because a number was not finite.
+
+        Raises:
+            ValueError: For missing or unusable points; with `on_trouble="raise"` for a residual that is not finite.
+        """
+        if closure is not None:
+            raise TypeError("step takes points and no closure: step(inside=x, boundary=y)")
+        alone = self.processes.size == 1  # otherwise the others would wait where an error came now
+        checked = check_points(self.system, points, self._named) if alone else points
+        losses = list[Tensor]()
+
+        def gather() -> SystemEvidence:
+            evidence, loss = self._gather_evidence(checked)
+            losses.append(loss)
+            return evidence
+
+        super().step(evidence=gather)
+        return losses[0] if losses and self.state_report().status != "skipped" else torch.full((), math.nan)
+
+    def evaluate(self, /, **points: Any) -> dict[str, Tensor]:
+        """The residuals of the terms, without a step.
+
+        Args:
+            **points: As for `step`, of the terms that are wanted.
+
+        Returns:
+            Name -> residuals, shape (b, m).
+        """
+        some = System({n: t for n, t in self.system.terms.items() if n in points}, self.system.weights)
+        found = check_points(some if points else self.system, points, self._named)
+        return {name: self.system.terms[name].values(self._find_trained(), found[name]) for name in found}
+
+    def _find_trained(self) -> dict[str, Tensor]:
+        active = {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad}
+        return {name: p for name, p in self._named.items() if id(p) in active}
+
+    def _gather_evidence(self, points: Any) -> tuple[SystemEvidence, Tensor]:
+        """What these points tell, and the loss there."""
+        params = self._find_trained()
+        terms = self.system if self.processes.size == 1 else JoinedTerms(self.system, self.processes)
+        now = terms.linearise(params, points)
+        self.losses = {name: float(value) for name, value in now.losses.items()}
+        gradient = now.operator.rows.mv(now.residuals)
+        check_derivatives(self.system, now, points, gradient)
+        objective = ResidualObjective(terms, points, now, params, now.operator.rows.space)
+
+        def system(state: State) -> ResidualSystem:
+            chosen = (self.solver, self.damping, self.acceleration, self.scaling)
+            return ResidualSystem(*chosen, objective, state.gather(objective.space).get("units"))
+
+        return self.evidence(params, gradient, system, objective=objective, attempts=ATTEMPTS), now.loss
+
+
+class ResidualSystem:
+    """(G + level D) x = g + level D x_0, with the acceleration of its solution.
+
+    Args:
+        solver: The solver.
+        damping: How the damping follows from its number.
+        acceleration: Whether the second-order correction is added.
+        scaling: Whether D is G's diagonal; else the identity.
+        there: The residuals, around the point.
+        largest: The largest diagonal of G before this step, shape (n,).
+    """
+
+    def __init__(
+        self,
+        solver: Solver,
+        damping: Damping,
+        acceleration: bool,
+        scaling: bool,
+        there: ResidualObjective,
+        largest: Tensor | None,
+    ) -> None:
+        self.solver, self.damping, self.acceleration, self.there = solver, damping, acceleration, there
+        self.operator: Operator = there.now.operator
+        self.memory = dict[str, Any]()
+        self.largest = None
+        if scaling:
+            diagonal = measure_units(self.operator)
+            self.largest = diagonal if largest is None else torch.maximum(diagonal, largest)
+        self._damped: DampedSystem | None = None
+
+    def solve(self, level: float, guess: Tensor | None) -> Solved:
+        """The solution with the damping's number at `level`, from a guess (n,)."""
+        level = self.damping.amount(level, self.operator)
+        if self._damped is None:
+            self._damped = DampedSystem.of(self.solver, self.operator, self.units, level)
+        else:
+            self._damped = self._damped.change_damping(level)
+        found = self._damped.solve(self.there.now.residuals, guess)
+        if self.acceleration:
+            found = self._accelerate(self._damped, found)
+        units = self._damped.units
+        kept = {} if self.largest is None else {"units": self.largest}
+        return Solved(found, level if units is None else level * units, kept=kept)
+
+    @property
+    def units(self) -> Tensor | None:
+        """D: the largest diagonal of G so far, with a share of its mean where an entry does nothing."""
+        if self.largest is None:
+            return None
+        mean = self.largest.mean()
+        return self.largest + torch.where(mean > 0, IDLE * mean, 1.0)
+
+    def _accelerate(self, system: DampedSystem, found: Solution) -> Solution:
+        """The step with half the acceleration of the geodesic through it (Transtrum & Sethna 2012)."""
+        now, space = self.there.now, self.there.space
+        moved = space.unflatten(space.flatten(self.there.params) - PROBE * found.value)
+        slope = -now.operator.rows.rmv(found.value)
+        bend = (2 / PROBE) * ((self.there.residuals(moved) - now.residuals) / PROBE - slope)
+        return system.accelerate(found, bend, BEND) if bool(torch.isfinite(bend).all()) else found
+
+
+class ResidualObjective(Objective):
+    """d -> the loss at theta + d on the step's points.
+
+    Args:
+        system: The terms.
+        points: By term.
+        now: The linearisation at theta.
+        params: theta, by name.
+        space: The order of the parameters in d.
+    """
+
+    def __init__(
+        self,
+        system: System | JoinedTerms,
+        points: Points,
+        now: LinearisedTerms,
+        params: dict[str, Tensor],
+        space: Space,
+    ) -> None:
+        super().__init__(params, space, float(now.loss))
+        self.system, self.points, self.now = system, points, now
+
+    def residuals(self, params: dict[str, Tensor]) -> Tensor:
+        """Of all terms at other parameters, (r,), with this step's weights of points."""
+        return self.system.residuals(params, self.points, self.now)
+
+    def _evaluate(self, step: dict[str, Tensor]) -> float:
+        if not any(bool(part.any()) for part in step.values()):
+            return self.before
+        moved = {name: p.detach() + step[name] for name, p in self.params.items()}
+        return float(self.residuals(moved).square().sum() / 2)
+
+    def _differentiate(self, step: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+        moved = {name: p.detach() + step[name] for name, p in self.params.items()}
+        found = self.system.linearise(moved, self.points)
+        return float(found.loss), self.space.unflatten(found.operator.rows.mv(found.residuals))
+
+
+def measure_units(operator: Operator) -> Tensor:
+    """The diagonal of G; of a G whose root is not written out, its mean over each parameter."""
+    diagonal = operator.diagonal()
+    if not isinstance(operator, RowsOperator) or operator.rows.is_written:
+        return diagonal
+    space = operator.rows.space
+    means = {name: part.mean().expand(part.shape) for name, part in space.unflatten(diagonal).items()}
+    return space.flatten(means)

@@ -1,0 +1,95 @@
+"""Weights of a term's points that follow its residuals: causal in time, or where the residual is large."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class PointWeights(ABC):
+    """From the squares of a term's residuals to weights of its points, fixed within a step."""
+
+    @abstractmethod
+    def weigh(self, squares: Tensor, points: Tensor) -> Tensor:
+        """The weights, shape (b,), >= 0.
+
+        Args:
+            squares: |r|^2 at every point, shape (b,).
+            points: The term's points, shape (b, d).
+        """
+
+
+@dataclass(frozen=True)
+class Causal(PointWeights):
+    """w(t) = exp(-epsilon * sum of |r|^2 over earlier points): later times wait until the earlier ones are solved.
+
+    The sum is over points, so that epsilon refers to their number too.
+
+    Args:
+        epsilon: How strictly.
+        time: Which coordinate time is; default the last.
+
+    Raises:
+        ValueError: Unless epsilon is a finite number >= 0.
+
+    Reference:
+        Wang, Sankaran & Perdikaris 2022, eq. 2.13.
+
+    Example:
+        >>> causal = ng.residuals.Causal(epsilon=1.0)
+        >>> causal.weigh(torch.tensor([1.0, 2.0]), torch.tensor([[0.1], [0.2]]))
+        tensor([1.0000, 0.3679])
+    """
+
+    epsilon: float
+    time: int = -1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.epsilon < math.inf:
+            raise ValueError(f"epsilon is {self.epsilon}, expected a finite number >= 0")
+
+    def weigh(self, squares: Tensor, points: Tensor) -> Tensor:
+        if not -points.shape[1] <= self.time < points.shape[1]:
+            raise ValueError(f"time is {self.time}, and the points have {points.shape[1]} coordinates, counted from 0")
+        times, order = points[:, self.time].sort(stable=True)
+        sums = torch.cat([squares.new_zeros(1), squares[order].cumsum(0)])
+        # points of one time wait for none of each other
+        earlier = sums[torch.searchsorted(times.contiguous(), times, side="left")]
+        weights = torch.empty_like(squares)
+        weights[order] = torch.exp(-self.epsilon * earlier)
+        return weights
+
+
+@dataclass(frozen=True)
+class WhereLarge(PointWeights):
+    """w_i = share * |r_i|^power / mean |r|^power + 1 - share: more weight where the residual is large; mean 1.
+
+    Args:
+        power: Of the residual.
+        share: Of the weights that follows the residuals, in [0, 1].
+
+    Raises:
+        ValueError: For a power that is negative, or a share outside [0, 1].
+
+    Reference:
+        Wu, Zhu, Tan, Kartha & Lu 2023, eq. 2, whose k and c are power and (1 - share) / share.
+
+    Example:
+        >>> ng.residuals.WhereLarge().weigh(torch.tensor([0.0, 4.0]), torch.zeros(2, 1))
+        tensor([0.5000, 1.5000])
+    """
+
+    power: float = 1.0
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.power < math.inf and 0 <= self.share <= 1):
+            raise ValueError(f"power is {self.power} and share {self.share}, expected power >= 0 and share in [0, 1]")
+
+    def weigh(self, squares: Tensor, points: Tensor) -> Tensor:
+        sizes = squares.clamp(min=torch.finfo(squares.dtype).tiny).pow(self.power / 2)
+        return self.share * sizes / sizes.mean() + 1 - self.share

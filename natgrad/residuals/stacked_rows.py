@@ -1,0 +1,339 @@
+"""The rows of all terms together: U (n, r) of G = U U^T, layer by layer or written out.
+
+For a layer z_t = W a_t the row of residual j at point x is sum_t delta_jtx a_tx^T, so that the layer's part of the
+Gram matrix is sum_ts (A_t A_s^T) o (D_t D_s^T): the Jacobian need not be in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, product
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from natgrad.ground.linalg import gram
+from natgrad.ground.spaces import Space
+from natgrad.operators import Operator, SampleRows
+from natgrad.residuals.jets import LayerRows
+from natgrad.residuals.term_jacobian import TermJacobian
+
+CACHED = 2**17
+"""Numbers that a processor's cache holds: a sum over more of them is taken in parts of this size."""
+NARROW = 8
+"""Sides of a matrix below which many small products cost more than a few elementwise ones."""
+
+
+@dataclass(frozen=True, eq=False)
+class TermRows:
+    """A term's rows.
+
+    Args:
+        rows: As the term gave them, each times the root of twice its weight.
+    """
+
+    rows: TermJacobian
+
+    @property
+    def count(self) -> int:
+        """Number of rows, m b."""
+        return self.rows.factor.numel()
+
+    @property
+    def layers(self) -> list[LayerRows]:
+        """Those of affine layers."""
+        return self.rows.layers
+
+    def write(self, space: Space, out: Tensor) -> None:
+        """The rows as a matrix, added to `out` (m b, n)."""
+        for one in self.layers:
+            k, _, b, o = one.deltas.shape
+            weight, bias = space.blocks.get(one.layer.weight), space.blocks.get(one.layer.bias or "")
+            if weight is not None:
+                out[:, weight.start : weight.stop] += outer_rows(one).reshape(k * b, weight.size)
+            if bias is not None:
+                out[:, bias.start : bias.stop] += one.deltas[:, 0].reshape(k * b, o)
+        for name, rows in self.rows.explicit.items():
+            block = space.blocks[name]
+            out[:, block.start : block.stop] += rows.reshape(self.count, block.size)
+
+    def add_squares(self, space: Space, total: Tensor) -> None:
+        """The sums over the rows of the squares of their entries, added to `total` (n,)."""
+        for one in self.layers:
+            weight, bias = space.blocks.get(one.layer.weight), space.blocks.get(one.layer.bias or "")
+            if weight is not None:
+                total[weight.start : weight.stop] += sum_of_outer_squares(one).reshape(-1)
+            if bias is not None:
+                total[bias.start : bias.stop] += one.deltas[:, 0].square().sum((0, 1))
+        for name, rows in self.rows.explicit.items():
+            block = space.blocks[name]
+            total[block.start : block.stop] += rows.square().sum((0, 1))
+
+    def combine(self, weights: Tensor) -> dict[str, Tensor]:
+        """sum over rows of w times the row, by name."""
+        found: dict[str, Tensor] = {}
+
+        def add(name: str, part: Tensor) -> None:
+            found[name] = found[name] + part if name in found else part
+
+        each = weights.view(self.rows.factor.shape)
+        for one in self.layers:
+            weighted = (one.deltas * each[:, None, :, None]).sum(0)  # (T, b, o)
+            add(one.layer.weight, weighted.flatten(0, 1).mT @ one.inputs.flatten(0, 1))
+            if one.layer.bias is not None:
+                add(one.layer.bias, weighted[0].sum(0))
+        for name, rows in self.rows.explicit.items():
+            add(name, torch.einsum("kb,kbn->n", each, rows))
+        return found
+
+    def along(self, tangents: dict[str, Tensor]) -> Tensor:
+        """Every row's inner product with a tangent, shape (m b,)."""
+        total = torch.zeros_like(self.rows.factor)
+        for one in self.layers:
+            if one.layer.weight in tangents:
+                image = one.inputs @ tangents[one.layer.weight].mT  # (T, b, o)
+                total += (one.deltas * image).sum((1, 3))
+            if one.layer.bias in tangents:
+                total += one.deltas[:, 0] @ tangents[one.layer.bias]
+        for name, rows in self.rows.explicit.items():
+            total += rows @ tangents[name].reshape(-1)
+        return total.reshape(-1)
+
+
+def outer_rows(one: LayerRows) -> Tensor:
+    """sum_t delta_jtx a_tx^T for every residual, (k, b, o, i)."""
+    times, o, i = len(one.inputs), one.deltas.shape[3], one.inputs.shape[2]
+    if min(o, i) >= NARROW and times > 1:
+        return one.deltas.permute(0, 2, 3, 1) @ one.inputs.transpose(0, 1)
+    total = one.deltas[:, 0].unsqueeze(-1) * one.inputs[0].unsqueeze(-2)
+    for t in range(1, times):
+        total.addcmul_(one.deltas[:, t].unsqueeze(-1), one.inputs[t].unsqueeze(-2))
+    return total
+
+
+class StackedRows:
+    """U (n, r): one column per residual, term after term, in each component by component.
+
+    Args:
+        space: Of the parameters.
+        terms: In order.
+        scale: Factors of the parameters' entries, shape (n,), U becomes diag(scale) U; where U is not written out they
+            are the same for all entries of a parameter. None: 1.
+        columns: Of the U that these columns are a part of; None: these are all.
+    """
+
+    # numbers of U up to which it is written out: then every product is one of matrices
+    WRITTEN: ClassVar[int] = 2**22
+
+    def __init__(
+        self, space: Space, terms: Sequence[TermRows], scale: Tensor | None = None, columns: int | None = None
+    ) -> None:
+        self.space, self.terms, self.scale = space, list(terms), scale
+        self.rank = sum(term.count for term in self.terms)
+        self.columns = self.rank if columns is None else columns
+
+    def settle(self, columns: int) -> StackedRows:
+        """The same rows, as a part of a larger U."""
+        return StackedRows(self.space, self.terms, self.scale, columns)
+
+    def rescale(self, scale: Tensor) -> StackedRows:
+        """diag(scale) U.
+
+        scale: (n,).
+        """
+        found = StackedRows(self.space, self.terms, scale, self.columns)
+        if self.is_written:
+            found.matrix = self.matrix * scale
+        return found
+
+    @property
+    def is_written(self) -> bool:
+        """Whether U is held as a matrix."""
+        return self.columns * self.space.size <= self.WRITTEN
+
+    @cached_property
+    def matrix(self) -> Tensor:
+        """U^T written out, shape (r, n)."""
+        out = torch.zeros(self.rank, self.space.size, dtype=self.space.dtype, device=self.space.device)
+        for term, part in zip(self.terms, out.split([term.count for term in self.terms]), strict=True):
+            term.write(self.space, part)
+        return out if self.scale is None else out.mul_(self.scale)
+
+    def mv(self, weights: Tensor) -> Tensor:
+        """U w, shape (n,).
+
+        weights: w, (r,).
+        """
+        if self.is_written:
+            return self.matrix.mT @ weights
+        total = self.space.zeros()
+        for term, part in zip(self.terms, weights.split([term.count for term in self.terms]), strict=True):
+            known = {name: t for name, t in term.combine(part).items() if name in self.space.blocks}
+            total += self.space.flatten({n: t.view(self.space.blocks[n].shape) for n, t in known.items()})
+        return total if self.scale is None else total * self.scale
+
+    def rmv(self, vector: Tensor) -> Tensor:
+        """U^T v, shape (r,).
+
+        vector: v, (n,).
+        """
+        if self.is_written:
+            return self.matrix @ vector
+        tangents = self.space.unflatten(vector if self.scale is None else vector * self.scale)
+        return torch.cat([term.along(tangents) for term in self.terms])
+
+    def dense(self) -> Tensor:
+        """U written out, (n, r)."""
+        return self.matrix.mT
+
+    def squares(self) -> Tensor:
+        """Diagonal of U U^T, shape (n,)."""
+        if self.is_written:
+            parts = self.matrix.split(max(1, CACHED // self.space.size))
+            return torch.stack([part.square().sum(0) for part in parts]).sum(0)
+        total = self.space.zeros()
+        for term in self.terms:
+            term.add_squares(self.space, total)
+        return total if self.scale is None else total * self.scale.square()
+
+    def moment(self) -> Tensor:
+        """U U^T, shape (n, n): term by term where U is too large to be written out."""
+        if self.is_written:
+            return gram(self.matrix)
+        total = torch.zeros(self.space.size, self.space.size, dtype=self.space.dtype, device=self.space.device)
+        for term in self.terms:
+            part = self._write(term)
+            total.addmm_(part.mT, part)
+        return total
+
+    def lower_gram(self) -> Tensor:
+        """U^T U (r, r), valid in its lower triangle."""
+        if self.is_written:
+            return gram(self.matrix.mT)
+        total = torch.zeros(self.rank, self.rank, dtype=self.space.dtype, device=self.space.device)
+        squares = self.find_squares()
+        starts = list(accumulate((term.count for term in self.terms), initial=0))
+        for i, term in enumerate(self.terms):
+            for j, earlier in enumerate(self.terms[: i + 1]):
+                corner = total[starts[i] : starts[i + 1], starts[j] : starts[j + 1]]
+                add_products(term, earlier, squares, corner)
+        return total
+
+    def find_squares(self) -> dict[str, float]:
+        """The squared factor of each parameter, where it is one for all of its entries."""
+        if self.scale is None:
+            return dict.fromkeys(self.space, 1.0)
+        return {name: float(self.scale[block.start]) ** 2 for name, block in self.space.blocks.items()}
+
+    def _write(self, term: TermRows) -> Tensor:
+        out = torch.zeros(term.count, self.space.size, dtype=self.space.dtype, device=self.space.device)
+        term.write(self.space, out)
+        return out if self.scale is None else out * self.scale
+
+
+def sum_of_outer_squares(one: LayerRows) -> Tensor:
+    """sum over the rows of a weight of the squares of their entries, (o, i): some points at a time."""
+    size = max(1, 2**22 // (one.deltas.shape[0] * one.deltas.shape[3] * one.inputs.shape[2]))
+    parts = zip(one.inputs.split(size, 1), one.deltas.split(size, 2), strict=True)
+    return torch.stack([outer_rows(LayerRows(one.layer, a, d)).square().sum((0, 1)) for a, d in parts]).sum(0)
+
+
+def add_products(left: TermRows, right: TermRows, squares: dict[str, float], total: Tensor) -> None:
+    """total += (rows of one term) (rows of the other)^T, layer by layer, (m b, m' b')."""
+    known: dict[str, list[LayerRows]] = {}
+    for one in right.layers:
+        known.setdefault(one.layer.weight, []).append(one)
+    for one in left.layers:
+        for other in known.get(one.layer.weight, ()):
+            add_layer_products(one, other, squares, total)
+    for name, rows in left.rows.explicit.items():
+        if name in right.rows.explicit:
+            total.addmm_(rows.flatten(0, 1), right.rows.explicit[name].flatten(0, 1).mT, alpha=squares[name])
+
+
+def add_layer_products(one: LayerRows, other: LayerRows, squares: dict[str, float], total: Tensor) -> None:
+    """total += sum_ts (A_t A_s^T) o (D_t D_s^T), or by the rows written out where that costs less."""
+    k, times, b, o = one.deltas.shape
+    m, others, c, _ = other.deltas.shape
+    i, weight, bias = one.inputs.shape[2], one.layer.weight, one.layer.bias
+    if weight in squares and o * i <= 2 * times * others * (i + o):
+        left, right = outer_rows(one).reshape(k * b, o * i), outer_rows(other).reshape(m * c, o * i)
+        total.addmm_(left, right.mT, alpha=squares[weight])
+    elif weight in squares:
+        for t, s in product(range(times), range(others)):
+            like = (squares[weight] * one.inputs[t]) @ other.inputs[s].mT
+            pairs = one.deltas[:, t].reshape(k * b, o) @ other.deltas[:, s].reshape(m * c, o).mT
+            add_tiled_product(total, pairs, like)
+    if bias in squares:
+        left, right = one.deltas[:, 0].reshape(k * b, o), other.deltas[:, 0].reshape(m * c, o)
+        total.addmm_(left, right.mT, alpha=squares[bias])
+
+
+def add_tiled_product(total: Tensor, pairs: Tensor, like: Tensor) -> None:
+    """total += pairs * like for (k b, l c), like (b, c) repeated for every pair of components."""
+    b, c = like.shape
+    for row in range(0, len(total), b):
+        for column in range(0, total.shape[1], c):
+            corner = slice(row, row + b), slice(column, column + c)
+            total[corner].addcmul_(pairs[corner], like)
+
+
+class ScalableRows(SampleRows, Protocol):
+    """U of named residuals, on one process or on several."""
+
+    space: Space
+
+    @property
+    def is_written(self) -> bool:
+        """Whether U is held as a matrix."""
+        ...
+
+    def rescale(self, scale: Tensor) -> ScalableRows:
+        """diag(scale) U.
+
+        scale: (n,).
+        """
+        ...
+
+    def squares(self) -> Tensor:
+        """Diagonal of U U^T, shape (n,)."""
+        ...
+
+    def moment(self) -> Tensor:
+        """U U^T, shape (n, n)."""
+        ...
+
+
+class RowsOperator(Operator):
+    """G = U U^T from rows that are known by their products.
+
+    Args:
+        rows: U.
+    """
+
+    def __init__(self, rows: ScalableRows) -> None:
+        self.rows, space = rows, rows.space
+        self.size, self.dtype, self.device = space.size, space.dtype, space.device
+
+    @property
+    def sample_rows(self) -> ScalableRows:
+        return self.rows
+
+    @property
+    def sample_rank(self) -> int:
+        return self.rows.rank
+
+    def mv(self, vector: Tensor) -> Tensor:
+        return self.rows.mv(self.rows.rmv(vector))
+
+    def root(self) -> Tensor:
+        return self.rows.dense()
+
+    def diagonal(self) -> Tensor:
+        return self.rows.squares()
+
+    def dense(self) -> Tensor:
+        return self.rows.moment()

@@ -1,0 +1,271 @@
+"""Several terms, each on points of its own: their loss, and its linear model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.ground.linalg import all_finite
+from natgrad.ground.pure import RandomState
+from natgrad.ground.spaces import Params, Space
+from natgrad.metrics import Metric
+from natgrad.operators import Operator
+from natgrad.optim import NotFiniteError
+from natgrad.residuals.point_weights import PointWeights
+from natgrad.residuals.stacked_rows import RowsOperator, StackedRows, TermRows
+from natgrad.residuals.term_checks import describe
+from natgrad.residuals.term_jacobian import TermJacobian
+from natgrad.residuals.terms import Term
+
+Points = dict[str, tuple[Tensor, ...]]
+NO_DERIVATIVE = (
+    "natgrad: term {name!r} does not depend on any parameter at its points, so that nothing is learnt from it: second "
+    "derivatives of ReLU and of linear networks are zero (use tanh), and .detach() or a number cuts the graph"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class LinearisedTerms:
+    """r(theta + d) ~ r + J d of all terms, each row times sqrt(2 weight / points).
+
+    Args:
+        residuals: Shape (r,): half the sum of their squares is the loss.
+        operator: G = J^T J.
+        losses: The mean square of each term, by name; of one process of several, its part of that.
+        factors: What the residuals of each term were multiplied by, shape (m, b).
+    """
+
+    residuals: Tensor
+    operator: RowsOperator
+    losses: dict[str, Tensor]
+    factors: dict[str, Tensor]
+
+    @property
+    def loss(self) -> Tensor:
+        """The sum of weight times mean square over the terms, a scalar tensor."""
+        return self.residuals.square().sum() / 2
+
+
+class System:
+    """The loss sum_k w_k mean |r_k|^2 of named terms.
+
+    Args:
+        terms: By name.
+        weights: w, by name.
+        point_weights: What weighs the points of some terms, by name.
+    """
+
+    def __init__(
+        self,
+        terms: Mapping[str, Term],
+        weights: Mapping[str, float],
+        point_weights: Mapping[str, PointWeights] | None = None,
+    ) -> None:
+        self.terms, self.weights, self.point_weights = dict(terms), dict(weights), dict(point_weights or {})
+        self._looked: set[str] = set()  # terms whose derivative was seen once
+
+    @torch.no_grad()
+    def linearise(
+        self,
+        params: Params,
+        points: Points,
+        counts: Mapping[str, int] | None = None,
+        weighed: Mapping[str, Tensor] | None = None,
+    ) -> LinearisedTerms:
+        """The residuals with their Jacobian."""
+        parts, residuals, losses, factors = [], [], {}, {}
+        for name, term in self.terms.items():
+            own = points[name]
+            count = len(own[0]) if counts is None else counts[name]
+            weigh = partial(self._weigh, name, own, count, None if weighed is None else weighed.get(name))
+            found = term.rows(params, own, weigh) if len(own[0]) else lack_points(params)
+            factors[name] = found.factor
+            parts.append(TermRows(found))
+            residuals.append((found.values.mT * found.factor).reshape(-1))
+            losses[name] = found.values.square().sum() / count
+        rows = StackedRows(Space(params), parts)
+        self._tell_idle_terms(rows, residuals)
+        operator = RowsOperator(rows)
+        return LinearisedTerms(torch.cat(residuals).to(operator.dtype), operator, losses, factors)
+
+    def _tell_idle_terms(self, rows: StackedRows, residuals: list[Tensor]) -> None:
+        """A warning at the first step for a term that no parameter changes."""
+        for name, part, values in zip(self.terms, rows.terms, residuals, strict=True):
+            if name in self._looked or not part.count:
+                continue
+            self._looked.add(name)
+            squares = rows.space.zeros()
+            part.add_squares(rows.space, squares)
+            if bool(values.any()) and not bool(squares.any()):
+                warnings.warn(NO_DERIVATIVE.format(name=name), stacklevel=2)
+
+    def _weigh(
+        self, name: str, points: tuple[Tensor, ...], count: int, weights: Tensor | None, values: Tensor
+    ) -> Tensor:
+        """The factors of a term's rows (m, b), sqrt(2 w / count) times the root of the point's weight.
+
+        Its residuals (b, m) are known to be finite then.
+        """
+        check_residuals(name, values, points)
+        plain = torch.full_like(values.mT, (2 * self.weights[name] / count) ** 0.5)
+        if name not in self.point_weights:
+            return plain
+        if weights is None:
+            weights = self.point_weights[name].weigh(values.square().sum(1), points[0])
+        return plain * weights.sqrt()
+
+    @torch.no_grad()
+    def residuals(self, params: Params, points: Points, now: LinearisedTerms) -> Tensor:
+        """The residuals elsewhere, times the same factors, (r,): NaN where they are not finite."""
+        found = [
+            (term.values(params, points[name]).mT * now.factors[name]).reshape(-1)
+            for name, term in self.terms.items()
+            if len(points[name][0])
+        ]
+        return torch.cat(found) if found else now.residuals[:0]
+
+    @torch.no_grad()
+    def squares(self, name: str, params: Params, points: tuple[Tensor, ...]) -> Tensor:
+        """|r|^2 of a term at each of its points, shape (b,)."""
+        if not len(points[0]):
+            return next(iter(params.values())).new_zeros(0)
+        values = self.terms[name].values(params, points)
+        check_residuals(name, values, points)
+        return values.square().sum(1)
+
+
+def lack_points(params: Params) -> TermJacobian:
+    """The rows of a term that has no points here: none."""
+    none = next(iter(params.values())).detach().new_zeros(1, 0)
+    return TermJacobian(none.mT, none)
+
+
+@dataclass(frozen=True, eq=False)
+class ResidualMetric(Metric):
+    """Gauss-Newton's matrix of a sum of squares: G = sum_k 2 w_k mean J_k^T J_k, its inputs a dict of points by term.
+
+    Args:
+        system: The terms.
+    """
+
+    system: System
+
+    def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
+        return self.system.linearise(params, check_points(self.system, inputs, params)).operator
+
+
+def check_points(system: System, points: Mapping[str, Any], params: Params, *, may_lack: bool = False) -> Points:
+    """Points as tuples of tensors. TypeError or ValueError for anything but a batch of points for each term."""
+    unknown, missing = sorted(points.keys() - system.terms.keys()), sorted(system.terms.keys() - points.keys())
+    if unknown or missing:
+        said = f"no points for {missing}" if missing else f"points for {unknown}, which is no term"
+        raise ValueError(f"step got {said}: the terms are {list(system.terms)}; call step(inside=x, boundary=y)")
+    like = next(iter(params.values()))
+    return {name: check_batch_of_points(name, points[name], like, int(not may_lack)) for name in system.terms}
+
+
+def check_batch_of_points(name: str, given: Any, like: Tensor, fewest: int) -> tuple[Tensor, ...]:
+    """One term's points: tensors with one leading size, in the parameters' dtype and on their device."""
+    tensors = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+    for one in tensors:
+        if not isinstance(one, Tensor) or one.dim() == 0:
+            came = "a scalar tensor" if isinstance(one, Tensor) else type(one).__name__
+            raise TypeError(f"{name} is {came}, expected points: a tensor (b, d), or a tuple of tensors (b, ...)")
+        if one.is_floating_point() and one.dtype != like.dtype:
+            raise ValueError(
+                f"{name} is {one.dtype}, the network {like.dtype}: convert with {name}.to({like.dtype}); double "
+                "precision, net.double(), reaches smaller errors"
+            )
+        if one.device != like.device:
+            raise ValueError(f"{name} is on {one.device}, the network on {like.device}; move one to the other")
+        if not all_finite(one.detach()):
+            raise ValueError(f"{name} holds a NaN or an infinity; look at how the points are drawn")
+    if len({len(one) for one in tensors}) != 1 or len(tensors[0]) < fewest:
+        raise ValueError(
+            f"{name} has tensors of leading sizes {[len(one) for one in tensors]}, expected the same number of points, "
+            "at least one"
+        )
+    if tensors[0].dim() == 1:
+        raise ValueError(
+            f"{name} has shape {tuple(tensors[0].shape)}, expected points (b, d): for one coordinate, {name}[:, None]"
+        )
+    return tuple(one.detach() for one in tensors)
+
+
+def check_residuals(name: str, values: Tensor, points: tuple[Tensor, ...]) -> None:
+    """NotFiniteError with the term and its first point where a residual (b, m) is NaN or infinite."""
+    if all_finite(values):
+        return
+    bad = (~torch.isfinite(values)).any(1).nonzero().reshape(-1)
+    first = int(bad[0])
+    shown = ", ".join(f"{float(v):.6g}" for v in values[first][:6])
+    raise NotFiniteError(
+        f"term {name!r} is not finite at {len(bad)} of {len(values)} points: it is {shown} at point {first}, "
+        f"{describe(tuple(t[first] for t in points))}; look there for a division by zero, a square root or a "
+        "logarithm, or for weights that have grown too large"
+    )
+
+
+def check_derivatives(system: System, now: LinearisedTerms, points: Points, gradient: Tensor) -> None:
+    """NotFiniteError with the term and its first point where the derivative of a residual is NaN or infinite.
+
+    gradient: Of the loss, (n,): finite unless some derivative is not.
+    """
+    if all_finite(gradient):
+        return
+    rows = now.operator.rows
+    broken = [part.rows.find_broken_point() for part in rows.terms] if isinstance(rows, StackedRows) else []
+    for name, place in zip(system.terms, broken, strict=False):
+        if place is not None:
+            raise NotFiniteError(
+                f"the derivative of term {name!r} in the parameters is not finite at point {place}, "
+                f"{describe(tuple(t[place] for t in points[name]))}, where its value is; look for a square root or an "
+                "absolute value at zero, or for torch.where around a division by zero"
+            )
+    raise NotFiniteError("the gradient of the loss is not finite: look for a derivative that is infinite, or too large")
+
+
+def read_terms(
+    terms: Any,
+    unknowns: Mapping[str, nn.Module | nn.Parameter],
+    weights: Mapping[str, float] | None,
+    point_weights: Mapping[str, PointWeights] | None = None,
+) -> System:
+    """The system behind what a user gave. TypeError or ValueError for what is no term or no weight."""
+    if callable(terms):
+        terms = {"residual": terms}
+    if not isinstance(terms, Mapping) or not terms:
+        raise TypeError(
+            f"terms is {type(terms).__name__}, expected a dict of functions of the network and a point, "
+            '{"inside": lambda u, x: ng.laplacian(u, x) + f(x), "boundary": lambda u, x: u(x) - g(x)}'
+        )
+    for name, function in terms.items():
+        if not isinstance(name, str) or not callable(function):
+            raise TypeError(
+                f"terms[{name!r}] is {type(function).__name__}, expected a function of the network and a point"
+            )
+    weights = dict(weights or {})
+    unknown = sorted(weights.keys() - terms.keys())
+    if unknown:
+        raise ValueError(f"weights has {unknown}, which is no term: the terms are {list(terms)}")
+    for name, weight in weights.items():
+        if isinstance(weight, Tensor) and weight.dim():
+            raise ValueError(
+                f"weights[{name!r}] is a tensor {tuple(weight.shape)}, expected a number; weights of points are data "
+                "of the term: lambda u, x, w: w.sqrt() * ..., step(inside=(x, w))"
+            )
+        if not isinstance(weight, (int, float)) or not 0 < weight < float("inf"):
+            raise ValueError(f"weights[{name!r}] is {weight!r}, expected a finite number > 0")
+    for name, chosen in (point_weights or {}).items():
+        if name not in terms:
+            raise ValueError(f"point_weights has {name!r}, which is no term: the terms are {list(terms)}")
+        if not isinstance(chosen, PointWeights):
+            raise TypeError(f"point_weights[{name!r}] is {chosen!r}, expected Causal(...) or another PointWeights")
+    made = {name: Term(name, function, unknowns) for name, function in terms.items()}
+    return System(made, {name: float(weights.get(name, 1.0)) for name in terms}, point_weights)

@@ -1,0 +1,374 @@
+"""One term: a function of the unknowns at a point, over a batch of points, with its rows of the Jacobian."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Set
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.ground.derivatives import exact_derivatives
+from natgrad.ground.pure import (
+    RandomState,
+    call_with,
+    check_examples_apart,
+    check_followed,
+    mark_evaluation,
+    run_detached,
+)
+from natgrad.ground.spaces import Params
+from natgrad.residuals.fields import ORDER, Field, Notes
+from natgrad.residuals.jets import JetPass, LayerChain, network_of
+from natgrad.residuals.plan import JetLayout, Plan
+from natgrad.residuals.term_checks import (
+    ParameterWatch,
+    check_captured,
+    check_independence,
+    describe,
+    find_aliases,
+    flatten_residual,
+)
+from natgrad.residuals.term_jacobian import TermJacobian, differentiate_columns
+from natgrad.residuals.unknowns import params_of
+
+T = TypeVar("T")
+Unknown = nn.Module | nn.Parameter
+Function = Callable[..., Any]
+
+ONE_BY_ONE = (
+    "natgrad: term {name!r} takes one backward pass per residual, since torch.func cannot take all points at once "
+    "({error}): build it of torch operations, torch.where in place of if and torch.sin of math.sin, without "
+    "torch.autograd.grad or .requires_grad_() in the network's forward, and write the derivatives in the term, with "
+    "ng.grad and ng.laplacian"
+)
+
+
+class Unplanned(Exception):
+    """A term asked for something that its tables do not have."""
+
+
+class Term:
+    """A named residual.
+
+    Args:
+        name: Its name.
+        function: unknowns and a point -> a residual, a tensor of any shape.
+        unknowns: By name, in the order of the function's arguments.
+    """
+
+    def __init__(self, name: str, function: Function, unknowns: Mapping[str, Unknown]) -> None:
+        self.name, self.function, self.unknowns = name, function, dict(unknowns)
+        self.notes: dict[str, Notes] | None = None
+        self.networks: dict[str, LayerChain] | None = None
+        self.by_rows = self.is_plain = False
+        self.aliases = find_aliases(self.unknowns)
+        self.is_random = False
+        self._noise: RandomState | None = None
+        self._signature: list[Any] | None = None
+        self._parameters: dict[str, set[str]] = {}
+
+    # what it is worth
+
+    def values(self, params: Params, points: tuple[Tensor, ...]) -> Tensor:
+        """The residuals (b, m), without a graph.
+
+        points: Tensors (b, ...).
+        """
+        if self.notes is None:
+            self.settle(params, points)
+        with nullcontext() if self._noise is None else self._noise.replay():
+            found = self._through_tables(
+                lambda: self._from_tables(points, self._tables(params, points), self._coefficients(params, points))
+            )
+            return (run_detached(lambda: self._plainly(params, points)) if found is None else found).detach()
+
+    def rows(self, params: Params, points: tuple[Tensor, ...], weigh: Callable[[Tensor], Tensor]) -> TermJacobian:
+        """The residuals with the rows of their Jacobian in the parameters.
+
+        points: Tensors (b, ...). weigh: From the residuals (b, m) to the factors of the rows (m, b).
+        """
+        self.settle(params, points)
+        if self.is_random:  # the trials of this step see the same draws
+            self._noise = RandomState.capture(points[0].device)
+        found = self._through_tables(lambda: self._layered_rows(params, points, weigh))
+        return self._functional_rows(params, points, weigh) if found is None else found
+
+    def settle(self, params: Params, points: tuple[Tensor, ...]) -> None:
+        """Look at the unknowns: what is asked of them, and whether they are layers. Once, and whenever they change.
+
+        points: Tensors (b, ...).
+        """
+        networks = {name: part for name, part in self.unknowns.items() if isinstance(part, nn.Module)}
+        signature = [sign(part) for part in networks.values()]
+        if signature == self._signature:
+            return
+        for name, part in networks.items():
+            check_examples_apart(name or "net", part)
+            self._parameters[name] = {key for key, _ in part.named_parameters(name)}
+        if self.notes is None:
+            self.notes = self._probe(params, points)
+        for name, part in networks.items():
+            for place in self.notes[name].plans:
+                check_independence(
+                    name, lambda x, net=part, own=self._own(params, name): read(net, own, x), points[place]
+                )
+        self._signature, self.networks = signature, self._find_networks()
+
+    def _through_tables(self, make: Callable[[], T]) -> T | None:
+        """What it makes of the unknowns' tables; None where they have none. What is missing in them is added."""
+        while self.networks is not None:
+            known = self._wishes()
+            try:
+                return make()
+            except Unplanned:
+                self.networks = self._find_networks() if self._wishes() != known else None
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:  # whatever vmap cannot do with tables
+                self.is_plain, self.networks = True, None
+        return None
+
+    def _go_by_rows(self, error: RuntimeError) -> None:
+        self.by_rows = True
+        shown = str(error).partition("\n")[0]
+        warnings.warn(ONE_BY_ONE.format(name=self.name, error=shown[:100]), stacklevel=3)
+
+    def _wishes(self) -> list[tuple[dict[int, Plan], bool]]:
+        assert self.notes is not None
+        return [(dict(one.plans), one.elsewhere) for one in self.notes.values()]
+
+    # what it asks of the unknowns
+
+    def _probe(self, params: Params, points: tuple[Tensor, ...]) -> dict[str, Notes]:
+        """Run the function at one point, to see which derivatives it wants."""
+        notes = {name: Notes() for name, part in self.unknowns.items() if isinstance(part, nn.Module)}
+        point = tuple(t[0] for t in points)
+        detached = {name: p.detach() for name, p in params.items()}  # so that a parameter seen is one that was captured
+        before = RandomState.capture(point[0].device)
+        try:
+            with exact_derivatives(), ParameterWatch() as watch:
+                run_detached(lambda: self._at(detached, point, notes=notes))
+        except NotImplementedError:
+            raise
+        except Exception as error:
+            if isinstance(error, TypeError) and "'Tensor' object is not callable" in str(error):
+                raise TypeError(ORDER) from error
+            error.add_note(f"This came up in the term {self.name!r}, at the first of its points, {describe(point)}.")
+            if isinstance(error, IndexError):
+                error.add_note(ORDER)
+            raise
+        idle = all(not one.plans and not one.elsewhere for one in notes.values())
+        if idle and all(isinstance(part, nn.Module) for part in self.unknowns.values()):
+            raise ValueError(
+                f"term {self.name!r} does not use its unknowns: write it with the function's own arguments, "
+                "lambda u, x: ng.laplacian(u, x) + f(x), where u is the network at one point x"
+            )
+        check_captured(self.name, watch.seen, self.unknowns, params)
+        after = RandomState.capture(point[0].device)
+        self.is_random = before.differs_from(after)
+        return notes
+
+    def _find_networks(self) -> dict[str, LayerChain] | None:
+        """The unknowns that are asked for, as layers; None where one is not made of them, or asked elsewhere."""
+        assert self.notes is not None
+        found = {}
+        if self.is_plain or self.by_rows or self.aliases:  # rows of a parameter in two networks are one
+            return None
+        for name, one in self.notes.items():
+            if one.elsewhere:
+                return None
+            if one.plans:
+                module = self.unknowns[name]
+                assert isinstance(module, nn.Module)
+                network = network_of(module, f"{name}." if name else "")
+                if network is None:
+                    return None
+                found[name] = network
+        return found or None  # a term of coefficients alone has no network
+
+    # through tables of derivatives
+
+    def _tables(self, params: Params, points: tuple[Tensor, ...], rows: bool = False) -> dict[tuple[str, int], JetPass]:
+        networks = self.networks
+        assert networks is not None
+        assert self.notes is not None
+        with torch.no_grad():
+            state = self._state(params)
+            return {
+                (name, place): networks[name].run(state, points[place], plan, rows)
+                for name, one in self.notes.items()
+                for place, plan in one.plans.items()
+            }
+
+    def _state(self, params: Params) -> dict[str, Tensor]:
+        """All parameters of the unknowns, those that are not trained too."""
+        return self._hold_frozen(params.keys()) | dict(params)
+
+    def _hold_frozen(self, trained: Set[str]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, part in self.unknowns.items():
+            if isinstance(part, nn.Parameter):
+                found[name] = part
+            elif not self._parameters[name] <= trained:
+                found |= {f"{name}." * bool(name) + key: p for key, p in part.named_parameters()}
+        return found
+
+    def _coefficients(self, params: Params, points: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """Coefficients, one copy per point."""
+        parts = {name: part for name, part in self.unknowns.items() if isinstance(part, nn.Parameter)}
+        return {
+            name: params.get(name, part).detach().expand(len(points[0]), *part.shape) for name, part in parts.items()
+        }
+
+    def _from_tables(
+        self,
+        points: tuple[Tensor, ...],
+        passes: dict[tuple[str, int], JetPass],
+        coefficients: dict[str, Tensor],
+        jets: dict[tuple[str, int], Tensor] | None = None,
+    ) -> Tensor:
+        """The residuals (b, m) from the unknowns' values and derivatives."""
+        jets = {key: one.outputs for key, one in passes.items()} if jets is None else jets
+
+        keys, names, count = list(jets), list(coefficients), len(points)
+        dtype = next(iter(jets.values())).dtype
+        assert self.notes is not None
+        notes = self.notes
+
+        def one(*given: Tensor) -> Tensor:
+            point, tables = given[:count], given[count : count + len(keys)]
+            chosen = dict(zip(names, given[count + len(keys) :], strict=True))
+            known: dict[str, dict[int, tuple[JetLayout, Tensor]]] = {}
+            for (name, place), table in zip(keys, tables, strict=True):
+                known.setdefault(name, {})[place] = passes[name, place].layout, table
+            arguments = [
+                Field(refuse_evaluation, point, known.get(name), notes[name]) if name in notes else chosen[name]
+                for name in self.unknowns
+            ]
+            return flatten_residual(self.name, self.function(*arguments, *point), dtype)
+
+        given = (*points, *jets.values(), *coefficients.values())
+        dims = (0,) * count + (1,) * len(keys) + (0,) * len(names)
+        return torch.func.vmap(one, in_dims=dims, randomness="different")(*given)
+
+    def _layered_rows(
+        self, params: Params, points: tuple[Tensor, ...], weigh: Callable[[Tensor], Tensor]
+    ) -> TermJacobian:
+        passes = self._tables(params, points, rows=True)
+        with torch.enable_grad():
+            jets = {key: one.outputs.detach().requires_grad_() for key, one in passes.items()}
+            chosen = {name: c.clone().requires_grad_() for name, c in self._coefficients(params, points).items()}
+            values = self._from_tables(points, passes, chosen, jets)
+            found = differentiate_columns(values, [*jets.values(), *chosen.values()])
+        factor = weigh(values.detach())
+        # on the outputs it costs less than on the rows
+        layers = [
+            row
+            for one, cotangents in zip(passes.values(), found, strict=False)
+            for row in one.pull_back(cotangents * factor[:, None, :, None])
+        ]
+        explicit = {
+            name: cotangents.reshape(*cotangents.shape[:2], -1) * factor.unsqueeze(2)
+            for name, cotangents in zip(chosen, found[len(jets) :], strict=True)
+            if name in params
+        }
+        return TermJacobian(values.detach(), factor, layers, explicit)
+
+    # as a function of the parameters
+
+    def _at(self, params: Params, point: tuple[Tensor, ...], notes: dict[str, Notes] | None = None) -> Tensor:
+        """The residual (m,) at one point, by the networks themselves."""
+        arguments = []
+        for name, part in self.unknowns.items():
+            if not isinstance(part, nn.Module):
+                arguments.append(params.get(self.aliases.get(name, name), part))
+                continue
+            own = self._own(params, name)
+
+            def evaluate(*args: Any, module: nn.Module = part, own: Params = own) -> Tensor:
+                return read(module, own, *(a.unsqueeze(0) if isinstance(a, Tensor) else a for a in args)).squeeze(0)
+
+            arguments.append(Field(evaluate, point, notes=None if notes is None else notes[name]))
+        dtype = next(iter(params.values())).dtype
+        return flatten_residual(self.name, self.function(*arguments, *point), dtype)
+
+    def _own(self, params: Params, name: str) -> dict[str, Tensor]:
+        """The trained parameters of a network, by its own names; those that it shares with another one too."""
+        shared = {full: params[first] for full, first in self.aliases.items() if first in params}
+        return params_of({**params, **shared}, name)
+
+    def _plainly(self, params: Params, points: tuple[Tensor, ...]) -> Tensor:
+        """The residuals (b, m): all points at once, or one after the other where torch.func cannot."""
+        with exact_derivatives():
+            if not self.by_rows:
+                try:
+                    each = torch.func.vmap(self._at, in_dims=(None, 0), randomness="different")
+                    return each(dict(params), points)
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError as error:
+                    self._go_by_rows(error)
+            return torch.stack([self._at(params, point) for point in zip(*points, strict=True)])
+
+    def _functional_rows(
+        self, params: Params, points: tuple[Tensor, ...], weigh: Callable[[Tensor], Tensor]
+    ) -> TermJacobian:
+        values, explicit = self._explicit_rows(params, points)
+        factor = weigh(values)
+        return TermJacobian(values, factor, [], {name: one * factor.unsqueeze(2) for name, one in explicit.items()})
+
+    def _explicit_rows(self, params: Params, points: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The residuals (b, m), and the rows (m, b, size) by name."""
+        leaves = {name: p.detach() for name, p in params.items()}
+        if not self.by_rows:
+            try:
+                return self._rows_by_points(leaves, points)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                self._go_by_rows(error)
+        with torch.enable_grad(), mark_evaluation():
+            leaves = {name: p.requires_grad_() for name, p in leaves.items()}
+            values = self._plainly(leaves, points)
+            check_followed(values, leaves, evaluate=lambda moved: self._plainly(moved, points))
+            found = [
+                torch.autograd.grad(value, list(leaves.values()), retain_graph=True, materialize_grads=True)
+                for value in values.mT.reshape(-1)
+            ]
+        b, m = values.shape
+        stacked = [torch.stack([row[i].reshape(-1) for row in found]).view(m, b, -1) for i in range(len(leaves))]
+        return values.detach(), dict(zip(leaves, stacked, strict=True))
+
+    def _rows_by_points(
+        self, leaves: dict[str, Tensor], points: tuple[Tensor, ...]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        def both(point: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+            def twice(chosen: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+                value = self._at(chosen, point)
+                return value, value
+
+            jacobian, value = torch.func.jacrev(twice, has_aux=True)(leaves)
+            return value, jacobian
+
+        with torch.enable_grad(), mark_evaluation(), exact_derivatives():
+            values, jacobians = torch.func.vmap(both, randomness="different")(points)
+        b, m = values.shape
+        return values.detach(), {n: j.detach().transpose(0, 1).reshape(m, b, -1) for n, j in jacobians.items()}
+
+
+def read(module: nn.Module, own: Params, *args: Any) -> Tensor:
+    """A network's outputs for a batch, with these parameters in the place of its own."""
+    return call_with(module, own, *args)
+
+
+def refuse_evaluation(*args: Any) -> Tensor:
+    """In place of a network whose values come from tables: whatever is not in them is planned for, next time."""
+    raise Unplanned
+
+
+def sign(module: nn.Module) -> list[tuple[int, bool, int]]:
+    """What a network's layers are and how they are set, to see whether it changed."""
+    return [(id(m), m.training, len(m._forward_hooks) + len(m._forward_pre_hooks)) for m in module.modules()]

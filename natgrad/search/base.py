@@ -1,0 +1,181 @@
+"""Ask and tell: what every search of a black box has in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.ground.checks import check_integer
+from natgrad.ground.linalg import all_finite
+from natgrad.ground.messages import Explained, write_choices
+from natgrad.search.domain import as_tensor
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best point so far.
+
+    Attributes:
+        x: The point, shape (d,).
+        fun: Its value; infinity before the first evaluation.
+        nfev: Number of evaluations after which it was found.
+    """
+
+    x: Tensor
+    fun: float
+    nfev: int
+
+
+class Search(Explained):
+    """A distribution that is moved towards better points: `X = s.ask()`, evaluate, `s.tell(X, F)`, until `s.stop()`.
+
+    Lower is better. NaN counts as infinitely bad. Two searches with the same seed that are told the same values are
+    equal.
+
+    Attributes:
+        best: The best point so far.
+        popsize: Candidates per generation.
+        nfev: Evaluations told so far.
+        nit: Generations told so far.
+    """
+
+    best: Best
+    popsize: int
+    nfev: int
+    nit: int
+
+    def __repr__(self) -> str:
+        model = getattr(self, "model", None)
+        best = float(self.best.fun)
+        return write_choices(self, d=len(self.best.x), popsize=self.popsize, model=model, nfev=self.nfev, best=best)
+
+    @abstractmethod
+    def ask(self) -> Tensor:
+        """Candidates drawn from the distribution.
+
+        Returns:
+            A tensor of shape (popsize, d).
+        """
+
+    def tell(self, X: Tensor, F: Tensor) -> None:
+        """Move the distribution by the values of the candidates that `ask` gave.
+
+        Args:
+            X: Candidates, shape (popsize, d).
+            F: Their values, shape (popsize,); lower is better, NaN is infinitely bad.
+
+        Raises:
+            ValueError: If X or F has another shape, or X has a point that `ask` cannot give: entries that are not
+                finite, out of bounds, or no integers or bits where these are wanted. Nothing is changed then.
+        """
+        points, values = self._check_candidates(X, F)
+        self.nfev += len(values)
+        self.nit += 1
+        self._remember(points, values)
+        self._move(points, values)
+
+    @abstractmethod
+    def stop(self) -> str | None:
+        """Why the search should end, as `word: sentence`, or None while it should go on."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that changes, for `load_state_dict` of a search built with the same arguments."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where the search that gave `state` was, bit for bit.
+
+        Args:
+            state: From `state_dict` of a search built with the same arguments.
+        """
+
+    @abstractmethod
+    def measures(self) -> dict[str, float]:
+        """Sizes of the distribution, for the history: a number per name."""
+
+    def renew(self, popsize: int, run: int) -> Search:
+        """A search built with the same arguments, but with another population and with its own draws.
+
+        Args:
+            popsize: Candidates per generation.
+            run: Number of the restart, from 1; with the search's seed it gives the new seed.
+
+        Raises:
+            TypeError: If this kind of search does not know its arguments.
+        """
+        raise TypeError(f"restarts: {type(self).__name__} has no renew(popsize, run), which builds it anew")
+
+    def centre(self) -> Tensor:
+        """The point (d,) that the distribution stands for where values are noisy: by default the best one."""
+        return self.best.x
+
+    @abstractmethod
+    def _move(self, points: Tensor, values: Tensor) -> None:
+        """Update the distribution by points (popsize, d) and values (popsize,), which are already checked."""
+
+    @abstractmethod
+    def _dim(self) -> int:
+        """The number of variables d."""
+
+    def _check_candidates(self, X: Any, F: Any) -> tuple[Tensor, Tensor]:
+        points = as_tensor(X, "X").to(self.best.x.device)
+        values = as_values(F, "F").to(points.device)
+        if points.dim() != 2 or points.shape[1] != self._dim():
+            raise ValueError(
+                f"X has shape {tuple(points.shape)}, expected (popsize, {self._dim()}): the points asked for"
+            )
+        if len(points) != self.popsize:
+            raise ValueError(f"X has {len(points)} rows, expected {self.popsize}: tell all points of one ask() at once")
+        if values.shape != (len(points),):
+            raise ValueError(f"F has shape {tuple(values.shape)}, expected ({len(points)},): a value per row of X")
+        if not all_finite(points):
+            raise ValueError("X has entries that are not finite, expected the points that ask() gave")
+        return points, torch.where(values.isnan(), torch.inf, values)
+
+    def _remember(self, points: Tensor, values: Tensor) -> None:
+        i = int(values.argmin())
+        if float(values[i]) < self.best.fun:
+            self.best = Best(points[i].clone(), float(values[i]), self.nfev - len(values) + i + 1)
+
+
+def as_values(values: Any, name: str) -> Tensor:
+    """Objective values as a float64 tensor of its own memory, without a graph."""
+    if isinstance(values, (list, tuple)) and any(isinstance(v, (str, bytes)) for v in values):
+        raise ValueError(f"{name} has strings, expected numbers, lower is better; NaN for an evaluation that failed")
+    try:
+        found = torch.as_tensor([float(v) for v in values] if isinstance(values, (list, tuple)) else values)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(
+            f"{name} is {type(values).__name__}, expected numbers, lower is better, and NaN for an evaluation that "
+            f"failed: {error}"
+        ) from error
+    if found.is_complex():
+        raise ValueError(f"{name} is complex, expected real values: lower is better")
+    return found.detach().to(torch.float64, copy=True)
+
+
+def as_popsize(popsize: int | None, default: int, least: int = 2) -> int:
+    """A population size."""
+    if popsize is None:
+        return default
+    return check_integer("popsize", popsize, least, hint=f": a generation is ranked; None stands for {default}")
+
+
+def next_seed(generator: torch.Generator, run: int) -> int:
+    """The seed of a restart: the same for the same first seed, and far from those of other runs."""
+    return (generator.initial_seed() + run * 0x9E3779B97F4A7C15) % 2**62
+
+
+def new_generator(seed: int | None, device: torch.device) -> torch.Generator:
+    """A generator that belongs to one search."""
+    generator = torch.Generator(device=device)
+    if seed is None:
+        return generator.manual_seed(int(torch.randint(2**62, ()).item()))
+    return generator.manual_seed(
+        check_integer("seed", seed, -(2**63), hint=": or None, for one that differs every time")
+    )

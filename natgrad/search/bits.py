@@ -1,0 +1,311 @@
+"""Search of bits: what the independent model and Markov random fields have in common."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.ground.checks import check_integer
+from natgrad.search.base import as_popsize
+from natgrad.search.monomials import Monomials
+from natgrad.search.relaxation import Relaxation
+
+POWER = 1.5  # in how many bits children of a stuck parent differ from it: k with a chance of k^-1.5
+
+
+class Climb:
+    """A (1 + lambda)-EA of bits, none of whose children repeats its parent.
+
+    Attributes:
+        parent: The best point so far, and of equal ones the last: it drifts where values do not change. Shape (n,).
+        value: Its value; infinity before the first evaluation.
+        spent: Evaluations so far.
+        gap: The longest time without a better value, in evaluations, that ended with one.
+    """
+
+    def __init__(self, parent: Tensor) -> None:
+        self.parent, self.value = parent, math.inf
+        self.spent = self.gap = self._gained = 0
+
+    @property
+    def since(self) -> int:
+        """Evaluations since the last better value."""
+        return self.spent - self._gained
+
+    def draw_children(self, draws: Tensor, margin: float, stuck: bool, generator: torch.Generator) -> Tensor:
+        """Children of the parent: each bit flips with a chance of `margin`, and at least one does.
+
+        Where the climb is stuck, k bits flip with a chance of k^-1.5 (Doerr et al. 2017, heavy tails).
+
+        draws: Uniform numbers, (count, n).
+        """
+        n = draws.shape[1]
+        if stuck:
+            sizes = torch.arange(1, max(1, n // 2) + 1, dtype=torch.float64)
+            counts = 1 + torch.multinomial(sizes**-POWER, len(draws), replacement=True, generator=generator)
+            flips = draws.argsort(1).argsort(1) < counts.unsqueeze(1)
+        else:
+            flips = draws < margin
+            none = (~flips.any(1)).nonzero().squeeze(1)
+            flips[none, draws[none].argmin(1)] = True
+        return (self.parent - flips.to(torch.float64)).abs()
+
+    def accept(self, points: Tensor, values: Tensor) -> None:
+        """Go on from the best of some points, if it is no worse than the parent; of equal ones from the last.
+
+        points: (count, n); there may be none. values: f of them, (count,).
+        """
+        self.spent += len(values)
+        if not len(values) or float(least := values.min()) > self.value:
+            return
+        if float(least) < self.value:
+            self.gap, self._gained = max(self.gap, self.since), self.spent
+        place = int((values == least).nonzero()[-1])
+        self.parent, self.value = points[place].clone(), float(least)
+
+    def begin_counts(self) -> None:
+        """Forget the evaluations so far, but not the parent."""
+        self.spent = self.gap = self._gained = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that changes."""
+        return {"parent": self.parent, "value": self.value, "counts": (self.spent, self.gap, self._gained)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from there."""
+        self.parent, self.value = state["parent"], state["value"]
+        self.spent, self.gap, self._gained = state["counts"]
+
+
+# Search of bits: what the independent model and Markov random fields have in common
+
+TRUSTED = 0.9  # share of f's variance below which a regression that stands still is no longer followed
+WAIT = 5  # evaluations per bit without a better value after which it is not, times the share that it explains
+LEAST = 0.1  # of that share, before the first climb
+SECOND = 0.5  # of that share, once the first climb is stuck
+CHILDREN = 1  # candidates per generation of a climb: more would be children of a parent that a neutral step replaced
+STUCK = 5  # evaluations per bit without a better value after which children differ from the parent in more bits
+LONELY = 5  # likewise, after which half of the evaluations go elsewhere
+GAPS = 4  # which takes as many times the longest wait that ended well
+FRESH = 5  # evaluations per bit without a better value after which a second climb begins anew elsewhere
+
+
+class BitSearch(Relaxation):
+    """A Markov random field p(s) ~ exp(theta T(s)) over bits x, with products of the signs s = 2 x - 1 as T.
+
+    Where the field has nothing more to tell, a climb goes on from the best point, a (1 + 1)-EA of which no child
+    repeats its parent. Where it is stuck, half of the evaluations go elsewhere: to the field, and once this stands
+    still too, to climbs from other points. Until two values differ, as where no point so far is feasible, candidates
+    have any share of ones.
+
+    Args:
+        n: Number of bits.
+        monomials: The products of signs T.
+        popsize: Candidates per generation; one in climbs.
+        seed: Of the search's own generator.
+        limit: Largest absolute value of any parameter.
+        climbs: False for the field alone.
+    """
+
+    def __init__(
+        self, n: int, monomials: Monomials, popsize: int, seed: int | None, limit: float, *, climbs: bool = True
+    ) -> None:
+        self.limit = limit
+        self.monomials = monomials
+        self.sweeps = 20
+        self._size, self._climbs, self._climbing = popsize, climbs, False
+        self._noisy: bool | None = None if climbs else True  # unknown until the best point has been evaluated again
+        self._main = Climb(torch.zeros(n, dtype=torch.float64))
+        self._second: Climb | None = None
+        self._regressing, self._seconds_turn = True, False
+        self._draws, self._drawn_best, self._drawn_at = 0, math.inf, 0
+        self._flat = 0  # evaluations in a row that gave the value of the parent
+        self._shared = 0  # evaluations of the main climb less those elsewhere, since it was stuck
+        self._range = (math.inf, -math.inf)  # of all values
+        super().__init__(n, len(monomials), popsize, seed, n * math.log(2))
+
+    def ask(self) -> Tensor:
+        if self._is_blind():
+            shares = torch.rand(self.popsize, 1, generator=self._generator, dtype=torch.float64)
+            return (self._draw_uniform() < shares).to(torch.float64)
+        if not self._climbing or self._noisy or (self._seconds_turn and self._regressing):
+            return self._draw_field()
+        draws = self._draw_uniform()
+        if self._seconds_turn:
+            return self._draw_second(draws)
+        stuck = self._main.since > STUCK * self._dim()
+        points = self._main.draw_children(draws, self.margin, stuck, self._generator)
+        if self._noisy is None:
+            points[0] = self._main.parent
+        return points
+
+    @property
+    @abstractmethod
+    def margin(self) -> float:
+        """The chance with which a child differs from its parent in a bit."""
+
+    @abstractmethod
+    def _draw_field(self) -> Tensor:
+        """Candidates drawn from the field."""
+
+    @abstractmethod
+    def _move_field(self, points: Tensor, values: Tensor) -> None:
+        """Move the field by points that it drew."""
+
+    @abstractmethod
+    def _has_ended(self) -> bool:
+        """True if the first climb should begin."""
+
+    def _is_blind(self) -> bool:
+        """True if there were values, all of them equal, infinite ones included: they tell nothing of the bits."""
+        return self._climbs and not self._climbing and self._range[0] == self._range[1]
+
+    def _draw_uniform(self) -> Tensor:
+        return torch.rand(self.popsize, self._dim(), generator=self._generator, dtype=torch.float64)
+
+    def _draw_second(self, draws: Tensor) -> Tensor:
+        """Children of the second climb, which begins anew elsewhere where it is stuck, or at no value.
+
+        It begins at a random point; where some points have no value, some of the bits are those of the best one.
+        """
+        second = self._second
+        if second is not None and second.since <= FRESH * self._dim() and (second.value < math.inf or not second.spent):
+            return second.draw_children(draws, self.margin, False, self._generator)
+        start = (draws[0] < 0.5).to(torch.float64)
+        if self._range[1] == math.inf:
+            share, chances = torch.rand(2, self._dim(), generator=self._generator, dtype=torch.float64).unbind()
+            start = torch.where(chances < share[0], start, self._main.parent)
+        self._second = Climb(start)
+        points = self._second.draw_children(draws, self.margin, False, self._generator)
+        points[0] = self._second.parent
+        return points
+
+    def _move(self, points: Tensor, values: Tensor) -> None:
+        blind = self._is_blind()
+        least, largest = self._range
+        self._range = min(least, float(values.min())), max(largest, float(values.max()))
+        if not self._climbs or self._noisy:
+            self._move_field(points, values)
+        elif blind or self._is_blind():
+            self._count_equal_values(points, values)
+            self._main.accept(points, values)
+        elif not self._climbing:
+            self._main.accept(points, values)
+            self._move_field(points, values)
+            if self._has_ended():
+                self._climbing = True
+                self._main.begin_counts()
+                self._draws = self._drawn_at = 0
+        elif self._noisy is None:
+            self._compare_again(points, values)
+        else:
+            self._climb(points, values)
+            self._choose_turn()
+
+    def _note_draws(self, values: Tensor) -> None:
+        """Count values of points that the field drew."""
+        self._draws += len(values)
+        if float(values.min()) < self._drawn_best:
+            self._drawn_best, self._drawn_at = float(values.min()), self._draws
+
+    def _climb(self, points: Tensor, values: Tensor) -> None:
+        """Give the points to the climb, or to the field, that they come from."""
+        self._flat = self._flat + len(values) if bool((values == self._main.value).all()) else 0
+        self._same, self._collapsed = self._flat // self._size, False
+        if self._seconds_turn and self._regressing:
+            self._move_field(points, values)
+            if float(values.min()) < self._main.value:
+                self._main.accept(points, values)
+            self._shared -= len(values)
+            self._regressing = not self._stands_still(self._draws - self._drawn_at, SECOND)
+            return
+        theirs = torch.zeros(len(values), dtype=torch.bool)
+        if self._second is not None:
+            theirs = (points - self._second.parent).abs().sum(1) < (points - self._main.parent).abs().sum(1)
+            self._second.accept(points[theirs], values[theirs])
+        self._main.accept(points[~theirs], values[~theirs])
+        self._shared += len(values) - 2 * int(theirs.sum())
+        if self._second is not None and self._second.value < self._main.value:
+            self._main, self._second = self._second, None
+            self._main.begin_counts()
+
+    def _choose_turn(self) -> None:
+        """Half of the evaluations go elsewhere where the main climb is stuck for twice the time that it once was."""
+        lonely = self._main.since > max(LONELY * self._dim(), GAPS * self._main.gap)
+        if not lonely:
+            self._shared = 0
+        self._seconds_turn = lonely and self._shared >= 0
+        self.popsize = self._size if self._seconds_turn and self._regressing else min(self._size, CHILDREN)
+
+    def _compare_again(self, points: Tensor, values: Tensor) -> None:
+        """Note whether the best point has its value again."""
+        again = values[(points == self._main.parent).all(1)]
+        if len(again):
+            self._noisy = bool((again != self._main.value).any())
+            self.popsize = self.popsize if self._noisy else min(self.popsize, CHILDREN)
+        self._main.accept(points, values)
+
+    def _stands_still(self, since: int, least: float) -> bool:
+        """True if the field leaves much of f unexplained and has found nothing better for long."""
+        if self.slope is None or self.slope.explained >= TRUSTED:
+            return False
+        return since >= max(200, WAIT * self._dim()) * max(least, self.slope.explained)
+
+    def statistics(self, points: Tensor) -> Tensor:
+        return self.monomials.values(2 * points - 1)
+
+    def _limit_parameters(self, theta: Tensor) -> Tensor:
+        return theta.clamp(-self.limit, self.limit)
+
+    def _drop_limited(self, direction: Tensor) -> Tensor:
+        at_limit = self.theta.abs() >= self.limit * (1 - 1e-9)
+        return torch.where(at_limit & (self.theta * direction < 0), 0.0, direction)
+
+    def _check_candidates(self, X: Any, F: Any) -> tuple[Tensor, Tensor]:
+        points, values = super()._check_candidates(X, F)
+        if not bool(((points == 0) | (points == 1)).all()):
+            raise ValueError("X has entries other than 0 and 1, expected the bits that ask() gave")
+        return points, values
+
+    def state_dict(self) -> dict[str, Any]:
+        second = None if self._second is None else self._second.state_dict()
+        return super().state_dict() | {
+            "sets": list(self.monomials.sets),
+            "phase": (self._climbing, self._noisy, self._regressing, self._seconds_turn, self._shared),
+            "climbs": (self._main.state_dict(), second),
+            "drawn": (self._draws, self._drawn_best, self._drawn_at),
+            "flat": self._flat,
+            "range": self._range,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        climbing, noisy, regressing, seconds_turn, shared = state["phase"]
+        climbs = climbing and noisy is False and not (seconds_turn and regressing)
+        self.popsize = min(self._size, CHILDREN) if climbs else self._size
+        super().load_state_dict(state)
+        self.monomials = Monomials.of(self._dim(), [tuple(s) for s in state["sets"]])
+        self._climbing, self._noisy, self._regressing, self._seconds_turn = climbing, noisy, regressing, seconds_turn
+        self._shared = shared
+        main, second = state["climbs"]
+        self._main.load_state_dict(main)
+        self._second = None
+        if second is not None:
+            self._second = Climb(self._main.parent)
+            self._second.load_state_dict(second)
+        self._draws, self._drawn_best, self._drawn_at = state["drawn"]
+        self._flat = state.get("flat", 0)
+        self._range = state.get("range", (-math.inf, math.inf))  # of a file from before, whose values differed
+
+
+def as_bits(n: int) -> int:
+    """The number of bits."""
+    return check_integer("n", n, 1, hint=": the number of bits")
+
+
+def as_bit_popsize(popsize: int | None, n: int) -> int:
+    """Candidates per generation; default a quarter of the bits, at least 20."""
+    return as_popsize(popsize, max(20, n // 4))

@@ -1,0 +1,397 @@
+"""Evaluating a black box: in batches or one by one, here or in workers. Where f fails, its value is the worst."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from natgrad.search.workers import AtPoint, NoAnswerError, Raised, Workers
+from natgrad.search.workers import Pool as Pool
+
+WORDS = (str, bytes, bytearray)
+
+
+class NoNumberError(ValueError):
+    """What f gave is no number; the message says what it is."""
+
+
+def read_number(found: Any) -> float:
+    """The value of one point, NaN included."""
+    if isinstance(found, tuple):
+        raise NoNumberError(f"f(x) is a tuple of {len(found)}, expected a number")
+    numbers = read_numbers(found, "f(x)")
+    if numbers.numel() != 1:
+        raise NoNumberError(f"f(x) has shape {tuple(numbers.shape)} for one point, expected a number")
+    return float(numbers)
+
+
+def read_rows(found: Any, points: Tensor) -> Tensor:
+    """The values (b,) of a batch; an entry that is no number is NaN.
+
+    found: Values of shape (b,) or (b, 1), as a tensor, an array or a list; one number for a batch of one. points: The
+    batch, (b, d).
+    """
+    numbers = read_numbers(found, "f(X)")
+    alone = len(points) == 1 and numbers.numel() == 1
+    if not alone and numbers.shape not in ((len(points),), (len(points), 1)):
+        raise NoNumberError(
+            f"f(X) has shape {tuple(numbers.shape)} for X of shape {tuple(points.shape)}, expected ({len(points)},): "
+            "a value per row; pass vectorized=False if f takes one point"
+        )
+    return numbers.reshape(-1).to(points.device)
+
+
+def read_numbers(found: Any, name: str) -> Tensor:
+    """A float64 tensor of any shape and of its own memory."""
+    if isinstance(found, np.ndarray) and found.dtype == object:
+        found = found.tolist()
+    if isinstance(found, (list, tuple)):
+        return torch.tensor([read_entry(entry) for entry in found], dtype=torch.float64)
+    if isinstance(found, (int, float)):
+        return torch.tensor(read_entry(found), dtype=torch.float64)
+    if found is None or isinstance(found, WORDS):
+        raise NoNumberError(f"{name} is {type(found).__name__}, expected numbers, lower is better")
+    try:
+        numbers = torch.as_tensor(found)
+    except Exception as error:
+        value = read_entry(found)  # a fraction, a decimal: what float() takes
+        if math.isnan(value):
+            raise NoNumberError(f"{name} is {type(found).__name__}, expected numbers, lower is better") from error
+        return torch.tensor(value, dtype=torch.float64)
+    if numbers.is_complex():
+        raise NoNumberError(f"{name} is complex, expected real values: lower is better")
+    return numbers.detach().to(torch.float64, copy=True)
+
+
+def read_entry(entry: Any) -> float:
+    """A float, or NaN for what is no number: None, a word, a pair."""
+    if isinstance(entry, WORDS):
+        return math.nan
+    try:
+        return float(entry)
+    except Exception:  # noqa: BLE001 what an object's float() raises is its own affair
+        return math.nan
+
+
+# Evaluating a black box: in batches or one by one, here or in workers. Where f fails, its value is the worst
+
+Function = Callable[[Tensor], Any]
+SILENT = 20  # times in a row that no worker answered in time, after which none is expected to
+ASKING = 4  # evaluations beyond a generation that finding out how f takes points needs at most, where f answers
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What one call of f gave.
+
+    Attributes:
+        values: The values, shape (k,); None if there are none.
+        why: Why there are none.
+    """
+
+    values: Tensor | None
+    why: str = ""
+
+
+class BlackBox:
+    """F (popsize,) for X (popsize, d), whatever f does: evaluations are counted, and failed ones are infinitely bad.
+
+    A failed evaluation is one that gives NaN, None, a tuple, a string or another thing that is no number, an array of
+    the wrong shape, or an exception. It is counted and ranked last, and one warning shows the first.
+
+    Where `vectorized` is None, it is found out how f takes points: f gets a batch of one point, then the whole batch,
+    and two of its rows must have the values that they have by themselves; otherwise f gets a point alone. All of these
+    calls count.
+
+    Args:
+        f: Values (popsize,) of a batch (popsize, d), or the value of one point (d,).
+        vectorized: True if f takes batches, False if it takes a point, None to find out.
+        executor: Points are submitted to it one by one, as batches of one if f takes batches.
+        timeout: Seconds after which a point that a worker has begun is given up, and all points if no worker answers.
+
+    Attributes:
+        nfev: Calls of f; each row of a batch is one.
+        failures: Evaluations without a value.
+        limit: Bound on `nfev` for calls beyond the first at a point.
+
+    Raises:
+        TypeError: If f is no function, `vectorized` is no truth value, or the executor cannot submit.
+    """
+
+    def __init__(
+        self,
+        f: Function,
+        vectorized: bool | None = None,
+        executor: Pool | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        if not callable(f):
+            raise TypeError(f"f is {type(f).__name__}, expected a function of points")
+        if vectorized is not None and not isinstance(vectorized, bool):
+            raise TypeError(
+                f"vectorized is {vectorized!r}, expected True if f takes a batch (popsize, d), False if it takes a "
+                "point (d,), or None to find out"
+            )
+        self.f, self.vectorized = f, vectorized
+        self._at = AtPoint(f)
+        self.workers = None if executor is None else Workers(f, executor, timeout)
+        self.nfev = self.failures = self.points = 0
+        self.limit = math.inf
+        self._first = ""
+        self._unsure = 0  # calls that batches of several rows, which failed, count beyond one if f takes points
+        self._refused = False  # True if f has answered a batch of one, and neither the whole batch nor a point
+
+    @property
+    def asking(self) -> int:
+        """Evaluations that the next call takes beyond its points, in order to find out how f takes them."""
+        return ASKING if self.vectorized is None else 0
+
+    @property
+    def hopeless(self) -> str | None:
+        """What the first failure was, if no evaluation had a value so far; else None."""
+        return self._first if self.points and self.failures == self.points else None
+
+    @property
+    def silence(self) -> str | None:
+        """That the executor answers no more, in words; else None."""
+        if self.workers is None or self.workers.silent < SILENT:
+            return None
+        return f"no worker answered {SILENT} times in a row within timeout={self.workers.timeout:g} seconds"
+
+    def __call__(self, points: Tensor) -> Tensor:
+        values = self.evaluate(points)
+        return torch.where(values.isnan(), torch.inf, values)
+
+    def evaluate(self, points: Tensor) -> Tensor:
+        """Values (popsize,), NaN where f has none.
+
+        points: X, (popsize, d).
+        """
+        if self.vectorized is None:
+            values = self._find_out(points)
+        elif self.vectorized and self.workers is None:
+            values = self._evaluate_batch(points)
+        else:
+            values = self._evaluate_each(points)
+        self._count_failures(points, values)
+        return values
+
+    def _count_failures(self, points: Tensor, values: Tensor) -> None:
+        bad = values.isnan()
+        self.points += len(points)
+        self.failures += int(bad.sum())
+        if bool(bad.any()):
+            self._warn_once(
+                f"f is NaN at {int(bad.sum())} of {len(points)} points, {points[bad][0].tolist()[:10]} first"
+            )
+
+    # Points that nobody waits for; `vectorized` is known by then.
+
+    @property
+    def in_flight(self) -> int:
+        """Points that workers have, and that were not taken."""
+        return 0 if self.workers is None else self.workers.count
+
+    def start(self, points: Tensor) -> None:
+        """Have points evaluated by the workers, and do not wait.
+
+        points: (k, d).
+        """
+        assert self.workers is not None
+        for row in points:
+            self.nfev += 1
+            self.workers.start(self._shape_row(row))
+
+    def take_answered(self) -> list[tuple[Tensor, float]]:
+        """The next point (d,) that was answered and its value, NaN for none; all if no worker answers in time."""
+        assert self.workers is not None
+        answered = self.workers.take()
+        if answered is None:
+            late = NoAnswerError(self.workers.timeout or 0.0)
+            found = [(row, read_reply(row, late)) for row in self.workers.give_up()[0]]
+        else:
+            found = [(answered[0], read_reply(*answered))]
+        taken = [(row.reshape(-1), math.nan if r.values is None else float(r.values)) for row, r in found]
+        for _, reply in found:
+            if reply.values is None:
+                self._warn_once(reply.why)
+        values = torch.tensor([value for _, value in taken], dtype=torch.float64)
+        self._count_failures(torch.stack([point for point, _ in taken]), values)
+        return taken
+
+    def drop_started(self) -> None:
+        """Forget points that nobody needs any more."""
+        if self.workers is not None:
+            self.nfev -= self.workers.give_up()[1]
+
+    def close(self) -> None:
+        """Release what was started to evaluate points."""
+        self.drop_started()
+        if self.workers is not None:
+            self.workers.close()
+
+    def _evaluate_batch(self, points: Tensor) -> Tensor:
+        self.nfev += len(points)
+        reply = self._ask_batch(points)
+        if reply.values is not None:
+            return reply.values
+        self._warn_once(reply.why)
+        return self._evaluate_each(points)  # the other points still have values
+
+    def _evaluate_each(self, points: Tensor) -> Tensor:
+        """One by one, as far as the limit allows."""
+        count = int(min(len(points), max(0.0, self.limit - self.nfev)))
+        rows = [self._shape_row(row) for row in points[:count]]
+        self.nfev += count
+        found = self._read_rows(rows)
+        for reply in found:
+            if reply.values is None:
+                self._warn_once(reply.why)
+        values = [math.nan if reply.values is None else float(reply.values) for reply in found]
+        values += [math.nan] * (len(points) - count)
+        return torch.tensor(values, dtype=torch.float64, device=points.device)
+
+    def _shape_row(self, row: Tensor) -> Tensor:
+        return row.clone().unsqueeze(0) if self.vectorized else row.clone()
+
+    def _read_rows(self, rows: Sequence[Tensor]) -> list[Reply]:
+        """What f gave for each, read before f is called again: it may return one array that it writes into."""
+        if self.workers is None:
+            return [read_reply(row, self._at(row)) for row in rows]
+        return [read_reply(row, outcome) for row, outcome in zip(rows, self.workers.evaluate(rows), strict=True)]
+
+    def _ask_batch(self, points: Tensor) -> Reply:
+        """f on a whole batch, here; not counted."""
+        return read_reply(points, self._at(points.clone()))
+
+    # How f takes points.
+
+    def _find_out(self, points: Tensor) -> Tensor:
+        """Values (popsize,), found while asking until one point has an answer; NaN for the points that have none."""
+        values = torch.full((len(points),), math.nan, dtype=torch.float64, device=points.device)
+        middle = len(points) // 2  # the first row would hide a function of x - x[0]
+        for k in [middle, *(i for i in range(len(points)) if i != middle)]:
+            if self.limit - self.nfev < 2 or self.silence:
+                break
+            found = self._ask_about(points, k)
+            if found is not None:
+                return self._complete(points, k, found)
+        return values
+
+    def _complete(self, points: Tensor, k: int, found: Tensor) -> Tensor:
+        """The values of all points, where the answer gave those of all or that of point k."""
+        if len(found) == len(points):
+            return found
+        rest = torch.cat([points[:k], points[k + 1 :]])
+        others = self._evaluate_each(rest)  # a batch with all of them has failed, if f takes batches
+        return torch.cat([others[:k], found, others[k:]])
+
+    def _ask_about(self, points: Tensor, k: int) -> Tensor | None:
+        """The values of all points or of point k, once `vectorized` is decided; None if f answers neither way."""
+        batch = self._ask_one(points[k : k + 1])
+        whole = self._ask_whole(points) if batch.values is not None and self.workers is None else Reply(None)
+        if batch.values is not None and whole.values is not None and self._agrees(whole.values, batch, points, k):
+            return self._decide(True, whole.values)
+        alone = self._ask_one(points[k])
+        if alone.values is not None:
+            self.nfev -= 0 if whole.values is None else len(points) - 1  # to f it was one point
+            return self._decide(False, alone.values)
+        if whole.values is not None:  # f compares the points of a batch with one another
+            return self._decide(True, whole.values)
+        sure = self.workers is not None or len(points) == 1 or self._refused  # twice, for an f that fails by chance
+        if batch.values is not None and sure:
+            return self._decide(True, batch.values)
+        self._refused = batch.values is not None
+        self._warn_once(f"{alone.why} for a point (d,), and for a batch of one (1, d): {batch.why or whole.why}")
+        return None
+
+    def _decide(self, vectorized: bool, values: Tensor) -> Tensor:
+        self.vectorized = vectorized
+        self.nfev -= 0 if vectorized else self._unsure
+        return values
+
+    def _ask_one(self, x: Tensor) -> Reply:
+        """f at one point: as (d,), or as a batch of one (1, d)."""
+        self.nfev += 1
+        return self._read_rows([x.clone()])[0]
+
+    def _ask_whole(self, points: Tensor) -> Reply:
+        """f on the batch; a function of one point fails here or gives one value, in one call."""
+        if len(points) == 1 or self.limit - self.nfev < len(points):
+            return Reply(None, "the budget is too small to ask f about a batch")
+        self.nfev += len(points)
+        reply = self._ask_batch(points)
+        self._unsure += len(points) - 1 if reply.values is None else 0
+        return reply
+
+    def _agrees(self, whole: Tensor, batch: Reply, points: Tensor, k: int) -> bool:
+        """True if two rows have the values that f gives for them alone, up to round-off and noise.
+
+        Two rows are tried, since f may relate all others to one of them, such as the row with the largest entry.
+        """
+        for row, asked in ((k, batch), ((k + 1) % len(points), None)):
+            alone = self._ask_one(points[row : row + 1]) if asked is None else asked
+            if alone.values is None or is_near(whole[row], alone.values[0], whole):
+                continue
+            again = self._ask_one(points[row : row + 1])
+            return again.values is None or not is_near(again.values[0], alone.values[0], whole)  # f always differs
+        return True
+
+    # What is said.
+
+    def _warn_once(self, what: str) -> None:
+        """Remember the first failure, and warn of it."""
+        if not self._first:
+            self._first = what
+            warnings.warn(
+                f"{what}; such points count as infinitely bad, this is said once", RuntimeWarning, stacklevel=2
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is known of f, for a checkpoint."""
+        counts = (self.nfev, self.failures, self.points)
+        asked = (self._unsure, self._refused)
+        return {"vectorized": self.vectorized, "counts": counts, "first": self._first, "asked": asked}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from there; what the caller says of f is kept."""
+        self.vectorized = state["vectorized"] if self.vectorized is None else self.vectorized
+        self.nfev, self.failures, self.points = state["counts"]
+        self._first = state["first"]
+        self._unsure, self._refused = state.get("asked", (0, False))
+
+
+def read_reply(x: Tensor, outcome: Any) -> Reply:
+    """The values of a point or of a batch, from what f gave.
+
+    x: A point (d,) or a batch (b, d).
+    """
+    if isinstance(outcome, Raised):
+        return Reply(None, f"f raised {outcome.kind}: {outcome.message}")
+    if isinstance(outcome, Exception):
+        return Reply(None, f"the executor gave no value, but {type(outcome).__name__}: {outcome}")
+    try:
+        if x.dim() == 1:
+            return Reply(torch.tensor([read_number(outcome)], dtype=torch.float64, device=x.device))
+        return Reply(read_rows(outcome, x))
+    except NoNumberError as error:
+        return Reply(None, str(error))
+
+
+def is_near(one: Tensor, other: Tensor, among: Tensor) -> bool:
+    """True if two values agree up to the changes by float32 and by another order of sums, or both are no number.
+
+    among: Values whose spread sets the scale, (k,).
+    """
+    if not bool(torch.isfinite(one) & torch.isfinite(other)):
+        return bool((one == other) | (one.isnan() & other.isnan()))
+    finite = among[torch.isfinite(among)]
+    spread = float(finite.max() - finite.min()) if len(finite) else 0.0
+    return float((one - other).abs()) <= 1e-3 * spread + 1e-6 * max(float(one.abs()), float(other.abs()))

@@ -1,0 +1,351 @@
+"""What every q does: steps until nothing is left to gain, draws, predictions, states. Families of q lie beside it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from statistics import stdev
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from natgrad.ground.checks import check_integer
+from natgrad.ground.messages import write_choices
+from natgrad.ground.progress import Progress, check_callback
+from natgrad.ground.pure import keep_gradient_mode, run_detached
+from natgrad.optim import RankExchange
+from natgrad.variational.convergence import (
+    UNKNOWN,
+    WINDOW,
+    Bounds,
+    has_ended,
+    has_settled,
+    measure_error,
+    runs_away,
+)
+from natgrad.variational.joined import JoinedTarget, find_processes
+from natgrad.variational.network import Network
+from natgrad.variational.targets import Target
+
+SMALLEST = 2.0**-20
+"""Share of its rate at which `fit` ends."""
+NO_MAXIMUM = (
+    "log p has no maximum: the bound rose from {:.3g} to {:.3g}, and q went on outwards. The target is the logarithm "
+    "of a density; a loss is minus that, and needs its sign changed"
+)
+
+ENOUGH, HALVINGS = 0.4, 30
+"""Share of the promised gain that a move must bring, and how often it is shortened for it."""
+
+
+class Fitted(ABC):
+    """A q that moves by natural gradient steps. A family of q says what a step is, what its bound is, and how to draw.
+
+    Attributes:
+        lr: Rate of the steps; it may be changed between them.
+        steps: Number of steps taken.
+    """
+
+    STATE: tuple[str, ...]
+    """Names of the tensors that make q what it is."""
+    mean: Any
+
+    def __init__(self, target: Target, lr: float, **choices: Any) -> None:
+        self.target, self.lr, self.steps, self.choices = target, lr, 0, choices
+
+    def __repr__(self) -> str:
+        return write_choices(self, **self.choices, lr=self.lr, steps=self.steps)
+
+    @property
+    def local_target(self) -> Target:
+        """The target, or this process's part of it."""
+        return self.target.own if isinstance(self.target, JoinedTarget) else self.target
+
+    @property
+    def processes(self) -> RankExchange:
+        """The processes that fit q together; one alone exchanges nothing."""
+        return find_processes(self.target)
+
+    @abstractmethod
+    def advance(self, batch: tuple[Any, ...]) -> tuple[float, float]:
+        """A step: the bound before it, and half of the natural gradient's squared length there, both in nats.
+
+        Args:
+            batch: Inputs and targets for a network, nothing otherwise.
+        """
+
+    @abstractmethod
+    def measure_bound(self, target: Target, batch: tuple[Any, ...]) -> float:
+        """The evidence lower bound in nats, of a target with the points of the next step.
+
+        Args:
+            target: Its own, or the same with other points.
+            batch: Inputs and targets for a network, nothing otherwise.
+        """
+
+    @abstractmethod
+    def draw(self, n: int, generator: torch.Generator | None) -> Tensor:
+        """n draws from q, shape (n, d).
+
+        Args:
+            n: How many.
+            generator: Of the draws.
+        """
+
+    @keep_gradient_mode
+    @torch.no_grad()
+    def step(self, *batch: Any) -> float:
+        """One natural gradient step.
+
+        A precision stays positive definite at every rate: a direction in which it would not keeps half of what it had.
+        A move is shortened until E_q[log p], or the bound where the covariance has low rank, gains at least .4 of what
+        its slope promised over the step's own points. A quadratic does so up to 1.2 times the best length: a diagonal q
+        cannot run away.
+
+        Args:
+            *batch: Inputs and targets for a network, nothing otherwise.
+
+        Returns:
+            The evidence lower bound before the step, in nats.
+
+        Raises:
+            ValueError: If log p or its derivatives are not finite; q is then as it was.
+        """
+        return self.advance(batch)[0]
+
+    @torch.no_grad()
+    def elbo(self, *batch: Any) -> float:
+        """The evidence lower bound in nats, with the points of the next step.
+
+        Args:
+            *batch: Inputs and targets for a network, nothing otherwise.
+        """
+        return self.measure_bound(self.target, batch)
+
+    @torch.no_grad()
+    def elbos_elsewhere(self) -> list[float]:
+        """The same by other points, which tell its error; empty where nothing does."""
+        return [self.measure_bound(target, ()) for target in self.target.elsewhere(self.count_dimensions())]
+
+    def count_dimensions(self) -> int:
+        """Of the points over which expectations are taken."""
+        return len(self.mean)
+
+    @torch.no_grad()
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """n draws from q, shape (n, d).
+
+        Args:
+            n: How many.
+            generator: Of the draws; default torch's global one.
+
+        Raises:
+            ValueError: If n is no integer >= 1.
+        """
+        check_integer("n", n, of="the number of draws")
+        return self.draw(int(n), generator)
+
+    @torch.no_grad()
+    def predict(self, inputs: Any, samples: int = 10, *, generator: torch.Generator | None = None) -> Any:
+        """A network's outputs under draws of its weights, stacked: (samples, b, ...).
+
+        Args:
+            inputs: Of the network.
+            samples: How many draws.
+            generator: Of the draws; default torch's global one.
+
+        Raises:
+            TypeError: If the target is no network.
+        """
+        target = self.local_target
+        if not isinstance(target, Network):
+            raise TypeError("predict is for networks; use sample(n) and your own function of z")
+        draws = self.sample(samples, generator=generator)
+        return torch.stack([run_detached(partial(target.predict, z, inputs)) for z in draws])
+
+    def snapshot(self) -> dict[str, Any]:
+        """What q is now, for `restore`."""
+        return {name: getattr(self, name) for name in (*self.STATE, "steps")}
+
+    def restore(self, place: dict[str, Any]) -> None:
+        """Make q what it was.
+
+        Args:
+            place: From `snapshot`.
+        """
+        for name in (*self.STATE, "steps"):
+            setattr(self, name, place[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on."""
+        return {**self.snapshot(), "lr": self.lr}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from there.
+
+        Args:
+            state: From `state_dict`.
+
+        Raises:
+            ValueError: If it is of another size.
+        """
+        here = self.state_dict()
+        missing = set(here) - set(state)
+        if missing or any(state[name].shape != here[name].shape for name in self.STATE):
+            shapes = " and ".join(f"{name} of shape {tuple(here[name].shape)}" for name in self.STATE)
+            raise ValueError(f"state lacks {sorted(missing)} or is of another size, expected {shapes}")
+        for name in self.STATE:
+            setattr(self, name, state[name].to(here[name]).clone())
+        self.steps, self.lr = state["steps"], state["lr"]
+
+    @keep_gradient_mode
+    def fit(
+        self,
+        steps: int = 100,
+        *,
+        tolerance: float = 1e-6,
+        callback: Callable[[Self], Any] | None = None,
+        progress: bool | None = None,
+    ) -> Bounds:
+        """At most `steps` steps, until the natural gradient is shorter than `tolerance` says.
+
+        Ctrl-C ends it with q after the last whole step.
+
+        Where expectations are the same at every step, the bound never falls: a step that lowers it is taken back and
+        the rate halved; two steps that do not double it again, up to `lr`.
+
+        Args:
+            steps: At most.
+            tolerance: In nats. `gap`, half of the natural gradient's squared length, is what a full step would gain.
+                With the same points at every step q has converged once it is below, or below .01 where ten steps gained
+                less than the tolerance each. With points drawn anew a step's bound is noise: q has converged once the
+                last ten steps gained less than this on average, with two standard errors added. 1e-6 is out of reach
+                then; take .1, or more points.
+            callback: Called with q after each step that is kept; fitting stops if it returns True.
+            progress: True for a line that shows how far it is, False for none; None for one where the standard error is
+                a terminal.
+
+        Returns:
+            The bound before each step. The list's `converged` says whether q arrived, its `gap` how far from the
+            optimum it was, its `error` how exactly the bound is known.
+
+        Warns:
+            RuntimeWarning: If the steps have come to rest, but other points show that the bound is not known to the
+                tolerance, and not to .1 nats: `converged` is False then.
+        """
+        check_callback(callback, "q")
+        found, rate, past, risen = Bounds(), self.lr, self.snapshot(), 0
+        here = past
+        try:
+            with Progress("steps", steps, progress) as shown:
+                while len(found) < steps and not found.converged and self.lr > rate * SMALLEST:
+                    here = self.snapshot()
+                    bound, gap = self._advance_from(found)
+                    if self._has_fallen(found, bound, tolerance):
+                        self._go_back(past)
+                        found.pop()  # the bound at `past`, which the next step measures again
+                        risen, steps = 0, steps - 1
+                        continue
+                    found.append(bound)
+                    found.gap, past, here, risen = gap, here, self.snapshot(), risen + 1
+                    found.converged = (has_ended if self.target.steady else has_settled)(found, tolerance)
+                    if risen % 2 == 0:
+                        self.lr = min(rate, 2 * self.lr)
+                    shown.update(len(found), {"bound": bound, "gap": gap})
+                    if self._ends(callback):
+                        break
+                if self.target.steady and self._has_fallen(found, self.elbo(), tolerance):
+                    self._go_back(past)
+                if runs_away(found):
+                    warnings.warn(NO_MAXIMUM.format(*found[:: len(found) - 1]), RuntimeWarning, stacklevel=2)
+                self._measure_error(found, tolerance)
+        except KeyboardInterrupt:
+            self.restore(here)
+        finally:
+            self.lr = rate
+        return found
+
+    @torch.no_grad()
+    def _advance_from(self, found: Bounds) -> tuple[float, float]:
+        """A step; where it fails since log p has no maximum, that is said."""
+        try:
+            return self.advance(())
+        except ValueError as error:
+            if runs_away(found):
+                raise ValueError(NO_MAXIMUM.format(*found[:: len(found) - 1]) + "; q is as it was") from error
+            raise
+
+    def _measure_error(self, found: Bounds, tolerance: float) -> None:
+        """The error of the bound. A fit whose bound is hardly known has not converged."""
+        if not self.target.steady:
+            found.error = stdev(found[-WINDOW:]) if len(found) > 1 else math.nan
+            found.known = found.error <= tolerance
+            return
+        others = self.elbos_elsewhere() if found else []
+        if not others:
+            return
+        bound = self.elbo()
+        found.error = measure_error(bound, others)
+        found.known = found.error <= tolerance
+        if found.converged and found.error > max(tolerance, UNKNOWN):
+            found.converged = False
+            warnings.warn(
+                f"the steps have come to rest, but the bound {bound:.4g} is known to {found.error:.1g} nats only: q is "
+                "fitted to its points. Give more of them, such as points=Sobol(1024), or say that this is enough, "
+                f"tolerance={found.error:.1g}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def _ends(self, callback: Callable[[Self], Any] | None) -> bool:
+        """Whether the callback of some process asked to end."""
+        asked = callback is not None and callback(self) is True
+        return any(one for (one,) in self.processes.share_numbers([asked], self.processes.ranks.device))
+
+    def _has_fallen(self, found: list[float], bound: float, tolerance: float) -> bool:
+        return bool(found) and self.target.steady and bound < found[-1] - tolerance
+
+    def _go_back(self, place: Any) -> None:
+        """To q as it was, with half of the rate."""
+        self.restore(place)
+        self.lr /= 2
+
+
+def search_rate(measure_gain: Callable[[float], float], promise: float, rate: float, value: Tensor) -> float:
+    """The first rate that gains `ENOUGH` of what the slope promises there, less round-off; 0 where none does.
+
+    measure_gain: Of a rate, over the points of the value. promise: Slope of the gain in the rate. value: Before it.
+    """
+    slack = 8 * torch.finfo(value.dtype).eps * (1 + abs(float(value)))
+    for _ in range(HALVINGS):
+        gain = measure_gain(rate)
+        if gain >= ENOUGH * rate * promise - slack:  # False for a NaN
+            return rate
+        # the best length of the parabola through both values; a NaN is an overflow
+        best = rate * promise / (2 * (rate * promise - gain)) if math.isfinite(gain) else 0.0
+        rate *= min(max(best, 0.1), 0.5)
+    return 0.0
+
+
+def refuse_infinite(mean: Tensor) -> ValueError:
+    """The error of a log p that is not finite where q is.
+
+    mean: Of q, (d,).
+    """
+    return ValueError(
+        f"log p or a derivative is not finite near z = {format_few(mean)}; q is as it was. Start nearer, with a "
+        "smaller covariance, or write log p over unconstrained z"
+    )
+
+
+def format_few(values: Tensor) -> str:
+    """The first three numbers as text.
+
+    values: (d,).
+    """
+    shown = ", ".join(f"{float(v):.3g}" for v in values[:3])
+    return f"({shown}{', ...' if len(values) > 3 else ''})"

@@ -1,0 +1,164 @@
+"""A network's weights with data: their posterior under a normal prior."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.families import Criterion, as_criterion
+from natgrad.ground.pure import PureModel, as_call, check_followed
+from natgrad.ground.spaces import Params, Space, trainable
+from natgrad.metrics import fisher
+from natgrad.variational.quadrature import Draws, Points
+from natgrad.variational.targets import LOG_2PI, Moments, SlopeTarget, apply_root
+
+
+@dataclass(frozen=True)
+class NetworkData:
+    """What a network's posterior needs beside the network.
+
+    Args:
+        criterion: A torch.nn loss or an `ng` likelihood: what the outputs mean.
+        data_size: Number of examples in the whole set.
+        prior_precision: Of the normal prior N(0, 1 / prior_precision) of each weight.
+    """
+
+    criterion: Any = None
+    data_size: int | None = None
+    prior_precision: float = 1.0
+
+
+class NetworkOptions(TypedDict, total=False):
+    """Keywords of `variational` for a network."""
+
+    data: NetworkData
+    criterion: Any
+    data_size: int | None
+    prior_precision: float
+
+
+class Network(SlopeTarget):
+    """A network's weights: data_size times the mean log-likelihood of a batch, plus log N(weights; 0, 1 / precision).
+
+    The Hessian is that of the Gauss-Newton form: minus the Fisher metric of `ng.fisher`, so it is never positive.
+
+    Args:
+        model: The network.
+        criterion: A torch.nn loss or an `ng` likelihood.
+        data_size: Number of examples in the whole set.
+        precision: Of the prior of each weight.
+        points: How expectations under q are taken.
+    """
+
+    def __init__(self, model: nn.Module, criterion: Any, data_size: int, precision: float, points: Points) -> None:
+        self.model, self.data_size, self.precision, self.points = model, data_size, precision, points
+        self.criterion: Criterion = as_criterion(criterion)
+        params = trainable(model)
+        self.space = Space(params)
+        self.metric = fisher(model, self.criterion)
+        self.start = self.space.flatten({name: p.detach() for name, p in params.items()})
+        self.parts = 1
+        self.total: int | None = None
+
+    def moments(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Moments:
+        inputs, targets = require_batch(batch)
+        z, weights = self.place_points(mean, step)
+        found = [self._one(place, root.dim() == 1, inputs, targets) for place in mean + apply_root(root, z)]
+        value, gradient, hessian = (
+            torch.einsum("s,s...->...", weights, torch.stack(part)) for part in zip(*found, strict=True)
+        )
+        return Moments(value, gradient, hessian)
+
+    def slopes(self, places: Tensor, batch: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        found = [self._differentiate(place, *require_batch(batch))[:2] for place in places]
+        values, gradients = (torch.stack(part) for part in zip(*found, strict=True))
+        return values, gradients
+
+    def values_at(self, places: Tensor, batch: tuple[Any, ...]) -> Tensor:
+        inputs, targets = require_batch(batch)
+        if self._has_none(inputs):
+            return torch.stack([self._log_joint(place.new_zeros(()), place) for place in places])
+        return torch.stack([self._log_joint(self._loss(place, inputs, targets)[0], place) for place in places])
+
+    def take_part(self, parts: int, total: int | None = None) -> Network:
+        part = copy.copy(self)
+        part.parts, part.total = parts, total
+        return part
+
+    def predict(self, place: Tensor, inputs: Any) -> Any:
+        """The network's outputs.
+
+        place: Its weights z, (d,).
+        """
+        return PureModel(self.model, as_call(inputs))(self.space.unflatten(place))
+
+    def _one(self, place: Tensor, diagonal: bool, inputs: Any, targets: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Value, gradient and Hessian at the weights z (d,)."""
+        own = torch.full_like(place, self.precision / self.parts)
+        prior = own if diagonal else torch.diag(own)
+        value, gradient, share = self._differentiate(place, inputs, targets)
+        if share is None:
+            return value, gradient, -prior
+        metric = self.metric.at(self._leaves(place), inputs)
+        curvature = (metric.diagonal() if diagonal else metric.dense()) * share
+        return value, gradient, -(curvature + prior)
+
+    def _differentiate(self, place: Tensor, inputs: Any, targets: Any) -> tuple[Tensor, Tensor, float | None]:
+        """log p and its gradient at the weights z (d,); the rows of outputs in the whole set, None for no rows."""
+        params, precision = self._leaves(place), self.precision / self.parts
+        if self._has_none(inputs):
+            return self._log_joint(place.new_zeros(()), place), -precision * place, None
+        with torch.enable_grad():
+            loss, share = self._loss(params, inputs, targets)
+        check_followed(loss, params, self.model)
+        slopes = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+        gradient = self.space.flatten(dict(zip(params, slopes, strict=True))) + precision * place
+        return self._log_joint(loss.detach(), place), -gradient, share
+
+    def _leaves(self, place: Tensor) -> dict[str, Tensor]:
+        return {name: part.clone().requires_grad_() for name, part in self.space.unflatten(place).items()}
+
+    def _has_none(self, inputs: Any) -> bool:
+        """True where other processes have examples and this one has none."""
+        return self.total is not None and as_call(inputs).batch() == 0
+
+    def _loss(self, place: Tensor | Params, inputs: Any, targets: Any) -> tuple[Tensor, float]:
+        """-log p(data | weights), scaled to the whole set from a batch; rows of the outputs that the set has."""
+        params = self.space.unflatten(place) if isinstance(place, Tensor) else place
+        call = as_call(inputs)
+        size = call.batch() if self.total is None else self.total
+        outputs = PureModel(self.model, call)(params)
+        rows = self.criterion.family.nll(outputs, self.criterion.events(outputs, targets))
+        return rows.sum() * (self.data_size / size), self.data_size * len(rows) / size
+
+    def _log_joint(self, loss: Tensor, place: Tensor) -> Tensor:
+        prior = 0.5 * (len(place) * (math.log(self.precision) - LOG_2PI) - self.precision * place.square().sum())
+        return prior / self.parts - loss
+
+
+def require_batch(batch: tuple[Any, ...]) -> tuple[Any, Any]:
+    """(inputs, targets) of a step."""
+    if len(batch) != 2:
+        raise TypeError(f"step got {len(batch)} arguments, expected inputs and targets: q.step(x, y)")
+    return batch[0], batch[1]
+
+
+def count_examples(batch: tuple[Any, ...]) -> int:
+    """Rows of a step's inputs."""
+    return as_call(require_batch(batch)[0]).batch()
+
+
+def build_network(model: nn.Module, data: NetworkData, points: Points | None) -> Network:
+    """A network as a target, with its data checked."""
+    if data.criterion is None:
+        raise ValueError("criterion is None, expected a torch.nn loss or an ng likelihood: what the outputs mean")
+    if not isinstance(data.data_size, int) or data.data_size < 1:
+        raise ValueError(f"data_size is {data.data_size!r}, expected the number of examples in the whole set")
+    if not 0 < data.prior_precision < math.inf:
+        raise ValueError(f"prior_precision is {data.prior_precision}, expected a number > 0")
+    return Network(model, data.criterion, data.data_size, data.prior_precision, points or Draws(2))

@@ -1,0 +1,117 @@
+"""Where q starts: its mean and its precision, read from what the user gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from natgrad.ground.checks import check_positive
+from natgrad.ground.linalg import all_finite, require_factor
+from natgrad.ground.typed_torch import as_tensor_like
+from natgrad.optim import refuse_processes
+from natgrad.variational.network import NetworkData, build_network
+from natgrad.variational.quadrature import Points
+from natgrad.variational.targets import DensityTarget, LogJoint, Target, is_batched
+
+
+def as_mean(start: Any) -> Tensor:
+    """The mean of q at the start, shape (d,).
+
+    start: A floating-point vector (d,), numbers, or d for zeros.
+    """
+    if isinstance(start, (int, np.integer)) and start >= 1:
+        return torch.zeros(int(start), dtype=torch.float64)
+    if isinstance(start, (list, tuple, np.ndarray)):
+        start = _as_array(start)
+    if not isinstance(start, Tensor) or start.dim() != 1 or len(start) == 0 or not start.is_floating_point():
+        came = f"{start.dtype} {tuple(start.shape)}" if isinstance(start, Tensor) else repr(start)
+        raise ValueError(f"start is {came}, expected the mean of q, a floating-point vector (d,), or d")
+    if not all_finite(start):
+        raise ValueError("start is not finite")
+    return start.detach()
+
+
+def _as_array(start: Any) -> Any:
+    """A vector of numbers that is no tensor, in float64; anything else is returned as it came."""
+    try:
+        return torch.as_tensor(start, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        return start
+
+
+def match_dtype(log_joint: LogJoint, mean: Tensor) -> Tensor:
+    """The mean in float64, or in the default dtype where the function has tensors of that inside.
+
+    log_joint: z -> log p(z, data). mean: In float64, (d,).
+    """
+    try:
+        is_batched(log_joint, mean)
+    except ValueError as error:
+        if error.__cause__ is None:
+            raise
+        # torch does not mix dtypes in products
+        return mean.to(torch.get_default_dtype())
+    return mean
+
+
+def as_precision(covariance: Tensor | float, mean: Tensor, diagonal: bool) -> Tensor:
+    """The precision of q at the start, shape (d, d), or (d,) where q is diagonal.
+
+    covariance: A number, (d,) or (d, d). mean: Of q, (d,).
+    """
+    given, d = as_tensor_like(covariance, mean), len(mean)
+    if given.shape not in ((), (d,), (d, d)) or (diagonal and given.dim() == 2):
+        wanted = f"a number or ({d},)" + ("" if diagonal else f" or ({d}, {d})")
+        raise ValueError(f"covariance has shape {tuple(given.shape)}, expected {wanted}")
+    if given.dim() < 2:
+        if not bool((given > 0).all()) or not all_finite(given):
+            raise ValueError("covariance has entries that are not positive and finite")
+        return (1 / given).expand(d).clone() if diagonal else torch.diag((1 / given).expand(d))
+    return torch.cholesky_inverse(require_factor(given, "covariance is not positive definite"))
+
+
+def read_target(
+    target: LogJoint | Target | nn.Module,
+    start: Tensor | Sequence[float] | int | None,
+    covariance: Tensor | float | None,
+    points: Points | None,
+    data: NetworkData,
+    lr: float,
+) -> tuple[Target, Tensor, Tensor | float]:
+    """What q is fitted to, and q's mean (d,) and covariance at the start; the arguments as a user gives them."""
+    check_positive("lr", lr)
+    if points is not None and not isinstance(points, Points):
+        raise TypeError(f"points is {points!r}, expected Sobol(), GaussHermite() or Draws()")
+    if isinstance(target, nn.Module):
+        refuse_processes(target, "target")
+        net = build_network(target, data, points)
+        spread = 1e-2 / data.prior_precision if covariance is None else covariance
+        return net, net.start if start is None else as_mean(start), spread
+    if data.criterion is not None or data.data_size is not None:
+        raise TypeError("criterion and data_size belong to a network; a log joint has its data inside")
+    if start is None:
+        raise ValueError("start is None, expected the mean of q at the start (d,), or the number of dimensions d")
+    density, mean = read_density(target, start, points)
+    return density, mean, 1.0 if covariance is None else covariance
+
+
+def read_density(
+    target: LogJoint | Target, start: Tensor | Sequence[float] | int, points: Points | None
+) -> tuple[Target, Tensor]:
+    """A log joint density as a target, and the mean of q at the start (d,) in a dtype that it takes.
+
+    target: z -> log p(z, data), or a target. start: The mean of q (d,), or d for zeros.
+    """
+    mean = as_mean(start)
+    if isinstance(target, Target):
+        if points is not None:
+            raise TypeError("points belong to a log joint or a network; Projected has its own order")
+        return target, mean
+    if not callable(target):
+        raise TypeError(f"target is {type(target).__name__}, expected a function z -> log p(z, data), or a module")
+    mean = mean if isinstance(start, Tensor) else match_dtype(target, mean)
+    return DensityTarget(target, points, is_batched(target, mean)), mean

@@ -1,0 +1,271 @@
+"""The whole job: sample, local energies, step; and the exact energy of small systems."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.ground.checks import check_integer
+from natgrad.ground.linalg import eigh
+from natgrad.ground.messages import write_choices
+from natgrad.ground.progress import Progress, check_callback
+from natgrad.ground.pure import keep_gradient_mode
+from natgrad.optim import RankExchange
+from natgrad.vmc.amplitude import LogAmplitude
+from natgrad.vmc.antisymmetric import AntisymmetricNet
+from natgrad.vmc.configurations import Configurations
+from natgrad.vmc.continuous import Harmonic, Molecule
+from natgrad.vmc.energy import EnergyEstimate
+from natgrad.vmc.hamiltonians import Hamiltonian
+from natgrad.vmc.joined_walkers import check_draws, estimate_jointly
+from natgrad.vmc.local_energies import evaluate, take_local_energies
+from natgrad.vmc.reconfiguration import StochasticReconfiguration
+from natgrad.vmc.samples import Sampler, Samples
+
+
+class GroundState:
+    """Sampler, Hamiltonian and stochastic reconfiguration in one loop.
+
+    Args:
+        hamiltonian: As `ng.vmc.local_energies` takes it.
+        sampler: Draws the states.
+        optimizer: What `ng.stochastic_reconfiguration` gave; it knows psi.
+
+    Raises:
+        TypeError: If the sampler or the optimizer is none.
+        ValueError: If the Hamiltonian, the sampler and psi are not over the same states. A Hamiltonian that leads out
+            of the sampler's states, or a sampler that draws others than the Hamiltonian's, raises at a draw.
+
+    Example:
+        >>> h, psi = ng.vmc.TransverseIsing(4), ng.LogAmplitude(ng.vmc.RBM(4))
+        >>> sr = ng.stochastic_reconfiguration(psi, lr=0.1)
+        >>> search = ng.vmc.GroundState(h, ng.vmc.Enumerated(h.space), sr)
+        >>> energies = search.run(50)
+        >>> abs(energies[-1].mean - ng.vmc.lowest_energy(h)) < 0.1
+        True
+    """
+
+    def __init__(self, hamiltonian: Any, sampler: Sampler, optimizer: StochasticReconfiguration) -> None:
+        if not isinstance(optimizer, StochasticReconfiguration):
+            raise TypeError(
+                f"optimizer is {type(optimizer).__name__}, expected ng.stochastic_reconfiguration(psi, ...)"
+            )
+        if not isinstance(sampler, Sampler):
+            raise TypeError(f"sampler is {type(sampler).__name__}, expected one such as ng.vmc.Metropolis(space)")
+        check_spaces(hamiltonian, sampler, optimizer.psi)
+        self.hamiltonian, self.sampler, self.optimizer = hamiltonian, sampler, optimizer
+        self._met = False
+
+    def __repr__(self) -> str:
+        return write_choices(self, hamiltonian=self.hamiltonian, sampler=self.sampler, optimizer=self.optimizer)
+
+    @property
+    def psi(self) -> LogAmplitude:
+        """The wave function."""
+        return self.optimizer.psi
+
+    @property
+    def energies(self) -> list[EnergyEstimate]:
+        """The energy at every step so far, each with its error."""
+        return self.optimizer.energies
+
+    @keep_gradient_mode
+    def step(self) -> EnergyEstimate:
+        """One step: the energy before it, with its error."""
+        self._meet()
+        drawn, local = self._draw()
+        return self.optimizer.step(drawn.states, local, drawn.weights, enumerated=drawn.enumerated)
+
+    @keep_gradient_mode
+    def run(
+        self, steps: int, *, callback: Callable[[GroundState], Any] | None = None, progress: bool | None = None
+    ) -> list[EnergyEstimate]:
+        """Several steps. Ctrl-C ends them after the last whole one.
+
+        Args:
+            steps: How many.
+            callback: Called with this object after each step; no more steps are taken if it returns True.
+            progress: True for a line that shows how far it is, False for none; None for one where the standard error is
+                a terminal.
+
+        Returns:
+            Their energies, each before its step.
+        """
+        steps, found = check_integer("steps", steps, 0), list[EnergyEstimate]()
+        check_callback(callback, "the GroundState")
+        with Progress("steps", steps, progress) as shown:
+            try:
+                while len(found) < steps:
+                    found.append(self.step())
+                    shown.update(len(found), {"energy": found[-1]})
+                    if callback is not None and self._ends(callback(self) is True):
+                        break
+            except KeyboardInterrupt:
+                pass  # a step is taken whole or not at all
+        return found
+
+    @keep_gradient_mode
+    def measure(self, draws: int = 1) -> EnergyEstimate:
+        """The energy of psi as it is, without a step.
+
+        Args:
+            draws: How many times the sampler draws.
+        """
+        found, processes = [], self._meet()
+        for _ in range(check_integer("draws", draws)):
+            drawn, local = self._draw()
+            if drawn.weights is not None:
+                return estimate_jointly(processes, local, drawn.weights, enumerated=drawn.enumerated)
+            found.append(local)
+        return estimate_jointly(processes, torch.cat(found, dim=1 if self.sampler.continues else 0), None)
+
+    def _draw(self) -> tuple[Samples, Tensor]:
+        """Samples with their local energies."""
+        drawn = self.sampler.draw(self.psi)
+        own, space = (getattr(part, "space", None) for part in (self.sampler, self.hamiltonian))
+        own = own if isinstance(own, Configurations) else None
+        local = take_local_energies(self.psi, self.hamiltonian, drawn.states, space=own)
+        if own is None and isinstance(space, Configurations) and not bool(space.contains(drawn.states).all()):
+            raise ValueError(
+                f"sampler draws states that are not of hamiltonian.space, {space}: take a sampler over it, such as "
+                "ng.vmc.Metropolis(hamiltonian.space)"
+            )
+        return drawn, local
+
+    def _ends(self, asked: bool) -> bool:
+        """Whether the callback of some process asked to end."""
+        return any(one for (one,) in self.optimizer.processes.share_numbers([asked], self.psi.device))
+
+    def _meet(self) -> RankExchange:
+        """The processes that have walkers, each with draws of its own."""
+        processes = self.optimizer.processes
+        if not self._met:
+            check_draws(processes, self.sampler)
+            self._met = True
+        return processes
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on, psi's parameters included: plain values and tensors."""
+        parts = {"psi": self.psi, "optimizer": self.optimizer, "sampler": self.sampler}
+        return {name: part.state_dict() for name, part in parts.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from `state_dict()`: on the CPU bit for bit as if never stopped.
+
+        Args:
+            state_dict: What that returned.
+        """
+        self.psi.load_state_dict(state_dict["psi"])
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+        self.sampler.load_state_dict(state_dict["sampler"])
+
+
+def lowest_energy(hamiltonian: Hamiltonian, *, steps: int = 200, seed: int = 0) -> float:
+    """The exact ground state energy, by Lanczos over all states: up to some million of them.
+
+    Args:
+        hamiltonian: A lattice Hamiltonian, real or complex.
+        steps: Products with H at most; it stops when the energy stands to 12 digits of H's largest eigenvalue, and
+            warns where that takes more.
+        seed: Of the start.
+
+    Raises:
+        ValueError: For too many states, or an H that is not Hermitian.
+
+    Reference:
+        Lanczos 1950, without reorthogonalisation: the lowest value is right, though it may come several times.
+
+    Example:
+        >>> round(ng.vmc.lowest_energy(ng.vmc.Heisenberg(4)), 10)
+        -2.0
+    """
+    matrix = hamiltonian.matrix()
+    check_hermitian(hamiltonian, matrix)
+    size = matrix.shape[0]
+    vector = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(matrix.dtype)
+    vector, before = vector / vector.norm(), torch.zeros_like(vector)
+    diagonal, side, found, scale = list[Tensor](), list[Tensor](), float("inf"), 0.0
+    for step in range(min(steps, size)):
+        image = (matrix @ vector.unsqueeze(1)).squeeze(1)
+        diagonal.append(torch.vdot(vector, image).real)
+        image = image - diagonal[-1] * vector - (side[-1] * before if side else 0)
+        side.append(image.norm())
+        scale = max(scale, float(diagonal[-1].abs()), float(side[-1]))  # near H's largest eigenvalue
+        ended = float(side[-1]) <= 1e-12 * scale  # the vectors so far span all that the start has a part in
+        if step % 5 == 4 or step == min(steps, size) - 1 or ended:
+            lowest = float(eigh(tridiagonal(diagonal, side))[0][0])
+            if abs(lowest - found) <= 1e-12 * scale or ended:
+                return lowest
+            found = lowest
+        before, vector = vector, image / side[-1]
+    if steps < size:
+        warnings.warn(
+            f"the lowest energy, {found}, does not stand to 12 digits after {steps} products with H: pass more steps",
+            stacklevel=2,
+        )
+    return found
+
+
+def check_hermitian(hamiltonian: Hamiltonian, matrix: Tensor) -> None:
+    """ValueError unless <u|H v> = <H u|v> for two vectors at random: Lanczos believes it."""
+    generator = torch.Generator().manual_seed(1)
+    u, v = torch.randn(2, len(matrix), dtype=torch.complex128, generator=generator).unbind()
+    images = matrix.to(u.dtype) @ torch.stack([u, v], 1)
+    gap = (torch.vdot(u, images[:, 1]) - torch.vdot(images[:, 0], v)).abs()
+    if float(gap) > 1e-10 * float(images[:, 0].norm() * v.norm()):
+        raise ValueError(
+            f"{hamiltonian} is not Hermitian, <s|H|s'> and the conjugate of <s'|H|s> differ: look at the elements that "
+            "moves(states) returns"
+        )
+
+
+def tridiagonal(diagonal: list[Tensor], side: list[Tensor]) -> Tensor:
+    """The matrix with these entries on and beside its diagonal."""
+    matrix = torch.diag(torch.stack(diagonal))
+    off = torch.stack(side[: len(diagonal) - 1]) if len(diagonal) > 1 else matrix.new_zeros(0)
+    return matrix + torch.diag(off, 1) + torch.diag(off, -1)
+
+
+def check_spaces(hamiltonian: Any, sampler: Sampler, psi: LogAmplitude) -> None:
+    """ValueError unless Hamiltonian, sampler and psi are over the same states, as far as they say which."""
+    own, drawn = find_space(hamiltonian), getattr(sampler, "space", None)
+    lattice = [isinstance(space, Configurations) for space in (own, drawn)]
+    if all(lattice):
+        fits = own == drawn
+    elif any(lattice) and isinstance(drawn if lattice[0] else own, (Harmonic, Molecule)):
+        fits = False
+    else:
+        fits = getattr(own, "count", None) in (None, getattr(drawn, "count", None)) or drawn is None
+    if not fits:
+        raise ValueError(
+            f"sampler draws from {drawn} and hamiltonian is over {own}: an energy is right over one space alone; take "
+            f"{type(sampler).__name__} over {'hamiltonian.space' if lattice[0] else 'the hamiltonian itself'}, or a "
+            "hamiltonian over the sampler's space"
+        )
+    for net in psi.net.modules():
+        if isinstance(net, AntisymmetricNet) and isinstance(own, Molecule) and not net.molecule.equals(own):
+            raise ValueError(f"psi is of {net.molecule} and hamiltonian is {own}: take a network of the hamiltonian")
+    check_network(psi, own if hasattr(own, "draw") else drawn)
+
+
+def find_space(hamiltonian: Any) -> Any:
+    """What a Hamiltonian is over: its `space`, or itself where walkers start from it; None where it does not say."""
+    known = getattr(hamiltonian, "space", None)
+    return hamiltonian if known is None and callable(getattr(hamiltonian, "draw", None)) else known
+
+
+def check_network(psi: LogAmplitude, space: Any) -> None:
+    """ValueError if the network does not take a state of the space."""
+    if space is None or not callable(getattr(space, "draw", None)):
+        return
+    states = space.draw((2,), torch.Generator().manual_seed(0), psi.dtype).to(psi.device)
+    try:
+        evaluate(psi, states, 2)
+    except (RuntimeError, IndexError) as error:
+        raise ValueError(
+            f"psi's network does not take the states of {space}, {tuple(states.shape)} of {states.dtype}: {error}"
+        ) from error

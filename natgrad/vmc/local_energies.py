@@ -1,0 +1,181 @@
+"""(H psi)(s) / psi(s), for lattice Hamiltonians of ours and of NetKet's kind, and for those that know it themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.ground.pure import run_detached
+from natgrad.vmc.amplitude import LogAmplitude
+from natgrad.vmc.configurations import Configurations, without_sector
+from natgrad.vmc.hamiltonians import Hamiltonian, choose_kind
+
+
+def local_energies(psi: LogAmplitude, hamiltonian: Any, states: Any, *, chunk_size: int = 2**16) -> Tensor:
+    """e(s) = sum_s' <s|H|s'> psi(s') / psi(s).
+
+    Args:
+        psi: The wave function.
+        hamiltonian: An `ng.vmc.Hamiltonian`; anything with `connected(states)` that gives states (b, k, n) and elements
+            (b, k); NetKet's operators, by their `get_conn_padded`, on NumPy arrays; or anything with
+            `local_energies(psi, states)`, such as `ng.vmc.Molecule`.
+        states: s, shape (..., n): a tensor, of integers too where the network takes them, or an array of NumPy's or
+            JAX's, as NetKet's samplers give them.
+        chunk_size: Amplitudes that are computed at a time.
+
+    Returns:
+        Shape (...,), real or complex as psi and H are.
+
+    Raises:
+        TypeError: For a Hamiltonian that is none of these.
+        ValueError: For states that have other variables than those of the Hamiltonian, or other values.
+
+    Example:
+        >>> psi = ng.LogAmplitude(ng.vmc.RBM(3))
+        >>> ng.vmc.local_energies(psi, ng.vmc.TransverseIsing(3), torch.ones(2, 3)).shape
+        torch.Size([2])
+    """
+    return take_local_energies(psi, hamiltonian, states, chunk_size)
+
+
+def take_local_energies(
+    psi: LogAmplitude, hamiltonian: Any, states: Any, chunk_size: int = 2**16, *, space: Configurations | None = None
+) -> Tensor:
+    """`local_energies`; ValueError where H leads out of the states that a sampler has, `space`."""
+    states = read_states(psi, states)
+    flat = states.reshape(-1, states.shape[-1]) if states.dim() > 2 else states
+    check_variables(hamiltonian, flat)
+    check_integers(psi, flat)
+    with torch.no_grad():
+        if isinstance(hamiltonian, Hamiltonian):
+            others, values = hamiltonian.moves(flat)
+            check_stays(hamiltonian, space, others, values)
+            found = hamiltonian.diagonal(flat) + sum_ratios(psi, flat, others, values, chunk_size)
+        elif hasattr(hamiltonian, "local_energies"):
+            found = hamiltonian.local_energies(psi, flat)
+        elif hasattr(hamiltonian, "connected") or hasattr(hamiltonian, "get_conn_padded"):
+            others, values = read_connections(hamiltonian, flat)
+            check_stays(hamiltonian, space, others, values)
+            found = sum_ratios(psi, flat, others, values, chunk_size)
+        else:
+            raise TypeError(
+                f"hamiltonian is {type(hamiltonian).__name__}, expected an ng.vmc.Hamiltonian, or something with "
+                "connected(states), get_conn_padded(states) or local_energies(psi, states)"
+            )
+    return found.reshape(states.shape[:-1])
+
+
+def check_variables(hamiltonian: Any, states: Tensor) -> None:
+    """ValueError unless states (b, n) have the variables of a lattice Hamiltonian, with their values."""
+    space = getattr(hamiltonian, "space", None)
+    if isinstance(space, Configurations) and not bool(without_sector(space).contains(states).all()):
+        came = f"{states.shape[-1]} variables" if states.shape[-1] != space.count else "other values"
+        raise ValueError(
+            f"states have {came}, expected {space.count} variables with the values {list(space.values)}, those of "
+            f"hamiltonian.space, {space}: take a sampler and a network over hamiltonian.space"
+        )
+
+
+def check_stays(hamiltonian: Any, space: Configurations | None, others: Tensor, values: Tensor) -> None:
+    """ValueError if H leads from a sampler's states to one that the sampler never draws.
+
+    others: The states that H connects with samples, (b, k, n). values: Their elements, (b, k).
+    """
+    if space is None or bool((space.contains(others) | (values == 0)).all()):
+        return
+    raise ValueError(
+        f"hamiltonian leads out of {space}, the sampler's states: {hamiltonian} does not conserve what these do, and "
+        "without the other states the energy is that of no wave function; take a sampler over all states that it "
+        "connects"
+    )
+
+
+def sum_ratios(psi: LogAmplitude, states: Tensor, others: Tensor, values: Tensor, chunk_size: int) -> Tensor:
+    """sum_k values psi(s'_k) / psi(s), shape (b,); where the element is zero psi is not asked."""
+    kept = values != 0
+    here = evaluate(psi, states, chunk_size)
+    if bool(kept.all()):
+        there = evaluate(psi, others.flatten(0, 1), chunk_size).view(values.shape)
+        kind = torch.promote_types(there.dtype, values.dtype)
+        return (values.to(kind) * (there - here.unsqueeze(1)).exp().to(kind)).sum(1)
+    there = evaluate(psi, others[kept], chunk_size)
+    rows = kept.nonzero()[:, 0]
+    kind = torch.promote_types(there.dtype, values.dtype)
+    terms = values[kept].to(kind) * (there - here[rows]).exp().to(kind)
+    return torch.zeros(len(states), dtype=kind, device=states.device).index_add(0, rows, terms)
+
+
+def evaluate(psi: LogAmplitude, states: Tensor, chunk_size: int) -> Tensor:
+    """log psi without a graph, some states at a time."""
+    found = [run_detached(lambda part=part: psi(part)) for part in states.split(chunk_size)]
+    return torch.cat(found) if len(found) > 1 else found[0]
+
+
+def read_connections(operator: Any, states: Tensor) -> tuple[Tensor, Tensor]:
+    """States and elements of a Hamiltonian that is not ours: as tensors, or as NetKet's operators give them."""
+    if hasattr(operator, "connected"):
+        others, values = operator.connected(states)
+        check_connections(operator, others, values, states)
+        return others, values
+    others, values = operator.get_conn_padded(states.cpu().numpy())
+    others, values = (torch.as_tensor(as_array(part)).to(states.device) for part in (others, values))
+    kind = choose_kind(states)
+    kind = torch.promote_types(kind, values.dtype) if values.is_complex() else kind
+    return others.to(states.dtype), values.to(kind)
+
+
+def check_connections(operator: Any, others: Any, values: Any, states: Tensor) -> None:
+    """ValueError unless these are states (b, k, n) and their elements (b, k)."""
+    told = [tuple(one.shape) if isinstance(one, Tensor) else type(one).__name__ for one in (others, values)]
+    b, n = states.shape
+    fits = isinstance(others, Tensor) and isinstance(values, Tensor) and others.dim() == 3
+    if not fits or others.shape != (b, others.shape[1], n) or values.shape != others.shape[:2]:
+        raise ValueError(
+            f"{type(operator).__name__}.connected(states) returned {told[0]} and {told[1]} for states {(b, n)}, "
+            f"expected tensors: the connected states ({b}, k, {n}) and their elements ({b}, k), padded with zeros"
+        )
+
+
+def read_states(psi: LogAmplitude, states: Any) -> Tensor:
+    """States as a tensor in the dtype of the wave function; those of an array on its device, too."""
+    if isinstance(states, Tensor):
+        return states.to(psi.dtype) if states.is_floating_point() else states
+    return read_numbers(psi, states, "states").to(psi.dtype)
+
+
+def check_integers(psi: LogAmplitude, states: Tensor) -> None:
+    """ValueError for integers that the network does not take.
+
+    states: (b, ...).
+    """
+    if states.is_floating_point():
+        return
+    try:
+        run_detached(lambda: psi(states[:1]))
+    except RuntimeError as error:
+        raise ValueError(
+            f"states is {states.dtype}, which psi's network does not take: convert with states.to(psi.dtype), "
+            f"{psi.dtype}"
+        ) from error
+
+
+def read_numbers(psi: LogAmplitude, numbers: Any, name: str) -> Tensor:
+    """Numbers as a tensor; those of an array on the device of the wave function."""
+    if isinstance(numbers, Tensor):
+        return numbers
+    try:
+        return torch.as_tensor(as_array(numbers)).to(psi.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{name} is {type(numbers).__name__}, expected a tensor, or an array of NumPy's or JAX's"
+        ) from error
+
+
+def as_array(part: Any) -> Any:
+    """A NumPy array of its own memory, from NumPy's or from another library's arrays."""
+    if not hasattr(part, "__array__") and hasattr(part, "__jax_array__"):  # such as NetKet's LocalEstimators
+        part = part.__jax_array__()
+    array = part.__array__() if hasattr(part, "__array__") else part
+    return array.copy() if hasattr(array, "copy") else array

@@ -1,0 +1,223 @@
+"""Flows: known solutions, invariance under coordinates, where they end and why."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from natgrad.families import Gamma, Ising, MultivariateNormal
+from natgrad.flows import (
+    FlowCoordinates,
+    destinations,
+    deviation_coordinates,
+    draw_basins,
+    draw_field,
+    draw_levels,
+    draw_trajectory,
+    expectation_coordinates,
+    expected_value,
+    flow,
+    flow_field,
+    lattice,
+    probability_coordinates,
+)
+
+pytest.importorskip("scipy")
+
+TOY = Ising(2, [(0,), (1,)])
+MU = probability_coordinates(TOY)
+VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "flows.json").read_text())
+
+
+def toy(x):
+    return x[:, 0] + 2 * x[:, 1] + 3 * x[:, 0] * x[:, 1]
+
+
+F = expected_value(TOY, toy)
+
+
+def point(*numbers):
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("one", VECTORS["independence_model"], ids=lambda one: str(one["mu"]))
+def test_gradients_of_the_toy_example(one):
+    mu = point(*one["mu"])
+    theta = MU.theta(mu)
+    assert_close(F(theta).item(), one["F"], rtol=0, atol=1e-12)
+    eta = expectation_coordinates(TOY)
+    for name, chart, at in (("mu", MU, mu), ("theta", None, theta), ("eta", eta, point(*one["eta"]))):
+        for kind, natural in (("grad", False), ("natgrad", True)):
+            found = flow_field(F, TOY, chart, natural=natural, maximise=True)(at)
+            assert_close(found, point(*one[f"{kind}_{name}"]), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("one", VECTORS["independence_flow"], ids=lambda one: str(one["mu0"]))
+def test_the_natural_flow_is_the_same_in_all_coordinates(one):
+    times, mu0 = point(*one["t"]), point(*one["mu0"])
+    expected_points = torch.tensor(one["mu"], dtype=torch.float64)
+    theta0 = MU.theta(mu0)
+    ours = flow(F, TOY, mu0, times, MU)
+    assert_close(ours.points, expected_points, rtol=0, atol=1e-8)
+    assert ours.status == "end"
+    in_theta = flow(F, TOY, theta0, times)
+    assert_close(torch.sigmoid(2 * in_theta.points), expected_points, rtol=0, atol=1e-8)
+    in_eta = flow(F, TOY, 2 * mu0 - 1, times[:2], expectation_coordinates(TOY))
+    assert_close((in_eta.points + 1) / 2, expected_points[:2], rtol=0, atol=1e-8)
+    mine = FlowCoordinates("mine", lambda xi: xi + xi**3 / 3)
+    start = point(*[_cubic(t) for t in theta0.tolist()])
+    in_mine = flow(F, TOY, start, times[:3], mine)
+    assert_close(torch.sigmoid(2 * mine.theta(in_mine.points)), expected_points[:3], rtol=0, atol=1e-8)
+    assert bool((ours.values.diff() < 0).all())
+
+
+def _cubic(value):
+    x = value
+    for _ in range(60):
+        x -= (x + x**3 / 3 - value) / (1 + x**2)
+    return x
+
+
+def test_the_euclidean_flow_is_not():
+    times, mu0 = point(0.0, 0.1), point(0.5, 0.5)
+    ours = flow(F, TOY, mu0, times, MU, natural=False).points[-1]
+    theirs = torch.sigmoid(2 * flow(F, TOY, MU.theta(mu0), times, natural=False).points[-1])
+    assert float((ours - theirs).abs().max()) > 1e-2
+
+
+def test_the_euclidean_flow_in_probabilities_leaves_through_an_edge():
+    found = flow(F, TOY, point(0.5, 0.5), 10.0, MU, natural=False)
+    assert found.status == "edge"
+    assert "edge of the domain" in found.message
+    assert float(torch.minimum(found.points[-1], 1 - found.points[-1]).min()) < 1e-6
+    assert bool(MU.inside(found.points).all())
+
+
+def test_the_toy_example_has_a_saddle_and_four_ends():
+    saddle = point(1 / 6, 1 / 3)
+    assert_close(flow_field(F, TOY, MU)(saddle), torch.zeros(2, dtype=torch.float64), rtol=0, atol=1e-14)
+    starts = lattice((0.0, 1.0), (0.0, 1.0), 5)
+    for maximise, ends in ((False, [[1.0, 0.0], [0.0, 1.0]]), (True, [[1.0, 1.0], [0.0, 0.0]])):
+        field = flow_field(F, TOY, MU, maximise=maximise)
+        found = destinations(field, starts, 12.0, MU.inside, 150)
+        nearest = torch.cdist(found, torch.tensor(ends, dtype=torch.float64)).amin(1)
+        assert float(nearest.max()) < 1e-3
+
+
+@pytest.mark.parametrize("one", [VECTORS["gaussian_quadratic_flow"]])
+def test_univariate_quadratic_ascent_is_the_closed_form(one):
+    family, chart = MultivariateNormal(1), deviation_coordinates()
+    value = expected_value(family, lambda x: (x - 3 * x.square()).squeeze(-1), nodes=2)
+    start, times = point(one["mu0"], one["sigma0"]), point(0.0, *one["t"])
+    natural = flow(value, family, start, times, chart, maximise=True).points[1:]
+    assert_close(natural, torch.stack([point(*one["mu"]), point(*one["sigma"])], 1), rtol=1e-8, atol=1e-8)
+    plain = flow(value, family, start, times[:3], chart, maximise=True, natural=False).points
+    decay = (-6 * times[:3]).exp()
+    assert_close(plain, torch.stack([1 / 6 - 7 / 6 * decay, decay], 1), rtol=1e-8, atol=1e-9)
+
+
+def test_quadratic_ascent_moves_theta_on_a_straight_line():
+    """P(t) = P0 + 2 A t and P mu = P0 mu0 + b t for f = b . x - x^T A x."""
+    family = MultivariateNormal(2)
+    a, b = torch.tensor([[3.0, 1.0], [1.0, 2.0]], dtype=torch.float64), point(1.0, 2.0)
+    value = expected_value(family, lambda x: x @ b - (x @ a * x).sum(1), nodes=3)
+    mean, covariance = point(-1.0, 2.0), torch.tensor([[1.0, -0.5], [-0.5, 2.0]], dtype=torch.float64)
+    theta = family.from_mean_covariance(mean, covariance)
+    found = flow(value, family, theta, [0.0, 0.5, 2.0], maximise=True)
+    precision = torch.linalg.inv(covariance)
+    for t, at in zip((0.0, 0.5, 2.0), found.points, strict=True):
+        assert_close(family.precision(at), precision + 2 * t * a, rtol=1e-8, atol=1e-8)
+        assert_close(at[:2], precision @ mean + t * b, rtol=1e-8, atol=1e-8)
+
+
+def test_expected_values():
+    family = MultivariateNormal(2)
+    theta = family.from_mean_covariance(point(0.3, -0.2), torch.tensor([[1.0, 0.4], [0.4, 2.0]], dtype=torch.float64))
+    found = expected_value(family, lambda x: x[:, 0] * x[:, 1] + x[:, 1] ** 4, nodes=3)(theta)
+    assert_close(found.item(), 0.4 - 0.06 + 3 * 4 + 6 * 2 * 0.04 + 0.2**4)
+    batch = theta.expand(3, 2, 5)
+    assert expected_value(family, lambda x: x.sum(1))(batch).shape == (3, 2)
+    with pytest.raises(ValueError, match="write F"):
+        expected_value(Gamma(), lambda x: x.sum(1))
+
+
+def test_why_a_flow_ends():
+    def kl(theta):
+        return TOY.kl(theta, point(0.3, -0.5).expand_as(theta))
+
+    assert flow(kl, TOY, point(1.0, 1.0), 1.0).status == "end"
+    rest = flow(kl, TOY, point(1.0, 1.0), 1000.0)
+    assert rest.status == "rest"
+    assert "came to rest" in rest.message
+    assert_close(rest.points[-1], point(0.3, -0.5), rtol=0, atol=1e-7)
+    broken = flow(
+        lambda t: torch.where(t[..., 0] > 0, t[..., 0], torch.nan) * 1.0, TOY, point(0.5, 0.0), 5.0, natural=False
+    )
+    assert broken.status == "not finite"
+    with pytest.raises(ValueError, match="not one point inside"):
+        flow(F, TOY, point(1.5, 0.5), 1.0, MU)
+    with pytest.raises(ValueError, match="last time"):
+        flow(F, TOY, point(0.5, 0.5), 0.0, MU)
+    with pytest.raises(ValueError, match="independence model"):
+        probability_coordinates(Ising(2))
+
+
+@pytest.mark.parametrize("method", ["DOP853", "RK23", "LSODA", "BDF"])
+def test_a_flow_ends_where_its_field_is_not_known_to_the_tolerance(method):
+    """Where f is in the span of T the flow is a straight line, to where the Fisher matrix is nearly singular."""
+    family, start, slope = Ising(2, [(0,), (1,), (0, 1)]), point(0.1, 0.2, -0.1), point(1.0, 2.0, 3.0)
+    field = expected_value(family, toy)
+    asked = 0
+
+    def count_calls(theta):
+        nonlocal asked
+        asked += 1
+        return field(theta)
+
+    found = flow(count_calls, family, start, 40.0, method=method, evaluations=400)
+    assert found.status in ("stuck", "not finite")
+    told = re.search(r"t = ([\d.]+\d)", found.message)
+    assert told is not None
+    assert float(told[1]) == pytest.approx(float(found.times[-1]), rel=1e-2)
+    assert asked < 500
+    assert_close(found.points, start - found.times.unsqueeze(1) * slope, rtol=1e-5, atol=1e-5)
+    early = flow(field, family, start, torch.linspace(0, 1, 5, dtype=torch.float64))
+    assert early.status == "end"
+    assert_close(early.points, start - early.times.unsqueeze(1) * slope, rtol=1e-7, atol=1e-7)
+
+
+def test_a_budget_of_evaluations_is_said():
+    found = flow(F, TOY, point(0.3, 0.4), 1.0, evaluations=20)
+    assert found.status == "stuck"
+    assert "20 times" in found.message
+    assert "evaluations=" in found.message
+    with pytest.raises(ValueError, match="evaluations is 0"):
+        flow(F, TOY, point(0.3, 0.4), 1.0, evaluations=0)
+    with pytest.raises(ValueError, match="method is 'Euler', expected one of DOP853"):
+        flow(F, TOY, point(0.3, 0.4), 1.0, method="Euler")
+
+
+def test_without_scipy_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "scipy.integrate", None)
+    with pytest.raises(ImportError, match="pip install scipy"):
+        flow(F, TOY, point(0.5, 0.5), 1.0, MU)
+
+
+def test_pictures():
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axes, square = figure.add_subplot(), ((0.02, 0.98), (0.02, 0.98))
+    draw_levels(axes, lambda mu: F(MU.theta(mu)), *square)
+    for length in ("true", "root", "same"):
+        draw_field(axes, flow_field(F, TOY, MU), *square, count=5, length=length)
+    draw_trajectory(axes, flow(F, TOY, point(0.5, 0.5), 1.0, MU).points, color="red")
+    ends = destinations(flow_field(F, TOY, MU), lattice(*square, 4), 8.0, MU.inside, 80)
+    draw_basins(axes, ends, torch.tensor([[1.0, 0.0], [0.0, 1.0]]).double(), *square, ("red", "blue"))
+    assert len(axes.images) == 1
+    assert len(axes.lines) == 2
+    with pytest.raises(ValueError, match="length"):
+        draw_field(axes, flow_field(F, TOY, MU), *square, length="short")

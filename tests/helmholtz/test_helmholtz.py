@@ -1,0 +1,336 @@
+"""Helmholtz machines: Fisher blocks, likelihoods, lessons and steps against enumeration and autodiff."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helmholtz_models import BITS, KINDS, data, machine, tensor
+from models import F64, assert_close
+from torch import Tensor
+
+import natgrad as ng
+from natgrad.helmholtz import Classic, Reweighted
+
+VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "helmholtz.json").read_text(encoding="utf-8"))
+
+
+def reference() -> tuple[ng.HelmholtzMachine, Tensor]:
+    found, given = ng.HelmholtzMachine([3, 2, 2]).double(), VECTORS["inputs"]
+    with torch.no_grad():
+        for layer, key in zip(found.generation[:2], ("W_x_given_h1", "W_h1_given_h2"), strict=True):
+            layer.weight.copy_(tensor(given[key]))
+        found.generation[2].weight.copy_(tensor(given["b_h2"]).unsqueeze(1))
+        for layer, key in zip(found.recognition, ("V_h1_given_x", "V_h2_given_h1"), strict=True):
+            layer.weight.copy_(tensor(given[key]))
+    return found, tensor(given["X_data"])
+
+
+def test_blocks_and_likelihood_have_the_reference_values():
+    found, x = reference()
+    blocks, expected = found.fisher_blocks(x), VECTORS["expected"]
+    keys = {"generation.0": "Fp_x", "generation.1": "Fp_h1", "recognition.0": "Fq_h1", "recognition.1": "Fq_h2"}
+    for name, key in keys.items():
+        assert_close(blocks[name], tensor(expected[key]))
+    assert_close(blocks["generation.2"].flatten(), tensor(expected["Fp_top"]))
+    assert_close(found.log_likelihood(x, samples=None), tensor(expected["log_p_x_data"]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_fisher_of_the_joint_is_the_blocks_and_nothing_else(kind):
+    """E_p[g g^T] by enumeration and autodiff, g the gradient of log p(x, h): block-diagonal, one block per unit."""
+    found = machine(**KINDS[kind])
+    states, logs = found.joint()
+    assert_close(logs.exp().sum(), tensor(1.0))
+    weights = [layer.weight for layer in found.generation]
+    total = torch.zeros(sum(w.numel() for w in weights), dtype=F64).outer(torch.zeros(sum(w.numel() for w in weights)))
+    for i, log in enumerate(logs):
+        value = found.log_joint([s[i] for s in states])
+        slopes = torch.autograd.grad(value, [w for w in weights if w.requires_grad])
+        queue = iter(slopes)
+        flat = torch.cat([(next(queue) if w.requires_grad else torch.zeros_like(w)).flatten() for w in weights])
+        total += log.exp() * torch.outer(flat, flat)
+    blocks = found.fisher_blocks(data(kind))
+    named = [blocks[f"generation.{i}"] for i in range(3)]
+    if kind == "fixed prior":
+        named[2] = torch.zeros_like(named[2])
+    assert_close(torch.block_diag(*(block for part in named for block in part)), total, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recognition_blocks_are_the_fisher_of_the_posterior(kind):
+    found, x = machine(**KINDS[kind]), data(kind)
+    hidden = found.hidden()
+    weights = [layer.weight for layer in found.recognition]
+    size = sum(w.numel() for w in weights)
+    total = torch.zeros(size, size, dtype=F64)
+    for example in x:
+        for i in range(len(hidden[0])):
+            value = found.log_posterior([example, *(h[i] for h in hidden)])
+            flat = torch.cat([g.flatten() for g in torch.autograd.grad(value, weights)])
+            total += value.detach().exp() / len(x) * torch.outer(flat, flat)
+    blocks = found.fisher_blocks(x)
+    units = [block for i in range(2) for block in blocks[f"recognition.{i}"]]
+    assert_close(torch.block_diag(*units), total, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampled_blocks_are_unbiased(kind):
+    found, x = machine(**KINDS[kind]), data(kind)
+    exact, generator = found.fisher_blocks(x), torch.Generator().manual_seed(1)
+    draws = [found.fisher_blocks(x, samples=20, generator=generator) for _ in range(60)]
+    for name, expected in exact.items():
+        values = torch.stack([draw[name] for draw in draws])
+        assert ((values.mean(0) - expected).abs() <= 5 * values.std(0) / len(draws) ** 0.5 + 1e-9).all(), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_likelihoods_agree(kind):
+    """The enumeration sums to one over x, and importance sampling finds it within its standard error."""
+    found = machine(**KINDS[kind])
+    every = torch.cartesian_prod(*[tensor(found.units)] * 3)
+    exact = found.log_likelihood(every, samples=None)
+    assert_close(exact.exp().sum(), tensor(1.0))
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.stack([found.log_likelihood(every, samples=500, generator=generator).exp() for _ in range(40)])
+    assert ((draws.mean(0) - exact.exp()).abs() < 4.5 * draws.std(0) / 40**0.5 + 1e-12).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dreams_have_the_model_s_frequencies(kind):
+    found, generator = machine(**KINDS[kind]), torch.Generator().manual_seed(0)
+    every = torch.cartesian_prod(*[tensor(found.units)] * 3)
+    p = found.log_likelihood(every, samples=None).exp()
+    drawn = found.sample(20000, generator)
+    counts = (drawn.unsqueeze(1) == every).all(2).to(F64).mean(0)
+    assert ((counts - p).abs() < 5 * (p * (1 - p) / 20000).sqrt()).all()
+    means = found.sample(7, generator, means=True)
+    assert means.shape == (7, 3)
+    assert ((means > 0) & (means < 1)).all()
+
+
+def expected_gradients(found: ng.HelmholtzMachine, x: Tensor) -> list[Tensor]:
+    """d/d theta of sum_x E_{q(h|x)}[log p(x, h)] / b by enumeration."""
+    hidden = found.hidden()
+    total: Any = 0.0
+    for example in x:
+        states = [example.expand(len(hidden[0]), -1), *hidden]
+        total = total + (found.log_posterior(states).detach().exp() * found.log_joint(states)).sum() / len(x)
+    return list(torch.autograd.grad(total, [layer.weight for layer in found.generation if layer.weight.requires_grad]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_classic_wake_teaches_the_expected_gradient(kind):
+    found, x = machine(**KINDS[kind]), data(kind)
+    generator = torch.Generator().manual_seed(0)
+    lessons = [Classic().lesson(found, x, 50, generator).generation for _ in range(60)]
+    trained = [i for i, layer in enumerate(found.generation) if layer.weight.requires_grad]
+    for i, expected in zip(trained, expected_gradients(found, x), strict=True):
+        values = torch.stack([lesson[i].ascent() for lesson in lessons]).detach()
+        assert ((values.mean(0) - expected).abs() <= 5 * values.std(0) / len(values) ** 0.5 + 1e-9).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reweighted_lessons_tend_to_the_likelihood_s_gradient(kind):
+    """With many draws the self-normalised estimate is d/d theta log p(x), and wake-phi E_{p(h|x)}[d log q]."""
+    found, x = machine(**KINDS[kind]), data(kind)
+    hidden = found.hidden()
+    logs = torch.stack([found.log_joint([e.expand(len(hidden[0]), -1), *hidden]) for e in x])  # (b, states)
+    trained = [layer.weight for layer in found.generation if layer.weight.requires_grad]
+    expected = list(torch.autograd.grad(logs.logsumexp(1).mean(), trained))
+    posterior = logs.detach().softmax(1)
+    seen = torch.stack([found.log_posterior([e.expand(len(hidden[0]), -1), *hidden]) for e in x])
+    expected += torch.autograd.grad((posterior * seen).sum(1).mean(), [layer.weight for layer in found.recognition])
+    generator, values = torch.Generator().manual_seed(0), []
+    for _ in range(30):
+        lesson = Reweighted(wake_phi=1.0).lesson(found, x, 3000, generator)
+        rows = [r for r, layer in zip(lesson.generation, found.generation, strict=True) if layer.weight.requires_grad]
+        values.append([r.ascent().detach() for r in (*rows, *lesson.recognition)])
+    for i, reference_value in enumerate(expected):
+        draws = torch.stack([value[i] for value in values])
+        assert ((draws.mean(0) - reference_value).abs() <= 5 * draws.std(0) / 30**0.5 + 3e-3).all()
+
+
+def test_a_reconstruction_is_one_way_up_and_down():
+    """The mean over draws is sum_h q(h_1 | x) sigmoid(W [h_1; 1]), by enumeration."""
+    found, x = machine(), data("bits")
+    ups, downs = found.recognition[0], found.generation[0]
+    states = torch.cartesian_prod(*[tensor((0, 1))] * 2)
+    weights = torch.stack([ups.log_prob(x, state.expand(len(x), -1)).exp() for state in states])
+    expected = torch.einsum("sb,sj->bj", weights, torch.sigmoid(downs.logits(states, torch.zeros(4, 3, dtype=F64))))
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.stack([found.reconstruct(x, generator) for _ in range(400)])
+    assert ((draws.mean(0) - expected.detach()).abs() < 5 * draws.std(0) / 400**0.5 + 1e-12).all()
+
+
+def test_the_weights_do_not_overflow():
+    found = machine()
+    with torch.no_grad():
+        for layer in found.generation:
+            layer.weight.mul_(1e4)
+    lesson = Reweighted().lesson(found, data("bits"), 5, torch.Generator().manual_seed(0))
+    for rows in (*lesson.generation, *lesson.recognition):
+        assert torch.isfinite(rows.weights).all()
+        assert_close(rows.weights.sum(), tensor(1.0), rtol=1e-9)
+
+
+def trainers(found: ng.HelmholtzMachine) -> dict[str, Any]:
+    return {
+        "plain": ng.WakeSleep(found, 0.1, samples=3, momentum=0.5),
+        "Adam": ng.WakeSleep(found, samples=3, optimizer=lambda p: torch.optim.Adam(p, 0.01)),
+        "natural": ng.NaturalWakeSleep(found, 0.1, samples=3, refresh=3),
+        "natural, wide": ng.NaturalWakeSleep(found, 0.1, samples=1, refresh=2, decay=0.5),
+        "natural, shared": ng.NaturalWakeSleep(found, 0.1, samples=2, refresh=2, exact=False),
+    }
+
+
+@pytest.mark.parametrize("name", ["plain", "Adam", "natural", "natural, wide", "natural, shared"])
+def test_a_resumed_run_is_the_run_that_never_stopped(name):
+    torch.manual_seed(0)
+    first = ng.HelmholtzMachine([12, 3, 2])
+    second = copy.deepcopy(first)
+    x = torch.randint(0, 2, (2, 12), generator=torch.Generator().manual_seed(0)).float()
+    whole = trainers(first)[name]
+    for _ in range(11):
+        whole.step(x)
+    part = trainers(second)[name]
+    for _ in range(5):
+        part.step(x)
+    file = io.BytesIO()
+    torch.save({"machine": second.state_dict(), "trainer": part.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    third = ng.HelmholtzMachine([12, 3, 2])
+    third.load_state_dict(saved["machine"])
+    resumed = trainers(third)[name]
+    resumed.load_state_dict(saved["trainer"])
+    for _ in range(6):
+        resumed.step(x)
+    for a, b in zip(first.parameters(), third.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_training_approaches_the_data():
+    """Four states, each as often: the bound comes near -log 4 for the natural step, nearer than for the plain one."""
+    x = torch.tensor([[1.0, 1, 0, 0], [0, 0, 1, 1], [1, 0, 1, 0], [0, 1, 0, 1]])
+    found = {}
+    for kind in (ng.WakeSleep, ng.NaturalWakeSleep):
+        torch.manual_seed(0)
+        trained = ng.HelmholtzMachine([4, 3, 2])
+        trainer = kind(trained, lr=0.2, samples=10)
+        for _ in range(150):
+            trainer.step(x)
+        found[kind] = float(trained.log_likelihood(x, samples=None).mean())
+    assert found[ng.NaturalWakeSleep] > -1.7  # -log 4 is -1.39, undecided units are at -2.77
+    assert found[ng.NaturalWakeSleep] > found[ng.WakeSleep] + 0.3
+
+
+@dataclass(frozen=True)
+class Broken(Classic):
+    """Lessons of which one layer's logits are NaN."""
+
+    def lesson(self, machine: Any, x: Tensor, samples: int, generator: Any) -> Any:
+        found = super().lesson(machine, x, samples, generator)
+        rows = found.generation[0]
+        if float(x.sum()) == 0:
+            found.generation[0] = replace(rows, residuals=rows.residuals * torch.nan, logits=rows.logits * torch.nan)
+        return found
+
+
+def test_a_broken_batch_is_skipped_and_counted():
+    found = machine()
+    trainer = ng.NaturalWakeSleep(found, 0.1, refresh=1, algorithm=Broken())
+    trainer.step(data("bits"))
+    before, inverse = copy.deepcopy(found.state_dict()), trainer.blocks.layers["generation.0"].inverse
+    trainer.step(torch.zeros(2, 3, dtype=F64))
+    assert trainer.failures == 1  # a batch counts once, whatever it breaks; the last good inverse stays
+    assert trainer.blocks.layers["generation.0"].inverse is inverse
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), found.state_dict().values(), strict=True))
+    trainer.step(data("bits"))
+    assert trainer.failures == 1
+    assert not torch.equal(before["generation.0.weight"], found.state_dict()["generation.0.weight"])
+
+
+WRONG: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
+    "one layer": (lambda: ng.HelmholtzMachine([3]), ValueError, ("sizes", "at least two")),
+    "size 0": (lambda: ng.HelmholtzMachine([3, 0]), ValueError, ("sizes", ">= 1")),
+    "units": (lambda: ng.HelmholtzMachine([3, 2], units=(0, 2)), ValueError, ("units", "(0, 1)")),
+    "prior": (lambda: ng.HelmholtzMachine([3, 2], prior=1.5), ValueError, ("prior", "between 0 and 1")),
+    "prior's shape": (lambda: ng.HelmholtzMachine([3, 2], prior=torch.ones(3) / 2), ValueError, ("prior", "(2,)")),
+    "grey": (lambda: machine().log_likelihood(0.5 * data("bits")), ValueError, ("x", "binarise")),
+    "signs for bits": (lambda: machine().log_likelihood(data("signs")), ValueError, ("x", "units=(-1, 1)")),
+    "images": (lambda: machine().log_likelihood(torch.ones(2, 1, 3)), ValueError, ("x", "(b, 3)", "flatten")),
+    "width": (lambda: machine().log_likelihood(torch.ones(2, 4)), ValueError, ("x", "(b, 3)")),
+    "no example": (lambda: machine().log_likelihood(torch.ones(0, 3)), ValueError, ("x", "b >= 1")),
+    "NaN": (lambda: machine().log_likelihood(data("bits") * float("nan")), ValueError, ("x", "entries")),
+    "samples": (lambda: machine().log_likelihood(data("bits"), samples=0), ValueError, ("samples", "None")),
+    "too many": (
+        lambda: ng.HelmholtzMachine([3, 30]).log_likelihood(BITS, samples=None),
+        ValueError,
+        ("30 hidden units", "use samples"),
+    ),
+    "n": (lambda: machine().sample(0), ValueError, ("n is 0", ">= 1")),
+    "units of one kind": (lambda: ng.HelmholtzMachine([3, 2], units=2), ValueError, ("units is 2", "(-1, 1)")),  # type: ignore[arg-type]
+    "prior's list": (lambda: ng.HelmholtzMachine([3, 2], prior=[0.2] * 3), ValueError, ("prior", "(2,)")),  # type: ignore[arg-type]
+    "words": (lambda: machine().log_likelihood(["on"]), ValueError, ("x is list", "(b, 3)")),  # type: ignore[arg-type]
+    "lr's kind": (lambda: ng.WakeSleep(machine(), lr="fast"), ValueError, ("lr is 'fast'", "> 0")),  # type: ignore[arg-type]
+    "a built optimizer": (
+        lambda: ng.WakeSleep(machine(), optimizer=torch.optim.SGD(machine().parameters(), 0.1)),  # type: ignore[arg-type]
+        TypeError,
+        ("optimizer is SGD", "lambda params"),
+    ),
+    "all frozen": (lambda: ng.WakeSleep(machine().requires_grad_(False)), ValueError, ("no parameter to train",)),
+    "lr": (lambda: ng.WakeSleep(machine(), lr=0.0), ValueError, ("lr", "> 0")),
+    "momentum": (lambda: ng.WakeSleep(machine(), momentum=1.0), ValueError, ("momentum", "[0, 1)")),
+    "no machine": (lambda: ng.WakeSleep(torch.nn.Linear(2, 2)), TypeError, ("machine", "HelmholtzMachine")),  # type: ignore[arg-type]
+    "algorithm": (lambda: ng.WakeSleep(machine(), algorithm=Classic), TypeError, ("algorithm", "Classic()")),  # type: ignore[arg-type]
+    "wake_phi": (lambda: Reweighted(wake_phi=2.0), ValueError, ("wake_phi", "between 0 and 1")),
+    "damping": (lambda: ng.NaturalWakeSleep(machine(), damping=0.0), ValueError, ("damping", "> 0")),
+    "refresh": (lambda: ng.NaturalWakeSleep(machine(), refresh=0), ValueError, ("refresh", ">= 1")),
+    "radius": (lambda: ng.NaturalWakeSleep(machine(), radius=0.0), ValueError, ("radius is 0.0", "math.inf")),
+    "LBFGS": (lambda: ng.WakeSleep(machine(), optimizer=torch.optim.LBFGS), TypeError, ("LBFGS", "gradients alone")),
+    "seed": (lambda: ng.WakeSleep(machine(), seed=None), TypeError, ("seed is None", "integer")),  # type: ignore[arg-type]
+    "draws": (lambda: machine().recognise(data("bits"), 0), ValueError, ("samples is 0", ">= 1")),
+    "a number for exact": (lambda: ng.NaturalWakeSleep(machine(), exact=0), ValueError, ("exact is 0",)),  # type: ignore[arg-type]
+    "exact": (lambda: ng.NaturalWakeSleep(machine(), exact="no"), ValueError, ("exact is 'no'", "None")),  # type: ignore[arg-type]
+    "a shared basis for units that see different inputs": (
+        lambda: ng.NaturalWakeSleep(machine(autoregressive=True), exact=False),
+        ValueError,
+        ("exact is False", "exact=None"),
+    ),
+    "decay": (lambda: ng.NaturalWakeSleep(machine(), decay=1.0), ValueError, ("decay", "[0, 1)")),
+    "another state": (
+        lambda: ng.NaturalWakeSleep(machine()).load_state_dict(ng.WakeSleep(machine()).state_dict()),
+        ValueError,
+        ("blocks",),
+    ),
+}
+
+
+def test_sets_arrays_and_numpy_s_integers_do_as_well():
+    for given in ({0, 1}, {-1, +1}, [-1, 1], (1.0, -1.0)):
+        assert ng.HelmholtzMachine([3, 2], units=given).units == tuple(sorted(given))
+    assert ng.HelmholtzMachine(np.array([3, 2, 2])).sizes == [3, 2, 2]
+    found, x = machine(), data("bits")
+    by_tensor = found.log_likelihood(x, samples=None)
+    for same in (x.numpy(), x.int().tolist(), x.bool(), x.numpy().astype(np.uint8)):
+        assert_close(found.log_likelihood(same, samples=None), by_tensor)
+        assert ng.NaturalWakeSleep(machine()).step(same) == ng.NaturalWakeSleep(machine()).step(x)
+    assert_close(found.fisher_blocks(x.numpy())["recognition.0"], found.fisher_blocks(x)["recognition.0"])
+    assert found.sample(np.int64(2)).shape == (2, 3)
+    assert found.log_likelihood(x, samples=np.int64(7)).shape == (4,)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_name_what_is_wrong(name):
+    call, kind, words = WRONG[name]
+    with pytest.raises(kind) as caught:
+        call()
+    assert all(word in str(caught.value) for word in words), str(caught.value)

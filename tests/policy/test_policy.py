@@ -1,0 +1,411 @@
+"""Policies: the metric, the promise of a step, what is learned, and what goes wrong."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import F64, assert_close, draw
+from torch import Tensor, nn
+
+import natgrad as ng
+
+gym = pytest.importorskip("gymnasium")
+
+from gymnasium import spaces  # noqa: E402
+from policy_worlds import Bandit, Corridor, Walk  # noqa: E402
+
+from natgrad import policy as pg  # noqa: E402
+from natgrad.policy.actor import Actor  # noqa: E402
+from natgrad.policy.heads import choose_head  # noqa: E402
+
+
+def net(inputs: int, outputs: int, seed: int = 0, dtype: torch.dtype = F64) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(inputs, 4), nn.Tanh(), nn.Linear(4, outputs)).to(dtype)
+
+
+def small(env: Any = None, policy: Any = None, kind: Any = ng.TRPO, **choices: Any) -> Any:
+    settings = {"batch": 64, "critic_epochs": 2, "seed": 0} | choices
+    return kind(policy, Walk() if env is None else env, **settings)
+
+
+class WithStd(nn.Module):
+    """Means and log stds that depend on the state, as a pair."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.inner, self.d = net(2, 2 * d), d
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.inner(x)
+        return found[:, : self.d], 0.3 * found[:, self.d :]
+
+
+class Shared(nn.Module):
+    """A trunk with two heads."""
+
+    def __init__(self, outputs: int, column: bool = True) -> None:
+        super().__init__()
+        self.trunk, self.act, self.value = net(2, 3), nn.Linear(3, outputs).double(), nn.Linear(3, 1).double()
+        self.column = column
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.trunk(x).tanh()
+        value = self.value(features)
+        return self.act(features), value if self.column else value.squeeze(1)
+
+
+BOX = spaces.Box(-1, 1, (2,), np.float64)
+CASES: dict[str, tuple[Any, nn.Module, Any]] = {
+    "discrete": (spaces.Discrete(3, start=4), net(2, 3), None),
+    "multi-discrete": (spaces.MultiDiscrete([2, 3]), net(2, 5), None),
+    "multi-binary": (spaces.MultiBinary(3), net(2, 3), None),
+    "Gaussian": (BOX, net(2, 2), None),
+    "Gaussian, std by state": (BOX, net(2, 4), None),
+    "Gaussian, a pair": (BOX, WithStd(2), None),
+    "squashed": (BOX, net(2, 2), pg.SquashedGaussianHead(log_std=-0.5)),
+    "squashed, std by state": (BOX, WithStd(2), pg.SquashedGaussianHead()),
+    "shared critic": (spaces.Discrete(3), Shared(3), None),
+}
+
+
+def enumerate_draws(head: pg.Head, rows: Tensor) -> tuple[list[Tensor], Tensor]:
+    """All draws, or Gauss-Hermite nodes for Gaussians (exact for scores of second order), with their probabilities."""
+    if isinstance(head, pg.GaussianHead):
+        nodes, weights = np.polynomial.hermite_e.hermegauss(4)
+        d = head.dimensions
+        mean, log_std = rows[:, :d], rows[:, d:]
+        points = [torch.tensor(z, dtype=F64) for z in itertools.product(nodes, repeat=d)]
+        shares = [np.prod(w) for w in itertools.product(weights / weights.sum(), repeat=d)]
+        return [mean + log_std.exp() * z for z in points], torch.tensor(shares).unsqueeze(1).expand(-1, len(rows))
+    if isinstance(head, pg.DiscreteHead):
+        draws = [torch.full((len(rows),), i) for i in range(head.width)]
+    else:
+        sizes = head.sizes if isinstance(head, pg.MultiDiscreteHead) else [2] * head.width
+        draws = [torch.tensor(c).expand(len(rows), -1) for c in itertools.product(*(range(s) for s in sizes))]
+        draws = draws if isinstance(head, pg.MultiDiscreteHead) else [one.to(F64) for one in draws]
+    return draws, torch.stack([head.log_prob(rows, one).exp() for one in draws])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fisher_product_is_that_of_enumerated_scores(name: str):
+    space, policy, head = CASES[name]
+    actor = Actor(policy, choose_head(space, head), torch.zeros(2, dtype=F64))
+    params, states = ng.trainable(actor), draw(3, 2)
+    operator = ng.fisher(actor, actor.head.family).at(params, states)
+    draws, shares = enumerate_draws(actor.head, actor(states).detach())
+    assert_close(shares.sum(0), torch.ones(3, dtype=F64))
+    expected = torch.zeros(operator.shape, dtype=F64)
+    for one, share in zip(draws, shares, strict=True):
+        for i in range(len(states)):
+            log_prob = actor.head.log_prob(actor(states[i : i + 1]), one[i : i + 1])
+            found = torch.autograd.grad(
+                log_prob.sum(), list(params.values()), materialize_grads=True, allow_unused=True
+            )
+            score = torch.cat([g.flatten() for g in found])
+            expected += share[i].detach() * torch.outer(score, score) / len(states)
+    v = draw(operator.size, seed=3)
+    assert (operator @ v - expected @ v).abs().max() < 1e-8
+    assert_close(operator.dense(), expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_entropy_and_kl_are_those_of_the_distribution(name: str):
+    space, policy, head = CASES[name]
+    actor = Actor(policy, choose_head(space, head), torch.zeros(2, dtype=F64))
+    rows, other = actor(draw(4, 2)).detach(), actor(draw(4, 2, seed=5)).detach()
+    draws, shares = enumerate_draws(actor.head, rows)
+    log_p = torch.stack([actor.head.log_prob(rows, one) for one in draws])
+    log_q = torch.stack([actor.head.log_prob(other, one) for one in draws])
+    assert_close(actor.head.entropy(rows), -(shares * log_p).sum(0))
+    assert_close(actor.head.kl(rows, other), (shares * (log_p - log_q)).sum(0))
+
+
+def kl_before_to_now(agent: Any) -> float:
+    """KL of the last update, from torch.distributions and the batch alone."""
+    old, new = agent.rollout.rows.double(), agent.actor(agent.rollout.states).detach().double()
+    if isinstance(agent.head, pg.GaussianHead):
+        d = agent.head.dimensions
+        p, q = (torch.distributions.Normal(r[:, :d], r[:, d:].exp()) for r in (old, new))
+    elif isinstance(agent.head, pg.MultiBinaryHead):
+        p, q = torch.distributions.Bernoulli(logits=old), torch.distributions.Bernoulli(logits=new)
+    else:
+        sizes = getattr(agent.head, "sizes", [agent.head.width])
+        pairs = zip(old.split(sizes, 1), new.split(sizes, 1), strict=True)
+        kinds = torch.distributions.Categorical
+        parts = [torch.distributions.kl_divergence(kinds(logits=a), kinds(logits=b)) for a, b in pairs]
+        return float(torch.stack(parts).sum(0).mean())
+    return float(torch.distributions.kl_divergence(p, q).sum(1).mean())
+
+
+SPACES = {
+    "discrete": spaces.Discrete(3, start=-1),
+    "multi-discrete": spaces.MultiDiscrete([2, 3]),
+    "multi-binary": spaces.MultiBinary(2),
+    "box": spaces.Box(-1, 1, (2,), np.float32),
+}
+
+
+@pytest.mark.parametrize("radius", [1e-4, 0.01, 0.5])
+@pytest.mark.parametrize("space", SPACES)
+def test_every_update_stays_within_the_radius(space: str, radius: float):
+    agent = small([Walk(action=SPACES[space]) for _ in range(8)], radius=radius, critic_epochs=1)
+    moved = []
+
+    def check(learner: Any) -> None:
+        row = learner.history.last()
+        assert row["kl"] <= radius
+        assert kl_before_to_now(learner) <= radius
+        assert abs(kl_before_to_now(learner) - row["kl"]) < 1e-3 * radius + 1e-9
+        assert not row["accepted"] or row["gain"] > 0
+        moved.append(row["accepted"])
+
+    agent.learn(5 * 64, callback=check)
+    assert sum(moved) >= 4
+
+
+def test_a_step_that_is_refused_leaves_the_policy_as_it_was():
+    agent = small(policy=net(2, 1))
+    agent.learn(64)
+    before = {name: p.clone() for name, p in agent.policy.state_dict().items()}
+    head_kl = type(agent.head).kl
+    try:
+        type(agent.head).kl = lambda self, rows, other: torch.full_like(rows[:, 0], 1.0)  # never within the radius
+        agent.learn(64)
+    finally:
+        type(agent.head).kl = head_kl
+    assert not agent.history.last()["accepted"]
+    assert agent.history.last()["kl"] == 0
+    assert agent.history.last()["backtracks"] == agent.backtracks
+    for name, p in agent.policy.state_dict().items():
+        assert torch.equal(p, before[name])
+
+
+def test_the_direction_is_the_natural_gradient_of_the_surrogate():
+    agent = small(
+        Walk(action=SPACES["discrete"]),
+        policy=net(2, 3),
+        damping=0.1,
+        solver=ng.Direct(),
+        kind=ng.NaturalPolicyGradient,
+        lr=0.5,
+    )
+    first = {name: p.detach().clone() for name, p in agent.actor.named_parameters()}
+    agent.learn(64)
+    step = torch.cat([(p.detach() - first[name]).flatten() for name, p in agent.actor.named_parameters()])
+    agent.actor.load_state_dict(first)
+    batch = agent.rollout
+    advantages = (batch.advantages - batch.advantages.mean()) / batch.advantages.std(correction=0)
+    surrogate = (
+        torch.distributions.Categorical(logits=agent.policy(batch.states)).log_prob(batch.draws) * advantages
+    ).mean()
+    g = torch.cat([p.flatten() for p in torch.autograd.grad(surrogate, list(agent.policy.parameters()))])
+    matrix = ng.fisher(agent.policy, ng.Categorical()).at(ng.trainable(agent.policy), batch.states).dense()
+    assert_close(step, 0.5 * torch.linalg.solve(matrix + 0.1 * torch.eye(len(g), dtype=F64), g))
+
+
+def test_npg_takes_the_rate_that_the_radius_says():
+    agent = small(kind=ng.NaturalPolicyGradient, radius=0.01, policy=net(2, 1), damping=0.1, solver=ng.Direct())
+    agent.learn(256)
+    for predicted, real in zip(agent.history["predicted_kl"], agent.history["kl"], strict=True):
+        assert predicted <= 0.01 * (1 + 1e-9)
+        assert 0.2 * predicted < real < 5 * predicted
+
+
+VARIANTS = {
+    "trpo": lambda **k: small(kind=ng.TRPO, **k),
+    "npg": lambda **k: small(kind=ng.NaturalPolicyGradient, **k),
+    "acktr": lambda **k: small(kind=pg.acktr, **k),
+    "trpo, K-FAC": lambda **k: small(structure=ng.Kronecker(0.9), solver=ng.Direct(), **k),
+    "few states": lambda **k: small(metric_batch=16, **k),
+    "relative damping": lambda **k: small(damping=ng.Relative(0.1), **k),
+    "entropy": lambda **k: small(entropy_weight=0.01, **k),
+    "sample space": lambda **k: small(solver=ng.SampleSpace(), metric_batch=20, **k),
+    "unscaled": lambda **k: small(normalize_observations=False, normalize_rewards=False, **k),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_learns_the_best_arm(name: str):
+    agent = VARIANTS[name](env=[Bandit() for _ in range(16)], radius=0.05)
+    assert agent.learn(64 * 12)["return"][0] < 0.6
+    assert agent.history["return"][-1] > 0.7
+    assert agent.predict(np.array([1, 0], dtype=np.float32)) == 2
+    assert agent.evaluate(Bandit(), 3) == [1.0] * 3
+
+
+def test_learns_to_walk_to_the_goal():
+    agent = small([Corridor(7) for _ in range(8)], radius=0.05)
+    agent.learn(64 * 12)
+    assert np.mean(agent.evaluate([Corridor(7) for _ in range(5)], 5)) == 1.0
+    assert [agent.predict(place) for place in (3, 4, 5)] == [1, 1, 1]
+
+
+def test_learns_to_keep_a_point_at_the_origin():
+    """Returns are heavy-tailed, and one run of three may fail: the median over the episodes of all three rises."""
+    before, after = [], []
+    for seed in range(3):
+        agent = small([Walk() for _ in range(10)], batch=200, radius=0.05, gamma=0.9, critic_batch=100, seed=seed)
+        before += agent.evaluate([Walk() for _ in range(10)], 20)
+        agent.learn(200 * 12)
+        after += agent.evaluate([Walk() for _ in range(10)], 20)
+    assert np.median(after) > 0.6 * np.median(before)
+
+
+@pytest.mark.parametrize("column", [True, False])
+def test_a_shared_critic_learns_without_moving_the_actions(column: bool):
+    policy = Shared(3, column)
+    agent = small(Walk(action=SPACES["discrete"]), policy=policy, critic_epochs=10, critic_lr=1e-2)
+    value = policy.value.weight.detach().clone()
+    agent.learn(64)
+    assert agent.critic.module is None
+    assert not torch.equal(policy.value.weight, value)
+    assert agent.history.last()["kl"] == pytest.approx(kl_before_to_now(agent), rel=1e-6)  # after the critic's epochs
+    agent.learn(64 * 4)
+    assert agent.history["critic_loss"][-1] < agent.history["critic_loss"][0]
+
+
+def test_a_critic_that_shares_the_policys_trunk_trains_its_own_part_alone():
+    policy = Shared(3)
+
+    class Value(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk, self.out = policy.trunk, nn.Linear(3, 1).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.trunk(x))
+
+    class Acts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk, self.act = policy.trunk, policy.act
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(self.trunk(x).tanh())
+
+    agent = small(Walk(action=SPACES["discrete"]), policy=Acts(), critic=Value())
+    assert len(agent.critic.params) == 2
+    agent.learn(64)
+    assert agent.history.last()["kl"] == pytest.approx(kl_before_to_now(agent), rel=1e-6)
+
+
+def test_global_generators_are_left_alone_and_seeds_decide():
+    torch.manual_seed(5), np.random.seed(5), random.seed(5)  # noqa: NPY002 - the ones that must not move
+    states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002
+    one, two, other = (small(seed=seed) for seed in (3, 3, 4))
+    for agent in (one, two, other):
+        agent.learn(128)
+        agent.predict(np.zeros(2, dtype=np.float32), deterministic=False)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (np.random.get_state()[1] == states[1]).all()  # noqa: NPY002
+    assert random.getstate() == states[2]
+    same = zip(one.actor.parameters(), two.actor.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in same)
+    assert one.history["return"] == two.history["return"] != other.history["return"]
+
+
+def test_dropout_and_batch_norm_run_in_eval_mode_and_keep_their_mode():
+    policy = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 1))
+    agent = small(policy=policy)
+    agent.learn(128)
+    assert policy.training
+    assert policy[1].training
+    assert int(policy[1].num_batches_tracked) == 0
+    policy.eval()
+    assert agent.history["kl"][-1] == pytest.approx(kl_before_to_now(agent), rel=1e-3)
+
+
+def test_predict_gives_what_the_space_holds():
+    for space in SPACES.values():
+        agent = small(Walk(action=space))
+        observation = np.zeros(2, dtype=np.float32)
+        assert space.contains(agent.predict(observation))
+        assert space.contains(agent.predict(observation, deterministic=False))
+        assert len(agent.predict(np.zeros((5, 2), dtype=np.float32))) == 5
+        assert agent.predict(observation).tolist() == agent.predict(observation).tolist()
+
+
+def test_squashed_actions_stay_inside_and_scaled_ones_are_clipped():
+    space = spaces.Box(np.array([-3, 0], dtype=np.float32), np.array([1, 10], dtype=np.float32))
+    squashed, plain = (choose_head(space, head) for head in (pg.SquashedGaussianHead(), None))
+    draws = torch.tensor([[0.0, 0.0], [1.0, -1.0], [50.0, -50.0]])
+    assert squashed.actions(draws)[0].tolist() == pytest.approx([-1, 5])
+    assert squashed.actions(draws)[2].tolist() == pytest.approx([1, 0])
+    assert plain.actions(draws).tolist() == [[-1, 5], [1, 0], [1, 0]]
+    raw = choose_head(space, pg.GaussianHead(scaled=False))
+    assert raw.actions(draws).tolist() == [[0, 0], [1, 0], [1, 0]]
+    free = spaces.Box(np.array([-np.inf, 0], dtype=np.float32), np.array([np.inf, 10], dtype=np.float32))
+    assert choose_head(free, None).actions(draws).tolist() == [[0, 5], [1, 0], [50, 0]]
+
+
+def test_history_plots_and_the_callback_ends():
+    pytest.importorskip("matplotlib")
+    agent = small()
+    history = agent.learn(10_000, callback=lambda learner: len(learner.history) == 2)
+    assert len(history) == 2
+    assert history is agent.history
+    assert agent.steps == 128
+    assert len(history.plot().axes) == 4
+    assert all(len(history[name]) == 2 for name in history.names)
+    assert all(0 <= r < 1.01 for r in history["cg_residual"])
+
+
+def test_fisher_of_the_last_batch():
+    agent = small(policy=net(2, 1))
+    with pytest.raises(ValueError, match="no batch yet"):
+        agent.fisher()
+    agent.learn(64)
+    expected = ng.fisher(agent.actor, ng.DiagonalGaussian()).at(ng.trainable(agent.actor), agent.rollout.states)
+    assert_close(agent.fisher().dense(), expected.dense())
+
+
+class Parts(nn.Module):
+    """Two linear maps, as a tuple; `shape` of the second where it does not depend on the state."""
+
+    def __init__(self, first: int, second: int, free: tuple[int, ...] | None = None, value: bool = False) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(2, first), nn.Linear(2, second)
+        self.free = None if free is None else nn.Parameter(torch.zeros(free))
+        self.value = nn.Linear(2, 1) if value else None
+
+    def forward(self, x: Tensor) -> Any:
+        parts = self.one(x), self.two(x) if self.free is None else self.free
+        return parts if self.value is None else (parts, self.value(x))
+
+
+LAYOUTS = {
+    "logits of two choices": (SPACES["multi-discrete"], Parts(2, 3), None),
+    "the same with a value": (SPACES["multi-discrete"], Parts(2, 3, value=True), None),
+    "mean and log std": (SPACES["box"], Parts(2, 2), None),
+    "mean and one log std": (SPACES["box"], Parts(2, 1, (2,)), None),
+    "mean and log std with a value": (SPACES["box"], Parts(2, 2, value=True), None),
+    "one dimension, side by side": (None, nn.Linear(2, 2), None),
+    "one dimension, free log std": (None, Parts(1, 1, (1,)), None),
+    "no batch of values": (SPACES["discrete"], nn.Linear(2, 3), nn.Sequential(nn.Linear(2, 1), nn.Flatten(0))),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_policies_return_their_parameters_in_parts_or_as_one(name: str):
+    space, policy, critic = LAYOUTS[name]
+    agent = small([Walk(action=space) for _ in range(8)], policy=policy, critic=critic)
+    assert (agent.critic.module is None) == ("with a value" in name)
+    assert agent.actor.log_std is None
+    agent.learn(128)
+    assert max(agent.history["kl"]) <= agent.radius
+    assert agent.worlds.action_space.contains(agent.predict(np.zeros(2, dtype=np.float32)))
+
+
+def test_progress_is_shown_on_request(capsys):
+    small([Bandit() for _ in range(8)], batch=16).learn(32, progress=True)
+    said = capsys.readouterr().err
+    assert "KL" in said
+    assert "32" in said
+    small([Bandit() for _ in range(8)], batch=16).learn(32, progress=False)
+    assert capsys.readouterr().err == ""

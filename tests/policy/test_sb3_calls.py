@@ -1,0 +1,286 @@
+"""Calls as stable-baselines3 writes them, images as environments give them, and files of other agents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("gymnasium")
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from policy_worlds import Walk
+from torch import nn
+
+import natgrad as ng
+from natgrad import policy as pg
+
+SMALL: dict[str, Any] = {"batch": 32, "critic_epochs": 1, "seed": 0}
+
+
+def agent_of(policy: Any = None, env: Any = None, kind: Any = ng.TRPO, **choices: Any) -> Any:
+    return kind(policy, Walk() if env is None else env, **SMALL | choices)
+
+
+@pytest.mark.parametrize("kind", [ng.TRPO, ng.NaturalPolicyGradient, pg.acktr])
+def test_the_default_network_has_their_name_too(kind: Any):
+    named, plain = agent_of("MlpPolicy", kind=kind), agent_of(kind=kind)
+    for first, second in zip(named.policy.parameters(), plain.policy.parameters(), strict=True):
+        assert torch.equal(first, second)
+    for name in ("CnnPolicy", "MultiInputPolicy", "mlp"):
+        with pytest.raises(ValueError, match=f"policy is '{name}'.*write the network instead"):
+            agent_of(name, kind=kind)
+
+
+SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "n_steps": ({"n_steps": 32}, {"batch": 64}),  # of two environments
+    "target_kl": ({"target_kl": 0.002}, {"radius": 0.002}),
+    "learning_rate": ({"learning_rate": 1e-2, "batch_size": 16}, {"critic_lr": 1e-2, "critic_batch": 16}),
+    "critic": ({"n_critic_updates": 3}, {"critic_epochs": 3}),
+    "solver": ({"cg_max_steps": 2, "cg_damping": 0.1}, {"solver": ng.CG(rtol=1e-3, max_steps=2), "damping": 0.1}),
+    "line search": (
+        {"line_search_shrinking_factor": 0.5, "line_search_max_iter": 3},
+        {"backtrack": 0.5, "backtracks": 3},
+    ),
+    "entropy": ({"ent_coef": 0.01}, {"entropy_weight": 0.01}),
+    "nothing": (
+        {"verbose": 0, "tensorboard_log": None, "device": "cpu", "use_sde": False, "normalize_advantage": True},
+        {},
+    ),
+    "network": ({"policy_kwargs": {"net_arch": [64, 64], "activation_fn": nn.Tanh, "ortho_init": True}}, {}),
+    "both": ({"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}}, {}),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_settings_that_mean_the_same_give_the_same_agent(name: str):
+    found = []
+    for choices in SAME[name]:
+        common = {"seed": 0} if "n_steps" in choices else {"seed": 0, "batch": 64}
+        agent = ng.TRPO("MlpPolicy", [Walk(), Walk()], **common | choices)
+        agent.learn(64, progress=False)
+        found.append(agent)
+    first, second = found
+    assert first.batch == second.batch == 64
+    assert first.history["kl"] == second.history["kl"]
+    assert first.history["critic_loss"] == second.history["critic_loss"]
+    for one, other in zip(first.actor.parameters(), second.actor.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_real_actions_count_radius_and_damping_by_their_entries():
+    three = spaces.Box(-1, 1, (3,), np.float32)
+    plain = agent_of(env=Walk(action=three))
+    assert plain.radius == pytest.approx(0.03)
+    assert plain.damping.initial() == plain.damping.floor == pytest.approx(0.3)
+    theirs = agent_of(env=Walk(action=three), target_kl=0.02, cg_damping=0.1)
+    ours = agent_of(env=Walk(action=three), radius=0.06, damping=0.1 * 3)
+    for agent in (theirs, ours):
+        agent.learn(64, progress=False)
+    assert theirs.radius == ours.radius == 0.06
+    assert theirs.history["kl"] == ours.history["kl"]
+    assert theirs.history["damping"] == ours.history["damping"] == pytest.approx([0.3, 0.3])
+
+
+def test_choices_among_a_few_have_one_radius():
+    agent = agent_of(env=gym.make("CartPole-v1"))
+    assert (agent.radius, agent.damping.initial(), agent.damping.floor) == (0.01, 0.1, 0.1)
+
+
+def test_the_default_networks_have_the_layers_that_were_asked_for():
+    shape = {"net_arch": {"pi": [5], "vf": [7, 3]}, "activation_fn": nn.ReLU}
+    agent = agent_of("MlpPolicy", policy_kwargs=shape)
+    widths = [
+        [m.out_features for m in net.modules() if isinstance(m, nn.Linear)]
+        for net in (agent.policy, agent.critic.module)
+    ]
+    assert widths == [[5, 1], [7, 3, 1]]
+    assert any(isinstance(m, nn.ReLU) for m in agent.policy.modules())
+
+
+TRANSLATED: dict[str, tuple[dict[str, Any], str]] = {
+    "schedule": ({"learning_rate": lambda left: left}, "learning_rate is a schedule: give a number"),
+    "twice": ({"target_kl": 0.02, "radius": 0.03}, "radius and target_kl were given"),
+    "both dampings": ({"cg_damping": 0.1, "damping": 0.1}, "damping and cg_damping, which mean the same"),
+    "both batches": ({"n_steps": 32, "batch": 64}, "n_steps and batch, which both count"),
+    "both names": ({"ent_coef": 0.0, "entropy_weight": 0.0}, "entropy_weight and ent_coef, which mean the same"),
+    "sde": ({"use_sde": True}, "no 'use_sde': draws are independent"),
+    "log": ({"tensorboard_log": "runs"}, "no 'tensorboard_log': write the history where you like in callback="),
+    "subsample": ({"sub_sampling_factor": 2}, "no 'sub_sampling_factor': metric_batch=256"),
+    "PPO": ({"clip_range": 0.2}, "no 'clip_range': radius= bounds the KL"),
+    "epochs": ({"n_epochs": 10}, "no 'n_epochs': the policy moves once per batch, and critic_epochs="),
+    "std": ({"policy_kwargs": {"log_std_init": -1}}, "no 'log_std_init': write head="),
+    "extractor": (
+        {"policy_kwargs": {"features_extractor_class": nn.Linear}},
+        "no 'features_extractor_class'.*write the",
+    ),
+    "sizes": ({"policy_kwargs": {"net_arch": ["lstm"]}}, "net_arch is"),
+    "misspelt": ({"bacth": 32}, "no 'bacth': did you mean 'batch'"),
+    "unknown": ({"zzz": 32}, "no 'zzz': its keywords are policy, env, radius"),
+}
+
+
+@pytest.mark.parametrize("name", TRANSLATED)
+def test_other_settings_are_answered_by_what_to_write(name: str):
+    choices, words = TRANSLATED[name]
+    with pytest.raises(TypeError, match=words):
+        ng.TRPO("MlpPolicy", Walk(), **choices)
+
+
+def test_networks_are_not_changed_by_settings_of_the_default_ones():
+    for choices, words in (
+        ({"device": "cpu"}, r"policy\.to\(device\)"),
+        ({"policy_kwargs": {"net_arch": [3]}}, "policy_kwargs is"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            agent_of(nn.Linear(2, 1), **choices)
+    with pytest.raises(TypeError, match="critic_lr= is the critic's rate"):
+        agent_of(kind=ng.NaturalPolicyGradient, learning_rate=1e-3)
+    with pytest.raises(TypeError, match="takes no 'backtrack'"):
+        agent_of(kind=ng.NaturalPolicyGradient, backtrack=0.5)
+
+
+def test_verbose_is_progress(capsys: Any):
+    agent_of(verbose=1).learn(32)
+    assert "32 of 32 steps" in capsys.readouterr().err
+    agent_of(verbose=0).learn(32)
+    assert not capsys.readouterr().err
+
+
+def test_learning_takes_their_words_and_translates_the_others():
+    ours, theirs = agent_of(), agent_of()
+    ours.learn(64, progress=False)
+    theirs.learn(total_timesteps=64, progress_bar=False)
+    assert ours.history["kl"] == theirs.history["kl"]
+    for choices, words in (
+        ({}, "learn was given no total_steps"),
+        ({"total_steps": 64, "total_timesteps": 64}, "total_steps and total_timesteps, which mean the same"),
+        ({"total_timesteps": 64, "log_interval": 4}, "no 'log_interval': every update is in the history"),
+        ({"total_timesteps": 64, "reset_num_timesteps": True}, "no 'reset_num_timesteps': learn always goes on"),
+        ({"total_timesteps": 64, "steps": 4}, "no 'steps': its arguments are total_steps"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            ours.learn(**choices)
+    with pytest.raises(ValueError, match="total_steps is 0"):
+        ours.learn(total_timesteps=0)
+    assert ours.steps == theirs.steps
+
+
+def test_a_prediction_is_a_pair_for_callers_that_pass_a_state():
+    agent, seen = agent_of(), np.zeros((3, 2), dtype=np.float32)
+    action = agent.predict(seen)
+    for spelled in ({"state": None}, {"episode_start": np.ones(3, dtype=bool)}, {"state": None, "episode_start": None}):
+        found, state = agent.predict(seen, deterministic=True, **spelled)
+        assert np.array_equal(found, action)
+        assert state is None
+    for arguments, choices, words in (
+        ((None,), {}, r"deterministic is None.*predict\(observation, deterministic=True\)"),
+        ((), {"state": (1,)}, "no recurrent state"),
+        ((), {"mask": None}, "takes no 'mask'"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            agent.predict(seen, *arguments, **choices)
+
+
+@pytest.mark.parametrize("kind", [ng.TRPO, ng.NaturalPolicyGradient])
+def test_loading_is_an_agents_and_the_class_says_so(kind: Any, tmp_path: Any):
+    path, agent = tmp_path / "agent", agent_of(kind=kind)
+    agent.save(path)
+    with pytest.raises(TypeError, match=rf"agent = ng.{kind.__name__}\(policy, env\).load\(path\) instead"):
+        kind.load(path)
+    assert agent_of(kind=kind).load(path).steps == agent.steps
+    assert "Continue from `save`" in kind.load.__doc__
+
+
+def test_a_file_of_another_agent_changes_nothing(tmp_path: Any):
+    other = agent_of(nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 2)))
+    other.learn(32)
+    agent = agent_of(nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 2)), critic=nn.Linear(2, 1))
+    agent.learn(32)
+    for state in (
+        other.state_dict(),  # the policy fits, the critic does not
+        agent_of(nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 2))).state_dict(),
+        {key: value for key, value in agent.state_dict().items() if key != "critic"},
+        {key: value for key, value in agent.state_dict().items() if key != "history"},
+    ):
+        before = [p.clone() for p in agent.actor.parameters()], [p.clone() for p in agent.critic.params]
+        with pytest.raises(ValueError, match=r"the file|the saved"):
+            agent.load_state_dict(state)
+        for old, new in zip(before, (agent.actor.parameters(), agent.critic.params), strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(old, new, strict=True))
+
+
+class Screen(gym.Env):
+    """Images of one bright side, (h, w, c) or (c, h, w): the side is to be told."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any = np.uint8) -> None:
+        self.observation_space = spaces.Box(0, 255, shape, dtype)
+
+    def _encode(self) -> Any:
+        self.side = int(self.np_random.random() < 0.5)
+        found = np.zeros(self.observation_space.shape, self.observation_space.dtype)
+        found[..., : 4 * self.side + 1] = 255
+        return found
+
+    def reset(self, *, seed: int | None = None, options: Any = None):
+        super().reset(seed=seed)
+        self.time = 0
+        return self._encode(), {}
+
+    def step(self, action: Any):
+        reward, self.time = float(action == self.side), self.time + 1
+        return self._encode(), reward, False, self.time >= 8, {}
+
+
+class Look(nn.Module):
+    """A convolution that keeps what it saw."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.first, self.last, self.seen = nn.Conv2d(3, 4, 4), nn.Linear(4, outputs), torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = x.detach()
+        return self.last(self.first(x).relu().mean((2, 3)))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int64])
+@pytest.mark.parametrize("shape", [(8, 9, 3), (3, 8, 9)])
+def test_images_come_from_zero_to_one_with_their_channels_where_a_convolution_wants_them(shape: Any, dtype: Any):
+    policy, critic, world = Look(2), Look(1), Screen(shape, dtype)
+    agent = agent_of(policy, world, critic=critic)
+    agent.learn(64)
+    for network in (policy, critic):
+        assert network.seen.shape[1:] == (3, 8, 9)
+        assert set(network.seen.unique().tolist()) == {0.0, 1.0}
+    image = world.reset(seed=0)[0]
+    assert agent.predict(image) in (0, 1)
+    last = image if shape[0] == 3 else np.moveaxis(image, -1, 0)
+    assert np.allclose(policy.seen[0], last / 255)
+
+
+def test_a_network_that_moves_the_channels_itself_gets_images_as_they_come():
+    class Moves(Look):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert x.shape[1:] == (8, 9, 3)
+            return super().forward(x.permute(0, 3, 1, 2))
+
+    agent_of(Moves(2), Screen((8, 9, 3)), critic=Look(1)).learn(32)
+
+
+def test_a_network_that_takes_no_order_of_channels_is_told():
+    with pytest.raises(ValueError, match="nor does it take images with their channels moved"):
+        agent_of(Look(2), Screen((8, 9, 4)))
+
+
+@pytest.mark.parametrize(("low", "high", "dtype"), [(0, 4, np.uint8), (-1, 255, np.int32), (0.0, 255.0, np.float32)])
+def test_other_numbers_are_as_they_are(low: float, high: float, dtype: Any):
+    world = Screen((3,))
+    world.observation_space = spaces.Box(low, high, (3,), dtype)
+    agent = agent_of(None, world, normalize_observations=False)
+    states = agent._states(np.full((2, 3), 3, dtype))[0]
+    assert torch.equal(states, torch.full((2, 3), 3.0))

@@ -1,0 +1,445 @@
+"""`ng.residuals`: its Jacobian is the derivative of what the terms say, its step the one of the equations."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+from torch.testing import assert_close
+
+import natgrad as ng
+from natgrad.residuals import Causal, HardConstraint, Periodic, WhereLarge
+from natgrad.residuals.jets import acts_elementwise
+from natgrad.residuals.optimizer import DampedSystem
+from natgrad.residuals.stacked_rows import StackedRows
+from natgrad.testing import check_operator
+
+
+class Sine(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x)
+
+
+class Gated(nn.Module):
+    """No chain of layers: two of them, multiplied."""
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.one, self.two, self.out = nn.Linear(inputs, 5), nn.Linear(inputs, 5), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.one(x)) * torch.sigmoid(self.two(x)))
+
+
+class Derived(nn.Module):
+    """A network that differentiates in its own forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = perceptron(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            point = x.detach().requires_grad_()
+            value = self.net(point)
+            (slope,) = torch.autograd.grad(value.sum(), point, create_graph=True)
+        return slope.sum(1, keepdim=True) + value
+
+
+def perceptron(inputs: int, outputs: int, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(inputs, 6), activation(), nn.Linear(6, 5), activation(), nn.Linear(5, outputs)]
+    return nn.Sequential(*layers).double()
+
+
+def draw(count: int, dims: int = 2, seed: int = 1) -> Tensor:
+    return torch.rand(count, dims, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def burgers(u, x: Tensor) -> Tensor:
+    slope = ng.grad(u, x)
+    return slope[1] + u(x) * slope[0] - 0.1 * ng.laplacian(u, x, dims=[0])
+
+
+TERMS = {
+    "Poisson": lambda u, x: ng.laplacian(u, x) + torch.sin(math.pi * x).prod(),
+    "value": lambda u, x: u(x) - x[0],
+    "Burgers": burgers,
+    "two Laplacians": lambda u, x: ng.laplacian(u, x, dims=[0]) - ng.laplacian(u, x, [1]) * u(x),
+    "derivative in time": lambda u, x: ng.time_derivative(u, x) ** 2,
+    "several residuals": lambda u, x: torch.stack([u(x)[0], ng.grad(u, x)[1], ng.laplacian(u, x)[0]]),
+    "a tuple": lambda u, x: (u(x), ng.jacobian(u, x)),
+    "another point": lambda u, x: u(x) - u(1 - x),
+    "a flux": lambda u, x: ng.divergence_of(lambda y: y[0] * ng.grad(u, y), x),
+    "biharmonic": lambda u, x: ng.biharmonic(u, x),
+}
+NETS = {
+    "tanh": lambda: perceptron(2, 1),
+    "softplus": lambda: perceptron(2, 1, nn.Softplus),
+    "one's own sine": lambda: perceptron(2, 1, Sine),
+    "no chain": lambda: Gated(2).double(),
+    "constrained linear": lambda: HardConstraint(nn.Linear(2, 1).double(), lambda x: x[:, :1] * (1 - x[:, 1:])),
+    "activations at both ends": lambda: nn.Sequential(
+        nn.Tanh(), nn.Linear(2, 4), nn.GELU(), nn.Linear(4, 1), nn.Tanh()
+    ).double(),
+    "constrained": lambda: HardConstraint(perceptron(2, 1), lambda x: x[:, :1] * (1 - x[:, 1:]), lambda x: x[:, 1:]),
+    "periodic": lambda: nn.Sequential(Periodic({0: 1.0}, harmonics=2), *perceptron(5, 1)),
+}
+
+
+def residual_by_definition(term, net: nn.Module, params: dict[str, Tensor], x: Tensor) -> Tensor:
+    """The term at one point, by torch.func alone."""
+    found = term(lambda y: functional_call(net, params, (y.unsqueeze(0),)).squeeze(0), x)
+    parts = found if isinstance(found, tuple) else (found,)
+    return torch.cat([part.reshape(-1) for part in parts])
+
+
+def jacobian_by_definition(term, net: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Residuals (m, b) and their Jacobian (m, b, n), point by point."""
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    values = torch.stack([residual_by_definition(term, net, params, point) for point in x], dim=1)
+    rows = []
+    for point in x:
+        parts = jacrev(lambda chosen: residual_by_definition(term, net, chosen, point))(params)  # noqa: B023
+        rows.append(torch.cat([part.flatten(1) for part in parts.values()], dim=1))
+    return values, torch.stack(rows, dim=1)
+
+
+@pytest.mark.parametrize("name", TERMS)
+@pytest.mark.parametrize("kind", NETS)
+def test_residuals_and_jacobian_are_those_of_the_term(name: str, kind: str):
+    net, x = NETS[kind](), draw(3)
+    opt = ng.residuals(net, {"inside": TERMS[name]}, weights={"inside": 3.0})
+    now = opt.system.linearise(ng.trainable(net), {"inside": (x,)})
+    values, rows = jacobian_by_definition(TERMS[name], net, x)
+    factor = (2 * 3.0 / 3) ** 0.5
+    assert_close(now.residuals, factor * values.reshape(-1), rtol=1e-10, atol=1e-12)
+    assert_close(now.operator.rows.matrix, factor * rows.flatten(0, 1), rtol=1e-9, atol=1e-10)
+    assert_close(opt.evaluate(inside=x)["inside"], values.mT, rtol=1e-10, atol=1e-12)
+    assert_close(now.losses["inside"], values.square().sum(0).mean())
+
+
+def two_terms() -> tuple[ng.residuals.ResidualOptimizer, dict[str, Tensor]]:
+    net = perceptron(2, 1)
+    opt = ng.residuals(net, {"inside": burgers, "edge": TERMS["value"]}, weights={"edge": 10.0})
+    return opt, {"inside": draw(4), "edge": draw(3, seed=2)}
+
+
+def test_layer_by_layer_equals_the_jacobian_written_out(monkeypatch: pytest.MonkeyPatch):
+    opt, points = two_terms()
+    params = ng.trainable(opt.model)
+    data = {name: (x,) for name, x in points.items()}
+    matrix = opt.system.linearise(params, data).operator.rows.matrix
+    monkeypatch.setattr(StackedRows, "WRITTEN", 0)
+    space = ng.Space(params)
+    scales = torch.cat([torch.full((b.size,), 0.5 + i) for i, b in enumerate(space.blocks.values())]).double()
+    rows = opt.system.linearise(params, data).operator.rows
+    for scaled, expected in ((rows, matrix), (rows.rescale(scales), matrix * scales)):
+        w, v = torch.randn(scaled.rank).double(), torch.randn(space.size).double()
+        assert_close(scaled.lower_gram().tril(), (expected @ expected.mT).tril())
+        assert_close(scaled.moment(), expected.mT @ expected)
+        assert_close(scaled.squares(), expected.square().sum(0))
+        assert_close(scaled.mv(w), expected.mT @ w)
+        assert_close(scaled.rmv(v), expected @ v)
+
+
+def test_operator_passes_its_checks():
+    opt, points = two_terms()
+    check_operator(opt.metric.at(ng.trainable(opt.model), points))
+
+
+def test_wide_layers_take_the_product_of_their_inputs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(StackedRows, "WRITTEN", 0)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(1, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1)).double()
+    term = lambda u, x: torch.stack([ng.time_derivative(u, x)[0], u(x)[0] ** 2])  # noqa: E731
+    now = ng.residuals(net, {"inside": term}).system.linearise(ng.trainable(net), {"inside": (draw(3, 1),)})
+    rows = jacobian_by_definition(term, net, draw(3, 1))[1].flatten(0, 1)
+    assert_close(now.operator.rows.lower_gram().tril(), (2 / 3 * rows @ rows.mT).tril())
+
+
+def test_networks_and_coefficients_in_one_call():
+    net, flow, k = perceptron(2, 1), perceptron(2, 2), nn.Parameter(torch.tensor([0.3, 2.0], dtype=torch.float64))
+    term = lambda u, v, k, x: k[0] * ng.laplacian(u, x) + k[1] * ng.divergence_of(v, x) * u(x)  # noqa: E731
+    opt = ng.residuals({"u": net, "v": flow, "k": k}, {"inside": term})
+    x, params = draw(3), ng.trainable(opt.model)
+    assert sorted({name.split(".")[0] for name in params}) == ["k", "u", "v"]
+
+    def at(chosen: dict[str, Tensor], point: Tensor) -> Tensor:
+        def call(start: str, module: nn.Module):
+            own = {name.removeprefix(start): p for name, p in chosen.items() if name.startswith(start)}
+            return lambda y: functional_call(module, own, (y.unsqueeze(0),)).squeeze(0)
+
+        return term(call("u.", net), call("v.", flow), chosen["k"], point)
+
+    start = {name: p.detach() for name, p in params.items()}
+    jacobians = [jacrev(at)(start, point) for point in x]
+    rows = torch.stack([torch.cat([part.reshape(-1) for part in one.values()]) for one in jacobians])
+    assert_close(opt.system.linearise(params, {"inside": (x,)}).operator.rows.matrix, (2 / 3) ** 0.5 * rows)
+
+
+def test_a_network_that_differentiates_in_its_forward_pass():
+    net, x = Derived().double(), draw(3)
+    opt = ng.residuals(net, {"forward, by rows": lambda r, x: r(x) - 1})
+    with pytest.warns(UserWarning, match="one backward pass per residual"):
+        now = opt.system.linearise(ng.trainable(net), {"forward, by rows": (x,)})
+    for row, point in zip(now.operator.rows.matrix, x, strict=True):
+        found = torch.autograd.grad(net(point.unsqueeze(0)).sum() * (2 / 3) ** 0.5, list(net.parameters()))
+        assert_close(row, torch.cat([part.reshape(-1) for part in found]))
+    first = opt.step(**{"forward, by rows": x})
+    for _ in range(5):
+        last = opt.step(**{"forward, by rows": x})
+    assert last < first
+
+
+def test_a_term_with_data_beside_its_points():
+    net, x = perceptron(2, 1), draw(4)
+    y = torch.arange(4.0).double()
+    opt = ng.residuals(net, {"data": lambda u, x, y: u(x) - y})
+    assert_close(opt.evaluate(data=(x, y))["data"], net(x).detach() - y[:, None])
+
+
+def test_frozen_parameters_stay():
+    net = perceptron(2, 1)
+    net[0].requires_grad_(False)
+    before = net[0].weight.clone()
+    opt = ng.residuals(net, TERMS["Poisson"])
+    losses = [float(opt.step(residual=draw(9))) for _ in range(20)]
+    assert_close(net[0].weight, before)
+    assert losses[-1] < 0.1 * losses[0]
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_system_is_that_of_its_equation(scaled: bool, momentum: float):
+    """(G + level D) x = U w + level D x_0: in parameters and in points, by the default solver and by another."""
+    for count in (2, 30):
+        net = perceptron(2, 1)
+        rows = ng.residuals(net, TERMS["Poisson"]).system.linearise(ng.trainable(net), {"residual": (draw(count),)})
+        operator, w = rows.operator, torch.randn(count, dtype=torch.float64)
+        n = operator.size
+        units = torch.rand(n).double() + 0.5 if scaled else None
+        before = momentum * torch.randn(n).double()
+        metric = torch.diag(torch.ones(n).double() if units is None else units)
+        matrix = operator.dense() + 0.1 * metric
+        right = operator.rows.matrix.mT @ w + 0.1 * metric @ before
+        for solver in (ng.LeastSquares(), ng.Direct()):
+            found = DampedSystem.of(solver, operator, units, 0.1).solve(w, before)
+            assert_close(matrix @ found.value, right)
+            assert_close(found.image, right)
+
+
+def test_acceleration_is_half_the_second_derivative_along_the_step():
+    """a / 2 with (G + level) a = U r''."""
+    opt, points = two_terms()
+    operator = opt.metric.at(ng.trainable(opt.model), points)
+    system = DampedSystem.of(ng.LeastSquares(), operator, None, 1e3)
+    w, bend = torch.randn(operator.rows.rank).double(), 1e-3 * torch.randn(operator.rows.rank).double()
+    plain = system.solve(w)
+    found = system.accelerate(plain, bend, 1.0)
+    assert found.bend is not None
+    assert_close(found.bend, system.solve(bend).value / 2)
+    assert_close(found.value, plain.value)
+    assert system.accelerate(plain, 1e9 * bend, 1.0) is plain  # longer than the step
+
+
+def test_the_loss_never_rises_on_the_same_points_and_falls_far():
+    net = perceptron(2, 1)
+    opt = ng.residuals(net, {"inside": TERMS["Poisson"], "edge": lambda u, x: u(x)}, weights={"edge": 10.0})
+    inside, edge = draw(60), torch.cat([draw(20) * torch.tensor([1.0, 0.0]), draw(20) * torch.tensor([0.0, 1.0])])
+    losses = [float(opt.step(inside=inside, edge=edge)) for _ in range(60)]
+    assert all(after <= before for before, after in pairwise(losses))
+    assert losses[-1] < 1e-5 * losses[0]
+    assert opt.losses.keys() == {"inside", "edge"}
+    assert math.isclose(opt.losses["inside"] + 10 * opt.losses["edge"], losses[-1])
+    assert opt.state_report().step == 60
+
+
+def test_a_step_that_would_raise_the_loss_is_solved_again_with_more_damping(monkeypatch: pytest.MonkeyPatch):
+    """One step, with one linear model: where a single solution is refused, more damping is tried at once."""
+
+    def first_step(attempts: int) -> tuple[Tensor, ng.optim.StateReport, int]:
+        monkeypatch.setattr("natgrad.residuals.optimizer.ATTEMPTS", attempts)
+        net, models = perceptron(2, 1), []
+        opt = ng.residuals(net, {"inside": TERMS["Poisson"], "edge": lambda u, x: u(x)}, weights={"edge": 10.0})
+        linearise = opt.system.linearise
+        monkeypatch.setattr(opt.system, "linearise", lambda *a: models.append(1) or linearise(*a))
+        before = net[0].weight.detach().clone()
+        opt.step(inside=draw(60), edge=draw(20) * torch.tensor([1.0, 0.0]))
+        return net[0].weight.detach() - before, opt.state_report(), len(models)
+
+    once, _, _ = first_step(1)
+    again, report, models = first_step(5)
+    assert not once.any()  # the start's damping is too small for it
+    assert again.any()
+    assert (report.step, models) == (1, 1)
+    assert report.damping > 1e-3
+
+
+def test_momentum_that_leads_uphill_is_dropped():
+    """Damping pulls to the last solution: where that raises the loss, the step is solved from zero."""
+    net = perceptron(2, 1)
+    opt = ng.residuals(net, {"inside": TERMS["Poisson"], "edge": lambda u, x: u(x)}, momentum=0.9)
+    points = {"inside": draw(30), "edge": draw(20) * torch.tensor([1.0, 0.0])}
+    opt.step(**points)
+    saved = opt.state_dict()
+    for vectors in saved["state"].values():
+        vectors["solution"] = torch.full_like(vectors["solution"], 100.0)
+    opt.load_state_dict(saved)
+    before = opt.step(**points)
+    assert opt.step(**points) < before
+    assert opt.state_report().damping < 1e9
+
+
+def test_a_run_goes_on_bit_for_bit():
+    def train(opt, steps: range) -> None:
+        for i in steps:
+            opt.step(inside=draw(8, seed=i), edge=draw(4, seed=100 + i))
+
+    def fresh():
+        net = perceptron(2, 1)
+        terms = {"inside": burgers, "edge": TERMS["value"]}
+        return net, ng.residuals(net, terms, momentum=0.5)
+
+    whole, opt = fresh()
+    train(opt, range(6))
+    half, first = fresh()
+    train(first, range(3))
+    saved, weights = first.state_dict(), {k: v.clone() for k, v in half.state_dict().items()}
+    other, second = fresh()
+    other.load_state_dict(weights)
+    second.load_state_dict(saved)
+    train(second, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), other.parameters(), strict=True))
+
+
+def test_a_residual_that_is_not_finite_is_named():
+    net = perceptron(2, 1)
+    x = draw(4)
+    x[2, 0] = 0.0
+    opt = ng.residuals(net, {"root": lambda u, x: u(x) / x[0]})
+    before = [p.clone() for p in net.parameters()]
+    with pytest.raises(ValueError, match=r"term 'root' is not finite at 1 of 4 points.*at point 2, \(0, "):
+        opt.step(root=x)
+    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    skipping = ng.residuals(net, {"root": lambda u, x: u(x) / x[0]}, on_trouble="skip")
+    assert torch.isnan(skipping.step(root=x))
+    assert skipping.state_report().failures == 1
+
+
+def test_single_precision_trains():
+    net = perceptron(1, 1).float()
+    opt = ng.residuals(net, {"inside": lambda u, x: ng.laplacian(u, x) + 1, "edge": lambda u, x: u(x)})
+    inside, edge = draw(20, 1).float(), torch.tensor([[0.0], [1.0]])
+    losses = [float(opt.step(inside=inside, edge=edge)) for _ in range(40)]
+    assert losses[-1] < 1e-4 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("points", "error", "words"),
+    [
+        ({}, ValueError, "no points for \\['inside'\\]"),
+        ({"inside": draw(3), "edge": draw(3)}, ValueError, "which is no term"),
+        ({"inside": draw(3)[:, 0]}, ValueError, "expected points \\(b, d\\)"),
+        ({"inside": draw(3).float()}, ValueError, "convert with"),
+        ({"inside": draw(3)[:0]}, ValueError, "at least one"),
+        ({"inside": draw(3) / 0}, ValueError, "NaN or an infinity"),
+        ({"inside": 3.0}, TypeError, "expected points"),
+        ({"inside": (draw(3), draw(2))}, ValueError, "the same number of points"),
+    ],
+)
+def test_unusable_points_are_refused(points, error, words):
+    opt = ng.residuals(perceptron(2, 1), {"inside": TERMS["Poisson"]})
+    with pytest.raises(error, match=words):
+        opt.step(**points)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ((3, TERMS), TypeError, "net is int"),
+        (({"u": 3.0}, TERMS), TypeError, "wrap a number"),
+        (({}, TERMS), ValueError, "net is empty"),
+        ((perceptron(2, 1), {}), TypeError, "expected a dict of functions"),
+        ((perceptron(2, 1), {"inside": 3}), TypeError, "expected a function"),
+        ((perceptron(2, 1), TERMS, {"outside": 1.0}), ValueError, "which is no term"),
+        ((perceptron(2, 1), TERMS, {"value": -1.0}), ValueError, "expected a finite number > 0"),
+    ],
+)
+def test_unusable_systems_are_refused(arguments, error, words):
+    with pytest.raises(error, match=words):
+        ng.residuals(*arguments)
+
+
+def test_a_term_that_forgets_its_unknowns_is_told():
+    net = perceptron(2, 1)
+    opt = ng.residuals(net, {"inside": lambda u, x: ng.laplacian(net, x)})
+    with pytest.raises(ValueError, match="does not use its unknowns"):
+        opt.step(inside=draw(3))
+
+
+def test_an_error_in_a_term_names_the_term():
+    opt = ng.residuals(perceptron(2, 1), {"inside": lambda u, x: x[5]})
+    with pytest.raises(IndexError) as caught:
+        opt.step(inside=draw(3))
+    assert any("the term 'inside'" in note for note in caught.value.__notes__)
+    with pytest.raises(TypeError, match="term 'residual' returned float"):
+        ng.residuals(perceptron(2, 1), lambda u, x: 1.0).step(residual=draw(3))
+    with pytest.raises(ValueError, match=r"ng\.jacobian"):
+        ng.residuals(perceptron(2, 2), ng.grad).step(residual=draw(3))
+    with pytest.raises(ValueError, match="one component per coordinate"):
+        ng.residuals(perceptron(2, 1), ng.divergence_of).step(residual=draw(3))
+
+
+def test_what_acts_on_every_number_alone():
+    assert acts_elementwise(nn.GELU())
+    assert acts_elementwise(Sine())
+    assert not acts_elementwise(nn.Softmax(-1))
+    assert not acts_elementwise(nn.LayerNorm(3))
+
+    class Mean(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - x.mean(-1, keepdim=True)
+
+    assert not acts_elementwise(Mean())
+
+
+def test_constraints_and_periods_hold_for_any_weights():
+    net = NETS["constrained"]()
+    edge = torch.stack([torch.zeros(4), torch.arange(4.0)], 1).double()
+    assert_close(net(edge), edge[:, 1:])
+    periodic = NETS["periodic"]()
+    x = draw(5)
+    assert_close(periodic(x), periodic(x + torch.tensor([3.0, 0.0]).double()))
+    with pytest.raises(ValueError, match="expected one number for each"):
+        HardConstraint(perceptron(2, 1), lambda x: x)(x)
+    with pytest.raises(ValueError, match="a period > 0"):
+        Periodic({0: 0.0})
+    with pytest.raises(ValueError, match="names coordinate 7"):
+        Periodic({7: 1.0})(x)
+
+
+def test_weights_of_points_are_those_of_their_equations():
+    net, x = perceptron(2, 1), draw(5)
+    x[3, 1] = x[1, 1]  # two points of one time
+    term = TERMS["Poisson"]
+    values = ng.residuals(net, term).evaluate(residual=x)["residual"][:, 0]
+    earlier = torch.stack([values[x[:, 1] < t].square().sum() for t in x[:, 1]])
+    sizes = values.abs() / values.abs().mean()
+    for weights, expected in ((Causal(0.3), torch.exp(-0.3 * earlier)), (WhereLarge(share=0.4), 0.4 * sizes + 0.6)):
+        opt = ng.residuals(net, {"inside": term}, point_weights={"inside": weights})
+        now = opt.system.linearise(ng.trainable(net), {"inside": (x,)})
+        assert_close(now.loss, (expected * values.square()).mean())
+        assert_close(now.losses["inside"], values.square().mean())
+    with pytest.raises(ValueError, match="which is no term"):
+        ng.residuals(net, {"inside": term}, point_weights={"outside": Causal(1.0)})
+    with pytest.raises(TypeError, match="another PointWeights"):
+        ng.residuals(net, {"inside": term}, point_weights={"inside": 1.0})
+    with pytest.raises(ValueError, match="epsilon"):
+        Causal(-1.0)
+    with pytest.raises(ValueError, match="share"):
+        WhereLarge(share=2.0)

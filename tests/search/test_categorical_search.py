@@ -1,0 +1,211 @@
+"""Search over categories and over variables of different kinds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import natgrad as ng
+from natgrad.search import CGA, PBIL, CategoricalSearch, ProductSearch, natural_slope
+
+SIZES = (3, 2, 4)
+
+
+def all_points() -> Tensor:
+    return torch.cartesian_prod(*(torch.arange(size) for size in SIZES)).to(torch.float64)
+
+
+def table(X: Tensor) -> Tensor:
+    """A value per category, added up: in the span of the statistics. Least at (1, 0, 3)."""
+    scores = ([2.0, 0.0, 1.0], [0.0, 3.0], [4.0, 2.0, 1.0, 0.5])
+    return sum(torch.tensor(s, dtype=torch.float64)[X[:, i].long()] for i, s in enumerate(scores))
+
+
+def test_draws_have_the_probabilities():
+    search = CategoricalSearch(SIZES, popsize=20_000, seed=0)
+    search.theta = torch.randn(9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    X = search.ask()
+    for i, p in enumerate(search.probabilities):
+        assert_close(p.sum(), torch.ones((), dtype=torch.float64))
+        found = torch.bincount(X[:, i].long(), minlength=SIZES[i]) / len(X)
+        assert_close(found.double(), p, atol=5 * 0.5 / len(X) ** 0.5, rtol=0)
+
+
+def test_the_slope_is_the_natural_gradient():
+    """Changes of E_p[f] along theta - s b: the derivative is minus the variance of b T, which no other slope beats."""
+    search = CategoricalSearch(SIZES, seed=0)
+    search.theta = torch.randn(9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    points = all_points()
+    T, f = search.statistics(points), torch.randn(24, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    p = torch.softmax(T @ search.theta, 0)
+    b = natural_slope(T, f, p, ridges=(0.0,)).value
+    fisher = (T.T * p) @ T - torch.outer(T.T @ p, T.T @ p)
+    gradient = (T.T * p) @ f - (T.T @ p) * (p @ f)
+    assert_close(fisher @ b, gradient)
+    assert_close(b, torch.linalg.pinv(fisher, atol=1e-10) @ gradient)  # the shortest, as columns add up to one
+
+
+def test_a_sum_over_variables_is_minimised_as_soon_as_there_are_more_draws_than_values():
+    result = ng.minimize(table, CategoricalSearch(SIZES, popsize=10, seed=0), ftarget=0.5, maxfevals=200)
+    assert result.success
+    assert result.x.tolist() == [1, 0, 3]
+
+
+@pytest.mark.parametrize("update", [PBIL(0.2, best=3), CGA()])
+def test_ranks_alone_find_it_too(update: PBIL | CGA):
+    result = ng.minimize(
+        lambda X: torch.exp(table(X)), CategoricalSearch(SIZES, seed=0, update=update), ftarget=2, maxfevals=3000
+    )
+    assert result.x.tolist() == [1, 0, 3]
+
+
+def test_pbil_moves_the_probabilities_by_the_natural_gradient():
+    search = CategoricalSearch((3,), popsize=8, seed=0, update=PBIL(0.3, best=2), margin=0.01)
+    X = search.ask()
+    F = X[:, 0] + 0.01 * torch.arange(8)
+    search.tell(X, F)
+    best = torch.nn.functional.one_hot(X[F.argsort()[:2], 0].long(), 3).double().mean(0)
+    assert_close(search.probabilities[0], 0.7 / 3 + 0.3 * best)
+
+
+def test_two_categories_are_bits():
+    one = CategoricalSearch([2] * 5, popsize=8, seed=0, update=PBIL(0.4, 2), margin=0.1)
+    other = ng.BernoulliSearch(5, popsize=8, seed=0, update=PBIL(0.4, 2), margin=0.1)
+    for _ in range(6):
+        X = one.ask()
+        F = X @ torch.arange(1.0, 6.0, dtype=torch.float64)
+        one.tell(X, F)
+        other.tell(X, F)
+        assert_close(torch.stack([p[1] for p in one.probabilities]), other.probabilities)
+
+
+def test_what_is_at_its_least_uses_up_no_step():
+    """A step that keeps a settled variable where it is has no length there; one that frees it has."""
+    search = CategoricalSearch(SIZES, seed=0)
+    search.theta = search._limit_parameters(torch.tensor([50.0, 0, 0, 0, 0, 50, 0, 0, 0], dtype=torch.float64))
+    keeping = torch.tensor([-900.0, 5, 7, 2, 1, -800, 1, 2, 3], dtype=torch.float64)
+    found = search._drop_limited(keeping)
+    assert_close(found[:3], found[:1].expand(3))
+    assert_close(found[5:], found[5:6].expand(4))
+    assert_close(found[3:5], keeping[3:5])  # neither of these two is at its least
+    freeing = torch.tensor([5.0, -900, 7, 2, 1, -800, 1, 2, 3], dtype=torch.float64)
+    found = search._drop_limited(freeing)
+    assert float(found[1]) == -900
+    assert float(found[2]) < 7  # lowered still, as all are beside the second
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_light_variables_are_settled_after_the_heavy_ones(size: int):
+    """Weights up to 1.5^19: a step whose length the settled ones use up took five to ten times as many evaluations."""
+    n, generator = 20, torch.Generator().manual_seed(0)
+    costs = torch.rand(n, size, generator=generator, dtype=torch.float64) + 0.1
+    goal = torch.randint(0, size, (n,), generator=generator)
+    costs[torch.arange(n), goal] = 0
+
+    def weigh_categories(X: Tensor) -> Tensor:
+        return costs[torch.arange(n), X.long()] @ 1.5 ** torch.arange(n, dtype=torch.float64)
+
+    result = ng.minimize(weigh_categories, CategoricalSearch([size] * n, seed=0), ftarget=1e-9, maxfevals=150 * size)
+    assert result.x.tolist() == goal.tolist()
+
+
+@pytest.mark.parametrize("update", [None, PBIL(1.0, 1), CGA(0.01)])
+def test_no_probability_dies_whatever_the_update(update):
+    search = CategoricalSearch(SIZES, popsize=12, seed=0, update=update)
+    generator = torch.Generator().manual_seed(0)
+    scales = [1.0, 0.0, 1e200, math.inf, math.nan]
+    for k in range(40):
+        X = search.ask()
+        assert bool(((X >= 0) & (torch.tensor(SIZES) > X)).all())
+        search.tell(X, scales[k % 5] * torch.randn(12, generator=generator))
+        for size, p in zip(SIZES, search.probabilities, strict=True):
+            assert_close(p.sum(), torch.ones((), dtype=torch.float64))
+            assert float(p.min()) >= min(1 / (3 * (size - 1)), 1 / (2 * size)) - 1e-9
+
+
+@pytest.mark.parametrize("update", [None, PBIL()])
+def test_a_resumed_search_is_the_uninterrupted_one(update):
+    whole, first, second = (CategoricalSearch(SIZES, popsize=6, seed=3, update=update) for _ in range(3))
+    for k in range(12):
+        for search in (whole, first if k < 6 else second):
+            X = search.ask()
+            search.tell(X, table(X).sin())
+        if k == 5:
+            second.load_state_dict(first.state_dict())
+    assert torch.equal(whole.theta, second.theta)
+    assert torch.equal(whole.ask(), second.ask())
+
+
+# Products.
+
+
+def centred_bowl(X: Tensor) -> Tensor:
+    """Real columns 0-2, integers to rank in column 3, categories in the last two; least, 0, at (0, 0, 0, 2, 1, 1)."""
+    return X[:, :3].square().sum(1) + (X[:, 3] - 2).square() + (X[:, 4:] != 1).sum(1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_reals_integers_and_categories_are_found_together(seed: int):
+    real = ng.GaussianSearch([1.0, 2.0, -1.0, 7.0], 1.0, 16, seed, integers=[3])
+    kinds = CategoricalSearch([3, 4], 16, seed, update=PBIL(0.1, 4))
+    result = ng.minimize(centred_bowl, ProductSearch(real, kinds), ftarget=1e-6, maxfevals=8000)
+    assert result.success
+    assert result.x[3:].tolist() == [2, 1, 1]
+
+
+def test_the_parts_of_a_product_move_as_they_would_alone():
+    joint = ProductSearch(
+        ng.GaussianSearch([1.0, 1.0], 1.0, 10, seed=0), CategoricalSearch([3], 10, 1, update=PBIL(0.1, 2))
+    )
+    alone = ng.GaussianSearch([1.0, 1.0], 1.0, 10, seed=0), CategoricalSearch([3], 10, 1, update=PBIL(0.1, 2))
+    for _ in range(5):
+        X = joint.ask()
+        parts = [part.ask() for part in alone]
+        assert torch.equal(X, torch.cat(parts, 1))
+        F = X.square().sum(1)
+        joint.tell(X, F)
+        for part, own in zip(alone, parts, strict=True):
+            part.tell(own, F)
+    assert torch.equal(joint.parts[0].mean, alone[0].mean)
+    assert torch.equal(joint.parts[1].theta, alone[1].theta)
+    assert set(joint.measures()) >= {"sigma", "explained"}
+    assert joint.stop() is None
+
+
+WRONG = {
+    "sizes": (lambda: CategoricalSearch(3), ValueError, "sizes is 3"),
+    "no sizes": (lambda: CategoricalSearch([]), ValueError, "sizes is empty"),
+    "one value": (lambda: CategoricalSearch([3, 1]), ValueError, "sizes is 1, expected an integer >= 2"),
+    "margin": (lambda: CategoricalSearch([3, 4], margin=0.3), ValueError, "margin is 0.3"),
+    "popsize": (lambda: CategoricalSearch([3], popsize=1), ValueError, "popsize is 1"),
+    "parts": (lambda: ProductSearch(3), TypeError, "expected searches"),
+    "no parts": (lambda: ProductSearch(), TypeError, "expected searches"),
+    "popsizes": (
+        lambda: ProductSearch(CategoricalSearch([3], 4), CategoricalSearch([3], 6)),
+        ValueError,
+        r"popsizes \[4, 6\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_bad_arguments_are_named(case: str):
+    call, kind, words = WRONG[case]
+    with pytest.raises(kind, match=words):
+        call()
+
+
+@pytest.mark.parametrize("entry", [0.5, 3.0, -1.0])
+def test_categories_are_numbers_of_values(entry: float):
+    search = CategoricalSearch([3], popsize=2, seed=0)
+    with pytest.raises(ValueError, match="no numbers of values"):
+        search.tell([[0.0], [entry]], [0.0, 1.0])
+
+
+def test_states_load_only_where_they_fit():
+    with pytest.raises(ValueError, match="9 values in all"):
+        CategoricalSearch([3, 2, 3], popsize=20).load_state_dict(CategoricalSearch(SIZES).state_dict())

@@ -1,0 +1,145 @@
+"""Searches whose candidates are ranked by a regression of f."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import natgrad as ng
+from natgrad.search import QuadraticSurrogate
+from natgrad.search.black_box import BlackBox
+from natgrad.search.surrogate import SurrogateEvaluations, kendall_tau, mix_values
+
+
+def ellipsoid(X: Tensor) -> Tensor:
+    return (X.square() * 1e6 ** (torch.arange(5, dtype=X.dtype) / 4)).sum(1)
+
+
+def rosenbrock(X: Tensor) -> Tensor:
+    return (100 * (X[:, 1:] - X[:, :-1].square()).square() + (1 - X[:, :-1]).square()).sum(1)
+
+
+def test_a_quadratic_function_takes_as_many_evaluations_as_it_has_coefficients():
+    """About: eleven where it is a sum over the variables. Without the model it takes 1300."""
+    found = ng.minimize(ellipsoid, torch.ones(5), 2.0, surrogate=True, ftarget=1e-8, seed=0, vectorized=True)
+    assert found.success
+    assert found.nfev < 40
+
+
+def test_all_that_is_told_of_the_best_point_is_true():
+    """Also while most candidates have a value of the model alone."""
+    calls: list[Tensor] = []
+
+    def count_calls(X: Tensor) -> Tensor:
+        calls.append(X)
+        return rosenbrock(X)
+
+    seen: list[bool] = []
+
+    def look(search: ng.Search) -> None:
+        seen.append(search.best.fun == float(rosenbrock(search.best.x.unsqueeze(0))))
+
+    result = ng.minimize(
+        count_calls, torch.zeros(3), 0.5, surrogate=True, maxfevals=150, seed=1, vectorized=True, callback=look
+    )
+    assert all(seen)
+    assert result.nfev == sum(len(X) for X in calls) <= 150
+    evaluated = torch.cat(calls)
+    assert result.fun == float(rosenbrock(evaluated).min())
+    assert bool((evaluated == result.x).all(1).any())
+
+
+def test_the_model_of_a_quadratic_function_is_the_function():
+    search = ng.GaussianSearch(torch.ones(5), 1.0, popsize=30, seed=0)
+    ranked = SurrogateEvaluations(BlackBox(ellipsoid, True), QuadraticSurrogate())
+    ranked.evaluate_generation(search)
+    model = ranked._fit(search)
+    assert model is not None
+    X = torch.randn(6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert_close(model.values(X), ellipsoid(X), rtol=1e-6, atol=1e-3)
+    minimum = model.find_minimum()
+    assert minimum is not None
+    assert_close(minimum, torch.zeros(5, dtype=torch.float64), atol=1e-5, rtol=0)
+
+
+def test_a_saddle_has_no_minimum():
+    search = ng.GaussianSearch(torch.ones(2), 1.0, popsize=30, seed=0)
+    ranked = SurrogateEvaluations(BlackBox(lambda X: X[:, 0] * X[:, 1], True), QuadraticSurrogate())
+    ranked.evaluate_generation(search)
+    model = ranked._fit(search)
+    assert model is not None
+    assert model.find_minimum() is None
+
+
+def test_kendall_s_tau_counts_pairs():
+    first = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert kendall_tau(first, first.exp()) == 1
+    assert kendall_tau(first, -first) == -1
+    assert kendall_tau(first, torch.tensor([2.0, 1.0, 3.0, 4.0])) == pytest.approx(4 / 6)
+
+
+def test_predicted_values_lie_above_the_least_true_one():
+    values = torch.tensor([torch.nan, 5.0, torch.inf, 7.0, torch.nan], dtype=torch.float64)
+    found = mix_values(values, torch.tensor([-3.0, 1.0, 0.0, 2.0, -1.0], dtype=torch.float64))
+    assert found.argsort().tolist() == [1, 0, 4, 3, 2]
+    assert float(found[1]) == 5
+    assert float(found[2]) == torch.inf
+
+
+@pytest.mark.parametrize(
+    "f",
+    [lambda X: torch.full((len(X),), torch.nan), lambda X: torch.zeros(len(X)), lambda X: X.sum(1) * torch.inf],
+    ids=["nan", "flat", "infinite"],
+)
+@pytest.mark.filterwarnings("ignore:f is NaN")
+def test_functions_without_a_model_end(f):
+    result = ng.minimize(f, torch.ones(3), 1.0, surrogate=True, maxfevals=1200, seed=0, vectorized=True)
+    assert result.message
+
+
+def test_bounds_and_failures_and_integers():
+    def bowl(X: Tensor) -> Tensor:
+        values = (X - torch.tensor([3.0, 0.2, 1.0])).square().sum(1)
+        return torch.where(X[:, 1] > 0.8, torch.nan, values)
+
+    with pytest.warns(RuntimeWarning, match="NaN"):
+        result = ng.minimize(
+            bowl, torch.zeros(3), 1.0, bounds=(-1, 2), integers=[2], surrogate=True, ftarget=1 + 1e-6, seed=0,
+            vectorized=True, maxfevals=1200,
+        )  # fmt: skip
+    assert result.success
+    assert result.x[2] == 1
+
+
+def test_a_resumed_search_is_the_uninterrupted_one(tmp_path):
+    settings = {"surrogate": True, "seed": 3, "vectorized": True, "checkpoint_every": 2}
+    whole = ng.minimize(rosenbrock, torch.zeros(3), 0.5, maxfevals=120, **settings)
+    for budget in (60, 120):
+        parts = ng.minimize(
+            rosenbrock, torch.zeros(3), 0.5, maxfevals=budget, checkpoint=tmp_path / "search", **settings
+        )
+    assert (parts.nfev, parts.fun) == (whole.nfev, whole.fun)
+    assert torch.equal(parts.x, whole.x)
+    with pytest.raises(ValueError, match="surrogate"):
+        ng.minimize(rosenbrock, torch.zeros(3), 0.5, checkpoint=tmp_path / "search", vectorized=True, maxfevals=120)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"surrogate": "yes"}, TypeError, "QuadraticSurrogate"),
+        ({"surrogate": True, "noise": True}, ValueError, "noise is True"),
+        ({"surrogate": True, "x0": ng.BernoulliSearch(5, seed=0), "sigma0": None}, ValueError, "BernoulliSearch"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, error, match):
+    with pytest.raises(error, match=match):
+        ng.minimize(ellipsoid, **({"x0": torch.ones(5), "sigma0": 1.0, "maxfevals": 100} | arguments))
+
+
+@pytest.mark.parametrize("correlation", [0.0, 1.0, float("nan")])
+def test_a_correlation_lies_between_0_and_1(correlation):
+    with pytest.raises(ValueError, match="correlation"):
+        QuadraticSurrogate(correlation)

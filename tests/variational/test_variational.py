@@ -1,0 +1,340 @@
+"""Natural-gradient variational inference: exact where a problem is conjugate, inside the cone everywhere."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import F64, assert_close
+from torch import Tensor, nn
+from torch.nn import functional
+
+import natgrad as ng
+from natgrad.variational import (
+    Draws,
+    GaussHermite,
+    Projected,
+    Sobol,
+    Variational,
+    inducing,
+    variational,
+)
+
+G = torch.Generator().manual_seed(0)
+A = torch.randn(30, 4, dtype=F64, generator=G)
+Y = A @ torch.tensor([1.0, -2.0, 0.5, 0.0], dtype=F64) + 0.3 * torch.randn(30, dtype=F64, generator=G)
+NOISE = 0.3
+POSTERIOR = A.mT @ A / NOISE**2 + 2 * torch.eye(4, dtype=F64)
+CENTRE = torch.linalg.solve(POSTERIOR, A.mT @ Y / NOISE**2)
+
+
+def normal(x: Tensor, variance: float) -> Tensor:
+    """log N(x; 0, variance), entry by entry."""
+    return -0.5 * (x.square() / variance + math.log(2 * math.pi * variance))
+
+
+def regression(z: Tensor) -> Tensor:
+    """log p(y, z) of rows z (s, 4), prior precision 2."""
+    return normal(Y - z @ A.mT, NOISE**2).sum(-1) + normal(z, 0.5).sum(-1)
+
+
+def one_at_a_time(z: Tensor) -> Tensor:
+    return regression(z.unsqueeze(0)).squeeze(0)
+
+
+def test_the_dtype_is_that_of_the_data():
+    small, y = A.float(), Y.float()
+    q = variational(lambda z: -0.5 * (y - z @ small.mT).square().sum(-1), 4)
+    q.step()
+    assert q.mean.dtype == torch.float32
+    assert variational(regression, 4).mean.dtype == F64
+
+
+def noisy(f: Tensor) -> Tensor:
+    return normal(Y - f, NOISE**2)
+
+
+CONJUGATE: dict[str, Any] = {
+    "a function of rows": regression,
+    "a function of one z": one_at_a_time,
+    "projected": Projected(A, noisy, precision=2.0),
+}
+
+
+@pytest.mark.parametrize("name", CONJUGATE)
+def test_a_conjugate_problem_is_solved_in_one_step(name):
+    start = torch.randn(4, dtype=F64, generator=torch.Generator().manual_seed(1))
+    q = variational(CONJUGATE[name], start, covariance=0.7 * torch.eye(4, dtype=F64) + 0.2, lr=1.0)
+    q.step()
+    assert_close(q.mean, CENTRE, rtol=1e-9)
+    assert_close(q.precision, POSTERIOR, rtol=1e-9)
+    evidence = torch.distributions.MultivariateNormal(
+        torch.zeros(30, dtype=F64), NOISE**2 * torch.eye(30, dtype=F64) + A @ A.mT / 2
+    ).log_prob(Y)
+    assert q.elbo() == pytest.approx(float(evidence), rel=1e-9)  # the bound is tight there
+    assert len(q.fit(10)) <= 2
+
+
+def test_a_diagonal_q_ends_at_the_posterior_s_mean_and_conditional_precisions():
+    q = variational(regression, 4, diagonal=True, lr=0.5)
+    q.fit(200, tolerance=1e-13)
+    assert_close(q.precision, POSTERIOR.diagonal(), rtol=1e-6)
+    assert_close(q.mean, CENTRE, rtol=1e-4)
+    assert q.covariance.shape == (4, 4)
+
+
+def quartic(z: Tensor) -> Tensor:
+    """Not Gaussian, of degree four: a grid's expectations are exact."""
+    return -0.3 * z.square().sum(-1) ** 2 - 0.5 * (z[..., 0] - 1) ** 2 + 0.2 * z[..., 0] * z[..., 1]
+
+
+def test_a_step_is_the_natural_gradient_of_the_bound():
+    """theta + lr I_theta^-1 grad ELBO, the bound by autodiff through the family's own coordinates."""
+    family = ng.MultivariateNormal(2)
+    mean, covariance = torch.tensor([0.2, -0.1], dtype=F64), torch.tensor([[0.3, 0.05], [0.05, 0.2]], dtype=F64)
+    q = variational(quartic, mean, covariance=covariance, lr=0.1, points=GaussHermite(6))
+    theta = q.theta.requires_grad_()
+    mu, sigma = family.mean_covariance(theta)
+    z, weights = GaussHermite(6).at(2, 0)
+    bound = weights @ quartic(mu + z @ torch.linalg.cholesky(sigma).mT) + family.entropy(theta)
+    (gradient,) = torch.autograd.grad(bound, theta)
+    expected = theta + 0.1 * ng.natural_gradient(family.fisher(theta.detach()), gradient).value
+    assert q.step() == pytest.approx(bound.item(), rel=1e-10)
+    assert_close(q.theta, expected.detach(), rtol=1e-8)
+
+
+def mixture(z: Tensor) -> Tensor:
+    """Two modes: its Hessian is indefinite between them."""
+    d = z.shape[-1]
+    modes = torch.stack([-2 * (z - 2).square().sum(-1), -2 * (z + 1.5).square().sum(-1)])
+    return modes.logsumexp(0) - d
+
+
+@pytest.mark.parametrize("lr", [0.1, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("diagonal", [False, True])
+@pytest.mark.parametrize("target", [mixture, quartic, "regression"])
+def test_no_rate_leaves_the_cone(lr, diagonal, target):
+    function, d = (regression, 4) if target == "regression" else (target, 3)
+    q = variational(function, torch.full((d,), 0.3, dtype=F64), diagonal=diagonal, lr=lr)
+    for _ in range(25):
+        q.step()
+        values = q.precision if diagonal else torch.linalg.eigvalsh(q.precision)
+        assert bool((values > 0).all())
+        assert bool(torch.isfinite(q.mean).all())
+
+
+def sparse_classification() -> Projected:
+    """Bernoulli labels of a Gaussian process on a line, 15 inducing points."""
+    g = torch.Generator().manual_seed(3)
+    x = 6 * torch.rand(120, dtype=F64, generator=g)
+    labels = torch.where((2 * x).sin() + 0.4 * torch.randn(120, dtype=F64, generator=g) > 0, 1.0, -1.0).to(F64)
+    places = torch.linspace(0, 6, 15, dtype=F64)
+
+    def kernel(a: Tensor, b: Tensor) -> Tensor:
+        return 2 * torch.exp(-0.5 * (a.unsqueeze(1) - b).square() / 0.7**2)
+
+    kmm = kernel(places, places) + 1e-6 * torch.eye(15, dtype=F64)
+    rows, variance = inducing(kmm, kernel(places, x), torch.full((120,), 2.0, dtype=F64))
+    return Projected(rows, lambda f: -functional.softplus(-labels * f), variance)
+
+
+@pytest.mark.parametrize(("diagonal", "lr"), [(False, 1.0), (False, 0.7), (True, 0.5)])
+def test_a_sparse_gaussian_process_needs_few_steps(diagonal, lr):
+    """Within 1e-3 nats of the optimum after ten steps with a full q; a diagonal q gets there too, later."""
+    best = variational(sparse_classification(), 15, diagonal=diagonal, lr=0.5 if diagonal else 1.0)
+    best.fit(400, tolerance=1e-12)
+    q = variational(sparse_classification(), 15, diagonal=diagonal, lr=lr)
+    bounds = [q.step() for _ in range(10 if not diagonal else 60)]
+    assert best.elbo() - q.elbo() < 1e-3
+    assert best.elbo() - bounds[0] > 10
+    assert best.elbo() < 0
+
+
+def test_projected_agrees_with_the_log_joint_written_out():
+    target = sparse_classification()
+    plain = Projected(target.rows, target.log_likelihood)
+
+    def write_log_joint(z: Tensor) -> Tensor:
+        return target.log_likelihood(z @ target.rows.mT).sum(-1) + normal(z, 1.0).sum(-1)
+
+    start = torch.linspace(-1, 1, 15, dtype=F64)
+    q = [
+        variational(write_log_joint, start, covariance=0.05, points=Sobol(4096)),
+        variational(plain, start, covariance=0.05),
+    ]
+    bounds = [one.step() for one in q]
+    assert bounds[0] == pytest.approx(bounds[1], abs=0.02)
+    assert_close(q[0].mean, q[1].mean, rtol=2e-2)
+    assert_close(q[0].precision, q[1].precision, rtol=2e-2)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def test_a_linear_network_s_posterior_is_exact_in_one_step():
+    model, x = nn.Linear(4, 1, bias=False).double(), A
+    q = variational(model, criterion=ng.Gaussian(std=NOISE), data_size=30, prior_precision=2.0, points=Draws(2))
+    q.step(x, Y.unsqueeze(1))
+    assert_close(q.mean, CENTRE, rtol=1e-8)
+    assert_close(q.precision, POSTERIOR, rtol=1e-8)
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_a_network_learns_and_knows_what_it_does_not(diagonal):
+    model = net()
+    before = [p.detach().clone() for p in model.parameters()]
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(120, 3, generator=g)
+    y = x.argmax(1)
+    q = variational(model, criterion=nn.CrossEntropyLoss(), data_size=120, diagonal=diagonal, lr=0.3, points=Draws(2))
+    bounds = [q.step(part, target) for _ in range(5) for part, target in zip(x.split(60), y.split(60), strict=True)]
+    assert sum(bounds[-4:]) / 4 > bounds[0] + 30
+    logits = q.predict(x, samples=8, generator=g)
+    assert logits.shape == (8, 120, 3)
+    assert float((logits.softmax(-1).mean(0).argmax(1) == y).float().mean()) > 0.8
+    far = q.predict(20 * x, samples=8, generator=g).softmax(-1)
+    assert float(far.std(0).mean()) > 0.01  # draws disagree
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert torch.equal(old, new)  # the module itself is left alone
+
+
+def test_draws_repeat_and_the_global_generator_is_left_alone():
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    runs = []
+    for _ in range(2):
+        q = variational(mixture, torch.zeros(3, dtype=F64), lr=0.3, points=Draws(8))
+        for _ in range(4):
+            q.step()
+        runs.append(q)
+    assert torch.equal(runs[0].mean, runs[1].mean)
+    assert torch.equal(before, torch.get_rng_state())
+    resumed = variational(mixture, torch.zeros(3, dtype=F64), lr=0.3, points=Draws(8))
+    resumed.load_state_dict(runs[0].state_dict())
+    assert resumed.step() == runs[1].step()
+    assert torch.equal(resumed.mean, runs[1].mean)
+
+
+@pytest.mark.parametrize("points", [Sobol(), Sobol(1000, fresh=True), GaussHermite(5), Draws(4)], ids=repr)
+def test_points_have_the_moments_of_a_standard_normal(points):
+    z, weights = points.at(3, 7)
+    assert float(weights.sum()) == pytest.approx(1)
+    assert_close(weights @ z, torch.zeros(3, dtype=F64), scale=1.0)
+    if not isinstance(points, Draws):
+        assert_close(torch.einsum("s,si,sj->ij", weights, z, z), torch.eye(3, dtype=F64))
+
+
+def test_samples_have_q_s_moments():
+    q = variational(regression, 4)
+    q.step()
+    drawn = q.sample(40_000, generator=torch.Generator().manual_seed(0))
+    assert_close(drawn.mean(0), CENTRE, rtol=2e-2)
+    assert_close(torch.cov(drawn.mT), torch.linalg.inv(POSTERIOR), rtol=3e-2)
+    assert q.entropy().item() == pytest.approx(
+        torch.distributions.MultivariateNormal(CENTRE, precision_matrix=POSTERIOR).entropy().item()
+    )
+
+
+def test_neither_step_nor_fit_lowers_the_bound_where_unguarded_steps_diverge():
+    """A diagonal q of a correlated posterior: at rate 1 each entry moves as if it were alone, and together too far."""
+    precision = 0.9 * torch.ones(5, 5, dtype=F64) + 0.1 * torch.eye(5, dtype=F64)
+
+    def correlated_normal(z: Tensor) -> Tensor:
+        return -0.5 * ((z - 1) @ precision * (z - 1)).sum(-1)
+
+    plain = variational(correlated_normal, 5, diagonal=True)
+    bounds = [plain.step() for _ in range(20)]  # by -4e6 nats without a guard
+    assert all(after > before - 1e-6 for before, after in pairwise(bounds[1:]))
+    q = variational(correlated_normal, 5, diagonal=True)
+    bounds = q.fit(200)
+    assert all(after > before - 1e-6 for before, after in pairwise(bounds))
+    assert_close(q.mean, torch.ones(5, dtype=F64), rtol=1e-2)
+    assert_close(q.precision, precision.diagonal(), rtol=1e-8)
+    assert q.lr == 1.0
+    short = variational(correlated_normal, 5, diagonal=True)
+    (bound,) = short.fit(1)
+    assert short.elbo() >= bound - 1e-6  # the last step too
+
+
+def test_what_may_stand_for_a_start_and_for_a_value():
+    expected = variational(regression, 4)
+    expected.step()
+    for start in (np.zeros(4), [0.0] * 4, [0] * 4, np.int64(4)):
+        q = variational(regression, start, lr=np.float64(1.0))
+        q.step()
+        assert_close(q.mean, expected.mean)
+    for same in (lambda z: -0.5 * z**2, lambda z: -0.5 * z[0] ** 2, lambda z: -0.5 * (z**2).sum(-1, keepdim=True)):
+        q = variational(same, 1, covariance=3.0)
+        q.step()
+        assert_close(q.covariance, torch.ones(1, 1, dtype=F64))
+
+
+def half_line(z: Tensor) -> Tensor:
+    return z.log().sum(-1)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("axis", [(), (-1,)], ids=["one z", "rows"])
+def test_a_log_joint_that_torch_cannot_batch_is_taken_quietly(axis):
+    q = variational(lambda z: -z.square().sum(*axis) + 0.1 * z.prod(*axis).sin(), 2)
+    assert q.step() == pytest.approx(math.log(2 * math.pi) + 1 - 2, abs=0.05)  # entropy of N(0, 1) and E[-z^2]
+
+
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "lr": (lambda: variational(regression, 4, lr=0.0), ValueError, "lr is"),
+    "start": (lambda: variational(regression), ValueError, "start is None"),
+    "start's kind": (lambda: variational(regression, torch.zeros(2, 2)), ValueError, "start is"),
+    "covariance": (
+        lambda: variational(regression, 4, covariance=-torch.eye(4)),
+        ValueError,
+        "is not positive definite",
+    ),
+    "its shape": (lambda: variational(regression, 4, covariance=torch.eye(3)), ValueError, "covariance has shape"),
+    "its sign": (lambda: variational(regression, 4, covariance=0.0), ValueError, "covariance has entries"),
+    "target": (lambda: variational(3, 4), TypeError, "target is int"),
+    "its value": (lambda: variational(lambda z: z, 4), ValueError, "log_joint returned"),
+    "a number": (lambda: variational(lambda z: 3.0, 4), ValueError, "log_joint returned float.*expected a tensor"),  # pyright: ignore
+    "an array": (lambda: variational(lambda z: z.numpy().sum(-1), 4), ValueError, "log_joint returned float64"),
+    "its dtype": (
+        lambda: variational(regression, torch.zeros(4)),
+        ValueError,
+        "fails for z .*float32.*of your data",
+    ),
+    "words": (lambda: variational(regression, ["a"]), ValueError, "start is"),  # pyright: ignore
+    "points": (lambda: variational(regression, 4, points=3), TypeError, "points is 3"),  # pyright: ignore
+    "a grid too large": (lambda: variational(regression, 4, points=GaussHermite(40)).step(), ValueError, "use Sobol"),
+    "criterion": (lambda: variational(net()), ValueError, "criterion is None"),
+    "data_size": (lambda: variational(net(), criterion=nn.CrossEntropyLoss()), ValueError, "data_size is None"),
+    "no batch": (
+        lambda: variational(net(), criterion=nn.CrossEntropyLoss(), data_size=3).step(),
+        TypeError,
+        "expected inputs and targets",
+    ),
+    "a batch": (lambda: variational(regression, 4).step(A), TypeError, "step takes no data"),
+    "variance": (lambda: Projected(A, noisy, variance=-1.0), ValueError, "variance has negative"),
+    "log_likelihood": (lambda: variational(Projected(A, lambda f: f.sum()), 4).step(), ValueError, "log_likelihood"),
+    "kmm": (lambda: inducing(-torch.eye(2), torch.ones(2, 3), torch.ones(3)), ValueError, "kmm is not"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name):
+    make, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_log_joint_that_is_not_finite_leaves_q_as_it_was():
+    q = variational(half_line, torch.ones(2, dtype=F64))
+    mean, precision = q.mean.clone(), q.precision.clone()
+    with pytest.raises(ValueError, match="not finite near z"):
+        q.step()
+    assert isinstance(q, Variational)
+    assert torch.equal(q.mean, mean)
+    assert torch.equal(q.precision, precision)

@@ -1,0 +1,174 @@
+"""Particles in space: local energies against known eigenstates and double backward, and antisymmetry."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import F64, assert_close, draw
+from torch import Tensor, nn
+from wave_functions import tanh_net
+
+import natgrad as ng
+from natgrad import vmc
+
+
+class Formula(nn.Module):
+    """log psi as written, with a parameter that it could do without."""
+
+    def __init__(self, log: object, start: float = 1.0) -> None:
+        super().__init__()
+        self.log, self.a = log, nn.Parameter(torch.tensor(start, dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.log(self.a, x)
+
+
+def distances(x: Tensor) -> Tensor:
+    """|r_i| of every particle, (b, n)."""
+    return x.unflatten(1, (-1, 3)).norm(dim=2)
+
+
+EIGENSTATES = {
+    "oscillator": (vmc.Harmonic(3, 2.0), lambda a, x: -a * x.square().sum(1), 3.0),
+    "oscillator, excited": (vmc.Harmonic(2), lambda a, x: x[:, 0].abs().log() - a * x.square().sum(1) / 2, 2.0),
+    "three fermions in a trap": (
+        vmc.Harmonic(3),
+        lambda a, x: torch.linalg.slogdet(torch.stack([torch.ones_like(x), x, x**2], 2))[1] - a * x.square().sum(1) / 2,
+        4.5,
+    ),
+    "the same, by an operation that is not carried": (
+        vmc.Harmonic(3),
+        lambda a, x: torch.linalg.slogdet(x.unsqueeze(2) ** torch.arange(3))[1] - a * x.square().sum(1) / 2,
+        4.5,
+    ),
+    "hydrogen": (vmc.Molecule.hydrogen(), lambda a, x: -a * distances(x).sum(1), -0.5),
+    "hydrogen, 2s": (
+        vmc.Molecule.hydrogen(),
+        lambda a, x: (1 - a * distances(x)[:, 0] / 2).abs().log() - distances(x)[:, 0] / 2,
+        -0.125,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EIGENSTATES)
+def test_an_eigenstate_has_one_local_energy(name):
+    hamiltonian, log, energy = EIGENSTATES[name]
+    found = vmc.local_energies(ng.LogAmplitude(Formula(log)), hamiltonian, draw(6, hamiltonian.count))
+    assert_close(found, torch.full((6,), energy, dtype=F64), rtol=1e-9)
+
+
+def laplacian_by_backward(psi: ng.LogAmplitude, x: Tensor) -> Tensor:
+    """sum_i d_i^2 log psi + (d_i log psi)^2, by two backward passes per coordinate."""
+    x = x.clone().requires_grad_()
+    log = psi.take_moving(psi(x))
+    parts = [log.real, log.imag] if log.is_complex() else [log]
+    slopes = [torch.autograd.grad(part.sum(), x, create_graph=True)[0] for part in parts]
+    bends = [
+        sum(torch.autograd.grad(slope[:, i].sum(), x, retain_graph=True)[0][:, i] for i in range(x.shape[1]))
+        for slope in slopes
+    ]
+    if len(parts) == 1:
+        return bends[0] + slopes[0].square().sum(1)
+    return torch.complex(*bends) + torch.complex(*slopes).square().sum(1)
+
+
+@pytest.mark.parametrize("head", [ng.vmc.read_phase, ng.vmc.read_sign])
+def test_the_kinetic_energy_is_that_of_double_backward(head):
+    psi = ng.LogAmplitude(tanh_net(2, 6), head=head)
+    x = draw(5, 6)
+    assert_close(vmc.kinetic_energies(psi, x).detach(), -laplacian_by_backward(psi, x).detach() / 2, rtol=1e-10)
+
+
+MOLECULES = {
+    "hydrogen": vmc.Molecule.hydrogen(),
+    "helium": vmc.Molecule.helium(),
+    "H2": vmc.Molecule.hydrogen_molecule(),
+    "LiH": vmc.Molecule.lithium_hydride(),
+    "three alike": vmc.Molecule((3.0,), ((0.0, 0.0, 0.0),), up=3, down=1),
+}
+
+
+def antisymmetric(name: str) -> ng.LogAmplitude:
+    """A small net for a molecule."""
+    net = vmc.AntisymmetricNet(MOLECULES[name], hidden=6, determinants=2, dtype=F64)
+    return ng.LogAmplitude(net, head=ng.vmc.read_sign)
+
+
+@pytest.mark.parametrize("name", MOLECULES)
+def test_exchanging_electrons_of_one_spin_changes_the_sign(name):
+    psi, molecule = antisymmetric(name), MOLECULES[name]
+    x = draw(4, molecule.electrons, 3)
+    before = psi(x.flatten(1)).detach()
+    for spin in (range(molecule.up), range(molecule.up, molecule.electrons)):
+        for i in spin:
+            for j in range(spin[0], i):
+                order = list(range(molecule.electrons))
+                order[i], order[j] = j, i
+                after = psi(x[:, order].flatten(1)).detach()
+                assert_close((after - before).exp(), torch.full((4,), -1.0, dtype=after.dtype), rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", MOLECULES)
+def test_its_kinetic_energy_is_that_of_double_backward(name):
+    psi, x = antisymmetric(name), draw(3, MOLECULES[name].count)
+    found = vmc.local_energies(psi, MOLECULES[name], x) - MOLECULES[name].potential(x)
+    assert_close(found, -laplacian_by_backward(psi, x).detach() / 2, rtol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["helium", "LiH"])
+def test_local_energies_stay_finite_where_particles_meet(name):
+    psi, molecule = antisymmetric(name), MOLECULES[name]
+    x = draw(1, molecule.electrons, 3)
+    energies = []
+    for gap in (1e-2, 1e-3, 1e-4):
+        at_nucleus, pair = x.clone(), x.clone()
+        at_nucleus[0, 0] = torch.tensor([gap, 0.0, 0.0], dtype=F64)
+        pair[0, -1] = pair[0, 0] + torch.tensor([0.0, gap, 0.0], dtype=F64)  # up and down
+        energies.append(vmc.local_energies(psi, molecule, torch.cat([at_nucleus, pair]).flatten(1)))
+    assert bool(((energies[2] - energies[1]).abs() < 0.2 * (energies[1] - energies[0]).abs() + 1e-2).all())
+
+
+@pytest.mark.parametrize("name", ["helium", "LiH"])
+@pytest.mark.parametrize("rate", [-4.0, -40.0])
+def test_psi_decays_far_away_whatever_its_rates_are(name, rate):
+    # where psi grows |psi|^2 cannot be normalised: walkers run off, and mean local energies may lie below the lowest
+    psi, molecule = antisymmetric(name), MOLECULES[name]
+    with torch.no_grad():
+        psi.net.decays.fill_(rate)
+    x = draw(5, molecule.electrons, 3)
+    for electron in range(molecule.electrons):
+        logs = []
+        for distance in (100.0, 200.0, 400.0):
+            moved = x.clone()
+            moved[:, electron] += torch.tensor([0.0, distance, 0.0], dtype=F64)
+            logs.append(psi(moved.flatten(1)).real.detach())
+        assert bool((logs[1] < logs[0] - 5).all())
+        assert bool((logs[2] < logs[1] - 5).all())
+
+
+def test_electrons_start_near_the_nuclei():
+    lih = vmc.Molecule.lithium_hydride()
+    assert sorted(lih.assign_electrons()) == [0, 0, 0, 1]
+    h2 = vmc.Molecule.hydrogen_molecule()
+    assert sorted(h2.assign_electrons()) == [0, 1]
+    x = lih.draw((500,), torch.Generator().manual_seed(0), F64)
+    assert x.shape == (500, 12)
+
+
+def test_an_oscillator_is_found():
+    h = vmc.Harmonic(2, 1.5)
+    psi = ng.LogAmplitude(Formula(lambda a, x: -a * x.square().sum(1) - 0.1 * x.pow(4).sum(1) * a, 2.0))
+    sr = ng.stochastic_reconfiguration(psi, lr=0.1, clip=5.0)
+    search = vmc.GroundState(h, vmc.Metropolis(h, samples=200), sr)
+    search.run(20)
+    found = search.measure(5)
+    assert 1.5 - 4 * found.error < found.mean < 1.7
+
+
+def test_bad_input_is_named_at_the_door():
+    with pytest.raises(ValueError, match="positions has 1 entries, expected three numbers for each of the 2 charges"):
+        vmc.Molecule((1.0, 1.0), ((0.0, 0.0, 0.0),))
+    with pytest.raises(ValueError, match="expected at most 5 each"):
+        vmc.AntisymmetricNet(vmc.Molecule((6.0,), ((0.0, 0.0, 0.0),), up=6, down=0))
+    with pytest.raises(ValueError, match="frequency is 0"):
+        vmc.Harmonic(2, 0)
