@@ -3,21 +3,15 @@
 import sys
 import warnings
 from importlib import import_module
-from inspect import currentframe
-from traceback import walk_stack
 
 FIELDS = ("energies", "estimation", "flows", "helmholtz", "policy", "residuals", "search", "variational", "vmc")
 
-callers = (frame for frame, _ in walk_stack(currentframe()))
-caller = next(f for f in callers if f.f_globals.get("__name__", "").partition(".")[0] not in ("importlib", "natgrad"))
-warnings.warn_explicit(
+warnings.warn(
     "natgrad.applications goes with the next version: write natgrad.search for natgrad.applications.search, and so for"
     " flows, helmholtz, policy, residuals, variational and vmc; densities and their losses lie in natgrad.energies,"
     " maximize_likelihood and standard_errors in natgrad.estimation",
     DeprecationWarning,
-    caller.f_code.co_filename,
-    caller.f_lineno,
-    caller.f_globals.get("__name__"),
+    stacklevel=2,
 )
 
 for field in FIELDS:

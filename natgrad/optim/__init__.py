@@ -25,7 +25,7 @@ from natgrad.optim.recipes import (
     unitwise,
 )
 from natgrad.optim.report import Report, Row, StateReport
-from natgrad.optim.state import State
+from natgrad.optim.state import State, SystemMemory
 from natgrad.optim.structured import SharingReport, StructuredNaturalGradient, report_sharing
 
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
     "StateReport",
     "StructuredNaturalGradient",
     "SystemEvidence",
+    "SystemMemory",
     "ang",
     "diagonal",
     "ekfac",

@@ -43,15 +43,15 @@ from natgrad.rules import (
     BlockStep,
     Damping,
     ErrorScale,
-    Layers,
+    LayerFacts,
     Lazy,
     Memory,
     Objective,
     Parts,
     Quadratic,
-    Run,
-    Source,
+    RunFacts,
     Step,
+    SystemFacts,
     Vector,
     inner_product,
 )
@@ -118,7 +118,7 @@ class BlockEvidence(Evidence):
 
     def pool(self, choices: Choices, state: State) -> Batch:
         """The batch of all processes; without a number for a loss where a layer's inputs were far too large."""
-        update, losses, raw = self.updated(state), self.losses, self.gradients
+        update, losses, raw = self.read_update(state), self.losses, self.gradients
         if update.far:
             losses = [loss._replace(value=loss.value * math.nan) for loss in losses]
         norms = dict(zip(raw, measure_norms(list(raw.values())), strict=True))
@@ -131,7 +131,7 @@ class BlockEvidence(Evidence):
 
     def open(self, choices: Choices, state: State, batch: Batch) -> BlockWork:
         """Statistics -> blocks -> damped inverses, when they are due."""
-        update = self.updated(state)
+        update = self.read_update(state)
         check_statistics(not update.blocks)
         watch_late(state.guard.late + 1 if self.late else 0, update.bad)
         outside, pace = state.outside, state.pace
@@ -155,14 +155,14 @@ class BlockEvidence(Evidence):
 
     def leave(self, choices: Choices, state: State) -> State:
         """What the passes told of the layers is kept."""
-        update = self.updated(state).fail()
+        update = self.read_update(state).fail()
         # skipped steps are counted by themselves
         guard = replace(update.guard, late=state.guard.late if self.late else 0)
         pace = replace(state.pace, updated=state.step) if update.taken else state.pace
         pace = follow_drift(pace, self.averages.drift(update), choices.update_every)
         return replace(state, blocks=update.blocks, hearing=update.hearing, guard=guard, pace=pace)
 
-    def updated(self, state: State) -> BatchUpdate:
+    def read_update(self, state: State) -> BatchUpdate:
         """What the passes made of the averages; those of the state where none was read."""
         return self.update or BatchUpdate(state.blocks, state.hearing, state.guard)
 
@@ -276,7 +276,7 @@ class BlockWork(Work):
             proposal=BlockStep(vector, true, promise, ratio, self.without_penalty(levels), rated, slope),
             nats=self.batch.nats,
             loss=math.nan if self.batch.loss is None else self.batch.loss,
-            run=Run(
+            run=RunFacts(
                 self.state.step,
                 self.choices.bounded,
                 {key: min(float(group[key]) for group in settings) for key in self.rule.options},
@@ -284,8 +284,8 @@ class BlockWork(Work):
                 self.turned,
                 errors,
             ),
-            source=Source(full),
-            layers=Layers(
+            system=SystemFacts(full),
+            layers=LayerFacts(
                 names=[block.layout.names for block in self.state.blocks.values()],
                 params=self.values,
                 measure=partial(self.step_along, levels),

@@ -30,7 +30,7 @@ from natgrad.optim.processes import Ranks
 from natgrad.optim.report import read_cuts
 from natgrad.optim.state import Outside, State, SystemMemory
 from natgrad.optim.step import Batch, Choices, Evidence, Work, bounded_below
-from natgrad.rules import BentStep, Damping, FlatStep, Memory, Quadratic, Run, Source, Step, require_loss
+from natgrad.rules import BentStep, Damping, FlatStep, Memory, Quadratic, RunFacts, Step, SystemFacts, require_loss
 from natgrad.rules import Objective as LossAt
 from natgrad.solvers import Solution, Solver, Status
 from natgrad.structures import OperatorStructure, Preconditioner, Structure, exchanging
@@ -119,12 +119,23 @@ class SystemEvidence(Evidence):
         return Space(self.params)
 
     def pool(self, choices: Choices, state: State) -> Batch:
-        """The gradient as it is: it is that of all processes already. A loss must be a number, and finite."""
+        """The gradient as it is: it is that of all processes already. A loss must be a number, and finite.
+
+        Args:
+            choices: What does not change between steps.
+            state: Of the last step.
+        """
         loss = None if self.loss is None else torch.where(torch.isfinite(self.loss), self.loss, math.nan)
         return Batch(self.space.unflatten(self.gradient), measure_norm(self.gradient), loss, state.guard)
 
     def open(self, choices: Choices, state: State, batch: Batch) -> FlatWork:
-        """The system of this batch."""
+        """The system of this batch.
+
+        Args:
+            choices: What does not change between steps.
+            state: Of the last step.
+            batch: What `pool` made.
+        """
         whole = self if self.complete is None else self.complete(self)
         check_asks(choices, state, whole.objective)
         return FlatWork(choices, state, batch, whole)
@@ -171,8 +182,8 @@ class FlatWork(Work):
             proposal=make(solution.value, solution.image, solution.bend),
             nats=operator.nats,
             loss=math.nan if objective is None else objective.before,
-            run=Run(self.state.step, choices.bounded, evidence.options, self.counts),
-            source=Source(
+            run=RunFacts(self.state.step, choices.bounded, evidence.options, self.counts),
+            system=SystemFacts(
                 full=solution.value @ evidence.gradient,
                 basis=solution.basis,
                 earlier=[partial(make, iterate.value, iterate.image) for iterate in solution.iterates],

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,6 @@ from natgrad.ground.linalg import all_finite, stays_finite
 from natgrad.ground.pure import leaves, map_tensors
 from natgrad.ground.typed_torch import list_numbers, measure_norms
 from natgrad.layers import Seen
-
-if TYPE_CHECKING:
-    from natgrad.optim.step import Batch
 
 OnTrouble = Literal["skip", "raise"]
 Result = TypeVar("Result")
@@ -114,20 +111,28 @@ class Guard:
     inputs: Mapping[str, float] = field(default_factory=dict[str, float])
     far: int = 0
 
-    def judge(self, batch: Batch, bounded: bool, steps: int) -> Verdict:
+    def judge(
+        self,
+        gradients: Mapping[str, Tensor],
+        norm: Tensor,
+        loss: Tensor | float | None,
+        bounded: bool,
+        steps: int,
+        cuts: bool,
+    ) -> Verdict:
         """Whether a batch is fit for a step, and how much of its gradient: one read of the device.
 
-        bounded: True if the loss is known to be at least 0. steps: taken so far.
+        norm: of all gradients together. bounded: True if the loss is known to be at least 0. steps: taken so far. cuts:
+        True if a gradient that is far too long is cut.
         """
-        norm, loss = batch.norm, batch.loss
         losses = [] if loss is None else [torch.as_tensor(loss, dtype=torch.float64, device=norm.device)]
         length, *told = list_numbers(torch.stack([norm.double(), *losses]))
         value = told[0] if told else None
         wild = bounded and value is not None and self.is_wild(value, steps)
         # a loss that is no number bounds no step (a batch without rows: its gradient is zero, but there is momentum)
         sound = math.isfinite(length) and not (value is not None and math.isnan(value))
-        factor, guard = self.cut_gradient(length, steps) if batch.cuts else (1.0, self)
-        trouble = "" if sound and not wild else describe_trouble(batch.gradients, value, wild)
+        factor, guard = self.cut_gradient(length, steps) if cuts else (1.0, self)
+        trouble = "" if sound and not wild else describe_trouble(gradients, value, wild)
         return Verdict(trouble, factor, value, guard)
 
     # the loss

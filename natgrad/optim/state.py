@@ -604,7 +604,14 @@ class State:
 
     @staticmethod
     def load(extra: Mapping[str, Any], criterion: Any, labels: Tensor | None, named: Mapping[str, Tensor]) -> State:
-        """From `save()`, without what is kept by parameter; entries that older checkpoints lack are as at the start."""
+        """From `save()`, without what is kept by parameter; entries that older checkpoints lack are as at the start.
+
+        Args:
+            extra: What that returned.
+            criterion: The loss, for the unit of a regression's targets.
+            labels: The state of the generator that draws labels.
+            named: The parameters.
+        """
         clock: Mapping[str, Any] = extra["clock"]
 
         def part(kind: type, **known: Any) -> Any:

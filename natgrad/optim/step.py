@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from natgrad.families import Bernoulli, Categorical, Criterion, Gaussian, Huber, Laplace
 from natgrad.ground.typed_torch import list_numbers
-from natgrad.optim.guard import Guard, describe_trouble
+from natgrad.optim.guard import Guard, Verdict, describe_trouble
 from natgrad.optim.processes import Ranks
 from natgrad.optim.state import State
 from natgrad.rules import Damping, Memory, Objective, Quadratic, Rule, Step
@@ -112,6 +112,10 @@ class Batch:
         known = {"gradient": self.norm, "damping": self.damping, "loss": self.loss}
         return {name: number for name, number in known.items() if number is not None}
 
+    def judge(self, bounded: bool, steps: int) -> Verdict:
+        """Whether it is fit for a step, and how much of its gradient."""
+        return self.guard.judge(self.gradients, self.norm, self.loss, bounded, steps, self.cuts)
+
     def list_norms(self) -> dict[str, float]:
         """The gradients' norms by name: one read of the device."""
         norms = [norm.to(self.norm.device, torch.float64) for norm in self.norms.values()]
@@ -137,7 +141,12 @@ class Evidence(ABC):
         """A step from this state on a batch that is fit for one, with its metric."""
 
     def leave(self, choices: Choices, state: State) -> State:
-        """What stays of a batch whose step is not taken: the state, with one failure more."""
+        """What stays of a batch whose step is not taken: the state, with one failure more.
+
+        Args:
+            choices: What does not change between steps.
+            state: Of the last step.
+        """
         return replace(state, guard=replace(state.guard, failures=state.guard.failures + 1))
 
 
@@ -204,7 +213,7 @@ def natural_step(choices: Choices, state: State, evidence: Evidence) -> tuple[Mo
     Pure: an error, Ctrl-C or a number that is not finite leaves `state` in force.
     """
     batch = evidence.pool(choices, state)
-    verdict = batch.guard.judge(batch, choices.bounded, state.step)
+    verdict = batch.judge(choices.bounded, state.step)
     if verdict.trouble:
         return leave_out(evidence.leave(choices, state), batch.numbers, verdict.trouble)
     # 1 the metric: statistics -> blocks -> damped inverses, or one linear system

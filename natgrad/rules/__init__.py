@@ -9,7 +9,17 @@ from natgrad.rules.grid_search import GridSearch
 from natgrad.rules.measured_trust_region import MeasuredTrustRegion, Measuring, NormalisedRate, leads_down
 from natgrad.rules.noise_aware import NoiseAware
 from natgrad.rules.parts import Memory, Parts, Vector, inner_product
-from natgrad.rules.quadratic import BlockStep, ErrorScale, FlatStep, Layers, Lazy, Quadratic, Run, Source, Step
+from natgrad.rules.quadratic import (
+    BlockStep,
+    ErrorScale,
+    FlatStep,
+    LayerFacts,
+    Lazy,
+    Quadratic,
+    RunFacts,
+    Step,
+    SystemFacts,
+)
 from natgrad.rules.spectral_descent import SpectralDescent
 from natgrad.rules.spectral_progress import SpectralProgress
 from natgrad.rules.step_rules import (
@@ -36,7 +46,7 @@ __all__ = [
     "ErrorScale",
     "FlatStep",
     "GridSearch",
-    "Layers",
+    "LayerFacts",
     "Lazy",
     "LevenbergMarquardt",
     "LineSearch",
@@ -54,13 +64,13 @@ __all__ = [
     "Rate",
     "Relative",
     "Rule",
-    "Run",
+    "RunFacts",
     "SafeRate",
-    "Source",
     "SpectralDescent",
     "SpectralProgress",
     "Step",
     "SubspaceSearch",
+    "SystemFacts",
     "TrustRegion",
     "Vector",
     "as_damping",

@@ -253,7 +253,7 @@ def keep_step(step: Step) -> Step:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFacts:
     """Where a run stands.
 
     Attributes:
@@ -274,7 +274,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Source:
+class SystemFacts:
     """What is known of the system that a proposal solves.
 
     Attributes:
@@ -293,7 +293,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Layers:
+class LayerFacts:
     """What is known of a metric in blocks.
 
     Attributes:
@@ -327,7 +327,7 @@ class Quadratic:
         nats: Nats per example in one unit of the loss; 1/2 d^T G d * nats is the KL that a step moves, to second order.
         loss: The loss at d = 0, NaN where it is not known.
         run: Where the run stands.
-        source: The system that the proposal solves.
+        system: The system that the proposal solves.
         layers: The blocks that the metric lies in.
         cuts: What shortened the step, which the rule writes here: a setting -> how many times as long the step would be
             without it, made when it is asked for.
@@ -339,9 +339,9 @@ class Quadratic:
     proposal: Step
     nats: Tensor | float = 1.0
     loss: Tensor | float = math.nan
-    run: Run = Run()
-    source: Source = Source()
-    layers: Layers = Layers()
+    run: RunFacts = RunFacts()
+    system: SystemFacts = SystemFacts()
+    layers: LayerFacts = LayerFacts()
     cuts: dict[str, Callable[[], Tensor]] = field(default_factory=dict[str, Callable[[], Tensor]])
 
     def without_vectors(self, **options: float) -> Quadratic:
@@ -386,7 +386,7 @@ class Quadratic:
         Args:
             step: Any step of this model.
         """
-        return 0.5 * self.nats * step.positive_form(self.source.indefinite)
+        return 0.5 * self.nats * step.positive_form(self.system.indefinite)
 
     def least_kl(self, step: Step) -> Tensor:
         """What the slope alone says of how far a step moves, in nats per example: 1/2 (g . d)^2 / E|s|^2.

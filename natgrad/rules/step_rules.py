@@ -123,7 +123,7 @@ class MeasuredLength(Rule):
         proposal, nats = model.proposal, model.nats
         promised = proposal.promised_form(model.damping)
         ratio = proposal.excess(model.damping).clamp(min=model.layers.fallen)
-        full = promised if model.source.full is None else torch.maximum(model.source.full, promised)
+        full = promised if model.system.full is None else torch.maximum(model.system.full, promised)
         radius = self.radius(model, full)
         bound = (2 * radius / (nats * ratio * full)).sqrt()  # no slope at all: infinite
         rate = torch.minimum(1 / ratio, torch.where(radius > 0, bound, torch.zeros_like(bound)))
@@ -377,7 +377,7 @@ def best_iterate(model: Quadratic, loss_at: Objective) -> Step:
         return math.inf if math.isnan(loss) else loss
 
     best, lowest = model.proposal, value(model.proposal)
-    for make in reversed(model.source.earlier):
+    for make in reversed(model.system.earlier):
         step = make()
         loss = value(step)
         if loss > lowest:

@@ -74,7 +74,7 @@ class SubspaceSearch(Rule):
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
         require_loss(self, loss_at)
-        basis = model.source.basis
+        basis = model.system.basis
         if basis is None:
             raise ValueError(f"{self} searches the solver's space: use solver=ng.KrylovSubspace(dimension=...)")
         if not isinstance(loss_at, Differentiable):
@@ -82,7 +82,7 @@ class SubspaceSearch(Rule):
         if not len(basis.vectors):
             return model.nothing(), memory
         weights = _Bfgs(model, basis, loss_at, self).run()
-        return model.source.rated(FlatStep(basis.at(weights), basis.image_at(weights))), memory
+        return model.system.rated(FlatStep(basis.at(weights), basis.image_at(weights))), memory
 
 
 class _Bfgs:

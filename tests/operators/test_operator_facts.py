@@ -37,7 +37,7 @@ from natgrad.operators.shared_rows import SharedRowsInverse
 from natgrad.operators.unitwise import QuasiDiagonalInverse
 from natgrad.optim.joined import JoinedOperator
 from natgrad.optim.processes import Ranks
-from natgrad.rules import FlatStep, Quadratic, Source
+from natgrad.rules import FlatStep, Quadratic, SystemFacts
 from natgrad.solvers.nystrom import KernelOperator, WrittenRoot
 
 SIZE = 6
@@ -236,7 +236,7 @@ def test_a_trust_region_bounds_the_absolute_curvature_whatever_its_sign(signs, r
     for scale in (1e-3, 1.0, 1e4):
         d = scale * torch.ones(3, dtype=F64)
         model = Quadratic(
-            d, DenseOperator(H, indefinite=True), 0.0, FlatStep(d, H @ d), nats, source=Source(indefinite=True)
+            d, DenseOperator(H, indefinite=True), 0.0, FlatStep(d, H @ d), nats, system=SystemFacts(indefinite=True)
         )
         step, _ = ng.TrustRegion(radius).step(model, None, {})
         moved = 0.5 * nats * float(step.vector @ H.abs() @ step.vector)
@@ -250,7 +250,9 @@ def test_a_trust_region_bounds_the_absolute_curvature_whatever_its_sign(signs, r
 def test_the_bound_is_exact_along_an_eigenvector(sign):
     d = torch.tensor([0.0, 3.0], dtype=F64)
     H = torch.diag(torch.tensor([1.0, sign * 2.0], dtype=F64))
-    model = Quadratic(d, DenseOperator(H, indefinite=True), 0.0, FlatStep(d, H @ d), source=Source(indefinite=True))
+    model = Quadratic(
+        d, DenseOperator(H, indefinite=True), 0.0, FlatStep(d, H @ d), system=SystemFacts(indefinite=True)
+    )
     assert model.kl(model.proposal) == pytest.approx(9.0)
 
 

@@ -15,7 +15,7 @@ from optim_models import BLOCK_RECIPES
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.rules import ErrorScale, Layers, Quadratic, Run, Step
+from natgrad.rules import ErrorScale, LayerFacts, Quadratic, RunFacts, Step
 from natgrad.rules.quadratic import FlatStep, hold_kl
 
 RECIPES: dict[str, Callable[..., Any]] = {recipe.__name__: recipe for recipe in BLOCK_RECIPES}
@@ -216,7 +216,7 @@ def test_the_slope_tells_the_least_that_a_step_moves(seed: int) -> None:
     for step in (torch.randn_like(gradient), -torch.linalg.solve(metric.dense(), gradient)):
         proposal, errors = FlatStep(step, metric.mv(step)), ErrorScale(squares=True)
         quadratic = Quadratic(
-            gradient, metric, 0.0, proposal, 2.0, max(loss.detach(), torch.tensor(0.5)), Run(errors=errors)
+            gradient, metric, 0.0, proposal, 2.0, max(loss.detach(), torch.tensor(0.5)), RunFacts(errors=errors)
         )
         assert 0 < float(quadratic.least_kl(proposal)) <= float(quadratic.kl(proposal)) * (1 + 1e-12)
 
@@ -230,12 +230,12 @@ def test_a_step_whose_slope_is_steep_is_measured_though_its_estimate_is_small() 
         asked.append(found)
         return FlatStep(step, 100.0 * step)
 
-    steep = Quadratic(gradient, None, 0.0, proposal, loss=1.0, layers=Layers(exact=exact, doubt=5.0))
+    steep = Quadratic(gradient, None, 0.0, proposal, loss=1.0, layers=LayerFacts(exact=exact, doubt=5.0))
     assert float(steep.kl(hold_kl(steep, proposal, 1.0))) == pytest.approx(0.98)
     assert len(asked) == 1
-    flat = Quadratic(0.01 * gradient, None, 0.0, proposal, loss=1.0, layers=Layers(exact=exact, doubt=5.0))
+    flat = Quadratic(0.01 * gradient, None, 0.0, proposal, loss=1.0, layers=LayerFacts(exact=exact, doubt=5.0))
     assert hold_kl(flat, proposal, 1.0) is proposal
-    unknown = replace(steep, layers=Layers(exact=lambda _: None, doubt=5.0))  # 1/2 (3 * 2)^2 * 5 nats at most
+    unknown = replace(steep, layers=LayerFacts(exact=lambda _: None, doubt=5.0))  # 1/2 (3 * 2)^2 * 5 nats at most
     assert float(hold_kl(unknown, proposal, 1.0).vector.norm() / step.norm()) == pytest.approx((0.98 / 90) ** 0.5)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.operators import DenseOperator
-from natgrad.rules import FlatStep, Quadratic, Source
+from natgrad.rules import FlatStep, Quadratic, SystemFacts
 
 G = torch.diag(torch.tensor([4.0, 1.0, 0.25, 0.1], dtype=F64))
 g = torch.tensor([1.0, -2.0, 0.5, 1.0], dtype=F64)
@@ -43,7 +43,7 @@ def model(loss: float = 0.0, dimension: int = 3, damping: float = 0.05, rate: fl
     """The quadratic model with the Krylov solution as its proposal."""
     solution = ng.KrylovSubspace(dimension).solve(DenseOperator(G), g, damping=damping)
     proposal = FlatStep(-rate * solution.value, -rate * (solution.image - damping * solution.value))
-    return Quadratic(g, DenseOperator(G), damping, proposal, 1.0, loss, source=Source(basis=solution.basis))
+    return Quadratic(g, DenseOperator(G), damping, proposal, 1.0, loss, system=SystemFacts(basis=solution.basis))
 
 
 def bend_model(d: Tensor) -> Tensor:
@@ -54,13 +54,13 @@ def bend_model(d: Tensor) -> Tensor:
 def test_the_search_finds_the_lowest_loss_of_the_subspace():
     m = model(0.0)
     step, _ = ng.SubspaceSearch(steps=100, progress=0.0).step(m, Known(bend_model), {})
-    assert m.source.basis is not None
-    found = m.source.basis.vectors @ step.vector
-    assert_close(m.source.basis.at(found), step.vector, 1e-12)  # it stays inside
+    assert m.system.basis is not None
+    found = m.system.basis.vectors @ step.vector
+    assert_close(m.system.basis.at(found), step.vector, 1e-12)  # it stays inside
     assert_close(step.image, G @ step.vector, 1e-12)
 
     def outside(a):
-        return float(bend_model(m.source.basis.at(torch.from_numpy(a))))
+        return float(bend_model(m.system.basis.at(torch.from_numpy(a))))
 
     peer = minimize(outside, found.numpy(), method="BFGS", options={"gtol": 1e-9})
     assert float(bend_model(step.vector)) == pytest.approx(peer.fun, abs=1e-8)
@@ -114,7 +114,7 @@ def cg_model(loss_at, keep: float | None = 1.01, rate: float = 1.0) -> tuple[Qua
     steps = [FlatStep(-rate * i.value, -rate * (i.image - 0.1 * i.value)) for i in (*solution.iterates, solution)]
     earlier = [lambda s=s: s for s in steps[:-1]]
     made = Quadratic(b, DenseOperator(matrix), 0.1, steps[-1], 1.0, loss_at(torch.zeros(12, dtype=F64)))
-    made = replace(made, source=Source(earlier=earlier))
+    made = replace(made, system=SystemFacts(earlier=earlier))
     return made, [s.vector for s in steps]
 
 
