@@ -1,12 +1,13 @@
 """The natural gradient as a function and as an optimizer, and named recipes."""
 
+from typing import TYPE_CHECKING
+
 from natgrad.ground.messages import find_name
 from natgrad.optim.blocks import robust_inverse
 from natgrad.optim.checkpoint import Attributes, load_checkpoint, read_parts, save_checkpoint, write_parts
 from natgrad.optim.flat_step import LinearSystem, Solved, SystemEvidence, shift_blocks
 from natgrad.optim.guard import Accidents, NotFiniteError, OnTrouble, guard_steps
 from natgrad.optim.joined import JoinedMetric, join_operator, update_jointly
-from natgrad.optim.mirror_descent import MirrorDescent
 from natgrad.optim.objective import Objective
 from natgrad.optim.optimizer import NaturalGradient
 from natgrad.optim.options import BlockOptions, FlatOptions
@@ -27,6 +28,9 @@ from natgrad.optim.recipes import (
 from natgrad.optim.report import Report, Row, StateReport
 from natgrad.optim.state import State, SystemMemory
 from natgrad.optim.structured import SharingReport, StructuredNaturalGradient, report_sharing
+
+if TYPE_CHECKING:  # loaded when it is first asked for: see `HOMES`
+    from natgrad.optim.mirror_descent import MirrorDescent
 
 __all__ = [
     "Accidents",
@@ -75,5 +79,14 @@ __all__ = [
     "write_parts",
 ]
 
+HOMES = {
+    "natgrad.optim.mirror_descent": ("MirrorDescent",),
+}
+"""What not every optimiser needs, and where it lies."""
+
 # not by a def: type checkers would then take any name for one that exists
-globals()["__getattr__"] = find_name(__name__, {})
+globals()["__getattr__"] = find_name(__name__, HOMES)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
