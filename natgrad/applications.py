@@ -10,7 +10,7 @@ warnings.warn(
     "natgrad.applications goes with the next version: write natgrad.search for natgrad.applications.search, and so for"
     " flows, helmholtz, policy, residuals, variational and vmc; densities and their losses lie in natgrad.energies,"
     " maximize_likelihood and standard_errors in natgrad.estimation",
-    DeprecationWarning,
+    FutureWarning,
     stacklevel=2,
 )
 

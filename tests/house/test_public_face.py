@@ -119,7 +119,7 @@ def test_the_table_is_one_that_people_read():
 
 
 @pytest.mark.parametrize("name", json.loads(IMPORTABLE.read_text(encoding="utf-8")))
-@pytest.mark.filterwarnings("ignore:natgrad.applications goes:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:natgrad.applications goes:FutureWarning")
 def test_what_was_importable_stays_so(name: str):
     assert hasattr(ng, name)
 
