@@ -109,7 +109,7 @@ def test_what_was_pickled_under_the_earlier_place_is_read():
         text = text.replace(b"natgrad." + field, b"natgrad.applications." + field)
     assert text.count(b"natgrad.applications.") >= 3
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)
         loaded = pickle.loads(text)
     assert [type(thing) for thing in loaded] == [ng.GaussianSearch, ng.HelmholtzMachine, ng.Boltzmann]
     assert torch.equal(loaded[0].ask(), search.ask())
