@@ -34,20 +34,12 @@ def main() -> None:
 
 
 def needs_torch(words: "Sequence[str]") -> bool:
-    """Whether the command loads PyTorch: its help and that of its parts do not.
-
-    Args:
-        words: What was typed after `natgrad`.
-    """
+    """Whether the command loads PyTorch: its help and that of its parts do not."""
     return list(words) == ["list"] or not set(words) <= {"--help", "list", "report", "run"}
 
 
 def say_loading(stream: TextIO) -> None:
-    """Say at once that something happens: to load PyTorch takes seconds.
-
-    Args:
-        stream: Where it is said, if that is a terminal.
-    """
+    """Say at once that something happens: to load PyTorch takes seconds."""
     if stream.isatty():
         stream.write("natgrad: loading PyTorch ...\n")
         stream.flush()
@@ -103,12 +95,7 @@ def command_with_settings() -> "type[TyperCommand]":
         """Prints the settings below the help when an experiment is named."""
 
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-            """Looks for an experiment's name beside `--help`.
-
-            Args:
-                ctx: Of the command.
-                args: The words that were typed.
-            """
+            """Looks for an experiment's name beside `--help`."""
             if "--help" in args and needs_torch(args) and (named := list_named(args)):
                 typer.echo(self.get_help(ctx), nl=False)
                 run_guarded(lambda: show_settings(named[0]))
@@ -119,22 +106,14 @@ def command_with_settings() -> "type[TyperCommand]":
 
 
 def list_named(words: "Sequence[str]") -> list[str]:
-    """The experiments that are named.
-
-    Args:
-        words: What was typed.
-    """
+    """The experiments that are named."""
     from natgrad_lab.experiments import EXPERIMENTS
 
     return [word for word in words if word in EXPERIMENTS]
 
 
 def show_settings(name: str) -> None:
-    """Print the settings of an experiment with their defaults.
-
-    Args:
-        name: One of `natgrad list`.
-    """
+    """Print the settings of an experiment with their defaults."""
     from rich.console import Console
     from rich.table import Table
 
@@ -169,25 +148,14 @@ def list_experiments() -> None:
 
 
 def describe_minutes(minutes: float | None) -> str:
-    """`3 min`; `20 s` below one; nothing where it was not measured.
-
-    Args:
-        minutes: How long something takes.
-    """
+    """`3 min`; `20 s` below one; nothing where it was not measured."""
     if minutes is None:
         return ""
     return f"{minutes * 60:.0f} s" if minutes < 1 else f"{minutes:.0f} min"
 
 
 def run(name: str, seeds: int | None, assignments: list[str], out: Path) -> None:
-    """Run an experiment into a folder, then report on it.
-
-    Args:
-        name: Of the experiment.
-        seeds: How many; None for the experiment's own number.
-        assignments: Settings as `field=value`.
-        out: The folder.
-    """
+    """Run an experiment into a folder, then report on it."""
     from rich.console import Console
 
     from natgrad_lab.experiments import LabError, execute, find, interruptible, override
@@ -204,11 +172,7 @@ def run(name: str, seeds: int | None, assignments: list[str], out: Path) -> None
 
 
 def report(folder: Path) -> None:
-    """Rebuild a folder's report and print its tables and verdicts.
-
-    Args:
-        folder: Of the records.
-    """
+    """Rebuild a folder's report and print its tables and verdicts."""
     from rich.console import Console
 
     from natgrad_lab.report import build, render_terminal
@@ -221,11 +185,7 @@ def report(folder: Path) -> None:
 
 
 def run_guarded(work: "Callable[[], None]") -> None:
-    """Do the work; turn bad input into one sentence and exit code 2, an interruption into 130.
-
-    Args:
-        work: Takes nothing.
-    """
+    """Do the work; turn bad input into one sentence and exit code 2, an interruption into 130."""
     import typer
 
     from natgrad_lab.data import DataError

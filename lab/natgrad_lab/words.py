@@ -11,11 +11,7 @@ VAST = 1e6
 
 
 def unique(values: Any) -> tuple[Any, ...]:
-    """Different values in the order of their first appearance.
-
-    Args:
-        values: Any iterable.
-    """
+    """Different values in the order of their first appearance."""
     found: list[Any] = []
     for value in values:
         if value not in found:
@@ -24,40 +20,22 @@ def unique(values: Any) -> tuple[Any, ...]:
 
 
 def plural(number: int, word: str) -> str:
-    """1 seed, 3 seeds.
-
-    Args:
-        number: How many.
-        word: The singular.
-    """
+    """1 seed, 3 seeds."""
     return f"{number} {word}" + ("" if number == 1 else "s")
 
 
 def join_words(words: Sequence[str]) -> str:
-    """a; a and b; a, b and c.
-
-    Args:
-        words: In the order in which they are written.
-    """
+    """a; a and b; a, b and c."""
     return " and ".join(part for part in (", ".join(words[:-1]), *words[-1:]) if part)
 
 
 def capital(text: str) -> str:
-    """With a capital first letter.
-
-    Args:
-        text: Any.
-    """
+    """With a capital first letter."""
     return text[:1].upper() + text[1:]
 
 
 def how_much_higher(high: float, low: float) -> str:
-    """ "1.3 times higher", "0.4 % higher" for 1.004; "higher" alone where a ratio says nothing: zero, negative, vast.
-
-    Args:
-        high: A number.
-        low: One that is no higher.
-    """
+    """1.3 times higher; 0.4 % higher for 1.004; "higher" alone where a ratio says nothing: zero, negative, vast."""
     times = high / low if low > 0 and math.isfinite(high) else math.inf
     if times > VAST:
         return "higher"
@@ -65,11 +43,7 @@ def how_much_higher(high: float, low: float) -> str:
 
 
 def short(value: float | None) -> str:
-    """Three digits, as a person would write them; a dash for a missing value.
-
-    Args:
-        value: A number; None where it is missing.
-    """
+    """Three digits, as a person would write them; a dash for a missing value."""
     if value is None or not math.isfinite(value):
         return "-"
     if value != 0 and not 1e-3 <= abs(value) < 1e4:

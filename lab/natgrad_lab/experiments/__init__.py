@@ -27,28 +27,21 @@ from natgrad_lab.experiments.training import Training
 __all__ = [
     "EXPERIMENTS",
     "MINUTES",
-    "Budget",
     "Choice",
     "Contestant",
     "Findings",
     "Interrupted",
-    "Job",
     "LabError",
     "Picture",
     "Piece",
     "Race",
     "Section",
-    "Silence",
     "Story",
     "Study",
     "StudyRun",
-    "StudyState",
     "Table",
     "Task",
     "TaskData",
-    "Training",
-    "Watcher",
-    "describe_settings",
     "draw_another_batch",
     "draw_unlabelled",
     "execute",
@@ -56,7 +49,6 @@ __all__ = [
     "interruptible",
     "join_unlabelled",
     "override",
-    "run",
 ]
 
 EXPERIMENTS = {
@@ -210,19 +202,7 @@ execute.register(Study, execute_study)
 
 
 def run(race: Race, settings: Any, seed: int, task: str, contestant: str, index: int = 0) -> list[dict[str, Any]]:
-    """One run in memory: its rows, plain numbers per step.
-
-    Args:
-        race: As `find` gives it.
-        settings: Its settings.
-        seed: Of the run.
-        task: The task's name.
-        contestant: The contestant's name.
-        index: Which choice of the contestant's grid.
-
-    Raises:
-        LabError: For a contestant that the task has not.
-    """
+    """One run in memory: its rows, plain numbers per step."""
     job = _job(race.tasks(settings), seed, task, contestant, index)
     examples = job.task.data().to(settings.device)
     return list(Training(job, race.budget(settings, job.task), examples, settings.device))

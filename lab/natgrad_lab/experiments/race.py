@@ -35,38 +35,19 @@ class Watcher(Protocol):
     """What is told of the progress of a race."""
 
     def show_plan(self, runs: Mapping[str, tuple[int, Budget]]) -> None:
-        """Before the first run.
-
-        Args:
-            runs: Task -> number of runs and their budget.
-        """
+        """Before the first run."""
         ...
 
     def show_start(self, job: Job) -> None:
-        """A run begins.
-
-        Args:
-            job: Which.
-        """
+        """A run begins."""
         ...
 
     def show_step(self, job: Job, row: Row) -> None:
-        """A step was taken.
-
-        Args:
-            job: In which run.
-            row: The step's numbers.
-        """
+        """A step was taken."""
         ...
 
     def show_end(self, job: Job, record: Record, fresh: bool) -> None:
-        """A run is over.
-
-        Args:
-            job: Which.
-            record: What is on disk of it.
-            fresh: False for one that a record already held.
-        """
+        """A run is over."""
         ...
 
 

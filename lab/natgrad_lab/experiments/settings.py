@@ -44,11 +44,7 @@ RECURRING = {  # what a setting of that name is wherever its own line does not s
 
 
 def describe_settings(kind: type) -> list[tuple[str, str, str]]:
-    """Name, default and comment of every setting, for help.
-
-    Args:
-        kind: A dataclass whose fields have their comments on the same line, or a name in `RECURRING`.
-    """
+    """Name, default and comment of every setting, for help."""
     comments = dict(RECURRING)
     for base in reversed(kind.__mro__[:-1]):
         with contextlib.suppress(OSError):  # a class of `change_defaults` has no source
@@ -60,12 +56,7 @@ def describe_settings(kind: type) -> list[tuple[str, str, str]]:
 
 
 def change_defaults(kind: type, **defaults: Any) -> type:
-    """A class of the same settings with other defaults.
-
-    Args:
-        kind: A frozen dataclass.
-        **defaults: Field -> value.
-    """
+    """A class of the same settings with other defaults."""
     hints = get_type_hints(kind)
     changed = [(key, hints[key], value) for key, value in defaults.items()]
     return make_dataclass(kind.__name__, changed, bases=(kind,), frozen=True)

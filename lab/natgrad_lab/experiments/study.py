@@ -141,22 +141,14 @@ class Findings:
 
 @dataclass(frozen=True)
 class StudyState:
-    """How far a study is.
+    """How far a study is."""
 
-    Args:
-        piece: The one under way.
-        seed: Its seed.
-        fraction: The part of it that is done, 1.0 once when it ends.
-        done: Pieces that are done.
-        total: Pieces in all.
-        seconds: How long the piece took, where it ended just now; None for one that a record already held.
-    """
-
-    piece: Piece
-    seed: int
-    fraction: float
-    done: int
-    total: int
+    piece: Piece  # the one under way
+    seed: int  # its seed
+    fraction: float  # the part of it that is done, 1.0 once when it ends
+    done: int  # pieces that are done
+    total: int  # pieces in all
+    # how long the piece took, where it ended just now; None for one that a record already held
     seconds: float | None = None
 
 

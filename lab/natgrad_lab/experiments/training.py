@@ -30,12 +30,6 @@ class Training:
     optimiser reports of itself; rows of evaluated steps have train_loss, test_loss, train_error, test_error, and
     valid_loss, valid_error where there is such a part; the row after an evaluated one has kl_measured, KL(before the
     step, after the step) on the first 1000 training examples.
-
-    Args:
-        job: The task, the contestant, its choice and the seed.
-        budget: Seconds or steps.
-        pool: What the task's data() gave.
-        device: Where it trains.
     """
 
     def __init__(self, job: Job, budget: Budget, pool: TaskData, device: str = "cpu") -> None:
@@ -82,11 +76,7 @@ class Training:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there.
-
-        Args:
-            state: What `state_dict` returned.
-        """
+        """Go on from there."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
@@ -202,11 +192,7 @@ class Order:
 def knows_criterion(
     optimizer: torch.optim.Optimizer,
 ) -> TypeGuard[ng.NaturalGradient | ng.StructuredNaturalGradient]:
-    """Whether the optimiser computes the loss itself: natgrad's, unless its metric is of no likelihood.
-
-    Args:
-        optimizer: Of a contestant.
-    """
+    """Whether the optimiser computes the loss itself: natgrad's, unless its metric is of no likelihood."""
     if isinstance(optimizer, ng.NaturalGradient):
         return hasattr(optimizer.metric, "criterion")
     return isinstance(optimizer, OURS)

@@ -79,23 +79,14 @@ TASKS = {"mnist": of_mnist, "curves": of_curves, "digits": of_digits}
 
 @dataclass(frozen=True)
 class ImageSet:
-    """What a network learns to compress.
+    """What a network learns to compress."""
 
-    Args:
-        name: Of the task.
-        title: Of its table.
-        data: Reads the images.
-        mean_image: Nats that the average image scores.
-        entropy: Nats below which none can score.
-        share: Of the settings' seconds.
-    """
-
-    name: str
-    title: str
-    data: Callable[[], Split]
-    mean_image: int
-    entropy: int
-    share: float = 1.0
+    name: str  # of the task
+    title: str  # of its table
+    data: Callable[[], Split]  # reads the images
+    mean_image: int  # nats that the average image scores
+    entropy: int  # nats below which none can score
+    share: float = 1.0  # of the settings' seconds
 
 
 def task(

@@ -21,7 +21,7 @@ from natgrad_lab.report.summary import Result, Summary, summarise
 from natgrad_lab.report.table import terminal
 from natgrad_lab.words import plural
 
-__all__ = ["Outcome", "Summary", "build", "render_terminal", "summarise", "terminal"]
+__all__ = ["Outcome", "Summary", "build", "render_terminal", "summarise"]
 
 
 def build(path: Path) -> tuple[Summary | Outcome, Path]:

@@ -93,14 +93,7 @@ def _by_seconds(result: Result) -> list[Plot]:
 
 
 def draw(plot: Plot, entries: Sequence[Entry], order: Sequence[str], title: str = "") -> Figure:
-    """One figure: medians, and the range of the seeds as a band.
-
-    Args:
-        plot: What is drawn against what.
-        entries: The contestants' runs.
-        order: The contestants' names as in the plan, which gives each its colour in every figure.
-        title: Of the task, with its data set.
-    """
+    """One figure: medians, and the range of the seeds as a band."""
 
     def fill(figure: Figure) -> None:
         axes = figure.add_subplot()
@@ -113,13 +106,7 @@ def draw(plot: Plot, entries: Sequence[Entry], order: Sequence[str], title: str 
 
 
 def draw_overview(results: Sequence[Result], order: Sequence[str], title: str) -> Figure:
-    """The whole race in one figure: a row for each task, its training loss against seconds and against steps.
-
-    Args:
-        results: The tasks, none of them paired.
-        order: The contestants' names as in the plan, which gives each its colour in every figure.
-        title: Of the race; the contestants are in the legend below.
-    """
+    """The whole race in one figure: a row for each task, its training loss against seconds and against steps."""
     columns = [plot for plot in _by_seconds(results[0]) if plot.name in ("loss-seconds", "loss-steps")]
 
     def fill(figure: Figure) -> None:

@@ -95,12 +95,7 @@ def build(study: Study, folder: Folder, defaults: dict[str, Any]) -> tuple[Outco
 
 
 def draw_titled(picture: Picture, story: str) -> Figure:
-    """The picture as its file shows it: with a title, since a file is seen without the page around it.
-
-    Args:
-        picture: One of a section.
-        story: The page's title, which names the data and the model.
-    """
+    """The picture as its file shows it: with a title, since a file is seen without the page around it."""
 
     def fill_and_name(figure: Figure) -> None:
         picture.draw(figure)

@@ -92,12 +92,7 @@ def network(side: int, condition: float) -> nn.Sequential:
 
 
 class FixedMatrix(nn.Module):
-    """x -> M x, M = U diag(s) V^T with orthogonal U, V and s from 1 to 1 / condition, as long as the identity.
-
-    Args:
-        size: Of x.
-        condition: Largest over smallest singular value.
-    """
+    """x -> M x, M = U diag(s) V^T with orthogonal U, V and s from 1 to 1 / condition, as long as the identity."""
 
     matrix: Tensor
 

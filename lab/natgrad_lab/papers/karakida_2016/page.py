@@ -337,12 +337,7 @@ def _lines(axes: Axes, found: Numbers, colour: str, dash: Any, name: str) -> Non
 
 
 def draw_all(folder: Path, images: Path) -> list[str]:
-    """Write the PNGs of the page; its tables, as a page has them.
-
-    Args:
-        folder: Of the records: a folder of each study's name.
-        images: Where to.
-    """
+    """Write the PNGs of the page; its tables, as a page has them."""
     lines = []
     for name in ("karakida_2016_table1", "karakida_2016_gap"):
         study = find(name)
