@@ -21,7 +21,7 @@ from natgrad.ground.linalg import require_inverse
 from natgrad_lab.energies import boltzmann_digits_page as page
 from natgrad_lab.energies.boltzmann_images import CONTESTANTS, Images, images, train
 from natgrad_lab.experiments.base import LabError
-from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
+from natgrad_lab.experiments.frame import Experiment, Numbers, Piece, PieceRun
 
 SHOWN = 12
 """Draws in a row of a picture."""
@@ -61,7 +61,7 @@ class BoltzmannDigitsSettings:
                 raise LabError(f"{name} is {getattr(self, name)}, expected a number > 0")
 
 
-def visible(run: StudyRun) -> Numbers:
+def visible(run: PieceRun) -> Numbers:
     """Ink of chains of both fits, and of the machine after maximum likelihood; draws."""
     s: BoltzmannDigitsSettings = run.settings
     shown = images(s.data, s.looked_at)
@@ -79,7 +79,7 @@ def visible(run: StudyRun) -> Numbers:
     return found
 
 
-def follow_ink(run: StudyRun, machine: ng.Boltzmann, params: dict[str, Tensor], shown: Images) -> Numbers:
+def follow_ink(run: PieceRun, machine: ng.Boltzmann, params: dict[str, Tensor], shown: Images) -> Numbers:
     """Mean and deviation of the number of dark pixels after 1, 3, 10 ... sweeps from digits and from noise."""
     s: BoltzmannDigitsSettings = run.settings
     generator = torch.Generator().manual_seed(run.seed)
@@ -100,7 +100,7 @@ def list_sweeps(most: int) -> list[int]:
 
 
 def raise_likelihood(
-    run: StudyRun, machine: ng.Boltzmann, params: dict[str, Tensor], shown: Images
+    run: PieceRun, machine: ng.Boltzmann, params: dict[str, Tensor], shown: Images
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Natural steps of maximum likelihood on all pairs of pixels, chains started at digits; the chains too.
 
@@ -195,7 +195,7 @@ def measure_likelihood(
         return float(machine.log_p(params, x).mean() - constant), float(error)
 
 
-def choice(run: StudyRun) -> Numbers:
+def choice(run: PieceRun) -> Numbers:
     """log p of training images that are held out, for each rate."""
     s: BoltzmannDigitsSettings = run.settings
     apart = images(s.data, s.looked_at).hold_out()
@@ -209,7 +209,7 @@ def choice(run: StudyRun) -> Numbers:
     return found
 
 
-def race(run: StudyRun) -> Numbers:
+def race(run: PieceRun) -> Numbers:
     """Both directions at their best rates: likelihood over seconds, states of the chains, fresh draws."""
     s: BoltzmannDigitsSettings = run.settings
     shown, found = images(s.data, s.looked_at), {}
@@ -261,11 +261,13 @@ def pieces(settings: BoltzmannDigitsSettings) -> tuple[Piece, ...]:
     )
 
 
-STUDY = Study(
+STUDY = Experiment(
     "boltzmann_digits",
     "Draws of Boltzmann machines on MNIST: the ink of chains, and hidden bits by maximum likelihood",
     BoltzmannDigitsSettings,
     pieces,
     page.tell,
     seeds=3,
+    minutes=8,
+    quick={"seeds": 1, "data": "digits", "fit": 2.0, "likelihood": 3.0, "seconds": 4.0, "hidden": 50},
 )

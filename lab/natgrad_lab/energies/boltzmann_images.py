@@ -15,7 +15,7 @@ import natgrad as ng
 from natgrad.applications.boltzmann_preconditioner import PairPreconditioner
 from natgrad_lab import data
 from natgrad_lab.experiments.base import LabError
-from natgrad_lab.experiments.study import Numbers
+from natgrad_lab.experiments.frame import Numbers
 
 Loss = Callable[[Any, Tensor], Tensor]
 

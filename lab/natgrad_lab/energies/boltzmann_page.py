@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from natgrad_lab.experiments.frame import Findings, Numbers
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.study import Findings, Numbers
 from natgrad_lab.figures import DASHES, INK, PALETTE, put_legend_below, put_title
 from natgrad_lab.words import short
 

@@ -20,7 +20,7 @@ from natgrad_lab.energies import boltzmann_page
 from natgrad_lab.energies.boltzmann_exact import LOSSES, ExactMachine, descend, natural, path
 from natgrad_lab.energies.boltzmann_images import CONTESTANTS, EnergyContestant, draws, images, train
 from natgrad_lab.experiments.base import LabError
-from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
+from natgrad_lab.experiments.frame import Experiment, Numbers, Piece, PieceRun
 
 SCALES = (0.3, 0.6, 1.0)
 RATES = tuple(2.0**power for power in range(-6, 4))  # of gradient descent; 8 diverges for every loss and scale
@@ -79,7 +79,7 @@ class BoltzmannRatioSettings:
         return {name: CONTESTANTS[name] for name in names}
 
 
-def exact(run: StudyRun) -> Numbers:
+def exact(run: PieceRun) -> Numbers:
     """For every scale and loss: KL after each natural step, and how many steps gradient descent takes."""
     s: BoltzmannRatioSettings = run.settings
     found: Numbers = {}
@@ -92,7 +92,7 @@ def exact(run: StudyRun) -> Numbers:
     return found
 
 
-def compare_directions(run: StudyRun, known: ExactMachine, loss: str, begun: float) -> Numbers:
+def compare_directions(run: PieceRun, known: ExactMachine, loss: str, begun: float) -> Numbers:
     """Both directions on one loss; gradient descent at the best of ten rates."""
     s: BoltzmannRatioSettings = run.settings
     rates = torch.tensor(RATES, dtype=torch.float64)
@@ -107,7 +107,7 @@ def compare_directions(run: StudyRun, known: ExactMachine, loss: str, begun: flo
     }
 
 
-def larger(run: StudyRun) -> Numbers:
+def larger(run: PieceRun) -> Numbers:
     """Natural steps of ratio matching on a larger machine, couplings scaled to drive each unit as strongly."""
     s: BoltzmannRatioSettings = run.settings
     found: Numbers = {}
@@ -118,12 +118,12 @@ def larger(run: StudyRun) -> Numbers:
     return found
 
 
-def field(run: StudyRun) -> Numbers:
+def field(run: PieceRun) -> Numbers:
     """Precision recovery on a lattice: one natural step, and steps of gradient descent at its best rate."""
     return {f"{floor:g}": recover_optimum(run, floor, place / len(FLOORS)) for place, floor in enumerate(FLOORS)}
 
 
-def recover_optimum(run: StudyRun, floor: float, begun: float) -> Numbers:
+def recover_optimum(run: PieceRun, floor: float, begun: float) -> Numbers:
     """From the identity to the optimum; distances are relative to the optimum's length."""
     s: BoltzmannRatioSettings = run.settings
     model = ng.GaussMarkov(s.field**2, lattice(s.field, s.field))
@@ -155,7 +155,7 @@ def laplacian(model: ng.GaussMarkov, floor: float) -> dict[str, Tensor]:
     return model.parameters(torch.diag(floor - matrix.sum(1)) + matrix)
 
 
-def descent(run: StudyRun, curvature: Tensor, error: Tensor, rate: float, close: float, begun: float) -> int | None:
+def descent(run: PieceRun, curvature: Tensor, error: Tensor, rate: float, close: float, begun: float) -> int | None:
     """Steps of gradient descent on a quadratic until the error is that short; None if that takes over a million."""
     for step in range(1, 1_000_001):
         error = error - rate * (curvature @ error)
@@ -166,7 +166,7 @@ def descent(run: StudyRun, curvature: Tensor, error: Tensor, rate: float, close:
     return None
 
 
-def choice(run: StudyRun) -> Numbers:
+def choice(run: PieceRun) -> Numbers:
     """Every contestant's best rate, by its own loss on the last training images after a part of the seconds."""
     s: BoltzmannRatioSettings = run.settings
     apart = images(s.data, s.looked_at).hold_out()
@@ -189,7 +189,7 @@ def best(tried: Numbers) -> float:
     return min(losses, key=lambda rate: losses[rate])
 
 
-def race(run: StudyRun) -> Numbers:
+def race(run: PieceRun) -> Numbers:
     """Test losses over seconds of every contestant at its rate, and draws from what it has learnt."""
     s: BoltzmannRatioSettings = run.settings
     shown, found = images(s.data, s.looked_at), {}
@@ -217,11 +217,13 @@ def pieces(settings: BoltzmannRatioSettings) -> tuple[Piece, ...]:
     return tuple(piece for part in PARTS if part in settings.parts.split(",") for piece in of[part])
 
 
-STUDY = Study(
+STUDY = Experiment(
     "boltzmann_ratio",
     "Boltzmann machines by ratio matching and a Gauss-Markov field: exact, then on digits",
     BoltzmannRatioSettings,
     pieces,
     boltzmann_page.tell,
     seeds=3,
+    minutes=3,
+    quick={"seeds": 1, "seconds": 1.5, "more": 8},
 )

@@ -24,7 +24,7 @@ from natgrad_lab.energies import score_energy_page
 from natgrad_lab.energies.exact_scores import curve as trace
 from natgrad_lab.energies.exact_scores import exact_score
 from natgrad_lab.experiments.base import LabError
-from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
+from natgrad_lab.experiments.frame import Experiment, Numbers, Piece, PieceRun
 
 TASKS = ("rings", "spiral", "digits", "mnist")
 GRID, HELD_OUT, SHOWN = 60, 1000, 40
@@ -118,7 +118,7 @@ def optimizers(s: ScoreEnergySettings) -> dict[str, Callable[[nn.Module], Any]]:
     }
 
 
-def training(run: StudyRun, task: str, method: str) -> Numbers:
+def training(run: PieceRun, task: str, method: str) -> Numbers:
     """Held-out loss against CPU seconds and steps; the energy's map or samples at the end.
 
     A curve's points are seconds, steps, loss, and the distance from the exact score where that is known.
@@ -228,11 +228,13 @@ def pieces(s: ScoreEnergySettings) -> tuple[Piece, ...]:
     )
 
 
-STUDY = Study(
+STUDY = Experiment(
     name="score_energy_net",
     summary="energy networks by denoising score matching: rings, a spiral, digits; K-FAC beside Adam",
     settings=ScoreEnergySettings,
     pieces=pieces,
     tell=score_energy_page.tell,
     seeds=1,
+    minutes=3,
+    quick={"seconds": 8.0},
 )

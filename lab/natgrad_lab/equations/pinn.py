@@ -28,7 +28,7 @@ from natgrad_lab.equations.problems import (
     poisson,
 )
 from natgrad_lab.experiments.base import LabError
-from natgrad_lab.experiments.study import Findings, Numbers, Piece, Study, StudyRun
+from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 
 GRID = 51
 CANDIDATES = 6
@@ -134,7 +134,7 @@ def draw_points(
 METHODS = {"ng.residuals": by_residuals, "Adam": by_adam}
 
 
-def solve(make: Callable[[], EquationProblem], method: str, run: StudyRun) -> Numbers:
+def solve(make: Callable[[], EquationProblem], method: str, run: PieceRun) -> Numbers:
     """Relative error against CPU seconds and steps; solution and error field on a grid at the end."""
     s: PinnSettings = run.settings
     problem, generator = make(), torch.Generator().manual_seed(run.seed)
@@ -182,20 +182,34 @@ def pieces(make: Callable[[], EquationProblem], s: PinnSettings) -> tuple[Piece,
 
 
 def make_study(
-    name: str, make: Callable[[], EquationProblem], equation: str, settings: type[PinnSettings] = PinnSettings
-) -> Study:
+    name: str,
+    make: Callable[[], EquationProblem],
+    equation: str,
+    settings: type[PinnSettings] = PinnSettings,
+    minutes: float = 1,
+) -> Experiment:
     """The study of one problem."""
     summary = f"{equation}: ng.residuals beside Adam"
 
     def tell(findings: Findings) -> Any:
         return pinn_page.tell(findings, summary, make(), tuple(METHODS))
 
-    return Study(name=name, summary=summary, settings=settings, pieces=partial(pieces, make), tell=tell, seeds=3)
+    return Experiment(
+        name=name,
+        summary=summary,
+        settings=settings,
+        pieces=partial(pieces, make),
+        tell=tell,
+        minutes=minutes,
+        quick={"seeds": 1},
+    )
 
 
 POISSON = make_study("pinn_poisson", poisson, "Poisson's equation on a square by a network")
 HEAT = make_study("pinn_heat", heat, "the heat equation in one dimension and time")
 HELMHOLTZ = make_study("pinn_helmholtz", helmholtz, "Helmholtz's equation on a square, k = 10")
-BURGERS = make_study("pinn_burgers", burgers, "Burgers' equation with a shock", LayerSettings)
-ALLEN_CAHN = make_study("pinn_allen_cahn", allen_cahn, "Allen and Cahn's equation, with thin layers", LayerSettings)
+BURGERS = make_study("pinn_burgers", burgers, "Burgers' equation with a shock", LayerSettings, 2.5)
+ALLEN_CAHN = make_study(
+    "pinn_allen_cahn", allen_cahn, "Allen and Cahn's equation, with thin layers", LayerSettings, 2.5
+)
 INVERSE = make_study("pinn_inverse", inverse, "the heat equation's diffusion found from data")

@@ -8,8 +8,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from natgrad_lab.equations.problems import EquationProblem
+from natgrad_lab.experiments.frame import Findings, Numbers
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.study import Findings, Numbers
 from natgrad_lab.figures import DASHES, PALETTE
 
 

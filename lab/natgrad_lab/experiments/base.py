@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,11 +49,6 @@ class Contestant:
     def has_choices(self) -> bool:
         """Whether there is anything to choose: one choice races as it is."""
         return len(self.grid) > 1
-
-    @property
-    def slug(self) -> str:
-        """The name, fit for a file."""
-        return slug(self.name)
 
 
 @dataclass(frozen=True)
@@ -233,76 +227,9 @@ class Job:
         """The point of the grid that this run tries."""
         return self.contestant.grid[self.index]
 
-    @property
-    def name(self) -> str:
-        """The stem of the run's file, unique within a race."""
-        part = f"tune-{self.index}" if self.phase == "tune" else f"seed-{self.seed}"
-        return f"{self.task.name}.{self.contestant.slug}.{part}"
-
     def within(self, budget: Budget) -> Budget:
         """The task's budget with the contestant's own number of steps, if it has one."""
         return budget if self.contestant.steps is None else replace(budget, steps=self.contestant.steps)
-
-
-@dataclass(frozen=True)
-class Race:
-    """An experiment in which contestants minimise the same losses on equal seconds, or on a number of steps each.
-
-    Args:
-        name: As the command line takes it.
-        summary: One sentence for the list of experiments.
-        settings: A frozen dataclass with the fields steps, evaluations, looked_at, tuning_seed, threads, device, and
-            what else `tasks` reads; seconds, unless steps alone end the runs.
-        tasks: The settings -> what is raced on.
-        seeds: How many, where the user does not say.
-        title: Of the report page; None lists the contestants.
-    """
-
-    name: str
-    summary: str
-    settings: type
-    tasks: Callable[[Any], tuple[Task, ...]]
-    seeds: int = 3
-    title: str | None = None
-
-    def budget(self, settings: Any, task: Task) -> Budget:
-        """The budget of every run on a task, unless its contestant has a number of steps of its own.
-
-        Args:
-            settings: Of the race.
-            task: The task.
-        """
-        seconds = task.share * getattr(settings, "seconds", math.inf)
-        return Budget(seconds, settings.steps, settings.evaluations, settings.looked_at)
-
-
-def plan(race: Race, tasks: tuple[Task, ...], settings: Any) -> dict[str, Any]:
-    """What is going to be compared, as plain values: kept beside the records and compared on resuming."""
-    made = {
-        "experiment": race.name,
-        "settings": dict(vars(settings)),
-        "tasks": [_task_plan(task) for task in tasks],
-    }
-    return made if race.title is None else {**made, "title": race.title}
-
-
-def _task_plan(task: Task) -> dict[str, Any]:
-    made = {
-        "name": task.name,
-        "title": task.title,
-        "unit": task.unit,
-        "contestants": [_contestant_plan(contestant) for contestant in task.contestants],
-    }
-    if task.note:
-        made["note"] = task.note
-    if task.tuned_on != "train_loss":
-        made |= {"tuned_on": task.tuned_on, "paper": task.paper}
-    return made
-
-
-def _contestant_plan(contestant: Contestant) -> dict[str, Any]:
-    made = {"name": contestant.name, "grid": [dict(choice) for choice in contestant.grid]}
-    return made if contestant.steps is None else {**made, "steps": contestant.steps}
 
 
 def slug(name: str) -> str:

@@ -13,18 +13,19 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from natgrad_lab.experiments.base import LabError
 
 
-def override(kind: type, assignments: Iterable[str]) -> Any:
+def override(kind: type, assignments: Iterable[str], size: Mapping[str, Any] | None = None) -> Any:
     """kind() with some fields replaced.
 
     Args:
         kind: A dataclass of settings.
         assignments: "key=value" each; the last one of a key counts.
+        size: Values in place of the defaults.
 
     Raises:
         LabError: For an unknown key (it lists the known ones) or a value of another type (it says which).
     """
     hints = get_type_hints(kind)
-    values = {}
+    values = dict(size or {})
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals:
@@ -60,6 +61,20 @@ def change_defaults(kind: type, **defaults: Any) -> type:
     hints = get_type_hints(kind)
     changed = [(key, hints[key], value) for key, value in defaults.items()]
     return make_dataclass(kind.__name__, changed, bases=(kind,), frozen=True)
+
+
+def check_positive(settings: Any, *names: str) -> None:
+    """LabError for a field that is not above 0."""
+    for name in names:
+        if not getattr(settings, name) > 0:
+            raise LabError(f"{name} is {getattr(settings, name)}, expected a positive number")
+
+
+def check_counts(settings: Any, *names: str, least: int = 1) -> None:
+    """LabError for a field below the least number that it may be."""
+    for name in names:
+        if getattr(settings, name) < least:
+            raise LabError(f"{name} is {getattr(settings, name)}, expected a number of at least {least}")
 
 
 def fill(settings: Any, values: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad_lab.experiments.base import Budget, Job, Rows, TaskData
-from natgrad_lab.experiments.records import Row
+from natgrad_lab.experiments.records import Numbers
 
 OURS = (ng.NaturalGradient, ng.StructuredNaturalGradient)  # they compute the loss themselves
 PROBE = 1000  # training examples on which the KL moved by a step is measured
@@ -48,13 +48,13 @@ class Training:
         out_of_steps = self.budget.steps is not None and self.steps >= self.budget.steps
         return not self.finite or out_of_steps or self.seconds >= self.budget.seconds
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[Numbers]:
         if self.evaluated < 0:
             yield self._add_evaluation({"step": 0, "epoch": 0.0, "seconds": 0.0})
         while not self.is_finished:
             yield self.advance()
 
-    def advance(self) -> Row:
+    def advance(self) -> Numbers:
         """One step of training and, where one is due, an evaluation."""
         before = self._probe() if self.evaluated == self.steps else None
         marks = self.budget.marks(self.steps, self.seconds)
@@ -130,7 +130,7 @@ class Training:
         passed = self.budget.marks(self.steps, self.seconds) > marks
         return self.is_finished or passed or self.steps >= max(1, self.evaluated * self.budget.growth)
 
-    def _add_evaluation(self, row: Row) -> Row:
+    def _add_evaluation(self, row: Numbers) -> Numbers:
         self.evaluated = self.steps
         self._recalibrate()
         task, examples, many = self.job.task, self.examples, self.budget.looked_at
@@ -202,7 +202,7 @@ REPORTED = ("kl", "damping", "ratio", "solver_steps", "residual", "rate", "statu
 OF_STRUCTURES = ("kl", "rate", "status", "failures")  # they solve in closed form
 
 
-def report(optimizer: torch.optim.Optimizer) -> Row:
+def report(optimizer: torch.optim.Optimizer) -> Numbers:
     """What a natgrad optimiser tells of its last step; nothing for others."""
     if not isinstance(optimizer, OURS):
         return {}

@@ -17,8 +17,9 @@ from torch import nn
 
 from natgrad_lab.data import Split, curves, digits, mnist
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, LabError, Race, Task, pair_with_inputs
+from natgrad_lab.experiments.base import Contestant, LabError, Task, pair_with_inputs
 from natgrad_lab.experiments.models import bernoulli_divergence, mirror_sizes, squared_error
+from natgrad_lab.experiments.race import race
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "relu": nn.ReLU}
 GROUPS = {
@@ -206,10 +207,12 @@ def check(name: str, word: str, known: Mapping[str, object]) -> None:
         raise LabError(f"{name} is {word!r}, expected one of {', '.join(known)}: use --set {name}={next(iter(known))}")
 
 
-RACE = Race(
+RACE = race(
     "autoencoder",
     "Deep autoencoders on MNIST and drawn curves (needs the data)",
     AutoencoderSettings,
     tasks,
     title="Deep autoencoders: the natural gradient beside Adam, Muon, SOAP and SGD",
+    minutes=60,
+    quick={"seeds": 1, "seconds": 150.0, "methods": "kfac,adam", "data": "digits"},
 )

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, Race, Task, TaskData
+from natgrad_lab.experiments.base import Contestant, Task, TaskData
 from natgrad_lab.experiments.models import categorical_divergence, mistakes
+from natgrad_lab.experiments.race import race
 from natgrad_lab.networks.text import SYMBOLS, documentation, windows
 
 
@@ -109,10 +110,12 @@ class TextBlock(nn.Module):
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
 
 
-RACE = Race(
+RACE = race(
     "char_transformer",
     "A small transformer on Python's own documentation",
     CharTransformerSettings,
     tasks,
     title="A small transformer: the natural gradient beside Adam, Muon, SOAP and SGD",
+    minutes=15,
+    quick={"seeds": 1, "seconds": 8.0, "methods": "kfac,adam", "looked_at": 100},
 )

@@ -12,7 +12,7 @@ from torch import nn
 
 from natgrad_lab.data import digits
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Race, Task, pair_with_inputs, pair_with_labels
+from natgrad_lab.experiments.base import Task, pair_with_inputs, pair_with_labels
 from natgrad_lab.experiments.models import (
     categorical_divergence,
     gaussian_divergence,
@@ -20,6 +20,7 @@ from natgrad_lab.experiments.models import (
     mistakes,
     perceptron,
 )
+from natgrad_lab.experiments.race import race
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,12 @@ def autoencoder() -> Task:
     )
 
 
-RACE = Race(
+RACE = race(
     "digits",
     "A classifier and an autoencoder on scikit-learn's digits",
     DigitsSettings,
     tasks,
     title="The natural gradient on digits: K-FAC and truncated Newton beside Adam and SGD",
+    minutes=3,
+    quick={"seeds": 1, "seconds": 1.0},
 )

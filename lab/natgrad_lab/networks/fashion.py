@@ -8,7 +8,7 @@ from torch import nn
 
 from natgrad_lab.data import fashion_mnist
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Race, Task, pair_with_inputs, pair_with_labels
+from natgrad_lab.experiments.base import Task, pair_with_inputs, pair_with_labels
 from natgrad_lab.experiments.models import (
     bernoulli_divergence,
     categorical_divergence,
@@ -16,6 +16,7 @@ from natgrad_lab.experiments.models import (
     mistakes,
     perceptron,
 )
+from natgrad_lab.experiments.race import race
 
 
 @dataclass(frozen=True)
@@ -78,4 +79,11 @@ def autoencoder() -> Task:
     )
 
 
-RACE = Race("fashion", "The race of `digits` on Fashion-MNIST (needs the data)", FashionSettings, tasks)
+RACE = race(
+    "fashion",
+    "The race of `digits` on Fashion-MNIST (needs the data)",
+    FashionSettings,
+    tasks,
+    minutes=30,
+    quick={"seeds": 1, "seconds": 1.5, "looked_at": 1000},
+)

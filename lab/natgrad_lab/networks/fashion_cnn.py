@@ -13,8 +13,9 @@ from torch import nn
 
 from natgrad_lab.data import fashion_mnist
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, Race, Task, TaskData, pair_with_labels
+from natgrad_lab.experiments.base import Contestant, Task, TaskData, pair_with_labels
 from natgrad_lab.experiments.models import categorical_divergence, mistakes
+from natgrad_lab.experiments.race import race
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,12 @@ def among() -> Mapping[str, Contestant]:
     }
 
 
-RACE = Race(
+RACE = race(
     "fashion_cnn",
     "A convolutional network with batch norm on Fashion-MNIST (needs the data)",
     FashionCnnSettings,
     tasks,
     title="A convolutional network with batch norm: the natural gradient beside Adam, Muon, SOAP and SGD",
+    minutes=15,
+    quick={"seeds": 1, "seconds": 8.0, "methods": "kfac,adam", "looked_at": 1000},
 )

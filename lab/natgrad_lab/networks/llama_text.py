@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, LabError, Race, Task
+from natgrad_lab.experiments.base import Contestant, LabError, Task
 from natgrad_lab.experiments.models import categorical_divergence, mistakes
+from natgrad_lab.experiments.race import race
 from natgrad_lab.networks.char_transformer import examples
 from natgrad_lab.networks.text import SYMBOLS
 
@@ -135,10 +136,12 @@ def rotate(x: Tensor, base: float = 10_000.0) -> Tensor:
     return torch.cat([left * angles.cos() - right * angles.sin(), left * angles.sin() + right * angles.cos()], -1)
 
 
-RACE = Race(
+RACE = race(
     "llama_text",
     "A small Llama on Python's own documentation",
     LlamaTextSettings,
     tasks,
     title="A small Llama: the natural gradient beside Adam, Muon, SOAP and SGD",
+    minutes=15,
+    quick={"seeds": 1, "seconds": 8.0, "methods": "kfac,adam", "looked_at": 100},
 )

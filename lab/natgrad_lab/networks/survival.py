@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from natgrad.families import Likelihood
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, LabError, Race, Task, TaskData
+from natgrad_lab.experiments.base import Contestant, LabError, Task, TaskData
 from natgrad_lab.experiments.models import perceptron
+from natgrad_lab.experiments.race import race
 
 END = 3.0  # of the study: who lives longer is counted as alive then
 COVARIATES = 12
@@ -161,10 +162,12 @@ def among() -> Mapping[str, Contestant]:
     }
 
 
-RACE = Race(
+RACE = race(
     "survival",
     "Times to an event under a hazard of the user's own",
     SurvivalSettings,
     tasks,
     title="Survival: the natural gradient beside Adam, Muon, SOAP and SGD",
+    minutes=5,
+    quick={"seeds": 1, "seconds": 2.0},
 )

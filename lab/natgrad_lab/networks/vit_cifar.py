@@ -16,8 +16,9 @@ from torch.nn import functional
 
 from natgrad_lab.data import cifar10
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, LabError, Race, Task, TaskData, pair_with_labels
+from natgrad_lab.experiments.base import Contestant, LabError, Task, TaskData, pair_with_labels
 from natgrad_lab.experiments.models import categorical_divergence, mistakes
+from natgrad_lab.experiments.race import race
 
 
 @dataclass(frozen=True)
@@ -167,10 +168,12 @@ def convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
 
 
-RACE = Race(
+RACE = race(
     "vit_cifar",
     "A small vision transformer on CIFAR-10, or ResNet-20 (needs the data)",
     VitCifarSettings,
     tasks,
     title="A vision transformer and ResNet-20: the natural gradient beside Adam, Muon, SOAP and SGD",
+    minutes=45,
+    quick={"seeds": 1, "seconds": 8.0, "methods": "kfac,adam", "looked_at": 200},
 )

@@ -9,8 +9,8 @@ from statistics import mean, median, stdev
 import numpy as np
 from matplotlib.figure import Figure
 
+from natgrad_lab.experiments.frame import Findings, Numbers
 from natgrad_lab.experiments.sections import Cell, Picture, Section, Story, Table
-from natgrad_lab.experiments.study import Findings, Numbers
 from natgrad_lab.figures import DASHES, INK, PALETTE, put_legend_below
 
 NAMES = {"natgrad": "ng.TRPO", "sb3": "sb3-contrib's TRPO"}

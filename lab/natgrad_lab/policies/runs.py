@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from natgrad_lab.experiments.base import LabError
+from natgrad_lab.experiments.frame import Experiment, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.settings import change_defaults
-from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
 from natgrad_lab.policies import page
 from natgrad_lab.policies.players import NatgradPlayer, Peer, Player, PolicyChoice, learn_to_marks
 
@@ -135,7 +135,7 @@ class PolicyTuning:
     contestant: PolicyContestant
     choice: PolicyChoice
 
-    def __call__(self, run: StudyRun) -> Numbers:
+    def __call__(self, run: PieceRun) -> Numbers:
         player = self.contestant.build(run.settings, self.choice, TUNING_SEED)
         *_, last = learn_to_marks(player, run.settings, [run.settings.tuning], run.advance)
         return {"choice": self.choice.words, **last}
@@ -147,7 +147,7 @@ class PolicyRace:
 
     contestant: PolicyContestant
 
-    def __call__(self, run: StudyRun) -> Numbers:
+    def __call__(self, run: PieceRun) -> Numbers:
         choices = CHOICES[run.settings.env][self.contestant.name]
         tuned = [run.earlier[f"tune-{self.contestant.name}-{i}"] for i in range(len(choices))]
         best = max(range(len(tuned)), key=lambda i: judge_tuning_run(tuned[i]))
@@ -162,13 +162,14 @@ def judge_tuning_run(tuned: Numbers) -> float:
     return test + 1e-3 * max(train, -1e6)
 
 
-def study(name: str, env: str, summary: str, **defaults: Any) -> Study:
+def study(name: str, env: str, summary: str, minutes: float, **defaults: Any) -> Experiment:
     """The study of one environment: the settings' defaults are its own."""
     kind = change_defaults(PolicyRaceSettings, env=env, **defaults)
-    return Study(f"policy_{name}", summary, kind, pieces, page.tell, seeds=5)
+    quick = {"seeds": 1, "steps": 15_000, "tuning": 5000, "marks": "5000,10000", "episodes": 5}
+    return Experiment(f"policy_{name}", summary, kind, pieces, page.tell, seeds=5, minutes=minutes, quick=quick)
 
 
-CARTPOLE = study("cartpole", "CartPole-v1", "TRPO on CartPole-v1 beside sb3-contrib's")
+CARTPOLE = study("cartpole", "CartPole-v1", "TRPO on CartPole-v1 beside sb3-contrib's", 20)
 # thirty thousand steps are too early to choose by: what is at -100 then may end no better
-ACROBOT = study("acrobot", "Acrobot-v1", "TRPO on Acrobot-v1 beside sb3-contrib's", tuning=100_000)
-PENDULUM = study("pendulum", "Pendulum-v1", "TRPO on Pendulum-v1 beside sb3-contrib's")
+ACROBOT = study("acrobot", "Acrobot-v1", "TRPO on Acrobot-v1 beside sb3-contrib's", 30, tuning=100_000)
+PENDULUM = study("pendulum", "Pendulum-v1", "TRPO on Pendulum-v1 beside sb3-contrib's", 20)

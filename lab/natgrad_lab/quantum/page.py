@@ -8,8 +8,8 @@ from statistics import median
 import numpy as np
 from matplotlib.figure import Figure
 
+from natgrad_lab.experiments.frame import Findings, Numbers
 from natgrad_lab.experiments.sections import Cell, Picture, Section, Story, Table
-from natgrad_lab.experiments.study import Findings, Numbers
 from natgrad_lab.figures import DASHES, INK, PALETTE, put_legend_below
 
 NAMES = {"sr": "stochastic reconfiguration", "spring": "SPRING", "adam": "Adam"}

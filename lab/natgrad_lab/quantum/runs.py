@@ -17,8 +17,8 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad_lab.experiments.base import LabError
+from natgrad_lab.experiments.frame import Experiment, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.settings import change_defaults
-from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
 from natgrad_lab.quantum import page
 
 vmc = ng.vmc
@@ -169,7 +169,7 @@ class AdamTuning:
 
     rate: float
 
-    def __call__(self, run: StudyRun) -> Numbers:
+    def __call__(self, run: PieceRun) -> Numbers:
         problem = SYSTEMS[run.settings.system](run.settings, TUNING_SEED)
         return {"rate": self.rate, **train(problem, AdamSearch(problem, self.rate), run)}
 
@@ -178,7 +178,7 @@ class AdamTuning:
 class BestAdam:
     """The best rate from one seed."""
 
-    def __call__(self, run: StudyRun) -> Numbers:
+    def __call__(self, run: PieceRun) -> Numbers:
         tuned = [run.earlier[f"tune-{i}"] for i in range(len(run.settings.adam_rates()))]
         rate = min(tuned, key=lambda one: math.inf if one["final"] is None else one["final"])["rate"]
         problem = SYSTEMS[run.settings.system](run.settings, run.seed)
@@ -191,12 +191,12 @@ class Reconfiguration:
 
     momentum: float
 
-    def __call__(self, run: StudyRun) -> Numbers:
+    def __call__(self, run: PieceRun) -> Numbers:
         problem = SYSTEMS[run.settings.system](run.settings, run.seed)
         return train(problem, Reconfigured(problem, self.momentum), run)
 
 
-def train(problem: GroundStateProblem, stepper: Stepper, run: StudyRun) -> Numbers:
+def train(problem: GroundStateProblem, stepper: Stepper, run: PieceRun) -> Numbers:
     """Steps until the budget is spent, then the energy that was reached: by enumeration where that is possible."""
     settings, curve, spent, step = run.settings, [], 0.0, 0
     every = max(1, settings.steps // LOOKS)
@@ -229,15 +229,20 @@ def measure(problem: GroundStateProblem, draws: int) -> ng.vmc.EnergyEstimate:
     return search.measure(1 if small else draws)
 
 
-def study(name: str, summary: str, **defaults: Any) -> Study:
+def study(name: str, summary: str, minutes: float, quick: dict[str, Any], **defaults: Any) -> Experiment:
     """The study of one system: the settings' defaults are its own."""
-    return Study(f"vmc_{name}", summary, change_defaults(GroundStateSettings, **defaults), pieces, page.tell, seeds=5)
+    kind = change_defaults(GroundStateSettings, **defaults)
+    return Experiment(f"vmc_{name}", summary, kind, pieces, page.tell, seeds=5, minutes=minutes, quick=quick)
 
 
-ISING = study("ising", "Transverse Ising chain: natural gradient beside Adam, five minutes", system="ising")
+ISING = study(
+    "ising", "Transverse Ising chain: natural gradient beside Adam, five minutes", 2, {"seeds": 1}, system="ising"
+)
 HELIUM = study(
     "helium",
     "Helium by an antisymmetric network: natural gradient beside Adam, forty minutes",
+    60,
+    {"seeds": 1, "steps": 200, "seconds": 10.0, "samples": 200, "draws": 20, "rates": "0.003"},
     system="helium",
     samples=500,
     steps=2000,

@@ -17,7 +17,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from natgrad_lab.experiments.records import Folder, Record
+from natgrad_lab.experiments.race_summary import Record, read_runs
+from natgrad_lab.experiments.records import Folder
 from natgrad_lab.figures import DASHES, INK, PALETTE, draw, put_legend_below, put_title, save
 
 NAMES = ("K-FAC", "Kaldi-style", "diagonal", "SGD-momentum", "Adam")
@@ -61,7 +62,7 @@ def collect(folders: Sequence[Path]) -> dict[str, Runs]:
     """Network -> contestant -> runs of the race, those seeds that every contestant has finished."""
     found: dict[str, dict[str, dict[int, Record]]] = {}
     for folder in folders:
-        for record in Folder(folder).read_all():
+        for record in read_runs(Folder(folder).read_all()):
             header = record.header
             if header["phase"] == "race":
                 found.setdefault(header["task"], {}).setdefault(header["contestant"], {})[header["seed"]] = record

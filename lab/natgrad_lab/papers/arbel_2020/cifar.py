@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.metrics import RBF
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Choice, Contestant, LabError, Race, Task
+from natgrad_lab.experiments.base import Choice, Contestant, LabError, Task
 from natgrad_lab.experiments.models import categorical_divergence, mistakes
+from natgrad_lab.experiments.race import race
 from natgrad_lab.papers.ang_2020.cifar import images
 
 METHODS = ("kwng", "kfac", "sgd")
@@ -135,10 +136,12 @@ def lower(spent: float) -> float:
     return 1 - 0.95 * spent
 
 
-RACE = Race(
+RACE = race(
     "arbel_2020_cifar",
     "kernelised Wasserstein beside K-FAC and SGD on CIFAR-10, last layer well and ill conditioned (needs the data)",
     ArbelCifarSettings,
     tasks,
     title="Arbel et al. 2020: classifiers whose last layer is well or ill conditioned",
+    minutes=10,
+    quick={"seeds": 1, "images": 1000, "side": 8, "seconds": 1.0, "looked_at": 200},
 )

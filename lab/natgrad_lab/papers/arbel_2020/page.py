@@ -8,8 +8,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
+from natgrad_lab.experiments.frame import Findings, Numbers
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.study import Findings, Numbers
 from natgrad_lab.figures import DASHES, INK, PALETTE, put_legend_below, put_title
 
 METHODS = ("gradient", "Wasserstein, E[J^T J]", "Wasserstein, kernelised", "Fisher")

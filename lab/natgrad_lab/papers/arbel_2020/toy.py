@@ -17,7 +17,7 @@ import natgrad as ng
 from natgrad.ground.linalg import eigh, invert_or_nan, solve_or_nan
 from natgrad.metrics import RBF
 from natgrad_lab.experiments.base import LabError
-from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
+from natgrad_lab.experiments.frame import Experiment, Numbers, Piece, PieceRun
 from natgrad_lab.papers.arbel_2020 import page
 
 DIMENSIONS, SAMPLES = (1, 2, 5), (128, 512, 2048)
@@ -59,7 +59,7 @@ def independent(params: dict[str, Tensor], z: Tensor) -> Tensor:
     return params["mean"] + params["deviations"] * z
 
 
-def errors(run: StudyRun) -> Numbers:
+def errors(run: PieceRun) -> Numbers:
     """|d - g| / |g| of the kernelised natural gradient d for random gradients g, in every dimension."""
     s: ArbelSettings = run.settings
     found: Numbers = {}
@@ -176,7 +176,7 @@ def fisher_direction(task: ToyProblem, xi: Tensor, g: Tensor) -> Tensor:
     return ng.natural_gradient(ng.operators.DenseOperator(hessian), g, damping=DAMPING).value
 
 
-def descents(run: StudyRun) -> Numbers:
+def descents(run: PieceRun) -> Numbers:
     """For each method the losses at its best rate, and the path of the mean."""
     s: ArbelSettings = run.settings
     task = problem(s.d, s.condition, run.seed)
@@ -222,7 +222,7 @@ def rank(losses: list[float], s: ArbelSettings) -> tuple[float, float]:
     return (math.inf if count is None else count, losses[-1] if whole else math.inf)
 
 
-STUDY = Study(
+STUDY = Experiment(
     name="arbel_2020_toy",
     summary="the kernelised Wasserstein metric on normals: its error, and descents beside Fisher's metric",
     settings=ArbelSettings,
@@ -232,4 +232,6 @@ STUDY = Study(
     ),
     tell=page.tell,
     seeds=5,
+    minutes=2,
+    quick={"seeds": 1, "draws": 5},
 )

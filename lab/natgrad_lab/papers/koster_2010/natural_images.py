@@ -19,7 +19,7 @@ from natgrad.applications.two_layer import TwoLayer
 from natgrad.ground.linalg import eigh
 from natgrad_lab.data import kodak, sample_photographs
 from natgrad_lab.experiments.base import LabError
-from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
+from natgrad_lab.experiments.frame import Experiment, Numbers, Piece, PieceRun
 from natgrad_lab.papers.koster_2010 import page
 from natgrad_lab.papers.koster_2010.feature_blocks import FeatureBlocks
 
@@ -139,7 +139,7 @@ def optimizers(s: KosterSettings) -> dict[str, Callable[[dict[str, Tensor], TwoL
     }
 
 
-def training(run: StudyRun, method: str) -> Numbers:
+def training(run: PieceRun, method: str) -> Numbers:
     """Loss on held-out patches against CPU seconds and steps, and the filters at the end."""
     s: KosterSettings = run.settings
     data, params, model = patches(s, run.seed), start(s.keep, run.seed), Graphed()
@@ -238,11 +238,13 @@ def pieces(s: KosterSettings) -> tuple[Piece, ...]:
     return tuple(Piece(name, f"{name}, {s.seconds:g} s", lambda run, n=name: training(run, n)) for name in names)
 
 
-STUDY = Study(
+STUDY = Experiment(
     name="koster_2010_natural_images",
     summary="Koster & Hyvarinen's two-layer model on photographs: filters like simple cells",
     settings=KosterSettings,
     pieces=pieces,
     tell=page.tell,
     seeds=1,
+    minutes=3,
+    quick={"photographs": "embedded", "size": 8, "keep": 30, "patches": 10_000, "seconds": 10.0},
 )
