@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,51 @@ def fill_evenly(text: str, width: int) -> str:
     return textwrap.fill(
         text, next(w for w in range(min(longest, width), width + 1) if len(textwrap.wrap(text, w)) <= count)
     )
+
+
+def look(number: int, width: float = 1.6) -> dict[str, Any]:
+    """Colour and dashes of a line by its number."""
+    return {"color": PALETTE[number], "linestyle": DASHES[number], "linewidth": width}
+
+
+Lines = Mapping[str, Sequence[Any]]  # name -> (x, y) from every seed
+
+
+def fill_lines(lines: Lines, axis: Mapping[str, Any], title: str = "", columns: int = 2) -> Callable[[Figure], None]:
+    """Draws a line per seed, those of one name alike. axis: what `Axes.set` takes."""
+
+    def fill(figure: Figure) -> None:
+        axes = figure.subplots()
+        for number, (name, curves) in enumerate(lines.items()):
+            for place, (x, y) in enumerate(curves):
+                axes.plot(x, y, label=None if place else name, **look(number))
+        axes.set(**axis)
+        axes.grid(visible=True, axis="y")
+        if title:
+            put_title(figure, title)
+        put_legend_below(figure, axes, columns)
+
+    return fill
+
+
+def draw_band(axes: Axes, x: Any, y: Any, name: str, style: dict[str, Any], reach: float = 0.5) -> None:
+    """The median of rows y (seeds, k) as a line, and the quantiles `reach` below and above it as a band."""
+    low, middle, high = np.nanquantile(np.asarray(y, float), (0.5 - reach, 0.5, 0.5 + reach), axis=0)
+    axes.plot(x, middle, label=name, **style)
+    axes.fill_between(x, low, high, color=style["color"], alpha=0.17, linewidth=0)
+
+
+def fill_strips(rows: Mapping[str, Any], side: int) -> Callable[[Figure], None]:
+    """Draws rows of images of bits, a title over each. rows: title -> (images, pixels)."""
+
+    def fill(figure: Figure) -> None:
+        for axes, (name, images) in zip(figure.subplots(len(rows), 1, squeeze=False)[:, 0], rows.items(), strict=True):
+            tiles = [np.pad(np.array(image).reshape(side, -1), 1) for image in images]
+            axes.imshow(np.concatenate(tiles, axis=1), cmap="gray_r", interpolation="nearest")
+            axes.set_title(name, loc="left", fontsize=9)
+            axes.set_axis_off()
+
+    return fill
 
 
 def draw_images(axes: Axes, images: np.ndarray, columns: int) -> None:

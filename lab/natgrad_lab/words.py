@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 VAST = 1e6
@@ -50,3 +51,8 @@ def short(value: float | None) -> str:
         digits, power = f"{value:.1e}".split("e")
         return f"{digits.removesuffix('.0')}e{int(power)}"
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def span(values: Sequence[float], form: str = "{:.3g}") -> tuple[str, str]:
+    """The median, and in small type the lowest and the highest."""
+    return form.format(median(values)), f"{form.format(min(values))} to {form.format(max(values))}"

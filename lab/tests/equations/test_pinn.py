@@ -12,8 +12,17 @@ from torch.func import vmap
 
 import natgrad as ng
 from natgrad_lab.equations.pinn import PinnSettings, mean_squares
-from natgrad_lab.equations.problems import EquationProblem, allen_cahn, burgers, heat, helmholtz, inverse, poisson
-from natgrad_lab.equations.solutions import solve_allen_cahn, split_allen_cahn
+from natgrad_lab.equations.problems import (
+    EquationProblem,
+    allen_cahn,
+    burgers,
+    heat,
+    helmholtz,
+    inverse,
+    poisson,
+    solve_allen_cahn,
+    split_allen_cahn,
+)
 from natgrad_lab.experiments import LabError, PieceRun, find
 from natgrad_lab.experiments.frame import Findings, FinishedPiece
 
