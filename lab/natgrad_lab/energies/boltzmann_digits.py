@@ -22,6 +22,7 @@ from natgrad_lab.energies import boltzmann_digits_page as page
 from natgrad_lab.energies.boltzmann_images import CONTESTANTS, Images, images, train
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Numbers, Piece, PieceRun
+from natgrad_lab.experiments.settings import check_counts, check_positive
 
 SHOWN = 12
 """Draws in a row of a picture."""
@@ -53,12 +54,8 @@ class BoltzmannDigitsSettings:
     def __post_init__(self) -> None:
         if self.data not in ("digits", "mnist"):
             raise LabError(f"data is {self.data!r}, expected digits or mnist")
-        for name in ("hidden", "batch", "chains", "sweeps", "levels", "looked_at"):
-            if getattr(self, name) < 2:
-                raise LabError(f"{name} is {getattr(self, name)}, expected a number of at least 2")
-        for name in ("fit", "likelihood", "seconds", "tuning", "damping"):
-            if not getattr(self, name) > 0:
-                raise LabError(f"{name} is {getattr(self, name)}, expected a number > 0")
+        check_counts(self, "hidden", "batch", "chains", "sweeps", "levels", "looked_at", least=2)
+        check_positive(self, "fit", "likelihood", "seconds", "tuning", "damping")
 
 
 def visible(run: PieceRun) -> Numbers:

@@ -21,6 +21,7 @@ from natgrad_lab.energies.boltzmann_exact import LOSSES, ExactMachine, descend, 
 from natgrad_lab.energies.boltzmann_images import CONTESTANTS, EnergyContestant, draws, images, train
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Numbers, Piece, PieceRun
+from natgrad_lab.experiments.settings import check_counts, check_positive
 
 SCALES = (0.3, 0.6, 1.0)
 RATES = tuple(2.0**power for power in range(-6, 4))  # of gradient descent; 8 diverges for every loss and scale
@@ -53,12 +54,8 @@ class BoltzmannRatioSettings:
     def __post_init__(self) -> None:
         if not 2 <= self.units <= 10 or not 2 <= self.more <= 20:
             raise LabError(f"units is {self.units} and more {self.more}, expected 2 to 10 and 2 to 20")
-        for name in ("steps", "examples", "batch", "looked_at", "sweeps"):
-            if getattr(self, name) < 1:
-                raise LabError(f"{name} is {getattr(self, name)}, expected a positive number")
-        for name in ("goal", "seconds"):
-            if not getattr(self, name) > 0:
-                raise LabError(f"{name} is {getattr(self, name)}, expected a positive number")
+        check_counts(self, "steps", "examples", "batch", "looked_at", "sweeps")
+        check_positive(self, "goal", "seconds")
         if self.field < 2:
             raise LabError(f"field is {self.field}, expected at least 2")
         if not 0 < self.tuning <= 1:

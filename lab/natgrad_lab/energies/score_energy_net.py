@@ -25,6 +25,7 @@ from natgrad_lab.energies.exact_scores import curve as trace
 from natgrad_lab.energies.exact_scores import exact_score
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Numbers, Piece, PieceRun
+from natgrad_lab.experiments.settings import check_positive
 
 TASKS = ("rings", "spiral", "digits", "mnist")
 GRID, HELD_OUT, SHOWN = 60, 1000, 40
@@ -55,9 +56,7 @@ class ScoreEnergySettings:
         unknown = [name for name in self.names if name not in TASKS]
         if unknown:
             raise LabError(f"tasks has {unknown}, expected some of {', '.join(TASKS)}")
-        for name in ("seconds", "noise", "image_noise", "fall"):
-            if not getattr(self, name) > 0:
-                raise LabError(f"{name} is {getattr(self, name)}, expected a positive number")
+        check_positive(self, "seconds", "noise", "image_noise", "fall")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from natgrad_lab.data import Split, curves, digits, mnist
 from natgrad_lab.experiments import contestants
 from natgrad_lab.experiments.base import Contestant, LabError, Task, pair_with_inputs
 from natgrad_lab.experiments.models import bernoulli_divergence, mirror_sizes, squared_error
-from natgrad_lab.experiments.race import race
+from natgrad_lab.experiments.race import RaceSettings, race
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "relu": nn.ReLU}
 GROUPS = {
@@ -30,16 +30,11 @@ GROUPS["all"] = tuple(dict.fromkeys(GROUPS["structures"] + GROUPS["matrix_free"]
 
 
 @dataclass(frozen=True)
-class AutoencoderSettings:
+class AutoencoderSettings(RaceSettings):
     """What `--set` can change."""
 
     seconds: float = 60.0  # of training per run on MNIST, a third of it on the curves, a thirtieth on the digits
-    steps: int | None = None  # an earlier end of every run
-    evaluations: int = 8  # at equal distances of time
     looked_at: int = 2000  # the first of the training and of the test images
-    tuning_seed: int = 100  # of the runs over the grids; the race has seeds 0, 1, 2 ...
-    threads: int | None = 1
-    device: str = "cpu"
     activation: str = "tanh"  # or sigmoid, as in both papers, or relu; tanh trains faster for everybody
     start: str = "torch"  # torch's own; or glorot, usual with tanh; or sparse, which is Martens'
     data: str = "mnist,curves"  # words among mnist, curves and digits

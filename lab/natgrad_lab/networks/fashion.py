@@ -16,20 +16,17 @@ from natgrad_lab.experiments.models import (
     mistakes,
     perceptron,
 )
-from natgrad_lab.experiments.race import race
+from natgrad_lab.experiments.race import RaceSettings, race
 
 
 @dataclass(frozen=True)
-class FashionSettings:
+class FashionSettings(RaceSettings):
     """What `--set` can change."""
 
     seconds: float = 30.0  # of training per run; chosen so that the whole takes about half an hour on two cores
-    steps: int | None = None  # an earlier end of every run
     evaluations: int = 15  # at equal distances of time
     looked_at: int = 10_000  # the first 10,000 training images, and all test images
-    tuning_seed: int = 100  # of the runs over the grids; the race has seeds 0, 1, 2 ...
     threads: int | None = None  # torch's own choice
-    device: str = "cpu"
 
 
 def tasks(settings: FashionSettings) -> tuple[Task, ...]:

@@ -18,6 +18,7 @@ from natgrad_lab.experiments import contestants
 from natgrad_lab.experiments.base import Choice, Contestant, LabError, Task
 from natgrad_lab.experiments.models import categorical_divergence, mistakes
 from natgrad_lab.experiments.race import race
+from natgrad_lab.experiments.settings import check_counts, check_positive
 from natgrad_lab.papers.ang_2020.cifar import images
 
 METHODS = ("kwng", "kfac", "sgd")
@@ -52,12 +53,8 @@ class ArbelCifarSettings:
             raise LabError(f"side is {self.side}, expected 8, 16 or 32")
         if not self.condition >= 1:
             raise LabError(f"condition is {self.condition}, expected a number >= 1")
-        for name in ("images", "batch", "basis", "metric_batch"):
-            if getattr(self, name) < 1:
-                raise LabError(f"{name} is {getattr(self, name)}, expected a positive number")
-        for name in ("seconds", "damping"):
-            if not getattr(self, name) > 0:
-                raise LabError(f"{name} is {getattr(self, name)}, expected a number > 0")
+        check_counts(self, "images", "batch", "basis", "metric_batch")
+        check_positive(self, "seconds", "damping")
 
 
 def tasks(settings: ArbelCifarSettings) -> tuple[Task, ...]:

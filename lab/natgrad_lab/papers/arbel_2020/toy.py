@@ -18,6 +18,7 @@ from natgrad.ground.linalg import eigh, invert_or_nan, solve_or_nan
 from natgrad.metrics import RBF
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Numbers, Piece, PieceRun
+from natgrad_lab.experiments.settings import check_counts, check_positive
 from natgrad_lab.papers.arbel_2020 import page
 
 DIMENSIONS, SAMPLES = (1, 2, 5), (128, 512, 2048)
@@ -42,16 +43,12 @@ class ArbelSettings:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name in ("draws", "d", "steps"):
-            if getattr(self, name) < 1:
-                raise LabError(f"{name} is {getattr(self, name)}, expected a positive number")
+        check_counts(self, "draws", "d", "steps")
         if self.samples < 10:
             raise LabError(f"samples is {self.samples}, expected at least 10")
         if not self.condition >= 1:
             raise LabError(f"condition is {self.condition}, expected a number >= 1")
-        for name in ("bandwidth", "regularization", "level"):
-            if not getattr(self, name) > 0:
-                raise LabError(f"{name} is {getattr(self, name)}, expected a number > 0")
+        check_positive(self, "bandwidth", "regularization", "level")
 
 
 def independent(params: dict[str, Tensor], z: Tensor) -> Tensor:

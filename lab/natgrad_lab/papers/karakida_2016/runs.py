@@ -21,6 +21,7 @@ from natgrad.applications import TwoLayer
 from natgrad.ground.spaces import Positive, Square, positive
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Numbers, Piece, PieceRun
+from natgrad_lab.experiments.settings import check_counts, check_positive
 from natgrad_lab.papers.karakida_2016 import page
 from natgrad_lab.papers.karakida_2016.cells import FIGURE1_CELLS, GAP_CELLS, TABLE1_CELLS, PaperCell
 from natgrad_lab.papers.karakida_2016.two_layer_data import count_units, isa, starts
@@ -61,14 +62,12 @@ class KarakidaSettings:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name in ("runs", "examples", "held_out", "descent_steps", "natural_steps", "batch", "our_steps", "every"):
-            if getattr(self, name) < 1:
-                raise LabError(f"{name} is {getattr(self, name)}, expected a positive number")
+        check_counts(
+            self, "runs", "examples", "held_out", "descent_steps", "natural_steps", "batch", "our_steps", "every"
+        )
         if self.tuned_steps < 10 or self.our_single < 10:
             raise LabError("tuned_steps and our_single: expected at least 10")
-        for name in ("rate", "spread", "pooling", "scale"):
-            if not getattr(self, name) > 0:
-                raise LabError(f"{name} is {getattr(self, name)}, expected a positive number")
+        check_positive(self, "rate", "spread", "pooling", "scale")
         if self.dtype not in DTYPES:
             raise LabError(f"dtype is {self.dtype!r}, expected {' or '.join(DTYPES)}")
 

@@ -25,6 +25,7 @@ from natgrad.ground.linalg import invert_or_nan, solve_or_nan
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Story
+from natgrad_lab.experiments.settings import check_counts
 from natgrad_lab.papers.malago_2023 import page as story
 
 KINDS = {"Euclidean": False, "natural": True}
@@ -70,9 +71,7 @@ class MalagoFlowSettings:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name in ("starts", "steps", "lattice"):
-            if getattr(self, name) < 2:
-                raise LabError(f"{name} is {getattr(self, name)}, expected at least 2")
+        check_counts(self, "starts", "steps", "lattice", least=2)
         if not self.span > 0:
             raise LabError(f"span is {self.span}, expected a positive time")
 

@@ -17,6 +17,7 @@ from natgrad.ground.linalg import solve_or_nan
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
+from natgrad_lab.experiments.settings import check_positive
 from natgrad_lab.figures import GRID, INK, PALETTE
 from natgrad_lab.papers.malago_2023.page import QUIET, panel
 
@@ -35,9 +36,7 @@ class MalagoPointSettings:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name in ("radius", "spread", "time"):
-            if not getattr(self, name) > 0:
-                raise LabError(f"{name} is {getattr(self, name)}, expected a positive number")
+        check_positive(self, "radius", "spread", "time")
         if min(self.problems, self.starts) < 1 or not 2 <= self.bits <= 10:
             raise LabError("problems and starts are counts, and bits is 2 to 10")
 
