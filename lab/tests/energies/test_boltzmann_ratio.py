@@ -12,8 +12,15 @@ from natgrad.applications.boltzmann_preconditioner import PairPreconditioner
 from natgrad.ground.spaces import Space
 from natgrad_lab.energies.boltzmann_exact import LOSSES, ExactMachine, descend, natural, path
 from natgrad_lab.energies.boltzmann_images import CONTESTANTS, Images, images, start, train
-from natgrad_lab.energies.boltzmann_page import count_steps_to_goal, write_range
-from natgrad_lab.energies.boltzmann_ratio import STUDY, BoltzmannRatioSettings, best, field, laplacian
+from natgrad_lab.energies.boltzmann_ratio import (
+    STUDY,
+    BoltzmannRatioSettings,
+    best,
+    count_steps_to_goal,
+    field,
+    laplacian,
+    write_range,
+)
 from natgrad_lab.experiments import LabError, PieceRun, execute
 from natgrad_lab.report import build
 
