@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from natgrad_lab import cli
 from natgrad_lab.data import DataError, digits
-from natgrad_lab.experiments import EXPERIMENTS, find
+from natgrad_lab.experiments import EXPERIMENTS, find, override
 from natgrad_lab.experiments.settings import describe_settings
 
 FEW = ("--seeds", "1", "--set", "steps=1", "--set", "threads=1")
@@ -37,6 +37,25 @@ def test_list_says_how_many_minutes_each_takes():
     assert re.search(r"^digits +3 min +A classifier and an autoencoder", said, re.M)
     assert re.search(r"^malago_2023_toy +9 s ", said, re.M)
     assert not re.search(r"(minutes?|hour)( on|\)|$)", said.rpartition("Minutes are")[0])
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_has_a_size_of_about_a_minute(name):
+    experiment = find(name)
+    assert experiment.quick or experiment.minutes <= 1
+    for size in ("quick", "paper"):
+        values = {key: value for key, value in experiment.size(size).items() if key != "seeds"}
+        settings = override(experiment.settings, ["device=meta"], values)
+        assert {key: getattr(settings, key) for key in values} == values
+        assert settings.device == "meta"
+
+
+def test_a_size_has_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = natgrad("run", "digits", "--size", "quick", "--set", "steps=1")
+    assert said.exit_code == 0, said.output
+    assert len(list(tmp_path.glob("runs/digits-quick/records/*.seed-*.json"))) == 8
+    assert "--size is 'huge', expected quick or paper" in natgrad("run", "digits", "--size", "huge").output
 
 
 def test_a_terminal_hears_at_once_that_something_happens():

@@ -133,4 +133,6 @@ RACE = race(
     tasks,
     title="Pascanu & Bengio 2013, Table 1: faces",
     minutes=15,
+    quick={"seeds": 1, "steps": 5, "evaluations": 2, "looked_at": 500},
+    paper={"full": True},
 )

@@ -119,4 +119,6 @@ RACE = race(
     tasks,
     title="Pascanu & Bengio 2013, Table 1: MNIST",
     minutes=15,
+    quick={"seeds": 1, "steps": 5, "looked_at": 500},
+    paper={"full": True},
 )

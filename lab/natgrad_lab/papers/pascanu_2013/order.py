@@ -213,6 +213,8 @@ def measure_direction(run: PieceRun, direction: NaturalDirection, matched: str) 
     return measure(run, direction, run.earlier[matched]["rate"])
 
 
+QUICK = {"side": 7, "hidden": 20, "batch": 32, "segments": 4, "runs": 3, "held_out": 500, "tolerance": 0.1, "seeds": 2}
+PAPER = {"hidden": 500, "batch": 512, "steps": 3193, "rate": 0.1, "side": 28, "data": "omniglot"}
 STUDY = Experiment(
     "pascanu_2013_order",
     "How much each part of a stream shapes the model (Fig. 3; needs MNIST)",
@@ -220,4 +222,6 @@ STUDY = Experiment(
     pieces,
     order_page.tell,
     minutes=15,
+    quick=QUICK,
+    paper=PAPER,
 )

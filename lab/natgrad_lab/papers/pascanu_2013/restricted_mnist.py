@@ -131,4 +131,6 @@ RACE = race(
     seeds=5,
     title="Pascanu & Bengio 2013, Table 1: restricted MNIST",
     minutes=15,
+    quick={"seeds": 1, "steps": 10, "evaluations": 2, "looked_at": 1000},
+    paper={"full": True},
 )

@@ -333,7 +333,13 @@ def start_at_means(machine: ng.HelmholtzMachine, x: Tensor) -> None:
 def study(name: str, summary: str, minutes: float, seeds: int = 5, **defaults: Any) -> Experiment:
     """The study of one data set: the settings' defaults are its own."""
     kind = change_defaults(VaradySettings, **defaults)
-    return Experiment(f"varady_2022_{name}", summary, kind, pieces, page.tell, seeds=seeds, minutes=minutes)
+    quick = {"seeds": 1, "epochs": 5, "tuning": 2}
+    if minutes > 10:
+        quick |= {"epochs": 2, "tuning": 1, "train": 2000, "test": 200}
+    deep = {"sizes": "300-200-100-75-50-35-25-20-15-10-10"} if name == "mnist" else {}
+    return Experiment(
+        f"varady_2022_{name}", summary, kind, pieces, page.tell, seeds=seeds, minutes=minutes, quick=quick, paper=deep
+    )
 
 
 LINES = study(
