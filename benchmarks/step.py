@@ -3,7 +3,7 @@
 Every peer is tuned over five rates and more where the best is at their edge, on a seed of its own and for the whole
 length of the race; the rate with the lowest training loss at the end is then raced from three other seeds. Everybody's
 rate falls to zero along the same line, or is constant. Races are of equal steps, or of equal CPU seconds of one thread,
-evaluations not counted. A race is a folder of JSON lines, one file per run: a command that was stopped goes on where it
+evaluations not counted. A race is a folder of records, one file per run: a command that was stopped goes on where it
 was, and other contestants may join later.
 """
 
@@ -20,15 +20,15 @@ from rich.console import Console
 
 from benchmarks.peers import BEYOND, PEERS, contestant
 from benchmarks.step_workloads import WORKLOADS
-from natgrad_lab.experiments import Contestant, Job, LabError, Race, Task, TaskData, interruptible
-from natgrad_lab.experiments.base import plan
+from natgrad_lab.experiments import Contestant, Experiment, LabError, Task, interruptible, race
 from natgrad_lab.experiments.contestants import FAMILY
-from natgrad_lab.experiments.progress import RaceProgress
-from natgrad_lab.experiments.race import Runner, choose, final_row, threads
-from natgrad_lab.experiments.records import Folder, Record
-from natgrad_lab.figures import save
-from natgrad_lab.report.plots import draw, plots
-from natgrad_lab.report.summary import result
+from natgrad_lab.experiments.frame import Worker, plan, threads
+from natgrad_lab.experiments.progress import ProgressDisplay
+from natgrad_lab.experiments.race import Course
+from natgrad_lab.experiments.race_story import plots
+from natgrad_lab.experiments.race_summary import Record, choose, final_row, read_runs, result
+from natgrad_lab.experiments.records import FinishedPiece, Folder
+from natgrad_lab.figures import draw, save
 
 OURS = ("kfac",)
 HEADS = ("rate", "loss of the last batches", "training loss", "test loss", "steps", "seconds")
@@ -64,7 +64,7 @@ class Request:
     redo: tuple[str, ...] = ()  # contestants whose finished runs are thrown away: natgrad's, after a change
 
 
-def races(request: Request) -> Iterator[tuple[str, Race, Settings]]:
+def races(request: Request) -> Iterator[tuple[str, Experiment, Settings]]:
     """(folder's name, race, settings) of every race asked for. LabError for an unknown workload or method."""
     for word in request.workloads:
         check("workload", word, WORKLOADS)
@@ -87,7 +87,7 @@ def lengths(request: Request, steps: Sequence[int], seconds: Sequence[float]) ->
     return asked + ([] if request.seconds is None else [(None, request.seconds)])
 
 
-def race_of(name: str, title: str) -> Race:
+def race_of(name: str, title: str) -> Experiment:
     """The race on one workload, with all contestants there are: who takes part is asked for by name."""
     workload = WORKLOADS[name]
 
@@ -98,7 +98,7 @@ def race_of(name: str, title: str) -> Race:
         )
         return (replace(workload.make(), name=name, contestants=among),)
 
-    return Race(title, f"{name} of the step's races", Settings, tasks)
+    return race(title, f"{name} of the step's races", Settings, tasks)
 
 
 def contestants_of_ours() -> tuple[str, ...]:
@@ -112,14 +112,24 @@ def carry_out(request: Request, console: Console) -> None:
     Interrupted where Ctrl-C was pressed: the same command goes on.
     """
     with interruptible() as stopped:
-        for title, race, settings in races(request):
-            folder = Folder(request.out / title)
-            (task,) = race.tasks(settings)
-            folder.settle(plan(race, (task,), settings))
-            throw_away(folder, task, request)
-            with RaceProgress(Console(stderr=True)) as progress, threads(settings.threads):
-                run(Runner(folder, race, settings, progress, stopped), task, request)
-            show(folder, console)
+        for title, experiment, settings in races(request):
+            folder, task = Folder(request.out / title), make_task(experiment, settings)
+            course, asked = Course(task, settings), choose_contestants(task, request.methods)
+            pieces = tuple(course.tuning(one, i) for one in task.contestants for i in range(len(one.grid)))
+            pieces += tuple(map(course.racing, task.contestants))
+            folder.settle(plan(experiment, pieces, settings))
+            throw_away(folder, task, course, request)
+            many = sum((len(one.grid) - 2 * BEYOND if one.has_choices else 0) + request.seeds for one in asked)
+            with ProgressDisplay(Console(stderr=True)) as display, threads(settings.threads):
+                worker = Worker(experiment, settings, folder, pieces, 0, display, stopped, many)
+                run(worker, course, asked, request.seeds)
+            show(folder, task, console)
+
+
+def make_task(experiment: Experiment, settings: Settings) -> Task:
+    """The one task of a race."""
+    assert experiment.tasks is not None
+    return experiment.tasks(settings)[0]
 
 
 def choose_contestants(task: Task, words: Sequence[str]) -> tuple[Contestant, ...]:
@@ -128,31 +138,29 @@ def choose_contestants(task: Task, words: Sequence[str]) -> tuple[Contestant, ..
     return tuple(one for word, one in among.items() if word in words)
 
 
-def throw_away(folder: Folder, task: Task, request: Request) -> None:
+def throw_away(folder: Folder, task: Task, course: Course, request: Request) -> None:
     """Delete the finished runs of those who are to run again."""
     for one in choose_contestants(task, request.redo):
-        for path in folder.records.glob(f"{task.name}.{one.slug}.*"):
-            path.unlink()
+        for piece in (*(course.tuning(one, i) for i in range(len(one.grid))), course.racing(one)):
+            for seed in range(request.seeds if piece.repeated else 1):
+                (folder.records / piece.file(seed)).unlink(missing_ok=True)
 
 
-def run(runner: Runner, task: Task, request: Request) -> None:
+def run(worker: Worker, course: Course, asked: Sequence[Contestant], seeds: int) -> None:
     """Tune those who are tuned, then race everybody from every seed."""
-    asked = replace(task, contestants=choose_contestants(task, request.methods))
-    many = sum((len(one.grid) - 2 * BEYOND if one.has_choices else 0) + request.seeds for one in asked.contestants)
-    runner.watcher.show_plan({task.name: (many, runner.race.budget(runner.settings, task))})
-    pool = asked.data()
-    best = {one.name: tune(runner, asked, one, pool) if one.has_choices else 0 for one in asked.contestants}
-    for seed in range(request.seeds):
-        for one in asked.contestants:
-            runner.carry_out(Job(asked, one, best[one.name], seed, "race"), pool)
+    best = {one.name: tune(worker, course, one) if one.has_choices else 0 for one in asked}
+    for seed in range(seeds):
+        for one in asked:
+            worker.carry_out(course.racing(one, best[one.name]), seed)
 
 
-def tune(runner: Runner, task: Task, one: Contestant, pool: TaskData) -> int:
+def tune(worker: Worker, course: Course, one: Contestant) -> int:
     """Index of the rate with the lowest training loss: among the five, and on beyond them while the edge is best."""
     tried: dict[int, Record] = {}
 
     def attempt(index: int) -> None:
-        tried[index] = runner.carry_out(Job(task, one, index, runner.settings.tuning_seed, "tune"), pool)
+        numbers = worker.carry_out(course.tuning(one, index), 0)
+        (tried[index],) = read_runs([FinishedPiece({}, numbers)])
 
     for index in range(BEYOND, len(one.grid) - BEYOND):
         attempt(index)
@@ -164,24 +172,17 @@ def tune(runner: Runner, task: Task, one: Contestant, pool: TaskData) -> int:
         attempt(further)
 
 
-def show(folder: Folder, console: Console) -> None:
+def show(folder: Folder, task: Task, console: Console) -> None:
     """Print the table of one race, from its records alone, and draw loss against steps and seconds beside them."""
-    records = folder.read_all()
-    console.print(
-        f"\n{folder.path.name}: {folder.plan()['tasks'][0]['title']}, {unit(folder)}", highlight=False, soft_wrap=True
-    )
+    records = read_runs(folder.read_all())
+    console.print(f"\n{folder.path.name}: {task.title}, {task.unit}", highlight=False, soft_wrap=True)
     rows = list(figures(records))
     widths = [max(map(len, column)) for column in zip(("", *HEADS), *rows, strict=True)]
     for row in [("", *HEADS), *rows]:
         console.print(
             "  " + "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)), highlight=False, soft_wrap=True
         )
-    picture(folder, records)
-
-
-def unit(folder: Folder) -> str:
-    """What a loss is counted in."""
-    return folder.plan()["tasks"][0]["unit"]
+    picture(folder, task, records)
 
 
 def figures(records: Sequence[Record]) -> Iterator[tuple[str, ...]]:
@@ -225,21 +226,21 @@ def spread(values: Sequence[float]) -> str:
     return f"{median(values):.4g} ({min(values):.4g}-{max(values):.4g})"
 
 
-def picture(folder: Folder, records: Sequence[Record]) -> None:
+def picture(folder: Folder, task: Task, records: Sequence[Record]) -> None:
     """plots/*.png and *.svg of those contestants that are there."""
-    task = folder.plan()["tasks"][0]
     present = {record.header["contestant"] for record in records if record.header["phase"] == "race"}
-    there = {**task, "contestants": [one for one in task["contestants"] if one["name"] in present]}
+    there = replace(task, contestants=tuple(one for one in task.contestants if one.name in present))
     found = result(there, records)
     if found is None:
         return
     (folder.path / "plots").mkdir(exist_ok=True)
-    order = [one["name"] for one in there["contestants"]]
+    order = [one.name for one in there.contestants]
     for plot in plots(found):
         if plot.name in ("loss-steps", "loss-seconds", "test-seconds"):
             seeds = max(len(entry.records) for entry in found.entries)
-            title = f"{task['title']}, {folder.path.name}: {plot.title.lower()}, median and range of {seeds} seeds"
-            save(draw(plot, found.entries, order, title), folder.path / "plots" / f"{found.name}-{plot.name}")
+            title = f"{task.title}, {folder.path.name}: {plot.title.lower()}, median and range of {seeds} seeds"
+            drawn = plot.picture(replace(found, title=title), order)
+            save(draw(drawn.draw, drawn.size), folder.path / "plots" / drawn.name)
 
 
 def check(kind: str, word: str, known: Any) -> None:

@@ -34,10 +34,6 @@ def read_cached(name: str, download: Callable[[], Mapping[str, np.ndarray]]) -> 
     """The arrays of a data set: from the cache if its file is whole, else downloaded, and kept where that can be.
 
     A file whose checksum is not the one noted beside it is downloaded again.
-
-    Args:
-        name: Of the set, fit for a file.
-        download: Fetches the arrays.
     """
     file = cache_folder() / f"{name}.npz"
     note = file.with_suffix(".npz.sha256")

@@ -2,7 +2,7 @@
 
     natgrad list
     natgrad run digits --help
-    natgrad run digits [--seeds 3] [--set seconds=5]... [--out runs/digits]
+    natgrad run digits [--size quick] [--seeds 3] [--set seconds=5]... [--out runs/digits]
     natgrad report runs/digits
 
 A run that is stopped goes on where it was when the same command is given again. One folder holds the runs of one
@@ -34,20 +34,12 @@ def main() -> None:
 
 
 def needs_torch(words: "Sequence[str]") -> bool:
-    """Whether the command loads PyTorch: its help and that of its parts do not.
-
-    Args:
-        words: What was typed after `natgrad`.
-    """
+    """Whether the command loads PyTorch: its help and that of its parts do not."""
     return list(words) == ["list"] or not set(words) <= {"--help", "list", "report", "run"}
 
 
 def say_loading(stream: TextIO) -> None:
-    """Say at once that something happens: to load PyTorch takes seconds.
-
-    Args:
-        stream: Where it is said, if that is a terminal.
-    """
+    """Say at once that something happens: to load PyTorch takes seconds."""
     if stream.isatty():
         stream.write("natgrad: loading PyTorch ...\n")
         stream.flush()
@@ -75,14 +67,19 @@ def application() -> "typer.Typer":
         seeds: Annotated[
             int | None, typer.Option(help="How many seeds (default: those of the experiment).", min=1)
         ] = None,
+        size: Annotated[
+            str | None, typer.Option(help="quick, about a minute, or paper (default: that of `natgrad list`).")
+        ] = None,
         set_: Annotated[
             list[str] | None,
             typer.Option("--set", help="A setting, key=value; may be repeated. `NAME --help` lists them."),
         ] = None,
-        out: Annotated[Path | None, typer.Option(help="Folder of records and report (default: runs/NAME).")] = None,
+        out: Annotated[
+            Path | None, typer.Option(help="Folder of records and report (default: runs/NAME, or runs/NAME-SIZE).")
+        ] = None,
     ) -> None:
         """Run an experiment, or go on with one that was stopped, and write its report."""
-        run_guarded(lambda: run(name, seeds, set_ or [], out or Path("runs") / name))
+        run_guarded(lambda: run(name, seeds, size, set_ or [], out))
 
     @app.command("report")
     def report_command(
@@ -103,12 +100,7 @@ def command_with_settings() -> "type[TyperCommand]":
         """Prints the settings below the help when an experiment is named."""
 
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-            """Looks for an experiment's name beside `--help`.
-
-            Args:
-                ctx: Of the command.
-                args: The words that were typed.
-            """
+            """Looks for an experiment's name beside `--help`."""
             if "--help" in args and needs_torch(args) and (named := list_named(args)):
                 typer.echo(self.get_help(ctx), nl=False)
                 run_guarded(lambda: show_settings(named[0]))
@@ -119,26 +111,19 @@ def command_with_settings() -> "type[TyperCommand]":
 
 
 def list_named(words: "Sequence[str]") -> list[str]:
-    """The experiments that are named.
-
-    Args:
-        words: What was typed.
-    """
+    """The experiments that are named."""
     from natgrad_lab.experiments import EXPERIMENTS
 
     return [word for word in words if word in EXPERIMENTS]
 
 
 def show_settings(name: str) -> None:
-    """Print the settings of an experiment with their defaults.
-
-    Args:
-        name: One of `natgrad list`.
-    """
+    """Print the settings of an experiment with their defaults."""
     from rich.console import Console
     from rich.table import Table
 
-    from natgrad_lab.experiments import describe_settings, find
+    from natgrad_lab.experiments import find
+    from natgrad_lab.experiments.settings import describe_settings
 
     experiment = find(name)
     table = Table.grid(padding=(0, 3, 0, 1))
@@ -157,58 +142,46 @@ def list_experiments() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from natgrad_lab.experiments import EXPERIMENTS, MINUTES, find
+    from natgrad_lab.experiments import EXPERIMENTS, find
 
     table = Table.grid("", "", "", padding=(0, 3, 0, 0))
     table.columns[1].justify = "right"
     for name in EXPERIMENTS:
-        table.add_row(f"[bold]{name}[/]", describe_minutes(MINUTES.get(name)), find(name).summary)
+        experiment = find(name)
+        table.add_row(f"[bold]{name}[/]", describe_minutes(experiment.minutes), experiment.summary)
     console = Console()
     console.print(table)
     console.print("Minutes are those of one core with the defaults; `natgrad run NAME --help` lists the settings.")
 
 
 def describe_minutes(minutes: float | None) -> str:
-    """`3 min`; `20 s` below one; nothing where it was not measured.
-
-    Args:
-        minutes: How long something takes.
-    """
+    """`3 min`; `20 s` below one; nothing where it was not measured."""
     if minutes is None:
         return ""
     return f"{minutes * 60:.0f} s" if minutes < 1 else f"{minutes:.0f} min"
 
 
-def run(name: str, seeds: int | None, assignments: list[str], out: Path) -> None:
-    """Run an experiment into a folder, then report on it.
-
-    Args:
-        name: Of the experiment.
-        seeds: How many; None for the experiment's own number.
-        assignments: Settings as `field=value`.
-        out: The folder.
-    """
+def run(name: str, seeds: int | None, size: str | None, assignments: list[str], out: Path | None) -> None:
+    """Run an experiment into a folder, then report on it."""
     from rich.console import Console
 
     from natgrad_lab.experiments import LabError, execute, find, interruptible, override
-    from natgrad_lab.experiments.progress import watching
+    from natgrad_lab.experiments.progress import ProgressDisplay
 
     experiment = find(name)
+    chosen = dict(experiment.size(size))
+    out = out or Path("runs") / (name if size is None else f"{name}-{size}")
     if out.exists() and not out.is_dir():
         raise LabError(f"--out {out} is a file, expected a folder: it holds the records and the report")
-    settings = override(experiment.settings, assignments)
-    many = range(experiment.seeds if seeds is None else seeds)
-    with interruptible() as stopped, watching(experiment, Console(stderr=True)) as watcher:
-        execute(experiment, settings, many, out, watcher, stopped)
+    many = range(chosen.pop("seeds", experiment.seeds) if seeds is None else seeds)
+    settings = override(experiment.settings, assignments, chosen)
+    with interruptible() as stopped, ProgressDisplay(Console(stderr=True)) as display:
+        execute(experiment, settings, many, out, display, stopped)
     report(out)
 
 
 def report(folder: Path) -> None:
-    """Rebuild a folder's report and print its tables and verdicts.
-
-    Args:
-        folder: Of the records.
-    """
+    """Rebuild a folder's report and print its tables and verdicts."""
     from rich.console import Console
 
     from natgrad_lab.report import build, render_terminal
@@ -221,11 +194,7 @@ def report(folder: Path) -> None:
 
 
 def run_guarded(work: "Callable[[], None]") -> None:
-    """Do the work; turn bad input into one sentence and exit code 2, an interruption into 130.
-
-    Args:
-        work: Takes nothing.
-    """
+    """Do the work; turn bad input into one sentence and exit code 2, an interruption into 130."""
     import typer
 
     from natgrad_lab.data import DataError

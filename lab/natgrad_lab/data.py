@@ -120,15 +120,6 @@ def strokes(points: Tensor, size: int = 28, width: float = 0.9, samples: int = 5
 
     A pixel's ink is the integral along the curve of a Gaussian around that pixel, scaled to be 1 on a straight line,
     cut off at 1, and rounded to 256 levels.
-
-    Args:
-        points: Shape (b, 3, 2), in pixels.
-        size: Of an image.
-        width: Standard deviation of the ink across the stroke, in pixels.
-        samples: Points of a curve over which the integral is summed.
-
-    Returns:
-        Shape (b, size, size), in [0, 1].
     """
     t = (torch.arange(samples) + 0.5) / samples
     first, second, third = points.unbind(1)
@@ -264,14 +255,7 @@ SETS: dict[str, Callable[[], Split]] = {
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """An array of bytes from an idx file (.gz): two zero bytes, type 8, the number of axes, sizes, then the data.
-
-    Args:
-        path: Of the file.
-
-    Raises:
-        DataError: When the file is not gzip, is cut short, or does not hold what its header announces.
-    """
+    """An array of bytes from an idx file (.gz): two zero bytes, type 8, the number of axes, sizes, then the data."""
     try:
         raw = gzip.decompress(path.read_bytes())
     except (OSError, EOFError, zlib.error) as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -55,12 +55,7 @@ STYLE: dict[Any, Any] = {
 
 
 def draw(fill: Callable[[Figure], None], size: tuple[float, float]) -> Figure:
-    """A figure in the laboratory's style.
-
-    Args:
-        fill: Draws into it.
-        size: Width and height in inches.
-    """
+    """A figure in the laboratory's style."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
@@ -71,13 +66,7 @@ def draw(fill: Callable[[Figure], None], size: tuple[float, float]) -> Figure:
 
 
 def put_legend_below(figure: Figure, axes: Axes, columns: int = 2) -> None:
-    """The legend of these axes below the figure, where it strikes nothing out.
-
-    Args:
-        figure: What is drawn on.
-        axes: Whose lines are explained.
-        columns: Of the legend.
-    """
+    """The legend of these axes below the figure, where it strikes nothing out."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9, handlelength=2.6)
 
@@ -86,10 +75,6 @@ def put_title(figure: Figure, title: str) -> None:
     """A title at the left above the figure, in as many lines as it needs; a figure that has one keeps it.
 
     The titles of several axes name the panels, so that the figure needs one of its own beside them.
-
-    Args:
-        figure: What is drawn on.
-        title: Names the data set and the contestants, or what is shown.
     """
     own = (axes.get_title(where) for axes in figure.axes for where in ("left", "center", "right"))
     if not figure.get_suptitle() and (len(figure.axes) > 1 or not any(own)):
@@ -97,12 +82,7 @@ def put_title(figure: Figure, title: str) -> None:
 
 
 def fill_evenly(text: str, width: int) -> str:
-    """A text in as few lines as its words need, all about equally long.
-
-    Args:
-        text: To break.
-        width: Most letters of a line.
-    """
+    """A text in as few lines as its words need, all about equally long."""
     count = len(textwrap.wrap(text, width))
     longest = max(map(len, text.split()), default=1)
     return textwrap.fill(
@@ -110,14 +90,53 @@ def fill_evenly(text: str, width: int) -> str:
     )
 
 
-def draw_images(axes: Axes, images: np.ndarray, columns: int) -> None:
-    """Images side by side, each on its own grey scale around zero.
+def look(number: int, width: float = 1.6) -> dict[str, Any]:
+    """Colour and dashes of a line by its number."""
+    return {"color": PALETTE[number], "linestyle": DASHES[number], "linewidth": width}
 
-    Args:
-        axes: Where.
-        images: Shape (k, size, size).
-        columns: Images in a row.
-    """
+
+Lines = Mapping[str, Sequence[Any]]  # name -> (x, y) from every seed
+
+
+def fill_lines(lines: Lines, axis: Mapping[str, Any], title: str = "", columns: int = 2) -> Callable[[Figure], None]:
+    """Draws a line per seed, those of one name alike. axis: what `Axes.set` takes."""
+
+    def fill(figure: Figure) -> None:
+        axes = figure.subplots()
+        for number, (name, curves) in enumerate(lines.items()):
+            for place, (x, y) in enumerate(curves):
+                axes.plot(x, y, label=None if place else name, **look(number))
+        axes.set(**axis)
+        axes.grid(visible=True, axis="y")
+        if title:
+            put_title(figure, title)
+        put_legend_below(figure, axes, columns)
+
+    return fill
+
+
+def draw_band(axes: Axes, x: Any, y: Any, name: str, style: dict[str, Any], reach: float = 0.5) -> None:
+    """The median of rows y (seeds, k) as a line, and the quantiles `reach` below and above it as a band."""
+    low, middle, high = np.nanquantile(np.asarray(y, float), (0.5 - reach, 0.5, 0.5 + reach), axis=0)
+    axes.plot(x, middle, label=name, **style)
+    axes.fill_between(x, low, high, color=style["color"], alpha=0.17, linewidth=0)
+
+
+def fill_strips(rows: Mapping[str, Any], side: int) -> Callable[[Figure], None]:
+    """Draws rows of images of bits, a title over each. rows: title -> (images, pixels)."""
+
+    def fill(figure: Figure) -> None:
+        for axes, (name, images) in zip(figure.subplots(len(rows), 1, squeeze=False)[:, 0], rows.items(), strict=True):
+            tiles = [np.pad(np.array(image).reshape(side, -1), 1) for image in images]
+            axes.imshow(np.concatenate(tiles, axis=1), cmap="gray_r", interpolation="nearest")
+            axes.set_title(name, loc="left", fontsize=9)
+            axes.set_axis_off()
+
+    return fill
+
+
+def draw_images(axes: Axes, images: np.ndarray, columns: int) -> None:
+    """Images side by side, each on its own grey scale around zero."""
     rows, size = -(-len(images) // columns), images.shape[1]
     page = np.full((rows * (size + 1), columns * (size + 1)), np.nan)
     for place, image in enumerate(images):
@@ -130,25 +149,14 @@ def draw_images(axes: Axes, images: np.ndarray, columns: int) -> None:
 
 
 def save(figure: Figure, stem: Path) -> None:
-    """Write stem.png and stem.svg.
-
-    Args:
-        figure: What `draw` gave.
-        stem: The path without its ending.
-    """
+    """Write stem.png and stem.svg."""
     with mpl.rc_context(STYLE):
         figure.savefig(stem.with_suffix(".png"), dpi=160, facecolor="white")
     stem.with_suffix(".svg").write_text(_svg(figure, stem.name, transparent=False))
 
 
 def inline(figure: Figure, name: str, title: str) -> str:
-    """The figure as an <svg> element in the page's colours.
-
-    Args:
-        figure: What `draw` gave.
-        name: Unique in the page; it prefixes every id.
-        title: What a screen reader says of it.
-    """
+    """The figure as an <svg> element in the page's colours."""
     text = _svg(figure, name, transparent=True)
     text = text[text.index("<svg") :]
     for colour, variable in ((INK, "--ink"), (GRID, "--rule"), *((c, f"--c{i}") for i, c in enumerate(PALETTE))):

@@ -5,9 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from natgrad_lab.experiments import Budget, Race, Task, TaskData
+from natgrad_lab.experiments import Task, TaskData
+from natgrad_lab.experiments import race as make_race
+from natgrad_lab.experiments.base import Budget
 from natgrad_lab.experiments.contestants import adam, grid, natural_gradient, sgd
 from natgrad_lab.experiments.models import categorical_divergence, mistakes, perceptron
+from natgrad_lab.experiments.race_summary import read_runs, result
+from natgrad_lab.experiments.records import read
 
 BUDGET = Budget(seconds=60.0, steps=12)
 
@@ -54,4 +58,20 @@ def task(name="rings", among=None):
 
 
 def race(*tasks):
-    return Race("tiny", "Two rings", Settings, lambda settings: tasks or (task(among=contestants()[:2]),))
+    return make_race("tiny", "Two rings", Settings, lambda settings: tasks or (task(among=contestants()[:2]),))
+
+
+def runs(folder):
+    """Name of the record's file -> the run, of all that are finished."""
+    places = sorted(folder.records.glob("*.json"))
+    return {place.stem: record for place in places for record in read_runs([read(place)])}
+
+
+def results(folder, *tasks):
+    """The numbers of every task."""
+    return [result(one, list(runs(folder).values())) for one in tasks]
+
+
+def on_tasks(experiment, tasks):
+    """A race with other tasks: settings -> tasks."""
+    return make_race(experiment.name, experiment.summary, experiment.settings, tasks)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from natgrad_lab.experiments import LabError, Picture, Piece, Section, Story, Study, Table
+from natgrad_lab.experiments import Experiment, LabError, Picture, Piece, Section, Story, Table
 
 
 @dataclass(frozen=True)
@@ -59,4 +59,4 @@ def pieces(settings):
     )
 
 
-STUDY = Study("walks", "Walks along a line", Settings, pieces, tell, seeds=2)
+STUDY = Experiment("walks", "Walks along a line", Settings, pieces, tell, seeds=2)

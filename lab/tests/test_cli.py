@@ -1,7 +1,6 @@
 """The command as a user types it: what it prints, what it refuses, how it stops and goes on."""
 
 import io
-import json
 import os
 import re
 import signal
@@ -15,7 +14,8 @@ from typer.testing import CliRunner
 
 from natgrad_lab import cli
 from natgrad_lab.data import DataError, digits
-from natgrad_lab.experiments import EXPERIMENTS, MINUTES, describe_settings, find
+from natgrad_lab.experiments import EXPERIMENTS, find, override
+from natgrad_lab.experiments.settings import describe_settings
 
 FEW = ("--seeds", "1", "--set", "steps=1", "--set", "threads=1")
 
@@ -32,11 +32,30 @@ def test_list_names_every_experiment():
 
 
 def test_list_says_how_many_minutes_each_takes():
-    assert set(MINUTES) == set(EXPERIMENTS)
+    assert all(find(name).minutes for name in EXPERIMENTS)
     said = natgrad("list").output
     assert re.search(r"^digits +3 min +A classifier and an autoencoder", said, re.M)
     assert re.search(r"^malago_2023_toy +9 s ", said, re.M)
     assert not re.search(r"(minutes?|hour)( on|\)|$)", said.rpartition("Minutes are")[0])
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_has_a_size_of_about_a_minute(name):
+    experiment = find(name)
+    assert experiment.quick or experiment.minutes <= 1
+    for size in ("quick", "paper"):
+        values = {key: value for key, value in experiment.size(size).items() if key != "seeds"}
+        settings = override(experiment.settings, ["device=meta"], values)
+        assert {key: getattr(settings, key) for key in values} == values
+        assert settings.device == "meta"
+
+
+def test_a_size_has_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = natgrad("run", "digits", "--size", "quick", "--set", "steps=1")
+    assert said.exit_code == 0, said.output
+    assert len(list(tmp_path.glob("runs/digits-quick/records/*.seed-*.json"))) == 8
+    assert "--size is 'huge', expected quick or paper" in natgrad("run", "digits", "--size", "huge").output
 
 
 def test_a_terminal_hears_at_once_that_something_happens():
@@ -174,18 +193,14 @@ def start(out):
     )  # fmt: skip
 
 
-def test_an_interrupt_leaves_a_checkpoint(tmp_path):
+def test_an_interrupt_is_heard_between_two_steps(tmp_path):
     process = start(tmp_path)
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("records/*.part")) and process.poll() is None and time.monotonic() < deadline:
+    while not list(tmp_path.glob("records/*.json")) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "the same command goes on from here" in said
     assert "Traceback" not in said
-    parts, checkpoints = list(tmp_path.glob("records/*.part")), list(tmp_path.glob("records/*.checkpoint"))
-    assert len(parts) == 1
-    assert [path.stem for path in parts] == [path.stem for path in checkpoints]
-    for line in (line for path in parts for line in path.read_text().splitlines()):
-        json.loads(line)
+    assert len(list(tmp_path.glob("records/*.checkpoint"))) <= 1

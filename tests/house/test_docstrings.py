@@ -146,7 +146,7 @@ def test_every_argument_is_documented(name: str):
 
 
 # What a step makes for itself and nobody holds in hand.
-INNER = ("Attributes", "GraphLeaves", "KnownPlaces", "Lazy", "Region", "Silence", "Taps", "Training")
+INNER = ("Attributes", "GraphLeaves", "KnownPlaces", "Lazy", "Region", "Taps")
 
 
 def test_every_public_object_shows_what_it_was_built_with():

@@ -11,23 +11,39 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import natgrad as ng
 from natgrad.energies import PersistentLikelihood, RestrictedBoltzmann
 from natgrad.ground.linalg import require_inverse
-from natgrad_lab.energies import boltzmann_digits_page as page
 from natgrad_lab.energies.boltzmann_images import CONTESTANTS, Images, images, train
 from natgrad_lab.experiments.base import LabError
-from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
+from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
+from natgrad_lab.experiments.sections import Picture, Section, Story, Table
+from natgrad_lab.experiments.settings import check_counts, check_positive
+from natgrad_lab.figures import fill_lines, fill_strips
+
+PLAIN, NATURAL = "plain gradient", "natural gradient"
+LIKELIHOOD = "maximum likelihood"
+METHOD = (
+    "Boltzmann machines on binary images. All pairs of pixels: fits by pseudo-likelihood and by ratio matching, then "
+    "maximum likelihood with persistent chains that start at digits, from the first fit. Hidden bits: persistent "
+    "chains from noise, a sweep per step, visible biases started at the pixels' log-odds, the best of three rates per "
+    "direction on held-out images; log p by annealed importance sampling. Natural steps take the joint Fisher matrix "
+    "as if both layers were independent. Ink is the number of dark pixels. Fresh draws start from noise with every "
+    "pixel's own mean. Seconds are of processor time on one thread, of the steps alone."
+)
 
 SHOWN = 12
 """Draws in a row of a picture."""
 FITS = {"pseudo-likelihood, SGD": 0.3, "ratio matching, natural": 0.6}
 """Losses of the fully visible machine and the rates that `boltzmann_ratio` chooses on MNIST."""
-RATES = {page.PLAIN: (0.1, 0.3, 1.0), page.NATURAL: (0.01, 0.03, 0.1)}
+RATES = {PLAIN: (0.1, 0.3, 1.0), NATURAL: (0.01, 0.03, 0.1)}
 
 
 @dataclass(frozen=True)
@@ -53,15 +69,11 @@ class BoltzmannDigitsSettings:
     def __post_init__(self) -> None:
         if self.data not in ("digits", "mnist"):
             raise LabError(f"data is {self.data!r}, expected digits or mnist")
-        for name in ("hidden", "batch", "chains", "sweeps", "levels", "looked_at"):
-            if getattr(self, name) < 2:
-                raise LabError(f"{name} is {getattr(self, name)}, expected a number of at least 2")
-        for name in ("fit", "likelihood", "seconds", "tuning", "damping"):
-            if not getattr(self, name) > 0:
-                raise LabError(f"{name} is {getattr(self, name)}, expected a number > 0")
+        check_counts(self, "hidden", "batch", "chains", "sweeps", "levels", "looked_at", least=2)
+        check_positive(self, "fit", "likelihood", "seconds", "tuning", "damping")
 
 
-def visible(run: StudyRun) -> Numbers:
+def visible(run: PieceRun) -> Numbers:
     """Ink of chains of both fits, and of the machine after maximum likelihood; draws."""
     s: BoltzmannDigitsSettings = run.settings
     shown = images(s.data, s.looked_at)
@@ -74,12 +86,12 @@ def visible(run: StudyRun) -> Numbers:
             fitted[name] = point.get("params")
         found[name] = follow_ink(run, machine, fitted[name], shown)
     params, kept = raise_likelihood(run, machine, fitted[next(iter(FITS))], shown)
-    found[page.LIKELIHOOD] = {"kept": write_ink(kept), "kept draws": list_images(kept)}
-    found[page.LIKELIHOOD] |= follow_ink(run, machine, params, shown)
+    found[LIKELIHOOD] = {"kept": write_ink(kept), "kept draws": list_images(kept)}
+    found[LIKELIHOOD] |= follow_ink(run, machine, params, shown)
     return found
 
 
-def follow_ink(run: StudyRun, machine: ng.Boltzmann, params: dict[str, Tensor], shown: Images) -> Numbers:
+def follow_ink(run: PieceRun, machine: ng.Boltzmann, params: dict[str, Tensor], shown: Images) -> Numbers:
     """Mean and deviation of the number of dark pixels after 1, 3, 10 ... sweeps from digits and from noise."""
     s: BoltzmannDigitsSettings = run.settings
     generator = torch.Generator().manual_seed(run.seed)
@@ -100,7 +112,7 @@ def list_sweeps(most: int) -> list[int]:
 
 
 def raise_likelihood(
-    run: StudyRun, machine: ng.Boltzmann, params: dict[str, Tensor], shown: Images
+    run: PieceRun, machine: ng.Boltzmann, params: dict[str, Tensor], shown: Images
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Natural steps of maximum likelihood on all pairs of pixels, chains started at digits; the chains too.
 
@@ -164,7 +176,7 @@ def learn(
         params,
         draw_noise(shown, s.chains, generator),
         rate,
-        natural=name == page.NATURAL,
+        natural=name == NATURAL,
         damping=s.damping,
         generator=generator,
     )
@@ -195,7 +207,7 @@ def measure_likelihood(
         return float(machine.log_p(params, x).mean() - constant), float(error)
 
 
-def choice(run: StudyRun) -> Numbers:
+def choice(run: PieceRun) -> Numbers:
     """log p of training images that are held out, for each rate."""
     s: BoltzmannDigitsSettings = run.settings
     apart = images(s.data, s.looked_at).hold_out()
@@ -209,7 +221,7 @@ def choice(run: StudyRun) -> Numbers:
     return found
 
 
-def race(run: StudyRun) -> Numbers:
+def race(run: PieceRun) -> Numbers:
     """Both directions at their best rates: likelihood over seconds, states of the chains, fresh draws."""
     s: BoltzmannDigitsSettings = run.settings
     shown, found = images(s.data, s.looked_at), {}
@@ -252,6 +264,83 @@ def list_images(x: Tensor) -> list[list[int]]:
     return x[:: max(1, len(x) // SHOWN)][:SHOWN].int().tolist()
 
 
+def tell(findings: Findings) -> Story:
+    """Sections for the parts that are finished."""
+    sections = []
+    if found := findings.of("visible"):
+        sections.append(_visible(found[0]))
+    if runs := findings.of("race"):
+        sections.append(_hidden(runs))
+    lead = sections[-1].verdict if sections else "Nothing is finished yet."
+    return Story("Draws of Boltzmann machines", lead, METHOD, tuple(sections))
+
+
+def _visible(found: Numbers) -> Section:
+    fits = {name: one for name, one in found.items() if isinstance(one, dict)}
+    sweeps = [str(count) for count, *_ in next(iter(fits.values()))["noise"]]
+    rows = tuple(
+        (f"{name}, from {start}", *(_write_ink(point[1:]) for point in one[start]))
+        for name, one in fits.items()
+        for start in ("digits", "noise")
+    )
+    note = f"Dark pixels, mean (deviation between images). Test images: {_write_ink(found['data'])}."
+    table = Table("Ink by sweeps of Gibbs sampling", ("", *sweeps), rows, note)
+    said = [f"{name} {one['noise'][-1][1]:.0f}" for name, one in fits.items()]
+    verdict = f"Ink of draws from noise: {', '.join(said)}; of test images {found['data'][0]:.0f}."
+    shown: dict[str, Any] = {"test images": found["real"]}
+    shown |= {f"{name}: chains from noise": one["noise draws"] for name, one in fits.items()}
+    shown["maximum likelihood: chains that were kept"] = fits[LIKELIHOOD]["kept draws"]
+    return Section(
+        "All pairs of pixels",
+        verdict,
+        (table,),
+        (_draws("visible", "Draws of machines of all pairs of pixels", shown, found["side"]),),
+    )
+
+
+def _write_ink(pair: list[float]) -> str:
+    return f"{pair[0]:.0f} ({pair[1]:.0f})"
+
+
+def _hidden(runs: list[Numbers]) -> Section:
+    names = list(runs[0]["runs"])
+    rows = tuple(_row(name, [run["runs"][name] for run in runs]) for name in names)
+    heads = ("", "rate", "steps", "log p of a test image, nats", "ink of fresh draws")
+    note = f"Medians over {len(runs)} seeds, ranges in brackets. Ink of test images: {_write_ink(runs[0]['data'])}."
+    shown: dict[str, Any] = {"test images": runs[0]["real"]}
+    for name in names:
+        one = runs[0]["runs"][name]
+        shown |= {f"{name}: fresh draws": one["fresh draws"], f"{name}: chains that were kept": one["kept draws"]}
+    ends = {name: median(run["runs"][name]["curve"][-1][2] for run in runs) for name in names}
+    said = ", ".join(f"{name} {value:.1f}" for name, value in ends.items())
+    pictures = (_curves(runs), _draws("hidden", "Draws of machines with hidden bits", shown, runs[0]["side"]))
+    return Section("Hidden bits", f"log p in nats: {said}.", (Table("At the end", heads, rows, note),), pictures)
+
+
+def _row(name: str, runs: list[Numbers]) -> tuple[str, ...]:
+    ends = [run["curve"][-1] for run in runs]
+    values = [end[2] for end in ends]
+    return (
+        name,
+        f"{runs[0]['rate']:g}",
+        f"{median(end[1] for end in ends):,.0f}",
+        f"{median(values):.1f} ({min(values):.1f} to {max(values):.1f})",
+        f"{median(run['ink'][0] for run in runs):.0f}",
+    )
+
+
+def _curves(runs: list[Numbers]) -> Picture:
+    names = list(runs[0]["runs"])
+    lines = {name: [np.array(run["runs"][name]["curve"], float)[:, [0, 2]].T for run in runs] for name in names}
+    axis = {"xlabel": "CPU seconds", "ylabel": "log p of a test image, nats"}
+    title = f"Machines with hidden bits: a line per seed (of {len(runs)})"
+    return Picture("likelihood", "log p over seconds", fill_lines(lines, axis, title), (5.0, 3.9))
+
+
+def _draws(stem: str, title: str, shown: dict[str, Any], side: int) -> Picture:
+    return Picture(f"draws-{stem}", title, fill_strips(shown, side), (8.0, 1.0 * len(shown)))
+
+
 def pieces(settings: BoltzmannDigitsSettings) -> tuple[Piece, ...]:
     """The visible machine, then the rates and the race of those with hidden bits."""
     return (
@@ -261,11 +350,13 @@ def pieces(settings: BoltzmannDigitsSettings) -> tuple[Piece, ...]:
     )
 
 
-STUDY = Study(
+STUDY = Experiment(
     "boltzmann_digits",
     "Draws of Boltzmann machines on MNIST: the ink of chains, and hidden bits by maximum likelihood",
     BoltzmannDigitsSettings,
     pieces,
-    page.tell,
+    tell,
     seeds=3,
+    minutes=8,
+    quick={"seeds": 1, "data": "digits", "fit": 2.0, "likelihood": 3.0, "seconds": 4.0, "hidden": 50},
 )

@@ -15,7 +15,7 @@ import natgrad as ng
 from natgrad.energies.boltzmann_preconditioner import PairPreconditioner
 from natgrad_lab import data
 from natgrad_lab.experiments.base import LabError
-from natgrad_lab.experiments.study import Numbers
+from natgrad_lab.experiments.frame import Numbers
 
 Loss = Callable[[Any, Tensor], Tensor]
 
@@ -67,13 +67,7 @@ def build_preconditioned(params: dict[str, Tensor], machine: ng.Boltzmann, rate:
 
 
 class RowsDescent(torch.optim.Optimizer):
-    """Heavy-ball momentum .9 of P g, P the metric's inverse by rows: no product with the metric.
-
-    Args:
-        params: h and J.
-        machine: Whose they are.
-        lr: Rate.
-    """
+    """Heavy-ball momentum .9 of P g, P the metric's inverse by rows: no product with the metric."""
 
     def __init__(self, params: dict[str, Tensor], machine: ng.Boltzmann, lr: float) -> None:
         super().__init__(params.values(), {"lr": lr})

@@ -7,20 +7,42 @@ optimum is known in closed form; and couplings between all pixels of handwritten
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 from torch import Tensor
 
 import natgrad as ng
 from natgrad.energies.gauss_markov import lattice
 from natgrad.ground.linalg import eigh
 from natgrad.ground.spaces import Space
-from natgrad_lab.energies import boltzmann_page
 from natgrad_lab.energies.boltzmann_exact import LOSSES, ExactMachine, descend, natural, path
 from natgrad_lab.energies.boltzmann_images import CONTESTANTS, EnergyContestant, draws, images, train
 from natgrad_lab.experiments.base import LabError
-from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
+from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
+from natgrad_lab.experiments.sections import Picture, Section, Story, Table
+from natgrad_lab.experiments.settings import check_counts, check_positive
+from natgrad_lab.figures import PALETTE, fill_lines, fill_strips, put_legend_below
+from natgrad_lab.words import short
+
+METHOD = (
+    "The machine: log p(x) = h . s + sum J_ij s_i s_j + constant over spins s in {-1, 1}, all h and J drawn from N(0, "
+    "scale^2). The data are its exact distribution: every state, weighted with its probability. All runs start at "
+    "zero. Natural steps are undamped, at rate 1. Gradient descent has the best of ten rates, 1/64 to 8. KL is that "
+    "from the truth to the model, in nats. The larger machine has its couplings scaled by sqrt(units / more units). "
+    "The field: a square lattice, couplings -1, the diagonal such that the lowest eigenvalue of the precision is the "
+    "one named; gradient descent has the best constant rate, 2 / (lowest + highest curvature). Images: mini-batches, "
+    "biases started at the pixels' logits, the best of three rates per contestant on training images held out, "
+    "seconds of processor time on one thread without evaluation."
+)
+TWO_LOSSES = ("ratio matching", "pseudo-likelihood")
 
 SCALES = (0.3, 0.6, 1.0)
 RATES = tuple(2.0**power for power in range(-6, 4))  # of gradient descent; 8 diverges for every loss and scale
@@ -53,12 +75,8 @@ class BoltzmannRatioSettings:
     def __post_init__(self) -> None:
         if not 2 <= self.units <= 10 or not 2 <= self.more <= 20:
             raise LabError(f"units is {self.units} and more {self.more}, expected 2 to 10 and 2 to 20")
-        for name in ("steps", "examples", "batch", "looked_at", "sweeps"):
-            if getattr(self, name) < 1:
-                raise LabError(f"{name} is {getattr(self, name)}, expected a positive number")
-        for name in ("goal", "seconds"):
-            if not getattr(self, name) > 0:
-                raise LabError(f"{name} is {getattr(self, name)}, expected a positive number")
+        check_counts(self, "steps", "examples", "batch", "looked_at", "sweeps")
+        check_positive(self, "goal", "seconds")
         if self.field < 2:
             raise LabError(f"field is {self.field}, expected at least 2")
         if not 0 < self.tuning <= 1:
@@ -79,7 +97,7 @@ class BoltzmannRatioSettings:
         return {name: CONTESTANTS[name] for name in names}
 
 
-def exact(run: StudyRun) -> Numbers:
+def exact(run: PieceRun) -> Numbers:
     """For every scale and loss: KL after each natural step, and how many steps gradient descent takes."""
     s: BoltzmannRatioSettings = run.settings
     found: Numbers = {}
@@ -92,7 +110,7 @@ def exact(run: StudyRun) -> Numbers:
     return found
 
 
-def compare_directions(run: StudyRun, known: ExactMachine, loss: str, begun: float) -> Numbers:
+def compare_directions(run: PieceRun, known: ExactMachine, loss: str, begun: float) -> Numbers:
     """Both directions on one loss; gradient descent at the best of ten rates."""
     s: BoltzmannRatioSettings = run.settings
     rates = torch.tensor(RATES, dtype=torch.float64)
@@ -107,7 +125,7 @@ def compare_directions(run: StudyRun, known: ExactMachine, loss: str, begun: flo
     }
 
 
-def larger(run: StudyRun) -> Numbers:
+def larger(run: PieceRun) -> Numbers:
     """Natural steps of ratio matching on a larger machine, couplings scaled to drive each unit as strongly."""
     s: BoltzmannRatioSettings = run.settings
     found: Numbers = {}
@@ -118,12 +136,12 @@ def larger(run: StudyRun) -> Numbers:
     return found
 
 
-def field(run: StudyRun) -> Numbers:
+def field(run: PieceRun) -> Numbers:
     """Precision recovery on a lattice: one natural step, and steps of gradient descent at its best rate."""
     return {f"{floor:g}": recover_optimum(run, floor, place / len(FLOORS)) for place, floor in enumerate(FLOORS)}
 
 
-def recover_optimum(run: StudyRun, floor: float, begun: float) -> Numbers:
+def recover_optimum(run: PieceRun, floor: float, begun: float) -> Numbers:
     """From the identity to the optimum; distances are relative to the optimum's length."""
     s: BoltzmannRatioSettings = run.settings
     model = ng.GaussMarkov(s.field**2, lattice(s.field, s.field))
@@ -155,7 +173,7 @@ def laplacian(model: ng.GaussMarkov, floor: float) -> dict[str, Tensor]:
     return model.parameters(torch.diag(floor - matrix.sum(1)) + matrix)
 
 
-def descent(run: StudyRun, curvature: Tensor, error: Tensor, rate: float, close: float, begun: float) -> int | None:
+def descent(run: PieceRun, curvature: Tensor, error: Tensor, rate: float, close: float, begun: float) -> int | None:
     """Steps of gradient descent on a quadratic until the error is that short; None if that takes over a million."""
     for step in range(1, 1_000_001):
         error = error - rate * (curvature @ error)
@@ -166,7 +184,7 @@ def descent(run: StudyRun, curvature: Tensor, error: Tensor, rate: float, close:
     return None
 
 
-def choice(run: StudyRun) -> Numbers:
+def choice(run: PieceRun) -> Numbers:
     """Every contestant's best rate, by its own loss on the last training images after a part of the seconds."""
     s: BoltzmannRatioSettings = run.settings
     apart = images(s.data, s.looked_at).hold_out()
@@ -189,7 +207,7 @@ def best(tried: Numbers) -> float:
     return min(losses, key=lambda rate: losses[rate])
 
 
-def race(run: StudyRun) -> Numbers:
+def race(run: PieceRun) -> Numbers:
     """Test losses over seconds of every contestant at its rate, and draws from what it has learnt."""
     s: BoltzmannRatioSettings = run.settings
     shown, found = images(s.data, s.looked_at), {}
@@ -202,6 +220,195 @@ def race(run: StudyRun) -> Numbers:
         params = points[-1].pop("params")
         found[name] = {"points": points, "draws": draws(params, shown, 8, s.sweeps)}
     return {"side": shown.side, "contestants": found, "real": shown.test[:: len(shown.test) // 8][:8].int().tolist()}
+
+
+def tell(findings: Findings) -> Story:
+    """Sections for the parts that are finished."""
+    sections = []
+    if findings.of("exact"):
+        sections.append(_exact(findings))
+    if findings.of("field"):
+        sections.append(_field(findings.of("field"), findings.settings.examples))
+    if findings.of("race"):
+        sections.append(_images(findings))
+    return Story("Boltzmann machines by ratio matching", _lead(findings), METHOD, tuple(sections))
+
+
+def _lead(findings: Findings) -> str:
+    said = []
+    for one in findings.of("exact")[:1]:
+        counts = [(f"scale {scale}", write_step_counts(findings.of("exact"), scale, "ratio matching")) for scale in one]
+        said += [f"{name}: {ours} natural steps, {theirs} of gradient descent" for name, (ours, theirs) in counts]
+    return f"To KL {findings.settings.goal:g}: " + "; ".join(said) + "." if said else "Nothing exact is finished yet."
+
+
+def write_step_counts(runs: Sequence[Numbers], scale: str, loss: str) -> tuple[str, str]:
+    """Natural steps and gradient steps over the seeds, as ranges."""
+    cells = [run[scale][loss] for run in runs]
+    ours = [count_steps_to_goal(cell["natural"]) for cell in cells]
+    return write_range(ours), write_range([cell["descent"] for cell in cells])
+
+
+def count_steps_to_goal(gaps: Sequence[float | None]) -> int | None:
+    """Steps until the goal; None for a run that diverged, which ends with a KL that is far or not a number."""
+    return len(gaps) - 1 if gaps[-1] is not None and gaps[-1] < 1 else None
+
+
+def write_range(counts: Sequence[int | None]) -> str:
+    """Least to greatest; never: a run that did not get there."""
+    there = sorted(count for count in counts if count is not None)
+    if not there:
+        return "never"
+    span = f"{there[0]:,}" if there[0] == there[-1] else f"{there[0]:,} to {there[-1]:,}"
+    return span if len(there) == len(counts) else f"{span}, {len(counts) - len(there)} of {len(counts)} never"
+
+
+def _exact(findings: Findings) -> Section:
+    runs, more = findings.of("exact"), findings.of("larger")
+    scales, losses = list(runs[0]), list(runs[0][next(iter(runs[0]))])
+    rows = []
+    for scale in scales:
+        for loss in losses:
+            ours, theirs = write_step_counts(runs, scale, loss)
+            rows.append((f"scale {scale}, {loss}", ours, theirs))
+    for scale in scales if more else ():
+        ends = write_range([count_steps_to_goal(run[scale]) for run in more])
+        rows.append((f"scale {scale}, ratio matching, {findings.settings.more} units", ends, "not run"))
+    table = Table(
+        f"Steps to KL {findings.settings.goal:g}",
+        ("", "natural gradient", "gradient descent, best rate"),
+        tuple(rows),
+        f"Over {len(runs)} seeds. Gradient descent had at most {findings.settings.steps:,} steps.",
+    )
+    units = findings.settings.units
+    picture = Picture("exact", f"KL over steps, {units} units", _paths(runs, units), (9.0, 3.8))
+    return Section(f"{units} spins, known exactly", _lead(findings), (table,), (picture,))
+
+
+def _paths(runs: Sequence[Numbers], units: int) -> Callable[[Figure], None]:
+    title = f"Boltzmann machine of {units} spins, exact: natural gradient (solid) and gradient descent (dashed)"
+    seeds = f"first of {len(runs)} seeds with marks, the others faint" if len(runs) > 1 else "one seed"
+
+    def fill(figure: Figure) -> None:
+        for axes, scale in zip(_axes(figure, 1, len(runs[0])), runs[0], strict=True):
+            for number, run in reversed(list(enumerate(runs))):
+                for colour, mark, (loss, found) in zip(PALETTE, "os^", run[scale].items(), strict=False):
+                    look = (
+                        {"color": colour, "marker": mark, "markersize": 4.5}
+                        if number == 0
+                        else {"color": colour, "alpha": 0.3}
+                    )
+                    _way(axes, found, loss if number == 0 else None, look)
+            axes.set_xscale("symlog", linthresh=1)
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+            axes.tick_params(axis="x", labelsize=7)
+            axes.set_yscale("log")
+            axes.set_ylim(1e-8, 30)  # a run that diverges leaves at the top
+            axes.set_title(f"couplings from N(0, {scale}²)", loc="left", fontsize=10)
+            axes.set_xlabel("steps")
+        figure.axes[0].set_ylabel("KL in nats")
+        figure.suptitle(f"{title}; {seeds}", x=0.01, ha="left", fontsize=9)
+        put_legend_below(figure, figure.axes[0], 3)
+
+    return fill
+
+
+def _way(axes: Axes, found: Numbers, name: str | None, look: dict[str, Any]) -> None:
+    """Natural steps as a solid line, those of gradient descent as a dashed one."""
+    axes.plot(range(len(found["natural"])), found["natural"], "-", linewidth=1.8, label=name, **look)
+    if found["path"]:
+        steps, gaps = zip(*found["path"], strict=True)
+        axes.plot(steps, gaps, "--", linewidth=1.2, markevery=max(len(steps) // 8, 1), **look)
+
+
+def _axes(figure: Figure, rows: int, columns: int) -> list[Axes]:
+    return list(np.atleast_1d(figure.subplots(rows, columns, sharey=True)).ravel())
+
+
+def _field(runs: Sequence[Numbers], examples: int) -> Section:
+    rows = []
+    for floor in runs[0]:
+        cells = [run[floor] for run in runs]
+        rows.append(
+            (
+                f"lowest eigenvalue {floor}",
+                short(statistics.median(cell["condition"] for cell in cells)),
+                f"1, to {max(cell['natural'] for cell in cells):.0e}",
+                write_range([cell["descent"] for cell in cells]),
+                f"{100 * statistics.median(cell['truth'] for cell in cells):.1f} %",
+            )
+        )
+    heads = (
+        "",
+        "condition of the metric",
+        "natural steps, distance left",
+        "gradient descent to 1e-3",
+        "from the truth",
+    )
+    note = "Distances are relative to the optimum's length; the last column is the optimum's own, from few examples."
+    worst = max(cell["natural"] for run in runs for cell in run.values())
+    verdict = (
+        f"One natural step from the identity ends at the optimum of score matching on {examples:,} examples, within "
+        f"{worst:.0e}, whatever the condition; gradient descent pays for it in proportion."
+    )
+    return Section("Precision of a Gauss-Markov field", verdict, (Table("A lattice", heads, tuple(rows), note),))
+
+
+def _images(findings: Findings) -> Section:
+    runs, chosen = findings.of("race"), findings.of("choice")
+    names = list(runs[0]["contestants"])
+    rows = tuple(_row(name, runs, chosen[0][name] if chosen else {}) for name in names)
+    heads = ("", "rate", "steps", *(f"{loss}, {part}" for loss in TWO_LOSSES for part in ("test", "training")))
+    table = Table(
+        f"After {findings.settings.seconds:g} seconds", heads, rows, f"Means over {len(runs)} seeds (spread)."
+    )
+    pictures = [
+        Picture(f"images-{n}", f"Test {loss}", _curves(runs, loss, findings.settings.data), (5.0, 3.9))
+        for n, loss in enumerate(TWO_LOSSES)
+    ]
+    pictures.append(Picture("draws", "Draws by Gibbs sampling", _draws(runs[0]), (9.0, 1.2 * (len(names) + 1))))
+    return Section(f"Pixels of digits ({findings.settings.data})", _verdict(runs), (table,), tuple(pictures))
+
+
+def final(runs: Sequence[Numbers], name: str, loss: str) -> list[float]:
+    """The last test loss of every seed; infinite where it is not a number."""
+    found = [run["contestants"][name]["points"][-1][loss] for run in runs]
+    return [float("inf") if value is None else value for value in found]
+
+
+def _verdict(runs: Sequence[Numbers]) -> str:
+    said = []
+    for loss in TWO_LOSSES:
+        means = {name: statistics.fmean(final(runs, name, loss)) for name in runs[0]["contestants"]}
+        first, second = sorted(means, key=lambda name: means[name])[:2]
+        said.append(f"Lowest test {loss}: {first}, {short(means[first])}; next {second}, {short(means[second])}.")
+    return " ".join(said)
+
+
+def _row(name: str, runs: Sequence[Numbers], tried: Numbers) -> tuple[str, ...]:
+    steps = statistics.fmean(run["contestants"][name]["points"][-1]["steps"] for run in runs)
+    finite = {rate: loss for rate, loss in tried.items() if loss is not None}
+    rate = min(finite, key=lambda r: finite[r]) if finite else "-"
+    cells = []
+    for loss in (f"{loss}{part}" for loss in TWO_LOSSES for part in ("", ", training")):
+        values = final(runs, name, loss)
+        cells.append(f"{short(statistics.fmean(values))} ({short(max(values) - min(values))})")
+    return (name, rate, f"{steps:,.0f}", *cells)
+
+
+def _curves(runs: Sequence[Numbers], loss: str, data: str) -> Callable[[Figure], None]:
+    lines = {}
+    for name in runs[0]["contestants"]:
+        points = [[p for p in run["contestants"][name]["points"][1:] if p[loss] is not None] for run in runs]
+        lines[name] = [([p["seconds"] for p in some], [p[loss] for p in some]) for some in points]
+    axis = {"xlabel": "CPU seconds", "ylabel": f"{loss}, test images", "yscale": "log"}
+    return fill_lines(lines, axis, f"Boltzmann machines on {data}: a line per seed")
+
+
+def _draws(run: Numbers) -> Callable[[Figure], None]:
+    shown: dict[str, Any] = {"test images": run["real"]}
+    shown |= {name: found["draws"] for name, found in run["contestants"].items()}
+    return fill_strips(shown, run["side"])
 
 
 def pieces(settings: BoltzmannRatioSettings) -> tuple[Piece, ...]:
@@ -217,11 +424,13 @@ def pieces(settings: BoltzmannRatioSettings) -> tuple[Piece, ...]:
     return tuple(piece for part in PARTS if part in settings.parts.split(",") for piece in of[part])
 
 
-STUDY = Study(
+STUDY = Experiment(
     "boltzmann_ratio",
     "Boltzmann machines by ratio matching and a Gauss-Markov field: exact, then on digits",
     BoltzmannRatioSettings,
     pieces,
-    boltzmann_page.tell,
+    tell,
     seeds=3,
+    minutes=3,
+    quick={"seeds": 1, "seconds": 1.5, "more": 8},
 )

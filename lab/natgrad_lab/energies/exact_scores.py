@@ -50,13 +50,7 @@ def trace_spiral(turns: int) -> Curve:
 
 
 def exact_score(traced: Curve, x: Tensor, noise: float) -> Tensor:
-    """d log p / dx of the curve's mass under noise, (b, 2): (E[point | x] - x) / variance.
-
-    Args:
-        traced: The curve.
-        x: Where, shape (b, 2).
-        noise: Standard deviation of what was added.
-    """
+    """d log p / dx of the curve's mass under noise, (b, 2): (E[point | x] - x) / variance."""
     variance = traced.variance + noise**2
     parts = []
     for some in x.double().split(100):

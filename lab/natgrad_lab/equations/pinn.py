@@ -7,15 +7,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 from torch.func import functional_call, vmap
 
 import natgrad as ng
 from natgrad.residuals import draw_where_large
-from natgrad_lab.equations import pinn_page
 from natgrad_lab.equations.problems import (
     Box,
     EquationProblem,
@@ -27,14 +29,15 @@ from natgrad_lab.equations.problems import (
     inverse,
     poisson,
 )
-from natgrad_lab.experiments.base import LabError
-from natgrad_lab.experiments.study import Findings, Numbers, Piece, Study, StudyRun
+from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
+from natgrad_lab.experiments.sections import Picture, Section, Story, Table
+from natgrad_lab.experiments.settings import check_counts, check_positive
+from natgrad_lab.figures import fill_lines
+from natgrad_lab.words import span
 
 GRID = 51
-CANDIDATES = 6
-"""How many draws are the pool of which points are taken where residuals are large."""
-EVERY = {"ng.residuals": 20, "Adam": 200}
-"""Steps between such points: about as often per second."""
+CANDIDATES = 6  # draws that are the pool of which points are taken where residuals are large
+EVERY = {"ng.residuals": 20, "Adam": 200}  # steps between such points: about as often per second
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,8 @@ class PinnSettings:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name in ("seconds", "adam"):
-            if not getattr(self, name) > 0:
-                raise LabError(f"{name} is {getattr(self, name)}, expected a positive number")
-        for name in ("width", "depth"):
-            if getattr(self, name) < 1:
-                raise LabError(f"{name} is {getattr(self, name)}, expected at least 1")
+        check_positive(self, "seconds", "adam")
+        check_counts(self, "width", "depth")
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,32 @@ class LayerSettings(PinnSettings):
     seconds: float = 20.0
     width: int = 20
     depth: int = 3
+
+
+def solve(make: Callable[[], EquationProblem], method: str, run: PieceRun) -> Numbers:
+    """Relative error against CPU seconds and steps; solution and error field on a grid at the end."""
+    s: PinnSettings = run.settings
+    problem, generator = make(), torch.Generator().manual_seed(run.seed)
+    unknowns = problem.unknowns(run.seed, s.width, s.depth)
+    points = draw_points(problem, unknowns, s, generator, EVERY[method])
+    x = lay_grid(problem.box)
+    exact = problem.solution(x)
+    spent, steps, looks = 0.0, 0, 1
+    curve = [(0.0, 0, relative_error(unknowns, x, exact))]
+    training = METHODS[method](problem, unknowns, s, points)
+    while spent < s.seconds:
+        run.advance(spent / s.seconds)
+        began = time.process_time()
+        next(training)
+        spent, steps = spent + time.process_time() - began, steps + 1
+        if spent >= s.seconds * (looks / 60) or spent >= s.seconds:
+            looks += 1
+            curve.append((spent, steps, relative_error(unknowns, x, exact)))
+    with torch.no_grad():
+        found = unknowns["u"](x).squeeze(1)
+    fields = {"solution": found.view(GRID, GRID).tolist(), "error": (found - exact).view(GRID, GRID).tolist()}
+    coefficient = {"k": float(unknowns["k"].detach())} if "k" in unknowns else {}
+    return {"curve": curve, "steps": steps} | fields | coefficient
 
 
 def by_residuals(
@@ -91,6 +116,9 @@ def by_adam(
         mean_squares(problem, unknowns, some).backward()
         opt.step()
         yield
+
+
+METHODS = {"ng.residuals": by_residuals, "Adam": by_adam}
 
 
 def mean_squares(problem: EquationProblem, unknowns: dict[str, Any], points: Any) -> Tensor:
@@ -131,39 +159,6 @@ def draw_points(
             points = points | {name: draw_where_large(pool, residuals, len(points[name]), generator=generator)}
 
 
-METHODS = {"ng.residuals": by_residuals, "Adam": by_adam}
-
-
-def solve(make: Callable[[], EquationProblem], method: str, run: StudyRun) -> Numbers:
-    """Relative error against CPU seconds and steps; solution and error field on a grid at the end."""
-    s: PinnSettings = run.settings
-    problem, generator = make(), torch.Generator().manual_seed(run.seed)
-    unknowns = problem.unknowns(run.seed, s.width, s.depth)
-    points = draw_points(problem, unknowns, s, generator, EVERY[method])
-    x = lay_grid(problem.box)
-    exact = problem.solution(x)
-    spent, steps, looks = 0.0, 0, 1
-    curve = [(0.0, 0, relative_error(unknowns, x, exact))]
-    training = METHODS[method](problem, unknowns, s, points)
-    while spent < s.seconds:
-        run.advance(spent / s.seconds)
-        began = time.process_time()
-        next(training)
-        spent, steps = spent + time.process_time() - began, steps + 1
-        if spent >= s.seconds * (looks / 60) or spent >= s.seconds:
-            looks += 1
-            curve.append((spent, steps, relative_error(unknowns, x, exact)))
-    with torch.no_grad():
-        found = unknowns["u"](x).squeeze(1)
-    numbers: Numbers = {
-        "curve": curve,
-        "steps": steps,
-        "solution": found.view(GRID, GRID).tolist(),
-        "error": (found - exact).view(GRID, GRID).tolist(),
-    }
-    return numbers | ({"k": float(unknowns["k"].detach())} if "k" in unknowns else {})
-
-
 def lay_grid(box: Box) -> Tensor:
     """Points of the rectangle, row by row, the first coordinate running fastest."""
     ticks = [torch.linspace(*side, GRID, dtype=torch.float64) for side in box]
@@ -176,26 +171,74 @@ def relative_error(unknowns: dict[str, Any], x: Tensor, exact: Tensor) -> float:
         return float((unknowns["u"](x).squeeze(1) - exact).norm() / exact.norm())
 
 
-def pieces(make: Callable[[], EquationProblem], s: PinnSettings) -> tuple[Piece, ...]:
-    """One per method."""
-    return tuple(Piece(method, method, partial(solve, make, method)) for method in METHODS)
+def tell(summary: str, make: Callable[[], EquationProblem], findings: Findings) -> Story:
+    """One section, of the methods that are finished."""
+    s, told, problem = findings.settings, findings.collect(METHODS), make()
+    points = "points drawn anew where residuals are large" if problem.adaptive else "the same points"
+    points = "the same points, drawn anew at every step" if s.redraw else points
+    method = (
+        f"A network {'-'.join(map(str, (2, *[s.width] * s.depth, 1)))} with tanh in double precision, {s.seconds:g} "
+        f"CPU seconds of one thread for each method, {points}. The error is relative, in L2, on a grid. "
+        f"ng.residuals has no setting; Adam's rate {s.adam:g} falls on a cosine to zero."
+    )
+    ends = {name: [one["curve"][-1][2] for one in found] for name, found in told.items()}
+    lead = ", ".join(f"{name} {median(errors):.1e}" for name, errors in ends.items())
+    return Story(
+        summary, f"Relative error at the end: {lead}.", method, (_section(told, ends, problem),) if told else ()
+    )
 
 
-def make_study(
-    name: str, make: Callable[[], EquationProblem], equation: str, settings: type[PinnSettings] = PinnSettings
-) -> Study:
-    """The study of one problem."""
+def _section(told: dict[str, list[Numbers]], ends: dict[str, list[float]], problem: EquationProblem) -> Section:
+    known = problem.coefficient is not None
+    rows = []
+    for name, found in told.items():
+        coefficient = (f"{median(one['k'] for one in found):.8f}",) if known else ()
+        rows.append((name, span(ends[name], "{:.1e}"), f"{median(one['steps'] for one in found):,}", *coefficient))
+    title = "At the end: median, least and largest over seeds"
+    title += f"; the coefficient is {problem.coefficient}" if known else ""
+    table = Table(title, ("", "relative error", "steps", *(("coefficient",) if known else ())), tuple(rows))
+    lines = {name: [np.array(one["curve"])[:, [0, 2]].T for one in found] for name, found in told.items()}
+    axis = {"xlabel": "CPU seconds", "ylabel": "relative error", "yscale": "log"}
+    curves = Picture("error-seconds", "Error against CPU seconds, a line per seed", fill_lines(lines, axis))
+    size = (8.0, 3.3 * max(1, len(told)))
+    fields = Picture("fields", "The solution and its error, first seed", _fields(told, problem), size)
+    return Section("Errors", "", (table,), (curves, fields))
+
+
+def _fields(told: dict[str, list[Numbers]], problem: EquationProblem) -> Callable[[Figure], None]:
+    names, (across, upward) = problem.axes, problem.box
+
+    def fill(figure: Figure) -> None:
+        grid = figure.subplots(len(told), 2, squeeze=False)
+        for row, (method, found) in zip(grid, told.items(), strict=True):
+            for axes, key, title in zip(row, ("solution", "error"), ("u", "u - exact"), strict=True):
+                values = np.array(found[0][key])
+                most = float(np.abs(values).max()) or 1.0
+                shades = {"cmap": "viridis"} if key == "solution" else {"cmap": "RdBu_r", "vmin": -most, "vmax": most}
+                image = axes.imshow(values, origin="lower", extent=(*across, *upward), aspect="auto", **shades)
+                bar = figure.colorbar(image, ax=axes, shrink=0.85)
+                bar.ax.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
+                axes.set(xlabel=names[0], ylabel=names[1], xticks=across, yticks=upward)
+                axes.set_title(f"{method}: {title}", fontsize=10)
+
+    return fill
+
+
+def solve_by_both(name: str, make: Callable[[], EquationProblem], equation: str, thin: bool = False) -> Experiment:
+    """The experiment of one problem. thin: whether it has thin layers."""
     summary = f"{equation}: ng.residuals beside Adam"
+    pieces = tuple(Piece(method, method, partial(solve, make, method)) for method in METHODS)
+    return Experiment(
+        *(f"pinn_{name}", summary, LayerSettings if thin else PinnSettings, lambda settings: pieces),
+        partial(tell, summary, make),
+        minutes=2.5 if thin else 1,
+        quick={"seeds": 1},
+    )
 
-    def tell(findings: Findings) -> Any:
-        return pinn_page.tell(findings, summary, make(), tuple(METHODS))
 
-    return Study(name=name, summary=summary, settings=settings, pieces=partial(pieces, make), tell=tell, seeds=3)
-
-
-POISSON = make_study("pinn_poisson", poisson, "Poisson's equation on a square by a network")
-HEAT = make_study("pinn_heat", heat, "the heat equation in one dimension and time")
-HELMHOLTZ = make_study("pinn_helmholtz", helmholtz, "Helmholtz's equation on a square, k = 10")
-BURGERS = make_study("pinn_burgers", burgers, "Burgers' equation with a shock", LayerSettings)
-ALLEN_CAHN = make_study("pinn_allen_cahn", allen_cahn, "Allen and Cahn's equation, with thin layers", LayerSettings)
-INVERSE = make_study("pinn_inverse", inverse, "the heat equation's diffusion found from data")
+POISSON = solve_by_both("poisson", poisson, "Poisson's equation on a square by a network")
+HEAT = solve_by_both("heat", heat, "the heat equation in one dimension and time")
+HELMHOLTZ = solve_by_both("helmholtz", helmholtz, "Helmholtz's equation on a square, k = 10")
+BURGERS = solve_by_both("burgers", burgers, "Burgers' equation with a shock", thin=True)
+ALLEN_CAHN = solve_by_both("allen_cahn", allen_cahn, "Allen and Cahn's equation, with thin layers", thin=True)
+INVERSE = solve_by_both("inverse", inverse, "the heat equation's diffusion found from data")

@@ -1,54 +1,46 @@
 """What an experiment is, and where each one is found by its name.
 
-`EXPERIMENTS` maps a name to where it is, "module:attribute"; modules are imported when they are asked for. There are
-two kinds: a `Race` sets contestants against each other, a `Study` does pieces of work and tells what came out.
+`EXPERIMENTS` maps a name to where it is, "module:attribute"; modules are imported when they are asked for. An
+experiment is named pieces of work and a page told from their numbers; `race` makes one in which contestants minimise
+the same losses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from functools import singledispatch
 from importlib import import_module
-from pathlib import Path
-from typing import Any
 
-from natgrad_lab.experiments.base import Budget, Choice, Contestant, Job, LabError, Race, Task, TaskData
+from natgrad_lab.experiments.base import Choice, Contestant, LabError, Task, TaskData
+from natgrad_lab.experiments.frame import (
+    Experiment,
+    Findings,
+    Interrupted,
+    Piece,
+    PieceRun,
+    execute,
+    interruptible,
+)
 from natgrad_lab.experiments.metric_data import draw_another_batch, draw_unlabelled, join_unlabelled
-from natgrad_lab.experiments.race import Interrupted, Silence, Watcher, interruptible
-from natgrad_lab.experiments.race import execute as execute_race
-from natgrad_lab.experiments.records import Folder
+from natgrad_lab.experiments.race import race
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.settings import describe_settings, override
-from natgrad_lab.experiments.study import Findings, Piece, Study, StudyRun, StudyState
-from natgrad_lab.experiments.study import execute as execute_study
-from natgrad_lab.experiments.training import Training
+from natgrad_lab.experiments.settings import override
 
 __all__ = [
     "EXPERIMENTS",
-    "MINUTES",
-    "Budget",
     "Choice",
     "Contestant",
+    "Experiment",
     "Findings",
     "Interrupted",
-    "Job",
     "LabError",
     "Picture",
     "Piece",
-    "Race",
+    "PieceRun",
     "Section",
-    "Silence",
     "Story",
-    "Study",
-    "StudyRun",
-    "StudyState",
     "Table",
     "Task",
     "TaskData",
-    "Training",
-    "Watcher",
-    "describe_settings",
     "draw_another_batch",
     "draw_unlabelled",
     "execute",
@@ -56,7 +48,7 @@ __all__ = [
     "interruptible",
     "join_unlabelled",
     "override",
-    "run",
+    "race",
 ]
 
 EXPERIMENTS = {
@@ -108,59 +100,9 @@ EXPERIMENTS = {
     "vmc_helium": "natgrad_lab.quantum.runs:HELIUM",
 }
 
-MINUTES: dict[str, float] = {
-    "boltzmann_ratio": 3,
-    "boltzmann_digits": 8,
-    "digits": 3,
-    "fashion": 30,
-    "fashion_cnn": 15,
-    "autoencoder": 60,
-    "char_transformer": 15,
-    "llama_text": 15,
-    "vit_cifar": 45,
-    "vae_mnist": 15,
-    "survival": 5,
-    "ang_2020_cifar": 15,
-    "arbel_2020_toy": 2,
-    "arbel_2020_cifar": 10,
-    "koster_2010_natural_images": 3,
-    "karakida_2016_table1": 10,
-    "karakida_2016_figure1": 4,
-    "karakida_2016_gap": 15,
-    "malago_2023_toy": 0.15,
-    "malago_2023_polynomials": 0.33,
-    "malago_2023_quadratic": 0.22,
-    "malago_2023_kl_balls": 0.07,
-    "malago_2023_polarization": 0.08,
-    "malago_2023_convergence": 0.14,
-    "pascanu_2013_faces": 15,
-    "pascanu_2013_figure1": 0.7,
-    "pascanu_2013_mnist": 15,
-    "pascanu_2013_order": 15,
-    "pascanu_2013_restricted_mnist": 15,
-    "policy_cartpole": 20,
-    "policy_acrobot": 30,
-    "policy_pendulum": 20,
-    "pinn_poisson": 1,
-    "pinn_heat": 1,
-    "pinn_helmholtz": 1,
-    "pinn_burgers": 2.5,
-    "pinn_allen_cahn": 2.5,
-    "pinn_inverse": 1,
-    "score_energy_net": 3,
-    "vmc_ising": 2,
-    "vmc_helium": 60,
-    "varady_2022_lines": 7,
-    "varady_2022_digits": 7,
-    "varady_2022_mnist": 60,
-    "varady_2022_fashion": 60,
-    "varady_2022_faces": 60,
-}
-"""About what each takes with its defaults on one core of a server of 2025: measured, or reckoned from its settings."""
 
-
-def find(name: str) -> Any:
-    """The experiment of that name, a Race or a Study.
+def find(name: str) -> Experiment:
+    """The experiment of that name.
 
     Args:
         name: As `natgrad list` shows it.
@@ -174,64 +116,3 @@ def find(name: str) -> Any:
         raise LabError(f"there is no experiment {name!r}: {hint}")
     module, _, attribute = EXPERIMENTS[name].partition(":")
     return getattr(import_module(module), attribute)
-
-
-@singledispatch
-def execute(
-    experiment: Race | Study,
-    settings: Any,
-    seeds: Sequence[int],
-    path: Path,
-    watcher: Any = None,
-    stopped: Callable[[], bool] = lambda: False,
-) -> Folder:
-    """Run what is not yet finished of a race or a study.
-
-    Args:
-        experiment: As `find` gives it.
-        settings: Its settings.
-        seeds: Of the runs that are repeated.
-        path: The folder of the records.
-        watcher: What is told of the progress: a `Watcher` for a race, a function of a `StudyState` for a study.
-        stopped: Whether to stop; what is finished is kept.
-
-    Returns:
-        The folder.
-
-    Raises:
-        Interrupted: Once `stopped()` is true.
-        LabError: For seeds, settings or a folder that will not do.
-    """
-    raise TypeError(f"experiment is {type(experiment).__name__}, expected a Race or a Study")
-
-
-execute.register(Race, execute_race)
-execute.register(Study, execute_study)
-
-
-def run(race: Race, settings: Any, seed: int, task: str, contestant: str, index: int = 0) -> list[dict[str, Any]]:
-    """One run in memory: its rows, plain numbers per step.
-
-    Args:
-        race: As `find` gives it.
-        settings: Its settings.
-        seed: Of the run.
-        task: The task's name.
-        contestant: The contestant's name.
-        index: Which choice of the contestant's grid.
-
-    Raises:
-        LabError: For a contestant that the task has not.
-    """
-    job = _job(race.tasks(settings), seed, task, contestant, index)
-    examples = job.task.data().to(settings.device)
-    return list(Training(job, race.budget(settings, job.task), examples, settings.device))
-
-
-def _job(tasks: tuple[Task, ...], seed: int, task: str, contestant: str, index: int) -> Job:
-    for one in tasks:
-        for other in one.contestants:
-            if one.name == task and other.name == contestant:
-                return Job(one, other, index, seed, "race")
-    known = ", ".join(f"{t.name}: {', '.join(c.name for c in t.contestants)}" for t in tasks)
-    raise LabError(f"no {contestant!r} on {task!r}, expected one of {known}")

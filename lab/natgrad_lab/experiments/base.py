@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,11 +49,6 @@ class Contestant:
     def has_choices(self) -> bool:
         """Whether there is anything to choose: one choice races as it is."""
         return len(self.grid) > 1
-
-    @property
-    def slug(self) -> str:
-        """The name, fit for a file."""
-        return slug(self.name)
 
 
 @dataclass(frozen=True)
@@ -165,39 +159,26 @@ class TaskData:
 
 
 def pair_with_labels(split: Split) -> TaskData:
-    """Examples whose targets are the labels.
-
-    Args:
-        split: The data set.
-    """
+    """Examples whose targets are the labels."""
     return TaskData(split.train_x, split.train_y, split.test_x, split.test_y)
 
 
 def pair_with_inputs(split: Split) -> TaskData:
-    """Examples whose targets are the inputs themselves.
-
-    Args:
-        split: The data set.
-    """
+    """Examples whose targets are the inputs themselves."""
     return TaskData(split.train_x, split.train_x, split.test_x, split.test_x)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """When a run ends, and how often it is evaluated.
+    """When a run ends, and how often it is evaluated."""
 
-    Args:
-        seconds: Of training, evaluation and record keeping excluded; infinite where steps alone end a run.
-        steps: An earlier end, or None.
-        evaluations: Their number, at equal distances of time; more come at steps 1, 2, 3, 4, 6, 9 ... so that curves
-            over steps have points too. Where no time ends the run: at equal distances of steps, and at 1, 2, 4, 8 ...
-        looked_at: How many examples of each part an evaluation uses at most.
-    """
-
+    # of training, evaluation and record keeping excluded; infinite where steps alone end a run
     seconds: float = math.inf
-    steps: int | None = None
+    steps: int | None = None  # an earlier end, or None
+    # their number, at equal distances of time; more come at steps 1, 2, 3, 4, 6, 9 ... so that curves over steps have
+    # points too. Where no time ends the run: at equal distances of steps, and at 1, 2, 4, 8 ...
     evaluations: int = 40
-    looked_at: int = 10_000
+    looked_at: int = 10_000  # how many examples of each part an evaluation uses at most
 
     def __post_init__(self) -> None:
         if not self.seconds > 0:
@@ -220,21 +201,11 @@ class Budget:
         return 1.4 if self.is_timed else 2.0
 
     def spent_part(self, steps: int, seconds: float) -> float:
-        """The share of the run that is over, by what ends it first.
-
-        Args:
-            steps: Taken so far.
-            seconds: Of training so far.
-        """
+        """The share of the run that is over, by what ends it first."""
         return max(seconds / self.seconds, 0.0 if self.steps is None else steps / self.steps)
 
     def marks(self, steps: int, seconds: float) -> int:
-        """How many of the evenly spaced evaluations are due by then.
-
-        Args:
-            steps: Taken so far.
-            seconds: Of training so far.
-        """
+        """How many of the evenly spaced evaluations are due by then."""
         if self.is_timed:
             return int(seconds // (self.seconds / self.evaluations))
         assert self.steps is not None
@@ -243,113 +214,24 @@ class Budget:
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a contestant on a task.
-
-    Args:
-        task: The task.
-        contestant: The contestant.
-        index: Of the choice in the contestant's grid.
-        seed: Of the start and the order of the examples.
-        phase: "tune" or "race".
-    """
+    """One run of a contestant on a task."""
 
     task: Task
     contestant: Contestant
-    index: int
-    seed: int
-    phase: str
+    index: int  # of the choice in the contestant's grid
+    seed: int  # of the start and the order of the examples
+    phase: str  # "tune" or "race"
 
     @property
     def choice(self) -> Choice:
         """The point of the grid that this run tries."""
         return self.contestant.grid[self.index]
 
-    @property
-    def name(self) -> str:
-        """The stem of the run's file, unique within a race."""
-        part = f"tune-{self.index}" if self.phase == "tune" else f"seed-{self.seed}"
-        return f"{self.task.name}.{self.contestant.slug}.{part}"
-
     def within(self, budget: Budget) -> Budget:
-        """The task's budget with the contestant's own number of steps, if it has one.
-
-        Args:
-            budget: The task's.
-        """
+        """The task's budget with the contestant's own number of steps, if it has one."""
         return budget if self.contestant.steps is None else replace(budget, steps=self.contestant.steps)
 
 
-@dataclass(frozen=True)
-class Race:
-    """An experiment in which contestants minimise the same losses on equal seconds, or on a number of steps each.
-
-    Args:
-        name: As the command line takes it.
-        summary: One sentence for the list of experiments.
-        settings: A frozen dataclass with the fields steps, evaluations, looked_at, tuning_seed, threads, device, and
-            what else `tasks` reads; seconds, unless steps alone end the runs.
-        tasks: The settings -> what is raced on.
-        seeds: How many, where the user does not say.
-        title: Of the report page; None lists the contestants.
-    """
-
-    name: str
-    summary: str
-    settings: type
-    tasks: Callable[[Any], tuple[Task, ...]]
-    seeds: int = 3
-    title: str | None = None
-
-    def budget(self, settings: Any, task: Task) -> Budget:
-        """The budget of every run on a task, unless its contestant has a number of steps of its own.
-
-        Args:
-            settings: Of the race.
-            task: The task.
-        """
-        seconds = task.share * getattr(settings, "seconds", math.inf)
-        return Budget(seconds, settings.steps, settings.evaluations, settings.looked_at)
-
-
-def plan(race: Race, tasks: tuple[Task, ...], settings: Any) -> dict[str, Any]:
-    """What is going to be compared, as plain values: kept beside the records and compared on resuming.
-
-    Args:
-        race: The experiment.
-        tasks: Its tasks.
-        settings: Its settings.
-    """
-    made = {
-        "experiment": race.name,
-        "settings": dict(vars(settings)),
-        "tasks": [_task_plan(task) for task in tasks],
-    }
-    return made if race.title is None else {**made, "title": race.title}
-
-
-def _task_plan(task: Task) -> dict[str, Any]:
-    made = {
-        "name": task.name,
-        "title": task.title,
-        "unit": task.unit,
-        "contestants": [_contestant_plan(contestant) for contestant in task.contestants],
-    }
-    if task.note:
-        made["note"] = task.note
-    if task.tuned_on != "train_loss":
-        made |= {"tuned_on": task.tuned_on, "paper": task.paper}
-    return made
-
-
-def _contestant_plan(contestant: Contestant) -> dict[str, Any]:
-    made = {"name": contestant.name, "grid": [dict(choice) for choice in contestant.grid]}
-    return made if contestant.steps is None else {**made, "steps": contestant.steps}
-
-
 def slug(name: str) -> str:
-    """A name fit for a file: lower case, words joined by hyphens.
-
-    Args:
-        name: Any text.
-    """
+    """A name fit for a file: lower case, words joined by hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

@@ -15,13 +15,7 @@ from natgrad_lab.experiments.soap import SOAP
 
 
 def natural_gradient(grid: Iterable[Choice]) -> Contestant:
-    """Truncated Newton on the exact Fisher: `ng.hessian_free`.
-
-    Args:
-        grid: Of batch; metric, how many of the batch's examples the metric is taken on; damping, where
-            Levenberg-Marquardt starts (its floor is a thousandth of that: damping has the units of the loss); products
-            with the metric per step, at most.
-    """
+    """Truncated Newton on the exact Fisher: `ng.hessian_free`."""
 
     def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
         solver = ng.CG(rtol=1e-6, max_steps=int(choice["products"]), progress=5e-4)
@@ -32,12 +26,7 @@ def natural_gradient(grid: Iterable[Choice]) -> Contestant:
 
 
 def krylov_subspace(grid: Iterable[Choice]) -> Contestant:
-    """Krylov subspace descent: `ng.krylov_subspace`.
-
-    Args:
-        grid: Of batch; metric, search: how many of the batch's examples the space is made from, and how many others it
-            is searched on; dimension of the space.
-    """
+    """Krylov subspace descent: `ng.krylov_subspace`."""
 
     def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
         return ng.krylov_subspace(
@@ -52,13 +41,7 @@ def krylov_subspace(grid: Iterable[Choice]) -> Contestant:
 
 
 def apply_recipe(name: str, recipe: Callable[..., torch.optim.Optimizer], grid: Iterable[Choice]) -> Contestant:
-    """A recipe with one block per layer: `ng.kfac` and its family.
-
-    Args:
-        name: As reports write it.
-        recipe: Such as `ng.kfac`.
-        grid: Of batch; every other key is an argument of the recipe, so that batch alone means its defaults.
-    """
+    """A recipe with one block per layer: `ng.kfac` and its family."""
 
     def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
         return recipe(model, criterion, **{key: value for key, value in choice.items() if key != "batch"})
@@ -67,11 +50,7 @@ def apply_recipe(name: str, recipe: Callable[..., torch.optim.Optimizer], grid: 
 
 
 def kfac(grid: Iterable[Choice]) -> Contestant:
-    """K-FAC as a drop-in: `ng.kfac`.
-
-    Args:
-        grid: Of batch, and arguments of the recipe.
-    """
+    """K-FAC as a drop-in: `ng.kfac`."""
     return apply_recipe("K-FAC", ng.kfac, grid)
 
 
@@ -87,21 +66,12 @@ GROUPS = {"structures": (*FAMILY, "adam", "muon", "soap", "sgd")}
 
 
 def by_default(batch: int) -> dict[str, Contestant]:
-    """The recipes with one block per layer, as they come.
-
-    Args:
-        batch: The number of examples per step, the only thing that is said.
-    """
+    """The recipes with one block per layer, as they come."""
     return {key: apply_recipe(name, recipe, grid(batch=(batch,))) for key, (name, recipe) in FAMILY.items()}
 
 
 def adam(grid: Iterable[Choice], betas: tuple[float, float] = (0.9, 0.999)) -> Contestant:
-    """torch.optim.Adam.
-
-    Args:
-        grid: Of batch, lr.
-        betas: As torch has them.
-    """
+    """torch.optim.Adam."""
 
     def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
         return torch.optim.Adam(model.parameters(), lr=choice["lr"], betas=betas)
@@ -110,12 +80,7 @@ def adam(grid: Iterable[Choice], betas: tuple[float, float] = (0.9, 0.999)) -> C
 
 
 def sgd(grid: Iterable[Choice], momentum: float = 0.9) -> Contestant:
-    """torch.optim.SGD with heavy-ball momentum.
-
-    Args:
-        grid: Of batch, lr.
-        momentum: As torch has it.
-    """
+    """torch.optim.SGD with heavy-ball momentum."""
 
     def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=choice["lr"], momentum=momentum)
@@ -124,11 +89,7 @@ def sgd(grid: Iterable[Choice], momentum: float = 0.9) -> Contestant:
 
 
 def soap(grid: Iterable[Choice]) -> Contestant:
-    """SOAP, Adam in the eigenbasis of Shampoo's factors, with its authors' defaults but no weight decay.
-
-    Args:
-        grid: Of batch, lr.
-    """
+    """SOAP, Adam in the eigenbasis of Shampoo's factors, with its authors' defaults but no weight decay."""
 
     def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
         return SOAP(model.parameters(), choice["lr"])
@@ -140,11 +101,6 @@ def muon(grid: Iterable[Choice], but: Collection[str] = ()) -> Contestant:
     """Muon on the weight matrices (float32), Adam on the rest.
 
     Filters of convolutions count as matrices, a row per filter.
-
-    Args:
-        grid: Of batch, lr, adam_lr.
-        but: Names of matrices that Adam takes, too: those who made Muon leave it embeddings and the layer of the
-            logits.
     """
 
     def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
@@ -162,13 +118,7 @@ class Muon(torch.optim.Optimizer):
     torch.optim.Muon without weight decay, in the dtype of W: its bfloat16 products took 3 s per step on a CPU for 2.8
     million weights, these .2 s.
 
-    Args:
-        params: Matrices, or tensors whose first dimension counts rows.
-        lr: Learning rate.
-        momentum: Of the gradient's running mean.
-
-    Reference:
-        K. Jordan et al. 2024.
+    K. Jordan et al. 2024.
     """
 
     def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.95) -> None:
@@ -176,11 +126,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step with Nesterov's momentum.
-
-        Args:
-            closure: Of no use.
-        """
+        """One step with Nesterov's momentum."""
         for group in self.param_groups:
             for p in group["params"]:
                 momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
@@ -191,12 +137,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
-    """Roughly U V^T of matrix = U S V^T: Newton-Schulz with Muon's quintic, singular values end in about .7 to 1.2.
-
-    Args:
-        matrix: Shape (rows, columns).
-        steps: Of the iteration.
-    """
+    """Roughly U V^T of matrix = U S V^T: Newton-Schulz with Muon's quintic, singular values end in about .7 to 1.2."""
     x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / (x.norm() + 1e-7)
     for _ in range(steps):
@@ -206,11 +147,7 @@ def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
 
 
 class JoinedOptimizers(torch.optim.Optimizer):
-    """Several optimisers, each with parameters of its own, that step as one.
-
-    Args:
-        *parts: The optimisers.
-    """
+    """Several optimisers, each with parameters of its own, that step as one."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         self.parts = parts
@@ -218,11 +155,7 @@ class JoinedOptimizers(torch.optim.Optimizer):
         self.param_groups = [group for part in parts for group in part.param_groups]  # theirs: schedules reach them
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """A step of each.
-
-        Args:
-            closure: Of no use.
-        """
+        """A step of each."""
         for part in self.parts:
             part.step()
 
@@ -231,21 +164,13 @@ class JoinedOptimizers(torch.optim.Optimizer):
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from `state_dict()`.
-
-        Args:
-            state_dict: What that gave.
-        """
+        """Go on from `state_dict()`."""
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
 
 
 def grid(**axes: Iterable[float]) -> list[Choice]:
-    """All combinations: grid(batch=(64, 256), lr=(.1,)) -> [{batch: 64, lr: .1}, {batch: 256, lr: .1}].
-
-    Args:
-        **axes: The values of each key.
-    """
+    """All combinations: grid(batch=(64, 256), lr=(.1,)) -> [{batch: 64, lr: .1}, {batch: 256, lr: .1}]."""
     choices: list[dict[str, float]] = [{}]
     for name, values in axes.items():
         choices = [{**choice, name: value} for choice in choices for value in values]
@@ -253,17 +178,7 @@ def grid(**axes: Iterable[float]) -> list[Choice]:
 
 
 def select(words: str, among: Mapping[str, Contestant], groups: Mapping[str, Sequence[str]]) -> tuple[Contestant, ...]:
-    """Contestants by words joined by commas, each once.
-
-    Args:
-        words: Keys of `among`, or of `groups`. A contestant that needs a package that is not installed is left out of a
-            group.
-        among: All contestants, in the order of the answer.
-        groups: Several keys under one word.
-
-    Raises:
-        LabError: For an unknown word, or a contestant called by its own name that needs a package.
-    """
+    """Contestants by words joined by commas, each once."""
     wanted: set[str] = set()
     for word in words.split(","):
         if word in groups:
@@ -278,9 +193,5 @@ def select(words: str, among: Mapping[str, Contestant], groups: Mapping[str, Seq
 
 
 def missing(contestant: Contestant) -> str | None:
-    """The package that a contestant needs and that is not installed; None if there is none.
-
-    Args:
-        contestant: The contestant.
-    """
+    """The package that a contestant needs and that is not installed; None if there is none."""
     return contestant.needs if contestant.needs and find_spec(contestant.needs) is None else None

@@ -1,4 +1,4 @@
-"""What a study has to show: sections of prose, tables and pictures, made from its numbers and nothing else."""
+"""What an experiment has to show: sections of prose, tables and pictures, made from its numbers and nothing else."""
 
 from __future__ import annotations
 
@@ -43,6 +43,9 @@ class Table:
         heads: A word for each column.
         rows: A cell for each column.
         note: Below it.
+        words: Columns of words, besides the first.
+        bold: Rows that stand out.
+        brief: The columns that a terminal has room for, () for none of the table; None for all.
 
     Raises:
         ValueError: For a row that has not as many cells as there are heads.
@@ -52,6 +55,9 @@ class Table:
     heads: tuple[str, ...]
     rows: tuple[tuple[str | Cell, ...], ...]
     note: str = ""
+    words: tuple[int, ...] = ()
+    bold: tuple[int, ...] = ()
+    brief: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         wrong = [row for row in self.rows if len(row) != len(self.heads)]
@@ -71,9 +77,11 @@ class Section:
     Args:
         title: Its heading.
         verdict: A sentence computed from the numbers.
-        tables: Below the verdict.
-        pictures: Below the tables.
+        tables: Below the pictures.
+        pictures: Below the verdict.
         notes: Sentences at the end.
+        subtitle: In small type below the heading.
+        folded: Tables that a click shows.
     """
 
     title: str
@@ -81,20 +89,24 @@ class Section:
     tables: tuple[Table, ...] = ()
     pictures: tuple[Picture, ...] = ()
     notes: tuple[str, ...] = ()
+    subtitle: str = ""
+    folded: tuple[Table, ...] = ()
 
 
 @dataclass(frozen=True)
 class Story:
-    """All that a study's page says.
+    """All that an experiment's page says.
 
     Args:
         title: Of the page.
         lead: What came out, first.
         method: How the numbers came about, and what was chosen by us.
         sections: The parts of the page, in order.
+        files: Pictures that are drawn beside the page and not in it.
     """
 
     title: str
     lead: str
     method: str
     sections: tuple[Section, ...]
+    files: tuple[Picture, ...] = ()

@@ -13,18 +13,19 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from natgrad_lab.experiments.base import LabError
 
 
-def override(kind: type, assignments: Iterable[str]) -> Any:
+def override(kind: type, assignments: Iterable[str], size: Mapping[str, Any] | None = None) -> Any:
     """kind() with some fields replaced.
 
     Args:
         kind: A dataclass of settings.
         assignments: "key=value" each; the last one of a key counts.
+        size: Values in place of the defaults.
 
     Raises:
         LabError: For an unknown key (it lists the known ones) or a value of another type (it says which).
     """
     hints = get_type_hints(kind)
-    values = {}
+    values = dict(size or {})
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals:
@@ -44,11 +45,7 @@ RECURRING = {  # what a setting of that name is wherever its own line does not s
 
 
 def describe_settings(kind: type) -> list[tuple[str, str, str]]:
-    """Name, default and comment of every setting, for help.
-
-    Args:
-        kind: A dataclass whose fields have their comments on the same line, or a name in `RECURRING`.
-    """
+    """Name, default and comment of every setting, for help."""
     comments = dict(RECURRING)
     for base in reversed(kind.__mro__[:-1]):
         with contextlib.suppress(OSError):  # a class of `change_defaults` has no source
@@ -60,15 +57,24 @@ def describe_settings(kind: type) -> list[tuple[str, str, str]]:
 
 
 def change_defaults(kind: type, **defaults: Any) -> type:
-    """A class of the same settings with other defaults.
-
-    Args:
-        kind: A frozen dataclass.
-        **defaults: Field -> value.
-    """
+    """A class of the same settings with other defaults."""
     hints = get_type_hints(kind)
     changed = [(key, hints[key], value) for key, value in defaults.items()]
     return make_dataclass(kind.__name__, changed, bases=(kind,), frozen=True)
+
+
+def check_positive(settings: Any, *names: str) -> None:
+    """LabError for a field that is not above 0."""
+    for name in names:
+        if not getattr(settings, name) > 0:
+            raise LabError(f"{name} is {getattr(settings, name)}, expected a positive number")
+
+
+def check_counts(settings: Any, *names: str, least: int = 1) -> None:
+    """LabError for a field below the least number that it may be."""
+    for name in names:
+        if getattr(settings, name) < least:
+            raise LabError(f"{name} is {getattr(settings, name)}, expected a number of at least {least}")
 
 
 def fill(settings: Any, values: Mapping[str, Any]) -> None:

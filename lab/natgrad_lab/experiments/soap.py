@@ -17,14 +17,6 @@ class SOAP(torch.optim.Optimizer):
     Q_L, Q_R: eigenvectors of the running means of G G^T and G^T G for a gradient G, made at the first step and then
     followed by one power iteration and a QR decomposition every so many steps. Filters of convolutions count as
     matrices, a row per filter. A side longer than `longest` keeps the identity, a vector is Adam's.
-
-    Args:
-        params: What to train.
-        lr: The learning rate.
-        betas: Decay of the mean of the gradient; decay of the second moments and of the factors.
-        eps: Added to the root of the second moments.
-        every: Steps between two power iterations.
-        longest: Of the sides that have a factor.
     """
 
     def __init__(

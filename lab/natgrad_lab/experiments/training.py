@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad_lab.experiments.base import Budget, Job, Rows, TaskData
-from natgrad_lab.experiments.records import Row
+from natgrad_lab.experiments.records import Numbers
 
 OURS = (ng.NaturalGradient, ng.StructuredNaturalGradient)  # they compute the loss themselves
 PROBE = 1000  # training examples on which the KL moved by a step is measured
@@ -30,12 +30,6 @@ class Training:
     optimiser reports of itself; rows of evaluated steps have train_loss, test_loss, train_error, test_error, and
     valid_loss, valid_error where there is such a part; the row after an evaluated one has kl_measured, KL(before the
     step, after the step) on the first 1000 training examples.
-
-    Args:
-        job: The task, the contestant, its choice and the seed.
-        budget: Seconds or steps.
-        pool: What the task's data() gave.
-        device: Where it trains.
     """
 
     def __init__(self, job: Job, budget: Budget, pool: TaskData, device: str = "cpu") -> None:
@@ -54,13 +48,13 @@ class Training:
         out_of_steps = self.budget.steps is not None and self.steps >= self.budget.steps
         return not self.finite or out_of_steps or self.seconds >= self.budget.seconds
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[Numbers]:
         if self.evaluated < 0:
             yield self._add_evaluation({"step": 0, "epoch": 0.0, "seconds": 0.0})
         while not self.is_finished:
             yield self.advance()
 
-    def advance(self) -> Row:
+    def advance(self) -> Numbers:
         """One step of training and, where one is due, an evaluation."""
         before = self._probe() if self.evaluated == self.steps else None
         marks = self.budget.marks(self.steps, self.seconds)
@@ -82,11 +76,7 @@ class Training:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there.
-
-        Args:
-            state: What `state_dict` returned.
-        """
+        """Go on from there."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
@@ -140,7 +130,7 @@ class Training:
         passed = self.budget.marks(self.steps, self.seconds) > marks
         return self.is_finished or passed or self.steps >= max(1, self.evaluated * self.budget.growth)
 
-    def _add_evaluation(self, row: Row) -> Row:
+    def _add_evaluation(self, row: Numbers) -> Numbers:
         self.evaluated = self.steps
         self._recalibrate()
         task, examples, many = self.job.task, self.examples, self.budget.looked_at
@@ -202,11 +192,7 @@ class Order:
 def knows_criterion(
     optimizer: torch.optim.Optimizer,
 ) -> TypeGuard[ng.NaturalGradient | ng.StructuredNaturalGradient]:
-    """Whether the optimiser computes the loss itself: natgrad's, unless its metric is of no likelihood.
-
-    Args:
-        optimizer: Of a contestant.
-    """
+    """Whether the optimiser computes the loss itself: natgrad's, unless its metric is of no likelihood."""
     if isinstance(optimizer, ng.NaturalGradient):
         return hasattr(optimizer.metric, "criterion")
     return isinstance(optimizer, OURS)
@@ -216,7 +202,7 @@ REPORTED = ("kl", "damping", "ratio", "solver_steps", "residual", "rate", "statu
 OF_STRUCTURES = ("kl", "rate", "status", "failures")  # they solve in closed form
 
 
-def report(optimizer: torch.optim.Optimizer) -> Row:
+def report(optimizer: torch.optim.Optimizer) -> Numbers:
     """What a natgrad optimiser tells of its last step; nothing for others."""
     if not isinstance(optimizer, OURS):
         return {}

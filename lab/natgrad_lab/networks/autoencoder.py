@@ -17,8 +17,9 @@ from torch import nn
 
 from natgrad_lab.data import Split, curves, digits, mnist
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, LabError, Race, Task, pair_with_inputs
+from natgrad_lab.experiments.base import Contestant, LabError, Task, pair_with_inputs
 from natgrad_lab.experiments.models import bernoulli_divergence, mirror_sizes, squared_error
+from natgrad_lab.experiments.race import RaceSettings, race
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "relu": nn.ReLU}
 GROUPS = {
@@ -29,16 +30,11 @@ GROUPS["all"] = tuple(dict.fromkeys(GROUPS["structures"] + GROUPS["matrix_free"]
 
 
 @dataclass(frozen=True)
-class AutoencoderSettings:
+class AutoencoderSettings(RaceSettings):
     """What `--set` can change."""
 
     seconds: float = 60.0  # of training per run on MNIST, a third of it on the curves, a thirtieth on the digits
-    steps: int | None = None  # an earlier end of every run
-    evaluations: int = 8  # at equal distances of time
     looked_at: int = 2000  # the first of the training and of the test images
-    tuning_seed: int = 100  # of the runs over the grids; the race has seeds 0, 1, 2 ...
-    threads: int | None = 1
-    device: str = "cpu"
     activation: str = "tanh"  # or sigmoid, as in both papers, or relu; tanh trains faster for everybody
     start: str = "torch"  # torch's own; or glorot, usual with tanh; or sparse, which is Martens'
     data: str = "mnist,curves"  # words among mnist, curves and digits
@@ -79,23 +75,14 @@ TASKS = {"mnist": of_mnist, "curves": of_curves, "digits": of_digits}
 
 @dataclass(frozen=True)
 class ImageSet:
-    """What a network learns to compress.
+    """What a network learns to compress."""
 
-    Args:
-        name: Of the task.
-        title: Of its table.
-        data: Reads the images.
-        mean_image: Nats that the average image scores.
-        entropy: Nats below which none can score.
-        share: Of the settings' seconds.
-    """
-
-    name: str
-    title: str
-    data: Callable[[], Split]
-    mean_image: int
-    entropy: int
-    share: float = 1.0
+    name: str  # of the task
+    title: str  # of its table
+    data: Callable[[], Split]  # reads the images
+    mean_image: int  # nats that the average image scores
+    entropy: int  # nats below which none can score
+    share: float = 1.0  # of the settings' seconds
 
 
 def task(
@@ -215,10 +202,12 @@ def check(name: str, word: str, known: Mapping[str, object]) -> None:
         raise LabError(f"{name} is {word!r}, expected one of {', '.join(known)}: use --set {name}={next(iter(known))}")
 
 
-RACE = Race(
+RACE = race(
     "autoencoder",
     "Deep autoencoders on MNIST and drawn curves (needs the data)",
     AutoencoderSettings,
     tasks,
     title="Deep autoencoders: the natural gradient beside Adam, Muon, SOAP and SGD",
+    minutes=60,
+    quick={"seeds": 1, "seconds": 150.0, "methods": "kfac,adam", "data": "digits"},
 )

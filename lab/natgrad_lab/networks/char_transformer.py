@@ -15,22 +15,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, Race, Task, TaskData
+from natgrad_lab.experiments.base import Contestant, Task, TaskData
 from natgrad_lab.experiments.models import categorical_divergence, mistakes
+from natgrad_lab.experiments.race import RaceSettings, race
 from natgrad_lab.networks.text import SYMBOLS, documentation, windows
 
 
 @dataclass(frozen=True)
-class CharTransformerSettings:
+class CharTransformerSettings(RaceSettings):
     """What `--set` can change."""
 
-    seconds: float = 20.0  # of training per run
-    steps: int | None = None  # an earlier end of every run
-    evaluations: int = 8  # at equal distances of time
     looked_at: int = 500  # windows of the training and of the test text
-    tuning_seed: int = 100  # of the runs over the grids; the race has seeds 0, 1, 2 ...
-    threads: int | None = 1
-    device: str = "cpu"
     methods: str = "structures"  # or names of contestants such as kfac,adam
     layers: int = 2  # of the transformer
     width: int = 128  # of the transformer
@@ -109,10 +104,12 @@ class TextBlock(nn.Module):
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
 
 
-RACE = Race(
+RACE = race(
     "char_transformer",
     "A small transformer on Python's own documentation",
     CharTransformerSettings,
     tasks,
     title="A small transformer: the natural gradient beside Adam, Muon, SOAP and SGD",
+    minutes=15,
+    quick={"seeds": 1, "seconds": 8.0, "methods": "kfac,adam", "looked_at": 100},
 )

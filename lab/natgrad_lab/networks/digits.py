@@ -12,7 +12,7 @@ from torch import nn
 
 from natgrad_lab.data import digits
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Race, Task, pair_with_inputs, pair_with_labels
+from natgrad_lab.experiments.base import Task, pair_with_inputs, pair_with_labels
 from natgrad_lab.experiments.models import (
     categorical_divergence,
     gaussian_divergence,
@@ -20,19 +20,16 @@ from natgrad_lab.experiments.models import (
     mistakes,
     perceptron,
 )
+from natgrad_lab.experiments.race import RaceSettings, race
 
 
 @dataclass(frozen=True)
-class DigitsSettings:
+class DigitsSettings(RaceSettings):
     """What `--set` can change."""
 
     seconds: float = 3.5  # of training per autoencoder run, 0.6 of it per classifier run: three minutes in all
-    steps: int | None = None  # an earlier end of every run
     evaluations: int = 40  # at equal distances of time
     looked_at: int = 10_000  # examples per evaluation at most: here all of them
-    tuning_seed: int = 100  # of the runs over the grids; the race has seeds 0, 1, 2 ...
-    threads: int | None = 1  # networks this small gain nothing from more, and suffer on a busy machine
-    device: str = "cpu"
 
 
 def tasks(settings: DigitsSettings) -> tuple[Task, ...]:
@@ -85,10 +82,12 @@ def autoencoder() -> Task:
     )
 
 
-RACE = Race(
+RACE = race(
     "digits",
     "A classifier and an autoencoder on scikit-learn's digits",
     DigitsSettings,
     tasks,
     title="The natural gradient on digits: K-FAC and truncated Newton beside Adam and SGD",
+    minutes=3,
+    quick={"seeds": 1, "seconds": 1.0},
 )

@@ -8,7 +8,7 @@ from torch import nn
 
 from natgrad_lab.data import fashion_mnist
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Race, Task, pair_with_inputs, pair_with_labels
+from natgrad_lab.experiments.base import Task, pair_with_inputs, pair_with_labels
 from natgrad_lab.experiments.models import (
     bernoulli_divergence,
     categorical_divergence,
@@ -16,19 +16,17 @@ from natgrad_lab.experiments.models import (
     mistakes,
     perceptron,
 )
+from natgrad_lab.experiments.race import RaceSettings, race
 
 
 @dataclass(frozen=True)
-class FashionSettings:
+class FashionSettings(RaceSettings):
     """What `--set` can change."""
 
     seconds: float = 30.0  # of training per run; chosen so that the whole takes about half an hour on two cores
-    steps: int | None = None  # an earlier end of every run
     evaluations: int = 15  # at equal distances of time
     looked_at: int = 10_000  # the first 10,000 training images, and all test images
-    tuning_seed: int = 100  # of the runs over the grids; the race has seeds 0, 1, 2 ...
     threads: int | None = None  # torch's own choice
-    device: str = "cpu"
 
 
 def tasks(settings: FashionSettings) -> tuple[Task, ...]:
@@ -78,4 +76,11 @@ def autoencoder() -> Task:
     )
 
 
-RACE = Race("fashion", "The race of `digits` on Fashion-MNIST (needs the data)", FashionSettings, tasks)
+RACE = race(
+    "fashion",
+    "The race of `digits` on Fashion-MNIST (needs the data)",
+    FashionSettings,
+    tasks,
+    minutes=30,
+    quick={"seeds": 1, "seconds": 1.5, "looked_at": 1000},
+)

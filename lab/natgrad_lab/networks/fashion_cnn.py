@@ -13,21 +13,16 @@ from torch import nn
 
 from natgrad_lab.data import fashion_mnist
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, Race, Task, TaskData, pair_with_labels
+from natgrad_lab.experiments.base import Contestant, Task, TaskData, pair_with_labels
 from natgrad_lab.experiments.models import categorical_divergence, mistakes
+from natgrad_lab.experiments.race import RaceSettings, race
 
 
 @dataclass(frozen=True)
-class FashionCnnSettings:
+class FashionCnnSettings(RaceSettings):
     """What `--set` can change."""
 
-    seconds: float = 20.0  # of training per run
-    steps: int | None = None  # an earlier end of every run
-    evaluations: int = 8  # at equal distances of time
     looked_at: int = 5000  # the first of the training and of the test images
-    tuning_seed: int = 100  # of the runs over the grids; the race has seeds 0, 1, 2 ...
-    threads: int | None = 1
-    device: str = "cpu"
     methods: str = "structures"  # or names of contestants such as kfac,adam
     filters: int = 16  # of the first convolution; the second has twice as many
 
@@ -79,10 +74,12 @@ def among() -> Mapping[str, Contestant]:
     }
 
 
-RACE = Race(
+RACE = race(
     "fashion_cnn",
     "A convolutional network with batch norm on Fashion-MNIST (needs the data)",
     FashionCnnSettings,
     tasks,
     title="A convolutional network with batch norm: the natural gradient beside Adam, Muon, SOAP and SGD",
+    minutes=15,
+    quick={"seeds": 1, "seconds": 8.0, "methods": "kfac,adam", "looked_at": 1000},
 )

@@ -15,23 +15,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, LabError, Race, Task
+from natgrad_lab.experiments.base import Contestant, LabError, Task
 from natgrad_lab.experiments.models import categorical_divergence, mistakes
+from natgrad_lab.experiments.race import RaceSettings, race
 from natgrad_lab.networks.char_transformer import examples
 from natgrad_lab.networks.text import SYMBOLS
 
 
 @dataclass(frozen=True)
-class LlamaTextSettings:
+class LlamaTextSettings(RaceSettings):
     """What `--set` can change."""
 
-    seconds: float = 20.0  # of training per run
-    steps: int | None = None  # an earlier end of every run
-    evaluations: int = 8  # at equal distances of time
     looked_at: int = 500  # windows of the training and of the test text
-    tuning_seed: int = 100  # of the runs over the grids; the race has seeds 0, 1, 2 ...
-    threads: int | None = 1
-    device: str = "cpu"
     methods: str = "structures"  # or names of contestants such as kfac,adam
     layers: int = 2  # of the transformer
     width: int = 128  # of the transformer
@@ -135,10 +130,12 @@ def rotate(x: Tensor, base: float = 10_000.0) -> Tensor:
     return torch.cat([left * angles.cos() - right * angles.sin(), left * angles.sin() + right * angles.cos()], -1)
 
 
-RACE = Race(
+RACE = race(
     "llama_text",
     "A small Llama on Python's own documentation",
     LlamaTextSettings,
     tasks,
     title="A small Llama: the natural gradient beside Adam, Muon, SOAP and SGD",
+    minutes=15,
+    quick={"seeds": 1, "seconds": 8.0, "methods": "kfac,adam", "looked_at": 100},
 )

@@ -17,24 +17,21 @@ from torch import Tensor, nn
 
 from natgrad.families import Likelihood
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, LabError, Race, Task, TaskData
+from natgrad_lab.experiments.base import Contestant, LabError, Task, TaskData
 from natgrad_lab.experiments.models import perceptron
+from natgrad_lab.experiments.race import RaceSettings, race
 
 END = 3.0  # of the study: who lives longer is counted as alive then
 COVARIATES = 12
 
 
 @dataclass(frozen=True)
-class SurvivalSettings:
+class SurvivalSettings(RaceSettings):
     """What `--set` can change."""
 
     seconds: float = 5.0  # of training per run
-    steps: int | None = None  # an earlier end of every run
     evaluations: int = 20  # at equal distances of time
     looked_at: int = 2000  # patients of the training and of the test part
-    tuning_seed: int = 100  # of the runs over the grids; the race has seeds 0, 1, 2 ...
-    threads: int | None = 1
-    device: str = "cpu"
     methods: str = "structures"  # or names of contestants such as kfac,adam
     hazard: str = "weibull"  # or exponential, which does not change with time
     patients: int = 8000  # to train on; a quarter as many to test
@@ -161,10 +158,12 @@ def among() -> Mapping[str, Contestant]:
     }
 
 
-RACE = Race(
+RACE = race(
     "survival",
     "Times to an event under a hazard of the user's own",
     SurvivalSettings,
     tasks,
     title="Survival: the natural gradient beside Adam, Muon, SOAP and SGD",
+    minutes=5,
+    quick={"seeds": 1, "seconds": 2.0},
 )

@@ -15,23 +15,18 @@ from torch import Tensor, nn
 
 from natgrad_lab.data import Split, digits, mnist
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, LabError, Race, Task, pair_with_inputs
+from natgrad_lab.experiments.base import Contestant, LabError, Task, pair_with_inputs
 from natgrad_lab.experiments.models import bernoulli_divergence
+from natgrad_lab.experiments.race import RaceSettings, race
 
 DATA = {"mnist": mnist, "digits": digits}
 
 
 @dataclass(frozen=True)
-class VaeSettings:
+class VaeSettings(RaceSettings):
     """What `--set` can change."""
 
-    seconds: float = 20.0  # of training per run
-    steps: int | None = None  # an earlier end of every run
-    evaluations: int = 8  # at equal distances of time
     looked_at: int = 2000  # the first of the training and of the test images
-    tuning_seed: int = 100  # of the runs over the grids; the race has seeds 0, 1, 2 ...
-    threads: int | None = 1
-    device: str = "cpu"
     methods: str = "structures"  # or names of contestants such as kfac,adam
     hidden: int = 400  # units of the hidden layers
     code: int = 20  # dimensions of the code
@@ -102,10 +97,12 @@ def divergence_from_prior(posterior: Tensor) -> Tensor:
     return (mean.square() + log_variance.exp() - 1 - log_variance).sum(1).mean() / 2
 
 
-RACE = Race(
+RACE = race(
     "vae_mnist",
     "A variational autoencoder, half its loss unknown to the metric (needs the data)",
     VaeSettings,
     tasks,
     title="A variational autoencoder: the natural gradient beside Adam, Muon, SOAP and SGD",
+    minutes=15,
+    quick={"seeds": 1, "seconds": 8.0, "methods": "kfac,adam", "data": "digits"},
 )

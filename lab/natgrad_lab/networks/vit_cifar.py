@@ -16,21 +16,17 @@ from torch.nn import functional
 
 from natgrad_lab.data import cifar10
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, LabError, Race, Task, TaskData, pair_with_labels
+from natgrad_lab.experiments.base import Contestant, LabError, Task, TaskData, pair_with_labels
 from natgrad_lab.experiments.models import categorical_divergence, mistakes
+from natgrad_lab.experiments.race import RaceSettings, race
 
 
 @dataclass(frozen=True)
-class VitCifarSettings:
+class VitCifarSettings(RaceSettings):
     """What `--set` can change."""
 
     seconds: float = 60.0  # of training per run
-    steps: int | None = None  # an earlier end of every run
-    evaluations: int = 8  # at equal distances of time
     looked_at: int = 1000  # the first of the training and of the test images
-    tuning_seed: int = 100  # of the runs over the grids; the race has seeds 0, 1, 2 ...
-    threads: int | None = 1
-    device: str = "cpu"
     methods: str = "structures"  # or names of contestants such as kfac,adam
     networks: str = "vit"  # or resnet, or vit,resnet
     layers: int = 4  # of the transformer
@@ -167,10 +163,12 @@ def convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
 
 
-RACE = Race(
+RACE = race(
     "vit_cifar",
     "A small vision transformer on CIFAR-10, or ResNet-20 (needs the data)",
     VitCifarSettings,
     tasks,
     title="A vision transformer and ResNet-20: the natural gradient beside Adam, Muon, SOAP and SGD",
+    minutes=45,
+    quick={"seeds": 1, "seconds": 8.0, "methods": "kfac,adam", "looked_at": 200},
 )

@@ -10,40 +10,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """One contestant: the paper's number and ours as they are printed on the page, None where there is none.
+    """One contestant: the paper's number and ours as they are printed on the page, None where there is none."""
 
-    Args:
-        name: Of the contestant.
-        paper: The paper's number.
-        ours: Our number.
-        paper_error: The paper's standard deviation.
-        our_error: Our standard error or deviation.
-        place: In the order that the paper's words give, low to high, where it gives no number.
-    """
-
-    name: str
-    paper: str | None
-    ours: str | None
-    paper_error: str | None = None
-    our_error: str | None = None
-    place: int | None = None
+    name: str  # of the contestant
+    paper: str | None  # the paper's number
+    ours: str | None  # our number
+    paper_error: str | None = None  # the paper's standard deviation
+    our_error: str | None = None  # our standard error or deviation
+    place: int | None = None  # in the order that the paper's words give, low to high, where it gives no number
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One quantity: its rows, drawn twice, the paper's on the left and ours on the right.
+    """One quantity: its rows, drawn twice, the paper's on the left and ours on the right."""
 
-    Args:
-        title: The quantity and its unit.
-        rows: The contestants.
-        limits: Of both axes; None where the numbers are too far apart for one axis.
-        logarithmic: Whether the axes are.
-    """
-
-    title: str
-    rows: tuple[ComparedRow, ...]
-    limits: tuple[float, float] | None = None
-    logarithmic: bool = False
+    title: str  # the quantity and its unit
+    rows: tuple[ComparedRow, ...]  # the contestants
+    limits: tuple[float, float] | None = None  # of both axes; None where the numbers are too far apart for one axis
+    logarithmic: bool = False  # whether the axes are
 
     @property
     def in_words(self) -> bool:

@@ -22,21 +22,12 @@ from natgrad_lab.papers.malago_2023 import printed_toy
 
 
 def number(printed: str) -> float:
-    """A number as a page prints it.
-
-    Args:
-        printed: Such as ".34" or "216,000".
-    """
+    """A number as a page prints it."""
     return float(printed.replace(",", ""))
 
 
 def fill(name: str, figure: Figure) -> None:
-    """Draw the panels of a picture, a row of two axes each.
-
-    Args:
-        name: Of the picture's file.
-        figure: Empty.
-    """
+    """Draw the panels of a picture, a row of two axes each."""
     panels = PANELS[name]
     heights = [len(panel.rows) + 1.2 for panel in panels]
     grid = figure.subplots(len(panels), 2, squeeze=False, gridspec_kw={"height_ratios": heights})
@@ -54,12 +45,7 @@ def fill(name: str, figure: Figure) -> None:
 
 
 def draw_order(axes: Axes, panel: Panel) -> None:
-    """The order that a paper's words give, on an axis without numbers.
-
-    Args:
-        axes: Where.
-        panel: Has the places.
-    """
+    """The order that a paper's words give, on an axis without numbers."""
     for height, row in enumerate(panel.rows):
         if row.place is None:
             axes.annotate("not said", (0.02, height), xycoords=("axes fraction", "data"), va="center", fontsize=8)
@@ -73,14 +59,7 @@ def draw_order(axes: Axes, panel: Panel) -> None:
 
 
 def draw_side(axes: Axes, panel: Panel, cells: list[tuple[str | None, str | None]], colour: int) -> None:
-    """The numbers of one side as points, with their errors where these are known.
-
-    Args:
-        axes: Where.
-        panel: Names the rows.
-        cells: A number and its error for each row.
-        colour: Place in the palette.
-    """
+    """The numbers of one side as points, with their errors where these are known."""
     for place, (value, error) in enumerate(cells):
         if value is None:
             axes.annotate(
@@ -103,22 +82,13 @@ def draw_side(axes: Axes, panel: Panel, cells: list[tuple[str | None, str | None
 
 
 def name_rows(axes: Axes, panel: Panel) -> None:
-    """The contestants from top to bottom.
-
-    Args:
-        axes: Where.
-        panel: Names them.
-    """
+    """The contestants from top to bottom."""
     axes.set_yticks(range(len(panel.rows)), [row.name for row in panel.rows], fontsize=9)
     axes.set_ylim(len(panel.rows) - 0.5, -0.8)
 
 
 def draw_all(folder: Path) -> None:
-    """Write a PNG of every picture.
-
-    Args:
-        folder: Where to.
-    """
+    """Write a PNG of every picture."""
     for name, panels in PANELS.items():
         height = sum(0.32 * (len(panel.rows) + 1.2) for panel in panels) + 1.1
         stem = folder / name

@@ -13,7 +13,7 @@ import torch
 
 import natgrad as ng
 from natgrad_lab.experiments.base import LabError
-from natgrad_lab.experiments.study import Numbers
+from natgrad_lab.experiments.frame import Numbers
 
 RECENT = 20
 """Episodes that the training return is a mean of."""

@@ -11,15 +11,27 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from statistics import mean, median, stdev
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from natgrad_lab.experiments.base import LabError
-from natgrad_lab.experiments.settings import change_defaults
-from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
-from natgrad_lab.policies import page
+from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
+from natgrad_lab.experiments.sections import Cell, Picture, Section, Story, Table
+from natgrad_lab.experiments.settings import change_defaults, check_counts
+from natgrad_lab.figures import INK, draw_band, look, put_legend_below
 from natgrad_lab.policies.players import NatgradPlayer, Peer, Player, PolicyChoice, learn_to_marks
 
 TUNING_SEED = 1000
+PLAYERS: dict[str, Callable[..., Player]] = {"natgrad": NatgradPlayer, "sb3": Peer}
+NAMES = {"natgrad": "ng.TRPO", "sb3": "sb3-contrib's TRPO"}
+GOALS = {
+    "CartPole-v1": ((30_000, 475.0), (100_000, 500.0)),
+    "Acrobot-v1": ((100_000, -85.0),),
+    "Pendulum-v1": ((100_000, -180.0),),
+}
 
 
 @dataclass(frozen=True)
@@ -39,9 +51,7 @@ class PolicyRaceSettings:
     def __post_init__(self) -> None:
         if self.env not in CHOICES:
             raise LabError(f"env is {self.env}, expected one of {', '.join(CHOICES)}")
-        for key in ("steps", "tuning", "envs", "episodes"):
-            if getattr(self, key) < 1:
-                raise LabError(f"{key} is {getattr(self, key)}, expected a number of at least 1")
+        check_counts(self, "steps", "tuning", "envs", "episodes")
         self.looks(self.steps)
 
     def looks(self, steps: int) -> list[int]:
@@ -52,21 +62,6 @@ class PolicyRaceSettings:
             raise LabError(f"marks is {self.marks}, expected numbers of steps such as 30000,100000") from error
         return [mark for mark in found if 0 < mark < steps] + [steps]
 
-
-@dataclass(frozen=True)
-class PolicyContestant:
-    """A method: build(settings, choice, seed)."""
-
-    name: str
-    title: str
-    build: Callable[[PolicyRaceSettings, PolicyChoice, int], Player]
-    peer: bool = False
-
-
-CONTESTANTS = (
-    PolicyContestant("natgrad", "ng.TRPO", NatgradPlayer),
-    PolicyContestant("sb3", "TRPO of sb3-contrib", Peer, peer=True),
-)
 
 # of the package's own collection of tuned settings, rl-baselines3-zoo, in as many environments as the others have
 ZOO: dict[str, Any] = {"cg_damping": 1e-3, "gae_lambda": 0.98, "batch_size": 512, "n_critic_updates": 20}
@@ -111,49 +106,34 @@ CHOICES: dict[str, dict[str, tuple[PolicyChoice, ...]]] = {
 }
 
 
-def contestants(settings: PolicyRaceSettings) -> list[PolicyContestant]:
-    """Those that can run: peers where they are installed."""
-    there = settings.peers and importlib.util.find_spec("sb3_contrib") is not None
-    return [one for one in CONTESTANTS if there or not one.peer]
-
-
 def pieces(settings: PolicyRaceSettings) -> tuple[Piece, ...]:
-    """Tuning runs of every contestant, then the races."""
-    found, able = [], contestants(settings)
-    for one in able:
-        for i, choice in enumerate(CHOICES[settings.env][one.name]):
-            title = f"{one.title}, {choice.words}"
-            found.append(Piece(f"tune-{one.name}-{i}", title, PolicyTuning(one, choice), repeated=False))
-    found += [Piece(f"race-{one.name}", f"{one.title} with its best setting", PolicyRace(one)) for one in able]
-    return tuple(found)
+    """Tuning runs of every contestant that can run, then the races: peers where they are installed."""
+    there = settings.peers and importlib.util.find_spec("sb3_contrib") is not None
+    able = [name for name in PLAYERS if there or name == "natgrad"]
+    tuning = [
+        Piece(f"tune-{name}-{i}", f"{NAMES[name]}, {choice.words}", partial(try_choice, name, choice), repeated=False)
+        for name in able
+        for i, choice in enumerate(CHOICES[settings.env][name])
+    ]
+    races = [Piece(f"race-{name}", f"{NAMES[name]} with its best setting", partial(run_best, name)) for name in able]
+    return (*tuning, *races)
 
 
-@dataclass(frozen=True)
-class PolicyTuning:
+def try_choice(name: str, choice: PolicyChoice, run: PieceRun) -> Numbers:
     """One setting of one contestant, judged by its last look."""
-
-    contestant: PolicyContestant
-    choice: PolicyChoice
-
-    def __call__(self, run: StudyRun) -> Numbers:
-        player = self.contestant.build(run.settings, self.choice, TUNING_SEED)
-        *_, last = learn_to_marks(player, run.settings, [run.settings.tuning], run.advance)
-        return {"choice": self.choice.words, **last}
+    player = PLAYERS[name](run.settings, choice, TUNING_SEED)
+    *_, last = learn_to_marks(player, run.settings, [run.settings.tuning], run.advance)
+    return {"choice": choice.words, **last}
 
 
-@dataclass(frozen=True)
-class PolicyRace:
+def run_best(name: str, run: PieceRun) -> Numbers:
     """The best setting of one contestant from one seed."""
-
-    contestant: PolicyContestant
-
-    def __call__(self, run: StudyRun) -> Numbers:
-        choices = CHOICES[run.settings.env][self.contestant.name]
-        tuned = [run.earlier[f"tune-{self.contestant.name}-{i}"] for i in range(len(choices))]
-        best = max(range(len(tuned)), key=lambda i: judge_tuning_run(tuned[i]))
-        player = self.contestant.build(run.settings, choices[best], run.seed)
-        curve = list(learn_to_marks(player, run.settings, run.settings.looks(run.settings.steps), run.advance))
-        return {"choice": choices[best].words, "batch": player.batch, "curve": curve}
+    s: PolicyRaceSettings = run.settings
+    choices = CHOICES[s.env][name]
+    best = max(range(len(choices)), key=lambda i: judge_tuning_run(run.earlier[f"tune-{name}-{i}"]))
+    player = PLAYERS[name](s, choices[best], run.seed)
+    curve = list(learn_to_marks(player, s, s.looks(s.steps), run.advance))
+    return {"choice": choices[best].words, "batch": player.batch, "curve": curve}
 
 
 def judge_tuning_run(tuned: Numbers) -> float:
@@ -162,13 +142,112 @@ def judge_tuning_run(tuned: Numbers) -> float:
     return test + 1e-3 * max(train, -1e6)
 
 
-def study(name: str, env: str, summary: str, **defaults: Any) -> Study:
-    """The study of one environment: the settings' defaults are its own."""
+def tell(findings: Findings) -> Story:
+    """Sections for what is finished."""
+    s, races = findings.settings, findings.collect(NAMES, "race-{}")
+    method = (
+        f"{s.env}, {s.envs} environments at a time, networks of two tanh layers of 64 for policy and critic. Each "
+        f"contestant has three settings, tried for {s.tuning} steps from a seed of their own; the best one runs from "
+        f"every seed. A look is {s.episodes} episodes without exploration, from the same beginnings for everybody, at "
+        "the last update before the mark. The training return is the mean of the last 20 training episodes, "
+        "exploration and all. Seconds are of collecting and learning, looks left out."
+    )
+    tried = [(title, one) for name, title in NAMES.items() for i in range(9) for one in findings.of(f"tune-{name}-{i}")]
+    rows = tuple((title, one["choice"], _number(one["test"]), _number(one["train"])) for title, one in tried)
+    table = Table("Every setting", ("", "setting", "return", "training return"), rows)
+    settings = Section("Settings", f"After {s.tuning} steps, one seed.", (table,))
+    sections = (_race(s.env, races), settings) if races else (settings,)
+    return Story(f"Policies on {s.env}", _lead(s.env, races), method, sections)
+
+
+def at(run: Numbers, mark: int, key: str = "test") -> float:
+    """What a run showed at a mark; NaN where it did not look then."""
+    found = [one[key] for one in run["curve"] if one["mark"] == mark]
+    return math.nan if not found or found[0] is None else found[0]
+
+
+def _lead(env: str, races: dict[str, list[Numbers]]) -> str:
+    if "natgrad" not in races:
+        return "ng.TRPO has not run yet."
+    said = []
+    for mark, goal in GOALS[env]:
+        values = [at(run, mark) for run in races["natgrad"]]
+        if not any(math.isnan(v) for v in values):
+            verb = "reaches" if mean(values) >= goal else "misses"
+            said.append(f"{mean(values):.1f} at {mark:,} steps, which {verb} the goal of {goal:g}")
+    seeds = f"Means of {len(races['natgrad'])} seeds."
+    return f"ng.TRPO: {'; '.join(said)}. {seeds}" if said else "No goal's mark was looked at."
+
+
+def _race(env: str, races: dict[str, list[Numbers]]) -> Section:
+    last = max(one["mark"] for runs in races.values() for one in runs[0]["curve"])
+    marks = [mark for mark, _ in GOALS[env] if mark < last] + [last]
+    heads = ("", "setting", *(f"return at {mark:,}" for mark in marks), f"training return at {last:,}", "s per update")
+    rows = []
+    for name, runs in races.items():
+        tests = [_spread([at(run, mark) for run in runs]) for mark in marks]
+        update = f"{median(run['curve'][-1]['update'] for run in runs):.2f}", f"of {runs[0]['batch']} steps"
+        rows.append((NAMES[name], runs[0]["choice"], *tests, _spread([at(run, last, "train") for run in runs]), update))
+    note = "Means over seeds with their standard deviation; below, the lowest and the highest seed."
+    titles = {"test": "Return without exploration: median and quartiles over seeds"}
+    titles["train"] = "Return of the training episodes: median and quartiles"
+    pictures = tuple(Picture(key, title, _curves(env, races, key), (4.5, 3.6)) for key, title in titles.items())
+    return Section("Learning", _verdict(races, last), (Table("Contestants", heads, tuple(rows), note),), pictures)
+
+
+def _verdict(races: dict[str, list[Numbers]], mark: int) -> str:
+    """Both beside each other at the last mark, in return and in time."""
+    if len(races) < len(NAMES):
+        return f"{', '.join(NAMES[name] for name in NAMES if name not in races)} has not run."
+    said = [f"{NAMES[name]} {mean(at(run, mark) for run in runs):.1f}" for name, runs in races.items()]
+    each = {
+        name: median(1000 * run["curve"][-1]["update"] / run["batch"] for run in runs) for name, runs in races.items()
+    }
+    return (
+        f"At {mark:,} steps: {', '.join(said)}. For a thousand steps we take {each['natgrad'] / each['sb3']:.2f} of "
+        "the other's time, each with its best setting; a fair clock is `python -m benchmarks policy`."
+    )
+
+
+def _spread(values: list[float]) -> Cell:
+    known = [v for v in values if not math.isnan(v)]
+    if not known:
+        return ("-", "")
+    deviation = f" ± {stdev(known):.1f}" if len(known) > 1 else ""
+    return (f"{mean(known):.1f}{deviation}", f"{min(known):.1f} to {max(known):.1f}")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _curves(env: str, races: dict[str, list[Numbers]], key: str) -> Callable[[Figure], None]:
+    def fill(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        for name, runs in races.items():
+            marks = [one["mark"] for one in runs[0]["curve"]]
+            y, style = [[at(run, mark, key) for mark in marks] for run in runs], look(list(NAMES).index(name), 1.8)
+            draw_band(axes, [mark / 1000 for mark in marks], y, NAMES[name], style, reach=0.25)
+        marks, goals = zip(*GOALS[env], strict=True)
+        at_marks = [mark / 1000 for mark in marks]
+        axes.plot(at_marks, goals, marker="_", markersize=14, color=INK, linestyle="none", label="goal")
+        axes.set(xlabel="steps in the environment, thousands", ylabel="return of an episode")
+        axes.set_title(f"{env}: {' and '.join(NAMES[name] for name in races)}", loc="left")
+        axes.grid(visible=True, axis="y")
+        put_legend_below(figure, axes, columns=3)
+
+    return fill
+
+
+def learn_policies(name: str, env: str, minutes: float, **defaults: Any) -> Experiment:
+    """The experiment of one environment: the settings' defaults are its own."""
     kind = change_defaults(PolicyRaceSettings, env=env, **defaults)
-    return Study(f"policy_{name}", summary, kind, pieces, page.tell, seeds=5)
+    quick = {"seeds": 1, "steps": 15_000, "tuning": 5000, "marks": "5000,10000", "episodes": 5}
+    summary = f"TRPO on {env} beside sb3-contrib's"
+    return Experiment(f"policy_{name}", summary, kind, pieces, tell, seeds=5, minutes=minutes, quick=quick)
 
 
-CARTPOLE = study("cartpole", "CartPole-v1", "TRPO on CartPole-v1 beside sb3-contrib's")
+CARTPOLE = learn_policies("cartpole", "CartPole-v1", 20)
 # thirty thousand steps are too early to choose by: what is at -100 then may end no better
-ACROBOT = study("acrobot", "Acrobot-v1", "TRPO on Acrobot-v1 beside sb3-contrib's", tuning=100_000)
-PENDULUM = study("pendulum", "Pendulum-v1", "TRPO on Pendulum-v1 beside sb3-contrib's")
+ACROBOT = learn_policies("acrobot", "Acrobot-v1", 30, tuning=100_000)
+PENDULUM = learn_policies("pendulum", "Pendulum-v1", 20)

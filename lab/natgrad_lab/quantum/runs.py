@@ -10,21 +10,28 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from statistics import median
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import natgrad as ng
 from natgrad_lab.experiments.base import LabError
-from natgrad_lab.experiments.settings import change_defaults
-from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
-from natgrad_lab.quantum import page
+from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
+from natgrad_lab.experiments.sections import Picture, Section, Story, Table
+from natgrad_lab.experiments.settings import change_defaults, check_positive
+from natgrad_lab.figures import INK, look, put_legend_below
+from natgrad_lab.words import span
 
 vmc = ng.vmc
 TUNING_SEED = 1000
-LOOKS = 60
-"""Points of a curve at most."""
+LOOKS = 60  # points of a curve at most
+NAMES = {"sr": "stochastic reconfiguration", "spring": "SPRING", "adam": "Adam"}
+MOMENTA = {"sr": 0.0, "spring": 0.9}
 
 
 @dataclass(frozen=True)
@@ -44,9 +51,7 @@ class GroundStateSettings:
     def __post_init__(self) -> None:
         if self.system not in SYSTEMS:
             raise LabError(f"system is {self.system}, expected one of {', '.join(SYSTEMS)}")
-        for key in ("spins", "samples", "steps", "seconds", "draws"):
-            if not getattr(self, key) > 0:
-                raise LabError(f"{key} is {getattr(self, key)}, expected a number above 0")
+        check_positive(self, "spins", "samples", "steps", "seconds", "draws")
         self.adam_rates()
 
     def adam_rates(self) -> list[float]:
@@ -153,50 +158,34 @@ def clip_energies(local: Tensor, width: float | None) -> Tensor:
 
 def pieces(settings: GroundStateSettings) -> tuple[Piece, ...]:
     """Adam's rates, then everybody from every seed."""
-    rates = settings.adam_rates()
-    found = [Piece(f"tune-{i}", f"Adam at {rate:g}", AdamTuning(rate), repeated=False) for i, rate in enumerate(rates)]
-    found.append(Piece("adam", "Adam at its best rate", BestAdam()))
-    found += [Piece(name, title, Reconfiguration(momentum)) for name, (title, momentum) in NATURAL.items()]
-    return tuple(found)
+    rates = enumerate(settings.adam_rates())
+    return (
+        *(Piece(f"tune-{i}", f"Adam at {rate:g}", partial(try_rate, rate, TUNING_SEED), False) for i, rate in rates),
+        Piece("adam", "Adam at its best rate", run_best_rate),
+        *(Piece(name, NAMES[name], partial(reconfigure, momentum)) for name, momentum in MOMENTA.items()),
+    )
 
 
-NATURAL = {"sr": ("stochastic reconfiguration", 0.0), "spring": ("SPRING", 0.9)}
-
-
-@dataclass(frozen=True)
-class AdamTuning:
+def try_rate(rate: float, seed: int, run: PieceRun) -> Numbers:
     """One rate of Adam, judged by its energy at the end."""
-
-    rate: float
-
-    def __call__(self, run: StudyRun) -> Numbers:
-        problem = SYSTEMS[run.settings.system](run.settings, TUNING_SEED)
-        return {"rate": self.rate, **train(problem, AdamSearch(problem, self.rate), run)}
+    problem = SYSTEMS[run.settings.system](run.settings, seed)
+    return {"rate": rate, **train(problem, AdamSearch(problem, rate), run)}
 
 
-@dataclass(frozen=True)
-class BestAdam:
-    """The best rate from one seed."""
-
-    def __call__(self, run: StudyRun) -> Numbers:
-        tuned = [run.earlier[f"tune-{i}"] for i in range(len(run.settings.adam_rates()))]
-        rate = min(tuned, key=lambda one: math.inf if one["final"] is None else one["final"])["rate"]
-        problem = SYSTEMS[run.settings.system](run.settings, run.seed)
-        return {"rate": rate, **train(problem, AdamSearch(problem, rate), run)}
+def run_best_rate(run: PieceRun) -> Numbers:
+    """Adam's best rate from one seed."""
+    tuned = [run.earlier[f"tune-{i}"] for i in range(len(run.settings.adam_rates()))]
+    rate = min(tuned, key=lambda one: math.inf if one["final"] is None else one["final"])["rate"]
+    return try_rate(rate, run.seed, run)
 
 
-@dataclass(frozen=True)
-class Reconfiguration:
+def reconfigure(momentum: float, run: PieceRun) -> Numbers:
     """Stochastic reconfiguration from one seed."""
-
-    momentum: float
-
-    def __call__(self, run: StudyRun) -> Numbers:
-        problem = SYSTEMS[run.settings.system](run.settings, run.seed)
-        return train(problem, Reconfigured(problem, self.momentum), run)
+    problem = SYSTEMS[run.settings.system](run.settings, run.seed)
+    return train(problem, Reconfigured(problem, momentum), run)
 
 
-def train(problem: GroundStateProblem, stepper: Stepper, run: StudyRun) -> Numbers:
+def train(problem: GroundStateProblem, stepper: Stepper, run: PieceRun) -> Numbers:
     """Steps until the budget is spent, then the energy that was reached: by enumeration where that is possible."""
     settings, curve, spent, step = run.settings, [], 0.0, 0
     every = max(1, settings.steps // LOOKS)
@@ -210,15 +199,8 @@ def train(problem: GroundStateProblem, stepper: Stepper, run: StudyRun) -> Numbe
             curve.append({"step": step, "seconds": spent, "energy": energy.mean, "error": energy.error})
         step += 1
     final = measure(problem, settings.draws)
-    return {
-        "curve": curve,
-        "exact": problem.exact,
-        "steps": step,
-        "seconds": spent,
-        "final": final.mean,
-        "error": final.error,
-        "sampler": problem.sampler.report(),
-    }
+    ends = {"steps": step, "seconds": spent, "final": final.mean, "error": final.error}
+    return {"curve": curve, "exact": problem.exact, **ends, "sampler": problem.sampler.report()}
 
 
 def measure(problem: GroundStateProblem, draws: int) -> ng.vmc.EnergyEstimate:
@@ -229,15 +211,96 @@ def measure(problem: GroundStateProblem, draws: int) -> ng.vmc.EnergyEstimate:
     return search.measure(1 if small else draws)
 
 
-def study(name: str, summary: str, **defaults: Any) -> Study:
-    """The study of one system: the settings' defaults are its own."""
-    return Study(f"vmc_{name}", summary, change_defaults(GroundStateSettings, **defaults), pieces, page.tell, seeds=5)
+def tell(findings: Findings) -> Story:
+    """Sections for what is finished."""
+    s, races = findings.settings, findings.collect(NAMES)
+    system = f"Ising chain of {s.spins} spins at its critical field" if s.system == "ising" else s.system
+    method = (
+        f"{system}, {s.samples} samples a step from as many chains; at most {s.steps} steps and {s.seconds:g} CPU "
+        "seconds of one thread each. Stochastic reconfiguration and SPRING (momentum .9) with damping .001, as they "
+        f"come; Adam at the best of the rates {s.rates}, each tried from a seed of its own. The energy at the end is "
+        "summed over all states for the chain, and averaged over fresh samples for molecules."
+    )
+    said = [f"{NAMES[name]} {median(abs(gap(run)) for run in runs):.1e}" for name, runs in races.items()]
+    lead = f"Relative error of the energy at the end, medians over seeds: {', '.join(said)}."
+    tried = [run for i in range(20) for run in findings.of(f"tune-{i}")]
+    rows = tuple((f"{one['rate']:g}", f"{one['final']:.6f}", f"{gap(one):.1e}") for one in tried)
+    tuning = Section("Adam's rates", "One seed each.", (Table("Rates", ("rate", "energy", "relative error"), rows),))
+    sections = (_race(races, lead), tuning) if races else (tuning,)
+    return Story(f"Ground state: {system}", lead if races else "Nothing has run yet.", method, sections)
 
 
-ISING = study("ising", "Transverse Ising chain: natural gradient beside Adam, five minutes", system="ising")
-HELIUM = study(
+def gap(run: Numbers) -> float:
+    """Energy at the end above the exact one, over its size."""
+    return (run["final"] - run["exact"]) / abs(run["exact"])
+
+
+def _race(races: dict[str, list[Numbers]], lead: str) -> Section:
+    heads = ("", "energy", "error of the mean", "relative error", "steps", "CPU ms a step")
+    rows = tuple(
+        (
+            NAMES[name],
+            span([run["final"] for run in runs], "{:.6f}"),
+            f"{median(run['error'] for run in runs):.1e}",
+            span([gap(run) for run in runs], "{:.1e}"),
+            f"{median(run['steps'] for run in runs):g}",
+            f"{median(1000 * run['seconds'] / run['steps'] for run in runs):.1f}",
+        )
+        for name, runs in races.items()
+    )
+    exact = next(iter(races.values()))[0]["exact"]
+    note = f"Medians over seeds; below, the lowest and the highest. Exact: {exact:.6f}."
+    energies, gaps = (lambda figure: _draw_energies(figure, races, exact)), (lambda figure: _draw_gaps(figure, races))
+    pictures = (
+        Picture("energy", "Energy of the first seed, with two standard errors", energies, (7.2, 3.8)),
+        Picture("gap", "Distance from the exact energy, medians over seeds", gaps, (7.2, 3.6)),
+    )
+    return Section("Race", lead, (Table("Where they ended", heads, rows, note),), pictures)
+
+
+def _draw_energies(figure: Figure, races: dict[str, list[Numbers]], exact: float) -> None:
+    axes = figure.add_subplot()
+    lowest, tops = exact, []
+    for name, runs in races.items():
+        x, y, error = (np.array([one[key] for one in runs[0]["curve"]]) for key in ("seconds", "energy", "error"))
+        style = look(list(NAMES).index(name))
+        axes.plot(x, y, label=NAMES[name], **style)
+        axes.fill_between(x, y - 2 * error, y + 2 * error, color=style["color"], alpha=0.2, linewidth=0)
+        tops.append(np.median(y[len(y) // 10 :]))
+        lowest = min(lowest, float((y - 2 * error)[len(y) // 4 :].min()))
+    axes.axhline(exact, color=INK, linestyle=(0, (1, 3)), linewidth=1.2, label="exact")
+    room = max(max(tops) - exact, abs(exact) * 2e-3)
+    axes.set(xlabel="CPU seconds", ylabel="energy", ylim=(min(lowest, exact) - 0.3 * room, exact + 4 * room))
+    axes.grid(visible=True, axis="y")
+    put_legend_below(figure, axes, columns=4)
+
+
+def _draw_gaps(figure: Figure, races: dict[str, list[Numbers]]) -> None:
+    axes = figure.add_subplot()
+    for name, runs in races.items():
+        length = min(len(run["curve"]) for run in runs)
+        x = np.median([[one["seconds"] for one in run["curve"][:length]] for run in runs], axis=0)
+        y = [[abs(one["energy"] - run["exact"]) for one in run["curve"][:length]] for run in runs]
+        axes.plot(x, np.median(y, axis=0), label=NAMES[name], **look(list(NAMES).index(name)))
+    axes.set(xlabel="CPU seconds", ylabel="|energy - exact|, sampled", yscale="log")
+    axes.grid(visible=True, axis="y")
+    put_legend_below(figure, axes, columns=3)
+
+
+def search_ground_state(name: str, summary: str, minutes: float, quick: dict[str, Any], **defaults: Any) -> Experiment:
+    """The experiment of one system: the settings' defaults are its own."""
+    kind = change_defaults(GroundStateSettings, **defaults)
+    return Experiment(f"vmc_{name}", summary, kind, pieces, tell, seeds=5, minutes=minutes, quick=quick)
+
+
+ISING = search_ground_state(
+    "ising", "Transverse Ising chain: natural gradient beside Adam, five minutes", 2, {"seeds": 1}, system="ising"
+)
+HELIUM = search_ground_state(
     "helium",
     "Helium by an antisymmetric network: natural gradient beside Adam, forty minutes",
+    60,
+    {"seeds": 1, "steps": 200, "seconds": 10.0, "samples": 200, "draws": 20, "rates": "0.003"},
     system="helium",
     samples=500,
     steps=2000,

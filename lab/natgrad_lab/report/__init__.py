@@ -1,102 +1,184 @@
-"""Reports of finished runs: tables, figures, and one HTML page, all from the records alone."""
+"""The report of an experiment: its story, told from the records alone, as a page with figures and for a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict
-from functools import singledispatch
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib.figure import Figure
 from rich.console import RenderableType
+from rich.table import Table as RichTable
 
-from natgrad_lab.experiments import LabError, find
-from natgrad_lab.experiments.records import Folder, replace
-from natgrad_lab.figures import inline, save
-from natgrad_lab.report import study
-from natgrad_lab.report.page import Drawn, render
-from natgrad_lab.report.plots import draw, draw_overview, plots
-from natgrad_lab.report.study import Outcome
-from natgrad_lab.report.summary import Result, Summary, summarise
-from natgrad_lab.report.table import terminal
-from natgrad_lab.words import plural
+from natgrad_lab.experiments import Experiment, Picture, Story, Table, find
+from natgrad_lab.experiments import records as files
+from natgrad_lab.experiments.frame import findings
+from natgrad_lab.experiments.records import Folder
+from natgrad_lab.figures import DARK, PALETTE, draw, inline, put_title, save
+from natgrad_lab.words import unique
 
-__all__ = ["Outcome", "Summary", "build", "render_terminal", "summarise", "terminal"]
+__all__ = ["Outcome", "build", "draw_titled", "render_terminal"]
 
 
-def build(path: Path) -> tuple[Summary | Outcome, Path]:
+@dataclass(frozen=True)
+class Outcome:
+    """All that a report shows: where the numbers come from, and the story.
+
+    Args:
+        experiment: Its name.
+        settings: Those that it ran with.
+        seeds: Those that are finished.
+        versions: Of packages, where records differ several.
+        threads: Of the processes that made the records.
+        devices: Where they trained.
+        missing: Pieces of the plan that are not finished.
+        story: What the page says.
+    """
+
+    experiment: str
+    settings: dict[str, Any]
+    seeds: tuple[int, ...]
+    versions: tuple[dict[str, str], ...]
+    threads: tuple[int, ...]
+    devices: tuple[str, ...]
+    missing: int
+    story: Story
+
+
+@dataclass(frozen=True)
+class DrawnPicture:
+    """A picture as an <svg> element."""
+
+    title: str
+    svg: str
+    wide: bool
+
+
+def build(path: Path, experiment: Experiment | None = None) -> tuple[Outcome, Path]:
     """Write plots/*.png, plots/*.svg and report.html into a folder of records.
 
     Args:
         path: The folder.
+        experiment: Whose records they are; None: the one that the plan names.
 
     Returns:
-        The numbers, and the page's path.
+        What the page shows, and the page's path.
 
     Raises:
         LabError: If the folder holds no experiment, or too little of it is finished.
     """
     folder = Folder(path)
-    kind = folder.plan().get("kind", "race")
-    if kind not in BUILDERS:
-        raise LabError(f"{path} holds a {kind}, expected {' or '.join(BUILDERS)}: a later natgrad made it")
-    return BUILDERS[kind](folder)
+    experiment = experiment or find(folder.plan()["experiment"])
+    told, place = read_outcome(experiment, folder), path / "plots"
+    place.mkdir(exist_ok=True)
+    for picture in told.story.files:
+        save(draw(picture.draw, picture.size), place / picture.name)
+    parts = [
+        {"section": section, "figures": [_draw(picture, told.story.title, place) for picture in section.pictures]}
+        for section in told.story.sections
+    ]
+    environment = Environment(
+        loader=PackageLoader("natgrad_lab.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals["replace"] = replace
+    values = {"command": write_command(told, asdict(experiment.settings())), "facts": list_facts(told)}
+    text = environment.get_template("page.j2").render(light=PALETTE, dark=DARK, outcome=told, parts=parts, **values)
+    page = path / "report.html"
+    files.replace(page, text)
+    return told, page
 
 
-@singledispatch
-def render_terminal(numbers: Summary | Outcome) -> Iterable[RenderableType]:
-    """What a terminal shows of a report: tables and verdicts.
+def read_outcome(experiment: Experiment, folder: Folder) -> Outcome:
+    """Read a folder's plan and finished pieces, and tell the story. LabError when nothing is finished."""
+    plan, found = folder.plan(), findings(experiment, folder)
+    headers = [one.header for one in found.found]
+    seeds = tuple(sorted({header["seed"] for header in headers}))
+    planned = sum(len(seeds) if piece["repeated"] else 1 for piece in plan["pieces"])
+    story = experiment.tell(found)
+    names = [picture.name for section in story.sections for picture in section.pictures]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{experiment.name} has pictures named {names}, expected different names")
+    return Outcome(
+        experiment=experiment.name,
+        settings=plan["settings"],
+        seeds=seeds,
+        versions=unique(header["versions"] for header in headers),
+        threads=unique(header["threads"] for header in headers),
+        devices=unique(header["device"] for header in headers),
+        missing=planned - len(headers),
+        story=story,
+    )
+
+
+def write_command(told: Outcome, defaults: dict[str, Any]) -> str:
+    """The command that gives this report again. defaults: settings that need not be said."""
+    words = ["natgrad", "run", told.experiment, "--seeds", str(len(told.seeds))]
+    for key, value in told.settings.items():
+        if key not in defaults or defaults[key] != value:
+            words += ["--set", f"{key}={'none' if value is None else value}"]
+    return shlex.join(words)
+
+
+def list_facts(told: Outcome) -> list[tuple[str, str]]:
+    """Settings, versions, threads, device, seeds: names and values to print."""
+    versions = (", ".join(f"{name} {version}" for name, version in each.items()) for each in told.versions)
+    facts = {"versions": "; ".join(versions)}
+    for name in ("threads", "devices", "seeds"):
+        facts[name.replace("devices", "device")] = ", ".join(map(str, getattr(told, name)))
+    return list(
+        (facts | {n: "none" if v is None else str(v) for n, v in told.settings.items() if n not in facts}).items()
+    )
+
+
+def draw_titled(picture: Picture, story: str) -> Figure:
+    """The picture as its file shows it: with a title, since a file is seen without the page around it.
 
     Args:
-        numbers: What `build` returned.
+        picture: One of a section.
+        story: The page's title, which names the data and the model.
     """
-    raise TypeError(f"numbers is {type(numbers).__name__}, expected what build() returned")
+
+    def fill_and_name(figure: Figure) -> None:
+        picture.draw(figure)
+        put_title(figure, f"{story}: {picture.title}")
+
+    return draw(fill_and_name, picture.size)
 
 
-def _race(folder: Folder) -> tuple[Summary, Path]:
-    summary = summarise(folder)
-    order = [contestant["name"] for contestant in folder.plan()["tasks"][0]["contestants"]]
-    (folder.path / "plots").mkdir(exist_ok=True)
-    drawn = {result.name: _draw(result, order, folder.path / "plots") for result in summary.results}
-    if not any(result.pairs for result in summary.results):
-        over = f"medians and ranges of {plural(len(summary.seeds), 'seed')}"
-        title = f"{summary.title or summary.experiment}. Training loss, {over}."
-        save(draw_overview(summary.results, order, title), folder.path / "plots" / "overview")
-    page = folder.path / "report.html"
-    replace(page, render(summary, drawn, order, _defaults(summary.experiment)))
-    return summary, page
+def _draw(picture: Picture, story: str, place: Path) -> DrawnPicture:
+    figure = draw_titled(picture, story)
+    save(figure, place / picture.name)
+    return DrawnPicture(picture.title, inline(figure, picture.name, picture.title), picture.wide)
 
 
-def _study(folder: Folder) -> tuple[Outcome, Path]:
-    name = folder.plan()["experiment"]
-    return study.build(find(name), folder, _defaults(name))
+def render_terminal(told: Outcome) -> Iterator[RenderableType]:
+    """Tables and verdicts for a terminal: the page tells more.
+
+    Args:
+        told: What `build` returned.
+    """
+    for section in told.story.sections:
+        for table in section.tables:
+            if table.brief != ():
+                yield _write_table(table, section.title)
+        yield section.verdict + "\n"
 
 
-BUILDERS = {"race": _race, "study": _study}
-
-
-@render_terminal.register
-def _printed_race(numbers: Summary) -> Iterator[RenderableType]:
-    for result in numbers.results:
-        yield terminal(result)
-        yield result.verdict + "\n"
-
-
-render_terminal.register(Outcome, study.speak_outcome)
-
-
-def _draw(result: Result, order: list[str], place: Path) -> list[Drawn]:
-    found = []
-    for plot in plots(result):
-        figure, name = draw(plot, result.entries, order, result.title), f"{result.name}-{plot.name}"
-        save(figure, place / name)
-        found.append(Drawn(plot.title, inline(figure, name, f"{result.title}: {plot.title}")))
-    return found
-
-
-def _defaults(experiment: str) -> dict[str, Any]:
-    """Default settings of an experiment that this version still has; none of another's."""
-    try:
-        return asdict(find(experiment).settings())
-    except LabError:
-        return {}
+def _write_table(table: Table, section: str) -> RichTable:
+    title, columns = table.title or section, range(len(table.heads)) if table.brief is None else table.brief
+    shown = RichTable(
+        title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False
+    )
+    for place in columns:
+        shown.add_column(table.heads[place], justify="right" if place else "left", no_wrap=not place)
+    for number, row in enumerate(table.cells):
+        cells = (f"{row[place][0]} ({row[place][1]})" if row[place][1] else row[place][0] for place in columns)
+        shown.add_row(*cells, style="bold" if number in table.bold else "")
+    return shown

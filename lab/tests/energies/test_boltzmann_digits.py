@@ -18,7 +18,7 @@ from natgrad_lab.energies.boltzmann_digits import (
     raise_likelihood,
 )
 from natgrad_lab.energies.boltzmann_images import Images
-from natgrad_lab.experiments import LabError, StudyRun, execute, find
+from natgrad_lab.experiments import LabError, PieceRun, execute, find
 from natgrad_lab.report import build
 
 FEW = BoltzmannDigitsSettings(
@@ -48,7 +48,7 @@ def test_maximum_likelihood_matches_what_pairs_do():
         shares = machine.log_probabilities({name: p.detach().double() for name, p in point.items()}).exp()
         return float(((states * shares.unsqueeze(1)).mT @ states - exact).abs().max())
 
-    moved, chains = raise_likelihood(StudyRun(s), machine, params, shown)
+    moved, chains = raise_likelihood(PieceRun(s), machine, params, shown)
     assert find_gap(moved) < 0.8 * find_gap(params)
     assert chains.shape == (100, 4)
 

@@ -12,9 +12,16 @@ from natgrad.energies.boltzmann_preconditioner import PairPreconditioner
 from natgrad.ground.spaces import Space
 from natgrad_lab.energies.boltzmann_exact import LOSSES, ExactMachine, descend, natural, path
 from natgrad_lab.energies.boltzmann_images import CONTESTANTS, Images, images, start, train
-from natgrad_lab.energies.boltzmann_page import count_steps_to_goal, write_range
-from natgrad_lab.energies.boltzmann_ratio import STUDY, BoltzmannRatioSettings, best, field, laplacian
-from natgrad_lab.experiments import LabError, StudyRun, execute
+from natgrad_lab.energies.boltzmann_ratio import (
+    STUDY,
+    BoltzmannRatioSettings,
+    best,
+    count_steps_to_goal,
+    field,
+    laplacian,
+    write_range,
+)
+from natgrad_lab.experiments import LabError, PieceRun, execute
 from natgrad_lab.report import build
 
 FEW = BoltzmannRatioSettings(
@@ -78,7 +85,7 @@ def test_diverged_runs_are_told_apart():
 
 
 def test_one_natural_step_recovers_the_field():
-    found = field(StudyRun(FEW))
+    found = field(PieceRun(FEW))
     assert all(one["natural"] < 1e-9 for one in found.values())
     assert [one["condition"] for one in found.values()] == sorted(one["condition"] for one in found.values())
     model = ng.GaussMarkov(4, [(0, 1), (1, 3), (0, 2), (2, 3)])

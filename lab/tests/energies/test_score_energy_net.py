@@ -21,8 +21,8 @@ from natgrad_lab.energies.score_energy_net import (
     spiral,
     step,
 )
-from natgrad_lab.experiments import LabError, StudyRun, find
-from natgrad_lab.experiments.study import Findings, FinishedPiece
+from natgrad_lab.experiments import LabError, PieceRun, find
+from natgrad_lab.experiments.frame import Findings, FinishedPiece
 
 FEW = ScoreEnergySettings(tasks="rings,digits", seconds=0.05, batch=20, width=8)
 
@@ -72,7 +72,7 @@ def test_the_page_tells_every_task():
     study = find("score_energy_net")
     found = []
     for piece in study.pieces(FEW):
-        numbers = piece.work(StudyRun(FEW, 0))
+        numbers = piece.work(PieceRun(FEW, 0))
         assert all(math.isfinite(loss) for _, _, loss, _ in numbers["curve"])
         found.append(FinishedPiece({"piece": piece.name, "seed": 0}, numbers))
     story = study.tell(Findings(FEW, tuple(found)))

@@ -12,10 +12,19 @@ from torch.func import vmap
 
 import natgrad as ng
 from natgrad_lab.equations.pinn import PinnSettings, mean_squares
-from natgrad_lab.equations.problems import EquationProblem, allen_cahn, burgers, heat, helmholtz, inverse, poisson
-from natgrad_lab.equations.solutions import solve_allen_cahn, split_allen_cahn
-from natgrad_lab.experiments import LabError, StudyRun, find
-from natgrad_lab.experiments.study import Findings, FinishedPiece
+from natgrad_lab.equations.problems import (
+    EquationProblem,
+    allen_cahn,
+    burgers,
+    heat,
+    helmholtz,
+    inverse,
+    poisson,
+    solve_allen_cahn,
+    split_allen_cahn,
+)
+from natgrad_lab.experiments import LabError, PieceRun, find
+from natgrad_lab.experiments.frame import Findings, FinishedPiece
 
 FEW = PinnSettings(seconds=0.05, width=8)
 CLOSED = {"pinn_poisson": poisson, "pinn_heat": heat, "pinn_helmholtz": helmholtz, "pinn_inverse": inverse}
@@ -63,7 +72,7 @@ def test_both_methods_have_one_loss():
 def test_the_page_tells_what_is_finished(name: str):
     study, found = find(name), []
     for piece in study.pieces(FEW):
-        numbers = piece.work(StudyRun(FEW, 0))
+        numbers = piece.work(PieceRun(FEW, 0))
         assert all(math.isfinite(error) for _, _, error in numbers["curve"])
         assert ("k" in numbers) == (name == "pinn_inverse")
         found.append(FinishedPiece({"piece": piece.name, "seed": 0}, numbers))

@@ -5,15 +5,17 @@ from itertools import pairwise
 
 import pytest
 import torch
-from small_races import examples, task
+from small_races import examples, runs, task
 from torch import nn
 
 import natgrad as ng
-from natgrad_lab.experiments import Budget, Contestant, Interrupted, Job, LabError, Race, Task, Training, execute
+from natgrad_lab.experiments import Contestant, Interrupted, LabError, Task, execute
+from natgrad_lab.experiments import race as make_race
+from natgrad_lab.experiments.base import Budget, Job, slug
 from natgrad_lab.experiments.contestants import sgd
 from natgrad_lab.experiments.metric_data import draw_another_batch, draw_unlabelled, join_unlabelled
-from natgrad_lab.experiments.race import choose, final
-from natgrad_lab.experiments.records import Record
+from natgrad_lab.experiments.race_summary import Record, choose, final
+from natgrad_lab.experiments.training import Training
 from natgrad_lab.papers.pascanu_2013.shared import Falling, divide
 
 
@@ -58,7 +60,7 @@ def validate_task(**changes):
 
 
 def race(one: Task | None = None):
-    return Race("tiny", "Rings again", Settings, lambda settings: (one or validate_task(),))
+    return make_race("tiny", "Rings again", Settings, lambda settings: (one or validate_task(),))
 
 
 def training(index, seed=0, budget=None):
@@ -82,7 +84,7 @@ def test_put_down_and_taken_up_equals_never_stopped(index, tmp_path):
 
 def test_an_interrupted_race_of_steps_goes_on_bit_for_bit(tmp_path):
     def losses(folder):
-        return {r.header["run"]: [row.get("loss") for row in r.rows] for r in folder.read_all()}
+        return {name: [row.get("loss") for row in r.rows] for name, r in runs(folder).items()}
 
     whole = losses(execute(race(), Settings(), [0, 1], tmp_path / "whole"))
     asked = iter(range(10**6))
@@ -92,7 +94,7 @@ def test_an_interrupted_race_of_steps_goes_on_bit_for_bit(tmp_path):
 
 
 def test_every_contestant_runs_its_own_number_of_steps(tmp_path):
-    records = execute(race(), Settings(), [0], tmp_path).read_all()
+    records = runs(execute(race(), Settings(), [0], tmp_path)).values()
     steps = {(r.header["contestant"], r.end["steps"], r.end["end"]) for r in records}
     assert steps == {("SGD-momentum", 9, "steps")} | {(n, 4, "steps") for n in ("other", "unlabelled", "joined")}
 
@@ -212,10 +214,11 @@ def test_the_choice_has_the_lowest_validation_error_and_then_loss():
 
 
 def test_what_races_was_chosen_on_the_validation_part(tmp_path):
-    folder = execute(race(), Settings(), [0], tmp_path)
+    found = runs(execute(race(), Settings(), [0], tmp_path))
     for one in contestants():
-        tried = [folder.read(f"rings.{one.slug}.tune-{index}") for index in range(2)]
-        assert folder.read(f"rings.{one.slug}.seed-0").header["index"] == choose(tried, "valid_error")
+        name = f"rings-{slug(one.name)}"
+        tried = [found[f"{name}-tune-{index}"] for index in range(2)]
+        assert found[f"{name}.seed-0"].header["index"] == choose(tried, "valid_error")
 
 
 def test_seeds_differ_in_their_data_and_contestants_of_a_seed_do_not():

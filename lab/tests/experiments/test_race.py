@@ -3,11 +3,14 @@
 import json
 
 import pytest
-from small_races import Settings, contestants, race, task
+import torch
+from small_races import Settings, contestants, race, runs, task
 
-from natgrad_lab.experiments import Interrupted, LabError, Silence, execute, run
-from natgrad_lab.experiments.race import choose, final_loss
-from natgrad_lab.experiments.records import read
+from natgrad_lab.experiments import Interrupted, LabError, execute
+from natgrad_lab.experiments.base import Job
+from natgrad_lab.experiments.race import Course
+from natgrad_lab.experiments.race_summary import choose, final_loss
+from natgrad_lab.experiments.training import Training
 
 
 def stop_after(steps):
@@ -17,25 +20,23 @@ def stop_after(steps):
 
 
 def losses(folder):
-    return {record.header["run"]: [row.get("loss") for row in record.rows] for record in folder.read_all()}
+    return {name: [row.get("loss") for row in record.rows] for name, record in runs(folder).items()}
 
 
 def test_a_race_leaves_a_record_of_every_run(tmp_path):
-    folder = execute(race(), Settings(), [0, 1], tmp_path)
-    records = folder.read_all()
+    records = runs(execute(race(), Settings(), [0, 1], tmp_path))
     assert len(records) == 2 * (2 + 2)
-    header = records[0].header
+    header = next(iter(records.values())).header
     assert {"settings", "seed", "versions", "threads", "device", "choice", "phase"} <= set(header)
     assert set(header["versions"]) == {"natgrad", "torch", "python"}
-    assert all(record.end["end"] == "steps" and record.end["steps"] == 6 for record in records)
-    assert not list(folder.records.glob("*.part"))
-    assert not list(folder.records.glob("*.checkpoint"))
+    assert all(record.end["end"] == "steps" and record.end["steps"] == 6 for record in records.values())
+    assert not list(tmp_path.glob("records/*.checkpoint"))
 
 
 def test_the_choice_with_the_lowest_training_loss_races(tmp_path):
-    folder = execute(race(), Settings(), [0], tmp_path)
-    tried = [r for r in folder.read_all() if r.header["phase"] == "tune" and r.header["contestant"] == "Adam"]
-    raced = folder.read("rings.adam.seed-0")
+    records = runs(execute(race(), Settings(), [0], tmp_path))
+    tried = [r for r in records.values() if r.header["phase"] == "tune" and r.header["contestant"] == "Adam"]
+    raced = records["rings-adam.seed-0"]
     assert raced.header["index"] == choose(tried) == min(tried, key=final_loss).header["index"]
 
 
@@ -51,30 +52,23 @@ def test_interrupted_and_resumed_equals_never_stopped(tmp_path, steps):
     assert losses(parts) == losses(whole)
 
 
-def test_a_crash_without_a_checkpoint_starts_the_run_again(tmp_path):
-    folder = execute(race(), Settings(), [0], tmp_path)
-    whole = losses(folder)
-    finished, part, _ = folder.paths("rings.adam.seed-0")
-    text = finished.read_text()
-    finished.unlink()
-    part.write_text(text[: len(text) // 2])
-    assert losses(execute(race(), Settings(), [0], tmp_path)) == whole
-
-
-class Counter(Silence):
-    def __init__(self):
-        self.fresh = 0
-
-    def show_end(self, job, record, fresh):
-        self.fresh += fresh
+def test_a_run_goes_on_from_its_checkpoint(tmp_path):
+    among, states = race(), []
+    with pytest.raises(Interrupted):
+        execute(among, Settings(), [0], tmp_path, states.append, lambda: any(s.fraction > 0.5 for s in states))
+    (place,) = tmp_path.glob("records/*.checkpoint")
+    before = torch.load(place, weights_only=True)["rows"]
+    assert len(before) > 3
+    (name,) = [path.stem for path in [place]]
+    assert runs(execute(among, Settings(), [0], tmp_path))[name].rows[: len(before)] == tuple(before)
 
 
 def test_finished_runs_are_kept_and_more_seeds_are_added(tmp_path):
     execute(race(), Settings(), [0], tmp_path)
-    again, more = Counter(), Counter()
-    execute(race(), Settings(), [0], tmp_path, again)
-    execute(race(), Settings(), [0, 1], tmp_path, more)
-    assert (again.fresh, more.fresh) == (0, 2)
+    again, more = [], []
+    execute(race(), Settings(), [0], tmp_path, again.append)
+    execute(race(), Settings(), [0, 1], tmp_path, more.append)
+    assert [sum(s.seconds is not None for s in states) for states in (again, more)] == [0, 2]
 
 
 def test_other_settings_in_the_same_folder_are_refused(tmp_path):
@@ -98,33 +92,24 @@ def test_the_tuning_seed_does_not_race(tmp_path):
         execute(race(), Settings(), [0, 100], tmp_path)
 
 
-def test_damaged_records_are_named(tmp_path):
-    folder = execute(race(), Settings(), [0], tmp_path)
-    path = folder.paths("rings.adam.seed-0")[0]
-    path.write_text(path.read_text()[:-20])
-    with pytest.raises(LabError, match=r"rings\.adam\.seed-0\.jsonl is damaged"):
-        read(path)
-
-
 def test_numbers_that_are_not_finite_are_null(tmp_path):
     from natgrad_lab.experiments.contestants import grid, sgd
 
     wild = race(task(among=(sgd(grid(batch=(0,), lr=(1e38,))),)))
     folder = execute(wild, Settings(), [0], tmp_path)
-    record = folder.read("rings.sgd-momentum.seed-0")
+    record = runs(folder)["rings-sgd-momentum.seed-0"]
     assert record.end["end"] == "not finite"
     assert final_loss(record) == float("inf")
-    assert all("NaN" not in line for line in folder.paths("rings.sgd-momentum.seed-0")[0].read_text().splitlines())
+    assert "NaN" not in (folder.records / "rings-sgd-momentum.seed-0.json").read_text()
     json.loads(folder.plan_path.read_text())
 
 
-def test_run_in_memory_gives_the_rows_of_the_record(tmp_path):
-    folder = execute(race(), Settings(), [0], tmp_path)
-    record = folder.read("rings.adam.seed-0")
-    rows = run(race(), Settings(), 0, "rings", "Adam", record.header["index"])
-    assert [row.get("loss") for row in rows] == [row.get("loss") for row in record.rows]
-    with pytest.raises(LabError, match="expected one of rings: SGD-momentum, Adam"):
-        run(race(), Settings(), 0, "rings", "Newton")
+def test_a_run_in_memory_gives_the_rows_of_the_record(tmp_path):
+    record = runs(execute(race(), Settings(), [0], tmp_path))["rings-adam.seed-0"]
+    one = task(among=contestants()[:2])
+    job = Job(one, one.contestants[1], record.header["index"], 0, "race")
+    training = Training(job, Course(one, Settings()).budget, one.data())
+    assert [row.get("loss") for row in training] == [row.get("loss") for row in record.rows]
 
 
 def test_a_contestant_with_one_choice_is_not_tuned(tmp_path):
@@ -134,10 +119,10 @@ def test_a_contestant_with_one_choice_is_not_tuned(tmp_path):
     plain = apply_recipe("K-FAC", ng.kfac, grid(batch=(8,)))
     folder = execute(race(task(among=(plain, contestants()[1]))), Settings(), [0], tmp_path)
     assert sorted(losses(folder)) == [
-        "rings.adam.seed-0",
-        "rings.adam.tune-0",
-        "rings.adam.tune-1",
-        "rings.k-fac.seed-0",
+        "rings-adam-tune-0",
+        "rings-adam-tune-1",
+        "rings-adam.seed-0",
+        "rings-k-fac.seed-0",
     ]
 
 

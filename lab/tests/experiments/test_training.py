@@ -8,10 +8,11 @@ import torch
 from small_races import BUDGET, contestants, examples, task
 from torch import nn
 
-from natgrad_lab.experiments import Budget, Job, LabError, Training, find, override
+from natgrad_lab.experiments import LabError, find, override
+from natgrad_lab.experiments.base import Budget, Job
 from natgrad_lab.experiments.models import bernoulli_divergence, categorical_divergence, gaussian_divergence
 from natgrad_lab.experiments.settings import parse
-from natgrad_lab.experiments.training import Order
+from natgrad_lab.experiments.training import Order, Training
 
 
 def training(index=0, seed=0, budget=BUDGET, contestant=0):

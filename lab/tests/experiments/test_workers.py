@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from natgrad_lab.experiments import Interrupted, Piece, Section, Story, Study, execute
-from natgrad_lab.experiments.study import findings
+from natgrad_lab.experiments import Experiment, Interrupted, Piece, Section, Story, execute
+from natgrad_lab.experiments.frame import findings
 from natgrad_lab.experiments.workers import WorkerTask, beside
 
 
@@ -47,7 +47,7 @@ def tell(found):
     return Story("Powers", "", "", (Section("Powers", str(len(found.found))),))
 
 
-STUDY = Study("powers", "Powers", Settings, pieces, tell)
+STUDY = Experiment("powers", "Powers", Settings, pieces, tell)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])

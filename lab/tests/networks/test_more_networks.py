@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from small_races import runs
 from test_networks import ALL, SMALL, assert_all_stepped, pictures, race_of
 from torch import nn
 
@@ -108,7 +109,7 @@ def test_every_contestant_sees_pictures_with_both_networks(tmp_path):
     settings = vit_cifar.VitCifarSettings(**SMALL, methods="kfac,adam,muon,soap,sgd", networks="vit,resnet", **sizes)
     folder = execute(race_of(vit_cifar, settings, pictures(3, 32), 16), settings, [0], tmp_path)
     assert_all_stepped(folder)
-    assert {record.header["task"] for record in folder.read_all()} == {"vit", "resnet"}
+    assert {record.header["task"] for record in runs(folder).values()} == {"vit", "resnet"}
 
 
 def test_an_unknown_network_is_refused():
@@ -141,7 +142,7 @@ def test_every_contestant_compresses_digits(tmp_path):
     settings = vae_mnist.VaeSettings(**SMALL, methods=ALL, data="digits", hidden=6, code=2)
     folder = execute(race_of(vae_mnist, settings, eights(), 16), settings, [0], tmp_path)
     assert_all_stepped(folder)
-    starts = [record.rows[0]["train_loss"] for record in folder.read_all()]
+    starts = [record.rows[0]["train_loss"] for record in runs(folder).values()]
     assert starts[0] > 64 * math.log(2) * 0.9  # both parts are there, in nats per image
 
 

@@ -4,18 +4,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from small_races import on_tasks, results, runs
 from torch import nn
 
 from natgrad_lab.experiments import LabError, TaskData, execute, find
 from natgrad_lab.experiments.models import categorical_divergence, mistakes, precision
+from natgrad_lab.experiments.race_story import plots
 from natgrad_lab.networks import char_transformer as char
 from natgrad_lab.networks import fashion_cnn as fashion
 from natgrad_lab.networks.text import SYMBOLS, documentation, encode_text, windows
 from natgrad_lab.papers.ang_2020 import cifar
 from natgrad_lab.papers.ang_2020.networks import dense_net, wide_resnet
-from natgrad_lab.report import summarise
-from natgrad_lab.report.page import note
-from natgrad_lab.report.plots import plots
 
 ALL = "structures"
 SMALL = {"steps": 2, "evaluations": 2, "looked_at": 16}
@@ -40,7 +39,7 @@ def race_of(module, settings, data, batch):
             for one in module.tasks(settings)
         )
 
-    return replace(module.RACE, tasks=tasks)
+    return on_tasks(module.RACE, tasks)
 
 
 # Text.
@@ -168,16 +167,16 @@ def test_both_networks_of_the_report_and_its_figures(tmp_path):
     assert (settings.steps, settings.evaluations) == (2, 1)
     folder = execute(race_of(cifar, settings, pictures(3, 8), 16), settings, [0], tmp_path)
     assert_all_stepped(folder)
-    record = folder.read("densenet.k-fac.seed-0")
+    record = runs(folder)["densenet-k-fac.seed-0"]
     assert [row["epoch"] for row in record.rows] == [0.0, 0.5, 1.0]
     assert 0 <= record.rows[-1]["test_precision"] <= 1
-    for result in summarise(folder).results:
+    for result in results(folder, *cifar.tasks(settings)):
         assert [plot.name for plot in plots(result)][:2] == ["precision-epochs", "precision-seconds"]
-        assert "Precision is the mean over classes" in note(result)
+        assert "Precision is the mean over classes" in result.note
 
 
 def assert_all_stepped(folder):
-    records = folder.read_all()
+    records = runs(folder).values()
     assert len(records) >= 5
     assert all(record.end["end"] == "steps" for record in records)
     for task in {record.header["task"] for record in records}:

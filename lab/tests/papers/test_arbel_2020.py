@@ -10,8 +10,8 @@ from torch.testing import assert_close
 
 from natgrad.families import MeanCovariance, MultivariateNormal
 from natgrad.geometry import Wasserstein
-from natgrad_lab.experiments import LabError, StudyRun, find
-from natgrad_lab.experiments.study import Findings, FinishedPiece
+from natgrad_lab.experiments import LabError, PieceRun, find
+from natgrad_lab.experiments.frame import Findings, FinishedPiece
 from natgrad_lab.papers.arbel_2020.toy import (
     ArbelSettings,
     count_steps_to_level,
@@ -75,7 +75,7 @@ def test_runs_that_break_off_rank_last():
 def test_the_page_tells_both_parts():
     study = find("arbel_2020_toy")
     found = [
-        FinishedPiece({"piece": piece.name, "seed": 0}, piece.work(StudyRun(FEW, 0))) for piece in study.pieces(FEW)
+        FinishedPiece({"piece": piece.name, "seed": 0}, piece.work(PieceRun(FEW, 0))) for piece in study.pieces(FEW)
     ]
     story = study.tell(Findings(FEW, tuple(found)))
     assert [section.title for section in story.sections] == ["Error", "Descent"]

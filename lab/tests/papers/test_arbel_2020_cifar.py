@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_races import race, task
+from small_races import race, runs, task
 
 import natgrad as ng
 from natgrad.metrics import RBF
@@ -57,7 +57,7 @@ def test_a_race_goes_with_a_metric_of_no_likelihood(tmp_path):
         return ng.NaturalGradient(model, ng.transport_metric(model, kernel=RBF(), basis=4), choice["lr"], damping=0.1)
 
     contestant = Contestant("transport", ({"batch": 8, "lr": 0.05},), build)
-    (record,) = execute(race(task(among=(contestant,))), race().settings(), [0], tmp_path).read_all()
+    (record,) = runs(execute(race(task(among=(contestant,))), race().settings(), [0], tmp_path)).values()
     assert record.rows[-1]["train_loss"] < record.rows[0]["train_loss"]
 
 

@@ -14,7 +14,7 @@ import natgrad as ng
 from natgrad.energies import TwoLayer
 from natgrad.energies.two_layer import gradients
 from natgrad.ground.spaces import Positive, Square, positive
-from natgrad_lab.experiments import LabError, StudyRun, execute, find, override
+from natgrad_lab.experiments import LabError, PieceRun, execute, find, override
 from natgrad_lab.papers.karakida_2016.page import count_degraded, draw_all, find_first_steps, find_mean_step
 from natgrad_lab.papers.karakida_2016.runs import (
     FIGURE1,
@@ -170,7 +170,7 @@ def test_runs_end_when_all_have_stayed_for_as_long_again() -> None:
 
     still: Learner = Still()
     settings = override(KarakidaSettings, ["level=1000", "dtype=float64", "examples=20", "held_out=10"])
-    assert learn(StudyRun(settings), still, place_looks(100, 20), 2)["steps"] == [0, 5, 10]
+    assert learn(PieceRun(settings), still, place_looks(100, 20), 2)["steps"] == [0, 5, 10]
 
 
 @pytest.mark.parametrize("study", [TABLE1, FIGURE1, GAP], ids=lambda study: study.name)
@@ -222,7 +222,7 @@ def test_runs_see_one_stream_of_examples_or_their_own() -> None:
     for own in (False, True):
         settings = override(KarakidaSettings, [f"own_examples={own}", "dtype=float64", "examples=20", "held_out=10"])
         seeing = Seeing()
-        learn(StudyRun(settings), seeing, [20], 2)
+        learn(PieceRun(settings), seeing, [20], 2)
         assert len(seeing.alike) == 20
         assert all(seeing.alike) != own
 

@@ -11,8 +11,8 @@ from models import assert_close
 
 from natgrad.energies import TwoLayer
 from natgrad_lab.data import sample_photographs
-from natgrad_lab.experiments import LabError, StudyRun, find
-from natgrad_lab.experiments.study import Findings, FinishedPiece
+from natgrad_lab.experiments import LabError, PieceRun, find
+from natgrad_lab.experiments.frame import Findings, FinishedPiece
 from natgrad_lab.papers.koster_2010.feature_blocks import FeatureBlocks
 from natgrad_lab.papers.koster_2010.natural_images import (
     KosterSettings,
@@ -66,7 +66,7 @@ def test_every_method_trains_and_the_page_tells_it():
     study = find("koster_2010_natural_images")
     found = []
     for piece in study.pieces(FEW):
-        numbers = piece.work(StudyRun(FEW, 0))
+        numbers = piece.work(PieceRun(FEW, 0))
         assert numbers["steps"] >= 1
         assert all(math.isfinite(loss) for _, _, loss in numbers["curve"])
         found.append(FinishedPiece({"piece": piece.name, "seed": 0}, numbers))
@@ -77,7 +77,7 @@ def test_every_method_trains_and_the_page_tells_it():
 
 
 def test_adam_lowers_the_loss():
-    numbers = training(StudyRun(replace(FEW, seconds=0.5), 0), "Adam")
+    numbers = training(PieceRun(replace(FEW, seconds=0.5), 0), "Adam")
     assert numbers["curve"][-1][2] < numbers["curve"][0][2]
 
 

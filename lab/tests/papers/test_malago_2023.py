@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from natgrad.families import Ising, MultivariateNormal
-from natgrad_lab.experiments import LabError, StudyRun, execute, find
+from natgrad_lab.experiments import LabError, PieceRun, execute, find
 from natgrad_lab.papers.malago_2023.flows import (
     COVARIANCE,
     MalagoFlowSettings,
@@ -56,7 +56,7 @@ def test_both_formulas_of_the_toy_slides_are_one_function():
 
 
 def test_the_quadratic_line_is_the_closed_form():
-    found = line_closed(StudyRun(FEW))
+    found = line_closed(PieceRun(FEW))
     assert_close(torch.tensor(found["ours"]), torch.tensor(found["closed"]), rtol=1e-7, atol=1e-8)
     start = torch.tensor([1.0, -1.0], dtype=torch.float64)
     moved = closed_mean(start, torch.tensor([0.0, 1e9], dtype=torch.float64))
@@ -72,7 +72,7 @@ def test_balls_are_level_lines_of_the_kl():
     other = torch.tensor([[-0.5, 1.7]], dtype=torch.float64)
     thetas = [family.from_mean_covariance(x[:1], x[1:].square().unsqueeze(0)) for x in (at, other[0])]
     assert_close(normal_kl(at, other)[0], family.kl(*thetas))
-    found = balls(StudyRun(MalagoPointSettings()))["balls"]
+    found = balls(PieceRun(MalagoPointSettings()))["balls"]
     for one in found[:3]:
         centre, ball = (torch.tensor(one[key], dtype=torch.float64) for key in ("centre", "ball"))
         kl = normal_kl(centre, ball)
@@ -80,7 +80,7 @@ def test_balls_are_level_lines_of_the_kl():
 
 
 def test_polarization_flows_go_where_they_must():
-    found = simplex_flows(StudyRun(MalagoPointSettings()))
+    found = simplex_flows(PieceRun(MalagoPointSettings()))
     for name, ways in found.items():
         values = [[polarization(torch.tensor(p)).item() for p in (way[0], way[-1])] for way in ways]
         assert all((b >= a) == ("ascent" in name) or abs(a - b) < 1e-6 for a, b in values)
@@ -96,7 +96,7 @@ def test_natural_flow_of_a_function_in_the_span_is_a_straight_line():
 
 
 def test_the_theorem_counts():
-    found = theorem(StudyRun(LITTLE, seed=1))
+    found = theorem(PieceRun(LITTLE, seed=1))
     assert found["runs"] == 4
     assert all(0 <= one["optimum"] <= one["decided"] <= 4 for one in found["counts"].values())
     assert [m.size for m in models(6).values()] == [6, 11, 21]

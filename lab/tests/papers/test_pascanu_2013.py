@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from small_races import on_tasks, results, runs
 from torch import nn
 
 from natgrad_lab.experiments import Interrupted, LabError, execute, find
 from natgrad_lab.experiments.models import Convolution, convolutional
 from natgrad_lab.papers.pascanu_2013.faces import standardise_images
 from natgrad_lab.papers.pascanu_2013.shared import ADAPTED, damping
-from natgrad_lab.report import summarise
 
 SMALL = {
     "pascanu_2013_restricted_mnist": {"hidden": 3, "labelled": 40, "validation": 20, "batch": 20, "products": 3},
@@ -50,12 +50,12 @@ def test_the_experiment_runs_to_its_report(name, data, monkeypatch, tmp_path):
     settings = race.settings(**SMALL[name], **SHORT)
     task = race.tasks(settings)[0]
     firsts = tuple(replace(one, grid=one.grid[:1]) for one in task.contestants)  # to be quick
-    race = replace(race, tasks=lambda _: (replace(task, contestants=firsts),))
+    race = on_tasks(race, lambda _: (replace(task, contestants=firsts),))
     folder = execute(race, settings, [0, 1], tmp_path)
-    ends = {r.header["contestant"]: r.end["steps"] for r in folder.read_all()}
+    ends = {r.header["contestant"]: r.end["steps"] for r in runs(folder).values()}
     assert ends == {one.name: 20 if one.name == "MSGD" else 1 for one in task.contestants}
     assert set(task.paper) == set(ends)
-    result = summarise(folder).results[0]
+    (result,) = results(folder, *race.tasks(settings))
     assert result.note == task.note
     assert [entry.name for entry in result.entries] == [one.name for one in task.contestants]
     assert len(result.pairs) == len(ends) * (len(ends) - 1) // 2
@@ -75,7 +75,7 @@ def test_one_choice_for_all_fisher_metrics_is_not_tuned():
 def read_losses(folder):
     """Run -> training and test loss of every evaluation."""
     names = "step", "loss", "damping", "train_loss", "test_loss"
-    return {r.header["run"]: [[row.get(name) for name in names] for row in r.rows] for r in folder.read_all()}
+    return {run: [[row.get(name) for name in names] for row in r.rows] for run, r in runs(folder).items()}
 
 
 @pytest.mark.parametrize("steps", [1, 7])
@@ -85,7 +85,7 @@ def test_table_1_goes_on_after_an_interrupt_with_equal_numbers(steps, data, monk
     settings = race.settings(**SMALL[race.name], full=True, steps=3, evaluations=1, threads=None)
     task = race.tasks(settings)[0]
     chosen = tuple(replace(one, grid=one.grid[-1:], steps=3) for one in task.contestants)  # the adapted dampings
-    race = replace(race, tasks=lambda _: (replace(task, contestants=chosen),))
+    race = on_tasks(race, lambda _: (replace(task, contestants=chosen),))
     whole = execute(race, settings, [0], tmp_path / "whole")
     for _ in range(2):  # in a run, and again in the one that goes on
         asked = iter(range(1000))

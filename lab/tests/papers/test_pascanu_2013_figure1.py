@@ -5,12 +5,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from natgrad_lab.experiments import LabError, StudyRun, execute
+from natgrad_lab.experiments import LabError, PieceRun, execute
 from natgrad_lab.papers.pascanu_2013.autoencoder_unit import RATES, Unit, at_many, gradient, point, step
 from natgrad_lab.papers.pascanu_2013.figure1 import STUDY, AutoencoderUnitSettings, ending, path, starts
 from natgrad_lab.papers.pascanu_2013.figure1_page import observed_elsewhere, observed_shorter, steps_to_best
-from natgrad_lab.report import build
-from natgrad_lab.report.study import outcome
+from natgrad_lab.report import build, outcome
 
 FEW = AutoencoderUnitSettings(points=5, steps=6, continued=5, lattice=3)
 
@@ -76,7 +75,7 @@ def test_length_in_kl_and_errors_belong_to_the_points():
 
 
 def test_counts_are_shares():
-    counted = starts(StudyRun(FEW), "printed")
+    counted = starts(PieceRun(FEW), "printed")
     assert counted["starts"] == 9
     assert counted["both"] <= min(counted["shorter"], counted["other error"]) <= 1
     assert set(counted["methods"]) == set(RATES)

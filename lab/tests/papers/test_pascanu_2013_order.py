@@ -8,8 +8,8 @@ from torch.nn import functional
 
 import natgrad as ng
 from natgrad_lab.data import Split
-from natgrad_lab.experiments import LabError, StudyRun, execute
-from natgrad_lab.experiments.study import Findings, FinishedPiece
+from natgrad_lab.experiments import LabError, PieceRun, execute
+from natgrad_lab.experiments.frame import Findings, FinishedPiece
 from natgrad_lab.papers.pascanu_2013 import deformed, order
 from natgrad_lab.papers.pascanu_2013.deformed import SOURCES, Deformation, ImageSource, Stream, number
 from natgrad_lab.papers.pascanu_2013.order import STUDY, OrderSettings, ParallelTraining, crossing, match, measure
@@ -141,7 +141,7 @@ def test_only_the_resampled_segment_differs():
         seen.append(batch[0])
         return [torch.zeros_like(p) for p in model.parameters()]
 
-    measure(StudyRun(s, seed=3), record, 0.1)
+    measure(PieceRun(s, seed=3), record, 0.1)
     assert len(seen) == 2 * s.segments * s.steps
     plain = Stream(pictures(), s.batch, s.side, 3)
     for at, inputs in enumerate(seen):
@@ -153,9 +153,9 @@ def test_only_the_resampled_segment_differs():
 
 
 def test_a_model_that_does_not_move_has_no_variance():
-    still = measure(StudyRun(TINY), gradient, 0.0)
+    still = measure(PieceRun(TINY), gradient, 0.0)
     assert still["variance"] == [0.0] * TINY.segments
-    moved = measure(StudyRun(TINY), gradient, 0.5)
+    moved = measure(PieceRun(TINY), gradient, 0.5)
     assert min(moved["variance"]) > 0
 
 
@@ -166,7 +166,7 @@ def test_variance_is_that_over_the_runs_of_a_segment():
         seen["model"] = model
         return gradient(model, batch)
 
-    found = measure(StudyRun(s), watch_gradient, 0.5)
+    found = measure(PieceRun(s), watch_gradient, 0.5)
     x, _ = Stream(pictures(), s.batch, s.side, 0).held_out(s.held_out)
     p = seen["model"](x[:, None].expand(-1, s.segments * s.runs, -1)).softmax(-1)
     for segment, variance in enumerate(found["variance"]):
@@ -182,12 +182,12 @@ def test_crossing_interpolates_where_the_loss_first_falls_to_the_target():
 
 def test_matching_ends_within_the_tolerance_or_says_so():
     s = replace(TINY, tolerance=0.002, steps=4)
-    level = {"level": {"loss": order.level(StudyRun(s))["loss"]}}
-    found = match(StudyRun(s, earlier=level), s.natural(3.0))
+    level = {"level": {"loss": order.level(PieceRun(s))["loss"]}}
+    found = match(PieceRun(s, earlier=level), s.natural(3.0))
     assert abs(found["loss"] / found["target"] - 1) <= s.tolerance
     assert found["rate"] in [rate for rate, _ in found["tried"]]
     with pytest.raises(LabError, match="no two of the rates tried"):
-        match(StudyRun(s, earlier={"level": {"loss": 0.001}}), s.natural(3.0))
+        match(PieceRun(s, earlier={"level": {"loss": 0.001}}), s.natural(3.0))
 
 
 def test_rates_that_diverge_are_left_out(monkeypatch):
@@ -195,13 +195,13 @@ def test_rates_that_diverge_are_left_out(monkeypatch):
         order, "measure_last_losses", lambda run, direction, rates, advance: [float("nan")] * len(rates)
     )
     with pytest.raises(LabError, match="diverges: change rate"):
-        match(StudyRun(TINY, earlier={"level": {"loss": 1.0}}), TINY.natural(3.0))
+        match(PieceRun(TINY, earlier={"level": {"loss": 1.0}}), TINY.natural(3.0))
 
 
 def test_heavy_damping_is_plain_gradient_descent():
     """(G + lambda I)^-1 g -> g / lambda: at lambda = 1e6 the two protocols give the same variances."""
-    heavy = measure(StudyRun(TINY), TINY.natural(1e6), 0.5e6)
-    plain = measure(StudyRun(TINY), gradient, 0.5)
+    heavy = measure(PieceRun(TINY), TINY.natural(1e6), 0.5e6)
+    plain = measure(PieceRun(TINY), gradient, 0.5)
     assert heavy["variance"] == pytest.approx(plain["variance"], rel=1e-3)
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from natgrad_lab.data import Split
-from natgrad_lab.experiments import EXPERIMENTS, LabError, StudyRun, execute, find, override
-from natgrad_lab.experiments.study import Findings, FinishedPiece, findings
+from natgrad_lab.experiments import EXPERIMENTS, LabError, PieceRun, execute, find, override
+from natgrad_lab.experiments.frame import Findings, FinishedPiece, findings
 from natgrad_lab.papers.varady_2022 import data, runs
 from natgrad_lab.papers.varady_2022.data import bits, lines
 from natgrad_lab.papers.varady_2022.page import curve, find_first_epoch, tell
@@ -26,7 +26,7 @@ from natgrad_lab.papers.varady_2022.runs import (
     WakeSleepTraining,
     WakeSleepTuning,
 )
-from natgrad_lab.report.study import draw_titled
+from natgrad_lab.report import draw_titled
 
 SMALL = VaradySettings(data="lines", sizes="4-1", epochs=2, batch=100, samples=3, evaluation=0, tuning=1)
 WEIGHT = "generation.0.weight"
@@ -84,7 +84,7 @@ def test_training_on_lines_raises_the_exact_likelihood():
     training = WakeSleepTraining(settings, natural, WakeSleepChoice(0.3, 0.0), seed=0)
     start = training.estimate_bound(training.bits.test)
     assert start == pytest.approx(9 * math.log(0.5), abs=0.5)
-    for _ in training.epochs(6, StudyRun(settings)):
+    for _ in training.epochs(6, PieceRun(settings)):
         pass
     assert training.sound()
     assert -math.log(12) > training.estimate_bound(training.bits.test) > start + 1.5
@@ -94,14 +94,14 @@ def test_training_on_lines_raises_the_exact_likelihood():
 def test_a_race_looks_as_often_as_it_is_told():
     settings = replace(SMALL, looks=4, epochs=2)
     training = WakeSleepTraining(settings, CONTESTANTS[0], WakeSleepChoice(0.3, 0.0), seed=0)
-    seen = [(epoch, training.steps) for epoch in training.epochs(2, StudyRun(settings), looks=4)]
+    seen = [(epoch, training.steps) for epoch in training.epochs(2, PieceRun(settings), looks=4)]
     assert [epoch for epoch, _ in seen] == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0]
     assert [steps for _, steps in seen] == [2, 3, 4, 6, 8, 9, 10, 12]  # six steps per epoch
 
 
 def test_a_rate_falls():
     training = WakeSleepTraining(SMALL, CONTESTANTS[0], WakeSleepChoice(1.0, 0.5), seed=0)
-    for _ in training.epochs(1, StudyRun(SMALL)):
+    for _ in training.epochs(1, PieceRun(SMALL)):
         pass
     assert training.steps == 6
     assert training.trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1 / 3.5)
@@ -111,7 +111,7 @@ def test_a_rate_falls():
 def test_a_rule_and_the_mean_of_the_iterates(name):
     settings = replace(SMALL, rates="rws-adam:.02/4,nrws:.5/10", averaged=True, contestants=name, batch=200)
     (piece,) = runs.pieces(settings)  # nothing to tune
-    numbers = piece.work(StudyRun(settings))
+    numbers = piece.work(PieceRun(settings))
     ((rate, fall),) = settings.rules()[name]
     assert numbers["choice"] == f"rate {rate:g}, / (1 + {fall:g} t / T)"
     assert all(math.isfinite(point["mean"]) for point in numbers["curve"])
@@ -157,7 +157,7 @@ def test_of_several_rules_the_best_runs_and_each_is_tried_as_a_whole_short_run(t
     one = next(one for one in CONTESTANTS if one.name == "nrws")
     short = replace(settings, epochs=1, tuning=1)  # a tuning run of one epoch falls as a run of one epoch does
     alone = WakeSleepTraining(short, one, WakeSleepChoice(0.5, 10, by_run=True), runs.TUNING_SEED)
-    for _ in alone.epochs(1, StudyRun(short)):
+    for _ in alone.epochs(1, PieceRun(short)):
         pass
     assert alone.estimate_bound(alone.bits.valid) == first["valid"]
 
@@ -165,14 +165,14 @@ def test_of_several_rules_the_best_runs_and_each_is_tried_as_a_whole_short_run(t
 def test_a_race_takes_the_setting_that_was_best_and_is_sound():
     one = CONTESTANTS[1]
     tuned: dict[str, Any] = {f"tune-rws-{i}": {"valid": v} for i, v in enumerate((-5.0, None, -3.0, -4.0))}
-    numbers = WakeSleepRace(one)(StudyRun(SMALL, 0, tuned))
+    numbers = WakeSleepRace(one)(PieceRun(SMALL, 0, tuned))
     assert numbers["choice"] == str(one.choices(SMALL)[2])
     assert [p["epoch"] for p in numbers["curve"]] == [0, 1, 2]
     assert [look["epoch"] for look in numbers["looks"]] == [1, 2]
-    assert WakeSleepRace(one)(StudyRun(SMALL, 1, tuned))["looks"] == []
-    again = WakeSleepRace(one)(StudyRun(SMALL, 0, tuned))
+    assert WakeSleepRace(one)(PieceRun(SMALL, 1, tuned))["looks"] == []
+    again = WakeSleepRace(one)(PieceRun(SMALL, 0, tuned))
     assert [p["bound"] for p in again["curve"]] == [p["bound"] for p in numbers["curve"]]
-    assert WakeSleepTuning(one, one.choices(SMALL)[0])(StudyRun(SMALL))["valid"] < 0
+    assert WakeSleepTuning(one, one.choices(SMALL)[0])(PieceRun(SMALL))["valid"] < 0
 
 
 def test_levels_are_reached_where_the_curve_says():

@@ -8,17 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from natgrad_lab.experiments import EXPERIMENTS, LabError, StudyRun, find, override
+from natgrad_lab.experiments import EXPERIMENTS, LabError, PieceRun, find, override
 from natgrad_lab.policies import runs
 
 pytest.importorskip("gymnasium")
 
 from natgrad_lab.experiments import execute
-from natgrad_lab.experiments.study import findings
+from natgrad_lab.experiments.frame import findings
 from natgrad_lab.figures import draw
-from natgrad_lab.policies.page import at, tell
 from natgrad_lab.policies.players import NatgradPlayer, Peer, PolicyChoice, learn_to_marks, look
-from natgrad_lab.policies.runs import CHOICES, PENDULUM, PolicyRace, PolicyRaceSettings, PolicyTuning
+from natgrad_lab.policies.runs import CHOICES, PENDULUM, PolicyRaceSettings, at, run_best, tell, try_choice
 
 SMALL = replace(PENDULUM.settings(), steps=200, tuning=100, envs=2, marks="150", episodes=1, peers=False)
 QUICK = PolicyChoice("quick", {"batch": 64, "critic_epochs": 1})
@@ -80,10 +79,9 @@ def test_a_study_goes_from_tuning_to_its_page(tmp_path):
 
 def test_the_best_setting_races():
     tuned = {"tune-natgrad-0": {"test": -9.0, "train": None}, "tune-natgrad-1": {"test": -9.0, "train": -3.0}}
-    one = runs.CONTESTANTS[0]
-    found = PolicyRace(one)(StudyRun(replace(SMALL, steps=100, marks="100"), 0, tuned))
+    found = run_best("natgrad", PieceRun(replace(SMALL, steps=100, marks="100"), 0, tuned))
     assert found["choice"] == "other"
-    assert PolicyTuning(one, QUICK)(StudyRun(SMALL))["choice"] == "quick"
+    assert try_choice("natgrad", QUICK, PieceRun(SMALL))["choice"] == "quick"
 
 
 def test_the_peer_plays_by_the_same_rules():

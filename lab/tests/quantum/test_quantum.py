@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from natgrad_lab.experiments import EXPERIMENTS, LabError, StudyRun, execute, find
-from natgrad_lab.experiments.study import findings
-from natgrad_lab.quantum.page import gap, tell
-from natgrad_lab.quantum.runs import HELIUM, ISING, SYSTEMS, GroundStateSettings, Reconfiguration
-from natgrad_lab.report.study import draw_titled
+from natgrad_lab.experiments import EXPERIMENTS, LabError, PieceRun, execute, find
+from natgrad_lab.experiments.frame import findings
+from natgrad_lab.quantum.runs import HELIUM, ISING, SYSTEMS, GroundStateSettings, gap, reconfigure, tell
+from natgrad_lab.report import draw_titled
 
 SMALL = replace(ISING.settings(), spins=4, samples=50, steps=5, rates="0.01,0.05")
 
@@ -49,7 +48,7 @@ def test_a_study_goes_from_tuning_to_its_page(tmp_path):
 
 
 def test_an_atom_has_an_error_at_the_end():
-    found = Reconfiguration(0.9)(StudyRun(replace(HELIUM.settings(), samples=20, steps=2, draws=2)))
+    found = reconfigure(0.9, PieceRun(replace(HELIUM.settings(), samples=20, steps=2, draws=2)))
     assert found["error"] > 0
     assert found["steps"] == 2
     assert -3.5 < found["final"] < 0

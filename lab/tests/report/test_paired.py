@@ -5,16 +5,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from small_races import contestants, task
+from small_races import contestants, results, task
 
-from natgrad_lab.experiments import Race, execute
-from natgrad_lab.experiments.records import Record
+from natgrad_lab.experiments import execute, race
+from natgrad_lab.experiments.race_story import beyond, write_difference, write_mean
+from natgrad_lab.experiments.race_summary import Mean, Record, Spread, balance, pair_all, write_verdict
 from natgrad_lab.papers.pascanu_2013.shared import divide
-from natgrad_lab.report import build, render_terminal, summarise
-from natgrad_lab.report.page import beyond
-from natgrad_lab.report.paired import Mean, balance, pair_all, write_verdict
-from natgrad_lab.report.summary import Spread
-from natgrad_lab.report.table import write_difference, write_mean
+from natgrad_lab.report import build, render_terminal
 
 PAPER = {"SGD-momentum": (0.05, 0.3), "Adam": (None, 0.2), "natural gradient": (None, None)}
 
@@ -29,17 +26,19 @@ class Settings:
     device: str = "cpu"
 
 
+TASK = replace(
+    task(),
+    draw=lambda pool, seed: divide(pool, seed, 8),
+    tuned_on="valid_error",
+    paper=PAPER,
+    note="The paper had other rings.",
+)
+RACE = race("tiny", "Rings", Settings, lambda settings: (TASK,), title="Rings, compared")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    one = replace(
-        task(),
-        draw=lambda pool, seed: divide(pool, seed, 8),
-        tuned_on="valid_error",
-        paper=PAPER,
-        note="The paper had other rings.",
-    )
-    race = Race("tiny", "Rings", Settings, lambda settings: (one,), title="Rings, compared")
-    return execute(race, Settings(), [0, 1, 2], tmp_path_factory.mktemp("paired"))
+    return execute(RACE, Settings(), [0, 1, 2], tmp_path_factory.mktemp("paired"))
 
 
 def runs(errors, losses=None, end="steps"):
@@ -54,7 +53,7 @@ def runs(errors, losses=None, end="steps"):
 
 
 def test_differences_are_taken_seed_by_seed(folder):
-    result = summarise(folder).results[0]
+    result = results(folder, TASK)[0]
     ends = {e.name: {r.header["seed"]: r.rows[-1]["test_error"] for r in e.records} for e in result.entries}
     assert len(result.pairs) == 3
     for pair in result.pairs:
@@ -65,7 +64,7 @@ def test_differences_are_taken_seed_by_seed(folder):
 
 
 def test_contestants_stay_in_the_order_of_the_plan(folder):
-    names = [entry.name for entry in summarise(folder).results[0].entries]
+    names = [entry.name for entry in results(folder, TASK)[0].entries]
     assert names == [one.name for one in contestants()]
 
 
@@ -129,7 +128,7 @@ def test_two_standard_errors_are_passed_by_chance_as_often_as_the_page_says():
 
 
 def test_the_page_shows_our_numbers_beside_the_paper_s(folder):
-    numbers, path = build(folder.path)
+    numbers, path = build(folder.path, RACE)
     page = path.read_text()
     assert "<h1>Rings, compared</h1>" in page
     assert "Paired differences" in page
@@ -140,5 +139,5 @@ def test_the_page_shows_our_numbers_beside_the_paper_s(folder):
     assert "validation error</th>" in page
     assert {"rings-error-steps", "rings-loss-steps"} <= {p.stem for p in (folder.path / "plots").glob("*.png")}
     table, verdict = render_terminal(numbers)
-    assert [column.header for column in table.columns][1:4] == ["train loss", "paper", "test error"]
+    assert [column.header for column in table.columns][1:4] == ["training loss", "paper", "test error"]
     assert "has the lowest mean test error" in verdict

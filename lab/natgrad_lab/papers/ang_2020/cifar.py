@@ -14,8 +14,9 @@ from torch.nn import functional
 
 from natgrad_lab.data import cifar10
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, LabError, Race, Task, TaskData
+from natgrad_lab.experiments.base import Contestant, LabError, Task, TaskData
 from natgrad_lab.experiments.models import categorical_divergence, mistakes, precision
+from natgrad_lab.experiments.race import race
 from natgrad_lab.experiments.settings import fill, require_size
 from natgrad_lab.papers.ang_2020.networks import dense_net, wide_resnet
 
@@ -126,10 +127,13 @@ def among(batch: int) -> Mapping[str, Contestant]:
     }
 
 
-RACE = Race(
+RACE = race(
     "ang_2020_cifar",
     "Ang 2020, figures 2 and 3: DenseNet and WideResNet on CIFAR-10 (needs the data)",
     AngCifarSettings,
     tasks,
     title="Ang 2020, figures 2 and 3: image classifiers on CIFAR-10",
+    minutes=15,
+    paper={"full": True},
+    quick={"seeds": 1, "images": 500, "side": 8, "epochs": 3, "looked_at": 200},
 )

@@ -56,11 +56,7 @@ def fill(figure: Figure) -> None:
 
 
 def draw_all(folder: Path) -> None:
-    """Write the picture as a PNG.
-
-    Args:
-        folder: Where to.
-    """
+    """Write the picture as a PNG."""
     save(draw(fill, (8.0, 4.6)), folder / "ang_normals")
     (folder / "ang_normals.svg").unlink()
 

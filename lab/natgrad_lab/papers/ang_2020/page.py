@@ -17,7 +17,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from natgrad_lab.experiments.records import Folder, Record
+from natgrad_lab.experiments.race_summary import Record, read_runs
+from natgrad_lab.experiments.records import Folder
 from natgrad_lab.figures import DASHES, INK, PALETTE, draw, put_legend_below, put_title, save
 
 NAMES = ("K-FAC", "Kaldi-style", "diagonal", "SGD-momentum", "Adam")
@@ -32,13 +33,9 @@ Runs = Mapping[str, Sequence[Record]]
 
 @dataclass(frozen=True)
 class Measured:
-    """A number of every seed.
+    """A number of every seed."""
 
-    Args:
-        values: One per seed; nan where the run never came there.
-    """
-
-    values: tuple[float, ...]
+    values: tuple[float, ...]  # one per seed; nan where the run never came there
 
     @property
     def mean(self) -> float:
@@ -54,11 +51,7 @@ class Measured:
         return QUANTILES.get(count, 2.6) * float(np.std(self.values, ddof=1)) / count**0.5
 
     def show(self, digits: int) -> str:
-        """The mean and its interval, "never" where a run did not come there.
-
-        Args:
-            digits: Behind the point.
-        """
+        """The mean and its interval, "never" where a run did not come there."""
         if np.isnan(self.mean):
             there = sum(not np.isnan(value) for value in self.values)
             return f"{there} of {len(self.values)}"
@@ -66,14 +59,10 @@ class Measured:
 
 
 def collect(folders: Sequence[Path]) -> dict[str, Runs]:
-    """Network -> contestant -> runs of the race, those seeds that every contestant has finished.
-
-    Args:
-        folders: That `natgrad run ang_2020_cifar` wrote.
-    """
+    """Network -> contestant -> runs of the race, those seeds that every contestant has finished."""
     found: dict[str, dict[str, dict[int, Record]]] = {}
     for folder in folders:
-        for record in Folder(folder).read_all():
+        for record in read_runs(Folder(folder).read_all()):
             header = record.header
             if header["phase"] == "race":
                 found.setdefault(header["task"], {}).setdefault(header["contestant"], {})[header["seed"]] = record
@@ -86,23 +75,14 @@ def collect(folders: Sequence[Path]) -> dict[str, Runs]:
 
 
 def read_evaluations(record: Record, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Steps, seconds and the values of that name, of the rows that have it.
-
-    Args:
-        record: A run.
-        name: Such as "test_precision".
-    """
+    """Steps, seconds and the values of that name, of the rows that have it."""
     rows = [row for row in record.rows if row.get(name) is not None]
     step, seconds, found = (np.array([row[key] for row in rows], float) for key in ("step", "seconds", name))
     return step, seconds, found
 
 
 def smooth_losses(record: Record) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Steps, seconds and the running mean over the last `SMOOTHED` batches' losses.
-
-    Args:
-        record: A run.
-    """
+    """Steps, seconds and the running mean over the last `SMOOTHED` batches' losses."""
     step, seconds, loss = read_evaluations(record, "loss")
     sums = np.concatenate([[0.0], loss.cumsum()])
     first = np.maximum(np.arange(len(loss)) + 1 - SMOOTHED, 0)
@@ -110,13 +90,7 @@ def smooth_losses(record: Record) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def reach(steps: np.ndarray, values: np.ndarray, level: float) -> float:
-    """The first step at which the values come to a level from below, between two by a straight line; nan if never.
-
-    Args:
-        steps: Shape (k,).
-        values: Shape (k,).
-        level: To be reached.
-    """
+    """The first step at which the values come to a level from below, between two by a straight line; nan if never."""
     above = np.flatnonzero(values >= level)
     if not len(above):
         return float("nan")
@@ -128,33 +102,19 @@ def reach(steps: np.ndarray, values: np.ndarray, level: float) -> float:
 
 
 def find_precision(record: Record, level: float) -> float:
-    """The update at which the precision on test images comes to a level; nan if never.
-
-    Args:
-        record: A run.
-        level: Of the precision.
-    """
+    """The update at which the precision on test images comes to a level; nan if never."""
     steps, _, values = read_evaluations(record, "test_precision")
     return reach(steps, values, level)
 
 
 def find_loss(record: Record, level: float) -> float:
-    """The update at which the smoothed loss of the batches comes down to a level; nan if never.
-
-    Args:
-        record: A run.
-        level: In nats.
-    """
+    """The update at which the smoothed loss of the batches comes down to a level; nan if never."""
     steps, _, values = smooth_losses(record)
     return reach(steps, -values, -level)
 
 
 def measure(runs: Runs) -> dict[str, dict[str, Measured]]:
-    """Contestant -> what the claims ask -> its numbers.
-
-    Args:
-        runs: Of one network.
-    """
+    """Contestant -> what the claims ask -> its numbers."""
     plain = runs["SGD-momentum"]
     best = [SHARE * read_evaluations(record, "test_precision")[2].max() for record in plain]
     losses = [smooth_losses(record)[2][-1] for record in plain]
@@ -175,23 +135,12 @@ def measure(runs: Runs) -> dict[str, dict[str, Measured]]:
 
 
 def subtract(one: Measured, other: Measured) -> Measured:
-    """Seed by seed.
-
-    Args:
-        one: The minuend.
-        other: The subtrahend.
-    """
+    """Seed by seed."""
     return Measured(tuple(a - b for a, b in zip(one.values, other.values, strict=True)))
 
 
 def fill_curves(runs: Runs, title: str, figure: Figure) -> None:
-    """Precision and loss against updates and seconds: means over the seeds, and their range.
-
-    Args:
-        runs: Of one network.
-        title: Of the picture.
-        figure: Empty.
-    """
+    """Precision and loss against updates and seconds: means over the seeds, and their range."""
     panels = figure.subplots(2, 2, sharey="row")
     for number, (name, records) in enumerate(runs.items()):
         look = {"color": PALETTE[number], "linestyle": DASHES[number], "label": name}
@@ -210,14 +159,7 @@ def fill_curves(runs: Runs, title: str, figure: Figure) -> None:
 
 
 def draw_range(axes: Axes, x: Sequence[np.ndarray], y: Sequence[np.ndarray], look: dict[str, Any]) -> None:
-    """The mean of some curves, and the range between the lowest and the highest.
-
-    Args:
-        axes: Where.
-        x: Of each curve, shape (k,); their mean is drawn.
-        y: Of each curve, shape (k,).
-        look: Of the line.
-    """
+    """The mean of some curves, and the range between the lowest and the highest."""
     across, curves = np.mean(x, axis=0), np.array(y)
     axes.plot(across, curves.mean(0), **look)
     axes.fill_between(across, curves.min(0), curves.max(0), color=look["color"], alpha=0.15, linewidth=0)
@@ -236,12 +178,7 @@ CLAIMS = (  # the number that decides what section 2.4 says, and the places that
 
 
 def fill_claims(found: Mapping[str, Mapping[str, Mapping[str, Measured]]], figure: Figure) -> None:
-    """A row per claim: the report's order on the left, our numbers of each network beside it.
-
-    Args:
-        found: Network -> what `measure` gave.
-        figure: Empty.
-    """
+    """A row per claim: the report's order on the left, our numbers of each network beside it."""
     grid = figure.subplots(len(CLAIMS), 1 + len(found), squeeze=False)
     for row, (title, key, places) in zip(grid, CLAIMS, strict=True):
         draw_order(row[0], places)
@@ -257,12 +194,7 @@ def fill_claims(found: Mapping[str, Mapping[str, Mapping[str, Measured]]], figur
 
 
 def draw_order(axes: Axes, places: Mapping[str, int]) -> None:
-    """Contestants in the order of the report, on an axis without numbers.
-
-    Args:
-        axes: Where.
-        places: Contestant -> its place, equal where the report does not tell them apart.
-    """
+    """Contestants in the order of the report, on an axis without numbers."""
     for height, name in enumerate(NAMES):
         if name in places:
             axes.plot(places[name], height, "o", color=PALETTE[1])
@@ -276,12 +208,7 @@ def draw_order(axes: Axes, places: Mapping[str, int]) -> None:
 
 
 def draw_numbers(axes: Axes, numbers: Mapping[str, Measured]) -> None:
-    """Our means with their intervals, and the seeds as small points.
-
-    Args:
-        axes: Where.
-        numbers: Contestant -> its numbers.
-    """
+    """Our means with their intervals, and the seeds as small points."""
     for height, name in enumerate(NAMES):
         if name not in numbers:
             continue
@@ -304,11 +231,7 @@ PAIRS = (*((name, other) for name in NAMES[:3] for other in NAMES[3:]), *((name,
 
 
 def list_lines(found: Mapping[str, Mapping[str, Mapping[str, Measured]]]) -> list[str]:
-    """The tables of the page and the differences that decide the claims.
-
-    Args:
-        found: Network -> what `measure` gave.
-    """
+    """The tables of the page and the differences that decide the claims."""
     digits = {"updates to the precision": 0, "updates to the loss": 0, "seconds": 1, "time of a step": 2}
     lines = []
     for network, measured in found.items():
@@ -325,12 +248,7 @@ def list_lines(found: Mapping[str, Mapping[str, Mapping[str, Measured]]]) -> lis
 
 
 def draw_all(folders: Sequence[Path], images: Path) -> list[str]:
-    """Write the PNGs of the page; the lines of its tables.
-
-    Args:
-        folders: Of the records.
-        images: Where to.
-    """
+    """Write the PNGs of the page; the lines of its tables."""
     runs = collect(folders)
     found = {network: measure(of) for network, of in runs.items()}
     pictures = {"ang_claims": draw(partial(fill_claims, found), (8.4, 6.2))}

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.metrics import RBF
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Choice, Contestant, LabError, Race, Task
+from natgrad_lab.experiments.base import Choice, Contestant, LabError, Task
 from natgrad_lab.experiments.models import categorical_divergence, mistakes
+from natgrad_lab.experiments.race import race
+from natgrad_lab.experiments.settings import check_counts, check_positive
 from natgrad_lab.papers.ang_2020.cifar import images
 
 METHODS = ("kwng", "kfac", "sgd")
@@ -51,12 +53,8 @@ class ArbelCifarSettings:
             raise LabError(f"side is {self.side}, expected 8, 16 or 32")
         if not self.condition >= 1:
             raise LabError(f"condition is {self.condition}, expected a number >= 1")
-        for name in ("images", "batch", "basis", "metric_batch"):
-            if getattr(self, name) < 1:
-                raise LabError(f"{name} is {getattr(self, name)}, expected a positive number")
-        for name in ("seconds", "damping"):
-            if not getattr(self, name) > 0:
-                raise LabError(f"{name} is {getattr(self, name)}, expected a number > 0")
+        check_counts(self, "images", "batch", "basis", "metric_batch")
+        check_positive(self, "seconds", "damping")
 
 
 def tasks(settings: ArbelCifarSettings) -> tuple[Task, ...]:
@@ -92,12 +90,7 @@ def network(side: int, condition: float) -> nn.Sequential:
 
 
 class FixedMatrix(nn.Module):
-    """x -> M x, M = U diag(s) V^T with orthogonal U, V and s from 1 to 1 / condition, as long as the identity.
-
-    Args:
-        size: Of x.
-        condition: Largest over smallest singular value.
-    """
+    """x -> M x, M = U diag(s) V^T with orthogonal U, V and s from 1 to 1 / condition, as long as the identity."""
 
     matrix: Tensor
 
@@ -140,10 +133,12 @@ def lower(spent: float) -> float:
     return 1 - 0.95 * spent
 
 
-RACE = Race(
+RACE = race(
     "arbel_2020_cifar",
     "kernelised Wasserstein beside K-FAC and SGD on CIFAR-10, last layer well and ill conditioned (needs the data)",
     ArbelCifarSettings,
     tasks,
     title="Arbel et al. 2020: classifiers whose last layer is well or ill conditioned",
+    minutes=10,
+    quick={"seeds": 1, "images": 1000, "side": 8, "seconds": 1.0, "looked_at": 200},
 )

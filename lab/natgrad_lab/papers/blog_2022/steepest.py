@@ -32,17 +32,11 @@ TITLE = (
 
 @dataclass(frozen=True)
 class TwoParameters:
-    """A point of the parameters with all that the derivation takes: gradient, Fisher matrix, loss and KL.
+    """A point of the parameters with all that the derivation takes: gradient, Fisher matrix, loss and KL."""
 
-    Args:
-        model: From inputs (b, 1) to one logit, of two parameters.
-        inputs: Shape (b, 1).
-        labels: Zeros and ones, shape (b, 1).
-    """
-
-    model: nn.Module
-    inputs: Tensor
-    labels: Tensor
+    model: nn.Module  # from inputs (b, 1) to one logit, of two parameters
+    inputs: Tensor  # shape (b, 1)
+    labels: Tensor  # zeros and ones, shape (b, 1)
 
     @property
     def point(self) -> Tensor:
@@ -61,40 +55,23 @@ class TwoParameters:
         return ng.natural_gradient(metric, self.gradient).value
 
     def logits(self, point: Tensor) -> Tensor:
-        """Of all inputs, shape (..., b).
-
-        Args:
-            point: Shape (..., 2).
-        """
+        """Of all inputs, shape (..., b)."""
         return point[..., :1] * self.inputs[:, 0] + point[..., 1:]
 
     def loss(self, point: Tensor) -> Tensor:
-        """Mean over the examples in nats, shape (...).
-
-        Args:
-            point: Shape (..., 2).
-        """
+        """Mean over the examples in nats, shape (...)."""
         signs = 2 * self.labels[:, 0] - 1
         return -nn.functional.logsigmoid(signs * self.logits(point)).mean(-1)
 
     def kl(self, point: Tensor) -> Tensor:
-        """Mean KL from the model here to the one there, shape (...).
-
-        Args:
-            point: Shape (..., 2).
-        """
+        """Mean KL from the model here to the one there, shape (...)."""
         here = self.logits(self.point)
         softplus = nn.functional.softplus
         there = self.logits(point)
         return (softplus(there) - softplus(here) - here.sigmoid() * (there - here)).mean(-1)
 
     def on_ball(self, directions: Tensor, nats: float) -> Tensor:
-        """The points on rays from here whose KL is `nats`, by bisection, shape (k, 2).
-
-        Args:
-            directions: Shape (k, 2).
-            nats: Of the ball.
-        """
+        """The points on rays from here whose KL is `nats`, by bisection, shape (k, 2)."""
         low, high = torch.zeros(len(directions)).to(directions), torch.ones(len(directions)).to(directions)
         while bool((short := self.kl(self.point + high[:, None] * directions) < nats).any()):
             high = torch.where(short, 2 * high, high)
@@ -117,33 +94,19 @@ def make_place() -> TwoParameters:
 
 
 def circle(count: int = ANGLES) -> Tensor:
-    """Unit vectors all round, shape (count, 2).
-
-    Args:
-        count: How many.
-    """
+    """Unit vectors all round, shape (count, 2)."""
     angles = torch.linspace(-math.pi, math.pi, count, dtype=torch.float64)
     return torch.stack([angles.cos(), angles.sin()], -1)
 
 
 def measure_angle(one: Tensor, other: Tensor) -> float:
-    """Between two vectors, in degrees.
-
-    Args:
-        one: Shape (2,).
-        other: Shape (2,).
-    """
+    """Between two vectors, in degrees."""
     cross = one[0] * other[1] - one[1] * other[0]
     return abs(math.degrees(torch.atan2(cross, one @ other).item()))
 
 
 def find_lowest(place: TwoParameters, nats: float) -> Tensor:
-    """The point with the least loss on the ball of that KL, found by trying directions, shape (2,).
-
-    Args:
-        place: The centre.
-        nats: Of the ball.
-    """
+    """The point with the least loss on the ball of that KL, found by trying directions, shape (2,)."""
     found = torch.tensor([1.0, 0.0], dtype=torch.float64)  # any way: the first fan goes all round
     for width in (1.0, 1e-2, 1e-4):  # of the fan of directions around the best so far
         axis = -found / found.norm()
@@ -174,9 +137,6 @@ def compare_formulas(place: TwoParameters) -> dict[float, dict[str, tuple[float,
     "nats": 1/2 d^T F d, and the KL, of the step d = -(1 / lambda) F^-1 g. "multiplier": lambda, which is
     sqrt(g^T F^-1 g / (2 eps)), and the loss saved by one more nat, from the least losses on balls of (1 ± .01) eps.
     "loss": -g^T d, and the most that the loss falls on the ball.
-
-    Args:
-        place: The centre.
     """
     found = {}
     slope = float(place.gradient @ place.natural)  # g^T F^-1 g
@@ -201,12 +161,7 @@ FORMULAS = {  # quantity -> what the page says, what it stands for
 
 
 def fill_formulas(place: TwoParameters, figure: Figure) -> None:
-    """A row for each quantity: the page's formula on the left, what it stands for on the right, one scale.
-
-    Args:
-        place: The centre.
-        figure: Empty.
-    """
+    """A row for each quantity: the page's formula on the left, what it stands for on the right, one scale."""
     found = compare_formulas(place)
     grid = figure.subplots(len(FORMULAS), 2, sharex="row")
     for row, (name, title) in zip(grid, FORMULAS.items(), strict=True):
@@ -230,12 +185,7 @@ def fill_formulas(place: TwoParameters, figure: Figure) -> None:
 
 
 def fill(place: TwoParameters, figure: Figure) -> None:
-    """Both balls over the level lines of the loss, and what a way gains per length and per nat.
-
-    Args:
-        place: The centre.
-        figure: Empty.
-    """
+    """Both balls over the level lines of the loss, and what a way gains per length and per nat."""
     grid = figure.add_gridspec(2, 2, width_ratios=(1.25, 1))
     ways = {"natural gradient": -place.natural, "gradient": -place.gradient}
     draw_map(figure.add_subplot(grid[:, 0]), place, ways)
@@ -254,13 +204,7 @@ def fill(place: TwoParameters, figure: Figure) -> None:
 
 
 def draw_map(axes: Axes, place: TwoParameters, ways: dict[str, Tensor]) -> None:
-    """The loss, the two balls around the start and the lowest point of each.
-
-    Args:
-        axes: Where.
-        place: The centre.
-        ways: The two directions by name.
-    """
+    """The loss, the two balls around the start and the lowest point of each."""
     ball = place.on_ball(circle(361), DRAWN)
     sides = torch.linspace(-1, 1, 81, dtype=torch.float64)
     reach = 1.25 * (ball - place.point).abs().max()
@@ -285,11 +229,7 @@ def draw_map(axes: Axes, place: TwoParameters, ways: dict[str, Tensor]) -> None:
 
 
 def draw_all(folder: Path) -> None:
-    """Write the pictures as PNGs.
-
-    Args:
-        folder: Where to.
-    """
+    """Write the pictures as PNGs."""
     for name, paint, height in (("blog_steepest", fill, 4.6), ("blog_formulas", fill_formulas, 5.4)):
         save(draw(partial(paint, make_place()), (8.4, height)), folder / name)
         (folder / f"{name}.svg").unlink()

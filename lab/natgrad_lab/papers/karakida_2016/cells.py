@@ -23,19 +23,13 @@ COSTS = {"sgd": "SGD, single", "eq4": "eq. 4", "exact": "exact", "literal": "eq.
 
 @dataclass(frozen=True)
 class PaperCell:
-    """A learner of single examples and what it starts from.
+    """A learner of single examples and what it starts from."""
 
-    Args:
-        learner: "sgd", "eq4", "exact", "literal" (eq. 4 with eps = 1 / t from t = 1, whatever becomes of G^-1) or
-            "ours-single".
-        link: How V stays positive, "square" or "exp".
-        offset: Of eps; None where there is none.
-        start: Spread of W, size of V and scale of the data where they are not the study's.
-    """
-
+    # "sgd", "eq4", "exact", "literal" (eq. 4 with eps = 1 / t from t = 1, whatever becomes of G^-1) or "ours-single".
     learner: str
-    link: str
-    offset: float | None = None
+    link: str  # how V stays positive, "square" or "exp"
+    offset: float | None = None  # of eps; None where there is none
+    # spread of W, size of V and scale of the data where they are not the study's
     start: tuple[float, float, float] | None = None
 
     @property

@@ -18,10 +18,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from natgrad_lab.experiments import find
+from natgrad_lab.experiments.frame import Findings, Numbers
+from natgrad_lab.experiments.frame import findings as read_findings
 from natgrad_lab.experiments.records import Folder
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.study import Findings, Numbers
-from natgrad_lab.experiments.study import findings as read_findings
 from natgrad_lab.figures import DASHES, INK, PALETTE, draw, put_legend_below, put_title, save
 from natgrad_lab.papers.karakida_2016.cells import COSTS, FIGURE1_CELLS, GAP_CELLS, LINKS, TABLE1_CELLS, PaperCell
 
@@ -337,12 +337,7 @@ def _lines(axes: Axes, found: Numbers, colour: str, dash: Any, name: str) -> Non
 
 
 def draw_all(folder: Path, images: Path) -> list[str]:
-    """Write the PNGs of the page; its tables, as a page has them.
-
-    Args:
-        folder: Of the records: a folder of each study's name.
-        images: Where to.
-    """
+    """Write the PNGs of the page; its tables, as a page has them."""
     lines = []
     for name in ("karakida_2016_table1", "karakida_2016_gap"):
         study = find(name)

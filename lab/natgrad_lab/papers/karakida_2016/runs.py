@@ -20,7 +20,8 @@ import natgrad as ng
 from natgrad.energies import TwoLayer
 from natgrad.ground.spaces import Positive, Square, positive
 from natgrad_lab.experiments.base import LabError
-from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
+from natgrad_lab.experiments.frame import Experiment, Numbers, Piece, PieceRun
+from natgrad_lab.experiments.settings import check_counts, check_positive
 from natgrad_lab.papers.karakida_2016 import page
 from natgrad_lab.papers.karakida_2016.cells import FIGURE1_CELLS, GAP_CELLS, TABLE1_CELLS, PaperCell
 from natgrad_lab.papers.karakida_2016.two_layer_data import count_units, isa, starts
@@ -61,26 +62,24 @@ class KarakidaSettings:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name in ("runs", "examples", "held_out", "descent_steps", "natural_steps", "batch", "our_steps", "every"):
-            if getattr(self, name) < 1:
-                raise LabError(f"{name} is {getattr(self, name)}, expected a positive number")
+        check_counts(
+            self, "runs", "examples", "held_out", "descent_steps", "natural_steps", "batch", "our_steps", "every"
+        )
         if self.tuned_steps < 10 or self.our_single < 10:
             raise LabError("tuned_steps and our_single: expected at least 10")
-        for name in ("rate", "spread", "pooling", "scale"):
-            if not getattr(self, name) > 0:
-                raise LabError(f"{name} is {getattr(self, name)}, expected a positive number")
+        check_positive(self, "rate", "spread", "pooling", "scale")
         if self.dtype not in DTYPES:
             raise LabError(f"dtype is {self.dtype!r}, expected {' or '.join(DTYPES)}")
 
 
-def many(run: StudyRun, link: Positive | Square, times: int = 1) -> dict[str, Tensor]:
+def many(run: PieceRun, link: Positive | Square, times: int = 1) -> dict[str, Tensor]:
     """The initial conditions of this seed, `times` over."""
     s: KarakidaSettings = run.settings
     first = starts(run.seed, s.runs, link, s.spread, s.pooling)
     return {name: p.repeat(times, 1, 1).to(s.device, DTYPES[s.dtype]) for name, p in first.items()}
 
 
-def learn(run: StudyRun, learner: Learner, looks: list[int], batch: int) -> Numbers:
+def learn(run: PieceRun, learner: Learner, looks: list[int], batch: int) -> Numbers:
     """Train to the last look, or until all reached the level and stayed for as long again; test errors at the looks.
 
     Examples are drawn with replacement, one stream for all models unless `own_examples`. Returns {"steps": [...],
@@ -125,7 +124,7 @@ def measure_errors(learner: Learner, test: Tensor) -> list[float]:
     return errors.double().round(decimals=3).tolist()
 
 
-def start_cell(cell: PaperCell, run: StudyRun) -> Learner:
+def start_cell(cell: PaperCell, run: PieceRun) -> Learner:
     """The learner of a cell at its start."""
     link, rate = LINKS[cell.link], run.settings.rate
     model, params = TwoLayer(link), many(run, link)
@@ -142,10 +141,10 @@ def start_cell(cell: PaperCell, run: StudyRun) -> Learner:
             return NatgradLearner(model, params, method=replace(ng.Averaged(), every=run.settings.every))
 
 
-def run_cell(cell: PaperCell) -> Callable[[StudyRun], Numbers]:
+def run_cell(cell: PaperCell) -> Callable[[PieceRun], Numbers]:
     """A piece of work: test errors, updates that eq. 4 was refused, and the units at the end."""
 
-    def work(run: StudyRun) -> Numbers:
+    def work(run: PieceRun) -> Numbers:
         if cell.start is not None:
             spread, pooling, scale = cell.start
             run = replace(run, settings=replace(run.settings, spread=spread, pooling=pooling, scale=scale))
@@ -162,7 +161,7 @@ def run_cell(cell: PaperCell) -> Callable[[StudyRun], Numbers]:
     return work
 
 
-def ours(run: StudyRun) -> Numbers:
+def ours(run: PieceRun) -> Numbers:
     """ng.ang on batches."""
     s: KarakidaSettings = run.settings
     learner = NatgradLearner(TwoLayer(), many(run, positive))
@@ -171,10 +170,10 @@ def ours(run: StudyRun) -> Numbers:
     return found | {"batch": s.batch, "units": count_units(learner.params, positive, run.seed)}
 
 
-def choose_rate(kind: str) -> Callable[[StudyRun], Numbers]:
+def choose_rate(kind: str) -> Callable[[PieceRun], Numbers]:
     """A piece of work: all rates at once, and the one that most models reach the level with, then soonest."""
 
-    def work(run: StudyRun) -> Numbers:
+    def work(run: PieceRun) -> Numbers:
         s: KarakidaSettings = run.settings
         rates, single = RATES[kind], kind.endswith("single")
         each = torch.tensor(rates, dtype=DTYPES[s.dtype], device=s.device).repeat_interleave(s.runs).view(-1, 1, 1)
@@ -206,7 +205,7 @@ def rank(found: Numbers, level: float) -> tuple[int, float, float]:
     return len(reached) - len(steps), statistics.mean(steps) if steps else math.inf, statistics.mean(last)
 
 
-def cost(run: StudyRun) -> Numbers:
+def cost(run: PieceRun) -> Numbers:
     """Seconds per step of every method, all models at once; medians over rounds in which they take turns."""
     s: KarakidaSettings = run.settings
     data = isa(run.seed, s.examples).to(s.device, DTYPES[s.dtype])
@@ -235,7 +234,7 @@ def cost(run: StudyRun) -> Numbers:
     return {name: statistics.median(all_[5:]) for name, all_ in taken.items()} | {"rounds": rounds - 5}
 
 
-def beside_others(name: str, title: str, work: Callable[[StudyRun], Numbers]) -> Piece:
+def beside_others(name: str, title: str, work: Callable[[PieceRun], Numbers]) -> Piece:
     """A piece that needs no other."""
     return Piece(name, title, work, independent=True)
 
@@ -267,29 +266,38 @@ class GapSettings(KarakidaSettings):
     descent_steps: int = 500_000
 
 
-TABLE1 = Study(
+QUICK = {"runs": 3, "descent_steps": 20_000, "natural_steps": 3000, "tuned_steps": 3000, "our_steps": 200}
+QUICK |= {"seeds": 1, "our_single": 800}
+
+TABLE1 = Experiment(
     "karakida_2016_table1",
     "Natural gradient of score matching against SGD and Adam, plain and tuned (Table 1)",
     KarakidaSettings,
     table1_pieces,
     page.table1,
     seeds=1,
+    minutes=10,
+    quick=QUICK,
 )
 
-FIGURE1 = Study(
+FIGURE1 = Experiment(
     "karakida_2016_figure1",
     "Natural gradient of score matching leaves the plateau (Fig. 1)",
     KarakidaSettings,
     lambda settings: make_pieces(FIGURE1_CELLS),
     page.figure1,
     seeds=1,
+    minutes=4,
+    quick=QUICK,
 )
 
-GAP = Study(
+GAP = Experiment(
     "karakida_2016_gap",
     "Which starts, data and schedule give Table 1's steps: SGD and adaptive natural gradient with V = v²",
     GapSettings,
     lambda settings: (*make_pieces(GAP_CELLS), COST),
     page.gap,
     seeds=3,
+    minutes=15,
+    quick=QUICK,
 )

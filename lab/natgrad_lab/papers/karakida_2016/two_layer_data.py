@@ -37,11 +37,6 @@ def count_units(params: dict[str, Tensor], link: Positive | Square, seed: int) -
     """For each model the subspaces that have a unit of their own, and the units that merge subspaces.
 
     A unit h pools sum_j V_hj |w_j|^2, which the rows w_j of W A split among the subspaces.
-
-    Args:
-        params: {"W", "V"} of R models, V before the link.
-        link: V from what is trained.
-        seed: Of the data.
     """
     mixing = draw_mixing(torch.Generator().manual_seed(seed))
     W, V = params["W"].detach().cpu().double(), link(params["V"].detach().cpu().double())

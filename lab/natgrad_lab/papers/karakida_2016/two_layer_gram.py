@@ -17,12 +17,6 @@ def score_gram(W: Tensor, V: Tensor, slope: Tensor, X: Tensor) -> Tensor:
     """G = mean over examples of sum_i g_i g_i^T, g_i the slope of psi_i in (W, raw V), shape (R, K, K).
 
     With J = H = N = 8 it needs an eighth of the multiplications of U U^T, and no U.
-
-    Args:
-        W: Shape (R, J, N).
-        V: Shape (R, H, J), after the link.
-        slope: Of the link at V's raw values, shape (R, H, J).
-        X: Shape (R, b, N).
     """
     a, r = unit_responses(W, V, X)
     c = r @ V

@@ -23,28 +23,17 @@ class FeatureBlocks:
     A feature's own row and its weights in all pools move together: `ng.Blocks` keeps that part of the metric whole, and
     leaves out what couples two features. A block has N + H rows, whatever the number of features. The blocks are means
     over some hundred steps, so that a step is tried on its own batch, and shortened where it would raise the loss.
-
-    Args:
-        params: {"W": (J, N), "V": (H, J)}, V before the link; changed in place.
-        model: The two-layer model, with its closed Jacobian.
-        lr: Learning rate.
-        damping: Of a block, in units of the mean of G's diagonal.
-        radius: Most root mean square change of the scores in one step, to first order.
-        every: Steps between two updates of the blocks.
-        examples: Of a batch, for an update.
-        decay: Weight of the past in the blocks' averages at an update.
-        momentum: Of the gradient's running mean.
     """
 
-    params: dict[str, Tensor]
-    model: TwoLayer
-    lr: float
-    damping: float
-    radius: float
-    every: int
-    examples: int
-    decay: float = 0.95
-    momentum: float = 0.9
+    params: dict[str, Tensor]  # {"W": (J, N), "V": (H, J)}, V before the link; changed in place
+    model: TwoLayer  # the two-layer model, with its closed Jacobian
+    lr: float  # learning rate
+    damping: float  # of a block, in units of the mean of G's diagonal
+    radius: float  # most root mean square change of the scores in one step, to first order
+    every: int  # steps between two updates of the blocks
+    examples: int  # of a batch, for an update
+    decay: float = 0.95  # weight of the past in the blocks' averages at an update
+    momentum: float = 0.9  # of the gradient's running mean
     count: int = 0
     memory: Any = None
     inverse: Any = None
@@ -53,12 +42,7 @@ class FeatureBlocks:
 
     @torch.no_grad()
     def take_step(self, gradients: dict[str, Tensor], examples: Tensor) -> None:
-        """Move W and V.
-
-        Args:
-            gradients: Of the loss in W and V.
-            examples: The batch, shape (b, N), of which the first ones update the blocks.
-        """
+        """Move W and V."""
         space = ng.Space(self.params)
         if self.count % self.every == 0:
             self._update_blocks(examples[: self.examples])

@@ -9,9 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import natgrad as ng
@@ -19,9 +22,13 @@ from natgrad.energies import TwoLayer
 from natgrad.ground.linalg import eigh
 from natgrad_lab.data import kodak, sample_photographs
 from natgrad_lab.experiments.base import LabError
-from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
-from natgrad_lab.papers.koster_2010 import page
+from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
+from natgrad_lab.experiments.sections import Picture, Section, Story, Table
+from natgrad_lab.figures import draw_images, fill_lines
 from natgrad_lab.papers.koster_2010.feature_blocks import FeatureBlocks
+from natgrad_lab.words import short
+
+METHODS = ("feature blocks", "natural gradient", "Adam", "SGD-momentum")
 
 PHOTOGRAPHS: dict[str, Callable[[], tuple[Tensor, ...]]] = {"kodak": kodak, "embedded": sample_photographs}
 HELD_OUT = 500
@@ -62,9 +69,9 @@ class KosterSettings:
             raise LabError(f"keep is {self.keep}, expected 2 to {self.size**2 - 1}: a patch has {self.size**2} pixels")
         if self.patches < 2 * HELD_OUT:
             raise LabError(f"patches is {self.patches}, expected at least {2 * HELD_OUT}")
-        unknown = set(self.methods.split(",")) - set(page.METHODS)
+        unknown = set(self.methods.split(",")) - set(METHODS)
         if unknown:
-            raise LabError(f"methods has {sorted(unknown)}, expected some of {', '.join(page.METHODS)}")
+            raise LabError(f"methods has {sorted(unknown)}, expected some of {', '.join(METHODS)}")
         if not self.seconds > 0:
             raise LabError(f"seconds is {self.seconds}, expected a positive number")
 
@@ -139,7 +146,7 @@ def optimizers(s: KosterSettings) -> dict[str, Callable[[dict[str, Tensor], TwoL
     }
 
 
-def training(run: StudyRun, method: str) -> Numbers:
+def training(run: PieceRun, method: str) -> Numbers:
     """Loss on held-out patches against CPU seconds and steps, and the filters at the end."""
     s: KosterSettings = run.settings
     data, params, model = patches(s, run.seed), start(s.keep, run.seed), Graphed()
@@ -232,17 +239,115 @@ def likeness(images: Tensor, V: Tensor) -> Tensor:
     return (pairs * cosines).sum() / pairs.sum()
 
 
+def tell(findings: Findings) -> Story:
+    """Features and curves of the methods that are finished."""
+    s = findings.settings
+    told = {method: found for method in METHODS if (found := findings.of(method))}
+    best = min(told, key=lambda method: median(ends(told[method])))
+    method = (
+        f"{s.patches:,} patches of {s.size} x {s.size} pixels from random places of the photographs ({s.photographs}), "
+        f"their mean taken off and divided by their norm, whitened by the {s.keep} leading of {s.size**2 - 1} main "
+        f"components; {s.keep} features and {s.keep} units, W orthogonal and V = exp(v) near the identity at first. W "
+        "and V are fitted together and without constraints (Koster & Hyvarinen keep rows at unit norm); exact score "
+        f"matching, batches of {s.batch}, {s.seconds:g} s of CPU time each. Features are drawn as W times the "
+        "inverse of the whitening: what the model finds in patches."
+    )
+    sections = (
+        Section("Loss", _verdict(told, best), (_table(told),), (_curves(told, 0), _curves(told, 1))),
+        *(_section(name, found[0], s.size) for name, found in told.items()),
+    )
+    return Story("Simple cells from photographs", _lead(told[best][0], best), method, sections)
+
+
+def ends(found: list[Numbers]) -> list[float]:
+    """The last losses."""
+    return [one["curve"][-1][2] for one in found]
+
+
+def _lead(found: Numbers, best: str) -> str:
+    c, e = found["coherence"], found["extent"]
+    return (
+        f"With the lowest loss ({best}) the slopes of the median feature point one way to {c:.0%} (main components: "
+        f"{found['coherence of components']:.0%}), and {e:.0%} of the pixels hold three quarters of its energy "
+        f"({found['extent of components']:.0%}). Features that one unit pools have like orientations: mean cosine of "
+        f"twice the angle between them {found['likeness']:.2f}, 0 by chance."
+    )
+
+
+def _verdict(told: dict[str, list[Numbers]], best: str) -> str:
+    said = ", ".join(f"{method} {short(median(ends(found)))}" for method, found in told.items())
+    return f"Held-out loss after the same CPU time: {said}. {best} is lowest."
+
+
+def _table(told: dict[str, list[Numbers]]) -> Table:
+    rows = tuple(
+        (
+            method,
+            short(median(ends(found))),
+            f"{median(one['steps'] for one in found):,}",
+            *(f"{median(one[key] for one in found):.2f}" for key in ("coherence", "extent", "likeness")),
+        )
+        for method, found in told.items()
+    )
+    heads = ("", "held-out loss", "steps", "coherence", "extent", "likeness of pooled features")
+    return Table("At the end, medians over seeds", heads, rows)
+
+
+def _curves(told: dict[str, list[Numbers]], axis: int) -> Picture:
+    lines = {name: [np.array(one["curve"], float)[:, [axis, 2]].T for one in found] for name, found in told.items()}
+    look = {"ylabel": "score matching loss, held-out patches", "xscale": ("linear", "log")[axis]}
+    name = ("seconds", "steps")[axis]
+    look["xlabel"] = ("CPU seconds", "steps")[axis]
+    return Picture(f"loss-{name}", f"Against {name}", fill_lines(lines, look))
+
+
+def _section(method: str, found: Numbers, size: int) -> Section:
+    features, pooling = np.array(found["features"]).reshape(-1, size, size), np.array(found["pooling"])
+    stem = method.replace(" ", "-").lower()
+    first, second = "First layer: features, the strongest pooled first", "Second layer: one unit a row, what it pools"
+    pictures = (
+        Picture(
+            f"features-{stem}", first, _features(features, pooling, method), (7.0, 0.3 + 0.7 * -(-len(features) // 10))
+        ),
+        Picture(f"pooling-{stem}", second, _pools(features, pooling), (7.0, 7.0)),
+    )
+    verdict = f"{found['steps']:,} steps; coherence {found['coherence']:.2f}, extent {found['extent']:.2f}."
+    return Section(method, verdict, (), pictures)
+
+
+def _features(features: np.ndarray, pooling: np.ndarray, method: str) -> Callable[[Figure], None]:
+    order, size = np.argsort(-pooling.max(0)), features.shape[1]
+
+    def fill(figure: Figure) -> None:
+        axes = figure.subplots()
+        draw_images(axes, features[order], 10)
+        axes.set_title(
+            f"{len(features)} features of photographs' patches, {size} x {size} pixels: {method}", loc="left"
+        )
+
+    return fill
+
+
+def _pools(features: np.ndarray, pooling: np.ndarray, units: int = 10, shown: int = 10) -> Callable[[Figure], None]:
+    """The units that pool most, each with its strongest features."""
+    chosen = np.argsort(-pooling.sum(1))[:units]
+    order = np.concatenate([np.argsort(-pooling[unit])[:shown] for unit in chosen])
+    return lambda figure: draw_images(figure.subplots(), features[order], shown)
+
+
 def pieces(s: KosterSettings) -> tuple[Piece, ...]:
     """One per method."""
     names = s.methods.split(",")
     return tuple(Piece(name, f"{name}, {s.seconds:g} s", lambda run, n=name: training(run, n)) for name in names)
 
 
-STUDY = Study(
+STUDY = Experiment(
     name="koster_2010_natural_images",
     summary="Koster & Hyvarinen's two-layer model on photographs: filters like simple cells",
     settings=KosterSettings,
     pieces=pieces,
-    tell=page.tell,
+    tell=tell,
     seeds=1,
+    minutes=3,
+    quick={"photographs": "embedded", "size": 8, "keep": 30, "patches": 10_000, "seconds": 10.0},
 )

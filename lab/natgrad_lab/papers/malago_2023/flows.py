@@ -23,8 +23,9 @@ from natgrad.flows import (
 )
 from natgrad.ground.linalg import invert_or_nan, solve_or_nan
 from natgrad_lab.experiments.base import LabError
+from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Story
-from natgrad_lab.experiments.study import Findings, Numbers, Piece, Study, StudyRun
+from natgrad_lab.experiments.settings import check_counts
 from natgrad_lab.papers.malago_2023 import page as story
 
 KINDS = {"Euclidean": False, "natural": True}
@@ -70,9 +71,7 @@ class MalagoFlowSettings:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name in ("starts", "steps", "lattice"):
-            if getattr(self, name) < 2:
-                raise LabError(f"{name} is {getattr(self, name)}, expected at least 2")
+        check_counts(self, "starts", "steps", "lattice", least=2)
         if not self.span > 0:
             raise LabError(f"span is {self.span}, expected a positive time")
 
@@ -81,12 +80,12 @@ TOY_CHARTS = {"mu": probability_coordinates(TOY), "theta": natural_coordinates(T
 TOY_VIEWS = {"mu": ((0.0, 1.0), (0.0, 1.0)), "theta": ((-1.5, 1.5), (-1.5, 1.5))}
 
 
-def toy_flows(run: StudyRun) -> Numbers:
+def toy_flows(run: PieceRun) -> Numbers:
     """Descent from a lattice of starts, both kinds of gradient, both coordinates."""
     return _grid(run, {name: (TOY, toy, chart, TOY_VIEWS[name]) for name, chart in TOY_CHARTS.items()}, False)
 
 
-def toy_same(run: StudyRun) -> Numbers:
+def toy_same(run: PieceRun) -> Numbers:
     """How far the natural flows in mu, theta and eta are apart, in mu, over the starts."""
     value, worst = expected_value(TOY, toy), 0.0
     times = torch.tensor([0.0, 0.25], dtype=torch.float64)
@@ -103,7 +102,7 @@ def toy_same(run: StudyRun) -> Numbers:
     return {"apart": worst, "starts": len(starts)}
 
 
-def _grid(run: StudyRun, cases: dict, maximise: bool) -> Numbers:
+def _grid(run: PieceRun, cases: dict, maximise: bool) -> Numbers:
     """{case: {kind: [{points, values, status}]}} from a lattice of starts in the case's view."""
     s: MalagoFlowSettings = run.settings
     span = s.span / 3 if maximise else s.span  # over the line all is over sooner
@@ -136,13 +135,13 @@ def plain(ways: Tensor) -> list[Numbers]:
 LINE_CASES = {"quadratic": (quadratic, ((-1.0, 1.5), (0.0, 1.2))), "quartic": (quartic, ((-3.0, 3.0), (0.0, 1.8)))}
 
 
-def line_flows(run: StudyRun) -> Numbers:
+def line_flows(run: PieceRun) -> Numbers:
     """Ascent over univariate normals in (mean, standard deviation)."""
     chart = deviation_coordinates()
     return _grid(run, {name: (LINE, f, chart, view) for name, (f, view) in LINE_CASES.items()}, True)
 
 
-def line_closed(run: StudyRun) -> Numbers:
+def line_closed(run: PieceRun) -> Numbers:
     """The quadratic's natural flow beside its closed form, 1 / s^2 = 1 / s0^2 + 6 t."""
     times = torch.tensor([0.0, 0.1, 0.5, 1.0, 5.0], dtype=torch.float64)
     start = torch.tensor([-1.0, 1.0], dtype=torch.float64)
@@ -169,7 +168,7 @@ def moments() -> FlowCoordinates:
     return FlowCoordinates("mean and covariance", theta, None, inside)
 
 
-def plane_flows(run: StudyRun) -> Numbers:
+def plane_flows(run: PieceRun) -> Numbers:
     """Ascent of the two-dimensional quadratic from means around the optimum, beside the closed form."""
     s: MalagoFlowSettings = run.settings
     times = torch.linspace(0, s.span, s.steps, dtype=torch.float64).square() / s.span  # dense where it starts
@@ -195,8 +194,10 @@ def closed_mean(mean: Tensor, times: Tensor) -> Tensor:
     return solve_or_nan(moved, (precision @ mean + times.unsqueeze(1) * SLOPE).unsqueeze(-1)).squeeze(-1)
 
 
-def _study(name: str, summary: str, pieces: tuple[Piece, ...], tell: Callable[[Findings], Story]) -> Study:
-    return Study(name, summary, MalagoFlowSettings, lambda settings: pieces, tell, seeds=1)
+def _study(
+    name: str, summary: str, pieces: tuple[Piece, ...], tell: Callable[[Findings], Story], minutes: float
+) -> Experiment:
+    return Experiment(name, summary, MalagoFlowSettings, lambda settings: pieces, tell, seeds=1, minutes=minutes)
 
 
 def tell_toy(findings: Findings) -> Story:
@@ -233,16 +234,19 @@ TOY_STUDY = _study(
     "Flows of f = x1 + 2 x2 + 3 x1 x2 over independent bits, Euclidean and natural, in two coordinates",
     (Piece("flows", "Flows", toy_flows, False), Piece("same", "Natural flows in three coordinates", toy_same, False)),
     tell_toy,
+    0.15,
 )
 POLYNOMIALS = _study(
     "malago_2023_polynomials",
     "Flows of a quadratic and a quartic over univariate normals, Euclidean and natural",
     (Piece("flows", "Flows", line_flows, False), Piece("closed", "Beside the closed form", line_closed, False)),
     tell_polynomials,
+    0.33,
 )
 QUADRATIC = _study(
     "malago_2023_quadratic",
     "Flows of a quadratic over normals in two dimensions, beside the closed form",
     (Piece("flows", "Flows", plane_flows, False),),
     tell_quadratic,
+    0.22,
 )

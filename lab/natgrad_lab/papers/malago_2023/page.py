@@ -20,8 +20,8 @@ from natgrad.flows import (
     draw_trajectory,
     lattice,
 )
+from natgrad_lab.experiments.frame import Findings, Numbers
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.study import Findings, Numbers
 from natgrad_lab.figures import GRID, INK, PALETTE
 
 View = tuple[tuple[float, float], tuple[float, float]]

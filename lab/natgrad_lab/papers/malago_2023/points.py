@@ -15,8 +15,9 @@ from natgrad.flows import draw_trajectory, paths
 from natgrad.geometry import HalfPlane, Simplex, level_set
 from natgrad.ground.linalg import solve_or_nan
 from natgrad_lab.experiments.base import LabError
+from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.study import Findings, Numbers, Piece, Study, StudyRun
+from natgrad_lab.experiments.settings import check_positive
 from natgrad_lab.figures import GRID, INK, PALETTE
 from natgrad_lab.papers.malago_2023.page import QUIET, panel
 
@@ -35,9 +36,7 @@ class MalagoPointSettings:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name in ("radius", "spread", "time"):
-            if not getattr(self, name) > 0:
-                raise LabError(f"{name} is {getattr(self, name)}, expected a positive number")
+        check_positive(self, "radius", "spread", "time")
         if min(self.problems, self.starts) < 1 or not 2 <= self.bits <= 10:
             raise LabError("problems and starts are counts, and bits is 2 to 10")
 
@@ -53,7 +52,7 @@ def normal_kl(point: Tensor, others: Tensor) -> Tensor:
 CENTRES = [(m, s) for s in (0.5, 1.0, 1.75, 2.75) for m in (-3.0, -1.0, 1.0, 3.0)]
 
 
-def balls(run: StudyRun) -> Numbers:
+def balls(run: PieceRun) -> Numbers:
     """Around every centre: KL(centre, .) = radius, and Fisher-Rao distance sqrt(2 radius)."""
     radius, plane, found = run.settings.radius, HalfPlane(), []
     for centre in CENTRES:
@@ -115,7 +114,7 @@ def slope(p: Tensor) -> Tensor:
     return 2 * p - 3 * p.square()
 
 
-def simplex_flows(run: StudyRun) -> Numbers:
+def simplex_flows(run: PieceRun) -> Numbers:
     """Ascent and descent over three camps, Euclidean (projected) and natural."""
     space = Simplex()
     grid = [(i / 10, j / 10, 1 - (i + j) / 10) for i in range(1, 9, 2) for j in range(1, 10 - i, 2) if i + j < 10]
@@ -229,7 +228,7 @@ def descend(model: Ising, values: Tensor, theta: Tensor, time: float, h: float =
     return theta
 
 
-def theorem(run: StudyRun) -> Numbers:
+def theorem(run: PieceRun) -> Numbers:
     """Random pairwise problems: how many starts end at the optimum, model by model."""
     s: MalagoPointSettings = run.settings
     generator = torch.Generator().manual_seed(run.seed)
@@ -336,26 +335,29 @@ def _bars(runs: Sequence[Numbers]) -> Callable[[Figure], None]:
     return fill
 
 
-BALLS = Study(
+BALLS = Experiment(
     "malago_2023_kl_balls",
     "Balls of constant KL around univariate normals",
     MalagoPointSettings,
     lambda settings: (Piece("balls", "Balls", balls, False),),
     tell_balls,
     seeds=1,
+    minutes=0.07,
 )
-POLARIZATION = Study(
+POLARIZATION = Experiment(
     "malago_2023_polarization",
     "Flows of the polarization over three camps",
     MalagoPointSettings,
     lambda settings: (Piece("flows", "Flows", simplex_flows, False),),
     tell_polarization,
     seeds=1,
+    minutes=0.08,
 )
-CONVERGENCE = Study(
+CONVERGENCE = Experiment(
     "malago_2023_convergence",
     "Natural flows on random problems: independent bits, a chain, and a model that holds f",
     MalagoPointSettings,
     lambda settings: (Piece("theorem", "Random problems", theorem),),
     tell_convergence,
+    minutes=0.14,
 )

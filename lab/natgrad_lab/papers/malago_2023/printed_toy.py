@@ -36,12 +36,7 @@ TITLE = (
 
 
 def print_value(name: str, point: Tensor) -> Tensor:
-    """F as the slides print it, shape (...).
-
-    Args:
-        name: "mu" or "theta".
-        point: Shape (..., 2).
-    """
+    """F as the slides print it, shape (...)."""
     a, b = point.unbind(-1)
     if name == "mu":
         return -4 * a - 2 * b + 12 * a * b
@@ -50,12 +45,7 @@ def print_value(name: str, point: Tensor) -> Tensor:
 
 
 def print_gradient(name: str, point: Tensor) -> Tensor:
-    """Its gradient as the slides print it: (-4 + 12 mu_2, -2 + 12 mu_1), and Cov(f, X) in theta, shape (..., 2).
-
-    Args:
-        name: "mu" or "theta".
-        point: Shape (..., 2).
-    """
+    """Its gradient as the slides print it: (-4 + 12 mu_2, -2 + 12 mu_1), and Cov(f, X) in theta, shape (..., 2)."""
     if name == "mu":
         return torch.stack([-4 + 12 * point[..., 1], -2 + 12 * point[..., 0]], -1)
     x = as_tensor_like([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]], point)  # the four states
@@ -64,22 +54,12 @@ def print_gradient(name: str, point: Tensor) -> Tensor:
 
 
 def compute_value(name: str, point: Tensor) -> Tensor:
-    """E[f] by the library, over the family's states, shape (...).
-
-    Args:
-        name: Of the coordinates.
-        point: Shape (..., 2).
-    """
+    """E[f] by the library, over the family's states, shape (...)."""
     return expected_value(TOY, toy)(TOY_CHARTS[name].theta(point))
 
 
 def measure_difference(name: str, count: int = 25) -> tuple[float, float]:
-    """The largest difference of value and of gradient between slides and library, on a lattice of the view.
-
-    Args:
-        name: Of the coordinates.
-        count: Points per axis.
-    """
+    """The largest difference of value and of gradient between slides and library, on a lattice of the view."""
     points = lattice(*TOY_VIEWS[name], count)
     ours = flow_field(expected_value(TOY, toy), TOY, TOY_CHARTS[name], natural=False, maximise=True)(points)
     value = (print_value(name, points) - compute_value(name, points)).abs().max()
@@ -87,11 +67,7 @@ def measure_difference(name: str, count: int = 25) -> tuple[float, float]:
 
 
 def fill(figure: Figure) -> None:
-    """A row for each coordinate system, the slides on the left.
-
-    Args:
-        figure: Empty.
-    """
+    """A row for each coordinate system, the slides on the left."""
     grid = figure.subplots(2, 2)
     for (left, right), name in zip(grid, TOY_VIEWS, strict=True):
         draw_printed(left, name)
@@ -105,21 +81,12 @@ def fill(figure: Figure) -> None:
 
 
 def shrink(view: tuple[tuple[float, float], tuple[float, float]]) -> list[tuple[float, float]]:
-    """A little inside, where coordinates are finite.
-
-    Args:
-        view: First and last value along both axes.
-    """
+    """A little inside, where coordinates are finite."""
     return [(a + 1e-3 * (b - a), b - 1e-3 * (b - a)) for a, b in view]
 
 
 def draw_printed(axes: Axes, name: str) -> None:
-    """Level lines of the slides' formula and gradient vectors of the slides' length.
-
-    Args:
-        axes: Where.
-        name: Of the coordinates.
-    """
+    """Level lines of the slides' formula and gradient vectors of the slides' length."""
     draw_levels(axes, partial(print_value, name), *shrink(TOY_VIEWS[name]), colors=GRID, levels=28)
     at = lattice(*TOY_VIEWS[name], LATTICE)
     step = -STEPS[name] * print_gradient(name, at)
@@ -128,12 +95,7 @@ def draw_printed(axes: Axes, name: str) -> None:
 
 
 def draw_flows(axes: Axes, name: str) -> None:
-    """Level lines of E[f] by the library, and both kinds of flow.
-
-    Args:
-        axes: Where.
-        name: Of the coordinates.
-    """
+    """Level lines of E[f] by the library, and both kinds of flow."""
     draw_levels(axes, partial(compute_value, name), *shrink(TOY_VIEWS[name]), colors=GRID, levels=28)
     times = 4.0 * torch.linspace(0, 1, 50, dtype=torch.float64) ** 2.5
     starts = lattice(*TOY_VIEWS[name], 4)
@@ -144,11 +106,7 @@ def draw_flows(axes: Axes, name: str) -> None:
 
 
 def draw_all(folder: Path) -> None:
-    """Write the picture as a PNG.
-
-    Args:
-        folder: Where to.
-    """
+    """Write the picture as a PNG."""
     stem = folder / "malago_printed"
     save(draw(fill, (8.4, 8.6)), stem)
     stem.with_suffix(".svg").unlink()

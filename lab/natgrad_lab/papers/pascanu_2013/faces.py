@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from natgrad_lab.data import fer2013
-from natgrad_lab.experiments.base import Contestant, Race, Task, TaskData
+from natgrad_lab.experiments.base import Contestant, Task, TaskData
 from natgrad_lab.experiments.metric_data import draw_another_batch, join_unlabelled
 from natgrad_lab.experiments.models import Convolution, categorical_divergence, convolutional, mistakes
+from natgrad_lab.experiments.race import race
 from natgrad_lab.experiments.settings import fill, require_size
 from natgrad_lab.papers.pascanu_2013.shared import (
     DIFFERENT,
@@ -125,10 +126,13 @@ def contestants(settings: FacesSettings, batch: int, steps: int) -> tuple[Contes
     )
 
 
-RACE = Race(
+RACE = race(
     "pascanu_2013_faces",
     "Pascanu & Bengio 2013, Table 1: faces, with unlabelled ones in the metric",
     FacesSettings,
     tasks,
     title="Pascanu & Bengio 2013, Table 1: faces",
+    minutes=15,
+    quick={"seeds": 1, "steps": 5, "evaluations": 2, "looked_at": 500},
+    paper={"full": True},
 )

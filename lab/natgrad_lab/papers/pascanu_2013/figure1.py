@@ -15,7 +15,7 @@ from torch import Tensor
 
 from natgrad.ground.linalg import eigh
 from natgrad_lab.experiments.base import LabError
-from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
+from natgrad_lab.experiments.frame import Experiment, Numbers, Piece, PieceRun
 from natgrad_lab.papers.pascanu_2013 import figure1_page
 from natgrad_lab.papers.pascanu_2013.autoencoder_unit import RATES, Unit, at_many, gradient, hessian, point, step
 
@@ -65,7 +65,7 @@ class AutoencoderUnitSettings:
         return Unit(x[:, None].to(self.device), SIGNS[reading])
 
 
-def paths(run: StudyRun, reading: str) -> Numbers:
+def paths(run: PieceRun, reading: str) -> Numbers:
     """Every method's path from both starting points: {"1": {method: {...}}, "3": ...}."""
     s: AutoencoderUnitSettings = run.settings
     unit, methods = s.unit(reading), (*METHODS, "Newton, |H|")
@@ -81,7 +81,7 @@ def paths(run: StudyRun, reading: str) -> Numbers:
     return found
 
 
-def goals(run: StudyRun, unit: Unit, ends: list[list[float]]) -> list[Numbers]:
+def goals(run: PieceRun, unit: Unit, ends: list[list[float]]) -> list[Numbers]:
     """Where gradient descent comes from these points (b, w) with many more steps."""
     at = torch.tensor(ends, dtype=torch.float64, device=unit.x.device)
     for number in range(run.settings.continued):
@@ -114,7 +114,7 @@ def ending(unit: Unit, at: Tensor) -> str:
     return "minimum" if low >= 0 else "saddle" if high > 0 else "maximum"
 
 
-def surfaces(run: StudyRun, reading: str) -> Numbers:
+def surfaces(run: PieceRun, reading: str) -> Numbers:
     """The error over the window, and at [1] to [4] the KL with the four steps from there."""
     s: AutoencoderUnitSettings = run.settings
     unit, ticks = s.unit(reading), torch.linspace(-s.window, s.window, 81, dtype=torch.float64)
@@ -151,7 +151,7 @@ def round_numbers(values: Tensor) -> list[list[float]]:
     return [[float(f"{value:.5g}") for value in row] for row in values.tolist()]
 
 
-def starts(run: StudyRun, reading: str) -> Numbers:
+def starts(run: PieceRun, reading: str) -> Numbers:
     """How often the paper's two observations hold over a lattice of starting points, and where the paths end."""
     s: AutoencoderUnitSettings = run.settings
     unit, ticks = s.unit(reading), torch.linspace(-s.window, s.window, s.lattice, dtype=torch.float64)
@@ -183,7 +183,7 @@ def starts(run: StudyRun, reading: str) -> Numbers:
     }
 
 
-def travel(run: StudyRun, unit: Unit, at: Tensor, method: str, begun: float) -> Tensor:
+def travel(run: PieceRun, unit: Unit, at: Tensor, method: str, begun: float) -> Tensor:
     """Where the paths from all points end; NaN where they diverge."""
     for number in range(run.settings.steps):
         run.advance(begun + number / run.settings.steps / len(METHODS))
@@ -216,11 +216,12 @@ def pieces(settings: AutoencoderUnitSettings) -> tuple[Piece, ...]:
     )
 
 
-STUDY = Study(
+STUDY = Experiment(
     "pascanu_2013_figure1",
     "Four methods' paths on the error surface of a one-unit autoencoder (Fig. 1)",
     AutoencoderUnitSettings,
     pieces,
     figure1_page.tell,
     seeds=1,
+    minutes=0.7,
 )

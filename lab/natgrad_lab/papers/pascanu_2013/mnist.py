@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from natgrad_lab.data import mnist
-from natgrad_lab.experiments.base import Contestant, Race, Task, TaskData, pair_with_labels
+from natgrad_lab.experiments.base import Contestant, Task, TaskData, pair_with_labels
 from natgrad_lab.experiments.metric_data import draw_another_batch
 from natgrad_lab.experiments.models import Convolution, categorical_divergence, convolutional, mistakes
+from natgrad_lab.experiments.race import race
 from natgrad_lab.experiments.settings import fill, require_size
 from natgrad_lab.papers.pascanu_2013.shared import (
     COVARIANCE,
@@ -111,10 +112,13 @@ def contestants(settings: MnistSettings, batch: int, steps: int) -> tuple[Contes
     )
 
 
-RACE = Race(
+RACE = race(
     "pascanu_2013_mnist",
     "Pascanu & Bengio 2013, Table 1: a convolutional network, metric on another batch or the same",
     MnistSettings,
     tasks,
     title="Pascanu & Bengio 2013, Table 1: MNIST",
+    minutes=15,
+    quick={"seeds": 1, "steps": 5, "looked_at": 500},
+    paper={"full": True},
 )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad_lab.experiments.base import LabError
-from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
+from natgrad_lab.experiments.frame import Experiment, Numbers, Piece, PieceRun
 from natgrad_lab.papers.pascanu_2013 import order_page
 from natgrad_lab.papers.pascanu_2013.deformed import SOURCES, ImageSource, Stream
 from natgrad_lab.papers.pascanu_2013.parallel import (
@@ -117,7 +117,7 @@ class ParallelTraining:
         return tuple(torch.stack([found[seed][part] for seed in self.seeds], 1) for part in (0, 1))  # type: ignore[return-value]
 
 
-def measure(run: StudyRun, direction: Direction, rate: float) -> Numbers:
+def measure(run: PieceRun, direction: Direction, rate: float) -> Numbers:
     """The whole protocol for one method: variance of the outputs for each segment, and how far the runs came."""
     s: OrderSettings = run.settings
     many = s.segments * s.runs
@@ -134,7 +134,7 @@ def measure(run: StudyRun, direction: Direction, rate: float) -> Numbers:
 
 
 def measure_last_losses(
-    run: StudyRun, direction: Direction, rates: list[float], advance: Callable[[float], None]
+    run: PieceRun, direction: Direction, rates: list[float], advance: Callable[[float], None]
 ) -> list[float]:
     """Held-out loss at the end of the stream for every rate, a mean over the tuning seeds."""
     s: OrderSettings = run.settings
@@ -147,13 +147,13 @@ def measure_last_losses(
     return loss.unflatten(0, (TUNING_SEEDS, len(rates))).mean(0).tolist()
 
 
-def level(run: StudyRun) -> Numbers:
+def level(run: PieceRun) -> Numbers:
     """The held-out loss that MSGD ends with at its rate: what the others' rates are matched to."""
     rate = run.settings.rate
     return {"rate": rate, "loss": measure_last_losses(run, gradient, [rate], run.advance)[0]}
 
 
-def match(run: StudyRun, direction: NaturalDirection) -> Numbers:
+def match(run: PieceRun, direction: NaturalDirection) -> Numbers:
     """The rate with which a method ends at the level, by interpolation and new runs around it.
 
     LabError when no rate tried comes as near as the tolerance.
@@ -208,15 +208,20 @@ def pieces(settings: OrderSettings) -> tuple[Piece, ...]:
     )
 
 
-def measure_direction(run: StudyRun, direction: NaturalDirection, matched: str) -> Numbers:
+def measure_direction(run: PieceRun, direction: NaturalDirection, matched: str) -> Numbers:
     """The protocol at the rate that was matched."""
     return measure(run, direction, run.earlier[matched]["rate"])
 
 
-STUDY = Study(
+QUICK = {"side": 7, "hidden": 20, "batch": 32, "segments": 4, "runs": 3, "held_out": 500, "tolerance": 0.1, "seeds": 2}
+PAPER = {"hidden": 500, "batch": 512, "steps": 3193, "rate": 0.1, "side": 28, "data": "omniglot"}
+STUDY = Experiment(
     "pascanu_2013_order",
     "How much each part of a stream shapes the model (Fig. 3; needs MNIST)",
     OrderSettings,
     pieces,
     order_page.tell,
+    minutes=15,
+    quick=QUICK,
+    paper=PAPER,
 )

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from natgrad_lab.data import mnist
-from natgrad_lab.experiments.base import Contestant, LabError, Race, Task, pair_with_labels
+from natgrad_lab.experiments.base import Contestant, LabError, Task, pair_with_labels
 from natgrad_lab.experiments.metric_data import draw_another_batch, draw_unlabelled
 from natgrad_lab.experiments.models import categorical_divergence, mistakes, perceptron
+from natgrad_lab.experiments.race import race
 from natgrad_lab.experiments.settings import fill, require_size
 from natgrad_lab.papers.pascanu_2013.shared import (
     COVARIANCE,
@@ -122,11 +123,14 @@ def contestants(settings: RestrictedMnistSettings, batch: int, steps: int) -> tu
     )
 
 
-RACE = Race(
+RACE = race(
     "pascanu_2013_restricted_mnist",
     "Pascanu & Bengio 2013, Table 1: metrics on unlabelled data, another batch, the same",
     RestrictedMnistSettings,
     tasks,
     seeds=5,
     title="Pascanu & Bengio 2013, Table 1: restricted MNIST",
+    minutes=15,
+    quick={"seeds": 1, "steps": 10, "evaluations": 2, "looked_at": 1000},
+    paper={"full": True},
 )

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from natgrad_lab.experiments.frame import Findings, Numbers
 from natgrad_lab.experiments.sections import Cell, Picture, Section, Story, Table
-from natgrad_lab.experiments.study import Findings, Numbers
 from natgrad_lab.figures import DASHES, PALETTE, put_legend_below
 
 NAMES = {"ws": "WS", "rws": "RWS", "rws-adam": "RWS, Adam", "nws": "NWS", "nrws": "NRWS"}

@@ -19,8 +19,8 @@ from torch import Tensor
 import natgrad as ng
 from natgrad.helmholtz import Classic, Reweighted
 from natgrad_lab.experiments.base import LabError
+from natgrad_lab.experiments.frame import Experiment, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.settings import change_defaults
-from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
 from natgrad_lab.experiments.training import Order, clock
 from natgrad_lab.papers.varady_2022 import page
 from natgrad_lab.papers.varady_2022.data import SETS, BitImages, bits
@@ -215,7 +215,7 @@ class WakeSleepTuning:
     contestant: WakeSleepContestant
     choice: WakeSleepChoice
 
-    def __call__(self, run: StudyRun) -> Numbers:
+    def __call__(self, run: PieceRun) -> Numbers:
         settings = replace(run.settings, epochs=run.settings.tuning, averaged=False)  # a whole run, though a short one
         training = WakeSleepTraining(settings, self.contestant, self.choice, TUNING_SEED)
         for _ in training.epochs(settings.epochs, run):
@@ -234,7 +234,7 @@ class WakeSleepRace:
 
     contestant: WakeSleepContestant
 
-    def __call__(self, run: StudyRun) -> Numbers:
+    def __call__(self, run: PieceRun) -> Numbers:
         choices = self.contestant.choices(run.settings)
         best = self._find_best(run, len(choices)) if len(choices) > 1 else 0
         training = WakeSleepTraining(run.settings, self.contestant, choices[best], run.seed)
@@ -246,7 +246,7 @@ class WakeSleepRace:
         shape = list(training.bits.shape)
         return {"choice": str(training.choice), "curve": curve, "looks": looks, "shape": shape, "steps": training.steps}
 
-    def _find_best(self, run: StudyRun, many: int) -> int:
+    def _find_best(self, run: PieceRun, many: int) -> int:
         tuned = [run.earlier[f"tune-{self.contestant.name}-{i}"] for i in range(many)]
         return max(range(many), key=lambda i: -math.inf if tuned[i]["valid"] is None else tuned[i]["valid"])
 
@@ -274,7 +274,7 @@ class WakeSleepTraining:
         self.steps, self.seconds = 0, 0.0
         self.mean = copy.deepcopy(self.machine) if settings.averaged else None
 
-    def epochs(self, many: int, run: StudyRun, looks: int = 1) -> Iterator[float]:
+    def epochs(self, many: int, run: PieceRun, looks: int = 1) -> Iterator[float]:
         """Train, and stop `looks` times per epoch, where the epochs so far are told."""
         for look in range(1, many * looks + 1):
             while self.steps < round(look * self.order.per_epoch / looks):
@@ -330,16 +330,22 @@ def start_at_means(machine: ng.HelmholtzMachine, x: Tensor) -> None:
     layer.weight[:, -1] = up.logit().to(layer.weight.device)
 
 
-def study(name: str, summary: str, seeds: int = 5, **defaults: Any) -> Study:
+def study(name: str, summary: str, minutes: float, seeds: int = 5, **defaults: Any) -> Experiment:
     """The study of one data set: the settings' defaults are its own."""
-    return Study(
-        f"varady_2022_{name}", summary, change_defaults(VaradySettings, **defaults), pieces, page.tell, seeds=seeds
+    kind = change_defaults(VaradySettings, **defaults)
+    quick = {"seeds": 1, "epochs": 5, "tuning": 2}
+    if minutes > 10:
+        quick |= {"epochs": 2, "tuning": 1, "train": 2000, "test": 200}
+    deep = {"sizes": "300-200-100-75-50-35-25-20-15-10-10"} if name == "mnist" else {}
+    return Experiment(
+        f"varady_2022_{name}", summary, kind, pieces, page.tell, seeds=seeds, minutes=minutes, quick=quick, paper=deep
     )
 
 
 LINES = study(
     "lines",
     "wake-sleep, plain and natural, on 3 x 3 lines with the exact likelihood (9-6-1)",
+    7,
     data="lines",
     sizes="6-1",
     epochs=50,
@@ -347,7 +353,7 @@ LINES = study(
     evaluation=0,
     tuning=25,
 )
-DIGITS = study("digits", "the same on embedded binarised digits (64-32-16)", data="digits")
+DIGITS = study("digits", "the same on embedded binarised digits (64-32-16)", 7, data="digits")
 LARGE: dict[str, Any] = {
     "sizes": "200-200-10",
     "epochs": 4,
@@ -358,11 +364,12 @@ LARGE: dict[str, Any] = {
     "looks": 5,
     "damping": 0.3,
 }
-MNIST = study("mnist", "the same on binarised MNIST (784-200-200-10)", data="mnist", **LARGE)
-FASHION = study("fashion", "the same on clothes, binarised (784-200-200-10)", data="fashion", **LARGE)
+MNIST = study("mnist", "the same on binarised MNIST (784-200-200-10)", 60, data="mnist", **LARGE)
+FASHION = study("fashion", "the same on clothes, binarised (784-200-200-10)", 60, data="fashion", **LARGE)
 FACES = study(
     "faces",
     "the same on binarised faces of FER2013, 24 x 24 (576-200-100-10)",
+    60,
     data="faces",
     sizes="200-100-10",
     epochs=20,

@@ -1,25 +1,45 @@
-"""From the records of a race to the numbers that are shown: medians and ranges over seeds, and a verdict in words.
+"""From the runs of a race to the numbers that are shown: medians and ranges over seeds, and a verdict in words.
 
-Where the contestants were tuned on a validation part, the differences seed by seed decide: see `paired`.
+Where the contestants were tuned on a validation part, they are compared seed by seed: what two of them have in common
+(data, start) cancels in the difference.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from natgrad_lab.experiments.base import LabError
-from natgrad_lab.experiments.race import final_loss, final_row
-from natgrad_lab.experiments.records import Folder, Record
-from natgrad_lab.report.paired import Pair, balance, pair_all, write_verdict
-from natgrad_lab.words import capital, how_much_higher, plural, short, unique
+from natgrad_lab.experiments.base import Task
+from natgrad_lab.experiments.records import FinishedPiece, Numbers
+from natgrad_lab.words import capital, how_much_higher, plural, short
 
 OURS = ("K-FAC", "natural gradient")  # whom a verdict is about: the first of them that is in the race
+DECIDED = 2.0  # standard errors
+OVERTIME = 1.01  # of the budget: a last step may end a little late
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run: what it was, a row per step, and how it ended."""
+
+    header: Numbers
+    rows: tuple[Numbers, ...]
+    end: Numbers
+
+
+def read_runs(found: Sequence[FinishedPiece]) -> list[Record]:
+    """The runs among finished pieces."""
+    return [
+        Record(one.header | one.numbers["run"], tuple(one.numbers["rows"]), one.numbers["end"])
+        for one in found
+        if "run" in one.numbers
+    ]
 
 
 @dataclass(frozen=True)
@@ -83,7 +103,7 @@ class Result:
     verdict: str
     tuned_on: str = "train_loss"
     pairs: tuple[Pair, ...] = ()  # empty for races on the training loss
-    paper: dict[str, list[float | None]] | None = None
+    paper: Mapping[str, Sequence[float | None]] | None = None
     note: str = ""
 
     @property
@@ -93,78 +113,21 @@ class Result:
         return min(after, key=lambda name: after[name])
 
 
-@dataclass(frozen=True)
-class Summary:
-    """All that a race's report shows.
-
-    Attributes:
-        experiment: Its name.
-        settings: Those that it ran with.
-        seeds: Those that are finished.
-        versions: Of packages, where records differ several.
-        threads: Of the processes that made the records.
-        devices: Where they trained.
-        missing: Runs of the plan that are not finished.
-        results: The numbers, task by task.
-        title: Of the page; None for the experiment's name.
-    """
-
-    experiment: str
-    settings: dict[str, Any]
-    seeds: tuple[int, ...]
-    versions: tuple[dict[str, str], ...]
-    threads: tuple[int, ...]
-    devices: tuple[str, ...]
-    missing: int
-    results: tuple[Result, ...]
-    title: str | None = None
-
-
-def summarise(folder: Folder) -> Summary:
-    """Read a folder's plan and finished runs.
-
-    Args:
-        folder: With the records of a race.
-
-    Raises:
-        LabError: If no task has a finished run of every contestant.
-    """
-    plan, records = folder.plan(), folder.read_all()
-    results = tuple(r for task in plan["tasks"] if (r := result(task, records)) is not None)
-    if not results:
-        raise LabError(f"{folder.path} has no task on which every contestant finished: run the same command again")
-    raced = [r for r in records if r.header["phase"] == "race"]
-    seeds = tuple(sorted({r.header["seed"] for r in raced}))
-    entries = [entry for task in plan["tasks"] for entry in task["contestants"]]
-    planned = sum((len(entry["grid"]) if len(entry["grid"]) > 1 else 0) + len(seeds) for entry in entries)
-    return Summary(
-        experiment=plan["experiment"],
-        settings=plan["settings"],
-        seeds=seeds,
-        versions=unique(r.header["versions"] for r in records),
-        threads=unique(r.header["threads"] for r in records),
-        devices=unique(r.header["device"] for r in records),
-        missing=planned - len(records),
-        results=results,
-        title=plan.get("title"),
-    )
-
-
-def result(task: dict[str, Any], records: Sequence[Record]) -> Result | None:
+def result(task: Task, records: Sequence[Record]) -> Result | None:
     """One task's numbers; None while a contestant has no finished run."""
-    mine = [r for r in records if r.header["task"] == task["name"]]
-    raced = {c["name"]: _of(mine, c["name"], "race") for c in task["contestants"]}
+    mine = [r for r in records if r.header["task"] == task.name]
+    raced = {c.name: _of(mine, c.name, "race") for c in task.contestants}
     if not all(raced.values()):
         return None
-    losses = sorted(_middle_loss(runs) for runs in raced.values())
+    losses = sorted(median(final_loss(run) for run in runs) for runs in raced.values())
     target = losses[min(1, len(losses) - 1)]
     entries = [entry(name, runs, _of(mine, name, "tune"), target) for name, runs in raced.items()]
     header = mine[0].header
     in_time = all(r.end["end"] == "seconds" for runs in raced.values() for r in runs)
     made = Result(
-        name=task["name"],
-        title=task["title"],
-        unit=task["unit"],
+        name=task.name,
+        title=task.title,
+        unit=task.unit,
         seconds=header["budget"] if in_time else None,
         steps=min(int(e.steps.middle or 0) for e in entries),
         target=target,
@@ -172,26 +135,16 @@ def result(task: dict[str, Any], records: Sequence[Record]) -> Result | None:
         examples=header["examples"],
         entries=tuple(entries),
         verdict="",
-        note=task.get("note", ""),
+        note=task.note,
     )
-    return _pair_races(made, task, raced) if "tuned_on" in task else _rank_entries(made)
-
-
-def _rank_entries(made: Result) -> Result:
-    entries = sorted(made.entries, key=lambda e: math.inf if e.train_loss.middle is None else e.train_loss.middle)
+    if task.tuned_on != "train_loss":
+        pairs, paper = (
+            pair_all(raced, task.paper or {}),
+            {name: list(pair) for name, pair in (task.paper or {}).items()},
+        )
+        return replace(made, verdict=write_verdict(raced, pairs), tuned_on=task.tuned_on, pairs=pairs, paper=paper)
+    entries = sorted(entries, key=lambda e: math.inf if e.train_loss.middle is None else e.train_loss.middle)
     return replace(made, entries=tuple(entries), verdict=verdict(entries, made.unit, made.seconds, made.steps))
-
-
-def _pair_races(made: Result, task: dict[str, Any], raced: dict[str, list[Record]]) -> Result:
-    paper = task["paper"] or {}
-    pairs = pair_all(raced, paper)
-    return replace(
-        made,
-        verdict=write_verdict(raced, pairs),
-        tuned_on=task["tuned_on"],
-        pairs=pairs,
-        paper=paper,
-    )
 
 
 def entry(name: str, raced: Sequence[Record], tuned: Sequence[Record], target: float) -> Entry:
@@ -324,9 +277,160 @@ def _of(records: Sequence[Record], name: str, phase: str) -> list[Record]:
     return sorted(runs, key=lambda r: (r.header["seed"], r.header["index"]))
 
 
-def _middle_loss(runs: Sequence[Record]) -> float:
-    return median(final_loss(run) for run in runs)
-
-
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def choose(tried: Sequence[Record], by: str = "train_loss") -> int:
+    """Index of the choice with the lowest number of that name at the end of its run; a run that broke down counts last.
+
+    Equal validation errors are told apart by the validation loss.
+    """
+    return min(tried, key=lambda record: (final(record, by), final(record, by.replace("error", "loss")))).header[
+        "index"
+    ]
+
+
+def final_row(record: Record) -> Numbers:
+    """The last evaluation within the budget: what a long last step won after the time was over does not count."""
+    budget = record.header["budget"]  # None where no time ended the run
+    in_time = [row for row in record.rows if budget is None or row["seconds"] <= OVERTIME * budget]
+    return [row for row in in_time if "train_loss" in row][-1]
+
+
+def final(record: Record, name: str) -> float:
+    """A number at the end of the budget, infinite if the run broke down."""
+    value = final_row(record).get(name)
+    return math.inf if value is None or record.end["end"] == "not finite" else value
+
+
+def final_loss(record: Record) -> float:
+    """Training loss at the end of the budget, infinite if the run broke down."""
+    return final(record, "train_loss")
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over seeds and its standard error (n - 1 in the variance); not finite for a run that broke down."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """NaN where no seed has the number."""
+        return sum(self.values) / len(self.values) if self.values else math.nan
+
+    @property
+    def error(self) -> float:
+        """Infinite for one seed, which says nothing of the spread."""
+        if len(self.values) < 2:
+            return math.inf
+        variance = sum((value - self.mean) ** 2 for value in self.values) / (len(self.values) - 1)
+        return math.sqrt(variance / len(self.values))
+
+    @property
+    def sign(self) -> int:
+        """-1 or 1 where the mean is further than two standard errors from zero, else 0."""
+        if not math.isfinite(self.mean) or abs(self.mean) <= DECIDED * self.error:
+            return 0
+        return -1 if self.mean < 0 else 1
+
+
+@dataclass(frozen=True)
+class Pair:
+    """first - second: test error and losses over seeds, and what the paper's table gives for the test error."""
+
+    first: str
+    second: str
+    test_error: Mean
+    train_loss: Mean
+    test_loss: Mean
+    paper: float | None
+
+    @property
+    def lower(self) -> str | None:
+        """Whose test error is lower by more than two standard errors."""
+        return {-1: self.first, 0: None, 1: self.second}[self.test_error.sign]
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether that is the paper's order; None where we, or the paper, have none."""
+        if self.lower is None or not self.paper:
+            return None
+        return (self.lower == self.first) == (self.paper < 0)
+
+
+def pair_all(raced: Mapping[str, Sequence[Record]], paper: Mapping[str, Sequence[float | None]]) -> tuple[Pair, ...]:
+    """Every two contestants, over the seeds that both have. paper: contestant -> (training loss, test error)."""
+    return tuple(pair_of(a, b, raced, paper) for a, b in combinations(raced, 2))
+
+
+def pair_of(a: str, b: str, raced: Mapping[str, Sequence[Record]], paper: Mapping[str, Sequence[float | None]]) -> Pair:
+    """Two contestants."""
+    error, train, test = (difference(raced[a], raced[b], name) for name in ("test_error", "train_loss", "test_loss"))
+    return Pair(a, b, error, train, test, find_published_difference(paper, a, b))
+
+
+def difference(first: Sequence[Record], second: Sequence[Record], name: str) -> Mean:
+    """first - second of a final number, over common seeds."""
+    ours, theirs = by_seed(first, name), by_seed(second, name)
+    return Mean(tuple(ours[seed] - theirs[seed] for seed in ours if seed in theirs))
+
+
+def by_seed(records: Sequence[Record], name: str) -> dict[int, float]:
+    """seed -> the number at the end of its run."""
+    return {record.header["seed"]: final(record, name) for record in records}
+
+
+def find_published_difference(paper: Mapping[str, Sequence[float | None]], first: str, second: str) -> float | None:
+    """The paper's difference in test error, where it has both."""
+    a, b = (paper.get(name, (None, None))[1] for name in (first, second))
+    return None if a is None or b is None else a - b
+
+
+def write_verdict(raced: Mapping[str, Sequence[Record]], pairs: Sequence[Pair]) -> str:
+    """The verdict: who has the lowest mean test error, from whom that can be told apart, and how it suits the paper."""
+    means = {name: Mean(tuple(by_seed(records, "test_error").values())) for name, records in raced.items()}
+    best = min(means, key=lambda name: means[name].mean)
+    if not math.isfinite(means[best].mean):
+        return "Every contestant broke down."
+    said = [f"{capital(best)} has the lowest mean test error, {spread(means[best])}."]
+    mine = [pair for pair in pairs if best in (pair.first, pair.second)]
+    above = [_other(pair, best) for pair in mine if pair.lower == best]
+    level = [_other(pair, best) for pair in mine if pair.lower is None]
+    if above:
+        said.append(f"Higher by more than two standard errors of the paired difference: {'; '.join(above)}.")
+    if level:
+        said.append(f"Not told apart from it: {'; '.join(level)}.")
+    said.append(_beside_the_paper(pairs))
+    return " ".join(sentence for sentence in said if sentence)
+
+
+def balance(pairs: Sequence[Pair]) -> str:
+    """The whole report in a sentence or two."""
+    decided = sum(pair.lower is not None for pair in pairs)
+    said = f"Of {plural(len(pairs), 'difference')} in test error, {decided} exceed two standard errors."
+    return " ".join(part for part in (said, _beside_the_paper(pairs)) if part)
+
+
+def _beside_the_paper(pairs: Sequence[Pair]) -> str:
+    known = [pair for pair in pairs if pair.paper]
+    if not known:
+        return ""
+    same, other = (sum(pair.agrees is way for pair in known) for way in (True, False))
+    return (
+        f"Of the paper's {plural(len(known), 'order')} of two, {same} came out the same, {other} the other way round, "
+        f"{len(known) - same - other} undecided."
+    )
+
+
+def _other(pair: Pair, name: str) -> str:
+    return pair.second if pair.first == name else pair.first
+
+
+def spread(numbers: Mean) -> str:
+    """A share: 4.91 % +- 0.12."""
+    if not math.isfinite(numbers.mean):
+        return "-"
+    error = f" ± {100 * numbers.error:.2f}" if math.isfinite(numbers.error) else ""
+    return f"{100 * numbers.mean:.2f} %{error}"

@@ -10,17 +10,17 @@ from typer.testing import CliRunner
 from natgrad_lab import cli
 from natgrad_lab.experiments import (
     EXPERIMENTS,
+    Experiment,
     Interrupted,
     LabError,
     Piece,
+    PieceRun,
     Section,
     Story,
-    Study,
-    StudyRun,
     Table,
     execute,
 )
-from natgrad_lab.experiments.study import findings
+from natgrad_lab.experiments.frame import findings
 from natgrad_lab.report import build
 
 
@@ -63,7 +63,7 @@ def test_a_stopped_study_keeps_what_is_finished_and_goes_on(tmp_path):
         execute(STUDY, Settings(), [0, 1], tmp_path, states.append, stop_halfway)
     records = tmp_path / "records"
     kept = {path.name: path.stat().st_mtime_ns for path in records.iterdir()}
-    assert set(kept) == {"target.json", "walk.seed-0.json"}
+    assert set(kept) == {"target.json", "walk.seed-0.json", "distance.seed-0.json"}
     execute(STUDY, Settings(), [0, 1], tmp_path)
     assert {name: (records / name).stat().st_mtime_ns for name in kept} == kept
     assert len(list(records.iterdir())) == 5
@@ -85,7 +85,7 @@ def test_seeds_are_different_numbers(seeds, tmp_path):
 
 
 def test_what_a_piece_returns_must_be_plain_numbers(tmp_path):
-    wrong = Study("wrong", "", Settings, lambda s: (Piece("set", "A set", lambda run: {"x": {1}}),), made.tell)
+    wrong = Experiment("wrong", "", Settings, lambda s: (Piece("set", "A set", lambda run: {"x": {1}}),), made.tell)
     with pytest.raises(LabError, match="set returned more than plain numbers"):
         execute(wrong, Settings(), [0], tmp_path)
 
@@ -97,13 +97,8 @@ def test_a_damaged_record_is_named(tmp_path):
         findings(STUDY, folder)
 
 
-def test_only_races_and_studies_are_executed():
-    with pytest.raises(TypeError, match="expected a Race or a Study"):
-        execute("digits", None, [0], None)  # type: ignore[arg-type]
-
-
 def test_a_piece_can_be_worked_alone():
-    assert made.walk(StudyRun(Settings(steps=2), seed=3)) == {"path": [3.0, 4.0, 5.0]}
+    assert made.walk(PieceRun(Settings(steps=2), seed=3)) == {"path": [3.0, 4.0, 5.0]}
 
 
 def test_a_table_counts_its_cells():
@@ -153,19 +148,21 @@ def test_a_plan_of_another_version_or_kind_is_refused(tmp_path, know_walks):
     with pytest.raises(LabError, match="another version of walks"):
         build(tmp_path)
     folder.plan_path.write_text(json.dumps(plan | {"kind": "dream"}))
-    with pytest.raises(LabError, match="holds a dream, expected race or study"):
+    with pytest.raises(LabError, match="another version of natgrad"):
         build(tmp_path)
 
 
 def test_pictures_have_different_names(tmp_path, monkeypatch, know_walks):
     section = made.tell(findings(STUDY, execute(STUDY, Settings(), [0], tmp_path))).sections[0]
     twice = Section("", "", (), section.pictures * 2)
-    monkeypatch.setattr(made, "STUDY", Study("walks", "", Settings, made.pieces, lambda f: Story("", "", "", (twice,))))
+    monkeypatch.setattr(
+        made, "STUDY", Experiment("walks", "", Settings, made.pieces, lambda f: Story("", "", "", (twice,)))
+    )
     with pytest.raises(ValueError, match="expected different names"):
         build(tmp_path)
 
 
-def test_the_command_treats_studies_as_races(tmp_path, know_walks):
+def test_the_command_runs_and_resumes(tmp_path, know_walks):
     assert "Walks along a line" in natgrad("list").output
     said = natgrad("run", "walks", "--set", "steps=3", "--out", str(tmp_path))
     assert said.exit_code == 0, said.output

@@ -1,0 +1,371 @@
+"""The page of a race: its tables, its plots, and how the numbers came about, from the finished runs alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from scipy.special import stdtr
+
+from natgrad_lab.experiments.base import LabError, Task
+from natgrad_lab.experiments.race_summary import (
+    DECIDED,
+    Entry,
+    Mean,
+    Pair,
+    Result,
+    Spread,
+    Tried,
+    curve,
+    lead,
+    read_runs,
+    result,
+)
+from natgrad_lab.experiments.records import FinishedPiece
+from natgrad_lab.experiments.sections import Cell, Picture, Section, Story, Table
+from natgrad_lab.figures import DASHES, PALETTE, put_legend_below, put_title
+from natgrad_lab.words import join_words, plural, short
+
+CROWD = 6  # entries of a legend that stand below one another
+SIZE = (4.5, 3.3)  # of a plot, inches
+
+
+def tell_race(
+    name: str, title: str | None, tasks: Sequence[Task], steps: int | None, found: Sequence[FinishedPiece]
+) -> Story:
+    """The story of a race: a section for every task that all contestants have finished from a seed."""
+    runs = read_runs(found)
+    results = [told for task in tasks if (told := result(task, runs)) is not None]
+    if not results:
+        raise LabError(f"{name} has no task on which every contestant finished: run the same command again")
+    order = [contestant.name for contestant in tasks[0].contestants]
+    seeds = plural(len({run.header["seed"] for run in runs if run.header["phase"] == "race"}), "seed")
+    title = title or f"{name.capitalize()}: {' against '.join(order[:1])} beside {' and '.join(order[1:])}"
+    files = () if any(told.pairs for told in results) else (_overview(results, order, title, seeds),)
+    sections = tuple(_section(told, order) for told in results)
+    return Story(title, lead(results), _method(results[0], steps, seeds), sections, files)
+
+
+def _method(told: Result, steps: int | None, seeds: str) -> str:
+    choices = max(len(entry.grid) for entry in told.entries)
+    if told.pairs:
+        by = {"valid_error": "validation error", "valid_loss": "validation loss"}[told.tuned_on]
+        return (
+            f"Every contestant was tuned over {plural(choices, 'choice')}, each trained once, to the end of its "
+            f"updates, from a seed that is not used again; the choice with the lowest {by} then ran from {seeds}. A "
+            "seed settles which examples are for training and validation and where the network starts, the same for "
+            "all contestants."
+        )
+    bound = f"{steps} steps" if steps else "the same seconds"
+    if not choices:
+        return (
+            f"Nobody was tuned: every contestant ran for {bound} from {seeds}. Evaluation does not count as training."
+        )
+    untuned = [entry.name for entry in told.entries if not entry.grid]
+    but = f" but {join_words(untuned)}, not tuned at all," if untuned else ""
+    return (
+        f"Every contestant{but} was tuned over {plural(choices, 'choice')}, each trained once for {bound}, from a seed "
+        f"that the race does not use; the choice with the lowest training loss then ran from {seeds}. Evaluation does "
+        "not count as training."
+    )
+
+
+def _section(told: Result, order: Sequence[str]) -> Section:
+    return Section(
+        told.title,
+        told.verdict,
+        (_paired_table(told), _differences(told)) if told.pairs else (_ranks(told),),
+        tuple(plot.picture(told, order) for plot in plots(told)),
+        subtitle=f"{told.parameters:,} parameters, {told.examples:,} training examples",
+        folded=(_grid(told),),
+    )
+
+
+def _ranks(told: Result) -> Table:
+    """One row per contestant, best first."""
+    with_error, target = any(entry.test_error is not None for entry in told.entries), short(told.target)
+    heads = ("", "training loss", "test loss", *(["test error"] if with_error else []), "steps")
+    heads += (f"steps to {target}", f"seconds to {target}", "chosen")
+    rows = []
+    for entry in told.entries:
+        losses = [(short(loss.middle), between(loss)) for loss in (entry.train_loss, entry.test_loss)]
+        error = [percent(entry.test_error)] if with_error else []
+        reached = count(entry.steps), count(entry.steps_to_target), short(entry.seconds_to_target.middle)
+        rows.append((entry.name, *losses, *error, *reached, write_choice(entry.choice)))
+    over = "Medians over seeds, the lowest and the highest in small type. " if len(told.entries[0].records) > 1 else ""
+    note = (
+        f"{over}Losses are in {told.unit}, at the end of training. {target} is the training loss that the second-best "
+        "contestant ended with; a dash means that it was not reached. In the plots lines are medians and bands reach "
+        f"from the lowest to the highest seed. {told.note}"
+    )
+    return Table(
+        "",
+        heads,
+        tuple(rows),
+        note,
+        words=(len(heads) - 1,),
+        bold=(0,),
+        brief=(0, 1, 3, len(heads) - 4, len(heads) - 2),
+    )
+
+
+def _paired_table(told: Result) -> Table:
+    """One row per contestant in the paper's order, with its numbers beside."""
+    heads = ("", "training loss", "paper", "test loss", "test error", "paper", "updates", "seconds", "chosen")
+    rows = []
+    for entry in told.entries:
+        loss, error = (told.paper or {}).get(entry.name, (None, None))
+        seconds = Spread(tuple(record.end["seconds"] for record in entry.records))
+        losses = write_mean(entry.train_loss), short(loss), write_mean(entry.test_loss)
+        errors = write_mean(entry.test_error, 100, " %"), share(error)
+        spent = count(entry.steps), short(seconds.middle)
+        rows.append((entry.name, *losses, *errors, *spent, write_choice(entry.choice)))
+    note = (
+        f"Means over {plural(len(told.entries[0].records), 'seed')} at the end of training, standard errors in small "
+        f"type; losses in {told.unit}. {told.note}"
+    )
+    return Table("", heads, tuple(rows), note, words=(8,), brief=(0, 1, 2, 4, 5, 6))
+
+
+def _differences(told: Result) -> Table:
+    """One row per pair of contestants."""
+    heads = ("first", "second", "training loss", "test loss", "test error", "paper", "lower test error")
+    rows = tuple(_difference(pair) for pair in told.pairs)
+    seeds = len(told.entries[0].records)
+    note = (
+        f"First less second, seed by seed, over {plural(seeds, 'seed')}: the mean, and its standard error in small "
+        "type; test errors in percentage points. Two contestants count as told apart beyond two standard errors, which "
+        f"chance alone passes in about {100 * beyond(seeds):.0f} % of comparisons with as many seeds. In the plots "
+        "lines are medians and bands reach from the lowest to the highest seed."
+    )
+    bold = tuple(place for place, row in enumerate(rows) if row[-1] != "not told apart")
+    return Table("Paired differences", heads, rows, note, words=(0, 1, 6), bold=bold, brief=())
+
+
+def _difference(pair: Pair) -> tuple[str | Cell, ...]:
+    paper = "-" if pair.paper is None else f"{100 * pair.paper:+.2f}".replace("-", "−")
+    agreed = {None: "", True: ", as in the paper", False: ", not as in the paper"}[pair.agrees]
+    lower = "not told apart" if pair.lower is None else pair.lower + agreed
+    losses = (write_difference(loss, lambda value: short(abs(value))) for loss in (pair.train_loss, pair.test_loss))
+    error = write_difference(pair.test_error, lambda value: f"{100 * abs(value):.2f}")
+    return pair.first, pair.second, *losses, error, paper, lower
+
+
+def _grid(told: Result) -> Table:
+    """Every choice of every contestant; the last cell tells which was chosen."""
+    validated = bool(told.pairs)
+    heads = ("contestant", "choice", "training loss", *(["validation error"] if validated else []), "steps", "")
+    tried = [_describe_tried(entry.name, one, validated) for entry in told.entries for one in entry.grid]
+    dashes = ("-",) * (len(heads) - 3)
+    tried += [(e.name, write_choice(e.choice), *dashes, "not tuned") for e in told.entries if not e.grid]
+    bold = tuple(place for place, row in enumerate(tried) if row[-1])
+    return Table(
+        "The grid, and what each choice gave", heads, tuple(tried), words=(1, len(heads) - 1), bold=bold, brief=()
+    )
+
+
+def _describe_tried(name: str, one: Tried, validated: bool) -> tuple[str, ...]:
+    error = [share(one.valid_error)] if validated else []
+    return name, write_choice(one.choice), short(one.loss), *error, str(one.steps), "chosen" if one.chosen else ""
+
+
+def beyond(seeds: int) -> float:
+    """P(|t| > 2) of Student's t with seeds - 1 degrees of freedom; 1 for one seed, which decides nothing."""
+    return float(2 * stdtr(seeds - 1, -DECIDED)) if seeds > 1 else 1.0
+
+
+def write_mean(numbers: Spread | None, times: float = 1, unit: str = "") -> Cell:
+    """The mean over seeds, and its standard error."""
+    if numbers is None or len(numbers.known_values) < len(numbers.values):
+        return "-", ""
+    mean = Mean(tuple(numbers.known_values))
+    words = (lambda value: f"{times * value:.2f}") if unit else short
+    return words(mean.mean) + unit, f"± {words(mean.error)}" if math.isfinite(mean.error) else ""
+
+
+def write_difference(numbers: Mean, words: Callable[[float], str]) -> Cell:
+    """A difference with its sign, and its standard error."""
+    if not math.isfinite(numbers.mean):
+        return "-", ""
+    sign = "−" if numbers.mean < 0 else "+"
+    return sign + words(numbers.mean), f"± {words(numbers.error)}" if math.isfinite(numbers.error) else ""
+
+
+def share(value: float | None) -> str:
+    """A share in percent."""
+    return "-" if value is None else f"{100 * value:.2f} %"
+
+
+def percent(numbers: Spread | None) -> str:
+    """The median of a share, in percent."""
+    return "-" if numbers is None or numbers.middle is None else f"{100 * numbers.middle:.1f} %"
+
+
+def count(numbers: Spread) -> str:
+    """The median of a count."""
+    return "-" if numbers.middle is None else f"{numbers.middle:.0f}"
+
+
+def write_choice(choice: Mapping[str, float]) -> str:
+    """A point of a grid in words."""
+    words = {"batch": lambda v: f"batch {v:g}" if v else "all examples"}
+    return ", ".join(words.get(name, lambda v, n=name: f"{n} {v:g}")(value) for name, value in choice.items())
+
+
+def between(numbers: Spread) -> str:
+    """The range over seeds; nothing for one seed."""
+    known = numbers.known_values
+    return f"{short(min(known))} – {short(max(known))}" if len(known) > 1 else ""
+
+
+@dataclass(frozen=True)
+class Plot:
+    """What is drawn against what: x and y name numbers of a row."""
+
+    name: str
+    title: str
+    x: str
+    y: str
+    x_label: str
+    y_label: str
+    log_x: bool = False
+    log_y: bool = True
+
+    def picture(self, told: Result, order: Sequence[str]) -> Picture:
+        """Medians, and the range of the seeds as a band. order: of the contestants, for their colours."""
+
+        def fill(figure: Figure) -> None:
+            axes = figure.add_subplot()
+            drawn = _lines(axes, self, told.entries, order)
+            axes.set_title(told.title, loc="left", fontsize=9, wrap=True)
+            if drawn > 1:
+                axes.legend(**({"fontsize": 10} if drawn <= CROWD else {"fontsize": 7, "ncols": 2}), handlelength=2.2)
+
+        return Picture(f"{told.name}-{self.name}", self.title, fill, SIZE)
+
+
+def plots(told: Result) -> list[Plot]:
+    """The plots of a task, those for which its records have numbers."""
+    updates, update = ("updates", "an update") if told.pairs else ("steps", "a step")
+    seconds, loss, test = "seconds of training", ("train_loss", told.unit), ("test_loss", told.unit)
+    wanted = [
+        ("precision-epochs", "Precision on the test part, by epoch", "epoch", "epochs", "test_precision", "precision"),
+        (
+            "precision-seconds",
+            "Precision on the test part, by second",
+            "seconds",
+            seconds,
+            "test_precision",
+            "precision",
+        ),
+    ]
+    if told.pairs:
+        wanted += [
+            ("loss-steps", "Training loss", "step", updates, *loss),
+            ("error-steps", "Test error", "step", updates, "test_error", "share of mistakes"),
+            ("test-steps", "Test loss", "step", updates, *test),
+        ]
+    else:
+        wanted += [
+            ("loss-seconds", "Training loss against seconds", "seconds", seconds, *loss),
+            ("loss-steps", "Training loss against steps", "step", updates, *loss),
+            ("test-seconds", "Test loss against seconds", "seconds", seconds, *test),
+        ]
+    wanted += [
+        ("kl-steps", f"KL moved by {update}, measured", "step", updates, "kl_measured", "nats per example"),
+        ("damping-steps", "Damping", "step", updates, "damping", "damping"),
+        ("solver-steps", "Products with the metric", "step", updates, "solver_steps", f"per {updates[:-1]}"),
+    ]
+    runs, plain = [run for entry in told.entries for run in entry.records], ("test_precision", "solver_steps")
+    return [
+        Plot(
+            *(name, title, x, y, x_label, y_label),
+            log_x=x == "step" and y not in plain and (y != "damping" or bool(told.pairs)),
+            log_y=y not in plain,
+        )
+        for name, title, x, x_label, y, y_label in wanted
+        if any(len(curve(run, x, y)[0]) for run in runs)
+    ]
+
+
+def _overview(results: Sequence[Result], order: Sequence[str], title: str, seeds: str) -> Picture:
+    """The whole race in one figure: a row for each task, its training loss against seconds and against steps."""
+
+    def fill(figure: Figure) -> None:
+        panels = figure.subplots(len(results), 2, squeeze=False)
+        for row, told in zip(panels, results, strict=True):
+            columns = {plot.name: plot for plot in plots(told)}
+            for axes, name in zip(row, ("loss-seconds", "loss-steps"), strict=True):
+                _lines(axes, columns[name], told.entries, order)
+            row[0].set_title(told.title, loc="left", fontsize=10)
+        put_title(figure, f"{title}. Training loss, medians and ranges of {seeds}.")
+        put_legend_below(figure, panels[0, 0], min(len(order), 4))
+
+    return Picture("overview", "Overview", fill, (2 * SIZE[0], 2.7 * len(results) + 0.8))
+
+
+def _lines(axes: Axes, plot: Plot, entries: Sequence[Entry], order: Sequence[str]) -> int:
+    """One panel without its title and legend; how many lines it has."""
+    drawn = [_line(axes, plot, e, order.index(e.name)) for e in sorted(entries, key=lambda e: order.index(e.name))]
+    _scales(axes, plot)
+    axes.set(xlabel=plot.x_label, ylabel=plot.y_label)
+    axes.grid(visible=True, axis="y")
+    axes.set_axisbelow(True)
+    return sum(drawn)
+
+
+def _line(axes: Axes, plot: Plot, entry: Entry, index: int) -> bool:
+    x, low, middle, high = band([curve(run, plot.x, plot.y) for run in entry.records], plot)
+    if not len(x):
+        return False
+    colour = PALETTE[index % len(PALETTE)]
+    axes.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0)
+    dash = DASHES[index % len(DASHES)]
+    axes.plot(x, middle, color=colour, linestyle=dash, linewidth=2.0, label=entry.name)
+    return True
+
+
+def band(
+    curves: Sequence[tuple[np.ndarray, np.ndarray]], plot: Plot
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(x, lowest, median, highest) over curves, interpolated onto common points where all of them are known."""
+    kept = [_positive(x, y, plot) for x, y in curves]
+    kept = [(x, y) for x, y in kept if len(x)]
+    if not kept:
+        return np.empty(0), np.empty(0), np.empty(0), np.empty(0)
+    first, last = max(x[0] for x, _ in kept), min(x[-1] for x, _ in kept)
+    points = np.unique(np.concatenate([x for x, _ in kept]))
+    points = points[(points >= first) & (points <= last)]
+    values = np.stack([np.interp(points, x, np.log(y) if plot.log_y else y) for x, y in kept])
+    low, middle, high = values.min(0), np.median(values, 0), values.max(0)
+    back = np.exp if plot.log_y else np.asarray
+    return points, back(low), back(middle), back(high)
+
+
+def _positive(x: np.ndarray, y: np.ndarray, plot: Plot) -> tuple[np.ndarray, np.ndarray]:
+    keep = np.isfinite(y) & ((y > 0) | (not plot.log_y)) & ((x > 0) | (not plot.log_x))
+    return x[keep], y[keep]
+
+
+def _scales(axes: Axes, plot: Plot) -> None:
+    plain = FuncFormatter(lambda value, _: short(value))
+    if plot.log_x:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_minor_locator(NullLocator())
+    if not plot.log_y:
+        axes.set_ylim(bottom=0)
+        return
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    decades = np.log10(high / low)
+    subs = (1.0, 2.0, 3.0, 5.0) if decades < 1.5 else (1.0, 2.0, 5.0) if decades < 2.5 else (1.0,)
+    axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=12 if decades < 6 else 6))
+    axes.yaxis.set_major_formatter(plain)
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_minor_locator(NullLocator())
