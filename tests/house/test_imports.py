@@ -86,10 +86,6 @@ def test_imports_stand_at_the_top():
     assert set(found) == set(LATE), f"{found}, expected only {sorted(LATE)}"
 
 
-def test_benchmarks_can_be_imported():
-    assert importlib.import_module("benchmarks.__main__").TABLES  # all tables but those of NEEDY
-
-
 def test_a_late_import_is_found():
     late = list(
         find_late_imports("import os\ndef f():\n    import scipy.linalg\n    from natgrad.ground.pure import trainable")
