@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -61,6 +62,8 @@ def find_late_imports(source: str) -> Iterator[str]:
     Args:
         source: Of a Python file.
     """
+    if not re.search(r"^ +(import|from) ", source, re.MULTILINE):  # parsing all files takes seconds
+        return
     functions = [f for f in ast.walk(ast.parse(source)) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)]
     for node in (node for function in functions for node in ast.walk(function)):
         if isinstance(node, ast.Import):
