@@ -14,8 +14,6 @@ from torch import Tensor
 import natgrad as ng
 from natgrad.energies.boltzmann import Boltzmann, list_bit_states
 from natgrad.ground.densities import Density, Plain
-from natgrad.ground.spaces import Space
-from natgrad.metrics.score import LARGEST_ROOT
 from natgrad.testing import check_metric
 
 MACHINES = [Boltzmann(4), Boltzmann(4, spins=True)]
@@ -69,14 +67,6 @@ def test_the_metric_from_the_jacobian_is_that_of_the_graph(machine):
     assert root.shape == (10, 20)
 
 
-def test_a_jacobian_that_does_not_fit_is_not_formed():
-    machine = Boltzmann(60)
-    x = (torch.rand(160, 60, generator=torch.Generator().manual_seed(0)) < 0.5).float()
-    params = machine.parameters(0.1, generator=torch.Generator().manual_seed(1))
-    assert Space(params).size * x.numel() > LARGEST_ROOT
-    assert isinstance(ng.ratio_metric(machine).at(params, x), ng.operators.Pullback)
-
-
 def test_counts_are_repeated_examples():
     machine, counts = Boltzmann(4, spins=True), torch.arange(16)
     params, x = draw_parameters(machine), machine.states
@@ -118,24 +108,6 @@ def test_exact_sums(machine):
     assert_close(slope, p.detach() @ v)
 
 
-def test_ratio_and_pseudo_likelihood_are_least_at_the_truth():
-    """Their gradients vanish where the data are the model's own distribution, and the metric is the Hessian there."""
-    machine = Boltzmann(4, spins=True)
-    params = draw_parameters(machine)
-    x, q = machine.states, machine.log_probabilities(params).exp().detach()
-    for loss in (
-        ng.ratio_matching_loss(machine, params, x, weights=q),
-        machine.pseudo_likelihood_loss(params, x, weights=q),
-    ):
-        assert max(part.abs().max() for part in torch.autograd.grad(loss, list(params.values()))) < 1e-14
-
-    def at(flat: Tensor) -> Tensor:
-        return ng.ratio_matching_loss(machine, {"h": flat[:4], "J": flat[4:]}, x, weights=q)
-
-    hessian = torch.func.hessian(at)(Space(params).flatten(params).detach())
-    assert_close(ng.ratio_metric(machine, weights=q).at(params, x).dense(), hessian, rtol=1e-12)
-
-
 def test_pseudo_likelihood_is_the_sum_of_the_conditionals():
     machine = Boltzmann(3)
     params, x = draw_parameters(machine), machine.states
@@ -171,30 +143,6 @@ def test_natural_steps_find_the_machine(spins):
         gaps.append((q * (q.log() - machine.log_probabilities(params))).sum().item())
     assert gaps[-1] < 1e-4
     assert gaps[0] > gaps[-1]
-
-
-def test_undamped_paths_are_the_same_in_bits_and_spins():
-    """The coordinates differ by an affine map, under which the natural gradient's path does not change."""
-    q = torch.rand(8, dtype=F64, generator=torch.Generator().manual_seed(3)) + 0.2
-    found = []
-    for machine in (Boltzmann(3), Boltzmann(3, spins=True)):
-        params = machine.parameters(dtype=F64)
-        opt = ng.NaturalGradient(params, ng.ratio_metric(machine, weights=q), lr=0.5, damping=0.0)
-        for _ in range(3):
-            opt.zero_grad()
-            ng.ratio_matching_loss(machine, params, machine.states, weights=q).backward()
-            opt.step()
-        found.append(machine.log_probabilities(params).detach())
-    assert_close(found[0], found[1], rtol=1e-9)
-
-
-def test_single_precision_and_integers_are_welcome():
-    machine = Boltzmann(4)
-    params, x = machine.parameters(0.5, generator=torch.Generator().manual_seed(0)), machine.states.int()
-    assert machine.log_probabilities(params).dtype == torch.float32
-    assert machine.pseudo_likelihood_loss(params, x).dtype == torch.float32
-    assert machine.gibbs(params, x).dtype == torch.float32
-    assert ng.ratio_metric(machine).at(params, x).dense().dtype == torch.float32
 
 
 ONES = torch.ones(2, 3)

@@ -31,11 +31,6 @@ def condition_precision(field: GaussMarkov, lowest: float) -> dict[str, Tensor]:
     return field.parameters(torch.diag(lowest - matrix.sum(1)) + matrix)
 
 
-def sigma_points(covariance: Tensor) -> Tensor:
-    """Points (N, N) whose mean of any quadratic form is its expectation at that covariance."""
-    return torch.linalg.cholesky(covariance).mT * len(covariance) ** 0.5
-
-
 def quadratic(params: Any, x: Tensor) -> Tensor:
     return -0.5 * x @ FIELD.precision(params) @ x
 
@@ -85,30 +80,6 @@ def test_one_natural_step_ends_at_the_optimum(start):
     assert max(part.abs().max() for part in gradient) < 1e-11
 
 
-def test_the_truth_is_found_from_its_own_moments():
-    truth = condition_precision(FIELD, 0.1)
-    x = sigma_points(torch.linalg.inv(FIELD.precision(truth).detach()))
-    found = FIELD.fit(x)
-    for name in truth:
-        assert_close(found[name], truth[name], rtol=1e-10)
-
-
-def test_condensed_examples_have_the_same_loss_and_metric():
-    params, x = condition_precision(FIELD, 0.5), draw(9, 4)
-    few = FIELD.condense(x)
-    assert few.shape == (4, 4)
-    assert_close(ng.score_matching_loss(FIELD, params, few), ng.score_matching_loss(FIELD, params, x))
-    metrics = [ng.score_metric(FIELD).at(params, given).dense() for given in (few, x)]
-    assert_close(*metrics)
-    assert torch.equal(FIELD.condense(x[:3]), x[:3])
-
-
-def test_with_all_edges_it_is_maximum_likelihood():
-    field = GaussMarkov(3, [(0, 1), (0, 2), (2, 1)])
-    x = draw(7, 3)
-    assert_close(field.precision(field.fit(x)), torch.linalg.inv(x.mT @ x / 7), rtol=1e-10)
-
-
 def test_draws_have_the_covariance():
     params, count = condition_precision(FIELD, 0.5), 40_000
     x = FIELD.sample(params, count, generator=torch.Generator().manual_seed(0))
@@ -116,12 +87,6 @@ def test_draws_have_the_covariance():
     variances = covariance.diagonal()
     spread = ((covariance.square() + torch.outer(variances, variances)) / count).sqrt()
     assert ((x.mT @ x / count - covariance).abs() < 4.5 * spread).all()
-
-
-def test_graphs():
-    assert GaussMarkov(3, ring(3)).edges == ((0, 1), (1, 2), (0, 2))
-    assert lattice(2, 2) == [(0, 1), (2, 3), (0, 2), (1, 3)]
-    assert GaussMarkov(2, []).precision(GaussMarkov(2, []).parameters()).equal(torch.eye(2))
 
 
 @pytest.mark.parametrize(
@@ -143,13 +108,3 @@ def test_errors_name_what_is_wrong(call, words):
     with pytest.raises(ValueError) as caught:
         call()
     assert all(word in str(caught.value) for word in words), str(caught.value)
-
-
-def test_many_examples_are_solved_as_a_matrix():
-    """A root wider than the number of parameters: its own square would be the larger system."""
-    params = condition_precision(FIELD, 0.5)
-    assert ng.score_metric(FIELD).at(params, draw(2, 4)).closed_form
-    assert not ng.score_metric(FIELD).at(params, draw(3, 4)).closed_form
-    operator, gradient = ng.score_metric(FIELD).at(params, draw(50, 4)), draw(8)
-    found = ng.natural_gradient(operator, gradient).value
-    assert_close(found, torch.linalg.solve(operator.dense(), gradient), rtol=1e-9)

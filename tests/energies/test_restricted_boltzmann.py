@@ -10,10 +10,8 @@ from models import F64
 from torch import Tensor
 from torch.testing import assert_close
 
-from natgrad.energies import PersistentLikelihood, RestrictedBoltzmann
 from natgrad.energies.boltzmann import list_bit_states
-from natgrad.metrics import ratio_metric
-from natgrad.testing import check_metric
+from natgrad.energies.restricted_boltzmann import PersistentLikelihood, RestrictedBoltzmann
 
 MACHINE = RestrictedBoltzmann(4, 3)
 
@@ -109,10 +107,6 @@ def test_steps_raise_the_likelihood():
     assert measure() > before + 0.5
 
 
-def test_ratio_matching_knows_the_machine():
-    check_metric(ratio_metric(MACHINE), {k: v.detach() for k, v in draw_parameters().items()}, list_bit_states(4)[:5])
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"damping": 0.0}, "damping"), ({"momentum": 1.0}, "momentum"), ({"sweeps": 0}, "sweeps")],
@@ -120,11 +114,6 @@ def test_ratio_matching_knows_the_machine():
 def test_bad_numbers_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         build_trainer(draw_parameters(), **options)
-
-
-def test_parameters_of_another_machine_are_refused():
-    with pytest.raises(ValueError, match=r"start from machine\.parameters"):
-        RestrictedBoltzmann(5, 3).log_p(draw_parameters(), torch.zeros(2, 5, dtype=F64))
 
 
 @pytest.mark.parametrize(
@@ -145,17 +134,3 @@ def test_a_step_on_no_bits_is_refused_and_moves_nothing(X: Tensor, message: str)
     assert trainer.chains is chains
     with pytest.raises(ValueError, match=message):
         MACHINE.gibbs(params, X.double())
-
-
-def test_parameters_that_left_the_finite_numbers_are_told():
-    params = draw_parameters()
-    trainer = PersistentLikelihood(MACHINE, params, list_bit_states(4), 0.1)
-    with torch.no_grad():
-        params["W"][0, 0] = torch.nan
-    with pytest.raises(ValueError, match="with a lower rate"):
-        trainer.step(list_bit_states(4))
-
-
-def test_a_base_of_another_shape_is_refused():
-    with pytest.raises(ValueError, match=r"base has shape \(3,\), expected the visible biases \(4,\)"):
-        MACHINE.estimate_log_partition(draw_parameters(), torch.zeros(3, dtype=F64))

@@ -58,13 +58,6 @@ def test_the_jacobian_follows_the_order_of_the_parameters(order: tuple[str, str]
     assert_close(found, torch.func.jacrev(scores)(space.flatten(given)), 1e-12)
 
 
-def test_some_variables_only() -> None:
-    params, x = model()
-    scores, curvatures = TwoLayer().scores_and_curvatures(params, x)
-    assert_close(TwoLayer().scores(params, x), scores, 1e-13)
-    assert torch.equal(TwoLayer().scores_and_curvatures(params, x, [1])[1], curvatures[:, [1]])
-
-
 def test_models_side_by_side_are_the_models_alone() -> None:
     params, x = model(3)
     density = TwoLayer()
@@ -100,44 +93,6 @@ def test_reference_vectors(name: str) -> None:
         assert_close(metric.norm(), expected["metric_fro"], 1e-12)
 
 
-def test_two_steps_of_the_reference() -> None:
-    """ang_step: xi_2 from G = 2 I with eq. 4 and with Woodbury's formula, in W and V themselves."""
-
-    class Itself:
-        def __call__(self, raw: Tensor) -> Tensor:
-            return raw
-
-        def slope(self, raw: Tensor) -> Tensor:
-            return torch.ones_like(raw)
-
-    step = VECTORS["ang_step"]
-    given = {key: torch.tensor(step["inputs"][key], dtype=F64) for key in "WVX"}
-    eta, eps = step["inputs"]["eta"], step["inputs"]["eps"]
-    density = TwoLayer(Itself())  # type: ignore[arg-type]
-    for method, key in ((ng.FirstOrder, "xi2_eq4"), (ng.Woodbury, "xi2_woodbury")):
-        params = {"W": given["W"].clone(), "V": given["V"].clone()}
-        space = ng.Space(params)
-        update = method(offset=1 / eps - 2, floor=0.0, start_at=2.0)  # t = 2: the first step uses G_0
-        memory = {"step": 2, "seen": 1, **update.start(ng.operators.DenseOperator(torch.eye(18, dtype=F64)))}
-        vector, kept = space.flatten(params), memory
-        for x in given["X"].unsqueeze(1):
-            point = space.unflatten(vector)
-            natural = update.operator(kept).inverse().mv(space.flatten(density.gradient(point, x)))
-            kept = {**kept, **update.step(kept, density.score_jacobian(point, x).flatten(0, 1).mT)}
-            vector = vector - eta * natural
-            if "xi1" in step["expected"] and torch.equal(x, given["X"][:1]):
-                assert_close(vector, torch.tensor(step["expected"]["xi1"], dtype=F64), 1e-12)
-        assert_close(vector, torch.tensor(step["expected"][key], dtype=F64), 1e-12)
-
-
-def test_wrong_parameters_are_told() -> None:
-    params, x = model()
-    with pytest.raises(ValueError, match=r"params has \['W'\], expected W"):
-        TwoLayer().log_p({"W": params["W"]}, x)
-    with pytest.raises(ValueError, match="V pools the J"):
-        TwoLayer().loss({"W": params["W"], "V": params["V"].mT}, x)
-
-
 @pytest.mark.parametrize("link", LINKS, ids=repr)
 def test_links_have_an_inverse_and_their_slope(link: Positive | Square) -> None:
     raw = draw(3, 4).abs() + 0.1
@@ -145,14 +100,3 @@ def test_links_have_an_inverse_and_their_slope(link: Positive | Square) -> None:
     at = raw.clone().requires_grad_()
     (slope,) = torch.autograd.grad(link(at).sum(), at)
     assert_close(link.slope(raw), slope, 1e-14)
-
-
-def test_positive_is_checked_where_it_begins() -> None:
-    with pytest.raises(ValueError, match="values lie between 0 and 1, expected positive"):
-        ng.positive.inverse(torch.tensor([0.0, 1.0]))
-    with pytest.raises(ValueError, match="expected positive"):
-        ng.positive.inverse(torch.tensor([torch.nan]))
-    with pytest.raises(TypeError, match="expected a floating-point tensor"):
-        ng.positive.inverse(torch.tensor([1, 2]))
-    with pytest.raises(ValueError, match="expected none below 0"):
-        Square().inverse(torch.tensor([-1.0]))

@@ -104,39 +104,6 @@ def test_intervals_and_ellipses_hold_their_share_of_the_normal() -> None:
     assert "95 % interval" in errors._repr_html_()
 
 
-def test_one_tensor_comes_back_as_one_tensor() -> None:
-    def own(theta: Tensor, x: Tensor) -> Distribution:
-        return Bernoulli(logits=x @ theta)
-
-    fit = ng.maximize_likelihood(own, torch.zeros(3, dtype=F64), (X, BITS))
-    errors = fit.standard_errors()
-    assert isinstance(fit.params, Tensor)
-    assert errors.values.shape == (3,)
-    assert errors.intervals().shape == (3, 2)
-    assert errors.names == ("params[0]", "params[1]", "params[2]")
-
-
-def test_a_network_and_its_likelihood_have_standard_errors_too() -> None:
-    model = nn.Linear(3, 1, bias=False).double()
-    errors = ng.standard_errors(ng.fisher(model, nn.BCEWithLogitsLoss()), ng.trainable(model), X)
-    assert_close(errors.covariance, torch.linalg.inv(weighted_gram(model.weight.detach()[0])))
-    with pytest.raises(TypeError, match="robust=True takes the metric of a function of your own"):
-        ng.standard_errors(ng.fisher(model, nn.BCEWithLogitsLoss()), ng.trainable(model), X, robust=True)
-
-
-def test_a_censored_model_agrees_with_its_closed_form() -> None:
-    times = -(UNIFORM.log()) / 0.5
-    seen = (times < 2.0).to(F64)
-    times = times.clamp(max=2.0)
-
-    def survival(p: Params, time: Tensor, seen: Tensor) -> Tensor:
-        return seen * p["log_rate"] - p["log_rate"].exp() * time
-
-    fit = ng.maximize_likelihood(survival, {"log_rate": torch.zeros((), dtype=F64)}, (times, seen))
-    assert_close(fit.params["log_rate"].exp(), seen.sum() / times.sum())
-    assert_close(fit.standard_errors().values["log_rate"], seen.sum().rsqrt())
-
-
 def test_a_direction_that_is_not_identified_is_named_and_left_where_it_was() -> None:
     twice = torch.cat([X, X[:, 1:2]], 1)
     fit = ng.maximize_likelihood(logistic, {"slopes": torch.zeros(4, dtype=F64)}, (twice, BITS))
@@ -145,13 +112,6 @@ def test_a_direction_that_is_not_identified_is_named_and_left_where_it_was() -> 
     assert_close(fit.params["slopes"][1], fit.params["slopes"][3])
     with pytest.raises(ValueError, match=r"do not identify 1 slopes\[[13]\] - 1 slopes\[[13]\]"):
         fit.standard_errors()
-
-
-def test_units_of_parameters_do_not_count() -> None:
-    units = torch.tensor([1e-4, 1.0, 1e3], dtype=F64)
-    plain = ng.maximize_likelihood(logistic, START, (X, BITS)).standard_errors()
-    other = ng.maximize_likelihood(logistic, START, (X * units, BITS)).standard_errors()
-    assert_close(other.values["slopes"] * units, plain.values["slopes"], rtol=1e-6, atol=0)
 
 
 def test_what_has_no_maximum_is_said() -> None:
@@ -174,22 +134,6 @@ def test_what_has_no_maximum_is_said() -> None:
         warnings.simplefilter("error")
         start = fit.params
         assert ng.maximize_likelihood(mixture, start, y).status == "converged"
-
-
-def test_at_the_maximum_it_stays_there() -> None:
-    fit = ng.maximize_likelihood(logistic, START, (X, BITS))
-    again = ng.maximize_likelihood(logistic, fit.params, (X, BITS))
-    assert again.status in ("converged", "round_off")
-    assert again.steps == 1
-    assert_close(again.params["slopes"], fit.params["slopes"])
-
-
-def test_single_precision_converges_to_its_own_tolerance() -> None:
-    fit = ng.maximize_likelihood(logistic, {"slopes": torch.zeros(3)}, (X.float(), BITS.float()))
-    exact = ng.maximize_likelihood(logistic, START, (X, BITS))
-    assert fit.status == "converged"
-    gap = (fit.params["slopes"].double() - exact.params["slopes"]).abs() / exact.standard_errors().values["slopes"]
-    assert float(gap.max()) < 1e-2
 
 
 DOORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {

@@ -109,14 +109,3 @@ def test_theta_that_does_not_fit_is_told_everywhere(case):
             ask(np.asarray(numbers))
         with pytest.raises(TypeError, match=r"torch.int64, expected a floating-point tensor"):
             ask(torch.zeros(len(theta), dtype=torch.long))
-
-
-@pytest.mark.parametrize("case", INSIDE)
-def test_an_empty_batch_is_a_batch(case):
-    family, numbers = INSIDE[case]
-    theta, n = torch.tensor(numbers, dtype=torch.float64).expand(0, -1), len(numbers)
-    eta = family.expectation(theta)
-    assert eta.shape == family.natural(eta).shape == (0, n)
-    assert family.covariance(theta).shape == (0, n, n)
-    assert family.entropy(theta).shape == family.kl(theta, theta).shape == (0,)
-    assert family.statistics(family.sample(theta, 3)).shape == (3, 0, n)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from natgrad.families import (
-    Gibbs,
     Ising,
     MarkovField,
     PseudoLikelihood,
@@ -21,7 +19,6 @@ from natgrad.families import (
     StochasticLikelihood,
     Tempering,
 )
-from natgrad.families.markov_field import Energies
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -100,28 +97,6 @@ def test_fits_approach_the_field_that_was_drawn(name, method):
     assert float(field.kl(theta, found)) < 3 * field.size / 4000
 
 
-def test_chains_climb_to_maximum_likelihood():
-    """From ratio matching's side of it: the mean statistics come closer than those of a strong ridge."""
-    field = Ising(6)
-    x = field.sample(0.4 * draw(field.size), 1000, generator=generator())
-    exact, means = field.mle(x), field.statistics(x).mean(0)
-    found = field.fit(x, StochasticLikelihood(steps=150, rate=0.2, ridge=1.0), generator=generator(1))
-    far = field.fit(x, PseudoLikelihood(ridge=1.0))
-    assert float(field.kl(exact, far)) > 0.1
-    assert float(field.kl(exact, found)) < 0.003
-    assert float((field.expectation(found) - means).abs().max()) < 0.03
-
-
-def test_float32_and_starts():
-    field = Ising(5)
-    x = field.sample(0.3 * draw(field.size), 200, generator=generator())
-    found = field.fit(x)
-    single = field.fit(x.float())
-    assert single.dtype == torch.float32
-    assert_close(single.double(), found, rtol=1e-4, atol=1e-5)
-    assert_close(field.fit(x, start=found), found, rtol=1e-5, atol=1e-6)
-
-
 def triple() -> MarkovField:
     return Ising(5, [(0,), (1, 2), (0, 1, 3), (2, 3, 4), (4,)])
 
@@ -136,12 +111,6 @@ def test_annealing_finds_the_constant(field):
     assert float(found.error) < 0.05
 
 
-@pytest.mark.parametrize("field", [Ising(6), potts(), triple()], ids=["pairs", "several values", "triples"])
-def test_energies_are_theta_times_statistics(field):
-    theta, x = draw(field.size), field.sample(torch.zeros(field.size, dtype=F64), 20, generator=generator())
-    assert_close(Energies(field.tables, theta)(field.tables.places(x)), field.statistics(x) @ theta)
-
-
 @pytest.mark.parametrize("field", [Ising(4), potts(), triple()], ids=["pairs", "several values", "triples"])
 def test_tempered_draws_have_the_moments(field):
     theta = torch.stack([0.7 * draw(field.size), 0.4 * draw(field.size, seed=1)])
@@ -152,30 +121,6 @@ def test_tempered_draws_have_the_moments(field):
     assert x.shape == (count, 2, field.n)
     spread = (field.covariance(theta).diagonal(dim1=-2, dim2=-1) / count).sqrt()
     assert bool(((field.statistics(x).mean(0) - field.expectation(theta)).abs() < 6 * spread).all())
-
-
-def test_tempering_weighs_modes_that_plain_sweeps_do_not_leave():
-    """A magnet of 12 spins, two thirds of whose weight point up: each plain chain stays where it fell at first."""
-    field = Ising(12)
-    theta = torch.cat([torch.full((12,), 0.03), torch.full((66,), 0.35)]).double()
-    exact = field.expectation(theta)[0]
-    x = Ising(12, gibbs=Tempering(burn_in=40, chains=500)).sample(theta, 1000, generator=generator(3))
-    plain = Ising(12, gibbs=Gibbs(burn_in=40, chains=500)).sample(theta, 1000, generator=generator(3))
-    away, stuck = (abs(float(each.mean() - exact)) for each in (x, plain))
-    assert away < 0.14
-    assert stuck > 0.2
-
-
-def test_sixty_spins():
-    """Without couplings the constant is known; with them all that is wanted of a fit runs, and gives theta back."""
-    field = Ising(60)
-    bias = torch.cat([0.5 * draw(60), torch.zeros(1770, dtype=F64)])
-    found = field.estimate_log_partition(bias, steps=30, chains=60, generator=generator())
-    exact = (2 * bias[:60].cosh()).log().sum()
-    assert abs(float(found.value - exact)) < 4.5 * float(found.error)
-    theta = 0.1 * draw(field.size)
-    x = field.sample(theta, 1500, generator=generator(1))
-    assert float((field.fit(x, PseudoLikelihood(steps=40)) - theta).square().mean().sqrt()) < 0.06
 
 
 def test_a_variable_that_never_changes_needs_a_ridge():
@@ -215,11 +160,3 @@ def test_a_fit_that_does_not_arrive_warns():
 def test_errors_name_what_is_wrong(call, error, words):
     with pytest.raises(error, match=words):
         call()
-
-
-def test_the_error_of_an_estimate_shrinks_with_the_root_of_the_runs():
-    field, theta = Ising(6), 0.8 * draw(21)
-    errors = [
-        float(field.estimate_log_partition(theta, steps=20, chains=n, generator=generator()).error) for n in (200, 3200)
-    ]
-    assert math.isclose(errors[0] / errors[1], 4, rel_tol=0.35)

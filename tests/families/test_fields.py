@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from natgrad.families import Gibbs, Ising, MarkovField
-from natgrad.families.gibbs import colour_variables
 from natgrad.testing import check_operator
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -107,39 +105,6 @@ def test_draws_by_every_road_have_the_right_means(name):
         assert float((gap / spread).max()) < 5
 
 
-def test_batches_of_draws():
-    for family in (*PAIRS["potts"], Ising(3, gibbs=Gibbs(5, 4, 1))):
-        theta = 0.5 * draw(2, family.size)
-        x = family.sample(theta, 6, generator=GENERATOR)
-        assert x.shape == (6, 2, family.n)
-        assert family.statistics(x).shape == (6, 2, family.size)
-    for family in PAIRS["chain"]:
-        assert family.sample(draw(0, family.size), 6).shape == (6, 0, family.n)
-    again = [Ising(3, gibbs=Gibbs(5)).sample(draw(6), 6, generator=torch.Generator().manual_seed(3)) for _ in range(2)]
-    assert torch.equal(*again)
-
-
-def test_a_chain_of_a_thousand_is_exact():
-    """Without fields the bonds are independent: psi = n log 2 + sum log cosh J, E[x_i x_j] = tanh J."""
-    n = 1000
-    family, couplings = Ising(n, [(i, i + 1) for i in range(n - 1)]), 0.8 * draw(n - 1)
-    expected = n * math.log(2) + couplings.cosh().log().sum()
-    assert_close(family.log_partition(couplings), expected)
-    assert_close(family.expectation(couplings), couplings.tanh())
-    operator, vector = family.fisher(couplings), draw(n - 1, seed=4)
-    assert_close(operator @ vector, vector / couplings.cosh().square(), rtol=1e-8, atol=1e-9)
-    x = family.sample(couplings, 300, generator=GENERATOR)
-    gap = family.statistics(x).mean(0) - couplings.tanh()
-    assert float((gap.abs() * couplings.cosh() * 300**0.5).max()) < 5.5
-
-
-def test_a_tree_comes_back_from_its_means():
-    edges = [(i, (i - 1) // 2) for i in range(1, 31)]
-    family = Ising(31, [*((i,) for i in range(31)), *edges], values=(0, 1))
-    theta = 0.5 * draw(family.size)
-    assert_close(family.natural(family.expectation(theta)), theta, rtol=1e-8, atol=1e-9)
-
-
 def test_a_narrow_grid_is_exact_and_its_gradients_flow():
     family = Ising(30, grid(5, 6))
     assert family.exact
@@ -164,16 +129,6 @@ def test_beyond_exact_sums_there_are_draws_with_errors():
             call(theta)
     with pytest.raises(ValueError, match="listed"):
         family.probabilities(theta)
-
-
-def test_gibbs_sampling_is_a_chequerboard_on_a_grid():
-    family = Ising(36, grid(6, 6), gibbs=Gibbs(burn_in=60, chains=400, thinning=5))
-    theta = torch.cat([torch.zeros(36, dtype=F64), torch.full((60,), 0.25, dtype=F64)])
-    assert sorted(map(len, colour_variables(36, list(family.cliques)))) == [18, 18]
-    exact = Ising(36, grid(6, 6))
-    found = family.estimate(theta, 2000, generator=GENERATOR)
-    gap = (found.mean - exact.expectation(theta)).abs() / found.error
-    assert float(gap.max()) < 5
 
 
 @pytest.mark.parametrize(

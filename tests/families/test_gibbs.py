@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from models import draw
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from natgrad.families import Gibbs, Ising, MarkovField
+from natgrad.families import Ising, MarkovField
 from natgrad.families.gibbs import Sweep, colour_variables
 from natgrad.families.gibbs_sweeps import PairSweep, fits_pairs
 
@@ -81,45 +78,7 @@ def test_a_sweep_leaves_the_field_s_law_as_it_is(name, kind):
     assert not torch.equal(found[:, 0].mean(0), found[:, 1].mean(0))
 
 
-class Count(TorchDispatchMode):
-    """How many operations ran."""
-
-    calls = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls += 1
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(("size", "chains"), [(12, 3), (12, 300), (30, 100)])
-def test_a_sweep_of_dense_spins_is_two_calls_per_spin_for_all_chains(size, chains):
-    family = Ising(size, gibbs=Gibbs())
-    sweep = sweep_of(family, 0.1 * draw(1, family.size), chains)
-    sweep.start(GENERATOR)
-    with Count() as count:
-        sweep.run(GENERATOR)
-    assert len(sweep.slices) == size  # all pairs: no two spins at once
-    assert count.calls <= 4 * size + 10
-
-
-def test_a_grid_is_two_matrix_products():
-    edges = [(6 * i + j, 6 * i + j + 1) for i, j in itertools.product(range(6), range(5))]
-    edges += [(6 * i + j, 6 * i + j + 6) for i, j in itertools.product(range(5), range(6))]
-    family = Ising(36, edges)
-    assert len(sweep_of(family, draw(1, family.size), 2).slices) == 2
-
-
 def test_what_has_no_matrix_of_pairs_goes_by_neighbours():
     assert not fits_pairs(Ising(5, [(0, 1, 2), (3, 4)]).tables)
     assert not fits_pairs(Ising(800, [(i, i + 1) for i in range(799)]).tables)  # a matrix nearly empty
     assert fits_pairs(Ising(100, [(i,) for i in range(100)]).tables)
-
-
-@pytest.mark.parametrize("size", [24, 40])
-def test_maximum_likelihood_of_a_dense_field_names_what_goes_without_sums(size):
-    family = Ising(size, values=(0, 1))
-    x = torch.randint(0, 2, (50, size), generator=GENERATOR).double()
-    with pytest.raises(ValueError, match=r"fit\(x\).*RatioMatching.*ng\.ratio_matching_loss.*ng\.ratio_metric"):
-        family.mle(x)
-    chain = Ising(size, [(i, i + 1) for i in range(size - 1)])
-    assert chain.mle(2 * x - 1).shape == (size - 1,)

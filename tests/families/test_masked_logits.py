@@ -99,13 +99,10 @@ class Masked(nn.Module):
 
 OPTIMIZERS = {
     "kfac": lambda model: ng.kfac(model, nn.CrossEntropyLoss(), lr=0.1),
-    "ekfac": lambda model: ng.ekfac(model, nn.CrossEntropyLoss(), lr=0.1),
     "unitwise": lambda model: ng.unitwise(model, nn.CrossEntropyLoss(), lr=0.1),
     "diagonal": lambda model: ng.diagonal(model, nn.CrossEntropyLoss(), lr=0.1),
     "online_ng": lambda model: ng.online_ng(model, nn.CrossEntropyLoss(), lr=0.1),
-    "a likelihood": lambda model: ng.kfac(model, Categorical(), lr=0.1),
     "hessian_free": lambda model: ng.hessian_free(model, nn.CrossEntropyLoss(), lr=1.0),
-    "natgrad_cg": lambda model: ng.natgrad_cg(model, nn.CrossEntropyLoss(), lr=0.3),
     "exact": lambda model: ng.NaturalGradient(model, ng.fisher(model, Categorical()), lr=0.3, damping=1e-2),
 }
 

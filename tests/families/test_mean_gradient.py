@@ -17,7 +17,6 @@ from torch.testing import assert_close
 import natgrad as ng
 from natgrad.families import (
     Bernoulli,
-    Categorical,
     Ising,
     MultivariateNormal,
     Poisson,
@@ -27,8 +26,6 @@ from natgrad.families import (
     gradient_of_mean,
     natural_gradient_of_mean,
 )
-from natgrad.families.mean_gradient import natural_slope
-from natgrad.search.relaxation import natural_slope as the_search_s
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "families.json").read_text(encoding="utf-8"))
 PAIR = MultivariateNormal(2)
@@ -90,13 +87,6 @@ def test_the_lectures_independence_model_exactly():
         assert_close(other, tensor(point["grad_theta"]), rtol=1e-9, atol=1e-11)
 
 
-def test_regression_is_exact_in_the_span_from_any_draws():
-    theta, slope = normal_pair(), tensor([0.3, -1.0, 0.7, 2.0, -0.4])
-    x = 3 * draw(6, 2, seed=5)  # n + 1 draws that are not from theta at all
-    found = natural_gradient_of_mean(PAIR, theta, 4 + PAIR.statistics(x) @ slope, x)
-    assert_close(found, slope, rtol=1e-9, atol=1e-10)
-
-
 @pytest.mark.parametrize("baseline", [None, 0.7, "optimal"])
 def test_the_covariance_is_unbiased(baseline):
     """The mean over all samples of three draws of two bits, each with its probability."""
@@ -122,20 +112,6 @@ def test_the_optimal_baseline_has_less_variance():
 
     assert spread("optimal") < 0.85 * spread(None)  # for rare bits the mean of f is not the best
     assert spread(None) < 0.05 * spread(0.0)
-
-
-def test_few_draws_take_the_closed_fisher_matrix():
-    theta = normal_pair()
-    x = PAIR.sample(theta, 5, generator=torch.Generator().manual_seed(1))
-    f = x.pow(3).sum(1)
-    inverse = PAIR.fisher(theta).inverse(0.0)
-    assert inverse is not None
-    expected = inverse @ gradient_of_mean(PAIR, theta, f, x)
-    assert_close(natural_gradient_of_mean(PAIR, theta, f, x), expected)
-    assert_close(natural_gradient_of_mean(PAIR, theta, f, x, method="fisher"), expected)
-    assert bool(torch.isfinite(natural_gradient_of_mean(PAIR, theta, f, x, method="ridge")).all())
-    with pytest.raises(ValueError, match="5 draws for 5 statistics"):
-        natural_gradient_of_mean(PAIR, theta, f, x, method="regression")
 
 
 @pytest.mark.parametrize("method", ["regression", "ridge", "fisher"])
@@ -181,38 +157,6 @@ def test_several_functions_and_batches():
     values = torch.stack([tensor([1.0, 2, 3, 4]), tensor([0.0, 0, 0, 1])], dim=1)
     exact = exact_natural_gradient_of_mean(BITS, 0.3 * draw(3, 2), values)
     assert exact.shape == (3, 2, 2)
-
-
-def test_logits_up_to_a_constant_move_with_their_sum():
-    """For classes f is in the span of the indicators: the slope is f minus its mean."""
-    theta, f = tensor([0.3, -1.0, 2.0]), tensor([1.0, 5.0, -2.0])
-    expected = f - f.mean()
-    assert_close(exact_natural_gradient_of_mean(Categorical(3), theta, f), expected)
-    x = torch.tensor([0, 1, 2, 1, 0, 2, 2])
-    assert_close(natural_gradient_of_mean(Categorical(3), theta, f[x], x), expected)
-
-
-def test_nearly_certain_bits_keep_their_digits():
-    """At logits of 30 and -25 the natural gradient is that of the multilinear F(eta)."""
-    theta = tensor([30.0, -25.0])
-    x = BITS.outcomes(theta)
-    f = x[:, 0] - 2 * x[:, 1] + 4 * x[:, 0] * x[:, 1]
-    eta = BITS.expectation(theta)
-    expected = torch.stack([1 + 4 * eta[1], -2 + 4 * eta[0]])
-    assert_close(exact_natural_gradient_of_mean(BITS, theta, f), expected, rtol=1e-6, atol=0)
-
-
-def test_a_step_descends():
-    theta = tensor([0.2, -0.1, 0.4])
-    f = tensor([3.0, 1, 4, 1, 5, 9, 2, 6])
-    bits = Bernoulli(3)
-    p = bits.log_prob(theta, bits.outcomes(theta)).exp()
-    moved = theta - 1e-3 * ng.exact_natural_gradient_of_mean(bits, theta, f)
-    assert bits.log_prob(moved, bits.outcomes(theta)).exp() @ f < p @ f
-
-
-def test_the_search_uses_this_regression():
-    assert the_search_s is natural_slope
 
 
 X = BITS.outcomes(torch.zeros(2, dtype=F64))

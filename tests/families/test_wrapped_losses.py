@@ -187,18 +187,6 @@ def test_a_function_trains_as_the_module_that_it_computes():
     assert_close(ends[2], ends[0], rtol=1e-6)
 
 
-def test_the_first_batch_is_compared_too():
-    """A sum over tokens looks like a mean over rows while there is one token."""
-
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="sum") / len(outputs)
-
-    probe = draw(2, 4), CLASSES[:2]
-    criterion = ng.likelihood(loss, ng.Categorical(), probe=probe)
-    with pytest.raises(ValueError, match=r"loss is 3 times the mean of -log p of Categorical"):
-        criterion.value(draw(2, 3, 4), LABELS.clamp(min=0))
-
-
 REFUSED: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "half": (
         lambda r, t: 0.5 * functional.cross_entropy(r, t),
@@ -254,19 +242,3 @@ def test_sequence_classifiers_follow_their_problem(problem: str, outputs: Tensor
     criterion = as_criterion(functools.partial(loss, config=SimpleNamespace(problem_type=problem, num_labels=4)))
     found, metric = hessian_and_metric(criterion, outputs, targets)
     assert_close(metric, found)
-
-
-def test_gauss_newton_of_a_function_keeps_the_function_s_own_hessian():
-    """Of Poisson rates Fisher's form and the Hessian differ."""
-    function = functools.partial(functional.poisson_nll_loss, log_input=False)
-    model, x, y = (
-        nn.Sequential(nn.Linear(2, 1), nn.Softplus()).double(),
-        draw(4, 2),
-        torch.tensor([[0.0], [1], [2], [3]]),
-    )
-    own = ng.gauss_newton(model, function).at(ng.trainable(model), (x, y)).dense()
-    fisher = ng.gauss_newton(model, nn.PoissonNLLLoss(log_input=False)).at(ng.trainable(model), (x, y)).dense()
-    rate = model(x).detach()
-    jacobian = torch.stack([torch.cat([s * row, s]) for s, row in zip(1 - (-rate).exp(), x, strict=True)])
-    assert_close(own, jacobian.T @ torch.diag((y / (rate + 1e-8) ** 2)[:, 0] / 4) @ jacobian)
-    assert float((own - fisher).abs().max()) > 1e-3

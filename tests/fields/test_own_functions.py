@@ -10,7 +10,6 @@ from torch.testing import assert_close
 import natgrad as ng
 from natgrad.residuals import HardConstraint
 from natgrad.search import Repeated
-from natgrad.variational import Projected
 
 F64 = torch.float64
 NORMAL, FULL = ng.Normal(), ng.MultivariateNormal(2)
@@ -39,13 +38,6 @@ def mean_std_of(theta: Tensor) -> Tensor:
     return torch.stack(NORMAL.mean_std(theta))
 
 
-def cholesky(xi: Tensor) -> Tensor:
-    """Mean (x, y) and a covariance of the same two numbers: a curved sub-family of two parameters."""
-    require_shape(xi, 2)
-    factor = torch.stack([torch.stack([xi[0].exp(), 0 * xi[0]]), torch.stack([xi[1], xi[0].cosh()])])
-    return FULL.from_mean_covariance(xi, factor @ factor.mT)
-
-
 @pytest.mark.parametrize("of", [None, mean_std_of])
 def test_a_map_of_one_point_has_the_fisher_matrix_of_its_jacobian(of):
     """diag(1, 2) / std^2 in mean and standard deviation; products, columns, inverse and natural gradient agree."""
@@ -59,13 +51,6 @@ def test_a_map_of_one_point_has_the_fisher_matrix_of_its_jacobian(of):
     assert (operator.inverse(0.0) is None) == (of is None)
     if of is not None:
         assert_close(operator.inverse(0.0).dense(), expected.inverse())
-
-
-def test_a_curved_family_of_several_parameters():
-    xi = tensor(0.4, -0.9)
-    jacobian = torch.func.jacrev(cholesky)(xi)
-    expected = jacobian.mT @ FULL.covariance(cholesky(xi)) @ jacobian
-    assert_close(ng.families.fisher_in(FULL, cholesky, xi).dense(), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("d", [1, 2, 3])
@@ -82,31 +67,6 @@ def test_a_log_joint_of_one_z_or_of_rows(rows, d):
     assert_close(q.mean, tensor(0.5, *[0.0] * (d - 1)), rtol=0, atol=1e-6)
     ng.variational_low_rank(log_joint, d, rank=1).fit(1)
     ng.variational_mixture(log_joint, draw(2, d)).fit(1)
-
-
-def test_a_likelihood_of_projections_entry_by_entry():
-    labels = (draw(9) > 0).double()
-
-    def log_likelihood(f: Tensor) -> Tensor:
-        assert f.shape[-1] == 9
-        return labels * f - nn.functional.softplus(f)
-
-    assert ng.variational(Projected(draw(9, 2), log_likelihood, precision=1.0), 2).fit().converged
-
-
-def test_a_log_density_of_one_example():
-    def log_p(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        require_shape(x, 3)
-        return -(params["a"] * x**2).sum() - params["b"] * x[0] ** 4 * x[1] ** 2
-
-    params, x = {"a": torch.ones(3, dtype=F64), "b": torch.tensor(0.1, dtype=F64)}, draw(5, 3)
-    for metric in (ng.score_metric(log_p), ng.score_metric(log_p, slices=1), ng.score_metric(log_p, chunk_size=2)):
-        assert metric.at(params, x).dense().shape == (4, 4)
-    for chunk_size in (None, 1):
-        assert torch.isfinite(ng.score_matching_loss(log_p, params, x, chunk_size=chunk_size))
-    bits = (x > 0).double()
-    assert ng.ratio_metric(log_p).at(params, bits).dense().shape == (4, 4)
-    assert torch.isfinite(ng.ratio_matching_loss(log_p, params, bits))
 
 
 def test_a_constraint_of_points():

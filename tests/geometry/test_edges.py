@@ -9,7 +9,6 @@ from torch.testing import assert_close
 
 from natgrad.families import Categorical, Multinomial
 from natgrad.geometry import Bits, Manifold, Rates, Simplex, Wasserstein
-from natgrad.geometry.logits import ClassLogits
 
 
 def tensor(*numbers: float) -> Tensor:
@@ -71,29 +70,11 @@ def test_the_derivative_on_the_edge_is_the_limit_from_inside(name):
         assert_close((moved - manifold.distance(p, q)) / h, found @ inwards, rtol=1e-4, atol=0)
 
 
-@every
-def test_one_point_is_at_no_distance_of_itself_on_the_edge(name):
-    manifold, point, _, _, edge = EDGES[name]
-    p = torch.cat([point, tensor(edge)])
-    value, *slopes = derivatives(manifold.distance, p, p)
-    assert float(value) == 0.0
-    assert all(torch.equal(slope, torch.zeros(3, dtype=torch.float64)) for slope in slopes)
-
-
 def test_bits_are_classes_of_two():
     """Near, far and opposite ones: the distance of (p, 1 - p) on the simplex."""
     a, b = tensor(0.2, 0.2, 0.0, 1.0, 0.0), tensor(0.2 + 1e-9, 0.9, 1.0, 0.5, 0.0)
     classes = Simplex().distance(torch.stack([a, 1 - a], -1), torch.stack([b, 1 - b], -1))
     assert_close(torch.stack([Bits().distance(x, y) for x, y in zip(a[:, None], b[:, None], strict=True)]), classes)
-
-
-def test_logits_of_classes_that_cannot_come():
-    p, q = tensor(0.0, 1.0, -torch.inf), tensor(0.5, 0.2, -torch.inf)
-    value, *slopes = derivatives(ClassLogits().distance, p, q)
-    expected, *inside = derivatives(ClassLogits().distance, p[:2], q[:2])
-    assert_close(value, expected)
-    for slope, short in zip(slopes, inside, strict=True):
-        assert_close(slope, torch.cat([short, tensor(0.0)]))
 
 
 @pytest.mark.parametrize("family", [Categorical(3), Multinomial(4, 3)], ids=repr)

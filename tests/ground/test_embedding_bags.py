@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from natgrad.families import Categorical
-from natgrad.ground.derivatives import exact_derivatives, look_up_bags
+from natgrad.ground.derivatives import exact_derivatives
 from natgrad.ground.spaces import trainable
 from natgrad.metrics import fisher, hessian
-from natgrad.optim import NaturalGradient
 
 TOKENS = torch.tensor([[1, 3, 3, 0], [2, 2, 2, 2], [5, 4, 1, 0]])
 FLAT, OFFSETS = torch.tensor([1, 3, 3, 0, 5, 2, 1]), torch.tensor([0, 3, 3, 5])  # the second bag is empty
@@ -62,24 +61,6 @@ def test_the_fisher_of_a_bag_is_its_definition(name, mode, weighted):
     assert_close(metric.at(params, tokens).diagonal(), expected.diagonal(), 1e-10)
 
 
-@pytest.mark.parametrize(("name", "mode", "weighted"), CASES)
-def test_a_bag_written_out_is_torchs_own(name, mode, weighted):
-    tokens, offsets, options = OPTIONS[name]
-    weight, scales = draw(6, 3).requires_grad_(), None
-    known = {key: value for key, value in options.items() if key != "max_norm"} | {"mode": mode}
-    if weighted:
-        scales = draw(tokens.numel(), seed=1).view(tokens.shape).requires_grad_()
-    inputs = {"per_sample_weights": scales, **known}
-    expected = functional.embedding_bag(tokens, weight, offsets, **inputs)
-    found = look_up_bags(tokens, weight, offsets, **inputs)
-    assert_close(found.detach(), expected.detach(), 1e-14)
-    leaves = [weight] if scales is None else [weight, scales]
-    cotangent = draw(*expected.shape, seed=2)
-    theirs, ours = (torch.autograd.grad(o, leaves, cotangent, allow_unused=True) for o in (expected, found))
-    for one, other in zip(ours, theirs, strict=True):
-        assert_close(one, other, 1e-12, scale=1.0)
-
-
 def test_a_bag_has_a_hessian():
     model = build_seeded(lambda: Bags(False, mode="mean"))
     params, targets = trainable(model), torch.tensor([0, 1, 1])
@@ -101,16 +82,3 @@ def test_gradients_by_frequency_are_refused_at_the_door():
     model = build_seeded(lambda: Bags(False, mode="sum", scale_grad_by_freq=True))
     with pytest.raises(ValueError, match="scale_grad_by_freq"):
         fisher(model, Categorical()).at(trainable(model), TOKENS).mv(torch.zeros(26, dtype=F64))
-
-
-def test_a_step_on_a_bag_lowers_the_loss():
-    model = build_seeded(lambda: Bags(False, mode="mean"))
-    optimizer = NaturalGradient(model, fisher(model, nn.CrossEntropyLoss()), damping=0.1)
-    targets, losses = torch.tensor([0, 1, 1]), []
-    for _ in range(5):
-        optimizer.zero_grad()
-        loss = optimizer.loss(model(TOKENS), targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < 0.5 * losses[0]

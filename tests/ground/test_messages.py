@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from types import ModuleType
 from typing import Any
 
@@ -24,17 +22,6 @@ MODULES = sorted(
 def test_the_call_of_a_module_is_a_sentence(name: str) -> None:
     module: Any = getattr(ng, name)
     with pytest.raises(TypeError, match=rf"^ng\.{name} is a module and no function \(.*help\(ng\.{name}\)"):
-        module("ising")
-
-
-def test_a_module_travels_by_its_name() -> None:
-    assert pickle.loads(pickle.dumps(ng)) is ng
-    assert copy.deepcopy(ng.vmc) is ng.vmc
-
-
-def test_the_call_of_a_field_shows_an_example() -> None:
-    module: Any = ng.vmc
-    with pytest.raises(TypeError, match=r"as in energies = ng\.vmc\.GroundState\("):
         module("ising")
 
 

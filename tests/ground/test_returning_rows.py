@@ -34,10 +34,6 @@ def test_returns_tell_how_many_rows_there_are():
         assert 0.6 * seen / rows - 1 < returns < 1.3 * seen / rows + 0.3
 
 
-def test_a_stream_never_returns():
-    assert watch(None, 30)[0] == 0
-
-
 def test_passes_count_as_far_as_rows_are_few_for_the_parameters():
     known = {"rows": torch.zeros(WATCHED), "returns": 5 * WATCHED}  # five passes over 200 rows in 1000 examples
     few = count_passes(known, 1000, 4, 100)

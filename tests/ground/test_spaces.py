@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import F64, Tied, build_seeded, draw, freeze_parts, mlp
+from models import draw, mlp
 from torch import nn
 
 from natgrad.ground.spaces import Space, trainable
@@ -14,11 +14,6 @@ SHAPES = {"a": (2, 3), "scalar": (), "none": (0, 4), "b": (4,), "c": (1, 2, 2)}
 
 def tensors() -> dict[str, torch.Tensor]:
     return {name: draw(*shape, seed=i) for i, (name, shape) in enumerate(SHAPES.items())}
-
-
-def test_flatten_concatenates_row_major_in_the_order_of_the_dict():
-    params = tensors()
-    assert torch.equal(Space(params).flatten(params), torch.cat([p.reshape(-1) for p in params.values()]))
 
 
 def test_unflatten_undoes_flatten():
@@ -39,27 +34,6 @@ def test_unflatten_gives_views_on_the_vector():
     assert parts["c"].data_ptr() == vector[11:].data_ptr()
 
 
-def test_a_strided_vector_can_be_unflattened():
-    block = draw(15, 3)
-    assert torch.equal(Space(tensors()).unflatten(block[:, 1])["a"], block[:6, 1].reshape(2, 3))
-
-
-def test_missing_and_none_count_as_zeros():
-    space = Space(tensors())
-    assert torch.equal(
-        space.flatten({"b": torch.ones(4, dtype=F64), "a": None})[6:12], torch.tensor([0, 1, 1, 1, 1, 0.0], dtype=F64)
-    )
-
-
-def test_dtypes_promote_in_the_vector_and_come_back():
-    params = {"half": torch.ones(2, dtype=torch.float32), "double": torch.ones(2, dtype=F64)}
-    space = Space(params)
-    assert space.dtype == F64
-    assert {name: p.dtype for name, p in space.unflatten(space.zeros()).items()} == {
-        n: p.dtype for n, p in params.items()
-    }
-
-
 def test_a_subset_keeps_the_order_and_knows_its_indices():
     space = Space(tensors())
     part = space.subset(["c", "a"])
@@ -67,27 +41,6 @@ def test_a_subset_keeps_the_order_and_knows_its_indices():
     vector = torch.arange(15.0)
     assert torch.equal(vector[space.indices(["c", "a"])], torch.cat([vector[:6], vector[11:]]))
     assert part.size == len(part) == 10
-
-
-def test_the_space_keeps_no_tensor():
-    space = Space(tensors())
-    assert not any(isinstance(value, torch.Tensor) for block in space.blocks.values() for value in vars(block).values())
-
-
-def test_trainable_is_in_the_order_of_named_parameters():
-    model = mlp(2, 3, 2)
-    assert list(trainable(model)) == [name for name, _ in model.named_parameters()]
-
-
-def test_a_tied_parameter_appears_once():
-    model = build_seeded(Tied)
-    assert list(trainable(model)) == ["encode.weight", "encode.bias", "decode.bias"]
-    assert Space(trainable(model)).size == 9 + 3 + 3
-
-
-def test_frozen_parameters_are_left_out():
-    names = set(trainable(build_seeded(freeze_parts)))
-    assert names == {"0.bias", "2.weight", "5.weight", "5.bias"}
 
 
 BAD = {

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +14,7 @@ from models import F64, assert_close
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.helmholtz import Classic, UnitFisher
-from natgrad.helmholtz.natural_wake_sleep import NaturalWakeSleepSettings
+from natgrad.helmholtz import Classic
 from natgrad.operators import DiagonalOperator, Operator, SharedRows, Units
 
 WRONG: dict[str, float] = {"NaN": math.nan, "infinite": math.inf, "huge": torch.finfo(F64).max, "zero": 0.0}
@@ -104,28 +101,6 @@ def test_trouble_is_counted_or_raised(kind: Any):
         kind(machine(), on_trouble="stop")
 
 
-def test_the_group_and_its_keywords_say_the_same():
-    found = []
-    choices: dict[str, Any] = {"damping": 0.2, "refresh": 2, "decay": 0.5, "exact": True, "radius": 0.01}
-    for settings in (choices, {"fisher": UnitFisher(**choices)}, {"fisher": UnitFisher(decay=0.5), **choices}):
-        trainer = ng.NaturalWakeSleep(machine(), seed=3, **settings)
-        found.append([trainer.step(data("bits")) for _ in range(4)])
-    assert found[0] == found[1] == found[2]
-    with pytest.raises(TypeError, match="NaturalWakeSleep takes no 'dampng': did you mean 'damping'"):
-        ng.NaturalWakeSleep(machine(), dampng=0.1)  # type: ignore[call-arg]
-
-
-def test_help_explains_every_keyword_of_wake_sleep():
-    text = inspect.getdoc(ng.NaturalWakeSleep)
-    assert text is not None
-    explained = re.findall(r"^    (\w+): ", text[text.index("Args:") : text.index("Raises:")], re.M)
-    assert set(explained) == {"machine", "lr", "settings", *NaturalWakeSleepSettings.__annotations__}
-    plain = inspect.getdoc(ng.WakeSleep)
-    assert plain is not None
-    explained = re.findall(r"^    (\w+): ", plain[plain.index("Args:") : plain.index("Raises:")], re.M)
-    assert explained == list(inspect.signature(ng.WakeSleep).parameters)
-
-
 @torch.no_grad()
 def test_a_relative_damping_is_a_share_of_the_mean_eigenvalue_of_all_layers():
     x = data("bits")
@@ -151,14 +126,3 @@ def test_a_relative_damping_is_a_share_of_the_mean_eigenvalue_of_all_layers():
     ).step(x)
     with pytest.raises(ValueError, match=r"damping is LevenbergMarquardt.*wake-sleep has none"):
         ng.NaturalWakeSleep(machine(), damping=ng.LevenbergMarquardt())
-
-
-def test_checkpoints_of_before_are_read():
-    trainer = ng.NaturalWakeSleep(machine())
-    trainer.step(data("bits"))
-    state = trainer.state_dict()
-    del state["levels"], state["skipped"]
-    other = ng.NaturalWakeSleep(copy.deepcopy(trainer.machine))
-    other.load_state_dict(state)
-    for _ in range(3):
-        assert other.step(data("bits")) == trainer.step(data("bits"))

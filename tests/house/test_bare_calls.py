@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,10 +36,13 @@ INSTEAD = {
 TORCH = ("torch", "torch.linalg", "linalg")
 INFO = {"inv_ex", "solve_ex", "cholesky_ex", "lu_factor_ex", "ldl_factor_ex"}
 """What tells by its info, which has to be read: [0] or a name for the result alone is refused."""
+WORDS = re.compile(rf"torch\.linalg|\b(torch|linalg)\.({'|'.join([*INSTEAD, *INFO])})\b")
 
 
 def bare_calls(source: str) -> Iterator[str]:
     """`line: sentence` for each use of torch that depends on the processor."""
+    if not WORDS.search(source):  # parsing all files takes seconds
+        return
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.linalg"):

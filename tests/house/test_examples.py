@@ -35,10 +35,6 @@ def private_uses(tree: ast.AST) -> Iterator[str]:
             yield f"from {node.module} import ..."
 
 
-def test_there_are_examples():
-    assert len(EXAMPLES) >= 5
-
-
 @pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
 def test_example_is_short_and_public(path: Path):
     source = path.read_text(encoding="utf-8")

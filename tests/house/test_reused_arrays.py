@@ -60,25 +60,6 @@ def test_step_is_that_of_the_batch_though_its_arrays_were_overwritten(name: str)
     assert torch.equal(train(OPTIMISERS[name], torch.from_numpy), train(OPTIMISERS[name], torch.tensor))
 
 
-def test_observed_data_are_those_of_the_call() -> None:
-    recipe = OPTIMISERS["natgrad_cg"]
-    shared, copied = (train(recipe, share, observed=True) for share in (torch.from_numpy, torch.tensor))
-    assert torch.equal(shared, copied)
-    net, buffer = small_net(), torch.randn(8, 3, dtype=DTYPE, generator=torch.Generator().manual_seed(2))
-    opt = recipe(net)
-    metric = ng.fisher(net, ng.Categorical()).at(ng.trainable(net), buffer).dense()
-    opt.observe(buffer)
-    inputs = buffer.copy_(torch.ones_like(buffer))  # one buffer for the metric's data and for the gradient's
-    opt.loss(net(inputs), torch.zeros(8, dtype=torch.long)).backward()
-    gradient = torch.cat([p.grad.reshape(-1) for p in net.parameters() if p.grad is not None])
-    before = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
-    opt.step()
-    step = torch.cat([p.detach().reshape(-1) for p in net.parameters()]) - before
-    damping = opt.state_report().damping
-    want = -0.1 * torch.linalg.solve(metric + damping * torch.eye(len(metric), dtype=DTYPE), gradient)
-    assert torch.nn.functional.cosine_similarity(step, want, dim=0) > 1 - 1e-6
-
-
 @pytest.mark.parametrize(
     "build",
     [
@@ -246,12 +227,3 @@ def test_batch_holds_each_step_of_environments_that_reuse_arrays(name: str, norm
         batches.append((agent.rollout.states, agent.rollout.advantages, agent.rollout.returns))
     for fresh, reused in zip(*batches, strict=True):
         assert torch.equal(fresh, reused)
-
-
-def test_prediction_leaves_the_fisher_matrix_of_given_observations() -> None:
-    agent = ng.TRPO(None, Clock(reuse=False), batch=24, seed=0, normalize_observations=False)
-    observations = np.arange(4.0)[:, None]
-    want = agent.fisher(observations.copy()).dense()
-    operator = agent.fisher(observations)
-    observations[:] = 0
-    assert torch.equal(operator.dense(), want)

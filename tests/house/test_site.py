@@ -6,7 +6,6 @@ import importlib.util
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from xml.etree import ElementTree
 
 import pytest
 
@@ -19,7 +18,6 @@ import griffe
 import name_links
 import names
 import page_formulas
-import pictures_of_pages as pictures
 import self_contained
 from mkdocs.exceptions import PluginError
 
@@ -69,14 +67,6 @@ def test_keywords_stand_one_by_one_where_the_source_has_options(place: str):
     assert function.parameters["train_in_eval"].default == "False"
 
 
-def test_a_line_is_that_of_the_definition():
-    line = names.find_line("natgrad/solvers/cg.py", "CG.solve")
-    assert line is not None
-    assert "def solve" in (ROOT / "natgrad/solvers/cg.py").read_text().splitlines()[line - 1]
-    assert names.find_line("natgrad/solvers/cg.py", "CG.no_such") is None
-    assert names.find_line("natgrad/solvers/cg.py", "nothing") is None
-
-
 @pytest.mark.parametrize(
     ("written", "place"),
     [
@@ -122,28 +112,6 @@ def test_requests_to_elsewhere_are_seen(text: str):
     assert self_contained.find_requests(text)
 
 
-def test_links_that_a_reader_may_follow_are_no_requests():
-    text = '<a href="https://example.org">x</a><link rel="canonical" href="https://example.org/"><img src="a.png">'
-    assert not self_contained.find_requests(text)
-
-
-def test_a_long_formula_in_a_line_may_end_the_line():
-    long = equations.draw_formula(r"F = E[a(x) - b, c] + \frac{a - b}{c - d} + e + f + g", "inline")
-    parts = equations.allow_breaks(long).split("<wbr>")
-    words = ["".join(ElementTree.fromstring(part).itertext()) for part in parts]
-    assert words == ["F=", "E[a(x)−", "b,", "c]+", "a−bc−d+", "e+", "f+", "g"]
-    assert all('form="infix"' in part for part in parts[:-1])
-    short = equations.draw_formula("a = -b", "inline")
-    assert equations.allow_breaks(short) == short
-
-
-def test_a_picture_leads_to_its_file_and_the_gallery_to_its_pages():
-    page = '<p><img alt="x" src="../images/a.png" /></p><a class="card" href="b.html"><img src="b.png"></a>'
-    linked = pictures.on_page_content(page)
-    assert '<p><a href="../images/a.png"><img alt="x" src="../images/a.png" /></a></p>' in linked
-    assert linked.endswith('<a class="card" href="b.html"><img src="b.png"></a>')
-
-
 @pytest.mark.parametrize(
     ("plain", "typeset"),
     [
@@ -168,16 +136,6 @@ def test_formulas_of_pages_can_be_drawn():
     formulas = {latex for text in texts for latex in re.findall(r"(?<![$\\])\$([^$\n]+)\$(?!\$)", text)}
     assert len(formulas) > 300
     assert all("<math" in equations.draw_formula(latex, "inline") for latex in formulas)
-
-
-def test_signs_and_bars_are_close_to_what_they_belong_to():
-    """Within a flat row a browser takes every bar and sign for one between two things."""
-    assert '<mo form="prefix">−</mo>' in equations.draw_formula("(-a)", "inline")
-    assert '<mo form="prefix">−</mo>' in equations.draw_formula("b = -a", "inline")
-    for between in ("b - a", r"\lVert b \rVert^2 - a", "(b)^2 - a"):
-        assert "prefix" not in equations.draw_formula(between, "inline")
-    assert equations.draw_formula("|a|", "inline").count('lspace="0" rspace="0"') == 2
-    assert '<mo rspace="0">max</mo>' in equations.draw_formula(r"a \max(b, c)", "inline")
 
 
 @pytest.mark.parametrize("content", [r"<td>$\min</td><td>x$</td>", r'<span class="arithmatex">\(d = \arg b\)</span>'])

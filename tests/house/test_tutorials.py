@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 from tutorial_cells import Cell, read_cells, run_cells, write_notebook, write_page
 
 ROOT = Path(__file__).parents[2]
@@ -104,13 +103,3 @@ def test_the_gallery_lists_every_tutorial_in_an_order():
     assert [path.stem for path in tutorials.sources()][: len(tutorials.ORDER)] == list(tutorials.ORDER)
     title, summary = tutorials.describe(read_cells(TUTORIALS[0].read_text(encoding="utf-8")))
     assert title in tutorials.write_card("name", title, summary, True)
-
-
-def test_what_a_tutorial_sets_ends_with_it():
-    before = torch.get_default_dtype(), torch.random.get_rng_state()
-    run_cells(
-        [Cell("code", "import torch"), Cell("code", "torch.set_default_dtype(torch.float64); torch.manual_seed(7)")],
-        "a.py",
-    )
-    assert torch.get_default_dtype() is before[0]
-    assert torch.equal(torch.random.get_rng_state(), before[1])

@@ -146,16 +146,6 @@ def test_statistics_are_second_moments_of_the_scores(name: str):
     assert_close(moments.rotated_squares(a, deltas, eigen), turned.square().sum(0), 1e-12)
 
 
-def test_statistics_do_not_depend_on_how_many_examples_are_held_at_a_time(monkeypatch: pytest.MonkeyPatch):
-    _, layer, inputs, cotangent = case("conv2d, groups")
-    a, deltas = layer.activations(inputs), layer.deltas(cotangent)
-    functions = (moments.squares, moments.unit_blocks, moments.bias_rows)
-    whole = [function(a, deltas) for function in functions]
-    monkeypatch.setattr(moments, "NUMBERS", 1)
-    for function, expected in zip(functions, whole, strict=True):
-        assert_close(function(a, deltas), expected, 1e-14)
-
-
 @pytest.mark.parametrize("name", [name for name in KINDS if name.startswith("embedding")])
 def test_token_statistics_are_second_moments_of_the_scores(name: str):
     module, layer, inputs, cotangent = case(name)
@@ -170,27 +160,3 @@ def test_token_statistics_are_second_moments_of_the_scores(name: str):
     if seen.padding is not None:
         expected[seen.padding] = 0
     assert_close(moments.token_moment(tokens, size, seen.padding, F64), expected, 1e-15)
-
-
-@pytest.mark.parametrize("name", ["linear over positions", "conv2d", "conv2d, groups"])
-def test_factors_are_means_of_inputs_and_sums_of_derivatives(name: str):
-    _, layer, inputs, cotangent = case(name)
-    a, deltas = layer.activations(inputs), layer.deltas(cotangent)
-    count = a.shape[0] * a.shape[1]
-    right, left = torch.einsum("btgd,btge->gde", a, a) / count, torch.einsum("btgo,btgp->gop", deltas, deltas)
-    if len(left) == 1:
-        right, left = right[0], left[0]
-        assert_close(moments.diagonal_moment(deltas), left.diagonal(), 1e-13)
-    assert_close(moments.input_moment(a), right, 1e-13)
-    assert_close(moments.input_moment(a, 3.0), 3 * right, 1e-13)
-    assert_close(moments.output_moment(deltas), left, 1e-13)
-
-
-def test_layers_of_subclasses_and_with_shared_parameters_are_not_known():
-    class Own(nn.Linear):
-        pass
-
-    model = nn.ModuleList([Own(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)])
-    model[1].weight = model[2].weight
-    known = known_layers(model, ng.Space(ng.trainable(model)))
-    assert list(known) == [model[3]]

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from engine_state import blocks_of, kept_of
-from models import CASES, F64, assert_close, build_seeded, draw
+from models import CASES, F64, assert_close, draw
 from optim_models import CE, X, Y, deep, flat, net, same
 from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.ground.linalg import KroneckerEigen
-from natgrad.layers.pieces import Room, cut, diagonal_like
+from natgrad.layers.pieces import Room
 from natgrad.operators import KroneckerOperator, Spectral, Tiled
 from natgrad.testing import check_operator
 
@@ -68,12 +67,6 @@ def test_tiles_are_the_kronecker_product_of_block_diagonal_factors(case: str, fa
     assert_close(found.mean_eigenvalue(), whole.mean_eigenvalue(), 1e-12)
 
 
-def test_a_diagonal_beside_a_cut_factor():
-    left, right = draw(5).square(), spd(6)
-    found = Tiled.kronecker(left, pad_pieces(right, 2, 0), (5, 6))
-    assert_close(found.dense(), torch.kron(torch.diag(left), mask_blocks(right, 3)), 1e-12)
-
-
 def test_tiles_that_do_not_cover_the_matrix_are_refused():
     with pytest.raises(ValueError, match="do not cover"):
         Tiled(KroneckerOperator(spd(2), spd(3)), (1, 1, 2, 3), (4, 3))
@@ -103,28 +96,6 @@ def test_blocks_are_as_few_as_fit(room: tuple[int, int], size: int, pieces: int)
     assert rows <= largest
     assert found * rows**2 * 4 <= budget * (1 + 2 * found / size)  # but for the rows that fill up the last block
     assert (found - 1) * rows < size
-
-
-@pytest.mark.parametrize(
-    ("size", "other", "pieces"),
-    [(2048, 1, 1), (2049, 204, 9), (2049, 205, 1), (4001, 64, 16), (4608, 512, 1), (50257, 768, 197)],
-)
-def test_a_long_factor_beside_a_short_one_has_narrow_blocks(size: int, other: int, pieces: int):
-    assert Room(*DEFAULTS).pieces(size, 4, other) == pieces
-
-
-@pytest.mark.parametrize("structure", [ng.Kronecker, ng.EigenKronecker])
-def test_a_head_of_many_words_is_cut_where_it_is_read_and_where_it_is_counted(structure: Callable[..., Any]):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(2100, 4), nn.Linear(4, 2100))
-    opt = ng.StructuredNaturalGradient(model, nn.CrossEntropyLoss(), structure(0.9))
-    x = torch.randint(2100, (8,))
-    opt.loss(model(x), x).backward()
-    opt.step()
-    assert {row.parameter: row.structure for row in opt.report()}["1.weight"].endswith("(left in 9 blocks)")
-    layer = next(block.layer for block in blocks_of(opt) if "1.weight" in block.layout.names)
-    assert layer is not None
-    assert opt.structure.inverted_sizes(layer)[0] == (9, 234)
 
 
 @pytest.mark.parametrize("room", [{"largest": 0}, {"largest": 0.5}, {"budget": 0}])
@@ -216,8 +187,6 @@ def iterate(opt: Any, model: nn.Module, x: Any = X, y: Any = Y) -> float:
 
 STRUCTURES = [
     ng.Kronecker(0.9, largest=2, factored=True),
-    ng.Kronecker(0.9, largest=3),
-    ng.EigenKronecker(0.9, largest=2),
     ng.EigenKronecker(0.9, largest=2, stale=0.5),
 ]
 
@@ -242,24 +211,3 @@ def test_an_optimizer_trains_reports_and_resumes_with_cut_factors(structure: Any
         iterate(other, twin)
     assert torch.equal(flat(model), flat(twin))
     assert same(deep(opt.state_dict()), deep(other.state_dict()))
-
-
-def test_a_vocabulary_head_within_its_budget():
-    model = build_seeded(lambda: nn.Sequential(nn.Embedding(700, 4), nn.Flatten(), nn.Linear(8, 700))).float()
-    tokens = torch.arange(12).view(6, 2)
-    opt = ng.StructuredNaturalGradient(model, CE, ng.Kronecker(0.9, factored=True, budget=2**19))
-    losses = [iterate(opt, model, tokens, tokens[:, 0]) for _ in range(8)]
-    assert losses[-1] < losses[0]
-    left = kept_of(opt, model[2].weight)["totals"]["left"]
-    assert left.shape == (4, 1, 175, 175)
-    assert left.numel() * 4 <= 2**19
-    assert {row.parameter: row.structure for row in opt.report()}["2.weight"] == "Kronecker (left in 4 blocks)"
-
-
-def test_cutting_and_diagonals():
-    rows = draw(2, 3, 1, 5)
-    found = cut(rows, 2)
-    assert found.shape == (2, 3, 2, 3)
-    assert torch.equal(found.flatten(2)[..., :5], rows.squeeze(2))
-    assert not bool(found[..., -1, -1].any())
-    assert torch.equal(diagonal_like(torch.ones(5), torch.zeros(2, 1, 3, 3)).sum(), torch.tensor(5.0))

@@ -96,30 +96,6 @@ def test_blocks_of_one_example_at_one_position_are_the_fisher_s(build: Any, name
     assert_blocks(operator, reference_metric(case, model, params))
 
 
-@pytest.mark.parametrize("name", ["lstm", "gru", "lstm, projected"])
-def test_a_metric_s_own_pass_reads_them_too(name: str):
-    model = make(name, torch.float32)
-    structure = ng.Kronecker(estimate=ng.ExactLabels())
-    _, memory = structure.update(None, ng.fisher(model, CE), ng.trainable(model), X.float())
-    assert {structure.kind_of(key, memory) for key in ng.trainable(model)} == {"Kronecker"}
-
-
-def test_only_passes_that_are_listened_to_do_without_the_fused_kernel():
-    model = make("lstm", torch.float32)
-    opt = ng.kfac(model, CE, update_every=10)
-    hidden = {"MkldnnRnnLayerBackward0"} if FUSED else set()
-    listened = model(X.float())
-    assert not hidden & kernels(listened)
-    opt.zero_grad()
-    opt.loss(listened, LABELS).backward()
-    opt.step()
-    opt._reader.arm(False)
-    assert kernels(model(X.float())) >= hidden
-    assert torch.backends.mkldnn.enabled
-    opt.detach()
-    assert kernels(model(X.float())) >= hidden
-
-
 def test_a_pass_that_fails_leaves_the_kernels_as_they_were():
     model = make("lstm", torch.float32)
     opt = ng.kfac(model, CE)

@@ -93,12 +93,6 @@ def operator_of(structure: ng.Structure, kind: type, inputs: Tensor) -> tuple[Ar
 
 
 @pytest.mark.parametrize("kind", RULES)
-def test_the_diagonal_is_the_fisher_s(kind: type):
-    operator, dense = operator_of(ng.Diagonal(estimate=EXACT), kind, X)
-    assert_close(operator.diagonal(), dense.diagonal(), 1e-11)
-
-
-@pytest.mark.parametrize("kind", RULES)
 @pytest.mark.parametrize("build", [ng.Kronecker, ng.EigenKronecker])
 def test_blocks_of_one_example_at_one_position_are_the_fisher_s(build: Any, kind: type):
     operator, dense = operator_of(build(estimate=EXACT), kind, X[:1, :1])

@@ -9,7 +9,7 @@ import natgrad as ng
 from natgrad.ground.spaces import Space
 from natgrad.layers.hearing import SeenImages
 from natgrad.layers.kinds import known_layers
-from natgrad.layers.moments import Seen, layer_units
+from natgrad.layers.moments import Seen
 
 CALLS = {
     "plain": (lambda: nn.Conv2d(3, 4, 3, padding=1), (5, 3, 6, 6)),
@@ -71,32 +71,6 @@ def test_patches_that_are_picked_are_rows_of_all(passes):
     scale = (5 * t / 4) ** 0.5
     for found, whole in zip(thin.deltas, seen.deltas, strict=True):
         assert_close(found.flatten(0, 1), scale * whole.flatten(0, 1)[kept])
-
-
-def test_scores_along_a_step_are_those_of_the_patches(passes):
-    images, seen, _, _ = passes
-    step = torch.randn(images.layer.layout.matrix_shape, dtype=torch.float64)
-    assert_close(images.slopes(step, 5), seen.slopes(step, 5))
-    assert_close(images.take(slice(2), 1.5).slopes(step, 2), seen.take(slice(2), 1.5).slopes(step, 2))
-    assert_close(images.only(slice(1, 2)).slopes(step, 5), seen.slopes(step, 5)[1:])
-
-
-def test_activations_and_their_bound(passes):
-    images, seen, _, _ = passes
-    assert_close(images.activations, seen.activations)
-    assert images.bound_inputs() >= (1 - 1e-12) * seen.bound_inputs()
-    assert images.examples == seen.examples == 5
-    assert not images.by_token
-
-
-def test_thinned_to_all_rows_it_is_the_pass_with_patches(passes):
-    images, seen, _, _ = passes
-    thin = images.count_times(3.0).thin(1e6)
-    assert type(thin) is Seen
-    assert thin.share == 3
-    assert_close(thin.deltas, seen.count_times(3.0).deltas)
-    if seen.single:
-        assert_close(layer_units(thin), 3 * layer_units(seen))
 
 
 def test_thinned_to_some_images_they_weigh_as_much_as_all():

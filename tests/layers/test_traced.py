@@ -209,18 +209,6 @@ def test_only_what_is_no_product_gets_its_diagonal(name: str):
     }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_ekfac_is_never_further_from_the_fisher_than_kfac(name: str):
-    distances = []
-    for build in (ng.Kronecker, ng.EigenKronecker):
-        operator, dense = operator_of(build(estimate=EXACT), name)
-        blocks = [dense[p][:, p] for p in (place(operator, layout) for layout, _ in operator.parts)]
-        parts = zip(operator.parts, blocks, strict=True)
-        distances.append(torch.stack([(part.dense() - block).norm() for (_, part), block in parts]))
-    assert bool((distances[1] <= distances[0] * (1 + 1e-12) + 1e-15).all())
-    assert bool((distances[1] < distances[0] * 0.999).any())
-
-
 @pytest.mark.parametrize("name", ["recurrent", "lstm, projected", "gru, both ways", "cells", "lstm cells", "gru cells"])
 @pytest.mark.parametrize("build", [ng.Kronecker, ng.EigenKronecker])
 def test_one_example_s_blocks_are_exact_at_one_position(build: Any, name: str):
@@ -289,8 +277,15 @@ def test_an_optimizer_reads_what_a_pass_of_its_own_would(name: str):
             assert_close(delta, other, 1e-12, scale=seen.deltas[0].abs().max())
 
 
-@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise])
-@pytest.mark.parametrize("name", ["transformer, positions first", "bare parameters", "lstm, two layers", "gru cells"])
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        (ng.kfac, "transformer, positions first"),
+        (ng.ekfac, "lstm, two layers"),
+        (ng.diagonal, "bare parameters"),
+        (ng.unitwise, "gru cells"),
+    ],
+)
 def test_every_parameter_moves_and_a_checkpoint_goes_on(recipe: Callable[..., Any], name: str):
     model, twin = make(name)[0], make(name)[0]
     start, opt = deep(ng.trainable(model)), recipe(model, CE)
@@ -306,20 +301,6 @@ def test_every_parameter_moves_and_a_checkpoint_goes_on(recipe: Callable[..., An
     assert torch.equal(flat(model), flat(twin))
     assert same(deep(opt.state_dict()), deep(other.state_dict()))
     assert opt.state_report().failures == 0
-
-
-def test_autocast_reads_float32_factors():
-    model = make("transformer")[0].float()
-    opt = ng.kfac(model, CE)
-    for _ in range(2):
-        opt.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = opt.loss(model(INPUTS.float()), LABELS)
-        loss.backward()
-        opt.step()
-    assert {row.structure for row in opt.report()} == {"Kronecker"}
-    held = [t for p in model.parameters() for t in kept_of(opt, p).get("totals", {}).values()]
-    assert all(t.dtype == torch.float32 for t in held)
 
 
 def test_a_matrix_with_another_use_keeps_what_it_has():
@@ -348,14 +329,6 @@ def test_a_matrix_with_another_use_keeps_what_it_has():
 # matrices with uses of several kinds
 
 
-@pytest.mark.parametrize("structure", [ng.Diagonal(estimate=EXACT), ng.UnitWise(estimate=EXACT, largest=0)])
-def test_a_tied_embedding_s_diagonal_is_the_fisher_s(structure: ng.Structure):
-    case = ALL_CASES["sequence, tied"]
-    model, params = case.make()
-    operator, _ = structure.update(None, ng.fisher(model, case.family), params, case.inputs)
-    assert_close(operator.diagonal(), reference_metric(case, model, params).diagonal(), 1e-11)
-
-
 def tied_parts(structure: ng.Structure) -> tuple[Any, Any, Any]:
     """The tied matrix's block, and those of a model where the head and the embedding are told apart."""
     tied, apart = (ALL_CASES[name].make()[0] for name in ("sequence, tied", "sequence"))
@@ -375,41 +348,3 @@ def test_a_tied_embedding_s_block_has_the_partial_traces_of_both_uses():
     right = head_right * head.left.trace() + table.right * table.left.sum()
     assert_close(found.left * found.right.trace(), left, 1e-12)
     assert_close(found.right * found.left.trace(), right, 1e-12)
-
-
-def test_a_tied_embedding_s_corrected_block_is_closer():
-    case = ALL_CASES["sequence, tied"]
-    model, params = case.make()
-    dense, distances = reference_metric(case, model, params), []
-    for build in (ng.Kronecker, ng.EigenKronecker):
-        operator, _ = build(estimate=EXACT).update(None, ng.fisher(model, case.family), params, TOKENS)
-        assert isinstance(operator, Arranged)
-        where = place(operator, next(layout for layout, _ in operator.parts if layout.weight == "embedding.weight"))
-        distances.append(float((parts_of(operator)["embedding.weight"].dense() - dense[where][:, where]).norm()))
-    assert distances[1] < 0.999 * distances[0]
-
-
-def test_linear_layers_with_one_weight_count_all_their_calls():
-    # as one layer called twice: the same positions, the same factors
-    tied, params = ALL_CASES["tied"].make()
-    twice = ALL_CASES["tied"].make()[0]
-    twice.decode.bias = twice.encode.bias
-    twice.encode.bias.data.zero_()
-    for bias in (tied.encode.bias, tied.decode.bias):
-        bias.data.zero_()
-    structure, inputs = ng.Kronecker(estimate=EXACT), draw(4, 3)
-    found = parts_of(structure.update(None, ng.fisher(tied, ng.Categorical()), params, inputs)[0])["encode.weight"]
-    whole = parts_of(structure.update(None, ng.fisher(twice, ng.Categorical()), ng.trainable(twice), inputs)[0])
-    assert_close(found.left, whole["encode.weight"].left, 1e-13)
-    assert_close(found.right, whole["encode.weight"].right[:3, :3], 1e-13)
-
-
-def test_an_optimizer_trains_a_tied_language_model():
-    case = ALL_CASES["sequence, tied"]
-    for recipe in (ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise):
-        model, _ = case.make()
-        opt, labels = recipe(model, case.family), (TOKENS + 1) % 5
-        losses = [float(iterate(opt, model, TOKENS, labels)) for _ in range(15)]
-        assert losses[-1] < 0.8 * losses[0]
-        kinds = {row.parameter: row.structure for row in opt.report()}
-        assert kinds["embedding.weight"] == type(opt.structure).__name__

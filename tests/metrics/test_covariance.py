@@ -71,29 +71,3 @@ def test_gradient_and_covariance_of_one_batch_give_parallel_steps():
         for c in (False, True)
     )
     assert_close(centred, plain / (1 - g @ plain), rtol=1e-11)
-
-
-def test_ranks_are_those_of_the_theory():
-    """n examples, o outputs: G has n (o - 1) for softmax, U has n, C has n - 1."""
-    model, x, t = mlp(4, 6, 3), draw(5, 4), torch.tensor([0, 1, 2, 0, 1])
-    params, loss = ng.trainable(model), nn.CrossEntropyLoss()
-    matrices = (
-        ng.fisher(model, loss).at(params, x),
-        ng.covariance(model, loss).at(params, (x, t)),
-        ng.covariance(model, loss, centred=True).at(params, (x, t)),
-    )
-    assert [int(torch.linalg.matrix_rank(m.dense(), hermitian=True)) for m in matrices] == [10, 5, 4]
-
-
-def test_ignored_targets_are_not_examples():
-    model, x, t = mlp(3, 4, 2), draw(5, 3), torch.tensor([0, -100, 1, -100, 1])
-    params, loss = ng.trainable(model), nn.CrossEntropyLoss()
-    metric = ng.covariance(model, loss, centred=True)
-    kept = t != -100
-    assert_close(metric.at(params, (x, t)).dense(), metric.at(params, (x[kept], t[kept])).dense())
-
-
-def test_covariance_needs_targets():
-    model = mlp(3, 2)
-    with pytest.raises(ValueError, match="targets"):
-        ng.covariance(model, nn.CrossEntropyLoss()).at(ng.trainable(model), draw(4, 3))

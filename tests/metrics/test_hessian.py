@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.func import functional_call, hessian
 
 import natgrad as ng
-from natgrad.operators import DenseOperator
 
 X, T, Y = draw(6, 3), draw(6, 2, seed=1), torch.tensor([0, 1, 2, 1, 0, 2])
 
@@ -41,13 +40,6 @@ def test_it_is_the_second_derivative_of_the_mean_loss(name):
     assert_close(H.dense(), expected, 1e-12)
     assert H.indefinite
     assert float(torch.linalg.eigvalsh(expected)[0]) < 0  # the case is one where it matters
-
-
-def test_it_is_the_gauss_newton_matrix_for_a_linear_model():
-    model = nn.Linear(3, 3).double()
-    H = ng.hessian(model, nn.CrossEntropyLoss()).at(ng.trainable(model), (X, Y))
-    G = ng.gauss_newton(model, nn.CrossEntropyLoss()).at(ng.trainable(model), (X, Y))
-    assert_close(H.dense(), G.dense(), 1e-13)
 
 
 def test_it_stays_at_its_point_and_is_zero_where_the_loss_is_linear():
@@ -95,18 +87,6 @@ def test_recurrent_and_attention_layers_have_one():
         assert_close(H.mv(v), expected, 1e-6)
 
 
-def test_a_saddle_repels_the_absolute_step_and_attracts_newton():
-    saddle = DenseOperator(torch.diag(torch.tensor([2.0, -1.0], dtype=F64)), indefinite=True)
-    gradient = torch.tensor([1.0, -0.5], dtype=F64)
-    newton = ng.Direct().solve(saddle, gradient, damping=0.1)
-    assert_close(newton.value, gradient / torch.tensor([2.1, -0.9], dtype=F64), 1e-14)
-    safe = ng.Direct(absolute=True).solve(saddle, gradient, damping=0.1)
-    assert_close(safe.value, gradient / torch.tensor([2.1, 1.1], dtype=F64), 1e-14)
-    assert safe.status is ng.Status.CONVERGED
-    assert float(safe.residual) < 1e-14
-    assert float(gradient @ safe.value) > 0  # downhill
-
-
 def test_auto_takes_solvers_that_stand_negative_eigenvalues():
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     H = ng.hessian(model, nn.MSELoss()).at(ng.trainable(model), (X, T))
@@ -114,19 +94,6 @@ def test_auto_takes_solvers_that_stand_negative_eigenvalues():
     assert_close(ng.Auto().solve(H, b).value, expected @ b, 1e-6)
     assert isinstance(ng.Auto(dense=3).choose(H), ng.MinresQLP)
     assert isinstance(ng.Auto(dense=3).choose(2.0 * H.shift(0.1) + H), ng.MinresQLP)
-
-
-def test_newton_trains_a_least_squares_problem_in_one_step():
-    model = nn.Linear(3, 2).double()
-    opt = ng.NaturalGradient(model, ng.hessian(model, nn.MSELoss()), damping=0.0)
-    for _ in range(2):
-        opt.zero_grad()
-        loss = opt.loss(model(X), T)
-        loss.backward()
-        opt.step()
-    design = torch.cat([X, torch.ones(6, 1, dtype=F64)], 1)
-    best = (design @ torch.linalg.lstsq(design, T).solution - T).square().mean()
-    assert loss.item() == pytest.approx(float(best), rel=1e-12)
 
 
 @pytest.mark.parametrize(

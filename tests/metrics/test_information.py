@@ -95,19 +95,6 @@ def test_expected_information_is_the_mean_outer_product_of_scores(name: str) -> 
     check_metric(ng.fisher(model, p), p, (X, y))
 
 
-def test_information_of_a_multivariate_normal_is_that_of_mean_and_covariance() -> None:
-    p = params(mean=[0.3, -0.2], root=[[1.2, 0.0], [0.4, 0.8]])
-
-    def normal(p: Params) -> distributions.Distribution:
-        return distributions.MultivariateNormal(p["mean"], scale_tril=p["root"].tril())
-
-    covariance = p["root"] @ p["root"].mT
-    slopes = torch.func.jacfwd(lambda root: root.tril() @ root.tril().mT)(p["root"]).reshape(2, 2, 4)
-    whitened = torch.einsum("ij,jkp->pik", torch.linalg.inv(covariance), slopes)
-    expected = torch.block_diag(torch.linalg.inv(covariance), 0.5 * torch.einsum("pij,qji->pq", whitened, whitened))
-    assert_close(ng.fisher(normal, p).at(p, draw(5, 2)).dense(), expected)
-
-
 def test_information_of_dirichlet_beta_and_independent_entries() -> None:
     p = params(c=[0.7, 1.5, 2.0])
     simplex = draw(4, 3).softmax(1)
@@ -160,7 +147,7 @@ def test_empirical_information_is_the_moment_of_the_rows_scores() -> None:
 
 def test_draws_give_the_expected_information_on_average() -> None:
     exact = ng.fisher(logistic, WEIGHTS).at(WEIGHTS, (X, BITS)).dense()
-    draws, repeats = 200, 30
+    draws, repeats = 50, 30
     metric = ng.sampled_fisher(logistic, WEIGHTS, samples=draws, generator=torch.Generator().manual_seed(3))
     found = torch.stack([metric.at(WEIGHTS, (X, BITS)).dense() for _ in range(repeats)])
     error = found.std(0) / repeats**0.5
@@ -179,29 +166,6 @@ def test_draws_take_distributions_without_a_closed_form_and_without_inputs() -> 
     with pytest.raises(NotImplementedError, match=r"MixtureSameFamily has no closed form here.*sampled_fisher"):
         ng.fisher(mixture, p).at(p, y)
     check_metric(ng.sampled_fisher(mixture, p, samples=3), p, y, draws=True)
-
-
-def test_one_tensor_is_taken_as_a_dict_of_one() -> None:
-    theta = WEIGHTS["slopes"]
-
-    def own(theta: Tensor, x: Tensor) -> distributions.Distribution:
-        return distributions.Bernoulli(logits=x @ theta)
-
-    for kind in (ng.fisher, ng.observed_fisher, ng.empirical_fisher):
-        expected = kind(logistic, WEIGHTS).at(WEIGHTS, (X, BITS)).dense()
-        assert_close(kind(own, theta).at(theta, (X, BITS)).dense(), expected)
-
-
-def test_draws_leave_the_global_source_alone_and_come_from_the_generator() -> None:
-    before = torch.random.get_rng_state()
-
-    def at(seed: int) -> Tensor:
-        metric = ng.sampled_fisher(logistic, WEIGHTS, generator=torch.Generator().manual_seed(seed))
-        return metric.at(WEIGHTS, (X, BITS)).dense()
-
-    assert torch.equal(at(1), at(1))
-    assert not torch.equal(at(1), at(2))
-    assert torch.equal(before, torch.random.get_rng_state())
 
 
 def test_natural_gradient_takes_the_metric_of_a_function() -> None:
@@ -286,13 +250,6 @@ def test_doors_say_what_is_wrong(name: str) -> None:
     call, kind, words = DOORS[name]
     with pytest.raises(kind, match=words):
         call()
-
-
-def test_validation_of_distributions_is_as_before() -> None:
-    before: Any = distributions.Distribution
-    value = before._validate_args
-    ng.observed_fisher(logistic, WEIGHTS).at(WEIGHTS, (X, BITS))
-    assert before._validate_args is value
 
 
 def test_a_distribution_that_closes_over_its_inputs_has_a_row_for_each_of_them() -> None:

@@ -19,7 +19,6 @@ from models import (
     build_seeded,
     draw,
     mlp,
-    reference_jacobian,
     reference_metric,
 )
 from torch import Tensor, nn
@@ -38,7 +37,6 @@ from natgrad.families import (
 from natgrad.ground.pure import Call
 from natgrad.ground.spaces import Space, trainable
 from natgrad.metrics import covariance, divergence, empirical_fisher, fisher, gauss_newton, kl, sampled_fisher
-from natgrad.operators import DenseOperator
 from natgrad.solvers import Direct
 from natgrad.testing import check_metric
 
@@ -147,14 +145,6 @@ def test_kl_is_half_the_quadratic_form_with_an_error_of_slope_three(name):
     assert all(abs(slope - 3) < 0.1 for slope in slopes), slopes  # 3 in the limit; s is finite here
 
 
-@pytest.mark.parametrize("name", SMOOTH)
-def test_the_second_derivative_of_kl_is_the_fisher(name):
-    build, family = SMOOTH[name]
-    model = build()
-    params = dict(trainable(model))
-    check_metric(divergence(kl(model, family)), params, X3, reference=fisher(model, family))
-
-
 def test_any_divergence_gives_its_metric():
     """Of 1/2 |f(theta) - f(phi)|^2, averaged: E[J^T J]. A factor on the divergence is one on the metric."""
 
@@ -170,19 +160,9 @@ def test_sampled_fisher_is_unbiased_within_its_standard_error():
     params, x = dict(trainable(model)), draw(3, 2)
     exact = fisher(model, Categorical()).at(params, x).dense()
     metric = sampled_fisher(model, Categorical(), samples=2, generator=torch.Generator().manual_seed(0))
-    draws = torch.stack([metric.at(params, x).dense() for _ in range(400)])
-    error = (draws.mean(0) - exact).abs() / (draws.std(0) / 400**0.5 + 1e-15)
+    draws = torch.stack([metric.at(params, x).dense() for _ in range(100)])
+    error = (draws.mean(0) - exact).abs() / (draws.std(0) / 100**0.5 + 1e-15)
     assert error.max() <= 4.5  # 225 entries, normal in the limit
-
-
-@pytest.mark.parametrize("family", [Categorical(), Bernoulli(), Gaussian(0.3), Poisson()])
-def test_many_samples_come_close_to_the_exact_fisher(family):
-    model = mlp(3, 2, 3)
-    params = dict(trainable(model))
-    exact = fisher(model, family).at(params, X3).dense()
-    k = 1000
-    sampled = sampled_fisher(model, family, samples=k).at(params, X3).dense()
-    assert_close(sampled, exact, 20 / k**0.5)  # relative to the largest entry; kurtosis of the scores up to about 10
 
 
 def test_sampled_fisher_draws_from_its_own_generator():
@@ -199,13 +179,6 @@ def test_sampled_fisher_draws_from_its_own_generator():
     assert not torch.equal(a.dense(), b.dense())
     assert torch.equal(a.dense(), a.dense())  # a fixed matrix once drawn
     check_metric(first, params, X3, draws=True)
-
-
-def test_sampled_fisher_has_the_rank_of_its_draws():
-    model = mlp(3, 3, 4)
-    operator = sampled_fisher(model, Gaussian(), samples=2).at(trainable(model), X3)
-    assert torch.linalg.matrix_rank(operator.dense(), hermitian=True, rtol=1e-10) == 8
-    assert operator.root().shape == (operator.size, 8)
 
 
 EMPIRICAL = {
@@ -285,7 +258,7 @@ def test_moments_of_gradients_are_the_fisher_where_targets_are_the_models_own(na
     torch.manual_seed(0)
     model = (build or (lambda outputs: nn.Linear(3, outputs).double()))(4)
     criterion, generator = as_criterion(make(reduction=reduction)), torch.Generator().manual_seed(1)
-    x = torch.randn(40_000, 3, dtype=F64, generator=generator)
+    x = torch.randn(10_000, 3, dtype=F64, generator=generator)
     with torch.no_grad():
         outputs = model(x)
         family = criterion.family.family if isinstance(criterion.family, Entrywise) else criterion.family
@@ -298,7 +271,7 @@ def test_moments_of_gradients_are_the_fisher_where_targets_are_the_models_own(na
     for metric in (empirical_fisher(model, criterion), covariance(model, criterion)):
         found = metric.at(params, data)
         assert found.nats == exact.nats
-        assert (found.dense() - exact.dense()).norm() < 0.05 * exact.dense().norm()
+        assert (found.dense() - exact.dense()).norm() < 0.1 * exact.dense().norm()
 
 
 def test_empirical_fisher_passes_over_ignored_targets():
@@ -311,26 +284,6 @@ def test_empirical_fisher_passes_over_ignored_targets():
         found = empirical_fisher(model, loss).at(params, (X3, targets)).dense()
         # parallel to that of the examples that count, whichever number the mean divides by
         assert_close(found / found.trace(), kept / kept.trace(), 1e-12)
-
-
-def test_empirical_fisher_is_not_the_fisher():
-    model = mlp(3, 2, 3)
-    params = dict(trainable(model))
-    exact = fisher(model, Categorical()).at(params, X3).dense()
-    found = empirical_fisher(model, Categorical()).at(params, (X3, torch.tensor([0, 2, 1, 2]))).dense()
-    assert (found - exact).norm() > 0.1 * exact.norm()
-
-
-RANKS = {"Gaussian": (Gaussian(), 9), "Bernoulli": (Bernoulli(), 9), "Categorical": (Categorical(), 6)}
-
-
-@pytest.mark.parametrize("name", RANKS)
-def test_the_rank_is_examples_times_free_outputs(name):
-    """n o, and n (o - 1) for classes: one direction in the logits moves nothing."""
-    family, rank = RANKS[name]
-    model = mlp(3, 6, 3)
-    operator = fisher(model, family).at(trainable(model), X3[:3])
-    assert torch.linalg.matrix_rank(operator.dense(), hermitian=True, rtol=1e-10) == rank
 
 
 def reparametrise_model(matrix: Tensor, space: Space):
@@ -367,8 +320,8 @@ def test_the_undamped_step_is_invariant_under_linear_reparametrisation(seed):
     assert_close(matrix @ d_xi, d_theta, 1e-12 * condition * 10)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 100])
-@pytest.mark.parametrize("name", ["mlp", "sequence", "conv2d", "in-place rectifier", "plain function"])
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize("name", ["mlp", "conv2d", "plain function"])
 def test_chunks_of_the_batch_give_the_same_metric(name, size):
     case = CASES[name]
     model, params = case.make()
@@ -378,14 +331,6 @@ def test_chunks_of_the_batch_give_the_same_metric(name, size):
     assert_close(parts @ vector, whole @ vector, 1e-13)
     assert_close(parts.diagonal(), whole.diagonal(), 1e-13)
     assert_close(parts.dense(), whole.dense(), 1e-13)
-
-
-def test_a_sampled_metric_in_chunks_is_one_fixed_matrix():
-    model = mlp(3, 2, 3)
-    operator = sampled_fisher(model, Categorical(), chunk_size=2).at(trainable(model), X3)
-    vector = draw(operator.size)
-    assert torch.equal(operator @ vector, operator @ vector)
-    assert_close(operator.dense() @ vector, operator @ vector, 1e-13)
 
 
 class Two(nn.Module):
@@ -415,29 +360,6 @@ def test_inputs_may_be_tuples_dicts_and_calls():
     assert_close(chunked.dense(), expected, 1e-13)
 
 
-def test_outputs_may_be_a_tuple_or_a_dict():
-    params = {"w": draw(3, 2), "b": draw(2)}
-    expected = fisher(affine, Gaussian()).at(params, X3).dense()
-
-    def as_dict(params, x):
-        y = affine(params, x)
-        return {"first": y[:, :1], "second": y[:, 1:]}
-
-    family = Heads((Gaussian(), 1), (Gaussian(), 1))
-    assert_close(fisher(as_dict, family).at(params, X3).dense(), expected, 1e-14)
-    assert_close(fisher(lambda p, x: tuple(as_dict(p, x).values()), family).at(params, X3).dense(), expected, 1e-14)
-
-
-def test_a_module_and_its_function_have_one_metric():
-    model = mlp(3, 4, 2)
-    params = dict(trainable(model))
-
-    def function(params, x):
-        return torch.tanh(x @ params["0.weight"].mT + params["0.bias"]) @ params["2.weight"].mT + params["2.bias"]
-
-    check_metric(fisher(function, Bernoulli()), params, X3, reference=fisher(model, Bernoulli()))
-
-
 def test_a_frozen_parameter_is_left_out_of_the_metric():
     model = mlp(3, 2, 2)
     whole = fisher(model, Bernoulli()).at(trainable(model), X3).dense()
@@ -445,33 +367,6 @@ def test_a_frozen_parameter_is_left_out_of_the_metric():
     model[0].bias.requires_grad_(False)
     model[2].weight.requires_grad_(False)
     assert_close(fisher(model, Bernoulli()).at(trainable(model), X3).dense(), whole[indices][:, indices], 1e-14)
-
-
-def test_a_parameter_that_is_not_reached_has_zero_rows():
-    model, params = CASES["not reached"].make()
-    operator = fisher(model, Gaussian()).at(params, X3)
-    indices = Space(params).indices(["unused.weight", "unused.bias"])
-    assert not operator.dense()[indices].any()
-    assert not operator.diagonal()[indices].any()
-    assert not (operator @ torch.ones(operator.size, dtype=F64))[indices].any()
-
-
-def test_a_tied_parameter_gets_both_uses():
-    """G of the tied weight is P^T G P of the two untied ones, P the matrix that copies."""
-    tied, params = CASES["tied"].make()
-    untied = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
-    untied.load_state_dict(
-        {
-            f"{i}.{kind}": getattr(layer, kind)
-            for i, layer in ((0, tied.encode), (2, tied.decode))
-            for kind in ("weight", "bias")
-        }
-    )
-    copy = torch.zeros(24, 15, dtype=F64)
-    eye = torch.eye(15, dtype=F64)
-    copy[:12], copy[12:21], copy[21:] = eye[:12], eye[:9], eye[12:]
-    expected = copy.mT @ fisher(untied, Categorical()).at(dict(trainable(untied)), X3).dense() @ copy
-    assert_close(fisher(tied, Categorical()).at(params, X3).dense(), expected, 1e-13)
 
 
 def test_the_metric_is_at_the_point_it_was_asked_for():
@@ -484,22 +379,3 @@ def test_the_metric_is_at_the_point_it_was_asked_for():
     moved = {name: p + 1 for name, p in kept.items()}
     assert not torch.allclose(fisher(model, Bernoulli()).at(moved, X3).dense(), expected)
     assert all(torch.equal(p, kept[name]) for name, p in params.items())
-
-
-def test_other_data_for_the_metric_than_for_the_gradient():
-    model = mlp(3, 2, 2)
-    params = dict(trainable(model))
-    union = fisher(model, Bernoulli()).at(params, torch.cat([X3, -X3])).dense()
-    halves = [fisher(model, Bernoulli()).at(params, x).dense() for x in (X3, -X3)]
-    assert_close(union, (halves[0] + halves[1]) / 2, 1e-14)
-
-
-@pytest.mark.parametrize("family", [Gaussian(0.7), Bernoulli(), Poisson(), Categorical()])
-def test_the_fisher_agrees_with_an_independent_jacobian(family):
-    model = mlp(3, 2, 3)
-    params = dict(trainable(model))
-    jacobian = reference_jacobian(model, params, X3, lambda r: r)
-    form = family.fisher(model(X3).detach())
-    expected = torch.einsum("ima,imn,inb->ab", jacobian, form, jacobian) / 4
-    assert isinstance(DenseOperator(expected), DenseOperator)  # symmetric
-    check_metric(fisher(model, family), params, X3, reference=expected)

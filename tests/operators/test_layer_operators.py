@@ -14,7 +14,6 @@ from natgrad.operators import (
     DiagonalOperator,
     KroneckerOperator,
     Layout,
-    Operator,
     QuasiDiagonal,
     SharedBasis,
     SharedRows,
@@ -96,26 +95,6 @@ def test_every_operator_is_sound(name: str):
     check_operator(ALL[name]())
 
 
-@pytest.mark.parametrize("damping", [0.0, 1e-3, 10.0])
-@pytest.mark.parametrize("name", [name for name in ALL if "zero" not in name and "dead" not in name])
-def test_the_damped_inverse_inverts(name: str, damping: float):
-    operator: Operator = ALL[name]()
-    inverse = operator.inverse(damping)
-    if inverse is not None:
-        assert operator.closed_form
-        unit = torch.eye(operator.size, dtype=F64)
-        assert_close(operator.shift(damping).dense() @ inverse.dense(), unit, 1e-9)
-
-
-def test_kronecker_blocks_and_diagonal_factors_are_kronecker_products():
-    a, b = spd(2, 3), spd(2, 4, seed=1)
-    expected = torch.block_diag(torch.kron(a[0], b[0]), torch.kron(a[1], b[1]))
-    assert_close(KroneckerOperator(a, b).dense(), expected, 1e-14)
-    counts = draw(3).square()
-    assert_close(KroneckerOperator(counts, b[0]).dense(), torch.kron(torch.diag(counts), b[0]), 1e-14)
-    assert_close(KroneckerOperator(a[0], counts).dense(), torch.kron(a[0], torch.diag(counts)), 1e-14)
-
-
 @pytest.mark.parametrize("left", [spd(3), spd(1, 3), draw(3).square()], ids=["matrix", "blocks", "diagonal"])
 def test_the_factored_inverse_damps_both_factors(left: torch.Tensor):
     right = spd(1, 4) if left.dim() == 3 else spd(4)
@@ -125,11 +104,6 @@ def test_the_factored_inverse_damps_both_factors(left: torch.Tensor):
     first = torch.linalg.inv(matrix + 0.2 * pi * torch.eye(3, dtype=F64))
     second = torch.linalg.inv(right.reshape(4, 4) + 0.2 / pi * torch.eye(4, dtype=F64))
     assert_close(inverse.dense(), torch.kron(first, second), 1e-13)
-
-
-def test_a_zero_factor_leaves_the_factored_inverse_finite():
-    inverse = KroneckerOperator(torch.zeros(2, 2, dtype=F64), spd(3), factored=True).inverse(0.01)
-    assert inverse.dense().isfinite().all()
 
 
 def test_the_quasi_diagonal_keeps_the_diagonal_and_the_bias_row():
@@ -149,34 +123,6 @@ def test_the_undamped_quasi_diagonal_inverse_is_ollivier_s():
         weights = (g[:-1] - g[-1] * c / b) / (d - c.square() / b)
         assert_close(step[:-1], weights, 1e-12)
         assert_close(step[-1], g[-1] / b - (c / b) @ weights, 1e-12)
-
-
-def test_a_layer_s_matrix_has_the_bias_as_last_column():
-    operator = arrange_layers()
-    tensors = {name: draw(*b.shape, seed=i) for i, (name, b) in enumerate(operator.space.blocks.items())}
-    image = operator.space.unflatten(operator.mv(operator.space.flatten(tensors)))
-    matrix = torch.cat([tensors["a.weight"], tensors["a.bias"].unsqueeze(1)], dim=1)
-    expected = spd(2) @ matrix @ spd(4)
-    assert_close(image["a.weight"], expected[:, :3], 1e-13)
-    assert_close(image["a.bias"], expected[:, 3], 1e-13)
-    turned = torch.cat([tensors["t.weight"].transpose(0, 1).flatten(1), tensors["t.bias"].unsqueeze(1)], dim=1)
-    expected = spd(3) @ turned @ spd(9)
-    assert_close(image["t.weight"], expected[:, :8].view(3, 4, 2).transpose(0, 1), 1e-13)
-    assert_close(image["bare"], tensors["bare"] * torch.tensor([1.0, 2.0], dtype=F64), 1e-14)
-
-
-def test_an_arranged_operator_with_a_part_without_an_inverse_has_none():
-    class Products(Operator):
-        size, dtype, device = 2, F64, torch.device("cpu")
-
-        def mv(self, vector: torch.Tensor) -> torch.Tensor:
-            return vector
-
-    space = Space({"x": torch.zeros(2, dtype=F64)})
-    operator = Arranged(space, [(Layout("x", None, 1, 1, 2, (2,)), Products())])
-    assert not operator.closed_form
-    assert operator.inverse(0.1) is None
-    assert operator.root() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -277,11 +223,3 @@ def test_the_shared_basis_is_the_nearest_of_its_kind(rank):
     if kept == 4:
         mean = (basis * found.spectrum.mean(0)) @ basis.mT
         assert_close(mean, blocks.mean(0), 1e-12)
-
-
-def test_the_shared_basis_is_exact_for_blocks_that_differ_in_scale():
-    weights = draw(1, 7).square() * torch.tensor([[1.0], [3.0], [0.1]], dtype=F64)
-    operator = SharedRows(draw(7, 4), weights)
-    assert_close(operator.spectral(4).dense(), operator.dense(), 1e-12)
-    vector = draw(12, seed=2)
-    assert_close(operator.spectral(4).inverse(0.1).mv(vector), operator.inverse(0.1).mv(vector), 1e-11)

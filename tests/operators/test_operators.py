@@ -112,45 +112,6 @@ def test_combinations_are_those_of_the_matrices(name):
     assert_close(operator.dense(), matrix, 1e-14)
 
 
-def test_kronecker_acts_on_matrices_flattened_row_major():
-    a, b, x = spd(2), spd(3, 1), draw(2, 3)
-    assert_close(KroneckerOperator(a, b) @ x.reshape(-1), (a @ x @ b).reshape(-1), 1e-14)
-
-
-SINGULAR = {
-    "dense": lambda: DenseOperator(psd(6, 2)),
-    "diagonal": lambda: DiagonalOperator(torch.tensor([1.0, 0.0, 2.0], dtype=F64)),
-    "low rank": lambda: LowRankOperator(draw(7, 2)),
-    "kronecker": lambda: KroneckerOperator(psd(3, 1), psd(4, 2)),
-    "block": lambda: BlockOperator(
-        [DiagonalOperator(torch.tensor([0.0, 2.0], dtype=F64)), LowRankOperator(draw(4, 1))]
-    ),
-    "scaled": lambda: 0.3 * LowRankOperator(draw(5, 2)),
-}
-
-
-@pytest.mark.parametrize("name", SINGULAR)
-def test_the_inverse_without_damping_is_the_pseudo_inverse(name):
-    operator = SINGULAR[name]()
-    inverse = operator.inverse(0.0)
-    assert_close(inverse.dense(), torch.linalg.pinv(operator.dense(), hermitian=True, rtol=1e-12), 1e-10)
-
-
-@pytest.mark.parametrize("damping", [1e-6, 1e-2, 10.0])
-@pytest.mark.parametrize("name", SINGULAR)
-def test_the_damped_inverse_inverts(name, damping):
-    operator = SINGULAR[name]()
-    unit = torch.eye(operator.size, dtype=F64)
-    product = operator.shift(damping).dense() @ operator.inverse(damping).dense()
-    assert_close(product, unit, 1e-14 * float(1 + operator.trace() / damping))
-
-
-def test_a_sum_without_a_root_of_every_term_has_none():
-    assert (DenseOperator(spd(3)) + Products(spd(3))).root() is None
-    assert Products(spd(3)).root() is None
-    assert Products(spd(3)).inverse(0.1) is None
-
-
 def test_the_estimated_mean_eigenvalue_is_unbiased():
     operator = pullback()
     assert isinstance(operator, Pullback)
@@ -205,11 +166,6 @@ def test_what_is_no_metric_is_refused(case):
     with pytest.raises(ValueError) as caught:
         build()
     assert words in str(caught.value)
-
-
-def test_a_list_is_no_vector():
-    with pytest.raises(TypeError, match="is list, expected a tensor"):
-        _ = DenseOperator(spd(2)) @ [1.0, 2.0]  # type: ignore[operator]
 
 
 class Broken(Products):

@@ -12,7 +12,6 @@ from models import (
     assert_close,
     build_seeded,
     draw,
-    mlp,
     reference_jacobian,
     reference_metric,
     reference_outputs,
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from natgrad.families import Categorical, Gaussian
 from natgrad.ground.spaces import trainable
 from natgrad.metrics import empirical_fisher, fisher
-from natgrad.operators.row_parts import Explicit, Outer
 from natgrad.operators.rows import Rows
 
 
@@ -54,26 +52,6 @@ def test_products_with_the_rows_are_those_with_u(name):
     weights, vector = draw(rows.rank, seed=1), draw(rows.space.size, seed=2)
     assert_close(rows.mv(weights), expected @ weights, 1e-12)
     assert_close(rows.rmv(vector), expected.mT @ vector, 1e-12)
-
-
-WAYS = {
-    "mlp": {"Outer"},
-    "without bias": {"Outer"},
-    "bits": {"Outer"},
-    "linear over positions": {"Explicit"},
-    "conv1d": {"Explicit", "Outer"},
-    "conv2d": {"Explicit", "Outer"},
-    "bare parameter": {"Explicit", "Outer"},
-    "frozen": {"Outer"},
-    "sequence": {"Explicit"},
-}
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_layers_with_a_closed_form_are_summed_without_the_jacobian(name):
-    rows, _ = rows_of(CASES[name])
-    assert {type(part).__name__ for part in rows.parts} == WAYS[name]
-    assert len(rows.parts) > 1  # layer by layer
 
 
 CONVOLUTIONS = {
@@ -206,35 +184,6 @@ def test_what_the_layers_do_not_know_is_found_out(name):
     assert_close(rows.squares(), expected.square().sum(1), 1e-11)
 
 
-def test_the_recurrent_layer_is_a_model_like_any_other():
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell = nn.GRU(3, 2, batch_first=True)
-            self.out = nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(self.cell(x)[0][:, -1])
-
-    rows, expected = rows_of(Case(Recurrent, draw(3, 2, 3), Gaussian()))
-    assert_close(rows.dense(), expected, 1e-12)
-
-
-def test_the_outer_product_form_of_a_linear_layer():
-    """Row (x, c) of the weight is delta_xc (x) a_x: Gram matrix (A A^T + 1) o (D D^T)."""
-    inputs, deltas = draw(4, 3), draw(4, 2, 5, seed=1)
-    part = Outer(inputs, deltas, "weight", "bias")
-    written = Explicit(torch.cat(list(part.rows().values()), dim=1), {"weight": 15, "bias": 5})
-    for a, b in ((part.squares(), written.squares()), (part.mv(draw(8)), written.mv(draw(8)))):
-        assert a.keys() == b.keys()
-        for name in a:
-            assert_close(a[name], b[name], 1e-14)
-    found, expected = torch.ones(8, 8, dtype=F64), torch.ones(8, 8, dtype=F64)  # both add to what is there
-    part.add_gram(found)
-    written.add_gram(expected)
-    assert_close(found, expected, 1e-14)
-
-
 @pytest.mark.parametrize("name", ["mlp", "conv2d", "sequence, tied", "plain function", "batch norm, training"])
 def test_the_gram_matrix_of_the_empirical_fisher_is_that_of_example_gradients(name):
     case = CASES[name]
@@ -247,23 +196,6 @@ def test_the_gram_matrix_of_the_empirical_fisher_is_that_of_example_gradients(na
     residual = nn.functional.one_hot(targets, outputs.shape[1]) - outputs.softmax(1)
     gradients = torch.einsum("ima,im->ia", jacobian, residual)
     assert_close(rows.gram(), gradients @ gradients.mT / len(gradients), 1e-12)
-
-
-def test_rows_are_right_in_float32():
-    model = build_seeded(lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2)))
-    images = draw(3, 2, 4, 4)
-    exact = fisher(model, Categorical()).at(dict(trainable(model)), images).diagonal()
-    single = model.float()
-    found = fisher(single, Categorical()).at(dict(trainable(single)), images.float()).diagonal()
-    assert_close(found.double(), exact, 1e-5)
-
-
-def test_a_wide_batch_of_a_deep_net_stays_within_round_off():
-    model, x = mlp(6, 12, 12, 12, 3), draw(40, 6)
-    params = dict(trainable(model))
-    operator = fisher(model, Categorical()).at(params, x)
-    assert_close(operator.rows.squares(), operator.rows.dense().square().sum(1), 1e-13)
-    assert_close(operator.rows.gram(), operator.rows.dense().mT @ operator.rows.dense(), 1e-12)
 
 
 def stack(*layers: nn.Module, shape: tuple[int, ...] = (5, 3)) -> tuple[nn.Module, tuple[int, ...]]:

@@ -53,15 +53,6 @@ def test_acting_gives_the_rows_of_the_module_to_the_last_bit(name: str):
     assert not found.requires_grad
 
 
-def test_a_hook_on_a_layer_is_run():
-    policy, heard = perceptron(), []
-    actor = act_of(policy)
-    policy[1].register_forward_hook(lambda *_: heard.append(1))
-    assert list_changes(actor) is None
-    prepare_acting(actor)(torch.zeros(1, 3))
-    assert heard == [1]
-
-
 def test_a_step_of_the_parameters_is_seen_by_the_next_function():
     policy = perceptron()
     actor, states = act_of(policy), torch.ones(1, 3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from policy_worlds import Bandit, Clock, Corridor, Walk  # noqa: E402
 
 from natgrad import policy as pg  # noqa: E402
 from natgrad.policy.actor import Actor  # noqa: E402
-from natgrad.policy.environments import PATIENCE, Environments  # noqa: E402
+from natgrad.policy.environments import Environments  # noqa: E402
 from natgrad.policy.heads import choose_head  # noqa: E402
 from natgrad.policy.normalise import ObservationScale, RewardScale  # noqa: E402
 from natgrad.policy.rollout import collect, estimate_advantages  # noqa: E402
@@ -158,34 +157,6 @@ def test_running_moments_are_numpys():
     np.testing.assert_array_equal(again.std, moments.std)
 
 
-def test_rewards_are_divided_by_the_returns_deviation():
-    rng = np.random.default_rng(0)
-    rewards, ended, valid = rng.normal(size=(30, 2)), rng.random((30, 2)) < 0.2, rng.random((30, 2)) < 0.9
-    scale = RewardScale(2, 0.9, True)
-    found = np.concatenate(
-        [scale(r, e, v) for r, e, v in zip(*(np.split(a, 2) for a in (rewards, ended, valid)), strict=True)]
-    )
-    seen = []
-    for i in range(2):
-        running = 0.0
-        for r, e, v in zip(rewards[:, i], ended[:, i], valid[:, i], strict=True):
-            running = 0.9 * running + r if v else running
-            seen += [running] if v else []
-            running = 0.0 if e else running
-    np.testing.assert_allclose(found[15:], rewards[15:] / np.sqrt(np.var(seen) + 1e-8), rtol=1e-10)
-
-
-def test_scales_are_frozen_at_predict():
-    agent = small()
-    agent.learn(64)
-    before = agent.scale.moments.state_dict()
-    agent.predict(np.full(2, 1e3, dtype=np.float32))
-    agent.evaluate(Walk(), 2)
-    after = agent.scale.moments.state_dict()
-    assert before["count"] == after["count"] == 65
-    assert torch.equal(before["mean"], after["mean"])
-
-
 ENVS = {
     "one": Walk,
     "several": lambda: [Walk(7), Walk(9)],
@@ -225,31 +196,6 @@ def test_a_checkpoint_goes_on_bit_for_bit(name: str, choices: str, tmp_path):
         assert [straight.history[n] for n in names] == [other.history[n] for n in names]
 
 
-def test_a_checkpoint_of_an_environment_that_cannot_be_read_begins_new_episodes(tmp_path):
-    class Opaque(Walk):
-        def __init__(self) -> None:
-            super().__init__()
-            self.simulator = object()
-
-    first, again = small(Opaque()), small(Opaque())
-    first.learn(64)
-    first.save(tmp_path / "policy.pt")
-    again.load(tmp_path / "policy.pt")
-    assert again.worlds.observations is None
-    assert torch.equal(next(again.actor.parameters()), next(first.actor.parameters()))
-    again.learn(64)
-    assert again.steps == 128
-
-
-def test_a_checkpoint_of_something_else_is_refused(tmp_path):
-    agent = small()
-    agent.save(tmp_path / "policy.pt")
-    with pytest.raises(ValueError, match="holds TRPO, expected what NaturalPolicyGradient"):
-        small(kind=ng.NaturalPolicyGradient).load(tmp_path / "policy.pt")
-    with pytest.raises(ValueError, match="another network"):
-        small(policy=nn.Linear(2, 1)).load(tmp_path / "policy.pt")
-
-
 def parameters(agent: Any) -> list[torch.Tensor]:
     tensors = [*agent.actor.parameters(), *agent.critic.params, torch.tensor(agent.scale.moments.mean)]
     return [t.detach().clone() for t in tensors]
@@ -274,36 +220,6 @@ def test_an_environment_that_fails_leaves_all_as_before_the_update(fault: str):
     assert all(torch.equal(a, b) for a, b in zip(parameters(agent), parameters(honest), strict=True))
     agent.learn(64)  # the fault is over: new episodes begin
     assert len(agent.history) == 3
-
-
-def test_an_environment_that_never_ends():
-    agent = small(Walk(end=None), nn.Linear(2, 1), batch=PATIENCE * 2)
-    before = parameters(agent)
-    with pytest.raises(pg.EnvironmentFault, match=r"no episode ended in 1000 steps.*max_episode_steps"):
-        agent.learn(PATIENCE * 4)
-    assert all(torch.equal(a, b) for a, b in zip(parameters(agent), before, strict=True))
-    cut = small(Walk(end=None), max_episode_steps=16)
-    cut.learn(64)
-    assert cut.history["episodes"] == [4]
-    endless = small(Walk(end=None), nn.Linear(2, 1), batch=PATIENCE + 50, max_episode_steps=math.inf, critic_epochs=0)
-    assert endless.learn(1)["return"] == [None]
-
-
-@pytest.mark.parametrize("kind", [ng.TRPO, ng.NaturalPolicyGradient])
-def test_nothing_is_learned_from_what_never_ends_however_small_the_batch(kind: Any):
-    agent = small([Walk(end=None), Walk(end=None)], nn.Linear(2, 1), kind)
-    before = parameters(agent)
-    with pytest.raises(pg.EnvironmentFault, match="does the environment end"):
-        agent.learn(64)
-    assert agent.updates == 0
-    assert all(torch.equal(a, b) for a, b in zip(parameters(agent), before, strict=True))
-
-
-def test_the_first_batch_goes_on_until_an_episode_ends():
-    agent = small(Walk(end=150), batch=64)
-    history = agent.learn(300)
-    assert history["steps"] == [150, 214, 278, 342]
-    assert history["episodes"] == [1, 0, 0, 1]
 
 
 class Elsewhere(Walk):
@@ -334,26 +250,6 @@ def test_what_is_not_gymnasium_s_is_told(env: Any, words: str):
     with pytest.raises(pg.EnvironmentFault, match=words):
         agent.learn(64)
     assert agent.updates == 0
-
-
-def test_a_reward_may_be_an_array_of_one_number():
-    here, there = small(Elsewhere(lambda f: (f[0], np.array([f[1]]), *f[2:]))), small(Walk())
-    assert here.learn(64)["return"] == there.learn(64)["return"]
-
-
-def test_an_interrupt_keeps_what_was_learned():
-    class Interrupting(Walk):
-        def step(self, action):
-            if self.total == 64 * 2 + 30:
-                self.total += 1
-                raise KeyboardInterrupt
-            return super().step(action)
-
-    agent, honest = small(Interrupting()), small(Walk())
-    assert len(agent.learn(64 * 4)) == 2
-    honest.learn(64 * 2)
-    assert all(torch.equal(a, b) for a, b in zip(parameters(agent), parameters(honest), strict=True))
-    assert len(agent.learn(64)) == 3
 
 
 class Wrong(nn.Module):
@@ -418,21 +314,6 @@ def test_bad_input_is_told_at_the_door(name: str):
         make()
 
 
-def test_numbers_and_environments_come_in_many_kinds():
-    plain = small()
-    plain.learn(128)
-    kinds = [
-        small(lambda: Walk(), batch=np.int64(64), seed=np.int64(0), radius=np.float32(0.01)),
-        small([lambda: Walk()], critic_batch=np.int32(64), metric_batch=np.int64(100)),
-    ]
-    for agent in kinds:
-        agent.learn(np.int64(64))
-        agent.learn(64.0)
-        assert agent.history["return"] == pytest.approx(plain.history["return"], rel=1e-5)
-    vector = small(lambda: SyncVectorEnv([Walk, Walk]))
-    assert vector.learn(1e2)["steps"] == [64, 128]
-
-
 def test_observation_spaces():
     class Seen(Corridor):
         def __init__(self, space: Any) -> None:
@@ -452,47 +333,3 @@ def test_observation_spaces():
         assert agent.predict(space.sample()) in (0, 1)
     with pytest.raises(ValueError, match=r"observation space is Dict.*FlattenObservation"):
         small(Seen(spaces.Dict({"a": spaces.Discrete(2)})))
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_single_real_action_comes_in_the_shape_of_its_space():
-    class Strict(Walk):
-        def step(self, action):
-            assert self.action_space.contains(action)
-            return super().step(action)
-
-    space = spaces.Box(-1, 1, (), np.float32)
-    agent = small(Strict(end=10, action=space), batch=32)
-    agent.learn(32)
-    assert space.contains(agent.predict(np.zeros(2, dtype=np.float32)))
-
-
-def test_states_on_the_door_of_vector_environments_are_independent_of_their_mode():
-    found = [batch_of(MODES[mode]([lambda: Clock((3, 5, 2), True)]), 20, lambda s: s[:, 1]) for mode in MODES]
-    for other in found[1:]:
-        assert torch.equal(found[0].states[:18], other.states[:18])
-        assert torch.equal(found[0].advantages[:15], other.advantages[:15])
-
-
-def test_evaluation_gives_every_environment_its_share():
-    agent = small([Clock((1,)), Clock((9,))], batch=20)
-    agent.learn(20)
-    short, long = 2.0, sum(2.0 + t for t in range(9))
-    assert sorted(agent.evaluate([Clock((1,)), Clock((9,))], 5)) == [short] * 3 + [long] * 2
-    assert agent.worlds.observations is not None
-    agent.evaluate(agent.worlds.singles, 2)
-    assert agent.worlds.observations is None  # the training's episodes were given up
-
-
-def test_a_policy_that_is_not_finite_is_told():
-    agent = small(Bandit(), policy=nn.Linear(2, 3))
-    with torch.no_grad():
-        agent.policy.weight[0, 0] = math.nan
-    with pytest.raises(ValueError, match="policy's outputs are not finite"):
-        agent.learn(16)
-
-
-def test_named_environments():
-    agent = ng.TRPO(None, "CartPole-v1", batch=32, critic_epochs=1)
-    agent.learn(32)
-    assert agent.history["steps"] == [32]

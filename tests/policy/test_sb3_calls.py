@@ -15,23 +15,12 @@ from policy_worlds import Walk
 from torch import nn
 
 import natgrad as ng
-from natgrad import policy as pg
 
 SMALL: dict[str, Any] = {"batch": 32, "critic_epochs": 1, "seed": 0}
 
 
 def agent_of(policy: Any = None, env: Any = None, kind: Any = ng.TRPO, **choices: Any) -> Any:
     return kind(policy, Walk() if env is None else env, **SMALL | choices)
-
-
-@pytest.mark.parametrize("kind", [ng.TRPO, ng.NaturalPolicyGradient, pg.acktr])
-def test_the_default_network_has_their_name_too(kind: Any):
-    named, plain = agent_of("MlpPolicy", kind=kind), agent_of(kind=kind)
-    for first, second in zip(named.policy.parameters(), plain.policy.parameters(), strict=True):
-        assert torch.equal(first, second)
-    for name in ("CnnPolicy", "MultiInputPolicy", "mlp"):
-        with pytest.raises(ValueError, match=f"policy is '{name}'.*write the network instead"):
-            agent_of(name, kind=kind)
 
 
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -70,36 +59,6 @@ def test_settings_that_mean_the_same_give_the_same_agent(name: str):
         assert torch.equal(one, other)
 
 
-def test_real_actions_count_radius_and_damping_by_their_entries():
-    three = spaces.Box(-1, 1, (3,), np.float32)
-    plain = agent_of(env=Walk(action=three))
-    assert plain.radius == pytest.approx(0.03)
-    assert plain.damping.initial() == plain.damping.floor == pytest.approx(0.3)
-    theirs = agent_of(env=Walk(action=three), target_kl=0.02, cg_damping=0.1)
-    ours = agent_of(env=Walk(action=three), radius=0.06, damping=0.1 * 3)
-    for agent in (theirs, ours):
-        agent.learn(64, progress=False)
-    assert theirs.radius == ours.radius == 0.06
-    assert theirs.history["kl"] == ours.history["kl"]
-    assert theirs.history["damping"] == ours.history["damping"] == pytest.approx([0.3, 0.3])
-
-
-def test_choices_among_a_few_have_one_radius():
-    agent = agent_of(env=gym.make("CartPole-v1"))
-    assert (agent.radius, agent.damping.initial(), agent.damping.floor) == (0.01, 0.1, 0.1)
-
-
-def test_the_default_networks_have_the_layers_that_were_asked_for():
-    shape = {"net_arch": {"pi": [5], "vf": [7, 3]}, "activation_fn": nn.ReLU}
-    agent = agent_of("MlpPolicy", policy_kwargs=shape)
-    widths = [
-        [m.out_features for m in net.modules() if isinstance(m, nn.Linear)]
-        for net in (agent.policy, agent.critic.module)
-    ]
-    assert widths == [[5, 1], [7, 3, 1]]
-    assert any(isinstance(m, nn.ReLU) for m in agent.policy.modules())
-
-
 TRANSLATED: dict[str, tuple[dict[str, Any], str]] = {
     "schedule": ({"learning_rate": lambda left: left}, "learning_rate is a schedule: give a number"),
     "twice": ({"target_kl": 0.02, "radius": 0.03}, "radius and target_kl were given"),
@@ -127,26 +86,6 @@ def test_other_settings_are_answered_by_what_to_write(name: str):
     choices, words = TRANSLATED[name]
     with pytest.raises(TypeError, match=words):
         ng.TRPO("MlpPolicy", Walk(), **choices)
-
-
-def test_networks_are_not_changed_by_settings_of_the_default_ones():
-    for choices, words in (
-        ({"device": "cpu"}, r"policy\.to\(device\)"),
-        ({"policy_kwargs": {"net_arch": [3]}}, "policy_kwargs is"),
-    ):
-        with pytest.raises(TypeError, match=words):
-            agent_of(nn.Linear(2, 1), **choices)
-    with pytest.raises(TypeError, match="critic_lr= is the critic's rate"):
-        agent_of(kind=ng.NaturalPolicyGradient, learning_rate=1e-3)
-    with pytest.raises(TypeError, match="takes no 'backtrack'"):
-        agent_of(kind=ng.NaturalPolicyGradient, backtrack=0.5)
-
-
-def test_verbose_is_progress(capsys: Any):
-    agent_of(verbose=1).learn(32)
-    assert "32 of 32 steps" in capsys.readouterr().err
-    agent_of(verbose=0).learn(32)
-    assert not capsys.readouterr().err
 
 
 def test_learning_takes_their_words_and_translates_the_others():
@@ -192,24 +131,6 @@ def test_loading_is_an_agents_and_the_class_says_so(kind: Any, tmp_path: Any):
         kind.load(path)
     assert agent_of(kind=kind).load(path).steps == agent.steps
     assert "Continue from `save`" in kind.load.__doc__
-
-
-def test_a_file_of_another_agent_changes_nothing(tmp_path: Any):
-    other = agent_of(nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 2)))
-    other.learn(32)
-    agent = agent_of(nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 2)), critic=nn.Linear(2, 1))
-    agent.learn(32)
-    for state in (
-        other.state_dict(),  # the policy fits, the critic does not
-        agent_of(nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 2))).state_dict(),
-        {key: value for key, value in agent.state_dict().items() if key != "critic"},
-        {key: value for key, value in agent.state_dict().items() if key != "history"},
-    ):
-        before = [p.clone() for p in agent.actor.parameters()], [p.clone() for p in agent.critic.params]
-        with pytest.raises(ValueError, match=r"the file|the saved"):
-            agent.load_state_dict(state)
-        for old, new in zip(before, (agent.actor.parameters(), agent.critic.params), strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(old, new, strict=True))
 
 
 class Screen(gym.Env):
@@ -261,26 +182,3 @@ def test_images_come_from_zero_to_one_with_their_channels_where_a_convolution_wa
     assert agent.predict(image) in (0, 1)
     last = image if shape[0] == 3 else np.moveaxis(image, -1, 0)
     assert np.allclose(policy.seen[0], last / 255)
-
-
-def test_a_network_that_moves_the_channels_itself_gets_images_as_they_come():
-    class Moves(Look):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            assert x.shape[1:] == (8, 9, 3)
-            return super().forward(x.permute(0, 3, 1, 2))
-
-    agent_of(Moves(2), Screen((8, 9, 3)), critic=Look(1)).learn(32)
-
-
-def test_a_network_that_takes_no_order_of_channels_is_told():
-    with pytest.raises(ValueError, match="nor does it take images with their channels moved"):
-        agent_of(Look(2), Screen((8, 9, 4)))
-
-
-@pytest.mark.parametrize(("low", "high", "dtype"), [(0, 4, np.uint8), (-1, 255, np.int32), (0.0, 255.0, np.float32)])
-def test_other_numbers_are_as_they_are(low: float, high: float, dtype: Any):
-    world = Screen((3,))
-    world.observation_space = spaces.Box(low, high, (3,), dtype)
-    agent = agent_of(None, world, normalize_observations=False)
-    states = agent._states(np.full((2, 3), 3, dtype))[0]
-    assert torch.equal(states, torch.full((2, 3), 3.0))

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import natgrad as ng
 
@@ -79,20 +78,6 @@ def test_every_observation_space_of_one_is_learnt(name):
     seen = [env.observation_space.sample() for _ in range(3)]
     assert [agent.predict(each) for each in seen] == list(agent.predict(np.stack(seen)))
     learn(SyncVectorEnv([lambda: World(OBSERVATIONS[name])]))
-
-
-def test_an_episode_of_one_step():
-    learn(World(n=1))
-
-
-def test_a_number_is_what_a_row_of_one_is():
-    """The same world, its observation written both ways: the same returns and the same policy to the bit."""
-    agents = []
-    for shape in ((), (1,)):
-        env = World(spaces.Box(-1, 1, shape))
-        agents.append(learn(env))
-    for one, other in zip(*(agent.actor.parameters() for agent in agents), strict=True):
-        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(

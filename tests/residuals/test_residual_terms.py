@@ -81,11 +81,6 @@ def test_weights_are_numbers(weights: dict[str, float], words: str):
         ng.residuals(perceptron(2, 3, 1), {"inside": poisson}, weights)
 
 
-def test_half_precision_is_refused():
-    with pytest.raises(ValueError, match=r"call net\.double\(\)"):
-        ng.residuals(perceptron(2, 3, 1).bfloat16(), poisson)
-
-
 @pytest.mark.parametrize(
     ("returned", "same"),
     [
@@ -122,18 +117,6 @@ def test_networks_that_share_parameters_have_one_derivative():
     assert_close(now.operator.rows.mv(now.residuals), torch.cat([g.reshape(-1) for g in gradients]))
 
 
-def test_draws_of_a_term_are_the_same_for_all_evaluations_of_a_step():
-    def noisy(u, x: Tensor) -> Tensor:
-        return u(x) - torch.randn_like(x[:1])
-
-    net = perceptron(2, 6, 1)
-    opt, x = ng.residuals(net, noisy), {"residual": (draw(4),)}
-    params = ng.trainable(net)
-    now = opt.system.linearise(params, x)
-    assert_close(opt.system.residuals(params, x, now), now.residuals)
-    assert not torch.equal(opt.system.linearise(params, x).residuals, now.residuals)
-
-
 class Centred(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(0)
@@ -155,15 +138,6 @@ def test_networks_that_need_a_batch_are_refused(part, words):
         assert ng.residuals(net.eval(), poisson).step(residual=draw(3)) > 0
 
 
-def test_parameters_past_the_arguments_are_told():
-    k, net = nn.Parameter(torch.tensor(2.0).double()), perceptron(2, 6, 1)
-    bias = net.get_parameter("0.bias")
-    with pytest.warns(UserWarning, match=r"shape \(\) that is not trained.*lambda u, k, x"):
-        ng.residuals(net, lambda u, x: k * u(x)).step(residual=draw(3))
-    with pytest.raises(ValueError, match=r"'0.bias' by itself"):
-        ng.residuals(net, lambda u, x: u(x) + bias[0]).step(residual=draw(3))
-
-
 def test_a_term_without_derivative_is_told_and_changes_nothing():
     net = perceptron(2, 6, 1, activation=nn.ReLU)
     before = [p.clone() for p in net.parameters()]
@@ -180,35 +154,6 @@ def test_a_derivative_that_is_not_finite_is_named():
         opt.step(root=x)
 
 
-def test_attention_has_derivatives_and_scalar_coefficients_any_network():
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.into, self.out = nn.Linear(1, 4), nn.Linear(4, 1)
-            self.mix = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(self.mix(self.into(x[..., None])).mean(1))
-
-    k = nn.Parameter(torch.tensor(1.0).double())
-    unknowns = {"u": Attention().double(), "k": k}
-    opt = ng.residuals(unknowns, {"inside": lambda u, k, x: k * ng.laplacian(u, x) - 1, "edge": lambda u, k, x: u(x)})
-    losses = [float(opt.step(inside=draw(4), edge=draw(2))) for _ in range(2)]
-    assert losses[1] < losses[0]
-    assert k != 1
-
-
-def test_points_are_drawn_in_proportion_to_their_residuals():
-    pool, generator = torch.arange(4.0)[:, None], torch.Generator().manual_seed(0)
-    r, draws = torch.tensor([[0.0, 0.0], [0.0, 1.0], [2.0, 0.0], [3.0, 4.0]]), 4000
-    found = [draw_where_large(pool, r, 1, floor=0.5, generator=generator) for _ in range(draws)]
-    shares = torch.bincount(torch.cat(found).long()[:, 0], minlength=4) / draws
-    expected = torch.tensor([0.0, 1.0, 2.0, 5.0]) / 2 + 0.5
-    expected = expected / expected.sum()
-    assert bool(((shares - expected).abs() < 4 * (expected * (1 - expected) / draws).sqrt()).all())
-    assert draw_where_large(pool, torch.zeros(4), 4).sort(0).values.equal(pool)
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -221,15 +166,6 @@ def test_points_are_drawn_in_proportion_to_their_residuals():
 def test_pools_that_do_not_do_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         draw_where_large(*arguments)
-
-
-def test_a_term_of_coefficients_alone_is_fitted():
-    k = nn.Parameter(torch.ones(2, dtype=torch.float64))
-    x = torch.linspace(0, 1, 20, dtype=torch.float64)[:, None]
-    opt = ng.residuals({"k": k}, {"fit": lambda k, x, y: k[0] * torch.exp(-k[1] * x[0]) - y})
-    for _ in range(20):
-        opt.step(fit=(x, 2 * torch.exp(-0.5 * x[:, 0])))
-    assert (k.detach() - torch.tensor([2.0, 0.5], dtype=torch.float64)).abs().max() < 1e-8
 
 
 class ComplexWave(nn.Module):
@@ -272,10 +208,3 @@ def test_a_complex_network_takes_the_step_of_its_real_and_imaginary_parts():
     moved = torch.cat([(parts[name] - p.detach()).flatten() for name, p in net.named_parameters()])
     assert_close(loss, r.square().sum() / 2)
     assert_close(moved, expected, rtol=1e-9, atol=1e-12)
-
-
-def test_a_complex_coefficient_is_refused_with_advice():
-    with pytest.raises(
-        ValueError, match=r"net\['k'\] is a parameter of torch.complex64, expected a real one: give two"
-    ):
-        ng.residuals({"u": ComplexWave(), "k": nn.Parameter(torch.tensor(1 + 1j))}, {"inside": lambda u, k, x: k})

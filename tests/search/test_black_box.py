@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from black_boxes import rosenbrock, sphere
+from black_boxes import sphere
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.search import CGA, PBIL, Repeated
 from natgrad.search.black_box import ASKING, BlackBox
 
 
@@ -158,58 +157,6 @@ def test_rows_of_batches_that_raise_are_counted_and_have_their_values(name: str,
     assert result.fun < 0.1
 
 
-@pytest.mark.parametrize("d", [9, 10, 11])
-@pytest.mark.parametrize("popsize", [None, 9, 10, 11])
-def test_minimize_finds_the_minimum_of_a_function_of_one_point(d: int, popsize: int | None):
-    """By default 10 and 11 variables have as many candidates per generation."""
-    f, calls = count_calls(rosen)
-    result = ng.minimize(f, torch.zeros(d), 0.5, popsize=popsize, maxfevals=150, seed=1)
-    assert result.fun == pytest.approx(float(rosen(result.x)))
-    said = ng.minimize(rosenbrock, torch.zeros(d), 0.5, popsize=popsize, maxfevals=150, seed=1, vectorized=True)
-    assert said.history["best"][:10] == pytest.approx(result.history["best"][:10])
-    assert result.nfev == len(calls) <= 150
-
-
-@pytest.mark.parametrize(("f", "vectorized"), [(POINTS["one coordinate"], False), (BATCHES["columns"], True)])
-def test_who_says_it_is_not_asked(f, vectorized: bool):
-    calls: list[Tensor] = []
-    objective = BlackBox(lambda x: (calls.append(x), f(x))[1], vectorized)
-    objective(torch.ones(3, 3, dtype=torch.float64))
-    assert [x.dim() for x in calls] == ([2] if vectorized else [1, 1, 1])
-    assert objective.nfev == 3
-
-
-def test_what_was_found_out_is_kept_in_a_checkpoint(tmp_path):
-    whole = ng.minimize(POINTS["a sum of all entries"], torch.ones(6), 1.0, seed=0, maxfevals=200)
-    for budget in (100, 200):
-        parts = ng.minimize(
-            POINTS["a sum of all entries"], torch.ones(6), 1.0, seed=0, maxfevals=budget, checkpoint=tmp_path / "c"
-        )
-    assert (parts.nfev, parts.fun, parts.failures) == (whole.nfev, whole.fun, whole.failures)
-
-
-def test_a_noisy_function_of_batches_stays_one():
-    generator = torch.Generator().manual_seed(0)
-    objective = BlackBox(lambda X: X.square().sum(-1) + torch.randn(len(X), generator=generator))
-    objective(torch.ones(5, 5, dtype=torch.float64))
-    assert objective.vectorized is True
-
-
-def test_repeated_asks_too():
-    repeated = Repeated(POINTS["rosen of scipy"])
-    X = torch.randn(6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    torch.testing.assert_close(repeated(X), rosenbrock(X))
-
-
-@pytest.mark.parametrize("update", [None, PBIL(), CGA()])
-def test_searches_of_bits_ask_too(update):
-    """CGA has two candidates per generation, of two bits here."""
-    result = ng.minimize(
-        lambda x: -float(x[0]) - 2 * float(x[1]), ng.BernoulliSearch(2, seed=0, update=update), ftarget=-3
-    )
-    assert result.x.tolist() == [1, 1]
-
-
 # What fails is counted and ranked last.
 
 NOTHING: dict[str, Any] = {
@@ -255,53 +202,6 @@ def test_an_objective_without_any_value_is_a_clear_end(name: str):
     assert result.fun == math.inf
     assert result.failures > 0
     assert result.nit == 20  # and no restart
-
-
-def test_the_message_names_what_failed():
-    def misspelt(x: Tensor) -> Tensor:
-        return y.sum()  # noqa: F821 the mistake
-
-    with pytest.warns(RuntimeWarning, match="name 'y' is not defined"):
-        result = ng.minimize(misspelt, [1.0, 2.0], 1.0, seed=0)
-    assert "NameError: name 'y' is not defined" in result.message
-
-
-def test_single_entries_of_a_batch_may_fail():
-    def f(X: Tensor) -> list[Any]:
-        return [None if x[0] < 0.5 else "far" if x[0] > 3 else float(x.square().sum()) for x in X]
-
-    with pytest.warns(RuntimeWarning):
-        result = ng.minimize(f, [2.0, 2.0], 1.0, seed=0, maxfevals=500)
-    assert 0.25 <= result.fun < 0.26
-
-
-def test_a_wrong_word_about_batches_does_not_end_in_silence():
-    with pytest.warns(RuntimeWarning, match="pass vectorized=False"):
-        result = ng.minimize(lambda x: x.sum() * torch.ones(3), torch.ones(4), 1.0, vectorized=True, seed=0)
-    assert "pass vectorized=False" in result.message
-
-
-def test_noise_handling_leaves_failed_evaluations_out():
-    generator = torch.Generator().manual_seed(0)
-
-    def f(x: Tensor) -> float:
-        if float(torch.rand((), generator=generator)) < 0.2:
-            raise ArithmeticError("now and then")
-        return float(x.square().sum() + torch.randn((), generator=generator, dtype=torch.float64))
-
-    with pytest.warns(RuntimeWarning, match="now and then"):
-        result = ng.minimize(f, [5.0, 5.0, 5.0], 1.0, seed=0, noise=True, vectorized=False, maxfevals=2500)
-    assert float(result.x.square().sum()) < 1
-    assert 0.1 * result.nfev < result.failures < 0.3 * result.nfev
-
-
-def test_told_words_are_refused_at_the_door():
-    search = ng.GaussianSearch([1.0, 2.0], 1.0, popsize=4, seed=0)
-    X = search.ask()
-    for F, words in ((["1.5"] * 4, "strings"), ([1.0, None, 2.0, 3.0], "NaN for an evaluation that failed")):
-        with pytest.raises(ValueError, match=words):
-            search.tell(X, F)
-    assert search.nfev == 0
 
 
 # Objectives that misbehave, drawn.

@@ -25,16 +25,6 @@ def table(X: Tensor) -> Tensor:
     return sum(torch.tensor(s, dtype=torch.float64)[X[:, i].long()] for i, s in enumerate(scores))
 
 
-def test_draws_have_the_probabilities():
-    search = CategoricalSearch(SIZES, popsize=20_000, seed=0)
-    search.theta = torch.randn(9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    X = search.ask()
-    for i, p in enumerate(search.probabilities):
-        assert_close(p.sum(), torch.ones((), dtype=torch.float64))
-        found = torch.bincount(X[:, i].long(), minlength=SIZES[i]) / len(X)
-        assert_close(found.double(), p, atol=5 * 0.5 / len(X) ** 0.5, rtol=0)
-
-
 def test_the_slope_is_the_natural_gradient():
     """Changes of E_p[f] along theta - s b: the derivative is minus the variance of b T, which no other slope beats."""
     search = CategoricalSearch(SIZES, seed=0)
@@ -49,20 +39,6 @@ def test_the_slope_is_the_natural_gradient():
     assert_close(b, torch.linalg.pinv(fisher, atol=1e-10) @ gradient)  # the shortest, as columns add up to one
 
 
-def test_a_sum_over_variables_is_minimised_as_soon_as_there_are_more_draws_than_values():
-    result = ng.minimize(table, CategoricalSearch(SIZES, popsize=10, seed=0), ftarget=0.5, maxfevals=200)
-    assert result.success
-    assert result.x.tolist() == [1, 0, 3]
-
-
-@pytest.mark.parametrize("update", [PBIL(0.2, best=3), CGA()])
-def test_ranks_alone_find_it_too(update: PBIL | CGA):
-    result = ng.minimize(
-        lambda X: torch.exp(table(X)), CategoricalSearch(SIZES, seed=0, update=update), ftarget=2, maxfevals=3000
-    )
-    assert result.x.tolist() == [1, 0, 3]
-
-
 def test_pbil_moves_the_probabilities_by_the_natural_gradient():
     search = CategoricalSearch((3,), popsize=8, seed=0, update=PBIL(0.3, best=2), margin=0.01)
     X = search.ask()
@@ -70,47 +46,6 @@ def test_pbil_moves_the_probabilities_by_the_natural_gradient():
     search.tell(X, F)
     best = torch.nn.functional.one_hot(X[F.argsort()[:2], 0].long(), 3).double().mean(0)
     assert_close(search.probabilities[0], 0.7 / 3 + 0.3 * best)
-
-
-def test_two_categories_are_bits():
-    one = CategoricalSearch([2] * 5, popsize=8, seed=0, update=PBIL(0.4, 2), margin=0.1)
-    other = ng.BernoulliSearch(5, popsize=8, seed=0, update=PBIL(0.4, 2), margin=0.1)
-    for _ in range(6):
-        X = one.ask()
-        F = X @ torch.arange(1.0, 6.0, dtype=torch.float64)
-        one.tell(X, F)
-        other.tell(X, F)
-        assert_close(torch.stack([p[1] for p in one.probabilities]), other.probabilities)
-
-
-def test_what_is_at_its_least_uses_up_no_step():
-    """A step that keeps a settled variable where it is has no length there; one that frees it has."""
-    search = CategoricalSearch(SIZES, seed=0)
-    search.theta = search._limit_parameters(torch.tensor([50.0, 0, 0, 0, 0, 50, 0, 0, 0], dtype=torch.float64))
-    keeping = torch.tensor([-900.0, 5, 7, 2, 1, -800, 1, 2, 3], dtype=torch.float64)
-    found = search._drop_limited(keeping)
-    assert_close(found[:3], found[:1].expand(3))
-    assert_close(found[5:], found[5:6].expand(4))
-    assert_close(found[3:5], keeping[3:5])  # neither of these two is at its least
-    freeing = torch.tensor([5.0, -900, 7, 2, 1, -800, 1, 2, 3], dtype=torch.float64)
-    found = search._drop_limited(freeing)
-    assert float(found[1]) == -900
-    assert float(found[2]) < 7  # lowered still, as all are beside the second
-
-
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_light_variables_are_settled_after_the_heavy_ones(size: int):
-    """Weights up to 1.5^19: a step whose length the settled ones use up took five to ten times as many evaluations."""
-    n, generator = 20, torch.Generator().manual_seed(0)
-    costs = torch.rand(n, size, generator=generator, dtype=torch.float64) + 0.1
-    goal = torch.randint(0, size, (n,), generator=generator)
-    costs[torch.arange(n), goal] = 0
-
-    def weigh_categories(X: Tensor) -> Tensor:
-        return costs[torch.arange(n), X.long()] @ 1.5 ** torch.arange(n, dtype=torch.float64)
-
-    result = ng.minimize(weigh_categories, CategoricalSearch([size] * n, seed=0), ftarget=1e-9, maxfevals=150 * size)
-    assert result.x.tolist() == goal.tolist()
 
 
 @pytest.mark.parametrize("update", [None, PBIL(1.0, 1), CGA(0.01)])
@@ -197,15 +132,3 @@ def test_bad_arguments_are_named(case: str):
     call, kind, words = WRONG[case]
     with pytest.raises(kind, match=words):
         call()
-
-
-@pytest.mark.parametrize("entry", [0.5, 3.0, -1.0])
-def test_categories_are_numbers_of_values(entry: float):
-    search = CategoricalSearch([3], popsize=2, seed=0)
-    with pytest.raises(ValueError, match="no numbers of values"):
-        search.tell([[0.0], [entry]], [0.0, 1.0])
-
-
-def test_states_load_only_where_they_fit():
-    with pytest.raises(ValueError, match="9 values in all"):
-        CategoricalSearch([3, 2, 3], popsize=20).load_state_dict(CategoricalSearch(SIZES).state_dict())

@@ -52,14 +52,6 @@ def test_workers_have_points_beyond_the_generation():
     assert result.nit * 6 <= pool.number
 
 
-def test_without_points_ahead_the_same_pool_would_wait_for_ever():
-    with pytest.warns(RuntimeWarning, match=r"no worker answered for 0\.05 seconds"):
-        result = ng.minimize(
-            one_value, [1.0, 2.0], 1.0, popsize=6, executor=Waiting(10), timeout=0.05, maxfevals=6, **SETTINGS
-        )
-    assert result.failures == result.nfev == 6
-
-
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_stragglers_are_cut(ahead: int):
     with pytest.warns(RuntimeWarning, match="no worker answered"):
@@ -75,15 +67,6 @@ def test_stragglers_are_cut(ahead: int):
         )
     assert 1 <= result.failures <= 3
     assert result.fun < 1e-3
-
-
-@pytest.mark.parametrize("settings", [{"ahead": 3}, {"timeout": 5.0}, {"ahead": 3, "timeout": 5.0}], ids=str)
-def test_lost_points_are_evaluated_elsewhere(settings: dict[str, Any]):
-    with pytest.warns(RuntimeWarning, match="the executor lost 1 points"):
-        result = ng.minimize(
-            one_value, [1.0, 2.0], 1.0, executor=Waiting(1, lost=(5, 40)), maxfevals=120, **settings, **SETTINGS
-        )
-    assert result.failures == 0
 
 
 @pytest.mark.parametrize("vectorized", [None, False, True])
@@ -187,26 +170,6 @@ def test_ray_evaluates_points(monkeypatch: pytest.MonkeyPatch):
     assert torch.equal(here.x, there.x)
     assert (ray.tasks, ray.puts) == (there.nfev, 1)  # the function is sent once
     assert ray.chosen == {"max_retries": 0, "num_cpus": 2}
-
-
-def test_a_dead_worker_of_ray_costs_no_point(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "ray", FakeRay(dies=7))
-    here = ng.minimize(one_value, [1.0, 2.0], 1.0, maxfevals=96, **SETTINGS)
-    with pytest.warns(RuntimeWarning, match="Ray lost the task"):
-        there = ng.minimize(one_value, [1.0, 2.0], 1.0, maxfevals=96, executor=RayPool(), **SETTINGS)
-    assert torch.equal(here.x, there.x)
-    assert there.failures == 0
-
-
-def test_what_f_raises_in_a_task_is_said_of_f(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "ray", FakeRay())
-
-    def fails(x: torch.Tensor) -> float:
-        raise KeyError("no such file")
-
-    with pytest.warns(RuntimeWarning, match="f raised KeyError: 'no such file'"):
-        result = ng.minimize(fails, [1.0, 2.0], 1.0, maxfevals=12, executor=RayPool(), **SETTINGS)
-    assert result.failures == result.nfev
 
 
 def test_without_ray_the_pool_says_what_to_install(monkeypatch: pytest.MonkeyPatch):

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import natgrad as ng
-from natgrad.search import BIPOP, IPOP
+from natgrad.search import IPOP
 from natgrad.search.gaussian import draw_orthogonal_normals
 
 
@@ -22,29 +22,6 @@ def test_rows_are_orthogonal_d_at_a_time():
         products = block @ block.mT
         assert_close(products, torch.diag(products.diagonal()), atol=1e-12, rtol=0)
     assert float((rows[2] @ rows[3]).abs()) > 1e-3  # of different blocks
-
-
-def test_a_block_of_d_rows_has_the_same_square_sum_along_every_direction():
-    rows = draw(5, 5, seed=1)
-    units = rows / rows.norm(dim=1, keepdim=True)
-    assert_close(units.mT @ units, torch.eye(5, dtype=torch.float64), atol=1e-12, rtol=0)
-
-
-def test_each_row_is_a_standard_normal_vector():
-    """Mean, covariance, fourth moment and the length are those of N(0, I), within six standard errors."""
-    rows = torch.stack([draw(4, 3, seed) for seed in range(4000)])  # (4000, 4, 3)
-    for place in range(4):
-        z = rows[:, place]
-        assert float(z.mean(0).abs().max()) < 6 * (1 / 4000) ** 0.5
-        assert float((z.mT @ z / 4000 - torch.eye(3)).abs().max()) < 6 * (2 / 4000) ** 0.5
-        assert float((z**4).mean(0).sub(3).abs().max()) < 6 * (96 / 4000) ** 0.5
-        assert abs(float(z.square().sum(1).var()) - 6) < 6 * (480 / 4000) ** 0.5
-
-
-def test_a_single_variable_is_drawn_as_it_was():
-    generator = torch.Generator().manual_seed(3)
-    expected = torch.randn(4, 1, generator=generator, dtype=torch.float64)
-    assert_close(draw(4, 1, seed=3), expected)
 
 
 def run_above_zero(ftarget: float | None, restarts) -> ng.search.SearchResult:
@@ -73,8 +50,3 @@ def test_a_run_that_settles_above_the_target_makes_room_for_the_next():
     assert aimed.message.startswith("tolfun")
     assert aimed.fun - 1 < 1e-11
     assert not aimed.success
-
-
-def test_a_target_of_minus_infinity_ends_no_run():
-    aimed, free = run_above_zero(-torch.inf, BIPOP(1)), run_above_zero(None, BIPOP(1))
-    assert aimed.nfev == free.nfev

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 import natgrad as ng
 from natgrad.search import QuadraticSurrogate
 from natgrad.search.black_box import BlackBox
-from natgrad.search.surrogate import SurrogateEvaluations, kendall_tau, mix_values
+from natgrad.search.surrogate import SurrogateEvaluations
 
 
 def ellipsoid(X: Tensor) -> Tensor:
@@ -64,30 +64,6 @@ def test_the_model_of_a_quadratic_function_is_the_function():
     assert_close(minimum, torch.zeros(5, dtype=torch.float64), atol=1e-5, rtol=0)
 
 
-def test_a_saddle_has_no_minimum():
-    search = ng.GaussianSearch(torch.ones(2), 1.0, popsize=30, seed=0)
-    ranked = SurrogateEvaluations(BlackBox(lambda X: X[:, 0] * X[:, 1], True), QuadraticSurrogate())
-    ranked.evaluate_generation(search)
-    model = ranked._fit(search)
-    assert model is not None
-    assert model.find_minimum() is None
-
-
-def test_kendall_s_tau_counts_pairs():
-    first = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    assert kendall_tau(first, first.exp()) == 1
-    assert kendall_tau(first, -first) == -1
-    assert kendall_tau(first, torch.tensor([2.0, 1.0, 3.0, 4.0])) == pytest.approx(4 / 6)
-
-
-def test_predicted_values_lie_above_the_least_true_one():
-    values = torch.tensor([torch.nan, 5.0, torch.inf, 7.0, torch.nan], dtype=torch.float64)
-    found = mix_values(values, torch.tensor([-3.0, 1.0, 0.0, 2.0, -1.0], dtype=torch.float64))
-    assert found.argsort().tolist() == [1, 0, 4, 3, 2]
-    assert float(found[1]) == 5
-    assert float(found[2]) == torch.inf
-
-
 @pytest.mark.parametrize(
     "f",
     [lambda X: torch.full((len(X),), torch.nan), lambda X: torch.zeros(len(X)), lambda X: X.sum(1) * torch.inf],
@@ -97,20 +73,6 @@ def test_predicted_values_lie_above_the_least_true_one():
 def test_functions_without_a_model_end(f):
     result = ng.minimize(f, torch.ones(3), 1.0, surrogate=True, maxfevals=1200, seed=0, vectorized=True)
     assert result.message
-
-
-def test_bounds_and_failures_and_integers():
-    def bowl(X: Tensor) -> Tensor:
-        values = (X - torch.tensor([3.0, 0.2, 1.0])).square().sum(1)
-        return torch.where(X[:, 1] > 0.8, torch.nan, values)
-
-    with pytest.warns(RuntimeWarning, match="NaN"):
-        result = ng.minimize(
-            bowl, torch.zeros(3), 1.0, bounds=(-1, 2), integers=[2], surrogate=True, ftarget=1 + 1e-6, seed=0,
-            vectorized=True, maxfevals=1200,
-        )  # fmt: skip
-    assert result.success
-    assert result.x[2] == 1
 
 
 def test_a_resumed_search_is_the_uninterrupted_one(tmp_path):
@@ -137,9 +99,3 @@ def test_a_resumed_search_is_the_uninterrupted_one(tmp_path):
 def test_bad_arguments_are_named(arguments, error, match):
     with pytest.raises(error, match=match):
         ng.minimize(ellipsoid, **({"x0": torch.ones(5), "sigma0": 1.0, "maxfevals": 100} | arguments))
-
-
-@pytest.mark.parametrize("correlation", [0.0, 1.0, float("nan")])
-def test_a_correlation_lies_between_0_and_1(correlation):
-    with pytest.raises(ValueError, match="correlation"):
-        QuadraticSurrogate(correlation)

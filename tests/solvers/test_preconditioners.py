@@ -69,31 +69,6 @@ def test_the_running_average_draws_anew_and_is_kept():
     assert_close(seen[1], (0.5 * singles[0][0] + singles[1][0]) / 1.5, 1e-9)
 
 
-@pytest.mark.parametrize("kept", [{"empirical": True}, {"samples": None}])
-def test_every_diagonal_has_a_running_average(kept):
-    choice, model = ng.DiagonalPreconditioner(power=1.0, decay=0.5, **kept), net()
-    params, metric = ng.trainable(model), ng.gauss_newton(model, CE)
-    first, second = ((X[part], Y[part]) for part in (slice(0, 4), slice(4, 8)))
-    single = ng.DiagonalPreconditioner(power=1.0, **kept)
-    singles = [
-        1 / single.update(None, metric, params, d, LAMBDA, metric.at(params, d))[0].diagonal() - LAMBDA
-        for d in (first, second)
-    ]
-    _, memory = choice.update(None, metric, params, first, LAMBDA, metric.at(params, first))
-    P, _ = choice.update(memory, metric, params, second, LAMBDA, metric.at(params, second))
-    assert_close(1 / P.diagonal() - LAMBDA, (0.5 * singles[0] + singles[1]) / 1.5, 1e-9)
-
-
-def test_probes_are_drawn_anew_at_every_step():
-    model = mlp(3, 4, 2)
-    params, metric = ng.trainable(model), ng.gauss_newton(model, lambda r, t: (r - t).pow(4).mean())
-    data, choice, memory, seen = (X, draw(8, 2)), ng.DiagonalPreconditioner(), None, []
-    for _ in range(2):
-        P, memory = choice.update(memory, metric, params, data, LAMBDA, metric.at(params, data))
-        seen.append(P.diagonal())
-    assert not torch.equal(*seen)
-
-
 def test_metrics_without_labels_are_probed_by_products():
     matrix = torch.diag(torch.tensor([3.0, 1.0, 2.0], dtype=F64))
     assert_close(probed_diagonal(DenseOperator(matrix) + DenseOperator(matrix), 1), 2 * matrix.diagonal(), 1e-14)
@@ -239,28 +214,6 @@ def test_zeros_on_the_diagonal_do_not_become_infinite():
     assert torch.isfinite(safe_power(torch.zeros(2), -1.0)).all()
 
 
-@pytest.mark.parametrize(
-    ("build", "kind", "words"),
-    [
-        (lambda m: ng.DiagonalPreconditioner(power=0), ValueError, "power is 0"),
-        (lambda m: ng.DiagonalPreconditioner(samples=0), ValueError, "samples is 0"),
-        (lambda m: ng.DiagonalPreconditioner(samples=1.5), ValueError, "samples is 1.5"),
-        (lambda m: ng.EmpiricalPreconditioner(0), ValueError, "examples is 0"),
-        (lambda m: ng.EmpiricalPreconditioner(2.5), ValueError, "examples is 2.5"),
-        (lambda m: ng.hessian_free(m, CE, preconditioner=ng.DiagonalPreconditioner), TypeError, "parentheses"),
-        (lambda m: ng.hessian_free(m, CE, preconditioner=3), TypeError, "expected a natgrad Preconditioner"),
-        (
-            lambda m: ng.hessian_free(m, CE, solver=ng.Direct(), preconditioner=ng.DiagonalPreconditioner()),
-            TypeError,
-            "takes no preconditioner",
-        ),
-    ],
-)
-def test_bad_choices_are_named(build, kind, words):
-    with pytest.raises(kind, match=words):
-        build(net())
-
-
 def test_a_structure_that_cannot_be_one_is_named():
     model = net()
     opt = ng.hessian_free(model, CE, preconditioner=ng.Exact())
@@ -269,3 +222,16 @@ def test_a_structure_that_cannot_be_one_is_named():
     opt = ng.NaturalGradient(model, ng.hessian(model, CE), solver=ng.MinresQLP(), preconditioner=ng.Dense())
     with pytest.raises(TypeError, match="negative eigenvalues"):
         iterate(opt, model, X, Y)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"preconditioner": ng.DiagonalPreconditioner}, "parentheses"),
+        ({"preconditioner": 3}, "expected a natgrad Preconditioner"),
+        ({"solver": ng.Direct(), "preconditioner": ng.DiagonalPreconditioner()}, "takes no preconditioner"),
+    ],
+)
+def test_what_is_no_preconditioner_is_refused(options, words):
+    with pytest.raises(TypeError, match=words):
+        ng.hessian_free(net(), CE, **options)

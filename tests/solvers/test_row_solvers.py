@@ -91,35 +91,6 @@ class NamedRows(ng.Operator):
         return self.matrix @ (self.matrix.mT @ vector)
 
 
-def test_without_steps_it_is_the_approximation_which_is_exact_at_full_rank():
-    operator = rows_operator()
-    root = operator.root()
-    expected = torch.linalg.solve(root @ root.mT + 0.1 * torch.eye(operator.size).double(), root @ WEIGHTS)
-    whole = Nystrom(9, max_steps=0).factorise(operator, 0.1).solve(WEIGHTS)
-    assert_close(whole.value, expected, 1e-8)
-    part = Nystrom(3, max_steps=0).factorise(operator, 0.1).solve(WEIGHTS)
-    assert part.status is ng.Status.MAX_STEPS
-    assert float(part.residual) > 1e-6
-
-
-BAD = [
-    (lambda: PseudoInverse(-1.0), "cut is -1.0"),
-    (lambda: PseudoInverse(1.0), "nothing would be left"),
-    (lambda: Nystrom(0), "rank is 0"),
-    (lambda: Nystrom(rtol=0.0), "rtol is 0.0"),
-    (lambda: Nystrom(max_steps=-1), "max_steps is -1"),
-    (lambda: Nystrom().factorise(rows_operator(), 0.0), "damping is 0.0"),
-    (lambda: Nystrom().factorise(ng.operators.DenseOperator(torch.eye(2)), 1.0), "has no rows"),
-    (lambda: PseudoInverse().factorise(ng.operators.DenseOperator(torch.eye(2)), 1.0), "has no rows"),
-]
-
-
-@pytest.mark.parametrize(("make", "said"), BAD)
-def test_bad_choices_are_named(make, said: str):
-    with pytest.raises(ValueError, match=said):
-        make()
-
-
 def test_least_squares_takes_products_beyond_its_largest_matrix():
     operator = rows_operator(9)
     assert isinstance(ng.LeastSquares(largest=9).choose(operator), ng.SampleSpace)

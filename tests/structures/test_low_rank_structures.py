@@ -11,15 +11,13 @@ import pytest
 import torch
 from engine_state import blocks_of, change_state, metric_of
 from layer_blocks import operator_of, place
-from models import CASES, F64, X3, assert_close, build_seeded, draw, mlp, reference_metric
+from models import CASES, F64, assert_close, build_seeded, draw, mlp
 from optim_models import CE, X, Y, flat, flat_gradient, net
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.layers.moments import gradients
-from natgrad.operators import Arranged, KroneckerOperator, Spiked, SpikedKronecker, Spikes
-from natgrad.structures import hear_metric
-from natgrad.structures.low_rank_covariance import group_gradients, leading, spike_values
+from natgrad.operators import KroneckerOperator, Spiked, SpikedKronecker, Spikes
+from natgrad.structures.low_rank_covariance import leading, spike_values
 from natgrad.testing import check_operator, check_structure
 
 EXACT = ng.ExactLabels()
@@ -59,20 +57,6 @@ OPERATORS: dict[str, Callable[[], ng.Operator]] = {
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_operator_is_sound(name: str):
     check_operator(OPERATORS[name]())
-
-
-@pytest.mark.parametrize("name", [name for name in OPERATORS if "factored" not in name])
-@pytest.mark.parametrize("damping", [1e-3, 10.0])
-def test_the_damped_inverse_inverts(name: str, damping: float):
-    operator = OPERATORS[name]()
-    inverse = operator.inverse(damping)
-    assert inverse is not None
-    assert_close(operator.shift(damping).dense() @ inverse.dense(), torch.eye(operator.size, dtype=F64), 1e-10)
-
-
-def test_two_sides_are_a_kronecker_product():
-    left, right = spikes(5, 2), spikes(6, 3, seed=4)
-    assert_close(SpikedKronecker(left, right).dense(), torch.kron(left.dense(), right.dense()), 1e-13)
 
 
 def test_factored_damping_is_kfac_s_and_the_smoothing_of_the_online_natural_gradient():
@@ -146,44 +130,6 @@ def test_factors_of_few_examples_are_kfac_s():
     assert_close(exact.dense(), expected.dense(), 1e-12)
 
 
-def test_running_averages_are_bias_corrected_where_the_span_stays():
-    model, params = wide()
-    metric, basis, memory = ng.fisher(model, ng.Categorical()), draw(3, 12), None
-    online = ng.OnlineLowRank(0.9, EXACT, rank_in=3)
-    kfac, before = ng.Kronecker(0.9, EXACT), None
-    for seed in range(4):
-        x = torch.cat([draw(5, 2, seed=seed), torch.ones(5, 1, dtype=F64)], dim=1)
-        x = x[:, :2] @ basis[:2] + basis[2]  # inputs with a one appended within three dimensions
-        found, memory = online.update(memory, metric, params, x)
-        expected, before = kfac.update(before, metric, params, x)
-        assert_close(found.parts[0][1].right.dense(), expected.parts[0][1].right, 1e-12)  # type: ignore[attr-defined]
-        assert_close(found.parts[0][1].left.trace(), expected.parts[0][1].left.trace(), 1e-2)  # type: ignore[attr-defined]
-
-
-def test_one_gradient_s_rows_and_columns_give_its_outer_product():
-    # one example, one output: the layer's Fisher is vec(g) vec(g)^T with g of rank one
-    model = build_seeded(lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)))
-    case = dataclasses.replace(CASES["gaussian"], inputs=draw(1, 5))
-    params = ng.trainable(model)
-    structure = ng.OnlineLowRank(estimate=EXACT, gradient=True, rank_in=1, rank_out=1)
-    operator, _ = structure.update(None, ng.fisher(model, case.family), params, case.inputs)
-    dense = reference_metric(case, model, params)
-    assert isinstance(operator, Arranged)
-    for layout, part in operator.parts:
-        where = place(operator, layout)
-        assert_close(part.dense(), dense[where][:, where], 1e-12)
-
-
-def test_the_trace_of_the_gradient_s_metric_is_its_square():
-    model, params = CASES["mlp"].make()
-    metric = ng.fisher(model, ng.Categorical())
-    structure = ng.OnlineLowRank(gradient=True, rank_in=1, rank_out=1)
-    found = hear_metric(metric, params, X3, ng.Sampled(), torch.Generator().manual_seed(0))
-    operator, _ = structure.update(None, metric, params, X3)
-    for seen, (_, part) in zip(found.layers, operator.parts, strict=True):
-        assert_close(part.trace(), seen.gradient().square().sum(), 1e-10)
-
-
 def test_norms_get_exact_blocks_and_embeddings_the_diagonal():
     model = CASES["sequence"].make()[0]
     opt = ng.online_ng(model, CE)
@@ -200,17 +146,6 @@ def test_norms_get_exact_blocks_and_embeddings_the_diagonal():
     for layout, part in found.parts:
         if layout.names == ("norm.weight", "norm.bias"):
             assert_close(part.dense(), by_name[layout.names].dense(), 1e-13)
-
-
-def test_memory_is_thin():
-    model = build_seeded(lambda: nn.Linear(300, 200))
-    opt = ng.online_ng(model, CE, momentum=0.0)
-    opt.loss(model(draw(8, 300)), torch.arange(8)).backward()
-    opt.step()
-    # per side: directions, their eigenvalues and one more, of the inputs with a one appended and of the derivatives
-    sides = 20 * 302 + 1 + 80 * 201 + 1
-    # the inverse has eigenvalues of its own, and shares the directions
-    assert sum(row.memory for row in opt.report()) == sides + 81 * 21
 
 
 # covariance
@@ -263,45 +198,6 @@ def test_the_leading_directions_are_the_best_of_their_rank():
     assert_close(spike_values(*leading(rows[:4], 5), 5).dense(), rows[:4].mT @ rows[:4], 1e-12)
 
 
-def test_repeated_directions_are_left_out():
-    rows = torch.cat([draw(2, 6)] * 3)
-    found = spike_values(*leading(rows, 5), 5)
-    assert_close(found.dense(), rows.mT @ rows, 1e-12)
-    assert bool(found.inverse(1e-3).dense().isfinite().all())
-
-
-def test_damping_refers_to_the_kept_eigenvalues():
-    values, vectors = leading(draw(8, 30), 4)
-    assert_close(spike_values(values, vectors, 4).mean_eigenvalue(), values.mean(), 1e-15)
-
-
-def test_groups_of_examples_have_the_second_moment_of_all():
-    a, deltas = draw(60, 1, 1, 3), draw(60, 1, 1, 2, seed=1) + 1  # with a mean, which must not count double
-    each = torch.cat([g.flatten(1) for g in gradients(a, deltas)])
-    moment, found, generator = each.mT @ each, [], torch.Generator().manual_seed(0)
-    for _ in range(600):
-        order = torch.randperm(60, generator=generator)
-        groups = torch.stack(group_gradients(a[order], deltas[order], 8)).flatten(1)
-        assert len(groups) == 8
-        found.append(groups.mT @ groups)
-    # over all orders of the examples, pairs within a group keep the mean of their signs' products, which is small
-    signs = torch.stack(group_gradients(torch.ones(60, 1, 1, 1), torch.ones(60, 1, 1, 1), 8))
-    share = float(signs.square().sum() - 60) / (60 * 59)
-    assert abs(share) < 0.01
-    expected = (1 - share) * moment + share * each.sum(0).outer(each.sum(0))
-    error = torch.stack(found).std(0) / 600**0.5
-    assert bool(((torch.stack(found).mean(0) - expected).abs() <= 6 * error).all())
-    one_each = torch.stack(group_gradients(a, deltas, 60)).flatten(1)
-    assert_close(one_each.mT @ one_each, moment, 1e-13)
-
-
-@pytest.mark.parametrize("case", ["rank_in", "rank_out", "rank"])
-def test_ranks_are_checked(case: str):
-    build = ng.LowRankCovariance if case == "rank" else ng.OnlineLowRank
-    with pytest.raises(ValueError, match=f"{case} is 0, expected an integer >= 1"):
-        build(**{case: 0})  # type: ignore[arg-type]
-
-
 # failures, and every module
 
 MODULES = ["sequence, tied", "odd convolutions", "attention", "batch norm, training", "bare parameter", "not reached"]
@@ -331,8 +227,9 @@ def test_a_dead_layer_does_no_harm(recipe: Callable[..., Any]):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize("recipe", [ng.online_ng, ng.tonga])
+@pytest.mark.parametrize(
+    ("name", "recipe"), [(name, (ng.online_ng, ng.tonga)[i % 2]) for i, name in enumerate(MODULES)]
+)
 def test_every_module_trains_and_every_parameter_is_reported(recipe: Callable[..., Any], name: str):
     case = CASES[name]
     model, params = case.make()
@@ -340,7 +237,7 @@ def test_every_module_trains_and_every_parameter_is_reported(recipe: Callable[..
         targets = case.family.sample(model(case.inputs), torch.Generator().manual_seed(1))
     opt, losses = recipe(model, case.family), []
     torch.manual_seed(0)
-    for _ in range(15):
+    for _ in range(10):
         opt.zero_grad()
         loss = opt.loss(model(case.inputs), targets)
         loss.backward()

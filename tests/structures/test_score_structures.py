@@ -13,7 +13,6 @@ from models import assert_close, build_seeded, draw
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.ground.densities import Density, Energy
 from natgrad.operators import Arranged
 from natgrad.testing import check_structure
 
@@ -119,22 +118,12 @@ def test_kronecker_is_exact_where_one_side_is_constant():
         assert_close(part(found, LAYERS[-1]), layer_block(dense, params, *LAYERS[-1]), rtol=1e-10)
 
 
-def test_eigenkronecker_is_nearer_than_kronecker():
-    net, x = energy_net(), draw(20, 3)
-    params, metric = ng.trainable(net), ng.score_metric(net)
-    dense = metric.at(params, x).dense()
-    near, far = (s.update(None, metric, params, x)[0] for s in (ng.EigenKronecker(**EXACT), ng.Kronecker(**EXACT)))
-    for names in LAYERS[:2]:
-        block = layer_block(dense, params, *names)
-        assert (part(near, names) - block).norm() < (part(far, names) - block).norm() < 0.9 * block.norm()
-
-
 @pytest.mark.parametrize("structure", [ng.Diagonal, ng.UnitWise, ng.Kronecker], ids=lambda s: s.__name__)
 def test_random_slices_are_unbiased(structure):
     net, x = energy_net(), draw(6, 3)
     params, metric = ng.trainable(net), ng.score_metric(net)
     expected = structure(**EXACT).update(None, metric, params, x)[0].trace()
-    draws = [structure(estimate=ng.Sampled(1), seed=i).update(None, metric, params, x)[0].trace() for i in range(200)]
+    draws = [structure(estimate=ng.Sampled(1), seed=i).update(None, metric, params, x)[0].trace() for i in range(40)]
     found = torch.stack(draws)
     assert abs(found.mean() - expected) < 4 * found.std() / len(found) ** 0.5
 
@@ -166,26 +155,6 @@ def test_products_whose_rows_are_not_examples_are_left_to_the_diagonal():
     found, memory = ng.UnitWise(**EXACT).update(None, metric, params, x)
     assert memory["held"] == []
     assert_close(found.dense(), torch.diag(metric.at(params, x).dense().diagonal()))
-
-
-class Closed(Energy):
-    """A density that knows its Jacobian: the structures still read the graph."""
-
-    def score_jacobian(self, params: Any, inputs: Tensor) -> Tensor:
-        found = torch.func.jacrev(lambda p: self.scores(p, inputs))({n: p.detach() for n, p in params.items()})
-        return torch.cat([part.flatten(2) for part in found.values()], dim=2)
-
-
-def test_densities_with_closed_forms_and_chunks():
-    net, x = energy_net(), draw(6, 3)
-    params = ng.trainable(net)
-    expected = ng.Kronecker(**EXACT).update(None, ng.score_metric(net), params, x)[0].dense()
-    for metric in (ng.score_metric(Closed(net)), ng.score_metric(net, chunk_size=2)):
-        assert_close(ng.Kronecker(**EXACT).update(None, metric, params, x)[0].dense(), expected)
-
-
-def ratio_params() -> dict[str, Tensor]:
-    return {"xi": tensor(VECTORS["ratio_matching"]["inputs"]["xi"])}
 
 
 CASES = {
@@ -255,17 +224,6 @@ def test_blocks_of_units_are_the_metrics_own(name):
     assert_close(again.dense(), (0.5 * dense + metric.at(params, 2 * x).dense()) / 1.5 * mask, rtol=1e-11)
 
 
-def test_blocks_of_units_by_products_alone():
-    def divergence(given: Any, other: Any, inputs: Tensor) -> Tensor:
-        moved = [given[name] - other[name] for name in given]
-        return torch.cat([part @ inputs for part in moved]).square().sum() + torch.cat(moved).sum() ** 2
-
-    params, units = {"W": draw(2, 3).requires_grad_(), "V": draw(2, 3).requires_grad_()}, ({"V": 0, "W": 0},)
-    found, _ = ng.Blocks(units=units).update(None, ng.divergence(divergence), params, draw(3))
-    dense = ng.divergence(divergence).at(params, draw(3)).dense()
-    assert_close(found.dense(), dense * mask_units(params, units), rtol=1e-11)
-
-
 def test_blocks_without_a_root_and_with_a_memory():
     def divergence(given: Any, other: Any, inputs: Tensor) -> Tensor:
         return 0.5 * ((given["W"] - other["W"]) @ inputs.mT).square().sum() + (given["W"] - other["W"]).sum() ** 2
@@ -301,7 +259,7 @@ def test_blocks_say_what_is_wrong(options, words):
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-STRUCTURES = [ng.Diagonal(0.9), ng.UnitWise(0.9), ng.Kronecker(0.9), ng.EigenKronecker(0.9), ng.Blocks(0.9)]
+STRUCTURES = [ng.UnitWise(0.9), ng.EigenKronecker(0.9), ng.Blocks(0.9)]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=lambda s: type(s).__name__)
@@ -327,58 +285,3 @@ def test_an_optimizer_matches_scores_with_every_structure(structure):
     step(later, other)
     for name, p in params.items():
         assert torch.equal(p, ng.trainable(other)[name])
-
-
-def test_reports_name_the_parameters_that_fell_back():
-    net = build_seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1)))
-    opt = ng.NaturalGradient(net, ng.score_metric(net), structure=ng.Kronecker(), damping=0.1)
-    ng.score_matching_loss(net, ng.trainable(net), draw(6, 3)).backward()
-    opt.step()
-    kinds = {row.parameter: row.structure for row in opt.report()}
-    assert kinds["0.weight"] == kinds["3.weight"] == "Kronecker"
-    assert kinds["3.bias"] == "not read yet"  # it moves no score, and has no gradient
-    assert kinds["1.weight"] == kinds["1.bias"] == "Diagonal"
-
-
-def test_score_is_the_score():
-    net, x = energy_net(), draw(5, 3)
-    score, params = ng.Score(net), ng.trainable(net)
-    expected = Density.scores(Energy(net), params, x)
-    assert_close(score(x).detach(), expected.detach())
-    with torch.no_grad():
-        assert not score(x).requires_grad
-    with pytest.raises(ValueError, match="one energy each"):
-        ng.Score(nn.Linear(3, 2).double())(x)
-    with pytest.raises(TypeError, match="energies"):
-        ng.Score(lambda y: y)  # type: ignore[arg-type]
-
-
-def test_the_fisher_of_a_score_with_a_gaussian_is_the_score_metric():
-    net, x = energy_net(), draw(5, 3)
-    score = ng.Score(net)
-    expected = ng.score_metric(net).at(ng.trainable(net), x).dense()
-    found = ng.fisher(score, ng.Gaussian()).at(ng.trainable(score), x)
-    assert_close(found.dense(), expected)
-    for structure in (ng.Diagonal(**EXACT), ng.Kronecker(**EXACT)):
-        one, _ = structure.update(None, ng.fisher(score, ng.Gaussian()), ng.trainable(score), x)
-        two, _ = structure.update(None, ng.score_metric(net), ng.trainable(net), x)
-        assert_close(one.dense(), two.dense())
-
-
-@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng])
-def test_drop_in_optimizers_denoise(recipe):
-    net, x = energy_net(), 0.5 * draw(200, 3) + 1
-    score = ng.Score(net)
-    opt, noise, z = recipe(score, nn.MSELoss()), 0.5, draw(200, 3, seed=1)
-    losses = []
-    for _ in range(20):
-        opt.zero_grad()
-        loss = opt.loss(score(x + noise * z), -z / noise)
-        loss.backward()
-        opt.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.99 * losses[0]  # what noise leaves is most of it
-    kinds = {row.structure for row in opt.report()}
-    assert len(kinds) == 1
-    assert kinds == {type(opt.structure).__name__}
-    assert opt.state_report().failures == 0

@@ -7,7 +7,7 @@ import io
 import pytest
 import torch
 from models import CASES, Case, assert_close, draw
-from optim_models import CE, X, Y, deep, iterate, net, same
+from optim_models import deep, net, same
 from torch import nn
 
 import natgrad as ng
@@ -67,46 +67,7 @@ def test_the_memory_passed_in_is_not_changed_and_is_plain(structure: ng.Structur
     assert torch.equal(first.dense(), second.dense())
 
 
-def test_dense_starts_anew_when_the_parameters_change() -> None:
-    model, metric = fix_case()
-    params, structure = ng.trainable(model), ng.Dense(0.9)
-    fewer = {name: p for name, p in params.items() if name.startswith("0")}
-    _, memory = structure.update(None, metric, fewer, BATCHES[0])
-    operator, _ = structure.update(memory, metric, params, BATCHES[1])
-    assert_close(operator.dense(), metric.at(params, BATCHES[1]).dense(), 1e-13)
-
-
-def test_dense_memory_belongs_to_its_parameters() -> None:
-    # two heads of one size, reached by the loss in turn: neither is preconditioned with the other's matrix
-    model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}).double()
-    params = ng.trainable(model)
-    by_head = {h: {name: p for name, p in params.items() if name.startswith(h)} for h in "ab"}
-
-    def both(values: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        return sum(x * i @ values[f"{h}.weight"].T for i, h in enumerate("ab", 1) if f"{h}.weight" in values)
-
-    metric, structure = ng.fisher(both, ng.Categorical()), ng.Dense(0.9)
-    _, memory = structure.update(None, metric, by_head["a"], X)
-    operator, _ = structure.update(memory, metric, by_head["b"], X)
-    assert_close(operator.dense(), metric.at(by_head["b"], X).dense(), 1e-13)
-
-
 @pytest.mark.parametrize("decay", [-0.1, 1.0, 2.0, float("nan")])
 def test_decay_is_checked(decay: float) -> None:
     with pytest.raises(ValueError, match=f"decay is {decay}, expected a number in"):
         ng.Dense(decay)
-
-
-@pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
-def test_the_report_lists_every_parameter_with_its_structure_and_memory(structure: ng.Structure) -> None:
-    model = net()
-    opt = ng.NaturalGradient(model, ng.fisher(model, CE), lr=0.1, structure=structure, rule=ng.Momentum())
-    iterate(opt, model, X, Y)
-    n = sum(p.numel() for p in model.parameters())
-    rows = opt.report()
-    assert [row.parameter for row in rows] == [name for name, _ in model.named_parameters()]
-    assert [row.size for row in rows] == [p.numel() for p in model.parameters()]
-    assert {row.structure for row in rows} == {type(structure).__name__}
-    matrix = n * n if structure == ng.Dense(0.9) else 0
-    assert sum(row.memory for row in rows) == n + matrix  # the velocity, and the average
-    assert str(rows).splitlines()[0].split() == ["parameter", "structure", "size", "memory"]

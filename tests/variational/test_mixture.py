@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import natgrad as ng
-from natgrad.variational import Draws, Projected
+from natgrad.variational import Draws
 
 WEIGHTS = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
 MODES = torch.tensor([[-4.0, 0.0], [0.0, 3.0], [4.0, -1.0]], dtype=torch.float64)
@@ -75,33 +75,6 @@ def test_a_posterior_that_is_a_mixture_is_found_to_the_last_digits(diagonal):
     assert_close(q.log_density(z), three_modes(z) - math.log(2 * math.pi), rtol=0, atol=2e-2)
 
 
-def test_one_component_takes_the_steps_of_a_gaussian():
-    alone = ng.variational(quartic, [0.5], covariance=0.6, lr=0.4)
-    mixed = ng.variational_mixture(quartic, [[0.5]], covariance=0.6, lr=0.4)
-    for _ in range(5):
-        assert mixed.step() == pytest.approx(alone.step(), abs=1e-10)
-    assert_close(mixed.mean, alone.mean, rtol=1e-9, atol=0)
-    assert_close(mixed.components[0].precision, alone.precision, rtol=1e-9, atol=0)
-
-
-def test_two_components_cover_two_modes_that_one_cannot():
-    alone, both = ng.variational(quartic, [1.0]), ng.variational_mixture(quartic, [[-1.0], [1.0]])
-    alone.fit()
-    bounds = both.fit()
-    assert bounds.converged
-    truth = math.log(torch.trapezoid(quartic(torch.linspace(-12, 12, 6001).double().unsqueeze(1)).exp(), dx=0.004))
-    assert truth - 0.06 < both.elbo() < truth + 1e-6
-    assert alone.elbo() < both.elbo() - 0.1
-
-
-def test_draws_have_the_mean_and_the_covariance():
-    q = ng.variational_mixture(three_modes, MODES, covariance=0.5)
-    drawn = q.sample(4000, generator=torch.Generator().manual_seed(0))
-    errors = drawn.std(0) / len(drawn) ** 0.5
-    assert ((drawn.mean(0) - q.mean).abs() < 4 * errors).all()
-    assert_close(drawn.mT.cov(), q.covariance, rtol=0.1, atol=0.3)
-
-
 def test_loading_goes_on_as_if_never_stopped():
     def build():
         return ng.variational_mixture(three_modes, MODES + 0.5, points=Draws(8))
@@ -140,9 +113,3 @@ def test_a_step_that_fails_leaves_q_as_it_was():
 def test_what_is_refused(starts, options, words):
     with pytest.raises(ValueError, match=words):
         ng.variational_mixture(three_modes, starts, **options)
-
-
-def test_targets_that_are_no_functions_are_refused():
-    projected = Projected(torch.eye(2, dtype=torch.float64), lambda f: -f.square())
-    with pytest.raises(TypeError, match="expected a function"):
-        ng.variational_mixture(projected, MODES)

@@ -15,9 +15,7 @@ import natgrad as ng
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "square": lambda z: 0.5 * z.square().sum(-1),
     "narrow": lambda z: 10 * (z - 1).square().sum(-1),
-    "fourth power": lambda z: z.pow(4).sum(-1),
     "logistic": lambda z: torch.nn.functional.softplus(3 * z).sum(-1) + 0.5 * z.square().sum(-1),
-    "correlated": lambda z: (z.sum(-1)).square() + 0.1 * z.square().sum(-1),
 }
 KINDS: dict[str, Callable[..., Any]] = {
     "full": ng.variational,
@@ -52,10 +50,3 @@ def test_a_loss_in_place_of_a_log_density_is_named(loss: str, kind: str) -> None
 def test_with_its_sign_changed_it_is_fitted(loss: str, kind: str) -> None:
     """Which is the advice."""
     assert "log p has no maximum" not in fit(kind, lambda z: -LOSSES[loss](z))
-
-
-@pytest.mark.parametrize("unit", [1.0, 1e4, 1e8])
-@pytest.mark.parametrize("kind", ["full", "diagonal", "low rank"])
-def test_a_far_start_and_a_large_unit_are_no_slip(kind: str, unit: float) -> None:
-    start = torch.tensor([1e3, -1e3], dtype=torch.float64)
-    assert "log p has no maximum" not in fit(kind, lambda z: 1e6 - unit * (z - 2).square().sum(-1), start)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import natgrad as ng
 from natgrad import vmc
-from natgrad.vmc import carried_jets, continuous
+from natgrad.vmc import continuous
 
 F64 = torch.float64
 WEIGHT = torch.randn(5, 6, generator=torch.Generator().manual_seed(3), dtype=F64)
@@ -110,14 +110,6 @@ def rename(x: Tensor) -> Tensor:
 CASES = {f.__name__: f for f in (pick, reshape, multiply, combine, measure, activate, share_out, determine, rename)}
 
 
-@pytest.fixture
-def names(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The names of the operations that went forward."""
-    seen, read = set[str](), carried_jets.name_function
-    monkeypatch.setattr(carried_jets, "name_function", lambda func: (seen.add(name := read(func)), name)[1])
-    return seen
-
-
 def compare(psi: ng.LogAmplitude, x: Tensor) -> None:
     with torch.no_grad():
         found, expected = continuous.carry_log(psi, x), continuous.differentiate_twice(psi, x)
@@ -128,12 +120,6 @@ def compare(psi: ng.LogAmplitude, x: Tensor) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_derivatives_that_are_carried_are_those_of_nested_derivatives(name):
     compare(ng.LogAmplitude(Formula(CASES[name])), draw())
-
-
-def test_every_rule_is_among_the_cases(names):
-    for function in CASES.values():
-        continuous.carry_log(ng.LogAmplitude(Formula(function)), draw())
-    assert set(carried_jets.RULES) - set(carried_jets.CONSTANT.split()) - names == set()
 
 
 class ComplexNet(nn.Module):
@@ -200,32 +186,6 @@ def test_what_is_not_carried_is_differentiated(name):
         assert not continuous.carries(psi, draw())
         slopes, laplacian = continuous.differentiate_twice(psi, draw())
         torch.testing.assert_close(vmc.kinetic_energies(psi, draw()), -(laplacian + slopes.square().sum(0)) / 2)
-
-
-def test_a_branch_that_the_first_walkers_did_not_take_is_differentiated():
-    calls = 0
-
-    def branch(x: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return x.square().sum(1) if calls < 4 else x.square().prod(1)
-
-    psi = ng.LogAmplitude(Formula(branch))
-    with torch.no_grad():
-        assert continuous.carries(psi, draw())
-        calls = 4
-        found = vmc.kinetic_energies(psi, draw())
-        slopes, laplacian = continuous.differentiate_twice(psi, draw())
-        assert not continuous.carries(psi, draw())
-    torch.testing.assert_close(found, -(laplacian + slopes.square().sum(0)) / 2)
-
-
-def test_another_network_is_tried_anew():
-    psi = ng.LogAmplitude(Formula(lambda x: x.square().sum(1)))
-    with torch.no_grad():
-        assert continuous.carries(psi, draw())
-        psi.net = Formula(UNKNOWN["no rule"])
-        assert not continuous.carries(psi, draw())
 
 
 def test_kinetic_energies_keep_their_graph_where_one_is_wanted():

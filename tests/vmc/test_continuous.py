@@ -115,46 +115,6 @@ def test_its_kinetic_energy_is_that_of_double_backward(name):
     assert_close(found, -laplacian_by_backward(psi, x).detach() / 2, rtol=1e-8)
 
 
-@pytest.mark.parametrize("name", ["helium", "LiH"])
-def test_local_energies_stay_finite_where_particles_meet(name):
-    psi, molecule = antisymmetric(name), MOLECULES[name]
-    x = draw(1, molecule.electrons, 3)
-    energies = []
-    for gap in (1e-2, 1e-3, 1e-4):
-        at_nucleus, pair = x.clone(), x.clone()
-        at_nucleus[0, 0] = torch.tensor([gap, 0.0, 0.0], dtype=F64)
-        pair[0, -1] = pair[0, 0] + torch.tensor([0.0, gap, 0.0], dtype=F64)  # up and down
-        energies.append(vmc.local_energies(psi, molecule, torch.cat([at_nucleus, pair]).flatten(1)))
-    assert bool(((energies[2] - energies[1]).abs() < 0.2 * (energies[1] - energies[0]).abs() + 1e-2).all())
-
-
-@pytest.mark.parametrize("name", ["helium", "LiH"])
-@pytest.mark.parametrize("rate", [-4.0, -40.0])
-def test_psi_decays_far_away_whatever_its_rates_are(name, rate):
-    # where psi grows |psi|^2 cannot be normalised: walkers run off, and mean local energies may lie below the lowest
-    psi, molecule = antisymmetric(name), MOLECULES[name]
-    with torch.no_grad():
-        psi.net.decays.fill_(rate)
-    x = draw(5, molecule.electrons, 3)
-    for electron in range(molecule.electrons):
-        logs = []
-        for distance in (100.0, 200.0, 400.0):
-            moved = x.clone()
-            moved[:, electron] += torch.tensor([0.0, distance, 0.0], dtype=F64)
-            logs.append(psi(moved.flatten(1)).real.detach())
-        assert bool((logs[1] < logs[0] - 5).all())
-        assert bool((logs[2] < logs[1] - 5).all())
-
-
-def test_electrons_start_near_the_nuclei():
-    lih = vmc.Molecule.lithium_hydride()
-    assert sorted(lih.assign_electrons()) == [0, 0, 0, 1]
-    h2 = vmc.Molecule.hydrogen_molecule()
-    assert sorted(h2.assign_electrons()) == [0, 1]
-    x = lih.draw((500,), torch.Generator().manual_seed(0), F64)
-    assert x.shape == (500, 12)
-
-
 def test_an_oscillator_is_found():
     h = vmc.Harmonic(2, 1.5)
     psi = ng.LogAmplitude(Formula(lambda a, x: -a * x.square().sum(1) - 0.1 * x.pow(4).sum(1) * a, 2.0))

@@ -65,13 +65,6 @@ def test_save_load_and_continue_equals_never_having_stopped(name):
         assert torch.equal(a, b)
 
 
-def test_a_frustrated_square_agrees_with_enumeration():
-    near, far = vmc.square_edges(2, 4), vmc.square_edges(2, 4, diagonal=True)
-    h = vmc.Heisenberg(8, [*near, *far], [1.0] * len(near) + [0.5] * len(far))
-    dense = torch.linalg.eigvalsh(h.matrix().to_dense())[0]
-    assert vmc.lowest_energy(h) == pytest.approx(float(dense), abs=1e-9)
-
-
 def test_bad_input_is_named_at_the_door():
     with pytest.raises(TypeError, match="optimizer is Adam"):
         vmc.GroundState(H, vmc.Enumerated(H.space), torch.optim.Adam(vmc.RBM(3).parameters()))

@@ -9,9 +9,8 @@ import pytest
 import torch
 from models import F64, assert_close
 from torch import Tensor
-from wave_functions import WAVES, ComplexRBM, all_spins
+from wave_functions import WAVES, all_spins
 
-import natgrad as ng
 from natgrad import vmc
 
 # the order of states is (-1, 1): down first
@@ -70,26 +69,6 @@ def test_bose_hubbard_is_its_sum_of_products(particles):
     assert_close(h.matrix().to_dense(), restrict(expected, total == (3 if particles is None else particles)))
 
 
-def test_edges_of_lattices():
-    assert vmc.chain_edges(2) == [(0, 1)]
-    assert vmc.chain_edges(5, 2, periodic=False) == [(0, 2), (1, 3), (2, 4)]
-    assert len(vmc.square_edges(3, 3, periodic=False)) == 12
-    assert len(vmc.square_edges(3, 3, diagonal=True, periodic=False)) == 8
-    near = vmc.square_edges(4, 4)
-    assert all(sum(site in pair for pair in near) == 4 for site in range(16))
-
-
-def test_known_ground_states():
-    # the closed Ising chain at its critical field: -sum_k 2 |cos k / 2| over odd multiples of pi / n
-    n = 8
-    energy = -sum(2 * abs(np.cos((2 * k + 1) * np.pi / (2 * n))) for k in range(n)) * n / n
-    assert vmc.lowest_energy(vmc.TransverseIsing(n)) == pytest.approx(energy, abs=1e-10)
-    assert vmc.lowest_energy(vmc.Heisenberg(10)) == pytest.approx(-4.515446354, abs=1e-8)
-    # two sites, one boson each: U - sqrt(U^2 + 16 t^2) over 2
-    bosons = vmc.BoseHubbard(2, hopping=1.0, interaction=4.0, most=2)
-    assert vmc.lowest_energy(bosons) == pytest.approx((4 - np.sqrt(32)) / 2, abs=1e-10)
-
-
 @pytest.mark.parametrize("space", [vmc.Spins(5), vmc.Spins(5, 2), vmc.Bosons(3, None, 2), vmc.Bosons(4, 3, 2)])
 def test_states_are_all_different_in_order_and_drawn_within(space):
     states = space.all_states(F64)
@@ -132,15 +111,6 @@ def test_local_energies_are_h_psi_over_psi(name, wrap):
     found = vmc.local_energies(psi, wrap(h), states, chunk_size=7)
     assert_close(found.to(torch.complex128), expected, rtol=1e-11)
     assert_close(vmc.local_energies(psi, wrap(h), states.view(4, 4, 4)), found.view(4, 4))
-
-
-def test_psi_is_not_asked_where_the_element_is_zero():
-    psi = ng.LogAmplitude(ComplexRBM(4))
-    state = torch.tensor([[1.0, 1.0, -1.0, -1.0]], dtype=F64)
-    h, seen = vmc.Heisenberg(4), list[int]()
-    psi.net.register_forward_hook(lambda net, args, out: seen.append(len(args[0])))
-    vmc.local_energies(psi, h, state)
-    assert seen == [1, 2]  # the state itself, and two of the four pairs
 
 
 def test_bad_input_is_named_at_the_door():

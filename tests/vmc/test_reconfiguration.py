@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 
 import pytest
 import torch
@@ -78,14 +77,6 @@ def test_the_force_is_the_pull_back_where_states_have_no_probability(name):
     assert_close(pull_back(moment, cotangents), moment.linearization.vjp(cotangents), rtol=1e-9)
 
 
-def test_a_step_runs_the_network_once():
-    psi, calls = WAVES["real log psi"](), []
-    psi.register_forward_hook(lambda *told: calls.append(1))
-    sr = ng.stochastic_reconfiguration(psi)
-    sr.step(all_spins(), torch.randn(len(all_spins()), dtype=F64))
-    assert len(calls) == 1
-
-
 def test_complex_parameters_move_as_complex_numbers():
     net, states = ComplexRBM(), all_spins()
     psi = ng.LogAmplitude(net)
@@ -97,18 +88,6 @@ def test_complex_parameters_move_as_complex_numbers():
     before = torch.cat([net.W.reshape(-1), net.b]).clone()
     ng.stochastic_reconfiguration(psi, lr=0.1, damping=DAMPING, rule=ng.Rate()).step(states, local, p)
     assert_close(torch.cat([net.W.reshape(-1), net.b]) - before, -0.1 * expected, rtol=1e-9)  # the net itself moved
-
-
-@pytest.mark.parametrize("name", WAVES)
-def test_few_samples_are_solved_in_sample_space_and_agree(name):
-    states = all_spins()[[0, 3, 5, 6, 9, 9, 14]]
-    local = torch.randn(7, dtype=torch.complex128, generator=torch.Generator().manual_seed(2))
-    steps = []
-    for solver in (None, ng.Direct()):
-        psi = WAVES[name]()
-        sr = ng.stochastic_reconfiguration(psi, damping=DAMPING, solver=solver)
-        steps.append(step_of(psi, sr, states, local))
-    assert_close(steps[0], steps[1], rtol=1e-8)
 
 
 def test_momentum_is_the_damped_least_squares_of_spring():
@@ -127,24 +106,6 @@ def test_momentum_is_the_damped_least_squares_of_spring():
         target = torch.cat([goal.real, goal.imag, DAMPING**0.5 * mu * last])
         last = torch.linalg.lstsq(torch.cat([rows, root]), target.unsqueeze(1)).solution.squeeze(1)
         assert_close(step_of(psi, sr, states, local), -0.1 * last, rtol=1e-7)
-
-
-def test_repeated_states_are_weights():
-    states, generator = all_spins()[:6], torch.Generator().manual_seed(0)
-    local, counts = torch.randn(6, dtype=F64, generator=generator), torch.tensor([1, 2, 3, 1, 1, 2])
-    psi, other = WAVES["real log psi"](), WAVES["real log psi"]()
-    weighted = step_of(psi, ng.stochastic_reconfiguration(psi), states, local, counts / 10)
-    many = states.repeat_interleave(counts, 0), local.repeat_interleave(counts)
-    assert_close(weighted, step_of(other, ng.stochastic_reconfiguration(other), *many), rtol=1e-6)
-
-
-def test_chains_are_their_samples_one_after_another():
-    states, local = all_spins().view(2, 8, 4), torch.arange(16, dtype=F64).view(2, 8)
-    psi, other = WAVES["real log psi"](), WAVES["real log psi"]()
-    step = step_of(psi, ng.stochastic_reconfiguration(psi), states, local)
-    assert torch.equal(
-        step, step_of(other, ng.stochastic_reconfiguration(other), states.flatten(0, 1), local.flatten())
-    )
 
 
 def test_clipped_energies_count_in_the_step_and_not_in_the_energy():
@@ -172,17 +133,6 @@ def test_a_trust_region_counts_nats_of_the_distribution():
     assert float((before * (before / after).log()).sum()) == pytest.approx(radius, rel=1e-2)
 
 
-@pytest.mark.parametrize("name", ["real log psi", "log psi and phase", "complex parameters"])
-def test_kronecker_blocks_lower_the_energy(name):
-    psi, states = WAVES[name](), all_spins()
-    h = draw_hermitian(16, real=True)
-    sr = ng.stochastic_reconfiguration(psi, lr=0.05, damping=1e-2, structure=ng.Kronecker())
-    for _ in range(10):
-        _, p, local = enumerate_state(psi, h, states)
-        sr.step(states, local, p, enumerated=True)
-    assert sr.energies[-1].mean < sr.energies[0].mean - 0.1
-
-
 def test_kronecker_factors_weigh_inputs_and_derivatives_by_the_probabilities():
     torch.manual_seed(0)
     net, states = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double(), all_spins()
@@ -202,42 +152,6 @@ def test_kronecker_factors_weigh_inputs_and_derivatives_by_the_probabilities():
         order = torch.cat([order[:, :-1].reshape(-1), order[:, -1]])  # ours has W first, then b
         blocks.append(block[order][:, order])
     assert_close(found.dense(), torch.block_diag(*blocks), rtol=1e-12)
-
-
-@pytest.mark.parametrize("structure", [ng.Kronecker(), ng.Kronecker(reduce=True), ng.EigenKronecker()])
-def test_a_state_of_twice_the_weight_is_two_states(structure):
-    psi, states = convolution(), torch.sign(torch.randn(3, 8, generator=torch.Generator().manual_seed(1), dtype=F64))
-    metric, params = ng.metrics.geometric_tensor(psi, centred=False), ng.trainable(psi)
-    once, _ = structure.update(None, metric, params, (states[:2], torch.tensor([2 / 3, 1 / 3], dtype=F64)))
-    twice, _ = structure.update(None, metric, params, (states[[0, 0, 1]], torch.full((3,), 1 / 3, dtype=F64)))
-    assert_close(once.dense(), twice.dense(), rtol=1e-10)
-
-
-def convolution() -> ng.LogAmplitude:
-    """log psi of eight spins on a ring, the same at every translation."""
-    torch.manual_seed(0)
-    layers = [nn.Conv1d(i, 4, 3, padding=1, padding_mode="circular") for i in (1, 4)]
-    return ng.LogAmplitude(
-        nn.Sequential(nn.Unflatten(1, (1, 8)), layers[0], nn.Tanh(), layers[1], nn.Tanh(), SumUp()).double()
-    )
-
-
-class SumUp(nn.Module):
-    """All but the first axis, summed."""
-
-    def forward(self, values: Tensor) -> Tensor:
-        return values.flatten(1).sum(1)
-
-
-@pytest.mark.parametrize("structure", [ng.Kronecker(), ng.Kronecker(reduce=True)])
-def test_blocks_of_a_convolution_take_their_length_from_s(structure):
-    # positions of a translation-invariant psi move together, which blocks do not see: energies rose by several units
-    h = ng.vmc.TransverseIsing(8, field=2.0)
-    sr = ng.stochastic_reconfiguration(convolution(), lr=0.05, damping=1e-2, structure=structure)
-    search = ng.vmc.GroundState(h, ng.vmc.Enumerated(h.space), sr)
-    search.run(15)
-    energies = [one.mean for one in search.energies]
-    assert all(after < before for before, after in itertools.pairwise(energies))
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -309,16 +223,3 @@ def test_bad_input_is_named_at_the_door():
         ng.stochastic_reconfiguration(psi, momentum=0.9, damping=ng.Relative(0.1, per="block"))
     assert torch.equal(before, flat_parameters(psi))
     assert sr.energies == []
-
-
-def test_an_amplitude_of_zero_is_named():
-    class Node(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = tanh_net()
-
-        def forward(self, s: Tensor) -> Tensor:
-            return self.net(s).squeeze(1) + (s[:, 0] + 1).log()
-
-    with pytest.raises(ValueError, match=r"log psi is .-inf. at the state .-1.0"):
-        ng.stochastic_reconfiguration(ng.LogAmplitude(Node())).step(all_spins(), torch.ones(16, dtype=F64))

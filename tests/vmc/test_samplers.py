@@ -59,19 +59,6 @@ def test_metropolis_draws_from_psi_squared(name):
     assert 0.05 < sampler.accepted < 0.95
 
 
-@pytest.mark.parametrize("chains", [4, 10])
-def test_chains_report_the_error_of_their_mean(chains):
-    space, psi = vmc.Spins(4), ng.LogAmplitude(Weighted(4))
-    sampler = vmc.Metropolis(space, samples=2000, chains=chains, sweep=1)
-    states = sampler.draw(psi).states
-    assert states.shape == (chains, 2000 // chains, 4)
-    every = space.all_states(F64)
-    exact = float(torch.softmax(2 * psi(every).detach(), 0) @ every[:, 0])
-    found = vmc.estimate_energy(states[..., 0])
-    assert abs(found.mean - exact) < 4 * found.error
-    assert found.correlation > 2
-
-
 def test_exact_and_ancestral_draws():
     space, psi = vmc.Spins(4), ng.LogAmplitude(Weighted(4))
     assert_drawn_from(space, psi, vmc.ExactSampler(space, 3000).draw(psi).states)
@@ -81,13 +68,6 @@ def test_exact_and_ancestral_draws():
     assert_drawn_from(space, net, vmc.AncestralSampler(3000).draw(net).states)
     with pytest.raises(TypeError, match=r"expected one with draw\(count, generator\)"):
         vmc.AncestralSampler().draw(psi)
-
-
-def test_an_autoregressive_unit_sees_earlier_spins_alone():
-    net = vmc.AutoregressiveNet(5, seed=1, dtype=F64)
-    slopes = torch.autograd.functional.jacobian(lambda s: net.logits(s.unsqueeze(0))[0], torch.ones(5, dtype=F64))
-    assert bool((slopes.triu() == 0).all())
-    assert bool((slopes.tril(-1).abs().sum(1)[1:] > 0).all())
 
 
 class Gaussian(nn.Module):
@@ -118,26 +98,6 @@ def test_shifts_are_tuned_and_draw_from_psi_squared(move):
     assert abs(sampler.accepted - 0.6) < 0.1
     errors = squares.std(0) / math.sqrt(2000)
     assert bool(((squares.mean(0) - torch.tensor([1.0, 0.25])).abs() < 5 * errors).all())
-
-
-class Spike(nn.Module):
-    """Almost all of psi on one state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.height = nn.Parameter(torch.tensor(200.0, dtype=F64))
-
-    def forward(self, s: Tensor) -> Tensor:
-        return self.height * (s.sum(1) == s.shape[1])
-
-
-def test_stuck_walkers_are_told():
-    psi = ng.LogAmplitude(Spike())
-    sampler = vmc.Metropolis(vmc.Spins(3), samples=12, chains=6, patience=10, burn_in=30)
-    with pytest.warns(UserWarning, match="6 of 6 walkers accepted no move for 10 sweeps"):
-        sampler.draw(psi)
-    assert sampler.stuck == list(range(6))
-    assert sampler.report() == "6 chains, acceptance 0.00, 6 stuck"
 
 
 def test_walkers_leave_a_node_and_never_enter_one():
