@@ -29,7 +29,7 @@ from natgrad.families.gaussian import DiagonalGaussian, Gaussian, Heteroscedasti
 from natgrad.families.gibbs import Gibbs
 from natgrad.families.inverse_gaussian import InverseGaussian
 from natgrad.families.ising import Ising
-from natgrad.families.known_losses import as_criterion, likelihood
+from natgrad.families.known_losses import LOSSES, as_criterion, likelihood
 from natgrad.families.log_density import LogDensity
 from natgrad.families.markov_field import (
     LogPartitionEstimate,
@@ -65,6 +65,7 @@ from natgrad.ground.messages import find_name
 Estimate, Rate = MomentEstimate, ExponentialRate  # their former names
 
 __all__ = [
+    "LOSSES",
     "Bernoulli",
     "Beta",
     "Categorical",

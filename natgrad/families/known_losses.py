@@ -32,7 +32,10 @@ from natgrad.families.criteria import (
     remake_with,
     smooth_l1,
 )
-from natgrad.families.discrete import Bernoulli, Categorical
+from natgrad.families.discrete import Bernoulli, Categorical, Poisson
+from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
+from natgrad.families.log_density import LogDensity
+from natgrad.ground.choices import Names, read_choice
 from natgrad.ground.linalg import is_concrete
 from natgrad.ground.pure import leaves, map_tensors
 
@@ -129,6 +132,25 @@ FUNCTIONS: tuple[tuple[Any, type[nn.Module]], ...] = (
     (functional.huber_loss, nn.HuberLoss),
     (functional.kl_div, nn.KLDivLoss),
 )
+LOSSES: Names = {
+    "cross_entropy": nn.CrossEntropyLoss,
+    "nll": nn.NLLLoss,
+    "bce_with_logits": nn.BCEWithLogitsLoss,
+    "mse": nn.MSELoss,
+    "gaussian_nll": nn.GaussianNLLLoss,
+    "poisson_nll": nn.PoissonNLLLoss,
+    "l1": nn.L1Loss,
+    "smooth_l1": nn.SmoothL1Loss,
+    "huber": nn.HuberLoss,
+    "kl_div": nn.KLDivLoss,
+    "categorical": Categorical,
+    "bernoulli": Bernoulli,
+    "gaussian": Gaussian,
+    "heteroscedastic_gaussian": HeteroscedasticGaussian,
+    "poisson": Poisson,
+    "log_density": LogDensity,
+}
+"""The names of losses in a text, and what each builds."""
 
 
 def as_criterion(criterion: Any) -> Criterion:
@@ -143,12 +165,13 @@ def as_criterion(criterion: Any) -> Criterion:
     transformers' LabelSmoother and the `model.loss_function` of language models and classifiers.
 
     Args:
-        criterion: A loss, an `ng` likelihood, or a `Criterion`.
+        criterion: A loss, an `ng` likelihood, or a `Criterion`; or its name, "cross_entropy" or
+            "cross_entropy(label_smoothing=0.1)": `natgrad.optim.NAMES`.
 
     Raises:
         TypeError: For a loss that is not known, and for a subclass of one, which may compute anything. Wrap it with
             `ng.likelihood(loss, family)`.
-        ValueError: For reduction='none'.
+        ValueError: For reduction='none', and for a name that is not known.
 
     Example:
         >>> ng.families.as_criterion(nn.CrossEntropyLoss()).family
@@ -160,6 +183,8 @@ def as_criterion(criterion: Any) -> Criterion:
         )
     if isinstance(criterion, Criterion):
         return criterion
+    if isinstance(criterion, str):
+        return as_criterion(read_choice("criterion", criterion, LOSSES))
     return remake_with(read_criterion(criterion), as_criterion, criterion)
 
 

@@ -7,6 +7,7 @@ from natgrad.optim.flat_step import FlatState, LinearSystem, Solved, SystemEvide
 from natgrad.optim.guard import Accidents, NotFiniteError, OnTrouble, guard_steps
 from natgrad.optim.joined import JoinedMetric, join_operator, update_jointly
 from natgrad.optim.mirror_descent import MirrorDescent
+from natgrad.optim.names import NAMES
 from natgrad.optim.objective import Objective
 from natgrad.optim.optimizer import NaturalGradient
 from natgrad.optim.options import BlockOptions, FlatOptions
@@ -28,6 +29,7 @@ from natgrad.optim.report import Report, Row, StateReport
 from natgrad.optim.structured import SharingReport, StructuredNaturalGradient, report_sharing
 
 __all__ = [
+    "NAMES",
     "Accidents",
     "Attributes",
     "BlockOptions",

@@ -64,7 +64,7 @@ from natgrad.optim.objective import (
     proximal_of,
     tells_another,
 )
-from natgrad.optim.options import FlatOptions, FlatSettings, with_options
+from natgrad.optim.options import FlatOptions, FlatSettings, read_settings, with_options
 from natgrad.optim.passes import Data, Recall, listen, overhear
 from natgrad.optim.processes import Ranks, meet, refuse_nested, weigh_loss
 from natgrad.optim.report import StateReport
@@ -119,7 +119,7 @@ class NaturalGradient(ModelOptimizer):
         weights: Mapping[str, float] | None = None,
         **options: Unpack[FlatOptions],
     ) -> None:
-        chosen, found = FlatSettings(**options), choose_metric(metric, metrics, weights)
+        chosen, found = read_settings(FlatSettings, options), choose_metric(metric, metrics, weights)
         check_choices(found, chosen.structure, chosen.solver, chosen.rule)
         check_number("lr", lr)
         check_number("weight_decay", chosen.weight_decay)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import wraps
@@ -12,16 +12,18 @@ from typing import Any, ParamSpec, TypedDict, TypeVar
 from natgrad.ground.pure import Select
 from natgrad.ground.spaces import hint_at_parameters
 from natgrad.optim.guard import OnTrouble
+from natgrad.optim.names import NAMES, replace_name
 from natgrad.rules import Damping, Rule
 from natgrad.solvers import Solver
 from natgrad.structures import Preconditioner, Structure
 
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S")
 
 
 class BlockOptions(TypedDict, total=False):
-    """What `ng.kfac` and its like have in common.
+    """What `ng.kfac` and its like have in common. An object may be given as text: `natgrad.optim.NAMES`.
 
     Args:
         rule: How a direction becomes a step; default
@@ -60,9 +62,9 @@ class BlockOptions(TypedDict, total=False):
             fifth in a row and raises RuntimeError at the 25th; "raise" raises ValueError.
     """
 
-    rule: Rule | None
+    rule: Rule | str | None
     momentum: float | None
-    damping: float | Damping
+    damping: float | Damping | str
     max_kl: float | None
     kl_share: float | None
     weight_decay: float
@@ -101,7 +103,7 @@ class BlockSettings:
 
 
 class FlatOptions(TypedDict, total=False):
-    """What `ng.NaturalGradient` and the matrix-free recipes have in common.
+    """What `ng.NaturalGradient` and the matrix-free recipes have in common. An object may be given as text.
 
     Args:
         structure: How G is stored; default `ng.Exact()`.
@@ -128,15 +130,15 @@ class FlatOptions(TypedDict, total=False):
             fifth in a row and raises RuntimeError at the 25th; "raise" raises ValueError.
     """
 
-    structure: Structure | None
-    solver: Solver | None
-    damping: float | Damping
-    rule: Rule | None
+    structure: Structure | str | None
+    solver: Solver | str | None
+    damping: float | Damping | str
+    rule: Rule | str | None
     weight_decay: float
     warm_start: float
     metric_batch: int | None
     search_batch: int | None
-    preconditioner: Preconditioner | Structure | None
+    preconditioner: Preconditioner | Structure | str | None
     params: Iterable[Any] | None
     group: Any
     train_in_eval: bool
@@ -190,6 +192,11 @@ def with_options(options: Any, settings: type, *without: str, **own: Any) -> Cal
         return call_checked
 
     return decorate
+
+
+def read_settings(settings: type[S], options: Mapping[str, Any]) -> S:
+    """The options with their defaults, and with objects where they have texts."""
+    return settings(**{key: replace_name(key, value) if key in NAMES else value for key, value in options.items()})
 
 
 def check_keywords(name: str, given: Iterable[str], known: Iterable[str]) -> None:

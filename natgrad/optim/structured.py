@@ -22,7 +22,7 @@ from natgrad.optim.checkpoint import Checkpoint, Format
 from natgrad.optim.checks import check_blocks, given_parameters, named_parameters, settle_rule
 from natgrad.optim.guard import NotFiniteError, check_trouble, warn_of_strangers, watch_skipped
 from natgrad.optim.objective import BatchForm, Called, Objective, as_block_damping, objective_of_blocks, replaying
-from natgrad.optim.options import BlockOptions, BlockSettings, with_options
+from natgrad.optim.options import BlockOptions, BlockSettings, read_settings, with_options
 from natgrad.optim.passes import Loss, Recall, listen
 from natgrad.optim.processes import meet, refuse_trials, weigh_loss
 from natgrad.optim.reading import Reader, release
@@ -88,12 +88,12 @@ class StructuredNaturalGradient(ModelOptimizer):
     def __init__(
         self,
         model: nn.Module,
-        criterion: nn.Module | Likelihood | Criterion,
+        criterion: nn.Module | Likelihood | Criterion | str,
         structure: Layerwise,
         lr: float = 1.0,
         **options: Unpack[BlockOptions],
     ) -> None:
-        chosen = BlockSettings(**options)
+        chosen = read_settings(BlockSettings, options)
         check_blocks(model, structure, update_every=chosen.update_every, invert_every=chosen.invert_every)
         self.model, self._ranks = meet(model, chosen.group, parts=True)
         self._ranks.check(structure)
