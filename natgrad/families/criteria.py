@@ -116,6 +116,7 @@ class Criterion:
         over_classes: The mean runs over the entries of a row too.
         temperature: (outputs, targets) -> tau, a scalar tensor: the loss of a row is tau times -log p of a density as
             wide as the batch's errors, which `weigh` counts in. None: 1.
+        maximize: True if the loss is to rise: what is minimised, and the mean form is of, is minus it.
     """
 
     family: Likelihood
@@ -126,6 +127,7 @@ class Criterion:
     prepare: Callable[[Any, Any], Any] | None = None
     over_classes: bool = False
     temperature: Callable[[Any, Any], Tensor] | None = None
+    maximize: bool = False
     made: tuple[Callable[..., Criterion], tuple[Any, ...]] | None = field(
         default=None, init=False, repr=False, compare=False
     )  # what it is made of anew where it travels: the functions above are closures
@@ -134,13 +136,14 @@ class Criterion:
         return super().__reduce_ex__(protocol) if self.made is None else self.made
 
     def __repr__(self) -> str:
-        return write_choices(self, family=self.family, summed=self.summed or None, entrywise=self.entrywise or None)
+        kinds = {name: getattr(self, name) or None for name in ("summed", "entrywise", "maximize")}
+        return write_choices(self, family=self.family, **kinds)
 
     @property
     def errors(self) -> Gaussian | Laplace | Huber | None:
         """The density of errors of a fixed width that the loss stands for, None for other losses."""
         family = self.family.family if isinstance(self.family, Entrywise) else self.family
-        return family if isinstance(family, (Gaussian, Laplace, Huber)) else None
+        return family if isinstance(family, (Gaussian, Laplace, Huber)) and not self.maximize else None
 
     def pick_logits(self, outputs: Any) -> Any:
         """The logits of a record that a model returned, where the likelihood is of one tensor.
@@ -239,18 +242,19 @@ class Criterion:
         return weights / total
 
     def scale(self, outputs: Any, targets: Any) -> Tensor | float:
-        """Loss as the user wrote it over its mean form: 1, or the normaliser under reduction='sum'.
+        """Loss as the user wrote it over its mean form: 1, or the normaliser under reduction='sum'; minus it, to rise.
 
         Args:
             outputs: What the model returns.
             targets: As the loss takes them.
         """
+        sign = -1.0 if self.maximize else 1.0
         if not self.summed:
-            return 1.0
+            return sign
         rows = self.family.rows(outputs)
         if self.weigh is None:
-            return float(len(rows))
-        return self.weigh(outputs, self.events(outputs, targets))[1]
+            return sign * len(rows)
+        return sign * self.weigh(outputs, self.events(outputs, targets))[1]
 
     def count(self, outputs: Any, targets: Any = None) -> float:
         """What the mean runs over: the rows, or the sum of their weights where targets are ignored or weighted.

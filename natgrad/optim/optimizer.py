@@ -28,7 +28,9 @@ from natgrad.optim.checks import (
     check_search,
     choose_metric,
     given_parameters,
+    maximize_metric,
     named_parameters,
+    refuse_maximize,
 )
 from natgrad.optim.flat_step import (
     FlatChoices,
@@ -128,7 +130,7 @@ class NaturalGradient(ModelOptimizer):
         self.model, self._ranks = meet(model, chosen.group)
         refuse_nested(self.model)
         self.on_trouble = check_trouble(chosen.on_trouble)
-        self.metric = found = unwrap_models(found)
+        self.metric = found = unwrap_models(maximize_metric(found) if chosen.maximize else found)
         self.structure, self.solver = chosen.structure or Exact(), chosen.solver or Auto()
         self.damping, self.rule = as_damping(chosen.damping), chosen.rule or SafeRate()
         self.warm_start, self.train_in_eval = chosen.warm_start, chosen.train_in_eval
@@ -140,7 +142,8 @@ class NaturalGradient(ModelOptimizer):
         self._state, self._told = FlatState(self.damping.initial()), StateReport()
         self._compared: tuple[object, ...] = ()  # what a field has that must be alike on all processes
         self._finalizer: weakref.finalize[..., Any] | None = None
-        self._recall = Recall(chosen_outputs(found), self._named.values())
+        refuse_maximize(chosen.maximize, self._ranks.size)
+        self._recall = Recall(chosen_outputs(found), self._named.values(), maximize=chosen.maximize)
         overhear(found, self._recall)
         if isinstance(self.model, nn.Module):
             self._finalizer = weakref.finalize(

@@ -60,6 +60,9 @@ class BlockOptions(TypedDict, total=False):
         on_trouble: What a step does whose loss or gradient is not finite, or whose loss is more than ten times the
             highest of the run: "skip" (default) leaves it out, counts it in `state_report().failures`, warns at the
             fifth in a row and raises RuntimeError at the 25th; "raise" raises ValueError.
+        maximize: True raises the loss instead of lowering it, as in torch.optim: the step goes the other way, and rules
+            and dampings that judge a step want a higher loss. The metric, weight_decay and l2 stay what they are. The
+            reports are of what falls, minus the loss.
     """
 
     rule: Rule | str | None
@@ -78,6 +81,7 @@ class BlockOptions(TypedDict, total=False):
     share: str | int
     train_in_eval: bool
     on_trouble: OnTrouble
+    maximize: bool
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,7 @@ class BlockSettings:
     share: str | int = "auto"
     train_in_eval: bool = False
     on_trouble: OnTrouble = "skip"
+    maximize: bool = False
 
 
 class FlatOptions(TypedDict, total=False):
@@ -128,6 +133,9 @@ class FlatOptions(TypedDict, total=False):
         on_trouble: What a step does whose loss, gradient or metric is not finite, or whose loss is more than ten times
             the highest of the run: "skip" (default) leaves it out, counts it in `state_report().failures`, warns at the
             fifth in a row and raises RuntimeError at the 25th; "raise" raises ValueError.
+        maximize: True raises the loss instead of lowering it, as in torch.optim: the step goes the other way, and rules
+            and dampings that judge a step want a higher loss. The metric, weight_decay and l2 stay what they are. The
+            reports are of what falls, minus the loss.
     """
 
     structure: Structure | str | None
@@ -143,6 +151,7 @@ class FlatOptions(TypedDict, total=False):
     group: Any
     train_in_eval: bool
     on_trouble: OnTrouble
+    maximize: bool
 
 
 @dataclass(frozen=True)
@@ -162,6 +171,7 @@ class FlatSettings:
     group: Any = None
     train_in_eval: bool = False
     on_trouble: OnTrouble = "skip"
+    maximize: bool = False
 
 
 def with_options(options: Any, settings: type, *without: str, **own: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:

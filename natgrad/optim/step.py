@@ -117,7 +117,7 @@ class Evidence:
         gradients: As backward passes left them, dense, by name.
         losses: Those that they came from, in units of their means.
         nats: Nats per example in one unit of the mean loss.
-        scale: What the gradients were multiplied by under reduction='sum'; 0 stands for 1.
+        scale: What the gradients were multiplied by, under reduction='sum' or to maximise; 0 stands for 1.
         update: What the passes made of the averages; None where none was read.
         values: The parameters, whole.
         settings: Of the parameter groups.
@@ -292,7 +292,8 @@ def pool_batch(processes: Ranks, evidence: Evidence, update: BatchUpdate) -> Bat
     if isinstance(scale, float) and scale == 1:
         return Batch(raw, norms, norm, loss, nats, scale, raw)
     gradients = {name: gradient / scale for name, gradient in raw.items()}
-    return Batch(gradients, {n: one / scale for n, one in norms.items()}, norm / scale, loss, nats, scale, gradients)
+    norms, norm = {n: one / abs(scale) for n, one in norms.items()}, norm / abs(scale)
+    return Batch(gradients, norms, norm, loss, nats, scale, gradients)
 
 
 # inverses, direction, length
@@ -1069,6 +1070,8 @@ def slopes_of(seen: Seen, steps: Mapping[str, Tensor], named: Mapping[str, Tenso
 
 def bounded_below(criterion: Criterion) -> bool:
     """Whether the loss is at least 0, so that a share of it says how much is left to gain."""
+    if criterion.maximize:
+        return False
     family = getattr(criterion.family, "family", criterion.family)
     if isinstance(family, (Gaussian, Laplace, Huber)):  # a loss of torch counts no normalising constant
         return isinstance(criterion.loss, (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss))

@@ -19,7 +19,14 @@ from natgrad.ground.whole_tensors import WholeTensors, any_split, write_all
 from natgrad.optim.base import ModelOptimizer, count_rows
 from natgrad.optim.blocks import Averages, BatchUpdate, Owners, check_share, dense, gather_numbers
 from natgrad.optim.checkpoint import Checkpoint, Format
-from natgrad.optim.checks import check_blocks, given_parameters, named_parameters, settle_rule
+from natgrad.optim.checks import (
+    check_blocks,
+    given_parameters,
+    maximize_criterion,
+    named_parameters,
+    refuse_maximize,
+    settle_rule,
+)
 from natgrad.optim.guard import NotFiniteError, check_trouble, warn_of_strangers, watch_skipped
 from natgrad.optim.objective import BatchForm, Called, Objective, as_block_damping, objective_of_blocks, replaying
 from natgrad.optim.options import BlockOptions, BlockSettings, read_settings, with_options
@@ -97,7 +104,8 @@ class StructuredNaturalGradient(ModelOptimizer):
         check_blocks(model, structure, update_every=chosen.update_every, invert_every=chosen.invert_every)
         self.model, self._ranks = meet(model, chosen.group, parts=True)
         self._ranks.check(structure)
-        self._criterion, self.structure = as_criterion(criterion), structure
+        loss = as_criterion(criterion)
+        self._criterion, self.structure = maximize_criterion(loss) if chosen.maximize else loss, structure
         self.rule, self.damping = (
             settle_rule(chosen.rule, chosen.max_kl, chosen.kl_share),
             as_block_damping(chosen.damping),
@@ -108,7 +116,8 @@ class StructuredNaturalGradient(ModelOptimizer):
         refuse_trials(model, self.rule if self.rule.needs_loss else self.damping if self.damping.needs_ratio else None)
         self._named = {}  # what the groups hold, in the model's order
         check_select(chosen.outputs)
-        self._recall = Recall(chosen.outputs)
+        refuse_maximize(chosen.maximize, self._ranks.size)
+        self._recall = Recall(chosen.outputs, maximize=chosen.maximize)
         self._recall.begins = weakref.WeakMethod(self._follow_names)
         momentum = 0.0 if isinstance(self.rule, Momentum) else 0.9
         momentum = momentum if chosen.momentum is None else chosen.momentum
