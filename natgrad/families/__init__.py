@@ -29,7 +29,7 @@ from natgrad.families.gaussian import DiagonalGaussian, Gaussian, Heteroscedasti
 from natgrad.families.gibbs import Gibbs
 from natgrad.families.inverse_gaussian import InverseGaussian
 from natgrad.families.ising import Ising
-from natgrad.families.known_losses import LOSSES, as_criterion, likelihood
+from natgrad.families.known_losses import LOSSES, TokenCrossEntropy, as_criterion, likelihood
 from natgrad.families.log_density import LogDensity
 from natgrad.families.markov_field import (
     LogPartitionEstimate,
@@ -124,6 +124,7 @@ __all__ = [
     "StochasticLikelihood",
     "SubModel",
     "Tempering",
+    "TokenCrossEntropy",
     "VonMisesFisher",
     "Weibull",
     "Wishart",

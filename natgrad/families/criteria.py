@@ -61,12 +61,21 @@ class Entrywise(Likelihood):
         self.family.check_targets(outputs, targets)
 
 
-def pick_logits(family: Likelihood, outputs: Any) -> Any:
-    """The logits of a record that a model returned (transformers' ModelOutput), for a likelihood of one tensor."""
+def pick_logits(family: Likelihood, outputs: Any) -> tuple[Any, Tensor | None]:
+    """The logits among what a model returned, and the loss that it computed of them, for a likelihood of one tensor.
+
+    A record with logits and loss, as transformers' models return, or a tuple with one number, as (logits, loss).
+    """
     if isinstance(outputs, Tensor) or not isinstance(family, (Entrywise, SeparableLikelihood, Categorical)):
-        return outputs
-    logits = getattr(outputs, "logits", None)
-    return logits if isinstance(logits, Tensor) else outputs
+        return outputs, None
+    if type(outputs) in (tuple, list):
+        pair = sorted(outputs[:2], key=lambda part: isinstance(part, Tensor) and part.dim() == 0)  # the logits first
+        known = len(pair) == 2 and all(isinstance(part, Tensor) for part in pair)
+        return (pair[0], pair[1]) if known and pair[0].dim() > 0 == pair[1].dim() else (outputs, None)
+    logits, loss = getattr(outputs, "logits", None), getattr(outputs, "loss", None)
+    if not isinstance(logits, Tensor):
+        return outputs, None
+    return logits, loss if isinstance(loss, Tensor) and loss.dim() == 0 else None
 
 
 @dataclass(frozen=True)
@@ -145,11 +154,14 @@ class Criterion:
         family = self.family.family if isinstance(self.family, Entrywise) else self.family
         return family if isinstance(family, (Gaussian, Laplace, Huber)) and not self.maximize else None
 
-    def pick_logits(self, outputs: Any) -> Any:
-        """The logits of a record that a model returned, where the likelihood is of one tensor.
+    def pick_logits(self, outputs: Any) -> tuple[Any, Tensor | None]:
+        """The logits of a record or a pair that a model returned, where the likelihood is of one tensor.
 
         Args:
             outputs: What the model returned.
+
+        Returns:
+            The logits, or the outputs as they are, and the loss that the model computed itself, None without one.
         """
         return pick_logits(self.family, outputs)
 

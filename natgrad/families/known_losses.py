@@ -132,25 +132,6 @@ FUNCTIONS: tuple[tuple[Any, type[nn.Module]], ...] = (
     (functional.huber_loss, nn.HuberLoss),
     (functional.kl_div, nn.KLDivLoss),
 )
-LOSSES: Names = {
-    "cross_entropy": nn.CrossEntropyLoss,
-    "nll": nn.NLLLoss,
-    "bce_with_logits": nn.BCEWithLogitsLoss,
-    "mse": nn.MSELoss,
-    "gaussian_nll": nn.GaussianNLLLoss,
-    "poisson_nll": nn.PoissonNLLLoss,
-    "l1": nn.L1Loss,
-    "smooth_l1": nn.SmoothL1Loss,
-    "huber": nn.HuberLoss,
-    "kl_div": nn.KLDivLoss,
-    "categorical": Categorical,
-    "bernoulli": Bernoulli,
-    "gaussian": Gaussian,
-    "heteroscedastic_gaussian": HeteroscedasticGaussian,
-    "poisson": Poisson,
-    "log_density": LogDensity,
-}
-"""The names of losses in a text, and what each builds."""
 
 
 def as_criterion(criterion: Any) -> Criterion:
@@ -190,6 +171,8 @@ def as_criterion(criterion: Any) -> Criterion:
 
 def read_criterion(criterion: Any) -> Criterion:
     """What a loss or a likelihood says. TypeError for a loss that is not known."""
+    if isinstance(criterion, TokenCrossEntropy):
+        return criterion.criterion()
     if isinstance(criterion, Likelihood):
         return Criterion(criterion, lambda outputs, targets: criterion.nll(outputs, targets).mean())
     function, options = split_partial(criterion)
@@ -326,12 +309,19 @@ def class_bits(loss: Any, options: dict[str, Any]) -> Criterion:
 
 @dataclass(frozen=True)
 class TokenCrossEntropy:
-    """Mean cross-entropy of logits (b, ..., C) over the places whose label counts, as transformers' losses have it.
+    """Mean cross-entropy of logits (b, ..., C) over the places whose label counts, as language models have it.
+
+    By name "token_cross_entropy". `nn.CrossEntropyLoss()` has the classes on the second axis instead.
 
     Args:
-        shift: True if place t predicts the label of place t + 1, as in causal language models.
+        shift: True if place t predicts the label of place t + 1, as transformers' causal models shift them.
         ignore_index: The label that stands for none.
         smoothing: Of the labels, in [0, 1).
+
+    Example:
+        >>> loss = ng.families.TokenCrossEntropy()
+        >>> loss(torch.zeros(2, 5, 3), torch.zeros(2, 5, dtype=torch.long))
+        tensor(1.0986)
     """
 
     shift: bool = False
@@ -339,6 +329,12 @@ class TokenCrossEntropy:
     smoothing: float = 0.0
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss, a scalar tensor.
+
+        Args:
+            outputs: Logits, shape (b, ..., C).
+            targets: Class numbers, shape (b, ...).
+        """
         logits = require_one_tensor(outputs).movedim(-1, 1)
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
@@ -349,7 +345,12 @@ class TokenCrossEntropy:
         return nn.CrossEntropyLoss(ignore_index=self.ignore_index, label_smoothing=self.smoothing)
 
     def events(self, outputs: Any, targets: Tensor) -> Tensor:
-        """The label that each place predicts."""
+        """The label that each place predicts.
+
+        Args:
+            outputs: Logits, shape (b, ..., C).
+            targets: Class numbers, shape (b, ...).
+        """
         if not self.shift:
             return targets
         return functional.pad(targets, (0, 1), value=self.ignore_index)[..., 1:]
@@ -417,6 +418,26 @@ FOREIGN: dict[tuple[str, str], Callable[[Any, dict[str, Any]], Criterion]] = {
     (TRANSFORMERS, "ForSequenceClassificationLoss"): sequence_loss,
     ("transformers.trainer_pt_utils", "LabelSmoother"): label_smoother,
 }
+LOSSES: Names = {
+    "cross_entropy": nn.CrossEntropyLoss,
+    "token_cross_entropy": TokenCrossEntropy,
+    "nll": nn.NLLLoss,
+    "bce_with_logits": nn.BCEWithLogitsLoss,
+    "mse": nn.MSELoss,
+    "gaussian_nll": nn.GaussianNLLLoss,
+    "poisson_nll": nn.PoissonNLLLoss,
+    "l1": nn.L1Loss,
+    "smooth_l1": nn.SmoothL1Loss,
+    "huber": nn.HuberLoss,
+    "kl_div": nn.KLDivLoss,
+    "categorical": Categorical,
+    "bernoulli": Bernoulli,
+    "gaussian": Gaussian,
+    "heteroscedastic_gaussian": HeteroscedasticGaussian,
+    "poisson": Poisson,
+    "log_density": LogDensity,
+}
+"""The names of losses in a text, and what each builds."""
 
 
 # Any function as the loss of a chosen likelihood, once it is seen to be one

@@ -19,7 +19,7 @@ from natgrad.ground.messages import explain_calls
 from natgrad.ground.pure import keep_gradient_mode, map_tensors
 from natgrad.ground.whole_tensors import any_split
 from natgrad.optim.checkpoint import EXTRA, Checkpoint, Format, name_positions, read_checkpoint, write_checkpoint
-from natgrad.optim.checks import LIMITS, checked_group, evaluate_loss
+from natgrad.optim.checks import LIMITS, agree_on_loss, checked_group, evaluate_loss
 from natgrad.optim.guard import NotFiniteError, OnTrouble, warn_without_gradient
 from natgrad.optim.objective import Called, Closure, call_closure
 from natgrad.optim.passes import Recall, mark_of
@@ -62,6 +62,8 @@ def build_again(kind: type[ModelOptimizer], args: Any, options: dict[str, Any], 
     return made
 
 
+ENOUGH = 5
+"""Losses of a model's own that are compared with the criterion's: of a fresh model many have the same value."""
 LOOPS = ("fit", "train", "learn", "run", "minimize", "optimize", "solve", "compile")
 """What other packages call a loop of steps."""
 
@@ -96,6 +98,7 @@ class ModelOptimizer(Optimizer):
     _gone: frozenset[int] = frozenset()
     _history: deque[Callable[[], StateReport]]
     _taken: TakenGradients | None = None
+    _agreed: int = 0  # how many losses of the model's own were seen to be the criterion's
     _given: tuple[tuple[Any, ...], dict[str, Any]]  # what it was built of
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
@@ -143,7 +146,8 @@ class ModelOptimizer(Optimizer):
 
         Args:
             outputs: What the model returned, or what the criterion is of. Of a record with `logits`, as transformers'
-                models return, a criterion of one tensor takes these.
+                models return, and of a pair (logits, loss), a criterion of one tensor takes the logits; a loss that the
+                model computed is the one that counts, once it was seen to be the criterion's.
             targets: As the criterion takes them; none for `ng.LogDensity()`.
 
         Returns:
@@ -151,13 +155,19 @@ class ModelOptimizer(Optimizer):
 
         Raises:
             ValueError: For targets that the criterion's likelihood cannot produce. Those that are not finite are left
-                out, their whole batch with them, unless `on_trouble="raise"`.
+                out, their whole batch with them, unless `on_trouble="raise"`. For a model's own loss that is another.
             TypeError: If the metric has no criterion.
         """
         self._follow_parameters()
         outputs, chosen = self._recall.choose(outputs)
-        outputs = self.criterion.pick_logits(outputs)
-        value = evaluate_loss(self.criterion, outputs, targets, self.on_trouble == "skip")
+        outputs, own = self.criterion.pick_logits(outputs)
+        if own is not None and self._agreed >= ENOUGH:
+            value = own
+        else:
+            value = evaluate_loss(self.criterion, outputs, targets, self.on_trouble == "skip")
+        if own is not None and self._agreed < ENOUGH:
+            self._agreed += agree_on_loss(own, value, self.criterion)
+            value = own
         if torch.is_grad_enabled() and value.requires_grad:
             if not isinstance(self.model, nn.Module) or self.model.training or self.train_in_eval:
                 self._record_loss(outputs, targets, value, chosen)

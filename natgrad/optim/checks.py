@@ -279,6 +279,28 @@ def evaluate_loss(criterion: Criterion, outputs: Any, targets: Any, skips: bool)
     return criterion.loss(outputs, targets)
 
 
+ALIKE = 1e-3
+"""Of a loss: by so much at most a model's own differs from the criterion's of its logits, by rounding."""
+
+
+def agree_on_loss(own: Tensor, value: Tensor, criterion: Criterion) -> bool:
+    """Whether a model's own loss is seen to be the criterion's; False where there is no number to compare.
+
+    ValueError if it is another.
+    """
+    pair = torch.stack([own.detach().double(), value.detach().double()])
+    if not all_finite(pair):
+        return False
+    if float((pair[0] - pair[1]).abs()) <= ALIKE * float(pair.abs().max()):
+        return True
+    raise ValueError(
+        f"the model returned the loss {float(pair[0]):.5g}, and of its logits {criterion} is {float(pair[1]):.5g}: "
+        'build the optimizer with the loss that the model computes, as "token_cross_entropy(ignore_index=-1)", or '
+        "leave the targets out of the model's call, for the criterion's alone. A term that the model adds goes beside "
+        "it: (opt.loss(logits, targets) + term).backward()"
+    )
+
+
 def check_statistics(missing: bool) -> None:
     """ValueError where a step has none."""
     if missing:
