@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from natgrad.families import Criterion
-from natgrad.ground.messages import explain_calls
+from natgrad.ground.messages import explain_calls, write_table
 from natgrad.ground.pure import keep_gradient_mode, map_tensors
 from natgrad.ground.whole_tensors import any_split
 from natgrad.optim.checkpoint import EXTRA, Checkpoint, Format, name_positions, read_checkpoint, write_checkpoint
@@ -24,7 +24,7 @@ from natgrad.optim.guard import NotFiniteError, OnTrouble, warn_without_gradient
 from natgrad.optim.objective import Called, Closure, call_closure
 from natgrad.optim.passes import Recall, mark_of
 from natgrad.optim.processes import RankExchange, Ranks
-from natgrad.optim.report import KEPT, Report, Row, StateReport, Steps, explain_steps
+from natgrad.optim.report import KEPT, Report, Row, StateReport, Steps, describe_memory, explain_steps, show
 from natgrad.rules import Rule
 
 CHOICES = ("structure", "solver", "rule", "damping", "update_every", "invert_every", "train_in_eval", "on_trouble")
@@ -233,15 +233,22 @@ class ModelOptimizer(Optimizer):
         self._step(called)
 
     def __repr__(self) -> str:
-        size = sum(p.numel() for group in self.param_groups for p in group["params"])
-        lines = [f"model: {type(self.model).__name__}, {size:,} parameters", *self._list_choices()]
         head, _, groups = super().__repr__().replace(f"    {EXTRA}: ()\n", "").partition("\n")
-        return "\n".join([head, *(f"    {line}" for line in lines), groups])
+        return "\n".join([head, *(f"    {name}: {value}" for name, value in self._describe()), groups])
 
-    def _list_choices(self) -> list[str]:
-        """What it was built with, a line each."""
-        own = vars(self)
-        return [f"{name}: {own[name]}" for name in CHOICES if name in own]
+    def _repr_html_(self) -> str:
+        groups = [{k: show(v) for k, v in group.items() if k not in ("params", EXTRA)} for group in self.param_groups]
+        rows = [(f"group {i}", ", ".join(f"{k} {v}" for k, v in group.items())) for i, group in enumerate(groups)]
+        return write_table((type(self).__name__, ""), [*self._describe(), *rows])
+
+    def _describe(self) -> Iterator[tuple[str, str]]:
+        """What it was built with, what it holds, and how its last step went: a name and a text each."""
+        own, params = vars(self), [p for group in self.param_groups for p in group["params"]]
+        yield "model", f"{type(self.model).__name__}, {sum(p.numel() for p in params):,} parameters"
+        yield from ((name, str(own[name])) for name in CHOICES if name in own)
+        if self._ranks.size == 1 and params:  # of several processes each knows its own part
+            yield from describe_memory(self.report(), max(params[0].element_size(), 4))
+        yield "last step", str(self.state_report())
 
     if not TYPE_CHECKING:
 

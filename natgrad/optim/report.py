@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -135,6 +136,20 @@ class StateReport:
         return write_table(("", "last step"), [(name, show(value)) for name, value in self.list_known().items()])
 
 
+def describe_memory(rows: Sequence[Row], width: int) -> Iterator[tuple[str, str]]:
+    """Which structures there are for how many parameters, and the bytes between steps at `width` for a number."""
+    if rows:
+        kinds = Counter(row.structure for row in rows)
+        yield "blocks", ", ".join(f"{kind} for {count} parameters" for kind, count in kinds.items())
+        yield "memory", show_bytes(width * sum(row.memory for row in rows))
+
+
+def show_bytes(count: int) -> str:
+    """`1.5 MB`."""
+    power = min(3, int(math.log(count, 1000))) if count else 0
+    return f"{count / 1000**power:.3g} {('B', 'kB', 'MB', 'GB')[power]}"
+
+
 def show(value: float | str | None) -> str:
     """A number in four digits, anything else as it is."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -150,7 +165,7 @@ def state_report(told: Mapping[str, Any], step: int, failures: int, refused: int
     numbers = {key: float(value) for key, value in told.items() if key != "cuts"}
     skipped = "refused" if "ratio" in numbers else "skipped" if step else "no step yet"
     known: dict[str, Any] = {"rate": 0.0 if step else math.nan, "cuts": read_cuts(told.get("cuts", {}))} | numbers
-    status = "stepped" if "kl" in numbers else skipped
+    status = "stepped" if "rate" in numbers else skipped
     return StateReport(step=step, status=status, failures=failures, refused=refused, **known)
 
 
