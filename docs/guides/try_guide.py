@@ -58,7 +58,7 @@ def read_packages(text: str) -> list[str]:
     Args:
         text: A page.
     """
-    lines = re.findall(r"`pip install ([\w .-]+)`", text.partition("```python")[0])
+    lines = re.findall(r"`pip install ([\w .\[\]-]+)`", text.partition("```python")[0])
     return [package for line in lines for package in line.split() if package not in ("-e", ".")]
 
 

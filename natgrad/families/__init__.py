@@ -8,7 +8,7 @@ from natgrad.families.criteria import Criterion, Entrywise
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.gaussian import DiagonalGaussian, Gaussian, HeteroscedasticGaussian
-from natgrad.families.known_losses import as_criterion, likelihood
+from natgrad.families.known_losses import LOSSES, TokenCrossEntropy, as_criterion, likelihood
 from natgrad.families.log_density import LogDensity
 from natgrad.families.output_heads import Heads
 from natgrad.families.posterior import GaussianPosterior
@@ -67,6 +67,7 @@ if TYPE_CHECKING:  # loaded when it is first asked for: see `HOMES`
     from natgrad.families.wishart import Wishart
 
 __all__ = [
+    "LOSSES",
     "Bernoulli",
     "Beta",
     "Categorical",
@@ -125,6 +126,7 @@ __all__ = [
     "StochasticLikelihood",
     "SubModel",
     "Tempering",
+    "TokenCrossEntropy",
     "VonMisesFisher",
     "Weibull",
     "Wishart",

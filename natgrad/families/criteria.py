@@ -61,12 +61,21 @@ class Entrywise(Likelihood):
         self.family.check_targets(outputs, targets)
 
 
-def pick_logits(family: Likelihood, outputs: Any) -> Any:
-    """The logits of a record that a model returned (transformers' ModelOutput), for a likelihood of one tensor."""
+def pick_logits(family: Likelihood, outputs: Any) -> tuple[Any, Tensor | None]:
+    """The logits among what a model returned, and the loss that it computed of them, for a likelihood of one tensor.
+
+    A record with logits and loss, as transformers' models return, or a tuple with one number, as (logits, loss).
+    """
     if isinstance(outputs, Tensor) or not isinstance(family, (Entrywise, SeparableLikelihood, Categorical)):
-        return outputs
-    logits = getattr(outputs, "logits", None)
-    return logits if isinstance(logits, Tensor) else outputs
+        return outputs, None
+    if type(outputs) in (tuple, list):
+        pair = sorted(outputs[:2], key=lambda part: isinstance(part, Tensor) and part.dim() == 0)  # the logits first
+        known = len(pair) == 2 and all(isinstance(part, Tensor) for part in pair)
+        return (pair[0], pair[1]) if known and pair[0].dim() > 0 == pair[1].dim() else (outputs, None)
+    logits, loss = getattr(outputs, "logits", None), getattr(outputs, "loss", None)
+    if not isinstance(logits, Tensor):
+        return outputs, None
+    return logits, loss if isinstance(loss, Tensor) and loss.dim() == 0 else None
 
 
 @dataclass(frozen=True)
@@ -116,6 +125,7 @@ class Criterion:
         over_classes: The mean runs over the entries of a row too.
         temperature: (outputs, targets) -> tau, a scalar tensor: the loss of a row is tau times -log p of a density as
             wide as the batch's errors, which `weigh` counts in. None: 1.
+        maximize: True if the loss is to rise: what is minimised, and the mean form is of, is minus it.
     """
 
     family: Likelihood
@@ -126,6 +136,7 @@ class Criterion:
     prepare: Callable[[Any, Any], Any] | None = None
     over_classes: bool = False
     temperature: Callable[[Any, Any], Tensor] | None = None
+    maximize: bool = False
     made: tuple[Callable[..., Criterion], tuple[Any, ...]] | None = field(
         default=None, init=False, repr=False, compare=False
     )  # what it is made of anew where it travels: the functions above are closures
@@ -134,19 +145,23 @@ class Criterion:
         return super().__reduce_ex__(protocol) if self.made is None else self.made
 
     def __repr__(self) -> str:
-        return write_choices(self, family=self.family, summed=self.summed or None, entrywise=self.entrywise or None)
+        kinds = {name: getattr(self, name) or None for name in ("summed", "entrywise", "maximize")}
+        return write_choices(self, family=self.family, **kinds)
 
     @property
     def errors(self) -> Gaussian | Laplace | Huber | None:
         """The density of errors of a fixed width that the loss stands for, None for other losses."""
         family = self.family.family if isinstance(self.family, Entrywise) else self.family
-        return family if isinstance(family, (Gaussian, Laplace, Huber)) else None
+        return family if isinstance(family, (Gaussian, Laplace, Huber)) and not self.maximize else None
 
-    def pick_logits(self, outputs: Any) -> Any:
-        """The logits of a record that a model returned, where the likelihood is of one tensor.
+    def pick_logits(self, outputs: Any) -> tuple[Any, Tensor | None]:
+        """The logits of a record or a pair that a model returned, where the likelihood is of one tensor.
 
         Args:
             outputs: What the model returned.
+
+        Returns:
+            The logits, or the outputs as they are, and the loss that the model computed itself, None without one.
         """
         return pick_logits(self.family, outputs)
 
@@ -239,18 +254,19 @@ class Criterion:
         return weights / total
 
     def scale(self, outputs: Any, targets: Any) -> Tensor | float:
-        """Loss as the user wrote it over its mean form: 1, or the normaliser under reduction='sum'.
+        """Loss as the user wrote it over its mean form: 1, or the normaliser under reduction='sum'; minus it, to rise.
 
         Args:
             outputs: What the model returns.
             targets: As the loss takes them.
         """
+        sign = -1.0 if self.maximize else 1.0
         if not self.summed:
-            return 1.0
+            return sign
         rows = self.family.rows(outputs)
         if self.weigh is None:
-            return float(len(rows))
-        return self.weigh(outputs, self.events(outputs, targets))[1]
+            return sign * len(rows)
+        return sign * self.weigh(outputs, self.events(outputs, targets))[1]
 
     def count(self, outputs: Any, targets: Any = None) -> float:
         """What the mean runs over: the rows, or the sum of their weights where targets are ignored or weighted.

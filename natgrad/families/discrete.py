@@ -354,9 +354,11 @@ class Categorical(NaturalLikelihood):
         classes = outputs.shape[self.dim]
         positions = outputs.movedim(self.dim, -1).shape[:-1]
         if targets.shape != positions:
+            last = self.dim == 1 and targets.shape == outputs.shape[:-1]
             raise ValueError(
                 f"targets has shape {tuple(targets.shape)}, expected {tuple(positions)}, one class each; "
-                "reshape them, or say with Categorical(dim=...) where the classes are"
+                + 'the classes are the last axis: take "token_cross_entropy", or ng.Categorical()' * last
+                + "reshape them, or say with Categorical(dim=...) where the classes are" * (not last)
             )
         check_range(targets, 0, classes - 1, f"class numbers from 0 to {classes - 1}")
 

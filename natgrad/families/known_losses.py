@@ -32,7 +32,10 @@ from natgrad.families.criteria import (
     remake_with,
     smooth_l1,
 )
-from natgrad.families.discrete import Bernoulli, Categorical
+from natgrad.families.discrete import Bernoulli, Categorical, Poisson
+from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
+from natgrad.families.log_density import LogDensity
+from natgrad.ground.choices import Names, read_choice
 from natgrad.ground.linalg import is_concrete
 from natgrad.ground.pure import leaves, map_tensors
 
@@ -143,12 +146,13 @@ def as_criterion(criterion: Any) -> Criterion:
     transformers' LabelSmoother and the `model.loss_function` of language models and classifiers.
 
     Args:
-        criterion: A loss, an `ng` likelihood, or a `Criterion`.
+        criterion: A loss, an `ng` likelihood, or a `Criterion`; or its name, "cross_entropy" or
+            "cross_entropy(label_smoothing=0.1)": `natgrad.optim.NAMES`.
 
     Raises:
         TypeError: For a loss that is not known, and for a subclass of one, which may compute anything. Wrap it with
             `ng.likelihood(loss, family)`.
-        ValueError: For reduction='none'.
+        ValueError: For reduction='none', and for a name that is not known.
 
     Example:
         >>> ng.families.as_criterion(nn.CrossEntropyLoss()).family
@@ -160,11 +164,15 @@ def as_criterion(criterion: Any) -> Criterion:
         )
     if isinstance(criterion, Criterion):
         return criterion
+    if isinstance(criterion, str):
+        return as_criterion(read_choice("criterion", criterion, LOSSES))
     return remake_with(read_criterion(criterion), as_criterion, criterion)
 
 
 def read_criterion(criterion: Any) -> Criterion:
     """What a loss or a likelihood says. TypeError for a loss that is not known."""
+    if isinstance(criterion, TokenCrossEntropy):
+        return criterion.criterion()
     if isinstance(criterion, Likelihood):
         return Criterion(criterion, lambda outputs, targets: criterion.nll(outputs, targets).mean())
     function, options = split_partial(criterion)
@@ -301,12 +309,19 @@ def class_bits(loss: Any, options: dict[str, Any]) -> Criterion:
 
 @dataclass(frozen=True)
 class TokenCrossEntropy:
-    """Mean cross-entropy of logits (b, ..., C) over the places whose label counts, as transformers' losses have it.
+    """Mean cross-entropy of logits (b, ..., C) over the places whose label counts, as language models have it.
+
+    By name "token_cross_entropy". `nn.CrossEntropyLoss()` has the classes on the second axis instead.
 
     Args:
-        shift: True if place t predicts the label of place t + 1, as in causal language models.
+        shift: True if place t predicts the label of place t + 1, as transformers' causal models shift them.
         ignore_index: The label that stands for none.
         smoothing: Of the labels, in [0, 1).
+
+    Example:
+        >>> loss = ng.families.TokenCrossEntropy()
+        >>> loss(torch.zeros(2, 5, 3), torch.zeros(2, 5, dtype=torch.long))
+        tensor(1.0986)
     """
 
     shift: bool = False
@@ -314,6 +329,12 @@ class TokenCrossEntropy:
     smoothing: float = 0.0
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss, a scalar tensor.
+
+        Args:
+            outputs: Logits, shape (b, ..., C).
+            targets: Class numbers, shape (b, ...).
+        """
         logits = require_one_tensor(outputs).movedim(-1, 1)
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
@@ -324,7 +345,12 @@ class TokenCrossEntropy:
         return nn.CrossEntropyLoss(ignore_index=self.ignore_index, label_smoothing=self.smoothing)
 
     def events(self, outputs: Any, targets: Tensor) -> Tensor:
-        """The label that each place predicts."""
+        """The label that each place predicts.
+
+        Args:
+            outputs: Logits, shape (b, ..., C).
+            targets: Class numbers, shape (b, ...).
+        """
         if not self.shift:
             return targets
         return functional.pad(targets, (0, 1), value=self.ignore_index)[..., 1:]
@@ -392,6 +418,26 @@ FOREIGN: dict[tuple[str, str], Callable[[Any, dict[str, Any]], Criterion]] = {
     (TRANSFORMERS, "ForSequenceClassificationLoss"): sequence_loss,
     ("transformers.trainer_pt_utils", "LabelSmoother"): label_smoother,
 }
+LOSSES: Names = {
+    "cross_entropy": nn.CrossEntropyLoss,
+    "token_cross_entropy": TokenCrossEntropy,
+    "nll": nn.NLLLoss,
+    "bce_with_logits": nn.BCEWithLogitsLoss,
+    "mse": nn.MSELoss,
+    "gaussian_nll": nn.GaussianNLLLoss,
+    "poisson_nll": nn.PoissonNLLLoss,
+    "l1": nn.L1Loss,
+    "smooth_l1": nn.SmoothL1Loss,
+    "huber": nn.HuberLoss,
+    "kl_div": nn.KLDivLoss,
+    "categorical": Categorical,
+    "bernoulli": Bernoulli,
+    "gaussian": Gaussian,
+    "heteroscedastic_gaussian": HeteroscedasticGaussian,
+    "poisson": Poisson,
+    "log_density": LogDensity,
+}
+"""The names of losses in a text, and what each builds."""
 
 
 # Any function as the loss of a chosen likelihood, once it is seen to be one

@@ -8,6 +8,7 @@ from natgrad.optim.checkpoint import Attributes, load_checkpoint, read_parts, sa
 from natgrad.optim.flat_step import LinearSystem, Solved, SystemEvidence, shift_blocks
 from natgrad.optim.guard import Accidents, NotFiniteError, OnTrouble, guard_steps
 from natgrad.optim.joined import JoinedMetric, join_operator, update_jointly
+from natgrad.optim.names import NAMES
 from natgrad.optim.objective import Objective
 from natgrad.optim.optimizer import NaturalGradient
 from natgrad.optim.options import BlockOptions, FlatOptions
@@ -33,6 +34,7 @@ if TYPE_CHECKING:  # loaded when it is first asked for: see `HOMES`
     from natgrad.optim.mirror_descent import MirrorDescent
 
 __all__ = [
+    "NAMES",
     "Accidents",
     "Attributes",
     "BlockOptions",

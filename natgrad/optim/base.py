@@ -16,16 +16,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from natgrad.families import Criterion
-from natgrad.ground.messages import explain_calls
+from natgrad.ground.messages import explain_calls, write_table
 from natgrad.ground.pure import keep_gradient_mode, map_tensors
 from natgrad.ground.whole_tensors import any_split, write_all
 from natgrad.optim.checkpoint import EXTRA, Checkpoint, Format, name_positions, read_checkpoint, write_checkpoint
-from natgrad.optim.checks import LIMITS, checked_group, evaluate_loss
+from natgrad.optim.checks import LIMITS, agree_on_loss, checked_group, evaluate_loss
 from natgrad.optim.guard import NotFiniteError, OnTrouble, warn_without_gradient, watch_skipped, watch_unmoved
 from natgrad.optim.objective import Called, Closure, call_closure
 from natgrad.optim.passes import Recall, mark_of
 from natgrad.optim.processes import RankExchange, Ranks
-from natgrad.optim.report import KEPT, Report, Row, StateReport, Steps, explain_steps, state_report
+from natgrad.optim.report import (
+    KEPT,
+    Report,
+    Row,
+    StateReport,
+    Steps,
+    describe_memory,
+    explain_steps,
+    show,
+    state_report,
+)
 from natgrad.optim.state import State
 from natgrad.optim.step import Choices, Evidence, Move, StepReport, leave_out, natural_step
 from natgrad.rules import Rule
@@ -65,6 +75,8 @@ def build_again(kind: type[ModelOptimizer], args: Any, options: dict[str, Any], 
     return made
 
 
+ENOUGH = 5
+"""Losses of a model's own that are compared with the criterion's: of a fresh model many have the same value."""
 LOOPS = ("fit", "train", "learn", "run", "minimize", "optimize", "solve", "compile")
 """What other packages call a loop of steps."""
 
@@ -101,6 +113,7 @@ class ModelOptimizer(Optimizer):
     _taken: TakenGradients | None = None
     _state: State
     _told: StepReport
+    _agreed: int = 0  # how many losses of the model's own were seen to be the criterion's
     _given: tuple[tuple[Any, ...], dict[str, Any]]  # what it was built of
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
@@ -148,7 +161,8 @@ class ModelOptimizer(Optimizer):
 
         Args:
             outputs: What the model returned, or what the criterion is of. Of a record with `logits`, as transformers'
-                models return, a criterion of one tensor takes these.
+                models return, and of a pair (logits, loss), a criterion of one tensor takes the logits; a loss that the
+                model computed is the one that counts, once it was seen to be the criterion's.
             targets: As the criterion takes them; none for `ng.LogDensity()`.
 
         Returns:
@@ -156,13 +170,19 @@ class ModelOptimizer(Optimizer):
 
         Raises:
             ValueError: For targets that the criterion's likelihood cannot produce. Those that are not finite are left
-                out, their whole batch with them, unless `on_trouble="raise"`.
+                out, their whole batch with them, unless `on_trouble="raise"`. For a model's own loss that is another.
             TypeError: If the metric has no criterion.
         """
         self._follow_parameters()
         outputs, chosen = self._recall.choose(outputs)
-        outputs = self.criterion.pick_logits(outputs)
-        value = evaluate_loss(self.criterion, outputs, targets, self.on_trouble == "skip")
+        outputs, own = self.criterion.pick_logits(outputs)
+        if own is not None and self._agreed >= ENOUGH:
+            value = own
+        else:
+            value = evaluate_loss(self.criterion, outputs, targets, self.on_trouble == "skip")
+        if own is not None and self._agreed < ENOUGH:
+            self._agreed += agree_on_loss(own, value, self.criterion)
+            value = own
         if torch.is_grad_enabled() and value.requires_grad:
             if not isinstance(self.model, nn.Module) or self.model.training or self.train_in_eval:
                 self._record_loss(outputs, targets, value, chosen)
@@ -230,15 +250,22 @@ class ModelOptimizer(Optimizer):
         self._step(called)
 
     def __repr__(self) -> str:
-        size = sum(p.numel() for group in self.param_groups for p in group["params"])
-        lines = [f"model: {type(self.model).__name__}, {size:,} parameters", *self._list_choices()]
         head, _, groups = super().__repr__().replace(f"    {EXTRA}: ()\n", "").partition("\n")
-        return "\n".join([head, *(f"    {line}" for line in lines), groups])
+        return "\n".join([head, *(f"    {name}: {value}" for name, value in self._describe()), groups])
 
-    def _list_choices(self) -> list[str]:
-        """What it was built with, a line each."""
-        own = vars(self)
-        return [f"{name}: {own[name]}" for name in CHOICES if name in own]
+    def _repr_html_(self) -> str:
+        groups = [{k: show(v) for k, v in group.items() if k not in ("params", EXTRA)} for group in self.param_groups]
+        rows = [(f"group {i}", ", ".join(f"{k} {v}" for k, v in group.items())) for i, group in enumerate(groups)]
+        return write_table((type(self).__name__, ""), [*self._describe(), *rows])
+
+    def _describe(self) -> Iterator[tuple[str, str]]:
+        """What it was built with, what it holds, and how its last step went: a name and a text each."""
+        own, params = vars(self), [p for group in self.param_groups for p in group["params"]]
+        yield "model", f"{type(self.model).__name__}, {sum(p.numel() for p in params):,} parameters"
+        yield from ((name, str(own[name])) for name in CHOICES if name in own)
+        if self._ranks.size == 1 and params:  # of several processes each knows its own part
+            yield from describe_memory(self.report(), max(params[0].element_size(), 4))
+        yield "last step", str(self.state_report())
 
     if not TYPE_CHECKING:
 

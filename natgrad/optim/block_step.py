@@ -89,7 +89,7 @@ class BlockEvidence(Evidence):
         gradients: As backward passes left them, dense, by name.
         losses: Those that they came from, in units of their means.
         nats: Nats per example in one unit of the mean loss.
-        scale: What the gradients were multiplied by under reduction='sum'; 0 stands for 1.
+        scale: What the gradients were multiplied by, under reduction='sum' or to maximise; 0 stands for 1.
         update: What the passes made of the averages; None where none was read.
         values: The parameters, whole.
         settings: Of the parameter groups.
@@ -125,7 +125,7 @@ class BlockEvidence(Evidence):
         loss, nats, scale, norm = choices.ranks.pool_losses(losses, self.nats, self.scale, norms)
         if not (isinstance(scale, float) and scale == 1):
             raw = {name: gradient / scale for name, gradient in raw.items()}
-            norms, norm = {n: one / scale for n, one in norms.items()}, norm / scale
+            norms, norm = {n: one / abs(scale) for n, one in norms.items()}, norm / abs(scale)
         damping = next(iter(self.settings.values()))["damping"]
         return Batch(raw, norm, loss, update.guard, damping, cuts=True, norms=norms, nats=nats, scale=scale)
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.families import Criterion
+from natgrad.families import Criterion, LogDensity
 from natgrad.ground.checks import check_integer, is_integer
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.pure import Labelled, as_call, leaves, map_tensors
 from natgrad.ground.spaces import check_parameters, hint_at_parameters, trainable
 from natgrad.ground.typed_torch import is_mapping
-from natgrad.metrics import Metric, MetricSum, PullbackMetric, sum_metrics
+from natgrad.metrics import Covariance, Hessian, Metric, MetricSum, PullbackMetric, sum_metrics
 from natgrad.optim.guard import NotFiniteError
 from natgrad.optim.passes import Data
 from natgrad.rules import LineSearch, MeasuredLength, Rule, refuse_measured_kl
@@ -120,6 +120,39 @@ def choose_metric(metric: Any, metrics: Any, weights: Any) -> Metric:
     if metric is not None:
         raise TypeError(f"metric is {metric!r} and metrics is given too: give one of them")
     return sum_metrics(metrics, weights)
+
+
+def maximize_criterion(criterion: Criterion) -> Criterion:
+    """The same loss, to be raised. ValueError for one that is no number to raise."""
+    if isinstance(criterion.family, LogDensity):
+        raise ValueError(
+            "maximize is True with ng.LogDensity(), whose loss is minus the mean of log p: leave maximize out, and "
+            "log p rises"
+        )
+    return replace(criterion, maximize=True)
+
+
+def maximize_metric(metric: Metric) -> Metric:
+    """The same metric, of a loss that is to be raised. ValueError for the Hessian."""
+    if isinstance(metric, Hessian):
+        raise ValueError(
+            "maximize is True with ng.hessian, and a Newton step leads to where the gradient is zero, up or down: take "
+            "a metric that is positive, ng.fisher or ng.gauss_newton"
+        )
+    if isinstance(metric, Covariance):
+        return replace(metric, moment=maximize_metric(metric.moment))
+    criterion = getattr(metric, "criterion", None)
+    if not isinstance(criterion, Criterion) or not is_dataclass(metric):
+        return metric
+    return replace(metric, criterion=maximize_criterion(criterion))  # type: ignore[call-arg]
+
+
+def refuse_maximize(maximize: Any, processes: int) -> None:
+    """TypeError for anything but True and False, ValueError for several processes, whose scales are added up."""
+    if not isinstance(maximize, bool):
+        raise TypeError(f"maximize is {maximize!r}, expected True or False")
+    if maximize and processes > 1:
+        raise ValueError("maximize is True with several processes: negate the loss there, and leave maximize out")
 
 
 def inputs_of(metric: Metric, data: Data) -> Any:
@@ -244,6 +277,28 @@ def evaluate_loss(criterion: Criterion, outputs: Any, targets: Any, skips: bool)
             raise
     criterion.check(outputs, map_tensors(targets, lambda t: torch.where(torch.isfinite(t), t, 0)))
     return criterion.loss(outputs, targets)
+
+
+ALIKE = 1e-3
+"""Of a loss: by so much at most a model's own differs from the criterion's of its logits, by rounding."""
+
+
+def agree_on_loss(own: Tensor, value: Tensor, criterion: Criterion) -> bool:
+    """Whether a model's own loss is seen to be the criterion's; False where there is no number to compare.
+
+    ValueError if it is another.
+    """
+    pair = torch.stack([own.detach().double(), value.detach().double()])
+    if not all_finite(pair):
+        return False
+    if float((pair[0] - pair[1]).abs()) <= ALIKE * float(pair.abs().max()):
+        return True
+    raise ValueError(
+        f"the model returned the loss {float(pair[0]):.5g}, and of its logits {criterion} is {float(pair[1]):.5g}: "
+        'build the optimizer with the loss that the model computes, as "token_cross_entropy(ignore_index=-1)", or '
+        "leave the targets out of the model's call, for the criterion's alone. A term that the model adds goes beside "
+        "it: (opt.loss(logits, targets) + term).backward()"
+    )
 
 
 def check_statistics(missing: bool) -> None:

@@ -28,7 +28,9 @@ from natgrad.optim.checks import (
     check_search,
     choose_metric,
     given_parameters,
+    maximize_metric,
     named_parameters,
+    refuse_maximize,
 )
 from natgrad.optim.flat_step import LinearSystem, MetricSystem, SystemChoices, SystemEvidence, is_bounded
 from natgrad.optim.guard import Guard, check_trouble
@@ -53,7 +55,7 @@ from natgrad.optim.objective import (
     proximal_of,
     tells_another,
 )
-from natgrad.optim.options import FlatOptions, FlatSettings, with_options
+from natgrad.optim.options import FlatOptions, FlatSettings, read_settings, with_options
 from natgrad.optim.passes import Data, Recall, listen, overhear
 from natgrad.optim.processes import Ranks, meet, refuse_nested, weigh_loss
 from natgrad.optim.state import SHARE, Outside, OwnGradients, Pace, State, SystemMemory
@@ -108,7 +110,7 @@ class NaturalGradient(ModelOptimizer):
         weights: Mapping[str, float] | None = None,
         **options: Unpack[FlatOptions],
     ) -> None:
-        chosen, found = FlatSettings(**options), choose_metric(metric, metrics, weights)
+        chosen, found = read_settings(FlatSettings, options), choose_metric(metric, metrics, weights)
         check_choices(found, chosen.structure, chosen.solver, chosen.rule)
         check_number("lr", lr)
         check_number("weight_decay", chosen.weight_decay)
@@ -117,7 +119,7 @@ class NaturalGradient(ModelOptimizer):
         self.model, self._ranks = meet(model, chosen.group)
         refuse_nested(self.model)
         self.on_trouble = check_trouble(chosen.on_trouble)
-        self.metric = found = unwrap_models(found)
+        self.metric = found = unwrap_models(maximize_metric(found) if chosen.maximize else found)
         self.structure, self.solver = chosen.structure or Exact(), chosen.solver or Auto()
         self.damping, self.rule = as_damping(chosen.damping), chosen.rule or SafeRate()
         self.warm_start, self.train_in_eval = chosen.warm_start, chosen.train_in_eval
@@ -129,7 +131,8 @@ class NaturalGradient(ModelOptimizer):
         self._state, self._told = State(system=SystemMemory(self.damping.initial())), StepReport()
         self._compared: tuple[object, ...] = ()  # what a field has that must be alike on all processes
         self._finalizer: weakref.finalize[..., Any] | None = None
-        self._recall = Recall(chosen_outputs(found), self._named.values())
+        refuse_maximize(chosen.maximize, self._ranks.size)
+        self._recall = Recall(chosen_outputs(found), self._named.values(), maximize=chosen.maximize)
         overhear(found, self._recall)
         if isinstance(self.model, nn.Module):
             self._finalizer = weakref.finalize(

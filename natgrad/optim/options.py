@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import wraps
@@ -12,16 +12,18 @@ from typing import Any, ParamSpec, TypedDict, TypeVar
 from natgrad.ground.pure import Select
 from natgrad.ground.spaces import hint_at_parameters
 from natgrad.optim.guard import OnTrouble
+from natgrad.optim.names import NAMES, replace_name
 from natgrad.rules import Damping, Rule
 from natgrad.solvers import Solver
 from natgrad.structures import Preconditioner, Structure
 
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S")
 
 
 class BlockOptions(TypedDict, total=False):
-    """What `ng.kfac` and its like have in common.
+    """What `ng.kfac` and its like have in common. An object may be given as text: `natgrad.optim.NAMES`.
 
     Args:
         rule: How a direction becomes a step; default
@@ -58,11 +60,14 @@ class BlockOptions(TypedDict, total=False):
         on_trouble: What a step does whose loss or gradient is not finite, or whose loss is more than ten times the
             highest of the run: "skip" (default) leaves it out, counts it in `state_report().failures`, warns at the
             fifth in a row and raises RuntimeError at the 25th; "raise" raises ValueError.
+        maximize: True raises the loss instead of lowering it, as in torch.optim: the step goes the other way, and rules
+            and dampings that judge a step want a higher loss. The metric, weight_decay and l2 stay what they are. The
+            reports are of what falls, minus the loss.
     """
 
-    rule: Rule | None
+    rule: Rule | str | None
     momentum: float | None
-    damping: float | Damping
+    damping: float | Damping | str
     max_kl: float | None
     kl_share: float | None
     weight_decay: float
@@ -76,6 +81,7 @@ class BlockOptions(TypedDict, total=False):
     share: str | int
     train_in_eval: bool
     on_trouble: OnTrouble
+    maximize: bool
 
 
 @dataclass(frozen=True)
@@ -98,10 +104,11 @@ class BlockSettings:
     share: str | int = "auto"
     train_in_eval: bool = False
     on_trouble: OnTrouble = "skip"
+    maximize: bool = False
 
 
 class FlatOptions(TypedDict, total=False):
-    """What `ng.NaturalGradient` and the matrix-free recipes have in common.
+    """What `ng.NaturalGradient` and the matrix-free recipes have in common. An object may be given as text.
 
     Args:
         structure: How G is stored; default `ng.Exact()`.
@@ -126,21 +133,25 @@ class FlatOptions(TypedDict, total=False):
         on_trouble: What a step does whose loss, gradient or metric is not finite, or whose loss is more than ten times
             the highest of the run: "skip" (default) leaves it out, counts it in `state_report().failures`, warns at the
             fifth in a row and raises RuntimeError at the 25th; "raise" raises ValueError.
+        maximize: True raises the loss instead of lowering it, as in torch.optim: the step goes the other way, and rules
+            and dampings that judge a step want a higher loss. The metric, weight_decay and l2 stay what they are. The
+            reports are of what falls, minus the loss.
     """
 
-    structure: Structure | None
-    solver: Solver | None
-    damping: float | Damping
-    rule: Rule | None
+    structure: Structure | str | None
+    solver: Solver | str | None
+    damping: float | Damping | str
+    rule: Rule | str | None
     weight_decay: float
     warm_start: float
     metric_batch: int | None
     search_batch: int | None
-    preconditioner: Preconditioner | Structure | None
+    preconditioner: Preconditioner | Structure | str | None
     params: Iterable[Any] | None
     group: Any
     train_in_eval: bool
     on_trouble: OnTrouble
+    maximize: bool
 
 
 @dataclass(frozen=True)
@@ -160,6 +171,7 @@ class FlatSettings:
     group: Any = None
     train_in_eval: bool = False
     on_trouble: OnTrouble = "skip"
+    maximize: bool = False
 
 
 def with_options(options: Any, settings: type, *without: str, **own: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -190,6 +202,11 @@ def with_options(options: Any, settings: type, *without: str, **own: Any) -> Cal
         return call_checked
 
     return decorate
+
+
+def read_settings(settings: type[S], options: Mapping[str, Any]) -> S:
+    """The options with their defaults, and with objects where they have texts."""
+    return settings(**{key: replace_name(key, value) if key in NAMES else value for key, value in options.items()})
 
 
 def check_keywords(name: str, given: Iterable[str], known: Iterable[str]) -> None:

@@ -622,7 +622,10 @@ class Recall:
         keeps: False while no pass is to be done again: random states and the model's attributes are not copied then.
     """
 
-    def __init__(self, outputs: Select | None = None, watched: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self, outputs: Select | None = None, watched: Iterable[Tensor] = (), *, maximize: bool = False
+    ) -> None:
+        self.maximize = maximize
         self.outputs, self.key = outputs, f"natgrad.{next(KEYS)}"
         self.watched: list[Tensor] = list(watched)
         self.returned: tuple[type, list[weakref.ref[Tensor]]] | None = None
@@ -655,11 +658,14 @@ class Recall:
 
     @property
     def scale(self) -> float:
-        """What to divide the gradient by under reduction='sum': micro-batches have the sum of their counts; else 0.
+        """What to divide the gradient by: under reduction='sum' the sum of the micro-batches' counts; -1 to maximise.
+
+        0 stands for 1.
 
         Where another optimizer's loss went backward, that of the losses computed here counts.
         """
-        return sum(loss.count for loss in self.losses or self.computed)
+        total = sum(loss.count for loss in self.losses or self.computed)
+        return total or (-1.0 if self.maximize else 0.0)
 
     def mean_loss(self) -> Tensor | None:
         """The mean over the rows of this step's losses, NaN where no target counts; None if none was told."""

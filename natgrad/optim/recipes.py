@@ -14,6 +14,7 @@ from natgrad.ground.messages import explain_calls
 from natgrad.ground.pure import Select
 from natgrad.metrics import Metric, gauss_newton
 from natgrad.operators import Operator
+from natgrad.optim.names import replace_name
 from natgrad.optim.optimizer import NaturalGradient
 from natgrad.optim.options import BlockOptions, BlockSettings, FlatOptions, FlatSettings, with_options
 from natgrad.optim.structured import StructuredNaturalGradient
@@ -49,7 +50,7 @@ from natgrad.structures import (
 
 @explain_calls
 def natural_gradient(
-    operator: Operator, gradient: Tensor, *, solver: Solver | None = None, damping: float | Damping = 0.0
+    operator: Operator, gradient: Tensor, *, solver: Solver | str | None = None, damping: float | Damping | str = 0.0
 ) -> Solution:
     """x = (G + damping I)^-1 g.
 
@@ -80,11 +81,13 @@ def natural_gradient(
             f"operator is {type(operator).__name__}, expected a natgrad Operator: wrap a matrix with "
             "ng.operators.DenseOperator(matrix), or take a metric at a point with metric.at(params, inputs)"
         )
+    solver = replace_name("solver", solver)
     if solver is not None and not isinstance(solver, Solver):
         hint = "; did you forget the parentheses?" if isinstance(solver, type) else ""
         raise TypeError(f"solver is {solver!r}, expected a natgrad Solver such as ng.CG(){hint}")
     operator.check(gradient, "gradient")
-    amount = damping.amount(damping.initial(), operator) if isinstance(damping, Damping) else damping
+    strategy = replace_name("damping", damping)
+    amount = strategy.amount(strategy.initial(), operator) if isinstance(strategy, Damping) else strategy
     solution = (solver or Auto()).solve(operator, gradient, damping=amount)
     if solution.status is Status.NON_FINITE and not bool(solution.value.any()):
         raise ValueError(
@@ -99,7 +102,7 @@ def natural_gradient(
 @with_options(FlatOptions, FlatSettings, "structure", warm_start=0.95, damping=None)
 def hessian_free(
     model: nn.Module,
-    criterion: nn.Module | Likelihood,
+    criterion: nn.Module | Likelihood | str,
     lr: float = 1.0,
     *,
     outputs: Select | None = None,
@@ -114,7 +117,7 @@ def hessian_free(
 
     Args:
         model: The network.
-        criterion: Its loss from `torch.nn`, or an `ng` likelihood.
+        criterion: Its loss from `torch.nn`, an `ng` likelihood, or its name: "cross_entropy".
         lr: Length of the first trial step.
         outputs: What the criterion is of, for a model that returns more than that: `outputs=lambda out: out.logits`.
         **options: What `ng.NaturalGradient` takes too: `natgrad.optim.FlatOptions`.
@@ -147,7 +150,7 @@ def hessian_free(
 @with_options(FlatOptions, FlatSettings, "structure", "solver", "rule", "warm_start")
 def krylov_subspace(
     model: nn.Module,
-    criterion: nn.Module | Likelihood,
+    criterion: nn.Module | Likelihood | str,
     lr: float = 1.0,
     *,
     dimension: int = 20,
@@ -164,7 +167,7 @@ def krylov_subspace(
 
     Args:
         model: The network.
-        criterion: Its loss from `torch.nn`, or an `ng` likelihood.
+        criterion: Its loss from `torch.nn`, an `ng` likelihood, or its name: "cross_entropy".
         lr: The share of the step found that is taken.
         dimension: Of the space, one product each; the last step joins it.
         steps: Of BFGS, a gradient each at least.
@@ -191,7 +194,7 @@ def krylov_subspace(
 @with_options(FlatOptions, FlatSettings, "structure", damping=1e-2)
 def natgrad_cg(
     model: nn.Module,
-    criterion: nn.Module | Likelihood,
+    criterion: nn.Module | Likelihood | str,
     lr: float = 0.1,
     *,
     outputs: Select | None = None,
@@ -205,7 +208,7 @@ def natgrad_cg(
 
     Args:
         model: The network.
-        criterion: Its loss from `torch.nn`, or an `ng` likelihood.
+        criterion: Its loss from `torch.nn`, an `ng` likelihood, or its name: "cross_entropy".
         lr: Learning rate; .1 and 5 in the paper.
         outputs: As in `hessian_free`.
         **options: What `ng.NaturalGradient` takes too: `natgrad.optim.FlatOptions`.
@@ -223,7 +226,7 @@ def ang(
     metric: Metric,
     lr: float = 0.5,
     *,
-    method: Update | None = None,
+    method: Update | str | None = None,
     bound: float = 0.033,
     hold: float = 6000.0,
     **options: Unpack[FlatOptions],
@@ -252,7 +255,8 @@ def ang(
         >>> ng.score_matching_loss(log_p, params, x).backward()
         >>> opt.step()
     """
-    usual = FlatOptions(structure=AdaptiveInverse(method or Averaged()), damping=0.0, rule=OnlineRadius(bound, hold))
+    structure = AdaptiveInverse(replace_name("method", method) or Averaged())
+    usual = FlatOptions(structure=structure, damping=0.0, rule=OnlineRadius(bound, hold))
     return NaturalGradient(params_or_model, metric, lr, **fill_options(options, usual))
 
 
@@ -264,7 +268,7 @@ def fill_options(options: FlatOptions, defaults: FlatOptions) -> FlatOptions:
 
 # K-FAC and its family, ready to use: which block per layer, with the defaults that go with it
 
-Criterion = nn.Module | Likelihood
+Criterion = nn.Module | Likelihood | str
 LearningRate = Literal["constant", "auto"]
 Spectral = SpectralDescent | SpectralProgress
 
@@ -288,7 +292,7 @@ def kfac(
     lr: float = 1.0,
     *,
     decay: float = 0.95,
-    estimate: Estimate = Sampled(),
+    estimate: Estimate | str = Sampled(),
     rate: LearningRate = "constant",
     **options: Unpack[BlockOptions],
 ) -> StructuredNaturalGradient:
@@ -303,7 +307,7 @@ def kfac(
 
     Args:
         model: The network.
-        criterion: Its loss from `torch.nn`, or an `ng` likelihood.
+        criterion: Its loss from `torch.nn`, an `ng` likelihood, or its name: "cross_entropy".
         lr: Factor on the length that the rule finds.
         decay: Of the statistics' running averages, per update, in [0, 1).
         estimate: How labels are drawn; `ng.Empirical()` takes the data's own. To save time the factors are computed
@@ -327,8 +331,9 @@ def kfac(
         >>> opt.loss(model(x), y).backward()
         >>> opt.step()
     """
-    rows = math.inf if isinstance(estimate, ExactLabels) else ROWS
-    structure = Kronecker(decay, estimate, factored=True, rows=rows)
+    labels = replace_name("estimate", estimate)
+    rows = math.inf if isinstance(labels, ExactLabels) else ROWS
+    structure = Kronecker(decay, labels, factored=True, rows=rows)
     chosen = settle_rate(heed_noise(start_spectral(criterion, options)), rate)
     return build(model, criterion, structure, lr, chosen, damping=SAFE)
 
@@ -340,7 +345,7 @@ def ekfac(
     lr: float = 1.0,
     *,
     decay: float = 0.95,
-    estimate: Estimate = Sampled(),
+    estimate: Estimate | str = Sampled(),
     rate: LearningRate = "constant",
     **options: Unpack[BlockOptions],
 ) -> StructuredNaturalGradient:
@@ -350,7 +355,7 @@ def ekfac(
 
     Args:
         model: The network.
-        criterion: Its loss from `torch.nn`, or an `ng` likelihood.
+        criterion: Its loss from `torch.nn`, an `ng` likelihood, or its name: "cross_entropy".
         lr: Factor on the length that the rule finds.
         decay: Of the statistics' running averages, per update, in [0, 1).
         estimate: How labels are drawn; `ng.Empirical()` takes the data's own.
@@ -372,7 +377,7 @@ def ekfac(
         >>> opt.step()
     """
     chosen = settle_rate(heed_noise(start_spectral(criterion, options)), rate)
-    return build(model, criterion, EigenKronecker(decay, estimate), lr, chosen, damping=SAFE)
+    return build(model, criterion, EigenKronecker(decay, replace_name("estimate", estimate)), lr, chosen, damping=SAFE)
 
 
 @with_options(BlockOptions, BlockSettings, damping=NEAR)
@@ -382,14 +387,14 @@ def diagonal(
     lr: float = 1.0,
     *,
     decay: float = 0.95,
-    estimate: Estimate = Sampled(),
+    estimate: Estimate | str = Sampled(),
     **options: Unpack[BlockOptions],
 ) -> StructuredNaturalGradient:
     """The natural gradient with the diagonal of the true Fisher: one number per parameter.
 
     Args:
         model: The network.
-        criterion: Its loss from `torch.nn`, or an `ng` likelihood.
+        criterion: Its loss from `torch.nn`, an `ng` likelihood, or its name: "cross_entropy".
         lr: Factor on the length that the rule finds.
         decay: Of the statistics' running averages, per update, in [0, 1).
         estimate: How labels are drawn; `ng.Empirical()` takes the data's own.
@@ -405,7 +410,8 @@ def diagonal(
         >>> opt.loss(model(x), y).backward()
         >>> opt.step()
     """
-    return build(model, criterion, Diagonal(decay, estimate), lr, heed_noise(options, NATURAL), damping=NEAR)
+    structure = Diagonal(decay, replace_name("estimate", estimate))
+    return build(model, criterion, structure, lr, heed_noise(options, NATURAL), damping=NEAR)
 
 
 @with_options(BlockOptions, BlockSettings, damping=NEAR)
@@ -415,14 +421,14 @@ def unitwise(
     lr: float = 1.0,
     *,
     decay: float = 0.95,
-    estimate: Estimate = Sampled(),
+    estimate: Estimate | str = Sampled(),
     **options: Unpack[BlockOptions],
 ) -> StructuredNaturalGradient:
     """The natural gradient with one block of the true Fisher per unit, whole or quasi-diagonal.
 
     Args:
         model: The network.
-        criterion: Its loss from `torch.nn`, or an `ng` likelihood.
+        criterion: Its loss from `torch.nn`, an `ng` likelihood, or its name: "cross_entropy".
         lr: Factor on the length that the rule finds.
         decay: Of the statistics' running averages, per update, in [0, 1).
         estimate: How labels are drawn; `ng.Empirical()` takes the data's own.
@@ -441,7 +447,8 @@ def unitwise(
         >>> opt.loss(model(x), y).backward()
         >>> opt.step()
     """
-    return build(model, criterion, UnitWise(decay, estimate), lr, heed_noise(options, NATURAL), damping=NEAR)
+    structure = UnitWise(decay, replace_name("estimate", estimate))
+    return build(model, criterion, structure, lr, heed_noise(options, NATURAL), damping=NEAR)
 
 
 @with_options(BlockOptions, BlockSettings, damping=NEAR)
@@ -452,7 +459,7 @@ def online_ng(
     *,
     decay: float = 0.95,
     gradient: bool = False,
-    estimate: Estimate = Sampled(),
+    estimate: Estimate | str = Sampled(),
     **options: Unpack[BlockOptions],
 ) -> StructuredNaturalGradient:
     """The natural gradient with Kronecker factors tracked online as low rank plus scaled identity, as Kaldi does.
@@ -461,7 +468,7 @@ def online_ng(
 
     Args:
         model: The network.
-        criterion: Its loss from `torch.nn`, or an `ng` likelihood.
+        criterion: Its loss from `torch.nn`, an `ng` likelihood, or its name: "cross_entropy".
         lr: Factor on the length that the rule finds.
         decay: Of the statistics' running averages, per update, in [0, 1); Kaldi's is exp(-N / 2000) for N rows.
         gradient: True takes factors from the rows and columns of the gradient instead of from the examples.
@@ -481,7 +488,7 @@ def online_ng(
         >>> opt.loss(model(x), y).backward()
         >>> opt.step()
     """
-    structure = OnlineLowRank(decay, estimate, gradient=gradient, factored=True)
+    structure = OnlineLowRank(decay, replace_name("estimate", estimate), gradient=gradient, factored=True)
     return build(model, criterion, structure, lr, heed_noise(options, NATURAL), damping=NEAR)
 
 
@@ -493,7 +500,7 @@ def tonga(
     *,
     decay: float = 0.95,
     rank: int = 16,
-    estimate: Estimate = Empirical(),
+    estimate: Estimate | str = Empirical(),
     **options: Unpack[BlockOptions],
 ) -> StructuredNaturalGradient:
     """The low-rank running covariance of the gradients per layer as metric (TONGA).
@@ -503,7 +510,7 @@ def tonga(
 
     Args:
         model: The network.
-        criterion: Its loss from `torch.nn`, or an `ng` likelihood.
+        criterion: Its loss from `torch.nn`, an `ng` likelihood, or its name: "cross_entropy".
         lr: Factor on the length that the rule finds.
         decay: Of the running averages, per update, in [0, 1).
         rank: Directions per layer.
@@ -523,9 +530,8 @@ def tonga(
         >>> opt.loss(model(x), y).backward()
         >>> opt.step()
     """
-    return build(
-        model, criterion, LowRankCovariance(decay, estimate, rank=rank), lr, heed_noise(options, NATURAL), damping=FAR
-    )
+    structure = LowRankCovariance(decay, replace_name("estimate", estimate), rank=rank)
+    return build(model, criterion, structure, lr, heed_noise(options, NATURAL), damping=FAR)
 
 
 def heed_noise(options: BlockOptions, usual: NoiseAware = NoiseAware()) -> BlockOptions:
@@ -548,7 +554,8 @@ def start_spectral(criterion: Criterion, options: BlockOptions) -> BlockOptions:
     E[s s^T] >= E[s] E[s]^T: while the mean gradient is large it is the empirical Fisher, and natural steps crawl. An
     autoregressive model of 64 bits stood at 43 nats after 300 natural steps and was at 20 after as many of these.
     """
-    if not isinstance(criterion, LogDensity) or any(options.get(key) for key in ("rule", "max_kl", "kl_share")):
+    density = isinstance(replace_name("criterion", criterion), LogDensity)
+    if not density or any(options.get(key) for key in ("rule", "max_kl", "kl_share")):
         return options
     chosen = BlockOptions(**options)
     chosen["rule"] = SpectralProgress()
@@ -559,7 +566,7 @@ def settle_rate(options: BlockOptions, rate: LearningRate) -> BlockOptions:
     """The options with a rule whose learning rate falls by itself, where that is asked for."""
     if rate not in get_args(LearningRate):
         raise ValueError(f'rate is {rate!r}, expected "constant" or "auto"; a number goes to lr=')
-    rule = options.get("rule")
+    rule = replace_name("rule", options.get("rule"))
     if rate == "constant":
         return options
     if isinstance(rule, NoiseAware) and rule.noise > 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -137,6 +138,20 @@ class StateReport:
         return write_table(("", "last step"), [(name, show(value)) for name, value in self.list_known().items()])
 
 
+def describe_memory(rows: Sequence[Row], width: int) -> Iterator[tuple[str, str]]:
+    """Which structures there are for how many parameters, and the bytes between steps at `width` for a number."""
+    if rows:
+        kinds = Counter(row.structure for row in rows)
+        yield "blocks", ", ".join(f"{kind} for {count} parameters" for kind, count in kinds.items())
+        yield "memory", show_bytes(width * sum(row.memory for row in rows))
+
+
+def show_bytes(count: int) -> str:
+    """`1.5 MB`."""
+    power = min(3, int(math.log(count, 1000))) if count else 0
+    return f"{count / 1000**power:.3g} {('B', 'kB', 'MB', 'GB')[power]}"
+
+
 def show(value: float | str | None) -> str:
     """A number in four digits, anything else as it is."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -151,7 +166,7 @@ def state_report(told: Mapping[str, Any], step: int, failures: int, refused: int
     """From what a step told, tensors of one number among it, and the counts."""
     known: dict[str, Any] = {n: float(value) if isinstance(value, Tensor) else value for n, value in told.items()}
     left_out = "refused" if "ratio" in known else "skipped" if step else "no step yet"
-    known = {"rate": 0.0 if step else math.nan, "status": "stepped" if "kl" in known else left_out} | known
+    known = {"rate": 0.0 if step else math.nan, "status": "stepped" if "rate" in known else left_out} | known
     known["cuts"] = read_cuts(known.get("cuts", {}))
     return StateReport(step=step, failures=failures, refused=refused, **known)
 

@@ -242,6 +242,8 @@ def leave_out(state: State, numbers: Mapping[str, Any], trouble: str) -> tuple[M
 
 def bounded_below(criterion: Criterion) -> bool:
     """Whether the loss is at least 0, so that a share of it says how much is left to gain."""
+    if criterion.maximize:
+        return False
     family = getattr(criterion.family, "family", criterion.family)
     if isinstance(family, (Gaussian, Laplace, Huber)):  # a loss of torch counts no normalising constant
         return isinstance(criterion.loss, (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss))

@@ -27,7 +27,14 @@ from natgrad.optim.block_step import (
 )
 from natgrad.optim.blocks import Averages, BatchUpdate, Owners, check_share, dense, gather_numbers
 from natgrad.optim.checkpoint import Checkpoint, Format
-from natgrad.optim.checks import check_blocks, given_parameters, named_parameters, settle_rule
+from natgrad.optim.checks import (
+    check_blocks,
+    given_parameters,
+    maximize_criterion,
+    named_parameters,
+    refuse_maximize,
+    settle_rule,
+)
 from natgrad.optim.guard import check_trouble, warn_of_strangers
 from natgrad.optim.objective import (
     EVERY,
@@ -38,7 +45,7 @@ from natgrad.optim.objective import (
     objective_of_blocks,
     replaying,
 )
-from natgrad.optim.options import BlockOptions, BlockSettings, with_options
+from natgrad.optim.options import BlockOptions, BlockSettings, read_settings, with_options
 from natgrad.optim.passes import Loss, Recall, listen
 from natgrad.optim.processes import meet, refuse_trials, weigh_loss
 from natgrad.optim.reading import Reader, release
@@ -93,16 +100,17 @@ class StructuredNaturalGradient(ModelOptimizer):
     def __init__(
         self,
         model: nn.Module,
-        criterion: nn.Module | Likelihood | Criterion,
+        criterion: nn.Module | Likelihood | Criterion | str,
         structure: Layerwise,
         lr: float = 1.0,
         **options: Unpack[BlockOptions],
     ) -> None:
-        chosen = BlockSettings(**options)
+        chosen = read_settings(BlockSettings, options)
         check_blocks(model, structure, update_every=chosen.update_every, invert_every=chosen.invert_every)
         self.model, self._ranks = meet(model, chosen.group, parts=True)
         self._ranks.check(structure)
-        self._criterion, self.structure = as_criterion(criterion), structure
+        loss = as_criterion(criterion)
+        self._criterion, self.structure = maximize_criterion(loss) if chosen.maximize else loss, structure
         self.rule, self.damping = (
             settle_rule(chosen.rule, chosen.max_kl, chosen.kl_share),
             as_block_damping(chosen.damping),
@@ -113,7 +121,8 @@ class StructuredNaturalGradient(ModelOptimizer):
         refuse_trials(model, self.rule if self.rule.needs_loss else self.damping if self.damping.needs_ratio else None)
         self._named = {}  # what the groups hold, in the model's order
         check_select(chosen.outputs)
-        self._recall = Recall(chosen.outputs)
+        refuse_maximize(chosen.maximize, self._ranks.size)
+        self._recall = Recall(chosen.outputs, maximize=chosen.maximize)
         self._recall.begins = weakref.WeakMethod(self._follow_names)
         momentum = 0.0 if isinstance(self.rule, Momentum) else 0.9
         momentum = momentum if chosen.momentum is None else chosen.momentum

@@ -288,6 +288,28 @@ def test_an_optimizer_shows_its_choices(recipe):
     assert "lr: " in text
 
 
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.natgrad_cg])
+def test_an_optimizer_shows_what_it_holds_and_how_its_last_step_went(recipe):
+    opt = recipe(model := nn.Linear(4, 3).double(), CE)
+    assert "last step: step 0  status no step yet" in repr(opt)
+    opt.loss(model(INPUTS[:, :4]), LABELS).backward()
+    opt.step()
+    kind, width = opt.report()[0].structure, 8
+    page, text = opt._repr_html_(), repr(opt)
+    for shown in (f"{kind} for 2 parameters", f"{width * sum(row.memory for row in opt.report())} B", "step 1  loss"):
+        assert shown in text
+        assert shown in page
+    assert "<td>group 0</td><td>" in page
+    assert "lr " in page
+
+
+def test_a_spectral_step_is_not_told_as_a_skipped_one():
+    opt = ng.kfac(model := net(), CE, rule="spectral")
+    opt.loss(model(INPUTS), LABELS).backward()
+    opt.step()
+    assert (opt.state_report().status, opt.state_report().rate) == ("stepped", 1)
+
+
 # gradients that were not cleared
 
 RECIPES: list[Callable[..., Any]] = [ng.kfac, ng.natgrad_cg, ng.hessian_free]
