@@ -1,6 +1,6 @@
 """Restricted MNIST at the paper's size and settings: 1500 hidden units, batches of 2500 (MSGD 250), one seed.
 
-`python -m natgrad_lab.papers.pascanu_2013.at_size runs/at_size` takes all contestants to 20 updates, then all to 50,
+`python -m natgrad_lab.papers.pascanu_2013.at_size runs/at_size` takes all contestants to 20 updates, then all to 60,
 and so on to 2000, so that whenever it is stopped they compare at equal updates. Ctrl-C stops it after the update under
 way, and the same command goes on from there. After every stage it writes `at_size.json` into the folder: the curves,
 and which test images each contestant has wrong. `at_size_page` makes the page's table and picture of that file.
@@ -41,7 +41,7 @@ from natgrad_lab.papers.pascanu_2013.shared import (
 )
 from natgrad_lab.papers.pascanu_2013.sparse_pixels import SparsePixels, sort_pixels
 
-STAGES = (20, 50, 100, 150, 200, 300, 400, 500, 700, 1000, 1400, 2000)
+STAGES = (20, 60, 100, 140, 200, 260, 320, 400, 500, 700, 1000, 1400, 2000)
 """Updates to which all contestants go before one goes further; MSGD takes 20 times as many."""
 MSGD_STEPS = 20
 """Of MSGD for one update of the others, as in the paper's budget."""
