@@ -207,13 +207,13 @@ class StagedRuns:
             "seconds": round(seen[-1]["seconds"], 1),
             "products": round(sum(products) / len(products), 1) if products else None,
             "curve": curve,
-            "wrong": self.list_mistakes(job),
+            "wrong": self.list_mistakes(job, stage * each),
         }
 
-    def list_mistakes(self, job: Job) -> list[int] | None:
-        """Places of the test images that a run has wrong; None of one that is over, which leaves no state."""
+    def list_mistakes(self, job: Job, step: int) -> list[int] | None:
+        """Places of the test images that a run has wrong after that step; None where its state is of another."""
         kept = restore(self.folder, job.name)
-        if kept is None:
+        if kept is None or self.count_steps(job) != step:
             return None
         training = Training(job, RACE.budget(self.settings, self.task), self.pool)
         training.load_state_dict(kept["training"])
