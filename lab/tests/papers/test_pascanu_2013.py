@@ -10,10 +10,13 @@ import torch
 from small_races import on_tasks, results, runs
 from torch import nn
 
+import natgrad as ng
 from natgrad_lab.experiments import Interrupted, LabError, execute, find
 from natgrad_lab.experiments.models import Convolution, convolutional
+from natgrad_lab.papers.pascanu_2013 import at_size, at_size_page
 from natgrad_lab.papers.pascanu_2013.faces import standardise_images
 from natgrad_lab.papers.pascanu_2013.shared import ADAPTED, damping
+from natgrad_lab.papers.pascanu_2013.sparse_pixels import SparsePixels, sort_pixels
 
 SMALL = {
     "pascanu_2013_restricted_mnist": {"hidden": 3, "labelled": 40, "validation": 20, "batch": 20, "products": 3},
@@ -169,3 +172,48 @@ def test_faces_have_mean_zero_and_variance_one():
     torch.testing.assert_close(made.mean((1, 2, 3)), torch.zeros(4), rtol=0, atol=1e-6)
     torch.testing.assert_close(made.square().mean((1, 2, 3)), torch.ones(4))
     assert standardise_images(torch.ones(1, 6, 6)).isfinite().all()
+
+
+def test_frequent_pixels_dense_and_the_others_sparse_are_a_linear_layer():
+    torch.manual_seed(0)
+    images = torch.rand(9, 12, dtype=torch.float64) * (torch.rand(9, 12) < 0.3)
+    images = images[:, sort_pixels(images)]
+    share = (images != 0).double().mean(0)
+    assert (share.diff() <= 0).all()
+    sparse = nn.Sequential(SparsePixels(12, 4, dense=5), nn.Tanh(), nn.Linear(4, 3)).double()
+    dense = nn.Sequential(nn.Linear(12, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    with torch.no_grad():
+        for own, other in zip(sparse.parameters(), dense.parameters(), strict=True):
+            other.copy_(own.T if own.shape == (12, 4) else own)
+
+    def flip(vector):  # the first weight is kept the other way round
+        return torch.cat([vector[:48].view(12, 4).T.flatten(), vector[48:]])
+
+    close = {"rtol": 0, "atol": 1e-14}
+    torch.testing.assert_close(sparse(images), dense(images), **close)
+    metrics = [ng.fisher(net, ng.Categorical()).at(ng.trainable(net), images) for net in (sparse, dense)]
+    vector = torch.randn(metrics[0].size, dtype=torch.float64)
+    torch.testing.assert_close(flip(metrics[0] @ vector), metrics[1] @ flip(vector), **close)
+    gradients = [torch.autograd.grad(net(images).square().sum(), list(net.parameters())) for net in (sparse, dense)]
+    torch.testing.assert_close(gradients[0][0].T, gradients[1][0], **close)
+
+
+def test_all_contestants_go_to_one_stage_before_one_goes_to_the_next(data, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("NATGRAD_DATA", str(data))
+    small = {"hidden": 3, "labelled": 40, "validation": 20, "batch": 20, "products": 3, "dense": 200}
+    settings = at_size.AtSizeSettings(**small, steps=8, evaluations=4, threads=None)
+    at_size.main(tmp_path / "parts", settings, (2,))
+    record = at_size_page.read_record(tmp_path / "parts" / "at_size.json")
+    names = [one.name for one in at_size.contestants(settings)]
+    assert [*record["contestants"]] == names
+    assert {at_size_page.last(record, name)["updates"] for name in names} == {2}
+    at_size.main(tmp_path / "parts", settings, (2, 4))
+    at_size.main(tmp_path / "whole", settings, (4,))
+    parts, whole = (at_size_page.read_record(tmp_path / name / "at_size.json") for name in ("parts", "whole"))
+    for name in names:
+        assert parts["contestants"][name]["curve"] == whole["contestants"][name]["curve"]
+        assert parts["contestants"][name]["wrong"] == whole["contestants"][name]["wrong"]
+        end = at_size_page.last(whole, name)
+        assert end["test_error"] == pytest.approx(len(whole["contestants"][name]["wrong"]) / 20)
+    said = capsys.readouterr().out
+    assert all(f"{name}: step" in said for name in names)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
 from natgrad_lab.data import Split
 from natgrad_lab.experiments import EXPERIMENTS, LabError, PieceRun, execute, find, override
@@ -76,6 +77,16 @@ def test_faces_are_compared_with_their_median(monkeypatch):
     assert found.shape == (24, 24)
     assert (len(found.train), len(found.valid), len(found.test)) == (18, 2, 4)
     assert (found.train.mean(1) - 0.5).abs().max() < 0.01
+
+
+def test_a_part_of_a_test_set_that_is_sorted_by_class_has_all_classes(monkeypatch):
+    labels = torch.arange(10).repeat_interleave(100)
+    images = functional.one_hot(labels, 784).float().view(-1, 28, 28)  # pixel k is up in class k alone
+    split = Split("binarized_mnist", images, labels, images, labels, images, labels)
+    monkeypatch.setattr(data, "binarized_mnist", lambda: split)
+    counts = bits("mnist", None, 200, signs=False).test.sum(0)[:10]
+    assert counts.sum() == 200
+    assert counts.min() > 5
 
 
 def test_training_on_lines_raises_the_exact_likelihood():

@@ -46,7 +46,8 @@ def _split(split: Split, shape: tuple[int, int]) -> BitImages:
     flat = split.flat()
     train, test = ((x > 0.5).float() for x in (flat.train_x, flat.test_x))
     if flat.valid_x is not None:
-        return BitImages(train, (flat.valid_x > 0.5).float(), test, shape)
+        mixed = torch.randperm(len(test), generator=torch.Generator().manual_seed(0))  # published sorted by class
+        return BitImages(train, (flat.valid_x > 0.5).float(), test[mixed], shape)
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
     cut = round(HELD_OUT * len(train))
     return BitImages(train[order[cut:]], train[order[:cut]], test, shape)
