@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from family_references import CASES, exact
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from natgrad.families import Categorical, Multinomial
+from natgrad.families import Categorical, Dirichlet, Multinomial, SubModel
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 BATCHES = [(), (3,), (2, 1, 2), (0,)]
@@ -103,3 +104,35 @@ def test_fuzz_coordinates_round_trip_and_the_metric_is_the_second_derivative_of_
         return
     both = family.kl(theta.expand(2, -1), torch.stack([theta + step, theta - step])).mean()
     assert_close(both, 0.5 * step @ metric @ step, rtol=1e-3, atol=1e-20)
+
+
+@given(seed=seeds, dtype=dtypes, name=st.sampled_from(["normal", "diagonal normal", "multivariate normal"]))
+def test_fuzz_mle_far_off_the_origin(name, dtype, seed):
+    """Examples 1000 deviations off the origin: their spread is not lost in the mean of their squares."""
+    family, generator = CASES[name].family, torch.Generator().manual_seed(seed)
+    d = family.d  # type: ignore[attr-defined]
+    x = (1000 + torch.randn(200, d, generator=generator, dtype=torch.float64)).to(DTYPES[dtype])
+    mean, covariance = family.mean_covariance(family.mle(x))  # type: ignore[attr-defined]
+    expected = torch.atleast_2d(torch.cov(x.double().mT, correction=0))
+    if name != "multivariate normal":
+        expected = torch.diag(expected.diagonal())
+    assert_close(mean.double(), x.double().mean(0), rtol=1e-5, atol=0)
+    assert_close(covariance.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("alpha", [1e5, 1e7, 1e9])
+def test_large_concentrations_do_not_cancel(alpha):
+    """KL of neighbours is half their squared distance, whatever the size of log Gamma."""
+    family, theta = Dirichlet(3), torch.full((3,), alpha - 1, dtype=torch.float64)
+    for step in (torch.tensor([1.0, -1.0, 0.0]), torch.tensor([1.0, 1.0, 1.0])):
+        other = theta + step.double() * alpha**0.5 / 100
+        away = other - theta
+        assert_close(family.kl(theta, other), 0.5 * away @ family.covariance(theta) @ away, rtol=1e-2, atol=1e-12)
+
+
+def test_a_sub_model_asks_the_whole_family():
+    case = CASES["sub-model"]
+    assert isinstance(case.family, SubModel)
+    theta = case.theta(4.0, torch.Generator().manual_seed(0))
+    whole = case.family.whole(theta)
+    assert_close(case.family.entropy(theta), case.family.family.entropy(whole))

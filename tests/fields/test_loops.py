@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from optim_models import Interrupt
+from models import draw, mlp
+from optim_models import CE, Interrupt, X, Y, net
+from policy_worlds import Bandit
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -115,3 +118,94 @@ def test_a_search_that_was_interrupted_goes_on_from_its_last_whole_generation(tm
     assert torch.equal(went_on.x, whole.x)
     assert went_on.nfev == whole.nfev
     assert went_on.history["best"] == whole.history["best"]
+
+
+def train_network(recipe: Any, **how: Any) -> Callable[[], Any]:
+    model = net()
+    opt = recipe(model, CE, **how)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = opt.loss(model(X), Y)
+        loss.backward()
+        return loss
+
+    return lambda: opt.step(closure)
+
+
+def solve_equation() -> Callable[[], Any]:
+    system = ng.residuals(mlp(1, 4, 1), {"all": lambda u, x: ng.laplacian(u, x) + 1})
+    return lambda: system.step(all=draw(6, 1))
+
+
+def descend_mirror() -> Callable[[], Any]:
+    model = net()
+    opt = ng.MirrorDescent(model.parameters(), lr=0.1)
+    CE(model(X), Y).backward()
+    return lambda: opt.step(lambda: CE(model(X), Y))
+
+
+def learn_policy() -> Callable[[], Any]:
+    agent = ng.TRPO(None, Bandit(), batch=16, critic_epochs=1, seed=0)
+    return lambda: agent.learn(16)
+
+
+def recalibrate_norm() -> Callable[[], Any]:
+    norm = nn.BatchNorm1d(3)
+    return lambda: ng.recalibrate(norm, [X.float()])
+
+
+class Switch:
+    """Ctrl-C inside of `torch.no_grad` and `torch.enable_grad`: at the end of the n-th entry or exit; n = 0 counts."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, event: str, n: int = 0) -> None:
+        self.n, self.seen = n, 0
+        for kind in (torch.no_grad, torch.enable_grad):
+            patch.setattr(kind, event, self.cut(getattr(kind, event), event == "__exit__"))
+
+    def cut(self, switch: Callable[..., Any], leaving: bool) -> Callable[..., Any]:
+        def cut_switch(*arguments: Any) -> Any:
+            self.seen += 1
+            if self.seen == self.n and leaving:
+                raise KeyboardInterrupt
+            value = switch(*arguments)
+            if self.seen == self.n:
+                raise KeyboardInterrupt
+            return value
+
+        return cut_switch
+
+
+INTERRUPTED: dict[str, Callable[[], Callable[[], Any]]] = {
+    **{name: lambda make=make: make()[1] for name, make in LOOPS.items()},
+    "search": lambda: lambda: ng.minimize(lambda X: X.square().sum(1), torch.ones(3), 0.5, seed=0, maxfevals=30),
+    "policy": learn_policy,
+    "kfac": lambda: train_network(ng.kfac),
+    "ekfac": lambda: train_network(ng.ekfac),
+    "hessian_free": lambda: train_network(ng.hessian_free),
+    "natgrad_cg": lambda: train_network(ng.natgrad_cg),
+    "residuals": solve_equation,
+    "mirror descent": descend_mirror,
+    "recalibration": recalibrate_norm,
+}
+
+
+@pytest.mark.parametrize("event", ["__enter__", "__exit__"])
+@pytest.mark.parametrize("name", INTERRUPTED)
+def test_ctrl_c_while_torch_switches_gradients_leaves_them_on(name: str, event: str, monkeypatch: pytest.MonkeyPatch):
+    def interrupt_run(n: int) -> int:
+        with torch.enable_grad():
+            run = INTERRUPTED[name]()
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            switch = Switch(patch, event, n)
+            run()
+        return switch.seen
+
+    count = interrupt_run(0)
+    for n in sorted({1, count // 2, count} - {0}):
+        with torch.enable_grad():
+            interrupt_run(n)
+            assert torch.is_grad_enabled()
+        with torch.no_grad():  # a user's own choice stays
+            interrupt_run(n)
+            assert not torch.is_grad_enabled()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from typing import Any
@@ -13,8 +14,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import natgrad as ng
-from natgrad.families import Beta, Dirichlet, Gamma, MultivariateNormal
-from natgrad.geometry import NaturalParameters, Normals, fisher_rao
+from natgrad.families import Beta, Dirichlet, Gamma, MultivariateNormal, Normal
+from natgrad.geometry import HalfPlane, NaturalParameters, Normals, boundary_mesh, fisher_rao
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -26,6 +27,17 @@ def tensor(*values) -> Tensor:
 def spread(d: int) -> Tensor:
     root = torch.linalg.qr(torch.randn(d, d, generator=GENERATOR, dtype=F64))[0]
     return root @ torch.diag(torch.randn(d, generator=GENERATOR, dtype=F64).exp()) @ root.mT
+
+
+@pytest.mark.parametrize("away", [1.0, 50.0, 1000.0])
+def test_normals_beside_one_another_are_those_of_one_variable(away):
+    family = MultivariateNormal(2)
+    eye = torch.eye(2, dtype=F64)
+    for direction in (tensor(1.0, 0.0), tensor(0.6, 0.8)):
+        found = fisher_rao(family).distance(
+            family.from_mean_covariance(0 * direction, eye), family.from_mean_covariance(away * direction, eye)
+        )
+        assert_close(found, HalfPlane().distance(tensor(0.0, 1.0), tensor(away, 1.0)), rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize(("d", "away"), [(2, 30.0), (3, 12.0)])
@@ -87,6 +99,33 @@ def test_far_points_of_any_family_take_some_tens_of_evaluations(name, monkeypatc
     assert len(calls) <= 100  # shooting took some ten thousand
     back = space.distance(tensor(*end), tensor(*start))
     assert_close(found, back, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("away", [10.0, 50.0])
+def test_the_equation_s_way_is_the_closed_one(away):
+    """`Normal` by its geodesic equation alone, against the hyperbolic plane."""
+    family, space = Normal(), NaturalParameters(Normal())
+    points = [
+        family.from_mean_std(tensor(0.0, 1.0), tensor(1.0, 2.0)),
+        family.from_mean_std(tensor(away, 3.0), tensor(2.0, 0.5)),
+    ]
+    expected = HalfPlane().distance(tensor([0.0, 1.0], [1.0, 2.0]), tensor([away, 2.0], [3.0, 0.5]))
+    assert_close(space.distance(*points), expected, rtol=1e-8, atol=0)
+
+
+def test_beta_is_dirichlet_of_two():
+    points = tensor(0.0, 1.0), tensor(2.0, 0.5)
+    assert_close(fisher_rao(Beta()).distance(*points), fisher_rao(Dirichlet(2)).distance(*points), rtol=1e-8, atol=0)
+
+
+def test_a_pair_beyond_the_edge_of_numbers_leaves_the_others_alone(monkeypatch):
+    monkeypatch.setattr(boundary_mesh, "ROUNDS", 1)
+    calls, space = count_bends(monkeypatch), NaturalParameters(Gamma())
+    with pytest.warns(UserWarning, match="between 1 of 2 pairs of points within the work allowed"):
+        found = space.distance(tensor([0.5, -1.0], [-1 + 1e-12, -1e-9]), tensor([1.5, -2.0], [1e12, -1e9]))
+    assert len(calls) <= 80 + 15 * 10
+    assert_close(found[0], space.distance(tensor(0.5, -1.0), tensor(1.5, -2.0)), rtol=1e-7, atol=0)
+    assert math.isnan(found[1])
 
 
 class Open(ng.ExponentialFamily):

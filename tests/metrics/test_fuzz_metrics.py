@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_state import blocks_of, metric_of
 from fuzz_nets import Net, nets
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,9 +21,12 @@ from torch.nn import functional
 
 import natgrad as ng
 from natgrad.families import as_criterion
+from natgrad.optim import StructuredNaturalGradient
 from natgrad.structures import ExactLabels
 
 pytestmark = pytest.mark.filterwarnings("ignore:natgrad:UserWarning")  # of slow ways, which are right ones
+
+SOLVERS = (ng.Auto(), ng.Direct(), ng.SampleSpace(), ng.CG(rtol=1e-11, max_steps=2000), ng.MinresQLP(rtol=1e-11))
 
 
 def call(net: Net, params: dict[str, Tensor] | None = None) -> Tensor:
@@ -147,6 +151,18 @@ def test_fuzz_every_form_of_the_fisher_is_its_definition(net: Net, name: str, ch
     assert all(p.grad is None for p in net.model.parameters())
 
 
+@given(net=nets().filter(small), name=st.sampled_from(list(LIKELIHOODS)), solver=st.sampled_from(SOLVERS))
+def test_fuzz_every_solver_finds_the_damped_step(net: Net, name: str, solver: ng.solvers.Solver):
+    expected = fisher_by_definition(net, name)[0]
+    n = len(expected)
+    operator, gradient = (
+        ng.fisher(net.model, LIKELIHOODS[name]).at(ng.trainable(net.model), net.inputs),
+        draw(n, seed=2),
+    )
+    found = ng.natural_gradient(operator, gradient, solver=solver, damping=0.1)
+    require(found.value, torch.linalg.solve(expected + 0.1 * torch.eye(n, dtype=F64), gradient), repr(solver), 1e-6)
+
+
 @given(net=nets().filter(small), name=st.sampled_from(list(LIKELIHOODS)))
 def test_fuzz_structures_hold_blocks_of_the_definition(net: Net, name: str):
     if net.mixes:  # a batch norm's examples meet: blocks take them apart all the same
@@ -211,3 +227,51 @@ def test_fuzz_curvatures_of_losses_are_second_derivatives(net: Net, data: st.Dat
     block = draw(len(expected), 2, seed=3)
     require(operator.mm(block), expected @ block, "mm", 1e-7, size)
     require(operator.diagonal(), expected.diagonal(), "diagonal", 1e-7, size)
+
+
+@given(net=nets().filter(small), data=st.data(), centred=st.booleans())
+def test_fuzz_moments_of_gradients_are_theirs(net: Net, data: st.DataObject, centred: bool):
+    """U = E[g g^T] and C = U - gbar gbar^T over rows that count, of classes with weights and ignored targets."""
+    outputs = call(net).detach()
+    if outputs.shape[1] < 2:
+        return
+    loss, targets = data.draw(losses(outputs).filter(lambda drawn: isinstance(drawn[0], nn.CrossEntropyLoss)))
+    if targets.is_floating_point():
+        return
+    jacobian, flat = jacobian_of(net)
+    counted = targets.reshape(-1) != loss.ignore_index
+    weight = torch.ones(outputs.shape[1], dtype=F64) if loss.weight is None else loss.weight
+    total = weight[targets.reshape(-1)[counted]].sum()
+    each = nn.CrossEntropyLoss(loss.weight, label_smoothing=loss.label_smoothing, reduction="none")
+    slopes = torch.autograd.functional.jacobian(lambda v: each(v.view(outputs.shape), targets).reshape(-1), flat)
+    share = (1 - loss.label_smoothing) * weight[targets.reshape(-1)[counted]]
+    share = (share + loss.label_smoothing * weight.mean()) / total  # what a row's -log p is multiplied by
+    rows = (slopes @ jacobian)[counted] / total  # their sum is the gradient of the mean loss
+    expected, size = rows.mT @ (rows / share.unsqueeze(1)), jacobian.square().max()
+    metric = ng.covariance(net.model, loss, centred=centred)
+    if centred:
+        expected = expected - torch.outer(rows.sum(0), rows.sum(0)) / share.sum()
+    operator = metric.at(ng.trainable(net.model), (net.inputs, targets))
+    require(operator.mv(draw(len(expected), seed=4)), expected @ draw(len(expected), seed=4), "mv", 1e-7, size)
+    require(operator.dense(), expected, "dense", 1e-7, size)
+
+
+@given(net=nets().filter(small), name=st.sampled_from([name for name in LIKELIHOODS if name.endswith("Loss")]))
+def test_fuzz_an_optimizer_reads_the_diagonal_by_definition(net: Net, name: str):
+    if net.kind == "batch norm":
+        return
+    matrix, size = fisher_by_definition(net, name)
+    expected = matrix.diagonal()
+    model = net.model.train()
+    optimizer = StructuredNaturalGradient(model, LIKELIHOODS[name], ng.Diagonal(estimate=ExactLabels()))
+    outputs = model(*(net.inputs if isinstance(net.inputs, tuple) else (net.inputs,)))
+    labels = outputs.movedim(1, -1)[..., 0].long() if name == "CrossEntropyLoss" else outputs
+    optimizer.loss(outputs, torch.zeros_like(labels.detach())).backward()
+    found: dict[str, Tensor] = {}
+    for block in blocks_of(optimizer):
+        matrix = metric_of(optimizer, block).diagonal().view(block.layout.matrix_shape)
+        found |= block.layout.split(matrix)
+    optimizer.detach()
+    zeros = {key: torch.zeros_like(p) for key, p in model.named_parameters()}  # of what nothing reaches
+    diagonal = torch.cat([part.reshape(-1) for part in (zeros | found).values()]).to(F64)
+    require(diagonal, expected, "the diagonal", 1e-7, size)

@@ -189,3 +189,10 @@ def test_a_trust_region_bounds_the_absolute_curvature_whatever_its_sign(signs, r
         assert_close(step.image, H @ step.vector)
         reached = model.kl(model.proposal) > radius
         assert (model.kl(step) == pytest.approx(radius)) if reached else torch.equal(step.vector, d)
+
+
+@pytest.mark.parametrize("outer", WRAPPERS, ids=lambda kind: kind.__name__)
+def test_facts_go_through_two_wrappers(outer):
+    for wrap in (WRAPPERS[Scaled], WRAPPERS[Shifted], arrange_one):
+        operator = WRAPPERS[outer](wrap(Told()))
+        assert (operator.nats, operator.indefinite) == (3.0, True)

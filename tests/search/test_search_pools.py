@@ -7,7 +7,8 @@ import multiprocessing
 import os
 import signal
 import threading
-from concurrent.futures import BrokenExecutor, CancelledError, Future, ProcessPoolExecutor
+import warnings
+from concurrent.futures import BrokenExecutor, CancelledError, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,14 @@ def test_a_pool_whose_connection_is_reset_ends_no_search_and_holds_up_none(setti
     assert there.fun < 1e-3
 
 
+def test_workers_that_answer_no_more_within_the_timeout_end_the_search():
+    with pytest.warns(RuntimeWarning, match="no worker answered"):
+        result = ng.minimize(
+            one_value, [1.0, 2.0], 1.0, popsize=6, seed=0, vectorized=False, executor=DeafPool(-12), timeout=0.005
+        )
+    assert result.message.startswith("failed: no worker answered 20 times in a row")
+
+
 def test_a_straggler_is_late_though_others_answer(monkeypatch: pytest.MonkeyPatch):
     """Points begin in their order: one is late `timeout` seconds after a later one was answered, not after the last."""
     now = [0.0]
@@ -134,6 +143,21 @@ def test_a_straggler_is_late_though_others_answer(monkeypatch: pytest.MonkeyPatc
     assert running.seconds_left() == pytest.approx(1.5)
     now[0] += 1.5
     assert running.find_late() == [7, 8]  # nobody answers
+
+
+def test_a_connection_that_f_loses_is_a_failed_evaluation():
+    calls = []
+
+    def lonely(x: Tensor) -> float:
+        calls.append(1)
+        raise ConnectionResetError("the licence server")
+
+    with (
+        ThreadPoolExecutor(1) as pool,
+        pytest.warns(RuntimeWarning, match="f raised ConnectionResetError: the licence"),
+    ):
+        result = ng.minimize(lonely, [1.0], 1.0, executor=pool, **SETTINGS)
+    assert len(calls) == result.nfev == result.failures
 
 
 # Processes.
@@ -176,6 +200,12 @@ def die_once(flag: Path, x: Tensor) -> float:
     return one_value(x)
 
 
+def die_on_the_left(x: Tensor) -> float:
+    if float(x[0]) < 0.5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return one_value(x)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of later Pythons, about fork beside threads
 def test_a_killed_worker_costs_no_point(tmp_path: Path):
     here = ng.minimize(one_value, [1.0, 2.0], 1.0, **SETTINGS)
@@ -183,6 +213,16 @@ def test_a_killed_worker_costs_no_point(tmp_path: Path):
         there = ng.minimize(functools.partial(die_once, tmp_path / "flag"), [1.0, 2.0], 1.0, executor=pool, **SETTINGS)
     assert torch.equal(here.x, there.x)
     assert (here.nfev, here.failures) == (there.nfev, there.failures)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_points_that_kill_their_process_have_no_value_and_harm_nobody_else():
+    with forking_pool() as pool, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        result = ng.minimize(die_on_the_left, [1.0, 1.0], 0.5, seed=0, maxfevals=30, vectorized=False, executor=pool)
+    assert 0 < result.failures < 30
+    assert float(result.x[0]) >= 0.5
+    assert result.fun == one_value(result.x)
 
 
 # What cannot be sent.

@@ -52,6 +52,23 @@ def test_the_error_covers_the_expectation(kind: str, log_p: object, d: int):
     assert bounds.known == (bounds.error <= 1e-2)
 
 
+def test_a_bound_that_is_hardly_known_is_no_end_of_a_fit():
+    q = ng.variational(funnel, 3)
+    with pytest.warns(RuntimeWarning, match="known to"):
+        bounds = q.fit(200)
+    assert not bounds.converged
+    assert bounds.error > 0.05
+    # of the same q, by four thousand points
+    other = ng.variational(funnel, 3, points=Sobol(4096))
+    other.restore(q.snapshot())
+    assert abs(other.elbo() - q.elbo()) <= bounds.error
+
+
+def test_more_points_know_the_bound_better():
+    errors = [fit("full", banana, 2, Sobol(count))[1].error for count in (32, 256, 2048)]
+    assert errors[2] < errors[1] < errors[0]
+
+
 def test_a_normal_density_is_known_to_round_off():
     """Points in pairs z, -z with unit variances integrate a quadratic function nearly exactly."""
     _, bounds = fit("full", normal, 2, Sobol(2048))

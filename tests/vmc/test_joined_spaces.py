@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from models import F64
+from models import F64, assert_close
 from torch import Tensor, nn
 from wave_functions import draw_hermitian, tanh_net
 
@@ -73,6 +74,12 @@ def test_a_hamiltonian_that_leads_out_of_the_samples_is_told_at_a_draw(sampler: 
     assert free.step().mean == pytest.approx(said.step().mean, rel=1e-12)
 
 
+def test_a_network_that_draws_other_states_than_the_hamiltonian_has_is_told():
+    for hamiltonian, words in ((vmc.Heisenberg(6, up=1), "not of hamiltonian.space"), (BOSE, "have other values")):
+        with pytest.raises(ValueError, match=words):
+            join(hamiltonian, vmc.AncestralSampler(50), vmc.AutoregressiveNet(6, dtype=F64)).step()
+
+
 def test_a_network_of_other_variables_is_named_when_the_parts_are_joined():
     with pytest.raises(ValueError, match=r"psi's network does not take the states of Spins\(count=6, up=None\)"):
         join(ISING, vmc.Enumerated(ISING.space), vmc.RBM(4, dtype=F64))
@@ -120,6 +127,27 @@ def test_a_move_that_does_not_fit_its_space_is_refused(name: str):
         vmc.Metropolis(*WRONG_MOVES[name])
 
 
+def test_a_move_of_ones_own_that_leaves_the_space_is_told_at_the_draw():
+    class FlipAll:
+        tuned = False
+
+        def propose(self, states: Tensor, generator: torch.Generator, width: float) -> Tensor:
+            return -states
+
+    psi = ng.LogAmplitude(vmc.RBM(4, dtype=F64))
+    vmc.Metropolis(vmc.Spins(4, 2), FlipAll(), samples=20).draw(psi)
+    with pytest.raises(ValueError, match=r"leads out of Spins\(count=4, up=1\): take a move .* such as Exchange"):
+        vmc.Metropolis(vmc.Spins(4, 1), FlipAll(), samples=20, sweep=1).draw(psi)
+
+
+@pytest.mark.parametrize("space", [vmc.Spins(1), vmc.Spins(1, 1), vmc.Bosons(1, 1, 1), vmc.Bosons(1, 2, 3)])
+def test_one_site_is_a_lattice(space):
+    sampler = vmc.Metropolis(space, samples=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a single state is a stuck chain
+        assert sampler.draw(ng.LogAmplitude(vmc.RBM(1, dtype=F64))).states.shape == (4, 1, 1)
+
+
 SPACES = [vmc.Spins(4), vmc.Spins(4, 1), vmc.Bosons(3, None, 2), vmc.Bosons(3, 4, 2)]
 
 
@@ -163,4 +191,73 @@ def test_the_lowest_energy_is_the_least_eigenvalue_in_any_unit(spins: int, unit:
     assert abs(found - float(exact[0])) < 1e-10 * float(exact.abs().max())
 
 
+def test_an_energy_that_does_not_stand_and_a_matrix_that_is_not_hermitian_are_told():
+    matrix = draw_hermitian(64)
+    with pytest.warns(UserWarning, match="does not stand to 12 digits after 6 products with H"):
+        vmc.lowest_energy(Written(matrix, 6), steps=6)
+    matrix[3, 5] *= 1.001
+    with pytest.raises(ValueError, match="is not Hermitian"):
+        vmc.lowest_energy(Written(matrix, 6))
+
+
+def test_the_ground_state_of_a_complex_hamiltonian_is_found():
+    h = Written(draw_hermitian(16) - 2 * torch.ones(16, 16), 4)
+    search = join(h, vmc.Enumerated(h.space), vmc.RBM(4, 8, complex_parameters=True, dtype=F64))
+    found = search.run(60)[-1]
+    assert abs(found.mean - vmc.lowest_energy(h)) < 0.1 * abs(vmc.lowest_energy(h))
+
+
 # Exact nodes.
+
+
+class Odd(nn.Module):
+    """psi = (s_0 - s_1) phi(s), zero where the first two are equal whatever the parameters are."""
+
+    def __init__(self, outputs: str) -> None:
+        super().__init__()
+        self.net, self.outputs = tanh_net(), outputs
+
+    def forward(self, s: Tensor) -> Any:
+        log, sign = self.net(s).squeeze(1), (s[:, 0] - s[:, 1]) / 2
+        if self.outputs == "psi":
+            return sign * log.exp()
+        if self.outputs == "complex psi":
+            return torch.polar(log.exp() * sign.abs(), s[:, 2])
+        return (sign, torch.where(sign == 0, -torch.inf, log))
+
+
+HEADS = {"psi": vmc.read_amplitude, "complex psi": vmc.read_amplitude, "sign": vmc.read_sign}
+
+
+@pytest.mark.parametrize("outputs", HEADS)
+def test_enumerated_takes_exact_nodes(outputs: str):
+    """Energy and step are those of psi over all states, where the nodes have no weight."""
+    psi, h = ng.LogAmplitude(Odd(outputs), head=HEADS[outputs]), vmc.Heisenberg(4)
+    search = vmc.GroundState(h, vmc.Enumerated(h.space), ng.stochastic_reconfiguration(psi, lr=1e-3, damping=1e-3))
+    every = h.space.all_states(F64)
+
+    def energy() -> Tensor:
+        log = psi(every).detach()
+        vector = torch.where(log.real == -torch.inf, 0, log.exp()).to(torch.complex128)
+        return torch.vdot(vector, h.matrix().to_dense().to(vector.dtype) @ vector).real / vector.norm().square()
+
+    before = float(energy())
+    assert_close(torch.tensor(search.measure().mean), torch.tensor(before), rtol=1e-12)
+    search.run(5)
+    assert float(energy()) < before
+    drawn = vmc.ExactSampler(h.space, 50).draw(psi).states
+    assert bool((drawn[..., 0] != drawn[..., 1]).all())
+
+
+def test_a_psi_that_is_zero_everywhere_is_told():
+    class Nothing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, dtype=F64))
+
+        def forward(self, s: Tensor) -> Tensor:
+            return s @ self.weight
+
+    psi = ng.LogAmplitude(Nothing(), head=vmc.read_amplitude)
+    with pytest.raises(ValueError, match="psi is zero at every state of"):
+        vmc.Enumerated(vmc.Spins(4)).draw(psi)
