@@ -29,7 +29,6 @@ if TYPE_CHECKING:  # what a name stands for is loaded when it is first asked for
     )
     from natgrad import ground as ground
     from natgrad import rules as rules
-    from natgrad import testing as testing
     from natgrad.energies import Boltzmann as Boltzmann
     from natgrad.energies import GaussMarkov as GaussMarkov
     from natgrad.energies import denoising_score_matching_loss as denoising_score_matching_loss
@@ -265,7 +264,6 @@ HOMES = {
         "search",
         "solvers",
         "structures",
-        "testing",
         "variational",
         "vmc",
     ),
