@@ -112,6 +112,7 @@ if TYPE_CHECKING:  # a field is loaded when its name is first asked for: see `FI
     from natgrad.applications import ratio_matching_loss as ratio_matching_loss
     from natgrad.applications import sliced_score_matching_loss as sliced_score_matching_loss
     from natgrad.applications import vmc as vmc
+    from natgrad.applications.flows import show_descent as show_descent
     from natgrad.applications.helmholtz import HelmholtzMachine, NaturalWakeSleep
     from natgrad.applications.helmholtz import WakeSleep as WakeSleep
     from natgrad.applications.policy import TRPO, NaturalPolicyGradient
@@ -229,6 +230,7 @@ FIELDS = {
         "standard_errors",
         "vmc",
     ),
+    "natgrad.applications.flows": ("show_descent",),
     "natgrad.applications.helmholtz": ("HelmholtzMachine", "NaturalWakeSleep", "WakeSleep"),
     "natgrad.applications.policy": ("NaturalPolicyGradient", "TRPO"),
     "natgrad.applications.residuals": (

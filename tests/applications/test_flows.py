@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+import natgrad as ng
 from natgrad.applications.flows import (
     FlowCoordinates,
     destinations,
@@ -221,3 +222,26 @@ def test_pictures():
     assert len(axes.lines) == 2
     with pytest.raises(ValueError, match="length"):
         draw_field(axes, flow_field(F, TOY, MU), *square, length="short")
+
+
+@pytest.mark.parametrize("family", [MultivariateNormal(1), TOY, Gamma()], ids=str)
+def test_a_descent_is_drawn_by_the_gradient_beside_the_natural_gradient(family):
+    """Both paths start at one point; the natural one leaves it along G^-1 times the other's direction."""
+    pytest.importorskip("matplotlib")
+    if isinstance(family, Gamma):
+        with pytest.raises(ValueError, match="knows Ising and MultivariateNormal"):
+            ng.show_descent(lambda x: x[:, 0], family)
+        return
+    figure = ng.show_descent(lambda x: x[:, 0] + (x[:, -1] - 1) ** 2, family)
+    plain, natural = (torch.tensor(axes.lines[0].get_xydata()) for axes in figure.axes)
+    assert_close(plain[0], natural[0])
+    leave, leave_naturally = plain[1] - plain[0], natural[1] - natural[0]
+    point = plain[0]
+    of_normal = torch.stack([(-2 * point[1]).exp(), torch.full_like(point[0], 2)])
+    fisher = torch.diag(1 / (point * (1 - point)) if family is TOY else of_normal)
+    assert_close(fisher @ leave_naturally, leave.double(), rtol=1e-2, atol=1e-4 * float(leave.norm()))
+
+
+def test_a_plane_has_two_parameters():
+    with pytest.raises(ValueError, match="5 parameters, expected one with two"):
+        ng.show_descent(lambda x: x[:, 0], MultivariateNormal(2))

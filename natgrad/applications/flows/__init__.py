@@ -12,7 +12,14 @@ from natgrad.applications.flows.expectation import expected_value
 from natgrad.applications.flows.integrate import Field as Field
 from natgrad.applications.flows.integrate import Integrator, Trajectory, flow, flow_field
 from natgrad.applications.flows.many_paths import destinations, paths
-from natgrad.applications.flows.pictures import draw_basins, draw_field, draw_levels, draw_trajectory, lattice
+from natgrad.applications.flows.pictures import (
+    draw_basins,
+    draw_field,
+    draw_levels,
+    draw_trajectory,
+    lattice,
+    show_descent,
+)
 
 Coordinates, expected = FlowCoordinates, expected_value  # earlier names of the same
 
@@ -34,4 +41,5 @@ __all__ = [
     "natural_coordinates",
     "paths",
     "probability_coordinates",
+    "show_descent",
 ]
