@@ -63,6 +63,7 @@ if TYPE_CHECKING:  # what a name stands for is loaded when it is first asked for
     from natgrad.families import Product as Product
     from natgrad.families import SubModel as SubModel
     from natgrad.families import exact_natural_gradient_of_mean as exact_natural_gradient_of_mean
+    from natgrad.flows import show_descent as show_descent
     from natgrad.ground.densities import Density as Density
     from natgrad.ground.densities import Score
     from natgrad.ground.derivatives import exact_derivatives as exact_derivatives
@@ -303,6 +304,7 @@ HOMES = {
         "likelihood",
         "natural_gradient_of_mean",
     ),
+    "natgrad.flows": ("show_descent",),
     "natgrad.ground.densities": ("Density", "Score"),
     "natgrad.ground.derivatives": ("exact_derivatives",),
     "natgrad.ground.spaces": ("Space", "positive", "trainable"),

@@ -16,7 +16,7 @@ from natgrad.flows.expectation import expected_value
 from natgrad.flows.integrate import Field as Field
 from natgrad.flows.integrate import Integrator, Trajectory, flow, flow_field
 from natgrad.flows.many_paths import destinations, paths
-from natgrad.flows.pictures import draw_basins, draw_field, draw_levels, draw_trajectory, lattice
+from natgrad.flows.pictures import draw_basins, draw_field, draw_levels, draw_trajectory, lattice, show_descent
 from natgrad.ground.messages import find_name
 
 Coordinates, expected = FlowCoordinates, expected_value  # earlier names of the same
@@ -39,6 +39,7 @@ __all__ = [
     "natural_coordinates",
     "paths",
     "probability_coordinates",
+    "show_descent",
 ]
 
 # not by a def: type checkers would then take any name for one that exists

@@ -3,14 +3,92 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from natgrad.flows.expectation import Function
-from natgrad.flows.integrate import Field
+from natgrad.families import ExponentialFamily, Ising, MultivariateNormal
+from natgrad.flows.coordinates import FlowCoordinates, natural_coordinates, probability_coordinates
+from natgrad.flows.expectation import Function, expected_value
+from natgrad.flows.integrate import Field, flow, flow_field
+
+
+def show_descent(
+    f: Callable[[Tensor], Tensor],
+    family: ExponentialFamily = MultivariateNormal(1),
+    start: Sequence[float] | None = None,
+    *,
+    x: tuple[float, float] | None = None,
+    y: tuple[float, float] | None = None,
+    coordinates: FlowCoordinates | None = None,
+) -> Any:
+    """A picture of the descent of E[f(x)] by the gradient, left, and by the natural gradient, right.
+
+    Both start at one point and run in the same coordinates, over the level lines of E[f].
+
+    Args:
+        f: Of a batch (m, d) -> (m,).
+        family: Of two parameters: `MultivariateNormal(1)`, drawn in mu and log sigma, or `Ising` of two variables,
+            drawn in their probabilities.
+        start: Of the path drawn, in the coordinates; default a tenth inside of the upper left corner.
+        x: First and last value along x; default -3 to 3, and 0 to 1 for probabilities.
+        y: First and last value along y, in the same way; -2 to 1 for a log of a deviation.
+        coordinates: Other ones.
+
+    Returns:
+        A matplotlib `Figure`; notebooks show it, `figure.savefig("descent.png")` keeps it.
+
+    Raises:
+        ImportError: Without matplotlib and scipy.
+        ValueError: For another family, and for one that does not have two parameters.
+
+    Example:
+        >>> figure = ng.show_descent(lambda x: (x[:, 0] - 1) ** 2)
+        >>> [axes.get_title() for axes in figure.axes]
+        ['gradient', 'natural gradient']
+    """
+    if family.size != 2:
+        raise ValueError(f"family is {family!r} with {family.size} parameters, expected one with two, for a plane")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("show_descent draws with matplotlib: pip install 'natgrad[plots]'") from error
+    single = isinstance(family, Ising) and all(len(clique) == 1 for clique in family.cliques)
+    chart = coordinates or choose_chart(family)
+    names = LABELS.get(chart.name, (f"{chart.name}[0]", f"{chart.name}[1]"))
+    usual = (0.02, 0.98) if single and coordinates is None else (-3.0, 3.0)
+    x, y = x or usual, y or ((-2.0, 1.0) if chart.name in LABELS and usual[0] < 0 else usual)
+    point = torch.tensor(start or [0.9 * x[0] + 0.1 * x[1], 0.1 * y[0] + 0.9 * y[1]], dtype=torch.float64)
+    value, times = expected_value(family, f), torch.logspace(-4, 1.5, 100).tolist()
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    for axes, natural in zip(figure.subplots(1, 2, sharey=True), (False, True), strict=True):
+        draw_levels(axes, lambda points: value(chart.theta(points)), x, y)
+        draw_field(axes, flow_field(value, family, chart, natural=natural), x, y, length="same")
+        path = flow(value, family, point, [0.0, *times], chart, natural=natural)
+        draw_trajectory(axes, path.points, color="C3" if natural else "C0")
+        axes.set(title="natural gradient" if natural else "gradient", xlabel=names[0], xlim=x, ylim=y)
+    figure.axes[0].set_ylabel(names[1])
+    return figure
+
+
+LABELS = {"mean and log deviation": ("mean", "log of the standard deviation"), "mu": ("P(first)", "P(second)")}
+"""What the axes are called, by the coordinates' name."""
+
+
+def choose_chart(family: ExponentialFamily) -> FlowCoordinates:
+    """The coordinates in which a family is drawn that was given without."""
+    if isinstance(family, Ising) and all(len(clique) == 1 for clique in family.cliques):
+        return probability_coordinates(family)
+    if not isinstance(family, MultivariateNormal):
+        return natural_coordinates(family)
+
+    def theta(point: Tensor) -> Tensor:
+        mean, variance = point[..., 0], (2 * point[..., 1]).exp()
+        return torch.stack([mean / variance, -0.5 / variance], dim=-1)
+
+    return FlowCoordinates("mean and log deviation", theta, None, lambda point: torch.isfinite(point).all(-1))
 
 
 def draw_levels(axes: Any, function: Function, x: tuple[float, float], y: tuple[float, float], **style: Any) -> None:

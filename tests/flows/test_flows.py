@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+import natgrad as ng
 from natgrad.families import Gamma, Ising, MultivariateNormal
 from natgrad.flows import (
     FlowCoordinates,
@@ -156,3 +157,26 @@ def test_the_toy_example_has_a_saddle_and_four_ends():
         found = destinations(field, starts, 12.0, MU.inside, 150)
         nearest = torch.cdist(found, torch.tensor(ends, dtype=torch.float64)).amin(1)
         assert float(nearest.max()) < 1e-3
+
+
+@pytest.mark.parametrize("family", [MultivariateNormal(1), TOY, Gamma()], ids=str)
+def test_a_descent_is_drawn_by_the_gradient_beside_the_natural_gradient(family):
+    """Both paths start at one point; the natural one leaves it along G^-1 times the other's direction."""
+    pytest.importorskip("matplotlib")
+    if isinstance(family, Gamma):
+        with pytest.raises(ValueError, match="knows Ising and MultivariateNormal"):
+            ng.show_descent(lambda x: x[:, 0], family)
+        return
+    figure = ng.show_descent(lambda x: x[:, 0] + (x[:, -1] - 1) ** 2, family)
+    plain, natural = (torch.tensor(axes.lines[0].get_xydata()) for axes in figure.axes)
+    assert_close(plain[0], natural[0])
+    leave, leave_naturally = plain[1] - plain[0], natural[1] - natural[0]
+    point = plain[0]
+    of_normal = torch.stack([(-2 * point[1]).exp(), torch.full_like(point[0], 2)])
+    fisher = torch.diag(1 / (point * (1 - point)) if family is TOY else of_normal)
+    assert_close(fisher @ leave_naturally, leave.double(), rtol=1e-2, atol=1e-4 * float(leave.norm()))
+
+
+def test_a_plane_has_two_parameters():
+    with pytest.raises(ValueError, match="5 parameters, expected one with two"):
+        ng.show_descent(lambda x: x[:, 0], MultivariateNormal(2))
