@@ -15,6 +15,7 @@ import natgrad as ng
 from natgrad_lab.experiments import Interrupted, LabError, execute, find
 from natgrad_lab.experiments.models import Convolution, convolutional
 from natgrad_lab.figures import draw
+from natgrad_lab.papers.kept_tables import insert
 from natgrad_lab.papers.pascanu_2013 import at_size, at_size_page
 from natgrad_lab.papers.pascanu_2013.faces import standardise_images
 from natgrad_lab.papers.pascanu_2013.shared import ADAPTED, damping
@@ -225,6 +226,6 @@ def test_all_contestants_go_to_one_stage_before_one_goes_to_the_next(data, monke
 def test_the_page_holds_the_record_of_the_paper_s_size():
     record = at_size_page.read_record()
     page = (Path(__file__).parents[3] / "docs" / "papers" / "pascanu_2013.md").read_text()
-    assert at_size_page.insert(page, at_size_page.write_tables(record)) == page
+    assert insert(page, "at size", at_size_page.write_tables(record)) == page
     assert record["settings"] == vars(at_size.AtSizeSettings())
     assert draw(partial(at_size_page.fill, record), (9.0, 4.6)).axes

@@ -17,6 +17,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from natgrad_lab.figures import DASHES, PALETTE, draw, put_legend_below, put_title, save
+from natgrad_lab.papers.kept_tables import insert
 from natgrad_lab.papers.pascanu_2013.at_size import (
     ADAPTED_DIFFERENT,
     ADAPTED_SAME,
@@ -28,7 +29,6 @@ from natgrad_lab.papers.pascanu_2013.restricted_mnist import TABLE_1
 from natgrad_lab.papers.pascanu_2013.shared import DIFFERENT, MSGD, SAME, UNLABELLED
 
 RECORD = Path(__file__).parent / "records" / "at_size.json"
-MARKS = "<!-- at size: begin -->", "<!-- at size: end -->"
 PAIRS = (
     (UNLABELLED, SAME),
     (WEAK_UNLABELLED, SAME),
@@ -164,17 +164,6 @@ def fill(record: Record, figure: Figure) -> None:
     put_title(figure, "Restricted MNIST, 10,000 labels, 784-1500-10: metrics at the paper's settings, one seed")
 
 
-def insert(text: str, tables: str) -> str:
-    """A page with the tables between its marks.
-
-    Args:
-        text: The page's.
-        tables: In Markdown.
-    """
-    before, rest = text.split(MARKS[0])
-    return f"{before}{MARKS[0]}\n{tables}\n{MARKS[1]}{rest.split(MARKS[1])[1]}"
-
-
 def main(docs: Path) -> None:
     """Write the page's tables and its picture.
 
@@ -183,7 +172,7 @@ def main(docs: Path) -> None:
     """
     record = read_record()
     page, stem = docs / "papers" / "pascanu_2013.md", docs / "images" / "pascanu_at_size"
-    page.write_text(insert(page.read_text(), write_tables(record)))
+    page.write_text(insert(page.read_text(), "at size", write_tables(record)))
     save(draw(partial(fill, record), (9.0, 4.6)), stem)
     stem.with_suffix(".svg").unlink()
 
