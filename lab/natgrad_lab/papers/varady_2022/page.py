@@ -153,7 +153,7 @@ def _when(values: list[float], kind: str) -> Cell:
 def _curves(races: dict[str, list[Numbers]], axis: int, label: str, title: str) -> Callable[[Figure], None]:
     def fill(figure: Figure) -> None:
         axes = figure.add_subplot()
-        ends = []
+        ends, starts = [], []
         for name, runs in races.items():
             found = [curve(run) for run in runs]
             length = min(len(one[0]) for one in found)
@@ -163,8 +163,10 @@ def _curves(races: dict[str, list[Numbers]], axis: int, label: str, title: str) 
             axes.plot(x, np.median(y, axis=0), color=colour, linestyle=dash, linewidth=1.8, label=NAMES[name])
             axes.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.18, linewidth=0)
             ends += [np.nanmedian(y[:, -1]), np.nanmax(y)]
+            starts.append(np.nanmedian(y[:, 0]))
         room = max(ends) - min(ends) + 1e-6
-        axes.set_ylim(min(ends) - 0.75 * room, max(ends) + 0.1 * room)  # steep starts, and dives, are cut off
+        below = max(0.75 * room, 0.15 * (max(ends) - max(starts)))
+        axes.set_ylim(min(ends) - below, max(ends) + 0.1 * room)  # steep starts, and dives, are cut off
         axes.set(xlabel=label, ylabel="bound on test examples, nats")
         axes.set_title(title, loc="left", fontsize=10)
         axes.grid(visible=True, axis="y")
