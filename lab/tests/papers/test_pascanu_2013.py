@@ -3,6 +3,8 @@
 import gzip
 import struct
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ from torch import nn
 import natgrad as ng
 from natgrad_lab.experiments import Interrupted, LabError, execute, find
 from natgrad_lab.experiments.models import Convolution, convolutional
+from natgrad_lab.figures import draw
+from natgrad_lab.papers.kept_tables import insert
 from natgrad_lab.papers.pascanu_2013 import at_size, at_size_page
 from natgrad_lab.papers.pascanu_2013.faces import standardise_images
 from natgrad_lab.papers.pascanu_2013.shared import ADAPTED, damping
@@ -217,3 +221,11 @@ def test_all_contestants_go_to_one_stage_before_one_goes_to_the_next(data, monke
         assert end["test_error"] == pytest.approx(len(whole["contestants"][name]["wrong"]) / 20)
     said = capsys.readouterr().out
     assert all(f"{name}: step" in said for name in names)
+
+
+def test_the_page_holds_the_record_of_the_paper_s_size():
+    record = at_size_page.read_record()
+    page = (Path(__file__).parents[3] / "docs" / "papers" / "pascanu_2013.md").read_text()
+    assert insert(page, "at size", at_size_page.write_tables(record)) == page
+    assert record["settings"] == vars(at_size.AtSizeSettings())
+    assert draw(partial(at_size_page.fill, record), (9.0, 4.6)).axes

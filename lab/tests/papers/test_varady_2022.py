@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from torch.nn import functional
 from natgrad_lab.data import Split
 from natgrad_lab.experiments import EXPERIMENTS, LabError, PieceRun, execute, find, override
 from natgrad_lab.experiments.frame import Findings, FinishedPiece, findings
-from natgrad_lab.papers.varady_2022 import data, runs
+from natgrad_lab.experiments.records import Folder
+from natgrad_lab.papers.kept_tables import insert
+from natgrad_lab.papers.varady_2022 import data, page, runs
 from natgrad_lab.papers.varady_2022.data import bits, lines
 from natgrad_lab.papers.varady_2022.page import curve, find_first_epoch, tell
 from natgrad_lab.papers.varady_2022.runs import (
@@ -241,3 +244,12 @@ def test_settings_that_will_not_do(given, words):
     with pytest.raises(LabError) as caught:
         VaradySettings(**given)
     assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize("name", page.KEPT)
+def test_the_page_holds_the_kept_races(name):
+    text = (Path(__file__).parents[3] / "docs" / "papers" / "varady_2022.md").read_text()
+    kept = findings(find("varady_2022_mnist"), Folder(page.RECORDS / name))
+    assert insert(text, name, page.write_tables(kept)) == text
+    with pytest.raises(ValueError, match="not one pair of <!-- other: begin -->"):
+        insert(text, "other", "")

@@ -1,9 +1,16 @@
-"""The page of `varady_2022_*`: learning curves with bands, what the settings did, and generated images."""
+"""The page of `varady_2022_*`: learning curves with bands, what the settings did, and generated images.
+
+`python -m natgrad_lab.papers.varady_2022.page docs` writes the tables of the races whose records are kept here into
+`docs/papers/varady_2022.md`, between two comments each, and their pictures into `docs/images`; nothing runs again.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from statistics import median, median_low
 from typing import Any
 
@@ -11,9 +18,15 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from natgrad_lab.experiments.frame import Findings, Numbers
+from natgrad_lab.experiments.frame import findings as read_findings
+from natgrad_lab.experiments.records import Folder
 from natgrad_lab.experiments.sections import Cell, Picture, Section, Story, Table
-from natgrad_lab.figures import DASHES, PALETTE, put_legend_below
+from natgrad_lab.figures import DASHES, PALETTE, draw, put_legend_below, put_title, save
+from natgrad_lab.papers.kept_tables import insert
 
+RECORDS = Path(__file__).parent / "records"
+KEPT = {"mnist": "wake_sleep_tuned", "eleven_layers": "wake_sleep_eleven"}
+"""Folders of kept records, and how the names of their pictures begin."""
 NAMES = {"ws": "WS", "rws": "RWS", "rws-adam": "RWS, Adam", "nws": "NWS", "nrws": "NRWS"}
 LOOKS = {name: (PALETTE[at], DASHES[at]) for name, at in zip(NAMES, (7, 1, 3, 2, 0), strict=True)}
 BASELINE = "rws-adam"
@@ -140,7 +153,7 @@ def _when(values: list[float], kind: str) -> Cell:
 def _curves(races: dict[str, list[Numbers]], axis: int, label: str, title: str) -> Callable[[Figure], None]:
     def fill(figure: Figure) -> None:
         axes = figure.add_subplot()
-        ends = []
+        ends, starts = [], []
         for name, runs in races.items():
             found = [curve(run) for run in runs]
             length = min(len(one[0]) for one in found)
@@ -150,8 +163,10 @@ def _curves(races: dict[str, list[Numbers]], axis: int, label: str, title: str) 
             axes.plot(x, np.median(y, axis=0), color=colour, linestyle=dash, linewidth=1.8, label=NAMES[name])
             axes.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.18, linewidth=0)
             ends += [np.nanmedian(y[:, -1]), np.nanmax(y)]
+            starts.append(np.nanmedian(y[:, 0]))
         room = max(ends) - min(ends) + 1e-6
-        axes.set_ylim(min(ends) - 0.75 * room, max(ends) + 0.1 * room)  # steep starts, and dives, are cut off
+        below = max(0.75 * room, 0.15 * (max(ends) - max(starts)))
+        axes.set_ylim(min(ends) - below, max(ends) + 0.1 * room)  # steep starts, and dives, are cut off
         axes.set(xlabel=label, ylabel="bound on test examples, nats")
         axes.set_title(title, loc="left", fontsize=10)
         axes.grid(visible=True, axis="y")
@@ -206,3 +221,54 @@ def _settings(findings: Findings) -> Section:
         rows += [(title, one["choice"], "-" if one["valid"] is None else f"{one['valid']:.2f}") for one in tried]
     table = Table("Every setting", ("", "setting", "held-out bound"), tuple(rows))
     return Section("Settings", f"After {findings.settings.tuning} epochs, on examples held out of training.", (table,))
+
+
+def write_tables(findings: Findings) -> str:
+    """The learning curves' table and that of the settings, in Markdown.
+
+    Args:
+        findings: Of kept records.
+    """
+    tables = [table for section in tell(findings).sections for table in section.tables if table.rows]
+    return "\n\n".join(write_table(table) for table in tables)
+
+
+def write_table(table: Table) -> str:
+    """One table in Markdown."""
+    rows = [table.heads, *(tuple(write_cell(cell) for cell in cells) for cells in table.cells)]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(table.heads), *lines[1:]])
+
+
+def write_cell(cell: tuple[str, str]) -> str:
+    """What a cell says, its small type in brackets."""
+    said, small = cell
+    return f"{said} ({small})" if small else said
+
+
+def main(docs: Path) -> None:
+    """Write the tables and the pictures of the kept races.
+
+    Args:
+        docs: The folder of the pages.
+    """
+    from natgrad_lab.papers.varady_2022.runs import MNIST  # which imports this module
+
+    page = docs / "papers" / "varady_2022.md"
+    for name, stem in KEPT.items():
+        findings = read_findings(MNIST, Folder(RECORDS / name))
+        page.write_text(insert(page.read_text(), name, write_tables(findings)))
+        for picture in tell(findings).sections[0].pictures:
+            path = docs / "images" / f"{stem}_{picture.name}"
+            save(draw(partial(fill_titled, picture), picture.size), path)
+            path.with_suffix(".svg").unlink()
+
+
+def fill_titled(picture: Picture, figure: Figure) -> None:
+    """Draw a picture with its title above."""
+    picture.draw(figure)
+    put_title(figure, picture.title)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,21 @@
+"""Tables of a page that are written from kept records, between two comments that name them."""
+
+from __future__ import annotations
+
+
+def insert(page: str, name: str, tables: str) -> str:
+    """A page with tables between its comments of that name.
+
+    Args:
+        page: The text, in Markdown.
+        name: As in `<!-- name: begin -->`.
+        tables: In Markdown.
+
+    Raises:
+        ValueError: If the page has not one pair of these comments.
+    """
+    begin, end = (f"<!-- {name}: {side} -->" for side in ("begin", "end"))
+    if page.count(begin) != 1 or page.count(end) != 1:
+        raise ValueError(f"the page has not one pair of {begin} and {end}: write them where the tables go")
+    before, rest = page.split(begin)
+    return f"{before}{begin}\n{tables}\n{end}{rest.split(end)[1]}"
