@@ -217,3 +217,11 @@ def test_all_contestants_go_to_one_stage_before_one_goes_to_the_next(data, monke
         assert end["test_error"] == pytest.approx(len(whole["contestants"][name]["wrong"]) / 20)
     said = capsys.readouterr().out
     assert all(f"{name}: step" in said for name in names)
+
+
+def test_the_page_holds_the_record_of_the_paper_s_size():
+    record = at_size_page.read_record()
+    page = (Path(__file__).parents[3] / "docs" / "papers" / "pascanu_2013.md").read_text()
+    assert at_size_page.insert(page, at_size_page.write_tables(record)) == page
+    assert record["settings"] == vars(at_size.AtSizeSettings())
+    assert draw(partial(at_size_page.fill, record), (9.0, 4.6)).axes

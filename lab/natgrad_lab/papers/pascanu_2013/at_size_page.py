@@ -1,0 +1,192 @@
+"""The page's table, its differences and its picture of restricted MNIST at the paper's size, from the kept record.
+
+`python -m natgrad_lab.papers.pascanu_2013.at_size_page docs` writes them into `docs/papers/pascanu_2013.md`, between
+two comments, and `docs/images/pascanu_at_size.png`; nothing runs again. `at_size` writes the record.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from natgrad_lab.figures import DASHES, PALETTE, draw, put_legend_below, put_title, save
+from natgrad_lab.papers.pascanu_2013.at_size import (
+    ADAPTED_DIFFERENT,
+    ADAPTED_SAME,
+    CURVE,
+    RATES,
+    WEAK_UNLABELLED,
+)
+from natgrad_lab.papers.pascanu_2013.restricted_mnist import TABLE_1
+from natgrad_lab.papers.pascanu_2013.shared import DIFFERENT, MSGD, SAME, UNLABELLED
+
+RECORD = Path(__file__).parent / "records" / "at_size.json"
+MARKS = "<!-- at size: begin -->", "<!-- at size: end -->"
+PAIRS = (
+    (UNLABELLED, SAME),
+    (WEAK_UNLABELLED, SAME),
+    (DIFFERENT, SAME),
+    (UNLABELLED, ADAPTED_SAME),
+    (ADAPTED_DIFFERENT, ADAPTED_SAME),
+    (WEAK_UNLABELLED, MSGD),
+    (DIFFERENT, MSGD),
+    (SAME, MSGD),
+)
+"""Whose test errors are compared, image by image; MSGD with its best rate by validation error."""
+
+Record = Mapping[str, Any]
+
+
+def read_record(path: Path = RECORD) -> Record:
+    """The kept record.
+
+    Args:
+        path: Of the file.
+    """
+    return json.loads(path.read_text())
+
+
+def last(record: Record, name: str) -> dict[str, float]:
+    """The numbers of a contestant at the record's stage.
+
+    Args:
+        record: As `at_size` wrote it.
+        name: Of the contestant.
+    """
+    step, *numbers = record["contestants"][name]["curve"][-1]
+    return {"updates": step, **dict(zip(CURVE, numbers, strict=True))}
+
+
+def choose_rate(record: Record) -> str:
+    """The MSGD with the lowest validation error at the record's stage.
+
+    Args:
+        record: As `at_size` wrote it.
+    """
+    return min(RATES, key=lambda name: last(record, name)["valid_error"])
+
+
+def compare(record: Record, ours: str, theirs: str) -> tuple[float, float, int, int]:
+    """Difference of two test errors, its standard error by McNemar's count, and the images that one alone has wrong.
+
+    Args:
+        record: As `at_size` wrote it.
+        ours: A contestant.
+        theirs: Another.
+    """
+    a, b = (set(record["contestants"][name]["wrong"]) for name in (ours, theirs))
+    many = 10_000  # test images
+    return (len(a) - len(b)) / many, math.sqrt(len(a ^ b)) / many, len(a - b), len(b - a)
+
+
+def write_tables(record: Record) -> str:
+    """The section's tables in Markdown.
+
+    Args:
+        record: As `at_size` wrote it.
+    """
+    stage, best = record["stage"], choose_rate(record)
+    heads = (
+        f"after {stage} updates (MSGD {20 * stage:,})",
+        "rate, damping",
+        "training loss",
+        "test error",
+        "validation error",
+        "the paper's test error, after 2000",
+        "products an update",
+        "CPU seconds",
+    )
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for name, contestant in record["contestants"].items():
+        end = last(record, name)
+        paper = f"{100 * TABLE_1[name][1]:.2f} %" if name in TABLE_1 else "-"
+        products = "-" if contestant["products"] is None else f"{contestant['products']:.0f}"
+        cells = (
+            name,
+            write_choice(contestant["choice"]),
+            f"{end['train_loss']:.2g}",
+            f"{end['test_error']:.2%}".replace("%", " %"),
+            f"{end['valid_error']:.2%}".replace("%", " %"),
+            paper,
+            products,
+            f"{contestant['seconds']:,.0f}",
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "| test error of one less the other | points | images that one alone has wrong |", "|---|---|---|"]
+    for ours, theirs in PAIRS:
+        rival = best if theirs == MSGD else theirs
+        difference, error, alone, other = compare(record, ours, rival)
+        lines.append(f"| {ours} less {rival} | {100 * difference:+.2f} ± {100 * error:.2f} | {alone} and {other} |")
+    return "\n".join(lines)
+
+
+def write_choice(choice: Mapping[str, float]) -> str:
+    """`.1, .01` or `5, from 2 (LM)`."""
+    rate = shorten(choice["lr"])
+    if "LM from" in choice:
+        return f"{rate}, from {shorten(choice['LM from'])} (LM)"
+    return f"{rate}, {shorten(choice['damping'])}" if "damping" in choice else rate
+
+
+def shorten(number: float) -> str:
+    """A number without the zero before its point."""
+    return f"{number:g}".removeprefix("0")
+
+
+def fill(record: Record, figure: Figure) -> None:
+    """Training loss and test error against updates, as in the paper's Fig. 4.
+
+    Args:
+        record: As `at_size` wrote it.
+        figure: Empty.
+    """
+    axes = figure.subplots(1, 2)
+    for place, (name, contestant) in enumerate(record["contestants"].items()):
+        points = [point for point in contestant["curve"] if point[0] >= 1]
+        for panel, key, factor in ((axes[0], "train_loss", 1.0), (axes[1], "test_error", 100.0)):
+            values = [factor * point[1 + CURVE.index(key)] for point in points]
+            look = {"color": PALETTE[place], "linestyle": DASHES[place], "linewidth": 1.8, "label": name}
+            panel.plot([point[0] for point in points], values, **look)
+    for panel in axes:
+        panel.set(xlabel="updates (MSGD: twentieths of its own)", xscale="log")
+        panel.grid(visible=True, axis="y")
+    axes[0].set(ylabel="training loss, nats per image", yscale="log")
+    lowest = min(last(record, name)["test_error"] for name in record["contestants"])
+    axes[1].set(ylabel="test error, %", ylim=(100 * lowest - 0.5, 15))
+    put_legend_below(figure, axes[0], 3)
+    put_title(figure, "Restricted MNIST, 10,000 labels, 784-1500-10: metrics at the paper's settings, one seed")
+
+
+def insert(text: str, tables: str) -> str:
+    """A page with the tables between its marks.
+
+    Args:
+        text: The page's.
+        tables: In Markdown.
+    """
+    before, rest = text.split(MARKS[0])
+    return f"{before}{MARKS[0]}\n{tables}\n{MARKS[1]}{rest.split(MARKS[1])[1]}"
+
+
+def main(docs: Path) -> None:
+    """Write the page's tables and its picture.
+
+    Args:
+        docs: The folder of the pages.
+    """
+    record = read_record()
+    page, stem = docs / "papers" / "pascanu_2013.md", docs / "images" / "pascanu_at_size"
+    page.write_text(insert(page.read_text(), write_tables(record)))
+    save(draw(partial(fill, record), (9.0, 4.6)), stem)
+    stem.with_suffix(".svg").unlink()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
