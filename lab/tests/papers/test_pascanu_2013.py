@@ -15,6 +15,7 @@ from torch import nn
 import natgrad as ng
 from natgrad_lab.experiments import Interrupted, LabError, execute, find
 from natgrad_lab.experiments.models import Convolution, convolutional
+from natgrad_lab.experiments.records import Folder
 from natgrad_lab.figures import draw
 from natgrad_lab.papers.kept_tables import insert
 from natgrad_lab.papers.pascanu_2013 import at_size, at_size_page
@@ -202,10 +203,12 @@ def test_frequent_pixels_dense_and_the_others_sparse_are_a_linear_layer():
     torch.testing.assert_close(gradients[0][0].T, gradients[1][0], **close)
 
 
+AT_SIZE = {"hidden": 3, "labelled": 40, "validation": 20, "batch": 20, "products": 3, "dense": 200, "threads": None}
+
+
 def test_all_contestants_go_to_one_stage_before_one_goes_to_the_next(data, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("NATGRAD_DATA", str(data))
-    small = {"hidden": 3, "labelled": 40, "validation": 20, "batch": 20, "products": 3, "dense": 200}
-    settings = at_size.AtSizeSettings(**small, steps=8, evaluations=4, threads=None)
+    settings = at_size.AtSizeSettings(**AT_SIZE, steps=8, evaluations=4)
     at_size.main(tmp_path / "parts", settings, (2,))
     record = at_size_page.read_record(tmp_path / "parts" / "at_size.json")
     names = [one.name for one in at_size.contestants(settings)]
@@ -220,7 +223,23 @@ def test_all_contestants_go_to_one_stage_before_one_goes_to_the_next(data, monke
         end = at_size_page.last(whole, name)
         assert end["test_error"] == pytest.approx(len(whole["contestants"][name]["wrong"]) / 20)
     said = capsys.readouterr().out
-    assert all(f"{name}: step" in said for name in names)
+    assert all(f"{name}: training loss" in said for name in names)
+
+
+@pytest.mark.parametrize("updates", [30, 130])  # of MSGD's 40 to the first stage, and of a later contestant
+def test_a_stage_goes_on_after_an_interrupt_with_equal_numbers(updates, data, monkeypatch, tmp_path):
+    monkeypatch.setenv("NATGRAD_DATA", str(data))
+    settings = at_size.AtSizeSettings(**AT_SIZE, steps=8, evaluations=4)
+    asked = iter(range(1000))
+    with pytest.raises(Interrupted):
+        at_size.StagedRuns(Folder(tmp_path / "parts"), settings, lambda: next(asked) >= updates).carry_out((2,))
+    assert not (tmp_path / "parts" / "at_size.json").exists()
+    for name in ("parts", "whole"):
+        at_size.main(tmp_path / name, settings, (2,))
+    parts, whole = (at_size_page.read_record(tmp_path / name / "at_size.json") for name in ("parts", "whole"))
+    for name, contestant in whole["contestants"].items():
+        assert parts["contestants"][name]["curve"] == contestant["curve"]
+        assert parts["contestants"][name]["wrong"] == contestant["wrong"]
 
 
 def test_the_page_holds_the_record_of_the_paper_s_size():

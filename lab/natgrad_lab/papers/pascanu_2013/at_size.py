@@ -11,21 +11,23 @@ other ones than the two that it is compared with; so each of the three runs with
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from natgrad_lab.data import mnist
-from natgrad_lab.experiments.base import Contestant, Job, Race, Task, TaskData, pair_with_labels, plan
+from natgrad_lab.experiments.base import Contestant, Job, Task, TaskData, pair_with_labels
+from natgrad_lab.experiments.frame import ExperimentState, Interrupted, Piece, Worker, interruptible, plan, threads
 from natgrad_lab.experiments.metric_data import draw_another_batch, draw_unlabelled
 from natgrad_lab.experiments.models import categorical_divergence, glorot, mistakes
-from natgrad_lab.experiments.race import Interrupted, Runner, Silence, interruptible, threads
-from natgrad_lab.experiments.records import Folder, Row, dump, restore, versions
+from natgrad_lab.experiments.race import Course, race
+from natgrad_lab.experiments.records import Folder, Numbers, dump, read, versions
 from natgrad_lab.experiments.records import replace as write_whole
 from natgrad_lab.experiments.training import Training
 from natgrad_lab.papers.pascanu_2013.shared import (
@@ -117,108 +119,91 @@ def sorted_digits() -> TaskData:
     return pair_with_labels(replace(split, train_x=split.train_x[:, order], test_x=split.test_x[:, order]))
 
 
-RACE = Race(
+RACE = race(
     "pascanu_2013_restricted_mnist_at_size",
     "Pascanu & Bengio 2013, Table 1: restricted MNIST at the paper's size and settings",
     AtSizeSettings,
     tasks,
     seeds=1,
 )
+SEED = 0
 
 
-@dataclass
-class StageWatcher(Silence):
-    """Stops a run at a number of steps, and says how it is doing at every evaluation."""
-
-    asked: Callable[[], bool]
-    limit: int = 0
-    step: int = 0
-
-    def show_step(self, job: Job, row: Row) -> None:
-        self.step = row["step"]
-        if "test_error" in row:
-            numbers = f"training loss {row['train_loss']:.5f}, test error {row['test_error']:.2%}"
-            sys.stdout.write(f"{job.contestant.name}: step {self.step}, {row['seconds']:.0f} s, {numbers}\n")
-            sys.stdout.flush()
-
-    def stops(self) -> bool:
-        """Whether the run under way is to be put down."""
-        return self.step >= self.limit or self.asked()
-
-
-@dataclass
 class StagedRuns:
-    """The runs of one seed, a stage at a time."""
+    """The runs of one seed, a stage at a time; `stopped` is whether to stop."""
 
-    folder: Folder
-    settings: AtSizeSettings
-    asked: Callable[[], bool]
-    seed: int = 0
-    task: Task = field(init=False)
-    pool: TaskData = field(init=False)
-
-    def __post_init__(self) -> None:
-        (self.task,) = tasks(self.settings)
-        self.pool = self.task.data()
-        self.folder.settle(plan(RACE, (self.task,), self.settings))
-
-    def jobs(self) -> dict[str, Job]:
-        """Contestant -> its run."""
-        return {one.name: Job(self.task, one, 0, self.seed, "race") for one in self.task.contestants}
+    def __init__(self, folder: Folder, settings: AtSizeSettings, stopped: Callable[[], bool]) -> None:
+        self.folder, self.settings, self.stopped = folder, settings, stopped
+        (task,) = tasks(settings)
+        self.course = Course(task, settings)
+        self.runs = {one.name: (one, self.course.racing(one)) for one in task.contestants}
+        folder.settle(plan(RACE, [piece for _, piece in self.runs.values()], settings))
 
     def carry_out(self, stages: tuple[int, ...] = STAGES) -> None:
         """All runs to each stage in turn. Interrupted when asked to stop."""
         for stage in stages:
-            for job in self.jobs().values():
-                self.advance(job, stage * scale(job.contestant.name))
+            for name, (_, piece) in self.runs.items():
+                self.advance(name, piece, stage)
             write_whole(self.folder.path / "at_size.json", dump(self.summarise(stage)) + "\n")
 
-    def advance(self, job: Job, limit: int) -> None:
-        """One run to so many steps, from where it is."""
-        if self.folder.has_finished(job.name) or self.count_steps(job) >= limit:
+    def advance(self, name: str, piece: Piece, stage: int) -> None:
+        """One run to a stage, from where it is; its checkpoint is then the state of that stage."""
+        rows, _ = self.load(piece)
+        if rows and rows[-1]["step"] >= stage * scale(name):
             return
-        watcher = StageWatcher(self.asked, limit)
-        runner = Runner(self.folder, RACE, self.settings, watcher, watcher.stops)
+        watch = partial(end_at_part, stage / self.settings.steps)
+        pieces = tuple(piece for _, piece in self.runs.values())
+        worker = Worker(RACE, self.settings, self.folder, pieces, SEED, watch, self.stopped, len(pieces))
         try:
-            runner.carry_out(job, self.pool)
+            worker.carry_out(piece, SEED)
         except Interrupted:
-            if self.asked():
+            if self.stopped():
                 raise
 
-    def count_steps(self, job: Job) -> int:
-        """How far a run is."""
-        state = restore(self.folder, job.name)
-        return 0 if state is None else state["training"]["counters"][0]
+    def load(self, piece: Piece) -> tuple[list[Numbers], dict[str, Any] | None]:
+        """The rows of a run so far, and the state of its training; None where it is finished or not begun."""
+        record = self.folder.records / piece.file(SEED)
+        if record.exists():
+            return read(record).numbers["rows"], None
+        checkpoint = record.with_suffix(".checkpoint")
+        if not checkpoint.exists():
+            return [], None
+        state = torch.load(checkpoint, weights_only=True)
+        return state["rows"], state["training"]
 
-    def summarise(self, stage: int) -> Mapping[str, Any]:
+    def summarise(self, stage: int) -> Numbers:
         """Curves of all contestants up to a stage, and the test images that each has wrong there."""
-        rows = {name: self._summarise(job, stage) for name, job in self.jobs().items()}
-        return {"settings": vars(self.settings), "seed": self.seed, "stage": stage, "contestants": rows} | versions()
+        curves = {name: self._summarise(*run, stage) for name, run in self.runs.items()}
+        return {"settings": vars(self.settings), "seed": SEED, "stage": stage, "contestants": curves} | versions()
 
-    def _summarise(self, job: Job, stage: int) -> Mapping[str, Any]:
-        finished, part, _ = self.folder.paths(job.name)
-        path, each = finished if finished.exists() else part, scale(job.contestant.name)
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
+    def _summarise(self, contestant: Contestant, piece: Piece, stage: int) -> Numbers:
+        each, (rows, state) = scale(contestant.name), self.load(piece)
         seen = [row for row in rows if "test_error" in row and row["step"] <= stage * each]
-        curve = [[row["step"] / each, *map(shorten, map(row.get, CURVE))] for row in seen]
         products = [row["solver_steps"] for row in rows if "solver_steps" in row]
+        is_beyond = rows[-1]["step"] > stage * each
         return {
-            "choice": dict(job.choice),
+            "choice": dict(contestant.grid[0]),
             "seconds": round(seen[-1]["seconds"], 1),
             "products": round(sum(products) / len(products), 1) if products else None,
-            "curve": curve,
-            "wrong": self.list_mistakes(job, stage * each),
+            "curve": [[row["step"] / each, *map(shorten, map(row.get, CURVE))] for row in seen],
+            "wrong": None if state is None or is_beyond else self.list_mistakes(contestant, state),
         }
 
-    def list_mistakes(self, job: Job, step: int) -> list[int] | None:
-        """Places of the test images that a run has wrong after that step; None where its state is of another."""
-        kept = restore(self.folder, job.name)
-        if kept is None or self.count_steps(job) != step:
-            return None
-        training = Training(job, RACE.budget(self.settings, self.task), self.pool)
-        training.load_state_dict(kept["training"])
+    def list_mistakes(self, contestant: Contestant, state: dict[str, Any]) -> list[int]:
+        """Places of the test images that a run has wrong in that state."""
+        job = Job(self.course.task, contestant, 0, SEED, "race")
+        training = Training(job, self.course.budget, self.course.pool(), self.settings.device)
+        training.load_state_dict(state)
         outputs = training._outputs(training.examples.test_x)
         return (outputs.argmax(1) != training.examples.test_y).nonzero()[:, 0].tolist()
+
+
+def end_at_part(part: float, state: ExperimentState) -> None:
+    """Put a run down once that part of its updates is done, and say how it is doing."""
+    if state.fraction >= part:
+        sys.stdout.write(f"{state.piece.title}: {state.note}\n")
+        sys.stdout.flush()
+        raise Interrupted
 
 
 def shorten(number: float | None) -> float | None:
