@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -190,12 +189,12 @@ class StagedRuns:
         state = restore(self.folder, job.name)
         return 0 if state is None else state["training"]["counters"][0]
 
-    def summarise(self, stage: int) -> Mapping[str, Any]:
+    def summarise(self, stage: int) -> Row:
         """Curves of all contestants up to a stage, and the test images that each has wrong there."""
         rows = {name: self._summarise(job, stage) for name, job in self.jobs().items()}
         return {"settings": vars(self.settings), "seed": self.seed, "stage": stage, "contestants": rows} | versions()
 
-    def _summarise(self, job: Job, stage: int) -> Mapping[str, Any]:
+    def _summarise(self, job: Job, stage: int) -> Row:
         finished, part, _ = self.folder.paths(job.name)
         path, each = finished if finished.exists() else part, scale(job.contestant.name)
         rows = [json.loads(line) for line in path.read_text().splitlines()]
