@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from natgrad_lab.experiments import find
 from natgrad_lab.experiments.frame import Findings, Numbers
 from natgrad_lab.experiments.frame import findings as read_findings
 from natgrad_lab.experiments.records import Folder
@@ -252,11 +253,9 @@ def main(docs: Path) -> None:
     Args:
         docs: The folder of the pages.
     """
-    from natgrad_lab.papers.varady_2022.runs import MNIST  # which imports this module
-
     page = docs / "papers" / "varady_2022.md"
     for name, stem in KEPT.items():
-        findings = read_findings(MNIST, Folder(RECORDS / name))
+        findings = read_findings(find("varady_2022_mnist"), Folder(RECORDS / name))
         page.write_text(insert(page.read_text(), name, write_tables(findings)))
         for picture in tell(findings).sections[0].pictures:
             path = docs / "images" / f"{stem}_{picture.name}"
