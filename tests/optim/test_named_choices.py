@@ -70,7 +70,7 @@ CALLS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("recipe", "texts", "objects"), CALLS, ids=lambda call: str(call)[:40])
+@pytest.mark.parametrize(("recipe", "texts", "objects"), CALLS, ids=[str(texts)[:60] for _, texts, _ in CALLS])
 def test_a_text_takes_the_steps_of_its_object(recipe: Any, texts: dict[str, Any], objects: dict[str, Any]):
     named = take_steps("cross_entropy(label_smoothing=0.1)", recipe=recipe, **texts)
     plain = take_steps(nn.CrossEntropyLoss(label_smoothing=0.1), recipe=recipe, **objects)

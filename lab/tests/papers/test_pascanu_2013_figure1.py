@@ -9,7 +9,7 @@ from natgrad_lab.experiments import LabError, PieceRun, execute
 from natgrad_lab.papers.pascanu_2013.autoencoder_unit import RATES, Unit, at_many, gradient, point, step
 from natgrad_lab.papers.pascanu_2013.figure1 import STUDY, AutoencoderUnitSettings, ending, path, starts
 from natgrad_lab.papers.pascanu_2013.figure1_page import observed_elsewhere, observed_shorter, steps_to_best
-from natgrad_lab.report import build, outcome
+from natgrad_lab.report import build, read_outcome
 
 FEW = AutoencoderUnitSettings(points=5, steps=6, continued=5, lattice=3)
 
@@ -95,7 +95,7 @@ def test_the_study_ends_in_a_page(tmp_path):
 def test_a_half_finished_study_shows_the_reading_that_is_there(tmp_path):
     folder = execute(STUDY, FEW, [0], tmp_path)
     (folder.records / "starts-other.json").unlink()
-    assert [section.title[:10] for section in outcome(STUDY, folder).story.sections] == ["As printed"]
+    assert [section.title[:10] for section in read_outcome(STUDY, folder).story.sections] == ["As printed"]
 
 
 @pytest.mark.parametrize(("natural", "newton", "shown"), [(1.0, 3.0, True), (2.5, 3.0, False), (1.0, 1.5, False)])
