@@ -30,7 +30,7 @@ from natgrad.optim.blocks import (
     sum_scalars,
 )
 from natgrad.optim.checks import check_statistics
-from natgrad.optim.guard import least_damping, stay_finite, watch_late
+from natgrad.optim.guard import Verdict, least_damping, stay_finite, watch_late
 from natgrad.optim.objective import BatchForm, PooledLoss, judge_step, refuse_nothing
 from natgrad.optim.passes import Loss
 from natgrad.optim.processes import Ranks
@@ -129,7 +129,7 @@ class BlockEvidence(Evidence):
         damping = next(iter(self.settings.values()))["damping"]
         return Batch(raw, norm, loss, update.guard, damping, cuts=True, norms=norms, nats=nats, scale=scale)
 
-    def open(self, choices: Choices, state: State, batch: Batch) -> BlockWork:
+    def open(self, choices: Choices, state: State, batch: Batch, verdict: Verdict) -> BlockWork:
         """Statistics -> blocks -> damped inverses, when they are due."""
         update = self.read_update(state)
         check_statistics(not update.blocks)
@@ -147,8 +147,9 @@ class BlockEvidence(Evidence):
                 self.check_followed,
             )
             pace = replace(pace, updated=state.step)
-        now = replace(state, blocks=update.blocks, hearing=update.hearing, outside=outside, pace=pace)
-        work = BlockWork(choices, now, batch, self, update)
+        known = {"blocks": update.blocks, "hearing": update.hearing, "outside": outside, "pace": pace}
+        now = replace(state, guard=verdict.guard, **known)
+        work = BlockWork(choices, now, batch, verdict.loss, self, update)
         updated = pace.updated > pace.inverted
         work.invert(updated and is_due(pace, pace.inverted, now.step, now.is_turned, choices.invert_every))
         return work
@@ -180,9 +181,15 @@ class BlockWork(Work):
     """
 
     def __init__(
-        self, choices: Choices, state: State, batch: Batch, evidence: BlockEvidence, update: BatchUpdate
+        self,
+        choices: Choices,
+        state: State,
+        batch: Batch,
+        loss: float | None,
+        evidence: BlockEvidence,
+        update: BatchUpdate,
     ) -> None:
-        super().__init__(choices, state, batch)
+        super().__init__(choices, state, batch, loss)
         self.evidence, self.update, self.averages = evidence, update, evidence.averages
         self.settings, self.owners, self.processes = evidence.settings, evidence.averages.owners, choices.ranks
         self.values, self.device = evidence.values, batch.norm.device
@@ -202,21 +209,21 @@ class BlockWork(Work):
     @cached_property
     def errors(self) -> ErrorScale:
         """How far a regression's targets lie away."""
-        errors, loss = self.state.hearing.errors, self.batch.loss
+        errors, loss = self.state.hearing.errors, self.loss
         return errors.scale(0.0 if loss is None else loss) if errors else ErrorScale()
 
     # 1 inverses
 
     def invert(self, due: bool) -> None:
         """Damped inverses of today's averages: of all blocks, or of those alone that never had one."""
-        state, loss = self.state, self.batch.loss
+        state, loss = self.state, self.loss
         keys = {key for key, block in state.blocks.items() if due or block.fresh}
         if not keys:
             return
         scales = BlockScales(self.averages, state.blocks, self.batch.nats)
         hearing = state.hearing
         if hearing.errors and loss is not None:
-            hearing = replace(hearing, error=max(hearing.error, float(loss)))
+            hearing = replace(hearing, error=max(hearing.error, loss))
         if self.owners.apart:
             scales.of().mean_eigenvalue()  # all processes together, before each looks at its own blocks
         self.state = replace(state, hearing=hearing)
@@ -275,7 +282,7 @@ class BlockWork(Work):
             damping=float(next(iter(settings))["damping"]),
             proposal=BlockStep(vector, true, promise, ratio, self.without_penalty(levels), rated, slope),
             nats=self.batch.nats,
-            loss=math.nan if self.batch.loss is None else self.batch.loss,
+            loss=math.nan if self.loss is None else self.loss,
             run=RunFacts(
                 self.state.step,
                 self.choices.bounded,
@@ -504,7 +511,7 @@ class BlockWork(Work):
         processes, losses = self.processes, self.evidence.losses
         rows = sum(processes.weight(loss) for loss in losses)
         with self.evidence.trial(self.rule if self.rule.needs_loss else self.choices.judge) as objective:
-            before = objective.before if self.batch.loss is None else float(self.batch.loss)
+            before = objective.before if self.loss is None else self.loss
             loss_at = PooledLoss(objective, rows, processes, before, self.values, self.strengths, self.state.outside)
             yield replace(model, loss=before), loss_at, partial(judge_step, self.choices.damping, model, loss_at)
 
@@ -572,9 +579,10 @@ class BlockWork(Work):
     def finish(self) -> State:
         """The state after a step that is taken."""
         now = self.state
-        guard = replace(now.guard, skipped=0, late=now.guard.late + 1 if self.evidence.late else 0)
+        guard = now.guard.follow_loss(self.loss, taken=True)
+        guard = replace(guard, skipped=0, late=now.guard.late + 1 if self.evidence.late else 0)
         pace = follow_drift(now.pace, self.averages.drift(self.update), self.choices.update_every)
-        return replace(now, vectors=self.vectors, pace=pace, guard=guard)
+        return replace(now, step=now.step + 1, vectors=self.vectors, pace=pace, guard=guard)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from natgrad.layers import Layout, UnitLayout
 from natgrad.metrics import Metric
 from natgrad.operators import Arranged, Operator
 from natgrad.optim.checks import inputs_of
-from natgrad.optim.guard import NotFiniteError, are_finite, stay_finite
+from natgrad.optim.guard import NotFiniteError, Verdict, are_finite, stay_finite
 from natgrad.optim.joined import check_in_step, join_choice
 from natgrad.optim.objective import Objective, Proximal, verdict
 from natgrad.optim.passes import Data
@@ -128,17 +128,18 @@ class SystemEvidence(Evidence):
         loss = None if self.loss is None else torch.where(torch.isfinite(self.loss), self.loss, math.nan)
         return Batch(self.space.unflatten(self.gradient), measure_norm(self.gradient), loss, state.guard)
 
-    def open(self, choices: Choices, state: State, batch: Batch) -> FlatWork:
+    def open(self, choices: Choices, state: State, batch: Batch, verdict: Verdict) -> FlatWork:
         """The system of this batch.
 
         Args:
             choices: What does not change between steps.
             state: Of the last step.
             batch: What `pool` made.
+            verdict: On it.
         """
         whole = self if self.complete is None else self.complete(self)
         check_asks(choices, state, whole.objective)
-        return FlatWork(choices, state, batch, whole)
+        return FlatWork(choices, replace(state, guard=verdict.guard), batch, verdict.loss, whole)
 
 
 class FlatWork(Work):
@@ -152,8 +153,10 @@ class FlatWork(Work):
         tries: Solutions so far.
     """
 
-    def __init__(self, choices: Choices, state: State, batch: Batch, evidence: SystemEvidence) -> None:
-        super().__init__(choices, state, batch)
+    def __init__(
+        self, choices: Choices, state: State, batch: Batch, loss: float | None, evidence: SystemEvidence
+    ) -> None:
+        super().__init__(choices, state, batch, loss)
         self.evidence, self.space = evidence, evidence.space
         self.system = evidence.system(state)
         self.counts = count_examples(choices, state, evidence, self.system.operator)
@@ -231,7 +234,7 @@ class FlatWork(Work):
             # damping pulls to the guess: where it leads uphill, more damping would never help
             self.level, self.remembered, self.guess = level, memory, None
             return False
-        self.level, self.failed = level, failed
+        self.level = level
         self.move(flat(step), memory, taken=not (failed or refused))
         self.follow(ratio, rate, failed, refused)
         self.tell(model, step, ratio, rate)
@@ -257,7 +260,8 @@ class FlatWork(Work):
         state, unmoved = self.state, self.state.guard.unmoved
         if self.rule.needs_loss and not (failed or refused):
             unmoved = unmoved + 1 if rate == 0 and bool(self.evidence.gradient.any()) else 0
-        guard = replace(state.guard, skipped=state.guard.skipped + 1 if failed else 0, unmoved=unmoved)
+        guard = state.guard.follow_loss(self.loss, taken=not failed)
+        guard = replace(guard, skipped=guard.skipped + 1 if failed else 0, unmoved=unmoved)
         pace = state.pace if ratio is None else replace(state.pace, judged=state.step)
         self.state = replace(state, guard=guard, pace=pace)
 
@@ -288,6 +292,7 @@ class FlatWork(Work):
         """The state after it."""
         return replace(
             self.state,
+            step=self.state.step + 1,
             seen=int(self.counts.get("seen", self.state.seen)),
             vectors=self.vectors,
             system=SystemMemory(self.level, self.system.memory, self.solved.prepared),

@@ -115,7 +115,7 @@ class Guard:
         self,
         gradients: Mapping[str, Tensor],
         norm: Tensor,
-        loss: Tensor | float | None,
+        loss: Tensor | None,
         bounded: bool,
         steps: int,
         cuts: bool,

@@ -97,7 +97,7 @@ class Batch:
 
     gradients: Mapping[str, Tensor]
     norm: Tensor
-    loss: Tensor | float | None
+    loss: Tensor | None
     guard: Guard
     damping: float | None = None
     cuts: bool = False
@@ -121,12 +121,12 @@ class Batch:
         norms = [norm.to(self.norm.device, torch.float64) for norm in self.norms.values()]
         return dict(zip(self.norms, list_numbers(torch.stack(norms)), strict=True)) if norms else {}
 
-    def cut(self, factor: float, loss: float | None) -> Batch:
-        """The gradients times a factor, at most 1, with the loss as it was read."""
+    def cut(self, factor: float) -> Batch:
+        """The gradients times a factor, at most 1."""
         if factor == 1:
-            return replace(self, loss=loss)
+            return self
         gradients, norms = ({n: factor * t for n, t in part.items()} for part in (self.gradients, self.norms))
-        return replace(self, loss=loss, gradients=gradients, norms=norms, uncut=self.gradients)
+        return replace(self, gradients=gradients, norms=norms, uncut=self.gradients)
 
 
 class Evidence(ABC):
@@ -137,7 +137,7 @@ class Evidence(ABC):
         """Gradient and loss over all processes."""
 
     @abstractmethod
-    def open(self, choices: Choices, state: State, batch: Batch) -> Work:
+    def open(self, choices: Choices, state: State, batch: Batch, verdict: Verdict) -> Work:
         """A step from this state on a batch that is fit for one, with its metric."""
 
     def leave(self, choices: Choices, state: State) -> State:
@@ -158,13 +158,11 @@ class Work(ABC):
         moved: The parameters after the step.
         told: What is told of it.
         dampings: The damping of the next step, by parameter; empty where it stays.
-        failed: True where a number was not finite, and the step is one of length 0.
+        loss: The batch's, as it was read; None where none was told.
     """
 
-    failed = False
-
-    def __init__(self, choices: Choices, state: State, batch: Batch) -> None:
-        self.choices, self.batch, self.rule = choices, batch, choices.rule
+    def __init__(self, choices: Choices, state: State, batch: Batch, loss: float | None) -> None:
+        self.choices, self.batch, self.loss, self.rule = choices, batch, loss, choices.rule
         self.state: State = state
         self.moved, self.told, self.dampings = Move(), batch.numbers, dict[str, float]()
 
@@ -217,8 +215,7 @@ def natural_step(choices: Choices, state: State, evidence: Evidence) -> tuple[Mo
     if verdict.trouble:
         return leave_out(evidence.leave(choices, state), batch.numbers, verdict.trouble)
     # 1 the metric: statistics -> blocks -> damped inverses, or one linear system
-    batch = batch.cut(verdict.factor, verdict.loss)
-    work = evidence.open(choices, replace(state, guard=verdict.guard), batch)
+    work = evidence.open(choices, state, batch.cut(verdict.factor), verdict)
     # 2 direction, 3 length, 4 damping; with more of it where a rule takes nothing of a solution
     model = work.propose()
     while model is not None and not work.take(model):
@@ -227,10 +224,7 @@ def natural_step(choices: Choices, state: State, evidence: Evidence) -> tuple[Mo
     if not work.is_sound():
         trouble = describe_trouble(batch.gradients, verdict.loss, wild=False)
         return leave_out(evidence.leave(choices, state), batch.numbers, trouble)
-    after = work.finish()
-    guard = after.guard.follow_loss(verdict.loss, taken=not work.failed)
-    after = replace(after, step=state.step + 1, guard=guard)
-    return work.moved, after, StepReport(work.told, dampings=work.dampings)
+    return work.moved, work.finish(), StepReport(work.told, dampings=work.dampings)
 
 
 def leave_out(state: State, numbers: Mapping[str, Any], trouble: str) -> tuple[Move, State, StepReport]:
