@@ -241,7 +241,7 @@ CRITERIA = {
         TypeError,
         ("criterion is BCELoss", "BCEWithLogitsLoss on the logits"),
     ),
-    "a string": (lambda: fisher(MODEL, "mse"), TypeError, ("criterion is str",)),  # type: ignore[arg-type]
+    "a name of none": (lambda: fisher(MODEL, "means"), ValueError, ("criterion is 'means'", "expected one of")),
     "unreduced": (
         lambda: fisher(MODEL, nn.MSELoss(reduction="none")),
         ValueError,
