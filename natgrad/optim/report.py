@@ -110,15 +110,6 @@ class StateReport:
         own |= self.counts
         return {n: v for n, v in own.items() if v is not None and not (isinstance(v, float) and math.isnan(v))}
 
-    def count_step(self, failed: bool = False, refused: bool = False) -> StateReport:
-        """The counts after one more step, of which nothing else is known yet.
-
-        Args:
-            failed: Whether it was skipped for numerical trouble.
-            refused: Whether it was not taken because it raised the loss.
-        """
-        return StateReport(self.step + 1, failures=self.failures + failed, refused=self.refused + refused)
-
     def numbers(self) -> dict[str, float]:
         """What is known, as finite numbers for a logger.
 

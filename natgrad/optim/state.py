@@ -465,10 +465,6 @@ class Length:
     doubt: float = 30.0
     compared: int = 0
 
-    def known_ratio(self, like: Tensor) -> Tensor:
-        """What a step's length is divided by: the ratio, at least 1: below 1 the damping shortens a step."""
-        return torch.ones_like(like) if self.ratio is None else self.ratio.to(like).clamp(min=1.0)
-
 
 @dataclass(frozen=True)
 class Noise:
