@@ -16,7 +16,7 @@ import natgrad as ng
 from natgrad.ground.pure import RandomState
 from natgrad.operators import Operator
 from natgrad.rules import BlockPoint, BlockStack, NoiseAware, SpectralProgress
-from natgrad.rules.spectral_progress import FRESH, least_size, unwhiten, whiten
+from natgrad.rules.spectral_progress import FRESH, least_size, unwhiten, whiten, whitener_of_few
 
 F64 = torch.float64
 FREE = SpectralProgress(kl_share=math.inf, warm=1)
@@ -95,7 +95,7 @@ def test_few_rows_whiten_less_and_move_directions_of_mean_size_as_before() -> No
 
 
 def test_many_inputs_of_few_rows_are_whitened_along_their_largest_directions() -> None:
-    rows, inputs = 10, 200
+    rows, inputs = 10, 300
     x = draw(40 * rows, inputs) * torch.logspace(0, -1.5, inputs, dtype=F64) + 0.3
     moment = x.mT @ x / len(x)
     metric = ng.operators.KroneckerOperator(torch.eye(3, dtype=F64), moment)
@@ -108,6 +108,25 @@ def test_many_inputs_of_few_rows_are_whitened_along_their_largest_directions() -
     assert float((found - expected).norm() / expected.norm()) < 0.05
     theta = draw(5, inputs)
     torch.testing.assert_close(unwhiten(whiten(theta, few), few), theta)
+    flat = ng.operators.KroneckerOperator(torch.eye(3, dtype=F64), torch.eye(inputs, dtype=F64))
+    assert SpectralProgress().prepare_for(flat, 0.1, 1000.0)["inputs"].shape == (inputs, inputs)
+
+
+def test_a_whitener_of_few_directions_is_the_whole_one_where_the_others_are_equal() -> None:
+    basis = torch.linalg.qr(draw(60, 60))[0]
+    values = torch.full((60,), 0.2, dtype=F64)
+    values[:4] = torch.tensor([30.0, 10.0, 6.0, 4.0], dtype=F64)
+    moment = 7 * (basis * values) @ basis.mT  # in any unit
+    scaled = moment / moment.diagonal().mean()
+    roots = whitener_of_few(moment, 10.0, 4)
+    assert roots is not None
+    root = unwhiten(torch.eye(60, dtype=F64), roots)
+    expected = scaled + 10 * torch.eye(60, dtype=F64)
+    torch.testing.assert_close(root.mT @ root, expected, atol=0.02, rtol=0)  # two steps of iteration
+    torch.testing.assert_close(whiten(root, roots), torch.eye(60, dtype=F64))
+    # more directions stand out than it has
+    assert whitener_of_few(moment, 10.0, 2) is None
+    assert whitener_of_few(torch.eye(60, dtype=F64), 0.3, 4) is None
 
 
 def shape_alike(rule: SpectralProgress, points: list[BlockPoint]) -> list[tuple[Tensor, dict[str, Tensor]]]:
