@@ -318,12 +318,7 @@ class ModelOptimizer(Optimizer):
         reports = [report for report in found.values() if report.step]
         settings = {"lr": min((float(group["lr"]) for group in self.param_groups), default=0.0)} | self._options()
         scheduled = any("initial_lr" in group for group in self.param_groups)  # which torch's schedulers write
-        return explain_steps(Steps(reports, self.rule, settings, scheduled, self._turn))
-
-    @property
-    def _turn(self) -> int:
-        """The step at which the rule turned to directions of its own; -1 before."""
-        return -1
+        return explain_steps(Steps(reports, self.rule, settings, scheduled, self._state.noise))
 
     def _report_later(self) -> Callable[[], StateReport]:
         """The report of the last step, for later: numbers are not asked for yet."""

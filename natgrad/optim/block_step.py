@@ -397,10 +397,7 @@ class BlockWork(Work):
         return Penalised(gradients, self.values, self.strengths) if any(self.strengths.values()) else gradients
 
     def follow_signal(self) -> None:
-        """Follow how much of the gradients is signal; turn to the rule's own directions where that is little.
-
-        Turning asks for fresh statistics, roots and measurements at the next step.
-        """
+        """Follow how much of the gradients is signal; turn to the rule's own directions where that is little."""
         if not self.rule.turns_at or self.turned or self.batch.uncut is not None:  # a gradient that was cut is none
             return
         means, counts = dict[str, Tensor](), dict[str, int]()
@@ -419,10 +416,10 @@ class BlockWork(Work):
             sums = self.processes.sum(sums.double().to(self.device))
             if not bool(sums[1] > 0):
                 return
-        state = self.state
-        noise = follow_signal(state.noise, state.step, list_numbers(sums), self.rule.turns_at)
-        pace = start_afresh(state.pace) if noise.turned != state.noise.turned else state.pace
-        self.state = replace(state, noise=noise, pace=pace)
+        noise, is_low = follow_signal(self.state.noise, self.state.step, list_numbers(sums), self.rule.turns_at)
+        self.state = replace(self.state, noise=noise)
+        if is_low:
+            self.state = turn(self.state)
 
     def count_examples(self) -> dict[str, int]:
         """Examples of this step over all processes, and seen so far with it."""
@@ -525,6 +522,8 @@ class BlockWork(Work):
             raise TypeError(f"rule {self.rule} returned {step!r}, expected one made of the model's: proposal, along")
         if not refused:
             self.move(model, step, self.told)
+        if self.rule.turns_at and not self.turned and self.state.noise.turned < 0 and self.rule.turns_after(model):
+            self.state = turn(self.state)
         return True
 
     def adapt(self, damping: Damping, ratio: float, refused: bool) -> None:
@@ -807,17 +806,16 @@ def is_watched(length: Length, step: int) -> bool:
 # noise
 
 
-def follow_signal(noise: Noise, step: int, sums: Sequence[float], least: float) -> Noise:
-    """Count one step's |m|^2, |g|^2 and noise; turn where the share of signal is low.
+def turn(state: State) -> State:
+    """From the next step on directions are the rule's own: it asks for fresh statistics, roots and measurements."""
+    return replace(state, noise=replace(state.noise, turned=state.step), pace=start_afresh(state.pace))
 
-    The share is (M - Z) / (G - Z) of the running sums M of |m|^2, G of |g|^2 and Z of what |m|^2 would be if gradients
-    were noise alone.
-    """
-    if noise.turned >= 0:
-        return noise
+
+def follow_signal(noise: Noise, step: int, sums: Sequence[float], least: float) -> tuple[Noise, bool]:
+    """Count one step's |m|^2, |g|^2 and noise, and say whether the share of signal is low."""
     mean, single, chance = (FADES * old + (1 - FADES) * now for old, now in zip(noise.signal, sums, strict=True))
-    turns = step + 1 >= SURE and mean - chance < least * (single - chance)
-    return Noise(step if turns else -1, (mean, single, chance))
+    noise = replace(noise, signal=(mean, single, chance))
+    return noise, step + 1 >= SURE and noise.share < least
 
 
 # how far the quadratic model is trusted

@@ -468,7 +468,7 @@ class Length:
 
 @dataclass(frozen=True)
 class Noise:
-    """What a rule knows that turns to directions of its own once mini-batch noise exceeds the gradient.
+    """What a rule knows that turns to directions of its own, as where mini-batch noise exceeds the gradient.
 
     Attributes:
         turned: The step of the turn, -1 before.
@@ -477,6 +477,12 @@ class Noise:
 
     turned: int = -1
     signal: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    @property
+    def share(self) -> float:
+        """(M - Z) / (G - Z), the share of signal in the gradients, of the sums M, G and Z; 1 where nothing is known."""
+        mean, single, chance = self.signal
+        return (mean - chance) / (single - chance) if single > chance else 1.0
 
 
 @dataclass(frozen=True)

@@ -156,10 +156,6 @@ class StructuredNaturalGradient(ModelOptimizer):
         guard = self._state.guard if self._update is None else self._update.guard
         return partial(state_report, self._told.numbers, self._state.step, guard.failures, guard.refused)
 
-    @property
-    def _turn(self) -> int:
-        return self._state.noise.turned
-
     def detach(self) -> None:
         """Take the hooks off the model. Also happens when the optimizer dies."""
         self._finalizer()

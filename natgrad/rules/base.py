@@ -65,6 +65,14 @@ class Rule(Explained):
         """The share of signal in gradients below which `shape` takes over; 0: never, None: from the start."""
         return None
 
+    def turns_after(self, model: Quadratic) -> bool:
+        """Whether `shape` takes over from the next step on, as the step says that was just made of this model.
+
+        Args:
+            model: With the cuts that the step had. Only asked of a rule that has not turned yet.
+        """
+        return False
+
     @property
     def options(self) -> dict[str, float]:
         """Settings that a parameter group may change, by name; `Quadratic.options` has the least over the groups."""

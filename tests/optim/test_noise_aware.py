@@ -259,17 +259,31 @@ def test_the_share_of_signal_is_none_in_noise_and_all_in_a_constant_gradient(dec
 
 
 def test_the_turn_comes_after_ten_steps_at_the_least() -> None:
-    noise = Noise()
+    noise, turns = Noise(), list[bool]()
     for step in range(10):
-        assert noise.turned == -1
-        noise = follow_signal(noise, step, [0.0, 1.0, 0.05], 0.26)
-    assert noise.turned == 9
+        noise, is_low = follow_signal(noise, step, [0.0, 1.0, 0.05], 0.26)
+        turns.append(is_low)
+    assert turns == [False] * 9 + [True]
 
 
-def test_what_turned_stays_turned() -> None:
-    """Gradients agree where a loss comes near zero, too."""
-    noise = Noise(turned=20, signal=(0.05, 1.0, 0.05))
-    assert follow_signal(noise, 21, [1.0, 1.0, 0.05], 0.26) == noise
+def test_natural_steps_far_beyond_their_layers_give_way_to_spectral_ones() -> None:
+    """Without damping, directions that the loss hardly depends on take a step many times as far as the layers are."""
+    x = draw(64, 6).float()
+    y = x[:, :3].argmax(1)
+    for damping, rule, turned in ((0.03, NoiseAware(), -1), (1e-6, NoiseAware(), 0), (1e-6, NoiseAware(far=1e9), -1)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        opt = ng.kfac(model, nn.CrossEntropyLoss(), damping=damping, rule=rule)
+        cuts = list[float]()
+        for _ in range(3):
+            opt.zero_grad()
+            opt.loss(model(x), y).backward()
+            opt.step()
+            cuts.append(opt.state_report().cuts.get("move", 0.0))
+        assert (cuts[0] * 0.12 > 1.5) == (damping < 0.03)
+        assert (max(cuts[1:]) == 0) == (turned == 0)  # spectral steps have bounds of their own
+        text = opt.explain()
+        assert ("Since step 0 a natural step would move layers by more than 1.5 of their size" in text) == (turned == 0)
 
 
 def test_steps_turn_spectral_where_labels_are_noise_and_a_checkpoint_keeps_that() -> None:
