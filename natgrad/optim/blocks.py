@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.pure import leaves, map_tensors
-from natgrad.ground.stacks import stack_tensors
 from natgrad.ground.typed_torch import list_numbers, split_tensor, torch_distributed
 from natgrad.ground.whole_tensors import gather_whole, naming_lost, wait_for_all, zeros_whole
 from natgrad.layers import Layer, Layout, Seen
@@ -610,10 +609,9 @@ class Averages:
         key, layered = fresh.key, fresh.layer is not None
         if key not in blocks or (blocks[key].layer is not None) != layered:
             # new, or of a layer and a parameter by turns: blocks that shared a parameter with it are forgotten
-            past = dict[str, Any]()
             for other in [k for k, b in blocks.items() if set(b.layout.names) & set(fresh.layout.names)]:
-                past |= blocks.pop(other).split_mean()
-            blocks[key] = fresh.join_mean(past, self.named)
+                del blocks[other]
+            blocks[key] = fresh
         if not self.owners.holds(key):
             return
         block = blocks[key]
@@ -853,25 +851,6 @@ def numbers_of(block: Block) -> list[Tensor]:
     """All that an inversion made."""
     inverse = [] if block.inverse is None else list(leaves(pack_operator(block.inverse)))
     return [*inverse, *block.prepared.values(), torch.tensor(0.0 if block.level is None else block.level)]
-
-
-def stack_prepared(blocks: Mapping[str, Block]) -> dict[str, Block]:
-    """The same blocks with what a rule prepared of equal ones in one piece, so that no step has to copy it there."""
-    stacks = dict[Any, list[Block]]()
-    for block in blocks.values():
-        if block.prepared:
-            stacks.setdefault((block.layout.matrix_shape, signature(block.prepared)), []).append(block)
-    fresh = dict(blocks)
-    for alike in stacks.values():
-        pieces = {name: stack_tensors([b.prepared[name] for b in alike]).unbind() for name in alike[0].prepared}
-        for i, block in enumerate(alike):
-            fresh[block.key] = replace(block, prepared={name: tensors[i] for name, tensors in pieces.items()})
-    return fresh
-
-
-def signature(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
-    """The names and shapes of tensors: those of others that can be stacked with them are equal."""
-    return (*tensors, *[tensor.shape for tensor in tensors.values()])
 
 
 def robust_inverse(operator: Operator, damping: float) -> Operator | None:

@@ -215,7 +215,8 @@ class StructuredNaturalGradient(ModelOptimizer):
         def drop(blocks: Mapping[str, Block]) -> dict[str, Block]:
             return {key: block for key, block in blocks.items() if renamed.keys().isdisjoint(block.layout.names)}
 
-        self._state = replace(state, blocks=drop(state.blocks), vectors=others(state.vectors))
+        stacks = state.stacks.select(lambda block: renamed.keys().isdisjoint(block.layout.names))
+        self._state = replace(state, blocks=drop(state.blocks), stacks=stacks, vectors=others(state.vectors))
         self._update = None if update is None else replace(update, blocks=drop(update.blocks))
         self._discarded, self._kinds = drop(self._discarded), others(self._kinds)
         super()._rename(renamed)

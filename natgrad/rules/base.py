@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from natgrad.rules.parts import Memory, Vector
 from natgrad.rules.quadratic import Quadratic, Step
 
 Objective = Callable[[Vector], float]
+StackMemory = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
 
 
 class Rule(Explained):
@@ -141,10 +142,10 @@ class Rule(Explained):
         """
         return block.natural(), {}
 
-    def shape_stacks(self, stacks: Sequence[BlockStack]) -> list[tuple[Tensor, list[dict[str, Tensor]]]]:
-        """`shape` of every block of a step: per stack the directions, (k, ...), and the blocks' memories.
+    def shape_stacks(self, stacks: Sequence[BlockStack]) -> Sequence[tuple[Tensor, StackMemory]]:
+        """`shape` of every block of a step: per stack the directions, (k, ...), and what to remember of the blocks.
 
-        This is what is called.
+        This is what is called. Memories are tensors with a leading axis, or one mapping for each block.
 
         Args:
             stacks: All blocks that this process holds, those that are alike together.

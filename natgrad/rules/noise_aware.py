@@ -12,7 +12,7 @@ from torch import Tensor
 
 from natgrad.ground.typed_torch import measure_norm
 from natgrad.operators import Operator
-from natgrad.rules.base import Objective, Rule
+from natgrad.rules.base import Objective, Rule, StackMemory
 from natgrad.rules.block_point import BlockPoint, BlockStack
 from natgrad.rules.parts import Memory, Parts
 from natgrad.rules.quadratic import BlockStep, Quadratic, Step
@@ -35,7 +35,7 @@ class NoiseAware(Rule):
     (1 - b) / (1 + b) for a momentum b. It is 1 where all gradients agree and 0 where they are noise; averaged over ten
     steps. Once it is below `noise`, steps are spectral ones from there on; and once a whole natural step
     is `far` times as long as all layers together, since what `move` leaves of it says little: inputs that hardly vary,
-    as the borders of images, ask for such steps.
+    as the borders of images, ask for such steps. (Where a regression's targets lie far away, in their units.)
 
     Args:
         max_kl: Most nats per example of a natural step, to second order on its own batch; math.inf for no bound.
@@ -88,8 +88,8 @@ class NoiseAware(Rule):
         return self.noise
 
     def turns_after(self, model: Quadratic) -> bool:
-        longer = model.cuts.get("move")
-        return self.noise > 0 and longer is not None and self.move * float(longer()) > self.far
+        longer, far = model.cuts.get("move"), self.far * model.run.errors.size  # layers may have as far to go
+        return self.noise > 0 and longer is not None and self.move * float(longer()) > far
 
     def rate_after(self, steps: int) -> float:
         return self.spectral.rate_after(steps)
@@ -106,7 +106,7 @@ class NoiseAware(Rule):
     def shape(self, block: BlockPoint) -> tuple[Tensor, dict[str, Tensor]]:
         return self.spectral.shape(block)
 
-    def shape_stacks(self, stacks: Sequence[BlockStack]) -> list[tuple[Tensor, list[dict[str, Tensor]]]]:
+    def shape_stacks(self, stacks: Sequence[BlockStack]) -> Sequence[tuple[Tensor, StackMemory]]:
         return self.spectral.shape_stacks(stacks)
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:

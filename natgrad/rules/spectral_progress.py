@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.linalg import eigh, symmetrise
-from natgrad.ground.stacks import stack_tensors
 from natgrad.ground.typed_torch import as_tensor_like, measure_norm, split_tensor, torch_linalg
 from natgrad.operators import Operator
 from natgrad.rules.base import Objective, Rule
@@ -125,15 +124,15 @@ class SpectralProgress(Rule):
         return roots | {scaled: longer * roots[scaled]}
 
     def shape(self, block: BlockPoint) -> tuple[Tensor, dict[str, Tensor]]:
-        ((directions, memories),) = self.shape_stacks([BlockStack.of([block])])
-        return directions[0], memories[0]
+        ((directions, memory),) = self.shape_stacks([BlockStack.of([block])])
+        return directions[0], {name: tensor[0] for name, tensor in memory.items()}
 
-    def shape_stacks(self, stacks: Sequence[BlockStack]) -> list[tuple[Tensor, list[dict[str, Tensor]]]]:
+    def shape_stacks(self, stacks: Sequence[BlockStack]) -> Sequence[tuple[Tensor, Mapping[str, Tensor]]]:
         if not stacks:
             return []
         ahead = [stack.mean.lerp(stack.gradient, self.ahead) for stack in stacks]
         directions = [self._direct(stack, n) for stack, n in zip(stacks, ahead, strict=True)]
-        warm, moves = min(1.0, (stacks[0].steps + 1) / self.warm), list[tuple[Tensor, list[dict[str, Tensor]]]]()
+        warm, moves = min(1.0, (stacks[0].steps + 1) / self.warm), list[tuple[Tensor, Mapping[str, Tensor]]]()
         nothing: Sequence[Tensor] = ()
         scales, squares = self._follow(stacks, ahead[0]) if self.progress else (nothing, nothing)
         for i, (stack, n, d) in enumerate(zip(stacks, ahead, directions, strict=True)):
@@ -142,23 +141,23 @@ class SpectralProgress(Rule):
             if self.progress:
                 memory |= {"direction": d, "slope": inner_products(n, d), "square": squares[i], "scale": scales[i]}
                 length = length * scales[i].to(d).view(-1, 1, 1, 1)
-            columns = [values.unbind() for values in memory.values()]
-            rows = [{name: column[j] for name, column in zip(memory, columns, strict=True)} for j in range(len(d))]
-            moves.append((d * (warm * length), rows))
+            moves.append((d * (warm * length), memory))
         return moves
 
     def _follow(self, stacks: Sequence[BlockStack], home: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """The scales of the blocks by their progress, and its running mean squares: (k,) of each stack."""
-        memories = [memory for stack in stacks for memory in stack.memories]
 
         def gather(name: str, start: float) -> Tensor:
-            fresh = home.new_full((), start)
-            return stack_tensors([as_tensor_like(memory.get(name, fresh), home) for memory in memories])
+            parts = [
+                stack.memory[name].to(home) if name in stack.memory else home.new_full((len(stack.mean),), start)
+                for stack in stacks
+            ]
+            return torch.cat(parts)
 
         # today's slope along the last move over the slope that it had then
         now = [
-            inner_products(stack.gradient, stack.stack_memory("direction")).to(home)
-            if "direction" in stack.memories[0]
+            inner_products(stack.gradient, stack.memory["direction"].to(stack.mean)).to(home)
+            if "direction" in stack.memory
             else home.new_zeros(len(stack.mean))
             for stack in stacks
         ]
@@ -175,16 +174,16 @@ class SpectralProgress(Rule):
 
     def _direct(self, stack: BlockStack, n: Tensor) -> Tensor:
         """The directions of blocks that are alike, (k, groups, p, q)."""
-        prepared = stack.prepared[0]
+        prepared = {name: tensor.to(n) for name, tensor in stack.prepared.items()}
         if (rows := table_rows(stack.shape)) is not None:
             tables = n.reshape(len(n), rows, -1)
             return polar(tables if len(n) > 1 else tables[0], ITERATIONS).reshape(n.shape)
         if "tokens" in prepared:
-            return self._scale_rows(n, stack.stack_prepared("tokens"))
+            return self._scale_rows(n, prepared["tokens"])
         if "inputs" in prepared:
-            matrices, roots = align_roots(n, stack)
+            matrices, roots = align_roots(n, prepared)
             return whiten(polar(whiten(matrices, roots), ITERATIONS), roots, last=True).reshape(n.shape)
-        squares = stack.stack_prepared("squares").view(n.shape) if "squares" in prepared else None
+        squares = prepared["squares"].view(n.shape) if "squares" in prepared else None
         return self._scale_entries(n, squares)
 
     def _measure_lengths(self, stack: BlockStack, d: Tensor) -> tuple[Tensor | float, Tensor | None]:
@@ -196,15 +195,15 @@ class SpectralProgress(Rule):
             columns = values.shape[-1]
             length = self.share * (1 + self.damping) ** 0.5 / min(rows, columns) ** 0.5
             return length * self._size_of(values, columns, unit), None
-        if "tokens" in stack.prepared[0]:
+        if "tokens" in stack.prepared:
             return self.share / 3 * unit, None
-        if "inputs" not in stack.prepared[0]:
+        if "inputs" not in stack.prepared:
             return self.vectors * unit, None
-        if stack.renewed or "size" not in stack.memories[0]:
-            values, roots = align_roots(stack.stack_values(), stack)
+        if stack.renewed or "size" not in stack.memory:
+            values, roots = align_roots(stack.stack_values(), {n: t.to(d) for n, t in stack.prepared.items()})
             size = self._size_of(unwhiten(values, roots).view(d.shape), d.shape[-2], unit)
         else:
-            size = stack.stack_memory("size")
+            size = stack.memory["size"].to(d)
         return size * (self.share / min(d.shape[-2:]) ** 0.5), size
 
     def _size_of(self, values: Tensor, outputs: int, unit: Tensor | float) -> Tensor:
@@ -277,12 +276,12 @@ def inner_products(first: Tensor, second: Tensor) -> Tensor:
     return (first * second).sum((1, 2, 3))
 
 
-def align_roots(matrices: Tensor, stack: BlockStack) -> tuple[Tensor, dict[str, Tensor]]:
+def align_roots(matrices: Tensor, prepared: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """X (k, groups, p, q) and what `prepare_for` made of the blocks, with as few leading axes as they need.
 
     Roots are (q, q), or (q,) of a diagonal, with the same leading axes as X, which is (p, q) for a single matrix.
     """
-    roots = {name: stack.stack_prepared(name) for name in stack.prepared[0]}
+    roots = dict(prepared)
     inputs = roots["inputs"]
     if matrices.shape[1] > 1:
         shared = inputs.dim() == 3  # by the groups of a block

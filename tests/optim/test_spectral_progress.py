@@ -136,8 +136,9 @@ def shape_alike(rule: SpectralProgress, points: list[BlockPoint]) -> list[tuple[
     groups = [group for i, group in enumerate(groups) if group not in groups[:i]]
     shaped = rule.shape_stacks([BlockStack.of([points[i] for i in group]) for group in groups])
     found = dict[int, tuple[Tensor, dict[str, Tensor]]]()
-    for group, (directions, memories) in zip(groups, shaped, strict=True):
-        found |= zip(group, zip(directions.unbind(), memories, strict=True), strict=True)
+    for group, (directions, memory) in zip(groups, shaped, strict=True):
+        rows = [{name: tensor[j] for name, tensor in memory.items()} for j in range(len(group))]
+        found |= zip(group, zip(directions.unbind(), rows, strict=True), strict=True)
     return [found[i] for i in range(len(points))]
 
 
