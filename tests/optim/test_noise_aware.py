@@ -67,14 +67,14 @@ def test_five_iterations_leave_singular_values_near_one_in_single_precision_too(
 
 
 @pytest.mark.parametrize("shape", [(40, 50), (30, 90), (90, 30)])
-def test_two_inverses_leave_singular_values_within_a_tenth_of_one_in_single_precision_too(
+def test_one_inverse_leaves_singular_values_within_a_quarter_of_one_in_single_precision_too(
     shape: tuple[int, int],
 ) -> None:
     matrix = fading_values(*shape)
     found = torch.linalg.svdvals(polar(matrix.float(), 5))
-    large = int((0.8 ** torch.arange(min(shape)) > 0.005 * (matrix @ matrix.mT).norm().sqrt()).sum())
-    assert found.max() < 1.105
-    assert found[large - 1] > 0.895
+    large = int((0.8 ** torch.arange(min(shape)) > 0.02 * (matrix @ matrix.mT).norm().sqrt()).sum())
+    assert found.max() < 1.245
+    assert found[:large].min() > 0.755
     assert not polar(torch.zeros(shape), 5).any()
     for scale in (1e-16, 1e-30, 1e16):  # the squares of a square leave single precision
         torch.testing.assert_close(polar(scale * matrix.float(), 5), polar(matrix.float(), 5), atol=2e-3, rtol=0)
