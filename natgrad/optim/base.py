@@ -232,7 +232,8 @@ class ModelOptimizer(Optimizer):
                 state = replace(self._state, guard=replace(self._state.guard, failures=failures))
                 self._bind(*leave_out(state, {}, str(trouble)))
             self._history.append(self._report_later())
-            self._forget_batch()
+            if self._state.step == before:  # else that was written with the step
+                self._forget_batch()
             return called
         except Exception:
             self._forget_batch()  # nothing of a batch outlives its step, failed or not

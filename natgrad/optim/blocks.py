@@ -33,6 +33,8 @@ STRIPS = 4
 SMALL = 64
 """Rows of a symmetric matrix below which it is sent as it is: strips would take longer than its bytes."""
 
+FULL = (torch.float32, torch.float64)
+
 Wait = Callable[[], Tensor]
 
 
@@ -908,7 +910,7 @@ def dense(p: Tensor) -> Tensor:
     """p.grad, dense, at least in float32."""
     assert p.grad is not None
     gradient = p.grad.to_dense() if p.grad.is_sparse else gather_whole(p.grad)
-    return gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    return gradient if gradient.dtype in FULL else gradient.to(torch.promote_types(gradient.dtype, torch.float32))
 
 
 def add_penalty(gradient: Tensor, p: Tensor, l2: float) -> Tensor:

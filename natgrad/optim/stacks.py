@@ -160,11 +160,9 @@ def stack_gradients(
 
 def average(stack: Stack, gradient: Tensor, decays: Mapping[str, float]) -> StackGradient:
     """m <- b m + (1 - b) g, and m / (1 - b^count): of blocks whose parameters have the same momenta and counts."""
-    counts = {**stack.counts, **{name: stack.counts.get(name, 0) + 1 for name in stack.names}}
-    first = stack.names[0]
     if len(stack.blocks) == 1 and not is_even(stack, decays):
-        return average_entries(stack, gradient, decays, counts)
-    decay, count = decays[first], counts[first]
+        return average_entries(stack, gradient, decays)
+    decay, count = decays[stack.names[0]], stack.counts.get(stack.names[0], 0) + 1
     if decay == 0:
         return StackGradient(gradient, gradient, stack)
     if stack.mean is None:
@@ -174,7 +172,7 @@ def average(stack: Stack, gradient: Tensor, decays: Mapping[str, float]) -> Stac
     weight = 1 - decay**count
     # late in a run the weights add up to 1, and nothing is copied
     mean = running if 1 - weight < torch.finfo(gradient.dtype).eps / 4 else running / weight
-    return StackGradient(gradient, mean, replace(stack, mean=running, counts=counts))
+    return StackGradient(gradient, mean, replace(stack, mean=running, counts=dict.fromkeys(stack.names, count)))
 
 
 def is_even(stack: Stack, decays: Mapping[str, float]) -> bool:
@@ -183,11 +181,10 @@ def is_even(stack: Stack, decays: Mapping[str, float]) -> bool:
     return len(names) == len(stack.names) and len({(decays[n], stack.counts.get(n, 0)) for n in names}) == 1
 
 
-def average_entries(
-    stack: Stack, gradient: Tensor, decays: Mapping[str, float], counts: Mapping[str, int]
-) -> StackGradient:
+def average_entries(stack: Stack, gradient: Tensor, decays: Mapping[str, float]) -> StackGradient:
     """The same where momenta or counts differ within a block: an entry has those of its parameter."""
-    layout = stack.blocks[0].layout
+    layout, counts = stack.blocks[0].layout, dict(stack.counts)
+    counts |= {name: counts.get(name, 0) + 1 for name in stack.names}
 
     def fill(numbers: Mapping[str, float]) -> Tensor:
         parts = layout.split(torch.empty(layout.matrix_shape, device="meta"))
