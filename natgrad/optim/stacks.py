@@ -6,6 +6,7 @@ are new, or other parameters have gradients than at the last step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from natgrad.ground.stacks import stack_tensors
 from natgrad.ground.typed_torch import torch_plain
 from natgrad.ground.whole_tensors import zeros_whole
-from natgrad.optim.state import Block, Stack, Stacks
+from natgrad.optim.state import Block, Place, Stack, Stacks
 
 
 @dataclass(frozen=True)
@@ -109,20 +110,14 @@ def merge(alike: Sequence[Stack]) -> Stack:
     )
 
 
-def find_places(blocks: Sequence[Block], names: Sequence[str]) -> Sequence[tuple[Any, Any, Any]] | None:
+def find_places(blocks: Sequence[Block], names: Sequence[str]) -> Sequence[Place] | None:
     """Where the parameters lie in the memory of a stack: sizes, strides and offset of each; None for those copied."""
-    places, wanted, start = list[tuple[Any, Any, Any]](), set(names), 0
+    places, wanted, start = list[Place](), set(names), 0
     for block in blocks:
-        layout = block.layout
-        if not layout.is_split_in_place:
+        if (own := block.layout.places) is None:
             return None
-        matrix = torch.empty(layout.matrix_shape, device="meta")
-        places += [
-            (part.size(), part.stride(), start + part.storage_offset())
-            for name, part in layout.split(matrix).items()
-            if name in wanted
-        ]
-        start += matrix.numel()
+        places += [(size, strides, start + offset) for n, (size, strides, offset) in own.items() if n in wanted]
+        start += math.prod(block.layout.matrix_shape)
     return places
 
 
@@ -155,13 +150,13 @@ def stack_gradients(
             sources.append(layout.join({**gradients, **zeros}))
     if targets:
         torch_plain._foreach_copy_(targets, sources)
-    return [average(stack, matrix, decays) for stack, matrix in zip(stacks, matrices, strict=True)]
+    return [average(stack, matrix, decays, named) for stack, matrix in zip(stacks, matrices, strict=True)]
 
 
-def average(stack: Stack, gradient: Tensor, decays: Mapping[str, float]) -> StackGradient:
+def average(stack: Stack, gradient: Tensor, decays: Mapping[str, float], named: Mapping[str, Tensor]) -> StackGradient:
     """m <- b m + (1 - b) g, and m / (1 - b^count): of blocks whose parameters have the same momenta and counts."""
     if len(stack.blocks) == 1 and not is_even(stack, decays):
-        return average_entries(stack, gradient, decays)
+        return average_entries(stack, gradient, decays, named)
     decay, count = decays[stack.names[0]], stack.counts.get(stack.names[0], 0) + 1
     if decay == 0:
         return StackGradient(gradient, gradient, stack)
@@ -181,15 +176,16 @@ def is_even(stack: Stack, decays: Mapping[str, float]) -> bool:
     return len(names) == len(stack.names) and len({(decays[n], stack.counts.get(n, 0)) for n in names}) == 1
 
 
-def average_entries(stack: Stack, gradient: Tensor, decays: Mapping[str, float]) -> StackGradient:
+def average_entries(
+    stack: Stack, gradient: Tensor, decays: Mapping[str, float], named: Mapping[str, Tensor]
+) -> StackGradient:
     """The same where momenta or counts differ within a block: an entry has those of its parameter."""
     layout, counts = stack.blocks[0].layout, dict(stack.counts)
     counts |= {name: counts.get(name, 0) + 1 for name in stack.names}
 
     def fill(numbers: Mapping[str, float]) -> Tensor:
-        parts = layout.split(torch.empty(layout.matrix_shape, device="meta"))
-        filled = {n: gradient.new_full(part.shape, numbers.get(n, 0.0)) for n, part in parts.items()}
-        return layout.join(filled).unsqueeze(0)
+        parts = {n: torch.full_like(zeros_whole(named[n], gradient.dtype), numbers.get(n, 0.0)) for n in layout.names}
+        return layout.join(parts).unsqueeze(0)
 
     fresh = fill({name: 1 - decays[name] for name in stack.names})
     weights = fill({name: 1 - decays[name] ** counts[name] for name in stack.names})

@@ -392,6 +392,10 @@ class Block:
         )
 
 
+Place = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Sizes, strides and offset of a parameter in the memory of a stack."""
+
+
 @dataclass(frozen=True)
 class Stack:
     """k blocks whose matrices are alike, with what changes at every step: tensors with a leading axis of k.
@@ -412,7 +416,7 @@ class Stack:
     counts: Mapping[str, int] = field(default_factory=dict[str, int])
     prepared: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     memory: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    places: Sequence[tuple[Any, Any, Any]] | None = None
+    places: Sequence[Place] | None = None
 
     def split(self) -> Iterator[Stack]:
         """The blocks one by one."""
