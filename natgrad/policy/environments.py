@@ -154,23 +154,14 @@ class EnvironmentFault(RuntimeError, ValueError):
 
 @dataclass(frozen=True)
 class Stepped:
-    """One step of n environments.
+    """One step of n environments."""
 
-    Attributes:
-        rewards: As they came, shape (n,).
-        terminated: True where the task ended the episode, shape (n,).
-        truncated: True where a time limit ended the episode, shape (n,).
-        successors: The observations after the step and before any reset, shape (n, ...).
-        following: The observations that the next action is taken on, shape (n, ...).
-        valid: False where nothing happened but a reset (vector environments in NEXT_STEP mode), shape (n,).
-    """
-
-    rewards: Array
-    terminated: Array
-    truncated: Array
-    successors: Array
-    following: Array
-    valid: Array
+    rewards: Array  # as they came, shape (n,)
+    terminated: Array  # True where the task ended the episode, shape (n,)
+    truncated: Array  # True where a time limit ended the episode, shape (n,)
+    successors: Array  # the observations after the step and before any reset, shape (n, ...)
+    following: Array  # the observations that the next action is taken on, shape (n, ...)
+    valid: Array  # False where nothing happened but a reset (vector environments in NEXT_STEP mode), shape (n,)
 
     @property
     def is_over(self) -> Array:
@@ -196,13 +187,7 @@ class Episode:
 
 
 class Environments:
-    """n environments in step.
-
-    Args:
-        env: A gymnasium environment, a vector environment in any autoreset mode, the name of a registered one, a
-            function that makes one of these, or a sequence of such.
-        max_episode_steps: Longer episodes are truncated; math.inf lets them go on for ever.
-    """
+    """n environments in step."""
 
     def __init__(self, env: Any, max_episode_steps: float | None = None) -> None:
         gym = import_gymnasium()

@@ -14,8 +14,6 @@ def find_channel_order(module: nn.Module, states: Tensor) -> tuple[int, ...]:
 
     Environments give (height, width, channels), convolutions take (channels, height, width). What is tried is whether
     the network raises; one that moves the channels itself takes them as they come.
-
-    states: Examples (b, ...); only of images, (b, h, w, c) or (b, c, h, w), another order is tried.
     """
     plain = tuple(range(states.dim()))
     if states.dim() != 4 or takes_states(module, states):

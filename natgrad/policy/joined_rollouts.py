@@ -19,19 +19,12 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class BatchPart:
-    """This process's transitions of a batch of all processes.
+    """This process's transitions of a batch of all processes."""
 
-    Attributes:
-        processes: What exchanges.
-        first: The place of its first one in the batch.
-        count: Its transitions.
-        total: Those of all.
-    """
-
-    processes: RankExchange
-    first: int
-    count: int
-    total: int
+    processes: RankExchange  # what exchanges
+    first: int  # the place of its first one in the batch
+    count: int  # its transitions
+    total: int  # those of all
 
     @staticmethod
     def of(processes: RankExchange, count: int) -> BatchPart:
@@ -45,10 +38,7 @@ class BatchPart:
         return self.count / self.total
 
     def mean(self, own: Tensor) -> Tensor:
-        """The mean over all transitions.
-
-        own: That over these, any shape.
-        """
+        """The mean over all transitions."""
         return self.sum(own * self.share)
 
     def sum(self, own: Tensor) -> Tensor:
@@ -56,10 +46,7 @@ class BatchPart:
         return self.processes.sum(own)
 
     def choose(self, places: Tensor) -> Tensor:
-        """Of some places in the whole batch, those that are here, counted from this process's first.
-
-        places: Whole numbers, (k,).
-        """
+        """Of some places in the whole batch, those that are here, counted from this process's first."""
         here = places - self.first
         return here[(here >= 0) & (here < self.count)]
 
@@ -67,8 +54,7 @@ class BatchPart:
 def join_moments(processes: RankExchange, before: RunningMoments, after: RunningMoments) -> RunningMoments:
     """The moments of all that the processes saw, each since the same start.
 
-    Reference:
-        Chan, Golub & LeVeque 1979, about the mean at the start.
+    Chan, Golub & LeVeque 1979, about the mean at the start.
     """
     if processes.size == 1:
         return after

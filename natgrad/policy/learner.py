@@ -91,10 +91,6 @@ class WidthTrial:
 
     A wide start throws a balanced pendulum over. A task whose episodes last until a time limit is left alone: there a
     wide start is what swings it up.
-
-    Args:
-        set_share: Called with the share of half the bounds that one unit of the policy's outputs is.
-        possible: Whether anything is tried.
     """
 
     def __init__(self, set_share: Callable[[float], None], possible: bool) -> None:
@@ -263,17 +259,11 @@ HIDDEN = ((64, 64), (64, 64))
 
 @dataclass(frozen=True)
 class Defaults:
-    """What networks that were not given look like.
+    """What networks that were not given look like."""
 
-    Args:
-        hidden: Sizes of the policy's layers and of the critic's.
-        activation: Between them.
-        device: Where they are.
-    """
-
-    hidden: tuple[tuple[int, ...], tuple[int, ...]] = HIDDEN
-    activation: type[nn.Module] = nn.Tanh
-    device: Any = None
+    hidden: tuple[tuple[int, ...], tuple[int, ...]] = HIDDEN  # sizes of the policy's layers and of the critic's
+    activation: type[nn.Module] = nn.Tanh  # between them
+    device: Any = None  # where they are
 
     @staticmethod
     def read(choices: Translation, policy: nn.Module | None) -> Defaults:
@@ -321,16 +311,6 @@ class Critic:
 
     Only parameters that the policy's actions do not depend on are trained. A trunk that both share moves by the natural
     step alone, so that fitting values never changes the policy's KL.
-
-    Args:
-        module: One of its own, states -> (b,) or (b, 1); None for the value that the policy returns beside its rows.
-        actor: The policy.
-        reached: Names of the parameters that the actions depend on.
-        training: Adam's rate, and how often it sees what.
-        order: Of the states' axes, as the module takes them.
-
-    Raises:
-        ValueError: If there is no parameter to train.
     """
 
     def __init__(

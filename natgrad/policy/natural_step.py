@@ -19,48 +19,28 @@ from natgrad.solvers import Solution, Status
 
 @dataclass(frozen=True)
 class Move:
-    """What an update did to the policy; KL in nats per state, gains in units of the standardised advantage.
+    """What an update did to the policy; KL in nats per state, gains in units of the standardised advantage."""
 
-    Attributes:
-        accepted: Whether the policy moved.
-        kl: Measured over all visited states.
-        predicted_kl: Of the step taken, by the quadratic model.
-        gain: Of the surrogate, measured.
-        predicted_gain: Of the step taken, by the linear model.
-        ratio: Of the first trial, what the damping learns from; NaN where there was none.
-        residual: |g - (F + damping I) x| / |g|.
-        cg_steps: Products of the solver.
-        damping: lambda of the solve.
-        backtracks: Trials that were rejected.
-        trouble: What was not finite, so that the policy stays as it was; None where all was well.
-    """
-
-    accepted: bool
-    kl: float
-    predicted_kl: float
-    gain: float
-    predicted_gain: float
-    ratio: float
-    residual: float
-    cg_steps: int
-    damping: float
-    backtracks: int
-    trouble: str | None = None
+    accepted: bool  # whether the policy moved
+    kl: float  # measured over all visited states
+    predicted_kl: float  # of the step taken, by the quadratic model
+    gain: float  # of the surrogate, measured
+    predicted_gain: float  # of the step taken, by the linear model
+    ratio: float  # of the first trial, what the damping learns from; NaN where there was none
+    residual: float  # |g - (F + damping I) x| / |g|
+    cg_steps: int  # products of the solver
+    damping: float  # lambda of the solve
+    backtracks: int  # trials that were rejected
+    trouble: str | None = None  # what was not finite, so that the policy stays as it was; None where all was well
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A natural step before it has a length.
+    """A natural step before it has a length."""
 
-    Attributes:
-        space: The parameters that the surrogate L depends on.
-        model: Of the loss -L, with x = (F + damping I)^-1 dL/dtheta at its rate as the proposal.
-        solution: The solver's; None where the gradient was not finite.
-    """
-
-    space: Space
-    model: Quadratic
-    solution: Solution | None
+    space: Space  # the parameters that the surrogate L depends on
+    model: Quadratic  # of the loss -L, with x = (F + damping I)^-1 dL/dtheta at its rate as the proposal
+    solution: Solution | None  # the solver's; None where the gradient was not finite
 
     @property
     def residual(self) -> float:

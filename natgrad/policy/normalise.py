@@ -94,14 +94,7 @@ class ObservationScale:
 
 
 class RewardScale:
-    """Rewards over the standard deviation of the discounted return so far, sign kept, cut at +-10.
-
-    Args:
-        count: How many environments.
-        gamma: Discount.
-        on: False for rewards as they are.
-        join: From the moments before a batch, and those with it, to the moments with the batches of all processes.
-    """
+    """Rewards over the standard deviation of the discounted return so far, sign kept, cut at +-10."""
 
     def __init__(self, count: int, gamma: float, on: bool, join: Join | None = None) -> None:
         self.on, self.gamma, self.join = on, gamma, join

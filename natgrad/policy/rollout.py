@@ -99,10 +99,7 @@ class Rollout:
 
 
 def explain_variance(returns: Tensor, values: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant; NaN for equal returns.
-
-    returns: (B,). values: The critic's, (B,).
-    """
+    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant; NaN for equal returns."""
     spread = returns.var()
     return float(1 - (returns - values).var() / spread) if bool(spread > 0) else float("nan")
 

@@ -46,29 +46,17 @@ OFF: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class Translation:
-    """What a constructor's keywords mean here.
+    """What a constructor's keywords mean here."""
 
-    Attributes:
-        choices: Our keywords.
-        radius: Of an update, in nats per state; None where it was not said.
-        target: `target_kl`, of which real actions take the mean over their entries; None where it was not said.
-        cg_damping: Likewise.
-        steps: Per environment and update, of `n_steps`; None where it was not said.
-        verbose: Whether learning shows its progress; None where it was not said.
-        device: Of the default network; None where it was not said.
-        hidden: Sizes of the default policy's and the default critic's layers; None where they were not said.
-        activation: Between them; None where it was not said.
-    """
-
-    choices: dict[str, Any]
-    radius: float | None = None
+    choices: dict[str, Any]  # our keywords
+    radius: float | None = None  # of an update, in nats per state; None where it was not said
     target: float | None = None
-    cg_damping: float | None = None
-    steps: int | None = None
-    verbose: bool | None = None
-    device: Any = None
+    cg_damping: float | None = None  # likewise
+    steps: int | None = None  # per environment and update, of `n_steps`; None where it was not said
+    verbose: bool | None = None  # whether learning shows its progress; None where it was not said
+    device: Any = None  # of the default network; None where it was not said
     hidden: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    activation: type[nn.Module] | None = None
+    activation: type[nn.Module] | None = None  # between them; None where it was not said
 
     def find_radius(self, head: Head) -> float:
         """The bound on an update's mean KL, in nats per state."""

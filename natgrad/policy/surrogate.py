@@ -62,17 +62,11 @@ class Surrogate:
 
 @dataclass(frozen=True)
 class Trial:
-    """A policy that a rule looked at.
+    """A policy that a rule looked at."""
 
-    Attributes:
-        vector: The step d to it, shape (n,).
-        gain: L(theta + d) - L(theta), in units of the standardised advantage; NaN where it is not finite.
-        kl: The mean KL that d moves, in nats per state; NaN where it is not finite.
-    """
-
-    vector: Tensor
-    gain: float
-    kl: float
+    vector: Tensor  # the step d to it, shape (n,)
+    gain: float  # L(theta + d) - L(theta), in units of the standardised advantage; NaN where it is not finite
+    kl: float  # the mean KL that d moves, in nats per state; NaN where it is not finite
 
     @property
     def is_finite(self) -> bool:
@@ -81,13 +75,7 @@ class Trial:
 
 
 class SurrogateLoss:
-    """d -> L(theta) - L(theta + d), the loss that a rule lowers, with the KL that d moves; keeps every trial.
-
-    Args:
-        surrogate: L on a rollout.
-        params: theta, the policy that acted.
-        space: The order of the parameters in d.
-    """
+    """d -> L(theta) - L(theta + d), the loss that a rule lowers, with the KL that d moves; keeps every trial."""
 
     def __init__(self, surrogate: Surrogate, params: Params, space: Space) -> None:
         self.surrogate, self.params, self.space = surrogate, params, space
