@@ -11,7 +11,7 @@ from torch import Tensor
 from natgrad.search.base import next_seed
 from natgrad.search.bits import LEAST, SECOND, BitSearch, as_bit_popsize, as_bits
 from natgrad.search.monomials import Monomials
-from natgrad.search.rank_weights import CGA, PBIL, renew_update
+from natgrad.search.ranking import CGA, PBIL, renew_update
 from natgrad.search.relaxation import Relaxation, take_ranked_step
 
 NOISY = 0.3  # rate of the ranked steps of the best quarter, where a point does not give its value again

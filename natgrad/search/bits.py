@@ -18,14 +18,7 @@ POWER = 1.5  # in how many bits children of a stuck parent differ from it: k wit
 
 
 class Climb:
-    """A (1 + lambda)-EA of bits, none of whose children repeats its parent.
-
-    Attributes:
-        parent: The best point so far, and of equal ones the last: it drifts where values do not change. Shape (n,).
-        value: Its value; infinity before the first evaluation.
-        spent: Evaluations so far.
-        gap: The longest time without a better value, in evaluations, that ended with one.
-    """
+    """A (1 + lambda)-EA of bits, none of whose children repeats its parent."""
 
     def __init__(self, parent: Tensor) -> None:
         self.parent, self.value = parent, math.inf
@@ -40,8 +33,6 @@ class Climb:
         """Children of the parent: each bit flips with a chance of `margin`, and at least one does.
 
         Where the climb is stuck, k bits flip with a chance of k^-1.5 (Doerr et al. 2017, heavy tails).
-
-        draws: Uniform numbers, (count, n).
         """
         n = draws.shape[1]
         if stuck:
@@ -55,10 +46,7 @@ class Climb:
         return (self.parent - flips.to(torch.float64)).abs()
 
     def accept(self, points: Tensor, values: Tensor) -> None:
-        """Go on from the best of some points, if it is no worse than the parent; of equal ones from the last.
-
-        points: (count, n); there may be none. values: f of them, (count,).
-        """
+        """Go on from the best of some points, if it is no worse than the parent; of equal ones from the last."""
         self.spent += len(values)
         if not len(values) or float(least := values.min()) > self.value:
             return

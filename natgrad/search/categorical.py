@@ -10,7 +10,7 @@ from torch import Tensor
 
 from natgrad.ground.checks import check_integer
 from natgrad.search.base import as_popsize, next_seed
-from natgrad.search.rank_weights import CGA, PBIL, renew_update
+from natgrad.search.ranking import CGA, PBIL, renew_update
 from natgrad.search.relaxation import Relaxation, take_ranked_step
 
 
@@ -149,10 +149,7 @@ class CategoricalSearch(Relaxation):
 
 
 def least_probabilities(counts: Tensor, margin: float | None) -> Tensor:
-    """The least probability of every value, shape (total,).
-
-    counts: How many values each variable has, (n,).
-    """
+    """The least probability of every value, shape (total,)."""
     each = counts.to(torch.float64)
     if margin is None:
         least = torch.minimum(1 / (len(counts) * (each - 1).clamp(min=1)), 1 / (2 * each))

@@ -36,11 +36,6 @@ class StructureLearner:
     Products that correlate with the part of f that is not explained are tried together, and those whose coefficients
     are no more than noise are left out again. The Gram matrix of the statistics is kept and extended by new draws and
     by new statistics. Its entries are sums of signs, which are exact whatever their order.
-
-    Args:
-        n: Number of bits.
-        largest: Most bits of a product.
-        sets: Products to start from; all single bits are among them in any case.
     """
 
     def __init__(self, n: int, largest: int, sets: Iterable[Clique] = ()) -> None:
@@ -51,10 +46,7 @@ class StructureLearner:
         self._grows = True
 
     def learn(self, signs: Tensor, values: Tensor) -> tuple[Monomials, Slope]:
-        """The structure after some draws, with the slope of f on its statistics.
-
-        signs: All uniform draws so far, (N, n). values: f of them, finite, (N,).
-        """
+        """The structure after some draws, with the slope of f on its statistics."""
         self._read_draws(signs)
         target = values - values.mean()
         total = float(target.square().sum())
@@ -107,8 +99,6 @@ class StructureLearner:
         """Products to try: those that correlate with the residual, the strongest first, and groups of joined pairs.
 
         A product that is independent of the statistics has a standard normal score if it is noise.
-
-        signs: Draws, (N, n). residual: (N,).
         """
         known, count = set(self.sets), len(residual)
         room = min(int(ROOM * count) - len(known), max(8, (count - len(known)) // TRIED))
@@ -172,10 +162,7 @@ class StructureLearner:
 
 
 def multiply_signs(n: int, sets: Sequence[Clique], signs: Tensor) -> Tensor:
-    """Products of signs, a row per set, shape (K, N).
-
-    signs: (N, n).
-    """
+    """Products of signs, a row per set, shape (K, N)."""
     order = max(1, *map(len, sets))
     index = torch.tensor([[*s, *[n] * (order - len(s))] for s in sets])
     rows = torch.cat([signs.mT, torch.ones_like(signs[:, :1]).mT])
@@ -186,10 +173,7 @@ def multiply_signs(n: int, sets: Sequence[Clique], signs: Tensor) -> Tensor:
 
 
 def multiply_rows(first: Tensor, second: Tensor) -> Tensor:
-    """Inner products of rows of signs, exact in float32 up to 2^24 of them and twice as fast.
-
-    first: (K, N). second: (L, N).
-    """
+    """Inner products of rows of signs, exact in float32 up to 2^24 of them and twice as fast."""
     return (first.float() @ second.float().mT).double() if first.shape[1] < 2**24 else first @ second.mT
 
 

@@ -95,8 +95,5 @@ class GaussianModel(ABC):
 
 
 def eye_like(mean: Tensor) -> Tensor:
-    """The identity (d, d), in the dtype and on the device of a mean.
-
-    mean: (d,).
-    """
+    """The identity (d, d), in the dtype and on the device of a mean."""
     return torch.eye(len(mean), dtype=mean.dtype, device=mean.device)

@@ -16,17 +16,11 @@ ENUMERATED = 16  # bits of a component up to which its states are listed
 
 @dataclass(frozen=True)
 class Monomials:
-    """T_k(s) = product of s_i over i in the k-th set, for signs s in {-1, +1}^n.
+    """T_k(s) = product of s_i over i in the k-th set, for signs s in {-1, +1}^n."""
 
-    Attributes:
-        n: Number of signs.
-        sets: In order of size.
-        index: The sets as rows (K, order), padded with n, where a column of ones is added.
-    """
-
-    n: int
-    sets: tuple[Clique, ...]
-    index: Tensor
+    n: int  # number of signs
+    sets: tuple[Clique, ...]  # in order of size
+    index: Tensor  # the sets as rows (K, order), padded with n, where a column of ones is added
 
     @staticmethod
     def of(n: int, sets: Iterable[Clique]) -> Monomials:
@@ -49,10 +43,7 @@ class Monomials:
         return len(self.sets)
 
     def values(self, signs: Tensor) -> Tensor:
-        """T, shape (N, K).
-
-        signs: s, (N, n).
-        """
+        """T, shape (N, K)."""
         rows = torch.cat([signs.mT, torch.ones_like(signs[:, :1]).mT])  # whole rows are gathered faster than columns
         found = rows[self.index[:, 0]]
         for column in range(1, self.index.shape[1]):
@@ -98,8 +89,6 @@ def draw_signs(monomials: Monomials, theta: Tensor, start: Tensor, sweeps: int, 
 
     Components of at most `ENUMERATED` signs are drawn exactly, from the list of their states; the others by Gibbs
     sampling, while theta is brought up from zero.
-
-    theta: (K,). start: Signs at which Gibbs sampling starts, (N, n).
     """
     signs = start.clone()
     for components in monomials.small_components:
@@ -113,8 +102,6 @@ def draw_by_gibbs(
     """Signs (N, n) after Gibbs sampling of `monomials.gibbs_sites`, while theta is brought up from zero.
 
     Signs that share no set do not depend on one another given the rest: they are drawn at once.
-
-    theta: (K,). start: (N, n).
     """
     groups = monomials.gibbs_sites
     sizes = [len(group.sites) for group in groups]
@@ -132,17 +119,11 @@ def draw_by_gibbs(
 
 @dataclass(frozen=True)
 class Sites:
-    """Signs that share no set, and the fields h_i = sum of theta_k T_k / s_i over the sets with i that they feel.
+    """Signs that share no set, and the fields h_i = sum of theta_k T_k / s_i over the sets with i that they feel."""
 
-    Attributes:
-        sites: Their numbers, shape (c,).
-        own: The sets of each sign, shape (c, most), padded with the number of all sets.
-        others: The other signs of these sets, shape (c, most, order), padded with n.
-    """
-
-    sites: Tensor
-    own: Tensor
-    others: Tensor
+    sites: Tensor  # their numbers, shape (c,)
+    own: Tensor  # the sets of each sign, shape (c, most), padded with the number of all sets
+    others: Tensor  # the other signs of these sets, shape (c, most, order), padded with n
 
     @staticmethod
     def of(monomials: Monomials, sites: list[int]) -> Sites:
@@ -158,10 +139,7 @@ class Sites:
         return Sites(torch.tensor(sites), own, others)
 
     def read_weights(self, theta: Tensor) -> Tensor:
-        """theta of each sign's sets (c, most); where no set has more than two signs, J (n + 1, c) with h = s J.
-
-        theta: (K,).
-        """
+        """theta of each sign's sets (c, most); where no set has more than two signs, J (n + 1, c) with h = s J."""
         weights = torch.cat([theta, theta.new_zeros(1)])[self.own]
         if self.others.shape[2] > 2:
             return weights
@@ -170,10 +148,7 @@ class Sites:
         return matrix.index_put_((self.others.amin(2), columns), weights, accumulate=True)
 
     def field(self, padded: Tensor, weights: Tensor) -> Tensor:
-        """h, shape (N, c).
-
-        padded: Signs and a column of ones, (N, n + 1).
-        """
+        """h, shape (N, c)."""
         if self.others.shape[2] <= 2:
             return padded @ weights
         return (padded[:, self.others].prod(3) * weights).sum(2)
@@ -197,17 +172,11 @@ def group_independent_sites(monomials: Monomials, sites: list[int]) -> list[list
 
 @dataclass(frozen=True)
 class Components:
-    """Components of m signs each, whose 2^m states can be listed.
+    """Components of m signs each, whose 2^m states can be listed."""
 
-    Attributes:
-        sites: Numbers of their signs, shape (c, m).
-        own: The sets within them, shape (k,).
-        places: Of the sets among the 2^m products of each component, in one row for all of them, shape (k,).
-    """
-
-    sites: Tensor
-    own: Tensor
-    places: Tensor
+    sites: Tensor  # numbers of their signs, shape (c, m)
+    own: Tensor  # the sets within them, shape (k,)
+    places: Tensor  # of the sets among the 2^m products of each component, in one row for all of them, shape (k,)
 
     @staticmethod
     def of(monomials: Monomials, groups: list[list[int]]) -> Components:
@@ -220,10 +189,7 @@ class Components:
         return Components(torch.tensor(groups), torch.tensor(own), torch.tensor(places))
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator) -> Tensor:
-        """Exact draws (count, c m) from p(s) ~ exp(theta T(s)).
-
-        theta: (K,).
-        """
+        """Exact draws (count, c m) from p(s) ~ exp(theta T(s))."""
         c, m = self.sites.shape
         coefficients = theta.new_zeros(c * 2**m).index_add_(0, self.places, theta[self.own])
         chances = torch.softmax(sum_products(coefficients.view(c, 2**m)), 1)
@@ -237,8 +203,6 @@ def sum_products(coefficients: Tensor) -> Tensor:
 
     The fast Walsh-Hadamard transform, four bits at a time: the lowest bits are transformed and become the highest, and
     once all have had their turn they are in order again.
-
-    coefficients: c, the bits of k being the set, (c, 2^m).
     """
     rows, count = coefficients.shape
     values, left = coefficients, count.bit_length() - 1

@@ -159,10 +159,7 @@ def rank_change(values: Tensor, again: Tensor, threshold: float) -> float:
     Both are ranked in one list of N + k values. A point's change is the number of places between its two values, and
     its limit the threshold-quantile / 2 of the changes that a random place would give.
 
-    Reference:
-        Hansen et al. 2009, table 1.
-
-    values: First evaluations, (N,). again: Second evaluations of the first k points, (k,).
+    Hansen et al. 2009, table 1.
     """
     places = midranks(torch.cat([values, again]))
     first, second = places[: len(again)], places[len(values) :]
@@ -176,10 +173,7 @@ def rank_change(values: Tensor, again: Tensor, threshold: float) -> float:
 
 
 def midranks(values: Tensor) -> Tensor:
-    """Places (N,) from 1 in ascending order; equal values get the mean of their places.
-
-    values: (N,).
-    """
+    """Places (N,) from 1 in ascending order; equal values get the mean of their places."""
     below = (values < values.unsqueeze(1)).sum(1)
     upto = (values <= values.unsqueeze(1)).sum(1)
     return (below + upto + 1).to(torch.float64) / 2

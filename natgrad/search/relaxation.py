@@ -13,8 +13,7 @@ from natgrad.families import Slope as Slope
 from natgrad.families import natural_slope as natural_slope
 from natgrad.ground.linalg import all_finite
 from natgrad.search.base import Best, Search, new_generator
-from natgrad.search.rank_weights import CGA, PBIL
-from natgrad.search.ranking import Ranking
+from natgrad.search.ranking import CGA, PBIL, Ranking
 
 SEARCHED = tuple(
     10.0**k for k in (-13, -10, *range(-7, 3))
@@ -26,8 +25,6 @@ def shrink_slope(slope: Slope, statistics: Tensor, values: Tensor, weights: Tens
 
     A coefficient that hardly differs from noise hardly moves; where f lies in the span of T, the errors are zero. The
     error is that of a regression whose statistics do not correlate: residual variance / (effective draws * Var T_k).
-
-    statistics: T of the draws, (N, K). values: f of the draws, (N,). weights: Of the draws, (N,).
     """
     share = weights / weights.sum()
     spread = share @ (statistics - share @ statistics).square()
@@ -43,9 +40,6 @@ def weigh_past_draws(log_ratios: Tensor, generation: Tensor) -> Tensor:
 
     Within a generation they are normalised, so that no partition function is needed. A generation counts for its
     effective number of draws.
-
-    log_ratios: log p(x) - log q_g(x), up to a constant for each generation, (N,). generation: The number g of each
-    draw's generation, in ascending order, (N,).
     """
     place, counts = torch.unique_consecutive(generation, return_inverse=True, return_counts=True)[1:]
     zeros = log_ratios.new_zeros(len(counts))
@@ -251,11 +245,7 @@ class Relaxation(Search):
 
 
 def take_ranked_step(mean: Tensor, samples: Tensor, values: Tensor, update: PBIL | CGA, n: int) -> Tensor:
-    """mean + sum_i w_i (T_i - mean), a natural gradient step on the expected weight of the rank.
-
-    mean: The expectation coordinates E_p[T], (K,). samples: T of the candidates, (popsize, K). values: f of the
-    candidates, (popsize,).
-    """
+    """mean + sum_i w_i (T_i - mean), a natural gradient step on the expected weight of the rank."""
     ranking = Ranking.of(values)
     weights = ranking.share(update.weights(len(values), n))
     return mean + weights @ (samples[ranking.order] - mean)
@@ -267,8 +257,6 @@ def merge_repeated_points(
     """One row per distinct point, with the sum of its weights and the mean of its values.
 
     A point that was drawn twice would predict itself when one of the two is left out.
-
-    points: (N, d). statistics: T of the points, (N, K). values: f of the points, (N,). weights: (N,).
     """
     distinct, place = torch.unique(points, dim=0, return_inverse=True)
     if len(distinct) == len(points):
@@ -282,20 +270,14 @@ def merge_repeated_points(
 
 
 def scale_to_unit_range(values: Tensor) -> Tensor:
-    """Values brought to the range 0 to 1, so that a search does not depend on the unit of f.
-
-    values: Finite, (N,).
-    """
+    """Values brought to the range 0 to 1, so that a search does not depend on the unit of f."""
     values = values / values.abs().max().clamp(min=torch.finfo(values.dtype).tiny)  # differences of huge ones overflow
     least = values.min()
     return (values - least) / (values.max() - least).clamp(min=torch.finfo(values.dtype).tiny)
 
 
 def replace_infinite_values(values: Tensor) -> Tensor:
-    """Infinitely bad values replaced by one standard deviation above the worst finite one.
-
-    values: (N,).
-    """
+    """Infinitely bad values replaced by one standard deviation above the worst finite one."""
     finite = torch.isfinite(values)
     if bool(finite.all()):
         return values

@@ -47,12 +47,7 @@ class QuadraticSurrogate:
 
 
 class SurrogateEvaluations:
-    """Values of generations, most of them from the model.
-
-    Args:
-        objective: f.
-        choice: When the model is believed.
-    """
+    """Values of generations, most of them from the model."""
 
     def __init__(self, objective: BlackBox, choice: QuadraticSurrogate) -> None:
         self.objective, self.choice = objective, choice
@@ -131,25 +126,15 @@ class SurrogateEvaluations:
 
 @dataclass(frozen=True)
 class FittedSurrogate:
-    """level + slope T(z), with z the point in the coordinates of the search.
+    """level + slope T(z), with z the point in the coordinates of the search."""
 
-    Attributes:
-        search: Says the coordinates.
-        kind: 0 for linear, 1 with squares, 2 with all products.
-        slope: Shape (K,).
-        level: A scalar.
-    """
-
-    search: GaussianSearch
-    kind: int
-    slope: Tensor
-    level: Tensor
+    search: GaussianSearch  # says the coordinates
+    kind: int  # 0 for linear, 1 with squares, 2 with all products
+    slope: Tensor  # shape (K,)
+    level: Tensor  # A scalar
 
     def values(self, points: Tensor) -> Tensor:
-        """Predicted values, shape (N,).
-
-        points: (N, d).
-        """
+        """Predicted values, shape (N,)."""
         return expand_statistics(self.search.standardise(points), self.kind) @ self.slope + self.level
 
     def find_minimum(self) -> Tensor | None:
@@ -175,10 +160,7 @@ class FittedSurrogate:
 
 
 def expand_statistics(z: Tensor, kind: int) -> Tensor:
-    """z, with its squares if kind is 1, with all products of two if it is 2.
-
-    z: (N, d).
-    """
+    """z, with its squares if kind is 1, with all products of two if it is 2."""
     if kind == 0:
         return z
     if kind == 1:
@@ -188,10 +170,7 @@ def expand_statistics(z: Tensor, kind: int) -> Tensor:
 
 
 def mix_values(values: Tensor, predicted: Tensor) -> Tensor:
-    """Predicted values, raised above the least true one, which stays as it is.
-
-    values: True ones, NaN where there are none, (popsize,). predicted: (popsize,).
-    """
+    """Predicted values, raised above the least true one, which stays as it is."""
     known = torch.where(values.isnan(), torch.inf, values)
     best = int(known.argmin())
     if not bool(torch.isfinite(known[best])):
@@ -203,10 +182,7 @@ def mix_values(values: Tensor, predicted: Tensor) -> Tensor:
 
 
 def kendall_tau(first: Tensor, second: Tensor) -> float:
-    """The share of pairs in the same order less that in the other one, between -1 and 1.
-
-    first: (N,), N >= 2. second: (N,).
-    """
+    """The share of pairs in the same order less that in the other one, between -1 and 1."""
     count = len(first)
     one = (first.unsqueeze(1) - first).sign()
     other = (second.unsqueeze(1) - second).sign()

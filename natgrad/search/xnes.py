@@ -48,9 +48,9 @@ class XNES(GaussianModel):
 
     def whiten(self, state: State, steps: Tensor) -> Tensor:
         shape = state["shape"]
-        found = solve_or_nan(shape, steps.mT).mT
-        if all_finite(found):
-            return found
+        normals = solve_or_nan(shape, steps.mT).mT
+        if all_finite(normals):
+            return normals
         return steps @ pseudo_inverse(shape @ shape.mT) @ shape  # no way along a direction without spread
 
     def variances(self, state: State) -> Tensor:
@@ -73,18 +73,14 @@ class XNES(GaussianModel):
 def rank_utilities(popsize: int) -> Tensor:
     """u_i = max(0, ln(popsize / 2 + 1) - ln i), normalised to 1, minus 1 / popsize.
 
-    Reference:
-        Glasmachers et al. 2010.
+    Glasmachers et al. 2010.
     """
     raw = (math.log(popsize / 2 + 1) - torch.arange(1, popsize + 1, dtype=torch.float64).log()).clamp(min=0)
     return raw / raw.sum() - 1 / popsize
 
 
 def half_exponential(matrix: Tensor) -> Tensor:
-    """exp(M / 2), a factor of e^10 at most in any direction, scaled to determinant 1.
-
-    matrix: M, symmetric, (d, d).
-    """
+    """exp(M / 2), a factor of e^10 at most in any direction, scaled to determinant 1."""
     values, vectors = eigh(matrix)
     logs = (values / 2).clamp(-10, 10)
     return (vectors * (logs - logs.mean()).exp()) @ vectors.mT
