@@ -181,12 +181,12 @@ def as_popsize(popsize: int | None, default: int, least: int = 2) -> int:
     return check_integer("popsize", popsize, least, hint=f": a generation is ranked; None stands for {default}")
 
 
-def next_seed(generator: torch.Generator, run: int) -> int:
+def derive_seed(generator: torch.Generator, run: int) -> int:
     """The seed of a restart: the same for the same first seed, and far from those of other runs."""
     return (generator.initial_seed() + run * 0x9E3779B97F4A7C15) % 2**62
 
 
-def new_generator(seed: int | None, device: torch.device) -> torch.Generator:
+def build_generator(seed: int | None, device: torch.device) -> torch.Generator:
     """A generator that belongs to one search."""
     generator = torch.Generator(device=device)
     if seed is None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.search.base import next_seed
+from natgrad.search.base import derive_seed
 from natgrad.search.bits import LEAST, SECOND, BitSearch, as_bit_popsize, as_bits
 from natgrad.search.monomials import Monomials
 from natgrad.search.ranking import CGA, PBIL, renew_update
@@ -76,7 +76,7 @@ class BernoulliSearch(BitSearch):
 
     def renew(self, popsize: int, run: int) -> BernoulliSearch:
         update, size = renew_update(self.update, popsize, self._size)
-        seed = next_seed(self._generator, run)
+        seed = derive_seed(self._generator, run)
         return BernoulliSearch(self._dim(), size, seed, update=update, margin=self.margin)
 
     @property
@@ -109,10 +109,8 @@ class BernoulliSearch(BitSearch):
         self.theta = 0.5 * torch.logit(moved.clamp(self.margin, 1 - self.margin))
 
     def _has_ended(self) -> bool:
-        """True if the first climb should begin.
-
-        While the point at which the regression is least is the best so far, the regression has all its patience.
-        """
+        """True if the first climb should begin."""
+        # while the point at which the regression is least is the best so far, the regression has all its patience
         led = bool((self._tried == self.best.x).all(1).any())
         if led:
             return self._stands_still(self._draws - self._drawn_at, SECOND)

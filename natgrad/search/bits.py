@@ -30,10 +30,8 @@ class Climb:
         return self.spent - self._gained
 
     def draw_children(self, draws: Tensor, margin: float, stuck: bool, generator: torch.Generator) -> Tensor:
-        """Children of the parent: each bit flips with a chance of `margin`, and at least one does.
-
-        Where the climb is stuck, k bits flip with a chance of k^-1.5 (Doerr et al. 2017, heavy tails).
-        """
+        """Children of the parent: each bit flips with a chance of `margin`, and at least one does."""
+        # where the climb is stuck, k bits flip with a chance of k^-1.5 (Doerr et al. 2017, heavy tails)
         n = draws.shape[1]
         if stuck:
             sizes = torch.arange(1, max(1, n // 2) + 1, dtype=torch.float64)
@@ -156,10 +154,8 @@ class BitSearch(Relaxation):
         return torch.rand(self.popsize, self._dim(), generator=self._generator, dtype=torch.float64)
 
     def _draw_second(self, draws: Tensor) -> Tensor:
-        """Children of the second climb, which begins anew elsewhere where it is stuck, or at no value.
-
-        It begins at a random point; where some points have no value, some of the bits are those of the best one.
-        """
+        """Children of the second climb, which begins anew elsewhere where it is stuck, or at no value."""
+        # it begins at a random point; where some points have no value, some of the bits are those of the best one
         second = self._second
         if second is not None and second.since <= FRESH * self._dim() and (second.value < math.inf or not second.spent):
             return second.draw_children(draws, self.margin, False, self._generator)
@@ -222,7 +218,7 @@ class BitSearch(Relaxation):
             self._main.begin_counts()
 
     def _choose_turn(self) -> None:
-        """Half of the evaluations go elsewhere where the main climb is stuck for twice the time that it once was."""
+        """Half of the evaluations go elsewhere where the main climb waits for much longer than it ever had to."""
         lonely = self._main.since > max(LONELY * self._dim(), GAPS * self._main.gap)
         if not lonely:
             self._shared = 0

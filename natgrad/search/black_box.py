@@ -237,10 +237,8 @@ class BlackBox:
         return reply
 
     def _agrees(self, batch: Tensor, reply: Reply, points: Tensor, k: int) -> bool:
-        """True if two rows have the values that f gives for them alone, up to round-off and noise.
-
-        Two rows are tried, since f may relate all others to one of them, such as the row with the largest entry.
-        """
+        """True if two rows have the values that f gives for them alone, up to round-off and noise."""
+        # two rows are tried, since f may relate all others to one of them, such as the row with the largest entry
         for row, first in ((k, reply), ((k + 1) % len(points), None)):
             alone = self._ask_point(points[row : row + 1]) if first is None else first
             if alone.values is None or is_near(batch[row], alone.values[0], batch):

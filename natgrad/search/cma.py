@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.linalg import eigh, solve_psd, symmetrise
-from natgrad.search.model import GaussianModel, State, eye_like
-from natgrad.search.ranking import Ranking, effective_count, log_weights
+from natgrad.search.model import GaussianModel, State, build_identity
+from natgrad.search.ranking import Ranking, count_effective, weigh_by_logarithm
 
 FASTER = 1.3  # c_1 and c_mu beside the tutorial's: orthogonal draws know the covariance better than independent ones
 
@@ -42,17 +42,13 @@ class Constants:
 
 
 @lru_cache(maxsize=64)
-def adaptation_constants(d: int, popsize: int, statistics: int, rate: float = 1.0) -> Constants:
-    """The constants for d variables.
-
-    c_1 and c_mu are `FASTER` times as large as in the tutorial. With fewer than d (d + 1) / 2 learned entries they grow
-    further: by (d + 2) / 3 for the d entries of a diagonal, and in inverse proportion between the two.
-
-    Hansen 2016, table 1; Ros & Hansen 2008 for the diagonal.
-    """
-    raw = log_weights(popsize)
+def choose_constants(d: int, popsize: int, statistics: int, rate: float = 1.0) -> Constants:
+    """The constants for d variables. Hansen 2016, table 1; Ros & Hansen 2008 for the diagonal."""
+    # C_1 and c_mu are `FASTER` times as large as in the tutorial. With fewer than d (d + 1) / 2 learned entries they
+    # grow further: by (d + 2) / 3 for the d entries of a diagonal, and in inverse proportion between the two.
+    raw = weigh_by_logarithm(popsize)
     positive = raw.clamp(min=0) / raw.clamp(min=0).sum()
-    mueff = effective_count(positive)
+    mueff = count_effective(positive)
     faster = FASTER * rate * max(1.0, (d + 2) / 3 * d / statistics)
     c_1 = min(0.5, faster * 2 / ((d + 1.3) ** 2 + mueff))
     c_mu = min(1 - c_1, faster * 2 * (0.25 + mueff + 1 / mueff - 2) / ((d + 2) ** 2 + mueff))
@@ -61,7 +57,7 @@ def adaptation_constants(d: int, popsize: int, statistics: int, rate: float = 1.
     c_sigma = min(0.5, (mueff + 2) / (d + mueff + 3))
     return Constants(
         recombination=positive,
-        weights=torch.where(raw > 0, positive, _negative_weights(raw, d, mueff, c_1, c_mu)),
+        weights=torch.where(raw > 0, positive, bound_negative_weights(raw, d, mueff, c_1, c_mu)),
         mueff=mueff,
         c_sigma=c_sigma,
         d_sigma=1 + 2 * max(0.0, math.sqrt((mueff - 1) / (d + 1)) - 1) + c_sigma,
@@ -72,12 +68,12 @@ def adaptation_constants(d: int, popsize: int, statistics: int, rate: float = 1.
     )
 
 
-def _negative_weights(raw: Tensor, d: int, mueff: float, c_1: float, c_mu: float) -> Tensor:
+def bound_negative_weights(raw: Tensor, d: int, mueff: float, c_1: float, c_mu: float) -> Tensor:
     """The weights of the worse half, as large as keeps the covariance positive. Hansen 2016, eq. 50-53."""
     negative = raw.clamp(max=0)
     if not bool(negative.any()) or c_mu == 0:
         return negative
-    bounds = (1 + c_1 / c_mu, 1 + 2 * effective_count(negative) / (mueff + 2), (1 - c_1 - c_mu) / (d * c_mu))
+    bounds = (1 + c_1 / c_mu, 1 + 2 * count_effective(negative) / (mueff + 2), (1 - c_1 - c_mu) / (d * c_mu))
     return negative / negative.abs().sum() * min(bounds)
 
 
@@ -123,7 +119,7 @@ class Adaptation(GaussianModel):
 
     def advance(self, state: State, normals: Tensor, steps: Tensor, ranking: Ranking) -> State:
         popsize, d = steps.shape
-        c = adaptation_constants(d, popsize, self.statistics(d), self.rate)
+        c = choose_constants(d, popsize, self.statistics(d), self.rate)
         age = state["age"] + 1
         recombination = ranking.share(c.recombination.to(steps.device))
         step = recombination @ steps
@@ -190,7 +186,7 @@ class Full(Adaptation):
         return d * (d + 1) // 2
 
     def begin(self, mean: Tensor) -> State:
-        eye = eye_like(mean)
+        eye = build_identity(mean)
         return {"covariance": eye, "root": eye, "condition": 1.0, "rooted": 0}
 
     def steps(self, state: State, normals: Tensor) -> Tensor:
@@ -205,7 +201,7 @@ class Full(Adaptation):
     def reshape(self, state: State, keep: float, rows: Tensor, weights: Tensor) -> State:
         covariance = torch.addmm(state["covariance"], rows.mT * weights, rows, beta=keep)
         d, age = rows.shape[1], state["age"] + 1
-        c = adaptation_constants(d, len(rows) - 1, self.statistics(d), self.rate)
+        c = choose_constants(d, len(rows) - 1, self.statistics(d), self.rate)
         # the root is made anew once the covariance has moved by about a tenth of 1 / d: Hansen 2016, B.2
         if age - state["rooted"] <= FASTER / (10 * d * (c.c_1 + c.c_mu)):  # as seldom as with the tutorial's rates
             return {"covariance": covariance}

@@ -63,7 +63,7 @@ class Domain:
         return points / self.scale
 
 
-def fold_widths(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+def measure_folds(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
     """Width of the parabola beside each bound: (1 + |bound|) / 20, at most a quarter of the interval."""
     quarter = (upper - lower) / 4
     low, high = ((1 + bound.abs()) / 20 for bound in (lower, upper))
@@ -76,7 +76,7 @@ def fold_widths(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
 
 def fold(x: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
     """Any real x brought to lower <= x <= upper: unchanged inside, parabolas at the bounds, mirrored beyond."""
-    a, b = fold_widths(lower, upper)
+    a, b = measure_folds(lower, upper)
     first, last = lower - a, upper + b
     length = last - first
     both = torch.isfinite(length)
@@ -91,7 +91,7 @@ def fold(x: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
 
 def unfold(x: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
     """The inverse of `fold` that lies nearest to the box."""
-    a, b = fold_widths(lower, upper)
+    a, b = measure_folds(lower, upper)
     low = lower - a + 2 * (a * (x - lower).clamp(min=0)).sqrt()
     high = upper + b - 2 * (b * (upper - x).clamp(min=0)).sqrt()
     return torch.where(x < lower + a, low, torch.where(x > upper - b, high, x))

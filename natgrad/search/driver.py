@@ -18,7 +18,7 @@ from natgrad.ground.messages import Columns, explain_calls
 from natgrad.ground.progress import Progress, check_callback
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.ground.state_files import FORMAT, read_state_file, write_state_file
-from natgrad.search.base import Best, Search, new_generator
+from natgrad.search.base import Best, Search, build_generator
 from natgrad.search.black_box import AheadEvaluations, BlackBox, Function, Pool
 from natgrad.search.gaussian import Bounds, GaussianSearch, Tolerances, build_alike
 from natgrad.search.model import GaussianModel
@@ -562,33 +562,21 @@ class SearchHistory(Columns):
         left, right = figure.subplots(1, 2)
         floor = 0.0 if target is None else target
         for name in ("median", "best"):
-            left.plot(self["nfev"], [hide_infinite(value - floor) for value in self[name]], label=name)
+            values = [value - floor if math.isfinite(value) else None for value in self[name]]
+            left.plot(self["nfev"], values, label=name)
         logarithmic = target is not None or all(value > 0 for value in self["best"])
-        left.set(xlabel="evaluations", ylabel=label_difference("f", floor), yscale="log" if logarithmic else "linear")
+        label = "f" if floor == 0 else f"f {'-' if floor > 0 else '+'} {abs(floor):.6g}"
+        left.set(xlabel="evaluations", ylabel=label, yscale="log" if logarithmic else "linear")
         for name in self.names[4:]:
             right.plot(self["nfev"], self[name], label=name)
         right.set(xlabel="evaluations", yscale="log")
         for axes in (left, right):
-            for place in self._restarts():
-                axes.axvline(place, color="0.8", linewidth=0.8, zorder=0)
+            for k in range(1, len(self)):
+                if self["run"][k] != self["run"][k - 1]:
+                    axes.axvline(self["nfev"][k - 1], color="0.8", linewidth=0.8, zorder=0)
             if axes.lines:
                 axes.legend()
         return figure
-
-    def _restarts(self) -> list[int]:
-        """Evaluations at which a new run began."""
-        runs = self["run"]
-        return [self["nfev"][k - 1] for k in range(1, len(runs)) if runs[k] != runs[k - 1]]
-
-
-def hide_infinite(value: float) -> float | None:
-    """The value, or None if it cannot be drawn."""
-    return value if math.isfinite(value) else None
-
-
-def label_difference(name: str, floor: float) -> str:
-    """`f - 3`, `f + 3` for -3, `f` for 0."""
-    return name if floor == 0 else f"{name} {'-' if floor > 0 else '+'} {abs(floor):.6g}"
 
 
 # Checks at the door
@@ -606,7 +594,7 @@ def choose_factory(x0: Any, restarts: Restarts, chosen: dict[str, Any]) -> RunFa
     model = chosen["model"]
     if model is not None and not isinstance(model, GaussianModel):
         raise TypeError(f"model is {model!r}, expected a Gaussian model such as Full(); a search is given as x0")
-    generator = new_generator(chosen["seed"], torch.device("cpu"))
+    generator = build_generator(chosen["seed"], torch.device("cpu"))
     return GaussianRunFactory(GaussianSearch(x0, **chosen), restarts, generator)
 
 

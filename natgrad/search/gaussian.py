@@ -14,7 +14,7 @@ from torch import Tensor
 
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.pure import leaves
-from natgrad.search.base import Best, Search, as_popsize, new_generator, next_seed
+from natgrad.search.base import Best, Search, as_popsize, build_generator, derive_seed
 from natgrad.search.cma import Full
 from natgrad.search.domain import Domain, as_bounds, as_point, as_scales, as_tensor
 from natgrad.search.integers import TriedNeighbours, as_integer_mask, keep_integer_margin, move_repeats, round_bounds
@@ -89,7 +89,7 @@ class GaussianSearch(Search):
         self.nfev, self.nit, self._overflown = 0, 0, False
         inside = torch.where(integer, start.round().clamp(self.domain.lower, self.domain.upper), start)
         self.best = Best(inside, torch.inf, 0)
-        self._generator = new_generator(seed, start.device)
+        self._generator = build_generator(seed, start.device)
         self._state: State = self.model.start(self.domain.latent(start), sigma, self.popsize)
         if self.domain.mixed:
             self._state["stretch"] = torch.ones_like(start)
@@ -118,7 +118,7 @@ class GaussianSearch(Search):
         return self._state["sigma"]
 
     def renew(self, popsize: int, run: int) -> GaussianSearch:
-        return build_alike(self, popsize, next_seed(self._generator, run))
+        return build_alike(self, popsize, derive_seed(self._generator, run))
 
     def ask(self) -> Tensor:
         mean = self._state["mean"]
@@ -162,7 +162,7 @@ class GaussianSearch(Search):
             return OVERFLOW
         if self._neighbours is None or self._stalled is None:
             return self._find_reason()
-        return f"{NEIGHBOURS} ({self._stalled})" if self._neighbours.is_minimum() else None
+        return None if bool(self._neighbours.find_untried().any()) else f"{NEIGHBOURS} ({self._stalled})"
 
     def settles_above(self, target: float) -> bool:
         """True if the run ends at a value above the target: its last values are much closer to one another than to it.
@@ -180,7 +180,7 @@ class GaussianSearch(Search):
         return self._stalled is not None
 
     def _find_reason(self) -> str | None:
-        return self.model.trouble(self._state) or self._monitor.reason_to_stop()
+        return self.model.trouble(self._state) or self._monitor.verdict
 
     def measures(self) -> dict[str, float]:
         """`sigma`, and the `condition` number of the covariance where it is known."""
@@ -269,11 +269,9 @@ class GaussianSearch(Search):
         return self._shorten_foreign_steps(points)
 
     def _measure_rounded_steps(self, points: Tensor, normals: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-        """z and A z with the steps to the integers that were evaluated, where these differ from those of the centre.
-
-        A draw of 0.6 was evaluated at 1. If its step were 0.6, the mean would stay at 0 however much better 1 is, and
-        the deviation would shrink below the grid.
-        """
+        """z and A z with the steps to the integers that were evaluated, where these differ from those of the centre."""
+        # A draw of 0.6 was evaluated at 1. If its step were 0.6, the mean would stay at 0 however much better 1 is, and
+        # the deviation would shrink below the grid.
         rounded = (self.domain.latent(points) - self._state["mean"]) / (self.sigma * self._state["stretch"])
         moved = self.domain.integer & (points != self.mean)
         steps = torch.where(moved, rounded, steps)
@@ -327,14 +325,11 @@ def build_alike(
 
 
 def draw_orthogonal_normals(count: int, like: Tensor, generator: torch.Generator) -> Tensor:
-    """Vectors z_i of N(0, I) of which d at a time are orthogonal, shape (count, d).
-
-    Each row by itself is a draw from N(0, I): its direction is uniform, and its length is the one that was drawn for
-    it. Means over a generation of functions that are linear or quadratic in z vary less than with independent rows.
-
-    Wang, Emmerich & Baeck 2019, *Mirrored orthogonal sampling for covariance matrix adaptation evolution
-        strategies*, of which only the orthogonality is taken.
-    """
+    """Vectors z_i of N(0, I) of which d at a time are orthogonal, shape (count, d)."""
+    # Each row by itself is a draw from N(0, I): its direction is uniform, and its length is the one that was drawn for
+    # it. Means over a generation of functions that are linear or quadratic in z vary less than with independent rows.
+    # Wang, Emmerich & Baeck 2019, *Mirrored orthogonal sampling for covariance matrix adaptation evolution strategies*,
+    # of which only the orthogonality is taken.
     d = len(like)
     normals = torch.randn(count, d, generator=generator, dtype=like.dtype, device=like.device)
     paired = count - count % d
@@ -392,7 +387,7 @@ class ConvergenceMonitor:
         self._patience = patience * (120 + 30 * d / popsize)
         self._flat = self._count = 0
         self._span = torch.inf
-        self._verdict: str | None = None
+        self.verdict: str | None = None  # why to stop
 
     def record(self, values: Tensor, spread: float, state: State) -> None:
         """Take one generation into account."""
@@ -407,11 +402,7 @@ class ConvergenceMonitor:
             self._span = max(*self._recent, worst) - min(*self._recent, best)
         else:
             self._span = torch.inf
-        self._verdict = self._find_reason(best, worst, spread, state)
-
-    def reason_to_stop(self) -> str | None:
-        """Why to stop, or None."""
-        return self._verdict
+        self.verdict = self._find_reason(best, worst, spread, state)
 
     def has_settled(self, distance: float) -> bool:
         """True if the values of the last generations, as in `tolfun`, lie within `SETTLED` of a distance."""
@@ -435,10 +426,8 @@ class ConvergenceMonitor:
         return None
 
     def _stagnates(self) -> bool:
-        """True if neither best nor median values fell over the last fifth of the history.
-
-        The medians of its first and of its last third are compared.
-        """
+        """True if neither best nor median values fell over the last fifth of the history."""
+        # the medians of its first and of its last third are compared
         if len(self._history) < self._patience or self._count % 10:
             return False
         window = self._history[-max(int(self._patience), len(self._history) // 5) :]
@@ -453,7 +442,7 @@ class ConvergenceMonitor:
             "history": list(self._history),
             "counts": (self._flat, self._count),
             "span": self._span,
-            "verdict": self._verdict,
+            "verdict": self.verdict,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -463,4 +452,4 @@ class ConvergenceMonitor:
         self._history = [tuple(pair) for pair in state["history"]]
         self._flat, self._count = state["counts"]
         self._span = state.get("span", torch.inf)
-        self._verdict = state["verdict"]
+        self.verdict = state["verdict"]

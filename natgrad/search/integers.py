@@ -11,15 +11,13 @@ from torch import Tensor
 def keep_integer_margin(
     mean: Tensor, deviation: Tensor, lower: Tensor, upper: Tensor, margin: float
 ) -> tuple[Tensor, Tensor]:
-    """Means and standard deviations (k,) of integer variables, moved so that other integers keep a chance.
-
-    A variable is rounded from N(mean, deviation^2). Between its bounds, the integers below and those above its present
-    one get a chance of margin / 2 each; at a bound, those on the other side get `margin`. Hamano et al. 2022.
-    """
+    """Means and standard deviations (k,) of integer variables, moved so that other integers keep a chance."""
+    # A variable is rounded from N(mean, deviation^2). Between its bounds, the integers below and those above its
+    # present one get a chance of margin / 2 each; at a bound, those on the other side get `margin`. Hamano et al. 2022.
     mode = mean.round().clamp(lower, upper)
     low, high = mode - 0.5, mode + 0.5
     inner_mean, inner_deviation = keep_inner_margin(mean, deviation, low, high, margin)
-    reach = -normal_quantile(torch.full_like(mean, margin)) * deviation
+    reach = -find_quantile(torch.full_like(mean, margin)) * deviation
     at_lower, at_upper = mode <= lower, mode >= upper
     edge_mean = torch.where(at_lower, torch.maximum(mean, high - reach), torch.minimum(mean, low + reach))
     edge = at_lower | at_upper
@@ -37,7 +35,7 @@ def keep_inner_margin(
     middle = 1 - below - above
     excess = 1 - raised[0] - raised[1] - middle  # taken from all, in proportion to what they can spare
     share = excess / (raised[0] + raised[1] + middle - 3 * least).clamp(min=1e-12)
-    left, right = (-normal_quantile(chance + share * (chance - least)) for chance in raised)
+    left, right = (-find_quantile(chance + share * (chance - least)) for chance in raised)
     changed = (below < least) | (above < least)
     wide = (high - low) / (left + right).clamp(min=1e-12)
     return torch.where(changed, low + left * wide, mean), torch.where(changed, wide, deviation)
@@ -46,11 +44,9 @@ def keep_inner_margin(
 def move_repeats(
     points: Tensor, centre: Tensor, integer: Tensor, lower: Tensor, upper: Tensor, generator: torch.Generator | None
 ) -> Tensor:
-    """Candidates of which every second one that repeats the centre has one integer variable moved.
-
-    By one step at a chance of 1/2, by two at 1/4, and so on: the margin reaches the next integer only, and a search
-    would end where a better one lies two steps away. Nothing repeats the centre where a variable is real.
-    """
+    """Candidates of which every second one that repeats the centre has one integer variable moved."""
+    # By one step at a chance of 1/2, by two at 1/4, and so on: the margin reaches the next integer only, and a search
+    # would end where a better one lies two steps away. Nothing repeats the centre where a variable is real.
     repeats = (points == centre).all(1)
     moved = repeats & (repeats.cumsum(0) % 2 == 0)
     if not bool(moved.any()):
@@ -66,7 +62,7 @@ def move_repeats(
     return torch.where(moved.unsqueeze(1), points.scatter(1, column.unsqueeze(1), goal), points)
 
 
-def normal_quantile(chance: Tensor) -> Tensor:
+def find_quantile(chance: Tensor) -> Tensor:
     """Phi^-1, the quantiles of N(0, 1)."""
     return torch.special.ndtri(chance.clamp(1e-300, 1 - 1e-16))
 
@@ -89,19 +85,15 @@ class TriedNeighbours:
         beside = steps[steps.abs().sum(1) == 1]  # one variable of integers differs, by one
         self.tried = self.tried | torch.stack([(beside == -1).any(0), (beside == 1).any(0)])
 
-    def is_minimum(self) -> bool:
-        """True if every neighbour within the bounds had a value."""
-        return not bool(self._find_untried().any())
-
     def put_untried(self, points: Tensor) -> Tensor:
         """Candidates of which the first ones are neighbours that have no value yet, as many as there are."""
-        side, column = self._find_untried().nonzero()[: len(points)].unbind(1)
+        side, column = self.find_untried().nonzero()[: len(points)].unbind(1)
         candidates = points.clone()
         candidates[: len(side)] = self.best
         candidates[torch.arange(len(side), device=side.device), column] += (2 * side - 1).to(points.dtype)
         return candidates
 
-    def _find_untried(self) -> Tensor:
+    def find_untried(self) -> Tensor:
         """True for neighbours below (first row) and above that lie within the bounds and have no value, (2, d)."""
         outside = torch.stack([self.best <= self.lower, self.best >= self.upper])
         return ~(self.tried | outside)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.search.model import GaussianModel, State
-from natgrad.search.ranking import Ranking, effective_count, log_weights
+from natgrad.search.ranking import Ranking, count_effective, weigh_by_logarithm
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class LowRank(GaussianModel):
 
     def advance(self, state: State, normals: Tensor, steps: Tensor, ranking: Ranking) -> State:
         popsize, d = normals.shape
-        positive = log_weights(popsize).clamp(min=0)
+        positive = weigh_by_logarithm(popsize).clamp(min=0)
         positive = positive / positive.sum()
-        mueff = effective_count(positive)
+        mueff = count_effective(positive)
         weights = ranking.share(positive.to(normals.device))
         step = weights @ normals
         c_sigma = min(0.5, 2 * popsize / d)

@@ -26,9 +26,7 @@ class Monomials:
     def of(n: int, sets: Iterable[Clique]) -> Monomials:
         """The products over distinct sets, single signs first."""
         chosen = tuple(sorted(set(sets), key=lambda s: (len(s), s)))
-        order = max((len(s) for s in chosen), default=1)
-        rows = [[*s, *[n] * (order - len(s))] for s in chosen]
-        return Monomials(n, chosen, torch.tensor(rows, dtype=torch.long).reshape(len(chosen), order))
+        return Monomials(n, chosen, index_sets(n, chosen))
 
     @staticmethod
     def within(n: int, cliques: Iterable[Sequence[int]]) -> Monomials:
@@ -43,12 +41,8 @@ class Monomials:
         return len(self.sets)
 
     def values(self, signs: Tensor) -> Tensor:
-        """T, shape (N, K)."""
-        rows = torch.cat([signs.mT, torch.ones_like(signs[:, :1]).mT])  # whole rows are gathered faster than columns
-        found = rows[self.index[:, 0]]
-        for column in range(1, self.index.shape[1]):
-            found = found.mul_(rows[self.index[:, column]])
-        return found.mT
+        """T, shape (N, K), at signs s (N, n)."""
+        return multiply_signs(self.index, signs).mT
 
     @cached_property
     def small_components(self) -> tuple[Components, ...]:
@@ -84,12 +78,26 @@ class Monomials:
         return list(groups.values())
 
 
-def draw_signs(monomials: Monomials, theta: Tensor, start: Tensor, sweeps: int, generator: torch.Generator) -> Tensor:
-    """Signs (N, n) from p(s) ~ exp(theta T(s)).
+def index_sets(n: int, sets: Sequence[Clique]) -> Tensor:
+    """The sets as rows (K, order), padded with n, where `multiply_signs` adds ones."""
+    order = max([1, *map(len, sets)])
+    rows = [[*s, *[n] * (order - len(s))] for s in sets]
+    return torch.tensor(rows, dtype=torch.long).reshape(len(sets), order)
 
-    Components of at most `ENUMERATED` signs are drawn exactly, from the list of their states; the others by Gibbs
-    sampling, while theta is brought up from zero.
-    """
+
+def multiply_signs(index: Tensor, signs: Tensor) -> Tensor:
+    """Products (K, N) of signs (N, n) over sets (K, order)."""
+    rows = torch.cat([signs.mT, torch.ones_like(signs[:, :1]).mT])  # rows are gathered faster than columns
+    products = rows[index[:, 0]]
+    for column in range(1, index.shape[1]):
+        products = products.mul_(rows[index[:, column]])
+    return products
+
+
+def draw_signs(monomials: Monomials, theta: Tensor, start: Tensor, sweeps: int, generator: torch.Generator) -> Tensor:
+    """Signs (N, n) from p(s) ~ exp(theta T(s))."""
+    # components of at most `ENUMERATED` signs are drawn exactly, from the list of their states; the others by Gibbs
+    # sampling, while theta is brought up from zero
     signs = start.clone()
     for components in monomials.small_components:
         signs[:, components.sites.flatten()] = components.draw(theta, len(start), generator).to(signs.dtype)
@@ -99,21 +107,19 @@ def draw_signs(monomials: Monomials, theta: Tensor, start: Tensor, sweeps: int, 
 def draw_by_gibbs(
     monomials: Monomials, theta: Tensor, start: Tensor, sweeps: int, generator: torch.Generator
 ) -> Tensor:
-    """Signs (N, n) after Gibbs sampling of `monomials.gibbs_sites`, while theta is brought up from zero.
-
-    Signs that share no set do not depend on one another given the rest: they are drawn at once.
-    """
+    """Signs (N, n) after Gibbs sampling of `monomials.gibbs_sites`, while theta is brought up from zero."""
+    # signs that share no set do not depend on one another given the rest: they are drawn at once
     groups = monomials.gibbs_sites
     sizes = [len(group.sites) for group in groups]
     weights = [group.read_weights(theta) for group in groups]
-    padded, one = torch.cat([start, torch.ones_like(start[:, :1])], 1), start.new_ones(())
+    padded, unit = torch.cat([start, torch.ones_like(start[:, :1])], 1), start.new_ones(())
     for sweep in range(sweeps):
         heat = min(1.0, (sweep + 1) / max(1, sweeps - 2))
         # P(s_i = 1) = sigmoid(2 h_i): s_i = 1 where h_i exceeds half the logit of a uniform draw
         draws = torch.rand(len(start), sum(sizes), generator=generator, dtype=start.dtype)
         levels = draws.logit_().div_(2 * heat).split(sizes, 1)
         for group, weight, level in zip(groups, weights, levels, strict=True):
-            padded[:, group.sites] = torch.copysign(one, group.field(padded, weight) - level)
+            padded[:, group.sites] = torch.copysign(unit, group.field(padded, weight) - level)
     return padded[:, : monomials.n]
 
 
@@ -199,21 +205,19 @@ class Components:
 
 
 def sum_products(coefficients: Tensor) -> Tensor:
-    """sum_k c_k prod_{i in k} s_i for all 2^m states, where bit i of a state's number says s_i = -1.
-
-    The fast Walsh-Hadamard transform, four bits at a time: the lowest bits are transformed and become the highest, and
-    once all have had their turn they are in order again.
-    """
+    """sum_k c_k prod_{i in k} s_i for all 2^m states, where bit i of a state's number says s_i = -1."""
+    # the fast Walsh-Hadamard transform, four bits at a time: the lowest bits are transformed and become the highest,
+    # and once all have had their turn they are in order again
     rows, count = coefficients.shape
     values, left = coefficients, count.bit_length() - 1
     while left > 0:
-        matrix = hadamard(min(left, 4)).to(values.dtype)
+        matrix = build_hadamard(min(left, 4)).to(values.dtype)
         values = (values.reshape(rows, -1, len(matrix)) @ matrix).mT.reshape(rows, count)
         left -= 4
     return values
 
 
-def hadamard(bits: int) -> Tensor:
+def build_hadamard(bits: int) -> Tensor:
     """Sylvester's matrix H_jk = (-1)^(number of bits that j and k share), shape (2^bits, 2^bits)."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     for _ in range(bits):

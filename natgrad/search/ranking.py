@@ -9,20 +9,18 @@ import torch
 from torch import Tensor
 
 
-def default_popsize(d: int) -> int:
+def choose_popsize(d: int) -> int:
     """4 + floor(3 ln d), Hansen's default."""
     return 4 + int(3 * math.log(d))
 
 
-def log_weights(popsize: int) -> Tensor:
-    """w'_i = ln((popsize + 1) / 2) - ln i, shape (popsize,), best first; the worse half is negative.
-
-    Hansen 2016, eq. 49.
-    """
+def weigh_by_logarithm(popsize: int) -> Tensor:
+    """w'_i = ln((popsize + 1) / 2) - ln i, shape (popsize,), best first; the worse half is negative."""
+    # Hansen 2016, eq. 49.
     return math.log((popsize + 1) / 2) - torch.arange(1, popsize + 1, dtype=torch.float64).log()
 
 
-def effective_count(weights: Tensor) -> float:
+def count_effective(weights: Tensor) -> float:
     """mu_eff = (sum |w|)^2 / sum w^2: how many equally weighted candidates are worth as much."""
     return float(weights.abs().sum().square() / weights.square().sum())
 
@@ -170,10 +168,8 @@ class CGA:
 
 
 def renew_update(update: PBIL | CGA | None, popsize: int, first: int) -> tuple[PBIL | CGA | None, int]:
-    """The update and popsize of a restart.
-
-    The population of the compact genetic algorithm is in its update: that one grows, and its two candidates stay.
-    """
+    """The update and popsize of a restart."""
+    # the population of the compact genetic algorithm is in its update: that one grows, and its two candidates stay
     if not isinstance(update, CGA):
         return update, popsize
     return CGA(update.population, scale=update.scale * popsize / first), first

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from natgrad.ground.linalg import inverse_psd
 from natgrad.search.cma import Adaptation, check_rate
-from natgrad.search.model import State, eye_like
+from natgrad.search.model import State, build_identity
 
 Edges = tuple[tuple[int, int], ...]
 
@@ -98,7 +98,7 @@ class SparsePrecision(Adaptation):
         Args:
             state: Of the search, `search.state`.
         """
-        roots = self.whiten(state, eye_like(state["mean"]))  # rows A^-1 e_i
+        roots = self.whiten(state, build_identity(state["mean"]))  # rows A^-1 e_i
         return roots @ roots.mT
 
     def _parts(self, state: State, d: int) -> zip[tuple[Tensor, Tensor, Tensor]]:
@@ -117,10 +117,8 @@ def regress_blocks(blocks: list[Tensor]) -> State:
 
 
 def regress_on_neighbours(moments: Tensor, cross: Tensor) -> Tensor:
-    """M^-1 c; neighbours that depend on one another share the slope.
-
-    Solved for variables of deviation one, so that the units of the problem do not decide what is round-off.
-    """
+    """M^-1 c; neighbours that depend on one another share the slope."""
+    # solved for variables of deviation one, so that the units of the problem do not decide what is round-off
     if not cross.numel():
         return cross
     deviations = moments.diagonal(dim1=1, dim2=2).sqrt()

@@ -22,10 +22,10 @@ from natgrad.search import (
     SparsePrecision,
     Tolerances,
 )
-from natgrad.search.cma import adaptation_constants
+from natgrad.search.cma import choose_constants
 from natgrad.search.domain import fold, unfold
 from natgrad.search.sparse import eliminate_variables, group_by_neighbours
-from natgrad.search.xnes import rank_utilities
+from natgrad.search.xnes import weigh_places
 
 
 def generations(search: ng.GaussianSearch, f, count: int) -> None:
@@ -38,7 +38,7 @@ def generations(search: ng.GaussianSearch, f, count: int) -> None:
 
 
 def test_weights_are_those_of_the_tutorial():
-    c = adaptation_constants(10, 10, 55)
+    c = choose_constants(10, 10, 55)
     raw = [math.log(5.5) - math.log(i) for i in range(1, 11)]
     positive = [w / sum(w for w in raw if w > 0) for w in raw if w > 0]
     mueff = 1 / sum(w * w for w in positive)
@@ -56,7 +56,7 @@ def test_the_rank_mu_update_is_the_natural_gradient_in_mean_and_covariance():
     A = torch.randn(d, d, dtype=torch.float64)
     m, C = torch.randn(d, dtype=torch.float64), A @ A.T + torch.eye(d, dtype=torch.float64)
     x = torch.randn(popsize, d, dtype=torch.float64)
-    w = adaptation_constants(d, popsize, 3).weights
+    w = choose_constants(d, popsize, 3).weights
     lower = torch.tril_indices(d, d)
 
     def log_p(theta: Tensor, x: Tensor) -> Tensor:
@@ -327,7 +327,7 @@ def test_xnes_is_the_natural_gradient_to_first_order():
     search.tell(X, F)
     C = 0.25 * shape @ shape.T
     y = X[F.argsort()] - torch.tensor([1.0, -1.0], dtype=torch.float64)
-    u = rank_utilities(popsize)
+    u = weigh_places(popsize)
     assert_close((search.mean - torch.tensor([1.0, -1.0])) / rate, u @ y, rtol=1e-6, atol=1e-6)
     moved = search.sigma**2 * search.state["shape"] @ search.state["shape"].T
     assert_close((moved - C) / rate, (y.T * u) @ y - u.sum() * C, rtol=1e-3, atol=1e-3)
