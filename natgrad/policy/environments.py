@@ -21,11 +21,9 @@ class Unknown(Exception):
 
 
 def capture_state(env: Any) -> Any | None:
-    """Attributes of an environment and of those that it wraps, readable with weights_only=True, or None.
-
-    Numbers, texts, arrays, random generators, and containers of them; spaces, functions and specifications are what the
-    environment was built with and are left alone. Anything else may hold state that cannot be read: then None.
-    """
+    """Attributes of an environment and of those that it wraps, readable with weights_only=True, or None."""
+    # Numbers, texts, arrays, random generators, and containers of them; spaces, functions and specifications are what
+    # the environment was built with and are left alone. Anything else may hold state that cannot be read: then None.
     try:
         return encode_value(env)
     except Unknown:
@@ -418,12 +416,10 @@ def find_limit(env: Any) -> int | None:
 
 
 def choose_encoder(space: Any) -> tuple[Callable[[Any], Array], tuple[int, ...], bool]:
-    """How observations become floating-point arrays, the shape of one, and whether scaling them makes sense.
-
-    Box as it is, bytes from 0 to 255 (images, memory) as shares from 0 to 1, discrete ones one-hot, bits as numbers.
-    Always in an array of their own: an environment may write the next observation into the one that it returned.
-    A single number is a row of one. ValueError for other spaces.
-    """
+    """How observations become floating-point arrays, the shape of one, and whether scaling them makes sense."""
+    # Box as it is, bytes from 0 to 255 (images, memory) as shares from 0 to 1, discrete ones one-hot, bits as numbers.
+    # Always in an array of their own: an environment may write the next observation into the one that it returned. A
+    # single number is a row of one. ValueError for other spaces.
     kind = type(space).__name__
     if kind in ("Box", "MultiBinary") and 0 in space.shape:
         raise ValueError(f"the observation space {space} holds no number, expected one at least: a constant will do")

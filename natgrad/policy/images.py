@@ -10,11 +10,9 @@ CHANNELS_FIRST, CHANNELS_LAST = (0, 3, 1, 2), (0, 2, 3, 1)
 
 
 def find_channel_order(module: nn.Module, states: Tensor) -> tuple[int, ...]:
-    """The axes of states in the order in which a network takes them: as they come, or with the channels moved.
-
-    Environments give (height, width, channels), convolutions take (channels, height, width). What is tried is whether
-    the network raises; one that moves the channels itself takes them as they come.
-    """
+    """The axes of states in the order in which a network takes them: as they come, or with the channels moved."""
+    # Environments give (height, width, channels), convolutions take (channels, height, width). What is tried is whether
+    # the network raises; one that moves the channels itself takes them as they come.
     plain = tuple(range(states.dim()))
     if states.dim() != 4 or takes_states(module, states):
         return plain

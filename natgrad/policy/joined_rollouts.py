@@ -52,10 +52,8 @@ class BatchPart:
 
 
 def join_moments(processes: RankExchange, before: RunningMoments, after: RunningMoments) -> RunningMoments:
-    """The moments of all that the processes saw, each since the same start.
-
-    Chan, Golub & LeVeque 1979, about the mean at the start.
-    """
+    """The moments of all that the processes saw, each since the same start."""
+    # Chan, Golub & LeVeque 1979, about the mean at the start.
     if processes.size == 1:
         return after
     away = after.mean - before.mean

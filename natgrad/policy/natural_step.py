@@ -58,10 +58,8 @@ def propose_nothing(space: Space, damping: float) -> Proposal:
 
 
 def take_step(rule: Rule, proposal: Proposal, loss_at: SurrogateLoss) -> tuple[Mapping[str, Tensor] | None, Move]:
-    """The policy's parameters where the rule ends, or None where it stays, and what was moved.
-
-    A step after which the policy, or what it gives, is not finite is not taken.
-    """
+    """The policy's parameters where the rule ends, or None where it stays, and what was moved."""
+    # A step after which the policy, or what it gives, is not finite is not taken.
     model = proposal.model
     step = rule.step(model, loss_at, {})[0] if leads_down(model) else model.nothing()
     point, trouble, vector = None, find_trouble(proposal), flat(step).vector

@@ -23,11 +23,9 @@ ELEMENTWISE: dict[type[nn.Module], Change] = {nn.Tanh: torch.tanh, nn.ReLU: torc
 
 
 def prepare_acting(actor: Actor) -> Change:
-    """states (b, ...) -> rows (b, width), without a graph, by the actor's parameters of now.
-
-    A plain perceptron of few units spends two thirds of its time in the calls around its products: they are made
-    directly, with the same numbers to the last bit. Every other network is called as it is.
-    """
+    """states (b, ...) -> rows (b, width), without a graph, by the actor's parameters of now."""
+    # A plain perceptron of few units spends two thirds of its time in the calls around its products: they are made
+    # directly, with the same numbers to the last bit. Every other network is called as it is.
     changes = list_changes(actor)
     if changes is None:
         return lambda states: run_detached(partial(actor, states))
@@ -122,12 +120,10 @@ class CollectedSteps:
 def collect(
     actor: Actor, worlds: Environments, scale: ObservationScale, size: int, seed: int, generator: torch.Generator
 ) -> CollectedSteps:
-    """At least `size` transitions with the policy as it is, and as few more as come in step.
-
-    While no episode has ended in environments without a time limit, it goes on: until one does, or they are found to be
-    endless. So nothing is learned from a task that never ends.
-    Observations enter the running moments as they come, and are scaled by the moments of then.
-    """
+    """At least `size` transitions with the policy as it is, and as few more as come in step."""
+    # While no episode has ended in environments without a time limit, it goes on: until one does, or they are found to
+    # be endless. So nothing is learned from a task that never ends. Observations enter the running moments as they
+    # come, and are scaled by the moments of then.
     like = next(actor.parameters())
     kept = CollectedSteps([], [], [], [], [], [], [], {})
     fresh = worlds.observations is None

@@ -48,10 +48,8 @@ def as_learning(total_steps: Any, progress: Any, spelled: dict[str, Any]) -> tup
 
 
 def as_prediction(deterministic: Any, spelled: dict[str, Any]) -> bool:
-    """Whether a pair (action, state) is wanted, as by callers that pass `state` or `episode_start`.
-
-    TypeError for other arguments, and for anything but a truth value: their second argument is the state.
-    """
+    """Whether a pair (action, state) is wanted, as by callers that pass `state` or `episode_start`."""
+    # TypeError for other arguments, and for anything but a truth value: their second argument is the state.
     if not isinstance(deterministic, (bool, np.bool_)):
         raise TypeError(
             f"deterministic is {deterministic!r}, expected True or False: policies have no recurrent state, write "
