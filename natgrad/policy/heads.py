@@ -14,9 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from natgrad.families import Bernoulli, Categorical, DiagonalGaussian, Heads, Likelihood
-from natgrad.policy.gymnasium_import import import_gymnasium
-
-Array = np.ndarray
+from natgrad.policy.environments import Array, import_gymnasium
 
 
 @dataclass(frozen=True)
@@ -250,12 +248,12 @@ class GaussianHead(Head):
     share: float = 1.0
 
     def on(self, space: Any) -> Head:
-        found = super().on(space)
+        head = super().on(space)
         if not np.issubdtype(space.dtype, np.floating):
             raise ValueError(
                 f"the action space {space} holds integers, expected real numbers: wrap it, or use Discrete"
             )
-        return found
+        return head
 
     @property
     def dimensions(self) -> int:
@@ -317,16 +315,16 @@ class SquashedGaussianHead(GaussianHead):
     """
 
     def on(self, space: Any) -> Head:
-        found = super().on(space)
+        head = super().on(space)
         if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
             raise ValueError(f"the action space {space} is not bounded, which tanh needs: use GaussianHead()")
-        return found
+        return head
 
     def actions(self, draws: Tensor) -> Array:
         share = (np.tanh(draws.cpu().numpy().astype(np.float64)) + 1) / 2
         low, high = self.space.low, self.space.high
-        found = low + (high - low) * share.reshape(-1, *self.space.shape)
-        return np.clip(found, low, high).astype(self.space.dtype)
+        stretched = low + (high - low) * share.reshape(-1, *self.space.shape)
+        return np.clip(stretched, low, high).astype(self.space.dtype)
 
 
 HEADS: dict[str, type[Head]] = {

@@ -10,7 +10,7 @@ from natgrad.ground.checks import Group, check_positive, read_groups
 from natgrad.ground.messages import write_choices
 from natgrad.policy.heads import Head
 from natgrad.policy.learner import PolicyLearner
-from natgrad.policy.sb3_settings import translate_choices
+from natgrad.policy.sb3 import translate_choices
 from natgrad.policy.settings import (
     Backtracking,
     CriticTraining,

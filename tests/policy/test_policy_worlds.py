@@ -22,8 +22,8 @@ from natgrad import policy as pg  # noqa: E402
 from natgrad.policy.actor import Actor  # noqa: E402
 from natgrad.policy.environments import Environments  # noqa: E402
 from natgrad.policy.heads import choose_head  # noqa: E402
-from natgrad.policy.normalise import ObservationScale, RewardScale  # noqa: E402
-from natgrad.policy.rollout import collect, estimate_advantages  # noqa: E402
+from natgrad.policy.rollout import ObservationScale, collect  # noqa: E402
+from natgrad.policy.advantage import RewardScale, estimate_advantages  # noqa: E402
 
 MODES = {
     "list": lambda makers: [make() for make in makers],
