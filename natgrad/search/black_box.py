@@ -86,12 +86,16 @@ class BlackBox:
 
     def evaluate(self, points: Tensor) -> Tensor:
         """Values (popsize,), NaN where f has none."""
+        values = None
         if self.vectorized is None:
             values = self._find_out(points)
         elif self.vectorized and self.workers is None:
-            values = self._evaluate_batch(points)
-        else:
-            values = self._evaluate_each(points)
+            self.nfev += len(points)
+            reply = self._ask_batch(points)
+            values = reply.values
+            if values is None:
+                self._warn_once(reply.why)  # the other points still have values
+        values = self._evaluate_each(points) if values is None else values
         self._count_failures(points, values)
         return values
 
@@ -138,14 +142,6 @@ class BlackBox:
         if self.workers is not None:
             self.workers.close()
 
-    def _evaluate_batch(self, points: Tensor) -> Tensor:
-        self.nfev += len(points)
-        reply = self._ask_batch(points)
-        if reply.values is not None:
-            return reply.values
-        self._warn_once(reply.why)
-        return self._evaluate_each(points)  # the other points still have values
-
     def _evaluate_each(self, points: Tensor) -> Tensor:
         """One by one, as far as the limit allows."""
         count = int(min(len(points), max(0.0, self.limit - self.nfev)))
@@ -186,17 +182,12 @@ class BlackBox:
             if self.limit - self.nfev < 2 or self.silence:
                 break
             known = self._ask_about(points, k)
-            if known is not None:
-                return self._complete(points, k, known)
+            if known is not None and len(known) == len(points):
+                return known
+            if known is not None:  # a batch with all of them has failed, if f takes batches
+                others = self._evaluate_each(torch.cat([points[:k], points[k + 1 :]]))
+                return torch.cat([others[:k], known, others[k:]])
         return values
-
-    def _complete(self, points: Tensor, k: int, known: Tensor) -> Tensor:
-        """The values of all points, where those of all or that of point k are known."""
-        if len(known) == len(points):
-            return known
-        rest = torch.cat([points[:k], points[k + 1 :]])
-        others = self._evaluate_each(rest)  # a batch with all of them has failed, if f takes batches
-        return torch.cat([others[:k], known, others[k:]])
 
     def _ask_about(self, points: Tensor, k: int) -> Tensor | None:
         """The values of all points or of point k, once `vectorized` is decided; None if f answers neither way."""
@@ -311,9 +302,7 @@ def read_reply(x: Tensor, outcome: Any) -> Reply:
     if isinstance(outcome, Exception):
         return Reply(None, f"the executor gave no value, but {type(outcome).__name__}: {outcome}")
     try:
-        if x.dim() == 1:
-            return Reply(torch.tensor([read_number(outcome)], dtype=torch.float64, device=x.device))
-        return Reply(read_rows(outcome, x))
+        return Reply(read_values(x, outcome))
     except NoNumberError as error:
         return Reply(None, str(error))
 
@@ -322,26 +311,21 @@ class NoNumberError(ValueError):
     """What f gave is no number; the message says what it is."""
 
 
-def read_number(answer: Any) -> float:
-    """The value of one point, NaN included."""
-    if isinstance(answer, tuple):
+def read_values(x: Tensor, answer: Any) -> Tensor:
+    """The value (1,) of a point (d,), or the values (b,) of a batch (b, d), where an entry that is no number is NaN."""
+    name = "f(x)" if x.dim() == 1 else "f(X)"
+    if x.dim() == 1 and isinstance(answer, tuple):
         raise NoNumberError(f"f(x) is a tuple of {len(answer)}, expected a number")
-    numbers = read_numbers(answer, "f(x)")
-    if numbers.numel() != 1:
+    numbers = read_numbers(answer, name)
+    if x.dim() == 1 and numbers.numel() != 1:
         raise NoNumberError(f"f(x) has shape {tuple(numbers.shape)} for one point, expected a number")
-    return float(numbers)
-
-
-def read_rows(answer: Any, points: Tensor) -> Tensor:
-    """The values (b,) of a batch; an entry that is no number is NaN."""
-    numbers = read_numbers(answer, "f(X)")
-    alone = len(points) == 1 and numbers.numel() == 1
-    if not alone and numbers.shape not in ((len(points),), (len(points), 1)):
+    alone = (x.dim() == 1 or len(x) == 1) and numbers.numel() == 1
+    if not alone and numbers.shape not in ((len(x),), (len(x), 1)):
         raise NoNumberError(
-            f"f(X) has shape {tuple(numbers.shape)} for X of shape {tuple(points.shape)}, expected ({len(points)},): "
+            f"f(X) has shape {tuple(numbers.shape)} for X of shape {tuple(x.shape)}, expected ({len(x)},): "
             "a value per row; pass vectorized=False if f takes one point"
         )
-    return numbers.reshape(-1).to(points.device)
+    return numbers.reshape(-1).to(x.device)
 
 
 def read_numbers(answer: Any, name: str) -> Tensor:

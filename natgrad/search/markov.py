@@ -122,10 +122,8 @@ class MarkovSearch(BitSearch):
         # While cliques are learned, it begins where a large share of the draws has the worst value. These say nothing
         # of the other bits, as of points that are not feasible; a structure would be learned of who is among them.
         if not self.settled:
-            count = int((self._archive.values == self._archive.values.max()).sum())
-            ended = count >= PLATEAU * len(self._archive.values) and bool(
-                (self._archive.values != self._archive.values[0]).any()
-            )
+            worst = self._archive.values == self._archive.values.max()
+            ended = int(worst.sum()) >= PLATEAU * len(worst) and not bool(worst.all())
         elif self.slope is None or self.slope.explained > 1 - EXACT:
             ended = False
         else:

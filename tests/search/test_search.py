@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import pytest
 import torch
@@ -93,29 +92,6 @@ MODELS = {
     "xnes": XNES(),
     "low rank": LowRank(),
 }
-WILD = {
-    "full": Full(rate=1e4),
-    "separable": Separable(rate=1e4),
-    "sparse": SparsePrecision(CYCLE, rate=1e4),
-    "xnes": XNES(rate_mean=1e4, rate=1e4),
-    "low rank": LowRank(),
-}
-
-
-@pytest.mark.parametrize("name", WILD)
-@pytest.mark.parametrize("popsize", [2, 7, 40])
-def test_no_update_leaves_the_domain_whatever_the_rate(name: str, popsize: int):
-    search = ng.GaussianSearch(torch.zeros(4), 1.0, popsize, seed=popsize, model=WILD[name])
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(60):
-        X = search.ask()
-        if not bool(torch.isfinite(X).all()):  # only where noise has driven sigma to the end of the numbers
-            assert search.sigma > 1e100
-            break
-        search.tell(X, torch.randn(popsize, generator=generator))  # worse than any objective: no structure at all
-        assert 0 < search.sigma < math.inf
-        variances = search.model.variances(search.state)
-        assert variances is None or bool((variances > 0).all())
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "low rank"])
@@ -243,71 +219,6 @@ def test_restarts_find_what_one_run_misses():
     assert not once.success
     assert often.success
     assert max(often.history["run"]) >= 1
-
-
-# Errors at the door.
-
-WRONG = {
-    "x0 not finite": (lambda: ng.GaussianSearch([0.0, math.nan], 1.0), ValueError, r"x0\[1\] is nan"),
-    "x0 a number": (lambda: ng.GaussianSearch(1.0, 1.0), ValueError, "x0 has shape"),
-    "x0 words": (lambda: ng.GaussianSearch("start", 1.0), TypeError, "x0 is str"),
-    "sigma0 negative": (lambda: ng.GaussianSearch([0.0], -1.0), ValueError, "sigma0 is -1"),
-    "sigma0 shape": (lambda: ng.GaussianSearch([0.0, 0.0], [1.0, 1.0, 1.0]), ValueError, "sigma0 has shape"),
-    "popsize 1": (
-        lambda: ng.GaussianSearch([0.0], 1.0, popsize=1),
-        ValueError,
-        "popsize is 1, expected an integer >= 2",
-    ),
-    "popsize 2.5": (lambda: ng.GaussianSearch([0.0], 1.0, popsize=2.5), ValueError, "popsize is 2.5"),
-    "bounds inverted": (lambda: ng.GaussianSearch([0.0], 1.0, bounds=(1.0, -1.0)), ValueError, "bounds are inverted"),
-    "bounds shape": (lambda: ng.GaussianSearch([0.0], 1.0, bounds=([0.0, 1.0], 2.0)), ValueError, "bounds: lower has"),
-    "bounds triple": (lambda: ng.GaussianSearch([0.0], 1.0, bounds=(0, 1, 2)), ValueError, "expected a pair"),
-    "x0 outside": (lambda: ng.GaussianSearch([2.0], 1.0, bounds=(0.0, 1.0)), ValueError, "outside its bounds"),
-    "seed": (lambda: ng.GaussianSearch([2.0], 1.0, seed=0.5), ValueError, "seed is 0.5"),
-    "f is no function": (lambda: ng.minimize(3, [0.0], 1.0), TypeError, "f is int"),
-    "vectorized": (lambda: ng.minimize(sphere, [0.0], 1.0, vectorized="no"), TypeError, "vectorized is 'no'"),
-    "too small to ask": (
-        lambda: ng.minimize(sphere, [0.0], 1.0, popsize=6, maxfevals=6),
-        ValueError,
-        r"maxfevals is 6, expected at least 10.*vectorized=True or False",
-    ),
-    "executor": (lambda: ng.minimize(sphere, [0.0], 1.0, executor=3), TypeError, "executor is int"),
-    "maxfevals": (lambda: ng.minimize(sphere, [0.0], 1.0, maxfevals=1), ValueError, "maxfevals is 1"),
-    "restarts": (lambda: ng.minimize(sphere, [0.0], 1.0, restarts=-1), ValueError, "restarts is -1"),
-    "tolerance": (lambda: Tolerances(tolx=-1.0), ValueError, "tolx is -1"),
-    "directions": (lambda: LowRank(0), ValueError, "directions is 0"),
-    "edge to itself": (lambda: SparsePrecision([(1, 1)]), ValueError, r"edges has \(1, 1\)"),
-    "edge beyond": (
-        lambda: ng.GaussianSearch([0.0, 0.0], 1.0, model=SparsePrecision([(0, 2)])),
-        ValueError,
-        "edges name variable 2",
-    ),
-    "rate": (lambda: Full(rate=-1.0), ValueError, "rate is -1"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_bad_arguments_are_named(case: str):
-    call, kind, words = WRONG[case]
-    with warnings.catch_warnings(), pytest.raises(kind, match=words):
-        call()
-
-
-def test_tell_checks_shapes():
-    search = ng.GaussianSearch([0.0, 0.0], 1.0, popsize=4, seed=0)
-    X = search.ask()
-    for points, values, words in (
-        (X[:3], sphere(X[:3]), "X has 3 rows, expected 4"),
-        (X[:, :1], sphere(X), "X has shape"),
-        (X, sphere(X)[:2], "F has shape"),
-        (X * math.inf, sphere(X), "not finite"),
-        (None, sphere(X), "X is NoneType"),
-        (X, None, "F is NoneType"),
-    ):
-        with pytest.raises((ValueError, TypeError), match=words):
-            search.tell(points, values)
-    search.tell(X.tolist(), sphere(X).tolist())  # lists are welcome
-    assert search.nfev == 4
 
 
 # Models of the covariance.

@@ -71,13 +71,3 @@ def test_a_resumed_noisy_search_is_the_uninterrupted_one(tmp_path):
     assert parts.history.state_dict() == whole.history.state_dict()
     with pytest.raises(ValueError, match="differs in noise="):
         ng.minimize(wavy, start, 1.0, seed=1, checkpoint=tmp_path / "s")
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [({"share": 0.0}, "share is 0"), ({"threshold": 2.0}, "threshold is 2"), ({"growth": 1.0}, "growth is 1"),
-     ({"most": 0}, "most is 0")],
-)  # fmt: skip
-def test_bad_choices_are_named(wrong, words):
-    with pytest.raises(ValueError, match=words):
-        NoiseHandling(**wrong)
