@@ -121,39 +121,34 @@ class Adaptation(GaussianModel):
         popsize, d = steps.shape
         c = choose_constants(d, popsize, self.statistics(d), self.rate)
         age = state["age"] + 1
+        # mean: the natural gradient sum_i w_i y_i at rate 1
         recombination = ranking.share(c.recombination.to(steps.device))
         step = recombination @ steps
+        # sigma: the length of p_sigma <- (1 - c_sigma) p_sigma + sqrt(c_sigma (2 - c_sigma) mueff) sum_i w_i z_i
+        # against chi, which it has where consecutive steps do not depend on one another
         gain = math.sqrt(c.c_sigma * (2 - c.c_sigma) * c.mueff)
         sigma_path = torch.add((1 - c.c_sigma) * state["sigma_path"], recombination @ normals, alpha=gain)
         length = float(sigma_path.norm())
-        # h_sigma: the path is not fed while sigma is far too small, or the covariance would learn that instead
+        sigma = state["sigma"] * math.exp(min(1.0, c.c_sigma / c.d_sigma * (length / c.chi - 1)))
+        # path: p_c likewise, of the steps. h_sigma: it is not fed while sigma is far too small, or the covariance would
+        # learn that instead
         steady = length / math.sqrt(1 - (1 - c.c_sigma) ** (2 * age)) < (1.4 + 2 / (d + 1)) * c.chi
         path = (1 - c.c_c) * state["path"]
         if steady:
             path = torch.add(path, step, alpha=math.sqrt(c.c_c * (2 - c.c_c) * c.mueff))
-        moved = {
-            "mean": torch.add(state["mean"], step, alpha=state["sigma"]),
-            "sigma": state["sigma"] * math.exp(min(1.0, c.c_sigma / c.d_sigma * (length / c.chi - 1))),
-            "sigma_path": sigma_path,
-            "path": path,
-            "age": age,
-        }
-        return state | moved | self._adapt(state, c, steady, normals, steps, path, ranking)
-
-    def _adapt(
-        self, state: State, c: Constants, steady: bool, normals: Tensor, steps: Tensor, path: Tensor, ranking: Ranking
-    ) -> State:
-        """Rank-one and rank-mu update of the covariance, Hansen 2016, eq. 47."""
+        # covariance, Hansen 2016, eq. 47: C <- keep C + c_1 p_c p_c^T + c_mu sum_i w_i y_i y_i^T. Steps with negative
+        # weights are scaled to |z|^2 = d: what they take away is bounded
         weights = ranking.share(c.weights.to(steps.device))
         total = float(weights.sum())
-        # steps with negative weights are scaled to |z|^2 = d: what they take away is bounded
-        bounded = torch.where(
-            weights < 0, weights * (steps.shape[1] / normals.square().sum(1).clamp(min=1e-300)), weights
-        )
-        stale = 0.0 if steady else c.c_1 * c.c_c * (2 - c.c_c)
+        lengths = normals.square().sum(1).clamp(min=1e-300)
+        bounded = torch.where(weights < 0, weights * (d / lengths), weights)
+        stale = 0.0 if steady else c.c_1 * c.c_c * (2 - c.c_c)  # in the place of what the path was not fed
         keep = 1 - c.c_1 - c.c_mu * total + stale
         rows = torch.cat([steps, path.unsqueeze(0)])
-        return self.reshape(state, keep, rows, torch.cat([c.c_mu * bounded, bounded.new_full((1,), c.c_1)]))
+        row_weights = torch.cat([c.c_mu * bounded, bounded.new_full((1,), c.c_1)])
+        mean = torch.add(state["mean"], step, alpha=state["sigma"])
+        moved = {"mean": mean, "sigma": sigma, "sigma_path": sigma_path, "path": path, "age": age}
+        return state | moved | self.reshape(state, keep, rows, row_weights)
 
 
 def check_rate(rate: float) -> None:

@@ -116,7 +116,7 @@ def minimize(
     others = {"popsize": popsize, "bounds": bounds, "integers": integers, "model": model, "tolerances": tolerances}
     if restarts is None:
         restarts = 0 if not isinstance(x0, Relaxation) or ftarget is None or maxfevals is None else IPOP()
-    factory = choose_factory(x0, as_restarts(restarts), {"sigma0": sigma0, "seed": seed, **others})
+    factory = build_factory(x0, as_restarts(restarts), {"sigma0": sigma0, "seed": seed, **others})
     check_workers(executor, timeout, ahead, noise)
     model_of_f = as_surrogate(surrogate, factory.first, noise, ahead)
     objective = BlackBox(f, vectorized, executor, timeout)
@@ -331,65 +331,39 @@ class CheckpointFile:
 # Starting again: the search of each run, with populations that grow (IPOP), or are large and small in turn (BIPOP)
 
 
-class RunFactory(ABC):
-    """Builds the search of each run after the first."""
+class RunFactory:
+    """Builds the search of each run after the first, like that one.
 
-    def __init__(self, first: Search, restarts: Restarts) -> None:
+    With a generator, of which `minimize` has one for its own Gaussian searches, they begin anywhere in a finite box.
+    """
+
+    def __init__(self, first: Search, restarts: Restarts, generator: torch.Generator | None = None) -> None:
         self.first, self.popsize, self.restarts = first, first.popsize, restarts  # popsize of bits changes later on
+        self.generator = generator
 
     def choose_next(self, past: list[tuple[Run, int]]) -> Run | None:
         """The next run, or None."""
-        draws = torch.rand(2, generator=self.pick_generator(len(past)), dtype=torch.float64).tolist()
+        generator = self.generator or torch.Generator().manual_seed(len(past))
+        draws = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
         return self.restarts.next(self.popsize, past, (draws[0], draws[1]))
 
-    @abstractmethod
-    def pick_generator(self, number: int) -> torch.Generator:
-        """What the choice of run `number` is drawn from."""
-
-    @abstractmethod
     def build(self, run: Run, number: int) -> Search:
         """The search of run `number`, or one of its kind whose state is loaded afterwards."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the choice of restarts depends on."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there."""
-
-
-class GivenRunFactory(RunFactory):
-    """Builds searches like one that was given."""
-
-    def pick_generator(self, number: int) -> torch.Generator:
-        return torch.Generator().manual_seed(number)
-
-    def build(self, run: Run, number: int) -> Search:
-        return self.first if run.kind == "first" else self.first.renew(run.popsize, number)
-
-
-class GaussianRunFactory(RunFactory):
-    """Builds Gaussian searches that start at x0, or for restarts anywhere in a finite box."""
-
-    first: GaussianSearch
-
-    def __init__(self, first: GaussianSearch, restarts: Restarts, generator: torch.Generator) -> None:
-        super().__init__(first, restarts)
-        self.generator = generator
-
-    def pick_generator(self, number: int) -> torch.Generator:
-        return self.generator
-
-    def build(self, run: Run, number: int) -> GaussianSearch:
+        if self.generator is None:
+            return self.first if run.kind == "first" else self.first.renew(run.popsize, number)
+        assert isinstance(self.first, GaussianSearch)
         seed = int(torch.randint(2**62, (), generator=self.generator))
         share = torch.rand(len(self.first.best.x), generator=self.generator, dtype=torch.float64)
         return build_alike(self.first, run.popsize, seed, run.shrink, share)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"generator": self.generator.get_state()}
+        """What the choice of restarts depends on."""
+        return {} if self.generator is None else {"generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.generator.set_state(state["generator"])
+        """Continue from there."""
+        if self.generator is not None:
+            self.generator.set_state(state["generator"])
 
 
 @dataclass(frozen=True)
@@ -582,20 +556,20 @@ class SearchHistory(Columns):
 # Checks at the door
 
 
-def choose_factory(x0: Any, restarts: Restarts, chosen: dict[str, Any]) -> RunFactory:
+def build_factory(x0: Any, restarts: Restarts, chosen: dict[str, Any]) -> RunFactory:
     """A factory of Gaussian searches, or of searches like the one that was given as x0."""
     if isinstance(x0, Search):
         for name, value in chosen.items():
             if value is not None:
                 raise ValueError(f"{name} is given beside a {type(x0).__name__}, to whose arguments it belongs")
-        return GivenRunFactory(x0, restarts)
+        return RunFactory(x0, restarts)
     if chosen["sigma0"] is None:
         raise ValueError("sigma0 is missing: about a third of the distance at which the minimum may lie")
     model = chosen["model"]
     if model is not None and not isinstance(model, GaussianModel):
         raise TypeError(f"model is {model!r}, expected a Gaussian model such as Full(); a search is given as x0")
     generator = build_generator(chosen["seed"], torch.device("cpu"))
-    return GaussianRunFactory(GaussianSearch(x0, **chosen), restarts, generator)
+    return RunFactory(GaussianSearch(x0, **chosen), restarts, generator)
 
 
 def as_restarts(restarts: Restarts | int | str) -> Restarts:

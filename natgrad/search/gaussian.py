@@ -332,16 +332,14 @@ def draw_orthogonal_normals(count: int, like: Tensor, generator: torch.Generator
     # of which only the orthogonality is taken.
     d = len(like)
     normals = torch.randn(count, d, generator=generator, dtype=like.dtype, device=like.device)
-    paired = count - count % d
-    parts = [normals[:paired].view(-1, d, d), normals[paired:].unsqueeze(0)]
-    return torch.cat([make_orthogonal(part).reshape(-1, d) for part in parts if part.numel()])
-
-
-def make_orthogonal(rows: Tensor) -> Tensor:
-    """Gram and Schmidt's rows, each with the length that it had."""
-    q, r = torch.linalg.qr(rows.mT)
-    signs = torch.copysign(torch.ones_like(r[..., 0]), r.diagonal(dim1=-2, dim2=-1))  # LAPACK leaves the sign open
-    return q.mT * (signs * rows.norm(dim=-1)).unsqueeze(-1)
+    full = count - count % d
+    blocks: list[Tensor] = []
+    for rows in (normals[:full].view(-1, d, d), normals[full:].unsqueeze(0)):
+        if rows.numel():  # Gram and Schmidt's rows, each with the length that it had
+            q, r = torch.linalg.qr(rows.mT)
+            signs = torch.copysign(torch.ones_like(r[..., 0]), r.diagonal(dim1=-2, dim2=-1))  # LAPACK leaves them open
+            blocks.append((q.mT * (signs * rows.norm(dim=-1)).unsqueeze(-1)).reshape(-1, d))
+    return torch.cat(blocks)
 
 
 # When a search has nothing more to find: the usual criteria, Hansen 2016, B.3 and Hansen 2009

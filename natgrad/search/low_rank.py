@@ -63,6 +63,7 @@ class LowRank(GaussianModel):
         mueff = count_effective(positive)
         weights = ranking.share(positive.to(normals.device))
         step = weights @ normals
+        # paths of length 1 / c: p <- (1 - c) p + sqrt(c (2 - c) mueff) sum_i w_i z_i, one for sigma, one per direction
         c_sigma = min(0.5, 2 * popsize / d)
         sigma_path = (1 - c_sigma) * state["sigma_path"] + math.sqrt(mueff * c_sigma * (2 - c_sigma)) * step
         rates = popsize / d / 4.0 ** torch.arange(len(state["paths"]), dtype=step.dtype, device=step.device)

@@ -216,7 +216,9 @@ class StructureLearner:
 
     def learn(self, signs: Tensor, values: Tensor) -> tuple[Monomials, Slope]:
         """The structure after some draws, with the slope of f on its statistics."""
-        self._read_draws(signs)
+        fresh = multiply_signs(index_sets(self.n, self.sets), signs[self._rows.shape[1] :])  # the draws that are new
+        self._rows = torch.cat([self._rows, fresh], 1)
+        self._gram = self._gram + multiply_rows(fresh, fresh)
         target = values - values.mean()
         total = float(target.square().sum())
         before = set(self.sets)
@@ -239,14 +241,8 @@ class StructureLearner:
         """True if the structure is exact, or explains enough and did not change in the last call."""
         return explained > 1 - EXACT or (explained >= EXPLAINED and not self._grows)
 
-    def _read_draws(self, signs: Tensor) -> None:
-        """Extend rows and Gram matrix by the draws that are new."""
-        fresh = multiply_signs(index_sets(self.n, self.sets), signs[self._rows.shape[1] :])
-        self._rows = torch.cat([self._rows, fresh], 1)
-        self._gram = self._gram + multiply_rows(fresh, fresh)
-
     def _add(self, signs: Tensor, sets: list[Clique]) -> None:
-        """Extend them by products that are tried."""
+        """Extend rows and Gram matrix by products that are tried."""
         fresh, known = multiply_signs(index_sets(self.n, sets), signs), len(self.sets)
         gram = self._gram.new_empty(known + len(sets), known + len(sets))
         gram[:known, :known] = self._gram
@@ -269,11 +265,13 @@ class StructureLearner:
         # A product that is independent of the statistics has a standard normal score if it is noise.
         known, count = set(self.sets), len(residual)
         room = min(int(ROOM * count) - len(known), max(8, (count - len(known)) // TRIED))
-        scores = self._score_pairs(signs, residual / left**0.5)
+        unit = residual / left**0.5
+        products = ((signs.mT * unit) @ signs).abs().triu(1)
+        scores = {(i, j): float(products[i, j]) for i, j in (products > SCREENED).nonzero().tolist()}
         sure = find_two_sided_quantile(CHANCE / max(1.0, self.n * (self.n - 1) / 2))
         strong = sorted((s for s in scores if scores[s] > sure), key=lambda s: -scores[s])
         groups = join_pairs(self.n, [*strong, *(s for s in self.sets if len(s) == 2)], self.largest)
-        scores |= self._score_extensions(signs, residual / left**0.5)
+        scores |= self._score_extensions(signs, unit)
         tried = sorted((s for s in scores if s not in known), key=lambda s: -scores[s])[: max(0, room)]
         more = sorted(groups - known - set(tried))
         return [*tried, *more] if len(tried) + len(more) <= room else tried
@@ -285,10 +283,6 @@ class StructureLearner:
             return []
         new = set(combinations(range(self.n), 2)) - set(self.sets)
         return sorted(new) if len(new) + len(self.sets) < count / 1.1 else []
-
-    def _score_pairs(self, signs: Tensor, unit: Tensor) -> dict[Clique, float]:
-        scores = ((signs.mT * unit) @ signs).abs().triu(1)
-        return {(i, j): float(scores[i, j]) for i, j in (scores > SCREENED).nonzero().tolist()}
 
     def _score_extensions(self, signs: Tensor, unit: Tensor) -> dict[Clique, float]:
         """Sets of the structure with one more bit."""

@@ -157,7 +157,9 @@ def measure_place_change(values: Tensor, again: Tensor, threshold: float) -> flo
     """Mean excess of the change of places between two evaluations; above zero, noise decides the ranking."""
     # Both are ranked in one list of N + k values. A point's change is the number of places between its two values, and
     # its limit the threshold-quantile / 2 of the changes that a random place would give. Hansen et al. 2009, table 1.
-    places = place_values(torch.cat([values, again]))
+    both = torch.cat([values, again])
+    below, upto = (both < both.unsqueeze(1)).sum(1), (both <= both.unsqueeze(1)).sum(1)
+    places = (below + upto + 1).to(torch.float64) / 2  # from 1 on; equal values get the mean of theirs
     first, second = places[: len(again)], places[len(values) :]
     changes = ((second - first).abs() - 1).clamp(min=0)
     possible = torch.arange(1, len(places), dtype=torch.float64, device=places.device)
@@ -166,10 +168,3 @@ def measure_place_change(values: Tensor, again: Tensor, threshold: float) -> flo
         for mine, other in ((first, second), (second, first))
     ]
     return float((2 * changes - limits[0] - limits[1]).mean())
-
-
-def place_values(values: Tensor) -> Tensor:
-    """Places (N,) from 1 in ascending order; equal values get the mean of their places."""
-    below = (values < values.unsqueeze(1)).sum(1)
-    upto = (values <= values.unsqueeze(1)).sum(1)
-    return (below + upto + 1).to(torch.float64) / 2

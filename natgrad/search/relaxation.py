@@ -204,7 +204,7 @@ def shrink_slope(slope: Slope, statistics: Tensor, values: Tensor, weights: Tens
     """b_k t_k^2 / (1 + t_k^2) with t_k the coefficient b_k in units of its standard error, shape (K,)."""
     # A coefficient that hardly differs from noise hardly moves; where f lies in the span of T, the errors are zero. The
     # error is that of a regression whose statistics do not correlate: residual variance / (effective draws * Var T_k).
-    share = weights / weights.sum()
+    share = weights / weights.sum()  # E_p by reweighted draws
     spread = share @ (statistics - share @ statistics).square()
     variance = float(share @ (values - share @ values).square())
     left = (1 - min(1.0, max(0.0, slope.explained))) * variance

@@ -88,6 +88,7 @@ class SparsePrecision(Adaptation):
     def reshape(self, state: State, keep: float, rows: Tensor, weights: Tensor) -> State:
         blocks = []
         for members, block in zip(group_by_neighbours(self.edges, rows.shape[1]), state["blocks"], strict=True):
+            # only the moments on the graph's cliques move: the expectation coordinates of the sub-model
             part = rows[:, members].permute(1, 2, 0)  # (variables, size, k)
             blocks.append(torch.baddbmm(block, part * weights, part.mT, beta=keep))
         return {"blocks": blocks, **regress_blocks(blocks)}

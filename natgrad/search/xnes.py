@@ -59,6 +59,7 @@ class XNES(GaussianModel):
     def advance(self, state: State, normals: Tensor, steps: Tensor, ranking: Ranking) -> State:
         popsize, d = normals.shape
         weights = ranking.share(weigh_places(popsize).to(normals.device))
+        # the gradient for M, sum_i u_i (z_i z_i^T - I): its trace moves sigma, the rest the shape
         moment = (normals.mT * weights) @ normals - weights.sum() * build_identity(state["mean"])
         rate = 0.6 * (3 + math.log(d)) / (d * math.sqrt(d)) if self.rate is None else self.rate
         trace = moment.trace() / d
