@@ -108,7 +108,7 @@ def gae(
     deltas = rewards + gamma * following * ~terminated - values
     weights = gamma * lam * ~ended
     advantages = np.empty_like(deltas)
-    carried = np.zeros_like(deltas[0]) if len(deltas) else deltas
+    carried = np.zeros_like(deltas[0]) if len(deltas) else deltas  # A_t+1
     for t in reversed(range(len(deltas))):
         carried = deltas[t] + weights[t] * carried
         advantages[t] = carried

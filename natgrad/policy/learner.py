@@ -21,7 +21,7 @@ from torch.nn.utils import skip_init
 
 from natgrad.ground.checks import check_integer
 from natgrad.ground.linalg import all_finite
-from natgrad.ground.messages import Columns, Explained
+from natgrad.ground.messages import Columns, Explained, write_choices
 from natgrad.ground.progress import Progress, check_callback
 from natgrad.ground.pure import keep_gradient_mode, leaves, run_detached
 from natgrad.ground.spaces import Space
@@ -118,7 +118,10 @@ class PolicyLearner(Explained):
                 raise TypeError(f"{name} is {type(module).__name__}, expected a torch.nn.Module or None")
             refuse_processes(module, name)
         check_defaults(choices, policy)
-        like = torch.zeros((), device=choices.device) if policy is None else take_first_parameter(policy)
+        like = torch.zeros((), device=choices.device) if policy is None else next(policy.parameters(), None)
+        if like is None:
+            raise ValueError("policy has no parameter to train")
+        like = like.detach()
         example, inputs = like.new_zeros(self.worlds.shape), max(math.prod(self.worlds.shape), 1)
         hidden, activation = choices.hidden or HIDDEN, choices.activation or nn.Tanh
         if policy is None:  # near zero at first
@@ -137,6 +140,13 @@ class PolicyLearner(Explained):
         self.critic = Critic(critic, self.actor, set(self.params), training, order)
         self.metric = fisher(self.actor, self.head.family)
 
+    def __repr__(self) -> str:
+        step, worlds = self.natural_step, self.worlds
+        how = {"solver": step.solver, "structure": self.structure, "damping": self.damping}
+        sizes = {"environments": worlds.count, "batch": self.batch}
+        done = {"steps": self.steps, "updates": self.updates}
+        return write_choices(self, policy=self.policy, head=self.head, **self._lengths(), **sizes, **how, **done)
+
     @property
     def failures(self) -> int:
         """Updates in which a number was not finite: policy or critic stayed as they were."""
@@ -146,6 +156,10 @@ class PolicyLearner(Explained):
     @abstractmethod
     def rule(self) -> Rule:
         """What gives a step its length."""
+
+    def _lengths(self) -> dict[str, Any]:
+        """What was chosen of that, for the representation."""
+        return {}
 
     @keep_gradient_mode
     def learn(
@@ -370,8 +384,7 @@ class PolicyLearner(Explained):
 
     def state_dict(self) -> dict[str, Any]:
         """What `save` writes."""
-        parts = self._parts() | {"history": self.history, "worlds": self.worlds}
-        return {"algorithm": type(self).__name__, **write_parts(parts)}
+        return {"algorithm": type(self).__name__, **write_parts(self._parts(between_updates=True))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`.
@@ -382,11 +395,12 @@ class PolicyLearner(Explained):
         if not isinstance(state, dict) or state.get("algorithm") != type(self).__name__:
             came = state.get("algorithm", "no algorithm") if isinstance(state, dict) else type(state).__name__
             raise ValueError(f"the file holds {came}, expected what {type(self).__name__}.save() wrote")
-        parts = self._parts() | {"history": self.history, "worlds": self.worlds}
-        read_parts(parts, state, f"{type(self).__name__}.save()", optional={"accidents", "width"})
+        parts, saver = self._parts(between_updates=True), f"{type(self).__name__}.save()"
+        read_parts(parts, state, saver, optional={"accidents", "width"})
 
-    def _parts(self) -> dict[str, Any]:
-        """What an update changes."""
+    def _parts(self, between_updates: bool = False) -> dict[str, Any]:
+        """What an update changes, with what is saved beside it between two of them."""
+        beside = {"history": self.history, "worlds": self.worlds} if between_updates else {}
         return {
             "actor": self.actor,
             "critic": self.critic,
@@ -400,6 +414,7 @@ class PolicyLearner(Explained):
             "counts": Attributes(self, "steps", "updates", "_begun"),
             "width": self.width,
             "accidents": Attributes(self.accidents, "count", "in_a_row"),
+            **beside,
         }
 
 
@@ -412,14 +427,6 @@ def use_eval_mode(*modules: nn.Module | None) -> Generator[None]:
                 stack.callback(setattr, part, "training", part.training)
                 part.training = False
         yield
-
-
-def take_first_parameter(module: nn.Module) -> Tensor:
-    """A tensor of the module's dtype and on its device. ValueError for one without parameters."""
-    first = next(module.parameters(), None)
-    if first is None:
-        raise ValueError("policy has no parameter to train")
-    return first.detach()
 
 
 # What training went through, update by update

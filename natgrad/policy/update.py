@@ -92,7 +92,7 @@ def find_trouble(proposal: Proposal) -> str | None:
 
 def describe_move(proposal: Proposal, trials: list[Trial], *, accepted: bool, trouble: str | None) -> Move:
     """The record of the last trial, or of no move."""
-    ratio = measure_ratio(proposal.model, trials[0]) if trials else math.nan
+    ratio = measure_ratio(proposal.model, trials[0]) if trials and trials[0].is_finite else math.nan
     steps = 0 if proposal.solution is None else proposal.solution.steps
     level = float(torch.as_tensor(proposal.model.damping).mean())  # of blocks of their own: in the mean
     solved = proposal.residual, steps, level
@@ -103,15 +103,14 @@ def describe_move(proposal: Proposal, trials: list[Trial], *, accepted: bool, tr
 
 
 def measure_ratio(model: Quadratic, trial: Trial) -> float:
-    """The smaller of real over predicted gain and predicted over real KL; NaN where one was not finite."""
-    if not trial.is_finite:
-        return math.nan
+    """The smaller of real over predicted gain and predicted over real KL."""
     gain, kl = predict(model, trial.vector)
     return min(trial.gain / gain, kl / trial.kl if trial.kl > 0 else 1.0)
 
 
 def predict(model: Quadratic, vector: Tensor) -> tuple[float, float]:
     """The gain by the slope, and the KL by the quadratic model, of a multiple of the proposal."""
+    # the vector is s times the proposal: its gain is s times, its KL s^2 times that of the proposal
     gain, proposed = -float(model.slope(FlatStep(vector, vector))), -float(model.slope(model.proposal))
     return gain, (gain / proposed) ** 2 * float(model.kl(model.proposal))
 
@@ -155,6 +154,7 @@ class Surrogate:
         return gain, max(float(kl), 0.0) if math.isfinite(float(kl)) else math.nan
 
     def _value(self, rows: Tensor) -> Tensor:
+        # eq. 14, with the states of the rollout: E_a~p [p_theta / p A]
         ratio = (self.actor.head.log_prob(rows, self.rollout.draws) - self.log_prob).exp()
         value = (ratio * self.advantages).mean()
         if self.entropy_weight:
