@@ -26,7 +26,7 @@ class Actor(nn.Module):
         self.policy, self.head = policy, head
         self.valued = False
         self.register_parameter("log_std", None)
-        batch = probe_size(head)
+        batch = choose_probe_size(head)
         states = example.expand(batch, *example.shape).contiguous()
         self.order = find_channel_order(policy, states)
         outputs = run_detached(lambda: call_module(policy, states.permute(self.order)))
@@ -83,7 +83,7 @@ def is_column(value: Any, batch: int) -> bool:
     return isinstance(value, Tensor) and tuple(value.shape) in ((batch,), (batch, 1))
 
 
-def probe_size(head: Head) -> int:
+def choose_probe_size(head: Head) -> int:
     """A number of example states that no other dimension has."""
     return next(size for size in range(3, 7) if size not in (head.width, head.width // 2))
 

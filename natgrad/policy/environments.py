@@ -294,13 +294,13 @@ def choose_encoder(space: Any) -> tuple[Callable[[Any], Array], tuple[int, ...],
 
         return encode_box, space.shape or (1,), bool(np.issubdtype(space.dtype, np.floating))
     if kind == "Discrete":
-        return lambda raw: one_hot(np.asarray(raw) - int(space.start), int(space.n)), (int(space.n),), False
+        return lambda raw: encode_one_hot(np.asarray(raw) - int(space.start), int(space.n)), (int(space.n),), False
     if kind == "MultiDiscrete":
         sizes, begin = space.nvec.reshape(-1), space.start.reshape(-1)
 
         def encode_choices(raw: Any) -> Array:
             choices = np.asarray(raw).reshape(len(raw), -1) - begin
-            return np.concatenate([one_hot(choices[:, k], int(size)) for k, size in enumerate(sizes)], axis=1)
+            return np.concatenate([encode_one_hot(choices[:, k], int(size)) for k, size in enumerate(sizes)], axis=1)
 
         return encode_choices, (int(sizes.sum()),), False
     if kind == "MultiBinary":
@@ -317,7 +317,7 @@ def holds_bytes(space: Any) -> bool:
     return bool(integer and (np.asarray(space.low) == 0).all() and (np.asarray(space.high) == 255).all())
 
 
-def one_hot(numbers: Array, size: int) -> Array:
+def encode_one_hot(numbers: Array, size: int) -> Array:
     """(n,) -> (n, size)."""
     return np.eye(size, dtype=np.float32)[numbers]
 

@@ -154,7 +154,7 @@ class DiscreteHead(Head):
         return rows.argmax(1)
 
     def entropy(self, rows: Tensor) -> Tensor:
-        return categorical_entropy(rows)
+        return measure_choice_entropy(rows)
 
     def actions(self, draws: Tensor) -> Array:
         return draws.cpu().numpy() + int(self.space.start)
@@ -193,7 +193,7 @@ class MultiDiscreteHead(Head):
         return torch.stack([part.argmax(1) for part in rows.split(self.sizes, dim=1)], dim=1)
 
     def entropy(self, rows: Tensor) -> Tensor:
-        return torch.stack([categorical_entropy(part) for part in rows.split(self.sizes, dim=1)]).sum(0)
+        return torch.stack([measure_choice_entropy(part) for part in rows.split(self.sizes, dim=1)]).sum(0)
 
     def actions(self, draws: Tensor) -> Array:
         shaped = draws.cpu().numpy().reshape(-1, *self.space.shape)
@@ -356,7 +356,7 @@ def require_numbers(head: Head) -> Head:
     return head
 
 
-def categorical_entropy(logits: Tensor) -> Tensor:
+def measure_choice_entropy(logits: Tensor) -> Tensor:
     """-sum p log p, (b, n) -> (b,)."""
     log_p = logits.log_softmax(1)
     return -(log_p.exp() * log_p).sum(1)

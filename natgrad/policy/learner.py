@@ -38,7 +38,7 @@ from natgrad.optim import (
     update_jointly,
     write_parts,
 )
-from natgrad.policy.actor import Actor, find_acting, probe_size
+from natgrad.policy.actor import Actor, choose_probe_size, find_acting
 from natgrad.policy.advantage import (
     BatchPart,
     Critic,
@@ -50,7 +50,7 @@ from natgrad.policy.advantage import (
 )
 from natgrad.policy.environments import Environments, Episode, take_action
 from natgrad.policy.heads import GaussianHead, Head, choose_head
-from natgrad.policy.rollout import ObservationScale, collect, join_episodes, join_moments
+from natgrad.policy.rollout import ObservationScale, collect_steps, join_episodes, join_moments
 from natgrad.policy.sb3 import Translation, as_learning, as_policy, as_prediction, per_agent
 from natgrad.policy.settings import CriticTraining, NaturalStep, Rollouts, choose_damping
 from natgrad.policy.update import Move, Proposal, Surrogate, SurrogateLoss, propose_nothing, take_step
@@ -136,7 +136,7 @@ class PolicyLearner(Explained):
         order: tuple[int, ...] = ()
         if critic is not None:
             with use_eval_mode(critic):
-                order = check_values(critic, example, probe_size(self.head))
+                order = check_values(critic, example, choose_probe_size(self.head))
         self.critic = Critic(critic, self.actor, set(self.params), training, order)
         self.metric = fisher(self.actor, self.head.family)
 
@@ -252,7 +252,7 @@ class PolicyLearner(Explained):
         seed = self.rollouts.seed + 7919 * (self._begun - 1) + SEED_DISTANCE * self.processes.rank
         before, size = copy(self.scale.moments), -(-self.batch // self.processes.size)
         with self.processes.failing_together(self.device):
-            collected = collect(self.actor, self.worlds, self.scale, size, seed, self._draws)
+            collected = collect_steps(self.actor, self.worlds, self.scale, size, seed, self._draws)
         self.scale.moments = join_moments(self.processes, before, self.scale.moments)
         episodes = join_episodes(self.processes, self.worlds.take_episodes())
         discounts = self.rollouts.gamma, self.rollouts.gae_lambda

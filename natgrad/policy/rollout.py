@@ -25,7 +25,7 @@ ELEMENTWISE: dict[type[nn.Module], Change] = {nn.Tanh: torch.tanh, nn.ReLU: torc
 
 
 @torch.no_grad()
-def collect(
+def collect_steps(
     actor: Actor, worlds: Environments, scale: ObservationScale, size: int, seed: int, generator: torch.Generator
 ) -> CollectedSteps:
     """At least `size` transitions with the policy as it is, and as few more as come in step."""

@@ -77,9 +77,9 @@ def translate_choices(caller: str, radius: float | None, choices: dict[str, Any]
     ours = dict(choices)
     for theirs, own in SAME.items():
         if theirs in ours:
-            rename(caller, ours, theirs, own, ours[theirs])
+            rename_choice(caller, ours, theirs, own, ours[theirs])
     if "cg_max_steps" in ours:
-        rename(caller, ours, "cg_max_steps", "solver", CG(rtol=1e-3, max_steps=ours["cg_max_steps"]))
+        rename_choice(caller, ours, "cg_max_steps", "solver", CG(rtol=1e-3, max_steps=ours["cg_max_steps"]))
     if "learning_rate" in ours:
         translate_rate(caller, ours)
     if "cg_damping" in ours and "damping" in ours:
@@ -107,7 +107,7 @@ def translate_choices(caller: str, radius: float | None, choices: dict[str, Any]
     )
 
 
-def rename(caller: str, choices: dict[str, Any], theirs: str, own: str, value: Any) -> None:
+def rename_choice(caller: str, choices: dict[str, Any], theirs: str, own: str, value: Any) -> None:
     """Put a value under our word. TypeError where both were given."""
     del choices[theirs]
     if own in choices:
@@ -136,7 +136,7 @@ def translate_rate(caller: str, choices: dict[str, Any]) -> None:
         raise TypeError(
             "learning_rate is a schedule: give a number, and change agent.critic.optimizer.param_groups in callback="
         )
-    rename(caller, choices, "learning_rate", "critic_lr", rate)
+    rename_choice(caller, choices, "learning_rate", "critic_lr", rate)
 
 
 def translate_network(caller: str, given: Any) -> tuple[Any, Any]:

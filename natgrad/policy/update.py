@@ -98,17 +98,17 @@ def describe_move(proposal: Proposal, trials: list[Trial], *, accepted: bool, tr
     solved = proposal.residual, steps, level
     if not accepted:
         return Move(False, 0.0, 0.0, 0.0, 0.0, ratio, *solved, len(trials), trouble)
-    gain, kl = predict(proposal.model, trials[-1].vector)
+    gain, kl = predict_move(proposal.model, trials[-1].vector)
     return Move(True, trials[-1].kl, kl, trials[-1].gain, gain, ratio, *solved, len(trials) - 1)
 
 
 def measure_ratio(model: Quadratic, trial: Trial) -> float:
     """The smaller of real over predicted gain and predicted over real KL."""
-    gain, kl = predict(model, trial.vector)
+    gain, kl = predict_move(model, trial.vector)
     return min(trial.gain / gain, kl / trial.kl if trial.kl > 0 else 1.0)
 
 
-def predict(model: Quadratic, vector: Tensor) -> tuple[float, float]:
+def predict_move(model: Quadratic, vector: Tensor) -> tuple[float, float]:
     """The gain by the slope, and the KL by the quadratic model, of a multiple of the proposal."""
     # the vector is s times the proposal: its gain is s times, its KL s^2 times that of the proposal
     gain, proposed = -float(model.slope(FlatStep(vector, vector))), -float(model.slope(model.proposal))
@@ -130,7 +130,7 @@ class Surrogate:
             rows = rollout.rows
             self.log_prob = actor.head.log_prob(rows, rollout.draws)
             self.rows = rows.double()  # KL of a small step is a difference of near-equals
-        self.advantages = standardise(rollout.advantages, part)
+        self.advantages = standardise_values(rollout.advantages, part)
         self.value = self._value(rollout.rows)  # here, as all that is a mean over this process's states
 
     def at(self, params: Params) -> Tensor:
@@ -206,7 +206,7 @@ class SurrogateLoss:
         return {name: self.params[name].detach() + step[name] for name in self.space}
 
 
-def standardise(values: Tensor, part: BatchPart) -> Tensor:
+def standardise_values(values: Tensor, part: BatchPart) -> Tensor:
     """(v - mean) / std over all processes' values, (B,); zeros where all are equal."""
     centred = values - part.mean(values.mean())
     return centred / (part.mean(centred.square().mean()).sqrt() + torch.finfo(values.dtype).tiny).clamp(min=1e-8)

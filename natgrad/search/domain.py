@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,14 +25,16 @@ class Domain:
     lower: Tensor  # lower bounds, shape (d,); -infinity for none
     upper: Tensor  # upper bounds, shape (d,); infinity for none
     integer: Tensor  # True for the variables that are rounded, shape (d,)
-    bounded: bool  # True if any bound is finite
-    mixed: bool  # True if any variable is rounded
 
-    @staticmethod
-    def of(scale: Tensor, lower: Tensor, upper: Tensor, integer: Tensor) -> Domain:
-        """A domain that knows whether it has bounds or integers, which every generation asks."""
-        bounded = bool(torch.isfinite(lower).any() or torch.isfinite(upper).any())
-        return Domain(scale, lower, upper, integer, bounded, bool(integer.any()))
+    @cached_property
+    def bounded(self) -> bool:
+        """True if any bound is finite."""
+        return bool(torch.isfinite(self.lower).any() or torch.isfinite(self.upper).any())
+
+    @cached_property
+    def mixed(self) -> bool:
+        """True if any variable is rounded."""
+        return bool(self.integer.any())
 
     def points(self, latent: Tensor) -> Tensor:
         """x (..., d) of u, the search's own coordinates."""

@@ -82,7 +82,7 @@ class GaussianSearch(Search):
         integer = as_integer_mask(integers, start)
         settings = {"bounds": (lower, upper), "integers": integer, "model": model, "tolerances": tolerances}
         self._arguments = start, as_tensor(sigma0, "sigma0"), settings  # copies: restarts come later
-        self.domain = Domain.of(scale, *round_bounds(lower, upper, integer), integer)
+        self.domain = Domain(scale, *round_bounds(lower, upper, integer), integer)
         self.model = Full() if model is None else model
         self.model.check(len(start))
         self.popsize = as_popsize(popsize, self.model.popsize(len(start)))
@@ -134,6 +134,104 @@ class GaussianSearch(Search):
         self._asked = (points, normals, steps)
         return points.clone()
 
+    def _check_candidates(self, X: Any, F: Any) -> tuple[Tensor, Tensor]:
+        points, values = super()._check_candidates(X, F)
+        return self.domain.admit(points), values
+
+    def _move(self, points: Tensor, values: Tensor) -> None:
+        ranking = Ranking.of(values)
+        normals, steps = self._recover_draws(points)
+        if self._neighbours is not None:  # integers alone: steps of real variables shrink without end, beside which
+            normals, steps = self._measure_rounded_steps(points, normals, steps)  # a whole one is out of proportion
+        self._asked, before = None, self._state
+        if not ranking.flat:
+            order = ranking.order
+            self._state = self.model.advance(self._state, normals[order], steps[order], ranking)
+        elif torch.isfinite(values[0]):  # a plateau: look farther
+            self._state = self._state | {"sigma": self.sigma * 1.2}
+        self._overflown = not self._can_draw()
+        if self._overflown:
+            self._state = before
+        if self.domain.mixed:
+            self._keep_margin()
+        self._monitor.record(values, self._largest_deviation(), self._state)
+        if self._neighbours is not None:
+            self._watch_neighbours(self._neighbours, points)
+
+    def _recover_draws(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        """z and A z behind the points; points that were not asked for are treated as injected."""
+        if self._asked is not None:
+            asked, normals, steps = self._asked
+            if torch.equal(points, asked):
+                return normals, steps
+            same = (points == asked).all(1, keepdim=True)
+            z, y = self._shorten_foreign_steps(points)
+            return torch.where(same, normals, z), torch.where(same, steps, y)
+        return self._shorten_foreign_steps(points)
+
+    def _shorten_foreign_steps(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        """z and A z of points from elsewhere, shortened to the length of typical draws: Hansen 2011."""
+        steps = (self.domain.latent(points) - self._state["mean"]) / self.sigma
+        if self.domain.mixed:
+            steps = steps / self._state["stretch"]
+        normals = self.model.whiten(self._state, steps)
+        d = points.shape[1]
+        shrink = ((d**0.5 + 2 * d / (d + 2)) / normals.norm(dim=1, keepdim=True)).clamp(max=1)
+        return normals * shrink, steps * shrink
+
+    def _measure_rounded_steps(self, points: Tensor, normals: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+        """z and A z with the steps to the integers that were evaluated, where these differ from those of the centre."""
+        # A draw of 0.6 was evaluated at 1. If its step were 0.6, the mean would stay at 0 however much better 1 is, and
+        # the deviation would shrink below the grid.
+        rounded = (self.domain.latent(points) - self._state["mean"]) / (self.sigma * self._state["stretch"])
+        moved = self.domain.integer & (points != self.mean)
+        steps = torch.where(moved, rounded, steps)
+        return torch.where(moved.any(1, keepdim=True), self.model.whiten(self._state, steps), normals), steps
+
+    def _can_draw(self) -> bool:
+        """True if all numbers of the state are finite, and candidates far from the mean are, too."""
+        mean, sigma = self._state["mean"], self.sigma
+        if not (math.isfinite(sigma) and all(all_finite(part) for part in leaves(dict(self._state)))):
+            return False
+        steps = self.model.steps(self._state, torch.full_like(mean, FAR).unsqueeze(0))[0]
+        return all_finite((mean + sigma * steps) * self.domain.scale)
+
+    def _keep_margin(self) -> None:
+        """Move the means and stretch the deviations of integer variables, so that other integers keep a chance."""
+        variances = self.model.variances(self._state)
+        if variances is None:
+            raise ValueError(
+                f"{self.model} does not know its variances, which integers need: choose Full() or Separable()"
+            )
+        rows = self.domain.integer
+        scale, lower, upper = (bound[rows] for bound in (self.domain.scale, self.domain.lower, self.domain.upper))
+        mean, stretch = self._state["mean"].clone(), self._state["stretch"].clone()
+        unit = self.sigma * variances.sqrt()[rows] * scale
+        margin = 1 / (self.popsize * self._dim())
+        means, deviations = keep_integer_margin(mean[rows] * scale, unit * stretch[rows], lower, upper, margin)
+        mean[rows], stretch[rows] = means / scale, deviations / unit
+        self._state = self._state | {"mean": mean, "stretch": stretch}
+
+    def _largest_deviation(self) -> float:
+        """The largest standard deviation, in the search's own coordinates."""
+        variances = self.model.variances(self._state)
+        return self.sigma * (1.0 if variances is None else float(variances.max()) ** 0.5)
+
+    def _watch_neighbours(self, neighbours: TriedNeighbours, points: Tensor) -> None:
+        """Note whether the search of integers stalls: it ends when no neighbour is better, and goes on from one."""
+        if self._stalled is not None:
+            if torch.equal(self.best.x, neighbours.best):
+                neighbours.record(points)
+                return
+            self._stalled = None
+        why = self._find_reason()
+        if why is not None and why.split(":")[0] in STALLED:
+            self._stalled = why
+            neighbours.start(self.best.x)
+
+    def _dim(self) -> int:
+        return len(self.best.x)
+
     def centre(self) -> Tensor:
         return self.mean
 
@@ -184,7 +282,7 @@ class GaussianSearch(Search):
 
     def measures(self) -> dict[str, float]:
         """`sigma`, and the `condition` number of the covariance where it is known."""
-        return {"sigma": self.sigma} | {name: self._state[name] for name in ("condition",) if name in self._state}
+        return {name: self._state[name] for name in ("sigma", "condition") if name in self._state}
 
     def state_dict(self) -> dict[str, Any]:
         return self._write_progress() | {
@@ -209,104 +307,6 @@ class GaussianSearch(Search):
         if self._neighbours is not None and state.get("neighbours") is not None:
             self._neighbours.load_state_dict(state["neighbours"])
         self._stalled = state.get("stalled")
-
-    def _dim(self) -> int:
-        return len(self.best.x)
-
-    def _check_candidates(self, X: Any, F: Any) -> tuple[Tensor, Tensor]:
-        points, values = super()._check_candidates(X, F)
-        return self.domain.admit(points), values
-
-    def _move(self, points: Tensor, values: Tensor) -> None:
-        ranking = Ranking.of(values)
-        normals, steps = self._recover_draws(points)
-        if self._neighbours is not None:  # integers alone: steps of real variables shrink without end, beside which
-            normals, steps = self._measure_rounded_steps(points, normals, steps)  # a whole one is out of proportion
-        self._asked, before = None, self._state
-        if not ranking.flat:
-            order = ranking.order
-            self._state = self.model.advance(self._state, normals[order], steps[order], ranking)
-        elif torch.isfinite(values[0]):  # a plateau: look farther
-            self._state = self._state | {"sigma": self.sigma * 1.2}
-        self._overflown = not self._can_draw()
-        if self._overflown:
-            self._state = before
-        if self.domain.mixed:
-            self._keep_margin()
-        self._monitor.record(values, self._largest_deviation(), self._state)
-        if self._neighbours is not None:
-            self._watch_neighbours(self._neighbours, points)
-
-    def _watch_neighbours(self, neighbours: TriedNeighbours, points: Tensor) -> None:
-        """Note whether the search of integers stalls: it ends when no neighbour is better, and goes on from one."""
-        if self._stalled is not None:
-            if torch.equal(self.best.x, neighbours.best):
-                neighbours.record(points)
-                return
-            self._stalled = None
-        why = self._find_reason()
-        if why is not None and why.split(":")[0] in STALLED:
-            self._stalled = why
-            neighbours.start(self.best.x)
-
-    def _can_draw(self) -> bool:
-        """True if all numbers of the state are finite, and candidates far from the mean are, too."""
-        mean, sigma = self._state["mean"], self.sigma
-        if not (math.isfinite(sigma) and all(all_finite(part) for part in leaves(dict(self._state)))):
-            return False
-        steps = self.model.steps(self._state, torch.full_like(mean, FAR).unsqueeze(0))[0]
-        return all_finite((mean + sigma * steps) * self.domain.scale)
-
-    def _recover_draws(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        """z and A z behind the points; points that were not asked for are treated as injected."""
-        if self._asked is not None:
-            asked, normals, steps = self._asked
-            if torch.equal(points, asked):
-                return normals, steps
-            same = (points == asked).all(1, keepdim=True)
-            z, y = self._shorten_foreign_steps(points)
-            return torch.where(same, normals, z), torch.where(same, steps, y)
-        return self._shorten_foreign_steps(points)
-
-    def _measure_rounded_steps(self, points: Tensor, normals: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-        """z and A z with the steps to the integers that were evaluated, where these differ from those of the centre."""
-        # A draw of 0.6 was evaluated at 1. If its step were 0.6, the mean would stay at 0 however much better 1 is, and
-        # the deviation would shrink below the grid.
-        rounded = (self.domain.latent(points) - self._state["mean"]) / (self.sigma * self._state["stretch"])
-        moved = self.domain.integer & (points != self.mean)
-        steps = torch.where(moved, rounded, steps)
-        return torch.where(moved.any(1, keepdim=True), self.model.whiten(self._state, steps), normals), steps
-
-    def _shorten_foreign_steps(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        """z and A z of points from elsewhere, shortened to the length of typical draws: Hansen 2011."""
-        steps = (self.domain.latent(points) - self._state["mean"]) / self.sigma
-        if self.domain.mixed:
-            steps = steps / self._state["stretch"]
-        normals = self.model.whiten(self._state, steps)
-        d = points.shape[1]
-        shrink = ((d**0.5 + 2 * d / (d + 2)) / normals.norm(dim=1, keepdim=True)).clamp(max=1)
-        return normals * shrink, steps * shrink
-
-    def _keep_margin(self) -> None:
-        """Move the means and stretch the deviations of integer variables, so that other integers keep a chance."""
-        variances = self.model.variances(self._state)
-        if variances is None:
-            raise ValueError(
-                f"{self.model} does not know its variances, which integers need: choose Full() or Separable()"
-            )
-        rows = self.domain.integer
-        scale, lower, upper = (bound[rows] for bound in (self.domain.scale, self.domain.lower, self.domain.upper))
-        mean, stretch = self._state["mean"].clone(), self._state["stretch"].clone()
-        unit = self.sigma * variances.sqrt()[rows] * scale
-        margin = 1 / (self.popsize * self._dim())
-        means, deviations = keep_integer_margin(mean[rows] * scale, unit * stretch[rows], lower, upper, margin)
-        mean[rows], stretch[rows] = means / scale, deviations / unit
-        self._state = self._state | {"mean": mean, "stretch": stretch}
-
-    def _largest_deviation(self) -> float:
-        """The largest standard deviation, in the search's own coordinates."""
-        variances = self.model.variances(self._state)
-        return self.sigma * (1.0 if variances is None else float(variances.max()) ** 0.5)
 
 
 def build_alike(

@@ -23,6 +23,7 @@ from natgrad.search import (
 )
 from natgrad.search.cma import choose_constants
 from natgrad.search.domain import fold, unfold
+from natgrad.search.gaussian import draw_orthogonal_normals
 from natgrad.search.sparse import eliminate_variables, group_by_neighbours
 from natgrad.search.xnes import weigh_places
 
@@ -122,6 +123,14 @@ def test_steps_and_whiten_are_inverse(name: str):
     assert_close(search.model.whiten(search.state, search.model.steps(search.state, z)), z)
 
 
+def test_draws_are_orthogonal_d_at_a_time():
+    rows = draw_orthogonal_normals(8, torch.zeros(3, dtype=torch.float64), torch.Generator().manual_seed(0))
+    for block in rows.split(3):
+        products = block @ block.mT
+        assert_close(products, torch.diag(products.diagonal()), atol=1e-12, rtol=0)
+    assert float((rows[2] @ rows[3]).abs()) > 1e-3  # of different blocks
+
+
 # Bounds.
 
 
@@ -219,6 +228,24 @@ def test_restarts_find_what_one_run_misses():
     assert not once.success
     assert often.success
     assert max(often.history["run"]) >= 1
+
+
+def test_a_run_that_settles_above_the_target_makes_room_for_the_next():
+    """The least value is 1, the target 0: earlier runs end with 1e-5 of the distance, the last one goes on."""
+
+    def run(ftarget: float | None) -> tuple[ng.search.SearchResult, int, float]:
+        settings = {"ftarget": ftarget, "restarts": IPOP(2, factor=1), "seed": 0}
+        result = ng.minimize(lambda X: 1 + sphere(X), [3.0, -2.0, 1.0], 1.0, **settings)
+        history = result.history
+        last = max(k for k, number in enumerate(history["run"]) if number == 0)
+        return result, history["nfev"][last], history["best"][last]
+
+    (aimed, nfev, best), (_, free_nfev, free_best) = run(0.0), run(None)
+    assert nfev < 0.8 * free_nfev
+    assert free_best - 1 < best - 1 < 1e-5
+    assert aimed.message.startswith("tolfun")
+    assert aimed.fun - 1 < 1e-11
+    assert not aimed.success
 
 
 # Models of the covariance.
