@@ -342,12 +342,12 @@ def read_step(answer: Any) -> Any:
     return np.array(answer[0]), *answer[1:]
 
 
-def as_reward(given: Any) -> float:
+def as_reward(reward: Any) -> float:
     """A number, or an array of one. EnvironmentFault for anything else."""
     try:
-        return float(np.asarray(given).reshape(()).item())
+        return float(np.asarray(reward).reshape(()).item())
     except (TypeError, ValueError) as error:
-        raise EnvironmentFault(f"the environment returned the reward {given!r}, expected a number") from error
+        raise EnvironmentFault(f"the environment returned the reward {reward!r}, expected a number") from error
 
 
 def take_action(actions: Array, i: int) -> Any:

@@ -82,7 +82,7 @@ class BernoulliSearch(BitSearch):
     @property
     def probabilities(self) -> Tensor:
         """P(x_i = 1), shape (n,)."""
-        if self._climbing and self._noisy is False and not self._seconds_turn:
+        if self._climbing and self._noisy is False and not self._elsewhere:
             return self._main.parent.clamp(self.margin, 1 - self.margin)
         return torch.sigmoid(2 * self.theta)
 
@@ -111,8 +111,7 @@ class BernoulliSearch(BitSearch):
     def _has_ended(self) -> bool:
         """True if the first climb should begin."""
         # while the point at which the regression is least is the best so far, the regression has all its patience
-        led = bool((self._tried == self.best.x).all(1).any())
-        if led:
+        if bool((self._tried == self.best.x).all(1).any()):
             return self._stands_still(self._draws - self._drawn_at, SECOND)
         return self._stands_still(self.nfev - self.best.nfev, LEAST)
 
