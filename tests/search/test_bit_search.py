@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from black_boxes import list_discrete
 from torch import Tensor
 from torch.testing import assert_close
 
 import natgrad as ng
-from natgrad.search import CGA, PBIL, BitSearch, CategoricalSearch
+from natgrad.search import CGA, PBIL, BitSearch
 
 
 def onemax(X: Tensor) -> Tensor:
@@ -135,12 +136,7 @@ def test_a_search_goes_on_bit_for_bit_in_every_phase(cut: int):
 
 
 RESTARTED = {
-    "bernoulli": lambda: ng.BernoulliSearch(8, seed=1, popsize=10),
-    "pbil": lambda: ng.BernoulliSearch(8, seed=1, popsize=10, update=PBIL(0.5, 3)),
-    "cga": lambda: ng.BernoulliSearch(8, seed=1, update=CGA(4)),
-    "markov": lambda: ng.MarkovSearch(8, seed=1, popsize=10),
-    "markov, cliques given": lambda: ng.MarkovSearch(8, [(0, 1), (2, 3)], seed=1, popsize=10),
-    "categories": lambda: CategoricalSearch([2] * 8, seed=1, popsize=10),
+    **list_discrete(8, seed=1, popsize=10),
     "gaussian": lambda: ng.GaussianSearch([0.1] * 8, 0.1, seed=1, popsize=10, bounds=(0, 1), integers=range(8)),
 }
 
@@ -156,7 +152,7 @@ def test_a_given_search_starts_again_with_another_population(name: str, restarts
     result = ng.minimize(flat, RESTARTED[name](), callback=lambda s: seen.append(s.popsize), **settings)
     assert result.nfev <= 900
     assert max(result.history["run"]) >= 1
-    if name != "cga":  # whose population is in its update
+    if name != "bits, CGA":  # whose population is in its update
         assert max(seen) > seen[0]
     for budget in (500, 900):
         parts = ng.minimize(flat, RESTARTED[name](), checkpoint=tmp_path / "parts", **settings | {"maxfevals": budget})

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from black_boxes import ellipsoid, rosenbrock, sphere
+from black_boxes import MODELS, ellipsoid, rosenbrock, sphere
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -15,9 +15,6 @@ from natgrad.search import (
     BIPOP,
     IPOP,
     XNES,
-    Full,
-    LowRank,
-    Separable,
     SparsePrecision,
     Tolerances,
 )
@@ -86,13 +83,6 @@ def symmetric(entries: Tensor, d: int) -> Tensor:
 
 
 CYCLE = ((0, 1), (1, 2), (2, 3), (0, 3))
-MODELS = {
-    "full": Full(),
-    "separable": Separable(),
-    "sparse": SparsePrecision([(0, 1)]),
-    "xnes": XNES(),
-    "low rank": LowRank(),
-}
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "low rank"])

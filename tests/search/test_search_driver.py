@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from black_boxes import one_value, sphere
+from black_boxes import list_discrete, one_value, sphere
 from torch import Tensor
 
 import natgrad as ng
@@ -55,10 +55,7 @@ def test_any_pool_gives_the_same_search(pool, vectorized: bool):
 
 SEARCHES = {
     "gaussian": lambda: ng.GaussianSearch([1.0, 2.0], 1.0, seed=1, model=Separable()),
-    "bits": lambda: ng.BernoulliSearch(8, popsize=6, seed=1),
-    "pbil": lambda: ng.BernoulliSearch(8, popsize=6, seed=1, update=PBIL(0.2, 2)),
-    "markov": lambda: ng.MarkovSearch(8, [(0, 1), (2, 3)], popsize=6, seed=1),
-    "categories": lambda: CategoricalSearch([3, 2, 4], popsize=6, seed=1),
+    **list_discrete(8, seed=1, popsize=6),
     "product": lambda: ProductSearch(
         ng.GaussianSearch([1.0, 2.0], 1.0, 12, seed=1), CategoricalSearch([3, 3], 12, seed=2, update=PBIL(0.2, 3))
     ),
