@@ -68,7 +68,6 @@ class Head(ABC):
             Nats, shape (b,).
         """
 
-    @abstractmethod
     def actions(self, draws: Tensor) -> Array:
         """Draws as the environment takes them.
 
@@ -78,6 +77,8 @@ class Head(ABC):
         Returns:
             An array (b, ...) of the space's shape and dtype.
         """
+        chosen = draws.cpu().numpy().reshape(-1, *self.space.shape) + getattr(self.space, "start", 0)
+        return chosen.astype(self.space.dtype)
 
     def on(self, space: Any) -> Head:
         """This head for a space.
@@ -156,9 +157,6 @@ class DiscreteHead(Head):
     def entropy(self, rows: Tensor) -> Tensor:
         return measure_choice_entropy(rows)
 
-    def actions(self, draws: Tensor) -> Array:
-        return draws.cpu().numpy() + int(self.space.start)
-
 
 @dataclass(frozen=True)
 class MultiDiscreteHead(Head):
@@ -195,10 +193,6 @@ class MultiDiscreteHead(Head):
     def entropy(self, rows: Tensor) -> Tensor:
         return torch.stack([measure_choice_entropy(part) for part in rows.split(self.sizes, dim=1)]).sum(0)
 
-    def actions(self, draws: Tensor) -> Array:
-        shaped = draws.cpu().numpy().reshape(-1, *self.space.shape)
-        return (shaped + self.space.start).astype(self.space.dtype)
-
 
 @dataclass(frozen=True)
 class MultiBinaryHead(Head):
@@ -223,9 +217,6 @@ class MultiBinaryHead(Head):
 
     def entropy(self, rows: Tensor) -> Tensor:
         return (functional.softplus(rows) - rows * rows.sigmoid()).sum(1)
-
-    def actions(self, draws: Tensor) -> Array:
-        return draws.cpu().numpy().astype(self.space.dtype).reshape(-1, *self.space.shape)
 
 
 @dataclass(frozen=True)
