@@ -27,23 +27,23 @@ class Domain:
     integer: Tensor  # True for the variables that are rounded, shape (d,)
 
     @cached_property
-    def bounded(self) -> bool:
+    def has_bounds(self) -> bool:
         """True if any bound is finite."""
         return bool(torch.isfinite(self.lower).any() or torch.isfinite(self.upper).any())
 
     @cached_property
-    def mixed(self) -> bool:
+    def has_integers(self) -> bool:
         """True if any variable is rounded."""
         return bool(self.integer.any())
 
     def points(self, latent: Tensor) -> Tensor:
         """x (..., d) of u, the search's own coordinates."""
         x = latent * self.scale
-        if self.bounded:
+        if self.has_bounds:
             x = torch.where(self.integer, x, fold(x, self.lower, self.upper))
-        if self.mixed:
+        if self.has_integers:
             x = torch.where(self.integer, x.round(), x)
-        return x.clamp(self.lower, self.upper) if self.bounded else x
+        return x.clamp(self.lower, self.upper) if self.has_bounds else x
 
     def admit(self, points: Tensor) -> Tensor:
         """The points (N, d), brought back to bounds and integers where they miss them by the round-off of float32."""
@@ -61,7 +61,7 @@ class Domain:
 
     def latent(self, points: Tensor) -> Tensor:
         """A u whose image is x (..., d), within the bounds."""
-        if self.bounded:
+        if self.has_bounds:
             points = torch.where(self.integer, points, unfold(points, self.lower, self.upper))
         return points / self.scale
 

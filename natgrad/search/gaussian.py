@@ -91,7 +91,7 @@ class GaussianSearch(Search):
         self.best = Best(inside, torch.inf, 0)
         self._generator = build_generator(seed, start.device)
         self._state: State = self.model.start(self.domain.latent(start), sigma, self.popsize)
-        if self.domain.mixed:
+        if self.domain.has_integers:
             self._state["stretch"] = torch.ones_like(start)
             self._keep_margin()
         self._neighbours = TriedNeighbours(self.domain.lower, self.domain.upper) if bool(integer.all()) else None
@@ -99,7 +99,7 @@ class GaussianSearch(Search):
         self._asked: tuple[Tensor, Tensor, Tensor] | None = None
         tolerances = Tolerances() if tolerances is None else tolerances
         # a better integer comes with a chance of about 1 / popsize in a generation: equal values say less
-        patience = 3 if self.domain.mixed else 1
+        patience = 3 if self.domain.has_integers else 1
         self._monitor = ConvergenceMonitor(tolerances, len(start), self.popsize, sigma, patience)
 
     @property
@@ -124,9 +124,9 @@ class GaussianSearch(Search):
         mean = self._state["mean"]
         normals = draw_orthogonal_normals(self.popsize, mean, self._generator)
         steps = self.model.steps(self._state, normals)
-        spread = steps * self._state["stretch"] if self.domain.mixed else steps
+        spread = steps * self._state["stretch"] if self.domain.has_integers else steps
         points = self.domain.points(torch.add(mean, spread, alpha=self.sigma))
-        if self.domain.mixed:
+        if self.domain.has_integers:
             domain = self.domain
             points = move_repeats(points, self.mean, domain.integer, domain.lower, domain.upper, self._generator)
         if self._neighbours is not None and self.asks_for_neighbours:
@@ -152,7 +152,7 @@ class GaussianSearch(Search):
         self._overflown = not self._can_draw()
         if self._overflown:
             self._state = before
-        if self.domain.mixed:
+        if self.domain.has_integers:
             self._keep_margin()
         self._monitor.record(values, self._largest_deviation(), self._state)
         if self._neighbours is not None:
@@ -172,7 +172,7 @@ class GaussianSearch(Search):
     def _shorten_foreign_steps(self, points: Tensor) -> tuple[Tensor, Tensor]:
         """z and A z of points from elsewhere, shortened to the length of typical draws: Hansen 2011."""
         steps = (self.domain.latent(points) - self._state["mean"]) / self.sigma
-        if self.domain.mixed:
+        if self.domain.has_integers:
             steps = steps / self._state["stretch"]
         normals = self.model.whiten(self._state, steps)
         d = points.shape[1]
@@ -270,7 +270,7 @@ class GaussianSearch(Search):
         Args:
             target: The value that is wanted.
         """
-        return not self.domain.mixed and self._monitor.has_settled(self.best.fun - target)
+        return not self.domain.has_integers and self._monitor.has_settled(self.best.fun - target)
 
     @property
     def asks_for_neighbours(self) -> bool:
