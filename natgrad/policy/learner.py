@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,9 +21,9 @@ from torch.nn.utils import skip_init
 
 from natgrad.ground.checks import check_integer
 from natgrad.ground.linalg import all_finite
-from natgrad.ground.messages import Columns, Explained
+from natgrad.ground.messages import Columns, Explained, write_choices
 from natgrad.ground.progress import Progress, check_callback
-from natgrad.ground.pure import check_followed, keep_gradient_mode, leaves, run_detached
+from natgrad.ground.pure import keep_gradient_mode, leaves, run_detached
 from natgrad.ground.spaces import Space
 from natgrad.ground.state_files import read_state_file, write_state_file
 from natgrad.metrics import fisher
@@ -31,7 +31,6 @@ from natgrad.operators import Operator
 from natgrad.optim import (
     Accidents,
     Attributes,
-    guard_steps,
     meet_processes,
     read_parts,
     refuse_processes,
@@ -39,20 +38,384 @@ from natgrad.optim import (
     update_jointly,
     write_parts,
 )
-from natgrad.policy.actor import Actor, call_module, describe_outputs, find_acting, is_column, probe_size
+from natgrad.policy.actor import Actor, choose_probe_size, find_acting
+from natgrad.policy.advantage import (
+    BatchPart,
+    Critic,
+    RewardScale,
+    Rollout,
+    check_values,
+    estimate_advantages,
+    explain_variance,
+)
 from natgrad.policy.environments import Environments, Episode, take_action
 from natgrad.policy.heads import GaussianHead, Head, choose_head
-from natgrad.policy.images import find_channel_order
-from natgrad.policy.joined_rollouts import BatchPart, join_episodes, join_moments
-from natgrad.policy.natural_step import Move, Proposal, propose_nothing, take_step
-from natgrad.policy.normalise import ObservationScale, RewardScale
-from natgrad.policy.rollout import Rollout, collect, estimate_advantages, explain_variance
-from natgrad.policy.sb3_calls import as_learning, as_policy, as_prediction, per_agent
-from natgrad.policy.sb3_settings import Translation
+from natgrad.policy.rollout import ObservationScale, collect_steps, join_episodes, join_moments
+from natgrad.policy.sb3 import Translation, as_learning, as_policy, as_prediction, per_agent
 from natgrad.policy.settings import CriticTraining, NaturalStep, Rollouts, choose_damping
-from natgrad.policy.surrogate import Surrogate, SurrogateLoss
+from natgrad.policy.update import Move, Proposal, Surrogate, SurrogateLoss, propose_nothing, take_step
 from natgrad.rules import FlatStep, Quadratic, Rule
 from natgrad.structures import Exact
+
+SEED_DISTANCE = 1_000_003  # between the seeds of two processes
+SHOWN = {"return": "return", "KL": "kl", "entropy": "entropy"}  # by `learn`, and where the history has it
+
+
+class PolicyLearner(Explained):
+    """A policy in an environment, under training. A subclass says by which rule a step gets its length.
+
+    Args:
+        policy: The network, or None or "MlpPolicy" for the default one.
+        env: A gymnasium environment, vector environment, registered name, or a sequence of them.
+        critic: A module from observations to (b,) or (b, 1), or None for the default one.
+        head: The distribution of actions, or None for the space's own.
+        choices: The keywords, as `translate_choices` gives them.
+        groups: The groups of settings by name, as `read_groups` gives them.
+    """
+
+    rate = 1.0  # of the step that the rule is given
+
+    def __init__(
+        self,
+        policy: nn.Module | str | None,
+        env: Any,
+        critic: nn.Module | None,
+        head: Head | None,
+        choices: Translation,
+        groups: Mapping[str, Any],
+    ) -> None:
+        self.rollouts: Rollouts = groups["rollouts"]
+        self.worlds, self.batch = Environments(env, self.rollouts.max_episode_steps), self.rollouts.batch
+        if choices.steps is not None:
+            self.batch = self.worlds.count * check_integer("n_steps", choices.steps, 1)
+        self.head = choose_head(self.worlds.action_space, head)
+        self.radius = choices.find_radius(self.head)
+        self.natural_step: NaturalStep = choices.find_step(groups["natural_step"], self.head)
+        self.structure = self.natural_step.structure or Exact()
+        self.damping = choose_damping(self.natural_step.damping, self.head)
+        self.verbose, self.accidents = choices.verbose, Accidents(self.natural_step.on_trouble)
+        self.generator = torch.Generator().manual_seed(self.rollouts.seed)
+        self._build(policy, critic, groups["critic_training"], choices)
+        untouched = as_policy(policy) is None and head is None
+        self.width = WidthTrial(self._set_share, untouched and is_wide(self.head))
+        modules = nn.ModuleList([self.actor, *([self.critic.module] if self.critic.module is not None else [])])
+        settings = self.rollouts.batch, self.natural_step, groups["critic_training"], self.rule
+        self.processes = meet_processes(dict(modules.named_parameters()), self.rollouts.group, *settings)
+        self._draws = torch.Generator(self.device).manual_seed(self.rollouts.seed + SEED_DISTANCE * self.processes.rank)
+        self._predictions = torch.Generator(self.device).manual_seed(self.rollouts.seed + 1)
+        self.scale = ObservationScale(self.worlds.shape, self.rollouts.normalize_observations and self.worlds.scalable)
+        join = partial(join_moments, self.processes)
+        self.reward_scale = RewardScale(self.worlds.count, self.rollouts.gamma, self.rollouts.normalize_rewards, join)
+        self.history = LearningHistory()
+        self.rollout: Rollout | None = None
+        self.steps, self.updates, self._begun, self._amount, self._memory = 0, 0, 0, self.damping.initial(), None
+
+    def _build(self, policy: Any, critic: nn.Module | None, training: CriticTraining, choices: Translation) -> None:
+        """The networks, checked on an example state; those not given are perceptrons drawn from the generator."""
+        policy = as_policy(policy)
+        for name, module in (("policy", policy), ("critic", critic)):
+            if not isinstance(module, (nn.Module, type(None))):
+                raise TypeError(f"{name} is {type(module).__name__}, expected a torch.nn.Module or None")
+            refuse_processes(module, name)
+        check_defaults(choices, policy)
+        like = torch.zeros((), device=choices.device) if policy is None else next(policy.parameters(), None)
+        if like is None:
+            raise ValueError("policy has no parameter to train")
+        like = like.detach()
+        example, inputs = like.new_zeros(self.worlds.shape), max(math.prod(self.worlds.shape), 1)
+        hidden, activation = choices.hidden or HIDDEN, choices.activation or nn.Tanh
+        if policy is None:  # near zero at first
+            sizes = [inputs, *hidden[0], getattr(self.head, "dimensions", self.head.width)]
+            policy = build_perceptron(sizes, 0.01, activation, self.generator, like)
+        self.policy, self.device = policy, like.device
+        with use_eval_mode(policy):
+            self.actor = Actor(policy, self.head, example).to(like.device)
+            self.params = find_acting(self.actor, example)
+        if critic is None and not self.actor.valued:
+            critic = build_perceptron([inputs, *hidden[1], 1], 1.0, activation, self.generator, like)
+        order: tuple[int, ...] = ()
+        if critic is not None:
+            with use_eval_mode(critic):
+                order = check_values(critic, example, choose_probe_size(self.head))
+        self.critic = Critic(critic, self.actor, set(self.params), training, order)
+        self.metric = fisher(self.actor, self.head.family)
+
+    def __repr__(self) -> str:
+        step, worlds = self.natural_step, self.worlds
+        how = {"solver": step.solver, "structure": self.structure, "damping": self.damping}
+        sizes = {"environments": worlds.count, "batch": self.batch}
+        done = {"steps": self.steps, "updates": self.updates}
+        return write_choices(self, policy=self.policy, head=self.head, **self._lengths(), **sizes, **how, **done)
+
+    @property
+    def failures(self) -> int:
+        """Updates in which a number was not finite: policy or critic stayed as they were."""
+        return self.accidents.count
+
+    @property
+    @abstractmethod
+    def rule(self) -> Rule:
+        """What gives a step its length."""
+
+    def _lengths(self) -> dict[str, Any]:
+        """What was chosen of that, for the representation."""
+        return {}
+
+    @keep_gradient_mode
+    def learn(
+        self,
+        total_steps: float | None = None,
+        callback: Callable[[Any], Any] | None = None,
+        progress: bool | None = None,
+        **spelled: Any,
+    ) -> LearningHistory:
+        """Train in whole batches, and return the history so far. Ctrl-C ends it after the last whole update.
+
+        Args:
+            total_steps: At least so many more steps, of all environments together.
+            callback: Called with the learner after each update; training stops if it returns True.
+            progress: True for a bar, False for none; None for one where the standard error is a terminal.
+            **spelled: `total_timesteps` and `progress_bar`, as stable-baselines3 calls total_steps and progress.
+
+        Raises:
+            EnvironmentFault: If an environment raises, returns NaN or never ends. The current update is undone then.
+        """
+        steps, progress = as_learning(total_steps, progress, spelled)
+        steps = int(steps) if isinstance(steps, float) and steps.is_integer() else steps  # 1e5 is meant so
+        steps = check_integer("total_steps", steps, 1)
+        check_callback(callback, "the learner")
+        begun = self.steps
+        with Progress("steps", steps, self.verbose if progress is None else progress) as shown:
+            while self.steps < begun + steps:
+                try:
+                    self._update()
+                    last = self.history.last()
+                    shown.update(self.steps - begun, {word: last[key] for word, key in SHOWN.items()})
+                    if callback is not None and self._ends(callback(self) is True):
+                        break
+                except KeyboardInterrupt:
+                    break
+        return self.history
+
+    def _ends(self, asked: bool) -> bool:
+        """Whether the callback of some process asked to end."""
+        return any(ends for (ends,) in self.processes.share_numbers([asked], self.device))
+
+    def _update(self) -> None:
+        """One update, or none at all: whatever interrupts it, the state is as before."""
+        start, before = time.perf_counter(), deepcopy(write_parts(self._parts()))
+        try:
+            with use_eval_mode(self.actor, self.critic.module):
+                row = self._advance()
+        except BaseException:
+            read_parts(self._parts(), before, "an update")
+            self.worlds.begin_anew()
+            raise
+        self.history.add({**row, "seconds": time.perf_counter() - start})
+
+    def _advance(self) -> dict[str, Any]:
+        rollout = self._collect()
+        part = BatchPart.of(self.processes, len(rollout))
+        surrogate = Surrogate(self.actor, rollout, part, self.natural_step.entropy_weight)
+        move = self._move(surrogate, self._choose_metric_states(rollout, part))
+        self._amount = self.damping.update(self._amount, move.ratio)
+        explained = explain_variance(*map(self.processes.gather_rows, (rollout.returns, rollout.values)))
+        loss, fitted = self.critic.fit(rollout, part, self.generator)
+        self.accidents.meet(move.trouble or (None if fitted else "the critic, fitted to the returns, is not finite"))
+        self.width.look_at(rollout.episodes)
+        self.rollout = rollout
+        self.steps, self.updates = self.steps + part.total, self.updates + 1
+        entropy = float(part.mean(self.head.entropy(rollout.rows).mean()))
+        counts = {"update": self.updates, "steps": self.steps}
+        judged = {"entropy": entropy, "explained_variance": explained, "critic_loss": loss}
+        return describe_update(counts, rollout.episodes, move, **judged)
+
+    def _move(self, surrogate: Surrogate, states: Tensor) -> Move:
+        """Take the policy along its natural gradient as far as the rule says, or leave it where it is."""
+        proposal = self._propose(surrogate, states)
+        loss_at = SurrogateLoss(surrogate, self.params, proposal.space)
+        point, move = take_step(self.rule, proposal, loss_at)
+        if point is not None:
+            with torch.no_grad():
+                for name, value in point.items():
+                    self.params[name].copy_(value)
+        return move
+
+    def _set_share(self, share: float) -> None:
+        """What one unit of the policy's outputs is, as a share of half the bounds."""
+        assert isinstance(self.head, GaussianHead)
+        self.head = self.actor.head = replace(self.head, share=share)
+
+    def _collect(self) -> Rollout:
+        if self.worlds.observations is None:
+            self._begun += 1
+        seed = self.rollouts.seed + 7919 * (self._begun - 1) + SEED_DISTANCE * self.processes.rank
+        before, size = copy(self.scale.moments), -(-self.batch // self.processes.size)
+        with self.processes.failing_together(self.device):
+            collected = collect_steps(self.actor, self.worlds, self.scale, size, seed, self._draws)
+        self.scale.moments = join_moments(self.processes, before, self.scale.moments)
+        episodes = join_episodes(self.processes, self.worlds.take_episodes())
+        discounts = self.rollouts.gamma, self.rollouts.gae_lambda
+        return estimate_advantages(collected, self.critic, self.reward_scale, *discounts, episodes)
+
+    def _propose(self, surrogate: Surrogate, states: Tensor) -> Proposal:
+        """The step -(F + damping I)^-1 of the loss's gradient, with the exact Fisher along it."""
+        gradient = surrogate.gradient(self.params)
+        space = Space({name: self.params[name] for name in gradient})
+        g = space.flatten(gradient)
+        if not all_finite(g):
+            return propose_nothing(space, self._amount)
+        params = {name: self.params[name] for name in gradient}
+        known = self._memory, self.metric, params, states
+        operator, memory = update_jointly(self.processes, self.structure, *known)
+        if all(map(all_finite, leaves(memory))):
+            self._memory = memory
+        find_level = partial(self.damping.amount, self._amount)
+        system, amount = shift_blocks(operator, find_level) if self.damping.per_block else (operator, None)
+        amount = find_level(operator) if amount is None else amount
+        solution = self.natural_step.solver.solve(system, g, damping=amount if isinstance(amount, float) else 0.0)
+        x, exact = solution.value, operator
+        if isinstance(self.structure, Exact):
+            image = solution.image - amount * x
+        else:
+            exact = update_jointly(self.processes, Exact(), None, self.metric, params, states)[0]
+            image = exact.mv(x)
+        step = FlatStep(x, image).scale_by(self.rate)
+        return Proposal(space, Quadratic(-g, exact, amount, step, exact.nats, loss=0.0), solution)
+
+    def _choose_metric_states(self, rollout: Rollout, part: BatchPart) -> Tensor:
+        """The states that the metric is taken over: all, or a draw of `metric_batch` of all processes' states."""
+        most = self.natural_step.metric_batch
+        if most is None or most >= part.total:
+            return rollout.states
+        chosen = part.choose(torch.randperm(part.total, generator=self.generator)[:most])
+        return rollout.states[chosen.to(rollout.states.device)]
+
+    def fisher(self, observations: Any = None) -> Operator:
+        """The exact Fisher of the policy, a mean over states.
+
+        Args:
+            observations: As the environment gives them, shape (b, ...); None for the states of the last batch.
+        """
+        if observations is None:
+            if self.rollout is None:
+                raise ValueError("observations is None and there is no batch yet: call learn(), or pass observations")
+            states = self.rollout.states
+        else:
+            states = self._states(observations)[0]
+        with use_eval_mode(self.actor):
+            return self.metric.at(self.params, states)
+
+    @torch.no_grad()
+    def predict(self, observation: Any, deterministic: bool = True, **spelled: Any) -> Any:
+        """The action for an observation, scaled by what training has seen; ValueError for a wrong shape, or NaN.
+
+        Args:
+            observation: As the environment gives it, or a batch of them for a batch of actions.
+            deterministic: True for the likeliest action, False for a draw, from a generator that training does not use.
+            **spelled: With `state` or `episode_start`, as stable-baselines3 passes, the answer is (action, None).
+        """
+        paired = as_prediction(deterministic, spelled)
+        states, alone = self._states(observation)
+        with use_eval_mode(self.actor):
+            rows = run_detached(lambda: self.actor(states))
+        draws = self.head.mode(rows) if deterministic else self.head.draw(rows, self._predictions)
+        actions = self.head.actions(draws)
+        answer = take_action(actions, 0) if alone else actions
+        return (answer, None) if paired else answer
+
+    def _states(self, observation: Any) -> tuple[Tensor, bool]:
+        raw = np.asarray(observation)
+        shape = self.worlds.observation_space.shape or ()
+        alone = raw.shape == shape
+        if not alone and raw.shape[1:] != shape:
+            raise ValueError(f"observation has shape {raw.shape}, expected {shape}, or (b, ...) for a batch of them")
+        rows = self.worlds.encode(raw[None] if alone else raw)
+        if not np.isfinite(rows).all():
+            raise ValueError("observation is not finite: the policy was not asked")
+        return self.scale.states(rows, next(self.actor.parameters())), alone
+
+    def evaluate(self, env: Any, episodes: int = 20, *, deterministic: bool = True, seed: int = 0) -> list[float]:
+        """The returns of whole episodes, the policy and its scales frozen.
+
+        Args:
+            env: As for the learner. In the environments of the training, whose episodes are given up, as in others.
+            episodes: How many. Of several environments each gives its share: long ones count as much as short ones.
+            deterministic: True for the likeliest actions, False for draws.
+            seed: Of the environments.
+        """
+        worlds = Environments(env, None if self.worlds.limit == math.inf else self.worlds.limit)
+        if worlds.shape != self.worlds.shape:
+            raise ValueError(f"env has observations of shape {worlds.shape}, expected {self.worlds.shape}")
+        if worlds.shares_any(self.worlds):
+            self.worlds.begin_anew()
+        observations, returns = worlds.start(seed), []
+        share, extra = divmod(episodes, worlds.count)
+        left = [share + (i < extra) for i in range(worlds.count)]
+        like = next(self.actor.parameters())
+        with use_eval_mode(self.actor), torch.no_grad():
+            while max(left) > 0:
+                rows = run_detached(partial(self.actor, self.scale.states(observations, like)))
+                draws = self.head.mode(rows) if deterministic else self.head.draw(rows, self._predictions)
+                observations = worlds.step(self.head.actions(draws)).following
+                for episode in worlds.take_episodes():
+                    left[episode.index] -= 1
+                    if left[episode.index] >= 0:
+                        returns.append(episode.ret)
+        return returns
+
+    def save(self, path: str | Path) -> None:
+        """All that the next update depends on, for `load` or torch.load(weights_only=True): whole, or not at all.
+
+        Args:
+            path: Of the file. Environments with plain attributes are in it; for others `load` begins new episodes.
+        """
+        write_state_file(self.state_dict(), path)
+
+    @per_agent
+    def load(self, path: str | Path) -> PolicyLearner:
+        """Continue from `save`, bit for bit on the CPU where the environment could be saved. Returns the learner.
+
+        Args:
+            path: Of a file that `save` wrote; ValueError for a damaged one, another kind of file, or other networks.
+        """
+        self.load_state_dict(read_state_file(path, self.device))
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `save` writes."""
+        return {"algorithm": type(self).__name__, **write_parts(self._parts(between_updates=True))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`.
+
+        Args:
+            state: What that returned.
+        """
+        if not isinstance(state, dict) or state.get("algorithm") != type(self).__name__:
+            came = state.get("algorithm", "no algorithm") if isinstance(state, dict) else type(state).__name__
+            raise ValueError(f"the file holds {came}, expected what {type(self).__name__}.save() wrote")
+        parts, saver = self._parts(between_updates=True), f"{type(self).__name__}.save()"
+        read_parts(parts, state, saver, optional={"accidents", "width"})
+
+    def _parts(self, between_updates: bool = False) -> dict[str, Any]:
+        """What an update changes, with what is saved beside it between two of them."""
+        beside = {"history": self.history, "worlds": self.worlds} if between_updates else {}
+        return {
+            "actor": self.actor,
+            "critic": self.critic,
+            "scale": self.scale.moments,
+            "reward_scale": self.reward_scale,
+            "generator": self.generator,
+            "draws": self._draws,
+            "predictions": self._predictions,
+            "amount": Attributes(self, "_amount"),
+            "memory": Attributes(self, "_memory"),
+            "counts": Attributes(self, "steps", "updates", "_begun"),
+            "width": self.width,
+            "accidents": Attributes(self.accidents, "count", "in_a_row"),
+            **beside,
+        }
 
 
 @contextmanager
@@ -66,126 +429,25 @@ def use_eval_mode(*modules: nn.Module | None) -> Generator[None]:
         yield
 
 
-def take_first_parameter(module: nn.Module) -> Tensor:
-    """A tensor of the module's dtype and on its device. ValueError for one without parameters."""
-    first = next(module.parameters(), None)
-    if first is None:
-        raise ValueError("policy has no parameter to train")
-    return first.detach()
-
-
-# How widely real actions are explored at first: half the bounds, or a third of that where episodes last longer
-
-SHARE = 1 / 3
-"""Of half the bounds, the width that is tried."""
-SURE = 3.0
-"""Standard errors by which its mean return must be the higher one."""
-UNIT = 1.0
-"""Of the environment: a narrower width is not tried, since the second batch does not tell what it costs later on."""
-FEWEST = 5
-"""Episodes of a batch that decide anything."""
-
-
-class WidthTrial:
-    """Tries a third of the width in the second batch, if the task ended all episodes of the first; keeps the better.
-
-    A wide start throws a balanced pendulum over. A task whose episodes last until a time limit is left alone: there a
-    wide start is what swings it up.
-
-    Args:
-        set_share: Called with the share of half the bounds that one unit of the policy's outputs is.
-        possible: Whether anything is tried.
-    """
-
-    def __init__(self, set_share: Callable[[float], None], possible: bool) -> None:
-        self.set_share = set_share
-        self.share, self.left = 1.0, 2 if possible else 0
-        self.wide: list[float] = []
-
-    def look_at(self, episodes: Sequence[Episode]) -> None:
-        """Take in the episodes of a batch, and choose the width of the next one."""
-        if not self.left:
-            return
-        self.left -= 1
-        returns = [one.ret for one in episodes]
-        if self.left and len(returns) >= FEWEST and all(one.terminated for one in episodes):
-            self.wide = returns
-            self._choose(SHARE)
-        elif self.left:
-            self.left = 0
-        elif not is_higher(returns, self.wide):
-            self._choose(1.0)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What changes."""
-        return {"share": self.share, "left": self.left, "wide": list(self.wide)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self.left, self.wide = state["left"], list(state["wide"])
-        if state["share"] != self.share:
-            self._choose(state["share"])
-
-    def _choose(self, share: float) -> None:
-        self.share = share
-        self.set_share(share)
-
-
-def is_wide(head: Head) -> bool:
-    """True if a third of every entry's width is one unit of the environment or more."""
-    return isinstance(head, GaussianHead) and bool((SHARE * head.units >= UNIT).all())
-
-
-def is_higher(returns: Sequence[float], others: Sequence[float]) -> bool:
-    """True if the mean of the first is the higher one by three standard errors."""
-    if len(returns) < FEWEST:
-        return False
-    gain = float(np.mean(returns) - np.mean(others))
-    return gain > SURE * math.sqrt(np.var(returns) / len(returns) + np.var(others) / len(others))
-
-
 # What training went through, update by update
 
 COLUMNS = (
-    "update",
-    "steps",
-    "episodes",
-    "return",
-    "length",
-    "accepted",
-    "kl",
-    "predicted_kl",
-    "gain",
-    "predicted_gain",
-    "backtracks",
-    "cg_residual",
-    "cg_steps",
-    "damping",
-    "entropy",
-    "explained_variance",
-    "critic_loss",
-    "seconds",
-)
+    "update", "steps", "episodes", "return", "length", "accepted", "kl", "predicted_kl", "gain", "predicted_gain",
+    "backtracks", "cg_residual", "cg_steps", "damping", "entropy", "explained_variance", "critic_loss", "seconds",
+)  # fmt: skip
 
 
 def describe_update(
     counts: Mapping[str, int], episodes: Sequence[Episode], move: Move, **more: float
 ) -> dict[str, Any]:
     """A row of the history, all but its seconds."""
+    measured = {name: getattr(move, name) for name in COLUMNS if hasattr(move, name)}
     return {
         **counts,
         "episodes": len(episodes),
-        "return": float(np.mean([one.ret for one in episodes])) if episodes else None,
-        "length": float(np.mean([one.length for one in episodes])) if episodes else None,
-        "accepted": move.accepted,
-        "kl": move.kl,
-        "predicted_kl": move.predicted_kl,
-        "gain": move.gain,
-        "predicted_gain": move.predicted_gain,
-        "backtracks": move.backtracks,
-        "cg_residual": move.residual,
-        "cg_steps": move.cg_steps,
-        "damping": move.damping,
+        "return": float(np.mean([episode.ret for episode in episodes])) if episodes else None,
+        "length": float(np.mean([episode.length for episode in episodes])) if episodes else None,
+        **measured,
         **more,
     }
 
@@ -258,46 +520,15 @@ class LearningHistory(Columns):
 
 # The networks of an agent that was given none: tanh perceptrons
 
-HIDDEN = ((64, 64), (64, 64))
+HIDDEN = ((64, 64), (64, 64))  # sizes of the policy's layers and of the critic's
 
 
-@dataclass(frozen=True)
-class Defaults:
-    """What networks that were not given look like.
-
-    Args:
-        hidden: Sizes of the policy's layers and of the critic's.
-        activation: Between them.
-        device: Where they are.
-    """
-
-    hidden: tuple[tuple[int, ...], tuple[int, ...]] = HIDDEN
-    activation: type[nn.Module] = nn.Tanh
-    device: Any = None
-
-    @staticmethod
-    def read(choices: Translation, policy: nn.Module | None) -> Defaults:
-        """As the keywords say. TypeError where they came beside a policy, which is as it is."""
-        if policy is not None and choices.device is not None:
-            raise TypeError("device is of the default network, but a policy was given: write policy.to(device) before")
-        if policy is not None and (choices.hidden or choices.activation):
-            raise TypeError("policy_kwargs is of the default network, but a policy was given: build it as it shall be")
-        return Defaults(choices.hidden or HIDDEN, choices.activation or nn.Tanh, choices.device)
-
-    def build_policy(self, inputs: int, outputs: int, generator: torch.Generator, like: Tensor) -> nn.Sequential:
-        """From observations to action parameters, near zero at first."""
-        return build_perceptron([inputs, *self.hidden[0], outputs], 0.01, self.activation, generator, like)
-
-    def build_critic(self, inputs: int, generator: torch.Generator, like: Tensor) -> nn.Sequential:
-        """From observations to a value."""
-        return build_perceptron([inputs, *self.hidden[1], 1], 1.0, self.activation, generator, like)
-
-
-def check_network(name: str, module: Any) -> None:
-    """TypeError unless it is a module that stands alone, or None."""
-    if not isinstance(module, (nn.Module, type(None))):
-        raise TypeError(f"{name} is {type(module).__name__}, expected a torch.nn.Module or None")
-    refuse_processes(module, name)
+def check_defaults(choices: Translation, policy: nn.Module | None) -> None:
+    """TypeError for keywords of the default network beside a policy, which is as it is."""
+    if policy is not None and choices.device is not None:
+        raise TypeError("device is of the default network, but a policy was given: write policy.to(device) before")
+    if policy is not None and (choices.hidden or choices.activation):
+        raise TypeError("policy_kwargs is of the default network, but a policy was given: build it as it shall be")
 
 
 def build_perceptron(
@@ -313,471 +544,67 @@ def build_perceptron(
     return nn.Sequential(*layers[:-1]).to(like.device)
 
 
-# The critic: a value of every state, fitted to the returns by Adam
+# How widely real actions are explored at first: half the bounds, or a third of that where episodes last longer
+
+SHARE = 1 / 3
+"""Of half the bounds, the width that is tried."""
+SURE = 3.0
+"""Standard errors by which its mean return must be the higher one."""
+UNIT = 1.0
+"""Of the environment: a narrower width is not tried, since the second batch does not tell what it costs later on."""
+FEWEST = 5
+"""Episodes of a batch that decide anything."""
 
 
-class Critic:
-    """V(states) -> (b,), and how it is trained: passes of Adam over minibatches, squared error.
+class WidthTrial:
+    """Tries a third of the width in the second batch, if the task ended all episodes of the first; keeps the better.
 
-    Only parameters that the policy's actions do not depend on are trained. A trunk that both share moves by the natural
-    step alone, so that fitting values never changes the policy's KL.
-
-    Args:
-        module: One of its own, states -> (b,) or (b, 1); None for the value that the policy returns beside its rows.
-        actor: The policy.
-        reached: Names of the parameters that the actions depend on.
-        training: Adam's rate, and how often it sees what.
-        order: Of the states' axes, as the module takes them.
-
-    Raises:
-        ValueError: If there is no parameter to train.
+    A wide start throws a balanced pendulum over. A task whose episodes last until a time limit is left alone: there a
+    wide start is what swings it up.
     """
 
-    def __init__(
-        self,
-        module: nn.Module | None,
-        actor: Actor,
-        reached: set[str],
-        training: CriticTraining,
-        order: tuple[int, ...],
-    ) -> None:
-        self.module, self.actor, self.training, self.order = module, actor, training, order
-        acting = {id(p) for name, p in actor.named_parameters() if name in reached}
-        own = (actor if module is None else module).named_parameters()
-        self.named = {name: p for name, p in own if p.requires_grad and id(p) not in acting}
-        self.params = list(self.named.values())
-        if not self.params:
-            raise ValueError("the critic has no trainable parameter of its own: every one also moves the actions")
-        self.optimizer = torch.optim.Adam(self.params, training.lr, eps=1e-5, fused=can_fuse(self.params))
-        self.loss = float("nan")
+    def __init__(self, set_share: Callable[[float], None], possible: bool) -> None:
+        self.set_share = set_share
+        self.share, self.left = 1.0, 2 if possible else 0
+        self.wide: list[float] = []
 
-    def __call__(self, states: Tensor) -> Tensor:
-        """(b, ...) -> (b,)."""
-        if self.module is None:
-            return self.actor.value(states)
-        return self.module(states.permute(self.order)).reshape(-1)
-
-    def fit(self, rollout: Rollout, part: BatchPart, generator: torch.Generator) -> tuple[float, bool]:
-        """Train on a rollout's returns; all of it is taken back where a parameter would not be finite."""
-        loss, stands = guard_steps(self.optimizer, lambda: self._pass_through(rollout, part, generator))
-        return loss, stands and math.isfinite(loss)
-
-    def _pass_through(self, rollout: Rollout, part: BatchPart, generator: torch.Generator) -> float:
-        last = 0.0
-        for _ in range(self.training.epochs):
-            order = torch.randperm(part.total, generator=generator).to(rollout.states.device)
-            losses = [self._step(rollout, part, rows) for rows in order.split(self.training.batch)]
-            last = float(torch.stack(losses).mean())
-        return last
-
-    def _step(self, rollout: Rollout, part: BatchPart, places: Tensor) -> Tensor:
-        rows = places if part.processes.size == 1 else part.choose(places)
-        loss, gradients = self._differentiate(rollout, rows)
-        if part.processes.size > 1:
-            loss, gradients = self._join(part, len(rows) / len(places), loss, gradients)
-        for parameter, gradient in zip(self.params, gradients, strict=True):
-            parameter.grad = gradient
-        if all_finite(loss):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    def _differentiate(self, rollout: Rollout, rows: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """The mean squared error of some rows, and its gradient."""
-        if not len(rows):
-            return rollout.returns.new_zeros(()), [None] * len(self.params)
-        loss = nn.functional.mse_loss(self(rollout.states[rows]), rollout.returns[rows])
-        check_followed(loss, self.named)
-        return loss, torch.autograd.grad(loss, self.params, allow_unused=True)
-
-    def _join(
-        self, part: BatchPart, share: float, loss: Tensor, gradients: Sequence[Tensor | None]
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Those of the rows of all processes, from a mean over this one's that weighs `share`."""
-        parts = [
-            (torch.zeros_like(p) if g is None else share * g).reshape(-1).double()
-            for p, g in zip(self.params, gradients, strict=True)
-        ]
-        whole = part.sum(torch.cat([(share * loss.detach()).reshape(1).double(), *parts]))
-        pieces = whole[1:].split([p.numel() for p in self.params])
-        return whole[0].to(loss), [one.view_as(p).to(p) for one, p in zip(pieces, self.params, strict=True)]
+    def look_at(self, episodes: Sequence[Episode]) -> None:
+        """Take in the episodes of a batch, and choose the width of the next one."""
+        if not self.left:
+            return
+        self.left -= 1
+        returns = [episode.ret for episode in episodes]
+        if self.left and len(returns) >= FEWEST and all(episode.terminated for episode in episodes):
+            self.wide = returns
+            self._choose(SHARE)
+        elif self.left:
+            self.left = 0
+        elif not is_higher(returns, self.wide):
+            self._choose(1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The module, where it is one of its own, and the optimiser."""
-        found: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
-        if self.module is not None:
-            found["module"] = self.module.state_dict()
-        return found
+        """What changes."""
+        return {"share": self.share, "left": self.left, "wide": list(self.wide)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        if self.module is not None:
-            self.module.load_state_dict(state["module"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.left, self.wide = state["left"], list(state["wide"])
+        if state["share"] != self.share:
+            self._choose(state["share"])
+
+    def _choose(self, share: float) -> None:
+        self.share = share
+        self.set_share(share)
 
 
-def check_values(module: nn.Module, example: Tensor, size: int) -> tuple[int, ...]:
-    """The order of axes in which the module takes states. ValueError unless it gives one value per state."""
-    states = example.expand(size, *example.shape).contiguous()
-    order = find_channel_order(module, states)
-    found = run_detached(lambda: call_module(module, states.permute(order)))
-    if not is_column(found, size):
-        raise ValueError(
-            f"critic returned {describe_outputs(found)}, expected ({size},) or ({size}, 1) for {size} states"
-        )
-    return order
+def is_wide(head: Head) -> bool:
+    """True if a third of every entry's width is one unit of the environment or more."""
+    return isinstance(head, GaussianHead) and bool((SHARE * head.units >= UNIT).all())
 
 
-def can_fuse(params: list[nn.Parameter]) -> bool:
-    """Whether Adam's fused kernel takes them: a third of the time on small networks."""
-    return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in params)
-
-
-# What every policy gradient method here has in common: collect, move the policy, fit the critic, write down
-
-Array = np.ndarray
-APART = 1_000_003  # between the seeds of two processes
-TOLD = {"return": "return", "KL": "kl", "entropy": "entropy"}  # by `learn`, and where the history has it
-
-
-class PolicyLearner(Explained):
-    """A policy in an environment, under training. A subclass says by which rule a step gets its length.
-
-    Args:
-        policy: The network, or None or "MlpPolicy" for the default one.
-        env: A gymnasium environment, vector environment, registered name, or a sequence of them.
-        critic: A module from observations to (b,) or (b, 1), or None for the default one.
-        head: The distribution of actions, or None for the space's own.
-        choices: The keywords, as `translate_choices` gives them.
-        groups: The groups of settings by name, as `read_groups` gives them.
-    """
-
-    rate = 1.0  # of the step that the rule is given
-
-    def __init__(
-        self,
-        policy: nn.Module | str | None,
-        env: Any,
-        critic: nn.Module | None,
-        head: Head | None,
-        choices: Translation,
-        groups: Mapping[str, Any],
-    ) -> None:
-        self.rollouts: Rollouts = groups["rollouts"]
-        self.worlds, self.batch = Environments(env, self.rollouts.max_episode_steps), self.rollouts.batch
-        if choices.steps is not None:
-            self.batch = self.worlds.count * check_integer("n_steps", choices.steps, 1)
-        self.head = choose_head(self.worlds.action_space, head)
-        self.radius = choices.find_radius(self.head)
-        self.natural_step: NaturalStep = choices.find_step(groups["natural_step"], self.head)
-        self.structure = self.natural_step.structure or Exact()
-        self.damping = choose_damping(self.natural_step.damping, self.head)
-        self.verbose, self.accidents = choices.verbose, Accidents(self.natural_step.on_trouble)
-        self.generator = torch.Generator().manual_seed(self.rollouts.seed)
-        self._build(policy, critic, groups["critic_training"], choices)
-        untouched = as_policy(policy) is None and head is None
-        self.width = WidthTrial(self._set_share, untouched and is_wide(self.head))
-        modules = nn.ModuleList([self.actor, *([self.critic.module] if self.critic.module is not None else [])])
-        told = self.rollouts.batch, self.natural_step, groups["critic_training"], self.rule
-        self.processes = meet_processes(dict(modules.named_parameters()), self.rollouts.group, *told)
-        self._draws = torch.Generator(self.device).manual_seed(self.rollouts.seed + APART * self.processes.rank)
-        self._predictions = torch.Generator(self.device).manual_seed(self.rollouts.seed + 1)
-        self.scale = ObservationScale(self.worlds.shape, self.rollouts.normalize_observations and self.worlds.scalable)
-        join = partial(join_moments, self.processes)
-        self.reward_scale = RewardScale(self.worlds.count, self.rollouts.gamma, self.rollouts.normalize_rewards, join)
-        self.history = LearningHistory()
-        self.rollout: Rollout | None = None
-        self.steps, self.updates, self._begun, self._amount, self._memory = 0, 0, 0, self.damping.initial(), None
-
-    def _build(self, policy: Any, critic: nn.Module | None, training: CriticTraining, choices: Translation) -> None:
-        """The networks, checked on an example state; those not given are perceptrons drawn from the generator."""
-        policy = as_policy(policy)
-        for name, module in (("policy", policy), ("critic", critic)):
-            check_network(name, module)
-        defaults = Defaults.read(choices, policy)
-        like = torch.zeros((), device=defaults.device) if policy is None else take_first_parameter(policy)
-        example = like.new_zeros(self.worlds.shape)
-        inputs = max(math.prod(self.worlds.shape), 1)
-        if policy is None:
-            outputs = getattr(self.head, "dimensions", self.head.width)
-            policy = defaults.build_policy(inputs, outputs, self.generator, like)
-        self.policy, self.device = policy, like.device
-        with use_eval_mode(policy):
-            self.actor = Actor(policy, self.head, example).to(like.device)
-            self.params = find_acting(self.actor, example)
-        if critic is None and not self.actor.valued:
-            critic = defaults.build_critic(inputs, self.generator, like)
-        order: tuple[int, ...] = ()
-        if critic is not None:
-            with use_eval_mode(critic):
-                order = check_values(critic, example, probe_size(self.head))
-        self.critic = Critic(critic, self.actor, set(self.params), training, order)
-        self.metric = fisher(self.actor, self.head.family)
-
-    @property
-    def failures(self) -> int:
-        """Updates in which a number was not finite: policy or critic stayed as they were."""
-        return self.accidents.count
-
-    @property
-    @abstractmethod
-    def rule(self) -> Rule:
-        """What gives a step its length."""
-
-    @keep_gradient_mode
-    def learn(
-        self,
-        total_steps: float | None = None,
-        callback: Callable[[Any], Any] | None = None,
-        progress: bool | None = None,
-        **spelled: Any,
-    ) -> LearningHistory:
-        """Train in whole batches, and return the history so far. Ctrl-C ends it after the last whole update.
-
-        Args:
-            total_steps: At least so many more steps, of all environments together.
-            callback: Called with the learner after each update; training stops if it returns True.
-            progress: True for a bar, False for none; None for one where the standard error is a terminal.
-            **spelled: `total_timesteps` and `progress_bar`, as stable-baselines3 calls total_steps and progress.
-
-        Raises:
-            EnvironmentFault: If an environment raises, returns NaN or never ends. The current update is undone then.
-        """
-        steps, progress = as_learning(total_steps, progress, spelled)
-        whole = isinstance(steps, float) and steps.is_integer()
-        steps = check_integer("total_steps", int(steps) if whole else steps, 1)  # 1e5 is meant so
-        check_callback(callback, "the learner")
-        begun = self.steps
-        with Progress("steps", steps, self.verbose if progress is None else progress) as shown:
-            while self.steps < begun + steps:
-                try:
-                    self._update()
-                    last = self.history.last()
-                    shown.update(self.steps - begun, {word: last[key] for word, key in TOLD.items()})
-                    if callback is not None and self._ends(callback(self) is True):
-                        break
-                except KeyboardInterrupt:
-                    break
-        return self.history
-
-    def _ends(self, asked: bool) -> bool:
-        """Whether the callback of some process asked to end."""
-        return any(one for (one,) in self.processes.share_numbers([asked], self.device))
-
-    def _update(self) -> None:
-        """One update, or none at all: whatever interrupts it, the state is as before."""
-        start, before = time.perf_counter(), deepcopy(write_parts(self._parts()))
-        try:
-            with use_eval_mode(self.actor, self.critic.module):
-                row = self._advance()
-        except BaseException:
-            read_parts(self._parts(), before, "an update")
-            self.worlds.begin_anew()
-            raise
-        self.history.add({**row, "seconds": time.perf_counter() - start})
-
-    def _advance(self) -> dict[str, Any]:
-        rollout = self._collect()
-        part = BatchPart.of(self.processes, len(rollout))
-        surrogate = Surrogate(self.actor, rollout, part, self.natural_step.entropy_weight)
-        move = self._move(surrogate, self._choose_metric_states(rollout, part))
-        self._amount = self.damping.update(self._amount, move.ratio)
-        explained = explain_variance(*map(self.processes.gather_rows, (rollout.returns, rollout.values)))
-        loss, fitted = self.critic.fit(rollout, part, self.generator)
-        self.accidents.meet(move.trouble or (None if fitted else "the critic, fitted to the returns, is not finite"))
-        self.width.look_at(rollout.episodes)
-        self.rollout = rollout
-        self.steps, self.updates = self.steps + part.total, self.updates + 1
-        entropy = float(part.mean(self.head.entropy(rollout.rows).mean()))
-        counts = {"update": self.updates, "steps": self.steps}
-        found = {"entropy": entropy, "explained_variance": explained, "critic_loss": loss}
-        return describe_update(counts, rollout.episodes, move, **found)
-
-    def _move(self, surrogate: Surrogate, states: Tensor) -> Move:
-        """Take the policy along its natural gradient as far as the rule says, or leave it where it is."""
-        proposal = self._propose(surrogate, states)
-        loss_at = SurrogateLoss(surrogate, self.params, proposal.space)
-        point, move = take_step(self.rule, proposal, loss_at)
-        if point is not None:
-            with torch.no_grad():
-                for name, value in point.items():
-                    self.params[name].copy_(value)
-        return move
-
-    def _set_share(self, share: float) -> None:
-        """What one unit of the policy's outputs is, as a share of half the bounds."""
-        assert isinstance(self.head, GaussianHead)
-        self.head = self.actor.head = replace(self.head, share=share)
-
-    def _collect(self) -> Rollout:
-        if self.worlds.observations is None:
-            self._begun += 1
-        seed = self.rollouts.seed + 7919 * (self._begun - 1) + APART * self.processes.rank
-        before, size = copy(self.scale.moments), -(-self.batch // self.processes.size)
-        with self.processes.failing_together(self.device):
-            kept = collect(self.actor, self.worlds, self.scale, size, seed, self._draws)
-        self.scale.moments = join_moments(self.processes, before, self.scale.moments)
-        episodes = join_episodes(self.processes, self.worlds.take_episodes())
-        return estimate_advantages(
-            kept, self.critic, self.reward_scale, self.rollouts.gamma, self.rollouts.gae_lambda, episodes
-        )
-
-    def _propose(self, surrogate: Surrogate, states: Tensor) -> Proposal:
-        """The step -(F + damping I)^-1 of the loss's gradient, with the exact Fisher along it."""
-        gradient = surrogate.gradient(self.params)
-        space = Space({name: self.params[name] for name in gradient})
-        g = space.flatten(gradient)
-        if not all_finite(g):
-            return propose_nothing(space, self._amount)
-        params = {name: self.params[name] for name in gradient}
-        known = self._memory, self.metric, params, states
-        operator, memory = update_jointly(self.processes, self.structure, *known)
-        if all(map(all_finite, leaves(memory))):
-            self._memory = memory
-        find_level = partial(self.damping.amount, self._amount)
-        system, amount = shift_blocks(operator, find_level) if self.damping.per_block else (operator, None)
-        amount = find_level(operator) if amount is None else amount
-        solution = self.natural_step.solver.solve(system, g, damping=amount if isinstance(amount, float) else 0.0)
-        x, exact = solution.value, operator
-        if isinstance(self.structure, Exact):
-            image = solution.image - amount * x
-        else:
-            exact = update_jointly(self.processes, Exact(), None, self.metric, params, states)[0]
-            image = exact.mv(x)
-        step = FlatStep(x, image).scale_by(self.rate)
-        return Proposal(space, Quadratic(-g, exact, amount, step, exact.nats, loss=0.0), solution)
-
-    def _choose_metric_states(self, rollout: Rollout, part: BatchPart) -> Tensor:
-        """The states that the metric is taken over: all, or a draw of `metric_batch` of all processes' states."""
-        most = self.natural_step.metric_batch
-        if most is None or most >= part.total:
-            return rollout.states
-        chosen = part.choose(torch.randperm(part.total, generator=self.generator)[:most])
-        return rollout.states[chosen.to(rollout.states.device)]
-
-    def fisher(self, observations: Any = None) -> Operator:
-        """The exact Fisher of the policy, a mean over states.
-
-        Args:
-            observations: As the environment gives them, shape (b, ...); None for the states of the last batch.
-        """
-        if observations is None:
-            if self.rollout is None:
-                raise ValueError("observations is None and there is no batch yet: call learn(), or pass observations")
-            states = self.rollout.states
-        else:
-            states = self._states(observations)[0]
-        with use_eval_mode(self.actor):
-            return self.metric.at(self.params, states)
-
-    @torch.no_grad()
-    def predict(self, observation: Any, deterministic: bool = True, **spelled: Any) -> Any:
-        """The action for an observation, scaled by what training has seen; ValueError for a wrong shape, or NaN.
-
-        Args:
-            observation: As the environment gives it, or a batch of them for a batch of actions.
-            deterministic: True for the likeliest action, False for a draw, from a generator that training does not use.
-            **spelled: With `state` or `episode_start`, as stable-baselines3 passes, the answer is (action, None).
-        """
-        paired = as_prediction(deterministic, spelled)
-        states, alone = self._states(observation)
-        with use_eval_mode(self.actor):
-            rows = run_detached(lambda: self.actor(states))
-        draws = self.head.mode(rows) if deterministic else self.head.draw(rows, self._predictions)
-        actions = self.head.actions(draws)
-        found = take_action(actions, 0) if alone else actions
-        return (found, None) if paired else found
-
-    def _states(self, observation: Any) -> tuple[Tensor, bool]:
-        raw = np.asarray(observation)
-        shape = self.worlds.observation_space.shape or ()
-        alone = raw.shape == shape
-        if not alone and raw.shape[1:] != shape:
-            raise ValueError(f"observation has shape {raw.shape}, expected {shape}, or (b, ...) for a batch of them")
-        found = self.worlds.encode(raw[None] if alone else raw)
-        if not np.isfinite(found).all():
-            raise ValueError("observation is not finite: the policy was not asked")
-        like = next(self.actor.parameters())
-        return torch.from_numpy(np.ascontiguousarray(self.scale(found))).to(like.device, like.dtype), alone
-
-    def evaluate(self, env: Any, episodes: int = 20, *, deterministic: bool = True, seed: int = 0) -> list[float]:
-        """The returns of whole episodes, the policy and its scales frozen.
-
-        Args:
-            env: As for the learner. In the environments of the training, whose episodes are given up, as in others.
-            episodes: How many. Of several environments each gives its share: long ones count as much as short ones.
-            deterministic: True for the likeliest actions, False for draws.
-            seed: Of the environments.
-        """
-        worlds = Environments(env, None if self.worlds.limit == math.inf else self.worlds.limit)
-        if worlds.shape != self.worlds.shape:
-            raise ValueError(f"env has observations of shape {worlds.shape}, expected {self.worlds.shape}")
-        if worlds.shares_any(self.worlds):
-            self.worlds.begin_anew()
-        observations, found = worlds.start(seed), []
-        share, extra = divmod(episodes, worlds.count)
-        left = [share + (i < extra) for i in range(worlds.count)]
-        like = next(self.actor.parameters())
-        with use_eval_mode(self.actor), torch.no_grad():
-            while max(left) > 0:
-                scaled = np.ascontiguousarray(self.scale(observations))
-                rows = run_detached(partial(self.actor, torch.from_numpy(scaled).to(like.device, like.dtype)))
-                draws = self.head.mode(rows) if deterministic else self.head.draw(rows, self._predictions)
-                observations = worlds.step(self.head.actions(draws)).following
-                for episode in worlds.take_episodes():
-                    left[episode.index] -= 1
-                    if left[episode.index] >= 0:
-                        found.append(episode.ret)
-        return found
-
-    def save(self, path: str | Path) -> None:
-        """All that the next update depends on, for `load` or torch.load(weights_only=True): whole, or not at all.
-
-        Args:
-            path: Of the file. Environments with plain attributes are in it; for others `load` begins new episodes.
-        """
-        write_state_file(self.state_dict(), path)
-
-    @per_agent
-    def load(self, path: str | Path) -> PolicyLearner:
-        """Continue from `save`, bit for bit on the CPU where the environment could be saved. Returns the learner.
-
-        Args:
-            path: Of a file that `save` wrote; ValueError for a damaged one, another kind of file, or other networks.
-        """
-        self.load_state_dict(read_state_file(path, self.device))
-        return self
-
-    def state_dict(self) -> dict[str, Any]:
-        """What `save` writes."""
-        parts = self._parts() | {"history": self.history, "worlds": self.worlds}
-        return {"algorithm": type(self).__name__, **write_parts(parts)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`.
-
-        Args:
-            state: What that returned.
-        """
-        if not isinstance(state, dict) or state.get("algorithm") != type(self).__name__:
-            came = state.get("algorithm", "no algorithm") if isinstance(state, dict) else type(state).__name__
-            raise ValueError(f"the file holds {came}, expected what {type(self).__name__}.save() wrote")
-        parts = self._parts() | {"history": self.history, "worlds": self.worlds}
-        read_parts(parts, state, f"{type(self).__name__}.save()", optional={"accidents", "width"})
-
-    def _parts(self) -> dict[str, Any]:
-        """What an update changes."""
-        return {
-            "actor": self.actor,
-            "critic": self.critic,
-            "scale": self.scale.moments,
-            "reward_scale": self.reward_scale,
-            "generator": self.generator,
-            "draws": self._draws,
-            "predictions": self._predictions,
-            "amount": Attributes(self, "_amount"),
-            "memory": Attributes(self, "_memory"),
-            "counts": Attributes(self, "steps", "updates", "_begun"),
-            "width": self.width,
-            "accidents": Attributes(self.accidents, "count", "in_a_row"),
-        }
+def is_higher(returns: Sequence[float], others: Sequence[float]) -> bool:
+    """True if the mean of the first is the higher one by three standard errors."""
+    if len(returns) < FEWEST:
+        return False
+    gain = float(np.mean(returns) - np.mean(others))
+    return gain > SURE * math.sqrt(np.var(returns) / len(returns) + np.var(others) / len(others))
