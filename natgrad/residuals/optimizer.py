@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.checks import check_share
-from natgrad.ground.densities import Affine
+from natgrad.ground.jets import Affine, LayerRows
 from natgrad.ground.linalg import gram
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.ground.spaces import Params, Space
 from natgrad.operators import JoinedRows, Operator, computes_block
 from natgrad.optim import NaturalGradient, Objective, RankExchange, Solved, State, SystemEvidence
-from natgrad.residuals.jets import LayerRows
 from natgrad.residuals.stacked_rows import RowsOperator, StackedRows, TermRows, add_products
 from natgrad.residuals.system import (
     LinearisedTerms,

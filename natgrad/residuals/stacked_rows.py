@@ -15,10 +15,10 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from natgrad.ground.jets import LayerRows
 from natgrad.ground.linalg import gram
 from natgrad.ground.spaces import Space
 from natgrad.operators import Operator, SampleRows
-from natgrad.residuals.jets import LayerRows
 from natgrad.residuals.term_jacobian import TermJacobian
 
 CACHED = 2**17

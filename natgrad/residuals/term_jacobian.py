@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from natgrad.residuals.jets import LayerRows
+from natgrad.ground.jets import LayerRows
 
 
 @dataclass(frozen=True, eq=False)

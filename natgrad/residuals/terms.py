@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.ground.derivatives import exact_derivatives
+from natgrad.ground.jets import Derivatives, JetPass, LayerChain
 from natgrad.ground.pure import (
     RandomState,
     call_with,
@@ -20,9 +21,8 @@ from natgrad.ground.pure import (
     run_detached,
 )
 from natgrad.ground.spaces import Params
+from natgrad.residuals.constrained import network_of
 from natgrad.residuals.fields import ORDER, Field, Notes
-from natgrad.residuals.jets import JetPass, LayerChain, network_of
-from natgrad.residuals.plan import JetLayout, Plan
 from natgrad.residuals.term_checks import (
     ParameterWatch,
     check_captured,
@@ -136,7 +136,7 @@ class Term:
         shown = str(error).partition("\n")[0]
         warnings.warn(ONE_BY_ONE.format(name=self.name, error=shown[:100]), stacklevel=3)
 
-    def _wishes(self) -> list[tuple[dict[int, Plan], bool]]:
+    def _wishes(self) -> list[tuple[dict[int, Derivatives], bool]]:
         assert self.notes is not None
         return [(dict(one.plans), one.elsewhere) for one in self.notes.values()]
 
@@ -241,7 +241,7 @@ class Term:
         def one(*given: Tensor) -> Tensor:
             point, tables = given[:count], given[count : count + len(keys)]
             chosen = dict(zip(names, given[count + len(keys) :], strict=True))
-            known: dict[str, dict[int, tuple[JetLayout, Tensor]]] = {}
+            known: dict[str, dict[int, tuple[Derivatives, Tensor]]] = {}
             for (name, place), table in zip(keys, tables, strict=True):
                 known.setdefault(name, {})[place] = passes[name, place].layout, table
             arguments = [

@@ -11,73 +11,16 @@ et al. 2023), for any network made of operations that are known here. Others rai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from natgrad.ground.jets import SMOOTH, differentiate_elementwise
 from natgrad.ground.linalg import invert_or_nan
 from natgrad.ground.typed_torch import torch_returns
-
-
-def differentiate_tanh(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """tanh z with two derivatives."""
-    value = torch.tanh(z)
-    slope = 1 - value.square()
-    return value, slope, -2 * value * slope
-
-
-def differentiate_sigmoid(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """1 / (1 + exp(-z)) with two derivatives."""
-    value = torch.sigmoid(z)
-    slope = value * (1 - value)
-    return value, slope, slope * (1 - 2 * value)
-
-
-def differentiate_silu(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """z / (1 + exp(-z)) with two derivatives."""
-    gate, slope, bend = differentiate_sigmoid(z)
-    return z * gate, gate + z * slope, 2 * slope + z * bend
-
-
-def differentiate_sqrt(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The root of z with two derivatives."""
-    value = z.sqrt()
-    slope = 0.5 / value
-    return value, slope, -0.5 * slope / z
-
-
-def differentiate_reciprocal(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """1 / z with two derivatives."""
-    value = 1 / z
-    square = value.square()
-    return value, -square, 2 * square * value
-
-
-def differentiate_exponential(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """exp z with two derivatives."""
-    value = z.exp()
-    return value, value, value
-
-
-SMOOTH: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor | float]]] = {
-    "tanh": differentiate_tanh,
-    "sigmoid": differentiate_sigmoid,
-    "silu": differentiate_silu,
-    "sqrt": differentiate_sqrt,
-    "reciprocal": differentiate_reciprocal,
-    "exp": differentiate_exponential,
-    "log": lambda z: (z.log(), 1 / z, -1 / z.square()),
-    "log1p": lambda z: (z.log1p(), 1 / (1 + z), -1 / (1 + z).square()),
-    "square": lambda z: (z.square(), 2 * z, torch.full_like(z, 2)),
-    "sin": lambda z: (z.sin(), z.cos(), -z.sin()),
-    "cos": lambda z: (z.cos(), -z.sin(), -z.cos()),
-}
-"""By the names of torch's functions: z -> f, f' and f''."""
-
-
-# Values with their gradient and their Laplacian in the coordinates, carried forward through torch's operations
 
 Function = Callable[..., Any]
 
@@ -120,9 +63,9 @@ def wrap_jets(jets: Any) -> Any:
     """Stacked values and derivatives, (d + 2, ...), as a tensor of the values; of each part of a tuple."""
     if isinstance(jets, (tuple, list)):
         return type(jets)(wrap_jets(one) for one in jets) if type(jets) in (tuple, list) else refuse("a named tuple")
-    found = jets[0].as_subclass(ForwardJet)
-    found.jets = jets
-    return found
+    value = jets[0].as_subclass(ForwardJet)
+    value.jets = jets
+    return value
 
 
 def refuse(what: str) -> Any:
@@ -273,7 +216,7 @@ def multiply(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
 def divide(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """a / b."""
     a, b = args
-    return multiply(func, (a, bend_jet(*SMOOTH["reciprocal"](b.jets[0]), b.jets) if is_carried(b) else 1 / b), kwargs)
+    return multiply(func, (a, map_by_name("reciprocal", b) if is_carried(b) else 1 / b), kwargs)
 
 
 def divide_into(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -304,21 +247,25 @@ def map_bilinear(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) ->
 # functions of every number by itself
 
 
-def bend_jet(value: Tensor, slope: Tensor, bend: Tensor | float, jets: Tensor) -> Any:
-    """f(z) from f, f' and f'' at z."""
+def bend_jet(derivatives: Iterable[Tensor], jets: Tensor) -> Any:
+    """f(z) with its derivatives from f, f' and f'' at z."""
+    value, slope, bend = islice(derivatives, 3)
     out = jets * slope
     out[0] = value
-    if isinstance(bend, Tensor) or bend:
-        out[-1] += bend * jets[1:-1].square().sum(0)
+    out[-1] += bend * jets[1:-1].square().sum(0)
     return wrap_jets(out)
 
 
+def map_by_name(name: str, jet: Any) -> Any:
+    """A function whose derivatives are written out."""
+    return bend_jet(SMOOTH[name](jet.jets[0]), jet.jets)
+
+
 def map_smooth(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An analytic function that is known with its derivatives."""
+    """The same, as torch calls it."""
     if len(args) != 1 or any(value is not None and value is not False for value in kwargs.values()):
         refuse("a keyword")
-    jets = args[0].jets
-    return bend_jet(*SMOOTH[name_function(func)](jets[0]), jets)
+    return map_by_name(name_function(func), args[0])
 
 
 def map_elementwise(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -327,16 +274,10 @@ def map_elementwise(func: Function, args: Sequence[Any], kwargs: dict[str, Any])
     jets = args[0].jets
     if jets.is_complex():
         refuse("a complex argument")
-    with torch.enable_grad():
-        point = jets[0].detach().requires_grad_()
-        value = func(point, *args[1:], **kwargs)
-        if value.shape != point.shape:
-            refuse("a function of several numbers")
-        (slope,) = torch.autograd.grad(value.sum(), point, create_graph=True)
-        bend = torch.zeros_like(point)
-        if slope.requires_grad:
-            (bend,) = torch.autograd.grad(slope.sum(), point, materialize_grads=True, allow_unused=True)
-    return bend_jet(value.detach(), slope.detach(), bend, jets)
+    derivatives = differentiate_elementwise(lambda z: func(z, *args[1:], **kwargs), jets[0], 2)
+    if derivatives[0].shape != jets[0].shape:
+        refuse("a function of several numbers")
+    return bend_jet(derivatives, jets)
 
 
 def raise_power(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -345,9 +286,9 @@ def raise_power(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     if not is_carried(jet) or not isinstance(power, (int, float)) or power in (0, 1):
         refuse("this power")
     if power == 2:
-        return bend_jet(*SMOOTH["square"](jet.jets[0]), jet.jets)
+        return map_by_name("square", jet)
     z = jet.jets[0]
-    return bend_jet(z**power, power * z ** (power - 1), power * (power - 1) * z ** (power - 2), jet.jets)
+    return bend_jet((z**power, power * z ** (power - 1), power * (power - 1) * z ** (power - 2)), jet.jets)
 
 
 def measure_size(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -358,21 +299,20 @@ def measure_size(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) ->
     plain = isinstance(dim, int) and given.get("dtype") is None and not args[0].jets.is_complex()
     if order not in (None, "fro", 2) or not plain:
         refuse("this norm")
-    squares = bend_jet(*SMOOTH["square"](args[0].jets[0]), args[0].jets)
-    total = map_linear(torch.sum, (squares, dim, given.get("keepdim", False)), {})
-    return bend_jet(*SMOOTH["sqrt"](total.jets[0]), total.jets)
+    total = map_linear(torch.sum, (map_by_name("square", args[0]), dim, given.get("keepdim", False)), {})
+    return map_by_name("sqrt", total)
 
 
 def sum_exponentials(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """log sum exp z along an axis."""
     given = dict(zip(("input", "dim", "keepdim"), args, strict=False)) | kwargs
-    jet, dim, kept = args[0], given["dim"], bool(given.get("keepdim", False))
+    jet, dim, keepdim = args[0], given["dim"], bool(given.get("keepdim", False))
     if not isinstance(dim, int):
         refuse("several axes")
     top = jet.jets[0].amax(dim, keepdim=True)
     moved = add(func, (jet, -top), {})
-    total = map_linear(torch.sum, (bend_jet(*SMOOTH["exp"](moved.jets[0]), moved.jets), dim, kept), {})
-    return add(func, (bend_jet(*SMOOTH["log"](total.jets[0]), total.jets), top if kept else top.squeeze(dim)), {})
+    total = map_linear(torch.sum, (map_by_name("exp", moved), dim, keepdim), {})
+    return add(func, (map_by_name("log", total), top if keepdim else top.squeeze(dim)), {})
 
 
 def share_out(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -381,7 +321,7 @@ def share_out(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     if given.get("dtype") is not None:
         refuse("a dtype")
     log = subtract(func, (args[0], sum_exponentials(func, (args[0], given["dim"], True), {})), {})
-    return log if name_function(func) == "log_softmax" else bend_jet(*SMOOTH["exp"](log.jets[0]), log.jets)
+    return log if name_function(func) == "log_softmax" else map_by_name("exp", log)
 
 
 def normalise_layer(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -390,11 +330,11 @@ def normalise_layer(func: Function, args: Sequence[Any], kwargs: dict[str, Any])
     weight, bias, dims = given.get("weight"), given.get("bias"), tuple(range(-len(given["normalized_shape"]), 0))
     hold_plain(weight, bias)
     gap = subtract(func, (args[0], map_linear(torch.mean, (args[0], dims, True), {})), {})
-    spread = map_linear(torch.mean, (bend_jet(*SMOOTH["square"](gap.jets[0]), gap.jets), dims, True), {})
+    spread = map_linear(torch.mean, (map_by_name("square", gap), dims, True), {})
     size = add(func, (spread, given.get("eps", 1e-5)), {})
-    found = divide(func, (gap, bend_jet(*SMOOTH["sqrt"](size.jets[0]), size.jets)), {})
-    found = found if weight is None else multiply(func, (found, weight), {})
-    return found if bias is None else add(func, (found, bias), {})
+    out = divide(func, (gap, map_by_name("sqrt", size)), {})
+    out = out if weight is None else multiply(func, (out, weight), {})
+    return out if bias is None else add(func, (out, bias), {})
 
 
 def split_determinant(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
