@@ -11,16 +11,18 @@ from torch import Tensor, nn
 
 from natgrad.ground.checks import check_integer
 from natgrad.ground.linalg import all_finite
-from natgrad.helmholtz.logistic_rows import (
+from natgrad.helmholtz.units import (
+    Activations,
+    Conditional,
     States,
     activate_generation,
     activate_recognition,
+    each_layer,
     fisher_rows,
     generation_rows,
     recognition_rows,
     sum_log_chances,
 )
-from natgrad.helmholtz.units import Activations, Conditional, each_layer
 
 ENUMERABLE = 20
 """Hidden units up to which sums over all states are taken: 2^20 of them."""

@@ -9,13 +9,11 @@ from torch import Tensor
 from torch.optim import SGD
 
 from natgrad.ground.checks import Group, read_groups
-from natgrad.helmholtz.joined_lessons import JoinedLesson
+from natgrad.helmholtz.blocks import FEW, RADIUS, MachineBlocks, UnitFisher, count_refresh, is_wide, shorten_directions
 from natgrad.helmholtz.machine import HelmholtzMachine
-from natgrad.helmholtz.machine_blocks import MachineBlocks, UnitFisher, is_wide
 from natgrad.helmholtz.phases import Algorithm
-from natgrad.helmholtz.unit_blocks import FEW, RADIUS, count_refresh, shorten_directions
 from natgrad.helmholtz.units import each_layer
-from natgrad.helmholtz.wake_sleep import MakeOptimizer, WakeSleep
+from natgrad.helmholtz.wake_sleep import JoinedLesson, MakeOptimizer, WakeSleep
 from natgrad.optim import Attributes, OnTrouble
 from natgrad.rules import Damping, as_damping
 

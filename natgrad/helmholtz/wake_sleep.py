@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,17 +12,26 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from natgrad.ground.checks import check_integer, check_positive, check_share, is_integer
+from natgrad.ground.exchanges import any_asks, share_count, sum_numbers, sum_tensors
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.messages import write_choices
 from natgrad.ground.progress import Progress, check_callback
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.ground.typed_torch import as_tensor_like
-from natgrad.helmholtz.joined_lessons import JoinedLesson, draw_lesson, join_lesson
+from natgrad.helmholtz.blocks import Taught, most_rows, thin_rows
 from natgrad.helmholtz.machine import HelmholtzMachine
-from natgrad.helmholtz.machine_blocks import Taught
 from natgrad.helmholtz.phases import Algorithm, Lesson, Reweighted
-from natgrad.helmholtz.units import Conditional
-from natgrad.optim import Accidents, Attributes, OnTrouble, guard_steps, meet_processes, read_parts, write_parts
+from natgrad.helmholtz.units import Conditional, LogisticRows
+from natgrad.optim import (
+    Accidents,
+    Attributes,
+    OnTrouble,
+    RankExchange,
+    guard_steps,
+    meet_processes,
+    read_parts,
+    write_parts,
+)
 
 MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 
@@ -173,7 +183,7 @@ class WakeSleep:
         device = self.generator.device
         with self.processes.failing_together(device):
             x = self._check(x)
-        most = max(count for (count,) in self.processes.share_numbers([len(x)], device))
+        most = max(share_count(self.processes, len(x), device))
         found, per_epoch = list[float](), math.ceil(most / size)
         with Progress("steps", epochs * per_epoch, progress) as shown:
             try:
@@ -199,7 +209,7 @@ class WakeSleep:
     def _ends(self, callback: Callable[[WakeSleep], Any] | None) -> bool:
         """Whether the callback of some process asked to end."""
         asked = callback is not None and callback(self) is True
-        return any(one for (one,) in self.processes.share_numbers([asked], self.generator.device))
+        return any_asks(self.processes, asked, self.generator.device)
 
     def _follow(self, directions: list[tuple[Tensor, Tensor]]) -> bool:
         """Let the optimizer take a step uphill along the directions. False, and nothing moved, if it overflows."""
@@ -251,3 +261,71 @@ class WakeSleep:
         found = self.machine.get_submodule(name)
         assert isinstance(found, Conditional)
         return found
+
+
+# Lessons whose examples may lie on several processes: what one process with all rows has
+
+
+@dataclass(frozen=True)
+class JoinedLesson:
+    """A step's rows, and what the processes add to one another's.
+
+    Args:
+        taught: Name, weight and rows of every layer that is trained. The rows' weights sum to this process's share of
+            all examples.
+        counts: Rows of each layer on all processes.
+        bound: The mean over all examples, in nats.
+        processes: What exchanges the sums.
+    """
+
+    taught: Taught
+    counts: list[int]
+    bound: float
+    processes: RankExchange
+
+    def ascents(self) -> list[Tensor]:
+        """Every layer's gradient over the rows of all processes."""
+        return sum_tensors(self.processes, [rows.ascent() for _, _, rows in self.taught])
+
+    def gather_for_blocks(self) -> Taught:
+        """The layers with as many rows of all processes as a Fisher block is estimated from."""
+        return [(name, weight, self.gather(rows, most_rows(rows))) for name, weight, rows in self.taught]
+
+    def gather(self, rows: LogisticRows, most: int) -> LogisticRows:
+        """Rows of all processes, at most as many of each; what a Fisher block is made of, without residuals."""
+        if self.processes.size == 1:
+            return rows
+        few = thin_rows(rows, most)
+        columns, units = few.inputs.shape[1], few.logits.shape[1]
+        found = self.processes.gather_rows(torch.cat([few.inputs, few.logits, few.weights.unsqueeze(1)], dim=1))
+        inputs, logits, weights = found.split([columns, units, 1], dim=1)
+        return LogisticRows(inputs, logits[:, :0], logits, weights.squeeze(1), rows.mask)
+
+
+def join_lesson(lesson: Lesson, taught: Taught, processes: RankExchange) -> JoinedLesson:
+    """A process's lesson with what it weighs among those of all processes, which all call this."""
+    counts = [len(rows.inputs) for _, _, rows in taught]
+    if processes.size == 1:
+        return JoinedLesson(taught, counts, float(lesson.bound.mean()), processes)
+    numbers = [len(lesson.bound), float(lesson.bound.sum()), *counts]
+    examples, bound, *rows = sum_numbers(processes, numbers, lesson.bound.device)
+    if not examples:
+        raise ValueError("x is an empty batch on every process; give at least one of them an example")
+    share = len(lesson.bound) / examples
+    weighed = [(name, weight, part.scale_by(share)) for name, weight, part in taught]
+    return JoinedLesson(weighed, [int(count) for count in rows], bound / examples, processes)
+
+
+def draw_lesson(
+    machine: HelmholtzMachine, algorithm: Algorithm, x: Tensor, samples: int, generator: torch.Generator
+) -> Lesson:
+    """What a batch teaches both networks; nothing, in the same shapes, if it has no examples.
+
+    x: Examples, (b, visible), b >= 0.
+    """
+    if len(x):
+        return algorithm.lesson(machine, x, samples, generator)
+    stand_in = x.new_full((1, x.shape[1]), machine.units[0])
+    found = algorithm.lesson(machine, stand_in, samples, generator)
+    generation, recognition = ([rows.drop_all() for rows in part] for part in (found.generation, found.recognition))
+    return Lesson(generation, recognition, found.bound[:0])

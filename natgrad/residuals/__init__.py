@@ -5,7 +5,6 @@ them: `optimizer` (one step), `system` and `terms` (the rows of the Jacobian), `
 """
 
 from natgrad.ground.messages import find_name, make_callable
-from natgrad.residuals.adaptive_points import draw_where_large
 from natgrad.residuals.constrained import HardConstraint, Periodic
 from natgrad.residuals.differential import (
     biharmonic,
@@ -17,7 +16,7 @@ from natgrad.residuals.differential import (
 )
 from natgrad.residuals.fields import Field
 from natgrad.residuals.optimizer import ResidualOptimizer
-from natgrad.residuals.point_weights import Causal, PointWeights, WhereLarge
+from natgrad.residuals.point_weights import Causal, PointWeights, WhereLarge, draw_where_large
 from natgrad.residuals.residual_terms import residuals
 from natgrad.residuals.system import ResidualMetric
 

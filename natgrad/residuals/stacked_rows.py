@@ -7,7 +7,7 @@ Gram matrix is sum_ts (A_t A_s^T) o (D_t D_s^T): the Jacobian need not be in mem
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, product
 from typing import ClassVar, Protocol
@@ -19,7 +19,6 @@ from natgrad.ground.jets import LayerRows
 from natgrad.ground.linalg import gram
 from natgrad.ground.spaces import Space
 from natgrad.operators import Operator, SampleRows
-from natgrad.residuals.term_jacobian import TermJacobian
 
 CACHED = 2**17
 """Numbers that a processor's cache holds: a sum over more of them is taken in parts of this size."""
@@ -29,23 +28,17 @@ NARROW = 8
 
 @dataclass(frozen=True, eq=False)
 class TermRows:
-    """A term's rows.
+    """Residuals of a term with the rows of their Jacobian in the parameters, each times its factor."""
 
-    Args:
-        rows: As the term gave them, each times the root of twice its weight.
-    """
-
-    rows: TermJacobian
+    values: Tensor  # (b, m), without the factors
+    factor: Tensor  # of each row, (m, b): the root of twice its weight
+    layers: list[LayerRows] = field(default_factory=list)  # of affine layers: row (j, x), component first
+    explicit: dict[str, Tensor] = field(default_factory=dict)  # rows (m, b, size) of other parameters, by name
 
     @property
     def count(self) -> int:
         """Number of rows, m b."""
-        return self.rows.factor.numel()
-
-    @property
-    def layers(self) -> list[LayerRows]:
-        """Those of affine layers."""
-        return self.rows.layers
+        return self.factor.numel()
 
     def write(self, space: Space, out: Tensor) -> None:
         """The rows as a matrix, added to `out` (m b, n)."""
@@ -56,7 +49,7 @@ class TermRows:
                 out[:, weight.start : weight.stop] += outer_rows(one).reshape(k * b, weight.size)
             if bias is not None:
                 out[:, bias.start : bias.stop] += one.deltas[:, 0].reshape(k * b, o)
-        for name, rows in self.rows.explicit.items():
+        for name, rows in self.explicit.items():
             block = space.blocks[name]
             out[:, block.start : block.stop] += rows.reshape(self.count, block.size)
 
@@ -68,7 +61,7 @@ class TermRows:
                 total[weight.start : weight.stop] += sum_of_outer_squares(one).reshape(-1)
             if bias is not None:
                 total[bias.start : bias.stop] += one.deltas[:, 0].square().sum((0, 1))
-        for name, rows in self.rows.explicit.items():
+        for name, rows in self.explicit.items():
             block = space.blocks[name]
             total[block.start : block.stop] += rows.square().sum((0, 1))
 
@@ -79,28 +72,37 @@ class TermRows:
         def add(name: str, part: Tensor) -> None:
             found[name] = found[name] + part if name in found else part
 
-        each = weights.view(self.rows.factor.shape)
+        each = weights.view(self.factor.shape)
         for one in self.layers:
             weighted = (one.deltas * each[:, None, :, None]).sum(0)  # (T, b, o)
             add(one.layer.weight, weighted.flatten(0, 1).mT @ one.inputs.flatten(0, 1))
             if one.layer.bias is not None:
                 add(one.layer.bias, weighted[0].sum(0))
-        for name, rows in self.rows.explicit.items():
+        for name, rows in self.explicit.items():
             add(name, torch.einsum("kb,kbn->n", each, rows))
         return found
 
     def along(self, tangents: dict[str, Tensor]) -> Tensor:
         """Every row's inner product with a tangent, shape (m b,)."""
-        total = torch.zeros_like(self.rows.factor)
+        total = torch.zeros_like(self.factor)
         for one in self.layers:
             if one.layer.weight in tangents:
                 image = one.inputs @ tangents[one.layer.weight].mT  # (T, b, o)
                 total += (one.deltas * image).sum((1, 3))
             if one.layer.bias in tangents:
                 total += one.deltas[:, 0] @ tangents[one.layer.bias]
-        for name, rows in self.rows.explicit.items():
+        for name, rows in self.explicit.items():
             total += rows @ tangents[name].reshape(-1)
         return total.reshape(-1)
+
+    def find_broken_point(self) -> int | None:
+        """The first point whose rows are not finite; None where all are."""
+        bad = [~one.deltas.isfinite().all(3).all(1).all(0) for one in self.layers]
+        bad += [~one.inputs.isfinite().all(2).all(0) for one in self.layers]
+        bad += [~rows.isfinite().all(2).all(0) for rows in self.explicit.values()]
+        if not bad or not bool((places := torch.stack(bad).any(0)).any()):
+            return None
+        return int(places.nonzero()[0])
 
 
 def outer_rows(one: LayerRows) -> Tensor:
@@ -249,9 +251,9 @@ def add_products(left: TermRows, right: TermRows, squares: dict[str, float], tot
     for one in left.layers:
         for other in known.get(one.layer.weight, ()):
             add_layer_products(one, other, squares, total)
-    for name, rows in left.rows.explicit.items():
-        if name in right.rows.explicit:
-            total.addmm_(rows.flatten(0, 1), right.rows.explicit[name].flatten(0, 1).mT, alpha=squares[name])
+    for name, rows in left.explicit.items():
+        if name in right.explicit:
+            total.addmm_(rows.flatten(0, 1), right.explicit[name].flatten(0, 1).mT, alpha=squares[name])
 
 
 def add_layer_products(one: LayerRows, other: LayerRows, squares: dict[str, float], total: Tensor) -> None:

@@ -19,9 +19,7 @@ from natgrad.operators import Operator
 from natgrad.optim import NotFiniteError
 from natgrad.residuals.point_weights import PointWeights
 from natgrad.residuals.stacked_rows import RowsOperator, StackedRows, TermRows
-from natgrad.residuals.term_checks import describe
-from natgrad.residuals.term_jacobian import TermJacobian
-from natgrad.residuals.terms import Term
+from natgrad.residuals.terms import Term, describe
 
 Points = dict[str, tuple[Tensor, ...]]
 NO_DERIVATIVE = (
@@ -86,7 +84,7 @@ class System:
             weigh = partial(self._weigh, name, own, count, None if weighed is None else weighed.get(name))
             found = term.rows(params, own, weigh) if len(own[0]) else lack_points(params)
             factors[name] = found.factor
-            parts.append(TermRows(found))
+            parts.append(found)
             residuals.append((found.values.mT * found.factor).reshape(-1))
             losses[name] = found.values.square().sum() / count
         rows = StackedRows(Space(params), parts)
@@ -140,10 +138,10 @@ class System:
         return values.square().sum(1)
 
 
-def lack_points(params: Params) -> TermJacobian:
+def lack_points(params: Params) -> TermRows:
     """The rows of a term that has no points here: none."""
     none = next(iter(params.values())).detach().new_zeros(1, 0)
-    return TermJacobian(none.mT, none)
+    return TermRows(none.mT, none)
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,7 +218,7 @@ def check_derivatives(system: System, now: LinearisedTerms, points: Points, grad
     if all_finite(gradient):
         return
     rows = now.operator.rows
-    broken = [part.rows.find_broken_point() for part in rows.terms] if isinstance(rows, StackedRows) else []
+    broken = [part.find_broken_point() for part in rows.terms] if isinstance(rows, StackedRows) else []
     for name, place in zip(system.terms, broken, strict=False):
         if place is not None:
             raise NotFiniteError(

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from natgrad.ground.derivatives import exact_derivatives
 from natgrad.ground.jets import Derivatives, JetPass, LayerChain
@@ -17,22 +18,14 @@ from natgrad.ground.pure import (
     call_with,
     check_examples_apart,
     check_followed,
+    leaves,
     mark_evaluation,
     run_detached,
 )
 from natgrad.ground.spaces import Params
 from natgrad.residuals.constrained import network_of
 from natgrad.residuals.fields import ORDER, Field, Notes
-from natgrad.residuals.term_checks import (
-    ParameterWatch,
-    check_captured,
-    check_independence,
-    describe,
-    find_aliases,
-    flatten_residual,
-)
-from natgrad.residuals.term_jacobian import TermJacobian, differentiate_columns
-from natgrad.residuals.unknowns import params_of
+from natgrad.residuals.stacked_rows import TermRows
 
 T = TypeVar("T")
 Unknown = nn.Module | nn.Parameter
@@ -85,7 +78,7 @@ class Term:
             )
             return (run_detached(lambda: self._plainly(params, points)) if found is None else found).detach()
 
-    def rows(self, params: Params, points: tuple[Tensor, ...], weigh: Callable[[Tensor], Tensor]) -> TermJacobian:
+    def rows(self, params: Params, points: tuple[Tensor, ...], weigh: Callable[[Tensor], Tensor]) -> TermRows:
         """The residuals with the rows of their Jacobian in the parameters.
 
         points: Tensors (b, ...). weigh: From the residuals (b, m) to the factors of the rows (m, b).
@@ -254,9 +247,7 @@ class Term:
         dims = (0,) * count + (1,) * len(keys) + (0,) * len(names)
         return torch.func.vmap(one, in_dims=dims, randomness="different")(*given)
 
-    def _layered_rows(
-        self, params: Params, points: tuple[Tensor, ...], weigh: Callable[[Tensor], Tensor]
-    ) -> TermJacobian:
+    def _layered_rows(self, params: Params, points: tuple[Tensor, ...], weigh: Callable[[Tensor], Tensor]) -> TermRows:
         passes = self._tables(params, points, rows=True)
         with torch.enable_grad():
             jets = {key: one.outputs.detach().requires_grad_() for key, one in passes.items()}
@@ -275,7 +266,7 @@ class Term:
             for name, cotangents in zip(chosen, found[len(jets) :], strict=True)
             if name in params
         }
-        return TermJacobian(values.detach(), factor, layers, explicit)
+        return TermRows(values.detach(), factor, layers, explicit)
 
     # as a function of the parameters
 
@@ -315,10 +306,10 @@ class Term:
 
     def _functional_rows(
         self, params: Params, points: tuple[Tensor, ...], weigh: Callable[[Tensor], Tensor]
-    ) -> TermJacobian:
+    ) -> TermRows:
         values, explicit = self._explicit_rows(params, points)
         factor = weigh(values)
-        return TermJacobian(values, factor, [], {name: one * factor.unsqueeze(2) for name, one in explicit.items()})
+        return TermRows(values, factor, [], {name: one * factor.unsqueeze(2) for name, one in explicit.items()})
 
     def _explicit_rows(self, params: Params, points: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
         """The residuals (b, m), and the rows (m, b, size) by name."""
@@ -359,6 +350,17 @@ class Term:
         return values.detach(), {n: j.detach().transpose(0, 1).reshape(m, b, -1) for n, j in jacobians.items()}
 
 
+def differentiate_columns(values: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    """d values[:, j] / d leaf, summed over the rows of values (b, m), (m, *shape of the leaf) each."""
+    if not values.requires_grad:
+        return [leaf.new_zeros(values.shape[1], *leaf.shape) for leaf in leaves]
+    columns = [
+        torch.autograd.grad(values[:, j].sum(), leaves, retain_graph=j + 1 < values.shape[1], materialize_grads=True)
+        for j in range(values.shape[1])
+    ]
+    return [torch.stack(parts) for parts in zip(*columns, strict=True)]
+
+
 def read(module: nn.Module, own: Params, *args: Any) -> Tensor:
     """A network's outputs for a batch, with these parameters in the place of its own."""
     return call_with(module, own, *args)
@@ -372,3 +374,112 @@ def refuse_evaluation(*args: Any) -> Tensor:
 def sign(module: nn.Module) -> list[tuple[int, bool, int]]:
     """What a network's layers are and how they are set, to see whether it changed."""
     return [(id(m), m.training, len(m._forward_hooks) + len(m._forward_pre_hooks)) for m in module.modules()]
+
+
+def params_of(params: Params, name: str) -> dict[str, Tensor]:
+    """Those of one unknown, by their names within it."""
+    start = f"{name}." if name else ""
+    return {key.removeprefix(start): p for key, p in params.items() if key.startswith(start)}
+
+
+# What a term may not do, said before the first step: its networks, and the parameters that it uses past them
+
+CLOSE = 1e-3
+"""How far a network's values for one point and for two may differ, relative: above round-off in single precision."""
+
+
+class ParameterWatch(TorchFunctionMode):
+    """Inside, notes every `nn.Parameter` that requires a gradient and that a torch function is given.
+
+    Attributes:
+        seen: The parameters, by identity.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, nn.Parameter] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for one in leaves((args, kwargs)):
+            if isinstance(one, nn.Parameter) and one.requires_grad:
+                self.seen[id(one)] = one
+        return func(*args, **(kwargs or {}))
+
+
+def check_captured(
+    name: str, seen: Mapping[int, nn.Parameter], unknowns: Mapping[str, nn.Module | nn.Parameter], trained: Params
+) -> None:
+    """Tell of parameters that a term uses by itself, and not as one of its arguments: they have no derivative."""
+    advice = (
+        "make it an unknown of its own, ng.residuals({'u': net, 'k': k}, {'inside': lambda u, k, x: ...}) with k = "
+        "nn.Parameter(torch.tensor(1.0))"
+    )
+    known = {id(p): key for key, p in trained.items()}
+    for number, parameter in seen.items():
+        if number in known:
+            raise ValueError(
+                f"term {name!r} uses the parameter {known[number]!r} by itself, and not as one of its arguments: its "
+                f"derivative would be missing; {advice}"
+            )
+        if number not in {id(p) for part in unknowns.values() for p in list_parameters(part)}:
+            warnings.warn(
+                f"natgrad: term {name!r} uses a parameter of shape {tuple(parameter.shape)} that is not trained: "
+                f"{advice}; for a fixed number, .requires_grad_(False)",
+                stacklevel=2,
+            )
+            return
+
+
+def list_parameters(part: nn.Module | nn.Parameter) -> list[nn.Parameter]:
+    """The parameters of an unknown."""
+    return list(part.parameters()) if isinstance(part, nn.Module) else [part]
+
+
+def find_aliases(unknowns: Mapping[str, nn.Module | nn.Parameter]) -> dict[str, str]:
+    """Full name -> the first full name of the same parameter, where unknowns share one."""
+    first, found = dict[int, str](), dict[str, str]()
+    for name, part in unknowns.items():
+        own = part.named_parameters(name) if isinstance(part, nn.Module) else [(name, part)]
+        for full, p in own:
+            if first.setdefault(id(p), full) != full:
+                found[full] = first[id(p)]
+    return found
+
+
+def check_independence(name: str, evaluate: Callable[[Tensor], Tensor], points: Tensor) -> None:
+    """ValueError if a network's value at one point depends on the others in its batch, or on chance.
+
+    points: (b, d).
+    """
+    two = points[:2]
+    together = run_detached(lambda: evaluate(two))
+    apart = torch.cat([run_detached(lambda one=one: evaluate(one)) for one in two.split(1)])
+    size = together.abs().max()
+    if len(together) == len(apart) and bool((together - apart).abs().max() > CLOSE * size):
+        raise ValueError(
+            f"the network{f' {name!r}' * bool(name)} gives {together.reshape(-1)[:4].tolist()} for two points at once "
+            f"and {apart.reshape(-1)[:4].tolist()} for one after the other: a value may depend on its own point alone, "
+            "and not on the rest of the batch or on chance"
+        )
+
+
+def flatten_residual(name: str, residual: Any, dtype: torch.dtype) -> Tensor:
+    """What a term returned, as real numbers (m,). TypeError for anything but tensors."""
+    parts = list(residual.values()) if isinstance(residual, Mapping) else residual
+    parts = parts if isinstance(parts, (tuple, list)) else [parts]
+    numbers = [isinstance(one, (int, float)) for one in parts]
+    if not all(isinstance(one, Tensor) or number for one, number in zip(parts, numbers, strict=True)) or all(numbers):
+        raise TypeError(
+            f"term {name!r} returned {type(residual).__name__}, expected a tensor: the residual at one point; or a "
+            "tuple, list or dict of tensors"
+        )
+    device = next(one.device for one in parts if isinstance(one, Tensor))
+    tensors = [one if isinstance(one, Tensor) else torch.full((1,), one, device=device, dtype=dtype) for one in parts]
+    real = [(torch.view_as_real(one) if one.is_complex() else one).reshape(-1).to(dtype) for one in tensors]
+    return real[0] if len(real) == 1 else torch.cat(real)
+
+
+def describe(point: tuple[Tensor, ...]) -> str:
+    """A point as a reader of an error message likes it."""
+    parts = [", ".join(f"{float(number):.6g}" for number in t.reshape(-1)[:12]) for t in point]
+    return "; ".join(f"({part}{', ...' if t.numel() > 12 else ''})" for part, t in zip(parts, point, strict=True))

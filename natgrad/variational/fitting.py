@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import stdev
 from typing import Any, Self
@@ -14,22 +14,14 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.checks import check_integer
+from natgrad.ground.exchanges import any_asks
 from natgrad.ground.messages import write_choices
 from natgrad.ground.progress import Progress, check_callback
 from natgrad.ground.pure import keep_gradient_mode, run_detached
 from natgrad.optim import RankExchange
-from natgrad.variational.convergence import (
-    UNKNOWN,
-    WINDOW,
-    Bounds,
-    has_ended,
-    has_settled,
-    measure_error,
-    runs_away,
-)
 from natgrad.variational.joined import JoinedTarget, find_processes
 from natgrad.variational.network import Network
-from natgrad.variational.targets import Target
+from natgrad.variational.targets import Moments, Target
 
 SMALLEST = 2.0**-20
 """Share of its rate at which `fit` ends."""
@@ -304,7 +296,7 @@ class Fitted(ABC):
     def _ends(self, callback: Callable[[Self], Any] | None) -> bool:
         """Whether the callback of some process asked to end."""
         asked = callback is not None and callback(self) is True
-        return any(one for (one,) in self.processes.share_numbers([asked], self.processes.ranks.device))
+        return any_asks(self.processes, asked, self.processes.ranks.device)
 
     def _has_fallen(self, found: list[float], bound: float, tolerance: float) -> bool:
         return bool(found) and self.target.steady and bound < found[-1] - tolerance
@@ -349,3 +341,80 @@ def format_few(values: Tensor) -> str:
     """
     shown = ", ".join(f"{float(v):.3g}" for v in values[:3])
     return f"({shown}{', ...' if len(values) > 3 else ''})"
+
+
+# When a fit has converged: what is left to gain, and how bounds change from step to step
+
+WINDOW, LEFT, UNKNOWN = 10, 1e-2, 0.1
+"""Steps over which bounds are compared; nats that a converged q may lack, and to which its bound must be known: a tenth
+of the odds of two models."""
+FAR, OUT_OF_REACH = 1e3, 1e6
+"""Times the first bound's size that a fit of a density does not gain ever faster, and not at all: a start that is far
+off is far below."""
+
+
+class Bounds(list[float]):
+    """The bounds that `fit` found, in nats, one before each step.
+
+    Attributes:
+        converged: True if the fit ended since nothing was left to gain over its points; False if it ran out of steps,
+            or of rate, or if `error` is above the tolerance and .1 nats: then the points do not determine q.
+        known: True if `error` is at most the tolerance.
+        error: How far `q.elbo()`, by the points of the fit, may be from that of the same q, in nats: the difference
+            from the mean over other points, and two standard errors of that. Where points are drawn anew, the standard
+            deviation of a bound. NaN where it is not known.
+        gap: Half of the natural gradient's squared length before the last step, in nats: what a full step would gain of
+            a bound that is quadratic. Noise keeps it from zero where points are drawn anew.
+    """
+
+    converged: bool = False
+    known: bool = False
+    error: float = math.nan
+    gap: float = math.inf
+
+
+def has_ended(bounds: Bounds, tolerance: float) -> bool:
+    """True if the gap is below the tolerance, or below `LEFT` while `WINDOW` steps gained less than it each.
+
+    The second case is how fits over points end where log p has kinks: the gap jumps when a point crosses one.
+    """
+    still = len(bounds) > WINDOW and abs(bounds[-1] - bounds[-1 - WINDOW]) < WINDOW * tolerance
+    return bounds.gap < tolerance or (still and bounds.gap < LEFT)
+
+
+def has_settled(bounds: Bounds, tolerance: float) -> bool:
+    """True if the last `WINDOW` bounds gained less than the tolerance on those before, two standard errors included."""
+    if len(bounds) < 2 * WINDOW:
+        return False
+    before, after = torch.tensor(bounds[-2 * WINDOW :], dtype=torch.float64).view(2, WINDOW)
+    error = ((before.var() + after.var()) / WINDOW).sqrt()
+    return float((after.mean() - before.mean()).abs() + 2 * error) < tolerance
+
+
+def measure_error(bound: float, others: Sequence[float]) -> float:
+    """How far a bound may be from the expectation that others estimate: their difference and two standard errors."""
+    values = torch.tensor([bound, *others], dtype=torch.float64)
+    if not bool(torch.isfinite(values).all()):
+        return math.inf
+    return float((values[0] - values[1:].mean()).abs() + 2 * values[1:].std() / len(others) ** 0.5)
+
+
+def squared_length(found: Moments, root: Tensor) -> float:
+    """|natural gradient|^2 of the bound in the Fisher metric: g^T P^-1 g + |L^T E[Hess] L + I|^2 / 2, in nats.
+
+    root: L (d, d) with L L^T the covariance, or standard deviations (d,) where q is diagonal.
+    """
+    if root.dim() == 1:
+        return float((root * found.gradient).square().sum() + (root.square() * found.hessian + 1).square().sum() / 2)
+    turned = root.mT @ found.hessian @ root
+    turned.diagonal().add_(1)
+    return float((root.mT @ found.gradient).square().sum() + turned.square().sum() / 2)
+
+
+def runs_away(bounds: Sequence[float]) -> bool:
+    """True if the bound rose so far above the size of the first one that log p can have no maximum."""
+    if len(bounds) < 2:
+        return False
+    first, half, last = bounds[0], bounds[len(bounds) // 2], bounds[-1]
+    gained = (last - first) / (1 + abs(first))
+    return gained > OUT_OF_REACH or (gained > FAR and last - half >= half - first)

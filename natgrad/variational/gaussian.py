@@ -12,8 +12,7 @@ from natgrad.families import MultivariateNormal
 from natgrad.ground.checks import Group, read_groups
 from natgrad.ground.linalg import all_finite, eigh, factor_or_nan, require_factor
 from natgrad.ground.messages import explain_calls
-from natgrad.variational.convergence import squared_length
-from natgrad.variational.fitting import Fitted, format_few, refuse_infinite, search_rate
+from natgrad.variational.fitting import Fitted, format_few, refuse_infinite, search_rate, squared_length
 from natgrad.variational.joined import join_target
 from natgrad.variational.network import NetworkData, NetworkOptions
 from natgrad.variational.quadrature import Points

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from natgrad.ground.exchanges import share_count
+from natgrad.optim import RankExchange
 
 MIXED = 1.1
 """Chains whose R-hat is above this differ; mixed ones have 1."""
@@ -172,3 +176,56 @@ def extrapolate_variance(energies: list[EnergyEstimate]) -> EnergyEstimate:
         left = y - value - slope * x
         leverage = leverage * left.square().sum() / max(1, len(energies) - 2)
     return EnergyEstimate(float(value), float(leverage.sqrt()), 0.0, samples=sum(one.samples for one in energies))
+
+
+# walkers on several processes
+
+
+def estimate_jointly(
+    processes: RankExchange, local_energies: Tensor, weights: Tensor | None, *, enumerated: bool = False
+) -> EnergyEstimate:
+    """`estimate_energy` over the walkers of all processes.
+
+    Chains of one length, or numbers of a chain each, are taken together; from chains of different lengths the processes
+    estimate apart, and what they found is joined.
+
+    local_energies: Of this process's walkers, (b,) or (chains, b). weights: Of them, same shape, or None; over all
+    processes they count relative to one another.
+    """
+    if processes.size == 1:
+        return estimate_energy(local_energies, weights, enumerated=enumerated)
+    everyone = gather_numbers(processes, local_energies.reshape(-1))
+    if weights is not None:
+        shares = processes.gather_rows(weights.detach().reshape(-1).double())
+        return estimate_energy(everyone, shares / shares.sum(), enumerated=enumerated)
+    lengths = share_count(processes, local_energies.shape[-1], local_energies.device)
+    if len(set(lengths)) == 1:
+        return estimate_energy(everyone.view(-1, lengths[0]), enumerated=enumerated)
+    own = vars(estimate_energy(local_energies, enumerated=enumerated))
+    return combine_estimates([EnergyEstimate(*values) for values in processes.share_objects(list(own.values()))])
+
+
+def gather_numbers(processes: RankExchange, values: Tensor) -> Tensor:
+    """The numbers of all processes, real or complex, (sum of all b,) from (b,) each."""
+    if not values.is_complex():
+        return processes.gather_rows(values)
+    return torch.view_as_complex(processes.gather_rows(torch.view_as_real(values).contiguous()))
+
+
+def combine_estimates(parts: Sequence[EnergyEstimate]) -> EnergyEstimate:
+    """What estimates from independent samples come to together."""
+    samples = sum(part.samples for part in parts)
+    shares = [part.samples / samples for part in parts]
+    pairs = list(zip(shares, parts, strict=True))
+    mean = sum(share * part.mean for share, part in pairs)
+    error = math.sqrt(sum((share * part.error) ** 2 for share, part in pairs))
+    return EnergyEstimate(
+        mean=mean,
+        error=error,
+        variance=sum(share * (part.variance + (part.mean - mean) ** 2) for share, part in pairs),
+        correlation=max(part.correlation for part in parts),
+        samples=samples,
+        settled=all(part.settled for part in parts),
+        imaginary=sum(share * part.imaginary for share, part in pairs),
+        r_hat=max((part.r_hat for part in parts if part.r_hat is not None), default=None),
+    )

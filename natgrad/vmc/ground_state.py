@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.checks import check_integer
+from natgrad.ground.exchanges import any_asks
 from natgrad.ground.linalg import eigh
 from natgrad.ground.messages import write_choices
 from natgrad.ground.progress import Progress, check_callback
@@ -19,9 +20,8 @@ from natgrad.vmc.amplitude import LogAmplitude
 from natgrad.vmc.antisymmetric import AntisymmetricNet
 from natgrad.vmc.configurations import Configurations
 from natgrad.vmc.continuous import Harmonic, Molecule
-from natgrad.vmc.energy import EnergyEstimate
+from natgrad.vmc.energy import EnergyEstimate, estimate_jointly
 from natgrad.vmc.hamiltonians import Hamiltonian
-from natgrad.vmc.joined_walkers import check_draws, estimate_jointly
 from natgrad.vmc.local_energies import evaluate, take_local_energies
 from natgrad.vmc.reconfiguration import StochasticReconfiguration
 from natgrad.vmc.samples import Sampler, Samples
@@ -138,7 +138,7 @@ class GroundState:
 
     def _ends(self, asked: bool) -> bool:
         """Whether the callback of some process asked to end."""
-        return any(one for (one,) in self.optimizer.processes.share_numbers([asked], self.psi.device))
+        return any_asks(self.optimizer.processes, asked, self.psi.device)
 
     def _meet(self) -> RankExchange:
         """The processes that have walkers, each with draws of its own."""
@@ -269,3 +269,17 @@ def check_network(psi: LogAmplitude, space: Any) -> None:
         raise ValueError(
             f"psi's network does not take the states of {space}, {tuple(states.shape)} of {states.dtype}: {error}"
         ) from error
+
+
+def check_draws(processes: RankExchange, sampler: Sampler) -> None:
+    """ValueError if samplers of two processes would draw the same walkers, which would count them twice."""
+    generator = getattr(sampler, "generator", None)
+    if processes.size == 1 or not isinstance(generator, torch.Generator):
+        return
+    states = processes.share_objects(generator.get_state().tolist())
+    for rank, state in enumerate(states):
+        if state in states[:rank]:
+            raise ValueError(
+                f"the samplers of process {states.index(state)} and {rank} would draw the same walkers: give each a "
+                "seed of its own, such as seed=torch.distributed.get_rank()"
+            )

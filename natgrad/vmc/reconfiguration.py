@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from natgrad.ground.checks import check_number, check_positive, check_share
+from natgrad.ground.exchanges import share_count
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.messages import write_choices
 from natgrad.ground.pure import check_examples_apart, keep_gradient_mode
@@ -16,13 +17,12 @@ from natgrad.ground.spaces import trainable
 from natgrad.ground.typed_torch import measure_norm
 from natgrad.metrics import GeometricTensor, geometric_tensor, lay_out_amplitudes
 from natgrad.operators import Centred, Operator, Pullback
-from natgrad.optim import LinearSystem, NaturalGradient, RankExchange, Solved, State, SystemEvidence
+from natgrad.optim import LinearSystem, NaturalGradient, RankExchange, Solved, State, SystemEvidence, join_operator
 from natgrad.rules import Constant, Damping, Rule, TrustRegion
 from natgrad.solvers import Auto, Solution, Solver, Spring
 from natgrad.structures import Dense, Exact, Structure
 from natgrad.vmc.amplitude import LogAmplitude
-from natgrad.vmc.energy import EnergyEstimate
-from natgrad.vmc.joined_walkers import estimate_jointly, gather_numbers, join_moment
+from natgrad.vmc.energy import EnergyEstimate, estimate_jointly, gather_numbers
 from natgrad.vmc.local_energies import check_integers, read_numbers, read_states
 
 
@@ -261,7 +261,7 @@ class StochasticReconfiguration:
             check_amplitudes(moment.outputs, states)
         whole = operator if processes.size == 1 else join_moment(processes, moment, share, operator.counted)
         gaps = find_gaps(*self._gather_energies(local_energies, weights), self.clip)
-        place = sum(int(one) for (one,) in processes.share_numbers([len(states)], states.device)[: processes.rank])
+        place = sum(share_count(processes, len(states), states.device)[: processes.rank])
         cotangents = fit_columns(gaps[place : place + len(states)], moment.outputs)
         gradient = processes.sum(pull_back(moment, cotangents))
 
@@ -276,6 +276,12 @@ class StochasticReconfiguration:
         """The local energies of all processes, with their weights."""
         shares = None if weights is None else self.processes.gather_rows(weights)
         return gather_numbers(self.processes, local_energies), shares
+
+
+def join_moment(processes: RankExchange, moment: Pullback, share: float, counted: Tensor) -> Operator:
+    """S over the walkers of all processes, about their common mean."""
+    joined = join_operator(processes.ranks, moment, moment.linearization.space, share)
+    return Centred(cast("Any", joined), processes.gather_rows(joined.shares[processes.rank] ** 0.5 * counted))
 
 
 def check_needs_no_loss(damping: Damping, rule: Rule | None) -> None:
