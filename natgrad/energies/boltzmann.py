@@ -104,8 +104,8 @@ class Boltzmann(Density):
             inputs: Bits, shape (b, N).
             dims: Units i; None for all.
         """
-        found = self._jumps(inputs) * self.fields(params, inputs)
-        return found if dims is None else found[:, torch.as_tensor(dims, device=found.device)]
+        ratios = self._jumps(inputs) * self.fields(params, inputs)
+        return ratios if dims is None else ratios[:, torch.as_tensor(dims, device=ratios.device)]
 
     def ratio_jacobian(self, params: Params, inputs: Tensor) -> Tensor:
         """The derivative in h_i is the jump of v_i, that in J_ij the jump times the other unit's v.

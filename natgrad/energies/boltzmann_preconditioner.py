@@ -80,8 +80,8 @@ class PairPreconditioner(Preconditioner):
         memory = {**memory, "age": age + 1}
         if self.by_rows:
             return RowInverse(self.machine, params, *(memory[name] for name in ("weights", "mean", "inverse"))), memory
-        kept = (memory[name] for name in ("weights", "mean", "values", "vectors"))
-        return PairInverse(self.machine, params, *kept), memory
+        factors = (memory[name] for name in ("weights", "mean", "values", "vectors"))
+        return PairInverse(self.machine, params, *factors), memory
 
     def _factors(self, metric: RatioMetric, params: Params, inputs: Any, damping: float) -> Memory:
         with torch.no_grad():
@@ -132,8 +132,8 @@ class CentredInverse(Operator):
         h, couplings = parts["h"], self.machine.matrix(parts)
         centred = couplings - torch.outer(h, self.mean) - torch.outer(self.mean, h)
         solved = self.solve(centred.fill_diagonal_(0.0)).fill_diagonal_(0.0)
-        found = {"h": h / self.weights - solved @ self.mean, "J": self.machine.pairs(solved)}
-        return self.space.flatten({name: found[name] for name in parts})
+        solution = {"h": h / self.weights - solved @ self.mean, "J": self.machine.pairs(solved)}
+        return self.space.flatten({name: solution[name] for name in parts})
 
     @abstractmethod
     def solve(self, right: Tensor) -> Tensor:

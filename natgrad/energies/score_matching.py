@@ -253,10 +253,10 @@ class _Chunks(torch.autograd.Function):
             total = total + value.detach()
             if value.requires_grad:
                 wanted = [leaf for leaf in leaves if leaf.requires_grad]
-                found = iter(torch.autograd.grad(value, wanted, materialize_grads=True))
+                slopes = iter(torch.autograd.grad(value, wanted, materialize_grads=True))
                 for leaf, gradient in zip(leaves, gradients, strict=True):
                     if leaf.requires_grad:
-                        gradient += next(found)
+                        gradient += next(slopes)
         ctx.save_for_backward(*gradients)
         return total
 

@@ -93,28 +93,28 @@ class MachineBlocks:
 
     def refresh(self, taught: Taught, damping: Damping) -> bool:
         """Take a batch into every layer's average and invert it. False where a layer keeps its last inverse."""
-        kept = {name: self.keep(name) for name, _, _ in taught}
-        states = {name: kept[name].average(rows) for name, _, rows in taught}
-        operators = {name: kept[name].operator(state) for name, state in states.items()}
+        blocks = {name: self.keep(name) for name, _, _ in taught}
+        states = {name: blocks[name].average(rows) for name, _, rows in taught}
+        operators = {name: blocks[name].operator(state) for name, state in states.items()}
         if not operators:
             return True
-        number, whole = damping.initial(), BlockOperator(list(operators.values()))
-        levels = {n: damping.amount(number, part if damping.per_block else whole) for n, part in operators.items()}
-        failed = sum(not kept[name].commit(states[name], operators[name], level) for name, level in levels.items())
+        number, together = damping.initial(), BlockOperator(list(operators.values()))
+        levels = {n: damping.amount(number, part if damping.per_block else together) for n, part in operators.items()}
+        failed = sum(not blocks[name].commit(states[name], operators[name], level) for name, level in levels.items())
         return failed == 0
 
     @property
     def levels(self) -> dict[str, float]:
         """The damping of every layer's inverse."""
-        return {name: kept.level for name, kept in self.layers.items()}
+        return {name: blocks.level for name, blocks in self.layers.items()}
 
     @levels.setter
-    def levels(self, found: dict[str, float]) -> None:
-        self._loaded = dict(found)
+    def levels(self, levels: dict[str, float]) -> None:
+        self._loaded = dict(levels)
 
     def state_dict(self) -> dict[str, Any]:
         """Every layer's average."""
-        return {name: dict(kept.state) for name, kept in self.layers.items()}
+        return {name: dict(blocks.state) for name, blocks in self.layers.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there. ValueError for those of another machine."""
@@ -128,20 +128,20 @@ class MachineBlocks:
             self.keep(name).load(part, levels.get(name, usual), self._layer(name).weight)
 
     def _layer(self, name: str) -> Conditional:
-        found = self.machine.get_submodule(name)
-        assert isinstance(found, Conditional)
-        return found
+        layer = self.machine.get_submodule(name)
+        assert isinstance(layer, Conditional)
+        return layer
 
 
 def check_damping(damping: Any) -> None:
     """ValueError unless it needs no loss at trial points, and keeps a singular block invertible."""
-    found = as_damping(damping)
-    if found.needs_ratio:
+    strategy = as_damping(damping)
+    if strategy.needs_ratio:
         raise ValueError(
             f"damping is {damping!r}, which compares with the loss at trial points, and wake-sleep has none: expected "
             "a number > 0 or ng.Relative(0.1)"
         )
-    if isinstance(found, Constant) and not found.value > 0:
+    if isinstance(strategy, Constant) and not strategy.value > 0:
         raise ValueError(f"damping is {damping!r}, expected a number > 0: a unit's block may be singular")
 
 
@@ -203,8 +203,8 @@ class UnitBlocks:
         """F of a running average, one block per unit."""
         if "blocks" in state:
             return Units(state["blocks"] / state["weight"])
-        found = SharedRows(state["rows"], state["weights"] / sum(state["shares"]), self.mask)
-        return found if self.exact else found.spectral(RANK)
+        shared = SharedRows(state["rows"], state["weights"] / sum(state["shares"]), self.mask)
+        return shared if self.exact else shared.spectral(RANK)
 
     def commit(self, state: dict[str, Any], operator: Operator, level: float) -> bool:
         """Take over a running average with its damped inverse. False, with everything as it was, if that fails."""
@@ -291,9 +291,9 @@ def shorten_directions(radius: float, direction: Tensor, rows: LogisticRows, rat
     unsure = find_shortening(radius / 4, direction, screen, spread_evenly(screen), rate).squeeze(1) < 1
     if not unsure.any():
         return direction
-    found = direction.clone()
-    found[unsure] *= find_shortening(radius, direction[unsure], inputs, spread_evenly(inputs), rate)
-    return found
+    shortened = direction.clone()
+    shortened[unsure] *= find_shortening(radius, direction[unsure], inputs, spread_evenly(inputs), rate)
+    return shortened
 
 
 def find_shortening(radius: float, direction: Tensor, inputs: Tensor, shares: Tensor, rate: float) -> Tensor:
@@ -342,12 +342,12 @@ def shuffle_places(many: int) -> Tensor:
     return torch.randperm(many, generator=torch.Generator().manual_seed(many))
 
 
-def count_refresh(kept: UnitBlocks, weight: Tensor, rows: int) -> int:
+def count_refresh(blocks: UnitBlocks, weight: Tensor, rows: int) -> int:
     """Multiplications of a refresh; those of a factorisation count as often as they take as long (measured)."""
     units, columns = weight.shape
     many = min(rows, max(ROWS, columns))
-    if not kept.exact:
-        many = min(many * round(1 / (1 - kept.decay)), KEPT * max(ROWS, columns))
+    if not blocks.exact:
+        many = min(many * round(1 / (1 - blocks.decay)), KEPT * max(ROWS, columns))
         return columns * columns * (many + 5 * columns) + units * many * min(RANK, columns)
     if 2 * many <= columns:
         return units * many * (columns + 2 * many * many)

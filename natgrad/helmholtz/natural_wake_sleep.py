@@ -112,14 +112,14 @@ class NaturalWakeSleep(WakeSleep):
         if self._is_due(lesson):
             fresh = self.blocks.refresh(lesson.gather_for_blocks(), self.damping)
             self._refreshed = self.steps
-        rates, found = self._read_rates(), list[tuple[Tensor, Tensor]]()
+        rates, directions = self._read_rates(), list[tuple[Tensor, Tensor]]()
         for (name, weight, rows), ascent in zip(lesson.taught, lesson.ascents(), strict=True):
             direction = self._natural(name, ascent)
             if not math.isinf(self.radius):
                 seen = lesson.gather(rows, FEW)
                 direction = shorten_directions(self.radius, direction, seen, rates.get(weight, 0.0))
-            found.append((weight, direction))
-        return found, fresh
+            directions.append((weight, direction))
+        return directions, fresh
 
     def _read_rates(self) -> dict[Tensor, float]:
         """What a direction that stays the same is multiplied by at every step; only SGD's is known."""

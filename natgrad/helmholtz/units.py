@@ -150,8 +150,8 @@ class LogisticRows:
 
     def ascent(self) -> Tensor:
         """d/dW of the weighted mean of log p, (size, columns)."""
-        found = (self.residuals * self.weights.unsqueeze(1)).mT @ self.inputs
-        return found if self.mask is None else found * self.mask
+        gradient = (self.residuals * self.weights.unsqueeze(1)).mT @ self.inputs
+        return gradient if self.mask is None else gradient * self.mask
 
     def scale_by(self, factor: float) -> LogisticRows:
         """The same rows with weights that sum to `factor`."""
@@ -185,7 +185,7 @@ def generation_rows(
     """Rows of every layer of p on states (..., size), weights (...); seen: what `activate_generation` says."""
     seen = activate_generation(layers, states) if seen is None else seen
     each = zip(each_layer(layers), seen, states, strict=True)
-    return [make_rows(layer, one, own, weights) for layer, one, own in each]
+    return [make_rows(layer, activations, own, weights) for layer, activations, own in each]
 
 
 def recognition_rows(
@@ -193,11 +193,11 @@ def recognition_rows(
 ) -> list[LogisticRows]:
     """Rows of every layer of q on states (..., size), weights (...); seen: what `activate_recognition` says."""
     seen = activate_recognition(layers, states) if seen is None else seen
-    found = []
-    for layer, one, below, own in zip(each_layer(layers), seen, states[:-1], states[1:], strict=True):
+    all_rows = []
+    for layer, activations, below, own in zip(each_layer(layers), seen, states[:-1], states[1:], strict=True):
         same = is_shared(below) and not layer.autoregressive
-        found.append(merge_draws(one, own, weights) if same else make_rows(layer, one, own, weights))
-    return found
+        all_rows.append(merge_draws(activations, own, weights) if same else make_rows(layer, activations, own, weights))
+    return all_rows
 
 
 def make_rows(layer: Conditional, seen: Activations, own: Tensor, weights: Tensor) -> LogisticRows:

@@ -142,9 +142,9 @@ class WakeSleep:
         with self.processes.failing_together(self.generator.device):
             lesson = draw_lesson(self.machine, self.algorithm, self._check(x), self.samples, generator)
         joined = join_lesson(lesson, self._read_lesson(lesson), self.processes)
-        found, fresh = self._directions(joined)
-        trouble = None if all(all_finite(direction) for _, direction in found) else "a direction is not finite"
-        if trouble is None and not self._follow(found):
+        directions, fresh = self._directions(joined)
+        trouble = None if all(all_finite(direction) for _, direction in directions) else "a direction is not finite"
+        if trouble is None and not self._follow(directions):
             trouble = "a weight would not be finite"
         self.steps += 1
         self.accidents.meet(trouble)
@@ -184,20 +184,20 @@ class WakeSleep:
         with self.processes.failing_together(device):
             x = self._check(x)
         most = max(share_count(self.processes, len(x), device))
-        found, per_epoch = list[float](), math.ceil(most / size)
+        bounds, per_epoch = list[float](), math.ceil(most / size)
         with Progress("steps", epochs * per_epoch, progress) as shown:
             try:
                 for _ in range(epochs):
                     generator = self.processes.ranks.generator(self.generator)
                     order = torch.randperm(len(x), generator=generator, device=device).to(x.device)
                     for place in range(per_epoch):
-                        found.append(self.step(x[order[place * size : (place + 1) * size]]))
-                        shown.update(len(found), {"bound": found[-1]})
+                        bounds.append(self.step(x[order[place * size : (place + 1) * size]]))
+                        shown.update(len(bounds), {"bound": bounds[-1]})
                         if self._ends(callback):
-                            return found
+                            return bounds
             except KeyboardInterrupt:
                 pass  # weights and the optimizer's state are those after the last whole step
-        return found
+        return bounds
 
     def _check(self, x: Any) -> Tensor:
         """x as the machine takes it; no examples where other processes may have some."""
@@ -253,14 +253,14 @@ class WakeSleep:
     def _read_lesson(self, lesson: Lesson) -> Taught:
         """Name, weight and rows of every layer that is trained."""
         lessons = {"generation": lesson.generation, "recognition": lesson.recognition}
-        each = [(f"{network}.{i}", rows) for network, found in lessons.items() for i, rows in enumerate(found)]
+        each = [(f"{network}.{i}", rows) for network, layers in lessons.items() for i, rows in enumerate(layers)]
         named = [(name, self._layer(name).weight, rows) for name, rows in each]
         return [(name, weight, rows) for name, weight, rows in named if weight.requires_grad]
 
     def _layer(self, name: str) -> Conditional:
-        found = self.machine.get_submodule(name)
-        assert isinstance(found, Conditional)
-        return found
+        layer = self.machine.get_submodule(name)
+        assert isinstance(layer, Conditional)
+        return layer
 
 
 # Lessons whose examples may lie on several processes: what one process with all rows has
@@ -297,8 +297,8 @@ class JoinedLesson:
             return rows
         few = thin_rows(rows, most)
         columns, units = few.inputs.shape[1], few.logits.shape[1]
-        found = self.processes.gather_rows(torch.cat([few.inputs, few.logits, few.weights.unsqueeze(1)], dim=1))
-        inputs, logits, weights = found.split([columns, units, 1], dim=1)
+        gathered = self.processes.gather_rows(torch.cat([few.inputs, few.logits, few.weights.unsqueeze(1)], dim=1))
+        inputs, logits, weights = gathered.split([columns, units, 1], dim=1)
         return LogisticRows(inputs, logits[:, :0], logits, weights.squeeze(1), rows.mask)
 
 
@@ -326,6 +326,6 @@ def draw_lesson(
     if len(x):
         return algorithm.lesson(machine, x, samples, generator)
     stand_in = x.new_full((1, x.shape[1]), machine.units[0])
-    found = algorithm.lesson(machine, stand_in, samples, generator)
-    generation, recognition = ([rows.drop_all() for rows in part] for part in (found.generation, found.recognition))
-    return Lesson(generation, recognition, found.bound[:0])
+    lesson = algorithm.lesson(machine, stand_in, samples, generator)
+    generation, recognition = ([rows.drop_all() for rows in part] for part in (lesson.generation, lesson.recognition))
+    return Lesson(generation, recognition, lesson.bound[:0])

@@ -42,7 +42,7 @@ class HardConstraint(nn.Module):
     def extra_repr(self) -> str:
         """The functions, before the network, for `repr`."""
         known = {"distance": self.distance, "values": self.values}
-        return ", ".join(f"{name}={show_choice(one)}" for name, one in known.items() if one is not None)
+        return ", ".join(f"{name}={show_choice(function)}" for name, function in known.items() if function is not None)
 
     def forward(self, x: Tensor) -> Tensor:
         """u at points.
@@ -58,13 +58,13 @@ class HardConstraint(nn.Module):
         """
         if x.dim() == 1:
             return self(x.unsqueeze(0)).squeeze(0)  # the functions are of points (b, d)
-        found, distance = self.net(x), self.distance(x)
-        if distance.shape != (*found.shape[:-1], 1):
+        values, distance = self.net(x), self.distance(x)
+        if distance.shape != (*values.shape[:-1], 1):
             raise ValueError(
                 f"distance returned {tuple(distance.shape)} for points {tuple(x.shape)}, expected one number for each, "
-                f"{(*found.shape[:-1], 1)}: write it for a batch, lambda x: x[:, :1] * (1 - x[:, :1])"
+                f"{(*values.shape[:-1], 1)}: write it for a batch, lambda x: x[:, :1] * (1 - x[:, :1])"
             )
-        return distance * found if self.values is None else self.values(x) + distance * found
+        return distance * values if self.values is None else self.values(x) + distance * values
 
 
 class Periodic(nn.Module):
@@ -113,12 +113,12 @@ class Periodic(nn.Module):
             raise ValueError(f"periods names coordinate {max(self.periods)}, and the points have {x.shape[-1]}")
         parts = []
         for i in range(x.shape[-1]):
-            one = x[..., i : i + 1]
+            coordinate = x[..., i : i + 1]
             if i not in self.periods:
-                parts.append(one)
+                parts.append(coordinate)
                 continue
             for k in range(1, self.harmonics + 1):
-                angle = (2 * math.pi * k / self.periods[i]) * one
+                angle = (2 * math.pi * k / self.periods[i]) * coordinate
                 parts += [torch.cos(angle), torch.sin(angle)]
         return torch.cat(parts, dim=-1)
 

@@ -71,9 +71,9 @@ class Field:
         Args:
             *args: The network's arguments, without a batch dimension.
         """
-        found = self._read(args[0], Derivatives(), lambda layout, jets: jets[0]) if len(args) == 1 else None
-        if found is not None:
-            return found
+        value = self._read(args[0], Derivatives(), lambda layout, jets: jets[0]) if len(args) == 1 else None
+        if value is not None:
+            return value
         if len(args) != 1 or self._place(args[0]) is None:
             self._note_elsewhere()
         return self.evaluate(*args)

@@ -82,11 +82,11 @@ class System:
             own = points[name]
             count = len(own[0]) if counts is None else counts[name]
             weigh = partial(self._weigh, name, own, count, None if weighed is None else weighed.get(name))
-            found = term.rows(params, own, weigh) if len(own[0]) else lack_points(params)
-            factors[name] = found.factor
-            parts.append(found)
-            residuals.append((found.values.mT * found.factor).reshape(-1))
-            losses[name] = found.values.square().sum() / count
+            jacobian = term.rows(params, own, weigh) if len(own[0]) else lack_points(params)
+            factors[name] = jacobian.factor
+            parts.append(jacobian)
+            residuals.append((jacobian.values.mT * jacobian.factor).reshape(-1))
+            losses[name] = jacobian.values.square().sum() / count
         rows = StackedRows(Space(params), parts)
         self._tell_idle_terms(rows, residuals)
         operator = RowsOperator(rows)
@@ -121,12 +121,12 @@ class System:
     @torch.no_grad()
     def residuals(self, params: Params, points: Points, now: LinearisedTerms) -> Tensor:
         """The residuals elsewhere, times the same factors, (r,): NaN where they are not finite."""
-        found = [
+        columns = [
             (term.values(params, points[name]).mT * now.factors[name]).reshape(-1)
             for name, term in self.terms.items()
             if len(points[name][0])
         ]
-        return torch.cat(found) if found else now.residuals[:0]
+        return torch.cat(columns) if columns else now.residuals[:0]
 
     @torch.no_grad()
     def squares(self, name: str, params: Params, points: tuple[Tensor, ...]) -> Tensor:
@@ -171,29 +171,29 @@ def check_points(system: System, points: Mapping[str, Any], params: Params, *, m
 def check_batch_of_points(name: str, given: Any, like: Tensor, fewest: int) -> tuple[Tensor, ...]:
     """One term's points: tensors with one leading size, in the parameters' dtype and on their device."""
     tensors = tuple(given) if isinstance(given, (tuple, list)) else (given,)
-    for one in tensors:
-        if not isinstance(one, Tensor) or one.dim() == 0:
-            came = "a scalar tensor" if isinstance(one, Tensor) else type(one).__name__
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor) or tensor.dim() == 0:
+            came = "a scalar tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(f"{name} is {came}, expected points: a tensor (b, d), or a tuple of tensors (b, ...)")
-        if one.is_floating_point() and one.dtype != like.dtype:
+        if tensor.is_floating_point() and tensor.dtype != like.dtype:
             raise ValueError(
-                f"{name} is {one.dtype}, the network {like.dtype}: convert with {name}.to({like.dtype}); double "
+                f"{name} is {tensor.dtype}, the network {like.dtype}: convert with {name}.to({like.dtype}); double "
                 "precision, net.double(), reaches smaller errors"
             )
-        if one.device != like.device:
-            raise ValueError(f"{name} is on {one.device}, the network on {like.device}; move one to the other")
-        if not all_finite(one.detach()):
+        if tensor.device != like.device:
+            raise ValueError(f"{name} is on {tensor.device}, the network on {like.device}; move one to the other")
+        if not all_finite(tensor.detach()):
             raise ValueError(f"{name} holds a NaN or an infinity; look at how the points are drawn")
-    if len({len(one) for one in tensors}) != 1 or len(tensors[0]) < fewest:
+    if len({*map(len, tensors)}) != 1 or len(tensors[0]) < fewest:
         raise ValueError(
-            f"{name} has tensors of leading sizes {[len(one) for one in tensors]}, expected the same number of points, "
+            f"{name} has tensors of leading sizes {[*map(len, tensors)]}, expected the same number of points, "
             "at least one"
         )
     if tensors[0].dim() == 1:
         raise ValueError(
             f"{name} has shape {tuple(tensors[0].shape)}, expected points (b, d): for one coordinate, {name}[:, None]"
         )
-    return tuple(one.detach() for one in tensors)
+    return tuple(tensor.detach() for tensor in tensors)
 
 
 def check_residuals(name: str, values: Tensor, points: tuple[Tensor, ...]) -> None:
@@ -265,5 +265,5 @@ def read_terms(
             raise ValueError(f"point_weights has {name!r}, which is no term: the terms are {list(terms)}")
         if not isinstance(chosen, PointWeights):
             raise TypeError(f"point_weights[{name!r}] is {chosen!r}, expected Causal(...) or another PointWeights")
-    made = {name: Term(name, function, unknowns) for name, function in terms.items()}
-    return System(made, {name: float(weights.get(name, 1.0)) for name in terms}, point_weights)
+    built = {name: Term(name, function, unknowns) for name, function in terms.items()}
+    return System(built, {name: float(weights.get(name, 1.0)) for name in terms}, point_weights)

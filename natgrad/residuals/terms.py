@@ -73,10 +73,10 @@ class Term:
         if self.notes is None:
             self.settle(params, points)
         with nullcontext() if self._noise is None else self._noise.replay():
-            found = self._through_tables(
+            values = self._through_tables(
                 lambda: self._from_tables(points, self._tables(params, points), self._coefficients(params, points))
             )
-            return (run_detached(lambda: self._plainly(params, points)) if found is None else found).detach()
+            return (run_detached(lambda: self._plainly(params, points)) if values is None else values).detach()
 
     def rows(self, params: Params, points: tuple[Tensor, ...], weigh: Callable[[Tensor], Tensor]) -> TermRows:
         """The residuals with the rows of their Jacobian in the parameters.
@@ -86,8 +86,8 @@ class Term:
         self.settle(params, points)
         if self.is_random:  # the trials of this step see the same draws
             self._noise = RandomState.capture(points[0].device)
-        found = self._through_tables(lambda: self._layered_rows(params, points, weigh))
-        return self._functional_rows(params, points, weigh) if found is None else found
+        rows = self._through_tables(lambda: self._layered_rows(params, points, weigh))
+        return self._functional_rows(params, points, weigh) if rows is None else rows
 
     def settle(self, params: Params, points: tuple[Tensor, ...]) -> None:
         """Look at the unknowns: what is asked of them, and whether they are layers. Once, and whenever they change.
@@ -131,7 +131,7 @@ class Term:
 
     def _wishes(self) -> list[tuple[dict[int, Derivatives], bool]]:
         assert self.notes is not None
-        return [(dict(one.plans), one.elsewhere) for one in self.notes.values()]
+        return [(dict(asked.plans), asked.elsewhere) for asked in self.notes.values()]
 
     # what it asks of the unknowns
 
@@ -153,7 +153,7 @@ class Term:
             if isinstance(error, IndexError):
                 error.add_note(ORDER)
             raise
-        idle = all(not one.plans and not one.elsewhere for one in notes.values())
+        idle = all(not asked.plans and not asked.elsewhere for asked in notes.values())
         if idle and all(isinstance(part, nn.Module) for part in self.unknowns.values()):
             raise ValueError(
                 f"term {self.name!r} does not use its unknowns: write it with the function's own arguments, "
@@ -167,20 +167,20 @@ class Term:
     def _find_networks(self) -> dict[str, LayerChain] | None:
         """The unknowns that are asked for, as layers; None where one is not made of them, or asked elsewhere."""
         assert self.notes is not None
-        found = {}
+        chains = {}
         if self.is_plain or self.by_rows or self.aliases:  # rows of a parameter in two networks are one
             return None
-        for name, one in self.notes.items():
-            if one.elsewhere:
+        for name, asked in self.notes.items():
+            if asked.elsewhere:
                 return None
-            if one.plans:
+            if asked.plans:
                 module = self.unknowns[name]
                 assert isinstance(module, nn.Module)
                 network = network_of(module, f"{name}." if name else "")
                 if network is None:
                     return None
-                found[name] = network
-        return found or None  # a term of coefficients alone has no network
+                chains[name] = network
+        return chains or None  # a term of coefficients alone has no network
 
     # through tables of derivatives
 
@@ -192,8 +192,8 @@ class Term:
             state = self._state(params)
             return {
                 (name, place): networks[name].run(state, points[place], plan, rows)
-                for name, one in self.notes.items()
-                for place, plan in one.plans.items()
+                for name, asked in self.notes.items()
+                for place, plan in asked.plans.items()
             }
 
     def _state(self, params: Params) -> dict[str, Tensor]:
@@ -201,13 +201,13 @@ class Term:
         return self._hold_frozen(params.keys()) | dict(params)
 
     def _hold_frozen(self, trained: Set[str]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        frozen: dict[str, Tensor] = {}
         for name, part in self.unknowns.items():
             if isinstance(part, nn.Parameter):
-                found[name] = part
+                frozen[name] = part
             elif not self._parameters[name] <= trained:
-                found |= {f"{name}." * bool(name) + key: p for key, p in part.named_parameters()}
-        return found
+                frozen |= {f"{name}." * bool(name) + key: p for key, p in part.named_parameters()}
+        return frozen
 
     def _coefficients(self, params: Params, points: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Coefficients, one copy per point."""
@@ -224,14 +224,14 @@ class Term:
         jets: dict[tuple[str, int], Tensor] | None = None,
     ) -> Tensor:
         """The residuals (b, m) from the unknowns' values and derivatives."""
-        jets = {key: one.outputs for key, one in passes.items()} if jets is None else jets
+        jets = {key: jet_pass.outputs for key, jet_pass in passes.items()} if jets is None else jets
 
         keys, names, count = list(jets), list(coefficients), len(points)
         dtype = next(iter(jets.values())).dtype
         assert self.notes is not None
         notes = self.notes
 
-        def one(*given: Tensor) -> Tensor:
+        def evaluate_point(*given: Tensor) -> Tensor:
             point, tables = given[:count], given[count : count + len(keys)]
             chosen = dict(zip(names, given[count + len(keys) :], strict=True))
             known: dict[str, dict[int, tuple[Derivatives, Tensor]]] = {}
@@ -245,25 +245,25 @@ class Term:
 
         given = (*points, *jets.values(), *coefficients.values())
         dims = (0,) * count + (1,) * len(keys) + (0,) * len(names)
-        return torch.func.vmap(one, in_dims=dims, randomness="different")(*given)
+        return torch.func.vmap(evaluate_point, in_dims=dims, randomness="different")(*given)
 
     def _layered_rows(self, params: Params, points: tuple[Tensor, ...], weigh: Callable[[Tensor], Tensor]) -> TermRows:
         passes = self._tables(params, points, rows=True)
         with torch.enable_grad():
-            jets = {key: one.outputs.detach().requires_grad_() for key, one in passes.items()}
+            jets = {key: jet_pass.outputs.detach().requires_grad_() for key, jet_pass in passes.items()}
             chosen = {name: c.clone().requires_grad_() for name, c in self._coefficients(params, points).items()}
             values = self._from_tables(points, passes, chosen, jets)
-            found = differentiate_columns(values, [*jets.values(), *chosen.values()])
+            columns = differentiate_columns(values, [*jets.values(), *chosen.values()])
         factor = weigh(values.detach())
         # on the outputs it costs less than on the rows
         layers = [
             row
-            for one, cotangents in zip(passes.values(), found, strict=False)
-            for row in one.pull_back(cotangents * factor[:, None, :, None])
+            for jet_pass, cotangents in zip(passes.values(), columns, strict=False)
+            for row in jet_pass.pull_back(cotangents * factor[:, None, :, None])
         ]
         explicit = {
             name: cotangents.reshape(*cotangents.shape[:2], -1) * factor.unsqueeze(2)
-            for name, cotangents in zip(chosen, found[len(jets) :], strict=True)
+            for name, cotangents in zip(chosen, columns[len(jets) :], strict=True)
             if name in params
         }
         return TermRows(values.detach(), factor, layers, explicit)
@@ -309,7 +309,7 @@ class Term:
     ) -> TermRows:
         values, explicit = self._explicit_rows(params, points)
         factor = weigh(values)
-        return TermRows(values, factor, [], {name: one * factor.unsqueeze(2) for name, one in explicit.items()})
+        return TermRows(values, factor, [], {name: rows * factor.unsqueeze(2) for name, rows in explicit.items()})
 
     def _explicit_rows(self, params: Params, points: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
         """The residuals (b, m), and the rows (m, b, size) by name."""
@@ -325,12 +325,12 @@ class Term:
             leaves = {name: p.requires_grad_() for name, p in leaves.items()}
             values = self._plainly(leaves, points)
             check_followed(values, leaves, evaluate=lambda moved: self._plainly(moved, points))
-            found = [
+            gradients = [
                 torch.autograd.grad(value, list(leaves.values()), retain_graph=True, materialize_grads=True)
                 for value in values.mT.reshape(-1)
             ]
         b, m = values.shape
-        stacked = [torch.stack([row[i].reshape(-1) for row in found]).view(m, b, -1) for i in range(len(leaves))]
+        stacked = [torch.stack([row[i].reshape(-1) for row in gradients]).view(m, b, -1) for i in range(len(leaves))]
         return values.detach(), dict(zip(leaves, stacked, strict=True))
 
     def _rows_by_points(
@@ -400,9 +400,9 @@ class ParameterWatch(TorchFunctionMode):
         self.seen: dict[int, nn.Parameter] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for one in leaves((args, kwargs)):
-            if isinstance(one, nn.Parameter) and one.requires_grad:
-                self.seen[id(one)] = one
+        for leaf in leaves((args, kwargs)):
+            if isinstance(leaf, nn.Parameter) and leaf.requires_grad:
+                self.seen[id(leaf)] = leaf
         return func(*args, **(kwargs or {}))
 
 
@@ -437,13 +437,13 @@ def list_parameters(part: nn.Module | nn.Parameter) -> list[nn.Parameter]:
 
 def find_aliases(unknowns: Mapping[str, nn.Module | nn.Parameter]) -> dict[str, str]:
     """Full name -> the first full name of the same parameter, where unknowns share one."""
-    first, found = dict[int, str](), dict[str, str]()
+    first, aliases = dict[int, str](), dict[str, str]()
     for name, part in unknowns.items():
         own = part.named_parameters(name) if isinstance(part, nn.Module) else [(name, part)]
         for full, p in own:
             if first.setdefault(id(p), full) != full:
-                found[full] = first[id(p)]
-    return found
+                aliases[full] = first[id(p)]
+    return aliases
 
 
 def check_independence(name: str, evaluate: Callable[[Tensor], Tensor], points: Tensor) -> None:
@@ -453,12 +453,12 @@ def check_independence(name: str, evaluate: Callable[[Tensor], Tensor], points: 
     """
     two = points[:2]
     together = run_detached(lambda: evaluate(two))
-    apart = torch.cat([run_detached(lambda one=one: evaluate(one)) for one in two.split(1)])
+    alone = torch.cat([run_detached(lambda point=point: evaluate(point)) for point in two.split(1)])
     size = together.abs().max()
-    if len(together) == len(apart) and bool((together - apart).abs().max() > CLOSE * size):
+    if len(together) == len(alone) and bool((together - alone).abs().max() > CLOSE * size):
         raise ValueError(
             f"the network{f' {name!r}' * bool(name)} gives {together.reshape(-1)[:4].tolist()} for two points at once "
-            f"and {apart.reshape(-1)[:4].tolist()} for one after the other: a value may depend on its own point alone, "
+            f"and {alone.reshape(-1)[:4].tolist()} for one after the other: a value may depend on its own point alone, "
             "and not on the rest of the batch or on chance"
         )
 
@@ -467,15 +467,17 @@ def flatten_residual(name: str, residual: Any, dtype: torch.dtype) -> Tensor:
     """What a term returned, as real numbers (m,). TypeError for anything but tensors."""
     parts = list(residual.values()) if isinstance(residual, Mapping) else residual
     parts = parts if isinstance(parts, (tuple, list)) else [parts]
-    numbers = [isinstance(one, (int, float)) for one in parts]
-    if not all(isinstance(one, Tensor) or number for one, number in zip(parts, numbers, strict=True)) or all(numbers):
+    numbers = [isinstance(part, (int, float)) for part in parts]
+    if not all(isinstance(part, Tensor) or number for part, number in zip(parts, numbers, strict=True)) or all(numbers):
         raise TypeError(
             f"term {name!r} returned {type(residual).__name__}, expected a tensor: the residual at one point; or a "
             "tuple, list or dict of tensors"
         )
-    device = next(one.device for one in parts if isinstance(one, Tensor))
-    tensors = [one if isinstance(one, Tensor) else torch.full((1,), one, device=device, dtype=dtype) for one in parts]
-    real = [(torch.view_as_real(one) if one.is_complex() else one).reshape(-1).to(dtype) for one in tensors]
+    device = next(part.device for part in parts if isinstance(part, Tensor))
+    tensors = [
+        part if isinstance(part, Tensor) else torch.full((1,), part, device=device, dtype=dtype) for part in parts
+    ]
+    real = [(torch.view_as_real(part) if part.is_complex() else part).reshape(-1).to(dtype) for part in tensors]
     return real[0] if len(real) == 1 else torch.cat(real)
 
 

@@ -230,65 +230,65 @@ class Fitted(ABC):
                 tolerance, and not to .1 nats: `converged` is False then.
         """
         check_callback(callback, "q")
-        found, rate, past, risen = Bounds(), self.lr, self.snapshot(), 0
+        bounds, rate, past, risen = Bounds(), self.lr, self.snapshot(), 0
         here = past
         try:
             with Progress("steps", steps, progress) as shown:
-                while len(found) < steps and not found.converged and self.lr > rate * SMALLEST:
+                while len(bounds) < steps and not bounds.converged and self.lr > rate * SMALLEST:
                     here = self.snapshot()
-                    bound, gap = self._advance_from(found)
-                    if self._has_fallen(found, bound, tolerance):
+                    bound, gap = self._advance_from(bounds)
+                    if self._has_fallen(bounds, bound, tolerance):
                         self._go_back(past)
-                        found.pop()  # the bound at `past`, which the next step measures again
+                        bounds.pop()  # the bound at `past`, which the next step measures again
                         risen, steps = 0, steps - 1
                         continue
-                    found.append(bound)
-                    found.gap, past, here, risen = gap, here, self.snapshot(), risen + 1
-                    found.converged = (has_ended if self.target.steady else has_settled)(found, tolerance)
+                    bounds.append(bound)
+                    bounds.gap, past, here, risen = gap, here, self.snapshot(), risen + 1
+                    bounds.converged = (has_ended if self.target.steady else has_settled)(bounds, tolerance)
                     if risen % 2 == 0:
                         self.lr = min(rate, 2 * self.lr)
-                    shown.update(len(found), {"bound": bound, "gap": gap})
+                    shown.update(len(bounds), {"bound": bound, "gap": gap})
                     if self._ends(callback):
                         break
-                if self.target.steady and self._has_fallen(found, self.elbo(), tolerance):
+                if self.target.steady and self._has_fallen(bounds, self.elbo(), tolerance):
                     self._go_back(past)
-                if runs_away(found):
-                    warnings.warn(NO_MAXIMUM.format(*found[:: len(found) - 1]), RuntimeWarning, stacklevel=2)
-                self._measure_error(found, tolerance)
+                if runs_away(bounds):
+                    warnings.warn(NO_MAXIMUM.format(*bounds[:: len(bounds) - 1]), RuntimeWarning, stacklevel=2)
+                self._measure_error(bounds, tolerance)
         except KeyboardInterrupt:
             self.restore(here)
         finally:
             self.lr = rate
-        return found
+        return bounds
 
     @torch.no_grad()
-    def _advance_from(self, found: Bounds) -> tuple[float, float]:
+    def _advance_from(self, bounds: Bounds) -> tuple[float, float]:
         """A step; where it fails since log p has no maximum, that is said."""
         try:
             return self.advance(())
         except ValueError as error:
-            if runs_away(found):
-                raise ValueError(NO_MAXIMUM.format(*found[:: len(found) - 1]) + "; q is as it was") from error
+            if runs_away(bounds):
+                raise ValueError(NO_MAXIMUM.format(*bounds[:: len(bounds) - 1]) + "; q is as it was") from error
             raise
 
-    def _measure_error(self, found: Bounds, tolerance: float) -> None:
+    def _measure_error(self, bounds: Bounds, tolerance: float) -> None:
         """The error of the bound. A fit whose bound is hardly known has not converged."""
         if not self.target.steady:
-            found.error = stdev(found[-WINDOW:]) if len(found) > 1 else math.nan
-            found.known = found.error <= tolerance
+            bounds.error = stdev(bounds[-WINDOW:]) if len(bounds) > 1 else math.nan
+            bounds.known = bounds.error <= tolerance
             return
-        others = self.elbos_elsewhere() if found else []
+        others = self.elbos_elsewhere() if bounds else []
         if not others:
             return
         bound = self.elbo()
-        found.error = measure_error(bound, others)
-        found.known = found.error <= tolerance
-        if found.converged and found.error > max(tolerance, UNKNOWN):
-            found.converged = False
+        bounds.error = measure_error(bound, others)
+        bounds.known = bounds.error <= tolerance
+        if bounds.converged and bounds.error > max(tolerance, UNKNOWN):
+            bounds.converged = False
             warnings.warn(
-                f"the steps have come to rest, but the bound {bound:.4g} is known to {found.error:.1g} nats only: q is "
+                f"the steps have come to rest, but the bound {bound:.4g} is known to {bounds.error:.1g} nats only: q is "
                 "fitted to its points. Give more of them, such as points=Sobol(1024), or say that this is enough, "
-                f"tolerance={found.error:.1g}",
+                f"tolerance={bounds.error:.1g}",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -298,8 +298,8 @@ class Fitted(ABC):
         asked = callback is not None and callback(self) is True
         return any_asks(self.processes, asked, self.processes.ranks.device)
 
-    def _has_fallen(self, found: list[float], bound: float, tolerance: float) -> bool:
-        return bool(found) and self.target.steady and bound < found[-1] - tolerance
+    def _has_fallen(self, bounds: list[float], bound: float, tolerance: float) -> bool:
+        return bool(bounds) and self.target.steady and bound < bounds[-1] - tolerance
 
     def _go_back(self, place: Any) -> None:
         """To q as it was, with half of the rate."""
@@ -399,16 +399,18 @@ def measure_error(bound: float, others: Sequence[float]) -> float:
     return float((values[0] - values[1:].mean()).abs() + 2 * values[1:].std() / len(others) ** 0.5)
 
 
-def squared_length(found: Moments, root: Tensor) -> float:
+def squared_length(moments: Moments, root: Tensor) -> float:
     """|natural gradient|^2 of the bound in the Fisher metric: g^T P^-1 g + |L^T E[Hess] L + I|^2 / 2, in nats.
 
     root: L (d, d) with L L^T the covariance, or standard deviations (d,) where q is diagonal.
     """
     if root.dim() == 1:
-        return float((root * found.gradient).square().sum() + (root.square() * found.hessian + 1).square().sum() / 2)
-    turned = root.mT @ found.hessian @ root
+        return float(
+            (root * moments.gradient).square().sum() + (root.square() * moments.hessian + 1).square().sum() / 2
+        )
+    turned = root.mT @ moments.hessian @ root
     turned.diagonal().add_(1)
-    return float((root.mT @ found.gradient).square().sum() + turned.square().sum() / 2)
+    return float((root.mT @ moments.gradient).square().sum() + turned.square().sum() / 2)
 
 
 def runs_away(bounds: Sequence[float]) -> bool:

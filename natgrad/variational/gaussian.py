@@ -168,11 +168,11 @@ class Variational(Fitted):
             "lr, a start with a smaller covariance, or float64",
         )
 
-    def _update_precision(self, found: Moments) -> Tensor:
+    def _update_precision(self, moments: Moments) -> Tensor:
         """(1 - lr) P - lr E[Hess log p], inside the cone."""
         if self.diagonal:
-            return self.precision * keep_in_cone((1 - self.lr) - self.lr * found.hessian / self.precision)
-        plain = (1 - self.lr) * self.precision - self.lr * (found.hessian + found.hessian.mT) / 2
+            return self.precision * keep_in_cone((1 - self.lr) - self.lr * moments.hessian / self.precision)
+        plain = (1 - self.lr) * self.precision - self.lr * (moments.hessian + moments.hessian.mT) / 2
         factor = self._factor(self.precision)
         half = torch.linalg.solve_triangular(factor, plain, upper=False)
         ratios, vectors = eigh(torch.linalg.solve_triangular(factor, half.mT, upper=False))

@@ -148,8 +148,8 @@ class DensityTarget(SlopeTarget):
         z, weights = self.place_points(mean, step)
         parts = (mean + apply_root(root, z)).split(_rows_at_once(len(mean)))
         values = torch.cat([self.values(part).detach() for part in parts])
-        found, bends = zip(*(self._derivatives(part) for part in parts), strict=True)
-        slopes = torch.cat(found)
+        gradients, bends = zip(*(self._derivatives(part) for part in parts), strict=True)
+        slopes = torch.cat(gradients)
         curvatures = None if any(bend is None for bend in bends) else torch.cat(bends)
         return Moments(weights @ values, weights @ slopes, expected_hessian(slopes, curvatures, z, weights, root))
 
@@ -182,12 +182,12 @@ class DensityTarget(SlopeTarget):
         try:
             # twice in reverse: torch's forward derivative of logaddexp is NaN where both terms underflow
             with exact_derivatives():
-                found, curvature = map_rows(lambda row: (slope(row), torch.func.jacrev(slope)(row)), z)
+                gradients, curvature = map_rows(lambda row: (slope(row), torch.func.jacrev(slope)(row)), z)
         except (RuntimeError, NotImplementedError) as error:
             if "derivative" not in str(error) or "implemented" not in str(error):
                 raise
             return map_rows(slope, z).detach(), None
-        return found.detach(), curvature.detach()
+        return gradients.detach(), curvature.detach()
 
 
 def require_no_batch(batch: tuple[Any, ...]) -> None:
@@ -196,9 +196,9 @@ def require_no_batch(batch: tuple[Any, ...]) -> None:
         raise TypeError("step takes no data here: a log joint has them inside; only networks are trained in batches")
 
 
-def are_finite(found: Moments) -> bool:
+def are_finite(moments: Moments) -> bool:
     """True if all moments are finite."""
-    return all(all_finite(part) for part in found)
+    return all(all_finite(part) for part in moments)
 
 
 def _rows_at_once(d: int) -> int:

@@ -62,7 +62,7 @@ def start_jet(x: Tensor) -> ForwardJet:
 def wrap_jets(jets: Any) -> Any:
     """Stacked values and derivatives, (d + 2, ...), as a tensor of the values; of each part of a tuple."""
     if isinstance(jets, (tuple, list)):
-        return type(jets)(wrap_jets(one) for one in jets) if type(jets) in (tuple, list) else refuse("a named tuple")
+        return type(jets)(wrap_jets(part) for part in jets) if type(jets) in (tuple, list) else refuse("a named tuple")
     value = jets[0].as_subclass(ForwardJet)
     value.jets = jets
     return value
@@ -79,21 +79,21 @@ def name_function(func: Any) -> str:
     return name[2:-2] if name.startswith("__") and name.endswith("__") else name
 
 
-def is_carried(one: Any) -> bool:
+def is_carried(value: Any) -> bool:
     """Whether it is a tensor with derivatives."""
-    return isinstance(one, ForwardJet)
+    return isinstance(value, ForwardJet)
 
 
-def read_value(one: Any) -> Any:
+def read_value(value: Any) -> Any:
     """The value alone, without derivatives; anything else as it is."""
-    return one.jets[0] if isinstance(one, ForwardJet) else one
+    return value.jets[0] if isinstance(value, ForwardJet) else value
 
 
 def hold_plain(*parts: Any) -> None:
     """NotCarriedError if one of them has derivatives, where the rule knows of none."""
-    for one in parts:
-        inner = one.values() if isinstance(one, dict) else one if isinstance(one, (tuple, list)) else (one,)
-        if any(is_carried(two) for two in inner):
+    for part in parts:
+        inner = part.values() if isinstance(part, dict) else part if isinstance(part, (tuple, list)) else (part,)
+        if any(is_carried(value) for value in inner):
             refuse("this argument")
 
 
@@ -114,8 +114,8 @@ def map_shaped(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 
 def map_together(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`torch.cat` or `torch.stack`: linear in all the tensors of a list."""
-    count = next(len(one.jets) for one in args[0] if is_carried(one))
-    parts = [fill_jets(one, count) for one in args[0]]
+    count = next(len(tensor.jets) for tensor in args[0] if is_carried(tensor))
+    parts = [fill_jets(tensor, count) for tensor in args[0]]
     return wrap_jets(torch.func.vmap(lambda *given: func(given, *args[1:], **kwargs))(*parts))
 
 
@@ -137,12 +137,12 @@ def map_affine(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     return wrap_jets(out)
 
 
-def fill_jets(one: Any, count: int) -> Tensor:
+def fill_jets(value: Any, count: int) -> Tensor:
     """Values and derivatives, the latter zero for a constant."""
-    if is_carried(one):
-        return one.jets
-    zeros = one.new_zeros(count, *one.shape)
-    zeros[0] = one
+    if is_carried(value):
+        return value.jets
+    zeros = value.new_zeros(count, *value.shape)
+    zeros[0] = value
     return zeros
 
 
@@ -156,11 +156,11 @@ def choose(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if len(args) != 3 or kwargs:
         refuse("torch.where of other arguments")
     condition, *parts = args
-    count = next(len(one.jets) for one in parts if is_carried(one))
-    like = next(one.jets for one in parts if is_carried(one))
-    sides = [fill_jets(one if isinstance(one, Tensor) else like.new_full((), one), count) for one in parts]
-    dims = max(condition.dim(), *(one.dim() - 1 for one in sides))
-    return wrap_jets(torch.where(condition, *(lift(one, dims) for one in sides)))
+    count = next(len(part.jets) for part in parts if is_carried(part))
+    like = next(part.jets for part in parts if is_carried(part))
+    sides = [fill_jets(part if isinstance(part, Tensor) else like.new_full((), part), count) for part in parts]
+    dims = max(condition.dim(), *(part.dim() - 1 for part in sides))
+    return wrap_jets(torch.where(condition, *(lift(part, dims) for part in sides)))
 
 
 # sums and products
@@ -226,13 +226,13 @@ def divide_into(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 def map_bilinear(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`torch.matmul` and `torch.einsum`, of one or two tensors with derivatives."""
-    places = [i for i, one in enumerate(args) if is_carried(one)]
-    hold_plain(kwargs, *(one for i, one in enumerate(args) if i not in places))
+    places = [i for i, argument in enumerate(args) if is_carried(argument)]
+    hold_plain(kwargs, *(argument for i, argument in enumerate(args) if i not in places))
     if len(places) not in (1, 2):
         refuse("a product of many")
 
     def call(*given: Tensor) -> Tensor:
-        return func(*(given[places.index(i)] if i in places else one for i, one in enumerate(args)), **kwargs)
+        return func(*(given[places.index(i)] if i in places else argument for i, argument in enumerate(args)), **kwargs)
 
     stacks = [args[i].jets for i in places]
     if len(stacks) == 1:

@@ -49,9 +49,9 @@ class EnergyEstimate:
 
     def __str__(self) -> str:
         digits = 8 if not 0 < self.error < math.inf else max(0, 1 - math.floor(math.log10(self.error)))
-        told = f"{self.mean:.{digits}f} +- {self.error:.{digits}f}{'' if self.settled else ' or more'}"
+        text = f"{self.mean:.{digits}f} +- {self.error:.{digits}f}{'' if self.settled else ' or more'}"
         differ = self.r_hat is not None and self.r_hat > MIXED
-        return f"{told}, chains differ (R-hat {self.r_hat:.2f})" if differ else told
+        return f"{text}, chains differ (R-hat {self.r_hat:.2f})" if differ else text
 
 
 def estimate_energy(
@@ -112,8 +112,8 @@ def measure_error(gaps: Tensor) -> tuple[float, float, bool]:
         error = block_error(gaps[:, : length // size * size].unflatten(1, (-1, size)).mean(2))
         largest = max(largest, error)
     settled = length == 1 or size**3 > 2 * length * (error / naive) ** 4
-    found = error if settled else largest
-    return found, (found / naive) ** 2, settled
+    chosen = error if settled else largest
+    return chosen, (chosen / naive) ** 2, settled
 
 
 def block_error(means: Tensor) -> float:
@@ -160,11 +160,11 @@ def extrapolate_variance(energies: list[EnergyEstimate]) -> EnergyEstimate:
         >>> print(ng.vmc.extrapolate_variance(line))
         -1.000 +- 0.012
     """
-    x = torch.tensor([one.variance for one in energies], dtype=torch.float64)
-    y = torch.tensor([one.mean for one in energies], dtype=torch.float64)
+    x = torch.tensor([energy.variance for energy in energies], dtype=torch.float64)
+    y = torch.tensor([energy.mean for energy in energies], dtype=torch.float64)
     if len(set(x.tolist())) < 2:
         raise ValueError(f"energies have {len(set(x.tolist()))} different variances, expected at least two")
-    errors = torch.tensor([one.error for one in energies], dtype=torch.float64)
+    errors = torch.tensor([energy.error for energy in energies], dtype=torch.float64)
     known = bool((errors > 0).all()) and bool(errors.isfinite().all())
     weights = errors.pow(-2) if known else torch.ones_like(errors)
     total, centre = weights.sum(), (weights * x).sum() / weights.sum()
@@ -175,7 +175,7 @@ def extrapolate_variance(energies: list[EnergyEstimate]) -> EnergyEstimate:
     if not known:
         left = y - value - slope * x
         leverage = leverage * left.square().sum() / max(1, len(energies) - 2)
-    return EnergyEstimate(float(value), float(leverage.sqrt()), 0.0, samples=sum(one.samples for one in energies))
+    return EnergyEstimate(float(value), float(leverage.sqrt()), 0.0, samples=sum(energy.samples for energy in energies))
 
 
 # walkers on several processes

@@ -229,7 +229,7 @@ class Metropolis(Sampler):
         seed: int = 0,
         **tuning: Unpack[WidthOptions],
     ) -> None:
-        told: WidthTuning = read_groups("Metropolis", GROUPS, tuning, OWN)["tuning"]
+        widths: WidthTuning = read_groups("Metropolis", GROUPS, tuning, OWN)["tuning"]
         self.space, self.move = space, choose_move(space) if move is None else move
         check_move(space, self.move)
         self.samples = check_integer("samples", samples)
@@ -239,7 +239,7 @@ class Metropolis(Sampler):
         usual = 10 if self.move.tuned else space.count
         self.sweep = usual if sweep is None else check_integer("sweep", sweep)
         self.burn_in, self.patience = check_integer("burn_in", burn_in, 0), check_integer("patience", patience)
-        self.width, self.acceptance = float(told.width), told.acceptance
+        self.width, self.acceptance = float(widths.width), widths.acceptance
         self.generator = torch.Generator().manual_seed(seed)
         self.states: Tensor | None = None
         self.idle = torch.zeros(self.chains, dtype=torch.long)
@@ -251,14 +251,14 @@ class Metropolis(Sampler):
             self.states = self.states.to(psi.device)
             for _ in range(self.burn_in):
                 self._run(psi, 1)
-        found = self._run(psi, self.samples // self.chains)
-        if isinstance(self.space, Configurations) and not bool(self.space.contains(found).all()):
+        drawn = self._run(psi, self.samples // self.chains)
+        if isinstance(self.space, Configurations) and not bool(self.space.contains(drawn).all()):
             raise ValueError(
                 f"move {self.move} leads out of {self.space}: take a move that conserves what the space does, such as "
                 f"{choose_move(self.space)}"
             )
         self._tell()
-        return Samples(found)
+        return Samples(drawn)
 
     @property
     def stuck(self) -> list[int]:
@@ -294,16 +294,16 @@ class Metropolis(Sampler):
     def _run(self, psi: LogAmplitude, length: int) -> Tensor:
         """`length` states of every chain, (chains, length, n), a sweep apart. The width is tuned afterwards."""
         assert self.states is not None
-        log, kept, count = evaluate(psi, self.states, CHUNK).real, list[Tensor](), list[Tensor]()
+        log, visited, count = evaluate(psi, self.states, CHUNK).real, list[Tensor](), list[Tensor]()
         for _ in range(length):
             for _ in range(self.sweep):
                 log, moved = self._move(psi, log)
                 count.append(moved.sum())
-            kept.append(self.states)
+            visited.append(self.states)
         self.accepted = int(torch.stack(count).sum()) / (length * self.sweep * self.chains)
         if self.move.tuned:
             self.width *= math.exp(min(0.5, max(-0.5, self.accepted - self.acceptance)))
-        return torch.stack(kept, dim=1)
+        return torch.stack(visited, dim=1)
 
     def _move(self, psi: LogAmplitude, log: Tensor) -> tuple[Tensor, Tensor]:
         """One proposal per chain: log |psi| afterwards, and which chains moved."""

@@ -35,12 +35,12 @@ class MeasuredSystem:
 
     Args:
         blocks: The structure's system.
-        whole: S at the samples, centred.
+        metric: S at the samples, centred.
         gradient: F, shape (n,).
     """
 
     blocks: LinearSystem
-    whole: Operator
+    metric: Operator
     gradient: Tensor
 
     @property
@@ -55,26 +55,28 @@ class MeasuredSystem:
 
     def solve(self, level: float, guess: Tensor | None) -> Solved:
         """The solution with the damping's number at `level`, from a guess (n,)."""
-        found = self.blocks.solve(level, guess)
-        solution = measure_length(self.whole, self.gradient, found.solution, found.damping, guess)
-        return replace(found, solution=solution)
+        solved = self.blocks.solve(level, guess)
+        solution = measure_length(self.metric, self.gradient, solved.solution, solved.damping, guess)
+        return replace(solved, solution=solution)
 
 
 def measure_length(
-    operator: Operator, rhs: Tensor, found: Solution, damping: float | Tensor, guess: Tensor | None
+    operator: Operator, rhs: Tensor, solution: Solution, damping: float | Tensor, guess: Tensor | None
 ) -> Solution:
     """a x with the a that minimises 1/2 a^2 x^T (S + damping I) x - a x^T (b + damping x_0): one product with S.
 
     rhs: b, (n,). damping: A number, or one per entry (n,). guess: x_0, to which damping pulls, (n,); None: to zero.
     """
-    value = found.value
+    value = solution.value
     image = operator.mv(value) + damping * value
     pulled = rhs if guess is None else rhs + damping * guess
     form = value @ image
     length = torch.where(form > 0, (value @ pulled) / form, 1.0).clamp(min=0)
     value, image = length * value, length * image
     residual = measure_norm(rhs - image)
-    return replace(found, value=value, image=image, residual=residual, steps=found.steps + 1, basis=None, iterates=())
+    return replace(
+        solution, value=value, image=image, residual=residual, steps=solution.steps + 1, basis=None, iterates=()
+    )
 
 
 # Stochastic reconfiguration: the natural gradient of the energy of a wave function, for any sampler
@@ -229,8 +231,8 @@ class StochasticReconfiguration:
 
     def state_dict(self) -> dict[str, Any]:
         """What the next step depends on besides psi's parameters, and the energies so far: plain values and tensors."""
-        told = [list(vars(energy).values()) for energy in self.energies]
-        return {"optimizer": self.optimizer.state_dict(), "energies": told}
+        energies = [list(vars(energy).values()) for energy in self.energies]
+        return {"optimizer": self.optimizer.state_dict(), "energies": energies}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict()`.
@@ -239,7 +241,7 @@ class StochasticReconfiguration:
             state_dict: What that returned.
         """
         self.optimizer.load_state_dict(state_dict["optimizer"])
-        self.energies = [EnergyEstimate(*told) for told in state_dict["energies"]]
+        self.energies = [EnergyEstimate(*values) for values in state_dict["energies"]]
 
     @property
     def metric(self) -> GeometricTensor:
@@ -259,16 +261,16 @@ class StochasticReconfiguration:
             moment = operator.moment
             assert isinstance(moment, Pullback)
             check_amplitudes(moment.outputs, states)
-        whole = operator if processes.size == 1 else join_moment(processes, moment, share, operator.counted)
+        metric = operator if processes.size == 1 else join_moment(processes, moment, share, operator.counted)
         gaps = find_gaps(*self._gather_energies(local_energies, weights), self.clip)
         place = sum(share_count(processes, len(states), states.device)[: processes.rank])
         cotangents = fit_columns(gaps[place : place + len(states)], moment.outputs)
         gradient = processes.sum(pull_back(moment, cotangents))
 
         def system(state: State) -> LinearSystem:
-            known = whole if self.metric.centred else None
+            known = metric if self.metric.centred else None
             blocks = opt.metric_system(params, gradient, states, weights, state, known)
-            return blocks if known is not None else MeasuredSystem(blocks, whole, gradient)
+            return blocks if known is not None else MeasuredSystem(blocks, metric, gradient)
 
         return opt.evidence(params, gradient, system, examples=lambda: len(states))
 
