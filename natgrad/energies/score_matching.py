@@ -282,10 +282,7 @@ def check_smooth(scores: Tensor, curvatures: Tensor) -> None:
 
 
 def check_noise(noise: float | Tensor, inputs: Tensor) -> Tensor:
-    """Standard deviations, shape (1,) or (b,).
-
-    inputs: Examples, (b, N).
-    """
+    """Standard deviations, shape (1,) or (b,). inputs: Examples, (b, N)."""
     levels = torch.as_tensor(noise, dtype=inputs.dtype, device=inputs.device).reshape(-1)
     if len(levels) not in (1, len(inputs)):
         raise ValueError(f"noise has {len(levels)} entries, expected a number or one per example ({len(inputs)},)")

@@ -40,15 +40,10 @@ DROPOUTS = (nn.Dropout, nn.AlphaDropout)
 
 @dataclass(frozen=True)
 class Derivatives:
-    """What is carried beside a unit's value, in this order: first derivatives, then sums of second ones.
+    """What is carried beside a unit's value, in this order: first derivatives, then sums of second ones."""
 
-    Args:
-        first: The coordinates of the first derivatives, in order.
-        second: Sets of coordinates over which second derivatives are summed.
-    """
-
-    first: tuple[int, ...] = ()
-    second: tuple[tuple[int, ...], ...] = ()
+    first: tuple[int, ...] = ()  # the coordinates of the first derivatives, in order
+    second: tuple[tuple[int, ...], ...] = ()  # sets of coordinates over which second derivatives are summed
 
     @property
     def count(self) -> int:
@@ -134,34 +129,21 @@ class ConstraintPass:
 
 @dataclass(frozen=True, eq=False)
 class LayerRows:
-    """What a pass back tells of an affine layer: row (j, x) of W is sum_t delta_jtx a_tx^T, of b delta_j0x.
+    """What a pass back tells of an affine layer: row (j, x) of W is sum_t delta_jtx a_tx^T, of b delta_j0x."""
 
-    Args:
-        layer: The layer.
-        inputs: a, shape (T, b, i).
-        deltas: Shape (k, T, b, o).
-    """
-
-    layer: Affine
-    inputs: Tensor
-    deltas: Tensor
+    layer: Affine  # the layer
+    inputs: Tensor  # a, shape (T, b, i)
+    deltas: Tensor  # shape (k, T, b, o)
 
 
 @dataclass(frozen=True, eq=False)
 class JetPass:
-    """One pass through a network.
+    """One pass through a network."""
 
-    Args:
-        outputs: The value and its derivatives, shape (T, b, m).
-        layout: Which derivatives they are.
-        records: What each part left behind, in order.
-        state: The parameters by name.
-    """
-
-    outputs: Tensor
-    layout: Derivatives
-    records: list[tuple[Affine, Tensor] | Bend | ConstraintPass]
-    state: Params
+    outputs: Tensor  # the value and its derivatives, shape (T, b, m)
+    layout: Derivatives  # which derivatives they are
+    records: list[tuple[Affine, Tensor] | Bend | ConstraintPass]  # what each part left behind, in order
+    state: Params  # the parameters by name
 
     def pull_back(self, cotangents: Tensor) -> list[LayerRows]:
         """The rows of J^T for cotangents (k, T, b, m) on the outputs."""
@@ -355,21 +337,13 @@ def sum_squares(first: Tensor, places: list[int]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Bend:
-    """An elementwise function on the way: its derivatives f', f'', f''' at z, shape (b, h) each, and what went in.
+    """An elementwise function on the way: its derivatives f', f'', f''' at z, shape (b, h) each, and what went in."""
 
-    Args:
-        slopes: f', f'' and f''', as many as a pass back needs.
-        jets: z and its derivatives.
-        squares: sum_i z_i^2 for every sum of second derivatives, shape (b, h) or (1, h) each.
-        before: The derivatives of z.
-        behind: Those of f(z) that are kept.
-    """
-
-    slopes: list[Tensor]
-    jets: Jets
-    squares: list[Tensor]
-    before: Derivatives
-    behind: Derivatives
+    slopes: list[Tensor]  # f', f'' and f''', as many as a pass back needs
+    jets: Jets  # z and its derivatives
+    squares: list[Tensor]  # sum_i z_i^2 for every sum of second derivatives, shape (b, h) or (1, h) each
+    before: Derivatives  # the derivatives of z
+    behind: Derivatives  # those of f(z) that are kept
 
     def pull(self, cotangents: Tensor) -> Tensor:
         """The cotangents (k, T, b, h) before the elementwise function, from those (k, T', b, h) behind it."""

@@ -142,10 +142,7 @@ class StackedRows:
         return StackedRows(self.space, self.terms, self.scale, columns)
 
     def rescale(self, scale: Tensor) -> StackedRows:
-        """diag(scale) U.
-
-        scale: (n,).
-        """
+        """diag(scale) U. scale: (n,)."""
         scaled = StackedRows(self.space, self.terms, scale, self.columns)
         if self.is_written:
             scaled.matrix = self.matrix * scale
@@ -165,10 +162,7 @@ class StackedRows:
         return out if self.scale is None else out.mul_(self.scale)
 
     def mv(self, weights: Tensor) -> Tensor:
-        """U w, shape (n,).
-
-        weights: w, (r,).
-        """
+        """U w, shape (n,). weights: w, (r,)."""
         if self.is_written:
             return self.matrix.mT @ weights
         total = self.space.zeros()
@@ -178,10 +172,7 @@ class StackedRows:
         return total if self.scale is None else total * self.scale
 
     def rmv(self, vector: Tensor) -> Tensor:
-        """U^T v, shape (r,).
-
-        vector: v, (n,).
-        """
+        """U^T v, shape (r,). vector: v, (n,)."""
         if self.is_written:
             return self.matrix @ vector
         tangents = self.space.unflatten(vector if self.scale is None else vector * self.scale)
@@ -294,10 +285,7 @@ class ScalableRows(SampleRows, Protocol):
         ...
 
     def rescale(self, scale: Tensor) -> ScalableRows:
-        """diag(scale) U.
-
-        scale: (n,).
-        """
+        """diag(scale) U. scale: (n,)."""
         ...
 
     def squares(self) -> Tensor:

@@ -30,19 +30,12 @@ NO_DERIVATIVE = (
 
 @dataclass(frozen=True, eq=False)
 class LinearisedTerms:
-    """r(theta + d) ~ r + J d of all terms, each row times sqrt(2 weight / points).
+    """r(theta + d) ~ r + J d of all terms, each row times sqrt(2 weight / points)."""
 
-    Args:
-        residuals: Shape (r,): half the sum of their squares is the loss.
-        operator: G = J^T J.
-        losses: The mean square of each term, by name; of one process of several, its part of that.
-        factors: What the residuals of each term were multiplied by, shape (m, b).
-    """
-
-    residuals: Tensor
-    operator: RowsOperator
-    losses: dict[str, Tensor]
-    factors: dict[str, Tensor]
+    residuals: Tensor  # shape (r,): half the sum of their squares is the loss
+    operator: RowsOperator  # G = J^T J
+    losses: dict[str, Tensor]  # the mean square of each term, by name; of one process of several, its part of that
+    factors: dict[str, Tensor]  # what the residuals of each term were multiplied by, shape (m, b)
 
     @property
     def loss(self) -> Tensor:

@@ -66,10 +66,7 @@ class Term:
     # what it is worth
 
     def values(self, params: Params, points: tuple[Tensor, ...]) -> Tensor:
-        """The residuals (b, m), without a graph.
-
-        points: Tensors (b, ...).
-        """
+        """The residuals (b, m), without a graph. points: Tensors (b, ...)."""
         if self.notes is None:
             self.settle(params, points)
         with nullcontext() if self._noise is None else self._noise.replay():
@@ -447,10 +444,7 @@ def find_aliases(unknowns: Mapping[str, nn.Module | nn.Parameter]) -> dict[str, 
 
 
 def check_independence(name: str, evaluate: Callable[[Tensor], Tensor], points: Tensor) -> None:
-    """ValueError if a network's value at one point depends on the others in its batch, or on chance.
-
-    points: (b, d).
-    """
+    """ValueError if a network's value at one point depends on the others in its batch, or on chance. points: (b, d)."""
     two = points[:2]
     together = run_detached(lambda: evaluate(two))
     alone = torch.cat([run_detached(lambda point=point: evaluate(point)) for point in two.split(1)])

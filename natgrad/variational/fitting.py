@@ -286,8 +286,8 @@ class Fitted(ABC):
         if bounds.converged and bounds.error > max(tolerance, UNKNOWN):
             bounds.converged = False
             warnings.warn(
-                f"the steps have come to rest, but the bound {bound:.4g} is known to {bounds.error:.1g} nats only: q is "
-                "fitted to its points. Give more of them, such as points=Sobol(1024), or say that this is enough, "
+                f"the steps have come to rest, but the bound {bound:.4g} is known to {bounds.error:.1g} nats only: q "
+                "is fitted to its points. Give more of them, such as points=Sobol(1024), or say that this is enough, "
                 f"tolerance={bounds.error:.1g}",
                 RuntimeWarning,
                 stacklevel=3,
@@ -324,10 +324,7 @@ def search_rate(measure_gain: Callable[[float], float], promise: float, rate: fl
 
 
 def refuse_infinite(mean: Tensor) -> ValueError:
-    """The error of a log p that is not finite where q is.
-
-    mean: Of q, (d,).
-    """
+    """The error of a log p that is not finite where q is. mean: Of q, (d,)."""
     return ValueError(
         f"log p or a derivative is not finite near z = {format_few(mean)}; q is as it was. Start nearer, with a "
         "smaller covariance, or write log p over unconstrained z"
@@ -335,10 +332,7 @@ def refuse_infinite(mean: Tensor) -> ValueError:
 
 
 def format_few(values: Tensor) -> str:
-    """The first three numbers as text.
-
-    values: (d,).
-    """
+    """The first three numbers as text. values: (d,)."""
     shown = ", ".join(f"{float(v):.3g}" for v in values[:3])
     return f"({shown}{', ...' if len(values) > 3 else ''})"
 

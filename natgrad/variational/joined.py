@@ -20,15 +20,10 @@ AnyTarget = TypeVar("AnyTarget", bound=Target)
 
 @dataclass(frozen=True)
 class JoinedTarget(Target):
-    """log p(z, data) as the sum over processes of each one's part; all of them make the same calls.
+    """log p(z, data) as the sum over processes of each one's part; all of them make the same calls."""
 
-    Args:
-        own: This process's target. Of a network and of `Projected` the prior counts once, not once per process.
-        processes: What exchanges the sums.
-    """
-
-    own: Target
-    processes: RankExchange
+    own: Target  # this process's target. Of a network and of `Projected` the prior counts once, not once per process
+    processes: RankExchange  # what exchanges the sums
 
     @property
     def steady(self) -> bool:
@@ -52,10 +47,7 @@ class JoinedTarget(Target):
         return values, slopes
 
     def values_at(self, places: Tensor, batch: tuple[Any, ...]) -> Tensor:
-        """log p at every place, shape (s,), of a function or a network.
-
-        places: (s, d), the same on all processes.
-        """
+        """log p at every place, shape (s,), of a function or a network. places: (s, d), the same on all processes."""
         return self._sum(lambda part: [part.values_at(places, batch)], places, batch)[0]
 
     def _sum(self, work: Callable[[Any], Sequence[Tensor]], like: Tensor, batch: tuple[Any, ...]) -> list[Tensor]:

@@ -91,10 +91,7 @@ class Network(SlopeTarget):
         return part
 
     def predict(self, place: Tensor, inputs: Any) -> Any:
-        """The network's outputs.
-
-        place: Its weights z, (d,).
-        """
+        """The network's outputs. place: Its weights z, (d,)."""
         return PureModel(self.model, as_call(inputs))(self.space.unflatten(place))
 
     def _one(self, place: Tensor, diagonal: bool, inputs: Any, targets: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -84,10 +84,7 @@ class Target(ABC):
 
 
 def apply_root(root: Tensor, z: Tensor) -> Tensor:
-    """L z for every row z.
-
-    root: L (d, d), or standard deviations (d,). z: (s, d).
-    """
+    """L z for every row z. root: L (d, d), or standard deviations (d,). z: (s, d)."""
     return z * root if root.dim() == 1 else z @ root.mT
 
 
@@ -102,17 +99,11 @@ class SlopeTarget(Target):
 
     @abstractmethod
     def slopes(self, places: Tensor, batch: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        """log p (s,) and its gradient (s, d) at every place.
-
-        places: (s, d).
-        """
+        """log p (s,) and its gradient (s, d) at every place. places: (s, d)."""
 
     @abstractmethod
     def values_at(self, places: Tensor, batch: tuple[Any, ...]) -> Tensor:
-        """log p at every place, shape (s,).
-
-        places: (s, d).
-        """
+        """log p at every place, shape (s,). places: (s, d)."""
 
     def value(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Tensor:
         z, weights = self.place_points(mean, step)
@@ -127,17 +118,11 @@ class SlopeTarget(Target):
 
 @dataclass(frozen=True)
 class DensityTarget(SlopeTarget):
-    """log p(z, data) as a function.
+    """log p(z, data) as a function."""
 
-    Args:
-        log_joint: z -> log p(z, data).
-        points: How expectations are taken; None for the default of the dimension.
-        batched: True if it takes (s, d) to (s,), False if it takes (d,) to a scalar.
-    """
-
-    log_joint: LogJoint
-    points: Points | None
-    batched: bool
+    log_joint: LogJoint  # z -> log p(z, data)
+    points: Points | None  # how expectations are taken; None for the default of the dimension
+    batched: bool  # true if it takes (s, d) to (s,), False if it takes (d,) to a scalar
 
     @property
     def steady(self) -> bool:
@@ -166,10 +151,7 @@ class DensityTarget(SlopeTarget):
         return torch.cat([self.values(part).detach() for part in places.split(_rows_at_once(places.shape[1]))])
 
     def values(self, z: Tensor) -> Tensor:
-        """log p(z, data) of every row, shape (s,).
-
-        z: (s, d).
-        """
+        """log p(z, data) of every row, shape (s,). z: (s, d)."""
         return (self.log_joint(z) if self.batched else map_rows(self.log_joint, z)).reshape(len(z))
 
     def _evaluate(self, row: Tensor) -> Tensor:

@@ -48,10 +48,7 @@ class ForwardJet(Tensor):
 
 
 def start_jet(x: Tensor) -> ForwardJet:
-    """The coordinates with their own derivatives: unit vectors and zeros.
-
-    x: (b, d).
-    """
+    """The coordinates with their own derivatives: unit vectors and zeros. x: (b, d)."""
     b, d = x.shape
     jets = x.new_zeros(d + 2, b, d)
     jets[0] = x

@@ -146,10 +146,7 @@ def read_states(psi: LogAmplitude, states: Any) -> Tensor:
 
 
 def check_integers(psi: LogAmplitude, states: Tensor) -> None:
-    """ValueError for integers that the network does not take.
-
-    states: (b, ...).
-    """
+    """ValueError for integers that the network does not take. states: (b, ...)."""
     if states.is_floating_point():
         return
     try:

@@ -32,16 +32,11 @@ class MeasuredSystem:
 
     Blocks leave out what layers, and the positions of a convolution, have in common: along a translation S is as many
     times larger than its blocks as there are sites, and their own step would be as many times too long.
-
-    Args:
-        blocks: The structure's system.
-        metric: S at the samples, centred.
-        gradient: F, shape (n,).
     """
 
-    blocks: LinearSystem
-    metric: Operator
-    gradient: Tensor
+    blocks: LinearSystem  # the structure's system
+    metric: Operator  # S at the samples, centred
+    gradient: Tensor  # F, shape (n,)
 
     @property
     def operator(self) -> Operator:
