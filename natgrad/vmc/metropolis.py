@@ -39,12 +39,21 @@ class MarkovMove(Protocol):
     """Whether it has a width that is tuned to the acceptance."""
 
     def propose(self, states: Tensor, generator: torch.Generator, width: float) -> Tensor:
-        """One proposal per state, shape (chains, n); the state itself where a proposal leads nowhere."""
+        """One proposal per state; the state itself where a proposal leads nowhere.
+
+        Args:
+            states: Shape (chains, n).
+            generator: Source of the draws.
+            width: Standard deviation of the steps, where the move is tuned.
+
+        Returns:
+            Shape (chains, n).
+        """
         ...
 
 
 @dataclass(frozen=True)
-class Flip:
+class Flip(MarkovMove):
     """One variable, chosen at random, takes another of its values.
 
     Args:
@@ -55,13 +64,6 @@ class Flip:
     tuned = False
 
     def propose(self, states: Tensor, generator: torch.Generator, width: float) -> Tensor:
-        """The states with one variable changed.
-
-        Args:
-            states: Shape (chains, n).
-            generator: Source of the draws.
-            width: Not used.
-        """
         place = torch.randint(states.shape[1], (len(states), 1), generator=generator).to(states.device)
         now = states.gather(1, place)
         if len(self.values) == 2:
@@ -73,7 +75,7 @@ class Flip:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class Exchange(MarkovMove):
     """The variables of two sites are exchanged: what is conserved stays so.
 
     Args:
@@ -84,19 +86,12 @@ class Exchange:
     tuned = False
 
     def propose(self, states: Tensor, generator: torch.Generator, width: float) -> Tensor:
-        """The states with two sites exchanged.
-
-        Args:
-            states: Shape (chains, n).
-            generator: Source of the draws.
-            width: Not used.
-        """
         pair = draw_pairs(self.edges, len(states), states.shape[1], generator).to(states.device)
         return states.scatter(1, pair, states.gather(1, pair.flip(1)))
 
 
 @dataclass(frozen=True)
-class Hop:
+class Hop(MarkovMove):
     """One boson goes from a site to another: their number is conserved.
 
     Args:
@@ -109,13 +104,6 @@ class Hop:
     tuned = False
 
     def propose(self, states: Tensor, generator: torch.Generator, width: float) -> Tensor:
-        """The states with one boson moved, where there is one and there is room.
-
-        Args:
-            states: Shape (chains, n).
-            generator: Source of the draws.
-            width: Not used.
-        """
         pair = draw_pairs(self.edges, len(states), states.shape[1], generator)
         turned = torch.rand(len(states), 1, generator=generator) < 0.5
         pair = torch.where(turned, pair.flip(1), pair).to(states.device)
@@ -125,7 +113,7 @@ class Hop:
 
 
 @dataclass(frozen=True)
-class Shift:
+class Shift(MarkovMove):
     """Continuous variables move by normal steps, all at once or one particle at a time; the width is tuned.
 
     Args:
@@ -136,13 +124,6 @@ class Shift:
     tuned = True
 
     def propose(self, states: Tensor, generator: torch.Generator, width: float) -> Tensor:
-        """The states, shifted.
-
-        Args:
-            states: Shape (chains, n).
-            generator: Source of the draws.
-            width: Standard deviation of the steps.
-        """
         steps = width * torch.randn(states.shape, generator=generator, dtype=states.dtype)
         if self.single is not None:
             count = states.shape[1] // self.single
@@ -344,19 +325,17 @@ def check_move(space: WalkerSpace, move: MarkovMove) -> None:
         check_connected(move, space.count)
     if not isinstance(space, (Spins, Bosons, Harmonic, Molecule)) or not isinstance(move, (Flip, Exchange, Hop, Shift)):
         return
-    free = isinstance(choose_move(space), Flip)
+    usual = choose_move(space)
     if isinstance(move, Flip):
-        fits = isinstance(space, Configurations) and free and sorted(move.values) == list(space.values)
-    elif isinstance(move, Exchange):
-        fits = isinstance(space, Configurations) and not free and len(space.values) == 2
+        fits = isinstance(usual, Flip) and sorted(move.values) == sorted(usual.values)
     elif isinstance(move, Hop):
-        fits = isinstance(space, Bosons) and not free and move.most == space.most
+        fits = isinstance(space, Bosons) and not isinstance(usual, Flip) and move.most == space.most
     else:
-        fits = not isinstance(space, Configurations)
+        fits = isinstance(move, type(usual))
     if not fits:
         raise ValueError(
             f"move is {move} and space is {space}: the move leads out of the space, or does not reach all of its "
-            f"states; take {choose_move(space)}, or a space that conserves what the move does"
+            f"states; take {usual}, or a space that conserves what the move does"
         )
 
 
