@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,9 @@ from natgrad_lab.experiments.frame import Findings, Numbers
 from natgrad_lab.experiments.frame import findings as read_findings
 from natgrad_lab.experiments.records import Folder
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.figures import DASHES, INK, PALETTE, draw, put_legend_below, put_title, save
+from natgrad_lab.figures import DASHES, INK, PALETTE, put_legend_below, save_picture
 from natgrad_lab.papers.karakida_2016.cells import COSTS, FIGURE1_CELLS, GAP_CELLS, LINKS, TABLE1_CELLS, PaperCell
+from natgrad_lab.papers.kept_tables import write_rows
 
 CELLS = {cell.name: cell for cell in (*TABLE1_CELLS, *GAP_CELLS)}
 NAMES = {  # piece -> what the table calls it, its entry of the costs
@@ -345,20 +345,12 @@ def draw_all(folder: Path, images: Path) -> list[str]:
         for section in story.sections:
             lines += ["", section.verdict]
             for table in section.tables:
-                lines += ["", table.title, "", "| " + " | ".join(table.heads) + " |"]
-                lines += ["|" + "---|" * len(table.heads)]
-                lines += ["| " + " | ".join(said for said, _ in cells) + " |" for cells in table.cells]
+                rows = [[said for said, _ in cells] for cells in table.cells]
+                lines += ["", table.title, "", *write_rows(table.heads, rows).splitlines()]
             for picture in section.pictures:
                 stem = images / {"curves-printed": "karakida", "curves-own": "karakida_own"}[picture.name]
-                save(draw(partial(fill_titled, picture), picture.size), stem)
-                stem.with_suffix(".svg").unlink()
+                save_picture(picture.draw, picture.size, stem, picture.title)
     return lines
-
-
-def fill_titled(picture: Picture, figure: Figure) -> None:
-    """Draw a picture with its title above."""
-    picture.draw(figure)
-    put_title(figure, picture.title)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import natgrad as ng
 from natgrad.helmholtz import Classic, Reweighted
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Numbers, Piece, PieceRun
-from natgrad_lab.experiments.settings import change_defaults
+from natgrad_lab.experiments.settings import change_defaults, check_counts, check_positive
 from natgrad_lab.experiments.training import Order, clock
 from natgrad_lab.papers.varady_2022 import page
 from natgrad_lab.papers.varady_2022.data import SETS, BitImages, bits
@@ -59,13 +59,10 @@ class VaradySettings:
             raise LabError(f"data is {self.data}, expected one of {', '.join(SETS)}")
         if self.units not in ("01", "signs"):
             raise LabError(f"units is {self.units}, expected 01 or signs")
-        for key in ("epochs", "batch", "samples", "tuning", "looks"):
-            if getattr(self, key) < 1:
-                raise LabError(f"{key} is {getattr(self, key)}, expected a number of at least 1")
+        check_counts(self, "epochs", "batch", "samples", "tuning", "looks")
         if self.evaluation < 0:
             raise LabError(f"evaluation is {self.evaluation}, expected a number of draws, or 0 for the exact sum")
-        if not 0 < self.damping < math.inf:
-            raise LabError(f"damping is {self.damping}, expected a number > 0")
+        check_positive(self, "damping")
         self.hidden_widths()
         self.names()
         self.rules()
