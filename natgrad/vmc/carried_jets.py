@@ -41,10 +41,14 @@ class ForwardJet(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = name_function(func)
-        rule = RULES.get(name)
-        if rule is None:
+        if name in RULES:
+            return RULES[name](func, args, kwargs or {})
+        if name not in COMPOSED:
             raise NotCarriedError(f"{name} has no rule for first and second derivatives")
-        return rule(func, args, kwargs or {})
+        try:
+            return COMPOSED[name](*args, **(kwargs or {}))
+        except TypeError as error:
+            raise NotCarriedError(f"{name} is not carried with these arguments") from error
 
 
 def start_jet(x: Tensor) -> ForwardJet:
@@ -183,17 +187,6 @@ def add(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return wrap_jets(torch.cat([value.unsqueeze(0), rest]))
 
 
-def subtract(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """a - b."""
-    a, b = args
-    return add(func, (a, wrap_jets(-b.jets) if is_carried(b) else -b), kwargs)
-
-
-def subtract_from(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """b - a."""
-    return subtract(func, (args[1], args[0]), kwargs)
-
-
 def multiply(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """a b, elementwise."""
     if kwargs:
@@ -208,17 +201,6 @@ def multiply(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     out[0] = left[0] * right[0]
     out[-1] += 2 * (left[1:-1] * right[1:-1]).sum(0)
     return wrap_jets(out)
-
-
-def divide(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """a / b."""
-    a, b = args
-    return multiply(func, (a, map_by_name("reciprocal", b) if is_carried(b) else 1 / b), kwargs)
-
-
-def divide_into(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """b / a."""
-    return divide(func, (args[1], args[0]), kwargs)
 
 
 def map_bilinear(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -253,16 +235,11 @@ def bend_jet(derivatives: Iterable[Tensor], jets: Tensor) -> Any:
     return wrap_jets(out)
 
 
-def map_by_name(name: str, jet: Any) -> Any:
-    """A function whose derivatives are written out."""
-    return bend_jet(SMOOTH[name](jet.jets[0]), jet.jets)
-
-
 def map_smooth(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The same, as torch calls it."""
+    """A function whose derivatives are written out."""
     if len(args) != 1 or any(value is not None and value is not False for value in kwargs.values()):
         refuse("a keyword")
-    return map_by_name(name_function(func), args[0])
+    return bend_jet(SMOOTH[name_function(func)](args[0].jets[0]), args[0].jets)
 
 
 def map_elementwise(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -283,55 +260,9 @@ def raise_power(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     if not is_carried(jet) or not isinstance(power, (int, float)) or power in (0, 1):
         refuse("this power")
     if power == 2:
-        return map_by_name("square", jet)
+        return jet.square()
     z = jet.jets[0]
     return bend_jet((z**power, power * z ** (power - 1), power * (power - 1) * z ** (power - 2)), jet.jets)
-
-
-def measure_size(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The Euclidean norm along an axis."""
-    given = dict(zip(("input", "p", "dim", "keepdim"), args, strict=False)) | kwargs
-    order = given.get("p", given.get("ord"))
-    dim = given.get("dim")
-    plain = isinstance(dim, int) and given.get("dtype") is None and not args[0].jets.is_complex()
-    if order not in (None, "fro", 2) or not plain:
-        refuse("this norm")
-    total = map_linear(torch.sum, (map_by_name("square", args[0]), dim, given.get("keepdim", False)), {})
-    return map_by_name("sqrt", total)
-
-
-def sum_exponentials(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """log sum exp z along an axis."""
-    given = dict(zip(("input", "dim", "keepdim"), args, strict=False)) | kwargs
-    jet, dim, keepdim = args[0], given["dim"], bool(given.get("keepdim", False))
-    if not isinstance(dim, int):
-        refuse("several axes")
-    top = jet.jets[0].amax(dim, keepdim=True)
-    moved = add(func, (jet, -top), {})
-    total = map_linear(torch.sum, (map_by_name("exp", moved), dim, keepdim), {})
-    return add(func, (map_by_name("log", total), top if keepdim else top.squeeze(dim)), {})
-
-
-def share_out(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`torch.softmax` and `torch.log_softmax` along an axis."""
-    given = dict(zip(("input", "dim"), args, strict=False)) | kwargs
-    if given.get("dtype") is not None:
-        refuse("a dtype")
-    log = subtract(func, (args[0], sum_exponentials(func, (args[0], given["dim"], True), {})), {})
-    return log if name_function(func) == "log_softmax" else map_by_name("exp", log)
-
-
-def normalise_layer(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`torch.nn.functional.layer_norm`."""
-    given = dict(zip(("input", "normalized_shape", "weight", "bias", "eps"), args, strict=False)) | kwargs
-    weight, bias, dims = given.get("weight"), given.get("bias"), tuple(range(-len(given["normalized_shape"]), 0))
-    hold_plain(weight, bias)
-    gap = subtract(func, (args[0], map_linear(torch.mean, (args[0], dims, True), {})), {})
-    spread = map_linear(torch.mean, (map_by_name("square", gap), dims, True), {})
-    size = add(func, (spread, given.get("eps", 1e-5)), {})
-    out = divide(func, (gap, map_by_name("sqrt", size)), {})
-    out = out if weight is None else multiply(func, (out, weight), {})
-    return out if bias is None else add(func, (out, bias), {})
 
 
 def split_determinant(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -346,13 +277,62 @@ def split_determinant(func: Function, args: Sequence[Any], kwargs: dict[str, Any
     return torch_returns.linalg_slogdet((sign, wrap_jets(torch.cat([log.unsqueeze(0), out]))))
 
 
+# functions of others, as they are written; their arguments are named as torch does
+
+
+def measure_size(input: Any, p: Any = None, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    """The Euclidean norm along an axis; torch.linalg has `ord` in the place of p."""
+    order = kwargs.pop("ord", p)
+    if order not in (None, "fro", 2) or kwargs.get("dtype") or not isinstance(dim, int) or input.is_complex():
+        refuse("this norm")
+    return input.square().sum(dim, keepdim).sqrt()
+
+
+def sum_exponentials(input: Any, dim: Any, keepdim: bool = False) -> Any:
+    """log sum exp z along an axis."""
+    if not isinstance(dim, int):
+        refuse("several axes")
+    top = input.jets[0].amax(dim, keepdim=True)
+    return (input - top).exp().sum(dim, keepdim).log() + (top if keepdim else top.squeeze(dim))
+
+
+def take_log_softmax(input: Any, dim: int, dtype: None = None, **kwargs: Any) -> Any:
+    """`torch.log_softmax`."""
+    return input - sum_exponentials(input, dim, True) if dtype is None else refuse("a dtype")
+
+
+def normalise_layer(input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+    """`torch.nn.functional.layer_norm`."""
+    dims = tuple(range(-len(normalized_shape), 0))
+    gap = input - input.mean(dims, keepdim=True)
+    out = gap / (gap.square().mean(dims, keepdim=True) + eps).sqrt()
+    out = out if weight is None else out * weight
+    return out if bias is None else out + bias
+
+
+def divide(input: Any, other: Any) -> Any:
+    """a / b."""
+    return input * (other.reciprocal() if isinstance(other, Tensor) else 1 / other)
+
+
+COMPOSED: dict[str, Function] = {
+    **dict.fromkeys(("sub", "subtract"), lambda input, other: input + -other),
+    "rsub": lambda input, other: -input + other,
+    **dict.fromkeys(("div", "divide", "true_divide"), divide),
+    "rdiv": lambda input, other: divide(other, input),
+    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm"), measure_size),
+    "logsumexp": sum_exponentials,
+    "log_softmax": take_log_softmax,
+    "softmax": lambda *args, **kwargs: take_log_softmax(*args, **kwargs).exp(),
+    "layer_norm": normalise_layer,
+}
 ELEMENTWISE = (
     "abs softplus log_sigmoid gelu mish elu selu celu relu leaky_relu softsign tanhshrink hardtanh clamp clamp_min "
     "clamp_max erf atan arctan asinh atanh cosh sinh tan expm1 rsqrt log2 log10 sinc"
 )
 LINEAR = (
     "sum mean unsqueeze squeeze flatten unflatten reshape view expand movedim permute transpose swapaxes "
-    "getitem select narrow index_select roll flip neg negative positive tile repeat repeat_interleave diagonal "
+    "getitem select narrow index_select roll flip positive tile repeat repeat_interleave diagonal "
     "real imag mT T to double contiguous clone triu tril chunk split unbind diff cumsum"
 )
 CONSTANT = (
@@ -368,20 +348,13 @@ RULES: dict[str, Callable[[Function, Sequence[Any], dict[str, Any]], Any]] = {
     **dict.fromkeys(SMOOTH, map_smooth),
     **dict.fromkeys(("cat", "concat", "concatenate", "stack"), map_together),
     **dict.fromkeys(("matmul", "mm", "bmm", "einsum"), map_bilinear),
+    **dict.fromkeys(("neg", "negative"), lambda func, args, kwargs: wrap_jets(-args[0].jets)),
     "add": add,
-    **dict.fromkeys(("sub", "subtract"), subtract),
-    "rsub": subtract_from,
     **dict.fromkeys(("mul", "multiply"), multiply),
-    **dict.fromkeys(("div", "divide", "true_divide"), divide),
-    "rdiv": divide_into,
-    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm"), measure_size),
     "pow": raise_power,
     "linear": map_affine,
     "complex": join_complex,
     "where": choose,
-    "logsumexp": sum_exponentials,
-    **dict.fromkeys(("softmax", "log_softmax"), share_out),
-    "layer_norm": normalise_layer,
     "linalg_slogdet": split_determinant,
     "slogdet": split_determinant,
 }
