@@ -205,7 +205,7 @@ class Boltzmann(Density):
                 chances = torch.rand(v.shape, generator=generator, dtype=v.dtype, device=v.device).logit()
                 for unit in range(self.units):
                     field = params["h"][unit] + couplings[unit] @ v
-                    v[unit] = low + gap * (chances[unit] < gap * field)
+                    v[unit] = low + gap * (chances[unit] < gap * field)  # up with sigmoid(gap * field)
         return ((v - low) / gap).mT.contiguous()
 
     def check(self, params: Params) -> None:

@@ -204,7 +204,7 @@ class LayerChain:
                 delta = delta @ state[part.weight]
                 continue
             jacobian, slope, bend = bends.pop()
-            seconds = seconds - sum_weighted_squares(jacobian, delta * bend)
+            seconds = seconds - sum_weighted_squares(jacobian, delta * bend)  # dE/df(z) f''(z) (dz/dx_i)^2
             delta = delta * slope
         return -delta, seconds.expand(len(inputs), inputs.shape[1] if dims is None else len(dims))
 
@@ -358,7 +358,7 @@ class Bend:
         along = self._sum_along(cotangents)
         for number, (group, square) in enumerate(zip(before.second, self.squares, strict=True)):
             upper = cotangents[:, self.behind.place_of_sum(group)]
-            out[:, 0].addcmul_(upper, self.slopes[2] * square)
+            out[:, 0].addcmul_(upper, self.slopes[2] * square)  # d/dz of f'' sum_i z_i^2
             twice = upper * (2 * self.slopes[1])
             for i in group:
                 place = before.place_of(i)
@@ -368,7 +368,7 @@ class Bend:
                 product = upper * jets.sums[number]
                 along = product if along is None else along.add_(product)
         if along is not None:
-            out[:, 0].addcmul_(along, self.slopes[1])
+            out[:, 0].addcmul_(along, self.slopes[1])  # d/dz of f' z_i and of f' s
         return out
 
     def _pull_first(self, cotangents: Tensor, out: Tensor) -> None:

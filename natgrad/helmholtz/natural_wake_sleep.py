@@ -130,6 +130,7 @@ class NaturalWakeSleep(WakeSleep):
 
     def _natural(self, name: str, ascent: Tensor) -> Tensor:
         inverse = self.blocks.keep(name).inverse
+        # (1 + damping) (F_j + damping I)^-1 g_j, unit by unit
         return ascent if inverse is None else inverse.mv(ascent.flatten()).view_as(ascent)
 
     def _is_due(self, lesson: JoinedLesson) -> bool:

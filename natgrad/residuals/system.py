@@ -104,6 +104,7 @@ class System:
         Its residuals (b, m) are known to be finite then.
         """
         check_residuals(name, values, points)
+        # half the sum of the squares of all rows is then sum_k w_k mean |r_k|^2
         plain = torch.full_like(values.mT, (2 * self.weights[name] / count) ** 0.5)
         if name not in self.point_weights:
             return plain

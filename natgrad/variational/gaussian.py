@@ -113,7 +113,7 @@ class Variational(Fitted):
         if not are_finite(moments):
             raise refuse_infinite(before)
         precision = self._update_precision(moments)
-        move = self.lr * _solve_precision(precision, moments.gradient)
+        move = self.lr * _solve_precision(precision, moments.gradient)  # lr P^-1 E[grad log p], P the new one
         if not all_finite(move) or not all_finite(precision):
             raise ValueError(f"the step overflows from z = {format_few(before)}; q is as it was. Take a smaller lr")
 
@@ -172,6 +172,7 @@ class Variational(Fitted):
         """(1 - lr) P - lr E[Hess log p], inside the cone."""
         if self.diagonal:
             return self.precision * keep_in_cone((1 - self.lr) - self.lr * moments.hessian / self.precision)
+        # in units of the old P = F F^T: F^-1 P_new F^-T has to stay above 0
         plain = (1 - self.lr) * self.precision - self.lr * (moments.hessian + moments.hessian.mT) / 2
         factor = self._factor(self.precision)
         half = torch.linalg.solve_triangular(factor, plain, upper=False)

@@ -243,9 +243,10 @@ class LowRankVariational(Fitted):
             raise refuse_infinite(before)
         weighted = weights.unsqueeze(1) * slopes * covariance.scales
         own, sides = covariance.entropy_slopes()
+        # slopes of the bound in (log s, diag(s)^-1 B), through z -> m + s z_1 + B z_2
         by_shape = torch.cat([own + (weighted * z[:, :d]).sum(0), (sides + weighted.mT @ z[:, d:]).reshape(-1)])
         shape = SOLVER.solve(FactorFisher(covariance), by_shape).value
-        mean = covariance.mv(gradient)
+        mean = covariance.mv(gradient)  # Sigma E[grad log p]
         length = float(gradient @ mean + by_shape @ shape)
         logs, relative = shape[:d], shape[d:].view_as(covariance.factor)
 

@@ -147,6 +147,7 @@ class VariationalMixture(Fitted):
         worth, gaps = torch.tensor(steps, dtype=torch.float64).to(self.log_weights).unbind(1)
         weights = self.weights
         bound = weights @ worth
+        # labels have a categorical's metric: half of the squared length of their part is Var_c(E_c[r]) / 2
         gap = weights @ gaps + (weights @ (worth - bound).square()) / 2
         moved = (self.log_weights + self.lr * worth).log_softmax(0).clamp(min=LEAST)
         self.log_weights, self.steps = moved.log_softmax(0), self.steps + 1

@@ -74,7 +74,7 @@ class Projected(Target):
         f, deviation, nodes, weights = self._nodes(mean, root)
         value, slope, curvature = self._entries(f, deviation, nodes, weights)
         prior, precision = self._prior(mean, root)
-        gradient = a.mT @ slope - precision @ (mean - self.mean)
+        gradient = a.mT @ slope - precision @ (mean - self.mean)  # f = A z + offset: the chain rule
         if root.dim() == 1:
             return Moments(value + prior, gradient, curvature @ a.square() - precision.diagonal())
         return Moments(value + prior, gradient, (a.mT * curvature) @ a - precision)

@@ -199,7 +199,7 @@ def multiply(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     left, right = lift(a.jets, dims), lift(b.jets, dims)
     out = left[0] * right + right[0] * left
     out[0] = left[0] * right[0]
-    out[-1] += 2 * (left[1:-1] * right[1:-1]).sum(0)
+    out[-1] += 2 * (left[1:-1] * right[1:-1]).sum(0)  # 2 sum_i a_i b_i
     return wrap_jets(out)
 
 
@@ -231,7 +231,7 @@ def bend_jet(derivatives: Iterable[Tensor], jets: Tensor) -> Any:
     value, slope, bend = islice(derivatives, 3)
     out = jets * slope
     out[0] = value
-    out[-1] += bend * jets[1:-1].square().sum(0)
+    out[-1] += bend * jets[1:-1].square().sum(0)  # f'' sum_i z_i^2
     return wrap_jets(out)
 
 
