@@ -11,7 +11,7 @@ from torch import Tensor
 from natgrad.ground.typed_torch import split_tensor
 
 
-class Exchange(Protocol):
+class SumExchange(Protocol):
     """Several processes that all make the same calls; one alone exchanges nothing."""
 
     @property
@@ -28,7 +28,7 @@ class Exchange(Protocol):
         ...
 
 
-def sum_tensors(processes: Exchange, tensors: Sequence[Tensor]) -> list[Tensor]:
+def sum_tensors(processes: SumExchange, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The sums over the processes of each of some tensors, in one exchange."""
     if processes.size == 1 or not tensors:
         return list(tensors)
@@ -37,16 +37,16 @@ def sum_tensors(processes: Exchange, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def sum_numbers(processes: Exchange, numbers: Sequence[float], device: torch.device) -> list[float]:
+def sum_numbers(processes: SumExchange, numbers: Sequence[float], device: torch.device) -> list[float]:
     """The sums over the processes of each of some numbers."""
     return [sum(column) for column in zip(*processes.share_numbers(numbers, device), strict=True)]
 
 
-def share_count(processes: Exchange, count: int, device: torch.device) -> list[int]:
+def share_count(processes: SumExchange, count: int, device: torch.device) -> list[int]:
     """How many each process has."""
     return [int(number) for (number,) in processes.share_numbers([count], device)]
 
 
-def any_asks(processes: Exchange, asked: bool, device: torch.device) -> bool:
+def any_asks(processes: SumExchange, asked: bool, device: torch.device) -> bool:
     """True if some process asks, for instance to end."""
     return any(number for (number,) in processes.share_numbers([asked], device))

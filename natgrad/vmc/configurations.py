@@ -14,7 +14,7 @@ LARGEST = 2**22
 """States that are enumerated at most."""
 
 
-class Lattice:
+class LatticeStates:
     """States (..., n) of n variables, low + step k with k = 0 ... most; the sum of all k may be conserved."""
 
     count: int
@@ -124,7 +124,7 @@ class Lattice:
 
 
 @dataclass(frozen=True)
-class Spins(Lattice):
+class Spins(LatticeStates):
     """n spins of -1 and 1, of which `up` are 1 where that is conserved.
 
     Args:
@@ -159,7 +159,7 @@ class Spins(Lattice):
 
 
 @dataclass(frozen=True)
-class Bosons(Lattice):
+class Bosons(LatticeStates):
     """Occupation numbers 0 ... most on sites, with `particles` in all where that is conserved.
 
     Args:
