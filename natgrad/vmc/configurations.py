@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import ClassVar
 
 import torch
@@ -115,9 +117,10 @@ class LatticeStates:
         """
         if states.shape[-1] != self.count:
             return torch.zeros(states.shape[:-1], dtype=torch.bool, device=states.device)
-        digits = (states - self.low) / self.step
-        inside = ((digits.round() == digits) & (digits >= 0) & (digits <= self.most)).all(-1)
-        return inside if self.total is None else inside & (digits.sum(-1) == self.total)
+        inside = reduce(or_, (states == value for value in self.values)).all(-1)
+        if self.total is None:
+            return inside
+        return inside & (states.sum(-1) == self.low * self.count + self.step * self.total)
 
     def _place(self, digits: Tensor, dtype: torch.dtype) -> Tensor:
         return digits.to(dtype) if self.step == 1 else (self.low + self.step * digits).to(dtype)
