@@ -72,16 +72,16 @@ def paths(run: PieceRun, reading: str) -> Numbers:
     """Every method's path from both starting points: {"1": {method: {...}}, "3": ...}."""
     s: AutoencoderUnitSettings = run.settings
     unit, methods = s.unit(reading), (*METHODS, "Newton, |H|")
-    found: Numbers = {}
+    numbers: Numbers = {}
     for number, (name, start) in enumerate(s.starts.items()):
-        found[name] = {}
+        numbers[name] = {}
         for place, method in enumerate(methods):
             run.advance((number * len(methods) + place) / (4 * len(methods)))
-            found[name][method] = path(unit, start, method, s.steps)
-    descents = [one["gradient descent"] for one in found.values()]
-    for descent, goal in zip(descents, goals(run, unit, [one["points"][-1] for one in descents]), strict=True):
+            numbers[name][method] = path(unit, start, method, s.steps)
+    descents = [ways["gradient descent"] for ways in numbers.values()]
+    for descent, goal in zip(descents, goals(run, unit, [ways["points"][-1] for ways in descents]), strict=True):
         descent["goal"] = goal
-    return found
+    return numbers
 
 
 def goals(run: PieceRun, unit: Unit, ends: list[list[float]]) -> list[Numbers]:
@@ -122,7 +122,7 @@ def surfaces(run: PieceRun, reading: str) -> Numbers:
     s: AutoencoderUnitSettings = run.settings
     unit, ticks = s.unit(reading), torch.linspace(-s.window, s.window, 81, dtype=torch.float64)
     error = over(lambda at: unit.error(point(at)), ticks, ticks)
-    travelled = {name: one["natural gradient"]["points"] for name, one in run.earlier[f"paths-{reading}"].items()}
+    travelled = {name: ways["natural gradient"]["points"] for name, ways in run.earlier[f"paths-{reading}"].items()}
     where = {}
     for name, points in travelled.items():
         where[name] = points[0]
@@ -166,12 +166,12 @@ def starts(run: PieceRun, reading: str) -> Numbers:
     error = {method: torch.func.vmap(lambda a: unit.error(point(a)))(end) for method, end in ends.items()}
     best = torch.stack(list(error.values())).nan_to_num(torch.inf).amin(0)
     ours, theirs = error["natural gradient"], error["gradient descent"]
-    apart = (ends["natural gradient"] - ends["gradient descent"]).norm(dim=1) > 1
-    other = apart & ((ours / theirs).log().abs() > math.log(1.2))
+    separate = (ends["natural gradient"] - ends["gradient descent"]).norm(dim=1) > 1
+    other = separate & ((ours / theirs).log().abs() > math.log(1.2))
     return {
         "starts": len(at),
         "shorter": shorter.double().mean().item(),
-        "apart": apart.double().mean().item(),
+        "apart": separate.double().mean().item(),
         "other error": other.double().mean().item(),
         "both": (shorter & other).double().mean().item(),
         "methods": {
@@ -244,7 +244,7 @@ DATA = (  # the search: means -4 to 4, deviations .1 to 2, 441 starting points e
 def tell(findings: Findings) -> Story:
     """Sections for the readings of the sign that are finished."""
     read = {r: findings.by_seed(*(f"{piece}-{r}" for piece in ("paths", "surfaces", "starts"))) for r in TITLES}
-    told = {reading: numbers[0] for reading, numbers in read.items() if numbers}
+    finished = {reading: numbers[0] for reading, numbers in read.items() if numbers}
     s = findings.settings
     x = f"{s.points} inputs at equal quantiles of a normal distribution of mean {s.mean:g} and deviation {s.std:g}"
     method = (
@@ -255,16 +255,16 @@ def tell(findings: Findings) -> Story:
         "sign are mirror images: the one at (b, w) with data x is the other at (b, -w) with data -x. They are "
         "shown on the same data and from the same points."
     )
-    sections = tuple(_section(reading, *numbers, settings=s) for reading, numbers in told.items())
-    return Story("Four paths on one error surface (Fig. 1)", _lead(told), method, sections)
+    sections = tuple(_section(reading, *numbers, settings=s) for reading, numbers in finished.items())
+    return Story("Four paths on one error surface (Fig. 1)", _lead(finished), method, sections)
 
 
-def _lead(told: dict[str, Any]) -> str:
-    first = sum(observed_shorter(surfaces) for _, surfaces, _ in told.values())
-    second = sum(observed_elsewhere(paths["3"]) for paths, _, _ in told.values())
+def _lead(finished: dict[str, Any]) -> str:
+    first = sum(observed_shorter(surfaces) for _, surfaces, _ in finished.values())
+    second = sum(observed_elsewhere(paths["3"]) for paths, _, _ in finished.values())
     return (
         f"At [3] the natural gradient's step is shorter than gradient descent's while Newton's is longer in {first} of "
-        f"{len(told)} readings; from [3] it ends elsewhere than gradient descent in {second} of {len(told)}."
+        f"{len(finished)} readings; from [3] it ends elsewhere than gradient descent in {second} of {len(finished)}."
     )
 
 
@@ -273,9 +273,9 @@ def length(vector: list[float]) -> float:
     return math.hypot(*vector)
 
 
-def angle(one: list[float], other: list[float]) -> float:
+def angle(first: list[float], second: list[float]) -> float:
     """Between two steps, in degrees."""
-    cosine = float(np.dot(one, other)) / max(length(one) * length(other), 1e-300)
+    cosine = float(np.dot(first, second)) / max(length(first) * length(second), 1e-300)
     return math.degrees(math.acos(max(-1.0, min(1.0, cosine))))
 
 
@@ -288,23 +288,23 @@ def observed_shorter(surfaces: Numbers) -> bool:
 def observed_elsewhere(paths: Numbers) -> bool:
     """The paper's second observation: the two paths end more than 1 apart, with errors more than a fifth apart."""
     ours, theirs = paths["natural gradient"], paths["gradient descent"]
-    apart = math.dist(ours["points"][-1], theirs["points"][-1])
-    return apart > 1 and abs(math.log(ours["errors"][-1] / theirs["errors"][-1])) > math.log(1.2)
+    distance = math.dist(ours["points"][-1], theirs["points"][-1])
+    return distance > 1 and abs(math.log(ours["errors"][-1] / theirs["errors"][-1])) > math.log(1.2)
 
 
 def steps_to_best(paths: Numbers) -> dict[str, int | None]:
     """Steps until the error is within 1 % of the lowest that any method ends with; None where it never is."""
-    best = min(one["errors"][-1] for one in paths.values())
-    reached = {m: [n for n, e in enumerate(one["errors"]) if e <= 1.01 * best] for m, one in paths.items()}
+    best = min(way["errors"][-1] for way in paths.values())
+    reached = {m: [n for n, e in enumerate(way["errors"]) if e <= 1.01 * best] for m, way in paths.items()}
     return {method: steps[0] if steps else None for method, steps in reached.items()}
 
 
 def _section(reading: str, paths: Numbers, surfaces: Numbers, starts: Numbers, settings: Any) -> Section:
     pictures = [Picture(f"figure1-{reading}", "Paths, and KL around four points", _map(paths, surfaces), (10.0, 5.3))]
     pictures += [
-        Picture(f"error-{reading}-{name}", f"Error from [{name}]", _errors(one)) for name, one in paths.items()
+        Picture(f"error-{reading}-{name}", f"Error from [{name}]", _errors(ways)) for name, ways in paths.items()
     ]
-    tables = (*(_ends(name, one) for name, one in paths.items()), _counts(starts))
+    tables = (*(_ends(name, ways) for name, ways in paths.items()), _counts(starts))
     verdict = _verdict(paths, surfaces, starts, settings.continued)
     return Section(TITLES[reading], verdict, tables, tuple(pictures))
 
@@ -343,7 +343,7 @@ def _goal(ours: Numbers, goal: Numbers, steps: int) -> str:
 
 
 def _newton(paths: Numbers, starts: Numbers) -> str:
-    ends = " and ".join(f"[{name}]: {one['Newton']['end']}" for name, one in paths.items())
+    ends = " and ".join(f"[{name}]: {ways['Newton']['end']}" for name, ways in paths.items())
     many = starts["methods"]["Newton"]
     return (
         f"Newton's method ends from {ends}; of all starting points {many['diverged']:.1%} diverge and "
@@ -356,13 +356,13 @@ def _ends(name: str, paths: Numbers) -> Table:
     rows = tuple(
         (
             method,
-            "({:.2f}, {:.2f})".format(*one["points"][-1]),
-            short(one["errors"][-1]),
+            "({:.2f}, {:.2f})".format(*way["points"][-1]),
+            short(way["errors"][-1]),
             "-" if within[method] is None else str(within[method]),
-            short(one["length"]),
-            one["end"],
+            short(way["length"]),
+            way["end"],
         )
-        for method, one in paths.items()
+        for method, way in paths.items()
     )
     note = (
         "Length in KL: the sum of sqrt(2 KL) from step to step. Still moving: the gradient is above 1e-3. Newton, |H|: "
@@ -374,8 +374,8 @@ def _ends(name: str, paths: Numbers) -> Table:
 
 def _counts(starts: Numbers) -> Table:
     rows = tuple(
-        (method, short(one["error"]), *(f"{100 * one[key]:.1f} %" for key in ("best", "diverged", "saddle")))
-        for method, one in starts["methods"].items()
+        (method, short(counts["error"]), *(f"{100 * counts[key]:.1f} %" for key in ("best", "diverged", "saddle")))
+        for method, counts in starts["methods"].items()
     )
     heads = ("", "median error", "within 1 % of the best", "diverged", "ends in a saddle")
     return Table(f"From {starts['starts']} starting points on a lattice", heads, rows)
@@ -399,10 +399,10 @@ def _surface(axes: Axes, paths: Numbers, surfaces: Numbers) -> None:
     axes.contour(
         ticks, ticks, error, np.linspace(low, high, 22), colors=LEVELS, linewidths=0.8, linestyles="solid", alpha=0.6
     )
-    for one in paths.values():
+    for ways in paths.values():
         for method, mark in MARKS.items():
-            _path(axes, np.array(one[method]["points"]), COLOURS[method], mark)
-    drawn = np.concatenate([trace(one[method]["points"]) for one in paths.values() for method in MARKS])
+            _path(axes, np.array(ways[method]["points"]), COLOURS[method], mark)
+    drawn = np.concatenate([trace(ways[method]["points"]) for ways in paths.values() for method in MARKS])
     for name, place in surfaces["around"].items():
         axes.annotate(
             f"[{name}]", place["at"], find_free(place["at"], drawn, ticks[-1]), color=INK, fontsize=11, ha="center",

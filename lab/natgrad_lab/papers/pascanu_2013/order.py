@@ -111,13 +111,13 @@ class ParallelTraining:
     def batch(self, number: int) -> Batch:
         """Batch of that number for every run; what runs have in common is drawn once."""
         asked = self.draws(number)
-        found = {which: self.streams[which[0]].batch(number, which[1]) for which in set(asked)}
-        return tuple(torch.stack([found[which][part] for which in asked], 1) for part in (0, 1))  # type: ignore[return-value]
+        batches = {which: self.streams[which[0]].batch(number, which[1]) for which in set(asked)}
+        return tuple(torch.stack([batches[which][part] for which in asked], 1) for part in (0, 1))  # type: ignore[return-value]
 
     def held_out(self) -> Batch:
         """The held-out images of every run's seed."""
-        found = {seed: stream.held_out(self.settings.held_out) for seed, stream in self.streams.items()}
-        return tuple(torch.stack([found[seed][part] for seed in self.seeds], 1) for part in (0, 1))  # type: ignore[return-value]
+        batches = {seed: stream.held_out(self.settings.held_out) for seed, stream in self.streams.items()}
+        return tuple(torch.stack([batches[seed][part] for seed in self.seeds], 1) for part in (0, 1))  # type: ignore[return-value]
 
 
 def measure(run: PieceRun, direction: Direction, rate: float) -> Numbers:
@@ -292,7 +292,7 @@ def margin(matched: Numbers, tolerance: float) -> float:
     A relative error e of the loss is one of e / s in the rate, where s = -d log loss / d log rate, and the variance
     goes with the square of the rate while steps are small.
     """
-    near = sorted(matched["tried"], key=lambda one: abs(math.log(one[0] / matched["rate"])))[:2]
+    near = sorted(matched["tried"], key=lambda point: abs(math.log(point[0] / matched["rate"])))[:2]
     (rate, loss), (other, there) = near
     return 2 * tolerance / max(abs(math.log(there / loss) / math.log(other / rate)), 1e-3)
 
@@ -304,8 +304,8 @@ def spread(values: Sequence[float]) -> tuple[str, str]:
 
 
 def _lead(runs: Sequence[dict[str, Numbers]], called: dict[str, str]) -> str:
-    told = [f"{fmean(ratios(runs, m)):.2f} times with the {called[m]}" for m in ("paper", "small")]
-    return f"At equal held-out loss the outputs' variance is that of MSGD {' and '.join(told)}."
+    said = [f"{fmean(ratios(runs, m)):.2f} times with the {called[m]}" for m in ("paper", "small")]
+    return f"At equal held-out loss the outputs' variance is that of MSGD {' and '.join(said)}."
 
 
 def _variance(runs: Sequence[dict[str, Numbers]], findings: Findings) -> Section:
@@ -405,7 +405,7 @@ def _fairness(runs: Sequence[dict[str, Numbers]], findings: Findings) -> Section
 
 
 def _waiting(findings: Findings) -> Section:
-    done = ", ".join(sorted({one.header["piece"] for one in findings.found}))
+    done = ", ".join(sorted({piece.header["piece"] for piece in findings.found}))
     return Section("Under way", f"Finished so far: {done}.")
 
 

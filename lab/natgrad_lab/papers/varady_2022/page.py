@@ -155,10 +155,10 @@ def _curves(races: dict[str, list[Numbers]], axis: int, label: str, title: str) 
         axes = figure.add_subplot()
         ends, starts = [], []
         for name, runs in races.items():
-            found = [curve(run) for run in runs]
-            length = min(len(one[0]) for one in found)
-            x = np.median([one[axis][:length] for one in found], axis=0)
-            y = np.array([one[2][:length] for one in found])
+            curves = [curve(run) for run in runs]
+            length = min(len(points[0]) for points in curves)
+            x = np.median([points[axis][:length] for points in curves], axis=0)
+            y = np.array([points[2][:length] for points in curves])
             colour, dash = LOOKS[name]
             axes.plot(x, np.median(y, axis=0), color=colour, linestyle=dash, linewidth=1.8, label=NAMES[name])
             axes.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.18, linewidth=0)
@@ -218,7 +218,10 @@ def _settings(findings: Findings) -> Section:
     rows = []
     for name, title in NAMES.items():
         tried = [numbers for i in range(9) for numbers in findings.of(f"tune-{name}-{i}")]
-        rows += [(title, one["choice"], "-" if one["valid"] is None else f"{one['valid']:.2f}") for one in tried]
+        rows += [
+            (title, numbers["choice"], "-" if numbers["valid"] is None else f"{numbers['valid']:.2f}")
+            for numbers in tried
+        ]
     table = Table("Every setting", ("", "setting", "held-out bound"), tuple(rows))
     return Section("Settings", f"After {findings.settings.tuning} epochs, on examples held out of training.", (table,))
 
