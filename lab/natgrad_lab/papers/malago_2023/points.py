@@ -232,9 +232,9 @@ def theorem(run: PieceRun) -> Numbers:
     """Random pairwise problems: how many starts end at the optimum, model by model."""
     s: MalagoPointSettings = run.settings
     generator = torch.Generator().manual_seed(run.seed)
-    model, counts = Ising(s.bits), {}
-    weights = torch.randn(s.problems, model.size, dtype=torch.float64, generator=generator)
-    values = weights @ model.statistics(model.states).mT  # (problems, 2^bits)
+    pairs, counts = Ising(s.bits), {}
+    weights = torch.randn(s.problems, pairs.size, dtype=torch.float64, generator=generator)
+    values = weights @ pairs.statistics(pairs.states).mT  # (problems, 2^bits)
     best = values.argmin(1).repeat_interleave(s.starts)
     f = values.repeat_interleave(s.starts, 0)
     for number, (name, model) in enumerate(models(s.bits).items()):
