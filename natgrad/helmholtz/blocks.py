@@ -25,6 +25,22 @@ Taught = list[tuple[str, Tensor, LogisticRows]]
 """Name, weight and rows of every layer that is trained."""
 
 
+ROWS = 256
+"""Rows that a refresh takes at most where the unit's inputs are fewer."""
+EXACT = 128
+"""Inputs up to which every unit's own block is inverted, unless told otherwise."""
+RANK = 64
+"""Directions of a shared basis."""
+KEPT = 10
+"""Full refreshes of which a shared basis keeps the rows at most."""
+FEW = 128
+"""Rows that the length of a step is measured on."""
+SCREEN = 32
+"""Of these, the rows that say of which units it is to be measured: those at a quarter of the radius or beyond."""
+RADIUS = 0.03
+"""Nats that a step may move a unit by, unless told otherwise, in machines with wide layers."""
+
+
 @dataclass(frozen=True)
 class UnitFisher:
     """How the Fisher blocks of the units are held, damped and bounded.
@@ -151,21 +167,6 @@ def is_wide(layer: Conditional) -> bool:
 
 
 # What is remembered of one layer
-
-ROWS = 256
-"""Rows that a refresh takes at most where the unit's inputs are fewer."""
-EXACT = 128
-"""Inputs up to which every unit's own block is inverted, unless told otherwise."""
-RANK = 64
-"""Directions of a shared basis."""
-KEPT = 10
-"""Full refreshes of which a shared basis keeps the rows at most."""
-FEW = 128
-"""Rows that the length of a step is measured on."""
-SCREEN = 32
-"""Of these, the rows that say of which units it is to be measured: those at a quarter of the radius or beyond."""
-RADIUS = 0.03
-"""Nats that a step may move a unit by, unless told otherwise, in machines with wide layers."""
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Physics-informed networks: nonlinear least squares over named residuals, and derivatives of networks in a point.
 
 `residual_terms` has the function that makes the optimiser, `differential` the operators to write residuals with. Below
-them: `optimizer` (one step), `system` and `terms` (the rows of the Jacobian), `jets` (derivatives in a point).
+them: `optimizer` (one step), `system` and `terms` (rows of the Jacobian). `natgrad.ground.jets` has the derivatives.
 """
 
 from natgrad.ground.messages import find_name, make_callable

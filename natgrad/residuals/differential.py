@@ -1,7 +1,8 @@
 """Differential operators on functions of one point: gradient, Jacobian, divergence, Laplacian, time derivative.
 
 Of an unknown of `ng.residuals` at the very point that the term was given they are read from one pass through the
-network (`jets.py`); of any other function, such as `lambda y: k(y) * ng.grad(u, y)`, they are taken in forward mode.
+network (`natgrad.ground.jets`); of any other function, such as `lambda y: k(y) * ng.grad(u, y)`, they are taken in
+forward mode.
 """
 
 from __future__ import annotations

@@ -31,6 +31,8 @@ T = TypeVar("T")
 Unknown = nn.Module | nn.Parameter
 Function = Callable[..., Any]
 
+CLOSE = 1e-3
+"""How far a network's values for one point and for two may differ, relative: above round-off in single precision."""
 ONE_BY_ONE = (
     "natgrad: term {name!r} takes one backward pass per residual, since torch.func cannot take all points at once "
     "({error}): build it of torch operations, torch.where in place of if and torch.sin of math.sin, without "
@@ -380,9 +382,6 @@ def params_of(params: Params, name: str) -> dict[str, Tensor]:
 
 
 # What a term may not do, said before the first step: its networks, and the parameters that it uses past them
-
-CLOSE = 1e-3
-"""How far a network's values for one point and for two may differ, relative: above round-off in single precision."""
 
 
 class ParameterWatch(TorchFunctionMode):

@@ -23,6 +23,12 @@ from natgrad.variational.joined import JoinedTarget, find_processes
 from natgrad.variational.network import Network
 from natgrad.variational.targets import Moments, Target
 
+WINDOW, LEFT, UNKNOWN = 10, 1e-2, 0.1
+"""Steps over which bounds are compared; nats that a converged q may lack, and to which its bound must be known: a tenth
+of the odds of two models."""
+FAR, OUT_OF_REACH = 1e3, 1e6
+"""Times the first bound's size that a fit of a density does not gain ever faster, and not at all: a start that is far
+off is far below."""
 SMALLEST = 2.0**-20
 """Share of its rate at which `fit` ends."""
 NO_MAXIMUM = (
@@ -338,13 +344,6 @@ def format_few(values: Tensor) -> str:
 
 
 # When a fit has converged: what is left to gain, and how bounds change from step to step
-
-WINDOW, LEFT, UNKNOWN = 10, 1e-2, 0.1
-"""Steps over which bounds are compared; nats that a converged q may lack, and to which its bound must be known: a tenth
-of the odds of two models."""
-FAR, OUT_OF_REACH = 1e3, 1e6
-"""Times the first bound's size that a fit of a density does not gain ever faster, and not at all: a start that is far
-off is far below."""
 
 
 class Bounds(list[float]):
