@@ -146,12 +146,7 @@ __all__ = [
 ]
 
 HOMES = {
-    "natgrad.families.changed_variables": (
-        "InverseGamma",
-        "LogNormal",
-        "Rayleigh",
-        "Weibull",
-    ),
+    "natgrad.families.changed_variables": ("InverseGamma", "LogNormal", "Rayleigh", "Weibull"),
     "natgrad.families.complex_normal": ("ComplexNormal",),
     "natgrad.families.coordinates": (
         "Concentration",
@@ -170,11 +165,7 @@ HOMES = {
         "convert_vector",
         "fisher_in",
     ),
-    "natgrad.families.diagonal_normal": (
-        "DiagonalNormal",
-        "FixedCovarianceNormal",
-        "Normal",
-    ),
+    "natgrad.families.diagonal_normal": ("DiagonalNormal", "FixedCovarianceNormal", "Normal"),
     "natgrad.families.gibbs": ("Gibbs",),
     "natgrad.families.inverse_gaussian": ("InverseGaussian",),
     "natgrad.families.ising": ("Ising",),
@@ -198,26 +189,10 @@ HOMES = {
         "regress",
     ),
     "natgrad.families.normal": ("MultivariateNormal",),
-    "natgrad.families.positive_families": (
-        "Beta",
-        "ChiSquare",
-        "Dirichlet",
-        "Exponential",
-        "Gamma",
-    ),
-    "natgrad.families.power_series": (
-        "Geometric",
-        "Logarithmic",
-        "NegativeBinomial",
-    ),
-    "natgrad.families.product_families": (
-        "Product",
-        "SubModel",
-    ),
-    "natgrad.families.sparse_normal": (
-        "FixedMeanNormal",
-        "SparseNormal",
-    ),
+    "natgrad.families.positive_families": ("Beta", "ChiSquare", "Dirichlet", "Exponential", "Gamma"),
+    "natgrad.families.power_series": ("Geometric", "Logarithmic", "NegativeBinomial"),
+    "natgrad.families.product_families": ("Product", "SubModel"),
+    "natgrad.families.sparse_normal": ("FixedMeanNormal", "SparseNormal"),
     "natgrad.families.von_mises_fisher": ("VonMisesFisher",),
     "natgrad.families.wishart": ("Wishart",),
 }

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from natgrad.families.cancellation import in_double, log_ratio
-from natgrad.families.closed_forms import Product
 from natgrad.families.diagonal_normal import Normal
 from natgrad.families.embedded import Embedded
 from natgrad.families.event_checks import (
@@ -20,7 +19,7 @@ from natgrad.families.event_checks import (
     root_mean_square,
     widen,
 )
-from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.exponential import ExponentialFamily, Map
 from natgrad.families.positive_families import Exponential, Gamma
 from natgrad.ground.checks import check_positive
 
@@ -80,16 +79,13 @@ class ChangedVariable(Embedded):
     def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
         return self.base.maximise_likelihood(self.source(x), statistics)
 
-    def find_products(self, theta: Tensor) -> tuple[Product, Product | None] | None:
+    def find_products(self, theta: Tensor) -> tuple[Map, Map | None] | None:
         return self.base.find_products(theta)
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
         drawn = self.image(self.inner.draw(theta, count, generator))
         limits = torch.finfo(drawn.dtype)
         return drawn.clamp(min=limits.tiny, max=limits.max)  # a density on x > 0, where log x is a number
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
 
 
 class LogNormal(ChangedVariable):
@@ -188,6 +184,8 @@ class Weibull(ChangedVariable):
         tensor([4.])
     """
 
+    shown = ("shape",)
+
     size = 1
     base = inner = Exponential()
     domain = "theta = -1 / scale^shape must be negative"
@@ -228,9 +226,6 @@ class Weibull(ChangedVariable):
         """
         return (-self.check(theta)).pow(-1 / self.shape)
 
-    def __repr__(self) -> str:
-        return f"Weibull({self.shape:g})"
-
 
 class Rayleigh(Weibull):
     """The length of a normal vector in the plane with standard deviation s: T = x^2, theta = -1 / (2 s^2).
@@ -242,10 +237,9 @@ class Rayleigh(Weibull):
         tensor([2.])
     """
 
+    shown = ()
+
     domain = "theta = -1 / (2 s^2) must be negative"
 
     def __init__(self) -> None:
         super().__init__(2.0)
-
-    def __repr__(self) -> str:
-        return "Rayleigh()"

@@ -8,10 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from natgrad.families.closed_forms import Closed
 from natgrad.families.diagonal_normal import DiagonalNormal
 from natgrad.families.event_checks import check_moments
-from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.exponential import Closed, ExponentialFamily
 from natgrad.families.normal import MultivariateNormal
 from natgrad.families.positive_families import Beta, Dirichlet, Exponential, Gamma
 from natgrad.families.precision_factors import factor_covariance, inverse_from

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from natgrad.families.cancellation import in_double, ratio_gap
-from natgrad.families.closed_forms import Product
 from natgrad.families.event_checks import (
     centre,
     check_moments,
@@ -19,7 +18,7 @@ from natgrad.families.event_checks import (
     root_mean_square,
     widen,
 )
-from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.exponential import ExponentialFamily, Map
 from natgrad.families.normal import LOG_2PI
 from natgrad.families.precision_factors import factor_covariance, half_log_det, inverse_from
 from natgrad.ground.checks import check_integer
@@ -44,6 +43,8 @@ class DiagonalNormal(ExponentialFamily):
         >>> normal.mean_std(theta)
         (tensor([0., 1.]), tensor([1., 2.]))
     """
+
+    shown = ("d",)
 
     domain = "theta = (mean / variance; -1 / (2 variance)): the second half must be negative"
 
@@ -153,7 +154,7 @@ class DiagonalNormal(ExponentialFamily):
         second = torch.diag_embed(2 * v.square() + 4 * mean.square() * v)
         return torch.cat([torch.cat([torch.diag_embed(v), cross], -1), torch.cat([cross, second], -1)], -2)
 
-    def find_products(self, theta: Tensor) -> tuple[Product, Product]:
+    def find_products(self, theta: Tensor) -> tuple[Map, Map]:
         """Both in O(d)."""
         moments = self._moments(theta)
         return partial(self._forward, *moments), partial(self._backward, *moments)
@@ -172,9 +173,6 @@ class DiagonalNormal(ExponentialFamily):
         half = (b - 2 * mean * a) / (2 * v.square())  # d (-1 / (2 v)), as d v = b - 2 mu a
         return torch.cat([a / v - 2 * mean * half, half], dim=-1)
 
-    def __repr__(self) -> str:
-        return f"DiagonalNormal({self.d})"
-
 
 class Normal(DiagonalNormal):
     """One variable: T = (x, x^2), theta = (mu / s^2, -1 / (2 s^2)), eta = (mu, s^2 + mu^2). x is (..., 1).
@@ -185,6 +183,8 @@ class Normal(DiagonalNormal):
         >>> normal.expectation(theta)
         tensor([1., 5.])
     """
+
+    shown = ()
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -206,9 +206,6 @@ class Normal(DiagonalNormal):
         mean, std = super().mean_std(theta)
         return mean.squeeze(-1), std.squeeze(-1)
 
-    def __repr__(self) -> str:
-        return "Normal()"
-
 
 class FixedCovarianceNormal(ExponentialFamily):
     """N(mu, Sigma) with a known covariance Sigma: T = x, theta = Sigma^-1 mu, eta = mu, Fisher matrix Sigma.
@@ -216,6 +213,8 @@ class FixedCovarianceNormal(ExponentialFamily):
     Args:
         covariance: Sigma, positive definite, shape (d, d).
     """
+
+    shown = ("d",)
 
     def __init__(self, covariance: Tensor) -> None:
         if not isinstance(covariance, Tensor) or covariance.dim() != 2:
@@ -272,7 +271,7 @@ class FixedCovarianceNormal(ExponentialFamily):
     def covariance(self, theta: Tensor) -> Tensor:
         return self.mean_covariance(theta)[1]
 
-    def find_products(self, theta: Tensor) -> tuple[Product, Product]:
+    def find_products(self, theta: Tensor) -> tuple[Map, Map]:
         """The same everywhere."""
         return partial(self._times, self._sigma), partial(self._times, self._precision)
 
@@ -290,6 +289,3 @@ class FixedCovarianceNormal(ExponentialFamily):
 
     def _constant(self, like: Tensor) -> Tensor:
         return half_log_det(self._factor.to(like)) + 0.5 * self.d * LOG_2PI
-
-    def __repr__(self) -> str:
-        return f"FixedCovarianceNormal({self.d})"

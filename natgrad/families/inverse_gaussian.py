@@ -152,9 +152,6 @@ class InverseGaussian(ExponentialFamily):
         first, second = self.check(theta).unbind(-1)
         return (second / first).sqrt(), -2 * second
 
-    def __repr__(self) -> str:
-        return "InverseGaussian()"
-
 
 def scaled_exponential_integral(x: Tensor) -> Tensor:
     """exp(x) E_1(x), x > 0: by the series of E_1 below `SERIES_BELOW`, by its continued fraction above."""

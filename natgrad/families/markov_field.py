@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from natgrad.families.class_logits import classes_kl
-from natgrad.families.closed_forms import Closed
 from natgrad.families.discrete_tables import LARGEST, Clique, Tables
-from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.exponential import Closed, ExponentialFamily
 from natgrad.families.gibbs import Gibbs, build_sweep
 from natgrad.families.gibbs_sweeps import fits_pairs, pair_energies
 from natgrad.ground.checks import check_integer, check_number, check_positive

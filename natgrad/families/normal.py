@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from natgrad.families.cancellation import in_double
-from natgrad.families.closed_forms import Product
 from natgrad.families.event_checks import (
     centre,
     check_moments,
@@ -22,7 +21,7 @@ from natgrad.families.event_checks import (
     root_mean_square,
     widen,
 )
-from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.exponential import ExponentialFamily, Map
 from natgrad.families.precision_factors import (
     factor_covariance,
     half_log_det,
@@ -191,7 +190,7 @@ class GraphNormal(ExponentialFamily):
         cross, second = self.pairs.moments(mean, sigma)
         return torch.cat([torch.cat([sigma, cross], -1), torch.cat([cross.mT, second], -1)], -2)
 
-    def find_products(self, theta: Tensor) -> tuple[Product, Product | None]:
+    def find_products(self, theta: Tensor) -> tuple[Map, Map | None]:
         """In O(d^3)."""
         return partial(self.forward, *self.mean_covariance(theta)), None
 
@@ -248,6 +247,8 @@ class MultivariateNormal(GraphNormal):
         tensor([1., 1., 2., 2., 4.])
     """
 
+    shown = ("d",)
+
     def __init__(self, d: int) -> None:
         super().__init__(Pairs(d))
 
@@ -287,7 +288,7 @@ class MultivariateNormal(GraphNormal):
         mean = eta[..., : self.d]
         return mean, self.pairs.unpack(eta[..., self.d :], 2.0) - mean.unsqueeze(-1) * mean.unsqueeze(-2)
 
-    def find_products(self, theta: Tensor) -> tuple[Product, Product]:
+    def find_products(self, theta: Tensor) -> tuple[Map, Map]:
         """Both in O(d^3)."""
         mean, sigma = self.mean_covariance(theta)
         return partial(self.forward, mean, sigma), partial(self.backward, mean, self.precision(theta))
@@ -309,9 +310,6 @@ class MultivariateNormal(GraphNormal):
         turned = -precision @ spread @ precision  # dP
         linear = turned @ mean.unsqueeze(-1) + precision @ moved
         return torch.cat([linear.squeeze(-1), self.pairs.pack(-turned / 2)], dim=-1)
-
-    def __repr__(self) -> str:
-        return f"MultivariateNormal({self.d})"
 
 
 def explain_outside(family: ExponentialFamily) -> str:

@@ -74,9 +74,6 @@ class Exponential(ExponentialFamily):
         uniform = torch.rand(count, *theta.shape, generator=generator, dtype=theta.dtype, device=theta.device)
         return torch.log1p(-uniform) / theta
 
-    def __repr__(self) -> str:
-        return "Exponential()"
-
 
 class Gamma(ExponentialFamily):
     """Shape alpha, rate beta: T = (log x, x), theta = (alpha - 1, -beta).
@@ -166,9 +163,6 @@ class Gamma(ExponentialFamily):
         drawn = log_gamma_draws(shape, generator).exp() / -theta[..., 1:]
         return drawn.clamp(min=torch.finfo(drawn.dtype).tiny)  # a density without an atom at zero, where log x is not
 
-    def __repr__(self) -> str:
-        return "Gamma()"
-
 
 class ChiSquare(Embedded):
     """The sum of k squares of standard normals, also for real k > 0: T = log x, theta = k / 2 - 1.
@@ -210,9 +204,6 @@ class ChiSquare(Embedded):
     def invert(self, eta: Tensor) -> Tensor:
         return digamma_inverse(eta - LOG_2) - 1
 
-    def __repr__(self) -> str:
-        return "ChiSquare()"
-
 
 class Dirichlet(ExponentialFamily):
     """Proportions x_1 + ... + x_k = 1: T = log x, theta = alpha - 1, eta_i = digamma(alpha_i) - digamma(sum alpha).
@@ -224,6 +215,8 @@ class Dirichlet(ExponentialFamily):
         >>> ng.Dirichlet(3).entropy(torch.zeros(3))  # uniform on a triangle of measure 1/2
         tensor(-0.6931)
     """
+
+    shown = ("size",)
 
     domain = "theta = concentration - 1 must be above -1"
 
@@ -308,9 +301,6 @@ class Dirichlet(ExponentialFamily):
         shares = log_gamma_draws((theta + 1).expand(count, *theta.shape), generator).softmax(-1)
         return shares.clamp(min=torch.finfo(shares.dtype).tiny)
 
-    def __repr__(self) -> str:
-        return f"Dirichlet({self.size})"
-
 
 PAIR = Dirichlet(2)
 
@@ -351,9 +341,6 @@ class Beta(Embedded):
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
         drawn = PAIR.draw(theta, count, generator)[..., :1]
         return drawn.clamp(max=1 - torch.finfo(drawn.dtype).eps / 2)  # log(1 - x) has to be a number
-
-    def __repr__(self) -> str:
-        return "Beta()"
 
 
 def log_gamma_draws(shape: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -79,6 +79,8 @@ class NegativeBinomial(PowerSeries):
         tensor([0.5000])
     """
 
+    shown = ("failures",)
+
     def __init__(self, failures: float) -> None:
         check_positive("failures", failures)
         self.failures = float(failures)
@@ -135,9 +137,6 @@ class NegativeBinomial(PowerSeries):
         rate = log_gamma_draws(torch.full_like(p, self.failures), generator).exp() * p / rest
         return torch.poisson(rate, generator=generator)
 
-    def __repr__(self) -> str:
-        return f"NegativeBinomial({self.failures:g})"
-
 
 class Geometric(NegativeBinomial):
     """Successes of probability p before the first failure: x = 0, 1, ..., T = x, theta = log p, eta = p / (1 - p).
@@ -149,14 +148,13 @@ class Geometric(NegativeBinomial):
         tensor([1.0000])
     """
 
+    shown = ()
+
     def __init__(self) -> None:
         super().__init__(1.0)
 
     def mean_log_base(self, theta: Tensor) -> Tensor:
         return 0 * self.check(theta)[..., 0]  # h = 1
-
-    def __repr__(self) -> str:
-        return "Geometric()"
 
 
 class Logarithmic(PowerSeries):
@@ -223,9 +221,6 @@ class Logarithmic(PowerSeries):
         log_p = (-torch.expm1(torch.rand(shape, **like) * rest.log())).log()
         found = 1 + (torch.log1p(-torch.rand(shape, **like)) / log_p).floor()
         return torch.where(log_p == 0, 1.0, found).clamp(1, torch.finfo(theta.dtype).max).unsqueeze(-1)
-
-    def __repr__(self) -> str:
-        return "Logarithmic()"
 
 
 def log_one_minus_exp(log_p: Tensor) -> Tensor:

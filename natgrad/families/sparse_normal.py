@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from natgrad.families.cancellation import in_double
-from natgrad.families.closed_forms import Product
 from natgrad.families.event_checks import (
     check_moments,
     check_rest,
@@ -20,7 +19,7 @@ from natgrad.families.event_checks import (
     root_mean_square,
     widen,
 )
-from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.exponential import ExponentialFamily, Map
 from natgrad.families.newton import find_natural, maximise_by_newton
 from natgrad.families.normal import (
     LOG_2PI,
@@ -213,7 +212,7 @@ class FixedMeanNormal(ExponentialFamily):
     def covariance(self, theta: Tensor) -> Tensor:
         return CentredNormals(self.pairs).covariance(self.check(theta))
 
-    def find_products(self, theta: Tensor) -> tuple[Product, Product | None]:
+    def find_products(self, theta: Tensor) -> tuple[Map, Map | None]:
         """Both in O(d^3); the second one where all pairs are edges."""
         sigma, precision = self.mean_covariance(theta)[1], self.precision(theta)
         pack, unpack = self.pairs.pack, self.pairs.unpack

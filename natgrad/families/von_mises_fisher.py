@@ -38,6 +38,8 @@ class VonMisesFisher(ExponentialFamily):
         tensor([0.0000, 0.0000, 0.5373])
     """
 
+    shown = ("d",)
+
     def __init__(self, d: int) -> None:
         self.d = self.size = check_integer("d", d, 2, of="the number of dimensions")
         self.alpha = (self.d - 1) / 2
@@ -178,9 +180,6 @@ class VonMisesFisher(ExponentialFamily):
             taken = todo & (torch.rand(kappa.shape, **like).log() <= height - peak)
             found, todo = torch.where(taken, short, found), todo & ~taken
         return found
-
-    def __repr__(self) -> str:
-        return f"VonMisesFisher({self.d})"
 
 
 def log_scaled_integral(alpha: float, kappa: Tensor) -> Tensor:
