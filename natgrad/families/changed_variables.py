@@ -10,7 +10,6 @@ from torch import Tensor
 
 from natgrad.families.cancellation import in_double, log_ratio
 from natgrad.families.diagonal_normal import Normal
-from natgrad.families.embedded import Embedded
 from natgrad.families.event_checks import (
     centre,
     check_support,
@@ -21,6 +20,7 @@ from natgrad.families.event_checks import (
 )
 from natgrad.families.exponential import ExponentialFamily, Map
 from natgrad.families.positive_families import Exponential, Gamma
+from natgrad.families.product_families import Embedded
 from natgrad.ground.checks import check_positive
 
 EULER = 0.5772156649015329

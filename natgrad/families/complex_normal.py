@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from natgrad.families.embedded import Embedded
 from natgrad.families.event_checks import centre, check_rest, check_spreads, floating_dtype, widen
 from natgrad.families.exponential import Map
 from natgrad.families.normal import MultivariateNormal
+from natgrad.families.product_families import Embedded
 from natgrad.ground.linalg import is_concrete
 
 

@@ -13,7 +13,7 @@ from natgrad.families.event_checks import check_moments
 from natgrad.families.exponential import Closed, ExponentialFamily
 from natgrad.families.normal import MultivariateNormal
 from natgrad.families.positive_families import Beta, Dirichlet, Exponential, Gamma
-from natgrad.families.precision_factors import factor_covariance, inverse_from
+from natgrad.families.symmetric_matrices import factor_covariance, inverse_from
 from natgrad.ground.linalg import is_concrete, require_solution
 from natgrad.operators import Operator
 

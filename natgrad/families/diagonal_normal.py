@@ -20,7 +20,7 @@ from natgrad.families.event_checks import (
 )
 from natgrad.families.exponential import ExponentialFamily, Map
 from natgrad.families.normal import LOG_2PI
-from natgrad.families.precision_factors import factor_covariance, half_log_det, inverse_from
+from natgrad.families.symmetric_matrices import factor_covariance, half_log_det, inverse_from
 from natgrad.ground.checks import check_integer
 from natgrad.ground.linalg import is_concrete
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from natgrad.families.class_logits import classes_kl
 from natgrad.families.discrete_tables import LARGEST, Clique, Tables
 from natgrad.families.exponential import Closed, ExponentialFamily
-from natgrad.families.gibbs import Gibbs, build_sweep
-from natgrad.families.gibbs_sweeps import fits_pairs, pair_energies
+from natgrad.families.gibbs import Gibbs, build_sweep, fits_pairs, pair_energies
 from natgrad.ground.checks import check_integer, check_number, check_positive
 from natgrad.ground.linalg import require_inverse, symmetrise
 from natgrad.operators import DenseOperator, Operator

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from natgrad.families.cancellation import in_double, log_ratio, ratio_gap
-from natgrad.families.embedded import Embedded
 from natgrad.families.event_checks import (
     centre,
     check_above,
@@ -30,6 +29,7 @@ from natgrad.families.log_gamma import (
     stirling_rest,
     trigamma,
 )
+from natgrad.families.product_families import Embedded
 from natgrad.ground.checks import check_integer
 
 GAMMA_STEPS = 8

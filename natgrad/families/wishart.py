@@ -23,14 +23,14 @@ from natgrad.families.log_gamma import (
 )
 from natgrad.families.normal import explain_outside
 from natgrad.families.positive_families import log_gamma_draws
-from natgrad.families.precision_factors import (
+from natgrad.families.symmetric_matrices import (
+    Pairs,
     factor_covariance,
     half_log_det,
     inverse_from,
     precision_gap,
     safe_factor,
 )
-from natgrad.families.symmetric_matrices import Pairs
 from natgrad.ground.linalg import is_concrete, is_positive_definite
 
 HALVINGS = 70

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from natgrad.families import Ising, MarkovField
-from natgrad.families.gibbs import Sweep, colour_variables
-from natgrad.families.gibbs_sweeps import PairSweep, fits_pairs
+from natgrad.families.gibbs import PairSweep, Sweep, colour_variables, fits_pairs
 
 GENERATOR = torch.Generator().manual_seed(0)
 
