@@ -38,8 +38,8 @@ if TYPE_CHECKING:  # loaded when it is first asked for: see `HOMES`
     from natgrad.families.diagonal_normal import DiagonalNormal, FixedCovarianceNormal, Normal
     from natgrad.families.gibbs import Gibbs
     from natgrad.families.inverse_gaussian import InverseGaussian
-    from natgrad.families.ising import Ising
     from natgrad.families.markov_field import (
+        Ising,
         LogPartitionEstimate,
         MarkovField,
         MomentEstimate,
@@ -168,8 +168,8 @@ HOMES = {
     "natgrad.families.diagonal_normal": ("DiagonalNormal", "FixedCovarianceNormal", "Normal"),
     "natgrad.families.gibbs": ("Gibbs",),
     "natgrad.families.inverse_gaussian": ("InverseGaussian",),
-    "natgrad.families.ising": ("Ising",),
     "natgrad.families.markov_field": (
+        "Ising",
         "LogPartitionEstimate",
         "MarkovField",
         "MomentEstimate",

@@ -129,9 +129,9 @@ class ComplexNormal(Embedded):
         Args:
             theta: Natural parameters, shape (..., n).
         """
-        mean, whole = self.real.mean_covariance(self.embed(self.check(theta)))
+        mean, covariance = self.real.mean_covariance(self.embed(self.check(theta)))
         d = self.d
-        return torch.complex(*mean.split(d, -1)), 2 * torch.complex(whole[..., :d, :d], whole[..., d:, :d])
+        return torch.complex(*mean.split(d, -1)), 2 * torch.complex(covariance[..., :d, :d], covariance[..., d:, :d])
 
     def _split(self, value: Tensor, factor: float) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """The parts of a vector (..., n): two (..., d), real and imaginary part of a Hermitian matrix (..., d, d)."""

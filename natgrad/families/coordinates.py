@@ -81,8 +81,8 @@ class Coordinates(ABC):
         """
         flat = xi.reshape(-1, xi.shape[-1])
         jacobian = torch.func.vmap(torch.func.jacrev(self.natural))(flat)
-        found = jacobian.mT @ self.family.covariance(self.natural(flat)) @ jacobian
-        return found.view(*xi.shape, xi.shape[-1])
+        matrices = jacobian.mT @ self.family.covariance(self.natural(flat)) @ jacobian
+        return matrices.view(*xi.shape, xi.shape[-1])
 
     def vector_to_natural(self, xi: Tensor, vector: Tensor) -> Tensor:
         """d theta = J d xi.
@@ -176,10 +176,7 @@ class Change:
 
     @classmethod
     def at(cls, change: Callable[[Tensor], Tensor], point: Tensor) -> Change:
-        """The derivative of a map at a point, which is asked there once and in that shape.
-
-        point: (..., n); vectors of more dimensions are batches of such.
-        """
+        """The derivative at a point (..., n), asked there once; more dimensions of vectors are batches."""
         derivative = torch.func.vjp(change, point)
         value = derivative[0]
 

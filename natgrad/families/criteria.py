@@ -62,10 +62,7 @@ class Entrywise(Likelihood):
 
 
 def pick_logits(family: Likelihood, outputs: Any) -> tuple[Any, Tensor | None]:
-    """The logits among what a model returned, and the loss that it computed of them, for a likelihood of one tensor.
-
-    A record with logits and loss, as transformers' models return, or a tuple with one number, as (logits, loss).
-    """
+    """The logits in a record or a pair (logits, loss) of a model, and that loss; other outputs, and None."""
     if isinstance(outputs, Tensor) or not isinstance(family, (Entrywise, SeparableLikelihood, Categorical)):
         return outputs, None
     if type(outputs) in (tuple, list):
@@ -80,11 +77,7 @@ def pick_logits(family: Likelihood, outputs: Any) -> tuple[Any, Tensor | None]:
 
 @dataclass(frozen=True)
 class PoissonRate(Likelihood):
-    """Poisson counts with the rate itself as output, as `PoissonNLLLoss(log_input=False)` has it: form 1 / rate.
-
-    Args:
-        eps: Added to the rate before it is divided by.
-    """
+    """Poisson counts with the rate as output, as `PoissonNLLLoss(log_input=False)` has it: form 1 / (rate + eps)."""
 
     eps: float = 1e-8
 
@@ -337,11 +330,7 @@ def nll_loss(criterion: nn.NLLLoss) -> Criterion:
 
 @dataclass(frozen=True)
 class IgnoringCategorical(Categorical):
-    """Class logits whose targets may carry an `ignore_index`.
-
-    Args:
-        ignore_index: The target that stands for none.
-    """
+    """Class logits whose targets may carry an `ignore_index`, which stands for none."""
 
     ignore_index: int = -100
 

@@ -58,8 +58,8 @@ class DiagonalNormal(ExponentialFamily):
 
     def log_partition(self, theta: Tensor) -> Tensor:
         linear, half = self.check_shape(theta, "theta").split(self.d, dim=-1)
-        found = -linear.square() / (4 * half) - 0.5 * (-2 * half).log() + 0.5 * LOG_2PI
-        return torch.where(self.inside(theta), found.sum(-1), torch.inf)
+        parts = -linear.square() / (4 * half) - 0.5 * (-2 * half).log() + 0.5 * LOG_2PI
+        return torch.where(self.inside(theta), parts.sum(-1), torch.inf)
 
     def inside(self, theta: Tensor) -> Tensor:
         return torch.isfinite(theta).all(-1) & (theta[..., self.d :] < 0).all(-1)

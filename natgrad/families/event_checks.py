@@ -66,10 +66,7 @@ def widen(x: Tensor) -> Tensor:
 
 
 def centre(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean (...) of x (b, ...) and what is left of x without it, from differences to the first example.
-
-    These are exact for near numbers: equal examples leave zeros, which those to a rounded mean are not.
-    """
+    """Mean of x (b, ...) and x without it, from differences to the first example, which are exact for near numbers."""
     away = x - x[:1]
     gap = away.mean(0)
     return x[0] + gap, away - gap
@@ -96,10 +93,7 @@ def check_varies(spread: Tensor, size: Tensor | float, dtype: torch.dtype) -> No
 
 
 def check_spreads(covariance: Tensor, size: Tensor, dtype: torch.dtype) -> None:
-    """`check_varies` in every direction: the deviation of each variable given those before it.
-
-    covariance: Of the examples, in float64, (..., d, d). size: The largest entry of each variable, (..., d).
-    """
+    """`check_varies` of the deviation of each variable given those before it, from a covariance (..., d, d)."""
     variance = covariance.detach().diagonal(dim1=-2, dim2=-1)
     check_varies(variance.sqrt(), size, dtype)
     given = factor_or_nan(covariance.detach()).diagonal(dim1=-2, dim2=-1).square()
@@ -115,9 +109,6 @@ def check_spreads(covariance: Tensor, size: Tensor, dtype: torch.dtype) -> None:
 
 
 def check_rest(rest: Tensor, total: Tensor, dtype: torch.dtype, words: str, expected: str) -> None:
-    """ValueError unless a difference of numbers is above what their own round-off leaves of it.
-
-    rest: What must be positive, any shape. total: Size of the numbers that were subtracted, the same shape.
-    """
+    """ValueError unless a difference is above the round-off of `total`, the size of the numbers it was taken of."""
     if is_concrete(rest) and not bool((rest > 4 * torch.finfo(dtype).eps * total).all()):
         raise ValueError(f"{words}, or no larger than round-off in {dtype}: expected {expected}")

@@ -443,13 +443,7 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
 
 
 class Closed(Operator):
-    """G given by its products, and G^-1 by its own where they are known.
-
-    Args:
-        like: A tensor (n,) of the same dtype and device.
-        product: v -> G v, (..., n) -> (..., n), linear and symmetric.
-        inverse_product: v -> G^-1 v, or None.
-    """
+    """G (n, n) by v -> G v, (..., n) -> (..., n), and G^-1 by its own products where they are known."""
 
     def __init__(self, like: Tensor, product: Map, inverse_product: Map | None = None) -> None:
         self.product, self.inverse_product = product, inverse_product

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from natgrad.families.discrete_tables import Clique, Tables
+from natgrad.families.discrete_tables import Clique, Tables, list_neighbours
 from natgrad.ground.checks import check_integer
 
 
@@ -45,37 +46,42 @@ class Gibbs:
         """
         flat = theta.reshape(-1, theta.shape[-1])
         chains = min(self.chains, count)
-        sweep = build_sweep(tables, flat, chains)
+        states = self.collect_states(build_sweep(tables, flat, chains), -(-count // chains), generator)
+        return torch.stack(states).view(len(states) * chains, *theta.shape[:-1], -1)[:count]
+
+    def collect_states(self, sweep: AnySweep, times: int, generator: torch.Generator | None) -> list[Tensor]:
+        """States after the burn-in, and so many times less one after some more sweeps.
+
+        Args:
+            sweep: The chains.
+            times: How often the states are read.
+            generator: Source of the draws. None: the global one.
+        """
         sweep.start(generator)
-        for _ in range(self.burn_in):
-            sweep.run(generator)
-        found = [sweep.states()]
-        while len(found) * chains < count:
-            for _ in range(self.thinning):
+        states: list[Tensor] = []
+        for time in range(times):
+            for _ in range(self.thinning if time else self.burn_in):
                 sweep.run(generator)
-            found.append(sweep.states())
-        drawn = torch.stack(found).view(len(found) * chains, *theta.shape[:-1], -1)
-        return drawn[:count]
+            states.append(sweep.states())
+        return states
+
+
+class AnySweep(Protocol):
+    """Chains that are drawn on: by one sweep over all variables, and by exchanges where there are some."""
+
+    def start(self, generator: torch.Generator | None) -> None: ...
+    def run(self, generator: torch.Generator | None) -> None: ...
+    def states(self) -> Tensor: ...
 
 
 def build_sweep(tables: Tables, theta: Tensor, chains: int) -> PairSweep | Sweep:
-    """The quickest sweep for a field.
-
-    theta: Natural parameters, (B, m).
-    """
+    """The quickest sweep for a field at natural parameters (B, m)."""
     groups = colour_variables(len(tables.counts), tables.cliques)
     return (PairSweep if fits_pairs(tables) else Sweep)(tables, groups, theta, chains)
 
 
 class Sweep:
-    """One draw of every variable given the others, by lists of neighbours; states are kept inside.
-
-    Args:
-        tables: The field's functions.
-        groups: Variables without a common clique, drawn at once.
-        theta: Natural parameters, shape (B, m).
-        chains: Chains of each theta.
-    """
+    """One draw of every variable given the others, by lists of neighbours, in chains of each theta (B, m)."""
 
     def __init__(self, tables: Tables, groups: list[list[int]], theta: Tensor, chains: int) -> None:
         rows = theta.expand(chains, *theta.shape).reshape(-1, theta.shape[-1])
@@ -142,10 +148,7 @@ class Colour:
 
 def colour_variables(n: int, cliques: list[Clique]) -> list[list[int]]:
     """Variables in groups without a common clique, greedily, those with most neighbours first."""
-    near: list[set[int]] = [set() for _ in range(n)]
-    for clique in cliques:
-        for i in clique:
-            near[i].update(j for j in clique if j != i)
+    near = list_neighbours(n, cliques)
     colour: dict[int, int] = {}
     for i in sorted(range(n), key=lambda i: -len(near[i])):
         taken = {colour[j] for j in near[i] if j in colour}
@@ -165,20 +168,11 @@ SMALL = 512
 
 
 class PairSweep:
-    """One draw of every variable given the others, where no clique has more than two; states are kept inside.
-
-    A state is written as one 0 or 1 per value of a variable but its first (columns), so that the energies of a
-    variable's values are a constant and one row of a matrix times the state.
-
-    Args:
-        tables: The field's functions.
-        groups: Variables without a common clique, drawn at once. Columns lie in their order.
-        theta: Natural parameters, shape (B, m).
-        chains: Chains of each theta.
-    """
+    """One draw of every variable given the others where no clique has more than two: a matrix times the state."""
 
     def __init__(self, tables: Tables, groups: list[list[int]], theta: Tensor, chains: int) -> None:
         self.tables = tables
+        # a state is a 0 or 1 for every value of a variable but its first (columns, in the order of the groups)
         self.order = torch.tensor([i for group in groups for i in group], device=theta.device)
         self.width = max(tables.counts) - 1
         self.constant, self.matrix = pair_energies(tables, self.order, theta, self.width)
@@ -209,9 +203,9 @@ class PairSweep:
         """The positions of the values, (chains * B, n)."""
         values = torch.arange(1, self.width + 1, device=self.state.device, dtype=self.state.dtype)
         places = (self.state.unflatten(1, (-1, self.width)) * values.view(-1, 1)).sum(2).long()  # (B, n, chains)
-        found = torch.empty_like(places)
-        found[:, self.order] = places
-        return found.permute(2, 0, 1).reshape(-1, found.shape[1])
+        ordered = torch.empty_like(places)
+        ordered[:, self.order] = places
+        return ordered.permute(2, 0, 1).reshape(-1, ordered.shape[1])
 
     def replace_states(self, places: Tensor) -> None:
         """Goes on from positions of values (chains * B, n)."""
@@ -261,13 +255,7 @@ def fits_pairs(tables: Tables) -> bool:
 
 
 def pair_energies(tables: Tables, order: Tensor, theta: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Constants (B, N, 1) and a symmetric matrix (B, N, N): energies of values, less those of the first value.
-
-    The table T of a pair gives T_vw - T_v0 - T_0w + T_00 to the matrix, and T_v0 - T_00 and T_0w - T_00 to the
-    constants.
-
-    theta: Natural parameters, (B, m).
-    """
+    """Constants (B, N, 1) and a symmetric matrix (B, N, N): energies of values, less those of the first value."""
     n, values = len(tables.counts), torch.arange(width + 1)
     rank = torch.empty(n, dtype=torch.long)
     rank[order.cpu()] = torch.arange(n)
@@ -276,6 +264,7 @@ def pair_energies(tables: Tables, order: Tensor, theta: Tensor, width: int) -> t
     first, second = (torch.minimum(values, last[:, k : k + 1]) * steps[:, k : k + 1] for k in (0, 1))
     table = tables.flat[tables.offset.view(-1, 1, 1) + first.unsqueeze(2) + second.unsqueeze(1)]  # (m, values, values)
     rows = rank[members].unsqueeze(2) * width + torch.arange(width)  # (m, 2, width)
+    # T_v0 - T_00 and T_0w - T_00 go to the constants, T_vw - T_v0 - T_0w + T_00 to the matrix
     rises = torch.stack([table[:, 1:, 0] - table[:, :1, 0], table[:, 0, 1:] - table[:, 0, :1]], dim=1)
     both = table[:, 1:, 1:] - table[:, 1:, :1] - table[:, :1, 1:] + table[:, :1, :1]  # zero for single variables
     wide = n * width + 1  # the constants are one more column
@@ -286,5 +275,5 @@ def pair_energies(tables: Tables, order: Tensor, theta: Tensor, width: int) -> t
     for place, entry in zip(places, entries, strict=True):
         weighted = (theta.unsqueeze(2) * entry).flatten(1)
         flat.index_add_(1, place.flatten().to(theta.device), weighted)
-    found = flat.view(len(theta), n * width, wide)
-    return found[..., -1:].contiguous(), found[..., :-1].contiguous()
+    joined = flat.view(len(theta), n * width, wide)
+    return joined[..., -1:].contiguous(), joined[..., :-1].contiguous()

@@ -58,8 +58,8 @@ class InverseGaussian(ExponentialFamily):
         first, second = self.check_shape(theta, "theta").unbind(-1)
         inside = self.inside(theta)
         first, second = (torch.where(inside, part, -1.0) for part in (first, second))
-        found = -2 * (first * second).sqrt() - 0.5 * (-2 * second).log()
-        return torch.where(inside, found, torch.inf)
+        psi = -2 * (first * second).sqrt() - 0.5 * (-2 * second).log()
+        return torch.where(inside, psi, torch.inf)
 
     def inside(self, theta: Tensor) -> Tensor:
         return ((theta < 0) & torch.isfinite(theta)).all(-1)

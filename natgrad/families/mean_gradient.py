@@ -67,14 +67,8 @@ def natural_slope(
 def choose_ridge(
     left: Tensor, sizes: Tensor, target: Tensor, share: Tensor, ridges: Sequence[float]
 ) -> tuple[int, float]:
-    """The ridge whose predictions of left-out draws err least, and the sum of their squared errors.
-
-    The predictions of all ridges are one product with U and their leverages another with its squares: a pass over U
-    for each ridge took longer than its Gram matrix where there are many draws.
-
-    left: U of the weighted statistics, (N, r). sizes: Their singular values, (r,). target: The weighted values, (N,).
-    share: Weights that sum to one, (N,).
-    """
+    """The ridge whose predictions of left-out draws err least, and the sum of their squared errors; left: U (N, r)."""
+    # all ridges in two products with U and its squares: a pass for each took longer than the Gram matrix
     powers = sizes.square().unsqueeze(1)
     shrink = powers / (powers + torch.tensor(ridges, dtype=powers.dtype, device=powers.device))  # (r, ridges)
     predicted = left @ (shrink * (left.mT @ target).unsqueeze(1))
@@ -89,8 +83,8 @@ def thin_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """U (N, r), sizes (r,), V^T (r, K) from the smaller Gram matrix; sizes below 1e-7 of the largest are left out."""
     tall = matrix.shape[0] > matrix.shape[1]
     values, vectors = eigh(gram(matrix if tall else matrix.mT))
-    kept = values > 1e-14 * values[-1].clamp(min=1e-300)
-    sizes, basis = values[kept].sqrt(), vectors[:, kept]
+    large = values > 1e-14 * values[-1].clamp(min=1e-300)
+    sizes, basis = values[large].sqrt(), vectors[:, large]
     if tall:
         return (matrix @ basis).div_(sizes), sizes, basis.mT
     return basis, sizes, (basis.mT @ matrix) / sizes.unsqueeze(1)
@@ -114,9 +108,9 @@ def regress(statistics: Tensor, values: Tensor, share: Tensor) -> Tensor:
     centred = (statistics - share @ statistics) * root
     target = (values - share @ values) * root
     sizes = torch.linalg.vector_norm(centred, dim=0)
-    found, rank = solve_least_norm(centred / torch.where(sizes > 0, sizes, 1), target)
+    slope, rank = solve_least_norm(centred / torch.where(sizes > 0, sizes, 1), target)
     if rank == centred.shape[1]:
-        return (found / sizes.unsqueeze(1)).mT
+        return (slope / sizes.unsqueeze(1)).mT
     return solve_least_norm(centred, target)[0].mT
 
 
@@ -124,9 +118,9 @@ def solve_least_norm(matrix: Tensor, target: Tensor) -> tuple[Tensor, int]:
     """argmin |A X - B| of least norm and the rank of A, by QR and the singular values of R."""
     q, r = torch.linalg.qr(matrix)
     left, sizes, right = svd(r)
-    kept = sizes > max(matrix.shape) * torch.finfo(matrix.dtype).eps * sizes.amax()
-    inverse = torch.where(kept, 1 / torch.where(kept, sizes, 1), 0)
-    return right.mT @ (inverse.unsqueeze(1) * (left.mT @ (q.mT @ target))), int(kept.sum())
+    large = sizes > max(matrix.shape) * torch.finfo(matrix.dtype).eps * sizes.amax()
+    inverse = torch.where(large, 1 / torch.where(large, sizes, 1), 0)
+    return right.mT @ (inverse.unsqueeze(1) * (left.mT @ (q.mT @ target))), int(large.sum())
 
 
 # The natural gradient of E_p[f] over an exponential family: from draws, exactly, and by duality
@@ -255,8 +249,8 @@ def exact_natural_gradient_of_mean(
     values, statistics = values.to(theta), family.statistics(x).to(theta)
     columns = _require_finite(values.reshape(len(x), -1), "f")
     shares = torch.softmax(torch.stack([family.log_prob(row, x) for row in flat]), dim=-1)
-    found = torch.stack([regress(statistics, columns, share) for share in shares])
-    return found.view(*theta.shape[:-1], *values.shape[1:], theta.shape[-1])
+    slopes = torch.stack([regress(statistics, columns, share) for share in shares])
+    return slopes.view(*theta.shape[:-1], *values.shape[1:], theta.shape[-1])
 
 
 def dual_gradient(
@@ -306,15 +300,7 @@ def effective_draws(log_weights: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class WeightedDraws:
-    """Statistics, values and shares of draws from B distributions.
-
-    Args:
-        theta: Natural parameters, shape (B, n).
-        statistics: T, shape (B, N, n).
-        values: f, shape (B, N, k).
-        shares: Weights that sum to one, shape (B, N).
-        shape: Of the result, without n.
-    """
+    """Statistics (B, N, n), values (B, N, k) and shares (B, N) of draws at theta (B, n), and the shape of results."""
 
     theta: Tensor
     statistics: Tensor
@@ -448,9 +434,9 @@ def _log_weights(
             f"sampled_from has shape {tuple(sampled_from.shape)}, expected that of theta, {tuple(theta.shape)}, or one "
             f"theta per draw, {tuple(statistics.shape)}"
         )
-    found = ((theta - sampled_from) * statistics).sum(-1)
+    logs = ((theta - sampled_from) * statistics).sum(-1)
     # one distribution for all: its constant goes out with the normalisation, and need not be known
-    return found if sampled_from.dim() == theta.dim() else found + family.log_partition(sampled_from)
+    return logs if sampled_from.dim() == theta.dim() else logs + family.log_partition(sampled_from)
 
 
 def _require_finite(values: Tensor, name: str) -> Tensor:

@@ -57,8 +57,8 @@ class GraphNormal(ExponentialFamily):
         precision = self.precision(self.check_shape(theta, "theta"))
         factor, fine = safe_factor(precision)
         half = torch.linalg.solve_triangular(factor, theta[..., : self.d].unsqueeze(-1), upper=False).squeeze(-1)
-        found = 0.5 * (half.square().sum(-1) + self.d * LOG_2PI) - half_log_det(factor)
-        return torch.where(fine, found, torch.inf)
+        psi = 0.5 * (half.square().sum(-1) + self.d * LOG_2PI) - half_log_det(factor)
+        return torch.where(fine, psi, torch.inf)
 
     @in_double
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
@@ -66,8 +66,8 @@ class GraphNormal(ExponentialFamily):
         x = check_width(self.as_numbers(x, theta.dtype), self.d)
         away = x - solve_factor(factor, theta[..., : self.d])
         half = (away.unsqueeze(-2) @ factor).squeeze(-2)
-        found = half_log_det(factor) - 0.5 * (half.square().sum(-1) + self.d * LOG_2PI)
-        return torch.where(fine, found, -torch.inf)
+        logs = half_log_det(factor) - 0.5 * (half.square().sum(-1) + self.d * LOG_2PI)
+        return torch.where(fine, logs, -torch.inf)
 
     @in_double
     def entropy(self, theta: Tensor) -> Tensor:

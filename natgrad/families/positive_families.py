@@ -53,8 +53,8 @@ class Exponential(ExponentialFamily):
         return check_support(check_width(x, 1), x >= 0, "x >= 0")
 
     def log_partition(self, theta: Tensor) -> Tensor:
-        found = -(-self.check_shape(theta, "theta")[..., 0]).log()
-        return torch.where(self.inside(theta), found, torch.inf)
+        rate = -self.check_shape(theta, "theta")[..., 0]
+        return torch.where(self.inside(theta), -rate.log(), torch.inf)
 
     def inside(self, theta: Tensor) -> Tensor:
         return ((theta < 0) & torch.isfinite(theta)).all(-1)
@@ -258,12 +258,9 @@ class Dirichlet(ExponentialFamily):
         return self._maximise_shares(x / x.sum(-1, keepdim=True), statistics.dtype)
 
     def _maximise_shares(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """theta (..., k) of proportions (b, ..., k) that came in the dtype and are given in float64.
-
-        E[log x_i] = log m_i - E[y_i - 1 - log y_i], y_i = x_i / m_i, of the means m_i, whose sum is one.
-        """
+        """theta (..., k) of proportions (b, ..., k) in float64, which came in the dtype."""
         mean, centred = centre(x)
-        gap = ratio_gap(x, mean, centred).mean(0)
+        gap = ratio_gap(x, mean, centred).mean(0)  # E[log x_i] = log m_i - E[y_i - 1 - log y_i], y_i = x_i / m_i
         total = (mean * gap).sum(-1).detach()  # about (k - 1) / (2 sum alpha)
         least = LEAST_GAP * torch.finfo(x.dtype).eps
         check_varies(torch.where(total > least, (2 * total).sqrt(), 0.0), 1.0, dtype)
@@ -290,8 +287,8 @@ class Dirichlet(ExponentialFamily):
 
     def log_partition(self, theta: Tensor) -> Tensor:
         self.check_shape(theta, "theta")
-        found = log_gamma(theta + 1).sum(-1) - log_gamma((theta + 1).sum(-1))
-        return torch.where(self.inside(theta), found, torch.inf)  # lgamma has values below zero, psi has not
+        psi = log_gamma(theta + 1).sum(-1) - log_gamma((theta + 1).sum(-1))
+        return torch.where(self.inside(theta), psi, torch.inf)  # lgamma has values below zero, psi has not
 
     def inside(self, theta: Tensor) -> Tensor:
         return ((theta > -1) & torch.isfinite(theta)).all(-1)
@@ -347,7 +344,7 @@ def log_gamma_draws(shape: Tensor, generator: torch.Generator | None) -> Tensor:
     """Logarithms of gamma draws of rate 1, by Marsaglia & Tsang 2000: rejection until every entry is accepted."""
     boosted = torch.where(shape < 1, shape + 1, shape)  # below 1: times u^(1 / shape)
     d = boosted - 1 / 3
-    found, todo = torch.empty_like(shape), torch.ones_like(shape, dtype=torch.bool)
+    drawn, todo = torch.empty_like(shape), torch.ones_like(shape, dtype=torch.bool)
     like = {"generator": generator, "dtype": shape.dtype, "device": shape.device}
     while bool(todo.any()):
         z, u = torch.randn(shape.shape, **like), torch.rand(shape.shape, **like)
@@ -357,6 +354,6 @@ def log_gamma_draws(shape: Tensor, generator: torch.Generator | None) -> Tensor:
             & (v > 0)
             & (u.log() < z.square() / 2 + d - d * v + d * v.clamp(min=torch.finfo(shape.dtype).tiny).log())
         )
-        found, todo = torch.where(taken, d * v, found), todo & ~taken
+        drawn, todo = torch.where(taken, d * v, drawn), todo & ~taken
     boost = torch.log1p(-torch.rand(shape.shape, **like)) / shape
-    return torch.where(shape < 1, found.log() + boost, found.log())
+    return torch.where(shape < 1, drawn.log() + boost, drawn.log())

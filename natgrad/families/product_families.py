@@ -75,8 +75,8 @@ class Product(ExponentialFamily):
 
     def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
         pieces = zip(self.families, x.split(self.widths, dim=-1), self.parts(statistics), strict=True)
-        found = [family.maximise_likelihood(piece, part) for family, piece, part in pieces]
-        return torch.cat([theta.to(statistics.dtype) for theta in found], dim=-1)
+        thetas = [family.maximise_likelihood(piece, part) for family, piece, part in pieces]
+        return torch.cat([theta.to(statistics.dtype) for theta in thetas], dim=-1)
 
     def covariance(self, theta: Tensor) -> Tensor:
         blocks, start = theta.new_zeros(*theta.shape, self.size), 0

@@ -14,15 +14,7 @@ from natgrad.ground.linalg import factor_or_nan, invert_or_nan, is_positive_defi
 
 
 class Pairs:
-    """Which entries (i, j), i <= j, of a symmetric matrix (d, d) are kept: all i = j, then the edges in their order.
-
-    Args:
-        d: Size of the matrix.
-        edges: Pairs of different variables. None: all, row by row.
-
-    Raises:
-        ValueError: For an edge that is no such pair.
-    """
+    """The entries (i, j), i <= j, of a symmetric matrix (d, d) on a graph: i = j, then the edges, by default all."""
 
     def __init__(self, d: int, edges: Iterable[Iterable[int]] | None = None) -> None:
         d = check_integer("d", d, of="the number of dimensions")
@@ -62,11 +54,9 @@ class Pairs:
         return torch.cat([x.square(), 2 * x[..., self.first[self.d :]] * x[..., self.second[self.d :]]], dim=-1)
 
     def moments(self, mean: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        """Cov(x, T) (..., d, size) and Cov(T, T) (..., size, size) of T = `products` of a normal x.
-
-        c_kl (mu_k S_il + mu_l S_ik), and c_kl c_mn [S_km S_ln + S_kn S_lm + mu_k mu_m S_ln + mu_k mu_n S_lm +
-        mu_l mu_m S_kn + mu_l mu_n S_km], c = 1 on the diagonal and 2 beside it (Malago 2023, mended).
-        """
+        """Cov(x, T) (..., d, size) and Cov(T, T) of T = `products` of a normal x (Malago 2023, mended)."""
+        # c_kl (mu_k S_il + mu_l S_ik), and c_kl c_mn [S_km S_ln + S_kn S_lm + mu_k mu_m S_ln + mu_k mu_n S_lm +
+        # mu_l mu_m S_kn + mu_l mu_n S_km], c = 1 on the diagonal and 2 beside it
         k, l = self.first, self.second  # noqa: E741
         c, first, second = self.weights(mean), mean[..., self.first], mean[..., self.second]
         cross = c * (first.unsqueeze(-2) * sigma[..., :, l] + second.unsqueeze(-2) * sigma[..., :, k])
@@ -103,13 +93,8 @@ def solve_factor(factor: Tensor, vector: Tensor) -> Tensor:
 
 
 def precision_gap(factor: Tensor, goal: Tensor) -> Tensor:
-    """1/2 [tr(M) - d - log det M] >= 0 for M = P^-1 Q: KL of centred normals.
-
-    C = L^-1 K is lower triangular with C C^T similar to M, so that nothing cancels: 1/2 sum_i [c_ii^2 - 1 - log c_ii^2]
-    + 1/2 sum_{i > j} c_ij^2.
-
-    factor: L with P = L L^T, (..., d, d). goal: K with Q = K K^T, (..., d, d).
-    """
+    """1/2 [tr(M) - d - log det M] >= 0 for M = P^-1 Q, P = L L^T and Q = K K^T: KL of centred normals."""
+    # C = L^-1 K is lower triangular, C C^T similar to M: 1/2 sum_i [c_ii^2 - 1 - log c_ii^2] + 1/2 sum_{i > j} c_ij^2
     both = torch.linalg.solve_triangular(factor, goal, upper=False).tril(-1)
     start, end = (each.diagonal(dim1=-2, dim2=-1) for each in (factor, goal))
     gaps = ratio_gap(end.square(), start.square(), (end - start) * (end + start))

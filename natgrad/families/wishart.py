@@ -86,8 +86,8 @@ class Wishart(ExponentialFamily):
         fine = self.inside(theta)
         factor, _ = safe_factor(rate)
         shapes = log_gamma(self._shift(edge)).sum(-1) + self._log_constant
-        found = shapes - 2 * self._shape(edge) * half_log_det(factor)
-        return torch.where(fine, found, torch.inf)
+        psi = shapes - 2 * self._shape(edge) * half_log_det(factor)
+        return torch.where(fine, psi, torch.inf)
 
     def inside(self, theta: Tensor) -> Tensor:
         edge, rate = self._split(theta)
