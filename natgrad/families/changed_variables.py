@@ -10,14 +10,7 @@ from torch import Tensor
 
 from natgrad.families.cancellation import in_double, log_ratio
 from natgrad.families.diagonal_normal import Normal
-from natgrad.families.event_checks import (
-    centre,
-    check_support,
-    check_varies,
-    check_width,
-    root_mean_square,
-    widen,
-)
+from natgrad.families.event_checks import centre, check_support, check_varies, check_width, root_mean_square, widen
 from natgrad.families.exponential import ExponentialFamily, Map
 from natgrad.families.positive_families import Exponential, Gamma
 from natgrad.families.product_families import Embedded

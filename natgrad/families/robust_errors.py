@@ -148,8 +148,8 @@ def temper(family: Laplace | Huber) -> Tempered:
     """The temperature, and row weights whose metric is that of a density as wide as the errors, or wider."""
 
     # At every temperature tau a loss rho(z) is tau times -log p of p = exp(-rho / tau) / Z. The metric of squares is
-    # the same at each; Laplace's is 1 / tau, Huber's P(|z| < delta / sqrt tau). By parts E[z rho'(z)] = tau, so
-    # that the batch's mean tells tau. At tau = 1 a step moves by about 1: targets in thousands would take a thousand steps.
+    # the same at each; Laplace's is 1 / tau, and that of Huber P(|z| < delta / sqrt tau). By parts E[z rho'(z)] = tau,
+    # so that the mean over a batch tells tau. At tau = 1 a step moves by about 1: targets in thousands take thousands.
     def find_temperature(outputs: Tensor, targets: Tensor) -> Tensor:
         z = ((targets - outputs).detach() / family.scale).abs()
         return (z if isinstance(family, Laplace) else z * z.clamp(max=family.delta)).mean().clamp(min=1)

@@ -6,20 +6,21 @@ so the Gram matrix of all rows is (A A^T + 1) o (D D^T), summed over layers: no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import product
+from itertools import accumulate, product
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from natgrad.ground.messages import write_choices
 from natgrad.ground.pure import INSTEAD, Ancestors, Call, PureModel, mixes_examples
-from natgrad.ground.spaces import Space
+from natgrad.ground.spaces import Params, Space
 from natgrad.ground.typed_torch import measure_norm, split_tensor
-from natgrad.layers import hear_rows, record_pass
+from natgrad.layers import Seen, hear_rows, record_pass
 from natgrad.operators.linearization import Linearization, OutputMap, PlainKernels, say_once
-from natgrad.operators.row_parts import Explicit, Part, add_cross_gram, fresh_point, part_of
 from natgrad.operators.sample_rows import SampleRows, mirror_gram
 
 ONE_BY_ONE = (
@@ -321,3 +322,369 @@ def cotangents_of_one(root: Tensor) -> Tensor:
     positions, m, q = root.shape
     eye = torch.eye(positions, dtype=root.dtype, device=root.device)
     return torch.einsum("ps,pmq->pqsm", eye, root).reshape(positions * q, positions, m)
+
+
+# Row gradients of layers, read from one forward pass and its output derivatives
+
+BLOCK = 256  # rows of a Gram matrix at a time
+ALL = slice(None)
+
+
+class Part(Protocol):
+    """Some parameters' part of U (n, r): r row gradients, in whatever form is cheapest."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters that it is of."""
+        ...
+
+    def add_gram(self, total: Tensor) -> None:
+        """total += U^T U of this part, in the lower triangle only.
+
+        total: (r, r), changed in place.
+        """
+        ...
+
+    def rows(self, which: slice = ALL) -> dict[str, Tensor]:
+        """The row gradients written out, shape (r, size) by name."""
+        ...
+
+    def squares(self) -> dict[str, Tensor]:
+        """Sums of squares over the rows, shape (size,) by name."""
+        ...
+
+    def mv(self, weights: Tensor) -> dict[str, Tensor]:
+        """The combination of the rows, shape (size,) by name.
+
+        weights: Of the rows, (r,).
+        """
+        ...
+
+    def rmv(self, tangents: dict[str, Tensor]) -> Tensor:
+        """Every row's inner product with a tangent, shape (r,)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Outer:
+    """A linear layer seen once per example: row (x, c) of the weight is delta_xc (x) a_x, of the bias delta_xc.
+
+    There are r = b k rows.
+
+    Args:
+        inputs: a, shape (b, d).
+        deltas: Shape (b, k, o).
+        weight: The weight's name; None where it is not in the space.
+        bias: The bias's name; None where it is not in the space.
+    """
+
+    inputs: Tensor
+    deltas: Tensor
+    weight: str | None
+    bias: str | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.weight, self.bias) if name is not None)
+
+    def add_gram(self, total: Tensor) -> None:
+        b, k, o = self.deltas.shape
+        if o == 1:  # delta is a number per row: one product of width d instead of two
+            Explicit.of(self.rows()).add_gram(total)
+            return
+        flat = self.deltas.reshape(b * k, o)
+        # a column of ones is the bias's input
+        inputs = self.inputs if self.weight else self.inputs[:, :0]
+        inputs = torch.cat([inputs, inputs.new_ones(b, 1)], dim=1) if self.bias else inputs
+        for start, stop in blocks(b, max(1, BLOCK // k)):
+            like = inputs[start:stop] @ inputs[:stop].mT
+            pairs = flat[start * k : stop * k] @ flat[: stop * k].mT
+            corner = total[start * k : stop * k, : stop * k].view(stop - start, k, stop, k)
+            corner.addcmul_(pairs.view(stop - start, k, stop, k), like.view(stop - start, 1, stop, 1))
+
+    def rows(self, which: slice = ALL) -> dict[str, Tensor]:
+        b, k, _ = self.deltas.shape
+        start, stop, _ = which.indices(b * k)
+        inputs, deltas = (tensor[start // k : stop // k] for tensor in (self.inputs, self.deltas))
+        outer = torch.einsum("xko,xd->xkod", deltas, inputs) if self.weight else None
+        found = {self.weight: outer, self.bias: deltas}
+        return {n: v.reshape(stop - start, -1) for n, v in found.items() if n is not None and v is not None}
+
+    def squares(self) -> dict[str, Tensor]:
+        squared = self.deltas.square().sum(1)  # (b, o)
+        return self._name_parts(squared.mT @ self.inputs.square() if self.weight else None, squared.sum(0))
+
+    def mv(self, weights: Tensor) -> dict[str, Tensor]:
+        b, k, _ = self.deltas.shape
+        combined = (weights.view(b, k, 1) * self.deltas).sum(1)  # not einsum: its batched product is slower for k = 1
+        return self._name_parts(combined.mT @ self.inputs if self.weight else None, combined.sum(0))
+
+    def rmv(self, tangents: dict[str, Tensor]) -> Tensor:
+        image = torch.zeros(1, 1, dtype=self.deltas.dtype, device=self.deltas.device)
+        if self.weight:
+            image = self.inputs @ tangents[self.weight].mT
+        if self.bias:
+            image = image + tangents[self.bias]
+        return (self.deltas * image.unsqueeze(1)).sum(2).reshape(-1)
+
+    def _name_parts(self, weight: Tensor | None, bias: Tensor) -> dict[str, Tensor]:
+        found = {self.weight: weight, self.bias: bias}
+        return {name: value.reshape(-1) for name, value in found.items() if name is not None and value is not None}
+
+
+@dataclass(frozen=True)
+class Explicit:
+    """Row gradients written out.
+
+    Args:
+        matrix: Shape (r, total size of the named parameters).
+        sizes: Name -> number of entries, in the order of the columns.
+    """
+
+    matrix: Tensor
+    sizes: dict[str, int]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.sizes)
+
+    @staticmethod
+    def of(rows: dict[str, Tensor]) -> Explicit:
+        """The parts by name, side by side.
+
+        rows: Name -> (r, size).
+        """
+        return Explicit(torch.cat(list(rows.values()), dim=1), {name: part.shape[1] for name, part in rows.items()})
+
+    def add_gram(self, total: Tensor) -> None:
+        for start, stop in blocks(len(self.matrix), BLOCK):
+            total[start:stop, :stop].addmm_(self.matrix[start:stop], self.matrix[:stop].mT)
+
+    def rows(self, which: slice = ALL) -> dict[str, Tensor]:
+        return dict(zip(self.sizes, split_tensor(self.matrix[which], list(self.sizes.values()), dim=1), strict=True))
+
+    def squares(self) -> dict[str, Tensor]:
+        return self._name_parts(self.matrix.square().sum(0))
+
+    def mv(self, weights: Tensor) -> dict[str, Tensor]:
+        return self._name_parts(weights @ self.matrix)
+
+    def rmv(self, tangents: dict[str, Tensor]) -> Tensor:
+        return self.matrix @ torch.cat([tangents[name].reshape(-1) for name in self.sizes])
+
+    def _name_parts(self, vector: Tensor) -> dict[str, Tensor]:
+        return dict(zip(self.sizes, split_tensor(vector, list(self.sizes.values())), strict=True))
+
+
+def cross_gram(one: Outer, other: Outer) -> Tensor:
+    """Inner products of one process's row gradients with another's, of the same linear layer: (r, r')."""
+    (b, k, o), (c, _, _) = one.deltas.shape, other.deltas.shape
+    like = one.inputs @ other.inputs.mT if one.weight else one.inputs.new_zeros(b, c)
+    like = like + 1 if one.bias else like  # a column of ones is the bias's input
+    pairs = one.deltas.reshape(b * k, o) @ other.deltas.reshape(c * k, o).mT
+    return (pairs.view(b, k, c, k) * like.view(b, 1, c, 1)).view(b * k, c * k)
+
+
+def add_cross_gram(one: Part, other: Part, total: Tensor) -> None:
+    """total += inner products of some row gradients with others, over the parameters that both parts have.
+
+    total: (r, s), changed in place.
+    """
+    if isinstance(one, Outer) and isinstance(other, Outer):
+        alike = (one.weight, one.bias, one.inputs.shape[1]) == (other.weight, other.bias, other.inputs.shape[1])
+        if alike and one.deltas.shape[2] == other.deltas.shape[2] > 1:
+            total += cross_gram(one, other)
+            return
+    shared = [name for name in one.names if name in other.names]
+    if shared:
+        left, right = one.rows(), other.rows()
+        total.addmm_(torch.cat([left[n] for n in shared], 1), torch.cat([right[n] for n in shared], 1).mT)
+
+
+def part_of(seen: Seen) -> Part:
+    """A layer's rows from its pass, whose deltas are one per cotangent of an example."""
+    layout, a = seen.layer.layout, seen.activations
+    deltas = torch.stack(seen.deltas, dim=1)  # (b, k, t, G, o)
+    if layout.is_stored and a.shape[1] == 1:
+        return Outer(a[:, 0, 0, : layout.inputs], deltas[:, :, 0, 0], layout.weight, layout.bias)
+    rows = torch.einsum("xktgo,xtgd->xkgod", deltas, a).flatten(0, 1)
+    return Explicit.of({name: part.flatten(1) for name, part in torch.vmap(layout.split)(rows).items()})
+
+
+def blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) over `count` rows; blocks of a symmetric product stay in the cache and skip its upper half."""
+    return ((start, min(start + size, count)) for start in range(0, count, size))
+
+
+def fresh_point(leaves: Params) -> dict[str, Tensor]:
+    """The parameters as leaves of a new graph."""
+    return {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
+
+
+# The columns over the examples of all processes, and their Gram matrix without anyone's Jacobian
+
+
+class RowExchange(Protocol):
+    """What processes send one another. All of them make the same calls in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        ...
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes, the same bits on each."""
+        ...
+
+    def share_objects(self, thing: Any) -> list[Any]:
+        """Every process's object, in the order of their ranks."""
+        ...
+
+    def receive_from(self, source: int, tensor: Tensor) -> Tensor:
+        """The tensor of the process `source`; elsewhere `tensor` is of its shape, and is written over."""
+        ...
+
+    def share_columns(self, matrix: Tensor, counts: Sequence[int]) -> Iterator[Tensor]:
+        """All processes' rows (sum of counts, some columns): over all slabs and processes, every column once."""
+        ...
+
+
+class JoinedRows(SampleRows):
+    """U = [s_0 U_0, s_1 U_1, ...], with U_i (n, r_i) of process i and s_i^2 its share of the examples.
+
+    A process keeps its own columns. Vectors (n,) and (r,) are the same on all processes; their images are added up. For
+    the Gram matrix a linear layer sends what went into it and what came back, in place of their products; what is
+    written out as a matrix is exchanged in slabs, so that each process sees its share of the parameters for all
+    examples. Then the blocks are added up.
+
+    Args:
+        local: U_i; None where this process has no examples.
+        space: Of the parameters.
+        counts: Every r_i.
+        shares: Every s_i^2; they add up to 1.
+        exchange: Between the processes.
+    """
+
+    def __init__(
+        self, local: Rows | None, space: Space, counts: Sequence[int], shares: Sequence[float], exchange: RowExchange
+    ) -> None:
+        self.local, self.space, self.exchange, self.counts = local, space, exchange, list(counts)
+        self.starts = [0, *accumulate(counts)]
+        self.rank = self.starts[-1]
+        self.shares = list(shares)
+        self.own = self._slice(exchange.rank)
+        self.scale = shares[exchange.rank] ** 0.5
+
+    def __repr__(self) -> str:
+        return write_choices(self, size=self.space.size, rank=self.rank, counts=self.counts)
+
+    def _slice(self, rank: int) -> slice:
+        return slice(self.starts[rank], self.starts[rank + 1])
+
+    def mv(self, weights: Tensor) -> Tensor:
+        local = self.local
+        return self.exchange.sum(self.space.zeros() if local is None else local.mv(self.scale * weights[self.own]))
+
+    def rmv(self, vector: Tensor) -> Tensor:
+        found = torch.zeros(self.rank, dtype=self.space.dtype, device=self.space.device)
+        if self.local is not None:
+            found[self.own] = self.scale * self.local.rmv(vector)
+        return self.exchange.sum(found)
+
+    def dense(self) -> Tensor:
+        found = torch.zeros(self.space.size, self.rank, dtype=self.space.dtype, device=self.space.device)
+        if self.local is not None:
+            found[:, self.own] = self.scale * self.local.dense()
+        return self.exchange.sum(found)
+
+    def squares(self) -> Tensor:
+        """Diagonal of U U^T, shape (n,)."""
+        local = self.local
+        return self.exchange.sum(
+            self.space.zeros() if local is None else self.shares[self.exchange.rank] * local.squares()
+        )
+
+    def gram(self) -> Tensor:
+        """U^T U, shape (r, r)."""
+        return mirror_gram(self.lower_gram())
+
+    def lower_gram(self) -> Tensor:
+        own = None if self.local is None else self.local.parts
+        tables = self.exchange.share_objects(None if own is None else [describe_part(part) for part in own])
+        known = [table for table in tables if table is not None]
+        if any(table != known[0] for table in known):  # a model that some process's examples were taken apart otherwise
+            own = None if self.local is None else [self._written_out()]
+            known = [[("Explicit", [(name, block.size) for name, block in self.space.blocks.items()])]]
+        total = torch.zeros(self.rank, self.rank, dtype=self.space.dtype, device=self.space.device)
+        for i, table in enumerate(known[0]):
+            part = None if own is None else own[i]
+            if table[0] == "Outer":
+                self._add_outer(total, part, table)
+            else:
+                self._add_explicit(total, part, sum(size for _, size in table[1]))
+        total = self.exchange.sum(total)
+        roots = torch.tensor(self.shares, dtype=total.dtype, device=total.device).sqrt()
+        scale = roots.repeat_interleave(torch.tensor(self.counts, device=total.device))
+        return total.mul_(scale).mul_(scale.unsqueeze(1))
+
+    def _written_out(self) -> Explicit:
+        assert self.local is not None
+        sizes = {name: block.size for name, block in self.space.blocks.items()}
+        return Explicit(self.local.dense().mT.contiguous(), sizes)
+
+    def _add_outer(self, total: Tensor, part: Part | None, table: Any) -> None:
+        """Add the blocks of a linear layer that fall to this process: half of its row and column of blocks."""
+        _, weight, bias, columns, d, o = table
+        for source, count in enumerate(self.counts):
+            if not count:
+                continue
+            mine = part if source == self.exchange.rank else None
+            shapes = (count // columns, d), (count // columns, columns, o)
+            empty = [torch.empty(shape, dtype=total.dtype, device=total.device) for shape in shapes]
+            inputs, deltas = (mine.inputs, mine.deltas) if isinstance(mine, Outer) else empty
+            other = Outer(
+                self.exchange.receive_from(source, inputs), self.exchange.receive_from(source, deltas), weight, bias
+            )
+            if isinstance(part, Outer) and computes_block(self.exchange.rank, source, self.exchange.size):
+                block, there = cross_gram(part, other), self._slice(source)
+                if source <= self.exchange.rank:
+                    total[self.own, there] += block
+                else:
+                    total[there, self.own] += block.mT
+
+    def _add_explicit(self, total: Tensor, part: Part | None, columns: int) -> None:
+        """Add the Gram matrix over the columns that fall to this process, all processes' rows."""
+        assert part is None or isinstance(part, Explicit)
+        matrix = torch.empty(0, columns, dtype=total.dtype, device=total.device) if part is None else part.matrix
+        for slab in self.exchange.share_columns(matrix, self.counts):
+            Explicit(slab, {}).add_gram(total)
+
+
+def describe_part(part: Part) -> Any:
+    """What must be alike in the parts of all processes, as plain values."""
+    if isinstance(part, Outer):
+        columns, outputs = part.deltas.shape[1:]
+        return ("Outer", part.weight, part.bias, columns, part.inputs.shape[1], outputs)
+    assert isinstance(part, Explicit)
+    return ("Explicit", list(part.sizes.items()))
+
+
+def computes_block(rank: int, other: int, size: int) -> bool:
+    """Whether the block of the Gram matrix between two processes falls to `rank`: one of them computes it.
+
+    Args:
+        rank: One of the two.
+        other: The other, or the same.
+        size: How many processes there are.
+
+    Example:
+        >>> ng.operators.computes_block(0, 1, 2), ng.operators.computes_block(1, 0, 2)
+        (True, False)
+    """
+    ahead = (other - rank) % size
+    return 2 * ahead < size or (2 * ahead == size and rank < other)
