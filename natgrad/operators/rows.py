@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from natgrad.ground.messages import write_choices
 from natgrad.ground.pure import INSTEAD, Ancestors, Call, PureModel, mixes_examples
-from natgrad.ground.spaces import Params, Space
+from natgrad.ground.spaces import Space
 from natgrad.ground.typed_torch import measure_norm, split_tensor
 from natgrad.layers import Seen, hear_rows, record_pass
 from natgrad.operators.linearization import Linearization, OutputMap, PlainKernels, say_once
@@ -35,6 +35,8 @@ THROUGH_ITS_OWN = (
     + INSTEAD
     + ", or a function with setup_context and generate_vmap_rule = True, which torch.func knows"
 )
+BLOCK = 256  # rows of a Gram matrix at a time
+ALL = slice(None)
 Each = Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]]
 
 
@@ -89,7 +91,7 @@ class Rows(SampleRows):
         Args:
             weights: w, shape (r,).
         """
-        return self.space.flatten(self._shape_rows(merge_dicts(part.mv(weights) for part in self.parts)))
+        return self._flatten(part.mv(weights) for part in self.parts)
 
     def rmv(self, vector: Tensor) -> Tensor:
         tangents = {name: part.to(self.space.dtype) for name, part in self.space.unflatten(vector).items()}
@@ -123,27 +125,24 @@ class Rows(SampleRows):
         if not isinstance(other, Rows) or list(other.space.blocks.items()) != list(self.space.blocks.items()):
             return None
         total = torch.zeros(self.rank, other.rank, dtype=self.space.dtype, device=self.factor.device)
-        for one, another in product(self.parts, other.parts):
-            add_cross_gram(one, another, total)
+        for left, right in product(self.parts, other.parts):
+            add_cross_gram(left, right, total)
         return total
 
     def dense(self) -> Tensor:
-        rows = merge_dicts(part.rows() for part in self.parts)
-        return torch.cat([rows[name] for name in self.space], dim=1).mT
+        return self._write().mT
 
     def squares(self) -> Tensor:
         """Diagonal of U U^T, shape (n,)."""
-        return self.space.flatten(self._shape_rows(merge_dicts(part.squares() for part in self.parts)))
+        return self._flatten(part.squares() for part in self.parts)
 
     def moment(self) -> Tensor:
         """U U^T, shape (n, n), from some examples' columns at a time."""
         total = torch.zeros(self.space.size, self.space.size, dtype=self.space.dtype, device=self.factor.device)
         step = max(1, self.CHUNK // max(1, self.space.size * self.columns)) * self.columns
         for start in range(0, self.rank, step):
-            columns = slice(start, min(start + step, self.rank))
-            rows = merge_dicts(part.rows(columns) for part in self.parts)
-            some = torch.cat([rows[name] for name in self.space], dim=1)
-            total.addmm_(some.mT, some)
+            rows = self._write(slice(start, min(start + step, self.rank)))
+            total.addmm_(rows.mT, rows)
         return total
 
     @cached_property
@@ -180,11 +179,11 @@ class Rows(SampleRows):
         generator = torch.Generator(self.factor.device).manual_seed(0)
         dtype, device = self.space.dtype, self.factor.device
         probe = torch.randn(self.rank, generator=generator, dtype=dtype, device=device)
-        found = self.space.flatten(self._shape_rows(merge_dicts(part.mv(probe) for part in parts)))
+        combined = self._flatten(part.mv(probe) for part in parts)
         expected = self.backward(probe)
         tolerance = 1e3 * torch.finfo(expected.dtype).eps
         return bool(
-            measure_norm(found - expected)
+            measure_norm(combined - expected)
             <= tolerance * measure_norm(expected).clamp(min=torch.finfo(expected.dtype).tiny)
         )
 
@@ -193,8 +192,8 @@ class Rows(SampleRows):
         pure = None if origin is None else origin.pure
         if pure is None or not isinstance(pure.model, nn.Module) or mixes_examples(pure.model):
             return None
-        point = fresh_point(self.linearization.leaves)
-        cotangents = position_cotangents(self.factor, self.batch)
+        point = {name: leaf.detach().requires_grad_() for name, leaf in self.linearization.leaves.items()}
+        cotangents = position_cotangents(self.factor, self.batch).unbind()
         recording = self.linearization.recording
         if recording is None:
             recording = record_pass(pure.model, self.space, lambda: self.linearization.function(point))
@@ -229,26 +228,28 @@ class Rows(SampleRows):
         """A backward pass per column: some columns at once where that proves right, else one after the other."""
         eye = torch.eye(self.rank, dtype=self.factor.dtype, device=self.factor.device)
         sizes = {name: block.size for name, block in self.space.blocks.items()}
-        found: list[Tensor] = []
+        chunks: list[Tensor] = []
         for units in split_tensor(eye, self.AT_ONCE):
             cotangents = torch.stack([self.combine(unit) for unit in units.unbind()])
             rows = self.linearization.vjp_batch(cotangents)
             if rows is None:
                 break
-            found.append(rows)
+            chunks.append(rows)
         else:
-            part = Explicit(torch.cat(found), sizes)
+            part = Explicit(torch.cat(chunks), sizes)
             if self._agrees([part]):
                 return part
         return Explicit(torch.stack([self.backward(unit) for unit in eye]), sizes)
 
-    def _shape_rows(self, flat: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.view(self.space.blocks[name].shape) for name, tensor in flat.items()}
+    def _flatten(self, dicts: Iterable[dict[str, Tensor]]) -> Tensor:
+        """What the parts have of their parameters as one vector (n,)."""
+        merged = {name: tensor for named in dicts for name, tensor in named.items()}
+        return self.space.flatten({name: t.reshape(self.space.blocks[name].shape) for name, t in merged.items()})
 
-
-def merge_dicts(dicts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """One dict of disjoint dicts."""
-    return {name: tensor for found in dicts for name, tensor in found.items()}
+    def _write(self, which: slice = ALL) -> Tensor:
+        """Some columns of U as rows, (some, n)."""
+        rows = {name: tensor for part in self.parts for name, tensor in part.rows(which).items()}
+        return torch.cat([rows[name] for name in self.space], dim=1)
 
 
 def factor_by_example(factor: Tensor, call: Call, axis: int) -> Tensor | None:
@@ -265,10 +266,7 @@ def factor_by_example(factor: Tensor, call: Call, axis: int) -> Tensor | None:
 def example_rows(
     function: OutputMap, point: dict[str, Tensor], names: list[str], factor: Tensor, axis: int = 0
 ) -> Tensor:
-    """Row gradients (r, size of the named parameters), factor (b, positions, m, q), one example's after the other's.
-
-    By vmap over single examples; by a loop over them where an operation has no rule for that, or a wrong one.
-    """
+    """Row gradients (r, size of the named parameters), factor (b, positions, m, q), one example's after the other's."""
     call, rest = function.pure.call, {name: tensor for name, tensor in point.items() if name not in names}
     batched = [t.dim() > axis and t.shape[axis] == len(factor) for t in call.tensors()]
 
@@ -281,10 +279,10 @@ def example_rows(
         pull = torch.func.vjp(partial(single, tensors=tensors), {name: point[name] for name in names})[1]
 
         def row(cotangent: Tensor) -> Tensor:
-            (found,) = pull(cotangent)
-            return torch.cat([found[name].reshape(-1) for name in names])
+            (gradient,) = pull(cotangent)
+            return torch.cat([gradient[name].reshape(-1) for name in names])
 
-        return each(row)(cotangents_of_one(root))
+        return each(row)(position_cotangents(root, 1))
 
     count = len(factor) * factor.shape[1] * factor.shape[3], sum(point[name].numel() for name in names)
     dims = tuple(axis if cut else None for cut in batched)
@@ -292,11 +290,11 @@ def example_rows(
         every = torch.func.vmap(gradients, in_dims=(dims, 0), randomness="same")
         return every(tuple(call.tensors()), factor).reshape(count).detach()
     except Exception:  # noqa: BLE001 - vmap fails in many ways; nn.PReLU's gradient of one slope has a wrong shape
-        found: list[Tensor] = []
+        rows: list[Tensor] = []
         for i, root in enumerate(factor):
             tensors = tuple(t.select(axis, i) if cut else t for t, cut in zip(call.tensors(), batched, strict=True))
-            found.append(gradients(tensors, root, one_by_one))
-        return torch.cat(found).reshape(count).detach()
+            rows.append(gradients(tensors, root, one_by_one))
+        return torch.cat(rows).reshape(count).detach()
 
 
 def one_by_one(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -304,90 +302,32 @@ def one_by_one(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tenso
     return lambda tensor: torch.stack([function(part) for part in tensor])
 
 
-def position_cotangents(factor: Tensor, batch: int) -> list[Tensor]:
-    """One (R, m) per position of an example and column of the factor (R, m, q), all examples of the batch at once."""
+def position_cotangents(factor: Tensor, batch: int) -> Tensor:
+    """(positions q, R, m): a position and a column of F (R, m, q), of all examples at once, zero elsewhere."""
     count, m, q = factor.shape
-    split = factor.view(batch, count // batch, m, q)
-    found: list[Tensor] = []
-    for p in range(split.shape[1]):
-        for j in range(q):
-            cotangent = torch.zeros_like(split[..., 0])
-            cotangent[:, p] = split[:, p, :, j]
-            found.append(cotangent.view(count, m))
-    return found
-
-
-def cotangents_of_one(root: Tensor) -> Tensor:
-    """(positions, m, q) -> (positions * q, positions, m): each column of the root at each position, zero elsewhere."""
-    positions, m, q = root.shape
-    eye = torch.eye(positions, dtype=root.dtype, device=root.device)
-    return torch.einsum("ps,pmq->pqsm", eye, root).reshape(positions * q, positions, m)
+    split = factor.view(batch, count // batch, m, q).permute(3, 0, 2, 1)
+    return torch.diag_embed(split).permute(3, 0, 1, 4, 2).reshape(-1, count, m)
 
 
 # Row gradients of layers, read from one forward pass and its output derivatives
 
-BLOCK = 256  # rows of a Gram matrix at a time
-ALL = slice(None)
 
+@dataclass(frozen=True)
+class Outer:
+    """A linear layer seen once per example: row (x, c) of the weight is delta_xc (x) a_x, of the bias delta_xc."""
 
-class Part(Protocol):
-    """Some parameters' part of U (n, r): r row gradients, in whatever form is cheapest."""
+    inputs: Tensor  # a, (b, d)
+    deltas: Tensor  # (b, k, o), for r = b k rows
+    weight: str | None  # its name, None where it is not in the space
+    bias: str | None  # likewise
 
     @property
     def names(self) -> tuple[str, ...]:
         """The parameters that it is of."""
-        ...
-
-    def add_gram(self, total: Tensor) -> None:
-        """total += U^T U of this part, in the lower triangle only.
-
-        total: (r, r), changed in place.
-        """
-        ...
-
-    def rows(self, which: slice = ALL) -> dict[str, Tensor]:
-        """The row gradients written out, shape (r, size) by name."""
-        ...
-
-    def squares(self) -> dict[str, Tensor]:
-        """Sums of squares over the rows, shape (size,) by name."""
-        ...
-
-    def mv(self, weights: Tensor) -> dict[str, Tensor]:
-        """The combination of the rows, shape (size,) by name.
-
-        weights: Of the rows, (r,).
-        """
-        ...
-
-    def rmv(self, tangents: dict[str, Tensor]) -> Tensor:
-        """Every row's inner product with a tangent, shape (r,)."""
-        ...
-
-
-@dataclass(frozen=True)
-class Outer:
-    """A linear layer seen once per example: row (x, c) of the weight is delta_xc (x) a_x, of the bias delta_xc.
-
-    There are r = b k rows.
-
-    Args:
-        inputs: a, shape (b, d).
-        deltas: Shape (b, k, o).
-        weight: The weight's name; None where it is not in the space.
-        bias: The bias's name; None where it is not in the space.
-    """
-
-    inputs: Tensor
-    deltas: Tensor
-    weight: str | None
-    bias: str | None
-
-    @property
-    def names(self) -> tuple[str, ...]:
         return tuple(name for name in (self.weight, self.bias) if name is not None)
 
     def add_gram(self, total: Tensor) -> None:
+        """total (r, r) += U^T U of these parameters, in the lower triangle only."""
         b, k, o = self.deltas.shape
         if o == 1:  # delta is a number per row: one product of width d instead of two
             Explicit.of(self.rows()).add_gram(total)
@@ -403,23 +343,26 @@ class Outer:
             corner.addcmul_(pairs.view(stop - start, k, stop, k), like.view(stop - start, 1, stop, 1))
 
     def rows(self, which: slice = ALL) -> dict[str, Tensor]:
+        """The row gradients of some examples written out, (r, size) by name."""
         b, k, _ = self.deltas.shape
         start, stop, _ = which.indices(b * k)
         inputs, deltas = (tensor[start // k : stop // k] for tensor in (self.inputs, self.deltas))
         outer = torch.einsum("xko,xd->xkod", deltas, inputs) if self.weight else None
-        found = {self.weight: outer, self.bias: deltas}
-        return {n: v.reshape(stop - start, -1) for n, v in found.items() if n is not None and v is not None}
+        return {name: rows.reshape(stop - start, -1) for name, rows in self._name_parts(outer, deltas).items()}
 
     def squares(self) -> dict[str, Tensor]:
+        """Sums of squares over the rows, (size,) by name."""
         squared = self.deltas.square().sum(1)  # (b, o)
         return self._name_parts(squared.mT @ self.inputs.square() if self.weight else None, squared.sum(0))
 
     def mv(self, weights: Tensor) -> dict[str, Tensor]:
+        """The combination of the rows with weights (r,), (size,) by name."""
         b, k, _ = self.deltas.shape
         combined = (weights.view(b, k, 1) * self.deltas).sum(1)  # not einsum: its batched product is slower for k = 1
         return self._name_parts(combined.mT @ self.inputs if self.weight else None, combined.sum(0))
 
     def rmv(self, tangents: dict[str, Tensor]) -> Tensor:
+        """Every row's inner product with a tangent, (r,)."""
         image = torch.zeros(1, 1, dtype=self.deltas.dtype, device=self.deltas.device)
         if self.weight:
             image = self.inputs @ tangents[self.weight].mT
@@ -428,21 +371,16 @@ class Outer:
         return (self.deltas * image.unsqueeze(1)).sum(2).reshape(-1)
 
     def _name_parts(self, weight: Tensor | None, bias: Tensor) -> dict[str, Tensor]:
-        found = {self.weight: weight, self.bias: bias}
-        return {name: value.reshape(-1) for name, value in found.items() if name is not None and value is not None}
+        named = {self.weight: weight, self.bias: bias}
+        return {name: value for name, value in named.items() if name is not None and value is not None}
 
 
 @dataclass(frozen=True)
 class Explicit:
-    """Row gradients written out.
+    """Row gradients written out, with the methods of `Outer`."""
 
-    Args:
-        matrix: Shape (r, total size of the named parameters).
-        sizes: Name -> number of entries, in the order of the columns.
-    """
-
-    matrix: Tensor
-    sizes: dict[str, int]
+    matrix: Tensor  # (r, total size of the named parameters)
+    sizes: dict[str, int]  # entries by name, in the order of the columns
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -450,10 +388,7 @@ class Explicit:
 
     @staticmethod
     def of(rows: dict[str, Tensor]) -> Explicit:
-        """The parts by name, side by side.
-
-        rows: Name -> (r, size).
-        """
+        """The parts (r, size) by name, side by side."""
         return Explicit(torch.cat(list(rows.values()), dim=1), {name: part.shape[1] for name, part in rows.items()})
 
     def add_gram(self, total: Tensor) -> None:
@@ -461,7 +396,7 @@ class Explicit:
             total[start:stop, :stop].addmm_(self.matrix[start:stop], self.matrix[:stop].mT)
 
     def rows(self, which: slice = ALL) -> dict[str, Tensor]:
-        return dict(zip(self.sizes, split_tensor(self.matrix[which], list(self.sizes.values()), dim=1), strict=True))
+        return self._name_parts(self.matrix[which])
 
     def squares(self) -> dict[str, Tensor]:
         return self._name_parts(self.matrix.square().sum(0))
@@ -472,33 +407,34 @@ class Explicit:
     def rmv(self, tangents: dict[str, Tensor]) -> Tensor:
         return self.matrix @ torch.cat([tangents[name].reshape(-1) for name in self.sizes])
 
-    def _name_parts(self, vector: Tensor) -> dict[str, Tensor]:
-        return dict(zip(self.sizes, split_tensor(vector, list(self.sizes.values())), strict=True))
+    def _name_parts(self, columns: Tensor) -> dict[str, Tensor]:
+        return dict(zip(self.sizes, split_tensor(columns, list(self.sizes.values()), dim=-1), strict=True))
 
 
-def cross_gram(one: Outer, other: Outer) -> Tensor:
-    """Inner products of one process's row gradients with another's, of the same linear layer: (r, r')."""
-    (b, k, o), (c, _, _) = one.deltas.shape, other.deltas.shape
-    like = one.inputs @ other.inputs.mT if one.weight else one.inputs.new_zeros(b, c)
-    like = like + 1 if one.bias else like  # a column of ones is the bias's input
-    pairs = one.deltas.reshape(b * k, o) @ other.deltas.reshape(c * k, o).mT
+Part = Outer | Explicit
+"""Some parameters' part of U (n, r): r row gradients, in whatever form is cheapest."""
+
+
+def cross_gram(left: Outer, right: Outer) -> Tensor:
+    """Inner products of row gradients with others of the same linear layer: (r, r')."""
+    (b, k, o), (c, _, _) = left.deltas.shape, right.deltas.shape
+    like = left.inputs @ right.inputs.mT if left.weight else left.inputs.new_zeros(b, c)
+    like = like + 1 if left.bias else like  # a column of ones is the bias's input
+    pairs = left.deltas.reshape(b * k, o) @ right.deltas.reshape(c * k, o).mT
     return (pairs.view(b, k, c, k) * like.view(b, 1, c, 1)).view(b * k, c * k)
 
 
-def add_cross_gram(one: Part, other: Part, total: Tensor) -> None:
-    """total += inner products of some row gradients with others, over the parameters that both parts have.
-
-    total: (r, s), changed in place.
-    """
-    if isinstance(one, Outer) and isinstance(other, Outer):
-        alike = (one.weight, one.bias, one.inputs.shape[1]) == (other.weight, other.bias, other.inputs.shape[1])
-        if alike and one.deltas.shape[2] == other.deltas.shape[2] > 1:
-            total += cross_gram(one, other)
+def add_cross_gram(left: Part, right: Part, total: Tensor) -> None:
+    """total (r, s) += inner products of row gradients with others, over the parameters that both have."""
+    if isinstance(left, Outer) and isinstance(right, Outer):
+        alike = (left.weight, left.bias, left.inputs.shape[1]) == (right.weight, right.bias, right.inputs.shape[1])
+        if alike and left.deltas.shape[2] == right.deltas.shape[2] > 1:
+            total += cross_gram(left, right)
             return
-    shared = [name for name in one.names if name in other.names]
+    shared = [name for name in left.names if name in right.names]
     if shared:
-        left, right = one.rows(), other.rows()
-        total.addmm_(torch.cat([left[n] for n in shared], 1), torch.cat([right[n] for n in shared], 1).mT)
+        rows, others = left.rows(), right.rows()
+        total.addmm_(torch.cat([rows[n] for n in shared], 1), torch.cat([others[n] for n in shared], 1).mT)
 
 
 def part_of(seen: Seen) -> Part:
@@ -514,11 +450,6 @@ def part_of(seen: Seen) -> Part:
 def blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
     """(start, stop) over `count` rows; blocks of a symmetric product stay in the cache and skip its upper half."""
     return ((start, min(start + size, count)) for start in range(0, count, size))
-
-
-def fresh_point(leaves: Params) -> dict[str, Tensor]:
-    """The parameters as leaves of a new graph."""
-    return {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
 
 
 # The columns over the examples of all processes, and their Gram matrix without anyone's Jacobian
@@ -591,23 +522,21 @@ class JoinedRows(SampleRows):
         return self.exchange.sum(self.space.zeros() if local is None else local.mv(self.scale * weights[self.own]))
 
     def rmv(self, vector: Tensor) -> Tensor:
-        found = torch.zeros(self.rank, dtype=self.space.dtype, device=self.space.device)
+        products = torch.zeros(self.rank, dtype=self.space.dtype, device=self.space.device)
         if self.local is not None:
-            found[self.own] = self.scale * self.local.rmv(vector)
-        return self.exchange.sum(found)
+            products[self.own] = self.scale * self.local.rmv(vector)
+        return self.exchange.sum(products)
 
     def dense(self) -> Tensor:
-        found = torch.zeros(self.space.size, self.rank, dtype=self.space.dtype, device=self.space.device)
+        root = torch.zeros(self.space.size, self.rank, dtype=self.space.dtype, device=self.space.device)
         if self.local is not None:
-            found[:, self.own] = self.scale * self.local.dense()
-        return self.exchange.sum(found)
+            root[:, self.own] = self.scale * self.local.dense()
+        return self.exchange.sum(root)
 
     def squares(self) -> Tensor:
         """Diagonal of U U^T, shape (n,)."""
-        local = self.local
-        return self.exchange.sum(
-            self.space.zeros() if local is None else self.shares[self.exchange.rank] * local.squares()
-        )
+        local, share = self.local, self.shares[self.exchange.rank]
+        return self.exchange.sum(self.space.zeros() if local is None else share * local.squares())
 
     def gram(self) -> Tensor:
         """U^T U, shape (r, r)."""
@@ -618,8 +547,9 @@ class JoinedRows(SampleRows):
         tables = self.exchange.share_objects(None if own is None else [describe_part(part) for part in own])
         known = [table for table in tables if table is not None]
         if any(table != known[0] for table in known):  # a model that some process's examples were taken apart otherwise
-            own = None if self.local is None else [self._written_out()]
-            known = [[("Explicit", [(name, block.size) for name, block in self.space.blocks.items()])]]
+            sizes = {name: block.size for name, block in self.space.blocks.items()}
+            own = None if self.local is None else [Explicit(self.local.dense().mT.contiguous(), sizes)]
+            known = [[("Explicit", list(sizes.items()))]]
         total = torch.zeros(self.rank, self.rank, dtype=self.space.dtype, device=self.space.device)
         for i, table in enumerate(known[0]):
             part = None if own is None else own[i]
@@ -632,11 +562,6 @@ class JoinedRows(SampleRows):
         scale = roots.repeat_interleave(torch.tensor(self.counts, device=total.device))
         return total.mul_(scale).mul_(scale.unsqueeze(1))
 
-    def _written_out(self) -> Explicit:
-        assert self.local is not None
-        sizes = {name: block.size for name, block in self.space.blocks.items()}
-        return Explicit(self.local.dense().mT.contiguous(), sizes)
-
     def _add_outer(self, total: Tensor, part: Part | None, table: Any) -> None:
         """Add the blocks of a linear layer that fall to this process: half of its row and column of blocks."""
         _, weight, bias, columns, d, o = table
@@ -647,9 +572,8 @@ class JoinedRows(SampleRows):
             shapes = (count // columns, d), (count // columns, columns, o)
             empty = [torch.empty(shape, dtype=total.dtype, device=total.device) for shape in shapes]
             inputs, deltas = (mine.inputs, mine.deltas) if isinstance(mine, Outer) else empty
-            other = Outer(
-                self.exchange.receive_from(source, inputs), self.exchange.receive_from(source, deltas), weight, bias
-            )
+            inputs, deltas = (self.exchange.receive_from(source, each) for each in (inputs, deltas))
+            other = Outer(inputs, deltas, weight, bias)
             if isinstance(part, Outer) and computes_block(self.exchange.rank, source, self.exchange.size):
                 block, there = cross_gram(part, other), self._slice(source)
                 if source <= self.exchange.rank:
@@ -670,7 +594,6 @@ def describe_part(part: Part) -> Any:
     if isinstance(part, Outer):
         columns, outputs = part.deltas.shape[1:]
         return ("Outer", part.weight, part.bias, columns, part.inputs.shape[1], outputs)
-    assert isinstance(part, Explicit)
     return ("Explicit", list(part.sizes.items()))
 
 
