@@ -52,35 +52,20 @@ class Equation(Protocol):
 
 @dataclass(frozen=True)
 class Mesh:
-    """Linear maps of x'' at the nodes: to x - line, to x' - away, to x'(0) - away, and to a mesh twice as fine.
+    """Linear maps of x'' at the nodes (N,), polynomials of degree 7 on elements of one length."""
 
-    Polynomials of degree 7 on elements of one length; line and away are the straight way and its velocity.
-
-    Args:
-        nodes: Times in [0, 1], shape (N,).
-        place: To x - line at the nodes.
-        speed: To x' - away at the nodes.
-        first: To x'(0) - away.
-        refined: To x'' at the nodes of a mesh twice as fine.
-    """
-
-    nodes: Tensor
-    place: Tensor
-    speed: Tensor
-    first: Tensor
-    refined: Tensor
+    nodes: Tensor  # times in [0, 1]
+    place: Tensor  # to x - line at the nodes; line is the straight way
+    speed: Tensor  # to x' - away at the nodes; away is its velocity
+    first: Tensor  # to x'(0) - away
+    refined: Tensor  # to x'' at the nodes of a mesh twice as fine
 
 
 def connect(equation: Callable[[Tensor], Equation], start: Tensor, end: Tensor) -> Tensor:
-    """x'(0) of solutions from start at time 0 to end at time 1; NaN in rows where none was found.
-
-    Near points first: sweeps x'' <- f(x, x') on a coarse mesh, one call of f each. Where they do not settle, the end
-    moves along the equation's first path as far as Newton's method follows. Then the mesh is refined until |x'| is
-    constant along the way. The work is bounded: at most 80 sweeps, and 12 rounds of 15 steps.
-
-    start: (b, n). end: (b, n).
-    """
-    found, everyone = torch.full_like(start, torch.nan), torch.arange(len(start), device=start.device)
+    """x'(0) (b, n) of solutions from start at time 0 to end at time 1; NaN in rows where none was found."""
+    # near points by sweeps on a coarse mesh; where these do not settle, the end moves along the first path of the
+    # equation as far as Newton's method follows; then the mesh is refined until |x'| is constant along the way
+    velocity, everyone = torch.full_like(start, torch.nan), torch.arange(len(start), device=start.device)
     mesh = build_mesh(MESHES[0], start)
     u = Path(equation(everyone), mesh, start, end - start).sweep(start.new_zeros(len(start), len(mesh.nodes), 1))
     far = torch.isnan(u).flatten(1).any(1).nonzero().squeeze(1)
@@ -94,13 +79,13 @@ def connect(equation: Callable[[Tensor], Equation], start: Tensor, end: Tensor) 
             break
         path = Path(equation(rows), build_mesh(elements, start), start[rows], end[rows] - start[rows])
         fine = path.keeps_speed(u)
-        found[rows[fine]] = path.velocity(u)[fine]
+        velocity[rows[fine]] = path.velocity(u)[fine]
         if elements == MESHES[-1]:
             break
         u, rows = path.mesh.refined @ u[~fine], rows[~fine]
         path = Path(equation(rows), build_mesh(2 * elements, start), start[rows], end[rows] - start[rows])
         u = path.solve(u)
-    return found
+    return velocity
 
 
 def _search(equation: Callable[[Tensor], Equation], mesh: Mesh, start: Tensor, end: Tensor) -> Tensor:
@@ -120,13 +105,7 @@ def _search(equation: Callable[[Tensor], Equation], mesh: Mesh, start: Tensor, e
 def follow(
     advance: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], u: Tensor, rounds: int, shortest: float
 ) -> Tensor:
-    """Solutions u (k, ...) for whole ways, by way of parts of them: NaN in rows where none was found.
-
-    The whole way is tried at once; where that fails, half of it first, and so on, every row by itself.
-
-    advance: Of rows, the parts of their ways that are done, the parts to reach, and their u: a new u, or NaN.
-    shortest: Part of a way that must be within reach of the last one.
-    """
+    """Solutions u (k, ...) for whole ways, by way of halves of them and so on; NaN in rows where none was found."""
     begun, part = u.new_zeros(len(u)), u.new_ones(len(u))
     for _ in range(rounds):
         rows = ((begun < 1) & (part >= shortest)).nonzero().squeeze(1)
@@ -147,11 +126,7 @@ def descend(
     enough: float,
     believed: float,
 ) -> Tensor:
-    """Newton's method from u (k, ...), each step halved where a whole one is worse; NaN in rows that do not arrive.
-
-    measure: The residual at u, and its size (k,). find_step: Of u and its residual. enough: Size at which it ends.
-    believed: Size that is believed where round-off stops it.
-    """
+    """Newton's method from u (k, ...), each step halved where a whole one is worse; NaN in rows that do not arrive."""
     residual, left = measure(u)
     moving = left > enough  # false for a row that is lost
     for _ in range(STEPS):
@@ -206,8 +181,8 @@ class EvenPath:
             [grid[:, 1:2] - grid[:, :1], (grid[:, 2:] - grid[:, :-2]) / 2, grid[:, -1:] - grid[:, -2:-1]], 1
         )
         (a, b), (c, d) = ((each.gather(1, left), each.gather(1, left + 1)) for each in (grid, slope))
-        found = a + t * (c + t * (3 * (b - a) - 2 * c - d + t * (2 * (a - b) + c + d)))
-        return torch.where(time >= 1, torch.ones_like(time), found.clamp(0, 1))
+        parts = a + t * (c + t * (3 * (b - a) - 2 * c - d + t * (2 * (a - b) + c + d)))
+        return torch.where(time >= 1, torch.ones_like(time), parts.clamp(0, 1))
 
 
 def interpolate(x: Tensor, places: Tensor, values: Tensor) -> Tensor:

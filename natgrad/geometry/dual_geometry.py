@@ -94,34 +94,34 @@ def e_projection(sub: SubModel, theta: Tensor, start: Tensor | None = None) -> T
     Returns:
         The sub-model's natural parameters, shape (..., k).
     """
-    found = (m_projection(sub, theta) if start is None else start).detach()
+    point = (m_projection(sub, theta) if start is None else start).detach()
     free, goal = list(sub.free), theta.detach()
     for _ in range(STEPS):
-        whole = sub.whole(found)
-        metric = sub.family.covariance(whole)
-        gradient = (metric @ (whole - goal).unsqueeze(-1))[..., free, :]  # grad KL = I (theta_q - theta_p)
+        full = sub.whole(point)
+        metric = sub.family.covariance(full)
+        gradient = (metric @ (full - goal).unsqueeze(-1))[..., free, :]  # grad KL = I (theta_q - theta_p)
         step = require_solution(metric[..., free, :][..., free], gradient, EDGE).squeeze(-1)
-        if bool((step.abs() <= 1e-12 * (1 + found.abs())).all()):
-            return found
-        found = _descend(sub, goal, found, step)
+        if bool((step.abs() <= 1e-12 * (1 + point.abs())).all()):
+            return point
+        point = _descend(sub, goal, point, step)
     raise ValueError(f"the e-projection did not settle within {STEPS} steps: give another start")
 
 
-def _descend(sub: SubModel, goal: Tensor, found: Tensor, step: Tensor) -> Tensor:
+def _descend(sub: SubModel, goal: Tensor, point: Tensor, step: Tensor) -> Tensor:
     """found - step / 2^k with the least k at which KL does not rise."""
 
     def divergence(at: Tensor) -> Tensor:
         inside = sub.inside(at)
-        safe = torch.where(inside.unsqueeze(-1), at, found)
+        safe = torch.where(inside.unsqueeze(-1), at, point)
         return torch.where(inside, sub.family.kl(sub.whole(safe), goal), torch.inf)
 
-    before, rate = divergence(found), torch.ones_like(found[..., :1])
+    before, rate = divergence(point), torch.ones_like(point[..., :1])
     for _ in range(60):
-        worse = ~(divergence(found - rate * step) <= before + 1e-14 * (1 + before.abs()))
+        worse = ~(divergence(point - rate * step) <= before + 1e-14 * (1 + before.abs()))
         if not bool(worse.any()):
             break
         rate = torch.where(worse.unsqueeze(-1), rate / 2, rate)
-    return found - rate * step
+    return point - rate * step
 
 
 def tilt(family: ExponentialFamily, theta: Tensor, positions: list[int], means: Tensor) -> Tensor:
@@ -146,34 +146,34 @@ def tilt(family: ExponentialFamily, theta: Tensor, positions: list[int], means: 
         >>> ng.geometry.tilt(ng.Bernoulli(2), torch.zeros(2), [0], torch.tensor([0.5**0.5]))
         tensor([0.8814, 0.0000])
     """
-    found = theta.detach().clone()
+    point = theta.detach().clone()
     for _ in range(STEPS):
-        gap = means - family.expectation(found)[..., positions]
-        block = family.covariance(found)[..., positions, :][..., positions]
+        gap = means - family.expectation(point)[..., positions]
+        block = family.covariance(point)[..., positions, :][..., positions]
         step = solve_or_nan(block, gap.unsqueeze(-1)).squeeze(-1)
         if not all_finite(step):
             break  # theta ran off: the means are on the edge, or beyond
-        if bool((step.abs() <= 1e-12 * (1 + found[..., positions].abs())).all()):
-            return found
-        found = _halve_until_lower(family, found, positions, step, means)
+        if bool((step.abs() <= 1e-12 * (1 + point[..., positions].abs())).all()):
+            return point
+        point = _halve_until_lower(family, point, positions, step, means)
     raise ValueError("means are not reached: expected values in the interior of what these statistics' means can be")
 
 
 def _halve_until_lower(
-    family: ExponentialFamily, found: Tensor, positions: list[int], step: Tensor, means: Tensor
+    family: ExponentialFamily, point: Tensor, positions: list[int], step: Tensor, means: Tensor
 ) -> Tensor:
     """Along the step, halved until psi - means . theta, which is convex, does not rise."""
-    places = torch.tensor(positions, device=found.device).expand(step.shape)
+    places = torch.tensor(positions, device=point.device).expand(step.shape)
 
     def at(rate: Tensor) -> Tensor:
-        return found.scatter_add(-1, places, rate * step)
+        return point.scatter_add(-1, places, rate * step)
 
     def dual(theta: Tensor) -> Tensor:
         inside = family.inside(theta)
-        safe = torch.where(inside.unsqueeze(-1), theta, found)
+        safe = torch.where(inside.unsqueeze(-1), theta, point)
         return torch.where(inside, family.log_partition(safe) - (means * theta[..., positions]).sum(-1), torch.inf)
 
-    before, rate = dual(found), torch.ones_like(found[..., :1])
+    before, rate = dual(point), torch.ones_like(point[..., :1])
     for _ in range(60):
         worse = ~(dual(at(rate)) <= before + 1e-14 * (1 + before.abs()))
         if not bool(worse.any()):

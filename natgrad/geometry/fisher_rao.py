@@ -43,10 +43,7 @@ FEW = 8
 def contract_christoffel(
     family: ExponentialFamily, point: Tensor, speed: Tensor, vectors: tuple[Tensor, ...]
 ) -> list[Tensor]:
-    """-1/2 I^-1 (D_speed I) v for every v.
-
-    point: Natural parameters, (b, n). speed: (b, n). vectors: (b, n) each.
-    """
+    """-1/2 I^-1 (D_speed I) v for every v (b, n), at points (b, n)."""
     with exact_derivatives():  # of a psi with a determinant inside, torch's own are wrong
         metric, turned = turn_metric(family, point, speed, torch.stack(vectors, dim=-1))
     return list((-solve_or_nan(metric, turned) / 2).unbind(-1))
@@ -200,8 +197,8 @@ class ProductManifold(Manifold):
         ]
 
     def _each(self, work: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        found = [work(m, *each).flatten(-m.event) for m, *each in self._cut(*tensors)]
-        return torch.cat(found, dim=-1)
+        pieces = [work(m, *each).flatten(-m.event) for m, *each in self._cut(*tensors)]
+        return torch.cat(pieces, dim=-1)
 
     def __repr__(self) -> str:
         return f"ProductManifold{tuple(zip(self.manifolds, self.sizes, strict=True))!r}"
@@ -267,9 +264,9 @@ def _find_normal(family: ExponentialFamily) -> Manifold | None:
 
 
 def _find_sub_model(family: SubModel) -> Manifold:
-    whole = family.family
-    if isinstance(whole, Categorical | Multinomial) and family.size == whole.size - 1:
-        return HeldTheta(family, fisher_rao(whole))
+    full = family.family
+    if isinstance(full, Categorical | Multinomial) and family.size == full.size - 1:
+        return HeldTheta(family, fisher_rao(full))
     return NaturalParameters(family)
 
 
@@ -312,9 +309,9 @@ class NaturalParameters(Shooting):
     def _speed(self, at: Tensor, speed: Tensor) -> Tensor:
         """|theta'|^2, (..., n) -> (...), which no geodesic changes; NaN outside of the domain."""
         inside = self.inside(at)
-        found = speed.new_full(inside.shape, torch.nan)
-        found[inside] = self.inner(at[inside], speed[inside], speed[inside])
-        return found
+        squares = speed.new_full(inside.shape, torch.nan)
+        squares[inside] = self.inner(at[inside], speed[inside], speed[inside])
+        return squares
 
     def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
         """The straight line in theta, an e-geodesic: right to first order, shortened at the edge of the domain."""
@@ -373,32 +370,24 @@ class Geodesics:
         inside = self.space.inside(at).unsqueeze(-1)
         safe, n = torch.where(inside, at, self.anchors), at.shape[-1]
         flat = speed.reshape(-1, n)
-        found = contract_christoffel(self.space.family, safe.reshape(-1, n), flat, (flat,))[0]
-        return torch.where(inside, found.view(at.shape), torch.nan)
+        bend = contract_christoffel(self.space.family, safe.reshape(-1, n), flat, (flat,))[0]
+        return torch.where(inside, bend.view(at.shape), torch.nan)
 
     def metric(self, at: Tensor) -> Tensor:
         inside = self.space.inside(at).unsqueeze(-1)
-        found = self.space.family.covariance(torch.where(inside, at, self.anchors))
-        return torch.where(inside.unsqueeze(-1), found, torch.nan)
+        metric = self.space.family.covariance(torch.where(inside, at, self.anchors))
+        return torch.where(inside.unsqueeze(-1), metric, torch.nan)
 
 
 class Charted(Manifold):
-    """A known manifold seen in the natural parameters of a family: points and tangents go there and come back.
-
-    Args:
-        family: The exponential family.
-        manifold: The known manifold.
-    """
+    """A known manifold seen in the natural parameters of a family: points and tangents go there and come back."""
 
     def __init__(self, family: ExponentialFamily, manifold: Manifold) -> None:
         self.family, self.manifold, self.domain = family, manifold, family.domain
 
     @abstractmethod
     def to_chart(self, theta: Tensor) -> Tensor:
-        """theta -> the known manifold's point.
-
-        theta: Natural parameters, (..., n).
-        """
+        """theta -> the known manifold's point."""
 
     @abstractmethod
     def from_chart(self, point: Tensor) -> Tensor:
@@ -434,8 +423,8 @@ class Charted(Manifold):
 
     def inside(self, point: Tensor) -> Tensor:
         """On both sides of the chart: a nearly singular precision has an inverse that round-off leaves indefinite."""
-        whole = torch.isfinite(point).all(-1) & self.family.inside(point.nan_to_num())
-        return whole & self.manifold.inside(self.to_chart(point.nan_to_num()))
+        known = torch.isfinite(point).all(-1) & self.family.inside(point.nan_to_num())
+        return known & self.manifold.inside(self.to_chart(point.nan_to_num()))
 
     def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
         end = self.manifold.curve(*self._push(point, tangent))
@@ -445,13 +434,13 @@ class Charted(Manifold):
 
     def _push(self, point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
         point, tangent = (x.contiguous() for x in torch.broadcast_tensors(point, tangent))  # jvp writes into them
-        found, moved, *_ = torch.func.jvp(self.to_chart, (point,), (tangent,))
-        return found, moved
+        at, moved, *_ = torch.func.jvp(self.to_chart, (point,), (tangent,))
+        return at, moved
 
     def _pull(self, at: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
         at, tangent = (x.contiguous() for x in torch.broadcast_tensors(at, tangent))
-        found, moved, *_ = torch.func.jvp(self.from_chart, (at,), (tangent,))
-        return found, moved
+        theta, moved, *_ = torch.func.jvp(self.from_chart, (at,), (tangent,))
+        return theta, moved
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.family!r})"

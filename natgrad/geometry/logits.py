@@ -46,11 +46,7 @@ class LogRates(Straightened):
 
 
 class Logits(LogRates):
-    """Independent bits, points logits (..., n): metric p (1 - p) d theta^2, distance 2 |arcsin sqrt a - arcsin sqrt b|.
-
-    Args:
-        width: Of variables with two values that far apart, whose theta is logit / width.
-    """
+    """Independent bits, points logits (..., n) over `width`: metric p (1 - p) d theta^2, distances those of `Bits`."""
 
     domain = "logits (..., n) whose probabilities are above zero, and below one, as numbers"
 
@@ -84,15 +80,10 @@ class Logits(LogRates):
 
 
 class ClassLogits(Manifold):
-    """One of C classes, or counts of `trials`, points logits (..., C): `Simplex` in theta.
+    """One of C classes, or counts of `trials`, points logits (..., C): `Simplex` in theta."""
 
-    A constant added to all logits is of no length: the metric is singular along it. Geodesics change it evenly, so that
-    `exp` undoes `log`; tangents have the sum zero elsewhere.
-
-    Args:
-        trials: Of a multinomial distribution.
-    """
-
+    # a constant added to all logits is of no length: the metric is singular along it; geodesics change it evenly, so
+    # that `exp` undoes `log`, and tangents have the sum zero elsewhere
     domain = "logits (..., C) whose probabilities are above zero as numbers"
 
     def __init__(self, trials: int = 1) -> None:

@@ -52,9 +52,9 @@ class Shooting(Manifold):
         flat, goal = (x.reshape(-1, point.shape[-1]) for x in (point, other))
         if point.device.type != "mps":
             flat, goal = flat.double(), goal.double()
-        found = self.aim(flat, goal)
-        self._tell_lost(torch.isnan(found).any(1))
-        return found.to(point.dtype).view(point.shape)
+        velocity = self.aim(flat, goal)
+        self._tell_lost(torch.isnan(velocity).any(1))
+        return velocity.to(point.dtype).view(point.shape)
 
     def _tell_lost(self, lost: Tensor) -> None:
         """A warning where some rows are lost, ValueError where all are."""
@@ -68,13 +68,13 @@ class Shooting(Manifold):
     def distance(self, point: Tensor, other: Tensor) -> Tensor:
         """With gradients by the first variation: -G v / d at the start, G v' / d at the end."""
         velocity = self.log(point, other)
-        found = self.norm(point.detach(), velocity)
+        length = self.norm(point.detach(), velocity)
         if not (point.requires_grad or other.requires_grad):
-            return found
+            return length
         end = self.arrive(point.detach(), velocity)[1].detach()
         moved = self.inner(other.detach(), end, other - other.detach())
         moved = moved - self.inner(point.detach(), velocity, point - point.detach())
-        return found + moved / torch.where(found > 0, found, 1.0)
+        return length + moved / torch.where(length > 0, length, 1.0)
 
     def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
         return self.carry(point, self.log(point, other), vector)[1]

@@ -104,13 +104,7 @@ class LossGaussNewton(PullbackMetric):
 
 
 class LossHessian:
-    """H v of a scalar loss at given outputs, from one gradient graph that is kept.
-
-    Args:
-        loss: A function loss(outputs, targets) -> scalar.
-        outputs: Shape (R, m).
-        targets: As the loss takes them.
-    """
+    """H v of a scalar loss at given outputs, from one gradient graph that is kept."""
 
     def __init__(self, loss: Loss, outputs: Tensor, targets: Any) -> None:
         with torch.enable_grad():

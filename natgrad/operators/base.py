@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -44,6 +44,8 @@ class Operator(ABC):
     facts: Facts = Facts()
     state: tuple[str, ...] | None = None
     """The constructor's arguments that are attributes too, which is all that `pack` keeps and `unpack` passes on."""
+    has_closed_form: ClassVar[bool] = False
+    """True for a class whose `inverse` is always known without forming an (n, n) matrix."""
     shown: tuple[str, ...] = ()
     """Attributes that `repr` shows in the place of the size, for an operator that is made of others."""
     packed_as: str
@@ -54,9 +56,9 @@ class Operator(ABC):
         cls.packed_as = cls.__name__ if packed_as is None else packed_as
         if cls.state is not None or cls.pack is not Operator.pack:
             register_packable(cls)
-        told = sorted(name for name in NAMES & vars(cls).keys() if not isinstance(vars(cls)[name], property))
-        if told:
-            raise TypeError(f"{cls.__name__} sets {told} itself: declare them together, facts = Facts({told[0]}=...)")
+        loose = sorted(name for name in NAMES & vars(cls).keys() if not isinstance(vars(cls)[name], property))
+        if loose:
+            raise TypeError(f"{cls.__name__} sets {loose} itself: declare them together, facts = Facts({loose[0]}=...)")
 
     @property
     def nats(self) -> float:
@@ -89,9 +91,9 @@ class Operator(ABC):
         Args:
             facts: Fields of `Facts` by name; the others stay as they are.
         """
-        found = copy.copy(self)
-        found.facts = replace(self.facts, **facts)
-        return found
+        other = copy.copy(self)
+        other.facts = replace(self.facts, **facts)
+        return other
 
     def pack(self) -> dict[str, Any]:
         """What this operator is made of, by name: tensors, numbers, strings, lists of them, and other operators.
@@ -158,7 +160,7 @@ class Operator(ABC):
     @property
     def closed_form(self) -> bool:
         """Whether `inverse` is known without forming an (n, n) matrix."""
-        return False
+        return self.has_closed_form
 
     def diagonal(self) -> Tensor:
         """The diagonal of G, shape (n,)."""

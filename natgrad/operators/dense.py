@@ -104,6 +104,7 @@ class DiagonalOperator(Operator, packed_as="diagonal"):
         ValueError: For another shape or a negative entry.
     """
 
+    has_closed_form = True
     state = ("values",)
 
     def __init__(self, values: Tensor) -> None:
@@ -122,10 +123,6 @@ class DiagonalOperator(Operator, packed_as="diagonal"):
 
     def root(self) -> Tensor:
         return torch.diag(self.values.sqrt())
-
-    @property
-    def closed_form(self) -> bool:
-        return True
 
     def inverse(self, damping: float = 0.0) -> DiagonalOperator:
         damped = self.values + damping
@@ -148,6 +145,7 @@ class Factored(Operator):
         lower: L, shape (n, n), lower triangular with a positive diagonal.
     """
 
+    has_closed_form = True
     state = ("lower",)
 
     def __init__(self, lower: Tensor) -> None:
@@ -162,10 +160,6 @@ class Factored(Operator):
 
     def root(self) -> Tensor:
         return self.lower
-
-    @property
-    def closed_form(self) -> bool:
-        return True
 
     def inverse(self, damping: float = 0.0) -> Operator | None:
         """At damping 0 by two triangular solves per vector; else a new factorisation, O(n^3).
@@ -212,6 +206,7 @@ class InvertedOperator(Operator, packed_as="Inverted"):
         matrix: P, shape (n, n), symmetric positive definite.
     """
 
+    has_closed_form = True
     state = ("matrix",)
 
     facts = Facts(inverse_kept=True)
@@ -234,10 +229,6 @@ class InvertedOperator(Operator, packed_as="Inverted"):
         """L^-T of P = L L^T."""
         eye = torch.eye(self.size, dtype=self.dtype, device=self.device)
         return torch_linalg.solve_triangular(self._factor.lower.to(self.dtype), eye, upper=False).mT
-
-    @property
-    def closed_form(self) -> bool:
-        return True
 
     def inverse(self, damping: float = 0.0) -> Operator | None:
         """P itself at damping 0; else (I + damping P)^-1 P, O(n^3).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -31,6 +32,8 @@ class KroneckerOperator(Operator, packed_as="kronecker"):
         ValueError: If a factor is not square, or if the factors differ in dtype, device or number of blocks.
     """
 
+    has_closed_form = True
+
     def __init__(self, left: Tensor, right: Tensor, *, factored: bool = False) -> None:
         for name, factor in (("left", left), ("right", right)):
             if factor.dim() == 0 or (factor.dim() > 1 and factor.shape[-1] != factor.shape[-2]):
@@ -59,10 +62,6 @@ class KroneckerOperator(Operator, packed_as="kronecker"):
         left, right = (torch.diag(f.sqrt()) if f.dim() == 1 else psd_root(f) for f in (self.left, self.right))
         return block_kron(left, right)
 
-    @property
-    def closed_form(self) -> bool:
-        return True
-
     def inverse(self, damping: float = 0.0) -> Operator:
         """Exact damping in the joint eigenbasis, unless `factored`.
 
@@ -84,10 +83,8 @@ class KroneckerOperator(Operator, packed_as="kronecker"):
         Reference:
             Martens & Grosse 2015, section 6.3.
         """
-        left, right = mean_diagonal(self.left), mean_diagonal(self.right)
-        pi = torch.where((left > 0) & (right > 0), (left / right).sqrt(), 1.0)
-        shift = damping**0.5
-        return KroneckerOperator(inverse_factor(self.left, shift * pi), inverse_factor(self.right, shift / pi))
+        means = [diagonal_of(factor).mean(-1) for factor in (self.left, self.right)]
+        return invert_factors(self.left, self.right, means, damping)
 
     def pack(self) -> dict[str, Any]:
         return {"left": self.left, "right": self.right} | ({"factored": True} if self.factored else {})
@@ -115,6 +112,8 @@ class Spectral(Operator, packed_as="spectral"):
         George et al. 2018.
     """
 
+    has_closed_form = True
+
     def __init__(self, eigen: KroneckerEigen, spectrum: Tensor | None = None) -> None:
         self.eigen, self.spectrum = eigen, eigen.values() if spectrum is None else spectrum
         self.size, self.dtype, self.device = self.spectrum.numel(), self.spectrum.dtype, self.spectrum.device
@@ -124,10 +123,6 @@ class Spectral(Operator, packed_as="spectral"):
 
     def root(self) -> Tensor:
         return block_kron(*self.eigen.vectors()) * self.spectrum.sqrt().reshape(-1)
-
-    @property
-    def closed_form(self) -> bool:
-        return True
 
     def inverse(self, damping: float = 0.0) -> Spectral:
         # products of two factors' round-off eigenvalues were seen just above n eps
@@ -163,9 +158,11 @@ def diagonal_of(factor: Tensor) -> Tensor:
     return factor if factor.dim() == 1 else factor.diagonal(dim1=-2, dim2=-1)
 
 
-def mean_diagonal(factor: Tensor) -> Tensor:
-    """Mean eigenvalue of every matrix (..., n, n), or of diag(factor) for (n,)."""
-    return diagonal_of(factor).mean(-1)
+def invert_factors(left: Tensor, right: Tensor, means: Sequence[Tensor], damping: float) -> KroneckerOperator:
+    """(A + pi sqrt(l) I)^-1 (x) (B + sqrt(l) / pi I)^-1, pi^2 the ratio of the factors' mean eigenvalues."""
+    pi = torch.where((means[0] > 0) & (means[1] > 0), (means[0] / means[1]).sqrt(), 1.0)
+    shift = damping**0.5
+    return KroneckerOperator(inverse_factor(left, shift * pi), inverse_factor(right, shift / pi))
 
 
 def inverse_factor(factor: Tensor, shift: Tensor) -> Tensor:
@@ -254,11 +251,9 @@ class Tiled(Operator, packed_as="tiled"):
         Args:
             damping: In G's units, >= 0.
         """
-        if isinstance(self.tiles, KroneckerOperator) and self.tiles.factored:
-            found: Operator | None = self._factor_tiles(self.tiles, damping)
-        else:
-            found = self.tiles.inverse(damping)
-        return None if found is None else Tiled(found, self.grid, self.matrix_shape)
+        factored = isinstance(self.tiles, KroneckerOperator) and self.tiles.factored
+        inverse = self._invert_factors(damping) if factored else self.tiles.inverse(damping)
+        return None if inverse is None else Tiled(inverse, self.grid, self.matrix_shape)
 
     def pack(self) -> dict[str, Any]:
         return {"grid": list(self.grid), "shape": list(self.matrix_shape), "tiles": self.tiles}
@@ -267,12 +262,11 @@ class Tiled(Operator, packed_as="tiled"):
     def unpack(cls, parts: dict[str, Any]) -> Tiled:
         return cls(parts["tiles"], tuple(parts["grid"]), tuple(parts["shape"]))
 
-    def _factor_tiles(self, tiles: KroneckerOperator, damping: float) -> KroneckerOperator:
-        p, q = self.matrix_shape
-        left, right = diagonal_of(tiles.left).sum() / p, diagonal_of(tiles.right).sum() / q
-        pi = torch.where((left > 0) & (right > 0), (left / right).sqrt(), 1.0)
-        shift = damping**0.5
-        return KroneckerOperator(inverse_factor(tiles.left, shift * pi), inverse_factor(tiles.right, shift / pi))
+    def _invert_factors(self, damping: float) -> KroneckerOperator:
+        assert isinstance(self.tiles, KroneckerOperator)
+        left, right = self.tiles.left, self.tiles.right
+        means = [diagonal_of(f).sum() / size for f, size in zip((left, right), self.matrix_shape, strict=True)]
+        return invert_factors(left, right, means, damping)
 
     def diagonal(self) -> Tensor:
         return join_tiles(self.tiles.diagonal().view(self.grid), self.matrix_shape).reshape(-1)

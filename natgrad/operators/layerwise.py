@@ -40,22 +40,22 @@ class Arranged(Operator):
     def mv(self, vector: Tensor) -> Tensor:
         # views in the space's own dtype: a parameter in half precision must not round the product
         views = {name: vector[b.start : b.stop].reshape(b.shape) for name, b in self.space.blocks.items()}
-        found: dict[str, Tensor] = {}
+        images: dict[str, Tensor] = {}
         for layout, operator in self.parts:
-            found |= layout.split(operator.mv(layout.join(views).reshape(-1)).reshape(layout.matrix_shape))
-        return self.space.flatten(found)
+            images |= layout.split(operator.mv(layout.join(views).reshape(-1)).reshape(layout.matrix_shape))
+        return self.space.flatten(images)
 
     def root(self) -> Tensor | None:
         roots = [operator.root() for _, operator in self.parts]
         known = [root for root in roots if root is not None]
         if len(known) < len(roots):
             return None
-        found = torch.zeros(self.size, sum(root.shape[1] for root in known), dtype=self.dtype, device=self.device)
+        columns = torch.zeros(self.size, sum(root.shape[1] for root in known), dtype=self.dtype, device=self.device)
         stop = 0
         for place, root in zip(self._places(), known, strict=True):
             start, stop = stop, stop + root.shape[1]
-            found[place, start:stop] = root
-        return found
+            columns[place, start:stop] = root
+        return columns
 
     @property
     def closed_form(self) -> bool:
@@ -64,19 +64,16 @@ class Arranged(Operator):
     def inverse(self, damping: float = 0.0) -> Arranged | None:
         inverses = [(layout, operator.inverse(damping)) for layout, operator in self.parts]
         known = [(layout, inverse) for layout, inverse in inverses if inverse is not None]
-        return self._with(known) if len(known) == len(inverses) else None
+        return Arranged(self.space, known) if len(known) == len(inverses) else None
 
     def diagonal(self) -> Tensor:
-        found = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        entries = torch.zeros(self.size, dtype=self.dtype, device=self.device)
         for place, (_, operator) in zip(self._places(), self.parts, strict=True):
-            found[place] = operator.diagonal()
-        return found
+            entries[place] = operator.diagonal()
+        return entries
 
     def trace(self) -> Tensor:
         return torch.stack([operator.trace() for _, operator in self.parts]).sum()
-
-    def _with(self, parts: Sequence[tuple[Layout | UnitLayout, Operator]]) -> Arranged:
-        return Arranged(self.space, parts)
 
     def _places(self) -> list[Tensor]:
         """Where every entry of a layer's matrix lies in the vector, layer by layer."""

@@ -130,6 +130,7 @@ class Spiked(Operator, packed_as="spiked"):
         ValueError: For shapes that do not fit.
     """
 
+    has_closed_form = True
     state = (
         "spectrum",
         "left",
@@ -154,16 +155,12 @@ class Spiked(Operator, packed_as="spiked"):
         turned = self.left.mT @ block  # (r, q)
         narrow = block @ self.right  # (p, s)
         corner = both * (turned @ self.right)
-        found = rest * block
+        image = rest * block
         if self.left.shape[-1]:
-            found = found + self.left @ (left * turned + corner @ self.right.mT)
+            image = image + self.left @ (left * turned + corner @ self.right.mT)
         if self.right.shape[-1]:
-            found = found + (right * narrow) @ self.right.mT
-        return found.reshape(-1)
-
-    @property
-    def closed_form(self) -> bool:
-        return True
+            image = image + (right * narrow) @ self.right.mT
+        return image.reshape(-1)
 
     def inverse(self, damping: float = 0.0) -> Spiked:
         """Exact: 1 / (spectrum + damping); at damping 0 the pseudo-inverse.
@@ -191,10 +188,7 @@ class Spiked(Operator, packed_as="spiked"):
         return super().mean_eigenvalue() if self.unit is None else self.unit
 
     def _excess(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """f = rest + left_i + right_j + both_ij, the last three without the last index: (1, 1), (r, 1), (1, s), (r, s).
-
-        Found from the spectrum, so that rest X + V left V^T X + ... is the whole product.
-        """
+        """f = rest + left_i + right_j + both_ij, without the last index: (1, 1), (r, 1), (1, s), (r, s)."""
         rest = self.spectrum[..., -1:, -1:]
         left, right = self.spectrum[..., :-1, -1:] - rest, self.spectrum[..., -1:, :-1] - rest
         return rest, left, right, self.spectrum[..., :-1, :-1] - left - right - rest
@@ -211,6 +205,8 @@ class SpikedKronecker(Operator):
             alpha). False: exact.
     """
 
+    has_closed_form = True
+
     def __init__(self, left: Spikes, right: Spikes, *, factored: bool = False) -> None:
         self.left, self.right, self.factored = left, right, factored
         self.spiked = Spiked(left.vectors, right.vectors, left.values.unsqueeze(-1) * right.values.unsqueeze(-2))
@@ -218,10 +214,6 @@ class SpikedKronecker(Operator):
 
     def mv(self, vector: Tensor) -> Tensor:
         return self.spiked.mv(vector)
-
-    @property
-    def closed_form(self) -> bool:
-        return True
 
     def inverse(self, damping: float = 0.0) -> Spiked:
         if not self.factored or damping == 0:

@@ -28,6 +28,7 @@ class SharedBasis(Operator):
         ValueError: For shapes that do not fit.
     """
 
+    has_closed_form = True
     state = (
         "basis",
         "spectrum",
@@ -55,10 +56,6 @@ class SharedBasis(Operator):
         outside = torch.eye(len(self.basis), dtype=self.dtype, device=self.device) - self.basis @ self.basis.mT
         return join_diagonally(roots + self.rest.sqrt()[:, None, None] * outside)
 
-    @property
-    def closed_form(self) -> bool:
-        return True
-
     def inverse(self, damping: float = 0.0) -> SharedBasis:
         cutoff = 0.0
         if damping == 0:
@@ -78,8 +75,8 @@ class SharedBasis(Operator):
         block = vector.reshape(len(inside), -1)
         if self.whole:
             return ((block @ self.basis * inside) @ self.basis.mT).reshape(-1)
-        apart = outside.unsqueeze(1)
-        return (block * apart + (block @ self.basis * (inside - apart)) @ self.basis.mT).reshape(-1)
+        rest = outside.unsqueeze(1)
+        return (block * rest + (block @ self.basis * (inside - rest)) @ self.basis.mT).reshape(-1)
 
 
 # One block per unit, all from the same rows: units that see the same inputs and weigh them differently
@@ -103,6 +100,7 @@ class SharedRows(Operator):
         ValueError: For shapes that do not fit.
     """
 
+    has_closed_form = True
     state = (
         "rows",
         "weights",
@@ -135,8 +133,8 @@ class SharedRows(Operator):
     def blocks(self) -> Tensor:
         """The blocks themselves, (k, d, d)."""
         step = max(1, CHUNK // max(1, self.rows.numel()))
-        found = torch.cat([(self.rows.mT * w.unsqueeze(1)) @ self.rows for w in split_tensor(self.weights, step)])
-        return found if self.mask is None else found * self.mask.unsqueeze(2) * self.mask.unsqueeze(1)
+        blocks = torch.cat([(self.rows.mT * w.unsqueeze(1)) @ self.rows for w in split_tensor(self.weights, step)])
+        return blocks if self.mask is None else blocks * self.mask.unsqueeze(2) * self.mask.unsqueeze(1)
 
     def spectral(self, rank: int) -> SharedBasis:
         """The nearest blocks, in Frobenius norm, that are diagonal in a basis Q for all units.
@@ -177,10 +175,6 @@ class SharedRows(Operator):
         seen = seen if self.mask is None else seen * self.mask.unsqueeze(2)
         return join_diagonally(seen * self.weights.sqrt().unsqueeze(1))
 
-    @property
-    def closed_form(self) -> bool:
-        return True
-
     def inverse(self, damping: float = 0.0) -> Operator:
         if damping > 0 and self.rows.shape[0] < self.rows.shape[1]:
             return SharedRowsInverse(self, damping)
@@ -194,14 +188,7 @@ class SharedRows(Operator):
 
 
 class SharedRowsInverse(Operator):
-    """(G + damping I)^-1 of `SharedRows` by Woodbury, with k inner inverses (s, s).
-
-    With B_j = diag(sqrt w_j) A_j: (B^T B + damping I)^-1 = (I - B^T (damping I + B B^T)^-1 B) / damping.
-
-    Args:
-        operator: G.
-        damping: In G's units, > 0.
-    """
+    """(G + damping I)^-1 of `SharedRows` by Woodbury, damping > 0, with k inner inverses (s, s)."""
 
     state = (
         "operator",
@@ -209,6 +196,7 @@ class SharedRowsInverse(Operator):
     )
 
     def __init__(self, operator: SharedRows, damping: float) -> None:
+        # with B_j = diag(sqrt w_j) A_j: (B^T B + damping I)^-1 = (I - B^T (damping I + B B^T)^-1 B) / damping
         self.operator, self.damping = operator, damping
         self.scales = operator.weights.sqrt()
         self.inner = inverse_psd(operator.grams(), damping)
@@ -243,6 +231,7 @@ class Units(Operator, packed_as="units"):
         ValueError: For another shape.
     """
 
+    has_closed_form = True
     state = ("matrices",)
 
     def __init__(self, matrices: Tensor, *, indefinite: bool = False) -> None:
@@ -260,10 +249,6 @@ class Units(Operator, packed_as="units"):
 
     def root(self) -> Tensor | None:
         return None if self.indefinite else join_diagonally(psd_root(self.matrices))
-
-    @property
-    def closed_form(self) -> bool:
-        return True
 
     def inverse(self, damping: float = 0.0) -> Units:
         if self.indefinite:
@@ -295,6 +280,7 @@ class QuasiDiagonal(Operator):
         Ollivier 2015, section 2.3.
     """
 
+    has_closed_form = True
     state = (
         "squares",
         "cross",
@@ -322,10 +308,6 @@ class QuasiDiagonal(Operator):
         diagonals = torch.diag_embed(torch.cat([self.rest.sqrt(), torch.zeros_like(self.bias)], dim=1))
         return join_diagonally(torch.cat([diagonals[..., :-1], ends.unsqueeze(-1)], dim=2))
 
-    @property
-    def closed_form(self) -> bool:
-        return True
-
     def inverse(self, damping: float = 0.0) -> QuasiDiagonalInverse:
         """Exact; at damping 0 a generalised inverse X with G X G = G, not the one of least norm.
 
@@ -339,28 +321,23 @@ class QuasiDiagonal(Operator):
 
 
 class QuasiDiagonalInverse(Operator, packed_as="quasi"):
-    """(G + damping I)^-1 of a `QuasiDiagonal` G, by eliminating the bias and Sherman-Morrison on the weights.
-
-    Args:
-        operator: G.
-        damping: In G's units, >= 0.
-    """
+    """(G + damping I)^-1 of a `QuasiDiagonal`: the bias eliminated, then Sherman-Morrison on the weights."""
 
     def __init__(self, operator: QuasiDiagonal, damping: float) -> None:
         self.operator, self.damping = operator, damping
         self.size, self.dtype, self.device = operator.size, operator.dtype, operator.device
         self.bias, self.rest = safe(operator.bias + damping), safe(operator.rest + damping)
         # what is left of c c^T / b after elimination: c c^T (1 / b - 1 / (b + damping))
-        self.kept = damping * operator.slope * operator.bias / self.bias  # damping c / (b + damping)
-        self.scale = 1 + (self.kept * operator.slope / self.rest).sum(1, keepdim=True)
+        self.left = damping * operator.slope * operator.bias / self.bias  # damping c / (b + damping)
+        self.scale = 1 + (self.left * operator.slope / self.rest).sum(1, keepdim=True)
 
     def mv(self, vector: Tensor) -> Tensor:
         weights, bias = split_bias(vector, self.operator.squares)
         reduced = (weights - self.operator.cross * bias / self.bias) / self.rest
         along = (self.operator.slope * reduced).sum(1, keepdim=True) / self.scale
-        found = reduced - self.kept * along / self.rest
-        last = (bias - (self.operator.cross * found).sum(1, keepdim=True)) / self.bias
-        return torch.cat([found, last], dim=1).reshape(-1)
+        solved = reduced - self.left * along / self.rest
+        last = (bias - (self.operator.cross * solved).sum(1, keepdim=True)) / self.bias
+        return torch.cat([solved, last], dim=1).reshape(-1)
 
     def pack(self) -> dict[str, Any]:
         return {"squares": self.operator.squares, "cross": self.operator.cross, "damping": self.damping}

@@ -77,12 +77,10 @@ class CG(Solver):
 
 
 class _CGRun:
-    """One solve. Letters as in the literature: x iterate, r residual, z = P r, d direction, A = G + damping I.
-
-    Vectors are written over: a fresh one of 11 MB costs twice its arithmetic, for the pages that it touches first.
-    """
+    """One solve: x iterate, r residual, z = P r, d direction, A = G + damping I."""
 
     def __init__(self, choices: CG, operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None) -> None:
+        # vectors are written over: a fresh one of 11 MB costs twice its arithmetic, for the pages that it touches first
         self.choices, self.operator, self.damping = choices, operator, damping
         self.scale = rhs.abs().max() if bool(rhs.any()) else torch.ones_like(rhs.sum())
         self.rhs = rhs / self.scale  # |b|^2 overflows float32 where |b| is beyond 1e19
@@ -213,5 +211,7 @@ class _CGRun:
         _, x, r = self.best if broken else (self.norm, self.x, self.r)
         assert self.status is not None
         image = self.scale * (self.rhs - r)
-        kept = () if broken else tuple(iterate for step, iterate in self.kept if step < self.step)
-        return Solution(self.scale * x, self.scale * measure_norm(r), self.products, self.status, image, iterates=kept)
+        iterates = () if broken else tuple(iterate for step, iterate in self.kept if step < self.step)
+        return Solution(
+            self.scale * x, self.scale * measure_norm(r), self.products, self.status, image, iterates=iterates
+        )
