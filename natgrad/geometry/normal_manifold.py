@@ -7,10 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from natgrad.geometry.boundary_mesh import descend, follow
+from natgrad.geometry.boundary_mesh import Shooting, descend, follow
 from natgrad.geometry.ode import integrate
 from natgrad.geometry.positive_definite import whiten
-from natgrad.geometry.shooting import Shooting
 from natgrad.geometry.stable_functions import are_positive_definite, matrix_log, safe_sqrt
 from natgrad.ground.checks import check_integer
 from natgrad.ground.linalg import factor_or_nan, invert_or_nan, require_factor, solve_or_nan, symmetrise
