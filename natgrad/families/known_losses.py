@@ -1,7 +1,7 @@
 """The losses that are understood as likelihoods: those of torch.nn, their functions, timm's and transformers'.
 
 Losses of other libraries are known by the module and the name of their class or function, and nothing is imported. What
-is not known can be wrapped: `natgrad.families.known_losses`.
+is not known can be wrapped: `natgrad.likelihood`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from natgrad.families.base import Likelihood, check_range, check_same_shape, require_one_tensor, require_tensor_targets
+from natgrad.families.base import Likelihood, require_one_tensor
 from natgrad.families.criteria import (
     Criterion,
     Entrywise,
@@ -25,6 +25,7 @@ from natgrad.families.criteria import (
     cross_entropy,
     gaussian_nll,
     huber,
+    kl_div,
     l1,
     mse,
     nll_loss,
@@ -38,71 +39,6 @@ from natgrad.families.log_density import LogDensity
 from natgrad.ground.choices import Names, read_choice
 from natgrad.ground.linalg import is_concrete
 from natgrad.ground.pure import leaves, map_tensors
-
-ROUNDING = 0.1
-"""Of the logarithm of a sum of probabilities; log-softmax in half precision is within .03."""
-
-
-@dataclass(frozen=True, repr=False)
-class SoftClasses(Categorical):
-    """Logarithms of class probabilities (b, ..., C), with class probabilities as targets.
-
-    The form in the log-probabilities l is diag(y) - y y^T with y = exp(l), as it is in logits: behind a log-softmax
-    l = r - logsumexp(r) its pullback is diag(y) - y y^T in the logits r.
-    """
-
-    def check_targets(self, outputs: Any, targets: Any) -> None:
-        outputs = require_one_tensor(outputs)
-        if outputs.dim() < 2:
-            raise ValueError(f"outputs has shape {tuple(outputs.shape)}, expected log-probabilities (b, ..., C)")
-        if not require_tensor_targets(targets).is_floating_point():
-            raise ValueError(
-                f"targets are {targets.dtype}, expected class probabilities in the shape of the outputs, as KLDivLoss "
-                "takes them; for class numbers take CrossEntropyLoss on logits, or NLLLoss"
-            )
-        check_same_shape(outputs, targets)
-        check_range(targets, 0, 1 + ROUNDING, "class probabilities in [0, 1], or their logarithms with log_target=True")
-        if not sums_to_one(outputs, -1):
-            second = outputs.dim() > 2 and sums_to_one(outputs, 1)
-            raise ValueError(
-                "outputs are not log-probabilities over the last axis, as KLDivLoss is understood: exp(outputs) does "
-                + (
-                    "not sum to 1 there, and does over the second. Move the classes of outputs and targets to the end, "
-                    "with .movedim(1, -1)"
-                    if second
-                    else "not sum to 1. End the model with torch.nn.LogSoftmax(dim=-1)"
-                )
-            )
-
-
-def sums_to_one(outputs: Tensor, axis: int) -> bool:
-    """Whether the exponentials add up to one along an axis, wherever that is a number."""
-    total = outputs.detach().logsumexp(axis)
-    return not bool(((total.abs() > ROUNDING) & total.isfinite()).any())
-
-
-def kl_div(criterion: nn.KLDivLoss) -> Criterion:
-    """sum t (log t - l) over the classes: the cross-entropy of soft targets less their entropy, a constant."""
-
-    def weigh(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        rows = targets.to(outputs.dtype).flatten(0, -2).sum(1)  # less than 1 where a row is masked
-        count = {"sum": len(rows), "batchmean": len(outputs), "mean": outputs.numel()}[criterion.reduction]
-        return rows, rows.new_tensor(float(count))
-
-    def exponentiate(outputs: Tensor, targets: Any) -> Any:
-        return targets.exp() if isinstance(targets, Tensor) and targets.is_floating_point() else targets
-
-    return Criterion(
-        SoftClasses(),
-        criterion,
-        weigh,
-        criterion.reduction == "sum",
-        prepare=exponentiate if criterion.log_target else None,
-        over_classes=criterion.reduction == "mean",
-    )
-
-
-# The losses that are understood as likelihoods: those of torch.nn, their functions, timm's and transformers'
 
 KNOWN: dict[type[nn.Module], tuple[Any, Callable[[Any], Criterion]]] = {
     nn.CrossEntropyLoss: (functional.cross_entropy, cross_entropy),

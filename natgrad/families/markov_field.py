@@ -21,339 +21,6 @@ from natgrad.ground.checks import check_integer, check_number, check_positive
 from natgrad.ground.linalg import require_inverse, symmetrise
 from natgrad.operators import DenseOperator, Operator
 
-
-@dataclass(frozen=True)
-class Tempering(Gibbs):
-    """Gibbs sampling of a field and of copies with smaller theta side by side, which exchange their states.
-
-    The copies have the parameters beta theta with beta = 0, ..., 1 at equal distances. The first has independent
-    variables, so that chains reach modes which a plain sweep never finds. Draws come from the last.
-
-    Args:
-        burn_in: Sweeps over all variables before the first draw, each followed by exchanges.
-        chains: Ladders of copies, at most.
-        thinning: Sweeps between draws of one ladder.
-        levels: How many betas. Exchanges get rare where there are too few: about as many as the root of the number of
-            variables times the strength of their couplings.
-
-    Example:
-        >>> field = ng.Ising(40, gibbs=ng.families.Tempering(burn_in=20, chains=20, levels=6))
-        >>> field.sample(torch.zeros(820), 20).shape
-        torch.Size([20, 40])
-    """
-
-    levels: int = 12
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_integer("levels", self.levels, 2, of="the number of temperatures")
-
-    def draw(self, tables: Tables, theta: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
-        flat = theta.reshape(-1, theta.shape[-1])
-        if not len(flat):
-            return torch.empty(count, 0, len(tables.counts), dtype=torch.long, device=theta.device)
-        states = [self._draw_one(tables, row, count, generator) for row in flat]
-        return torch.stack(states, dim=1).view(count, *theta.shape[:-1], -1)
-
-    def _draw_one(self, tables: Tables, theta: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
-        chains = min(self.chains, count)
-        betas = torch.linspace(0, 1, self.levels, dtype=theta.dtype, device=theta.device)
-        ladder = Ladder(tables, theta, betas, chains)
-        return torch.cat(self.collect_states(ladder, -(-count // chains), generator))[:count]
-
-
-class Ladder:
-    """Chains of beta theta, theta (m,), for ascending betas (L,), which exchange states between neighbours."""
-
-    def __init__(self, tables: Tables, theta: Tensor, betas: Tensor, chains: int) -> None:
-        self.sweep = build_sweep(tables, betas.unsqueeze(1) * theta, chains)
-        self.energy = Energies(tables, theta)
-        self.betas, self.chains, self.odd = betas, chains, 0
-
-    def start(self, generator: torch.Generator | None) -> None:
-        """Independent uniform states."""
-        self.sweep.start(generator)
-
-    def run(self, generator: torch.Generator | None) -> None:
-        """A sweep, then exchanges of every second pair of neighbours, the others the next time."""
-        self.sweep.run(generator)
-        states = self.sweep.states().view(self.chains, len(self.betas), -1)
-        energies = self.energy(states)
-        low = torch.arange(self.odd, len(self.betas) - 1, 2, device=states.device)
-        gain = (self.betas[low + 1] - self.betas[low]) * (energies[:, low] - energies[:, low + 1])
-        uniform = torch.rand(gain.shape, generator=generator, dtype=gain.dtype, device=gain.device)
-        order = torch.arange(len(self.betas), device=states.device).repeat(self.chains, 1)
-        chosen = uniform.log() < gain
-        order[:, low] += chosen.long()
-        order[:, low + 1] -= chosen.long()
-        self.sweep.replace_states(states.gather(1, order.unsqueeze(-1).expand_as(states)).flatten(0, 1))
-        self.odd = 1 - self.odd
-
-    def states(self) -> Tensor:
-        """The states of the last beta, (chains, n)."""
-        return self.sweep.states().view(self.chains, len(self.betas), -1)[:, -1]
-
-
-class Energies:
-    """theta . T(x), theta (m,), of states as positions of values."""
-
-    def __init__(self, tables: Tables, theta: Tensor) -> None:
-        self.tables, self.theta, self.width = tables, theta, max(tables.counts) - 1
-        self.pairs = None
-        if fits_pairs(tables):
-            order = torch.arange(len(tables.counts), device=theta.device)
-            constant, matrix = pair_energies(tables, order, theta.unsqueeze(0), self.width)
-            first = tables.statistics(torch.zeros_like(order)).to(theta) @ theta
-            self.pairs = (first, constant[0, :, 0], matrix[0])
-
-    def __call__(self, places: Tensor) -> Tensor:
-        """Shape (...) of states (..., n)."""
-        if self.pairs is None:
-            return self.tables.statistics(places).to(self.theta) @ self.theta
-        first, constant, matrix = self.pairs
-        values = torch.arange(1, self.width + 1, device=places.device)
-        columns = (places.unsqueeze(-1) == values).flatten(-2).to(matrix)
-        return first + columns @ constant + 0.5 * (columns @ matrix * columns).sum(-1)
-
-
-@dataclass(frozen=True)
-class LogPartitionEstimate:
-    """log Z from draws.
-
-    Args:
-        value: In nats.
-        error: Its standard error, by the spread of the weights.
-        effective: How many equally weighted draws are worth as much. With few, do not trust the error: anneal more
-            slowly.
-    """
-
-    value: Tensor
-    error: Tensor
-    effective: Tensor
-
-
-def anneal(
-    tables: Tables, theta: Tensor, steps: int, chains: int, generator: torch.Generator | None
-) -> LogPartitionEstimate:
-    """log Z by annealed importance sampling (Neal 2001) from independent uniform variables, beta = 0, to beta = 1."""
-    sweep, energy = build_sweep(tables, torch.zeros_like(theta).unsqueeze(0), chains), Energies(tables, theta)
-    sweep.start(generator)
-    log_weights = theta.new_full((chains,), sum(math.log(count) for count in tables.counts))
-    for k in range(1, steps + 1):
-        log_weights = log_weights + energy(sweep.states()) / steps
-        if k < steps:
-            sweep.replace_weights((k / steps * theta).unsqueeze(0))
-            sweep.run(generator)
-    value = log_weights.logsumexp(0) - math.log(chains)
-    weights = (log_weights - value).exp()
-    effective = weights.sum().square() / weights.square().sum()
-    return LogPartitionEstimate(value, weights.std() / chains**0.5, effective)
-
-
-# Fits of fields whose sums are too large: pseudo-likelihood, ratio matching, stochastic maximum likelihood
-
-SMALL_GRADIENT = 1e-4
-"""A fit whose largest entry of the gradient stays above this warns."""
-
-
-class FieldFit(ABC):
-    """A way from examples to theta that takes no sum over states: `PseudoLikelihood` and its like."""
-
-    @abstractmethod
-    def find(self, tables: Tables, places: Tensor, start: Tensor, generator: torch.Generator | None) -> Tensor:
-        """theta.
-
-        Args:
-            tables: The field's functions.
-            places: Examples as positions of values, shape (b, n).
-            start: Where it starts, shape (m,), float64.
-            generator: Source of draws.
-
-        Returns:
-            Shape (m,).
-        """
-
-
-@dataclass(frozen=True)
-class PenalisedFit(FieldFit):
-    """The minimum of a mean loss per example, by L-BFGS.
-
-    Args:
-        ridge: Adds ridge / 2 |theta|^2 to the mean loss per example, for few examples.
-        steps: Steps of L-BFGS, at most.
-    """
-
-    ridge: float = 0.0
-    steps: int = 300
-
-    def __post_init__(self) -> None:
-        check_number("ridge", self.ridge)
-        check_integer("steps", self.steps)
-
-    def find(self, tables: Tables, places: Tensor, start: Tensor, generator: torch.Generator | None) -> Tensor:
-        conditionals = Conditionals(tables, places)
-        return minimise(partial(self.loss, conditionals), start, self.ridge, self.steps)
-
-    @abstractmethod
-    def loss(self, conditionals: Conditionals, theta: Tensor) -> Tensor:
-        """The mean over the examples, a scalar tensor.
-
-        Args:
-            conditionals: log p(x_i = v | the others) of the examples, up to constants.
-            theta: Shape (m,).
-        """
-
-
-class PseudoLikelihood(PenalisedFit):
-    """Maximum of sum_i log p(x_i | the others): convex, right in the limit of many examples (Besag 1975).
-
-    Args:
-        ridge: Adds ridge / 2 |theta|^2 to the mean loss per example, for few examples.
-        steps: Steps of L-BFGS, at most.
-    """
-
-    def loss(self, conditionals: Conditionals, theta: Tensor) -> Tensor:
-        return -conditionals.logits(theta).log_softmax(-1).gather(-1, conditionals.chosen).sum((1, 2)).mean()
-
-
-class RatioMatching(PenalisedFit):
-    """Minimum of sum_i sum_v sigmoid(log p(x with x_i = v) / p(x))^2 over other values v (Hyvarinen 2007).
-
-    Not convex; less led by examples that are rare under the field than the pseudo-likelihood.
-
-    Args:
-        ridge: Adds ridge / 2 |theta|^2 to the mean loss per example, for few examples.
-        steps: Steps of L-BFGS, at most.
-    """
-
-    def loss(self, conditionals: Conditionals, theta: Tensor) -> Tensor:
-        logits = conditionals.logits(theta)
-        others = torch.ones_like(logits, dtype=torch.bool).scatter(-1, conditionals.chosen, False)
-        ratios = (logits - logits.gather(-1, conditionals.chosen)).sigmoid()
-        return torch.where(others, ratios, 0.0).square().sum((1, 2)).mean()
-
-
-@dataclass(frozen=True)
-class StochasticLikelihood(FieldFit):
-    """Maximum likelihood by persistent chains: theta moves along (Cov(T) + damping I)^-1 (E_data[T] - E_chains[T]).
-
-    The covariance is that of the examples. It starts from the pseudo-likelihood; the chains are drawn on for `sweeps`
-    between steps, the rate falls as 1 / (1 + k / `steady`), and the second half of the steps is averaged (Younes 1989).
-
-    Args:
-        steps: How many.
-        chains: How many.
-        sweeps: Of Gibbs sampling over all variables, between steps.
-        rate: Of the first step.
-        steady: Steps after which the rate has fallen to half.
-        damping: In units of the mean variance of a statistic.
-        ridge: Of the pseudo-likelihood at the start.
-    """
-
-    steps: int = 200
-    chains: int = 1000
-    sweeps: int = 2
-    rate: float = 0.05
-    steady: int = 50
-    damping: float = 0.3
-    ridge: float = 1e-3
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "sweeps", "steady"):
-            check_integer(name, getattr(self, name))
-        check_integer("chains", self.chains, 2)
-        check_positive("rate", self.rate)
-        check_positive("damping", self.damping)
-        check_number("ridge", self.ridge)
-
-    def find(self, tables: Tables, places: Tensor, start: Tensor, generator: torch.Generator | None) -> Tensor:
-        theta = PseudoLikelihood(self.ridge).find(tables, places, start, generator)
-        seen = tables.statistics(places).to(theta)
-        means, metric = seen.mean(0), ExamplesMetric(seen, self.damping)
-        sweep = build_sweep(tables, theta.unsqueeze(0), self.chains)
-        sweep.start(generator)
-        for _ in range(50):
-            sweep.run(generator)
-        total, count = torch.zeros_like(theta), 0
-        for k in range(self.steps):
-            drawn = tables.statistics(sweep.states()).to(theta).mean(0)
-            theta = theta + self.rate / (1 + k / self.steady) * metric.solve(means - drawn)
-            if k >= self.steps // 2:
-                total, count = total + theta, count + 1
-            sweep.replace_weights(theta.unsqueeze(0))
-            for _ in range(self.sweeps):
-                sweep.run(generator)
-        return total / count
-
-
-class ExamplesMetric:
-    """g -> (C + damping v I)^-1 g, C the covariance of statistics (b, m) and v its mean diagonal entry."""
-
-    def __init__(self, statistics: Tensor, damping: float) -> None:
-        root = (statistics - statistics.mean(0)) / max(1, len(statistics) - 1) ** 0.5
-        self.ridge = damping * root.square().sum(0).mean().clamp(min=torch.finfo(root.dtype).eps)
-        self.wide = root.shape[1] > len(root)
-        inner = root @ root.mT if self.wide else root.mT @ root
-        shift = self.ridge * torch.eye(len(inner), dtype=root.dtype, device=root.device)
-        self.root, self.inverse = root, require_inverse(inner + shift, "the examples' covariance has no inverse")
-
-    def solve(self, gradient: Tensor) -> Tensor:
-        """In O(min(b, m) m)."""
-        if not self.wide:
-            return self.inverse @ gradient
-        return (gradient - self.root.mT @ (self.inverse @ (self.root @ gradient))) / self.ridge
-
-
-class Conditionals:
-    """log p(x_i = v | the other variables) of examples (b, n), up to a constant, for fields of singles and pairs."""
-
-    def __init__(self, tables: Tables, places: Tensor) -> None:
-        if max(map(len, tables.cliques)) > 2:
-            raise ValueError(
-                "the field has cliques of three variables or more, expected singles and pairs for this fit"
-            )
-        self.tables, self.width = tables, max(tables.counts) - 1
-        counts = torch.tensor(tables.counts, device=places.device).unsqueeze(1)
-        values = torch.arange(self.width + 1, device=places.device)
-        self.missing, self.chosen = values >= counts, places.unsqueeze(-1)
-        self.columns = (self.chosen == values[1:]).flatten(1).double()  # (b, n * width)
-        self.order = torch.arange(len(tables.counts), device=places.device)
-
-    def logits(self, theta: Tensor) -> Tensor:
-        """Shape (b, n, values): zero for a variable's first value, -inf for those that it lacks."""
-        constant, matrix = pair_energies(self.tables, self.order, theta.unsqueeze(0), self.width)
-        energy = (self.columns @ matrix[0] + constant[0, :, 0]).unflatten(1, (-1, self.width))
-        return torch.nn.functional.pad(energy, (1, 0)).masked_fill(self.missing, -torch.inf)
-
-
-def minimise(loss: Callable[[Tensor], Tensor], start: Tensor, ridge: float, steps: int) -> Tensor:
-    """The minimum of loss(theta) + ridge / 2 |theta|^2 by L-BFGS; a warning where it does not arrive."""
-    theta = start.detach().clone().requires_grad_()
-    solver = torch.optim.LBFGS(
-        [theta], max_iter=steps, tolerance_grad=1e-9, tolerance_change=1e-14, line_search_fn="strong_wolfe"
-    )
-
-    def evaluate() -> Tensor:
-        solver.zero_grad()
-        with torch.enable_grad():
-            value = loss(theta) + 0.5 * ridge * theta.square().sum()
-            value.backward()
-        return value
-
-    solver.step(evaluate)
-    evaluate()
-    assert theta.grad is not None
-    largest = float(theta.grad.abs().max())
-    if not largest <= SMALL_GRADIENT:
-        warnings.warn(
-            f"the fit stopped after {steps} steps with a gradient of {largest:.2g}: give more steps, or a ridge",
-            stacklevel=4,
-        )
-    return theta.detach()
-
-
-# Markov random fields over variables of finitely many values, with statistics of one's own
-
 ENTRIES = 2**22
 """States times statistics up to which both are written out; beyond, variables are eliminated one by one."""
 LISTED = 2**20
@@ -692,3 +359,336 @@ def check_field(values: Sequence[Sequence[float]], cliques: Sequence[Clique]) ->
     for clique in cliques:
         if not clique or len(set(clique)) < len(clique) or not all(0 <= i < len(values) for i in clique):
             raise ValueError(f"cliques hold {clique}, expected different variables from 0 to {len(values) - 1}")
+
+
+# Draws of fields with several modes, and the sum over states from them
+
+
+@dataclass(frozen=True)
+class Tempering(Gibbs):
+    """Gibbs sampling of a field and of copies with smaller theta side by side, which exchange their states.
+
+    The copies have the parameters beta theta with beta = 0, ..., 1 at equal distances. The first has independent
+    variables, so that chains reach modes which a plain sweep never finds. Draws come from the last.
+
+    Args:
+        burn_in: Sweeps over all variables before the first draw, each followed by exchanges.
+        chains: Ladders of copies, at most.
+        thinning: Sweeps between draws of one ladder.
+        levels: How many betas. Exchanges get rare where there are too few: about as many as the root of the number of
+            variables times the strength of their couplings.
+
+    Example:
+        >>> field = ng.Ising(40, gibbs=ng.families.Tempering(burn_in=20, chains=20, levels=6))
+        >>> field.sample(torch.zeros(820), 20).shape
+        torch.Size([20, 40])
+    """
+
+    levels: int = 12
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer("levels", self.levels, 2, of="the number of temperatures")
+
+    def draw(self, tables: Tables, theta: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
+        flat = theta.reshape(-1, theta.shape[-1])
+        if not len(flat):
+            return torch.empty(count, 0, len(tables.counts), dtype=torch.long, device=theta.device)
+        states = [self._draw_one(tables, row, count, generator) for row in flat]
+        return torch.stack(states, dim=1).view(count, *theta.shape[:-1], -1)
+
+    def _draw_one(self, tables: Tables, theta: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
+        chains = min(self.chains, count)
+        betas = torch.linspace(0, 1, self.levels, dtype=theta.dtype, device=theta.device)
+        ladder = Ladder(tables, theta, betas, chains)
+        return torch.cat(self.collect_states(ladder, -(-count // chains), generator))[:count]
+
+
+class Ladder:
+    """Chains of beta theta, theta (m,), for ascending betas (L,), which exchange states between neighbours."""
+
+    def __init__(self, tables: Tables, theta: Tensor, betas: Tensor, chains: int) -> None:
+        self.sweep = build_sweep(tables, betas.unsqueeze(1) * theta, chains)
+        self.energy = Energies(tables, theta)
+        self.betas, self.chains, self.odd = betas, chains, 0
+
+    def start(self, generator: torch.Generator | None) -> None:
+        """Independent uniform states."""
+        self.sweep.start(generator)
+
+    def run(self, generator: torch.Generator | None) -> None:
+        """A sweep, then exchanges of every second pair of neighbours, the others the next time."""
+        self.sweep.run(generator)
+        states = self.sweep.states().view(self.chains, len(self.betas), -1)
+        energies = self.energy(states)
+        low = torch.arange(self.odd, len(self.betas) - 1, 2, device=states.device)
+        gain = (self.betas[low + 1] - self.betas[low]) * (energies[:, low] - energies[:, low + 1])
+        uniform = torch.rand(gain.shape, generator=generator, dtype=gain.dtype, device=gain.device)
+        order = torch.arange(len(self.betas), device=states.device).repeat(self.chains, 1)
+        chosen = uniform.log() < gain
+        order[:, low] += chosen.long()
+        order[:, low + 1] -= chosen.long()
+        self.sweep.replace_states(states.gather(1, order.unsqueeze(-1).expand_as(states)).flatten(0, 1))
+        self.odd = 1 - self.odd
+
+    def states(self) -> Tensor:
+        """The states of the last beta, (chains, n)."""
+        return self.sweep.states().view(self.chains, len(self.betas), -1)[:, -1]
+
+
+class Energies:
+    """theta . T(x), theta (m,), of states as positions of values."""
+
+    def __init__(self, tables: Tables, theta: Tensor) -> None:
+        self.tables, self.theta, self.width = tables, theta, max(tables.counts) - 1
+        self.pairs = None
+        if fits_pairs(tables):
+            order = torch.arange(len(tables.counts), device=theta.device)
+            constant, matrix = pair_energies(tables, order, theta.unsqueeze(0), self.width)
+            first = tables.statistics(torch.zeros_like(order)).to(theta) @ theta
+            self.pairs = (first, constant[0, :, 0], matrix[0])
+
+    def __call__(self, places: Tensor) -> Tensor:
+        """Shape (...) of states (..., n)."""
+        if self.pairs is None:
+            return self.tables.statistics(places).to(self.theta) @ self.theta
+        first, constant, matrix = self.pairs
+        values = torch.arange(1, self.width + 1, device=places.device)
+        columns = (places.unsqueeze(-1) == values).flatten(-2).to(matrix)
+        return first + columns @ constant + 0.5 * (columns @ matrix * columns).sum(-1)
+
+
+@dataclass(frozen=True)
+class LogPartitionEstimate:
+    """log Z from draws.
+
+    Args:
+        value: In nats.
+        error: Its standard error, by the spread of the weights.
+        effective: How many equally weighted draws are worth as much. With few, do not trust the error: anneal more
+            slowly.
+    """
+
+    value: Tensor
+    error: Tensor
+    effective: Tensor
+
+
+def anneal(
+    tables: Tables, theta: Tensor, steps: int, chains: int, generator: torch.Generator | None
+) -> LogPartitionEstimate:
+    """log Z by annealed importance sampling (Neal 2001) from independent uniform variables, beta = 0, to beta = 1."""
+    sweep, energy = build_sweep(tables, torch.zeros_like(theta).unsqueeze(0), chains), Energies(tables, theta)
+    sweep.start(generator)
+    log_weights = theta.new_full((chains,), sum(math.log(count) for count in tables.counts))
+    for k in range(1, steps + 1):
+        log_weights = log_weights + energy(sweep.states()) / steps
+        if k < steps:
+            sweep.replace_weights((k / steps * theta).unsqueeze(0))
+            sweep.run(generator)
+    value = log_weights.logsumexp(0) - math.log(chains)
+    weights = (log_weights - value).exp()
+    effective = weights.sum().square() / weights.square().sum()
+    return LogPartitionEstimate(value, weights.std() / chains**0.5, effective)
+
+
+# Fits of fields whose sums are too large: pseudo-likelihood, ratio matching, stochastic maximum likelihood
+
+SMALL_GRADIENT = 1e-4
+"""A fit whose largest entry of the gradient stays above this warns."""
+
+
+class FieldFit(ABC):
+    """A way from examples to theta that takes no sum over states: `PseudoLikelihood` and its like."""
+
+    @abstractmethod
+    def find(self, tables: Tables, places: Tensor, start: Tensor, generator: torch.Generator | None) -> Tensor:
+        """theta.
+
+        Args:
+            tables: The field's functions.
+            places: Examples as positions of values, shape (b, n).
+            start: Where it starts, shape (m,), float64.
+            generator: Source of draws.
+
+        Returns:
+            Shape (m,).
+        """
+
+
+@dataclass(frozen=True)
+class PenalisedFit(FieldFit):
+    """The minimum of a mean loss per example, by L-BFGS.
+
+    Args:
+        ridge: Adds ridge / 2 |theta|^2 to the mean loss per example, for few examples.
+        steps: Steps of L-BFGS, at most.
+    """
+
+    ridge: float = 0.0
+    steps: int = 300
+
+    def __post_init__(self) -> None:
+        check_number("ridge", self.ridge)
+        check_integer("steps", self.steps)
+
+    def find(self, tables: Tables, places: Tensor, start: Tensor, generator: torch.Generator | None) -> Tensor:
+        conditionals = Conditionals(tables, places)
+        return minimise(partial(self.loss, conditionals), start, self.ridge, self.steps)
+
+    @abstractmethod
+    def loss(self, conditionals: Conditionals, theta: Tensor) -> Tensor:
+        """The mean over the examples, a scalar tensor.
+
+        Args:
+            conditionals: log p(x_i = v | the others) of the examples, up to constants.
+            theta: Shape (m,).
+        """
+
+
+class PseudoLikelihood(PenalisedFit):
+    """Maximum of sum_i log p(x_i | the others): convex, right in the limit of many examples (Besag 1975).
+
+    Args:
+        ridge: Adds ridge / 2 |theta|^2 to the mean loss per example, for few examples.
+        steps: Steps of L-BFGS, at most.
+    """
+
+    def loss(self, conditionals: Conditionals, theta: Tensor) -> Tensor:
+        return -conditionals.logits(theta).log_softmax(-1).gather(-1, conditionals.chosen).sum((1, 2)).mean()
+
+
+class RatioMatching(PenalisedFit):
+    """Minimum of sum_i sum_v sigmoid(log p(x with x_i = v) / p(x))^2 over other values v (Hyvarinen 2007).
+
+    Not convex; less led by examples that are rare under the field than the pseudo-likelihood.
+
+    Args:
+        ridge: Adds ridge / 2 |theta|^2 to the mean loss per example, for few examples.
+        steps: Steps of L-BFGS, at most.
+    """
+
+    def loss(self, conditionals: Conditionals, theta: Tensor) -> Tensor:
+        logits = conditionals.logits(theta)
+        others = torch.ones_like(logits, dtype=torch.bool).scatter(-1, conditionals.chosen, False)
+        ratios = (logits - logits.gather(-1, conditionals.chosen)).sigmoid()
+        return torch.where(others, ratios, 0.0).square().sum((1, 2)).mean()
+
+
+@dataclass(frozen=True)
+class StochasticLikelihood(FieldFit):
+    """Maximum likelihood by persistent chains: theta moves along (Cov(T) + damping I)^-1 (E_data[T] - E_chains[T]).
+
+    The covariance is that of the examples. It starts from the pseudo-likelihood; the chains are drawn on for `sweeps`
+    between steps, the rate falls as 1 / (1 + k / `steady`), and the second half of the steps is averaged (Younes 1989).
+
+    Args:
+        steps: How many.
+        chains: How many.
+        sweeps: Of Gibbs sampling over all variables, between steps.
+        rate: Of the first step.
+        steady: Steps after which the rate has fallen to half.
+        damping: In units of the mean variance of a statistic.
+        ridge: Of the pseudo-likelihood at the start.
+    """
+
+    steps: int = 200
+    chains: int = 1000
+    sweeps: int = 2
+    rate: float = 0.05
+    steady: int = 50
+    damping: float = 0.3
+    ridge: float = 1e-3
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "sweeps", "steady"):
+            check_integer(name, getattr(self, name))
+        check_integer("chains", self.chains, 2)
+        check_positive("rate", self.rate)
+        check_positive("damping", self.damping)
+        check_number("ridge", self.ridge)
+
+    def find(self, tables: Tables, places: Tensor, start: Tensor, generator: torch.Generator | None) -> Tensor:
+        theta = PseudoLikelihood(self.ridge).find(tables, places, start, generator)
+        seen = tables.statistics(places).to(theta)
+        means, metric = seen.mean(0), ExamplesMetric(seen, self.damping)
+        sweep = build_sweep(tables, theta.unsqueeze(0), self.chains)
+        sweep.start(generator)
+        for _ in range(50):
+            sweep.run(generator)
+        total, count = torch.zeros_like(theta), 0
+        for k in range(self.steps):
+            drawn = tables.statistics(sweep.states()).to(theta).mean(0)
+            theta = theta + self.rate / (1 + k / self.steady) * metric.solve(means - drawn)
+            if k >= self.steps // 2:
+                total, count = total + theta, count + 1
+            sweep.replace_weights(theta.unsqueeze(0))
+            for _ in range(self.sweeps):
+                sweep.run(generator)
+        return total / count
+
+
+class ExamplesMetric:
+    """g -> (C + damping v I)^-1 g, C the covariance of statistics (b, m) and v its mean diagonal entry."""
+
+    def __init__(self, statistics: Tensor, damping: float) -> None:
+        root = (statistics - statistics.mean(0)) / max(1, len(statistics) - 1) ** 0.5
+        self.ridge = damping * root.square().sum(0).mean().clamp(min=torch.finfo(root.dtype).eps)
+        self.wide = root.shape[1] > len(root)
+        inner = root @ root.mT if self.wide else root.mT @ root
+        shift = self.ridge * torch.eye(len(inner), dtype=root.dtype, device=root.device)
+        self.root, self.inverse = root, require_inverse(inner + shift, "the examples' covariance has no inverse")
+
+    def solve(self, gradient: Tensor) -> Tensor:
+        """In O(min(b, m) m)."""
+        if not self.wide:
+            return self.inverse @ gradient
+        return (gradient - self.root.mT @ (self.inverse @ (self.root @ gradient))) / self.ridge
+
+
+class Conditionals:
+    """log p(x_i = v | the other variables) of examples (b, n), up to a constant, for fields of singles and pairs."""
+
+    def __init__(self, tables: Tables, places: Tensor) -> None:
+        if max(map(len, tables.cliques)) > 2:
+            raise ValueError(
+                "the field has cliques of three variables or more, expected singles and pairs for this fit"
+            )
+        self.tables, self.width = tables, max(tables.counts) - 1
+        counts = torch.tensor(tables.counts, device=places.device).unsqueeze(1)
+        values = torch.arange(self.width + 1, device=places.device)
+        self.missing, self.chosen = values >= counts, places.unsqueeze(-1)
+        self.columns = (self.chosen == values[1:]).flatten(1).double()  # (b, n * width)
+        self.order = torch.arange(len(tables.counts), device=places.device)
+
+    def logits(self, theta: Tensor) -> Tensor:
+        """Shape (b, n, values): zero for a variable's first value, -inf for those that it lacks."""
+        constant, matrix = pair_energies(self.tables, self.order, theta.unsqueeze(0), self.width)
+        energy = (self.columns @ matrix[0] + constant[0, :, 0]).unflatten(1, (-1, self.width))
+        return torch.nn.functional.pad(energy, (1, 0)).masked_fill(self.missing, -torch.inf)
+
+
+def minimise(loss: Callable[[Tensor], Tensor], start: Tensor, ridge: float, steps: int) -> Tensor:
+    """The minimum of loss(theta) + ridge / 2 |theta|^2 by L-BFGS; a warning where it does not arrive."""
+    theta = start.detach().clone().requires_grad_()
+    solver = torch.optim.LBFGS(
+        [theta], max_iter=steps, tolerance_grad=1e-9, tolerance_change=1e-14, line_search_fn="strong_wolfe"
+    )
+
+    def evaluate() -> Tensor:
+        solver.zero_grad()
+        with torch.enable_grad():
+            value = loss(theta) + 0.5 * ridge * theta.square().sum()
+            value.backward()
+        return value
+
+    solver.step(evaluate)
+    evaluate()
+    assert theta.grad is not None
+    largest = float(theta.grad.abs().max())
+    if not largest <= SMALL_GRADIENT:
+        warnings.warn(
+            f"the fit stopped after {steps} steps with a gradient of {largest:.2g}: give more steps, or a ridge",
+            stacklevel=4,
+        )
+    return theta.detach()
