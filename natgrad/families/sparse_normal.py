@@ -73,13 +73,13 @@ class SparseNormal(GraphNormal):
         return self._complete(mean, spread).to(eta.dtype)
 
     @cached_property
-    def centred(self) -> FixedMeanNormal:
+    def zero_mean(self) -> FixedMeanNormal:
         """The distributions of mean zero."""
         return FixedMeanNormal(torch.zeros(self.d), self.pairs.edges)
 
     def _complete(self, mean: Tensor, spread: Tensor) -> Tensor:
         """theta (..., n) of a mean and the covariance on the graph (Sigma_ii; 2 Sigma_ij)."""
-        return self.join(mean, self.precision(torch.cat([mean, self.centred.natural(spread)], dim=-1)))
+        return self.join(mean, self.precision(torch.cat([mean, self.zero_mean.natural(spread)], dim=-1)))
 
     def __repr__(self) -> str:
         return f"SparseNormal({self.d}, {len(self.pairs.edges)} edges)"

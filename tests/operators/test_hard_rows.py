@@ -1,4 +1,4 @@
-"""The root of the metric where examples cannot be told apart, or along another dimension, and of the smallest layers."""
+"""The root of the metric of the smallest layers, and where examples cannot be told apart or lie side by side."""
 
 from __future__ import annotations
 
