@@ -12,35 +12,21 @@ from natgrad.families.cancellation import in_double, log_ratio
 from natgrad.families.diagonal_normal import Normal
 from natgrad.families.event_checks import centre, check_support, check_varies, check_width, root_mean_square, widen
 from natgrad.families.exponential import ExponentialFamily, Map
+from natgrad.families.log_gamma import EULER
 from natgrad.families.positive_families import Exponential, Gamma
 from natgrad.families.product_families import Embedded
 from natgrad.ground.checks import check_positive
-
-EULER = 0.5772156649015329
-"""-E[log x] of a waiting time x of rate one."""
 
 
 class ChangedVariable(Embedded):
     """y = g(x) > 0 of one positive or real x: T(y) = T(g^-1(y)), and theta, psi, Fisher matrix and KL are those of x.
 
     Only densities and entropies change, by h(y) = |d x / d y|. A subclass sets `base` and `inner`, the family of x, and
-    writes
-    `source`, `image`, `log_base` and `mean_log_base`.
+    writes `source`, g^-1, `image`, g, `log_base` and `mean_log_base`.
     """
 
     base: ExponentialFamily
     """The family of x."""
-
-    @abstractmethod
-    def source(self, y: Tensor) -> Tensor:
-        """x = g^-1(y).
-
-        Args:
-            y: Positive, shape (..., 1).
-
-        Returns:
-            Shape (..., 1).
-        """
 
     @abstractmethod
     def image(self, x: Tensor) -> Tensor:

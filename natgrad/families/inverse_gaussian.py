@@ -17,9 +17,8 @@ from natgrad.families.event_checks import (
     widen,
 )
 from natgrad.families.exponential import ExponentialFamily
-from natgrad.families.log_gamma import HALF_LOG_2PI
+from natgrad.families.log_gamma import EULER, HALF_LOG_2PI
 
-EULER = 0.5772156649015329
 SERIES_BELOW = 2.0
 """Arguments below which the exponential integral is taken from its series."""
 

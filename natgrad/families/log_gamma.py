@@ -11,6 +11,8 @@ from torch import Tensor
 from natgrad.families.cancellation import ratio_gap
 
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+EULER = 0.5772156649015329
+"""-E[log x] of a waiting time x of rate one."""
 SHIFT = 10
 """Arguments from which the series of Stirling's formula has all digits of float64."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -103,25 +105,26 @@ def e_projection(sub: SubModel, theta: Tensor, start: Tensor | None = None) -> T
         step = require_solution(metric[..., free, :][..., free], gradient, EDGE).squeeze(-1)
         if bool((step.abs() <= 1e-12 * (1 + point.abs())).all()):
             return point
-        point = _descend(sub, goal, point, step)
+        point = _descend(sub.inside, lambda q: sub.family.kl(sub.whole(q), goal), point, -step)
     raise ValueError(f"the e-projection did not settle within {STEPS} steps: give another start")
 
 
-def _descend(sub: SubModel, goal: Tensor, point: Tensor, step: Tensor) -> Tensor:
-    """found - step / 2^k with the least k at which KL does not rise."""
+def _descend(
+    inside: Callable[[Tensor], Tensor], value: Callable[[Tensor], Tensor], point: Tensor, step: Tensor
+) -> Tensor:
+    """point + step / 2^k for every row, with the least k at which a value, infinite outside, does not rise."""
 
-    def divergence(at: Tensor) -> Tensor:
-        inside = sub.inside(at)
-        safe = torch.where(inside.unsqueeze(-1), at, point)
-        return torch.where(inside, sub.family.kl(sub.whole(safe), goal), torch.inf)
+    def guarded(at: Tensor) -> Tensor:
+        within = inside(at)
+        return torch.where(within, value(torch.where(within.unsqueeze(-1), at, point)), torch.inf)
 
-    before, rate = divergence(point), torch.ones_like(point[..., :1])
+    before, rate = guarded(point), torch.ones_like(point[..., :1])
     for _ in range(60):
-        worse = ~(divergence(point - rate * step) <= before + 1e-14 * (1 + before.abs()))
+        worse = ~(guarded(point + rate * step) <= before + 1e-14 * (1 + before.abs()))
         if not bool(worse.any()):
             break
         rate = torch.where(worse.unsqueeze(-1), rate / 2, rate)
-    return point - rate * step
+    return point + rate * step
 
 
 def tilt(family: ExponentialFamily, theta: Tensor, positions: list[int], means: Tensor) -> Tensor:
@@ -146,7 +149,12 @@ def tilt(family: ExponentialFamily, theta: Tensor, positions: list[int], means: 
         >>> ng.geometry.tilt(ng.Bernoulli(2), torch.zeros(2), [0], torch.tensor([0.5**0.5]))
         tensor([0.8814, 0.0000])
     """
-    point = theta.detach().clone()
+    point, places = theta.detach().clone(), torch.tensor(positions, device=theta.device)
+
+    def dual(at: Tensor) -> Tensor:
+        """psi - means . theta, which is convex."""
+        return family.log_partition(at) - (means * at[..., positions]).sum(-1)
+
     for _ in range(STEPS):
         gap = means - family.expectation(point)[..., positions]
         block = family.covariance(point)[..., positions, :][..., positions]
@@ -155,31 +163,9 @@ def tilt(family: ExponentialFamily, theta: Tensor, positions: list[int], means: 
             break  # theta ran off: the means are on the edge, or beyond
         if bool((step.abs() <= 1e-12 * (1 + point[..., positions].abs())).all()):
             return point
-        point = _halve_until_lower(family, point, positions, step, means)
+        along = torch.zeros_like(point).scatter(-1, places.expand(step.shape), step)
+        point = _descend(family.inside, dual, point, along)
     raise ValueError("means are not reached: expected values in the interior of what these statistics' means can be")
-
-
-def _halve_until_lower(
-    family: ExponentialFamily, point: Tensor, positions: list[int], step: Tensor, means: Tensor
-) -> Tensor:
-    """Along the step, halved until psi - means . theta, which is convex, does not rise."""
-    places = torch.tensor(positions, device=point.device).expand(step.shape)
-
-    def at(rate: Tensor) -> Tensor:
-        return point.scatter_add(-1, places, rate * step)
-
-    def dual(theta: Tensor) -> Tensor:
-        inside = family.inside(theta)
-        safe = torch.where(inside.unsqueeze(-1), theta, point)
-        return torch.where(inside, family.log_partition(safe) - (means * theta[..., positions]).sum(-1), torch.inf)
-
-    before, rate = dual(point), torch.ones_like(point[..., :1])
-    for _ in range(60):
-        worse = ~(dual(at(rate)) <= before + 1e-14 * (1 + before.abs()))
-        if not bool(worse.any()):
-            break
-        rate = torch.where(worse.unsqueeze(-1), rate / 2, rate)
-    return at(rate)
 
 
 def mirror_step(

@@ -251,7 +251,7 @@ def linearise_after(model: Model) -> int | None:
 
 
 class Scores:
-    """The form of given score vectors: M_i = S_i S_i^T."""
+    """The form of given score vectors, M_i = S_i S_i^T with S (R, m, k); counted (R,) is 0 for ignored rows."""
 
     def __init__(self, scores: Tensor, counted: Tensor | None = None) -> None:
         self.scores = scores
