@@ -10,7 +10,7 @@ from torch import Tensor
 
 from natgrad.families.cancellation import in_double, log_ratio
 from natgrad.families.diagonal_normal import Normal
-from natgrad.families.event_checks import centre, check_support, check_varies, check_width, root_mean_square, widen
+from natgrad.families.event_checks import centre, check_varies, check_width, read_positive, root_mean_square, widen
 from natgrad.families.exponential import ExponentialFamily, Map
 from natgrad.families.log_gamma import EULER
 from natgrad.families.positive_families import Exponential, Gamma
@@ -40,12 +40,11 @@ class ChangedVariable(Embedded):
         """
 
     def statistics(self, x: Tensor) -> Tensor:
-        return super().statistics(check_support(check_width(x, 1), x > 0, "x > 0"))
+        return super().statistics(read_positive(x))
 
     @in_double
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
-        x = self.as_numbers(x, theta.dtype)
-        x = check_support(check_width(x, 1), x > 0, "x > 0")
+        x = read_positive(self.as_numbers(x, theta.dtype))
         return super().log_prob(theta, x) + self.log_base(x)
 
     @in_double

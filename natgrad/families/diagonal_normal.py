@@ -8,16 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families.cancellation import in_double, ratio_gap
-from natgrad.families.event_checks import (
-    centre,
-    check_moments,
-    check_rest,
-    check_varies,
-    check_width,
-    floating_dtype,
-    root_mean_square,
-    widen,
-)
+from natgrad.families.event_checks import centre_varying, check_moments, check_rest, check_width, widen
 from natgrad.families.exponential import ExponentialFamily, Map
 from natgrad.families.normal import LOG_2PI
 from natgrad.families.symmetric_matrices import factor_covariance, half_log_det, inverse_from
@@ -84,8 +75,7 @@ class DiagonalNormal(ExponentialFamily):
         return (0.5 * ratio_gap(-goal, -half, -turned) - 0.25 * away.square() / goal).sum(-1)
 
     def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
-        mean, centred = centre(widen(x))
-        check_varies(root_mean_square(centred), x.detach().abs().amax(0), floating_dtype(x))
+        mean, centred = centre_varying(x)
         return self.from_moments(mean, centred.square().mean(0))
 
     def from_moments(self, mean: Tensor, variance: Tensor) -> Tensor:

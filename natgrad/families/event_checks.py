@@ -23,6 +23,11 @@ def check_support(x: Tensor, allowed: Tensor, words: str) -> Tensor:
     return x
 
 
+def read_positive(x: Tensor) -> Tensor:
+    """x (..., 1) as it is. ValueError unless every entry is above zero."""
+    return check_support(check_width(x, 1), x > 0, "x > 0")
+
+
 def check_above(value: Tensor, low: float, name: str) -> Tensor:
     """The value as it is. ValueError unless every entry is above `low`."""
     if is_concrete(value) and not bool((value > low).all()):
@@ -90,6 +95,14 @@ def check_varies(spread: Tensor, size: Tensor | float, dtype: torch.dtype) -> No
             f"{float(spread.min()):.2g}; expected examples of a distribution with a density: take more of them, or "
             "give x without its mean, or in float64"
         )
+
+
+def centre_varying(x: Tensor, by_mean: bool = False) -> tuple[Tensor, Tensor]:
+    """`centre` of x in float64. ValueError unless it varies by more than the round-off of its size, or of its mean."""
+    mean, centred = centre(widen(x))
+    size = mean.detach() if by_mean else x.detach().abs().amax(0)
+    check_varies(root_mean_square(centred), size, floating_dtype(x))
+    return mean, centred
 
 
 def check_spreads(covariance: Tensor, size: Tensor, dtype: torch.dtype) -> None:

@@ -6,16 +6,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families.cancellation import in_double, ratio_gap
-from natgrad.families.event_checks import (
-    centre,
-    check_above,
-    check_rest,
-    check_support,
-    check_varies,
-    check_width,
-    root_mean_square,
-    widen,
-)
+from natgrad.families.event_checks import centre_varying, check_above, check_rest, check_width, read_positive, widen
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.log_gamma import EULER, HALF_LOG_2PI
 
@@ -43,7 +34,7 @@ class InverseGaussian(ExponentialFamily):
     domain = "theta = (-shape / (2 mean^2), -shape / 2): both must be negative"
 
     def statistics(self, x: Tensor) -> Tensor:
-        x = check_support(check_width(x, 1), x > 0, "x > 0")
+        x = read_positive(x)
         return torch.cat([x, 1 / x], dim=-1)
 
     def log_base(self, x: Tensor) -> Tensor:
@@ -66,8 +57,7 @@ class InverseGaussian(ExponentialFamily):
     @in_double
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
         mean, shape = self.mean_shape(theta)
-        x = self.as_numbers(x, theta.dtype)
-        x = check_support(check_width(x, 1), x > 0, "x > 0").squeeze(-1)
+        x = read_positive(self.as_numbers(x, theta.dtype)).squeeze(-1)
         return 0.5 * shape.log() - 1.5 * x.log() - HALF_LOG_2PI - shape * ((x - mean) / mean).square() / (2 * x)
 
     @in_double
@@ -105,8 +95,7 @@ class InverseGaussian(ExponentialFamily):
         return torch.stack([-0.5 * inverse_mean.square() / rest, -0.5 / rest], dim=-1)
 
     def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
-        (mean, centred), wide = centre(widen(x)), widen(x)
-        check_varies(root_mean_square(centred), mean.detach(), x.dtype)
+        (mean, centred), wide = centre_varying(x, by_mean=True), widen(x)
         # 1 / shape = E[1 / x] - 1 / mean = E[(x - mean)^2 / (x mean^2)], in which nothing cancels
         rest = ((centred / mean).square() / wide).mean(0)
         return torch.cat([-0.5 / (rest * mean.square()), -0.5 / rest], dim=-1)

@@ -10,12 +10,13 @@ from torch import Tensor
 from natgrad.families.cancellation import in_double, log_ratio, ratio_gap
 from natgrad.families.event_checks import (
     centre,
+    centre_varying,
     check_above,
     check_rest,
     check_support,
     check_varies,
     check_width,
-    root_mean_square,
+    read_positive,
     widen,
 )
 from natgrad.families.exponential import ExponentialFamily
@@ -93,7 +94,7 @@ class Gamma(ExponentialFamily):
     domain = "theta = (shape - 1, -rate): the first above -1, the second negative"
 
     def statistics(self, x: Tensor) -> Tensor:
-        x = check_support(check_width(x, 1), x > 0, "x > 0")
+        x = read_positive(x)
         return torch.cat([x.log(), x], dim=-1)
 
     def log_partition(self, theta: Tensor) -> Tensor:
@@ -114,7 +115,7 @@ class Gamma(ExponentialFamily):
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
         """-shape (y - 1 - log y) + 1/2 log shape - log x - ..., y = x / mean: the large terms cancel by hand."""
         shape, rate = self._split(theta)
-        x = check_support(check_width(self.as_numbers(x, theta.dtype), 1), x > 0, "x > 0").squeeze(-1)
+        x = read_positive(self.as_numbers(x, theta.dtype)).squeeze(-1)
         main = shape * ratio_gap(rate * x, shape, rate * x - shape)
         return 0.5 * shape.log() - main - x.log() - HALF_LOG_2PI - stirling_rest(shape)
 
@@ -144,8 +145,7 @@ class Gamma(ExponentialFamily):
         return self._solve_shape(gap, eta[:, 1])
 
     def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
-        (mean, centred), wide = centre(widen(x)), widen(x)
-        check_varies(root_mean_square(centred), mean.detach(), x.dtype)
+        (mean, centred), wide = centre_varying(x, by_mean=True), widen(x)
         # the mean of y - 1 - log y, y = x / mean, as E[y] = 1: what log E[x] and E[log x] share cancels by hand
         return self._solve_shape(ratio_gap(wide, mean, centred).mean(0).squeeze(-1), mean.squeeze(-1))
 
