@@ -15,6 +15,7 @@ from torch import Tensor
 
 from natgrad.families.class_logits import classes_kl
 from natgrad.families.discrete_tables import LARGEST, Clique, Tables
+from natgrad.families.event_checks import floating_dtype
 from natgrad.families.exponential import Closed, ExponentialFamily
 from natgrad.families.gibbs import Gibbs, build_sweep, fits_pairs, pair_energies
 from natgrad.ground.checks import check_integer, check_number, check_positive
@@ -81,7 +82,7 @@ class MarkovField(ExponentialFamily):
         return self._table is not None or self.tables.largest <= LARGEST
 
     def statistics(self, x: Tensor) -> Tensor:
-        return self.tables.statistics(self.tables.places(x)).to(choose_dtype(x))
+        return self.tables.statistics(self.tables.places(x)).to(floating_dtype(x))
 
     def log_partition(self, theta: Tensor) -> Tensor:
         self.check_shape(theta, "theta")
@@ -180,7 +181,7 @@ class MarkovField(ExponentialFamily):
             )
         zero = torch.zeros(self.size, dtype=torch.float64, device=x.device)
         begin = zero if start is None else self.single(start, "start").to(zero)
-        return method.find(self.tables, places, begin, generator).to(choose_dtype(x))
+        return method.find(self.tables, places, begin, generator).to(floating_dtype(x))
 
     def estimate_log_partition(
         self, theta: Tensor, *, steps: int = 500, chains: int = 500, generator: torch.Generator | None = None
@@ -342,11 +343,6 @@ class MomentEstimate:
     def fisher(self) -> Operator:
         """The estimated Fisher matrix; singular where there were fewer draws than statistics."""
         return DenseOperator(self.covariance)
-
-
-def choose_dtype(x: Tensor) -> torch.dtype:
-    """That of floating-point x, torch's default one for integers."""
-    return x.dtype if x.is_floating_point() else torch.get_default_dtype()
 
 
 def check_field(values: Sequence[Sequence[float]], cliques: Sequence[Clique]) -> None:
