@@ -32,79 +32,6 @@ ROUNDING = 0.1
 
 
 @dataclass(frozen=True)
-class Entrywise(Likelihood):
-    """A separable likelihood with every entry as a row of its own, so that each can carry a weight.
-
-    Args:
-        family: The separable likelihood.
-    """
-
-    family: Likelihood
-
-    def rows(self, outputs: Any) -> Tensor:
-        return self.family.rows(outputs).reshape(-1, 1)
-
-    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self.family.nll(outputs.reshape(-1, 1), targets.reshape(-1, 1))
-
-    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        return self.family.sample(outputs, generator)
-
-    def fisher(self, rows: Tensor) -> Tensor:
-        return self.family.fisher(rows)
-
-    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
-        return self.family.mv(outputs, tangents)
-
-    def root(self, outputs: Tensor) -> Tensor:
-        return self.family.root(outputs)
-
-    def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
-        return self.family.kl(outputs, other)
-
-    def check_targets(self, outputs: Any, targets: Any) -> None:
-        self.family.check_targets(outputs, targets)
-
-
-def pick_logits(family: Likelihood, outputs: Any) -> tuple[Any, Tensor | None]:
-    """The logits in a record or a pair (logits, loss) of a model, and that loss; other outputs, and None."""
-    if isinstance(outputs, Tensor) or not isinstance(family, (Entrywise, SeparableLikelihood, Categorical)):
-        return outputs, None
-    if type(outputs) in (tuple, list):
-        pair = sorted(outputs[:2], key=lambda part: isinstance(part, Tensor) and part.dim() == 0)  # the logits first
-        known = len(pair) == 2 and all(isinstance(part, Tensor) for part in pair)
-        return (pair[0], pair[1]) if known and pair[0].dim() > 0 == pair[1].dim() else (outputs, None)
-    logits, loss = getattr(outputs, "logits", None), getattr(outputs, "loss", None)
-    if not isinstance(logits, Tensor):
-        return outputs, None
-    return logits, loss if isinstance(loss, Tensor) and loss.dim() == 0 else None
-
-
-@dataclass(frozen=True)
-class PoissonRate(Likelihood):
-    """Poisson counts with the rate as output, as `PoissonNLLLoss(log_input=False)` has it: form 1 / (rate + eps)."""
-
-    eps: float = 1e-8
-
-    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        entries = outputs - targets * (outputs + self.eps).log() + torch.lgamma(targets.to(outputs.dtype) + 1)
-        return flatten_rows(entries).sum(1)
-
-    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        return torch.poisson(outputs.detach(), generator=generator)
-
-    def fisher(self, rows: Tensor) -> Tensor:
-        return torch.diag_embed(1 / (rows + self.eps))
-
-    def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
-        start, end = outputs + self.eps, other + self.eps
-        return (start * exp_gap((end / start).log())).sum(1)
-
-    def check_targets(self, outputs: Any, targets: Any) -> None:
-        Poisson().check_targets(outputs, targets)
-
-
-@dataclass(frozen=True)
 class Criterion:
     """A loss, its likelihood, and how the one's units follow from the other's.
 
@@ -135,12 +62,12 @@ class Criterion:
     over_classes: bool = False
     temperature: Callable[[Any, Any], Tensor] | None = None
     maximize: bool = False
-    made: tuple[Callable[..., Criterion], tuple[Any, ...]] | None = field(
+    recipe: tuple[Callable[..., Criterion], tuple[Any, ...]] | None = field(
         default=None, init=False, repr=False, compare=False
     )  # what it is made of anew where it travels: the functions above are closures
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
-        return super().__reduce_ex__(protocol) if self.made is None else self.made
+        return super().__reduce_ex__(protocol) if self.recipe is None else self.recipe
 
     def __repr__(self) -> str:
         kinds = {name: getattr(self, name) or None for name in ("summed", "entrywise", "maximize")}
@@ -298,8 +225,81 @@ class Criterion:
 
 def remake_with(criterion: Criterion, make: Callable[..., Criterion], *args: Any) -> Criterion:
     """The same criterion; where it is pickled or copied, make(*args) takes its place."""
-    object.__setattr__(criterion, "made", (make, args))
+    object.__setattr__(criterion, "recipe", (make, args))
     return criterion
+
+
+@dataclass(frozen=True)
+class Entrywise(Likelihood):
+    """A separable likelihood with every entry as a row of its own, so that each can carry a weight.
+
+    Args:
+        family: The separable likelihood.
+    """
+
+    family: Likelihood
+
+    def rows(self, outputs: Any) -> Tensor:
+        return self.family.rows(outputs).reshape(-1, 1)
+
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.family.nll(outputs.reshape(-1, 1), targets.reshape(-1, 1))
+
+    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return self.family.sample(outputs, generator)
+
+    def fisher(self, rows: Tensor) -> Tensor:
+        return self.family.fisher(rows)
+
+    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
+        return self.family.mv(outputs, tangents)
+
+    def root(self, outputs: Tensor) -> Tensor:
+        return self.family.root(outputs)
+
+    def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
+        return self.family.kl(outputs, other)
+
+    def check_targets(self, outputs: Any, targets: Any) -> None:
+        self.family.check_targets(outputs, targets)
+
+
+def pick_logits(family: Likelihood, outputs: Any) -> tuple[Any, Tensor | None]:
+    """The logits in a record or a pair (logits, loss) of a model, and that loss; other outputs, and None."""
+    if isinstance(outputs, Tensor) or not isinstance(family, (Entrywise, SeparableLikelihood, Categorical)):
+        return outputs, None
+    if type(outputs) in (tuple, list):
+        pair = sorted(outputs[:2], key=lambda part: isinstance(part, Tensor) and part.dim() == 0)  # the logits first
+        known = len(pair) == 2 and all(isinstance(part, Tensor) for part in pair)
+        return (pair[0], pair[1]) if known and pair[0].dim() > 0 == pair[1].dim() else (outputs, None)
+    logits, loss = getattr(outputs, "logits", None), getattr(outputs, "loss", None)
+    if not isinstance(logits, Tensor):
+        return outputs, None
+    return logits, loss if isinstance(loss, Tensor) and loss.dim() == 0 else None
+
+
+@dataclass(frozen=True)
+class PoissonRate(Likelihood):
+    """Poisson counts with the rate as output, as `PoissonNLLLoss(log_input=False)` has it: form 1 / (rate + eps)."""
+
+    eps: float = 1e-8
+
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        entries = outputs - targets * (outputs + self.eps).log() + torch.lgamma(targets.to(outputs.dtype) + 1)
+        return flatten_rows(entries).sum(1)
+
+    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return torch.poisson(outputs.detach(), generator=generator)
+
+    def fisher(self, rows: Tensor) -> Tensor:
+        return torch.diag_embed(1 / (rows + self.eps))
+
+    def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
+        start, end = outputs + self.eps, other + self.eps
+        return (start * exp_gap((end / start).log())).sum(1)
+
+    def check_targets(self, outputs: Any, targets: Any) -> None:
+        Poisson().check_targets(outputs, targets)
 
 
 def cross_entropy(criterion: nn.CrossEntropyLoss) -> Criterion:
