@@ -177,7 +177,7 @@ class SharedBasis(Operator):
                 "expected (d, m), (k, m) and (k,) with m <= d"
             )
         self.basis, self.spectrum, self.rest = basis, spectrum, rest
-        self.whole = basis.shape[0] == basis.shape[1]
+        self.is_complete = basis.shape[0] == basis.shape[1]
         self.size = len(spectrum) * len(basis)
         self.dtype, self.device = basis.dtype, basis.device
 
@@ -199,7 +199,7 @@ class SharedBasis(Operator):
 
     def diagonal(self) -> Tensor:
         squares = self.basis.square()
-        outside = torch.zeros_like(squares[:, 0]) if self.whole else 1 - squares.sum(1)
+        outside = torch.zeros_like(squares[:, 0]) if self.is_complete else 1 - squares.sum(1)
         return (self.spectrum @ squares.mT + self.rest.outer(outside)).reshape(-1)
 
     def _largest(self) -> Tensor:
@@ -207,7 +207,7 @@ class SharedBasis(Operator):
 
     def _scale_in_basis(self, vector: Tensor, inside: Tensor, outside: Tensor) -> Tensor:
         block = vector.reshape(len(inside), -1)
-        if self.whole:
+        if self.is_complete:
             return ((block @ self.basis * inside) @ self.basis.mT).reshape(-1)
         rest = outside.unsqueeze(1)
         return (block * rest + (block @ self.basis * (inside - rest)) @ self.basis.mT).reshape(-1)
