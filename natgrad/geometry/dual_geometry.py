@@ -114,13 +114,13 @@ def _descend(
 ) -> Tensor:
     """point + step / 2^k for every row, with the least k at which a value, infinite outside, does not rise."""
 
-    def guarded(at: Tensor) -> Tensor:
+    def measure(at: Tensor) -> Tensor:
         within = inside(at)
         return torch.where(within, value(torch.where(within.unsqueeze(-1), at, point)), torch.inf)
 
-    before, rate = guarded(point), torch.ones_like(point[..., :1])
+    before, rate = measure(point), torch.ones_like(point[..., :1])
     for _ in range(60):
-        worse = ~(guarded(point + rate * step) <= before + 1e-14 * (1 + before.abs()))
+        worse = ~(measure(point + rate * step) <= before + 1e-14 * (1 + before.abs()))
         if not bool(worse.any()):
             break
         rate = torch.where(worse.unsqueeze(-1), rate / 2, rate)
