@@ -12,7 +12,7 @@ from natgrad.families.cancellation import in_double
 from natgrad.families.event_checks import check_moments, check_rest, check_width, widen
 from natgrad.families.exponential import Map
 from natgrad.families.newton import find_natural
-from natgrad.families.normal import POSITIVE, GraphNormal, MultivariateNormal, measure_spread
+from natgrad.families.normal import POSITIVE, GraphNormal, MultivariateNormal, explain_outside, measure_spread
 from natgrad.families.product_families import Embedded
 from natgrad.families.symmetric_matrices import Pairs, factor_covariance, inverse_from
 from natgrad.ground.linalg import is_concrete
@@ -135,7 +135,7 @@ class FixedMeanNormal(Embedded):
         Raises:
             ValueError: Where P is not positive definite.
         """
-        return self.inner.factor(self.embed(self.check(theta)))
+        return factor_covariance(self.precision(self.check_shape(theta, "theta")), explain_outside(self))
 
     def precision(self, theta: Tensor) -> Tensor:
         """P.
