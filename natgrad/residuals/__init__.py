@@ -16,7 +16,7 @@ from natgrad.residuals.differential import (
 )
 from natgrad.residuals.fields import Field
 from natgrad.residuals.jets import HardConstraint, Periodic
-from natgrad.residuals.optimizer import ResidualOptimizer
+from natgrad.residuals.optimizer import ResidualHistory, ResidualOptimizer
 from natgrad.residuals.point_weights import Causal, PointWeights, WhereLarge
 from natgrad.residuals.residual_terms import residuals
 from natgrad.residuals.system import ResidualMetric
@@ -27,6 +27,7 @@ __all__ = [
     "HardConstraint",
     "Periodic",
     "PointWeights",
+    "ResidualHistory",
     "ResidualMetric",
     "ResidualOptimizer",
     "WhereLarge",

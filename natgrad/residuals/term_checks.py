@@ -17,18 +17,21 @@ CLOSE = 1e-3
 """How far a network's values for one point and for two may differ, relative: above round-off in single precision."""
 
 
-class ParameterWatch(TorchFunctionMode):
-    """Inside, notes every `nn.Parameter` that requires a gradient and that a torch function is given.
+class CallWatch(TorchFunctionMode):
+    """Inside, notes what torch functions are given that a term has from elsewhere than its arguments.
 
     Attributes:
-        seen: The parameters, by identity.
+        seen: Every `nn.Parameter` that requires a gradient, by identity.
+        differentiates: True after a call of `torch.autograd.grad`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: dict[int, nn.Parameter] = {}
+        self.differentiates = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.differentiates |= func is torch.autograd.grad
         for one in leaves((args, kwargs)):
             if isinstance(one, nn.Parameter) and one.requires_grad:
                 self.seen[id(one)] = one
