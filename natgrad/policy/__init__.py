@@ -6,6 +6,7 @@
 
 from natgrad.ground.messages import find_name
 from natgrad.policy.environments import EnvironmentFault, Episode
+from natgrad.policy.evaluation import EvalCallback, make_vec_env
 from natgrad.policy.heads import (
     DiscreteHead,
     GaussianHead,
@@ -27,6 +28,7 @@ __all__ = [
     "DiscreteHead",
     "EnvironmentFault",
     "Episode",
+    "EvalCallback",
     "GaussianHead",
     "Head",
     "LearningHistory",
@@ -41,6 +43,7 @@ __all__ = [
     "SquashedGaussianHead",
     "acktr",
     "gae",
+    "make_vec_env",
 ]
 
 # not by a def: type checkers would then take any name for one that exists

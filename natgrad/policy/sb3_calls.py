@@ -13,7 +13,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 ADVICE = {
     "log_interval": "every update is in the history that learn returns",
-    "tb_log_name": "write the history where you like in callback=",
+    "tb_log_name": "tensorboard_log= of the agent is the folder, and its runs are called TRPO_1, TRPO_2, ...",
     "reset_num_timesteps": "learn always goes on; build a new agent to begin anew",
 }
 
@@ -47,11 +47,8 @@ def as_learning(total_steps: Any, progress: Any, spelled: dict[str, Any]) -> tup
     return total_steps, progress
 
 
-def as_prediction(deterministic: Any, spelled: dict[str, Any]) -> bool:
-    """Whether a pair (action, state) is wanted, as by callers that pass `state` or `episode_start`.
-
-    TypeError for other arguments, and for anything but a truth value: their second argument is the state.
-    """
+def check_prediction(deterministic: Any, spelled: dict[str, Any]) -> None:
+    """TypeError for other arguments than ours, and for anything but a truth value: their second one is the state."""
     if not isinstance(deterministic, (bool, np.bool_)):
         raise TypeError(
             f"deterministic is {deterministic!r}, expected True or False: policies have no recurrent state, write "
@@ -61,7 +58,6 @@ def as_prediction(deterministic: Any, spelled: dict[str, Any]) -> bool:
         raise TypeError(f"predict takes no {name!r}: its arguments are observation and deterministic")
     if spelled.get("state") is not None:
         raise TypeError("state is not None: policies have no recurrent state; leave it out")
-    return bool(spelled)
 
 
 class PerAgent:

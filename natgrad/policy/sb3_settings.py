@@ -25,7 +25,6 @@ RADIUS = 0.01
 """Nats per state, and for real actions per entry of an action."""
 
 OFF: dict[str, tuple[Any, str]] = {
-    "tensorboard_log": (None, "write the history where you like in callback="),
     "use_sde": (False, "draws are independent from step to step"),
     "sde_sample_freq": (-1, "draws are independent from step to step"),
     "rollout_buffer_class": (None, "a batch is kept for one update"),
@@ -58,6 +57,7 @@ class Translation:
         device: Of the default network; None where it was not said.
         hidden: Sizes of the default policy's and the default critic's layers; None where they were not said.
         activation: Between them; None where it was not said.
+        log: Folder of what TensorBoard shows; None for no such thing.
     """
 
     choices: dict[str, Any]
@@ -69,6 +69,7 @@ class Translation:
     device: Any = None
     hidden: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     activation: type[nn.Module] | None = None
+    log: Any = None
 
     def find_radius(self, head: Head) -> float:
         """The bound on an update's mean KL, in nats per state."""
@@ -102,7 +103,7 @@ def translate_choices(caller: str, radius: float | None, choices: dict[str, Any]
         if ours.pop(name) != neutral:
             raise TypeError(f"{caller} takes no {name!r}: {advice}")
     hidden, activation = translate_network(caller, ours.pop("policy_kwargs", None))
-    verbose, device = ours.pop("verbose", None), ours.pop("device", None)
+    verbose, device, log = (ours.pop(name, None) for name in ("verbose", "device", "tensorboard_log"))
     return Translation(
         ours,
         radius=radius,
@@ -113,6 +114,7 @@ def translate_choices(caller: str, radius: float | None, choices: dict[str, Any]
         device=None if device == "auto" else device,
         hidden=hidden,
         activation=activation,
+        log=log,
     )
 
 
