@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.ground.jets import Constraint, Derivatives
 from natgrad.residuals import HardConstraint, Periodic, draw_where_large
-from natgrad.residuals.jets import Constraint
-from natgrad.residuals.plan import JetLayout
 
 F64 = torch.float64
 Points = dict[str, Tensor]
@@ -140,7 +139,7 @@ def differentiate(net: nn.Module, x: Tensor, piece: FormulaTerm) -> TermJets:
     if isinstance(net, HardConstraint):
         inner = differentiate(net.net, x, piece)
         stacked = torch.cat([inner.u[None], inner.first.movedim(-1, 0), inner.second.movedim(-1, 0)])
-        layout, count = JetLayout(tuple(range(x.shape[1])), piece.groups), 1 + x.shape[1]
+        layout, count = Derivatives(tuple(range(x.shape[1])), piece.groups), 1 + x.shape[1]
         jets, _ = Constraint(net.distance, net.values).push(x, layout, stacked)
         return TermJets(jets[0], jets[1:count].movedim(0, -1), jets[count:].movedim(0, -1))
     assert isinstance(net, nn.Sequential)

@@ -155,6 +155,19 @@ def save(figure: Figure, stem: Path) -> None:
     stem.with_suffix(".svg").write_text(_svg(figure, stem.name, transparent=False))
 
 
+def save_picture(fill: Callable[[Figure], None], size: tuple[float, float], stem: Path, title: str = "") -> None:
+    """Draw and write stem.png, for a page of the docs; with a title above where one is given."""
+
+    def fill_titled(figure: Figure) -> None:
+        fill(figure)
+        if title:
+            put_title(figure, title)
+
+    figure = draw(fill_titled, size)
+    with mpl.rc_context(STYLE):
+        figure.savefig(stem.with_suffix(".png"), dpi=160, facecolor="white")
+
+
 def inline(figure: Figure, name: str, title: str) -> str:
     """The figure as an <svg> element in the page's colours."""
     text = _svg(figure, name, transparent=True)

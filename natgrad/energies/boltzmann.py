@@ -104,8 +104,8 @@ class Boltzmann(Density):
             inputs: Bits, shape (b, N).
             dims: Units i; None for all.
         """
-        found = self._jumps(inputs) * self.fields(params, inputs)
-        return found if dims is None else found[:, torch.as_tensor(dims, device=found.device)]
+        ratios = self._jumps(inputs) * self.fields(params, inputs)
+        return ratios if dims is None else ratios[:, torch.as_tensor(dims, device=ratios.device)]
 
     def ratio_jacobian(self, params: Params, inputs: Tensor) -> Tensor:
         """The derivative in h_i is the jump of v_i, that in J_ij the jump times the other unit's v.
@@ -205,7 +205,7 @@ class Boltzmann(Density):
                 chances = torch.rand(v.shape, generator=generator, dtype=v.dtype, device=v.device).logit()
                 for unit in range(self.units):
                     field = params["h"][unit] + couplings[unit] @ v
-                    v[unit] = low + gap * (chances[unit] < gap * field)
+                    v[unit] = low + gap * (chances[unit] < gap * field)  # up with sigmoid(gap * field)
         return ((v - low) / gap).mT.contiguous()
 
     def check(self, params: Params) -> None:

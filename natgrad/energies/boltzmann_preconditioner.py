@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,11 +78,12 @@ class PairPreconditioner(Preconditioner):
         age = memory["age"] if memory else 0
         if not memory or age % self.every == 0:
             memory = self._factors(metric, params, unwrap_examples(inputs), damping)
-        memory = {**memory, "age": age + 1}
+        weights = memory["weights"]
         if self.by_rows:
-            return RowInverse(self.machine, params, *(memory[name] for name in ("weights", "mean", "inverse"))), memory
-        kept = (memory[name] for name in ("weights", "mean", "values", "vectors"))
-        return PairInverse(self.machine, params, *kept), memory
+            solve = partial(solve_rows, weights, memory["inverse"])
+        else:
+            solve = partial(solve_pairs, weights, memory["values"], memory["vectors"])
+        return CentredInverse(self.machine, params, weights, memory["mean"], solve), {**memory, "age": age + 1}
 
     def _factors(self, metric: RatioMetric, params: Params, inputs: Any, damping: float) -> Memory:
         with torch.no_grad():
@@ -113,18 +115,13 @@ def add_split_damping(weights: Tensor, covariance: Tensor, damping: float) -> tu
 
 
 class CentredInverse(Operator):
-    """g -> d: biases by 1 / W, couplings by `solve` off the diagonal, both centred.
+    """g -> d: biases by 1 / W, couplings by `solve`, S -> D off the diagonal, (N, N) both; all centred by mean E[v]."""
 
-    Args:
-        machine: Whose parameters are meant.
-        params: h and J.
-        weights: The diagonal of W, shape (N,).
-        mean: Of v, shape (N,).
-    """
-
-    def __init__(self, machine: Boltzmann, params: Params, weights: Tensor, mean: Tensor) -> None:
-        self.machine, self.space = machine, Space(params)
-        self.weights, self.mean = weights, mean
+    def __init__(
+        self, machine: Boltzmann, params: Params, weights: Tensor, mean: Tensor, solve: Callable[[Tensor], Tensor]
+    ) -> None:
+        self.machine, self.space, self.solve = machine, Space(params), solve
+        self.weights, self.mean = weights, mean  # (N,) both
         self.size, self.dtype, self.device = self.space.size, weights.dtype, weights.device
 
     def mv(self, vector: Tensor) -> Tensor:
@@ -132,54 +129,19 @@ class CentredInverse(Operator):
         h, couplings = parts["h"], self.machine.matrix(parts)
         centred = couplings - torch.outer(h, self.mean) - torch.outer(self.mean, h)
         solved = self.solve(centred.fill_diagonal_(0.0)).fill_diagonal_(0.0)
-        found = {"h": h / self.weights - solved @ self.mean, "J": self.machine.pairs(solved)}
-        return self.space.flatten({name: found[name] for name in parts})
-
-    @abstractmethod
-    def solve(self, right: Tensor) -> Tensor:
-        """D of a symmetric S, (N, N) both; the diagonal does not count."""
+        solution = {"h": h / self.weights - solved @ self.mean, "J": self.machine.pairs(solved)}
+        return self.space.flatten({name: solution[name] for name in parts})
 
 
-class PairInverse(CentredInverse):
-    """D of W D C + C D W = S, from the eigenvectors of W^-1/2 C W^-1/2.
-
-    Args:
-        machine: Whose parameters are meant.
-        params: h and J.
-        weights: The diagonal of W, shape (N,).
-        mean: Of v, shape (N,).
-        values: Eigenvalues of W^-1/2 C W^-1/2, shape (N,).
-        vectors: Its eigenvectors, shape (N, N).
-    """
-
-    def __init__(
-        self, machine: Boltzmann, params: Params, weights: Tensor, mean: Tensor, values: Tensor, vectors: Tensor
-    ) -> None:
-        super().__init__(machine, params, weights, mean)
-        self.values, self.vectors = values, vectors
-
-    def solve(self, right: Tensor) -> Tensor:
-        scale, vectors = self.weights.rsqrt(), self.vectors
-        rotated = vectors.mT @ (scale.unsqueeze(1) * right * scale) @ vectors
-        solved = vectors @ (rotated / (self.values.unsqueeze(1) + self.values)) @ vectors.mT
-        return scale.unsqueeze(1) * solved * scale
+def solve_pairs(weights: Tensor, values: Tensor, vectors: Tensor, right: Tensor) -> Tensor:
+    """D of W D C + C D W = S, from the eigenvalues and eigenvectors of W^-1/2 C W^-1/2, weights the diagonal of W."""
+    scale = weights.rsqrt()
+    rotated = vectors.mT @ (scale.unsqueeze(1) * right * scale) @ vectors
+    solved = vectors @ (rotated / (values.unsqueeze(1) + values)) @ vectors.mT
+    return scale.unsqueeze(1) * solved * scale
 
 
-class RowInverse(CentredInverse):
-    """The symmetric part of W^-1 S C^-1 / 2: every row solved as if the couplings were not symmetric.
-
-    Args:
-        machine: Whose parameters are meant.
-        params: h and J.
-        weights: The diagonal of W, shape (N,).
-        mean: Of v, shape (N,).
-        inverse: C^-1, shape (N, N).
-    """
-
-    def __init__(self, machine: Boltzmann, params: Params, weights: Tensor, mean: Tensor, inverse: Tensor) -> None:
-        super().__init__(machine, params, weights, mean)
-        self.inverse_of_covariance = inverse
-
-    def solve(self, right: Tensor) -> Tensor:
-        solved = (right / self.weights.unsqueeze(1)) @ self.inverse_of_covariance
-        return 0.25 * (solved + solved.mT)
+def solve_rows(weights: Tensor, inverse: Tensor, right: Tensor) -> Tensor:
+    """The symmetric part of W^-1 S C^-1 / 2: every row solved as if the couplings were not symmetric."""
+    solved = (right / weights.unsqueeze(1)) @ inverse
+    return 0.25 * (solved + solved.mT)

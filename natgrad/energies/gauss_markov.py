@@ -121,8 +121,8 @@ class GaussMarkov(Density):
             f"X has {len(X)} examples of {self.size} variables and leaves some of the {len(slope)} entries of P "
             "undetermined: give more examples, or take the variables out that never move",
         )
-        found = torch.cholesky_solve(slope.unsqueeze(1), factor).squeeze(1).split([self.size, len(self.edges)])
-        return {name: value.clone().requires_grad_() for name, value in zip(start, found, strict=True)}
+        entries = torch.cholesky_solve(slope.unsqueeze(1), factor).squeeze(1).split([self.size, len(self.edges)])
+        return {name: value.clone().requires_grad_() for name, value in zip(start, entries, strict=True)}
 
     def condense(self, X: Tensor) -> Tensor:
         """N examples with the second moments of X: the loss and the metric depend on nothing else.

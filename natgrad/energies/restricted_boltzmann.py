@@ -49,8 +49,8 @@ class RestrictedBoltzmann(Density):
             dtype: Default torch's.
         """
         W = scale * torch.randn(self.hidden, self.units, generator=generator, dtype=dtype)
-        found = {"b": torch.zeros(self.units, dtype=dtype), "c": torch.zeros(self.hidden, dtype=dtype), "W": W}
-        return {name: value.requires_grad_() for name, value in found.items()}
+        params = {"b": torch.zeros(self.units, dtype=dtype), "c": torch.zeros(self.hidden, dtype=dtype), "W": W}
+        return {name: value.requires_grad_() for name, value in params.items()}
 
     def log_p(self, params: Params, inputs: Tensor) -> Tensor:
         self.check(params)

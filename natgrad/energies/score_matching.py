@@ -253,10 +253,10 @@ class _Chunks(torch.autograd.Function):
             total = total + value.detach()
             if value.requires_grad:
                 wanted = [leaf for leaf in leaves if leaf.requires_grad]
-                found = iter(torch.autograd.grad(value, wanted, materialize_grads=True))
+                slopes = iter(torch.autograd.grad(value, wanted, materialize_grads=True))
                 for leaf, gradient in zip(leaves, gradients, strict=True):
                     if leaf.requires_grad:
-                        gradient += next(found)
+                        gradient += next(slopes)
         ctx.save_for_backward(*gradients)
         return total
 
@@ -282,10 +282,7 @@ def check_smooth(scores: Tensor, curvatures: Tensor) -> None:
 
 
 def check_noise(noise: float | Tensor, inputs: Tensor) -> Tensor:
-    """Standard deviations, shape (1,) or (b,).
-
-    inputs: Examples, (b, N).
-    """
+    """Standard deviations, shape (1,) or (b,). inputs: Examples, (b, N)."""
     levels = torch.as_tensor(noise, dtype=inputs.dtype, device=inputs.device).reshape(-1)
     if len(levels) not in (1, len(inputs)):
         raise ValueError(f"noise has {len(levels)} entries, expected a number or one per example ({len(inputs)},)")

@@ -123,10 +123,7 @@ def pool_features(W: Tensor, V: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def derivatives(W: Tensor, V: Tensor, X: Tensor) -> tuple[Tensor, Tensor]:
-    """psi and d_i psi_i, both (..., b, N).
-
-    W: (..., J, N). V: (..., H, J). X: (..., b, N).
-    """
+    """psi and d_i psi_i, both (..., b, N). W: (..., J, N). V: (..., H, J). X: (..., b, N)."""
     a, r = unit_responses(W, V, X)
     c = r @ V
     _, B = pool_features(W, V, a)

@@ -211,17 +211,18 @@ class WholeTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, named: Mapping[str, Tensor]) -> None:
-        self.named = named
+        self.named, self._any = named, any_split(named.values())
         self._whole: dict[str, Tensor] = {}
 
     def gather(self) -> None:
         """Gather all of them now, before the processes go different ways."""
-        for name in self.named:
-            self[name]
+        if self._any:
+            for name in self.named:
+                self[name]
 
     def __getitem__(self, name: str) -> Tensor:
         p = self.named[name]
-        if not is_split(p):
+        if not (self._any and is_split(p)):
             return p
         if name not in self._whole:
             self._whole[name] = gather_whole(p.detach())
@@ -236,4 +237,5 @@ class WholeTensors(Mapping[str, Tensor]):
 
 def any_split(tensors: Iterable[Tensor]) -> bool:
     """True if one of them is a `DTensor`."""
-    return any(is_split(tensor) for tensor in tensors)
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)

@@ -1,7 +1,7 @@
 """Helmholtz machines and their training: wake-sleep, reweighted, bidirectional, and the natural version of each.
 
 `machine` has the two networks and `phases` what each algorithm teaches them. `wake_sleep` trains by plain gradients,
-`natural_wake_sleep` by one Fisher block per unit (`unit_blocks`, `machine_blocks`).
+`natural_wake_sleep` by one Fisher block per unit (`blocks`).
 
 Example:
     >>> machine = ng.helmholtz.HelmholtzMachine([6, 4])

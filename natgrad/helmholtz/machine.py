@@ -11,16 +11,18 @@ from torch import Tensor, nn
 
 from natgrad.ground.checks import check_integer
 from natgrad.ground.linalg import all_finite
-from natgrad.helmholtz.logistic_rows import (
+from natgrad.helmholtz.units import (
+    Activations,
+    Conditional,
     States,
     activate_generation,
     activate_recognition,
+    each_layer,
     fisher_rows,
     generation_rows,
     recognition_rows,
     sum_log_chances,
 )
-from natgrad.helmholtz.units import Activations, Conditional, each_layer
 
 ENUMERABLE = 20
 """Hidden units up to which sums over all states are taken: 2^20 of them."""
@@ -126,9 +128,9 @@ class HelmholtzMachine(nn.Module):
         x, samples = self.check(x), check_integer("samples", samples)
         states, seen = [x.expand(samples, *x.shape)], list[Activations]()
         for layer in each_layer(self.recognition):
-            drawn, one = layer.sample_with_activations(states[-1], (samples, len(x)), generator)
+            drawn, activations = layer.sample_with_activations(states[-1], (samples, len(x)), generator)
             states.append(drawn)
-            seen.append(one)
+            seen.append(activations)
         return states, seen
 
     @torch.no_grad()
@@ -176,8 +178,8 @@ class HelmholtzMachine(nn.Module):
         if samples is None:
             return self._enumerate_hidden(x)
         samples = as_samples(samples)
-        found = [self.weights_of(self.recognise(x, part, generator)) for part in split_samples(samples, x)]
-        return torch.cat(found).logsumexp(0) - math.log(samples)
+        logs = [self.weights_of(self.recognise(x, part, generator)) for part in split_samples(samples, x)]
+        return torch.cat(logs).logsumexp(0) - math.log(samples)
 
     def weights_of(self, states: States) -> Tensor:
         """log p(x, h) - log q(h | x): the logs of the importance weights, (samples, b).
@@ -213,17 +215,17 @@ class HelmholtzMachine(nn.Module):
             samples = as_samples(samples)
             states, seen = self.dream(samples * len(x), generator), self.recognise(x, samples, generator)
             shares = tuple(s[0].new_full(s[0].shape[:-1], 1 / (samples * len(x))) for s in (states, seen))
-        found = {"generation": generation_rows(self.generation, states, shares[0])}
-        found["recognition"] = recognition_rows(self.recognition, seen, shares[1])
-        return {f"{name}.{i}": fisher_rows(r).blocks() for name, rows in found.items() for i, r in enumerate(rows)}
+        networks = {"generation": generation_rows(self.generation, states, shares[0])}
+        networks["recognition"] = recognition_rows(self.recognition, seen, shares[1])
+        return {f"{name}.{i}": fisher_rows(r).blocks() for name, rows in networks.items() for i, r in enumerate(rows)}
 
     @torch.no_grad()
     def joint(self) -> tuple[States, Tensor]:
         """Every state of the machine, (s, size) per layer, and log p of each (s,). For at most 20 units in all."""
         self._require_few(sum(self.sizes), "units")
         tops = list(each_layer(self.generation))
-        whole = torch.cartesian_prod(*[unit_values(tops[0])] * sum(self.sizes)).view(-1, sum(self.sizes))
-        states = list(whole.split(self.sizes, dim=1))
+        table = torch.cartesian_prod(*[unit_values(tops[0])] * sum(self.sizes)).view(-1, sum(self.sizes))
+        states = list(table.split(self.sizes, dim=1))
         return states, self.log_joint(states)
 
     def hidden(self) -> States:
@@ -236,11 +238,11 @@ class HelmholtzMachine(nn.Module):
     def _enumerate_hidden(self, x: Tensor) -> Tensor:
         hidden = self.hidden()
         tops = [h.unsqueeze(1) for h in hidden]
-        found = []
+        logs = []
         for part in x.split(max(1, 2**22 // max(1, len(hidden[0]) * self.sizes[0]))):
             states = [part.expand(len(hidden[0]), *part.shape), *(t.expand(-1, len(part), -1) for t in tops)]
-            found.append(self.log_joint(states).logsumexp(0))
-        return torch.cat(found)
+            logs.append(self.log_joint(states).logsumexp(0))
+        return torch.cat(logs)
 
     def _require_few(self, units: int, kind: str) -> None:
         if units > ENUMERABLE:
@@ -284,34 +286,34 @@ def as_samples(samples: Any) -> int:
 def check_sizes(sizes: Any) -> list[int]:
     """A list of at least two positive integers. ValueError otherwise."""
     try:
-        found = [check_integer("size", n) for n in sizes]
+        numbers = [check_integer("size", n) for n in sizes]
     except (TypeError, ValueError):
-        found = []
-    if len(found) < 2:
+        numbers = []
+    if len(numbers) < 2:
         raise ValueError(f"sizes is {sizes!r}, expected at least two integers >= 1, visible first: [784, 200, 10]")
-    return found
+    return numbers
 
 
 def check_units(units: Any) -> tuple[int, int]:
     """The lower and the upper value. ValueError for others."""
     try:
-        found = sorted(units)
+        values = sorted(units)
     except TypeError:
-        found = []
-    if found not in ([0, 1], [-1, 1]):
+        values = []
+    if values not in ([0, 1], [-1, 1]):
         raise ValueError(f"units is {units!r}, expected (0, 1) or (-1, 1)")
-    return int(found[0]), 1
+    return int(values[0]), 1
 
 
 def check_prior(prior: Any, size: int) -> Tensor:
     """Probabilities (size,). ValueError outside (0, 1) or for another shape."""
     try:
-        found = torch.as_tensor(prior, dtype=torch.get_default_dtype()).expand(size)
+        chances = torch.as_tensor(prior, dtype=torch.get_default_dtype()).expand(size)
     except (TypeError, ValueError, RuntimeError):
-        found = torch.zeros(size)
-    if not bool(((found > 0) & (found < 1)).all()):
+        chances = torch.zeros(size)
+    if not bool(((chances > 0) & (chances < 1)).all()):
         raise ValueError(f"prior is {prior!r}, expected probabilities between 0 and 1: a number or a tensor ({size},)")
-    return found
+    return chances
 
 
 def unit_values(layer: Conditional) -> Tensor:

@@ -9,13 +9,11 @@ from torch import Tensor
 from torch.optim import SGD
 
 from natgrad.ground.checks import Group, read_groups
-from natgrad.helmholtz.joined_lessons import JoinedLesson
+from natgrad.helmholtz.blocks import FEW, RADIUS, MachineBlocks, UnitFisher, count_refresh, is_wide, shorten_directions
 from natgrad.helmholtz.machine import HelmholtzMachine
-from natgrad.helmholtz.machine_blocks import MachineBlocks, UnitFisher, is_wide
 from natgrad.helmholtz.phases import Algorithm
-from natgrad.helmholtz.unit_blocks import FEW, RADIUS, count_refresh, shorten_directions
 from natgrad.helmholtz.units import each_layer
-from natgrad.helmholtz.wake_sleep import MakeOptimizer, WakeSleep
+from natgrad.helmholtz.wake_sleep import JoinedLesson, MakeOptimizer, WakeSleep
 from natgrad.optim import Attributes, OnTrouble
 from natgrad.rules import Damping, as_damping
 
@@ -114,14 +112,14 @@ class NaturalWakeSleep(WakeSleep):
         if self._is_due(lesson):
             fresh = self.blocks.refresh(lesson.gather_for_blocks(), self.damping)
             self._refreshed = self.steps
-        rates, found = self._read_rates(), list[tuple[Tensor, Tensor]]()
+        rates, directions = self._read_rates(), list[tuple[Tensor, Tensor]]()
         for (name, weight, rows), ascent in zip(lesson.taught, lesson.ascents(), strict=True):
             direction = self._natural(name, ascent)
             if not math.isinf(self.radius):
                 seen = lesson.gather(rows, FEW)
                 direction = shorten_directions(self.radius, direction, seen, rates.get(weight, 0.0))
-            found.append((weight, direction))
-        return found, fresh
+            directions.append((weight, direction))
+        return directions, fresh
 
     def _read_rates(self) -> dict[Tensor, float]:
         """What a direction that stays the same is multiplied by at every step; only SGD's is known."""
@@ -132,6 +130,7 @@ class NaturalWakeSleep(WakeSleep):
 
     def _natural(self, name: str, ascent: Tensor) -> Tensor:
         inverse = self.blocks.keep(name).inverse
+        # (1 + damping) (F_j + damping I)^-1 g_j, unit by unit
         return ascent if inverse is None else inverse.mv(ascent.flatten()).view_as(ascent)
 
     def _is_due(self, lesson: JoinedLesson) -> bool:

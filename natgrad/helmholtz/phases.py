@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.helmholtz.logistic_rows import (
+from natgrad.helmholtz.machine import HelmholtzMachine
+from natgrad.helmholtz.units import (
+    Activations,
     LogisticRows,
     States,
     activate_generation,
@@ -18,8 +20,6 @@ from natgrad.helmholtz.logistic_rows import (
     recognition_rows,
     sum_log_chances,
 )
-from natgrad.helmholtz.machine import HelmholtzMachine
-from natgrad.helmholtz.units import Activations
 
 
 @dataclass(frozen=True)

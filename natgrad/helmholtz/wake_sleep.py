@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,17 +12,26 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from natgrad.ground.checks import check_integer, check_positive, check_share, is_integer
+from natgrad.ground.exchanges import any_asks, share_count, sum_numbers, sum_tensors
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.messages import write_choices
 from natgrad.ground.progress import Progress, check_callback
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.ground.typed_torch import as_tensor_like
-from natgrad.helmholtz.joined_lessons import JoinedLesson, draw_lesson, join_lesson
+from natgrad.helmholtz.blocks import Taught, most_rows, thin_rows
 from natgrad.helmholtz.machine import HelmholtzMachine
-from natgrad.helmholtz.machine_blocks import Taught
 from natgrad.helmholtz.phases import Algorithm, Lesson, Reweighted
-from natgrad.helmholtz.units import Conditional
-from natgrad.optim import Accidents, Attributes, OnTrouble, guard_steps, meet_processes, read_parts, write_parts
+from natgrad.helmholtz.units import Conditional, LogisticRows
+from natgrad.optim import (
+    Accidents,
+    Attributes,
+    OnTrouble,
+    RankExchange,
+    guard_steps,
+    meet_processes,
+    read_parts,
+    write_parts,
+)
 
 MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 
@@ -132,9 +142,9 @@ class WakeSleep:
         with self.processes.failing_together(self.generator.device):
             lesson = draw_lesson(self.machine, self.algorithm, self._check(x), self.samples, generator)
         joined = join_lesson(lesson, self._read_lesson(lesson), self.processes)
-        found, fresh = self._directions(joined)
-        trouble = None if all(all_finite(direction) for _, direction in found) else "a direction is not finite"
-        if trouble is None and not self._follow(found):
+        directions, fresh = self._directions(joined)
+        trouble = None if all(all_finite(direction) for _, direction in directions) else "a direction is not finite"
+        if trouble is None and not self._follow(directions):
             trouble = "a weight would not be finite"
         self.steps += 1
         self.accidents.meet(trouble)
@@ -173,21 +183,21 @@ class WakeSleep:
         device = self.generator.device
         with self.processes.failing_together(device):
             x = self._check(x)
-        most = max(count for (count,) in self.processes.share_numbers([len(x)], device))
-        found, per_epoch = list[float](), math.ceil(most / size)
+        most = max(share_count(self.processes, len(x), device))
+        bounds, per_epoch = list[float](), math.ceil(most / size)
         with Progress("steps", epochs * per_epoch, progress) as shown:
             try:
                 for _ in range(epochs):
                     generator = self.processes.ranks.generator(self.generator)
                     order = torch.randperm(len(x), generator=generator, device=device).to(x.device)
                     for place in range(per_epoch):
-                        found.append(self.step(x[order[place * size : (place + 1) * size]]))
-                        shown.update(len(found), {"bound": found[-1]})
+                        bounds.append(self.step(x[order[place * size : (place + 1) * size]]))
+                        shown.update(len(bounds), {"bound": bounds[-1]})
                         if self._ends(callback):
-                            return found
+                            return bounds
             except KeyboardInterrupt:
                 pass  # weights and the optimizer's state are those after the last whole step
-        return found
+        return bounds
 
     def _check(self, x: Any) -> Tensor:
         """x as the machine takes it; no examples where other processes may have some."""
@@ -199,7 +209,7 @@ class WakeSleep:
     def _ends(self, callback: Callable[[WakeSleep], Any] | None) -> bool:
         """Whether the callback of some process asked to end."""
         asked = callback is not None and callback(self) is True
-        return any(one for (one,) in self.processes.share_numbers([asked], self.generator.device))
+        return any_asks(self.processes, asked, self.generator.device)
 
     def _follow(self, directions: list[tuple[Tensor, Tensor]]) -> bool:
         """Let the optimizer take a step uphill along the directions. False, and nothing moved, if it overflows."""
@@ -243,11 +253,79 @@ class WakeSleep:
     def _read_lesson(self, lesson: Lesson) -> Taught:
         """Name, weight and rows of every layer that is trained."""
         lessons = {"generation": lesson.generation, "recognition": lesson.recognition}
-        each = [(f"{network}.{i}", rows) for network, found in lessons.items() for i, rows in enumerate(found)]
+        each = [(f"{network}.{i}", rows) for network, layers in lessons.items() for i, rows in enumerate(layers)]
         named = [(name, self._layer(name).weight, rows) for name, rows in each]
         return [(name, weight, rows) for name, weight, rows in named if weight.requires_grad]
 
     def _layer(self, name: str) -> Conditional:
-        found = self.machine.get_submodule(name)
-        assert isinstance(found, Conditional)
-        return found
+        layer = self.machine.get_submodule(name)
+        assert isinstance(layer, Conditional)
+        return layer
+
+
+# Lessons whose examples may lie on several processes: what one process with all rows has
+
+
+@dataclass(frozen=True)
+class JoinedLesson:
+    """A step's rows, and what the processes add to one another's.
+
+    Args:
+        taught: Name, weight and rows of every layer that is trained. The rows' weights sum to this process's share of
+            all examples.
+        counts: Rows of each layer on all processes.
+        bound: The mean over all examples, in nats.
+        processes: What exchanges the sums.
+    """
+
+    taught: Taught
+    counts: list[int]
+    bound: float
+    processes: RankExchange
+
+    def ascents(self) -> list[Tensor]:
+        """Every layer's gradient over the rows of all processes."""
+        return sum_tensors(self.processes, [rows.ascent() for _, _, rows in self.taught])
+
+    def gather_for_blocks(self) -> Taught:
+        """The layers with as many rows of all processes as a Fisher block is estimated from."""
+        return [(name, weight, self.gather(rows, most_rows(rows))) for name, weight, rows in self.taught]
+
+    def gather(self, rows: LogisticRows, most: int) -> LogisticRows:
+        """Rows of all processes, at most as many of each; what a Fisher block is made of, without residuals."""
+        if self.processes.size == 1:
+            return rows
+        few = thin_rows(rows, most)
+        columns, units = few.inputs.shape[1], few.logits.shape[1]
+        gathered = self.processes.gather_rows(torch.cat([few.inputs, few.logits, few.weights.unsqueeze(1)], dim=1))
+        inputs, logits, weights = gathered.split([columns, units, 1], dim=1)
+        return LogisticRows(inputs, logits[:, :0], logits, weights.squeeze(1), rows.mask)
+
+
+def join_lesson(lesson: Lesson, taught: Taught, processes: RankExchange) -> JoinedLesson:
+    """A process's lesson with what it weighs among those of all processes, which all call this."""
+    counts = [len(rows.inputs) for _, _, rows in taught]
+    if processes.size == 1:
+        return JoinedLesson(taught, counts, float(lesson.bound.mean()), processes)
+    numbers = [len(lesson.bound), float(lesson.bound.sum()), *counts]
+    examples, bound, *rows = sum_numbers(processes, numbers, lesson.bound.device)
+    if not examples:
+        raise ValueError("x is an empty batch on every process; give at least one of them an example")
+    share = len(lesson.bound) / examples
+    weighed = [(name, weight, part.scale_by(share)) for name, weight, part in taught]
+    return JoinedLesson(weighed, [int(count) for count in rows], bound / examples, processes)
+
+
+def draw_lesson(
+    machine: HelmholtzMachine, algorithm: Algorithm, x: Tensor, samples: int, generator: torch.Generator
+) -> Lesson:
+    """What a batch teaches both networks; nothing, in the same shapes, if it has no examples.
+
+    x: Examples, (b, visible), b >= 0.
+    """
+    if len(x):
+        return algorithm.lesson(machine, x, samples, generator)
+    stand_in = x.new_full((1, x.shape[1]), machine.units[0])
+    lesson = algorithm.lesson(machine, stand_in, samples, generator)
+    generation, recognition = ([rows.drop_all() for rows in part] for part in (lesson.generation, lesson.recognition))
+    return Lesson(generation, recognition, lesson.bound[:0])

@@ -50,10 +50,13 @@ class Layout:
         """True if the weight is stored as the matrix itself: one group, (outputs, inputs)."""
         return self.groups == 1 and not self.transposed and self.shape in ((), (self.outputs, self.inputs))
 
-    @property
-    def is_split_in_place(self) -> bool:
-        """True if what `split` returns are views of its matrix."""
-        return self.groups == 1 or not self.transposed
+    @cached_property
+    def places(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] | None:
+        """Sizes, strides and offset of each tensor in the memory of its matrix; None where `split` copies."""
+        if self.transposed and self.groups > 1:
+            return None
+        parts = self.split(torch.empty(self.matrix_shape, device="meta"))
+        return {name: (tuple(p.shape), p.stride(), int(p.storage_offset())) for name, p in parts.items()}
 
     def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The layer's matrix, shape (groups, outputs, columns).

@@ -232,7 +232,8 @@ class ModelOptimizer(Optimizer):
                 state = replace(self._state, guard=replace(self._state.guard, failures=failures))
                 self._bind(*leave_out(state, {}, str(trouble)))
             self._history.append(self._report_later())
-            self._forget_batch()
+            if self._state.step == before:  # else that was written with the step
+                self._forget_batch()
             return called
         except Exception:
             self._forget_batch()  # nothing of a batch outlives its step, failed or not
@@ -318,12 +319,7 @@ class ModelOptimizer(Optimizer):
         reports = [report for report in found.values() if report.step]
         settings = {"lr": min((float(group["lr"]) for group in self.param_groups), default=0.0)} | self._options()
         scheduled = any("initial_lr" in group for group in self.param_groups)  # which torch's schedulers write
-        return explain_steps(Steps(reports, self.rule, settings, scheduled, self._turn))
-
-    @property
-    def _turn(self) -> int:
-        """The step at which the rule turned to directions of its own; -1 before."""
-        return -1
+        return explain_steps(Steps(reports, self.rule, settings, scheduled, self._state.noise))
 
     def _report_later(self) -> Callable[[], StateReport]:
         """The report of the last step, for later: numbers are not asked for yet."""

@@ -15,18 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.ground.stacks import stack_tensors
 from natgrad.ground.typed_torch import as_tensor_like, list_numbers, measure_norm, measure_norms, torch_plain
-from natgrad.ground.whole_tensors import WholeTensors, zeros_whole
+from natgrad.ground.whole_tensors import WholeTensors
 from natgrad.layers import Heard, Seen
 from natgrad.optim.blocks import (
     Averages,
     BatchUpdate,
     BlockScales,
     Penalised,
-    give_back,
-    signature,
-    stack_prepared,
     sum_scalars,
 )
 from natgrad.optim.checks import check_statistics
@@ -35,7 +31,8 @@ from natgrad.optim.objective import BatchForm, PooledLoss, judge_step, refuse_no
 from natgrad.optim.passes import Loss
 from natgrad.optim.processes import Ranks
 from natgrad.optim.reading import Reading
-from natgrad.optim.state import Block, Length, Noise, OwnGradients, Pace, State
+from natgrad.optim.stacks import StackGradient, arrange, remember, split_stack, stack_gradients
+from natgrad.optim.state import Block, Length, Noise, OwnGradients, Pace, Stack, Stacks, State
 from natgrad.optim.step import Batch, Choices, Evidence, Move, Work
 from natgrad.rules import (
     BlockPoint,
@@ -200,11 +197,8 @@ class BlockWork(Work):
         self.inverts = self.rule.needs_inverse and not self.turned
         self.fall = self.rule.rate_at(state.step, state.noise.turned)
         self.strengths = {name: float(group["l2"]) for name, group in self.settings.items()}
-        self.stacks, self.shaped, self.vectors = list[GradientStack](), list[Tensor](), dict(state.vectors)
-
-    def lr(self, name: str) -> float:
-        """The learning rate of a parameter, as far as it has fallen by itself."""
-        return float(self.settings[name]["lr"]) * self.fall
+        self.rates = {name: float(group["lr"]) * self.fall for name, group in self.settings.items()}
+        self.stacks, self.shaped, self.vectors = list[StackGradient](), list[Tensor](), dict(state.vectors)
 
     @cached_property
     def errors(self) -> ErrorScale:
@@ -231,7 +225,6 @@ class BlockWork(Work):
         norms = self.batch.list_norms()
         level = partial(self.level, scales, norms)
         blocks, failures = self.averages.invert(state.blocks, level, self.inverts, prepare, keys)
-        blocks = stack_prepared(blocks)
         guard = replace(state.guard, failures=state.guard.failures + failures)
         pace = replace(state.pace, inverted=state.step) if due else state.pace
         self.state = replace(self.state, blocks=blocks, guard=guard, pace=pace)
@@ -260,8 +253,8 @@ class BlockWork(Work):
             return None
         self.follow_signal()
         errors = self.errors
-        vector = Parts(directions, {name: -self.lr(name) for name in directions})
-        rates = {self.lr(name) for name in directions}
+        vector = Parts(directions, {name: -self.rates[name] for name in directions})
+        rates = {self.rates[name] for name in directions}
         even, rated, slope = len(rates) == 1, dict[str, Tensor](), None
         if self.shapes:
             full, promise = None, Lazy(partial(self.promise, vector, levels))
@@ -270,7 +263,7 @@ class BlockWork(Work):
             if self.sample is not None:
                 self.measure(vector.tensors(), self.averages.forms(self.state.blocks, vector, levels))
         else:
-            full, rated = sum_scalars(slopes), {name: self.lr(name) ** 2 * slope for name, slope in slopes.items()}
+            full, rated = sum_scalars(slopes), {name: self.rates[name] ** 2 * slope for name, slope in slopes.items()}
             promise = Lazy(value=sum_scalars(rated))
             if self.sample is not None:  # a common rate cancels: no copies
                 self.measure(directions if even else vector.tensors(), slopes if even else rated)
@@ -304,46 +297,53 @@ class BlockWork(Work):
 
     def directions(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
         """d by name, (G + damping I)^-1 m unless the rule shapes it, the slopes d^T m, and the damping by name."""
-        gradients, blocks = self.batch.gradients, dict(self.state.blocks)
-        steps, slopes, levels = dict[str, Tensor](), dict[str, Tensor](), dict[str, float]()
-        ready = [
-            block
-            for key, block in blocks.items()
-            if block.level is not None and self.owners.holds(key) and (block.inverse or not self.inverts)
-        ]
+        gradients, named = self.batch.gradients, self.averages.named
         momenta = {name: float(group["momentum"]) for name, group in self.settings.items()}
-        self.stacks = stack_gradients(ready, self.penalise(gradients), momenta, self.averages.named, self.shapes)
-        shaped = list[tuple[Tensor, list[dict[str, Tensor]]]]()
-        if self.shapes:
-            examples = float(self.sum_examples())
-            shaped = self.rule.shape_stacks([self.view(stack, examples) for stack in self.stacks])
-            self.shaped = [directions for directions, _ in shaped]
-        rates = {name: self.lr(name) for name in self.settings}
-        for i, stack in enumerate(self.stacks):
-            changes = stack.list_changes()
-            for j, block in enumerate(stack.blocks):
-                if shaped:
-                    directions, memories = shaped[i]
-                    steps |= give_back(block.layout, directions[j], gradients.keys())
-                    blocks[block.key] = replace(block, shape=memories[j], **changes[j])
-                else:
-                    solved, promised = self.averages.direction(block, stack.mean[j], gradients.keys(), rates)
-                    steps |= solved
-                    slopes |= promised
-                    blocks[block.key] = replace(block, **changes[j])
-                assert block.level is not None
-                levels |= dict.fromkeys(block.layout.names, block.level)
-        self.state = replace(self.state, blocks=blocks)
+        known = (self.state.stacks, self.state.blocks, gradients, momenta, self.is_ready, self.shapes, named)
+        blocks, stacks = arrange(*known)
+        self.stacks = stack_gradients(stacks.parts, self.penalise(gradients), momenta, named)
+        steps, slopes, parts = self.shape_directions() if self.shapes else self.solve_directions()
+        levels = dict(stacks.levels)
+        if len(parts) == len(stacks.parts):
+            stacks = replace(stacks, parts=tuple(parts))
+        else:  # what the rule remembers is not alike within a stack
+            stacks = Stacks(rest=(*parts, *stacks.rest))
+        self.state = replace(self.state, blocks=blocks, stacks=stacks)
         if not self.owners.apart:
             return steps, slopes, levels
         keys = {name: key for key, block in blocks.items() for name in block.layout.names}
         return self.owners.share_directions(gradients, steps, slopes, levels, keys)
 
-    def view(self, stack: GradientStack, examples: float) -> BlockStack:
+    def is_ready(self, key: str, block: Block) -> bool:
+        """Whether a block has what its direction takes, and is this process's."""
+        return block.level is not None and self.owners.holds(key) and (block.inverse is not None or not self.inverts)
+
+    def solve_directions(self) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Stack]]:
+        """(G + damping I)^-1 m by name, d^T m, and the stacks after it."""
+        steps, slopes = dict[str, Tensor](), dict[str, Tensor]()
+        names = self.batch.gradients.keys()
+        for stack in self.stacks:
+            for block, mean in zip(stack.after.blocks, stack.mean.unbind(), strict=True):
+                solved, promised = self.averages.direction(block, mean, names, self.rates)
+                steps |= solved
+                slopes |= promised
+        return steps, slopes, [stack.after for stack in self.stacks]
+
+    def shape_directions(self) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Stack]]:
+        """The rule's directions by name, no slopes, and the stacks after them."""
+        steps, parts, examples = dict[str, Tensor](), list[Stack](), float(self.sum_examples())
+        shaped = self.rule.shape_stacks([self.view(stack, examples) for stack in self.stacks])
+        for stack, (directions, memory) in zip(self.stacks, shaped, strict=True):
+            steps |= split_stack(stack.after, directions)
+            parts += remember(stack.after, memory)
+        self.shaped = [directions for directions, _ in shaped]
+        return steps, {}, parts
+
+    def view(self, stack: StackGradient, examples: float) -> BlockStack:
         """A stack as a rule sees it that shapes directions."""
-        state, first = self.state, stack.blocks[0]
-        units = [max(map(self.errors.of, block.layout.names)) for block in stack.blocks]
-        shape = first.layout.shape if first.layer is None else ()
+        state, blocks, known = self.state, stack.after.blocks, stack.after
+        units = [max(map(self.errors.of, block.layout.names)) for block in blocks]
+        shape = blocks[0].layout.shape if blocks[0].layer is None else ()
         renewed = state.pace.inverted == state.step
 
         def list_points() -> list[BlockPoint]:
@@ -357,7 +357,7 @@ class BlockWork(Work):
                     metric=partial(self.averages.operator, block),
                     level=0.0 if block.level is None else block.level,
                     prepared=block.prepared,
-                    memory=block.shape,
+                    memory={name: tensor[i] for name, tensor in known.memory.items()},
                     steps=state.step,
                     positions=block.mean_positions,
                     shape=shape,
@@ -366,14 +366,14 @@ class BlockWork(Work):
                     examples=examples,
                     unit=units[i],
                 )
-                for i, block in enumerate(stack.blocks)
+                for i, block in enumerate(blocks)
             ]
 
         return BlockStack(
             stack.mean,
             stack.gradient,
-            [block.prepared for block in stack.blocks],
-            [block.shape for block in stack.blocks],
+            known.prepared,
+            known.memory,
             shape,
             units,
             state.step,
@@ -397,18 +397,15 @@ class BlockWork(Work):
         return Penalised(gradients, self.values, self.strengths) if any(self.strengths.values()) else gradients
 
     def follow_signal(self) -> None:
-        """Follow how much of the gradients is signal; turn to the rule's own directions where that is little.
-
-        Turning asks for fresh statistics, roots and measurements at the next step.
-        """
+        """Follow how much of the gradients is signal; turn to the rule's own directions where that is little."""
         if not self.rule.turns_at or self.turned or self.batch.uncut is not None:  # a gradient that was cut is none
             return
         means, counts = dict[str, Tensor](), dict[str, int]()
         for stack in self.stacks:
-            for block, kept in zip(stack.blocks, stack.list_changes(), strict=True):
-                for name, numbers in replace(block, **kept).split_mean().items():
-                    if name in self.batch.gradients and self.settings[name]["momentum"]:
-                        means[name], counts[name] = numbers["mean"], numbers["count"]
+            if stack.after.mean is not None:
+                parts = split_stack(stack.after, stack.after.mean)
+                means |= {name: part for name, part in parts.items() if self.settings[name]["momentum"]}
+                counts |= stack.after.counts
         if not (means or self.owners.apart):  # without momentum nothing is known
             return
         decays = {name: float(self.settings[name]["momentum"]) for name in means}
@@ -419,10 +416,10 @@ class BlockWork(Work):
             sums = self.processes.sum(sums.double().to(self.device))
             if not bool(sums[1] > 0):
                 return
-        state = self.state
-        noise = follow_signal(state.noise, state.step, list_numbers(sums), self.rule.turns_at)
-        pace = start_afresh(state.pace) if noise.turned != state.noise.turned else state.pace
-        self.state = replace(state, noise=noise, pace=pace)
+        noise, is_low = follow_signal(self.state.noise, self.state.step, list_numbers(sums), self.rule.turns_at)
+        self.state = replace(self.state, noise=noise)
+        if is_low:
+            self.state = turn(self.state)
 
     def count_examples(self) -> dict[str, int]:
         """Examples of this step over all processes, and seen so far with it."""
@@ -525,6 +522,8 @@ class BlockWork(Work):
             raise TypeError(f"rule {self.rule} returned {step!r}, expected one made of the model's: proposal, along")
         if not refused:
             self.move(model, step, self.told)
+        if self.rule.turns_at and not self.turned and self.state.noise.turned < 0 and self.rule.turns_after(model):
+            self.state = turn(self.state)
         return True
 
     def adapt(self, damping: Damping, ratio: float, refused: bool) -> None:
@@ -567,7 +566,7 @@ class BlockWork(Work):
     def move_all(self, vector: Parts) -> Move:
         """The parameters after the step."""
         starts = [self.values[name].detach() for name in vector]
-        decays = [self.lr(name) * self.settings[name]["weight_decay"] for name in vector]
+        decays = [self.rates[name] * self.settings[name]["weight_decay"] for name in vector]
         if any(decays):
             starts = [start * (1 - decay) for start, decay in zip(starts, decays, strict=True)]
         return dict(zip(vector, torch_plain._foreach_add(starts, vector.list_tensors(starts)), strict=True))
@@ -583,117 +582,6 @@ class BlockWork(Work):
         guard = replace(guard, skipped=0, late=now.guard.late + 1 if self.evidence.late else 0)
         pace = follow_drift(now.pace, self.averages.drift(self.update), self.choices.update_every)
         return replace(now, step=now.step + 1, vectors=self.vectors, pace=pace, guard=guard)
-
-
-@dataclass(frozen=True)
-class GradientStack:
-    """Blocks whose matrices are alike: their gradients and the running means of these, (k, *matrix).
-
-    Attributes:
-        blocks: k of them.
-        gradient: This step's.
-        mean: With this step's, corrected for its start.
-        running: The same without the correction; None without momentum.
-        counts: Gradients in it, by block and parameter.
-    """
-
-    blocks: Sequence[Block]
-    gradient: Tensor
-    mean: Tensor
-    running: Tensor | None
-    counts: Sequence[Mapping[str, int]]
-
-    def list_changes(self) -> list[dict[str, Any]]:
-        """The fields of each block that are new."""
-        if self.running is None:
-            return [{}] * len(self.blocks)
-        return [{"mean": mean, "counts": n} for mean, n in zip(self.running.unbind(), self.counts, strict=True)]
-
-
-def stack_gradients(
-    blocks: Sequence[Block],
-    gradients: Mapping[str, Tensor],
-    momenta: Mapping[str, float],
-    named: Mapping[str, Tensor],
-    shapes: bool,
-) -> list[GradientStack]:
-    """The gradients of these blocks and their running means, blocks that are alike as one stack.
-
-    shapes: True to keep those apart of which a rule prepared or remembers something else.
-    """
-    groups = dict[Any, list[Block]]()
-    for block in blocks:
-        names = [name for name in block.layout.names if name in gradients]
-        if not names:
-            continue
-        ages = {(block.counts.get(name, 0), momenta[name]) for name in names}
-        even = len(ages) == 1 and len(names) == len(block.layout.names)
-        like = gradients[names[0]]
-        kind: tuple[Any, ...] = (block.layout.matrix_shape, like.dtype, like.device, *ages)
-        if shapes:
-            kind += (() if block.layer else block.layout.shape, signature(block.prepared), *block.shape)
-        groups.setdefault(kind if even else block.key, []).append(block)
-    stacks, targets, sources = list[Tensor](), list[Tensor](), list[Tensor]()
-    for alike in groups.values():
-        like = next(gradients[name] for name in alike[0].layout.names if name in gradients)
-        stack = like.new_zeros(len(alike), *alike[0].layout.matrix_shape)
-        stacks.append(stack)
-        for block, matrix in zip(alike, stack.unbind(), strict=True):
-            layout = block.layout
-            if layout.is_split_in_place:
-                parts = [(part, gradients[name]) for name, part in layout.split(matrix).items() if name in gradients]
-            else:
-                whole = {n: gradients[n] if n in gradients else zeros_whole(named[n], like.dtype) for n in layout.names}
-                parts = [(matrix, layout.join(whole))]
-            targets += [part for part, _ in parts]
-            sources += [gradient for _, gradient in parts]
-    if targets:
-        torch_plain._foreach_copy_(targets, sources)
-    pairs = zip(groups.values(), stacks, strict=True)
-    return [average_stack(alike, stack, gradients, momenta, named) for alike, stack in pairs]
-
-
-def average_stack(
-    blocks: Sequence[Block],
-    gradient: Tensor,
-    gradients: Mapping[str, Tensor],
-    momenta: Mapping[str, float],
-    named: Mapping[str, Tensor],
-) -> GradientStack:
-    """m <- b m + (1 - b) g, and m / (1 - b^count): of blocks whose parameters have the same momenta and counts."""
-    layout, past = blocks[0].layout, blocks[0].counts
-    names = [name for name in layout.names if name in gradients]
-    decays, ages = {name: momenta[name] for name in names}, {name: past.get(name, 0) for name in names}
-    counts = [
-        {**block.counts, **{n: block.counts.get(n, 0) + 1 for n in block.layout.names if n in gradients}}
-        for block in blocks
-    ]
-    first = names[0]
-    if len(names) == len(layout.names) and len(set(decays.values())) == len(set(ages.values())) == 1:
-        decay, count = decays[first], ages[first] + 1
-        if decay == 0:
-            return GradientStack(blocks, gradient, gradient, None, counts)
-        if count == 1:
-            running = gradient * (1 - decay)
-        else:
-            means = [block.mean for block in blocks if block.mean is not None]
-            running = stack_tensors(means).to(gradient).lerp(gradient, 1 - decay)
-        weight = 1 - decay**count
-        # late in a run the weights add up to 1, and nothing is copied
-        mean = running if 1 - weight < torch.finfo(gradient.dtype).eps / 4 else running / weight
-        return GradientStack(blocks, gradient, mean, running, counts)
-    # momenta or ages that differ within a block: an entry has those of its parameter
-
-    def fill(numbers: Mapping[str, float]) -> Tensor:
-        parts = {n: torch.full_like(zeros_whole(named[n], gradient.dtype), numbers.get(n, 0.0)) for n in layout.names}
-        return layout.join(parts).unsqueeze(0)
-
-    fresh = fill({name: 1 - decay for name, decay in decays.items()})
-    weights = fill({name: 1 - decay ** (ages[name] + 1) for name, decay in decays.items()})
-    before = torch.zeros_like(gradient) if blocks[0].mean is None else blocks[0].mean.to(gradient).unsqueeze(0)
-    running = before + fresh * (gradient - before)
-    mean = torch.where(weights > 0, running / weights, 0.0)
-    return GradientStack(blocks, gradient, mean, running, counts)
 
 
 def signal_sums(
@@ -807,17 +695,16 @@ def is_watched(length: Length, step: int) -> bool:
 # noise
 
 
-def follow_signal(noise: Noise, step: int, sums: Sequence[float], least: float) -> Noise:
-    """Count one step's |m|^2, |g|^2 and noise; turn where the share of signal is low.
+def turn(state: State) -> State:
+    """From the next step on directions are the rule's own: it asks for fresh statistics, roots and measurements."""
+    return replace(state, noise=replace(state.noise, turned=state.step), pace=start_afresh(state.pace))
 
-    The share is (M - Z) / (G - Z) of the running sums M of |m|^2, G of |g|^2 and Z of what |m|^2 would be if gradients
-    were noise alone.
-    """
-    if noise.turned >= 0:
-        return noise
+
+def follow_signal(noise: Noise, step: int, sums: Sequence[float], least: float) -> tuple[Noise, bool]:
+    """Count one step's |m|^2, |g|^2 and noise, and say whether the share of signal is low."""
     mean, single, chance = (FADES * old + (1 - FADES) * now for old, now in zip(noise.signal, sums, strict=True))
-    turns = step + 1 >= SURE and mean - chance < least * (single - chance)
-    return Noise(step if turns else -1, (mean, single, chance))
+    noise = replace(noise, signal=(mean, single, chance))
+    return noise, step + 1 >= SURE and noise.share < least
 
 
 # how far the quadratic model is trusted

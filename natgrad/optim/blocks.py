@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.pure import leaves, map_tensors
-from natgrad.ground.stacks import stack_tensors
 from natgrad.ground.typed_torch import list_numbers, split_tensor, torch_distributed
 from natgrad.ground.whole_tensors import gather_whole, naming_lost, wait_for_all, zeros_whole
 from natgrad.layers import Layer, Layout, Seen
@@ -33,6 +32,8 @@ STRIPS = 4
 """Strips of rows that a symmetric matrix is sent in, each up to its diagonal block: 5/8 of its entries."""
 SMALL = 64
 """Rows of a symmetric matrix below which it is sent as it is: strips would take longer than its bytes."""
+
+FULL = (torch.float32, torch.float64)
 
 Wait = Callable[[], Tensor]
 
@@ -610,10 +611,9 @@ class Averages:
         key, layered = fresh.key, fresh.layer is not None
         if key not in blocks or (blocks[key].layer is not None) != layered:
             # new, or of a layer and a parameter by turns: blocks that shared a parameter with it are forgotten
-            past = dict[str, Any]()
             for other in [k for k, b in blocks.items() if set(b.layout.names) & set(fresh.layout.names)]:
-                past |= blocks.pop(other).split_mean()
-            blocks[key] = fresh.join_mean(past, self.named)
+                del blocks[other]
+            blocks[key] = fresh
         if not self.owners.holds(key):
             return
         block = blocks[key]
@@ -855,25 +855,6 @@ def numbers_of(block: Block) -> list[Tensor]:
     return [*inverse, *block.prepared.values(), torch.tensor(0.0 if block.level is None else block.level)]
 
 
-def stack_prepared(blocks: Mapping[str, Block]) -> dict[str, Block]:
-    """The same blocks with what a rule prepared of equal ones in one piece, so that no step has to copy it there."""
-    stacks = dict[Any, list[Block]]()
-    for block in blocks.values():
-        if block.prepared:
-            stacks.setdefault((block.layout.matrix_shape, signature(block.prepared)), []).append(block)
-    fresh = dict(blocks)
-    for alike in stacks.values():
-        pieces = {name: stack_tensors([b.prepared[name] for b in alike]).unbind() for name in alike[0].prepared}
-        for i, block in enumerate(alike):
-            fresh[block.key] = replace(block, prepared={name: tensors[i] for name, tensors in pieces.items()})
-    return fresh
-
-
-def signature(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
-    """The names and shapes of tensors: those of others that can be stacked with them are equal."""
-    return (*tensors, *[tensor.shape for tensor in tensors.values()])
-
-
 def robust_inverse(operator: Operator, damping: float) -> Operator | None:
     """(G + damping I)^-1, or with more damping where that is not finite, up to 1e4 times.
 
@@ -929,7 +910,7 @@ def dense(p: Tensor) -> Tensor:
     """p.grad, dense, at least in float32."""
     assert p.grad is not None
     gradient = p.grad.to_dense() if p.grad.is_sparse else gather_whole(p.grad)
-    return gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    return gradient if gradient.dtype in FULL else gradient.to(torch.promote_types(gradient.dtype, torch.float32))
 
 
 def add_penalty(gradient: Tensor, p: Tensor, l2: float) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from natgrad.ground.messages import write_table
+from natgrad.optim.state import Noise
 from natgrad.rules import NoiseAware, Rule, SpectralProgress
 
 
@@ -184,14 +185,14 @@ class Steps:
         rule: How a direction becomes a step.
         settings: Numbers that the parameter groups have, such as lr and kl_share: the least over the groups.
         scheduled: True if a scheduler lowers the learning rate.
-        turned: The step from which on mini-batch noise was larger than the gradient; -1 before.
+        noise: Whether the rule turned to directions of its own, and how much of the gradients is signal.
     """
 
     reports: Sequence[StateReport]
     rule: Rule
     settings: Mapping[str, float]
     scheduled: bool = False
-    turned: int = -1
+    noise: Noise = Noise()
 
     @property
     def last(self) -> StateReport:
@@ -241,7 +242,7 @@ class Steps:
 
     def is_spectral(self, report: StateReport) -> bool:
         """Whether a step had a direction of the rule's own, and so a length of its own."""
-        return self.rule.shapes and (self.rule.turns_at is None or 0 <= self.turned < report.step - 1)
+        return self.rule.shapes and (self.rule.turns_at is None or 0 <= self.noise.turned < report.step - 1)
 
     def read_setting(self, name: str) -> float | None:
         """What a setting is now; None where nobody knows."""
@@ -365,14 +366,19 @@ def tell_damping(steps: Steps) -> Iterator[str]:
 
 def tell_noise(steps: Steps) -> Iterator[str]:
     """Whether the rule has turned to spectral steps."""
-    if steps.turned < 0:
+    if steps.noise.turned < 0:
         return
+    noisy = steps.noise.share < (steps.rule.turns_at or 0)
+    why = (
+        "mini-batch noise is larger than the gradient"
+        if noisy
+        else f"a natural step would move layers by more than {steps.read_setting('far')} of their size"
+    )
     falls, grows = falls_by_itself(steps.rule), isinstance(getattr(steps.rule, "spectral", None), SpectralProgress)
     size = "a share of its size" if grows else "a fixed length"
     how = f"{size} that falls by itself" if falls else f"{size}, times lr"
     yield (
-        f"Since step {steps.turned} mini-batch noise is larger than the gradient, so steps are spectral: all "
-        f"directions of a layer move alike, by {how}."
+        f"Since step {steps.noise.turned} {why}, so steps are spectral: all directions of a layer move alike, by {how}."
     )
     if steps.way() >= 0 and steps.course() is not None and not (falls or steps.scheduled):
         yield 'Try: rate="auto", or a schedule that lets lr fall to zero.'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, cast
 
@@ -338,9 +338,6 @@ class Block:
         inverse: Its damped inverse.
         level: The damping of the last inversion; None before.
         prepared: What the rule made of the block's metric then.
-        shape: What the rule remembers of the block.
-        mean: The running mean of its gradients as its matrix, without the correction for its start; None before.
-        counts: Gradients in that mean, by parameter.
         fresh: True until it was to be inverted once.
     """
 
@@ -353,9 +350,6 @@ class Block:
     inverse: Operator | None = None
     level: float | None = None
     prepared: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    shape: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    mean: Tensor | None = None
-    counts: Mapping[str, int] = field(default_factory=dict[str, int])
     fresh: bool = True
 
     @property
@@ -379,11 +373,7 @@ class Block:
             found["fresh"] = True
         if self.inverse is not None:
             found["inverse"] = pack_operator(self.inverse)
-        return (
-            found
-            | ({"prepared": dict(self.prepared)} if self.prepared else {})
-            | ({"shape": dict(self.shape)} if self.shape else {})
-        )
+        return found | ({"prepared": dict(self.prepared)} if self.prepared else {})
 
     @staticmethod
     def load(layout: Layout, layer: Layer | None, saved: Mapping[str, Any]) -> Block:
@@ -398,29 +388,95 @@ class Block:
             unpack_operator(saved["inverse"]) if "inverse" in saved else None,
             saved.get("level"),
             saved.get("prepared", {}),
-            saved.get("shape", {}),
-            fresh=saved.get("fresh", False),
+            saved.get("fresh", False),
         )
 
-    def split_mean(self) -> dict[str, Numbers]:
-        """The running mean by parameter, and how many gradients each has."""
-        if self.mean is None:
-            return {}
-        parts = self.layout.split(self.mean).items()
-        return {name: {"count": self.counts[name], "mean": part} for name, part in parts if name in self.counts}
 
-    def join_mean(self, parts: Mapping[str, Mapping[str, Any]], named: Mapping[str, Tensor]) -> Block:
-        """The same with the running mean that these parameters have; as it is where none has one."""
-        known = {name: parts[name] for name in self.layout.names if "mean" in parts.get(name, {})}
+Place = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Sizes, strides and offset of a parameter in the memory of a stack."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """k blocks whose matrices are alike, with what changes at every step: tensors with a leading axis of k.
+
+    Attributes:
+        blocks: As they were arranged.
+        names: Those of their parameters that have gradients, block after block.
+        mean: The running means of their gradients, without the correction for its start; None before.
+        counts: Gradients in that mean, by parameter.
+        prepared: What the rule made of the blocks' metrics.
+        memory: What the rule remembers of them.
+        places: Where the parameters lie in the memory of such a tensor; None where they are copied.
+    """
+
+    blocks: tuple[Block, ...]
+    names: tuple[str, ...] = ()
+    mean: Tensor | None = None
+    counts: Mapping[str, int] = field(default_factory=dict[str, int])
+    prepared: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    memory: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    places: Sequence[Place] | None = None
+
+    def split(self) -> Iterator[Stack]:
+        """The blocks one by one."""
+        for i, block in enumerate(self.blocks):
+            mean = None if self.mean is None else self.mean[i : i + 1]
+            counts = {name: self.counts[name] for name in block.layout.names if name in self.counts}
+            memory = {name: tensor[i : i + 1] for name, tensor in self.memory.items()}
+            yield Stack((block,), (), mean, counts, {}, memory)
+
+    def list_means(self) -> Iterator[tuple[str, Numbers]]:
+        """The running mean of each parameter, and how many gradients are in it."""
+        for block, mean in zip(self.blocks, () if self.mean is None else self.mean.unbind(), strict=False):
+            for name, part in block.layout.split(mean).items():
+                if name in self.counts:
+                    yield name, {"count": self.counts[name], "mean": part}
+
+    def join_means(self, parts: Mapping[str, Mapping[str, Any]], named: Mapping[str, Tensor]) -> Stack:
+        """That of one block, with the running mean that these parameters have; as it is where none has one."""
+        layout = self.blocks[0].layout
+        known = {name: parts[name] for name in layout.names if "mean" in parts.get(name, {})}
         if not known:
             return self
         like: Tensor = next(iter(known.values()))["mean"]
         means = {
             name: known[name]["mean"] if name in known else zeros_whole(named[name], like.dtype)
-            for name in self.layout.names
+            for name in layout.names
         }
         counts = {name: part["count"] for name, part in known.items()}
-        return replace(self, mean=self.layout.join(means), counts=counts)
+        return replace(self, mean=layout.join(means).unsqueeze(0), counts=counts)
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """The blocks in stacks.
+
+    Attributes:
+        parts: Those that take part in steps.
+        rest: Those of which nothing can be done yet, or that have no gradient, one by one.
+        blocks: What they were arranged from; None where they must be arranged anew.
+        key: What else that depended on.
+        levels: The damping of the parts, by parameter.
+    """
+
+    parts: tuple[Stack, ...] = ()
+    rest: tuple[Stack, ...] = ()
+    blocks: Mapping[str, Block] | None = None
+    key: tuple[Any, ...] = ()
+    levels: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def by_key(self) -> dict[str, Stack]:
+        """The blocks one by one, by their keys."""
+        return {single.blocks[0].key: single for stack in (*self.parts, *self.rest) for single in stack.split()}
+
+    def select(self, fits: Callable[[Block], bool]) -> Stacks:
+        """Those of some blocks, to be arranged anew."""
+        return Stacks(rest=tuple(single for single in self.by_key().values() if fits(single.blocks[0])))
+
+    def map(self, function: Callable[[Stack], Stack]) -> Stacks:
+        """The blocks one by one with a function of each, to be arranged anew."""
+        return Stacks(rest=tuple(map(function, self.by_key().values())))
 
 
 BLOCK_ENTRIES = ("totals", "weight", "positions", "readings", "inverse", "level", "prepared", "shape", "fresh")
@@ -468,7 +524,7 @@ class Length:
 
 @dataclass(frozen=True)
 class Noise:
-    """What a rule knows that turns to directions of its own once mini-batch noise exceeds the gradient.
+    """What a rule knows that turns to directions of its own, as where mini-batch noise exceeds the gradient.
 
     Attributes:
         turned: The step of the turn, -1 before.
@@ -477,6 +533,12 @@ class Noise:
 
     turned: int = -1
     signal: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    @property
+    def share(self) -> float:
+        """(M - Z) / (G - Z), the share of signal in the gradients, of the sums M, G and Z; 1 where nothing is known."""
+        mean, single, chance = self.signal
+        return (mean - chance) / (single - chance) if single > chance else 1.0
 
 
 @dataclass(frozen=True)
@@ -527,6 +589,7 @@ class State:
         step: Steps so far.
         seen: Examples, where somebody counts them.
         blocks: Of a metric in blocks, by key.
+        stacks: The same blocks with what changes at every step, those that are alike together.
         system: Of a metric that is one linear system.
         vectors: By parameter and name: what the rule and the system remember.
         pace: When what was done last.
@@ -540,6 +603,7 @@ class State:
     step: int = 0
     seen: int = 0
     blocks: Mapping[str, Block] = field(default_factory=dict[str, Block])
+    stacks: Stacks = Stacks()
     system: SystemMemory = SystemMemory()
     vectors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict[str, Mapping[str, Tensor]])
     pace: Pace = Pace()
@@ -573,8 +637,12 @@ class State:
             found.setdefault(name, {})[RULE] = dict(vectors)
         for block in self.blocks.values():
             found.setdefault(block.layout.names[0], {}).update(block.save())
-            for name, numbers in block.split_mean().items():
-                found.setdefault(name, {}).update(numbers)
+        for key, single in self.stacks.by_key().items():
+            if key in self.blocks:
+                if single.memory:
+                    found[self.blocks[key].layout.names[0]]["shape"] = {n: t[0] for n, t in single.memory.items()}
+                for name, numbers in single.list_means():
+                    found.setdefault(name, {}).update(numbers)
         return found
 
     def save(self) -> Numbers:
@@ -651,7 +719,7 @@ def read_parameters(
 
     blocks: key -> names. layers: the trusted ones, by their names. holds: True for a key whose numbers must be here.
     """
-    found = dict[str, Block]()
+    found, singles = dict[str, Block](), list[Stack]()
     for key, names in blocks.items():
         first = named.get(names[0])
         if first is not None and not first.requires_grad and "totals" not in saved.get(names[0], {}):
@@ -669,9 +737,12 @@ def read_parameters(
             raise ValueError(
                 f"{MISFIT.format(list(names))}, of {math.prod(block.layout.matrix_shape)} entries: {sizes}"
             )
-        found[key] = block.join_mean(saved, named)
+        found[key] = block
+        if holds(key):
+            memory = {name: tensor.unsqueeze(0) for name, tensor in saved[names[0]].get("shape", {}).items()}
+            singles.append(Stack((block,), memory=memory).join_means(saved, named))
     vectors = {name: part[RULE] for name, part in saved.items() if RULE in part}
-    return replace(state, blocks=found, vectors=vectors)
+    return replace(state, blocks=found, stacks=Stacks(rest=tuple(singles)), vectors=vectors)
 
 
 def single(name: str, p: Tensor) -> Layout:
@@ -687,12 +758,18 @@ def move_state(state: State, named: Mapping[str, Tensor], changed: Sequence[str]
         return map_state(tree, lambda t: t.to(p.device, dtype if t.is_floating_point() else t.dtype))
 
     names = set(changed)
+
+    def follow_stack(single: Stack) -> Stack:
+        first = single.blocks[0].layout.names[0]
+        return follow(single, named[first]) if first in names else single
+
     return replace(
         state,
         blocks={
             key: follow(block, named[block.layout.names[0]]) if block.layout.names[0] in names else block
             for key, block in state.blocks.items()
         },
+        stacks=state.stacks.map(follow_stack),
         vectors={name: follow(kept, named[name]) if name in names else kept for name, kept in state.vectors.items()},
     )
 

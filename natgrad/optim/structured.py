@@ -156,10 +156,6 @@ class StructuredNaturalGradient(ModelOptimizer):
         guard = self._state.guard if self._update is None else self._update.guard
         return partial(state_report, self._told.numbers, self._state.step, guard.failures, guard.refused)
 
-    @property
-    def _turn(self) -> int:
-        return self._state.noise.turned
-
     def detach(self) -> None:
         """Take the hooks off the model. Also happens when the optimizer dies."""
         self._finalizer()
@@ -219,7 +215,8 @@ class StructuredNaturalGradient(ModelOptimizer):
         def drop(blocks: Mapping[str, Block]) -> dict[str, Block]:
             return {key: block for key, block in blocks.items() if renamed.keys().isdisjoint(block.layout.names)}
 
-        self._state = replace(state, blocks=drop(state.blocks), vectors=others(state.vectors))
+        stacks = state.stacks.select(lambda block: renamed.keys().isdisjoint(block.layout.names))
+        self._state = replace(state, blocks=drop(state.blocks), stacks=stacks, vectors=others(state.vectors))
         self._update = None if update is None else replace(update, blocks=drop(update.blocks))
         self._discarded, self._kinds = drop(self._discarded), others(self._kinds)
         super()._rename(renamed)

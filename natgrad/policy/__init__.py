@@ -1,10 +1,12 @@
 """Policies in gymnasium's environments, by the natural gradient of their expected return.
 
-`trpo` has the methods and `learner` the loop that they share: collect (`rollout`, `environments`), move the policy
-(`natural_step`, `surrogate`), fit the critic. `heads` says what a policy's outputs mean in each kind of action space.
+`trpo` has the methods and `learner` the loop that they share: collect steps (`rollout`, in `environments`), judge them
+(`advantage`, with the critic), move the policy (`update`). `heads` says what a policy's outputs mean in each kind of
+action space.
 """
 
 from natgrad.ground.messages import find_name
+from natgrad.policy.advantage import Rollout, gae
 from natgrad.policy.environments import EnvironmentFault, Episode
 from natgrad.policy.evaluation import EvalCallback, make_vec_env
 from natgrad.policy.heads import (
@@ -16,8 +18,7 @@ from natgrad.policy.heads import (
     SquashedGaussianHead,
 )
 from natgrad.policy.learner import LearningHistory, PolicyLearner
-from natgrad.policy.normalise import RunningMoments
-from natgrad.policy.rollout import Rollout, gae
+from natgrad.policy.rollout import RunningMoments
 from natgrad.policy.settings import Backtracking, CriticTraining, NaturalStep, Rollouts
 from natgrad.policy.trpo import TRPO, NaturalPolicyGradient, acktr
 

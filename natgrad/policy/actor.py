@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from natgrad.ground.pure import check_followed, run_detached
 from natgrad.policy.heads import GaussianHead, Head, MultiDiscreteHead
-from natgrad.policy.images import find_channel_order
 
 
 class Actor(nn.Module):
@@ -27,11 +26,12 @@ class Actor(nn.Module):
         self.policy, self.head = policy, head
         self.valued = False
         self.register_parameter("log_std", None)
-        batch = probe_size(head)
+        batch = choose_probe_size(head)
         states = example.expand(batch, *example.shape).contiguous()
         self.order = find_channel_order(policy, states)
         outputs = run_detached(lambda: call_module(policy, states.permute(self.order)))
-        self.valued = is_pair(outputs) and (outputs[1] is None or is_column(outputs[1], batch))
+        pair = isinstance(outputs, (tuple, list)) and len(outputs) == 2
+        self.valued = pair and (outputs[1] is None or is_column(outputs[1], batch))
         rows = outputs[0] if self.valued else outputs
         if isinstance(head, GaussianHead) and isinstance(rows, Tensor) and rows.shape[1:] == (head.dimensions,):
             self.log_std = nn.Parameter(rows.new_full((head.dimensions,), head.log_std))
@@ -55,15 +55,16 @@ class Actor(nn.Module):
         return join_gaussian(mean, log_std)
 
     def _check(self, outputs: Any, batch: int) -> None:
-        expected = (
-            f"({batch}, {self.head.width}) for {batch} states, as {type(self.head).__name__} on {self.head.space}"
+        wrong = ValueError(
+            f"policy returned {describe_outputs(outputs)}, expected rows ({batch}, {self.head.width}) for {batch} "
+            f"states, as {type(self.head).__name__} on {self.head.space} needs"
         )
         try:
-            found = self.rows(outputs)
+            rows = self.rows(outputs)
         except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-            raise ValueError(f"policy returned {describe_outputs(outputs)}, expected rows {expected} needs") from error
-        if found.shape != (batch, self.head.width) or not found.is_floating_point():
-            raise ValueError(f"policy returned {describe_outputs(outputs)}, expected rows {expected} needs")
+            raise wrong from error
+        if rows.shape != (batch, self.head.width) or not rows.is_floating_point():
+            raise wrong
 
 
 def call_module(module: nn.Module, states: Tensor) -> Any:
@@ -77,17 +78,12 @@ def call_module(module: nn.Module, states: Tensor) -> Any:
         ) from error
 
 
-def is_pair(outputs: Any) -> bool:
-    """Whether a module returned two things."""
-    return isinstance(outputs, (tuple, list)) and len(outputs) == 2
-
-
 def is_column(value: Any, batch: int) -> bool:
     """Whether it has one number per state."""
     return isinstance(value, Tensor) and tuple(value.shape) in ((batch,), (batch, 1))
 
 
-def probe_size(head: Head) -> int:
+def choose_probe_size(head: Head) -> int:
     """A number of example states that no other dimension has."""
     return next(size for size in range(3, 7) if size not in (head.width, head.width // 2))
 
@@ -113,5 +109,32 @@ def find_acting(actor: Actor, example: Tensor) -> dict[str, Tensor]:
     if not rows.requires_grad or not params:
         raise ValueError("policy has no trainable parameter that its outputs depend on; unfreeze at least one")
     check_followed(rows, params)
-    found = torch.autograd.grad(rows.sum(), list(params.values()), allow_unused=True)
-    return {name: p for (name, p), g in zip(params.items(), found, strict=True) if g is not None}
+    gradients = torch.autograd.grad(rows.sum(), list(params.values()), allow_unused=True)
+    return {name: p for (name, p), g in zip(params.items(), gradients, strict=True) if g is not None}
+
+
+# Images as states: their channels where a network wants them
+
+CHANNELS_FIRST, CHANNELS_LAST = (0, 3, 1, 2), (0, 2, 3, 1)
+
+
+def find_channel_order(module: nn.Module, states: Tensor) -> tuple[int, ...]:
+    """The axes of states in the order in which a network takes them: as they come, or with the channels moved."""
+    # Environments give (height, width, channels), convolutions take (channels, height, width). What is tried is whether
+    # the network raises; one that moves the channels itself takes them as they come.
+    plain = tuple(range(states.dim()))
+    if states.dim() != 4 or takes_states(module, states):
+        return plain
+    smallest = min(states.shape[1:])
+    others = [(CHANNELS_FIRST, states.shape[3]), (CHANNELS_LAST, states.shape[1])]
+    orders = (order for order, channels in others if channels == smallest)
+    return next((order for order in orders if takes_states(module, states.permute(order))), plain)
+
+
+def takes_states(module: nn.Module, states: Tensor) -> bool:
+    """Whether a network runs on these states."""
+    try:
+        run_detached(lambda: module(states))
+    except Exception:  # noqa: BLE001 - whatever a network says of states that it cannot take
+        return False
+    return True

@@ -13,133 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from natgrad.policy.gymnasium_import import import_gymnasium
-
-
-class Unknown(Exception):
-    """An attribute that is no plain value: a simulator, a window, a process."""
-
-
-def capture_state(env: Any) -> Any | None:
-    """Attributes of an environment and of those that it wraps, readable with weights_only=True, or None.
-
-    Numbers, texts, arrays, random generators, and containers of them; spaces, functions and specifications are what the
-    environment was built with and are left alone. Anything else may hold state that cannot be read: then None.
-    """
-    try:
-        return encode_value(env)
-    except Unknown:
-        return None
-
-
-def encode_value(value: Any) -> Any:
-    """A value as plain values and tensors, tagged. Unknown for what cannot be."""
-    if value is None or isinstance(value, (bool, float, str)):
-        return value
-    if isinstance(value, int):
-        return value if abs(value) < 2**62 else {"int": str(value)}
-    if isinstance(value, (np.ndarray, np.generic)):
-        return encode_array(value)
-    if isinstance(value, np.random.Generator):
-        return {"generator": encode_value(value.bit_generator.state)}
-    if isinstance(value, (list, tuple, deque)):
-        return {type(value).__name__: [encode_value(one) for one in value], "maxlen": getattr(value, "maxlen", None)}
-    if isinstance(value, dict):
-        return {"dict": [(encode_value(key), encode_value(one)) for key, one in value.items() if not is_static(one)]}
-    if isinstance(value, torch.Tensor):
-        return {"tensor": value.detach().clone()}
-    if isinstance(value, (import_gymnasium().Env, import_gymnasium().vector.VectorEnv)):
-        attributes = {name: encode_value(one) for name, one in vars(value).items() if not is_static(one)}
-        return {"env": type(value).__qualname__, "attributes": attributes}
-    raise Unknown(type(value).__name__)
-
-
-def encode_array(value: Any) -> dict[str, Any]:
-    """An array or a NumPy number, with its dtype."""
-    if value.dtype.kind not in "biufSU":
-        raise Unknown(str(value.dtype))
-    kind = "array" if isinstance(value, np.ndarray) else "number"
-    # bytes: torch lacks some of NumPy's dtypes
-    flat = np.frombuffer(np.ascontiguousarray(value).tobytes(), dtype=np.uint8).copy()
-    return {kind: torch.from_numpy(flat), "dtype": value.dtype.str, "shape": list(np.shape(value))}
-
-
-def decode_value(value: Any) -> Any:
-    """The inverse of `encoded`, environments excepted."""
-    if not isinstance(value, dict):
-        return value
-    if "int" in value:
-        return int(value["int"])
-    if "array" in value or "number" in value:
-        raw = value["array" if "array" in value else "number"].numpy().tobytes()
-        found = np.frombuffer(raw, dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()
-        return found if "array" in value else found[()]
-    if "generator" in value:
-        state = decode_value(value["generator"])
-        bits = getattr(np.random, state["bit_generator"])()
-        bits.state = state
-        return np.random.Generator(bits)
-    if "dict" in value:
-        return {decode_value(key): decode_value(one) for key, one in value["dict"]}
-    if "tensor" in value:
-        return value["tensor"].clone()
-    if "deque" in value:
-        return deque((decode_value(one) for one in value["deque"]), value["maxlen"])
-    return tuple(map(decode_value, value["tuple"])) if "tuple" in value else list(map(decode_value, value["list"]))
-
-
-def restore_state(env: Any, state: Any) -> bool:
-    """Put captured attributes back; False, and nothing done, where the environment is built otherwise."""
-    if not fits_state(env, state):
-        return False
-    for name, one in state["attributes"].items():
-        held = vars(env).get(name)
-        if is_environment(one):
-            restore_state(held, one)
-        elif isinstance(one, dict) and any(map(is_environment, one.get("list", []))):
-            assert isinstance(held, list)
-            for inner, saved in zip(held, one["list"], strict=True):
-                restore_state(inner, saved)
-        else:
-            setattr(env, name, decode_value(one))
-    return True
-
-
-def fits_state(env: Any, state: Any) -> bool:
-    """Whether an environment has the classes, wrappers included, of the one that was captured."""
-    if not is_environment(state) or type(env).__qualname__ != state["env"]:
-        return False
-    for name, one in state["attributes"].items():
-        held = vars(env).get(name)
-        if is_environment(one) and not fits_state(held, one):
-            return False
-        if isinstance(one, dict) and any(map(is_environment, one.get("list", []))):
-            same = isinstance(held, list) and len(held) == len(one["list"])
-            if not same or not all(fits_state(a, b) for a, b in zip(held, one["list"], strict=True)):
-                return False
-    return True
-
-
-def is_environment(value: Any) -> bool:
-    """Whether a captured value is that of an environment."""
-    return isinstance(value, dict) and "env" in value and "attributes" in value
-
-
-def is_static(value: Any) -> bool:
-    """What an environment was built with and does not change."""
-    if isinstance(value, (list, tuple)) and value and all(map(is_static, value)):
-        return True
-    kinds = (import_gymnasium().Space, ModuleType, type, np.dtype)
-    return (
-        isinstance(value, kinds)
-        or (callable(value) and not hasattr(value, "step"))
-        or type(value).__module__.startswith("gymnasium.envs.registration")
-        or type(value).__name__ == "AutoresetMode"
-    )
-
-
-# Environments of every kind as one: several at a time, transitions that never cross a reset, faults named
-
 Array = np.ndarray
 PATIENCE = 1000
 """Steps without the end of any episode, after which environments without a time limit are taken for endless."""
@@ -154,23 +27,14 @@ class EnvironmentFault(RuntimeError, ValueError):
 
 @dataclass(frozen=True)
 class Stepped:
-    """One step of n environments.
+    """One step of n environments."""
 
-    Attributes:
-        rewards: As they came, shape (n,).
-        terminated: True where the task ended the episode, shape (n,).
-        truncated: True where a time limit ended the episode, shape (n,).
-        successors: The observations after the step and before any reset, shape (n, ...).
-        following: The observations that the next action is taken on, shape (n, ...).
-        valid: False where nothing happened but a reset (vector environments in NEXT_STEP mode), shape (n,).
-    """
-
-    rewards: Array
-    terminated: Array
-    truncated: Array
-    successors: Array
-    following: Array
-    valid: Array
+    rewards: Array  # as they came, shape (n,)
+    terminated: Array  # True where the task ended the episode, shape (n,)
+    truncated: Array  # True where a time limit ended the episode, shape (n,)
+    successors: Array  # the observations after the step and before any reset, shape (n, ...)
+    following: Array  # the observations that the next action is taken on, shape (n, ...)
+    valid: Array  # False where nothing happened but a reset (vector environments in NEXT_STEP mode), shape (n,)
 
     @property
     def is_over(self) -> Array:
@@ -196,28 +60,21 @@ class Episode:
 
 
 class Environments:
-    """n environments in step.
-
-    Args:
-        env: A gymnasium environment, a vector environment in any autoreset mode, the name of a registered one, a
-            function that makes one of these, or a sequence of such.
-        max_episode_steps: Longer episodes are truncated; math.inf lets them go on for ever.
-    """
+    """n environments in step, of whatever kind, cut after `max_episode_steps` where that is said."""
 
     def __init__(self, env: Any, max_episode_steps: float | None = None) -> None:
-        gym = import_gymnasium()
         env = make_environment(env)
-        self.vector: Any = env if isinstance(env, gym.vector.VectorEnv) else None
-        self.singles: list[Any] = [] if self.vector is not None else list_environments(env)
-        self.count = self.vector.num_envs if self.vector is not None else len(self.singles)
-        source = self.vector if self.vector is not None else self.singles[0]
-        prefix = "single_" if self.vector is not None else ""
-        self.observation_space = getattr(source, f"{prefix}observation_space")
-        self.action_space = getattr(source, f"{prefix}action_space")
+        self.vector: Any = env if isinstance(env, import_gymnasium().vector.VectorEnv) else None
+        self.envs: list[Any] = list_environments(env) if self.vector is None else [env]
+        self.count = len(self.envs) if self.vector is None else self.vector.num_envs
+        prefix = "" if self.vector is None else "single_"
+        self.observation_space = getattr(self.envs[0], f"{prefix}observation_space")
+        self.action_space = getattr(self.envs[0], f"{prefix}action_space")
         self.encode, self.shape, self.scalable = choose_encoder(self.observation_space)
         self.mode = read_autoreset(self.vector)
         self.limit = math.inf if max_episode_steps is None else max_episode_steps
-        self.patient = max_episode_steps is not None or has_limit(self.vector, self.singles)
+        limited = any(map(has_limit, [*self.envs, *getattr(self.vector, "envs", [])]))
+        self.patient = max_episode_steps is not None or limited
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -233,14 +90,17 @@ class Environments:
         if self.observations is None:
             self.begin_anew()
             with name_faults("reset", self.steps):
-                found = self._reset(seed)
-            self.observations = self._encode(found)
+                if self.vector is not None:
+                    raw = self.vector.reset(seed=seed)[0]
+                else:
+                    raw = np.stack([read_reset(env.reset(seed=seed + i)) for i, env in enumerate(self.envs)])
+            self.observations = self._encode(raw)
         return self.observations
 
     def step(self, actions: Array) -> Stepped:
         """Act in every environment; resets those whose episode ended."""
         with name_faults("step", self.steps):
-            stepped = self._vector_step(actions) if self.vector is not None else self._single_steps(actions)
+            stepped = self._step_each(actions) if self.vector is None else self._step_vector(actions)
         self.steps += 1
         if not np.isfinite(stepped.rewards).all():
             raise EnvironmentFault(f"the environment returned the reward {stepped.rewards} at step {self.steps}")
@@ -260,21 +120,23 @@ class Environments:
 
     def shares_any(self, other: Environments) -> bool:
         """Whether some environment is in both."""
-        mine, theirs = ([one.vector, *one.singles] for one in (self, other))
-        return any(a is b for a in mine for b in theirs if a is not None)
+        return any(mine is theirs for mine in self.envs for theirs in other.envs)
 
     def take_episodes(self) -> list[Episode]:
         """The episodes that ended since the last call."""
-        found, self.finished = self.finished, []
-        return found
+        episodes, self.finished = self.finished, []
+        return episodes
 
     def state_dict(self) -> dict[str, Any]:
         """The episodes under way, and the environments' own state where it can be read."""
         if self.observations is None:
             return {"inner": None}
-        inner = [capture_state(env) for env in ([self.vector] if self.vector is not None else self.singles)]
+        try:
+            inner = [encode_value(env) for env in self.envs]
+        except Unknown:
+            inner = None
         return {
-            "inner": None if any(one is None for one in inner) else inner,
+            "inner": inner,
             "observations": encode_value(self.observations),
             "returns": torch.tensor(self.returns),
             "lengths": torch.tensor(self.lengths),
@@ -286,69 +148,63 @@ class Environments:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with these episodes where the environments could be read and are built alike, else begin anew."""
         self.begin_anew()
-        envs = [self.vector] if self.vector is not None else self.singles
-        inner = state["inner"]
-        if inner is None or len(inner) != len(envs) or not all(map(fits_state, envs, inner)):
+        owners = match_states(self.envs, state["inner"])
+        if owners is None:
             return
-        for env, one in zip(envs, inner, strict=True):
-            restore_state(env, one)
+        for env, attributes in owners:
+            for name, value in attributes.items():
+                setattr(env, name, decode_value(value))
         self.observations = decode_value(state["observations"])
         self.returns, self.lengths = state["returns"].numpy().copy(), state["lengths"].numpy().copy()
         self.resetting = state["resetting"].numpy().copy()
         self.steps, self.patient = state["steps"], state["patient"]
 
-    def _reset(self, seed: int) -> Any:
-        if self.vector is not None:
-            return self.vector.reset(seed=seed)[0]
-        return stack_observations([read_reset(env.reset(seed=seed + i)) for i, env in enumerate(self.singles)])
-
-    def _single_steps(self, actions: Array) -> Stepped:
-        found = [read_step(env.step(take_action(actions, i))) for i, env in enumerate(self.singles)]
-        successors = self._encode(stack_observations([one[0] for one in found]))
-        rewards = np.array([as_reward(one[1]) for one in found])
-        terminated = np.array([bool(one[2]) for one in found])
-        truncated = self._truncate(np.array([bool(one[3]) for one in found]), np.ones(self.count, dtype=bool))
+    def _step_each(self, actions: Array) -> Stepped:
+        answers = [read_step(env.step(take_action(actions, i))) for i, env in enumerate(self.envs)]
+        observations, rewards, terminated, truncated, _ = zip(*answers, strict=True)
+        successors = following = self._encode(np.stack(observations))
+        valid = np.ones(self.count, dtype=bool)
+        terminated = np.array(list(map(bool, terminated)))
+        truncated = self._truncate(np.array(list(map(bool, truncated))), valid)
         ended = terminated | truncated
-        following = successors
         if ended.any():
             following = successors.copy()
             for i in np.flatnonzero(ended):
-                following[i] = self._encode(stack_observations([read_reset(self.singles[i].reset())]))[0]
-        return Stepped(rewards, terminated, truncated, successors, following, np.ones(self.count, dtype=bool))
+                following[i] = self._encode(read_reset(self.envs[i].reset())[None])[0]
+        return Stepped(np.array(list(map(as_reward, rewards))), terminated, truncated, successors, following, valid)
 
-    def _vector_step(self, actions: Array) -> Stepped:
-        raw, rewards, terminated, truncated, infos = self.vector.step(actions)
+    def _step_vector(self, actions: Array) -> Stepped:
+        raw, rewards, terminated, cut, infos = self.vector.step(actions)
         valid = ~self.resetting
         rewards, terminated = np.array(rewards, dtype=np.float64), np.asarray(terminated, dtype=bool) & valid
-        given = np.asarray(truncated, dtype=bool) & valid
-        truncated = self._truncate(given, valid)
-        successors = self._encode(raw)
-        following = successors
-        if self.mode == "SAME_STEP" and (terminated | given).any():
+        cut = np.asarray(cut, dtype=bool) & valid
+        truncated, ended = self._truncate(cut, valid), terminated | cut
+        successors = following = self._encode(raw)
+        if self.mode == "SAME_STEP" and ended.any():
             following, successors = successors, successors.copy()
-            for i in np.flatnonzero(terminated | given):
-                successors[i] = self._encode(stack_observations([find_final_observation(infos, i)]))[0]
-        overdue = (truncated & ~given & ~terminated) | ((terminated | given) & (self.mode == "DISABLED"))
+            for i in np.flatnonzero(ended):
+                successors[i] = self._encode(np.asarray(find_final_observation(infos, i))[None])[0]
+        overdue = (truncated & ~ended) | (ended & (self.mode == "DISABLED"))
         if overdue.any():
             following = following.copy()
             fresh = self._encode(self.vector.reset(options={"reset_mask": overdue})[0])
             following[overdue] = fresh[overdue]
-        self.resetting = (terminated | given) & (self.mode == "NEXT_STEP")
+        self.resetting = ended & (self.mode == "NEXT_STEP")
         return Stepped(rewards, terminated, truncated, successors, following, valid)
 
     def _truncate(self, truncated: Array, valid: Array) -> Array:
         return truncated | ((self.lengths + 1 >= self.limit) & valid)
 
     def _encode(self, raw: Any) -> Array:
-        found = self.encode(raw)
-        if found.shape[1:] != self.shape:
+        rows = self.encode(raw)
+        if rows.shape[1:] != self.shape:
             raise EnvironmentFault(
-                f"the environment returned an observation of shape {found.shape[1:]}, expected {self.shape} as its "
+                f"the environment returned an observation of shape {rows.shape[1:]}, expected {self.shape} as its "
                 "observation space says"
             )
-        if not np.isfinite(found).all():
+        if not np.isfinite(rows).all():
             raise EnvironmentFault(f"the environment returned an observation that is not finite at step {self.steps}")
-        return found
+        return rows
 
 
 @contextmanager
@@ -367,25 +223,22 @@ def name_faults(where: str, step: int) -> Any:
 
 def list_environments(env: Any) -> list[Any]:
     """Single environments, made where they are names or functions. TypeError for anything else."""
-    gym = import_gymnasium()
     given = list(env) if isinstance(env, Sequence) and not isinstance(env, str) else [env]
     if not given:
         raise ValueError("env is an empty sequence, expected at least one environment")
-    found = []
-    for one in given:
-        one = make_environment(one)
-        if not isinstance(one, gym.Env):
+    envs = list(map(make_environment, given))
+    for each in envs:
+        if not isinstance(each, import_gymnasium().Env):
             raise TypeError(
-                f"env is {type(one).__name__}, expected a gymnasium environment (or gymnasium.vector's, a registered "
+                f"env is {type(each).__name__}, expected a gymnasium environment (or gymnasium.vector's, a registered "
                 "name, or a sequence of environments)"
             )
-        found.append(one)
-    if len({id(one) for one in found}) < len(found):
+    if len(set(map(id, envs))) < len(envs):
         raise ValueError("env holds the same environment twice: each needs a state of its own")
-    spaces = {(repr(one.observation_space), repr(one.action_space)) for one in found}
+    spaces = {(repr(each.observation_space), repr(each.action_space)) for each in envs}
     if len(spaces) > 1:
         raise ValueError(f"env holds environments of different spaces, expected equal ones: {sorted(spaces)}")
-    return found
+    return envs
 
 
 def make_environment(env: Any) -> Any:
@@ -393,8 +246,7 @@ def make_environment(env: Any) -> Any:
     gym = import_gymnasium()
     if isinstance(env, str):
         return gym.make(env)
-    made = isinstance(env, (gym.Env, gym.vector.VectorEnv))
-    return env() if callable(env) and not made else env
+    return env() if callable(env) and not isinstance(env, (gym.Env, gym.vector.VectorEnv)) else env
 
 
 def read_autoreset(vector: Any) -> str:
@@ -414,49 +266,43 @@ def find_final_observation(infos: dict[str, Any], index: Any) -> Any:
     raise EnvironmentFault("a vector environment in SAME_STEP mode gave no final_obs for an episode that ended")
 
 
-def has_limit(vector: Any, envs: list[Any]) -> bool:
-    """Whether a time limit is known: in a specification or in a wrapper."""
-    if vector is not None:
-        envs = [vector, *getattr(vector, "envs", [])]
-    return any(find_limit(env) is not None for env in envs)
-
-
-def find_limit(env: Any) -> int | None:
-    """The time limit of an environment, searched through its wrappers."""
+def has_limit(env: Any) -> bool:
+    """Whether a time limit is known: in a specification, or in a wrapper or what it wraps."""
     while env is not None:
         spec = getattr(env, "spec", None)
-        for found in (getattr(spec, "max_episode_steps", None), vars(env).get("_max_episode_steps")):
-            if found is not None:
-                return found
+        if getattr(spec, "max_episode_steps", None) is not None or vars(env).get("_max_episode_steps") is not None:
+            return True
         env = vars(env).get("env")
-    return None
+    return False
 
 
 def choose_encoder(space: Any) -> tuple[Callable[[Any], Array], tuple[int, ...], bool]:
-    """How observations become floating-point arrays, the shape of one, and whether scaling them makes sense.
-
-    Box as it is, bytes from 0 to 255 (images, memory) as shares from 0 to 1, discrete ones one-hot, bits as numbers.
-    Always in an array of their own: an environment may write the next observation into the one that it returned.
-    A single number is a row of one. ValueError for other spaces.
-    """
+    """How observations become floating-point arrays, the shape of one, and whether scaling them makes sense."""
+    # Box as it is, bytes from 0 to 255 (images, memory) as shares from 0 to 1, discrete ones one-hot, bits as numbers.
+    # Always in an array of their own: an environment may write the next observation into the one that it returned. A
+    # single number is a row of one.
     kind = type(space).__name__
     if kind in ("Box", "MultiBinary") and 0 in space.shape:
         raise ValueError(f"the observation space {space} holds no number, expected one at least: a constant will do")
-    if kind == "Box" and space.shape == ():
-        share = np.float32(255) if holds_bytes(space) else 1
-        dtype = np.float32 if holds_bytes(space) else None
-        scalable = bool(np.issubdtype(space.dtype, np.floating))
-        return lambda raw: np.array(raw, dtype=dtype).reshape(-1, 1) / share, (1,), scalable
-    if kind == "Box" and holds_bytes(space):
-        return lambda raw: np.asarray(raw, dtype=np.float32) / np.float32(255), space.shape, False
     if kind == "Box":
-        return np.array, space.shape, bool(np.issubdtype(space.dtype, np.floating))
+        bytewise = holds_bytes(space)
+
+        def encode_box(raw: Any) -> Array:
+            numbers = np.array(raw, dtype=np.float32 if bytewise else None)
+            numbers = numbers if space.shape else numbers.reshape(-1, 1)
+            return numbers / np.float32(255) if bytewise else numbers
+
+        return encode_box, space.shape or (1,), bool(np.issubdtype(space.dtype, np.floating))
     if kind == "Discrete":
-        size, start = int(space.n), int(space.start)
-        return lambda raw: one_hot(np.asarray(raw) - start, size), (size,), False
+        return lambda raw: encode_one_hot(np.asarray(raw) - int(space.start), int(space.n)), (int(space.n),), False
     if kind == "MultiDiscrete":
         sizes, begin = space.nvec.reshape(-1), space.start.reshape(-1)
-        return lambda raw: many_hot(np.asarray(raw), sizes, begin), (int(sizes.sum()),), False
+
+        def encode_choices(raw: Any) -> Array:
+            choices = np.asarray(raw).reshape(len(raw), -1) - begin
+            return np.concatenate([encode_one_hot(choices[:, k], int(size)) for k, size in enumerate(sizes)], axis=1)
+
+        return encode_choices, (int(sizes.sum()),), False
     if kind == "MultiBinary":
         return lambda raw: np.array(raw, dtype=np.float32), space.shape, False
     raise ValueError(
@@ -467,35 +313,41 @@ def choose_encoder(space: Any) -> tuple[Callable[[Any], Array], tuple[int, ...],
 
 def holds_bytes(space: Any) -> bool:
     """Whether the entries of a Box are whole numbers from 0 to 255."""
-    whole = np.issubdtype(space.dtype, np.integer)
-    return bool(whole and (np.asarray(space.low) == 0).all() and (np.asarray(space.high) == 255).all())
+    integer = np.issubdtype(space.dtype, np.integer)
+    return bool(integer and (np.asarray(space.low) == 0).all() and (np.asarray(space.high) == 255).all())
 
 
-def read_reset(found: Any) -> Any:
+def encode_one_hot(numbers: Array, size: int) -> Array:
+    """(n,) -> (n, size)."""
+    return np.eye(size, dtype=np.float32)[numbers]
+
+
+def read_reset(answer: Any) -> Array:
     """A copy of the observation that reset() returned. EnvironmentFault unless that is (observation, info)."""
-    if not isinstance(found, tuple) or len(found) != 2:
+    if not isinstance(answer, tuple) or len(answer) != 2:
         raise EnvironmentFault(
-            f"the environment's reset() returned {type(found).__name__}, expected (observation, info) as gymnasium says"
+            f"the environment's reset() returned {type(answer).__name__}, expected (observation, info) as gymnasium "
+            "says"
         )
-    return np.array(found[0])
+    return np.array(answer[0])
 
 
-def read_step(found: Any) -> Any:
+def read_step(answer: Any) -> Any:
     """What step() returned, with a copy of the observation. EnvironmentFault unless that is gymnasium's five values."""
-    if not isinstance(found, (tuple, list)) or len(found) != 5:
-        came = f"{len(found)} values" if isinstance(found, (tuple, list)) else type(found).__name__
+    if not isinstance(answer, (tuple, list)) or len(answer) != 5:
+        came = f"{len(answer)} values" if isinstance(answer, (tuple, list)) else type(answer).__name__
         raise EnvironmentFault(
             f"the environment's step() returned {came}, expected (observation, reward, terminated, truncated, info)"
         )
-    return np.array(found[0]), *found[1:]
+    return np.array(answer[0]), *answer[1:]
 
 
-def as_reward(given: Any) -> float:
+def as_reward(reward: Any) -> float:
     """A number, or an array of one. EnvironmentFault for anything else."""
     try:
-        return float(np.asarray(given).reshape(()).item())
+        return float(np.asarray(reward).reshape(()).item())
     except (TypeError, ValueError) as error:
-        raise EnvironmentFault(f"the environment returned the reward {given!r}, expected a number") from error
+        raise EnvironmentFault(f"the environment returned the reward {reward!r}, expected a number") from error
 
 
 def take_action(actions: Array, i: int) -> Any:
@@ -503,17 +355,118 @@ def take_action(actions: Array, i: int) -> Any:
     return np.asarray(actions[i]) if actions.dtype.kind == "f" else actions[i]
 
 
-def stack_observations(observations: list[Any]) -> Array:
-    """Observations of single environments as one array."""
-    return np.stack([np.asarray(one) for one in observations])
+def import_gymnasium() -> Any:
+    """The package. ImportError with what to install where it is missing."""
+    try:
+        import gymnasium  # an extra: only where an environment is asked for
+        import gymnasium.vector
+    except ImportError as error:
+        raise ImportError("policies need gymnasium: pip install gymnasium") from error
+    return gymnasium
 
 
-def one_hot(numbers: Array, size: int) -> Array:
-    """(n,) -> (n, size)."""
-    return np.eye(size, dtype=np.float32)[numbers]
+# The state of environments for a checkpoint, where it can be read
 
 
-def many_hot(numbers: Array, sizes: Array, begin: Array) -> Array:
-    """(n, ...) -> one-hot columns side by side."""
-    flat = numbers.reshape(len(numbers), -1) - begin
-    return np.concatenate([one_hot(flat[:, k], int(size)) for k, size in enumerate(sizes)], axis=1)
+class Unknown(Exception):
+    """An attribute that is no plain value: a simulator, a window, a process."""
+
+
+def encode_value(value: Any) -> Any:
+    """A value as plain values and tensors, tagged, readable with weights_only=True. Unknown for what cannot be."""
+    # Numbers, texts, arrays, random generators, and containers of them. Spaces, functions and specifications are what
+    # an environment was built with and are left alone; anything else may hold state that cannot be read.
+    if value is None or isinstance(value, (bool, float, str)):
+        return value
+    if isinstance(value, int):
+        return value if abs(value) < 2**62 else {"int": str(value)}
+    if isinstance(value, (np.ndarray, np.generic)):
+        return encode_array(value)
+    if isinstance(value, np.random.Generator):
+        return {"generator": encode_value(value.bit_generator.state)}
+    if isinstance(value, (list, tuple, deque)):
+        return {type(value).__name__: list(map(encode_value, value)), "maxlen": getattr(value, "maxlen", None)}
+    if isinstance(value, dict):
+        return {"dict": [(encode_value(key), encode_value(x)) for key, x in value.items() if not is_static(x)]}
+    if isinstance(value, torch.Tensor):
+        return {"tensor": value.detach().clone()}
+    if isinstance(value, (import_gymnasium().Env, import_gymnasium().vector.VectorEnv)):
+        attributes = {name: encode_value(x) for name, x in vars(value).items() if not is_static(x)}
+        return {"env": type(value).__qualname__, "attributes": attributes}
+    raise Unknown(type(value).__name__)
+
+
+def encode_array(value: Any) -> dict[str, Any]:
+    """An array or a NumPy number, with its dtype."""
+    if value.dtype.kind not in "biufSU":
+        raise Unknown(str(value.dtype))
+    kind = "array" if isinstance(value, np.ndarray) else "number"
+    # bytes: torch lacks some of NumPy's dtypes
+    flat = np.frombuffer(np.ascontiguousarray(value).tobytes(), dtype=np.uint8).copy()
+    return {kind: torch.from_numpy(flat), "dtype": value.dtype.str, "shape": list(np.shape(value))}
+
+
+def decode_value(value: Any) -> Any:
+    """The inverse of `encode_value`, environments excepted."""
+    if not isinstance(value, dict):
+        return value
+    if "int" in value:
+        return int(value["int"])
+    if "array" in value or "number" in value:
+        raw = value["array" if "array" in value else "number"].numpy().tobytes()
+        array = np.frombuffer(raw, dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()
+        return array if "array" in value else array[()]
+    if "generator" in value:
+        state = decode_value(value["generator"])
+        bits = getattr(np.random, state["bit_generator"])()
+        bits.state = state
+        return np.random.Generator(bits)
+    if "dict" in value:
+        return {decode_value(key): decode_value(entry) for key, entry in value["dict"]}
+    if "tensor" in value:
+        return value["tensor"].clone()
+    if "deque" in value:
+        return deque(map(decode_value, value["deque"]), value["maxlen"])
+    return tuple(map(decode_value, value["tuple"])) if "tuple" in value else list(map(decode_value, value["list"]))
+
+
+def match_states(envs: Any, states: Any) -> list[tuple[Any, dict[str, Any]]] | None:
+    """Environments, inner ones too, with the plain attributes that each gets back; None if they are built otherwise."""
+    if not isinstance(envs, list) or not isinstance(states, list) or len(envs) != len(states):
+        return None
+    owners: list[tuple[Any, dict[str, Any]]] = []
+    for env, state in zip(envs, states, strict=True):
+        if not is_environment(state) or type(env).__qualname__ != state["env"]:
+            return None
+        plain: dict[str, Any] = {}
+        owners.append((env, plain))
+        for name, value in state["attributes"].items():
+            held = vars(env).get(name)
+            if is_environment(value):
+                inner = match_states([held], [value])
+            elif isinstance(value, dict) and any(map(is_environment, value.get("list", []))):
+                inner = match_states(held, value["list"])
+            else:
+                plain[name], inner = value, []
+            if inner is None:
+                return None
+            owners += inner
+    return owners
+
+
+def is_environment(value: Any) -> bool:
+    """Whether a captured value is that of an environment."""
+    return isinstance(value, dict) and "env" in value and "attributes" in value
+
+
+def is_static(value: Any) -> bool:
+    """What an environment was built with and does not change."""
+    if isinstance(value, (list, tuple)) and value and all(map(is_static, value)):
+        return True
+    kinds = (import_gymnasium().Space, ModuleType, type, np.dtype)
+    return (
+        isinstance(value, kinds)
+        or (callable(value) and not hasattr(value, "step"))
+        or type(value).__module__.startswith("gymnasium.envs.registration")
+        or type(value).__name__ == "AutoresetMode"
+    )

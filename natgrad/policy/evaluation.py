@@ -12,8 +12,7 @@ import numpy as np
 from natgrad.ground.checks import check_integer
 from natgrad.ground.messages import write_choices
 from natgrad.ground.progress import check_callback
-from natgrad.policy.environments import make_environment
-from natgrad.policy.gymnasium_import import import_gymnasium
+from natgrad.policy.environments import import_gymnasium, make_environment
 
 if TYPE_CHECKING:
     from natgrad.policy.learner import PolicyLearner
@@ -63,7 +62,7 @@ class EvalCallback:
     ) -> None:
         check_callback(callback_on_new_best, "the learner")
         several = isinstance(eval_env, (list, tuple))
-        self.eval_env = [make_environment(one) for one in eval_env] if several else make_environment(eval_env)
+        self.eval_env = [make_environment(env) for env in eval_env] if several else make_environment(eval_env)
         self.callback_on_new_best = callback_on_new_best
         self.n_eval_episodes = check_integer("n_eval_episodes", n_eval_episodes)
         self.eval_freq = check_integer("eval_freq", eval_freq)
@@ -128,5 +127,5 @@ def make_vec_env(
         raise TypeError("make_vec_env takes no 'seed': the agent seeds its environments, ng.TRPO(policy, env, seed=0)")
     gym, own = import_gymnasium(), env_kwargs or {}
     make = gym.make if isinstance(env_id, str) else lambda make, **own: make(**own)
-    made = [make(env_id, **own) for _ in range(check_integer("n_envs", n_envs))]
-    return made if wrapper_class is None else [wrapper_class(env) for env in made]
+    environments = [make(env_id, **own) for _ in range(check_integer("n_envs", n_envs))]
+    return environments if wrapper_class is None else [wrapper_class(env) for env in environments]

@@ -14,9 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from natgrad.families import Bernoulli, Categorical, DiagonalGaussian, Heads, Likelihood
-from natgrad.policy.gymnasium_import import import_gymnasium
-
-Array = np.ndarray
+from natgrad.policy.environments import Array, import_gymnasium
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,6 @@ class Head(ABC):
             Nats, shape (b,).
         """
 
-    @abstractmethod
     def actions(self, draws: Tensor) -> Array:
         """Draws as the environment takes them.
 
@@ -80,6 +77,8 @@ class Head(ABC):
         Returns:
             An array (b, ...) of the space's shape and dtype.
         """
+        chosen = draws.cpu().numpy().reshape(-1, *self.space.shape) + getattr(self.space, "start", 0)
+        return chosen.astype(self.space.dtype)
 
     def on(self, space: Any) -> Head:
         """This head for a space.
@@ -156,10 +155,7 @@ class DiscreteHead(Head):
         return rows.argmax(1)
 
     def entropy(self, rows: Tensor) -> Tensor:
-        return categorical_entropy(rows)
-
-    def actions(self, draws: Tensor) -> Array:
-        return draws.cpu().numpy() + int(self.space.start)
+        return measure_choice_entropy(rows)
 
 
 @dataclass(frozen=True)
@@ -195,11 +191,7 @@ class MultiDiscreteHead(Head):
         return torch.stack([part.argmax(1) for part in rows.split(self.sizes, dim=1)], dim=1)
 
     def entropy(self, rows: Tensor) -> Tensor:
-        return torch.stack([categorical_entropy(part) for part in rows.split(self.sizes, dim=1)]).sum(0)
-
-    def actions(self, draws: Tensor) -> Array:
-        shaped = draws.cpu().numpy().reshape(-1, *self.space.shape)
-        return (shaped + self.space.start).astype(self.space.dtype)
+        return torch.stack([measure_choice_entropy(part) for part in rows.split(self.sizes, dim=1)]).sum(0)
 
 
 @dataclass(frozen=True)
@@ -226,9 +218,6 @@ class MultiBinaryHead(Head):
     def entropy(self, rows: Tensor) -> Tensor:
         return (functional.softplus(rows) - rows * rows.sigmoid()).sum(1)
 
-    def actions(self, draws: Tensor) -> Array:
-        return draws.cpu().numpy().astype(self.space.dtype).reshape(-1, *self.space.shape)
-
 
 @dataclass(frozen=True)
 class GaussianHead(Head):
@@ -250,12 +239,12 @@ class GaussianHead(Head):
     share: float = 1.0
 
     def on(self, space: Any) -> Head:
-        found = super().on(space)
+        head = super().on(space)
         if not np.issubdtype(space.dtype, np.floating):
             raise ValueError(
                 f"the action space {space} holds integers, expected real numbers: wrap it, or use Discrete"
             )
-        return found
+        return head
 
     @property
     def dimensions(self) -> int:
@@ -317,16 +306,16 @@ class SquashedGaussianHead(GaussianHead):
     """
 
     def on(self, space: Any) -> Head:
-        found = super().on(space)
+        head = super().on(space)
         if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
             raise ValueError(f"the action space {space} is not bounded, which tanh needs: use GaussianHead()")
-        return found
+        return head
 
     def actions(self, draws: Tensor) -> Array:
         share = (np.tanh(draws.cpu().numpy().astype(np.float64)) + 1) / 2
         low, high = self.space.low, self.space.high
-        found = low + (high - low) * share.reshape(-1, *self.space.shape)
-        return np.clip(found, low, high).astype(self.space.dtype)
+        stretched = low + (high - low) * share.reshape(-1, *self.space.shape)
+        return np.clip(stretched, low, high).astype(self.space.dtype)
 
 
 HEADS: dict[str, type[Head]] = {
@@ -358,7 +347,7 @@ def require_numbers(head: Head) -> Head:
     return head
 
 
-def categorical_entropy(logits: Tensor) -> Tensor:
+def measure_choice_entropy(logits: Tensor) -> Tensor:
     """-sum p log p, (b, n) -> (b,)."""
     log_p = logits.log_softmax(1)
     return -(log_p.exp() * log_p).sum(1)

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,9 +21,9 @@ from torch.nn.utils import skip_init
 
 from natgrad.ground.checks import check_integer
 from natgrad.ground.linalg import all_finite
-from natgrad.ground.messages import Columns, Explained
+from natgrad.ground.messages import Columns, Explained, write_choices
 from natgrad.ground.progress import Progress, check_callback
-from natgrad.ground.pure import check_followed, keep_gradient_mode, leaves, run_detached
+from natgrad.ground.pure import keep_gradient_mode, leaves, run_detached
 from natgrad.ground.spaces import Space
 from natgrad.ground.state_files import read_state_file, write_state_file
 from natgrad.metrics import fisher
@@ -31,7 +31,6 @@ from natgrad.operators import Operator
 from natgrad.optim import (
     Accidents,
     Attributes,
-    guard_steps,
     meet_processes,
     read_parts,
     refuse_processes,
@@ -39,406 +38,28 @@ from natgrad.optim import (
     update_jointly,
     write_parts,
 )
-from natgrad.policy.actor import Actor, call_module, describe_outputs, find_acting, is_column, probe_size
+from natgrad.policy.actor import Actor, choose_probe_size, find_acting
+from natgrad.policy.advantage import (
+    BatchPart,
+    Critic,
+    RewardScale,
+    Rollout,
+    check_values,
+    estimate_advantages,
+    explain_variance,
+)
 from natgrad.policy.environments import Environments, Episode, take_action
 from natgrad.policy.heads import GaussianHead, Head, choose_head
-from natgrad.policy.images import find_channel_order
-from natgrad.policy.joined_rollouts import BatchPart, join_episodes, join_moments
-from natgrad.policy.natural_step import Move, Proposal, propose_nothing, take_step
-from natgrad.policy.normalise import ObservationScale, RewardScale
-from natgrad.policy.rollout import Rollout, collect, estimate_advantages, explain_variance
-from natgrad.policy.sb3_calls import as_learning, as_policy, check_prediction, per_agent
-from natgrad.policy.sb3_settings import Translation
+from natgrad.policy.rollout import ObservationScale, collect_steps, join_episodes, join_moments
+from natgrad.policy.sb3 import Translation, as_learning, as_policy, check_prediction, per_agent
 from natgrad.policy.scalar_log import ScalarLog
 from natgrad.policy.settings import CriticTraining, NaturalStep, Rollouts, choose_damping
-from natgrad.policy.surrogate import Surrogate, SurrogateLoss
+from natgrad.policy.update import Move, Proposal, Surrogate, SurrogateLoss, propose_nothing, take_step
 from natgrad.rules import FlatStep, Quadratic, Rule
 from natgrad.structures import Exact
 
-
-@contextmanager
-def use_eval_mode(*modules: nn.Module | None) -> Generator[None]:
-    """Inside, modules are in eval mode: dropout off, batch norms with the statistics that they hold."""
-    with ExitStack() as stack:
-        for module in modules:
-            for part in [] if module is None else module.modules():
-                stack.callback(setattr, part, "training", part.training)
-                part.training = False
-        yield
-
-
-def take_first_parameter(module: nn.Module) -> Tensor:
-    """A tensor of the module's dtype and on its device. ValueError for one without parameters."""
-    first = next(module.parameters(), None)
-    if first is None:
-        raise ValueError("policy has no parameter to train")
-    return first.detach()
-
-
-# How widely real actions are explored at first: half the bounds, or a third of that where episodes last longer
-
-SHARE = 1 / 3
-"""Of half the bounds, the width that is tried."""
-SURE = 3.0
-"""Standard errors by which its mean return must be the higher one."""
-UNIT = 1.0
-"""Of the environment: a narrower width is not tried, since the second batch does not tell what it costs later on."""
-FEWEST = 5
-"""Episodes of a batch that decide anything."""
-
-
-class WidthTrial:
-    """Tries a third of the width in the second batch, if the task ended all episodes of the first; keeps the better.
-
-    A wide start throws a balanced pendulum over. A task whose episodes last until a time limit is left alone: there a
-    wide start is what swings it up.
-
-    Args:
-        set_share: Called with the share of half the bounds that one unit of the policy's outputs is.
-        possible: Whether anything is tried.
-    """
-
-    def __init__(self, set_share: Callable[[float], None], possible: bool) -> None:
-        self.set_share = set_share
-        self.share, self.left = 1.0, 2 if possible else 0
-        self.wide: list[float] = []
-
-    def look_at(self, episodes: Sequence[Episode]) -> None:
-        """Take in the episodes of a batch, and choose the width of the next one."""
-        if not self.left:
-            return
-        self.left -= 1
-        returns = [one.ret for one in episodes]
-        if self.left and len(returns) >= FEWEST and all(one.terminated for one in episodes):
-            self.wide = returns
-            self._choose(SHARE)
-        elif self.left:
-            self.left = 0
-        elif not is_higher(returns, self.wide):
-            self._choose(1.0)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What changes."""
-        return {"share": self.share, "left": self.left, "wide": list(self.wide)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self.left, self.wide = state["left"], list(state["wide"])
-        if state["share"] != self.share:
-            self._choose(state["share"])
-
-    def _choose(self, share: float) -> None:
-        self.share = share
-        self.set_share(share)
-
-
-def is_wide(head: Head) -> bool:
-    """True if a third of every entry's width is one unit of the environment or more."""
-    return isinstance(head, GaussianHead) and bool((SHARE * head.units >= UNIT).all())
-
-
-def is_higher(returns: Sequence[float], others: Sequence[float]) -> bool:
-    """True if the mean of the first is the higher one by three standard errors."""
-    if len(returns) < FEWEST:
-        return False
-    gain = float(np.mean(returns) - np.mean(others))
-    return gain > SURE * math.sqrt(np.var(returns) / len(returns) + np.var(others) / len(others))
-
-
-# What training went through, update by update
-
-COLUMNS = (
-    "update",
-    "steps",
-    "episodes",
-    "return",
-    "length",
-    "accepted",
-    "kl",
-    "predicted_kl",
-    "gain",
-    "predicted_gain",
-    "backtracks",
-    "cg_residual",
-    "cg_steps",
-    "damping",
-    "entropy",
-    "explained_variance",
-    "critic_loss",
-    "seconds",
-)
-
-
-def describe_update(
-    counts: Mapping[str, int], episodes: Sequence[Episode], move: Move, **more: float
-) -> dict[str, Any]:
-    """A row of the history, all but its seconds."""
-    return {
-        **counts,
-        "episodes": len(episodes),
-        "return": float(np.mean([one.ret for one in episodes])) if episodes else None,
-        "length": float(np.mean([one.length for one in episodes])) if episodes else None,
-        "accepted": move.accepted,
-        "kl": move.kl,
-        "predicted_kl": move.predicted_kl,
-        "gain": move.gain,
-        "predicted_gain": move.predicted_gain,
-        "backtracks": move.backtracks,
-        "cg_residual": move.residual,
-        "cg_steps": move.cg_steps,
-        "damping": move.damping,
-        **more,
-    }
-
-
-class LearningHistory(Columns):
-    """Lists of equal length, one entry per update: `history["return"]`, `history["kl"]`, ...
-
-    The columns:
-
-    - `update`, `steps`: how many so far.
-    - `episodes`: how many ended in the update's batch.
-    - `return`, `length`: means over these episodes; None where none ended.
-    - `accepted`: True if the policy moved.
-    - `kl`: the mean KL of the update, measured, in nats per state; 0 where the policy did not move.
-    - `predicted_kl`: the same by the quadratic model that the step was taken by.
-    - `gain`: of the surrogate, measured, in units of the standardised advantage.
-    - `predicted_gain`: the same by the linear model.
-    - `backtracks`: trials of the line search that were rejected.
-    - `cg_residual`: |g - (F + damping I) x| / |g|.
-    - `cg_steps`: products of the solver.
-    - `damping`: lambda of the solve.
-    - `entropy`: of the policy that acted, in nats.
-    - `explained_variance`: of the returns, by the critic before it learned from them.
-    - `critic_loss`: the critic's mean squared error over the last epoch.
-    - `seconds`: of the update.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(COLUMNS, "updates")
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Add one update.
-
-        Args:
-            row: A value for every column, by name.
-
-        Raises:
-            ValueError: Unless every column has its value.
-        """
-        if set(row) != set(self._columns):
-            raise ValueError(f"row has {sorted(row)}, expected {sorted(self._columns)}")
-        for name, value in row.items():
-            self._columns[name].append(value)
-
-    def last(self) -> dict[str, Any]:
-        """The last update's numbers."""
-        return {name: column[-1] for name, column in self._columns.items()}
-
-    def plot(self) -> Any:
-        """A matplotlib figure: return, KL against what was predicted, entropy, explained variance, over steps.
-
-        Needs matplotlib.
-        """
-        from matplotlib.figure import Figure  # an extra: only where a picture is asked for
-
-        figure = Figure(figsize=(9, 5.6), layout="constrained")
-        panels = figure.subplots(2, 2, sharex=True)
-        groups = (("return",), ("kl", "predicted_kl"), ("entropy",), ("explained_variance",))
-        for axes, group in zip(panels.flat, groups, strict=True):
-            for name in group:
-                pairs = [(x, y) for x, y in zip(self["steps"], self[name], strict=True) if y is not None]
-                axes.plot([x for x, _ in pairs], [y for _, y in pairs], label=name.replace("_", " "))
-            axes.set_ylabel(group[0].replace("_", " "))
-        panels[0, 1].legend()
-        panels[1, 1].set_ylim(-1, 1.05)
-        for axes in panels[1]:
-            axes.set_xlabel("steps")
-        return figure
-
-
-# The networks of an agent that was given none: tanh perceptrons
-
-HIDDEN = ((64, 64), (64, 64))
-
-
-@dataclass(frozen=True)
-class Defaults:
-    """What networks that were not given look like.
-
-    Args:
-        hidden: Sizes of the policy's layers and of the critic's.
-        activation: Between them.
-        device: Where they are.
-    """
-
-    hidden: tuple[tuple[int, ...], tuple[int, ...]] = HIDDEN
-    activation: type[nn.Module] = nn.Tanh
-    device: Any = None
-
-    @staticmethod
-    def read(choices: Translation, policy: nn.Module | None) -> Defaults:
-        """As the keywords say. TypeError where they came beside a policy, which is as it is."""
-        if policy is not None and choices.device is not None:
-            raise TypeError("device is of the default network, but a policy was given: write policy.to(device) before")
-        if policy is not None and (choices.hidden or choices.activation):
-            raise TypeError("policy_kwargs is of the default network, but a policy was given: build it as it shall be")
-        return Defaults(choices.hidden or HIDDEN, choices.activation or nn.Tanh, choices.device)
-
-    def build_policy(self, inputs: int, outputs: int, generator: torch.Generator, like: Tensor) -> nn.Sequential:
-        """From observations to action parameters, near zero at first."""
-        return build_perceptron([inputs, *self.hidden[0], outputs], 0.01, self.activation, generator, like)
-
-    def build_critic(self, inputs: int, generator: torch.Generator, like: Tensor) -> nn.Sequential:
-        """From observations to a value."""
-        return build_perceptron([inputs, *self.hidden[1], 1], 1.0, self.activation, generator, like)
-
-
-def check_network(name: str, module: Any) -> None:
-    """TypeError unless it is a module that stands alone, or None."""
-    if not isinstance(module, (nn.Module, type(None))):
-        raise TypeError(f"{name} is {type(module).__name__}, expected a torch.nn.Module or None")
-    refuse_processes(module, name)
-
-
-def build_perceptron(
-    sizes: list[int], gain: float, activation: type[nn.Module], generator: torch.Generator, like: Tensor
-) -> nn.Sequential:
-    """Linear layers with orthogonal weights and zero biases; flattens its inputs."""
-    layers: list[nn.Module] = [nn.Flatten()]
-    for i, (before, after) in enumerate(pairwise(sizes)):
-        layer: Any = skip_init(nn.Linear, before, after, dtype=like.dtype)
-        nn.init.orthogonal_(layer.weight, 2**0.5 if i < len(sizes) - 2 else gain, generator=generator)
-        nn.init.zeros_(layer.bias)
-        layers += [layer, activation()]
-    return nn.Sequential(*layers[:-1]).to(like.device)
-
-
-# The critic: a value of every state, fitted to the returns by Adam
-
-
-class Critic:
-    """V(states) -> (b,), and how it is trained: passes of Adam over minibatches, squared error.
-
-    Only parameters that the policy's actions do not depend on are trained. A trunk that both share moves by the natural
-    step alone, so that fitting values never changes the policy's KL.
-
-    Args:
-        module: One of its own, states -> (b,) or (b, 1); None for the value that the policy returns beside its rows.
-        actor: The policy.
-        reached: Names of the parameters that the actions depend on.
-        training: Adam's rate, and how often it sees what.
-        order: Of the states' axes, as the module takes them.
-
-    Raises:
-        ValueError: If there is no parameter to train.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module | None,
-        actor: Actor,
-        reached: set[str],
-        training: CriticTraining,
-        order: tuple[int, ...],
-    ) -> None:
-        self.module, self.actor, self.training, self.order = module, actor, training, order
-        acting = {id(p) for name, p in actor.named_parameters() if name in reached}
-        own = (actor if module is None else module).named_parameters()
-        self.named = {name: p for name, p in own if p.requires_grad and id(p) not in acting}
-        self.params = list(self.named.values())
-        if not self.params:
-            raise ValueError("the critic has no trainable parameter of its own: every one also moves the actions")
-        self.optimizer = torch.optim.Adam(self.params, training.lr, eps=1e-5, fused=can_fuse(self.params))
-        self.loss = float("nan")
-
-    def __call__(self, states: Tensor) -> Tensor:
-        """(b, ...) -> (b,)."""
-        if self.module is None:
-            return self.actor.value(states)
-        return self.module(states.permute(self.order)).reshape(-1)
-
-    def fit(self, rollout: Rollout, part: BatchPart, generator: torch.Generator) -> tuple[float, bool]:
-        """Train on a rollout's returns; all of it is taken back where a parameter would not be finite."""
-        loss, stands = guard_steps(self.optimizer, lambda: self._pass_through(rollout, part, generator))
-        return loss, stands and math.isfinite(loss)
-
-    def _pass_through(self, rollout: Rollout, part: BatchPart, generator: torch.Generator) -> float:
-        last = 0.0
-        for _ in range(self.training.epochs):
-            order = torch.randperm(part.total, generator=generator).to(rollout.states.device)
-            losses = [self._step(rollout, part, rows) for rows in order.split(self.training.batch)]
-            last = float(torch.stack(losses).mean())
-        return last
-
-    def _step(self, rollout: Rollout, part: BatchPart, places: Tensor) -> Tensor:
-        rows = places if part.processes.size == 1 else part.choose(places)
-        loss, gradients = self._differentiate(rollout, rows)
-        if part.processes.size > 1:
-            loss, gradients = self._join(part, len(rows) / len(places), loss, gradients)
-        for parameter, gradient in zip(self.params, gradients, strict=True):
-            parameter.grad = gradient
-        if all_finite(loss):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    def _differentiate(self, rollout: Rollout, rows: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """The mean squared error of some rows, and its gradient."""
-        if not len(rows):
-            return rollout.returns.new_zeros(()), [None] * len(self.params)
-        loss = nn.functional.mse_loss(self(rollout.states[rows]), rollout.returns[rows])
-        check_followed(loss, self.named)
-        return loss, torch.autograd.grad(loss, self.params, allow_unused=True)
-
-    def _join(
-        self, part: BatchPart, share: float, loss: Tensor, gradients: Sequence[Tensor | None]
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Those of the rows of all processes, from a mean over this one's that weighs `share`."""
-        parts = [
-            (torch.zeros_like(p) if g is None else share * g).reshape(-1).double()
-            for p, g in zip(self.params, gradients, strict=True)
-        ]
-        whole = part.sum(torch.cat([(share * loss.detach()).reshape(1).double(), *parts]))
-        pieces = whole[1:].split([p.numel() for p in self.params])
-        return whole[0].to(loss), [one.view_as(p).to(p) for one, p in zip(pieces, self.params, strict=True)]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The module, where it is one of its own, and the optimiser."""
-        found: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
-        if self.module is not None:
-            found["module"] = self.module.state_dict()
-        return found
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        if self.module is not None:
-            self.module.load_state_dict(state["module"])
-        self.optimizer.load_state_dict(state["optimizer"])
-
-
-def check_values(module: nn.Module, example: Tensor, size: int) -> tuple[int, ...]:
-    """The order of axes in which the module takes states. ValueError unless it gives one value per state."""
-    states = example.expand(size, *example.shape).contiguous()
-    order = find_channel_order(module, states)
-    found = run_detached(lambda: call_module(module, states.permute(order)))
-    if not is_column(found, size):
-        raise ValueError(
-            f"critic returned {describe_outputs(found)}, expected ({size},) or ({size}, 1) for {size} states"
-        )
-    return order
-
-
-def can_fuse(params: list[nn.Parameter]) -> bool:
-    """Whether Adam's fused kernel takes them: a third of the time on small networks."""
-    return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in params)
-
-
-# What every policy gradient method here has in common: collect, move the policy, fit the critic, write down
-
-Array = np.ndarray
-APART = 1_000_003  # between the seeds of two processes
-TOLD = {"return": "return", "KL": "kl", "entropy": "entropy"}  # by `learn`, and where the history has it
+SEED_DISTANCE = 1_000_003  # between the seeds of two processes
+SHOWN = {"return": "return", "KL": "kl", "entropy": "entropy"}  # by `learn`, and where the history has it
 
 
 class PolicyLearner(Explained):
@@ -479,9 +100,9 @@ class PolicyLearner(Explained):
         untouched = as_policy(policy) is None and head is None
         self.width = WidthTrial(self._set_share, untouched and is_wide(self.head))
         modules = nn.ModuleList([self.actor, *([self.critic.module] if self.critic.module is not None else [])])
-        told = self.rollouts.batch, self.natural_step, groups["critic_training"], self.rule
-        self.processes = meet_processes(dict(modules.named_parameters()), self.rollouts.group, *told)
-        self._draws = torch.Generator(self.device).manual_seed(self.rollouts.seed + APART * self.processes.rank)
+        settings = self.rollouts.batch, self.natural_step, groups["critic_training"], self.rule
+        self.processes = meet_processes(dict(modules.named_parameters()), self.rollouts.group, *settings)
+        self._draws = torch.Generator(self.device).manual_seed(self.rollouts.seed + SEED_DISTANCE * self.processes.rank)
         self._predictions = torch.Generator(self.device).manual_seed(self.rollouts.seed + 1)
         self.scale = ObservationScale(self.worlds.shape, self.rollouts.normalize_observations and self.worlds.scalable)
         join = partial(join_moments, self.processes)
@@ -495,26 +116,38 @@ class PolicyLearner(Explained):
         """The networks, checked on an example state; those not given are perceptrons drawn from the generator."""
         policy = as_policy(policy)
         for name, module in (("policy", policy), ("critic", critic)):
-            check_network(name, module)
-        defaults = Defaults.read(choices, policy)
-        like = torch.zeros((), device=defaults.device) if policy is None else take_first_parameter(policy)
-        example = like.new_zeros(self.worlds.shape)
-        inputs = max(math.prod(self.worlds.shape), 1)
-        if policy is None:
-            outputs = getattr(self.head, "dimensions", self.head.width)
-            policy = defaults.build_policy(inputs, outputs, self.generator, like)
+            if not isinstance(module, (nn.Module, type(None))):
+                raise TypeError(f"{name} is {type(module).__name__}, expected a torch.nn.Module or None")
+            refuse_processes(module, name)
+        check_defaults(choices, policy)
+        like = torch.zeros((), device=choices.device) if policy is None else next(policy.parameters(), None)
+        if like is None:
+            raise ValueError("policy has no parameter to train")
+        like = like.detach()
+        example, inputs = like.new_zeros(self.worlds.shape), max(math.prod(self.worlds.shape), 1)
+        hidden, activation = choices.hidden or HIDDEN, choices.activation or nn.Tanh
+        if policy is None:  # near zero at first
+            sizes = [inputs, *hidden[0], getattr(self.head, "dimensions", self.head.width)]
+            policy = build_perceptron(sizes, 0.01, activation, self.generator, like)
         self.policy, self.device = policy, like.device
         with use_eval_mode(policy):
             self.actor = Actor(policy, self.head, example).to(like.device)
             self.params = find_acting(self.actor, example)
         if critic is None and not self.actor.valued:
-            critic = defaults.build_critic(inputs, self.generator, like)
+            critic = build_perceptron([inputs, *hidden[1], 1], 1.0, activation, self.generator, like)
         order: tuple[int, ...] = ()
         if critic is not None:
             with use_eval_mode(critic):
-                order = check_values(critic, example, probe_size(self.head))
+                order = check_values(critic, example, choose_probe_size(self.head))
         self.critic = Critic(critic, self.actor, set(self.params), training, order)
         self.metric = fisher(self.actor, self.head.family)
+
+    def __repr__(self) -> str:
+        step, worlds = self.natural_step, self.worlds
+        how = {"solver": step.solver, "structure": self.structure, "damping": self.damping}
+        sizes = {"environments": worlds.count, "batch": self.batch}
+        done = {"steps": self.steps, "updates": self.updates}
+        return write_choices(self, policy=self.policy, head=self.head, **self._lengths(), **sizes, **how, **done)
 
     @property
     def failures(self) -> int:
@@ -525,6 +158,10 @@ class PolicyLearner(Explained):
     @abstractmethod
     def rule(self) -> Rule:
         """What gives a step its length."""
+
+    def _lengths(self) -> dict[str, Any]:
+        """What was chosen of that, for the representation."""
+        return {}
 
     @keep_gradient_mode
     def learn(
@@ -546,8 +183,8 @@ class PolicyLearner(Explained):
             EnvironmentFault: If an environment raises, returns NaN or never ends. The current update is undone then.
         """
         steps, progress = as_learning(total_steps, progress, spelled)
-        whole = isinstance(steps, float) and steps.is_integer()
-        steps = check_integer("total_steps", int(steps) if whole else steps, 1)  # 1e5 is meant so
+        steps = int(steps) if isinstance(steps, float) and steps.is_integer() else steps  # 1e5 is meant so
+        steps = check_integer("total_steps", steps, 1)
         check_callback(callback, "the learner")
         begun = self.steps
         with Progress("steps", steps, self.verbose if progress is None else progress) as shown, self.log as log:
@@ -556,7 +193,7 @@ class PolicyLearner(Explained):
                     self._update()
                     last = self.history.last()
                     log.write_update(last)
-                    shown.update(self.steps - begun, {word: last[key] for word, key in TOLD.items()})
+                    shown.update(self.steps - begun, {word: last[key] for word, key in SHOWN.items()})
                     if callback is not None and self._ends(callback(self) is True):
                         break
                 except KeyboardInterrupt:
@@ -565,7 +202,7 @@ class PolicyLearner(Explained):
 
     def _ends(self, asked: bool) -> bool:
         """Whether the callback of some process asked to end."""
-        return any(one for (one,) in self.processes.share_numbers([asked], self.device))
+        return any(ends for (ends,) in self.processes.share_numbers([asked], self.device))
 
     def _update(self) -> None:
         """One update, or none at all: whatever interrupts it, the state is as before."""
@@ -593,8 +230,8 @@ class PolicyLearner(Explained):
         self.steps, self.updates = self.steps + part.total, self.updates + 1
         entropy = float(part.mean(self.head.entropy(rollout.rows).mean()))
         counts = {"update": self.updates, "steps": self.steps}
-        found = {"entropy": entropy, "explained_variance": explained, "critic_loss": loss}
-        return describe_update(counts, rollout.episodes, move, **found)
+        judged = {"entropy": entropy, "explained_variance": explained, "critic_loss": loss}
+        return describe_update(counts, rollout.episodes, move, **judged)
 
     def _move(self, surrogate: Surrogate, states: Tensor) -> Move:
         """Take the policy along its natural gradient as far as the rule says, or leave it where it is."""
@@ -615,15 +252,14 @@ class PolicyLearner(Explained):
     def _collect(self) -> Rollout:
         if self.worlds.observations is None:
             self._begun += 1
-        seed = self.rollouts.seed + 7919 * (self._begun - 1) + APART * self.processes.rank
+        seed = self.rollouts.seed + 7919 * (self._begun - 1) + SEED_DISTANCE * self.processes.rank
         before, size = copy(self.scale.moments), -(-self.batch // self.processes.size)
         with self.processes.failing_together(self.device):
-            kept = collect(self.actor, self.worlds, self.scale, size, seed, self._draws)
+            collected = collect_steps(self.actor, self.worlds, self.scale, size, seed, self._draws)
         self.scale.moments = join_moments(self.processes, before, self.scale.moments)
         episodes = join_episodes(self.processes, self.worlds.take_episodes())
-        return estimate_advantages(
-            kept, self.critic, self.reward_scale, self.rollouts.gamma, self.rollouts.gae_lambda, episodes
-        )
+        discounts = self.rollouts.gamma, self.rollouts.gae_lambda
+        return estimate_advantages(collected, self.critic, self.reward_scale, *discounts, episodes)
 
     def _propose(self, surrogate: Surrogate, states: Tensor) -> Proposal:
         """The step -(F + damping I)^-1 of the loss's gradient, with the exact Fisher along it."""
@@ -698,11 +334,10 @@ class PolicyLearner(Explained):
         alone = raw.shape == shape
         if not alone and raw.shape[1:] != shape:
             raise ValueError(f"observation has shape {raw.shape}, expected {shape}, or (b, ...) for a batch of them")
-        found = self.worlds.encode(raw[None] if alone else raw)
-        if not np.isfinite(found).all():
+        rows = self.worlds.encode(raw[None] if alone else raw)
+        if not np.isfinite(rows).all():
             raise ValueError("observation is not finite: the policy was not asked")
-        like = next(self.actor.parameters())
-        return torch.from_numpy(np.ascontiguousarray(self.scale(found))).to(like.device, like.dtype), alone
+        return self.scale.states(rows, next(self.actor.parameters())), alone
 
     def evaluate(self, env: Any, episodes: int = 20, *, deterministic: bool = True, seed: int = 0) -> list[float]:
         """The returns of whole episodes, the policy and its scales frozen.
@@ -718,21 +353,20 @@ class PolicyLearner(Explained):
             raise ValueError(f"env has observations of shape {worlds.shape}, expected {self.worlds.shape}")
         if worlds.shares_any(self.worlds):
             self.worlds.begin_anew()
-        observations, found = worlds.start(seed), []
+        observations, returns = worlds.start(seed), []
         share, extra = divmod(episodes, worlds.count)
         left = [share + (i < extra) for i in range(worlds.count)]
         like = next(self.actor.parameters())
         with use_eval_mode(self.actor), torch.no_grad():
             while max(left) > 0:
-                scaled = np.ascontiguousarray(self.scale(observations))
-                rows = run_detached(partial(self.actor, torch.from_numpy(scaled).to(like.device, like.dtype)))
+                rows = run_detached(partial(self.actor, self.scale.states(observations, like)))
                 draws = self.head.mode(rows) if deterministic else self.head.draw(rows, self._predictions)
                 observations = worlds.step(self.head.actions(draws)).following
                 for episode in worlds.take_episodes():
                     left[episode.index] -= 1
                     if left[episode.index] >= 0:
-                        found.append(episode.ret)
-        return found
+                        returns.append(episode.ret)
+        return returns
 
     def save(self, path: str | Path) -> None:
         """All that the next update depends on, for `load` or torch.load(weights_only=True): whole, or not at all.
@@ -754,8 +388,7 @@ class PolicyLearner(Explained):
 
     def state_dict(self) -> dict[str, Any]:
         """What `save` writes."""
-        parts = self._parts() | {"history": self.history, "worlds": self.worlds}
-        return {"algorithm": type(self).__name__, **write_parts(parts)}
+        return {"algorithm": type(self).__name__, **write_parts(self._parts(between_updates=True))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`.
@@ -766,11 +399,12 @@ class PolicyLearner(Explained):
         if not isinstance(state, dict) or state.get("algorithm") != type(self).__name__:
             came = state.get("algorithm", "no algorithm") if isinstance(state, dict) else type(state).__name__
             raise ValueError(f"the file holds {came}, expected what {type(self).__name__}.save() wrote")
-        parts = self._parts() | {"history": self.history, "worlds": self.worlds}
-        read_parts(parts, state, f"{type(self).__name__}.save()", optional={"accidents", "width"})
+        parts, saver = self._parts(between_updates=True), f"{type(self).__name__}.save()"
+        read_parts(parts, state, saver, optional={"accidents", "width"})
 
-    def _parts(self) -> dict[str, Any]:
-        """What an update changes."""
+    def _parts(self, between_updates: bool = False) -> dict[str, Any]:
+        """What an update changes, with what is saved beside it between two of them."""
+        beside = {"history": self.history, "worlds": self.worlds} if between_updates else {}
         return {
             "actor": self.actor,
             "critic": self.critic,
@@ -784,4 +418,197 @@ class PolicyLearner(Explained):
             "counts": Attributes(self, "steps", "updates", "_begun"),
             "width": self.width,
             "accidents": Attributes(self.accidents, "count", "in_a_row"),
+            **beside,
         }
+
+
+@contextmanager
+def use_eval_mode(*modules: nn.Module | None) -> Generator[None]:
+    """Inside, modules are in eval mode: dropout off, batch norms with the statistics that they hold."""
+    with ExitStack() as stack:
+        for module in modules:
+            for part in [] if module is None else module.modules():
+                stack.callback(setattr, part, "training", part.training)
+                part.training = False
+        yield
+
+
+# What training went through, update by update
+
+COLUMNS = (
+    "update", "steps", "episodes", "return", "length", "accepted", "kl", "predicted_kl", "gain", "predicted_gain",
+    "backtracks", "cg_residual", "cg_steps", "damping", "entropy", "explained_variance", "critic_loss", "seconds",
+)  # fmt: skip
+
+
+def describe_update(
+    counts: Mapping[str, int], episodes: Sequence[Episode], move: Move, **more: float
+) -> dict[str, Any]:
+    """A row of the history, all but its seconds."""
+    measured = {name: getattr(move, name) for name in COLUMNS if hasattr(move, name)}
+    return {
+        **counts,
+        "episodes": len(episodes),
+        "return": float(np.mean([episode.ret for episode in episodes])) if episodes else None,
+        "length": float(np.mean([episode.length for episode in episodes])) if episodes else None,
+        **measured,
+        **more,
+    }
+
+
+class LearningHistory(Columns):
+    """Lists of equal length, one entry per update: `history["return"]`, `history["kl"]`, ...
+
+    The columns:
+
+    - `update`, `steps`: how many so far.
+    - `episodes`: how many ended in the update's batch.
+    - `return`, `length`: means over these episodes; None where none ended.
+    - `accepted`: True if the policy moved.
+    - `kl`: the mean KL of the update, measured, in nats per state; 0 where the policy did not move.
+    - `predicted_kl`: the same by the quadratic model that the step was taken by.
+    - `gain`: of the surrogate, measured, in units of the standardised advantage.
+    - `predicted_gain`: the same by the linear model.
+    - `backtracks`: trials of the line search that were rejected.
+    - `cg_residual`: |g - (F + damping I) x| / |g|.
+    - `cg_steps`: products of the solver.
+    - `damping`: lambda of the solve.
+    - `entropy`: of the policy that acted, in nats.
+    - `explained_variance`: of the returns, by the critic before it learned from them.
+    - `critic_loss`: the critic's mean squared error over the last epoch.
+    - `seconds`: of the update.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(COLUMNS, "updates")
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Add one update.
+
+        Args:
+            row: A value for every column, by name.
+
+        Raises:
+            ValueError: Unless every column has its value.
+        """
+        if set(row) != set(self._columns):
+            raise ValueError(f"row has {sorted(row)}, expected {sorted(self._columns)}")
+        for name, value in row.items():
+            self._columns[name].append(value)
+
+    def last(self) -> dict[str, Any]:
+        """The last update's numbers."""
+        return {name: column[-1] for name, column in self._columns.items()}
+
+    def plot(self) -> Any:
+        """A matplotlib figure: return, KL against what was predicted, entropy, explained variance, over steps.
+
+        Needs matplotlib.
+        """
+        from matplotlib.figure import Figure  # an extra: only where a picture is asked for
+
+        figure = Figure(figsize=(9, 5.6), layout="constrained")
+        panels = figure.subplots(2, 2, sharex=True)
+        groups = (("return",), ("kl", "predicted_kl"), ("entropy",), ("explained_variance",))
+        for axes, group in zip(panels.flat, groups, strict=True):
+            for name in group:
+                pairs = [(x, y) for x, y in zip(self["steps"], self[name], strict=True) if y is not None]
+                axes.plot([x for x, _ in pairs], [y for _, y in pairs], label=name.replace("_", " "))
+            axes.set_ylabel(group[0].replace("_", " "))
+        panels[0, 1].legend()
+        panels[1, 1].set_ylim(-1, 1.05)
+        for axes in panels[1]:
+            axes.set_xlabel("steps")
+        return figure
+
+
+# The networks of an agent that was given none: tanh perceptrons
+
+HIDDEN = ((64, 64), (64, 64))  # sizes of the policy's layers and of the critic's
+
+
+def check_defaults(choices: Translation, policy: nn.Module | None) -> None:
+    """TypeError for keywords of the default network beside a policy, which is as it is."""
+    if policy is not None and choices.device is not None:
+        raise TypeError("device is of the default network, but a policy was given: write policy.to(device) before")
+    if policy is not None and (choices.hidden or choices.activation):
+        raise TypeError("policy_kwargs is of the default network, but a policy was given: build it as it shall be")
+
+
+def build_perceptron(
+    sizes: list[int], gain: float, activation: type[nn.Module], generator: torch.Generator, like: Tensor
+) -> nn.Sequential:
+    """Linear layers with orthogonal weights and zero biases; flattens its inputs."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    for i, (before, after) in enumerate(pairwise(sizes)):
+        layer: Any = skip_init(nn.Linear, before, after, dtype=like.dtype)
+        nn.init.orthogonal_(layer.weight, 2**0.5 if i < len(sizes) - 2 else gain, generator=generator)
+        nn.init.zeros_(layer.bias)
+        layers += [layer, activation()]
+    return nn.Sequential(*layers[:-1]).to(like.device)
+
+
+# How widely real actions are explored at first: half the bounds, or a third of that where episodes last longer
+
+SHARE = 1 / 3
+"""Of half the bounds, the width that is tried."""
+SURE = 3.0
+"""Standard errors by which its mean return must be the higher one."""
+UNIT = 1.0
+"""Of the environment: a narrower width is not tried, since the second batch does not tell what it costs later on."""
+FEWEST = 5
+"""Episodes of a batch that decide anything."""
+
+
+class WidthTrial:
+    """Tries a third of the width in the second batch, if the task ended all episodes of the first; keeps the better.
+
+    A wide start throws a balanced pendulum over. A task whose episodes last until a time limit is left alone: there a
+    wide start is what swings it up.
+    """
+
+    def __init__(self, set_share: Callable[[float], None], possible: bool) -> None:
+        self.set_share = set_share
+        self.share, self.left = 1.0, 2 if possible else 0
+        self.wide: list[float] = []
+
+    def look_at(self, episodes: Sequence[Episode]) -> None:
+        """Take in the episodes of a batch, and choose the width of the next one."""
+        if not self.left:
+            return
+        self.left -= 1
+        returns = [episode.ret for episode in episodes]
+        if self.left and len(returns) >= FEWEST and all(episode.terminated for episode in episodes):
+            self.wide = returns
+            self._choose(SHARE)
+        elif self.left:
+            self.left = 0
+        elif not is_higher(returns, self.wide):
+            self._choose(1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What changes."""
+        return {"share": self.share, "left": self.left, "wide": list(self.wide)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.left, self.wide = state["left"], list(state["wide"])
+        if state["share"] != self.share:
+            self._choose(state["share"])
+
+    def _choose(self, share: float) -> None:
+        self.share = share
+        self.set_share(share)
+
+
+def is_wide(head: Head) -> bool:
+    """True if a third of every entry's width is one unit of the environment or more."""
+    return isinstance(head, GaussianHead) and bool((SHARE * head.units >= UNIT).all())
+
+
+def is_higher(returns: Sequence[float], others: Sequence[float]) -> bool:
+    """True if the mean of the first is the higher one by three standard errors."""
+    if len(returns) < FEWEST:
+        return False
+    gain = float(np.mean(returns) - np.mean(others))
+    return gain > SURE * math.sqrt(np.var(returns) / len(returns) + np.var(others) / len(others))

@@ -7,10 +7,9 @@ from typing import Any, Unpack
 from torch import nn
 
 from natgrad.ground.checks import Group, check_positive, read_groups
-from natgrad.ground.messages import write_choices
 from natgrad.policy.heads import Head
 from natgrad.policy.learner import PolicyLearner
-from natgrad.policy.sb3_settings import translate_choices
+from natgrad.policy.sb3 import translate_choices
 from natgrad.policy.settings import (
     Backtracking,
     CriticTraining,
@@ -107,8 +106,8 @@ class TRPO(PolicyLearner):
         """The measured KL within the radius, by backtracking."""
         return MeasuredTrustRegion(self.radius, self.backtracks, self.backtrack)
 
-    def __repr__(self) -> str:
-        return write_learner(self, radius=self.radius, backtracks=self.backtracks)
+    def _lengths(self) -> dict[str, Any]:
+        return {"radius": self.radius, "backtracks": self.backtracks}
 
 
 class NaturalPolicyGradient(PolicyLearner):
@@ -162,17 +161,8 @@ class NaturalPolicyGradient(PolicyLearner):
         """The rate, or the length at which the damped form is the radius."""
         return NormalisedRate(self.radius) if self.lr is None else Rate()
 
-    def __repr__(self) -> str:
-        return write_learner(self, **({"radius": self.radius} if self.lr is None else {"lr": self.lr}))
-
-
-def write_learner(agent: PolicyLearner, **own: Any) -> str:
-    """The choices of an agent and how far it is, as its `repr`."""
-    step, worlds = agent.natural_step, agent.worlds
-    how = {"solver": step.solver, "structure": agent.structure, "damping": agent.damping}
-    sizes = {"environments": worlds.count, "batch": agent.batch}
-    done = {"steps": agent.steps, "updates": agent.updates}
-    return write_choices(agent, policy=agent.policy, head=agent.head, **own, **sizes, **how, **done)
+    def _lengths(self) -> dict[str, Any]:
+        return {"radius": self.radius} if self.lr is None else {"lr": self.lr}
 
 
 def acktr(

@@ -1,11 +1,11 @@
 """Physics-informed networks: nonlinear least squares over named residuals, and derivatives of networks in a point.
 
 `residual_terms` has the function that makes the optimiser, `differential` the operators to write residuals with. Below
-them: `optimizer` (one step), `system` and `terms` (the rows of the Jacobian), `jets` (derivatives in a point).
+them: `optimizer` (one step), `system` and `terms` (rows of the Jacobian). `natgrad.ground.jets` has the derivatives.
 """
 
 from natgrad.ground.messages import find_name, make_callable
-from natgrad.residuals.adaptive_points import draw_where_large
+from natgrad.residuals.constrained import HardConstraint, Periodic
 from natgrad.residuals.differential import (
     biharmonic,
     divergence_of,
@@ -15,9 +15,8 @@ from natgrad.residuals.differential import (
     time_derivative,
 )
 from natgrad.residuals.fields import Field
-from natgrad.residuals.jets import HardConstraint, Periodic
 from natgrad.residuals.optimizer import ResidualHistory, ResidualOptimizer
-from natgrad.residuals.point_weights import Causal, PointWeights, WhereLarge
+from natgrad.residuals.point_weights import Causal, PointWeights, WhereLarge, draw_where_large
 from natgrad.residuals.residual_terms import residuals
 from natgrad.residuals.system import ResidualMetric
 

@@ -1,7 +1,8 @@
 """Differential operators on functions of one point: gradient, Jacobian, divergence, Laplacian, time derivative.
 
 Of an unknown of `ng.residuals` at the very point that the term was given they are read from one pass through the
-network (`jets.py`); of any other function, such as `lambda y: k(y) * ng.grad(u, y)`, they are taken in forward mode.
+network (`natgrad.ground.jets`); of any other function, such as `lambda y: k(y) * ng.grad(u, y)`, they are taken in
+forward mode.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ def grad(u: Field | Function, x: Tensor) -> Tensor:
         >>> ng.grad(lambda x: x[0] * x[1], torch.tensor([2.0, 5.0]))
         tensor([5., 2.])
     """
-    found = first_derivatives(u, x, choose_dims(x, None))
-    if found[0].numel() != 1:
+    slopes = first_derivatives(u, x, choose_dims(x, None))
+    if slopes[0].numel() != 1:
         raise ValueError(
-            f"u has shape {tuple(found[0].shape)} at a point, expected one number: the derivatives of several "
+            f"u has shape {tuple(slopes[0].shape)} at a point, expected one number: the derivatives of several "
             "components are ng.jacobian(u, x)"
         )
-    return found.reshape(-1)
+    return slopes.reshape(-1)
 
 
 def jacobian(u: Field | Function, x: Tensor) -> Tensor:
@@ -81,13 +82,13 @@ def divergence_of(u: Field | Function, x: Tensor, dims: Iterable[int] | None = N
         tensor(8.)
     """
     chosen = choose_dims(x, dims)
-    found = first_derivatives(u, x, chosen)
-    if found.shape != (len(chosen), len(chosen)):
+    slopes = first_derivatives(u, x, chosen)
+    if slopes.shape != (len(chosen), len(chosen)):
         raise ValueError(
-            f"u has shape {tuple(found.shape[1:])} at a point, expected ({len(chosen)},): a divergence needs one "
+            f"u has shape {tuple(slopes.shape[1:])} at a point, expected ({len(chosen)},): a divergence needs one "
             "component per coordinate; name the coordinates with dims=..., or cut u: lambda y: u(y)[:2]"
         )
-    return found.diagonal().sum()
+    return slopes.diagonal().sum()
 
 
 def laplacian(u: Field | Function, x: Tensor, dims: Iterable[int] | None = None) -> Tensor:
@@ -107,9 +108,9 @@ def laplacian(u: Field | Function, x: Tensor, dims: Iterable[int] | None = None)
     """
     chosen = choose_dims(x, dims)
     if isinstance(u, Field):
-        found = u.read_second(x, chosen)
-        if found is not None:
-            return found
+        sums = u.read_second(x, chosen)
+        if sums is not None:
+            return sums
         u = u.plain_at(x)
 
     def second(unit: Tensor) -> Tensor:
@@ -158,9 +159,9 @@ def time_derivative(u: Field | Function, x: Tensor, time: int = -1) -> Tensor:
 def first_derivatives(u: Field | Function, x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """du/dx_i for each of the coordinates, (len(dims), *shape of u)."""
     if isinstance(u, Field):
-        found = u.read_first(x, dims)
-        if found is not None:
-            return found
+        slopes = u.read_first(x, dims)
+        if slopes is not None:
+            return slopes
         u = u.plain_at(x)
     return torch.func.vmap(lambda unit: differentiate_along(u, x, unit))(unit_vectors(x, dims))
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
+from natgrad.ground.jets import Derivatives
 from natgrad.ground.messages import write_choices
-from natgrad.residuals.plan import JetLayout, Plan
 
 
 @dataclass(eq=False)
@@ -22,12 +22,12 @@ class Notes:
         elsewhere: Whether it was evaluated anywhere else.
     """
 
-    plans: dict[int, Plan] = field(default_factory=dict)
+    plans: dict[int, Derivatives] = field(default_factory=dict)
     elsewhere: bool = False
 
-    def note(self, place: int, plan: Plan) -> None:
+    def note(self, place: int, plan: Derivatives) -> None:
         """Add a wish."""
-        self.plans[place] = self.plans.get(place, Plan()).merge(plan)
+        self.plans[place] = self.plans.get(place, Derivatives()).merge(plan)
 
 
 ORDER = (
@@ -57,7 +57,7 @@ class Field:
         self,
         evaluate: Callable[..., Tensor],
         points: tuple[Any, ...],
-        tables: dict[int, tuple[JetLayout, Tensor]] | None = None,
+        tables: dict[int, tuple[Derivatives, Tensor]] | None = None,
         notes: Notes | None = None,
     ) -> None:
         self.evaluate, self.points, self.tables, self.notes = evaluate, points, tables or {}, notes
@@ -71,9 +71,9 @@ class Field:
         Args:
             *args: The network's arguments, without a batch dimension.
         """
-        found = self._read(args[0], Plan(), lambda layout, jets: jets[0]) if len(args) == 1 else None
-        if found is not None:
-            return found
+        value = self._read(args[0], Derivatives(), lambda layout, jets: jets[0]) if len(args) == 1 else None
+        if value is not None:
+            return value
         if len(args) != 1 or self._place(args[0]) is None:
             self._note_elsewhere()
         return self.evaluate(*args)
@@ -85,7 +85,7 @@ class Field:
             x: The point.
             dims: The coordinates.
         """
-        return self._read(x, Plan(tuple(sorted(dims))), partial(pick_first, dims))
+        return self._read(x, Derivatives(tuple(sorted(dims))), partial(pick_first, dims))
 
     def read_second(self, x: Tensor, dims: tuple[int, ...]) -> Tensor | None:
         """sum_i d^2u/dx_i^2, shape (m,), where a table has it.
@@ -95,7 +95,7 @@ class Field:
             dims: The coordinates.
         """
         group = tuple(sorted(dims))
-        return self._read(x, Plan((), (group,)), lambda layout, jets: jets[layout.place_of_sum(group)])
+        return self._read(x, Derivatives((), (group,)), lambda layout, jets: jets[layout.place_of_sum(group)])
 
     def plain_at(self, x: Tensor) -> Callable[..., Tensor]:
         """What to differentiate at a point where no table helps: derivatives there do not count as other points.
@@ -105,7 +105,7 @@ class Field:
         """
         return self if self._place(x) is None else self.evaluate
 
-    def _read(self, x: Any, wish: Plan, pick: Callable[[JetLayout, Tensor], Tensor]) -> Tensor | None:
+    def _read(self, x: Any, wish: Derivatives, pick: Callable[[Derivatives, Tensor], Tensor]) -> Tensor | None:
         place = self._place(x)
         if place is None:
             return None
@@ -139,7 +139,7 @@ for operation in AS_TENSORS:
 setattr(Field, "__torch_function__", classmethod(refuse_as_tensor))  # noqa: B010 - what torch is given
 
 
-def pick_first(dims: tuple[int, ...], layout: JetLayout, jets: Tensor) -> Tensor:
+def pick_first(dims: tuple[int, ...], layout: Derivatives, jets: Tensor) -> Tensor:
     """First derivatives (len(dims), m) out of (T, m): a view where they stand side by side."""
     places = [layout.place_of(i) for i in dims]
     if places == list(range(places[0], places[0] + len(places))):

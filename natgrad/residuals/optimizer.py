@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.checks import check_integer, check_share
-from natgrad.ground.densities import Affine
+from natgrad.ground.exchanges import share_count, sum_numbers
+from natgrad.ground.jets import Affine, LayerRows
 from natgrad.ground.linalg import gram
 from natgrad.ground.messages import Columns
 from natgrad.ground.progress import Progress, check_callback
@@ -20,7 +21,6 @@ from natgrad.ground.pure import keep_gradient_mode
 from natgrad.ground.spaces import Params, Space
 from natgrad.operators import JoinedRows, Operator, computes_block
 from natgrad.optim import NaturalGradient, Objective, RankExchange, Solved, State, SystemEvidence
-from natgrad.residuals.jets import LayerRows
 from natgrad.residuals.stacked_rows import RowsOperator, StackedRows, TermRows, add_products
 from natgrad.residuals.system import (
     LinearisedTerms,
@@ -30,7 +30,6 @@ from natgrad.residuals.system import (
     check_derivatives,
     check_points,
 )
-from natgrad.residuals.term_jacobian import TermJacobian
 from natgrad.rules import Damping
 from natgrad.solvers import FactorisedSystem, RowSolver, Solution, Solver
 
@@ -137,7 +136,7 @@ class JoinedTerms:
         with self.processes.failing_together(device):
             own = check_points(self.system, points, params, may_lack=True)
             squares = {name: self.system.squares(name, params, own[name]) for name in self.system.point_weights}
-        totals = [sum(column) for column in zip(*self._share([len(p[0]) for p in own.values()], device), strict=True)]
+        totals = sum_numbers(self.processes, [len(p[0]) for p in own.values()], device)
         counts = dict(zip(own, map(int, totals), strict=True))
         lacking = [name for name, count in counts.items() if not count]
         if lacking:
@@ -147,8 +146,7 @@ class JoinedTerms:
             found = self.system.linearise(params, own, counts, weights)
         rows = found.operator.rows
         assert isinstance(rows, StackedRows)
-        sums = [float(found.losses[name]) for name in own]
-        losses = [sum(column) for column in zip(*self._share(sums, device), strict=True)]
+        losses = sum_numbers(self.processes, [float(found.losses[name]) for name in own], device)
         joined = JoinedStackedRows.over(rows, self.processes)
         return replace(
             found,
@@ -167,14 +165,11 @@ class JoinedTerms:
             found = self.system.residuals(params, own, now)
         return rows.place(found)
 
-    def _share(self, numbers: list[float] | list[int], device: torch.device) -> list[list[float]]:
-        return self.processes.share_numbers(numbers, device)
-
     def _weigh(self, name: str, squares: Tensor, points: Tensor) -> Tensor:
         """The weights of this process's points, which follow the residuals at all of them."""
         everyone = self.processes.gather_rows(torch.cat([squares.unsqueeze(1), points.to(squares)], 1))
         found = self.system.point_weights[name].weigh(everyone[:, 0].contiguous(), everyone[:, 1:].to(points))
-        counts = [int(count) for (count,) in self._share([len(squares)], squares.device)]
+        counts = share_count(self.processes, len(squares), squares.device)
         return found[sum(counts[: self.processes.rank]) :][: len(squares)]
 
 
@@ -198,7 +193,7 @@ class JoinedStackedRows:
     @staticmethod
     def over(local: StackedRows, processes: RankExchange) -> JoinedStackedRows:
         """The rows of all processes."""
-        counts = [int(count) for (count,) in processes.share_numbers([local.rank], local.space.device)]
+        counts = share_count(processes, local.rank, local.space.device)
         return JoinedStackedRows(local.settle(sum(counts)), processes, counts)
 
     def rescale(self, scale: Tensor) -> JoinedStackedRows:
@@ -246,7 +241,7 @@ class JoinedStackedRows:
     def lower_gram(self) -> Tensor:
         """U^T U (r, r), valid in its lower triangle."""
         total = torch.zeros(self.rank, self.rank, dtype=self.space.dtype, device=self.space.device)
-        pieces = sum(int(one) for (one,) in self._share([count_pieces(self.local.terms)]))
+        pieces = sum(share_count(self.processes, count_pieces(self.local.terms), self.space.device))
         if self.is_written and self.space.size * self.rank <= self.processes.size * pieces:
             for slab in self.processes.share_columns(self.local.matrix, self.counts):
                 total += gram(slab.mT)
@@ -255,9 +250,6 @@ class JoinedStackedRows:
                 if count:
                     self._add_blocks(total, source)
         return self.processes.sum(total)
-
-    def _share(self, numbers: list[int]) -> list[list[float]]:
-        return self.processes.share_numbers(numbers, self.space.device)
 
     def _add_blocks(self, total: Tensor, source: int) -> None:
         """Add the block between this process's rows and another's, if it falls to this one."""
@@ -289,16 +281,16 @@ def count_pieces(terms: list[TermRows]) -> int:
     """The numbers that rows are made of."""
     layers = [one for term in terms for one in term.layers]
     own = sum(one.inputs.numel() + one.deltas.numel() for one in layers)
-    return own + sum(rows.numel() for term in terms for rows in term.rows.explicit.values())
+    return own + sum(rows.numel() for term in terms for rows in term.explicit.values())
 
 
 def write_pieces(terms: list[TermRows]) -> list[dict[str, Any]]:
     """What rows are made of, as nested dicts and lists of tensors and plain values."""
     return [
         {
-            "shape": list(term.rows.factor.shape),
+            "shape": list(term.factor.shape),
             "layers": [[one.layer.weight, one.layer.bias, one.inputs, one.deltas] for one in term.layers],
-            "explicit": dict(term.rows.explicit),
+            "explicit": dict(term.explicit),
         }
         for term in terms
     ]
@@ -310,7 +302,7 @@ def read_pieces(tree: list[dict[str, Any]]) -> list[TermRows]:
     for one in tree:
         layers = [LayerRows(Affine(weight, bias), a, d) for weight, bias, a, d in one["layers"]]
         factor = torch.empty(tuple(one["shape"]))
-        found.append(TermRows(TermJacobian(factor.mT, factor, layers, one["explicit"])))
+        found.append(TermRows(factor.mT, factor, layers, one["explicit"]))
     return found
 
 
@@ -324,9 +316,7 @@ ATTEMPTS = 5
 """How often the system of one step is solved, each time with more damping, until the rule takes its solution."""
 IDLE = 1e-6
 """The share of the mean unit that every entry has, so that one that does nothing yet is damped too."""
-
-
-APART = 1_000_003
+SEED_DISTANCE = 1_000_003
 """Between the seeds of two processes' points."""
 
 Sample = Callable[[torch.Generator], Mapping[str, Any]]
@@ -483,7 +473,7 @@ class ResidualOptimizer(NaturalGradient):
         if isinstance(sample, Mapping):
             return sample
         generator = torch.Generator(next(iter(self._named.values())).device)
-        points = sample(generator.manual_seed(seed + self._state.step + APART * self.processes.rank))
+        points = sample(generator.manual_seed(seed + self._state.step + SEED_DISTANCE * self.processes.rank))
         if not isinstance(points, Mapping):
             raise TypeError(
                 f"sample returned {type(points).__name__}, expected a dict of points by term: the terms are "
@@ -494,7 +484,7 @@ class ResidualOptimizer(NaturalGradient):
     def _ends(self, asked: bool) -> bool:
         """True if the callback of some process asked to end."""
         device = next(iter(self._named.values())).device
-        return any(one for (one,) in self.processes.share_numbers([asked], device))
+        return any(ends for (ends,) in self.processes.share_numbers([asked], device))
 
     def evaluate(self, /, **points: Any) -> dict[str, Tensor]:
         """The residuals of the terms, without a step.

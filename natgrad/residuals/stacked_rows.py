@@ -7,7 +7,7 @@ Gram matrix is sum_ts (A_t A_s^T) o (D_t D_s^T): the Jacobian need not be in mem
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, product
 from typing import ClassVar, Protocol
@@ -15,11 +15,10 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from natgrad.ground.jets import LayerRows
 from natgrad.ground.linalg import gram
 from natgrad.ground.spaces import Space
 from natgrad.operators import Operator, SampleRows
-from natgrad.residuals.jets import LayerRows
-from natgrad.residuals.term_jacobian import TermJacobian
 
 CACHED = 2**17
 """Numbers that a processor's cache holds: a sum over more of them is taken in parts of this size."""
@@ -29,88 +28,91 @@ NARROW = 8
 
 @dataclass(frozen=True, eq=False)
 class TermRows:
-    """A term's rows.
+    """Residuals of a term with the rows of their Jacobian in the parameters, each times its factor."""
 
-    Args:
-        rows: As the term gave them, each times the root of twice its weight.
-    """
-
-    rows: TermJacobian
+    values: Tensor  # (b, m), without the factors
+    factor: Tensor  # of each row, (m, b): the root of twice its weight
+    layers: list[LayerRows] = field(default_factory=list)  # of affine layers: row (j, x), component first
+    explicit: dict[str, Tensor] = field(default_factory=dict)  # rows (m, b, size) of other parameters, by name
 
     @property
     def count(self) -> int:
         """Number of rows, m b."""
-        return self.rows.factor.numel()
-
-    @property
-    def layers(self) -> list[LayerRows]:
-        """Those of affine layers."""
-        return self.rows.layers
+        return self.factor.numel()
 
     def write(self, space: Space, out: Tensor) -> None:
         """The rows as a matrix, added to `out` (m b, n)."""
-        for one in self.layers:
-            k, _, b, o = one.deltas.shape
-            weight, bias = space.blocks.get(one.layer.weight), space.blocks.get(one.layer.bias or "")
+        for layer_rows in self.layers:
+            k, _, b, o = layer_rows.deltas.shape
+            weight, bias = space.blocks.get(layer_rows.layer.weight), space.blocks.get(layer_rows.layer.bias or "")
             if weight is not None:
-                out[:, weight.start : weight.stop] += outer_rows(one).reshape(k * b, weight.size)
+                out[:, weight.start : weight.stop] += outer_rows(layer_rows).reshape(k * b, weight.size)
             if bias is not None:
-                out[:, bias.start : bias.stop] += one.deltas[:, 0].reshape(k * b, o)
-        for name, rows in self.rows.explicit.items():
+                out[:, bias.start : bias.stop] += layer_rows.deltas[:, 0].reshape(k * b, o)
+        for name, rows in self.explicit.items():
             block = space.blocks[name]
             out[:, block.start : block.stop] += rows.reshape(self.count, block.size)
 
     def add_squares(self, space: Space, total: Tensor) -> None:
         """The sums over the rows of the squares of their entries, added to `total` (n,)."""
-        for one in self.layers:
-            weight, bias = space.blocks.get(one.layer.weight), space.blocks.get(one.layer.bias or "")
+        for layer_rows in self.layers:
+            weight, bias = space.blocks.get(layer_rows.layer.weight), space.blocks.get(layer_rows.layer.bias or "")
             if weight is not None:
-                total[weight.start : weight.stop] += sum_of_outer_squares(one).reshape(-1)
+                total[weight.start : weight.stop] += sum_of_outer_squares(layer_rows).reshape(-1)
             if bias is not None:
-                total[bias.start : bias.stop] += one.deltas[:, 0].square().sum((0, 1))
-        for name, rows in self.rows.explicit.items():
+                total[bias.start : bias.stop] += layer_rows.deltas[:, 0].square().sum((0, 1))
+        for name, rows in self.explicit.items():
             block = space.blocks[name]
             total[block.start : block.stop] += rows.square().sum((0, 1))
 
     def combine(self, weights: Tensor) -> dict[str, Tensor]:
         """sum over rows of w times the row, by name."""
-        found: dict[str, Tensor] = {}
+        sums: dict[str, Tensor] = {}
 
         def add(name: str, part: Tensor) -> None:
-            found[name] = found[name] + part if name in found else part
+            sums[name] = sums[name] + part if name in sums else part
 
-        each = weights.view(self.rows.factor.shape)
-        for one in self.layers:
-            weighted = (one.deltas * each[:, None, :, None]).sum(0)  # (T, b, o)
-            add(one.layer.weight, weighted.flatten(0, 1).mT @ one.inputs.flatten(0, 1))
-            if one.layer.bias is not None:
-                add(one.layer.bias, weighted[0].sum(0))
-        for name, rows in self.rows.explicit.items():
+        each = weights.view(self.factor.shape)
+        for layer_rows in self.layers:
+            weighted = (layer_rows.deltas * each[:, None, :, None]).sum(0)  # (T, b, o)
+            add(layer_rows.layer.weight, weighted.flatten(0, 1).mT @ layer_rows.inputs.flatten(0, 1))
+            if layer_rows.layer.bias is not None:
+                add(layer_rows.layer.bias, weighted[0].sum(0))
+        for name, rows in self.explicit.items():
             add(name, torch.einsum("kb,kbn->n", each, rows))
-        return found
+        return sums
 
     def along(self, tangents: dict[str, Tensor]) -> Tensor:
         """Every row's inner product with a tangent, shape (m b,)."""
-        total = torch.zeros_like(self.rows.factor)
-        for one in self.layers:
-            if one.layer.weight in tangents:
-                image = one.inputs @ tangents[one.layer.weight].mT  # (T, b, o)
-                total += (one.deltas * image).sum((1, 3))
-            if one.layer.bias in tangents:
-                total += one.deltas[:, 0] @ tangents[one.layer.bias]
-        for name, rows in self.rows.explicit.items():
+        total = torch.zeros_like(self.factor)
+        for layer_rows in self.layers:
+            if layer_rows.layer.weight in tangents:
+                image = layer_rows.inputs @ tangents[layer_rows.layer.weight].mT  # (T, b, o)
+                total += (layer_rows.deltas * image).sum((1, 3))
+            if layer_rows.layer.bias in tangents:
+                total += layer_rows.deltas[:, 0] @ tangents[layer_rows.layer.bias]
+        for name, rows in self.explicit.items():
             total += rows @ tangents[name].reshape(-1)
         return total.reshape(-1)
 
+    def find_broken_point(self) -> int | None:
+        """The first point whose rows are not finite; None where all are."""
+        bad = [~layer_rows.deltas.isfinite().all(3).all(1).all(0) for layer_rows in self.layers]
+        bad += [~layer_rows.inputs.isfinite().all(2).all(0) for layer_rows in self.layers]
+        bad += [~rows.isfinite().all(2).all(0) for rows in self.explicit.values()]
+        if not bad or not bool((places := torch.stack(bad).any(0)).any()):
+            return None
+        return int(places.nonzero()[0])
 
-def outer_rows(one: LayerRows) -> Tensor:
+
+def outer_rows(rows: LayerRows) -> Tensor:
     """sum_t delta_jtx a_tx^T for every residual, (k, b, o, i)."""
-    times, o, i = len(one.inputs), one.deltas.shape[3], one.inputs.shape[2]
+    times, o, i = len(rows.inputs), rows.deltas.shape[3], rows.inputs.shape[2]
     if min(o, i) >= NARROW and times > 1:
-        return one.deltas.permute(0, 2, 3, 1) @ one.inputs.transpose(0, 1)
-    total = one.deltas[:, 0].unsqueeze(-1) * one.inputs[0].unsqueeze(-2)
+        return rows.deltas.permute(0, 2, 3, 1) @ rows.inputs.transpose(0, 1)
+    total = rows.deltas[:, 0].unsqueeze(-1) * rows.inputs[0].unsqueeze(-2)
     for t in range(1, times):
-        total.addcmul_(one.deltas[:, t].unsqueeze(-1), one.inputs[t].unsqueeze(-2))
+        total.addcmul_(rows.deltas[:, t].unsqueeze(-1), rows.inputs[t].unsqueeze(-2))
     return total
 
 
@@ -140,14 +142,11 @@ class StackedRows:
         return StackedRows(self.space, self.terms, self.scale, columns)
 
     def rescale(self, scale: Tensor) -> StackedRows:
-        """diag(scale) U.
-
-        scale: (n,).
-        """
-        found = StackedRows(self.space, self.terms, scale, self.columns)
+        """diag(scale) U. scale: (n,)."""
+        scaled = StackedRows(self.space, self.terms, scale, self.columns)
         if self.is_written:
-            found.matrix = self.matrix * scale
-        return found
+            scaled.matrix = self.matrix * scale
+        return scaled
 
     @property
     def is_written(self) -> bool:
@@ -163,10 +162,7 @@ class StackedRows:
         return out if self.scale is None else out.mul_(self.scale)
 
     def mv(self, weights: Tensor) -> Tensor:
-        """U w, shape (n,).
-
-        weights: w, (r,).
-        """
+        """U w, shape (n,). weights: w, (r,)."""
         if self.is_written:
             return self.matrix.mT @ weights
         total = self.space.zeros()
@@ -176,10 +172,7 @@ class StackedRows:
         return total if self.scale is None else total * self.scale
 
     def rmv(self, vector: Tensor) -> Tensor:
-        """U^T v, shape (r,).
-
-        vector: v, (n,).
-        """
+        """U^T v, shape (r,). vector: v, (n,)."""
         if self.is_written:
             return self.matrix @ vector
         tangents = self.space.unflatten(vector if self.scale is None else vector * self.scale)
@@ -234,41 +227,41 @@ class StackedRows:
         return out if self.scale is None else out * self.scale
 
 
-def sum_of_outer_squares(one: LayerRows) -> Tensor:
+def sum_of_outer_squares(rows: LayerRows) -> Tensor:
     """sum over the rows of a weight of the squares of their entries, (o, i): some points at a time."""
-    size = max(1, 2**22 // (one.deltas.shape[0] * one.deltas.shape[3] * one.inputs.shape[2]))
-    parts = zip(one.inputs.split(size, 1), one.deltas.split(size, 2), strict=True)
-    return torch.stack([outer_rows(LayerRows(one.layer, a, d)).square().sum((0, 1)) for a, d in parts]).sum(0)
+    size = max(1, 2**22 // (rows.deltas.shape[0] * rows.deltas.shape[3] * rows.inputs.shape[2]))
+    parts = zip(rows.inputs.split(size, 1), rows.deltas.split(size, 2), strict=True)
+    return torch.stack([outer_rows(LayerRows(rows.layer, a, d)).square().sum((0, 1)) for a, d in parts]).sum(0)
 
 
 def add_products(left: TermRows, right: TermRows, squares: dict[str, float], total: Tensor) -> None:
     """total += (rows of one term) (rows of the other)^T, layer by layer, (m b, m' b')."""
     known: dict[str, list[LayerRows]] = {}
-    for one in right.layers:
-        known.setdefault(one.layer.weight, []).append(one)
-    for one in left.layers:
-        for other in known.get(one.layer.weight, ()):
-            add_layer_products(one, other, squares, total)
-    for name, rows in left.rows.explicit.items():
-        if name in right.rows.explicit:
-            total.addmm_(rows.flatten(0, 1), right.rows.explicit[name].flatten(0, 1).mT, alpha=squares[name])
+    for layer_rows in right.layers:
+        known.setdefault(layer_rows.layer.weight, []).append(layer_rows)
+    for layer_rows in left.layers:
+        for other in known.get(layer_rows.layer.weight, ()):
+            add_layer_products(layer_rows, other, squares, total)
+    for name, rows in left.explicit.items():
+        if name in right.explicit:
+            total.addmm_(rows.flatten(0, 1), right.explicit[name].flatten(0, 1).mT, alpha=squares[name])
 
 
-def add_layer_products(one: LayerRows, other: LayerRows, squares: dict[str, float], total: Tensor) -> None:
+def add_layer_products(rows: LayerRows, other: LayerRows, squares: dict[str, float], total: Tensor) -> None:
     """total += sum_ts (A_t A_s^T) o (D_t D_s^T), or by the rows written out where that costs less."""
-    k, times, b, o = one.deltas.shape
+    k, times, b, o = rows.deltas.shape
     m, others, c, _ = other.deltas.shape
-    i, weight, bias = one.inputs.shape[2], one.layer.weight, one.layer.bias
+    i, weight, bias = rows.inputs.shape[2], rows.layer.weight, rows.layer.bias
     if weight in squares and o * i <= 2 * times * others * (i + o):
-        left, right = outer_rows(one).reshape(k * b, o * i), outer_rows(other).reshape(m * c, o * i)
+        left, right = outer_rows(rows).reshape(k * b, o * i), outer_rows(other).reshape(m * c, o * i)
         total.addmm_(left, right.mT, alpha=squares[weight])
     elif weight in squares:
         for t, s in product(range(times), range(others)):
-            like = (squares[weight] * one.inputs[t]) @ other.inputs[s].mT
-            pairs = one.deltas[:, t].reshape(k * b, o) @ other.deltas[:, s].reshape(m * c, o).mT
+            like = (squares[weight] * rows.inputs[t]) @ other.inputs[s].mT
+            pairs = rows.deltas[:, t].reshape(k * b, o) @ other.deltas[:, s].reshape(m * c, o).mT
             add_tiled_product(total, pairs, like)
     if bias in squares:
-        left, right = one.deltas[:, 0].reshape(k * b, o), other.deltas[:, 0].reshape(m * c, o)
+        left, right = rows.deltas[:, 0].reshape(k * b, o), other.deltas[:, 0].reshape(m * c, o)
         total.addmm_(left, right.mT, alpha=squares[bias])
 
 
@@ -292,10 +285,7 @@ class ScalableRows(SampleRows, Protocol):
         ...
 
     def rescale(self, scale: Tensor) -> ScalableRows:
-        """diag(scale) U.
-
-        scale: (n,).
-        """
+        """diag(scale) U. scale: (n,)."""
         ...
 
     def squares(self) -> Tensor:

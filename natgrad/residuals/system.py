@@ -19,9 +19,7 @@ from natgrad.operators import Operator
 from natgrad.optim import NotFiniteError
 from natgrad.residuals.point_weights import PointWeights
 from natgrad.residuals.stacked_rows import RowsOperator, StackedRows, TermRows
-from natgrad.residuals.term_checks import describe
-from natgrad.residuals.term_jacobian import TermJacobian
-from natgrad.residuals.terms import Term
+from natgrad.residuals.terms import Term, describe
 
 Points = dict[str, tuple[Tensor, ...]]
 NO_DERIVATIVE = (
@@ -32,19 +30,12 @@ NO_DERIVATIVE = (
 
 @dataclass(frozen=True, eq=False)
 class LinearisedTerms:
-    """r(theta + d) ~ r + J d of all terms, each row times sqrt(2 weight / points).
+    """r(theta + d) ~ r + J d of all terms, each row times sqrt(2 weight / points)."""
 
-    Args:
-        residuals: Shape (r,): half the sum of their squares is the loss.
-        operator: G = J^T J.
-        losses: The mean square of each term, by name; of one process of several, its part of that.
-        factors: What the residuals of each term were multiplied by, shape (m, b).
-    """
-
-    residuals: Tensor
-    operator: RowsOperator
-    losses: dict[str, Tensor]
-    factors: dict[str, Tensor]
+    residuals: Tensor  # shape (r,): half the sum of their squares is the loss
+    operator: RowsOperator  # G = J^T J
+    losses: dict[str, Tensor]  # the mean square of each term, by name; of one process of several, its part of that
+    factors: dict[str, Tensor]  # what the residuals of each term were multiplied by, shape (m, b)
 
     @property
     def loss(self) -> Tensor:
@@ -84,11 +75,11 @@ class System:
             own = points[name]
             count = len(own[0]) if counts is None else counts[name]
             weigh = partial(self._weigh, name, own, count, None if weighed is None else weighed.get(name))
-            found = term.rows(params, own, weigh) if len(own[0]) else lack_points(params)
-            factors[name] = found.factor
-            parts.append(TermRows(found))
-            residuals.append((found.values.mT * found.factor).reshape(-1))
-            losses[name] = found.values.square().sum() / count
+            jacobian = term.rows(params, own, weigh) if len(own[0]) else lack_points(params)
+            factors[name] = jacobian.factor
+            parts.append(jacobian)
+            residuals.append((jacobian.values.mT * jacobian.factor).reshape(-1))
+            losses[name] = jacobian.values.square().sum() / count
         rows = StackedRows(Space(params), parts)
         self._tell_idle_terms(rows, residuals)
         operator = RowsOperator(rows)
@@ -113,6 +104,7 @@ class System:
         Its residuals (b, m) are known to be finite then.
         """
         check_residuals(name, values, points)
+        # half the sum of the squares of all rows is then sum_k w_k mean |r_k|^2
         plain = torch.full_like(values.mT, (2 * self.weights[name] / count) ** 0.5)
         if name not in self.point_weights:
             return plain
@@ -123,12 +115,12 @@ class System:
     @torch.no_grad()
     def residuals(self, params: Params, points: Points, now: LinearisedTerms) -> Tensor:
         """The residuals elsewhere, times the same factors, (r,): NaN where they are not finite."""
-        found = [
+        columns = [
             (term.values(params, points[name]).mT * now.factors[name]).reshape(-1)
             for name, term in self.terms.items()
             if len(points[name][0])
         ]
-        return torch.cat(found) if found else now.residuals[:0]
+        return torch.cat(columns) if columns else now.residuals[:0]
 
     @torch.no_grad()
     def squares(self, name: str, params: Params, points: tuple[Tensor, ...]) -> Tensor:
@@ -140,10 +132,10 @@ class System:
         return values.square().sum(1)
 
 
-def lack_points(params: Params) -> TermJacobian:
+def lack_points(params: Params) -> TermRows:
     """The rows of a term that has no points here: none."""
     none = next(iter(params.values())).detach().new_zeros(1, 0)
-    return TermJacobian(none.mT, none)
+    return TermRows(none.mT, none)
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,29 +165,29 @@ def check_points(system: System, points: Mapping[str, Any], params: Params, *, m
 def check_batch_of_points(name: str, given: Any, like: Tensor, fewest: int) -> tuple[Tensor, ...]:
     """One term's points: tensors with one leading size, in the parameters' dtype and on their device."""
     tensors = tuple(given) if isinstance(given, (tuple, list)) else (given,)
-    for one in tensors:
-        if not isinstance(one, Tensor) or one.dim() == 0:
-            came = "a scalar tensor" if isinstance(one, Tensor) else type(one).__name__
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor) or tensor.dim() == 0:
+            came = "a scalar tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(f"{name} is {came}, expected points: a tensor (b, d), or a tuple of tensors (b, ...)")
-        if one.is_floating_point() and one.dtype != like.dtype:
+        if tensor.is_floating_point() and tensor.dtype != like.dtype:
             raise ValueError(
-                f"{name} is {one.dtype}, the network {like.dtype}: convert with {name}.to({like.dtype}); double "
+                f"{name} is {tensor.dtype}, the network {like.dtype}: convert with {name}.to({like.dtype}); double "
                 "precision, net.double(), reaches smaller errors"
             )
-        if one.device != like.device:
-            raise ValueError(f"{name} is on {one.device}, the network on {like.device}; move one to the other")
-        if not all_finite(one.detach()):
+        if tensor.device != like.device:
+            raise ValueError(f"{name} is on {tensor.device}, the network on {like.device}; move one to the other")
+        if not all_finite(tensor.detach()):
             raise ValueError(f"{name} holds a NaN or an infinity; look at how the points are drawn")
-    if len({len(one) for one in tensors}) != 1 or len(tensors[0]) < fewest:
+    if len({*map(len, tensors)}) != 1 or len(tensors[0]) < fewest:
         raise ValueError(
-            f"{name} has tensors of leading sizes {[len(one) for one in tensors]}, expected the same number of points, "
+            f"{name} has tensors of leading sizes {[*map(len, tensors)]}, expected the same number of points, "
             "at least one"
         )
     if tensors[0].dim() == 1:
         raise ValueError(
             f"{name} has shape {tuple(tensors[0].shape)}, expected points (b, d): for one coordinate, {name}[:, None]"
         )
-    return tuple(one.detach() for one in tensors)
+    return tuple(tensor.detach() for tensor in tensors)
 
 
 def check_residuals(name: str, values: Tensor, points: tuple[Tensor, ...]) -> None:
@@ -220,7 +212,7 @@ def check_derivatives(system: System, now: LinearisedTerms, points: Points, grad
     if all_finite(gradient):
         return
     rows = now.operator.rows
-    broken = [part.rows.find_broken_point() for part in rows.terms] if isinstance(rows, StackedRows) else []
+    broken = [part.find_broken_point() for part in rows.terms] if isinstance(rows, StackedRows) else []
     for name, place in zip(system.terms, broken, strict=False):
         if place is not None:
             raise NotFiniteError(
@@ -267,5 +259,5 @@ def read_terms(
             raise ValueError(f"point_weights has {name!r}, which is no term: the terms are {list(terms)}")
         if not isinstance(chosen, PointWeights):
             raise TypeError(f"point_weights[{name!r}] is {chosen!r}, expected Causal(...) or another PointWeights")
-    made = {name: Term(name, function, unknowns) for name, function in terms.items()}
-    return System(made, {name: float(weights.get(name, 1.0)) for name in terms}, point_weights)
+    built = {name: Term(name, function, unknowns) for name, function in terms.items()}
+    return System(built, {name: float(weights.get(name, 1.0)) for name in terms}, point_weights)

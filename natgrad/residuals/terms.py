@@ -12,33 +12,27 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from natgrad.ground.derivatives import exact_derivatives
+from natgrad.ground.jets import Derivatives, JetPass, LayerChain
 from natgrad.ground.pure import (
     RandomState,
     call_with,
     check_examples_apart,
     check_followed,
+    leaves,
     mark_evaluation,
     run_detached,
 )
 from natgrad.ground.spaces import Params
+from natgrad.residuals.constrained import network_of
 from natgrad.residuals.fields import ORDER, Field, Notes
-from natgrad.residuals.jets import JetPass, LayerChain, network_of
-from natgrad.residuals.plan import JetLayout, Plan
-from natgrad.residuals.term_checks import (
-    CallWatch,
-    check_captured,
-    check_independence,
-    describe,
-    find_aliases,
-    flatten_residual,
-)
-from natgrad.residuals.term_jacobian import TermJacobian, differentiate_columns
-from natgrad.residuals.unknowns import params_of
+from natgrad.residuals.stacked_rows import TermRows
 
 T = TypeVar("T")
 Unknown = nn.Module | nn.Parameter
 Function = Callable[..., Any]
 
+CLOSE = 1e-3
+"""How far a network's values for one point and for two may differ, relative: above round-off in single precision."""
 ONE_BY_ONE = (
     "natgrad: term {name!r} takes one backward pass per residual, since torch.func cannot take all points at once "
     "({error}): build it of torch operations, torch.where in place of if and torch.sin of math.sin, and take "
@@ -73,19 +67,16 @@ class Term:
     # what it is worth
 
     def values(self, params: Params, points: tuple[Tensor, ...]) -> Tensor:
-        """The residuals (b, m), without a graph.
-
-        points: Tensors (b, ...).
-        """
+        """The residuals (b, m), without a graph. points: Tensors (b, ...)."""
         if self.notes is None:
             self.settle(params, points)
         with nullcontext() if self._noise is None else self._noise.replay():
-            found = self._through_tables(
+            values = self._through_tables(
                 lambda: self._from_tables(points, self._tables(params, points), self._coefficients(params, points))
             )
-            return (run_detached(lambda: self._plainly(params, points)) if found is None else found).detach()
+            return (run_detached(lambda: self._plainly(params, points)) if values is None else values).detach()
 
-    def rows(self, params: Params, points: tuple[Tensor, ...], weigh: Callable[[Tensor], Tensor]) -> TermJacobian:
+    def rows(self, params: Params, points: tuple[Tensor, ...], weigh: Callable[[Tensor], Tensor]) -> TermRows:
         """The residuals with the rows of their Jacobian in the parameters.
 
         points: Tensors (b, ...). weigh: From the residuals (b, m) to the factors of the rows (m, b).
@@ -93,8 +84,8 @@ class Term:
         self.settle(params, points)
         if self.is_random:  # the trials of this step see the same draws
             self._noise = RandomState.capture(points[0].device)
-        found = self._through_tables(lambda: self._layered_rows(params, points, weigh))
-        return self._functional_rows(params, points, weigh) if found is None else found
+        rows = self._through_tables(lambda: self._layered_rows(params, points, weigh))
+        return self._functional_rows(params, points, weigh) if rows is None else rows
 
     def settle(self, params: Params, points: tuple[Tensor, ...]) -> None:
         """Look at the unknowns: what is asked of them, and whether they are layers. Once, and whenever they change.
@@ -136,9 +127,9 @@ class Term:
         shown = str(error).partition("\n")[0]
         warnings.warn(ONE_BY_ONE.format(name=self.name, error=shown[:100]), stacklevel=3)
 
-    def _wishes(self) -> list[tuple[dict[int, Plan], bool]]:
+    def _wishes(self) -> list[tuple[dict[int, Derivatives], bool]]:
         assert self.notes is not None
-        return [(dict(one.plans), one.elsewhere) for one in self.notes.values()]
+        return [(dict(asked.plans), asked.elsewhere) for asked in self.notes.values()]
 
     # what it asks of the unknowns
 
@@ -160,7 +151,7 @@ class Term:
             if isinstance(error, IndexError):
                 error.add_note(ORDER)
             raise
-        idle = all(not one.plans and not one.elsewhere for one in notes.values())
+        idle = all(not asked.plans and not asked.elsewhere for asked in notes.values())
         if idle and all(isinstance(part, nn.Module) for part in self.unknowns.values()):
             raise ValueError(
                 f"term {self.name!r} does not use its unknowns: write it with the function's own arguments, "
@@ -192,22 +183,22 @@ class Term:
     def _find_networks(self) -> dict[str, LayerChain] | None:
         """The unknowns that are asked for, as layers; None where one is not made of them, or asked elsewhere."""
         assert self.notes is not None
-        found = {}
+        chains = {}
         if self.is_plain or self.by_rows or self.is_tracked:  # a table has no graph back to the point
             return None
         if self.aliases:  # rows of a parameter in two networks are one
             return None
-        for name, one in self.notes.items():
-            if one.elsewhere:
+        for name, asked in self.notes.items():
+            if asked.elsewhere:
                 return None
-            if one.plans:
+            if asked.plans:
                 module = self.unknowns[name]
                 assert isinstance(module, nn.Module)
                 network = network_of(module, f"{name}." if name else "")
                 if network is None:
                     return None
-                found[name] = network
-        return found or None  # a term of coefficients alone has no network
+                chains[name] = network
+        return chains or None  # a term of coefficients alone has no network
 
     # through tables of derivatives
 
@@ -219,8 +210,8 @@ class Term:
             state = self._state(params)
             return {
                 (name, place): networks[name].run(state, points[place], plan, rows)
-                for name, one in self.notes.items()
-                for place, plan in one.plans.items()
+                for name, asked in self.notes.items()
+                for place, plan in asked.plans.items()
             }
 
     def _state(self, params: Params) -> dict[str, Tensor]:
@@ -228,13 +219,13 @@ class Term:
         return self._hold_frozen(params.keys()) | dict(params)
 
     def _hold_frozen(self, trained: Set[str]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        frozen: dict[str, Tensor] = {}
         for name, part in self.unknowns.items():
             if isinstance(part, nn.Parameter):
-                found[name] = part
+                frozen[name] = part
             elif not self._parameters[name] <= trained:
-                found |= {f"{name}." * bool(name) + key: p for key, p in part.named_parameters()}
-        return found
+                frozen |= {f"{name}." * bool(name) + key: p for key, p in part.named_parameters()}
+        return frozen
 
     def _coefficients(self, params: Params, points: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Coefficients, one copy per point."""
@@ -251,17 +242,17 @@ class Term:
         jets: dict[tuple[str, int], Tensor] | None = None,
     ) -> Tensor:
         """The residuals (b, m) from the unknowns' values and derivatives."""
-        jets = {key: one.outputs for key, one in passes.items()} if jets is None else jets
+        jets = {key: jet_pass.outputs for key, jet_pass in passes.items()} if jets is None else jets
 
         keys, names, count = list(jets), list(coefficients), len(points)
         dtype = next(iter(jets.values())).dtype
         assert self.notes is not None
         notes = self.notes
 
-        def one(*given: Tensor) -> Tensor:
+        def evaluate_point(*given: Tensor) -> Tensor:
             point, tables = given[:count], given[count : count + len(keys)]
             chosen = dict(zip(names, given[count + len(keys) :], strict=True))
-            known: dict[str, dict[int, tuple[JetLayout, Tensor]]] = {}
+            known: dict[str, dict[int, tuple[Derivatives, Tensor]]] = {}
             for (name, place), table in zip(keys, tables, strict=True):
                 known.setdefault(name, {})[place] = passes[name, place].layout, table
             arguments = [
@@ -272,30 +263,28 @@ class Term:
 
         given = (*points, *jets.values(), *coefficients.values())
         dims = (0,) * count + (1,) * len(keys) + (0,) * len(names)
-        return torch.func.vmap(one, in_dims=dims, randomness="different")(*given)
+        return torch.func.vmap(evaluate_point, in_dims=dims, randomness="different")(*given)
 
-    def _layered_rows(
-        self, params: Params, points: tuple[Tensor, ...], weigh: Callable[[Tensor], Tensor]
-    ) -> TermJacobian:
+    def _layered_rows(self, params: Params, points: tuple[Tensor, ...], weigh: Callable[[Tensor], Tensor]) -> TermRows:
         passes = self._tables(params, points, rows=True)
         with torch.enable_grad():
-            jets = {key: one.outputs.detach().requires_grad_() for key, one in passes.items()}
+            jets = {key: jet_pass.outputs.detach().requires_grad_() for key, jet_pass in passes.items()}
             chosen = {name: c.clone().requires_grad_() for name, c in self._coefficients(params, points).items()}
             values = self._from_tables(points, passes, chosen, jets)
-            found = differentiate_columns(values, [*jets.values(), *chosen.values()])
+            columns = differentiate_columns(values, [*jets.values(), *chosen.values()])
         factor = weigh(values.detach())
         # on the outputs it costs less than on the rows
         layers = [
             row
-            for one, cotangents in zip(passes.values(), found, strict=False)
-            for row in one.pull_back(cotangents * factor[:, None, :, None])
+            for jet_pass, cotangents in zip(passes.values(), columns, strict=False)
+            for row in jet_pass.pull_back(cotangents * factor[:, None, :, None])
         ]
         explicit = {
             name: cotangents.reshape(*cotangents.shape[:2], -1) * factor.unsqueeze(2)
-            for name, cotangents in zip(chosen, found[len(jets) :], strict=True)
+            for name, cotangents in zip(chosen, columns[len(jets) :], strict=True)
             if name in params
         }
-        return TermJacobian(values.detach(), factor, layers, explicit)
+        return TermRows(values.detach(), factor, layers, explicit)
 
     # as a function of the parameters
 
@@ -346,10 +335,10 @@ class Term:
 
     def _functional_rows(
         self, params: Params, points: tuple[Tensor, ...], weigh: Callable[[Tensor], Tensor]
-    ) -> TermJacobian:
+    ) -> TermRows:
         values, explicit = self._explicit_rows(params, points)
         factor = weigh(values)
-        return TermJacobian(values, factor, [], {name: one * factor.unsqueeze(2) for name, one in explicit.items()})
+        return TermRows(values, factor, [], {name: rows * factor.unsqueeze(2) for name, rows in explicit.items()})
 
     def _explicit_rows(self, params: Params, points: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
         """The residuals (b, m), and the rows (m, b, size) by name."""
@@ -368,13 +357,13 @@ class Term:
             values = torch.stack(residuals)
             check_followed(values, leaves, evaluate=lambda moved: self._plainly(moved, points))
             # each from its own point's graph: from the stack torch walks through those of all points
-            found = [
+            gradients = [
                 torch.autograd.grad(residual[i], list(leaves.values()), retain_graph=True, materialize_grads=True)
                 for i in range(values.shape[1])
                 for residual in residuals
             ]
         b, m = values.shape
-        stacked = [torch.stack([row[i].reshape(-1) for row in found]).view(m, b, -1) for i in range(len(leaves))]
+        stacked = [torch.stack([row[i].reshape(-1) for row in gradients]).view(m, b, -1) for i in range(len(leaves))]
         return values.detach(), dict(zip(leaves, stacked, strict=True))
 
     def _rows_by_points(
@@ -392,6 +381,17 @@ class Term:
             values, jacobians = torch.func.vmap(both, randomness="different")(points)
         b, m = values.shape
         return values.detach(), {n: j.detach().transpose(0, 1).reshape(m, b, -1) for n, j in jacobians.items()}
+
+
+def differentiate_columns(values: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    """d values[:, j] / d leaf, summed over the rows of values (b, m), (m, *shape of the leaf) each."""
+    if not values.requires_grad:
+        return [leaf.new_zeros(values.shape[1], *leaf.shape) for leaf in leaves]
+    columns = [
+        torch.autograd.grad(values[:, j].sum(), leaves, retain_graph=j + 1 < values.shape[1], materialize_grads=True)
+        for j in range(values.shape[1])
+    ]
+    return [torch.stack(parts) for parts in zip(*columns, strict=True)]
 
 
 class PointDerivatives(TorchFunctionMode):
@@ -443,3 +443,111 @@ def refuse_evaluation(*args: Any) -> Tensor:
 def sign(module: nn.Module) -> list[tuple[int, bool, int]]:
     """What a network's layers are and how they are set, to see whether it changed."""
     return [(id(m), m.training, len(m._forward_hooks) + len(m._forward_pre_hooks)) for m in module.modules()]
+
+
+def params_of(params: Params, name: str) -> dict[str, Tensor]:
+    """Those of one unknown, by their names within it."""
+    start = f"{name}." if name else ""
+    return {key.removeprefix(start): p for key, p in params.items() if key.startswith(start)}
+
+
+# What a term may not do, said before the first step: its networks, and the parameters that it uses past them
+
+
+class CallWatch(TorchFunctionMode):
+    """Inside, notes what torch functions are given that a term has from elsewhere than its arguments.
+
+    Attributes:
+        seen: Every `nn.Parameter` that requires a gradient, by identity.
+        differentiates: True after a call of `torch.autograd.grad`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, nn.Parameter] = {}
+        self.differentiates = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.differentiates |= func is torch.autograd.grad
+        for leaf in leaves((args, kwargs)):
+            if isinstance(leaf, nn.Parameter) and leaf.requires_grad:
+                self.seen[id(leaf)] = leaf
+        return func(*args, **(kwargs or {}))
+
+
+def check_captured(
+    name: str, seen: Mapping[int, nn.Parameter], unknowns: Mapping[str, nn.Module | nn.Parameter], trained: Params
+) -> None:
+    """Tell of parameters that a term uses by itself, and not as one of its arguments: they have no derivative."""
+    advice = (
+        "make it an unknown of its own, ng.residuals({'u': net, 'k': k}, {'inside': lambda u, k, x: ...}) with k = "
+        "nn.Parameter(torch.tensor(1.0))"
+    )
+    known = {id(p): key for key, p in trained.items()}
+    for number, parameter in seen.items():
+        if number in known:
+            raise ValueError(
+                f"term {name!r} uses the parameter {known[number]!r} by itself, and not as one of its arguments: its "
+                f"derivative would be missing; {advice}"
+            )
+        if number not in {id(p) for part in unknowns.values() for p in list_parameters(part)}:
+            warnings.warn(
+                f"natgrad: term {name!r} uses a parameter of shape {tuple(parameter.shape)} that is not trained: "
+                f"{advice}; for a fixed number, .requires_grad_(False)",
+                stacklevel=2,
+            )
+            return
+
+
+def list_parameters(part: nn.Module | nn.Parameter) -> list[nn.Parameter]:
+    """The parameters of an unknown."""
+    return list(part.parameters()) if isinstance(part, nn.Module) else [part]
+
+
+def find_aliases(unknowns: Mapping[str, nn.Module | nn.Parameter]) -> dict[str, str]:
+    """Full name -> the first full name of the same parameter, where unknowns share one."""
+    first, aliases = dict[int, str](), dict[str, str]()
+    for name, part in unknowns.items():
+        own = part.named_parameters(name) if isinstance(part, nn.Module) else [(name, part)]
+        for full, p in own:
+            if first.setdefault(id(p), full) != full:
+                aliases[full] = first[id(p)]
+    return aliases
+
+
+def check_independence(name: str, evaluate: Callable[[Tensor], Tensor], points: Tensor) -> None:
+    """ValueError if a network's value at one point depends on the others in its batch, or on chance. points: (b, d)."""
+    two = points[:2]
+    together = run_detached(lambda: evaluate(two))
+    alone = torch.cat([run_detached(lambda point=point: evaluate(point)) for point in two.split(1)])
+    size = together.abs().max()
+    if len(together) == len(alone) and bool((together - alone).abs().max() > CLOSE * size):
+        raise ValueError(
+            f"the network{f' {name!r}' * bool(name)} gives {together.reshape(-1)[:4].tolist()} for two points at once "
+            f"and {alone.reshape(-1)[:4].tolist()} for one after the other: a value may depend on its own point alone, "
+            "and not on the rest of the batch or on chance"
+        )
+
+
+def flatten_residual(name: str, residual: Any, dtype: torch.dtype) -> Tensor:
+    """What a term returned, as real numbers (m,). TypeError for anything but tensors."""
+    parts = list(residual.values()) if isinstance(residual, Mapping) else residual
+    parts = parts if isinstance(parts, (tuple, list)) else [parts]
+    numbers = [isinstance(part, (int, float)) for part in parts]
+    if not all(isinstance(part, Tensor) or number for part, number in zip(parts, numbers, strict=True)) or all(numbers):
+        raise TypeError(
+            f"term {name!r} returned {type(residual).__name__}, expected a tensor: the residual at one point; or a "
+            "tuple, list or dict of tensors"
+        )
+    device = next(part.device for part in parts if isinstance(part, Tensor))
+    tensors = [
+        part if isinstance(part, Tensor) else torch.full((1,), part, device=device, dtype=dtype) for part in parts
+    ]
+    real = [(torch.view_as_real(part) if part.is_complex() else part).reshape(-1).to(dtype) for part in tensors]
+    return real[0] if len(real) == 1 else torch.cat(real)
+
+
+def describe(point: tuple[Tensor, ...]) -> str:
+    """A point as a reader of an error message likes it."""
+    parts = [", ".join(f"{float(number):.6g}" for number in t.reshape(-1)[:12]) for t in point]
+    return "; ".join(f"({part}{', ...' if t.numel() > 12 else ''})" for part, t in zip(parts, point, strict=True))

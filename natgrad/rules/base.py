@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from natgrad.rules.parts import Memory, Vector
 from natgrad.rules.quadratic import Quadratic, Step
 
 Objective = Callable[[Vector], float]
+StackMemory = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
 
 
 class Rule(Explained):
@@ -64,6 +65,14 @@ class Rule(Explained):
     def turns_at(self) -> float | None:
         """The share of signal in gradients below which `shape` takes over; 0: never, None: from the start."""
         return None
+
+    def turns_after(self, model: Quadratic) -> bool:
+        """Whether `shape` takes over from the next step on, as the step says that was just made of this model.
+
+        Args:
+            model: With the cuts that the step had. Only asked of a rule that has not turned yet.
+        """
+        return False
 
     @property
     def options(self) -> dict[str, float]:
@@ -133,10 +142,10 @@ class Rule(Explained):
         """
         return block.natural(), {}
 
-    def shape_stacks(self, stacks: Sequence[BlockStack]) -> list[tuple[Tensor, list[dict[str, Tensor]]]]:
-        """`shape` of every block of a step: per stack the directions, (k, ...), and the blocks' memories.
+    def shape_stacks(self, stacks: Sequence[BlockStack]) -> Sequence[tuple[Tensor, StackMemory]]:
+        """`shape` of every block of a step: per stack the directions, (k, ...), and what to remember of the blocks.
 
-        This is what is called.
+        This is what is called. Memories are tensors with a leading axis, or one mapping for each block.
 
         Args:
             stacks: All blocks that this process holds, those that are alike together.

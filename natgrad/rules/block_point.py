@@ -72,8 +72,8 @@ class BlockStack:
     Attributes:
         mean: The gradients' running means, shape (k, groups, outputs, inputs).
         gradient: The step's own gradients in the same shape.
-        prepared: What the rule's `prepare` made, by block.
-        memories: What the rule returned at the last step, by block.
+        prepared: What the rule's `prepare` made, with a leading axis.
+        memory: What the rule returned at the last step, likewise.
         shape: Of parameters without a layer, as the model has them; () for layers.
         units: `BlockPoint.unit` by block.
         steps: Steps taken so far.
@@ -84,8 +84,8 @@ class BlockStack:
 
     mean: Tensor
     gradient: Tensor
-    prepared: Sequence[Mapping[str, Tensor]]
-    memories: Sequence[Mapping[str, Tensor]]
+    prepared: Mapping[str, Tensor]
+    memory: Mapping[str, Tensor]
     shape: tuple[int, ...]
     units: Sequence[float]
     steps: int
@@ -104,8 +104,8 @@ class BlockStack:
         return BlockStack(
             stack_tensors([point.mean for point in points]),
             stack_tensors([point.gradient().to(point.mean) for point in points]),
-            [point.prepared for point in points],
-            [point.memory for point in points],
+            {name: stack_tensors([point.prepared[name] for point in points]) for name in first.prepared},
+            {name: stack_tensors([point.memory[name] for point in points]) for name in first.memory},
             first.shape,
             [point.unit for point in points],
             first.steps,
@@ -113,22 +113,6 @@ class BlockStack:
             first.examples,
             lambda: points,
         )
-
-    def stack_prepared(self, name: str) -> Tensor:
-        """A tensor of `prepare` of all blocks, (k, ...), in the dtype and on the device of the means.
-
-        Args:
-            name: Its name.
-        """
-        return stack_tensors([prepared[name] for prepared in self.prepared]).to(self.mean)
-
-    def stack_memory(self, name: str) -> Tensor:
-        """A tensor of the last step of all blocks, likewise.
-
-        Args:
-            name: Its name.
-        """
-        return stack_tensors([memory[name] for memory in self.memories]).to(self.mean)
 
     def stack_values(self) -> Tensor:
         """The parameters in the shape of `mean`."""

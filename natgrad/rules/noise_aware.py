@@ -12,7 +12,7 @@ from torch import Tensor
 
 from natgrad.ground.typed_torch import measure_norm
 from natgrad.operators import Operator
-from natgrad.rules.base import Objective, Rule
+from natgrad.rules.base import Objective, Rule, StackMemory
 from natgrad.rules.block_point import BlockPoint, BlockStack
 from natgrad.rules.parts import Memory, Parts
 from natgrad.rules.quadratic import BlockStep, Quadratic, Step
@@ -33,7 +33,9 @@ class NoiseAware(Rule):
 
     The signal is |m|^2 / E|g|^2 for the running mean m of the gradient g, less what pure noise has there:
     (1 - b) / (1 + b) for a momentum b. It is 1 where all gradients agree and 0 where they are noise; averaged over ten
-    steps. Once it is below `noise`, steps are spectral ones from there on.
+    steps. Once it is below `noise`, steps are spectral ones from there on; and once a whole natural step
+    is `far` times as long as all layers together, since what `move` leaves of it says little: inputs that hardly vary,
+    as the borders of images, ask for such steps. (Where a regression's targets lie far away, in their units.)
 
     Args:
         max_kl: Most nats per example of a natural step, to second order on its own batch; math.inf for no bound.
@@ -44,11 +46,12 @@ class NoiseAware(Rule):
         warm: Steps over which these two bounds grow to their whole size.
         move: Most relative move of a layer in one natural step; math.inf for no bound.
         floor: Least size of a layer per root of an output, for layers that start at zero.
-        noise: Share of signal below which steps become spectral; 0 for never.
+        noise: Share of signal below which steps become spectral; 0 for natural steps all along.
+        far: Relative move of all layers together in a whole natural step, above which the next ones are spectral.
         spectral: The steps from there on.
 
     Raises:
-        ValueError: Unless max_kl, kl_share, move, floor > 0, warm >= 1 and 0 <= noise < 1.
+        ValueError: Unless max_kl, kl_share, move, floor > 0, warm >= 1, far > 0 and 0 <= noise < 1.
 
     Example:
         >>> from natgrad.rules import NoiseAware
@@ -62,6 +65,7 @@ class NoiseAware(Rule):
     move: float = 0.12
     floor: float = 0.05
     noise: float = 0.4
+    far: float = 1.5
     spectral: SpectralProgress | SpectralDescent = SpectralProgress()
 
     def __post_init__(self) -> None:
@@ -72,6 +76,8 @@ class NoiseAware(Rule):
             raise ValueError(f"floor is {self.floor}, expected a size > 0 per root of an output")
         if not 0 <= self.noise < 1:
             raise ValueError(f"noise is {self.noise}, expected a share in [0, 1); 0 for natural steps all along")
+        if not self.far > 0:
+            raise ValueError(f"far is {self.far}, expected a relative move > 0; math.inf for no bound")
 
     @property
     def options(self) -> dict[str, float]:
@@ -80,6 +86,10 @@ class NoiseAware(Rule):
     @property
     def turns_at(self) -> float:
         return self.noise
+
+    def turns_after(self, model: Quadratic) -> bool:
+        longer, far = model.cuts.get("move"), self.far * model.run.errors.size  # layers may have as far to go
+        return self.noise > 0 and longer is not None and self.move * float(longer()) > far
 
     def rate_after(self, steps: int) -> float:
         return self.spectral.rate_after(steps)
@@ -96,7 +106,7 @@ class NoiseAware(Rule):
     def shape(self, block: BlockPoint) -> tuple[Tensor, dict[str, Tensor]]:
         return self.spectral.shape(block)
 
-    def shape_stacks(self, stacks: Sequence[BlockStack]) -> list[tuple[Tensor, list[dict[str, Tensor]]]]:
+    def shape_stacks(self, stacks: Sequence[BlockStack]) -> Sequence[tuple[Tensor, StackMemory]]:
         return self.spectral.shape_stacks(stacks)
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
@@ -122,10 +132,11 @@ def limit_moves(model: Quadratic, step: Step, most: float, floor: float) -> Step
     for name, lengthen in model.cuts.items():  # without another bound this one still holds
         if name != "lr":
             model.cuts[name] = partial(lengthen_layers, moved, bounds, lengthen)
-    model.cuts["move"] = lambda: measure_norm(moved) / measure_norm(torch.minimum(moved, bounds))
-    factors = torch.where(moved > bounds, bounds / moved, 1.0)
-    if not bool((factors < 1).any()):
+    longer = float(measure_norm(moved) / measure_norm(torch.minimum(moved, bounds)))
+    model.cuts["move"] = partial(torch.tensor, longer)
+    if not longer > 1:
         return step
+    factors = torch.where(moved > bounds, bounds / moved, 1.0)
     names = [name for layer in layers for name in layer]
     each = [len(layer) for layer in layers]
     shares = dict(

@@ -73,7 +73,7 @@ class Parts:
             like: Of the dtypes and on the devices wanted.
         """
         parts = [part.to(one.dtype) for part, one in zip(self.parts.values(), like, strict=True)]
-        rates = {self.rate(name) for name in self.parts}
+        rates = {1.0} if self.rates is None else set(self.rates.values())
         if self.shares is None and len(rates) == 1 and len({(p.dtype, p.device) for p in parts}) == 1:
             return torch_plain._foreach_mul(parts, as_tensor_like(self.length * rates.pop(), parts[0]))
         return [part * self.factor(name, part) for name, part in zip(self.parts, parts, strict=True)]

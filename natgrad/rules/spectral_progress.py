@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.linalg import eigh, symmetrise
-from natgrad.ground.stacks import stack_tensors
 from natgrad.ground.typed_torch import as_tensor_like, measure_norm, split_tensor, torch_linalg
 from natgrad.operators import Operator
 from natgrad.rules.base import Objective, Rule
@@ -31,7 +30,9 @@ from natgrad.rules.spectral_descent import (
 FRESH = 0.5  # size of a fresh layer per root of an output
 FORGETS = 0.2  # of the mean square of a layer's progress, per step
 FARTHEST = 1e6  # times its slope before that a slope after a step counts: squares stay finite
-FEWER, TOP = 8, 2  # inputs per row from which on a whitener has few directions, and directions per row
+WIDE = 256  # inputs from which on a whitener of a part of the directions is tried
+PART, TOP = 12, 2  # inputs per direction of that whitener, and most directions per row of a step
+SMALL = 0.5  # of the damping, that the smallest of these directions has at most: all others have less
 LEAST = 1e-30  # stands for zero where something is divided by it
 ITERATIONS = 5  # of the polar factor: singular values between .87 and 1.13
 
@@ -115,21 +116,23 @@ class SpectralProgress(Rule):
             return {"squares": metric.diagonal().clamp(min=0)}
         (moment, tokens), positions = found, max(positions, 1.0)
         least = self.damping if tokens else max(self.damping, moment.shape[-1] / positions)
-        if not tokens and moment.dim() == 2 and FEWER * positions <= len(moment):
-            return whitener_of_few(moment, least, math.ceil(TOP * positions), (1 + self.damping) ** -0.5)
+        wide = not tokens and moment.dim() == 2 and len(moment) >= WIDE
+        most = min(TOP * positions, moment.shape[-1] // PART)
+        roots = (whitener_of_few(moment, least, math.ceil(most)) if wide else None) or whitener(moment, tokens, least)
         longer = ((1 + least) / (1 + self.damping)) ** 0.5  # directions of mean size move as before
-        return {name: longer * root for name, root in whitener(moment, tokens, least).items()}
+        scaled = "root" if "root" in roots else next(iter(roots))
+        return roots | {scaled: longer * roots[scaled]}
 
     def shape(self, block: BlockPoint) -> tuple[Tensor, dict[str, Tensor]]:
-        ((directions, memories),) = self.shape_stacks([BlockStack.of([block])])
-        return directions[0], memories[0]
+        ((directions, memory),) = self.shape_stacks([BlockStack.of([block])])
+        return directions[0], {name: tensor[0] for name, tensor in memory.items()}
 
-    def shape_stacks(self, stacks: Sequence[BlockStack]) -> list[tuple[Tensor, list[dict[str, Tensor]]]]:
+    def shape_stacks(self, stacks: Sequence[BlockStack]) -> Sequence[tuple[Tensor, Mapping[str, Tensor]]]:
         if not stacks:
             return []
         ahead = [stack.mean.lerp(stack.gradient, self.ahead) for stack in stacks]
         directions = [self._direct(stack, n) for stack, n in zip(stacks, ahead, strict=True)]
-        warm, moves = min(1.0, (stacks[0].steps + 1) / self.warm), list[tuple[Tensor, list[dict[str, Tensor]]]]()
+        warm, moves = min(1.0, (stacks[0].steps + 1) / self.warm), list[tuple[Tensor, Mapping[str, Tensor]]]()
         nothing: Sequence[Tensor] = ()
         scales, squares = self._follow(stacks, ahead[0]) if self.progress else (nothing, nothing)
         for i, (stack, n, d) in enumerate(zip(stacks, ahead, directions, strict=True)):
@@ -138,23 +141,23 @@ class SpectralProgress(Rule):
             if self.progress:
                 memory |= {"direction": d, "slope": inner_products(n, d), "square": squares[i], "scale": scales[i]}
                 length = length * scales[i].to(d).view(-1, 1, 1, 1)
-            columns = [values.unbind() for values in memory.values()]
-            rows = [{name: column[j] for name, column in zip(memory, columns, strict=True)} for j in range(len(d))]
-            moves.append((d * (warm * length), rows))
+            moves.append((d * (warm * length), memory))
         return moves
 
     def _follow(self, stacks: Sequence[BlockStack], home: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """The scales of the blocks by their progress, and its running mean squares: (k,) of each stack."""
-        memories = [memory for stack in stacks for memory in stack.memories]
 
         def gather(name: str, start: float) -> Tensor:
-            fresh = home.new_full((), start)
-            return stack_tensors([as_tensor_like(memory.get(name, fresh), home) for memory in memories])
+            parts = [
+                stack.memory[name].to(home) if name in stack.memory else home.new_full((len(stack.mean),), start)
+                for stack in stacks
+            ]
+            return torch.cat(parts)
 
         # today's slope along the last move over the slope that it had then
         now = [
-            inner_products(stack.gradient, stack.stack_memory("direction")).to(home)
-            if "direction" in stack.memories[0]
+            inner_products(stack.gradient, stack.memory["direction"].to(stack.mean)).to(home)
+            if "direction" in stack.memory
             else home.new_zeros(len(stack.mean))
             for stack in stacks
         ]
@@ -171,16 +174,16 @@ class SpectralProgress(Rule):
 
     def _direct(self, stack: BlockStack, n: Tensor) -> Tensor:
         """The directions of blocks that are alike, (k, groups, p, q)."""
-        prepared = stack.prepared[0]
+        prepared = {name: tensor.to(n) for name, tensor in stack.prepared.items()}
         if (rows := table_rows(stack.shape)) is not None:
             tables = n.reshape(len(n), rows, -1)
             return polar(tables if len(n) > 1 else tables[0], ITERATIONS).reshape(n.shape)
         if "tokens" in prepared:
-            return self._scale_rows(n, stack.stack_prepared("tokens"))
+            return self._scale_rows(n, prepared["tokens"])
         if "inputs" in prepared:
-            matrices, roots = align_roots(n, stack)
+            matrices, roots = align_roots(n, prepared)
             return whiten(polar(whiten(matrices, roots), ITERATIONS), roots, last=True).reshape(n.shape)
-        squares = stack.stack_prepared("squares").view(n.shape) if "squares" in prepared else None
+        squares = prepared["squares"].view(n.shape) if "squares" in prepared else None
         return self._scale_entries(n, squares)
 
     def _measure_lengths(self, stack: BlockStack, d: Tensor) -> tuple[Tensor | float, Tensor | None]:
@@ -192,15 +195,15 @@ class SpectralProgress(Rule):
             columns = values.shape[-1]
             length = self.share * (1 + self.damping) ** 0.5 / min(rows, columns) ** 0.5
             return length * self._size_of(values, columns, unit), None
-        if "tokens" in stack.prepared[0]:
+        if "tokens" in stack.prepared:
             return self.share / 3 * unit, None
-        if "inputs" not in stack.prepared[0]:
+        if "inputs" not in stack.prepared:
             return self.vectors * unit, None
-        if stack.renewed or "size" not in stack.memories[0]:
-            values, roots = align_roots(stack.stack_values(), stack)
+        if stack.renewed or "size" not in stack.memory:
+            values, roots = align_roots(stack.stack_values(), {n: t.to(d) for n, t in stack.prepared.items()})
             size = self._size_of(unwhiten(values, roots).view(d.shape), d.shape[-2], unit)
         else:
-            size = stack.stack_memory("size")
+            size = stack.memory["size"].to(d)
         return size * (self.share / min(d.shape[-2:]) ** 0.5), size
 
     def _size_of(self, values: Tensor, outputs: int, unit: Tensor | float) -> Tensor:
@@ -248,22 +251,24 @@ def least_size(floor: float, outputs: int, unit: Tensor | float) -> Any:
     return (floor + FRESH * (unit - 1)) * outputs**0.5
 
 
-def whitener_of_few(moment: Tensor, damping: float, rank: int, unit: float) -> dict[str, Tensor]:
-    """R = s (I - V diag(c) V^T), R^2 = (1 + damping) unit^2 (A / mean A + damping I)^-1 on the largest directions V.
+def whitener_of_few(moment: Tensor, damping: float, rank: int) -> dict[str, Tensor] | None:
+    """R = s (I - V diag(c) V^T), R^2 = (A / mean A + damping I)^-1 on the largest directions V of A (n, n).
 
-    A damping of n / T leaves of n directions no more than T that stand out: the others count as zero. V is (n, rank),
-    by two steps of subspace iteration from the columns of the largest entries.
-
-    moment: A, shape (n, n).
+    The others count as equal, of their mean size: right to a few percent of a step where none is half of the damping,
+    as with few rows, whose damping is n / T. None where the smallest in V is larger. V is (n, rank), by two steps of
+    subspace iteration from the columns of the largest entries, a third of the time of a Cholesky factor for n = 785.
     """
     mean = moment.diagonal().mean()
     scaled = torch.where(mean > 0, moment / torch.where(mean > 0, mean, 1.0), torch.eye(len(moment)).to(moment))
     basis = torch_linalg.qr(scaled[:, scaled.diagonal().topk(rank).indices]).Q
     basis = torch_linalg.qr(scaled @ basis).Q
-    found = scaled @ basis
-    values, turn = eigh(symmetrise(basis.mT @ found))
-    cut = 1 - (1 + values.clamp(min=0) / damping).rsqrt()
-    return {"inputs": basis @ turn, "cut": cut, "root": cut.new_tensor(((1 + damping) / damping) ** 0.5 * unit)}
+    image = scaled @ basis
+    values, turn = eigh(symmetrise(basis.mT @ image))
+    if bool(values[0] > SMALL * damping):
+        return None
+    values = values.clamp(min=0)
+    rest = ((len(moment) - values.sum()) / (len(moment) - rank)).clamp(min=0) + damping
+    return {"inputs": basis @ turn, "cut": 1 - (rest / (values + damping)).sqrt(), "root": rest.rsqrt()}
 
 
 def inner_products(first: Tensor, second: Tensor) -> Tensor:
@@ -271,12 +276,12 @@ def inner_products(first: Tensor, second: Tensor) -> Tensor:
     return (first * second).sum((1, 2, 3))
 
 
-def align_roots(matrices: Tensor, stack: BlockStack) -> tuple[Tensor, dict[str, Tensor]]:
+def align_roots(matrices: Tensor, prepared: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """X (k, groups, p, q) and what `prepare_for` made of the blocks, with as few leading axes as they need.
 
     Roots are (q, q), or (q,) of a diagonal, with the same leading axes as X, which is (p, q) for a single matrix.
     """
-    roots = {name: stack.stack_prepared(name) for name in stack.prepared[0]}
+    roots = dict(prepared)
     inputs = roots["inputs"]
     if matrices.shape[1] > 1:
         shared = inputs.dim() == 3  # by the groups of a block

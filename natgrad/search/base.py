@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -142,21 +142,36 @@ class Search(Explained):
         if float(values[i]) < self.best.fun:
             self.best = Best(points[i].clone(), float(values[i]), self.nfev - len(values) + i + 1)
 
+    def _write_progress(self, *counts: int) -> dict[str, Any]:
+        """The best point and the counts, with some more of these, for `state_dict`."""
+        return {"best": astuple(self.best), "counts": (self.nfev, self.nit, self.popsize, *counts)}
+
+    def _read_progress(self, state: dict[str, Any]) -> tuple[int, ...]:
+        """Continue from the best point and the counts of a search like this one; the further counts are returned."""
+        best, (nfev, nit, popsize, *counts) = Best(*state["best"]), state["counts"]
+        if best.x.shape != self.best.x.shape or popsize != self.popsize:
+            raise ValueError(
+                f"the state is of a search with {len(best.x)} variables and popsize {popsize}, "
+                f"this one has {self._dim()} and {self.popsize}: build it with the same arguments"
+            )
+        self.best, self.nfev, self.nit = best, nfev, nit
+        return tuple(counts)
+
 
 def as_values(values: Any, name: str) -> Tensor:
     """Objective values as a float64 tensor of its own memory, without a graph."""
     if isinstance(values, (list, tuple)) and any(isinstance(v, (str, bytes)) for v in values):
         raise ValueError(f"{name} has strings, expected numbers, lower is better; NaN for an evaluation that failed")
     try:
-        found = torch.as_tensor([float(v) for v in values] if isinstance(values, (list, tuple)) else values)
+        numbers = torch.as_tensor([float(v) for v in values] if isinstance(values, (list, tuple)) else values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(
             f"{name} is {type(values).__name__}, expected numbers, lower is better, and NaN for an evaluation that "
             f"failed: {error}"
         ) from error
-    if found.is_complex():
+    if numbers.is_complex():
         raise ValueError(f"{name} is complex, expected real values: lower is better")
-    return found.detach().to(torch.float64, copy=True)
+    return numbers.detach().to(torch.float64, copy=True)
 
 
 def as_popsize(popsize: int | None, default: int, least: int = 2) -> int:
@@ -166,12 +181,12 @@ def as_popsize(popsize: int | None, default: int, least: int = 2) -> int:
     return check_integer("popsize", popsize, least, hint=f": a generation is ranked; None stands for {default}")
 
 
-def next_seed(generator: torch.Generator, run: int) -> int:
+def derive_seed(generator: torch.Generator, run: int) -> int:
     """The seed of a restart: the same for the same first seed, and far from those of other runs."""
     return (generator.initial_seed() + run * 0x9E3779B97F4A7C15) % 2**62
 
 
-def new_generator(seed: int | None, device: torch.device) -> torch.Generator:
+def build_generator(seed: int | None, device: torch.device) -> torch.Generator:
     """A generator that belongs to one search."""
     generator = torch.Generator(device=device)
     if seed is None:

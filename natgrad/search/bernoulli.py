@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.search.base import next_seed
+from natgrad.search.base import derive_seed
 from natgrad.search.bits import LEAST, SECOND, BitSearch, as_bit_popsize, as_bits
 from natgrad.search.monomials import Monomials
-from natgrad.search.rank_weights import CGA, PBIL, renew_update
+from natgrad.search.ranking import CGA, PBIL, renew_update
 from natgrad.search.relaxation import Relaxation, take_ranked_step
 
 NOISY = 0.3  # rate of the ranked steps of the best quarter, where a point does not give its value again
@@ -76,13 +76,13 @@ class BernoulliSearch(BitSearch):
 
     def renew(self, popsize: int, run: int) -> BernoulliSearch:
         update, size = renew_update(self.update, popsize, self._size)
-        seed = next_seed(self._generator, run)
+        seed = derive_seed(self._generator, run)
         return BernoulliSearch(self._dim(), size, seed, update=update, margin=self.margin)
 
     @property
     def probabilities(self) -> Tensor:
         """P(x_i = 1), shape (n,)."""
-        if self._climbing and self._noisy is False and not self._seconds_turn:
+        if self._climbing and self._noisy is False and not self._elsewhere:
             return self._main.parent.clamp(self.margin, 1 - self.margin)
         return torch.sigmoid(2 * self.theta)
 
@@ -109,12 +109,9 @@ class BernoulliSearch(BitSearch):
         self.theta = 0.5 * torch.logit(moved.clamp(self.margin, 1 - self.margin))
 
     def _has_ended(self) -> bool:
-        """True if the first climb should begin.
-
-        While the point at which the regression is least is the best so far, the regression has all its patience.
-        """
-        led = bool((self._tried == self.best.x).all(1).any())
-        if led:
+        """True if the first climb should begin."""
+        # while the point at which the regression is least is the best so far, the regression has all its patience
+        if bool((self._tried == self.best.x).all(1).any()):
             return self._stands_still(self._draws - self._drawn_at, SECOND)
         return self._stands_still(self.nfev - self.best.nfev, LEAST)
 

@@ -14,75 +14,6 @@ from natgrad.search.base import as_popsize
 from natgrad.search.monomials import Monomials
 from natgrad.search.relaxation import Relaxation
 
-POWER = 1.5  # in how many bits children of a stuck parent differ from it: k with a chance of k^-1.5
-
-
-class Climb:
-    """A (1 + lambda)-EA of bits, none of whose children repeats its parent.
-
-    Attributes:
-        parent: The best point so far, and of equal ones the last: it drifts where values do not change. Shape (n,).
-        value: Its value; infinity before the first evaluation.
-        spent: Evaluations so far.
-        gap: The longest time without a better value, in evaluations, that ended with one.
-    """
-
-    def __init__(self, parent: Tensor) -> None:
-        self.parent, self.value = parent, math.inf
-        self.spent = self.gap = self._gained = 0
-
-    @property
-    def since(self) -> int:
-        """Evaluations since the last better value."""
-        return self.spent - self._gained
-
-    def draw_children(self, draws: Tensor, margin: float, stuck: bool, generator: torch.Generator) -> Tensor:
-        """Children of the parent: each bit flips with a chance of `margin`, and at least one does.
-
-        Where the climb is stuck, k bits flip with a chance of k^-1.5 (Doerr et al. 2017, heavy tails).
-
-        draws: Uniform numbers, (count, n).
-        """
-        n = draws.shape[1]
-        if stuck:
-            sizes = torch.arange(1, max(1, n // 2) + 1, dtype=torch.float64)
-            counts = 1 + torch.multinomial(sizes**-POWER, len(draws), replacement=True, generator=generator)
-            flips = draws.argsort(1).argsort(1) < counts.unsqueeze(1)
-        else:
-            flips = draws < margin
-            none = (~flips.any(1)).nonzero().squeeze(1)
-            flips[none, draws[none].argmin(1)] = True
-        return (self.parent - flips.to(torch.float64)).abs()
-
-    def accept(self, points: Tensor, values: Tensor) -> None:
-        """Go on from the best of some points, if it is no worse than the parent; of equal ones from the last.
-
-        points: (count, n); there may be none. values: f of them, (count,).
-        """
-        self.spent += len(values)
-        if not len(values) or float(least := values.min()) > self.value:
-            return
-        if float(least) < self.value:
-            self.gap, self._gained = max(self.gap, self.since), self.spent
-        place = int((values == least).nonzero()[-1])
-        self.parent, self.value = points[place].clone(), float(least)
-
-    def begin_counts(self) -> None:
-        """Forget the evaluations so far, but not the parent."""
-        self.spent = self.gap = self._gained = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that changes."""
-        return {"parent": self.parent, "value": self.value, "counts": (self.spent, self.gap, self._gained)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there."""
-        self.parent, self.value = state["parent"], state["value"]
-        self.spent, self.gap, self._gained = state["counts"]
-
-
-# Search of bits: what the independent model and Markov random fields have in common
-
 TRUSTED = 0.9  # share of f's variance below which a regression that stands still is no longer followed
 WAIT = 5  # evaluations per bit without a better value after which it is not, times the share that it explains
 LEAST = 0.1  # of that share, before the first climb
@@ -92,6 +23,7 @@ STUCK = 5  # evaluations per bit without a better value after which children dif
 LONELY = 5  # likewise, after which half of the evaluations go elsewhere
 GAPS = 4  # which takes as many times the longest wait that ended well
 FRESH = 5  # evaluations per bit without a better value after which a second climb begins anew elsewhere
+POWER = 1.5  # in how many bits children of a stuck parent differ from it: k with a chance of k^-1.5
 
 
 class BitSearch(Relaxation):
@@ -121,7 +53,7 @@ class BitSearch(Relaxation):
         self._noisy: bool | None = None if climbs else True  # unknown until the best point has been evaluated again
         self._main = Climb(torch.zeros(n, dtype=torch.float64))
         self._second: Climb | None = None
-        self._regressing, self._seconds_turn = True, False
+        self._regressing, self._elsewhere = True, False
         self._draws, self._drawn_best, self._drawn_at = 0, math.inf, 0
         self._flat = 0  # evaluations in a row that gave the value of the parent
         self._shared = 0  # evaluations of the main climb less those elsewhere, since it was stuck
@@ -132,16 +64,21 @@ class BitSearch(Relaxation):
         if self._is_blind():
             shares = torch.rand(self.popsize, 1, generator=self._generator, dtype=torch.float64)
             return (self._draw_uniform() < shares).to(torch.float64)
-        if not self._climbing or self._noisy or (self._seconds_turn and self._regressing):
+        if not self._climbing or self._noisy or self._asks_field:
             return self._draw_field()
         draws = self._draw_uniform()
-        if self._seconds_turn:
+        if self._elsewhere:
             return self._draw_second(draws)
         stuck = self._main.since > STUCK * self._dim()
         points = self._main.draw_children(draws, self.margin, stuck, self._generator)
         if self._noisy is None:
             points[0] = self._main.parent
         return points
+
+    @property
+    def _asks_field(self) -> bool:
+        """True where the evaluations that go elsewhere are the field's."""
+        return self._elsewhere and self._regressing
 
     @property
     @abstractmethod
@@ -168,10 +105,8 @@ class BitSearch(Relaxation):
         return torch.rand(self.popsize, self._dim(), generator=self._generator, dtype=torch.float64)
 
     def _draw_second(self, draws: Tensor) -> Tensor:
-        """Children of the second climb, which begins anew elsewhere where it is stuck, or at no value.
-
-        It begins at a random point; where some points have no value, some of the bits are those of the best one.
-        """
+        """Children of the second climb, which begins anew elsewhere where it is stuck, or at no value."""
+        # it begins at a random point; where some points have no value, some of the bits are those of the best one
         second = self._second
         if second is not None and second.since <= FRESH * self._dim() and (second.value < math.inf or not second.spent):
             return second.draw_children(draws, self.margin, False, self._generator)
@@ -216,7 +151,7 @@ class BitSearch(Relaxation):
         """Give the points to the climb, or to the field, that they come from."""
         self._flat = self._flat + len(values) if bool((values == self._main.value).all()) else 0
         self._same, self._collapsed = self._flat // self._size, False
-        if self._seconds_turn and self._regressing:
+        if self._asks_field:
             self._move_field(points, values)
             if float(values.min()) < self._main.value:
                 self._main.accept(points, values)
@@ -234,12 +169,12 @@ class BitSearch(Relaxation):
             self._main.begin_counts()
 
     def _choose_turn(self) -> None:
-        """Half of the evaluations go elsewhere where the main climb is stuck for twice the time that it once was."""
+        """Half of the evaluations go elsewhere where the main climb waits for much longer than it ever had to."""
         lonely = self._main.since > max(LONELY * self._dim(), GAPS * self._main.gap)
         if not lonely:
             self._shared = 0
-        self._seconds_turn = lonely and self._shared >= 0
-        self.popsize = self._size if self._seconds_turn and self._regressing else min(self._size, CHILDREN)
+        self._elsewhere = lonely and self._shared >= 0
+        self.popsize = self._size if self._asks_field else min(self._size, CHILDREN)
 
     def _compare_again(self, points: Tensor, values: Tensor) -> None:
         """Note whether the best point has its value again."""
@@ -275,7 +210,7 @@ class BitSearch(Relaxation):
         second = None if self._second is None else self._second.state_dict()
         return super().state_dict() | {
             "sets": list(self.monomials.sets),
-            "phase": (self._climbing, self._noisy, self._regressing, self._seconds_turn, self._shared),
+            "phase": (self._climbing, self._noisy, self._regressing, self._elsewhere, self._shared),
             "climbs": (self._main.state_dict(), second),
             "drawn": (self._draws, self._drawn_best, self._drawn_at),
             "flat": self._flat,
@@ -283,12 +218,12 @@ class BitSearch(Relaxation):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        climbing, noisy, regressing, seconds_turn, shared = state["phase"]
-        climbs = climbing and noisy is False and not (seconds_turn and regressing)
+        climbing, noisy, regressing, elsewhere, shared = state["phase"]
+        climbs = climbing and noisy is False and not (elsewhere and regressing)
         self.popsize = min(self._size, CHILDREN) if climbs else self._size
         super().load_state_dict(state)
         self.monomials = Monomials.of(self._dim(), [tuple(s) for s in state["sets"]])
-        self._climbing, self._noisy, self._regressing, self._seconds_turn = climbing, noisy, regressing, seconds_turn
+        self._climbing, self._noisy, self._regressing, self._elsewhere = climbing, noisy, regressing, elsewhere
         self._shared = shared
         main, second = state["climbs"]
         self._main.load_state_dict(main)
@@ -309,3 +244,56 @@ def as_bits(n: int) -> int:
 def as_bit_popsize(popsize: int | None, n: int) -> int:
     """Candidates per generation; default a quarter of the bits, at least 20."""
     return as_popsize(popsize, max(20, n // 4))
+
+
+# Climbs from the best point
+
+
+class Climb:
+    """A (1 + lambda)-EA of bits, none of whose children repeats its parent."""
+
+    def __init__(self, parent: Tensor) -> None:
+        self.parent, self.value = parent, math.inf
+        self.begin_counts()
+
+    @property
+    def since(self) -> int:
+        """Evaluations since the last better value."""
+        return self.spent - self._gained
+
+    def draw_children(self, draws: Tensor, margin: float, stuck: bool, generator: torch.Generator) -> Tensor:
+        """Children of the parent: each bit flips with a chance of `margin`, and at least one does."""
+        # where the climb is stuck, k bits flip with a chance of k^-1.5 (Doerr et al. 2017, heavy tails)
+        n = draws.shape[1]
+        if stuck:
+            sizes = torch.arange(1, max(1, n // 2) + 1, dtype=torch.float64)
+            counts = 1 + torch.multinomial(sizes**-POWER, len(draws), replacement=True, generator=generator)
+            flips = draws.argsort(1).argsort(1) < counts.unsqueeze(1)
+        else:
+            flips = draws < margin
+            none = (~flips.any(1)).nonzero().squeeze(1)
+            flips[none, draws[none].argmin(1)] = True
+        return (self.parent - flips.to(torch.float64)).abs()
+
+    def accept(self, points: Tensor, values: Tensor) -> None:
+        """Go on from the best of some points, if it is no worse than the parent; of equal ones from the last."""
+        self.spent += len(values)
+        if not len(values) or float(least := values.min()) > self.value:
+            return
+        if float(least) < self.value:
+            self.gap, self._gained = max(self.gap, self.since), self.spent
+        place = int((values == least).nonzero()[-1])
+        self.parent, self.value = points[place].clone(), float(least)
+
+    def begin_counts(self) -> None:
+        """Forget the evaluations so far, but not the parent."""
+        self.spent = self.gap = self._gained = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that changes."""
+        return {"parent": self.parent, "value": self.value, "counts": (self.spent, self.gap, self._gained)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from there."""
+        self.parent, self.value = state["parent"], state["value"]
+        self.spent, self.gap, self._gained = state["counts"]

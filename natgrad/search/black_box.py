@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,75 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from natgrad.search.workers import AtPoint, NoAnswerError, Raised, Workers
+from natgrad.search.base import Search
+from natgrad.search.workers import AtPoint, Raised, Workers
 from natgrad.search.workers import Pool as Pool
-
-WORDS = (str, bytes, bytearray)
-
-
-class NoNumberError(ValueError):
-    """What f gave is no number; the message says what it is."""
-
-
-def read_number(found: Any) -> float:
-    """The value of one point, NaN included."""
-    if isinstance(found, tuple):
-        raise NoNumberError(f"f(x) is a tuple of {len(found)}, expected a number")
-    numbers = read_numbers(found, "f(x)")
-    if numbers.numel() != 1:
-        raise NoNumberError(f"f(x) has shape {tuple(numbers.shape)} for one point, expected a number")
-    return float(numbers)
-
-
-def read_rows(found: Any, points: Tensor) -> Tensor:
-    """The values (b,) of a batch; an entry that is no number is NaN.
-
-    found: Values of shape (b,) or (b, 1), as a tensor, an array or a list; one number for a batch of one. points: The
-    batch, (b, d).
-    """
-    numbers = read_numbers(found, "f(X)")
-    alone = len(points) == 1 and numbers.numel() == 1
-    if not alone and numbers.shape not in ((len(points),), (len(points), 1)):
-        raise NoNumberError(
-            f"f(X) has shape {tuple(numbers.shape)} for X of shape {tuple(points.shape)}, expected ({len(points)},): "
-            "a value per row; pass vectorized=False if f takes one point"
-        )
-    return numbers.reshape(-1).to(points.device)
-
-
-def read_numbers(found: Any, name: str) -> Tensor:
-    """A float64 tensor of any shape and of its own memory."""
-    if isinstance(found, np.ndarray) and found.dtype == object:
-        found = found.tolist()
-    if isinstance(found, (list, tuple)):
-        return torch.tensor([read_entry(entry) for entry in found], dtype=torch.float64)
-    if isinstance(found, (int, float)):
-        return torch.tensor(read_entry(found), dtype=torch.float64)
-    if found is None or isinstance(found, WORDS):
-        raise NoNumberError(f"{name} is {type(found).__name__}, expected numbers, lower is better")
-    try:
-        numbers = torch.as_tensor(found)
-    except Exception as error:
-        value = read_entry(found)  # a fraction, a decimal: what float() takes
-        if math.isnan(value):
-            raise NoNumberError(f"{name} is {type(found).__name__}, expected numbers, lower is better") from error
-        return torch.tensor(value, dtype=torch.float64)
-    if numbers.is_complex():
-        raise NoNumberError(f"{name} is complex, expected real values: lower is better")
-    return numbers.detach().to(torch.float64, copy=True)
-
-
-def read_entry(entry: Any) -> float:
-    """A float, or NaN for what is no number: None, a word, a pair."""
-    if isinstance(entry, WORDS):
-        return math.nan
-    try:
-        return float(entry)
-    except Exception:  # noqa: BLE001 what an object's float() raises is its own affair
-        return math.nan
-
-
-# Evaluating a black box: in batches or one by one, here or in workers. Where f fails, its value is the worst
 
 Function = Callable[[Tensor], Any]
 SILENT = 20  # times in a row that no worker answered in time, after which none is expected to
@@ -89,15 +23,10 @@ ASKING = 4  # evaluations beyond a generation that finding out how f takes point
 
 @dataclass(frozen=True)
 class Reply:
-    """What one call of f gave.
+    """What one call of f gave."""
 
-    Attributes:
-        values: The values, shape (k,); None if there are none.
-        why: Why there are none.
-    """
-
-    values: Tensor | None
-    why: str = ""
+    values: Tensor | None  # the values, shape (k,); None if there are none
+    why: str = ""  # why there are none
 
 
 class BlackBox:
@@ -109,20 +38,6 @@ class BlackBox:
     Where `vectorized` is None, it is found out how f takes points: f gets a batch of one point, then the whole batch,
     and two of its rows must have the values that they have by themselves; otherwise f gets a point alone. All of these
     calls count.
-
-    Args:
-        f: Values (popsize,) of a batch (popsize, d), or the value of one point (d,).
-        vectorized: True if f takes batches, False if it takes a point, None to find out.
-        executor: Points are submitted to it one by one, as batches of one if f takes batches.
-        timeout: Seconds after which a point that a worker has begun is given up, and all points if no worker answers.
-
-    Attributes:
-        nfev: Calls of f; each row of a batch is one.
-        failures: Evaluations without a value.
-        limit: Bound on `nfev` for calls beyond the first at a point.
-
-    Raises:
-        TypeError: If f is no function, `vectorized` is no truth value, or the executor cannot submit.
     """
 
     def __init__(
@@ -170,16 +85,17 @@ class BlackBox:
         return torch.where(values.isnan(), torch.inf, values)
 
     def evaluate(self, points: Tensor) -> Tensor:
-        """Values (popsize,), NaN where f has none.
-
-        points: X, (popsize, d).
-        """
+        """Values (popsize,), NaN where f has none."""
+        values = None
         if self.vectorized is None:
             values = self._find_out(points)
         elif self.vectorized and self.workers is None:
-            values = self._evaluate_batch(points)
-        else:
-            values = self._evaluate_each(points)
+            self.nfev += len(points)
+            reply = self._ask_batch(points)
+            values = reply.values
+            if values is None:
+                self._warn_once(reply.why)  # the other points still have values
+        values = self._evaluate_each(points) if values is None else values
         self._count_failures(points, values)
         return values
 
@@ -200,36 +116,25 @@ class BlackBox:
         return 0 if self.workers is None else self.workers.count
 
     def start(self, points: Tensor) -> None:
-        """Have points evaluated by the workers, and do not wait.
-
-        points: (k, d).
-        """
+        """Have points evaluated by the workers, and do not wait."""
         assert self.workers is not None
         for row in points:
             self.nfev += 1
             self.workers.start(self._shape_row(row))
 
     def take_answered(self) -> list[tuple[Tensor, float]]:
-        """The next point (d,) that was answered and its value, NaN for none; all if no worker answers in time."""
+        """The next point (d,) that was answered and its value, NaN for none; or those that are late."""
         assert self.workers is not None
-        answered = self.workers.take()
-        if answered is None:
-            late = NoAnswerError(self.workers.timeout or 0.0)
-            found = [(row, read_reply(row, late)) for row in self.workers.give_up()[0]]
-        else:
-            found = [(answered[0], read_reply(*answered))]
-        taken = [(row.reshape(-1), math.nan if r.values is None else float(r.values)) for row, r in found]
-        for _, reply in found:
-            if reply.values is None:
-                self._warn_once(reply.why)
-        values = torch.tensor([value for _, value in taken], dtype=torch.float64)
-        self._count_failures(torch.stack([point for point, _ in taken]), values)
-        return taken
+        rows, outcomes = zip(*self.workers.take(), strict=True)
+        values = self._read_values(map(read_reply, rows, outcomes))
+        points = [row.reshape(-1) for row in rows]
+        self._count_failures(torch.stack(points), torch.tensor(values, dtype=torch.float64))
+        return list(zip(points, values, strict=True))
 
     def drop_started(self) -> None:
         """Forget points that nobody needs any more."""
         if self.workers is not None:
-            self.nfev -= self.workers.give_up()[1]
+            self.nfev -= self.workers.give_up()
 
     def close(self) -> None:
         """Release what was started to evaluate points."""
@@ -237,31 +142,27 @@ class BlackBox:
         if self.workers is not None:
             self.workers.close()
 
-    def _evaluate_batch(self, points: Tensor) -> Tensor:
-        self.nfev += len(points)
-        reply = self._ask_batch(points)
-        if reply.values is not None:
-            return reply.values
-        self._warn_once(reply.why)
-        return self._evaluate_each(points)  # the other points still have values
-
     def _evaluate_each(self, points: Tensor) -> Tensor:
         """One by one, as far as the limit allows."""
         count = int(min(len(points), max(0.0, self.limit - self.nfev)))
         rows = [self._shape_row(row) for row in points[:count]]
         self.nfev += count
-        found = self._read_rows(rows)
-        for reply in found:
+        values = self._read_values(self._ask_rows(rows)) + [math.nan] * (len(points) - count)
+        return torch.tensor(values, dtype=torch.float64, device=points.device)
+
+    def _read_values(self, replies: Iterable[Reply]) -> list[float]:
+        """The value of each point, NaN for none."""
+        values: list[float] = []
+        for reply in replies:
             if reply.values is None:
                 self._warn_once(reply.why)
-        values = [math.nan if reply.values is None else float(reply.values) for reply in found]
-        values += [math.nan] * (len(points) - count)
-        return torch.tensor(values, dtype=torch.float64, device=points.device)
+            values.append(math.nan if reply.values is None else float(reply.values))
+        return values
 
     def _shape_row(self, row: Tensor) -> Tensor:
         return row.clone().unsqueeze(0) if self.vectorized else row.clone()
 
-    def _read_rows(self, rows: Sequence[Tensor]) -> list[Reply]:
+    def _ask_rows(self, rows: Sequence[Tensor]) -> list[Reply]:
         """What f gave for each, read before f is called again: it may return one array that it writes into."""
         if self.workers is None:
             return [read_reply(row, self._at(row)) for row in rows]
@@ -280,36 +181,31 @@ class BlackBox:
         for k in [middle, *(i for i in range(len(points)) if i != middle)]:
             if self.limit - self.nfev < 2 or self.silence:
                 break
-            found = self._ask_about(points, k)
-            if found is not None:
-                return self._complete(points, k, found)
+            known = self._ask_about(points, k)
+            if known is not None and len(known) == len(points):
+                return known
+            if known is not None:  # a batch with all of them has failed, if f takes batches
+                others = self._evaluate_each(torch.cat([points[:k], points[k + 1 :]]))
+                return torch.cat([others[:k], known, others[k:]])
         return values
-
-    def _complete(self, points: Tensor, k: int, found: Tensor) -> Tensor:
-        """The values of all points, where the answer gave those of all or that of point k."""
-        if len(found) == len(points):
-            return found
-        rest = torch.cat([points[:k], points[k + 1 :]])
-        others = self._evaluate_each(rest)  # a batch with all of them has failed, if f takes batches
-        return torch.cat([others[:k], found, others[k:]])
 
     def _ask_about(self, points: Tensor, k: int) -> Tensor | None:
         """The values of all points or of point k, once `vectorized` is decided; None if f answers neither way."""
-        batch = self._ask_one(points[k : k + 1])
-        whole = self._ask_whole(points) if batch.values is not None and self.workers is None else Reply(None)
-        if batch.values is not None and whole.values is not None and self._agrees(whole.values, batch, points, k):
-            return self._decide(True, whole.values)
-        alone = self._ask_one(points[k])
-        if alone.values is not None:
-            self.nfev -= 0 if whole.values is None else len(points) - 1  # to f it was one point
-            return self._decide(False, alone.values)
-        if whole.values is not None:  # f compares the points of a batch with one another
-            return self._decide(True, whole.values)
-        sure = self.workers is not None or len(points) == 1 or self._refused  # twice, for an f that fails by chance
-        if batch.values is not None and sure:
+        row = self._ask_point(points[k : k + 1])
+        batch = self._ask_counted_batch(points) if row.values is not None and self.workers is None else Reply(None)
+        if row.values is not None and batch.values is not None and self._agrees(batch.values, row, points, k):
             return self._decide(True, batch.values)
-        self._refused = batch.values is not None
-        self._warn_once(f"{alone.why} for a point (d,), and for a batch of one (1, d): {batch.why or whole.why}")
+        point = self._ask_point(points[k])
+        if point.values is not None:
+            self.nfev -= 0 if batch.values is None else len(points) - 1  # to f it was one point
+            return self._decide(False, point.values)
+        if batch.values is not None:  # f compares the points of a batch with one another
+            return self._decide(True, batch.values)
+        sure = self.workers is not None or len(points) == 1 or self._refused  # twice, for an f that fails by chance
+        if row.values is not None and sure:
+            return self._decide(True, row.values)
+        self._refused = row.values is not None
+        self._warn_once(f"{point.why} for a point (d,), and for a batch of one (1, d): {row.why or batch.why}")
         return None
 
     def _decide(self, vectorized: bool, values: Tensor) -> Tensor:
@@ -317,12 +213,12 @@ class BlackBox:
         self.nfev -= 0 if vectorized else self._unsure
         return values
 
-    def _ask_one(self, x: Tensor) -> Reply:
+    def _ask_point(self, x: Tensor) -> Reply:
         """f at one point: as (d,), or as a batch of one (1, d)."""
         self.nfev += 1
-        return self._read_rows([x.clone()])[0]
+        return self._ask_rows([x.clone()])[0]
 
-    def _ask_whole(self, points: Tensor) -> Reply:
+    def _ask_counted_batch(self, points: Tensor) -> Reply:
         """f on the batch; a function of one point fails here or gives one value, in one call."""
         if len(points) == 1 or self.limit - self.nfev < len(points):
             return Reply(None, "the budget is too small to ask f about a batch")
@@ -331,17 +227,15 @@ class BlackBox:
         self._unsure += len(points) - 1 if reply.values is None else 0
         return reply
 
-    def _agrees(self, whole: Tensor, batch: Reply, points: Tensor, k: int) -> bool:
-        """True if two rows have the values that f gives for them alone, up to round-off and noise.
-
-        Two rows are tried, since f may relate all others to one of them, such as the row with the largest entry.
-        """
-        for row, asked in ((k, batch), ((k + 1) % len(points), None)):
-            alone = self._ask_one(points[row : row + 1]) if asked is None else asked
-            if alone.values is None or is_near(whole[row], alone.values[0], whole):
+    def _agrees(self, batch: Tensor, reply: Reply, points: Tensor, k: int) -> bool:
+        """True if two rows have the values that f gives for them alone, up to round-off and noise."""
+        # two rows are tried, since f may relate all others to one of them, such as the row with the largest entry
+        for row, first in ((k, reply), ((k + 1) % len(points), None)):
+            alone = self._ask_point(points[row : row + 1]) if first is None else first
+            if alone.values is None or is_near(batch[row], alone.values[0], batch):
                 continue
-            again = self._ask_one(points[row : row + 1])
-            return again.values is None or not is_near(again.values[0], alone.values[0], whole)  # f always differs
+            again = self._ask_point(points[row : row + 1])
+            return again.values is None or not is_near(again.values[0], alone.values[0], batch)  # f always differs
         return True
 
     # What is said.
@@ -368,30 +262,108 @@ class BlackBox:
         self._unsure, self._refused = state.get("asked", (0, False))
 
 
-def read_reply(x: Tensor, outcome: Any) -> Reply:
-    """The values of a point or of a batch, from what f gave.
+class AheadEvaluations:
+    """Keeps popsize + `ahead` points with the workers, and gives out the first popsize that have an answer.
 
-    x: A point (d,) or a batch (b, d).
+    Points beyond the generation are drawn from the distribution before it moves. The search is told them with the next
+    one, as points that it did not ask for, and shortens their steps where they are too long (Hansen 2011,
+    arXiv:1110.4181). Which points a generation has depends on who answers first: two runs differ even with one seed.
     """
+
+    def __init__(self, objective: BlackBox, ahead: int) -> None:
+        self.objective, self.ahead = objective, ahead
+        self._search: Search | None = None
+
+    def evaluate_generation(self, search: Search) -> tuple[Tensor, Tensor]:
+        """Points (popsize, d) and values (popsize,) of the next generation, NaN where f had none."""
+        if search is not self._search:
+            self.objective.drop_started()
+            self._search = search
+        answers: list[tuple[Tensor, float]] = []
+        while len(answers) < search.popsize:
+            missing = search.popsize - len(answers) + self.ahead - self.objective.in_flight
+            if missing > 0:
+                draws = [search.ask() for _ in range(-(-missing // search.popsize))]
+                self.objective.start(torch.cat(draws)[:missing])
+            answers += self.objective.take_answered()
+        points, values = zip(*answers[: search.popsize], strict=True)  # more only where several were given up at once
+        return torch.stack(points), torch.tensor(values, dtype=torch.float64, device=points[0].device)
+
+
+# What f gave, as numbers
+
+WORDS = (str, bytes, bytearray)
+
+
+def read_reply(x: Tensor, outcome: Any) -> Reply:
+    """The values of a point or of a batch, from what f gave."""
     if isinstance(outcome, Raised):
         return Reply(None, f"f raised {outcome.kind}: {outcome.message}")
     if isinstance(outcome, Exception):
         return Reply(None, f"the executor gave no value, but {type(outcome).__name__}: {outcome}")
     try:
-        if x.dim() == 1:
-            return Reply(torch.tensor([read_number(outcome)], dtype=torch.float64, device=x.device))
-        return Reply(read_rows(outcome, x))
+        return Reply(read_values(x, outcome))
     except NoNumberError as error:
         return Reply(None, str(error))
 
 
-def is_near(one: Tensor, other: Tensor, among: Tensor) -> bool:
-    """True if two values agree up to the changes by float32 and by another order of sums, or both are no number.
+class NoNumberError(ValueError):
+    """What f gave is no number; the message says what it is."""
 
-    among: Values whose spread sets the scale, (k,).
-    """
-    if not bool(torch.isfinite(one) & torch.isfinite(other)):
-        return bool((one == other) | (one.isnan() & other.isnan()))
+
+def read_values(x: Tensor, answer: Any) -> Tensor:
+    """The value (1,) of a point (d,), or the values (b,) of a batch (b, d), where an entry that is no number is NaN."""
+    name = "f(x)" if x.dim() == 1 else "f(X)"
+    if x.dim() == 1 and isinstance(answer, tuple):
+        raise NoNumberError(f"f(x) is a tuple of {len(answer)}, expected a number")
+    numbers = read_numbers(answer, name)
+    if x.dim() == 1 and numbers.numel() != 1:
+        raise NoNumberError(f"f(x) has shape {tuple(numbers.shape)} for one point, expected a number")
+    alone = (x.dim() == 1 or len(x) == 1) and numbers.numel() == 1
+    if not alone and numbers.shape not in ((len(x),), (len(x), 1)):
+        raise NoNumberError(
+            f"f(X) has shape {tuple(numbers.shape)} for X of shape {tuple(x.shape)}, expected ({len(x)},): "
+            "a value per row; pass vectorized=False if f takes one point"
+        )
+    return numbers.reshape(-1).to(x.device)
+
+
+def read_numbers(answer: Any, name: str) -> Tensor:
+    """A float64 tensor of any shape and of its own memory."""
+    if isinstance(answer, np.ndarray) and answer.dtype == object:
+        answer = answer.tolist()
+    if isinstance(answer, (list, tuple)):
+        return torch.tensor([read_entry(entry) for entry in answer], dtype=torch.float64)
+    if isinstance(answer, (int, float)):
+        return torch.tensor(read_entry(answer), dtype=torch.float64)
+    if answer is None or isinstance(answer, WORDS):
+        raise NoNumberError(f"{name} is {type(answer).__name__}, expected numbers, lower is better")
+    try:
+        numbers = torch.as_tensor(answer)
+    except Exception as error:
+        value = read_entry(answer)  # a fraction, a decimal: what float() takes
+        if math.isnan(value):
+            raise NoNumberError(f"{name} is {type(answer).__name__}, expected numbers, lower is better") from error
+        return torch.tensor(value, dtype=torch.float64)
+    if numbers.is_complex():
+        raise NoNumberError(f"{name} is complex, expected real values: lower is better")
+    return numbers.detach().to(torch.float64, copy=True)
+
+
+def read_entry(entry: Any) -> float:
+    """A float, or NaN for what is no number: None, a word, a pair."""
+    if isinstance(entry, WORDS):
+        return math.nan
+    try:
+        return float(entry)
+    except Exception:  # noqa: BLE001 what an object's float() raises is its own affair
+        return math.nan
+
+
+def is_near(value: Tensor, other: Tensor, among: Tensor) -> bool:
+    """True if two values agree up to the changes by float32 and by another order of sums, or both are no number."""
+    if not bool(torch.isfinite(value) & torch.isfinite(other)):
+        return bool((value == other) | (value.isnan() & other.isnan()))
     finite = among[torch.isfinite(among)]
     spread = float(finite.max() - finite.min()) if len(finite) else 0.0
-    return float((one - other).abs()) <= 1e-3 * spread + 1e-6 * max(float(one.abs()), float(other.abs()))
+    return float((value - other).abs()) <= 1e-3 * spread + 1e-6 * max(float(value.abs()), float(other.abs()))

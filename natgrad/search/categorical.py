@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.checks import check_integer
-from natgrad.search.base import as_popsize, next_seed
-from natgrad.search.rank_weights import CGA, PBIL, renew_update
+from natgrad.search.base import as_popsize, derive_seed
+from natgrad.search.ranking import CGA, PBIL, renew_update
 from natgrad.search.relaxation import Relaxation, take_ranked_step
 
 
@@ -55,7 +55,7 @@ class CategoricalSearch(Relaxation):
         self.update, self.margin = update, margin
         default = max(20, total // 4) if update is None else update.popsize(n)
         counts = torch.tensor(self.sizes)
-        self._least = least_probabilities(counts, margin)  # (total,)
+        self._least = choose_least_probabilities(counts, margin)  # (total,)
         self._owner = torch.repeat_interleave(torch.arange(n), counts)  # variable of each column
         self._start = counts.cumsum(0) - counts  # first column of each variable
         entropy = float(counts.to(torch.float64).log().sum())
@@ -63,7 +63,7 @@ class CategoricalSearch(Relaxation):
 
     def renew(self, popsize: int, run: int) -> CategoricalSearch:
         update, size = renew_update(self.update, popsize, self.popsize)
-        seed = next_seed(self._generator, run)
+        seed = derive_seed(self._generator, run)
         return CategoricalSearch(self.sizes, size, seed, update=update, margin=self.margin)
 
     @property
@@ -83,8 +83,7 @@ class CategoricalSearch(Relaxation):
         Args:
             points: Numbers of values, shape (N, n).
         """
-        found = points.new_zeros(len(points), len(self._owner))
-        return found.scatter_(1, points.long() + self._start, 1.0)
+        return points.new_zeros(len(points), len(self._owner)).scatter_(1, points.long() + self._start, 1.0)
 
     def _count_free(self) -> int:
         return len(self._owner) - len(self.sizes)  # the columns of a variable add up to one
@@ -95,9 +94,8 @@ class CategoricalSearch(Relaxation):
             return
         self._count_equal_values(points, values)
         mean, samples = self._flat_probabilities(), self.statistics(points)
-        self.theta = self._raise_to_least(
-            take_ranked_step(mean, samples, values, self.update, len(self.sizes)).clamp(min=0)
-        ).log()
+        moved = take_ranked_step(mean, samples, values, self.update, len(self.sizes)).clamp(min=0)
+        self.theta = self._raise_to_least(moved).log()
 
     def _limit_parameters(self, theta: Tensor) -> Tensor:
         return self._raise_to_least(self._softmax(theta)).log()
@@ -148,11 +146,8 @@ class CategoricalSearch(Relaxation):
         super().load_state_dict(state)
 
 
-def least_probabilities(counts: Tensor, margin: float | None) -> Tensor:
-    """The least probability of every value, shape (total,).
-
-    counts: How many values each variable has, (n,).
-    """
+def choose_least_probabilities(counts: Tensor, margin: float | None) -> Tensor:
+    """The least probability of every value, shape (total,)."""
     each = counts.to(torch.float64)
     if margin is None:
         least = torch.minimum(1 / (len(counts) * (each - 1).clamp(min=1)), 1 / (2 * each))
@@ -169,7 +164,7 @@ def as_sizes(sizes: Any) -> list[int]:
     """How many values each variable has, as a list."""
     if not isinstance(sizes, Sequence) and not hasattr(sizes, "tolist"):
         raise ValueError(f"sizes is {sizes!r}, expected how many values each variable has, such as (3, 3, 5)")
-    found = [check_integer("sizes", size, 2, hint=": how many values a variable has") for size in sizes]
-    if not found:
+    counts = [check_integer("sizes", size, 2, hint=": how many values a variable has") for size in sizes]
+    if not counts:
         raise ValueError("sizes is empty, expected how many values each variable has, such as (3, 3, 5)")
-    return found
+    return counts

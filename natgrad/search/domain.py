@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,49 +19,35 @@ class Domain:
     The fold is the identity, except in a margin beside each bound, where it is a parabola that is flat on the bound.
     Beyond the bound it is mirrored. So every point of the space has an image in the box, and a minimum on the bound
     looks like a smooth one.
-
-    Attributes:
-        scale: Of each variable, shape (d,).
-        lower: Lower bounds, shape (d,); -infinity for none.
-        upper: Upper bounds, shape (d,); infinity for none.
-        integer: True for the variables that are rounded, shape (d,).
-        bounded: True if any bound is finite.
-        mixed: True if any variable is rounded.
     """
 
-    scale: Tensor
-    lower: Tensor
-    upper: Tensor
-    integer: Tensor
-    bounded: bool
-    mixed: bool
+    scale: Tensor  # of each variable, shape (d,)
+    lower: Tensor  # lower bounds, shape (d,); -infinity for none
+    upper: Tensor  # upper bounds, shape (d,); infinity for none
+    integer: Tensor  # True for the variables that are rounded, shape (d,)
 
-    @staticmethod
-    def of(scale: Tensor, lower: Tensor, upper: Tensor, integer: Tensor) -> Domain:
-        """A domain that knows whether it has bounds or integers, which every generation asks.
+    @cached_property
+    def has_bounds(self) -> bool:
+        """True if any bound is finite."""
+        return bool(torch.isfinite(self.lower).any() or torch.isfinite(self.upper).any())
 
-        scale: Of each variable, (d,). lower: Lower bounds, (d,). upper: Upper bounds, (d,). integer: True for the
-        variables that are rounded, (d,).
-        """
-        bounded = bool(torch.isfinite(lower).any() or torch.isfinite(upper).any())
-        return Domain(scale, lower, upper, integer, bounded, bool(integer.any()))
+    @cached_property
+    def has_integers(self) -> bool:
+        """True if any variable is rounded."""
+        return bool(self.integer.any())
 
     def points(self, latent: Tensor) -> Tensor:
-        """x of u.
-
-        latent: u, the search's own coordinates, (..., d).
-        """
+        """x (..., d) of u, the search's own coordinates."""
         x = latent * self.scale
-        if self.bounded:
+        if self.has_bounds:
             x = torch.where(self.integer, x, fold(x, self.lower, self.upper))
-        if self.mixed:
+        if self.has_integers:
             x = torch.where(self.integer, x.round(), x)
-        return torch.maximum(torch.minimum(x, self.upper), self.lower) if self.bounded else x
+        return x.clamp(self.lower, self.upper) if self.has_bounds else x
 
     def admit(self, points: Tensor) -> Tensor:
         """The points (N, d), brought back to bounds and integers where they miss them by the round-off of float32."""
-        admitted = torch.where(self.integer, points.round(), points)
-        admitted = torch.maximum(torch.minimum(admitted, self.upper), self.lower)
+        admitted = torch.where(self.integer, points.round(), points).clamp(self.lower, self.upper)
         wrong = ((points - admitted).abs() > ROUNDED * (1 + admitted.abs())).nonzero()
         if len(wrong):
             row, i = wrong[0].tolist()
@@ -73,21 +60,14 @@ class Domain:
         return admitted
 
     def latent(self, points: Tensor) -> Tensor:
-        """A u whose image is x.
-
-        points: x within the bounds, (..., d).
-        """
-        x = points
-        if self.bounded:
-            x = torch.where(self.integer, x, unfold(x, self.lower, self.upper))
-        return x / self.scale
+        """A u whose image is x (..., d), within the bounds."""
+        if self.has_bounds:
+            points = torch.where(self.integer, points, unfold(points, self.lower, self.upper))
+        return points / self.scale
 
 
-def fold_widths(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-    """Width of the parabola beside each bound: (1 + |bound|) / 20, at most a quarter of the interval.
-
-    lower: Lower bounds, (d,). upper: Upper bounds, (d,).
-    """
+def measure_folds(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+    """Width of the parabola beside each bound: (1 + |bound|) / 20, at most a quarter of the interval."""
     quarter = (upper - lower) / 4
     low, high = ((1 + bound.abs()) / 20 for bound in (lower, upper))
     ones = torch.ones_like(lower)
@@ -98,29 +78,23 @@ def fold_widths(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fold(x: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
-    """Any real x brought to lower <= x <= upper: unchanged inside, parabolas at the bounds, mirrored beyond.
-
-    x: (..., d). lower: Lower bounds, (d,). upper: Upper bounds, (d,).
-    """
-    a, b = fold_widths(lower, upper)
+    """Any real x brought to lower <= x <= upper: unchanged inside, parabolas at the bounds, mirrored beyond."""
+    a, b = measure_folds(lower, upper)
     first, last = lower - a, upper + b
     length = last - first
     both = torch.isfinite(length)
     turned = torch.remainder(x - first, torch.where(both, 2 * length, 1))  # mirrored with a period of two lengths
     turned = first + torch.minimum(turned, 2 * length - turned)
-    one = torch.where(torch.isfinite(lower), first + (x - first).abs(), last - (last - x).abs())
+    mirrored = torch.where(torch.isfinite(lower), first + (x - first).abs(), last - (last - x).abs())
     free = torch.isinf(lower) & torch.isinf(upper)
-    x = torch.where(free, x, torch.where(both, turned, one))
+    x = torch.where(free, x, torch.where(both, turned, mirrored))
     x = torch.where(x < lower + a, lower + (x - first).square() / (4 * a), x)
     return torch.where(x > upper - b, upper - (last - x).square() / (4 * b), x)
 
 
 def unfold(x: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
-    """The inverse of `fold` that lies nearest to the box.
-
-    x: Within the bounds, (..., d). lower: Lower bounds, (d,). upper: Upper bounds, (d,).
-    """
-    a, b = fold_widths(lower, upper)
+    """The inverse of `fold` that lies nearest to the box."""
+    a, b = measure_folds(lower, upper)
     low = lower - a + 2 * (a * (x - lower).clamp(min=0)).sqrt()
     high = upper + b - 2 * (b * (upper - x).clamp(min=0)).sqrt()
     return torch.where(x < lower + a, low, torch.where(x > upper - b, high, x))
@@ -146,10 +120,7 @@ def as_tensor(value: Any, name: str) -> Tensor:
 
 
 def as_scales(sigma0: Any, x0: Tensor) -> tuple[float, Tensor]:
-    """A common sigma and scales (d,) of geometric mean 1.
-
-    sigma0: A number, or one standard deviation per variable (d,). x0: The starting point, (d,).
-    """
+    """A common sigma and scales (d,) of geometric mean 1."""
     sigmas = as_tensor(sigma0, "sigma0").to(x0.device)
     if sigmas.shape not in (torch.Size([]), x0.shape):
         raise ValueError(f"sigma0 has shape {tuple(sigmas.shape)}, expected a number or one per variable {(len(x0),)}")
@@ -162,11 +133,7 @@ def as_scales(sigma0: Any, x0: Tensor) -> tuple[float, Tensor]:
 
 
 def as_bounds(bounds: Any, x0: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower and upper bounds, (d,) each.
-
-    bounds: A pair (lower, upper) of numbers, vectors (d,) or None, an array (2, d), or None for no bounds. x0: The
-    starting point, (d,).
-    """
+    """Lower and upper bounds, (d,) each."""
     if bounds is None:
         return torch.full_like(x0, -torch.inf), torch.full_like(x0, torch.inf)
     if not hasattr(bounds, "__len__") or isinstance(bounds, (str, dict)) or len(bounds) != 2:
@@ -184,10 +151,7 @@ def as_bounds(bounds: Any, x0: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_bounds(lower: Tensor, upper: Tensor, x0: Tensor) -> None:
-    """Check that lower < upper and that x0 lies between.
-
-    lower: Lower bounds, (d,). upper: Upper bounds, (d,). x0: The starting point, (d,).
-    """
+    """Check that lower < upper and that x0 lies between."""
     wrong = (~(lower < upper)).nonzero()
     if len(wrong):
         i = int(wrong[0])
@@ -201,37 +165,3 @@ def check_bounds(lower: Tensor, upper: Tensor, x0: Tensor) -> None:
         raise ValueError(
             f"x0[{i}] is {float(x0[i])}, outside its bounds [{float(lower[i])}, {float(upper[i])}]: start inside"
         )
-
-
-def as_integer_mask(integers: Any, x0: Tensor) -> Tensor:
-    """True for the variables that are rounded, shape (d,).
-
-    integers: Indices of variables, a mask (d,), or None for no variable. x0: The starting point, (d,).
-    """
-    mask = torch.zeros(len(x0), dtype=torch.bool, device=x0.device)
-    if integers is None:
-        return mask
-    chosen = torch.as_tensor(integers, device=x0.device)
-    if chosen.dtype == torch.bool:
-        if chosen.shape != x0.shape:
-            raise ValueError(f"integers is a mask of shape {tuple(chosen.shape)}, expected {tuple(x0.shape)}")
-        return chosen.clone()
-    if chosen.is_floating_point() and len(chosen):
-        raise ValueError(f"integers is {integers!r}, expected indices of variables or a mask of {len(x0)} booleans")
-    chosen = chosen.long()
-    if len(chosen) and not bool(((chosen >= -len(x0)) & (chosen < len(x0))).all()):
-        raise ValueError(f"integers is {integers!r}, expected indices below {len(x0)}, the number of variables")
-    mask[chosen] = True
-    return mask
-
-
-def round_bounds(lower: Tensor, upper: Tensor, integer: Tensor) -> tuple[Tensor, Tensor]:
-    """Bounds of integer variables moved inwards to integers.
-
-    lower: Lower bounds, (d,). upper: Upper bounds, (d,). integer: True for the variables that are rounded, (d,).
-    """
-    lower, upper = torch.where(integer, lower.ceil(), lower), torch.where(integer, upper.floor(), upper)
-    wrong = (integer & (lower > upper)).nonzero()
-    if len(wrong):
-        raise ValueError(f"integers: no integer lies within the bounds of variable {int(wrong[0])}")
-    return lower, upper

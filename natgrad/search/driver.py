@@ -1,32 +1,33 @@
-"""`minimize`: a search from the first point to a result."""
+"""`minimize`: ask, evaluate, tell, restart, stop, from the first point to a result."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from natgrad.ground.checks import check_integer, is_real
-from natgrad.ground.messages import explain_calls
+from natgrad.ground.messages import Columns, explain_calls
 from natgrad.ground.progress import Progress, check_callback
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.ground.state_files import FORMAT, read_state_file, write_state_file
-from natgrad.search.base import Search, as_popsize
-from natgrad.search.black_box import BlackBox, Function, Pool
-from natgrad.search.convergence import Tolerances
-from natgrad.search.domain import as_bounds, as_integer_mask, as_point, as_scales, as_tensor
-from natgrad.search.full_covariance import Full
-from natgrad.search.gaussian import Bounds, GaussianSearch
+from natgrad.search.base import Best, Search, build_generator
+from natgrad.search.black_box import AheadEvaluations, BlackBox, Function, Pool
+from natgrad.search.gaussian import Bounds, GaussianSearch, Tolerances, build_alike
 from natgrad.search.model import GaussianModel
 from natgrad.search.noise import NoiseHandling, Repeated
 from natgrad.search.relaxation import Relaxation
-from natgrad.search.restarts import IPOP, Restarts, as_restarts
-from natgrad.search.runs import GaussianRunFactory, GivenRunFactory, RunFactory, SearchResult, SearchRuns
-from natgrad.search.surrogate import QuadraticSurrogate
+from natgrad.search.surrogate import QuadraticSurrogate, SurrogateEvaluations
+
+HOPELESS = 20  # generations without any value, of the first one's size, after which no more come
+CONVERGED = ("ftarget", "tolfun", "tolx", "precision", "converged")
 
 
 @keep_gradient_mode
@@ -112,44 +113,37 @@ def minimize(
         >>> result.success, round(float(result.x[0]), 4)
         (True, 1.0)
     """
-    chosen = {"popsize": popsize, "bounds": bounds, "integers": integers, "model": model, "tolerances": tolerances}
+    others = {"popsize": popsize, "bounds": bounds, "integers": integers, "model": model, "tolerances": tolerances}
     if restarts is None:
         restarts = 0 if not isinstance(x0, Relaxation) or ftarget is None or maxfevals is None else IPOP()
-    factory = as_run_factory(x0, sigma0, chosen, as_restarts(restarts), seed)
+    factory = build_factory(x0, as_restarts(restarts), {"sigma0": sigma0, "seed": seed, **others})
     check_workers(executor, timeout, ahead, noise)
-    assistance = as_surrogate(surrogate, factory, noise, ahead)
+    model_of_f = as_surrogate(surrogate, factory.first, noise, ahead)
     objective = BlackBox(f, vectorized, executor, timeout)
     check_goals(ftarget, maxfevals, factory.popsize, objective.asking)
     check_callback(callback, "the search")
     check_integer("checkpoint_every", checkpoint_every, 1, hint=": a number of generations")
-    objective.limit = math.inf if maxfevals is None else float(maxfevals)
-    handling = as_handling(noise)
-    repeated = None if handling is None else Repeated(objective, handling)
-    runs = SearchRuns(factory, objective, repeated, ahead, assistance)
+    runs = SearchRuns(factory, objective, as_handling(noise), ahead, model_of_f, ftarget, maxfevals)
     file = None if checkpoint is None else CheckpointFile(runs, Path(checkpoint), checkpoint_every)
     try:
         with Progress("evaluations", maxfevals, progress) as shown:
-            ending = run_to_ending(runs, ftarget, maxfevals, callback, file, shown)
+            ending = run_to_ending(runs, callback, file, shown)
     except KeyboardInterrupt:
         ending = "interrupted: the result is what was found so far"
     finally:
         objective.close()
     if file is not None:
         file.write()
-    return runs.result(ending, ftarget)
+    return runs.describe_result(ending)
 
 
 def run_to_ending(
-    runs: SearchRuns,
-    ftarget: float | None,
-    maxfevals: float | None,
-    callback: Callable[[Search], Any] | None,
-    file: CheckpointFile | None,
-    shown: Progress,
+    runs: SearchRuns, callback: Callable[[Search], Any] | None, file: CheckpointFile | None, shown: Progress
 ) -> str:
     """Run generations until all runs are over. Returns why they are."""
-    while (ending := runs.find_ending(ftarget, maxfevals)) is None:
-        runs.run_generation()
+    while (ending := runs.find_ending()) is None:
+        points, values = runs.ask_and_evaluate()
+        runs.tell(points, values)
         if file is not None:
             file.keep()
         shown.update(runs.nfev, {"generation": runs.nit, "best": float(runs.best.fun)})
@@ -158,15 +152,163 @@ def run_to_ending(
     return ending
 
 
+class SearchRuns:
+    """The present run of one `minimize`, those before it, and the best point of all."""
+
+    def __init__(
+        self,
+        factory: RunFactory,
+        objective: BlackBox,
+        handling: NoiseHandling | None,
+        ahead: int,
+        surrogate: QuadraticSurrogate | None,
+        ftarget: float | None,
+        maxfevals: float | None,
+    ) -> None:
+        self.factory, self.objective, self.ftarget, self.maxfevals = factory, objective, ftarget, maxfevals
+        objective.limit = math.inf if maxfevals is None else float(maxfevals)
+        self.repeated = None if handling is None else Repeated(objective, handling)
+        self.ahead = AheadEvaluations(objective, ahead) if ahead else None
+        self.surrogate = None if surrogate is None else SurrogateEvaluations(objective, surrogate)
+        self.history = SearchHistory()
+        self.past: list[tuple[Run, int]] = []
+        self.run, self.search = Run(factory.popsize, 1.0, None, "first"), factory.first
+        self.best = Best(self.search.best.x, torch.inf, 0)
+        self.nfev = self.nit = self._began = 0
+        self._level = torch.inf  # what ftarget is compared with
+        self._settled = self.best  # where f is noisy: the best centre of the runs before
+
+    def ask_and_evaluate(self) -> tuple[Tensor, Tensor]:
+        """Points (popsize, d) of the next generation and their values (popsize,)."""
+        if self.surrogate is not None and isinstance(self.search, GaussianSearch):
+            return self.surrogate.evaluate_generation(self.search)
+        if self.ahead is not None and self.objective.vectorized is not None:
+            return self.ahead.evaluate_generation(self.search)
+        points = self.search.ask()
+        return points, self.objective(points) if self.repeated is None else self.repeated(points)
+
+    def tell(self, points: Tensor, values: Tensor) -> None:
+        """Move the search by a generation, and write it down."""
+        self.search.tell(points, values)
+        self.nfev, self.nit = self.objective.nfev, self.nit + 1
+        i = int(values.argmin())
+        if float(values[i]) < self.best.fun:
+            one_each = self.repeated is None and self.surrogate is None
+            nfev = self.nfev - len(values) + i + 1 if one_each else self.nfev
+            self.best = Best(points[i].clone(), float(values[i]), nfev)
+        median = float(values.median())
+        self._level = self.best.fun if self.repeated is None else median
+        noise = {} if self.repeated is None else {"evaluations": float(self.repeated.evaluations)}
+        numbers = {"nfev": self.nfev, "best": self.best.fun, "median": median, "run": len(self.past)}
+        self.history.add(**numbers, **self.search.measures() | noise)
+
+    def find_ending(self) -> str | None:
+        """Why all runs are over, or None; starts the next run where the last one is over."""
+        goal, objective = self.ftarget, self.objective
+        if goal is not None and self._level <= goal:
+            return f"ftarget: a value of {self._level:g}, at most {goal:g}, was found"
+        if silence := objective.silence:
+            return f"failed: {silence}"
+        if objective.points >= HOPELESS * self.factory.popsize and (failure := objective.hopeless):
+            return f"failed: none of {self.nfev} evaluations had a value; {failure}"
+        why = self.search.stop()
+        if why is None and self.run.budget is not None and self.nfev - self._began >= self.run.budget:
+            why = "budget: of a small run"
+        if why is not None:
+            why = self._restart(why)
+        elif goal is not None and self._settles_above(goal):
+            self._restart("target: values settle above it")  # without a further run, this one goes on
+        if why is None and self.maxfevals is not None and self.nfev + self._next_cost() > self.maxfevals:
+            return f"maxfevals: {self.nfev} evaluations, the next generation would take more than {self.maxfevals:g}"
+        return why
+
+    def _restart(self, why: str) -> str | None:
+        """Begin the next run and return None, or say why there is none."""
+        past = [*self.past, (self.run, self.nfev - self._began)]
+        run = self.factory.choose_next(past)
+        if run is None:
+            return why
+        self._settled = self._settle()
+        self.past, self.run, self.search = past, run, self.factory.build(run, len(past))
+        self._began = self.nfev = self.objective.nfev
+        return None
+
+    def _settles_above(self, goal: float) -> bool:
+        """True if the present run will not reach the target; never said where values are noisy."""
+        return self.repeated is None and isinstance(self.search, GaussianSearch) and self.search.settles_above(goal)
+
+    def _next_cost(self) -> int:
+        """Evaluations of the next generation, and where f is noisy, of the centre at the end."""
+        size, asking = self.search.popsize, self.objective.asking
+        if self.repeated is None:
+            return asking + size + (0 if self.ahead is None else self.ahead.ahead - self.objective.in_flight)
+        return asking + self.repeated.cost(size) + self._count_repeats(self.repeated.handling.growth)
+
+    def _count_repeats(self, growth: float = 1.0) -> int:
+        """Evaluations of the centre at the end: as many as a generation takes."""
+        assert self.repeated is not None
+        return round(growth * self.repeated.evaluations * self.search.popsize) + 1
+
+    def _settle(self) -> Best:
+        """The best centre of a run so far, where f is noisy: a mean of values is not the luck of one evaluation."""
+        if self.repeated is None or not self.nit:
+            return self._settled
+        x = self.search.centre()
+        value = float(self.repeated.mean(x.unsqueeze(0), self._count_repeats()))
+        return min(self._settled, Best(x, value, self.objective.nfev), key=lambda best: best.fun)
+
+    def describe_result(self, message: str) -> SearchResult:
+        """The result."""
+        best = self.best if self.repeated is None else self._settle()
+        success = message.split(":")[0] in CONVERGED if self.ftarget is None else self._level <= self.ftarget
+        counts = self.objective.nfev, self.nit, success, message, self.history, self.objective.failures
+        return SearchResult(best.x, best.fun, *counts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that changes."""
+        return {
+            "search": self.search.state_dict(),
+            "past": [(*astuple(run), used) for run, used in self.past],
+            "run": astuple(self.run),
+            "counts": (self.nfev, self.nit, self.factory.popsize, self._began),
+            "best": astuple(self.best),
+            "level": self._level,
+            "settled": astuple(self._settled),
+            "runs": self.factory.state_dict(),
+            "objective": self.objective.state_dict(),
+            "noise": None if self.repeated is None else self.repeated.state_dict(),
+            "surrogate": None if self.surrogate is None else self.surrogate.state_dict(),
+            "history": self.history.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from there."""
+        d, popsize = len(self.best.x), self.factory.popsize
+        if state["best"][0].shape != self.best.x.shape or state["counts"][2] != popsize:
+            raise ValueError(
+                f"the checkpoint is of a search with {len(state['best'][0])} variables and popsize "
+                f"{state['counts'][2]}, this one has {d} and {popsize}: choose another file"
+            )
+        for name, part in (("noise", self.repeated), ("surrogate", self.surrogate)):
+            if (state.get(name) is None) != (part is None):
+                raise ValueError(f"the checkpoint differs in {name}=: choose another file, or the same argument")
+            if part is not None:
+                part.load_state_dict(state[name])
+        self.past = [(Run(*entry[:4]), entry[4]) for entry in state["past"]]
+        self.run = Run(*state["run"])
+        self.search = self.factory.build(self.run, len(self.past))
+        self.search.load_state_dict(state["search"])
+        self.factory.load_state_dict(state["runs"])
+        self.nfev, self.nit, _, self._began = state["counts"]
+        self.best, self._level, self._settled = Best(*state["best"]), state["level"], Best(*state["settled"])
+        self.objective.load_state_dict(state["objective"])
+        self.history.load_state_dict(state["history"])
+
+
 class CheckpointFile:
-    """The state after the last whole generation, in memory and now and then in a file.
+    """The state after the last whole generation, in memory and now and then in a file, from which `runs` continue.
 
     A generation that is interrupted leaves half of a state, which is never written.
-
-    Args:
-        runs: What is saved; it continues from the file if there is one.
-        path: Its place.
-        every: Generations between two writes.
     """
 
     def __init__(self, runs: SearchRuns, path: Path, every: int) -> None:
@@ -186,32 +328,258 @@ class CheckpointFile:
         write_state_file({"format": FORMAT, **self.state}, self.path)
 
 
-def as_run_factory(x0: Any, sigma0: Any, chosen: dict[str, Any], restarts: Restarts, seed: int | None) -> RunFactory:
-    """A factory of Gaussian searches, or of searches like the one that was given as x0.
+# Starting again: the search of each run, with populations that grow (IPOP), or are large and small in turn (BIPOP)
 
-    x0: A point (d,), or a search.
+
+class RunFactory:
+    """Builds the search of each run after the first, like that one.
+
+    With a generator, of which `minimize` has one for its own Gaussian searches, they begin anywhere in a finite box.
     """
+
+    def __init__(self, first: Search, restarts: Restarts, generator: torch.Generator | None = None) -> None:
+        self.first, self.popsize, self.restarts = first, first.popsize, restarts  # popsize of bits changes later on
+        self.generator = generator
+
+    def choose_next(self, past: list[tuple[Run, int]]) -> Run | None:
+        """The next run, or None."""
+        generator = self.generator or torch.Generator().manual_seed(len(past))
+        draws = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
+        return self.restarts.next(self.popsize, past, (draws[0], draws[1]))
+
+    def build(self, run: Run, number: int) -> Search:
+        """The search of run `number`, or one of its kind whose state is loaded afterwards."""
+        if self.generator is None:
+            return self.first if run.kind == "first" else self.first.renew(run.popsize, number)
+        assert isinstance(self.first, GaussianSearch)
+        seed = int(torch.randint(2**62, (), generator=self.generator))
+        share = torch.rand(len(self.first.best.x), generator=self.generator, dtype=torch.float64)
+        return build_alike(self.first, run.popsize, seed, run.shrink, share)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the choice of restarts depends on."""
+        return {} if self.generator is None else {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from there."""
+        if self.generator is not None:
+            self.generator.set_state(state["generator"])
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a restarted search.
+
+    Args:
+        popsize: Candidates per generation.
+        shrink: Its sigma, as a multiple of sigma0.
+        budget: Most evaluations; None for no bound.
+        kind: `first`, `large` or `small`.
+    """
+
+    popsize: int
+    shrink: float
+    budget: int | None
+    kind: str
+
+
+class Restarts(ABC):
+    """How often to start again, and with which populations.
+
+    Attributes:
+        times: Number of restarts.
+    """
+
+    times: int
+
+    @abstractmethod
+    def next(self, popsize: int, past: list[tuple[Run, int]], uniform: tuple[float, float]) -> Run | None:
+        """The next run, or None.
+
+        Args:
+            popsize: Of the first run.
+            past: The runs so far, each with the evaluations that it took.
+            uniform: Two draws in [0, 1).
+        """
+
+
+@dataclass(frozen=True)
+class IPOP(Restarts):
+    """Restarts with growing populations: each run has `factor` times the population of the last.
+
+    Args:
+        times: Restarts after the first run.
+        factor: At least 1.
+
+    Raises:
+        ValueError: If a number is too small.
+
+    Reference:
+        Auger & Hansen 2005.
+    """
+
+    times: int = 9
+    factor: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_integer("times", self.times, 0, hint=": restarts after the first run")
+        if not self.factor >= 1:
+            raise ValueError(f"factor is {self.factor}, expected a number >= 1 that multiplies popsize")
+
+    def next(self, popsize: int, past: list[tuple[Run, int]], uniform: tuple[float, float]) -> Run | None:
+        if len(past) > self.times:
+            return None
+        return Run(int(popsize * self.factor ** len(past)), 1.0, None, "large" if past else "first")
+
+
+@dataclass(frozen=True)
+class BIPOP(Restarts):
+    """Restarts with large populations, doubled each time, and between them small ones with a small sigma.
+
+    A small run comes while all small ones together took fewer evaluations than the large ones. Its population is drawn
+    between the default and half of the last large one, its sigma between a hundredth of sigma0 and sigma0.
+
+    Args:
+        times: Restarts with a large population.
+
+    Raises:
+        ValueError: If it is negative.
+
+    Reference:
+        Hansen 2009.
+    """
+
+    times: int = 9
+
+    def __post_init__(self) -> None:
+        check_integer("times", self.times, 0, hint=": restarts with a large population")
+
+    def next(self, popsize: int, past: list[tuple[Run, int]], uniform: tuple[float, float]) -> Run | None:
+        if not past:
+            return Run(popsize, 1.0, None, "first")
+        large = [(run, used) for run, used in past if run.kind == "large"]
+        small = sum(used for run, used in past if run.kind == "small")
+        if large and small < sum(used for _, used in large):
+            last = large[-1]
+            size = int(popsize * (0.5 * last[0].popsize / popsize) ** (uniform[0] ** 2))
+            return Run(max(size, 2), 10 ** (-2 * uniform[1]), last[1] // 2, "small")
+        if len(large) >= self.times:
+            return None
+        return Run(popsize * 2 ** (len(large) + 1), 1.0, None, "large")
+
+
+# The result, and what happened generation by generation
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found.
+
+    Attributes:
+        x: The best point, shape (d,); where f is noisy, the distribution's centre.
+        fun: Its value, or where f is noisy the mean of values there.
+        nfev: Evaluations, all restarts together.
+        nit: Generations, all restarts together.
+        success: True if ftarget was reached, or without one, if the last run converged.
+        message: Why it ended.
+        history: Generation by generation.
+        failures: Evaluations that gave no value: NaN, no number at all, or an exception.
+    """
+
+    x: Tensor
+    fun: float
+    nfev: int
+    nit: int
+    success: bool
+    message: str
+    history: SearchHistory = field(repr=False)
+    failures: int = 0
+
+
+class SearchHistory(Columns):
+    """Lists of equal length with one entry per generation.
+
+    `history["nfev"]` are evaluations, `["best"]` the best value so far, `["median"]` that of the generation, `["run"]`
+    the number of the restart, from 0. The search's own measures, such as `sigma` and `condition`, are None in
+    generations that have none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(("nfev", "best", "median", "run"), "generations")
+
+    def add(self, **measures: Any) -> None:
+        """Append one generation.
+
+        Args:
+            **measures: A value per name.
+        """
+        length = len(self)
+        for name, value in measures.items():
+            self._columns.setdefault(name, [None] * length).append(value)
+        for column in self._columns.values():
+            if len(column) == length:
+                column.append(None)
+
+    def plot(self, target: float | None = None) -> Any:
+        """A matplotlib figure of values and sizes over evaluations; grey lines are restarts.
+
+        Args:
+            target: The minimum where it is known; it is subtracted from the values, on a logarithmic axis. Without it
+                the axis is logarithmic if all values are positive.
+
+        Raises:
+            ImportError: If matplotlib is not installed.
+        """
+        from matplotlib.figure import Figure  # an extra: only where a picture is asked for
+
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        floor = 0.0 if target is None else target
+        for name in ("median", "best"):
+            values = [value - floor if math.isfinite(value) else None for value in self[name]]
+            left.plot(self["nfev"], values, label=name)
+        logarithmic = target is not None or all(value > 0 for value in self["best"])
+        label = "f" if floor == 0 else f"f {'-' if floor > 0 else '+'} {abs(floor):.6g}"
+        left.set(xlabel="evaluations", ylabel=label, yscale="log" if logarithmic else "linear")
+        for name in self.names[4:]:
+            right.plot(self["nfev"], self[name], label=name)
+        right.set(xlabel="evaluations", yscale="log")
+        for axes in (left, right):
+            for k in range(1, len(self)):
+                if self["run"][k] != self["run"][k - 1]:
+                    axes.axvline(self["nfev"][k - 1], color="0.8", linewidth=0.8, zorder=0)
+            if axes.lines:
+                axes.legend()
+        return figure
+
+
+# Checks at the door
+
+
+def build_factory(x0: Any, restarts: Restarts, chosen: dict[str, Any]) -> RunFactory:
+    """A factory of Gaussian searches, or of searches like the one that was given as x0."""
     if isinstance(x0, Search):
-        others = {"sigma0": sigma0, "seed": seed, **chosen}
-        wrong = [name for name, value in others.items() if value is not None]
-        if wrong:
-            raise ValueError(f"{wrong[0]} is given beside a {type(x0).__name__}, to whose arguments it belongs")
-        return GivenRunFactory(x0, restarts)
-    if sigma0 is None:
+        for name, value in chosen.items():
+            if value is not None:
+                raise ValueError(f"{name} is given beside a {type(x0).__name__}, to whose arguments it belongs")
+        return RunFactory(x0, restarts)
+    if chosen["sigma0"] is None:
         raise ValueError("sigma0 is missing: about a third of the distance at which the minimum may lie")
-    start = as_point(x0, "x0")
-    as_scales(sigma0, start)  # checks it
-    model = Full() if chosen["model"] is None else chosen["model"]
-    if not isinstance(model, GaussianModel):
+    model = chosen["model"]
+    if model is not None and not isinstance(model, GaussianModel):
         raise TypeError(f"model is {model!r}, expected a Gaussian model such as Full(); a search is given as x0")
-    size = as_popsize(chosen["popsize"], model.popsize(len(start)))
-    settings = {
-        "bounds": as_bounds(chosen["bounds"], start),  # copies: restarts come later
-        "integers": as_integer_mask(chosen["integers"], start),
-        "tolerances": chosen["tolerances"],
-        "model": model,
-    }
-    return GaussianRunFactory(start, as_tensor(sigma0, "sigma0"), settings, restarts, size, seed)
+    generator = build_generator(chosen["seed"], torch.device("cpu"))
+    return RunFactory(GaussianSearch(x0, **chosen), restarts, generator)
+
+
+def as_restarts(restarts: Restarts | int | str) -> Restarts:
+    """The restarts that a number or a name stands for."""
+    if isinstance(restarts, Restarts):
+        return restarts
+    named = {"ipop": IPOP, "bipop": BIPOP}
+    if isinstance(restarts, str) and restarts.lower() in named:
+        return named[restarts.lower()]()
+    return IPOP(check_integer("restarts", restarts, 0, hint=": or IPOP(times), BIPOP(times), 'IPOP', 'BIPOP'"))
 
 
 def as_handling(noise: bool | NoiseHandling) -> NoiseHandling | None:
@@ -223,14 +591,13 @@ def as_handling(noise: bool | NoiseHandling) -> NoiseHandling | None:
     return NoiseHandling() if noise else None
 
 
-def as_surrogate(surrogate: Any, factory: RunFactory, noise: Any, ahead: int) -> QuadraticSurrogate | None:
+def as_surrogate(surrogate: Any, first: Search, noise: Any, ahead: int) -> QuadraticSurrogate | None:
     """When a model of f is believed; None if there is none."""
     if not isinstance(surrogate, (bool, QuadraticSurrogate)):
         raise TypeError(f"surrogate is {surrogate!r}, expected True, False or QuadraticSurrogate(...)")
     if surrogate is False:
         return None
-    first = factory.search if isinstance(factory, GivenRunFactory) else None
-    if first is not None and not isinstance(first, GaussianSearch):
+    if not isinstance(first, GaussianSearch):
         raise ValueError(f"surrogate={surrogate!r} is given with a {type(first).__name__}: it needs a GaussianSearch")
     if noise is not False or ahead > 0:
         name, value = ("noise", noise) if noise is not False else ("ahead", ahead)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.search.model import GaussianModel, State
-from natgrad.search.ranking import Ranking, effective_count, log_weights
+from natgrad.search.ranking import Ranking, count_effective, weigh_by_logarithm
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,12 @@ class LowRank(GaussianModel):
 
     def advance(self, state: State, normals: Tensor, steps: Tensor, ranking: Ranking) -> State:
         popsize, d = normals.shape
-        positive = log_weights(popsize).clamp(min=0)
+        positive = weigh_by_logarithm(popsize).clamp(min=0)
         positive = positive / positive.sum()
-        mueff = effective_count(positive)
+        mueff = count_effective(positive)
         weights = ranking.share(positive.to(normals.device))
         step = weights @ normals
+        # paths of length 1 / c: p <- (1 - c) p + sqrt(c (2 - c) mueff) sum_i w_i z_i, one for sigma, one per direction
         c_sigma = min(0.5, 2 * popsize / d)
         sigma_path = (1 - c_sigma) * state["sigma_path"] + math.sqrt(mueff * c_sigma * (2 - c_sigma)) * step
         rates = popsize / d / 4.0 ** torch.arange(len(state["paths"]), dtype=step.dtype, device=step.device)

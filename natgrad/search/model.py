@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.search.ranking import Ranking, default_popsize
+from natgrad.search.ranking import Ranking, choose_popsize
 
 State = dict[str, Any]
 """What changes between generations: tensors and numbers, with `mean` (d,) and `sigma` among them."""
@@ -65,7 +65,7 @@ class GaussianModel(ABC):
         Args:
             d: Number of variables.
         """
-        return default_popsize(d)
+        return choose_popsize(d)
 
     def variances(self, state: State) -> Tensor | None:
         """Diagonal of A A^T, shape (d,), or None if the model does not have it.
@@ -94,9 +94,6 @@ class GaussianModel(ABC):
         """
 
 
-def eye_like(mean: Tensor) -> Tensor:
-    """The identity (d, d), in the dtype and on the device of a mean.
-
-    mean: (d,).
-    """
+def build_identity(mean: Tensor) -> Tensor:
+    """The identity (d, d), in the dtype and on the device of a mean."""
     return torch.eye(len(mean), dtype=mean.dtype, device=mean.device)

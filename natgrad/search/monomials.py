@@ -16,25 +16,17 @@ ENUMERATED = 16  # bits of a component up to which its states are listed
 
 @dataclass(frozen=True)
 class Monomials:
-    """T_k(s) = product of s_i over i in the k-th set, for signs s in {-1, +1}^n.
+    """T_k(s) = product of s_i over i in the k-th set, for signs s in {-1, +1}^n."""
 
-    Attributes:
-        n: Number of signs.
-        sets: In order of size.
-        index: The sets as rows (K, order), padded with n, where a column of ones is added.
-    """
-
-    n: int
-    sets: tuple[Clique, ...]
-    index: Tensor
+    n: int  # number of signs
+    sets: tuple[Clique, ...]  # in order of size
+    index: Tensor  # the sets as rows (K, order), padded with n, where a column of ones is added
 
     @staticmethod
     def of(n: int, sets: Iterable[Clique]) -> Monomials:
         """The products over distinct sets, single signs first."""
         chosen = tuple(sorted(set(sets), key=lambda s: (len(s), s)))
-        order = max((len(s) for s in chosen), default=1)
-        rows = [[*s, *[n] * (order - len(s))] for s in chosen]
-        return Monomials(n, chosen, torch.tensor(rows, dtype=torch.long).reshape(len(chosen), order))
+        return Monomials(n, chosen, index_sets(n, chosen))
 
     @staticmethod
     def within(n: int, cliques: Iterable[Sequence[int]]) -> Monomials:
@@ -49,15 +41,8 @@ class Monomials:
         return len(self.sets)
 
     def values(self, signs: Tensor) -> Tensor:
-        """T, shape (N, K).
-
-        signs: s, (N, n).
-        """
-        rows = torch.cat([signs.mT, torch.ones_like(signs[:, :1]).mT])  # whole rows are gathered faster than columns
-        found = rows[self.index[:, 0]]
-        for column in range(1, self.index.shape[1]):
-            found = found.mul_(rows[self.index[:, column]])
-        return found.mT
+        """T, shape (N, K), at signs s (N, n)."""
+        return multiply_signs(self.index, signs).mT
 
     @cached_property
     def small_components(self) -> tuple[Components, ...]:
@@ -93,14 +78,26 @@ class Monomials:
         return list(groups.values())
 
 
+def index_sets(n: int, sets: Sequence[Clique]) -> Tensor:
+    """The sets as rows (K, order), padded with n, where `multiply_signs` adds ones."""
+    order = max([1, *map(len, sets)])
+    rows = [[*s, *[n] * (order - len(s))] for s in sets]
+    return torch.tensor(rows, dtype=torch.long).reshape(len(sets), order)
+
+
+def multiply_signs(index: Tensor, signs: Tensor) -> Tensor:
+    """Products (K, N) of signs (N, n) over sets (K, order)."""
+    rows = torch.cat([signs.mT, torch.ones_like(signs[:, :1]).mT])  # rows are gathered faster than columns
+    products = rows[index[:, 0]]
+    for column in range(1, index.shape[1]):
+        products = products.mul_(rows[index[:, column]])
+    return products
+
+
 def draw_signs(monomials: Monomials, theta: Tensor, start: Tensor, sweeps: int, generator: torch.Generator) -> Tensor:
-    """Signs (N, n) from p(s) ~ exp(theta T(s)).
-
-    Components of at most `ENUMERATED` signs are drawn exactly, from the list of their states; the others by Gibbs
-    sampling, while theta is brought up from zero.
-
-    theta: (K,). start: Signs at which Gibbs sampling starts, (N, n).
-    """
+    """Signs (N, n) from p(s) ~ exp(theta T(s))."""
+    # components of at most `ENUMERATED` signs are drawn exactly, from the list of their states; the others by Gibbs
+    # sampling, while theta is brought up from zero
     signs = start.clone()
     for components in monomials.small_components:
         signs[:, components.sites.flatten()] = components.draw(theta, len(start), generator).to(signs.dtype)
@@ -110,39 +107,29 @@ def draw_signs(monomials: Monomials, theta: Tensor, start: Tensor, sweeps: int, 
 def draw_by_gibbs(
     monomials: Monomials, theta: Tensor, start: Tensor, sweeps: int, generator: torch.Generator
 ) -> Tensor:
-    """Signs (N, n) after Gibbs sampling of `monomials.gibbs_sites`, while theta is brought up from zero.
-
-    Signs that share no set do not depend on one another given the rest: they are drawn at once.
-
-    theta: (K,). start: (N, n).
-    """
+    """Signs (N, n) after Gibbs sampling of `monomials.gibbs_sites`, while theta is brought up from zero."""
+    # signs that share no set do not depend on one another given the rest: they are drawn at once
     groups = monomials.gibbs_sites
     sizes = [len(group.sites) for group in groups]
     weights = [group.read_weights(theta) for group in groups]
-    padded, one = torch.cat([start, torch.ones_like(start[:, :1])], 1), start.new_ones(())
+    padded, unit = torch.cat([start, torch.ones_like(start[:, :1])], 1), start.new_ones(())
     for sweep in range(sweeps):
         heat = min(1.0, (sweep + 1) / max(1, sweeps - 2))
         # P(s_i = 1) = sigmoid(2 h_i): s_i = 1 where h_i exceeds half the logit of a uniform draw
         draws = torch.rand(len(start), sum(sizes), generator=generator, dtype=start.dtype)
         levels = draws.logit_().div_(2 * heat).split(sizes, 1)
         for group, weight, level in zip(groups, weights, levels, strict=True):
-            padded[:, group.sites] = torch.copysign(one, group.field(padded, weight) - level)
+            padded[:, group.sites] = torch.copysign(unit, group.field(padded, weight) - level)
     return padded[:, : monomials.n]
 
 
 @dataclass(frozen=True)
 class Sites:
-    """Signs that share no set, and the fields h_i = sum of theta_k T_k / s_i over the sets with i that they feel.
+    """Signs that share no set, and the fields h_i = sum of theta_k T_k / s_i over the sets with i that they feel."""
 
-    Attributes:
-        sites: Their numbers, shape (c,).
-        own: The sets of each sign, shape (c, most), padded with the number of all sets.
-        others: The other signs of these sets, shape (c, most, order), padded with n.
-    """
-
-    sites: Tensor
-    own: Tensor
-    others: Tensor
+    sites: Tensor  # their numbers, shape (c,)
+    own: Tensor  # the sets of each sign, shape (c, most), padded with the number of all sets
+    others: Tensor  # the other signs of these sets, shape (c, most, order), padded with n
 
     @staticmethod
     def of(monomials: Monomials, sites: list[int]) -> Sites:
@@ -158,10 +145,7 @@ class Sites:
         return Sites(torch.tensor(sites), own, others)
 
     def read_weights(self, theta: Tensor) -> Tensor:
-        """theta of each sign's sets (c, most); where no set has more than two signs, J (n + 1, c) with h = s J.
-
-        theta: (K,).
-        """
+        """theta of each sign's sets (c, most); where no set has more than two signs, J (n + 1, c) with h = s J."""
         weights = torch.cat([theta, theta.new_zeros(1)])[self.own]
         if self.others.shape[2] > 2:
             return weights
@@ -170,10 +154,7 @@ class Sites:
         return matrix.index_put_((self.others.amin(2), columns), weights, accumulate=True)
 
     def field(self, padded: Tensor, weights: Tensor) -> Tensor:
-        """h, shape (N, c).
-
-        padded: Signs and a column of ones, (N, n + 1).
-        """
+        """h, shape (N, c)."""
         if self.others.shape[2] <= 2:
             return padded @ weights
         return (padded[:, self.others].prod(3) * weights).sum(2)
@@ -197,17 +178,11 @@ def group_independent_sites(monomials: Monomials, sites: list[int]) -> list[list
 
 @dataclass(frozen=True)
 class Components:
-    """Components of m signs each, whose 2^m states can be listed.
+    """Components of m signs each, whose 2^m states can be listed."""
 
-    Attributes:
-        sites: Numbers of their signs, shape (c, m).
-        own: The sets within them, shape (k,).
-        places: Of the sets among the 2^m products of each component, in one row for all of them, shape (k,).
-    """
-
-    sites: Tensor
-    own: Tensor
-    places: Tensor
+    sites: Tensor  # numbers of their signs, shape (c, m)
+    own: Tensor  # the sets within them, shape (k,)
+    places: Tensor  # of the sets among the 2^m products of each component, in one row for all of them, shape (k,)
 
     @staticmethod
     def of(monomials: Monomials, groups: list[list[int]]) -> Components:
@@ -220,10 +195,7 @@ class Components:
         return Components(torch.tensor(groups), torch.tensor(own), torch.tensor(places))
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator) -> Tensor:
-        """Exact draws (count, c m) from p(s) ~ exp(theta T(s)).
-
-        theta: (K,).
-        """
+        """Exact draws (count, c m) from p(s) ~ exp(theta T(s))."""
         c, m = self.sites.shape
         coefficients = theta.new_zeros(c * 2**m).index_add_(0, self.places, theta[self.own])
         chances = torch.softmax(sum_products(coefficients.view(c, 2**m)), 1)
@@ -233,23 +205,19 @@ class Components:
 
 
 def sum_products(coefficients: Tensor) -> Tensor:
-    """sum_k c_k prod_{i in k} s_i for all 2^m states, where bit i of a state's number says s_i = -1.
-
-    The fast Walsh-Hadamard transform, four bits at a time: the lowest bits are transformed and become the highest, and
-    once all have had their turn they are in order again.
-
-    coefficients: c, the bits of k being the set, (c, 2^m).
-    """
+    """sum_k c_k prod_{i in k} s_i for all 2^m states, where bit i of a state's number says s_i = -1."""
+    # the fast Walsh-Hadamard transform, four bits at a time: the lowest bits are transformed and become the highest,
+    # and once all have had their turn they are in order again
     rows, count = coefficients.shape
     values, left = coefficients, count.bit_length() - 1
     while left > 0:
-        matrix = hadamard(min(left, 4)).to(values.dtype)
+        matrix = build_hadamard(min(left, 4)).to(values.dtype)
         values = (values.reshape(rows, -1, len(matrix)) @ matrix).mT.reshape(rows, count)
         left -= 4
     return values
 
 
-def hadamard(bits: int) -> Tensor:
+def build_hadamard(bits: int) -> Tensor:
     """Sylvester's matrix H_jk = (-1)^(number of bits that j and k share), shape (2^bits, 2^bits)."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     for _ in range(bits):

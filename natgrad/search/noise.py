@@ -118,7 +118,7 @@ class Repeated:
         values = self.mean(X, self.evaluations)
         twice = self._count_repeated(len(X))
         again = self.mean(X[:twice], self.evaluations)
-        self.change = rank_change(values, again, self.handling.threshold)
+        self.change = measure_place_change(values, again, self.handling.threshold)
         growth = self.handling.growth if self.change > 0 else 1 / self.handling.growth
         most = math.inf if self.handling.most is None else self.handling.most
         self._wanted = min(max(1.0, self._wanted * growth), most)
@@ -153,18 +153,13 @@ class Repeated:
         self.objective.load_state_dict(state["objective"])
 
 
-def rank_change(values: Tensor, again: Tensor, threshold: float) -> float:
-    """Mean excess of the change of places between two evaluations; above zero, noise decides the ranking.
-
-    Both are ranked in one list of N + k values. A point's change is the number of places between its two values, and
-    its limit the threshold-quantile / 2 of the changes that a random place would give.
-
-    Reference:
-        Hansen et al. 2009, table 1.
-
-    values: First evaluations, (N,). again: Second evaluations of the first k points, (k,).
-    """
-    places = midranks(torch.cat([values, again]))
+def measure_place_change(values: Tensor, again: Tensor, threshold: float) -> float:
+    """Mean excess of the change of places between two evaluations; above zero, noise decides the ranking."""
+    # Both are ranked in one list of N + k values. A point's change is the number of places between its two values, and
+    # its limit the threshold-quantile / 2 of the changes that a random place would give. Hansen et al. 2009, table 1.
+    both = torch.cat([values, again])
+    below, upto = (both < both.unsqueeze(1)).sum(1), (both <= both.unsqueeze(1)).sum(1)
+    places = (below + upto + 1).to(torch.float64) / 2  # from 1 on; equal values get the mean of theirs
     first, second = places[: len(again)], places[len(values) :]
     changes = ((second - first).abs() - 1).clamp(min=0)
     possible = torch.arange(1, len(places), dtype=torch.float64, device=places.device)
@@ -173,13 +168,3 @@ def rank_change(values: Tensor, again: Tensor, threshold: float) -> float:
         for mine, other in ((first, second), (second, first))
     ]
     return float((2 * changes - limits[0] - limits[1]).mean())
-
-
-def midranks(values: Tensor) -> Tensor:
-    """Places (N,) from 1 in ascending order; equal values get the mean of their places.
-
-    values: (N,).
-    """
-    below = (values < values.unsqueeze(1)).sum(1)
-    upto = (values <= values.unsqueeze(1)).sum(1)
-    return (below + upto + 1).to(torch.float64) / 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,51 +12,8 @@ from torch import Tensor
 from natgrad.families import Slope as Slope
 from natgrad.families import natural_slope as natural_slope
 from natgrad.ground.linalg import all_finite
-from natgrad.search.base import Best, Search, new_generator
-from natgrad.search.rank_weights import CGA, PBIL
-from natgrad.search.ranking import Ranking
-
-SEARCHED = tuple(
-    10.0**k for k in (-13, -10, *range(-7, 3))
-)  # small ones: coefficients of one f may lie ten orders of magnitude apart
-
-
-def shrink_slope(slope: Slope, statistics: Tensor, values: Tensor, weights: Tensor) -> Tensor:
-    """b_k t_k^2 / (1 + t_k^2) with t_k the coefficient b_k in units of its standard error, shape (K,).
-
-    A coefficient that hardly differs from noise hardly moves; where f lies in the span of T, the errors are zero. The
-    error is that of a regression whose statistics do not correlate: residual variance / (effective draws * Var T_k).
-
-    statistics: T of the draws, (N, K). values: f of the draws, (N,). weights: Of the draws, (N,).
-    """
-    share = weights / weights.sum()
-    spread = share @ (statistics - share @ statistics).square()
-    variance = float(share @ (values - share @ values).square())
-    left = (1 - min(1.0, max(0.0, slope.explained))) * variance
-    error = left * share.square().sum() / spread.clamp(min=1e-12)
-    size = slope.value.square()
-    return slope.value * (size / (size + error).clamp(min=1e-300))
-
-
-def weigh_past_draws(log_ratios: Tensor, generation: Tensor) -> Tensor:
-    """Weights (N,) of draws from earlier distributions q_g, for expectations under the present p.
-
-    Within a generation they are normalised, so that no partition function is needed. A generation counts for its
-    effective number of draws.
-
-    log_ratios: log p(x) - log q_g(x), up to a constant for each generation, (N,). generation: The number g of each
-    draw's generation, in ascending order, (N,).
-    """
-    place, counts = torch.unique_consecutive(generation, return_inverse=True, return_counts=True)[1:]
-    zeros = log_ratios.new_zeros(len(counts))
-    largest = torch.full_like(zeros, -torch.inf).scatter_reduce(0, place, log_ratios, "amax")
-    odds = (log_ratios - largest[place]).exp()
-    share = odds / zeros.index_add(0, place, odds)[place]
-    concentration = zeros.index_add(0, place, share.square())
-    return share / concentration[place] / concentration.reciprocal().sum()
-
-
-# Search of finitely many points by the natural gradient of E_p[f] itself: f counts by its values, not by ranks
+from natgrad.search.base import Best, Search, build_generator
+from natgrad.search.ranking import CGA, PBIL, Ranking
 
 MORE = 1.2  # draws per statistic before the first step
 SAME = 20  # generations of equal values after which nothing more is expected
@@ -64,7 +21,9 @@ COLLAPSED = 3  # likewise, of one candidate alone
 PATIENCE = 100  # evaluations per bit without a better value, likewise
 NATS = 1.0  # that the draws of a generation are worth, per free statistic, where half of f is explained
 EXACT = 1e-22  # share of the variance of values that a slope leaves unexplained by round-off
-KEPT = 1e-3  # draws whose weight fell below this share of the largest are forgotten
+LIGHT = 1e-3  # draws whose weight fell below this share of the largest are forgotten
+SEARCHED = tuple(10.0**k for k in (-13, -10, *range(-7, 3)))
+"""Ridges, with small ones: coefficients of one f may lie ten orders of magnitude apart."""
 
 
 class Relaxation(Search):
@@ -93,11 +52,9 @@ class Relaxation(Search):
         self.nfev = self.nit = 0
         self.best = Best(torch.zeros(d, dtype=torch.float64), torch.inf, 0)
         self.slope: Slope | None = None
-        self._generator = new_generator(seed, torch.device("cpu"))
-        self._points = torch.zeros(0, d, dtype=torch.float64)
-        self._values = torch.zeros(0, dtype=torch.float64)
-        self._log_q = torch.zeros(0, dtype=torch.float64)
-        self._born = torch.zeros(0, dtype=torch.long)
+        self._generator = build_generator(seed, torch.device("cpu"))
+        empty = torch.zeros(0, dtype=torch.float64)
+        self._archive = Archive(torch.zeros(0, d, dtype=torch.float64), empty, empty, empty.long())
         self._same, self._collapsed = 0, False
         self._since = 0  # evaluations after which another way to search began, with patience of its own
 
@@ -122,7 +79,7 @@ class Relaxation(Search):
     @property
     def archive(self) -> int:
         """How many evaluated points are still in use."""
-        return len(self._values)
+        return len(self._archive.values)
 
     def stop(self) -> str | None:
         if self._same >= COLLAPSED and self._collapsed:
@@ -144,10 +101,8 @@ class Relaxation(Search):
 
     def _move(self, points: Tensor, values: Tensor) -> None:
         self._count_equal_values(points, values)
-        self._points = torch.cat([self._points, points])
-        self._values = torch.cat([self._values, values])
-        self._log_q = torch.cat([self._log_q, self.statistics(points) @ self.theta])
-        self._born = torch.cat([self._born, torch.full((len(values),), self.nit)])
+        draws = points, values, self.statistics(points) @ self.theta, torch.full((len(values),), self.nit)
+        self._archive = Archive(*map(torch.cat, zip(self._archive, draws, strict=True)))
         self._update()
 
     def _count_equal_values(self, points: Tensor, values: Tensor) -> None:
@@ -158,20 +113,18 @@ class Relaxation(Search):
         """One natural gradient step."""
         if not self._has_enough_draws(self._count_free()):
             return
-        statistics = self.statistics(self._points)
-        weights = self._weights(statistics)
-        values = scale_to_unit_range(replace_infinite_values(self._values))
+        statistics = self.statistics(self._archive.points)
+        weights = self._weigh_draws(statistics)
+        values = scale_to_unit_range(replace_infinite_values(self._archive.values))
         self.slope = self._rescale_exact_slope(statistics, values) or natural_slope(
-            *merge_repeated_points(self._points, statistics, values, weights), ridges=SEARCHED
+            *merge_repeated_points(self._archive.points, statistics, values, weights), ridges=SEARCHED
         )
         self.theta = self._take_step(statistics, values, weights, self.slope)
         self._forget_light_draws(statistics)
 
     def _rescale_exact_slope(self, statistics: Tensor, values: Tensor) -> Slope | None:
-        """The last slope in the present unit, if it predicts every draw: f lies in the span, and it stays exact.
-
-        A new fit would know less, since most draws from before the first step have been forgotten.
-        """
+        """The last slope in the present unit, if it predicts every draw: f lies in the span, and it stays exact."""
+        # A new fit would know less, since most draws from before the first step have been forgotten.
         if self.slope is None or len(self.slope.value) != statistics.shape[1]:
             return None
         image = statistics @ self.slope.value
@@ -186,18 +139,17 @@ class Relaxation(Search):
         return len(self.theta)
 
     def _has_enough_draws(self, count: int) -> bool:
-        """True if the first, uniform draws are more than the statistics; otherwise the slope is not exact.
-
-        Steps on fewer draws were seen to concentrate on patterns that happened to be drawn, and to end there.
-        """
+        """True if the first, uniform draws are more than the statistics; otherwise the slope is not exact."""
+        # Steps on fewer draws were seen to concentrate on patterns that happened to be drawn, and to end there.
         if self.slope is not None:
             return True
         everything = 0.9 * math.exp(min(self.entropy, 700.0))
         needed = min(MORE * count, everything)
-        return len(self._points) >= needed and len(torch.unique(self._points, dim=0)) >= needed
+        points = self._archive.points
+        return len(points) >= needed and len(torch.unique(points, dim=0)) >= needed
 
-    def _weights(self, statistics: Tensor) -> Tensor:
-        return weigh_past_draws(statistics @ self.theta - self._log_q, self._born)
+    def _weigh_draws(self, statistics: Tensor) -> Tensor:
+        return weigh_past_draws(statistics @ self.theta - self._archive.log_q, self._archive.born)
 
     def _take_step(self, statistics: Tensor, values: Tensor, weights: Tensor, slope: Slope) -> Tensor:
         direction = self._drop_limited(shrink_slope(slope, statistics, values, weights))
@@ -206,56 +158,76 @@ class Relaxation(Search):
         variance = float(share @ (image - share @ image).square())
         if not variance > 0:
             return self.theta
-        return self._limit_parameters(
-            self.theta - math.sqrt(2 * self._find_radius(slope.explained) / variance) * direction
-        )
+        rate = math.sqrt(2 * self._find_radius(slope.explained) / variance)  # so that 1/2 rate^2 Var(b T) = radius
+        return self._limit_parameters(self.theta - rate * direction)
 
     def _find_radius(self, explained: float) -> float:
         """Nats of a step; at least those at which nothing is explained, or symmetric functions would have no step."""
         left = 1 - min(1.0, max(0.0, explained))
-        told = NATS * self.popsize / self._count_free() * (1 - left) / max(left, 1e-12)
-        return self.entropy * min(math.exp(-6 * left), max(math.exp(-6), told / self.entropy))
+        nats = NATS * self.popsize / self._count_free() * (1 - left) / max(left, 1e-12)
+        return self.entropy * min(math.exp(-6 * left), max(math.exp(-6), nats / self.entropy))
 
     def _drop_limited(self, direction: Tensor) -> Tensor:
         """The direction without the parameters that it pushes against their limit: they would use up the step."""
         return direction
 
     def _forget_light_draws(self, statistics: Tensor) -> None:
-        weights = self._weights(statistics)
-        kept = (weights > KEPT * weights.max()) | (self._born == self.nit)
-        self._points, self._values = self._points[kept], self._values[kept]
-        self._log_q, self._born = self._log_q[kept], self._born[kept]
+        weights = self._weigh_draws(statistics)
+        heavy = (weights > LIGHT * weights.max()) | (self._archive.born == self.nit)
+        self._archive = Archive(*(column[heavy] for column in self._archive))
 
     def state_dict(self) -> dict[str, Any]:
-        return {
+        return self._write_progress(self._same, self._collapsed) | {
             "theta": self.theta,
-            "archive": (self._points, self._values, self._log_q, self._born),
+            "archive": tuple(self._archive),
             "generator": self._generator.get_state(),
-            "best": (self.best.x, self.best.fun, self.best.nfev),
-            "counts": (self.nfev, self.nit, self.popsize, self._same, self._collapsed),
             "slope": None if self.slope is None else (self.slope.value, self.slope.explained, self.slope.ridge),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if len(state["best"][0]) != self._dim() or state["counts"][2] != self.popsize:
-            raise ValueError(
-                f"the state is of a search with {len(state['best'][0])} variables and popsize {state['counts'][2]}, "
-                f"this one has {self._dim()} and {self.popsize}: build it with the same arguments"
-            )
-        self.theta = state["theta"]
-        self._points, self._values, self._log_q, self._born = state["archive"]
+        self._same, self._collapsed = self._read_progress(state)
+        self.theta, self._archive = state["theta"], Archive(*state["archive"])
         self._generator.set_state(state["generator"])
-        self.best = Best(*state["best"])
-        self.nfev, self.nit, _, self._same, self._collapsed = state["counts"]
         self.slope = None if state["slope"] is None else Slope(*state["slope"])
 
 
-def take_ranked_step(mean: Tensor, samples: Tensor, values: Tensor, update: PBIL | CGA, n: int) -> Tensor:
-    """mean + sum_i w_i (T_i - mean), a natural gradient step on the expected weight of the rank.
+class Archive(NamedTuple):
+    """The draws that are still in use, N of them."""
 
-    mean: The expectation coordinates E_p[T], (K,). samples: T of the candidates, (popsize, K). values: f of the
-    candidates, (popsize,).
-    """
+    points: Tensor  # (N, d)
+    values: Tensor  # f of them, (N,)
+    log_q: Tensor  # log-probability where they were drawn, up to a constant of the generation, (N,)
+    born: Tensor  # the number of their generation, ascending, (N,)
+
+
+def shrink_slope(slope: Slope, statistics: Tensor, values: Tensor, weights: Tensor) -> Tensor:
+    """b_k t_k^2 / (1 + t_k^2) with t_k the coefficient b_k in units of its standard error, shape (K,)."""
+    # A coefficient that hardly differs from noise hardly moves; where f lies in the span of T, the errors are zero. The
+    # error is that of a regression whose statistics do not correlate: residual variance / (effective draws * Var T_k).
+    share = weights / weights.sum()  # E_p by reweighted draws
+    spread = share @ (statistics - share @ statistics).square()
+    variance = float(share @ (values - share @ values).square())
+    left = (1 - min(1.0, max(0.0, slope.explained))) * variance
+    error = left * share.square().sum() / spread.clamp(min=1e-12)
+    size = slope.value.square()
+    return slope.value * (size / (size + error).clamp(min=1e-300))
+
+
+def weigh_past_draws(log_ratios: Tensor, generation: Tensor) -> Tensor:
+    """Weights (N,) of draws from earlier distributions q_g, for expectations under the present p."""
+    # Within a generation they are normalised, so that no partition function is needed. A generation counts for its
+    # effective number of draws.
+    place, counts = torch.unique_consecutive(generation, return_inverse=True, return_counts=True)[1:]
+    zeros = log_ratios.new_zeros(len(counts))
+    largest = torch.full_like(zeros, -torch.inf).scatter_reduce(0, place, log_ratios, "amax")
+    odds = (log_ratios - largest[place]).exp()
+    share = odds / zeros.index_add(0, place, odds)[place]
+    concentration = zeros.index_add(0, place, share.square())
+    return share / concentration[place] / concentration.reciprocal().sum()
+
+
+def take_ranked_step(mean: Tensor, samples: Tensor, values: Tensor, update: PBIL | CGA, n: int) -> Tensor:
+    """mean + sum_i w_i (T_i - mean), a natural gradient step on the expected weight of the rank."""
     ranking = Ranking.of(values)
     weights = ranking.share(update.weights(len(values), n))
     return mean + weights @ (samples[ranking.order] - mean)
@@ -264,12 +236,8 @@ def take_ranked_step(mean: Tensor, samples: Tensor, values: Tensor, update: PBIL
 def merge_repeated_points(
     points: Tensor, statistics: Tensor, values: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One row per distinct point, with the sum of its weights and the mean of its values.
-
-    A point that was drawn twice would predict itself when one of the two is left out.
-
-    points: (N, d). statistics: T of the points, (N, K). values: f of the points, (N,). weights: (N,).
-    """
+    """One row per distinct point, with the sum of its weights and the mean of its values."""
+    # A point that was drawn twice would predict itself when one of the two is left out.
     distinct, place = torch.unique(points, dim=0, return_inverse=True)
     if len(distinct) == len(points):
         return statistics, values, weights
@@ -282,20 +250,14 @@ def merge_repeated_points(
 
 
 def scale_to_unit_range(values: Tensor) -> Tensor:
-    """Values brought to the range 0 to 1, so that a search does not depend on the unit of f.
-
-    values: Finite, (N,).
-    """
+    """Values brought to the range 0 to 1, so that a search does not depend on the unit of f."""
     values = values / values.abs().max().clamp(min=torch.finfo(values.dtype).tiny)  # differences of huge ones overflow
     least = values.min()
     return (values - least) / (values.max() - least).clamp(min=torch.finfo(values.dtype).tiny)
 
 
 def replace_infinite_values(values: Tensor) -> Tensor:
-    """Infinitely bad values replaced by one standard deviation above the worst finite one.
-
-    values: (N,).
-    """
+    """Infinitely bad values replaced by one standard deviation above the worst finite one."""
     finite = torch.isfinite(values)
     if bool(finite.all()):
         return values

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from natgrad.ground.linalg import inverse_psd
 from natgrad.search.cma import Adaptation, check_rate
-from natgrad.search.model import State
+from natgrad.search.model import State, build_identity
 
 Edges = tuple[tuple[int, int], ...]
 
@@ -80,14 +80,15 @@ class SparsePrecision(Adaptation):
         return normals
 
     def variances(self, state: State) -> Tensor:
-        found = torch.empty_like(state["mean"])
-        for rows, blocks in zip(group_by_neighbours(self.edges, len(found)), state["blocks"], strict=True):
-            found[rows[:, 0]] = blocks[:, 0, 0]
-        return found
+        variances = torch.empty_like(state["mean"])
+        for rows, blocks in zip(group_by_neighbours(self.edges, len(variances)), state["blocks"], strict=True):
+            variances[rows[:, 0]] = blocks[:, 0, 0]
+        return variances
 
     def reshape(self, state: State, keep: float, rows: Tensor, weights: Tensor) -> State:
         blocks = []
         for members, block in zip(group_by_neighbours(self.edges, rows.shape[1]), state["blocks"], strict=True):
+            # only the moments on the graph's cliques move: the expectation coordinates of the sub-model
             part = rows[:, members].permute(1, 2, 0)  # (variables, size, k)
             blocks.append(torch.baddbmm(block, part * weights, part.mT, beta=keep))
         return {"blocks": blocks, **regress_blocks(blocks)}
@@ -98,21 +99,15 @@ class SparsePrecision(Adaptation):
         Args:
             state: Of the search, `search.state`.
         """
-        d = len(state["mean"])
-        white = self.whiten(
-            state, torch.eye(d, dtype=state["mean"].dtype, device=state["mean"].device)
-        )  # rows A^-1 e_i
-        return white @ white.mT
+        roots = self.whiten(state, build_identity(state["mean"]))  # rows A^-1 e_i
+        return roots @ roots.mT
 
     def _parts(self, state: State, d: int) -> zip[tuple[Tensor, Tensor, Tensor]]:
         return zip(group_by_neighbours(self.edges, d), state["slopes"], state["deviations"], strict=True)
 
 
 def regress_blocks(blocks: list[Tensor]) -> State:
-    """Slopes B_i and deviations sqrt(D_i) of variables on their later neighbours.
-
-    blocks: Second moments of a variable and its later neighbours, (count, s, s) for each size s.
-    """
+    """Slopes B_i and deviations sqrt(D_i) of variables on their later neighbours."""
     slopes, deviations = [], []
     for block in blocks:
         slope = regress_on_neighbours(block[:, 1:, 1:], block[:, 1:, 0])
@@ -123,12 +118,8 @@ def regress_blocks(blocks: list[Tensor]) -> State:
 
 
 def regress_on_neighbours(moments: Tensor, cross: Tensor) -> Tensor:
-    """M^-1 c; neighbours that depend on one another share the slope.
-
-    Solved for variables of deviation one, so that the units of the problem do not decide what is round-off.
-
-    moments: M, (count, s, s). cross: c, (count, s).
-    """
+    """M^-1 c; neighbours that depend on one another share the slope."""
+    # solved for variables of deviation one, so that the units of the problem do not decide what is round-off
     if not cross.numel():
         return cross
     deviations = moments.diagonal(dim1=1, dim2=2).sqrt()
@@ -140,10 +131,10 @@ def regress_on_neighbours(moments: Tensor, cross: Tensor) -> Tensor:
 @lru_cache(maxsize=16)
 def group_by_neighbours(edges: Edges, d: int) -> tuple[Tensor, ...]:
     """Variables with equally many later neighbours, for batched algebra."""
-    found: dict[int, list[list[int]]] = {}
+    groups: dict[int, list[list[int]]] = {}
     for i, later in eliminate_variables(edges, d):
-        found.setdefault(len(later), []).append([i, *later])
-    return tuple(torch.tensor(found[size]) for size in sorted(found))
+        groups.setdefault(len(later), []).append([i, *later])
+    return tuple(torch.tensor(groups[size]) for size in sorted(groups))
 
 
 @lru_cache(maxsize=16)

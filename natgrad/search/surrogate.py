@@ -47,12 +47,7 @@ class QuadraticSurrogate:
 
 
 class SurrogateEvaluations:
-    """Values of generations, most of them from the model.
-
-    Args:
-        objective: f.
-        choice: When the model is believed.
-    """
+    """Values of generations, most of them from the model."""
 
     def __init__(self, objective: BlackBox, choice: QuadraticSurrogate) -> None:
         self.objective, self.choice = objective, choice
@@ -65,28 +60,26 @@ class SurrogateEvaluations:
         if search.asks_for_neighbours:  # which are to be known, and not predicted
             return points, self.objective(points)
         size = len(points)
-        first = self._fit(search)
-        minimum = None if first is None else first.find_minimum()
+        values = torch.full((size,), torch.nan, dtype=torch.float64, device=points.device)
+        model, wanted = self._fit(search), 1
+        minimum = None if model is None else model.find_minimum()
         if minimum is not None:
             points[-1] = minimum
-        values = torch.full((size,), torch.nan, dtype=torch.float64, device=points.device)
-        wanted = 1
         while True:
-            model = self._fit(search)
+            order = range(size)
             if model is None:
                 wanted = size
             else:
                 predicted = model.values(points)
                 if self._agrees(model, int((~values.isnan()).sum())):
                     return points, mix_values(values, predicted)
-            order = range(size) if model is None else predicted.argsort().tolist()
+                order = predicted.argsort().tolist()
             chosen = [i for i in order if values[i].isnan()][:wanted]
             if not chosen:
                 return points, values
-            found = self.objective(points[chosen])
-            values[chosen] = found
-            self._remember(points[chosen], found)
-            wanted = max(1, math.ceil(int((~values.isnan()).sum()) / 2))
+            values[chosen] = self.objective(points[chosen])
+            self._remember(points[chosen], values[chosen])
+            model, wanted = self._fit(search), max(1, math.ceil(int((~values.isnan()).sum()) / 2))
 
     def _agrees(self, model: FittedSurrogate, evaluated: int) -> bool:
         """True if the model ranks the last evaluations as f does; some of them are of this generation."""
@@ -95,7 +88,7 @@ class SurrogateEvaluations:
             return False
         last = max(TRUSTED, math.ceil(1.2 * evaluated))
         predicted = model.values(self._points[-last:])
-        return kendall_tau(predicted, self._values[-last:]) >= self.choice.correlation
+        return measure_kendall_tau(predicted, self._values[-last:]) >= self.choice.correlation
 
     def _remember(self, points: Tensor, values: Tensor) -> None:
         finite = torch.isfinite(values)
@@ -131,32 +124,20 @@ class SurrogateEvaluations:
 
 @dataclass(frozen=True)
 class FittedSurrogate:
-    """level + slope T(z), with z the point in the coordinates of the search.
+    """level + slope T(z), with z the point in the coordinates of the search."""
 
-    Attributes:
-        search: Says the coordinates.
-        kind: 0 for linear, 1 with squares, 2 with all products.
-        slope: Shape (K,).
-        level: A scalar.
-    """
-
-    search: GaussianSearch
-    kind: int
-    slope: Tensor
-    level: Tensor
+    search: GaussianSearch  # says the coordinates
+    kind: int  # 0 for linear, 1 with squares, 2 with all products
+    slope: Tensor  # shape (K,)
+    level: Tensor  # a scalar
 
     def values(self, points: Tensor) -> Tensor:
-        """Predicted values, shape (N,).
-
-        points: (N, d).
-        """
+        """Predicted values, shape (N,)."""
         return expand_statistics(self.search.standardise(points), self.kind) @ self.slope + self.level
 
     def find_minimum(self) -> Tensor | None:
-        """The point (d,) at which the model is least, at most `REACH` (sqrt(d) + 2) deviations away.
-
-        None if there is none, as where the model is linear or a saddle.
-        """
+        """The point (d,) at which the model is least, at most `REACH` (sqrt(d) + 2) deviations away."""
+        # None if there is none, as where the model is linear or a saddle.
         d = len(self.search.best.x)
         if self.kind == 0:
             return None
@@ -175,10 +156,7 @@ class FittedSurrogate:
 
 
 def expand_statistics(z: Tensor, kind: int) -> Tensor:
-    """z, with its squares if kind is 1, with all products of two if it is 2.
-
-    z: (N, d).
-    """
+    """z, with its squares if kind is 1, with all products of two if it is 2."""
     if kind == 0:
         return z
     if kind == 1:
@@ -188,10 +166,7 @@ def expand_statistics(z: Tensor, kind: int) -> Tensor:
 
 
 def mix_values(values: Tensor, predicted: Tensor) -> Tensor:
-    """Predicted values, raised above the least true one, which stays as it is.
-
-    values: True ones, NaN where there are none, (popsize,). predicted: (popsize,).
-    """
+    """Predicted values, raised above the least true one, which stays as it is."""
     known = torch.where(values.isnan(), torch.inf, values)
     best = int(known.argmin())
     if not bool(torch.isfinite(known[best])):
@@ -202,12 +177,8 @@ def mix_values(values: Tensor, predicted: Tensor) -> Tensor:
     return torch.where(others & ~values.isinf(), raised, known)
 
 
-def kendall_tau(first: Tensor, second: Tensor) -> float:
-    """The share of pairs in the same order less that in the other one, between -1 and 1.
-
-    first: (N,), N >= 2. second: (N,).
-    """
+def measure_kendall_tau(first: Tensor, second: Tensor) -> float:
+    """The share of pairs in the same order less that in the other one, between -1 and 1."""
     count = len(first)
-    one = (first.unsqueeze(1) - first).sign()
-    other = (second.unsqueeze(1) - second).sign()
-    return float((one * other).sum()) / (count * (count - 1))
+    agreement = (first.unsqueeze(1) - first).sign() * (second.unsqueeze(1) - second).sign()
+    return float(agreement.sum()) / (count * (count - 1))

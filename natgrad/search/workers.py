@@ -1,4 +1,4 @@
-"""Points evaluated by an executor; points that a lost worker had are evaluated elsewhere."""
+"""Points evaluated by an executor of `concurrent.futures` or its like; those that a lost worker had, elsewhere."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import BrokenExecutor, CancelledError, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, CancelledError, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from inspect import Parameter, signature
@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from natgrad.ground.messages import write_choices
+
 LOST = (BrokenExecutor, CancelledError, OSError, EOFError)
 """What a future raises where the worker or the connection to it failed. What f raises comes back as a value."""
-
-
 PATIENCE = 30.0
 """Seconds in which an executor that has lost points is to answer a question that takes no time."""
 
@@ -36,7 +36,7 @@ class Pool(Protocol):
 
 
 class Workers:
-    """f at points by an executor.
+    """f at points by an executor; a point whose worker does not answer within `timeout` seconds is given up.
 
     A worker that dies or does not answer takes its points with it. They are submitted once more, and if they are lost
     again, evaluated here. Where processes died, the point may be what kills them: a fresh pool evaluates the lost
@@ -45,15 +45,6 @@ class Workers:
 
     Every point is submitted with a name of its own: a pool that remembers what it evaluated, such as Dask's, would give
     a noisy f's first value again where it is asked about a point again.
-
-    Args:
-        f: A function of one point.
-        executor: Where it is called.
-        timeout: Seconds after which a point that a worker has begun is given up, and all points if no worker answers;
-            None: wait for ever.
-
-    Raises:
-        TypeError: If `executor` has no submit(), or if it needs to pickle f and cannot.
     """
 
     def __init__(self, f: Callable[[Tensor], Any], executor: Pool, timeout: float | None = None) -> None:
@@ -66,9 +57,8 @@ class Workers:
             check_pickles(f)
         self.f, self.executor, self.timeout = f, executor, timeout
         self.silent = 0  # times in a row that no worker answered within the timeout
-        self._answers: SimpleQueue[int] = SimpleQueue()  # numbers of points whose futures are done
-        self._started: dict[int, tuple[Tensor, Any]] = {}  # number -> a point that was started, and its future
-        self._running = RunningPoints(timeout)  # of these numbers
+        self._points: dict[int, Tensor] = {}  # those that were started, by number
+        self._flight = PointsInFlight(timeout)
         self._number, self._name = 0, uuid4().hex
         kinds = read_parameters(executor.submit)
         self._options = {"pure": False} if "pure" in kinds else {}  # which spares Dask to hash f
@@ -81,68 +71,42 @@ class Workers:
         """What f gave at each point; `Raised` where it raised, and an exception where the executor did."""
         if self._here:
             return [self._at(point) for point in points]
-        futures = [self._submit(point) for point in points]
-        found = self._wait_for_all(futures)
-        lost = [k for k, outcome in enumerate(found) if isinstance(outcome, Lost)]
-        if lost:
-            self._warn(len(lost), found[lost[0]].error)
-        for k in lost:
-            found[k] = self._evaluate_elsewhere(points[k], found[k].error)
-        return found
+        outcomes = self._wait_for_all([self._submit(point) for point in points])
+        return self._replace_lost(points, outcomes)
 
     def start(self, point: Tensor) -> None:
-        """Have a point evaluated, and do not wait.
-
-        point: (d,) or (1, d).
-        """
+        """Have a point evaluated, and do not wait."""
+        future = fail_future(BrokenExecutor("no pool works")) if self._here else self._submit(point)
         self._number += 1
-        future = Lost(BrokenExecutor("no pool works")) if self._here else self._submit(point)
-        self._started[self._number] = (point, future)
-        self._running.add(self._number)
-        self._listen(self._number, future, self._answers)
+        self._points[self._number] = point
+        self._flight.add(self._number, future)
 
     @property
     def count(self) -> int:
         """Points that were started and not taken."""
-        return len(self._started)
+        return len(self._points)
 
-    def take(self) -> tuple[Tensor, Any] | None:
-        """The next point that has an answer, in the order of the answers, with its outcome as of `evaluate`.
+    def take(self) -> list[tuple[Tensor, Any]]:
+        """The next started point that is answered, or those that are late, with outcomes as of `evaluate`."""
+        answers = self._flight.take_next()
+        points = [self._points.pop(number) for number in answers]
+        if None not in answers.values():
+            self.silent = 0
+        elif not self._points:
+            self.silent += 1
+        futures = zip(points, answers.values(), strict=True)
+        outcomes = [self._at(x) if self._here and future is not None else self._read(future) for x, future in futures]
+        return list(zip(points, self._replace_lost(points, outcomes), strict=True))
 
-        None: no worker answered within the timeout.
-        """
-        number = None
-        while number is None or number not in self._started:  # answers of points that were given up come too
-            number, late = wait_for_answer(self._answers, self._running)
-            if late and len(late) == len(self._started):
-                self.silent += 1
-                return None
-            if late:
-                self._running.remove(late[0])
-                point, future = self._started.pop(late[0])
-                cancel_future(future)
-                return point, NoAnswerError(self.timeout or 0.0)
-        self.silent = 0
-        point, future = self._started.pop(number)
-        outcome = self._at(point) if self._here else self._wait_for(future)
-        if isinstance(outcome, Lost):
-            self._warn(1, outcome.error)
-            outcome = self._evaluate_elsewhere(point, outcome.error)
-        return point, outcome
-
-    def give_up(self) -> tuple[list[Tensor], int]:
-        """Forget the points that were started, and cancel those that no worker has yet."""
-        points = [point for point, _ in self._started.values()]
-        cancelled = sum(cancel_future(future) for _, future in self._started.values())
-        self._started, self._running = {}, RunningPoints(self.timeout)
-        return points, cancelled
+    def give_up(self) -> int:
+        """Forget the points that were started. Returns how many of them no worker had begun."""
+        cancelled = sum(map(cancel_future, self._flight.futures.values()))
+        self._points, self._flight = {}, PointsInFlight(self.timeout)
+        return cancelled
 
     def close(self) -> None:
         """Shut down the pool that replaced a broken one; the given one belongs to its owner."""
         self.give_up()
-        self._close_own()
-
-    def _close_own(self) -> None:
         if self._own is not None:
             self._own.shutdown(wait=False, cancel_futures=True)
             self._own = None
@@ -150,147 +114,180 @@ class Workers:
     def _submit(self, point: Tensor, at: Callable[..., Any] | None = None) -> Any:
         """The future of f at a point, or of another function."""
         # tensors are sent to processes by files that they share, which takes longer than a few numbers do
-        whole = self._keeps_tensors or point.device.type != "cpu" or point.dtype == torch.bfloat16
+        as_tensor = self._keeps_tensors or point.device.type != "cpu" or point.dtype == torch.bfloat16
         self._number += 1
         name = [f"{self._name} {self._number}"] if self._takes_names else []
         try:
-            return self.executor.submit(at or self._at, point if whole else point.numpy(), *name, **self._options)
+            return self.executor.submit(at or self._at, point if as_tensor else point.numpy(), *name, **self._options)
         except (TypeError, ValueError, AttributeError, pickle.PickleError):  # what cannot be sent
             raise
         except Exception as error:  # noqa: BLE001 a pool that was closed raises what it likes
-            return Lost(error)
+            return fail_future(LostError(error))
 
     def _wait_for_all(self, futures: Sequence[Any]) -> list[Any]:
         """The outcomes; points that are late have a `NoAnswerError`."""
         if self.timeout is None:
-            return [self._wait_for(future) for future in futures]
-        answers: SimpleQueue[int] = SimpleQueue()
-        running = RunningPoints(self.timeout)
-        for k, future in enumerate(futures):
-            running.add(k)
-            self._listen(k, future, answers)
-        found: dict[int, Any] = {}
-        while len(found) < len(futures):
-            number, late = wait_for_answer(answers, running)
-            for k in late:
-                running.remove(k)
-                cancel_future(futures[k])
-                found[k] = NoAnswerError(self.timeout)
-            if number is not None and number not in found:
-                found[number] = self._wait_for(futures[number])
-        self.silent = self.silent + 1 if all(isinstance(one, NoAnswerError) for one in found.values()) else 0
-        return [found[k] for k in range(len(futures))]
+            return [self._read(future) for future in futures]
+        flight = PointsInFlight(self.timeout)
+        for number, future in enumerate(futures):
+            flight.add(number, future)
+        outcomes: dict[int, Any] = {}
+        while flight.futures:
+            outcomes |= {number: self._read(future) for number, future in flight.take_next().items()}
+        late = all(isinstance(outcome, NoAnswerError) for outcome in outcomes.values())
+        self.silent = self.silent + 1 if late else 0
+        return [outcomes[number] for number in range(len(futures))]
 
-    def _listen(self, number: int, future: Any, answers: SimpleQueue[int]) -> None:
-        """Put the number into the queue as soon as the future is done."""
-        if isinstance(future, Lost):
-            answers.put(number)
-            return
-        add = getattr(future, "add_done_callback", None)
-        if not callable(add):
-            raise TypeError(
-                f"timeout= and ahead= need futures that tell when they are done, by add_done_callback(); those of "
-                f"{type(self.executor).__name__} do not"
-            )
-        add(lambda _: answers.put(number))
-
-    def _wait_for(self, future: Any) -> Any:
-        if isinstance(future, Lost):
-            return future
+    def _read(self, future: Any) -> Any:
+        """The outcome of a future, which is None for a point that is late."""
+        if future is None:
+            return NoAnswerError(self.timeout or 0.0)
         try:
             return future.result()
+        except LostError as error:
+            return error
         except LOST as error:
-            return Lost(error)
+            return LostError(error)
         except Exception as error:  # noqa: BLE001 pools raise what they like where they cannot send f or its value
             speaks_of_pickling = isinstance(error, pickle.PicklingError) or "pickle" in str(error)
             if speaks_of_pickling and not isinstance(self.executor, ThreadPoolExecutor):
                 check_pickles(self.f)
             return error
 
+    def _replace_lost(self, points: Sequence[Tensor], outcomes: Sequence[Any]) -> list[Any]:
+        """The outcomes, with those of points that were lost from elsewhere."""
+        errors = [outcome.error for outcome in outcomes if isinstance(outcome, LostError)]
+        if errors and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the executor lost {len(errors)} points ({type(errors[0]).__name__}: {errors[0]}); lost points are "
+                "evaluated elsewhere, this is said once",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return [
+            self._evaluate_elsewhere(point, outcome.error) if isinstance(outcome, LostError) else outcome
+            for point, outcome in zip(points, outcomes, strict=True)
+        ]
+
     def _evaluate_elsewhere(self, point: Tensor, error: BaseException) -> Any:
         if isinstance(error, BrokenProcessPool) and can_pickle(self.f):
             return self._evaluate_in_fresh_pool(point)
         if self._here or not (isinstance(error, TimeoutError) or self._still_answers(point)):
             return self._at(point)
-        (again,) = self._wait_for_all([self._submit(point)])
-        if not isinstance(again, Lost):
-            return again
-        if isinstance(again.error, TimeoutError):  # here it would take as long, and nobody would stop it
-            return again.error
+        (outcome,) = self._wait_for_all([self._submit(point)])
+        if not isinstance(outcome, LostError):
+            return outcome
+        if isinstance(outcome.error, TimeoutError):  # here it would take as long, and nobody would stop it
+            return outcome.error
         return self._at(point)
 
     def _still_answers(self, point: Tensor) -> bool:
         """Whether a worker answers a question that takes no time. If none does, the executor is not asked again."""
         future = self._submit(point, give_zero)
-        if isinstance(future, Lost):
-            return False
         if callable(getattr(future, "add_done_callback", None)):
-            answers: SimpleQueue[int] = SimpleQueue()
-            self._listen(0, future, answers)
-            try:
-                answers.get(timeout=PATIENCE)
-            except Empty:
+            flight = PointsInFlight(PATIENCE)
+            flight.add(0, future)
+            if flight.take_next()[0] is None:
                 self._here = True
                 return False
-        return not isinstance(self._wait_for(future), (Lost, Exception))
+        return not isinstance(self._read(future), Exception)
 
     def _evaluate_in_fresh_pool(self, point: Tensor) -> Any:
         """The outcome in a pool that works, where the point is alone."""
-        if self._own is None or isinstance(self._wait_for(self._submit_to_fresh_pool(int)), Lost):
-            self._replace()
-        if self._own is None:
-            return self._at(point)
+        if self._own is None or not can_run(self._own, int):
+            self.executor = fresh = copy_pool(self.executor)
+            if self._own is not None:
+                self._own.shutdown(wait=False, cancel_futures=True)
+            self._own = fresh
+            if not can_run(fresh, callable, self.f):  # its processes cannot even receive f
+                fresh.shutdown(wait=False, cancel_futures=True)
+                self._own, self._here = None, True
+                return self._at(point)
         (outcome,) = self._wait_for_all([self._submit(point)])
-        if isinstance(outcome, Lost):
+        if isinstance(outcome, LostError):
             return RuntimeError(f"the process that evaluates this point dies: {outcome.error}")
         return outcome
 
-    def _replace(self) -> None:
-        """Start a pool like the broken one; none if its processes cannot even receive f."""
-        self._close_own()
-        self._own = copy_pool(self.executor)
-        self.executor = self._own
-        if isinstance(self._wait_for(self._submit_to_fresh_pool(callable, self.f)), Lost):
-            self._close_own()
-            self._here = True
 
-    def _submit_to_fresh_pool(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        assert self._own is not None
-        try:
-            return self._own.submit(function, *arguments)
-        except LOST as error:
-            return Lost(error)
+class PointsInFlight:
+    """Futures of points, and since when these are known to run: pools begin them in their order.
 
-    def _warn(self, count: int, error: BaseException) -> None:
-        if not self._warned:
-            warnings.warn(
-                f"the executor lost {count} points ({type(error).__name__}: {error}); lost points are evaluated "
-                "elsewhere, this is said once",
-                RuntimeWarning,
-                stacklevel=2,
+    As a later one is answered, an earlier one runs; `timeout` seconds after that it is late. None: never.
+    """
+
+    def __init__(self, timeout: float | None) -> None:
+        self.timeout, self.answered = timeout, monotonic()
+        self.futures: dict[int, Any] = {}
+        self._since: dict[int, float] = {}  # number of a point -> when, infinite if it may still be waiting
+        self._answers: SimpleQueue[int] = SimpleQueue()  # numbers of points whose futures are done
+
+    def add(self, number: int, future: Any) -> None:
+        """A point was submitted, after all those that were added before."""
+        listen = getattr(future, "add_done_callback", None)
+        if not callable(listen):
+            raise TypeError(
+                "timeout= and ahead= need futures that tell when they are done, by add_done_callback(), which "
+                f"{type(future).__name__} does not have"
             )
-        self._warned = True
+        if not self.futures:
+            self.answered = monotonic()
+        self.futures[number], self._since[number] = future, math.inf
+        listen(lambda _: self._answers.put(number))
+
+    def take_next(self) -> dict[int, Any]:
+        """The next point that is answered, with its future, or those that are late, with None."""
+        while True:
+            late = self.find_late() if self._answers.empty() else []
+            try:
+                number = None if late else self._answers.get(timeout=self.seconds_left())
+            except Empty:
+                number, late = None, self.find_late()
+            for point in late:
+                cancel_future(self.remove(point))
+            if late:
+                return dict.fromkeys(late)
+            if number in self.futures:
+                return {number: self.record(number)}
+
+    def remove(self, number: int) -> Any:
+        """The future of a point that nobody waits for any more."""
+        self._since.pop(number)
+        return self.futures.pop(number)
+
+    def record(self, number: int) -> Any:
+        """The future of a point that was answered just now."""
+        self.answered = monotonic()
+        future = self.remove(number)
+        for earlier in self._since:
+            if earlier < number:
+                self._since[earlier] = min(self._since[earlier], self.answered)
+        return future
+
+    def seconds_left(self) -> float | None:
+        """How long to wait until some point is late; None: for ever."""
+        if self.timeout is None:
+            return None
+        return max(0.0, min([self.answered, *self._since.values()]) + self.timeout - monotonic())
+
+    def find_late(self) -> list[int]:
+        """The points that have taken too long; all of them, if no worker has answered for so long."""
+        if self.timeout is None:
+            return []
+        start = monotonic() - self.timeout
+        return [number for number, since in self._since.items() if self.answered <= start or since <= start]
 
 
 @dataclass(frozen=True)
 class Raised:
-    """Stands for the value of a point where f raised. It can be pickled, which not every exception can.
+    """Stands for the value of a point where f raised. It can be pickled, which not every exception can."""
 
-    Attributes:
-        kind: The exception's class.
-        message: What it said.
-    """
-
-    kind: str
+    kind: str  # the exception's class
     message: str
 
 
 class AtPoint:
-    """f at a point: its value, in memory of its own, or what it raised.
-
-    Args:
-        f: A function of a tensor.
-    """
+    """f at a point: its value, in memory of its own, or what it raised."""
 
     def __init__(self, f: Callable[[Tensor], Any]) -> None:
         self.f, self.__name__ = f, getattr(f, "__name__", "f")  # by which Dask shows tasks
@@ -311,91 +308,41 @@ def give_zero(point: Any, name: str = "") -> float:
     return 0.0
 
 
-class RunningPoints:
-    """Since when points are known to run. Pools begin them in their order: as a later one is answered, an earlier runs.
-
-    Args:
-        timeout: Seconds for each from then on; None: for ever.
-    """
-
-    def __init__(self, timeout: float | None) -> None:
-        self.timeout, self.answered = timeout, monotonic()
-        self._since: dict[int, float] = {}  # number of a point -> when, infinite if it may still be waiting
-
-    def add(self, number: int) -> None:
-        """A point was submitted, after all those that were added before."""
-        if not self._since:
-            self.answered = monotonic()
-        self._since[number] = math.inf
-
-    def remove(self, number: int) -> None:
-        """Nobody waits for a point any more."""
-        self._since.pop(number, None)
-
-    def record(self, number: int) -> None:
-        """A point was answered just now."""
-        self.answered = monotonic()
-        self.remove(number)
-        for earlier in self._since:
-            if earlier < number:
-                self._since[earlier] = min(self._since[earlier], self.answered)
-
-    def seconds_left(self) -> float | None:
-        """How long to wait until some point is late; None: for ever."""
-        if self.timeout is None:
-            return None
-        return max(0.0, min([self.answered, *self._since.values()]) + self.timeout - monotonic())
-
-    def find_late(self) -> list[int]:
-        """The points that have taken too long; all of them, if no worker has answered for so long."""
-        if self.timeout is None:
-            return []
-        start = monotonic() - self.timeout
-        silent = self.answered <= start
-        return [number for number, since in self._since.items() if silent or since <= start]
-
-
-def wait_for_answer(answers: SimpleQueue[int], running: RunningPoints) -> tuple[int | None, list[int]]:
-    """The number of the next point that is answered, or None and those that are late."""
-    try:
-        number = answers.get_nowait()
-    except Empty:
-        if late := running.find_late():
-            return None, late
-        try:
-            number = answers.get(timeout=running.seconds_left())
-        except Empty:
-            return None, running.find_late()
-    running.record(number)
-    return number, []
-
-
-class Lost:
-    """Stands for an outcome that is missing because the worker failed, not f.
-
-    Args:
-        error: What the executor raised.
-    """
+class LostError(Exception):
+    """Stands for an outcome that is missing because the worker failed, not f."""
 
     def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
         self.error = error
 
 
 class NoAnswerError(TimeoutError):
-    """Stands for the value of a point that no worker gave in time.
-
-    Args:
-        seconds: How long nothing was answered.
-    """
+    """Stands for the value of a point that no worker gave in time."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"no worker answered for {seconds:g} seconds (timeout=), and the point was given up")
+
+
+def fail_future(error: BaseException) -> Future[Any]:
+    """A future that has failed."""
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
 
 
 def cancel_future(future: Any) -> bool:
     """Cancel what no worker has begun; what runs goes on, and nobody waits for it. True if it was in time."""
     cancel = getattr(future, "cancel", None)
     return callable(cancel) and cancel() is True
+
+
+def can_run(pool: ProcessPoolExecutor, function: Callable[..., Any], *arguments: Any) -> bool:
+    """True if a pool's processes do not die of a function."""
+    try:
+        pool.submit(function, *arguments).result()
+    except LOST:
+        return False
+    return True
 
 
 def copy_pool(executor: Any) -> ProcessPoolExecutor:
@@ -439,3 +386,72 @@ def read_parameters(function: Callable[..., Any]) -> dict[str, Any]:
         return {name: parameter.kind for name, parameter in signature(function).parameters.items()}
     except (TypeError, ValueError):
         return {}
+
+
+# Ray, which has no `submit` of its own
+
+
+class RayPool:
+    """Evaluates points as tasks of Ray, on one machine or a cluster: `ng.minimize(f, x0, 1.0, executor=RayPool())`.
+
+    A function is sent to the cluster once, not with every point. A task whose worker or machine died is a lost point,
+    which the search evaluates elsewhere; an exception of f is f's.
+
+    Args:
+        **options: Of the tasks, such as num_cpus=2 or resources={"big": 1}: those of `ray.remote`.
+
+    Raises:
+        ImportError: If Ray is not installed.
+
+    Reference:
+        Moritz et al., Ray: a distributed framework for emerging AI applications, OSDI 2018.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        try:
+            import ray  # pyright: ignore[reportMissingImports] (an extra of the user)
+        except ImportError as error:
+            raise ImportError("RayPool needs Ray: pip install ray") from error
+        self._ray: Any = ray
+        if not self._ray.is_initialized():
+            self._ray.init(logging_level="warning")
+        task = self._ray.remote(call_function)
+        self._task = task.options(**{"max_retries": 0, **options})
+        self._sent: dict[int, tuple[Any, Any]] = {}  # id of a function -> the function, and where Ray keeps it
+        self._options = options
+
+    def __repr__(self) -> str:
+        return write_choices(self, **self._options)
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
+        """A future of fn(*args), as executors give it.
+
+        Args:
+            fn: A function.
+            *args: Its arguments.
+
+        Returns:
+            It raises what fn raised, and `BrokenExecutor` where the worker was lost.
+        """
+        if id(fn) not in self._sent:
+            self._sent[id(fn)] = (fn, self._ray.put(fn))
+        answer: Future[Any] = Future()
+        answer.set_running_or_notify_cancel()
+        reference = self._task.remote(self._sent[id(fn)][1], *args)
+        reference.future().add_done_callback(lambda done: self._pass_on(done, answer))
+        return answer
+
+    def _pass_on(self, done: Future[Any], answer: Future[Any]) -> None:
+        error = done.exception()
+        if error is None:
+            answer.set_result(done.result())
+        elif isinstance(error, self._ray.exceptions.RayTaskError):  # f raised
+            cause = getattr(error, "cause", None)
+            answer.set_exception(cause if isinstance(cause, Exception) else error)
+        else:
+            answer.set_exception(BrokenExecutor(f"Ray lost the task: {type(error).__name__}"))
+
+
+def call_function(function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args), in a task."""
+    return function(*args)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from natgrad.ground.linalg import all_finite, eigh, pseudo_inverse, solve_or_nan
 from natgrad.search.cma import check_rate
-from natgrad.search.model import GaussianModel, State, eye_like
+from natgrad.search.model import GaussianModel, State, build_identity
 from natgrad.search.ranking import Ranking
 
 
@@ -41,16 +41,16 @@ class XNES(GaussianModel):
         check_rate(1.0 if self.rate is None else self.rate)
 
     def start(self, mean: Tensor, sigma: float, popsize: int) -> State:
-        return {"mean": mean, "sigma": sigma, "shape": eye_like(mean)}
+        return {"mean": mean, "sigma": sigma, "shape": build_identity(mean)}
 
     def steps(self, state: State, normals: Tensor) -> Tensor:
         return normals @ state["shape"].mT
 
     def whiten(self, state: State, steps: Tensor) -> Tensor:
         shape = state["shape"]
-        found = solve_or_nan(shape, steps.mT).mT
-        if all_finite(found):
-            return found
+        normals = solve_or_nan(shape, steps.mT).mT
+        if all_finite(normals):
+            return normals
         return steps @ pseudo_inverse(shape @ shape.mT) @ shape  # no way along a direction without spread
 
     def variances(self, state: State) -> Tensor:
@@ -58,38 +58,27 @@ class XNES(GaussianModel):
 
     def advance(self, state: State, normals: Tensor, steps: Tensor, ranking: Ranking) -> State:
         popsize, d = normals.shape
-        weights = ranking.share(rank_utilities(popsize).to(normals.device))
-        moment = (normals.mT * weights) @ normals - weights.sum() * eye_like(state["mean"])
+        weights = ranking.share(weigh_places(popsize).to(normals.device))
+        # the gradient for M, sum_i u_i (z_i z_i^T - I): its trace moves sigma, the rest the shape
+        moment = (normals.mT * weights) @ normals - weights.sum() * build_identity(state["mean"])
         rate = 0.6 * (3 + math.log(d)) / (d * math.sqrt(d)) if self.rate is None else self.rate
         trace = moment.trace() / d
-        rest = moment - trace * eye_like(state["mean"])
+        rest = moment - trace * build_identity(state["mean"])
         return {
             "mean": torch.add(state["mean"], weights @ steps, alpha=state["sigma"] * self.rate_mean),
-            "sigma": state["sigma"] * math.exp(bound_exponent(rate / 2 * float(trace))),
-            "shape": state["shape"] @ half_exponential(rate * rest),
+            "sigma": state["sigma"] * math.exp(max(-10.0, min(10.0, rate / 2 * float(trace)))),
+            "shape": state["shape"] @ exponentiate_half(rate * rest),
         }
 
 
-def rank_utilities(popsize: int) -> Tensor:
-    """u_i = max(0, ln(popsize / 2 + 1) - ln i), normalised to 1, minus 1 / popsize.
-
-    Reference:
-        Glasmachers et al. 2010.
-    """
+def weigh_places(popsize: int) -> Tensor:
+    """u_i = max(0, ln(popsize / 2 + 1) - ln i), normalised to 1, minus 1 / popsize. Glasmachers et al. 2010."""
     raw = (math.log(popsize / 2 + 1) - torch.arange(1, popsize + 1, dtype=torch.float64).log()).clamp(min=0)
     return raw / raw.sum() - 1 / popsize
 
 
-def half_exponential(matrix: Tensor) -> Tensor:
-    """exp(M / 2), a factor of e^10 at most in any direction, scaled to determinant 1.
-
-    matrix: M, symmetric, (d, d).
-    """
+def exponentiate_half(matrix: Tensor) -> Tensor:
+    """exp(M / 2), a factor of e^10 at most in any direction, scaled to determinant 1."""
     values, vectors = eigh(matrix)
     logs = (values / 2).clamp(-10, 10)
     return (vectors * (logs - logs.mean()).exp()) @ vectors.mT
-
-
-def bound_exponent(exponent: float) -> float:
-    """An exponent within +-10, so that its exponential stays a number."""
-    return max(-10.0, min(10.0, exponent))

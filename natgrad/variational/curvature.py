@@ -47,8 +47,8 @@ def stein_hessian(slopes: Tensor, z: Tensor, weights: Tensor, root: Tensor) -> T
     if root.dim() == 1:
         return weights @ _stein_diagonals(slopes, z, root)
     crossed = torch.einsum("s,si,sj->ij", weights, slopes, z)
-    found = torch.linalg.solve_triangular(root, crossed, upper=False, left=False)
-    return (found + found.mT) / 2
+    hessian = torch.linalg.solve_triangular(root, crossed, upper=False, left=False)
+    return (hessian + hessian.mT) / 2
 
 
 def misses_kinks(rest: Tensor, diagonals: Tensor, weights: Tensor) -> bool:
@@ -61,11 +61,11 @@ def misses_kinks(rest: Tensor, diagonals: Tensor, weights: Tensor) -> bool:
     share = gap / (mean + weights @ rest).abs().clamp(min=torch.finfo(gap.dtype).tiny)
     spread = diagonals.max(0).values - diagonals.min(0).values
     same = spread <= CONSTANT * diagonals.abs().max()
-    found = same & (share > NOTABLE)
+    missed = same & (share > NOTABLE)
     if bool(weights.max() > weights.min()):  # quadrature: no chance in it
-        return bool((found | (share > LARGE)).any())
+        return bool((missed | (share > LARGE)).any())
     error = standard_error(rest - (diagonals - mean), weights)
-    return bool((found | ((share > LARGE) & (gap > 5 * error)) | ((share > WHOLE) & (gap > 3 * error))).any())
+    return bool((missed | ((share > LARGE) & (gap > 5 * error)) | ((share > WHOLE) & (gap > 3 * error))).any())
 
 
 def standard_error(each: Tensor, weights: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import stdev
 from typing import Any, Self
@@ -14,23 +14,21 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.checks import check_integer
+from natgrad.ground.exchanges import any_asks
 from natgrad.ground.messages import write_choices
 from natgrad.ground.progress import Progress, check_callback
 from natgrad.ground.pure import keep_gradient_mode, run_detached
 from natgrad.optim import RankExchange
-from natgrad.variational.convergence import (
-    UNKNOWN,
-    WINDOW,
-    Bounds,
-    has_ended,
-    has_settled,
-    measure_error,
-    runs_away,
-)
 from natgrad.variational.joined import JoinedTarget, find_processes
 from natgrad.variational.network import Network
-from natgrad.variational.targets import Target
+from natgrad.variational.targets import Moments, Target
 
+WINDOW, LEFT, UNKNOWN = 10, 1e-2, 0.1
+"""Steps over which bounds are compared; nats that a converged q may lack, and to which its bound must be known: a tenth
+of the odds of two models."""
+FAR, OUT_OF_REACH = 1e3, 1e6
+"""Times the first bound's size that a fit of a density does not gain ever faster, and not at all: a start that is far
+off is far below."""
 SMALLEST = 2.0**-20
 """Share of its rate at which `fit` ends."""
 NO_MAXIMUM = (
@@ -238,65 +236,65 @@ class Fitted(ABC):
                 tolerance, and not to .1 nats: `converged` is False then.
         """
         check_callback(callback, "q")
-        found, rate, past, risen = Bounds(), self.lr, self.snapshot(), 0
+        bounds, rate, past, risen = Bounds(), self.lr, self.snapshot(), 0
         here = past
         try:
             with Progress("steps", steps, progress) as shown:
-                while len(found) < steps and not found.converged and self.lr > rate * SMALLEST:
+                while len(bounds) < steps and not bounds.converged and self.lr > rate * SMALLEST:
                     here = self.snapshot()
-                    bound, gap = self._advance_from(found)
-                    if self._has_fallen(found, bound, tolerance):
+                    bound, gap = self._advance_from(bounds)
+                    if self._has_fallen(bounds, bound, tolerance):
                         self._go_back(past)
-                        found.pop()  # the bound at `past`, which the next step measures again
+                        bounds.pop()  # the bound at `past`, which the next step measures again
                         risen, steps = 0, steps - 1
                         continue
-                    found.append(bound)
-                    found.gap, past, here, risen = gap, here, self.snapshot(), risen + 1
-                    found.converged = (has_ended if self.target.steady else has_settled)(found, tolerance)
+                    bounds.append(bound)
+                    bounds.gap, past, here, risen = gap, here, self.snapshot(), risen + 1
+                    bounds.converged = (has_ended if self.target.steady else has_settled)(bounds, tolerance)
                     if risen % 2 == 0:
                         self.lr = min(rate, 2 * self.lr)
-                    shown.update(len(found), {"bound": bound, "gap": gap})
+                    shown.update(len(bounds), {"bound": bound, "gap": gap})
                     if self._ends(callback):
                         break
-                if self.target.steady and self._has_fallen(found, self.elbo(), tolerance):
+                if self.target.steady and self._has_fallen(bounds, self.elbo(), tolerance):
                     self._go_back(past)
-                if runs_away(found):
-                    warnings.warn(NO_MAXIMUM.format(*found[:: len(found) - 1]), RuntimeWarning, stacklevel=2)
-                self._measure_error(found, tolerance)
+                if runs_away(bounds):
+                    warnings.warn(NO_MAXIMUM.format(*bounds[:: len(bounds) - 1]), RuntimeWarning, stacklevel=2)
+                self._measure_error(bounds, tolerance)
         except KeyboardInterrupt:
             self.restore(here)
         finally:
             self.lr = rate
-        return found
+        return bounds
 
     @torch.no_grad()
-    def _advance_from(self, found: Bounds) -> tuple[float, float]:
+    def _advance_from(self, bounds: Bounds) -> tuple[float, float]:
         """A step; where it fails since log p has no maximum, that is said."""
         try:
             return self.advance(())
         except ValueError as error:
-            if runs_away(found):
-                raise ValueError(NO_MAXIMUM.format(*found[:: len(found) - 1]) + "; q is as it was") from error
+            if runs_away(bounds):
+                raise ValueError(NO_MAXIMUM.format(*bounds[:: len(bounds) - 1]) + "; q is as it was") from error
             raise
 
-    def _measure_error(self, found: Bounds, tolerance: float) -> None:
+    def _measure_error(self, bounds: Bounds, tolerance: float) -> None:
         """The error of the bound. A fit whose bound is hardly known has not converged."""
         if not self.target.steady:
-            found.error = stdev(found[-WINDOW:]) if len(found) > 1 else math.nan
-            found.known = found.error <= tolerance
+            bounds.error = stdev(bounds[-WINDOW:]) if len(bounds) > 1 else math.nan
+            bounds.known = bounds.error <= tolerance
             return
-        others = self.elbos_elsewhere() if found else []
+        others = self.elbos_elsewhere() if bounds else []
         if not others:
             return
         bound = self.elbo()
-        found.error = measure_error(bound, others)
-        found.known = found.error <= tolerance
-        if found.converged and found.error > max(tolerance, UNKNOWN):
-            found.converged = False
+        bounds.error = measure_error(bound, others)
+        bounds.known = bounds.error <= tolerance
+        if bounds.converged and bounds.error > max(tolerance, UNKNOWN):
+            bounds.converged = False
             warnings.warn(
-                f"the steps have come to rest, but the bound {bound:.4g} is known to {found.error:.1g} nats only: q is "
-                "fitted to its points. Give more of them, such as points=Sobol(1024), or say that this is enough, "
-                f"tolerance={found.error:.1g}",
+                f"the steps have come to rest, but the bound {bound:.4g} is known to {bounds.error:.1g} nats only: q "
+                "is fitted to its points. Give more of them, such as points=Sobol(1024), or say that this is enough, "
+                f"tolerance={bounds.error:.1g}",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -304,10 +302,10 @@ class Fitted(ABC):
     def _ends(self, callback: Callable[[Self], Any] | None) -> bool:
         """Whether the callback of some process asked to end."""
         asked = callback is not None and callback(self) is True
-        return any(one for (one,) in self.processes.share_numbers([asked], self.processes.ranks.device))
+        return any_asks(self.processes, asked, self.processes.ranks.device)
 
-    def _has_fallen(self, found: list[float], bound: float, tolerance: float) -> bool:
-        return bool(found) and self.target.steady and bound < found[-1] - tolerance
+    def _has_fallen(self, bounds: list[float], bound: float, tolerance: float) -> bool:
+        return bool(bounds) and self.target.steady and bound < bounds[-1] - tolerance
 
     def _go_back(self, place: Any) -> None:
         """To q as it was, with half of the rate."""
@@ -332,10 +330,7 @@ def search_rate(measure_gain: Callable[[float], float], promise: float, rate: fl
 
 
 def refuse_infinite(mean: Tensor) -> ValueError:
-    """The error of a log p that is not finite where q is.
-
-    mean: Of q, (d,).
-    """
+    """The error of a log p that is not finite where q is. mean: Of q, (d,)."""
     return ValueError(
         f"log p or a derivative is not finite near z = {format_few(mean)}; q is as it was. Start nearer, with a "
         "smaller covariance, or write log p over unconstrained z"
@@ -343,9 +338,78 @@ def refuse_infinite(mean: Tensor) -> ValueError:
 
 
 def format_few(values: Tensor) -> str:
-    """The first three numbers as text.
-
-    values: (d,).
-    """
+    """The first three numbers as text. values: (d,)."""
     shown = ", ".join(f"{float(v):.3g}" for v in values[:3])
     return f"({shown}{', ...' if len(values) > 3 else ''})"
+
+
+# When a fit has converged: what is left to gain, and how bounds change from step to step
+
+
+class Bounds(list[float]):
+    """The bounds that `fit` found, in nats, one before each step.
+
+    Attributes:
+        converged: True if the fit ended since nothing was left to gain over its points; False if it ran out of steps,
+            or of rate, or if `error` is above the tolerance and .1 nats: then the points do not determine q.
+        known: True if `error` is at most the tolerance.
+        error: How far `q.elbo()`, by the points of the fit, may be from that of the same q, in nats: the difference
+            from the mean over other points, and two standard errors of that. Where points are drawn anew, the standard
+            deviation of a bound. NaN where it is not known.
+        gap: Half of the natural gradient's squared length before the last step, in nats: what a full step would gain of
+            a bound that is quadratic. Noise keeps it from zero where points are drawn anew.
+    """
+
+    converged: bool = False
+    known: bool = False
+    error: float = math.nan
+    gap: float = math.inf
+
+
+def has_ended(bounds: Bounds, tolerance: float) -> bool:
+    """True if the gap is below the tolerance, or below `LEFT` while `WINDOW` steps gained less than it each.
+
+    The second case is how fits over points end where log p has kinks: the gap jumps when a point crosses one.
+    """
+    still = len(bounds) > WINDOW and abs(bounds[-1] - bounds[-1 - WINDOW]) < WINDOW * tolerance
+    return bounds.gap < tolerance or (still and bounds.gap < LEFT)
+
+
+def has_settled(bounds: Bounds, tolerance: float) -> bool:
+    """True if the last `WINDOW` bounds gained less than the tolerance on those before, two standard errors included."""
+    if len(bounds) < 2 * WINDOW:
+        return False
+    before, after = torch.tensor(bounds[-2 * WINDOW :], dtype=torch.float64).view(2, WINDOW)
+    error = ((before.var() + after.var()) / WINDOW).sqrt()
+    return float((after.mean() - before.mean()).abs() + 2 * error) < tolerance
+
+
+def measure_error(bound: float, others: Sequence[float]) -> float:
+    """How far a bound may be from the expectation that others estimate: their difference and two standard errors."""
+    values = torch.tensor([bound, *others], dtype=torch.float64)
+    if not bool(torch.isfinite(values).all()):
+        return math.inf
+    return float((values[0] - values[1:].mean()).abs() + 2 * values[1:].std() / len(others) ** 0.5)
+
+
+def squared_length(moments: Moments, root: Tensor) -> float:
+    """|natural gradient|^2 of the bound in the Fisher metric: g^T P^-1 g + |L^T E[Hess] L + I|^2 / 2, in nats.
+
+    root: L (d, d) with L L^T the covariance, or standard deviations (d,) where q is diagonal.
+    """
+    if root.dim() == 1:
+        return float(
+            (root * moments.gradient).square().sum() + (root.square() * moments.hessian + 1).square().sum() / 2
+        )
+    turned = root.mT @ moments.hessian @ root
+    turned.diagonal().add_(1)
+    return float((root.mT @ moments.gradient).square().sum() + turned.square().sum() / 2)
+
+
+def runs_away(bounds: Sequence[float]) -> bool:
+    """True if the bound rose so far above the size of the first one that log p can have no maximum."""
+    if len(bounds) < 2:
+        return False
+    first, half, last = bounds[0], bounds[len(bounds) // 2], bounds[-1]
+    gained = (last - first) / (1 + abs(first))
+    return gained > OUT_OF_REACH or (gained > FAR and last - half >= half - first)

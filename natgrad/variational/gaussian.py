@@ -12,8 +12,7 @@ from natgrad.families import MultivariateNormal
 from natgrad.ground.checks import Group, read_groups
 from natgrad.ground.linalg import all_finite, eigh, factor_or_nan, require_factor
 from natgrad.ground.messages import explain_calls
-from natgrad.variational.convergence import squared_length
-from natgrad.variational.fitting import Fitted, format_few, refuse_infinite, search_rate
+from natgrad.variational.fitting import Fitted, format_few, refuse_infinite, search_rate, squared_length
 from natgrad.variational.joined import join_target
 from natgrad.variational.network import NetworkData, NetworkOptions
 from natgrad.variational.quadrature import Points
@@ -114,7 +113,7 @@ class Variational(Fitted):
         if not are_finite(moments):
             raise refuse_infinite(before)
         precision = self._update_precision(moments)
-        move = self.lr * _solve_precision(precision, moments.gradient)
+        move = self.lr * _solve_precision(precision, moments.gradient)  # lr P^-1 E[grad log p], P the new one
         if not all_finite(move) or not all_finite(precision):
             raise ValueError(f"the step overflows from z = {format_few(before)}; q is as it was. Take a smaller lr")
 
@@ -169,11 +168,12 @@ class Variational(Fitted):
             "lr, a start with a smaller covariance, or float64",
         )
 
-    def _update_precision(self, found: Moments) -> Tensor:
+    def _update_precision(self, moments: Moments) -> Tensor:
         """(1 - lr) P - lr E[Hess log p], inside the cone."""
         if self.diagonal:
-            return self.precision * keep_in_cone((1 - self.lr) - self.lr * found.hessian / self.precision)
-        plain = (1 - self.lr) * self.precision - self.lr * (found.hessian + found.hessian.mT) / 2
+            return self.precision * keep_in_cone((1 - self.lr) - self.lr * moments.hessian / self.precision)
+        # in units of the old P = F F^T: F^-1 P_new F^-T has to stay above 0
+        plain = (1 - self.lr) * self.precision - self.lr * (moments.hessian + moments.hessian.mT) / 2
         factor = self._factor(self.precision)
         half = torch.linalg.solve_triangular(factor, plain, upper=False)
         ratios, vectors = eigh(torch.linalg.solve_triangular(factor, half.mT, upper=False))

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from natgrad.ground.exchanges import sum_numbers, sum_tensors
 from natgrad.ground.spaces import trainable
-from natgrad.ground.typed_torch import split_tensor
 from natgrad.optim import RankExchange, meet_processes
 from natgrad.variational.network import Network, count_examples
 from natgrad.variational.targets import Moments, Target
@@ -20,15 +20,10 @@ AnyTarget = TypeVar("AnyTarget", bound=Target)
 
 @dataclass(frozen=True)
 class JoinedTarget(Target):
-    """log p(z, data) as the sum over processes of each one's part; all of them make the same calls.
+    """log p(z, data) as the sum over processes of each one's part; all of them make the same calls."""
 
-    Args:
-        own: This process's target. Of a network and of `Projected` the prior counts once, not once per process.
-        processes: What exchanges the sums.
-    """
-
-    own: Target
-    processes: RankExchange
+    own: Target  # this process's target. Of a network and of `Projected` the prior counts once, not once per process
+    processes: RankExchange  # what exchanges the sums
 
     @property
     def steady(self) -> bool:
@@ -52,10 +47,7 @@ class JoinedTarget(Target):
         return values, slopes
 
     def values_at(self, places: Tensor, batch: tuple[Any, ...]) -> Tensor:
-        """log p at every place, shape (s,), of a function or a network.
-
-        places: (s, d), the same on all processes.
-        """
+        """log p at every place, shape (s,), of a function or a network. places: (s, d), the same on all processes."""
         return self._sum(lambda part: [part.values_at(places, batch)], places, batch)[0]
 
     def _sum(self, work: Callable[[Any], Sequence[Tensor]], like: Tensor, batch: tuple[Any, ...]) -> list[Tensor]:
@@ -63,10 +55,7 @@ class JoinedTarget(Target):
         part = self._take_part(like, batch)
         with self.processes.failing_together(like.device):
             terms = work(part)
-        sums = split_tensor(
-            self.processes.sum(torch.cat([term.reshape(-1) for term in terms])), [term.numel() for term in terms]
-        )
-        return [total.view_as(term) for total, term in zip(sums, terms, strict=True)]
+        return sum_tensors(self.processes, terms)
 
     def _take_part(self, mean: Tensor, batch: tuple[Any, ...]) -> Target:
         """This process's target with its share of the prior, and of a network with the examples of all processes."""
@@ -74,7 +63,7 @@ class JoinedTarget(Target):
             return self.own.take_part(self.processes.size)
         with self.processes.failing_together(mean.device):
             rows = count_examples(batch)
-        total = sum(int(count) for (count,) in self.processes.share_numbers([rows], mean.device))
+        total = int(sum_numbers(self.processes, [rows], mean.device)[0])
         if not total:
             raise ValueError("inputs is an empty batch on every process; give at least one of them an example")
         return self.own.take_part(self.processes.size, total)

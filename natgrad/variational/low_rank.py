@@ -25,15 +25,10 @@ from natgrad.variational.targets import LOG_2PI, LogJoint, SlopeTarget, Target
 
 @dataclass(frozen=True)
 class FactoredCovariance:
-    """Sigma = diag(scales)^2 + factor factor^T.
+    """Sigma = diag(scales)^2 + factor factor^T."""
 
-    Args:
-        scales: s > 0, shape (d,).
-        factor: B, shape (d, r).
-    """
-
-    scales: Tensor
-    factor: Tensor
+    scales: Tensor  # s > 0, shape (d,)
+    factor: Tensor  # B, shape (d, r)
 
     @cached_property
     def thin(self) -> Tensor:
@@ -41,10 +36,7 @@ class FactoredCovariance:
         return torch.linalg.solve_triangular(self._root.mT, self._relative, upper=True, left=False)
 
     def mv(self, vector: Tensor) -> Tensor:
-        """Sigma times a vector (d,).
-
-        vector: (d,).
-        """
+        """Sigma times a vector (d,)."""
         return self.scales.square() * vector + self.factor @ (self.factor.mT @ vector)
 
     def diagonal(self) -> Tensor:
@@ -56,10 +48,7 @@ class FactoredCovariance:
         return torch.diag(self.scales.square()) + self.factor @ self.factor.mT
 
     def spread(self, z: Tensor) -> Tensor:
-        """Rows s * z_1 + B z_2 of covariance Sigma.
-
-        z: Rows (z_1, z_2) of unit covariance, (k, d + r).
-        """
+        """Rows s * z_1 + B z_2 of covariance Sigma. z: Rows (z_1, z_2) of unit covariance, (k, d + r)."""
         d = len(self.scales)
         return z[:, :d] * self.scales + z[:, d:] @ self.factor.mT
 
@@ -73,10 +62,7 @@ class FactoredCovariance:
         return 1 - thin.square().sum(1), self._relative - thin @ (thin.mT @ self._relative)
 
     def move(self, logs: Tensor, relative: Tensor) -> FactoredCovariance:
-        """After s <- s exp(logs) and B <- B + diag(s) relative.
-
-        logs: (d,). relative: (d, r).
-        """
+        """After s <- s exp(logs) and B <- B + diag(s) relative. logs: (d,). relative: (d, r)."""
         return FactoredCovariance(self.scales * logs.exp(), self.factor + self.scales.unsqueeze(1) * relative)
 
     @cached_property
@@ -257,9 +243,10 @@ class LowRankVariational(Fitted):
             raise refuse_infinite(before)
         weighted = weights.unsqueeze(1) * slopes * covariance.scales
         own, sides = covariance.entropy_slopes()
+        # slopes of the bound in (log s, diag(s)^-1 B), through z -> m + s z_1 + B z_2
         by_shape = torch.cat([own + (weighted * z[:, :d]).sum(0), (sides + weighted.mT @ z[:, d:]).reshape(-1)])
         shape = SOLVER.solve(FactorFisher(covariance), by_shape).value
-        mean = covariance.mv(gradient)
+        mean = covariance.mv(gradient)  # Sigma E[grad log p]
         length = float(gradient @ mean + by_shape @ shape)
         logs, relative = shape[:d], shape[d:].view_as(covariance.factor)
 

@@ -147,6 +147,7 @@ class VariationalMixture(Fitted):
         worth, gaps = torch.tensor(steps, dtype=torch.float64).to(self.log_weights).unbind(1)
         weights = self.weights
         bound = weights @ worth
+        # labels have a categorical's metric: half of the squared length of their part is Var_c(E_c[r]) / 2
         gap = weights @ gaps + (weights @ (worth - bound).square()) / 2
         moved = (self.log_weights + self.lr * worth).log_softmax(0).clamp(min=LEAST)
         self.log_weights, self.steps = moved.log_softmax(0), self.steps + 1
@@ -205,35 +206,22 @@ class VariationalMixture(Fitted):
 
 @dataclass(frozen=True)
 class FrozenMixture:
-    """q as it is before a step.
+    """q as it is before a step."""
 
-    Args:
-        log_weights: Shape (K,).
-        means: Shape (K, d).
-        precisions: Shape (K, d, d), or (K, d) where components have independent entries.
-        halves: Half of the logarithm of each precision's determinant, shape (K,).
-    """
-
-    log_weights: Tensor
-    means: Tensor
-    precisions: Tensor
-    halves: Tensor
+    log_weights: Tensor  # shape (K,)
+    means: Tensor  # shape (K, d)
+    precisions: Tensor  # shape (K, d, d), or (K, d) where components have independent entries
+    halves: Tensor  # half of the logarithm of each precision's determinant, shape (K,)
 
     def log_components(self, z: Tensor) -> Tensor:
-        """log N(z; m_c, P_c^-1), shape (..., K).
-
-        z: (..., d).
-        """
+        """log N(z; m_c, P_c^-1), shape (..., K). z: (..., d)."""
         gaps = z.unsqueeze(-2) - self.means
         diagonal = self.precisions.dim() == 2
         turned = gaps * self.precisions if diagonal else torch.einsum("...ki,kij->...kj", gaps, self.precisions)
         return self.halves - 0.5 * ((turned * gaps).sum(-1) + z.shape[-1] * LOG_2PI)
 
     def log_density(self, z: Tensor) -> Tensor:
-        """log q(z), shape (...).
-
-        z: (..., d).
-        """
+        """log q(z), shape (...). z: (..., d)."""
         return (self.log_weights + self.log_components(z)).logsumexp(-1)
 
     def without(self, target: Target, place: int) -> Target:

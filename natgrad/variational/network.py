@@ -68,15 +68,15 @@ class Network(SlopeTarget):
     def moments(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Moments:
         inputs, targets = require_batch(batch)
         z, weights = self.place_points(mean, step)
-        found = [self._one(place, root.dim() == 1, inputs, targets) for place in mean + apply_root(root, z)]
+        moments = [self._one(place, root.dim() == 1, inputs, targets) for place in mean + apply_root(root, z)]
         value, gradient, hessian = (
-            torch.einsum("s,s...->...", weights, torch.stack(part)) for part in zip(*found, strict=True)
+            torch.einsum("s,s...->...", weights, torch.stack(part)) for part in zip(*moments, strict=True)
         )
         return Moments(value, gradient, hessian)
 
     def slopes(self, places: Tensor, batch: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        found = [self._differentiate(place, *require_batch(batch))[:2] for place in places]
-        values, gradients = (torch.stack(part) for part in zip(*found, strict=True))
+        pairs = [self._differentiate(place, *require_batch(batch))[:2] for place in places]
+        values, gradients = (torch.stack(part) for part in zip(*pairs, strict=True))
         return values, gradients
 
     def values_at(self, places: Tensor, batch: tuple[Any, ...]) -> Tensor:
@@ -91,10 +91,7 @@ class Network(SlopeTarget):
         return part
 
     def predict(self, place: Tensor, inputs: Any) -> Any:
-        """The network's outputs.
-
-        place: Its weights z, (d,).
-        """
+        """The network's outputs. place: Its weights z, (d,)."""
         return PureModel(self.model, as_call(inputs))(self.space.unflatten(place))
 
     def _one(self, place: Tensor, diagonal: bool, inputs: Any, targets: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -74,7 +74,7 @@ class Projected(Target):
         f, deviation, nodes, weights = self._nodes(mean, root)
         value, slope, curvature = self._entries(f, deviation, nodes, weights)
         prior, precision = self._prior(mean, root)
-        gradient = a.mT @ slope - precision @ (mean - self.mean)
+        gradient = a.mT @ slope - precision @ (mean - self.mean)  # f = A z + offset: the chain rule
         if root.dim() == 1:
             return Moments(value + prior, gradient, curvature @ a.square() - precision.diagonal())
         return Moments(value + prior, gradient, (a.mT * curvature) @ a - precision)
@@ -94,13 +94,13 @@ class Projected(Target):
 
     def _evaluate(self, f: Tensor) -> Tensor:
         """log p(y_n | f_n) of every entry."""
-        found = self.log_likelihood(f)
-        if found.shape != f.shape:
+        logs = self.log_likelihood(f)
+        if logs.shape != f.shape:
             raise ValueError(
-                f"log_likelihood returned {tuple(found.shape)} for f {tuple(f.shape)}, expected a number for every "
+                f"log_likelihood returned {tuple(logs.shape)} for f {tuple(f.shape)}, expected a number for every "
                 "entry: f comes with a leading dimension of quadrature nodes"
             )
-        return found
+        return logs
 
     def _entries(self, f: Tensor, deviation: Tensor, nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """E of the sum of log p, and of its first and second derivative in every f_n (N,)."""
@@ -108,8 +108,8 @@ class Projected(Target):
             return f.new_zeros(()), deviation, deviation
         with torch.enable_grad():
             f = f.detach().requires_grad_()
-            found = self._evaluate(f)
-            (slope,) = torch.autograd.grad(found.sum(), f, create_graph=True)
+            logs = self._evaluate(f)
+            (slope,) = torch.autograd.grad(logs.sum(), f, create_graph=True)
             bend = torch.zeros_like(f)
             if slope.requires_grad:
                 (bend,) = torch.autograd.grad(slope.sum(), f)
@@ -119,7 +119,7 @@ class Projected(Target):
         rest = (slope - nodes * deviation * mean) * z / spread  # Stein's form of what a quadratic leaves
         if misses_kinks(rest, bend, weights):
             mean = mean + weights @ rest
-        return (weights @ found.detach()).sum(), weights @ slope, mean
+        return (weights @ logs.detach()).sum(), weights @ slope, mean
 
     def _prior(self, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
         """E_q log N(z; prior), and the prior's precision (d, d)."""
@@ -127,8 +127,8 @@ class Projected(Target):
         if precision.dim() < 2:
             precision = torch.diag_embed(precision.expand(len(mean)))
         gap = mean - self.mean
-        whole = torch.diag_embed(root) if root.dim() == 1 else root
-        moved = (whole * (precision @ whole)).sum() + gap @ precision @ gap
+        factor = torch.diag_embed(root) if root.dim() == 1 else root
+        moved = (factor * (precision @ factor)).sum() + gap @ precision @ gap
         value = 0.5 * (torch.logdet(precision) - len(mean) * LOG_2PI - moved)
         return self.prior_share * value, self.prior_share * precision
 

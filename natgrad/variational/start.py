@@ -19,10 +19,7 @@ from natgrad.variational.targets import DensityTarget, LogJoint, Target, is_batc
 
 
 def as_mean(start: Any) -> Tensor:
-    """The mean of q at the start, shape (d,).
-
-    start: A floating-point vector (d,), numbers, or d for zeros.
-    """
+    """The mean of q at the start, shape (d,). start: A floating-point vector (d,), numbers, or d for zeros."""
     if isinstance(start, (int, np.integer)) and start >= 1:
         return torch.zeros(int(start), dtype=torch.float64)
     if isinstance(start, (list, tuple, np.ndarray)):

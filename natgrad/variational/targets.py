@@ -84,10 +84,7 @@ class Target(ABC):
 
 
 def apply_root(root: Tensor, z: Tensor) -> Tensor:
-    """L z for every row z.
-
-    root: L (d, d), or standard deviations (d,). z: (s, d).
-    """
+    """L z for every row z. root: L (d, d), or standard deviations (d,). z: (s, d)."""
     return z * root if root.dim() == 1 else z @ root.mT
 
 
@@ -102,17 +99,11 @@ class SlopeTarget(Target):
 
     @abstractmethod
     def slopes(self, places: Tensor, batch: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        """log p (s,) and its gradient (s, d) at every place.
-
-        places: (s, d).
-        """
+        """log p (s,) and its gradient (s, d) at every place. places: (s, d)."""
 
     @abstractmethod
     def values_at(self, places: Tensor, batch: tuple[Any, ...]) -> Tensor:
-        """log p at every place, shape (s,).
-
-        places: (s, d).
-        """
+        """log p at every place, shape (s,). places: (s, d)."""
 
     def value(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Tensor:
         z, weights = self.place_points(mean, step)
@@ -127,17 +118,11 @@ class SlopeTarget(Target):
 
 @dataclass(frozen=True)
 class DensityTarget(SlopeTarget):
-    """log p(z, data) as a function.
+    """log p(z, data) as a function."""
 
-    Args:
-        log_joint: z -> log p(z, data).
-        points: How expectations are taken; None for the default of the dimension.
-        batched: True if it takes (s, d) to (s,), False if it takes (d,) to a scalar.
-    """
-
-    log_joint: LogJoint
-    points: Points | None
-    batched: bool
+    log_joint: LogJoint  # z -> log p(z, data)
+    points: Points | None  # how expectations are taken; None for the default of the dimension
+    batched: bool  # true if it takes (s, d) to (s,), False if it takes (d,) to a scalar
 
     @property
     def steady(self) -> bool:
@@ -148,8 +133,8 @@ class DensityTarget(SlopeTarget):
         z, weights = self.place_points(mean, step)
         parts = (mean + apply_root(root, z)).split(_rows_at_once(len(mean)))
         values = torch.cat([self.values(part).detach() for part in parts])
-        found, bends = zip(*(self._derivatives(part) for part in parts), strict=True)
-        slopes = torch.cat(found)
+        gradients, bends = zip(*(self._derivatives(part) for part in parts), strict=True)
+        slopes = torch.cat(gradients)
         curvatures = None if any(bend is None for bend in bends) else torch.cat(bends)
         return Moments(weights @ values, weights @ slopes, expected_hessian(slopes, curvatures, z, weights, root))
 
@@ -166,10 +151,7 @@ class DensityTarget(SlopeTarget):
         return torch.cat([self.values(part).detach() for part in places.split(_rows_at_once(places.shape[1]))])
 
     def values(self, z: Tensor) -> Tensor:
-        """log p(z, data) of every row, shape (s,).
-
-        z: (s, d).
-        """
+        """log p(z, data) of every row, shape (s,). z: (s, d)."""
         return (self.log_joint(z) if self.batched else map_rows(self.log_joint, z)).reshape(len(z))
 
     def _evaluate(self, row: Tensor) -> Tensor:
@@ -182,12 +164,12 @@ class DensityTarget(SlopeTarget):
         try:
             # twice in reverse: torch's forward derivative of logaddexp is NaN where both terms underflow
             with exact_derivatives():
-                found, curvature = map_rows(lambda row: (slope(row), torch.func.jacrev(slope)(row)), z)
+                gradients, curvature = map_rows(lambda row: (slope(row), torch.func.jacrev(slope)(row)), z)
         except (RuntimeError, NotImplementedError) as error:
             if "derivative" not in str(error) or "implemented" not in str(error):
                 raise
             return map_rows(slope, z).detach(), None
-        return found.detach(), curvature.detach()
+        return gradients.detach(), curvature.detach()
 
 
 def require_no_batch(batch: tuple[Any, ...]) -> None:
@@ -196,9 +178,9 @@ def require_no_batch(batch: tuple[Any, ...]) -> None:
         raise TypeError("step takes no data here: a log joint has them inside; only networks are trained in batches")
 
 
-def are_finite(found: Moments) -> bool:
+def are_finite(moments: Moments) -> bool:
     """True if all moments are finite."""
-    return all(all_finite(part) for part in found)
+    return all(all_finite(part) for part in moments)
 
 
 def _rows_at_once(d: int) -> int:

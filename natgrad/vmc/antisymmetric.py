@@ -99,10 +99,10 @@ class AntisymmetricNet(nn.Module):
             Two tensors (b,).
         """
         x = states.unflatten(1, (-1, 3))
-        apart = x.unsqueeze(2) - self.places  # (b, n, A, 3)
-        squares = apart.square().sum(3)
+        offsets = x.unsqueeze(2) - self.places  # (b, n, A, 3)
+        squares = offsets.square().sum(3)
         between = x.unsqueeze(2) - x.unsqueeze(1)  # (b, n, n, 3)
-        features = self._stream(apart, squares, between)
+        features = self._stream(offsets, squares, between)
         tables = self.orbitals(features).unflatten(2, (2, self.determinants, -1))  # (b, n, 2, k, orbital)
         envelope = torch.exp(-torch.einsum("skoa,bna->bnskoa", self._find_decays(), (1 + squares).sqrt()))
         tables = tables * (envelope * self.shares).sum(5)
@@ -118,10 +118,10 @@ class AntisymmetricNet(nn.Module):
         """Rates of the envelopes, at least `SLOWEST`: below zero psi would grow, and |psi|^2 could not be sampled."""
         return SLOWEST + nn.functional.softplus(self.decays)
 
-    def _stream(self, apart: Tensor, squares: Tensor, between: Tensor) -> Tensor:
+    def _stream(self, offsets: Tensor, squares: Tensor, between: Tensor) -> Tensor:
         """Features of every electron, (b, n, hidden)."""
         far = (1 + squares).sqrt().unsqueeze(3)
-        now = torch.cat([apart / far, far.log()], dim=3).flatten(2)
+        now = torch.cat([offsets / far, far.log()], dim=3).flatten(2)
         reach = (1 + between.square().sum(3, keepdim=True)).sqrt()
         pairs = torch.tanh(self.pairs(torch.cat([between / reach, reach.log()], dim=3)))  # (b, n, n, pair)
         for layer in self.streams:

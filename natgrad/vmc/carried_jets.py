@@ -11,73 +11,16 @@ et al. 2023), for any network made of operations that are known here. Others rai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from natgrad.ground.jets import SMOOTH, differentiate_elementwise
 from natgrad.ground.linalg import invert_or_nan
 from natgrad.ground.typed_torch import torch_returns
-
-
-def differentiate_tanh(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """tanh z with two derivatives."""
-    value = torch.tanh(z)
-    slope = 1 - value.square()
-    return value, slope, -2 * value * slope
-
-
-def differentiate_sigmoid(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """1 / (1 + exp(-z)) with two derivatives."""
-    value = torch.sigmoid(z)
-    slope = value * (1 - value)
-    return value, slope, slope * (1 - 2 * value)
-
-
-def differentiate_silu(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """z / (1 + exp(-z)) with two derivatives."""
-    gate, slope, bend = differentiate_sigmoid(z)
-    return z * gate, gate + z * slope, 2 * slope + z * bend
-
-
-def differentiate_sqrt(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The root of z with two derivatives."""
-    value = z.sqrt()
-    slope = 0.5 / value
-    return value, slope, -0.5 * slope / z
-
-
-def differentiate_reciprocal(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """1 / z with two derivatives."""
-    value = 1 / z
-    square = value.square()
-    return value, -square, 2 * square * value
-
-
-def differentiate_exponential(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """exp z with two derivatives."""
-    value = z.exp()
-    return value, value, value
-
-
-SMOOTH: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor | float]]] = {
-    "tanh": differentiate_tanh,
-    "sigmoid": differentiate_sigmoid,
-    "silu": differentiate_silu,
-    "sqrt": differentiate_sqrt,
-    "reciprocal": differentiate_reciprocal,
-    "exp": differentiate_exponential,
-    "log": lambda z: (z.log(), 1 / z, -1 / z.square()),
-    "log1p": lambda z: (z.log1p(), 1 / (1 + z), -1 / (1 + z).square()),
-    "square": lambda z: (z.square(), 2 * z, torch.full_like(z, 2)),
-    "sin": lambda z: (z.sin(), z.cos(), -z.sin()),
-    "cos": lambda z: (z.cos(), -z.sin(), -z.cos()),
-}
-"""By the names of torch's functions: z -> f, f' and f''."""
-
-
-# Values with their gradient and their Laplacian in the coordinates, carried forward through torch's operations
 
 Function = Callable[..., Any]
 
@@ -98,17 +41,18 @@ class ForwardJet(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = name_function(func)
-        rule = RULES.get(name)
-        if rule is None:
+        if name in RULES:
+            return RULES[name](func, args, kwargs or {})
+        if name not in COMPOSED:
             raise NotCarriedError(f"{name} has no rule for first and second derivatives")
-        return rule(func, args, kwargs or {})
+        try:
+            return COMPOSED[name](*args, **(kwargs or {}))
+        except TypeError as error:
+            raise NotCarriedError(f"{name} is not carried with these arguments") from error
 
 
 def start_jet(x: Tensor) -> ForwardJet:
-    """The coordinates with their own derivatives: unit vectors and zeros.
-
-    x: (b, d).
-    """
+    """The coordinates with their own derivatives: unit vectors and zeros. x: (b, d)."""
     b, d = x.shape
     jets = x.new_zeros(d + 2, b, d)
     jets[0] = x
@@ -119,10 +63,10 @@ def start_jet(x: Tensor) -> ForwardJet:
 def wrap_jets(jets: Any) -> Any:
     """Stacked values and derivatives, (d + 2, ...), as a tensor of the values; of each part of a tuple."""
     if isinstance(jets, (tuple, list)):
-        return type(jets)(wrap_jets(one) for one in jets) if type(jets) in (tuple, list) else refuse("a named tuple")
-    found = jets[0].as_subclass(ForwardJet)
-    found.jets = jets
-    return found
+        return type(jets)(wrap_jets(part) for part in jets) if type(jets) in (tuple, list) else refuse("a named tuple")
+    value = jets[0].as_subclass(ForwardJet)
+    value.jets = jets
+    return value
 
 
 def refuse(what: str) -> Any:
@@ -136,21 +80,21 @@ def name_function(func: Any) -> str:
     return name[2:-2] if name.startswith("__") and name.endswith("__") else name
 
 
-def is_carried(one: Any) -> bool:
+def is_carried(value: Any) -> bool:
     """Whether it is a tensor with derivatives."""
-    return isinstance(one, ForwardJet)
+    return isinstance(value, ForwardJet)
 
 
-def read_value(one: Any) -> Any:
+def read_value(value: Any) -> Any:
     """The value alone, without derivatives; anything else as it is."""
-    return one.jets[0] if isinstance(one, ForwardJet) else one
+    return value.jets[0] if isinstance(value, ForwardJet) else value
 
 
 def hold_plain(*parts: Any) -> None:
     """NotCarriedError if one of them has derivatives, where the rule knows of none."""
-    for one in parts:
-        inner = one.values() if isinstance(one, dict) else one if isinstance(one, (tuple, list)) else (one,)
-        if any(is_carried(two) for two in inner):
+    for part in parts:
+        inner = part.values() if isinstance(part, dict) else part if isinstance(part, (tuple, list)) else (part,)
+        if any(is_carried(value) for value in inner):
             refuse("this argument")
 
 
@@ -171,8 +115,8 @@ def map_shaped(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 
 def map_together(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`torch.cat` or `torch.stack`: linear in all the tensors of a list."""
-    count = next(len(one.jets) for one in args[0] if is_carried(one))
-    parts = [fill_jets(one, count) for one in args[0]]
+    count = next(len(tensor.jets) for tensor in args[0] if is_carried(tensor))
+    parts = [fill_jets(tensor, count) for tensor in args[0]]
     return wrap_jets(torch.func.vmap(lambda *given: func(given, *args[1:], **kwargs))(*parts))
 
 
@@ -194,12 +138,12 @@ def map_affine(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     return wrap_jets(out)
 
 
-def fill_jets(one: Any, count: int) -> Tensor:
+def fill_jets(value: Any, count: int) -> Tensor:
     """Values and derivatives, the latter zero for a constant."""
-    if is_carried(one):
-        return one.jets
-    zeros = one.new_zeros(count, *one.shape)
-    zeros[0] = one
+    if is_carried(value):
+        return value.jets
+    zeros = value.new_zeros(count, *value.shape)
+    zeros[0] = value
     return zeros
 
 
@@ -213,11 +157,11 @@ def choose(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if len(args) != 3 or kwargs:
         refuse("torch.where of other arguments")
     condition, *parts = args
-    count = next(len(one.jets) for one in parts if is_carried(one))
-    like = next(one.jets for one in parts if is_carried(one))
-    sides = [fill_jets(one if isinstance(one, Tensor) else like.new_full((), one), count) for one in parts]
-    dims = max(condition.dim(), *(one.dim() - 1 for one in sides))
-    return wrap_jets(torch.where(condition, *(lift(one, dims) for one in sides)))
+    count = next(len(part.jets) for part in parts if is_carried(part))
+    like = next(part.jets for part in parts if is_carried(part))
+    sides = [fill_jets(part if isinstance(part, Tensor) else like.new_full((), part), count) for part in parts]
+    dims = max(condition.dim(), *(part.dim() - 1 for part in sides))
+    return wrap_jets(torch.where(condition, *(lift(part, dims) for part in sides)))
 
 
 # sums and products
@@ -243,17 +187,6 @@ def add(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return wrap_jets(torch.cat([value.unsqueeze(0), rest]))
 
 
-def subtract(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """a - b."""
-    a, b = args
-    return add(func, (a, wrap_jets(-b.jets) if is_carried(b) else -b), kwargs)
-
-
-def subtract_from(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """b - a."""
-    return subtract(func, (args[1], args[0]), kwargs)
-
-
 def multiply(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """a b, elementwise."""
     if kwargs:
@@ -266,30 +199,19 @@ def multiply(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     left, right = lift(a.jets, dims), lift(b.jets, dims)
     out = left[0] * right + right[0] * left
     out[0] = left[0] * right[0]
-    out[-1] += 2 * (left[1:-1] * right[1:-1]).sum(0)
+    out[-1] += 2 * (left[1:-1] * right[1:-1]).sum(0)  # 2 sum_i a_i b_i
     return wrap_jets(out)
-
-
-def divide(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """a / b."""
-    a, b = args
-    return multiply(func, (a, bend_jet(*SMOOTH["reciprocal"](b.jets[0]), b.jets) if is_carried(b) else 1 / b), kwargs)
-
-
-def divide_into(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """b / a."""
-    return divide(func, (args[1], args[0]), kwargs)
 
 
 def map_bilinear(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`torch.matmul` and `torch.einsum`, of one or two tensors with derivatives."""
-    places = [i for i, one in enumerate(args) if is_carried(one)]
-    hold_plain(kwargs, *(one for i, one in enumerate(args) if i not in places))
+    places = [i for i, argument in enumerate(args) if is_carried(argument)]
+    hold_plain(kwargs, *(argument for i, argument in enumerate(args) if i not in places))
     if len(places) not in (1, 2):
         refuse("a product of many")
 
     def call(*given: Tensor) -> Tensor:
-        return func(*(given[places.index(i)] if i in places else one for i, one in enumerate(args)), **kwargs)
+        return func(*(given[places.index(i)] if i in places else argument for i, argument in enumerate(args)), **kwargs)
 
     stacks = [args[i].jets for i in places]
     if len(stacks) == 1:
@@ -304,21 +226,20 @@ def map_bilinear(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) ->
 # functions of every number by itself
 
 
-def bend_jet(value: Tensor, slope: Tensor, bend: Tensor | float, jets: Tensor) -> Any:
-    """f(z) from f, f' and f'' at z."""
+def bend_jet(derivatives: Iterable[Tensor], jets: Tensor) -> Any:
+    """f(z) with its derivatives from f, f' and f'' at z."""
+    value, slope, bend = islice(derivatives, 3)
     out = jets * slope
     out[0] = value
-    if isinstance(bend, Tensor) or bend:
-        out[-1] += bend * jets[1:-1].square().sum(0)
+    out[-1] += bend * jets[1:-1].square().sum(0)  # f'' sum_i z_i^2
     return wrap_jets(out)
 
 
 def map_smooth(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An analytic function that is known with its derivatives."""
+    """A function whose derivatives are written out."""
     if len(args) != 1 or any(value is not None and value is not False for value in kwargs.values()):
         refuse("a keyword")
-    jets = args[0].jets
-    return bend_jet(*SMOOTH[name_function(func)](jets[0]), jets)
+    return bend_jet(SMOOTH[name_function(func)](args[0].jets[0]), args[0].jets)
 
 
 def map_elementwise(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -327,16 +248,10 @@ def map_elementwise(func: Function, args: Sequence[Any], kwargs: dict[str, Any])
     jets = args[0].jets
     if jets.is_complex():
         refuse("a complex argument")
-    with torch.enable_grad():
-        point = jets[0].detach().requires_grad_()
-        value = func(point, *args[1:], **kwargs)
-        if value.shape != point.shape:
-            refuse("a function of several numbers")
-        (slope,) = torch.autograd.grad(value.sum(), point, create_graph=True)
-        bend = torch.zeros_like(point)
-        if slope.requires_grad:
-            (bend,) = torch.autograd.grad(slope.sum(), point, materialize_grads=True, allow_unused=True)
-    return bend_jet(value.detach(), slope.detach(), bend, jets)
+    derivatives = differentiate_elementwise(lambda z: func(z, *args[1:], **kwargs), jets[0], 2)
+    if derivatives[0].shape != jets[0].shape:
+        refuse("a function of several numbers")
+    return bend_jet(derivatives, jets)
 
 
 def raise_power(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -345,56 +260,9 @@ def raise_power(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     if not is_carried(jet) or not isinstance(power, (int, float)) or power in (0, 1):
         refuse("this power")
     if power == 2:
-        return bend_jet(*SMOOTH["square"](jet.jets[0]), jet.jets)
+        return jet.square()
     z = jet.jets[0]
-    return bend_jet(z**power, power * z ** (power - 1), power * (power - 1) * z ** (power - 2), jet.jets)
-
-
-def measure_size(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The Euclidean norm along an axis."""
-    given = dict(zip(("input", "p", "dim", "keepdim"), args, strict=False)) | kwargs
-    order = given.get("p", given.get("ord"))
-    dim = given.get("dim")
-    plain = isinstance(dim, int) and given.get("dtype") is None and not args[0].jets.is_complex()
-    if order not in (None, "fro", 2) or not plain:
-        refuse("this norm")
-    squares = bend_jet(*SMOOTH["square"](args[0].jets[0]), args[0].jets)
-    total = map_linear(torch.sum, (squares, dim, given.get("keepdim", False)), {})
-    return bend_jet(*SMOOTH["sqrt"](total.jets[0]), total.jets)
-
-
-def sum_exponentials(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """log sum exp z along an axis."""
-    given = dict(zip(("input", "dim", "keepdim"), args, strict=False)) | kwargs
-    jet, dim, kept = args[0], given["dim"], bool(given.get("keepdim", False))
-    if not isinstance(dim, int):
-        refuse("several axes")
-    top = jet.jets[0].amax(dim, keepdim=True)
-    moved = add(func, (jet, -top), {})
-    total = map_linear(torch.sum, (bend_jet(*SMOOTH["exp"](moved.jets[0]), moved.jets), dim, kept), {})
-    return add(func, (bend_jet(*SMOOTH["log"](total.jets[0]), total.jets), top if kept else top.squeeze(dim)), {})
-
-
-def share_out(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`torch.softmax` and `torch.log_softmax` along an axis."""
-    given = dict(zip(("input", "dim"), args, strict=False)) | kwargs
-    if given.get("dtype") is not None:
-        refuse("a dtype")
-    log = subtract(func, (args[0], sum_exponentials(func, (args[0], given["dim"], True), {})), {})
-    return log if name_function(func) == "log_softmax" else bend_jet(*SMOOTH["exp"](log.jets[0]), log.jets)
-
-
-def normalise_layer(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`torch.nn.functional.layer_norm`."""
-    given = dict(zip(("input", "normalized_shape", "weight", "bias", "eps"), args, strict=False)) | kwargs
-    weight, bias, dims = given.get("weight"), given.get("bias"), tuple(range(-len(given["normalized_shape"]), 0))
-    hold_plain(weight, bias)
-    gap = subtract(func, (args[0], map_linear(torch.mean, (args[0], dims, True), {})), {})
-    spread = map_linear(torch.mean, (bend_jet(*SMOOTH["square"](gap.jets[0]), gap.jets), dims, True), {})
-    size = add(func, (spread, given.get("eps", 1e-5)), {})
-    found = divide(func, (gap, bend_jet(*SMOOTH["sqrt"](size.jets[0]), size.jets)), {})
-    found = found if weight is None else multiply(func, (found, weight), {})
-    return found if bias is None else add(func, (found, bias), {})
+    return bend_jet((z**power, power * z ** (power - 1), power * (power - 1) * z ** (power - 2)), jet.jets)
 
 
 def split_determinant(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -409,13 +277,62 @@ def split_determinant(func: Function, args: Sequence[Any], kwargs: dict[str, Any
     return torch_returns.linalg_slogdet((sign, wrap_jets(torch.cat([log.unsqueeze(0), out]))))
 
 
+# functions of others, as they are written; their arguments are named as torch does
+
+
+def measure_size(input: Any, p: Any = None, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    """The Euclidean norm along an axis; torch.linalg has `ord` in the place of p."""
+    order = kwargs.pop("ord", p)
+    if order not in (None, "fro", 2) or kwargs.get("dtype") or not isinstance(dim, int) or input.is_complex():
+        refuse("this norm")
+    return input.square().sum(dim, keepdim).sqrt()
+
+
+def sum_exponentials(input: Any, dim: Any, keepdim: bool = False) -> Any:
+    """log sum exp z along an axis."""
+    if not isinstance(dim, int):
+        refuse("several axes")
+    top = input.jets[0].amax(dim, keepdim=True)
+    return (input - top).exp().sum(dim, keepdim).log() + (top if keepdim else top.squeeze(dim))
+
+
+def take_log_softmax(input: Any, dim: int, dtype: None = None, **kwargs: Any) -> Any:
+    """`torch.log_softmax`."""
+    return input - sum_exponentials(input, dim, True) if dtype is None else refuse("a dtype")
+
+
+def normalise_layer(input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+    """`torch.nn.functional.layer_norm`."""
+    dims = tuple(range(-len(normalized_shape), 0))
+    gap = input - input.mean(dims, keepdim=True)
+    out = gap / (gap.square().mean(dims, keepdim=True) + eps).sqrt()
+    out = out if weight is None else out * weight
+    return out if bias is None else out + bias
+
+
+def divide(input: Any, other: Any) -> Any:
+    """a / b."""
+    return input * (other.reciprocal() if isinstance(other, Tensor) else 1 / other)
+
+
+COMPOSED: dict[str, Function] = {
+    **dict.fromkeys(("sub", "subtract"), lambda input, other: input + -other),
+    "rsub": lambda input, other: -input + other,
+    **dict.fromkeys(("div", "divide", "true_divide"), divide),
+    "rdiv": lambda input, other: divide(other, input),
+    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm"), measure_size),
+    "logsumexp": sum_exponentials,
+    "log_softmax": take_log_softmax,
+    "softmax": lambda *args, **kwargs: take_log_softmax(*args, **kwargs).exp(),
+    "layer_norm": normalise_layer,
+}
 ELEMENTWISE = (
     "abs softplus log_sigmoid gelu mish elu selu celu relu leaky_relu softsign tanhshrink hardtanh clamp clamp_min "
     "clamp_max erf atan arctan asinh atanh cosh sinh tan expm1 rsqrt log2 log10 sinc"
 )
 LINEAR = (
     "sum mean unsqueeze squeeze flatten unflatten reshape view expand movedim permute transpose swapaxes "
-    "getitem select narrow index_select roll flip neg negative positive tile repeat repeat_interleave diagonal "
+    "getitem select narrow index_select roll flip positive tile repeat repeat_interleave diagonal "
     "real imag mT T to double contiguous clone triu tril chunk split unbind diff cumsum"
 )
 CONSTANT = (
@@ -431,20 +348,13 @@ RULES: dict[str, Callable[[Function, Sequence[Any], dict[str, Any]], Any]] = {
     **dict.fromkeys(SMOOTH, map_smooth),
     **dict.fromkeys(("cat", "concat", "concatenate", "stack"), map_together),
     **dict.fromkeys(("matmul", "mm", "bmm", "einsum"), map_bilinear),
+    **dict.fromkeys(("neg", "negative"), lambda func, args, kwargs: wrap_jets(-args[0].jets)),
     "add": add,
-    **dict.fromkeys(("sub", "subtract"), subtract),
-    "rsub": subtract_from,
     **dict.fromkeys(("mul", "multiply"), multiply),
-    **dict.fromkeys(("div", "divide", "true_divide"), divide),
-    "rdiv": divide_into,
-    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm"), measure_size),
     "pow": raise_power,
     "linear": map_affine,
     "complex": join_complex,
     "where": choose,
-    "logsumexp": sum_exponentials,
-    **dict.fromkeys(("softmax", "log_softmax"), share_out),
-    "layer_norm": normalise_layer,
     "linalg_slogdet": split_determinant,
     "slogdet": split_determinant,
 }

@@ -66,24 +66,24 @@ def carries(psi: LogAmplitude, states: Tensor) -> bool:
 def agrees(psi: LogAmplitude, states: Tensor) -> bool:
     """Whether the derivatives that are carried forward are those taken one after the other, but for round-off."""
     try:
-        found = carry_log(psi, states)
+        carried = carry_log(psi, states)
     except Exception:  # noqa: BLE001 - whatever a network does with its input, the other way tells of it
         return False
     expected = differentiate_twice(psi, states)
     allowed = torch.finfo(states.dtype).eps ** 0.5
     return all(
         a.shape == b.shape and bool((a - b).abs().max() <= allowed * b.abs().max())
-        for a, b in zip(found, expected, strict=True)
+        for a, b in zip(carried, expected, strict=True)
     )
 
 
 def carry_log(psi: LogAmplitude, states: Tensor) -> tuple[Tensor, Tensor]:
     """The same by one pass through the network; NotCarriedError where that cannot be."""
     with run_uncompiled():
-        found = psi.take_moving(psi(start_jet(states)))
-    if not isinstance(found, ForwardJet):
+        log = psi.take_moving(psi(start_jet(states)))
+    if not isinstance(log, ForwardJet):
         raise NotCarriedError("log psi came back without its derivatives")
-    return found.jets[1:-1], found.jets[-1]
+    return log.jets[1:-1], log.jets[-1]
 
 
 def differentiate_twice(psi: LogAmplitude, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,8 +93,8 @@ def differentiate_twice(psi: LogAmplitude, states: Tensor) -> tuple[Tensor, Tens
         x = states.clone() if wanted and states.requires_grad else states.detach().requires_grad_()
         log = psi.take_moving(psi(x))
         parts = [differentiate_real(part, x, wanted) for part in ((log.real, log.imag) if log.is_complex() else (log,))]
-    found = parts[0] if len(parts) == 1 else [torch.complex(*both) for both in zip(*parts, strict=True)]
-    slopes, laplacian = found if wanted else [one.detach() for one in found]
+    pair = parts[0] if len(parts) == 1 else [torch.complex(*both) for both in zip(*parts, strict=True)]
+    slopes, laplacian = pair if wanted else [tensor.detach() for tensor in pair]
     return slopes, laplacian
 
 
@@ -106,8 +106,8 @@ def differentiate_real(log: Tensor, x: Tensor, graph: bool) -> tuple[Tensor, Ten
     laplacian = torch.zeros_like(log)
     for i, slope in enumerate(slopes.unbind(1)):
         if slope.requires_grad:
-            found = torch.autograd.grad(slope.sum(), x, retain_graph=True, create_graph=graph, materialize_grads=True)
-            laplacian = laplacian + found[0][:, i]
+            rows = torch.autograd.grad(slope.sum(), x, retain_graph=True, create_graph=graph, materialize_grads=True)
+            laplacian = laplacian + rows[0][:, i]
     return slopes.mT, laplacian
 
 

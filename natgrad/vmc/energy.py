@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from natgrad.ground.exchanges import share_count
+from natgrad.optim import RankExchange
 
 MIXED = 1.1
 """Chains whose R-hat is above this differ; mixed ones have 1."""
@@ -45,9 +49,9 @@ class EnergyEstimate:
 
     def __str__(self) -> str:
         digits = 8 if not 0 < self.error < math.inf else max(0, 1 - math.floor(math.log10(self.error)))
-        told = f"{self.mean:.{digits}f} +- {self.error:.{digits}f}{'' if self.settled else ' or more'}"
+        text = f"{self.mean:.{digits}f} +- {self.error:.{digits}f}{'' if self.settled else ' or more'}"
         differ = self.r_hat is not None and self.r_hat > MIXED
-        return f"{told}, chains differ (R-hat {self.r_hat:.2f})" if differ else told
+        return f"{text}, chains differ (R-hat {self.r_hat:.2f})" if differ else text
 
 
 def estimate_energy(
@@ -108,8 +112,8 @@ def measure_error(gaps: Tensor) -> tuple[float, float, bool]:
         error = block_error(gaps[:, : length // size * size].unflatten(1, (-1, size)).mean(2))
         largest = max(largest, error)
     settled = length == 1 or size**3 > 2 * length * (error / naive) ** 4
-    found = error if settled else largest
-    return found, (found / naive) ** 2, settled
+    chosen = error if settled else largest
+    return chosen, (chosen / naive) ** 2, settled
 
 
 def block_error(means: Tensor) -> float:
@@ -156,11 +160,11 @@ def extrapolate_variance(energies: list[EnergyEstimate]) -> EnergyEstimate:
         >>> print(ng.vmc.extrapolate_variance(line))
         -1.000 +- 0.012
     """
-    x = torch.tensor([one.variance for one in energies], dtype=torch.float64)
-    y = torch.tensor([one.mean for one in energies], dtype=torch.float64)
+    x = torch.tensor([energy.variance for energy in energies], dtype=torch.float64)
+    y = torch.tensor([energy.mean for energy in energies], dtype=torch.float64)
     if len(set(x.tolist())) < 2:
         raise ValueError(f"energies have {len(set(x.tolist()))} different variances, expected at least two")
-    errors = torch.tensor([one.error for one in energies], dtype=torch.float64)
+    errors = torch.tensor([energy.error for energy in energies], dtype=torch.float64)
     known = bool((errors > 0).all()) and bool(errors.isfinite().all())
     weights = errors.pow(-2) if known else torch.ones_like(errors)
     total, centre = weights.sum(), (weights * x).sum() / weights.sum()
@@ -171,4 +175,57 @@ def extrapolate_variance(energies: list[EnergyEstimate]) -> EnergyEstimate:
     if not known:
         left = y - value - slope * x
         leverage = leverage * left.square().sum() / max(1, len(energies) - 2)
-    return EnergyEstimate(float(value), float(leverage.sqrt()), 0.0, samples=sum(one.samples for one in energies))
+    return EnergyEstimate(float(value), float(leverage.sqrt()), 0.0, samples=sum(energy.samples for energy in energies))
+
+
+# walkers on several processes
+
+
+def estimate_jointly(
+    processes: RankExchange, local_energies: Tensor, weights: Tensor | None, *, enumerated: bool = False
+) -> EnergyEstimate:
+    """`estimate_energy` over the walkers of all processes.
+
+    Chains of one length, or numbers of a chain each, are taken together; from chains of different lengths the processes
+    estimate apart, and what they found is joined.
+
+    local_energies: Of this process's walkers, (b,) or (chains, b). weights: Of them, same shape, or None; over all
+    processes they count relative to one another.
+    """
+    if processes.size == 1:
+        return estimate_energy(local_energies, weights, enumerated=enumerated)
+    everyone = gather_numbers(processes, local_energies.reshape(-1))
+    if weights is not None:
+        shares = processes.gather_rows(weights.detach().reshape(-1).double())
+        return estimate_energy(everyone, shares / shares.sum(), enumerated=enumerated)
+    lengths = share_count(processes, local_energies.shape[-1], local_energies.device)
+    if len(set(lengths)) == 1:
+        return estimate_energy(everyone.view(-1, lengths[0]), enumerated=enumerated)
+    own = vars(estimate_energy(local_energies, enumerated=enumerated))
+    return combine_estimates([EnergyEstimate(*values) for values in processes.share_objects(list(own.values()))])
+
+
+def gather_numbers(processes: RankExchange, values: Tensor) -> Tensor:
+    """The numbers of all processes, real or complex, (sum of all b,) from (b,) each."""
+    if not values.is_complex():
+        return processes.gather_rows(values)
+    return torch.view_as_complex(processes.gather_rows(torch.view_as_real(values).contiguous()))
+
+
+def combine_estimates(parts: Sequence[EnergyEstimate]) -> EnergyEstimate:
+    """What estimates from independent samples come to together."""
+    samples = sum(part.samples for part in parts)
+    shares = [part.samples / samples for part in parts]
+    pairs = list(zip(shares, parts, strict=True))
+    mean = sum(share * part.mean for share, part in pairs)
+    error = math.sqrt(sum((share * part.error) ** 2 for share, part in pairs))
+    return EnergyEstimate(
+        mean=mean,
+        error=error,
+        variance=sum(share * (part.variance + (part.mean - mean) ** 2) for share, part in pairs),
+        correlation=max(part.correlation for part in parts),
+        samples=samples,
+        settled=all(part.settled for part in parts),
+        imaginary=sum(share * part.imaginary for share, part in pairs),
+        r_hat=max((part.r_hat for part in parts if part.r_hat is not None), default=None),
+    )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.checks import check_integer
+from natgrad.ground.exchanges import any_asks
 from natgrad.ground.linalg import eigh
 from natgrad.ground.messages import write_choices
 from natgrad.ground.progress import Progress, check_callback
@@ -19,9 +20,8 @@ from natgrad.vmc.amplitude import LogAmplitude
 from natgrad.vmc.antisymmetric import AntisymmetricNet
 from natgrad.vmc.configurations import Configurations
 from natgrad.vmc.continuous import Harmonic, Molecule
-from natgrad.vmc.energy import EnergyEstimate
+from natgrad.vmc.energy import EnergyEstimate, estimate_jointly
 from natgrad.vmc.hamiltonians import Hamiltonian
-from natgrad.vmc.joined_walkers import check_draws, estimate_jointly
 from natgrad.vmc.local_energies import evaluate, take_local_energies
 from natgrad.vmc.reconfiguration import StochasticReconfiguration
 from natgrad.vmc.samples import Sampler, Samples
@@ -95,18 +95,18 @@ class GroundState:
         Returns:
             Their energies, each before its step.
         """
-        steps, found = check_integer("steps", steps, 0), list[EnergyEstimate]()
+        steps, energies = check_integer("steps", steps, 0), list[EnergyEstimate]()
         check_callback(callback, "the GroundState")
         with Progress("steps", steps, progress) as shown:
             try:
-                while len(found) < steps:
-                    found.append(self.step())
-                    shown.update(len(found), {"energy": found[-1]})
+                while len(energies) < steps:
+                    energies.append(self.step())
+                    shown.update(len(energies), {"energy": energies[-1]})
                     if callback is not None and self._ends(callback(self) is True):
                         break
             except KeyboardInterrupt:
                 pass  # a step is taken whole or not at all
-        return found
+        return energies
 
     @keep_gradient_mode
     def measure(self, draws: int = 1) -> EnergyEstimate:
@@ -115,13 +115,13 @@ class GroundState:
         Args:
             draws: How many times the sampler draws.
         """
-        found, processes = [], self._meet()
+        parts, processes = [], self._meet()
         for _ in range(check_integer("draws", draws)):
             drawn, local = self._draw()
             if drawn.weights is not None:
                 return estimate_jointly(processes, local, drawn.weights, enumerated=drawn.enumerated)
-            found.append(local)
-        return estimate_jointly(processes, torch.cat(found, dim=1 if self.sampler.continues else 0), None)
+            parts.append(local)
+        return estimate_jointly(processes, torch.cat(parts, dim=1 if self.sampler.continues else 0), None)
 
     def _draw(self) -> tuple[Samples, Tensor]:
         """Samples with their local energies."""
@@ -138,7 +138,7 @@ class GroundState:
 
     def _ends(self, asked: bool) -> bool:
         """Whether the callback of some process asked to end."""
-        return any(one for (one,) in self.optimizer.processes.share_numbers([asked], self.psi.device))
+        return any_asks(self.optimizer.processes, asked, self.psi.device)
 
     def _meet(self) -> RankExchange:
         """The processes that have walkers, each with draws of its own."""
@@ -188,7 +188,7 @@ def lowest_energy(hamiltonian: Hamiltonian, *, steps: int = 200, seed: int = 0) 
     size = matrix.shape[0]
     vector = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(matrix.dtype)
     vector, before = vector / vector.norm(), torch.zeros_like(vector)
-    diagonal, side, found, scale = list[Tensor](), list[Tensor](), float("inf"), 0.0
+    diagonal, side, estimate, scale = list[Tensor](), list[Tensor](), float("inf"), 0.0
     for step in range(min(steps, size)):
         image = (matrix @ vector.unsqueeze(1)).squeeze(1)
         diagonal.append(torch.vdot(vector, image).real)
@@ -198,16 +198,17 @@ def lowest_energy(hamiltonian: Hamiltonian, *, steps: int = 200, seed: int = 0) 
         ended = float(side[-1]) <= 1e-12 * scale  # the vectors so far span all that the start has a part in
         if step % 5 == 4 or step == min(steps, size) - 1 or ended:
             lowest = float(eigh(tridiagonal(diagonal, side))[0][0])
-            if abs(lowest - found) <= 1e-12 * scale or ended:
+            if abs(lowest - estimate) <= 1e-12 * scale or ended:
                 return lowest
-            found = lowest
+            estimate = lowest
         before, vector = vector, image / side[-1]
     if steps < size:
         warnings.warn(
-            f"the lowest energy, {found}, does not stand to 12 digits after {steps} products with H: pass more steps",
+            f"the lowest energy, {estimate}, does not stand to 12 digits after {steps} products with H: pass more "
+            "steps",
             stacklevel=2,
         )
-    return found
+    return estimate
 
 
 def check_hermitian(hamiltonian: Hamiltonian, matrix: Tensor) -> None:
@@ -269,3 +270,17 @@ def check_network(psi: LogAmplitude, space: Any) -> None:
         raise ValueError(
             f"psi's network does not take the states of {space}, {tuple(states.shape)} of {states.dtype}: {error}"
         ) from error
+
+
+def check_draws(processes: RankExchange, sampler: Sampler) -> None:
+    """ValueError if samplers of two processes would draw the same walkers, which would count them twice."""
+    generator = getattr(sampler, "generator", None)
+    if processes.size == 1 or not isinstance(generator, torch.Generator):
+        return
+    states = processes.share_objects(generator.get_state().tolist())
+    for rank, state in enumerate(states):
+        if state in states[:rank]:
+            raise ValueError(
+                f"the samplers of process {states.index(state)} and {rank} would draw the same walkers: give each a "
+                "seed of its own, such as seed=torch.distributed.get_rank()"
+            )

@@ -120,14 +120,14 @@ class Hamiltonian(Explained):
         states = self.space.all_states(dtype)
         numbers = self.space.number(states)
         others, values = self.connected(states)
-        found = self.space.number(others).clamp(max=int(numbers[-1]))
-        columns = torch.searchsorted(numbers, found)
-        kept = values != 0
-        if not torch.equal(others[kept], states[columns[kept]]):
+        targets = self.space.number(others).clamp(max=int(numbers[-1]))
+        columns = torch.searchsorted(numbers, targets)
+        present = values != 0
+        if not torch.equal(others[present], states[columns[present]]):
             raise ValueError(f"{self} leads out of {self.space}: H does not conserve what its states do")
         rows = torch.arange(len(states)).unsqueeze(1).expand_as(columns)
-        places = torch.stack([rows[kept], columns[kept]])
-        return torch.sparse_coo_tensor(places, values[kept], (len(states),) * 2, check_invariants=True).coalesce()
+        places = torch.stack([rows[present], columns[present]])
+        return torch.sparse_coo_tensor(places, values[present], (len(states),) * 2, check_invariants=True).coalesce()
 
 
 class EdgeHamiltonian(Hamiltonian):

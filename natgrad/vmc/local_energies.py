@@ -52,19 +52,19 @@ def take_local_energies(
         if isinstance(hamiltonian, Hamiltonian):
             others, values = hamiltonian.moves(flat)
             check_stays(hamiltonian, space, others, values)
-            found = hamiltonian.diagonal(flat) + sum_ratios(psi, flat, others, values, chunk_size)
+            energies = hamiltonian.diagonal(flat) + sum_ratios(psi, flat, others, values, chunk_size)
         elif hasattr(hamiltonian, "local_energies"):
-            found = hamiltonian.local_energies(psi, flat)
+            energies = hamiltonian.local_energies(psi, flat)
         elif hasattr(hamiltonian, "connected") or hasattr(hamiltonian, "get_conn_padded"):
             others, values = read_connections(hamiltonian, flat)
             check_stays(hamiltonian, space, others, values)
-            found = sum_ratios(psi, flat, others, values, chunk_size)
+            energies = sum_ratios(psi, flat, others, values, chunk_size)
         else:
             raise TypeError(
                 f"hamiltonian is {type(hamiltonian).__name__}, expected an ng.vmc.Hamiltonian, or something with "
                 "connected(states), get_conn_padded(states) or local_energies(psi, states)"
             )
-    return found.reshape(states.shape[:-1])
+    return energies.reshape(states.shape[:-1])
 
 
 def check_variables(hamiltonian: Any, states: Tensor) -> None:
@@ -94,23 +94,23 @@ def check_stays(hamiltonian: Any, space: Configurations | None, others: Tensor, 
 
 def sum_ratios(psi: LogAmplitude, states: Tensor, others: Tensor, values: Tensor, chunk_size: int) -> Tensor:
     """sum_k values psi(s'_k) / psi(s), shape (b,); where the element is zero psi is not asked."""
-    kept = values != 0
+    present = values != 0
     here = evaluate(psi, states, chunk_size)
-    if bool(kept.all()):
+    if bool(present.all()):
         there = evaluate(psi, others.flatten(0, 1), chunk_size).view(values.shape)
         kind = torch.promote_types(there.dtype, values.dtype)
         return (values.to(kind) * (there - here.unsqueeze(1)).exp().to(kind)).sum(1)
-    there = evaluate(psi, others[kept], chunk_size)
-    rows = kept.nonzero()[:, 0]
+    there = evaluate(psi, others[present], chunk_size)
+    rows = present.nonzero()[:, 0]
     kind = torch.promote_types(there.dtype, values.dtype)
-    terms = values[kept].to(kind) * (there - here[rows]).exp().to(kind)
+    terms = values[present].to(kind) * (there - here[rows]).exp().to(kind)
     return torch.zeros(len(states), dtype=kind, device=states.device).index_add(0, rows, terms)
 
 
 def evaluate(psi: LogAmplitude, states: Tensor, chunk_size: int) -> Tensor:
     """log psi without a graph, some states at a time."""
-    found = [run_detached(lambda part=part: psi(part)) for part in states.split(chunk_size)]
-    return torch.cat(found) if len(found) > 1 else found[0]
+    logs = [run_detached(lambda part=part: psi(part)) for part in states.split(chunk_size)]
+    return torch.cat(logs) if len(logs) > 1 else logs[0]
 
 
 def read_connections(operator: Any, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,12 +128,12 @@ def read_connections(operator: Any, states: Tensor) -> tuple[Tensor, Tensor]:
 
 def check_connections(operator: Any, others: Any, values: Any, states: Tensor) -> None:
     """ValueError unless these are states (b, k, n) and their elements (b, k)."""
-    told = [tuple(one.shape) if isinstance(one, Tensor) else type(one).__name__ for one in (others, values)]
+    came = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in (others, values)]
     b, n = states.shape
     fits = isinstance(others, Tensor) and isinstance(values, Tensor) and others.dim() == 3
     if not fits or others.shape != (b, others.shape[1], n) or values.shape != others.shape[:2]:
         raise ValueError(
-            f"{type(operator).__name__}.connected(states) returned {told[0]} and {told[1]} for states {(b, n)}, "
+            f"{type(operator).__name__}.connected(states) returned {came[0]} and {came[1]} for states {(b, n)}, "
             f"expected tensors: the connected states ({b}, k, {n}) and their elements ({b}, k), padded with zeros"
         )
 
@@ -146,10 +146,7 @@ def read_states(psi: LogAmplitude, states: Any) -> Tensor:
 
 
 def check_integers(psi: LogAmplitude, states: Tensor) -> None:
-    """ValueError for integers that the network does not take.
-
-    states: (b, ...).
-    """
+    """ValueError for integers that the network does not take. states: (b, ...)."""
     if states.is_floating_point():
         return
     try:

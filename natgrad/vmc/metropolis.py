@@ -39,12 +39,21 @@ class MarkovMove(Protocol):
     """Whether it has a width that is tuned to the acceptance."""
 
     def propose(self, states: Tensor, generator: torch.Generator, width: float) -> Tensor:
-        """One proposal per state, shape (chains, n); the state itself where a proposal leads nowhere."""
+        """One proposal per state; the state itself where a proposal leads nowhere.
+
+        Args:
+            states: Shape (chains, n).
+            generator: Source of the draws.
+            width: Standard deviation of the steps, where the move is tuned.
+
+        Returns:
+            Shape (chains, n).
+        """
         ...
 
 
 @dataclass(frozen=True)
-class Flip:
+class Flip(MarkovMove):
     """One variable, chosen at random, takes another of its values.
 
     Args:
@@ -55,13 +64,6 @@ class Flip:
     tuned = False
 
     def propose(self, states: Tensor, generator: torch.Generator, width: float) -> Tensor:
-        """The states with one variable changed.
-
-        Args:
-            states: Shape (chains, n).
-            generator: Source of the draws.
-            width: Not used.
-        """
         place = torch.randint(states.shape[1], (len(states), 1), generator=generator).to(states.device)
         now = states.gather(1, place)
         if len(self.values) == 2:
@@ -73,7 +75,7 @@ class Flip:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class Exchange(MarkovMove):
     """The variables of two sites are exchanged: what is conserved stays so.
 
     Args:
@@ -84,19 +86,12 @@ class Exchange:
     tuned = False
 
     def propose(self, states: Tensor, generator: torch.Generator, width: float) -> Tensor:
-        """The states with two sites exchanged.
-
-        Args:
-            states: Shape (chains, n).
-            generator: Source of the draws.
-            width: Not used.
-        """
         pair = draw_pairs(self.edges, len(states), states.shape[1], generator).to(states.device)
         return states.scatter(1, pair, states.gather(1, pair.flip(1)))
 
 
 @dataclass(frozen=True)
-class Hop:
+class Hop(MarkovMove):
     """One boson goes from a site to another: their number is conserved.
 
     Args:
@@ -109,13 +104,6 @@ class Hop:
     tuned = False
 
     def propose(self, states: Tensor, generator: torch.Generator, width: float) -> Tensor:
-        """The states with one boson moved, where there is one and there is room.
-
-        Args:
-            states: Shape (chains, n).
-            generator: Source of the draws.
-            width: Not used.
-        """
         pair = draw_pairs(self.edges, len(states), states.shape[1], generator)
         turned = torch.rand(len(states), 1, generator=generator) < 0.5
         pair = torch.where(turned, pair.flip(1), pair).to(states.device)
@@ -125,7 +113,7 @@ class Hop:
 
 
 @dataclass(frozen=True)
-class Shift:
+class Shift(MarkovMove):
     """Continuous variables move by normal steps, all at once or one particle at a time; the width is tuned.
 
     Args:
@@ -136,13 +124,6 @@ class Shift:
     tuned = True
 
     def propose(self, states: Tensor, generator: torch.Generator, width: float) -> Tensor:
-        """The states, shifted.
-
-        Args:
-            states: Shape (chains, n).
-            generator: Source of the draws.
-            width: Standard deviation of the steps.
-        """
         steps = width * torch.randn(states.shape, generator=generator, dtype=states.dtype)
         if self.single is not None:
             count = states.shape[1] // self.single
@@ -229,7 +210,7 @@ class Metropolis(Sampler):
         seed: int = 0,
         **tuning: Unpack[WidthOptions],
     ) -> None:
-        told: WidthTuning = read_groups("Metropolis", GROUPS, tuning, OWN)["tuning"]
+        widths: WidthTuning = read_groups("Metropolis", GROUPS, tuning, OWN)["tuning"]
         self.space, self.move = space, choose_move(space) if move is None else move
         check_move(space, self.move)
         self.samples = check_integer("samples", samples)
@@ -239,7 +220,7 @@ class Metropolis(Sampler):
         usual = 10 if self.move.tuned else space.count
         self.sweep = usual if sweep is None else check_integer("sweep", sweep)
         self.burn_in, self.patience = check_integer("burn_in", burn_in, 0), check_integer("patience", patience)
-        self.width, self.acceptance = float(told.width), told.acceptance
+        self.width, self.acceptance = float(widths.width), widths.acceptance
         self.generator = torch.Generator().manual_seed(seed)
         self.states: Tensor | None = None
         self.idle = torch.zeros(self.chains, dtype=torch.long)
@@ -251,14 +232,14 @@ class Metropolis(Sampler):
             self.states = self.states.to(psi.device)
             for _ in range(self.burn_in):
                 self._run(psi, 1)
-        found = self._run(psi, self.samples // self.chains)
-        if isinstance(self.space, Configurations) and not bool(self.space.contains(found).all()):
+        drawn = self._run(psi, self.samples // self.chains)
+        if isinstance(self.space, Configurations) and not bool(self.space.contains(drawn).all()):
             raise ValueError(
                 f"move {self.move} leads out of {self.space}: take a move that conserves what the space does, such as "
                 f"{choose_move(self.space)}"
             )
         self._tell()
-        return Samples(found)
+        return Samples(drawn)
 
     @property
     def stuck(self) -> list[int]:
@@ -294,16 +275,16 @@ class Metropolis(Sampler):
     def _run(self, psi: LogAmplitude, length: int) -> Tensor:
         """`length` states of every chain, (chains, length, n), a sweep apart. The width is tuned afterwards."""
         assert self.states is not None
-        log, kept, count = evaluate(psi, self.states, CHUNK).real, list[Tensor](), list[Tensor]()
+        log, visited, count = evaluate(psi, self.states, CHUNK).real, list[Tensor](), list[Tensor]()
         for _ in range(length):
             for _ in range(self.sweep):
                 log, moved = self._move(psi, log)
                 count.append(moved.sum())
-            kept.append(self.states)
+            visited.append(self.states)
         self.accepted = int(torch.stack(count).sum()) / (length * self.sweep * self.chains)
         if self.move.tuned:
             self.width *= math.exp(min(0.5, max(-0.5, self.accepted - self.acceptance)))
-        return torch.stack(kept, dim=1)
+        return torch.stack(visited, dim=1)
 
     def _move(self, psi: LogAmplitude, log: Tensor) -> tuple[Tensor, Tensor]:
         """One proposal per chain: log |psi| afterwards, and which chains moved."""
@@ -344,19 +325,17 @@ def check_move(space: WalkerSpace, move: MarkovMove) -> None:
         check_connected(move, space.count)
     if not isinstance(space, (Spins, Bosons, Harmonic, Molecule)) or not isinstance(move, (Flip, Exchange, Hop, Shift)):
         return
-    free = isinstance(choose_move(space), Flip)
+    usual = choose_move(space)
     if isinstance(move, Flip):
-        fits = isinstance(space, Configurations) and free and sorted(move.values) == list(space.values)
-    elif isinstance(move, Exchange):
-        fits = isinstance(space, Configurations) and not free and len(space.values) == 2
+        fits = isinstance(usual, Flip) and sorted(move.values) == sorted(usual.values)
     elif isinstance(move, Hop):
-        fits = isinstance(space, Bosons) and not free and move.most == space.most
+        fits = isinstance(space, Bosons) and not isinstance(usual, Flip) and move.most == space.most
     else:
-        fits = not isinstance(space, Configurations)
+        fits = isinstance(move, type(usual))
     if not fits:
         raise ValueError(
             f"move is {move} and space is {space}: the move leads out of the space, or does not reach all of its "
-            f"states; take {choose_move(space)}, or a space that conserves what the move does"
+            f"states; take {usual}, or a space that conserves what the move does"
         )
 
 

@@ -70,10 +70,7 @@ class RBM(nn.Module):
 
 
 def log_cosh(z: Tensor) -> Tensor:
-    """log cosh z without overflow, real or complex.
-
-    z: Any shape.
-    """
+    """log cosh z without overflow, real or complex. z: Any shape."""
     if not z.is_complex():
         return torch.logaddexp(z, -z) - math.log(2)
     z = torch.where(z.real < 0, -z, z)  # cosh is even

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from natgrad.ground.checks import check_number, check_positive, check_share
+from natgrad.ground.exchanges import share_count
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.messages import write_choices
 from natgrad.ground.pure import check_examples_apart, keep_gradient_mode
@@ -16,13 +17,12 @@ from natgrad.ground.spaces import trainable
 from natgrad.ground.typed_torch import measure_norm
 from natgrad.metrics import GeometricTensor, geometric_tensor, lay_out_amplitudes
 from natgrad.operators import Centred, Operator, Pullback
-from natgrad.optim import LinearSystem, NaturalGradient, RankExchange, Solved, State, SystemEvidence
+from natgrad.optim import LinearSystem, NaturalGradient, RankExchange, Solved, State, SystemEvidence, join_operator
 from natgrad.rules import Constant, Damping, Rule, TrustRegion
 from natgrad.solvers import Auto, Solution, Solver, Spring
 from natgrad.structures import Dense, Exact, Structure
 from natgrad.vmc.amplitude import LogAmplitude
-from natgrad.vmc.energy import EnergyEstimate
-from natgrad.vmc.joined_walkers import estimate_jointly, gather_numbers, join_moment
+from natgrad.vmc.energy import EnergyEstimate, estimate_jointly, gather_numbers
 from natgrad.vmc.local_energies import check_integers, read_numbers, read_states
 
 
@@ -32,16 +32,11 @@ class MeasuredSystem:
 
     Blocks leave out what layers, and the positions of a convolution, have in common: along a translation S is as many
     times larger than its blocks as there are sites, and their own step would be as many times too long.
-
-    Args:
-        blocks: The structure's system.
-        whole: S at the samples, centred.
-        gradient: F, shape (n,).
     """
 
-    blocks: LinearSystem
-    whole: Operator
-    gradient: Tensor
+    blocks: LinearSystem  # the structure's system
+    metric: Operator  # S at the samples, centred
+    gradient: Tensor  # F, shape (n,)
 
     @property
     def operator(self) -> Operator:
@@ -55,26 +50,28 @@ class MeasuredSystem:
 
     def solve(self, level: float, guess: Tensor | None) -> Solved:
         """The solution with the damping's number at `level`, from a guess (n,)."""
-        found = self.blocks.solve(level, guess)
-        solution = measure_length(self.whole, self.gradient, found.solution, found.damping, guess)
-        return replace(found, solution=solution)
+        solved = self.blocks.solve(level, guess)
+        solution = measure_length(self.metric, self.gradient, solved.solution, solved.damping, guess)
+        return replace(solved, solution=solution)
 
 
 def measure_length(
-    operator: Operator, rhs: Tensor, found: Solution, damping: float | Tensor, guess: Tensor | None
+    operator: Operator, rhs: Tensor, solution: Solution, damping: float | Tensor, guess: Tensor | None
 ) -> Solution:
     """a x with the a that minimises 1/2 a^2 x^T (S + damping I) x - a x^T (b + damping x_0): one product with S.
 
     rhs: b, (n,). damping: A number, or one per entry (n,). guess: x_0, to which damping pulls, (n,); None: to zero.
     """
-    value = found.value
+    value = solution.value
     image = operator.mv(value) + damping * value
     pulled = rhs if guess is None else rhs + damping * guess
     form = value @ image
     length = torch.where(form > 0, (value @ pulled) / form, 1.0).clamp(min=0)
     value, image = length * value, length * image
     residual = measure_norm(rhs - image)
-    return replace(found, value=value, image=image, residual=residual, steps=found.steps + 1, basis=None, iterates=())
+    return replace(
+        solution, value=value, image=image, residual=residual, steps=solution.steps + 1, basis=None, iterates=()
+    )
 
 
 # Stochastic reconfiguration: the natural gradient of the energy of a wave function, for any sampler
@@ -229,8 +226,8 @@ class StochasticReconfiguration:
 
     def state_dict(self) -> dict[str, Any]:
         """What the next step depends on besides psi's parameters, and the energies so far: plain values and tensors."""
-        told = [list(vars(energy).values()) for energy in self.energies]
-        return {"optimizer": self.optimizer.state_dict(), "energies": told}
+        energies = [list(vars(energy).values()) for energy in self.energies]
+        return {"optimizer": self.optimizer.state_dict(), "energies": energies}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict()`.
@@ -239,7 +236,7 @@ class StochasticReconfiguration:
             state_dict: What that returned.
         """
         self.optimizer.load_state_dict(state_dict["optimizer"])
-        self.energies = [EnergyEstimate(*told) for told in state_dict["energies"]]
+        self.energies = [EnergyEstimate(*values) for values in state_dict["energies"]]
 
     @property
     def metric(self) -> GeometricTensor:
@@ -259,16 +256,16 @@ class StochasticReconfiguration:
             moment = operator.moment
             assert isinstance(moment, Pullback)
             check_amplitudes(moment.outputs, states)
-        whole = operator if processes.size == 1 else join_moment(processes, moment, share, operator.counted)
+        metric = operator if processes.size == 1 else join_moment(processes, moment, share, operator.counted)
         gaps = find_gaps(*self._gather_energies(local_energies, weights), self.clip)
-        place = sum(int(one) for (one,) in processes.share_numbers([len(states)], states.device)[: processes.rank])
+        place = sum(share_count(processes, len(states), states.device)[: processes.rank])
         cotangents = fit_columns(gaps[place : place + len(states)], moment.outputs)
         gradient = processes.sum(pull_back(moment, cotangents))
 
         def system(state: State) -> LinearSystem:
-            known = whole if self.metric.centred else None
+            known = metric if self.metric.centred else None
             blocks = opt.metric_system(params, gradient, states, weights, state, known)
-            return blocks if known is not None else MeasuredSystem(blocks, whole, gradient)
+            return blocks if known is not None else MeasuredSystem(blocks, metric, gradient)
 
         return opt.evidence(params, gradient, system, examples=lambda: len(states))
 
@@ -276,6 +273,12 @@ class StochasticReconfiguration:
         """The local energies of all processes, with their weights."""
         shares = None if weights is None else self.processes.gather_rows(weights)
         return gather_numbers(self.processes, local_energies), shares
+
+
+def join_moment(processes: RankExchange, moment: Pullback, share: float, counted: Tensor) -> Operator:
+    """S over the walkers of all processes, about their common mean."""
+    joined = join_operator(processes.ranks, moment, moment.linearization.space, share)
+    return Centred(cast("Any", joined), processes.gather_rows(joined.shares[processes.rank] ** 0.5 * counted))
 
 
 def check_needs_no_loss(damping: Damping, rule: Rule | None) -> None:

@@ -67,14 +67,14 @@ class SymmetricNet(nn.Module):
     def __init__(self, net: nn.Module, permutations: Sequence[Sequence[int]]) -> None:
         super().__init__()
         sites = list(range(len(permutations[0]))) if permutations else []
-        if not sites or any(sorted(one) != sites for one in permutations):
+        if not sites or any(sorted(order) != sites for order in permutations):
             raise ValueError(
                 "permutations are expected to be lists of all sites, at least one and each of the same length, such as "
                 "ng.vmc.chain_translations(n)"
             )
         self.net = net
         self.permutations: Tensor
-        self.register_buffer("permutations", torch.tensor([list(one) for one in permutations]), persistent=False)
+        self.register_buffer("permutations", torch.tensor([list(order) for order in permutations]), persistent=False)
 
     def forward(self, states: Tensor) -> Tensor:
         """log psi.

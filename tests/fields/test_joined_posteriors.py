@@ -15,8 +15,8 @@ from torch import Tensor, distributed, nn
 
 import natgrad as ng
 from natgrad.helmholtz import Algorithm, Reweighted
-from natgrad.helmholtz.logistic_rows import PARTS, LogisticRows
 from natgrad.helmholtz.phases import Lesson
+from natgrad.helmholtz.units import PARTS, LogisticRows
 from natgrad.optim import RankExchange
 from natgrad.variational import Projected
 

@@ -40,7 +40,7 @@ from natgrad.ground.linalg import (
     woodbury_solve,
 )
 from natgrad.operators import DenseOperator, KroneckerOperator, LowRankOperator
-from natgrad.search.full_covariance import Full
+from natgrad.search.cma import Full
 from natgrad.search.sparse import regress_blocks
 from natgrad.search.xnes import XNES
 from natgrad.structures.adaptive_inverse import stays_positive, woodbury_inverse

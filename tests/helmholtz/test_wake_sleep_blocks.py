@@ -13,8 +13,7 @@ from models import F64, assert_close
 
 import natgrad as ng
 from natgrad.helmholtz import Classic, Reweighted
-from natgrad.helmholtz.logistic_rows import generation_rows
-from natgrad.helmholtz.unit_blocks import (
+from natgrad.helmholtz.blocks import (
     FEW,
     UnitBlocks,
     draw_places,
@@ -23,6 +22,7 @@ from natgrad.helmholtz.unit_blocks import (
     spread_evenly,
     thin_rows,
 )
+from natgrad.helmholtz.units import generation_rows
 from natgrad.operators import SharedRows, Units
 
 

@@ -128,6 +128,10 @@ def test_a_layout_takes_tensors_apart_as_it_joined_them(name: str):
     assert tuple(matrix.shape) == layer.layout.matrix_shape
     again = layer.layout.split(matrix)
     assert all(torch.equal(again[key], p) for key, p in params.items())
+    places = layer.layout.places
+    assert (places is None) == (layer.layout.transposed and layer.layout.groups > 1)
+    for key, place in (places or {}).items():
+        assert torch.equal(matrix.contiguous().as_strided(*place), params[key])
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if not name.startswith("embedding")])

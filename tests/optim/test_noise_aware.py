@@ -67,14 +67,14 @@ def test_five_iterations_leave_singular_values_near_one_in_single_precision_too(
 
 
 @pytest.mark.parametrize("shape", [(40, 50), (30, 90), (90, 30)])
-def test_two_inverses_leave_singular_values_within_a_tenth_of_one_in_single_precision_too(
+def test_one_inverse_leaves_singular_values_within_a_quarter_of_one_in_single_precision_too(
     shape: tuple[int, int],
 ) -> None:
     matrix = fading_values(*shape)
     found = torch.linalg.svdvals(polar(matrix.float(), 5))
-    large = int((0.8 ** torch.arange(min(shape)) > 0.005 * (matrix @ matrix.mT).norm().sqrt()).sum())
-    assert found.max() < 1.105
-    assert found[large - 1] > 0.895
+    large = int((0.8 ** torch.arange(min(shape)) > 0.02 * (matrix @ matrix.mT).norm().sqrt()).sum())
+    assert found.max() < 1.245
+    assert found[:large].min() > 0.755
     assert not polar(torch.zeros(shape), 5).any()
     for scale in (1e-16, 1e-30, 1e16):  # the squares of a square leave single precision
         torch.testing.assert_close(polar(scale * matrix.float(), 5), polar(matrix.float(), 5), atol=2e-3, rtol=0)
@@ -259,17 +259,31 @@ def test_the_share_of_signal_is_none_in_noise_and_all_in_a_constant_gradient(dec
 
 
 def test_the_turn_comes_after_ten_steps_at_the_least() -> None:
-    noise = Noise()
+    noise, turns = Noise(), list[bool]()
     for step in range(10):
-        assert noise.turned == -1
-        noise = follow_signal(noise, step, [0.0, 1.0, 0.05], 0.26)
-    assert noise.turned == 9
+        noise, is_low = follow_signal(noise, step, [0.0, 1.0, 0.05], 0.26)
+        turns.append(is_low)
+    assert turns == [False] * 9 + [True]
 
 
-def test_what_turned_stays_turned() -> None:
-    """Gradients agree where a loss comes near zero, too."""
-    noise = Noise(turned=20, signal=(0.05, 1.0, 0.05))
-    assert follow_signal(noise, 21, [1.0, 1.0, 0.05], 0.26) == noise
+def test_natural_steps_far_beyond_their_layers_give_way_to_spectral_ones() -> None:
+    """Without damping, directions that the loss hardly depends on take a step many times as far as the layers are."""
+    x = draw(64, 6).float()
+    y = x[:, :3].argmax(1)
+    for damping, rule, turned in ((0.03, NoiseAware(), -1), (1e-6, NoiseAware(), 0), (1e-6, NoiseAware(far=1e9), -1)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        opt = ng.kfac(model, nn.CrossEntropyLoss(), damping=damping, rule=rule)
+        cuts = list[float]()
+        for _ in range(3):
+            opt.zero_grad()
+            opt.loss(model(x), y).backward()
+            opt.step()
+            cuts.append(opt.state_report().cuts.get("move", 0.0))
+        assert (cuts[0] * 0.12 > 1.5) == (damping < 0.03)
+        assert (max(cuts[1:]) == 0) == (turned == 0)  # spectral steps have bounds of their own
+        text = opt.explain()
+        assert ("Since step 0 a natural step would move layers by more than 1.5 of their size" in text) == (turned == 0)
 
 
 def test_steps_turn_spectral_where_labels_are_noise_and_a_checkpoint_keeps_that() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_state import blocks_of
+from engine_state import blocks_of, state_of
 from models import F64, assert_close, build_seeded, draw
 from optim_models import BLOCK_RECIPES as RECIPES
 from optim_models import CE, X, Y, flat, net
@@ -158,8 +158,8 @@ def test_a_rule_shapes_the_direction_of_every_block():
     steps_of(opt, model, X, Y, 20)
     assert value(model) < losses[0]
     assert opt.state_report().failures == 0
-    counts = [block.shape["count"] for block in blocks_of(opt)]
-    assert all(int(count) == 21 for count in counts)
+    counts = [count for stack in state_of(opt).stacks.parts for count in stack.memory["count"].tolist()]
+    assert counts == [21] * len(blocks_of(opt))
 
 
 def test_what_a_rule_remembers_of_blocks_is_saved():

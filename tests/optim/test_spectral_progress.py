@@ -16,7 +16,7 @@ import natgrad as ng
 from natgrad.ground.pure import RandomState
 from natgrad.operators import Operator
 from natgrad.rules import BlockPoint, BlockStack, NoiseAware, SpectralProgress
-from natgrad.rules.spectral_progress import FRESH, least_size, unwhiten, whiten
+from natgrad.rules.spectral_progress import FRESH, least_size, unwhiten, whiten, whitener_of_few
 
 F64 = torch.float64
 FREE = SpectralProgress(kl_share=math.inf, warm=1)
@@ -77,11 +77,9 @@ def test_a_step_is_the_written_out_one(recipe: Callable[..., Any], scale: float)
     root = (vectors * values.rsqrt()) @ vectors.mT
     size = max(float((before @ white * before).sum().sqrt()), 0.05 * 3**0.5)
     expected = 0.5 * 0.1 * size / 3**0.5 * polar_by_svd(gradient @ root) @ root
-    assert float((before - after - expected).norm()) < 0.1 * float(
-        expected.norm()
-    )  # five iterations of the polar factor
+    assert float((before - after - expected).norm()) < 0.24 * float(expected.norm())  # as near as the polar factor is
     moved = ((before - after) @ white * (before - after)).sum().sqrt()
-    assert float(moved) == pytest.approx(0.5 * 0.1 * size, rel=0.1)
+    assert float(moved) == pytest.approx(0.5 * 0.1 * size, rel=0.24)
 
 
 def test_few_rows_whiten_less_and_move_directions_of_mean_size_as_before() -> None:
@@ -95,7 +93,7 @@ def test_few_rows_whiten_less_and_move_directions_of_mean_size_as_before() -> No
 
 
 def test_many_inputs_of_few_rows_are_whitened_along_their_largest_directions() -> None:
-    rows, inputs = 10, 200
+    rows, inputs = 10, 300
     x = draw(40 * rows, inputs) * torch.logspace(0, -1.5, inputs, dtype=F64) + 0.3
     moment = x.mT @ x / len(x)
     metric = ng.operators.KroneckerOperator(torch.eye(3, dtype=F64), moment)
@@ -108,6 +106,25 @@ def test_many_inputs_of_few_rows_are_whitened_along_their_largest_directions() -
     assert float((found - expected).norm() / expected.norm()) < 0.05
     theta = draw(5, inputs)
     torch.testing.assert_close(unwhiten(whiten(theta, few), few), theta)
+    flat = ng.operators.KroneckerOperator(torch.eye(3, dtype=F64), torch.eye(inputs, dtype=F64))
+    assert SpectralProgress().prepare_for(flat, 0.1, 1000.0)["inputs"].shape == (inputs, inputs)
+
+
+def test_a_whitener_of_few_directions_is_the_whole_one_where_the_others_are_equal() -> None:
+    basis = torch.linalg.qr(draw(60, 60))[0]
+    values = torch.full((60,), 0.2, dtype=F64)
+    values[:4] = torch.tensor([30.0, 10.0, 6.0, 4.0], dtype=F64)
+    moment = 7 * (basis * values) @ basis.mT  # in any unit
+    scaled = moment / moment.diagonal().mean()
+    roots = whitener_of_few(moment, 10.0, 4)
+    assert roots is not None
+    root = unwhiten(torch.eye(60, dtype=F64), roots)
+    expected = scaled + 10 * torch.eye(60, dtype=F64)
+    torch.testing.assert_close(root.mT @ root, expected, atol=0.02, rtol=0)  # two steps of iteration
+    torch.testing.assert_close(whiten(root, roots), torch.eye(60, dtype=F64))
+    # more directions stand out than it has
+    assert whitener_of_few(moment, 10.0, 2) is None
+    assert whitener_of_few(torch.eye(60, dtype=F64), 0.3, 4) is None
 
 
 def shape_alike(rule: SpectralProgress, points: list[BlockPoint]) -> list[tuple[Tensor, dict[str, Tensor]]]:
@@ -117,8 +134,9 @@ def shape_alike(rule: SpectralProgress, points: list[BlockPoint]) -> list[tuple[
     groups = [group for i, group in enumerate(groups) if group not in groups[:i]]
     shaped = rule.shape_stacks([BlockStack.of([points[i] for i in group]) for group in groups])
     found = dict[int, tuple[Tensor, dict[str, Tensor]]]()
-    for group, (directions, memories) in zip(groups, shaped, strict=True):
-        found |= zip(group, zip(directions.unbind(), memories, strict=True), strict=True)
+    for group, (directions, memory) in zip(groups, shaped, strict=True):
+        rows = [{name: tensor[j] for name, tensor in memory.items()} for j in range(len(group))]
+        found |= zip(group, zip(directions.unbind(), rows, strict=True), strict=True)
     return [found[i] for i in range(len(points))]
 
 

@@ -20,10 +20,10 @@ from policy_worlds import Bandit, Clock, Corridor, Walk  # noqa: E402
 
 from natgrad import policy as pg  # noqa: E402
 from natgrad.policy.actor import Actor  # noqa: E402
+from natgrad.policy.advantage import RewardScale, estimate_advantages  # noqa: E402
 from natgrad.policy.environments import Environments  # noqa: E402
 from natgrad.policy.heads import choose_head  # noqa: E402
-from natgrad.policy.normalise import ObservationScale, RewardScale  # noqa: E402
-from natgrad.policy.rollout import collect, estimate_advantages  # noqa: E402
+from natgrad.policy.rollout import ObservationScale, collect_steps  # noqa: E402
 
 MODES = {
     "list": lambda makers: [make() for make in makers],
@@ -41,7 +41,9 @@ def batch_of(env: Any, size: int, value: Any, limit: float | None = None) -> pg.
     worlds = Environments(env, limit)
     policy = nn.Linear(2, 2, dtype=F64)
     actor = Actor(policy, choose_head(worlds.action_space), torch.zeros(worlds.shape, dtype=F64))
-    kept = collect(actor, worlds, ObservationScale(worlds.shape, False), size, 0, torch.Generator().manual_seed(0))
+    kept = collect_steps(
+        actor, worlds, ObservationScale(worlds.shape, False), size, 0, torch.Generator().manual_seed(0)
+    )
     return estimate_advantages(kept, value, RewardScale(worlds.count, 0.9, False), 0.9, 0.8, worlds.take_episodes())
 
 

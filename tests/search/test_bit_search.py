@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
+from black_boxes import list_discrete
 from torch import Tensor
 from torch.testing import assert_close
 
 import natgrad as ng
-from natgrad.search import CGA, PBIL, BitSearch, CategoricalSearch
+from natgrad.search import CGA, PBIL, BitSearch
 
 
 def onemax(X: Tensor) -> Tensor:
@@ -63,38 +62,6 @@ def test_cliques_are_learned():
     assert search.cliques == [(0, 1, 2, 3, 4), (5, 6, 7, 8, 9)]
 
 
-@pytest.mark.parametrize("make", [lambda: ng.BernoulliSearch(6, seed=0), lambda: ng.MarkovSearch(6, seed=0)])
-def test_no_update_leaves_the_domain(make):
-    """On noise, constants, infinities and huge values."""
-    search = make()
-    generator = torch.Generator().manual_seed(0)
-    scales = [1.0, 0.0, 1e200, math.inf, math.nan]
-    for k in range(25):
-        X = search.ask()
-        assert bool(((X == 0) | (X == 1)).all())
-        search.tell(X, scales[k % 5] * torch.randn(len(X), generator=generator))
-        assert bool(torch.isfinite(search.theta).all())
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: ng.BernoulliSearch(10, seed=3),
-        lambda: ng.BernoulliSearch(10, seed=3, update=PBIL()),
-        lambda: ng.MarkovSearch(10, seed=3),
-    ],
-)
-def test_a_resumed_search_is_the_uninterrupted_one(make):
-    whole, first = make(), make()
-    run(whole, traps, -math.inf, 600)
-    run(first, traps, -math.inf, 300)
-    second = make()
-    second.load_state_dict(first.state_dict())
-    run(second, traps, -math.inf, 600)
-    assert torch.equal(whole.theta, second.theta)
-    assert torch.equal(whole.ask(), second.ask())
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -110,29 +77,6 @@ def test_without_a_target_it_ends(make):
     assert result.success
     assert result.message.startswith("converged")
     assert result.nfev < 4000
-
-
-WRONG = {
-    "n": (lambda: ng.BernoulliSearch(0), "n is 0"),
-    "popsize": (lambda: ng.MarkovSearch(4, popsize=1), "popsize is 1"),
-    "margin": (lambda: ng.BernoulliSearch(4, margin=0.7), "margin is 0.7"),
-    "rate": (lambda: PBIL(rate=2.0), "rate is 2.0"),
-    "best": (lambda: PBIL(best=0), "best is 0"),
-    "population": (lambda: CGA(-1.0), "population is -1"),
-    "cliques flat": (lambda: ng.MarkovSearch(4, [0, 1]), "cliques has 0, expected groups"),
-    "cliques a word": (lambda: ng.MarkovSearch(4, "all"), "cliques has 'a', expected groups"),
-    "half a bit": (lambda: ng.MarkovSearch(4, [(0.5, 1)]), r"cliques has \(0.5, 1\), expected groups"),
-    "clique beyond": (lambda: ng.MarkovSearch(4, [(0, 4)]), r"cliques has \(0, 4\)"),
-    "clique too large": (lambda: ng.MarkovSearch(20, [range(13)]), "2\\^13 products"),
-    "largest": (lambda: ng.MarkovSearch(4, largest=1), "largest is 1"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_bad_arguments_are_named(case: str):
-    call, words = WRONG[case]
-    with pytest.raises(ValueError, match=words):
-        call()
 
 
 # Functions that are hard on independent bits: unequal weights, and order.
@@ -192,12 +136,7 @@ def test_a_search_goes_on_bit_for_bit_in_every_phase(cut: int):
 
 
 RESTARTED = {
-    "bernoulli": lambda: ng.BernoulliSearch(8, seed=1, popsize=10),
-    "pbil": lambda: ng.BernoulliSearch(8, seed=1, popsize=10, update=PBIL(0.5, 3)),
-    "cga": lambda: ng.BernoulliSearch(8, seed=1, update=CGA(4)),
-    "markov": lambda: ng.MarkovSearch(8, seed=1, popsize=10),
-    "markov, cliques given": lambda: ng.MarkovSearch(8, [(0, 1), (2, 3)], seed=1, popsize=10),
-    "categories": lambda: CategoricalSearch([2] * 8, seed=1, popsize=10),
+    **list_discrete(8, seed=1, popsize=10),
     "gaussian": lambda: ng.GaussianSearch([0.1] * 8, 0.1, seed=1, popsize=10, bounds=(0, 1), integers=range(8)),
 }
 
@@ -213,7 +152,7 @@ def test_a_given_search_starts_again_with_another_population(name: str, restarts
     result = ng.minimize(flat, RESTARTED[name](), callback=lambda s: seen.append(s.popsize), **settings)
     assert result.nfev <= 900
     assert max(result.history["run"]) >= 1
-    if name != "cga":  # whose population is in its update
+    if name != "bits, CGA":  # whose population is in its update
         assert max(seen) > seen[0]
     for budget in (500, 900):
         parts = ng.minimize(flat, RESTARTED[name](), checkpoint=tmp_path / "parts", **settings | {"maxfevals": budget})

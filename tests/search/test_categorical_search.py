@@ -62,19 +62,6 @@ def test_no_probability_dies_whatever_the_update(update):
             assert float(p.min()) >= min(1 / (3 * (size - 1)), 1 / (2 * size)) - 1e-9
 
 
-@pytest.mark.parametrize("update", [None, PBIL()])
-def test_a_resumed_search_is_the_uninterrupted_one(update):
-    whole, first, second = (CategoricalSearch(SIZES, popsize=6, seed=3, update=update) for _ in range(3))
-    for k in range(12):
-        for search in (whole, first if k < 6 else second):
-            X = search.ask()
-            search.tell(X, table(X).sin())
-        if k == 5:
-            second.load_state_dict(first.state_dict())
-    assert torch.equal(whole.theta, second.theta)
-    assert torch.equal(whole.ask(), second.ask())
-
-
 # Products.
 
 
@@ -109,26 +96,3 @@ def test_the_parts_of_a_product_move_as_they_would_alone():
     assert torch.equal(joint.parts[1].theta, alone[1].theta)
     assert set(joint.measures()) >= {"sigma", "explained"}
     assert joint.stop() is None
-
-
-WRONG = {
-    "sizes": (lambda: CategoricalSearch(3), ValueError, "sizes is 3"),
-    "no sizes": (lambda: CategoricalSearch([]), ValueError, "sizes is empty"),
-    "one value": (lambda: CategoricalSearch([3, 1]), ValueError, "sizes is 1, expected an integer >= 2"),
-    "margin": (lambda: CategoricalSearch([3, 4], margin=0.3), ValueError, "margin is 0.3"),
-    "popsize": (lambda: CategoricalSearch([3], popsize=1), ValueError, "popsize is 1"),
-    "parts": (lambda: ProductSearch(3), TypeError, "expected searches"),
-    "no parts": (lambda: ProductSearch(), TypeError, "expected searches"),
-    "popsizes": (
-        lambda: ProductSearch(CategoricalSearch([3], 4), CategoricalSearch([3], 6)),
-        ValueError,
-        r"popsizes \[4, 6\]",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_bad_arguments_are_named(case: str):
-    call, kind, words = WRONG[case]
-    with pytest.raises(kind, match=words):
-        call()

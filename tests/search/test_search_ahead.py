@@ -95,27 +95,6 @@ def test_every_call_of_f_counts_and_the_budget_holds(vectorized: bool | None, re
     assert result.failures == 0
 
 
-BAD = [
-    ({"timeout": 1.0}, ValueError, "timeout is given without an executor"),
-    ({"ahead": 2}, ValueError, "ahead is given without an executor"),
-    ({"executor": Waiting(1), "timeout": 0.0}, ValueError, "timeout is 0.0, expected seconds above 0"),
-    ({"executor": Waiting(1), "timeout": "1"}, ValueError, "timeout is '1'"),
-    ({"executor": Waiting(1), "timeout": float("nan")}, ValueError, "timeout is nan"),
-    ({"executor": Waiting(1), "ahead": -1}, ValueError, "ahead is -1"),
-    ({"executor": Waiting(1), "ahead": 2, "noise": True}, ValueError, "ahead is 2 with noise=True"),
-    ({"executor": SimpleNamespace(submit=lambda fn, x: SimpleNamespace(result=lambda: 1.0)), "ahead": 1}, TypeError,
-     "need futures that tell when they are done"),
-    ({"executor": object()}, TypeError, "for Ray, ng.search.RayPool()"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("settings", "kind", "message"), BAD, ids=[message[:30] for *_, message in BAD])
-def test_what_cannot_be_is_said(settings: dict[str, Any], kind: type[Exception], message: str):
-    with pytest.raises(kind) as caught:
-        ng.minimize(one_value, [1.0, 2.0], 1.0, **settings, **SETTINGS)
-    assert message in str(caught.value)
-
-
 # Ray: a stand-in with the part of its interface that is used.
 
 

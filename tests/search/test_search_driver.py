@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from black_boxes import one_value, sphere
+from black_boxes import list_discrete, one_value, sphere
 from torch import Tensor
 
 import natgrad as ng
 from natgrad.search import (
-    IPOP,
     PBIL,
     CategoricalSearch,
     ProductSearch,
@@ -57,10 +55,7 @@ def test_any_pool_gives_the_same_search(pool, vectorized: bool):
 
 SEARCHES = {
     "gaussian": lambda: ng.GaussianSearch([1.0, 2.0], 1.0, seed=1, model=Separable()),
-    "bits": lambda: ng.BernoulliSearch(8, popsize=6, seed=1),
-    "pbil": lambda: ng.BernoulliSearch(8, popsize=6, seed=1, update=PBIL(0.2, 2)),
-    "markov": lambda: ng.MarkovSearch(8, [(0, 1), (2, 3)], popsize=6, seed=1),
-    "categories": lambda: CategoricalSearch([3, 2, 4], popsize=6, seed=1),
+    **list_discrete(8, seed=1, popsize=6),
     "product": lambda: ProductSearch(
         ng.GaussianSearch([1.0, 2.0], 1.0, 12, seed=1), CategoricalSearch([3, 3], 12, seed=2, update=PBIL(0.2, 3))
     ),
@@ -91,21 +86,6 @@ def test_a_given_search_resumes_bit_for_bit(name: str, tmp_path):
     assert parts.history.state_dict() == whole.history.state_dict()
 
 
-def test_a_given_search_takes_no_second_settings():
-    search = ng.BernoulliSearch(4, seed=0)
-    for settings, word in (
-        ({"popsize": 10}, "popsize is given"),
-        ({"seed": 1}, "seed is given"),
-        ({"sigma0": 1.0}, "sigma0 is given"),
-        ({"bounds": (0, 1)}, "bounds is given"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            ng.minimize(zeros, search, **settings)
-
-
-# Arguments as people write them.
-
-
 # Odd objectives.
 
 
@@ -119,39 +99,3 @@ def test_an_objective_may_not_change_the_candidates():
         ng.minimize(careless, [1.0, 2.0], 1.0, seed=0, maxfevals=60).x,
         ng.minimize(sphere, [1.0, 2.0], 1.0, seed=0, maxfevals=60).x,
     )
-
-
-WRONG = {
-    "sigma0 missing": (lambda: ng.minimize(sphere, [0.0]), ValueError, "sigma0 is missing"),
-    "sigma0 text": (lambda: ng.minimize(sphere, [0.0], "1"), TypeError, "sigma0 is str, expected numbers"),
-    "sigma0 zero": (lambda: ng.minimize(sphere, [0.0], 0.0), ValueError, "sigma0 is 0"),
-    "sigma0 infinite": (lambda: ng.minimize(sphere, [0.0], math.inf), ValueError, "sigma0 is inf"),
-    "ftarget NaN": (lambda: ng.minimize(sphere, [0.0], 1.0, ftarget=math.nan), ValueError, "ftarget is NaN"),
-    "ftarget's kind": (lambda: ng.minimize(sphere, [0.0], 1.0, ftarget="0"), ValueError, "ftarget is '0'"),
-    "maxfevals' kind": (lambda: ng.minimize(sphere, [0.0], 1.0, maxfevals="9"), ValueError, "maxfevals is '9'"),
-    "maxfevals negative": (lambda: ng.minimize(sphere, [0.0], 1.0, maxfevals=-1), ValueError, "maxfevals is -1"),
-    "maxfevals NaN": (lambda: ng.minimize(sphere, [0.0], 1.0, maxfevals=math.nan), ValueError, "maxfevals is nan"),
-    "callback": (lambda: ng.minimize(sphere, [0.0], 1.0, callback=3), TypeError, "callback is int"),
-    "restarts word": (lambda: ng.minimize(sphere, [0.0], 1.0, restarts="often"), ValueError, "restarts is 'often'"),
-    "times": (lambda: IPOP(-1), ValueError, "times is -1"),
-    "factor": (lambda: IPOP(factor=0.5), ValueError, "factor is 0.5"),
-    "model a search": (
-        lambda: ng.minimize(sphere, [0.0], 1.0, model=ng.BernoulliSearch(2)),
-        TypeError,
-        "a search is given as x0",
-    ),
-    "noise": (lambda: ng.minimize(sphere, [0.0], 1.0, noise="much"), TypeError, "noise is 'much'"),
-    "x0 a table": (lambda: ng.minimize(sphere, [[0.0], [1.0]], 1.0), ValueError, "x0 has shape"),
-    "x0 empty": (lambda: ng.minimize(sphere, [], 1.0), ValueError, "x0 has shape"),
-    "x0 infinite": (lambda: ng.minimize(sphere, [math.inf], 1.0), ValueError, r"x0\[0\] is inf"),
-    "popsize bool": (lambda: ng.minimize(sphere, [0.0], 1.0, popsize=True), ValueError, "popsize is True"),
-    "bounds a dict": (lambda: ng.minimize(sphere, [0.0], 1.0, bounds={0: 1, 1: 2}), ValueError, "expected a pair"),
-    "bounds NaN": (lambda: ng.minimize(sphere, [0.0], 1.0, bounds=(math.nan, 1)), ValueError, "NaN is no bound"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_bad_arguments_are_named(case: str):
-    call, kind, words = WRONG[case]
-    with pytest.raises(kind, match=words):
-        call()

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import natgrad as ng
-from natgrad.search import LowRank, Separable
+from natgrad.search import Separable
 
 
 def mixed_bowl(X: Tensor) -> Tensor:
@@ -32,22 +32,6 @@ def test_every_candidate_is_an_integer_within_bounds():
         assert set(X[:, 0].tolist()) <= {-1.0, 0.0, 1.0, 2.0}
         assert bool(((X >= -1.5) & (X <= 2.7)).all())
         search.tell(X, X.square().sum(1))
-
-
-WRONG = {
-    "indices": (lambda: ng.GaussianSearch([0.0, 0.0], 1.0, integers=[2]), "expected indices below 2"),
-    "mask": (lambda: ng.GaussianSearch([0.0, 0.0], 1.0, integers=[True]), "integers is a mask of shape"),
-    "numbers": (lambda: ng.GaussianSearch([0.0, 0.0], 1.0, integers=[0.5]), "expected indices of variables or a mask"),
-    "no integer": (lambda: ng.GaussianSearch([0.5], 1.0, bounds=(0.2, 0.8), integers=[0]), "no integer lies within"),
-    "model": (lambda: ng.GaussianSearch([0.5], 1.0, integers=[0], model=LowRank()), "does not know its variances"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_bad_arguments_are_named(case: str):
-    call, words = WRONG[case]
-    with pytest.raises(ValueError, match=words):
-        call()
 
 
 # What integers find.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.search import NoiseHandling, Repeated
-from natgrad.search.noise import rank_change
+from natgrad.search.noise import measure_place_change
 
 
 def noisy(f, deviation: float, seed: int):
@@ -27,7 +27,7 @@ def test_the_change_of_places_by_hand():
     The limits: quantile .1 of |1..4 - 1| = 0..3 is .3; of |1..4 - (5 - 1)| = 3..0 is .3.
     """
     values = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
-    found = rank_change(values, torch.tensor([5.0], dtype=torch.float64), 0.2)
+    found = measure_place_change(values, torch.tensor([5.0], dtype=torch.float64), 0.2)
     assert found == pytest.approx(2 * 3 - 0.3 - 0.3)
 
 
@@ -71,13 +71,3 @@ def test_a_resumed_noisy_search_is_the_uninterrupted_one(tmp_path):
     assert parts.history.state_dict() == whole.history.state_dict()
     with pytest.raises(ValueError, match="differs in noise="):
         ng.minimize(wavy, start, 1.0, seed=1, checkpoint=tmp_path / "s")
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [({"share": 0.0}, "share is 0"), ({"threshold": 2.0}, "threshold is 2"), ({"growth": 1.0}, "growth is 1"),
-     ({"most": 0}, "most is 0")],
-)  # fmt: skip
-def test_bad_choices_are_named(wrong, words):
-    with pytest.raises(ValueError, match=words):
-        NoiseHandling(**wrong)

@@ -8,29 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from black_boxes import MODELS, list_discrete
 from torch import Tensor
 
 import natgrad as ng
 from natgrad import search as searches
 from natgrad.ground.pure import leaves
-from natgrad.search import CGA, PBIL, CategoricalSearch, MarkovSearch, ProductSearch, Search
+from natgrad.search import CategoricalSearch, ProductSearch, Search
 
-MODELS = {
-    "Full": searches.Full(),
-    "Separable": searches.Separable(),
-    "LowRank": searches.LowRank(),
-    "XNES": searches.XNES(),
-    "SparsePrecision": searches.SparsePrecision([(0, 1), (1, 2)]),
-}
-DISCRETE: dict[str, Callable[[], Search]] = {
-    "bits": lambda: ng.BernoulliSearch(6, seed=0),
-    "bits by ranks": lambda: ng.BernoulliSearch(6, seed=0, update=PBIL(0.3, 3)),
-    "bits, CGA": lambda: ng.BernoulliSearch(6, seed=0, update=CGA()),
-    "categories": lambda: CategoricalSearch((3, 2, 4), seed=0),
-    "categories by ranks": lambda: CategoricalSearch((3, 2, 4), seed=0, update=PBIL(0.3, 3)),
-    "fields": lambda: MarkovSearch(6, seed=0),
-    "known fields": lambda: MarkovSearch(4, cliques=[(0, 1), (2, 3)], seed=0),
-}
+DISCRETE = list_discrete(6, seed=0)
 PLACES = (
     "relaxation.shrink_slope",
     "relaxation.natural_slope",
@@ -122,7 +108,7 @@ def test_a_discrete_search_takes_no_direction_that_is_not_finite(name: str, wron
 @pytest.mark.parametrize("name", [*MODELS, *DISCRETE, "product"])
 def test_no_value_of_the_objective_makes_a_search_infinite(name: str):
     build = DISCRETE | {
-        "product": lambda: ProductSearch(gaussian("Full"), CategoricalSearch((3, 2), popsize=7, seed=0))
+        "product": lambda: ProductSearch(gaussian("full"), CategoricalSearch((3, 2), popsize=7, seed=0))
     }
     search = gaussian(name) if name in MODELS else build[name]()
     for k in range(30):

@@ -128,21 +128,20 @@ def test_a_straggler_is_late_though_others_answer(monkeypatch: pytest.MonkeyPatc
     """Points begin in their order: one is late `timeout` seconds after a later one was answered, not after the last."""
     now = [0.0]
     monkeypatch.setattr(workers, "monotonic", lambda: now[0])
-    running = workers.RunningPoints(1.5)
+    flight = workers.PointsInFlight(1.5)
     for number in range(1, 9):
-        running.add(number)
+        flight.add(number, Future())
     for number in (1, 3, 4):  # the second one hangs
         now[0] += 0.6
-        running.record(number)
-    assert running.find_late() == []  # known to run since 1.2
+        flight.record(number)
+    assert flight.find_late() == []  # known to run since 1.2
     for number in (5, 6):
         now[0] += 0.6
-        running.record(number)
-    assert running.find_late() == [2]
-    running.remove(2)
-    assert running.seconds_left() == pytest.approx(1.5)
+        flight.record(number)
+    assert flight.take_next() == {2: None}
+    assert flight.seconds_left() == pytest.approx(1.5)
     now[0] += 1.5
-    assert running.find_late() == [7, 8]  # nobody answers
+    assert flight.take_next() == {7: None, 8: None}  # nobody answers
 
 
 def test_a_connection_that_f_loses_is_a_failed_evaluation():

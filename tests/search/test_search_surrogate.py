@@ -86,16 +86,3 @@ def test_a_resumed_search_is_the_uninterrupted_one(tmp_path):
     assert torch.equal(parts.x, whole.x)
     with pytest.raises(ValueError, match="surrogate"):
         ng.minimize(rosenbrock, torch.zeros(3), 0.5, checkpoint=tmp_path / "search", vectorized=True, maxfevals=120)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [
-        ({"surrogate": "yes"}, TypeError, "QuadraticSurrogate"),
-        ({"surrogate": True, "noise": True}, ValueError, "noise is True"),
-        ({"surrogate": True, "x0": ng.BernoulliSearch(5, seed=0), "sigma0": None}, ValueError, "BernoulliSearch"),
-    ],
-)
-def test_bad_arguments_are_named(arguments, error, match):
-    with pytest.raises(error, match=match):
-        ng.minimize(ellipsoid, **({"x0": torch.ones(5), "sigma0": 1.0, "maxfevals": 100} | arguments))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.helmholtz import Bidirectional, Classic, Reweighted
-from natgrad.helmholtz.logistic_rows import LogisticRows
+from natgrad.helmholtz.units import LogisticRows
 from natgrad.operators import SharedRows
 
 BITS = torch.tensor([[1.0, 0, 1], [1, 1, 0], [0, 0, 1], [0, 1, 1]])

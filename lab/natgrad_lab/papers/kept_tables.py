@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 
 def insert(page: str, name: str, tables: str) -> str:
     """A page with tables between its comments of that name.
@@ -19,3 +21,14 @@ def insert(page: str, name: str, tables: str) -> str:
         raise ValueError(f"the page has not one pair of {begin} and {end}: write them where the tables go")
     before, rest = page.split(begin)
     return f"{before}{begin}\n{tables}\n{end}{rest.split(end)[1]}"
+
+
+def write_rows(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown.
+
+    Args:
+        heads: A word for each column.
+        rows: A cell for each column.
+    """
+    lines = ["| " + " | ".join(cells) + " |" for cells in (heads, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(heads), *lines[1:]])

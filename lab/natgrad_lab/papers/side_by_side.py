@@ -14,7 +14,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from natgrad_lab.figures import INK, PALETTE, draw, put_title, save
+from natgrad_lab.figures import INK, PALETTE, put_title, save_picture
 from natgrad_lab.papers.ang_2020 import normals
 from natgrad_lab.papers.blog_2022 import steepest
 from natgrad_lab.papers.compared_numbers import PANELS, TITLES, Panel
@@ -91,9 +91,7 @@ def draw_all(folder: Path) -> None:
     """Write a PNG of every picture."""
     for name, panels in PANELS.items():
         height = sum(0.32 * (len(panel.rows) + 1.2) for panel in panels) + 1.1
-        stem = folder / name
-        save(draw(partial(fill, name), (8.0, height)), stem)
-        stem.with_suffix(".svg").unlink()
+        save_picture(partial(fill, name), (8.0, height), folder / name)
     printed_toy.draw_all(folder)
     steepest.draw_all(folder)
     normals.draw_all(folder)

@@ -7,8 +7,16 @@ import torch
 
 from natgrad_lab.experiments import LabError, PieceRun, execute
 from natgrad_lab.papers.pascanu_2013.autoencoder_unit import RATES, Unit, at_many, gradient, point, step
-from natgrad_lab.papers.pascanu_2013.figure1 import STUDY, AutoencoderUnitSettings, ending, path, starts
-from natgrad_lab.papers.pascanu_2013.figure1_page import observed_elsewhere, observed_shorter, steps_to_best
+from natgrad_lab.papers.pascanu_2013.figure1 import (
+    STUDY,
+    AutoencoderUnitSettings,
+    ending,
+    observed_elsewhere,
+    observed_shorter,
+    path,
+    starts,
+    steps_to_best,
+)
 from natgrad_lab.report import build, read_outcome
 
 FEW = AutoencoderUnitSettings(points=5, steps=6, continued=5, lattice=3)

@@ -12,8 +12,19 @@ from natgrad_lab.experiments import LabError, PieceRun, execute
 from natgrad_lab.experiments.frame import Findings, FinishedPiece
 from natgrad_lab.papers.pascanu_2013 import deformed, order
 from natgrad_lab.papers.pascanu_2013.deformed import SOURCES, Deformation, ImageSource, Stream, number
-from natgrad_lab.papers.pascanu_2013.order import STUDY, OrderSettings, ParallelTraining, crossing, match, measure
-from natgrad_lab.papers.pascanu_2013.order_page import fading, margin, ratios, shows, tell
+from natgrad_lab.papers.pascanu_2013.order import (
+    STUDY,
+    OrderSettings,
+    ParallelTraining,
+    crossing,
+    fading,
+    margin,
+    match,
+    measure,
+    ratios,
+    shows,
+    tell,
+)
 from natgrad_lab.papers.pascanu_2013.parallel import NaturalDirection, Perceptrons, gradient, losses, step
 from natgrad_lab.report import build
 
@@ -271,7 +282,7 @@ def test_what_the_matching_leaves_open_is_not_a_finding():
     [
         ({"data": "nist"}, "expected mnist or omniglot"),
         ({"runs": 1}, "a variance needs two"),
-        ({"batch": 0}, "positive"),
+        ({"batch": 0}, "at least 1"),
         ({"damping": -1.0}, "positive"),
         ({"steps": 5000}, "at most 3276"),
     ],

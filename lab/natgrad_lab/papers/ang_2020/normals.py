@@ -13,7 +13,7 @@ import torch
 from matplotlib.figure import Figure
 
 import natgrad as ng
-from natgrad_lab.figures import DASHES, PALETTE, draw, put_legend_below, put_title, save
+from natgrad_lab.figures import DASHES, PALETTE, put_legend_below, put_title, save_picture
 
 PAIRS = (((0.0, 1000.0), (100.0, 1000.0)), ((0.0, 0.1), (0.1, 0.1)))
 """Mean and second number of each, as the report prints them."""
@@ -57,8 +57,7 @@ def fill(figure: Figure) -> None:
 
 def draw_all(folder: Path) -> None:
     """Write the picture as a PNG."""
-    save(draw(fill, (8.0, 4.6)), folder / "ang_normals")
-    (folder / "ang_normals.svg").unlink()
+    save_picture(fill, (8.0, 4.6), folder / "ang_normals")
 
 
 if __name__ == "__main__":

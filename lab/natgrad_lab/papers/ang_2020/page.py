@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from natgrad_lab.experiments.race_summary import Record, read_runs
 from natgrad_lab.experiments.records import Folder
-from natgrad_lab.figures import DASHES, INK, PALETTE, draw, put_legend_below, put_title, save
+from natgrad_lab.figures import DASHES, INK, PALETTE, put_legend_below, put_title, save_picture
 
 NAMES = ("K-FAC", "Kaldi-style", "diagonal", "SGD-momentum", "Adam")
 NETWORKS = {"densenet": "DenseNet", "wide_resnet": "WideResNet"}
@@ -251,14 +251,11 @@ def draw_all(folders: Sequence[Path], images: Path) -> list[str]:
     """Write the PNGs of the page; the lines of its tables."""
     runs = collect(folders)
     found = {network: measure(of) for network, of in runs.items()}
-    pictures = {"ang_claims": draw(partial(fill_claims, found), (8.4, 6.2))}
+    save_picture(partial(fill_claims, found), (8.4, 6.2), images / "ang_claims")
     for network, of in runs.items():
         seeds = len(next(iter(of.values())))
         title = f"{NETWORKS.get(network, network)} on CIFAR-10: mean and range, seeds: {seeds}"
-        pictures[f"ang_{network}"] = draw(partial(fill_curves, of, title), (8.4, 6.2))
-    for name, figure in pictures.items():
-        save(figure, images / name)
-        (images / f"{name}.svg").unlink()
+        save_picture(partial(fill_curves, of, title), (8.4, 6.2), images / f"ang_{network}")
     return list_lines(found)
 
 

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad_lab.figures import DASHES, GRID, INK, PALETTE, draw, put_legend_below, put_title, save
+from natgrad_lab.figures import DASHES, GRID, INK, PALETTE, put_legend_below, put_title, save_picture
 
 START = (0.0, 1.0)  # slope and offset
 NATS = (1e-1, 1e-2, 1e-3, 1e-4)
@@ -231,8 +231,7 @@ def draw_map(axes: Axes, place: TwoParameters, ways: dict[str, Tensor]) -> None:
 def draw_all(folder: Path) -> None:
     """Write the pictures as PNGs."""
     for name, paint, height in (("blog_steepest", fill, 4.6), ("blog_formulas", fill_formulas, 5.4)):
-        save(draw(partial(paint, make_place()), (8.4, height)), folder / name)
-        (folder / f"{name}.svg").unlink()
+        save_picture(partial(paint, make_place()), (8.4, height), folder / name)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,9 @@ from natgrad_lab.experiments.frame import Findings, Numbers
 from natgrad_lab.experiments.frame import findings as read_findings
 from natgrad_lab.experiments.records import Folder
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.figures import DASHES, INK, PALETTE, draw, put_legend_below, put_title, save
+from natgrad_lab.figures import DASHES, INK, PALETTE, put_legend_below, save_picture
 from natgrad_lab.papers.karakida_2016.cells import COSTS, FIGURE1_CELLS, GAP_CELLS, LINKS, TABLE1_CELLS, PaperCell
+from natgrad_lab.papers.kept_tables import write_rows
 
 CELLS = {cell.name: cell for cell in (*TABLE1_CELLS, *GAP_CELLS)}
 NAMES = {  # piece -> what the table calls it, its entry of the costs
@@ -41,10 +41,10 @@ PAPER = {"sgd": ("-33.21 ± 2.25", "216,000", "1"), "literal": ("-32.14 ± 3.58"
 """Test error, steps to -28 and time that the paper prints."""
 
 
-def find_first_steps(found: Numbers, level: float) -> list[int | None]:
+def find_first_steps(run: Numbers, level: float) -> list[int | None]:
     """For every model the first step at which its test error lay below the level; None where it never did."""
-    points = list(zip(found["steps"], found["errors"], strict=True))
-    models = range(len(found["errors"][0]))
+    points = list(zip(run["steps"], run["errors"], strict=True))
+    models = range(len(run["errors"][0]))
     return [next((step for step, errors in points if below(errors[m], level)), None) for m in models]
 
 
@@ -53,66 +53,68 @@ def below(error: float | None, level: float) -> bool:
     return error is not None and error < level
 
 
-def final(found: Numbers) -> list[float]:
+def final(run: Numbers) -> list[float]:
     """The errors at the end, infinite where a model diverged."""
-    return [math.inf if e is None or not math.isfinite(e) else e for e in found["errors"][-1]]
+    return [math.inf if e is None or not math.isfinite(e) else e for e in run["errors"][-1]]
 
 
-def count_degraded(found: Numbers, level: float) -> int:
+def count_degraded(run: Numbers, level: float) -> int:
     """How many models had reached the level and ended above it."""
-    steps = find_first_steps(found, level)
-    return sum(s is not None and not e < level for s, e in zip(steps, final(found), strict=True))
+    steps = find_first_steps(run, level)
+    return sum(s is not None and not e < level for s, e in zip(steps, final(run), strict=True))
 
 
-def pool_seeds(told: Findings, piece: str) -> tuple[list[int | None], list[float]]:
+def pool_seeds(findings: Findings, piece: str) -> tuple[list[int | None], list[float]]:
     """Steps to the level and final errors of all models from all seeds."""
     steps: list[int | None] = []
     ends: list[float] = []
-    for found in told.of(piece):
-        steps += find_first_steps(found, told.settings.level)
-        ends += final(found)
+    for run in findings.of(piece):
+        steps += find_first_steps(run, findings.settings.level)
+        ends += final(run)
     return steps, ends
 
 
-def seconds(told: Findings, piece: str) -> float | None:
+def seconds(findings: Findings, piece: str) -> float | None:
     """Mean steps to the level of the models that reach it, times the seconds of a step; None without either."""
-    steps = [s for s in pool_seeds(told, piece)[0] if s is not None]
-    costs = told.of("cost")
+    steps = [s for s in pool_seeds(findings, piece)[0] if s is not None]
+    costs = findings.of("cost")
     return statistics.mean(steps) * costs[0][NAMES[piece][1]] if steps and costs else None
 
 
-def find_mean_step(found: Numbers, level: float) -> int | None:
+def find_mean_step(run: Numbers, level: float) -> int | None:
     """The first step at which the mean error of all models lay below the level; None where it never did."""
-    for step, errors in zip(found["steps"], found["errors"], strict=True):
+    for step, errors in zip(run["steps"], run["errors"], strict=True):
         if all(e is not None and math.isfinite(e) for e in errors) and statistics.mean(errors) < level:
             return step
     return None
 
 
-def average_mean_steps(told: Findings, piece: str) -> float | None:
+def average_mean_steps(findings: Findings, piece: str) -> float | None:
     """`find_mean_step` at `MEAN_LEVEL`, averaged over the seeds; None where a seed never gets there."""
-    steps = [find_mean_step(found, MEAN_LEVEL) for found in told.of(piece)]
+    steps = [find_mean_step(run, MEAN_LEVEL) for run in findings.of(piece)]
     there = [step for step in steps if step is not None]
     return statistics.mean(there) if there and len(there) == len(steps) else None
 
 
-def table1(told: Findings) -> Story:
+def table1(findings: Findings) -> Story:
     """The page of Table 1."""
-    return Story("Score matching by adaptive natural gradient (Table 1)", _lead(told), _method(told), _sections(told))
+    return Story(
+        "Score matching by adaptive natural gradient (Table 1)", _lead(findings), _method(findings), _sections(findings)
+    )
 
 
-def figure1(told: Findings) -> Story:
+def figure1(findings: Findings) -> Story:
     """The page of Fig. 1."""
-    section = Section("Test error on the way", _lead(told), (), _both_links(told))
-    return Story("Off the plateau (Fig. 1)", _lead(told), _method(told), (section,))
+    section = Section("Test error on the way", _lead(findings), (), _both_links(findings))
+    return Story("Off the plateau (Fig. 1)", _lead(findings), _method(findings), (section,))
 
 
-def gap(told: Findings) -> Story:
+def gap(findings: Findings) -> Story:
     """The page of what separates our row from the paper's."""
-    tables = tuple(_rows(told, cells, _name_start(start)) for start, cells in _by_start().items())
-    lead = " ".join(_sentence(told, cell.name) for cell in GAP_CELLS[-4:] if told.of(cell.name))
+    tables = tuple(_rows(findings, cells, _name_start(start)) for start, cells in _by_start().items())
+    lead = " ".join(_sentence(findings, cell.name) for cell in GAP_CELLS[-4:] if findings.of(cell.name))
     section = Section("Start, data and schedule in turn", lead, tables)
-    return Story("Why the paper's steps are fewer than ours", lead, _method(told), (section,))
+    return Story("Why the paper's steps are fewer than ours", lead, _method(findings), (section,))
 
 
 def _by_start() -> dict[tuple[float, float, float], list[PaperCell]]:
@@ -127,21 +129,21 @@ def _name_start(start: tuple[float, float, float]) -> str:
     return "W ~ {:g} N(0, 1), V uniform on (0, {:g}), data times {:g}".format(*start)
 
 
-def _lead(told: Findings) -> str:
-    parts = [_sentence(told, cell.name) for cell in TABLE1_CELLS if told.of(cell.name)]
+def _lead(findings: Findings) -> str:
+    parts = [_sentence(findings, cell.name) for cell in TABLE1_CELLS if findings.of(cell.name)]
     return " ".join(parts) or "Nothing is finished yet."
 
 
-def _sentence(told: Findings, piece: str) -> str:
-    steps, _ = pool_seeds(told, piece)
+def _sentence(findings: Findings, piece: str) -> str:
+    steps, _ = pool_seeds(findings, piece)
     there = sum(s is not None for s in steps)
-    mean = average_mean_steps(told, piece)
+    mean = average_mean_steps(findings, piece)
     when = "" if mean is None else f", the mean of all below {MEAN_LEVEL:g} after {mean:,.0f} steps"
-    return f"{NAMES[piece][0]}: {there} of {len(steps)} runs below {told.settings.level:g}{when}."
+    return f"{NAMES[piece][0]}: {there} of {len(steps)} runs below {findings.settings.level:g}{when}."
 
 
-def _method(told: Findings) -> str:
-    s = told.settings
+def _method(findings: Findings) -> str:
+    s = findings.settings
     return (
         f"{s.examples} examples of eight variables in four subspaces, x = A s, s_i = u_i N(0, I), A a random "
         f"orthogonal matrix; {s.held_out} others for the test error. {s.runs} initial conditions per set of data, W ~ "
@@ -155,27 +157,27 @@ def _method(told: Findings) -> str:
     )
 
 
-def _sections(told: Findings) -> tuple[Section, ...]:
+def _sections(findings: Findings) -> tuple[Section, ...]:
     printed = tuple(
         Section(
             f"At the paper's rate, V = {LINKS[link]}",
-            _tell_units(told, f"exact-{link}-100"),
-            (_rows(told, [cell for cell in TABLE1_CELLS if cell.link == link], f"Table 1, V = {LINKS[link]}"),),
-            _both_links(told) if link == "square" else (),
+            _tell_units(findings, f"exact-{link}-100"),
+            (_rows(findings, [cell for cell in TABLE1_CELLS if cell.link == link], f"Table 1, V = {LINKS[link]}"),),
+            _both_links(findings) if link == "square" else (),
         )
         for link in LINKS
     )
-    tables = _rows_free(told), _costs(told)
-    return (*printed, Section("With rates of their own", _against(told), tables, _curves(told, FREE)))
+    tables = _rows_free(findings), _costs(findings)
+    return (*printed, Section("With rates of their own", _against(findings), tables, _curves(findings, FREE)))
 
 
-def _tell_units(told: Findings, piece: str) -> str:
+def _tell_units(findings: Findings, piece: str) -> str:
     """How many of the runs that reach the level, and of the others, have a unit that merges subspaces."""
-    found = [one for one in told.of(piece) if "units" in one]
-    if not found:
+    runs = [run for run in findings.of(piece) if "units" in run]
+    if not runs:
         return ""
-    steps = [step for one in found for step in find_first_steps(one, told.settings.level)]
-    merged = [units > 0 for one in found for _, units in one["units"]]
+    steps = [step for run in runs for step in find_first_steps(run, findings.settings.level)]
+    merged = [units > 0 for run in runs for _, units in run["units"]]
     there = [m for m, step in zip(merged, steps, strict=True) if step is not None]
     missed = [m for m, step in zip(merged, steps, strict=True) if step is None]
     return (
@@ -184,10 +186,12 @@ def _tell_units(told: Findings, piece: str) -> str:
     )
 
 
-def _against(told: Findings) -> str:
-    ours = seconds(told, "ours")
-    theirs = {p: seconds(told, p) for p in ("tuned-sgd", "tuned-adam", "tuned-sgd-single")}
-    known = {p: t for p, t in theirs.items() if t is not None and all(s is not None for s in pool_seeds(told, p)[0])}
+def _against(findings: Findings) -> str:
+    ours = seconds(findings, "ours")
+    theirs = {p: seconds(findings, p) for p in ("tuned-sgd", "tuned-adam", "tuned-sgd-single")}
+    known = {
+        p: t for p, t in theirs.items() if t is not None and all(s is not None for s in pool_seeds(findings, p)[0])
+    }
     if ours is None or not known:
         return "No tuned method reached the level from every initial condition, or costs are not measured yet."
     best = min(known, key=lambda p: known[p])
@@ -198,22 +202,22 @@ def _against(told: Findings) -> str:
     )
 
 
-def _rows(told: Findings, cells: list[PaperCell], title: str) -> Table:
+def _rows(findings: Findings, cells: list[PaperCell], title: str) -> Table:
     """Cells at the paper's rate, beside the paper's row, with the time of SGD with the same link as 1."""
     heads = ("", "test error", f"mean of all below {MEAN_LEVEL:g}", "reached", "steps of those that reach it", "time")
     note = (
         "Test error: mean ± standard deviation over all runs at their end. Mean of all: the step at which it passes "
-        f"the level. Reached: {told.settings.level:g}, at any time; steps of the runs that do are no figure for all. "
-        "Time: to the mean of all, SGD's with the same link is 1. Small: the paper's numbers."
+        f"the level. Reached: {findings.settings.level:g}, at any time; steps of the runs that do are no figure for "
+        "all. Time: to the mean of all, SGD's with the same link is 1. Small: the paper's numbers."
     )
-    base = next((_seconds_to_mean(told, cell) for cell in cells if cell.learner == "sgd"), None)
+    base = next((_seconds_to_mean(findings, cell) for cell in cells if cell.learner == "sgd"), None)
     rows = []
     for cell in cells:
-        if not told.of(cell.name):
+        if not findings.of(cell.name):
             continue
-        steps, ends = pool_seeds(told, cell.name)
-        there, mean = [s for s in steps if s is not None], average_mean_steps(told, cell.name)
-        taken, small = _seconds_to_mean(told, cell), PAPER.get(cell.learner, ("", "", ""))
+        steps, ends = pool_seeds(findings, cell.name)
+        there, mean = [s for s in steps if s is not None], average_mean_steps(findings, cell.name)
+        taken, small = _seconds_to_mean(findings, cell), PAPER.get(cell.learner, ("", "", ""))
         rows.append(
             (
                 cell.title,
@@ -227,8 +231,8 @@ def _rows(told: Findings, cells: list[PaperCell], title: str) -> Table:
     return Table(title, heads, tuple(rows), note)
 
 
-def _seconds_to_mean(told: Findings, cell: PaperCell) -> float | None:
-    mean, costs = average_mean_steps(told, cell.name), told.of("cost")
+def _seconds_to_mean(findings: Findings, cell: PaperCell) -> float | None:
+    mean, costs = average_mean_steps(findings, cell.name), findings.of("cost")
     return mean * costs[0][COSTS[cell.learner]] if mean is not None and costs else None
 
 
@@ -241,21 +245,21 @@ def _write_error(ends: list[float]) -> str:
     return error if len(finite) == len(ends) else f"{error}, {len(ends) - len(finite)} diverged"
 
 
-def _rows_free(told: Findings) -> Table:
-    heads = ("", "test error", f"steps to {told.settings.level:g}", "reached", "above it again", "time to SGD's")
+def _rows_free(findings: Findings) -> Table:
+    heads = ("", "test error", f"steps to {findings.settings.level:g}", "reached", "above it again", "time to SGD's")
     note = (
         "Steps: mean over the runs that reach the level, ± standard deviation. Above it again: runs that reached the "
         "level and did not end below it. Time: relative to SGD at the paper's rate with V = v². Small: the best rate."
     )
-    base = seconds(told, "sgd-square")
+    base = seconds(findings, "sgd-square")
     rows = []
     for piece in FREE:
-        if not told.of(piece):
+        if not findings.of(piece):
             continue
-        steps, ends = pool_seeds(told, piece)
-        there, taken = [s for s in steps if s is not None], seconds(told, piece)
-        back = sum(count_degraded(found, told.settings.level) for found in told.of(piece))
-        rates = sorted({f"rate {found['rate']:g}" for found in told.of(piece) if "rate" in found})
+        steps, ends = pool_seeds(findings, piece)
+        there, taken = [s for s in steps if s is not None], seconds(findings, piece)
+        back = sum(count_degraded(run, findings.settings.level) for run in findings.of(piece))
+        rates = sorted({f"rate {run['rate']:g}" for run in findings.of(piece) if "rate" in run})
         rows.append(
             (
                 (NAMES[piece][0], ", ".join(rates)),
@@ -269,8 +273,8 @@ def _rows_free(told: Findings) -> Table:
     return Table("With rates of their own", heads, tuple(rows), note)
 
 
-def _costs(told: Findings) -> Table:
-    costs = told.of("cost")
+def _costs(findings: Findings) -> Table:
+    costs = findings.of("cost")
     rows = ()
     if costs:
         base = costs[0]["SGD, single"]
@@ -280,29 +284,29 @@ def _costs(told: Findings) -> Table:
     return Table("A step", ("", "microseconds", "of SGD, one example"), rows, note)
 
 
-def _curves(told: Findings, pieces: tuple[str, ...]) -> tuple[Picture, ...]:
-    there = tuple(piece for piece in pieces if told.of(piece))
+def _curves(findings: Findings, pieces: tuple[str, ...]) -> tuple[Picture, ...]:
+    there = tuple(piece for piece in pieces if findings.of(piece))
     if not there:
         return ()
 
     def fill(figure: Figure) -> None:
         axes = figure.add_subplot()
-        _draw(axes, told, there)
+        _draw(axes, findings, there)
         axes.set_title("Two-layer model on ISA data, score matching: every start, and the median", loc="left")
         put_legend_below(figure, axes)
 
     return (Picture("curves-own", "Test error", fill, (8.0, 4.6)),)
 
 
-def _both_links(told: Findings) -> tuple[Picture, ...]:
+def _both_links(findings: Findings) -> tuple[Picture, ...]:
     """Fig. 1 for both links side by side: every start, and the median."""
-    links = [link for link in LINKS if told.of(f"sgd-{link}")]
+    links = [link for link in LINKS if findings.of(f"sgd-{link}")]
 
     def fill(figure: Figure) -> None:
         panels = figure.subplots(1, len(links), sharey=True, squeeze=False)[0]
         for axes, link in zip(panels, links, strict=True):
-            pieces = tuple(cell.name for cell in FIGURE1_CELLS if cell.link == link and told.of(cell.name))
-            _draw(axes, told, pieces)
+            pieces = tuple(cell.name for cell in FIGURE1_CELLS if cell.link == link and findings.of(cell.name))
+            _draw(axes, findings, pieces)
             axes.set_title(f"V = {LINKS[link]}", loc="left")
         for axes in panels[1:]:
             axes.set_ylabel("")
@@ -314,11 +318,11 @@ def _both_links(told: Findings) -> tuple[Picture, ...]:
     return (Picture("curves-printed", title, fill, (10.0, 4.8)),) if links else ()
 
 
-def _draw(axes: Axes, told: Findings, pieces: tuple[str, ...]) -> None:
+def _draw(axes: Axes, findings: Findings, pieces: tuple[str, ...]) -> None:
     for place, piece in enumerate(pieces):
         colour = INK if piece.startswith("sgd") else PALETTE[place % len(PALETTE)]
-        _lines(axes, told.of(piece)[0], colour, DASHES[place % len(DASHES)], NAMES[piece][0])
-    level = told.settings.level
+        _lines(axes, findings.of(piece)[0], colour, DASHES[place % len(DASHES)], NAMES[piece][0])
+    level = findings.settings.level
     axes.axhline(level, color=INK, linewidth=0.8, linestyle=":", label=f"level {level:g} that steps are counted to")
     drawn = [np.asarray(line.get_xydata(), dtype=float) for line in axes.lines[:-1]]
     starts = [float(points[points[:, 1] < HIGHEST, 0].min(initial=np.inf)) for points in drawn]
@@ -329,9 +333,9 @@ def _draw(axes: Axes, told: Findings, pieces: tuple[str, ...]) -> None:
     axes.grid(visible=True, axis="y")
 
 
-def _lines(axes: Axes, found: Numbers, colour: str, dash: Any, name: str) -> None:
-    errors = np.array([[math.nan if e is None else e for e in point] for point in found["errors"]], dtype=float)
-    steps = np.maximum(found["steps"], 1)
+def _lines(axes: Axes, run: Numbers, colour: str, dash: Any, name: str) -> None:
+    errors = np.array([[math.nan if e is None else e for e in point] for point in run["errors"]], dtype=float)
+    steps = np.maximum(run["steps"], 1)
     axes.plot(steps, errors, color=colour, linestyle="-", linewidth=0.7, alpha=0.35)
     axes.plot(steps, np.median(errors, axis=1), color=colour, linestyle=dash, linewidth=2.2, label=name)
 
@@ -345,20 +349,12 @@ def draw_all(folder: Path, images: Path) -> list[str]:
         for section in story.sections:
             lines += ["", section.verdict]
             for table in section.tables:
-                lines += ["", table.title, "", "| " + " | ".join(table.heads) + " |"]
-                lines += ["|" + "---|" * len(table.heads)]
-                lines += ["| " + " | ".join(said for said, _ in cells) + " |" for cells in table.cells]
+                rows = [[said for said, _ in cells] for cells in table.cells]
+                lines += ["", table.title, "", *write_rows(table.heads, rows).splitlines()]
             for picture in section.pictures:
                 stem = images / {"curves-printed": "karakida", "curves-own": "karakida_own"}[picture.name]
-                save(draw(partial(fill_titled, picture), picture.size), stem)
-                stem.with_suffix(".svg").unlink()
+                save_picture(picture.draw, picture.size, stem, picture.title)
     return lines
-
-
-def fill_titled(picture: Picture, figure: Figure) -> None:
-    """Draw a picture with its title above."""
-    picture.draw(figure)
-    put_title(figure, picture.title)
 
 
 if __name__ == "__main__":

@@ -154,9 +154,9 @@ def run_cell(cell: PaperCell) -> Callable[[PieceRun], Numbers]:
         steps = {"sgd": s.descent_steps, "ours-single": s.our_single}.get(cell.learner, s.natural_steps)
         learner = start_cell(cell, run)
         with torch.inference_mode():
-            found = learn(run, learner, spread_looks(steps), 1)
+            numbers = learn(run, learner, spread_looks(steps), 1)
         units = count_units(learner.params, learner.model.link, run.seed)
-        return found | {"batch": 1, "refused": getattr(learner, "refused", 0), "units": units}
+        return numbers | {"batch": 1, "refused": getattr(learner, "refused", 0), "units": units}
 
     return work
 
@@ -166,8 +166,8 @@ def ours(run: PieceRun) -> Numbers:
     s: KarakidaSettings = run.settings
     learner = NatgradLearner(TwoLayer(), many(run, positive))
     with torch.inference_mode():
-        found = learn(run, learner, place_looks(s.our_steps, 60), s.batch)
-    return found | {"batch": s.batch, "units": count_units(learner.params, positive, run.seed)}
+        numbers = learn(run, learner, place_looks(s.our_steps, 60), s.batch)
+    return numbers | {"batch": s.batch, "units": count_units(learner.params, positive, run.seed)}
 
 
 def choose_rate(kind: str) -> Callable[[PieceRun], Numbers]:
@@ -183,25 +183,25 @@ def choose_rate(kind: str) -> Callable[[PieceRun], Numbers]:
         )
         steps = s.tuned_steps if single else s.tuned_steps // 10
         with torch.inference_mode():
-            whole = learn(run, learner, place_looks(steps, 60), 1 if single else s.batch)
-        found = [of_models(whole, n * s.runs, (n + 1) * s.runs) for n in range(len(rates))]
-        best = min(range(len(rates)), key=lambda n: rank(found[n], s.level))
-        tried = {f"{rate:g}": list(rank(one, s.level)) for rate, one in zip(rates, found, strict=True)}
-        return found[best] | {"rate": rates[best], "tried": tried, "batch": 1 if single else s.batch}
+            together = learn(run, learner, place_looks(steps, 60), 1 if single else s.batch)
+        by_rate = [of_models(together, n * s.runs, (n + 1) * s.runs) for n in range(len(rates))]
+        best = min(range(len(rates)), key=lambda n: rank(by_rate[n], s.level))
+        tried = {f"{rate:g}": list(rank(numbers, s.level)) for rate, numbers in zip(rates, by_rate, strict=True)}
+        return by_rate[best] | {"rate": rates[best], "tried": tried, "batch": 1 if single else s.batch}
 
     return work
 
 
-def of_models(found: Numbers, start: int, stop: int) -> Numbers:
+def of_models(numbers: Numbers, start: int, stop: int) -> Numbers:
     """The errors of some of the models."""
-    return {"steps": found["steps"], "errors": [point[start:stop] for point in found["errors"]]}
+    return {"steps": numbers["steps"], "errors": [point[start:stop] for point in numbers["errors"]]}
 
 
-def rank(found: Numbers, level: float) -> tuple[int, float, float]:
+def rank(numbers: Numbers, level: float) -> tuple[int, float, float]:
     """How many models missed the level, the mean steps of those that reached it, the mean error at the end."""
-    reached = page.find_first_steps(found, level)
-    steps = [one for one in reached if one is not None]
-    last = [e if math.isfinite(e) else math.inf for e in found["errors"][-1]]
+    reached = page.find_first_steps(numbers, level)
+    steps = [step for step in reached if step is not None]
+    last = [e if math.isfinite(e) else math.inf for e in numbers["errors"][-1]]
     return len(reached) - len(steps), statistics.mean(steps) if steps else math.inf, statistics.mean(last)
 
 

@@ -23,8 +23,8 @@ def score_gram(W: Tensor, V: Tensor, slope: Tensor, X: Tensor) -> Tensor:
     Q = pool_features(W, V, a)[1] * (r**3).unsqueeze(-1)
     P = a.unsqueeze(-1) * (V.mT.unsqueeze(-3) @ Q) - c.unsqueeze(-1) * W.unsqueeze(-3)
     size, rest = W[0].numel(), V[0].numel()
-    whole = X.new_empty(len(W), size + rest, size + rest)
-    above, below = whole.split([size, rest], 1)
+    gram = X.new_empty(len(W), size + rest, size + rest)
+    above, below = gram.split([size, rest], 1)
     corner, side = above.split([size, rest], 2)
     _fill_first(_split_axes(corner, W, W), P, c * a, X)
     _fill_mixed(_split_axes(side, W, V), P, Q, c * a, a, r, W, X)
@@ -33,7 +33,7 @@ def score_gram(W: Tensor, V: Tensor, slope: Tensor, X: Tensor) -> Tensor:
     side.mul_(flat[:, None, size:])
     below[:, :, size:].mul_(flat[:, size:, None] * flat[:, None, size:])
     below[:, :, :size].copy_(side.mT)
-    return whole.div_(X.shape[-2])
+    return gram.div_(X.shape[-2])
 
 
 def _fill_first(out: Tensor, P: Tensor, u: Tensor, X: Tensor) -> None:

@@ -184,9 +184,9 @@ class NatgradLearner:
         """U with U^T U = G + amount I, which LAPACK makes faster than L; the last good one where that fails."""
         damped = self.metric.clone()
         damped.diagonal(dim1=1, dim2=2).add_(amount.unsqueeze(1))
-        found = torch.linalg.cholesky_ex(damped, upper=True)
-        failed = found.info != 0
-        self.upper = torch.where(failed.view(-1, 1, 1), self.upper, found.L) if bool(failed.any()) else found.L
+        result = torch.linalg.cholesky_ex(damped, upper=True)
+        failed = result.info != 0
+        self.upper = torch.where(failed.view(-1, 1, 1), self.upper, result.L) if bool(failed.any()) else result.L
 
 
 def move(params: dict[str, Tensor], step: Tensor, rate: float) -> None:

@@ -106,15 +106,15 @@ def _grid(run: PieceRun, cases: dict, maximise: bool) -> Numbers:
     """{case: {kind: [{points, values, status}]}} from a lattice of starts in the case's view."""
     s: MalagoFlowSettings = run.settings
     span = s.span / 3 if maximise else s.span  # over the line all is over sooner
-    times, found = span * torch.linspace(0, 1, s.steps, dtype=torch.float64) ** 2.5, {}  # dense where flows are fast
+    times, ways = span * torch.linspace(0, 1, s.steps, dtype=torch.float64) ** 2.5, {}  # dense where flows are fast
     for place, (name, (family, f, chart, view)) in enumerate(cases.items()):
-        found[name] = {}
+        ways[name] = {}
         for number, (kind, natural) in enumerate(KINDS.items()):
             run.advance((place + number / 2) / len(cases))
             field = flow_field(expected_value(family, f), family, chart, natural=natural, maximise=maximise)
             starts = lattice(view[0], view[1], s.starts)
-            found[name][kind] = plain(paths(field, starts, times, domain(family, chart), 5 if maximise else 2))
-    return found
+            ways[name][kind] = plain(paths(field, starts, times, domain(family, chart), 5 if maximise else 2))
+    return ways
 
 
 def domain(family: ExponentialFamily, chart: FlowCoordinates) -> Callable[[Tensor], Tensor]:
@@ -124,12 +124,12 @@ def domain(family: ExponentialFamily, chart: FlowCoordinates) -> Callable[[Tenso
 
 def plain(ways: Tensor) -> list[Numbers]:
     """Trajectories (m, T, n) as plain numbers: points as long as they are inside, six digits, and whether all are."""
-    found = []
+    numbers = []
     for way in ways:
         inside = torch.isfinite(way).all(1)
         points = [[float(f"{x:.6g}") for x in point] for point in way[inside].tolist()]
-        found.append({"points": points, "status": "end" if bool(inside.all()) else "edge"})
-    return found
+        numbers.append({"points": points, "status": "end" if bool(inside.all()) else "edge"})
+    return numbers
 
 
 LINE_CASES = {"quadratic": (quadratic, ((-1.0, 1.5), (0.0, 1.2))), "quartic": (quartic, ((-3.0, 3.0), (0.0, 1.8)))}
@@ -145,10 +145,10 @@ def line_closed(run: PieceRun) -> Numbers:
     """The quadratic's natural flow beside its closed form, 1 / s^2 = 1 / s0^2 + 6 t."""
     times = torch.tensor([0.0, 0.1, 0.5, 1.0, 5.0], dtype=torch.float64)
     start = torch.tensor([-1.0, 1.0], dtype=torch.float64)
-    found = flow(expected_value(LINE, quadratic), LINE, start, times, deviation_coordinates(), maximise=True).points
+    points = flow(expected_value(LINE, quadratic), LINE, start, times, deviation_coordinates(), maximise=True).points
     variance = 1 / (1 + 6 * times)
     closed = torch.stack([1 / 6 - 7 / 6 * variance, variance.sqrt()], dim=1)
-    return {"times": times.tolist(), "ours": found.tolist(), "closed": closed.tolist()}
+    return {"times": times.tolist(), "ours": points.tolist(), "closed": closed.tolist()}
 
 
 def moments() -> FlowCoordinates:
@@ -176,15 +176,15 @@ def plane_flows(run: PieceRun) -> Numbers:
     angles = torch.arange(2 * s.starts, dtype=torch.float64) * torch.pi / s.starts
     starts = optimum + 1.8 * torch.stack([angles.cos(), angles.sin()], 1)
     xi = torch.cat([starts, COVARIANCE[[0, 1, 0], [0, 1, 1]].expand(len(starts), 3)], dim=1)
-    found: Numbers = {"gap": 0.0}
+    numbers: Numbers = {"gap": 0.0}
     for number, (kind, natural) in enumerate(KINDS.items()):
         run.advance(number / 3)
         field = flow_field(value, PLANE, chart, natural=natural, maximise=True)
-        found[kind] = plain(paths(field, xi, times, domain(PLANE, chart), 3))
+        numbers[kind] = plain(paths(field, xi, times, domain(PLANE, chart), 3))
     for mean, start in zip(starts[:: s.starts], xi[:: s.starts], strict=True):
         way = flow(value, PLANE, start, times[:: s.steps // 8], chart, maximise=True)
-        found["gap"] = max(found["gap"], float((way.points[:, :2] - closed_mean(mean, way.times)).abs().max()))
-    return found
+        numbers["gap"] = max(numbers["gap"], float((way.points[:, :2] - closed_mean(mean, way.times)).abs().max()))
+    return numbers
 
 
 def closed_mean(mean: Tensor, times: Tensor) -> Tensor:

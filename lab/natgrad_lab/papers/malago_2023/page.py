@@ -67,14 +67,16 @@ def toy(
     views: dict[str, View],
 ) -> Story:
     """Four panels, basins, and where the flows end."""
-    sections, found, same = [], findings.of("flows"), findings.of("same")
+    sections, flows, same = [], findings.of("flows"), findings.of("same")
     lead = "Nothing is finished yet."
-    if found:
-        pictures = _toy_pictures(found[0], fields, values, insides, views, findings.settings)
-        rows = tuple(_toy_row(name, kind, ways) for name, one in found[0].items() for kind, ways in one.items())
+    if flows:
+        pictures = _toy_pictures(flows[0], fields, values, insides, views, findings.settings)
+        rows = tuple(
+            _toy_row(name, kind, ways) for name, ways_by_kind in flows[0].items() for kind, ways in ways_by_kind.items()
+        )
         heads = ("", "flows", "at (1, 0)", "at (0, 1)", "elsewhere", "how they ended")
         table = Table("Where descent ends", heads, rows, "At: within .05 in mu, by the last time.")
-        lead = _toy_lead(found[0])
+        lead = _toy_lead(flows[0])
         sections.append(Section("Flows", lead, (table,), pictures))
     if same:
         verdict = (
@@ -105,8 +107,10 @@ def _toy_row(name: str, kind: str, ways: Sequence[Numbers]) -> tuple[str, ...]:
     return (f"{kind} gradient in {name}", str(len(ways)), *map(str, vertices(name, ways)), statuses(ways))
 
 
-def _toy_lead(found: Numbers) -> str:
-    shares = {(n, k): sum(vertices(n, w)[:2]) / len(w) for n, one in found.items() for k, w in one.items()}
+def _toy_lead(flows: Numbers) -> str:
+    shares = {
+        (n, k): sum(vertices(n, w)[:2]) / len(w) for n, ways_by_kind in flows.items() for k, w in ways_by_kind.items()
+    }
     said = ", ".join(f"{kind} in {name} {share:.0%}" for (name, kind), share in shares.items())
     return (
         "Flows that end in one of the two vertices that are local minima, by the last time: "
@@ -117,7 +121,7 @@ def _toy_lead(found: Numbers) -> str:
 
 
 def _toy_pictures(
-    found: Numbers,
+    flows: Numbers,
     fields: dict[tuple[str, str], Field],
     values: dict[str, Function],
     insides: dict[str, Callable[[Tensor], Tensor]],
@@ -126,9 +130,9 @@ def _toy_pictures(
 ) -> tuple[Picture, ...]:
     def fill(figure: Figure) -> None:
         grid = figure.subplots(2, 2)
-        for row, name in zip(grid, found, strict=True):
+        for row, name in zip(grid, flows, strict=True):
             for axes, kind in zip(row, COLOUR, strict=True):
-                _plane(axes, values[name], fields[name, kind], found[name][kind], COLOUR[kind], views[name])
+                _plane(axes, values[name], fields[name, kind], flows[name][kind], COLOUR[kind], views[name])
                 _saddle(axes, name)
                 greek = {"mu": ("μ₁", "μ₂"), "theta": ("θ₁", "θ₂")}[name]
                 panel(axes, f"{kind} gradient in {greek[0][0]}", greek, views[name])
@@ -183,15 +187,20 @@ def polynomials(
     findings: Findings, fields: dict[tuple[str, str], Field], values: dict[str, Function], views: dict[str, View]
 ) -> Story:
     """Two polynomials, two gradients, in (mean, standard deviation)."""
-    found, closed, sections = findings.of("flows"), findings.of("closed"), []
-    if found:
-        for name, one in found[0].items():
+    flows, closed, sections = findings.of("flows"), findings.of("closed"), []
+    if flows:
+        for name, ways_by_kind in flows[0].items():
             heads = ("", "deviation left, median", "how the flows ended")
-            rows = tuple((f"{kind} gradient", f"{_spread(ways):.2g}", statuses(ways)) for kind, ways in one.items())
-            picture = Picture(
-                f"flows-{name}", POLYNOMIALS[name], _line_picture(name, one, fields, values, views[name]), (10.0, 4.2)
+            rows = tuple(
+                (f"{kind} gradient", f"{_spread(ways):.2g}", statuses(ways)) for kind, ways in ways_by_kind.items()
             )
-            verdict = _line_verdict(name, one)
+            picture = Picture(
+                f"flows-{name}",
+                POLYNOMIALS[name],
+                _line_picture(name, ways_by_kind, fields, values, views[name]),
+                (10.0, 4.2),
+            )
+            verdict = _line_verdict(name, ways_by_kind)
             sections.append(Section(POLYNOMIALS[name], verdict, (Table("At the last time", heads, rows),), (picture,)))
     if closed:
         c = closed[0]
@@ -209,14 +218,14 @@ def _spread(ways: Sequence[Numbers]) -> float:
     return float(torch.stack([points(way)[-1, 1] for way in ways]).median())
 
 
-def _line_verdict(name: str, one: Numbers) -> str:
-    means = {kind: [points(way)[-1, 0].item() for way in ways] for kind, ways in one.items()}
-    right = {kind: sum(m > 0 for m in found) for kind, found in means.items()}
-    said = ", ".join(f"{kind}: {right[kind]} of {len(found)} to the right of 0" for kind, found in means.items())
+def _line_verdict(name: str, ways_by_kind: Numbers) -> str:
+    means = {kind: [points(way)[-1, 0].item() for way in ways] for kind, ways in ways_by_kind.items()}
+    right = {kind: sum(m > 0 for m in ends) for kind, ends in means.items()}
+    said = ", ".join(f"{kind}: {right[kind]} of {len(ends)} to the right of 0" for kind, ends in means.items())
     if name == "quadratic":
         return (
-            f"Deviations at the end (median): Euclidean {_spread(one['Euclidean']):.1g}, natural "
-            f"{_spread(one['natural']):.2g}. "
+            f"Deviations at the end (median): Euclidean {_spread(ways_by_kind['Euclidean']):.1g}, natural "
+            f"{_spread(ways_by_kind['natural']):.2g}. "
             "The Euclidean flow in (mean, deviation) shrinks exponentially here, the natural one "
             "as 1/sqrt(t): faster is a "
             "matter of the coordinates, the curve is not."
@@ -225,10 +234,10 @@ def _line_verdict(name: str, one: Numbers) -> str:
 
 
 def _line_picture(
-    name: str, one: Numbers, fields: dict[tuple[str, str], Field], values: dict[str, Function], view: View
+    name: str, ways_by_kind: Numbers, fields: dict[tuple[str, str], Field], values: dict[str, Function], view: View
 ) -> Callable[[Figure], None]:
     def fill(figure: Figure) -> None:
-        for axes, (kind, ways) in zip(figure.subplots(1, 2, sharey=True), one.items(), strict=True):
+        for axes, (kind, ways) in zip(figure.subplots(1, 2, sharey=True), ways_by_kind.items(), strict=True):
             shown = (view[0], (0.02, view[1][1]))
             _plane(axes, values[name], fields[name, kind], ways, COLOUR[kind], shown)
             panel(axes, f"{kind} gradient", ("mean μ", "standard deviation σ" if kind == "Euclidean" else ""), view)
@@ -243,21 +252,21 @@ FORMULA = "f = x₁ + 2 x₂ - 3 x₁² - 2 x₁ x₂ - 2 x₂²"
 
 def quadratic(findings: Findings, f: Function, optimum: list[float]) -> Story:
     """Means on their way over the level lines of f."""
-    found, title = findings.of("flows"), "A quadratic over normals in two dimensions"
-    if not found:
+    flows, title = findings.of("flows"), "A quadratic over normals in two dimensions"
+    if not flows:
         return Story(title, "Nothing is finished yet.", METHOD, ())
-    one = found[0]
+    ways_by_kind = flows[0]
     ends = {
-        kind: [torch.dist(points(way)[-1, :2], torch.tensor(optimum).double()).item() for way in one[kind]]
+        kind: [torch.dist(points(way)[-1, :2], torch.tensor(optimum).double()).item() for way in ways_by_kind[kind]]
         for kind in COLOUR
     }
     verdict = (
         "The natural flow's means agree with the closed form P(t) = P₀ + 2 A t, P μ = P₀ μ₀ + "
-        f"b t to {one['gap']:.0e}. "
-        f"Euclidean flows in (mean, covariance): {statuses(one['Euclidean'])}, for there the "
+        f"b t to {ways_by_kind['gap']:.0e}. "
+        f"Euclidean flows in (mean, covariance): {statuses(ways_by_kind['Euclidean'])}, for there the "
         "covariance falls by A per "
         "unit of time until it is singular; natural flows: "
-        f"{statuses(one['natural'])}. Largest distance from the optimum at the end: Euclidean "
+        f"{statuses(ways_by_kind['natural'])}. Largest distance from the optimum at the end: Euclidean "
         f"{max(ends['Euclidean']):.2g}, natural {max(ends['natural']):.2g}."
     )
 
@@ -265,7 +274,7 @@ def quadratic(findings: Findings, f: Function, optimum: list[float]) -> Story:
         view = ((optimum[0] - 2.4, optimum[0] + 2.4), (optimum[1] - 2.1, optimum[1] + 2.1))
         for axes, kind in zip(figure.subplots(1, 2, sharey=True), COLOUR, strict=True):
             draw_levels(axes, f, *view, colors=GRID, linewidths=0.9, levels=24)
-            for way in one[kind]:
+            for way in ways_by_kind[kind]:
                 draw_trajectory(axes, points(way)[:, :2], color=COLOUR[kind])
             axes.plot(*optimum, "*", color=INK, markersize=10, zorder=5)
             panel(axes, f"{kind} gradient", ("μ₁", "μ₂" if kind == "Euclidean" else ""), view)

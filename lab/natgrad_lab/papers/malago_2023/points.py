@@ -45,8 +45,8 @@ def normal_kl(point: Tensor, others: Tensor) -> Tensor:
     """KL(N(m0, s0^2), N(m1, s1^2)), infinite where a deviation is not positive; (2,), (m, 2) -> (m,)."""
     (m, s), (n, t) = point.unbind(-1), others.unbind(-1)
     safe = torch.where(t > 0, t, 1.0)
-    found = (safe / s).log() + (s.square() + (m - n).square()) / (2 * safe.square()) - 0.5
-    return torch.where(t > 0, found, torch.inf)
+    divergence = (safe / s).log() + (s.square() + (m - n).square()) / (2 * safe.square()) - 0.5
+    return torch.where(t > 0, divergence, torch.inf)
 
 
 CENTRES = [(m, s) for s in (0.5, 1.0, 1.75, 2.75) for m in (-3.0, -1.0, 1.0, 3.0)]
@@ -54,7 +54,7 @@ CENTRES = [(m, s) for s in (0.5, 1.0, 1.75, 2.75) for m in (-3.0, -1.0, 1.0, 3.0
 
 def balls(run: PieceRun) -> Numbers:
     """Around every centre: KL(centre, .) = radius, and Fisher-Rao distance sqrt(2 radius)."""
-    radius, plane, found = run.settings.radius, HalfPlane(), []
+    radius, plane, rows = run.settings.radius, HalfPlane(), []
     for centre in CENTRES:
         at = torch.tensor(centre, dtype=torch.float64)
         scaled = torch.linspace(0, 2 * torch.pi, 73, dtype=torch.float64)
@@ -62,16 +62,16 @@ def balls(run: PieceRun) -> Numbers:
         exact = level_set(lambda x, at=at: normal_kl(at, x), at, radius, rays)
         tangent = rays / plane.norm(at, rays).unsqueeze(1) * (2 * radius) ** 0.5
         misfit = (normal_kl(at, plane.exp(at, tangent)) / radius - 1).abs().max()
-        found.append({"centre": centre, "ball": exact.tolist(), "geodesic": float(misfit)})
-    return {"balls": found}
+        rows.append({"centre": centre, "ball": exact.tolist(), "geodesic": float(misfit)})
+    return {"balls": rows}
 
 
 def tell_balls(findings: Findings) -> Story:
     """One picture: balls that grow with the deviation."""
-    found, radius = findings.of("balls"), findings.settings.radius
+    numbers, radius = findings.of("balls"), findings.settings.radius
     sections = []
-    if found:
-        ones = found[0]["balls"]
+    if numbers:
+        ones = numbers[0]["balls"]
         wide = [max(x for x, _ in b["ball"]) - min(x for x, _ in b["ball"]) for b in ones]
         ratio = [width / b["centre"][1] for width, b in zip(wide, ones, strict=True)]
         verdict = (
@@ -84,11 +84,11 @@ def tell_balls(findings: Findings) -> Story:
 
         def fill(figure: Figure) -> None:
             axes = figure.add_subplot()
-            for one in ones:
-                x, y = zip(*one["ball"], strict=True)
+            for ball in ones:
+                x, y = zip(*ball["ball"], strict=True)
                 axes.fill(x, y, color=PALETTE[1], alpha=0.18, linewidth=0)
                 axes.plot(x, y, "-", color=PALETTE[1], linewidth=1.6)
-                axes.plot(*one["centre"], ".", color=INK, markersize=4)
+                axes.plot(*ball["centre"], ".", color=INK, markersize=4)
             panel(
                 axes,
                 f"KL(N(μ₀, σ₀²), N(μ, σ²)) = {radius:g}",
@@ -123,13 +123,13 @@ def simplex_flows(run: PieceRun) -> Numbers:
         "Euclidean": lambda p: slope(p) - slope(p).mean(-1, keepdim=True),
         "natural": lambda p: space.natural(p, slope(p)),
     }
-    times, found = 60 * torch.linspace(0, 1, 121, dtype=torch.float64) ** 2.5, {}
+    times, flows = 60 * torch.linspace(0, 1, 121, dtype=torch.float64) ** 2.5, {}
     for number, (kind, field) in enumerate(fields.items()):
         for sign, word in ((1, "ascent"), (-1, "descent")):
             run.advance(number / 2)
             ways = paths(lambda p, f=field, s=sign: s * f(p), starts, times, lambda p: (p > 0).all(-1), 2)
-            found[f"{kind} {word}"] = [way[torch.isfinite(way).all(1)].tolist() for way in ways]
-    return found
+            flows[f"{kind} {word}"] = [way[torch.isfinite(way).all(1)].tolist() for way in ways]
+    return flows
 
 
 def flat(p: Tensor) -> Tensor:
@@ -139,10 +139,10 @@ def flat(p: Tensor) -> Tensor:
 
 def tell_polarization(findings: Findings) -> Story:
     """Triangles of three camps."""
-    found, sections = findings.of("flows"), []
-    if found:
+    flows, sections = findings.of("flows"), []
+    if flows:
         rows = []
-        for name, ways in found[0].items():
+        for name, ways in flows[0].items():
             ends = torch.tensor([way[-1] for way in ways], dtype=torch.float64)
             value = polarization(ends)
             rows.append(
@@ -156,16 +156,16 @@ def tell_polarization(findings: Findings) -> Story:
             "runs into an edge "
             "and needs a projection to go on, the natural one turns along it."
         )
-        pictures = (Picture("triangles", "Three camps: corners are unanimous", _triangles(found[0]), (11.0, 3.4)),)
+        pictures = (Picture("triangles", "Three camps: corners are unanimous", _triangles(flows[0]), (11.0, 3.4)),)
         sections.append(Section("Three camps", verdict, (table,), pictures))
     lead = sections[0].verdict if sections else "Nothing is finished yet."
     method = "Polarization sum p² (1 - p) over categorical distributions; Runge-Kutta of order 4. Starts are ours."
     return Story("Polarization", lead, method, tuple(sections))
 
 
-def _triangles(found: Numbers) -> Callable[[Figure], None]:
+def _triangles(flows: Numbers) -> Callable[[Figure], None]:
     def fill(figure: Figure) -> None:
-        for axes, (name, ways) in zip(figure.subplots(1, 4), found.items(), strict=True):
+        for axes, (name, ways) in zip(figure.subplots(1, 4), flows.items(), strict=True):
             _levels(axes)
             for way in ways:
                 draw_trajectory(
@@ -232,9 +232,9 @@ def theorem(run: PieceRun) -> Numbers:
     """Random pairwise problems: how many starts end at the optimum, model by model."""
     s: MalagoPointSettings = run.settings
     generator = torch.Generator().manual_seed(run.seed)
-    whole, counts = Ising(s.bits), {}
-    weights = torch.randn(s.problems, whole.size, dtype=torch.float64, generator=generator)
-    values = weights @ whole.statistics(whole.states).mT  # (problems, 2^bits)
+    pairs, counts = Ising(s.bits), {}
+    weights = torch.randn(s.problems, pairs.size, dtype=torch.float64, generator=generator)
+    values = weights @ pairs.statistics(pairs.states).mT  # (problems, 2^bits)
     best = values.argmin(1).repeat_interleave(s.starts)
     f = values.repeat_interleave(s.starts, 0)
     for number, (name, model) in enumerate(models(s.bits).items()):

@@ -23,7 +23,7 @@ from natgrad.flows import (
     paths,
 )
 from natgrad.ground.typed_torch import as_tensor_like
-from natgrad_lab.figures import GRID, PALETTE, draw, put_title, save
+from natgrad_lab.figures import GRID, PALETTE, put_title, save_picture
 from natgrad_lab.papers.malago_2023.flows import KINDS, TOY, TOY_CHARTS, TOY_VIEWS, domain, toy
 
 STEPS = {"mu": 0.025, "theta": 0.15}  # lambda of the slides' "Gradient vectors"
@@ -107,9 +107,7 @@ def draw_flows(axes: Axes, name: str) -> None:
 
 def draw_all(folder: Path) -> None:
     """Write the picture as a PNG."""
-    stem = folder / "malago_printed"
-    save(draw(fill, (8.4, 8.6)), stem)
-    stem.with_suffix(".svg").unlink()
+    save_picture(fill, (8.4, 8.6), folder / "malago_printed")
 
 
 if __name__ == "__main__":

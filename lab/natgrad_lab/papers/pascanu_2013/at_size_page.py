@@ -16,8 +16,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from natgrad_lab.figures import DASHES, PALETTE, draw, put_legend_below, put_title, save
-from natgrad_lab.papers.kept_tables import insert
+from natgrad_lab.figures import DASHES, PALETTE, put_legend_below, put_title, save_picture
+from natgrad_lab.papers.kept_tables import insert, write_rows
 from natgrad_lab.papers.pascanu_2013.at_size import (
     ADAPTED_DIFFERENT,
     ADAPTED_SAME,
@@ -103,7 +103,7 @@ def write_tables(record: Record) -> str:
         "products an update",
         "CPU seconds",
     )
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    rows = []
     for name, contestant in record["contestants"].items():
         end = last(record, name)
         paper = f"{100 * TABLE_1[name][1]:.2f} %" if name in TABLE_1 else "-"
@@ -118,13 +118,14 @@ def write_tables(record: Record) -> str:
             products,
             f"{contestant['seconds']:,.0f}",
         )
-        lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "| test error of one less the other | points | images that one alone has wrong |", "|---|---|---|"]
+        rows.append(cells)
+    pairs = []
     for ours, theirs in PAIRS:
         rival = best if theirs == MSGD else theirs
         difference, error, alone, other = compare(record, ours, rival)
-        lines.append(f"| {ours} less {rival} | {100 * difference:+.2f} ± {100 * error:.2f} | {alone} and {other} |")
-    return "\n".join(lines)
+        pairs.append((f"{ours} less {rival}", f"{100 * difference:+.2f} ± {100 * error:.2f}", f"{alone} and {other}"))
+    under = ("test error of one less the other", "points", "images that one alone has wrong")
+    return f"{write_rows(heads, rows)}\n\n{write_rows(under, pairs)}"
 
 
 def write_choice(choice: Mapping[str, float]) -> str:
@@ -171,10 +172,9 @@ def main(docs: Path) -> None:
         docs: The folder of the pages.
     """
     record = read_record()
-    page, stem = docs / "papers" / "pascanu_2013.md", docs / "images" / "pascanu_at_size"
+    page = docs / "papers" / "pascanu_2013.md"
     page.write_text(insert(page.read_text(), "at size", write_tables(record)))
-    save(draw(partial(fill, record), (9.0, 4.6)), stem)
-    stem.with_suffix(".svg").unlink()
+    save_picture(partial(fill, record), (9.0, 4.6), docs / "images" / "pascanu_at_size")
 
 
 if __name__ == "__main__":

@@ -9,15 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from natgrad.ground.linalg import eigh
 from natgrad_lab.experiments.base import LabError
-from natgrad_lab.experiments.frame import Experiment, Numbers, Piece, PieceRun
-from natgrad_lab.papers.pascanu_2013 import figure1_page
+from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
+from natgrad_lab.experiments.sections import Picture, Section, Story, Table
+from natgrad_lab.experiments.settings import check_counts, check_positive
+from natgrad_lab.figures import DASHES, INK, PALETTE, put_legend_below
 from natgrad_lab.papers.pascanu_2013.autoencoder_unit import RATES, Unit, at_many, gradient, hessian, point, step
+from natgrad_lab.words import short
 
 METHODS = tuple(RATES)
 FAR = 50.0  # a path that leaves this distance has diverged
@@ -44,12 +51,8 @@ class AutoencoderUnitSettings:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name in ("points", "steps", "continued", "lattice"):
-            if getattr(self, name) < 2:
-                raise LabError(f"{name} is {getattr(self, name)}, expected at least 2")
-        for name in ("std", "window"):
-            if not getattr(self, name) > 0:
-                raise LabError(f"{name} is {getattr(self, name)}, expected a positive number")
+        check_counts(self, "points", "steps", "continued", "lattice", least=2)
+        check_positive(self, "std", "window")
         if not 1 <= self.later <= self.steps:
             raise LabError(f"later is {self.later}, expected 1 to {self.steps}, a step of the path")
 
@@ -69,16 +72,16 @@ def paths(run: PieceRun, reading: str) -> Numbers:
     """Every method's path from both starting points: {"1": {method: {...}}, "3": ...}."""
     s: AutoencoderUnitSettings = run.settings
     unit, methods = s.unit(reading), (*METHODS, "Newton, |H|")
-    found: Numbers = {}
+    numbers: Numbers = {}
     for number, (name, start) in enumerate(s.starts.items()):
-        found[name] = {}
+        numbers[name] = {}
         for place, method in enumerate(methods):
             run.advance((number * len(methods) + place) / (4 * len(methods)))
-            found[name][method] = path(unit, start, method, s.steps)
-    descents = [one["gradient descent"] for one in found.values()]
-    for descent, goal in zip(descents, goals(run, unit, [one["points"][-1] for one in descents]), strict=True):
+            numbers[name][method] = path(unit, start, method, s.steps)
+    descents = [ways["gradient descent"] for ways in numbers.values()]
+    for descent, goal in zip(descents, goals(run, unit, [ways["points"][-1] for ways in descents]), strict=True):
         descent["goal"] = goal
-    return found
+    return numbers
 
 
 def goals(run: PieceRun, unit: Unit, ends: list[list[float]]) -> list[Numbers]:
@@ -119,7 +122,7 @@ def surfaces(run: PieceRun, reading: str) -> Numbers:
     s: AutoencoderUnitSettings = run.settings
     unit, ticks = s.unit(reading), torch.linspace(-s.window, s.window, 81, dtype=torch.float64)
     error = over(lambda at: unit.error(point(at)), ticks, ticks)
-    travelled = {name: one["natural gradient"]["points"] for name, one in run.earlier[f"paths-{reading}"].items()}
+    travelled = {name: ways["natural gradient"]["points"] for name, ways in run.earlier[f"paths-{reading}"].items()}
     where = {}
     for name, points in travelled.items():
         where[name] = points[0]
@@ -163,12 +166,12 @@ def starts(run: PieceRun, reading: str) -> Numbers:
     error = {method: torch.func.vmap(lambda a: unit.error(point(a)))(end) for method, end in ends.items()}
     best = torch.stack(list(error.values())).nan_to_num(torch.inf).amin(0)
     ours, theirs = error["natural gradient"], error["gradient descent"]
-    apart = (ends["natural gradient"] - ends["gradient descent"]).norm(dim=1) > 1
-    other = apart & ((ours / theirs).log().abs() > math.log(1.2))
+    separate = (ends["natural gradient"] - ends["gradient descent"]).norm(dim=1) > 1
+    other = separate & ((ours / theirs).log().abs() > math.log(1.2))
     return {
         "starts": len(at),
         "shorter": shorter.double().mean().item(),
-        "apart": apart.double().mean().item(),
+        "apart": separate.double().mean().item(),
         "other error": other.double().mean().item(),
         "both": (shorter & other).double().mean().item(),
         "methods": {
@@ -216,12 +219,262 @@ def pieces(settings: AutoencoderUnitSettings) -> tuple[Piece, ...]:
     )
 
 
+# The page: surfaces and paths as the paper draws them, and what shows of its claims
+
+# as in the paper: purple, gray, orange, blue
+MARKS = {"gradient descent": "o", "natural gradient": "s", "covariance": "^", "Newton": "D"}
+COLOURS = {
+    "gradient descent": PALETTE[3],
+    "natural gradient": INK,
+    "covariance": PALETTE[0],
+    "Newton": PALETTE[1],
+}
+LEVELS = "#8a939d"  # of contours: seen on white and in the dark, paler than any path
+LABEL_DISTANCE = 1.1  # from a point to the middle of its label, in units of (b, w)
+TITLES = {
+    "printed": "As printed: (x - w sigmoid(w x + b) + b)²",
+    "other": "The other reading: (x - (w sigmoid(w x + b) + b))²",
+}
+DATA = (  # the search: means -4 to 4, deviations .1 to 2, 441 starting points each
+    "Data and starting points are not given in the paper. Ours come from a search over 136 normal distributions for a "
+    "point [3] at which its first observation shows and the two paths end apart: "
+)
+
+
+def tell(findings: Findings) -> Story:
+    """Sections for the readings of the sign that are finished."""
+    read = {r: findings.by_seed(*(f"{piece}-{r}" for piece in ("paths", "surfaces", "starts"))) for r in TITLES}
+    finished = {reading: numbers[0] for reading, numbers in read.items() if numbers}
+    s = findings.settings
+    x = f"{s.points} inputs at equal quantiles of a normal distribution of mean {s.mean:g} and deviation {s.std:g}"
+    method = (
+        f"{s.steps} steps of every method from two starting points, [1] = ({s.b1:g}, {s.w1:g}) and [3] = ({s.b3:g}, "
+        f"{s.w3:g}) in (b, w), with the paper's rates (gradient descent 0.1, natural gradient 0.5, covariance 1, "
+        "Newton none) and dampings (0.01 for the natural gradient, 1 for the others), the 2 x 2 systems solved "
+        f"exactly. {DATA}{x}. The likelihood is a Gaussian whose -log p is the squared error. The two readings of the "
+        "sign are mirror images: the one at (b, w) with data x is the other at (b, -w) with data -x. They are "
+        "shown on the same data and from the same points."
+    )
+    sections = tuple(_section(reading, *numbers, settings=s) for reading, numbers in finished.items())
+    return Story("Four paths on one error surface (Fig. 1)", _lead(finished), method, sections)
+
+
+def _lead(finished: dict[str, Any]) -> str:
+    first = sum(observed_shorter(surfaces) for _, surfaces, _ in finished.values())
+    second = sum(observed_elsewhere(paths["3"]) for paths, _, _ in finished.values())
+    return (
+        f"At [3] the natural gradient's step is shorter than gradient descent's while Newton's is longer in {first} of "
+        f"{len(finished)} readings; from [3] it ends elsewhere than gradient descent in {second} of {len(finished)}."
+    )
+
+
+def length(vector: list[float]) -> float:
+    """Of a step in (b, w)."""
+    return math.hypot(*vector)
+
+
+def angle(first: list[float], second: list[float]) -> float:
+    """Between two steps, in degrees."""
+    cosine = float(np.dot(first, second)) / max(length(first) * length(second), 1e-300)
+    return math.degrees(math.acos(max(-1.0, min(1.0, cosine))))
+
+
+def observed_shorter(surfaces: Numbers) -> bool:
+    """The paper's first observation: at [3] natural < gradient descent < Newton in length."""
+    taken = surfaces["around"]["3"]["steps"]
+    return length(taken["natural gradient"]) < length(taken["gradient descent"]) < length(taken["Newton"])
+
+
+def observed_elsewhere(paths: Numbers) -> bool:
+    """The paper's second observation: the two paths end more than 1 apart, with errors more than a fifth apart."""
+    ours, theirs = paths["natural gradient"], paths["gradient descent"]
+    distance = math.dist(ours["points"][-1], theirs["points"][-1])
+    return distance > 1 and abs(math.log(ours["errors"][-1] / theirs["errors"][-1])) > math.log(1.2)
+
+
+def steps_to_best(paths: Numbers) -> dict[str, int | None]:
+    """Steps until the error is within 1 % of the lowest that any method ends with; None where it never is."""
+    best = min(way["errors"][-1] for way in paths.values())
+    reached = {m: [n for n, e in enumerate(way["errors"]) if e <= 1.01 * best] for m, way in paths.items()}
+    return {method: steps[0] if steps else None for method, steps in reached.items()}
+
+
+def _section(reading: str, paths: Numbers, surfaces: Numbers, starts: Numbers, settings: Any) -> Section:
+    pictures = [Picture(f"figure1-{reading}", "Paths, and KL around four points", _map(paths, surfaces), (10.0, 5.3))]
+    pictures += [
+        Picture(f"error-{reading}-{name}", f"Error from [{name}]", _errors(ways)) for name, ways in paths.items()
+    ]
+    tables = (*(_ends(name, ways) for name, ways in paths.items()), _counts(starts))
+    verdict = _verdict(paths, surfaces, starts, settings.continued)
+    return Section(TITLES[reading], verdict, tables, tuple(pictures))
+
+
+def _verdict(paths: Numbers, surfaces: Numbers, starts: Numbers, continued: int) -> str:
+    taken = surfaces["around"]["3"]["steps"]
+    said = ", ".join(f"{method} {length(step):.2g}" for method, step in taken.items())
+    first = "shows" if observed_shorter(surfaces) else "does not show"
+    turned = [f"[{n}] {_turn(surfaces, n):.0f}°" for n in ("3", "4")]
+    ours, theirs = (paths["3"][m] for m in ("natural gradient", "gradient descent"))
+    second = "shows" if observed_elsewhere(paths["3"]) else "does not show"
+    return (
+        f"The first observation (at [3] the natural step is shorter than gradient descent's, Newton's longer) {first}: "
+        f"lengths {said}. It holds at {starts['shorter']:.1%} of {starts['starts']} starting points. Natural and plain "
+        f"direction differ by {' and '.join(turned)}. The second observation (another end than gradient descent from "
+        f"[3]) {second}: error {short(ours['errors'][-1])} ({ours['end']}) against {short(theirs['errors'][-1])} "
+        f"({theirs['end']}); the ends are apart from {starts['other error']:.0%} of the starting points, and both "
+        f"observations hold for {starts['both']:.1%}. {_goal(ours, theirs['goal'], continued)} {_newton(paths, starts)}"
+    )
+
+
+def _turn(surfaces: Numbers, name: str) -> float:
+    taken = surfaces["around"][name]["steps"]
+    return angle(taken["natural gradient"], taken["gradient descent"])
+
+
+def _goal(ours: Numbers, goal: Numbers, steps: int) -> str:
+    """Whether gradient descent was only late, or going elsewhere."""
+    same = math.dist(ours["points"][-1], goal["point"]) < 0.1
+    where = f"({goal['point'][0]:.2f}, {goal['point'][1]:.2f}), error {short(goal['error'])} ({goal['end']})"
+    if same:
+        return f"Continued, gradient descent comes to the natural gradient's end: {where}; it was only later."
+    if goal["end"] == "still moving":
+        return f"Continued for {steps:,} steps, gradient descent is still on its way, at {where}."
+    return f"Continued, gradient descent comes to another end: {where}."
+
+
+def _newton(paths: Numbers, starts: Numbers) -> str:
+    ends = " and ".join(f"[{name}]: {ways['Newton']['end']}" for name, ways in paths.items())
+    many = starts["methods"]["Newton"]
+    return (
+        f"Newton's method ends from {ends}; of all starting points {many['diverged']:.1%} diverge and "
+        f"{many['saddle']:.1%} end in a saddle."
+    )
+
+
+def _ends(name: str, paths: Numbers) -> Table:
+    within = steps_to_best(paths)
+    rows = tuple(
+        (
+            method,
+            "({:.2f}, {:.2f})".format(*way["points"][-1]),
+            short(way["errors"][-1]),
+            "-" if within[method] is None else str(within[method]),
+            short(way["length"]),
+            way["end"],
+        )
+        for method, way in paths.items()
+    )
+    note = (
+        "Length in KL: the sum of sqrt(2 KL) from step to step. Still moving: the gradient is above 1e-3. Newton, |H|: "
+        "with the absolute values of the Hessian's eigenvalues, not in the paper."
+    )
+    heads = ("", "end (b, w)", "error", "steps to within 1 % of the best", "length in KL", "at the end")
+    return Table(f"From [{name}]", heads, rows, note)
+
+
+def _counts(starts: Numbers) -> Table:
+    rows = tuple(
+        (method, short(counts["error"]), *(f"{100 * counts[key]:.1f} %" for key in ("best", "diverged", "saddle")))
+        for method, counts in starts["methods"].items()
+    )
+    heads = ("", "median error", "within 1 % of the best", "diverged", "ends in a saddle")
+    return Table(f"From {starts['starts']} starting points on a lattice", heads, rows)
+
+
+def _map(paths: Numbers, surfaces: Numbers) -> Callable[[Figure], None]:
+    def fill(figure: Figure) -> None:
+        grid = figure.add_gridspec(2, 4)
+        surface = figure.add_subplot(grid[:, :2])
+        _surface(surface, paths, surfaces)
+        put_legend_below(figure, surface, columns=len(MARKS))
+        for place, name in enumerate(("1", "2", "3", "4")):
+            _around(figure.add_subplot(grid[place // 2, 2 + place % 2]), name, surfaces["around"][name])
+
+    return fill
+
+
+def _surface(axes: Axes, paths: Numbers, surfaces: Numbers) -> None:
+    ticks, error = np.array(surfaces["ticks"]), np.log10(np.array(surfaces["error"]) + 1e-6)
+    low, high = np.percentile(error, 2), error.max()  # below, the lattice cuts the valley into beads
+    axes.contour(
+        ticks, ticks, error, np.linspace(low, high, 22), colors=LEVELS, linewidths=0.8, linestyles="solid", alpha=0.6
+    )
+    for ways in paths.values():
+        for method, mark in MARKS.items():
+            _path(axes, np.array(ways[method]["points"]), COLOURS[method], mark)
+    drawn = np.concatenate([trace(ways[method]["points"]) for ways in paths.values() for method in MARKS])
+    for name, place in surfaces["around"].items():
+        axes.annotate(
+            f"[{name}]", place["at"], find_free(place["at"], drawn, ticks[-1]), color=INK, fontsize=11, ha="center",
+            fontweight="bold", va="center", arrowprops={"arrowstyle": "->", "color": INK, "linewidth": 0.8},
+        )  # fmt: skip
+    for method, mark in MARKS.items():
+        axes.plot([], [], "-", marker=mark, markersize=4, color=COLOURS[method], linewidth=2, label=method)
+    axes.set(xlim=(ticks[0], ticks[-1]), ylim=(ticks[0], ticks[-1]), xlabel="b", ylabel="w")
+    axes.set_title("error, logarithmic", loc="left", fontsize=11)
+
+
+def trace(points: list[list[float]]) -> np.ndarray:
+    """Points along a path (b, w), fifty to a step, shape (k, 2)."""
+    ends = np.array(points)
+    shares = np.linspace(0.0, 1.0, 50)[:, None, None]
+    return ((1 - shares) * ends[:-1] + shares * ends[1:]).reshape(-1, 2)
+
+
+def find_free(at: list[float], drawn: np.ndarray, edge: float) -> tuple[float, float]:
+    """The place (b, w) around a point that is farthest from all paths and within the window, for a label."""
+    angles = np.linspace(0.0, 2 * math.pi, 24, endpoint=False)
+    around = np.array(at) + LABEL_DISTANCE * np.stack([np.cos(angles), np.sin(angles)], 1)
+    around = around[(np.abs(around) < 0.95 * edge).all(1)]
+    gaps = np.linalg.norm(around[:, None] - drawn, axis=-1).min(1)
+    b, w = around[gaps.argmax()].tolist()
+    return b, w
+
+
+def _path(axes: Axes, points: np.ndarray, colour: str, mark: str) -> None:
+    """Every other step in a paler shade, as in the paper; marks tell the methods apart in grey."""
+    axes.plot(points[:, 0], points[:, 1], mark, color=colour, linestyle="none", markersize=3)
+    for number in range(len(points) - 1):
+        ends = points[number : number + 2]
+        if np.abs(ends[1] - ends[0]).max() > 1e-3:
+            axes.plot(ends[:, 0], ends[:, 1], "-", color=colour, linewidth=1.8, alpha=1.0 if number % 2 else 0.5)
+
+
+def _around(axes: Axes, name: str, place: Numbers) -> None:
+    ticks, kl = np.array(place["ticks"]), np.sqrt(np.maximum(place["kl"], 0.0))  # the root is straight near 0
+    levels = np.quantile(kl, (0.06, 0.12, 0.2, 0.3, 0.42, 0.55, 0.7, 0.85))  # below .06, beads
+    axes.contour(ticks, ticks, kl, levels=np.unique(levels), colors=LEVELS, linewidths=0.9)
+    for method, (b, w) in place["steps"].items():
+        cut = min(1.0, 0.97 * ticks[-1] / max(abs(b), abs(w), 1e-300))  # the longest step may leave the window
+        style = "->" if cut == 1.0 else "-"
+        arrow = {"arrowstyle": style, "color": COLOURS[method], "linewidth": 1.8, "shrinkA": 0, "shrinkB": 0}
+        axes.annotate("", (cut * b, cut * w), (0, 0), arrowprops=arrow)
+    axes.set_title(f"KL at [{name}]", loc="left", fontsize=10)
+    axes.set(xlabel="Δb", ylabel="Δw")
+    axes.locator_params(nbins=4)
+    axes.tick_params(labelsize=9)
+
+
+def _errors(paths: Numbers) -> Callable[[Figure], None]:
+    def fill(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        for (method, colour), dash in zip(COLOURS.items(), DASHES, strict=False):
+            errors = np.maximum(paths[method]["errors"], 1e-12)
+            axes.plot(errors, color=colour, linestyle=dash, linewidth=2, label=method)
+        axes.set_yscale("log")
+        axes.set(xlabel="steps", ylabel="squared error")
+        axes.grid(visible=True, axis="y")
+        put_legend_below(figure, axes)
+
+    return fill
+
+
 STUDY = Experiment(
     "pascanu_2013_figure1",
     "Four methods' paths on the error surface of a one-unit autoencoder (Fig. 1)",
     AutoencoderUnitSettings,
     pieces,
-    figure1_page.tell,
+    tell,
     seeds=1,
     minutes=0.7,
 )

@@ -112,7 +112,7 @@ def divide(pool: TaskData, seed: int, validation: int, labels: int | None = None
             f"with a sum of at most {number}, the training part"
         )
     order = torch.randperm(number, generator=torch.Generator().manual_seed(seed)).to(pool.train_x.device)
-    kept, held, rest = order.split([kept_number, validation, number - kept_number - validation])
+    trained, held, rest = order.split([kept_number, validation, number - kept_number - validation])
     x, y = pool.train_x, pool.train_y
     more = pool.unlabelled_x if labels is None else x[rest]
-    return TaskData(x[kept], y[kept], pool.test_x, pool.test_y, x[held], y[held], more)
+    return TaskData(x[trained], y[trained], pool.test_x, pool.test_y, x[held], y[held], more)

@@ -27,9 +27,9 @@ class BitImages:
 
 def bits(name: str, train: int | None, test: int | None, signs: bool) -> BitImages:
     """A set by name, cut to so many examples."""
-    found = SETS[name]()
+    images = SETS[name]()
     scale = (lambda part: 2 * part - 1) if signs else (lambda part: part)
-    return BitImages(scale(found.train[:train]), scale(found.valid[:test]), scale(found.test[:test]), found.shape)
+    return BitImages(scale(images.train[:train]), scale(images.valid[:test]), scale(images.test[:test]), images.shape)
 
 
 def lines() -> BitImages:

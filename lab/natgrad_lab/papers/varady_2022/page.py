@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from statistics import median, median_low
 from typing import Any
@@ -22,8 +21,8 @@ from natgrad_lab.experiments.frame import Findings, Numbers
 from natgrad_lab.experiments.frame import findings as read_findings
 from natgrad_lab.experiments.records import Folder
 from natgrad_lab.experiments.sections import Cell, Picture, Section, Story, Table
-from natgrad_lab.figures import DASHES, PALETTE, draw, put_legend_below, put_title, save
-from natgrad_lab.papers.kept_tables import insert
+from natgrad_lab.figures import DASHES, PALETTE, put_legend_below, save_picture
+from natgrad_lab.papers.kept_tables import insert, write_rows
 
 RECORDS = Path(__file__).parent / "records"
 KEPT = {"mnist": "wake_sleep_tuned", "eleven_layers": "wake_sleep_eleven"}
@@ -156,10 +155,10 @@ def _curves(races: dict[str, list[Numbers]], axis: int, label: str, title: str) 
         axes = figure.add_subplot()
         ends, starts = [], []
         for name, runs in races.items():
-            found = [curve(run) for run in runs]
-            length = min(len(one[0]) for one in found)
-            x = np.median([one[axis][:length] for one in found], axis=0)
-            y = np.array([one[2][:length] for one in found])
+            curves = [curve(run) for run in runs]
+            length = min(len(points[0]) for points in curves)
+            x = np.median([points[axis][:length] for points in curves], axis=0)
+            y = np.array([points[2][:length] for points in curves])
             colour, dash = LOOKS[name]
             axes.plot(x, np.median(y, axis=0), color=colour, linestyle=dash, linewidth=1.8, label=NAMES[name])
             axes.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.18, linewidth=0)
@@ -219,7 +218,10 @@ def _settings(findings: Findings) -> Section:
     rows = []
     for name, title in NAMES.items():
         tried = [numbers for i in range(9) for numbers in findings.of(f"tune-{name}-{i}")]
-        rows += [(title, one["choice"], "-" if one["valid"] is None else f"{one['valid']:.2f}") for one in tried]
+        rows += [
+            (title, numbers["choice"], "-" if numbers["valid"] is None else f"{numbers['valid']:.2f}")
+            for numbers in tried
+        ]
     table = Table("Every setting", ("", "setting", "held-out bound"), tuple(rows))
     return Section("Settings", f"After {findings.settings.tuning} epochs, on examples held out of training.", (table,))
 
@@ -231,17 +233,10 @@ def write_tables(findings: Findings) -> str:
         findings: Of kept records.
     """
     tables = [table for section in tell(findings).sections for table in section.tables if table.rows]
-    return "\n\n".join(write_table(table) for table in tables)
+    return "\n\n".join(write_rows(table.heads, [[*map(write_cell, row)] for row in table.cells]) for table in tables)
 
 
-def write_table(table: Table) -> str:
-    """One table in Markdown."""
-    rows = [table.heads, *(tuple(write_cell(cell) for cell in cells) for cells in table.cells)]
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "---|" * len(table.heads), *lines[1:]])
-
-
-def write_cell(cell: tuple[str, str]) -> str:
+def write_cell(cell: Cell) -> str:
     """What a cell says, its small type in brackets."""
     said, small = cell
     return f"{said} ({small})" if small else said
@@ -259,14 +254,7 @@ def main(docs: Path) -> None:
         page.write_text(insert(page.read_text(), name, write_tables(findings)))
         for picture in tell(findings).sections[0].pictures:
             path = docs / "images" / f"{stem}_{picture.name}"
-            save(draw(partial(fill_titled, picture), picture.size), path)
-            path.with_suffix(".svg").unlink()
-
-
-def fill_titled(picture: Picture, figure: Figure) -> None:
-    """Draw a picture with its title above."""
-    picture.draw(figure)
-    put_title(figure, picture.title)
+            save_picture(picture.draw, picture.size, path, picture.title)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import natgrad as ng
 from natgrad.helmholtz import Classic, Reweighted
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Numbers, Piece, PieceRun
-from natgrad_lab.experiments.settings import change_defaults
+from natgrad_lab.experiments.settings import change_defaults, check_counts, check_positive
 from natgrad_lab.experiments.training import Order, clock
 from natgrad_lab.papers.varady_2022 import page
 from natgrad_lab.papers.varady_2022.data import SETS, BitImages, bits
@@ -59,28 +59,25 @@ class VaradySettings:
             raise LabError(f"data is {self.data}, expected one of {', '.join(SETS)}")
         if self.units not in ("01", "signs"):
             raise LabError(f"units is {self.units}, expected 01 or signs")
-        for key in ("epochs", "batch", "samples", "tuning", "looks"):
-            if getattr(self, key) < 1:
-                raise LabError(f"{key} is {getattr(self, key)}, expected a number of at least 1")
+        check_counts(self, "epochs", "batch", "samples", "tuning", "looks")
         if self.evaluation < 0:
             raise LabError(f"evaluation is {self.evaluation}, expected a number of draws, or 0 for the exact sum")
-        if not 0 < self.damping < math.inf:
-            raise LabError(f"damping is {self.damping}, expected a number > 0")
+        check_positive(self, "damping")
         self.hidden_widths()
         self.names()
         self.rules()
 
     def names(self) -> list[str]:
         """The contestants' names."""
-        found = [name.strip() for name in self.contestants.split(",")]
-        if not set(found) <= set(page.NAMES):
+        names = [name.strip() for name in self.contestants.split(",")]
+        if not set(names) <= set(page.NAMES):
             known = ", ".join(page.NAMES)
             raise LabError(f"contestants is {self.contestants}, expected some of {known}, comma-separated")
-        return found
+        return names
 
     def rules(self) -> dict[str, list[tuple[float, float]]]:
         """Rates and falls over a whole run of each contestant whose settings are given."""
-        found: dict[str, list[tuple[float, float]]] = {}
+        rules: dict[str, list[tuple[float, float]]] = {}
         for part in filter(None, self.rates.split(",")):
             name, _, rule = part.strip().partition(":")
             try:
@@ -90,8 +87,8 @@ class VaradySettings:
             if name not in page.NAMES or not (0 < rate < math.inf and 0 <= fall < math.inf):
                 known = ", ".join(page.NAMES)
                 raise LabError(f"rates is {self.rates}, expected parts such as nrws:.5/10, names among {known}")
-            found.setdefault(name, []).append((rate, fall))
-        return found
+            rules.setdefault(name, []).append((rate, fall))
+        return rules
 
     def hidden_widths(self) -> list[int]:
         """The hidden layers' sizes."""
@@ -197,15 +194,20 @@ CONTESTANTS = (
 
 def pieces(settings: VaradySettings) -> tuple[Piece, ...]:
     """Tuning runs of every contestant that has a choice, then its race."""
-    found: list[Piece] = []
-    running = [one for one in CONTESTANTS if one.name in settings.names()]
-    for one in running:
-        choices = one.choices(settings)
+    work: list[Piece] = []
+    running = [contestant for contestant in CONTESTANTS if contestant.name in settings.names()]
+    for contestant in running:
+        choices = contestant.choices(settings)
         for i, choice in enumerate(choices if len(choices) > 1 else ()):
-            title = f"{one.title}, {choice}"
-            found.append(Piece(f"tune-{one.name}-{i}", title, WakeSleepTuning(one, choice), repeated=False))
-    found += [Piece(f"race-{one.name}", f"{one.title} with its best setting", WakeSleepRace(one)) for one in running]
-    return tuple(found)
+            title = f"{contestant.title}, {choice}"
+            work.append(
+                Piece(f"tune-{contestant.name}-{i}", title, WakeSleepTuning(contestant, choice), repeated=False)
+            )
+    work += [
+        Piece(f"race-{contestant.name}", f"{contestant.title} with its best setting", WakeSleepRace(contestant))
+        for contestant in running
+    ]
+    return tuple(work)
 
 
 @dataclass(frozen=True)
@@ -297,8 +299,8 @@ class WakeSleepTraining:
     def _average(self, mean: ng.HelmholtzMachine) -> None:
         """Move the mean of the iterates to the newest one: the first step takes it there."""
         share = RECENT / (self.steps + RECENT)
-        for kept, new in zip(mean.parameters(), self.machine.parameters(), strict=True):
-            kept.lerp_(new, share)
+        for past, new in zip(mean.parameters(), self.machine.parameters(), strict=True):
+            past.lerp_(new, share)
 
     def sound(self) -> bool:
         """Whether no step failed so far."""
@@ -312,14 +314,14 @@ class WakeSleepTraining:
 
     def point(self, epoch: float) -> Numbers:
         """One point of the learning curve."""
-        found: Numbers = {"epoch": epoch, "seconds": self.seconds, "bound": self.estimate_bound(self.bits.test)}
-        return found if self.mean is None else found | {"mean": self.estimate_bound(self.bits.test, self.mean)}
+        numbers: Numbers = {"epoch": epoch, "seconds": self.seconds, "bound": self.estimate_bound(self.bits.test)}
+        return numbers if self.mean is None else numbers | {"mean": self.estimate_bound(self.bits.test, self.mean)}
 
     def images(self) -> list[list[float]]:
         """Probabilities of the visible units in a few dreams."""
         generator = torch.Generator(self.settings.device).manual_seed(1)
-        found = self.machine.sample(PICTURES, generator, means=True)
-        return [[round(v, 3) for v in image] for image in found.tolist()]
+        chances = self.machine.sample(PICTURES, generator, means=True)
+        return [[round(v, 3) for v in image] for image in chances.tolist()]
 
 
 @torch.no_grad()

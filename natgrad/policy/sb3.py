@@ -1,10 +1,13 @@
-"""Settings as stable-baselines3's constructors name them: taken where they mean the same, else answered by ours."""
+"""Calls and settings as stable-baselines3 writes them: taken where they mean the same, else answered by ours."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import update_wrapper
+from typing import Any, TypeVar, cast
 
+import numpy as np
 from torch import nn
 
 from natgrad.ground.checks import check_positive
@@ -45,31 +48,18 @@ OFF: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class Translation:
-    """What a constructor's keywords mean here.
+    """What a constructor's keywords mean here."""
 
-    Attributes:
-        choices: Our keywords.
-        radius: Of an update, in nats per state; None where it was not said.
-        target: `target_kl`, of which real actions take the mean over their entries; None where it was not said.
-        cg_damping: Likewise.
-        steps: Per environment and update, of `n_steps`; None where it was not said.
-        verbose: Whether learning shows its progress; None where it was not said.
-        device: Of the default network; None where it was not said.
-        hidden: Sizes of the default policy's and the default critic's layers; None where they were not said.
-        activation: Between them; None where it was not said.
-        log: Folder of what TensorBoard shows; None for no such thing.
-    """
-
-    choices: dict[str, Any]
-    radius: float | None = None
+    choices: dict[str, Any]  # our keywords
+    radius: float | None = None  # of an update, in nats per state; None where it was not said
     target: float | None = None
-    cg_damping: float | None = None
-    steps: int | None = None
-    verbose: bool | None = None
-    device: Any = None
+    cg_damping: float | None = None  # likewise
+    steps: int | None = None  # per environment and update, of `n_steps`; None where it was not said
+    verbose: bool | None = None  # whether learning shows its progress; None where it was not said
+    device: Any = None  # of the default network; None where it was not said
     hidden: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    activation: type[nn.Module] | None = None
-    log: Any = None
+    activation: type[nn.Module] | None = None  # between them; None where it was not said
+    log: Any = None  # folder of what TensorBoard shows; None for no such thing
 
     def find_radius(self, head: Head) -> float:
         """The bound on an update's mean KL, in nats per state."""
@@ -87,9 +77,9 @@ def translate_choices(caller: str, radius: float | None, choices: dict[str, Any]
     ours = dict(choices)
     for theirs, own in SAME.items():
         if theirs in ours:
-            rename(caller, ours, theirs, own, ours[theirs])
+            rename_choice(caller, ours, theirs, own, ours[theirs])
     if "cg_max_steps" in ours:
-        rename(caller, ours, "cg_max_steps", "solver", CG(rtol=1e-3, max_steps=ours["cg_max_steps"]))
+        rename_choice(caller, ours, "cg_max_steps", "solver", CG(rtol=1e-3, max_steps=ours["cg_max_steps"]))
     if "learning_rate" in ours:
         translate_rate(caller, ours)
     if "cg_damping" in ours and "damping" in ours:
@@ -118,7 +108,7 @@ def translate_choices(caller: str, radius: float | None, choices: dict[str, Any]
     )
 
 
-def rename(caller: str, choices: dict[str, Any], theirs: str, own: str, value: Any) -> None:
+def rename_choice(caller: str, choices: dict[str, Any], theirs: str, own: str, value: Any) -> None:
     """Put a value under our word. TypeError where both were given."""
     del choices[theirs]
     if own in choices:
@@ -130,9 +120,9 @@ def check_radius(radius: Any, target: Any) -> None:
     """TypeError where the bound on the KL came under both names, ValueError unless it is positive."""
     if target is not None and radius is not None:
         raise TypeError("radius and target_kl were given, which mean the same: give one of them")
-    for name, found in (("radius", radius), ("target_kl", target)):
-        if found is not None:
-            check_positive(name, found)
+    for name, bound in (("radius", radius), ("target_kl", target)):
+        if bound is not None:
+            check_positive(name, bound)
 
 
 def translate_rate(caller: str, choices: dict[str, Any]) -> None:
@@ -147,7 +137,7 @@ def translate_rate(caller: str, choices: dict[str, Any]) -> None:
         raise TypeError(
             "learning_rate is a schedule: give a number, and change agent.critic.optimizer.param_groups in callback="
         )
-    rename(caller, choices, "learning_rate", "critic_lr", rate)
+    rename_choice(caller, choices, "learning_rate", "critic_lr", rate)
 
 
 def translate_network(caller: str, given: Any) -> tuple[Any, Any]:
@@ -176,3 +166,84 @@ def translate_network(caller: str, given: Any) -> tuple[Any, Any]:
             f"net_arch is {sizes!r}, expected sizes of layers, [64, 64] or dict(pi=[64], vf=[64]): {advice}"
         )
     return (tuple(pair[0]), tuple(pair[1])), given.get("activation_fn")
+
+
+# Calls
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+ADVICE = {
+    "log_interval": "every update is in the history that learn returns",
+    "tb_log_name": "tensorboard_log= of the agent is the folder, and its runs are called TRPO_1, TRPO_2, ...",
+    "reset_num_timesteps": "learn always goes on; build a new agent to begin anew",
+}
+
+
+def as_policy(policy: Any) -> nn.Module | None:
+    """The module, or None for the default network, which "MlpPolicy" stands for. ValueError for another name."""
+    if not isinstance(policy, str):
+        return policy
+    if policy == "MlpPolicy":
+        return None
+    raise ValueError(
+        f"policy is {policy!r}, expected a torch.nn.Module from observations to action parameters, or None or "
+        "'MlpPolicy' for two tanh layers of 64: write the network instead, such as ng.TRPO(nn.Sequential(nn.Conv2d(3, "
+        "16, 8, 4), nn.ReLU(), nn.Flatten(), nn.Linear(m, n)), env) for images"
+    )
+
+
+def as_learning(total_steps: Any, progress: Any, spelled: dict[str, Any]) -> tuple[float, bool | None]:
+    """What `learn` was given, in its own words. TypeError for what it does not take, or twice."""
+    for theirs, ours in (("total_timesteps", total_steps), ("progress_bar", progress)):
+        if theirs in spelled and ours is not None:
+            own = "total_steps" if theirs == "total_timesteps" else "progress"
+            raise TypeError(f"learn was given {own} and {theirs}, which mean the same: give one of them")
+    total_steps, progress = spelled.pop("total_timesteps", total_steps), spelled.pop("progress_bar", progress)
+    for name in spelled:
+        raise TypeError(
+            f"learn takes no {name!r}: {ADVICE.get(name, 'its arguments are total_steps, callback, progress')}"
+        )
+    if total_steps is None:
+        raise TypeError("learn was given no total_steps: write learn(100_000)")
+    return total_steps, progress
+
+
+def check_prediction(deterministic: Any, spelled: dict[str, Any]) -> None:
+    """TypeError for other arguments than ours, and for anything but a truth value: their second one is the state."""
+    if not isinstance(deterministic, (bool, np.bool_)):
+        raise TypeError(
+            f"deterministic is {deterministic!r}, expected True or False: policies have no recurrent state, write "
+            "predict(observation, deterministic=True) instead"
+        )
+    for name in spelled.keys() - {"state", "episode_start"}:
+        raise TypeError(f"predict takes no {name!r}: its arguments are observation and deterministic")
+    if spelled.get("state") is not None:
+        raise TypeError("state is not None: policies have no recurrent state; leave it out")
+
+
+class PerAgent:
+    """A method; asked of the class and not of an agent, it says what to write instead."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.method = method
+        update_wrapper(cast(Any, self), method)
+
+    def __get__(self, agent: Any, owner: type) -> Any:
+        if agent is not None:
+            return self.method.__get__(agent, owner)
+
+        def refuse(*args: Any, **choices: Any) -> Any:
+            if args and isinstance(args[0], owner):
+                return self.method(*args, **choices)
+            kind, name = owner.__name__, self.method.__name__
+            raise TypeError(
+                f"{kind}.{name} is of an agent, since the file holds neither an environment nor a network: write "
+                f"agent = ng.{kind}(policy, env).{name}(path) instead"
+            )
+
+        return update_wrapper(refuse, self.method)
+
+
+def per_agent(method: Method) -> Method:
+    """Decorator: the method as a `PerAgent`."""
+    return cast(Method, PerAgent(method))

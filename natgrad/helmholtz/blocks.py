@@ -1,4 +1,4 @@
-"""What is remembered of a layer's Fisher, one block per unit, and its damped inverse."""
+"""The Fisher blocks of a machine's units: averages, damped inverses, one damping for all, how far a step may go."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from natgrad.ground.checks import check_integer, check_share, is_real
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.pure import map_tensors
-from natgrad.helmholtz.logistic_rows import LogisticRows, fisher_rows
-from natgrad.operators import Operator, Scaled, SharedRows, Units
+from natgrad.helmholtz.machine import HelmholtzMachine
+from natgrad.helmholtz.units import Conditional, LogisticRows, fisher_rows
+from natgrad.operators import BlockOperator, Operator, Scaled, SharedRows, Units
 from natgrad.optim import robust_inverse
+from natgrad.rules import Constant, Damping, as_damping
 from natgrad.structures import accumulate_total, accumulate_weight
+
+Taught = list[tuple[str, Tensor, LogisticRows]]
+"""Name, weight and rows of every layer that is trained."""
+
 
 ROWS = 256
 """Rows that a refresh takes at most where the unit's inputs are fewer."""
@@ -31,6 +39,134 @@ SCREEN = 32
 """Of these, the rows that say of which units it is to be measured: those at a quarter of the radius or beyond."""
 RADIUS = 0.03
 """Nats that a step may move a unit by, unless told otherwise, in machines with wide layers."""
+
+
+@dataclass(frozen=True)
+class UnitFisher:
+    """How the Fisher blocks of the units are held, damped and bounded.
+
+    Args:
+        damping: lambda in (1 + lambda) (F_j + lambda I)^-1: a number in nats per squared unit of a weight, or an ng
+            damping that needs no loss at trial points, such as `ng.Relative(0.1)`, a share of the mean eigenvalue over
+            all layers.
+        refresh: Steps between new estimates and inverses. None spaces them so that they cost about a quarter of a plain
+            step on average, counted in operations, with more of them at first, but never below 10 steps.
+        decay: Weight of the past in a block's running average, in [0, 1).
+        exact: True inverts every unit's own block. False takes all blocks of a layer as diagonal in one basis, the 64
+            leading eigenvectors of their mean, where every unit has its own eigenvalues (as in EKFAC, George et al.
+            2018), and their mean for what is left: products then cost as much as the layer itself. None: exact for
+            units with at most 128 inputs, and in autoregressive machines.
+        radius: Nats by which a step may move a unit's distribution, in the mean over its inputs: E[(lr d_j . a)^2] / 8,
+            a bound on the KL divergence, estimated on 128 of the step's rows (on 32 of them where these show a quarter
+            of the radius or less); a unit's direction is shortened to it. With momentum, lr / (1 - momentum) counts;
+            under another optimizer than SGD nothing is shortened. math.inf: none; None: .03 in machines that have units
+            with more than 128 inputs, none in others.
+
+    Raises:
+        ValueError: For a number out of range, and for a damping that needs the loss at trial points.
+        TypeError: For a damping of another kind.
+    """
+
+    damping: float | Damping = 0.03
+    refresh: int | None = None
+    decay: float = 0.8
+    exact: bool | None = None
+    radius: float | None = None
+
+    def __post_init__(self) -> None:
+        check_damping(self.damping)
+        if self.refresh is not None:
+            object.__setattr__(self, "refresh", check_integer("refresh", self.refresh, hint=", or None"))
+        check_share("decay", self.decay)
+        if self.radius is not None and not (is_real(self.radius) and self.radius > 0):
+            raise ValueError(f"radius is {self.radius!r}, expected nats > 0, math.inf for no bound, or None")
+        if self.exact is not None and not isinstance(self.exact, (bool, np.bool_)):
+            raise ValueError(f"exact is {self.exact!r}, expected True, False or None")
+
+
+class MachineBlocks:
+    """What is remembered of every layer's Fisher.
+
+    Args:
+        machine: The layers.
+        fisher: How they are held.
+    """
+
+    def __init__(self, machine: HelmholtzMachine, fisher: UnitFisher) -> None:
+        self.machine, self.fisher = machine, fisher
+        self.layers: dict[str, UnitBlocks] = {}
+        self._loaded: dict[str, float] = {}
+
+    def keep(self, name: str) -> UnitBlocks:
+        """What is kept of a layer, empty at first."""
+        layer = self._layer(name)
+        if name not in self.layers:
+            exact = self.fisher.exact
+            exact = layer.autoregressive or not is_wide(layer) if exact is None else bool(exact)
+            self.layers[name] = UnitBlocks(self.fisher.decay, {}, layer.seen_columns(), exact)
+        self.layers[name].follow(layer.weight)
+        return self.layers[name]
+
+    def refresh(self, taught: Taught, damping: Damping) -> bool:
+        """Take a batch into every layer's average and invert it. False where a layer keeps its last inverse."""
+        blocks = {name: self.keep(name) for name, _, _ in taught}
+        states = {name: blocks[name].average(rows) for name, _, rows in taught}
+        operators = {name: blocks[name].operator(state) for name, state in states.items()}
+        if not operators:
+            return True
+        number, together = damping.initial(), BlockOperator(list(operators.values()))
+        levels = {n: damping.amount(number, part if damping.per_block else together) for n, part in operators.items()}
+        failed = sum(not blocks[name].commit(states[name], operators[name], level) for name, level in levels.items())
+        return failed == 0
+
+    @property
+    def levels(self) -> dict[str, float]:
+        """The damping of every layer's inverse."""
+        return {name: blocks.level for name, blocks in self.layers.items()}
+
+    @levels.setter
+    def levels(self, levels: dict[str, float]) -> None:
+        self._loaded = dict(levels)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every layer's average."""
+        return {name: dict(blocks.state) for name, blocks in self.layers.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there. ValueError for those of another machine."""
+        own = {name for name, part in self.machine.named_modules() if isinstance(part, Conditional)}
+        for name, part in state.items():
+            if name not in own or not fits_layer(part, self._layer(name).weight):
+                raise ValueError(f"state's blocks of {name} are of another machine than {self.machine.sizes}")
+        usual = as_damping(self.fisher.damping).initial()
+        self.layers, levels = {}, self._loaded
+        for name, part in state.items():
+            self.keep(name).load(part, levels.get(name, usual), self._layer(name).weight)
+
+    def _layer(self, name: str) -> Conditional:
+        layer = self.machine.get_submodule(name)
+        assert isinstance(layer, Conditional)
+        return layer
+
+
+def check_damping(damping: Any) -> None:
+    """ValueError unless it needs no loss at trial points, and keeps a singular block invertible."""
+    strategy = as_damping(damping)
+    if strategy.needs_ratio:
+        raise ValueError(
+            f"damping is {damping!r}, which compares with the loss at trial points, and wake-sleep has none: expected "
+            "a number > 0 or ng.Relative(0.1)"
+        )
+    if isinstance(strategy, Constant) and not strategy.value > 0:
+        raise ValueError(f"damping is {damping!r}, expected a number > 0: a unit's block may be singular")
+
+
+def is_wide(layer: Conditional) -> bool:
+    """True if its units have more inputs, the bias left out, than exact blocks are made for."""
+    return layer.weight.shape[1] - 1 > EXACT
+
+
+# What is remembered of one layer
 
 
 @dataclass
@@ -68,8 +204,8 @@ class UnitBlocks:
         """F of a running average, one block per unit."""
         if "blocks" in state:
             return Units(state["blocks"] / state["weight"])
-        found = SharedRows(state["rows"], state["weights"] / sum(state["shares"]), self.mask)
-        return found if self.exact else found.spectral(RANK)
+        shared = SharedRows(state["rows"], state["weights"] / sum(state["shares"]), self.mask)
+        return shared if self.exact else shared.spectral(RANK)
 
     def commit(self, state: dict[str, Any], operator: Operator, level: float) -> bool:
         """Take over a running average with its damped inverse. False, with everything as it was, if that fails."""
@@ -156,9 +292,9 @@ def shorten_directions(radius: float, direction: Tensor, rows: LogisticRows, rat
     unsure = find_shortening(radius / 4, direction, screen, spread_evenly(screen), rate).squeeze(1) < 1
     if not unsure.any():
         return direction
-    found = direction.clone()
-    found[unsure] *= find_shortening(radius, direction[unsure], inputs, spread_evenly(inputs), rate)
-    return found
+    shortened = direction.clone()
+    shortened[unsure] *= find_shortening(radius, direction[unsure], inputs, spread_evenly(inputs), rate)
+    return shortened
 
 
 def find_shortening(radius: float, direction: Tensor, inputs: Tensor, shares: Tensor, rate: float) -> Tensor:
@@ -207,12 +343,12 @@ def shuffle_places(many: int) -> Tensor:
     return torch.randperm(many, generator=torch.Generator().manual_seed(many))
 
 
-def count_refresh(kept: UnitBlocks, weight: Tensor, rows: int) -> int:
+def count_refresh(blocks: UnitBlocks, weight: Tensor, rows: int) -> int:
     """Multiplications of a refresh; those of a factorisation count as often as they take as long (measured)."""
     units, columns = weight.shape
     many = min(rows, max(ROWS, columns))
-    if not kept.exact:
-        many = min(many * round(1 / (1 - kept.decay)), KEPT * max(ROWS, columns))
+    if not blocks.exact:
+        many = min(many * round(1 / (1 - blocks.decay)), KEPT * max(ROWS, columns))
         return columns * columns * (many + 5 * columns) + units * many * min(RANK, columns)
     if 2 * many <= columns:
         return units * many * (columns + 2 * many * many)
