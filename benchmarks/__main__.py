@@ -362,7 +362,9 @@ def main() -> None:
     parser.add_argument("tables", nargs="*", help=tables)
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--seeds", type=as_seeds, help="of searches: 10, or 10:30 [10]; of step: how many [3]")
-    parser.add_argument("--workloads", type=as_words, default=(), help="of step: char,vit [all]")
+    parser.add_argument(
+        "--workloads", type=as_words, default=(), help="of step: char,vit, or the suites chosen,judged [all]"
+    )
     parser.add_argument("--methods", type=as_words, default=(), help="of step [kfac,adam,muon,soap,sgd]")
     parser.add_argument("--redo", type=as_words, default=(), help="of step: whose finished runs are thrown away")
     parser.add_argument("--steps", type=int, help="of step: one race of that many [each workload's own]")

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.peers import BEYOND, PEERS, contestant
-from benchmarks.step_workloads import WORKLOADS
+from benchmarks.step_workloads import SUITES, WORKLOADS
 from natgrad_lab.experiments import Contestant, Experiment, LabError, Task, interruptible, race
 from natgrad_lab.experiments.contestants import FAMILY
 from natgrad_lab.experiments.frame import Worker, plan, threads
@@ -67,12 +67,14 @@ class Request:
 def races(request: Request) -> Iterator[tuple[str, Experiment, Settings]]:
     """(folder's name, race, settings) of every race asked for. LabError for an unknown workload or method."""
     for word in request.workloads:
-        check("workload", word, WORKLOADS)
+        check("workload", word, (*WORKLOADS, *SUITES))
     for word in (*request.methods, *request.redo):
         check("method", word, (*PEERS, *contestants_of_ours()))
-    for name in request.workloads or WORKLOADS:
+    own = {name: length for word in request.workloads for name, length in SUITES.get(word, {}).items()}
+    for name in dict.fromkeys(name for word in request.workloads or WORKLOADS for name in SUITES.get(word, (word,))):
         workload = WORKLOADS[name]
-        for steps, seconds in lengths(request, workload.steps, workload.seconds):
+        usual = [(value,) for value in own[name]] if name in own else (workload.steps, workload.seconds)
+        for steps, seconds in lengths(request, *usual):
             title = f"{name}-{steps}-steps" if steps is not None else f"{name}-{seconds:g}-seconds"
             title += "" if request.falls else "-constant"
             settings = Settings(steps, seconds, workload.looked_at, falls=request.falls)

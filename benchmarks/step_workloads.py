@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 
 import torch
 from sklearn import datasets
 from torch import nn
 
+from benchmarks import other_workloads as other
+from benchmarks.other_workloads import dense
 from natgrad_lab.data import Split, fashion_mnist, mnist
 from natgrad_lab.experiments import Task, TaskData
 from natgrad_lab.experiments.base import pair_with_labels
@@ -32,6 +33,16 @@ SUMMED: Rates = {
     "muon": (0.01, 0.02, 0.05, 0.1, 0.2),
     "adam": (2e-4, 5e-4, 1e-3, 3e-3, 6e-3),
     "adamw": (2e-4, 5e-4, 1e-3, 3e-3, 6e-3),
+    "sgd": (1e-4, 3e-4, 1e-3, 3e-3, 0.01),
+}
+
+
+# Of networks whose inputs are multiplied by 30 in each layer.
+SINES: Rates = {
+    "muon": (1e-3, 3e-3, 0.01, 0.03, 0.1),
+    "adam": (1e-4, 3e-4, 1e-3, 3e-3, 0.01),
+    "adamw": (1e-4, 3e-4, 1e-3, 3e-3, 0.01),
+    "soap": (1e-4, 3e-4, 1e-3, 3e-3, 0.01),
     "sgd": (1e-4, 3e-4, 1e-3, 3e-3, 0.01),
 }
 
@@ -84,11 +95,6 @@ def table(name: str, regression: bool, widths: tuple[int, ...], activation: type
         error=None if regression else mistakes,
         contestants=(),
     )
-
-
-def dense(widths: tuple[int, ...], activation: type[nn.Module]) -> nn.Sequential:
-    """Linear layers as torch starts them, with an activation between them."""
-    return nn.Sequential(*[part for a, b in pairwise(widths) for part in (nn.Linear(a, b), activation())][:-1])
 
 
 def rows_of(name: str, regression: bool) -> TaskData:
@@ -191,6 +197,13 @@ WORKLOADS: dict[str, StepWorkload] = {
     "survival": StepWorkload(
         lambda: survival.tasks(survival.SurvivalSettings(methods="adam"))[0], 128, (200,), (), ("4.weight",)
     ),
+    "mixer": StepWorkload(other.mixer, 24, (100,), (), ("head.weight",)),
+    "gru": StepWorkload(other.gru, 12, (100,), (), ("symbol.weight", "head.weight"), looked_at=64),
+    "gcn": StepWorkload(other.gcn, 32, (100,), (), ("head.weight",), looked_at=250),
+    "denoiser": StepWorkload(other.denoiser, 256, (150,), (), ("body.6.weight",), looked_at=3000),
+    "siren": StepWorkload(other.siren, 1024, (150,), (), ("layers.0.weight", "head.weight"), SINES, looked_at=4608),
+    "kin8nm": StepWorkload(other.kin8nm, 128, (150,), (), ("6.weight",), looked_at=2000),
+    "protein": StepWorkload(other.protein, 64, (100,), (), ("head.weight", "scale", "shift", "answer"), looked_at=1000),
 } | {
     f"{name}-{gamma:g}": StepWorkload(
         partial(scaled_blocks, kind, gamma), 64, (150,), (), but=("symbol.weight", "head.weight")
@@ -198,3 +211,28 @@ WORKLOADS: dict[str, StepWorkload] = {
     for name, kind in (("convnext", "convolution"), ("eva", "attention"), ("mamba", "scan"))
     for gamma in (1e-6, 1e-3, 1.0)
 }
+
+SUITES: dict[str, dict[str, tuple[int, float]]] = {
+    "chosen": {
+        "char": (100, 9.0),
+        "digits-autoencoder": (100, 0.5),
+        "sigmoid": (200, 0.8),
+        "digits": (100, 0.35),
+        "mnist-16": (150, 0.8),
+        "mnist-2000": (25, 0.8),
+        "siren": (150, 0.6),
+        "mixer": (100, 1.6),
+        "gru": (100, 1.0),
+    },
+    "judged": {
+        "fashion-cnn": (60, 2.6),
+        "survival": (120, 0.25),
+        "diabetes": (60, 0.14),
+        "wine": (60, 0.14),
+        "kin8nm": (150, 0.6),
+        "protein": (100, 1.2),
+        "gcn": (100, 0.7),
+        "denoiser": (150, 0.5),
+    },
+}
+"""Workloads that the default rule was chosen on, and others: steps, and the CPU seconds that they took it, about."""

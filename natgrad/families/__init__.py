@@ -38,8 +38,8 @@ if TYPE_CHECKING:  # loaded when it is first asked for: see `HOMES`
     from natgrad.families.diagonal_normal import DiagonalNormal, FixedCovarianceNormal, Normal
     from natgrad.families.gibbs import Gibbs
     from natgrad.families.inverse_gaussian import InverseGaussian
-    from natgrad.families.ising import Ising
     from natgrad.families.markov_field import (
+        Ising,
         LogPartitionEstimate,
         MarkovField,
         MomentEstimate,
@@ -146,12 +146,7 @@ __all__ = [
 ]
 
 HOMES = {
-    "natgrad.families.changed_variables": (
-        "InverseGamma",
-        "LogNormal",
-        "Rayleigh",
-        "Weibull",
-    ),
+    "natgrad.families.changed_variables": ("InverseGamma", "LogNormal", "Rayleigh", "Weibull"),
     "natgrad.families.complex_normal": ("ComplexNormal",),
     "natgrad.families.coordinates": (
         "Concentration",
@@ -170,15 +165,11 @@ HOMES = {
         "convert_vector",
         "fisher_in",
     ),
-    "natgrad.families.diagonal_normal": (
-        "DiagonalNormal",
-        "FixedCovarianceNormal",
-        "Normal",
-    ),
+    "natgrad.families.diagonal_normal": ("DiagonalNormal", "FixedCovarianceNormal", "Normal"),
     "natgrad.families.gibbs": ("Gibbs",),
     "natgrad.families.inverse_gaussian": ("InverseGaussian",),
-    "natgrad.families.ising": ("Ising",),
     "natgrad.families.markov_field": (
+        "Ising",
         "LogPartitionEstimate",
         "MarkovField",
         "MomentEstimate",
@@ -198,26 +189,10 @@ HOMES = {
         "regress",
     ),
     "natgrad.families.normal": ("MultivariateNormal",),
-    "natgrad.families.positive_families": (
-        "Beta",
-        "ChiSquare",
-        "Dirichlet",
-        "Exponential",
-        "Gamma",
-    ),
-    "natgrad.families.power_series": (
-        "Geometric",
-        "Logarithmic",
-        "NegativeBinomial",
-    ),
-    "natgrad.families.product_families": (
-        "Product",
-        "SubModel",
-    ),
-    "natgrad.families.sparse_normal": (
-        "FixedMeanNormal",
-        "SparseNormal",
-    ),
+    "natgrad.families.positive_families": ("Beta", "ChiSquare", "Dirichlet", "Exponential", "Gamma"),
+    "natgrad.families.power_series": ("Geometric", "Logarithmic", "NegativeBinomial"),
+    "natgrad.families.product_families": ("Product", "SubModel"),
+    "natgrad.families.sparse_normal": ("FixedMeanNormal", "SparseNormal"),
     "natgrad.families.von_mises_fisher": ("VonMisesFisher",),
     "natgrad.families.wishart": ("Wishart",),
 }

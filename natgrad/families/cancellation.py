@@ -17,36 +17,28 @@ EXP_TERMS, LOG_TERMS = 14, 9
 
 
 def in_double(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The method on float64 copies of its floating-point tensors, its result in their own dtype; gradients flow.
-
-    What is lost is then what the numbers have lost that were given. Nothing changes on devices without float64.
-    """
+    """The method on float64 copies of its tensors, its result in their own dtype; without float64 as it is."""
 
     @wraps(method)
-    def call_in_double(self: Any, *given: Any) -> Tensor:
-        floats = [x for x in given if isinstance(x, Tensor) and x.is_floating_point()]
+    def call_in_double(self: Any, *args: Any) -> Tensor:
+        floats = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
         if not floats or any(x.device.type == "mps" for x in floats):
-            return method(self, *given)
+            return method(self, *args)
         dtype = floats[0].dtype
         for each in floats[1:]:
             dtype = torch.promote_types(dtype, each.dtype)
-        wide = (x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in given)
+        wide = (x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
         return method(self, *wide).to(dtype)
 
     return call_in_double
 
 
 def ratio_gap(x: Tensor, base: Tensor, away: Tensor) -> Tensor:
-    """r - 1 - log r >= 0 of the ratio r = x / base of positive numbers, to all digits: (r - 1)^2 / 2 near one.
-
-    With e = away / base and t = e / (2 + e) the logarithm is 2 atanh(t), and e - 2 t = e t.
-
-    x: Positive numbers, any shape. base: Positive numbers, the same shape.
-    """
+    """r - 1 - log r >= 0 of r = x / base, numbers > 0, away = x - base, to all digits: (r - 1)^2 / 2 near one."""
     e = away / base
     near = e.abs() < NEAR
     small, ratio = torch.where(near, e, 0.0), torch.where(near, 1.0, x / base)
-    t = small / (2 + small)
+    t = small / (2 + small)  # log r = 2 atanh(t) with e = away / base, and e - 2 t = e t
     square, series = t.square(), torch.zeros_like(t)
     for k in range(LOG_TERMS, 0, -1):
         series = series * square + 1 / (2 * k + 1)
@@ -54,10 +46,7 @@ def ratio_gap(x: Tensor, base: Tensor, away: Tensor) -> Tensor:
 
 
 def log_ratio(x: Tensor, base: Tensor, away: Tensor) -> Tensor:
-    """log(x / base) of positive numbers, to all digits.
-
-    x: Positive numbers, any shape. base: Positive numbers, the same shape.
-    """
+    """log(x / base) of positive numbers, away = x - base, to all digits."""
     e = away / base
     near = e.abs() < NEAR
     return torch.where(near, torch.log1p(torch.where(near, e, 0.0)), torch.where(near, 1.0, x / base).log())
@@ -74,14 +63,11 @@ def exp_gap(e: Tensor) -> Tensor:
 
 
 def divergence_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """p log(p / q) - p + q >= 0, entry by entry; where both sum to one, their sum is KL(p, q).
-
-    Near terms do not cancel, as those of sum p log(p / q) do. 0 where p and q are both 0, q where p alone is.
-    """
+    """p log(p / q) - p + q >= 0 without cancellation; 0 where p = q = 0, q where p alone is; they sum to KL(p, q)."""
     none = log_p == -torch.inf
     log_p = torch.where(none, 0.0, log_p)
     p, gap = log_p.exp(), torch.where(none, 0.0, log_q - log_p)
     near = gap.abs() < NEAR
-    close = p * exp_gap(torch.where(near, gap, 0.0))
-    apart = log_q.exp() - p - p * torch.where(near, 0.0, gap)
-    return torch.where(none, log_q.exp(), torch.where(near, close, apart))
+    near_terms = p * exp_gap(torch.where(near, gap, 0.0))
+    distant = log_q.exp() - p - p * torch.where(near, 0.0, gap)
+    return torch.where(none, log_q.exp(), torch.where(near, near_terms, distant))

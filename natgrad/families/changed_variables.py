@@ -9,46 +9,24 @@ import torch
 from torch import Tensor
 
 from natgrad.families.cancellation import in_double, log_ratio
-from natgrad.families.closed_forms import Product
 from natgrad.families.diagonal_normal import Normal
-from natgrad.families.embedded import Embedded
-from natgrad.families.event_checks import (
-    centre,
-    check_support,
-    check_varies,
-    check_width,
-    root_mean_square,
-    widen,
-)
-from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.event_checks import centre, check_varies, check_width, read_positive, root_mean_square, widen
+from natgrad.families.exponential import ExponentialFamily, Map
+from natgrad.families.log_gamma import EULER
 from natgrad.families.positive_families import Exponential, Gamma
+from natgrad.families.product_families import Embedded
 from natgrad.ground.checks import check_positive
-
-EULER = 0.5772156649015329
-"""-E[log x] of a waiting time x of rate one."""
 
 
 class ChangedVariable(Embedded):
     """y = g(x) > 0 of one positive or real x: T(y) = T(g^-1(y)), and theta, psi, Fisher matrix and KL are those of x.
 
     Only densities and entropies change, by h(y) = |d x / d y|. A subclass sets `base` and `inner`, the family of x, and
-    writes
-    `source`, `image`, `log_base` and `mean_log_base`.
+    writes `source`, g^-1, `image`, g, `log_base` and `mean_log_base`.
     """
 
     base: ExponentialFamily
     """The family of x."""
-
-    @abstractmethod
-    def source(self, y: Tensor) -> Tensor:
-        """x = g^-1(y).
-
-        Args:
-            y: Positive, shape (..., 1).
-
-        Returns:
-            Shape (..., 1).
-        """
 
     @abstractmethod
     def image(self, x: Tensor) -> Tensor:
@@ -62,12 +40,11 @@ class ChangedVariable(Embedded):
         """
 
     def statistics(self, x: Tensor) -> Tensor:
-        return super().statistics(check_support(check_width(x, 1), x > 0, "x > 0"))
+        return super().statistics(read_positive(x))
 
     @in_double
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
-        x = self.as_numbers(x, theta.dtype)
-        x = check_support(check_width(x, 1), x > 0, "x > 0")
+        x = read_positive(self.as_numbers(x, theta.dtype))
         return super().log_prob(theta, x) + self.log_base(x)
 
     @in_double
@@ -80,16 +57,13 @@ class ChangedVariable(Embedded):
     def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
         return self.base.maximise_likelihood(self.source(x), statistics)
 
-    def find_products(self, theta: Tensor) -> tuple[Product, Product | None] | None:
+    def find_products(self, theta: Tensor) -> tuple[Map, Map | None] | None:
         return self.base.find_products(theta)
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
         drawn = self.image(self.inner.draw(theta, count, generator))
         limits = torch.finfo(drawn.dtype)
         return drawn.clamp(min=limits.tiny, max=limits.max)  # a density on x > 0, where log x is a number
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
 
 
 class LogNormal(ChangedVariable):
@@ -188,6 +162,8 @@ class Weibull(ChangedVariable):
         tensor([4.])
     """
 
+    shown = ("shape",)
+
     size = 1
     base = inner = Exponential()
     domain = "theta = -1 / scale^shape must be negative"
@@ -228,9 +204,6 @@ class Weibull(ChangedVariable):
         """
         return (-self.check(theta)).pow(-1 / self.shape)
 
-    def __repr__(self) -> str:
-        return f"Weibull({self.shape:g})"
-
 
 class Rayleigh(Weibull):
     """The length of a normal vector in the plane with standard deviation s: T = x^2, theta = -1 / (2 s^2).
@@ -242,10 +215,9 @@ class Rayleigh(Weibull):
         tensor([2.])
     """
 
+    shown = ()
+
     domain = "theta = -1 / (2 s^2) must be negative"
 
     def __init__(self) -> None:
         super().__init__(2.0)
-
-    def __repr__(self) -> str:
-        return "Rayleigh()"

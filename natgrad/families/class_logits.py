@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families.cancellation import divergence_terms
-from natgrad.families.event_checks import check_support
+from natgrad.families.event_checks import check_support, check_width
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.ground.checks import check_integer
 from natgrad.ground.linalg import is_concrete
@@ -53,9 +53,7 @@ class Multinomial(ExponentialFamily):
         return self.classes
 
     def statistics(self, x: Tensor) -> Tensor:
-        if not isinstance(x, Tensor) or x.shape[-1:] != (self.classes,):
-            came = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is {type(x).__name__}"
-            raise ValueError(f"x {came}, expected counts (..., {self.classes})")
+        check_width(x, self.classes, "counts")
         fits = (x >= 0) & (x == x.round()) & (x.sum(-1, keepdim=True) == self.n_trials)
         return check_support(x, fits, f"counts >= 0 with the sum {self.n_trials}")
 
@@ -126,18 +124,11 @@ class Multinomial(ExponentialFamily):
 
 
 class SimplexFisher(Operator):
-    """n (diag(y) - y y^T), of rank C - 1, or its pseudo-inverse P diag(1 / y) P / n with P = I - 1 1^T / C (dual).
-
-    Products cost O(C).
-
-    Args:
-        y: Probabilities, shape (C,). Those of 0 have rows of zeros in both, and P is that of the others.
-        trials: n.
-        dual: The pseudo-inverse.
-    """
+    """n (diag(y) - y y^T), or (dual) its pseudo-inverse P diag(1 / y) P / n with P = I - 1 1^T / C, in O(C)."""
 
     def __init__(self, y: Tensor, trials: int = 1, dual: bool = False) -> None:
         self.y, self.trials, self.dual = y, trials, dual
+        # a class of probability 0 has rows of zeros in both, and P is that of the others
         self.possible = y >= torch.finfo(y.dtype).tiny
         self.size, self.dtype, self.device = len(y), y.dtype, y.device
 
@@ -165,8 +156,8 @@ class SimplexFisher(Operator):
 
     def _centre(self, block: Tensor) -> Tensor:
         """Columns (C, k) without their mean over the classes that can come, 0 at the others."""
-        kept = torch.where(self.possible.unsqueeze(1), block, 0.0)
-        return torch.where(self.possible.unsqueeze(1), kept - kept.sum(0) / self.possible.sum(), 0.0)
+        possible = torch.where(self.possible.unsqueeze(1), block, 0.0)
+        return torch.where(self.possible.unsqueeze(1), possible - possible.sum(0) / self.possible.sum(), 0.0)
 
 
 def are_logits(theta: Tensor) -> Tensor:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from natgrad.families.closed_forms import Product
-from natgrad.families.embedded import Embedded
 from natgrad.families.event_checks import centre, check_rest, check_spreads, floating_dtype, widen
+from natgrad.families.exponential import Map
 from natgrad.families.normal import MultivariateNormal
+from natgrad.families.product_families import Embedded
 from natgrad.ground.linalg import is_concrete
 
 
@@ -28,6 +28,8 @@ class ComplexNormal(Embedded):
         >>> family.expectation(theta)
         tensor([1., 1., 4.])
     """
+
+    shown = ("d",)
 
     domain = "the precision must be Hermitian and positive definite: theta_ii and theta_ij are those of -P"
 
@@ -61,7 +63,7 @@ class ComplexNormal(Embedded):
         check_spreads(self._embed_covariance(covariance), torch.cat([size, size], dim=-1), floating_dtype(x))
         return self.from_mean_covariance(mean, covariance)
 
-    def find_products(self, theta: Tensor) -> tuple[Product, Product | None]:
+    def find_products(self, theta: Tensor) -> tuple[Map, Map | None]:
         """The first in O(d^3)."""
         forward, _ = self.real.find_products(self.embed(theta))
         return lambda v: self.pull(forward(self.embed(v))), None
@@ -127,9 +129,9 @@ class ComplexNormal(Embedded):
         Args:
             theta: Natural parameters, shape (..., n).
         """
-        mean, whole = self.real.mean_covariance(self.embed(self.check(theta)))
+        mean, covariance = self.real.mean_covariance(self.embed(self.check(theta)))
         d = self.d
-        return torch.complex(*mean.split(d, -1)), 2 * torch.complex(whole[..., :d, :d], whole[..., d:, :d])
+        return torch.complex(*mean.split(d, -1)), 2 * torch.complex(covariance[..., :d, :d], covariance[..., d:, :d])
 
     def _split(self, value: Tensor, factor: float) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """The parts of a vector (..., n): two (..., d), real and imaginary part of a Hermitian matrix (..., d, d)."""
@@ -151,6 +153,3 @@ class ComplexNormal(Embedded):
         if is_concrete(x.real) and not bool(torch.isfinite(x.detach()).all()):
             raise ValueError("x has entries that are not finite")
         return x
-
-    def __repr__(self) -> str:
-        return f"ComplexNormal({self.d})"

@@ -8,13 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from natgrad.families.closed_forms import Closed
 from natgrad.families.diagonal_normal import DiagonalNormal
 from natgrad.families.event_checks import check_moments
-from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.exponential import Closed, ExponentialFamily
 from natgrad.families.normal import MultivariateNormal
 from natgrad.families.positive_families import Beta, Dirichlet, Exponential, Gamma
-from natgrad.families.precision_factors import factor_covariance, inverse_from
+from natgrad.families.symmetric_matrices import factor_covariance, inverse_from
 from natgrad.ground.linalg import is_concrete, require_solution
 from natgrad.operators import Operator
 
@@ -82,8 +81,8 @@ class Coordinates(ABC):
         """
         flat = xi.reshape(-1, xi.shape[-1])
         jacobian = torch.func.vmap(torch.func.jacrev(self.natural))(flat)
-        found = jacobian.mT @ self.family.covariance(self.natural(flat)) @ jacobian
-        return found.view(*xi.shape, xi.shape[-1])
+        matrices = jacobian.mT @ self.family.covariance(self.natural(flat)) @ jacobian
+        return matrices.view(*xi.shape, xi.shape[-1])
 
     def vector_to_natural(self, xi: Tensor, vector: Tensor) -> Tensor:
         """d theta = J d xi.
@@ -177,10 +176,7 @@ class Change:
 
     @classmethod
     def at(cls, change: Callable[[Tensor], Tensor], point: Tensor) -> Change:
-        """The derivative of a map at a point, which is asked there once and in that shape.
-
-        point: (..., n); vectors of more dimensions are batches of such.
-        """
+        """The derivative at a point (..., n), asked there once; more dimensions of vectors are batches."""
         derivative = torch.func.vjp(change, point)
         value = derivative[0]
 

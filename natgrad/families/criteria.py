@@ -14,6 +14,8 @@ from natgrad.families.base import (
     Likelihood,
     SeparableLikelihood,
     check_order,
+    check_range,
+    check_same_shape,
     flatten_rows,
     require_one_tensor,
     require_tensor_targets,
@@ -25,88 +27,8 @@ from natgrad.families.robust_errors import Huber, Laplace, temper
 from natgrad.ground.messages import write_choices
 from natgrad.ground.pure import leaves, map_tensors
 
-
-@dataclass(frozen=True)
-class Entrywise(Likelihood):
-    """A separable likelihood with every entry as a row of its own, so that each can carry a weight.
-
-    Args:
-        family: The separable likelihood.
-    """
-
-    family: Likelihood
-
-    def rows(self, outputs: Any) -> Tensor:
-        return self.family.rows(outputs).reshape(-1, 1)
-
-    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self.family.nll(outputs.reshape(-1, 1), targets.reshape(-1, 1))
-
-    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        return self.family.sample(outputs, generator)
-
-    def fisher(self, rows: Tensor) -> Tensor:
-        return self.family.fisher(rows)
-
-    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
-        return self.family.mv(outputs, tangents)
-
-    def root(self, outputs: Tensor) -> Tensor:
-        return self.family.root(outputs)
-
-    def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
-        return self.family.kl(outputs, other)
-
-    def check_targets(self, outputs: Any, targets: Any) -> None:
-        self.family.check_targets(outputs, targets)
-
-
-def pick_logits(family: Likelihood, outputs: Any) -> tuple[Any, Tensor | None]:
-    """The logits among what a model returned, and the loss that it computed of them, for a likelihood of one tensor.
-
-    A record with logits and loss, as transformers' models return, or a tuple with one number, as (logits, loss); with
-    None in its place where the model was given no targets.
-    """
-    if isinstance(outputs, Tensor) or not isinstance(family, (Entrywise, SeparableLikelihood, Categorical)):
-        return outputs, None
-    if type(outputs) in (tuple, list):
-        pair = sorted(outputs[:2], key=lambda part: part is None or (isinstance(part, Tensor) and part.dim() == 0))
-        if len(pair) < 2 or not isinstance(pair[0], Tensor) or pair[0].dim() == 0:
-            return outputs, None
-        known = pair[1] is None or (isinstance(pair[1], Tensor) and pair[1].dim() == 0)
-        return (pair[0], pair[1]) if known else (outputs, None)
-    logits, loss = getattr(outputs, "logits", None), getattr(outputs, "loss", None)
-    if not isinstance(logits, Tensor):
-        return outputs, None
-    return logits, loss if isinstance(loss, Tensor) and loss.dim() == 0 else None
-
-
-@dataclass(frozen=True)
-class PoissonRate(Likelihood):
-    """Poisson counts with the rate itself as output, as `PoissonNLLLoss(log_input=False)` has it: form 1 / rate.
-
-    Args:
-        eps: Added to the rate before it is divided by.
-    """
-
-    eps: float = 1e-8
-
-    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        entries = outputs - targets * (outputs + self.eps).log() + torch.lgamma(targets.to(outputs.dtype) + 1)
-        return flatten_rows(entries).sum(1)
-
-    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        return torch.poisson(outputs.detach(), generator=generator)
-
-    def fisher(self, rows: Tensor) -> Tensor:
-        return torch.diag_embed(1 / (rows + self.eps))
-
-    def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
-        start, end = outputs + self.eps, other + self.eps
-        return (start * exp_gap((end / start).log())).sum(1)
-
-    def check_targets(self, outputs: Any, targets: Any) -> None:
-        Poisson().check_targets(outputs, targets)
+ROUNDING = 0.1
+"""Of the logarithm of a sum of probabilities; log-softmax in half precision is within .03."""
 
 
 @dataclass(frozen=True)
@@ -140,12 +62,12 @@ class Criterion:
     over_classes: bool = False
     temperature: Callable[[Any, Any], Tensor] | None = None
     maximize: bool = False
-    made: tuple[Callable[..., Criterion], tuple[Any, ...]] | None = field(
+    recipe: tuple[Callable[..., Criterion], tuple[Any, ...]] | None = field(
         default=None, init=False, repr=False, compare=False
     )  # what it is made of anew where it travels: the functions above are closures
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
-        return super().__reduce_ex__(protocol) if self.made is None else self.made
+        return super().__reduce_ex__(protocol) if self.recipe is None else self.recipe
 
     def __repr__(self) -> str:
         kinds = {name: getattr(self, name) or None for name in ("summed", "entrywise", "maximize")}
@@ -303,8 +225,83 @@ class Criterion:
 
 def remake_with(criterion: Criterion, make: Callable[..., Criterion], *args: Any) -> Criterion:
     """The same criterion; where it is pickled or copied, make(*args) takes its place."""
-    object.__setattr__(criterion, "made", (make, args))
+    object.__setattr__(criterion, "recipe", (make, args))
     return criterion
+
+
+@dataclass(frozen=True)
+class Entrywise(Likelihood):
+    """A separable likelihood with every entry as a row of its own, so that each can carry a weight.
+
+    Args:
+        family: The separable likelihood.
+    """
+
+    family: Likelihood
+
+    def rows(self, outputs: Any) -> Tensor:
+        return self.family.rows(outputs).reshape(-1, 1)
+
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.family.nll(outputs.reshape(-1, 1), targets.reshape(-1, 1))
+
+    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return self.family.sample(outputs, generator)
+
+    def fisher(self, rows: Tensor) -> Tensor:
+        return self.family.fisher(rows)
+
+    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
+        return self.family.mv(outputs, tangents)
+
+    def root(self, outputs: Tensor) -> Tensor:
+        return self.family.root(outputs)
+
+    def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
+        return self.family.kl(outputs, other)
+
+    def check_targets(self, outputs: Any, targets: Any) -> None:
+        self.family.check_targets(outputs, targets)
+
+
+def pick_logits(family: Likelihood, outputs: Any) -> tuple[Any, Tensor | None]:
+    """The logits in a record or a pair (logits, loss or None) of a model, and that loss; other outputs, and None."""
+    if isinstance(outputs, Tensor) or not isinstance(family, (Entrywise, SeparableLikelihood, Categorical)):
+        return outputs, None
+    if type(outputs) in (tuple, list):
+        pair = sorted(outputs[:2], key=lambda part: part is None or (isinstance(part, Tensor) and part.dim() == 0))
+        if len(pair) < 2 or not isinstance(pair[0], Tensor) or pair[0].dim() == 0:
+            return outputs, None
+        known = pair[1] is None or (isinstance(pair[1], Tensor) and pair[1].dim() == 0)
+        return (pair[0], pair[1]) if known else (outputs, None)
+    logits, loss = getattr(outputs, "logits", None), getattr(outputs, "loss", None)
+    if not isinstance(logits, Tensor):
+        return outputs, None
+    return logits, loss if isinstance(loss, Tensor) and loss.dim() == 0 else None
+
+
+@dataclass(frozen=True)
+class PoissonRate(Likelihood):
+    """Poisson counts with the rate as output, as `PoissonNLLLoss(log_input=False)` has it: form 1 / (rate + eps)."""
+
+    eps: float = 1e-8
+
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        entries = outputs - targets * (outputs + self.eps).log() + torch.lgamma(targets.to(outputs.dtype) + 1)
+        return flatten_rows(entries).sum(1)
+
+    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return torch.poisson(outputs.detach(), generator=generator)
+
+    def fisher(self, rows: Tensor) -> Tensor:
+        return torch.diag_embed(1 / (rows + self.eps))
+
+    def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
+        start, end = outputs + self.eps, other + self.eps
+        return (start * exp_gap((end / start).log())).sum(1)
+
+    def check_targets(self, outputs: Any, targets: Any) -> None:
+        Poisson().check_targets(outputs, targets)
 
 
 def cross_entropy(criterion: nn.CrossEntropyLoss) -> Criterion:
@@ -340,11 +337,7 @@ def nll_loss(criterion: nn.NLLLoss) -> Criterion:
 
 @dataclass(frozen=True)
 class IgnoringCategorical(Categorical):
-    """Class logits whose targets may carry an `ignore_index`.
-
-    Args:
-        ignore_index: The target that stands for none.
-    """
+    """Class logits whose targets may carry an `ignore_index`, which stands for none."""
 
     ignore_index: int = -100
 
@@ -360,8 +353,7 @@ class LogProbabilities(IgnoringCategorical):
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
         super().check_targets(outputs, targets)
-        total = require_one_tensor(outputs).detach().logsumexp(self.dim)
-        if bool(((total.abs() > 0.1) & total.isfinite()).any()):  # log-softmax in half precision is within 0.03
+        if not sums_to_one(require_one_tensor(outputs), self.dim):
             raise ValueError(
                 "outputs are not log-probabilities, as NLLLoss expects: exp(outputs) does not sum to 1 over the "
                 "classes. Take CrossEntropyLoss on logits, or end the model with torch.nn.LogSoftmax(dim=1)"
@@ -439,3 +431,62 @@ def poisson_nll(criterion: nn.PoissonNLLLoss) -> Criterion:
     """Log rates, or rates with log_input=False."""
     family = Poisson() if criterion.log_input else PoissonRate(criterion.eps)
     return Criterion(Entrywise(family), criterion, None, criterion.reduction == "sum")
+
+
+@dataclass(frozen=True, repr=False)
+class SoftClasses(Categorical):
+    """Logarithms of class probabilities (b, ..., C), with class probabilities as targets.
+
+    The form in the log-probabilities l is diag(y) - y y^T with y = exp(l), as it is in logits: behind a log-softmax
+    l = r - logsumexp(r) its pullback is diag(y) - y y^T in the logits r.
+    """
+
+    def check_targets(self, outputs: Any, targets: Any) -> None:
+        outputs = require_one_tensor(outputs)
+        if outputs.dim() < 2:
+            raise ValueError(f"outputs has shape {tuple(outputs.shape)}, expected log-probabilities (b, ..., C)")
+        if not require_tensor_targets(targets).is_floating_point():
+            raise ValueError(
+                f"targets are {targets.dtype}, expected class probabilities in the shape of the outputs, as KLDivLoss "
+                "takes them; for class numbers take CrossEntropyLoss on logits, or NLLLoss"
+            )
+        check_same_shape(outputs, targets)
+        check_range(targets, 0, 1 + ROUNDING, "class probabilities in [0, 1], or their logarithms with log_target=True")
+        if not sums_to_one(outputs, -1):
+            second = outputs.dim() > 2 and sums_to_one(outputs, 1)
+            raise ValueError(
+                "outputs are not log-probabilities over the last axis, as KLDivLoss is understood: exp(outputs) does "
+                + (
+                    "not sum to 1 there, and does over the second. Move the classes of outputs and targets to the end, "
+                    "with .movedim(1, -1)"
+                    if second
+                    else "not sum to 1. End the model with torch.nn.LogSoftmax(dim=-1)"
+                )
+            )
+
+
+def sums_to_one(outputs: Tensor, axis: int) -> bool:
+    """Whether the exponentials add up to one along an axis, wherever that is a number."""
+    total = outputs.detach().logsumexp(axis)
+    return not bool(((total.abs() > ROUNDING) & total.isfinite()).any())
+
+
+def kl_div(criterion: nn.KLDivLoss) -> Criterion:
+    """sum t (log t - l) over the classes: the cross-entropy of soft targets less their entropy, a constant."""
+
+    def weigh(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        rows = targets.to(outputs.dtype).flatten(0, -2).sum(1)  # less than 1 where a row is masked
+        count = {"sum": len(rows), "batchmean": len(outputs), "mean": outputs.numel()}[criterion.reduction]
+        return rows, rows.new_tensor(float(count))
+
+    def exponentiate(outputs: Tensor, targets: Any) -> Any:
+        return targets.exp() if isinstance(targets, Tensor) and targets.is_floating_point() else targets
+
+    return Criterion(
+        SoftClasses(),
+        criterion,
+        weigh,
+        criterion.reduction == "sum",
+        prepare=exponentiate if criterion.log_target else None,
+        over_classes=criterion.reduction == "mean",
+    )

@@ -8,20 +8,10 @@ import torch
 from torch import Tensor
 
 from natgrad.families.cancellation import in_double, ratio_gap
-from natgrad.families.closed_forms import Product
-from natgrad.families.event_checks import (
-    centre,
-    check_moments,
-    check_rest,
-    check_varies,
-    check_width,
-    floating_dtype,
-    root_mean_square,
-    widen,
-)
-from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.event_checks import centre_varying, check_moments, check_rest, check_width, widen
+from natgrad.families.exponential import ExponentialFamily, Map
 from natgrad.families.normal import LOG_2PI
-from natgrad.families.precision_factors import factor_covariance, half_log_det, inverse_from
+from natgrad.families.symmetric_matrices import factor_covariance, half_log_det, inverse_from
 from natgrad.ground.checks import check_integer
 from natgrad.ground.linalg import is_concrete
 
@@ -45,6 +35,8 @@ class DiagonalNormal(ExponentialFamily):
         (tensor([0., 1.]), tensor([1., 2.]))
     """
 
+    shown = ("d",)
+
     domain = "theta = (mean / variance; -1 / (2 variance)): the second half must be negative"
 
     def __init__(self, d: int) -> None:
@@ -57,8 +49,8 @@ class DiagonalNormal(ExponentialFamily):
 
     def log_partition(self, theta: Tensor) -> Tensor:
         linear, half = self.check_shape(theta, "theta").split(self.d, dim=-1)
-        found = -linear.square() / (4 * half) - 0.5 * (-2 * half).log() + 0.5 * LOG_2PI
-        return torch.where(self.inside(theta), found.sum(-1), torch.inf)
+        parts = -linear.square() / (4 * half) - 0.5 * (-2 * half).log() + 0.5 * LOG_2PI
+        return torch.where(self.inside(theta), parts.sum(-1), torch.inf)
 
     def inside(self, theta: Tensor) -> Tensor:
         return torch.isfinite(theta).all(-1) & (theta[..., self.d :] < 0).all(-1)
@@ -83,8 +75,7 @@ class DiagonalNormal(ExponentialFamily):
         return (0.5 * ratio_gap(-goal, -half, -turned) - 0.25 * away.square() / goal).sum(-1)
 
     def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
-        mean, centred = centre(widen(x))
-        check_varies(root_mean_square(centred), x.detach().abs().amax(0), floating_dtype(x))
+        mean, centred = centre_varying(x)
         return self.from_moments(mean, centred.square().mean(0))
 
     def from_moments(self, mean: Tensor, variance: Tensor) -> Tensor:
@@ -153,7 +144,7 @@ class DiagonalNormal(ExponentialFamily):
         second = torch.diag_embed(2 * v.square() + 4 * mean.square() * v)
         return torch.cat([torch.cat([torch.diag_embed(v), cross], -1), torch.cat([cross, second], -1)], -2)
 
-    def find_products(self, theta: Tensor) -> tuple[Product, Product]:
+    def find_products(self, theta: Tensor) -> tuple[Map, Map]:
         """Both in O(d)."""
         moments = self._moments(theta)
         return partial(self._forward, *moments), partial(self._backward, *moments)
@@ -172,9 +163,6 @@ class DiagonalNormal(ExponentialFamily):
         half = (b - 2 * mean * a) / (2 * v.square())  # d (-1 / (2 v)), as d v = b - 2 mu a
         return torch.cat([a / v - 2 * mean * half, half], dim=-1)
 
-    def __repr__(self) -> str:
-        return f"DiagonalNormal({self.d})"
-
 
 class Normal(DiagonalNormal):
     """One variable: T = (x, x^2), theta = (mu / s^2, -1 / (2 s^2)), eta = (mu, s^2 + mu^2). x is (..., 1).
@@ -185,6 +173,8 @@ class Normal(DiagonalNormal):
         >>> normal.expectation(theta)
         tensor([1., 5.])
     """
+
+    shown = ()
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -206,9 +196,6 @@ class Normal(DiagonalNormal):
         mean, std = super().mean_std(theta)
         return mean.squeeze(-1), std.squeeze(-1)
 
-    def __repr__(self) -> str:
-        return "Normal()"
-
 
 class FixedCovarianceNormal(ExponentialFamily):
     """N(mu, Sigma) with a known covariance Sigma: T = x, theta = Sigma^-1 mu, eta = mu, Fisher matrix Sigma.
@@ -216,6 +203,8 @@ class FixedCovarianceNormal(ExponentialFamily):
     Args:
         covariance: Sigma, positive definite, shape (d, d).
     """
+
+    shown = ("d",)
 
     def __init__(self, covariance: Tensor) -> None:
         if not isinstance(covariance, Tensor) or covariance.dim() != 2:
@@ -272,7 +261,7 @@ class FixedCovarianceNormal(ExponentialFamily):
     def covariance(self, theta: Tensor) -> Tensor:
         return self.mean_covariance(theta)[1]
 
-    def find_products(self, theta: Tensor) -> tuple[Product, Product]:
+    def find_products(self, theta: Tensor) -> tuple[Map, Map]:
         """The same everywhere."""
         return partial(self._times, self._sigma), partial(self._times, self._precision)
 
@@ -290,6 +279,3 @@ class FixedCovarianceNormal(ExponentialFamily):
 
     def _constant(self, like: Tensor) -> Tensor:
         return half_log_det(self._factor.to(like)) + 0.5 * self.d * LOG_2PI
-
-    def __repr__(self) -> str:
-        return f"FixedCovarianceNormal({self.d})"

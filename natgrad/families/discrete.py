@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from natgrad.families.base import check_range, check_same_shape, require_one_tensor, require_tensor_targets
+from natgrad.families.base import (
+    Likelihood,
+    SeparableLikelihood,
+    check_range,
+    check_same_shape,
+    require_one_tensor,
+    require_tensor_targets,
+)
 from natgrad.families.cancellation import divergence_terms, exp_gap
 from natgrad.families.class_logits import (
     LOGITS,
@@ -23,11 +31,135 @@ from natgrad.families.class_logits import (
     weigh_logs,
 )
 from natgrad.families.event_checks import check_support, check_width
+from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.log_gamma import HALF_LOG_2PI, stirling_rest
-from natgrad.families.natural_likelihood import ENUMERATED, Entries, NaturalLikelihood
 from natgrad.ground.checks import check_integer
 from natgrad.ground.linalg import is_concrete
-from natgrad.operators import Operator
+from natgrad.operators import DiagonalOperator, Operator
+
+# Both faces at once: a likelihood of outputs whose rows are the natural parameters of an exponential family
+
+ENUMERATED = 20
+"""Bits up to which all outcomes are listed."""
+
+
+class NaturalLikelihood(Likelihood, ExponentialFamily):
+    """A likelihood of outputs (R, m) and an exponential family of theta (..., m).
+
+    Two methods of the two faces share a name, and the arguments tell them apart: `fisher(theta)` of one distribution,
+    theta (m,), is an operator, and of rows (R, m) the matrices (R, m, m); `sample(theta, n, generator=)` gives n draws,
+    `sample(outputs, generator)` one target per row. Rows are not checked, since they come out of a model; theta is.
+    """
+
+    @property
+    def fixed_size(self) -> int | None:
+        """n where the family has been told, else None: any."""
+        return None
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        """n. AttributeError where the family takes any number of parameters."""
+        if self.fixed_size is None:
+            raise AttributeError(f"{self!r} takes any number of parameters; say how many, as in {self._sized}")
+        return self.fixed_size
+
+    _sized = "Bernoulli(3)"
+    least = 1
+    """The smallest n."""
+
+    def check_shape(self, value: Tensor, name: str) -> Tensor:
+        if self.fixed_size is not None:
+            return super().check_shape(value, name)
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            came = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"{name} is {came}, expected a floating-point tensor (..., n)")
+        if value.dim() == 0 or value.shape[-1] < self.least:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, expected (..., n) with n >= {self.least}")
+        return value
+
+    def fisher(self, rows: Tensor) -> Any:
+        """Of theta (n,): the Fisher operator. Of rows (R, n): matrices (R, n, n).
+
+        Args:
+            rows: Natural parameters, shape (n,) or (R, n).
+        """
+        rows = self.check_shape(rows, "theta")
+        return self.operator(self.check(rows)) if rows.dim() == 1 else self.forms(rows)
+
+    @abstractmethod
+    def forms(self, rows: Tensor) -> Tensor:
+        """Cov(T) of every row, unchecked.
+
+        Args:
+            rows: Natural parameters, shape (..., n).
+
+        Returns:
+            Shape (..., n, n).
+        """
+
+    @abstractmethod
+    def operator(self, theta: Tensor) -> Operator:
+        """The Fisher matrix in the natural parameters of one distribution.
+
+        Args:
+            theta: Natural parameters, shape (n,).
+        """
+
+    def covariance(self, theta: Tensor) -> Tensor:
+        return self.forms(self.check(theta))
+
+    def sample(self, outputs: Any, n: Any = None, generator: torch.Generator | None = None) -> Any:
+        """n draws for every theta (..., size), (n, ..., event); without n one target for every row of outputs.
+
+        Args:
+            outputs: Natural parameters, or what a model returns.
+            n: How many draws. None: one target per row.
+            generator: Source of the draws. None: the global one.
+        """
+        if n is None or isinstance(n, torch.Generator):
+            return self.targets(outputs, generator if n is None else n)
+        return ExponentialFamily.sample(self, outputs, n, generator=generator)
+
+    def targets(self, outputs: Tensor, generator: torch.Generator | None) -> Tensor:
+        """One draw for every row of a model's outputs, in their layout.
+
+        Args:
+            outputs: What the model returns.
+            generator: Source of the draws. None: the global one.
+        """
+        return self.draw(outputs.detach(), 1, generator)[0]
+
+
+@dataclass(frozen=True, repr=False)
+class Entries(NaturalLikelihood, SeparableLikelihood):
+    """Independent entries with one natural parameter each: diagonal Fisher.
+
+    Args:
+        n: How many. None takes what theta has.
+    """
+
+    n: int | None = None
+    shown = ("n",)
+    of: ClassVar[str] = "entries"
+    """What n counts, in words."""
+
+    def __post_init__(self) -> None:
+        if self.n is not None:
+            check_integer("n", self.n, of=f"the number of {self.of}")
+
+    @property
+    def fixed_size(self) -> int | None:
+        return self.n
+
+    def forms(self, rows: Tensor) -> Tensor:
+        return torch.diag_embed(self.curvature(rows))
+
+    def operator(self, theta: Tensor) -> Operator:
+        return DiagonalOperator(self.curvature(theta).detach())
+
+    def fisher_expectation(self, eta: Tensor) -> Operator:
+        theta = self.natural(self.single(eta, "eta"))
+        return DiagonalOperator(1 / self.curvature(theta).detach())
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,15 +179,7 @@ class Bernoulli(Entries):
         tensor([0.5000, 0.5000])
     """
 
-    n: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.n is not None:
-            check_integer("n", self.n, of="the number of bits")
-
-    @property
-    def fixed_size(self) -> int | None:
-        return self.n
+    of = "bits"
 
     def statistics(self, x: Tensor) -> Tensor:
         return check_support(check_width(x, self.n, "bits"), (x >= 0) & (x <= 1), "bits, 0 or 1")
@@ -100,15 +224,13 @@ class Bernoulli(Entries):
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
         self.check_shape(outputs, "theta")
         self.check_shape(other, "other")
-        one = divergence_terms(-softplus(-outputs), -softplus(-other))
-        return (one + divergence_terms(-softplus(outputs), -softplus(other))).sum(-1)
+        ones = divergence_terms(-softplus(-outputs), -softplus(-other))
+        zeros = divergence_terms(-softplus(outputs), -softplus(other))
+        return (ones + zeros).sum(-1)
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
         super().check_targets(outputs, targets)
         check_range(targets, 0, 1, "bits or probabilities in [0, 1]")
-
-    def __repr__(self) -> str:
-        return f"Bernoulli({'' if self.n is None else self.n})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -125,17 +247,7 @@ class Poisson(Entries):
         tensor([1.0000, 2.7183])
     """
 
-    n: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.n is not None:
-            check_integer("n", self.n, of="the number of counts")
-
-    @property
-    def fixed_size(self) -> int | None:
-        return self.n
-
-    _sized = "Poisson(3)"
+    of, _sized = "counts", "Poisson(3)"
 
     def statistics(self, x: Tensor) -> Tensor:
         x = check_width(x, self.n, "counts")
@@ -190,9 +302,6 @@ class Poisson(Entries):
     def check_targets(self, outputs: Any, targets: Any) -> None:
         super().check_targets(outputs, targets)
         check_range(targets, 0, torch.inf, "counts >= 0")
-
-    def __repr__(self) -> str:
-        return f"Poisson({'' if self.n is None else self.n})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -391,16 +500,13 @@ SERIES = (-1 / 12, -1 / 24, -19 / 360, -9 / 80, -863 / 2520, -1375 / 1008, -3395
 
 
 def poisson_entropy(log_rate: Tensor) -> Tensor:
-    """-E[log p] of Poisson counts, the same shape: a sum up to rates of 60, from there on a series in 1 / rate.
-
-    1/2 log(2 pi e rate) - 1 / (12 rate) - ..., by Stirling's formula and the central moments; at 60 its first eight
-    terms leave 1e-13.
-    """
+    """-E[log p] of Poisson counts, the same shape: a sum up to rates of 60, from there on a series in 1 / rate."""
     large = log_rate > LARGE_LOG
     small = torch.where(large, 0.0, log_rate)
     counts = torch.arange(160, dtype=log_rate.dtype, device=log_rate.device)
     log_p = counts * small.unsqueeze(-1) - small.exp().unsqueeze(-1) - torch.lgamma(counts + 1)
     far = torch.where(large, log_rate, LARGE_LOG)
+    # by Stirling's formula and the central moments: 1/2 log(2 pi e rate) - ...; at 60 eight terms leave 1e-13
     entropy = 0.5 * (math.log(2 * math.pi * math.e) + far)
     for k, coefficient in enumerate(SERIES, 1):
         entropy = entropy + coefficient * (-k * far).exp()

@@ -8,21 +8,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from natgrad.families.event_checks import check_width
+
 Clique = tuple[int, ...]
 LARGEST = 2**22
 """Entries of the largest table that elimination makes."""
 
 
 class Tables:
-    """Functions T_c of cliques of variables, written out: what they are at every state of their clique.
-
-    A state is the positions of the values, (..., n) integers.
-
-    Args:
-        values: The values of every variable.
-        cliques: Positions of variables, each ascending.
-        functions: Of x (..., k), the values of the clique's k variables, -> (...).
-    """
+    """Functions T_c of cliques written out at every state, the positions of the values, integers (..., n)."""
 
     def __init__(
         self,
@@ -52,8 +46,8 @@ class Tables:
     def statistics(self, places: Tensor) -> Tensor:
         """T (..., m) at states (..., n)."""
         steps = self.steps.to(places.device)
-        found = (places[..., self.members.to(places.device)] * steps).sum(-1) + self.offset.to(places.device)
-        return self.flat.to(places.device)[found]
+        entries = (places[..., self.members.to(places.device)] * steps).sum(-1) + self.offset.to(places.device)
+        return self.flat.to(places.device)[entries]
 
     def every_state(self) -> Tensor:
         """All states (S, n), the last variable changing fastest."""
@@ -66,9 +60,7 @@ class Tables:
 
     def places(self, x: Tensor) -> Tensor:
         """The states (..., n) of values x. ValueError where x is none of the values."""
-        if not isinstance(x, Tensor) or x.shape[-1:] != (len(self.counts),):
-            came = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is {type(x).__name__}"
-            raise ValueError(f"x {came}, expected (..., {len(self.counts)}): one value for every variable")
+        check_width(x, len(self.counts), "a value of every variable")
         padded = torch.nn.utils.rnn.pad_sequence(self.values, batch_first=True, padding_value=torch.nan).to(x.device)
         same = x.unsqueeze(-1).to(padded.dtype) == padded
         if not bool(same.any(-1).all()):
@@ -95,18 +87,18 @@ class Tables:
         """Independent states (count, ..., n): variables against the order of elimination, each given those before."""
         flat = theta.reshape(theta.shape[:-1].numel(), theta.shape[-1])
         rows = torch.arange(len(flat), device=theta.device)
-        found = torch.zeros(count, len(flat), len(self.counts), dtype=torch.long, device=theta.device)
-        if found.numel() == 0:
-            return found.view(count, *theta.shape[:-1], len(self.counts))
+        states = torch.zeros(count, len(flat), len(self.counts), dtype=torch.long, device=theta.device)
+        if states.numel() == 0:
+            return states.view(count, *theta.shape[:-1], len(self.counts))
         for scope, variable, joined in reversed(list(self._eliminations(flat))):
             others = tuple(i for i in scope if i != variable)
             last = joined.movedim(1 + scope.index(variable), -1).reshape(len(flat), -1, self.counts[variable])
             steps = torch.tensor(strides([self.counts[i] for i in others]), dtype=torch.long, device=theta.device)
-            place = (found[..., list(others)] * steps).sum(-1)
+            place = (states[..., list(others)] * steps).sum(-1)
             share = last[rows, place].softmax(-1).reshape(-1, self.counts[variable])
             chosen = torch.multinomial(share, 1, generator=generator)
-            found[..., variable] = chosen.view(count, len(flat))
-        return found.view(count, *theta.shape[:-1], len(self.counts))
+            states[..., variable] = chosen.view(count, len(flat))
+        return states.view(count, *theta.shape[:-1], len(self.counts))
 
     def _factors(self, theta: Tensor) -> list[tuple[Clique, Tensor]]:
         energies = theta[..., self.owner.to(theta.device)] * self.flat.to(theta)
@@ -123,29 +115,29 @@ class Tables:
         rank = {variable: place for place, variable in enumerate(self.order)}
         for scope, factor in self._factors(theta):
             waiting[min(scope, key=rank.__getitem__)].append((scope, factor))
-        found = []
+        sums = []
         for variable in self.order:
             scope = tuple(sorted({variable, *(i for s, _ in waiting[variable] for i in s)}))
             joined = theta.new_zeros(*theta.shape[:-1], *(self.counts[i] for i in scope))
             for s, factor in waiting.pop(variable):
                 joined = joined + self._align_factor(factor, s, scope)
-            found.append((scope, variable, joined))
+            sums.append((scope, variable, joined))
             rest = tuple(i for i in scope if i != variable)
             if rest:
-                left = joined.logsumexp(theta.dim() - 1 + scope.index(variable))
-                waiting[min(rest, key=rank.__getitem__)].append((rest, left))
-        return found
+                reduced = joined.logsumexp(theta.dim() - 1 + scope.index(variable))
+                waiting[min(rest, key=rank.__getitem__)].append((rest, reduced))
+        return sums
 
     def _write_out(self, clique: Clique, function: Callable[[Tensor], Tensor]) -> Tensor:
         x = torch.cartesian_prod(*(self.values[i] for i in clique)).view(-1, len(clique))
-        found = function(x)
-        if not isinstance(found, Tensor) or found.shape != x.shape[:1] or not bool(torch.isfinite(found).all()):
-            came = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        table = function(x)
+        if not isinstance(table, Tensor) or table.shape != x.shape[:1] or not bool(torch.isfinite(table).all()):
+            came = tuple(table.shape) if isinstance(table, Tensor) else type(table).__name__
             raise ValueError(
                 f"the function of clique {clique} gives {came} for x {tuple(x.shape)}, expected finite numbers "
                 f"({len(x)},): one for every row"
             )
-        return found.to(torch.float64)
+        return table.to(torch.float64)
 
 
 def strides(shape: Sequence[int]) -> list[int]:
@@ -153,21 +145,24 @@ def strides(shape: Sequence[int]) -> list[int]:
     return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
 
 
-def elimination_order(counts: Sequence[int], cliques: Sequence[Clique]) -> tuple[list[int], int]:
-    """Variables in the order that makes the smallest table next, and the entries of the largest one on the way.
-
-    Stops looking where a table passes `LARGEST`: the order is then the given one, and the size a lower bound.
-    """
-    near: list[set[int]] = [set() for _ in counts]
+def list_neighbours(n: int, cliques: Sequence[Clique]) -> list[set[int]]:
+    """Of every variable those with which it shares a clique."""
+    near: list[set[int]] = [set() for _ in range(n)]
     for clique in cliques:
         for i in clique:
             near[i].update(j for j in clique if j != i)
+    return near
+
+
+def elimination_order(counts: Sequence[int], cliques: Sequence[Clique]) -> tuple[list[int], int]:
+    """Variables in the order that makes the smallest table next, and the entries of the largest table on the way."""
+    near = list_neighbours(len(counts), cliques)
     weight = [count * math.prod(counts[j] for j in near[i]) for i, count in enumerate(counts)]
     left, order, largest = set(range(len(counts))), [], 1
     while left:
         best = min(left, key=lambda i: (weight[i], i))
         largest = max(largest, weight[best])
-        if largest > LARGEST:
+        if largest > LARGEST:  # a lower bound will do, and any order
             return list(range(len(counts))), largest
         order.append(best)
         left.remove(best)

@@ -23,6 +23,11 @@ def check_support(x: Tensor, allowed: Tensor, words: str) -> Tensor:
     return x
 
 
+def read_positive(x: Tensor) -> Tensor:
+    """x (..., 1) as it is. ValueError unless every entry is above zero."""
+    return check_support(check_width(x, 1), x > 0, "x > 0")
+
+
 def check_above(value: Tensor, low: float, name: str) -> Tensor:
     """The value as it is. ValueError unless every entry is above `low`."""
     if is_concrete(value) and not bool((value > low).all()):
@@ -66,10 +71,7 @@ def widen(x: Tensor) -> Tensor:
 
 
 def centre(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean (...) of x (b, ...) and what is left of x without it, from differences to the first example.
-
-    These are exact for near numbers: equal examples leave zeros, which those to a rounded mean are not.
-    """
+    """Mean of x (b, ...) and x without it, from differences to the first example, which are exact for near numbers."""
     away = x - x[:1]
     gap = away.mean(0)
     return x[0] + gap, away - gap
@@ -95,11 +97,16 @@ def check_varies(spread: Tensor, size: Tensor | float, dtype: torch.dtype) -> No
         )
 
 
-def check_spreads(covariance: Tensor, size: Tensor, dtype: torch.dtype) -> None:
-    """`check_varies` in every direction: the deviation of each variable given those before it.
+def centre_varying(x: Tensor, by_mean: bool = False) -> tuple[Tensor, Tensor]:
+    """`centre` of x in float64. ValueError unless it varies by more than the round-off of its size, or of its mean."""
+    mean, centred = centre(widen(x))
+    size = mean.detach() if by_mean else x.detach().abs().amax(0)
+    check_varies(root_mean_square(centred), size, floating_dtype(x))
+    return mean, centred
 
-    covariance: Of the examples, in float64, (..., d, d). size: The largest entry of each variable, (..., d).
-    """
+
+def check_spreads(covariance: Tensor, size: Tensor, dtype: torch.dtype) -> None:
+    """`check_varies` of the deviation of each variable given those before it, from a covariance (..., d, d)."""
     variance = covariance.detach().diagonal(dim1=-2, dim2=-1)
     check_varies(variance.sqrt(), size, dtype)
     given = factor_or_nan(covariance.detach()).diagonal(dim1=-2, dim2=-1).square()
@@ -115,9 +122,6 @@ def check_spreads(covariance: Tensor, size: Tensor, dtype: torch.dtype) -> None:
 
 
 def check_rest(rest: Tensor, total: Tensor, dtype: torch.dtype, words: str, expected: str) -> None:
-    """ValueError unless a difference of numbers is above what their own round-off leaves of it.
-
-    rest: What must be positive, any shape. total: Size of the numbers that were subtracted, the same shape.
-    """
+    """ValueError unless a difference is above the round-off of `total`, the size of the numbers it was taken of."""
     if is_concrete(rest) and not bool((rest > 4 * torch.finfo(dtype).eps * total).all()):
         raise ValueError(f"{words}, or no larger than round-off in {dtype}: expected {expected}")

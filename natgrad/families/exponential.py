@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from natgrad.families.closed_forms import Closed, Product
 from natgrad.families.newton import find_natural, maximise_by_newton
 from natgrad.ground.checks import check_integer
 from natgrad.ground.derivatives import exact_derivatives
 from natgrad.ground.linalg import all_finite, is_concrete, psd_root, require_inverse, symmetrise
 from natgrad.ground.messages import Explained
 from natgrad.operators import DenseOperator, Operator
+
+Map = Callable[[Tensor], Tensor]
 
 
 class ExponentialFamily(Explained, hint="; a family holds no parameters, its methods take them"):
@@ -44,6 +46,10 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
 
     size: int
     """n."""
+    domain: str = "every finite theta is inside, so look for a NaN"
+    """What `inside` asks for, in words."""
+    shown: tuple[str, ...] = ()
+    """Arguments of the constructor that `repr` shows; those that are None are left out."""
 
     @abstractmethod
     def statistics(self, x: Tensor) -> Tensor:
@@ -103,8 +109,7 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
         Args:
             x: Shape (..., event).
         """
-        found = self.statistics(x)
-        return found.new_zeros(found.shape[:-1])
+        return torch.zeros_like(self.statistics(x)[..., 0])
 
     def mean_log_base(self, theta: Tensor) -> Tensor:
         """E[log h(x)], shape (...). Default: zero.
@@ -213,8 +218,7 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
             return theta.new_empty(*theta.shape, theta.shape[-1])  # an empty batch, which vmap cannot take
         flat = theta.reshape(-1, theta.shape[-1])
         with exact_derivatives():  # of a psi with a determinant inside, torch's own are wrong
-            found = torch.func.vmap(torch.func.hessian(self.log_partition))(flat)
-        return found.view(*theta.shape, theta.shape[-1])
+            return torch.func.vmap(torch.func.hessian(self.log_partition))(flat).view(*theta.shape, theta.shape[-1])
 
     def fisher(self, theta: Tensor) -> Operator:
         """The Fisher matrix in the natural parameters of one distribution.
@@ -238,7 +242,7 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
             return Closed(theta, backward, forward)
         return DenseOperator(symmetrise(require_inverse(self.covariance(theta), self.explain_singular())).detach())
 
-    def find_products(self, theta: Tensor) -> tuple[Product, Product | None] | None:
+    def find_products(self, theta: Tensor) -> tuple[Map, Map | None] | None:
         """d theta -> d eta = Cov(T) d theta and its inverse, where they need no matrix. Default: None.
 
         Args:
@@ -375,9 +379,6 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
             raise ValueError(f"theta is outside the natural parameters of {self!r}: {self.domain}")
         return theta
 
-    domain: str = "every finite theta is inside, so look for a NaN"
-    """What `inside` asks for, in words."""
-
     def check_shape(self, value: Tensor, name: str) -> Tensor:
         """The value as it is, checked to be a floating tensor (..., n).
 
@@ -434,3 +435,28 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
             f"the Fisher matrix of {self!r} is singular in this dtype: expected theta off the edge of its domain, "
             "where distributions no longer differ, and statistics that do not depend on one another"
         )
+
+    def __repr__(self) -> str:
+        values = (getattr(self, name) for name in self.shown)
+        words = (f"{v:g}" if isinstance(v, float) else repr(v) for v in values if v is not None)
+        return f"{type(self).__name__}({', '.join(words)})"
+
+
+class Closed(Operator):
+    """G (n, n) by v -> G v, (..., n) -> (..., n), and G^-1 by its own products where they are known."""
+
+    def __init__(self, like: Tensor, product: Map, inverse_product: Map | None = None) -> None:
+        self.product, self.inverse_product = product, inverse_product
+        self.size, self.dtype, self.device = len(like), like.dtype, like.device
+
+    def mv(self, vector: Tensor) -> Tensor:
+        return self.product(vector)
+
+    def mm(self, block: Tensor) -> Tensor:
+        return self.product(block.mT).mT  # leading dimensions are batches
+
+    def inverse(self, damping: float = 0.0) -> Operator | None:
+        """The other product; None with damping, where no closed form is known."""
+        if damping or self.inverse_product is None:
+            return None
+        return Closed(torch.empty(self.size, dtype=self.dtype, device=self.device), self.inverse_product, self.product)

@@ -6,20 +6,10 @@ import torch
 from torch import Tensor
 
 from natgrad.families.cancellation import in_double, ratio_gap
-from natgrad.families.event_checks import (
-    centre,
-    check_above,
-    check_rest,
-    check_support,
-    check_varies,
-    check_width,
-    root_mean_square,
-    widen,
-)
+from natgrad.families.event_checks import centre_varying, check_above, check_rest, check_width, read_positive, widen
 from natgrad.families.exponential import ExponentialFamily
-from natgrad.families.log_gamma import HALF_LOG_2PI
+from natgrad.families.log_gamma import EULER, HALF_LOG_2PI
 
-EULER = 0.5772156649015329
 SERIES_BELOW = 2.0
 """Arguments below which the exponential integral is taken from its series."""
 
@@ -44,7 +34,7 @@ class InverseGaussian(ExponentialFamily):
     domain = "theta = (-shape / (2 mean^2), -shape / 2): both must be negative"
 
     def statistics(self, x: Tensor) -> Tensor:
-        x = check_support(check_width(x, 1), x > 0, "x > 0")
+        x = read_positive(x)
         return torch.cat([x, 1 / x], dim=-1)
 
     def log_base(self, x: Tensor) -> Tensor:
@@ -58,8 +48,8 @@ class InverseGaussian(ExponentialFamily):
         first, second = self.check_shape(theta, "theta").unbind(-1)
         inside = self.inside(theta)
         first, second = (torch.where(inside, part, -1.0) for part in (first, second))
-        found = -2 * (first * second).sqrt() - 0.5 * (-2 * second).log()
-        return torch.where(inside, found, torch.inf)
+        psi = -2 * (first * second).sqrt() - 0.5 * (-2 * second).log()
+        return torch.where(inside, psi, torch.inf)
 
     def inside(self, theta: Tensor) -> Tensor:
         return ((theta < 0) & torch.isfinite(theta)).all(-1)
@@ -67,8 +57,7 @@ class InverseGaussian(ExponentialFamily):
     @in_double
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
         mean, shape = self.mean_shape(theta)
-        x = self.as_numbers(x, theta.dtype)
-        x = check_support(check_width(x, 1), x > 0, "x > 0").squeeze(-1)
+        x = read_positive(self.as_numbers(x, theta.dtype)).squeeze(-1)
         return 0.5 * shape.log() - 1.5 * x.log() - HALF_LOG_2PI - shape * ((x - mean) / mean).square() / (2 * x)
 
     @in_double
@@ -106,8 +95,7 @@ class InverseGaussian(ExponentialFamily):
         return torch.stack([-0.5 * inverse_mean.square() / rest, -0.5 / rest], dim=-1)
 
     def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
-        (mean, centred), wide = centre(widen(x)), widen(x)
-        check_varies(root_mean_square(centred), mean.detach(), x.dtype)
+        (mean, centred), wide = centre_varying(x, by_mean=True), widen(x)
         # 1 / shape = E[1 / x] - 1 / mean = E[(x - mean)^2 / (x mean^2)], in which nothing cancels
         rest = ((centred / mean).square() / wide).mean(0)
         return torch.cat([-0.5 / (rest * mean.square()), -0.5 / rest], dim=-1)
@@ -151,9 +139,6 @@ class InverseGaussian(ExponentialFamily):
         """
         first, second = self.check(theta).unbind(-1)
         return (second / first).sqrt(), -2 * second
-
-    def __repr__(self) -> str:
-        return "InverseGaussian()"
 
 
 def scaled_exponential_integral(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The losses that are understood as likelihoods: those of torch.nn, their functions, timm's and transformers'.
 
 Losses of other libraries are known by the module and the name of their class or function, and nothing is imported. What
-is not known can be wrapped: `natgrad.families.known_losses`.
+is not known can be wrapped: `natgrad.likelihood`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from natgrad.families.base import Likelihood, check_range, check_same_shape, require_one_tensor, require_tensor_targets
+from natgrad.families.base import Likelihood, require_one_tensor
 from natgrad.families.criteria import (
     Criterion,
     Entrywise,
@@ -25,6 +25,7 @@ from natgrad.families.criteria import (
     cross_entropy,
     gaussian_nll,
     huber,
+    kl_div,
     l1,
     mse,
     nll_loss,
@@ -39,99 +40,19 @@ from natgrad.ground.choices import Names, read_choice
 from natgrad.ground.linalg import is_concrete
 from natgrad.ground.pure import leaves, map_tensors
 
-ROUNDING = 0.1
-"""Of the logarithm of a sum of probabilities; log-softmax in half precision is within .03."""
-
-
-@dataclass(frozen=True, repr=False)
-class SoftClasses(Categorical):
-    """Logarithms of class probabilities (b, ..., C), with class probabilities as targets.
-
-    The form in the log-probabilities l is diag(y) - y y^T with y = exp(l), as it is in logits: behind a log-softmax
-    l = r - logsumexp(r) its pullback is diag(y) - y y^T in the logits r.
-    """
-
-    def check_targets(self, outputs: Any, targets: Any) -> None:
-        outputs = require_one_tensor(outputs)
-        if outputs.dim() < 2:
-            raise ValueError(f"outputs has shape {tuple(outputs.shape)}, expected log-probabilities (b, ..., C)")
-        if not require_tensor_targets(targets).is_floating_point():
-            raise ValueError(
-                f"targets are {targets.dtype}, expected class probabilities in the shape of the outputs, as KLDivLoss "
-                "takes them; for class numbers take CrossEntropyLoss on logits, or NLLLoss"
-            )
-        check_same_shape(outputs, targets)
-        check_range(targets, 0, 1 + ROUNDING, "class probabilities in [0, 1], or their logarithms with log_target=True")
-        if not sums_to_one(outputs, -1):
-            second = outputs.dim() > 2 and sums_to_one(outputs, 1)
-            raise ValueError(
-                "outputs are not log-probabilities over the last axis, as KLDivLoss is understood: exp(outputs) does "
-                + (
-                    "not sum to 1 there, and does over the second. Move the classes of outputs and targets to the end, "
-                    "with .movedim(1, -1)"
-                    if second
-                    else "not sum to 1. End the model with torch.nn.LogSoftmax(dim=-1)"
-                )
-            )
-
-
-def sums_to_one(outputs: Tensor, axis: int) -> bool:
-    """Whether the exponentials add up to one along an axis, wherever that is a number."""
-    total = outputs.detach().logsumexp(axis)
-    return not bool(((total.abs() > ROUNDING) & total.isfinite()).any())
-
-
-def kl_div(criterion: nn.KLDivLoss) -> Criterion:
-    """sum t (log t - l) over the classes: the cross-entropy of soft targets less their entropy, which has no gradient.
-
-    A row whose targets add up to less, such as one that is masked, weighs as much less. 'batchmean' divides by the
-    examples, 'mean' by all entries, over the classes too.
-    """
-
-    def weigh(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        rows = targets.to(outputs.dtype).flatten(0, -2).sum(1)
-        count = {"sum": len(rows), "batchmean": len(outputs), "mean": outputs.numel()}[criterion.reduction]
-        return rows, rows.new_tensor(float(count))
-
-    def exponentiate(outputs: Tensor, targets: Any) -> Any:
-        return targets.exp() if isinstance(targets, Tensor) and targets.is_floating_point() else targets
-
-    return Criterion(
-        SoftClasses(),
-        criterion,
-        weigh,
-        criterion.reduction == "sum",
-        prepare=exponentiate if criterion.log_target else None,
-        over_classes=criterion.reduction == "mean",
-    )
-
-
-# The losses that are understood as likelihoods: those of torch.nn, their functions, timm's and transformers'
-
-KNOWN: dict[type, Callable[[Any], Criterion]] = {
-    nn.CrossEntropyLoss: cross_entropy,
-    nn.NLLLoss: nll_loss,
-    nn.BCEWithLogitsLoss: bce_with_logits,
-    nn.MSELoss: mse,
-    nn.GaussianNLLLoss: gaussian_nll,
-    nn.PoissonNLLLoss: poisson_nll,
-    nn.L1Loss: l1,
-    nn.SmoothL1Loss: smooth_l1,
-    nn.HuberLoss: huber,
-    nn.KLDivLoss: kl_div,
+KNOWN: dict[type[nn.Module], tuple[Any, Callable[[Any], Criterion]]] = {
+    nn.CrossEntropyLoss: (functional.cross_entropy, cross_entropy),
+    nn.NLLLoss: (functional.nll_loss, nll_loss),
+    nn.BCEWithLogitsLoss: (functional.binary_cross_entropy_with_logits, bce_with_logits),
+    nn.MSELoss: (functional.mse_loss, mse),
+    nn.GaussianNLLLoss: (functional.gaussian_nll_loss, gaussian_nll),
+    nn.PoissonNLLLoss: (functional.poisson_nll_loss, poisson_nll),
+    nn.L1Loss: (functional.l1_loss, l1),
+    nn.SmoothL1Loss: (functional.smooth_l1_loss, smooth_l1),
+    nn.HuberLoss: (functional.huber_loss, huber),
+    nn.KLDivLoss: (functional.kl_div, kl_div),
 }
-FUNCTIONS: tuple[tuple[Any, type[nn.Module]], ...] = (
-    (functional.cross_entropy, nn.CrossEntropyLoss),
-    (functional.nll_loss, nn.NLLLoss),
-    (functional.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss),
-    (functional.mse_loss, nn.MSELoss),
-    (functional.gaussian_nll_loss, nn.GaussianNLLLoss),
-    (functional.poisson_nll_loss, nn.PoissonNLLLoss),
-    (functional.l1_loss, nn.L1Loss),
-    (functional.smooth_l1_loss, nn.SmoothL1Loss),
-    (functional.huber_loss, nn.HuberLoss),
-    (functional.kl_div, nn.KLDivLoss),
-)
+"""The losses of torch.nn, their functions, and what reads them."""
 
 
 def as_criterion(criterion: Any) -> Criterion:
@@ -176,16 +97,15 @@ def read_criterion(criterion: Any) -> Criterion:
     if isinstance(criterion, Likelihood):
         return Criterion(criterion, lambda outputs, targets: criterion.nll(outputs, targets).mean())
     function, options = split_partial(criterion)
-    kind = next((kind for known, kind in FUNCTIONS if known is function), None)
+    kind = next((kind for kind, (known, _) in KNOWN.items() if known is function), None)
     if kind is not None:
         criterion = build_module(kind, function, options)
     elif (build := FOREIGN.get(origin(function))) is not None:
         return build(function, options)
-    build = KNOWN.get(type(criterion))
-    if build is None:
+    if type(criterion) not in KNOWN:
         raise TypeError(describe_unknown(criterion))
     check_reduction(criterion)
-    return build(criterion)
+    return KNOWN[type(criterion)][1](criterion)
 
 
 def check_reduction(loss: Any) -> None:
@@ -200,18 +120,13 @@ def check_reduction(loss: Any) -> None:
 
 def describe_unknown(criterion: Any) -> str:
     """What is wrong with a loss that is not known, and what to write instead."""
-    names = ", ".join(kind.__name__ for kind in KNOWN)
-    hint = ""
-    if isinstance(criterion, nn.BCELoss) or split_partial(criterion)[0] is functional.binary_cross_entropy:
-        hint = "; use BCEWithLogitsLoss on the logits"
-    wrap = ""
-    if callable(criterion):
-        wrap = (
-            "; to wrap any other function, say of which likelihood it is -log p: ng.likelihood(loss, ng.Categorical())"
-        )
+    bits = isinstance(criterion, nn.BCELoss) or split_partial(criterion)[0] is functional.binary_cross_entropy
+    hint = "; use BCEWithLogitsLoss on the logits" if bits else ""
+    wrap = "; to wrap any other function, say of which likelihood it is -log p: ng.likelihood(loss, ng.Categorical())"
     return (
         f"criterion is {describe(criterion)}, which is not a likelihood known to natgrad{hint}; "
-        f"expected one of {names}, or an ng likelihood (ng.Categorical(), ..., or your own with nll and sample){wrap}"
+        f"expected one of {', '.join(kind.__name__ for kind in KNOWN)}, or an ng likelihood (ng.Categorical(), ..., or "
+        f"your own with nll and sample){wrap if callable(criterion) else ''}"
     )
 
 
@@ -285,8 +200,8 @@ def class_bits(loss: Any, options: dict[str, Any]) -> Criterion:
     def bits(outputs: Tensor, targets: Tensor) -> Tensor:
         if targets.shape != outputs.shape:
             off = loss.smoothing / outputs.shape[-1]
-            made = torch.full_like(outputs, off).detach()
-            targets = made.scatter(1, targets.long().reshape(-1, 1), 1 - loss.smoothing + off)
+            smoothed = torch.full_like(outputs, off).detach()
+            targets = smoothed.scatter(1, targets.long().reshape(-1, 1), 1 - loss.smoothing + off)
         elif soft:
             targets = targets * (1 - loss.smoothing) + 0.5 * loss.smoothing
         return targets if loss.target_threshold is None else targets.gt(loss.target_threshold).to(outputs.dtype)
@@ -483,27 +398,26 @@ def likelihood(loss: Any, family: Any = None, *, probe: tuple[Any, Any] | None =
 
 
 def choose_reading(loss: Loss, family: Any, probe: tuple[Any, Any] | None) -> Criterion:
-    """What a loss is a mean or a sum of, by its gradient on probes.
-
-    A drawn probe on which none agrees counts for nothing once one has agreed on another shape.
-    """
+    """What a loss is a mean or a sum of, by its gradient on probes; a shape on which none agrees does not count."""
     candidates = list(readings(family))
     probes = [probe] if probe is not None else list(draw_probes(candidates[0].family))
-    left: list[Criterion] = []
+    agreeing: list[Criterion] = []
     difference, trouble = "", ""
     for outputs, targets in probes:
         try:
-            found = slope_of(loss, outputs, targets)
+            slope = slope_of(loss, outputs, targets)
         except Exception as error:
             if probe is not None:
                 raise
             trouble = trouble or f" ({type(error).__name__}: {error})"
             continue
-        agreeing = [one for one in left or candidates if agree(found, slope_in_units(one, outputs, targets))]
-        left = agreeing or left
-        difference = difference or describe_difference(loss, candidates[0], found, outputs, targets)
-    if left:
-        return left[0]
+        fitting = [
+            reading for reading in agreeing or candidates if agree(slope, slope_in_units(reading, outputs, targets))
+        ]
+        agreeing = fitting or agreeing
+        difference = difference or describe_difference(loss, candidates[0], slope, outputs, targets)
+    if agreeing:
+        return agreeing[0]
     if difference:
         raise ValueError(difference)
     raise ValueError(
@@ -513,21 +427,16 @@ def choose_reading(loss: Loss, family: Any, probe: tuple[Any, Any] | None) -> Cr
 
 
 class CheckedLoss:
-    """A loss that is compared with its likelihood on the first batch.
-
-    Args:
-        loss: The function.
-        reading: The likelihood's own loss, in the units that a probe told.
-    """
+    """A loss that is compared on the first batch with its likelihood's own loss, in the units that a probe gave."""
 
     def __init__(self, loss: Loss, reading: Criterion) -> None:
         self.loss, self.reading, self.checked = loss, reading, False
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         if not self.checked and all(is_concrete(t) for t in leaves(outputs)):
-            found = slope_of(self.loss, outputs, targets)
-            if not agree(found, slope_in_units(self.reading, outputs, targets)):
-                difference = describe_difference(self.loss, self.reading, found, outputs, targets)
+            slope = slope_of(self.loss, outputs, targets)
+            if not agree(slope, slope_in_units(self.reading, outputs, targets)):
+                difference = describe_difference(self.loss, self.reading, slope, outputs, targets)
                 raise ValueError(f"{difference}; for another layout of the outputs give probe=(outputs, targets) in it")
             self.checked = True
         return self.loss(outputs, targets)
@@ -582,8 +491,8 @@ def slope_of(loss: Loss, outputs: Any, targets: Any) -> Tensor:
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
             came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"loss returned {came}, expected one number that depends on the outputs; reduce it")
-        found = torch.autograd.grad(value.reshape(()), list(leaves(points)), materialize_grads=True)
-    return torch.cat([slope.reshape(-1) for slope in found])
+        slopes = torch.autograd.grad(value.reshape(()), list(leaves(points)), materialize_grads=True)
+    return torch.cat([slope.reshape(-1) for slope in slopes])
 
 
 def slope_in_units(reading: Criterion, outputs: Any, targets: Any) -> Tensor:
@@ -592,28 +501,28 @@ def slope_in_units(reading: Criterion, outputs: Any, targets: Any) -> Tensor:
     return torch.cat(slopes) * torch.as_tensor(reading.scale(outputs, targets)).detach()
 
 
-def agree(found: Tensor, expected: Tensor) -> bool:
+def agree(slope: Tensor, expected: Tensor) -> bool:
     """Whether two gradients in the outputs are one, within the round-off of their dtype."""
-    if found.shape != expected.shape:
+    if slope.shape != expected.shape:
         return False
-    bound = min(max(1e3 * torch.finfo(found.dtype).eps, 1e-6), 0.05)
-    size = torch.maximum(found.abs().max(), expected.abs().max())
-    error = (found - expected).abs().max()
+    bound = min(max(1e3 * torch.finfo(slope.dtype).eps, 1e-6), 0.05)
+    size = torch.maximum(slope.abs().max(), expected.abs().max())
+    error = (slope - expected).abs().max()
     return bool(error <= bound * size) or not bool(torch.isfinite(size))
 
 
-def describe_difference(loss: Loss, reading: Criterion, found: Tensor, outputs: Any, targets: Any) -> str:
+def describe_difference(loss: Loss, reading: Criterion, slope: Tensor, outputs: Any, targets: Any) -> str:
     """What a loss is instead of -log p, and what to write."""
     expected = slope_in_units(reading, outputs, targets)
     square = float((expected * expected).sum())
-    ratio = float((found * expected).sum()) / square if square > 0 else 0.0
+    ratio = float((slope * expected).sum()) / square if square > 0 else 0.0
     name, family = describe(loss), reading.family
-    if ratio > 0 and agree(found, ratio * expected):
+    if ratio > 0 and agree(slope, ratio * expected):
         return (
             f"{name} is {ratio:.4g} times the mean of -log p of {family} on this batch; give the likelihood of which "
             f"it is -log p (another sigma, another reduction), or multiply the loss by {1 / ratio:.4g}"
         )
-    error = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+    error = float((slope - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
     return (
         f"{name} is not -log p of {family}: their gradients in the outputs differ by {error:.2g} of the largest entry; "
         "choose another likelihood, or write your own: a class on ng.Likelihood with nll(outputs, targets) and "

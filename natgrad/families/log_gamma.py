@@ -11,6 +11,8 @@ from torch import Tensor
 from natgrad.families.cancellation import ratio_gap
 
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+EULER = 0.5772156649015329
+"""-E[log x] of a waiting time x of rate one."""
 SHIFT = 10
 """Arguments from which the series of Stirling's formula has all digits of float64."""
 
@@ -34,12 +36,8 @@ def trigamma(x: Tensor) -> Tensor:
 
 
 def trigamma_error(x: Tensor) -> Tensor:
-    """What `torch.polygamma(1, x)` lacks in float64, as a constant: up to 5e-10 of it below x = 10. Else zero.
-
-    Hurwitz's zeta(2, x) is the same function to all digits, but torch cannot differentiate it forward. The polygammas
-    of higher order have all their digits, so this error counts in one derivative only, and there as a constant.
-    """
-    at = x.detach()
+    """What `torch.polygamma(1, x)` lacks in float64, as a constant: up to 5e-10 of it below x = 10. Else zero."""
+    at = x.detach()  # zeta(2, x) has all digits, but no forward derivative; polygammas of higher order need no mending
     if x.dtype != torch.float64:
         return torch.zeros_like(at)
     return (torch.special.zeta(2.0, at) - torch.polygamma(1, at)).nan_to_num(0.0, 0.0, 0.0)  # inf - inf at zero
@@ -52,10 +50,7 @@ def away_from_here(x: Tensor) -> Tensor:
 
 
 def stirling_rest(x: Tensor, lgamma: Callable[[Tensor], Tensor] = log_gamma) -> Tensor:
-    """log Gamma(x) - ((x - 1/2) log x - x + 1/2 log 2 pi), x > 0: about 1 / (12 x).
-
-    x: Any shape.
-    """
+    """log Gamma(x) - ((x - 1/2) log x - x + 1/2 log 2 pi), x > 0: about 1 / (12 x)."""
     near = torch.where(x < SHIFT, x, 1.0)
     plain = lgamma(near) - ((near - 0.5) * near.log() - near + HALF_LOG_2PI)
     return torch.where(x < SHIFT, plain, stirling_series(x.clamp(min=float(SHIFT))))
@@ -63,26 +58,23 @@ def stirling_rest(x: Tensor, lgamma: Callable[[Tensor], Tensor] = log_gamma) -> 
 
 def stirling_series(x: Tensor) -> Tensor:
     """`stirling_rest` for x >= `SHIFT`."""
-    inverse, found = 1 / x.square(), torch.zeros_like(x)
+    inverse, total = 1 / x.square(), torch.zeros_like(x)
     for coefficient in reversed(SERIES):
-        found = coefficient + inverse * found
-    return found / x
+        total = coefficient + inverse * total
+    return total / x
 
 
 def stirling_slope(x: Tensor) -> Tensor:
     """The derivative of `stirling_series`."""
-    inverse, found = 1 / x.square(), torch.zeros_like(x)
+    inverse, total = 1 / x.square(), torch.zeros_like(x)
     for k in range(len(SERIES) - 1, -1, -1):
-        found = -(2 * k + 1) * SERIES[k] + inverse * found
-    return found * inverse
+        total = -(2 * k + 1) * SERIES[k] + inverse * total
+    return total * inverse
 
 
 def log_gamma_bregman(x: Tensor, base: Tensor) -> Tensor:
-    """log Gamma(x) - log Gamma(base) - digamma(base) (x - base) >= 0, to all digits for near and for large x, base.
-
-    log Gamma(x) = log Gamma(x + n) - sum_k log(x + k) with n = `SHIFT`, and Stirling's formula for x + n: the
-    divergences of its parts are sums of `ratio_gap`, which are all positive but for a small rest.
-    """
+    """log Gamma(x) - log Gamma(base) - digamma(base) (x - base) >= 0, to all digits for near and for large x, base."""
+    # log Gamma(x) = log Gamma(x + n) - sum_k log(x + k), n = `SHIFT`, then Stirling: parts >= 0 but for a small rest
     away, far, start = x - base, x + SHIFT, base + SHIFT
     steps = torch.arange(SHIFT, dtype=x.dtype, device=x.device)
     shifted = ratio_gap(x.unsqueeze(-1) + steps, base.unsqueeze(-1) + steps, away.unsqueeze(-1)).sum(-1)

@@ -1,7 +1,8 @@
-"""Markov random fields over variables of finitely many values, with statistics of one's own."""
+"""Markov random fields over variables of finitely many values: products, or functions of one's own, as statistics."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from abc import ABC, abstractmethod
@@ -13,14 +14,350 @@ import torch
 from torch import Tensor
 
 from natgrad.families.class_logits import classes_kl
-from natgrad.families.closed_forms import Closed
 from natgrad.families.discrete_tables import LARGEST, Clique, Tables
-from natgrad.families.exponential import ExponentialFamily
-from natgrad.families.gibbs import Gibbs, build_sweep
-from natgrad.families.gibbs_sweeps import fits_pairs, pair_energies
+from natgrad.families.event_checks import floating_dtype
+from natgrad.families.exponential import Closed, ExponentialFamily
+from natgrad.families.gibbs import Gibbs, build_sweep, fits_pairs, pair_energies
 from natgrad.ground.checks import check_integer, check_number, check_positive
 from natgrad.ground.linalg import require_inverse, symmetrise
 from natgrad.operators import DenseOperator, Operator
+
+ENTRIES = 2**22
+"""States times statistics up to which both are written out; beyond, variables are eliminated one by one."""
+LISTED = 2**20
+"""States up to which they are listed."""
+MATRIX = 512
+"""Statistics up to which the Fisher operator holds its matrix."""
+
+
+class MarkovField(ExponentialFamily):
+    """p(x) proportional to exp(sum_c theta_c f_c(x_c)): functions f_c of cliques x_c of a few variables each.
+
+    Every term has one parameter. None may be constant, or a sum of the others, if `natural` is to be unique.
+
+    Sums over all states are exact where they can be: written out for few states, else by elimination of one variable
+    after the other, for chains, trees and narrow grids of any length (tables of at most 4 million entries); gradients
+    flow through both. Draws are then independent. Elsewhere `sample` is Gibbs sampling, `estimate` gives means with
+    their errors, and what needs the sum is refused.
+
+    Args:
+        values: For every variable the numbers it can be, such as [(0, 1), (0, 1, 2)].
+        terms: (clique, function) each. The clique is positions of variables. The function maps x (..., k), its k values
+            in ascending order of the variables, to (...).
+        gibbs: Settings of Gibbs sampling. Where they are given, it is used everywhere.
+
+    Example:
+        >>> field = ng.MarkovField([(0, 1), (0, 1, 2)], [((0, 1), lambda x: x.prod(-1))])
+        >>> field.log_partition(torch.zeros(1)).exp()  # 6 states
+        tensor(6.0000)
+    """
+
+    def __init__(
+        self,
+        values: Sequence[Sequence[float]],
+        terms: Iterable[tuple[Iterable[int], Callable[[Tensor], Tensor]]],
+        gibbs: Gibbs | None = None,
+    ) -> None:
+        listed = [(tuple(clique), function) for clique, function in terms]
+        check_field(values, [clique for clique, _ in listed])
+        ordered = [(tuple(sorted(clique)), function) for clique, function in listed]
+        self._build(values, [c for c, _ in ordered], [f for _, f in ordered], gibbs)
+
+    def _build(
+        self,
+        values: Sequence[Sequence[float]],
+        cliques: Sequence[Clique],
+        functions: Sequence[Callable[[Tensor], Tensor]],
+        gibbs: Gibbs | None,
+    ) -> None:
+        self.n, self.cliques, self.size = len(values), tuple(cliques), len(cliques)
+        self.tables, self.gibbs = Tables(values, cliques, functions), gibbs
+        few = self.tables.states * self.size <= ENTRIES
+        # built here: a tensor that is first made within a transform of torch.func does not outlive it
+        self._table = self.tables.statistics(self.tables.every_state()) if few else None
+
+    @property
+    def exact(self) -> bool:
+        """Whether sums over all states can be had."""
+        return self._table is not None or self.tables.largest <= LARGEST
+
+    def statistics(self, x: Tensor) -> Tensor:
+        return self.tables.statistics(self.tables.places(x)).to(floating_dtype(x))
+
+    def log_partition(self, theta: Tensor) -> Tensor:
+        self.check_shape(theta, "theta")
+        if self._table is not None:
+            return (theta @ self._table.to(theta).mT).logsumexp(-1)
+        self._need_sums("log_partition")
+        return self.tables.log_partition(theta)
+
+    def expectation(self, theta: Tensor) -> Tensor:
+        if self._table is not None:
+            return self.probabilities(theta) @ self._table.to(theta)
+        self._need_sums("expectation")
+        return super().expectation(theta)
+
+    def covariance(self, theta: Tensor) -> Tensor:
+        if self._table is None:
+            self._need_sums("covariance")
+            return super().covariance(theta)
+        p, table = self.probabilities(theta), self._table.to(theta)
+        centred = table - (p @ table).unsqueeze(-2)  # (..., S, size)
+        return centred.mT @ (p.unsqueeze(-1) * centred)
+
+    def kl(self, theta: Tensor, other: Tensor) -> Tensor:
+        if self._table is None:
+            self._need_sums("kl")
+            return super().kl(theta, other)
+        theta, other = self.check(theta), self.check(other)
+        table = self._table.to(theta).mT
+        return classes_kl(theta @ table, other @ table)
+
+    def fisher(self, theta: Tensor) -> Operator:
+        """Cov(T) at theta (n,): a matrix up to 512 statistics, beyond by products of derivatives alone."""
+        point = self.check(self.single(theta, "theta")).detach()
+        if self.size <= MATRIX:
+            return DenseOperator(symmetrise(self.covariance(point)))
+        self._need_sums("fisher")
+        pull = torch.func.vjp(self.expectation, point)[1]
+
+        def product(v: Tensor) -> Tensor:
+            return torch.func.vmap(lambda row: pull(row)[0])(v.reshape(-1, self.size)).view(v.shape)
+
+        return Closed(point, product)
+
+    def mle(self, x: Tensor) -> Tensor:
+        """Maximum likelihood from x (b, n). ValueError where it needs sums that are too large."""
+        if not self.exact:
+            raise ValueError(
+                f"mle of {self!r} takes sums with a table of at least {self.tables.largest} entries, more than "
+                f"{LARGEST}; fit(x) takes none: the pseudo-likelihood, ng.families.RatioMatching() or "
+                "StochasticLikelihood(). ng.ratio_matching_loss with ng.ang or ng.ratio_metric trains other energies. "
+                "Or give fewer cliques: chains, trees and narrow grids are exact"
+            )
+        return super().mle(x)
+
+    def fit(
+        self,
+        x: Tensor,
+        method: FieldFit | None = None,
+        *,
+        start: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """theta from examples without a sum over states: for dense fields of any number of variables.
+
+        Args:
+            x: Examples, shape (b, n).
+            method: `PseudoLikelihood()`, the default, `RatioMatching()` or `StochasticLikelihood()`: maximum
+                likelihood, by chains. All three take fields of singles and pairs.
+            start: Where it starts, shape (m,). None: zero.
+            generator: Source of the chains' draws. None: the global one.
+
+        Returns:
+            Shape (m,).
+
+        Raises:
+            ValueError: Where a variable takes one value in all examples and the method has no `ridge`: its theta is
+                infinite.
+
+        Example:
+            >>> field = ng.Ising(30)
+            >>> x = field.sample(torch.zeros(465), 500, generator=torch.Generator().manual_seed(0))
+            >>> field.fit(x).abs().mean() < 0.1
+            tensor(True)
+        """
+        method = PseudoLikelihood() if method is None else method
+        if not isinstance(method, FieldFit):
+            raise TypeError(f"method is {method!r}, expected one such as ng.families.PseudoLikelihood()")
+        places = self.tables.places(x).reshape(-1, self.n)
+        if len(places) == 0:
+            raise ValueError("x is empty, expected at least one example")
+        fixed = (places == places[0]).all(0).nonzero().flatten().tolist()
+        if fixed and not getattr(method, "ridge", 1.0):
+            raise ValueError(
+                f"x has one value of variable {fixed[0]} in all examples, whose theta would be infinite: give a ridge, "
+                f"as in {type(method).__name__}(ridge=0.01), or more examples"
+            )
+        zero = torch.zeros(self.size, dtype=torch.float64, device=x.device)
+        begin = zero if start is None else self.single(start, "start").to(zero)
+        return method.find(self.tables, places, begin, generator).to(floating_dtype(x))
+
+    def estimate_log_partition(
+        self, theta: Tensor, *, steps: int = 500, chains: int = 500, generator: torch.Generator | None = None
+    ) -> LogPartitionEstimate:
+        """log Z by annealed importance sampling, with its standard error: for fields whose sums are too large.
+
+        Args:
+            theta: Natural parameters, shape (m,).
+            steps: Temperatures between the independent variables and the field, one Gibbs sweep each.
+            chains: Independent runs.
+            generator: Source of the draws. None: the global one.
+
+        Returns:
+            `value`, `error` and `effective`, how many equally weighted runs are worth as much.
+
+        Example:
+            >>> field = ng.Ising(40)
+            >>> found = field.estimate_log_partition(torch.zeros(820), steps=2, chains=4)
+            >>> found.value  # 40 log 2
+            tensor(27.7259)
+        """
+        steps = check_integer("steps", steps)
+        chains = check_integer("chains", chains, 2)
+        with torch.no_grad():
+            return anneal(self.tables, self.check(self.single(theta, "theta")).detach(), steps, chains, generator)
+
+    def probabilities(self, theta: Tensor) -> Tensor:
+        """p of all states, in the order of `states`.
+
+        Args:
+            theta: Natural parameters, shape (..., m).
+
+        Returns:
+            Shape (..., S).
+        """
+        if self._table is not None:
+            return (self.check(theta) @ self._table.to(theta).mT).softmax(-1)
+        self._need_list()
+        return self.tables.joint(self.check(theta)).softmax(-1)
+
+    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+        if self.gibbs is not None or not self.exact:
+            places = (self.gibbs or Gibbs()).draw(self.tables, theta, count, generator)
+        elif self._table is not None:
+            p = self.probabilities(theta)
+            chosen = torch.multinomial(p.reshape(-1, p.shape[-1]), count, replacement=True, generator=generator)
+            places = self.tables.every_state().to(theta.device)[chosen.mT].view(count, *theta.shape[:-1], self.n)
+        else:
+            places = self.tables.draw(theta, count, generator)
+        return self.tables.points(places, theta)
+
+    def outcomes(self, theta: Tensor) -> Tensor:
+        return self.states.to(theta)
+
+    @property
+    def states(self) -> Tensor:
+        """All states (S, n) in float64, the last variable changing fastest."""
+        self._need_list()
+        places = self.tables.every_state()
+        return self.tables.points(places, torch.empty(0, dtype=torch.float64))
+
+    def estimate(self, theta: Tensor, n: int, *, generator: torch.Generator | None = None) -> MomentEstimate:
+        """Means and covariance of T from draws, with the means' standard errors.
+
+        Where the draws are Gibbs sampling's, those of one chain depend on one another: the errors then come from the
+        means of chains. They know nothing of modes that no chain has visited.
+
+        Args:
+            theta: Natural parameters, shape (m,).
+            n: How many draws.
+            generator: Source of the draws. None: the global one.
+        """
+        if n < 4:
+            raise ValueError(f"n is {n}, expected at least 4 draws: an error comes from their differences")
+        statistics = self.statistics(self.sample(self.single(theta, "theta"), n, generator=generator))
+        iid = self.gibbs is None and self.exact
+        chains = n if iid else min((self.gibbs or Gibbs()).chains, n)
+        groups = statistics[: n // chains * chains].view(-1, chains, self.size).mean(0)
+        centred = statistics - statistics.mean(0)
+        return MomentEstimate(
+            statistics.mean(0), groups.std(0) / chains**0.5, symmetrise(centred.mT @ centred / (n - 1))
+        )
+
+    def _need_sums(self, what: str) -> None:
+        if not self.exact:
+            raise ValueError(
+                f"{what} of {self!r} takes a sum with a table of at least {self.tables.largest} entries, more than "
+                f"{LARGEST}; estimate(theta, n) gives means and covariances from draws, with errors"
+            )
+
+    def _need_list(self) -> None:
+        if self.tables.states > LISTED:
+            raise ValueError(f"{self!r} has {self.tables.states:.3g} states, of which at most {LISTED} are listed")
+
+    def __repr__(self) -> str:
+        return f"MarkovField({self.n} variables, {self.size} terms)"
+
+
+class Ising(MarkovField):
+    """p(x) proportional to exp(sum_c theta_c prod_{i in c} x_i), x_i one of two values.
+
+    log_partition, expectation and Fisher are exact, and draws independent, for about 20 variables with any cliques and
+    for any number in chains, trees and narrow grids; see `MarkovField` for what happens beyond. Cliques of one variable
+    alone give the independence model.
+
+    Args:
+        n: Number of variables.
+        cliques: Tuples of variables, each with one parameter. Default: all singles, then all pairs row by row.
+        values: The two values, the lower first: (-1, 1), (0, 1) or others.
+        gibbs: Settings of Gibbs sampling.
+
+    Example:
+        >>> field = ng.Ising(3, cliques=[(0, 1), (1, 2)])
+        >>> field.expectation(torch.tensor([0.5, -0.5]))  # tanh(0.5), tanh(-0.5)
+        tensor([ 0.4621, -0.4621])
+    """
+
+    def __init__(
+        self,
+        n: int,
+        cliques: Iterable[Iterable[int]] | None = None,
+        values: tuple[float, float] = (-1, 1),
+        gibbs: Gibbs | None = None,
+    ) -> None:
+        check_integer("n", n, of="the number of variables")
+        if n is None or len(values) != 2 or not values[0] < values[1]:
+            raise ValueError(f"values are {values}, expected two numbers, the lower first, such as (-1, 1) or (0, 1)")
+        every = (*((i,) for i in range(n)), *itertools.combinations(range(n), 2))
+        chosen = every if cliques is None else tuple(tuple(sorted(clique)) for clique in cliques)
+        check_field([values] * n, chosen)
+        if len(set(chosen)) < len(chosen):
+            raise ValueError("cliques must be given only once each: a double has no parameter of its own")
+        self.values = (float(values[0]), float(values[1]))
+        self._build([self.values] * n, chosen, [multiply_values] * len(chosen), gibbs)
+
+    def __repr__(self) -> str:
+        return f"Ising({self.n}, {self.size} cliques, values={self.values})"
+
+
+def multiply_values(x: Tensor) -> Tensor:
+    """prod_i x_i, (..., k) -> (...)."""
+    return torch.prod(x, dim=-1)
+
+
+@dataclass(frozen=True)
+class MomentEstimate:
+    """Means of the statistics from draws, their standard errors, and Cov(T).
+
+    Args:
+        mean: Shape (m,).
+        error: Standard errors of the means, shape (m,).
+        covariance: Cov(T), shape (m, m).
+    """
+
+    mean: Tensor
+    error: Tensor
+    covariance: Tensor
+
+    def fisher(self) -> Operator:
+        """The estimated Fisher matrix; singular where there were fewer draws than statistics."""
+        return DenseOperator(self.covariance)
+
+
+def check_field(values: Sequence[Sequence[float]], cliques: Sequence[Clique]) -> None:
+    """ValueError for variables without a choice, and cliques of variables that do not exist."""
+    for place, each in enumerate(values):
+        if len(each) < 2 or len(set(each)) < len(each):
+            raise ValueError(f"values of variable {place} are {tuple(each)}, expected at least two different numbers")
+    if not values or not cliques:
+        raise ValueError("a field needs at least one variable and one clique")
+    for clique in cliques:
+        if not clique or len(set(clique)) < len(clique) or not all(0 <= i < len(values) for i in clique):
+            raise ValueError(f"cliques hold {clique}, expected different variables from 0 to {len(values) - 1}")
+
+
+# Draws of fields with several modes, and the sum over states from them
 
 
 @dataclass(frozen=True)
@@ -51,35 +388,20 @@ class Tempering(Gibbs):
 
     def draw(self, tables: Tables, theta: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
         flat = theta.reshape(-1, theta.shape[-1])
-        found = [self._draw_one(tables, row, count, generator) for row in flat]
-        empty = torch.empty(count, 0, len(tables.counts), dtype=torch.long, device=theta.device)
-        return torch.stack(found, dim=1).view(count, *theta.shape[:-1], -1) if found else empty
+        if not len(flat):
+            return torch.empty(count, 0, len(tables.counts), dtype=torch.long, device=theta.device)
+        states = [self._draw_one(tables, row, count, generator) for row in flat]
+        return torch.stack(states, dim=1).view(count, *theta.shape[:-1], -1)
 
     def _draw_one(self, tables: Tables, theta: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
         chains = min(self.chains, count)
-        ladder = Ladder(
-            tables, theta, torch.linspace(0, 1, self.levels, dtype=theta.dtype, device=theta.device), chains
-        )
-        ladder.start(generator)
-        for _ in range(self.burn_in):
-            ladder.run(generator)
-        found = [ladder.coldest()]
-        while len(found) * chains < count:
-            for _ in range(self.thinning):
-                ladder.run(generator)
-            found.append(ladder.coldest())
-        return torch.cat(found)[:count]
+        betas = torch.linspace(0, 1, self.levels, dtype=theta.dtype, device=theta.device)
+        ladder = Ladder(tables, theta, betas, chains)
+        return torch.cat(self.collect_states(ladder, -(-count // chains), generator))[:count]
 
 
 class Ladder:
-    """Chains of beta theta for several betas, which exchange states between neighbours.
-
-    Args:
-        tables: The field's functions.
-        theta: Shape (m,).
-        betas: Ascending, shape (L,).
-        chains: How many of each.
-    """
+    """Chains of beta theta, theta (m,), for ascending betas (L,), which exchange states between neighbours."""
 
     def __init__(self, tables: Tables, theta: Tensor, betas: Tensor, chains: int) -> None:
         self.sweep = build_sweep(tables, betas.unsqueeze(1) * theta, chains)
@@ -105,18 +427,13 @@ class Ladder:
         self.sweep.replace_states(states.gather(1, order.unsqueeze(-1).expand_as(states)).flatten(0, 1))
         self.odd = 1 - self.odd
 
-    def coldest(self) -> Tensor:
+    def states(self) -> Tensor:
         """The states of the last beta, (chains, n)."""
         return self.sweep.states().view(self.chains, len(self.betas), -1)[:, -1]
 
 
 class Energies:
-    """theta . T(x) of states as positions of values.
-
-    Args:
-        tables: The field's functions.
-        theta: Shape (m,).
-    """
+    """theta . T(x), theta (m,), of states as positions of values."""
 
     def __init__(self, tables: Tables, theta: Tensor) -> None:
         self.tables, self.theta, self.width = tables, theta, max(tables.counts) - 1
@@ -156,10 +473,7 @@ class LogPartitionEstimate:
 def anneal(
     tables: Tables, theta: Tensor, steps: int, chains: int, generator: torch.Generator | None
 ) -> LogPartitionEstimate:
-    """log Z by annealed importance sampling (Neal 2001) from independent uniform variables, beta = 0, to beta = 1.
-
-    theta: Natural parameters, (m,).
-    """
+    """log Z by annealed importance sampling (Neal 2001) from independent uniform variables, beta = 0, to beta = 1."""
     sweep, energy = build_sweep(tables, torch.zeros_like(theta).unsqueeze(0), chains), Energies(tables, theta)
     sweep.start(generator)
     log_weights = theta.new_full((chains,), sum(math.log(count) for count in tables.counts))
@@ -292,7 +606,7 @@ class StochasticLikelihood(FieldFit):
 
     def find(self, tables: Tables, places: Tensor, start: Tensor, generator: torch.Generator | None) -> Tensor:
         theta = PseudoLikelihood(self.ridge).find(tables, places, start, generator)
-        seen = read_statistics(tables, places, theta)
+        seen = tables.statistics(places).to(theta)
         means, metric = seen.mean(0), ExamplesMetric(seen, self.damping)
         sweep = build_sweep(tables, theta.unsqueeze(0), self.chains)
         sweep.start(generator)
@@ -300,8 +614,8 @@ class StochasticLikelihood(FieldFit):
             sweep.run(generator)
         total, count = torch.zeros_like(theta), 0
         for k in range(self.steps):
-            found = read_statistics(tables, sweep.states(), theta).mean(0)
-            theta = theta + self.rate / (1 + k / self.steady) * metric.solve(means - found)
+            drawn = tables.statistics(sweep.states()).to(theta).mean(0)
+            theta = theta + self.rate / (1 + k / self.steady) * metric.solve(means - drawn)
             if k >= self.steps // 2:
                 total, count = total + theta, count + 1
             sweep.replace_weights(theta.unsqueeze(0))
@@ -311,12 +625,7 @@ class StochasticLikelihood(FieldFit):
 
 
 class ExamplesMetric:
-    """g -> (C + damping v I)^-1 g, C the covariance of statistics (b, m) and v its mean diagonal entry.
-
-    Args:
-        statistics: T of examples, shape (b, m).
-        damping: In units of v.
-    """
+    """g -> (C + damping v I)^-1 g, C the covariance of statistics (b, m) and v its mean diagonal entry."""
 
     def __init__(self, statistics: Tensor, damping: float) -> None:
         root = (statistics - statistics.mean(0)) / max(1, len(statistics) - 1) ** 0.5
@@ -334,16 +643,7 @@ class ExamplesMetric:
 
 
 class Conditionals:
-    """log p(x_i = v | the other variables) of examples, up to a constant, for fields of singles and pairs.
-
-    Args:
-        tables: The field's functions.
-        places: Examples as positions of values, shape (b, n).
-
-    Attributes:
-        chosen: The positions, shape (b, n, 1).
-        missing: Values that a variable lacks, shape (n, values).
-    """
+    """log p(x_i = v | the other variables) of examples (b, n), up to a constant, for fields of singles and pairs."""
 
     def __init__(self, tables: Tables, places: Tensor) -> None:
         if max(map(len, tables.cliques)) > 2:
@@ -362,11 +662,6 @@ class Conditionals:
         constant, matrix = pair_energies(self.tables, self.order, theta.unsqueeze(0), self.width)
         energy = (self.columns @ matrix[0] + constant[0, :, 0]).unflatten(1, (-1, self.width))
         return torch.nn.functional.pad(energy, (1, 0)).masked_fill(self.missing, -torch.inf)
-
-
-def read_statistics(tables: Tables, places: Tensor, like: Tensor) -> Tensor:
-    """T (b, m) at states (b, n), in the dtype of `like`."""
-    return tables.statistics(places).to(like)
 
 
 def minimise(loss: Callable[[Tensor], Tensor], start: Tensor, ridge: float, steps: int) -> Tensor:
@@ -393,294 +688,3 @@ def minimise(loss: Callable[[Tensor], Tensor], start: Tensor, ridge: float, step
             stacklevel=4,
         )
     return theta.detach()
-
-
-# Markov random fields over variables of finitely many values, with statistics of one's own
-
-ENTRIES = 2**22
-"""States times statistics up to which both are written out; beyond, variables are eliminated one by one."""
-LISTED = 2**20
-"""States up to which they are listed."""
-MATRIX = 512
-"""Statistics up to which the Fisher operator holds its matrix."""
-
-
-class MarkovField(ExponentialFamily):
-    """p(x) proportional to exp(sum_c theta_c f_c(x_c)): functions f_c of cliques x_c of a few variables each.
-
-    Every term has one parameter. None may be constant, or a sum of the others, if `natural` is to be unique.
-
-    Sums over all states are exact where they can be: written out for few states, else by elimination of one variable
-    after the other, for chains, trees and narrow grids of any length (tables of at most 4 million entries); gradients
-    flow through both. Draws are then independent. Elsewhere `sample` is Gibbs sampling, `estimate` gives means with
-    their errors, and what needs the sum is refused.
-
-    Args:
-        values: For every variable the numbers it can be, such as [(0, 1), (0, 1, 2)].
-        terms: (clique, function) each. The clique is positions of variables. The function maps x (..., k), its k values
-            in ascending order of the variables, to (...).
-        gibbs: Settings of Gibbs sampling. Where they are given, it is used everywhere.
-
-    Example:
-        >>> field = ng.MarkovField([(0, 1), (0, 1, 2)], [((0, 1), lambda x: x.prod(-1))])
-        >>> field.log_partition(torch.zeros(1)).exp()  # 6 states
-        tensor(6.0000)
-    """
-
-    def __init__(
-        self,
-        values: Sequence[Sequence[float]],
-        terms: Iterable[tuple[Iterable[int], Callable[[Tensor], Tensor]]],
-        gibbs: Gibbs | None = None,
-    ) -> None:
-        listed = [(tuple(clique), function) for clique, function in terms]
-        check_field(values, [clique for clique, _ in listed])
-        ordered = [(tuple(sorted(clique)), function) for clique, function in listed]
-        self._build(values, [c for c, _ in ordered], [f for _, f in ordered], gibbs)
-
-    def _build(
-        self,
-        values: Sequence[Sequence[float]],
-        cliques: Sequence[Clique],
-        functions: Sequence[Callable[[Tensor], Tensor]],
-        gibbs: Gibbs | None,
-    ) -> None:
-        self.n, self.cliques, self.size = len(values), tuple(cliques), len(cliques)
-        self.tables, self.gibbs = Tables(values, cliques, functions), gibbs
-        few = self.tables.states * self.size <= ENTRIES
-        # built here: a tensor that is first made within a transform of torch.func does not outlive it
-        self._table = self.tables.statistics(self.tables.every_state()) if few else None
-
-    @property
-    def exact(self) -> bool:
-        """Whether sums over all states can be had."""
-        return self._table is not None or self.tables.largest <= LARGEST
-
-    def statistics(self, x: Tensor) -> Tensor:
-        found = self.tables.statistics(self.tables.places(x))
-        return found.to(x.dtype if x.is_floating_point() else torch.get_default_dtype())
-
-    def log_partition(self, theta: Tensor) -> Tensor:
-        self.check_shape(theta, "theta")
-        if self._table is not None:
-            return (theta @ self._table.to(theta).mT).logsumexp(-1)
-        self._need_sums("log_partition")
-        return self.tables.log_partition(theta)
-
-    def expectation(self, theta: Tensor) -> Tensor:
-        if self._table is not None:
-            return self.probabilities(theta) @ self._table.to(theta)
-        self._need_sums("expectation")
-        return super().expectation(theta)
-
-    def covariance(self, theta: Tensor) -> Tensor:
-        if self._table is None:
-            self._need_sums("covariance")
-            return super().covariance(theta)
-        p, table = self.probabilities(theta), self._table.to(theta)
-        centred = table - (p @ table).unsqueeze(-2)  # (..., S, size)
-        return centred.mT @ (p.unsqueeze(-1) * centred)
-
-    def kl(self, theta: Tensor, other: Tensor) -> Tensor:
-        if self._table is None:
-            self._need_sums("kl")
-            return super().kl(theta, other)
-        theta, other = self.check(theta), self.check(other)
-        table = self._table.to(theta).mT
-        return classes_kl(theta @ table, other @ table)
-
-    def fisher(self, theta: Tensor) -> Operator:
-        """Cov(T) at theta (n,): a matrix up to 512 statistics, beyond by products of derivatives alone."""
-        point = self.check(self.single(theta, "theta")).detach()
-        if self.size <= MATRIX:
-            return DenseOperator(symmetrise(self.covariance(point)))
-        self._need_sums("fisher")
-        pull = torch.func.vjp(self.expectation, point)[1]
-
-        def product(v: Tensor) -> Tensor:
-            return torch.func.vmap(lambda row: pull(row)[0])(v.reshape(-1, self.size)).view(v.shape)
-
-        return Closed(point, product)
-
-    def mle(self, x: Tensor) -> Tensor:
-        """Maximum likelihood from x (b, n). ValueError where it needs sums that are too large."""
-        if not self.exact:
-            raise ValueError(
-                f"mle of {self!r} takes sums with a table of at least {self.tables.largest} entries, more than "
-                f"{LARGEST}; fit(x) takes none: the pseudo-likelihood, ng.families.RatioMatching() or "
-                "StochasticLikelihood(). ng.ratio_matching_loss with ng.ang or ng.ratio_metric trains other energies. "
-                "Or give fewer cliques: chains, trees and narrow grids are exact"
-            )
-        return super().mle(x)
-
-    def fit(
-        self,
-        x: Tensor,
-        method: FieldFit | None = None,
-        *,
-        start: Tensor | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """theta from examples without a sum over states: for dense fields of any number of variables.
-
-        Args:
-            x: Examples, shape (b, n).
-            method: `PseudoLikelihood()`, the default, `RatioMatching()` or `StochasticLikelihood()`: maximum
-                likelihood, by chains. All three take fields of singles and pairs.
-            start: Where it starts, shape (m,). None: zero.
-            generator: Source of the chains' draws. None: the global one.
-
-        Returns:
-            Shape (m,).
-
-        Raises:
-            ValueError: Where a variable takes one value in all examples and the method has no `ridge`: its theta is
-                infinite.
-
-        Example:
-            >>> field = ng.Ising(30)
-            >>> x = field.sample(torch.zeros(465), 500, generator=torch.Generator().manual_seed(0))
-            >>> field.fit(x).abs().mean() < 0.1
-            tensor(True)
-        """
-        method = PseudoLikelihood() if method is None else method
-        if not isinstance(method, FieldFit):
-            raise TypeError(f"method is {method!r}, expected one such as ng.families.PseudoLikelihood()")
-        places = self.tables.places(x).reshape(-1, self.n)
-        if len(places) == 0:
-            raise ValueError("x is empty, expected at least one example")
-        fixed = (places == places[0]).all(0).nonzero().flatten().tolist()
-        if fixed and not getattr(method, "ridge", 1.0):
-            raise ValueError(
-                f"x has one value of variable {fixed[0]} in all examples, whose theta would be infinite: give a ridge, "
-                f"as in {type(method).__name__}(ridge=0.01), or more examples"
-            )
-        zero = torch.zeros(self.size, dtype=torch.float64, device=x.device)
-        begin = zero if start is None else self.single(start, "start").to(zero)
-        found = method.find(self.tables, places, begin, generator)
-        return found.to(x.dtype if x.is_floating_point() else torch.get_default_dtype())
-
-    def estimate_log_partition(
-        self, theta: Tensor, *, steps: int = 500, chains: int = 500, generator: torch.Generator | None = None
-    ) -> LogPartitionEstimate:
-        """log Z by annealed importance sampling, with its standard error: for fields whose sums are too large.
-
-        Args:
-            theta: Natural parameters, shape (m,).
-            steps: Temperatures between the independent variables and the field, one Gibbs sweep each.
-            chains: Independent runs.
-            generator: Source of the draws. None: the global one.
-
-        Returns:
-            `value`, `error` and `effective`, how many equally weighted runs are worth as much.
-
-        Example:
-            >>> field = ng.Ising(40)
-            >>> found = field.estimate_log_partition(torch.zeros(820), steps=2, chains=4)
-            >>> found.value  # 40 log 2
-            tensor(27.7259)
-        """
-        steps = check_integer("steps", steps)
-        chains = check_integer("chains", chains, 2)
-        with torch.no_grad():
-            return anneal(self.tables, self.check(self.single(theta, "theta")).detach(), steps, chains, generator)
-
-    def probabilities(self, theta: Tensor) -> Tensor:
-        """p of all states, in the order of `states`.
-
-        Args:
-            theta: Natural parameters, shape (..., m).
-
-        Returns:
-            Shape (..., S).
-        """
-        if self._table is not None:
-            return (self.check(theta) @ self._table.to(theta).mT).softmax(-1)
-        self._need_list()
-        return self.tables.joint(self.check(theta)).softmax(-1)
-
-    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
-        if self.gibbs is not None or not self.exact:
-            places = (self.gibbs or Gibbs()).draw(self.tables, theta, count, generator)
-        elif self._table is not None:
-            p = self.probabilities(theta)
-            chosen = torch.multinomial(p.reshape(-1, p.shape[-1]), count, replacement=True, generator=generator)
-            places = self.tables.every_state().to(theta.device)[chosen.mT].view(count, *theta.shape[:-1], self.n)
-        else:
-            places = self.tables.draw(theta, count, generator)
-        return self.tables.points(places, theta)
-
-    def outcomes(self, theta: Tensor) -> Tensor:
-        return self.states.to(theta)
-
-    @property
-    def states(self) -> Tensor:
-        """All states (S, n) in float64, the last variable changing fastest."""
-        self._need_list()
-        places = self.tables.every_state()
-        return self.tables.points(places, torch.empty(0, dtype=torch.float64))
-
-    def estimate(self, theta: Tensor, n: int, *, generator: torch.Generator | None = None) -> MomentEstimate:
-        """Means and covariance of T from draws, with the means' standard errors.
-
-        Where the draws are Gibbs sampling's, those of one chain depend on one another: the errors then come from the
-        means of chains. They know nothing of modes that no chain has visited.
-
-        Args:
-            theta: Natural parameters, shape (m,).
-            n: How many draws.
-            generator: Source of the draws. None: the global one.
-        """
-        if n < 4:
-            raise ValueError(f"n is {n}, expected at least 4 draws: an error comes from their differences")
-        found = self.statistics(self.sample(self.single(theta, "theta"), n, generator=generator))
-        iid = self.gibbs is None and self.exact
-        chains = n if iid else min((self.gibbs or Gibbs()).chains, n)
-        groups = found[: n // chains * chains].view(-1, chains, self.size).mean(0)
-        centred = found - found.mean(0)
-        return MomentEstimate(found.mean(0), groups.std(0) / chains**0.5, symmetrise(centred.mT @ centred / (n - 1)))
-
-    def _need_sums(self, what: str) -> None:
-        if not self.exact:
-            raise ValueError(
-                f"{what} of {self!r} takes a sum with a table of at least {self.tables.largest} entries, more than "
-                f"{LARGEST}; estimate(theta, n) gives means and covariances from draws, with errors"
-            )
-
-    def _need_list(self) -> None:
-        if self.tables.states > LISTED:
-            raise ValueError(f"{self!r} has {self.tables.states:.3g} states, of which at most {LISTED} are listed")
-
-    def __repr__(self) -> str:
-        return f"MarkovField({self.n} variables, {self.size} terms)"
-
-
-@dataclass(frozen=True)
-class MomentEstimate:
-    """Means of the statistics from draws, their standard errors, and Cov(T).
-
-    Args:
-        mean: Shape (m,).
-        error: Standard errors of the means, shape (m,).
-        covariance: Cov(T), shape (m, m).
-    """
-
-    mean: Tensor
-    error: Tensor
-    covariance: Tensor
-
-    def fisher(self) -> Operator:
-        """The estimated Fisher matrix; singular where there were fewer draws than statistics."""
-        return DenseOperator(self.covariance)
-
-
-def check_field(values: Sequence[Sequence[float]], cliques: Sequence[Clique]) -> None:
-    """ValueError for variables without a choice, and cliques of variables that do not exist."""
-    for place, each in enumerate(values):
-        if len(each) < 2 or len(set(each)) < len(each):
-            raise ValueError(f"values of variable {place} are {tuple(each)}, expected at least two different numbers")
-    if not values or not cliques:
-        raise ValueError("a field needs at least one variable and one clique")
-    for clique in cliques:
-        if not clique or len(set(clique)) < len(clique) or not all(0 <= i < len(values) for i in clique):
-            raise ValueError(f"cliques hold {clique}, expected different variables from 0 to {len(values) - 1}")

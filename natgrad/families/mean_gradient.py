@@ -13,124 +13,6 @@ from natgrad.families.exponential import ExponentialFamily
 from natgrad.ground.linalg import eigh, gram, require_solution, svd
 
 RIDGES = tuple(10.0**k for k in range(-7, 3))
-
-
-@dataclass(frozen=True)
-class Slope:
-    """b, the natural gradient in natural parameters, and how well f is a + b T.
-
-    Args:
-        value: b, shape (K,).
-        explained: Share of f's variance that predictions of the left-out explain: 1 where f lies in the span of T,
-            negative where they are worse than the mean.
-        ridge: The shrinkage, relative to the mean variance of a statistic.
-    """
-
-    value: Tensor
-    explained: float
-    ridge: float
-
-
-def natural_slope(
-    statistics: Tensor, values: Tensor, weights: Tensor | None = None, *, ridges: tuple[float, ...] = RIDGES
-) -> Slope:
-    """Weighted ridge regression of f on T, the ridge chosen by the error on left-out draws.
-
-    In natural parameters the Fisher matrix is Cov(T, T) and the gradient Cov(T, f): the natural gradient is the
-    regression's slope, exact for f in the span of T from N > K draws on, whatever their distribution. Where N is
-    smaller the ridge decides.
-
-    Args:
-        statistics: T, shape (N, K).
-        values: f, shape (N,).
-        weights: Importance weights, shape (N,). None: equal.
-        ridges: To choose from, relative to the mean variance of a statistic.
-
-    Reference:
-        Malago 2023.
-    """
-    share = torch.full_like(values, 1 / len(values)) if weights is None else weights / weights.sum()
-    root = share.sqrt()
-    centred = (statistics - share @ statistics) * root.unsqueeze(1)
-    target = (values - share @ values) * root
-    total = float(target.square().sum())
-    if total == 0 or len(values) < 3:
-        return Slope(torch.zeros_like(statistics[0]), 0.0, 0.0)
-    left, sizes, right = thin_svd(centred)
-    coordinates = left.mT @ target
-    scale = float(sizes.square().sum()) / statistics.shape[1]
-    k, error = choose_ridge(left, sizes, target, share, [ridge * scale for ridge in ridges])
-    slope = right.mT @ (sizes / (sizes.square() + ridges[k] * scale) * coordinates)
-    return Slope(slope, 1 - error / total, ridges[k])
-
-
-def choose_ridge(
-    left: Tensor, sizes: Tensor, target: Tensor, share: Tensor, ridges: Sequence[float]
-) -> tuple[int, float]:
-    """The ridge whose predictions of left-out draws err least, and the sum of their squared errors.
-
-    The predictions of all ridges are one product with U and their leverages another with its squares: a pass over U
-    for each ridge took longer than its Gram matrix where there are many draws.
-
-    left: U of the weighted statistics, (N, r). sizes: Their singular values, (r,). target: The weighted values, (N,).
-    share: Weights that sum to one, (N,).
-    """
-    powers = sizes.square().unsqueeze(1)
-    shrink = powers / (powers + torch.tensor(ridges, dtype=powers.dtype, device=powers.device))  # (r, ridges)
-    predicted = left @ (shrink * (left.mT @ target).unsqueeze(1))
-    leverage = left.square() @ shrink + share.unsqueeze(1)
-    residual = (target.unsqueeze(1) - predicted) / (1 - leverage).clamp(min=1e-12)
-    errors = [error if error == error else math.inf for error in residual.square().sum(0).tolist()]
-    least = min(errors)
-    return (errors.index(least) if math.isfinite(least) else len(errors) - 1), least
-
-
-def thin_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """U (N, r), sizes (r,), V^T (r, K) from the smaller Gram matrix; sizes below 1e-7 of the largest are left out."""
-    tall = matrix.shape[0] > matrix.shape[1]
-    values, vectors = eigh(gram(matrix if tall else matrix.mT))
-    kept = values > 1e-14 * values[-1].clamp(min=1e-300)
-    sizes, basis = values[kept].sqrt(), vectors[:, kept]
-    if tall:
-        return (matrix @ basis).div_(sizes), sizes, basis.mT
-    return basis, sizes, (basis.mT @ matrix) / sizes.unsqueeze(1)
-
-
-def regress(statistics: Tensor, values: Tensor, share: Tensor) -> Tensor:
-    """The weighted least-squares slope, of least norm.
-
-    Columns are scaled to one size first, so that statistics that hardly vary keep their digits. Where they depend on
-    one another the scaling would choose another of the solutions, and is left out.
-
-    Args:
-        statistics: T, shape (N, K).
-        values: f, shape (N, k).
-        share: Weights that sum to one, shape (N,).
-
-    Returns:
-        Shape (k, K).
-    """
-    root = share.sqrt().unsqueeze(1)
-    centred = (statistics - share @ statistics) * root
-    target = (values - share @ values) * root
-    sizes = torch.linalg.vector_norm(centred, dim=0)
-    found, rank = solve_least_norm(centred / torch.where(sizes > 0, sizes, 1), target)
-    if rank == centred.shape[1]:
-        return (found / sizes.unsqueeze(1)).mT
-    return solve_least_norm(centred, target)[0].mT
-
-
-def solve_least_norm(matrix: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """argmin |A X - B| of least norm and the rank of A, by QR and the singular values of R."""
-    q, r = torch.linalg.qr(matrix)
-    left, sizes, right = svd(r)
-    kept = sizes > max(matrix.shape) * torch.finfo(matrix.dtype).eps * sizes.amax()
-    inverse = torch.where(kept, 1 / torch.where(kept, sizes, 1), 0)
-    return right.mT @ (inverse.unsqueeze(1) * (left.mT @ (q.mT @ target))), int(kept.sum())
-
-
-# The natural gradient of E_p[f] over an exponential family: from draws, exactly, and by duality
-
 METHODS = ("regression", "ridge", "fisher")
 LEAST = 2.0
 """Effective draws below which an estimate says nothing."""
@@ -255,8 +137,8 @@ def exact_natural_gradient_of_mean(
     values, statistics = values.to(theta), family.statistics(x).to(theta)
     columns = _require_finite(values.reshape(len(x), -1), "f")
     shares = torch.softmax(torch.stack([family.log_prob(row, x) for row in flat]), dim=-1)
-    found = torch.stack([regress(statistics, columns, share) for share in shares])
-    return found.view(*theta.shape[:-1], *values.shape[1:], theta.shape[-1])
+    slopes = torch.stack([regress(statistics, columns, share) for share in shares])
+    return slopes.view(*theta.shape[:-1], *values.shape[1:], theta.shape[-1])
 
 
 def dual_gradient(
@@ -306,15 +188,7 @@ def effective_draws(log_weights: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class WeightedDraws:
-    """Statistics, values and shares of draws from B distributions.
-
-    Args:
-        theta: Natural parameters, shape (B, n).
-        statistics: T, shape (B, N, n).
-        values: f, shape (B, N, k).
-        shares: Weights that sum to one, shape (B, N).
-        shape: Of the result, without n.
-    """
+    """Statistics (B, N, n), values (B, N, k) and shares (B, N) of draws at theta (B, n), and the shape of results."""
 
     theta: Tensor
     statistics: Tensor
@@ -448,9 +322,9 @@ def _log_weights(
             f"sampled_from has shape {tuple(sampled_from.shape)}, expected that of theta, {tuple(theta.shape)}, or one "
             f"theta per draw, {tuple(statistics.shape)}"
         )
-    found = ((theta - sampled_from) * statistics).sum(-1)
+    logs = ((theta - sampled_from) * statistics).sum(-1)
     # one distribution for all: its constant goes out with the normalisation, and need not be known
-    return found if sampled_from.dim() == theta.dim() else found + family.log_partition(sampled_from)
+    return logs if sampled_from.dim() == theta.dim() else logs + family.log_partition(sampled_from)
 
 
 def _require_finite(values: Tensor, name: str) -> Tensor:
@@ -459,3 +333,114 @@ def _require_finite(values: Tensor, name: str) -> Tensor:
             f"{name} has entries that are not finite, expected numbers; replace them, by the worst of the others say"
         )
     return values
+
+
+# Regression of f on T
+
+
+@dataclass(frozen=True)
+class Slope:
+    """b, the natural gradient in natural parameters, and how well f is a + b T.
+
+    Args:
+        value: b, shape (K,).
+        explained: Share of f's variance that predictions of the left-out explain: 1 where f lies in the span of T,
+            negative where they are worse than the mean.
+        ridge: The shrinkage, relative to the mean variance of a statistic.
+    """
+
+    value: Tensor
+    explained: float
+    ridge: float
+
+
+def natural_slope(
+    statistics: Tensor, values: Tensor, weights: Tensor | None = None, *, ridges: tuple[float, ...] = RIDGES
+) -> Slope:
+    """Weighted ridge regression of f on T, the ridge chosen by the error on left-out draws.
+
+    In natural parameters the Fisher matrix is Cov(T, T) and the gradient Cov(T, f): the natural gradient is the
+    regression's slope, exact for f in the span of T from N > K draws on, whatever their distribution. Where N is
+    smaller the ridge decides.
+
+    Args:
+        statistics: T, shape (N, K).
+        values: f, shape (N,).
+        weights: Importance weights, shape (N,). None: equal.
+        ridges: To choose from, relative to the mean variance of a statistic.
+
+    Reference:
+        Malago 2023.
+    """
+    share = torch.full_like(values, 1 / len(values)) if weights is None else weights / weights.sum()
+    root = share.sqrt()
+    centred = (statistics - share @ statistics) * root.unsqueeze(1)
+    target = (values - share @ values) * root
+    total = float(target.square().sum())
+    if total == 0 or len(values) < 3:
+        return Slope(torch.zeros_like(statistics[0]), 0.0, 0.0)
+    left, sizes, right = thin_svd(centred)
+    coordinates = left.mT @ target
+    scale = float(sizes.square().sum()) / statistics.shape[1]
+    k, error = choose_ridge(left, sizes, target, share, [ridge * scale for ridge in ridges])
+    slope = right.mT @ (sizes / (sizes.square() + ridges[k] * scale) * coordinates)
+    return Slope(slope, 1 - error / total, ridges[k])
+
+
+def choose_ridge(
+    left: Tensor, sizes: Tensor, target: Tensor, share: Tensor, ridges: Sequence[float]
+) -> tuple[int, float]:
+    """The ridge whose predictions of left-out draws err least, and the sum of their squared errors; left: U (N, r)."""
+    # all ridges in two products with U and its squares: a pass for each took longer than the Gram matrix
+    powers = sizes.square().unsqueeze(1)
+    shrink = powers / (powers + torch.tensor(ridges, dtype=powers.dtype, device=powers.device))  # (r, ridges)
+    predicted = left @ (shrink * (left.mT @ target).unsqueeze(1))
+    leverage = left.square() @ shrink + share.unsqueeze(1)
+    residual = (target.unsqueeze(1) - predicted) / (1 - leverage).clamp(min=1e-12)
+    errors = [error if error == error else math.inf for error in residual.square().sum(0).tolist()]
+    least = min(errors)
+    return (errors.index(least) if math.isfinite(least) else len(errors) - 1), least
+
+
+def thin_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """U (N, r), sizes (r,), V^T (r, K) from the smaller Gram matrix; sizes below 1e-7 of the largest are left out."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    values, vectors = eigh(gram(matrix if tall else matrix.mT))
+    large = values > 1e-14 * values[-1].clamp(min=1e-300)
+    sizes, basis = values[large].sqrt(), vectors[:, large]
+    if tall:
+        return (matrix @ basis).div_(sizes), sizes, basis.mT
+    return basis, sizes, (basis.mT @ matrix) / sizes.unsqueeze(1)
+
+
+def regress(statistics: Tensor, values: Tensor, share: Tensor) -> Tensor:
+    """The weighted least-squares slope, of least norm.
+
+    Columns are scaled to one size first, so that statistics that hardly vary keep their digits. Where they depend on
+    one another the scaling would choose another of the solutions, and is left out.
+
+    Args:
+        statistics: T, shape (N, K).
+        values: f, shape (N, k).
+        share: Weights that sum to one, shape (N,).
+
+    Returns:
+        Shape (k, K).
+    """
+    root = share.sqrt().unsqueeze(1)
+    centred = (statistics - share @ statistics) * root
+    target = (values - share @ values) * root
+    sizes = torch.linalg.vector_norm(centred, dim=0)
+    slope, rank = solve_least_norm(centred / torch.where(sizes > 0, sizes, 1), target)
+    if rank == centred.shape[1]:
+        return (slope / sizes.unsqueeze(1)).mT
+    return solve_least_norm(centred, target)[0].mT
+
+
+def solve_least_norm(matrix: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """argmin |A X - B| of least norm and the rank of A, by QR and the singular values of R."""
+    q, r = torch.linalg.qr(matrix)
+    left, sizes, right = svd(r)
+    large = sizes > max(matrix.shape) * torch.finfo(matrix.dtype).eps * sizes.amax()
+    inverse = torch.where(large, 1 / torch.where(large, sizes, 1), 0)
+    return right.mT @ (inverse.unsqueeze(1) * (left.mT @ (q.mT @ target))), int(large.sum())

@@ -25,16 +25,11 @@ class Dual(Protocol):
 
 
 def find_natural(family: Dual, eta: Tensor) -> Tensor:
-    """The inverse of grad psi, with its derivatives.
-
-    In backward mode they are right to any order. Within a transform of torch.func they are those of some more steps of
-    Newton's method, right to the seventh order: torch takes the derivative of a custom function's `jvp` for zero where
-    a second forward mode asks for it.
-
-    eta: Expectation parameters, (b, n).
-    """
+    """The inverse of grad psi at eta (b, n), with its derivatives."""
     if is_concrete(eta):
         return Inversion.apply(eta, family)
+    # within torch.func by a few more steps, right to the seventh order: torch takes the derivative of a custom `jvp`
+    # for zero where a second forward mode asks for it
     theta = Inversion.apply(eta.detach(), family)
     for _ in range(EXACT_STEPS):
         theta = theta + solve_covariance(family, theta, eta - family.expectation(theta))
@@ -80,17 +75,14 @@ def solve_covariance(family: Dual, theta: Tensor, vector: Tensor) -> Tensor:
 
 
 def maximise_by_newton(family: Dual, eta: Tensor, theta: Tensor) -> Tensor:
-    """theta that maximises theta . eta - psi(theta), which is concave, by steps halved until it grows.
-
-    eta: Expectation parameters, (b, n). theta: Where it starts, inside the domain, (b, n).
-    """
+    """theta (b, n) that maximises theta . eta - psi(theta), concave, by steps halved until it grows."""
     if not len(eta):
         return theta  # none to find, and no largest residual
     eps = torch.finfo(eta.dtype).eps
-    left = eta.new_full((), torch.inf)
+    misfit = eta.new_full((), torch.inf)
     for _ in range(NEWTON_STEPS):
         residual, covariance = eta - family.expectation(theta), family.covariance(theta)
-        left = (residual.abs() / (1 + eta.abs())).amax()
+        misfit = (residual.abs() / (1 + eta.abs())).amax()
         factor = factor_or_nan(covariance)
         both = torch.stack([residual, 30 * eps * eta.abs()], dim=2)
         step, doubt = torch.cholesky_solve(both, factor).unbind(2)
@@ -99,7 +91,7 @@ def maximise_by_newton(family: Dual, eta: Tensor, theta: Tensor) -> Tensor:
         # on the edge the residual vanishes too, but theta runs off in steps of about one, or round-off decides on it
         width = 1 + theta.abs()
         steady = bool(((step.abs() <= 1e-3 * width) & (doubt.abs() <= 0.1 * width)).all())
-        if steady and left <= 30 * eps:
+        if steady and misfit <= 30 * eps:
             return theta
         moved = search_line(family, eta, theta, step, (residual * step).sum(1), factor)
         if torch.equal(moved, theta):
@@ -110,27 +102,21 @@ def maximise_by_newton(family: Dual, eta: Tensor, theta: Tensor) -> Tensor:
             break
         theta = moved
     else:
-        if left <= 3e4 * eps and steady:
+        if misfit <= 3e4 * eps and steady:
             return theta
     raise ValueError(
-        f"eta is not reached: Newton's method left {float(left):.2g}; expected means of the statistics of {family!r} "
+        f"eta is not reached: Newton's method left {float(misfit):.2g}; expected means of the statistics of {family!r} "
         "in the interior of what they can be (a mean of 0 or 1 of a bit is on its edge)"
     )
 
 
 def search_line(family: Dual, eta: Tensor, theta: Tensor, step: Tensor, size: Tensor, factor: Tensor) -> Tensor:
-    """theta + step / 2^k for every row, with the least k at which the row gets better.
-
-    Better is a gain theta . eta - psi that does not fall. Near the maximum the gain is flat to round-off; there it is
-    a residual r that gets smaller, measured by r^T Cov(T)^-1 r.
-
-    eta: The aim, (b, n). theta: The point, inside the domain, (b, n). step: Newton's, (b, n). size: r^T Cov(T)^-1 r at
-    theta, (b,): twice what the step should gain. factor: Cholesky's of Cov(T) at theta, (b, n, n).
-    """
+    """theta + step / 2^k for every row, with the least k that is better; size: r^T Cov(T)^-1 r at theta, (b,)."""
 
     def gain(at: Tensor) -> Tensor:
         return ((at * eta).sum(1) - family.log_partition(at)).nan_to_num(nan=-torch.inf)
 
+    # better is a gain that does not fall; near the maximum, where it is flat to round-off, a smaller r^T Cov(T)^-1 r
     terms = (theta * eta).abs().sum(1) + family.log_partition(theta).abs()
     noise = 10 * torch.finfo(theta.dtype).eps * (1 + terms)
     before, flat = gain(theta), size <= noise

@@ -41,9 +41,9 @@ class Heads(Likelihood):
 
     def rows(self, outputs: Any) -> Tensor:
         parts = [family.rows(part) for family, part in zip(self.families, self._values(outputs), strict=True)]
-        found = [part.shape[1] for part in parts]
-        if found != self.widths:
-            raise ValueError(f"the heads' rows have widths {found}, expected {self.widths} as given to Heads")
+        widths = [part.shape[1] for part in parts]
+        if widths != self.widths:
+            raise ValueError(f"the heads' rows have widths {widths}, expected {self.widths} as given to Heads")
         if len({len(part) for part in parts}) > 1:
             raise ValueError(f"the heads have {[len(p) for p in parts]} rows, expected equal numbers, one per example")
         return torch.cat(parts, dim=1)

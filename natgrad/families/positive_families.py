@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from natgrad.families.cancellation import in_double, log_ratio, ratio_gap
-from natgrad.families.embedded import Embedded
 from natgrad.families.event_checks import (
     centre,
+    centre_varying,
     check_above,
     check_rest,
     check_support,
     check_varies,
     check_width,
-    root_mean_square,
+    read_positive,
     widen,
 )
 from natgrad.families.exponential import ExponentialFamily
@@ -30,6 +30,7 @@ from natgrad.families.log_gamma import (
     stirling_rest,
     trigamma,
 )
+from natgrad.families.product_families import Embedded
 from natgrad.ground.checks import check_integer
 
 GAMMA_STEPS = 8
@@ -53,8 +54,8 @@ class Exponential(ExponentialFamily):
         return check_support(check_width(x, 1), x >= 0, "x >= 0")
 
     def log_partition(self, theta: Tensor) -> Tensor:
-        found = -(-self.check_shape(theta, "theta")[..., 0]).log()
-        return torch.where(self.inside(theta), found, torch.inf)
+        rate = -self.check_shape(theta, "theta")[..., 0]
+        return torch.where(self.inside(theta), -rate.log(), torch.inf)
 
     def inside(self, theta: Tensor) -> Tensor:
         return ((theta < 0) & torch.isfinite(theta)).all(-1)
@@ -73,9 +74,6 @@ class Exponential(ExponentialFamily):
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
         uniform = torch.rand(count, *theta.shape, generator=generator, dtype=theta.dtype, device=theta.device)
         return torch.log1p(-uniform) / theta
-
-    def __repr__(self) -> str:
-        return "Exponential()"
 
 
 class Gamma(ExponentialFamily):
@@ -96,7 +94,7 @@ class Gamma(ExponentialFamily):
     domain = "theta = (shape - 1, -rate): the first above -1, the second negative"
 
     def statistics(self, x: Tensor) -> Tensor:
-        x = check_support(check_width(x, 1), x > 0, "x > 0")
+        x = read_positive(x)
         return torch.cat([x.log(), x], dim=-1)
 
     def log_partition(self, theta: Tensor) -> Tensor:
@@ -117,7 +115,7 @@ class Gamma(ExponentialFamily):
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
         """-shape (y - 1 - log y) + 1/2 log shape - log x - ..., y = x / mean: the large terms cancel by hand."""
         shape, rate = self._split(theta)
-        x = check_support(check_width(self.as_numbers(x, theta.dtype), 1), x > 0, "x > 0").squeeze(-1)
+        x = read_positive(self.as_numbers(x, theta.dtype)).squeeze(-1)
         main = shape * ratio_gap(rate * x, shape, rate * x - shape)
         return 0.5 * shape.log() - main - x.log() - HALF_LOG_2PI - stirling_rest(shape)
 
@@ -147,8 +145,7 @@ class Gamma(ExponentialFamily):
         return self._solve_shape(gap, eta[:, 1])
 
     def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
-        (mean, centred), wide = centre(widen(x)), widen(x)
-        check_varies(root_mean_square(centred), mean.detach(), x.dtype)
+        (mean, centred), wide = centre_varying(x, by_mean=True), widen(x)
         # the mean of y - 1 - log y, y = x / mean, as E[y] = 1: what log E[x] and E[log x] share cancels by hand
         return self._solve_shape(ratio_gap(wide, mean, centred).mean(0).squeeze(-1), mean.squeeze(-1))
 
@@ -165,9 +162,6 @@ class Gamma(ExponentialFamily):
         shape = (theta[..., :1] + 1).expand(count, *theta.shape[:-1], 1)
         drawn = log_gamma_draws(shape, generator).exp() / -theta[..., 1:]
         return drawn.clamp(min=torch.finfo(drawn.dtype).tiny)  # a density without an atom at zero, where log x is not
-
-    def __repr__(self) -> str:
-        return "Gamma()"
 
 
 class ChiSquare(Embedded):
@@ -210,9 +204,6 @@ class ChiSquare(Embedded):
     def invert(self, eta: Tensor) -> Tensor:
         return digamma_inverse(eta - LOG_2) - 1
 
-    def __repr__(self) -> str:
-        return "ChiSquare()"
-
 
 class Dirichlet(ExponentialFamily):
     """Proportions x_1 + ... + x_k = 1: T = log x, theta = alpha - 1, eta_i = digamma(alpha_i) - digamma(sum alpha).
@@ -224,6 +215,8 @@ class Dirichlet(ExponentialFamily):
         >>> ng.Dirichlet(3).entropy(torch.zeros(3))  # uniform on a triangle of measure 1/2
         tensor(-0.6931)
     """
+
+    shown = ("size",)
 
     domain = "theta = concentration - 1 must be above -1"
 
@@ -265,12 +258,9 @@ class Dirichlet(ExponentialFamily):
         return self._maximise_shares(x / x.sum(-1, keepdim=True), statistics.dtype)
 
     def _maximise_shares(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """theta (..., k) of proportions (b, ..., k) that came in the dtype and are given in float64.
-
-        E[log x_i] = log m_i - E[y_i - 1 - log y_i], y_i = x_i / m_i, of the means m_i, whose sum is one.
-        """
+        """theta (..., k) of proportions (b, ..., k) in float64, which came in the dtype."""
         mean, centred = centre(x)
-        gap = ratio_gap(x, mean, centred).mean(0)
+        gap = ratio_gap(x, mean, centred).mean(0)  # E[log x_i] = log m_i - E[y_i - 1 - log y_i], y_i = x_i / m_i
         total = (mean * gap).sum(-1).detach()  # about (k - 1) / (2 sum alpha)
         least = LEAST_GAP * torch.finfo(x.dtype).eps
         check_varies(torch.where(total > least, (2 * total).sqrt(), 0.0), 1.0, dtype)
@@ -297,8 +287,8 @@ class Dirichlet(ExponentialFamily):
 
     def log_partition(self, theta: Tensor) -> Tensor:
         self.check_shape(theta, "theta")
-        found = log_gamma(theta + 1).sum(-1) - log_gamma((theta + 1).sum(-1))
-        return torch.where(self.inside(theta), found, torch.inf)  # lgamma has values below zero, psi has not
+        psi = log_gamma(theta + 1).sum(-1) - log_gamma((theta + 1).sum(-1))
+        return torch.where(self.inside(theta), psi, torch.inf)  # lgamma has values below zero, psi has not
 
     def inside(self, theta: Tensor) -> Tensor:
         return ((theta > -1) & torch.isfinite(theta)).all(-1)
@@ -307,9 +297,6 @@ class Dirichlet(ExponentialFamily):
         # as logarithms: at concentrations of .001 all gamma draws underflow together
         shares = log_gamma_draws((theta + 1).expand(count, *theta.shape), generator).softmax(-1)
         return shares.clamp(min=torch.finfo(shares.dtype).tiny)
-
-    def __repr__(self) -> str:
-        return f"Dirichlet({self.size})"
 
 
 PAIR = Dirichlet(2)
@@ -352,15 +339,12 @@ class Beta(Embedded):
         drawn = PAIR.draw(theta, count, generator)[..., :1]
         return drawn.clamp(max=1 - torch.finfo(drawn.dtype).eps / 2)  # log(1 - x) has to be a number
 
-    def __repr__(self) -> str:
-        return "Beta()"
-
 
 def log_gamma_draws(shape: Tensor, generator: torch.Generator | None) -> Tensor:
     """Logarithms of gamma draws of rate 1, by Marsaglia & Tsang 2000: rejection until every entry is accepted."""
     boosted = torch.where(shape < 1, shape + 1, shape)  # below 1: times u^(1 / shape)
     d = boosted - 1 / 3
-    found, todo = torch.empty_like(shape), torch.ones_like(shape, dtype=torch.bool)
+    drawn, todo = torch.empty_like(shape), torch.ones_like(shape, dtype=torch.bool)
     like = {"generator": generator, "dtype": shape.dtype, "device": shape.device}
     while bool(todo.any()):
         z, u = torch.randn(shape.shape, **like), torch.rand(shape.shape, **like)
@@ -370,6 +354,6 @@ def log_gamma_draws(shape: Tensor, generator: torch.Generator | None) -> Tensor:
             & (v > 0)
             & (u.log() < z.square() / 2 + d - d * v + d * v.clamp(min=torch.finfo(shape.dtype).tiny).log())
         )
-        found, todo = torch.where(taken, d * v, found), todo & ~taken
+        drawn, todo = torch.where(taken, d * v, drawn), todo & ~taken
     boost = torch.log1p(-torch.rand(shape.shape, **like)) / shape
-    return torch.where(shape < 1, found.log() + boost, found.log())
+    return torch.where(shape < 1, drawn.log() + boost, drawn.log())

@@ -79,6 +79,8 @@ class NegativeBinomial(PowerSeries):
         tensor([0.5000])
     """
 
+    shown = ("failures",)
+
     def __init__(self, failures: float) -> None:
         check_positive("failures", failures)
         self.failures = float(failures)
@@ -92,8 +94,8 @@ class NegativeBinomial(PowerSeries):
         return mean_log_coefficient(self.failures, p / rest) - math.lgamma(self.failures)
 
     def log_partition(self, theta: Tensor) -> Tensor:
-        found = -self.failures * log_one_minus_exp(self.keep_inside(theta))
-        return torch.where(self.inside(theta), found, torch.inf)
+        psi = -self.failures * log_one_minus_exp(self.keep_inside(theta))
+        return torch.where(self.inside(theta), psi, torch.inf)
 
     @in_double
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
@@ -104,8 +106,8 @@ class NegativeBinomial(PowerSeries):
         total = some + r
         main = r * ratio_gap(total * rest, r, away) + some * ratio_gap(total * p, some, -away)
         rests = [stirling_rest(each, torch.lgamma) for each in (total, r, some)]
-        found = 0.5 * (r.log() - total.log() - some.log()) - HALF_LOG_2PI + rests[0] - rests[1] - rests[2] - main
-        return torch.where(x > 0, found, r * log_one_minus_exp(theta[..., 0]))
+        logs = 0.5 * (r.log() - total.log() - some.log()) - HALF_LOG_2PI + rests[0] - rests[1] - rests[2] - main
+        return torch.where(x > 0, logs, r * log_one_minus_exp(theta[..., 0]))
 
     @in_double
     def entropy(self, theta: Tensor) -> Tensor:
@@ -135,9 +137,6 @@ class NegativeBinomial(PowerSeries):
         rate = log_gamma_draws(torch.full_like(p, self.failures), generator).exp() * p / rest
         return torch.poisson(rate, generator=generator)
 
-    def __repr__(self) -> str:
-        return f"NegativeBinomial({self.failures:g})"
-
 
 class Geometric(NegativeBinomial):
     """Successes of probability p before the first failure: x = 0, 1, ..., T = x, theta = log p, eta = p / (1 - p).
@@ -149,14 +148,13 @@ class Geometric(NegativeBinomial):
         tensor([1.0000])
     """
 
+    shown = ()
+
     def __init__(self) -> None:
         super().__init__(1.0)
 
     def mean_log_base(self, theta: Tensor) -> Tensor:
         return 0 * self.check(theta)[..., 0]  # h = 1
-
-    def __repr__(self) -> str:
-        return "Geometric()"
 
 
 class Logarithmic(PowerSeries):
@@ -184,8 +182,8 @@ class Logarithmic(PowerSeries):
         p = torch.where(small, log_p, -8.0).exp()
         series = torch.log1p(p * (1 / 2 + p * (1 / 3 + p * (1 / 4 + p * (1 / 5 + p * (1 / 6 + p / 7))))))
         far = torch.where(small, -1.0, log_p)
-        found = torch.where(small, log_p + series, (-log_one_minus_exp(far)).log())
-        return torch.where(self.inside(theta), found, torch.inf)
+        psi = torch.where(small, log_p + series, (-log_one_minus_exp(far)).log())
+        return torch.where(self.inside(theta), psi, torch.inf)
 
     @in_double
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
@@ -221,11 +219,8 @@ class Logarithmic(PowerSeries):
         like = {"generator": generator, "dtype": theta.dtype, "device": theta.device}
         shape = (count, *rest.shape)
         log_p = (-torch.expm1(torch.rand(shape, **like) * rest.log())).log()
-        found = 1 + (torch.log1p(-torch.rand(shape, **like)) / log_p).floor()
-        return torch.where(log_p == 0, 1.0, found).clamp(1, torch.finfo(theta.dtype).max).unsqueeze(-1)
-
-    def __repr__(self) -> str:
-        return "Logarithmic()"
+        counts = 1 + (torch.log1p(-torch.rand(shape, **like)) / log_p).floor()
+        return torch.where(log_p == 0, 1.0, counts).clamp(1, torch.finfo(theta.dtype).max).unsqueeze(-1)
 
 
 def log_one_minus_exp(log_p: Tensor) -> Tensor:
@@ -236,13 +231,9 @@ def log_one_minus_exp(log_p: Tensor) -> Tensor:
 
 
 def mean_log_coefficient(failures: float, odds: Tensor) -> Tensor:
-    """E[log Gamma(x + r) - log Gamma(x + 1)] of negative binomial counts x.
-
-    The integral of e^-t [(r - 1) - (1 - e^(-(r - 1) t)) / (1 - e^-t) E[e^(-x t)]] / t over t > 0, with E[e^(-x t)] =
-    (1 + p / q (1 - e^-t))^-r.
-
-    odds: p / q = p / (1 - p), (...).
-    """
+    """E[log Gamma(x + r) - log Gamma(x + 1)] of negative binomial counts x, odds = p / q = p / (1 - p)."""
+    # the integral of e^-t [(r - 1) - (1 - e^(-(r - 1) t)) / (1 - e^-t) E[e^(-x t)]] / t over t > 0, with E[e^(-x t)] =
+    # (1 + p / q (1 - e^-t))^-r
     r, slow = failures, min(failures, 1.0)
 
     def integrand(t: Tensor) -> Tensor:
@@ -254,25 +245,17 @@ def mean_log_coefficient(failures: float, odds: Tensor) -> Tensor:
 
 
 def mean_log_count(p: Tensor, rest: Tensor, log_rest: Tensor) -> Tensor:
-    """E[log x] of logarithmic counts: the integral of (e^-t - E[e^(-x t)]) / t over t > 0.
-
-    E[e^(-x t)] = log(1 - p e^-t) / log(1 - p).
-
-    rest: 1 - p, (...). log_rest: log(1 - p), (...).
-    """
+    """E[log x] of logarithmic counts: the integral of (e^-t - E[e^(-x t)]) / t over t > 0; rest: 1 - p."""
 
     def integrand(t: Tensor) -> Tensor:
         shrunk = p.unsqueeze(-1) * (-t).exp()
-        return (-t).exp() - torch.log1p(-shrunk) / log_rest.unsqueeze(-1)
+        return (-t).exp() - torch.log1p(-shrunk) / log_rest.unsqueeze(-1)  # E[e^(-x t)] = log(1 - p e^-t) / log(1 - p)
 
     return integrate_over_logs(integrand, 1 / rest, 1.0)
 
 
 def integrate_over_logs(integrand: Callable[[Tensor], Tensor], slope: Tensor, decay: float) -> Tensor:
-    """The integral of f(t) / t over t > 0 by the trapezoid rule in log t.
-
-    integrand: f of t (..., nodes), about `slope` t near zero. slope: Positive, (...).
-    """
+    """The integral of f(t) / t over t > 0 by the trapezoid rule in log t; f is about `slope` t near zero."""
     low = -DIGITS - slope.detach().log()
     high = math.log(DIGITS * decay)
     places = torch.linspace(0, 1, NODES, dtype=slope.dtype, device=slope.device)

@@ -1,4 +1,4 @@
-"""Families made of families: independent products, and sub-models with some natural parameters held at zero."""
+"""Families made of families: independent products, those that lie in another one, and sub-models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from natgrad.families.embedded import Embedded
 from natgrad.families.exponential import ExponentialFamily
 
 
@@ -76,8 +75,8 @@ class Product(ExponentialFamily):
 
     def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
         pieces = zip(self.families, x.split(self.widths, dim=-1), self.parts(statistics), strict=True)
-        found = [family.maximise_likelihood(piece, part) for family, piece, part in pieces]
-        return torch.cat([theta.to(statistics.dtype) for theta in found], dim=-1)
+        thetas = [family.maximise_likelihood(piece, part) for family, piece, part in pieces]
+        return torch.cat([theta.to(statistics.dtype) for theta in thetas], dim=-1)
 
     def covariance(self, theta: Tensor) -> Tensor:
         blocks, start = theta.new_zeros(*theta.shape, self.size), 0
@@ -101,6 +100,79 @@ class Product(ExponentialFamily):
 
     def __repr__(self) -> str:
         return f"Product{self.families!r}"
+
+
+class Embedded(ExponentialFamily):
+    """Distributions of another family at A theta + b: psi(theta) = psi'(A theta + b), T = A^T T', eta = A^T eta'.
+
+    A subclass sets `inner`, and overrides the maps that are not the identity.
+
+    Attributes:
+        inner: The other family.
+    """
+
+    inner: ExponentialFamily
+    """The other family."""
+
+    def embed(self, theta: Tensor) -> Tensor:
+        """A theta + b, the natural parameters in the other family.
+
+        Args:
+            theta: Natural parameters, shape (..., n).
+        """
+        return theta
+
+    def pull(self, covector: Tensor) -> Tensor:
+        """A^T v: the other family's statistics and expectation parameters to one's own.
+
+        Args:
+            covector: v, shape (..., n').
+
+        Returns:
+            Shape (..., n).
+        """
+        return covector
+
+    def source(self, y: Tensor) -> Tensor:
+        """y as the other family has it.
+
+        Args:
+            y: Shape (..., event).
+        """
+        return y
+
+    def statistics(self, x: Tensor) -> Tensor:
+        return self.pull(self.inner.statistics(self.source(x)))
+
+    def log_partition(self, theta: Tensor) -> Tensor:
+        return self.inner.log_partition(self.embed(self.check_shape(theta, "theta")))
+
+    def inside(self, theta: Tensor) -> Tensor:
+        return self.inner.inside(self.embed(theta))
+
+    def log_base(self, x: Tensor) -> Tensor:
+        return self.inner.log_base(self.source(x))
+
+    def mean_log_base(self, theta: Tensor) -> Tensor:
+        return self.inner.mean_log_base(self.embed(theta))
+
+    def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
+        return self.inner.log_prob(self.embed(self.check(theta)), self.source(x))
+
+    def entropy(self, theta: Tensor) -> Tensor:
+        return self.inner.entropy(self.embed(self.check(theta)))
+
+    def kl(self, theta: Tensor, other: Tensor) -> Tensor:
+        return self.inner.kl(self.embed(self.check(theta)), self.embed(self.check(other)))
+
+    def expectation(self, theta: Tensor) -> Tensor:
+        return self.pull(self.inner.expectation(self.embed(self.check(theta))))
+
+    def covariance(self, theta: Tensor) -> Tensor:
+        return self.pull(self.pull(self.inner.covariance(self.embed(self.check(theta)))).mT)
+
+    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+        return self.inner.draw(self.embed(theta), count, generator)
 
 
 class SubModel(Embedded):

@@ -109,8 +109,8 @@ class Huber(SeparableLikelihood):
 
     def entry_nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         z = (targets - outputs) / self.scale
-        whole = functional.huber_loss(z, torch.zeros_like(z), reduction="none", delta=self.delta)
-        return whole + self.log_mass + math.log(self.scale)
+        size = functional.huber_loss(z, torch.zeros_like(z), reduction="none", delta=self.delta)
+        return size + self.log_mass + math.log(self.scale)
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         like = outputs.detach()
@@ -145,16 +145,11 @@ Tempered = tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], 
 
 
 def temper(family: Laplace | Huber) -> Tempered:
-    """The temperature, and row weights of a mean over entries whose metric is that of a density as wide as the errors.
+    """The temperature, and row weights whose metric is that of a density as wide as the errors, or wider."""
 
-    As wide as those of a batch, or wider.
-
-    At every temperature tau a loss rho(z) is tau times -log p of p = exp(-rho / tau) / Z. For squares the metric of the
-    loss is the same at each; Laplace's is 1 / tau, and Huber's P(|z| < delta / sqrt tau). By parts E[z rho'(z)] = tau,
-    so that the mean over the batch tells tau; 1 is the least. At temperature 1 a step moves by about 1, and targets in
-    units of a thousand take a thousand steps.
-    """
-
+    # At every temperature tau a loss rho(z) is tau times -log p of p = exp(-rho / tau) / Z. The metric of squares is
+    # the same at each; Laplace's is 1 / tau, and that of Huber P(|z| < delta / sqrt tau). By parts E[z rho'(z)] = tau,
+    # so that the mean over a batch tells tau. At tau = 1 a step moves by about 1: targets in thousands take thousands.
     def find_temperature(outputs: Tensor, targets: Tensor) -> Tensor:
         z = ((targets - outputs).detach() / family.scale).abs()
         return (z if isinstance(family, Laplace) else z * z.clamp(max=family.delta)).mean().clamp(min=1)
@@ -177,11 +172,9 @@ def core_mass(delta: Tensor) -> Tensor:
 
 
 def huber_divergence(d: Tensor, delta: float) -> Tensor:
-    """KL of two of Huber's densities of scale 1 that lie d >= 0 apart, any shape.
-
-    Its second derivative in d is C(d) = P(|z - d| < delta). Both edges of that interval are in one piece of the density
-    each up to 2 delta: the upper one in the tail, the lower one in the core. Beyond, both are in the tail.
-    """
+    """KL of two of Huber's densities of scale 1 that lie d >= 0 apart, any shape."""
+    # its second derivative is C(d) = P(|z - d| < delta): up to 2 delta one edge of the interval lies in the tail and
+    # one in the core, beyond both in the tail
     near, edge = d.clamp(max=2 * delta), torch.tensor(2 * delta, dtype=d.dtype, device=d.device)
     rest = d - near
     tail = (1 - float(core_mass(edge / 2))) / 2
@@ -190,11 +183,9 @@ def huber_divergence(d: Tensor, delta: float) -> Tensor:
 
 
 def divergence_within(d: Tensor, delta: float, order: int) -> Tensor:
-    """The divergence of distances 0 <= d <= 2 delta (order 0), or its derivative (order 1), in float64.
-
-    C(d) = 1 - T exp(-delta d) - T - (Phi(d - delta) - Phi(-delta)) sqrt(2 pi) / Z, with the mass T of one tail, is
-    integrated twice. Near zero by the series of C'(d) = f(delta) (exp(-delta d) - exp(delta d - d^2 / 2)).
-    """
+    """The divergence of distances 0 <= d <= 2 delta (order 0), or its derivative (order 1), in float64."""
+    # C(d) = 1 - T exp(-delta d) - T - (Phi(d - delta) - Phi(-delta)) sqrt(2 pi) / Z, with the mass T of one tail, is
+    # integrated twice; near zero by the series of C'(d) = f(delta) (exp(-delta d) - exp(delta d - d^2 / 2))
     core = float(core_mass(torch.tensor(delta, dtype=torch.float64)))
     tail = (1 - core) / 2
     density = delta * tail  # f(delta)

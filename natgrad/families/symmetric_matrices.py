@@ -1,4 +1,4 @@
-"""Symmetric matrices as the entries of a graph: the diagonal, then the edges."""
+"""Symmetric matrices as the entries of a graph, and what their triangular factors tell."""
 
 from __future__ import annotations
 
@@ -8,19 +8,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from natgrad.families.cancellation import ratio_gap
 from natgrad.ground.checks import check_integer
+from natgrad.ground.linalg import factor_or_nan, invert_or_nan, is_positive_definite, require_factor
 
 
 class Pairs:
-    """Which entries (i, j), i <= j, of a symmetric matrix (d, d) are kept: all i = j, then the edges in their order.
-
-    Args:
-        d: Size of the matrix.
-        edges: Pairs of different variables. None: all, row by row.
-
-    Raises:
-        ValueError: For an edge that is no such pair.
-    """
+    """The entries (i, j), i <= j, of a symmetric matrix (d, d) on a graph: i = j, then the edges, by default all."""
 
     def __init__(self, d: int, edges: Iterable[Iterable[int]] | None = None) -> None:
         d = check_integer("d", d, of="the number of dimensions")
@@ -60,11 +54,9 @@ class Pairs:
         return torch.cat([x.square(), 2 * x[..., self.first[self.d :]] * x[..., self.second[self.d :]]], dim=-1)
 
     def moments(self, mean: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        """Cov(x, T) (..., d, size) and Cov(T, T) (..., size, size) of T = `products` of a normal x.
-
-        c_kl (mu_k S_il + mu_l S_ik), and c_kl c_mn [S_km S_ln + S_kn S_lm + mu_k mu_m S_ln + mu_k mu_n S_lm +
-        mu_l mu_m S_kn + mu_l mu_n S_km], c = 1 on the diagonal and 2 beside it (Malago 2023, mended).
-        """
+        """Cov(x, T) (..., d, size) and Cov(T, T) of T = `products` of a normal x (Malago 2023, mended)."""
+        # c_kl (mu_k S_il + mu_l S_ik), and c_kl c_mn [S_km S_ln + S_kn S_lm + mu_k mu_m S_ln + mu_k mu_n S_lm +
+        # mu_l mu_m S_kn + mu_l mu_n S_km], c = 1 on the diagonal and 2 beside it
         k, l = self.first, self.second  # noqa: E741
         c, first, second = self.weights(mean), mean[..., self.first], mean[..., self.second]
         cross = c * (first.unsqueeze(-2) * sigma[..., :, l] + second.unsqueeze(-2) * sigma[..., :, k])
@@ -73,3 +65,52 @@ class Pairs:
         mk, ml = first.unsqueeze(-1), second.unsqueeze(-1)
         full = kk * (ll + ml * ml.mT) + kl * (lk + ml * mk.mT) + mk * mk.mT * ll + mk * ml.mT * lk
         return cross, c.unsqueeze(-1) * c * full
+
+
+# Triangular factors of precisions and covariances: solves, inverses, determinants and divergences
+
+SMALL = 8  # up to this dimension `inv` of a batch takes half the time of a triangular solve
+
+
+def factor_covariance(matrix: Tensor, message: str | None = None) -> Tensor:
+    """L with L L^T the matrix (..., d, d). ValueError unless it is positive definite (the lower triangle is read)."""
+    return require_factor(
+        matrix, message or "covariance is not positive definite, which a distribution with a density needs"
+    )
+
+
+def safe_factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """The Cholesky factor, that of the identity where there is none, and whether there is."""
+    fine = is_positive_definite(matrix)
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    return factor_or_nan(torch.where(fine[..., None, None], matrix, eye)), fine
+
+
+def solve_factor(factor: Tensor, vector: Tensor) -> Tensor:
+    """(L L^T)^-1 v, (..., d, d), (..., d) -> (..., d)."""
+    half = torch.linalg.solve_triangular(factor, vector.unsqueeze(-1), upper=False)
+    return torch.linalg.solve_triangular(factor.mT, half, upper=True).squeeze(-1)
+
+
+def precision_gap(factor: Tensor, goal: Tensor) -> Tensor:
+    """1/2 [tr(M) - d - log det M] >= 0 for M = P^-1 Q, P = L L^T and Q = K K^T: KL of centred normals."""
+    # C = L^-1 K is lower triangular, C C^T similar to M: 1/2 sum_i [c_ii^2 - 1 - log c_ii^2] + 1/2 sum_{i > j} c_ij^2
+    both = torch.linalg.solve_triangular(factor, goal, upper=False).tril(-1)
+    start, end = (each.diagonal(dim1=-2, dim2=-1) for each in (factor, goal))
+    gaps = ratio_gap(end.square(), start.square(), (end - start) * (end + start))
+    return 0.5 * (gaps.sum(-1) + both.square().sum((-2, -1)))
+
+
+def half_log_det(factor: Tensor) -> Tensor:
+    """1/2 log det(L L^T)."""
+    return factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+
+def inverse_from(factor: Tensor) -> Tensor:
+    """(L L^T)^-1 for L (..., d, d). The forward derivative of torch.cholesky_inverse is wrong (torch 2.13)."""
+    if factor.shape[-1] <= SMALL:
+        half = invert_or_nan(factor)
+    else:
+        eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+        half = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)
+    return half.mT @ half

@@ -38,6 +38,8 @@ class VonMisesFisher(ExponentialFamily):
         tensor([0.0000, 0.0000, 0.5373])
     """
 
+    shown = ("d",)
+
     def __init__(self, d: int) -> None:
         self.d = self.size = check_integer("d", d, 2, of="the number of dimensions")
         self.alpha = (self.d - 1) / 2
@@ -78,9 +80,9 @@ class VonMisesFisher(ExponentialFamily):
     def kl(self, theta: Tensor, other: Tensor) -> Tensor:
         square, goal = (self.check(each).square().sum(-1) for each in (theta, other))
         near = (square < 1) & (goal < 1)
-        apart = self._kl_of_lengths(*(torch.where(near.unsqueeze(-1), 1.0, each) for each in (theta, other)))
+        distant = self._kl_of_lengths(*(torch.where(near.unsqueeze(-1), 1.0, each) for each in (theta, other)))
         close = self._kl_near_uniform(*(torch.where(near.unsqueeze(-1), each, 0.0) for each in (theta, other)))
-        return torch.where(near, close, apart)
+        return torch.where(near, close, distant)
 
     def _kl_of_lengths(self, theta: Tensor, other: Tensor) -> Tensor:
         """That of kappa along mu, by log E[exp(d (t - E[t]))], and A kappa' (1 - cos), both without cancellation."""
@@ -92,9 +94,9 @@ class VonMisesFisher(ExponentialFamily):
         near = step.abs() < 0.25 * kappa.clamp(min=1.0)
         moved = torch.where(near, step, 0.0).unsqueeze(-1) * (mean.unsqueeze(-1) - short)
         gap = torch.log1p((share * exp_gap(moved.clamp(max=LARGEST_EXPONENT))).sum(-1))
-        apart = log_scaled_integral(self.alpha, goal) - start + step * mean
+        difference = log_scaled_integral(self.alpha, goal) - start + step * mean
         directions = theta / kappa.unsqueeze(-1) - other / goal.unsqueeze(-1)
-        return torch.where(near, gap, apart) + (1 - mean) * goal * directions.square().sum(-1) / 2
+        return torch.where(near, gap, difference) + (1 - mean) * goal * directions.square().sum(-1) / 2
 
     def _kl_near_uniform(self, theta: Tensor, other: Tensor) -> Tensor:
         """That of psi = log G(s), s = kappa^2: from the divergence of the power series G, and |theta' - theta|^2."""
@@ -168,7 +170,7 @@ class VonMisesFisher(ExponentialFamily):
         b = width / (2 * kappa + (4 * kappa.square() + width**2).sqrt())
         centre = (1 - b) / (1 + b)
         peak = width * ((4 * b).log() - 2 * torch.log1p(b)) - 2 * b * kappa / (1 + b)
-        found, todo = torch.empty_like(kappa), torch.ones_like(kappa, dtype=torch.bool)
+        drawn, todo = torch.empty_like(kappa), torch.ones_like(kappa, dtype=torch.bool)
         shape = torch.full_like(kappa, self.alpha)
         while bool(todo.any()):
             odds = log_gamma_draws(shape, generator) - log_gamma_draws(shape, generator)
@@ -176,11 +178,8 @@ class VonMisesFisher(ExponentialFamily):
             short = 2 * b * z / (rest + b * z)
             height = width * (2 * b / (1 + b) + centre * short).log() - kappa * short
             taken = todo & (torch.rand(kappa.shape, **like).log() <= height - peak)
-            found, todo = torch.where(taken, short, found), todo & ~taken
-        return found
-
-    def __repr__(self) -> str:
-        return f"VonMisesFisher({self.d})"
+            drawn, todo = torch.where(taken, short, drawn), todo & ~taken
+        return drawn
 
 
 def log_scaled_integral(alpha: float, kappa: Tensor) -> Tensor:
@@ -189,11 +188,9 @@ def log_scaled_integral(alpha: float, kappa: Tensor) -> Tensor:
 
 
 def weigh_cosines(alpha: float, kappa: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`log_scaled_integral`, and the distribution of 1 - t as shares (..., m) of nodes (..., m).
-
-    The trapezoid rule in the logit z of s = (1 - t) / 2: the integrand 1/2 exp(-2 kappa s) (4 s (1 - s))^alpha is taken
-    around its peak, with steps for which the error is that of round-off, for every alpha and kappa.
-    """
+    """`log_scaled_integral`, and the distribution of 1 - t as shares (..., m) of nodes (..., m)."""
+    # the trapezoid rule in the logit z of s = (1 - t) / 2: the integrand 1/2 exp(-2 kappa s) (4 s (1 - s))^alpha is
+    # taken around its peak, with steps for which the error is that of round-off, for every alpha and kappa
     at = kappa.detach()
     s = alpha / (at + alpha + (at.square() + alpha**2).sqrt())  # the peak
     step = min(0.2, 0.45 / alpha**0.5)
@@ -211,19 +208,19 @@ def weigh_cosines(alpha: float, kappa: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def series_coefficients(alpha: float) -> list[float]:
     """c_1, c_2, ... of G(s) = 1 + sum_m c_m s^m = E[exp(theta . x)] for uniform x, s = |theta|^2."""
-    found, last = [], 1.0
+    coefficients, last = [], 1.0
     for m in range(1, TERMS + 1):
         last /= 4 * m * (alpha + m - 0.5)
-        found.append(last)
-    return found
+        coefficients.append(last)
+    return coefficients
 
 
 def power_sum(alpha: float, square: Tensor) -> Tensor:
     """G(s) - 1."""
-    found = torch.zeros_like(square)
+    total = torch.zeros_like(square)
     for coefficient in reversed(series_coefficients(alpha)):
-        found = (found + coefficient) * square
-    return found
+        total = (total + coefficient) * square
+    return total
 
 
 def divide_power_sum(alpha: float, s: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

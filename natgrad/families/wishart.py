@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from natgrad.families.cancellation import in_double, log_ratio
-from natgrad.families.closed_forms import Product
 from natgrad.families.event_checks import centre, check_rest, check_support, check_varies, widen
-from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.exponential import ExponentialFamily, Map
 from natgrad.families.log_gamma import (
     HALF_LOG_2PI,
     digamma,
@@ -24,14 +23,14 @@ from natgrad.families.log_gamma import (
 )
 from natgrad.families.normal import explain_outside
 from natgrad.families.positive_families import log_gamma_draws
-from natgrad.families.precision_factors import (
+from natgrad.families.symmetric_matrices import (
+    Pairs,
     factor_covariance,
     half_log_det,
     inverse_from,
     precision_gap,
     safe_factor,
 )
-from natgrad.families.symmetric_matrices import Pairs
 from natgrad.ground.linalg import is_concrete, is_positive_definite
 
 HALVINGS = 70
@@ -55,6 +54,8 @@ class Wishart(ExponentialFamily):
         >>> family.expectation(theta)[1:]
         tensor([5., 5., 0.])
     """
+
+    shown = ("d",)
 
     domain = "theta[..., 0] must be above -1, and the matrix of -theta[..., 1:] positive definite"
 
@@ -85,8 +86,8 @@ class Wishart(ExponentialFamily):
         fine = self.inside(theta)
         factor, _ = safe_factor(rate)
         shapes = log_gamma(self._shift(edge)).sum(-1) + self._log_constant
-        found = shapes - 2 * self._shape(edge) * half_log_det(factor)
-        return torch.where(fine, found, torch.inf)
+        psi = shapes - 2 * self._shape(edge) * half_log_det(factor)
+        return torch.where(fine, psi, torch.inf)
 
     def inside(self, theta: Tensor) -> Tensor:
         edge, rate = self._split(theta)
@@ -195,7 +196,7 @@ class Wishart(ExponentialFamily):
         unit = torch.eye(self.size, dtype=theta.dtype, device=theta.device)
         return self.forward(theta.unsqueeze(-2), unit)
 
-    def find_products(self, theta: Tensor) -> tuple[Product, Product]:
+    def find_products(self, theta: Tensor) -> tuple[Map, Map]:
         return partial(self.forward, theta), partial(self.backward, theta)
 
     def forward(self, theta: Tensor, tangent: Tensor) -> Tensor:
@@ -274,9 +275,6 @@ class Wishart(ExponentialFamily):
         """
         edge, factor = self._factor(theta)
         return 2 * self._shape(edge), inverse_from(factor) / 2
-
-    def __repr__(self) -> str:
-        return f"Wishart({self.d})"
 
 
 def lift_singular(matrix: Tensor) -> Tensor:

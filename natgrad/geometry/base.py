@@ -168,14 +168,14 @@ class Manifold(Explained):
         self.check(point)
         if not bool(torch.isfinite(tangent).all()):
             raise ValueError("tangent is not finite: look for a division by zero in the gradient")
-        found = self.curve(point, tangent)
         for count in range(SHORTENINGS):
-            kept = self.inside(found)
-            if bool(kept.all()):
-                return found
-            tangent = torch.where(self.widen(kept), tangent, tangent * 0.5 ** (1 + count))  # 2^-1275 in the end
-            found = self.curve(point, tangent)
-        return torch.where(self.widen(self.inside(found)), found, point)
+            end = self.curve(point, tangent)
+            inside = self.inside(end)
+            if bool(inside.all()):
+                return end
+            tangent = torch.where(self.widen(inside), tangent, tangent * 0.5 ** (1 + count))  # 2^-1275 in the end
+        end = self.curve(point, tangent)
+        return torch.where(self.widen(self.inside(end)), end, point)
 
     def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
         """The retraction's formula. Default: the geodesic.

@@ -1,7 +1,9 @@
-"""Boundary values of x'' = f(x, x') on a mesh, coarse to fine: by sweeps, and by Newton's method for long ways."""
+"""Ways to a given point: x'' = f(x, x') on a mesh, by sweeps, and by Newton's method for long ways; shooting."""
 
 from __future__ import annotations
 
+import warnings
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -11,6 +13,7 @@ import torch
 from numpy.polynomial import legendre
 from torch import Tensor
 
+from natgrad.geometry.base import Manifold
 from natgrad.ground.linalg import factor_or_nan, fit_or_nan, invert_or_nan, solve_or_nan
 
 DEGREE = 8
@@ -52,35 +55,20 @@ class Equation(Protocol):
 
 @dataclass(frozen=True)
 class Mesh:
-    """Linear maps of x'' at the nodes: to x - line, to x' - away, to x'(0) - away, and to a mesh twice as fine.
+    """Linear maps of x'' at the nodes (N,), polynomials of degree 7 on elements of one length."""
 
-    Polynomials of degree 7 on elements of one length; line and away are the straight way and its velocity.
-
-    Args:
-        nodes: Times in [0, 1], shape (N,).
-        place: To x - line at the nodes.
-        speed: To x' - away at the nodes.
-        first: To x'(0) - away.
-        refined: To x'' at the nodes of a mesh twice as fine.
-    """
-
-    nodes: Tensor
-    place: Tensor
-    speed: Tensor
-    first: Tensor
-    refined: Tensor
+    nodes: Tensor  # times in [0, 1]
+    place: Tensor  # to x - line at the nodes; line is the straight way
+    speed: Tensor  # to x' - away at the nodes; away is its velocity
+    first: Tensor  # to x'(0) - away
+    refined: Tensor  # to x'' at the nodes of a mesh twice as fine
 
 
 def connect(equation: Callable[[Tensor], Equation], start: Tensor, end: Tensor) -> Tensor:
-    """x'(0) of solutions from start at time 0 to end at time 1; NaN in rows where none was found.
-
-    Near points first: sweeps x'' <- f(x, x') on a coarse mesh, one call of f each. Where they do not settle, the end
-    moves along the equation's first path as far as Newton's method follows. Then the mesh is refined until |x'| is
-    constant along the way. The work is bounded: at most 80 sweeps, and 12 rounds of 15 steps.
-
-    start: (b, n). end: (b, n).
-    """
-    found, everyone = torch.full_like(start, torch.nan), torch.arange(len(start), device=start.device)
+    """x'(0) (b, n) of solutions from start at time 0 to end at time 1; NaN in rows where none was found."""
+    # near points by sweeps on a coarse mesh; where these do not settle, the end moves along the first path of the
+    # equation as far as Newton's method follows; then the mesh is refined until |x'| is constant along the way
+    velocity, everyone = torch.full_like(start, torch.nan), torch.arange(len(start), device=start.device)
     mesh = build_mesh(MESHES[0], start)
     u = Path(equation(everyone), mesh, start, end - start).sweep(start.new_zeros(len(start), len(mesh.nodes), 1))
     far = torch.isnan(u).flatten(1).any(1).nonzero().squeeze(1)
@@ -94,13 +82,13 @@ def connect(equation: Callable[[Tensor], Equation], start: Tensor, end: Tensor) 
             break
         path = Path(equation(rows), build_mesh(elements, start), start[rows], end[rows] - start[rows])
         fine = path.keeps_speed(u)
-        found[rows[fine]] = path.velocity(u)[fine]
+        velocity[rows[fine]] = path.velocity(u)[fine]
         if elements == MESHES[-1]:
             break
         u, rows = path.mesh.refined @ u[~fine], rows[~fine]
         path = Path(equation(rows), build_mesh(2 * elements, start), start[rows], end[rows] - start[rows])
         u = path.solve(u)
-    return found
+    return velocity
 
 
 def _search(equation: Callable[[Tensor], Equation], mesh: Mesh, start: Tensor, end: Tensor) -> Tensor:
@@ -120,13 +108,7 @@ def _search(equation: Callable[[Tensor], Equation], mesh: Mesh, start: Tensor, e
 def follow(
     advance: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], u: Tensor, rounds: int, shortest: float
 ) -> Tensor:
-    """Solutions u (k, ...) for whole ways, by way of parts of them: NaN in rows where none was found.
-
-    The whole way is tried at once; where that fails, half of it first, and so on, every row by itself.
-
-    advance: Of rows, the parts of their ways that are done, the parts to reach, and their u: a new u, or NaN.
-    shortest: Part of a way that must be within reach of the last one.
-    """
+    """Solutions u (k, ...) for whole ways, by way of halves of them and so on; NaN in rows where none was found."""
     begun, part = u.new_zeros(len(u)), u.new_ones(len(u))
     for _ in range(rounds):
         rows = ((begun < 1) & (part >= shortest)).nonzero().squeeze(1)
@@ -147,11 +129,7 @@ def descend(
     enough: float,
     believed: float,
 ) -> Tensor:
-    """Newton's method from u (k, ...), each step halved where a whole one is worse; NaN in rows that do not arrive.
-
-    measure: The residual at u, and its size (k,). find_step: Of u and its residual. enough: Size at which it ends.
-    believed: Size that is believed where round-off stops it.
-    """
+    """Newton's method from u (k, ...), each step halved where a whole one is worse; NaN in rows that do not arrive."""
     residual, left = measure(u)
     moving = left > enough  # false for a row that is lost
     for _ in range(STEPS):
@@ -206,8 +184,8 @@ class EvenPath:
             [grid[:, 1:2] - grid[:, :1], (grid[:, 2:] - grid[:, :-2]) / 2, grid[:, -1:] - grid[:, -2:-1]], 1
         )
         (a, b), (c, d) = ((each.gather(1, left), each.gather(1, left + 1)) for each in (grid, slope))
-        found = a + t * (c + t * (3 * (b - a) - 2 * c - d + t * (2 * (a - b) + c + d)))
-        return torch.where(time >= 1, torch.ones_like(time), found.clamp(0, 1))
+        parts = a + t * (c + t * (3 * (b - a) - 2 * c - d + t * (2 * (a - b) + c + d)))
+        return torch.where(time >= 1, torch.ones_like(time), parts.clamp(0, 1))
 
 
 def interpolate(x: Tensor, places: Tensor, values: Tensor) -> Tensor:
@@ -353,3 +331,75 @@ def _matrices(elements: int) -> tuple[Tensor, ...]:
 def build_mesh(elements: int, like: Tensor) -> Mesh:
     """That many elements, in the dtype and on the device of a tensor."""
     return Mesh(*(each.to(like) for each in _matrices(elements)))
+
+
+# Manifolds whose geodesics are known from their start alone
+
+
+class Shooting(Manifold):
+    """`arrive` gives a geodesic's end and velocity; `log` solves for the start. `distance` has exact gradients."""
+
+    @abstractmethod
+    def arrive(self, point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+        """The geodesic at time 1: where it is, and its velocity there.
+
+        Args:
+            point: Where it starts, shape (..., n).
+            tangent: Its velocity there.
+        """
+
+    @abstractmethod
+    def aim(self, point: Tensor, other: Tensor) -> Tensor:
+        """`log`, for detached points, in float64 where there is one; NaN in rows without a way.
+
+        Args:
+            point: Where the geodesics start, shape (b, n).
+            other: Where they arrive, shape (b, n).
+        """
+
+    def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
+        return self.arrive(point, tangent)[0]
+
+    def log(self, point: Tensor, other: Tensor) -> Tensor:
+        """The velocity with which the geodesic from `point` reaches `other`, without gradients, computed in float64.
+
+        Args:
+            point: Where it starts, shape (..., n).
+            other: Where it arrives.
+
+        Returns:
+            A tangent at `point`. NaN, and a warning, for pairs of a batch without a way.
+
+        Raises:
+            ValueError: Where no pair has a way: the points are too far apart for the work that is allowed.
+        """
+        point, other = torch.broadcast_tensors(self.check(point).detach(), self.check(other).detach())
+        flat, goal = (x.reshape(-1, point.shape[-1]) for x in (point, other))
+        if point.device.type != "mps":
+            flat, goal = flat.double(), goal.double()
+        velocity = self.aim(flat, goal)
+        self._tell_lost(torch.isnan(velocity).any(1))
+        return velocity.to(point.dtype).view(point.shape)
+
+    def _tell_lost(self, lost: Tensor) -> None:
+        """A warning where some rows are lost, ValueError where all are."""
+        count, many = int(lost.sum()), len(lost)
+        words = f"no geodesic of {self!r} was found between {count} of {many} pairs of points within the work allowed"
+        if count and count == many:
+            raise ValueError(f"{words}: they are too far apart; go by a point between them")
+        if count:
+            warnings.warn(f"{words}: NaN there; they are too far apart, go by points between them", stacklevel=4)
+
+    def distance(self, point: Tensor, other: Tensor) -> Tensor:
+        """With gradients by the first variation: -G v / d at the start, G v' / d at the end."""
+        velocity = self.log(point, other)
+        length = self.norm(point.detach(), velocity)
+        if not (point.requires_grad or other.requires_grad):
+            return length
+        end = self.arrive(point.detach(), velocity)[1].detach()
+        moved = self.inner(other.detach(), end, other - other.detach())
+        moved = moved - self.inner(point.detach(), velocity, point - point.detach())
+        return length + moved / torch.where(length > 0, length, 1.0)
+
+    def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
+        return self.carry(point, self.log(point, other), vector)[1]

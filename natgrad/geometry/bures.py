@@ -170,18 +170,15 @@ class BuresMetric(Operator):
 
 
 def lyapunov(matrix: Tensor, right: Tensor) -> Tensor:
-    """L with S L + L S = R; gradients flow to both.
-
-    matrix: S, positive definite, (..., d, d). right: R, symmetric, (..., d, d).
-    """
+    """L with S L + L S = R; gradients flow to both."""
     values, vectors = eigh(matrix.detach())
     sums = values.unsqueeze(-1) + values.unsqueeze(-2)
 
     def solve(r: Tensor) -> Tensor:
         return vectors @ ((vectors.mT @ r @ vectors) / sums) @ vectors.mT
 
-    found = solve(right)
+    solution = solve(right)
     if not matrix.requires_grad:
-        return found
-    moved, fixed = matrix - matrix.detach(), found.detach()
-    return found - solve(moved @ fixed + fixed @ moved)  # dL solves S dL + dL S = -(dS L + L dS)
+        return solution
+    moved, fixed = matrix - matrix.detach(), solution.detach()
+    return solution - solve(moved @ fixed + fixed @ moved)  # dL solves S dL + dL S = -(dS L + L dS)

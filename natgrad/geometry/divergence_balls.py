@@ -46,8 +46,8 @@ def kl_ball(
     def divergence(points: Tensor) -> Tensor:
         inside = family.inside(points) & torch.isfinite(points).all(-1)
         safe = torch.where(inside.unsqueeze(-1), points, theta)
-        found = family.kl(safe, theta.expand_as(safe)) if reverse else family.kl(theta.expand_as(safe), safe)
-        return torch.where(inside, found, torch.inf)
+        value = family.kl(safe, theta.expand_as(safe)) if reverse else family.kl(theta.expand_as(safe), safe)
+        return torch.where(inside, value, torch.inf)
 
     return level_set(divergence, family.single(theta, "theta"), radius, directions)
 
@@ -83,9 +83,9 @@ def level_set(
         middle = (low + high) / 2
         short = (divergence(centre + middle * rays) < radius).unsqueeze(1)
         low, high = torch.where(short, middle, low), torch.where(short, high, middle)
-    found = centre + low * rays
-    reached = torch.isfinite(found).all(1) & ((divergence(found) - radius).abs() <= 1e-6 * radius)
-    return torch.where(reached.unsqueeze(1), found, torch.nan)
+    points = centre + low * rays
+    reached = torch.isfinite(points).all(1) & ((divergence(points) - radius).abs() <= 1e-6 * radius)
+    return torch.where(reached.unsqueeze(1), points, torch.nan)
 
 
 def spread_directions(count: int, centre: Tensor) -> Tensor:

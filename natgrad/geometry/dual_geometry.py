@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -94,34 +96,35 @@ def e_projection(sub: SubModel, theta: Tensor, start: Tensor | None = None) -> T
     Returns:
         The sub-model's natural parameters, shape (..., k).
     """
-    found = (m_projection(sub, theta) if start is None else start).detach()
+    point = (m_projection(sub, theta) if start is None else start).detach()
     free, goal = list(sub.free), theta.detach()
     for _ in range(STEPS):
-        whole = sub.whole(found)
-        metric = sub.family.covariance(whole)
-        gradient = (metric @ (whole - goal).unsqueeze(-1))[..., free, :]  # grad KL = I (theta_q - theta_p)
+        full = sub.whole(point)
+        metric = sub.family.covariance(full)
+        gradient = (metric @ (full - goal).unsqueeze(-1))[..., free, :]  # grad KL = I (theta_q - theta_p)
         step = require_solution(metric[..., free, :][..., free], gradient, EDGE).squeeze(-1)
-        if bool((step.abs() <= 1e-12 * (1 + found.abs())).all()):
-            return found
-        found = _descend(sub, goal, found, step)
+        if bool((step.abs() <= 1e-12 * (1 + point.abs())).all()):
+            return point
+        point = _descend(sub.inside, lambda q: sub.family.kl(sub.whole(q), goal), point, -step)
     raise ValueError(f"the e-projection did not settle within {STEPS} steps: give another start")
 
 
-def _descend(sub: SubModel, goal: Tensor, found: Tensor, step: Tensor) -> Tensor:
-    """found - step / 2^k with the least k at which KL does not rise."""
+def _descend(
+    inside: Callable[[Tensor], Tensor], value: Callable[[Tensor], Tensor], point: Tensor, step: Tensor
+) -> Tensor:
+    """point + step / 2^k for every row, with the least k at which a value, infinite outside, does not rise."""
 
-    def divergence(at: Tensor) -> Tensor:
-        inside = sub.inside(at)
-        safe = torch.where(inside.unsqueeze(-1), at, found)
-        return torch.where(inside, sub.family.kl(sub.whole(safe), goal), torch.inf)
+    def measure(at: Tensor) -> Tensor:
+        within = inside(at)
+        return torch.where(within, value(torch.where(within.unsqueeze(-1), at, point)), torch.inf)
 
-    before, rate = divergence(found), torch.ones_like(found[..., :1])
+    before, rate = measure(point), torch.ones_like(point[..., :1])
     for _ in range(60):
-        worse = ~(divergence(found - rate * step) <= before + 1e-14 * (1 + before.abs()))
+        worse = ~(measure(point + rate * step) <= before + 1e-14 * (1 + before.abs()))
         if not bool(worse.any()):
             break
         rate = torch.where(worse.unsqueeze(-1), rate / 2, rate)
-    return found - rate * step
+    return point + rate * step
 
 
 def tilt(family: ExponentialFamily, theta: Tensor, positions: list[int], means: Tensor) -> Tensor:
@@ -146,40 +149,23 @@ def tilt(family: ExponentialFamily, theta: Tensor, positions: list[int], means: 
         >>> ng.geometry.tilt(ng.Bernoulli(2), torch.zeros(2), [0], torch.tensor([0.5**0.5]))
         tensor([0.8814, 0.0000])
     """
-    found = theta.detach().clone()
+    point, places = theta.detach().clone(), torch.tensor(positions, device=theta.device)
+
+    def dual(at: Tensor) -> Tensor:
+        """psi - means . theta, which is convex."""
+        return family.log_partition(at) - (means * at[..., positions]).sum(-1)
+
     for _ in range(STEPS):
-        gap = means - family.expectation(found)[..., positions]
-        block = family.covariance(found)[..., positions, :][..., positions]
+        gap = means - family.expectation(point)[..., positions]
+        block = family.covariance(point)[..., positions, :][..., positions]
         step = solve_or_nan(block, gap.unsqueeze(-1)).squeeze(-1)
         if not all_finite(step):
             break  # theta ran off: the means are on the edge, or beyond
-        if bool((step.abs() <= 1e-12 * (1 + found[..., positions].abs())).all()):
-            return found
-        found = _halve_until_lower(family, found, positions, step, means)
+        if bool((step.abs() <= 1e-12 * (1 + point[..., positions].abs())).all()):
+            return point
+        along = torch.zeros_like(point).scatter(-1, places.expand(step.shape), step)
+        point = _descend(family.inside, dual, point, along)
     raise ValueError("means are not reached: expected values in the interior of what these statistics' means can be")
-
-
-def _halve_until_lower(
-    family: ExponentialFamily, found: Tensor, positions: list[int], step: Tensor, means: Tensor
-) -> Tensor:
-    """Along the step, halved until psi - means . theta, which is convex, does not rise."""
-    places = torch.tensor(positions, device=found.device).expand(step.shape)
-
-    def at(rate: Tensor) -> Tensor:
-        return found.scatter_add(-1, places, rate * step)
-
-    def dual(theta: Tensor) -> Tensor:
-        inside = family.inside(theta)
-        safe = torch.where(inside.unsqueeze(-1), theta, found)
-        return torch.where(inside, family.log_partition(safe) - (means * theta[..., positions]).sum(-1), torch.inf)
-
-    before, rate = dual(found), torch.ones_like(found[..., :1])
-    for _ in range(60):
-        worse = ~(dual(at(rate)) <= before + 1e-14 * (1 + before.abs()))
-        if not bool(worse.any()):
-            break
-        rate = torch.where(worse.unsqueeze(-1), rate / 2, rate)
-    return at(rate)
 
 
 def mirror_step(

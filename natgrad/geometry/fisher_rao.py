@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,28 +25,192 @@ from natgrad.families import (
     SubModel,
 )
 from natgrad.geometry.base import Manifold
-from natgrad.geometry.boundary_mesh import connect
-from natgrad.geometry.flat_manifold import Location, Scales
-from natgrad.geometry.logits import ClassLogits, Logits, LogRates
+from natgrad.geometry.boundary_mesh import Shooting, connect
+from natgrad.geometry.flat_manifold import Location, Scales, Straightened
 from natgrad.geometry.normal_manifold import Normals
 from natgrad.geometry.ode import integrate
 from natgrad.geometry.positive_definite import PositiveDefinite
-from natgrad.geometry.shooting import Shooting
-from natgrad.geometry.stable_functions import arc_over_hyperbolic_sine, safe_sqrt, sinhc
+from natgrad.geometry.stable_functions import arc_over_hyperbolic_sine, arc_over_sine, safe_sqrt, sinc, sinhc
 from natgrad.ground.derivatives import exact_derivatives
 from natgrad.ground.linalg import invert_or_nan, require_inverse, require_solution, solve_or_nan, symmetrise
 
+Chart = Callable[[Tensor], Tensor]
 FEW = 8
 """Statistics of a family whose matrix of second derivatives is taken column by column."""
+
+
+def fisher_rao(family: ExponentialFamily) -> Manifold:
+    """The Fisher-Rao manifold of a family; its points are theta (..., n).
+
+    Closed: `Bernoulli`, `Categorical`, `Multinomial` (and these two with one logit held at zero), `Poisson`,
+    `Exponential`, `Normal`, `DiagonalNormal`, `MultivariateNormal(1)`, normals of a known mean or covariance, an
+    `Ising` of single variables, products of these; `MultivariateNormal(d)` but for the way to a given point. Any other
+    family by its geodesic equation.
+
+    Args:
+        family: The exponential family.
+
+    Example:
+        >>> manifold = ng.geometry.fisher_rao(ng.Bernoulli(1))
+        >>> manifold.distance(torch.tensor([0.0]), torch.tensor([2.0]))  # 2 |arcsin sqrt a - arcsin sqrt b|
+        tensor(0.8658)
+    """
+    if isinstance(family, Product):
+        return ProductManifold(*((fisher_rao(part), part.size) for part in family.families))
+    if isinstance(family, SubModel):
+        return _find_sub_model(family)
+    return _find_normal(family) or _find_discrete(family) or NaturalParameters(family)
+
+
+def _find_discrete(family: ExponentialFamily) -> Manifold | None:
+    if isinstance(family, Bernoulli):
+        return Logits()
+    if isinstance(family, Poisson):
+        return LogRates()
+    if isinstance(family, Categorical | Multinomial):
+        return ClassLogits(family.n_trials if isinstance(family, Multinomial) else 1)
+    if isinstance(family, Ising) and all(len(clique) == 1 for clique in family.cliques):
+        return Logits(family.values[1] - family.values[0])
+    return None
+
+
+def _find_normal(family: ExponentialFamily) -> Manifold | None:
+    if isinstance(family, Exponential):
+        return Charted(family, Scales(), torch.neg, torch.neg)
+    if isinstance(family, MultivariateNormal):
+        if family.d == 1:  # T = (x, x^2), as `Normal` has it
+            return Charted(family, HalfPlane(), read_deviations, join_deviations)
+        full = Normals(family.d)
+        return Charted(family, full, partial(read_moments, family, full), partial(join_moments, family, full))
+    if isinstance(family, DiagonalNormal):
+        return Charted(family, ProductManifold(*[(HalfPlane(), 2)] * family.d), read_deviations, join_deviations)
+    if isinstance(family, FixedCovarianceNormal):  # theta = Sigma^-1 mu, whose metric is Sigma everywhere
+        return Location(require_inverse(family.known_covariance, f"{family!r} has a covariance without an inverse"))
+    if isinstance(family, FixedMeanNormal) and family.size == family.d * (family.d + 1) // 2:
+        return Charted(family, PositiveDefinite(), family.precision, partial(pack_precision, family))
+    return None
+
+
+def _find_sub_model(family: SubModel) -> Manifold:
+    full = family.family
+    if isinstance(full, Categorical | Multinomial) and family.size == full.size - 1:
+        return Charted(family, fisher_rao(full), family.whole, partial(hold_logit, family))
+    return NaturalParameters(family)
+
+
+class NaturalParameters(Shooting):
+    """Any exponential family, points theta, by the equations of its geodesics.
+
+    theta'' = -1/2 I^-1 (D_theta' I) theta': the Christoffel symbols are half the third derivatives of psi, raised.
+    Integrated adaptively, to 1e-11; NaN where a geodesic leaves the domain; `log` on a mesh,
+    coarse to fine.
+
+    Args:
+        family: The exponential family.
+    """
+
+    def __init__(self, family: ExponentialFamily) -> None:
+        self.family, self.size = family, family.size
+        self.domain = family.domain
+
+    def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return (first * self._lower(point, second)).sum(-1)
+
+    def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
+        metric = self.family.covariance(point)
+        return require_solution(metric, gradient.unsqueeze(-1), self.family.explain_singular()).squeeze(-1)
+
+    def inside(self, point: Tensor) -> Tensor:
+        return torch.isfinite(point).all(-1) & self.family.inside(point.nan_to_num())
+
+    def arrive(self, point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+        end, speed, _ = self._travel(point, tangent, tangent[..., :0])
+        return end, speed
+
+    def carry(self, point: Tensor, tangent: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+        end, _, carried = self._travel(point, tangent, vector)
+        return end, carried
+
+    def aim(self, point: Tensor, other: Tensor) -> Tensor:
+        return connect(lambda rows: Geodesics(self, point[rows], other[rows]), point, other)
+
+    def _speed(self, at: Tensor, speed: Tensor) -> Tensor:
+        """|theta'|^2, (..., n) -> (...), which no geodesic changes; NaN outside of the domain."""
+        inside = self.inside(at)
+        squares = speed.new_full(inside.shape, torch.nan)
+        squares[inside] = self.inner(at[inside], speed[inside], speed[inside])
+        return squares
+
+    def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
+        """The straight line in theta, an e-geodesic: right to first order, shortened at the edge of the domain."""
+        return point + tangent
+
+    def _lower(self, point: Tensor, vector: Tensor) -> Tensor:
+        return (self.family.covariance(point) @ vector.unsqueeze(-1)).squeeze(-1)
+
+    def _travel(
+        self, point: Tensor, tangent: Tensor, vector: Tensor, steps: int = 2000
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        n, width = self.size, vector.shape[-1]
+        batch = torch.broadcast_shapes(point.shape[:-1], tangent.shape[:-1], vector.shape[:-1])
+        start = torch.cat([x.expand(*batch, x.shape[-1]) for x in (point, tangent, vector)], dim=-1)
+        anchor = start[..., :n].reshape(-1, n)
+
+        def field(state: Tensor) -> Tensor:
+            at, speed, carried = state.split([n, n, width], dim=-1)
+            inside = self.inside(at).unsqueeze(-1)
+            safe = torch.where(inside, at, anchor)
+            both = (speed, carried) if width else (speed,)
+            bends = contract_christoffel(self.family, safe, speed, both)
+            return torch.where(inside, torch.cat([speed, *bends], dim=-1), torch.nan)
+
+        end = integrate(field, start.reshape(-1, start.shape[-1]), steps=steps).view(start.shape)
+        end = torch.where(self._has_kept_speed(start, end).unsqueeze(-1), end, torch.nan)
+        return end[..., :n], end[..., n : 2 * n], end[..., 2 * n :]
+
+    def _has_kept_speed(self, start: Tensor, end: Tensor) -> Tensor:
+        """Whether |theta'| is what it was: a step over the edge, where theta' is infinite, comes out anywhere."""
+        before, after = (self._speed(*x.detach().split(self.size, -1)[:2]) for x in (start, end))
+        return (after - before).abs() <= 1e-6 * before
+
+    def __repr__(self) -> str:
+        return f"NaturalParameters({self.family!r})"
+
+
+class Geodesics:
+    """The equation of k geodesics for a mesh, see `Equation`: anchors (k, n) stand in for points outside."""
+
+    def __init__(self, space: NaturalParameters, start: Tensor, end: Tensor) -> None:
+        self.space, self.anchors, self.ends = space, start.unsqueeze(1), end.unsqueeze(1)
+
+    def path(self, part: Tensor) -> Tensor:
+        """The mean of the straight lines in theta and in the expectations, which bends as a geodesic does."""
+        family, part = self.space.family, part.unsqueeze(-1)
+        straight = self.anchors + part * (self.ends - self.anchors)
+        first, last = family.expectation(self.anchors), family.expectation(self.ends)
+        try:
+            mixed = family.natural(first + part * (last - first))
+        except ValueError:  # means so near the edge that Newton's method does not know them
+            return straight
+        return torch.where(part * (1 - part) > 0, (straight + mixed) / 2, straight)
+
+    def bend(self, at: Tensor, speed: Tensor) -> Tensor:
+        inside = self.space.inside(at).unsqueeze(-1)
+        safe, n = torch.where(inside, at, self.anchors), at.shape[-1]
+        flat = speed.reshape(-1, n)
+        bend = contract_christoffel(self.space.family, safe.reshape(-1, n), flat, (flat,))[0]
+        return torch.where(inside, bend.view(at.shape), torch.nan)
+
+    def metric(self, at: Tensor) -> Tensor:
+        inside = self.space.inside(at).unsqueeze(-1)
+        metric = self.space.family.covariance(torch.where(inside, at, self.anchors))
+        return torch.where(inside.unsqueeze(-1), metric, torch.nan)
 
 
 def contract_christoffel(
     family: ExponentialFamily, point: Tensor, speed: Tensor, vectors: tuple[Tensor, ...]
 ) -> list[Tensor]:
-    """-1/2 I^-1 (D_speed I) v for every v.
-
-    point: Natural parameters, (b, n). speed: (b, n). vectors: (b, n) each.
-    """
+    """-1/2 I^-1 (D_speed I) v for every v (b, n), at points (b, n)."""
     with exact_derivatives():  # of a psi with a determinant inside, torch's own are wrong
         metric, turned = turn_metric(family, point, speed, torch.stack(vectors, dim=-1))
     return list((-solve_or_nan(metric, turned) / 2).unbind(-1))
@@ -83,6 +247,104 @@ def turn_large_metric(
 
     turned = [torch.func.grad(second)(point, v) for v in vectors.unbind(-1)]
     return metric, torch.stack(turned, dim=-1)
+
+
+class Charted(Manifold):
+    """A known manifold seen in the natural parameters of a family: points and tangents go there and come back."""
+
+    def __init__(self, family: ExponentialFamily, manifold: Manifold, to_chart: Chart, from_chart: Chart) -> None:
+        self.family, self.manifold, self.domain = family, manifold, family.domain
+        self.to_chart, self.from_chart = to_chart, from_chart  # theta -> the known manifold's point, and back
+
+    def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        at, u = self._push(point, first)
+        return self.manifold.inner(at, u, self._push(point, second)[1])
+
+    def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
+        at = self.to_chart(point)
+        pulled = torch.func.vjp(self.from_chart, at)[1](gradient.expand(point.shape))[0]
+        return self._pull(at, self.manifold.natural(at, pulled))[1]
+
+    def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
+        return self.from_chart(self.manifold.exp(*self._push(point, tangent)))
+
+    def log(self, point: Tensor, other: Tensor) -> Tensor:
+        at = self.to_chart(point)
+        return self._pull(at, self.manifold.log(at, self.to_chart(other)))[1]
+
+    def distance(self, point: Tensor, other: Tensor) -> Tensor:
+        return self.manifold.distance(self.to_chart(point), self.to_chart(other))
+
+    def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
+        at, pushed = self._push(point, vector)
+        end = self.to_chart(other)
+        return self._pull(end, self.manifold.transport(at, end, pushed))[1]
+
+    def carry(self, point: Tensor, tangent: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+        at, pushed = self._push(point, tangent)
+        return self._pull(*self.manifold.carry(at, pushed, self._push(point, vector)[1]))
+
+    def inside(self, point: Tensor) -> Tensor:
+        """On both sides of the chart: a nearly singular precision has an inverse that round-off leaves indefinite."""
+        known = torch.isfinite(point).all(-1) & self.family.inside(point.nan_to_num())
+        return known & self.manifold.inside(self.to_chart(point.nan_to_num()))
+
+    def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
+        end = self.manifold.curve(*self._push(point, tangent))
+        inside = self.manifold.inside(end)
+        safe = torch.where(self.manifold.widen(inside), end, self.to_chart(point))
+        return torch.where(inside.unsqueeze(-1), self.from_chart(safe), torch.nan)
+
+    def _push(self, point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+        point, tangent = (x.contiguous() for x in torch.broadcast_tensors(point, tangent))  # jvp writes into them
+        at, moved, *_ = torch.func.jvp(self.to_chart, (point,), (tangent,))
+        return at, moved
+
+    def _pull(self, at: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+        at, tangent = (x.contiguous() for x in torch.broadcast_tensors(at, tangent))
+        theta, moved, *_ = torch.func.jvp(self.from_chart, (at,), (tangent,))
+        return theta, moved
+
+    def __repr__(self) -> str:
+        return f"Charted({self.family!r})"
+
+
+def hold_logit(family: SubModel, point: Tensor) -> Tensor:
+    """theta of a `SubModel` of classes with one logit held at zero: the others less that one."""
+    free = list(family.free)
+    (held,) = set(range(point.shape[-1])) - set(free)
+    return point[..., free] - point[..., held : held + 1]
+
+
+def read_deviations(theta: Tensor) -> Tensor:
+    """A (mean, standard deviation) for every variable of independent normals, side by side."""
+    linear, half = theta.chunk(2, -1)
+    variance = -0.5 / half
+    return torch.stack([linear * variance, variance.clamp(min=0.0).sqrt()], -1).flatten(-2)
+
+
+def join_deviations(point: Tensor) -> Tensor:
+    """theta of what `read_deviations` gave."""
+    mean, deviation = point.unflatten(-1, (-1, 2)).unbind(-1)
+    precision = deviation.square().reciprocal()
+    return torch.cat([mean * precision, -precision / 2], -1)
+
+
+def pack_precision(family: FixedMeanNormal, point: Tensor) -> Tensor:
+    """theta of a precision."""
+    return family.pairs.pack(-point / 2)
+
+
+def read_moments(family: MultivariateNormal, manifold: Normals, theta: Tensor) -> Tensor:
+    """The point of `Normals(d)`."""
+    covariance = invert_or_nan(family.precision(theta))  # cholesky_inverse has wrong forward derivatives
+    return manifold.join((covariance @ theta[..., : family.d].unsqueeze(-1)).squeeze(-1), covariance)
+
+
+def join_moments(family: MultivariateNormal, manifold: Normals, point: Tensor) -> Tensor:
+    """theta of what `read_moments` gave."""
+    mean, covariance = manifold.split(point)
+    return family.join(mean, symmetrise(invert_or_nan(covariance)))
 
 
 # The univariate normal: the hyperbolic plane
@@ -200,8 +462,8 @@ class ProductManifold(Manifold):
         ]
 
     def _each(self, work: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        found = [work(m, *each).flatten(-m.event) for m, *each in self._cut(*tensors)]
-        return torch.cat(found, dim=-1)
+        pieces = [work(m, *each).flatten(-m.event) for m, *each in self._cut(*tensors)]
+        return torch.cat(pieces, dim=-1)
 
     def __repr__(self) -> str:
         return f"ProductManifold{tuple(zip(self.manifolds, self.sizes, strict=True))!r}"
@@ -214,315 +476,152 @@ def _shape_point(manifold: Manifold, flat: Tensor) -> Tensor:
     return flat.unflatten(-1, (side, side))
 
 
-# The Fisher-Rao geometry of an exponential family in its natural parameters: closed where known, else by equations
+# Discrete distributions in their natural parameters: the arcs, square roots and spheres of `Bits`, `Rates`, `Simplex`
 
 
-def fisher_rao(family: ExponentialFamily) -> Manifold:
-    """The Fisher-Rao manifold of a family; its points are theta (..., n).
+class LogRates(Straightened):
+    """Independent Poisson counts, points log rates (..., n): metric rate d theta^2, distance 2 |sqrt a - sqrt b|."""
 
-    Closed: `Bernoulli`, `Categorical`, `Multinomial` (and these two with one logit held at zero), `Poisson`,
-    `Exponential`, `Normal`, `DiagonalNormal`, `MultivariateNormal(1)`, normals of a known mean or covariance, an
-    `Ising` of single variables, products of these; `MultivariateNormal(d)` but for the way to a given point. Any other
-    family by its geodesic equation.
+    domain = "log rates (..., n) whose rates are numbers above zero"
 
-    Args:
-        family: The exponential family.
+    def straighten(self, point: Tensor) -> Tensor:
+        return 2 * (point / 2).exp()
 
-    Example:
-        >>> manifold = ng.geometry.fisher_rao(ng.Bernoulli(1))
-        >>> manifold.distance(torch.tensor([0.0]), torch.tensor([2.0]))  # 2 |arcsin sqrt a - arcsin sqrt b|
-        tensor(0.8658)
-    """
-    if isinstance(family, Product):
-        return ProductManifold(*((fisher_rao(part), part.size) for part in family.families))
-    if isinstance(family, SubModel):
-        return _find_sub_model(family)
-    return _find_normal(family) or _find_discrete(family) or NaturalParameters(family)
+    def bend(self, line: Tensor) -> Tensor:
+        return 2 * (line / 2).abs().log()
 
-
-def _find_discrete(family: ExponentialFamily) -> Manifold | None:
-    if isinstance(family, Bernoulli):
-        return Logits()
-    if isinstance(family, Poisson):
-        return LogRates()
-    if isinstance(family, Categorical | Multinomial):
-        return ClassLogits(family.n_trials if isinstance(family, Multinomial) else 1)
-    if isinstance(family, Ising) and all(len(clique) == 1 for clique in family.cliques):
-        return Logits(family.values[1] - family.values[0])
-    return None
-
-
-def _find_normal(family: ExponentialFamily) -> Manifold | None:
-    if isinstance(family, Exponential):
-        return ExponentialTheta(family, Scales())
-    if isinstance(family, MultivariateNormal):
-        return NormalTheta(family, HalfPlane() if family.d == 1 else Normals(family.d))
-    if isinstance(family, DiagonalNormal):
-        return DiagonalTheta(family, ProductManifold(*[(HalfPlane(), 2)] * family.d))
-    if isinstance(family, FixedCovarianceNormal):  # theta = Sigma^-1 mu, whose metric is Sigma everywhere
-        return Location(require_inverse(family.known_covariance, f"{family!r} has a covariance without an inverse"))
-    if isinstance(family, FixedMeanNormal) and family.size == family.d * (family.d + 1) // 2:
-        return PrecisionTheta(family, PositiveDefinite())
-    return None
-
-
-def _find_sub_model(family: SubModel) -> Manifold:
-    whole = family.family
-    if isinstance(whole, Categorical | Multinomial) and family.size == whole.size - 1:
-        return HeldTheta(family, fisher_rao(whole))
-    return NaturalParameters(family)
-
-
-class NaturalParameters(Shooting):
-    """Any exponential family, points theta, by the equations of its geodesics.
-
-    theta'' = -1/2 I^-1 (D_theta' I) theta': the Christoffel symbols are half the third derivatives of psi, raised.
-    Integrated adaptively, to 1e-11; NaN where a geodesic leaves the domain; `log` on a mesh,
-    coarse to fine.
-
-    Args:
-        family: The exponential family.
-    """
-
-    def __init__(self, family: ExponentialFamily) -> None:
-        self.family, self.size = family, family.size
-        self.domain = family.domain
-
-    def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        return (first * self._lower(point, second)).sum(-1)
-
-    def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
-        metric = self.family.covariance(point)
-        return require_solution(metric, gradient.unsqueeze(-1), self.family.explain_singular()).squeeze(-1)
-
-    def inside(self, point: Tensor) -> Tensor:
-        return torch.isfinite(point).all(-1) & self.family.inside(point.nan_to_num())
-
-    def arrive(self, point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
-        end, speed, _ = self._travel(point, tangent, tangent[..., :0])
-        return end, speed
-
-    def carry(self, point: Tensor, tangent: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
-        end, _, carried = self._travel(point, tangent, vector)
-        return end, carried
-
-    def aim(self, point: Tensor, other: Tensor) -> Tensor:
-        return connect(lambda rows: Geodesics(self, point[rows], other[rows]), point, other)
-
-    def _speed(self, at: Tensor, speed: Tensor) -> Tensor:
-        """|theta'|^2, (..., n) -> (...), which no geodesic changes; NaN outside of the domain."""
-        inside = self.inside(at)
-        found = speed.new_full(inside.shape, torch.nan)
-        found[inside] = self.inner(at[inside], speed[inside], speed[inside])
-        return found
-
-    def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
-        """The straight line in theta, an e-geodesic: right to first order, shortened at the edge of the domain."""
-        return point + tangent
-
-    def _lower(self, point: Tensor, vector: Tensor) -> Tensor:
-        return (self.family.covariance(point) @ vector.unsqueeze(-1)).squeeze(-1)
-
-    def _travel(
-        self, point: Tensor, tangent: Tensor, vector: Tensor, steps: int = 2000
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        n, width = self.size, vector.shape[-1]
-        batch = torch.broadcast_shapes(point.shape[:-1], tangent.shape[:-1], vector.shape[:-1])
-        start = torch.cat([x.expand(*batch, x.shape[-1]) for x in (point, tangent, vector)], dim=-1)
-        anchor = start[..., :n].reshape(-1, n)
-
-        def field(state: Tensor) -> Tensor:
-            at, speed, carried = state.split([n, n, width], dim=-1)
-            inside = self.inside(at).unsqueeze(-1)
-            safe = torch.where(inside, at, anchor)
-            both = (speed, carried) if width else (speed,)
-            bends = contract_christoffel(self.family, safe, speed, both)
-            return torch.where(inside, torch.cat([speed, *bends], dim=-1), torch.nan)
-
-        end = integrate(field, start.reshape(-1, start.shape[-1]), steps=steps).view(start.shape)
-        end = torch.where(self._has_kept_speed(start, end).unsqueeze(-1), end, torch.nan)
-        return end[..., :n], end[..., n : 2 * n], end[..., 2 * n :]
-
-    def _has_kept_speed(self, start: Tensor, end: Tensor) -> Tensor:
-        """Whether |theta'| is what it was: a step over the edge, where theta' is infinite, comes out anywhere."""
-        before, after = (self._speed(*x.detach().split(self.size, -1)[:2]) for x in (start, end))
-        return (after - before).abs() <= 1e-6 * before
-
-    def __repr__(self) -> str:
-        return f"NaturalParameters({self.family!r})"
-
-
-class Geodesics:
-    """The equation of k geodesics for a mesh, see `Equation`: anchors (k, n) stand in for points outside."""
-
-    def __init__(self, space: NaturalParameters, start: Tensor, end: Tensor) -> None:
-        self.space, self.anchors, self.ends = space, start.unsqueeze(1), end.unsqueeze(1)
-
-    def path(self, part: Tensor) -> Tensor:
-        """The mean of the straight lines in theta and in the expectations, which bends as a geodesic does."""
-        family, part = self.space.family, part.unsqueeze(-1)
-        straight = self.anchors + part * (self.ends - self.anchors)
-        first, last = family.expectation(self.anchors), family.expectation(self.ends)
-        try:
-            mixed = family.natural(first + part * (last - first))
-        except ValueError:  # means so near the edge that Newton's method does not know them
-            return straight
-        return torch.where(part * (1 - part) > 0, (straight + mixed) / 2, straight)
-
-    def bend(self, at: Tensor, speed: Tensor) -> Tensor:
-        inside = self.space.inside(at).unsqueeze(-1)
-        safe, n = torch.where(inside, at, self.anchors), at.shape[-1]
-        flat = speed.reshape(-1, n)
-        found = contract_christoffel(self.space.family, safe.reshape(-1, n), flat, (flat,))[0]
-        return torch.where(inside, found.view(at.shape), torch.nan)
-
-    def metric(self, at: Tensor) -> Tensor:
-        inside = self.space.inside(at).unsqueeze(-1)
-        found = self.space.family.covariance(torch.where(inside, at, self.anchors))
-        return torch.where(inside.unsqueeze(-1), found, torch.nan)
-
-
-class Charted(Manifold):
-    """A known manifold seen in the natural parameters of a family: points and tangents go there and come back.
-
-    Args:
-        family: The exponential family.
-        manifold: The known manifold.
-    """
-
-    def __init__(self, family: ExponentialFamily, manifold: Manifold) -> None:
-        self.family, self.manifold, self.domain = family, manifold, family.domain
-
-    @abstractmethod
-    def to_chart(self, theta: Tensor) -> Tensor:
-        """theta -> the known manifold's point.
-
-        theta: Natural parameters, (..., n).
-        """
-
-    @abstractmethod
-    def from_chart(self, point: Tensor) -> Tensor:
-        """The known manifold's point -> theta."""
-
-    def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        at, u = self._push(point, first)
-        return self.manifold.inner(at, u, self._push(point, second)[1])
-
-    def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
-        at = self.to_chart(point)
-        pulled = torch.func.vjp(self.from_chart, at)[1](gradient.expand(point.shape))[0]
-        return self._pull(at, self.manifold.natural(at, pulled))[1]
+    def slope(self, point: Tensor) -> Tensor:
+        return (point / 2).exp()
 
     def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
-        return self.from_chart(self.manifold.exp(*self._push(point, tangent)))
+        return point + 2 * log_one_plus(tangent / 2)
 
     def log(self, point: Tensor, other: Tensor) -> Tensor:
-        at = self.to_chart(point)
-        return self._pull(at, self.manifold.log(at, self.to_chart(other)))[1]
-
-    def distance(self, point: Tensor, other: Tensor) -> Tensor:
-        return self.manifold.distance(self.to_chart(point), self.to_chart(other))
+        return 2 * torch.expm1((other - point) / 2)
 
     def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
-        at, pushed = self._push(point, vector)
-        end = self.to_chart(other)
-        return self._pull(end, self.manifold.transport(at, end, pushed))[1]
-
-    def carry(self, point: Tensor, tangent: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
-        at, pushed = self._push(point, tangent)
-        return self._pull(*self.manifold.carry(at, pushed, self._push(point, vector)[1]))
+        return vector * ((point - other) / 2).exp()
 
     def inside(self, point: Tensor) -> Tensor:
-        """On both sides of the chart: a nearly singular precision has an inverse that round-off leaves indefinite."""
-        whole = torch.isfinite(point).all(-1) & self.family.inside(point.nan_to_num())
-        return whole & self.manifold.inside(self.to_chart(point.nan_to_num()))
+        return (torch.isfinite(point) & (point.abs() < largest_log(point))).all(-1)
 
     def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
-        end = self.manifold.curve(*self._push(point, tangent))
-        inside = self.manifold.inside(end)
-        safe = torch.where(self.manifold.widen(inside), end, self.to_chart(point))
-        return torch.where(inside.unsqueeze(-1), self.from_chart(safe), torch.nan)
+        return point + tangent
 
-    def _push(self, point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
-        point, tangent = (x.contiguous() for x in torch.broadcast_tensors(point, tangent))  # jvp writes into them
-        found, moved, *_ = torch.func.jvp(self.to_chart, (point,), (tangent,))
-        return found, moved
 
-    def _pull(self, at: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
-        at, tangent = (x.contiguous() for x in torch.broadcast_tensors(at, tangent))
-        found, moved, *_ = torch.func.jvp(self.from_chart, (at,), (tangent,))
-        return found, moved
+class Logits(LogRates):
+    """Independent bits, points logits (..., n) over `width`: metric p (1 - p) d theta^2, distances those of `Bits`."""
+
+    domain = "logits (..., n) whose probabilities are above zero, and below one, as numbers"
+
+    def __init__(self, width: float = 1.0) -> None:
+        self.width = width
+
+    def straighten(self, point: Tensor) -> Tensor:
+        return 2 * (self.width * point / 2).exp().atan()
+
+    def bend(self, line: Tensor) -> Tensor:
+        return 2 * (line / 2).tan().abs().log() / self.width
+
+    def slope(self, point: Tensor) -> Tensor:
+        return self.width / (2 * (self.width * point / 2).cosh())
+
+    def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
+        """tan(a + b) from tan a = exp(logit / 2), over tan a: the tangent's part alone, so that no digit is lost."""
+        half, turn = (self.width * point / 2).exp(), (self.slope(point) * tangent / 2).tan()
+        return point + 2 * (log_one_plus(turn / half) - log_one_plus(-turn * half)) / self.width
+
+    def log(self, point: Tensor, other: Tensor) -> Tensor:
+        """2 atan(sinh((b - a) / 4) / cosh((a + b) / 4)) is the arc between two logits, exact however far out."""
+        a, b = self.width * point / 4, self.width * other / 4
+        return 2 * ((b - a).sinh() / (a + b).cosh()).atan() / self.slope(point)
+
+    def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
+        return vector * self.slope(point) / self.slope(other)
+
+    def inside(self, point: Tensor) -> Tensor:
+        return super().inside(self.width * point)
+
+
+class ClassLogits(Manifold):
+    """One of C classes, or counts of `trials`, points logits (..., C): `Simplex` in theta."""
+
+    # a constant added to all logits is of no length: the metric is singular along it; geodesics change it evenly, so
+    # that `exp` undoes `log`, and tangents have the sum zero elsewhere
+    domain = "logits (..., C) whose probabilities are above zero as numbers"
+
+    def __init__(self, trials: int = 1) -> None:
+        self.trials = trials
+
+    def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        p = point.softmax(-1)
+        return self.trials * (p * centre(p, first) * centre(p, second)).sum(-1)
+
+    def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
+        """The pseudo-inverse of trials (diag p - p p^T): of a derivative, whose sum is zero, one with the sum zero."""
+        scaled = self.project(point, gradient) / (self.trials * point.softmax(-1))
+        return self.project(point, scaled)
+
+    def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
+        p = point.softmax(-1)
+        turn = centre(p, tangent) / 2  # sqrt p moves by turn * sqrt p
+        square = (p * turn.square()).sum(-1, keepdim=True)
+        cosine_less_one = -square / 2 * sinc(square / 4).square()
+        moved = 2 * log_one_plus(cosine_less_one + sinc(square) * turn)
+        return point + self.project(point, moved) + tangent.mean(-1, keepdim=True)
+
+    def log(self, point: Tensor, other: Tensor) -> Tensor:
+        rise, chord = self._chord(point, other)
+        along = 2 * arc_over_sine(chord) * (rise + 2 * chord)  # root'/root - cos phi, without its digits lost
+        constant = (other - point).mean(-1, keepdim=True)
+        return self.project(point, along) + constant
+
+    def distance(self, point: Tensor, other: Tensor) -> Tensor:
+        return 4 * self.trials**0.5 * safe_sqrt(self._chord(point, other)[1].squeeze(-1)).asin()
+
+    def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
+        p, gap = point.softmax(-1), (point.log_softmax(-1) - other.log_softmax(-1)) / 2
+        _, chord = self._chord(point, other)
+        turn = centre(p, vector)
+        along = (p * (-gap).exp() * turn).sum(-1, keepdim=True) / (2 - 2 * chord)
+        moved = gap.exp() * turn - along * (gap.exp() + 1)
+        return self.project(other, moved) + vector.mean(-1, keepdim=True)
+
+    def inside(self, point: Tensor) -> Tensor:
+        finite = torch.isfinite(point).all(-1)
+        return finite & (point.nan_to_num().log_softmax(-1) > -largest_log(point)).all(-1)
+
+    def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
+        return point + tangent
+
+    def project(self, point: Tensor, vector: Tensor) -> Tensor:
+        return vector - vector.mean(-1, keepdim=True)
+
+    def _chord(self, point: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        """root'/root - 1 and sin^2(phi / 2) of the roots of the probabilities, phi between them."""
+        log_p = point.log_softmax(-1)
+        log_q = other.log_softmax(-1)
+        none = (log_p == -torch.inf) & (log_q == -torch.inf)  # a class that neither has
+        log_p, log_q = (torch.where(none, 0.0, each) for each in (log_p, log_q))
+        rise = torch.expm1((log_q - log_p) / 2)
+        return rise, ((log_p / 2).exp() * rise).square().sum(-1, keepdim=True) / 4
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.family!r})"
+        return f"ClassLogits(trials={self.trials})"
 
 
-class ExponentialTheta(Charted):
-    """`Exponential`: theta = -rate."""
-
-    def to_chart(self, theta: Tensor) -> Tensor:
-        return -theta
-
-    def from_chart(self, point: Tensor) -> Tensor:
-        return -point
+def centre(p: Tensor, vector: Tensor) -> Tensor:
+    """v - E_p[v]."""
+    return vector - (p * vector).sum(-1, keepdim=True)
 
 
-class HeldTheta(Charted):
-    """A `SubModel` of classes with one logit held at zero: the others less that one."""
-
-    def to_chart(self, theta: Tensor) -> Tensor:
-        assert isinstance(self.family, SubModel)
-        return self.family.whole(theta)
-
-    def from_chart(self, point: Tensor) -> Tensor:
-        assert isinstance(self.family, SubModel)
-        free = list(self.family.free)
-        (held,) = set(range(point.shape[-1])) - set(free)
-        return point[..., free] - point[..., held : held + 1]
+def log_one_plus(x: Tensor) -> Tensor:
+    """log |1 + x|: beyond the edge, where 1 + x is negative, geodesics come back."""
+    small = x > -0.5
+    far = torch.where(small, -2.0, x)
+    return torch.where(small, torch.log1p(torch.where(small, x, 0.0)), (1 + far).abs().log())
 
 
-class DiagonalTheta(Charted):
-    """`Normal` and `DiagonalNormal`: theta from a (mean, standard deviation) for every variable, side by side."""
-
-    def to_chart(self, theta: Tensor) -> Tensor:
-        linear, half = theta.chunk(2, -1)
-        variance = -0.5 / half
-        return torch.stack([linear * variance, variance.clamp(min=0.0).sqrt()], -1).flatten(-2)
-
-    def from_chart(self, point: Tensor) -> Tensor:
-        mean, deviation = point.unflatten(-1, (-1, 2)).unbind(-1)
-        precision = deviation.square().reciprocal()
-        return torch.cat([mean * precision, -precision / 2], -1)
-
-
-class PrecisionTheta(Charted):
-    """`FixedMeanNormal`: theta from the precision."""
-
-    def to_chart(self, theta: Tensor) -> Tensor:
-        assert isinstance(self.family, FixedMeanNormal)
-        return self.family.precision(theta)
-
-    def from_chart(self, point: Tensor) -> Tensor:
-        assert isinstance(self.family, FixedMeanNormal)
-        return self.family.pairs.pack(-point / 2)
-
-
-class NormalTheta(Charted):
-    """`MultivariateNormal(d)`: theta from (mean, standard deviation) where d = 1, else from `Normals(d)`."""
-
-    def to_chart(self, theta: Tensor) -> Tensor:
-        assert isinstance(self.family, MultivariateNormal)
-        covariance = invert_or_nan(self.family.precision(theta))  # cholesky_inverse has wrong forward derivatives
-        mean = (covariance @ theta[..., : self.family.d].unsqueeze(-1)).squeeze(-1)
-        if isinstance(self.manifold, Normals):
-            return self.manifold.join(mean, covariance)
-        return torch.cat([mean, covariance.squeeze(-1).sqrt()], dim=-1)
-
-    def from_chart(self, point: Tensor) -> Tensor:
-        if isinstance(self.manifold, Normals):
-            mean, covariance = self.manifold.split(point)
-            assert isinstance(self.family, MultivariateNormal)
-            precision = symmetrise(invert_or_nan(covariance))
-            return torch.cat([(precision @ mean.unsqueeze(-1)).squeeze(-1), self.family.pack(-precision / 2)], dim=-1)
-        mean, deviation = point.unbind(-1)
-        return torch.stack([mean / deviation.square(), -0.5 / deviation.square()], dim=-1)
+def largest_log(like: Tensor) -> float:
+    """The largest |log p| of which p, and its inverse, are ordinary numbers: 708 in float64, 87 in float32."""
+    return -math.log(torch.finfo(like.dtype).tiny) - 0.5

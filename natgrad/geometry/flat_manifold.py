@@ -57,8 +57,8 @@ class Straightened(Manifold):
     def log(self, point: Tensor, other: Tensor) -> Tensor:
         held = self.is_edge(point) & (point == other)
         start, end = (torch.where(held, INSIDE, each) for each in (point, other))
-        found = (self.straighten(end) - self.straighten(start)) / self.slope(start)
-        return torch.where(held, 2 * (point.detach() - point), found)  # sqrt(a b) - a, twice, at the edges that are
+        rise = (self.straighten(end) - self.straighten(start)) / self.slope(start)
+        return torch.where(held, 2 * (point.detach() - point), rise)  # sqrt(a b) - a, twice, at the edges that are
 
     def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
         lifted = self.lift(point, vector)

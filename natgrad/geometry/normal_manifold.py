@@ -7,10 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from natgrad.geometry.boundary_mesh import descend, follow
+from natgrad.geometry.boundary_mesh import Shooting, descend, follow
 from natgrad.geometry.ode import integrate
 from natgrad.geometry.positive_definite import whiten
-from natgrad.geometry.shooting import Shooting
 from natgrad.geometry.stable_functions import are_positive_definite, matrix_log, safe_sqrt
 from natgrad.ground.checks import check_integer
 from natgrad.ground.linalg import factor_or_nan, invert_or_nan, require_factor, solve_or_nan, symmetrise
@@ -125,8 +124,8 @@ class Normals(Shooting):
             return descend(way.measure, way.find_step, start, ARRIVED, ARRIVED)
 
         velocity = follow(advance, torch.zeros_like(point), ROUNDS, SHORTEST)
-        found, curve = self.split(velocity)
-        return self.join(_times(factor, found), symmetrise(factor @ curve @ factor.mT))
+        slope, curve = self.split(velocity)
+        return self.join(_times(factor, slope), symmetrise(factor @ curve @ factor.mT))
 
     def carry(self, point: Tensor, tangent: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
         n = self.size
@@ -151,8 +150,8 @@ class Normals(Shooting):
         sound = are_positive_definite(symmetrise(precision))
         safe = torch.where(sound[..., None, None], symmetrise(precision), eye)
         half = factor @ invert_or_nan(factor_or_nan(safe)).mT
-        found = self.join(mean + _times(factor, u + _times(v, u) / 2), half @ half.mT)
-        return torch.where(sound.unsqueeze(-1), found, torch.nan)
+        end = self.join(mean + _times(factor, u + _times(v, u) / 2), half @ half.mT)
+        return torch.where(sound.unsqueeze(-1), end, torch.nan)
 
     def _factor(self, point: Tensor) -> Tensor:
         """L with L L^T the covariance of a point that a user gave."""
@@ -169,10 +168,7 @@ class Normals(Shooting):
         return _solve(factor, u), whiten(factor, v)
 
     def _from_standard(self, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The geodesic from N(0, I) with velocity (u, V) at time 1: mean, covariance, and their velocities.
-
-        exp of A = [[-V, u, 0], [u^T, 0, -u^T], [0, -u, V]] has P and P mean in its first rows.
-        """
+        """The geodesic from N(0, I) with velocity (u, V) at time 1: mean, covariance, and their velocities."""
         d = self.d
         side, corner = u.unsqueeze(-1), torch.zeros_like(v)
         middle = torch.zeros_like(side[..., :1, :])
@@ -184,7 +180,7 @@ class Normals(Shooting):
             ],
             dim=-2,
         )
-        grown = torch.linalg.matrix_exp(matrix)
+        grown = torch.linalg.matrix_exp(matrix)  # with P and P mean in its first rows
         moved = matrix @ grown
         precision, linear = symmetrise(grown[..., :d, :d]), grown[..., :d, d]
         covariance = invert_or_nan(precision)
@@ -202,22 +198,15 @@ class Normals(Shooting):
         solved = torch.cholesky_solve(torch.cat([u.unsqueeze(-1), w.unsqueeze(-1), z], dim=-1), factor)
         mean = (_times(v, solved[..., 1]) + _times(z, solved[..., 0])) / 2
         outer = u.unsqueeze(-1) * w.unsqueeze(-2)
-        found = self.join(mean, symmetrise(v @ solved[..., 2:] - outer))
-        return torch.where(self.inside(point).unsqueeze(-1), found, torch.nan)
+        bend = self.join(mean, symmetrise(v @ solved[..., 2:] - outer))
+        return torch.where(self.inside(point).unsqueeze(-1), bend, torch.nan)
 
     def __repr__(self) -> str:
         return f"Normals({self.d})"
 
 
 class FromStandard:
-    """The ways from N(0, I) to N(t m_i, I + t (S_i - I)), known by their velocities (k, n).
-
-    Args:
-        normals: The manifold.
-        away: m, shape (k, d).
-        spread: S, shape (k, d, d).
-        part: t, from 0 (the start) to 1 (the end), shape (k,).
-    """
+    """The ways from N(0, I) to N(t m_i, I + t (S_i - I)), 0 <= t <= 1 (k,), known by their velocities (k, n)."""
 
     def __init__(self, normals: Normals, away: Tensor, spread: Tensor, part: Tensor) -> None:
         eye, share = torch.eye(normals.d, dtype=away.dtype, device=away.device), part.view(-1, 1, 1)

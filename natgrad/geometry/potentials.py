@@ -145,8 +145,8 @@ class Potential(Explained):
             dual: grad phi(w).
             region: The convex set, or None.
         """
-        found = self.primal(dual)
-        return found if region is None else self.project(found, region)
+        point = self.primal(dual)
+        return point if region is None else self.project(point, region)
 
     def step(self, point: Tensor, change: Tensor, region: Region | None = None) -> Tensor:
         """The step of mirror descent.

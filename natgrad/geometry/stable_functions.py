@@ -58,13 +58,8 @@ def _root(square: Tensor) -> Tensor:
 
 
 def apply_to_matrix(function: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor], matrix: Tensor) -> Tensor:
-    """f(A) for symmetric A through its eigenvalues; exact first derivatives, for equal eigenvalues too.
-
-    The derivative is that of Daleckii and Krein: V (K o (V^T dA V)) V^T, with K the divided differences of f. Second
-    derivatives are not those of f.
-
-    matrix: A, (..., d, d).
-    """
+    """f(A) for symmetric A (..., d, d) through its eigenvalues; exact first derivatives, for equal eigenvalues too."""
+    # Daleckii and Krein: V (K o (V^T dA V)) V^T, K the divided differences of f; second derivatives are not those of f
     symmetric = symmetrise(matrix)
     values, vectors = eigh(symmetric.detach())
     gap = values.unsqueeze(-1) - values.unsqueeze(-2)

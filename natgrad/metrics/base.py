@@ -58,7 +58,7 @@ class Metric(Explained):
 
     def __repr__(self) -> str:
         own = fields(self) if is_dataclass(self) else ()
-        return write_choices(self, **{one.name: getattr(self, one.name) for one in own})
+        return write_choices(self, **{field.name: getattr(self, field.name) for field in own})
 
     @abstractmethod
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
@@ -212,9 +212,9 @@ def _weigh_term(term: Any, share: float) -> Operator:
 
 def check_has_outputs(outputs: Any) -> None:
     """ValueError unless the model returned tensors with an example dimension."""
-    found = list(leaves(outputs))
-    if not found or any(t.dim() == 0 for t in found):
-        came = f"a scalar among {len(found)} tensor(s)" if found else type(outputs).__name__
+    tensors = list(leaves(outputs))
+    if not tensors or any(t.dim() == 0 for t in tensors):
+        came = f"a scalar among {len(tensors)} tensor(s)" if tensors else type(outputs).__name__
         raise ValueError(
             f"the model's outputs are {came}, expected tensors (b, ...): a metric needs the outputs that parametrise "
             "the targets' distribution, not the loss"
@@ -251,12 +251,7 @@ def linearise_after(model: Model) -> int | None:
 
 
 class Scores:
-    """The form of given score vectors: M_i = S_i S_i^T.
-
-    Args:
-        scores: S, shape (R, m, k).
-        counted: 1 for rows that count and 0 for ignored ones, shape (R,). None: all count.
-    """
+    """The form of given score vectors, M_i = S_i S_i^T with S (R, m, k); counted (R,) is 0 for ignored rows."""
 
     def __init__(self, scores: Tensor, counted: Tensor | None = None) -> None:
         self.scores = scores

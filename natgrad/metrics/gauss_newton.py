@@ -51,16 +51,20 @@ def gauss_newton(
         >>> torch.allclose(G.dense()[:4, :4], 2 * x.T @ x / 10, atol=1e-5)
         True
     """
-    if isinstance(loss, (Likelihood, Criterion, type)):
-        return GaussNewton(model, as_criterion(loss), outputs=outputs)
-    if isinstance(loss, functools.partial) or inspect.isroutine(loss):  # its own Hessian, even where it is known
-        return LossGaussNewton(model, Criterion(PlainOutputs(), cast("Callable[..., Any]", loss)), outputs=outputs)
+    own = isinstance(loss, functools.partial) or inspect.isroutine(loss)  # its own Hessian, even where it is known
+    criterion = Criterion(PlainOutputs(), cast("Loss", loss)) if own else read_loss(loss)
+    kind = LossGaussNewton if isinstance(criterion.family, PlainOutputs) else GaussNewton
+    return kind(model, criterion, outputs=outputs)
+
+
+def read_loss(loss: Any) -> Criterion:
+    """A loss as a likelihood, or where it is none that is known as a plain function."""
     try:
-        return GaussNewton(model, as_criterion(loss), outputs=outputs)
+        return as_criterion(loss)
     except TypeError:
-        if not callable(loss):
+        if not callable(loss) or isinstance(loss, type):
             raise
-        return LossGaussNewton(model, Criterion(PlainOutputs(), cast("Callable[..., Any]", loss)), outputs=outputs)
+        return Criterion(PlainOutputs(), cast("Loss", loss))
 
 
 @dataclass(frozen=True, repr=False)
@@ -104,13 +108,7 @@ class LossGaussNewton(PullbackMetric):
 
 
 class LossHessian:
-    """H v of a scalar loss at given outputs, from one gradient graph that is kept.
-
-    Args:
-        loss: A function loss(outputs, targets) -> scalar.
-        outputs: Shape (R, m).
-        targets: As the loss takes them.
-    """
+    """H v of a scalar loss at given outputs, from one gradient graph that is kept."""
 
     def __init__(self, loss: Loss, outputs: Tensor, targets: Any) -> None:
         with torch.enable_grad():

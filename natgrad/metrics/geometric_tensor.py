@@ -103,10 +103,7 @@ def lay_out_amplitudes(outputs: Any) -> Tensor:
 
 
 def check_weights(weights: Tensor | None, rows: Tensor) -> Tensor | None:
-    """The weights of states in the dtype of the rows.
-
-    weights: (b,), or None. rows: log psi, (b, m).
-    """
+    """The weights of states in the dtype of the rows."""
     if weights is None:
         return None
     if weights.shape != rows.shape[:1]:

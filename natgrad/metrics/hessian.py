@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
-from natgrad.families import Criterion, Likelihood, as_criterion
+from natgrad.families import Criterion, Likelihood
 from natgrad.ground.messages import explain_calls
 from natgrad.ground.pure import Model, RandomState, Select, check_select
 from natgrad.ground.spaces import Params
 from natgrad.metrics.base import Metric, build_pure_model, explain_at, split_targets
-from natgrad.metrics.gauss_newton import PlainOutputs
+from natgrad.metrics.gauss_newton import Loss, read_loss
 from natgrad.operators.curvature import Curvature
-
-Loss = Callable[[Any, Any], Tensor]
 
 
 @explain_calls
@@ -47,12 +44,7 @@ def hessian(model: Model, loss: Likelihood | nn.Module | Criterion | Loss, *, ou
         >>> (H @ torch.ones(13)).shape
         torch.Size([13])
     """
-    try:
-        return Hessian(model, as_criterion(loss), outputs=outputs)  # type: ignore[arg-type]
-    except TypeError:
-        if not callable(loss) or isinstance(loss, type):
-            raise
-        return Hessian(model, Criterion(PlainOutputs(), loss), outputs=outputs)
+    return Hessian(model, read_loss(loss), outputs=outputs)
 
 
 @dataclass(frozen=True, repr=False)

@@ -111,19 +111,19 @@ class SampledInformation(Information):
             drawn = self._draw(likelihood.distribution(params, *inputs.args), observed)
 
         def log_p(params: Params, *row: Tensor) -> Tensor:
-            found = likelihood.distribution(params, *row[:-1])
-            return torch.stack([likelihood.log_prob(found, y) for y in row[-1].unbind(1)], 1) / self.samples**0.5
+            density = likelihood.distribution(params, *row[:-1])
+            return torch.stack([likelihood.log_prob(density, y) for y in row[-1].unbind(1)], 1) / self.samples**0.5
 
         return pull_back(log_p, params, Call((*inputs.args, drawn.movedim(0, 1))), random)
 
-    def _draw(self, found: Distribution, observed: Tensor) -> Tensor:
+    def _draw(self, density: Distribution, observed: Tensor) -> Tensor:
         """Shape (k, b, ...); torch's distributions draw from the global source alone."""
         seed = int(torch.randint(2**62, (), generator=self.generator, device=self.generator.device))
-        by_row = self.likelihood.has_inputs or has_rows(found, observed)
+        by_row = self.likelihood.has_inputs or has_rows(density, observed)
         shape = torch.Size((self.samples,) if by_row else (self.samples, len(observed)))
         with RandomState.capture(*(torch.device("cuda", i) for i in range(torch.cuda.device_count()))).replay():
             torch_plain.manual_seed(seed)
-            return found.sample(shape)
+            return density.sample(shape)
 
 
 @dataclass(frozen=True, repr=False)
@@ -169,12 +169,7 @@ def pull_back(function: Callable[..., Tensor], params: Params, inputs: Call, ran
 
 @dataclass(frozen=True, repr=False)
 class OwnLikelihood:
-    """A log likelihood that a user wrote, as one of a batch of rows.
-
-    Args:
-        function: log_likelihood(params, *row) -> scalar, or distribution(params, *inputs) -> Distribution.
-        single: Whether params are one tensor and not a dict.
-    """
+    """A log likelihood that a user wrote, as one of a batch of rows."""
 
     function: LogLikelihood
     single: bool
@@ -233,9 +228,9 @@ class OwnLikelihood:
         if self.arguments is None or len(rows.args) == self.arguments:
             return
         with torch.no_grad():
-            found = self.distribution(params, *rows.args[:-1])
+            density = self.distribution(params, *rows.args[:-1])
             try:
-                support: Any = found.support
+                support: Any = density.support
             except NotImplementedError:
                 return
             valid = support.check(rows.args[-1])
@@ -243,7 +238,7 @@ class OwnLikelihood:
             y = rows.args[-1]
             raise ValueError(
                 f"the observations, the last of the data, range from {float(y.min()):.4g} to {float(y.max()):.4g}, and "
-                f"some lie outside of the support of {type(found).__name__}, {support}; look at how they are coded"
+                f"some lie outside of the support of {type(density).__name__}, {support}; look at how they are coded"
             )
 
     def split(self, rows: Call) -> tuple[Call, Tensor]:
@@ -291,27 +286,27 @@ class OwnLikelihood:
     def distribution(self, params: Params, *inputs: Tensor) -> Distribution:
         """Of the observations of all rows."""
         with without_validation():
-            found = self._call(params, *inputs)
-        if not isinstance(found, Distribution):
+            density = self._call(params, *inputs)
+        if not isinstance(density, Distribution):
             raise TypeError(
-                f"{self.name}(params{', inputs' * bool(inputs)}) returned {type(found).__name__}, expected a "
+                f"{self.name}(params{', inputs' * bool(inputs)}) returned {type(density).__name__}, expected a "
                 "torch.distributions.Distribution: a log likelihood takes the observation too, "
                 "log_likelihood(params, *row) -> scalar"
             )
-        return found
+        return density
 
     def _call(self, params: Params, *row: Tensor) -> Any:
         return self.function(next(iter(params.values())) if self.single else dict(params), *row)
 
-    def log_prob(self, found: Distribution, observed: Tensor) -> Tensor:
+    def log_prob(self, density: Distribution, observed: Tensor) -> Tensor:
         """log p of each row (b,), the sum over its independent entries."""
         try:
             with without_validation():
-                log_p = found.log_prob(observed)
+                log_p = density.log_prob(observed)
         except RuntimeError as error:
             raise ValueError(
-                f"{self.name} returned a distribution of batch shape {tuple(found.batch_shape)} and event shape "
-                f"{tuple(found.event_shape)}, which does not take observations of shape "
+                f"{self.name} returned a distribution of batch shape {tuple(density.batch_shape)} and event shape "
+                f"{tuple(density.event_shape)}, which does not take observations of shape "
                 f"{tuple(observed.shape)}: {error}"
             ) from error
         if log_p.dim() == 0 or len(log_p) != len(observed):
@@ -323,22 +318,22 @@ class OwnLikelihood:
 
     def coordinates(self, observed: Tensor, params: Params, *inputs: Tensor) -> Tensor:
         """`find_coordinates` by rows (b, m), or (1, m) where all rows have one distribution."""
-        found = self.distribution(params, *inputs)
-        outputs = find_coordinates(found)
+        density = self.distribution(params, *inputs)
+        outputs = find_coordinates(density)
         if not inputs:
-            return outputs.reshape(len(observed) if has_rows(found, observed) else 1, -1)
-        if found.batch_shape[:1] != (len(inputs[0]),):
+            return outputs.reshape(len(observed) if has_rows(density, observed) else 1, -1)
+        if density.batch_shape[:1] != (len(inputs[0]),):
             raise ValueError(
-                f"{self.name} returned a distribution of batch shape {tuple(found.batch_shape)} for {len(inputs[0])} "
+                f"{self.name} returned a distribution of batch shape {tuple(density.batch_shape)} for {len(inputs[0])} "
                 "rows of inputs, expected one for each row"
             )
         return outputs.reshape(len(inputs[0]), -1)
 
 
-def has_rows(found: Distribution, observed: Tensor) -> bool:
+def has_rows(density: Distribution, observed: Tensor) -> bool:
     """Whether a distribution has one of its own for each observation, as one has that its function closes over."""
-    axes = len(found.batch_shape) + len(found.event_shape)
-    return axes == observed.dim() and found.batch_shape[:1] == observed.shape[:1]
+    axes = len(density.batch_shape) + len(density.event_shape)
+    return axes == observed.dim() and density.batch_shape[:1] == observed.shape[:1]
 
 
 @contextmanager
@@ -359,42 +354,42 @@ def without_validation() -> Generator[None]:
 ROOT_2 = math.sqrt(2.0)
 
 
-def find_coordinates(found: Distribution) -> Tensor:
+def find_coordinates(density: Distribution) -> Tensor:
     """r (*batch, m) with E[s s^T] = (dr)^T dr. NotImplementedError for a distribution without a closed form here."""
-    if isinstance(found, distributions.Independent):
-        return find_coordinates(cast("Any", found).base_dist).reshape(*found.batch_shape, -1)
-    build = COORDINATES.get(type(found))
+    if isinstance(density, distributions.Independent):
+        return find_coordinates(cast("Any", density).base_dist).reshape(*density.batch_shape, -1)
+    build = COORDINATES.get(type(density))
     if build is None:
         names = ", ".join(sorted(kind.__name__ for kind in COORDINATES))
         raise NotImplementedError(
-            f"the Fisher information of {type(found).__name__} has no closed form here, as {names} and Independent "
+            f"the Fisher information of {type(density).__name__} has no closed form here, as {names} and Independent "
             "have: take draws, ng.sampled_fisher(distribution, params, samples=k), or "
             "ng.observed_fisher(distribution, params)"
         )
-    return build(found)
+    return build(density)
 
 
-def of_location(found: Any, of_scale: float) -> Tensor:
+def of_location(density: Any, of_scale: float) -> Tensor:
     """diag(1, c) / scale^2 in (loc, scale)."""
-    loc: Tensor = found.loc
-    scale: Tensor = found.scale
+    loc: Tensor = density.loc
+    scale: Tensor = density.scale
     return torch.stack([loc / scale.detach(), math.sqrt(of_scale) * scale.log()], -1)
 
 
-def of_logits(found: Any, information: Callable[[Tensor], Tensor]) -> Tensor:
+def of_logits(density: Any, information: Callable[[Tensor], Tensor]) -> Tensor:
     """A number of p, for the logit."""
-    return (information(found.probs.detach()).sqrt() * found.logits).unsqueeze(-1)
+    return (information(density.probs.detach()).sqrt() * density.logits).unsqueeze(-1)
 
 
-def of_classes(found: Any) -> Tensor:
+def of_classes(density: Any) -> Tensor:
     """diag(p) - p p^T in logits: sqrt(p) d log p."""
-    return found.probs.detach().sqrt() * found.logits
+    return density.probs.detach().sqrt() * density.logits
 
 
-def of_gamma(found: Any) -> Tensor:
+def of_gamma(density: Any) -> Tensor:
     """[[psi'(a), -1/b], [-1/b, a/b^2]] in concentration a and rate b, by its Cholesky factor."""
-    a: Tensor = found.concentration
-    rate: Tensor = found.rate
+    a: Tensor = density.concentration
+    rate: Tensor = density.rate
     fixed = a.detach()
     remainder = (fixed.polygamma(1) - 1 / fixed).clamp(min=0).sqrt()
     return torch.stack([remainder * a, fixed.sqrt() * rate.log() - a / fixed.sqrt()], -1)
@@ -407,10 +402,10 @@ def of_concentrations(c: Tensor) -> Tensor:
     return (c.unsqueeze(-2) @ psd_root(matrix)).squeeze(-2)
 
 
-def of_normal(found: Any) -> Tensor:
+def of_normal(density: Any) -> Tensor:
     """|L^-1 dmu|^2 + |A + A^T|^2 / 2 with A = L^-1 dL, Sigma = L L^T."""
-    loc: Tensor = found.loc
-    root: Tensor = found.scale_tril
+    loc: Tensor = density.loc
+    root: Tensor = density.scale_tril
     fixed = root.detach()
     mean = torch_linalg.solve_triangular(fixed, loc.unsqueeze(-1), upper=False).squeeze(-1)
     share = torch_linalg.solve_triangular(fixed, root, upper=False)
@@ -423,15 +418,17 @@ COORDINATES: dict[type, Callable[[Any], Tensor]] = {
     distributions.Laplace: partial(of_location, of_scale=1.0),
     distributions.Bernoulli: partial(of_logits, information=lambda p: p * (1 - p)),
     distributions.Geometric: partial(of_logits, information=lambda p: 1 - p),
-    distributions.Binomial: lambda found: (
-        found.total_count.sqrt().unsqueeze(-1) * of_logits(found, lambda p: p * (1 - p))
+    distributions.Binomial: lambda density: (
+        density.total_count.sqrt().unsqueeze(-1) * of_logits(density, lambda p: p * (1 - p))
     ),
     distributions.Categorical: of_classes,
     distributions.OneHotCategorical: of_classes,
-    distributions.Poisson: lambda found: 2 * found.rate.sqrt().unsqueeze(-1),
-    distributions.Exponential: lambda found: found.rate.log().unsqueeze(-1),
+    distributions.Poisson: lambda density: 2 * density.rate.sqrt().unsqueeze(-1),
+    distributions.Exponential: lambda density: density.rate.log().unsqueeze(-1),
     distributions.Gamma: of_gamma,
-    distributions.Beta: lambda found: of_concentrations(torch.stack([found.concentration1, found.concentration0], -1)),
-    distributions.Dirichlet: lambda found: of_concentrations(found.concentration),
+    distributions.Beta: lambda density: of_concentrations(
+        torch.stack([density.concentration1, density.concentration0], -1)
+    ),
+    distributions.Dirichlet: lambda density: of_concentrations(density.concentration),
     distributions.MultivariateNormal: of_normal,
 }

@@ -56,9 +56,12 @@ class Langevin:
             moved = x + self.step * here[1] + math.sqrt(2 * self.step) * noise
             there = self._at(density, point, moved)
             if self.adjusted:
-                kept = self._accept(x, moved, here, there, generator)
-                moved = torch.where(_widen_flags(kept, x), moved, x)
-                there = (torch.where(kept, there[0], here[0]), torch.where(_widen_flags(kept, x), there[1], here[1]))
+                accepted = self._accept(x, moved, here, there, generator)
+                moved = torch.where(_widen_flags(accepted, x), moved, x)
+                there = (
+                    torch.where(accepted, there[0], here[0]),
+                    torch.where(_widen_flags(accepted, x), there[1], here[1]),
+                )
             x, here = moved, there
         return x
 

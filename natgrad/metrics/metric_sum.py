@@ -75,13 +75,13 @@ class MetricSum(Metric):
     @property
     def generator(self) -> torch.Generator | None:
         """The source of labels of the terms that draw them."""
-        return next((found for found in map(generator_of, self.terms.values()) if found is not None), None)
+        return next((own for own in map(generator_of, self.terms.values()) if own is not None), None)
 
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
         data = self.check_data(inputs)
-        found = {name: term.at(params, data[name], random=random) for name, term in self.terms.items()}
-        nats = max(operator.nats for operator in found.values())
-        parts = [Scaled(operator.declare(nats=nats), self.weights[name]) for name, operator in found.items()]
+        operators = {name: term.at(params, data[name], random=random) for name, term in self.terms.items()}
+        nats = max(operator.nats for operator in operators.values())
+        parts = [Scaled(operator.declare(nats=nats), self.weights[name]) for name, operator in operators.items()]
         return Sum(tuple(parts))
 
     def count_examples(self, inputs: Any) -> int:
@@ -118,14 +118,14 @@ def generator_of(metric: Metric) -> torch.Generator | None:
 
 def share_generator(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """The same metrics with one source of labels: a checkpoint has one generator."""
-    shared = next((found for found in map(generator_of, metrics.values()) if found is not None), None)
-    found = dict[str, Metric]()
+    shared = next((own for own in map(generator_of, metrics.values()) if own is not None), None)
+    sharing = dict[str, Metric]()
     for name, metric in metrics.items():
         own = generator_of(metric)
         if own is None or own is shared:
-            found[name] = metric
-        elif is_dataclass(metric) and "generator" in {one.name for one in fields(metric) if one.init}:
-            found[name] = replace(metric, generator=shared)  # type: ignore[call-arg]
+            sharing[name] = metric
+        elif is_dataclass(metric) and "generator" in {field.name for field in fields(metric) if field.init}:
+            sharing[name] = replace(metric, generator=shared)  # type: ignore[call-arg]
         else:
             raise ValueError(f"metrics[{name!r}] has a generator of its own: build it with that of the first term")
-    return found
+    return sharing

@@ -220,7 +220,7 @@ def pull_back_form(
     form: Callable[[Tensor], Form],
 ) -> Pullback:
     """A form on outputs(params, X) (b, m), pulled back to the parameters, as a mean over examples."""
-    rows = OutputMap(PureModel(outputs, Call((examples,)), random), lambda found: found)
+    rows = OutputMap(PureModel(outputs, Call((examples,)), random), lambda rows: rows)
     linearization = Linearization(rows, params)
     return Pullback(linearization, form(linearization.outputs))
 
@@ -228,10 +228,7 @@ def pull_back_form(
 def average_chunks(
     examples: Tensor, mask: Tensor | None, size: int | None, term: Callable[[Tensor, Tensor | None], Operator]
 ) -> Operator:
-    """The mean over examples, in one graph or in chunks of them that are rebuilt for every product.
-
-    term: of examples and the mask that belongs to them.
-    """
+    """The mean over examples, in one graph or in chunks of them that are rebuilt for every product."""
     if size is None or size >= len(examples):
         return term(examples, mask)
     check_mask(mask, examples)

@@ -164,13 +164,13 @@ class TransportMetric(Metric):
         mixed = self._derivatives(samples)
         slopes = mixed(points, axes, samples)  # C, (M, N, d)
         each = torch.arange(len(points), device=points.device)
-        kept = mixed(points, axes, points)[each.unsqueeze(1), each, axes]  # K (M, M)
+        kernel = mixed(points, axes, points)[each.unsqueeze(1), each, axes]  # K (M, M)
         flat = slopes.flatten(1).double()  # smooth kernels are nearly dependent: float32 loses what is small
-        values, vectors = eigh(self.regularization * (kept + kept.mT).double() / 2 + flat @ flat.mT / count)
+        values, vectors = eigh(self.regularization * (kernel + kernel.mT).double() / 2 + flat @ flat.mT / count)
         cut = len(points) * torch.finfo(values.dtype).eps * values[-1]
         scale = torch.where(values > cut, values.clamp(min=cut).rsqrt(), torch.zeros_like(values))
         turned = ((vectors * scale).mT @ flat / count).to(slopes.dtype).reshape(-1, *samples.shape)
-        return LowRankOperator(torch.stack([lines.vjp(one) for one in turned], dim=1))
+        return LowRankOperator(torch.stack([lines.vjp(row) for row in turned], dim=1))
 
     def _basis(self, samples: Tensor) -> tuple[Tensor, Tensor]:
         """Points (M, d) among the samples and an axis (M,) for each, no pair twice."""

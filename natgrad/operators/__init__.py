@@ -3,24 +3,18 @@
 from natgrad.ground.messages import find_name
 from natgrad.layers import Layout
 from natgrad.operators.base import Chunked, Operator, Scaled, Shifted, Sum
-from natgrad.operators.block_diagonal import BlockOperator
-from natgrad.operators.cholesky import Factored, FactoredInverse, InvertedOperator
 from natgrad.operators.curvature import Curvature
-from natgrad.operators.dense import DenseOperator, DiagonalOperator
+from natgrad.operators.dense import DenseOperator, DiagonalOperator, Factored, FactoredInverse, InvertedOperator
 from natgrad.operators.facts import Facts, combine_facts
-from natgrad.operators.joined_rows import JoinedRows, computes_block
-from natgrad.operators.kronecker import KroneckerOperator, Spectral
-from natgrad.operators.kronecker_pieces import Tiled
-from natgrad.operators.layerwise import Arranged
+from natgrad.operators.kronecker import KroneckerOperator, Spectral, Tiled
+from natgrad.operators.layerwise import Arranged, BlockOperator
 from natgrad.operators.linearization import Linearization, OutputMap
-from natgrad.operators.low_rank import LowRankOperator
-from natgrad.operators.low_rank_plus_identity import Spiked, SpikedKronecker, Spikes
+from natgrad.operators.low_rank import LowRankOperator, Spiked, SpikedKronecker, Spikes
 from natgrad.operators.packing import pack_operator, unpack_operator
 from natgrad.operators.pullback import Centred, Form, Pullback
-from natgrad.operators.rows import Rows
+from natgrad.operators.rows import JoinedRows, Rows, computes_block
 from natgrad.operators.sample_rows import SampleRows, WrittenColumns
-from natgrad.operators.shared_rows import SharedBasis, SharedRows
-from natgrad.operators.unitwise import QuasiDiagonal, Units
+from natgrad.operators.shared_rows import QuasiDiagonal, SharedBasis, SharedRows, Units
 
 __all__ = [
     "Arranged",

@@ -7,15 +7,26 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from natgrad.ground.messages import write_choices, write_table
 from natgrad.operators.facts import NAMES, Facts, combine_facts
-from natgrad.operators.packable import register_packable
 from natgrad.operators.sample_rows import SampleRows, StackedColumns
+
+PACKABLE: dict[str, type[Any]] = {}
+"""The operator classes that checkpoints may name."""
+
+
+def register_packable(kind: type[Any]) -> None:
+    """Let checkpoints name an operator class. TypeError for a class of yours with the name of one of natgrad's."""
+    known = PACKABLE.get(kind.packed_as, kind)
+    foreign = (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__)
+    if foreign and known.__module__.startswith("natgrad."):
+        raise TypeError(f"{kind.packed_as!r} is an operator of natgrad's: choose another name, packed_as='...'")
+    PACKABLE[kind.packed_as] = kind
 
 
 class Operator(ABC):
@@ -33,6 +44,8 @@ class Operator(ABC):
     facts: Facts = Facts()
     state: tuple[str, ...] | None = None
     """The constructor's arguments that are attributes too, which is all that `pack` keeps and `unpack` passes on."""
+    has_closed_form: ClassVar[bool] = False
+    """True for a class whose `inverse` is always known without forming an (n, n) matrix."""
     shown: tuple[str, ...] = ()
     """Attributes that `repr` shows in the place of the size, for an operator that is made of others."""
     packed_as: str
@@ -43,9 +56,9 @@ class Operator(ABC):
         cls.packed_as = cls.__name__ if packed_as is None else packed_as
         if cls.state is not None or cls.pack is not Operator.pack:
             register_packable(cls)
-        told = sorted(name for name in NAMES & vars(cls).keys() if not isinstance(vars(cls)[name], property))
-        if told:
-            raise TypeError(f"{cls.__name__} sets {told} itself: declare them together, facts = Facts({told[0]}=...)")
+        loose = sorted(name for name in NAMES & vars(cls).keys() if not isinstance(vars(cls)[name], property))
+        if loose:
+            raise TypeError(f"{cls.__name__} sets {loose} itself: declare them together, facts = Facts({loose[0]}=...)")
 
     @property
     def nats(self) -> float:
@@ -78,9 +91,9 @@ class Operator(ABC):
         Args:
             facts: Fields of `Facts` by name; the others stay as they are.
         """
-        found = copy.copy(self)
-        found.facts = replace(self.facts, **facts)
-        return found
+        other = copy.copy(self)
+        other.facts = replace(self.facts, **facts)
+        return other
 
     def pack(self) -> dict[str, Any]:
         """What this operator is made of, by name: tensors, numbers, strings, lists of them, and other operators.
@@ -147,7 +160,7 @@ class Operator(ABC):
     @property
     def closed_form(self) -> bool:
         """Whether `inverse` is known without forming an (n, n) matrix."""
-        return False
+        return self.has_closed_form
 
     def diagonal(self) -> Tensor:
         """The diagonal of G, shape (n,)."""

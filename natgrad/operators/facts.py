@@ -33,7 +33,7 @@ class Facts:
     length_unit: float = 5.0
 
 
-NAMES = frozenset(one.name for one in fields(Facts))
+NAMES = frozenset(field.name for field in fields(Facts))
 
 
 def combine_facts(*facts: Facts) -> Facts:
@@ -48,13 +48,13 @@ def combine_facts(*facts: Facts) -> Facts:
     Raises:
         ValueError: If the parts disagree on `nats`.
     """
-    units = {one.nats for one in facts}
+    units = {fact.nats for fact in facts}
     if len(units) > 1:
         raise ValueError(f"terms are in units of {sorted(units)} nats, expected operators of one unit; convert one")
     return Facts(
         nats=units.pop(),
-        indefinite=any(one.indefinite for one in facts),
-        inverse_kept=all(one.inverse_kept for one in facts),
-        counts={key: count for one in facts for key, count in one.counts.items()},
+        indefinite=any(fact.indefinite for fact in facts),
+        inverse_kept=all(fact.inverse_kept for fact in facts),
+        counts={key: count for fact in facts for key, count in fact.counts.items()},
         length_unit=facts[0].length_unit,
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from natgrad.ground.linalg import KroneckerEigen, inverse_psd, psd_root, safe_cutoff
 from natgrad.ground.typed_torch import join_diagonally
@@ -29,6 +31,8 @@ class KroneckerOperator(Operator, packed_as="kronecker"):
     Raises:
         ValueError: If a factor is not square, or if the factors differ in dtype, device or number of blocks.
     """
+
+    has_closed_form = True
 
     def __init__(self, left: Tensor, right: Tensor, *, factored: bool = False) -> None:
         for name, factor in (("left", left), ("right", right)):
@@ -58,10 +62,6 @@ class KroneckerOperator(Operator, packed_as="kronecker"):
         left, right = (torch.diag(f.sqrt()) if f.dim() == 1 else psd_root(f) for f in (self.left, self.right))
         return block_kron(left, right)
 
-    @property
-    def closed_form(self) -> bool:
-        return True
-
     def inverse(self, damping: float = 0.0) -> Operator:
         """Exact damping in the joint eigenbasis, unless `factored`.
 
@@ -83,10 +83,8 @@ class KroneckerOperator(Operator, packed_as="kronecker"):
         Reference:
             Martens & Grosse 2015, section 6.3.
         """
-        left, right = mean_diagonal(self.left), mean_diagonal(self.right)
-        pi = torch.where((left > 0) & (right > 0), (left / right).sqrt(), 1.0)
-        shift = damping**0.5
-        return KroneckerOperator(inverse_factor(self.left, shift * pi), inverse_factor(self.right, shift / pi))
+        means = [diagonal_of(factor).mean(-1) for factor in (self.left, self.right)]
+        return invert_factors(self.left, self.right, means, damping)
 
     def pack(self) -> dict[str, Any]:
         return {"left": self.left, "right": self.right} | ({"factored": True} if self.factored else {})
@@ -114,6 +112,8 @@ class Spectral(Operator, packed_as="spectral"):
         George et al. 2018.
     """
 
+    has_closed_form = True
+
     def __init__(self, eigen: KroneckerEigen, spectrum: Tensor | None = None) -> None:
         self.eigen, self.spectrum = eigen, eigen.values() if spectrum is None else spectrum
         self.size, self.dtype, self.device = self.spectrum.numel(), self.spectrum.dtype, self.spectrum.device
@@ -123,10 +123,6 @@ class Spectral(Operator, packed_as="spectral"):
 
     def root(self) -> Tensor:
         return block_kron(*self.eigen.vectors()) * self.spectrum.sqrt().reshape(-1)
-
-    @property
-    def closed_form(self) -> bool:
-        return True
 
     def inverse(self, damping: float = 0.0) -> Spectral:
         # products of two factors' round-off eigenvalues were seen just above n eps
@@ -162,9 +158,11 @@ def diagonal_of(factor: Tensor) -> Tensor:
     return factor if factor.dim() == 1 else factor.diagonal(dim1=-2, dim2=-1)
 
 
-def mean_diagonal(factor: Tensor) -> Tensor:
-    """Mean eigenvalue of every matrix (..., n, n), or of diag(factor) for (n,)."""
-    return diagonal_of(factor).mean(-1)
+def invert_factors(left: Tensor, right: Tensor, means: Sequence[Tensor], damping: float) -> KroneckerOperator:
+    """(A + pi sqrt(l) I)^-1 (x) (B + sqrt(l) / pi I)^-1, pi^2 the ratio of the factors' mean eigenvalues."""
+    pi = torch.where((means[0] > 0) & (means[1] > 0), (means[0] / means[1]).sqrt(), 1.0)
+    shift = damping**0.5
+    return KroneckerOperator(inverse_factor(left, shift * pi), inverse_factor(right, shift / pi))
 
 
 def inverse_factor(factor: Tensor, shift: Tensor) -> Tensor:
@@ -176,3 +174,122 @@ def block_kron(left: Tensor, right: Tensor) -> Tensor:
     """diag(A_1 (x) B_1, ..., A_k (x) B_k) for A (..., p, r), B (..., q, s)."""
     pairs = zip(left.reshape(-1, *left.shape[-2:]), right.reshape(-1, *right.shape[-2:]), strict=True)
     return join_diagonally((torch.kron(a.contiguous(), b.contiguous()) for a, b in pairs))
+
+
+# Dimensions too large for one factor, cut into equal pieces: diag(A_1, ..., A_k) (x) diag(B_1, ..., B_m)
+
+
+class Tiled(Operator, packed_as="tiled"):
+    """An operator on the tiles (k, m, s, t) of a matrix (p, q), flattened row-major.
+
+    Where the pieces hold more than the dimension, the last ones end in zeros.
+
+    Args:
+        tiles: Of size k m s t, such as a `Kronecker` with factors (k, 1, s, s) and (1, m, t, t). A factor that is not
+            cut has shape (q, q), or (q,) for a diagonal one.
+        grid: (k, m, s, t), with k s >= p and m t >= q.
+        shape: (p, q).
+
+    Raises:
+        ValueError: If the tiles do not cover the matrix.
+    """
+
+    def __init__(
+        self, tiles: KroneckerOperator | Operator, grid: tuple[int, int, int, int], shape: tuple[int, int]
+    ) -> None:
+        (k, m, s, t), (p, q) = grid, shape
+        if not (k * s >= p and m * t >= q and k * m * s * t == tiles.size):
+            raise ValueError(f"tiles {grid} of an operator of size {tiles.size} do not cover a matrix {shape}")
+        self.tiles, self.grid, self.matrix_shape = tiles, grid, shape
+        self.size, self.dtype, self.device = p * q, tiles.dtype, tiles.device
+        self.facts = tiles.facts
+
+    @staticmethod
+    def kronecker(left: Tensor, right: Tensor, shape: tuple[int, int], *, factored: bool = False) -> Tiled:
+        """A (x) B on the tiles of a matrix (p, q), from factors of which at least one is cut.
+
+        Args:
+            left: A, shape (k, 1, s, s) if it is cut, else (p, p) or (p,).
+            right: B, shape (1, m, t, t) if it is cut, else (q, q) or (q,).
+            shape: (p, q).
+            factored: As in `Kronecker`.
+        """
+        tiles = KroneckerOperator(left, right, factored=factored)
+        return Tiled(tiles, grid_of(tiles.matrix_shape), shape)
+
+    @staticmethod
+    def spectral(tiles: Spectral, shape: tuple[int, int]) -> Tiled:
+        """V diag(s) V^T on the tiles of a matrix (p, q), V the eigenvectors of factors of which at least one is cut.
+
+        Args:
+            tiles: The operator on the tiles.
+            shape: (p, q).
+        """
+        return Tiled(tiles, grid_of(tuple(tiles.spectrum.shape)), shape)
+
+    @staticmethod
+    def cut_matrix(matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """A matrix in tiles, zeros where the pieces hold more.
+
+        Args:
+            matrix: Shape (p, q).
+            shape: (k, m, s, t).
+        """
+        return cut_tiles(matrix, grid_of(shape))
+
+    def mv(self, vector: Tensor) -> Tensor:
+        cut = cut_tiles(vector.reshape(self.matrix_shape), self.grid)
+        return join_tiles(self.tiles.mv(cut.reshape(-1)).view(self.grid), self.matrix_shape).reshape(-1)
+
+    @property
+    def closed_form(self) -> bool:
+        return self.tiles.closed_form
+
+    def inverse(self, damping: float = 0.0) -> Tiled | None:
+        """For `factored` tiles K-FAC's, with the pi of the whole factors, so that cutting changes no damping.
+
+        Args:
+            damping: In G's units, >= 0.
+        """
+        factored = isinstance(self.tiles, KroneckerOperator) and self.tiles.factored
+        inverse = self._invert_factors(damping) if factored else self.tiles.inverse(damping)
+        return None if inverse is None else Tiled(inverse, self.grid, self.matrix_shape)
+
+    def pack(self) -> dict[str, Any]:
+        return {"grid": list(self.grid), "shape": list(self.matrix_shape), "tiles": self.tiles}
+
+    @classmethod
+    def unpack(cls, parts: dict[str, Any]) -> Tiled:
+        return cls(parts["tiles"], tuple(parts["grid"]), tuple(parts["shape"]))
+
+    def _invert_factors(self, damping: float) -> KroneckerOperator:
+        assert isinstance(self.tiles, KroneckerOperator)
+        left, right = self.tiles.left, self.tiles.right
+        means = [diagonal_of(f).sum() / size for f, size in zip((left, right), self.matrix_shape, strict=True)]
+        return invert_factors(left, right, means, damping)
+
+    def diagonal(self) -> Tensor:
+        return join_tiles(self.tiles.diagonal().view(self.grid), self.matrix_shape).reshape(-1)
+
+    def trace(self) -> Tensor:
+        return self.tiles.trace()
+
+
+def grid_of(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """(k, m, s, t) of factors that broadcast to (..., s, t)."""
+    *lead, s, t = shape
+    k, m = [1] * (2 - len(lead)) + lead
+    return k, m, s, t
+
+
+def cut_tiles(matrix: Tensor, grid: tuple[int, int, int, int]) -> Tensor:
+    """(p, q) -> (k, m, s, t), zeros where the pieces hold more."""
+    k, m, s, t = grid
+    padded = functional.pad(matrix, (0, m * t - matrix.shape[1], 0, k * s - matrix.shape[0]))
+    return padded.view(k, s, m, t).transpose(1, 2)
+
+
+def join_tiles(tiles: Tensor, shape: tuple[int, int]) -> Tensor:
+    """(k, m, s, t) -> (p, q)."""
+    k, m, s, t = tiles.shape
+    return tiles.transpose(1, 2).reshape(k * s, m * t)[: shape[0], : shape[1]]

@@ -1,4 +1,4 @@
-"""Layers as matrices: a metric made of one operator per layer, over parameters that lie anywhere in the vector."""
+"""One operator per part of the vector: layers, over parameters that lie anywhere, or consecutive parts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.spaces import Space
+from natgrad.ground.typed_torch import join_diagonally, split_tensor
 from natgrad.layers import Layout, UnitLayout
 from natgrad.operators.base import Operator
 from natgrad.operators.facts import combine_facts
@@ -39,22 +40,22 @@ class Arranged(Operator):
     def mv(self, vector: Tensor) -> Tensor:
         # views in the space's own dtype: a parameter in half precision must not round the product
         views = {name: vector[b.start : b.stop].reshape(b.shape) for name, b in self.space.blocks.items()}
-        found: dict[str, Tensor] = {}
+        images: dict[str, Tensor] = {}
         for layout, operator in self.parts:
-            found |= layout.split(operator.mv(layout.join(views).reshape(-1)).reshape(layout.matrix_shape))
-        return self.space.flatten(found)
+            images |= layout.split(operator.mv(layout.join(views).reshape(-1)).reshape(layout.matrix_shape))
+        return self.space.flatten(images)
 
     def root(self) -> Tensor | None:
         roots = [operator.root() for _, operator in self.parts]
         known = [root for root in roots if root is not None]
         if len(known) < len(roots):
             return None
-        found = torch.zeros(self.size, sum(root.shape[1] for root in known), dtype=self.dtype, device=self.device)
+        columns = torch.zeros(self.size, sum(root.shape[1] for root in known), dtype=self.dtype, device=self.device)
         stop = 0
         for place, root in zip(self._places(), known, strict=True):
             start, stop = stop, stop + root.shape[1]
-            found[place, start:stop] = root
-        return found
+            columns[place, start:stop] = root
+        return columns
 
     @property
     def closed_form(self) -> bool:
@@ -63,22 +64,75 @@ class Arranged(Operator):
     def inverse(self, damping: float = 0.0) -> Arranged | None:
         inverses = [(layout, operator.inverse(damping)) for layout, operator in self.parts]
         known = [(layout, inverse) for layout, inverse in inverses if inverse is not None]
-        return self._with(known) if len(known) == len(inverses) else None
+        return Arranged(self.space, known) if len(known) == len(inverses) else None
 
     def diagonal(self) -> Tensor:
-        found = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        entries = torch.zeros(self.size, dtype=self.dtype, device=self.device)
         for place, (_, operator) in zip(self._places(), self.parts, strict=True):
-            found[place] = operator.diagonal()
-        return found
+            entries[place] = operator.diagonal()
+        return entries
 
     def trace(self) -> Tensor:
         return torch.stack([operator.trace() for _, operator in self.parts]).sum()
-
-    def _with(self, parts: Sequence[tuple[Layout | UnitLayout, Operator]]) -> Arranged:
-        return Arranged(self.space, parts)
 
     def _places(self) -> list[Tensor]:
         """Where every entry of a layer's matrix lies in the vector, layer by layer."""
         entries = torch.arange(self.size, device=self.device)
         views = {name: entries[b.start : b.stop].view(b.shape) for name, b in self.space.blocks.items()}
         return [layout.join(views).reshape(-1) for layout, _ in self.parts]
+
+
+# One operator per consecutive part of the vector
+
+
+class BlockOperator(Operator, packed_as="Block"):
+    """diag(G_1, ..., G_k), each on the next entries of the vector.
+
+    Args:
+        blocks: G_1, ..., G_k, at least one, of one dtype, device and unit (`nats`).
+
+    Raises:
+        ValueError: If there is no block, or if they differ in dtype, device or unit.
+    """
+
+    state = ("blocks",)
+
+    def __init__(self, blocks: Sequence[Operator]) -> None:
+        if not blocks:
+            raise ValueError("blocks is empty, expected at least one operator")
+        if len({(block.dtype, block.device) for block in blocks}) > 1:
+            kinds = sorted({f"{block.dtype} on {block.device}" for block in blocks})
+            raise ValueError(f"blocks are of {kinds}, expected one dtype on one device")
+        self.blocks = tuple(blocks)
+        self.sizes = [block.size for block in blocks]
+        self.size, self.dtype, self.device = sum(self.sizes), blocks[0].dtype, blocks[0].device
+        self.facts = combine_facts(*(block.facts for block in blocks))
+
+    def mv(self, vector: Tensor) -> Tensor:
+        return torch.cat([b.mv(part) for b, part in zip(self.blocks, split_tensor(vector, self.sizes), strict=True)])
+
+    def mm(self, block: Tensor) -> Tensor:
+        return torch.cat([b.mm(part) for b, part in zip(self.blocks, split_tensor(block, self.sizes), strict=True)])
+
+    def root(self) -> Tensor | None:
+        roots = [block.root() for block in self.blocks]
+        known = [root for root in roots if root is not None]
+        return join_diagonally(known) if len(known) == len(roots) else None
+
+    @property
+    def closed_form(self) -> bool:
+        return all(block.closed_form for block in self.blocks)
+
+    def inverse(self, damping: float = 0.0) -> BlockOperator | None:
+        inverses = [block.inverse(damping) for block in self.blocks]
+        known = [inverse for inverse in inverses if inverse is not None]
+        return BlockOperator(known) if len(known) == len(inverses) else None
+
+    def diagonal(self) -> Tensor:
+        return torch.cat([block.diagonal() for block in self.blocks])
+
+    def trace(self) -> Tensor:
+        return torch.stack([block.trace() for block in self.blocks]).sum()
+
+    def dense(self) -> Tensor:
+        return join_diagonally(block.dense() for block in self.blocks)

@@ -154,17 +154,17 @@ class Linearization:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # an operation without a rule is repeated, and says so
-                found = torch.autograd.grad(
+                gradients = torch.autograd.grad(
                     self.graph, leaves, given, retain_graph=True, allow_unused=True, is_grads_batched=True
                 )
         except Exception:  # noqa: BLE001 - batched transforms fail on models in many ways
             return None
         count, rows = len(given), dict[str, Tensor]()
-        for (name, leaf), part in zip(self.leaves.items(), found, strict=True):
-            whole = leaf.new_zeros(count, *leaf.shape) if part is None else part
-            if whole.shape != (count, *leaf.shape):  # nn.PReLU's gradient of one slope, for example
+        for (name, leaf), part in zip(self.leaves.items(), gradients, strict=True):
+            gradient = leaf.new_zeros(count, *leaf.shape) if part is None else part
+            if gradient.shape != (count, *leaf.shape):  # nn.PReLU's gradient of one slope, for example
                 return None
-            rows[name] = whole.reshape(count, -1)
+            rows[name] = gradient.reshape(count, -1)
         return torch.cat([rows[name] for name in self.space], dim=1).to(self.space.dtype)
 
     def jvp(self, vector: Tensor) -> Tensor:
@@ -250,12 +250,9 @@ class Linearization:
         return product
 
     def _linearise(self) -> None:
-        """Take over with a linearised form, if it exists and agrees with double backward on random vectors.
-
-        Constant folding loses in-place copies (circular padding) and gave wrong products, hence the comparison. Stale
-        memory may agree by chance: the second vector is seen by the linear form before double backward touches it,
-        and the zero vector must give zeros in between.
-        """
+        """Take over with a linearised form, if it exists and agrees with double backward on random vectors."""
+        # Constant folding loses in-place copies (circular padding) and gave wrong products. Stale memory may agree by
+        # chance: the linear form sees the second vector before double backward does, and zeros in between.
         self.linearise_after = None
         generator = torch.Generator(self.space.device).manual_seed(0)
         n, dtype, device = self.space.size, self.space.dtype, self.space.device
@@ -273,12 +270,12 @@ class Linearization:
                 with nullcontext() if origin is None else origin.pure.random.replay():
                     return linear(self.space.unflatten(vector)).detach()
 
-            found = [product(second), product(first), product(torch.zeros_like(first))]
+            images = [product(second), product(first), product(torch.zeros_like(first))]
         except Exception:  # noqa: BLE001 - tracing fails in many ways; the products at hand are right, only slower
             return
         known = [self._double_backward(second), expected, torch.zeros_like(expected)]
         tolerance = 1e3 * torch.finfo(expected.dtype).eps * expected.abs().max()
-        if all(bool((a - b).abs().max() <= tolerance) for a, b in zip(found, known, strict=True)):
+        if all(bool((a - b).abs().max() <= tolerance) for a, b in zip(images, known, strict=True)):
             self._pulled, self._forward = None, product
 
     def _point(self) -> dict[str, Tensor]:

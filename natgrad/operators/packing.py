@@ -7,9 +7,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from natgrad.operators.base import Operator
+from natgrad.operators.base import PACKABLE, Operator
 from natgrad.operators.facts import Facts
-from natgrad.operators.packable import PACKABLE
 
 Packed = dict[str, Any]
 PLAIN = (Tensor, bool, int, float, str, type(None))

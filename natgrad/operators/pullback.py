@@ -78,8 +78,8 @@ class Pullback(Operator):
     @property
     def rank(self) -> int | None:
         """Columns r of the root U, without computing it; None if the form has no root."""
-        one = self.form.root(self.outputs[:1])
-        return None if one is None else len(self.outputs) * one.shape[2]
+        root = self.form.root(self.outputs[:1])
+        return None if root is None else len(self.outputs) * root.shape[2]
 
     @property
     def sample_rank(self) -> int | None:
@@ -117,11 +117,9 @@ class Pullback(Operator):
         return self.rows.moment() if self.rows is not None and self._rows_pay(self.rows) else super().dense()
 
     def _rows_pay(self, rows: Rows) -> bool:
-        """Whether U U^T, summed over the examples, costs less than n products with G.
-
-        In gradients: one per column of an example's root, and n / 40 for each column's outer products (2 n^2 operations
-        per example, which run 13 times as fast as a gradient's 6 n; measured); 5/4 for each product.
-        """
+        """Whether U U^T, summed over the examples, costs less than n products with G."""
+        # in gradients: one per column of an example's root and n / 40 for its outer products (2 n^2 operations, 13
+        # times as fast as a gradient's 6 n; measured), 5/4 for each product with G
         n, rank, columns = self.size, rows.rank, rows.columns
         if rank > 4 * n and (columns * (1 + n / 40) > 1.25 * n or rank * n > self.LARGEST):
             return False
@@ -139,12 +137,7 @@ def random_signs(count: int, size: int, dtype: torch.dtype, device: torch.device
 
 
 class CentredRows(SampleRows):
-    """U (I - Q Q^T), with Q^T Q = I.
-
-    Args:
-        rows: U, shape (n, r).
-        counted: The columns of Q up to their lengths, shape (r, q) or (r,), orthogonal to one another.
-    """
+    """U (I - Q Q^T), U (n, r), with Q^T Q = I: orthogonal columns (r, q) or (r,), given up to their lengths."""
 
     def __init__(self, rows: Rows, counted: Tensor) -> None:
         columns = counted.reshape(len(counted), -1)
@@ -152,10 +145,7 @@ class CentredRows(SampleRows):
         self.means = columns / measure_norm(columns, dim=0)
 
     def centre(self, weights: Tensor) -> Tensor:
-        """w - Q Q^T w, shape (r,): the projection, which is its own transpose.
-
-        weights: w, (r,).
-        """
+        """w - Q Q^T w, shape (r,): the projection, which is its own transpose."""
         return weights - self.means @ (self.means.mT @ weights)
 
     def mv(self, weights: Tensor) -> Tensor:

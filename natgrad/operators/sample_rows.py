@@ -76,12 +76,7 @@ class WrittenColumns(SampleRows):
 
 
 class StackedColumns(SampleRows):
-    """U = [c_1 U_1, c_2 U_2, ...], the root of a weighted sum of operators.
-
-    Args:
-        parts: Every U_i, (n, r_i); one that is such a U itself is taken apart.
-        factors: Every c_i. Default: 1.
-    """
+    """U = [c_1 U_1, c_2 U_2, ...], the root of a weighted sum of operators; a U_i of this kind is taken apart."""
 
     def __init__(self, parts: Sequence[SampleRows], factors: Sequence[float] | None = None) -> None:
         given = zip(parts, [1.0] * len(parts) if factors is None else factors, strict=True)
@@ -108,11 +103,11 @@ class StackedColumns(SampleRows):
         def write(k: int) -> Tensor:
             return self.parts[k][0].dense()
 
-        for i, (one, c) in enumerate(self.parts):
+        for i, (rows, c) in enumerate(self.parts):
             here = slice(self.starts[i], self.starts[i + 1])
             total[here, here] = corners[i]
             for j, (other, d) in enumerate(self.parts[:i]):
-                way = getattr(one, "cross_gram", None)
+                way = getattr(rows, "cross_gram", None)
                 block: Tensor | None = None if way is None else way(other)
                 block = write(i).mT @ write(j) if block is None else block
                 total[here, self.starts[j] : self.starts[j + 1]] = c * d * block

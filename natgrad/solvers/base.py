@@ -143,10 +143,7 @@ class Solver(Explained):
 
 
 def check_system(operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None = None) -> None:
-    """Check that (G + damping I) x = rhs is a well-formed system.
-
-    rhs: b, (n,). guess: x_0, (n,), or None.
-    """
+    """Check that (G + damping I) x = rhs, with rhs (n,) and a guess of its shape, is a well-formed system."""
     if not isinstance(operator, Operator):
         raise TypeError(
             f"operator is {type(operator).__name__}, expected a natgrad Operator: wrap a matrix with "
@@ -192,10 +189,8 @@ def trust_inverse(rhs: Tensor, value: Tensor) -> Solution:
 
 
 def find_power_of_two(rhs: Tensor) -> float:
-    """A power of two near the largest entry of b, a normal number of its dtype; 1 for b = 0.
-
-    Dividing by it rounds nothing, and |b|^2 then neither overflows (in float32 beyond 1e19) nor vanishes (below 1e-23).
-    """
+    """A power of two near the largest entry of b, a normal number of its dtype; 1 for b = 0."""
+    # dividing by it rounds nothing, and |b|^2 neither overflows (in float32 beyond 1e19) nor vanishes (below 1e-23)
     largest = float(rhs.detach().abs().max()) if len(rhs) else 0.0
     if not largest:
         return 1.0
@@ -204,31 +199,27 @@ def find_power_of_two(rhs: Tensor) -> float:
     return 2.0 ** min(max(math.frexp(largest)[1], least), most)
 
 
-def restore_units(found: Solution, scale: float, operator: Operator, rhs: Tensor, damping: float) -> Solution:
-    """The solution for b = rhs, from what was found for b / scale.
-
-    rhs: b, (n,).
-    """
-    value, image = scale * found.value, scale * found.image
-    restored = replace(found, value=value, image=image, residual=scale * found.residual)
+def restore_units(solution: Solution, scale: float, operator: Operator, rhs: Tensor, damping: float) -> Solution:
+    """The solution for b = rhs (n,), from that for b / scale."""
+    value, image = scale * solution.value, scale * solution.image
+    restored = replace(solution, value=value, image=image, residual=scale * solution.residual)
     return check_representable(restored, scale, operator, rhs, damping)
 
 
-def check_representable(found: Solution, scale: float, operator: Operator, rhs: Tensor, damping: float) -> Solution:
-    """The solution as its dtype can hold it.
-
-    rhs: b, (n,).
-    """
-    if not (all_finite(found.value) and all_finite(found.image)):
+def check_representable(solution: Solution, scale: float, operator: Operator, rhs: Tensor, damping: float) -> Solution:
+    """The solution for b = rhs (n,) as its dtype can hold it."""
+    if not (all_finite(solution.value) and all_finite(solution.image)):
         zero = torch.zeros_like(rhs)
         residual = scale * measure_norm(rhs / scale)
-        return replace(found, value=zero, image=zero.clone(), residual=residual, status=Status.NON_FINITE, iterates=())
+        return replace(
+            solution, value=zero, image=zero.clone(), residual=residual, status=Status.NON_FINITE, iterates=()
+        )
     kind = torch.finfo(rhs.dtype)
-    largest = found.value.abs().max() if len(rhs) else 1.0
-    if found.status is Status.NON_FINITE or largest >= kind.tiny / kind.eps or not bool(rhs.any()):
-        return found
-    image = operator.mv(found.value).detach() + damping * found.value if largest > 0 else torch.zeros_like(rhs)
+    largest = solution.value.abs().max() if len(rhs) else 1.0
+    if solution.status is Status.NON_FINITE or largest >= kind.tiny / kind.eps or not bool(rhs.any()):
+        return solution
+    image = operator.mv(solution.value).detach() + damping * solution.value if largest > 0 else torch.zeros_like(rhs)
     relative = measure_norm((rhs - image) / scale)
-    converged = found.status is Status.CONVERGED and bool(relative > kind.eps**0.5 * measure_norm(rhs / scale))
-    status = Status.INACCURATE if converged else found.status
-    return replace(found, image=image, residual=scale * relative, steps=found.steps + 1, status=status)
+    converged = solution.status is Status.CONVERGED and bool(relative > kind.eps**0.5 * measure_norm(rhs / scale))
+    status = Status.INACCURATE if converged else solution.status
+    return replace(solution, image=image, residual=scale * relative, steps=solution.steps + 1, status=status)

@@ -77,12 +77,10 @@ class CG(Solver):
 
 
 class _CGRun:
-    """One solve. Letters as in the literature: x iterate, r residual, z = P r, d direction, A = G + damping I.
-
-    Vectors are written over: a fresh one of 11 MB costs twice its arithmetic, for the pages that it touches first.
-    """
+    """One solve: x iterate, r residual, z = P r, d direction, A = G + damping I."""
 
     def __init__(self, choices: CG, operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None) -> None:
+        # vectors are written over: a fresh one of 11 MB costs twice its arithmetic, for the pages that it touches first
         self.choices, self.operator, self.damping = choices, operator, damping
         self.scale = rhs.abs().max() if bool(rhs.any()) else torch.ones_like(rhs.sum())
         self.rhs = rhs / self.scale  # |b|^2 overflows float32 where |b| is beyond 1e19
@@ -99,7 +97,7 @@ class _CGRun:
         self.best = (self.norm, self.x, self.r)
         self.curvature = 0.0  # largest d^T A d / d^T d so far, a lower bound on the largest eigenvalue
         self.measured = math.inf  # the residual that the last restart began with
-        self.kept: list[tuple[int, Iterate]] = []  # by step
+        self.iterates: list[tuple[int, Iterate]] = []  # by step
         self.models = [-0.5 * float(self.x @ (self.r + self.rhs))]  # phi, which falls by alpha r^T z / 2 per step
         z, self.rz = self.precondition()
         self.d = z.clone()
@@ -168,9 +166,11 @@ class _CGRun:
             return
         if self.norm <= self.best[0]:
             self.best = (self.norm, self.x, self.r)
-        if self.choices.keep is not None and (not self.kept or self.step >= self.choices.keep * self.kept[-1][0]):
+        if self.choices.keep is not None and (
+            not self.iterates or self.step >= self.choices.keep * self.iterates[-1][0]
+        ):
             # copies: the pair's memory is written over
-            self.kept.append((self.step, Iterate(self.scale * self.x, self.scale * (self.rhs - self.r))))
+            self.iterates.append((self.step, Iterate(self.scale * self.x, self.scale * (self.rhs - self.r))))
         if self.norm <= self.tolerance:
             self.status = Status.CONVERGED
         elif self._has_stalled():
@@ -213,5 +213,7 @@ class _CGRun:
         _, x, r = self.best if broken else (self.norm, self.x, self.r)
         assert self.status is not None
         image = self.scale * (self.rhs - r)
-        kept = () if broken else tuple(iterate for step, iterate in self.kept if step < self.step)
-        return Solution(self.scale * x, self.scale * measure_norm(r), self.products, self.status, image, iterates=kept)
+        iterates = () if broken else tuple(iterate for step, iterate in self.iterates if step < self.step)
+        return Solution(
+            self.scale * x, self.scale * measure_norm(r), self.products, self.status, image, iterates=iterates
+        )

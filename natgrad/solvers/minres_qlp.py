@@ -272,9 +272,9 @@ class MinresQLP(Solver):
         check_system(operator, rhs, damping, guess)
         scale = find_power_of_two(rhs)
         scaled = replace(self, max_norm=self.max_norm / scale)
-        found = scaled._solve(operator, rhs / scale, float(damping), None if guess is None else guess / scale)
-        extra = {name: scale * size if name in SIZES else size for name, size in found.extra.items()}
-        return restore_units(replace(found, extra=extra), scale, operator, rhs, damping)
+        solution = scaled._solve(operator, rhs / scale, float(damping), None if guess is None else guess / scale)
+        extra = {name: scale * size if name in SIZES else size for name, size in solution.extra.items()}
+        return restore_units(replace(solution, extra=extra), scale, operator, rhs, damping)
 
     def _solve(self, operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None) -> Solution:
         system = _System(operator, rhs.detach(), damping)

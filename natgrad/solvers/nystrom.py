@@ -56,8 +56,8 @@ class Nystrom(RowSolver):
         y, steps, status = system.invert(system.rows.rmv(rhs))
         if status is Status.NON_FINITE:
             return Solution(torch.zeros_like(rhs), measure_norm(rhs), steps, status, torch.zeros_like(rhs))
-        found = measure_solution(operator.mv, rhs, damping, (rhs - system.rows.mv(y)) / damping, steps)
-        return replace(found, status=merge_status(status, found.status))
+        solution = measure_solution(operator.mv, rhs, damping, (rhs - system.rows.mv(y)) / damping, steps)
+        return replace(solution, status=merge_status(status, solution.status))
 
     def factorise(self, operator: Operator, damping: float) -> NystromSystem:
         if not damping > 0:
@@ -67,14 +67,7 @@ class Nystrom(RowSolver):
 
 
 class WrittenRoot(Operator):
-    """An operator with a root, seen by its columns.
-
-    Args:
-        operator: G.
-
-    Raises:
-        ValueError: If G has no root.
-    """
+    """An operator with a root, seen by its columns."""
 
     def __init__(self, operator: Operator) -> None:
         root = operator.root()
@@ -93,15 +86,7 @@ class WrittenRoot(Operator):
 
 @dataclass(frozen=True, eq=False)
 class NystromSystem:
-    """(K + l I) y = w with an approximation of K at hand.
-
-    Args:
-        choices: The solver's settings.
-        operator: G = U U^T.
-        rows: U.
-        kernel: V (r, k) and s (k,), descending, with K ~ V diag(s) V^T.
-        damping: l.
-    """
+    """(K + l I) y = w for G = U U^T, K = U^T U ~ V diag(s) V^T: kernel is V (r, k) and s (k,), descending."""
 
     choices: Nystrom
     operator: Operator
@@ -110,19 +95,13 @@ class NystromSystem:
     damping: float
 
     def solve(self, weights: Tensor) -> Solution:
-        """x of (U U^T + l I) x = U w.
-
-        weights: w, (r,).
-        """
+        """x of (U U^T + l I) x = U w, w (r,)."""
         y, steps, status = self.invert(weights)
-        found = measure_solution(self.operator.mv, self.rows.mv(weights), self.damping, self.rows.mv(y), steps)
-        return replace(found, status=merge_status(status, found.status))
+        solution = measure_solution(self.operator.mv, self.rows.mv(weights), self.damping, self.rows.mv(y), steps)
+        return replace(solution, status=merge_status(status, solution.status))
 
     def find_value(self, weights: Tensor) -> Tensor:
-        """The value of that solution alone.
-
-        weights: w, (r,).
-        """
+        """The value of that solution alone."""
         y, _, status = self.invert(weights)
         return self.rows.mv(y) if status is not Status.NON_FINITE else self.rows.mv(y) * torch.nan
 
@@ -131,10 +110,7 @@ class NystromSystem:
         return replace(self, damping=damping)
 
     def invert(self, weights: Tensor) -> tuple[Tensor, int, Status]:
-        """y with (K + l I) y = w, the number of products with K, and why it stopped.
-
-        weights: w, (r,).
-        """
+        """y with (K + l I) y = w, the number of products with K, and why it stopped."""
         vectors, sizes = self.kernel
         if not (all_finite(weights) and all_finite(sizes)):
             return torch.zeros_like(weights), 0, Status.NON_FINITE
@@ -143,17 +119,12 @@ class NystromSystem:
         least = float(sizes[-1]) if len(sizes) < self.rows.rank else 0.0
         guide = SpectralInverse(vectors, sizes + self.damping, least + self.damping)
         solver = CG(rtol=self.choices.rtol, max_steps=self.choices.max_steps, progress=None, preconditioner=guide)
-        found = solver.solve(KernelOperator(self.rows, self.operator), weights, damping=self.damping)
-        return found.value, found.steps, found.status
+        solution = solver.solve(KernelOperator(self.rows, self.operator), weights, damping=self.damping)
+        return solution.value, solution.steps, solution.status
 
 
 class KernelOperator(Operator):
-    """K = U^T U, by products with U.
-
-    Args:
-        rows: U.
-        like: G, for dtype and device.
-    """
+    """K = U^T U, by products with U, in the dtype of an operator."""
 
     def __init__(self, rows: SampleRows, like: Operator) -> None:
         self.rows, self.size, self.dtype, self.device = rows, rows.rank, like.dtype, like.device
@@ -163,13 +134,7 @@ class KernelOperator(Operator):
 
 
 class SpectralInverse(Operator):
-    """V diag(1 / s) V^T + (I - V V^T) / rest, with V^T V = I.
-
-    Args:
-        vectors: V, shape (r, k).
-        sizes: s > 0, shape (k,).
-        rest: A number > 0.
-    """
+    """V diag(1 / s) V^T + (I - V V^T) / rest for V (r, k) with V^T V = I, s (k,) and a number, all > 0."""
 
     def __init__(self, vectors: Tensor, sizes: Tensor, rest: float) -> None:
         self.vectors, self.sizes, self.rest = vectors, sizes, rest

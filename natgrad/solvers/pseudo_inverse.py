@@ -49,8 +49,8 @@ class PseudoInverse(RowSolver):
             cut = max(cut, (operator.size * torch.finfo(operator.dtype).eps) ** 0.5)  # roots of round-off
         else:
             vectors, sizes, _ = svd(rows.dense())
-        kept = keep_above(sizes, cut)
-        shares = torch.where(kept, 1 / torch.where(kept, sizes.square() + damping, 1), 0)
+        large = keep_above(sizes, cut)
+        shares = torch.where(large, 1 / torch.where(large, sizes.square() + damping, 1), 0)
         value = vectors @ (shares * (vectors.mT @ rhs))
         return say_least_squares(measure_solution(operator.mv, rhs, damping, value, 0))
 
@@ -60,16 +60,7 @@ class PseudoInverse(RowSolver):
 
 @dataclass(frozen=True, eq=False)
 class SingularValues:
-    """U = left diag(sizes) right, ready to solve (U U^T + l I) x = U w.
-
-    Args:
-        operator: G = U U^T.
-        left: Shape (n, k).
-        sizes: Shape (k,).
-        right: Shape (k, r).
-        cut: Share of the largest below which a size counts as zero.
-        damping: l.
-    """
+    """U = left diag(sizes) right, ready to solve (U U^T + l I) x = U w; sizes below cut of the largest are zero."""
 
     operator: Operator
     left: Tensor
@@ -79,20 +70,14 @@ class SingularValues:
     damping: float
 
     def solve(self, weights: Tensor) -> Solution:
-        """The solution for b = U w.
-
-        weights: w, (r,).
-        """
+        """The solution for b = U w, w (r,)."""
         rhs = require_rows(self.operator).mv(weights)
         return say_least_squares(measure_solution(self.operator.mv, rhs, self.damping, self.find_value(weights), 0))
 
     def find_value(self, weights: Tensor) -> Tensor:
-        """The value of that solution alone.
-
-        weights: w, (r,).
-        """
-        kept = keep_above(self.sizes, self.cut)
-        shares = torch.where(kept, self.sizes / torch.where(kept, self.sizes.square() + self.damping, 1), 0)
+        """The value of that solution alone."""
+        large = keep_above(self.sizes, self.cut)
+        shares = torch.where(large, self.sizes / torch.where(large, self.sizes.square() + self.damping, 1), 0)
         return self.left @ (shares * (self.right @ weights))
 
     def change_damping(self, damping: float) -> SingularValues:
@@ -106,6 +91,6 @@ def keep_above(sizes: Tensor, cut: float) -> Tensor:
     return sizes > least * sizes.max() if len(sizes) else sizes > 0
 
 
-def say_least_squares(found: Solution) -> Solution:
+def say_least_squares(solution: Solution) -> Solution:
     """INACCURATE becomes LEAST_SQUARES: what is left was cut off on purpose."""
-    return replace(found, status=Status.LEAST_SQUARES) if found.status is Status.INACCURATE else found
+    return replace(solution, status=Status.LEAST_SQUARES) if solution.status is Status.INACCURATE else solution

@@ -72,10 +72,7 @@ class SampleSpace(Solver):
 
 
 def solve_minimum_norm(gram: Tensor, up: Product, down: Product, rhs: Tensor) -> Solution:
-    """U (U^T U)^+2 U^T b, refined once: squaring the spectrum costs half the digits at first.
-
-    gram: U^T U, (r, r), valid in its lower triangle. rhs: b, (n,).
-    """
+    """U (U^T U)^+2 U^T b by the lower triangle of U^T U, refined once: squaring costs half the digits at first."""
     vectors, weights = pseudo_square(gram)
 
     def once(right: Tensor) -> Tensor:

@@ -40,12 +40,12 @@ class Spring(Solver):
             return self.solver.solve(operator, rhs, damping=damping)
         check_system(operator, rhs, damping, guess)
         image = operator.mv(guess)
-        found = self.solver.solve(operator, rhs - image, damping=damping)
+        solution = self.solver.solve(operator, rhs - image, damping=damping)
         return replace(
-            found,
-            value=guess + found.value,
-            image=found.image + image + damping * guess,
-            steps=found.steps + 1,
+            solution,
+            value=guess + solution.value,
+            image=solution.image + image + damping * guess,
+            steps=solution.steps + 1,
             basis=None,
             iterates=(),
         )

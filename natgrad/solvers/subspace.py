@@ -63,8 +63,8 @@ class KrylovSubspace(Solver):
         basis = _Basis(self, operator, damping)
         basis.fill(rhs, guess)
         scale = rhs.abs().max() if bool(rhs.any()) else torch.ones_like(rhs.sum())
-        found = self._solve_within(basis, rhs / scale, damping, scale)
-        return check_representable(found, float(scale), operator, rhs, damping)
+        solution = self._solve_within(basis, rhs / scale, damping, scale)
+        return check_representable(solution, float(scale), operator, rhs, damping)
 
     def _solve_within(self, basis: _Basis, rhs: Tensor, damping: float, scale: Tensor) -> Solution:
         """Galerkin: x = V y with V^T (b - A x) = 0, for b = scale * rhs."""
@@ -154,10 +154,7 @@ class _Basis:
 
 
 def solve_within_space(matrix: Tensor, rhs: Tensor, damping: float, absolute: bool) -> tuple[Tensor, bool]:
-    """(T + damping I)^+ c within the space, and whether a direction of negative curvature was left out.
-
-    matrix: T, (k, k), symmetric. rhs: c, (k,).
-    """
+    """(T + damping I)^+ c for T (k, k), and whether a direction of negative curvature was left out."""
     values, vectors = eigh(matrix)
     values = (values.abs() if absolute else values) + damping
     cutoff = safe_cutoff(len(values), values.dtype) * values.abs().max()

@@ -12,7 +12,7 @@ from natgrad.ground.checks import check_integer
 from natgrad.ground.linalg import all_finite, eigh
 from natgrad.layers import Layer, Seen, layer_squares, layer_units
 from natgrad.operators import DiagonalOperator, Operator, SpikedKronecker, Units
-from natgrad.operators.low_rank_plus_identity import Spikes
+from natgrad.operators.low_rank import Spikes
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
 from natgrad.structures.running_average import exchange_sums, solve_once, sums_are_whole
 

@@ -204,7 +204,7 @@ def test_an_operator_is_of_one_distribution():
         (lambda: Ising(2, [(0, 2)]), ("(0, 2)", "0 to 1")),
         (lambda: Ising(2, [(0,), (0,)]), ("once",)),
         (lambda: Ising(2, values=(1, -1)), ("lower first",)),
-        (lambda: Ising(2).statistics(tensor([0.0, 1.0])), ("neither",)),
+        (lambda: Ising(2).statistics(tensor([0.0, 1.0])), ("variable 0", "[-1.0, 1.0]")),
         (lambda: Dirichlet(1), ("k is 1", ">= 2")),
         (lambda: NORMAL.expectation(torch.zeros(9)), ("outside", "positive definite")),
         (lambda: NORMAL.expectation(torch.zeros(8)), ("(8,)", "parameters of MultivariateNormal(3)")),

@@ -1,4 +1,4 @@
-"""Gibbs sweeps of fields of pairs: conditionals by definition, a law that is the field's, few calls per sweep."""
+"""Gibbs sweeps of fields of pairs: conditionals by definition, and a law that is the field's."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from natgrad.families import Ising, MarkovField
-from natgrad.families.gibbs import Sweep, colour_variables
-from natgrad.families.gibbs_sweeps import PairSweep, fits_pairs
+from natgrad.families.gibbs import PairSweep, Sweep, colour_variables
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -76,9 +75,3 @@ def test_a_sweep_leaves_the_field_s_law_as_it_is(name, kind):
     spread = (family.covariance(theta).diagonal(dim1=-2, dim2=-1) / chains).sqrt()
     assert float(((found.mean(0) - family.expectation(theta)).abs() / spread).max()) < 5
     assert not torch.equal(found[:, 0].mean(0), found[:, 1].mean(0))
-
-
-def test_what_has_no_matrix_of_pairs_goes_by_neighbours():
-    assert not fits_pairs(Ising(5, [(0, 1, 2), (3, 4)]).tables)
-    assert not fits_pairs(Ising(800, [(i, i + 1) for i in range(799)]).tables)  # a matrix nearly empty
-    assert fits_pairs(Ising(100, [(i,) for i in range(100)]).tables)
