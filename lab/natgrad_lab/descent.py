@@ -38,9 +38,10 @@ def draw_descent(
     if not bool(torch.isfinite(f(points)).all()):
         bad = points[~torch.isfinite(f(points))][0].tolist()
         raise LabError(f"{text} is not finite at {', '.join(f'{v:g}' for v in bad)}: the picture needs its mean")
-    places = {name: read_pair(name, given) for name, given in (("start", start), ("x", x), ("y", y))}
     distributions = ng.families.MultivariateNormal(1) if family == "normal" else ng.families.Ising(2, [(0,), (1,)])
-    figure = ng.show_descent(f, distributions, **places)
+    figure = ng.show_descent(
+        f, distributions, start=read_pair("start", start), x=read_pair("x", x), y=read_pair("y", y)
+    )
     figure.suptitle(f"E[{text}]")
     save(figure, out)
     return text, out
