@@ -59,7 +59,7 @@ plt.show()
 # %%
 returns = agent.evaluate(gym.make("CartPole-v1"), episodes=5)
 print("five episodes:", [int(r) for r in returns])
-action = agent.predict([0.0, 0.0, 0.1, 0.5])  # the pole leans and falls to the right
+action, _ = agent.predict([0.0, 0.0, 0.1, 0.5])  # the pole leans and falls to the right
 print("action for a pole that falls to the right:", int(action), "(1 pushes right)")
 
 # %% [markdown]

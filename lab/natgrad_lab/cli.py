@@ -1,5 +1,6 @@
-"""The `natgrad` command: list experiments, run them, and rebuild their reports.
+"""The `natgrad` command: draw a descent, list experiments, run them, and rebuild their reports.
 
+    natgrad show ["(x - 1)^2"] [--out descent.png]
     natgrad list
     natgrad run digits --help
     natgrad run digits [--size quick] [--seeds 3] [--set seconds=5]... [--out runs/digits]
@@ -35,7 +36,7 @@ def main() -> None:
 
 def needs_torch(words: "Sequence[str]") -> bool:
     """Whether the command loads PyTorch: its help and that of its parts do not."""
-    return list(words) == ["list"] or not set(words) <= {"--help", "list", "report", "run"}
+    return list(words) in (["list"], ["show"]) or not set(words) <= {"--help", "list", "report", "run", "show"}
 
 
 def say_loading(stream: TextIO) -> None:
@@ -50,11 +51,35 @@ def application() -> "typer.Typer":
     import typer
 
     app = typer.Typer(
-        help="Natural gradient for PyTorch: the laboratory.",
+        help="Natural gradient for PyTorch: pictures and experiments.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
     )
+
+    @app.command("show")
+    def show_command(
+        function: Annotated[
+            str | None, typer.Argument(help="A formula in x, or in x1 and x2 for signs; (x - 1)^2 by default.")
+        ] = None,
+        family: Annotated[
+            str, typer.Option(help="normal: mean and deviation of x; signs: x1 and x2 are -1 or 1.")
+        ] = "normal",
+        start: Annotated[
+            str | None, typer.Option(help="Where both paths start, A,B (default: near the upper left corner).")
+        ] = None,
+        x: Annotated[str | None, typer.Option(help="First and last value of the first axis, A,B.")] = None,
+        y: Annotated[str | None, typer.Option(help="First and last value of the second axis, A,B.")] = None,
+        out: Annotated[Path, typer.Option(help="The picture, .png, .svg or .pdf.")] = Path("descent.png"),
+    ) -> None:
+        """Draw how the mean of a function falls by the gradient, left, and by the natural gradient, right.
+
+        The axes are the mean of x and the log of its deviation, or the chances that x1 and x2 are 1. Both paths start
+        at one point. Every arrow is the direction of steepest descent: left in the axes' own lengths, right in the
+        lengths of the distributions, which are the same in any coordinates. Means of x are exact for polynomials up to
+        degree 15.
+        """
+        run_guarded(lambda: show(function, family, start, x, y, out))
 
     @app.command("list")
     def list_command() -> None:
@@ -135,6 +160,16 @@ def show_settings(name: str) -> None:
     console.print(f"{name}: {experiment.summary}", highlight=False)
     console.print(f"\nIts settings, --set key=value; --seeds {experiment.seeds} by default:", highlight=False)
     console.print(table, highlight=False)
+
+
+def show(function: str | None, family: str, start: str | None, x: str | None, y: str | None, out: Path) -> None:
+    """Draw the descent of a function's mean, and say where the picture is."""
+    import typer
+
+    from natgrad_lab.descent import draw_descent
+
+    drawn, place = draw_descent(function, family, start, x, y, out)
+    typer.echo(f"E[{drawn}] by the gradient, left, and by the natural gradient, right: {place}")
 
 
 def list_experiments() -> None:

@@ -10,10 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from natgrad_lab import cli
 from natgrad_lab.data import DataError, digits
+from natgrad_lab.descent import read_function
 from natgrad_lab.experiments import EXPERIMENTS, find, override
 from natgrad_lab.experiments.settings import describe_settings
 
@@ -71,7 +73,7 @@ def test_a_terminal_hears_at_once_that_something_happens():
 
 
 @pytest.mark.parametrize(
-    "words", [(), ("--help",), ("run", "--help"), ("report", "--help"), ("list", "--help"), ("run",)]
+    "words", [(), *((word, "--help") for word in ("run", "report", "list", "show")), ("--help",), ("run",)]
 )
 def test_help_does_not_wait_for_torch(words):
     """Nor does it say that something is loaded; whatever else is asked for does both."""
@@ -81,7 +83,12 @@ def test_help_does_not_wait_for_torch(words):
     assert "Usage:" in said.stdout + said.stderr
     assert said.stdout.splitlines()[-1] == "False"
     assert not cli.needs_torch(words)
-    assert all(map(cli.needs_torch, [("list",), ("run", "digits"), ("run", "digits", "--help"), ("report", "runs")]))
+    assert all(
+        map(
+            cli.needs_torch,
+            [("list",), ("show",), ("show", "x^2"), ("run", "digits"), ("run", "digits", "--help"), ("report", "runs")],
+        )
+    )
 
 
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
@@ -119,6 +126,14 @@ def test_run_digits_ends_in_a_report(tmp_path):
         (("report", "nowhere"), "holds no experiment.json"),
         (("report", __file__), "holds no experiment.json"),
         (("fly",), "fly"),
+        (("show", "x x"), "no formula in x: write it as '(x - 1)^2'"),
+        (("show", "x1 + 1"), "'x1' is unknown; it is of --family signs"),
+        (("show", "__import__('os').getcwd()"), "is unknown; besides them it may have pi, abs"),
+        (("show", "log(x)"), "log(x) is not finite at -12"),
+        (("show", "--family", "gamma"), "expected normal or signs"),
+        (("show", "--x", "3,-3"), "expected the smaller number first"),
+        (("show", "--start", "3"), "expected two numbers with a comma"),
+        (("show", "--out", "a.doc"), "ends in .doc, expected .png"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(words, said, tmp_path, monkeypatch):
@@ -128,6 +143,34 @@ def test_bad_input_is_one_sentence_and_exit_code_2(words, said, tmp_path, monkey
     assert said in answer.output
     assert "Traceback" not in answer.output
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "drawn"),
+    [
+        ((), "descent.png", "(x - 1)^2"),
+        (("x^4 - 3*x^2", "--start=-2,0.5", "--out", "deep/quartic.svg"), "deep/quartic.svg", "x^4 - 3*x^2"),
+        (("x1 * x2", "--family", "signs", "--x", "0.1,0.9", "--out", "signs.png"), "signs.png", "x1 * x2"),
+    ],
+)
+def test_show_draws_a_descent(words, name, drawn, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = natgrad("show", *words)
+    assert said.exit_code == 0, said.output
+    assert f"E[{drawn}]" in said.output
+    assert name in said.output
+    start = (tmp_path / name).read_bytes()[:60]
+    assert start.startswith(b"\x89PNG") if name.endswith("png") else b"<?xml" in start
+
+
+def test_a_formula_is_its_function():
+    x = torch.linspace(-2, 2, 9).double()[:, None]
+    found = read_function("-2*sin(pi*x)^2 + exp(x)/3 - 1", ("x",))(x)
+    expected = -2 * torch.sin(torch.pi * x) ** 2 + torch.exp(x) / 3 - 1
+    torch.testing.assert_close(found, expected[:, 0])
+    both = torch.tensor([[1.0, -1.0], [-1.0, -1.0]])
+    assert read_function("x1 - 2*x2", ("x1", "x2"))(both).tolist() == [3.0, 1.0]
+    assert read_function("3", ("x",))(x).tolist() == [3.0] * 9
 
 
 def test_a_missing_data_set_says_how_to_get_it(tmp_path, monkeypatch):

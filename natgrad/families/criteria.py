@@ -265,13 +265,15 @@ class Entrywise(Likelihood):
 
 
 def pick_logits(family: Likelihood, outputs: Any) -> tuple[Any, Tensor | None]:
-    """The logits in a record or a pair (logits, loss) of a model, and that loss; other outputs, and None."""
+    """The logits in a record or a pair (logits, loss or None) of a model, and that loss; other outputs, and None."""
     if isinstance(outputs, Tensor) or not isinstance(family, (Entrywise, SeparableLikelihood, Categorical)):
         return outputs, None
     if type(outputs) in (tuple, list):
-        pair = sorted(outputs[:2], key=lambda part: isinstance(part, Tensor) and part.dim() == 0)  # the logits first
-        known = len(pair) == 2 and all(isinstance(part, Tensor) for part in pair)
-        return (pair[0], pair[1]) if known and pair[0].dim() > 0 == pair[1].dim() else (outputs, None)
+        pair = sorted(outputs[:2], key=lambda part: part is None or (isinstance(part, Tensor) and part.dim() == 0))
+        if len(pair) < 2 or not isinstance(pair[0], Tensor) or pair[0].dim() == 0:
+            return outputs, None
+        known = pair[1] is None or (isinstance(pair[1], Tensor) and pair[1].dim() == 0)
+        return (pair[0], pair[1]) if known else (outputs, None)
     logits, loss = getattr(outputs, "logits", None), getattr(outputs, "loss", None)
     if not isinstance(logits, Tensor):
         return outputs, None

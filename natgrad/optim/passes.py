@@ -63,17 +63,20 @@ class Made:
         passed: The pass.
         values: The tensors that it returned, detached.
         versions: Of these tensors, at that time.
+        is_tensor: True for a tensor itself, False for one or several in a container.
     """
 
     passed: Any
     values: list[Tensor]
     versions: tuple[int, ...]
+    is_tensor: bool
 
 
 def mark(outputs: Any, passed: Any, key: object) -> None:
     """Write into the graph of a pass's outputs where they come from. The graph itself keeps it, nothing else does."""
     tensors = list(leaves(outputs))
-    made = Made(passed, [t.detach() for t in tensors], tuple(t._version for t in tensors))
+    versions = tuple(t._version for t in tensors)
+    made = Made(passed, [t.detach() for t in tensors], versions, isinstance(outputs, Tensor))
     for index, tensor in enumerate(tensors):
         if tensor.grad_fn is not None:
             marks_of(tensor.grad_fn).setdefault(key, {})[tensor.output_nr] = made, index
@@ -231,10 +234,10 @@ def find_route(outputs: Any, key: object, params: Iterable[Tensor]) -> Route | N
     if tensors and all(found is not None for found in direct):
         made = unique(found[0] for found in direct if found is not None)
         places = [place_of(found, made) for found in direct if found is not None]
-        whole = len(tensors) == 1 and isinstance(outputs, Tensor) and [len(one.values) for one in made] == [1]
+        unpicked = isinstance(outputs, Tensor) and [one.is_tensor for one in made] == [True]
         numbers = iter(places)
         tree = map_tensors(outputs, lambda _: torch.tensor(next(numbers)))
-        return Route(tuple(one.passed for one in made), None if whole else Picked(tree))
+        return Route(tuple(one.passed for one in made), None if unpicked else Picked(tree))
     graph = walk([(t.grad_fn, t.output_nr) for t in tensors if t.grad_fn is not None], key)
     if not graph.sources:
         return None

@@ -8,6 +8,7 @@ action space.
 from natgrad.ground.messages import find_name
 from natgrad.policy.advantage import Rollout, gae
 from natgrad.policy.environments import EnvironmentFault, Episode
+from natgrad.policy.evaluation import EvalCallback, make_vec_env
 from natgrad.policy.heads import (
     DiscreteHead,
     GaussianHead,
@@ -28,6 +29,7 @@ __all__ = [
     "DiscreteHead",
     "EnvironmentFault",
     "Episode",
+    "EvalCallback",
     "GaussianHead",
     "Head",
     "LearningHistory",
@@ -42,6 +44,7 @@ __all__ = [
     "SquashedGaussianHead",
     "acktr",
     "gae",
+    "make_vec_env",
 ]
 
 # not by a def: type checkers would then take any name for one that exists

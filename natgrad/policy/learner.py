@@ -51,7 +51,8 @@ from natgrad.policy.advantage import (
 from natgrad.policy.environments import Environments, Episode, take_action
 from natgrad.policy.heads import GaussianHead, Head, choose_head
 from natgrad.policy.rollout import ObservationScale, collect_steps, join_episodes, join_moments
-from natgrad.policy.sb3 import Translation, as_learning, as_policy, as_prediction, per_agent
+from natgrad.policy.sb3 import Translation, as_learning, as_policy, check_prediction, per_agent
+from natgrad.policy.scalar_log import ScalarLog
 from natgrad.policy.settings import CriticTraining, NaturalStep, Rollouts, choose_damping
 from natgrad.policy.update import Move, Proposal, Surrogate, SurrogateLoss, propose_nothing, take_step
 from natgrad.rules import FlatStep, Quadratic, Rule
@@ -107,6 +108,7 @@ class PolicyLearner(Explained):
         join = partial(join_moments, self.processes)
         self.reward_scale = RewardScale(self.worlds.count, self.rollouts.gamma, self.rollouts.normalize_rewards, join)
         self.history = LearningHistory()
+        self.log = ScalarLog(choices.log if self.processes.rank == 0 else None, type(self).__name__)
         self.rollout: Rollout | None = None
         self.steps, self.updates, self._begun, self._amount, self._memory = 0, 0, 0, self.damping.initial(), None
 
@@ -185,11 +187,12 @@ class PolicyLearner(Explained):
         steps = check_integer("total_steps", steps, 1)
         check_callback(callback, "the learner")
         begun = self.steps
-        with Progress("steps", steps, self.verbose if progress is None else progress) as shown:
+        with Progress("steps", steps, self.verbose if progress is None else progress) as shown, self.log as log:
             while self.steps < begun + steps:
                 try:
                     self._update()
                     last = self.history.last()
+                    log.write_update(last)
                     shown.update(self.steps - begun, {word: last[key] for word, key in SHOWN.items()})
                     if callback is not None and self._ends(callback(self) is True):
                         break
@@ -307,22 +310,23 @@ class PolicyLearner(Explained):
             return self.metric.at(self.params, states)
 
     @torch.no_grad()
-    def predict(self, observation: Any, deterministic: bool = True, **spelled: Any) -> Any:
-        """The action for an observation, scaled by what training has seen; ValueError for a wrong shape, or NaN.
+    def predict(self, observation: Any, deterministic: bool = True, **spelled: Any) -> tuple[Any, None]:
+        """(action, None) for an observation, scaled by what training has seen; ValueError for a wrong shape, or NaN.
+
+        The None is the state of a recurrent policy, which none is here: `action, _ = agent.predict(observation)`.
 
         Args:
             observation: As the environment gives it, or a batch of them for a batch of actions.
             deterministic: True for the likeliest action, False for a draw, from a generator that training does not use.
-            **spelled: With `state` or `episode_start`, as stable-baselines3 passes, the answer is (action, None).
+            **spelled: `state` and `episode_start`, as stable-baselines3 passes them, are of no use.
         """
-        paired = as_prediction(deterministic, spelled)
+        check_prediction(deterministic, spelled)
         states, alone = self._states(observation)
         with use_eval_mode(self.actor):
             rows = run_detached(lambda: self.actor(states))
         draws = self.head.mode(rows) if deterministic else self.head.draw(rows, self._predictions)
         actions = self.head.actions(draws)
-        answer = take_action(actions, 0) if alone else actions
-        return (answer, None) if paired else answer
+        return take_action(actions, 0) if alone else actions, None
 
     def _states(self, observation: Any) -> tuple[Tensor, bool]:
         raw = np.asarray(observation)

@@ -28,7 +28,6 @@ RADIUS = 0.01
 """Nats per state, and for real actions per entry of an action."""
 
 OFF: dict[str, tuple[Any, str]] = {
-    "tensorboard_log": (None, "write the history where you like in callback="),
     "use_sde": (False, "draws are independent from step to step"),
     "sde_sample_freq": (-1, "draws are independent from step to step"),
     "rollout_buffer_class": (None, "a batch is kept for one update"),
@@ -60,6 +59,7 @@ class Translation:
     device: Any = None  # of the default network; None where it was not said
     hidden: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     activation: type[nn.Module] | None = None  # between them; None where it was not said
+    log: Any = None  # folder of what TensorBoard shows; None for no such thing
 
     def find_radius(self, head: Head) -> float:
         """The bound on an update's mean KL, in nats per state."""
@@ -93,7 +93,7 @@ def translate_choices(caller: str, radius: float | None, choices: dict[str, Any]
         if ours.pop(name) != neutral:
             raise TypeError(f"{caller} takes no {name!r}: {advice}")
     hidden, activation = translate_network(caller, ours.pop("policy_kwargs", None))
-    verbose, device = ours.pop("verbose", None), ours.pop("device", None)
+    verbose, device, log = (ours.pop(name, None) for name in ("verbose", "device", "tensorboard_log"))
     return Translation(
         ours,
         radius=radius,
@@ -104,6 +104,7 @@ def translate_choices(caller: str, radius: float | None, choices: dict[str, Any]
         device=None if device == "auto" else device,
         hidden=hidden,
         activation=activation,
+        log=log,
     )
 
 
@@ -173,7 +174,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 ADVICE = {
     "log_interval": "every update is in the history that learn returns",
-    "tb_log_name": "write the history where you like in callback=",
+    "tb_log_name": "tensorboard_log= of the agent is the folder, and its runs are called TRPO_1, TRPO_2, ...",
     "reset_num_timesteps": "learn always goes on; build a new agent to begin anew",
 }
 
@@ -207,9 +208,8 @@ def as_learning(total_steps: Any, progress: Any, spelled: dict[str, Any]) -> tup
     return total_steps, progress
 
 
-def as_prediction(deterministic: Any, spelled: dict[str, Any]) -> bool:
-    """Whether a pair (action, state) is wanted, as by callers that pass `state` or `episode_start`."""
-    # TypeError for other arguments, and for anything but a truth value: their second argument is the state.
+def check_prediction(deterministic: Any, spelled: dict[str, Any]) -> None:
+    """TypeError for other arguments than ours, and for anything but a truth value: their second one is the state."""
     if not isinstance(deterministic, (bool, np.bool_)):
         raise TypeError(
             f"deterministic is {deterministic!r}, expected True or False: policies have no recurrent state, write "
@@ -219,7 +219,6 @@ def as_prediction(deterministic: Any, spelled: dict[str, Any]) -> bool:
         raise TypeError(f"predict takes no {name!r}: its arguments are observation and deterministic")
     if spelled.get("state") is not None:
         raise TypeError("state is not None: policies have no recurrent state; leave it out")
-    return bool(spelled)
 
 
 class PerAgent:

@@ -15,7 +15,7 @@ from natgrad.residuals.differential import (
     time_derivative,
 )
 from natgrad.residuals.fields import Field
-from natgrad.residuals.optimizer import ResidualOptimizer
+from natgrad.residuals.optimizer import ResidualHistory, ResidualOptimizer
 from natgrad.residuals.point_weights import Causal, PointWeights, WhereLarge, draw_where_large
 from natgrad.residuals.residual_terms import residuals
 from natgrad.residuals.system import ResidualMetric
@@ -26,6 +26,7 @@ __all__ = [
     "HardConstraint",
     "Periodic",
     "PointWeights",
+    "ResidualHistory",
     "ResidualMetric",
     "ResidualOptimizer",
     "WhereLarge",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, cast
@@ -11,10 +11,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from natgrad.ground.checks import check_share
+from natgrad.ground.checks import check_integer, check_share
 from natgrad.ground.exchanges import share_count, sum_numbers
 from natgrad.ground.jets import Affine, LayerRows
 from natgrad.ground.linalg import gram
+from natgrad.ground.messages import Columns
+from natgrad.ground.progress import Progress, check_callback
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.ground.spaces import Params, Space
 from natgrad.operators import JoinedRows, Operator, computes_block
@@ -314,6 +316,31 @@ ATTEMPTS = 5
 """How often the system of one step is solved, each time with more damping, until the rule takes its solution."""
 IDLE = 1e-6
 """The share of the mean unit that every entry has, so that one that does nothing yet is damped too."""
+SEED_DISTANCE = 1_000_003
+"""Between the seeds of two processes' points."""
+
+Sample = Callable[[torch.Generator], Mapping[str, Any]]
+
+
+class ResidualHistory(Columns):
+    """Lists of equal length, one entry per step: `history["loss"]`, and the mean square of every term by its name.
+
+    Args:
+        terms: Their names. One that is called "loss" is not listed by itself.
+    """
+
+    def __init__(self, terms: Iterable[str]) -> None:
+        super().__init__(("loss", *(name for name in terms if name != "loss")), "steps")
+
+    def add(self, loss: float, terms: Mapping[str, float]) -> None:
+        """Add one step.
+
+        Args:
+            loss: The weighted sum.
+            terms: Name -> mean square of the term; NaN for those that are not given.
+        """
+        for name, column in self._columns.items():
+            column.append(loss if name == "loss" else terms.get(name, math.nan))
 
 
 class ResidualOptimizer(NaturalGradient):
@@ -382,6 +409,82 @@ class ResidualOptimizer(NaturalGradient):
 
         super().step(evidence=gather)
         return losses[0] if losses and self.state_report().status != "skipped" else torch.full((), math.nan)
+
+    @keep_gradient_mode
+    def fit(
+        self,
+        steps: int,
+        sample: Sample | Mapping[str, Any],
+        *,
+        seed: int = 0,
+        callback: Callable[[ResidualOptimizer], Any] | None = None,
+        progress: bool | None = None,
+    ) -> ResidualHistory:
+        """Several steps, each on points drawn for it. Ctrl-C ends them after the last whole one.
+
+        Args:
+            steps: How many.
+            sample: Called before each step with a `torch.Generator` on the network's device; returns the points of each
+                term by its name, as `step` takes them. A dict of points stands for the same ones at every step.
+            seed: The generator is seeded by this, by the number of steps so far and by the process: a run that goes on
+                from a checkpoint draws what it would have drawn.
+            callback: Called with this optimizer after each step; no more steps are taken if it returns True.
+            progress: True for a line that shows how far it is, False for none; None for one where the standard error is
+                a terminal.
+
+        Returns:
+            The loss and the mean square of every term, each before its step; NaN for a step that was left out.
+
+        Raises:
+            TypeError: If `sample` is no function and no dict, or returns no dict.
+
+        Example:
+            >>> net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+            >>> terms = {"inside": lambda u, x: ng.laplacian(u, x) + 1, "boundary": lambda u, x: u(x)}
+            >>> opt, ends = ng.residuals(net, terms), torch.tensor([[0.0], [1.0]]).double()
+            >>> def sample(generator):
+            ...     inside = torch.rand(50, 1, generator=generator, dtype=torch.float64)
+            ...     return {"inside": inside, "boundary": ends}
+            >>> history = opt.fit(60, sample)
+            >>> len(history["loss"]), history["loss"][-1] < 1e-6
+            (60, True)
+        """
+        steps, history = check_integer("steps", steps, 0), ResidualHistory(self.system.terms)
+        check_callback(callback, "the optimizer")
+        if not isinstance(sample, Mapping) and not callable(sample):
+            raise TypeError(
+                f"sample is {type(sample).__name__}, expected a function of a torch.Generator that returns a dict of "
+                "points by term, or such a dict: fit(100, {'inside': x, 'boundary': y})"
+            )
+        with Progress("steps", steps, progress) as shown:
+            try:
+                while len(history) < steps:
+                    loss = float(self.step(**self._draw(sample, seed)))
+                    history.add(loss, {} if math.isnan(loss) else self.losses)
+                    shown.update(len(history), {"loss": loss, **self.losses})
+                    if self._ends(callback is not None and callback(self) is True):
+                        break
+            except KeyboardInterrupt:
+                pass  # a step is taken whole or not at all
+        return history
+
+    def _draw(self, sample: Sample | Mapping[str, Any], seed: int) -> Mapping[str, Any]:
+        """The points of the next step."""
+        if isinstance(sample, Mapping):
+            return sample
+        generator = torch.Generator(next(iter(self._named.values())).device)
+        points = sample(generator.manual_seed(seed + self._state.step + SEED_DISTANCE * self.processes.rank))
+        if not isinstance(points, Mapping):
+            raise TypeError(
+                f"sample returned {type(points).__name__}, expected a dict of points by term: the terms are "
+                f"{list(self.system.terms)}"
+            )
+        return points
+
+    def _ends(self, asked: bool) -> bool:
+        """True if the callback of some process asked to end."""
+        device = next(iter(self._named.values())).device
+        return any(ends for (ends,) in self.processes.share_numbers([asked], device))
 
     def evaluate(self, /, **points: Any) -> dict[str, Tensor]:
         """The residuals of the terms, without a step.

@@ -41,9 +41,9 @@ def residuals(
     """Train a network so that residuals vanish: the loss sum_k w_k mean |r_k|^2 over named terms, each on its points.
 
     A term is a function of the network `u` and one point `x`, a tensor (d,): `u(x)`, `ng.grad(u, x)` and
-    `ng.laplacian(u, x)` are its values and derivatives there. The library batches it. Points may be others at every
-    step. Every step is Gauss-Newton's with Levenberg-Marquardt damping in units of the metric's own diagonal, and is
-    bent by its geodesic acceleration; a step that would raise the loss is not taken.
+    `ng.laplacian(u, x)` are its values and derivatives there; `torch.autograd.grad` works too. The library batches it.
+    Points may be others at every step. Every step is Gauss-Newton's with Levenberg-Marquardt damping in units of the
+    metric's own diagonal, and is bent by its geodesic acceleration; a step that would raise the loss is not taken.
 
     Args:
         net: The network. For several unknowns a list or a dict of modules and of parameters (coefficients to be found):
@@ -73,8 +73,9 @@ def residuals(
         on_trouble: What a step does for a number that is not finite: "raise" or "skip", as in `ng.NaturalGradient`.
 
     Returns:
-        An optimizer: `.step(inside=points, boundary=points)` takes one step and returns the loss before it, `.losses`
-        has the mean square of every term, `.state_report()` how the step went.
+        An optimizer: `.step(inside=points, boundary=points)` takes one step and returns the loss before it,
+        `.fit(steps, sample)` several on points that it draws; `.losses` has the mean square of every term,
+        `.state_report()` how the step went.
 
     Raises:
         TypeError: For terms or unknowns of another kind.

@@ -35,9 +35,8 @@ CLOSE = 1e-3
 """How far a network's values for one point and for two may differ, relative: above round-off in single precision."""
 ONE_BY_ONE = (
     "natgrad: term {name!r} takes one backward pass per residual, since torch.func cannot take all points at once "
-    "({error}): build it of torch operations, torch.where in place of if and torch.sin of math.sin, without "
-    "torch.autograd.grad or .requires_grad_() in the network's forward, and write the derivatives in the term, with "
-    "ng.grad and ng.laplacian"
+    "({error}): build it of torch operations, torch.where in place of if and torch.sin of math.sin, and take "
+    "derivatives with ng.grad(u, x) and ng.laplacian(u, x)"
 )
 
 
@@ -60,7 +59,7 @@ class Term:
         self.networks: dict[str, LayerChain] | None = None
         self.by_rows = self.is_plain = False
         self.aliases = find_aliases(self.unknowns)
-        self.is_random = False
+        self.is_random = self.is_tracked = False
         self._noise: RandomState | None = None
         self._signature: list[Any] | None = None
         self._parameters: dict[str, set[str]] = {}
@@ -141,8 +140,8 @@ class Term:
         detached = {name: p.detach() for name, p in params.items()}  # so that a parameter seen is one that was captured
         before = RandomState.capture(point[0].device)
         try:
-            with exact_derivatives(), ParameterWatch() as watch:
-                run_detached(lambda: self._at(detached, point, notes=notes))
+            with exact_derivatives(), CallWatch() as watch:
+                self._try_both_ways(watch, lambda: run_detached(lambda: self._at(detached, point, notes=notes)))
         except NotImplementedError:
             raise
         except Exception as error:
@@ -163,11 +162,31 @@ class Term:
         self.is_random = before.differs_from(after)
         return notes
 
+    def _try_both_ways(self, watch: CallWatch, run: Callable[[], Any]) -> None:
+        """Run the function; where it calls `torch.autograd.grad`, once more as a function that torch.func tracks."""
+        refused = False
+        try:
+            run()
+        except RuntimeError:
+            if not watch.differentiates:
+                raise
+            refused = True  # the point requires no gradient
+        if watch.differentiates:
+            self.is_tracked = True
+            try:
+                run()
+            except RuntimeError:
+                if refused:
+                    raise
+                self.is_tracked = False
+
     def _find_networks(self) -> dict[str, LayerChain] | None:
         """The unknowns that are asked for, as layers; None where one is not made of them, or asked elsewhere."""
         assert self.notes is not None
         chains = {}
-        if self.is_plain or self.by_rows or self.aliases:  # rows of a parameter in two networks are one
+        if self.is_plain or self.by_rows or self.is_tracked:  # a table has no graph back to the point
+            return None
+        if self.aliases:  # rows of a parameter in two networks are one
             return None
         for name, asked in self.notes.items():
             if asked.elsewhere:
@@ -271,6 +290,15 @@ class Term:
 
     def _at(self, params: Params, point: tuple[Tensor, ...], notes: dict[str, Notes] | None = None) -> Tensor:
         """The residual (m,) at one point, by the networks themselves."""
+        dtype = next(iter(params.values())).dtype
+
+        def call(*point: Tensor) -> Tensor:
+            return flatten_residual(self.name, self.function(*self._arguments(params, point, notes), *point), dtype)
+
+        return call_tracked(call, point) if self.is_tracked else call(*point)
+
+    def _arguments(self, params: Params, point: tuple[Tensor, ...], notes: dict[str, Notes] | None) -> list[Any]:
+        """The unknowns as the function takes them."""
         arguments = []
         for name, part in self.unknowns.items():
             if not isinstance(part, nn.Module):
@@ -282,8 +310,7 @@ class Term:
                 return read(module, own, *(a.unsqueeze(0) if isinstance(a, Tensor) else a for a in args)).squeeze(0)
 
             arguments.append(Field(evaluate, point, notes=None if notes is None else notes[name]))
-        dtype = next(iter(params.values())).dtype
-        return flatten_residual(self.name, self.function(*arguments, *point), dtype)
+        return arguments
 
     def _own(self, params: Params, name: str) -> dict[str, Tensor]:
         """The trained parameters of a network, by its own names; those that it shares with another one too."""
@@ -301,7 +328,10 @@ class Term:
                     raise
                 except RuntimeError as error:
                     self._go_by_rows(error)
-            return torch.stack([self._at(params, point) for point in zip(*points, strict=True)])
+            return torch.stack(self._point_by_point(params, points))
+
+    def _point_by_point(self, params: Params, points: tuple[Tensor, ...]) -> list[Tensor]:
+        return [self._at(params, point) for point in zip(*points, strict=True)]
 
     def _functional_rows(
         self, params: Params, points: tuple[Tensor, ...], weigh: Callable[[Tensor], Tensor]
@@ -322,11 +352,15 @@ class Term:
                 self._go_by_rows(error)
         with torch.enable_grad(), mark_evaluation():
             leaves = {name: p.requires_grad_() for name, p in leaves.items()}
-            values = self._plainly(leaves, points)
+            with exact_derivatives():
+                residuals = self._point_by_point(leaves, points)
+            values = torch.stack(residuals)
             check_followed(values, leaves, evaluate=lambda moved: self._plainly(moved, points))
+            # each from its own point's graph: from the stack torch walks through those of all points
             gradients = [
-                torch.autograd.grad(value, list(leaves.values()), retain_graph=True, materialize_grads=True)
-                for value in values.mT.reshape(-1)
+                torch.autograd.grad(residual[i], list(leaves.values()), retain_graph=True, materialize_grads=True)
+                for i in range(values.shape[1])
+                for residual in residuals
             ]
         b, m = values.shape
         stacked = [torch.stack([row[i].reshape(-1) for row in gradients]).view(m, b, -1) for i in range(len(leaves))]
@@ -360,6 +394,42 @@ def differentiate_columns(values: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     return [torch.stack(parts) for parts in zip(*columns, strict=True)]
 
 
+class PointDerivatives(TorchFunctionMode):
+    """Inside, `torch.autograd.grad` in a tracked point keeps the graph to the parameters, as a training needs it.
+
+    Args:
+        nothing: A zero that depends on the point: what is to require a gradient gets it added.
+    """
+
+    def __init__(self, nothing: Tensor) -> None:
+        super().__init__()
+        self.nothing = nothing
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.requires_grad_ and all((*args[1:], *kwargs.values())):  # torch.func refuses it
+            return args[0] if args[0].requires_grad else args[0] + self.nothing
+        if func is torch.autograd.grad:
+            kwargs = {**kwargs, "create_graph": True}
+        return func(*args, **kwargs)
+
+
+def call_tracked(call: Callable[..., Tensor], point: tuple[Tensor, ...]) -> Tensor:
+    """call(*point), inside of which `torch.autograd.grad` in the point works, under torch.func's transforms too."""
+    floating = [i for i, part in enumerate(point) if part.is_floating_point()]
+    if not floating:
+        return call(*point)
+
+    def run(*tracked: Tensor) -> Tensor:
+        arguments = list(point)
+        for i, part in zip(floating, tracked, strict=True):
+            arguments[i] = part
+        with PointDerivatives(0 * tracked[0].sum()):
+            return call(*arguments)
+
+    return torch.func.vjp(run, *(point[i] for i in floating))[0]
+
+
 def read(module: nn.Module, own: Params, *args: Any) -> Tensor:
     """A network's outputs for a batch, with these parameters in the place of its own."""
     return call_with(module, own, *args)
@@ -384,18 +454,21 @@ def params_of(params: Params, name: str) -> dict[str, Tensor]:
 # What a term may not do, said before the first step: its networks, and the parameters that it uses past them
 
 
-class ParameterWatch(TorchFunctionMode):
-    """Inside, notes every `nn.Parameter` that requires a gradient and that a torch function is given.
+class CallWatch(TorchFunctionMode):
+    """Inside, notes what torch functions are given that a term has from elsewhere than its arguments.
 
     Attributes:
-        seen: The parameters, by identity.
+        seen: Every `nn.Parameter` that requires a gradient, by identity.
+        differentiates: True after a call of `torch.autograd.grad`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: dict[int, nn.Parameter] = {}
+        self.differentiates = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.differentiates |= func is torch.autograd.grad
         for leaf in leaves((args, kwargs)):
             if isinstance(leaf, nn.Parameter) and leaf.requires_grad:
                 self.seen[id(leaf)] = leaf

@@ -76,6 +76,7 @@ LAB = House(
         "equations": 2,
         "policies": 2,
         "quantum": 2,
+        "descent": 2,
         "cli": 3,
     },
     shared=frozenset({0}),

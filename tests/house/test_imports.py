@@ -45,6 +45,7 @@ LATE = {
     "lab/natgrad_lab/data.py": "scikit-learn takes seconds, and most data sets do without it",
     "natgrad/layers/taps.py": "DTensor takes seconds, and models in one part do without it",
     "natgrad/ground/whole_tensors.py": "the same",
+    "natgrad/policy/scalar_log.py": "torch's writer imports tensorboard, which few need",
 }
 NEEDY = {
     "search",

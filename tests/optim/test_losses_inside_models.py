@@ -91,6 +91,23 @@ def test_the_model_s_own_loss_takes_the_steps_of_its_criterion(pack: str, recipe
     torch.testing.assert_close(*(torch.tensor(run, dtype=torch.float64) for run in runs), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("pack", [lambda logits, loss: (logits, None), lambda logits, loss: [None, logits, None]])
+def test_a_pair_without_a_loss_is_its_logits(pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+    runs = list[list[float]]()
+    for name in ("a pair without a loss", "the logits"):
+        monkeypatch.setitem(PACKS, "a pair without a loss", pack)
+        model, x, y = build_model(name)
+        opt, losses = ng.kfac(model, LOSS), list[float]()
+        for _ in range(3):
+            opt.zero_grad()
+            loss = opt.loss(model(x), y)
+            loss.backward()
+            opt.step()
+            losses.append(float(loss.detach()))
+        runs.append(losses)
+    assert runs[0] == runs[1]
+
+
 def test_micro_batches_and_evaluation_take_the_model_s_own_loss_too():
     model, x, y = build_model()
     opt = ng.kfac(model, LOSS)

@@ -223,7 +223,7 @@ def test_learns_the_best_arm(name: str):
     agent = VARIANTS[name](env=[Bandit() for _ in range(16)], radius=0.05)
     assert agent.learn(64 * 12)["return"][0] < 0.6
     assert agent.history["return"][-1] > 0.7
-    assert agent.predict(np.array([1, 0], dtype=np.float32)) == 2
+    assert agent.predict(np.array([1, 0], dtype=np.float32))[0] == 2
     assert agent.evaluate(Bandit(), 3) == [1.0] * 3
 
 
@@ -231,7 +231,7 @@ def test_learns_to_walk_to_the_goal():
     agent = small([Corridor(7) for _ in range(8)], radius=0.05)
     agent.learn(64 * 12)
     assert np.mean(agent.evaluate([Corridor(7) for _ in range(5)], 5)) == 1.0
-    assert [agent.predict(place) for place in (3, 4, 5)] == [1, 1, 1]
+    assert [agent.predict(place)[0] for place in (3, 4, 5)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("column", [True, False])

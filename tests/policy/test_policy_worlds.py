@@ -332,6 +332,6 @@ def test_observation_spaces():
     for space in (spaces.MultiDiscrete([2, 3]), spaces.MultiBinary(4), spaces.Box(0, 255, (2, 3), np.uint8)):
         agent = small(Seen(space), batch=16)
         agent.learn(16)
-        assert agent.predict(space.sample()) in (0, 1)
+        assert agent.predict(space.sample())[0] in (0, 1)
     with pytest.raises(ValueError, match=r"observation space is Dict.*FlattenObservation"):
         small(Seen(spaces.Dict({"a": spaces.Discrete(2)})))

@@ -67,7 +67,6 @@ TRANSLATED: dict[str, tuple[dict[str, Any], str]] = {
     "both batches": ({"n_steps": 32, "batch": 64}, "n_steps and batch, which both count"),
     "both names": ({"ent_coef": 0.0, "entropy_weight": 0.0}, "entropy_weight and ent_coef, which mean the same"),
     "sde": ({"use_sde": True}, "no 'use_sde': draws are independent"),
-    "log": ({"tensorboard_log": "runs"}, "no 'tensorboard_log': write the history where you like in callback="),
     "subsample": ({"sub_sampling_factor": 2}, "no 'sub_sampling_factor': metric_batch=256"),
     "PPO": ({"clip_range": 0.2}, "no 'clip_range': radius= bounds the KL"),
     "epochs": ({"n_epochs": 10}, "no 'n_epochs': the policy moves once per batch, and critic_epochs="),
@@ -108,10 +107,16 @@ def test_learning_takes_their_words_and_translates_the_others():
     assert ours.steps == theirs.steps
 
 
-def test_a_prediction_is_a_pair_for_callers_that_pass_a_state():
+def test_a_prediction_is_a_pair_of_action_and_state():
     agent, seen = agent_of(), np.zeros((3, 2), dtype=np.float32)
-    action = agent.predict(seen)
-    for spelled in ({"state": None}, {"episode_start": np.ones(3, dtype=bool)}, {"state": None, "episode_start": None}):
+    action = agent.predict(seen, deterministic=True)[0]
+    assert np.array_equal(agent.predict(seen[0])[0], action[0])
+    for spelled in (
+        {},
+        {"state": None},
+        {"episode_start": np.ones(3, dtype=bool)},
+        {"state": None, "episode_start": None},
+    ):
         found, state = agent.predict(seen, deterministic=True, **spelled)
         assert np.array_equal(found, action)
         assert state is None
@@ -221,6 +226,6 @@ def test_images_come_from_zero_to_one_with_their_channels_where_a_convolution_wa
         assert network.seen.shape[1:] == (3, 8, 9)
         assert set(network.seen.unique().tolist()) == {0.0, 1.0}
     image = world.reset(seed=0)[0]
-    assert agent.predict(image) in (0, 1)
+    assert agent.predict(image)[0] in (0, 1)
     last = image if shape[0] == 3 else np.moveaxis(image, -1, 0)
     assert np.allclose(policy.seen[0], last / 255)

@@ -66,7 +66,7 @@ def learn(env: Any) -> Any:
 def test_every_action_space_of_one_is_learnt_and_acted_in(name):
     env = World(actions=ACTIONS[name])
     agent = learn(env)
-    assert env.action_space.contains(agent.predict(env.observation_space.sample()))
+    assert env.action_space.contains(agent.predict(env.observation_space.sample())[0])
     if isinstance(env.action_space, spaces.Discrete | spaces.MultiDiscrete):
         learn(SyncVectorEnv([lambda: World(actions=ACTIONS[name])] * 2))
 
@@ -76,7 +76,7 @@ def test_every_observation_space_of_one_is_learnt(name):
     env = World(OBSERVATIONS[name])
     agent = learn(env)
     seen = [env.observation_space.sample() for _ in range(3)]
-    assert [agent.predict(each) for each in seen] == list(agent.predict(np.stack(seen)))
+    assert [agent.predict(each)[0] for each in seen] == list(agent.predict(np.stack(seen))[0])
     learn(SyncVectorEnv([lambda: World(OBSERVATIONS[name])]))
 
 

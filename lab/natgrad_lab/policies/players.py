@@ -98,7 +98,7 @@ class NatgradPlayer:
 
     def act(self, observations: np.ndarray) -> np.ndarray:
         """Likeliest actions."""
-        return self.agent.predict(observations)
+        return self.agent.predict(observations)[0]
 
     def recent(self) -> float:
         """Training return."""

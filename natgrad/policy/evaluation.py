@@ -1,0 +1,131 @@
+"""Evaluations during learning, and environments side by side: named as stable-baselines3 names them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from natgrad.ground.checks import check_integer
+from natgrad.ground.messages import write_choices
+from natgrad.ground.progress import check_callback
+from natgrad.policy.environments import import_gymnasium, make_environment
+
+if TYPE_CHECKING:
+    from natgrad.policy.learner import PolicyLearner
+
+BEST = "best_model.pt"
+
+
+class EvalCallback:
+    """Evaluates a policy now and then and saves the best one: `agent.learn(100_000, ng.policy.EvalCallback(env))`.
+
+    Every evaluation has the same seed, so that policies are compared on the same starts. It changes nothing of the
+    training.
+
+    Args:
+        eval_env: As for the agent; other environments than those of the training.
+        callback_on_new_best: Called with the agent after an evaluation that was the best so far; learning stops if it
+            returns True.
+        n_eval_episodes: Episodes of an evaluation.
+        eval_freq: Steps of all environments together: an evaluation follows the update in which a multiple of it is
+            reached.
+        best_model_save_path: Folder in which the best agent is saved, as `best_model.pt`; None for nowhere.
+        deterministic: True for the likeliest actions, False for draws.
+        seed: Of the environments.
+
+    Attributes:
+        history: `history["steps"]`, `history["mean_reward"]` and `history["std_reward"]`, an entry per evaluation.
+        last_mean_reward: Of the last evaluation.
+        best_mean_reward: The largest so far.
+
+    Example:
+        >>> watch = ng.policy.EvalCallback("CartPole-v1", n_eval_episodes=2, eval_freq=64)
+        >>> history = ng.TRPO(None, "CartPole-v1", batch=64).learn(128, callback=watch)
+        >>> watch.history["steps"]
+        [64, 128]
+    """
+
+    def __init__(
+        self,
+        eval_env: Any,
+        callback_on_new_best: Callable[[PolicyLearner], Any] | None = None,
+        n_eval_episodes: int = 5,
+        eval_freq: int = 10_000,
+        best_model_save_path: str | Path | None = None,
+        deterministic: bool = True,
+        *,
+        seed: int = 0,
+    ) -> None:
+        check_callback(callback_on_new_best, "the learner")
+        several = isinstance(eval_env, (list, tuple))
+        self.eval_env = [make_environment(env) for env in eval_env] if several else make_environment(eval_env)
+        self.callback_on_new_best = callback_on_new_best
+        self.n_eval_episodes = check_integer("n_eval_episodes", n_eval_episodes)
+        self.eval_freq = check_integer("eval_freq", eval_freq)
+        self.folder = None if best_model_save_path is None else Path(best_model_save_path)
+        self.deterministic, self.seed = deterministic, seed
+        self.history: dict[str, list[float]] = {"steps": [], "mean_reward": [], "std_reward": []}
+        self.last_mean_reward = self.best_mean_reward = -math.inf
+
+    def __repr__(self) -> str:
+        return write_choices(self, n_eval_episodes=self.n_eval_episodes, eval_freq=self.eval_freq)
+
+    def __call__(self, agent: PolicyLearner) -> bool:
+        """Evaluate, if it is time. True if learning is to stop.
+
+        Args:
+            agent: Under training.
+        """
+        before = agent.history["steps"][-2] if agent.updates > 1 else 0
+        if agent.steps // self.eval_freq == before // self.eval_freq:
+            return False
+        returns = agent.evaluate(self.eval_env, self.n_eval_episodes, deterministic=self.deterministic, seed=self.seed)
+        self.last_mean_reward = float(np.mean(returns))
+        row = {"steps": agent.steps, "mean_reward": self.last_mean_reward, "std_reward": float(np.std(returns))}
+        for name, value in row.items():
+            self.history[name].append(value)
+        agent.log.write({"eval/mean_reward": self.last_mean_reward}, agent.steps)
+        if self.last_mean_reward <= self.best_mean_reward:
+            return False
+        self.best_mean_reward = self.last_mean_reward
+        if self.folder is not None and agent.processes.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            agent.save(self.folder / BEST)
+        return self.callback_on_new_best is not None and self.callback_on_new_best(agent) is True
+
+
+def make_vec_env(
+    env_id: str | Callable[..., Any],
+    n_envs: int = 1,
+    seed: None = None,
+    *,
+    env_kwargs: dict[str, Any] | None = None,
+    wrapper_class: Callable[[Any], Any] | None = None,
+) -> list[Any]:
+    """Several environments of one kind, for an agent: `ng.TRPO("MlpPolicy", ng.policy.make_vec_env("CartPole-v1", 4))`.
+
+    Args:
+        env_id: A registered name, or what makes an environment.
+        n_envs: How many.
+        seed: Of the agent, and not of its environments.
+        env_kwargs: Given to each as it is made.
+        wrapper_class: Around each.
+
+    Raises:
+        TypeError: If a seed is given.
+
+    Example:
+        >>> agent = ng.TRPO("MlpPolicy", ng.policy.make_vec_env("CartPole-v1", n_envs=4), n_steps=16, seed=0)
+        >>> agent.learn(64)["steps"]
+        [64]
+    """
+    if seed is not None:
+        raise TypeError("make_vec_env takes no 'seed': the agent seeds its environments, ng.TRPO(policy, env, seed=0)")
+    gym, own = import_gymnasium(), env_kwargs or {}
+    make = gym.make if isinstance(env_id, str) else lambda make, **own: make(**own)
+    environments = [make(env_id, **own) for _ in range(check_integer("n_envs", n_envs))]
+    return environments if wrapper_class is None else [wrapper_class(env) for env in environments]
