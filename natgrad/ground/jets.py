@@ -221,7 +221,7 @@ class LayerChain:
                 value = nn.functional.linear(value, weight, None if part.bias is None else state[part.bias])
                 if left and jacobian is None:
                     jacobian = weight.mT if dims is None else weight.mT[list(dims)]
-                elif left:
+                elif left and jacobian is not None:
                     jacobian = jacobian @ weight.mT
                 continue
             assert not isinstance(part, (Features, Constraint))
@@ -539,10 +539,10 @@ def differentiate_map(function: Function, inputs: Tensor, layout: Derivatives) -
             jets[layout.place_of(i)] = along(inputs)
             continue
         with exact_derivatives():
-            first, second = torch.func.jvp(along, (inputs,), (unit,))
-        jets[layout.place_of(i)] = first
+            pair = torch.func.jvp(along, (inputs,), (unit,))
+        jets[layout.place_of(i)] = pair[0]
         for group in groups:
-            jets[layout.place_of_sum(group)] += second
+            jets[layout.place_of_sum(group)] += pair[1]
     return jets
 
 
