@@ -98,7 +98,7 @@ def race_of(name: str, title: str) -> Experiment:
             contestant(word, workload.batch, workload.rates.get(word), workload.but, falls=settings.falls)
             for word in (*contestants_of_ours(), *PEERS)
         )
-        return (replace(workload.make(), name=name, contestants=among),)
+        return (replace(workload.make(), name=name, contestants=among, share=1.0),)
 
     return race(title, f"{name} of the step's races", Settings, tasks)
 

@@ -167,7 +167,7 @@ WORKLOADS: dict[str, StepWorkload] = {
     "vit": StepWorkload(lambda: cifar("vit"), 64, (200,), (60.0,), ("place", "head.weight"), looked_at=250),
     "autoencoder": StepWorkload(lambda: deep("mnist", "torch"), 500, (80,), (60.0,), rates=SUMMED),
     "autoencoder-glorot": StepWorkload(lambda: deep("mnist", "glorot"), 500, (80,), (60.0,), rates=SUMMED),
-    "curves": StepWorkload(lambda: deep("curves", "torch"), 500, (80,), (30.0,), rates=SUMMED),
+    "curves": StepWorkload(lambda: deep("curves", "torch"), 500, (80,), (10.0,), rates=SUMMED),
     "digits-autoencoder": StepWorkload(lambda: deep("digits", "torch"), 256, (200,), (), rates=SUMMED),
     "plain-fashion": StepWorkload(
         lambda: plain("plain-fashion", fashion_mnist, (784, 256, 256, 10)),
