@@ -110,10 +110,10 @@ def maximize_likelihood(
             before = length
     if status == "converged" and search.is_saddle():
         status = "saddle"
-    found = MaximumLikelihood(search.estimate, status, search.steps, search.distance, search.log_p, chosen, data)
+    result = MaximumLikelihood(search.estimate, status, search.steps, search.distance, search.log_p, chosen, data)
     if status in ADVICE:
-        warnings.warn(f"{found}: {ADVICE[status]}", stacklevel=3)
-    return found
+        warnings.warn(f"{result}: {ADVICE[status]}", stacklevel=3)
+    return result
 
 
 ADVICE = {
@@ -178,8 +178,8 @@ class Ascent:
     @property
     def estimate(self) -> Estimate:
         """As the user gave the start."""
-        found = {name: p.detach().clone() for name, p in self.named.items()}
-        return found["params"] if self.single else found
+        values = {name: p.detach().clone() for name, p in self.named.items()}
+        return values["params"] if self.single else values
 
     @keep_gradient_mode
     def step(self) -> tuple[float | None, float]:
@@ -187,12 +187,12 @@ class Ascent:
         before = self.space.flatten({name: p.detach().clone() for name, p in self.named.items()})
         self.optimizer.observe(self.data)
         self.optimizer.step(self._evaluate)
-        told = self.optimizer.state_report()
+        report = self.optimizer.state_report()
         self.steps += 1
-        if not told.rate > 0:
+        if not report.rate > 0:
             return None, 0.0
         # whole steps have d^T G d = 2 kl / rate^2, and theta's covariance is (n G)^-1
-        self.distance = math.sqrt(max(0.0, 2 * self.rows.batch() * told.kl)) / told.rate
+        self.distance = math.sqrt(max(0.0, 2 * self.rows.batch() * report.kl)) / report.rate
         after = self.space.flatten({name: p.detach() for name, p in self.named.items()})
         self.log_p = -float(self._loss().detach()) * self.rows.batch()
         return self.distance, float((after - before).norm())
@@ -202,8 +202,8 @@ class Ascent:
         loss = self._evaluate()
         gradient = self.space.flatten({name: p.grad for name, p in self.named.items()})
         operator = self.metric.at(self.named, self.data)
-        whole = natural_gradient(operator, gradient, solver=Direct(absolute=True)).value
-        gain = max(0.0, float(gradient @ whole))
+        direction = natural_gradient(operator, gradient, solver=Direct(absolute=True)).value
+        gain = max(0.0, float(gradient @ direction))
         self.distance, self.log_p = math.sqrt(gain * self.rows.batch()), -float(loss.detach()) * self.rows.batch()
         if self.distance <= bound:
             return "converged"

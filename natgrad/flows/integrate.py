@@ -50,10 +50,10 @@ def flow_field(
         slope = chart.slope(xi)
         if natural:  # J^-1 I^-1 g: what J^T I J and J^T g come to
             inner = solve_or_nan(family.covariance(theta), gradient)  # NaN for a distribution without spread
-            found = solve_or_nan(slope, inner)
+            velocity = solve_or_nan(slope, inner)
         else:
-            found = slope.mT @ gradient
-        return sign * found.squeeze(-1).detach()
+            velocity = slope.mT @ gradient
+        return sign * velocity.squeeze(-1).detach()
 
     return field
 
@@ -232,8 +232,8 @@ def flow(
     Example:
         >>> flows, family = ng.flows, ng.Ising(2, [(0,), (1,)])
         >>> F = flows.expected_value(family, lambda x: x[:, 0] + 2 * x[:, 1])
-        >>> found = flows.flow(F, family, torch.zeros(2, dtype=torch.float64), 3.0)
-        >>> found.status, bool(found.values[-1] < found.values[0])
+        >>> path = flows.flow(F, family, torch.zeros(2, dtype=torch.float64), 3.0)
+        >>> path.status, bool(path.values[-1] < path.values[0])
         ('end', True)
     """
     integrator: Integrator = read_groups("flow", GROUPS, solver, OWN)["integrator"]
@@ -253,9 +253,9 @@ def flow(
     def right_hand_side(_: float, x: np.ndarray) -> np.ndarray:
         place = x.tobytes()
         if place not in known:
-            found = evaluate_field(x)
+            velocity = evaluate_field(x)
             known.clear()
-            known[place] = found
+            known[place] = velocity
         return known[place]
 
     def evaluate_field(x: np.ndarray) -> np.ndarray:
@@ -268,15 +268,15 @@ def flow(
         if not bool(_is_inside(family, chart, xi)):
             troubles.append("edge")
             return np.full_like(x, np.nan)
-        found = field(xi)
-        if not bool(torch.isfinite(found).all()):
+        velocity = field(xi)
+        if not bool(torch.isfinite(velocity).all()):
             troubles.append("not finite")
             return np.full_like(x, np.nan)
-        return found.numpy().astype(float)
+        return velocity.numpy().astype(float)
 
     def at_rest(t: float, x: np.ndarray) -> float:
-        found = right_hand_side(t, x)
-        return float(np.abs(found).max() - integrator.rest * first) if np.isfinite(found).all() else 1.0
+        velocity = right_hand_side(t, x)
+        return float(np.abs(velocity).max() - integrator.rest * first) if np.isfinite(velocity).all() else 1.0
 
     times = None if wanted is None else wanted.numpy()
     solved = integrator.solve(right_hand_side, end, start.numpy(), times, at_rest)

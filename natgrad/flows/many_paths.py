@@ -24,12 +24,12 @@ def paths(field: Field, starts: Tensor, times: Tensor, inside: Callable[[Tensor]
         substeps: Steps between two times.
     """
     now, moving = starts.clone(), inside(starts)
-    kept = [now.clone()]
+    points = [now.clone()]
     for width in times.diff().tolist():
         for _ in range(substeps):
             _advance(field, now, moving, width / substeps, inside)
-        kept.append(torch.where(moving.unsqueeze(1), now, torch.nan))
-    return torch.stack(kept, dim=1)
+        points.append(torch.where(moving.unsqueeze(1), now, torch.nan))
+    return torch.stack(points, dim=1)
 
 
 def destinations(

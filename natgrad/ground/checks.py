@@ -16,10 +16,10 @@ from torch import Tensor
 
 def check_integer(name: str, value: Any, least: int = 1, *, of: str = "", hint: str = "") -> int:
     """The value as a Python integer of at least `least`; NumPy's integers are taken too, booleans are not."""
-    found = operator.index(value) if is_integer(value) else least - 1
-    if found < least:
+    number = operator.index(value) if is_integer(value) else least - 1
+    if number < least:
         raise ValueError(f"{name} is {value!r}, expected {f'{of}, ' if of else ''}an integer >= {least}{hint}")
-    return found
+    return number
 
 
 def check_positive(name: str, value: Any, *, hint: str = "") -> None:
@@ -79,18 +79,18 @@ class Group:
     default: Any
     prefix: str = ""
 
-    def read(self, whole: str, choices: Mapping[str, Any]) -> Any:
+    def read(self, keyword: str, choices: Mapping[str, Any]) -> Any:
         """The group with all that was said of it."""
-        given = choices.get(whole, self.default)
+        given = choices.get(keyword, self.default)
         kind = cast("type[Any]", type(self.default))
         if not isinstance(given, kind):
             hint = "; did you forget the parentheses?" if given is kind else ""
-            raise TypeError(f"{whole} is {given!r}, expected {kind.__name__}(...){hint}")
+            raise TypeError(f"{keyword} is {given!r}, expected {kind.__name__}(...){hint}")
         return replace(given, **{name: choices[key] for key, name in self.names().items() if key in choices})
 
     def names(self) -> dict[str, str]:
         """keyword -> field."""
-        return {f"{self.prefix}{one.name}": one.name for one in fields(self.default)}
+        return {f"{self.prefix}{setting.name}": setting.name for setting in fields(self.default)}
 
 
 def read_groups(
@@ -103,4 +103,4 @@ def read_groups(
             near = get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"its keywords are {', '.join(known)}"
             raise TypeError(f"{caller} takes no {name!r}: {hint}")
-    return {whole: group.read(whole, choices) for whole, group in groups.items()}
+    return {keyword: group.read(keyword, choices) for keyword, group in groups.items()}

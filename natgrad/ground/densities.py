@@ -272,8 +272,8 @@ class Score(nn.Module):
         with torch.enable_grad():
             point = x if x.requires_grad else x.detach().requires_grad_()
             value = -self.energies(point).sum()
-            (found,) = torch.autograd.grad(value, point, create_graph=True, materialize_grads=True)
-        return found if torch.is_grad_enabled() else found.detach()
+            (score,) = torch.autograd.grad(value, point, create_graph=True, materialize_grads=True)
+        return score if torch.is_grad_enabled() else score.detach()
 
     def energies(self, x: Tensor) -> Tensor:
         """E of every example.
@@ -290,8 +290,8 @@ class Score(nn.Module):
 
 def vjp(function: Callable[[Tensor], Tensor], at: Tensor) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor]]]:
     """The value there, and the function cotangent -> (its image,)."""
-    found = torch.func.vjp(function, at)
-    return found[0], found[1]
+    pair = torch.func.vjp(function, at)
+    return pair[0], pair[1]
 
 
 def as_density(log_p: Density | nn.Module | LogP) -> Density:

@@ -45,9 +45,9 @@ def look_up_bags(
             "computes, so that no metric belongs to it; build it with scale_grad_by_freq=False"
         )
     tokens, bags, count = number_bags(input, offsets, include_last_offset)
-    kept = torch.ones_like(tokens, dtype=torch.bool)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
     if padding_idx is not None:
-        kept = tokens != padding_idx % len(weight)
+        mask = tokens != padding_idx % len(weight)
     rows = functional.embedding(tokens, weight)
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.reshape(-1, 1)
@@ -55,14 +55,14 @@ def look_up_bags(
     place = bags.unsqueeze(1).expand_as(rows)
     if mode == "max":
         lowest = rows.new_full(shape, -torch.inf)
-        filled = torch.where(kept.unsqueeze(1), rows, -torch.inf)
-        found = lowest.scatter_reduce(0, place, filled, "amax")
-        return torch.where(found == -torch.inf, 0, found)
-    rows = torch.where(kept.unsqueeze(1), rows, 0)
+        filled = torch.where(mask.unsqueeze(1), rows, -torch.inf)
+        maxima = lowest.scatter_reduce(0, place, filled, "amax")
+        return torch.where(maxima == -torch.inf, 0, maxima)
+    rows = torch.where(mask.unsqueeze(1), rows, 0)
     total = rows.new_zeros(shape).scatter_add(0, place, rows)
     if mode == "sum":
         return total
-    sizes = rows.new_zeros(count).scatter_add(0, bags, kept.to(rows.dtype))
+    sizes = rows.new_zeros(count).scatter_add(0, bags, mask.to(rows.dtype))
     return total / sizes.clamp(min=1).unsqueeze(1)
 
 
@@ -140,7 +140,7 @@ def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -
     left: Tensor
     right: Tensor
     left, right = torch_plain.broadcast_tensors(x1, x2)
-    first, second = (measure_length(one, dim, keepdim=True).clamp(min=eps) for one in (left, right))
+    first, second = (measure_length(vectors, dim, keepdim=True).clamp(min=eps) for vectors in (left, right))
     return (left / first * (right / second)).sum(dim)
 
 
@@ -184,10 +184,10 @@ def solve(A: Tensor, B: Tensor, *, left: bool = True, out: Any = None) -> Tensor
     """`torch.linalg.solve`, by the inverse; NaN where A is singular."""
     inverse = invert_or_nan(A)
     if B.dim() == 1 or (B.dim() == A.dim() - 1 and B.shape == A.shape[:-1]):
-        found = (inverse @ B.unsqueeze(-1)).squeeze(-1)
+        solution = (inverse @ B.unsqueeze(-1)).squeeze(-1)
     else:
-        found = inverse @ B if left else B @ inverse
-    return found if out is None else out.resize_(found.shape).copy_(found)
+        solution = inverse @ B if left else B @ inverse
+    return solution if out is None else out.resize_(solution.shape).copy_(solution)
 
 
 def cholesky_inverse(input: Tensor, upper: bool = False) -> Tensor:
@@ -386,8 +386,8 @@ def native_layer_norm(
     shape = tuple(normalized_shape) if not isinstance(normalized_shape, int) else (normalized_shape,)
     if tuple(input.shape[-len(shape) :]) != shape:
         raise RuntimeError(f"layer norm got an input of shape {tuple(input.shape)}, expected it to end in {shape}")
-    found, mean, scale = normalise(input, tuple(range(-len(shape), 0)), eps)
-    return scale_and_shift(found, weight, bias), mean, scale
+    values, mean, scale = normalise(input, tuple(range(-len(shape), 0)), eps)
+    return scale_and_shift(values, weight, bias), mean, scale
 
 
 def batch_norm(

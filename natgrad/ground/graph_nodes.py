@@ -59,7 +59,7 @@ def leaf_of(node: Node) -> Tensor | None:
 
 def is_empty(node: Node) -> bool:
     """Whether all that an operation gave has no entries; False where nothing is known of it."""
-    shapes = [one.shape for one in getattr(node, "_input_metadata", ())]
+    shapes = [metadata.shape for metadata in getattr(node, "_input_metadata", ())]
     return bool(shapes) and all(0 in shape for shape in shapes)
 
 

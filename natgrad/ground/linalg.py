@@ -17,9 +17,9 @@ def invert_or_nan(matrix: Tensor) -> Tensor:
     With gradients, and within torch.func. `torch.linalg.inv` raises for a singular matrix on one processor and returns
     inf on another; so do `solve` and `cholesky`.
     """
-    found, info = torch_linalg.inv_ex(matrix)
-    sound = (info == 0) & _finite(matrix) & _finite(found)
-    return torch.where(sound[..., None, None], found, torch.nan)
+    inverse, info = torch_linalg.inv_ex(matrix)
+    sound = (info == 0) & _finite(matrix) & _finite(inverse)
+    return torch.where(sound[..., None, None], inverse, torch.nan)
 
 
 def solve_or_nan(matrix: Tensor, rhs: Tensor, *, left: bool = True) -> Tensor:
@@ -31,10 +31,10 @@ def solve_or_nan(matrix: Tensor, rhs: Tensor, *, left: bool = True) -> Tensor:
     if rhs.dim() == 1:
         return solve_or_nan(matrix, rhs.unsqueeze(-1)).squeeze(-1)
     rhs = rhs[(None,) * (matrix.dim() - rhs.dim())]  # torch reads (b, n) beside (b, n, n) as one vector per matrix
-    found, info = torch_linalg.solve_ex(matrix, rhs, left=left)
+    solution, info = torch_linalg.solve_ex(matrix, rhs, left=left)
     sound = ((info == 0) & _finite(matrix))[..., None, None]
-    whole = torch.isfinite(found.detach()).all(-2 if left else -1, keepdim=True)
-    return torch.where(sound & whole, found, torch.nan)
+    finite = torch.isfinite(solution.detach()).all(-2 if left else -1, keepdim=True)
+    return torch.where(sound & finite, solution, torch.nan)
 
 
 def factor_or_nan(matrix: Tensor) -> Tensor:
@@ -43,8 +43,8 @@ def factor_or_nan(matrix: Tensor) -> Tensor:
     A pivot L_ii^2 that is round-off of A_ii is none: that of torch.ones(2, 2), which is singular, comes out as 0 or as
     eps, depending on the processor. With gradients, and within torch.func. No jitter: see `cholesky` for the ladder.
     """
-    found, sound = _factor(matrix)
-    return torch.where(sound[..., None, None], found, torch.nan)
+    factor, sound = _factor(matrix)
+    return torch.where(sound[..., None, None], factor, torch.nan)
 
 
 def invert_factor_or_nan(matrix: Tensor) -> Tensor:
@@ -72,10 +72,10 @@ def is_positive_definite(matrix: Tensor) -> Tensor:
 
 
 def _factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    found, info = torch_linalg.cholesky_ex(matrix)
-    pivots = found.detach().diagonal(dim1=-2, dim2=-1).square()
+    factor, info = torch_linalg.cholesky_ex(matrix)
+    pivots = factor.detach().diagonal(dim1=-2, dim2=-1).square()
     roundoff = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * matrix.detach().diagonal(dim1=-2, dim2=-1)
-    return found, (info == 0) & ((pivots > roundoff) & (pivots < torch.inf)).all(-1)
+    return factor, (info == 0) & ((pivots > roundoff) & (pivots < torch.inf)).all(-1)
 
 
 def require_inverse(matrix: Tensor, message: str) -> Tensor:
@@ -85,8 +85,8 @@ def require_inverse(matrix: Tensor, message: str) -> Tensor:
 
 def require_solution(matrix: Tensor, rhs: Tensor, message: str) -> Tensor:
     """`solve_or_nan`. ValueError(message) where that is not finite and rhs is; within torch.func it stays NaN."""
-    found = solve_or_nan(matrix, rhs)
-    return found if is_concrete(rhs) and not all_finite(rhs.detach()) else _require(found, message)
+    solution = solve_or_nan(matrix, rhs)
+    return solution if is_concrete(rhs) and not all_finite(rhs.detach()) else _require(solution, message)
 
 
 def require_factor(matrix: Tensor, message: str) -> Tensor:
@@ -94,10 +94,10 @@ def require_factor(matrix: Tensor, message: str) -> Tensor:
     return _require(factor_or_nan(matrix), message)
 
 
-def _require(found: Tensor, message: str) -> Tensor:
-    if is_concrete(found) and not all_finite(found.detach()):
+def _require(result: Tensor, message: str) -> Tensor:
+    if is_concrete(result) and not all_finite(result.detach()):
         raise ValueError(message)
-    return found
+    return result
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,8 +160,8 @@ def svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def fit_or_nan(matrix: Tensor, rhs: Tensor) -> Tensor:
     """argmin |A X - B| of least norm, for A (..., n, k) and B (..., n, m); NaN where either is not finite."""
     fine = (_finite(matrix) & _finite(rhs))[..., None, None]
-    found = torch_linalg.lstsq(torch.where(fine, matrix, 0.0), torch.where(fine, rhs, 0.0)).solution
-    return torch.where(fine, found, torch.nan)
+    solution = torch_linalg.lstsq(torch.where(fine, matrix, 0.0), torch.where(fine, rhs, 0.0)).solution
+    return torch.where(fine, solution, torch.nan)
 
 
 def is_concrete(value: Tensor) -> bool:
@@ -238,9 +238,9 @@ def gram(rows: Tensor, scale: float = 1.0) -> Tensor:
     """
     if rows.requires_grad and torch.is_grad_enabled():
         return scale * (rows.mT @ rows)  # what is written into blocks has no derivative
-    found = rows.new_empty(rows.shape[1], rows.shape[1])
-    _gram(rows, scale, found, BLOCK if rows.device.type == "cpu" else len(found))
-    return found
+    product = rows.new_empty(rows.shape[1], rows.shape[1])
+    _gram(rows, scale, product, BLOCK if rows.device.type == "cpu" else len(product))
+    return product
 
 
 def _gram(rows: Tensor, scale: float, out: Tensor, block: int) -> None:

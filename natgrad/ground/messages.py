@@ -191,7 +191,7 @@ def suggest_name(name: str, package: ModuleType) -> str:
     places = {spell_plainly(n): f"{m.__name__}.{n}" for m in folders for n in getattr(m, "__all__", ())}
     places |= {spell_plainly(n): f"{package.__name__}.{n}" for n in known}
     plain = spell_plainly(name)
-    foreign = {spell_plainly(one): place for place, names in ELSEWHERE.items() for one in names.split()}
+    foreign = {spell_plainly(word): place for place, names in ELSEWHERE.items() for word in names.split()}
     if plain not in places and plain in foreign:
         return f"; did you mean {foreign[plain]}, which takes the place of {name} here?"
     near = [plain] if plain in places else get_close_matches(plain, places, n=1, cutoff=0.8)
@@ -243,9 +243,9 @@ class ExplainedType(ABCMeta):
     def __new__(
         cls, name: str, bases: tuple[type, ...], members: dict[str, Any], *, hint: str | None = None, **kwargs: Any
     ) -> Any:
-        made: Any = super().__new__(cls, name, bases, members, **kwargs)
-        made.call_hint = getattr(made, "call_hint", "") if hint is None else hint
-        return made
+        kind: Any = super().__new__(cls, name, bases, members, **kwargs)
+        kind.call_hint = getattr(kind, "call_hint", "") if hint is None else hint
+        return kind
 
     def __init__(
         cls, name: str, bases: tuple[type, ...], members: dict[str, Any], *, hint: str | None = None, **kwargs: Any
@@ -285,7 +285,7 @@ def describe_base(kind: type) -> str:
     lacking = sorted(getattr(kind, "__abstractmethods__", ()))
     if not lacking:
         return ""
-    ready = sorted({one.__name__ for one in list_derived(kind) if not one.__name__.startswith("_")})
+    ready = sorted({cls.__name__ for cls in list_derived(kind) if not cls.__name__.startswith("_")})
     names = ", ".join(ready[:6]) + ", ..." * (len(ready) > 6)
     return (
         f"{kind.__name__} is a base class: derive a class of your own with {', '.join(lacking)}, as help() of it shows"
@@ -295,8 +295,8 @@ def describe_base(kind: type) -> str:
 
 def list_derived(kind: type) -> list[type]:
     """The classes of natgrad below a base class that can be built."""
-    below = [one for child in kind.__subclasses__() for one in [child, *list_derived(child)]]
-    return [one for one in below if one.__module__.startswith("natgrad.") and not inspect.isabstract(one)]
+    below = [cls for child in kind.__subclasses__() for cls in [child, *list_derived(child)]]
+    return [cls for cls in below if cls.__module__.startswith("natgrad.") and not inspect.isabstract(cls)]
 
 
 def describe_call(
@@ -324,7 +324,9 @@ def describe_call(
         reason = f"{len(came)} arguments came in order, and it takes {len(ordered)}"
     else:
         reason = "an argument came twice"
-    shown = [type(one).__name__ for one in came] + [f"{key}={type(one).__name__}" for key, one in kwargs.items()]
+    shown = [type(value).__name__ for value in came] + [
+        f"{key}={type(value).__name__}" for key, value in kwargs.items()
+    ]
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     takes = [stars.get(p.kind, "") + p.name + "=..." * (p.default is not p.empty) for p in own]
     takes = takes if len(takes) <= FEW else [*takes[: FEW - 1], "..."]
@@ -337,5 +339,5 @@ def describe_call(
 def find_example(name: str, doc: str) -> str:
     """The first line of a docstring's example that makes a call."""
     lines = [line.strip().removeprefix(">>> ") for line in doc.splitlines() if line.strip().startswith(">>> ")]
-    whole = [line.partition("  #")[0] for line in lines if f"{name}(" in line and line.count("(") == line.count(")")]
-    return whole[0] if whole else ""
+    calls = [line.partition("  #")[0] for line in lines if f"{name}(" in line and line.count("(") == line.count(")")]
+    return calls[0] if calls else ""

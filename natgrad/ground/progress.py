@@ -49,8 +49,8 @@ class Progress:
         if not self.shown:
             return
         now = time.monotonic()
-        told = ", ".join(f"{name} {show_cell(value)}" for name, value in numbers.items())
-        self.line = f"{self._count(done, now - self.began)}: {told}"
+        report = ", ".join(f"{name} {show_cell(value)}" for name, value in numbers.items())
+        self.line = f"{self._count(done, now - self.began)}: {report}"
         if now - self.wrote > (REDRAWN if self.drawn else LINES):
             self.wrote = now
             self._write("" if self.drawn else "\n")

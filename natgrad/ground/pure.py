@@ -279,14 +279,14 @@ class AttributeWalk:
 
 def list_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The modules with their names, each once: `named_modules` takes three times as long, and every pass asks."""
-    found, seen = [("", model)], {id(model)}
-    for path, module in found:  # which grows
+    modules, seen = [("", model)], {id(model)}
+    for path, module in modules:  # which grows
         children: Mapping[str, nn.Module | None] = vars(module)["_modules"]
         for name, child in children.items():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
-                found.append((f"{path}.{name}" if path else name, child))
-    return found
+                modules.append((f"{path}.{name}" if path else name, child))
+    return modules
 
 
 def count_writes(modules: Iterable[tuple[str, nn.Module]]) -> int:
@@ -628,7 +628,7 @@ class SeveralPure(PureModel):
         self.passes = [PureModel(model, call, random) for call, random in pairs]
 
     def __call__(self, params: Params) -> Any:
-        return tuple(one(params) for one in self.passes)
+        return tuple(call(params) for call in self.passes)
 
 
 def pure_model(model: Model, inputs: Any, random: RandomState | None = None) -> PureModel:
@@ -855,7 +855,7 @@ def listen_to(log_p: object, listener: LossListener) -> None:
 def announce(log_p: object, inputs: Tensor, value: Tensor) -> Tensor:
     """The loss's value, which tells log_p's listeners about X once `backward` reaches it."""
     if value.requires_grad and is_concrete(value) and is_concrete(inputs):
-        source, kept = _source(log_p), keep(inputs)
+        source, tensor = _source(log_p), keep(inputs)
 
         def tell(_: Tensor) -> None:
             try:
@@ -863,7 +863,7 @@ def announce(log_p: object, inputs: Tensor, value: Tensor) -> Tensor:
             except TypeError:
                 return
             for listener in listeners:
-                listener.hear(log_p, kept)
+                listener.hear(log_p, tensor)
 
         cast("Any", value).register_hook(tell)
     return value

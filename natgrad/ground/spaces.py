@@ -202,7 +202,7 @@ def hint_at_parameters(given: object) -> str:
     if isinstance(given, Iterator):
         return "; give the model itself, not model.parameters()"
     parts = list(cast("Sequence[object]", given)) if isinstance(given, (list, tuple)) else [given]
-    if not parts or not all(isinstance(one, (Tensor, Mapping)) for one in parts):
+    if not parts or not all(isinstance(part, (Tensor, Mapping)) for part in parts):
         return ""
     return (
         "; these are parameters alone, as torch.optim takes them, and pyro.optim and ZeroRedundancyOptimizer give "
@@ -240,15 +240,15 @@ def name_parameters(params: Params | Tensor) -> Params:
 
 def split_complex_parameters(net: nn.Module) -> None:
     """Represent every complex parameter by its real and imaginary parts, a parametrisation of torch's."""
-    found = [
+    parameters = [
         (module, name, p)
         for module in net.modules()
         for name, p in module.named_parameters(recurse=False)
         if p.is_complex()
     ]
-    if len({id(p) for _, _, p in found}) < len(found):
+    if len({id(p) for _, _, p in parameters}) < len(parameters):
         raise ValueError("net shares a complex parameter between modules; keep it in one and call that one twice")
-    for module, name, _ in found:
+    for module, name, _ in parameters:
         register_parametrization(module, name, ComplexParts())
 
 

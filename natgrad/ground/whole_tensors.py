@@ -89,8 +89,8 @@ class PresenceListener:
         while waiting and time.monotonic() < end and not self.store.check([verdict]):
             waiting -= {rank for rank in waiting if self.store.check([f"{self.prefix}here {rank}"])}
             time.sleep(PAUSE / 20)
-        found = self.store.compare_set(verdict, "", " ".join(map(str, sorted(waiting))) or "nobody").decode()
-        return [int(rank) for rank in found.split() if rank != "nobody"]
+        answer = self.store.compare_set(verdict, "", " ".join(map(str, sorted(waiting))) or "nobody").decode()
+        return [int(rank) for rank in answer.split() if rank != "nobody"]
 
 
 def listen_for_questions() -> None:

@@ -57,9 +57,9 @@ def square_elementwise(
     """
     uses = [None] * len(params) if any_split(params) else find_uses(outputs.grad_fn, params)
     known = [i for i, each in enumerate(uses) if each]
-    found: list[Tensor | None] = [None] * len(params)
+    squares: list[Tensor | None] = [None] * len(params)
     if not known or not cotangents:
-        return found
+        return squares
     generator = torch.Generator(outputs.device).manual_seed(0)
     numbers = 1 + torch.rand(examples.count, generator=generator, device=outputs.device, dtype=outputs.dtype)
     edges = [use.edge for i in known for use in uses[i] or ()]
@@ -103,13 +103,13 @@ def find_uses(root: Node | None, params: Sequence[Tensor]) -> list[list[Use] | N
             else:
                 yield use_of(parent, place, path)
 
-    found = list[list[Use] | None]()
+    all_uses = list[list[Use] | None]()
     for p in params:
         uses = list(collect(get_gradient_edge(p).node, ())) if p.requires_grad else []
         clear = [use for use in uses if use is not None]
         alike = len(clear) == len(uses) and len({use.path for use in clear}) == 1  # several views might overlap
-        found.append(clear if alike else None)
-    return found
+        all_uses.append(clear if alike else None)
+    return all_uses
 
 
 def use_of(node: Any, place: int, path: tuple[Any, ...] = ()) -> Use | None:

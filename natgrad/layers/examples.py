@@ -109,15 +109,15 @@ def partitions(
         batch: The number of examples if rows of one lie together.
         inputs: The model's own, where they are known.
     """
-    found = [consecutive(batch, rows)]
+    candidates = [consecutive(batch, rows)]
     second = None if lay is None else along_second(tree, rows, lay)
-    found += [] if second is None else [second]
+    candidates += [] if second is None else [second]
     for shape in {tuple(t.shape[:2]) for t in inputs if t.dim() > 1}:
         if shape[0] > 1 and len(rows) % shape[0] == 0:
-            found.append(consecutive(shape[0], rows))
+            candidates.append(consecutive(shape[0], rows))
         if shape[1] > 1 and len(rows) % shape[1] == 0:
-            found.append(alternating(shape[1], rows))
-    return [one for one in found if one.count > 1 and keeps_apart(form_mv, rows, one)]
+            candidates.append(alternating(shape[1], rows))
+    return [partition for partition in candidates if partition.count > 1 and keeps_apart(form_mv, rows, partition)]
 
 
 def along_second(tree: Any, rows: Tensor, lay: Callable[[Any], Tensor]) -> Examples | None:
@@ -180,16 +180,16 @@ def find_examples(
     probe = torch.randn(outputs.shape, **kind)
     plain = derivatives(outputs, taps, [probe])[0][0]
     best: tuple[float, Examples, list[Tap]] | None = None
-    for one in known:
-        numbers = 1 + torch.rand(one.count, **kind)
-        scaled = derivatives(outputs, taps, [one.scale(probe, numbers)])[0][0]
-        found = [place_of(tap, d, s, numbers) for tap, d, s in zip(taps, plain, scaled, strict=True)]
-        error = max((e for _, e in found), default=0.0)
-        placed = [replace(tap, place=place) for tap, (place, _) in zip(taps, found, strict=True)]
+    for partition in known:
+        numbers = 1 + torch.rand(partition.count, **kind)
+        scaled = derivatives(outputs, taps, [partition.scale(probe, numbers)])[0][0]
+        fits = [place_of(tap, d, s, numbers) for tap, d, s in zip(taps, plain, scaled, strict=True)]
+        error = max((e for _, e in fits), default=0.0)
+        placed = [replace(tap, place=place) for tap, (place, _) in zip(taps, fits, strict=True)]
         if error <= torch.finfo(lowest(taps, outputs.dtype)).eps ** 0.5:
-            return one, placed
+            return partition, placed
         if best is None or error < best[0]:
-            best = error, one, placed
+            best = error, partition, placed
     if strict or best is None:
         return together(outputs), [replace(tap, place=Place()) for tap in taps]
     return best[1:]
@@ -222,8 +222,8 @@ class KnownPlaces:
         """
         key = (tuple(outputs.shape), *shapes, *((tap.layer.key, tuple(tap.inputs.shape)) for tap in taps))
         if key in self.found and not afresh:
-            kept, places = self.found[key]
-            examples = known()[kept] if isinstance(kept, int) else kept
+            partition, places = self.found[key]
+            examples = known()[partition] if isinstance(partition, int) else partition
             return examples, [replace(tap, place=place) for tap, place in zip(taps, places, strict=True)]
         examples, placed = find_examples(outputs, taps, candidates := known(), strict, ask=strict)
         if not any(has_no_place(tap) and (strict or doubtful(tap, examples.count)) for tap in placed):
@@ -239,7 +239,7 @@ def shorten(examples: Examples, candidates: Sequence[Examples]) -> Examples | in
     """
     by_row = examples.by_row
     if by_row is None:
-        return next(i for i, one in enumerate(candidates) if one is examples)
+        return next(i for i, candidate in enumerate(candidates) if candidate is examples)
     return Examples(examples.count, by_row.clone().unsqueeze(1).expand_as(examples.labels))
 
 
@@ -280,13 +280,13 @@ def place_of(tap: Tap, plain: Tensor | None, scaled: Tensor | None, numbers: Ten
     if not bool(size > 0):
         return None, 0.0
     features = 1 if isinstance(tap, MatrixProduct) else tap.layer.features(plain)
-    found = [
+    fits = [
         (float(torch.linalg.vector_norm(scaled - place.spread(numbers.to(plain.dtype), plain) * plain) / size), place)
         for place in places(plain, 1 if features is None else plain.dim() - features, len(numbers))
     ]
-    if not found:
+    if not fits:
         return None, torch.inf
-    error, place = min(found, key=lambda pair: pair[0])
+    error, place = min(fits, key=lambda pair: pair[0])
     return place, error
 
 
@@ -337,7 +337,7 @@ def example_squares(
     if many < count:
         signs = 2.0 * torch.randint(0, 2, (count,), generator=generator, device=generator.device).to(device) - 1
     group = torch.arange(count, device=device) % many
-    found: list[Tensor | None] = [None] * len(params)
+    squares: list[Tensor | None] = [None] * len(params)
     for cotangent in cotangents:
         for g in range(many):
             part = examples.scale(cotangent, signs * (group == g))
@@ -345,5 +345,5 @@ def example_squares(
             for i, slope in enumerate(slopes):
                 if slope is not None:
                     square = gather_whole(slope).to_dense().to(torch.promote_types(slope.dtype, torch.float32)).square()
-                    found[i] = square if (known := found[i]) is None else known + square
-    return found
+                    squares[i] = square if (known := squares[i]) is None else known + square
+    return squares

@@ -142,10 +142,10 @@ def collect_experts(layer: Layer, calls: Sequence[tuple[Any, list[Tensor]]], dty
     count = layer.layout.groups
     inputs = stack_rows([(call, call.inputs.to(dtype)) for call, _ in calls], count)
     columns = zip(*(deltas for _, deltas in calls), strict=True)
-    found = [stack_rows([(call, d) for (call, _), d in zip(calls, ds, strict=True)], count) for ds in columns]
-    used = (inputs != 0).any(-1) & torch.stack([(delta != 0).any(-1) for delta in found]).any(0)  # (experts, n)
+    rows = [stack_rows([(call, d) for (call, _), d in zip(calls, ds, strict=True)], count) for ds in columns]
+    used = (inputs != 0).any(-1) & torch.stack([(delta != 0).any(-1) for delta in rows]).any(0)  # (experts, n)
     mask = used.unsqueeze(-1).to(dtype)
-    a, deltas = by_group(inputs * mask), [by_group(delta * mask) for delta in found]
+    a, deltas = by_group(inputs * mask), [by_group(delta * mask) for delta in rows]
     how: dict[str, Any] = {"counts": used.sum(1).to(dtype), "pooled": True}
     if not calls[0][0].turned:
         return Seen(layer, a, deltas, **how)

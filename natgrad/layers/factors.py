@@ -77,20 +77,20 @@ def mixed_factors(parts: list[dict[str, Tensor]], share: float, add_up: AddUp = 
     traces are those of all processes, so that their sums of L and R are those of one process.
     """
     own = torch.stack([torch.stack([trace(part["left"]), trace(part["right"])]) for part in parts])
-    told = add_up({"traces": own, "share": own.new_tensor(share)})
-    lefts, rights = told["traces"].unbind(1)
+    sums = add_up({"traces": own, "share": own.new_tensor(share)})
+    lefts, rights = sums["traces"].unbind(1)
     left = add_factors([part["left"] * rights[i] for i, part in enumerate(parts)])
     right = add_factors([part["right"] * lefts[i] for i, part in enumerate(parts)])
-    whole = lefts @ rights
-    return {"left": left / told["share"], "right": right * told["share"] / torch.where(whole > 0, whole, 1)}
+    total_trace = lefts @ rights
+    return {"left": left / sums["share"], "right": right * sums["share"] / torch.where(total_trace > 0, total_trace, 1)}
 
 
 def add_factors(parts: list[Tensor]) -> Tensor:
     """The sum of factors, some of which may be diagonals (n,)."""
-    whole = next((part for part in parts if part.dim() > 1), None)
-    if whole is None:
+    matrix = next((part for part in parts if part.dim() > 1), None)
+    if matrix is None:
         return total(parts)
-    return total([diagonal_like(part, whole) if part.dim() == 1 else part for part in parts])
+    return total([diagonal_like(part, matrix) if part.dim() == 1 else part for part in parts])
 
 
 def trace(factor: Tensor) -> Tensor:
@@ -137,8 +137,8 @@ def factor_sizes(layer: Layer, room: Room) -> list[tuple[int, int]]:
     groups, outputs, columns = layer.layout.matrix_shape
     if groups > 1 and outputs == 1:
         return [(groups, columns)]
-    found = []
+    sizes = []
     for size in (columns,) if layer.by_token else (outputs, columns):
         pieces = room.pieces(size, 4, outputs + columns - size) if groups == 1 else 1
-        found.append((groups * pieces, -(-size // pieces)))
-    return found
+        sizes.append((groups * pieces, -(-size // pieces)))
+    return sizes

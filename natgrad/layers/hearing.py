@@ -100,16 +100,18 @@ class SeenImages(Seen):
             return self._pick_patches(spread_rows(count, rows, self.inputs.device), t)
         chosen = self
         if self.examples >= 1.5 * images:
-            kept = spread_rows(self.examples, images, self.inputs.device)
-            factor = (self.examples / len(kept)) ** 0.5
-            chosen = SeenImages(self.layer, self.inputs[kept], [factor * d[kept] for d in self.derivatives], self.share)
+            places = spread_rows(self.examples, images, self.inputs.device)
+            factor = (self.examples / len(places)) ** 0.5
+            chosen = SeenImages(
+                self.layer, self.inputs[places], [factor * d[places] for d in self.derivatives], self.share
+            )
         return Seen(self.layer, chosen.activations, chosen.deltas, self.share).thin(rows)
 
-    def _pick_patches(self, kept: Tensor, t: int) -> Seen:
+    def _pick_patches(self, rows: Tensor, t: int) -> Seen:
         """Patches by their numbers in examples times positions, of which an example has t."""
-        groups, factor = self.layer.layout.groups, (self.examples * t / len(kept)) ** 0.5
-        patches = patches_at(self.layer.module, self.inputs, kept).unflatten(1, (groups, -1))
-        deltas = [factor * d.flatten(2)[kept // t, :, kept % t].unflatten(1, (groups, -1)) for d in self.derivatives]
+        groups, factor = self.layer.layout.groups, (self.examples * t / len(rows)) ** 0.5
+        patches = patches_at(self.layer.module, self.inputs, rows).unflatten(1, (groups, -1))
+        deltas = [factor * d.flatten(2)[rows // t, :, rows % t].unflatten(1, (groups, -1)) for d in self.derivatives]
         return Seen(
             self.layer, self.layer.with_bias(patches).unsqueeze(1), [d.unsqueeze(1) for d in deltas], self.share
         )
@@ -122,29 +124,29 @@ class SeenImages(Seen):
 
     def gradient(self) -> Tensor:
         layout, module, first = self.layer.layout, self.layer.module, self.derivatives[0]
-        found = dict[str, Tensor]()
+        gradients = dict[str, Tensor]()
         if layout.weight is not None:
             find = WEIGHT_GRADIENT[len(module.kernel_size) - 1]
             if self._is_transposed:  # the adjoint of a convolution of the outputs: the two change places
                 options = self._strides() | {"padding": module.padding}
-                found[layout.weight] = find(first, layout.shape, self.inputs, **options)
+                gradients[layout.weight] = find(first, layout.shape, self.inputs, **options)
             else:
-                found[layout.weight] = find(pad_as(module, self.inputs), layout.shape, first, **self._strides())
+                gradients[layout.weight] = find(pad_as(module, self.inputs), layout.shape, first, **self._strides())
         if layout.bias is not None:
-            found[layout.bias] = first.flatten(2).sum((0, 2))
-        return layout.join(found)
+            gradients[layout.bias] = first.flatten(2).sum((0, 2))
+        return layout.join(gradients)
 
     def slopes(self, matrix: Tensor, examples: int) -> Tensor:
         layout = self.layer.layout
         parts = layout.split(matrix)
-        found = torch.zeros(len(self.derivatives), examples, dtype=matrix.dtype, device=matrix.device)
+        slopes = torch.zeros(len(self.derivatives), examples, dtype=matrix.dtype, device=matrix.device)
         if layout.weight is not None:
             image = self._convolve(parts[layout.weight])
-            found += torch.stack([(image * each).reshape(examples, -1).sum(1) for each in self.derivatives])
+            slopes += torch.stack([(image * each).reshape(examples, -1).sum(1) for each in self.derivatives])
         if layout.bias is not None:
             sums = torch.stack([each.flatten(2).sum(2) for each in self.derivatives])
-            found += (sums @ parts[layout.bias].reshape(-1)).reshape(len(sums), examples, -1).sum(2)
-        return found
+            slopes += (sums @ parts[layout.bias].reshape(-1)).reshape(len(sums), examples, -1).sum(2)
+        return slopes
 
     @property
     def _is_transposed(self) -> bool:
@@ -193,11 +195,11 @@ def collect_passes(
     """The layers' passes, all calls of a module as one. Layers whose calls do not fit together are left out."""
     calls: dict[Layer, list[tuple[Tap, list[Tensor]]]] = {}
     for i, call in enumerate(taps):
-        reached = [delta for found in deltas if (delta := found[i]) is not None]
+        reached = [delta for row in deltas if (delta := row[i]) is not None]
         if reached and call.inputs.numel():
             calls.setdefault(call.layer, []).append((call, reached))
-    found = [merge_calls(layer, of_layer, dtype, examples) for layer, of_layer in calls.items()]
-    return [seen for seen in found if seen is not None]
+    passes = [merge_calls(layer, of_layer, dtype, examples) for layer, of_layer in calls.items()]
+    return [seen for seen in passes if seen is not None]
 
 
 def merge_calls(layer: Layer, calls: Calls, dtype: torch.dtype | None, examples: int | None) -> Seen | None:
@@ -226,13 +228,13 @@ def merge_calls(layer: Layer, calls: Calls, dtype: torch.dtype | None, examples:
     activations = join_parts(each, along)
     laid_out = ([arrange_call(layer, layer.deltas, d, examples, call.place) for d in deltas] for call, deltas in calls)
     columns = zip(*laid_out, strict=True)
-    found = [join_parts(list(parts), along) for parts in columns]
-    fits = found[0].shape[:2] == activations.shape[:2]  # not so for output_size=... of a transposed convolution
+    joint_deltas = [join_parts(list(parts), along) for parts in columns]
+    fits = joint_deltas[0].shape[:2] == activations.shape[:2]  # not so for output_size=... of a transposed convolution
     if not fits:
         return None
-    if norm and activations.shape[1] > len(found):
-        return sum_positions(layer, activations, found)
-    return Seen(layer, layer.with_bias(activations) if norm else activations, found)
+    if norm and activations.shape[1] > len(joint_deltas):
+        return sum_positions(layer, activations, joint_deltas)
+    return Seen(layer, layer.with_bias(activations) if norm else activations, joint_deltas)
 
 
 def sum_positions(layer: Layer, normalised: Tensor, deltas: list[Tensor]) -> Seen:
@@ -246,8 +248,8 @@ def sum_positions(layer: Layer, normalised: Tensor, deltas: list[Tensor]) -> See
     columns = [[normalised * d] * (layout.weight is not None) + [d] * (layout.bias is not None) for d in deltas]
     scores = torch.stack([torch.cat([column.sum(1) for column in each], dim=-1) for each in columns], dim=1)
     chosen = torch.eye(len(deltas), dtype=scores.dtype, device=scores.device).view(len(deltas), 1, -1, 1, 1)
-    found = [row.expand(len(scores), -1, layout.groups, 1) for row in chosen]
-    return Seen(layer, scores, found)
+    units = [row.expand(len(scores), -1, layout.groups, 1) for row in chosen]
+    return Seen(layer, scores, units)
 
 
 def arrange_call(
@@ -259,17 +261,17 @@ def arrange_call(
     (t, b, d), or be flattened with them, (b t, d).
     """
     if place is not None and examples is not None:
-        found = lay(tensor.movedim(place.axis, 0))
+        rows = lay(tensor.movedim(place.axis, 0))
         if place.fast:
-            return found.unflatten(0, (-1, examples)).transpose(0, 1).flatten(1, 2)
-        return found.reshape(examples, -1, *found.shape[2:])
+            return rows.unflatten(0, (-1, examples)).transpose(0, 1).flatten(1, 2)
+        return rows.reshape(examples, -1, *rows.shape[2:])
     features = layer.features(tensor)
     if features is not None and tensor.dim() - features > 1 and tensor.shape[0] != examples == tensor.shape[1]:
         tensor = tensor.transpose(0, 1)
-    found = lay(tensor)
-    if examples is None or examples < 2 or len(found) % examples:
-        return found
-    return found.reshape(examples, -1, *found.shape[2:])
+    rows = lay(tensor)
+    if examples is None or examples < 2 or len(rows) % examples:
+        return rows
+    return rows.reshape(examples, -1, *rows.shape[2:])
 
 
 def numbers(inputs: Tensor, dtype: torch.dtype) -> Tensor:
@@ -335,8 +337,8 @@ class Fold:
         b, t, shape = self.examples, len(rows) // self.examples, call.shape
         if call.place is not None:
             return rows.unflatten(0, (t, b)).transpose(0, 1) if call.place.fast else rows.unflatten(0, (b, t))
-        told = len(shape) > 1 and shape[0] != b and shape[1] == b and shape[0] * b == len(rows)
-        if self.positions_first or told:
+        batch_second = len(shape) > 1 and shape[0] != b and shape[1] == b and shape[0] * b == len(rows)
+        if self.positions_first or batch_second:
             return rows.unflatten(0, (t, b)).transpose(0, 1)
         return rows.unflatten(0, (b, t))
 
@@ -353,8 +355,10 @@ def straight_part(layer: Traced, calls: Products, fold: Fold, dtype: torch.dtype
         lengths = torch.tensor([call.rows(deltas[0]) // len(a) for call, deltas in calls])
         mask = torch.tensor(part).repeat_interleave(lengths, dim=0).to(a)
         a, counts = a * mask.unsqueeze(-1), mask.sum(0)
-    found = [delta.unflatten(-1, (groups, outputs)) for delta in gather_derivatives(calls, fold, layer.layout.shape[0])]
-    return Seen(layer, a, found, counts=counts, pooled=fold.pooled)
+    deltas = [
+        delta.unflatten(-1, (groups, outputs)) for delta in gather_derivatives(calls, fold, layer.layout.shape[0])
+    ]
+    return Seen(layer, a, deltas, counts=counts, pooled=fold.pooled)
 
 
 def turned_part(layer: Traced, calls: Products, fold: Fold, dtype: torch.dtype) -> Seen:
@@ -366,10 +370,10 @@ def turned_part(layer: Traced, calls: Products, fold: Fold, dtype: torch.dtype) 
     inputs = join_parts(
         [pad_rows(fold(call.inputs.to(dtype), call), call.piece, rows) for call, _ in calls], fold.along
     )
-    found = gather_derivatives(calls, fold)
-    left, right = inputs.repeat(len(found), 1, 1).unsqueeze(2), torch.cat(found).unsqueeze(2)
+    deltas = gather_derivatives(calls, fold)
+    left, right = inputs.repeat(len(deltas), 1, 1).unsqueeze(2), torch.cat(deltas).unsqueeze(2)
     right = right if layer.layout.bias is None else functional.pad(right, (0, 1))
-    return Seen(layer, right, [left], pooled=fold.pooled, cotangents=len(found))
+    return Seen(layer, right, [left], pooled=fold.pooled, cotangents=len(deltas))
 
 
 def token_part(layer: Traced, calls: Products, fold: Fold, dtype: torch.dtype) -> Seen:
@@ -392,8 +396,8 @@ def gather_derivatives(calls: Products, fold: Fold, rows: int | None = None) -> 
 
 def lay_derivative(delta: Tensor, call: TracedProduct, fold: Fold, rows: int | None) -> Tensor:
     """The derivative at one product."""
-    found = fold(delta.mT if call.columns else delta.flatten(0, -2), call)
-    return found if rows is None else pad_rows(found, call.piece, rows)
+    derivative = fold(delta.mT if call.columns else delta.flatten(0, -2), call)
+    return derivative if rows is None else pad_rows(derivative, call.piece, rows)
 
 
 def pad_rows(part: Tensor, piece: tuple[int, int], rows: int) -> Tensor:
@@ -425,7 +429,7 @@ class Heard:
     @property
     def held_names(self) -> set[str]:
         """The names of the parameters that the layers hold."""
-        return {name for one in self.layers for name in one.layer.layout.names}
+        return {name for seen in self.layers for name in seen.layer.layout.names}
 
 
 @dataclass(frozen=True)
@@ -466,10 +470,10 @@ class Pass:
         """
         if not spare:
             return []
-        found = list[Tap](find_products(self.outputs, spare, self.params))
-        found = find_examples(self.outputs, found, [self.examples], strict=False)[1]
-        deltas = derivatives(self.outputs, found, self.cotangents)[0]
-        return collect_passes(found, deltas, self.dtype, self.examples.count)
+        products = list[Tap](find_products(self.outputs, spare, self.params))
+        products = find_examples(self.outputs, products, [self.examples], strict=False)[1]
+        deltas = derivatives(self.outputs, products, self.cotangents)[0]
+        return collect_passes(products, deltas, self.dtype, self.examples.count)
 
     def explains(self, seen: Seen) -> bool | None:
         """True if a layer gives its parameters' whole gradient; None where that cannot be told.
@@ -520,16 +524,16 @@ def hear(
 
 def explains(seen: Seen, gradients: Mapping[str, Tensor | None], eps: float = 0.0) -> bool | None:
     """True if a layer's activations and deltas give its parameters' whole gradient."""
-    found = seen.gradient()
+    gradient = seen.gradient()
     reached = {name: g for name in seen.layer.layout.names if (g := gradients.get(name)) is not None}
     if not reached:
         return False
-    parts = seen.layer.layout.split(torch.zeros_like(found))  # the bias of an energy moves no score
-    expected = seen.layer.layout.join(parts | {name: g.to_dense().to(found.dtype) for name, g in reached.items()})
-    size, gap = float(expected.norm()), float((found - expected).norm())
+    parts = seen.layer.layout.split(torch.zeros_like(gradient))  # the bias of an energy moves no score
+    expected = seen.layer.layout.join(parts | {name: g.to_dense().to(gradient.dtype) for name, g in reached.items()})
+    size, gap = float(expected.norm()), float((gradient - expected).norm())
     if not (math.isfinite(size) and math.isfinite(gap)) or max(size, gap) == 0:
         return None
-    return gap <= max(eps, torch.finfo(found.dtype).eps) ** 0.5 * size
+    return gap <= max(eps, torch.finfo(gradient.dtype).eps) ** 0.5 * size
 
 
 def is_asking(readings: int) -> bool:
@@ -586,9 +590,9 @@ def hear_rows(recording: Recording, dtype: torch.dtype, cotangents: Sequence[Ten
 
 def fill_zeros(deltas: list[list[Tensor | None]]) -> list[list[Tensor | None]]:
     """Zeros where a cotangent's derivative does not arrive at a tap that others' reach."""
-    like = [next((found for found in column if found is not None), None) for column in zip(*deltas, strict=True)]
+    like = [next((delta for delta in column if delta is not None), None) for column in zip(*deltas, strict=True)]
 
-    def fill(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-        return torch.zeros_like(other) if one is None and other is not None else one
+    def fill(delta: Tensor | None, other: Tensor | None) -> Tensor | None:
+        return torch.zeros_like(other) if delta is None and other is not None else delta
 
-    return [[fill(one, other) for one, other in zip(row, like, strict=True)] for row in deltas]
+    return [[fill(delta, other) for delta, other in zip(row, like, strict=True)] for row in deltas]

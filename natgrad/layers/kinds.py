@@ -95,8 +95,8 @@ class Layer(Explained):
         Args:
             columns: Shape (..., d).
         """
-        kept = columns if self.layout.weight is not None else columns[..., :0]
-        return functional.pad(kept, (0, 1), value=1.0) if self.layout.bias is not None else kept
+        inputs = columns if self.layout.weight is not None else columns[..., :0]
+        return functional.pad(inputs, (0, 1), value=1.0) if self.layout.bias is not None else inputs
 
 
 class LinearLayer(Layer):
@@ -191,13 +191,13 @@ def known_layers(model: nn.Module, space: Space) -> dict[nn.Module, Layer]:
     """
     inside = {part for module in model.modules() if isinstance(module, Score) for part in module.modules()}
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    found = {}
+    layers = {}
     for prefix, module in model.named_modules():
         shared = any(uses[id(p)] > 1 for p in module.parameters(recurse=False))
         layer = None if module in inside or shared else layer_of(module, f"{prefix}." if prefix else "", space)
         if layer is not None:
-            found[module] = layer
-    return found
+            layers[module] = layer
+    return layers
 
 
 Build = Callable[[nn.Module, str, Callable[[str], bool]], Layer | None]
@@ -259,15 +259,15 @@ def patches_of(module: Any, inputs: Tensor) -> Tensor:
     stride = (1,) * dimensions if transposed else module.stride
     channels, taps = inputs.shape[1], prod(module.kernel_size)
     if dimensions < 3:
-        found = unfold_patches(laid, module.kernel_size, stride, module.dilation)
+        patches = unfold_patches(laid, module.kernel_size, stride, module.dilation)
     else:
         kernel = torch.eye(taps, dtype=inputs.dtype, device=inputs.device).view(taps, 1, *module.kernel_size)
         kernel = kernel.repeat(channels, 1, *[1] * dimensions)
-        found = functional.conv3d(laid, kernel, None, stride, 0, module.dilation, channels).flatten(2)
-    return found.unflatten(1, (channels, taps)).flip(2).flatten(1, 2) if transposed else found
+        patches = functional.conv3d(laid, kernel, None, stride, 0, module.dilation, channels).flatten(2)
+    return patches.unflatten(1, (channels, taps)).flip(2).flatten(1, 2) if transposed else patches
 
 
-def patches_at(module: Any, inputs: Tensor, kept: Tensor) -> Tensor:
+def patches_at(module: Any, inputs: Tensor, numbers: Tensor) -> Tensor:
     """Some of `patches_of`, without the others: (r, channels * taps), by number among examples times positions.
 
     inputs: (b, channels, ...).
@@ -279,17 +279,17 @@ def patches_at(module: Any, inputs: Tensor, kept: Tensor) -> Tensor:
         windows = windows.unfold(axis + 2, reach, stride)[..., ::dilation]  # a view: (b, channels, ..., taps)
     if transposed:
         windows = windows.flip(tuple(range(-len(module.kernel_size), 0)))
-    places = unravel(kept, (len(windows), *windows.shape[2 : 2 + len(module.kernel_size)]))
+    places = unravel(numbers, (len(windows), *windows.shape[2 : 2 + len(module.kernel_size)]))
     return windows.movedim(1, len(places))[places].flatten(1)
 
 
 def unravel(numbers: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Indices by dimension of entries that are numbered row-major."""
-    found = list[Tensor]()
+    indices = list[Tensor]()
     for size in reversed(shape):
-        found.append(numbers % size)
+        indices.append(numbers % size)
         numbers = numbers // size
-    return tuple(reversed(found))
+    return tuple(reversed(indices))
 
 
 def unfold_patches(

@@ -77,12 +77,12 @@ class Layout:
         Args:
             matrix: Shape (groups, outputs, columns).
         """
-        found = {}
+        parts = {}
         if self.weight is not None:
-            found[self.weight] = self._store_matrix(matrix[..., : self.inputs])
+            parts[self.weight] = self._store_matrix(matrix[..., : self.inputs])
         if self.bias is not None:
-            found[self.bias] = matrix[..., -1].reshape(self.bias_shape)
-        return found
+            parts[self.bias] = matrix[..., -1].reshape(self.bias_shape)
+        return parts
 
     def _matrix(self, weight: Tensor) -> Tensor:
         if not self.transposed:

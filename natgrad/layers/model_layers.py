@@ -211,9 +211,9 @@ class LeafListener:
         if leaves is None:
             return
         for part, key, name in self.held:
-            found = getattr(part(), key, leaves.named[name])
-            if found is not leaves.named[name]:  # else it lies in its parts now, and may have been whole before
-                leaves.found[name] = found
+            leaf = getattr(part(), key, leaves.named[name])
+            if leaf is not leaves.named[name]:  # else it lies in its parts now, and may have been whole before
+                leaves.found[name] = leaf
 
     def __reduce__(self) -> tuple[type[LeafListener], tuple[()]]:
         return LeafListener, ()

@@ -78,10 +78,10 @@ class Seen:
         count = self.activations.shape[0] * self.activations.shape[1]
         if count < 1.5 * rows:
             return self
-        kept = spread_rows(count, rows, self.activations.device)
-        factor = (count / len(kept)) ** 0.5
-        activations = pick_rows(self.activations, kept)
-        return replace(self, activations=activations, deltas=[factor * pick_rows(d, kept) for d in self.deltas])
+        places = spread_rows(count, rows, self.activations.device)
+        factor = (count / len(places)) ** 0.5
+        activations = pick_rows(self.activations, places)
+        return replace(self, activations=activations, deltas=[factor * pick_rows(d, places) for d in self.deltas])
 
     def only(self, which: slice) -> Seen:
         """The same pass with some of its cotangents.
@@ -92,8 +92,8 @@ class Seen:
         if self.cotangents == 1:
             return replace(self, deltas=self.deltas[which])
         start, stop, _ = which.indices(self.cotangents)
-        kept = slice(start * len(self.activations) // self.cotangents, stop * len(self.activations) // self.cotangents)
-        parts = {"activations": self.activations[kept], "deltas": [deltas[kept] for deltas in self.deltas]}
+        rows = slice(start * len(self.activations) // self.cotangents, stop * len(self.activations) // self.cotangents)
+        parts = {"activations": self.activations[rows], "deltas": [deltas[rows] for deltas in self.deltas]}
         return replace(self, **parts, cotangents=stop - start)
 
     @property
@@ -241,10 +241,10 @@ def layer_squares(seen: Seen) -> Tensor:
     """
     if seen.by_token:
         size = seen.layer.layout.outputs
-        found = [token_squares(seen.activations, deltas, size, seen.padding).unsqueeze(0) for deltas in seen.deltas]
+        terms = [token_squares(seen.activations, deltas, size, seen.padding).unsqueeze(0) for deltas in seen.deltas]
     else:
-        found = [squares(seen.activations, deltas) for deltas in seen.deltas]
-    return total(found)
+        terms = [squares(seen.activations, deltas) for deltas in seen.deltas]
+    return total(terms)
 
 
 def layer_units(seen: Seen) -> Tensor:
@@ -355,8 +355,8 @@ def unit_blocks(a: Tensor, deltas: Tensor) -> Tensor:
     if a.shape[1] == 1:
         right, weights = a.squeeze(1), deltas.squeeze(1).square()  # (b, G, d), (b, G, o)
         return torch.einsum("bgo,bgd,bge->gode", weights, right, right).flatten(0, 1)
-    found = [torch.einsum("bgod,bgoe->gode", g, g) for g in gradients(a, deltas)]
-    return torch.stack(found).sum(0).flatten(0, 1)
+    blocks = [torch.einsum("bgod,bgoe->gode", g, g) for g in gradients(a, deltas)]
+    return torch.stack(blocks).sum(0).flatten(0, 1)
 
 
 def bias_rows(a: Tensor, deltas: Tensor) -> Tensor:
@@ -370,22 +370,22 @@ def bias_rows(a: Tensor, deltas: Tensor) -> Tensor:
 def token_rows(tokens: Tensor, deltas: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
     """Per-example gradients of an embedding, only the rows that occur: rows' tokens (k,) and gradients (k, e)."""
     b, t = tokens.shape
-    kept = torch.ones_like(tokens, dtype=torch.bool) if padding is None else tokens != padding
+    mask = torch.ones_like(tokens, dtype=torch.bool) if padding is None else tokens != padding
     size = int(tokens.max()) + 1 if tokens.numel() else 1
     pairs = tokens + size * torch.arange(b, device=tokens.device).unsqueeze(1)  # one key per example and token
-    keys, place = pairs[kept].unique(return_inverse=True)
-    rows = deltas.new_zeros(len(keys), deltas.shape[-1]).index_add_(0, place, deltas.reshape(b, t, -1)[kept])
+    keys, place = pairs[mask].unique(return_inverse=True)
+    rows = deltas.new_zeros(len(keys), deltas.shape[-1]).index_add_(0, place, deltas.reshape(b, t, -1)[mask])
     return keys % size, rows
 
 
 def token_squares(tokens: Tensor, deltas: Tensor, size: int, padding: int | None) -> Tensor:
     """sum over examples of g o g for an embedding, (size, e)."""
-    found, rows = token_rows(tokens, deltas, padding)
-    return deltas.new_zeros(size, deltas.shape[-1]).index_add_(0, found, rows.square())
+    row_tokens, rows = token_rows(tokens, deltas, padding)
+    return deltas.new_zeros(size, deltas.shape[-1]).index_add_(0, row_tokens, rows.square())
 
 
 def token_blocks(tokens: Tensor, deltas: Tensor, size: int, padding: int | None) -> Tensor:
     """sum over examples of g_v g_v^T for every token v, (size, e, e)."""
-    found, rows = token_rows(tokens, deltas, padding)
+    row_tokens, rows = token_rows(tokens, deltas, padding)
     outer = rows.unsqueeze(2) * rows.unsqueeze(1)
-    return deltas.new_zeros(size, rows.shape[1], rows.shape[1]).index_add_(0, found, outer)
+    return deltas.new_zeros(size, rows.shape[1], rows.shape[1]).index_add_(0, row_tokens, outer)

@@ -142,12 +142,14 @@ def join_moments(listeners: Sequence[NormListener], count: int, group: Any) -> i
     """Give listeners the moments of all processes' batches, the same bits on each; how many batches there were."""
     if group is None:
         return count
-    sizes = [2 * len(one.norm.running_mean) + 1 for one in listeners]
+    sizes = [2 * len(listener.norm.running_mean) + 1 for listener in listeners]
     device = listeners[0].norm.running_mean.device
-    parts = [one.norm.running_mean.new_zeros(size).double() for one, size in zip(listeners, sizes, strict=True)]
-    for part, one in zip(parts, listeners, strict=True):
-        if one.moments is not None:
-            own = one.moments
+    parts = [
+        listener.norm.running_mean.new_zeros(size).double() for listener, size in zip(listeners, sizes, strict=True)
+    ]
+    for part, listener in zip(parts, listeners, strict=True):
+        if listener.moments is not None:
+            own = listener.moments
             part.copy_(torch.cat([own.mean.new_tensor([own.count]), own.mean, own.scatter]))
     table = gather_numbers(torch.cat([torch.tensor([count], dtype=torch.float64, device=device), *parts]), group)
     for listener, columns in zip(listeners, table[:, 1:].split(sizes, dim=1), strict=True):
@@ -155,8 +157,8 @@ def join_moments(listeners: Sequence[NormListener], count: int, group: Any) -> i
         for row in columns:
             mean, scatter = row[1:].chunk(2)
             if row[0] > 0:
-                found = ChannelMoments(int(row[0]), mean, scatter)
-                listener.moments = found if listener.moments is None else listener.moments.add(found)
+                moments = ChannelMoments(int(row[0]), mean, scatter)
+                listener.moments = moments if listener.moments is None else listener.moments.add(moments)
     return int(table[:, 0].sum())
 
 
@@ -194,7 +196,7 @@ def keep_modes(model: nn.Module) -> Iterator[None]:
 def keep_statistics(norms: list[nn.Module]) -> Iterator[Callable[[], None]]:
     """Gives the norms' buffers back at the end: the running ones not if the given function was called."""
     named = [(name, buffer) for norm in norms for name, buffer in norm.named_buffers(recurse=False)]
-    kept = [(name.startswith("running"), buffer, buffer.clone()) for name, buffer in named]
+    buffers = [(name.startswith("running"), buffer, buffer.clone()) for name, buffer in named]
     done = False
 
     def commit() -> None:
@@ -205,7 +207,7 @@ def keep_statistics(norms: list[nn.Module]) -> Iterator[Callable[[], None]]:
         yield commit
     finally:
         with torch.no_grad():
-            for running, buffer, old in kept:
+            for running, buffer, old in buffers:
                 if not (done and running):
                     buffer.copy_(old)
 
@@ -260,13 +262,13 @@ class NormListener:
         self._handle = norm.register_forward_pre_hook(self._read)
 
     def _read(self, norm: Any, args: tuple[Any, ...]) -> None:
-        found = ChannelMoments.read(args[0])
-        if found.count == 0:
+        moments = ChannelMoments.read(args[0])
+        if moments.count == 0:
             norm.training = False
             return
-        self.moments = found if self.moments is None else self.moments.add(found)
-        norm.training = self.by_batch and found.count > 1
-        if self.by_batch and found.count == 1 and self.moments.count > 1:
+        self.moments = moments if self.moments is None else self.moments.add(moments)
+        norm.training = self.by_batch and moments.count > 1
+        if self.by_batch and moments.count == 1 and self.moments.count > 1:
             self.write()
 
     def write(self) -> None:

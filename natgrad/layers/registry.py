@@ -113,8 +113,8 @@ def register(
         if not callable(rule):
             raise TypeError(f"{name} is {rule!r}, expected a function of the module")
 
-    def plain(found: Any) -> tuple[int, int, int]:
-        rows, *columns = getattr(found, weight).shape
+    def plain(instance: Any) -> tuple[int, int, int]:
+        rows, *columns = getattr(instance, weight).shape
         return (1, prod(columns), rows) if transposed else (1, rows, prod(columns))
 
     OWN_KINDS[module] = Kind(activations, deltas, shape or plain, weight, bias, transposed, features).layer

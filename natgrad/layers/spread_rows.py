@@ -18,9 +18,9 @@ def spread_rows(count: int, some: float, device: torch.device) -> Tensor:
     return starts * stretch + starts * PRIME % stretch
 
 
-def pick_rows(tensor: Tensor, kept: Tensor) -> Tensor:
+def pick_rows(tensor: Tensor, numbers: Tensor) -> Tensor:
     """Rows of (b, t, ...) as examples of one position, (r, 1, ...), by their numbers (r,) in b t."""
     t = tensor.shape[1]
     if t == 1:
-        return tensor[kept]
-    return tensor[kept // t, kept % t].unsqueeze(1)
+        return tensor[numbers]
+    return tensor[numbers // t, numbers % t].unsqueeze(1)

@@ -53,10 +53,10 @@ class Recorder:
     @contextmanager
     def recording(self) -> Generator[list[Record]]:
         """Inside, backward passes append (place, input, derivative at the output) per call of a layer."""
-        found: list[Record] = []
+        records: list[Record] = []
         try:
-            self.records = found
-            yield found
+            self.records = records
+            yield records
         finally:
             self.records = None
 
@@ -283,10 +283,10 @@ class Taps:
         everywhere, at_calls, at_leaves = list(calls), list[list[Tensor | None]](), list[list[Tensor | None]]()
         for cotangent in cotangents:
             with self.recorder.recording() as records:
-                found, slopes = derivatives(outputs, calls, [cotangent], [*leaves, self.recorder.dummy])
+                deltas, slopes = derivatives(outputs, calls, [cotangent], [*leaves, self.recorder.dummy])
             if not at_calls:
                 everywhere += [self._tap_record(record) for record in records]
-            at_calls.append([*found[0], *(delta for _, _, delta in records)])
+            at_calls.append([*deltas[0], *(delta for _, _, delta in records)])
             at_leaves.append(slopes[0][:-1])
         return everywhere, at_calls, at_leaves
 
@@ -346,16 +346,16 @@ def record_calls(layers: Mapping[nn.Module, Layer]) -> Generator[list[Tap]]:
     Args:
         layers: Each module's layer.
     """
-    found = list[Tap]()
+    taps = list[Tap]()
 
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if isinstance(output, Tensor) and output.requires_grad:
-            found.append(Tap.of(layers[module], args[0], output))
+            taps.append(Tap.of(layers[module], args[0], output))
 
     with run_alone():
         handles = [module.register_forward_hook(hook) for module in layers]
         try:
-            yield found
+            yield taps
         finally:
             for handle in handles:
                 handle.remove()
@@ -416,12 +416,12 @@ def derivatives(
     at_taps, at_leaves = [], []
     for cotangent in cotangents:
         wanted: list[Any] = [*(call.edge for call in taps), *leaves]
-        found: Sequence[Tensor | None] = ()
+        slopes: Sequence[Tensor | None] = ()
         if wanted:
-            found = torch.autograd.grad(outputs, wanted, cotangent, retain_graph=True, allow_unused=True)
-        whole = [None if one is None else gather_whole(one) for one in found]
-        at_taps.append(whole[: len(taps)])
-        at_leaves.append(whole[len(taps) :])
+            slopes = torch.autograd.grad(outputs, wanted, cotangent, retain_graph=True, allow_unused=True)
+        gradients = [None if slope is None else gather_whole(slope) for slope in slopes]
+        at_taps.append(gradients[: len(taps)])
+        at_leaves.append(gradients[len(taps) :])
     return at_taps, at_leaves
 
 

@@ -112,7 +112,7 @@ def traced_layers(model: nn.Module, space: Space, known: Iterable[Layer]) -> lis
     for module in model.modules():
         for p in module.parameters(recurse=False):
             owners[id(p)].append(module)
-    found: dict[str, Traced] = {}
+    layers: dict[str, Traced] = {}
     for module in model.modules():
         # attention and recurrence work on (t, b, d), whatever batch_first says
         first = isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) or module in inside
@@ -120,12 +120,12 @@ def traced_layers(model: nn.Module, space: Space, known: Iterable[Layer]) -> lis
         for key, p in own.items():
             name = names.get(id(p))
             matrices = p.dim() == 2 or (p.dim() == 3 and len(p) > 1)  # the latter one per expert
-            if matrices and name is not None and name not in held and name not in found:
+            if matrices and name is not None and name not in held and name not in layers:
                 bias = own.get(key.replace("weight", "bias")) if isinstance(module, WITH_BIAS) else None
                 fits = bias is not None and bias.shape == (len(p),) and owners[id(bias)] == owners[id(p)]
                 layout = layout_of(module, key, p, name, names.get(id(bias)) if fits else None)
-                found[name] = Traced(module if isinstance(module, nn.RNNBase) else None, layout, first)
-    return list(found.values())
+                layers[name] = Traced(module if isinstance(module, nn.RNNBase) else None, layout, first)
+    return list(layers.values())
 
 
 def second_layers(known: Iterable[Layer]) -> list[Traced]:
@@ -137,8 +137,8 @@ def second_layers(known: Iterable[Layer]) -> list[Traced]:
 
 def matrices_of(params: Mapping[str, Tensor]) -> list[Traced]:
     """The matrices among the parameters of a function, each alone."""
-    found = {name: p for name, p in params.items() if p.dim() == 2}
-    return [Traced(None, Layout(name, None, 1, len(p), p.shape[1], tuple(p.shape))) for name, p in found.items()]
+    matrices = {name: p for name, p in params.items() if p.dim() == 2}
+    return [Traced(None, Layout(name, None, 1, len(p), p.shape[1], tuple(p.shape))) for name, p in matrices.items()]
 
 
 def layout_of(module: nn.Module, key: str, p: Tensor, name: str, bias: str | None) -> Layout:
@@ -163,27 +163,27 @@ def find_products(outputs: Tensor, layers: Iterable[Traced], params: Mapping[str
     leaves = {get_gradient_edge(p).node: (layer, p.dtype) for layer, p in matrices if p.requires_grad}
     known = list(uses(outputs.grad_fn, leaves)) if leaves else []
     count = Counter(node for node, _, _ in known)
-    found: list[MatrixProduct] = []
+    products: list[MatrixProduct] = []
     opaque: set[Traced] = set()
     for node, i, source in known:
         product = product_of(node, i, source)
         if product is None:
             opaque.add(source.layer)
         else:
-            found.append(replace(product, loose=product.loose or count[node] > 1))
-    clear = [product for product in found if product.layer not in opaque]
+            products.append(replace(product, loose=product.loose or count[node] > 1))
+    clear = [product for product in products if product.layer not in opaque]
     uneven = find_packed(product for product in clear if isinstance(product, TracedProduct))
     return [replace(product, loose=True) if product.layer.module in uneven else product for product in clear]
 
 
-def find_packed(found: Iterable[TracedProduct]) -> set[nn.Module]:
+def find_packed(products: Iterable[TracedProduct]) -> set[nn.Module]:
     """The recurrent modules that met packed sequences of different lengths: fewer rows at later steps.
 
     Their rows run over steps, and over the examples that are left, the longest first. Products with the inputs are of
     all steps together, whose number may be a multiple of the examples' by accident.
     """
     counts: dict[nn.Module, set[int]] = defaultdict(set)
-    for product in found:
+    for product in products:
         if product.layer.module is not None and "weight_hh" in product.layer.layout.names[0]:
             counts[product.layer.module].add(len(product.inputs))
     return {module for module, sizes in counts.items() if len(sizes) > 1}
@@ -289,11 +289,11 @@ def matrix_product(node: Any, place: int, source: Source, other: Tensor) -> Trac
 def lookup(node: Any, source: Source) -> TracedProduct | None:
     """Rows of the matrix by token."""
     try:
-        found = read_tokens(node)
+        reading = read_tokens(node)
     except RuntimeError:  # overwritten since
         return None
-    if found is None:
+    if reading is None:
         return None
-    tokens, padding = found
+    tokens, padding = reading
     how = {"turned": True, "piece": source.piece, "shape": tuple(tokens.shape), "padding": padding}
     return TracedProduct(source.layer, tokens, GradientEdge(node, 0), source.dtype, version_of(tokens), **how)

@@ -165,7 +165,7 @@ def room(
     sizes = [measure_norm(p, dtype=torch.promote_types(p.dtype, torch.float32)).double() for p in params.values()]
     home = squares[0].device
     place = torch.tensor([i for i, layer in enumerate(layers) for _ in layer], device=home)
-    table = torch.stack([torch.stack([one.to(home) for one in column]) for column in (squares, sizes)])
+    table = torch.stack([torch.stack([number.to(home) for number in column]) for column in (squares, sizes)])
     table[1].square_()
     moved, size = table.new_zeros(2, len(layers)).index_add_(1, place, table).sqrt()
     fresh = list[float]()

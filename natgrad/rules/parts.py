@@ -72,7 +72,7 @@ class Parts:
         Args:
             like: Of the dtypes and on the devices wanted.
         """
-        parts = [part.to(one.dtype) for part, one in zip(self.parts.values(), like, strict=True)]
+        parts = [part.to(reference.dtype) for part, reference in zip(self.parts.values(), like, strict=True)]
         rates = {1.0} if self.rates is None else set(self.rates.values())
         if self.shares is None and len(rates) == 1 and len({(p.dtype, p.device) for p in parts}) == 1:
             return torch_plain._foreach_mul(parts, as_tensor_like(self.length * rates.pop(), parts[0]))
@@ -87,10 +87,10 @@ class Parts:
         return -1.0 * self
 
     def __add__(self, other: Parts) -> Parts:
-        found = other.tensors()
+        parts = other.tensors()
         for name in self.parts:
-            found[name] = self[name] + found[name] if name in found else self[name]
-        return Parts(found)
+            parts[name] = self[name] + parts[name] if name in parts else self[name]
+        return Parts(parts)
 
     def __sub__(self, other: Parts) -> Parts:
         return self + -1.0 * other
@@ -102,8 +102,8 @@ class Parts:
             shares: Scalar tensors by name.
         """
         before = self.shares
-        whole = shares if before is None else {name: before[name] * share for name, share in shares.items()}
-        return self._share_sizes(Parts(self.parts, self.rates, self.length, whole))
+        factors = shares if before is None else {name: before[name] * share for name, share in shares.items()}
+        return self._share_sizes(Parts(self.parts, self.rates, self.length, factors))
 
     def _share_sizes(self, scaled: Parts) -> Parts:
         scaled._sizes = self._sizes
@@ -121,11 +121,13 @@ class Parts:
             for n in names
         ]
         home, rates = pairs[0], [self.rate(name) * other.rate(name) for name in names]
-        whole = torch.stack([one.to(home) for one in pairs]) * torch.tensor(rates, dtype=home.dtype, device=home.device)
+        products = torch.stack([product.to(home) for product in pairs]) * torch.tensor(
+            rates, dtype=home.dtype, device=home.device
+        )
         for shares in (self.shares, other.shares):
             if shares is not None:
-                whole = whole * torch.stack([shares[name].to(home) for name in names])
-        return whole.sum() * as_factor(self.length, home) * as_factor(other.length, home)
+                products = products * torch.stack([shares[name].to(home) for name in names])
+        return products.sum() * as_factor(self.length, home) * as_factor(other.length, home)
 
     def square(self, name: str) -> Tensor:
         """|d_p|^2 of one parameter, a scalar tensor.
@@ -167,7 +169,7 @@ def inner_product(first: Tensor, second: Tensor) -> Tensor:
 
 def add_scalars(scalars: Sequence[Tensor]) -> Tensor:
     """Their sum, on the device of the first: a model may lie on several."""
-    return torch.stack([one.to(scalars[0].device) for one in scalars]).sum() if scalars else torch.zeros(())
+    return torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).sum() if scalars else torch.zeros(())
 
 
 def measure_part(part: Tensor) -> Tensor:

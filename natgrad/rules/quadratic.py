@@ -218,10 +218,10 @@ class BlockStep(Step):
         if not self.forms or not self.promise.is_known:
             return None
         forms = {name: form * factors[name].to(form) ** 2 for name, form in self.forms.items()}
-        whole = torch.stack([form.to(self.promise().device) for form in forms.values()]).sum()
-        true = Lazy(value=whole if self.ratio is None else self.ratio.to(whole) * whole)
+        total = torch.stack([form.to(self.promise().device) for form in forms.values()]).sum()
+        true = Lazy(value=total if self.ratio is None else self.ratio.to(total) * total)
         vector = self.vector.scale_each(factors)
-        return BlockStep(vector, true, Lazy(value=whole), self.ratio, self.levels, forms)
+        return BlockStep(vector, true, Lazy(value=total), self.ratio, self.levels, forms)
 
     def form(self) -> Tensor:
         return self.true()

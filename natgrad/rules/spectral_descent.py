@@ -119,10 +119,10 @@ class SpectralDescent(Rule):
         return self.prepare_for(metric, level, math.inf)
 
     def prepare_for(self, metric: Operator, level: float, positions: float) -> dict[str, Tensor]:
-        found = find_input_moment(metric)
-        if found is None:
+        moments = find_input_moment(metric)
+        if moments is None:
             return {"squares": metric.diagonal().clamp(min=0)}
-        moment, tokens = found
+        moment, tokens = moments
         least = 0.0 if tokens else self.scarce * moment.shape[-1] / max(positions, 1.0)
         if least <= self.damping:
             return whitener(moment, tokens, self.damping)
@@ -153,9 +153,9 @@ class SpectralDescent(Rule):
             return block.memory["direction"], dict(block.memory)
         root = block.prepared["inputs"].to(n)
         matrix = n.squeeze(0) if len(n) == 1 and root.dim() < 3 else n
-        found = apply_root(polar(whiten_inputs(matrix, root), self.iterations), root).view(n.shape)
-        found = (found * (max(1.0, n.shape[-2] / n.shape[-1]) * min(1.0, room)) ** 0.5).contiguous()
-        return found, {"direction": found, "step": torch.tensor(block.steps)} if every > 1 else {}
+        direction = apply_root(polar(whiten_inputs(matrix, root), self.iterations), root).view(n.shape)
+        direction = (direction * (max(1.0, n.shape[-2] / n.shape[-1]) * min(1.0, room)) ** 0.5).contiguous()
+        return direction, {"direction": direction, "step": torch.tensor(block.steps)} if every > 1 else {}
 
     def room_of(self, block: BlockPoint) -> float:
         """Examples times positions of a step over those that a layer's singular values need, which are `enough` each.
@@ -187,8 +187,8 @@ class SpectralDescent(Rule):
             n: The gradient's mean, in the shape of the block.
             rows: Of the table: the inputs of that layer.
         """
-        found = polar(n.reshape(rows, -1), self.iterations)
-        return (max(1.0, found.shape[1] / rows) ** 0.5 * found).reshape(n.shape)
+        direction = polar(n.reshape(rows, -1), self.iterations)
+        return (max(1.0, direction.shape[1] / rows) ** 0.5 * direction).reshape(n.shape)
 
     def scale_entries(self, n: Tensor, squares: Tensor | None) -> Tensor:
         """n / (F + damping mean F)^(1/2) at the root mean square of entries.
@@ -280,8 +280,8 @@ def whiten_inputs(matrix: Tensor, root: Tensor) -> Tensor:
         return torch.stack([whiten_inputs(x, w) for x, w in zip(matrix.unbind(), root.unbind(), strict=True)])
     if matrix.dim() > 2:
         return matrix @ root.mT
-    multiply_by_upper(matrix, root, found := torch.empty_like(matrix, memory_format=torch.contiguous_format))
-    return found
+    multiply_by_upper(matrix, root, product := torch.empty_like(matrix, memory_format=torch.contiguous_format))
+    return product
 
 
 def apply_root(matrix: Tensor, root: Tensor) -> Tensor:
@@ -294,8 +294,8 @@ def apply_root(matrix: Tensor, root: Tensor) -> Tensor:
         return torch.stack([apply_root(x, w) for x, w in zip(matrix.unbind(), root.unbind(), strict=True)])
     if matrix.dim() > 2:
         return matrix @ root
-    multiply_by_lower(matrix, root, found := torch.empty_like(matrix, memory_format=torch.contiguous_format))
-    return found
+    multiply_by_lower(matrix, root, product := torch.empty_like(matrix, memory_format=torch.contiguous_format))
+    return product
 
 
 def multiply_by_upper(matrix: Tensor, lower: Tensor, out: Tensor) -> None:
@@ -362,14 +362,14 @@ def polish(x: Tensor, iterations: int) -> Tensor:
 
 def polish_by_gram(x: Tensor, iterations: int) -> Tensor:
     """The same by (p, p) products, but for the first and the last: X X^T and the whole polynomial in it."""
-    square, whole = self_product(x), None
+    square, polynomial = self_product(x), None
     for i, (a, b, c) in enumerate(POLISH[:iterations]):
         factor = b * square + c * self_product(square)
         factor.diagonal(dim1=-2, dim2=-1).add_(a)
-        whole = factor if whole is None else factor @ whole
+        polynomial = factor if polynomial is None else factor @ polynomial
         if i + 1 < iterations:
             square = factor @ square @ factor
-    return x if whole is None else whole @ x
+    return x if polynomial is None else polynomial @ x
 
 
 def self_product(x: Tensor) -> Tensor:

@@ -110,10 +110,10 @@ class SpectralProgress(Rule):
         return self.prepare_for(metric, level, math.inf)
 
     def prepare_for(self, metric: Operator, level: float, positions: float) -> dict[str, Tensor]:
-        found = find_input_moment(metric)
-        if found is None:
+        moments = find_input_moment(metric)
+        if moments is None:
             return {"squares": metric.diagonal().clamp(min=0)}
-        (moment, tokens), positions = found, max(positions, 1.0)
+        (moment, tokens), positions = moments, max(positions, 1.0)
         least = self.damping if tokens else max(self.damping, moment.shape[-1] / positions)
         if not tokens and moment.dim() == 2 and WIDE <= len(moment) > positions:
             roots = whitener_of_few(moment, least, min(math.ceil(TOP * positions), len(moment) // PART))
@@ -262,9 +262,9 @@ def whitener_of_few(moment: Tensor, damping: float, rank: int) -> dict[str, Tens
     scaled = torch.where(mean > 0, moment / torch.where(mean > 0, mean, 1.0), torch.eye(len(moment)).to(moment))
     basis = torch_linalg.qr(scaled[:, scaled.diagonal().topk(rank).indices]).Q
     basis = torch_linalg.qr(scaled @ basis).Q
-    inner, one = symmetrise(basis.mT @ (scaled @ basis)), torch.eye(rank).to(moment)
+    inner, identity = symmetrise(basis.mT @ (scaled @ basis)), torch.eye(rank).to(moment)
     rest = ((len(moment) - inner.trace()) / (len(moment) - rank)).clamp(min=0) + damping
-    cut = one - invert_factor_or_nan(inner + damping * one) * rest.sqrt()
+    cut = identity - invert_factor_or_nan(inner + damping * identity) * rest.sqrt()
     return {"inputs": basis, "cut": cut, "root": rest.rsqrt()}
 
 
@@ -315,8 +315,8 @@ def unwhiten(matrices: Tensor, roots: Mapping[str, Tensor]) -> Tensor:
     inputs = roots["inputs"]
     if "cut" in roots:
         part, cut = matrices @ inputs, spread(roots["cut"], matrices, 2)
-        whole = torch_linalg.solve_triangular(torch.eye(cut.shape[-1]).to(cut) - cut, part, upper=False, left=False)
-        return (matrices + (whole - part) @ inputs.mT) / spread(roots["root"], matrices, 0)
+        solution = torch_linalg.solve_triangular(torch.eye(cut.shape[-1]).to(cut) - cut, part, upper=False, left=False)
+        return (matrices + (solution - part) @ inputs.mT) / spread(roots["root"], matrices, 0)
     if inputs.dim() < matrices.dim():
         return matrices / spread(inputs, matrices, 1)
     return torch_linalg.solve_triangular(inputs, matrices, upper=False, left=False)

@@ -52,8 +52,8 @@ def stays_positive(inverse: Tensor, root: Tensor, rate: float, *, image: Tensor 
     where it is known.
     """
     gram = root.mT @ (inverse @ root if image is None else image)
-    found = torch.linalg.cholesky_ex(_shift(-rate * gram, 1 + rate))
-    return (found.info == 0) & torch.isfinite(found.L.diagonal(dim1=-2, dim2=-1)).all(-1)
+    factorisation = torch.linalg.cholesky_ex(_shift(-rate * gram, 1 + rate))
+    return (factorisation.info == 0) & torch.isfinite(factorisation.L.diagonal(dim1=-2, dim2=-1)).all(-1)
 
 
 def woodbury_inverse(
@@ -200,8 +200,8 @@ class FirstOrder(Update):
         image = before @ root
         positive = bool(stays_positive(before, root, rate, image=image))
         update = adapt_inverse if positive else woodbury_inverse
-        found = kept_symmetric(update(before, root, rate, image=image), memory["step"])
-        return {"inverse": found, "refused": memory["refused"] + (not positive)} if all_finite(found) else None
+        inverse = kept_symmetric(update(before, root, rate, image=image), memory["step"])
+        return {"inverse": inverse, "refused": memory["refused"] + (not positive)} if all_finite(inverse) else None
 
     def operator(self, memory: Memory) -> Operator:
         return InvertedOperator(memory["inverse"])
@@ -239,8 +239,8 @@ class Woodbury(Update):
 
     def step(self, memory: Memory, root: Tensor) -> Memory | None:
         rate = adaptation_rate(memory["step"], self.offset, self.floor)
-        found = kept_symmetric(woodbury_inverse(memory["inverse"], compress_root(root), rate), memory["step"])
-        return {"inverse": found} if all_finite(found) else None
+        inverse = kept_symmetric(woodbury_inverse(memory["inverse"], compress_root(root), rate), memory["step"])
+        return {"inverse": inverse} if all_finite(inverse) else None
 
     def operator(self, memory: Memory) -> Operator:
         return InvertedOperator(memory["inverse"])
@@ -304,13 +304,13 @@ class Averaged(Update):
     def step(self, memory: Memory, root: Tensor) -> Memory | None:
         columns = self.columns(memory["columns"], root, memory["seen"])
         metric = average_metric(memory["metric"], root, root.shape[-1] / columns)
-        found = {"metric": metric, "columns": columns}
+        state = {"metric": metric, "columns": columns}
         if "lower" in memory and memory["step"] % self.every:
-            return {**found, "lower": memory["lower"]} if all_finite(metric) else None
+            return {**state, "lower": memory["lower"]} if all_finite(metric) else None
         lower = factor_damped(
             metric, float(self.amount(metric, memory["seen"], memory["unit"], memory.get("passes", 1.0)))
         )
-        return None if lower is None else {**found, "lower": lower}
+        return None if lower is None else {**state, "lower": lower}
 
     def columns(self, before: float, root: Tensor, seen: int) -> float:
         """How many columns the mean is over, once U has joined.
@@ -416,9 +416,9 @@ class AdaptiveInverse(Structure):
         root = now.root()
         root = psd_root(now.dense()) if root is None else root
         counted = {**memory, "step": memory["step"] + 1, "seen": memory["seen"] + examples, "examples": examples}
-        found = self.method.step(counted, root) if all_finite(root) else None
-        if found is not None:
-            return {**counted, **found}
+        state = self.method.step(counted, root) if all_finite(root) else None
+        if state is not None:
+            return {**counted, **state}
         if memory["step"] == 0:
             raise ValueError(
                 "the metric is not finite: its root overflows or is NaN; nothing was changed. Look for infinite "

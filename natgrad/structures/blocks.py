@@ -136,8 +136,8 @@ def _read_by_products(operator: Operator, places: Tensor) -> Tensor:
             unit[place] = 1
             columns.append(operator.mv(unit)[own])
             unit[place] = 0
-    found = torch.stack(columns).view(*places.shape, places.shape[1])
-    return (found + found.mT) / 2
+    blocks = torch.stack(columns).view(*places.shape, places.shape[1])
+    return (blocks + blocks.mT) / 2
 
 
 def _layout_of_units(group: Mapping[str, int], space: Space) -> UnitLayout:

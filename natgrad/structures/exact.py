@@ -56,8 +56,8 @@ class Dense(OperatorStructure):
         check_share("decay", self.decay)
 
     def average(self, memory: Memory | None, operator: Operator, params: Params) -> tuple[Operator, Memory]:
-        average, kept = average_tensor(memory, operator.dense(), self.decay, list(params))
-        return DenseOperator(average, indefinite=operator.indefinite).declare(nats=operator.nats), kept
+        average, state = average_tensor(memory, operator.dense(), self.decay, list(params))
+        return DenseOperator(average, indefinite=operator.indefinite).declare(nats=operator.nats), state
 
     def count_numbers(self, size: int, total: int) -> int:
         return size * total if self.decay else 0

@@ -153,15 +153,15 @@ class EigenKronecker(Layerwise):
         }
         totals = accumulate_statistics(moments, fresh, decay)
         vectors = {side: self._vectors(side, totals, before) for side in ("left", "right")}
-        kept = {f"{side}_vectors": basis for side, basis in vectors.items() if basis is not None}
-        eigen = basis_of(totals | kept)
+        bases = {f"{side}_vectors": basis for side, basis in vectors.items() if basis is not None}
+        eigen = basis_of(totals | bases)
         spectrum = exchange_sums({"spectrum": correct_eigenvalues(seen, eigen)})["spectrum"]
         if before is not None:
             # by value: with several processes, eigenvectors that were kept come from their owner as a copy
-            same = self.stale > 0 and all(torch.equal(before[key], basis) for key, basis in kept.items())
+            same = self.stale > 0 and all(torch.equal(before[key], basis) for key, basis in bases.items())
             past = before["spectrum"] if same else move_spectrum(before["spectrum"], basis_of(before), eigen)
             spectrum = accumulate_total(past, spectrum, decay)
-        return totals | {"spectrum": spectrum} | kept
+        return totals | {"spectrum": spectrum} | bases
 
     def needs_past(self, seen: Seen) -> bool:
         return False  # the owner alone finds eigenvectors and moves the past's diagonal; others send sums of the pass
@@ -173,18 +173,18 @@ class EigenKronecker(Layerwise):
         old = None if before is None else before.get(f"{side}_vectors")
 
         def find() -> Tensor:
-            kept = old is not None and self.stale and fits(totals[side], old, self.stale)
-            return old if kept and old is not None else eigh(totals[side])[1]
+            usable = old is not None and self.stale and fits(totals[side], old, self.stale)
+            return old if usable and old is not None else eigh(totals[side])[1]
 
         return solve_once(find, totals[side])
 
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         if "blocks" in totals:
             return Units(totals["blocks"] / weight)
-        found = Spectral(basis_of(totals | find_eigenvalues(totals)), totals["spectrum"] / weight)
+        spectral = Spectral(basis_of(totals | find_eigenvalues(totals)), totals["spectrum"] / weight)
         if not is_cut(totals):
-            return found
-        return Tiled.spectral(found, layer.layout.matrix_shape[1:])
+            return spectral
+        return Tiled.spectral(spectral, layer.layout.matrix_shape[1:])
 
     def kind(self, totals: Statistics) -> str:
         return super().kind(totals) + blocks_of(totals)
@@ -216,15 +216,15 @@ def fits(factor: Tensor, vectors: Tensor, stale: float) -> bool:
 
 def misfit(factor: Tensor, vectors: Tensor) -> Tensor:
     """|off-diagonal part of V^T M V| / |M| for M (..., n, n), the largest over the blocks, by one product."""
-    found = (vectors * (factor @ vectors)).sum(-2).square().sum(-1)
-    whole = factor.square().sum((-2, -1))
-    return (1 - torch.where(whole > 0, found / whole, 1)).clamp(min=0).sqrt().max()
+    diagonal = (vectors * (factor @ vectors)).sum(-2).square().sum(-1)
+    squares = factor.square().sum((-2, -1))
+    return (1 - torch.where(squares > 0, diagonal / squares, 1)).clamp(min=0).sqrt().max()
 
 
 def correct_eigenvalues(seen: Seen, eigen: KroneckerEigen) -> Tensor:
     """The pass's diagonal in a Kronecker eigenbasis, in the shape of the eigenvalues."""
-    shape, found = tuple(eigen.values().shape), layer_spectrum(seen, eigen)
-    return found.reshape(shape) if len(shape) < 4 else Tiled.cut_matrix(found.flatten(0, -2), shape)
+    shape, spectrum = tuple(eigen.values().shape), layer_spectrum(seen, eigen)
+    return spectrum.reshape(shape) if len(shape) < 4 else Tiled.cut_matrix(spectrum.flatten(0, -2), shape)
 
 
 def move_spectrum(spectrum: Tensor, old: KroneckerEigen, new: KroneckerEigen) -> Tensor:
@@ -238,11 +238,11 @@ def move_spectrum(spectrum: Tensor, old: KroneckerEigen, new: KroneckerEigen) ->
 
 def find_eigenvalues(totals: Statistics) -> Statistics:
     """The diagonals V^T M V of an EKFAC layer's factors in their eigenvectors, by the factor's side: "left_values"."""
-    found = dict[str, Tensor]()
+    values = dict[str, Tensor]()
     for side in SIDES:
         if (vectors := totals.get(f"{side}_vectors")) is not None:
-            found[f"{side}_values"] = (vectors * (totals[side] @ vectors)).sum(-2)
-    return found
+            values[f"{side}_values"] = (vectors * (totals[side] @ vectors)).sum(-2)
+    return values
 
 
 def basis_of(totals: Statistics) -> KroneckerEigen:

@@ -132,18 +132,18 @@ class Layerwise(Structure):
         asking = memory is None or is_asking(draws) or not memory.get("sure", True)
         trusted = None if memory is None or asking else set(memory["held"])
         ask = asking or (memory is not None and memory.get("meet", False))
-        found = hear_metric(metric, params, inputs, self.estimate, generator, random=random, trusted=trusted, ask=ask)
-        held = [claim for one in found.layers for claim in one.layer.claims]
+        reading = hear_metric(metric, params, inputs, self.estimate, generator, random=random, trusted=trusted, ask=ask)
+        held = [claim for seen in reading.layers for claim in seen.layer.claims]
         if memory is not None and set(held) != set(memory["held"]):
             memory = None  # a layer turned out not to be all there is to its parameters
-        totals, weight = self.average_statistics(found.layers, found.squares, memory)
-        parts = [(one.layer.layout, self.operator(one.layer, totals[one.key], weight)) for one in found.layers]
+        totals, weight = self.average_statistics(reading.layers, reading.squares, memory)
+        parts = [(seen.layer.layout, self.operator(seen.layer, totals[seen.key], weight)) for seen in reading.layers]
         space = Space(params)
-        parts += [diagonal_part(space, name, totals[name]["squares"] / weight) for name in found.squares]
-        arranged = Arranged(space, parts).declare(nats=found.metric.nats)
-        kept = totals if self.decay else {}
-        memory = {"names": list(params), "held": held, "draws": draws + 1, "weight": weight, "totals": kept}
-        return arranged, memory | {"sure": found.heard.sure or not asking, "meet": found.meet}
+        parts += [diagonal_part(space, name, totals[name]["squares"] / weight) for name in reading.squares]
+        arranged = Arranged(space, parts).declare(nats=reading.metric.nats)
+        averages = totals if self.decay else {}
+        memory = {"names": list(params), "held": held, "draws": draws + 1, "weight": weight, "totals": averages}
+        return arranged, memory | {"sure": reading.heard.sure or not asking, "meet": reading.meet}
 
     def kind_of(self, name: str, memory: Memory | None) -> str:
         if memory is None or name not in memory["names"]:
@@ -163,7 +163,7 @@ class Layerwise(Structure):
             memory: What the last call of `update` returned, None at first.
         """
         before: dict[str, Statistics] = memory["totals"] if memory and self.decay else {}
-        totals = {one.key: self.statistics(one, before.get(one.key), self.decay) for one in layers}
+        totals = {seen.key: self.statistics(seen, before.get(seen.key), self.decay) for seen in layers}
         for name, square in squares.items():
             totals[name] = accumulate_statistics(before.get(name), {"squares": square}, self.decay)
         if not before or memory is None:

@@ -54,16 +54,16 @@ class LowRankCovariance(Layerwise):
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
         if seen.by_token:
             return accumulate_statistics(before, {"squares": layer_squares(seen)}, decay)
-        found = before if before is not None and "vectors" in before else None
+        eigen = before if before is not None and "vectors" in before else None
         for i, deltas in enumerate(seen.deltas):
             fresh = torch.stack(group_gradients(seen.activations, deltas, 2 * self.rank)).flatten(1)
-            if found is not None:
-                past = (found["values"] * (1.0 if i else decay)).sqrt().unsqueeze(1) * found["vectors"]
+            if eigen is not None:
+                past = (eigen["values"] * (1.0 if i else decay)).sqrt().unsqueeze(1) * eigen["vectors"]
                 fresh = torch.cat([past, fresh])
             values, vectors = leading(fresh, min(self.rank, fresh.shape[1]))
-            found = {"values": values, "vectors": vectors}
-        assert found is not None
-        return found
+            eigen = {"values": values, "vectors": vectors}
+        assert eigen is not None
+        return eigen
 
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         if "squares" in totals:
@@ -99,9 +99,9 @@ def leading(vectors: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """
     values, turn = eigh((vectors @ vectors.mT).double())
     values, turn = values.flip(0)[:rank], turn.flip(1)[:, :rank]
-    kept = values > 10 * safe_cutoff(len(vectors), vectors.dtype) * values[:1]
-    scale = torch.where(kept, values.clamp(min=0).rsqrt(), 0)
-    return torch.where(kept, values, 0).to(vectors.dtype), (turn * scale).mT.to(vectors.dtype) @ vectors
+    mask = values > 10 * safe_cutoff(len(vectors), vectors.dtype) * values[:1]
+    scale = torch.where(mask, values.clamp(min=0).rsqrt(), 0)
+    return torch.where(mask, values, 0).to(vectors.dtype), (turn * scale).mT.to(vectors.dtype) @ vectors
 
 
 def spike_values(values: Tensor, vectors: Tensor, rank: int) -> Spiked:

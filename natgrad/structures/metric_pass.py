@@ -102,7 +102,7 @@ def hear_metric(
     deltas, slopes = derivatives(graph, taps, cotangents[:1], list(watched.values()))
     deltas += derivatives(graph, taps, cotangents[1:])[0]
     gradients = dict(zip(watched, slopes[0], strict=True))
-    found = hear(
+    heard = hear(
         Pass(graph, taps, examples, cotangents, deltas, leaves, gradients, pullback.dtype),
         lambda layer: trusted is None,
         # examples that cannot be told apart give squares that are right on average over drawn labels alone
@@ -110,13 +110,13 @@ def hear_metric(
         spare=lambda answers: spare_of(spare, answers) if trusted is None else (),
     )
     if metric.weighs_inputs:
-        found = replace(found, layers=[weigh_examples(one, pullback.weights) for one in found.layers])
-    rest = {name: p for name, p in params.items() if name not in found.held_names}
+        heard = replace(heard, layers=[weigh_examples(seen, pullback.weights) for seen in heard.layers])
+    rest = {name: p for name, p in params.items() if name not in heard.held_names}
     if rest:
         factor = torch.stack(apart(cotangents, examples), dim=2)
-        found = replace(found, squares=squares_of(pullback, rest, factor))
+        heard = replace(heard, squares=squares_of(pullback, rest, factor))
     placed = not (ask and strict and any(has_no_place(tap) for tap in taps))
-    return Collected(pullback, replace(found, sure=found.sure and placed), examples.count == 1)
+    return Collected(pullback, replace(heard, sure=heard.sure and placed), examples.count == 1)
 
 
 def spare_of(spare: Sequence[Traced], answers: Mapping[str, bool]) -> list[Traced]:
@@ -136,8 +136,8 @@ def weigh_examples(seen: Seen, weights: Tensor) -> Seen:
     if not known or bool((weights == weights[0]).all()):
         return seen
     each = (weights * len(weights)).repeat(seen.cotangents)
-    told = seen.layer, seen.activations, seen.deltas  # of a convolution's images: its patches
-    return Seen(*told, seen.share, seen.counts, cotangents=seen.cotangents, skip=seen.skip, weights=each)
+    parts = seen.layer, seen.activations, seen.deltas  # of a convolution's images: its patches
+    return Seen(*parts, seen.share, seen.counts, cotangents=seen.cotangents, skip=seen.skip, weights=each)
 
 
 class Always:
@@ -165,8 +165,8 @@ def apart(cotangents: Sequence[Tensor], examples: Examples) -> list[Tensor]:
     """The cotangents, cut by examples where a row of the outputs holds several ones' entries."""
     if examples.by_row is not None:
         return list(cotangents)
-    whole = range(examples.count)
-    return [torch.where(examples.labels == e, cotangent, 0) for cotangent in cotangents for e in whole]
+    labels = range(examples.count)
+    return [torch.where(examples.labels == e, cotangent, 0) for cotangent in cotangents for e in labels]
 
 
 def tap_metric(
@@ -193,16 +193,16 @@ def tap_metric(
             "ng.fisher(model, criterion) with chunk_size=None; or use the structure ng.Exact()"
         )
     line = pullback.linearization
-    found = list[Tap](find_products(line.graph, layers.matrices, line.leaves))
+    products = list[Tap](find_products(line.graph, layers.matrices, line.leaves))
     if isinstance(density, Density):
-        found = by_example(found, line.examples)
-    return pullback, [*taps, *found], layers.spare
+        products = by_example(products, line.examples)
+    return pullback, [*taps, *products], layers.spare
 
 
-def by_example(found: Sequence[Tap], examples: int) -> list[Tap]:
+def by_example(products: Sequence[Tap], examples: int) -> list[Tap]:
     """The products of matrices that meet one row per example everywhere: whose rows are whose is certain there only."""
-    unclear = {product.layer for product in found if len(product.inputs) != examples}
-    return [product for product in found if product.layer not in unclear]
+    unclear = {product.layer for product in products if len(product.inputs) != examples}
+    return [product for product in products if product.layer not in unclear]
 
 
 def squares_of(pullback: Pullback, rest: Params, factor: Tensor) -> dict[str, Tensor]:
@@ -225,11 +225,11 @@ def row_squares(pullback: Pullback, rest: Params, factor: Tensor) -> dict[str, T
     if rows.rank * rows.space.size <= LARGEST:
         return rows.space.unflatten(rows.squares())
     generator = torch.Generator(factor.device).manual_seed(0)
-    found = torch.zeros(rows.space.size, dtype=rows.space.dtype, device=factor.device)
+    squares = torch.zeros(rows.space.size, dtype=rows.space.dtype, device=factor.device)
     for _ in range(PROBES):
         bits = torch.randint(0, 2, (rows.rank,), generator=generator, device=factor.device)
-        found += rows.backward((2 * bits - 1).to(rows.space.dtype)).square() / PROBES
-    return rows.space.unflatten(found)
+        squares += rows.backward((2 * bits - 1).to(rows.space.dtype)).square() / PROBES
+    return rows.space.unflatten(squares)
 
 
 def alone(linearization: Linearization, rest: Params) -> Callable[[Params], Tensor]:

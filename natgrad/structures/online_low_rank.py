@@ -107,11 +107,11 @@ def iterate_subspace(images: Tensor, trace: Tensor, floor: Tensor, least: float)
     images: Y = R T, (..., r, D). trace: T's, (...,). floor: T is nowhere less, (...,).
     """
     rank, size = images.shape[-2:]
-    squares, turn = (found.flip(-1) for found in eigh(images.double() @ images.double().mT))
+    squares, turn = (tensor.flip(-1) for tensor in eigh(images.double() @ images.double().mT))
     roots = torch.maximum(squares.clamp(min=0).sqrt(), floor.double().unsqueeze(-1))
     shown = roots > 16 * torch.finfo(images.dtype).tiny  # 1 / roots overflows below; such directions are completed
-    kept = torch.where(shown, 1 / torch.where(shown, roots, 1), 0)
-    basis = orthonormal((kept.unsqueeze(-1) * turn.mT).to(images.dtype) @ images)
+    inverses = torch.where(shown, 1 / torch.where(shown, roots, 1), 0)
+    basis = orthonormal((inverses.unsqueeze(-1) * turn.mT).to(images.dtype) @ images)
     rest = ((trace - roots.sum(-1).to(trace)) / (size - rank)).clamp(min=least)
     above = roots.to(images.dtype) - rest.unsqueeze(-1)
     return Tracked(basis, torch.maximum(above, (FLOOR * roots[..., :1]).clamp(min=least).to(above)), rest)
@@ -128,10 +128,10 @@ def orthonormal(basis: Tensor) -> Tensor:
 
 def first(rows: Tensor, rank: int) -> Tracked:
     """X^T X tracked from nothing: `FIRST` steps of subspace iteration on the same rows (..., N, D)."""
-    found = start(rows.shape[-1], rank, rows)
+    state = start(rows.shape[-1], rank, rows)
     for _ in range(FIRST):
-        found = track_rows(found, rows, 0.0)
-    return found
+        state = track_rows(state, rows, 0.0)
+    return state
 
 
 def smoothing(state: Tracked, alpha: float) -> Tensor:
@@ -144,9 +144,9 @@ def smoothing(state: Tracked, alpha: float) -> Tensor:
 def smooth_rows(rows: Tensor, state: Tracked, alpha: float) -> Tensor:
     """X G^-1 scaled back to X's Frobenius norm, for rows X (N, D): X - (X W^T) W, times a scalar."""
     weights = smoothing(state, alpha)
-    found = rows - (rows @ weights.mT) @ weights
-    length = torch.linalg.vector_norm(found)
-    return found * torch.where(length > 0, torch.linalg.vector_norm(rows) / length, 1)
+    residual = rows - (rows @ weights.mT) @ weights
+    length = torch.linalg.vector_norm(residual)
+    return residual * torch.where(length > 0, torch.linalg.vector_norm(rows) / length, 1)
 
 
 @dataclass(frozen=True)
@@ -182,9 +182,9 @@ class OnlineSide:
             before = start(size, min(self.rank, (size + 1) // 2), rows, 1e-10) if state is None else state
             state = self.update(rows, before)
         assert state is not None
-        found = smooth_rows(rows, state, self.alpha)
+        images = smooth_rows(rows, state, self.alpha)
         due = not fresh and (batches < 10 or batches % self.period == 0)
-        return found, self.update(rows, state) if due else state
+        return images, self.update(rows, state) if due else state
 
     def update(self, rows: Tensor, state: Tracked) -> Tracked:
         """F' ~ eta X^T X / N + (1 - eta) F, eta = min(.9, 1 - exp(-N / history)).
@@ -290,8 +290,8 @@ def example_rows(seen: Seen) -> tuple[Tensor, Tensor]:
 
 def flat_rows(tensor: Tensor) -> Tensor:
     """(b, t, G, d) -> (G, b t, d), without the groups where there is one."""
-    found = tensor.flatten(0, 1).transpose(0, 1)
-    return found[0] if len(found) == 1 else found
+    rows = tensor.flatten(0, 1).transpose(0, 1)
+    return rows[0] if len(rows) == 1 else rows
 
 
 def gradient_rows(seen: Seen) -> tuple[Tensor, Tensor]:
@@ -306,10 +306,10 @@ def side(name: str, rows: Tensor, rank: int, before: Statistics | None, decay: f
     """One factor's running total after these rows."""
     rank = min(rank, (rows.shape[-1] + 1) // 2)
     if before is None or f"{name}_basis" not in before:
-        found = first(rows, rank)
+        state = first(rows, rank)
     else:
-        found = track_rows(side_of(before, name), rows, decay)
-    return {f"{name}_basis": found.basis, f"{name}_values": found.values, f"{name}_rest": found.rest}
+        state = track_rows(side_of(before, name), rows, decay)
+    return {f"{name}_basis": state.basis, f"{name}_values": state.values, f"{name}_rest": state.rest}
 
 
 def side_of(totals: Statistics, name: str) -> Tracked:

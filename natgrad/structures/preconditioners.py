@@ -251,8 +251,8 @@ def probed_diagonal(operator: Operator, samples: int, seed: int = 0) -> Tensor:
     """The mean of z o G z over random signs z, (n,): unbiased for diag(G), and noisy (Bekas et al. 2007)."""
     generator = torch.Generator(operator.device).manual_seed(seed)
     kind = {"generator": generator, "device": operator.device}
-    found = [(2 * torch.randint(0, 2, (operator.size,), **kind) - 1).to(operator.dtype) for _ in range(samples)]
-    return torch.stack([signs * operator.mv(signs) for signs in found]).mean(0)
+    probes = [(2 * torch.randint(0, 2, (operator.size,), **kind) - 1).to(operator.dtype) for _ in range(samples)]
+    return torch.stack([signs * operator.mv(signs) for signs in probes]).mean(0)
 
 
 def safe_power(values: Tensor, power: float) -> Tensor:

@@ -54,16 +54,16 @@ def check_exponential_family(
 def _require_derivatives(family: ExponentialFamily, theta: Tensor, rtol: float) -> None:
     psi = family.log_partition(theta)
     require(psi.shape == (2,), f"family.log_partition(theta) has shape {tuple(psi.shape)}, expected (2,)")
-    alone = torch.stack([family.log_partition(one) for one in theta])
+    alone = torch.stack([family.log_partition(point) for point in theta])
     require_close("family.log_partition of a batch against one by one", psi, alone, rtol)
     with torch.enable_grad():
         slope = torch.func.vmap(torch.func.grad(family.log_partition))(theta)
         bend = torch.func.vmap(torch.func.jacrev(torch.func.grad(family.log_partition)))(theta)
     require_close("family.expectation(theta) against grad psi", family.expectation(theta), slope, rtol)
     require_close("family.covariance(theta) against Hess psi", family.covariance(theta), bend, rtol)
-    for one, matrix in zip(theta, bend, strict=True):
-        check_operator(family.fisher(one), rtol=rtol)
-        require_close("family.fisher(theta) against Hess psi", family.fisher(one).dense(), matrix, rtol)
+    for point, matrix in zip(theta, bend, strict=True):
+        check_operator(family.fisher(point), rtol=rtol)
+        require_close("family.fisher(theta) against Hess psi", family.fisher(point).dense(), matrix, rtol)
 
 
 def _require_coordinates(family: ExponentialFamily, theta: Tensor, rtol: float) -> None:
@@ -72,13 +72,13 @@ def _require_coordinates(family: ExponentialFamily, theta: Tensor, rtol: float) 
     require_close("family.natural(family.expectation(theta))", family.natural(eta), theta, root, 1 + theta.abs().max())
     legendre = family.conjugate(eta) + family.log_partition(theta) - (theta * eta).sum(-1)
     require_close("phi(eta) + psi(theta) - theta . eta", legendre, torch.zeros_like(legendre), root, 1.0)
-    for one, mean in zip(theta, eta, strict=True):
-        matrix = family.fisher(one).dense()
-        unit = torch.eye(len(one), dtype=one.dtype, device=one.device)
-        require_close("I_theta I_eta", matrix @ family.fisher_expectation(mean).dense(), unit, len(one) * root)
+    for point, mean in zip(theta, eta, strict=True):
+        matrix = family.fisher(point).dense()
+        unit = torch.eye(len(point), dtype=point.dtype, device=point.device)
+        require_close("I_theta I_eta", matrix @ family.fisher_expectation(mean).dense(), unit, len(point) * root)
         with torch.enable_grad():
             moved = torch.func.jacrev(family.natural)(mean)
-        require_close("I_theta d natural / d eta", matrix @ moved, unit, len(one) * root)
+        require_close("I_theta d natural / d eta", matrix @ moved, unit, len(point) * root)
 
 
 def _require_divergence(family: ExponentialFamily, theta: Tensor, rtol: float) -> None:
@@ -96,9 +96,9 @@ def _require_draws(family: ExponentialFamily, theta: Tensor, samples: int) -> No
     require(
         first.shape[:2] == (samples, 2), f"family.sample has shape {tuple(first.shape)}, expected ({samples}, 2, ...)"
     )
-    found = family.statistics(first)
-    require_mean("E[T] against family.expectation", found, family.expectation(theta))
-    centred = found - family.expectation(theta)
+    statistics = family.statistics(first)
+    require_mean("E[T] against family.expectation", statistics, family.expectation(theta))
+    centred = statistics - family.expectation(theta)
     both = centred.unsqueeze(-1) * centred.unsqueeze(-2)
     require_mean("Cov(T) against family.covariance", both, family.covariance(theta))
     log_p = family.log_prob(theta, first)

@@ -75,8 +75,8 @@ def _require_score_is_derivative(family: Likelihood, outputs: Any) -> None:
     count = len(family.rows(outputs))
     require(nll.shape == (count,), f"family.nll has shape {tuple(nll.shape)}, expected ({count},), one number per row")
     slope = (value(-length) - value(length)) / (2 * length)
-    found = (family.score(outputs, targets) * family.rows(direction)).sum(1)
-    require_close("family.score against differences of nll", found, slope, 1e3 * length**2, 1 + slope.abs().max())
+    derivative = (family.score(outputs, targets) * family.rows(direction)).sum(1)
+    require_close("family.score against differences of nll", derivative, slope, 1e3 * length**2, 1 + slope.abs().max())
 
 
 def _require_form(family: Likelihood, rows: Tensor, fisher: Tensor, rtol: float) -> None:

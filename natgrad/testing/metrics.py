@@ -96,8 +96,8 @@ def check_structure(structure: Any, metric: Metric, params: Params, inputs: Any,
             check_operator(operator, rtol=rtol)
             same = torch.equal(operator.dense(), again.dense())
             require(same, "structure.update gives another operator from its memory saved and loaded: a part is missing")
-            kept = all(torch.equal(a, b) for a, b in zip(leaves(memory), leaves(stored), strict=True))
-            require(kept, "structure.update changed the memory that was passed in; return a new one")
+            intact = all(torch.equal(a, b) for a, b in zip(leaves(memory), leaves(stored), strict=True))
+            require(intact, "structure.update changed the memory that was passed in; return a new one")
             memory = following
 
 

@@ -46,8 +46,8 @@ def _product_matrix(operator: Operator, rtol: float) -> Tensor:
     unit = torch.eye(operator.size, dtype=operator.dtype, device=operator.device)
     columns = [operator.mv(column) for column in unit]
     for column in columns:
-        found, expected = (column.shape, column.dtype, column.device), (unit.shape[:1], unit.dtype, unit.device)
-        require(found == expected, f"operator.mv returned {found}, expected {expected}")
+        kind, expected = (column.shape, column.dtype, column.device), (unit.shape[:1], unit.dtype, unit.device)
+        require(kind == expected, f"operator.mv returned {kind}, expected {expected}")
         require(bool(column.isfinite().all()), "operator.mv returned a non-finite product with a unit vector")
     matrix = torch.stack(columns, dim=1)
     require_close("operator.mv is not symmetric: G^T", matrix.mT, matrix, rtol)
@@ -60,7 +60,7 @@ def _product_matrix(operator: Operator, rtol: float) -> Tensor:
 def _require_products(operator: Operator, matrix: Tensor, rtol: float) -> None:
     generator = torch.Generator().manual_seed(0)
     block = torch.randn(operator.size, 3, generator=generator, dtype=operator.dtype).to(operator.device)
-    kept, expected = block.clone(), matrix @ block
+    copy, expected = block.clone(), matrix @ block
     scale = float(matrix.abs().max()) * operator.size**0.5
     require_close("operator.mm(block)", operator.mm(block), expected, rtol, scale)
     require_close("operator @ block", operator @ block, expected, rtol, scale)
@@ -68,7 +68,7 @@ def _require_products(operator: Operator, matrix: Tensor, rtol: float) -> None:
     # a column of a block is strided: products must not rely on contiguous memory
     require_close("operator.mv of a sum", operator.mv(block[:, 1]), expected[:, 1], rtol, scale)
     require_close("operator @ vector", operator @ block[:, 2], expected[:, 2], rtol, scale)
-    require(torch.equal(block, kept), "a product changed its argument in place")
+    require(torch.equal(block, copy), "a product changed its argument in place")
     require_raises("operator @ a vector that is too long", lambda: operator @ torch.ones(len(matrix) + 1))
 
 
@@ -77,8 +77,8 @@ def _require_inverse(operator: Operator, matrix: Tensor, rtol: float) -> None:
     inverse = operator.inverse(damping)
     if inverse is not None:
         unit = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-        found = matrix @ inverse.dense() + damping * inverse.dense()
-        require_close(f"(G + {damping:.3g} I) operator.inverse({damping:.3g})", found, unit, 10 * len(matrix) * rtol)
+        product = matrix @ inverse.dense() + damping * inverse.dense()
+        require_close(f"(G + {damping:.3g} I) operator.inverse({damping:.3g})", product, unit, 10 * len(matrix) * rtol)
     pseudo = operator.inverse(0.0)
     if pseudo is not None:
         inner = matrix @ pseudo.dense() @ matrix  # sqrt: conditioning enters squared

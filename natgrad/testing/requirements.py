@@ -20,19 +20,19 @@ def require(condition: bool, sentence: str) -> None:
         raise AssertionError(sentence)
 
 
-def require_close(what: str, found: Tensor, expected: Tensor, rtol: float, scale: Any = None) -> None:
+def require_close(what: str, value: Tensor, expected: Tensor, rtol: float, scale: Any = None) -> None:
     """AssertionError unless shapes agree and the largest error is within rtol * scale.
 
     Args:
         what: The subject of the sentence.
-        found: What is checked.
+        value: What is checked.
         expected: What it must equal.
         rtol: Relative tolerance.
         scale: What the error is compared with. None: the largest entry of `expected`.
     """
-    require(found.shape == expected.shape, f"{what} has shape {tuple(found.shape)}, expected {tuple(expected.shape)}")
+    require(value.shape == expected.shape, f"{what} has shape {tuple(value.shape)}, expected {tuple(expected.shape)}")
     if expected.numel():
-        error = float((found - expected).abs().max())
+        error = float((value - expected).abs().max())
         allowed = rtol * float(expected.abs().max() if scale is None else scale) + torch.finfo(expected.dtype).tiny
         require(error <= allowed, f"{what} is off by {error:.3g}, allowed {allowed:.3g}")
 
@@ -77,14 +77,14 @@ def require_untouched(params: Params, model: Any, what: str) -> Generator[None]:
     buffers = dict(model.named_buffers(prefix="buffer ")) if isinstance(model, nn.Module) else {}
 
     def list_watched() -> dict[str, Tensor]:
-        found = {f"params[{name!r}]": p for name, p in params.items()} | buffers
-        return found | {
+        tensors = {f"params[{name!r}]": p for name, p in params.items()} | buffers
+        return tensors | {
             f"params[{name!r}].grad": p.grad for name, p in params.items() if p.is_leaf and p.grad is not None
         }
 
-    kept = {name: tensor.detach().clone() for name, tensor in list_watched().items()}
+    copies = {name: tensor.detach().clone() for name, tensor in list_watched().items()}
     state = torch.get_rng_state()
     yield
     for name, tensor in list_watched().items():
-        require(name in kept and torch.equal(tensor, kept[name]), f"{what} changed {name}")
+        require(name in copies and torch.equal(tensor, copies[name]), f"{what} changed {name}")
     require(torch.equal(state, torch.get_rng_state()), f"{what} moved the global random state; draw from a generator")

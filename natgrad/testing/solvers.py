@@ -51,8 +51,8 @@ def check_solver(
         _require_solution(solver, name, operator, rhs, damping, rtol)
         if minimum_norm:
             least = _least_norm(operator.dense(), operator.mv(rhs))
-            found = solver.solve(operator, operator.mv(rhs)).value
-            require_close(f"on {name}, the undamped solution (minimum norm, G^+ b)", found, least, 1e3 * rtol)
+            solution = solver.solve(operator, operator.mv(rhs)).value
+            require_close(f"on {name}, the undamped solution (minimum norm, G^+ b)", solution, least, 1e3 * rtol)
         nothing = solver.solve(operator, torch.zeros_like(rhs), damping=damping)
         require(not nothing.value.any(), f"on {name}, the solution for rhs = 0 is not 0")
     _require_errors(solver)
@@ -68,8 +68,8 @@ def check_solver(
 def _least_norm(matrix: Tensor, rhs: Tensor) -> Tensor:
     """G^+ b, eigenvalues below 1e-12 of the largest as zero."""
     values, vectors = eigh(matrix)
-    kept = values > 1e-12 * values[-1]
-    return vectors @ torch.where(kept, (vectors.mT @ rhs) / torch.where(kept, values, 1.0), 0.0)
+    mask = values > 1e-12 * values[-1]
+    return vectors @ torch.where(mask, (vectors.mT @ rhs) / torch.where(mask, values, 1.0), 0.0)
 
 
 def _example_operators() -> dict[str, Operator]:
@@ -99,12 +99,12 @@ def _example_operators() -> dict[str, Operator]:
 
 
 def _require_solution(solver: Solver, name: str, operator: Operator, rhs: Tensor, damping: float, rtol: float) -> None:
-    kept, on, norm = rhs.clone(), f"on {name},", float(rhs.norm())
+    copy, on, norm = rhs.clone(), f"on {name},", float(rhs.norm())
     solution = solver.solve(operator, rhs, damping=damping)
     require(isinstance(solution, Solution), f"solve returned {type(solution).__name__}, expected a Solution")
-    require(torch.equal(rhs, kept), f"{on} solve changed rhs in place")
-    value, found = solution.value, (solution.value.shape, solution.value.dtype)
-    require(found == (rhs.shape, rhs.dtype), f"{on} the value is {found}, expected {(rhs.shape, rhs.dtype)}")
+    require(torch.equal(rhs, copy), f"{on} solve changed rhs in place")
+    value, kind = solution.value, (solution.value.shape, solution.value.dtype)
+    require(kind == (rhs.shape, rhs.dtype), f"{on} the value is {kind}, expected {(rhs.shape, rhs.dtype)}")
     require(bool(value.isfinite().all()), f"{on} the value is not finite")
     require(isinstance(solution.status, Status), f"{on} the status is {solution.status!r}, expected a Status")
     require(isinstance(solution.steps, int) and solution.steps >= 0, f"{on} steps is {solution.steps!r}")
