@@ -64,15 +64,15 @@ class TakenGradients:
     def holds(self, named: Mapping[str, Tensor], recall: Recall) -> bool:
         """Whether the parameters hold them as they were, and nothing else was told of another step since."""
         now = TakenGradients.of(named, recall)
-        told = recall.computed or recall.last is not None or recall.observed is not None
-        return bool(self.known) and not told and now == self
+        news = recall.computed or recall.last is not None or recall.observed is not None
+        return bool(self.known) and not news and now == self
 
 
 def build_again(kind: type[ModelOptimizer], args: Any, options: dict[str, Any], state: dict[str, Any]) -> Any:
     """An optimizer that was pickled, on the model that came with it."""
-    made = kind(*args, **options)
-    made.load_state_dict(state)
-    return made
+    optimizer = kind(*args, **options)
+    optimizer.load_state_dict(state)
+    return optimizer
 
 
 ENOUGH = 5
@@ -118,9 +118,9 @@ class ModelOptimizer(Optimizer):
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """As every class makes an instance; what it is built of is kept, to be built again where it was pickled."""
-        made = super().__new__(cls)
-        made._given = args, options
-        return made
+        instance = super().__new__(cls)
+        instance._given = args, options
+        return instance
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._settings = tuple(defaults)  # what a step reads in a group; torch adds to `defaults` while it loads
@@ -315,8 +315,8 @@ class ModelOptimizer(Optimizer):
             >>> ng.kfac(model, nn.CrossEntropyLoss()).explain()[:12]
             'No step yet:'
         """
-        found = {report.step: report for report in (make() for make in self._history)}
-        reports = [report for report in found.values() if report.step]
+        latest = {report.step: report for report in (make() for make in self._history)}
+        reports = [report for report in latest.values() if report.step]
         settings = {"lr": min((float(group["lr"]) for group in self.param_groups), default=0.0)} | self._options()
         scheduled = any("initial_lr" in group for group in self.param_groups)  # which torch's schedulers write
         return explain_steps(Steps(reports, self.rule, settings, scheduled, self._state.noise))
@@ -363,8 +363,8 @@ class ModelOptimizer(Optimizer):
         """
         self._follow_names()
         extra = {"structure": type(self.structure).__name__, **self._write_extra()}
-        named, plain, kept = name_positions(self), super().state_dict(), self._by_parameter()
-        plain["state"] = {i: kept.get(name, {}) for i, (name, _) in enumerate(named)}
+        named, plain, memory = name_positions(self), super().state_dict(), self._by_parameter()
+        plain["state"] = {i: memory.get(name, {}) for i, (name, _) in enumerate(named)}
         return write_checkpoint(plain, named, extra)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -443,9 +443,9 @@ class ModelOptimizer(Optimizer):
     def _rename(self, renamed: Mapping[str, str]) -> None:
         """Take new names by old ones; the order stays, in which vectors are remembered."""
         taken = set(renamed.values())  # a parameter that is the model's no more may have such a name
-        kept = [(name, p) for name, p in self._named.items() if name in renamed or name not in taken]
+        entries = [(name, p) for name, p in self._named.items() if name in renamed or name not in taken]
         self._named.clear()
-        self._named.update({renamed.get(name, name): p for name, p in kept})
+        self._named.update({renamed.get(name, name): p for name, p in entries})
 
     def _settle(self) -> None:
         """Look, before a step, at what may have happened to the model since the last one."""

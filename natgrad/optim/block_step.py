@@ -122,7 +122,7 @@ class BlockEvidence(Evidence):
         loss, nats, scale, norm = choices.ranks.pool_losses(losses, self.nats, self.scale, norms)
         if not (isinstance(scale, float) and scale == 1):
             raw = {name: gradient / scale for name, gradient in raw.items()}
-            norms, norm = {n: one / abs(scale) for n, one in norms.items()}, norm / abs(scale)
+            norms, norm = {n: size / abs(scale) for n, size in norms.items()}, norm / abs(scale)
         damping = next(iter(self.settings.values()))["damping"]
         return Batch(raw, norm, loss, update.guard, damping, cuts=True, norms=norms, nats=nats, scale=scale)
 
@@ -232,15 +232,15 @@ class BlockWork(Work):
     def level(self, scales: BlockScales, norms: Mapping[str, float], block: Block) -> float:
         """The damping of a block: the strategy's, a penalty's, and for a part of the loss that the metric lacks."""
         damping, hearing, outside = self.choices.damping, self.state.hearing, self.state.outside
-        name, whole = block.layout.names[0], scales.of()
+        name, scale = block.layout.names[0], scales.of()
         number = float(self.settings[name]["damping"])
-        level = damping.amount(number, scales.of(block.key) if damping.per_block else whole) + self.strengths[name]
+        level = damping.amount(number, scales.of(block.key) if damping.per_block else scale) + self.strengths[name]
         if damping.of_whole:
             # curvatures of the layers before a regression's last ones grow with the square of its unit
             unit = hearing.errors.scale(hearing.error) if hearing.errors else ErrorScale()
             level += damping.of_whole * number * scales.mean / unit.of(name) ** 2
         if name in outside.levels:
-            level += outside.damping(name, damping.amount(number, whole))
+            level += outside.damping(name, damping.amount(number, scale))
         return max(level, least_damping([norms[name] for name in block.layout.names if name in norms]))
 
     # 2 direction
@@ -409,8 +409,8 @@ class BlockWork(Work):
         if not (means or self.owners.apart):  # without momentum nothing is known
             return
         decays = {name: float(self.settings[name]["momentum"]) for name in means}
-        whole, norms = self.penalise(self.batch.gradients), self.batch.norms
-        sizes = {name: measure_norm(whole[name]) if self.strengths[name] else norms[name] for name in means}
+        gradients, norms = self.penalise(self.batch.gradients), self.batch.norms
+        sizes = {name: measure_norm(gradients[name]) if self.strengths[name] else norms[name] for name in means}
         sums = signal_sums(sizes, means, counts, decays) if means else torch.zeros(3)
         if self.owners.apart:
             sums = self.processes.sum(sums.double().to(self.device))
@@ -446,11 +446,11 @@ class BlockWork(Work):
         # a ratio far from what was measured falls on: ask again at the next update
         pace = replace(pace, measured=-1 if length.falls else step)
         if not self.shapes and length.ratio is not None:
-            measured = whole = float(length.ratio * sum_scalars(promised).to(length.ratio))
+            measured = averaged = float(length.ratio * sum_scalars(promised).to(length.ratio))
             # what today's inverses promise is damped, and no less than the averages alone: they need not be asked
             if not (pace.inverted == step and length.ratio >= SMALLEST):
-                whole = float(self.promise(Parts(moves), self.strengths))
-            length = follow_fall(length, measured, whole)
+                averaged = float(self.promise(Parts(moves), self.strengths))
+            length = follow_fall(length, measured, averaged)
         self.state = replace(self.state, length=length, pace=pace)
 
     def promise(self, vector: Parts, levels: Mapping[str, float]) -> Tensor:
@@ -538,8 +538,8 @@ class BlockWork(Work):
 
     def memory(self) -> Memory:
         """The rule's vectors."""
-        held, keys = self.state.vectors, {key for kept in self.state.vectors.values() for key in kept}
-        return {key: Parts({name: kept[key] for name, kept in held.items() if key in kept}) for key in keys}
+        held, keys = self.state.vectors, {key for vectors in self.state.vectors.values() for key in vectors}
+        return {key: Parts({name: vectors[key] for name, vectors in held.items() if key in vectors}) for key in keys}
 
     def remember(self, memory: Memory, forget: bool) -> None:
         """Keep the rule's vectors for the next step. forget: zeros in their place, a fresh start."""
@@ -550,17 +550,17 @@ class BlockWork(Work):
                 fresh.setdefault(name, {})[key] = torch.zeros_like(part) if forget else part
         self.vectors |= fresh
 
-    def move(self, model: Quadratic, step: BlockStep, told: dict[str, Any]) -> None:
+    def move(self, model: Quadratic, step: BlockStep, report: dict[str, Any]) -> None:
         """New parameters, and what is told of the step."""
         form, vector, proposal = step.known_form(), step.vector, model.proposal.vector
         assert isinstance(proposal, Parts)
         alike = vector.parts is proposal.parts and vector.shares is proposal.shares  # only scaled
         if isinstance(model.proposal, BlockStep) and model.proposal.ratio is not None:
-            told["excess"] = model.proposal.ratio
-        told["cuts"] = model.cuts
-        told["rate"] = vector.length if alike else vector.norm() / proposal.norm()
+            report["excess"] = model.proposal.ratio
+        report["cuts"] = model.cuts
+        report["rate"] = vector.length if alike else vector.norm() / proposal.norm()
         if form is not None:
-            told["kl"] = 0.5 * self.batch.nats * form
+            report["kl"] = 0.5 * self.batch.nats * form
         self.moved = self.move_all(vector)
 
     def move_all(self, vector: Parts) -> Move:
@@ -598,7 +598,7 @@ def signal_sums(
         weights.append(((1 - faded) ** -2, (1 - decay) / (1 + decay) * (1 + faded) / (1 - faded)))
     sizes = measure_norms([means[name] for name in norms])
     home = sizes[0].device
-    table = torch.stack([one.to(home, torch.float64) for one in (*sizes, *norms.values())])
+    table = torch.stack([norm.to(home, torch.float64) for norm in (*sizes, *norms.values())])
     mean, single = table.square().view(2, -1)
     corrected, noise = torch.tensor(weights, dtype=torch.float64, device=home).T
     return torch.stack([corrected @ mean, single.sum(), noise @ single])
@@ -675,16 +675,16 @@ def follow_fall(length: Length, measured: float, averaged: float) -> Length:
     return replace(length, fallen=min(1.0, measured / averaged) if known else 1.0)
 
 
-def compare_kl(length: Length, step: int, found: float, expected: float) -> Length:
+def compare_kl(length: Length, step: int, nats: float, expected: float) -> Length:
     """Learn from a step that was measured on its own batch how far estimates may be off.
 
-    found: nats that the step moves, NaN where that could not be measured.
+    nats: how far the step moves, NaN where that could not be measured.
     """
     length = replace(length, compared=step)
-    if not math.isfinite(found) or not expected > 0:
+    if not math.isfinite(nats) or not expected > 0:
         return length
     past = MARGIN if length.doubt == UNKNOWN else length.doubt
-    return replace(length, doubt=max(MARGIN * max(found / expected, 1.0), FORGETS * past))
+    return replace(length, doubt=max(MARGIN * max(nats / expected, 1.0), FORGETS * past))
 
 
 def is_watched(length: Length, step: int) -> bool:
@@ -729,17 +729,17 @@ def measure_ratio(
     sample: a part of the step's pass. steps: d, by name. promised: the steps' d^T m, by parameter as they are. penalty:
     what the form has besides the metric.
     """
-    form, whole = pool_form(sample, steps, promised, named, ranks)
+    form, promise = pool_form(sample, steps, promised, named, ranks)
     form = form + sum_rows(sample) * penalty
-    before, fresh = length.ratio, form / whole
+    before, fresh = length.ratio, form / promise
     falls = before is not None and bool(fresh < FALLS_TO**2 * before)
     if before is not None:
         # a few examples carry the metric of a network that is nearly right, and a pass may miss them
         fresh = torch.maximum(fresh, FALLS_TO * before)
-    last = torch.ones_like(whole) if before is None else before
+    last = torch.ones_like(promise) if before is None else before
     fresh = torch.where(torch.isfinite(fresh), fresh, 10 * last.clamp(min=SMALLEST))
     # derivatives that vanish in the dtype at hand, steps of length 0: nothing was measured
-    ratio = torch.where((form == 0) | ~(whole > 0), last, fresh).clamp(max=LARGEST)
+    ratio = torch.where((form == 0) | ~(promise > 0), last, fresh).clamp(max=LARGEST)
     return replace(length, ratio=ratio, falls=falls)
 
 
@@ -765,12 +765,12 @@ def pool_form(
     like, share = next(iter(steps.values())), sum_share(sample)
     squares, sums, names = squares_and_sums(sample, steps, named)
     covered = torch.tensor([name in names for name in promised], dtype=like.dtype, device=like.device)
-    sums = torch.stack([as_tensor_like(one, like) for one in sums]) if sums else like.new_zeros(0)
-    found = ranks.sum(torch.cat([share * as_tensor_like(squares, like).reshape(1), share**0.5 * sums, covered]))
-    form = found[0] + found[1 : 1 + len(sums)].square().sum()
-    parts = zip(promised.values(), list_numbers(found[1 + len(sums) :]) if promised else [], strict=True)
-    whole = [value.to(form) for value, processes in parts if processes > 0]
-    return form, sum_rows(sample) * (torch.stack(whole).sum() if whole else torch.zeros_like(form))
+    sums = torch.stack([as_tensor_like(slope, like) for slope in sums]) if sums else like.new_zeros(0)
+    totals = ranks.sum(torch.cat([share * as_tensor_like(squares, like).reshape(1), share**0.5 * sums, covered]))
+    form = totals[0] + totals[1 : 1 + len(sums)].square().sum()
+    parts = zip(promised.values(), list_numbers(totals[1 + len(sums) :]) if promised else [], strict=True)
+    promises = [value.to(form) for value, processes in parts if processes > 0]
+    return form, sum_rows(sample) * (torch.stack(promises).sum() if promises else torch.zeros_like(form))
 
 
 def sum_rows(sample: Reading) -> float:
@@ -790,16 +790,16 @@ def sample_examples(reading: Reading) -> Reading:
 
     Parameters without a layer keep their scores, which are sums over examples.
     """
-    examples, span = min((one.examples for one in reading.apart), default=0), reading.span
-    kept, all_kept, total = min(examples, max(FEWEST, examples // PART)), 0, 0
+    examples, span = min((seen.examples for seen in reading.apart), default=0), reading.span
+    size, joint_size, total = min(examples, max(FEWEST, examples // PART)), 0, 0
     if span is None or not span.count or examples % span.count:
-        all_kept, total = kept, examples
+        joint_size, total = size, examples
     else:
-        kept, all_kept, total = span.count_kept(examples // span.count, FEWEST, PART)
+        size, joint_size, total = span.count_kept(examples // span.count, FEWEST, PART)
     layers = list[Seen]()
-    for one in reading.apart:
-        if one.examples % examples == 0:  # rows of examples lie side by side; else the layer counts as unseen
-            layers.append(one.take(slice(one.examples // examples * kept), (total / all_kept) ** 0.5))
+    for seen in reading.apart:
+        if seen.examples % examples == 0:  # rows of examples lie side by side; else the layer counts as unseen
+            layers.append(seen.take(slice(seen.examples // examples * size), (total / joint_size) ** 0.5))
     return Reading(Heard([]), reading.rows, layers, reading.scores, span=span)
 
 
@@ -813,7 +813,7 @@ def form_along(
     0 if nothing moved that was seen.
     """
     squares, sums, names = squares_and_sums(reading, steps, named)
-    forms = [*([squares] if isinstance(squares, Tensor) else []), *(one.square() for one in sums)]
+    forms = [*([squares] if isinstance(squares, Tensor) else []), *(slope.square() for slope in sums)]
     return (torch.stack(forms).sum() if forms else 0.0), names
 
 
@@ -821,10 +821,10 @@ def squares_and_sums(
     reading: Reading, steps: Mapping[str, Tensor], named: Mapping[str, Tensor]
 ) -> tuple[Tensor | float, list[Tensor], list[str]]:
     """The layers' part of `form_along`, per cotangent score^T step of the other parameters, and all their names."""
-    layers = [one for one in reading.apart if any(name in steps for name in one.layer.layout.names)]
-    layers = [one for one in layers if len(one.deltas) == len(layers[0].deltas)]
+    layers = [seen for seen in reading.apart if any(name in steps for name in seen.layer.layout.names)]
+    layers = [seen for seen in layers if len(seen.deltas) == len(layers[0].deltas)]
     squares = form_of(layers, steps, named) if layers else 0.0
-    names = [name for one in layers for name in one.layer.layout.names]
+    names = [name for seen in layers for name in seen.layer.layout.names]
     sums, like = list[Tensor](), next(iter(steps.values()))
     for scores in reading.scores:
         rest = [(score * steps[name]).sum() for name, score in scores.items() if name in steps and name not in names]
@@ -834,15 +834,15 @@ def squares_and_sums(
 
 def form_of(layers: Sequence[Seen], steps: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> Tensor:
     """sum_i (score_i^T step)^2 over the layers together, summed over cotangents."""
-    examples = min(one.examples for one in layers)
+    examples = min(seen.examples for seen in layers)
     if not examples:  # other processes have those that are measured
         return torch.zeros((), dtype=layers[0].deltas[0].dtype, device=layers[0].deltas[0].device)
-    slopes = [slopes_of(one, steps, named, examples) for one in layers]
+    slopes = [slopes_of(seen, steps, named, examples) for seen in layers]
     return torch.stack(slopes).sum(0).square().sum()
 
 
 def slopes_of(seen: Seen, steps: Mapping[str, Tensor], named: Mapping[str, Tensor], examples: int) -> Tensor:
     """score_i^T step of one layer, (cotangents, examples)."""
     layout, dtype = seen.layer.layout, seen.deltas[0].dtype
-    whole = {n: (steps[n] if n in steps else torch.zeros_like(named[n])).to(dtype) for n in layout.names}
-    return seen.slopes(layout.join(whole), examples)
+    parts = {n: (steps[n] if n in steps else torch.zeros_like(named[n])).to(dtype) for n in layout.names}
+    return seen.slopes(layout.join(parts), examples)

@@ -121,7 +121,7 @@ class ArrivingSums:
 
     def _start(self, message: Message) -> None:
         self.going.append((message, start_sum(self.ranks, message.pack(), "statistics", message.kind[0])))
-        while sum(one.size for one, _ in self.going) > AHEAD and len(self.going) > 1:
+        while sum(bucket.size for bucket, _ in self.going) > AHEAD and len(self.going) > 1:
             self._receive()
 
     def _receive(self) -> None:
@@ -131,10 +131,10 @@ class ArrivingSums:
             return
         parts = split_tensor(flat, [numbers for *_, numbers in message.entries])
         for (key, name, shape, _), part in zip(message.entries, parts, strict=True):
-            names, found = self.missing[key]
-            found[name] = join_strips(part, shape) if name in self.symmetric else part.clone().view(shape)
-            if len(found) == len(names):  # entries of several dtypes come one after the other
-                self.deliver(key, {one: found[one] for one in names})
+            names, tensors = self.missing[key]
+            tensors[name] = join_strips(part, shape) if name in self.symmetric else part.clone().view(shape)
+            if len(tensors) == len(names):  # entries of several dtypes come one after the other
+                self.deliver(key, {n: tensors[n] for n in names})
                 del self.missing[key]
 
     def _is_good(self) -> bool:
@@ -302,8 +302,8 @@ class Owners:
         return self.ranks.sum_entries(fresh, owner if self.apart else None)
 
     def _solve(self, owner: int, make: Callable[[], Tensor], like: Tensor) -> Tensor:
-        made = make().contiguous() if self.ranks.rank == owner else torch.empty_like(like).contiguous()
-        return self.ranks.broadcast(made, owner, "statistics")
+        solution = make().contiguous() if self.ranks.rank == owner else torch.empty_like(like).contiguous()
+        return self.ranks.broadcast(solution, owner, "statistics")
 
     # inverses
 
@@ -315,29 +315,29 @@ class Owners:
         """
         if not self.is_shared or self.apart:
             return dict(fresh)
-        whole = dict[str, Block]()
+        all_blocks = dict[str, Block]()
         for owner in range(self.ranks.size):
             mine = {key: fresh[key] for key in blocks if self.of[key] == owner and key in fresh}
             tree = {
-                key: [None if one.inverse is None else pack_operator(one.inverse), dict(one.prepared), one.level]
-                for key, one in mine.items()
+                key: [None if b.inverse is None else pack_operator(b.inverse), dict(b.prepared), b.level]
+                for key, b in mine.items()
             }
             for key, (packed, prepared, level) in send_tree(self.ranks, tree, owner, "inverses").items():
                 inverse = None if packed is None else unpack_operator(packed)
-                whole[key] = replace(blocks[key], inverse=inverse, prepared=prepared, level=level)
-        return {key: whole[key] for key in blocks if key in whole}
+                all_blocks[key] = replace(blocks[key], inverse=inverse, prepared=prepared, level=level)
+        return {key: all_blocks[key] for key in blocks if key in all_blocks}
 
     # with "memory": what owners found, for all
 
-    def share_scalars(self, found: Mapping[str, Any], names: Iterable[str], like: Tensor) -> dict[str, Tensor]:
+    def share_scalars(self, scalars: Mapping[str, Any], names: Iterable[str], like: Tensor) -> dict[str, Tensor]:
         """Scalars of which every process has some, by name; without those that nobody has."""
         known = list(names)
         if not self.apart:
-            return dict(found)
+            return dict(scalars)
         table = torch.zeros(2, len(known), dtype=torch.float64, device=like.device)
         for i, name in enumerate(known):
-            if name in found:
-                table[0, i], table[1, i] = 1.0, torch.as_tensor(found[name]).double()
+            if name in scalars:
+                table[0, i], table[1, i] = 1.0, torch.as_tensor(scalars[name]).double()
         there, values = self.ranks.sum(table, "scalars")
         present = [name for name, flag in zip(known, list_numbers(there), strict=True) if flag]
         return {name: values[i].to(like.dtype) for i, name in enumerate(known) if name in set(present)}
@@ -352,29 +352,29 @@ class Owners:
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
         """The directions, slopes and damping of all blocks by name, from their owners."""
         like = next(iter(gradients.values()))
-        whole_slopes = self.share_scalars(dict(slopes), keys, like)
+        all_slopes = self.share_scalars(dict(slopes), keys, like)
         damping = self.share_scalars(dict(levels), keys, like.new_zeros((), dtype=torch.float64))
         moved = self.share_scalars(dict.fromkeys(steps, 1.0), keys, like)
-        whole = self.share_parts(dict(steps), {name: gradients[name] for name in moved}, keys)
-        return whole, whole_slopes, {name: float(level) for name, level in damping.items()}
+        directions = self.share_parts(dict(steps), {name: gradients[name] for name in moved}, keys)
+        return directions, all_slopes, {name: float(level) for name, level in damping.items()}
 
     def share_parts(
-        self, found: Mapping[str, Tensor], like: Mapping[str, Tensor], keys: Mapping[str, str]
+        self, directions: Mapping[str, Tensor], like: Mapping[str, Tensor], keys: Mapping[str, str]
     ) -> dict[str, Tensor]:
         """Directions, from the owners to all, in one message of each."""
-        whole = dict[str, Tensor]()
+        results = dict[str, Tensor]()
         for owner in range(self.ranks.size):
             names = [name for name in like if self.of[keys[name]] == owner]
             for kind in dict.fromkeys((like[name].dtype, like[name].device) for name in names):
                 those = [name for name in names if (like[name].dtype, like[name].device) == kind]
                 sizes = [like[name].numel() for name in those]
                 if owner == self.ranks.rank:
-                    flat = torch.cat([found[name].to(kind[0]).reshape(-1) for name in those])
+                    flat = torch.cat([directions[name].to(kind[0]).reshape(-1) for name in those])
                 else:
                     flat = torch.empty(sum(sizes), dtype=kind[0], device=kind[1])
                 parts = split_tensor(self.ranks.broadcast(flat, owner, "directions"), sizes)
-                whole |= {n: part.clone().view_as(like[n]) for n, part in zip(those, parts, strict=True)}
-        return {name: whole[name] for name in like}
+                results |= {n: part.clone().view_as(like[n]) for n, part in zip(those, parts, strict=True)}
+        return {name: results[name] for name in like}
 
 
 def balance(
@@ -389,11 +389,11 @@ def balance(
     loads = [
         sum(weigh(known[key]) for key, owner in owners.items() if owner == r and key in known) for r in range(size)
     ]
-    found = dict[str, int]()
+    new_owners = dict[str, int]()
     for key, cost in sorted(fresh.items(), key=lambda pair: (-weigh(pair[1]), pair[0])):
-        found[key] = min(range(size), key=lambda r: (loads[r], r))
-        loads[found[key]] += weigh(cost)
-    return found
+        new_owners[key] = min(range(size), key=lambda r: (loads[r], r))
+        loads[new_owners[key]] += weigh(cost)
+    return new_owners
 
 
 def cost_of(layout: Layout, sizes: Iterable[tuple[int, int]] | None) -> Cost:
@@ -405,8 +405,8 @@ def cost_of(layout: Layout, sizes: Iterable[tuple[int, int]] | None) -> Cost:
     entries = float(groups * outputs * columns)
     pairs = list(sizes or ())
     work = sum(count * float(n) ** 3 for count, n in pairs) or entries
-    kept = sum(count * float(n) ** 2 for count, n in pairs) or entries
-    return Cost(work, 2 * kept + entries)  # the averages, the inverse, the gradient's mean
+    memory = sum(count * float(n) ** 2 for count, n in pairs) or entries
+    return Cost(work, 2 * memory + entries)  # the averages, the inverse, the gradient's mean
 
 
 def check_share(share: Any) -> tuple[str, int]:
@@ -438,10 +438,10 @@ def gather_numbers(owners: Owners, state: State) -> dict[str, dict[str, Any]]:
     if not owners.apart:
         return gathered
     wait_for_all(owners.ranks.group, "state_dict()", ALL_CALL)
-    kept = state.by_parameter()
+    memory = state.by_parameter()
     for owner in range(owners.ranks.size):
         names = [name for key, block in state.blocks.items() if owners.of[key] == owner for name in block.layout.names]
-        own = {name: kept.get(name, {}) for name in names if owner == owners.ranks.rank}
+        own = {name: memory.get(name, {}) for name in names if owner == owners.ranks.rank}
         tree = {name: {key: numbers[key] for key in OWNED if key in numbers} for name, numbers in own.items()}
         tree = send_tree(owners.ranks, tree, owner, "checkpoints")
         if owner != owners.ranks.rank:
@@ -611,8 +611,8 @@ class Averages:
         key, layered = fresh.key, fresh.layer is not None
         if key not in blocks or (blocks[key].layer is not None) != layered:
             # new, or of a layer and a parameter by turns: blocks that shared a parameter with it are forgotten
-            for other in [k for k, b in blocks.items() if set(b.layout.names) & set(fresh.layout.names)]:
-                del blocks[other]
+            for rival in [k for k, b in blocks.items() if set(b.layout.names) & set(fresh.layout.names)]:
+                del blocks[rival]
             blocks[key] = fresh
         if not self.owners.holds(key):
             return
@@ -638,7 +638,7 @@ class Averages:
 
     def _assign(self, blocks: Mapping[str, Block], reading: Reading) -> dict[str, Block]:
         """An owner for every block of the reading; the blocks without what is another's now."""
-        costs = {one.key: self.cost(one.layer.layout, one.layer) for one in reading.layers}
+        costs = {seen.key: self.cost(seen.layer.layout, seen.layer) for seen in reading.layers}
         costs |= {name: self.cost(single(name, self.named[name]), None) for name in reading.squares}
         return self.share_out(blocks, costs)
 
@@ -728,9 +728,9 @@ class Averages:
         levels = {key: level for key, level in levels.items() if level > 0}  # else no derivative has reached it yet
         tried = dict[str, Block]()
         for key, level in levels.items():
-            made = invert_block(own[key], self.operator(own[key]), level, inverts, prepare)
-            self.owners.done += self.cost(made.layout, made.layer).work
-            tried[key] = made
+            candidate = invert_block(own[key], self.operator(own[key]), level, inverts, prepare)
+            self.owners.done += self.cost(candidate.layout, candidate.layer).work
+            tried[key] = candidate
         sound = are_finite([numbers_of(block) for block in tried.values()])
         fresh = dict[str, Block]()
         for key, fits in zip(tried, sound, strict=True):
@@ -836,8 +836,9 @@ def invert_block(
         return replace(block, level=math.nan)
     if inverts and inverse is None:
         raise TypeError(f"the structure gave {operator!r}, whose inverse({level:g}) is None: a block needs one")
-    kept = None if inverse is None else unpack_operator(pack_operator(inverse))  # as a checkpoint would bring it back
-    return replace(block, inverse=kept, level=level, prepared=prepared or block.prepared)
+    # as a checkpoint would bring it back
+    inverse = None if inverse is None else unpack_operator(pack_operator(inverse))
+    return replace(block, inverse=inverse, level=level, prepared=prepared or block.prepared)
 
 
 def climb(block: Block, operator: Operator, level: float, inverts: bool, prepare: Prepare | None) -> Block | None:
@@ -939,4 +940,4 @@ class Penalised(Mapping[str, Tensor]):
 def sum_scalars(scalars: Mapping[str, Tensor]) -> Tensor:
     """The sum of scalar tensors, which may lie apart."""
     parts = list(scalars.values())
-    return torch.stack([one.to(parts[0].device) for one in parts]).sum() if parts else torch.zeros(())
+    return torch.stack([part.to(parts[0].device) for part in parts]).sum() if parts else torch.zeros(())

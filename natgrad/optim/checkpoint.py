@@ -77,8 +77,8 @@ def build_branch(said: Any, packed: Sequence[Any]) -> Any:
     if "hex" in said:
         numbers = torch.tensor(list(bytes.fromhex(said["hex"])), dtype=torch.uint8)
         return numbers.view(getattr(torch, said["dtype"])).reshape(said["shape"])
-    found = packed[1 + said["at"]]
-    return found.reshape(()) if said.get("shape") == [] else found
+    tensor = packed[1 + said["at"]]
+    return tensor.reshape(()) if said.get("shape") == [] else tensor
 
 
 # Checkpoints of trainers that are made of parts: optimizers, generators, running moments, counts
@@ -139,15 +139,15 @@ def read_parts(parts: Mapping[str, Any], state: Any, saver: str, optional: Set[s
     """
     require_entries(parts.keys() - optional, state, saver)
     check_format(state)
-    found = {name: part for name, part in parts.items() if name in state}
+    present = {name: part for name, part in parts.items() if name in state}
     before: dict[str, Any] = {}
-    for name, part in found.items():
+    for name, part in present.items():
         before[name] = deepcopy(write_part(part))
         try:
             read_part(part, state[name])
         except Exception as error:
             for changed, old in before.items():
-                read_part(found[changed], old)
+                read_part(present[changed], old)
             raise ValueError(
                 f"the saved {name!r} is that of another network, environment or setting: {error}. Nothing was changed"
             ) from error
@@ -282,44 +282,44 @@ def write_checkpoint(plain: dict[str, Any], named: Named, extra: Mapping[str, An
 
 def keep_arrays(numbers: Mapping[str, Any]) -> dict[str, Any]:
     """The entries that torch can add to a fresh optimizer's: tensors of one dimension or more, and mappings of them."""
-    kept: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     for key, value in numbers.items():
         if is_mapping(value):
-            kept[key] = keep_arrays(value)
+            arrays[key] = keep_arrays(value)
         elif isinstance(value, Tensor) and value.dim():
-            kept[key] = value
-    return kept
+            arrays[key] = value
+    return arrays
 
 
 def read_checkpoint(
     form: Format, state_dict: Any, optimizer: Any, named: Named, generator: torch.Generator | None
 ) -> Checkpoint:
     """What `write_checkpoint` wrote, after any way of saving and loading; nothing of the optimizer is touched."""
-    whole = find_whole(state_dict)
-    extra: Any = state_dict.get(EXTRA, whole.get("extra", {})) if is_mapping(state_dict) else {}
+    bundle = find_whole(state_dict)
+    extra: Any = state_dict.get(EXTRA, bundle.get("extra", {})) if is_mapping(state_dict) else {}
     if not is_mapping(extra) or form.needed.isdisjoint(extra):
         raise ValueError(f"state_dict has no {EXTRA!r} entry of its kind: it was not saved by {form.savers}")
     check_format(extra)
     trained = {name for name, p in named if p.requires_grad}
-    kept = {name: numbers for name, numbers in whole.get("state", {}).items() if name in trained}
-    arrays = {name: keep_arrays(numbers) for name, numbers in kept.items()}
-    require("state_dict", state_dict, dict.fromkeys(ENTRIES if any(arrays.values()) or not whole else ENTRIES[1:]))
+    saved = {name: numbers for name, numbers in bundle.get("state", {}).items() if name in trained}
+    arrays = {name: keep_arrays(numbers) for name, numbers in saved.items()}
+    require("state_dict", state_dict, dict.fromkeys(ENTRIES if any(arrays.values()) or not bundle else ENTRIES[1:]))
     came_groups: list[dict[str, Any]] = state_dict["param_groups"]
     check_groups(came_groups, optimizer)
     numbers: list[Any] = [state_dict.get("state", {}).get(i) for group in came_groups for i in group["params"]]
-    came = name_numbers(numbers, [name for name, _ in named], list(whole.get("extra", {}).get("shapes", ())), arrays)
-    state, extra = fill({name: came[name] for name in trained}, extra, whole)
-    require(f"state_dict[{EXTRA!r}]", extra, dict.fromkeys(form.needed) | whole.get("extra", {}))
+    came = name_numbers(numbers, [name for name, _ in named], list(bundle.get("extra", {}).get("shapes", ())), arrays)
+    state, extra = fill({name: came[name] for name in trained}, extra, bundle)
+    require(f"state_dict[{EXTRA!r}]", extra, dict.fromkeys(form.needed) | bundle.get("extra", {}))
     check_kind(extra, optimizer.structure)
     check_shapes(extra.get("shapes"), named)
     require("state_dict['state']", state, arrays)
-    state = {name: replace_arrays(kept.get(name, {}), numbers) for name, numbers in state.items()} if whole else state
-    found = {p: own_copy(state.get(name) or {}, p) for name, p in named}
-    check_like(found, named, form.alike)
+    state = {name: replace_arrays(saved.get(name, {}), numbers) for name, numbers in state.items()} if bundle else state
+    memory = {p: own_copy(state.get(name) or {}, p) for name, p in named}
+    check_like(memory, named, form.alike)
     settings = ("params", *optimizer._settings)
     added = [{k: v for k, v in group.items() if k not in settings} for group in optimizer.param_groups]
     groups = [{**own, **group, EXTRA: ()} for own, group in zip(added, came_groups, strict=True)]
-    return Checkpoint(groups, found, dict(extra), check_generator(extra["generator"], generator, form.older))
+    return Checkpoint(groups, memory, dict(extra), check_generator(extra["generator"], generator, form.older))
 
 
 def name_numbers(
@@ -332,14 +332,14 @@ def name_numbers(
     came = dict(zip(names, numbers, strict=True))
     if list(saved) == list(names) or sorted(saved) != sorted(names) or fits(came, arrays):
         return came
-    other = dict(zip(saved, numbers, strict=True))
-    return other if fits(other, arrays) else came
+    alternative = dict(zip(saved, numbers, strict=True))
+    return alternative if fits(alternative, arrays) else came
 
 
-def fits(found: Mapping[str, Any], kept: Mapping[str, Any]) -> bool:
+def fits(state: Mapping[str, Any], template: Mapping[str, Any]) -> bool:
     """Whether `require` would be content."""
     try:
-        require("state", found, kept)
+        require("state", state, template)
     except ValueError:
         return False
     return True
@@ -348,47 +348,47 @@ def fits(found: Mapping[str, Any], kept: Mapping[str, Any]) -> bool:
 def find_whole(state_dict: Any) -> Mapping[str, Any]:
     """The tuple's `extra` and `state`, in whichever group it came; {} where there is none, as in older checkpoints."""
     groups: Sequence[Any] = state_dict.get("param_groups", ()) if is_mapping(state_dict) else ()
-    found: list[Any] = [group[EXTRA] for group in groups if is_mapping(group) and group.get(EXTRA)]
-    if not found:
+    bundles: list[Any] = [group[EXTRA] for group in groups if is_mapping(group) and group.get(EXTRA)]
+    if not bundles:
         return {}
-    return found[0][0] if is_mapping(found[0][0]) else unpack_tree(found[0])  # a mapping up to format 1
+    return bundles[0][0] if is_mapping(bundles[0][0]) else unpack_tree(bundles[0])  # a mapping up to format 1
 
 
-def replace_arrays(kept: Mapping[str, Any], came: Mapping[str, Any] | None) -> dict[str, Any]:
+def replace_arrays(saved: Mapping[str, Any], came: Mapping[str, Any] | None) -> dict[str, Any]:
     """What was kept, with the tensors of one dimension or more that came under the same keys."""
-    merged = dict(kept)
+    merged = dict(saved)
     for key, value in (came or {}).items():
-        if isinstance(kept.get(key), Mapping):
-            merged[key] = replace_arrays(kept[key], value)
-        elif isinstance(kept.get(key), Tensor) and kept[key].dim():
+        if isinstance(saved.get(key), Mapping):
+            merged[key] = replace_arrays(saved[key], value)
+        elif isinstance(saved.get(key), Tensor) and saved[key].dim():
             merged[key] = value
     return merged
 
 
-def fill(state: Mapping[str, Any], extra: Mapping[str, Any], whole: Mapping[str, Any]) -> tuple[Any, Any]:
+def fill(state: Mapping[str, Any], extra: Mapping[str, Any], bundle: Mapping[str, Any]) -> tuple[Any, Any]:
     """State and extra as they came; the tuple's where a mapping came back empty, as a fresh optimizer's is."""
-    if not whole:
+    if not bundle:
         return state, extra
-    emptied = [came_empty(extra.get(key), kept) for key, kept in whole["extra"].items()]
-    return (whole["state"], whole["extra"]) if any(emptied) or came_empty(state, whole["state"]) else (state, extra)
+    emptied = [came_empty(extra.get(key), part) for key, part in bundle["extra"].items()]
+    return (bundle["state"], bundle["extra"]) if any(emptied) or came_empty(state, bundle["state"]) else (state, extra)
 
 
-def came_empty(found: Any, kept: Any) -> bool:
+def came_empty(state: Any, saved: Any) -> bool:
     """Whether a mapping that was not empty is so now, or all in it."""
-    if not is_mapping(found) or not is_mapping(kept):
+    if not is_mapping(state) or not is_mapping(saved):
         return False
-    return all(value == {} for value in found.values()) and any(value != {} for value in kept.values())
+    return all(value == {} for value in state.values()) and any(value != {} for value in saved.values())
 
 
-def require(where: str, found: Any, kept: Mapping[str, Any]) -> None:
+def require(where: str, state: Any, template: Mapping[str, Any]) -> None:
     """ValueError unless all entries that were kept are there, and all of theirs, and tensors have their shapes."""
-    missing = sorted(key for key in kept if not is_mapping(found) or key not in found)
+    missing = sorted(key for key in template if not is_mapping(state) or key not in state)
     if missing:
         raise ValueError(f"{where} lacks {missing}: a part of the checkpoint was lost on its way. Nothing was changed")
-    for key, part in kept.items():
+    for key, part in template.items():
         if is_mapping(part):
-            require(f"{where}[{key!r}]", found[key], part)
-        if isinstance(part, Tensor) and getattr(found[key], "shape", None) != part.shape:
+            require(f"{where}[{key!r}]", state[key], part)
+        if isinstance(part, Tensor) and getattr(state[key], "shape", None) != part.shape:
             raise ValueError(f"{where}[{key!r}] is no tensor of shape {tuple(part.shape)}. Nothing was changed")
 
 

@@ -257,7 +257,7 @@ def checked_group(
 ) -> dict[str, Any]:
     """A parameter group with its parameters, or pairs, as a list."""
     params = given_parameters(group["params"], {})
-    tensors: list[Any] = [one[1] if isinstance(one, tuple) else one for one in params]
+    tensors: list[Any] = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
     strangers = [tuple(p.shape) for p in tensors if isinstance(p, Tensor) and id(p) not in known]
     if strangers:
         raise ValueError(f"params holds tensors of shapes {strangers} that are not parameters of the model")

@@ -137,9 +137,9 @@ class SystemEvidence(Evidence):
             batch: What `pool` made.
             verdict: On it.
         """
-        whole = self if self.complete is None else self.complete(self)
-        check_asks(choices, state, whole.objective)
-        return FlatWork(choices, replace(state, guard=verdict.guard), batch, verdict.loss, whole)
+        evidence = self if self.complete is None else self.complete(self)
+        check_asks(choices, state, evidence.objective)
+        return FlatWork(choices, replace(state, guard=verdict.guard), batch, verdict.loss, evidence)
 
 
 class FlatWork(Work):
@@ -244,11 +244,11 @@ class FlatWork(Work):
         """The parameters after the step, and what is kept for each of them."""
         evidence, solution, space = self.evidence, self.solved.solution, self.space
         taken = taken and bool(vector.any())  # no step, no decay either
-        kept = {key: value for key, value in memory.items() if isinstance(value, Tensor)} | dict(self.solved.kept)
+        vectors = {key: value for key, value in memory.items() if isinstance(value, Tensor)} | dict(self.solved.kept)
         if self.choices.warm_start > 0:
             # a space that was searched goes on from where the search ended (Vinyals & Povey 2012)
-            kept[SOLUTION] = -vector if taken and solution.basis is not None else solution.value
-        views = {key: space.unflatten(one) for key, one in kept.items()}
+            vectors[SOLUTION] = -vector if taken and solution.basis is not None else solution.value
+        views = {key: space.unflatten(flat) for key, flat in vectors.items()}
         for name, part in space.unflatten(vector).items():
             share = evidence.rates[name] * evidence.decays[name] if taken else 0.0
             self.moved[name] = (evidence.params[name] * (1 - share)).add_(part)

@@ -126,8 +126,8 @@ class Guard:
         True if a gradient that is far too long is cut.
         """
         losses = [] if loss is None else [torch.as_tensor(loss, dtype=torch.float64, device=norm.device)]
-        length, *told = list_numbers(torch.stack([norm.double(), *losses]))
-        value = told[0] if told else None
+        length, *values = list_numbers(torch.stack([norm.double(), *losses]))
+        value = values[0] if values else None
         wild = bounded and value is not None and self.is_wild(value, steps)
         # a loss that is no number bounds no step (a batch without rows: its gradient is zero, but there is momentum)
         sound = math.isfinite(length) and not (value is not None and math.isnan(value))
@@ -151,7 +151,7 @@ class Guard:
         """The same after a step with this loss."""
         if loss is None or not taken:
             return replace(self, wild=self.wild + (not taken))
-        known = [one for one in (self.highest, loss) if one is not None and not math.isnan(one)]
+        known = [value for value in (self.highest, loss) if value is not None and not math.isnan(value)]
         return replace(self, highest=max(known, default=math.nan), wild=0)
 
     # the gradient
@@ -178,18 +178,18 @@ class Guard:
         of a block the product of both.
         """
         sizes, bounds, largest = measure_sides(layers, squares)
-        if not all(one * one <= HEADROOM * largest for one in bounds):  # comparisons with a NaN are false
+        if not all(bound * bound <= HEADROOM * largest for bound in bounds):  # comparisons with a NaN are false
             return False, False, self
         fresh = {key: size * size for key, size in sizes.items()}
         # a layer behind one that starts near zero may see a thousand times more within a step, and yet less than others
         most = max(self.inputs.values(), default=0.0)
-        far = any(one > max(FAR * self.inputs[key], most) for key, one in fresh.items() if key in self.inputs)
+        far = any(square > max(FAR * self.inputs[key], most) for key, square in fresh.items() if key in self.inputs)
         if far and self.far < PATIENCE:
             return False, True, replace(self, far=self.far + 1)
         known = dict(self.inputs)
-        for key, one in fresh.items():
-            if one > 0:
-                known[key] = one if far else KEEPS * (known.get(key) or one) + (1 - KEEPS) * one
+        for key, square in fresh.items():
+            if square > 0:
+                known[key] = square if far else KEEPS * (known.get(key) or square) + (1 - KEEPS) * square
         return True, False, replace(self, inputs=known, far=0)
 
     # checkpoints
@@ -253,11 +253,11 @@ def least_damping(norms: Sequence[float]) -> float:
 def are_finite(groups: Sequence[Iterable[Tensor]]) -> list[bool]:
     """Of each group of tensors whether all of its entries are finite."""
     sums = [[t.sum() for t in group] for group in groups]
-    flat = [one for group in sums for one in group]
+    flat = [scalar for group in sums for scalar in group]
     if not flat:
         return [True] * len(sums)
-    alike = len({(one.dtype, one.device) for one in flat}) == 1
-    table = torch.stack(flat if alike else [one.to(flat[0].device, torch.float64) for one in flat])
+    alike = len({(scalar.dtype, scalar.device) for scalar in flat}) == 1
+    table = torch.stack(flat if alike else [scalar.to(flat[0].device, torch.float64) for scalar in flat])
     sound = iter(list_numbers(torch.isfinite(table)))
     return [all(list(islice(sound, len(group)))) for group in sums]  # each group to its end
 
@@ -271,7 +271,7 @@ def stay_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], size:
     # Euclidean norms cost a tenth of the largest entries; one that overflows is looked at entry by entry
     sizes = measure_norms(list(after.values()))
     known = sizes if size is None else [*sizes, size]
-    if not sizes or bool(torch.isfinite(torch.stack([one.to(sizes[0]) for one in known]).sum())):
+    if not sizes or bool(torch.isfinite(torch.stack([number.to(sizes[0]) for number in known]).sum())):
         return True
     return (size is None or bool(torch.isfinite(size))) and all(
         stays_finite(before[name], new) for name, new in after.items()
@@ -414,17 +414,17 @@ def guard_steps(optimizer: Optimizer, run: Callable[[], Result]) -> tuple[Result
         What `run` returned, and whether the steps stand.
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    kept = [p.detach().clone() for p in params]
+    before = [p.detach().clone() for p in params]
     state = {p: map_tensors(dict(numbers), torch.clone) for p, numbers in optimizer.state.items()}
     stands = False
     try:
         result = run()
-        fine = all(stays_finite(old, p.detach()) for old, p in zip(kept, params, strict=True))
+        fine = all(stays_finite(old, p.detach()) for old, p in zip(before, params, strict=True))
         stands = fine and all(all_finite(t) for numbers in optimizer.state.values() for t in leaves(dict(numbers)))
     finally:
         if not stands:
             with torch.no_grad():
-                for old, p in zip(kept, params, strict=True):
+                for old, p in zip(before, params, strict=True):
                     p.copy_(old)
             optimizer.state.clear()
             optimizer.state.update(state)

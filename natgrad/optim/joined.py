@@ -78,7 +78,7 @@ class JoinedOperator(Operator):
             assert rows is not None
             return rows.dense()
         root = None if self.local is None else self.local.root()
-        widths = [int(found) for (found,) in share_numbers(self.ranks, [width_of(self.local, root)], self.device)]
+        widths = [int(width) for (width,) in share_numbers(self.ranks, [width_of(self.local, root)], self.device)]
         if min(widths) < 0:
             return None
         own = torch.zeros(self.size, 0, dtype=self.dtype, device=self.device) if root is None else root
@@ -99,8 +99,8 @@ class JoinedOperator(Operator):
 
     def _sum(self, part: Callable[[Operator], Tensor], shape: tuple[int, ...]) -> Tensor:
         share = self.shares[self.ranks.rank]
-        found = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        return self.ranks.sum(found if self.local is None else share * part(self.local))
+        zeros = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return self.ranks.sum(zeros if self.local is None else share * part(self.local))
 
 
 def width_of(local: Operator | None, root: Tensor | None) -> int:
@@ -112,10 +112,10 @@ def width_of(local: Operator | None, root: Tensor | None) -> int:
 
 def gather_columns(ranks: Ranks, own: Tensor, widths: Sequence[int]) -> Tensor:
     """Every process's columns side by side, in the order of the ranks."""
-    found = torch.zeros(own.shape[0], sum(widths), dtype=own.dtype, device=own.device)
+    table = torch.zeros(own.shape[0], sum(widths), dtype=own.dtype, device=own.device)
     start = sum(widths[: ranks.rank])
-    found[:, start : start + own.shape[1]] = own
-    return ranks.sum(found)
+    table[:, start : start + own.shape[1]] = own
+    return ranks.sum(table)
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ class JoinedMetric(Metric):
         if isinstance(moment.local, Pullback):
             counted = cast("Tensor", local.form.counted.to(moment.dtype))
         assert moment.columns is not None
-        whole = gather_columns(self.ranks, counted.unsqueeze(0), moment.columns)[0]
-        return Centred(moment, whole)  # type: ignore[arg-type]
+        counts = gather_columns(self.ranks, counted.unsqueeze(0), moment.columns)[0]
+        return Centred(moment, counts)  # type: ignore[arg-type]
 
 
 def join_operator(
@@ -203,26 +203,26 @@ def join_operator(
     Raises:
         ValueError: On all processes, where one failed, which raises its own error; where none has an example.
     """
-    told = share_numbers(ranks, describe_operator(local, rows, trouble), space.device)
+    reports = share_numbers(ranks, describe_operator(local, rows, trouble), space.device)
     if trouble is not None:
         raise trouble
-    failed = [i for i, one in enumerate(told) if one[0]]
+    failed = [i for i, report in enumerate(reports) if report[0]]
     if failed:
         raise ValueError(
             f"the metric of process {failed[0]} of {ranks.size} could not be computed, as its own error says; "
             "nothing was changed here"
         )
-    total = sum(one[1] for one in told)
+    total = sum(report[1] for report in reports)
     if not total > 0:
         raise ValueError("inputs is an empty batch on every process; give at least one of them an example")
-    some = [one for one in told if one[1]]
+    some = [report for report in reports if report[1]]
     facts = Facts(
-        nats=sum(one[1] * one[2] for one in some) / total,
-        indefinite=any(one[3] for one in some),
+        nats=sum(report[1] * report[2] for report in some) / total,
+        indefinite=any(report[3] for report in some),
         length_unit=some[0][4],
     )
-    counts = [int(one[5]) for one in told]
-    shares = [one[1] / total for one in told]
+    counts = [int(report[5]) for report in reports]
+    shares = [report[1] / total for report in reports]
     return JoinedOperator(local, space, shares, None if min(counts) < 0 else counts, facts, ranks)
 
 
@@ -260,13 +260,13 @@ def unwrap_models(metric: Any) -> Any:
     if isinstance(metric, (DataParallel, DistributedDataParallel)):
         return given.module
     if is_mapping(metric):
-        found = {name: unwrap_models(value) for name, value in metric.items()}
-        return found if any(found[name] is not value for name, value in metric.items()) else metric
+        inner = {name: unwrap_models(value) for name, value in metric.items()}
+        return inner if any(inner[name] is not value for name, value in metric.items()) else metric
     if not isinstance(metric, Metric) or not is_dataclass(metric):
         return metric
     values = {field.name: getattr(metric, field.name) for field in fields(metric) if field.init}
-    found = {name: unwrap_models(value) for name, value in values.items()}
-    changed = {name: value for name, value in found.items() if value is not values[name]}
+    inner = {name: unwrap_models(value) for name, value in values.items()}
+    changed = {name: value for name, value in inner.items() if value is not values[name]}
     return replace(metric, **changed) if changed else metric
 
 
@@ -283,8 +283,8 @@ def settle_ranks(optimizer: Any) -> None:
     ranks, structure = optimizer._ranks, optimizer.structure
     if not ranks.settled:
         if ranks.group is None:
-            found = meet(optimizer.model, None)[1]
-            ranks.group, ranks.size, ranks.rank, ranks.wrappers = found.group, found.size, found.rank, found.wrappers
+            fresh = meet(optimizer.model, None)[1]
+            ranks.group, ranks.size, ranks.rank, ranks.wrappers = fresh.group, fresh.size, fresh.rank, fresh.wrappers
         if isinstance(structure, Layerwise):
             ranks.check(structure)
         ranks.compare(optimizer._named, describe_settings(structure, *optimizer._list_settings()))
@@ -310,15 +310,15 @@ def read_gradients(
     if ranks.wrappers:
         return read_averaged(ranks, there, recall)
     device = next(iter(named.values())).device
-    told = share_numbers(ranks, [recall.scale, weigh_gradient(recall), *(name in there for name in named)], device)
-    params = {name: p for i, (name, p) in enumerate(named.items()) if any(one[2 + i] for one in told)}
+    reports = share_numbers(ranks, [recall.scale, weigh_gradient(recall), *(name in there for name in named)], device)
+    params = {name: p for i, (name, p) in enumerate(named.items()) if any(report[2 + i] for report in reports)}
     if not params:
         return None
     space = Space(params)
-    vector = join_vectors(ranks, space.flatten({name: to_dense(p.grad) for name, p in there.items()}), told)
+    vector = join_vectors(ranks, space.flatten({name: to_dense(p.grad) for name, p in there.items()}), reports)
     if not bool(vector.isfinite().all()):
         raise NotFiniteError("the gradient is not finite on some process; nothing was changed on any")
-    return params, space, vector / mean_scale(ranks, told)
+    return params, space, vector / mean_scale(ranks, reports)
 
 
 def read_averaged(
@@ -329,8 +329,8 @@ def read_averaged(
         return None
     space = Space(params)
     vector = space.flatten({name: to_dense(p.grad) for name, p in params.items()})
-    told = share_numbers(ranks, [recall.scale, float(measure_norm(vector.double()))], space.device)
-    norms = [one[1] for one in told]
+    reports = share_numbers(ranks, [recall.scale, float(measure_norm(vector.double()))], space.device)
+    norms = [report[1] for report in reports]
     if any(abs(norm - norms[0]) > DRIFTED * max(norms) for norm in norms):  # false where one is NaN
         raise ValueError(
             f"the {ranks.size} processes have gradients of norms {norms}, and their parameters would drift apart: call "
@@ -340,18 +340,18 @@ def read_averaged(
         raise NotFiniteError(
             "the gradient is not finite; nothing was changed. Skip this batch, or look for an overflow"
         )
-    return params, space, vector / mean_scale(ranks, told)
+    return params, space, vector / mean_scale(ranks, reports)
 
 
-def mean_scale(ranks: Ranks, told: list[list[float]]) -> float:
+def mean_scale(ranks: Ranks, reports: list[list[float]]) -> float:
     """What the mean of the gradients is divided by under reduction='sum': the mean of the processes' counts; else 1."""
-    return sum(one[0] for one in told) / ranks.size or 1.0
+    return sum(report[0] for report in reports) / ranks.size or 1.0
 
 
-def join_vectors(ranks: Ranks, vector: Tensor, told: list[list[float]]) -> Tensor:
-    """The mean of all processes' vectors, weighted by the second of the numbers that they told."""
-    total = sum(one[1] for one in told)
-    weight = told[ranks.rank][1] / total if total else 0.0
+def join_vectors(ranks: Ranks, vector: Tensor, reports: list[list[float]]) -> Tensor:
+    """The mean of all processes' vectors, weighted by the second number of their reports."""
+    total = sum(report[1] for report in reports)
+    weight = reports[ranks.rank][1] / total if total else 0.0
     return ranks.sum(weight * vector if weight else torch.zeros_like(vector))
 
 
@@ -372,11 +372,11 @@ def join_metric(ranks: Ranks, metric: Metric, recall: Recall, drawn: bool, devic
     if ranks.size == 1 or metric.is_joined:
         return metric
     if isinstance(metric, SumOverData):
-        told = {id(data.targets): one for one in recall.used_losses() for data in [one.data()]}
+        losses = {id(data.targets): loss for loss in recall.used_losses() for data in [loss.data()]}
         weights = join_weights(ranks, [weight for weight, _, _ in metric.parts], recall, device)
         parts = [
-            (weight, JoinedMetric(one, ranks, rows_of(told.get(id(data.targets)))), data)
-            for weight, (_, one, data) in zip(weights, metric.parts, strict=True)
+            (weight, JoinedMetric(term, ranks, rows_of(losses.get(id(data.targets)))), data)
+            for weight, (_, term, data) in zip(weights, metric.parts, strict=True)
         ]
         return replace(metric, parts=parts)
     if isinstance(metric, MetricSum):
@@ -387,18 +387,18 @@ def join_metric(ranks: Ranks, metric: Metric, recall: Recall, drawn: bool, devic
 
 def join_weights(ranks: Ranks, weights: Sequence[float], recall: Recall, device: torch.device) -> list[float]:
     """What the losses of a step weigh, on all processes: under reduction='sum' it follows from everyone's counts."""
-    told = share_numbers(ranks, [recall.scale, *weights], device)
-    scales = [one[0] for one in told]
+    reports = share_numbers(ranks, [recall.scale, *weights], device)
+    scales = [report[0] for report in reports]
     scales = scales if any(scales) else [1.0] * len(scales)  # a process without examples counts none of a sum
     return [
         sum(scale * weight for scale, weight in zip(scales, column, strict=True)) / sum(scales)
-        for column in list(zip(*told, strict=True))[1:]
+        for column in list(zip(*reports, strict=True))[1:]
     ]
 
 
-def rows_of(told: RecordedLoss | None) -> float | None:
+def rows_of(loss: RecordedLoss | None) -> float | None:
     """What a loss is a mean over, if that is known."""
-    return None if told is None or math.isnan(told.count) else told.count
+    return None if loss is None or math.isnan(loss.count) else loss.count
 
 
 def join_choice(ranks: Ranks, metric: Metric, choice: Any, data: Data) -> tuple[Metric, Any, SumParts | None]:
@@ -412,19 +412,19 @@ def join_choice(ranks: Ranks, metric: Metric, choice: Any, data: Data) -> tuple[
     known = isinstance(metric, JoinedMetric) and metric.rows is not None
     rows = metric.rows if isinstance(metric, JoinedMetric) and known else float(as_call(data.inputs).batch())
     device = next(iter(as_call(data.inputs).tensors())).device
-    told = [one for (one,) in share_numbers(ranks, [rows or 0.0], device)]
-    if not all(told):
+    counts = [count for (count,) in share_numbers(ranks, [rows or 0.0], device)]
+    if not all(counts):
         raise ValueError(
-            f"process {told.index(0.0)} has no examples, which {structure!r} needs on every process: leave out such "
+            f"process {counts.index(0.0)} has no examples, which {structure!r} needs on every process: leave out such "
             "batches everywhere, or use a structure that is solved by products, ng.Exact()"
         )
-    share = told[ranks.rank] / sum(told)
-    apart = replace(structure, seed=structure.seed + 15485863 * ranks.rank)  # labels of its own
+    share = counts[ranks.rank] / sum(counts)
+    local = replace(structure, seed=structure.seed + 15485863 * ranks.rank)  # labels of its own
 
     def exchange(fresh: dict[str, Tensor]) -> dict[str, Tensor]:
         return {key: ranks.sum(share * tensor) for key, tensor in fresh.items()}
 
-    return metric.inner, replace(choice, structure=apart) if structure is not choice else apart, exchange
+    return metric.inner, replace(choice, structure=local) if structure is not choice else local, exchange
 
 
 def update_jointly(
@@ -445,9 +445,9 @@ def update_jointly(
     joined = JoinedMetric(metric, processes.ranks)
     if isinstance(structure, Layerwise):
         processes.ranks.check(structure)
-    own, apart, exchange = join_choice(processes.ranks, joined, structure, Data(inputs, None, None))
+    own, local, exchange = join_choice(processes.ranks, joined, structure, Data(inputs, None, None))
     with exchanging(exchange):
-        return apart.update(memory, own, params, inputs)
+        return local.update(memory, own, params, inputs)
 
 
 def join_mean_loss(ranks: Ranks, recall: Recall, device: torch.device) -> Tensor | None:
@@ -457,11 +457,11 @@ def join_mean_loss(ranks: Ranks, recall: Recall, device: torch.device) -> Tensor
         return own
     rows = sum(loss.rows for loss in recall.losses or recall.computed)
     part = 0.0 if own is None or not rows else float(own) * rows
-    told = share_numbers(ranks, [own is not None, rows, part], device)
-    if not any(one[0] for one in told):
+    reports = share_numbers(ranks, [own is not None, rows, part], device)
+    if not any(report[0] for report in reports):
         return None
-    total = sum(one[1] for one in told)
-    mean = sum(one[2] for one in told) / total if total else math.nan
+    total = sum(report[1] for report in reports)
+    mean = sum(report[2] for report in reports) / total if total else math.nan
     return torch.tensor(mean, dtype=torch.float64, device=device)
 
 
@@ -483,9 +483,9 @@ class JoinedLoss(Objective):
         self.before = self.before if math.isfinite(self.before) else math.nan
 
     def _mean(self, value: float) -> float:
-        told = share_numbers(self.ranks, [value * self.rows if self.rows else 0.0, self.rows], self.space.device)
-        rows = sum(one[1] for one in told)
-        return sum(one[0] for one in told) / rows if rows else math.nan
+        reports = share_numbers(self.ranks, [value * self.rows if self.rows else 0.0, self.rows], self.space.device)
+        rows = sum(report[1] for report in reports)
+        return sum(report[0] for report in reports) / rows if rows else math.nan
 
     def _evaluate(self, step: dict[str, Tensor]) -> float:
         return self._mean(self.part._evaluate(step))
@@ -494,7 +494,7 @@ class JoinedLoss(Objective):
         value, parts = self.part._differentiate(step)
         weights = [[0.0, 1.0]] * self.ranks.size
         if not self.averaged:
-            weights = [[0.0, one[0]] for one in share_numbers(self.ranks, [self.rows], self.space.device)]
+            weights = [[0.0, report[0]] for report in share_numbers(self.ranks, [self.rows], self.space.device)]
         vector = join_vectors(self.ranks, self.space.flatten(parts), weights)
         return self._mean(value), self.space.unflatten(vector)
 
@@ -509,7 +509,7 @@ def join_objective(ranks: Ranks, objective: Objective | None, recall: Recall) ->
         return Total([(w, JoinedLoss(ranks, part)) for w, (_, part) in zip(weights, objective.parts, strict=True)])
     if not isinstance(objective, Reclose):
         return JoinedLoss(ranks, objective)
-    rows = sum(loss_rows for loss_rows in (rows_of(told) for told in recall.used_losses()) if loss_rows is not None)
+    rows = sum(loss_rows for loss_rows in (rows_of(loss) for loss in recall.used_losses()) if loss_rows is not None)
     return JoinedLoss(ranks, objective, rows or 1.0, averaged=bool(recall.computed or ranks.wrappers))
 
 
@@ -522,10 +522,10 @@ def check_in_step(ranks: Ranks, vector: Tensor) -> None:
         return
     probe = torch.cos(torch.arange(len(vector), dtype=torch.float64, device=vector.device))
     numbers = [float(vector.double() @ probe), float(measure_norm(vector.double()))]
-    told = share_numbers(ranks, [number if math.isfinite(number) else math.inf for number in numbers], vector.device)
-    most = max(one[1] for one in told)
-    if any(abs(a - b) > DRIFTED * most for one in told for a, b in zip(one, told[0], strict=True) if a != b):
+    table = share_numbers(ranks, [number if math.isfinite(number) else math.inf for number in numbers], vector.device)
+    most = max(row[1] for row in table)
+    if any(abs(a - b) > DRIFTED * most for row in table for a, b in zip(row, table[0], strict=True) if a != b):
         raise RuntimeError(
-            f"the {ranks.size} processes found different steps, of lengths {[one[1] for one in told]}: nothing was "
+            f"the {ranks.size} processes found different steps, of lengths {[row[1] for row in table]}: nothing was "
             "changed. Give all of them the same options, and let all call loss and step alike"
         )

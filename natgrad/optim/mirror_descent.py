@@ -128,8 +128,8 @@ class MirrorDescent(Optimizer):
         except ValueError as error:
             self.accidents.meet(str(error))
             return value
-        for p, found, momentum in moves:
-            p.copy_(found)
+        for p, target, momentum in moves:
+            p.copy_(target)
             if momentum is not None:
                 self.state[p]["momentum"] = momentum
         self.accidents.meet(None)
@@ -138,10 +138,10 @@ class MirrorDescent(Optimizer):
     def _read_gradients(self) -> list[tuple[dict[str, Any], Tensor, Tensor]]:
         """The parameters that have a gradient on some process, their groups before and their gradients after them."""
         held = [(group, p) for group in self.param_groups for p in group["params"]]
-        found = {i: to_dense(p.grad) for i, (_, p) in enumerate(held) if p.grad is not None}
+        gradients = {i: to_dense(p.grad) for i, (_, p) in enumerate(held) if p.grad is not None}
         if self._group is not None and held:
-            found = self._average([p for _, p in held], found)
-        return [(*held[i], gradient) for i, gradient in found.items()]
+            gradients = self._average([p for _, p in held], gradients)
+        return [(*held[i], gradient) for i, gradient in gradients.items()]
 
     def _average(self, params: Sequence[Tensor], own: dict[int, Tensor]) -> dict[int, Tensor]:
         """The mean gradients over the processes by place. ValueError on all that hold other parameters, once."""
@@ -167,17 +167,17 @@ class MirrorDescent(Optimizer):
             change = momentum
         if not all_finite(change):
             raise ValueError("a gradient is not finite")
-        found = group["potential"].step(p.detach(), group["lr"] * change, group["projection"])
-        if not all_finite(found):
+        target = group["potential"].step(p.detach(), group["lr"] * change, group["projection"])
+        if not all_finite(target):
             raise ValueError(f"a step of {group['potential']!r} is not finite: lower lr = {group['lr']}")
-        return p, found, momentum
+        return p, target, momentum
 
     def state_dict(self) -> dict[str, Any]:
         """As in `torch.optim`; potentials and regions by their names alone, so that `weights_only=True` reads it."""
-        found = super().state_dict()
-        for group in found["param_groups"]:
+        state = super().state_dict()
+        for group in state["param_groups"]:
             group.update({name: repr(group[name]) for name in CHOICES})
-        return found
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in `torch.optim`.
@@ -199,9 +199,9 @@ class MirrorDescent(Optimizer):
                     raise ValueError(
                         f"state_dict was written with {name} {old[name]}, this optimizer has {own[name]!r}"
                     )
-        kept = [{name: own[name] for name in CHOICES} for own in self.param_groups]
+        choices = [{name: own[name] for name in CHOICES} for own in self.param_groups]
         # what a scheduler or a trainer added stays where the state has none of it
-        groups = [{**own, **old, **choice} for own, old, choice in zip(self.param_groups, saved, kept, strict=True)]
+        groups = [{**own, **old, **choice} for own, old, choice in zip(self.param_groups, saved, choices, strict=True)]
         super().load_state_dict({**state_dict, "param_groups": groups})
 
 

@@ -55,17 +55,17 @@ def metric_of_step(metric: Metric, recall: Recall, model: Any, params: Mapping[s
     used, last = recall.used_losses(), recall.last_told
     if last is None or not isinstance(model, nn.Module):
         return metric
-    group = [told for told in used if told.route.passes == last.route.passes]
-    metrics = [choose_outputs(metric, told.settle(model, params, recall.outputs)) for told in group]
+    group = [loss for loss in used if loss.route.passes == last.route.passes]
+    metrics = [choose_outputs(metric, loss.settle(model, params, recall.outputs)) for loss in group]
     if recall.observed is not None:
-        if any(isinstance(chosen_outputs(one), Linearised) for one in metrics):
+        if any(isinstance(chosen_outputs(part), Linearised) for part in metrics):
             raise ValueError(OTHER_BATCH)
         return metrics[-1]
     if len(group) == 1:
         return metrics[-1]
     weights = weights_of(used, recall.scale)
-    share = sum(weights) / sum(w for w, told in zip(weights, used, strict=True) if told in group)
-    parts = [(share * weights[used.index(told)], one, told.data()) for told, one in zip(group, metrics, strict=True)]
+    share = sum(weights) / sum(w for w, loss in zip(weights, used, strict=True) if loss in group)
+    parts = [(share * weights[used.index(loss)], part, loss.data()) for loss, part in zip(group, metrics, strict=True)]
     return SumOverData(parts)
 
 
@@ -93,13 +93,13 @@ def weights_of(used: Sequence[RecordedLoss], scale: float) -> list[float]:
 
     scale: what the gradient is divided by.
     """
-    found = [1.0 if told.weight is None else float(told.weight) for told in used]
-    if len(used) > 1 and min(found) >= SCALER:
+    weights = [1.0 if loss.weight is None else float(loss.weight) for loss in used]
+    if len(used) > 1 and min(weights) >= SCALER:
         raise ValueError(
-            f"the step has {len(used)} losses with weights {found}, as from a GradScaler: what each weighs in the "
+            f"the step has {len(used)} losses with weights {weights}, as from a GradScaler: what each weighs in the "
             "gradients is not known; make one optimizer.loss(outputs, targets) of them, or do without scaling"
         )
-    return [weight * (told.scale / scale if scale else 1.0) for weight, told in zip(found, used, strict=True)]
+    return [weight * (loss.scale / scale if scale else 1.0) for weight, loss in zip(weights, used, strict=True)]
 
 
 # The loss at trial points theta + d, with the data, masks and statistics of the step's own pass
@@ -257,9 +257,9 @@ class Total(Objective):
         return sum(weight * part._evaluate(step) for weight, part in self.parts)
 
     def _differentiate(self, step: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
-        found = [(weight, *part._differentiate(step)) for weight, part in self.parts]
-        value = sum((weight * value for weight, value, _ in found), 0.0)
-        sums = {name: torch.stack([weight * parts[name] for weight, _, parts in found]).sum(0) for name in step}
+        terms = [(weight, *part._differentiate(step)) for weight, part in self.parts]
+        value = sum((weight * value for weight, value, _ in terms), 0.0)
+        sums = {name: torch.stack([weight * parts[name] for weight, _, parts in terms]).sum(0) for name in step}
         return value, sums
 
 
@@ -386,7 +386,7 @@ class Reclose(Objective):
         values = [t.detach().clone() for t in tensors]
         grads = [None if p.grad is None else p.grad.clone() for p in self.params.values()]
         # a closure adds to its lists, and a listener is none of a batch
-        remembered = {key: copy(kept) for key, kept in vars(self.recall).items() if key != "begins"}
+        remembered = {key: copy(value) for key, value in vars(self.recall).items() if key != "begins"}
         try:
             yield
         finally:
@@ -438,7 +438,7 @@ def objective_of(
             raise ValueError(OTHER_BATCH)
         return Replay(model, criterion(), searched, None, params, space, select)
     if isinstance(model, nn.Module) and used and recall.find_pass() is not None:
-        problem = next((told.route.problem for told in used if told.route.problem), "") if needed else ""
+        problem = next((loss.route.problem for loss in used if loss.route.problem), "") if needed else ""
         if not problem:
             return replay_losses(model, criterion(), recall, params, space)
         if called.closure is None:
@@ -453,10 +453,10 @@ def replay_losses(
 ) -> Objective:
     """The step's losses as `opt.loss` saw them, evaluated again. exact: whether their values are those of a replay."""
     used, parts = recall.used_losses(), list[Objective]()
-    for told in used:
-        before = float(told.value) if exact else None
-        select = told.settle(model, params, recall.outputs)
-        parts.append(Replay(model, criterion, told.data(), before, params, space, select, told.count))
+    for loss in used:
+        before = float(loss.value) if exact else None
+        select = loss.settle(model, params, recall.outputs)
+        parts.append(Replay(model, criterion, loss.data(), before, params, space, select, loss.count))
     if len(parts) == 1:
         return parts[0]
     return Total(list(zip(weights_of(used, recall.scale), parts, strict=True)))
@@ -537,14 +537,14 @@ class PooledLoss:
 
     def _penalty(self, vector: Parts) -> float:
         """How l2 / 2 |theta|^2 changes, and the losses outside of `opt.loss`, to second order."""
-        found = 0.0
+        total = 0.0
         for name in vector:
             if self.strengths[name]:
                 move = vector[name]
-                found += self.strengths[name] * float((self.named[name] * move).sum() + 0.5 * move.square().sum())
+                total += self.strengths[name] * float((self.named[name] * move).sum() + 0.5 * move.square().sum())
             if name in self.outside.levels:
-                found += self.outside.change(name, self.named[name], vector[name])
-        return found
+                total += self.outside.change(name, self.named[name], vector[name])
+        return total
 
 
 def objective_of_blocks(
@@ -552,7 +552,7 @@ def objective_of_blocks(
 ) -> Objective:
     """The loss of this step at other parameters: its one pass replayed, or the closure called again."""
     space, used = Space(params), recall.used_losses()
-    problem = next((told.route.problem for told in used if told.route.problem), "")
+    problem = next((loss.route.problem for loss in used if loss.route.problem), "")
     if len(used) == 1 and recall.find_pass() is not None and not problem:
         exact = used[0].dtype == space.dtype  # under autocast the loss was rounded, and a replay is not
         replayed = replay_losses(model, criterion, recall, params, space, exact)
@@ -644,27 +644,27 @@ class BatchForm:
         """d^T G d, a mean over the rows of all processes; NaN where the pass cannot be done again."""
         if any_split(self.named.values()):  # a pass at other parameters has no place in a model in parts
             return math.nan
-        least, found = self._least_share(vector), math.nan
+        least, form = self._least_share(vector), math.nan
         share = self._share(vector, nats, least)
         for _ in range(TRIALS):
-            found = self._pool_form(vector, share)
-            moved = 0.5 * self.nats * found
+            form = self._pool_form(vector, share)
+            moved = 0.5 * self.nats * form
             if not share**2 * moved > FAR * self._near(vector) or share <= least:
                 break
             share = max(least, math.sqrt(self._near(vector) / moved))  # it went much farther than was known
-        return found
+        return form
 
     def _pool_form(self, vector: Parts, share: float) -> float:
         """The form over all processes' rows."""
         try:
-            found, rows = self._own(vector, share)
+            form, rows = self._own(vector, share)
         except RepeatError as error:
             warnings.warn(f"{error}. Steps are measured on averages instead of on their own batch", stacklevel=2)
-            found, rows = math.nan, 1.0
+            form, rows = math.nan, 1.0
         except (ValueError, NotImplementedError, RuntimeError):
             # written over since, no known function of the outputs, only one pass allowed: not known
-            found, rows = math.nan, 1.0
-        pair = torch.tensor([found * rows, rows], dtype=torch.float64, device=next(iter(self.named.values())).device)
+            form, rows = math.nan, 1.0
+        pair = torch.tensor([form * rows, rows], dtype=torch.float64, device=next(iter(self.named.values())).device)
         total, weight = list_numbers(self.ranks.sum(pair))
         return total / weight if weight else math.nan
 
@@ -683,7 +683,7 @@ class BatchForm:
             return 1.0
         moved = float(vector.norm())
         sizes = measure_norms([self.named[name].detach() for name in vector])
-        size = math.hypot(*list_numbers(torch.stack([one.to(sizes[0]) for one in sizes]))) if sizes else 0.0
+        size = math.hypot(*list_numbers(torch.stack([norm.to(sizes[0]) for norm in sizes]))) if sizes else 0.0
         return min(1.0, LEAST[self._is_double(vector)] * size / moved) if moved > 0 else 1.0
 
     def _is_double(self, vector: Parts) -> bool:
@@ -697,30 +697,30 @@ class BatchForm:
             for name, p in self.named.items()
         }
         with replaying(self.model, self.recall):
-            for told in self.recall.used_losses():
-                if told.route.problem:
-                    raise ValueError(told.route.problem)
-                forms.append(self._form(told, moved, share))
-                weights.append(float(told.rows) if math.isnan(told.count) else told.count)
+            for loss in self.recall.used_losses():
+                if loss.route.problem:
+                    raise ValueError(loss.route.problem)
+                forms.append(self._form(loss, moved, share))
+                weights.append(float(loss.rows) if math.isnan(loss.count) else loss.count)
         rows = sum(weights)
         if not rows:  # a batch without rows, beside those of other processes
             return 0.0, 0.0
         return sum(w * form for w, form in zip(weights, forms, strict=True)) / rows, rows
 
-    def _form(self, told: RecordedLoss, moved: Mapping[str, Tensor], share: float) -> float:
+    def _form(self, loss: RecordedLoss, moved: Mapping[str, Tensor], share: float) -> float:
         """Of one loss: sum_i w_i (J_i d)^T M_i (J_i d)."""
-        select, data = told.settle(self.model, self.named, self.recall.outputs), told.data()
+        select, data = loss.settle(self.model, self.named, self.recall.outputs), loss.data()
         pure = pure_model(self.model, data.inputs, data.random)
 
         def outputs_at(params: Mapping[str, Tensor]) -> Any:
             def choose_outputs() -> Any:
-                found = pure({name: p.detach().requires_grad_() for name, p in params.items()})
-                return found if select is None else select(found)
+                outputs = pure({name: p.detach().requires_grad_() for name, p in params.items()})
+                return outputs if select is None else select(outputs)
 
             return run_detached(choose_outputs)
 
-        same = told.dtype == next(iter(self.named.values())).dtype  # under autocast the pass was rounded
-        before = told.outputs if same else outputs_at(self.named)
+        same = loss.dtype == next(iter(self.named.values())).dtype  # under autocast the pass was rounded
+        before = loss.outputs if same else outputs_at(self.named)
         start, end = (map_tensors(tree, widen) for tree in (before, outputs_at(moved)))
         change = (self.criterion.family.rows(end) - self.criterion.family.rows(start)) / share
         return float(self.criterion.weights(start, data.targets) @ squares_of(self.criterion.family, start, change))

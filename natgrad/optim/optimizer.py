@@ -110,8 +110,8 @@ class NaturalGradient(ModelOptimizer):
         weights: Mapping[str, float] | None = None,
         **options: Unpack[FlatOptions],
     ) -> None:
-        chosen, found = read_settings(FlatSettings, options), choose_metric(metric, metrics, weights)
-        check_choices(found, chosen.structure, chosen.solver, chosen.rule)
+        chosen, own_metric = read_settings(FlatSettings, options), choose_metric(metric, metrics, weights)
+        check_choices(own_metric, chosen.structure, chosen.solver, chosen.rule)
         check_number("lr", lr)
         check_number("weight_decay", chosen.weight_decay)
         check_number("warm_start", chosen.warm_start, 1.0)
@@ -119,7 +119,7 @@ class NaturalGradient(ModelOptimizer):
         self.model, self._ranks = meet(model, chosen.group)
         refuse_nested(self.model)
         self.on_trouble = check_trouble(chosen.on_trouble)
-        self.metric = found = unwrap_models(maximize_metric(found) if chosen.maximize else found)
+        self.metric = own_metric = unwrap_models(maximize_metric(own_metric) if chosen.maximize else own_metric)
         self.structure, self.solver = chosen.structure or Exact(), chosen.solver or Auto()
         self.damping, self.rule = as_damping(chosen.damping), chosen.rule or SafeRate()
         self.warm_start, self.train_in_eval = chosen.warm_start, chosen.train_in_eval
@@ -132,8 +132,8 @@ class NaturalGradient(ModelOptimizer):
         self._compared: tuple[object, ...] = ()  # what a field has that must be alike on all processes
         self._finalizer: weakref.finalize[..., Any] | None = None
         refuse_maximize(chosen.maximize, self._ranks.size)
-        self._recall = Recall(chosen_outputs(found), self._named.values(), maximize=chosen.maximize)
-        overhear(found, self._recall)
+        self._recall = Recall(chosen_outputs(own_metric), self._named.values(), maximize=chosen.maximize)
+        overhear(own_metric, self._recall)
         if isinstance(self.model, nn.Module):
             self._finalizer = weakref.finalize(
                 self, listen(self.model, self._recall, in_eval=self.train_in_eval).remove
@@ -241,7 +241,7 @@ class NaturalGradient(ModelOptimizer):
 
     def _rename(self, renamed: Mapping[str, str]) -> None:
         """Nothing is remembered of other coordinates than those of now."""
-        vectors = {name: kept for name, kept in self._state.vectors.items() if name not in renamed}
+        vectors = {name: part for name, part in self._state.vectors.items() if name not in renamed}
         self._state = replace(self._state, vectors=vectors, system=SystemMemory(self._state.system.level))
         super()._rename(renamed)
 
@@ -264,7 +264,7 @@ class NaturalGradient(ModelOptimizer):
         }
 
     def _by_parameter(self) -> dict[str, dict[str, Any]]:
-        return {name: dict(kept) for name, kept in self._state.vectors.items()}
+        return {name: dict(vectors) for name, vectors in self._state.vectors.items()}
 
     def _fit(self, saved: Checkpoint) -> Callable[[], None]:
         extra, first = saved.extra, next(iter(self._named.values()))
@@ -291,10 +291,10 @@ class NaturalGradient(ModelOptimizer):
 
     def _step(self, called: Called) -> None:
         active = {id(p) for group in self.param_groups for p in group["params"]}
-        found = read_gradients(self._ranks, self._named, active - self._gone, self._recall)
-        if found is None:
+        gradients = read_gradients(self._ranks, self._named, active - self._gone, self._recall)
+        if gradients is None:
             return
-        params, space, gradient = found
+        params, space, gradient = gradients
         system = partial(self._system, params, gradient, 0.0)
         loss = join_mean_loss(self._ranks, self._recall, space.device)
         evidence = self.evidence(params, gradient, system, loss=loss, examples=self._count_examples)
@@ -306,9 +306,9 @@ class NaturalGradient(ModelOptimizer):
         """The loss at trial points, and what is known of losses besides, for a batch that is fit for a step."""
         self._metric_data()  # what is missing there comes before what is missing for the loss
         params, space, gradient = dict(evidence.params), evidence.space, evidence.gradient
-        told, objective = self._find_objective(params, space, gradient, called)
-        beside, outside = self._look_outside(params, space, gradient, told)
-        objective = beside if objective is told else objective
+        joined, objective = self._find_objective(params, space, gradient, called)
+        beside, outside = self._look_outside(params, space, gradient, joined)
+        objective = beside if objective is joined else objective
         return replace(
             evidence,
             system=partial(self._system, params, gradient, max(outside.levels.values(), default=0.0)),
@@ -359,22 +359,22 @@ class NaturalGradient(ModelOptimizer):
         # without trial points the loss of the pass is known already
         searched = self._recall.search_data(self.search_batch, self._state.step) if needed else None
         data = (self._recall, params, space, called, searched, needed)
-        found = objective_of(self.model, lambda: self.criterion, *data)
-        told = join_objective(self._ranks, found, self._recall)
-        if found is None or searched is not None or called.closure is None:
-            return told, told
-        heeded = self._heed_closure(found, gradient, called)
-        return told, told if heeded is found else join_objective(self._ranks, heeded, self._recall)
+        own = objective_of(self.model, lambda: self.criterion, *data)
+        joined = join_objective(self._ranks, own, self._recall)
+        if own is None or searched is not None or called.closure is None:
+            return joined, joined
+        heeded = self._heed_closure(own, gradient, called)
+        return joined, joined if heeded is own else join_objective(self._ranks, heeded, self._recall)
 
     def _heed_closure(self, objective: Objective, gradient: Tensor, called: Called) -> Objective:
         """What the closure returned is judged, where the losses of `opt.loss` are not all of it.
 
         They may be: of micro-batches a closure may return the last one's loss alone.
         """
-        apart = tells_another(called, objective, self._recall)
+        differs = tells_another(called, objective, self._recall)
         if self._ranks.size > 1:
-            apart = bool(self._ranks.sum(torch.tensor(float(apart), device=gradient.device)) > 0)
-        if not apart or called.closure is None or called.value is None or called.random is None:
+            differs = bool(self._ranks.sum(torch.tensor(float(differs), device=gradient.device)) > 0)
+        if not differs or called.closure is None or called.value is None or called.random is None:
             return objective
         if self._ranks.size == 1 and self._can_try(objective):
             own = objective.gradient(torch.zeros_like(gradient))[1]
@@ -388,7 +388,7 @@ class NaturalGradient(ModelOptimizer):
         if objective is None:
             return False
         replayed = not isinstance(getattr(objective, "part", objective), Reclose)
-        return not (replayed and any(told.route.problem for told in self._recall.used_losses()))
+        return not (replayed and any(loss.route.problem for loss in self._recall.used_losses()))
 
     def _look_outside(
         self, params: dict[str, Tensor], space: Space, gradient: Tensor, objective: Objective | None
@@ -401,7 +401,7 @@ class NaturalGradient(ModelOptimizer):
         known = bool(recall.gone) and recall.searched is None and self.search_batch is None and not recall.is_stale
         if objective is None or not known or not self._can_try(objective):
             return objective, before
-        if any(one.is_behind() for told in recall.gone for one in told.route.passes):
+        if any(passed.is_behind() for loss in recall.gone for passed in loss.route.passes):
             return objective, before  # another optimizer's step came between
         if isinstance(getattr(objective, "part", objective), Reclose):
             return objective, before

@@ -228,22 +228,22 @@ def check_required(name: str, named: Sequence[inspect.Parameter], args: Sequence
         raise TypeError(
             f"{name}() lacks {' and '.join(map(repr, missing))}, expected {name}({', '.join(wanted)})"
             + example * ("criterion" in missing)
-            + "".join(hint_at_parameters(one) for one in args[:1])
+            + "".join(hint_at_parameters(arg) for arg in args[:1])
         )
 
 
 def join_arguments(own: str, shared: str, names: Iterable[str]) -> str:
     """A docstring whose `Args` section also has the shared arguments."""
-    lines, found, wanted = inspect.cleandoc(shared).splitlines(), list[str](), set(names)
+    lines, entries, wanted = inspect.cleandoc(shared).splitlines(), list[str](), set(names)
     keep = False
     for line in lines[lines.index("Args:") + 1 :]:
         if line.startswith("    ") and not line.startswith("     "):
             keep = line.strip().partition(":")[0] in wanted
         if keep:
-            found.append(line)
+            entries.append(line)
     head, args, tail = inspect.cleandoc(own).partition("\n\nArgs:\n")
     if not args:
-        return f"{head}\n\nArgs:\n" + "\n".join(found)
+        return f"{head}\n\nArgs:\n" + "\n".join(entries)
     mine, gap, rest = tail.partition("\n\n")
     mine = "\n".join(line for line in mine.splitlines() if not line.strip().startswith("**options:"))
-    return f"{head}\n\nArgs:\n{mine}\n" + "\n".join(found) + gap + rest
+    return f"{head}\n\nArgs:\n{mine}\n" + "\n".join(entries) + gap + rest

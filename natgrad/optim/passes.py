@@ -76,10 +76,10 @@ def mark(outputs: Any, passed: Any, key: object) -> None:
     """Write into the graph of a pass's outputs where they come from. The graph itself keeps it, nothing else does."""
     tensors = list(leaves(outputs))
     versions = tuple(t._version for t in tensors)
-    made = Made(passed, [t.detach() for t in tensors], versions, isinstance(outputs, Tensor))
+    result = Made(passed, [t.detach() for t in tensors], versions, isinstance(outputs, Tensor))
     for index, tensor in enumerate(tensors):
         if tensor.grad_fn is not None:
-            marks_of(tensor.grad_fn).setdefault(key, {})[tensor.output_nr] = made, index
+            marks_of(tensor.grad_fn).setdefault(key, {})[tensor.output_nr] = result, index
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ class Linearised:
             )
 
     def __call__(self, outputs: Any) -> Any:
-        found = list(leaves(outputs))
-        parts = [found[place] for place in self.places if place < len(found)]
+        tensors = list(leaves(outputs))
+        parts = [tensors[place] for place in self.places if place < len(tensors)]
         if [t.shape for t in parts] != [t.shape for t in self.values]:
             raise ValueError(OTHER_BATCH)
         moved = [t - value.to(t.dtype) for t, value in zip(parts, self.values, strict=True)]
@@ -143,13 +143,13 @@ class Linearised:
 
     def push(self, tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """P v, tensor by tensor of what was given to the loss, in the dtype of v."""
-        found = self._through(self.pulled, self.duals, tangents)
-        return tuple(t.to(tangents[0].dtype) for t in found)
+        images = self._through(self.pulled, self.duals, tangents)
+        return tuple(t.to(tangents[0].dtype) for t in images)
 
     def pull(self, cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """P^T w, tensor by tensor of the outputs, in the dtype of w."""
-        found = self._through(self.pushed, self.tangents, cotangents)
-        return tuple(t.to(cotangents[0].dtype) for t in found)
+        images = self._through(self.pushed, self.tangents, cotangents)
+        return tuple(t.to(cotangents[0].dtype) for t in images)
 
     def _through(self, images: Sequence[Tensor], points: list[Tensor], along: Sequence[Tensor]) -> tuple[Tensor, ...]:
         pairs = [(image, v.to(image.dtype)) for image, v in zip(images, along, strict=True) if image.requires_grad]
@@ -220,10 +220,10 @@ class Route:
     unsure: Any = None
     stale: bool = False
 
-    def renew(self, found: Any) -> None:
+    def renew(self, outputs: Any) -> None:
         """Take the passes' outputs from a pass that was done again: the user has written over them since."""
         assert isinstance(self.select, Linearised)
-        values, pairs = list(leaves(found)), zip(self.select.places, self.select.values, strict=True)
+        values, pairs = list(leaves(outputs)), zip(self.select.places, self.select.values, strict=True)
         self.select.values = [values[place].to(old.dtype) for place, old in pairs]
 
 
@@ -231,33 +231,35 @@ def find_route(outputs: Any, key: object, params: Iterable[Tensor]) -> Route | N
     """How `outputs` came from marked passes, read off their graph; None if no marked pass is part of it."""
     tensors = list(leaves(outputs))
     direct = [pass_at(t.grad_fn, t.output_nr, key) for t in tensors]
-    if tensors and all(found is not None for found in direct):
-        made = unique(found[0] for found in direct if found is not None)
-        places = [place_of(found, made) for found in direct if found is not None]
-        unpicked = isinstance(outputs, Tensor) and [one.is_tensor for one in made] == [True]
+    if tensors and all(source is not None for source in direct):
+        results = unique(source[0] for source in direct if source is not None)
+        places = [place_of(source, results) for source in direct if source is not None]
+        unpicked = isinstance(outputs, Tensor) and [result.is_tensor for result in results] == [True]
         numbers = iter(places)
         tree = map_tensors(outputs, lambda _: torch.tensor(next(numbers)))
-        return Route(tuple(one.passed for one in made), None if unpicked else Picked(tree))
+        return Route(tuple(result.passed for result in results), None if unpicked else Picked(tree))
     graph = walk([(t.grad_fn, t.output_nr) for t in tensors if t.grad_fn is not None], key)
     if not graph.sources:
         return None
-    made = unique(found[0] for found in graph.sources.values())
-    passes = tuple(one.passed for one in made)
+    results = unique(source[0] for source in graph.sources.values())
+    passes = tuple(result.passed for result in results)
     own = {id(p) for p in params}
     if any(id(leaf) in own for leaf in graph.variables):
         return Route(
             passes, problem=UNKNOWN.format(what="made of the model's outputs alone"), unsure=detach_outputs(outputs)
         )
-    return linearise_graph(outputs, graph, made, passes)
+    return linearise_graph(outputs, graph, results, passes)
 
 
-def linearise_graph(outputs: Any, graph: Graph, made: list[Made], passes: tuple[Any, ...]) -> Route:
+def linearise_graph(outputs: Any, graph: Graph, results: list[Made], passes: tuple[Any, ...]) -> Route:
     """The route through a graph that has passes' outputs for its only sources."""
-    places = [place_of(found, made) for found in graph.sources.values()]
+    places = [place_of(source, results) for source in graph.sources.values()]
     edges = [GradientEdge(node, number) for node, number in graph.sources]
     nonlinear = sorted({kind_of(node) for node in graph.nodes if node in graph.reaching and not graph.affine(node)})
-    values = [found[0].values[found[1]] for found in graph.sources.values()]
-    changed = any(found[0].values[found[1]]._version != found[0].versions[found[1]] for found in graph.sources.values())
+    values = [source[0].values[source[1]] for source in graph.sources.values()]
+    changed = any(
+        source[0].values[source[1]]._version != source[0].versions[source[1]] for source in graph.sources.values()
+    )
     try:
         select = Linearised(outputs, places, values, edges)
     except RuntimeError as error:
@@ -302,9 +304,9 @@ def walk(roots: Iterable[tuple[Node | None, int]], key: object) -> Graph:
     while queue:
         node, number = queue.pop()
         assert node is not None
-        found = pass_at(node, number, key)
-        if found is not None:
-            sources[node, number] = found
+        source = pass_at(node, number, key)
+        if source is not None:
+            sources[node, number] = source
             continue
         if node in order:
             continue
@@ -338,15 +340,15 @@ def marks_of(node: Node) -> dict[Any, Any]:
     return node.metadata  # type: ignore[return-value]
 
 
-def place_of(found: tuple[Made, int], made: Sequence[Made]) -> int:
+def place_of(source: tuple[Made, int], results: Sequence[Made]) -> int:
     """Where an output lies among the tensors of all passes in order."""
-    before = next(i for i, one in enumerate(made) if one is found[0])
-    return sum(len(one.values) for one in made[:before]) + found[1]
+    before = next(i for i, result in enumerate(results) if result is source[0])
+    return sum(len(result.values) for result in results[:before]) + source[1]
 
 
-def unique(made: Iterable[Made]) -> list[Made]:
+def unique(results: Iterable[Made]) -> list[Made]:
     """Each once, in order."""
-    return list({id(one): one for one in made}.values())
+    return list({id(result): result for result in results}.values())
 
 
 def detach_outputs(outputs: Any) -> Any:
@@ -354,20 +356,20 @@ def detach_outputs(outputs: Any) -> Any:
     return map_tensors(outputs, torch.detach)
 
 
-def check_same(route: Route, found: Any, chosen: Select | None) -> None:
+def check_same(route: Route, outputs: Any, chosen: Select | None) -> None:
     """Check that a loss was computed on what the model gives again, within the precision of its dtype."""
-    found = found if chosen is None else chosen(found)
-    pairs = list(leaves(route.unsure)), list(leaves(found))
+    outputs = outputs if chosen is None else chosen(outputs)
+    pairs = list(leaves(route.unsure)), list(leaves(outputs))
     if len(pairs[0]) != len(pairs[1]) or not all(are_close(*pair) for pair in zip(*pairs, strict=True)):
         raise ValueError(route.problem or UNKNOWN.format(what="what the model returned"))
 
 
-def are_close(given: Tensor, found: Tensor) -> bool:
+def are_close(given: Tensor, output: Tensor) -> bool:
     """Whether two tensors agree to the square root of their coarser dtype's precision, relative to the largest one."""
-    if given.shape != found.shape:
+    if given.shape != output.shape:
         return False
-    eps = max(torch.finfo(t.dtype).eps for t in (given, found))
-    error, size = (given - found).abs(), found.abs()
+    eps = max(torch.finfo(t.dtype).eps for t in (given, output))
+    error, size = (given - output).abs(), output.abs()
     return not given.numel() or bool(error.max() <= 10 * eps**0.5 * size.max()) or not bool(error.isfinite().all())
 
 
@@ -422,11 +424,11 @@ class RecordedPass:
         """
         if self.random is None or self.random.held is None or self.is_behind():
             return
-        found = list(leaves(outputs))
-        for (given, version), again in zip(self.returned, found, strict=False):
+        tensors = list(leaves(outputs))
+        for (given, version), again in zip(self.returned, tensors, strict=False):
             if version == (0 if given.is_inference() else given._version) and not is_same(given, again, self.rounded):
                 raise RepeatError(NOT_REPEATED)
-        if self.returned and len(self.returned) != len(found):
+        if self.returned and len(self.returned) != len(tensors):
             raise RepeatError(NOT_REPEATED)
 
     def is_behind(self) -> bool:
@@ -490,8 +492,8 @@ class RecordedLoss:
 
     def check(self) -> None:
         """ValueError if inputs or targets were changed in place since."""
-        for one in self.route.passes:
-            one.check()
+        for passed in self.route.passes:
+            passed.check()
         if self.target_versions != versions_of(Call((self.targets,))):
             raise ValueError("the targets of the last loss were changed in place before step(); copy them")
 
@@ -499,7 +501,7 @@ class RecordedLoss:
         """Its inputs and targets. ValueError if they changed."""
         self.check()
         passes = self.route.passes
-        if any(one.random is None for one in passes):
+        if any(passed.random is None for passed in passes):
             raise ValueError("the last forward pass was not kept to be done again: no step asked for it")
         if len(passes) == 1:
             return Data(passes[0].call, self.targets, passes[0].random)
@@ -508,7 +510,7 @@ class RecordedLoss:
                 "what the last loss was computed on came from no call of the model itself: call model(x), whose "
                 "forward may return log p(x), rather than a method such as model.log_prob(x)"
             )
-        several = Passes(tuple(one.call for one in passes), tuple(one.random for one in passes))
+        several = Passes(tuple(passed.call for passed in passes), tuple(passed.random for passed in passes))
         return Data(several, self.targets, passes[0].random)
 
     def settle(self, model: nn.Module, params: Mapping[str, Tensor], chosen: Select | None) -> Select | None:
@@ -524,14 +526,14 @@ class RecordedLoss:
             return route.select
         data = self.data()
         with route.passes[0].modes_of(model):
-            found = run_detached(lambda: pure_model(model, data.inputs, data.random)(dict(params)))
-        for one, outputs in zip(route.passes, (found,) if len(route.passes) == 1 else found, strict=True):
-            one.check_repeated(outputs)
+            results = run_detached(lambda: pure_model(model, data.inputs, data.random)(dict(params)))
+        for passed, outputs in zip(route.passes, (results,) if len(route.passes) == 1 else results, strict=True):
+            passed.check_repeated(outputs)
         if route.stale:
-            route.renew(found)
+            route.renew(results)
             route = replace(route, stale=False)
         elif route.unsure is not None:
-            check_same(route, found, chosen)
+            check_same(route, results, chosen)
             route = Route(route.passes, chosen)
         self.route, self.followed, self.repeated = route, True, True
         return route.select
@@ -563,15 +565,15 @@ def rounding(inputs: Sequence[Tensor]) -> float:
     return torch.finfo(torch.get_autocast_dtype(device)).eps if torch.is_autocast_enabled(device) else 0.0
 
 
-def is_same(given: Tensor, found: Tensor, rounded: float) -> bool:
+def is_same(given: Tensor, output: Tensor, rounded: float) -> bool:
     """Whether two tensors are one but for round-off, relative to the largest entry.
 
     rounded: the precision of autocast in the first.
     """
-    if given.shape != found.shape or not given.is_floating_point():
-        return given.shape == found.shape
-    eps = max(rounded, *(torch.finfo(t.dtype).eps for t in (given, found)))
-    error, size = (given - found).abs().nan_to_num(), found.abs().nan_to_num()
+    if given.shape != output.shape or not given.is_floating_point():
+        return given.shape == output.shape
+    eps = max(rounded, *(torch.finfo(t.dtype).eps for t in (given, output)))
+    error, size = (given - output).abs().nan_to_num(), output.abs().nan_to_num()
     return not given.numel() or bool(error.max() <= eps**0.5 * size.max())
 
 
@@ -691,10 +693,10 @@ class Recall:
 
     def find_pass(self) -> RecordedPass | None:
         """The pass that the gradient belongs to: the last loss's, else the last one. ValueError if its data changed."""
-        told = self.last_told
-        chosen = told.route.passes[0] if told is not None and told.route.passes else self.last
-        if told is not None:
-            told.check()
+        loss = self.last_told
+        chosen = loss.route.passes[0] if loss is not None and loss.route.passes else self.last
+        if loss is not None:
+            loss.check()
         if chosen is not None:
             chosen.check()
         return chosen
@@ -714,18 +716,18 @@ class Recall:
                 "call model.train() and the model itself (not a copy of it), or optimizer.observe(inputs); to train in "
                 "evaluation mode on purpose, build the optimizer with train_in_eval=True"
             )
-        told = self.last_told
-        if told is not None and told.route.passes:
-            return told.data()
-        return Data(last.call, None if told is None else told.targets, last.random)
+        loss = self.last_told
+        if loss is not None and loss.route.passes:
+            return loss.data()
+        return Data(last.call, None if loss is None else loss.targets, last.random)
 
     def count_examples(self) -> int:
         """Examples of the passes that the gradient belongs to."""
-        passes = {id(one): one for told in self.used_losses() for one in told.route.passes}
+        passes = {id(passed): passed for loss in self.used_losses() for passed in loss.route.passes}
         known = list(passes.values()) or ([] if self.last is None else [self.last])
-        counted = sum(one.call.batch() for one in known if any(t.dim() for t in one.call.tensors()))
+        counted = sum(passed.call.batch() for passed in known if any(t.dim() for t in passed.call.tensors()))
         # a method of the model's made the outputs, or what its call returned did
-        return counted or sum(told.rows for told in self.used_losses())
+        return counted or sum(loss.rows for loss in self.used_losses())
 
     def metric_data(self, size: int | None, seed: int) -> Data:
         """What was observed, else the pass, or `size` examples of it, drawn from the seed."""
@@ -751,13 +753,13 @@ class Recall:
     def record_pass(self, model: nn.Module, call: Call) -> None:
         """Keep the inputs of a forward pass, detached, and the random state before it."""
         refuse_jagged(call.tensors(), "an input of the model")
-        kept = keep(call)
+        inputs = keep(call)
         if not self.keeps:
-            self.last = RecordedPass(kept, None, versions_of(kept), None)
+            self.last = RecordedPass(inputs, None, versions_of(inputs), None)
             return
         random = RandomState.capture(*{t.device for t in call.tensors()}, model=model, last=self._held)
         self._held = random.held
-        self.last = RecordedPass(kept, random, versions_of(kept), modes_of(model), rounding(call.tensors()))
+        self.last = RecordedPass(inputs, random, versions_of(inputs), modes_of(model), rounding(call.tensors()))
 
     def hear(self, log_p: object, inputs: Tensor) -> None:
         """A loss of a density went backward on X: the metric of that density is taken there."""
@@ -777,8 +779,8 @@ class Recall:
             return outputs, False
         kind, tensors = self.returned or (None, [])
         own = not isinstance(outputs, Tensor) or (len(tensors) == 1 and tensors[0]() is outputs)
-        whole = type(outputs) is kind and own if kind is not None else not isinstance(outputs, Tensor)
-        return (self.outputs(outputs), True) if whole else (outputs, False)
+        complete = type(outputs) is kind and own if kind is not None else not isinstance(outputs, Tensor)
+        return (self.outputs(outputs), True) if complete else (outputs, False)
 
     def record_loss(
         self,
@@ -796,11 +798,11 @@ class Recall:
         known = map_tensors(outputs, torch.detach)
         route = self._route(outputs, known, chosen) if needed else self._last_route(chosen)
         targets = keep(targets)
-        self.latest = told = RecordedLoss(route, known, targets, versions_of(Call((targets,))))
-        loss, told.scale = self.count_loss(criterion, outputs, targets, value, rows, told, weight or 0.0)
-        told.count = math.nan if weight is None else weight
-        told.value, told.dtype, told.rows = loss.value, next(leaves(known)).dtype, rows
-        told.followed = needed
+        self.latest = record = RecordedLoss(route, known, targets, versions_of(Call((targets,))))
+        loss, record.scale = self.count_loss(criterion, outputs, targets, value, rows, record, weight or 0.0)
+        record.count = math.nan if weight is None else weight
+        record.value, record.dtype, record.rows = loss.value, next(leaves(known)).dtype, rows
+        record.followed = needed
         self.computed = [*self.computed, loss]
 
     def follow(self, outputs: Any) -> RecordedLoss:
@@ -825,7 +827,7 @@ class Recall:
         targets: Any,
         value: Tensor,
         rows: int = 0,
-        told: RecordedLoss | None = None,
+        record: RecordedLoss | None = None,
         weight: float = 0.0,
     ) -> tuple[Loss, float]:
         """Count a loss once it goes backward, whatever mode its pass was in; the loss, and what it was divided by."""
@@ -836,10 +838,10 @@ class Recall:
         if self._were_cleared():
             self.forget_gradients()
         if value.requires_grad:
-            hook_gradient(value, Counter(self, loss, told))
+            hook_gradient(value, Counter(self, loss, record))
         return loss, scale
 
-    def goes_backward(self, loss: Loss, told: RecordedLoss | None, gradient: Tensor) -> None:
+    def goes_backward(self, loss: Loss, record: RecordedLoss | None, gradient: Tensor) -> None:
         """`backward` reached a loss: its gradient is about to be added to those that are there."""
         if not self._going:
             if self._were_cleared():
@@ -851,10 +853,10 @@ class Recall:
             engine: Any = getattr(Variable, "_execution_engine")  # noqa: B009
             engine.queue_callback(lambda: end_backward(me()))
         self.losses = [*self.losses, loss]
-        if told is not None:
-            fresh = told not in self.gone
-            told.weight = gradient.detach() if fresh or told.weight is None else told.weight + gradient.detach()
-            self.gone = [*self.gone, told] if fresh else self.gone
+        if record is not None:
+            fresh = record not in self.gone
+            record.weight = gradient.detach() if fresh or record.weight is None else record.weight + gradient.detach()
+            self.gone = [*self.gone, record] if fresh else self.gone
 
     def _is_left_over(self) -> bool:
         """Whether a gradient of the last step is still there, just as that step left it; a warning, the first time."""
@@ -906,13 +908,13 @@ def holds_anything(gradient: Tensor) -> bool:
 class Counter:
     """Tensor hook that counts a loss when `backward` reaches it. Keeps no recall alive."""
 
-    def __init__(self, recall: Recall, loss: Loss, told: RecordedLoss | None) -> None:
-        self.recall, self.loss, self.told = weakref.ref(recall), loss, told
+    def __init__(self, recall: Recall, loss: Loss, record: RecordedLoss | None) -> None:
+        self.recall, self.loss, self.record = weakref.ref(recall), loss, record
 
     def __call__(self, gradient: Tensor) -> None:
         recall = self.recall()
         if recall is not None:
-            recall.goes_backward(self.loss, self.told, gradient)
+            recall.goes_backward(self.loss, self.record, gradient)
 
 
 class Listener:

@@ -37,7 +37,7 @@ def send_tree(ranks: Ranks, tree: Any, source: int, kind: str) -> Any:
     shapes = box[0]
     wanted = list(leaves(shapes))
     own = list(leaves(tree)) if ranks.rank == source else []
-    made: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(t.dtype for t in wanted):
         places = [i for i, t in enumerate(wanted) if t.dtype == dtype]
         sizes = [wanted[i].numel() for i in places]
@@ -47,9 +47,9 @@ def send_tree(ranks: Ranks, tree: Any, source: int, kind: str) -> Any:
             flat = torch.empty(sum(sizes), dtype=dtype, device=device)
         parts = split_tensor(ranks.broadcast(flat, source, kind), sizes)
         for i, part in zip(places, parts, strict=True):
-            made[i] = torch.empty_like(wanted[i], device=device).copy_(part.view(wanted[i].shape))
+            tensors[i] = torch.empty_like(wanted[i], device=device).copy_(part.view(wanted[i].shape))
     numbers = iter(range(len(wanted)))
-    return map_tensors(shapes, lambda t: made[next(numbers)])
+    return map_tensors(shapes, lambda t: tensors[next(numbers)])
 
 
 # Processes that train one model together hold the same one: compared once, before they add anything up
@@ -65,29 +65,29 @@ def check_equal_models(named: Mapping[str, Tensor], group: Any, *, values: bool 
     device = next(iter(named.values())).device
     numbers = [hash_names(named), hash_values(named) if values else 0, hash_text(settings)]
     own = torch.tensor(numbers, device=device)
-    found = [torch.empty_like(own) for _ in range(distributed.get_world_size(group))]
+    rows = [torch.empty_like(own) for _ in range(distributed.get_world_size(group))]
     with naming_lost(group):
-        torch_distributed.all_gather(found, own, group=group)
-    hashes: list[list[int]] = list_numbers(torch.stack(found))
+        torch_distributed.all_gather(rows, own, group=group)
+    hashes: list[list[int]] = list_numbers(torch.stack(rows))
     if any(names != hashes[0][0] for names, _, _ in hashes):
-        tables: list[Any] = [None] * len(found)
+        tables: list[Any] = [None] * len(rows)
         torch_distributed.all_gather_object(tables, describe_parameters(named), group=group)
         rank = next(i for i, table in enumerate(tables) if table != tables[0])
         first = next(name for name in {**tables[0], **tables[rank]} if tables[0].get(name) != tables[rank].get(name))
         raise ValueError(
-            f"the {len(found)} processes hold different models: parameter {first!r} is "
+            f"the {len(rows)} processes hold different models: parameter {first!r} is "
             f"{tables[0].get(first, 'missing')} on rank 0 and {tables[rank].get(first, 'missing')} on rank {rank}. "
             "Build the same model on all of them, or give each model a group of its own processes"
         )
-    rank = next((i for i, one in enumerate(hashes) if one[2] != hashes[0][2]), None)
+    rank = next((i for i, row in enumerate(hashes) if row[2] != hashes[0][2]), None)
     if rank is not None:
-        texts: list[Any] = [None] * len(found)
+        texts: list[Any] = [None] * len(rows)
         torch_distributed.all_gather_object(texts, settings, group=group)
         raise ValueError(
-            f"the {len(found)} processes were given different settings, {texts[0]} on rank 0 and {texts[rank]} on rank "
+            f"the {len(rows)} processes were given different settings, {texts[0]} on rank 0 and {texts[rank]} on rank "
             f"{rank}: build the optimizer alike on all of them"
         )
-    rank = next((i for i, one in enumerate(hashes) if one[1] != hashes[0][1]), None)
+    rank = next((i for i, row in enumerate(hashes) if row[1] != hashes[0][1]), None)
     if rank is not None:
         raise ValueError(
             f"the parameters have other values on rank {rank} than on rank 0, and would stay different: seed all "
@@ -121,10 +121,10 @@ def hash_values(named: Mapping[str, Tensor]) -> int:
     """A number that differs where an entry does, but for rare chance."""
     device = next(iter(named.values())).device
     sums: list[int] = list_numbers(torch.stack([sum_bits(p.detach()).to(device) for p in named.values()]))
-    found = 0
-    for one in sums:
-        found = (found * 1_000_003 + one) % MODULUS
-    return found
+    number = 0
+    for bits in sums:
+        number = (number * 1_000_003 + bits) % MODULUS
+    return number
 
 
 def sum_bits(tensor: Tensor) -> Tensor:
@@ -197,10 +197,10 @@ class RankExchange:
         if self.size == 1:
             return rows
         counts = [int(count) for (count,) in self.share_numbers([len(rows)], rows.device)]
-        found = rows.new_zeros((sum(counts), *rows.shape[1:]))
+        table = rows.new_zeros((sum(counts), *rows.shape[1:]))
         start = sum(counts[: self.rank])
-        found[start : start + len(rows)] = rows
-        return self.sum(found)
+        table[start : start + len(rows)] = rows
+        return self.sum(table)
 
     def send_tree(self, tree: Any, source: int, kind: str) -> Any:
         """The source's tree on every process.
@@ -234,12 +234,12 @@ class RankExchange:
             trouble = error
         if self.size == 1:
             return
-        told = [one[0] for one in self.share_numbers([count_trouble(trouble)], device)]
+        codes = [numbers[0] for numbers in self.share_numbers([count_trouble(trouble)], device)]
         if trouble is not None:
             raise trouble
-        if any(told):
-            rank = next(i for i, one in enumerate(told) if one)
-            kind = NotFiniteError if told[rank] == 1 else RuntimeError
+        if any(codes):
+            rank = next(i for i, code in enumerate(codes) if code)
+            kind = NotFiniteError if codes[rank] == 1 else RuntimeError
             raise kind(
                 f"process {rank} of {self.size} met an error, which it reports itself; nothing was changed anywhere"
             )
@@ -252,10 +252,10 @@ class RankExchange:
         """
         if self.size == 1:
             return [thing]
-        found: list[Any] = [None] * self.size
+        objects: list[Any] = [None] * self.size
         with naming_lost(self.ranks.group):
-            torch_distributed.all_gather_object(found, thing, group=self.ranks.group)
-        return found
+            torch_distributed.all_gather_object(objects, thing, group=self.ranks.group)
+        return objects
 
     def receive_from(self, source: int, tensor: Tensor) -> Tensor:
         """The tensor of one process.
@@ -362,12 +362,12 @@ class Ranks:
         if not self.settled:
             if self.group is None:
                 refuse_recut(model, leaves.named)
-                found = meet(model, None, parts=True)[1]
+                ranks = meet(model, None, parts=True)[1]
                 group = find_data_group(leaves)
                 if group is not None:
-                    found = Ranks(group, distributed.get_world_size(group), distributed.get_rank(group))
+                    ranks = Ranks(group, distributed.get_world_size(group), distributed.get_rank(group))
                     self.averaged = True
-                self.group, self.size, self.rank, self.wrappers = found.group, found.size, found.rank, found.wrappers
+                self.group, self.size, self.rank, self.wrappers = ranks.group, ranks.size, ranks.rank, ranks.wrappers
             self.check(structure)
             self.compare(leaves.named)
             self.settled = True
@@ -377,14 +377,14 @@ class Ranks:
         """The sum over all processes, the same bits on each. owner: the only process that gets it, if there is one."""
         if self.size == 1:
             return tensor
-        found = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self.count(kind, found)
+        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self.count(kind, total)
         with naming_lost(self.group):
             if owner is None:
-                torch_distributed.all_reduce(found, group=self.group)
+                torch_distributed.all_reduce(total, group=self.group)
             else:
-                distributed.reduce(found, group=self.group, group_dst=owner)
-        return found
+                distributed.reduce(total, group=self.group, group_dst=owner)
+        return total
 
     def compare(self, named: Mapping[str, Tensor], settings: str = "") -> None:
         """ValueError on all processes unless they hold parameters of the same names and shapes, and start alike."""
@@ -475,19 +475,19 @@ class Ranks:
 
     def average(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The means over all processes by name, in one message per dtype."""
-        found = self._in_messages(tensors, "gradients")
-        return {name: total / self.size for name, total in found.items()}
+        totals = self._in_messages(tensors, "gradients")
+        return {name: total / self.size for name, total in totals.items()}
 
     def _in_messages(self, tensors: Mapping[str, Tensor], kind: str, owner: int | None = None) -> dict[str, Tensor]:
         kinds: dict[Any, list[str]] = {}
         for name, tensor in tensors.items():
             kinds.setdefault((tensor.dtype, tensor.device), []).append(name)
-        found = dict[str, Tensor]()
+        totals = dict[str, Tensor]()
         for names in kinds.values():
             flat = self.sum(torch.cat([tensors[name].reshape(-1) for name in names]), kind, owner)
             parts = split_tensor(flat, [tensors[name].numel() for name in names])
-            found |= {name: part.view_as(tensors[name]) for name, part in zip(names, parts, strict=True)}
-        return {name: found[name] for name in tensors}
+            totals |= {name: part.view_as(tensors[name]) for name, part in zip(names, parts, strict=True)}
+        return {name: totals[name] for name in tensors}
 
     def generator(self, shared: torch.Generator) -> torch.Generator:
         """A source of labels of this process's own. The shared one moves alike everywhere: one checkpoint fits all."""
@@ -513,8 +513,8 @@ def meet(model: Any, group: Any, parts: bool = False) -> tuple[Any, Ranks]:
     check_wrappers(inner, wrappers)
     if not groups:
         return inner, Ranks()
-    found = groups[0]
-    return inner, Ranks(found, distributed.get_world_size(found), distributed.get_rank(found), wrappers)
+    group = groups[0]
+    return inner, Ranks(group, distributed.get_world_size(group), distributed.get_rank(group), wrappers)
 
 
 def name_parameters(model: Any) -> dict[str, Tensor]:
@@ -531,8 +531,8 @@ def find_wrappers(params: Iterable[Tensor]) -> list[DistributedDataParallel]:
     own = {id(p) for p in params}
     objects = gc.get_objects()  # a wrapper leaves no trace in what it wraps
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, DistributedDataParallel)}
-    alive = [one for one in objects if type(one) in kinds] if kinds else []
-    return [one for one in alive if not own.isdisjoint(id(p) for p in one.parameters())]
+    alive = [thing for thing in objects if type(thing) in kinds] if kinds else []
+    return [wrapper for wrapper in alive if not own.isdisjoint(id(p) for p in wrapper.parameters())]
 
 
 def check_wrappers(model: Any, wrappers: Sequence[DistributedDataParallel]) -> None:
@@ -609,25 +609,28 @@ def call_roll(
 ) -> Roll:
     """Agree on one pass. heard: this process's layers, and whether they explained its gradients; None: it failed."""
     known: Mapping[str, bool] = {} if heard is None else heard
-    tokens, parts = {one.key for one in passes if one.by_token}, {one.key: len(one.split_parts()) for one in passes}
-    positions = {one.key: round(one.positions) for one in passes}
+    tokens, parts = (
+        {layer.key for layer in passes if layer.by_token},
+        {layer.key: len(layer.split_parts()) for layer in passes},
+    )
+    positions = {layer.key: round(layer.positions) for layer in passes}
     entries: list[int] = [heard is None, *(rows if known.get(key) else 0 for key in layers)]
     entries += [known.get(key) is False for key in layers]
     entries += [key in tokens for key in layers]
     entries += [parts.get(key, 1) > 1 for key in layers]
     entries += [positions.get(key, 0) if known.get(key) else 0 for key in layers]
     entries += [rows if name in squares else 0 for name in names]
-    failed, *found = entries
+    failed, *counts = entries
     if ranks.size > 1:
-        failed, *found = list_numbers(ranks.sum(torch.tensor([int(entry) for entry in entries], device=ranks.device)))
+        failed, *counts = list_numbers(ranks.sum(torch.tensor([int(entry) for entry in entries], device=ranks.device)))
     size = len(layers)
-    used, refused, looked, mixed, seen = (found[i * size : (i + 1) * size] for i in range(5))
+    used, refused, looked, mixed, seen = (counts[i * size : (i + 1) * size] for i in range(5))
     several = [key for key, count in zip(layers, mixed, strict=True) if count]
     return Roll(
         bool(failed),
         {key: count for key, count in zip(layers, used, strict=True) if count},
         dict(zip(layers, seen, strict=True)),
-        {name: count for name, count in zip(names, found[5 * size :], strict=True) if count},
+        {name: count for name, count in zip(names, counts[5 * size :], strict=True) if count},
         {key for key, count in zip(layers, refused, strict=True) if count},
         {key for key, count in zip(layers, looked, strict=True) if count},
         dict(zip(several, find_largest(ranks, [parts.get(key, 1) for key in several]), strict=True)),
@@ -670,15 +673,15 @@ def refuse_sharded(model: Any, name: str = "model", parts: bool = False) -> None
     own = type(model).__name__
     refuse_scripted(model)
     if isinstance(model, nn.Module):
-        found: list[Any] = [*model.modules(), *model.parameters()]
+        members: list[Any] = [*model.modules(), *model.parameters()]
     elif isinstance(model, Mapping):
-        found = [*cast("Mapping[str, Any]", model).values()]
+        members = [*cast("Mapping[str, Any]", model).values()]
     else:
         return
     kinds = [getattr(sys.modules[key], kind) for key, kinds in PARTS.items() if key in sys.modules for kind in kinds]
     if parts:
         kinds = [kind for kind in kinds if kind.__name__ == "FullyShardedDataParallel"]
-    for part in found:
+    for part in members:
         for kind in kinds:
             if isinstance(part, kind):
                 why = FLAT if kind.__name__ == "FullyShardedDataParallel" else WHOLE
@@ -719,9 +722,9 @@ def find_data_group(leaves: GraphLeaves) -> Any:
     for name, p in leaves.named.items():
         if not is_split(p):
             continue
-        mesh, kept = mesh_of(p), mesh_of(leaves[name])
+        mesh, leaf_mesh = mesh_of(p), mesh_of(leaves[name])
         names = list(mesh.mesh_dim_names or range(mesh.ndim))
-        within = [] if kept is None else list(kept.mesh_dim_names or range(kept.ndim))
+        within = [] if leaf_mesh is None else list(leaf_mesh.mesh_dim_names or range(leaf_mesh.ndim))
         data = [dim for dim, of in enumerate(names) if of not in within and mesh.size(dim) > 1]
         if len(data) == 1:
             return mesh.get_group(data[0])

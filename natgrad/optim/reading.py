@@ -134,8 +134,8 @@ class Span:
     def count_kept(self, unit: int, fewest: int, part: int) -> tuple[int, int, int]:
         """The first examples of all: how many of this process's, how many of all processes', and out of how many."""
         total = unit * self.total
-        kept = min(total, max(fewest, total // part))
-        return min(max(kept - unit * self.first, 0), unit * self.count), kept, total
+        size = min(total, max(fewest, total // part))
+        return min(max(size - unit * self.first, 0), unit * self.count), size, total
 
 
 def line_up(ranks: Ranks, device: torch.device, count: int, rows: int, scale: float = 0.0, cotangents: int = 1) -> Span:
@@ -261,17 +261,17 @@ class Reader:
         outputs: Any,
         targets: Any,
         recall: Recall,
-        apart: Estimate | None = None,
+        measurement: Estimate | None = None,
     ) -> tuple[Reading | None, Hearing]:
         """The statistics of the pass that made these outputs, and what is known after it.
 
-        Its graph is kept, `.grad` is not touched. apart: how labels for measurements are drawn, None where the
+        Its graph is kept, `.grad` is not touched. measurement: how labels for measurements are drawn, None where the
         statistics' own do. With several processes: this one's part of them. No reading where another process's loss was
         not finite: a process that could not read drew nothing.
         """
         self.span = None
         self._begin(hearing, next(leaves(outputs)).device)
-        own, answers = self._own(criterion, outputs, targets, recall, apart)
+        own, answers = self._own(criterion, outputs, targets, recall, measurement)
         reading = self._agree_on_reading(own, answers)
         labels = hearing.labels if reading is None else self.generator.get_state()
         trusted, refused = frozenset(self.trusted), frozenset(self.refused)
@@ -292,9 +292,9 @@ class Reader:
             used = {name for name, flag in zip(names, list_numbers(flags), strict=True) if flag}
         return bool(used), replace(hearing, tried=hearing.tried | used)
 
-    def forgo(self, value: Tensor, kept: bool) -> None:
-        """Let a pass go that is not read. kept: True if another loss of it may follow."""
-        self.taps.pause(kept)
+    def forgo(self, value: Tensor, reusable: bool) -> None:
+        """Let a pass go that is not read. reusable: True if another loss of it may follow."""
+        self.taps.pause(reusable)
         self.taps.release_with(value)
 
     def skip(self, value: Tensor) -> None:
@@ -311,7 +311,7 @@ class Reader:
             call_roll(self.ranks, list(self.layers.by_key), list(self.named), None)
 
     def _own(
-        self, criterion: Criterion, outputs: Any, targets: Any, recall: Recall, apart: Estimate | None
+        self, criterion: Criterion, outputs: Any, targets: Any, recall: Recall, measurement: Estimate | None
     ) -> tuple[Reading, dict[str, bool]]:
         """What this process read, and of each layer whether it explains its parameters' gradients."""
         rows = criterion.family.rows(outputs)
@@ -319,12 +319,12 @@ class Reader:
         if criterion.errors is not None:
             self.errors = find_error_size(criterion, outputs, taken)
         calls = [c.gather() for c in [*(c for c in taken if not self._refuses(c.layer)), *self._products(rows)]]
-        asking, told = self._asks(), recall.latest
-        self.counts = len(rows), 0.0 if told is None else told.scale if criterion.summed else recall.computed[-1].weight
+        asking, loss = self._asks(), recall.latest
+        self.counts = len(rows), 0.0 if loss is None else loss.scale if criterion.summed else recall.computed[-1].weight
         if self.ranks.size > 1 and recall.computed[-1].rows == 0:  # an empty batch adds nothing to the others' sums
-            return self._pass_over(apart), {}
+            return self._pass_over(measurement), {}
         try:
-            one, own, slopes = self._pass(criterion, outputs, targets, rows, calls, recall, apart, asking)
+            passed, own, slopes = self._pass(criterion, outputs, targets, rows, calls, recall, measurement, asking)
         except RuntimeError as error:
             if "use_reentrant" in str(error):
                 raise ValueError(REENTRANT) from error
@@ -332,33 +332,33 @@ class Reader:
                 raise
             # a compiled backward that ran for the user first does not run twice
             return self._replay_pass(criterion, outputs, recall, len(rows))
-        if self.layers.known and not taken and all(isinstance(call, MatrixProduct) for call in one.taps):
+        if self.layers.known and not taken and all(isinstance(call, MatrixProduct) for call in passed.taps):
             return self._replay_pass(criterion, outputs, recall, len(rows))
         exact = isinstance(self.estimate, ExactLabels)
-        found = hear(
-            one,
+        heard = hear(
+            passed,
             lambda layer: (asking or not self._trusts(layer)) and not self._refuses(layer),
             # examples that cannot be told apart give squares that are right on average over labels alone
             takes=lambda seen: not (self._refuses(seen.layer) or (exact and seen.pooled)),
             silent=[layer for layer in self.layers.first if not self._trusts(layer)],
             spare=lambda answers: [layer for layer in self.layers.spare if self._forsaken(layer, answers)],
         )
-        self.unsure |= not found.sure
-        names = self._without_layer(one.gradients, found)
-        plain = [dict(zip(one.gradients, each, strict=True)) for each in slopes[:own]]
-        squares = self._squares(rows, names, list(one.cotangents[:own]), one.examples, plain, exact)
-        return self._split_reading(replace(found, squares=squares), one, own, slopes), found.answers
+        self.unsure |= not heard.sure
+        names = self._without_layer(passed.gradients, heard)
+        plain = [dict(zip(passed.gradients, each, strict=True)) for each in slopes[:own]]
+        squares = self._squares(rows, names, list(passed.cotangents[:own]), passed.examples, plain, exact)
+        return self._split_reading(replace(heard, squares=squares), passed, own, slopes), heard.answers
 
-    def _pass_over(self, apart: Estimate | None) -> Reading:
+    def _pass_over(self, measurement: Estimate | None) -> Reading:
         """Nothing of a batch without rows; the shared source of labels moves as on the other processes."""
         span, shared = self._line_up(0, 0), self.generator
         seed, squares = (2**62, 1), not self._named_by_layers()
         draws = [] if isinstance(self.estimate, (ExactLabels, Empirical)) else [seed]
         if squares and not isinstance(self.estimate, Sampled):
             draws += [(2, span.total)] * span.cotangents
-        for high, count in draws + [seed] * ((apart is not None) + squares):
+        for high, count in draws + [seed] * ((measurement is not None) + squares):
             torch.randint(high, (count,), generator=shared, device=shared.device)
-        return Reading(Heard([]), 0, scores=(dict[str, Tensor](),) * (span.cotangents if apart is None else 1))
+        return Reading(Heard([]), 0, scores=(dict[str, Tensor](),) * (span.cotangents if measurement is None else 1))
 
     def _pass(
         self,
@@ -368,7 +368,7 @@ class Reader:
         rows: Tensor,
         calls: list[Tap],
         recall: Recall,
-        apart: Estimate | None,
+        measurement: Estimate | None,
         asking: bool,
     ) -> tuple[Pass, int, list[list[Tensor | None]]]:
         """The pass with the derivatives at its taps, how many cotangents are the statistics', and all slopes."""
@@ -378,28 +378,28 @@ class Reader:
         drawn = [self._cotangents(self.estimate, criterion, outputs, targets, examples)]
         span = self._line_up(examples.count, len(drawn[0]))
         drawn[0] = self._share_signs(drawn[0], examples, span)
-        drawn += [] if apart is None else [self._cotangents(apart, criterion, outputs, targets, examples)]
+        drawn += [] if measurement is None else [self._cotangents(measurement, criterion, outputs, targets, examples)]
         cotangents = [c.to(rows.dtype) for part in drawn for c in part]
         calls, deltas, slopes = self.taps.reach(rows, calls, cotangents, list(watched.values()))
         gradients = dict(zip(watched, slopes[0], strict=True))
         eps = max((torch.finfo(call.dtype).eps for call in calls), default=0.0)
-        one = Pass(rows, calls, examples, cotangents, deltas, self.leaves, gradients, eps=eps)
-        return one, len(drawn[0]) if apart is not None else len(cotangents), slopes
+        passed = Pass(rows, calls, examples, cotangents, deltas, self.leaves, gradients, eps=eps)
+        return passed, len(drawn[0]) if measurement is not None else len(cotangents), slopes
 
-    def _without_layer(self, watched: Iterable[str], found: Heard) -> list[str]:
+    def _without_layer(self, watched: Iterable[str], heard: Heard) -> list[str]:
         """The watched parameters that get squares. One without a row keeps what it has."""
-        kept = [x for x in self.layers.by_key.values() if self._trusts(x) and found.answers.get(x.key, True)]
-        kept += [x for x in self.layers.first if not self._refuses(x) and x.key not in found.answers]
-        held = found.held_names | {name for layer in kept for name in layer.layout.names}
+        layers = [x for x in self.layers.by_key.values() if self._trusts(x) and heard.answers.get(x.key, True)]
+        layers += [x for x in self.layers.first if not self._refuses(x) and x.key not in heard.answers]
+        held = heard.held_names | {name for layer in layers for name in layer.layout.names}
         return [name for name in watched if name not in held]
 
-    def _split_reading(self, found: Heard, one: Pass, own: int, slopes: list[list[Tensor | None]]) -> Reading:
+    def _split_reading(self, heard: Heard, passed: Pass, own: int, slopes: list[list[Tensor | None]]) -> Reading:
         """The statistics' own cotangents, and those for measurements: the others, or all where there are no others."""
-        measuring = slice(own if own < len(one.cotangents) else 0, None)
-        apart = [part.only(measuring) for whole in found.layers for part in whole.split_parts() if not part.pooled]
-        scores = tuple(sum_scores(one.gradients, slope, found.squares) for slope in slopes[measuring])
-        found = replace(found, layers=[seen.only(slice(own)) for seen in found.layers])
-        return Reading(found, len(one.outputs), apart, scores)
+        measuring = slice(own if own < len(passed.cotangents) else 0, None)
+        measured = [part.only(measuring) for seen in heard.layers for part in seen.split_parts() if not part.pooled]
+        scores = tuple(sum_scores(passed.gradients, slope, heard.squares) for slope in slopes[measuring])
+        heard = replace(heard, layers=[seen.only(slice(own)) for seen in heard.layers])
+        return Reading(heard, len(passed.outputs), measured, scores)
 
     def _products(self, rows: Tensor) -> list[Tap]:
         """The products with matrices that are trusted or not judged yet, in the graph of the outputs."""
@@ -447,12 +447,12 @@ class Reader:
             return {}
         params = [self.leaves[name] for name in names]
         gradients = [[each[name] for name in names] for each in plain]
-        found = dict(zip(names, square_elementwise(rows, params, cotangents, examples, gradients), strict=True))
-        if rest := [name for name in names if found[name] is None]:
+        squares = dict(zip(names, square_elementwise(rows, params, cotangents, examples, gradients), strict=True))
+        if rest := [name for name in names if squares[name] is None]:
             groups, params = examples.count if exact else None, [self.leaves[name] for name in rest]
-            found |= zip(rest, example_squares(rows, params, cotangents, examples, generator, groups), strict=True)
+            squares |= zip(rest, example_squares(rows, params, cotangents, examples, generator, groups), strict=True)
         # who tells nothing keeps what it has, as a layer without rows does
-        return {name: square for name, square in found.items() if square is not None and bool(square.any())}
+        return {name: square for name, square in squares.items() if square is not None and bool(square.any())}
 
     def _forsaken(self, spare: Traced, heard: Mapping[str, bool]) -> bool:
         """Whether a layer was just found not to explain its matrix, which this one may."""
@@ -467,25 +467,25 @@ class Reader:
             return None
         self.refused |= {claim for key in roll.refused for claim in layers[key].claims}
         self.trusted -= self.refused
-        kept = {key: layers[key] for key in roll.layers if key not in roll.refused}
-        held = {name for layer in kept.values() for name in layer.layout.names}
-        self.trusted |= {claim for layer in kept.values() for claim in layer.claims}
-        seen, cotangents = {one.key: one for one in own.layers}, span.cotangents
+        shared_layers = {key: layers[key] for key in roll.layers if key not in roll.refused}
+        held = {name for layer in shared_layers.values() for name in layer.layout.names}
+        self.trusted |= {claim for layer in shared_layers.values() for claim in layer.claims}
+        seen, cotangents = {part.key: part for part in own.layers}, span.cotangents
         passed = [
             seen[key]
             if key in seen
             else make_empty_pass(layer, cotangents, self._zeros(layer.layout.names[0]), key in roll.tokens)
-            for key, layer in kept.items()
+            for key, layer in shared_layers.items()
         ]
         passed = [
-            match_parts(one, roll.parts.get(one.key, 1), cotangents, self._zeros(one.layer.layout.names[0]))
-            for one in passed
+            match_parts(part, roll.parts.get(part.key, 1), cotangents, self._zeros(part.layer.layout.names[0]))
+            for part in passed
         ]
         squares = {name: own.squares.get(name, self._zeros(name)) for name in roll.names if name not in held}
         exchange, span = (self.ranks.sum_entries, span) if self.ranks.size > 1 else (None, None)
-        apart = [one for one in own.apart if one.key in kept]
+        measured = [part for part in own.apart if part.key in shared_layers]
         heard = replace(own.heard, layers=passed, squares=squares)
-        return Reading(heard, own.rows, apart, own.scores, roll.layers | roll.names, roll.positions, exchange, span)
+        return Reading(heard, own.rows, measured, own.scores, roll.layers | roll.names, roll.positions, exchange, span)
 
     @property
     def _device(self) -> torch.device:
@@ -518,14 +518,14 @@ class Reader:
             generator = shared if isinstance(estimate, (ExactLabels, Empirical)) else self.ranks.generator(shared)
             return list(estimate.cotangents(Outputs(tree, rows, family, weights, examples, scores), generator))
 
-    def _share_signs(self, found: list[Tensor], examples: Examples, span: Span) -> list[Tensor]:
+    def _share_signs(self, cotangents: list[Tensor], examples: Examples, span: Span) -> list[Tensor]:
         """The cotangents with a sign per example, the same whatever process an example is on, and as many on all."""
         if isinstance(self.estimate, Sampled):
-            return found
-        found = found + [torch.zeros_like(found[0])] * (span.cotangents - len(found))
+            return cotangents
+        cotangents = cotangents + [torch.zeros_like(cotangents[0])] * (span.cotangents - len(cotangents))
         if self._named_by_layers():
-            return found
-        return [sign_examples(cotangent, examples, self.generator, span) for cotangent in found]
+            return cotangents
+        return [sign_examples(cotangent, examples, self.generator, span) for cotangent in cotangents]
 
     def _line_up(self, count: int, cotangents: int) -> Span:
         """Where this process's examples stand among all, asked once per reading, and before anything can fail."""
@@ -553,10 +553,10 @@ class Reader:
                 "call torch.compiler.reset() once"
             )
         with last.modes_of(self.model), run_uncompiled():
-            told = recall.follow(outputs)
-            data = told.data()
-            found = hear_metric(
-                fisher(self.model, criterion, outputs=told.settle(self.model, self.named, recall.outputs)),
+            loss = recall.follow(outputs)
+            data = loss.data()
+            statistics = hear_metric(
+                fisher(self.model, criterion, outputs=loss.settle(self.model, self.named, recall.outputs)),
                 self.named,
                 Labelled(data.inputs, data.targets),
                 self.estimate,
@@ -564,8 +564,8 @@ class Reader:
                 random=last.random,
                 trusted=self.trusted or None,
             )
-        apart = [one for whole in found.layers for one in whole.split_parts()]
-        return Reading(found.heard, rows, apart), {one.key: True for one in found.layers}
+        measured = [part for seen in statistics.layers for part in seen.split_parts()]
+        return Reading(statistics.heard, rows, measured), {seen.key: True for seen in statistics.layers}
 
 
 def find_used(roots: Iterable[Node | None], asked: Mapping[str, Tensor]) -> set[str]:

@@ -154,9 +154,9 @@ def read_cuts(cuts: Mapping[str, Any]) -> dict[str, float]:
     return {name: cut if isinstance(cut, float) else float(cut()) for name, cut in cuts.items()}
 
 
-def state_report(told: Mapping[str, Any], step: int, failures: int, refused: int) -> StateReport:
+def state_report(numbers: Mapping[str, Any], step: int, failures: int, refused: int) -> StateReport:
     """From what a step told, tensors of one number among it, and the counts."""
-    known: dict[str, Any] = {n: float(value) if isinstance(value, Tensor) else value for n, value in told.items()}
+    known: dict[str, Any] = {n: float(value) if isinstance(value, Tensor) else value for n, value in numbers.items()}
     left_out = "refused" if "ratio" in known else "skipped" if step else "no step yet"
     known = {"rate": 0.0 if step else math.nan, "status": "stepped" if "rate" in known else left_out} | known
     known["cuts"] = read_cuts(known.get("cuts", {}))
@@ -228,7 +228,7 @@ class Steps:
         """For each setting that bound steps more than any other: how many times as long those would be without it."""
         lists = dict[str, list[float]]()
         for report in self.reports:
-            longer = {name: one for name, one in report.cuts.items() if LONGER < one < math.inf}
+            longer = {name: factor for name, factor in report.cuts.items() if LONGER < factor < math.inf}
             if longer and report.rate > 0:
                 name = max(longer, key=longer.__getitem__)
                 lists.setdefault(name, []).append(longer[name])
@@ -237,7 +237,7 @@ class Steps:
     def chief_cut(self) -> str | None:
         """The setting that bound most of the steps; None where none did."""
         lists = self.cut_by()
-        name = max(lists, key=lambda one: len(lists[one]), default=None)
+        name = max(lists, key=lambda setting: len(lists[setting]), default=None)
         return name if name is not None and 2 * len(lists[name]) > len(self.reports) else None
 
     def is_spectral(self, report: StateReport) -> bool:
@@ -290,7 +290,7 @@ def tell_bounds(steps: Steps) -> Iterator[str]:
             f"{show(median(times))} times as long."
         )
     natural = [r for r in steps.reports if not steps.is_spectral(r) and r.rate > 0]
-    free = [r for r in natural if not any(one > LONGER for one in r.cuts.values())]
+    free = [r for r in natural if not any(factor > LONGER for factor in r.cuts.values())]
     if 2 * len(measured := [r for r in free if r.rate < WHOLE and r.excess > 1 / WHOLE]) > count:
         yield (
             f"{len(measured)} of {count} steps were shortened to {show(median(r.rate for r in measured))} of the "
@@ -309,10 +309,10 @@ def tell_bounds(steps: Steps) -> Iterator[str]:
     if 2 * unmoved > count:
         why = ": at every length that the rule tried the loss was higher" * steps.rule.needs_loss
         yield f"{unmoved} of {count} steps changed no parameter{why}."
-    yield from advise_length(steps, whole=2 * sum(r.rate >= WHOLE for r in free) > count)
+    yield from advise_length(steps, full=2 * sum(r.rate >= WHOLE for r in free) > count)
 
 
-def advise_length(steps: Steps, whole: bool) -> Iterator[str]:
+def advise_length(steps: Steps, full: bool) -> Iterator[str]:
     """One setting, and one way to change it."""
     way, name = steps.way(), steps.chief_cut()
     course = steps.course()
@@ -323,7 +323,7 @@ def advise_length(steps: Steps, whole: bool) -> Iterator[str]:
     far = median(r.kl for r in steps.reports) > FAR * max(1.0, abs(course[2]))
     if name == "lr" and steps.scheduled and way < 1:
         return
-    if way > 0 and (name or whole):
+    if way > 0 and (name or full):
         yield f"Try: a smaller {describe_setting(steps, name or 'lr', 0.5)}."
     elif name and ((way < 0 and (name == "lr" or steps.falls_steadily()) and not far) or hardly):
         yield f"Try: a larger {describe_setting(steps, name, 2.0)}{', up to 1' * (name == 'lr')}."
@@ -407,10 +407,10 @@ def tell_judgement(steps: Steps) -> Iterator[str]:
     if refused > 0:
         yield f"{refused} of the last {len(steps.reports)} steps were not taken, since they would have raised the loss."
     if ratios:
-        found, damping = median(ratios), show(steps.last.damping)
-        verdict = "as much as" if 0.75 <= found <= 1.5 else "less than" if found < 0.75 else "more than"
+        ratio, damping = median(ratios), show(steps.last.damping)
+        verdict = "as much as" if 0.75 <= ratio <= 1.5 else "less than" if ratio < 0.75 else "more than"
         yield (
-            f"The loss falls {verdict} the quadratic model predicts (ratio {show(found)}); the damping that follows "
+            f"The loss falls {verdict} the quadratic model predicts (ratio {show(ratio)}); the damping that follows "
             f"from it is {damping}."
         )
 

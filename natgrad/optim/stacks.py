@@ -137,8 +137,8 @@ def stack_gradients(
     for stack in stacks:
         layouts = [block.layout for block in stack.blocks]
         like, size = gradients[stack.names[0]], (len(layouts), *layouts[0].matrix_shape)
-        whole = len(stack.names) == sum(len(layout.names) for layout in layouts)
-        matrix = like.new_empty(size) if whole else like.new_zeros(size)
+        complete = len(stack.names) == sum(len(layout.names) for layout in layouts)
+        matrix = like.new_empty(size) if complete else like.new_zeros(size)
         matrices.append(matrix)
         if stack.places is not None:
             targets += [matrix.as_strided(*place) for place in stack.places]

@@ -83,13 +83,13 @@ def find_error_size(criterion: Criterion, outputs: Any, calls: Iterable[Tap]) ->
 
 def trace_reshapes(outputs: Tensor) -> list[Any]:
     """The nodes of a graph from its end to the first one that is more than another shape of the same numbers."""
-    node, found = outputs.grad_fn, list[Any]()
+    node, nodes = outputs.grad_fn, list[Any]()
     while node is not None:
-        found.append(node)
+        nodes.append(node)
         if kind_of(node) not in RESHAPES:
             break
         node = node.next_functions[0][0]
-    return found
+    return nodes
 
 
 # The part of a gradient that did not come from `opt.loss`, and the damping that keeps steps along it bounded
@@ -288,14 +288,14 @@ def find_outside_blocks(
     gradients: Mapping[str, Tensor], own: Mapping[str, Tensor], scale: float, blocks: Sequence[Sequence[str]]
 ) -> list[list[str]]:
     """The blocks of whose gradients a part is left when scale * own is taken away."""
-    found = list[list[str]]()
+    outside = list[list[str]]()
     for block in blocks:
         names = [name for name in block if name in gradients]
         rest = sum(float((gradients[n] - scale * own[n]).square().sum()) for n in names)
-        whole = sum(float(gradients[n].square().sum()) for n in names)
-        if rest > SHARE**2 * whole:
-            found.append(names)
-    return found
+        total = sum(float(gradients[n].square().sum()) for n in names)
+        if rest > SHARE**2 * total:
+            outside.append(names)
+    return outside
 
 
 def curvature_between(last: Mapping[str, tuple[Tensor, Tensor]], now: Mapping[str, tuple[Tensor, Tensor]]) -> float:
@@ -364,16 +364,16 @@ class Block:
 
     def save(self) -> Numbers:
         """As tensors and plain values."""
-        found: Numbers = {} if self.totals is None else {"totals": dict(self.totals), "weight": self.weight}
+        numbers: Numbers = {} if self.totals is None else {"totals": dict(self.totals), "weight": self.weight}
         if self.readings:
-            found |= {"positions": self.positions, "readings": self.readings}
+            numbers |= {"positions": self.positions, "readings": self.readings}
         if self.level is not None:
-            found["level"] = self.level
+            numbers["level"] = self.level
         if self.fresh:
-            found["fresh"] = True
+            numbers["fresh"] = True
         if self.inverse is not None:
-            found["inverse"] = pack_operator(self.inverse)
-        return found | ({"prepared": dict(self.prepared)} if self.prepared else {})
+            numbers["inverse"] = pack_operator(self.inverse)
+        return numbers | ({"prepared": dict(self.prepared)} if self.prepared else {})
 
     @staticmethod
     def load(layout: Layout, layer: Layer | None, saved: Mapping[str, Any]) -> Block:
@@ -625,25 +625,25 @@ class State:
             space: The order of the parameters in them.
         """
         held = {name: self.vectors.get(name, {}) for name in space.blocks}
-        keys = {key for kept in held.values() for key in kept}
-        return {key: space.flatten({n: kept[key] for n, kept in held.items() if key in kept}) for key in keys}
+        keys = {key for vectors in held.values() for key in vectors}
+        return {key: space.flatten({n: vectors[key] for n, vectors in held.items() if key in vectors}) for key in keys}
 
     # torch's per-parameter form, and back
 
     def by_parameter(self) -> dict[str, Numbers]:
         """What is kept of each parameter, by name; a block's numbers lie under its first one."""
-        found: dict[str, Numbers] = {}
+        entries: dict[str, Numbers] = {}
         for name, vectors in self.vectors.items():
-            found.setdefault(name, {})[RULE] = dict(vectors)
+            entries.setdefault(name, {})[RULE] = dict(vectors)
         for block in self.blocks.values():
-            found.setdefault(block.layout.names[0], {}).update(block.save())
+            entries.setdefault(block.layout.names[0], {}).update(block.save())
         for key, single in self.stacks.by_key().items():
             if key in self.blocks:
                 if single.memory:
-                    found[self.blocks[key].layout.names[0]]["shape"] = {n: t[0] for n, t in single.memory.items()}
+                    entries[self.blocks[key].layout.names[0]]["shape"] = {n: t[0] for n, t in single.memory.items()}
                 for name, numbers in single.list_means():
-                    found.setdefault(name, {}).update(numbers)
-        return found
+                    entries.setdefault(name, {}).update(numbers)
+        return entries
 
     def save(self) -> Numbers:
         """The rest: plain values and tensors."""
@@ -679,7 +679,7 @@ class State:
         clock: Mapping[str, Any] = extra["clock"]
 
         def part(kind: type, **known: Any) -> Any:
-            return kind(**{one.name: clock[one.name] for one in fields(kind) if one.name in clock} | known)
+            return kind(**{entry.name: clock[entry.name] for entry in fields(kind) if entry.name in clock} | known)
 
         counts = {name: clock[name] for name in ("failures", "refused", "late", "skipped") if name in clock}
         square, weight = clock.get("sizes", (0.0, 0.0))
@@ -719,7 +719,7 @@ def read_parameters(
 
     blocks: key -> names. layers: the trusted ones, by their names. holds: True for a key whose numbers must be here.
     """
-    found, singles = dict[str, Block](), list[Stack]()
+    read_blocks, singles = dict[str, Block](), list[Stack]()
     for key, names in blocks.items():
         first = named.get(names[0])
         if first is not None and not first.requires_grad and "totals" not in saved.get(names[0], {}):
@@ -730,19 +730,19 @@ def read_parameters(
             block = Block.load(layout, layer, saved[names[0]])
             sizes = set[int]()
             if block.totals is not None or holds(key):
-                sizes = {one.size for one in (operator(block), block.inverse) if one is not None}
+                sizes = {part.size for part in (operator(block), block.inverse) if part is not None}
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise ValueError(f"{MISFIT.format(list(names))}: {type(error).__name__}, {error}") from error
         if sizes and sizes != {math.prod(block.layout.matrix_shape)}:
             raise ValueError(
                 f"{MISFIT.format(list(names))}, of {math.prod(block.layout.matrix_shape)} entries: {sizes}"
             )
-        found[key] = block
+        read_blocks[key] = block
         if holds(key):
             memory = {name: tensor.unsqueeze(0) for name, tensor in saved[names[0]].get("shape", {}).items()}
             singles.append(Stack((block,), memory=memory).join_means(saved, named))
     vectors = {name: part[RULE] for name, part in saved.items() if RULE in part}
-    return replace(state, blocks=found, stacks=Stacks(rest=tuple(singles)), vectors=vectors)
+    return replace(state, blocks=read_blocks, stacks=Stacks(rest=tuple(singles)), vectors=vectors)
 
 
 def single(name: str, p: Tensor) -> Layout:
@@ -770,7 +770,7 @@ def move_state(state: State, named: Mapping[str, Tensor], changed: Sequence[str]
             for key, block in state.blocks.items()
         },
         stacks=state.stacks.map(follow_stack),
-        vectors={name: follow(kept, named[name]) if name in names else kept for name, kept in state.vectors.items()},
+        vectors={name: follow(part, named[name]) if name in names else part for name, part in state.vectors.items()},
     )
 
 
@@ -781,7 +781,7 @@ def map_state(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(tree, Operator):
         return unpack_operator(map_tensors(pack_operator(tree), function))
     if is_dataclass(tree) and not isinstance(tree, type):
-        values = {one.name: map_state(getattr(tree, one.name), function) for one in fields(tree)}
+        values = {entry.name: map_state(getattr(tree, entry.name), function) for entry in fields(tree)}
         return replace(tree, **values)
     if isinstance(tree, Mapping):
         return {key: map_state(value, function) for key, value in cast("Mapping[Any, Any]", tree).items()}

@@ -183,10 +183,10 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._settle_reading()
         blocks = self._state.blocks if self._update is None else self._update.blocks
         held = {name: block for block in blocks.values() for name in block.layout.names}
-        kept = replace(self._state, blocks=blocks).by_parameter()
+        memory = replace(self._state, blocks=blocks).by_parameter()
 
         def describe(name: str, p: Tensor) -> tuple[str, int, int]:
-            numbers = sum({t.data_ptr(): t.numel() for t in leaves(kept.get(name, {}))}.values())  # shared ones once
+            numbers = sum({t.data_ptr(): t.numel() for t in leaves(memory.get(name, {}))}.values())  # shared ones once
             kind = self._averages.kind(held[name]) if name in held else "not read yet"
             return kind, p.numel(), numbers
 
@@ -209,8 +209,8 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._settle_reading()
         state, update = self._state, self._update
 
-        def others(kept: Mapping[str, Any]) -> dict[str, Any]:
-            return {name: value for name, value in kept.items() if name not in renamed}
+        def others(entries: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: value for name, value in entries.items() if name not in renamed}
 
         def drop(blocks: Mapping[str, Block]) -> dict[str, Block]:
             return {key: block for key, block in blocks.items() if renamed.keys().isdisjoint(block.layout.names)}
@@ -254,10 +254,10 @@ class StructuredNaturalGradient(ModelOptimizer):
         return {**self._state.save(), "generator": self._labels().get_state()}
 
     def _by_parameter(self) -> dict[str, dict[str, Any]]:
-        kept = self._state.by_parameter()
+        memory = self._state.by_parameter()
         for name, numbers in gather_numbers(self._averages.owners, self._state).items():
-            kept[name] = {**kept.get(name, {}), **numbers}
-        return kept
+            memory[name] = {**memory.get(name, {}), **numbers}
+        return memory
 
     def _fit(self, saved: Checkpoint) -> Callable[[], None]:
         assert self._reader is not None
@@ -333,8 +333,8 @@ class StructuredNaturalGradient(ModelOptimizer):
         measuring = self.measure and (self.rule.measures(state.is_turned) or self._choices.judge is not None)
         every = max(MEASURED, self.update_every)
         measuring = measuring and is_due_to_measure(state.pace, state.step, state.is_turned, every)
-        apart = None if not measuring or isinstance(self.structure.estimate, ExactLabels) else Sampled()
-        reading, hearing = reader.read(update.hearing, self.criterion, outputs, targets, self._recall, apart)
+        measurement = None if not measuring or isinstance(self.structure.estimate, ExactLabels) else Sampled()
+        reading, hearing = reader.read(update.hearing, self.criterion, outputs, targets, self._recall, measurement)
         if reading is None:
             self._update = replace(update, hearing=hearing).fail()
             return
@@ -423,10 +423,10 @@ class StructuredNaturalGradient(ModelOptimizer):
         if any_split(self._named.values()):  # a pass at other leaves has no place in a model in parts
             return
         with replaying(self.model, self._recall), torch.enable_grad():
-            for told in self._recall.used_losses():
+            for loss in self._recall.used_losses():
                 leaves = {name: p.detach().clone().requires_grad_() for name, p in self._named.items()}
                 try:
-                    select, data = told.settle(self.model, self._named, self._recall.outputs), told.data()
+                    select, data = loss.settle(self.model, self._named, self._recall.outputs), loss.data()
                     outputs = pure_model(self.model, data.inputs, data.random)(leaves)
                     rows = self.criterion.family.rows(outputs if select is None else select(outputs))
                 except (ValueError, NotImplementedError, RuntimeError):  # as where a step is measured: it is not known
@@ -516,8 +516,8 @@ def report_sharing(optimizer: StructuredNaturalGradient) -> SharingReport:
     if not isinstance(optimizer, StructuredNaturalGradient):
         raise TypeError(f"optimizer is {type(optimizer).__name__}, expected ng.kfac or its like, which have blocks")
     owners = optimizer._averages.owners  # pyright: ignore[reportPrivateUsage] (a report of the folder's own)
-    kept = optimizer._state.by_parameter()  # pyright: ignore[reportPrivateUsage]
-    tensors = {t.data_ptr(): t for t in leaves(kept)}
+    memory = optimizer._state.by_parameter()  # pyright: ignore[reportPrivateUsage]
+    tensors = {t.data_ptr(): t for t in leaves(memory)}
     return SharingReport(
         share=owners.share if owners.is_shared else "alone",
         ranks=owners.ranks.size,
