@@ -33,9 +33,10 @@ class NoiseAware(Rule):
 
     The signal is |m|^2 / E|g|^2 for the running mean m of the gradient g, less what pure noise has there:
     (1 - b) / (1 + b) for a momentum b. It is 1 where all gradients agree and 0 where they are noise; averaged over ten
-    steps. Once it is below `noise`, steps are spectral ones from there on; and once a whole natural step
-    is `far` times as long as all layers together, since what `move` leaves of it says little: inputs that hardly vary,
-    as the borders of images, ask for such steps. (Where a regression's targets lie far away, in their units.)
+    steps. Once it is below `noise`, steps are spectral ones from there on. So they are once a whole natural step would
+    move the layers that `move` shortens by more than `far` of their size, since what is left of it says little: inputs
+    that hardly vary, as the borders of images, ask for such steps. Where a regression's targets lie far away, `far`
+    counts in their unit.
 
     Args:
         max_kl: Most nats per example of a natural step, to second order on its own batch; math.inf for no bound.
@@ -47,7 +48,8 @@ class NoiseAware(Rule):
         move: Most relative move of a layer in one natural step; math.inf for no bound.
         floor: Least size of a layer per root of an output, for layers that start at zero.
         noise: Share of signal below which steps become spectral; 0 for natural steps all along.
-        far: Relative move of all layers together in a whole natural step, above which the next ones are spectral.
+        far: Relative move, in a whole natural step, of the layers that `move` shortens, above which the next steps are
+            spectral; math.inf for no such turn.
         spectral: The steps from there on.
 
     Raises:
@@ -65,7 +67,7 @@ class NoiseAware(Rule):
     move: float = 0.12
     floor: float = 0.05
     noise: float = 0.4
-    far: float = 1.5
+    far: float = 2.5
     spectral: SpectralProgress | SpectralDescent = SpectralProgress()
 
     def __post_init__(self) -> None:

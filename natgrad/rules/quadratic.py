@@ -261,7 +261,7 @@ class RunFacts:
         bounded: True if the loss is at least 0, so that a share of it says how much is left to gain.
         options: Settings of the rule that a parameter group has changed, by name: the least over the groups.
         counts: `examples` of this step and `seen` so far, where they are known.
-        turned: True once mini-batch noise exceeds the gradient, for a rule that asks (`Rule.turns_at`).
+        turned: True once directions are the rule's own, for a rule that turns to them (`Rule.turns_at`).
         errors: How far a regression's targets lie away.
     """
 
