@@ -10,8 +10,8 @@ from natgrad.layers.examples import (
     has_no_place,
     partitions,
 )
-from natgrad.layers.factors import factor_sizes, layer_factors, layer_spectrum
-from natgrad.layers.hearing import Heard, Pass, Recording, hear, hear_rows, is_asking, record_pass
+from natgrad.layers.factors import factor_sizes, layer_factors, layer_inputs, layer_spectrum
+from natgrad.layers.hearing import Heard, Pass, Recording, collect_inputs, hear, hear_rows, is_asking, record_pass
 from natgrad.layers.kinds import Layer
 from natgrad.layers.layout import Layout
 from natgrad.layers.model_layers import GraphLeaves, ModelLayers
@@ -41,6 +41,7 @@ __all__ = [
     "Taps",
     "Traced",
     "UnitLayout",
+    "collect_inputs",
     "derivatives",
     "example_squares",
     "factor_sizes",
@@ -52,6 +53,7 @@ __all__ = [
     "is_asking",
     "layer_bias_rows",
     "layer_factors",
+    "layer_inputs",
     "layer_spectrum",
     "layer_squares",
     "layer_units",

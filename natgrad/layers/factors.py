@@ -16,7 +16,6 @@ from natgrad.layers.moments import (
     input_moment,
     layer_units,
     output_moment,
-    reduce_positions,
     rotated_squares,
     token_moment,
     token_squares,
@@ -46,28 +45,44 @@ def layer_factors(seen: Seen, reduce: bool, room: Room, add_up: AddUp = dict) ->
         return mixed_factors([layer_factors(part, reduce, room) for part in seen.parts], seen.share, add_up)
     if seen.single:
         return {"blocks": layer_units(seen)}
-    if seen.by_token:  # the table's rows are tokens: the frequencies stand on the left
+    if seen.by_token:
         rows = seen.layer.layout.outputs
-        moment = total([factor(deltas.unsqueeze(2), room, 0, rows) for deltas in seen.deltas])
-        counts = token_moment(seen.activations, rows, seen.padding, moment.dtype, seen.weights)
-        return {"left": seen.share * counts, "right": moment}
+        right = total([factor(deltas.unsqueeze(2), room, 0, rows) for deltas in seen.deltas])
+        return layer_inputs(seen, reduce, room, right.dtype) | {"right": right}
+    columns = seen.layer.layout.matrix_shape[2]
+    # K-FAC-reduce of Eschenhagen et al. 2023: exact for a deep linear network whose loss sees the mean over positions
+    deltas = [d.sum(1, keepdim=True) if reduce and not seen.pooled else d for d in seen.deltas]
+    return {"left": total([factor(d, room, 1, columns) for d in deltas])} | layer_inputs(seen, reduce, room)
+
+
+def layer_inputs(seen: Seen, reduce: bool, room: Room, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The part of `layer_factors` that takes no derivatives: A = E[a a^T] on the right, of tokens on the left.
+
+    Args:
+        seen: What the pass recorded of the layer, which has more than one output per group and is not `Mixed`.
+        reduce: As for `layer_factors`.
+        room: As for `layer_factors`.
+        dtype: Of the frequencies of tokens; None for float32.
+    """
+    a = seen.activations
+    if seen.by_token:  # the table's rows are tokens: the frequencies stand on the left
+        counts = token_moment(a, seen.layer.layout.outputs, seen.padding, dtype or torch.float32, seen.weights)
+        return {"left": seen.share * counts}
     reduce = reduce and not seen.pooled
-    pairs = [reduce_positions(seen.activations, d) if reduce else (seen.activations, d) for d in seen.deltas]
-    a = pairs[0][0]
+    a = a.mean(1, keepdim=True) if reduce else a
     if seen.weights is not None:
         a = a * seen.weights.to(a).sqrt().view(-1, 1, 1, 1)
-    _, outputs, columns = seen.layer.layout.matrix_shape
+    outputs = seen.layer.layout.matrix_shape[1]
     if a.shape[2] == 1 and room.pieces(a.shape[3], a.element_size(), outputs) > 1:
         right = factor(a, room, 0, outputs) * (seen.share / (a.shape[0] * a.shape[1]))
     else:
         right = input_moment(a, seen.share)
-    left = total([factor(deltas, room, 1, columns) for _, deltas in pairs])
-    if seen.layer.is_routed and seen.counts is not None:  # experts: another share of positions in every pass
-        return {"left": left, "right": right, "counts": seen.share * seen.counts / seen.activations.shape[1]}
-    if seen.counts is not None:
-        mean = (seen.activations.shape[1] / seen.counts).view(-1, 1, 1)  # over a group's own positions alone
-        right = right * (mean.square() if reduce else mean)
-    return {"left": left, "right": right}
+    if seen.counts is None:
+        return {"right": right}
+    if seen.layer.is_routed:  # experts: another share of positions in every pass
+        return {"right": right, "counts": seen.share * seen.counts / seen.activations.shape[1]}
+    mean = (seen.activations.shape[1] / seen.counts).view(-1, 1, 1)  # over a group's own positions alone
+    return {"right": right * (mean.square() if reduce else mean)}
 
 
 def mixed_factors(parts: list[dict[str, Tensor]], share: float, add_up: AddUp = dict) -> dict[str, Tensor]:

@@ -44,14 +44,18 @@ class SeenImages(Seen):
         layer: The convolution's.
         inputs: What it saw, (b, channels, ...).
         derivatives: Per cotangent, the derivative at its output, (b, outputs, ...).
+        size: Of its output, without examples and channels.
         share: As `Seen` has it.
     """
 
     inputs: Tensor
     derivatives: list[Tensor]
 
-    def __init__(self, layer: Layer, inputs: Tensor, derivatives: Sequence[Tensor], share: float = 1.0) -> None:
+    def __init__(
+        self, layer: Layer, inputs: Tensor, derivatives: Sequence[Tensor], size: Sequence[int], share: float = 1.0
+    ) -> None:
         self.layer, self.inputs, self.derivatives, self.share = layer, inputs, list(derivatives), share
+        self.size = tuple(size)
         self.counts, self.skip, self.pooled, self.cotangents = None, None, False, 1
 
     @staticmethod
@@ -59,7 +63,7 @@ class SeenImages(Seen):
         """True if a call of a convolution can be followed without patches: one image per example, the usual size."""
         counts = {len(inputs), *map(len, derivatives)} | (set() if examples is None else {examples})
         return len(counts) == 1 and (
-            not isinstance(layer.module, TRANSPOSED) or has_usual_size(layer.module, inputs, derivatives[0])
+            not isinstance(layer.module, TRANSPOSED) or has_usual_size(layer.module, inputs, derivatives[0].shape)
         )
 
     @cached_property
@@ -72,7 +76,7 @@ class SeenImages(Seen):
 
     @property
     def positions(self) -> float:
-        return float(self.derivatives[0].shape[0] * prod(self.derivatives[0].shape[2:]))
+        return float(len(self.inputs) * prod(self.size))
 
     @property
     def by_token(self) -> bool:
@@ -85,16 +89,17 @@ class SeenImages(Seen):
     def bound_inputs(self) -> Tensor:
         padded = self.inputs if self._is_transposed else pad_as(self.layer.module, self.inputs)
         taps = prod(self.layer.module.kernel_size)  # an entry is in no more patches than that
-        ones = padded.new_tensor(float(self.deltas[0].shape[:2].numel())).sqrt()
+        ones = padded.new_tensor(self.positions).sqrt()
         return torch.hypot(taps**0.5 * measure_norm(padded), ones)
 
     def count_times(self, share: float, weight: float = 1.0) -> SeenImages:
         factor = (share * weight) ** 0.5
-        return SeenImages(self.layer, self.inputs, [factor * d for d in self.derivatives], share * self.share)
+        derivatives = [factor * d for d in self.derivatives]
+        return SeenImages(self.layer, self.inputs, derivatives, self.size, share * self.share)
 
     def thin(self, rows: float) -> Seen:
         """The same pass with some patches, of all images where few are wanted, else of enough images."""
-        count, t = int(self.positions), prod(self.derivatives[0].shape[2:])
+        count, t = int(self.positions), prod(self.size)
         images = min(self.examples, max(IMAGES, 2 * rows / max(t, 1)))
         if not self.single and GATHERED * rows < images * t:
             return self._pick_patches(spread_rows(count, rows, self.inputs.device), t)
@@ -102,9 +107,8 @@ class SeenImages(Seen):
         if self.examples >= 1.5 * images:
             places = spread_rows(self.examples, images, self.inputs.device)
             factor = (self.examples / len(places)) ** 0.5
-            chosen = SeenImages(
-                self.layer, self.inputs[places], [factor * d[places] for d in self.derivatives], self.share
-            )
+            derivatives = [factor * d[places] for d in self.derivatives]
+            chosen = SeenImages(self.layer, self.inputs[places], derivatives, self.size, self.share)
         return Seen(self.layer, chosen.activations, chosen.deltas, self.share).thin(rows)
 
     def _pick_patches(self, rows: Tensor, t: int) -> Seen:
@@ -117,10 +121,12 @@ class SeenImages(Seen):
         )
 
     def take(self, kept: slice, factor: float) -> SeenImages:
-        return SeenImages(self.layer, self.inputs[kept].clone(), [factor * d[kept] for d in self.derivatives])
+        return SeenImages(
+            self.layer, self.inputs[kept].clone(), [factor * d[kept] for d in self.derivatives], self.size
+        )
 
     def only(self, which: slice) -> SeenImages:
-        return SeenImages(self.layer, self.inputs, self.derivatives[which], self.share)
+        return SeenImages(self.layer, self.inputs, self.derivatives[which], self.size, self.share)
 
     def gradient(self) -> Tensor:
         layout, module, first = self.layer.layout, self.layer.module, self.derivatives[0]
@@ -166,13 +172,13 @@ class SeenImages(Seen):
         return {"stride": module.stride, "dilation": module.dilation, "groups": module.groups}
 
 
-def has_usual_size(module: Any, inputs: Tensor, outputs: Tensor) -> bool:
+def has_usual_size(module: Any, inputs: Tensor, outputs: Sequence[int]) -> bool:
     """True if a transposed convolution was asked for no `output_size`, and the inputs are what a plain one returns."""
     options = zip(
         module.kernel_size, module.stride, module.padding, module.dilation, module.output_padding, strict=True
     )
     for (kernel, stride, padding, dilation, more), before, after in zip(
-        options, inputs.shape[2:], outputs.shape[2:], strict=True
+        options, inputs.shape[2:], outputs[2:], strict=True
     ):
         reach = dilation * (kernel - 1) + 1 - 2 * padding
         if after != (before - 1) * stride + reach + more or (after - reach) // stride + 1 != before:
@@ -217,7 +223,7 @@ def merge_calls(layer: Layer, calls: Calls, dtype: torch.dtype | None, examples:
     if isinstance(layer, ConvolutionLayer) and len(calls) == 1 and calls[0][0].place in (None, Place()):
         inputs, deltas = calls[0][0].inputs.to(dtype), calls[0][1]
         if SeenImages.fits(layer, inputs, deltas, examples):
-            return SeenImages(layer, inputs, deltas)
+            return SeenImages(layer, inputs, deltas, deltas[0].shape[2:])
     norm = isinstance(layer, NormLayer) and layer.layout.groups > 1
     lay = layer.normalise if isinstance(layer, NormLayer) and norm else layer.activations
     each = [arrange_call(layer, lay, numbers(call.inputs, dtype), examples, call.place) for call, _ in calls]
@@ -235,6 +241,45 @@ def merge_calls(layer: Layer, calls: Calls, dtype: torch.dtype | None, examples:
     if norm and activations.shape[1] > len(joint_deltas):
         return sum_positions(layer, activations, joint_deltas)
     return Seen(layer, layer.with_bias(activations) if norm else activations, joint_deltas)
+
+
+def collect_inputs(taps: Sequence[Tap]) -> list[Seen]:
+    """What went into the layers, without derivatives. Rows stand for themselves: no example is told from another.
+
+    Without layers of one output per group, whose blocks are exact, and matrices that are used in several ways.
+
+    Args:
+        taps: The calls of layers and the products with matrices.
+    """
+    calls = dict[Layer, list[Tap]]()
+    for call in taps:
+        calls.setdefault(call.layer, []).append(call)
+    passes = [lay_inputs(layer, of_layer) for layer, of_layer in calls.items()]
+    return [seen for seen in passes if seen is not None]
+
+
+def lay_inputs(layer: Layer, calls: Sequence[Tap]) -> Seen | None:
+    """All inputs of one layer as rows; None where they are not told apart from other uses, or were overwritten."""
+    groups, outputs, _ = layer.layout.matrix_shape
+    dtype = torch.promote_types(torch.float32, calls[0].dtype)
+    if (groups > 1 and outputs == 1) or not all(call.intact and call.inputs.numel() for call in calls):
+        return None
+    inputs = [numbers(call.inputs, dtype) for call in calls]
+    if isinstance(layer, Traced):
+        if not all(
+            isinstance(call, TracedProduct) and not call.turned and call.piece == (0, layer.layout.shape[0])
+            for call in calls
+        ):
+            return None
+        rows = layer.activations(torch.cat(inputs).unsqueeze(1).unsqueeze(1))
+        return Seen(layer, rows.expand(-1, -1, groups, -1), [])
+    if not all(layer.has_examples(each) for each in inputs):
+        return None
+    size = calls[0].size
+    if isinstance(layer, ConvolutionLayer) and len(calls) == 1 and size is not None:
+        usual = not isinstance(layer.module, TRANSPOSED) or has_usual_size(layer.module, inputs[0], size)
+        return SeenImages(layer, inputs[0], [], size[2:]) if usual else None
+    return Seen(layer, torch.cat([layer.activations(each).flatten(0, 1) for each in inputs]).unsqueeze(1), [])
 
 
 def sum_positions(layer: Layer, normalised: Tensor, deltas: list[Tensor]) -> Seen:

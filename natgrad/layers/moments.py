@@ -302,19 +302,6 @@ def token_moment(
     return counts / tokens.numel()
 
 
-def reduce_positions(a: Tensor, deltas: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions taken together: mean of a and sum of deltas, (b, 1, G, d) and (b, 1, G, o).
-
-    Exact for a deep linear network whose loss sees the mean over positions.
-
-    Reference:
-        K-FAC-reduce of Eschenhagen et al. 2023.
-
-    a: (b, t, G, d). deltas: (b, t, G, o).
-    """
-    return a.mean(1, keepdim=True), deltas.sum(1, keepdim=True)
-
-
 def gradients(a: Tensor, deltas: Tensor) -> Iterator[Tensor]:
     """Per-example gradients (b', G, o, d), some examples at a time."""
     size = deltas.shape[2] * deltas.shape[3] * a.shape[3]

@@ -163,6 +163,7 @@ class Tap:
         dtype: Of the output.
         version: Of the input, to notice a later change.
         place: Of the examples, where it was looked for; None: by the shapes.
+        size: The output's shape; None in a compiled graph, and of a product with a matrix.
     """
 
     layer: Layer
@@ -171,6 +172,7 @@ class Tap:
     dtype: torch.dtype
     version: int
     place: Place | None = None
+    size: torch.Size | None = None
 
     @staticmethod
     def of(layer: Layer, inputs: Tensor, output: Tensor) -> Tap:
@@ -181,7 +183,8 @@ class Tap:
             inputs: The call's first argument.
             output: What it returned, with a graph.
         """
-        return Tap(layer, inputs.detach(), get_gradient_edge(output), output.dtype, version_of(inputs))
+        edge = get_gradient_edge(output)
+        return Tap(layer, inputs.detach(), edge, output.dtype, version_of(inputs), size=output.shape)
 
     def gather(self) -> Tap:
         """The same with the whole input, where processes hold it in parts."""

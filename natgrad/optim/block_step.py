@@ -55,8 +55,6 @@ from natgrad.rules import (
 
 RAMP = 5  # steps after which the intervals between updates grow by one
 TURNED = 2  # times as long they are once steps are spectral, which need whitened inputs alone
-TOLERANCE = 0.1  # relative change of the running averages that one update may bring
-SHRINKS, GROWS = 0.5, 1.5  # factors on the interval, from one update to the next
 LONG = 12  # steps between updates, of which two may be left out
 GOLDEN = (math.sqrt(5) - 1) / 2
 MOST = 20  # steps between two updates, for which all rows are taken that a pass is asked for
@@ -148,7 +146,7 @@ class BlockEvidence(Evidence):
         now = replace(state, guard=verdict.guard, **known)
         work = BlockWork(choices, now, batch, verdict.loss, self, update)
         updated = pace.updated > pace.inverted
-        work.invert(updated and is_due(pace, pace.inverted, now.step, now.is_turned, choices.invert_every))
+        work.invert(updated and is_due(pace.inverted, now.step, now.is_turned, choices.invert_every))
         return work
 
     def leave(self, choices: Choices, state: State) -> State:
@@ -157,7 +155,6 @@ class BlockEvidence(Evidence):
         # skipped steps are counted by themselves
         guard = replace(update.guard, late=state.guard.late if self.late else 0)
         pace = replace(state.pace, updated=state.step) if update.taken else state.pace
-        pace = follow_drift(pace, self.averages.drift(update), choices.update_every)
         return replace(state, blocks=update.blocks, hearing=update.hearing, guard=guard, pace=pace)
 
     def read_update(self, state: State) -> BatchUpdate:
@@ -214,20 +211,23 @@ class BlockWork(Work):
         keys = {key for key, block in state.blocks.items() if due or block.fresh}
         if not keys:
             return
-        scales = BlockScales(self.averages, state.blocks, self.batch.nats)
         hearing = state.hearing
         if hearing.errors and loss is not None:
             hearing = replace(hearing, error=max(hearing.error, loss))
-        if self.owners.apart:
-            scales.of().mean_eigenvalue()  # all processes together, before each looks at its own blocks
         self.state = replace(state, hearing=hearing)
-        prepare = self.rule.prepare_for if self.shapes else None
-        norms = self.batch.list_norms()
-        level = partial(self.level, scales, norms)
-        blocks, failures = self.averages.invert(state.blocks, level, self.inverts, prepare, keys)
+        shaper = self.rule if self.shapes else None
+        level = self.damp() if self.choices.needs_derivatives(self.turned) else None
+        blocks, failures = self.averages.invert(state.blocks, level, self.inverts, shaper, keys)
         guard = replace(state.guard, failures=state.guard.failures + failures)
         pace = replace(state.pace, inverted=state.step) if due else state.pace
         self.state = replace(self.state, blocks=blocks, guard=guard, pace=pace)
+
+    def damp(self) -> Callable[[Block], float]:
+        """The damping of each block, by today's averages."""
+        scales = BlockScales(self.averages, self.state.blocks, self.batch.nats)
+        if self.owners.apart:
+            scales.of().mean_eigenvalue()  # all processes together, before each looks at its own blocks
+        return partial(self.level, scales, self.batch.list_norms())
 
     def level(self, scales: BlockScales, norms: Mapping[str, float], block: Block) -> float:
         """The damping of a block: the strategy's, a penalty's, and for a part of the loss that the metric lacks."""
@@ -580,8 +580,7 @@ class BlockWork(Work):
         now = self.state
         guard = now.guard.follow_loss(self.loss, taken=True)
         guard = replace(guard, skipped=0, late=now.guard.late + 1 if self.evidence.late else 0)
-        pace = follow_drift(now.pace, self.averages.drift(self.update), self.choices.update_every)
-        return replace(now, step=now.step + 1, vectors=self.vectors, pace=pace, guard=guard)
+        return replace(now, step=now.step + 1, vectors=self.vectors, guard=guard)
 
 
 def signal_sums(
@@ -607,22 +606,18 @@ def signal_sums(
 # when statistics, inverses and measurements are due
 
 
-def find_interval(pace: Pace, step: int, turned: bool) -> int:
-    """Steps between two updates that the drift and the age of a run ask for.
-
-    The drift's, no shorter than one step in the first five and one more after each five more, and twice that for a rule
-    that has turned to directions of its own.
-    """
-    return max(int(pace.interval), 1 + step // RAMP) * (TURNED if turned else 1)
+def find_interval(step: int, turned: bool) -> int:
+    """Steps between two updates: one at first, one more after each `RAMP` steps; twice that once a rule has turned."""
+    return (1 + step // RAMP) * (TURNED if turned else 1)
 
 
-def is_due(pace: Pace, last: int, step: int, turned: bool, every: int) -> bool:
+def is_due(last: int, step: int, turned: bool, every: int) -> bool:
     """Whether it is time for what was done last at step `last`: after the interval, at most `every` steps apart.
 
     Intervals that grow no more are shortened by a step now and then, so that they do not keep in step with tasks,
     experts or losses that take turns.
     """
-    interval = find_interval(pace, step, turned)
+    interval = find_interval(step, turned)
     return step - last >= (every - vary_interval(last, every) if interval >= every else interval)
 
 
@@ -637,18 +632,7 @@ def part_of_rows(pace: Pace, step: int, turned: bool) -> float:
     Averages over as many more passes are as sure with as many fewer rows of each.
     """
     since = step - pace.updated if pace.updated >= 0 else MOST
-    return min(1.0, since / min(MOST, find_interval(pace, step, turned)))
-
-
-def follow_drift(pace: Pace, change: float | None, most: int) -> Pace:
-    """The interval after an update that changed the averages by this share: one that would have brought the tolerance.
-
-    Where the statistics stand still, an update's change is what is left of a batch's noise: less and less.
-    """
-    if change is None:
-        return pace
-    factor = min(max(TOLERANCE / max(change, 1e-9), SHRINKS), GROWS)
-    return replace(pace, interval=min(max(pace.interval * factor, 1.0), float(most)))
+    return min(1.0, since / min(MOST, find_interval(step, turned)))
 
 
 def start_afresh(pace: Pace) -> Pace:

@@ -21,7 +21,7 @@ from natgrad.optim.guard import RAISES, Guard, are_finite
 from natgrad.optim.processes import Ranks, send_tree
 from natgrad.optim.reading import SOME, Reading, agree_on_parts
 from natgrad.optim.state import OWNED, Block, Hearing, State, single
-from natgrad.rules import Parts, inner_product
+from natgrad.rules import Parts, Rule, inner_product
 from natgrad.structures import Layerwise, Statistics, accumulate_statistics, accumulate_weight, exchanging
 
 BUCKET = 2**25
@@ -451,8 +451,6 @@ def gather_numbers(owners: Owners, state: State) -> dict[str, dict[str, Any]]:
 
 # A metric in blocks: a pass into the averages, the averages into damped inverses, and what both say of a vector
 
-Prepare = Callable[[Operator, float, float], dict[str, Tensor]]
-
 
 # a pass into the averages
 
@@ -474,7 +472,6 @@ class BatchUpdate:
         guard: What is known of the batches.
         taken: Passes in it.
         sample: A part of the last one, to measure a step with; None where nothing is to be measured.
-        changes: How much the averages of each block changed.
         part: Of the rows that a pass must have, as it came sooner or later than it was due.
         bad: True if a pass came to nothing.
         far: True if that was for a layer's inputs: the step is left out too, since the gradient would stay in the mean.
@@ -485,7 +482,6 @@ class BatchUpdate:
     guard: Guard
     taken: int = 0
     sample: Reading | None = None
-    changes: tuple[Tensor, ...] = ()
     part: float = 1.0
     bad: bool = False
     far: bool = False
@@ -528,8 +524,7 @@ class Averages:
         update = replace(update, guard=guard)
         if not agree_on_parts(fit, reading):
             return update.fail(far=far)
-        blocks, changes = self._assign(update.blocks, reading), list(update.changes)
-        compares = changes if reading.part == 1 else None  # a reading of fewer rows changes more by chance
+        blocks = self._assign(update.blocks, reading)
         fresh = list[tuple[Block, Statistics, Count]]()
         for seen, count in self._weigh_layers(reading):
             past = self._totals(blocks, seen.key)
@@ -544,26 +539,25 @@ class Averages:
         sound = are_finite([totals.values() if self.owners.holds(block.key) else () for block, totals, _ in fresh])
         for fits, (block, totals, count) in zip(sound, fresh, strict=True):
             if fits:  # an eigendecomposition may have failed
-                self._average(blocks, block, totals, decay, count, compares)
+                self._average(blocks, block, totals, decay, count)
         fine = all(sound)
         if self.owners.apart:
             fine = not bool(self._sum([0.0 if fine else 1.0])[0])
-        taken = replace(update, blocks=blocks, changes=tuple(changes), taken=update.taken + fine)
+        taken = replace(update, blocks=blocks, taken=update.taken + fine)
         return taken.fail(not fine)
 
     def _send(self, update: BatchUpdate, reading: Reading, decay: float) -> Callable[[], BatchUpdate]:
         """`take` with several processes, whose parts are on their way when it returns."""
         fit, far, guard = update.guard.accept_inputs(reading.layers, reading.squares)
         update = replace(update, guard=guard)
-        blocks, changes = self._assign(update.blocks, reading), list(update.changes)
-        compares, coming = changes if reading.part == 1 else None, dict[str, tuple[Block, Count]]()
+        blocks, coming = self._assign(update.blocks, reading), dict[str, tuple[Block, Count]]()
 
         def deliver(key: str, fresh: Statistics) -> None:
             block, count = coming.pop(key)
             before = self._totals(blocks, key, block.layer is not None) if self.owners.holds(key) else None
             totals = accumulate_statistics(before, fresh, decay)
             if not self.owners.holds(key) or are_finite([totals.values()])[0]:
-                self._average(blocks, block, totals, decay, count, compares)
+                self._average(blocks, block, totals, decay, count)
 
         sums = self.owners.open_sums(self.structure.symmetric, deliver, fit)
         of = self.owners.of if self.owners.apart else {}
@@ -579,7 +573,7 @@ class Averages:
         def wait() -> BatchUpdate:
             if not sums.wait():
                 return update.fail(far=far)
-            return replace(update, blocks=blocks, changes=tuple(changes), taken=update.taken + 1)
+            return replace(update, blocks=blocks, taken=update.taken + 1)
 
         return wait
 
@@ -605,7 +599,6 @@ class Averages:
         totals: Statistics,
         decay: float,
         count: Count,
-        changes: list[Tensor] | None,
     ) -> None:
         """One block's new totals."""
         key, layered = fresh.key, fresh.layer is not None
@@ -619,8 +612,6 @@ class Averages:
         block = blocks[key]
         known = block.totals is not None
         weight = accumulate_weight(block.weight if known else None, decay, float(count.rows))
-        if block.totals is not None and changes is not None:
-            changes.append(measure_change(block.totals, totals, block.weight / weight if weight else 1.0))
         positions, readings = block.positions, block.readings
         if math.isfinite(count.positions):  # a further micro-batch of the same step is no reading of its own
             positions = decay * positions + count.positions if readings else count.positions
@@ -674,21 +665,6 @@ class Averages:
         known = block.totals is not None  # another process may have them
         return self.structure.kind(dict(block.totals or {})) if known else type(self.structure).__name__
 
-    def drift(self, update: BatchUpdate) -> float | None:
-        """How much an update changed the averages, the mean over blocks; None where nothing is known.
-
-        Of structures whose numbers do not compare entry by entry nothing is said.
-        """
-        if not (self.structure.sums and self.structure.compares):
-            return None
-        changes = torch.stack(update.changes).nan_to_num(nan=1.0).clamp(max=1) if update.changes else torch.zeros(0)
-        if not self.owners.apart:
-            return float(changes.mean()) if update.changes else None
-        if not update.taken:
-            return None
-        total, count = self._sum([float(changes.sum()), float(len(changes))])
-        return total / count if count else None
-
     def mean_eigenvalues(self, blocks: Mapping[str, Block]) -> dict[str, float]:
         """Of every block that this process holds, by one read of the device."""
         held = [block for block in blocks.values() if self.owners.holds(block.key) and block.weight]
@@ -712,35 +688,71 @@ class Averages:
     def invert(
         self,
         blocks: Mapping[str, Block],
-        level_of: Callable[[Block], float],
+        level_of: Callable[[Block], float] | None,
         inverts: bool,
-        prepare: Prepare | None,
+        shaper: Rule | None,
         keys: Collection[str],
     ) -> tuple[dict[str, Block], int]:
         """The blocks, those of these keys with new damped inverses, and how many failed and keep their last good ones.
 
-        level_of: a block -> its damping. inverts: False where no inverse is needed. prepare: the rule's, where its
-        directions need more.
+        level_of: a block -> its damping; None where nothing is damped. inverts: False where no inverse is needed.
+        shaper: a rule whose directions need more of a block.
         """
         blocks = {key: replace(block, fresh=False) if key in keys else block for key, block in blocks.items()}
         own = {key: blocks[key] for key in blocks if key in keys and self.owners.solves(key) and blocks[key].weight}
-        levels = {key: level_of(block) for key, block in own.items()}
-        levels = {key: level for key, level in levels.items() if level > 0}  # else no derivative has reached it yet
+        levels = dict.fromkeys(own, 0.0)
+        if level_of is not None:
+            levels = {key: level_of(block) for key, block in own.items()}
+            levels = {key: level for key, level in levels.items() if level > 0}  # else no derivative has reached it yet
         tried = dict[str, Block]()
         for key, level in levels.items():
-            candidate = invert_block(own[key], self.operator(own[key]), level, inverts, prepare)
+            candidate = self.invert_block(own[key], level, inverts, shaper)
             self.owners.done += self.cost(candidate.layout, candidate.layer).work
             tried[key] = candidate
         sound = are_finite([numbers_of(block) for block in tried.values()])
         fresh = dict[str, Block]()
         for key, fits in zip(tried, sound, strict=True):
-            block = tried[key] if fits else climb(own[key], self.operator(own[key]), levels[key], inverts, prepare)
+            block = tried[key] if fits else self.climb(own[key], levels[key], inverts, shaper)
             if block is not None:
                 fresh[key] = block
         failures = len(tried) - len(fresh)
         if self.owners.is_shared:
             failures = int(self._sum([float(failures)])[0])
         return {**blocks, **self.owners.share_inverses(fresh, blocks)}, failures
+
+    def invert_block(self, block: Block, level: float, inverts: bool, shaper: Rule | None, raised: float = 1) -> Block:
+        """The block with (G + damping I)^-1, and with what a rule prepares; NaN for both where they cannot be computed.
+
+        raised: what the damping of the inverse is multiplied by. TypeError where G has no closed-form inverse, or one
+        that cannot be kept (`Operator.pack`).
+        """
+        try:
+            inverse = self.operator(block).inverse(raised * level) if inverts else None
+            prepared = {} if shaper is None else self.prepare(block, level, shaper)
+        except RuntimeError:  # torch.linalg.LinAlgError is one
+            return replace(block, level=math.nan)
+        if inverts and inverse is None:
+            operator = self.operator(block)
+            raise TypeError(f"the structure gave {operator!r}, whose inverse({level:g}) is None: a block needs one")
+        # as a checkpoint would bring it back
+        inverse = None if inverse is None else unpack_operator(pack_operator(inverse))
+        return replace(block, inverse=inverse, level=level, prepared=prepared or block.prepared)
+
+    def prepare(self, block: Block, level: float, shaper: Rule) -> dict[str, Tensor]:
+        """What the rule's directions need of a block: of its inputs where they are known, else of its metric."""
+        known = None
+        if block.layer is not None and block.totals is not None:
+            known = self.structure.inputs(block.layer, dict(block.totals), block.weight)
+        prepared = None if known is None else shaper.prepare_inputs(*known, block.mean_positions)
+        return shaper.prepare(self.operator(block), level) if prepared is None else prepared
+
+    def climb(self, block: Block, level: float, inverts: bool, shaper: Rule | None) -> Block | None:
+        """The block with an inverse of more damping, up to 1e4 times; None where nothing helps."""
+        for raised in RAISES[1:] if inverts else ():
+            candidate = self.invert_block(block, level, inverts, shaper, raised)
+            if are_finite([numbers_of(candidate)])[0]:
+                return candidate
+        return None
 
     # vectors
 
@@ -821,35 +833,6 @@ class KnownScale:
         return self.mean()
 
 
-def invert_block(
-    block: Block, operator: Operator, level: float, inverts: bool, prepare: Prepare | None, raise_by: float = 1.0
-) -> Block:
-    """The block with (G + damping I)^-1, and with what a rule prepares; NaN for both where they cannot be computed.
-
-    raise_by: what the damping of the inverse is multiplied by. TypeError where G has no closed-form inverse, or one
-    that cannot be kept (`Operator.pack`).
-    """
-    try:
-        inverse = operator.inverse(raise_by * level) if inverts else None
-        prepared = {} if prepare is None else prepare(operator, level, block.mean_positions)
-    except RuntimeError:  # torch.linalg.LinAlgError is one
-        return replace(block, level=math.nan)
-    if inverts and inverse is None:
-        raise TypeError(f"the structure gave {operator!r}, whose inverse({level:g}) is None: a block needs one")
-    # as a checkpoint would bring it back
-    inverse = None if inverse is None else unpack_operator(pack_operator(inverse))
-    return replace(block, inverse=inverse, level=level, prepared=prepared or block.prepared)
-
-
-def climb(block: Block, operator: Operator, level: float, inverts: bool, prepare: Prepare | None) -> Block | None:
-    """The block with an inverse of more damping, up to 1e4 times; None where nothing helps."""
-    for raise_by in RAISES[1:] if inverts else ():
-        raised = invert_block(block, operator, level, inverts, prepare, raise_by)
-        if are_finite([numbers_of(raised)])[0]:
-            return raised
-    return None
-
-
 def numbers_of(block: Block) -> list[Tensor]:
     """All that an inversion made."""
     inverse = [] if block.inverse is None else list(leaves(pack_operator(block.inverse)))
@@ -879,24 +862,6 @@ def robust_inverse(operator: Operator, damping: float) -> Operator | None:
         if are_finite([leaves(pack_operator(inverse))])[0]:
             return inverse
     return None
-
-
-def measure_change(old: Mapping[str, Tensor], new: Mapping[str, Tensor], share: float) -> Tensor:
-    """|M' - M| / |M| in Frobenius norm, the largest over a block's moments; by inner products, without a copy.
-
-    share: the old totals' weight over the new ones', so that M' - M is new - old / share, up to a factor.
-    """
-    largest = [torch.zeros((), dtype=torch.float64)]
-    for key in {"left", "right", "squares", "blocks"} & old.keys() & new.keys():
-        if old[key].shape == new[key].shape:
-            before = inner_product(old[key], old[key]).double()
-            moved = (
-                share**2 * inner_product(new[key], new[key]).double()
-                - 2 * share * inner_product(new[key], old[key]).double()
-                + before
-            )
-            largest.append(torch.where(before > 0, moved.clamp(min=0) / before, 0).sqrt().to(largest[0].device))
-    return torch.stack(largest).max()
 
 
 def give_back(layout: Layout, solved: Tensor, names: Collection[str]) -> dict[str, Tensor]:

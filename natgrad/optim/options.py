@@ -41,7 +41,7 @@ class BlockOptions(TypedDict, total=False):
         weight_decay: Decoupled: theta <- (1 - lr * weight_decay) theta.
         l2: Strength of a penalty l2 / 2 |theta|^2, which is a part of the loss, in the gradient and in the metric.
         update_every: Most steps between two updates of the statistics. A run begins with an update at every step, and
-            the interval grows by a step after each five; faster while updates change the statistics little.
+            the interval grows by a step after each five, twice as fast once steps are spectral.
         invert_every: Most steps between two inversions of the blocks. The interval grows in the same way.
         measure: True measures on the batch how far a step moves the model, which costs a part of a forward pass now
             and then. False computes it from the blocks.

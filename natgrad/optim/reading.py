@@ -30,6 +30,7 @@ from natgrad.layers import (
     Tap,
     Taps,
     Traced,
+    collect_inputs,
     example_squares,
     find_products,
     hear,
@@ -262,21 +263,24 @@ class Reader:
         targets: Any,
         recall: Recall,
         measurement: Estimate | None = None,
+        known: Set[str] | None = None,
     ) -> tuple[Reading | None, Hearing]:
         """The statistics of the pass that made these outputs, and what is known after it.
 
         Its graph is kept, `.grad` is not touched. measurement: how labels for measurements are drawn, None where the
-        statistics' own do. With several processes: this one's part of them. No reading where another process's loss was
-        not finite: a process that could not read drew nothing.
+        statistics' own do. known: the layers that have statistics, where new ones of their inputs alone will do: then
+        no labels are drawn and nothing goes backward, if all of them were heard. With several processes: this one's
+        part of them. No reading where another process's loss was not finite: a process that could not read drew
+        nothing.
         """
         self.span = None
         self._begin(hearing, next(leaves(outputs)).device)
-        own, answers = self._own(criterion, outputs, targets, recall, measurement)
+        own, answers = self._own(criterion, outputs, targets, recall, measurement, known)
         reading = self._agree_on_reading(own, answers)
         labels = hearing.labels if reading is None else self.generator.get_state()
         trusted, refused = frozenset(self.trusted), frozenset(self.refused)
-        known = replace(hearing, trusted=trusted, refused=refused, labels=labels)
-        return reading, replace(known, readings=self.readings, unsure=self.unsure, errors=self.errors)
+        after = replace(hearing, trusted=trusted, refused=refused, labels=labels)
+        return reading, replace(after, readings=self.readings, unsure=self.unsure, errors=self.errors)
 
     def wants(self, hearing: Hearing, unread: Set[str], outputs: Any) -> tuple[bool, Hearing]:
         """Whether this pass is read: it is due, or uses parameters without statistics. All processes say the same.
@@ -311,7 +315,13 @@ class Reader:
             call_roll(self.ranks, list(self.layers.by_key), list(self.named), None)
 
     def _own(
-        self, criterion: Criterion, outputs: Any, targets: Any, recall: Recall, measurement: Estimate | None
+        self,
+        criterion: Criterion,
+        outputs: Any,
+        targets: Any,
+        recall: Recall,
+        measurement: Estimate | None,
+        known: Set[str] | None,
     ) -> tuple[Reading, dict[str, bool]]:
         """What this process read, and of each layer whether it explains its parameters' gradients."""
         rows = criterion.family.rows(outputs)
@@ -319,8 +329,13 @@ class Reader:
         if criterion.errors is not None:
             self.errors = find_error_size(criterion, outputs, taken)
         calls = [c.gather() for c in [*(c for c in taken if not self._refuses(c.layer)), *self._products(rows)]]
-        asking, loss = self._asks(), recall.latest
+        loss = recall.latest
         self.counts = len(rows), 0.0 if loss is None else loss.scale if criterion.summed else recall.computed[-1].weight
+        if known is not None and self._hears_all(known, calls):
+            layers = collect_inputs(calls)
+            self._line_up(len(rows), 0)
+            return Reading(Heard(layers), len(rows)), {seen.key: True for seen in layers}
+        asking = self._asks()
         if self.ranks.size > 1 and recall.computed[-1].rows == 0:  # an empty batch adds nothing to the others' sums
             return self._pass_over(measurement), {}
         try:
@@ -348,6 +363,14 @@ class Reader:
         plain = [dict(zip(passed.gradients, each, strict=True)) for each in slopes[:own]]
         squares = self._squares(rows, names, list(passed.cotangents[:own]), passed.examples, plain, exact)
         return self._split_reading(replace(heard, squares=squares), passed, own, slopes), heard.answers
+
+    def _hears_all(self, known: Set[str], calls: Sequence[Tap]) -> bool:
+        """Whether the inputs of all these layers were heard, by some process: compiled graphs tell no inputs alone."""
+        heard, keys = {call.layer.key for call in calls if call.inputs.numel()}, sorted(known)
+        if self.ranks.size > 1 and keys:
+            flags = self.ranks.sum(torch.tensor([float(key in heard) for key in keys], device=self._device))
+            heard = {key for key, flag in zip(keys, list_numbers(flags), strict=True) if flag}
+        return heard >= known
 
     def _pass_over(self, measurement: Estimate | None) -> Reading:
         """Nothing of a batch without rows; the shared source of labels moves as on the other processes."""

@@ -493,14 +493,12 @@ class Pace:
         inverted: Blocks were inverted.
         measured: The length of a step was measured on a pass.
         judged: The damping compared the loss with its promise.
-        interval: Steps between updates that the drift of the statistics asks for.
     """
 
     updated: int = -1
     inverted: int = -1
     measured: int = -1
     judged: int = -1
-    interval: float = 1.0
 
 
 @dataclass(frozen=True)

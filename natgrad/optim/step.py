@@ -58,6 +58,11 @@ class Choices:
         """The damping, where it compares the loss with its promise."""
         return self.damping if self.damping.needs_ratio else None
 
+    def needs_derivatives(self, turned: bool) -> bool:
+        """Whether the metric is asked for, and not second moments of inputs alone."""
+        shapes = self.rule.shapes and (self.rule.turns_at is None or turned)
+        return self.damping.needs_ratio or not (shapes and self.rule.reads_inputs(turned))
+
     def is_judged(self, state: State) -> bool:
         """Whether the step from this state is."""
         return self.damping.needs_ratio and state.step - state.pace.judged >= self.judged_every

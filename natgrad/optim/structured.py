@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Unpack
 
@@ -57,6 +57,29 @@ from natgrad.structures import ExactLabels, Layerwise, Sampled
 
 SAVED = frozenset({"clock", "blocks", "trusted", "refused", "generator", "ratio"})
 MEASURED = 20  # most steps between two measurements of the step's length, unless updates lie further apart
+
+
+@dataclass
+class Pending:
+    """What the passes since the last step told: it is bound with the next step, or thrown away with its batch.
+
+    Attributes:
+        update: What they made of the averages; None where none was read.
+        losses: Those that were read, each with the update before it.
+        batch: The number of the gradients that they belong to.
+        discarded: Blocks of a batch that was thrown away, of layers that this one does not reach.
+        coming: What waits for a reading that is on its way, the sample of it, and how many were taken before.
+        own: What `opt.loss` put into the gradients.
+        nats: Nats per example in one unit of the last loss.
+    """
+
+    update: BatchUpdate | None = None
+    losses: list[tuple[Loss, BatchUpdate | None]] = field(default_factory=list[tuple[Loss, BatchUpdate | None]])
+    batch: int = -1
+    discarded: dict[str, Block] = field(default_factory=dict[str, Block])
+    coming: tuple[Callable[[], BatchUpdate], Any, int] | None = None
+    own: OwnGradients = field(default_factory=OwnGradients)
+    nats: Any = 1.0
 
 
 class StructuredNaturalGradient(ModelOptimizer):
@@ -136,11 +159,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         known = (self.rule, self.damping, self._ranks, bounded_below(self.criterion), self.damping.every or EVERY)
         self._choices = Choices(*known, self.update_every, self.invert_every)
         self._state, self._told = State(), StepReport()
-        self._update: BatchUpdate | None = None  # what the passes since the last step made of the averages
-        self._passes: list[tuple[Loss, BatchUpdate | None]] = []  # the losses that were read, each with that before it
-        self._batch, self._discarded = -1, dict[str, Block]()  # which gradients it is of; blocks of a batch before
-        self._coming: tuple[Callable[[], BatchUpdate], Any, int] | None = None  # a reading on its way
-        self._own, self._nats, self._warned = OwnGradients(), 1.0, set[str]()
+        self._pending, self._warned = Pending(), set[str]()
         self._finalizer = weakref.finalize(
             self, release, reader, listen(self.model, self._recall, traceable=True, in_eval=self.train_in_eval)
         )
@@ -153,7 +172,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         return self._criterion
 
     def _report_later(self) -> Callable[[], StateReport]:
-        guard = self._state.guard if self._update is None else self._update.guard
+        guard = self._state.guard if self._pending.update is None else self._pending.update.guard
         return partial(state_report, self._told.numbers, self._state.step, guard.failures, guard.refused)
 
     def detach(self) -> None:
@@ -167,12 +186,12 @@ class StructuredNaturalGradient(ModelOptimizer):
         needed = self._choices.is_judged(state) or self.rule.needs_loss or is_watched(state.length, state.step)
         weight = weigh_loss(self._ranks, self.criterion, outputs, targets, value, self._ranks.averages)
         self._recall.record_loss(self.criterion, outputs, targets, value, rows, weight, chosen=chosen, needed=needed)
-        self._nats = self.criterion.nats(outputs)
+        self._pending.nats = self.criterion.nats(outputs)
         if self._reader.taps.armed:
             update = self._begin_update()
-            if self._passes and is_among(self._passes[-1][0], self._recall.losses):
-                self._passes = []  # those before it count: their averages need not be held
-            self._passes.append((self._recall.computed[-1], self._update))
+            if self._pending.losses and is_among(self._pending.losses[-1][0], self._recall.losses):
+                self._pending.losses = []  # those before it count: their averages need not be held
+            self._pending.losses.append((self._recall.computed[-1], self._pending.update))
             wanted, hearing = self._reader.wants(update.hearing, self._list_unread(), outputs)
             if wanted:
                 self._read(self._reader, replace(update, hearing=hearing), outputs, targets, value)
@@ -181,7 +200,7 @@ class StructuredNaturalGradient(ModelOptimizer):
 
     def _describer(self) -> Callable[[str, Tensor], tuple[str, int, int]]:
         self._settle_reading()
-        blocks = self._state.blocks if self._update is None else self._update.blocks
+        blocks = self._state.blocks if self._pending.update is None else self._pending.update.blocks
         held = {name: block for block in blocks.values() for name in block.layout.names}
         memory = replace(self._state, blocks=blocks).by_parameter()
 
@@ -199,15 +218,15 @@ class StructuredNaturalGradient(ModelOptimizer):
         changed = [name for name, kind in before.items() if kinds.get(name, kind) != kind]
         if changed:
             self._state = move_state(self._state, self._named, changed)
-            self._passes = []
-            if self._update is not None:
-                moved = move_state(State(blocks=self._update.blocks), self._named, changed)
-                self._update = replace(self._update, blocks=moved.blocks)
+            self._pending.losses = []
+            if self._pending.update is not None:
+                moved = move_state(State(blocks=self._pending.update.blocks), self._named, changed)
+                self._pending.update = replace(self._pending.update, blocks=moved.blocks)
 
     def _rename(self, renamed: Mapping[str, str]) -> None:
         """Nothing is remembered of renamed parameters: what they stand for is something else now."""
         self._settle_reading()
-        state, update = self._state, self._update
+        state, update = self._state, self._pending.update
 
         def others(entries: Mapping[str, Any]) -> dict[str, Any]:
             return {name: value for name, value in entries.items() if name not in renamed}
@@ -217,8 +236,8 @@ class StructuredNaturalGradient(ModelOptimizer):
 
         stacks = state.stacks.select(lambda block: renamed.keys().isdisjoint(block.layout.names))
         self._state = replace(state, blocks=drop(state.blocks), stacks=stacks, vectors=others(state.vectors))
-        self._update = None if update is None else replace(update, blocks=drop(update.blocks))
-        self._discarded, self._kinds = drop(self._discarded), others(self._kinds)
+        self._pending.update = None if update is None else replace(update, blocks=drop(update.blocks))
+        self._pending.discarded, self._kinds = drop(self._pending.discarded), others(self._kinds)
         super()._rename(renamed)
         self._listen_anew()
 
@@ -231,9 +250,9 @@ class StructuredNaturalGradient(ModelOptimizer):
         layers = [layer for layer in self._reader.layers.by_key.values() if layer.layout.names in held]
         trusted = frozenset(claim for layer in layers for claim in layer.claims)
         self._state = replace(self._state, hearing=Hearing(trusted, labels=self._state.hearing.labels))
-        self._passes = []
-        if self._update is not None:
-            self._update = replace(self._update, hearing=Hearing(trusted, labels=self._update.hearing.labels))
+        update, self._pending.losses = self._pending.update, []
+        if update is not None:
+            self._pending.update = replace(update, hearing=Hearing(trusted, labels=update.hearing.labels))
 
     def _follow_groups(self) -> None:
         """Name the parameters that the groups hold and that are trainable, and listen to their layers."""
@@ -279,7 +298,7 @@ class StructuredNaturalGradient(ModelOptimizer):
 
         def restore() -> None:
             self._averages, self._state, self._told = averages, state, StepReport()
-            self._update, self._coming, self._discarded, self._passes = None, None, {}, []
+            self._pending = replace(Pending(), nats=self._pending.nats)
             self._arm()
 
         return restore
@@ -303,12 +322,13 @@ class StructuredNaturalGradient(ModelOptimizer):
             # NaN too where no target counts; the other processes go on without this one's rows then
             if fit or not (alone or own.rows):
                 with full_precision(self._named):  # users call this under autocast, which would round second moments
-                    self._start_reading(reader, update, outputs, targets)
-                    if (own.rows or alone) and self._state.outside.asks:
-                        self._own.listen(self.criterion, outputs, targets, value, reader.leaves)
+                    known = self._list_inputs(update)
+                    self._start_reading(reader, update, outputs, targets, known)
+                    if (own.rows or alone) and known is None and self._state.outside.asks:
+                        self._pending.own.listen(self.criterion, outputs, targets, value, reader.leaves)
             else:
                 reader.skip(value)
-                self._update = update.fail()
+                self._pending.update = update.fail()
         reader.taps.release_with(value)
         if alone:
             self._settle_reading()
@@ -320,13 +340,23 @@ class StructuredNaturalGradient(ModelOptimizer):
         for those blocks alone that this batch does not reach.
         """
         self._settle_reading()
-        if self._update is not None and self._batch != self._recall.batch and not self._recall.losses:
-            self._discarded, self._update = {**self._discarded, **self._update.blocks}, None
-            self._passes = []
-        self._batch = self._recall.batch
-        return self._update or BatchUpdate(self._state.blocks, self._state.hearing, self._state.guard)
+        pending = self._pending
+        if pending.update is not None and pending.batch != self._recall.batch and not self._recall.losses:
+            pending.discarded, pending.update = {**pending.discarded, **pending.update.blocks}, None
+            pending.losses = []
+        pending.batch = self._recall.batch
+        return pending.update or BatchUpdate(self._state.blocks, self._state.hearing, self._state.guard)
 
-    def _start_reading(self, reader: Reader, update: BatchUpdate, outputs: Any, targets: Any) -> None:
+    def _list_inputs(self, update: BatchUpdate) -> set[str] | None:
+        """The layers whose inputs alone are read, all that have statistics; None where derivatives are needed too."""
+        needed = self._choices.needs_derivatives(self._state.is_turned) or not self.structure.separates
+        if needed or self._list_unread():
+            return None
+        return {key for key, block in update.blocks.items() if block.layer is not None}
+
+    def _start_reading(
+        self, reader: Reader, update: BatchUpdate, outputs: Any, targets: Any, known: set[str] | None
+    ) -> None:
         """Read the statistics of the pass. Several processes add them up while the user's backward pass goes on."""
         state = self._state
         # labels that a metric was estimated from measure it too short along the direction that it gives
@@ -334,9 +364,10 @@ class StructuredNaturalGradient(ModelOptimizer):
         every = max(MEASURED, self.update_every)
         measuring = measuring and is_due_to_measure(state.pace, state.step, state.is_turned, every)
         measurement = None if not measuring or isinstance(self.structure.estimate, ExactLabels) else Sampled()
-        reading, hearing = reader.read(update.hearing, self.criterion, outputs, targets, self._recall, measurement)
+        sources = self.criterion, outputs, targets, self._recall
+        reading, hearing = reader.read(update.hearing, *sources, measurement, known)
         if reading is None:
-            self._update = replace(update, hearing=hearing).fail()
+            self._pending.update = replace(update, hearing=hearing).fail()
             return
         sample = sample_examples(reading) if measuring else None
         reading.apart.clear()
@@ -345,34 +376,35 @@ class StructuredNaturalGradient(ModelOptimizer):
             decay, part = self.structure.decay, part_of_rows(state.pace, state.step, state.is_turned)
         update = replace(update, hearing=hearing, part=part)
         arrive = self._averages.start(update, replace(reading, part=part), decay)
-        self._coming = arrive, sample, update.taken
+        self._pending.coming = arrive, sample, update.taken
 
     def _settle_reading(self) -> None:
         """Wait for the statistics of the last pass. Nothing is sent: a process may do this alone."""
-        if self._coming is None:
+        pending = self._pending
+        if pending.coming is None:
             return
-        (arrive, sample, taken), self._coming = self._coming, None
+        (arrive, sample, taken), pending.coming = pending.coming, None
         update, before = arrive(), self._state.blocks
-        left = {key: block for key, block in self._discarded.items() if update.blocks.get(key) is before.get(key)}
+        left = {key: block for key, block in pending.discarded.items() if update.blocks.get(key) is before.get(key)}
         blocks = {**update.blocks, **left} if left else update.blocks
-        self._update = replace(update, blocks=blocks, sample=sample if update.taken > taken else None)
+        pending.update = replace(update, blocks=blocks, sample=sample if update.taken > taken else None)
 
     def _drop_unused(self) -> None:
         """Forget what was read last of losses that did not go backward, where others did."""
-        gone = self._recall.losses
-        while gone and self._passes and not is_among(self._passes[-1][0], gone):
-            self._update = self._passes.pop()[1]
+        gone, pending = self._recall.losses, self._pending
+        while gone and pending.losses and not is_among(pending.losses[-1][0], gone):
+            pending.update = pending.losses.pop()[1]
 
     def _list_unread(self) -> set[str]:
         """The parameters that have no block yet."""
-        blocks = self._state.blocks if self._update is None else self._update.blocks
+        blocks = self._state.blocks if self._pending.update is None else self._pending.update.blocks
         return self._named.keys() - {name for block in blocks.values() for name in block.layout.names}
 
     def _arm(self) -> None:
         """Listen to the next pass if its statistics are due, or if it may use a parameter that has no block yet."""
         pace, state = self._state.pace, self._state
         assert self._reader is not None
-        due = is_due(pace, pace.updated, state.step, state.is_turned, self.update_every)
+        due = is_due(pace.updated, state.step, state.is_turned, self.update_every)
         self._reader.arm(due, bool(self._list_unread() - state.hearing.tried))
         asks = self.rule.measures(state.is_turned) or self.rule.needs_loss or self.damping.needs_ratio
         self._recall.keeps = self._reader.taps.armed or asks or self._options() != self.rule.options
@@ -390,7 +422,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         assert self._reader is not None
         evidence = self._gather_evidence(self._reader, active, called)
         self._reader.arm(False)  # what follows may call the model again
-        blocks = self._state.blocks if self._update is None else self._update.blocks
+        blocks = self._state.blocks if self._pending.update is None else self._pending.update.blocks
         known = {name for block in blocks.values() for name in block.layout.names} | self._warned
         strangers = {n for n, g in evidence.gradients.items() if n not in known and bool(measure_norm(g) > 0)}
         if blocks and strangers:
@@ -400,20 +432,20 @@ class StructuredNaturalGradient(ModelOptimizer):
 
     def _gather_evidence(self, reader: Reader, active: dict[str, Tensor], called: Called) -> BlockEvidence:
         """What this batch told."""
-        recall, update = self._recall, self._update
+        recall, update = self._recall, self._pending.update
         return BlockEvidence(
             averages=self._averages,
             gradients={name: dense(p) for name, p in active.items()},
             losses=recall.losses or recall.computed,
-            nats=self._nats,
+            nats=self._pending.nats,
             scale=recall.scale,
             update=update,
             values=WholeTensors(self._named),
             settings=dict(self._list_settings()),
             late=reader.due and not (update is not None and update.taken),
-            own=OwnGradients() if recall.is_stale else self._own,  # the rest is of another batch then
+            own=OwnGradients() if recall.is_stale else self._pending.own,  # the rest is of another batch then
             trial=partial(self._open_trial, active, called),
-            batch=BatchForm(self.model, self.criterion, recall, self._named, self._ranks, self._nats),
+            batch=BatchForm(self.model, self.criterion, recall, self._named, self._ranks, self._pending.nats),
             examples=recall.count_examples,
             check_followed=self._check_followed,
         )
@@ -453,8 +485,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         assert self._reader is not None
         super()._forget_batch()
         self._reader.taps.take()
-        self._update, self._discarded, self._passes = None, {}, []
-        self._own.clear()
+        self._pending = replace(Pending(), nats=self._pending.nats)
         self._arm()
 
 

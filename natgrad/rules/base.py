@@ -120,17 +120,25 @@ class Rule(Explained):
         """
         return {}
 
-    def prepare_for(self, metric: Operator, level: float, positions: float) -> dict[str, Tensor]:
-        """`prepare`, for a rule that also asks how many rows a step has. This is what is called.
+    def prepare_inputs(self, moment: Tensor, tokens: bool, positions: float) -> dict[str, Tensor] | None:
+        """What `shape` needs of the second moment A of a layer's inputs; None, the default: `prepare` is called.
 
-        A rule that overrides it has no use for `prepare`, nor have its subclasses.
+        A rule that supplies it, and measures nothing, needs no derivatives: they are read no more.
 
         Args:
-            metric: As for `prepare`.
-            level: As for `prepare`.
-            positions: Examples times positions of a step that the block sees; infinite where nobody knows.
+            moment: A, shape (n, n) or (groups, n, n), or a diagonal (n,).
+            tokens: True for an embedding, whose A has the frequencies of the tokens (n,).
+            positions: Examples times positions of a step that the layer sees; infinite where nobody knows.
         """
-        return self.prepare(metric, level)
+        return None
+
+    def reads_inputs(self, turned: bool) -> bool:
+        """Whether directions of the rule's own need nothing of a metric but the moments of layers' inputs.
+
+        Args:
+            turned: As for `measures`.
+        """
+        return type(self).prepare_inputs is not Rule.prepare_inputs and not self.measures(turned)
 
     def shape(self, block: BlockPoint) -> tuple[Tensor, dict[str, Tensor]]:
         """The block's direction, in the shape of `block.mean`, and the block's memory for the next step.

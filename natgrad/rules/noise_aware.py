@@ -102,8 +102,8 @@ class NoiseAware(Rule):
     def prepare(self, metric: Operator, level: float) -> dict[str, Tensor]:
         return self.spectral.prepare(metric, level)
 
-    def prepare_for(self, metric: Operator, level: float, positions: float) -> dict[str, Tensor]:
-        return self.spectral.prepare_for(metric, level, positions)
+    def prepare_inputs(self, moment: Tensor, tokens: bool, positions: float) -> dict[str, Tensor] | None:
+        return self.spectral.prepare_inputs(moment, tokens, positions)
 
     def shape(self, block: BlockPoint) -> tuple[Tensor, dict[str, Tensor]]:
         return self.spectral.shape(block)

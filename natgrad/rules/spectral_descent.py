@@ -11,7 +11,7 @@ from torch import Tensor
 
 from natgrad.ground.linalg import BLOCK, gram, invert_factor_or_nan, resolvent
 from natgrad.ground.typed_torch import as_tensor_like, torch_linalg
-from natgrad.operators import KroneckerOperator, Operator, Spectral, Tiled
+from natgrad.operators import Operator
 from natgrad.rules.base import Objective, Rule
 from natgrad.rules.block_point import BlockPoint
 from natgrad.rules.parts import Memory
@@ -116,13 +116,9 @@ class SpectralDescent(Rule):
         return min(1.0, math.sqrt(self.falls_after / max(steps, 1)))
 
     def prepare(self, metric: Operator, level: float) -> dict[str, Tensor]:
-        return self.prepare_for(metric, level, math.inf)
+        return {"squares": metric.diagonal().clamp(min=0)}
 
-    def prepare_for(self, metric: Operator, level: float, positions: float) -> dict[str, Tensor]:
-        moments = find_input_moment(metric)
-        if moments is None:
-            return {"squares": metric.diagonal().clamp(min=0)}
-        moment, tokens = moments
+    def prepare_inputs(self, moment: Tensor, tokens: bool, positions: float) -> dict[str, Tensor]:
         least = 0.0 if tokens else self.scarce * moment.shape[-1] / max(positions, 1.0)
         if least <= self.damping:
             return whitener(moment, tokens, self.damping)
@@ -225,27 +221,6 @@ class SpectralDescent(Rule):
             loss = as_tensor_like(model.loss, like)
             bound = bound * torch.where(loss.isnan(), 1.0, loss.clamp(min=0))
         return bound.clamp(max=scale_usual(model.run.options.get("max_kl", math.inf), model))
-
-
-def find_input_moment(metric: Operator) -> tuple[Tensor, bool] | None:
-    """A of a layer's inputs, and True if these are tokens; None without a Kronecker product, or where A is cut.
-
-    The outputs' factor is not asked: it may be cut, as that of a head of many words.
-    """
-    tiles = metric.tiles if isinstance(metric, Tiled) else metric
-    if isinstance(tiles, KroneckerOperator):
-        tokens = tiles.left.dim() == 1 and tiles.right.dim() > 1  # an embedding's inputs are on the left
-        moment = tiles.left if tokens else tiles.right
-        return (moment, tokens) if moment.dim() < 4 else None
-    if not isinstance(tiles, Spectral):
-        return None
-    eigen = tiles.eigen
-    if eigen.left_vectors is None and eigen.right_vectors is not None:
-        return eigen.left_values, True
-    values, vectors = eigen.right_values.clamp(min=0), eigen.right_vectors
-    if values.dim() > 2:
-        return None
-    return values if vectors is None else (vectors * values.unsqueeze(-2)) @ vectors.mT, False
 
 
 def whitener(moment: Tensor, tokens: bool, damping: float) -> dict[str, Tensor]:

@@ -13,14 +13,12 @@ from torch import Tensor
 
 from natgrad.ground.linalg import invert_factor_or_nan, symmetrise
 from natgrad.ground.typed_torch import as_tensor_like, measure_norm, split_tensor, torch_linalg
-from natgrad.operators import Operator
 from natgrad.rules.base import Objective, Rule
 from natgrad.rules.block_point import BlockPoint, BlockStack
 from natgrad.rules.parts import Memory
 from natgrad.rules.quadratic import Quadratic, Step
 from natgrad.rules.spectral_descent import (
     apply_root,
-    find_input_moment,
     polar,
     table_rows,
     whiten_inputs,
@@ -53,8 +51,7 @@ class SpectralProgress(Rule):
 
     An embedding moves along R n, by `share` / 3 of a unit in the root mean square of its outputs. A table that no layer
     reads (positions or queries that are parameters of the model) moves along polar(n). Other parameters without a
-    Kronecker product (norms, biases alone) move along n / (F + damping mean F)^(1/2), F the metric's diagonal, by
-    `vectors` in root mean square.
+    Kronecker product (norms, biases alone) move along n, by `vectors` in root mean square.
 
     Args:
         share: A layer's move, of its own size, at learning rate 1.
@@ -106,14 +103,8 @@ class SpectralProgress(Rule):
     def rate_after(self, steps: int) -> float:
         return min(1.0, math.sqrt(self.falls_after / max(steps, 1)))
 
-    def prepare(self, metric: Operator, level: float) -> dict[str, Tensor]:
-        return self.prepare_for(metric, level, math.inf)
-
-    def prepare_for(self, metric: Operator, level: float, positions: float) -> dict[str, Tensor]:
-        moments = find_input_moment(metric)
-        if moments is None:
-            return {"squares": metric.diagonal().clamp(min=0)}
-        (moment, tokens), positions = moments, max(positions, 1.0)
+    def prepare_inputs(self, moment: Tensor, tokens: bool, positions: float) -> dict[str, Tensor]:
+        positions = max(positions, 1.0)
         least = self.damping if tokens else max(self.damping, moment.shape[-1] / positions)
         if not tokens and moment.dim() == 2 and WIDE <= len(moment) > positions:
             roots = whitener_of_few(moment, least, min(math.ceil(TOP * positions), len(moment) // PART))
@@ -183,8 +174,7 @@ class SpectralProgress(Rule):
         if "inputs" in prepared:
             matrices, roots = align_roots(n, prepared)
             return whiten(polar(whiten(matrices, roots), ITERATIONS), roots, last=True).reshape(n.shape)
-        squares = prepared["squares"].view(n.shape) if "squares" in prepared else None
-        return self._scale_entries(n, squares)
+        return self._scale_entries(n)
 
     def _measure_lengths(self, stack: BlockStack, d: Tensor) -> tuple[Tensor | float, Tensor | None]:
         """The blocks' usual lengths in units of their directions, and their sizes where these are needed again."""
@@ -223,12 +213,9 @@ class SpectralProgress(Rule):
         size = (mean / often.sum(-2, keepdim=True).clamp(min=LEAST)).sqrt()
         return torch.where(size > 0, step / size.clamp(min=LEAST), 0.0)
 
-    def _scale_entries(self, n: Tensor, squares: Tensor | None) -> Tensor:
-        """n / (F + damping mean F)^(1/2) at a root mean square of 1, for each of several blocks."""
-        entries = tuple(range(1, n.dim()))
-        if squares is not None:
-            n = n / (squares + self.damping * squares.mean(entries, keepdim=True)).clamp(min=LEAST).sqrt()
-        size = n.square().mean(entries, keepdim=True).sqrt()
+    def _scale_entries(self, n: Tensor) -> Tensor:
+        """n at a root mean square of 1, for each of several blocks."""
+        size = n.square().mean(tuple(range(1, n.dim())), keepdim=True).sqrt()
         return torch.where(size > 0, n / size.clamp(min=LEAST), 0.0)
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.linalg import KroneckerEigen, eigh
-from natgrad.layers import Layer, Room, Seen, factor_sizes, layer_factors, layer_spectrum
+from natgrad.layers import Layer, Room, Seen, factor_sizes, layer_factors, layer_inputs, layer_spectrum
 from natgrad.operators import KroneckerOperator, Operator, Spectral, Tiled, Units
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
 from natgrad.structures.running_average import accumulate_total, add_up_now, exchange_sums, solve_once
@@ -75,20 +75,22 @@ class Kronecker(Layerwise):
         return math.inf if self.reduce else max(FEWEST, self.rows * max(layer.layout.matrix_shape[1:]))
 
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
-        return accumulate_statistics(
-            before, layer_factors(seen, self.reduce, Room(self.largest, self.budget), add_up_now), decay
-        )
+        room = Room(self.largest, self.budget)
+        if not seen.deltas:
+            return accumulate_inputs(seen, before, decay, self.reduce, room)
+        return accumulate_statistics(before, layer_factors(seen, self.reduce, room, add_up_now), decay)
 
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         if "blocks" in totals:
             return Units(totals["blocks"] / weight)
-        left, right = totals["left"] / weight, totals["right"] / weight
-        if "counts" in totals:  # the mean over an expert's own positions
-            share = totals["counts"].view(-1, 1, 1)
-            right = totals["right"] / torch.where(share > 0, share, 1)
+        totals = fill_derivatives(layer, totals, weight)
+        left, right = totals["left"] / weight, average_right(totals, weight)
         if is_cut(totals):
             return Tiled.kronecker(left, right, layer.layout.matrix_shape[1:], factored=self.factored)
         return KroneckerOperator(left, right, factored=self.factored)
+
+    def inputs(self, layer: Layer, totals: Statistics, weight: float) -> tuple[Tensor, bool] | None:
+        return average_inputs(layer, totals, weight)
 
     def kind(self, totals: Statistics) -> str:
         return super().kind(totals) + blocks_of(totals)
@@ -145,9 +147,12 @@ class EigenKronecker(Layerwise):
 
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
         room = Room(self.largest, self.budget)
+        if not seen.deltas:
+            return accumulate_inputs(seen, before, decay, self.reduce, room)
         if seen.single:
             return accumulate_statistics(before, layer_factors(seen, self.reduce, room), decay)
-        moments = None if before is None else {side: before[side] for side in ("left", "right")}
+        before = before if before is not None and "spectrum" in before else None  # else of inputs alone
+        moments = None if before is None else {side: before[side] for side in SIDES}
         fresh = {
             side: moment for side, moment in layer_factors(seen, self.reduce, room, add_up_now).items() if side in SIDES
         }
@@ -181,16 +186,59 @@ class EigenKronecker(Layerwise):
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         if "blocks" in totals:
             return Units(totals["blocks"] / weight)
+        if "spectrum" not in totals:
+            totals = fill_derivatives(layer, totals, weight)
+            return KroneckerOperator(totals["left"] / weight, totals["right"] / weight)
         spectral = Spectral(basis_of(totals | find_eigenvalues(totals)), totals["spectrum"] / weight)
         if not is_cut(totals):
             return spectral
         return Tiled.spectral(spectral, layer.layout.matrix_shape[1:])
+
+    def inputs(self, layer: Layer, totals: Statistics, weight: float) -> tuple[Tensor, bool] | None:
+        return average_inputs(layer, totals, weight)
 
     def kind(self, totals: Statistics) -> str:
         return super().kind(totals) + blocks_of(totals)
 
     def inverted_sizes(self, layer: Layer) -> list[tuple[int, int]]:
         return factor_sizes(layer, Room(self.largest, self.budget))
+
+
+def accumulate_inputs(seen: Seen, before: Statistics | None, decay: float, reduce: bool, room: Room) -> Statistics:
+    """The totals of a layer's inputs alone, after a pass that tells nothing of derivatives: these are forgotten."""
+    like = None if before is None else before.get("left")
+    return accumulate_statistics(before, layer_inputs(seen, reduce, room, None if like is None else like.dtype), decay)
+
+
+def fill_derivatives(layer: Layer, totals: Statistics, weight: float) -> Statistics:
+    """The totals, with derivatives that are white where they are known of inputs alone."""
+    groups, outputs, columns = layer.layout.matrix_shape
+    for side, size, other in (("left", outputs, "right"), ("right", columns, "left")):
+        if side not in totals and other in totals:
+            ones = torch.diag_embed(totals[other].new_full((size,), weight))
+            totals = totals | {side: ones.expand(groups, size, size) if groups > 1 else ones}
+    return totals
+
+
+def average_inputs(layer: Layer, totals: Statistics, weight: float) -> tuple[Tensor, bool] | None:
+    """A, shape (n, n) or (groups, n, n), of factors that are cut its diagonal (n,), and whether of tokens (n,)."""
+    if "blocks" in totals:
+        return None
+    left, right = totals.get("left"), totals.get("right")
+    if left is not None and (right is None or (left.dim() == 1 and (layer.by_token or right.dim() > 1))):
+        return left / weight, True
+    assert right is not None
+    if right.dim() == 4:
+        return right.diagonal(dim1=-2, dim2=-1).flatten()[: layer.layout.matrix_shape[2]] / weight, False
+    return average_right(totals, weight), False
+
+
+def average_right(totals: Statistics, weight: float) -> Tensor:
+    """A, over an expert's own positions where experts saw different shares of them."""
+    if "counts" not in totals:
+        return totals["right"] / weight
+    share = totals["counts"].view(-1, 1, 1)
+    return totals["right"] / torch.where(share > 0, share, 1)
 
 
 def is_cut(totals: Statistics) -> bool:

@@ -40,7 +40,6 @@ class Layerwise(Structure):
     Attributes:
         sums: True if all that a pass gives goes through `accumulate_statistics` or `exchange_sums`, so that several
             processes can add it up.
-        compares: True if totals of two passes compare entry by entry.
         adds: True if `statistics` is decay * before + what the pass gives, entry by entry: then several processes add
             up what their passes give while other work goes on.
         symmetric: The entries that are symmetric matrices (..., n, n), where they are no vectors.
@@ -51,7 +50,6 @@ class Layerwise(Structure):
     """
 
     sums: ClassVar[bool] = False
-    compares: ClassVar[bool] = True
     adds: ClassVar[bool] = False
     symmetric: ClassVar[frozenset[str]] = frozenset()
 
@@ -105,6 +103,27 @@ class Layerwise(Structure):
             totals: Its running totals, from `statistics`.
             weight: The totals' weight: a total over it is an average.
         """
+
+    @property
+    def separates(self) -> bool:
+        """True if the structure tells `inputs`."""
+        return type(self).inputs is not Layerwise.inputs
+
+    def inputs(self, layer: Layer, totals: Statistics, weight: float) -> tuple[Tensor, bool] | None:
+        """The mean second moment A of a layer's inputs, for rules that need nothing else; None where it is not known.
+
+        Where it is known, `statistics` also takes passes without derivatives (`seen.deltas` is empty), and forgets what
+        it knew of them.
+
+        Args:
+            layer: The layer.
+            totals: Its running totals, from `statistics`.
+            weight: The totals' weight.
+
+        Returns:
+            Shape (n, n), (groups, n, n), or a diagonal (n,), and True for tokens, whose moment is their frequencies.
+        """
+        return None
 
     def kind(self, totals: Statistics) -> str:
         """What a layer with these totals got, for reports.
@@ -176,7 +195,7 @@ class Layerwise(Structure):
 
 
 def accumulate_statistics(before: Statistics | None, fresh: Statistics, decay: float) -> Statistics:
-    """decay * before + fresh, entry by entry, in fresh's storage; without the past where that is of another kind.
+    """decay * before + fresh, entry by entry, in fresh's storage; without a past that lacks an entry.
 
     Args:
         before: The totals so far, by name; None at first.
@@ -184,7 +203,7 @@ def accumulate_statistics(before: Statistics | None, fresh: Statistics, decay: f
         decay: Weight of the past, in [0, 1).
     """
     fresh = exchange_sums(fresh)
-    if before is None or before.keys() != fresh.keys():
+    if before is None or not before.keys() >= fresh.keys():
         return fresh
     return {key: accumulate_total(before[key], value, decay, reuse=True) for key, value in fresh.items()}
 

@@ -234,7 +234,6 @@ class OnlineLowRank(Layerwise):
     """
 
     sums = True
-    compares = False
     rank_in: int = 20
     rank_out: int = 80
     gradient: bool = False

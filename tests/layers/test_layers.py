@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.ground.linalg import KroneckerEigen
-from natgrad.layers import moments
+from natgrad.layers import Room, collect_inputs, layer_factors, layer_inputs, moments, record_calls
 from natgrad.layers.kinds import BATCH_NORMS, EmbeddingLayer, Layer, known_layers
 
 TOKENS = torch.tensor([[0, 1, 4, 1], [2, 2, 3, 0], [4, 0, 1, 1]])
@@ -148,6 +148,28 @@ def test_statistics_are_second_moments_of_the_scores(name: str):
     assert eigen.right_vectors is not None
     turned = eigen.left_vectors.mT @ g @ eigen.right_vectors
     assert_close(moments.rotated_squares(a, deltas, eigen), turned.square().sum(0), 1e-12)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_inputs_alone_have_the_moment_of_the_whole_pass(name: str):
+    module, layer, inputs, cotangent = case(name)
+    with record_calls({module: layer}) as taps:
+        module(inputs)
+    seen, whole = collect_inputs(taps), seen_of(layer, inputs, cotangent)
+    if whole.single:
+        assert not seen
+        return
+    (alone,) = seen
+    assert alone.positions == whole.positions
+    expected = layer_factors(whole, False, Room(8192, 2**28))
+    found = layer_inputs(alone, False, Room(8192, 2**28), F64)
+    assert found.keys() == ({"left"} if whole.by_token else {"right"})
+    for side, moment in found.items():
+        assert_close(moment, expected[side], 1e-13)
+    if not whole.by_token:
+        assert float(alone.bound_inputs()) >= float(whole.bound_inputs()) * (1 - 1e-12)
+        few = layer_inputs(alone.thin(2 * whole.positions), False, Room(8192, 2**28))["right"]  # all rows
+        assert_close(few, expected["right"], 1e-13)
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name.startswith("embedding")])

@@ -50,7 +50,7 @@ def passes(request: pytest.FixtureRequest):
     derivatives = [torch.randn_like(y) for _ in range(2)]
     assert SeenImages.fits(layer, x, derivatives, 5)
     seen = Seen(layer, layer.activations(x), [layer.deltas(d) for d in derivatives])
-    return SeenImages(layer, x, derivatives), seen, module, y
+    return SeenImages(layer, x, derivatives, y.shape[2:]), seen, module, y
 
 
 def test_its_gradient_is_autograds(passes):
@@ -78,7 +78,7 @@ def test_thinned_to_some_images_they_weigh_as_much_as_all():
     module = nn.Conv2d(2, 3, 3).double()
     (layer,) = known_layers(module, Space(ng.trainable(module))).values()
     x, derivative = torch.ones(64, 2, 4, 4, dtype=torch.float64), torch.ones(64, 3, 2, 2, dtype=torch.float64)
-    thin = SeenImages(layer, x, [derivative]).thin(1.0)
+    thin = SeenImages(layer, x, [derivative], (2, 2)).thin(1.0)
     assert len(thin.activations) < 64
     assert_close(thin.deltas[0].square().sum(), derivative.square().sum())
 

@@ -132,17 +132,14 @@ def test_inputs_are_whitened_as_far_as_rows_tell(rows: int) -> None:
 
 def test_white_inputs_move_as_far_with_few_rows() -> None:
     eye = torch.eye(INPUTS, dtype=F64)
-    metric = ng.operators.KroneckerOperator(torch.eye(OUTPUTS, dtype=F64), eye)
     for rows in (0.0, 1.0, 7.0, 1e6, math.inf):
-        root = SpectralDescent().prepare_for(metric, 0.1, rows)["inputs"]
+        root = SpectralDescent().prepare_inputs(eye, False, rows)["inputs"]
         torch.testing.assert_close(root.mT @ root, eye / 1.3)
-    torch.testing.assert_close(SpectralDescent().prepare(metric, 0.1)["inputs"], root)
 
 
 def test_tokens_are_whitened_by_all_rows_alike() -> None:
     often = torch.tensor([4.0, 1.0, 0.0], dtype=F64)
-    metric = ng.operators.KroneckerOperator(often, torch.eye(5, dtype=F64))
-    few, many = (SpectralDescent().prepare_for(metric, 0.1, rows)["tokens"] for rows in (1.0, math.inf))
+    few, many = (SpectralDescent().prepare_inputs(often, True, rows)["tokens"] for rows in (1.0, math.inf))
     torch.testing.assert_close(few, (often / often.mean() + 0.3).rsqrt())
     torch.testing.assert_close(few, many)
 

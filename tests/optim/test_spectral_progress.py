@@ -85,8 +85,7 @@ def test_a_step_is_the_written_out_one(recipe: Callable[..., Any], scale: float)
 def test_few_rows_whiten_less_and_move_directions_of_mean_size_as_before() -> None:
     rule = SpectralProgress()
     moment = torch.diag(torch.tensor([1.9, 1.0, 0.1], dtype=F64))
-    metric = ng.operators.KroneckerOperator(torch.eye(2, dtype=F64), moment)
-    many, few = (rule.prepare_for(metric, 0.1, rows)["inputs"].diagonal() for rows in (math.inf, 1.0))
+    many, few = (rule.prepare_inputs(moment, False, rows)["inputs"].diagonal() for rows in (math.inf, 1.0))
     torch.testing.assert_close(many, (moment.diagonal() + 0.3).rsqrt())
     torch.testing.assert_close(few, (1.3 / 4) ** -0.5 * (moment.diagonal() + 3.0).rsqrt())
     assert few[1] == pytest.approx(float(many[1]) * (1.3 / 4) ** -0.5 * (1.3 / 4) ** 0.5)
@@ -96,8 +95,7 @@ def test_many_inputs_of_few_rows_are_whitened_along_their_largest_directions() -
     rows, inputs = 10, 300
     x = draw(40 * rows, inputs) * torch.logspace(0, -1.5, inputs, dtype=F64) + 0.3
     moment = x.mT @ x / len(x)
-    metric = ng.operators.KroneckerOperator(torch.eye(3, dtype=F64), moment)
-    few = SpectralProgress().prepare_for(metric, 0.1, rows)
+    few = SpectralProgress().prepare_inputs(moment, False, rows)
     assert few["inputs"].shape == (inputs, 2 * rows)
     scarce = inputs / rows
     white = moment / moment.diagonal().mean() + scarce * torch.eye(inputs, dtype=F64)
@@ -106,8 +104,7 @@ def test_many_inputs_of_few_rows_are_whitened_along_their_largest_directions() -
     assert float((found - expected).norm() / expected.norm()) < 0.05
     theta = draw(5, inputs)
     torch.testing.assert_close(unwhiten(whiten(theta, few, last=True), few), theta)
-    flat = ng.operators.KroneckerOperator(torch.eye(3, dtype=F64), torch.eye(inputs, dtype=F64))
-    assert SpectralProgress().prepare_for(flat, 0.1, 1000.0)["inputs"].shape == (inputs, inputs)
+    assert SpectralProgress().prepare_inputs(moment, False, 1000.0)["inputs"].shape == (inputs, inputs)
 
 
 def test_a_whitener_of_few_directions_is_the_whole_one_where_the_others_are_equal() -> None:
@@ -141,8 +138,7 @@ def test_blocks_in_a_stack_move_as_each_alone() -> None:
     for i, shape in enumerate([(1, 4, 6), (1, 4, 6), (1, 6, 4), (2, 4, 6), (1, 1, 5), (1, 4, 6)]):
         prepared = {"inputs": torch.linalg.inv(torch.linalg.cholesky(torch.eye(shape[-1], dtype=F64) * (1 + i)))}
         points.append(make_point(draw(*shape, seed=i), values=draw(*shape, seed=9 + i), prepared=prepared))
-    points += [make_point(draw(1, 1, 7, seed=i), prepared={"squares": draw(7, seed=i).square()}) for i in (20, 21)]
-    points += [make_point(draw(1, 1, 7, seed=22), prepared={})]
+    points += [make_point(draw(1, 1, 7, seed=i), prepared={}) for i in (20, 21, 22)]
     points += [make_point(draw(1, 1, 12, seed=i), prepared={}, shape=(3, 4)) for i in (30, 31)]
     points += [make_point(draw(1, 9, 3, seed=40), prepared={"tokens": torch.ones(9, dtype=F64)})]
     together, alone = shape_alike(rule, points), [rule.shape(point) for point in points]
@@ -190,6 +186,42 @@ def test_a_layer_without_a_gradient_stays_and_has_its_length_later() -> None:
     direction, memory = rule.shape(make_point(draw(1, 4, 6), memory, steps=8))
     assert torch.isfinite(direction).all()
     assert direction.norm() == pytest.approx(0.075 * 24**0.5, rel=0.1)
+
+
+class TwoHeads(nn.Module):
+    """Of the second head nothing is seen in passes that do not ask for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm = nn.Linear(4, 6), nn.LayerNorm(6)
+        self.heads, self.both = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)]), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.body(x).tanh())
+        return self.heads[0](hidden) + (self.heads[1](hidden) if self.both else 0)
+
+
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac])
+def test_spectral_steps_read_no_labels_once_every_layer_is_known(recipe: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    model, decay = TwoHeads().double(), 0.8
+    opt = recipe(model, nn.CrossEntropyLoss(), rule=SpectralProgress(), update_every=1, decay=decay)
+    inputs = [draw(50, 4, seed=k) * (1 + k) for k in range(4)]
+    labels = list[Tensor]()
+    for x in inputs:
+        train_batches(opt, model, [(x, torch.arange(50) % 3)])
+        labels.append(opt._state.hearing.labels)
+    assert all(torch.equal(labels[0], later) for later in labels)
+    block = opt._state.blocks["body.weight body.bias"]
+    assert set(block.totals) == {"right"}
+    ones = [torch.cat([x, torch.ones(50, 1, dtype=F64)], 1) for x in inputs]
+    moment = sum(decay ** (3 - k) * a.mT @ a for k, a in enumerate(ones))
+    white = moment / moment.diagonal().mean() + 0.3 * torch.eye(5, dtype=F64)
+    root = block.prepared["inputs"]
+    torch.testing.assert_close(root.mT @ root, torch.linalg.inv(white))
+    model.both = False  # the second head's inputs are not heard: derivatives say what that means
+    train_batches(opt, model, [(inputs[0], torch.arange(50) % 3)])
+    assert not torch.equal(labels[0], opt._state.hearing.labels)
 
 
 @pytest.mark.parametrize("slope", [1e-38, 1e-200])

@@ -86,7 +86,7 @@ def test_an_update_that_comes_before_it_is_due_needs_as_many_fewer_rows() -> Non
     ):
         pace = Pace(updated=step - every)
         assert part_of_rows(pace, step, False) == part
-        assert is_due(pace, pace.updated, step, False, 20) == (part == 1.0)
+        assert is_due(pace.updated, step, False, 20) == (part == 1.0)
 
 
 def test_factors_on_every_step_come_from_fewer_rows_and_are_those_of_all_up_to_chance() -> None:

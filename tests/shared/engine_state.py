@@ -15,7 +15,7 @@ from natgrad.optim.state import Block, State
 def state_of(opt: Any) -> State:
     """All that the next step depends on, with what the passes since the last step made of the averages."""
     opt._settle_reading()
-    update = opt._update
+    update = opt._pending.update
     return opt._state if update is None else replace(opt._state, blocks=update.blocks, hearing=update.hearing)
 
 
