@@ -10,13 +10,22 @@ from natgrad.layers.examples import (
     has_no_place,
     partitions,
 )
-from natgrad.layers.factors import factor_sizes, layer_factors, layer_inputs, layer_spectrum
 from natgrad.layers.hearing import Heard, Pass, Recording, collect_inputs, hear, hear_rows, is_asking, record_pass
 from natgrad.layers.kinds import Layer
 from natgrad.layers.layout import Layout
 from natgrad.layers.model_layers import GraphLeaves, ModelLayers
-from natgrad.layers.moments import Mixed, Seen, layer_bias_rows, layer_squares, layer_units
-from natgrad.layers.pieces import Room
+from natgrad.layers.moments import (
+    Mixed,
+    Room,
+    Seen,
+    factor_sizes,
+    layer_bias_rows,
+    layer_factors,
+    layer_inputs,
+    layer_spectrum,
+    layer_squares,
+    layer_units,
+)
 from natgrad.layers.recalibration import recalibrate
 from natgrad.layers.registry import register
 from natgrad.layers.taps import MatrixProduct, Tap, Taps, derivatives, record_calls

@@ -19,8 +19,7 @@ from natgrad.ground.typed_torch import measure_norm
 from natgrad.layers.examples import Examples, find_examples
 from natgrad.layers.experts import ExpertProduct, collect_experts
 from natgrad.layers.kinds import TRANSPOSED, ConvolutionLayer, Layer, NormLayer, known_layers, pad_as, patches_at
-from natgrad.layers.moments import Mixed, Seen
-from natgrad.layers.spread_rows import spread_rows
+from natgrad.layers.moments import Mixed, Seen, spread_rows
 from natgrad.layers.taps import Place, Tap, derivatives, record_calls
 from natgrad.layers.traced import Traced, TracedProduct, find_products
 

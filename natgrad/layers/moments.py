@@ -1,11 +1,12 @@
-"""Second moments of a layer's scores, from activations a (b, t, G, d) and deltas (b, t, G, o).
+"""Second moments of a layer's scores, from activations a (b, t, G, d) and deltas (b, t, G, o), and Kronecker factors.
 
 Deltas carry the weights of the loss: the metric is sum over examples of E[g g^T] with g = sum_t delta_t a_t^T.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,8 +17,6 @@ from torch.nn import functional
 from natgrad.ground.linalg import KroneckerEigen, gram
 from natgrad.ground.typed_torch import measure_norm
 from natgrad.layers.kinds import Layer
-from natgrad.layers.pieces import cut
-from natgrad.layers.spread_rows import pick_rows, spread_rows
 
 NUMBERS = 2**24
 """Entries of per-example gradients that are held at a time, 64 MiB in float32."""
@@ -376,3 +375,224 @@ def token_blocks(tokens: Tensor, deltas: Tensor, size: int, padding: int | None)
     row_tokens, rows = token_rows(tokens, deltas, padding)
     outer = rows.unsqueeze(2) * rows.unsqueeze(1)
     return deltas.new_zeros(size, rows.shape[1], rows.shape[1]).index_add_(0, row_tokens, outer)
+
+
+# some rows of many, spread so that no period in their order is met at one phase alone
+
+
+PRIME = 7919
+
+
+def spread_rows(count: int, some: float, device: torch.device) -> Tensor:
+    """About `some` of `count` rows, one from each stretch of equal length, at another place in every stretch.
+
+    No period in the order of rows (pairs, classes in turn, places in a sentence) is met at one phase alone.
+    """
+    stretch = max(1, round(count / some))
+    starts = torch.arange(count // stretch, device=device)
+    return starts * stretch + starts * PRIME % stretch
+
+
+def pick_rows(tensor: Tensor, numbers: Tensor) -> Tensor:
+    """Rows of (b, t, ...) as examples of one position, (r, 1, ...), by their numbers (r,) in b t."""
+    t = tensor.shape[1]
+    if t == 1:
+        return tensor[numbers]
+    return tensor[numbers // t, numbers % t].unsqueeze(1)
+
+
+# dimensions that are too large for one factor, cut into equal pieces: a factor becomes block-diagonal
+
+
+LONG, SLENDER, NARROW = 2048, 10, 256
+"""Rows, and times the other factor's, above which blocks of a factor have at most the last number of rows."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much memory one factor may take.
+
+    Args:
+        largest: Rows of a block, >= 1.
+        budget: Bytes of all its blocks, >= 1024.
+
+    Raises:
+        ValueError: For smaller numbers, or numbers that are no integers.
+    """
+
+    largest: int
+    budget: int
+
+    def __post_init__(self) -> None:
+        for name, least, unit in (("largest", 1, "rows"), ("budget", 2**10, "bytes")):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}, expected a number of {unit}, an integer >= {least}")
+
+    def pieces(self, size: int, itemsize: int, other: int) -> int:
+        """How many blocks, as few as fit: k blocks of n / k rows take n^2 / k numbers. n of them are a diagonal.
+
+        The inverse of a factor takes n^3 operations, and a pass of its layer n m for each row of a batch: of a factor
+        that is long and much longer than m, as that of a head of 4000 words on 64 features, only narrow blocks cost
+        less than the pass.
+
+        Args:
+            size: n, the factor's rows.
+            itemsize: Bytes of one number.
+            other: m, the rows of the layer's other factor.
+        """
+        most = min(self.largest, NARROW) if size > max(LONG, SLENDER * other) else self.largest
+        fitting = max(math.ceil(size / most), math.ceil(size * size * itemsize / self.budget))
+        each = math.ceil(size / min(max(fitting, 1), max(size, 1)))
+        return math.ceil(size / max(each, 1))
+
+
+def cut(tensor: Tensor, pieces: int) -> Tensor:
+    """(b, t, 1, n) -> (b, t, k, s) with k s >= n, the last piece filled up with zeros."""
+    size = tensor.shape[-1]
+    each = math.ceil(size / pieces)
+    return functional.pad(tensor, (0, each * pieces - size)).unflatten(-1, (pieces, each)).squeeze(2)
+
+
+def diagonal_like(diagonal: Tensor, factor: Tensor) -> Tensor:
+    """diag(n) in the shape of a factor (n, n), or of its blocks (..., s, s)."""
+    filled = functional.pad(diagonal, (0, factor.shape[:-1].numel() - len(diagonal)))
+    return torch.diag_embed(filled.view(factor.shape[:-1]))
+
+
+# kronecker factors of one pass of a layer: S of the derivatives on the left, A of the inputs on the right
+
+
+AddUp = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+def layer_factors(seen: Seen, reduce: bool, room: Room, add_up: AddUp = dict) -> dict[str, Tensor]:
+    """K-FAC's factors of one pass, S = E[delta delta^T] on the left and A = E[a a^T] on the right; or exact blocks.
+
+    Args:
+        seen: What the pass recorded of the layer.
+        reduce: True to take positions together: means of inputs, sums of derivatives.
+        room: How large a factor may be; a larger one is cut into blocks.
+        add_up: Sums over all processes of a few numbers, by name.
+
+    Returns:
+        "left" and "right", shape (G, n, n); for one group (n, n), its diagonal (n,), or its blocks: (k, 1, s, s) on the
+        left, (1, m, t, t) on the right. "blocks", shape (G, d, d), of a layer with one output per group. "counts" too
+        where experts saw different shares of the positions.
+    """
+    if isinstance(seen, Mixed):
+        return mixed_factors([layer_factors(part, reduce, room) for part in seen.parts], seen.share, add_up)
+    if seen.single:
+        return {"blocks": layer_units(seen)}
+    if seen.by_token:
+        rows = seen.layer.layout.outputs
+        right = total([factor(deltas.unsqueeze(2), room, 0, rows) for deltas in seen.deltas])
+        return layer_inputs(seen, reduce, room, right.dtype) | {"right": right}
+    columns = seen.layer.layout.matrix_shape[2]
+    # K-FAC-reduce of Eschenhagen et al. 2023: exact for a deep linear network whose loss sees the mean over positions
+    deltas = [d.sum(1, keepdim=True) if reduce and not seen.pooled else d for d in seen.deltas]
+    return {"left": total([factor(d, room, 1, columns) for d in deltas])} | layer_inputs(seen, reduce, room)
+
+
+def layer_inputs(seen: Seen, reduce: bool, room: Room, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The part of `layer_factors` that takes no derivatives: A = E[a a^T] on the right, of tokens on the left.
+
+    Args:
+        seen: What the pass recorded of the layer, which has more than one output per group and is not `Mixed`.
+        reduce: As for `layer_factors`.
+        room: As for `layer_factors`.
+        dtype: Of the frequencies of tokens; None for float32.
+    """
+    a = seen.activations
+    if seen.by_token:  # the table's rows are tokens: the frequencies stand on the left
+        counts = token_moment(a, seen.layer.layout.outputs, seen.padding, dtype or torch.float32, seen.weights)
+        return {"left": seen.share * counts}
+    reduce = reduce and not seen.pooled
+    a = a.mean(1, keepdim=True) if reduce else a
+    if seen.weights is not None:
+        a = a * seen.weights.to(a).sqrt().view(-1, 1, 1, 1)
+    outputs = seen.layer.layout.matrix_shape[1]
+    if a.shape[2] == 1 and room.pieces(a.shape[3], a.element_size(), outputs) > 1:
+        right = factor(a, room, 0, outputs) * (seen.share / (a.shape[0] * a.shape[1]))
+    else:
+        right = input_moment(a, seen.share)
+    if seen.counts is None:
+        return {"right": right}
+    if seen.layer.is_routed:  # experts: another share of positions in every pass
+        return {"right": right, "counts": seen.share * seen.counts / seen.activations.shape[1]}
+    mean = (seen.activations.shape[1] / seen.counts).view(-1, 1, 1)  # over a group's own positions alone
+    return {"right": right * (mean.square() if reduce else mean)}
+
+
+def mixed_factors(parts: list[dict[str, Tensor]], share: float, add_up: AddUp = dict) -> dict[str, Tensor]:
+    """One Kronecker product for a sum of several: the one with the same partial traces.
+
+    L = sum_p L_p tr R_p and R = sum_p R_p tr L_p, over the sum's trace: exact where all parts agree in one factor. The
+    traces are those of all processes, so that their sums of L and R are those of one process.
+    """
+    own = torch.stack([torch.stack([trace(part["left"]), trace(part["right"])]) for part in parts])
+    sums = add_up({"traces": own, "share": own.new_tensor(share)})
+    lefts, rights = sums["traces"].unbind(1)
+    left = add_factors([part["left"] * rights[i] for i, part in enumerate(parts)])
+    right = add_factors([part["right"] * lefts[i] for i, part in enumerate(parts)])
+    total_trace = lefts @ rights
+    return {"left": left / sums["share"], "right": right * sums["share"] / torch.where(total_trace > 0, total_trace, 1)}
+
+
+def add_factors(parts: list[Tensor]) -> Tensor:
+    """The sum of factors, some of which may be diagonals (n,)."""
+    matrix = next((part for part in parts if part.dim() > 1), None)
+    if matrix is None:
+        return total(parts)
+    return total([diagonal_like(part, matrix) if part.dim() == 1 else part for part in parts])
+
+
+def trace(factor: Tensor) -> Tensor:
+    """tr of (n, n), of its blocks, or of the diagonal (n,)."""
+    return factor.sum() if factor.dim() == 1 else factor.diagonal(dim1=-2, dim2=-1).sum()
+
+
+def factor(deltas: Tensor, room: Room, axis: int, other: int) -> Tensor:
+    """The deltas' second moment, or blocks of it or its diagonal where that is too large.
+
+    axis: 1 for left factors (k, 1, s, s), 0 for right ones (1, m, t, t). other: rows of the layer's other factor.
+    """
+    size = deltas.shape[3]
+    pieces = room.pieces(size, deltas.element_size(), other) if deltas.shape[2] == 1 else 1
+    if pieces == 1:
+        return output_moment(deltas)
+    return diagonal_moment(deltas) if pieces == size else output_moment(cut(deltas, pieces)).unsqueeze(axis)
+
+
+def layer_spectrum(seen: Seen, eigen: KroneckerEigen) -> Tensor:
+    """The pass's diagonal in a Kronecker eigenbasis: EKFAC's corrected eigenvalues.
+
+    Args:
+        seen: What the pass recorded of the layer.
+        eigen: The basis.
+
+    Returns:
+        Shape (G, o, d), or (rows, e) for a table by token.
+    """
+    if seen.by_token:
+        rows = seen.layer.layout.outputs
+        turns = [turn_into_basis(deltas.unsqueeze(2), eigen.right_vectors).squeeze(2) for deltas in seen.deltas]
+        return total([token_squares(seen.activations, deltas, rows, seen.padding) for deltas in turns])
+    return total([rotated_squares(seen.activations, deltas, eigen) for deltas in seen.deltas])
+
+
+def factor_sizes(layer: Layer, room: Room) -> list[tuple[int, int]]:
+    """(count, n) of the (n, n) matrices that are inverted: factors, pieces of factors, or exact blocks.
+
+    Args:
+        layer: The layer.
+        room: How large a factor may be.
+    """
+    groups, outputs, columns = layer.layout.matrix_shape
+    if groups > 1 and outputs == 1:
+        return [(groups, columns)]
+    sizes = []
+    for size in (columns,) if layer.by_token else (outputs, columns):
+        pieces = room.pieces(size, 4, outputs + columns - size) if groups == 1 else 1
+        sizes.append((groups * pieces, -(-size // pieces)))
+    return sizes

@@ -1,36 +1,41 @@
 """From a direction to a step: the quadratic model of the loss, and the rules that bound and shape what it proposes."""
 
 from natgrad.ground.messages import find_name
-from natgrad.rules.base import Objective, Rule, refuse_measured_kl, require_loss
-from natgrad.rules.bent_step import BentStep
-from natgrad.rules.block_point import BlockPoint, BlockStack
+from natgrad.rules.base import BlockPoint, BlockStack, Objective, Rule, refuse_measured_kl, require_loss
 from natgrad.rules.damping import Constant, Damping, LevenbergMarquardt, Relative, as_damping
-from natgrad.rules.grid_search import GridSearch
-from natgrad.rules.measured_trust_region import MeasuredTrustRegion, Measuring, NormalisedRate, leads_down
 from natgrad.rules.noise_aware import NoiseAware
-from natgrad.rules.parts import Memory, Parts, Vector, inner_product
 from natgrad.rules.quadratic import (
     BlockStep,
     ErrorScale,
     FlatStep,
     LayerFacts,
     Lazy,
+    Memory,
+    Parts,
     Quadratic,
     RunFacts,
     Step,
     SystemFacts,
+    Vector,
+    inner_product,
 )
 from natgrad.rules.spectral_descent import SpectralDescent
 from natgrad.rules.spectral_progress import SpectralProgress
 from natgrad.rules.step_rules import (
+    BentStep,
+    GridSearch,
     LineSearch,
     MeasuredLength,
+    MeasuredTrustRegion,
+    Measuring,
     Momentum,
+    NormalisedRate,
     OnlineRadius,
     Rate,
     SafeRate,
     TrustRegion,
     check_backtracking,
+    leads_down,
     shorten,
 )
 from natgrad.rules.subspace_search import Differentiable, SubspaceSearch

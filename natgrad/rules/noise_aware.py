@@ -12,10 +12,8 @@ from torch import Tensor
 
 from natgrad.ground.typed_torch import measure_norm
 from natgrad.operators import Operator
-from natgrad.rules.base import Objective, Rule, StackMemory
-from natgrad.rules.block_point import BlockPoint, BlockStack
-from natgrad.rules.parts import Memory, Parts
-from natgrad.rules.quadratic import BlockStep, Quadratic, Step
+from natgrad.rules.base import BlockPoint, BlockStack, Objective, Rule, StackMemory
+from natgrad.rules.quadratic import BlockStep, Memory, Parts, Quadratic, Step
 from natgrad.rules.spectral_descent import SpectralDescent
 from natgrad.rules.spectral_progress import FRESH, SpectralProgress, least_size
 from natgrad.rules.step_rules import USUAL, MeasuredLength

@@ -12,10 +12,8 @@ from torch import Tensor
 from natgrad.ground.linalg import BLOCK, gram, invert_factor_or_nan, resolvent
 from natgrad.ground.typed_torch import as_tensor_like, torch_linalg
 from natgrad.operators import Operator
-from natgrad.rules.base import Objective, Rule
-from natgrad.rules.block_point import BlockPoint
-from natgrad.rules.parts import Memory
-from natgrad.rules.quadratic import Quadratic, Step
+from natgrad.rules.base import BlockPoint, Objective, Rule
+from natgrad.rules.quadratic import Memory, Quadratic, Step
 from natgrad.rules.step_rules import scale_usual
 
 POLISH = (

@@ -13,10 +13,8 @@ from torch import Tensor
 
 from natgrad.ground.linalg import invert_factor_or_nan, symmetrise
 from natgrad.ground.typed_torch import as_tensor_like, measure_norm, split_tensor, torch_linalg
-from natgrad.rules.base import Objective, Rule
-from natgrad.rules.block_point import BlockPoint, BlockStack
-from natgrad.rules.parts import Memory
-from natgrad.rules.quadratic import Quadratic, Step
+from natgrad.rules.base import BlockPoint, BlockStack, Objective, Rule
+from natgrad.rules.quadratic import Memory, Quadratic, Step
 from natgrad.rules.spectral_descent import (
     apply_root,
     polar,

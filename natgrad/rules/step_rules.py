@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,8 +13,7 @@ from torch import Tensor
 from natgrad.ground.checks import check_integer, check_share
 from natgrad.operators import Facts
 from natgrad.rules.base import Objective, Rule, require_loss
-from natgrad.rules.parts import Memory
-from natgrad.rules.quadratic import Quadratic, Step, hold_kl, share_of_rate
+from natgrad.rules.quadratic import FlatStep, Memory, Quadratic, Step, Vector, hold_kl, share_of_rate
 
 SAME = 1e-6
 """Share of a loss by which it may rise: round-off in float32."""
@@ -415,3 +415,225 @@ def check_backtracking(backtracks: int, shrink: float) -> None:
         raise ValueError(f"backtracks is {backtracks}, expected an integer >= 0")
     if not 0 < shrink < 1:
         raise ValueError(f"shrink is {shrink}, expected a number in (0, 1)")
+
+
+# a step along a curve: the direction with its second-order correction
+
+
+@dataclass(frozen=True)
+class BentStep(FlatStep):
+    """A step t v + t^2 b along a curve: its slope and forms are those of t v.
+
+    Attributes:
+        vector: t v + t^2 b, shape (n,).
+        image: G t v.
+        straight: t v, shape (n,).
+    """
+
+    straight: Tensor
+
+    @property
+    def tangent(self) -> Tensor:
+        return self.straight
+
+    @staticmethod
+    def of(tangent: Tensor, image: Tensor, bend: Tensor) -> BentStep:
+        """The step at t = 1.
+
+        Args:
+            tangent: v, shape (n,).
+            image: G v, shape (n,).
+            bend: b, shape (n,).
+        """
+        return BentStep(tangent + bend, image, tangent)
+
+    def scale_by(self, factor: Tensor | float) -> BentStep:
+        bend = factor * factor * (self.vector - self.straight)
+        return BentStep(factor * self.straight + bend, factor * self.image, factor * self.straight)
+
+    def form(self) -> Tensor:
+        return self.image @ self.straight
+
+    def damped_form(self, damping: Tensor | float) -> Tensor:
+        return self.form() + (damping * self.straight) @ self.straight
+
+    def nothing(self) -> BentStep:
+        return BentStep(*(torch.zeros_like(self.vector) for _ in range(3)))
+
+
+# the best of several lengths of a step, on a logarithmic grid
+
+
+@dataclass(frozen=True)
+class GridSearch(Rule):
+    """The length among 1, shrink, shrink^2, ... times the proposal with the lowest loss; none where that is no lower.
+
+    Every length costs one evaluation of the loss. A loss that is not finite counts as infinite. Backtracking stops at
+    the first length that will do; where the best one is far below 1, as in energy natural gradients without damping,
+    this is the search that their papers have.
+
+    Args:
+        trials: Lengths, at least 1.
+        shrink: Factor between two of them, in (0, 1).
+
+    Reference:
+        Mueller & Zeinhofer 2023, section 4, with 31 lengths from 1 to 2^-30.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> opt = ng.NaturalGradient(net, ng.gauss_newton(net, nn.MSELoss()), rule=ng.rules.GridSearch())
+        >>> opt.rule
+        GridSearch(trials=13, shrink=0.5)
+    """
+
+    needs_form = False
+    trials: int = 13
+    shrink: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_integer("trials", self.trials)
+        check_backtracking(self.trials, self.shrink)
+
+    @property
+    def needs_loss(self) -> bool:
+        return True
+
+    def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
+        require_loss(self, loss_at)
+        assert loss_at is not None
+        best, lowest = model.nothing(), float(model.loss)
+        for k in range(self.trials):
+            step = model.proposal.scale_by(self.shrink**k)
+            loss = loss_at(step.vector)
+            if not math.isnan(loss) and loss < lowest:
+                best, lowest = step, loss
+        return best, memory
+
+
+# steps of a given length in nats, whatever the proposal's: by the measured KL, or by the damped form
+
+
+SLACK = 1e-3
+"""A share of the radius left over: another sum order, or another precision, finds the KL within it too."""
+
+
+@runtime_checkable
+class Measuring(Protocol):
+    """An objective that also knows how far a step really moves the model."""
+
+    def __call__(self, vector: Vector) -> float:
+        """The loss at theta + d, NaN where it is not finite.
+
+        Args:
+            vector: d, shape (n,).
+        """
+        ...
+
+    def measure(self, vector: Vector) -> tuple[float, float]:
+        """The loss at theta + d, and the KL that d moves in nats per example; NaN where they are not finite.
+
+        Args:
+            vector: d, shape (n,).
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class MeasuredTrustRegion(Rule):
+    """The longest trial along the proposal that lowers the loss and moves a measured KL of at most `radius` nats.
+
+    It begins where the quadratic model of the KL meets the radius, a = sqrt(2 radius / d^T G d), be that longer or
+    shorter than the proposal. A trial beyond the radius is shortened as if the KL went with a^2, and at least by
+    `shrink`. None accepted: no step. Needs an objective that measures the KL, as those of policies do.
+
+    Args:
+        radius: In nats per example.
+        backtracks: Number of trials.
+        shrink: Factor between two trials.
+
+    Raises:
+        ValueError: For a radius that is not positive, no trial, or a factor that is not between 0 and 1.
+
+    Reference:
+        Schulman et al. 2015, appendix C.
+    """
+
+    needs_kl = True
+    radius: float
+    backtracks: int = 10
+    shrink: float = 0.8
+
+    def __post_init__(self) -> None:
+        check_radius(self.radius)
+        check_backtracking(self.backtracks, self.shrink)
+        if self.backtracks == 0:
+            raise ValueError("backtracks is 0, expected at least one trial: the KL of the step is measured there")
+
+    @property
+    def needs_loss(self) -> bool:
+        return True
+
+    def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
+        require_loss(self, loss_at)
+        if not isinstance(loss_at, Measuring):
+            raise ValueError(f"{self} measures the KL at trial points, which {loss_at!r} does not give")
+        kl = float(model.kl(model.proposal))
+        if not leads_down(model) or not 0 < kl < math.inf:
+            return model.nothing(), memory
+        rate = math.sqrt(self.radius / kl)
+        for _ in range(self.backtracks):
+            step = model.proposal.scale_by(rate)
+            loss, kl = loss_at.measure(step.vector)
+            if kl <= self.radius * (1 - SLACK) and loss < float(model.loss):  # False for a NaN: a rejection
+                return step, memory
+            rate *= self._shorten(kl)
+        return model.nothing(), memory
+
+    def _shorten(self, kl: float) -> float:
+        """The factor after a trial that moved so many nats."""
+        beyond = math.sqrt(self.radius / kl) * 0.98 if kl > self.radius else 1.0
+        return min(self.shrink, beyond) if kl <= 1e3 * self.radius else self.shrink**3
+
+
+@dataclass(frozen=True)
+class NormalisedRate(Rule):
+    """The proposal at the length where its damped form is the radius: a = sqrt(2 radius / d^T (G + damping I) d).
+
+    For the natural gradient d = -(G + damping I)^-1 g that form is -g^T d. The quadratic model of the KL,
+    1/2 d^T G d, is then at most the radius.
+
+    Args:
+        radius: In nats per example.
+
+    Raises:
+        ValueError: For a radius that is not positive.
+
+    Reference:
+        Rajeswaran et al. 2017.
+    """
+
+    needs_form = False
+    radius: float
+
+    def __post_init__(self) -> None:
+        check_radius(self.radius)
+
+    def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
+        if not leads_down(model):
+            return model.nothing(), memory
+        return model.proposal.scale_by(math.sqrt(2 * self.radius / -float(model.slope(model.proposal)))), memory
+
+
+def leads_down(model: Quadratic) -> bool:
+    """Whether the loss falls along the proposal, by a finite amount.
+
+    Args:
+        model: The quadratic model with its proposal.
+    """
+    return -math.inf < float(model.slope(model.proposal)) < 0
+
+
+def check_radius(radius: float) -> None:
+    """ValueError unless it is a positive number of nats."""
+    if not 0 < radius < math.inf:
+        raise ValueError(f"radius is {radius}, expected a positive number of nats per example")

@@ -11,8 +11,7 @@ from torch import Tensor
 from natgrad.ground.linalg import eigh
 from natgrad.ground.typed_torch import measure_norm
 from natgrad.rules.base import Objective, Rule, require_loss
-from natgrad.rules.parts import Memory
-from natgrad.rules.quadratic import FlatStep, Quadratic, Step
+from natgrad.rules.quadratic import FlatStep, Memory, Quadratic, Step
 from natgrad.solvers import Subspace
 
 

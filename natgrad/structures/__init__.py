@@ -2,7 +2,14 @@
 
 from natgrad.ground.messages import find_name
 from natgrad.structures.adaptive_inverse import AdaptiveInverse, Averaged, FirstOrder, Update, Woodbury
-from natgrad.structures.base import Memory, OperatorStructure, Structure
+from natgrad.structures.base import (
+    Memory,
+    OperatorStructure,
+    Structure,
+    accumulate_total,
+    accumulate_weight,
+    exchanging,
+)
 from natgrad.structures.blocks import Blocks
 from natgrad.structures.diagonal import Diagonal, UnitWise
 from natgrad.structures.estimates import Empirical, Estimate, ExactLabels, Outputs, Sampled
@@ -19,7 +26,6 @@ from natgrad.structures.preconditioners import (
     StructurePreconditioner,
     as_preconditioner,
 )
-from natgrad.structures.running_average import accumulate_total, accumulate_weight, exchanging
 
 __all__ = [
     "AdaptiveInverse",

@@ -12,8 +12,7 @@ from natgrad.ground.checks import check_share
 from natgrad.ground.spaces import ParameterBlock, Params, Space
 from natgrad.layers import UnitLayout
 from natgrad.operators import Arranged, Layout, Operator, Units
-from natgrad.structures.base import Memory, OperatorStructure
-from natgrad.structures.running_average import accumulate_total, accumulate_weight
+from natgrad.structures.base import Memory, OperatorStructure, accumulate_total, accumulate_weight
 
 Cut = tuple[Layout | UnitLayout, Tensor]
 """A layout, and where the entries of its blocks lie in the vector, shape (blocks, side)."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from natgrad.ground.checks import check_share
 from natgrad.ground.spaces import Params
 from natgrad.operators import DenseOperator, Operator
-from natgrad.structures.base import Memory, OperatorStructure
-from natgrad.structures.running_average import average_tensor
+from natgrad.structures.base import Memory, OperatorStructure, average_tensor
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 from natgrad.ground.linalg import KroneckerEigen, eigh
 from natgrad.layers import Layer, Room, Seen, factor_sizes, layer_factors, layer_inputs, layer_spectrum
 from natgrad.operators import KroneckerOperator, Operator, Spectral, Tiled, Units
+from natgrad.structures.base import accumulate_total, add_up_now, exchange_sums, solve_once
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
-from natgrad.structures.running_average import accumulate_total, add_up_now, exchange_sums, solve_once
 
 PART = 8
 """One in so many eigenvectors, those of the largest eigenvalues, is looked at first."""

@@ -18,10 +18,9 @@ from natgrad.ground.spaces import Params, Space
 from natgrad.layers import Layer, Seen, Traced, is_asking
 from natgrad.metrics import Metric
 from natgrad.operators import Arranged, DiagonalOperator, Layout, Operator
-from natgrad.structures.base import Memory, Structure
+from natgrad.structures.base import Memory, Structure, accumulate_total, accumulate_weight, exchange_sums
 from natgrad.structures.estimates import Estimate, Sampled
 from natgrad.structures.metric_pass import hear_metric
-from natgrad.structures.running_average import accumulate_total, accumulate_weight, exchange_sums
 
 Statistics = dict[str, Tensor]
 

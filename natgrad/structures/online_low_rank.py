@@ -13,8 +13,8 @@ from natgrad.ground.linalg import all_finite, eigh
 from natgrad.layers import Layer, Seen, layer_squares, layer_units
 from natgrad.operators import DiagonalOperator, Operator, SpikedKronecker, Units
 from natgrad.operators.low_rank import Spikes
+from natgrad.structures.base import exchange_sums, solve_once, sums_are_whole
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
-from natgrad.structures.running_average import exchange_sums, solve_once, sums_are_whole
 
 FLOOR = 5e-4
 """Of the largest eigenvalue: the least that a tracked direction has above the rest."""

@@ -17,10 +17,9 @@ from natgrad.ground.spaces import Params
 from natgrad.metrics import Covariance, Hessian, Metric, PullbackMetric, empirical_fisher
 from natgrad.operators import DiagonalOperator, Operator, Pullback, Rows
 from natgrad.solvers import Solver
-from natgrad.structures.base import Memory, Structure
+from natgrad.structures.base import Memory, Structure, average_tensor
 from natgrad.structures.diagonal import Diagonal as DiagonalStructure
 from natgrad.structures.estimates import Sampled
-from natgrad.structures.running_average import average_tensor
 
 
 class Preconditioner(Explained):

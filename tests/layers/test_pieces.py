@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.ground.linalg import KroneckerEigen
-from natgrad.layers.pieces import Room
+from natgrad.layers.moments import Room
 from natgrad.operators import KroneckerOperator, Spectral, Tiled
 from natgrad.testing import check_operator
 

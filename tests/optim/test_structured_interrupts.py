@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.ground.pure import ScopedValue, is_evaluating, mark_evaluation
-from natgrad.structures.running_average import exchange_sums, exchanging
+from natgrad.structures.base import exchange_sums, exchanging
 
 LM = ng.LevenbergMarquardt(start=0.03, per="block")
 CASES: dict[str, Callable[[nn.Module], Any]] = {

@@ -12,8 +12,7 @@ from engine_state import blocks_of
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.layers.moments import Seen
-from natgrad.layers.spread_rows import spread_rows
+from natgrad.layers.moments import Seen, spread_rows
 from natgrad.optim.block_step import is_due, is_due_to_measure, part_of_rows
 from natgrad.optim.state import Pace
 from natgrad.rules import BlockStep, Lazy, Parts
