@@ -184,6 +184,8 @@ def choose_dims(x: Any, dims: Iterable[int] | None) -> tuple[int, ...]:
         raise ValueError(f"x is {came}, expected one point: a floating-point tensor of shape (d,)")
     if dims is None:
         return tuple(range(len(x)))
+    if isinstance(dims, int):
+        raise TypeError(f"dims is {dims}, expected several coordinates: dims=[{dims}] for this one")
     given = tuple(dims)
     chosen = tuple(int(i) % len(x) for i in given if -len(x) <= i < len(x))
     if not given or len(set(chosen)) != len(given):

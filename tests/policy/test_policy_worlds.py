@@ -299,6 +299,8 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "steps": (lambda: small().learn(0), ValueError, "total_steps is 0"),
     "half a step": (lambda: small().learn(64.5), ValueError, "total_steps is 64.5"),
     "callback": (lambda: small().learn(64, callback=3), TypeError, "callback is int"),
+    "a network as the environment": (lambda: small(nn.Linear(2, 2)), TypeError, "env is Linear, a network"),
+    "episodes by another name": (lambda: small().evaluate(Walk(), n_eval_episodes=2), TypeError, "episodes"),
     "radius's kind": (lambda: small(radius="1"), ValueError, "radius is '1', expected a finite number > 0"),
     "gamma's kind": (lambda: small(gamma=None), ValueError, "gamma is None"),
     "entropy weight": (lambda: small(entropy_weight="1"), ValueError, "entropy_weight is '1'"),

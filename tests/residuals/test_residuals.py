@@ -282,7 +282,8 @@ def test_a_residual_that_is_not_finite_is_named():
     ("points", "error", "words"),
     [
         ({}, ValueError, "no points for \\['inside'\\]"),
-        ({"inside": draw(3), "edge": draw(3)}, ValueError, "which is no term"),
+        ({"inside": draw(3), "edge": draw(3)}, ValueError, "which is no term: call step\\(inside=...\\)"),
+        ({"inside": draw(3).numpy()}, TypeError, "convert with torch.as_tensor"),
         ({"inside": draw(3)[:, 0]}, ValueError, "expected points \\(b, d\\)"),
         ({"inside": draw(3).float()}, ValueError, "convert with"),
         ({"inside": draw(3)[:0]}, ValueError, "at least one"),
@@ -306,6 +307,7 @@ def test_unusable_points_are_refused(points, error, words):
         ((perceptron(2, 1), {}), TypeError, "expected a dict of functions"),
         ((perceptron(2, 1), {"inside": 3}), TypeError, "expected a function"),
         ((perceptron(2, 1), TERMS, {"outside": 1.0}), ValueError, "which is no term"),
+        ((perceptron(2, 1), TERMS, [1, 10]), TypeError, "weights is list, expected a dict from names of terms"),
         ((perceptron(2, 1), TERMS, {"value": -1.0}), ValueError, "expected a finite number > 0"),
     ],
 )
