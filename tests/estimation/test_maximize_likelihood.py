@@ -104,6 +104,21 @@ def test_intervals_and_ellipses_hold_their_share_of_the_normal() -> None:
     assert "95 % interval" in errors._repr_html_()
 
 
+def test_transformed_errors_are_those_of_the_other_parametrisation() -> None:
+    def by_log(p: Params) -> Distribution:
+        return Normal(p["mean"], p["log_scale"].exp())
+
+    def directly(p: Params) -> Distribution:
+        return Normal(p["mean"], p["scale"])
+
+    y = draw(50) + 2
+    fit = ng.maximize_likelihood(by_log, {name: torch.zeros((), dtype=F64) for name in ("mean", "log_scale")}, y)
+    errors = fit.standard_errors().transform(lambda p: {"mean": p["mean"], "scale": p["log_scale"].exp()})
+    expected = ng.standard_errors(ng.fisher(directly, errors.params), errors.params, y)
+    assert_close(errors.covariance, expected.covariance)
+    assert errors.names == ("mean", "scale")
+
+
 def test_a_direction_that_is_not_identified_is_named_and_left_where_it_was() -> None:
     twice = torch.cat([X, X[:, 1:2]], 1)
     fit = ng.maximize_likelihood(logistic, {"slopes": torch.zeros(4, dtype=F64)}, (twice, BITS))
