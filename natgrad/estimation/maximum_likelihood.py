@@ -387,6 +387,9 @@ class StandardErrors:
         Returns:
             `StandardErrors` of the function's values.
 
+        Raises:
+            TypeError: For a function that returns anything else.
+
         Example:
             >>> params, C = {"log_scale": torch.tensor(0.0)}, torch.tensor([[0.04]])
             >>> errors = ng.estimation.StandardErrors(params, C, ("log_scale",))
@@ -397,8 +400,13 @@ class StandardErrors:
         def flatten(vector: Tensor) -> Tensor:
             return torch.cat([p.reshape(-1) for p in name_parameters(function(self._like_params(vector))).values()])
 
-        jacobian = torch.func.jacrev(flatten)(self._flat)
         value = function(self._like_params(self._flat))
+        if not isinstance(value, (Tensor, dict)):
+            raise TypeError(
+                f"function returned {type(value).__name__}, expected a tensor or a dict of tensors: "
+                "errors.transform(lambda params: {'scale': params['log_scale'].exp()})"
+            )
+        jacobian = torch.func.jacrev(flatten)(self._flat)
         return StandardErrors(value, jacobian @ self.covariance @ jacobian.mT, name_entries(name_parameters(value)))
 
     @property

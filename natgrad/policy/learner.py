@@ -329,6 +329,8 @@ class PolicyLearner(Explained):
         return take_action(actions, 0) if alone else actions, None
 
     def _states(self, observation: Any) -> tuple[Tensor, bool]:
+        if isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], dict):
+            raise TypeError("observation is a pair with a dict, as env.reset() returns: pass its first part")
         raw = np.asarray(observation)
         shape = self.worlds.observation_space.shape or ()
         alone = raw.shape == shape

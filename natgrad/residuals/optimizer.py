@@ -15,7 +15,7 @@ from natgrad.ground.checks import check_integer, check_share
 from natgrad.ground.exchanges import share_count, sum_numbers
 from natgrad.ground.jets import Affine, LayerRows
 from natgrad.ground.linalg import gram
-from natgrad.ground.messages import Columns
+from natgrad.ground.messages import Columns, explain_calls
 from natgrad.ground.progress import Progress, check_callback
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.ground.spaces import Params, Space
@@ -411,6 +411,7 @@ class ResidualOptimizer(NaturalGradient):
         return losses[0] if losses and self.state_report().status != "skipped" else torch.full((), math.nan)
 
     @keep_gradient_mode
+    @explain_calls
     def fit(
         self,
         steps: int,

@@ -179,6 +179,26 @@ DOORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "outside of the support of Exponential",
     ),
+    "observations in a column": (
+        lambda: ng.maximize_likelihood(logistic, START, (X, BITS.unsqueeze(1))),
+        ValueError,
+        r"observations have shape \(\d+, 1\): nothing is broadcast",
+    ),
+    "observations of whole numbers": (
+        lambda: ng.maximize_likelihood(logistic, START, (X, BITS.long())),
+        ValueError,
+        r"convert them with .double\(\)",
+    ),
+    "arrays": (
+        lambda: ng.maximize_likelihood(logistic, START, (X.numpy(), BITS.numpy())),
+        TypeError,
+        "convert arrays with torch.as_tensor",
+    ),
+    "errors of a number": (
+        lambda: ng.maximize_likelihood(logistic, START, (X, BITS)).standard_errors().transform(lambda p: 3.0),  # type: ignore[arg-type, return-value]
+        TypeError,
+        "function returned float, expected a tensor or a dict",
+    ),
     "an unknown entry": (
         lambda: ng.maximize_likelihood(logistic, START, (X, BITS)).standard_errors().ellipse(["slopes", "slopes[1]"]),
         ValueError,

@@ -307,6 +307,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "batch's kind": (lambda: small(batch=64.0), ValueError, "batch is 64.0, expected an integer"),
     "a recurrent policy": (lambda: small(Bandit(), nn.LSTM(2, 3)), ValueError, "policy returned"),
     "observation": (lambda: small().predict(np.zeros(3)), ValueError, r"observation has shape \(3,\), expected \(2,\)"),
+    "what reset returns": (lambda: small().predict(Walk().reset()), TypeError, r"env.reset\(\) returns"),
     "NaN": (lambda: small().predict(np.array([np.nan, 0])), ValueError, "not finite"),
 }
 

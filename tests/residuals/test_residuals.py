@@ -316,6 +316,18 @@ def test_unusable_systems_are_refused(arguments, error, words):
         ng.residuals(*arguments)
 
 
+def test_a_term_of_deepxde_s_order_is_told_the_order():
+    opt = ng.residuals(perceptron(2, 1), {"inside": lambda x, u: ng.laplacian(u, x)})
+    with pytest.raises(TypeError, match="called as term\\(u, x\\): first its unknowns"):
+        opt.step(inside=draw(3))
+
+
+def test_a_wrong_argument_of_fit_is_told_the_right_ones():
+    opt = ng.residuals(perceptron(2, 1), {"inside": TERMS["Poisson"]})
+    with pytest.raises(TypeError, match="it has no argument 'iterations'; expected fit\\(steps, sample"):
+        opt.fit(iterations=5, sample={"inside": draw(3)})
+
+
 def test_an_error_in_a_term_names_the_term():
     opt = ng.residuals(perceptron(2, 1), {"inside": lambda u, x: x[5]})
     with pytest.raises(IndexError) as caught:
