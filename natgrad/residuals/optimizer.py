@@ -474,7 +474,13 @@ class ResidualOptimizer(NaturalGradient):
         if isinstance(sample, Mapping):
             return sample
         generator = torch.Generator(next(iter(self._named.values())).device)
-        points = sample(generator.manual_seed(seed + self._state.step + SEED_DISTANCE * self.processes.rank))
+        generator.manual_seed(seed + self._state.step + SEED_DISTANCE * self.processes.rank)
+        try:
+            points = sample(generator)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise  # from inside of the function
+            raise TypeError(f"sample is called with a torch.Generator, as in def sample(generator): {error}") from None
         if not isinstance(points, Mapping):
             raise TypeError(
                 f"sample returned {type(points).__name__}, expected a dict of points by term: the terms are "

@@ -326,6 +326,8 @@ def test_a_wrong_argument_of_fit_is_told_the_right_ones():
     opt = ng.residuals(perceptron(2, 1), {"inside": TERMS["Poisson"]})
     with pytest.raises(TypeError, match="it has no argument 'iterations'; expected fit\\(steps, sample"):
         opt.fit(iterations=5, sample={"inside": draw(3)})
+    with pytest.raises(TypeError, match="sample is called with a"):
+        opt.fit(5, lambda: {"inside": draw(3)})
 
 
 def test_an_error_in_a_term_names_the_term():
