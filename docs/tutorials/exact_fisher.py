@@ -109,8 +109,8 @@ assert abs(slope - 3) < 0.2
 # %% [markdown]
 # ## The natural gradient
 #
-# $(G + \lambda I)^{-1} g$ goes down the steepest way per nat. Half of one natural step moves the model the same way
-# whether a layer is written in these units or in others; the ordinary gradient step does not.
+# $(G + \lambda I)^{-1} g$ goes down the steepest way per nat. A small natural step moves the model the same way in
+# whatever units a layer is written, and a gradient step does not.
 
 # %%
 y = torch.randint(3, (200,))

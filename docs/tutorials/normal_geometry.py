@@ -84,9 +84,8 @@ plt.show()
 # %% [markdown]
 # ## The generalised theorem of Pythagoras
 #
-# Half of the squared geometry is in the divergence: for an m-geodesic from $p$ that meets an e-geodesic to $q$ at a
-# right angle in $r$, $KL(p, q) = KL(p, r) + KL(r, q)$. Take $r$ with the mean of $p$'s projection on all normals with
-# deviation 1: it has the same mean.
+# Where an m-geodesic from $p$ meets an e-geodesic to $q$ at a right angle, in $r$, $KL(p, q) = KL(p, r) + KL(r, q)$.
+# Normals with deviation $\sqrt 5$ are an e-geodesic. The nearest of them to $p$ is $r$, which has $p$'s mean.
 
 # %%
 p, r, q = point(1.0, 2.0), point(1.0, 5.0**0.5), point(-1.5, 5.0**0.5)

@@ -279,7 +279,7 @@ def standard_errors(metric: Metric, params: Estimate, data: Any, *, robust: bool
         robust: The sandwich in place of (n G)^-1; for a function of one's own.
 
     Returns:
-        `.values`, `.covariance`, `.intervals(level)`, `.ellipse(names, level)`; prints as a table.
+        `.values`, `.covariance`, `.intervals(level)`, `.ellipse(names, level)`, `.transform(f)`; prints as a table.
 
     Raises:
         TypeError: For anything but a metric; for `robust` with the metric of a model.
@@ -377,6 +377,37 @@ class StandardErrors:
         angles = torch.linspace(0, 2 * math.pi, points, dtype=axes.dtype, device=axes.device)
         circle = torch.stack([angles.cos(), angles.sin()], 1) * math.sqrt(-2 * math.log1p(-level))
         return self._flat[places] + (circle * lengths.clamp(min=0).sqrt()) @ axes.mT
+
+    def transform(self, function: Callable[[Any], Estimate]) -> StandardErrors:
+        """The errors of a function of the estimate by the delta method: J C J^T, with its Jacobian J.
+
+        Args:
+            function: Of params as the estimate is; returns a tensor or a dict of tensors.
+
+        Returns:
+            `StandardErrors` of the function's values.
+
+        Raises:
+            TypeError: For a function that returns anything else.
+
+        Example:
+            >>> params, C = {"log_scale": torch.tensor(0.0)}, torch.tensor([[0.04]])
+            >>> errors = ng.estimation.StandardErrors(params, C, ("log_scale",))
+            >>> errors.transform(lambda p: {"scale": p["log_scale"].exp()})
+            StandardErrors(scale 1 +- 0.2)
+        """
+
+        def flatten(vector: Tensor) -> Tensor:
+            return torch.cat([p.reshape(-1) for p in name_parameters(function(self._like_params(vector))).values()])
+
+        value = function(self._like_params(self._flat))
+        if not isinstance(value, (Tensor, dict)):
+            raise TypeError(
+                f"function returned {type(value).__name__}, expected a tensor or a dict of tensors: "
+                "errors.transform(lambda params: {'scale': params['log_scale'].exp()})"
+            )
+        jacobian = torch.func.jacrev(flatten)(self._flat)
+        return StandardErrors(value, jacobian @ self.covariance @ jacobian.mT, name_entries(name_parameters(value)))
 
     @property
     def _flat(self) -> Tensor:

@@ -12,7 +12,10 @@ def check_width(x: Tensor, width: int | None, what: str = "") -> Tensor:
     """x as it is, checked to be a tensor (..., width)."""
     if not isinstance(x, Tensor) or x.dim() == 0 or (width is not None and x.shape[-1] != width):
         came = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is {type(x).__name__}"
-        raise ValueError(f"x {came}, expected {what}{' ' if what else ''}(..., {'n' if width is None else width})")
+        advice = "; for numbers, x[:, None]" if width == 1 and isinstance(x, Tensor) else ""
+        raise ValueError(
+            f"x {came}, expected {what}{' ' if what else ''}(..., {'n' if width is None else width}){advice}"
+        )
     return x
 
 

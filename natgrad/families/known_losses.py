@@ -123,6 +123,11 @@ def describe_unknown(criterion: Any) -> str:
     bits = isinstance(criterion, nn.BCELoss) or split_partial(criterion)[0] is functional.binary_cross_entropy
     hint = "; use BCEWithLogitsLoss on the logits" if bits else ""
     wrap = "; to wrap any other function, say of which likelihood it is -log p: ng.likelihood(loss, ng.Categorical())"
+    if not bits and type(criterion).__module__ == nn.MSELoss.__module__:  # torch's losses of margins, ranks, embeddings
+        wrap = (
+            "; a loss of margins, ranks or embeddings has no metric: build the optimizer with the likelihood that is "
+            "closest, call opt.loss(outputs, targets), and backward() on your own loss"
+        )
     return (
         f"criterion is {describe(criterion)}, which is not a likelihood known to natgrad{hint}; "
         f"expected one of {', '.join(kind.__name__ for kind in KNOWN)}, or an ng likelihood (ng.Categorical(), ..., or "

@@ -44,7 +44,10 @@ def expected_value(family: ExponentialFamily, f: Callable[[Tensor], Tensor], nod
     if isinstance(family, MultivariateNormal):
         z, weights = _hermite(family.d, nodes)
         return lambda theta: _quadrature(family, f, theta, z.to(theta), weights.to(theta))
-    raise ValueError(f"expected_value knows Ising and MultivariateNormal, not {family!r}: write F(theta) as a function")
+    raise ValueError(
+        f"expected_value knows Ising and MultivariateNormal, not {family!r}: take MultivariateNormal(1) for normals, "
+        "or write F(theta) as a function"
+    )
 
 
 def _hermite(d: int, nodes: int) -> tuple[Tensor, Tensor]:

@@ -49,6 +49,11 @@ def show_descent(
         >>> [axes.get_title() for axes in figure.axes]
         ['gradient', 'natural gradient']
     """
+    if not isinstance(family, ExponentialFamily):
+        raise TypeError(
+            f"family is {type(family).__name__}, expected one such as MultivariateNormal(1): the picture is of E[f(x)] "
+            "over a family, show_descent(lambda x: (x[:, 0] - 1) ** 2); where the path starts is start="
+        )
     if family.size != 2:
         raise ValueError(f"family is {family!r} with {family.size} parameters, expected one with two, for a plane")
     try:

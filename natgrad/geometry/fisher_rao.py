@@ -32,7 +32,14 @@ from natgrad.geometry.ode import integrate
 from natgrad.geometry.positive_definite import PositiveDefinite
 from natgrad.geometry.stable_functions import arc_over_hyperbolic_sine, arc_over_sine, safe_sqrt, sinc, sinhc
 from natgrad.ground.derivatives import exact_derivatives
-from natgrad.ground.linalg import invert_or_nan, require_inverse, require_solution, solve_or_nan, symmetrise
+from natgrad.ground.linalg import (
+    invert_or_nan,
+    is_concrete,
+    require_inverse,
+    require_solution,
+    solve_or_nan,
+    symmetrise,
+)
 
 Chart = Callable[[Tensor], Tensor]
 FEW = 8
@@ -273,6 +280,9 @@ class Charted(Manifold):
         return self._pull(at, self.manifold.log(at, self.to_chart(other)))[1]
 
     def distance(self, point: Tensor, other: Tensor) -> Tensor:
+        for theta in (point, other):
+            if is_concrete(theta):  # what is not finite stays so
+                self.family.check(theta[torch.isfinite(theta).all(-1)])
         return self.manifold.distance(self.to_chart(point), self.to_chart(other))
 
     def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:

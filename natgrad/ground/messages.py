@@ -28,7 +28,7 @@ def write_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 class Columns:
-    """Lists of equal length by name, with one entry per update or generation: `history["kl"]`.
+    """Lists of equal length by name, with one entry per update or generation: `history["kl"]`, `dict(history)`.
 
     Args:
         names: Of the lists; the first has an entry for each.
@@ -40,7 +40,13 @@ class Columns:
         self._entries = entries
 
     def __getitem__(self, name: str) -> list[Any]:
+        if name not in self._columns:
+            raise KeyError(f"{name!r} is no list of this history, expected one of {', '.join(self._columns)}")
         return self._columns[name]
+
+    def keys(self) -> list[str]:
+        """The names of the lists, so that `dict(history)` is a dict of them."""
+        return self.names
 
     def __len__(self) -> int:
         return len(next(iter(self._columns.values())))
@@ -109,6 +115,9 @@ ELSEWHERE = {
     "natgrad.vmc": "MCState VMC",
     "natgrad.variational": "SVI Trace_ELBO ELBO advi NaturalVariational VariationalDistribution",
     "natgrad.residuals": "PINN ENGD",
+    "natgrad.TRPO": "PPO A2C SAC DQN",
+    "agent.evaluate(env, episodes)": "evaluate_policy",
+    "learn(steps, callback=f) with a function f of the agent": "CheckpointCallback BaseCallback CallbackList",
     "natgrad.rules.SpectralDescent": "Muon",
     "natgrad.LevenbergMarquardt": "LM",
 }

@@ -85,4 +85,5 @@ def format_seconds(seconds: float) -> str:
 def check_callback(callback: Any, of: str) -> None:
     """TypeError unless the callback is a function or None."""
     if callback is not None and not callable(callback):
-        raise TypeError(f"callback is {type(callback).__name__}, expected a function of {of}, or None")
+        several = ": for several, lambda it: any([first(it), second(it)])" * isinstance(callback, (list, tuple))
+        raise TypeError(f"callback is {type(callback).__name__}, expected a function of {of}, or None{several}")

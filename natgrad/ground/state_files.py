@@ -47,6 +47,8 @@ def write_state_file(state: Mapping[str, Any], path: str | Path) -> None:
 
 def open_part(path: Path) -> tuple[Path, IO[bytes]]:
     """A new file beside another, locked for as long as it is open: a name for each writer, threads included."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}; make it first")
     while True:
         partial = path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex}.part")
         file = partial.open("xb")

@@ -209,7 +209,8 @@ class OwnLikelihood:
         if rows.kwargs or not all(isinstance(part, Tensor) and part.dim() for part in rows.args) or not rows.args:
             came = ", ".join(type(part).__name__ for part in rows.args) or type(data).__name__
             raise TypeError(
-                f"the data are ({came}), expected a tensor (b, ...) or a tuple of such, a row of each per observation"
+                f"the data are ({came}), expected a tensor (b, ...) or a tuple of such, a row of each per observation; "
+                "convert arrays with torch.as_tensor"
             )
         counts = {len(part) for part in rows.args}
         if len(counts) > 1 or 0 in counts:
@@ -308,7 +309,15 @@ class OwnLikelihood:
                 f"{self.name} returned a distribution of batch shape {tuple(density.batch_shape)} and event shape "
                 f"{tuple(density.event_shape)}, which does not take observations of shape "
                 f"{tuple(observed.shape)}: {error}"
+                + "; convert them with .double()"
+                * (not observed.is_floating_point())
             ) from error
+        count = len(observed)
+        if log_p.shape[1:2] == (count,) and count > 1 and (count, 1) in (observed.shape, density.batch_shape):
+            raise ValueError(
+                f"{self.name} returned a distribution of batch shape {tuple(density.batch_shape)}, and the "
+                f"observations have shape {tuple(observed.shape)}: nothing is broadcast; take [:, 0] of one of them"
+            )
         if log_p.dim() == 0 or len(log_p) != len(observed):
             raise ValueError(
                 f"log_prob of {len(observed)} observations has shape {tuple(log_p.shape)}, expected a row for each: "

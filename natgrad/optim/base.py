@@ -319,7 +319,8 @@ class ModelOptimizer(Optimizer):
         reports = [report for report in latest.values() if report.step]
         settings = {"lr": min((float(group["lr"]) for group in self.param_groups), default=0.0)} | self._options()
         scheduled = any("initial_lr" in group for group in self.param_groups)  # which torch's schedulers write
-        return explain_steps(Steps(reports, self.rule, settings, scheduled, self._state.noise))
+        shrinkage = max((float(g["lr"]) * float(g.get("weight_decay", 0.0)) for g in self.param_groups), default=0.0)
+        return explain_steps(Steps(reports, self.rule, settings, scheduled, self._state.noise, shrinkage))
 
     def _report_later(self) -> Callable[[], StateReport]:
         """The report of the last step, for later: numbers are not asked for yet."""

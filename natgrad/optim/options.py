@@ -209,6 +209,17 @@ def read_settings(settings: type[S], options: Mapping[str, Any]) -> S:
     return settings(**{key: replace_name(key, value) if key in NAMES else value for key, value in options.items()})
 
 
+TORCH = {
+    "betas": "betas[0] is momentum=; leave out betas[1], in whose place decay= averages the statistics",
+    "eps": "leave it out; damping= takes its place, a share of each block's mean eigenvalue",
+    **dict.fromkeys(
+        ("amsgrad", "nesterov", "dampening", "foreach", "fused", "capturable", "differentiable"),
+        "leave it out: there is no such choice here",
+    ),
+}
+"""Keywords of torch's optimizers, by what to write instead."""
+
+
 def check_keywords(name: str, given: Iterable[str], known: Iterable[str]) -> None:
     """TypeError for a keyword that is not known, with the nearest one that is."""
     names = sorted(set(known) - {"self"})
@@ -216,6 +227,7 @@ def check_keywords(name: str, given: Iterable[str], known: Iterable[str]) -> Non
         if key not in names:
             near = get_close_matches(key, names, 1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(names)}"
+            hint = f"; {TORCH[key]}" if key in TORCH else hint
             raise TypeError(f"{name}() got an unexpected keyword argument {key!r}{hint}")
 
 

@@ -173,6 +173,7 @@ STILL = 0.01  # relative change of the loss that counts as none
 SHORT = 1e-4  # nats per example: a step that moves the model by less hardly changes it
 MOST = 0.6  # of the steps
 FAR = 0.1  # nats per example, or of the loss where that is above 1: a longer step leaves what was measured behind
+SHRUNK = 0.005  # of a weight per step: spectral steps move a layer by some .075 of its size
 ALL = 0.99  # of the system along a step, or of the gradient: as good as all of it
 
 
@@ -186,6 +187,7 @@ class Steps:
         settings: Numbers that the parameter groups have, such as lr and kl_share: the least over the groups.
         scheduled: True if a scheduler lowers the learning rate.
         noise: Whether the rule turned to directions of its own, and how much of the gradients is signal.
+        shrinkage: lr times weight_decay, the largest over the groups.
     """
 
     reports: Sequence[StateReport]
@@ -193,6 +195,7 @@ class Steps:
     settings: Mapping[str, float]
     scheduled: bool = False
     noise: Noise = Noise()
+    shrinkage: float = 0.0
 
     @property
     def last(self) -> StateReport:
@@ -258,8 +261,12 @@ def explain_steps(steps: Steps) -> str:
     """A sentence for each thing that decided how the last steps went, and what to try."""
     if not steps.reports:
         return "No step yet: compute the loss with opt.loss(outputs, targets), call backward() on it, then opt.step()."
-    tellers = (tell_course, tell_bounds, tell_damping, tell_noise, tell_failures, tell_judgement, tell_solver)
-    return "\n".join(sentence for tell in tellers for sentence in tell(steps))
+    lengths = tell_decay, tell_bounds, tell_damping, tell_noise
+    return "\n".join(
+        sentence
+        for tell in (tell_course, *lengths, tell_failures, tell_judgement, tell_solver)
+        for sentence in tell(steps)
+    )
 
 
 def tell_course(steps: Steps) -> Iterator[str]:
@@ -275,6 +282,15 @@ def tell_course(steps: Steps) -> Iterator[str]:
     yield f"Step {last.step}: over the last {count} steps the loss {verb} {show(after)}, from {show(before)}."
     if abs(change) < STILL and last.gradient == 0:
         yield "The gradient is zero: the loss does not depend on the parameters, or is at its minimum."
+
+
+def tell_decay(steps: Steps) -> Iterator[str]:
+    """Whether weight decay shrinks weights as fast as steps move them, as AdamW's number does at a rate of 1."""
+    if steps.shrinkage > SHRUNK:
+        yield (
+            f"lr times weight_decay shrinks weights by {steps.shrinkage:.1%} in each step. Try: a smaller "
+            "weight_decay; AdamW's lr times its weight_decay is the same decay per step."
+        )
 
 
 def tell_bounds(steps: Steps) -> Iterator[str]:

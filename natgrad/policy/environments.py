@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 Array = np.ndarray
 PATIENCE = 1000
@@ -246,6 +247,8 @@ def make_environment(env: Any) -> Any:
     gym = import_gymnasium()
     if isinstance(env, str):
         return gym.make(env)
+    if isinstance(env, nn.Module):
+        raise TypeError(f"env is {type(env).__name__}, a network, expected an environment: TRPO(policy, env)")
     return env() if callable(env) and not isinstance(env, (gym.Env, gym.vector.VectorEnv)) else env
 
 

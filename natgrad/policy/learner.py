@@ -21,7 +21,7 @@ from torch.nn.utils import skip_init
 
 from natgrad.ground.checks import check_integer
 from natgrad.ground.linalg import all_finite
-from natgrad.ground.messages import Columns, Explained, write_choices
+from natgrad.ground.messages import Columns, Explained, explain_calls, write_choices
 from natgrad.ground.progress import Progress, check_callback
 from natgrad.ground.pure import keep_gradient_mode, leaves, run_detached
 from natgrad.ground.spaces import Space
@@ -329,6 +329,8 @@ class PolicyLearner(Explained):
         return take_action(actions, 0) if alone else actions, None
 
     def _states(self, observation: Any) -> tuple[Tensor, bool]:
+        if isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], dict):
+            raise TypeError("observation is a pair with a dict, as env.reset() returns: pass its first part")
         raw = np.asarray(observation)
         shape = self.worlds.observation_space.shape or ()
         alone = raw.shape == shape
@@ -339,6 +341,7 @@ class PolicyLearner(Explained):
             raise ValueError("observation is not finite: the policy was not asked")
         return self.scale.states(rows, next(self.actor.parameters())), alone
 
+    @explain_calls
     def evaluate(self, env: Any, episodes: int = 20, *, deterministic: bool = True, seed: int = 0) -> list[float]:
         """The returns of whole episodes, the policy and its scales frozen.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.derivatives import exact_derivatives
-from natgrad.residuals.fields import Field
+from natgrad.residuals.fields import ORDER, Field
 
 Function = Callable[[Tensor], Tensor]
 
@@ -179,11 +179,15 @@ def unit_vectors(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 def choose_dims(x: Any, dims: Iterable[int] | None) -> tuple[int, ...]:
     """The coordinates as numbers from 0. ValueError for a point of another shape, or coordinates that it lacks."""
+    if isinstance(x, Field):
+        raise TypeError(ORDER)
     if not isinstance(x, Tensor) or x.dim() != 1 or not x.is_floating_point():
         came = f"a tensor {tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"x is {came}, expected one point: a floating-point tensor of shape (d,)")
     if dims is None:
         return tuple(range(len(x)))
+    if isinstance(dims, int):
+        raise TypeError(f"dims is {dims}, expected several coordinates: dims=[{dims}] for this one")
     given = tuple(dims)
     chosen = tuple(int(i) % len(x) for i in given if -len(x) <= i < len(x))
     if not given or len(set(chosen)) != len(given):

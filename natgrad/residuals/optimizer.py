@@ -15,7 +15,7 @@ from natgrad.ground.checks import check_integer, check_share
 from natgrad.ground.exchanges import share_count, sum_numbers
 from natgrad.ground.jets import Affine, LayerRows
 from natgrad.ground.linalg import gram
-from natgrad.ground.messages import Columns
+from natgrad.ground.messages import Columns, explain_calls
 from natgrad.ground.progress import Progress, check_callback
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.ground.spaces import Params, Space
@@ -411,6 +411,7 @@ class ResidualOptimizer(NaturalGradient):
         return losses[0] if losses and self.state_report().status != "skipped" else torch.full((), math.nan)
 
     @keep_gradient_mode
+    @explain_calls
     def fit(
         self,
         steps: int,
@@ -473,7 +474,13 @@ class ResidualOptimizer(NaturalGradient):
         if isinstance(sample, Mapping):
             return sample
         generator = torch.Generator(next(iter(self._named.values())).device)
-        points = sample(generator.manual_seed(seed + self._state.step + SEED_DISTANCE * self.processes.rank))
+        generator.manual_seed(seed + self._state.step + SEED_DISTANCE * self.processes.rank)
+        try:
+            points = sample(generator)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise  # from inside of the function
+            raise TypeError(f"sample is called with a torch.Generator, as in def sample(generator): {error}") from None
         if not isinstance(points, Mapping):
             raise TypeError(
                 f"sample returned {type(points).__name__}, expected a dict of points by term: the terms are "

@@ -156,8 +156,10 @@ def check_points(system: System, points: Mapping[str, Any], params: Params, *, m
     """Points as tuples of tensors. TypeError or ValueError for anything but a batch of points for each term."""
     unknown, missing = sorted(points.keys() - system.terms.keys()), sorted(system.terms.keys() - points.keys())
     if unknown or missing:
-        said = f"no points for {missing}" if missing else f"points for {unknown}, which is no term"
-        raise ValueError(f"step got {said}: the terms are {list(system.terms)}; call step(inside=x, boundary=y)")
+        parts = [f"no points for {missing}"] * bool(missing)
+        parts += [f"points for {unknown}, which is no term"] * bool(unknown)
+        call = ", ".join(f"{name}=..." for name in system.terms)
+        raise ValueError(f"step got {', and '.join(parts)}: call step({call}) with the points of each term")
     like = next(iter(params.values()))
     return {name: check_batch_of_points(name, points[name], like, int(not may_lack)) for name in system.terms}
 
@@ -168,7 +170,10 @@ def check_batch_of_points(name: str, given: Any, like: Tensor, fewest: int) -> t
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or tensor.dim() == 0:
             came = "a scalar tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{name} is {came}, expected points: a tensor (b, d), or a tuple of tensors (b, ...)")
+            advice = f"; convert with torch.as_tensor({name})" if hasattr(tensor, "__array__") else ""
+            raise TypeError(
+                f"{name} is {came}, expected points: a tensor (b, d), or a tuple of tensors (b, ...){advice}"
+            )
         if tensor.is_floating_point() and tensor.dtype != like.dtype:
             raise ValueError(
                 f"{name} is {tensor.dtype}, the network {like.dtype}: convert with {name}.to({like.dtype}); double "
@@ -242,6 +247,11 @@ def read_terms(
             raise TypeError(
                 f"terms[{name!r}] is {type(function).__name__}, expected a function of the network and a point"
             )
+    if weights is not None and not isinstance(weights, Mapping):
+        raise TypeError(
+            f"weights is {type(weights).__name__}, expected a dict from names of terms to numbers, "
+            f"{{{list(terms)[-1]!r}: 10.0}}; terms that it does not name have weight 1"
+        )
     weights = dict(weights or {})
     unknown = sorted(weights.keys() - terms.keys())
     if unknown:

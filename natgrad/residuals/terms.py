@@ -148,7 +148,7 @@ class Term:
             if isinstance(error, TypeError) and "'Tensor' object is not callable" in str(error):
                 raise TypeError(ORDER) from error
             error.add_note(f"This came up in the term {self.name!r}, at the first of its points, {describe(point)}.")
-            if isinstance(error, IndexError):
+            if isinstance(error, (IndexError, TypeError)):
                 error.add_note(ORDER)
             raise
         idle = all(not asked.plans and not asked.elsewhere for asked in notes.values())

@@ -132,12 +132,18 @@ def as_scales(sigma0: Any, x0: Tensor) -> tuple[float, Tensor]:
     return common, sigmas / common
 
 
+PAIRS = "a list of pairs, one per variable as in SciPy, becomes bounds=list(zip(*pairs))"
+"""What to say where bounds may have been meant so."""
+
+
 def as_bounds(bounds: Any, x0: Tensor) -> tuple[Tensor, Tensor]:
     """Lower and upper bounds, (d,) each."""
     if bounds is None:
         return torch.full_like(x0, -torch.inf), torch.full_like(x0, torch.inf)
     if not hasattr(bounds, "__len__") or isinstance(bounds, (str, dict)) or len(bounds) != 2:
-        raise ValueError(f"bounds is {bounds!r}, expected a pair (lower, upper) of numbers, vectors (d,) or None")
+        raise ValueError(
+            f"bounds is {bounds!r}, expected a pair (lower, upper) of numbers, vectors (d,) or None; {PAIRS}"
+        )
     sides: list[Tensor] = []
     for side, name, none in zip(bounds, ("lower", "upper"), (-torch.inf, torch.inf), strict=True):
         bound = as_tensor(none if side is None else side, f"bounds: {name}").to(x0.device)
@@ -157,7 +163,7 @@ def check_bounds(lower: Tensor, upper: Tensor, x0: Tensor) -> None:
         i = int(wrong[0])
         raise ValueError(
             f"bounds are inverted at variable {i}: lower {float(lower[i])}, upper {float(upper[i])}, expected "
-            "lower < upper; leave a constant variable out of x"
+            f"lower < upper; leave a constant variable out of x; {PAIRS}"
         )
     outside = ((x0 < lower) | (x0 > upper)).nonzero()
     if len(outside):

@@ -104,6 +104,21 @@ def test_intervals_and_ellipses_hold_their_share_of_the_normal() -> None:
     assert "95 % interval" in errors._repr_html_()
 
 
+def test_transformed_errors_are_those_of_the_other_parametrisation() -> None:
+    def by_log(p: Params) -> Distribution:
+        return Normal(p["mean"], p["log_scale"].exp())
+
+    def directly(p: Params) -> Distribution:
+        return Normal(p["mean"], p["scale"])
+
+    y = draw(50) + 2
+    fit = ng.maximize_likelihood(by_log, {name: torch.zeros((), dtype=F64) for name in ("mean", "log_scale")}, y)
+    errors = fit.standard_errors().transform(lambda p: {"mean": p["mean"], "scale": p["log_scale"].exp()})
+    expected = ng.standard_errors(ng.fisher(directly, errors.params), errors.params, y)
+    assert_close(errors.covariance, expected.covariance)
+    assert errors.names == ("mean", "scale")
+
+
 def test_a_direction_that_is_not_identified_is_named_and_left_where_it_was() -> None:
     twice = torch.cat([X, X[:, 1:2]], 1)
     fit = ng.maximize_likelihood(logistic, {"slopes": torch.zeros(4, dtype=F64)}, (twice, BITS))
@@ -163,6 +178,26 @@ DOORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ),
         ValueError,
         "outside of the support of Exponential",
+    ),
+    "observations in a column": (
+        lambda: ng.maximize_likelihood(logistic, START, (X, BITS.unsqueeze(1))),
+        ValueError,
+        r"observations have shape \(\d+, 1\): nothing is broadcast",
+    ),
+    "observations of whole numbers": (
+        lambda: ng.maximize_likelihood(logistic, START, (X, BITS.long())),
+        ValueError,
+        r"convert them with .double\(\)",
+    ),
+    "arrays": (
+        lambda: ng.maximize_likelihood(logistic, START, (X.numpy(), BITS.numpy())),
+        TypeError,
+        "convert arrays with torch.as_tensor",
+    ),
+    "errors of a number": (
+        lambda: ng.maximize_likelihood(logistic, START, (X, BITS)).standard_errors().transform(lambda p: 3.0),  # type: ignore[arg-type, return-value]
+        TypeError,
+        "function returned float, expected a tensor or a dict",
     ),
     "an unknown entry": (
         lambda: ng.maximize_likelihood(logistic, START, (X, BITS)).standard_errors().ellipse(["slopes", "slopes[1]"]),

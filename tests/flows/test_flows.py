@@ -180,3 +180,5 @@ def test_a_descent_is_drawn_by_the_gradient_beside_the_natural_gradient(family):
 def test_a_plane_has_two_parameters():
     with pytest.raises(ValueError, match="5 parameters, expected one with two"):
         ng.show_descent(lambda x: x[:, 0], MultivariateNormal(2))
+    with pytest.raises(TypeError, match=r"family is Tensor.*where the path starts is start="):
+        ng.show_descent(lambda x: x[:, 0], torch.zeros(2))  # type: ignore[arg-type]

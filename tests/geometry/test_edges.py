@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from natgrad.families import Categorical, Multinomial
-from natgrad.geometry import Bits, Manifold, Rates, Simplex, Wasserstein
+from natgrad.families import Categorical, Exponential, Multinomial, Normal
+from natgrad.geometry import Bits, Manifold, Rates, Simplex, Wasserstein, fisher_rao
 
 
 def tensor(*numbers: float) -> Tensor:
@@ -97,3 +97,12 @@ def test_singular_covariances_are_refused_on_both_sides():
         for call in (manifold.distance, manifold.log):
             with pytest.raises(ValueError, match="positive definite"):
                 call(*pair)
+
+
+@pytest.mark.parametrize(
+    ("family", "outside"), [(Normal(), (0.0, 1.0)), (Exponential(), (1.0,))], ids=["normal", "rate"]
+)
+def test_a_distance_to_no_distribution_is_refused(family, outside):
+    inside = torch.full((family.size,), -1.0, dtype=torch.float64)
+    with pytest.raises(ValueError, match="outside the natural parameters"):
+        fisher_rao(family).distance(inside, tensor(*outside))

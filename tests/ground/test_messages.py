@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import natgrad as ng
-from natgrad.ground.messages import CallableModule
+from natgrad.ground.messages import CallableModule, Columns
 
 # not natgrad.testing: in a test's own file pytest would take what is called so, and can be called, for a test
 MODULES = sorted(
@@ -30,3 +30,10 @@ def test_the_call_of_a_fields_folder_is_a_sentence_too() -> None:
     module: Any = ng.search
     with pytest.raises(TypeError, match=r"^ng\.search is a module and no function"):
         module("ising")
+
+
+def test_a_history_is_a_dict_of_lists() -> None:
+    history = Columns(("loss", "kl"), "steps")
+    assert dict(history) == {"loss": [], "kl": []}
+    with pytest.raises(KeyError, match="'return' is no list of this history, expected one of loss, kl"):
+        history["return"]

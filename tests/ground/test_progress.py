@@ -63,3 +63,5 @@ def test_wrong_arguments_are_refused():
         Progress("steps", 3, "bar")  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="callback is int, expected a function of the search, or None"):
         check_callback(3, "the search")
+    with pytest.raises(TypeError, match=r"callback is list.*for several"):
+        check_callback([print, print], "the search")

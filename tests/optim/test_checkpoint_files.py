@@ -190,3 +190,8 @@ def test_the_checkpoint_of_a_search_is_refused_where_it_is_damaged_or_newer(tmp_
     torch.save({**state, "format": FORMAT + 1}, path)
     with pytest.raises(ValueError, match="install the version that wrote it"):
         search()
+
+
+def test_a_missing_folder_is_named(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        ng.save_checkpoint(tmp_path / "none" / "run.pt", model=nn.Linear(2, 2))

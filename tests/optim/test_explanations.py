@@ -48,6 +48,15 @@ def train(make: Make, steps: int = 20, labels: Tensor = LABELS, batch: int | Non
     return float(CE(model(INPUTS), labels).detach()), opt.explain(), opt
 
 
+def test_a_weight_decay_at_the_size_of_the_steps_is_told():
+    """AdamW's .1 is multiplied by a rate of 1 here."""
+    strong, text, _ = train(kfac(weight_decay=0.1))
+    weak, silent, _ = train(kfac(weight_decay=1e-4))
+    assert strong > weak
+    assert "shrinks weights by 10.0% in each step. Try: a smaller weight_decay" in text
+    assert "weight_decay" not in silent
+
+
 # which setting bounds a step: what is said is how much longer the step is without it
 
 BOUNDS = {"kl_share": 1e-5, "max_kl": 1e-6, "move": 1e-3, "lr": 0.1, "radius": 1e-3}

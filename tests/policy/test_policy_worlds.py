@@ -299,12 +299,15 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "steps": (lambda: small().learn(0), ValueError, "total_steps is 0"),
     "half a step": (lambda: small().learn(64.5), ValueError, "total_steps is 64.5"),
     "callback": (lambda: small().learn(64, callback=3), TypeError, "callback is int"),
+    "a network as the environment": (lambda: small(nn.Linear(2, 2)), TypeError, "env is Linear, a network"),
+    "episodes by another name": (lambda: small().evaluate(Walk(), n_eval_episodes=2), TypeError, "episodes"),
     "radius's kind": (lambda: small(radius="1"), ValueError, "radius is '1', expected a finite number > 0"),
     "gamma's kind": (lambda: small(gamma=None), ValueError, "gamma is None"),
     "entropy weight": (lambda: small(entropy_weight="1"), ValueError, "entropy_weight is '1'"),
     "batch's kind": (lambda: small(batch=64.0), ValueError, "batch is 64.0, expected an integer"),
     "a recurrent policy": (lambda: small(Bandit(), nn.LSTM(2, 3)), ValueError, "policy returned"),
     "observation": (lambda: small().predict(np.zeros(3)), ValueError, r"observation has shape \(3,\), expected \(2,\)"),
+    "what reset returns": (lambda: small().predict(Walk().reset()), TypeError, r"env.reset\(\) returns"),
     "NaN": (lambda: small().predict(np.array([np.nan, 0])), ValueError, "not finite"),
 }
 

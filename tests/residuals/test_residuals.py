@@ -282,7 +282,8 @@ def test_a_residual_that_is_not_finite_is_named():
     ("points", "error", "words"),
     [
         ({}, ValueError, "no points for \\['inside'\\]"),
-        ({"inside": draw(3), "edge": draw(3)}, ValueError, "which is no term"),
+        ({"inside": draw(3), "edge": draw(3)}, ValueError, "which is no term: call step\\(inside=...\\)"),
+        ({"inside": draw(3).numpy()}, TypeError, "convert with torch.as_tensor"),
         ({"inside": draw(3)[:, 0]}, ValueError, "expected points \\(b, d\\)"),
         ({"inside": draw(3).float()}, ValueError, "convert with"),
         ({"inside": draw(3)[:0]}, ValueError, "at least one"),
@@ -306,12 +307,27 @@ def test_unusable_points_are_refused(points, error, words):
         ((perceptron(2, 1), {}), TypeError, "expected a dict of functions"),
         ((perceptron(2, 1), {"inside": 3}), TypeError, "expected a function"),
         ((perceptron(2, 1), TERMS, {"outside": 1.0}), ValueError, "which is no term"),
+        ((perceptron(2, 1), TERMS, [1, 10]), TypeError, "weights is list, expected a dict from names of terms"),
         ((perceptron(2, 1), TERMS, {"value": -1.0}), ValueError, "expected a finite number > 0"),
     ],
 )
 def test_unusable_systems_are_refused(arguments, error, words):
     with pytest.raises(error, match=words):
         ng.residuals(*arguments)
+
+
+def test_a_term_of_deepxde_s_order_is_told_the_order():
+    opt = ng.residuals(perceptron(2, 1), {"inside": lambda x, u: ng.laplacian(u, x)})
+    with pytest.raises(TypeError, match="called as term\\(u, x\\): first its unknowns"):
+        opt.step(inside=draw(3))
+
+
+def test_a_wrong_argument_of_fit_is_told_the_right_ones():
+    opt = ng.residuals(perceptron(2, 1), {"inside": TERMS["Poisson"]})
+    with pytest.raises(TypeError, match="it has no argument 'iterations'; expected fit\\(steps, sample"):
+        opt.fit(iterations=5, sample={"inside": draw(3)})
+    with pytest.raises(TypeError, match="sample is called with a"):
+        opt.fit(5, lambda: {"inside": draw(3)})
 
 
 def test_an_error_in_a_term_names_the_term():

@@ -62,6 +62,7 @@ VALUES: dict[str, tuple[Callable[[], Any], str]] = {
     "bounds inverted": (at([0.0], bounds=(1.0, -1.0)), "bounds are inverted"),
     "bounds' shape": (at([0.0], bounds=([0.0, 1.0], 2.0)), "bounds: lower has"),
     "bounds a triple": (at([0.0], bounds=(0, 1, 2)), "expected a pair"),
+    "bounds as SciPy's": (at([0.0, 0.0], bounds=[(0, 1), (-1, 1)]), "one per variable as in SciPy"),
     "bounds a dict": (least(bounds={0: 1, 1: 2}), "expected a pair"),
     "bounds NaN": (least(bounds=(math.nan, 1)), "NaN is no bound"),
     "integers beyond": (at([0.0, 0.0], integers=[2]), "expected indices below 2"),
