@@ -11,8 +11,7 @@ from natgrad.layers.examples import (
     partitions,
 )
 from natgrad.layers.hearing import Heard, Pass, Recording, collect_inputs, hear, hear_rows, is_asking, record_pass
-from natgrad.layers.kinds import Layer
-from natgrad.layers.layout import Layout
+from natgrad.layers.kinds import Layer, Layout, UnitLayout
 from natgrad.layers.model_layers import GraphLeaves, ModelLayers
 from natgrad.layers.moments import (
     Mixed,
@@ -30,7 +29,6 @@ from natgrad.layers.recalibration import recalibrate
 from natgrad.layers.registry import register
 from natgrad.layers.taps import MatrixProduct, Tap, Taps, derivatives, record_calls
 from natgrad.layers.traced import Traced, find_products
-from natgrad.layers.unit_layout import UnitLayout
 
 __all__ = [
     "Examples",

@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from natgrad.layers.kinds import OWN_KINDS, Layer, positions
-from natgrad.layers.layout import Layout
+from natgrad.layers.kinds import OWN_KINDS, Layer, Layout, positions
 
 Lay = Callable[[Any, Tensor], Tensor]
 

@@ -27,8 +27,7 @@ from natgrad.ground.graph_nodes import (
 )
 from natgrad.ground.spaces import Space
 from natgrad.layers.experts import ExpertProduct, ExpertSource, expert_product, find_experts
-from natgrad.layers.kinds import Layer
-from natgrad.layers.layout import Layout
+from natgrad.layers.kinds import Layer, Layout
 from natgrad.layers.taps import MatrixProduct, version_of
 
 SECOND = "products with "
