@@ -23,6 +23,7 @@ from natgrad.optim.blocks import (
     BatchUpdate,
     BlockScales,
     Penalised,
+    join_scalars,
     sum_scalars,
 )
 from natgrad.optim.checks import check_statistics
@@ -255,7 +256,7 @@ class BlockWork(Work):
         errors = self.errors
         vector = Parts(directions, {name: -self.rates[name] for name in directions})
         rates = {self.rates[name] for name in directions}
-        even, rated, slope = len(rates) == 1, dict[str, Tensor](), None
+        even, forms, slope = len(rates) == 1, None, None
         if self.shapes:
             full, promise = None, Lazy(partial(self.promise, vector, levels))
             if even and not self.owners.apart:
@@ -263,17 +264,19 @@ class BlockWork(Work):
             if self.sample is not None:
                 self.measure(vector.tensors(), self.averages.forms(self.state.blocks, vector, levels))
         else:
-            full, rated = sum_scalars(slopes), {name: self.rates[name] ** 2 * slope for name, slope in slopes.items()}
-            promise = Lazy(value=sum_scalars(rated))
+            parts = join_scalars(slopes)
+            forms = tuple(slopes), parts * as_tensor_like([self.rates[name] ** 2 for name in slopes], parts)
+            full, promise = parts.sum(), Lazy(value=forms[1].sum())
             if self.sample is not None:  # a common rate cancels: no copies
-                self.measure(directions if even else vector.tensors(), slopes if even else rated)
+                rated = slopes if even else dict(zip(slopes, forms[1].unbind(), strict=True))
+                self.measure(directions if even else vector.tensors(), rated)
         ratio, settings = self.state.length.ratio, self.settings.values()
         true = self.form_of_blocks(vector) if ratio is None else promise.scale_by(ratio.to(self.device))
         return Quadratic(
             gradient=Parts(self.penalise(self.batch.gradients)),
             operator=None,
             damping=float(next(iter(settings))["damping"]),
-            proposal=BlockStep(vector, true, promise, ratio, self.without_penalty(levels), rated, slope),
+            proposal=BlockStep(vector, true, promise, ratio, self.without_penalty(levels), forms, slope),
             nats=self.batch.nats,
             loss=math.nan if self.loss is None else self.loss,
             run=RunFacts(

@@ -902,7 +902,12 @@ class Penalised(Mapping[str, Tensor]):
         return len(self.gradients)
 
 
+def join_scalars(scalars: Mapping[str, Tensor]) -> Tensor:
+    """Scalar tensors, which may lie apart, in their order: shape (k,)."""
+    parts = list(scalars.values())
+    return torch.stack([part.to(parts[0].device) for part in parts]) if parts else torch.zeros(0)
+
+
 def sum_scalars(scalars: Mapping[str, Tensor]) -> Tensor:
     """The sum of scalar tensors, which may lie apart."""
-    parts = list(scalars.values())
-    return torch.stack([part.to(parts[0].device) for part in parts]).sum() if parts else torch.zeros(())
+    return join_scalars(scalars).sum()

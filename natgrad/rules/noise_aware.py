@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from natgrad.ground.typed_torch import measure_norm
+from natgrad.ground.typed_torch import measure_norm, measure_norms
 from natgrad.operators import Operator
 from natgrad.rules.base import BlockPoint, BlockStack, Objective, Rule, StackMemory
 from natgrad.rules.quadratic import BlockStep, Memory, Parts, Quadratic, Step
@@ -137,11 +137,9 @@ def limit_moves(model: Quadratic, step: Step, most: float, floor: float) -> Step
     if not longer > 1:
         return step
     factors = torch.where(moved > bounds, bounds / moved, 1.0)
-    names = [name for layer in layers for name in layer]
-    each = [len(layer) for layer in layers]
-    shares = dict(
-        zip(names, factors.repeat_interleave(torch.tensor(each, device=factors.device)).unbind(), strict=True)
-    )
+    layer_of = {name: i for i, layer in enumerate(layers) for name in layer}
+    alone = len(layers)  # parameters without a layer keep their part
+    shares = torch.cat([factors, factors.new_ones(1)])[[layer_of.get(name, alone) for name in vector]]
     limited = step.scale_layers(shares) if isinstance(step, BlockStep) else None
     if limited is None:
         limited = model.along(vector.scale_each(shares))
@@ -161,12 +159,10 @@ def room(
     """How far each layer moves, and how far it may, in double precision, shapes (layers,)."""
     names = [name for layer in layers for name in layer]
     params = {name: model.layers.params[name].detach() for name in names}
-    squares = [vector.square(name).double() for name in names]
-    sizes = [measure_norm(p, dtype=torch.promote_types(p.dtype, torch.float32)).double() for p in params.values()]
-    home = squares[0].device
-    place = torch.tensor([i for i, layer in enumerate(layers) for _ in layer], device=home)
-    table = torch.stack([torch.stack([number.to(home) for number in column]) for column in (squares, sizes)])
-    table[1].square_()
+    steps = vector.squares()[[vector.places[name] for name in names]].double()
+    sizes = [size.to(steps) for size in measure_norms([wide(p) for p in params.values()])]
+    place = torch.tensor([i for i, layer in enumerate(layers) for _ in layer], device=steps.device)
+    table = torch.stack([steps, torch.stack(sizes).square()])
     moved, size = table.new_zeros(2, len(layers)).index_add_(1, place, table).sqrt()
     fresh = list[float]()
     for layer in layers:
@@ -175,5 +171,10 @@ def room(
         outputs = max(shape[0] if shape else 1 for shape in shapes)
         fresh.append(least_size(least, outputs, max(map(model.run.errors.of, layer))))
     rates = [most * min(1.0, max(abs(vector.rate(name)) for name in layer)) for layer in layers]
-    fixed = torch.tensor([rates, fresh], dtype=torch.float64, device=home)
+    fixed = torch.tensor([rates, fresh], dtype=torch.float64, device=steps.device)
     return moved, fixed[0] * torch.maximum(size, fixed[1])
+
+
+def wide(p: Tensor) -> Tensor:
+    """p, at least in float32: squares of half precision overflow."""
+    return p.to(torch.promote_types(p.dtype, torch.float32))

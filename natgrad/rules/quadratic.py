@@ -6,12 +6,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from natgrad.ground.messages import write_choices
-from natgrad.ground.typed_torch import as_tensor_like, measure_norm, torch_plain
+from natgrad.ground.typed_torch import as_tensor_like, measure_norm, measure_norms, torch_plain
 from natgrad.operators import Operator
 from natgrad.solvers import Subspace
 
@@ -21,14 +22,14 @@ from natgrad.solvers import Subspace
 class Parts:
     """A vector over parameters that lie apart: d_p = length * share_p * rate_p * part_p, by name. No flat copy is made.
 
-    It has what rules do with a flat vector (n,): `a * v`, `v + w`, `v @ w`, `-v`, `v.norm()`, `v.clone()`. The squares
-    of its parts are summed up once, for all vectors that were made of it by factors.
+    It has what rules do with a flat vector (n,): `a * v`, `v + w`, `v @ w`, `-v`, `v.norm()`, `v.clone()`. Its parts
+    are measured once, for all vectors that were made of it by factors.
 
     Args:
         parts: Tensors by name.
         rates: A factor by name; None: 1 for all.
         length: A factor that all have in common: a number, or a scalar tensor.
-        shares: Another factor by name, scalar tensors; None: 1 for all.
+        shares: Another factor of each, in their order, shape (parts,); None: 1 for all.
     """
 
     def __init__(
@@ -36,10 +37,10 @@ class Parts:
         parts: Mapping[str, Tensor],
         rates: Mapping[str, float] | None = None,
         length: Tensor | float = 1.0,
-        shares: Mapping[str, Tensor] | None = None,
+        shares: Tensor | None = None,
     ) -> None:
         self.parts, self.rates, self.length, self.shares = parts, rates, length, shares
-        self._sizes = dict[str, Tensor]()
+        self._sizes = list[Tensor]()
 
     def __repr__(self) -> str:
         return write_choices(self, parts=len(self.parts), size=sum(part.numel() for part in self.parts.values()))
@@ -47,19 +48,15 @@ class Parts:
     def __iter__(self) -> Iterator[str]:
         return iter(self.parts)
 
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """The places of the names in their order."""
+        return {name: i for i, name in enumerate(self.parts)}
+
     def __getitem__(self, name: str) -> Tensor:
         part = self.parts[name]
-        return part * self.factor(name, part)
-
-    def factor(self, name: str, like: Tensor) -> Tensor | float:
-        """What a part is multiplied by: a number, or a scalar tensor.
-
-        Args:
-            name: The parameter's.
-            like: Of the dtype and on the device wanted.
-        """
-        factor = as_factor(self.length, like) * self.rate(name)
-        return factor if self.shares is None else factor * as_factor(self.shares[name], like)
+        factor = as_factor(self.length, part) * self.rate(name)
+        return part * (factor if self.shares is None else factor * self.shares[self.places[name]].to(part))
 
     def rate(self, name: str) -> float:
         """The factor of one parameter, without the common one.
@@ -69,21 +66,34 @@ class Parts:
         """
         return 1.0 if self.rates is None else self.rates[name]
 
+    def factors(self, like: Tensor) -> Tensor | float:
+        """What the parts are multiplied by: of each, shape (parts,), or one for all.
+
+        Args:
+            like: Of the dtype and on the device wanted.
+        """
+        rates = [self.rate(name) for name in self.parts]
+        even = len(set(rates)) <= 1
+        factor = as_factor(self.length, like) * (rates[0] if even and rates else as_tensor_like(rates, like))
+        return factor if self.shares is None else factor * self.shares.to(like)
+
     def tensors(self) -> dict[str, Tensor]:
         """The entries by name."""
-        return {name: self[name] for name in self.parts}
+        return dict(zip(self.parts, self.list_tensors(list(self.parts.values())), strict=True))
 
     def list_tensors(self, like: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The entries in the order of the names: by one call where all parts have one factor.
+        """The entries in the order of the names: by one call where they lie together.
 
         Args:
             like: Of the dtypes and on the devices wanted.
         """
         parts = [part.to(reference.dtype) for part, reference in zip(self.parts.values(), like, strict=True)]
-        rates = {1.0} if self.rates is None else set(self.rates.values())
-        if self.shares is None and len(rates) == 1 and len({(p.dtype, p.device) for p in parts}) == 1:
-            return torch_plain._foreach_mul(parts, as_tensor_like(self.length * rates.pop(), parts[0]))
-        return [part * self.factor(name, part) for name, part in zip(self.parts, parts, strict=True)]
+        if len({(part.dtype, part.device) for part in parts}) != 1:
+            return [self[name].to(part) for name, part in zip(self.parts, parts, strict=True)]
+        factors = self.factors(parts[0])
+        if isinstance(factors, Tensor) and factors.dim():
+            return torch_plain._foreach_mul(parts, factors.unbind())
+        return torch_plain._foreach_mul(parts, as_tensor_like(factors, parts[0]))
 
     def __mul__(self, factor: Tensor | float) -> Parts:
         return self._share_sizes(Parts(self.parts, self.rates, self.length * factor, self.shares))
@@ -102,14 +112,13 @@ class Parts:
     def __sub__(self, other: Parts) -> Parts:
         return self + -1.0 * other
 
-    def scale_each(self, shares: Mapping[str, Tensor]) -> Parts:
+    def scale_each(self, shares: Tensor) -> Parts:
         """The vector with each part times a factor of its own, without a copy.
 
         Args:
-            shares: Scalar tensors by name.
+            shares: The factors in the order of the parts, shape (parts,).
         """
-        before = self.shares
-        factors = shares if before is None else {name: before[name] * share for name, share in shares.items()}
+        factors = shares if self.shares is None else self.shares.to(shares) * shares
         return self._share_sizes(Parts(self.parts, self.rates, self.length, factors))
 
     def _share_sizes(self, scaled: Parts) -> Parts:
@@ -118,42 +127,37 @@ class Parts:
 
     def __matmul__(self, other: Parts) -> Tensor:
         """The inner product, a scalar tensor; entries that only one of them has count as zero in the other."""
+        if self.parts is other.parts:
+            sizes = self._measure()
+            return (sizes.square() * self.factors(sizes) * other.factors(sizes)).sum()
         names = [name for name in self.parts if name in other.parts]
         if not names:
             return torch.zeros(())
-        pairs = [
-            self._measure_part(n).square()
-            if self.parts[n] is other.parts[n]
-            else inner_product(self.parts[n], other.parts[n])
-            for n in names
-        ]
-        home, rates = pairs[0], [self.rate(name) * other.rate(name) for name in names]
-        products = torch.stack([product.to(home) for product in pairs]) * torch.tensor(
-            rates, dtype=home.dtype, device=home.device
-        )
-        for shares in (self.shares, other.shares):
-            if shares is not None:
-                products = products * torch.stack([shares[name].to(home) for name in names])
-        return products.sum() * as_factor(self.length, home) * as_factor(other.length, home)
+        pairs = [inner_product(self.parts[name], other.parts[name]) for name in names]
+        home = pairs[0]
+        products = torch.stack([product.to(home) for product in pairs])
+        for vector in (self, other):
+            factors = vector.factors(home)
+            if isinstance(factors, Tensor) and factors.dim():
+                factors = factors[[vector.places[name] for name in names]]
+            products = products * factors
+        return products.sum()
 
-    def square(self, name: str) -> Tensor:
-        """|d_p|^2 of one parameter, a scalar tensor.
+    def squares(self) -> Tensor:
+        """|d_p|^2 of each parameter in their order, shape (parts,)."""
+        sizes = self._measure()
+        return (sizes * self.factors(sizes)).square()
 
-        Args:
-            name: The parameter's.
-        """
-        part = self.parts[name]
-        return (self._measure_part(name) * self.factor(name, part)).square()
-
-    def _measure_part(self, name: str) -> Tensor:
-        """|part_p|, measured once."""
-        if name not in self._sizes:
-            self._sizes[name] = measure_part(self.parts[name])
-        return self._sizes[name]
+    def _measure(self) -> Tensor:
+        """|part_p| of each, measured once."""
+        if not self._sizes:
+            sizes = measure_parts(list(self.parts.values()))
+            self._sizes.append(torch.stack([size.to(sizes[0]) for size in sizes]) if sizes else torch.zeros(0))
+        return self._sizes[0]
 
     def norm(self) -> Tensor:
         """|d|, a scalar tensor."""
-        return add_scalars([self.square(name) for name in self.parts]).sqrt()
+        return self.squares().sum().sqrt()
 
     def clone(self) -> Parts:
         """The same with memory of its own."""
@@ -174,15 +178,11 @@ def inner_product(first: Tensor, second: Tensor) -> Tensor:
     return torch.dot(first.reshape(-1).to(second.dtype), second.reshape(-1))
 
 
-def add_scalars(scalars: Sequence[Tensor]) -> Tensor:
-    """Their sum, on the device of the first: a model may lie on several."""
-    return torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).sum() if scalars else torch.zeros(())
-
-
-def measure_part(part: Tensor) -> Tensor:
-    """|x|, a scalar tensor. A part is often a view: a layer's weight in its matrix, whose rows also hold the bias."""
-    # by rows in a fifth of the time of the whole view
-    return measure_norm(part if part.is_contiguous() else measure_norm(part, dim=-1))
+def measure_parts(parts: Sequence[Tensor]) -> list[Tensor]:
+    """|x| of each, scalar tensors. A part is often a view: a layer's weight in its matrix, whose rows hold the bias."""
+    # on a processor by rows in a fifth of the time of the whole view
+    lines = [part.is_cpu and not part.is_contiguous() for part in parts]
+    return measure_norms([measure_norm(x, dim=-1) if line else x for x, line in zip(parts, lines, strict=True)])
 
 
 def as_factor(length: Tensor | float, like: Tensor) -> Tensor | float:
@@ -360,7 +360,7 @@ class BlockStep(Step):
         promise: d^T (G~ + damping I) d of the blocks G~.
         ratio: true over promise, where it was measured.
         levels: Damping by name.
-        forms: The promise by names of parameters, where it is known in parts: disjoint names, and their share of it.
+        forms: Disjoint names of parameters, and their shares of the promise, shape (names,), where these are known.
         slope: g . d; None where it takes a product.
     """
 
@@ -369,42 +369,43 @@ class BlockStep(Step):
     promise: Lazy
     ratio: Tensor | None
     levels: Mapping[str, float]
-    forms: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    forms: tuple[Sequence[str], Tensor] | None = None
     slope: Lazy | None = None
 
     def scale_by(self, factor: Tensor | float) -> BlockStep:
         square = factor * factor
         true, promise = self.true.scale_by(square), self.promise.scale_by(square)
-        forms = {name: square * form for name, form in self.forms.items()}
+        forms = None if self.forms is None else (self.forms[0], square * self.forms[1])
         slope = None if self.slope is None else self.slope.scale_by(factor)
         return BlockStep(factor * self.vector, true, promise, self.ratio, self.levels, forms, slope)
 
     def known_slope(self) -> Tensor | None:
         return None if self.slope is None else self.slope()
 
-    def scale_layers(self, factors: Mapping[str, Tensor]) -> BlockStep | None:
+    def scale_layers(self, factors: Tensor) -> BlockStep | None:
         """The step with each layer's part times a factor of its own, without a product; None where that takes one.
 
         d^T G d changes as much as what the blocks promise.
 
         Args:
-            factors: By name, equal for the parameters of a block.
+            factors: In the order of the vector's parts, shape (parts,), equal for the parameters of a block.
         """
-        if not self.forms or not self.promise.is_known:
+        if self.forms is None or not self.promise.is_known:
             return None
-        forms = {name: form * factors[name].to(form) ** 2 for name, form in self.forms.items()}
-        total = torch.stack([form.to(self.promise().device) for form in forms.values()]).sum()
+        names, forms = self.forms
+        forms = forms * factors[[self.vector.places[name] for name in names]].to(forms).square()
+        total = forms.sum().to(self.promise())
         true = Lazy(value=total if self.ratio is None else self.ratio.to(total) * total)
         vector = self.vector.scale_each(factors)
-        return BlockStep(vector, true, Lazy(value=total), self.ratio, self.levels, forms)
+        return BlockStep(vector, true, Lazy(value=total), self.ratio, self.levels, (names, forms))
 
     def form(self) -> Tensor:
         return self.true()
 
     def damped_form(self, damping: Tensor | float) -> Tensor:
-        squares = [self.levels.get(name, 0.0) * self.vector.square(name) for name in self.vector]
-        form = self.form()
-        return form + (torch.stack(squares).sum().to(form) if squares else 0.0)
+        squares, form = self.vector.squares(), self.form()
+        levels = as_tensor_like([self.levels.get(name, 0.0) for name in self.vector], squares)
+        return form + (levels @ squares).to(form)
 
     def promised_form(self, damping: Tensor | float) -> Tensor:
         return self.promise()

@@ -58,7 +58,8 @@ def test_parts_have_the_inner_products_of_the_flat_vector() -> None:
     whole = torch.cat([matrix[:, :2].flatten(), -1.5 * matrix[:, 2]])
     assert_close(vector @ vector, whole @ whole)
     assert_close(vector.norm(), whole.norm())
-    assert_close(vector.square("weight"), matrix[:, :2].square().sum())
+    assert_close(vector.squares(), torch.stack([matrix[:, :2].square().sum(), 2.25 * matrix[:, 2].square().sum()]))
+    assert_close(vector["bias"], -1.5 * matrix[:, 2])
     assert_close(vector @ rules.Parts({"weight": other}), (matrix[:, :2] * other).sum())
 
 

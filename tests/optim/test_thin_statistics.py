@@ -124,16 +124,16 @@ def test_rows_are_checked() -> None:
 
 
 def test_layers_of_a_step_are_scaled_without_a_product() -> None:
-    forms = {"a": torch.tensor(2.0), "c": torch.tensor(5.0)}
+    forms = ("a", "c"), torch.tensor([2.0, 5.0])
     vector = Parts({"a": draw(3), "b": draw(2), "c": draw(4)}, length=0.5)
     whole = Lazy(value=torch.tensor(7.0))
     step = BlockStep(vector, whole.scale_by(3.0), whole, torch.tensor(3.0), {}, forms).scale_by(0.1)
-    factors = {"a": torch.tensor(0.5), "b": torch.tensor(0.5), "c": torch.tensor(1.0)}
+    factors = torch.tensor([0.5, 0.5, 1.0])
     scaled = step.scale_layers(factors)
     assert scaled is not None
     assert float(scaled.promised_form(0.0)) == pytest.approx(0.01 * (2.0 / 4 + 5.0))
     assert float(scaled.form()) == pytest.approx(0.03 * (2.0 / 4 + 5.0))
-    for name, factor in factors.items():
+    for name, factor in zip("abc", factors, strict=True):
         torch.testing.assert_close(scaled.vector[name], factor * 0.1 * vector[name])
         assert scaled.vector.parts[name] is vector.parts[name]  # no copy
     flat = torch.cat(list(scaled.vector.tensors().values()))
