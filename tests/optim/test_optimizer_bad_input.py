@@ -100,7 +100,6 @@ DOORS = {
     "hinge loss": Door(
         lambda m: ng.hessian_free(m, nn.HingeEmbeddingLoss()), TypeError, "criterion is HingeEmbeddingLoss.*likelihood"
     ),
-    "BCELoss": Door(lambda m: ng.hessian_free(m, nn.BCELoss()), TypeError, "use BCEWithLogitsLoss"),
     "criterion class": Door(lambda m: ng.hessian_free(m, nn.MSELoss), TypeError, "criterion is .*likelihood"),
     "no reduction": Door(
         lambda m: ng.hessian_free(m, nn.MSELoss(reduction="none")), ValueError, "reduction='none', expected"
