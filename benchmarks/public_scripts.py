@@ -191,7 +191,7 @@ class VAE(nn.Module):
 class Autoencoder(Script):
     """Images by a variational autoencoder: the sum over pixels and rows, and the divergence from the prior."""
 
-    name, optimizer, steps = "variational autoencoder", "Adam, 1e-3", 1000
+    name, optimizer, steps = "variational autoencoder", "Adam, 1e-3", 600
 
     def __init__(self, images: Images, hidden: int = 400, code: int = 20) -> None:
         self.x, self.test, self.sizes = images.x.flatten(1), images.test_x.flatten(1), (hidden, code)
@@ -245,7 +245,7 @@ class WordNet(nn.Module):
 class Words(Script):
     """Words by an LSTM whose state is carried from batch to batch; SGD with clipped gradients."""
 
-    name, optimizer, steps, clip = "words, LSTM", "SGD, 20", 200, 0.25
+    name, optimizer, steps, clip = "words, LSTM", "SGD, 20", 150, 0.25
     length, columns = 35, 20
 
     def __init__(self, text: Tensor, width: int = 200, layers: int = 2, tied: bool = False) -> None:
@@ -416,7 +416,7 @@ class Adder(LanguageModel):
 class Characters(LanguageModel):
     """Characters by nanoGPT at its settings for a CPU; four batches of 12 windows are accumulated."""
 
-    name, optimizer, steps, betas, parts = "nanoGPT, characters", "AdamW, 1e-3, cosine", 100, (0.9, 0.99), 4
+    name, optimizer, steps, betas, parts = "nanoGPT, characters", "AdamW, 1e-3, cosine", 80, (0.9, 0.99), 4
 
     def __init__(self, text: Tensor, length: int = 64, width: int = 128, layers: int = 4, heads: int = 4) -> None:
         self.length, self.sizes, self.words = length, (width, layers, heads), int(text.max()) + 1
