@@ -110,7 +110,7 @@ class Convolutions(nn.Module):
 
 
 @dataclass(frozen=True)
-class Images:
+class LabelledImages:
     """Inputs (n, 1, side, side) with labels, and others that are held out."""
 
     x: Tensor
@@ -119,11 +119,13 @@ class Images:
     test_y: Tensor
 
     @staticmethod
-    def read() -> Images:
+    def read() -> LabelledImages:
         """MNIST, of its test part 2000 images."""
         split = mnist()
         part = slice(2000)
-        return Images(as_images(split.train_x), split.train_y, as_images(split.test_x[part]), split.test_y[part])
+        return LabelledImages(
+            as_images(split.train_x), split.train_y, as_images(split.test_x[part]), split.test_y[part]
+        )
 
 
 def as_images(pixels: Tensor) -> Tensor:
@@ -137,7 +139,7 @@ class Mnist(Script):
 
     name, optimizer, steps = "MNIST", "Adadelta, 1.0, `StepLR` .7", 200
 
-    def __init__(self, images: Images, channels: tuple[int, int] = (32, 64), hidden: int = 128) -> None:
+    def __init__(self, images: LabelledImages, channels: tuple[int, int] = (32, 64), hidden: int = 128) -> None:
         self.images, self.widths = images, (channels, hidden)
 
     def build(self) -> nn.Module:
@@ -169,7 +171,7 @@ class Mnist(Script):
 # pytorch/examples: variational autoencoder
 
 
-class VAE(nn.Module):
+class SigmoidVAE(nn.Module):
     """pixels-hidden-code-hidden-pixels: probabilities of the pixels, means and log variances of the code."""
 
     def __init__(self, pixels: int, hidden: int, code: int) -> None:
@@ -193,11 +195,11 @@ class Autoencoder(Script):
 
     name, optimizer, steps = "variational autoencoder", "Adam, 1e-3", 600
 
-    def __init__(self, images: Images, hidden: int = 400, code: int = 20) -> None:
+    def __init__(self, images: LabelledImages, hidden: int = 400, code: int = 20) -> None:
         self.x, self.test, self.sizes = images.x.flatten(1), images.test_x.flatten(1), (hidden, code)
 
     def build(self) -> nn.Module:
-        return VAE(self.x.shape[1], *self.sizes)
+        return SigmoidVAE(self.x.shape[1], *self.sizes)
 
     def own(self, model: nn.Module) -> Optimizer:
         return torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -324,7 +326,7 @@ class GPTBlock(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class GPT(nn.Module):
+class ScriptGPT(nn.Module):
     """Tokens (b, t) and targets -> (logits, loss). nano: weights tied, no biases, fused attention."""
 
     def __init__(
@@ -395,7 +397,7 @@ class Adder(LanguageModel):
         self.train, self.test = order[500:], order[:500]
 
     def build(self) -> nn.Module:
-        return GPT(10, 6, *self.sizes, nano=False)
+        return ScriptGPT(10, 6, *self.sizes, nano=False)
 
     def draw(self, step: int, generator: torch.Generator) -> Any:
         return self.write(self.train[torch.randint(len(self.train), (64,), generator=generator)])
@@ -424,7 +426,7 @@ class Characters(LanguageModel):
         self.train, self.test = text[:cut], text[cut:]
 
     def build(self) -> nn.Module:
-        return GPT(self.words, self.length, *self.sizes, dropout=0.0, nano=True)
+        return ScriptGPT(self.words, self.length, *self.sizes, dropout=0.0, nano=True)
 
     def draw(self, step: int, generator: torch.Generator) -> Any:
         return self.take(self.train, torch.randint(len(self.train) - self.length - 1, (12,), generator=generator))
@@ -470,7 +472,7 @@ class GCN(nn.Module):
         return functional.log_softmax(self.conv2(x, edges), dim=1)
 
 
-class Graph(Script):
+class GraphNodes(Script):
     """Digits, joined to their five nearest others: 20 nodes of each class are labelled, 1000 others held out."""
 
     name, optimizer, steps = "PyG's GCN", "Adam, .01, penalty 5e-4", 200
@@ -509,12 +511,12 @@ class Graph(Script):
 
 
 SCRIPTS: dict[str, Callable[[], Script]] = {
-    "mnist": lambda: Mnist(Images.read()),
-    "vae": lambda: Autoencoder(Images.read()),
+    "mnist": lambda: Mnist(LabelledImages.read()),
+    "vae": lambda: Autoencoder(LabelledImages.read()),
     "words": lambda: Words(read_words()),
     "adder": Adder,
     "characters": lambda: Characters(encode_text(documentation())),
-    "graph": Graph,
+    "graph": GraphNodes,
 }
 
 

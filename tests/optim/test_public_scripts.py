@@ -25,7 +25,7 @@ HIDDEN = "a large part of the gradient .* did not come from optimizer.loss"
 def read_digits() -> Any:
     images, labels = load_digits(return_X_y=True)
     x, y = scripts.as_images(torch.from_numpy(images).float() / 16), torch.from_numpy(labels)
-    return scripts.Images(x[:1400], y[:1400], x[1400:], y[1400:])
+    return scripts.LabelledImages(x[:1400], y[:1400], x[1400:], y[1400:])
 
 
 def draw_text(words: int = 24, length: int = 4000) -> Tensor:
@@ -95,7 +95,7 @@ SCRIPTS: dict[str, Callable[[], Any]] = {
     "words, tied": lambda: scripts.Words(draw_text(), 16, 2, tied=True),
     "adder": lambda: scripts.Adder(24, 2, 2),
     "characters": lambda: scripts.Characters(draw_text(), 16, 32, 2, 2),
-    "graph": scripts.Graph,
+    "graph": scripts.GraphNodes,
     "pruned": lambda: Sparse(nn.Linear, prune_layers),
     "masked in forward": lambda: Sparse(MaskedLinear, lambda *layers: None),
     "masked by a parametrisation": lambda: Sparse(nn.Linear, parametrize_layers),
@@ -172,7 +172,7 @@ def test_two_lines_of_the_script_change(name: str, tmp_path: Path, recwarn: pyte
 def test_the_whole_loss_of_the_autoencoder_goes_through_the_optimiser():
     """Two lines too, and no sigmoid at the end: then nothing is said, and the metric knows of all of it."""
 
-    class Logits(scripts.VAE):
+    class Logits(scripts.SigmoidVAE):
         def decode(self, z: Tensor) -> Tensor:
             return self.fc4(functional.relu(self.fc3(z)))
 
