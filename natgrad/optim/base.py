@@ -438,7 +438,7 @@ class ModelOptimizer(Optimizer):
     def _warn_of_rate(self) -> None:
         """Warn of a learning rate that is none of natgrad's."""
         rates = [float(group[key]) for group in self.param_groups for key in ("lr", "initial_lr") if key in group]
-        if 0 < max(rates, default=0.0) <= SMALL:
+        if 0 < max(rates, default=0.0) < SMALL:
             warn_of_rate(max(rates), (make().cuts.get("lr", 1.0) for make in self._history))
 
     def _follow_names(self) -> None:

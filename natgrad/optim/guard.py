@@ -385,13 +385,13 @@ def warn_of_strangers(strangers: Set[str], warned: Set[str]) -> set[str]:
 
 
 def warn_of_rate(rate: float, cuts: Iterable[float]) -> None:
-    """Warn if steps are a hundred times shorter than the rule found: the rate is one of Adam's, carried over.
+    """Warn if steps are over a hundred times shorter than the rule found: the rate is one of Adam's, carried over.
 
     rate: the largest of any group, or what its scheduler started from. cuts: of each step, how many times as long it
     would be at 1.
     """
     known = list(cuts)
-    if min(known, default=1.0) < 1 / SMALL:
+    if min(known, default=1.0) <= 1 / SMALL:
         return
     warnings.warn(
         f"lr is {rate:.3g}, and it is a factor on the length that the rule finds: the last {len(known)} steps were at "
