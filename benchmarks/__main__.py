@@ -26,6 +26,7 @@ from benchmarks import (
     posterior_races,
     preconditioners,
     products,
+    public_scripts,
     residuals,
     scores,
     search_bits,
@@ -335,6 +336,7 @@ SEARCHES: dict[str, Callable[[ChosenTables], None]] = {
 
 RACES: dict[str, Callable[[ChosenTables], None]] = {
     "step": step_races,
+    "scripts": public_scripts.race_scripts,
     "densities": race_densities,
     "residuals": residual_races,
     "ground-states": race_ground_states,

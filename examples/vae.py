@@ -23,7 +23,7 @@ class VAE(nn.Module):
 torch.manual_seed(0)
 data = (torch.randn(1000, 3) @ torch.randn(3, 32) > 0).float()  # 32 bits that three numbers decide
 model = VAE()
-opt = ng.kfac(model, ng.Heads((ng.Bernoulli(), 32), (ng.GaussianPosterior(), 2 * K)), lr=0.3)
+opt = ng.kfac(model, ng.Heads((ng.Bernoulli(), 32), (ng.GaussianPosterior(), 2 * K)))
 for step in range(STEPS):
     x = data[torch.randint(0, 1000, (128,))]
     opt.zero_grad()

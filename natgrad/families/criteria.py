@@ -9,6 +9,7 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from natgrad.families.base import (
     Likelihood,
@@ -20,13 +21,15 @@ from natgrad.families.base import (
     require_one_tensor,
     require_tensor_targets,
 )
-from natgrad.families.cancellation import exp_gap
+from natgrad.families.cancellation import divergence_terms, exp_gap
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
 from natgrad.families.robust_errors import Huber, Laplace, temper
 from natgrad.ground.messages import write_choices
 from natgrad.ground.pure import leaves, map_tensors
 
+CERTAIN = 1e-12
+"""Least p (1 - p) that `BCELoss` divides by."""
 ROUNDING = 0.1
 """Of the logarithm of a sum of probabilities; log-softmax in half precision is within .03."""
 
@@ -304,6 +307,37 @@ class PoissonRate(Likelihood):
         Poisson().check_targets(outputs, targets)
 
 
+@dataclass(frozen=True)
+class BitProbability(SeparableLikelihood):
+    """Bits with their probabilities p as outputs, as `BCELoss` has them: form 1 / (p (1 - p)).
+
+    Behind a sigmoid its pullback is p (1 - p) in the logits, the form of `Bernoulli`.
+    """
+
+    def entry_nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.binary_cross_entropy(outputs, targets.to(outputs.dtype), reduction="none")
+
+    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return torch.bernoulli(outputs.detach(), generator=generator)
+
+    def curvature(self, outputs: Tensor) -> Tensor:
+        return 1 / (outputs * (1 - outputs)).clamp(min=CERTAIN)
+
+    def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
+        ones = divergence_terms(outputs.log(), other.log())
+        zeros = divergence_terms(torch.log1p(-outputs), torch.log1p(-other))
+        return (ones + zeros).sum(1)
+
+    def check_targets(self, outputs: Any, targets: Any) -> None:
+        super().check_targets(outputs, targets)
+        check_range(targets, 0, 1, "bits or probabilities in [0, 1]")
+        if bool(((outputs < 0) | (outputs > 1)).any()):
+            raise ValueError(
+                f"outputs range from {float(outputs.min()):.4g} to {float(outputs.max()):.4g}, expected probabilities "
+                "in [0, 1], as BCELoss takes them: end the model with torch.sigmoid, or take BCEWithLogitsLoss"
+            )
+
+
 def cross_entropy(criterion: nn.CrossEntropyLoss) -> Criterion:
     """Class logits (b, C, ...), targets as class numbers or class probabilities."""
     smoothing = criterion.label_smoothing
@@ -387,6 +421,17 @@ def bce_with_logits(criterion: nn.BCEWithLogitsLoss) -> Criterion:
 
     plain = criterion.weight is None and criterion.pos_weight is None
     return Criterion(Entrywise(Bernoulli()), criterion, None if plain else weigh, criterion.reduction == "sum")
+
+
+def bce(criterion: nn.BCELoss) -> Criterion:
+    """Bits with probabilities, each entry a row: mean over all entries, `weight` broadcast."""
+
+    def weigh(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        assert criterion.weight is not None
+        return (torch.ones_like(outputs) * criterion.weight).reshape(-1), outputs.new_tensor(float(outputs.numel()))
+
+    weights = None if criterion.weight is None else weigh
+    return Criterion(Entrywise(BitProbability()), criterion, weights, criterion.reduction == "sum")
 
 
 def mse(criterion: nn.MSELoss) -> Criterion:

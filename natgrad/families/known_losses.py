@@ -21,6 +21,7 @@ from natgrad.families.criteria import (
     Criterion,
     Entrywise,
     IgnoringCategorical,
+    bce,
     bce_with_logits,
     cross_entropy,
     gaussian_nll,
@@ -44,6 +45,7 @@ KNOWN: dict[type[nn.Module], tuple[Any, Callable[[Any], Criterion]]] = {
     nn.CrossEntropyLoss: (functional.cross_entropy, cross_entropy),
     nn.NLLLoss: (functional.nll_loss, nll_loss),
     nn.BCEWithLogitsLoss: (functional.binary_cross_entropy_with_logits, bce_with_logits),
+    nn.BCELoss: (functional.binary_cross_entropy, bce),
     nn.MSELoss: (functional.mse_loss, mse),
     nn.GaussianNLLLoss: (functional.gaussian_nll_loss, gaussian_nll),
     nn.PoissonNLLLoss: (functional.poisson_nll_loss, poisson_nll),
@@ -58,13 +60,14 @@ KNOWN: dict[type[nn.Module], tuple[Any, Callable[[Any], Criterion]]] = {
 def as_criterion(criterion: Any) -> Criterion:
     """A loss or an `ng` likelihood as a `Criterion`.
 
-    CrossEntropyLoss and NLLLoss -> Categorical, BCEWithLogitsLoss -> Bernoulli, MSELoss -> Gaussian(sqrt(1/2)),
-    GaussianNLLLoss -> HeteroscedasticGaussian on a tuple (mean, var), PoissonNLLLoss -> Poisson, L1Loss -> Laplace,
-    HuberLoss and SmoothL1Loss -> Huber, KLDivLoss -> class probabilities as targets of log-probabilities; with weight,
-    pos_weight, ignore_index, label_smoothing, reduction 'mean' or 'sum', and sequence dimensions. Their functions in
-    `torch.nn.functional` are understood in the same way, also with options: `functools.partial(F.cross_entropy,
-    label_smoothing=0.1)`. So are timm's LabelSmoothingCrossEntropy, SoftTargetCrossEntropy and BinaryCrossEntropy, and
-    transformers' LabelSmoother and the `model.loss_function` of language models and classifiers.
+    CrossEntropyLoss and NLLLoss -> Categorical, BCEWithLogitsLoss -> Bernoulli, BCELoss -> the same of probabilities,
+    MSELoss -> Gaussian(sqrt(1/2)), GaussianNLLLoss -> HeteroscedasticGaussian on a tuple (mean, var), PoissonNLLLoss
+    -> Poisson, L1Loss -> Laplace, HuberLoss and SmoothL1Loss -> Huber, KLDivLoss -> class probabilities as targets of
+    log-probabilities; with weight, pos_weight, ignore_index, label_smoothing, reduction 'mean' or 'sum', and sequence
+    dimensions. Their functions in `torch.nn.functional` are understood in the same way, also with options:
+    `functools.partial(F.cross_entropy, label_smoothing=0.1)`. So are timm's LabelSmoothingCrossEntropy,
+    SoftTargetCrossEntropy and BinaryCrossEntropy, and transformers' LabelSmoother and the `model.loss_function` of
+    language models and classifiers.
 
     Args:
         criterion: A loss, an `ng` likelihood, or a `Criterion`; or its name, "cross_entropy" or
@@ -120,16 +123,14 @@ def check_reduction(loss: Any) -> None:
 
 def describe_unknown(criterion: Any) -> str:
     """What is wrong with a loss that is not known, and what to write instead."""
-    bits = isinstance(criterion, nn.BCELoss) or split_partial(criterion)[0] is functional.binary_cross_entropy
-    hint = "; use BCEWithLogitsLoss on the logits" if bits else ""
     wrap = "; to wrap any other function, say of which likelihood it is -log p: ng.likelihood(loss, ng.Categorical())"
-    if not bits and type(criterion).__module__ == nn.MSELoss.__module__:  # torch's losses of margins, ranks, embeddings
+    if type(criterion).__module__ == nn.MSELoss.__module__:  # torch's losses of margins, ranks, embeddings
         wrap = (
             "; a loss of margins, ranks or embeddings has no metric: build the optimizer with the likelihood that is "
             "closest, call opt.loss(outputs, targets), and backward() on your own loss"
         )
     return (
-        f"criterion is {describe(criterion)}, which is not a likelihood known to natgrad{hint}; "
+        f"criterion is {describe(criterion)}, which is not a likelihood known to natgrad; "
         f"expected one of {', '.join(kind.__name__ for kind in KNOWN)}, or an ng likelihood (ng.Categorical(), ..., or "
         f"your own with nll and sample){wrap if callable(criterion) else ''}"
     )
@@ -343,6 +344,7 @@ LOSSES: Names = {
     "token_cross_entropy": TokenCrossEntropy,
     "nll": nn.NLLLoss,
     "bce_with_logits": nn.BCEWithLogitsLoss,
+    "bce": nn.BCELoss,
     "mse": nn.MSELoss,
     "gaussian_nll": nn.GaussianNLLLoss,
     "poisson_nll": nn.PoissonNLLLoss,

@@ -32,7 +32,7 @@ class GaussianPosterior(DiagonalForm):
     Example:
         >>> family = ng.Heads((ng.Bernoulli(), 6), (ng.GaussianPosterior(), 2 * 2))
         >>> encode, decode = nn.Linear(6, 4), nn.Linear(2, 6)
-        >>> opt = ng.kfac(nn.ModuleList([encode, decode]), family, lr=0.1)
+        >>> opt = ng.kfac(nn.ModuleList([encode, decode]), family)
         >>> x = torch.randint(2, (5, 6)).float()
         >>> mean, log_variance = encode(x).chunk(2, dim=1)
         >>> logits = decode(mean + (log_variance / 2).exp() * torch.randn(5, 2))

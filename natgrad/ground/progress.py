@@ -6,11 +6,14 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from natgrad.ground.messages import show_cell
 
+Owner = TypeVar("Owner")
+Callbacks = Callable[[Owner], Any] | Sequence[Callable[[Owner], Any]]
+"""What is called after each step of a loop: a function, or several in turn."""
 REDRAWN, LINES, BAR = 0.2, 2.0, 20
 """Seconds between two drawings on a terminal and between two lines elsewhere, and the bar's length in characters."""
 
@@ -82,8 +85,17 @@ def format_seconds(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def check_callback(callback: Any, of: str) -> None:
-    """TypeError unless the callback is a function or None."""
-    if callback is not None and not callable(callback):
-        several = ": for several, lambda it: any([first(it), second(it)])" * isinstance(callback, (list, tuple))
-        raise TypeError(f"callback is {type(callback).__name__}, expected a function of {of}, or None{several}")
+def join_callbacks(callback: Any, of: str) -> Callable[[Any], bool] | None:
+    """One function that calls all, in turn, and says whether one of them returned True; None for None.
+
+    TypeError for what is neither a function nor a list of them.
+    """
+    if callback is None:
+        return None
+    callbacks: list[Any] = list(callback) if isinstance(callback, (list, tuple)) else [callback]
+    for each in callbacks:
+        if not callable(each):
+            raise TypeError(
+                f"callback is {type(each).__name__}, expected a function of {of}, a list of such functions, or None"
+            )
+    return lambda owner: True in [each(owner) is True for each in callbacks]

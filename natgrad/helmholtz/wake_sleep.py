@@ -15,7 +15,7 @@ from natgrad.ground.checks import check_integer, check_positive, check_share, is
 from natgrad.ground.exchanges import any_asks, share_count, sum_numbers, sum_tensors
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.messages import write_choices
-from natgrad.ground.progress import Progress, check_callback
+from natgrad.ground.progress import Callbacks, Progress, join_callbacks
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.ground.typed_torch import as_tensor_like
 from natgrad.helmholtz.blocks import Taught, most_rows, thin_rows
@@ -159,7 +159,7 @@ class WakeSleep:
         epochs: int = 1,
         *,
         batch_size: int = 100,
-        callback: Callable[[WakeSleep], Any] | None = None,
+        callback: Callbacks[WakeSleep] | None = None,
         progress: bool | None = None,
     ) -> list[float]:
         """Steps over all examples, in a new order in each epoch. Ctrl-C ends them after the last whole step.
@@ -168,7 +168,8 @@ class WakeSleep:
             x: Examples, shape (n, visible).
             epochs: How many times each example is seen.
             batch_size: Examples per step; the last step of an epoch takes what is left.
-            callback: Called with the trainer after each step; training stops if it returns True.
+            callback: Called with the trainer after each step, or a list of such functions; training stops if one
+                returns True.
             progress: True for a line that shows how far it is, False for none; None for one where the standard error is
                 a terminal.
 
@@ -179,7 +180,7 @@ class WakeSleep:
             ValueError: For a number out of range, and for data that do not fit the machine.
         """
         size, epochs = check_integer("batch_size", batch_size), check_integer("epochs", epochs, 0)
-        check_callback(callback, "the trainer")
+        callback = join_callbacks(callback, "the trainer")
         device = self.generator.device
         with self.processes.failing_together(device):
             x = self._check(x)

@@ -21,7 +21,15 @@ from natgrad.ground.pure import keep_gradient_mode, map_tensors
 from natgrad.ground.whole_tensors import any_split, write_all
 from natgrad.optim.checkpoint import EXTRA, Checkpoint, Format, name_positions, read_checkpoint, write_checkpoint
 from natgrad.optim.checks import LIMITS, agree_on_loss, checked_group, evaluate_loss
-from natgrad.optim.guard import NotFiniteError, OnTrouble, warn_without_gradient, watch_skipped, watch_unmoved
+from natgrad.optim.guard import (
+    SMALL,
+    NotFiniteError,
+    OnTrouble,
+    warn_of_rate,
+    warn_without_gradient,
+    watch_skipped,
+    watch_unmoved,
+)
 from natgrad.optim.objective import Called, Closure, call_closure
 from natgrad.optim.passes import Recall, mark_of
 from natgrad.optim.processes import RankExchange, Ranks
@@ -234,6 +242,8 @@ class ModelOptimizer(Optimizer):
             self._history.append(self._report_later())
             if self._state.step == before:  # else that was written with the step
                 self._forget_batch()
+            elif self._state.step == KEPT:
+                self._warn_of_rate()
             return called
         except Exception:
             self._forget_batch()  # nothing of a batch outlives its step, failed or not
@@ -425,6 +435,12 @@ class ModelOptimizer(Optimizer):
                 "optimizer anew",
                 stacklevel=3,
             )
+
+    def _warn_of_rate(self) -> None:
+        """Warn of a learning rate that is none of natgrad's."""
+        rates = [float(group[key]) for group in self.param_groups for key in ("lr", "initial_lr") if key in group]
+        if 0 < max(rates, default=0.0) < SMALL:
+            warn_of_rate(max(rates), (make().cuts.get("lr", 1.0) for make in self._history))
 
     def _follow_names(self) -> None:
         """Call the parameters as the model does now: pruning and parametrisations rename them within a run."""

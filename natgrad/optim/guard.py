@@ -35,6 +35,7 @@ KEEPS = 0.9  # of that mean, and of the gradient's, per step
 LONG, KNOWN_AFTER = 3.0, 5  # times the root mean square of the gradients so far, which is known after so many steps
 HEADROOM = 1e-6  # of the largest number of a dtype: sums of many second moments must not overflow
 FARTHEST = 1e12  # length of a block's step at which a metric means nothing: squares of more overflow in float32
+SMALL = 0.01  # a factor on a step's length that nobody means: Adam's rates are below it
 RAISES = (1.0, 1e2, 1e4)  # times the damping, tried one after the other, where an inverse is not finite
 
 OVERDUE = (
@@ -381,6 +382,23 @@ def warn_of_strangers(strangers: Set[str], warned: Set[str]) -> set[str]:
             stacklevel=3,
         )
     return set(warned | strangers)
+
+
+def warn_of_rate(rate: float, cuts: Iterable[float]) -> None:
+    """Warn if steps are over a hundred times shorter than the rule found: the rate is one of Adam's, carried over.
+
+    rate: the largest of any group, or what its scheduler started from. cuts: of each step, how many times as long it
+    would be at 1.
+    """
+    known = list(cuts)
+    if min(known, default=1.0) <= 1 / SMALL:
+        return
+    warnings.warn(
+        f"lr is {rate:.3g}, and it is a factor on the length that the rule finds: the last {len(known)} steps were at "
+        f"least {min(known):.0f} times shorter than at lr=1. Leave lr at 1, and where the loop writes rates into the "
+        "parameter groups or a schedule does, let them be factors, 1 for the largest",
+        stacklevel=4,
+    )
 
 
 def describe_trouble(gradients: Mapping[str, Tensor], loss: float | None, wild: bool) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.families import Bernoulli, Categorical, Criterion, Gaussian, Huber, Laplace
+from natgrad.families import Bernoulli, Categorical, Criterion, GaussianPosterior, Heads
 from natgrad.ground.typed_torch import list_numbers
 from natgrad.optim.guard import Guard, Verdict, describe_trouble
 from natgrad.optim.processes import Ranks
@@ -243,7 +243,13 @@ def bounded_below(criterion: Criterion) -> bool:
     """Whether the loss is at least 0, so that a share of it says how much is left to gain."""
     if criterion.maximize:
         return False
-    family = getattr(criterion.family, "family", criterion.family)
-    if isinstance(family, (Gaussian, Laplace, Huber)):  # a loss of torch counts no normalising constant
-        return isinstance(criterion.loss, (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss))
-    return isinstance(family, (Bernoulli, Categorical))
+    if isinstance(criterion.loss, (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss)):
+        return True  # a loss of torch counts no normalising constant
+    return is_never_negative(getattr(criterion.family, "family", criterion.family))
+
+
+def is_never_negative(family: Any) -> bool:
+    """Whether -log p of a family is, as that of events that are counted, or a divergence; of all heads of several."""
+    if isinstance(family, Heads):
+        return all(map(is_never_negative, family.families))
+    return isinstance(family, (Bernoulli, Categorical, GaussianPosterior))

@@ -11,7 +11,8 @@ import numpy as np
 
 from natgrad.ground.checks import check_integer
 from natgrad.ground.messages import write_choices
-from natgrad.ground.progress import check_callback
+from natgrad.ground.progress import Callbacks, join_callbacks
+from natgrad.ground.state_files import read_state_file, write_state_file
 from natgrad.policy.environments import import_gymnasium, make_environment
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ class EvalCallback:
     """Evaluates a policy now and then and saves the best one: `agent.learn(100_000, ng.policy.EvalCallback(env))`.
 
     Every evaluation has the same seed, so that policies are compared on the same starts. It changes nothing of the
-    training.
+    training. What it measured is in the agent's checkpoints: a run that goes on from one with the same evaluations
+    does not overwrite a better model with a worse one.
 
     Args:
         eval_env: As for the agent; other environments than those of the training.
@@ -52,7 +54,7 @@ class EvalCallback:
     def __init__(
         self,
         eval_env: Any,
-        callback_on_new_best: Callable[[PolicyLearner], Any] | None = None,
+        callback_on_new_best: Callbacks[PolicyLearner] | None = None,
         n_eval_episodes: int = 5,
         eval_freq: int = 10_000,
         best_model_save_path: str | Path | None = None,
@@ -60,13 +62,12 @@ class EvalCallback:
         *,
         seed: int = 0,
     ) -> None:
-        check_callback(callback_on_new_best, "the learner")
         several = isinstance(eval_env, (list, tuple))
         self.eval_env = [make_environment(env) for env in eval_env] if several else make_environment(eval_env)
-        self.callback_on_new_best = callback_on_new_best
+        self.callback_on_new_best = join_callbacks(callback_on_new_best, "the learner")
         self.n_eval_episodes = check_integer("n_eval_episodes", n_eval_episodes)
         self.eval_freq = check_integer("eval_freq", eval_freq)
-        self.folder = None if best_model_save_path is None else Path(best_model_save_path)
+        self.file = None if best_model_save_path is None else Path(best_model_save_path) / BEST
         self.deterministic, self.seed = deterministic, seed
         self.history: dict[str, list[float]] = {"steps": [], "mean_reward": [], "std_reward": []}
         self.last_mean_reward = self.best_mean_reward = -math.inf
@@ -89,13 +90,42 @@ class EvalCallback:
         for name, value in row.items():
             self.history[name].append(value)
         agent.log.write({"eval/mean_reward": self.last_mean_reward}, agent.steps)
-        if self.last_mean_reward <= self.best_mean_reward:
-            return False
-        self.best_mean_reward = self.last_mean_reward
-        if self.folder is not None and agent.processes.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            agent.save(self.folder / BEST)
-        return self.callback_on_new_best is not None and self.callback_on_new_best(agent) is True
+        better = self.last_mean_reward > self.best_mean_reward
+        self.best_mean_reward = max(self.best_mean_reward, self.last_mean_reward)
+        if self.file is not None and agent.processes.rank == 0 and (better or not self.file.exists()):
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            evaluation = {"how": self._describe(), "mean_reward": self.last_mean_reward}
+            write_state_file({**agent.state_dict(), "evaluation": evaluation}, self.file)
+        return better and self.callback_on_new_best is not None and self.callback_on_new_best(agent)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was measured so far, and how: it is in the checkpoints of the agent."""
+        return {"history": {name: list(column) for name, column in self.history.items()}, "how": self._describe()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; where evaluations were others then, begin anew.
+
+        A better model that is in the folder already, since it was saved after the checkpoint, stays as well.
+
+        Args:
+            state: What `state_dict` returned.
+        """
+        if state["how"] != self._describe():
+            return
+        self.history = {name: list(column) for name, column in state["history"].items()}
+        returns = [-math.inf, *self.history["mean_reward"]]
+        self.last_mean_reward, self.best_mean_reward = returns[-1], max(returns)
+        if self.file is not None and self.file.exists():
+            saved = read_state_file(self.file, "cpu").get("evaluation", {})
+            if saved.get("how") == state["how"]:
+                self.best_mean_reward = max(self.best_mean_reward, saved["mean_reward"])
+
+    def _describe(self) -> list[Any]:
+        """What makes two evaluations comparable: environments, episodes, seed, draws."""
+        environments = self.eval_env if isinstance(self.eval_env, list) else [self.eval_env]
+        specs = [getattr(env, "spec", None) for env in environments]
+        names = [type(env).__name__ if spec is None else spec.id for env, spec in zip(environments, specs, strict=True)]
+        return [names, self.n_eval_episodes, self.seed, self.deterministic]
 
 
 def make_vec_env(

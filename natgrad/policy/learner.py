@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
@@ -22,7 +23,7 @@ from torch.nn.utils import skip_init
 from natgrad.ground.checks import check_integer
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.messages import Columns, Explained, explain_calls, write_choices
-from natgrad.ground.progress import Progress, check_callback
+from natgrad.ground.progress import Callbacks, Progress, join_callbacks
 from natgrad.ground.pure import keep_gradient_mode, leaves, run_detached
 from natgrad.ground.spaces import Space
 from natgrad.ground.state_files import read_state_file, write_state_file
@@ -110,6 +111,7 @@ class PolicyLearner(Explained):
         self.history = LearningHistory()
         self.log = ScalarLog(choices.log if self.processes.rank == 0 else None, type(self).__name__)
         self.rollout: Rollout | None = None
+        self._callbacks = CallbackStates()
         self.steps, self.updates, self._begun, self._amount, self._memory = 0, 0, 0, self.damping.initial(), None
 
     def _build(self, policy: Any, critic: nn.Module | None, training: CriticTraining, choices: Translation) -> None:
@@ -167,7 +169,7 @@ class PolicyLearner(Explained):
     def learn(
         self,
         total_steps: float | None = None,
-        callback: Callable[[Any], Any] | None = None,
+        callback: Callbacks[Any] | None = None,
         progress: bool | None = None,
         **spelled: Any,
     ) -> LearningHistory:
@@ -175,7 +177,8 @@ class PolicyLearner(Explained):
 
         Args:
             total_steps: At least so many more steps, of all environments together.
-            callback: Called with the learner after each update; training stops if it returns True.
+            callback: Called with the learner after each update, or a list of such functions; training stops if one
+                returns True. One with `state_dict` and `load_state_dict` has its state in the learner's checkpoints.
             progress: True for a bar, False for none; None for one where the standard error is a terminal.
             **spelled: `total_timesteps` and `progress_bar`, as stable-baselines3 calls total_steps and progress.
 
@@ -185,7 +188,8 @@ class PolicyLearner(Explained):
         steps, progress = as_learning(total_steps, progress, spelled)
         steps = int(steps) if isinstance(steps, float) and steps.is_integer() else steps  # 1e5 is meant so
         steps = check_integer("total_steps", steps, 1)
-        check_callback(callback, "the learner")
+        call = join_callbacks(callback, "the learner")
+        self._callbacks.attach(callback)
         begun = self.steps
         with Progress("steps", steps, self.verbose if progress is None else progress) as shown, self.log as log:
             while self.steps < begun + steps:
@@ -194,7 +198,7 @@ class PolicyLearner(Explained):
                     last = self.history.last()
                     log.write_update(last)
                     shown.update(self.steps - begun, {word: last[key] for word, key in SHOWN.items()})
-                    if callback is not None and self._ends(callback(self) is True):
+                    if call is not None and self._ends(call(self)):
                         break
                 except KeyboardInterrupt:
                     break
@@ -403,11 +407,11 @@ class PolicyLearner(Explained):
             came = state.get("algorithm", "no algorithm") if isinstance(state, dict) else type(state).__name__
             raise ValueError(f"the file holds {came}, expected what {type(self).__name__}.save() wrote")
         parts, saver = self._parts(between_updates=True), f"{type(self).__name__}.save()"
-        read_parts(parts, state, saver, optional={"accidents", "width"})
+        read_parts(parts, state, saver, optional={"accidents", "callbacks", "width"})
 
     def _parts(self, between_updates: bool = False) -> dict[str, Any]:
         """What an update changes, with what is saved beside it between two of them."""
-        beside = {"history": self.history, "worlds": self.worlds} if between_updates else {}
+        beside = {"history": self.history, "worlds": self.worlds, "callbacks": self._callbacks}
         return {
             "actor": self.actor,
             "critic": self.critic,
@@ -421,7 +425,7 @@ class PolicyLearner(Explained):
             "counts": Attributes(self, "steps", "updates", "_begun"),
             "width": self.width,
             "accidents": Attributes(self.accidents, "count", "in_a_row"),
-            **beside,
+            **(beside if between_updates else {}),
         }
 
 
@@ -434,6 +438,36 @@ def use_eval_mode(*modules: nn.Module | None) -> Generator[None]:
                 stack.callback(setattr, part, "training", part.training)
                 part.training = False
         yield
+
+
+class CallbackStates:
+    """What the callbacks of `learn` remember, each under its kind and its place among its kind.
+
+    A loaded state waits until `learn` is given callbacks again.
+    """
+
+    def __init__(self) -> None:
+        self._callbacks = dict[str, Any]()
+        self._waiting = dict[str, Any]()
+
+    def attach(self, callback: Any) -> None:
+        """Name those that have a state, and give them what waits for them."""
+        self._callbacks, counts = {}, Counter[str]()
+        for each in callback if isinstance(callback, (list, tuple)) else [callback]:
+            if hasattr(each, "state_dict") and hasattr(each, "load_state_dict"):
+                kind = type(each).__name__
+                name, counts[kind] = f"{kind} {counts[kind]}", counts[kind] + 1
+                self._callbacks[name] = each
+                if name in self._waiting:
+                    each.load_state_dict(self._waiting.pop(name))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each by its name."""
+        return {name: each.state_dict() for name, each in self._callbacks.items()} | self._waiting
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have these states wait."""
+        self._waiting = dict(state)
 
 
 # What training went through, update by update

@@ -16,7 +16,7 @@ from natgrad.ground.exchanges import share_count, sum_numbers
 from natgrad.ground.jets import Affine, LayerRows
 from natgrad.ground.linalg import gram
 from natgrad.ground.messages import Columns, explain_calls
-from natgrad.ground.progress import Progress, check_callback
+from natgrad.ground.progress import Callbacks, Progress, join_callbacks
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.ground.spaces import Params, Space
 from natgrad.operators import JoinedRows, Operator, computes_block
@@ -418,7 +418,7 @@ class ResidualOptimizer(NaturalGradient):
         sample: Sample | Mapping[str, Any],
         *,
         seed: int = 0,
-        callback: Callable[[ResidualOptimizer], Any] | None = None,
+        callback: Callbacks[ResidualOptimizer] | None = None,
         progress: bool | None = None,
     ) -> ResidualHistory:
         """Several steps, each on points drawn for it. Ctrl-C ends them after the last whole one.
@@ -429,7 +429,8 @@ class ResidualOptimizer(NaturalGradient):
                 term by its name, as `step` takes them. A dict of points stands for the same ones at every step.
             seed: The generator is seeded by this, by the number of steps so far and by the process: a run that goes on
                 from a checkpoint draws what it would have drawn.
-            callback: Called with this optimizer after each step; no more steps are taken if it returns True.
+            callback: Called with this optimizer after each step, or a list of such functions; no more steps are taken
+                if one returns True.
             progress: True for a line that shows how far it is, False for none; None for one where the standard error is
                 a terminal.
 
@@ -451,7 +452,7 @@ class ResidualOptimizer(NaturalGradient):
             (60, True)
         """
         steps, history = check_integer("steps", steps, 0), ResidualHistory(self.system.terms)
-        check_callback(callback, "the optimizer")
+        callback = join_callbacks(callback, "the optimizer")
         if not isinstance(sample, Mapping) and not callable(sample):
             raise TypeError(
                 f"sample is {type(sample).__name__}, expected a function of a torch.Generator that returns a dict of "

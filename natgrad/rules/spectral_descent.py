@@ -182,7 +182,8 @@ class SpectralDescent(Rule):
             rows: Of the table: the inputs of that layer.
         """
         direction = polar(n.reshape(rows, -1), self.iterations)
-        return (max(1.0, direction.shape[1] / rows) ** 0.5 * direction).reshape(n.shape)
+        turned = (max(1.0, direction.shape[1] / rows) ** 0.5 * direction).reshape(n.shape)
+        return torch.where(n == 0, n, turned)  # what a mask cuts has no gradient, and stays
 
     def scale_entries(self, n: Tensor, squares: Tensor | None) -> Tensor:
         """n / (F + damping mean F)^(1/2) at the root mean square of entries.

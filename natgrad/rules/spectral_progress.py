@@ -166,7 +166,8 @@ class SpectralProgress(Rule):
         prepared = {name: tensor.to(n) for name, tensor in stack.prepared.items()}
         if (rows := table_rows(stack.shape)) is not None:
             tables = n.reshape(len(n), rows, -1)
-            return polar(tables if len(n) > 1 else tables[0], ITERATIONS).reshape(n.shape)
+            turned = polar(tables if len(n) > 1 else tables[0], ITERATIONS).reshape(n.shape)
+            return torch.where(n == 0, n, turned)  # what a mask cuts has no gradient, and stays
         if "tokens" in prepared:
             return self._scale_rows(n, prepared["tokens"])
         if "inputs" in prepared:

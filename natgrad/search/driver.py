@@ -15,7 +15,7 @@ from torch import Tensor
 
 from natgrad.ground.checks import check_integer, is_real
 from natgrad.ground.messages import Columns, explain_calls
-from natgrad.ground.progress import Progress, check_callback
+from natgrad.ground.progress import Callbacks, Progress, join_callbacks
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.ground.state_files import FORMAT, read_state_file, write_state_file
 from natgrad.search.base import Best, Search, build_generator
@@ -47,7 +47,7 @@ def minimize(
     maxfevals: float | None = None,
     restarts: Restarts | int | str | None = None,
     tolerances: Tolerances | None = None,
-    callback: Callable[[Search], Any] | None = None,
+    callback: Callbacks[Search] | None = None,
     progress: bool | None = None,
     seed: int | None = None,
     vectorized: bool | None = None,
@@ -84,7 +84,8 @@ def minimize(
             bounds if all are finite; a search that was given is built anew with their populations. None: a given search
             of bits or categories starts again while it has a target to meet and a budget; others do not.
         tolerances: When a run stops, `Tolerances(...)`.
-        callback: Called with the search after each generation; the search stops if it returns True.
+        callback: Called with the search after each generation, or a list of such functions; the search stops if one
+            returns True.
         progress: True for a line that shows how far it is, False for none; None for one where the standard error is a
             terminal.
         seed: Of all draws; None for another one each time.
@@ -121,7 +122,7 @@ def minimize(
     model_of_f = as_surrogate(surrogate, factory.first, noise, ahead)
     objective = BlackBox(f, vectorized, executor, timeout)
     check_goals(ftarget, maxfevals, factory.popsize, objective.asking)
-    check_callback(callback, "the search")
+    callback = join_callbacks(callback, "the search")
     check_integer("checkpoint_every", checkpoint_every, 1, hint=": a number of generations")
     runs = SearchRuns(factory, objective, as_handling(noise), ahead, model_of_f, ftarget, maxfevals)
     file = None if checkpoint is None else CheckpointFile(runs, Path(checkpoint), checkpoint_every)

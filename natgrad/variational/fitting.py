@@ -16,7 +16,7 @@ from torch import Tensor
 from natgrad.ground.checks import check_integer
 from natgrad.ground.exchanges import any_asks
 from natgrad.ground.messages import write_choices
-from natgrad.ground.progress import Progress, check_callback
+from natgrad.ground.progress import Callbacks, Progress, join_callbacks
 from natgrad.ground.pure import keep_gradient_mode, run_detached
 from natgrad.optim import RankExchange
 from natgrad.variational.joined import JoinedTarget, find_processes
@@ -206,7 +206,7 @@ class Fitted(ABC):
         steps: int = 100,
         *,
         tolerance: float = 1e-6,
-        callback: Callable[[Self], Any] | None = None,
+        callback: Callbacks[Self] | None = None,
         progress: bool | None = None,
     ) -> Bounds:
         """At most `steps` steps, until the natural gradient is shorter than `tolerance` says.
@@ -223,7 +223,8 @@ class Fitted(ABC):
                 less than the tolerance each. With points drawn anew a step's bound is noise: q has converged once the
                 last ten steps gained less than this on average, with two standard errors added. 1e-6 is out of reach
                 then; take .1, or more points.
-            callback: Called with q after each step that is kept; fitting stops if it returns True.
+            callback: Called with q after each step that is kept, or a list of such functions; fitting stops if one
+                returns True.
             progress: True for a line that shows how far it is, False for none; None for one where the standard error is
                 a terminal.
 
@@ -235,7 +236,7 @@ class Fitted(ABC):
             RuntimeWarning: If the steps have come to rest, but other points show that the bound is not known to the
                 tolerance, and not to .1 nats: `converged` is False then.
         """
-        check_callback(callback, "q")
+        callback = join_callbacks(callback, "q")
         bounds, rate, past, risen = Bounds(), self.lr, self.snapshot(), 0
         here = past
         try:

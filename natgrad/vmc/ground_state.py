@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from natgrad.ground.checks import check_integer
 from natgrad.ground.exchanges import any_asks
 from natgrad.ground.linalg import eigh
 from natgrad.ground.messages import write_choices
-from natgrad.ground.progress import Progress, check_callback
+from natgrad.ground.progress import Callbacks, Progress, join_callbacks
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.optim import RankExchange
 from natgrad.vmc.amplitude import LogAmplitude
@@ -82,13 +81,14 @@ class GroundState:
 
     @keep_gradient_mode
     def run(
-        self, steps: int, *, callback: Callable[[GroundState], Any] | None = None, progress: bool | None = None
+        self, steps: int, *, callback: Callbacks[GroundState] | None = None, progress: bool | None = None
     ) -> list[EnergyEstimate]:
         """Several steps. Ctrl-C ends them after the last whole one.
 
         Args:
             steps: How many.
-            callback: Called with this object after each step; no more steps are taken if it returns True.
+            callback: Called with this object after each step, or a list of such functions; no more steps are taken if
+                one returns True.
             progress: True for a line that shows how far it is, False for none; None for one where the standard error is
                 a terminal.
 
@@ -96,7 +96,7 @@ class GroundState:
             Their energies, each before its step.
         """
         steps, energies = check_integer("steps", steps, 0), list[EnergyEstimate]()
-        check_callback(callback, "the GroundState")
+        callback = join_callbacks(callback, "the GroundState")
         with Progress("steps", steps, progress) as shown:
             try:
                 while len(energies) < steps:

@@ -59,6 +59,7 @@ FAMILIES: dict[str, tuple[Likelihood, Any]] = {
     "three heads": (Heads((Bernoulli(), 4), (Poisson(), 1), (Bernoulli(), 2)), (X, X[:, :1], X[:, 2:])),
     "CrossEntropyLoss": (as_criterion(torch.nn.CrossEntropyLoss()).family, draw(2, 4, 3)),
     "BCEWithLogitsLoss": (as_criterion(torch.nn.BCEWithLogitsLoss()).family, X),
+    "BCELoss": (as_criterion(torch.nn.BCELoss()).family, X.sigmoid()),
     "MSELoss": (as_criterion(torch.nn.MSELoss()).family, X),
     "GaussianNLLLoss": (as_criterion(torch.nn.GaussianNLLLoss()).family, (X, draw(3, 4, seed=1).exp())),
     "PoissonNLLLoss": (as_criterion(torch.nn.PoissonNLLLoss()).family, X),

@@ -211,7 +211,6 @@ REFUSED: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "a number": (3, ng.Categorical(), TypeError, "loss is 3, expected a function"),
     "option": (functools.partial(functional.mse_loss, weight=torch.ones(3)), None, TypeError, "nn.MSELoss"),
     "positional": (functools.partial(functional.mse_loss, torch.ones(3)), None, TypeError, "options by name"),
-    "bits of probabilities": (functional.binary_cross_entropy, None, TypeError, "use BCEWithLogitsLoss"),
     "not one number": (functools.partial(functional.mse_loss, reduction="none"), None, ValueError, "reduction='none'"),
     "what problem": (
         name_after("transformers.loss.loss_utils", "ForSequenceClassificationLoss", call=None),

@@ -70,6 +70,14 @@ def test_a_callback_is_given_the_object_after_each_step_and_stops_by_true(name: 
 
 
 @pytest.mark.parametrize("name", LOOPS)
+def test_all_of_several_callbacks_are_called_and_each_may_end_the_loop(name: str):
+    calls: list[str] = []
+    first, last = (lambda one, word=word: calls.append(word) or calls.count(word) == 2 for word in ("first", "last"))
+    assert len(LOOPS[name](callback=[first, last])[1]()) == 2
+    assert calls == ["first", "last"] * 2
+
+
+@pytest.mark.parametrize("name", LOOPS)
 def test_progress_is_shown_on_request_alone(name: str, capsys: pytest.CaptureFixture[str]):
     LOOPS[name](progress=True)[1]()
     assert "6 of 6 steps 100 %, 0:00 left: " in capsys.readouterr().err

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from natgrad.ground.progress import Progress, check_callback, format_seconds
+from natgrad.ground.progress import Progress, format_seconds, join_callbacks
 
 
 class Stream(io.StringIO):
@@ -61,7 +61,5 @@ def test_seconds_are_written_as_clocks_do():
 def test_wrong_arguments_are_refused():
     with pytest.raises(TypeError, match="progress is 'bar', expected True, False, or None"):
         Progress("steps", 3, "bar")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="callback is int, expected a function of the search, or None"):
-        check_callback(3, "the search")
-    with pytest.raises(TypeError, match=r"callback is list.*for several"):
-        check_callback([print, print], "the search")
+    with pytest.raises(TypeError, match="callback is int, expected a function of the search, a list of"):
+        join_callbacks([len, 3], "the search")

@@ -236,11 +236,6 @@ CRITERIA = {
         TypeError,
         ("criterion is HingeEmbeddingLoss", "not a likelihood", "expected one of"),
     ),
-    "BCELoss": (
-        lambda: fisher(MODEL, nn.BCELoss()),
-        TypeError,
-        ("criterion is BCELoss", "BCEWithLogitsLoss on the logits"),
-    ),
     "a name of none": (lambda: fisher(MODEL, "means"), ValueError, ("criterion is 'means'", "expected one of")),
     "unreduced": (
         lambda: fisher(MODEL, nn.MSELoss(reduction="none")),

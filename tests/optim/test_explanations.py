@@ -86,7 +86,7 @@ def test_a_bound_is_told_by_how_much_longer_the_step_is_without_it(name: str, bo
 
 LARGER = [
     ("lr", kfac(lr=0.05), kfac(lr=0.5)),
-    ("lr", kfac(lr=1e-3), kfac(lr=1e-2)),
+    ("lr", kfac(lr=0.02), kfac(lr=0.2)),
     ("lr", kfac(lr=0.1, rule=ng.MeasuredLength()), kfac(lr=1.0, rule=ng.MeasuredLength())),
     ("kl_share", kfac(kl_share=1e-3), kfac(kl_share=2e-3)),
     ("max_kl", kfac(max_kl=1e-4), kfac(max_kl=2e-4)),

@@ -101,7 +101,6 @@ DOORS = {
         lambda m: ng.hessian_free(m, nn.HingeEmbeddingLoss()), TypeError, "criterion is HingeEmbeddingLoss.*likelihood"
     ),
     "AdamW's betas": Door(lambda m: ng.kfac(m, CE, betas=(0.9, 0.99)), TypeError, r"betas\[0\] is momentum="),
-    "BCELoss": Door(lambda m: ng.hessian_free(m, nn.BCELoss()), TypeError, "use BCEWithLogitsLoss"),
     "criterion class": Door(lambda m: ng.hessian_free(m, nn.MSELoss), TypeError, "criterion is .*likelihood"),
     "no reduction": Door(
         lambda m: ng.hessian_free(m, nn.MSELoss(reduction="none")), ValueError, "reduction='none', expected"

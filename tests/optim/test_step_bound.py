@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import Sequence
-from optim_models import BLOCK_RECIPES
+from optim_models import BLOCK_RECIPES, X, Y, net
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -260,3 +260,21 @@ def test_a_loss_on_a_part_of_the_outputs_keeps_the_bound() -> None:
             before = dict(twin.named_parameters())
             step = {name: p.detach() - before[name].detach() for name, p in model.named_parameters()}
             assert 0 < moved_nats(twin, take(twin(x[start:][:32])), step, CE) < most
+
+
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac])
+def test_one_head_takes_the_steps_of_its_likelihood(recipe: Any):
+    """The bound of both is a share of the loss, which cannot be negative; here it is far from one nat."""
+    runs = list[list[float]]()
+    for family in (ng.Categorical(), ng.Heads((ng.Categorical(), 3))):
+        model, losses = net(), list[float]()
+        opt = recipe(model, family, rule=ng.MeasuredLength())
+        for _ in range(6):
+            opt.zero_grad()
+            outputs = 20 * model(X)
+            loss = opt.loss([outputs], [Y]) if isinstance(family, ng.Heads) else opt.loss(outputs, Y)
+            loss.backward()
+            opt.step()
+            losses.append(float(loss.detach()))
+        runs.append(losses)
+    assert runs[1] == pytest.approx(runs[0], rel=1e-9)

@@ -52,6 +52,50 @@ def test_the_best_agent_is_saved(tmp_path: Path):
     assert sum(best.evaluate("CartPole-v1", 2)) / 2 == watch.best_mean_reward
 
 
+def test_what_was_best_is_known_to_a_run_that_goes_on(tmp_path: Path):
+    def build(folder: Path) -> tuple[Any, EvalCallback]:
+        agent = ng.TRPO(None, "CartPole-v1", n_steps=128, seed=0)
+        return agent, EvalCallback(
+            "CartPole-v1", n_eval_episodes=2, eval_freq=128, best_model_save_path=tmp_path / folder
+        )
+
+    straight, watch = build(Path("straight"))
+    straight.learn(128 * 6, callback=[lambda agent: None, watch])
+    agent, first = build(Path("resumed"))
+    agent.learn(128 * 3, callback=[first])
+    agent.save(tmp_path / "agent.pt")
+    other, second = build(Path("resumed"))
+    other.load(tmp_path / "agent.pt").save(tmp_path / "again.pt")  # nobody has asked for what the callback knew yet
+    other.load(tmp_path / "again.pt").learn(128 * 3, callback=second)
+    assert second.history == watch.history
+    assert (second.best_mean_reward, second.last_mean_reward) == (watch.best_mean_reward, watch.last_mean_reward)
+    states = [torch.load(tmp_path / name / "best_model.pt", weights_only=True) for name in ("straight", "resumed")]
+    assert states[0]["counts"] == states[1]["counts"]
+    assert [state["evaluation"]["mean_reward"] for state in states] == [watch.best_mean_reward] * 2
+
+
+def test_a_worse_model_does_not_take_the_place_of_a_better_one(tmp_path: Path):
+    """Its checkpoint was written before the best evaluation, by a callback in front of it."""
+
+    def watch(**how: Any) -> EvalCallback:
+        return EvalCallback(Walk(), eval_freq=32, best_model_save_path=tmp_path, **how)
+
+    agent = ng.TRPO(None, Walk(), **SMALL)
+    agent.learn(64, callback=[lambda agent: agent.save(tmp_path / "agent.pt"), watch()])
+    best = torch.load(tmp_path / "best_model.pt", weights_only=True)
+    torch.save(best | {"evaluation": best["evaluation"] | {"mean_reward": 1e6}}, tmp_path / "best_model.pt")
+    for again, kept in ((watch(), True), (watch(n_eval_episodes=2), False), (watch(), False)):
+        fresh = ng.TRPO(None, Walk(), **SMALL).load(tmp_path / "agent.pt")
+        assert fresh.learn(32, callback=again)["steps"][-1] == 96
+        saved = torch.load(tmp_path / "best_model.pt", weights_only=True)["evaluation"]["mean_reward"]
+        assert (saved == 1e6) == kept  # other evaluations are not compared
+        assert again.best_mean_reward == (1e6 if kept else max(again.history["mean_reward"]))
+    (tmp_path / "best_model.pt").unlink()
+    again = watch()
+    ng.TRPO(None, Walk(), **SMALL).load(tmp_path / "agent.pt").learn(32, callback=again)
+    assert (tmp_path / "best_model.pt").exists()
+
+
 def test_a_new_best_can_end_learning():
     agent = ng.TRPO(None, Walk(), **SMALL)
     agent.learn(320, callback=EvalCallback([Walk(), Walk()], lambda agent: True, eval_freq=64))
@@ -62,7 +106,7 @@ def test_what_is_no_evaluation_is_refused():
     with pytest.raises(ValueError, match="eval_freq is 0"):
         EvalCallback(Walk(), eval_freq=0)
     with pytest.raises(TypeError, match="callback is int"):
-        EvalCallback(Walk(), 5)  # pyright: ignore[reportArgumentType]
+        EvalCallback(Walk(), [print, 5])  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="env has observations of shape"):
         ng.TRPO(None, Walk(), **SMALL).learn(32, callback=EvalCallback("CartPole-v1", eval_freq=32))
 

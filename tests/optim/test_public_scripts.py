@@ -1,0 +1,304 @@
+"""Scripts of others of which two lines change: the optimiser, and the loss of a batch. Their loops stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrize, prune
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+
+import natgrad as ng
+
+scripts = pytest.importorskip("benchmarks.public_scripts")  # beside the package, not in it
+
+STEPS = 40
+HIDDEN = "a large part of the gradient .* did not come from optimizer.loss"
+
+
+def read_digits() -> Any:
+    images, labels = load_digits(return_X_y=True)
+    x, y = scripts.as_images(torch.from_numpy(images).float() / 16), torch.from_numpy(labels)
+    return scripts.LabelledImages(x[:1400], y[:1400], x[1400:], y[1400:])
+
+
+def draw_text(words: int = 24, length: int = 4000) -> Tensor:
+    """A walk: each word has one that mostly follows it."""
+    generator = torch.Generator().manual_seed(0)
+    follows = torch.randint(words, (words, 2), generator=generator)
+    sides, word, text = (torch.rand(length, generator=generator) < 0.2).long().tolist(), 0, list[int]()
+    for side in sides:
+        text.append(word)
+        word = int(follows[word, side])
+    return torch.tensor(text)
+
+
+class MaskedLinear(nn.Linear):
+    """A fixed mask on the weight, in forward."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("mask", torch.rand(outputs, inputs) < 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight * self.get_buffer("mask"), self.bias)
+
+
+class Mask(nn.Module):
+    """The same as a parametrisation."""
+
+    def __init__(self, like: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.rand(like.shape) < 0.5)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * self.get_buffer("mask")
+
+
+def prune_layers(*layers: nn.Linear) -> None:
+    for layer in layers:
+        prune.l1_unstructured(layer, "weight", 0.5)
+
+
+def parametrize_layers(*layers: nn.Linear) -> None:
+    for layer in layers:
+        parametrize.register_parametrization(layer, "weight", Mask(layer.weight))
+
+
+class Sparse(scripts.Mnist):
+    """A perceptron half of whose weights are cut, under Adam."""
+
+    def __init__(self, kind: type[nn.Linear], cut: Callable[..., None]) -> None:
+        super().__init__(read_digits())
+        self.kind, self.cut = kind, cut
+
+    def build(self) -> nn.Module:
+        layers = self.kind(64, 32), self.kind(32, 32)
+        self.cut(*layers)
+        first, second = layers
+        return nn.Sequential(nn.Flatten(), first, nn.ReLU(), second, nn.ReLU(), nn.Linear(32, 10), nn.LogSoftmax(1))
+
+    def own(self, model: nn.Module) -> Any:
+        return torch.optim.Adam(model.parameters(), lr=1e-2)
+
+
+SCRIPTS: dict[str, Callable[[], Any]] = {
+    "mnist": lambda: scripts.Mnist(read_digits(), (8, 16), 32),
+    "autoencoder": lambda: scripts.Autoencoder(read_digits(), 40, 5),
+    "words": lambda: scripts.Words(draw_text(), 16, 2),
+    "words, tied": lambda: scripts.Words(draw_text(), 16, 2, tied=True),
+    "adder": lambda: scripts.Adder(24, 2, 2),
+    "characters": lambda: scripts.Characters(draw_text(), 16, 32, 2, 2),
+    "graph": scripts.GraphNodes,
+    "pruned": lambda: Sparse(nn.Linear, prune_layers),
+    "masked in forward": lambda: Sparse(MaskedLinear, lambda *layers: None),
+    "masked by a parametrisation": lambda: Sparse(nn.Linear, parametrize_layers),
+}
+ALLOWED = {"autoencoder": HIDDEN}  # that its divergence goes past the criterion is said
+
+
+class Loop:
+    """A script in the middle of its run: model, optimiser, scheduler."""
+
+    def __init__(self, script: Any, optimizer: str = "ours", seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.script, self.model, self.losses = script, script.build(), list[float]()
+        self.opt = getattr(script, optimizer)(self.model)
+        falls = isinstance(script, scripts.Mnist)
+        self.scheduler = StepLR(self.opt, 10, 0.7) if falls else LambdaLR(self.opt, lambda n: script.fall(n / STEPS))
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            batches = scripts.draw_batches(self.script, 0, len(self.losses))
+            self.losses.append(scripts.take_step(self.script, self.model, self.opt, batches))
+            self.scheduler.step()
+
+    def evaluate(self) -> float:
+        """As the scripts do in between: in evaluation mode and without gradients; the carried state stays."""
+        random, carried = torch.get_rng_state(), getattr(self.script, "hidden", None)
+        self.model.eval()
+        with torch.no_grad():
+            loss = self.script.evaluate(self.model)
+        self.model.train()
+        torch.set_rng_state(random)
+        self.script.hidden = carried
+        return loss
+
+    def save(self, path: Path) -> None:
+        parts = {name: getattr(self, name).state_dict() for name in ("model", "opt", "scheduler")}
+        carried = getattr(self.script, "hidden", None)
+        torch.save({**parts, "losses": self.losses, "hidden": carried, "random": torch.get_rng_state()}, path)
+
+    def load(self, path: Path) -> None:
+        saved = torch.load(path, weights_only=True)
+        for name in ("model", "opt", "scheduler"):
+            getattr(self, name).load_state_dict(saved[name])
+        self.losses, self.script.hidden = saved["losses"], saved["hidden"]
+        torch.set_rng_state(saved["random"])
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_two_lines_of_the_script_change(name: str, tmp_path: Path, recwarn: pytest.WarningsRecorder):
+    """It learns in as many steps as under its own optimiser, and goes on from a checkpoint bit for bit."""
+    loop = Loop(SCRIPTS[name]())
+    before = loop.evaluate()
+    loop.train(STEPS // 2)
+    loop.save(tmp_path / "half.pt")
+    loop.evaluate()
+    loop.train(STEPS // 2)
+    report, held_out = loop.opt.state_report(), loop.evaluate()
+    assert report.failures == 0
+    assert held_out < 0.85 * before
+    plain = Loop(SCRIPTS[name](), "own")
+    plain.train(STEPS)
+    assert held_out < plain.evaluate() + 0.1 * before
+
+    other = Loop(SCRIPTS[name](), seed=1)
+    other.load(tmp_path / "half.pt")
+    other.train(STEPS // 2)
+    assert other.losses == loop.losses
+    pairs = zip(loop.model.parameters(), other.model.parameters(), strict=True)
+    assert all(torch.equal(p, q) for p, q in pairs)
+    said = [str(warning.message) for warning in recwarn]
+    assert [text for text in said if name not in ALLOWED or "did not come from optimizer.loss" not in text] == []
+
+
+def test_the_whole_loss_of_the_autoencoder_goes_through_the_optimiser():
+    """Two lines too, and no sigmoid at the end: then nothing is said, and the metric knows of all of it."""
+
+    class Logits(scripts.SigmoidVAE):
+        def decode(self, z: Tensor) -> Tensor:
+            return self.fc4(functional.relu(self.fc3(z)))
+
+    class Whole(scripts.Autoencoder):
+        def build(self) -> nn.Module:
+            return Logits(64, 40, 5)
+
+        def ours(self, model: Any) -> Any:
+            return ng.kfac(model, ng.Heads((ng.Bernoulli(), 64), (ng.GaussianPosterior(), 2 * 5)))
+
+        def loss(self, model: Any, loss_of: Any, batch: Any) -> Tensor:
+            logits, mean, log_variance = model(batch)
+            return loss_of((logits, (mean, log_variance)), (batch, None))
+
+    whole = Loop(Whole(read_digits()))
+    whole.train(STEPS)
+    apart = Loop(SCRIPTS["autoencoder"]())
+    with pytest.warns(UserWarning, match=HIDDEN):
+        apart.train(STEPS)
+    assert whole.losses[0] == pytest.approx(apart.losses[0] / 128, rel=1e-5)
+    assert sum(whole.losses[-10:]) / 10 < 0.75 * whole.losses[0]
+
+
+@pytest.mark.parametrize("name", ["words", "adder", "graph"])
+def test_gradients_may_be_cleared_between_the_loss_and_its_backward_pass(name: str, monkeypatch: pytest.MonkeyPatch):
+    """As minGPT clears them, by the model; and as others do, by the optimiser, in front of the loss."""
+
+    def step(script: Any, model: nn.Module, opt: Any, batches: list[Any]) -> float:
+        loss = script.loss(model, opt.loss, *batches)
+        model.zero_grad(set_to_none=True)
+        loss.backward()
+        if script.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), script.clip)
+        opt.step()
+        return float(loss.detach())
+
+    usual = Loop(SCRIPTS[name]())
+    usual.train(12)
+    other = Loop(SCRIPTS[name]())
+    monkeypatch.setattr(scripts, "take_step", step)
+    other.train(12)
+    assert other.losses == usual.losses
+
+
+def write_rates(largest: float) -> list[float]:
+    """nanoGPT's loop: rates are written into the groups, and a scaler that does nothing stands in between."""
+    torch.manual_seed(0)
+    script, losses, scaler = SCRIPTS["characters"](), list[float](), torch.amp.GradScaler("cpu", enabled=False)
+    model = script.build()
+    opt = script.ours(model)
+    for step in range(STEPS):
+        for group in opt.param_groups:
+            group["lr"] = largest * script.fall(step / STEPS)
+        for batch in scripts.draw_batches(script, 0, step):
+            loss = script.loss(model, opt.loss, batch)
+            scaler.scale(loss / script.parts).backward()
+        scaler.unscale_(opt)
+        nn.utils.clip_grad_norm_(model.parameters(), script.clip)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad(set_to_none=True)
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_rates_that_the_loop_writes_are_factors():
+    losses = write_rates(1.0)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_rate_of_adam_s_that_was_left_in_the_loop_is_told_once():
+    with pytest.warns(
+        UserWarning, match=r"lr is 0.000.*, .* the last 20 steps were at least 1\d+ times shorter than at lr=1"
+    ) as said:
+        losses = write_rates(1e-3)
+    assert len(said) == 1
+    assert losses[-1] > 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("how", ["constant", "warm-up"])
+def test_small_rates_that_are_meant_are_not_told(how: str):
+    loop = Loop(SCRIPTS["adder"]())
+    if how == "constant":
+        loop.scheduler = torch.optim.lr_scheduler.ConstantLR(loop.opt, 0.02, total_iters=1000)
+    else:
+        loop.scheduler = LambdaLR(loop.opt, lambda n: (n + 1) / 10_000)
+    loop.train(STEPS)
+
+
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.hessian_free])
+@pytest.mark.parametrize("name", ["pruned", "masked in forward", "masked by a parametrisation"])
+def test_weights_that_are_cut_do_not_move(name: str, recipe: Any):
+    script = SCRIPTS[name]()
+    script.ours = lambda model: recipe(model, functional.nll_loss)
+    loop = Loop(script)
+    masks = dict(loop.model.named_buffers())
+    cut = {n: p for n, p in loop.model.named_parameters() if p.dim() > 1 and n[:2] in ("1.", "3.")}
+    before = {n: p.detach().clone() for n, p in cut.items()}
+    loop.train(10)
+    for parameter, mask in zip(cut, masks.values(), strict=True):
+        still = cut[parameter] == before[parameter]
+        assert bool(still[mask == 0].all())
+        assert not bool(still[mask != 0].all())
+
+
+def test_layers_are_pruned_further_and_for_good_within_a_run(tmp_path: Path):
+    """Iterative pruning: 20 % of what is left at a time, a checkpoint in between, and the masks removed at the end."""
+
+    def cut(model: Any) -> None:
+        for layer in (model[1], model[3]):
+            prune.l1_unstructured(layer, "weight", 0.2)
+
+    loop = Loop(Sparse(nn.Linear, lambda *layers: None))
+    for _ in range(3):
+        loop.train(10)
+        cut(loop.model)
+    loop.save(tmp_path / "cut.pt")
+    loop.train(10)
+    other = Loop(Sparse(nn.Linear, lambda *layers: None), seed=1)
+    cut(other.model)
+    other.load(tmp_path / "cut.pt")
+    other.train(10)
+    assert other.losses == loop.losses
+    assert loop.losses[-1] < 0.5 * loop.losses[0]
+    for layer in (loop.model[1], loop.model[3]):  # type: ignore[index]
+        prune.remove(layer, "weight")
+        assert float((layer.weight == 0).float().mean()) == pytest.approx(1 - 0.8**3, abs=0.01)
+    loop.train(5)
+    assert loop.opt.state_report().failures == 0
