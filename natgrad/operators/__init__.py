@@ -6,7 +6,7 @@ from natgrad.operators.base import Chunked, Operator, Scaled, Shifted, Sum, pack
 from natgrad.operators.curvature import Curvature
 from natgrad.operators.dense import DenseOperator, DiagonalOperator, Factored, FactoredInverse, InvertedOperator
 from natgrad.operators.facts import Facts, combine_facts
-from natgrad.operators.kronecker import KroneckerOperator, Spectral, Tiled
+from natgrad.operators.kronecker import KroneckerOperator, Spectral, Tiled, split_products, stack_products
 from natgrad.operators.layerwise import Arranged, BlockOperator
 from natgrad.operators.linearization import Linearization, OutputMap
 from natgrad.operators.low_rank import LowRankOperator, Spiked, SpikedKronecker, Spikes
@@ -54,6 +54,8 @@ __all__ = [
     "combine_facts",
     "computes_block",
     "pack_operator",
+    "split_products",
+    "stack_products",
     "unpack_operator",
 ]
 

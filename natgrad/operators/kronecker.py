@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -72,13 +72,13 @@ class KroneckerOperator(Operator, packed_as="kronecker"):
             return self.factored_inverse(damping)
         return Spectral(KroneckerEigen.of(self.left, self.right)).inverse(damping)
 
-    def factored_inverse(self, damping: float) -> KroneckerOperator:
+    def factored_inverse(self, damping: float | Tensor) -> KroneckerOperator:
         """(A + pi sqrt(l) I)^-1 (x) (B + sqrt(l) / pi I)^-1, pi^2 = (tr A / p) / (tr B / q).
 
         pi makes the two cross terms equally large. It is 1 where a factor is zero, which then does no harm.
 
         Args:
-            damping: l, in G's units, >= 0.
+            damping: l, in G's units, >= 0; one per block (k,) of factors with a leading dimension.
 
         Reference:
             Martens & Grosse 2015, section 6.3.
@@ -99,6 +99,37 @@ class KroneckerOperator(Operator, packed_as="kronecker"):
     def dense(self) -> Tensor:
         left, right = (torch.diag(f) if f.dim() == 1 else f for f in (self.left, self.right))
         return block_kron(left, right)
+
+
+def stack_products(operators: Sequence[Operator]) -> KroneckerOperator | None:
+    """Products of one block each and of one shape as one operator with a leading axis; None for anything else.
+
+    Args:
+        operators: The blocks of diag(G_1, ..., G_k).
+    """
+    kinds = {
+        (op.left.shape, op.right.shape, op.factored, op.dtype, op.device) if is_single(op) else None for op in operators
+    }
+    if len(kinds) != 1 or None in kinds:
+        return None
+    products = cast("Sequence[KroneckerOperator]", operators)
+    sides = (torch.stack([p.left for p in products]), torch.stack([p.right for p in products]))
+    return KroneckerOperator(*sides, factored=products[0].factored)
+
+
+def is_single(operator: Operator) -> TypeGuard[KroneckerOperator]:
+    """Whether it is a Kronecker product of two matrices."""
+    return type(operator) is KroneckerOperator and operator.left.dim() == 2 == operator.right.dim()
+
+
+def split_products(stack: KroneckerOperator) -> list[KroneckerOperator]:
+    """The blocks that `stack_products` stacked: views.
+
+    Args:
+        stack: With a leading axis.
+    """
+    pairs = zip(stack.left.unbind(), stack.right.unbind(), strict=True)
+    return [KroneckerOperator(left, right, factored=stack.factored) for left, right in pairs]
 
 
 class Spectral(Operator, packed_as="spectral"):
@@ -158,7 +189,7 @@ def diagonal_of(factor: Tensor) -> Tensor:
     return factor if factor.dim() == 1 else factor.diagonal(dim1=-2, dim2=-1)
 
 
-def invert_factors(left: Tensor, right: Tensor, means: Sequence[Tensor], damping: float) -> KroneckerOperator:
+def invert_factors(left: Tensor, right: Tensor, means: Sequence[Tensor], damping: float | Tensor) -> KroneckerOperator:
     """(A + pi sqrt(l) I)^-1 (x) (B + sqrt(l) / pi I)^-1, pi^2 the ratio of the factors' mean eigenvalues."""
     pi = torch.where((means[0] > 0) & (means[1] > 0), (means[0] / means[1]).sqrt(), 1.0)
     shift = damping**0.5

@@ -326,7 +326,15 @@ class BlockWork(Work):
         steps, slopes = dict[str, Tensor](), dict[str, Tensor]()
         names = self.batch.gradients.keys()
         for stack in self.stacks:
-            for block, mean in zip(stack.after.blocks, stack.mean.unbind(), strict=True):
+            known, rates = stack.after, {self.rates[name] for name in stack.after.names}
+            if known.inverse is not None and len(rates) == 1:
+                matrices = stack.mean.to(known.inverse.dtype)
+                solved = known.inverse.mv(matrices.reshape(-1)).view(matrices.shape)
+                steps |= split_stack(known, solved)
+                promised = (matrices * solved).sum((1, 2, 3)).unbind()
+                slopes |= zip([block.layout.names[0] for block in known.blocks], promised, strict=True)
+                continue
+            for block, mean in zip(known.blocks, stack.mean.unbind(), strict=True):
                 solved, promised = self.averages.direction(block, mean, names, self.rates)
                 steps |= solved
                 slopes |= promised

@@ -16,7 +16,14 @@ from natgrad.ground.pure import leaves, map_tensors
 from natgrad.ground.typed_torch import list_numbers, split_tensor, torch_distributed
 from natgrad.ground.whole_tensors import gather_whole, naming_lost, wait_for_all, zeros_whole
 from natgrad.layers import Layer, Layout, Seen
-from natgrad.operators import DiagonalOperator, Operator, pack_operator, unpack_operator
+from natgrad.operators import (
+    DiagonalOperator,
+    Operator,
+    pack_operator,
+    split_products,
+    stack_products,
+    unpack_operator,
+)
 from natgrad.optim.guard import RAISES, Guard, are_finite
 from natgrad.optim.processes import Ranks, send_tree
 from natgrad.optim.reading import SOME, Reading, agree_on_parts
@@ -704,9 +711,9 @@ class Averages:
         if level_of is not None:
             levels = {key: level_of(block) for key, block in own.items()}
             levels = {key: level for key, level in levels.items() if level > 0}  # else no derivative has reached it yet
-        tried = dict[str, Block]()
+        tried, solved = dict[str, Block](), self.invert_alike(own, levels) if inverts else {}
         for key, level in levels.items():
-            candidate = self.invert_block(own[key], level, inverts, shaper)
+            candidate = self.invert_block(own[key], level, inverts, shaper, known=solved.get(key))
             self.owners.done += self.cost(candidate.layout, candidate.layer).work
             tried[key] = candidate
         sound = are_finite([numbers_of(block) for block in tried.values()])
@@ -720,14 +727,45 @@ class Averages:
             failures = int(self._sum([float(failures)])[0])
         return {**blocks, **self.owners.share_inverses(fresh, blocks)}, failures
 
-    def invert_block(self, block: Block, level: float, inverts: bool, shaper: Rule | None, raised: float = 1) -> Block:
+    def invert_alike(self, blocks: Mapping[str, Block], levels: Mapping[str, float]) -> dict[str, Operator]:
+        """(G + damping I)^-1 of the blocks that are factored Kronecker products of one shape, each shape at once."""
+        alike, inverses = dict[Any, list[str]](), dict[str, Operator]()
+        for key in levels:
+            block = blocks[key]
+            if block.layer is not None and block.totals is not None:
+                shapes = tuple((name, total.shape, total.dtype) for name, total in block.totals.items())
+                alike.setdefault((shapes, next(iter(block.totals.values())).device), []).append(key)
+        for keys in alike.values():
+            if len(keys) < 2:
+                continue
+            stack = stack_products([self.operator(blocks[key]) for key in keys])
+            if stack is None or not stack.factored:
+                continue
+            damping = torch.tensor([levels[key] for key in keys], dtype=stack.dtype, device=stack.device)
+            try:
+                inverses |= zip(keys, split_products(stack.factored_inverse(damping)), strict=True)
+            except RuntimeError:  # torch.linalg.LinAlgError is one: each by itself
+                continue
+        return inverses
+
+    def invert_block(
+        self,
+        block: Block,
+        level: float,
+        inverts: bool,
+        shaper: Rule | None,
+        raised: float = 1.0,
+        known: Operator | None = None,
+    ) -> Block:
         """The block with (G + damping I)^-1, and with what a rule prepares; NaN for both where they cannot be computed.
 
-        raised: what the damping of the inverse is multiplied by. TypeError where G has no closed-form inverse, or one
-        that cannot be kept (`Operator.pack`).
+        raised: what the damping of the inverse is multiplied by. known: the inverse, where it is computed already.
+        TypeError where G has no closed-form inverse, or one that cannot be kept (`Operator.pack`).
         """
         try:
-            inverse = self.operator(block).inverse(raised * level) if inverts else None
+            inverse = known
+            if inverts and known is None:
+                inverse = self.operator(block).inverse(raised * level)
             prepared = {} if shaper is None else self.prepare(block, level, shaper)
         except RuntimeError:  # torch.linalg.LinAlgError is one
             return replace(block, level=math.nan)

@@ -17,6 +17,7 @@ from torch import Tensor
 from natgrad.ground.stacks import stack_tensors
 from natgrad.ground.typed_torch import torch_plain
 from natgrad.ground.whole_tensors import zeros_whole
+from natgrad.operators import split_products, stack_products
 from natgrad.optim.state import Block, Place, Stack, Stacks
 
 
@@ -96,7 +97,14 @@ def merge(alike: Sequence[Stack]) -> Stack:
     blocks = [single.blocks[0] for single in alike]
     prepared = {name: stack_tensors([block.prepared[name] for block in blocks]) for name in blocks[0].prepared}
     rows = {name: tensor.unbind() for name, tensor in prepared.items()}  # in one piece: held once
-    blocks = tuple(replace(b, prepared={name: row[i] for name, row in rows.items()}) for i, b in enumerate(blocks))
+    inverse, inverses = None, [block.inverse for block in blocks]
+    if known := [each for each in inverses if each is not None]:
+        inverse = stack_products(known) if len(known) == len(blocks) else None
+        inverses = inverses if inverse is None else split_products(inverse)
+    blocks = tuple(
+        replace(b, prepared={name: row[i] for name, row in rows.items()}, inverse=inverses[i])
+        for i, b in enumerate(blocks)
+    )
     names = tuple(name for single in alike for name in single.names)
     means = [single.mean for single in alike if single.mean is not None]
     return Stack(
@@ -107,6 +115,7 @@ def merge(alike: Sequence[Stack]) -> Stack:
         prepared,
         {name: torch.cat([single.memory[name] for single in alike]) for name in alike[0].memory},
         find_places(blocks, names),
+        inverse,
     )
 
 

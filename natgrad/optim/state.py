@@ -408,6 +408,7 @@ class Stack:
         prepared: What the rule made of the blocks' metrics.
         memory: What the rule remembers of them.
         places: Where the parameters lie in the memory of such a tensor; None where they are copied.
+        inverse: The blocks' inverses as one operator; None where each is by itself.
     """
 
     blocks: tuple[Block, ...]
@@ -417,6 +418,7 @@ class Stack:
     prepared: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     memory: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     places: Sequence[Place] | None = None
+    inverse: Operator | None = None
 
     def split(self) -> Iterator[Stack]:
         """The blocks one by one."""
