@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from natgrad.ground.spaces import Space
-from natgrad.ground.typed_torch import measure_norm
+from natgrad.ground.typed_torch import list_numbers, measure_norm
 from natgrad.layers.examples import Examples, find_examples
 from natgrad.layers.experts import ExpertProduct, collect_experts
 from natgrad.layers.kinds import TRANSPOSED, ConvolutionLayer, Layer, NormLayer, known_layers, pad_as, patches_at
@@ -519,13 +519,13 @@ class Pass:
         deltas = derivatives(self.outputs, products, self.cotangents)[0]
         return collect_passes(products, deltas, self.dtype, self.examples.count)
 
-    def explains(self, seen: Seen) -> bool | None:
-        """True if a layer gives its parameters' whole gradient; None where that cannot be told.
+    def judge(self, layers: Sequence[Seen]) -> list[bool | None]:
+        """Of each layer whether it gives its parameters' whole gradient; None where that cannot be told.
 
         Args:
-            seen: The layer's pass.
+            layers: Their passes.
         """
-        return explains(seen, self.gradients, self.eps)
+        return judge_layers(layers, self.gradients, self.eps)
 
 
 def hear(
@@ -551,33 +551,46 @@ def hear(
     Returns:
         The layers, without squares.
     """
-    seen, answers, sure = one.collect_layers(), dict[str, bool](), True
-    for each in seen:
-        answer = one.explains(each) if asks(each.layer) else True
-        sure &= answer is not None
-        answers[each.key] = answer is not False
+    seen = one.collect_layers()
+    asked = [each for each in seen if asks(each.layer)]
+    judged = dict(zip([each.key for each in asked], one.judge(asked), strict=True))
+    answers, sure = {each.key: judged.get(each.key, True) is not False for each in seen}, None not in judged.values()
     for layer in silent:
         reached = [g for name in layer.layout.names if (g := one.gradients.get(name)) is not None]
         if any(bool(g.to_dense().any()) for g in reached):
             answers.setdefault(layer.key, False)
     answers |= {each.key: False for each in seen if not takes(each)}
     more = one.collect_products(spare(answers))
-    answers |= {each.key: one.explains(each) is True and takes(each) for each in more}
+    answers |= {each.key: answer is True and takes(each) for each, answer in zip(more, one.judge(more), strict=True)}
     return Heard([each for each in [*seen, *more] if answers[each.key]], {}, answers, sure)
 
 
-def explains(seen: Seen, gradients: Mapping[str, Tensor | None], eps: float = 0.0) -> bool | None:
-    """True if a layer's activations and deltas give its parameters' whole gradient."""
-    gradient = seen.gradient()
-    reached = {name: g for name in seen.layer.layout.names if (g := gradients.get(name)) is not None}
-    if not reached:
-        return False
-    parts = seen.layer.layout.split(torch.zeros_like(gradient))  # the bias of an energy moves no score
-    expected = seen.layer.layout.join(parts | {name: g.to_dense().to(gradient.dtype) for name, g in reached.items()})
-    size, gap = float(expected.norm()), float((gradient - expected).norm())
-    if not (math.isfinite(size) and math.isfinite(gap)) or max(size, gap) == 0:
-        return None
-    return gap <= max(eps, torch.finfo(gradient.dtype).eps) ** 0.5 * size
+def judge_layers(layers: Sequence[Seen], gradients: Mapping[str, Tensor | None], eps: float) -> list[bool | None]:
+    """Of each layer whether its activations and deltas give its parameters' whole gradient; None where nobody can tell.
+
+    By one read of the device. eps: of the coarsest dtype on the way.
+    """
+    gaps, known = list[Tensor](), list[float | None]()
+    for seen in layers:
+        gradient = seen.gradient()
+        reached = {name: g for name in seen.layer.layout.names if (g := gradients.get(name)) is not None}
+        known.append(max(eps, torch.finfo(gradient.dtype).eps) ** 0.5 if reached else None)
+        if reached:
+            parts = seen.layer.layout.split(torch.zeros_like(gradient))  # the bias of an energy moves no score
+            parts |= {name: g.to_dense().to(gradient.dtype) for name, g in reached.items()}
+            expected = seen.layer.layout.join(parts)
+            gaps.append(torch.stack([measure_norm(expected), measure_norm(gradient - expected)]))
+    table = torch.stack([gap.to(gaps[0].device, torch.float64) for gap in gaps]).flatten() if gaps else torch.zeros(0)
+    numbers = iter(list_numbers(table))
+    answers = list[bool | None]()
+    for tolerance in known:
+        if tolerance is None:
+            answers.append(False)
+            continue
+        size, gap = next(numbers), next(numbers)
+        finite = math.isfinite(size) and math.isfinite(gap)
+        answers.append(gap <= tolerance * size if finite and max(size, gap) > 0 else None)
+    return answers
 
 
 def is_asking(readings: int) -> bool:

@@ -7,7 +7,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, cast
+from itertools import islice
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -167,8 +168,11 @@ class Outside:
         if not asked:
             return replace(self, updates=updates)
         parts = {n: parts[n].to(g) / unit if n in parts else torch.zeros_like(g) for n, g in gradients.items()}
-        held = find_held(parts, gradients)
-        parts |= {n: torch.where(gradients[n] == 0, 0, parts[n]) for n in held}
+        overlaps = measure_overlaps(parts, gradients)
+        held = find_held(overlaps)
+        for name in held:
+            overlaps[name] = overlaps[name]._replace(own=overlaps[name].own - overlaps[name].lost)
+            parts[name] = torch.where(gradients[name] == 0, 0, parts[name])
         if held and not self.warned:
             warnings.warn(
                 f"the gradient of {held} is zero in entries where that of optimizer.loss is not, as a mask makes it: "
@@ -176,9 +180,9 @@ class Outside:
                 "optimizer.step(), or make them parameters of their own and give params= without them",
                 stacklevel=2,
             )
-        scale = fit_scale(parts, gradients)
-        reached = find_outside_blocks(gradients, parts, scale, blocks)
-        plain = find_outside_blocks(gradients, parts, 1.0, blocks) if reached else []
+        scale = fit_scale(overlaps)
+        reached = find_outside_blocks(overlaps, scale, blocks)
+        plain = find_outside_blocks(overlaps, 1.0, blocks) if reached else []
         if len(plain) < len(reached) or scale > 0.5:  # the other part leans on the fit: nothing was scaled
             scale, reached = 1.0, plain
         levels, last = dict[str, float](), dict[str, tuple[Tensor, Tensor]]()
@@ -269,31 +273,56 @@ class OwnGradients:
         self.counted += 1
 
 
-def fit_scale(own: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> float:
+class Overlap(NamedTuple):
+    """What a parameter's own gradient and its whole one have in common.
+
+    Attributes:
+        own: |k|^2 of the own one.
+        whole: |g|^2 of the whole one.
+        inner: k . g.
+        lost: |k|^2 over the entries where g is zero.
+    """
+
+    own: float
+    whole: float
+    inner: float
+    lost: float
+
+
+def measure_overlaps(own: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Overlap]:
+    """The overlaps by parameter, by one read of the device."""
+    rows = list[Tensor]()
+    for name, g in gradients.items():
+        k = own[name]
+        sums = [k.square(), g.square(), k * g, torch.where(g == 0, k, 0).square()]
+        rows.append(torch.stack([part.sum() for part in sums]))
+    table = torch.stack([row.to(rows[0].device, torch.float64) for row in rows]).flatten() if rows else torch.zeros(0)
+    numbers = iter(list_numbers(table))
+    return {name: Overlap(*islice(numbers, 4)) for name in gradients}
+
+
+def fit_scale(overlaps: Mapping[str, Overlap]) -> float:
     """The s >= 0 that brings s own nearest to the gradients."""
-    inner = sum(float((own[name] * g).sum()) for name, g in gradients.items())
-    square = sum(float(k.square().sum()) for k in own.values())
+    inner, square = sum(part.inner for part in overlaps.values()), sum(part.own for part in overlaps.values())
     return max(inner / square, 0.0) if square > 0 else 0.0
 
 
-def find_held(own: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> list[str]:
+def find_held(overlaps: Mapping[str, Overlap]) -> list[str]:
     """The parameters of whose own gradients a part was set to zero."""
-    squares = {name: float(own[name].square().sum()) for name in gradients}
-    lost = {name: float(own[name][g == 0].square().sum()) for name, g in gradients.items()}
-    least = ROUND**2 * sum(squares.values())
-    return [name for name, part in lost.items() if part > max(SHARE**2 * squares[name], least)]
+    least = ROUND**2 * sum(part.own for part in overlaps.values())
+    return [name for name, part in overlaps.items() if part.lost > max(SHARE**2 * part.own, least)]
 
 
 def find_outside_blocks(
-    gradients: Mapping[str, Tensor], own: Mapping[str, Tensor], scale: float, blocks: Sequence[Sequence[str]]
+    overlaps: Mapping[str, Overlap], scale: float, blocks: Sequence[Sequence[str]]
 ) -> list[list[str]]:
     """The blocks of whose gradients a part is left when scale * own is taken away."""
     outside = list[list[str]]()
     for block in blocks:
-        names = [name for name in block if name in gradients]
-        rest = sum(float((gradients[n] - scale * own[n]).square().sum()) for n in names)
-        total = sum(float(gradients[n].square().sum()) for n in names)
-        if rest > SHARE**2 * total:
+        names = [name for name in block if name in overlaps]
+        parts = [overlaps[name] for name in names]
+        rest = sum(part.whole - 2 * scale * part.inner + scale**2 * part.own for part in parts)
+        if rest > SHARE**2 * sum(part.whole for part in parts):
             outside.append(names)
     return outside
 
