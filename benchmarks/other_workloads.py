@@ -15,7 +15,7 @@ from natgrad_lab.data import fashion_mnist, sample_photographs, uci
 from natgrad_lab.experiments import Task, TaskData
 from natgrad_lab.experiments.base import pair_with_labels
 from natgrad_lab.experiments.models import categorical_divergence, gaussian_divergence, mistakes
-from natgrad_lab.networks.text import SYMBOLS, documentation, windows
+from natgrad_lab.networks.char_transformer import SYMBOLS, documentation, windows
 
 Make = Callable[[], nn.Module]
 NODES, COLOURS = 20, 4  # of a graph

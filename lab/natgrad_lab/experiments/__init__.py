@@ -55,7 +55,7 @@ EXPERIMENTS = {
     "boltzmann_ratio": "natgrad_lab.energies.boltzmann_ratio:STUDY",
     "boltzmann_digits": "natgrad_lab.energies.boltzmann_digits:STUDY",
     "digits": "natgrad_lab.networks.digits:RACE",
-    "fashion": "natgrad_lab.networks.fashion:RACE",
+    "fashion": "natgrad_lab.networks.digits:FASHION",
     "fashion_cnn": "natgrad_lab.networks.fashion_cnn:RACE",
     "autoencoder": "natgrad_lab.networks.autoencoder:RACE",
     "char_transformer": "natgrad_lab.networks.char_transformer:RACE",

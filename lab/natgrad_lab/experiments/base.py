@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import avg_pool2d
 
 from natgrad_lab.data import Split
 
@@ -161,6 +162,19 @@ class TaskData:
 def pair_with_labels(split: Split) -> TaskData:
     """Examples whose targets are the labels."""
     return TaskData(split.train_x, split.train_y, split.test_x, split.test_y)
+
+
+def add_channel(split: Split) -> Split:
+    """Grey images as (n, 1, h, w)."""
+    return replace(split, train_x=split.train_x[:, None], test_x=split.test_x[:, None])
+
+
+def standardise_pictures(split: Split, many: int | None = None, side: int = 32) -> TaskData:
+    """The first pictures (n, 3, h, h), shrunk, every colour with mean 0 and variance 1 over the training pictures."""
+    parts = [avg_pool2d(part, part.shape[-1] // side) for part in (split.train_x[:many], split.test_x)]
+    mean, deviation = parts[0].mean((0, 2, 3), keepdim=True), parts[0].std((0, 2, 3), keepdim=True)
+    train, test = ((part - mean) / deviation for part in parts)
+    return TaskData(train, split.train_y[:many], test, split.test_y)
 
 
 def pair_with_inputs(split: Split) -> TaskData:

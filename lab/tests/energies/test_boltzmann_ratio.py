@@ -10,15 +10,19 @@ import torch
 import natgrad as ng
 from natgrad.energies.boltzmann_preconditioner import PairPreconditioner
 from natgrad.ground.spaces import Space
-from natgrad_lab.energies.boltzmann_exact import LOSSES, ExactMachine, descend, natural, path
 from natgrad_lab.energies.boltzmann_images import CONTESTANTS, Images, images, start, train
 from natgrad_lab.energies.boltzmann_ratio import (
+    LOSSES,
     STUDY,
     BoltzmannRatioSettings,
+    ExactMachine,
     best,
     count_steps_to_goal,
+    descend,
     field,
     laplacian,
+    natural,
+    path,
     write_range,
 )
 from natgrad_lab.experiments import LabError, PieceRun, execute

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import natgrad as ng
-from natgrad_lab.energies.exact_scores import curve as trace
-from natgrad_lab.energies.exact_scores import exact_score
 from natgrad_lab.energies.score_energy_net import (
     ScoreEnergySettings,
+    exact_score,
     held_out,
     network,
     optimizers,
@@ -21,6 +20,7 @@ from natgrad_lab.energies.score_energy_net import (
     spiral,
     step,
 )
+from natgrad_lab.energies.score_energy_net import curve as trace
 from natgrad_lab.experiments import LabError, PieceRun, find
 from natgrad_lab.experiments.frame import Findings, FinishedPiece
 

@@ -11,14 +11,15 @@ import torch
 from torch.func import vmap
 
 import natgrad as ng
-from natgrad_lab.equations.pinn import PinnSettings, mean_squares
-from natgrad_lab.equations.problems import (
+from natgrad_lab.equations.pinn import (
     EquationProblem,
+    PinnSettings,
     allen_cahn,
     burgers,
     heat,
     helmholtz,
     inverse,
+    mean_squares,
     poisson,
     solve_allen_cahn,
     split_allen_cahn,

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from natgrad_lab.experiments.soap import SOAP
+from natgrad_lab.experiments.contestants import SOAP
 
 
 def train_parameter(optimizer, parameter, gradients):

@@ -20,7 +20,6 @@ from natgrad_lab.networks.autoencoder import (
     AutoencoderSettings,
     ImageSet,
     network,
-    of_digits,
     sparse,
     task,
 )
@@ -46,7 +45,7 @@ def among():
 
 
 def tiny(settings=TINY):
-    return task(ImageSet("curves", "Curves", few, mean_image=125, entropy=40), [784, 6, 2], settings, among())
+    return replace(task(ImageSet("curves", "Curves", few, (784, 6, 2), 125, 40), settings), contestants=among())
 
 
 STRUCTURED = {contestant.name for contestant in contestants.by_default(batch=20).values()}
@@ -201,7 +200,8 @@ def test_a_package_that_is_missing_is_named_or_done_without():
 
 
 def test_groups_name_contestants():
-    among = of_digits(AutoencoderSettings(methods="all")).contestants
+    (task,) = RACE.tasks(AutoencoderSettings(data="digits", methods="all"))
+    among = task.contestants
     assert set(GROUPS["all"]) >= KEYS
     assert len({slug(contestant.name) for contestant in among}) == len(among)
 

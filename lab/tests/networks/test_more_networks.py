@@ -12,7 +12,7 @@ import natgrad as ng
 from natgrad.testing import check_family
 from natgrad_lab.experiments import LabError, TaskData, execute, find
 from natgrad_lab.networks import llama_text, survival, vae_mnist, vit_cifar
-from natgrad_lab.networks.text import SYMBOLS, windows
+from natgrad_lab.networks.char_transformer import SYMBOLS, windows
 from natgrad_lab.networks.vit_cifar import resnet
 
 MODULES = {"llama_text": llama_text, "vit_cifar": vit_cifar, "vae_mnist": vae_mnist, "survival": survival}

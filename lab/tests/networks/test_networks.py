@@ -12,9 +12,9 @@ from natgrad_lab.experiments.models import categorical_divergence, mistakes, pre
 from natgrad_lab.experiments.race_story import plots
 from natgrad_lab.networks import char_transformer as char
 from natgrad_lab.networks import fashion_cnn as fashion
-from natgrad_lab.networks.text import SYMBOLS, documentation, encode_text, windows
+from natgrad_lab.networks.char_transformer import SYMBOLS, documentation, encode_text, windows
 from natgrad_lab.papers.ang_2020 import cifar
-from natgrad_lab.papers.ang_2020.networks import dense_net, wide_resnet
+from natgrad_lab.papers.ang_2020.cifar import dense_net, wide_resnet
 
 ALL = "structures"
 SMALL = {"steps": 2, "evaluations": 2, "looked_at": 16}

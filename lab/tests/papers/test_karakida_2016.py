@@ -26,10 +26,19 @@ from natgrad_lab.papers.karakida_2016.runs import (
     rank,
     spread_looks,
 )
-from natgrad_lab.papers.karakida_2016.two_layer_data import count_units, draw_mixing, isa, starts
-from natgrad_lab.papers.karakida_2016.two_layer_gram import score_gram
-from natgrad_lab.papers.karakida_2016.two_layer_learners import Adam, DescentLearner, Learner, NatgradLearner, Paper
-from natgrad_lab.papers.karakida_2016.two_layer_single import SingleExample
+from natgrad_lab.papers.karakida_2016.two_layer import (
+    Adam,
+    DescentLearner,
+    Learner,
+    NatgradLearner,
+    Paper,
+    SingleExample,
+    count_units,
+    draw_mixing,
+    isa,
+    score_gram,
+    starts,
+)
 from natgrad_lab.report import build
 
 SMALL = ["runs=2", "examples=60", "held_out=30", "descent_steps=6", "natural_steps=6", "tuned_steps=20", "batch=4"]

@@ -13,8 +13,8 @@ from natgrad.energies import TwoLayer
 from natgrad_lab.data import sample_photographs
 from natgrad_lab.experiments import LabError, PieceRun, find
 from natgrad_lab.experiments.frame import Findings, FinishedPiece
-from natgrad_lab.papers.koster_2010.feature_blocks import FeatureBlocks
 from natgrad_lab.papers.koster_2010.natural_images import (
+    FeatureBlocks,
     KosterSettings,
     coherence,
     extent,

@@ -19,9 +19,9 @@ from natgrad_lab.experiments.records import Folder
 from natgrad_lab.figures import draw
 from natgrad_lab.papers.kept_tables import insert
 from natgrad_lab.papers.pascanu_2013 import at_size, at_size_page
+from natgrad_lab.papers.pascanu_2013.at_size import SparsePixels, sort_pixels
 from natgrad_lab.papers.pascanu_2013.faces import standardise_images
 from natgrad_lab.papers.pascanu_2013.shared import ADAPTED, damping
-from natgrad_lab.papers.pascanu_2013.sparse_pixels import SparsePixels, sort_pixels
 
 SMALL = {
     "pascanu_2013_restricted_mnist": {"hidden": 3, "labelled": 40, "validation": 20, "batch": 20, "products": 3},

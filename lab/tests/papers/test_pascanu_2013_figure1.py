@@ -6,15 +6,20 @@ import pytest
 import torch
 
 from natgrad_lab.experiments import LabError, PieceRun, execute
-from natgrad_lab.papers.pascanu_2013.autoencoder_unit import RATES, Unit, at_many, gradient, point, step
 from natgrad_lab.papers.pascanu_2013.figure1 import (
+    RATES,
     STUDY,
     AutoencoderUnitSettings,
+    Unit,
+    at_many,
     ending,
+    gradient,
     observed_elsewhere,
     observed_shorter,
     path,
+    point,
     starts,
+    step,
     steps_to_best,
 )
 from natgrad_lab.report import build, read_outcome

@@ -10,22 +10,30 @@ import natgrad as ng
 from natgrad_lab.data import Split
 from natgrad_lab.experiments import LabError, PieceRun, execute
 from natgrad_lab.experiments.frame import Findings, FinishedPiece
-from natgrad_lab.papers.pascanu_2013 import deformed, order
-from natgrad_lab.papers.pascanu_2013.deformed import SOURCES, Deformation, ImageSource, Stream, number
+from natgrad_lab.papers.pascanu_2013 import order
 from natgrad_lab.papers.pascanu_2013.order import (
+    SOURCES,
     STUDY,
+    Deformation,
+    ImageSource,
+    NaturalDirection,
     OrderSettings,
     ParallelTraining,
+    Perceptrons,
+    Stream,
     crossing,
     fading,
+    gradient,
+    losses,
     margin,
     match,
     measure,
+    number,
     ratios,
     shows,
+    step,
     tell,
 )
-from natgrad_lab.papers.pascanu_2013.parallel import NaturalDirection, Perceptrons, gradient, losses, step
 from natgrad_lab.report import build
 
 TINY = OrderSettings(
@@ -294,8 +302,8 @@ def test_settings_are_checked(wrong, said):
 
 def test_omniglot_s_stream_holds_out_writers(monkeypatch):
     x, y = torch.rand(80, 28, 28), torch.arange(80) // 20
-    monkeypatch.setattr(deformed, "omniglot", lambda: Split("omniglot", x, y, x[:1], y[:1]))
-    characters = deformed.omniglot_characters(3)
+    monkeypatch.setattr(order, "omniglot", lambda: Split("omniglot", x, y, x[:1], y[:1]))
+    characters = order.omniglot_characters(3)
     assert characters.images.shape == (48, 28, 28)
     assert torch.equal(characters.held_images, torch.cat([x[16:20], x[36:40], x[56:60]]))
     assert characters.held_labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4

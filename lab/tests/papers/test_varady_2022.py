@@ -17,8 +17,7 @@ from natgrad_lab.experiments import EXPERIMENTS, LabError, PieceRun, execute, fi
 from natgrad_lab.experiments.frame import Findings, FinishedPiece, findings
 from natgrad_lab.experiments.records import Folder
 from natgrad_lab.papers.kept_tables import insert
-from natgrad_lab.papers.varady_2022 import data, page, runs
-from natgrad_lab.papers.varady_2022.data import bits, lines
+from natgrad_lab.papers.varady_2022 import page, runs
 from natgrad_lab.papers.varady_2022.page import curve, find_first_epoch, tell
 from natgrad_lab.papers.varady_2022.runs import (
     CONTESTANTS,
@@ -29,6 +28,8 @@ from natgrad_lab.papers.varady_2022.runs import (
     WakeSleepRace,
     WakeSleepTraining,
     WakeSleepTuning,
+    bits,
+    lines,
 )
 from natgrad_lab.report import draw_titled
 
@@ -75,7 +76,7 @@ def test_digits_are_cut_and_held_out():
 def test_faces_are_compared_with_their_median(monkeypatch):
     images = torch.rand(20, 48, 48, generator=torch.Generator().manual_seed(0))
     split = Split("fer2013", images, torch.zeros(20), images[:4], torch.zeros(4))
-    monkeypatch.setattr(data, "fer2013", lambda: split)
+    monkeypatch.setattr(runs, "fer2013", lambda: split)
     found = bits("faces", None, None, signs=False)
     assert found.shape == (24, 24)
     assert (len(found.train), len(found.valid), len(found.test)) == (18, 2, 4)
@@ -86,7 +87,7 @@ def test_a_part_of_a_test_set_that_is_sorted_by_class_has_all_classes(monkeypatc
     labels = torch.arange(10).repeat_interleave(100)
     images = functional.one_hot(labels, 784).float().view(-1, 28, 28)  # pixel k is up in class k alone
     split = Split("binarized_mnist", images, labels, images, labels, images, labels)
-    monkeypatch.setattr(data, "binarized_mnist", lambda: split)
+    monkeypatch.setattr(runs, "binarized_mnist", lambda: split)
     counts = bits("mnist", None, 200, signs=False).test.sum(0)[:10]
     assert counts.sum() == 200
     assert counts.min() > 5

@@ -23,9 +23,17 @@ from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.settings import check_counts, check_positive
 from natgrad_lab.papers.karakida_2016 import page
-from natgrad_lab.papers.karakida_2016.cells import FIGURE1_CELLS, GAP_CELLS, TABLE1_CELLS, PaperCell
-from natgrad_lab.papers.karakida_2016.two_layer_data import count_units, isa, starts
-from natgrad_lab.papers.karakida_2016.two_layer_learners import Adam, DescentLearner, Learner, NatgradLearner, Paper
+from natgrad_lab.papers.karakida_2016.page import FIGURE1_CELLS, GAP_CELLS, TABLE1_CELLS, PaperCell
+from natgrad_lab.papers.karakida_2016.two_layer import (
+    Adam,
+    DescentLearner,
+    Learner,
+    NatgradLearner,
+    Paper,
+    count_units,
+    isa,
+    starts,
+)
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 LINKS: dict[str, Positive | Square] = {"square": Square(), "exp": positive}
@@ -231,7 +239,7 @@ def cost(run: PieceRun) -> Numbers:
                 for examples in drawn:
                     learner.step(examples.expand(s.runs, -1, -1))
                 taken[name].append((time.perf_counter() - begun) / steps)
-    return {name: statistics.median(all_[5:]) for name, all_ in taken.items()} | {"rounds": rounds - 5}
+    return {name: statistics.median(seconds[5:]) for name, seconds in taken.items()} | {"rounds": rounds - 5}
 
 
 def beside_others(name: str, title: str, work: Callable[[PieceRun], Numbers]) -> Piece:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from natgrad_lab.data import fer2013
 from natgrad_lab.experiments.base import Contestant, Task, TaskData
 from natgrad_lab.experiments.metric_data import draw_another_batch, join_unlabelled
-from natgrad_lab.experiments.models import Convolution, categorical_divergence, convolutional, mistakes
+from natgrad_lab.experiments.models import Convolution, classify, convolutional
 from natgrad_lab.experiments.race import race
 from natgrad_lab.experiments.settings import fill, require_size
 from natgrad_lab.papers.pascanu_2013.shared import (
@@ -22,6 +22,7 @@ from natgrad_lab.papers.pascanu_2013.shared import (
     MSGD,
     SAME,
     Falling,
+    Table1Settings,
     divide,
     kullback,
     list_adapted_choices,
@@ -42,7 +43,7 @@ REDUCED |= {"batch": 240, "unlabelled": 120, "steps": 50, "hold": 25}
 
 
 @dataclass(frozen=True)
-class FacesSettings:
+class FacesSettings(Table1Settings):
     """What `--set` can change. full=true is the paper's size; what stays none is taken from there or from here."""
 
     full: bool = False  # the paper's size
@@ -52,18 +53,9 @@ class FacesSettings:
     first: int | None = None  # units of the first hidden layer, tanh: the paper does not name the non-linearity
     second: int | None = None  # and of the second
     validation: int = 1000  # not given in the paper
-    batch: int | None = None  # of the gradient; MSGD takes a tenth
     unlabelled: int | None = None  # faces without labels that join the batch in the metric
-    steps: int | None = None  # updates, not given in the paper; MSGD takes 20 times as many
     hold: int | None = None  # updates at the first learning rate l
     fall: float = 20.0  # after them l / (1 + (t - hold) / fall)
-    products: int = 20  # with the metric per update, at most
-    floor: float = 0.01  # of the damping under Levenberg-Marquardt; not given in the paper
-    evaluations: int = 10  # at equal distances of updates
-    looked_at: int = 10_000
-    tuning_seed: int = 100
-    threads: int | None = 1
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         fill(self, PAPER if self.full else REDUCED)
@@ -74,17 +66,13 @@ def tasks(settings: FacesSettings) -> tuple[Task, ...]:
     filters, first, second = require_size(settings.filters), require_size(settings.first), require_size(settings.second)
     convolution = Convolution(filters, 12, require_size(settings.pooling), require_size(settings.stride))
     return (
-        Task(
-            name="faces",
-            title=f"Faces of FER2013, {filters} filters 12 x 12, {first} and {second} hidden units",
-            model=lambda: convolutional(48, [convolution], (first, second, 7), nn.Tanh),
-            data=faces,
+        classify(
+            "faces",
+            f"Faces of FER2013, {filters} filters 12 x 12, {first} and {second} hidden units",
+            lambda: convolutional(48, [convolution], (first, second, 7), nn.Tanh),
+            faces,
+            contestants(settings, require_size(settings.batch), require_size(settings.steps)),
             draw=lambda pool, seed: divide(pool, seed, settings.validation),
-            criterion=nn.CrossEntropyLoss(),
-            unit="nats per image",
-            divergence=categorical_divergence,
-            error=mistakes,
-            contestants=contestants(settings, require_size(settings.batch), require_size(settings.steps)),
             tuned_on="valid_error",
             paper=TABLE_1,
             note=NOTE,
@@ -117,7 +105,7 @@ def contestants(settings: FacesSettings, batch: int, steps: int) -> tuple[Contes
     """Three choices each; the Fisher metrics share theirs, so that only their data differ. The paper's is the first."""
     schedule = Falling(require_size(settings.hold), settings.fall)
     points = [*list_adapted_choices(batch, (1.0, 8.0), (1.0, 1.0)), *list_constant_choices(batch, (1.0, 1.0))]
-    given = {"products": settings.products, "floor": settings.floor, "schedule": schedule}
+    given = settings.given() | {"schedule": schedule}
     return (
         msgd(max(1, batch // 10), (0.1, 0.05, 0.02), 20 * steps, schedule.slow_down(20)),
         kullback(JOINED, points, observes=join_unlabelled(require_size(settings.unlabelled)), **given),

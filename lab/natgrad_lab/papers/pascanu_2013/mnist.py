@@ -6,14 +6,14 @@ Table 1's second row, with MSGD added as a baseline. A seed is another validatio
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
 from natgrad_lab.data import mnist
-from natgrad_lab.experiments.base import Contestant, Task, TaskData, pair_with_labels
+from natgrad_lab.experiments.base import Contestant, Task, add_channel, pair_with_labels
 from natgrad_lab.experiments.metric_data import draw_another_batch
-from natgrad_lab.experiments.models import Convolution, categorical_divergence, convolutional, mistakes
+from natgrad_lab.experiments.models import Convolution, classify, convolutional
 from natgrad_lab.experiments.race import race
 from natgrad_lab.experiments.settings import fill, require_size
 from natgrad_lab.papers.pascanu_2013.shared import (
@@ -22,6 +22,7 @@ from natgrad_lab.papers.pascanu_2013.shared import (
     MSGD,
     SAME,
     Falling,
+    Table1Settings,
     covariance,
     divide,
     kullback,
@@ -41,24 +42,17 @@ REDUCED = {"filters": 8, "hidden": 128, "batch": 200, "steps": 40, "hold": 20}
 
 
 @dataclass(frozen=True)
-class MnistSettings:
+class MnistSettings(Table1Settings):
     """What `--set` can change. full=true is the paper's size; what stays none is taken from there or from here."""
 
     full: bool = False  # the paper's size
     filters: int | None = None  # of the first layer, 5 x 5 pixels; the second has twice as many
     hidden: int | None = None  # tanh units; the paper names neither non-linearity nor pooling (2 x 2 here)
     validation: int = 2000  # not given in the paper
-    batch: int | None = None  # of gradient and metric; MSGD takes a tenth
-    steps: int | None = None  # updates; MSGD takes 20 times as many
     hold: int | None = None  # updates at the first learning rate l
     fall: float = 20.0  # after them l / (1 + (t - hold) / fall)
-    products: int = 20  # with the metric per update, at most
-    floor: float = 0.01  # of the damping under Levenberg-Marquardt; not given in the paper
     evaluations: int = 2  # at equal distances of updates
     looked_at: int = 5000  # the first images of each part, the test images too: evaluations took half of the time
-    tuning_seed: int = 100
-    threads: int | None = 1
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         fill(self, PAPER if self.full else REDUCED)
@@ -69,17 +63,13 @@ def tasks(settings: MnistSettings) -> tuple[Task, ...]:
     filters, hidden = require_size(settings.filters), require_size(settings.hidden)
     convolutions = Convolution(filters, 5, 2), Convolution(2 * filters, 5, 2)
     return (
-        Task(
-            name="mnist",
-            title=f"MNIST, {filters} and {2 * filters} filters 5 x 5, {hidden} hidden units",
-            model=lambda: convolutional(28, convolutions, (hidden, 10), nn.Tanh),
-            data=images,
+        classify(
+            "mnist",
+            f"MNIST, {filters} and {2 * filters} filters 5 x 5, {hidden} hidden units",
+            lambda: convolutional(28, convolutions, (hidden, 10), nn.Tanh),
+            lambda: pair_with_labels(add_channel(mnist())),
+            contestants(settings, require_size(settings.batch), require_size(settings.steps)),
             draw=lambda pool, seed: divide(pool, seed, settings.validation),
-            criterion=nn.CrossEntropyLoss(),
-            unit="nats per image",
-            divergence=categorical_divergence,
-            error=mistakes,
-            contestants=contestants(settings, require_size(settings.batch), require_size(settings.steps)),
             tuned_on="valid_error",
             paper=TABLE_1,
             note=NOTE,
@@ -93,17 +83,11 @@ NOTE = (
 )
 
 
-def images() -> TaskData:
-    """The digits as (n, 1, 28, 28)."""
-    split = mnist()
-    return pair_with_labels(replace(split, train_x=split.train_x[:, None], test_x=split.test_x[:, None]))
-
-
 def contestants(settings: MnistSettings, batch: int, steps: int) -> tuple[Contestant, ...]:
     """Three choices each; the two Fisher metrics share theirs, so that only their data differ."""
     schedule = Falling(require_size(settings.hold), settings.fall)
     points = [*list_adapted_choices(batch, (0.5, 5.0), (1.0, 5.0)), *list_constant_choices(batch, (1.0, 0.3))]
-    given = {"products": settings.products, "floor": settings.floor, "schedule": schedule}
+    given = settings.given() | {"schedule": schedule}
     return (
         msgd(max(1, batch // 10), (0.2, 0.1, 0.05), 20 * steps, schedule.slow_down(20)),
         kullback(DIFFERENT, points, observes=draw_another_batch(batch), **given),

@@ -13,7 +13,7 @@ from torch import nn
 from natgrad_lab.data import mnist
 from natgrad_lab.experiments.base import Contestant, LabError, Task, pair_with_labels
 from natgrad_lab.experiments.metric_data import draw_another_batch, draw_unlabelled
-from natgrad_lab.experiments.models import categorical_divergence, mistakes, perceptron
+from natgrad_lab.experiments.models import classify, perceptron
 from natgrad_lab.experiments.race import race
 from natgrad_lab.experiments.settings import fill, require_size
 from natgrad_lab.papers.pascanu_2013.shared import (
@@ -22,6 +22,7 @@ from natgrad_lab.papers.pascanu_2013.shared import (
     MSGD,
     SAME,
     UNLABELLED,
+    Table1Settings,
     covariance,
     divide,
     kullback,
@@ -50,23 +51,15 @@ POINTS = (  # of the Fisher metrics: rate and damping, constant or where Levenbe
 
 
 @dataclass(frozen=True)
-class RestrictedMnistSettings:
+class RestrictedMnistSettings(Table1Settings):
     """What `--set` can change. full=true is the paper's size; what stays none is taken from there or from here."""
 
     full: bool = False  # the paper's size
     hidden: int | None = None  # tanh units; the paper does not name the non-linearity
     labelled: int | None = None  # not given in the paper
     validation: int = 5000  # not given in the paper
-    batch: int | None = None  # of gradient and metric; MSGD takes a tenth
-    steps: int | None = None  # updates; MSGD takes 20 times as many
-    products: int = 20  # with the metric per update, at most
-    floor: float = 0.01  # of the damping under Levenberg-Marquardt; not given in the paper
     choice: int | None = None  # races the Fisher metrics alone, all at this point of their grid (0 to 5), not tuned
     evaluations: int = 15  # at equal distances of updates
-    looked_at: int = 10_000
-    tuning_seed: int = 100
-    threads: int | None = 1
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         fill(self, PAPER if self.full else REDUCED)
@@ -77,17 +70,13 @@ class RestrictedMnistSettings:
 def tasks(settings: RestrictedMnistSettings) -> tuple[Task, ...]:
     """One task, as Table 1's first row."""
     return (
-        Task(
-            name="restricted-mnist",
-            title=f"MNIST with {settings.labelled:,} labels, 784-{settings.hidden}-10, tanh",
-            model=lambda: perceptron([784, require_size(settings.hidden), 10], nn.Tanh),
-            data=lambda: pair_with_labels(mnist().flat()),
+        classify(
+            "restricted-mnist",
+            f"MNIST with {settings.labelled:,} labels, 784-{settings.hidden}-10, tanh",
+            lambda: perceptron([784, require_size(settings.hidden), 10], nn.Tanh),
+            lambda: pair_with_labels(mnist().flat()),
+            contestants(settings, require_size(settings.batch), require_size(settings.steps)),
             draw=lambda pool, seed: divide(pool, seed, settings.validation, settings.labelled),
-            criterion=nn.CrossEntropyLoss(),
-            unit="nats per image",
-            divergence=categorical_divergence,
-            error=mistakes,
-            contestants=contestants(settings, require_size(settings.batch), require_size(settings.steps)),
             tuned_on="valid_error",
             paper=TABLE_1,
             note=NOTE,
@@ -104,7 +93,7 @@ NOTE = (
 def contestants(settings: RestrictedMnistSettings, batch: int, steps: int) -> tuple[Contestant, ...]:
     """Six choices each; the Fisher metrics share theirs, so that only their data differ. The paper's are among them."""
     points = [kind(batch, pair)[0] for kind, pair in POINTS]
-    given = {"products": settings.products, "floor": settings.floor}
+    given = settings.given()
     if settings.choice is not None:
         points = [points[settings.choice]]
     fishers = (

@@ -9,13 +9,15 @@ grows like 1 / damping in the directions that those data do not see.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 import natgrad as ng
 from natgrad_lab.experiments.base import Choice, Contestant, LabError, TaskData
+from natgrad_lab.experiments.contestants import grid, sgd
 from natgrad_lab.experiments.metric_data import Observes
 
 MSGD = "MSGD"
@@ -25,6 +27,25 @@ DIFFERENT = "KL, different batch"
 SAME = "KL, same batch"
 COVARIANCE = "covariance"
 ADAPTED = "LM from"  # in a choice: Levenberg-Marquardt from that damping, in place of a constant "damping"
+
+
+@dataclass(frozen=True)
+class Table1Settings:
+    """Of every race of Table 1."""
+
+    batch: int | None = None  # of the gradient, and of the metric on the same or another batch; MSGD takes a tenth
+    steps: int | None = None  # updates; MSGD takes 20 times as many
+    products: int = 20  # with the metric per update, at most
+    floor: float = 0.01  # of the damping under Levenberg-Marquardt; not given in the paper
+    evaluations: int = 10  # at equal distances of updates
+    looked_at: int = 10_000
+    tuning_seed: int = 100
+    threads: int | None = 1
+    device: str = "cpu"
+
+    def given(self) -> dict[str, Any]:
+        """What the metrics of Fisher have in common."""
+        return {"products": self.products, "floor": self.floor}
 
 
 @dataclass(frozen=True)
@@ -44,16 +65,12 @@ class Falling:
 
 def msgd(batch: int, rates: Iterable[float], steps: int, schedule: Falling | None = None) -> Contestant:
     """Minibatch stochastic gradient descent, without momentum."""
-
-    def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=choice["lr"])
-
-    return Contestant(MSGD, tuple({"batch": batch, "lr": rate} for rate in rates), build, steps, schedule)
+    return replace(sgd(grid(batch=(batch,), lr=rates), momentum=0.0), name=MSGD, steps=steps, schedule=schedule)
 
 
 def kullback(
     name: str,
-    grid: Sequence[Choice],
+    points: Sequence[Choice],
     *,
     products: int,
     floor: float,
@@ -69,17 +86,17 @@ def kullback(
         solver = ng.MinresQLP(rtol=1e-4, max_steps=products)
         return ng.natgrad_cg(model, criterion, choice["lr"], solver=solver, damping=damping(choice, floor))
 
-    return Contestant(name, tuple(grid), build, schedule=schedule, observes=observes)
+    return Contestant(name, tuple(points), build, schedule=schedule, observes=observes)
 
 
-def covariance(grid: Sequence[Choice], schedule: Falling | None = None) -> Contestant:
+def covariance(points: Sequence[Choice], schedule: Falling | None = None) -> Contestant:
     """The uncentred covariance of the batch's gradients, which is what the published experiments used."""
 
     def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
         metric = ng.covariance(model, criterion)
         return ng.NaturalGradient(model, metric, choice["lr"], solver=ng.SampleSpace(), damping=damping(choice, 1e-4))
 
-    return Contestant(COVARIANCE, tuple(grid), build, schedule=schedule)
+    return Contestant(COVARIANCE, tuple(points), build, schedule=schedule)
 
 
 def damping(choice: Choice, floor: float) -> float | ng.LevenbergMarquardt:
@@ -105,14 +122,14 @@ def divide(pool: TaskData, seed: int, validation: int, labels: int | None = None
     labels: None for all but the validation part; unlabelled inputs that the pool has are kept then.
     """
     number = len(pool.train_x)
-    kept_number = number - validation if labels is None else labels
-    if validation < 1 or kept_number < 1 or kept_number + validation > number:
+    labelled = number - validation if labels is None else labels
+    if validation < 1 or labelled < 1 or labelled + validation > number:
         raise LabError(
-            f"validation is {validation} and labelled examples are to be {kept_number}, expected two positive numbers "
+            f"validation is {validation} and labelled examples are to be {labelled}, expected two positive numbers "
             f"with a sum of at most {number}, the training part"
         )
     order = torch.randperm(number, generator=torch.Generator().manual_seed(seed)).to(pool.train_x.device)
-    trained, held, rest = order.split([kept_number, validation, number - kept_number - validation])
+    trained, held, rest = order.split([labelled, validation, number - labelled - validation])
     x, y = pool.train_x, pool.train_y
     more = pool.unlabelled_x if labels is None else x[rest]
     return TaskData(x[trained], y[trained], pool.test_x, pool.test_y, x[held], y[held], more)
