@@ -286,11 +286,10 @@ def tell(findings: Findings) -> Story:
         f"matching with noise {s.noise:g} ({s.image_noise:g} on pixels), batches of {s.batch}, {s.seconds:g} CPU s "
         f"each. ng.kfac has NoiseAware(move={s.move:g}, noise={s.signal:g}), spectral damping {s.whitening:g} and the "
         f"rate {s.kfac:g}, which falls with the power {s.fall:g} of the time that is left; Adam's rate of {s.adam:g} "
-        "falls linearly to a twentieth. The loss is that of held-out examples with fixed noise, times "
-        "noise^2 per variable: 1 for a network that says nothing. In two dimensions the exact score is known, and the "
-        "distance is noise^2 times the mean square from it: what is left of the loss when it is 0 is noise. Samples: "
-        "300 steps of Langevin dynamics with Metropolis' correction from a uniform start in two dimensions, 200 from "
-        "noisy digits."
+        "falls linearly to a twentieth. The loss is that of held-out examples with fixed noise, times noise^2 per "
+        "variable: 1 for a network that says nothing. In two dimensions the exact score is known, and the distance is "
+        "noise^2 times the mean square from it: what is left of the loss when it is 0 is noise. Samples: 300 steps of "
+        "Langevin dynamics with Metropolis' correction from a uniform start in two dimensions, 200 from noisy digits."
     )
     return Story(
         "Energy networks by denoising", _lead(told), method, tuple(_section(task, told[task]) for task in told)

@@ -28,10 +28,9 @@ View = tuple[tuple[float, float], tuple[float, float]]
 COLOUR = {"Euclidean": PALETTE[0], "natural": PALETTE[1]}
 QUIET = "#9aa3ad"
 METHOD = (
-    "The flows drawn are integrated by Runge and Kutta's rule in short steps, those "
-    "compared with a closed form or with "
-    "one another by SciPy's DOP853 with tolerance 1e-10. Starting points are ours: the lectures do not give them. A "
-    "Euclidean flow stops where it leaves the domain. Arrows have the square root of the field's length."
+    "The flows drawn are integrated by Runge and Kutta's rule in short steps, those compared with a closed form or "
+    "with one another by SciPy's DOP853 with tolerance 1e-10. Starting points are ours: the lectures do not give them. "
+    "A Euclidean flow stops where it leaves the domain. Arrows have the square root of the field's length."
 )
 
 
@@ -113,10 +112,9 @@ def _toy_lead(flows: Numbers) -> str:
     }
     said = ", ".join(f"{kind} in {name} {share:.0%}" for (name, kind), share in shares.items())
     return (
-        "Flows that end in one of the two vertices that are local minima, by the last time: "
-        f"{said}. The saddle between "
-        "the basins is at mu = (1/6, 1/3) in all of them; only the natural flow has the same "
-        "basins in both coordinates."
+        f"Flows that end in one of the two vertices that are local minima, by the last time: {said}. The saddle "
+        "between the basins is at mu = (1/6, 1/3) in all of them; only the natural flow has the same basins in both "
+        "coordinates."
     )
 
 
@@ -225,10 +223,8 @@ def _line_verdict(name: str, ways_by_kind: Numbers) -> str:
     if name == "quadratic":
         return (
             f"Deviations at the end (median): Euclidean {_spread(ways_by_kind['Euclidean']):.1g}, natural "
-            f"{_spread(ways_by_kind['natural']):.2g}. "
-            "The Euclidean flow in (mean, deviation) shrinks exponentially here, the natural one "
-            "as 1/sqrt(t): faster is a "
-            "matter of the coordinates, the curve is not."
+            f"{_spread(ways_by_kind['natural']):.2g}. The Euclidean flow in (mean, deviation) shrinks exponentially "
+            "here, the natural one as 1/sqrt(t): faster is a matter of the coordinates, the curve is not."
         )
     return f"Two local maxima, at x = -√2 and √2, the right one global. Where the flows end: {said}."
 
@@ -261,11 +257,9 @@ def quadratic(findings: Findings, f: Function, optimum: list[float]) -> Story:
         for kind in COLOUR
     }
     verdict = (
-        "The natural flow's means agree with the closed form P(t) = P₀ + 2 A t, P μ = P₀ μ₀ + "
-        f"b t to {ways_by_kind['gap']:.0e}. "
-        f"Euclidean flows in (mean, covariance): {statuses(ways_by_kind['Euclidean'])}, for there the "
-        "covariance falls by A per "
-        "unit of time until it is singular; natural flows: "
+        "The natural flow's means agree with the closed form P(t) = P₀ + 2 A t, P μ = P₀ μ₀ + b t to "
+        f"{ways_by_kind['gap']:.0e}. Euclidean flows in (mean, covariance): {statuses(ways_by_kind['Euclidean'])}, for "
+        "there the covariance falls by A per unit of time until it is singular; natural flows: "
         f"{statuses(ways_by_kind['natural'])}. Largest distance from the optimum at the end: Euclidean "
         f"{max(ends['Euclidean']):.2g}, natural {max(ends['natural']):.2g}."
     )
