@@ -120,6 +120,7 @@ FASHION = race(
     "The race of `digits` on Fashion-MNIST (needs the data)",
     FashionSettings,
     on_fashion,
+    title="Fashion: natural gradient beside Adam and SGD-momentum",
     minutes=30,
     quick={"seeds": 1, "seconds": 1.5, "looked_at": 1000},
 )

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from natgrad_lab.experiments import Experiment, Interrupted, Piece, Section, Story, execute
-from natgrad_lab.experiments.frame import findings
-from natgrad_lab.experiments.workers import WorkerTask, beside
+from natgrad_lab.experiments.frame import WorkerTask, beside, findings
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ def pieces(settings):
     )
 
 
-def tell(found):
-    return Story("Powers", "", "", (Section("Powers", str(len(found.found))),))
+def tell(findings):
+    return Story("Powers", "", "", (Section("Powers", str(len(findings.finished))),))
 
 
 STUDY = Experiment("powers", "Powers", Settings, pieces, tell)

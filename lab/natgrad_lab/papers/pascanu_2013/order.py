@@ -580,7 +580,7 @@ def _fairness(runs: Sequence[dict[str, Numbers]], findings: Findings) -> Section
 
 
 def _waiting(findings: Findings) -> Section:
-    done = ", ".join(sorted({piece.header["piece"] for piece in findings.found}))
+    done = ", ".join(sorted({piece.header["piece"] for piece in findings.finished}))
     return Section("Under way", f"Finished so far: {done}.")
 
 
