@@ -21,8 +21,9 @@ import natgrad as ng
 from natgrad.residuals import HardConstraint, Periodic, draw_where_large
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.settings import check_counts, check_positive
-from natgrad_lab.figures import fill_lines
+from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive
+from natgrad_lab.experiments.training import follow_clock
+from natgrad_lab.figures import fill_lines, take_columns
 from natgrad_lab.words import span
 
 Points = dict[str, Any]
@@ -38,7 +39,7 @@ EVERY = {"ng.residuals": 20, "Adam": 200}  # steps between such points: about as
 
 
 @dataclass(frozen=True)
-class PinnSettings:
+class PinnSettings(StudySettings):
     """What `--set` can change."""
 
     seconds: float = 6.0  # of CPU time per method
@@ -46,8 +47,6 @@ class PinnSettings:
     depth: int = 1  # hidden layers
     redraw: bool = False  # other points at every step
     adam: float = 0.01  # on a cosine to zero
-    threads: int | None = 1
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         check_positive(self, "seconds", "adam")
@@ -92,10 +91,10 @@ class EquationProblem:
             torch.manual_seed(seed)
             layers = [part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), nn.Tanh())][:-1]
             net: nn.Module = nn.Sequential(*([self.first()] if self.first else []), *layers).double()
-        found: dict[str, Any] = {"u": self.wrap(net) if self.wrap else net}
+        unknowns: dict[str, Any] = {"u": self.wrap(net) if self.wrap else net}
         if self.coefficient is not None:
-            found["k"] = nn.Parameter(torch.ones((), dtype=torch.float64))
-        return found
+            unknowns["k"] = nn.Parameter(torch.ones((), dtype=torch.float64))
+        return unknowns
 
 
 def solve(make: Callable[[], EquationProblem], method: str, run: PieceRun) -> Numbers:
@@ -106,22 +105,14 @@ def solve(make: Callable[[], EquationProblem], method: str, run: PieceRun) -> Nu
     points = draw_points(problem, unknowns, s, generator, EVERY[method])
     x = lay_grid(problem.box)
     exact = problem.solution(x)
-    spent, steps, looks = 0.0, 0, 1
-    curve = [(0.0, 0, relative_error(unknowns, x, exact))]
     training = METHODS[method](problem, unknowns, s, points)
-    while spent < s.seconds:
-        run.advance(spent / s.seconds)
-        began = time.process_time()
-        next(training)
-        spent, steps = spent + time.process_time() - began, steps + 1
-        if spent >= s.seconds * (looks / 60) or spent >= s.seconds:
-            looks += 1
-            curve.append((spent, steps, relative_error(unknowns, x, exact)))
+    look = lambda: (relative_error(unknowns, x, exact),)  # noqa: E731
+    curve = follow_clock(run, s.seconds, 60, lambda share: next(training), look)
     with torch.no_grad():
-        found = unknowns["u"](x).squeeze(1)
-    fields = {"solution": found.view(GRID, GRID).tolist(), "error": (found - exact).view(GRID, GRID).tolist()}
+        u = unknowns["u"](x).squeeze(1)
+    fields = {"solution": u.view(GRID, GRID).tolist(), "error": (u - exact).view(GRID, GRID).tolist()}
     coefficient = {"k": float(unknowns["k"].detach())} if "k" in unknowns else {}
-    return {"curve": curve, "steps": steps} | fields | coefficient
+    return {"curve": curve, "steps": curve[-1][1]} | fields | coefficient
 
 
 def by_residuals(
@@ -155,10 +146,8 @@ METHODS = {"ng.residuals": by_residuals, "Adam": by_adam}
 
 def mean_squares(problem: EquationProblem, unknowns: dict[str, Any], points: Any) -> Tensor:
     """The loss by torch.func alone: the sum of the terms' mean squares."""
-    total = torch.zeros((), dtype=torch.float64)
-    for name in problem.terms:
-        total = total + evaluate_term(problem, unknowns, name, points[name]).square().sum(1).mean()
-    return total
+    terms = [evaluate_term(problem, unknowns, name, points[name]) for name in problem.terms]
+    return torch.stack([term.square().sum(1).mean() for term in terms]).sum()
 
 
 def evaluate_term(problem: EquationProblem, unknowns: dict[str, Any], name: str, points: Any) -> Tensor:
@@ -166,11 +155,11 @@ def evaluate_term(problem: EquationProblem, unknowns: dict[str, Any], name: str,
     net, params, term = unknowns["u"], dict(unknowns["u"].named_parameters()), problem.terms[name]
     given = [unknowns["k"]] if "k" in unknowns else []
 
-    def one(*point: Tensor) -> Tensor:
+    def residual(*point: Tensor) -> Tensor:
         field = lambda y: functional_call(net, params, (y.unsqueeze(0),)).squeeze(0)  # noqa: E731
         return term(field, *given, *point).reshape(-1)
 
-    return vmap(one)(*(points if isinstance(points, tuple) else (points,)))
+    return vmap(residual)(*(points if isinstance(points, tuple) else (points,)))
 
 
 def draw_points(
@@ -205,7 +194,7 @@ def relative_error(unknowns: dict[str, Any], x: Tensor, exact: Tensor) -> float:
 
 def tell(summary: str, make: Callable[[], EquationProblem], findings: Findings) -> Story:
     """One section, of the methods that are finished."""
-    s, told, problem = findings.settings, findings.collect(METHODS), make()
+    s, methods, problem = findings.settings, findings.collect(METHODS), make()
     points = "points drawn anew where residuals are large" if problem.adaptive else "the same points"
     points = "the same points, drawn anew at every step" if s.redraw else points
     method = (
@@ -213,38 +202,36 @@ def tell(summary: str, make: Callable[[], EquationProblem], findings: Findings) 
         f"CPU seconds of one thread for each method, {points}. The error is relative, in L2, on a grid. "
         f"ng.residuals has no setting; Adam's rate {s.adam:g} falls on a cosine to zero."
     )
-    ends = {name: [one["curve"][-1][2] for one in found] for name, found in told.items()}
-    lead = ", ".join(f"{name} {median(errors):.1e}" for name, errors in ends.items())
-    return Story(
-        summary, f"Relative error at the end: {lead}.", method, (_section(told, ends, problem),) if told else ()
-    )
+    ends = {name: [run["curve"][-1][2] for run in runs] for name, runs in methods.items()}
+    lead = f"Relative error at the end: {', '.join(f'{name} {median(errors):.1e}' for name, errors in ends.items())}."
+    return Story(summary, lead, method, (_section(methods, ends, problem),) if methods else ())
 
 
-def _section(told: dict[str, list[Numbers]], ends: dict[str, list[float]], problem: EquationProblem) -> Section:
+def _section(methods: dict[str, list[Numbers]], ends: dict[str, list[float]], problem: EquationProblem) -> Section:
     known = problem.coefficient is not None
     rows = []
-    for name, found in told.items():
-        coefficient = (f"{median(one['k'] for one in found):.8f}",) if known else ()
-        rows.append((name, span(ends[name], "{:.1e}"), f"{median(one['steps'] for one in found):,}", *coefficient))
+    for name, runs in methods.items():
+        coefficient = (f"{median(run['k'] for run in runs):.8f}",) if known else ()
+        rows.append((name, span(ends[name], "{:.1e}"), f"{median(run['steps'] for run in runs):,}", *coefficient))
     title = "At the end: median, least and largest over seeds"
     title += f"; the coefficient is {problem.coefficient}" if known else ""
     table = Table(title, ("", "relative error", "steps", *(("coefficient",) if known else ())), tuple(rows))
-    lines = {name: [np.array(one["curve"])[:, [0, 2]].T for one in found] for name, found in told.items()}
+    lines = take_columns({name: [run["curve"] for run in runs] for name, runs in methods.items()}, 0, 2)
     axis = {"xlabel": "CPU seconds", "ylabel": "relative error", "yscale": "log"}
     curves = Picture("error-seconds", "Error against CPU seconds, a line per seed", fill_lines(lines, axis))
-    size = (8.0, 3.3 * max(1, len(told)))
-    fields = Picture("fields", "The solution and its error, first seed", _fields(told, problem), size)
+    size = (8.0, 3.3 * max(1, len(methods)))
+    fields = Picture("fields", "The solution and its error, first seed", _fields(methods, problem), size)
     return Section("Errors", "", (table,), (curves, fields))
 
 
-def _fields(told: dict[str, list[Numbers]], problem: EquationProblem) -> Callable[[Figure], None]:
+def _fields(methods: dict[str, list[Numbers]], problem: EquationProblem) -> Callable[[Figure], None]:
     names, (across, upward) = problem.axes, problem.box
 
     def fill(figure: Figure) -> None:
-        grid = figure.subplots(len(told), 2, squeeze=False)
-        for row, (method, found) in zip(grid, told.items(), strict=True):
+        grid = figure.subplots(len(methods), 2, squeeze=False)
+        for row, (method, runs) in zip(grid, methods.items(), strict=True):
             for axes, key, title in zip(row, ("solution", "error"), ("u", "u - exact"), strict=True):
-                values = np.array(found[0][key])
+                values = np.array(runs[0][key])
                 most = float(np.abs(values).max()) or 1.0
                 shades = {"cmap": "viridis"} if key == "solution" else {"cmap": "RdBu_r", "vmin": -most, "vmax": most}
                 image = axes.imshow(values, origin="lower", extent=(*across, *upward), aspect="auto", **shades)
@@ -276,21 +263,20 @@ def split_allen_cahn(modes: int = 512, steps: int = 4000) -> Tensor:
     x = -1 + 2 * torch.arange(modes, dtype=torch.float64) / modes
     dt, waves = 1 / steps, math.pi * torch.arange(modes // 2 + 1)
     diffuse, u = torch.exp(-1e-4 * waves**2 * dt / 2), x**2 * torch.cos(math.pi * x)
-    kept = [torch.fft.rfft(u)]
+    rows = [torch.fft.rfft(u)]
     for step in range(1, steps + 1):
         u = torch.fft.irfft(diffuse * torch.fft.rfft(u), modes)
         u = u / torch.sqrt(u**2 + (1 - u**2) * math.exp(-10 * dt))  # u' = 5 u - 5 u^3
         u = torch.fft.irfft(diffuse * torch.fft.rfft(u), modes)
         if step % (steps // ROWS) == 0:
-            kept.append(torch.fft.rfft(u))
-    return torch.stack(kept) / modes
+            rows.append(torch.fft.rfft(u))
+    return torch.stack(rows) / modes
 
 
 def solve_allen_cahn(x: Tensor) -> Tensor:
     """u(x, t), (b,), from x^2 cos(pi x), periodic. x: (b, 2), its times multiples of 1 / ROWS."""
-    found = split_allen_cahn()
-    rows = found[(x[:, 1] * ROWS).round().long()]
-    waves = math.pi * torch.arange(found.shape[1], dtype=x.dtype)
+    rows = split_allen_cahn()[(x[:, 1] * ROWS).round().long()]
+    waves = math.pi * torch.arange(rows.shape[1], dtype=x.dtype)
     turned = torch.exp(1j * waves * (x[:, :1] + 1))
     twice = torch.full_like(waves, 2.0)
     twice[0] = twice[-1] = 1.0  # the others stand for two coefficients

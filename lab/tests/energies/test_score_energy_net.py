@@ -19,8 +19,8 @@ from natgrad_lab.energies.score_energy_net import (
     source,
     spiral,
     step,
+    trace,
 )
-from natgrad_lab.energies.score_energy_net import curve as trace
 from natgrad_lab.experiments import LabError, PieceRun, find
 from natgrad_lab.experiments.frame import Findings, FinishedPiece
 

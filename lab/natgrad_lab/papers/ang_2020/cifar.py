@@ -17,7 +17,7 @@ from natgrad_lab.experiments import contestants
 from natgrad_lab.experiments.base import Contestant, LabError, Task, standardise_pictures
 from natgrad_lab.experiments.models import classify, precision
 from natgrad_lab.experiments.race import race
-from natgrad_lab.experiments.settings import fill, require_size
+from natgrad_lab.experiments.settings import StudySettings, fill, require_size
 
 METHODS = ("kfac", "online_ng", "diagonal", "sgd", "adam")
 LARGE = {"images": 10_000, "side": 32, "epochs": 50, "dense_depth": 19, "growth": 12, "wide_depth": 16, "width": 4}
@@ -25,7 +25,7 @@ SMALL = {"images": 2000, "side": 16, "epochs": 8, "dense_depth": 10, "growth": 8
 
 
 @dataclass(frozen=True)
-class AngCifarSettings:
+class AngCifarSettings(StudySettings):
     """What `--set` can change. full=true is nearer to the report's size; what stays none is taken from there or here.
 
     The report says DenseNet-19, WideResNet and 50 epochs, and nothing of growth, width, batch or augmentation (none
@@ -46,8 +46,6 @@ class AngCifarSettings:
     looked_at: int = 2000  # images of each part per evaluation, at most
     recalibrate: bool = True  # batch norm's statistics on the training images looked at, anew before each evaluation
     tuning_seed: int = 100
-    threads: int | None = 1
-    device: str = "cpu"
     networks: str = "densenet,wide_resnet"  # which of the two, comma-separated
     methods: str = "report"  # or names of contestants such as kfac,adam
 

@@ -21,7 +21,7 @@ from natgrad.energies import TwoLayer
 from natgrad.ground.spaces import Positive, Square, positive
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Numbers, Piece, PieceRun
-from natgrad_lab.experiments.settings import check_counts, check_positive
+from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive
 from natgrad_lab.papers.karakida_2016 import page
 from natgrad_lab.papers.karakida_2016.page import FIGURE1_CELLS, GAP_CELLS, TABLE1_CELLS, PaperCell
 from natgrad_lab.papers.karakida_2016.two_layer import (
@@ -45,7 +45,7 @@ RATES = {  # as many for each: the rates that are tried
 
 
 @dataclass(frozen=True)
-class KarakidaSettings:
+class KarakidaSettings(StudySettings):
     """What `--set` can change. A seed is one set of data with its initial conditions."""
 
     runs: int = 10  # initial conditions, as in the paper
@@ -66,8 +66,6 @@ class KarakidaSettings:
     own_examples: bool = False  # each run draws its own, in place of one stream for all; not given in the paper
     dtype: str = "float32"  # float32 or float64; at the paper's rate V = exp v has float64 always
     processes: int = 2  # pieces at a time, but for the costs
-    threads: int | None = 1
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         check_counts(

@@ -17,13 +17,13 @@ from natgrad.ground.linalg import solve_or_nan
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.settings import check_positive
+from natgrad_lab.experiments.settings import StudySettings, check_positive
 from natgrad_lab.figures import GRID, INK, PALETTE
-from natgrad_lab.papers.malago_2023.page import QUIET, panel
+from natgrad_lab.papers.malago_2023.flows import QUIET, panel
 
 
 @dataclass(frozen=True)
-class MalagoPointSettings:
+class MalagoPointSettings(StudySettings):
     """What `--set` can change."""
 
     radius: float = 0.02  # of the balls, in nats; the lectures' epsilon
@@ -32,8 +32,6 @@ class MalagoPointSettings:
     bits: int = 6  # of a problem
     spread: float = 0.5  # standard deviation of the natural parameters at the start; not given in the lectures
     time: float = 40.0  # the last time of a flow
-    threads: int | None = 1
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         check_positive(self, "radius", "spread", "time")

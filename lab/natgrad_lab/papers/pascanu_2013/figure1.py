@@ -22,7 +22,7 @@ from natgrad.ground.linalg import eigh, solve_or_nan
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.settings import check_counts, check_positive
+from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive
 from natgrad_lab.figures import DASHES, INK, PALETTE, put_legend_below
 from natgrad_lab.words import short
 
@@ -36,7 +36,7 @@ SIGNS = {"printed": -1.0, "other": 1.0}
 
 
 @dataclass(frozen=True)
-class AutoencoderUnitSettings:
+class AutoencoderUnitSettings(StudySettings):
     """What `--set` can change."""
 
     points: int = 20  # inputs, at equal quantiles of a normal distribution; not given in the paper
@@ -51,8 +51,6 @@ class AutoencoderUnitSettings:
     continued: int = 10_000  # more steps of gradient descent, to see where it was going
     window: float = 6.0  # b and w from -window to window
     lattice: int = 25  # starting points per axis for the counts
-    threads: int | None = 1
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         check_counts(self, "points", "steps", "continued", "lattice", least=2)

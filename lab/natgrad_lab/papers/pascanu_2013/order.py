@@ -25,13 +25,13 @@ from natgrad_lab.data import mnist, omniglot
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.settings import check_counts, check_positive
+from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive
 from natgrad_lab.figures import PALETTE, put_legend_below, put_title
 from natgrad_lab.words import plural, short
 
 
 @dataclass(frozen=True)
-class OrderSettings:
+class OrderSettings(StudySettings):
     """What `--set` can change. The paper's own size: hidden=500 batch=512 steps=3193 rate=.1 side=28 data=omniglot."""
 
     data: str = "mnist"  # deformed; or omniglot, 62 characters of it. The paper: NISTP, 62 classes, not to be had
@@ -51,8 +51,6 @@ class OrderSettings:
     rtol: float = 0.03  # of the solve by conjugate gradients; not given in the paper
     products: int = 20  # with the metric per step, at most
     tuning_seed: int = 100  # and the next two: rates are matched on them; the measured runs have seeds 0, 1, 2 ...
-    threads: int | None = 1
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.data not in SOURCES:

@@ -19,6 +19,7 @@ import natgrad as ng
 from natgrad_lab.experiments.base import Choice, Contestant, LabError, TaskData
 from natgrad_lab.experiments.contestants import grid, sgd
 from natgrad_lab.experiments.metric_data import Observes
+from natgrad_lab.experiments.settings import StudySettings
 
 MSGD = "MSGD"
 UNLABELLED = "KL, unlabelled"
@@ -30,7 +31,7 @@ ADAPTED = "LM from"  # in a choice: Levenberg-Marquardt from that damping, in pl
 
 
 @dataclass(frozen=True)
-class Table1Settings:
+class Table1Settings(StudySettings):
     """Of every race of Table 1."""
 
     batch: int | None = None  # of the gradient, and of the metric on the same or another batch; MSGD takes a tenth
@@ -40,8 +41,6 @@ class Table1Settings:
     evaluations: int = 10  # at equal distances of updates
     looked_at: int = 10_000
     tuning_seed: int = 100
-    threads: int | None = 1
-    device: str = "cpu"
 
     def given(self) -> dict[str, Any]:
         """What the metrics of Fisher have in common."""

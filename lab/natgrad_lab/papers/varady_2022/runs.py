@@ -22,7 +22,7 @@ from natgrad.helmholtz import Classic, Reweighted
 from natgrad_lab.data import Split, binarized_mnist, digits, fashion_mnist, fer2013
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Numbers, Piece, PieceRun
-from natgrad_lab.experiments.settings import change_defaults, check_counts, check_positive
+from natgrad_lab.experiments.settings import StudySettings, change_defaults, check_counts, check_positive
 from natgrad_lab.experiments.training import Order, clock
 from natgrad_lab.papers.varady_2022 import page
 
@@ -34,7 +34,7 @@ RECENT = 9
 
 
 @dataclass(frozen=True)
-class VaradySettings:
+class VaradySettings(StudySettings):
     """What `--set` can change."""
 
     data: str = "digits"  # lines, digits, mnist, fashion or faces
@@ -52,8 +52,6 @@ class VaradySettings:
     contestants: str = "ws,rws,rws-adam,nws,nrws"  # who runs, comma-separated
     rates: str = ""  # nrws:.5/10,ws:.3/0: .5 / (1 + 10 t / T) and .3, T a run; of several the best; others try four
     averaged: bool = False  # whether the mean of the iterates, with weights 9 / (t + 9), is judged as well
-    threads: int | None = 1
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.data not in SETS:
