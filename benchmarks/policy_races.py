@@ -109,8 +109,8 @@ def run(task: PolicyTask, method: str, seed: int, steps: int) -> list[dict[str, 
     marks = [mark for mark in MARKS if mark < steps] + [steps]
     player = PLAYERS[method](scene, task.choices[method], seed)
     with Progress(f"steps of {method} on {task.env}, seed {seed}", steps, None) as shown:
-        found = learn_to_marks(player, scene, marks, lambda share: shown.update(round(share * steps), {}))
-        return [dict(look) for look in found]
+        looks = learn_to_marks(player, scene, marks, lambda share: shown.update(round(share * steps), {}))
+        return [dict(look) for look in looks]
 
 
 def write_looks(title: str, looks: Sequence[dict[str, Any]]) -> tuple[str, ...]:
