@@ -34,7 +34,6 @@ class Contestant:
         falls: The share of the budget that is spent, in steps or in seconds -> a factor that ends as the run does.
         observes: Examples, the gradient's rows, seed and step -> inputs on which natgrad takes the metric of a step,
             drawn from seed and step alone (see `natgrad_lab.experiments.metric_data`). None: the gradient's own batch.
-        needs: A package beyond those of the laboratory, by the name it is imported by.
     """
 
     name: str
@@ -44,7 +43,6 @@ class Contestant:
     schedule: Callable[[int], float] | None = None
     falls: Callable[[float], float] | None = None
     observes: Callable[[TaskData, Rows, int, int], Tensor] | None = None
-    needs: str | None = None
 
     @property
     def has_choices(self) -> bool:

@@ -19,28 +19,9 @@ RECENT = 20
 """Episodes that the training return is a mean of."""
 
 
-class Scene(Protocol):
-    """Where players play, and by what they are judged."""
-
-    @property
-    def env(self) -> str:
-        """Its name in gymnasium."""
-        ...
-
-    @property
-    def envs(self) -> int:
-        """How many a player acts in at once."""
-        ...
-
-    @property
-    def episodes(self) -> int:
-        """Of a look."""
-        ...
-
-    @property
-    def device(self) -> str:
-        """Of the networks."""
-        ...
+Scene = Any
+"""What is played and how it is judged: `env`, its name in gymnasium, `envs`, how many at once, `episodes` of a look and
+`device` of the networks."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +35,10 @@ class PolicyChoice:
 class Player(Protocol):
     """A contestant at work."""
 
-    @property
-    def batch(self) -> int:
-        """Steps per update."""
-        ...
+    batch: int  # steps per update
 
     @property
-    def steps(self) -> int:
-        """So far."""
-        ...
+    def steps(self) -> int: ...  # so far
 
     def update(self) -> None:
         """Collect a batch and learn from it."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -101,14 +101,6 @@ SYSTEMS: dict[str, Callable[[GroundStateSettings, int], GroundStateProblem]] = {
 }
 
 
-class Stepper(Protocol):
-    """A contestant at work."""
-
-    def step(self, part: float) -> ng.vmc.EnergyEstimate:
-        """One step, with that part of the budget spent: the energy before it."""
-        ...
-
-
 class Reconfigured:
     """`ng.stochastic_reconfiguration`. Molecules take steps that shrink to a fifth, and that walkers can follow."""
 
@@ -183,7 +175,7 @@ def reconfigure(momentum: float, run: PieceRun) -> Numbers:
     return train(problem, Reconfigured(problem, momentum), run)
 
 
-def train(problem: GroundStateProblem, stepper: Stepper, run: PieceRun) -> Numbers:
+def train(problem: GroundStateProblem, stepper: Reconfigured | AdamSearch, run: PieceRun) -> Numbers:
     """Steps until the budget is spent, then the energy that was reached: by enumeration where that is possible."""
     settings, curve, spent, step = run.settings, [], 0.0, 0
     every = max(1, settings.steps // LOOKS)

@@ -16,7 +16,7 @@ from natgrad_lab.experiments.contestants import sgd
 from natgrad_lab.experiments.metric_data import draw_another_batch, draw_unlabelled, join_unlabelled
 from natgrad_lab.experiments.race_summary import Record, choose, final
 from natgrad_lab.experiments.training import Training
-from natgrad_lab.papers.pascanu_2013.shared import Falling, divide
+from natgrad_lab.papers.pascanu_2013.table1 import Falling, divide
 
 
 @dataclass(frozen=True)

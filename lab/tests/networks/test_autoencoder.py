@@ -190,15 +190,6 @@ def test_an_unknown_method_is_refused_with_those_that_there_are():
         RACE.tasks(AutoencoderSettings(methods="kfac,newton"))
 
 
-def test_a_package_that_is_missing_is_named_or_done_without():
-    grid, among = GRID(batch=(8,), lr=(0.1,)), {}
-    among["plain"] = contestants.sgd(grid)
-    among["rare"] = replace(contestants.adam(grid), needs="a_package_that_nobody_has")
-    assert contestants.select("both", among, {"both": ("plain", "rare")}) == (among["plain"],)
-    with pytest.raises(LabError, match="rare needs the package a_package_that_nobody_has: pip install"):
-        contestants.select("plain,rare", among, {})
-
-
 def test_groups_name_contestants():
     (task,) = RACE.tasks(AutoencoderSettings(data="digits", methods="all"))
     among = task.contestants

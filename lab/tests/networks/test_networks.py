@@ -172,7 +172,7 @@ def test_both_networks_of_the_report_and_its_figures(tmp_path):
     assert 0 <= record.rows[-1]["test_precision"] <= 1
     for result in results(folder, *cifar.tasks(settings)):
         assert [plot.name for plot in plots(result)][:2] == ["precision-epochs", "precision-seconds"]
-        assert "Precision is the mean over classes" in result.note
+        assert "Precision is the mean over classes" in result.task.note
 
 
 def assert_all_stepped(folder):

@@ -20,8 +20,7 @@ from natgrad_lab.figures import draw
 from natgrad_lab.papers.kept_tables import insert
 from natgrad_lab.papers.pascanu_2013 import at_size, at_size_page
 from natgrad_lab.papers.pascanu_2013.at_size import SparsePixels, sort_pixels
-from natgrad_lab.papers.pascanu_2013.faces import standardise_images
-from natgrad_lab.papers.pascanu_2013.shared import ADAPTED, damping
+from natgrad_lab.papers.pascanu_2013.table1 import ADAPTED, damping, standardise_images
 
 SMALL = {
     "pascanu_2013_restricted_mnist": {"hidden": 3, "labelled": 40, "validation": 20, "batch": 20, "products": 3},
@@ -64,7 +63,7 @@ def test_the_experiment_runs_to_its_report(name, data, monkeypatch, tmp_path):
     assert ends == {one.name: 20 if one.name == "MSGD" else 1 for one in task.contestants}
     assert set(task.paper) == set(ends)
     (result,) = results(folder, *race.tasks(settings))
-    assert result.note == task.note
+    assert result.task.note == task.note
     assert [entry.name for entry in result.entries] == [one.name for one in task.contestants]
     assert len(result.pairs) == len(ends) * (len(ends) - 1) // 2
 

@@ -10,7 +10,7 @@ from small_races import contestants, results, task
 from natgrad_lab.experiments import execute, race
 from natgrad_lab.experiments.race_story import beyond, write_difference, write_mean
 from natgrad_lab.experiments.race_summary import Mean, Record, Spread, balance, pair_all, write_verdict
-from natgrad_lab.papers.pascanu_2013.shared import divide
+from natgrad_lab.papers.pascanu_2013.table1 import divide
 from natgrad_lab.report import build, render_terminal
 
 PAPER = {"SGD-momentum": (0.05, 0.3), "Adam": (None, 0.2), "natural gradient": (None, None)}

@@ -31,7 +31,7 @@ from natgrad_lab.experiments.race import Course, race
 from natgrad_lab.experiments.records import Folder, Numbers, dump, read, versions
 from natgrad_lab.experiments.records import replace as write_whole
 from natgrad_lab.experiments.training import Training
-from natgrad_lab.papers.pascanu_2013.shared import (
+from natgrad_lab.papers.pascanu_2013.table1 import (
     DIFFERENT,
     MSGD,
     SAME,

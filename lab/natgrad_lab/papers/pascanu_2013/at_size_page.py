@@ -25,8 +25,7 @@ from natgrad_lab.papers.pascanu_2013.at_size import (
     RATES,
     WEAK_UNLABELLED,
 )
-from natgrad_lab.papers.pascanu_2013.restricted_mnist import TABLE_1
-from natgrad_lab.papers.pascanu_2013.shared import DIFFERENT, MSGD, SAME, UNLABELLED
+from natgrad_lab.papers.pascanu_2013.table1 import DIFFERENT, MSGD, RESTRICTED, SAME, UNLABELLED
 
 RECORD = Path(__file__).parent / "records" / "at_size.json"
 PAIRS = (
@@ -83,7 +82,7 @@ def write_tables(record: Record) -> str:
     rows = []
     for name, contestant in record["contestants"].items():
         end = last(record, name)
-        paper = f"{100 * TABLE_1[name][1]:.2f} %" if name in TABLE_1 else "-"
+        paper = f"{100 * RESTRICTED[name][1]:.2f} %" if name in RESTRICTED else "-"
         products = "-" if contestant["products"] is None else f"{contestant['products']:.0f}"
         cells = (
             name,

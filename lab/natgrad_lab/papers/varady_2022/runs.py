@@ -150,38 +150,18 @@ def _adam(machine: ng.HelmholtzMachine, rate: float, settings: VaradySettings, s
     return ng.WakeSleep(machine, samples=settings.samples, optimizer=lambda p: torch.optim.Adam(p, rate), seed=seed)
 
 
-GRADIENT = (
-    WakeSleepChoice(0.3, 0.0),
-    WakeSleepChoice(1.0, 0.0),
-    WakeSleepChoice(1.0, 0.005),
-    WakeSleepChoice(3.0, 0.005),
-)
-NATURAL = (
-    WakeSleepChoice(0.15, 0.0),
-    WakeSleepChoice(0.5, 0.0),
-    WakeSleepChoice(0.5, 0.005),
-    WakeSleepChoice(1.0, 0.02),
-)
-ADAM = (WakeSleepChoice(0.01, 0.0), WakeSleepChoice(0.03, 0.0), WakeSleepChoice(0.1, 0.0), WakeSleepChoice(0.1, 0.005))
+def list_choices(*pairs: tuple[float, float]) -> tuple[WakeSleepChoice, ...]:
+    """Choices of (rate, fall)."""
+    return tuple(WakeSleepChoice(*pair) for pair in pairs)
+
+
+GRADIENT = list_choices((0.3, 0.0), (1.0, 0.0), (1.0, 0.005), (3.0, 0.005))
+NATURAL = list_choices((0.15, 0.0), (0.5, 0.0), (0.5, 0.005), (1.0, 0.02))
+ADAM = list_choices((0.01, 0.0), (0.03, 0.0), (0.1, 0.0), (0.1, 0.005))
 # each around what was best in runs of 800 steps on MNIST
-LARGE_GRADIENT = (
-    WakeSleepChoice(0.1, 0.0),
-    WakeSleepChoice(0.3, 0.0),
-    WakeSleepChoice(0.3, 0.005),
-    WakeSleepChoice(1.0, 0.005),
-)
-LARGE_NATURAL = (
-    WakeSleepChoice(0.2, 0.0),
-    WakeSleepChoice(0.5, 0.005),
-    WakeSleepChoice(1.0, 0.01),
-    WakeSleepChoice(1.0, 0.02),
-)
-LARGE_ADAM = (
-    WakeSleepChoice(0.003, 0.0),
-    WakeSleepChoice(0.01, 0.0),
-    WakeSleepChoice(0.02, 0.002),
-    WakeSleepChoice(0.03, 0.005),
-)
+LARGE_GRADIENT = list_choices((0.1, 0.0), (0.3, 0.0), (0.3, 0.005), (1.0, 0.005))
+LARGE_NATURAL = list_choices((0.2, 0.0), (0.5, 0.005), (1.0, 0.01), (1.0, 0.02))
+LARGE_ADAM = list_choices((0.003, 0.0), (0.01, 0.0), (0.02, 0.002), (0.03, 0.005))
 CONTESTANTS = (
     WakeSleepContestant("ws", "WS", _plain(Classic()), GRADIENT, LARGE_GRADIENT),
     WakeSleepContestant("rws", "RWS", _plain(Reweighted()), GRADIENT, LARGE_GRADIENT),
@@ -198,15 +178,10 @@ def pieces(settings: VaradySettings) -> tuple[Piece, ...]:
     for contestant in running:
         choices = contestant.choices(settings)
         for i, choice in enumerate(choices if len(choices) > 1 else ()):
-            title = f"{contestant.title}, {choice}"
-            work.append(
-                Piece(f"tune-{contestant.name}-{i}", title, WakeSleepTuning(contestant, choice), repeated=False)
-            )
-    work += [
-        Piece(f"race-{contestant.name}", f"{contestant.title} with its best setting", WakeSleepRace(contestant))
-        for contestant in running
-    ]
-    return tuple(work)
+            name, tuning = f"tune-{contestant.name}-{i}", WakeSleepTuning(contestant, choice)
+            work.append(Piece(name, f"{contestant.title}, {choice}", tuning, repeated=False))
+    races = (Piece(f"race-{c.name}", f"{c.title} with its best setting", WakeSleepRace(c)) for c in running)
+    return (*work, *races)
 
 
 @dataclass(frozen=True)
@@ -222,11 +197,8 @@ class WakeSleepTuning:
         for _ in training.epochs(settings.epochs, run):
             if not training.sound():
                 break
-        return {
-            "choice": str(self.choice),
-            "valid": training.estimate_bound(training.bits.valid),
-            "seconds": training.seconds,
-        }
+        bound = training.estimate_bound(training.bits.valid)
+        return {"choice": str(self.choice), "valid": bound, "seconds": training.seconds}
 
 
 @dataclass(frozen=True)
