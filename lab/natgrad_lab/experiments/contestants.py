@@ -107,7 +107,7 @@ def line_up(batch: int, but: Collection[str] = (), **axes: Mapping[str, Iterable
     but: matrices that are Adam's where Muon has the rest. Grids were narrowed by probes with the tuning seed.
     """
     tuned = {**TUNED, "muon": lambda choices: muon(choices, but)}
-    return by_default(batch) | {name: tuned[name](grid(**({"batch": (batch,)} | of))) for name, of in axes.items()}
+    return by_default(batch) | {name: tuned[name](grid(**{"batch": (batch,), **of})) for name, of in axes.items()}
 
 
 TUNED: dict[str, Callable[[Iterable[Choice]], Contestant]] = {

@@ -344,9 +344,10 @@ def pair_all(raced: Mapping[str, Sequence[Record]], paper: Mapping[str, Sequence
     """Every two contestants, over the seeds that both have. paper: contestant -> (training loss, test error)."""
     pairs = []
     for a, b in combinations(raced, 2):
-        means = (difference(raced[a], raced[b], name) for name in ("test_error", "train_loss", "test_loss"))
+        names = "test_error", "train_loss", "test_loss"
+        error, train, test = (difference(raced[a], raced[b], name) for name in names)
         ours, theirs = (paper.get(name, (None, None))[1] for name in (a, b))
-        pairs.append(Pair(a, b, *means, None if ours is None or theirs is None else ours - theirs))
+        pairs.append(Pair(a, b, error, train, test, None if ours is None or theirs is None else ours - theirs))
     return tuple(pairs)
 
 

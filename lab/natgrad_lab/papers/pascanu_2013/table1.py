@@ -244,7 +244,7 @@ def learn_mnist(settings: MnistSettings) -> tuple[Task, ...]:
     batch, steps = require_size(settings.batch), require_size(settings.steps)
     schedule = Falling(require_size(settings.hold), settings.fall)
     points = [*list_adapted_choices(batch, (0.5, 5.0), (1.0, 5.0)), *list_constant_choices(batch, (1.0, 0.3))]
-    given = settings.given() | {"schedule": schedule}
+    given: dict[str, Any] = {**settings.given(), "schedule": schedule}
     convolutions = Convolution(filters, 5, 2), Convolution(2 * filters, 5, 2)
     task = classify(
         "mnist",
@@ -310,7 +310,7 @@ def learn_faces(settings: FacesSettings) -> tuple[Task, ...]:
     batch, steps = require_size(settings.batch), require_size(settings.steps)
     schedule = Falling(require_size(settings.hold), settings.fall)
     points = [*list_adapted_choices(batch, (1.0, 8.0), (1.0, 1.0)), *list_constant_choices(batch, (1.0, 1.0))]
-    given = settings.given() | {"schedule": schedule}
+    given: dict[str, Any] = {**settings.given(), "schedule": schedule}
     task = classify(
         "faces",
         f"Faces of FER2013, {filters} filters 12 x 12, {first} and {second} hidden units",
