@@ -174,9 +174,9 @@ def test_show_draws_a_descent(words, name, drawn, tmp_path, monkeypatch):
 
 def test_a_formula_is_its_function():
     x = torch.linspace(-2, 2, 9).double()[:, None]
-    found = read_function("-2*sin(pi*x)^2 + exp(x)/3 - 1", ("x",))(x)
+    values = read_function("-2*sin(pi*x)^2 + exp(x)/3 - 1", ("x",))(x)
     expected = -2 * torch.sin(torch.pi * x) ** 2 + torch.exp(x) / 3 - 1
-    torch.testing.assert_close(found, expected[:, 0])
+    torch.testing.assert_close(values, expected[:, 0])
     both = torch.tensor([[1.0, -1.0], [-1.0, -1.0]])
     assert read_function("x1 - 2*x2", ("x1", "x2"))(both).tolist() == [3.0, 1.0]
     assert read_function("3", ("x",))(x).tolist() == [3.0] * 9

@@ -24,7 +24,7 @@ def test_the_fixed_matrix_has_its_condition_and_is_as_long_as_the_identity():
 def test_both_tasks_differ_by_the_matrix_alone():
     assert find("arbel_2020_cifar") is RACE
     well, ill = tasks(ArbelCifarSettings())
-    assert {len(one.grid) for one in (*well.contestants, *ill.contestants)} == {5}
+    assert {len(contestant.grid) for contestant in (*well.contestants, *ill.contestants)} == {5}
     torch.manual_seed(0)
     first = well.model()
     torch.manual_seed(0)
@@ -37,20 +37,20 @@ def test_both_tasks_differ_by_the_matrix_alone():
 
 
 def test_every_contestant_takes_a_step():
-    (one, _) = tasks(ArbelCifarSettings(side=8, basis=4, metric_batch=6))
+    (task, _) = tasks(ArbelCifarSettings(side=8, basis=4, metric_batch=6))
     x, y = torch.randn(12, 3, 8, 8), torch.arange(12) % 10
-    for contestant in one.contestants:
+    for contestant in task.contestants:
         torch.manual_seed(0)
         model = network(8, 10.0)
-        optimizer = contestant.build(model, one.criterion, contestant.grid[1])
-        before = one.criterion(model(x), y).item()
+        optimizer = contestant.build(model, task.criterion, contestant.grid[1])
+        before = task.criterion(model(x), y).item()
         for _ in range(3):
             optimizer.zero_grad()
-            loss_of = optimizer.loss if knows_criterion(optimizer) else one.criterion
+            loss_of = optimizer.loss if knows_criterion(optimizer) else task.criterion
             loss = loss_of(model(x), y)
             loss.backward()
             optimizer.step()
-        assert one.criterion(model(x), y).item() < before
+        assert task.criterion(model(x), y).item() < before
 
 
 def test_a_race_goes_with_a_metric_of_no_likelihood(tmp_path):
