@@ -38,7 +38,9 @@ class Player(Protocol):
     batch: int  # steps per update
 
     @property
-    def steps(self) -> int: ...  # so far
+    def steps(self) -> int:
+        """So far."""
+        ...
 
     def update(self) -> None:
         """Collect a batch and learn from it."""

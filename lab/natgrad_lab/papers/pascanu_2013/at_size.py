@@ -73,7 +73,7 @@ def contestants(settings: AtSizeSettings) -> tuple[Contestant, ...]:
     """The paper's four with its rates and dampings, MSGD with lower ones, each metric with the other settings."""
     batch = settings.batch
     weak, adapted = list_constant_choices(batch, (0.1, 0.01)), list_adapted_choices(batch, (5.0, 2.0))
-    given = settings.given()
+    given = settings.list_bounds()
     slow = max(1, batch // 10), MSGD_STEPS * settings.steps
     return (
         *(replace(msgd(slow[0], (rate,), slow[1]), name=name) for name, rate in RATES.items()),

@@ -45,7 +45,7 @@ class Table1Settings(StudySettings):
     looked_at: int = 10_000
     tuning_seed: int = 100
 
-    def given(self) -> dict[str, Any]:
+    def list_bounds(self) -> dict[str, Any]:
         """What the metrics of Fisher have in common."""
         return {"products": self.products, "floor": self.floor}
 
@@ -181,9 +181,9 @@ def restrict_mnist(settings: RestrictedMnistSettings) -> tuple[Task, ...]:
     points = [kind(batch, pair)[0] for kind, pair in POINTS]
     points = points if settings.choice is None else [points[settings.choice]]
     contestants = (
-        kullback(UNLABELLED, points, observes=draw_unlabelled(batch), **settings.given()),
-        kullback(DIFFERENT, points, observes=draw_another_batch(batch), **settings.given()),
-        kullback(SAME, points, **settings.given()),
+        kullback(UNLABELLED, points, observes=draw_unlabelled(batch), **settings.list_bounds()),
+        kullback(DIFFERENT, points, observes=draw_another_batch(batch), **settings.list_bounds()),
+        kullback(SAME, points, **settings.list_bounds()),
     )
     if settings.choice is None:
         pairs = (5.0, 0.1), (1.0, 0.1), (0.2, 0.1), (1.0, 1.0), (0.2, 0.01), (0.05, 0.01)
@@ -244,7 +244,7 @@ def learn_mnist(settings: MnistSettings) -> tuple[Task, ...]:
     batch, steps = require_size(settings.batch), require_size(settings.steps)
     schedule = Falling(require_size(settings.hold), settings.fall)
     points = [*list_adapted_choices(batch, (0.5, 5.0), (1.0, 5.0)), *list_constant_choices(batch, (1.0, 0.3))]
-    given: dict[str, Any] = {**settings.given(), "schedule": schedule}
+    given: dict[str, Any] = {**settings.list_bounds(), "schedule": schedule}
     convolutions = Convolution(filters, 5, 2), Convolution(2 * filters, 5, 2)
     task = classify(
         "mnist",
@@ -310,7 +310,7 @@ def learn_faces(settings: FacesSettings) -> tuple[Task, ...]:
     batch, steps = require_size(settings.batch), require_size(settings.steps)
     schedule = Falling(require_size(settings.hold), settings.fall)
     points = [*list_adapted_choices(batch, (1.0, 8.0), (1.0, 1.0)), *list_constant_choices(batch, (1.0, 1.0))]
-    given: dict[str, Any] = {**settings.given(), "schedule": schedule}
+    given: dict[str, Any] = {**settings.list_bounds(), "schedule": schedule}
     task = classify(
         "faces",
         f"Faces of FER2013, {filters} filters 12 x 12, {first} and {second} hidden units",
