@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,14 +16,13 @@ from benchmarks import (
     ang,
     conversions,
     densities,
-    ekfac,
     engine,
     ground_states,
     iterative,
     kfac,
     learning,
     policy_races,
-    posterior_races,
+    posteriors,
     preconditioners,
     products,
     public_scripts,
@@ -32,9 +31,7 @@ from benchmarks import (
     search_bits,
     search_landscapes,
     search_pbo,
-    solves,
     step,
-    steps,
     training,
     wake_sleep,
 )
@@ -42,6 +39,10 @@ from natgrad_lab.data import DataError
 from natgrad_lab.experiments import Interrupted, LabError
 
 COSTS = ("time / gradient", "memory / gradient")
+
+
+Rows = Iterable[tuple[str, ...]]
+Shown = tuple[str, Rows, tuple[str, ...]]  # title, rows, heads of a table
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,10 @@ class ChosenTables:
     seconds: float | None = None
     constant: bool = False
 
-    @property
-    def search_seeds(self) -> range:
-        """The seeds of searches."""
-        return self.seeds or range(10)
+    def over(self, usual: range) -> tuple[range, str]:
+        """The seeds, and the same in words."""
+        seeds = self.seeds or usual
+        return seeds, f"seeds {seeds[0]} to {seeds[-1]}"
 
 
 def table(title: str, rows: Sequence[tuple[str, ...]], heads: tuple[str, ...]) -> None:
@@ -77,213 +78,204 @@ def stream(title: str, rows: Iterable[tuple[str, ...]], heads: tuple[str, ...]) 
         print(f"  {name:<48}" + " | ".join(cells), flush=True)
 
 
-def product_tables(repeats: int) -> None:
+def product_tables(repeats: int) -> Iterator[Shown]:
     for work in (products.mlp(), products.cnn()):
-        table(f"{work.name}, batch {len(work.inputs)}", products.report(work, repeats), COSTS)
+        yield f"{work.name}, batch {len(work.inputs)}", products.report(work, repeats), COSTS
 
 
-def solve_tables(repeats: int) -> None:
-    table("Residual net 2-64-64-1, 1000 rows: one damped solve", solves.report(repeats), COSTS)
+def solve_tables(repeats: int) -> Iterator[Shown]:
+    yield "Residual net 2-64-64-1, 1000 rows: one damped solve", products.report_solves(repeats), COSTS
 
 
-def step_tables(repeats: int) -> None:
-    for setting in steps.settings():
-        title = f"{setting.work.name}, batch {len(setting.work.inputs)}: one step with {steps.PRODUCTS} CG steps"
-        table(title, steps.report(setting, repeats), steps.HEADS)
+def step_tables(repeats: int) -> Iterator[Shown]:
+    for setting in products.settings():
+        title = f"{setting.work.name}, batch {len(setting.work.inputs)}: one step with {products.PRODUCTS} CG steps"
+        yield title, products.report_steps(setting, repeats), products.HEADS
 
 
-def iterative_table(repeats: int) -> None:
+def iterative_table(repeats: int) -> Iterator[Shown]:
     heads = ("MinresQLP", "SciPy minres", "CG", "SciPy cg")
-    table("Products (and time) to |r| <= 1e-8 |b|, n = 1000, float64", iterative.report(), heads)
+    yield "Products (and time) to |r| <= 1e-8 |b|, n = 1000, float64", iterative.report(), heads
 
 
-def preconditioner_table(repeats: int) -> None:
+def preconditioner_table(repeats: int) -> Iterator[Shown]:
     heads = tuple(f"after {moment} steps" for moment in preconditioners.MOMENTS)
-    table("CG's products to |r| <= .01 |g| on the digits autoencoder", preconditioners.report(), heads)
+    yield "CG's products to |r| <= .01 |g| on the digits autoencoder", preconditioners.report(), heads
 
 
-def kfac_tables(repeats: int) -> None:
+def kfac_tables(repeats: int) -> Iterator[Shown]:
     for work in training.trainings():
         cycles = max(3, repeats // 4)
         title = f"{work.name}, batch {len(work.inputs)}: one step, from {cycles} cycles of {kfac.CYCLE}"
-        table(title, kfac.report(work, cycles), kfac.HEADS)
-    table("classifier: EKFAC's parts", ekfac.report(repeats), ekfac.HEADS)
-    table("classifier: growth of the highest resident memory", kfac.memory_report(), ("MiB",))
+        yield title, kfac.report(work, cycles), kfac.HEADS
+    yield "classifier: EKFAC's parts", kfac.report_eigen(repeats), kfac.EIGEN_HEADS
+    yield "classifier: growth of the highest resident memory", kfac.memory_report(), ("MiB",)
 
 
-def accelerator_table(repeats: int) -> None:
-    table("A step of a GPT with twelve layers", accelerator.report(), accelerator.HEADS)
+def accelerator_table(repeats: int) -> Iterator[Shown]:
+    yield "A step of a GPT with twelve layers", accelerator.report(), accelerator.HEADS
 
 
-def engine_table(repeats: int) -> None:
-    table("Files and functions of natgrad that a step enters", engine.report(), engine.HEADS)
+def engine_table(repeats: int) -> Iterator[Shown]:
+    yield "Files and functions of natgrad that a step enters", engine.report(), engine.HEADS
 
 
-def first_steps_tables(repeats: int) -> None:
+def first_steps_tables(repeats: int) -> Iterator[Shown]:
     for work in training.trainings():
         title = f"{work.name}, batch {len(work.inputs)}: the first steps of a run"
-        table(title, kfac.first_steps(work), kfac.FIRST_HEADS)
+        yield title, kfac.first_steps(work), kfac.FIRST_HEADS
 
 
-def learning_table(repeats: int) -> None:
+def learning_table(repeats: int) -> Iterator[Shown]:
     if "NATGRAD_DATA" not in os.environ:
         print("\nFashion-MNIST: left out, set NATGRAD_DATA to the folder with the data")
         return
-    table("Fashion-MNIST, 784-1000-500-250-10, batch 512, three seeds", learning.report(), learning.HEADS)
+    yield "Fashion-MNIST, 784-1000-500-250-10, batch 512, three seeds", learning.report(), learning.HEADS
 
 
-def search_functions(choices: ChosenTables) -> None:
+def policy_table(repeats: int) -> Iterator[Shown]:
+    from benchmarks import policy  # needs gymnasium and sb3-contrib, which no other table does
+
+    yield "One update of TRPO, collecting and learning", policy.report(max(5, repeats // 2)), policy.HEADS
+
+
+def score_tables(repeats: int) -> Iterator[Shown]:
+    yield "The exact score matching loss and its gradient", scores.layered_report(repeats), scores.LAYERED_HEADS
+    title = f"One step in the score metric, {scores.VARIABLES} variables, batch {scores.EXAMPLES}"
+    yield title, scores.report(), scores.HEADS
+
+
+def conversion_table(repeats: int) -> Iterator[Shown]:
+    title = f"{conversions.BATCH} normals, milliseconds of CPU time (quartiles)"
+    yield title, conversions.report(repeats), conversions.HEADS
+
+
+def wake_sleep_table(repeats: int) -> Iterator[Shown]:
+    cycles = max(3, repeats // 4)
+    title = f"One step of reweighted wake-sleep, 5 draws, from {cycles} cycles of {wake_sleep.CYCLE}"
+    yield title, wake_sleep.report(cycles), wake_sleep.HEADS
+
+
+def ang_table(choices: ChosenTables) -> Iterator[Shown]:
+    title = f"Held-out loss after {ang.STEPS} steps of {ang.BATCH} rows; kept in {ang.KNOWN}"
+    yield title, ang.figures(), ang.HEADS
+
+
+def search_functions(choices: ChosenTables) -> Iterator[Shown]:
     from benchmarks import search  # needs cma, which no other table does
 
-    title = f"Evaluations to 1e-8, {list_seeds(choices.search_seeds)}"
-    stream(title, search.figures(choices.search_seeds), search.HEADS)
-    stream(f"{title}, XNES", search.natural_figures(choices.search_seeds), (*search.HEADS[:2], "cmaes.XNES"))
+    seeds, words = choices.over(range(10))
+    title = f"Evaluations to 1e-8, {words}"
+    yield title, search.figures(seeds), search.HEADS
+    yield f"{title}, XNES", search.natural_figures(seeds), (*search.HEADS[:2], "cmaes.XNES")
 
 
-def race_bbob(choices: ChosenTables) -> None:
+def race_bbob(choices: ChosenTables) -> Iterator[Shown]:
     from benchmarks import search_bbob  # needs cma and ioh
 
-    instances = choices.seeds or range(1, 3)
-    title = f"BBOB, 2000 d evaluations, instances {list_seeds(instances)}; kept in {search_bbob.KNOWN}"
-    stream(title, search_bbob.figures(instances), search_bbob.HEADS)
+    seeds, words = choices.over(range(1, 3))
+    title = f"BBOB, 2000 d evaluations, instances {words}; kept in {search_bbob.KNOWN}"
+    yield title, search_bbob.figures(seeds), search_bbob.HEADS
 
 
-def race_mixed(choices: ChosenTables) -> None:
+def race_mixed(choices: ChosenTables) -> Iterator[Shown]:
     from benchmarks import search_coco  # needs cma and coco-experiment
 
-    instances = choices.seeds or range(1, 4)
-    title = f"bbob-mixint, {search_coco.MIXED_BUDGET} d evaluations, instances {list_seeds(instances)}"
-    stream(f"{title}; kept in {search_coco.KNOWN}", search_coco.mixed_figures(instances), search_coco.MIXED_HEADS)
+    seeds, words = choices.over(range(1, 4))
+    title = f"bbob-mixint, {search_coco.MIXED_BUDGET} d evaluations, instances {words}; kept in {search_coco.KNOWN}"
+    yield title, search_coco.mixed_figures(seeds), search_coco.MIXED_HEADS
 
 
-def race_large(choices: ChosenTables) -> None:
+def race_large(choices: ChosenTables) -> Iterator[Shown]:
     from benchmarks import search_coco  # needs cma and coco-experiment
 
-    instances = choices.seeds or range(1, 2)
-    title = f"bbob-largescale, {search_coco.LARGE_BUDGET} d evaluations, instances {list_seeds(instances)}"
-    stream(f"{title}; kept in {search_coco.KNOWN}", search_coco.large_figures(instances), search_coco.LARGE_HEADS)
+    seeds, words = choices.over(range(1, 2))
+    title = f"bbob-largescale, {search_coco.LARGE_BUDGET} d evaluations, instances {words}; kept in {search_coco.KNOWN}"
+    yield title, search_coco.large_figures(seeds), search_coco.LARGE_HEADS
 
 
-def search_surrogate(choices: ChosenTables) -> None:
+def search_surrogate(choices: ChosenTables) -> Iterator[Shown]:
     from benchmarks import search  # needs cma
 
-    title = f"Evaluations to 1e-8 with a quadratic model, {list_seeds(choices.search_seeds)}; kept in {search.KNOWN}"
-    stream(title, search.surrogate_figures(choices.search_seeds), search.SURROGATE_HEADS)
+    seeds, words = choices.over(range(10))
+    title = f"Evaluations to 1e-8 with a quadratic model, {words}; kept in {search.KNOWN}"
+    yield title, search.surrogate_figures(seeds), search.SURROGATE_HEADS
 
 
-def search_bbob(choices: ChosenTables) -> None:
+def search_bbob(choices: ChosenTables) -> Iterator[Shown]:
     from benchmarks import search  # needs cma
 
     cases = tuple((f, 5) for f in (1, 2, 8, 10, 15)) + tuple((f, 20) for f in (1, 2, 8, 10))
-    seeds = list_seeds(choices.search_seeds)
-    title = f"BBOB to 1e-8 in 5-d and 20-d, {seeds}; f15 with BIPOP, others begun again where they end"
-    stream(title, search.bbob_figures(choices.search_seeds, cases), search.BBOB_HEADS)
+    seeds, words = choices.over(range(10))
+    title = f"BBOB to 1e-8 in 5-d and 20-d, {words}; f15 with BIPOP, others begun again where they end"
+    yield title, search.bbob_figures(seeds, cases), search.BBOB_HEADS
 
 
-def race_bits(choices: ChosenTables) -> None:
-    stream(
-        f"Bits and categories, {list_seeds(choices.search_seeds)}",
-        search_bits.figures(choices.search_seeds),
-        search_bits.HEADS,
-    )
+def race_bits(choices: ChosenTables) -> Iterator[Shown]:
+    seeds, words = choices.over(range(10))
+    yield f"Bits and categories, {words}", search_bits.figures(seeds), search_bits.HEADS
 
 
-def race_pbo(choices: ChosenTables) -> None:
-    budget = f"{search_pbo.BITS} bits, {search_pbo.BUDGET} evaluations"
-    title = f"{budget}, {list_seeds(choices.search_seeds)}; kept in {search_pbo.KNOWN}"
-    stream(title, search_pbo.figures(choices.search_seeds), search_pbo.HEADS)
+def race_pbo(choices: ChosenTables) -> Iterator[Shown]:
+    seeds, words = choices.over(range(10))
+    title = f"{search_pbo.BITS} bits, {search_pbo.BUDGET} evaluations, {words}; kept in {search_pbo.KNOWN}"
+    yield title, search_pbo.figures(seeds), search_pbo.HEADS
 
 
-def race_landscapes(choices: ChosenTables) -> None:
-    title = (
-        f"{search_landscapes.BUDGET} evaluations, {list_seeds(choices.search_seeds)}; kept in {search_landscapes.KNOWN}"
-    )
-    stream(title, search_landscapes.figures(choices.search_seeds), search_landscapes.HEADS)
+def race_landscapes(choices: ChosenTables) -> Iterator[Shown]:
+    seeds, words = choices.over(range(10))
+    title = f"{search_landscapes.BUDGET} evaluations, {words}; kept in {search_landscapes.KNOWN}"
+    yield title, search_landscapes.figures(seeds), search_landscapes.HEADS
 
 
-def search_noise(choices: ChosenTables) -> None:
+def search_noise(choices: ChosenTables) -> Iterator[Shown]:
     from benchmarks import search_noise  # needs cma
 
-    title = f"10-d, noise of deviation 1, {search_noise.BUDGET} evaluations, {list_seeds(choices.search_seeds)}"
-    stream(title, search_noise.figures(choices.search_seeds), search_noise.HEADS)
+    seeds, words = choices.over(range(10))
+    title = f"10-d, noise of deviation 1, {search_noise.BUDGET} evaluations, {words}"
+    yield title, search_noise.figures(seeds), search_noise.HEADS
 
 
-def search_cost(choices: ChosenTables) -> None:
+def search_cost(choices: ChosenTables) -> Iterator[Shown]:
     from benchmarks import search_costs  # needs cma
 
     rows = search_costs.overheads(max(3, choices.repeats // 3))
-    stream("One generation of ask and tell", rows, search_costs.HEADS)
-    stream("Memory and time of a generation", search_costs.memory(), search_costs.MEMORY_HEADS)
+    yield "One generation of ask and tell", rows, search_costs.HEADS
+    yield "Memory and time of a generation", search_costs.memory(), search_costs.MEMORY_HEADS
 
 
-def list_seeds(seeds: range) -> str:
-    return f"seeds {seeds[0]} to {seeds[-1]}"
+def residual_races(choices: ChosenTables) -> Iterator[Shown]:
+    seeds, words = choices.over(range(5))
+    title = f"Relative error, {words}: median (least to largest) at equal CPU seconds of one thread, float64"
+    yield title, residuals.report(seeds, choices.workloads, choices.seconds, choices.methods), residuals.HEADS
 
 
-def policy_table(repeats: int) -> None:
-    from benchmarks import policy  # needs gymnasium and sb3-contrib, which no other table does
-
-    table("One update of TRPO, collecting and learning", policy.report(max(5, repeats // 2)), policy.HEADS)
-
-
-def score_tables(repeats: int) -> None:
-    table("The exact score matching loss and its gradient", scores.layered_report(repeats), scores.LAYERED_HEADS)
-    title = f"One step in the score metric, {scores.VARIABLES} variables, batch {scores.EXAMPLES}"
-    table(title, scores.report(), scores.HEADS)
-
-
-def conversion_table(repeats: int) -> None:
-    title = f"{conversions.BATCH} normals, milliseconds of CPU time (quartiles)"
-    table(title, conversions.report(repeats), conversions.HEADS)
-
-
-def ang_table(repeats: int) -> None:
-    title = f"Held-out loss after {ang.STEPS} steps of {ang.BATCH} rows; kept in {ang.KNOWN}"
-    stream(title, ang.figures(), ang.HEADS)
-
-
-def wake_sleep_table(repeats: int) -> None:
-    cycles = max(3, repeats // 4)
-    title = f"One step of reweighted wake-sleep, 5 draws, from {cycles} cycles of {wake_sleep.CYCLE}"
-    table(title, wake_sleep.report(cycles), wake_sleep.HEADS)
-
-
-def residual_races(choices: ChosenTables) -> None:
-    seeds = choices.seeds or range(5)
-    rows = residuals.report(seeds, choices.workloads, choices.seconds, choices.methods)
-    title = (
-        f"Relative error, {list_seeds(seeds)}: median (least to largest) at equal CPU seconds of one thread, float64"
-    )
-    stream(title, rows, residuals.HEADS)
-
-
-def race_ground_states(choices: ChosenTables) -> None:
-    seeds = choices.seeds or range(5)
+def race_ground_states(choices: ChosenTables) -> Iterator[Shown]:
+    seeds, words = choices.over(range(5))
     rows = ground_states.report(seeds, choices.workloads, choices.seconds, choices.methods)
-    title = f"Relative error of the energy, {list_seeds(seeds)}: median (least to largest) at equal CPU seconds"
-    stream(title, rows, ground_states.HEADS)
+    title = f"Relative error of the energy, {words}: median (least to largest) at equal CPU seconds"
+    yield title, rows, ground_states.HEADS
 
 
-def race_policies(choices: ChosenTables) -> None:
-    seeds = choices.seeds or range(5)
+def race_policies(choices: ChosenTables) -> Iterator[Shown]:
+    seeds, words = choices.over(range(5))
     rows = policy_races.figures(seeds, choices.workloads, choices.methods, choices.steps or 100_000)
-    title = f"Returns, {list_seeds(seeds)}, mean ± standard deviation; kept in {policy_races.KNOWN}"
-    stream(title, rows, policy_races.HEADS)
+    yield f"Returns, {words}, mean ± standard deviation; kept in {policy_races.KNOWN}", rows, policy_races.HEADS
 
 
-def race_posteriors(choices: ChosenTables) -> None:
-    seeds = choices.seeds or range(3)
-    title = f"A normal q, {list_seeds(seeds)}, CPU seconds of one thread; kept in {posterior_races.KNOWN}"
-    stream(title, posterior_races.figures(seeds, choices.seconds), posterior_races.HEADS)
+def race_posteriors(choices: ChosenTables) -> Iterator[Shown]:
+    seeds, words = choices.over(range(3))
+    title = f"A normal q, {words}, CPU seconds of one thread; kept in {posteriors.KNOWN}"
+    yield title, posteriors.figures(seeds, choices.seconds), posteriors.HEADS
 
 
-def race_densities(choices: ChosenTables) -> None:
-    seeds = choices.seeds or range(3)
-    title = f"log p(x), {choices.steps or densities.STEPS} steps of {densities.BATCH} examples, {list_seeds(seeds)}"
-    stream(title, densities.report(seeds, choices.steps, choices.workloads), densities.HEADS)
+def race_densities(choices: ChosenTables) -> Iterator[Shown]:
+    seeds, words = choices.over(range(3))
+    title = f"log p(x), {choices.steps or densities.STEPS} steps of {densities.BATCH} examples, {words}"
+    yield title, densities.report(seeds, choices.steps, choices.workloads), densities.HEADS
 
 
-def step_races(choices: ChosenTables) -> None:
+def step_races(choices: ChosenTables) -> Iterator[Shown]:
     request = step.Request(
         choices.workloads,
         choices.methods or step.Request.methods,
@@ -299,9 +291,10 @@ def step_races(choices: ChosenTables) -> None:
         raise SystemExit("stopped; the same command goes on from here") from error
     except (LabError, DataError) as error:
         raise SystemExit(str(error)) from error
+    yield from ()  # it prints its tables itself
 
 
-TABLES: dict[str, Callable[[int], None]] = {
+TABLES: dict[str, Callable[[int], Iterator[Shown]]] = {
     "products": product_tables,
     "solves": solve_tables,
     "steps": step_tables,
@@ -316,10 +309,9 @@ TABLES: dict[str, Callable[[int], None]] = {
     "conversions": conversion_table,
     "policy": policy_table,
     "wake-sleep": wake_sleep_table,
-    "ang": ang_table,
 }
 
-SEARCHES: dict[str, Callable[[ChosenTables], None]] = {
+SEARCHES: dict[str, Callable[[ChosenTables], Iterator[Shown]]] = {
     "search-functions": search_functions,
     "search-bbob": search_bbob,
     "search-bbob-large": race_bbob,
@@ -334,7 +326,8 @@ SEARCHES: dict[str, Callable[[ChosenTables], None]] = {
 }
 
 
-RACES: dict[str, Callable[[ChosenTables], None]] = {
+STREAMS = {"ang": ang_table}
+RACES: dict[str, Callable[[ChosenTables], Iterator[Shown]]] = {
     "step": step_races,
     "scripts": public_scripts.race_scripts,
     "densities": race_densities,
@@ -359,7 +352,7 @@ def as_seeds(text: str) -> range:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    names = [*TABLES, "search", *SEARCHES, *RACES]
+    names = [*TABLES, *STREAMS, "search", *SEARCHES, *RACES]
     tables = f"of {', '.join(names)}; all but step by default; search is all search-..."
     parser.add_argument("tables", nargs="*", help=tables)
     parser.add_argument("--repeats", type=int, default=21)
@@ -393,12 +386,14 @@ def main() -> None:
         choices.seconds,
         choices.constant,
     )
-    for name in choices.tables or [*TABLES, "search"]:
+    for name in choices.tables or [*TABLES, *STREAMS, "search"]:
         if name in TABLES:
-            TABLES[name](choices.repeats)
+            for shown in TABLES[name](choices.repeats):
+                table(*shown)
             continue
         for part in SEARCHES if name == "search" else [name]:
-            (SEARCHES | RACES)[part](asked)
+            for shown in (STREAMS | SEARCHES | RACES)[part](asked):
+                stream(*shown)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 
+from benchmarks.timing import time_in_turn
 from natgrad.families import MultivariateNormal
 
 BATCH = 10_000
@@ -28,21 +28,12 @@ def works(d: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     }
 
 
-def milliseconds(work: Callable[[], object], repeats: int) -> str:
-    times: list[float] = []
-    for round_ in range(repeats + 1):
-        start = time.process_time()
-        work()
-        if round_:
-            times.append(1e3 * (time.process_time() - start))
-    low, _, high = statistics.quantiles(times, n=4)
-    return f"{statistics.median(times):.1f} ({low:.1f}-{high:.1f})"
-
-
 def report(repeats: int) -> list[tuple[str, ...]]:
     cells: dict[str, list[str]] = {}
     for d in DIMENSIONS:
         for dtype in (torch.float32, torch.float64):
             for name, work in works(d, dtype).items():
-                cells.setdefault(name, []).append(milliseconds(work, repeats))
+                times = time_in_turn({"": work}, repeats)[""]
+                low, middle, high = (1e3 * q for q in statistics.quantiles(times, n=4))
+                cells.setdefault(name, []).append(f"{middle:.1f} ({low:.1f}-{high:.1f})")
     return [(name, *row) for name, row in cells.items()]

@@ -61,11 +61,11 @@ def take_step(opt: Any, model: nn.Module, x: Tensor, y: Tensor) -> tuple[CodeEnt
     outputs = model(x)
     with CodeEntered() as loss:
         value = opt.loss(outputs, y)
-    with CodeEntered() as whole:
+    with CodeEntered() as step:
         value.backward()
         opt.step()
-    whole.functions |= loss.functions
-    return whole, loss
+    step.functions |= loss.functions
+    return step, loss
 
 
 def report() -> list[tuple[str, ...]]:
@@ -83,7 +83,7 @@ def report() -> list[tuple[str, ...]]:
         steps = [take_step(opt, model, x, y) for _ in range(30)]
         largest = max(steps[1:], key=lambda step: len(step[0].functions))
         least = min(steps[1:], key=lambda step: len(step[0].functions))
-        for kind, (whole, loss) in (("a step that updates", largest), ("the least step", least)):
-            counts = (whole.files, whole.functions, whole.own, loss.own)
+        for kind, (step, loss) in (("a step that updates", largest), ("the least step", least)):
+            counts = (step.files, step.functions, step.own, loss.own)
             rows.append((f"{name}: {kind}", *(str(len(part)) for part in counts)))
     return rows

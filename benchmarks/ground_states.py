@@ -158,8 +158,8 @@ def build_netket(nk: Any, lattice: Lattice, chains: int) -> tuple[Any, Any]:
     for (i, j), coupling in zip(h.edges_or_chain, couplings, strict=True):
         turn = -1.0 if (i in signs) != (j in signs) else 1.0
         edge = nk.graph.Graph([(i, j)], n_nodes=count)
-        one = nk.operator.Heisenberg(hilbert, edge, J=float(coupling) / 4, sign_rule=turn < 0)
-        operator = one if isinstance(operator, float) else operator + one
+        bond = nk.operator.Heisenberg(hilbert, edge, J=float(coupling) / 4, sign_rule=turn < 0)
+        operator = bond if isinstance(operator, float) else operator + bond
     clusters = [(i, j) for i in range(count) for j in range(i)]
     return operator, nk.sampler.MetropolisExchange(hilbert, clusters=clusters, n_chains=chains, sweep_size=count)
 

@@ -17,13 +17,13 @@ def keep_result(file: Path, key: str, make: Callable[[], Any]) -> Any:
     known = read_results(file)
     if key in known:
         return known[key]
-    found = make()
-    known = read_results(file) | {key: found}  # another process may have written meanwhile
+    result = make()
+    known = read_results(file) | {key: result}  # another process may have written meanwhile
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(f".{os.getpid()}")
     part.write_text(json.dumps(known))
     part.replace(file)
-    return found
+    return result
 
 
 def read_results(file: Path) -> dict[str, Any]:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 import natgrad as ng
-from benchmarks.timing import Ratio, ratio
+from benchmarks.timing import Ratio, measure_time, ratio, ratios, time_in_turn
 from benchmarks.training import TrainingCase, classifier
+from natgrad.ground.linalg import eigh
+from natgrad.operators import Arranged
+from natgrad.structures import Layerwise
 from natgrad_lab.experiments.contestants import JoinedOptimizers, Muon
 
 CYCLE = 20  # steps that are timed together: one update of the statistics and one of the inverses
 HEADS = ("step / SGD step",)
+EIGEN_HEADS = ("time / gradient",)
 Make = Callable[[nn.Module, nn.Module], torch.optim.Optimizer]
 RATE = 1e-4  # small: the networks stay where they are
 
@@ -32,13 +36,8 @@ def adam(model: nn.Module, criterion: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=RATE, fused=True)
 
 
-def muon(model: nn.Module, criterion: nn.Module) -> torch.optim.Optimizer:
-    """torch.optim.Muon on the matrices: products in bfloat16, whatever the processor makes of them."""
-    return torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=RATE)
-
-
 def muon_single(model: nn.Module, criterion: nn.Module) -> torch.optim.Optimizer:
-    """The same in float32, with Adam on what is not a matrix."""
+    """Muon in float32, with Adam on what is not a matrix."""
     matrices = [p for p in model.parameters() if p.dim() == 2]
     rest = [p for p in model.parameters() if p.dim() != 2]
     return JoinedOptimizers(Muon(matrices, RATE), torch.optim.Adam(rest, lr=RATE, fused=True))
@@ -99,25 +98,18 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
 
 def cycles(steps: dict[str, Callable[[], object]], repeats: int) -> dict[str, Ratio]:
     """Seconds of whole cycles over those of the first, after one of warming up; every step of all in turn."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(repeats + 1):
-        spent = dict.fromkeys(steps, 0.0)
-        for _ in range(CYCLE):
-            for name, step in steps.items():
-                spent[name] += measure_time(step)
-        for name, milliseconds in spent.items():
-            times[name].append(milliseconds)
-    kept = {name: values[1:] for name, values in times.items()}
-    base = next(iter(kept.values()))
-    return {name: ratio(values, base) for name, values in kept.items()}
+    turns = [time_in_turn(steps, CYCLE, warm=0) for _ in range(repeats + 1)][1:]
+    times = {name: [sum(turn[name]) for turn in turns] for name in steps}
+    base = next(iter(times.values()))
+    return {name: ratio(values, base) for name, values in times.items()}
 
 
 def report(work: TrainingCase, repeats: int, names: Iterable[str] = CONTESTANTS) -> list[tuple[str, ...]]:
     """Rows (optimizer, its step in SGD steps), SGD's own in milliseconds."""
     steps = {name: iteration(work, CONTESTANTS[name]) for name in names}
-    found = cycles(steps, repeats)
-    milliseconds = statistics.median(measure_time(steps["SGD"]) for _ in range(5))
-    return [(name, f"{milliseconds:.0f} ms" if name == "SGD" else str(r)) for name, r in found.items()]
+    times = cycles(steps, repeats)
+    seconds = statistics.median(measure_time(steps["SGD"]) for _ in range(5))
+    return [(name, f"{1000 * seconds:.0f} ms" if name == "SGD" else str(r)) for name, r in times.items()]
 
 
 FIRST = 100  # steps
@@ -138,20 +130,50 @@ def first_steps(work: TrainingCase, names: Iterable[str] = AT_FIRST) -> list[tup
     """
     steps = {name: iteration(work, AT_FIRST[name], late=False) for name in dict.fromkeys(("SGD", *names))}
     iteration(work, sgd, late=False)()  # products and their kernels are loaded
-    spent = {name: list[float]() for name in steps}
-    for _ in range(FIRST):
-        for name, step in steps.items():
-            spent[name].append(measure_time(step))
+    spent = time_in_turn(steps, FIRST, warm=0)
     base = spent.pop("SGD")
     parts = (slice(None), slice(10), slice(-10, None))
     return [(name, *(f"{sum(took[part]) / sum(base[part]):.2f}" for part in parts)) for name, took in spent.items()]
 
 
-def measure_time(step: Callable[[], object]) -> float:
-    """Processor milliseconds of one call."""
-    start = time.process_time()
-    step()
-    return 1000 * (time.process_time() - start)
+# What EKFAC's parts cost in gradients: factors, eigenbases, the diagonal in them, and an update in a kept basis
+
+STALE = 0.9999  # eigenvectors are kept, whatever has become of the factors
+
+
+def eigen_parts(work: TrainingCase) -> dict[str, Callable[[], object]]:
+    """Each from the parameters: a forward pass of its own, drawn labels and their backward pass included."""
+    model = work.build()
+    params, metric = dict(ng.trainable(model)), ng.fisher(model, work.criterion)
+
+    def update(structure: Layerwise, memory: Any = None) -> tuple[ng.Operator, Any]:
+        return structure.update(memory, metric, params, work.inputs)
+
+    lasting = ng.EigenKronecker(decay=0.95, stale=STALE)
+    memory = update(lasting)[1]  # layers that are known to explain their parameters are not compared again
+    operator = update(ng.Kronecker(factored=True))[0]
+    assert isinstance(operator, Arranged)
+    factors = [side for _, part in operator.parts for side in (part.left, part.right)]  # type: ignore[attr-defined]
+    return {
+        "K-FAC: pass and factors": lambda: update(ng.Kronecker(), memory),
+        "K-FAC: inverses of all factors": lambda: operator.inverse(1e-3),
+        "eigendecompositions of all factors": lambda: [eigh(factor) for factor in factors],
+        "EKFAC: built anew": lambda: update(ng.EigenKronecker(), memory),
+        "EKFAC: updated, eigenvectors kept": lambda: update(lasting, memory),
+    }
+
+
+def gradient_of(work: TrainingCase) -> Callable[[], object]:
+    """One forward and backward pass."""
+    model = work.build()
+    params = list(model.parameters())
+    return lambda: torch.autograd.grad(work.criterion(model(work.inputs), work.targets), params)
+
+
+def report_eigen(repeats: int) -> list[tuple[str, str]]:
+    """Rows (which part, its time in gradients), on the classifier."""
+    work = classifier()
+    return [(name, str(times)) for name, times in ratios(gradient_of(work), eigen_parts(work), repeats).items()]
 
 
 def memory_report(names: Iterable[str] = CONTESTANTS) -> list[tuple[str, str]]:

@@ -68,7 +68,7 @@ def run(make: Make, seed: int) -> LearningRun:
     model = work.build()
     optimizer = make(model, work.criterion)
     loss_of = getattr(optimizer, "loss", work.criterion)
-    spent, found = 0.0, LearningRun([])
+    spent, record = 0.0, LearningRun([])
     while spent < SECONDS:
         picked = torch.randint(0, len(data.train_x), (512,))
         start = time.process_time()
@@ -76,12 +76,12 @@ def run(make: Make, seed: int) -> LearningRun:
         loss_of(model(data.train_x[picked]), data.train_y[picked]).backward()
         optimizer.step()
         spent += time.process_time() - start
-        if spent >= len(found.rows) + 1:
+        if spent >= len(record.rows) + 1:
             with torch.no_grad():
                 train = float(work.criterion(model(data.train_x[:5000]), data.train_y[:5000]))
                 test = float(work.criterion(model(data.test_x[:5000]), data.test_y[:5000]))
-            found.rows.append((spent, train, test))
-    return found
+            record.rows.append((spent, train, test))
+    return record
 
 
 def report() -> list[tuple[str, ...]]:

@@ -32,10 +32,10 @@ def ratio(env: str, envs: int, batch: int, repeats: int) -> Ratio:
         critic_batch=128,
     )
     theirs = peer(env, envs, batch)
-    found = ratios(
+    times = ratios(
         lambda: theirs.learn(batch, reset_num_timesteps=False), {"ours": lambda: ours.learn(1, progress=False)}, repeats
     )
-    return found["ours"]
+    return times["ours"]
 
 
 def peer(env: str, envs: int, batch: int) -> Any:

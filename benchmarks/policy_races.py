@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.kept_results import keep_result
 from benchmarks.variants import check_names
 from natgrad.ground.progress import Progress
-from natgrad_lab.policies.players import NatgradPlayer, Peer, PolicyChoice, Scene, learn_to_marks
+from natgrad_lab.policies.players import NatgradPlayer, Peer, PolicyChoice, learn_to_marks
 
 KNOWN = Path("build/benchmarks/policies.json")
 HEADS = ("without exploration", "lowest to highest", "while training", "CPU seconds")
@@ -105,12 +105,11 @@ def keep_run(name: str, method: str, seed: int, steps: int) -> list[dict[str, An
 
 def run(task: PolicyTask, method: str, seed: int, steps: int) -> list[dict[str, Any]]:
     """Learn from one seed, and look at the marks up to so many steps."""
-    scene: Scene = task
     marks = [mark for mark in MARKS if mark < steps] + [steps]
-    player = PLAYERS[method](scene, task.choices[method], seed)
+    player = PLAYERS[method](task, task.choices[method], seed)
     with Progress(f"steps of {method} on {task.env}, seed {seed}", steps, None) as shown:
-        found = learn_to_marks(player, scene, marks, lambda share: shown.update(round(share * steps), {}))
-        return [dict(look) for look in found]
+        looks = learn_to_marks(player, task, marks, lambda share: shown.update(round(share * steps), {}))
+        return [dict(look) for look in looks]
 
 
 def write_looks(title: str, looks: Sequence[dict[str, Any]]) -> tuple[str, ...]:

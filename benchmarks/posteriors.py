@@ -7,18 +7,27 @@ one-dimensional quadrature. Independent entries: the weights of a small network,
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from sklearn import datasets
 from torch import Tensor
 from torch.distributions import StudentT
 
 import natgrad as ng
+from benchmarks.kept_results import keep_result
+from natgrad.ground.linalg import cholesky
 from natgrad.variational import GaussHermite, Projected, Sobol, inducing
 from natgrad_lab.data import uci
+
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
 
 NEAR = 0.01
 """Nats that a bound may lack."""
@@ -58,14 +67,13 @@ class Posterior:
             return -math.inf
         factor = torch.linalg.qr(root.mT).R
         entropy = factor.diagonal().abs().log().sum() + 0.5 * len(mean) * (1 + math.log(2 * math.pi))
-        found = self.target(40).value(mean, root, 0, ()) + entropy
-        return float(found) if math.isfinite(float(found)) else -math.inf
+        bound = float(self.target(40).value(mean, root, 0, ()) + entropy)
+        return bound if math.isfinite(bound) else -math.inf
 
     def best(self) -> float:
         """Of all normal q: the bound is concave in the mean and the root."""
         q = ng.variational(self.target(40), self.rows.shape[1])
-        found = q.fit(200, tolerance=1e-10)
-        assert found.converged
+        assert q.fit(200, tolerance=1e-10).converged
         return self.measure_bound((q.mean, q.root()))
 
 
@@ -90,11 +98,9 @@ def scikit(name: str) -> tuple[Tensor, Tensor]:
 
 def table(name: str) -> tuple[Tensor, Tensor]:
     """All rows of a table of UCI."""
-    found = uci(name)
-    x, y = (
-        torch.cat([one, two]).double() for one, two in ((found.train_x, found.test_x), (found.train_y, found.test_y))
-    )
-    return standardise(x), y.reshape(-1)
+    split = uci(name)
+    x, y = torch.cat([split.train_x, split.test_x]), torch.cat([split.train_y, split.test_y]).double()
+    return standardise(x.double()), y.reshape(-1)
 
 
 def regression(name: str, x: Tensor, signs: Tensor) -> Posterior:
@@ -182,11 +188,11 @@ def by_log_joint(problem: Posterior, seed: int, count: int | None = None) -> Ste
     def log_joint(z: Tensor) -> Tensor:
         f = z @ problem.rows.mT
         if len(nodes) == 1:
-            found = log_likelihood(problem.likelihood, problem.targets, f).sum(-1)
+            value = log_likelihood(problem.likelihood, problem.targets, f).sum(-1)
         else:
             away = f.unsqueeze(-1) + spread.unsqueeze(-1) * nodes
-            found = (log_likelihood(problem.likelihood, problem.targets.unsqueeze(-1), away) @ weights).sum(-1)
-        return found - 0.5 * z.square().sum(-1)
+            value = (log_likelihood(problem.likelihood, problem.targets.unsqueeze(-1), away) @ weights).sum(-1)
+        return value - 0.5 * z.square().sum(-1)
 
     q = ng.variational(log_joint, problem.rows.shape[1], points=Sobol(count))
     while True:
@@ -200,3 +206,206 @@ def quadrature(problem: Posterior, order: int = 8) -> tuple[Tensor, Tensor]:
         return torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
     nodes, weights = GaussHermite(order).at(1, 0)
     return nodes.squeeze(1), weights
+
+
+# Who fits a normal q: ours, gpytorch's natural gradient and Adam, blackjax's Adam
+
+NATURAL_RATES, ADAM_RATES = (0.03, 0.1, 0.3, 1.0), (0.003, 0.01, 0.03, 0.1)
+RATES, DRAWS, LENGTHS = (0.03, 0.1), (16, 64), (300, 1000, 3000)
+"""Of blackjax: Adam's rate, draws per step, and steps until the rate has fallen to zero."""
+TOGETHER = 10
+"""Steps that JAX takes in one call."""
+
+Start = Callable[[Posterior, int], Steps]
+
+
+def contestants(problem: Posterior) -> dict[str, dict[str, Start]]:
+    """Name -> its settings."""
+    settings: dict[str, dict[str, Start]] = {
+        "ng.variational, Projected": {"as it comes": by_projection},
+        "ng.variational, log joint": {
+            "128 points, as it comes": by_log_joint,
+            "1024 points": partial(by_log_joint, count=1024),
+        },
+    }
+    if problem.places is not None:
+        settings["gpytorch, natural gradient"] = {
+            f"rate {rate}": partial(by_gpytorch, natural=True, rate=rate) for rate in reversed(NATURAL_RATES)
+        }
+        settings["gpytorch, Adam"] = {
+            f"rate {rate}": partial(by_gpytorch, natural=False, rate=rate) for rate in reversed(ADAM_RATES)
+        }
+    settings["blackjax, fullrank_vi"] = {
+        f"rate {rate}, {draws} draws, {length} steps": partial(by_blackjax, rate=rate, draws=draws, length=length)
+        for length in LENGTHS
+        for draws in DRAWS
+        for rate in RATES
+    }
+    return settings
+
+
+def by_gpytorch(problem: Posterior, seed: int, *, natural: bool, rate: float) -> Steps:
+    """The same process, kernel and places with all examples in each step; nothing but q is trained."""
+    import gpytorch
+    from linear_operator.utils.errors import NotPSDError
+
+    torch.manual_seed(seed)
+    assert problem.inputs is not None
+    assert problem.places is not None
+    inputs, places = problem.inputs, problem.places
+    kind: Any = (
+        gpytorch.variational.NaturalVariationalDistribution
+        if natural
+        else gpytorch.variational.CholeskyVariationalDistribution
+    )
+
+    class Process(gpytorch.models.ApproximateGP):
+        def __init__(self) -> None:
+            q = kind(len(places))
+            strategy = gpytorch.variational.VariationalStrategy(
+                self, places, q, learn_inducing_locations=False, jitter_val=JITTER
+            )
+            super().__init__(strategy)
+            self.mean_module = gpytorch.means.ZeroMean()
+            self.covar_module = gpytorch.kernels.RBFKernel()
+            self.covar_module.lengthscale = inputs.shape[1] ** 0.5
+
+        def forward(self, x: Any) -> Any:
+            return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+    likelihood: Any = gpytorch.likelihoods.BernoulliLikelihood()
+    targets = (problem.targets + 1) / 2
+    if problem.likelihood == "student":
+        likelihood, targets = gpytorch.likelihoods.StudentTLikelihood(), problem.targets
+        likelihood.deg_free, likelihood.noise = FREEDOM, NOISE**2
+    process, likelihood = Process().double(), likelihood.double()
+    process.covar_module.requires_grad_(False)
+    likelihood.requires_grad_(False)
+    process.train()
+    likelihood.train()
+    objective = gpytorch.mlls.VariationalELBO(likelihood, process, num_data=len(inputs))
+    params = list(process.variational_parameters())
+    opt: Any = (
+        gpytorch.optim.NGD(params, num_data=len(inputs), lr=rate) if natural else torch.optim.Adam(params, lr=rate)
+    )
+
+    def read() -> Any:
+        with torch.no_grad():
+            q = process.variational_strategy.variational_distribution
+            return q.mean.detach().clone(), cholesky(q.covariance_matrix.detach())
+
+    with gpytorch.settings.num_gauss_hermite_locs(20):
+        while True:
+            opt.zero_grad()
+            try:
+                loss = -objective(process(inputs), targets)
+            except NotPSDError:  # its precision has left the cone
+                return
+            loss.backward()
+            opt.step()
+            yield read
+
+
+def by_blackjax(problem: Posterior, seed: int, *, rate: float, draws: int, length: int) -> Steps:
+    """Its full-rank fit by Adam with a rate that falls to zero as a cosine, compiled, some steps a call."""
+    import blackjax
+    import jax
+    import optax
+
+    opt = optax.adam(optax.cosine_decay_schedule(rate, length))
+    fit = blackjax.fullrank_vi(log_joint_of_jax(problem), opt, num_samples=draws)
+    state = fit.init(jax.numpy.zeros(problem.rows.shape[1]))
+
+    def step(carried: Any, key: Any) -> Any:
+        return fit.step(key, carried)[0], None
+
+    many = compile_once(problem, (rate, draws, length), lambda: jax.jit(lambda s, keys: jax.lax.scan(step, s, keys)[0]))
+    key = jax.random.key(seed)
+    for _ in range(length // TOGETHER):
+        key, own = jax.random.split(key)
+        state = many(state, jax.random.split(own, TOGETHER))
+        jax.block_until_ready(state)
+        yield lambda now=state: read_blackjax(now)
+
+
+COMPILED: dict[Any, Any] = {}
+
+
+def compile_once(problem: Posterior, settings: Any, make: Callable[[], Any]) -> Any:
+    """A function that was compiled once, so that the time of compiling is in the first call alone."""
+    key = (problem.name, settings)
+    if key not in COMPILED:
+        COMPILED.clear()
+        COMPILED[key] = make()
+    return COMPILED[key]
+
+
+def read_blackjax(state: Any) -> Any:
+    from blackjax.vi.fullrank_vi import _unflatten_cholesky  # the factor is nowhere public
+
+    mean = torch.from_numpy(np.array(state.mu)).double()
+    return mean, torch.from_numpy(np.array(_unflatten_cholesky(state.chol_params, len(mean)))).double()
+
+
+def log_joint_of_jax(problem: Posterior) -> Callable[[Any], Any]:
+    """The same log joint density in JAX."""
+    import jax
+    from jax import numpy as jnp
+    from jax.scipy import stats
+
+    rows, y, spread = (jnp.asarray(part.numpy()) for part in (problem.rows, problem.targets, problem.variance.sqrt()))
+    nodes, weights = (jnp.asarray(part.numpy()) for part in quadrature(problem))
+
+    def log_likelihood(f: Any, targets: Any) -> Any:
+        if problem.likelihood == "logistic":
+            return jax.nn.log_sigmoid(targets * f)
+        if problem.likelihood == "probit":
+            return stats.norm.logcdf(targets * f)
+        return stats.t.logpdf(targets, FREEDOM, f, NOISE)
+
+    def log_joint(z: Any) -> Any:
+        f = rows @ z
+        if len(nodes) == 1:
+            value = log_likelihood(f, y).sum()
+        else:
+            value = (log_likelihood(f[:, None] + spread[:, None] * nodes, y[:, None]) @ weights).sum()
+        return value - 0.5 * (z**2).sum()
+
+    return log_joint
+
+
+# The race: a row per problem and contestant
+
+KNOWN = Path("build/benchmarks/posteriors.json")
+HEADS = ("to .01 nats of the best bound, CPU seconds: median (least to largest)", "settings")
+
+
+def figures(seeds: range, seconds: float | None) -> Iterator[tuple[str, ...]]:
+    """A row per problem and contestant: each has as many settings as it has knobs, of which the fastest counts."""
+    limit = seconds or 15.0
+    for name, build in PROBLEMS.items():
+        problem = build()
+        best = problem.best()
+        yield f"{name}: best bound {best:.3f}", "", ""
+        for title, settings in contestants(problem).items():
+            race = partial(fastest, settings, problem, best, seeds, limit)
+            yield title, *keep_result(KNOWN, f"{name} {title} {seeds} {limit}", race)
+
+
+def fastest(
+    settings: dict[str, Callable[[Posterior, int], Steps]], problem: Posterior, best: float, seeds: range, limit: float
+) -> tuple[str, str]:
+    """The setting that is fastest on the first seed, on all of them. One that is slower than the best so far stops."""
+    least, chosen, lacks = limit, "", []
+    for name, start in settings.items():
+        warm = start(problem, 0)
+        for _ in range(2):
+            next(warm, None)  # compilers, caches and first calls are nobody's time
+        took, lack = reach(start(problem, seeds[0]), problem, best, least)
+        lacks.append(lack)
+        if took < least:
+            least, chosen = took, name
+    if not chosen:
+        return f"not in {limit:g} s, lacks {min(lacks):.2g} nats", f"{len(settings)} tried"
+    took = sorted(reach(settings[chosen](problem, seed), problem, best, limit)[0] for seed in seeds)
+    return f"{took[len(took) // 2]:.3g} ({took[0]:.3g}-{took[-1]:.3g})", f"{chosen}; {len(settings)} tried"

@@ -29,9 +29,9 @@ def report(seeds: tuple[int, ...] = (0, 1, 2)) -> list[tuple[str, ...]]:
     counts: dict[tuple[str, int], list[int]] = {}
     dampings: dict[int, list[float]] = {moment: [] for moment in MOMENTS}
     for seed in seeds:
-        for moment, damping, found in moments(seed, data):
+        for moment, damping, counted in moments(seed, data):
             dampings[moment].append(damping)
-            for name, steps in found.items():
+            for name, steps in counted.items():
                 counts.setdefault((name, moment), []).append(steps)
     rows = [("damping there", *(f"{median(dampings[moment]):.1e}" for moment in MOMENTS))]
     return rows + [(name, *(f"{median(counts[name, moment]):.0f}" for moment in MOMENTS)) for name in CHOICES]

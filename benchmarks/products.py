@@ -1,10 +1,9 @@
-"""G v in multiples of one gradient, beside curvlinops' GGN product, with the memory that it takes."""
+"""Products G v, whole solves and truncated-Newton steps in multiples of one gradient, with curvlinops' products."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from curvlinops import GGNLinearOperator
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from benchmarks.timing import peak_memory, ratios
+from benchmarks.training import dense
 from natgrad.ground.pure import PureModel, as_call
 from natgrad.operators import Linearization, OutputMap, Pullback
 
@@ -28,9 +28,8 @@ class ProductWorkload:
 
 def mlp(batch: int = 500) -> ProductWorkload:
     """784-1000-500-250-30 with tanh, classes out."""
-    sizes = [784, 1000, 500, 250, 30]
-    layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.Tanh())][:-1]
-    return ProductWorkload("MLP 784-1000-500-250-30", nn.Sequential(*layers), torch.rand(batch, 784), labels(batch, 30))
+    net = dense([784, 1000, 500, 250, 30], nn.Tanh)
+    return ProductWorkload("MLP 784-1000-500-250-30", net, torch.rand(batch, 784), labels(batch, 30))
 
 
 def cnn(batch: int = 128) -> ProductWorkload:
@@ -53,9 +52,9 @@ def labels(batch: int, classes: int) -> Tensor:
     return torch.randint(0, classes, (batch,))
 
 
-def gradient_of(work: ProductWorkload) -> Callable[[], object]:
+def gradient_of(work: ProductWorkload, loss: nn.Module = nn.CrossEntropyLoss()) -> Callable[[], object]:
     """One forward and backward pass."""
-    params, loss = list(work.model.parameters()), nn.CrossEntropyLoss()
+    params = list(work.model.parameters())
     return lambda: torch.autograd.grad(loss(work.model(work.inputs), work.targets), params)
 
 
@@ -100,3 +99,116 @@ def report(work: ProductWorkload, repeats: int) -> list[tuple[str, str, str]]:
     times = ratios(gradient_of(work), works, repeats)
     base = peak_memory(gradient_of(work))
     return [(name, str(times[name]), f"{peak_memory(thing) / base:.2f}") for name, thing in works.items()]
+
+
+# A whole damped solve of a small residual net with many rows
+
+
+def report_solves(repeats: int, rows: int = 1000) -> list[tuple[str, str, str]]:
+    """Net 2-64-64-1 on `rows` points: sample space, the dense matrix, ten CG steps."""
+    model = dense([2, 64, 64, 1], nn.Tanh)
+    x, y = torch.rand(rows, 2), torch.rand(rows, 1)
+    metric, params = ng.fisher(model, ng.Gaussian()), ng.trainable(model)
+    leaves = list(params.values())
+
+    def gradient() -> tuple[Tensor, ...]:
+        return torch.autograd.grad((model(x) - y).square().mean(), leaves)
+
+    flat = ng.Space(params).flatten(dict(zip(params, gradient(), strict=True)))
+
+    def solve(solver: ng.Solver) -> Callable[[], object]:
+        return lambda: ng.natural_gradient(metric.at(params, x), flat, solver=solver, damping=1e-3)
+
+    works = {
+        "sample space, layer by layer": solve(ng.SampleSpace()),
+        "dense matrix and Cholesky": solve(ng.Direct()),
+        "ten CG steps": solve(ng.CG(rtol=0, max_steps=10)),
+    }
+    times = ratios(gradient, works, repeats)
+    base = peak_memory(gradient)
+    return [(name, str(times[name]), f"{peak_memory(thing) / base:.2f}") for name, thing in works.items()]
+
+
+# One truncated-Newton step, and how much of it is products with the metric
+
+PRODUCTS = 10
+HEADS = ("step / gradient", "products", "their share of it")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A workload, its loss, and on how many of its examples a smaller metric is taken."""
+
+    work: ProductWorkload
+    criterion: nn.Module
+    some: int
+
+
+def autoencoder(batch: int = 1000) -> ProductWorkload:
+    """784-1000-500-250-30-250-500-1000-784 with tanh, on random grey pixels."""
+    images, net = torch.rand(batch, 784), dense([784, 1000, 500, 250, 30, 250, 500, 1000, 784], nn.Tanh)
+    return ProductWorkload("Autoencoder 784-1000-500-250-30-...", net, images, images)
+
+
+def settings() -> list[Setting]:
+    """The networks of the other tables, and a deep autoencoder."""
+    return [
+        Setting(mlp(), nn.CrossEntropyLoss(), 125),
+        Setting(cnn(), nn.CrossEntropyLoss(), 32),
+        Setting(autoencoder(), nn.BCEWithLogitsLoss(), 125),
+    ]
+
+
+def step_of(setting: Setting, optimizer: ng.NaturalGradient) -> Callable[[], object]:
+    """A whole iteration: forward, backward, step. The model is put back, so that every one starts from one point."""
+    work, model = setting.work, setting.work.model
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def iteration() -> None:
+        optimizer.zero_grad()
+        optimizer.loss(model(work.inputs), work.targets).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(start[name])
+
+    return iteration
+
+
+def product_of(setting: Setting, count: int) -> Callable[[], Tensor]:
+    """One product with the metric on `count` examples, its graph kept."""
+    work = setting.work
+    metric = ng.gauss_newton(work.model, setting.criterion)
+    operator = metric.at(ng.trainable(work.model), (work.inputs[:count], work.targets[:count]))
+    vector = torch.randn(operator.size)
+    operator.mv(vector)
+    return lambda: operator.mv(vector)
+
+
+def optimizers(setting: Setting) -> dict[str, tuple[ng.NaturalGradient, int]]:
+    """Steps with a fixed number of products, and the examples that each of them is on."""
+    model, criterion, batch = setting.work.model, setting.criterion, len(setting.work.inputs)
+    cg = ng.CG(rtol=0.0, max_steps=PRODUCTS)
+
+    def freely(**options: int) -> ng.NaturalGradient:
+        return ng.hessian_free(model, criterion, solver=cg, **options)  # type: ignore[arg-type]
+
+    return {
+        "natgrad_cg": (ng.natgrad_cg(model, criterion, solver=cg), batch),
+        "hessian_free": (freely(), batch),
+        f"hessian_free, metric on {setting.some}": (freely(metric_batch=setting.some), setting.some),
+    }
+
+
+def report_steps(setting: Setting, repeats: int) -> list[tuple[str, str, str, str]]:
+    """Rows (which step, its cost in gradients, that of its products, their share)."""
+    chosen = optimizers(setting)
+    works = {name: step_of(setting, optimizer) for name, (optimizer, _) in chosen.items()}
+    counts = sorted({count for _, count in chosen.values()})
+    products = {f"product on {count}": product_of(setting, count) for count in counts}
+    times = ratios(gradient_of(setting.work, setting.criterion), {**works, **products}, repeats)
+    rows = []
+    for name, (optimizer, count) in chosen.items():
+        cost = optimizer.state_report().solver_steps * times[f"product on {count}"].median
+        rows.append((name, str(times[name]), f"{cost:.1f}", f"{cost / times[name].median:.0%}"))
+    return rows

@@ -19,8 +19,18 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
 import natgrad as ng
-from benchmarks.residual_equations import BoundaryProblem, Points, diffusion, heat, helmholtz, poisson, squares
-from benchmarks.residual_flows import allen_cahn, burgers, cavity
+from benchmarks.residual_equations import (
+    BoundaryProblem,
+    Points,
+    allen_cahn,
+    burgers,
+    cavity,
+    diffusion,
+    heat,
+    helmholtz,
+    poisson,
+    squares,
+)
 from benchmarks.variants import check_names, race_variants, write_errors
 from natgrad.ground.linalg import cholesky
 
@@ -64,7 +74,7 @@ def draw_points(equation: BoundaryProblem, nets: nn.ModuleList, times: int = 1, 
     generator = torch.Generator().manual_seed(1)
     while True:
         draws = [equation.draw(generator) for _ in range(times)]
-        points = {name: torch.cat([one[name] for one in draws]) for name in draws[0]}
+        points = {name: torch.cat([drawn[name] for drawn in draws]) for name in draws[0]}
         yield points
         while not equation.anew:
             for _ in range(every):
@@ -92,8 +102,8 @@ def by_hand(equation: BoundaryProblem, nets: nn.ModuleList, seconds: float, damp
         return lambda y: functional_call(nets[i], own, (y.unsqueeze(0),)).squeeze(0)
 
     def residual(chosen: dict[str, Tensor], name: str, x: Tensor, count: int) -> Tensor:
-        found = terms[name](*(evaluate(chosen, i) for i in range(len(nets))), x)
-        return found.reshape(-1) * (equation.weights.get(name, 1.0) / count) ** 0.5
+        value = terms[name](*(evaluate(chosen, i) for i in range(len(nets))), x)
+        return value.reshape(-1) * (equation.weights.get(name, 1.0) / count) ** 0.5
 
     def stack(chosen: dict[str, Tensor], points: Points) -> Tensor:
         return torch.cat(

@@ -77,15 +77,15 @@ def llama(name: str, width: int, inner: int, depth: int, batch: int, places: int
 
 def resnet50(batch: int) -> ScalingWorkload:
     """Its convolutions, as matrices over unfolded patches."""
-    found, inputs, side = [Matrix(64, 147, 112**2, False)], 64, 56
+    layers, inputs, side = [Matrix(64, 147, 112**2, False)], 64, 56
     for width, repeats in ((64, 3), (128, 4), (256, 6), (512, 3)):
         for k in range(repeats):
             before, side = side, side // 2 if k == 0 and width > 64 else side
-            found += [Matrix(width, inputs, before**2, False), Matrix(width, 9 * width, side**2, False)]
-            found += [Matrix(4 * width, width, side**2, False)]
-            found += [Matrix(4 * width, inputs, side**2, False)] if k == 0 else []
+            layers += [Matrix(width, inputs, before**2, False), Matrix(width, 9 * width, side**2, False)]
+            layers += [Matrix(4 * width, width, side**2, False)]
+            layers += [Matrix(4 * width, inputs, side**2, False)] if k == 0 else []
             inputs = 4 * width
-    return ScalingWorkload("resnet50", (*found, Matrix(1000, 2048, 1)), batch)
+    return ScalingWorkload("resnet50", (*layers, Matrix(1000, 2048, 1)), batch)
 
 
 def perceptron(widths: Sequence[int], batch: int, name: str = "perceptron") -> ScalingWorkload:
@@ -238,7 +238,7 @@ def predict(
     owners = balance(costs, costs, {}, data, memory)
     heaviest = [sum(costs[k].work for k, o in owners.items() if o == r) for r in range(min(data, len(costs)))]
     stored = [sum(costs[k].state for k, o in owners.items() if o == r) for r in range(min(data, len(costs)))]
-    whole, most = sum(cost.work for cost in costs.values()), max(heaviest)
+    total, most = sum(cost.work for cost in costs.values()), max(heaviest)
     positions = [(layer, load.batch * layer.places) for layer in load.layers]
     forward = sum(2.0 * layer.size * t for layer, t in positions if not layer.table)
     moments = sum(2.0 * t * ((0 if m.table else m.outputs**2) + (m.inputs + m.bias) ** 2) for m, t in positions)
@@ -268,7 +268,7 @@ def predict(
         directing=(max(products) if memory and data > len(products) else sum(products) / (data if memory else 1))
         / machine.exact,
         copying=copied / machine.copies,
-        work=most / whole,
+        work=most / total,
         state=machine.number * (max(stored) if memory and data > 1 else sum(cost.state for cost in costs.values())),
         weights=2.0 * machine.weight * load.size / (tensor * mesh.shards),
         update_bytes=update,
@@ -278,15 +278,15 @@ def predict(
 
 def kept_numbers(layer: Matrix, sent: bool = False) -> float:
     """Numbers of a layer's two factors, pieces where they are cut. sent: of the strips that are sent of each."""
-    found = 0.0
+    numbers = 0.0
     for size in (layer.inputs,) if layer.table else (layer.outputs, layer.inputs + layer.bias):
         pieces = 1
         while -(-size // pieces) > ng.Kronecker().largest:
             pieces += 1
         edge = -(-size // pieces)
         strips = list_strips((edge, edge))
-        found += pieces * (sum((last - first) * last for first, last in strips) if sent else edge**2)
-    return found + (layer.outputs if layer.table else 0)
+        numbers += pieces * (sum((last - first) * last for first, last in strips) if sent else edge**2)
+    return numbers + (layer.outputs if layer.table else 0)
 
 
 def describe(
@@ -296,10 +296,10 @@ def describe(
     rows = list[str]()
     for size in ranks:
         for share in ("speed", "memory"):
-            found = predict(load, machine, size, share, mesh, **every)
-            cells = [load.name, size, share, f"{1e3 * found.base:.1f}", f"{1e3 * found.seconds:.1f}"]
-            cells += [f"{found.seconds / found.base:.2f}", f"{100 * found.work:.1f} %", f"{found.state / 2**30:.2f}"]
-            cells += [f"{found.update_bytes / 2**30:.2f}", f"{found.step_bytes / 2**30:.2f}"]
+            cost = predict(load, machine, size, share, mesh, **every)
+            cells = [load.name, size, share, f"{1e3 * cost.base:.1f}", f"{1e3 * cost.seconds:.1f}"]
+            cells += [f"{cost.seconds / cost.base:.2f}", f"{100 * cost.work:.1f} %", f"{cost.state / 2**30:.2f}"]
+            cells += [f"{cost.update_bytes / 2**30:.2f}", f"{cost.step_bytes / 2**30:.2f}"]
             rows.append("| " + " | ".join(map(str, cells)) + " |")
     return rows
 

@@ -127,17 +127,19 @@ def compare() -> None:
     """A row for each number of processes."""
     torch.set_num_threads(1)
     alone = start(1, "speed")[0]
-    whole, rate = alone.report["all_inversions"], 1 / alone.rates["inverse"]
+    inversions, rate = alone.report["all_inversions"], 1 / alone.rates["inverse"]
     kernels = replace(Machine(gemm=float("inf"), weight=4), **alone.rates)
     rest = alone.seconds - predict(LOAD, kernels, 1, "speed", update_every=1, invert_every=1).seconds
     print(f"{LOAD.size / 1e6:.1f} million parameters; {1e3 * alone.seconds:.0f} ms a step of one process,")
-    print(f"of which {1e3 * rate * whole:.0f} ms are inversions ({rate * 1e12:.0f} ps for each of n^3 in a kernel).")
+    print(
+        f"of which {1e3 * rate * inversions:.0f} ms are inversions ({rate * 1e12:.0f} ps for each of n^3 in a kernel)."
+    )
     print("| processes | share | processor ms, predicted | measured | inversions | state MB | update MB | step MB |")
     print("|---|---|---|---|---|---|---|---|")
     for ranks, share in itertools.product((2, 4), ("speed", "memory")):
-        found = start(ranks, share)
-        small, large = (sum(getattr(one, kind) for one in found) / ranks for kind in ("small", "large"))
-        rates = {kind: sum(one.rates[kind] for one in found) / ranks for kind in alone.rates}
+        runs = start(ranks, share)
+        small, large = (sum(getattr(run, kind) for run in runs) / ranks for kind in ("small", "large"))
+        rates = {kind: sum(run.rates[kind] for run in runs) / ranks for kind in alone.rates}
         machine = replace(
             kernels,
             **rates,
@@ -146,18 +148,19 @@ def compare() -> None:
             node=ranks,
             fixed=rest,
         )
-        told = predict(LOAD, machine, ranks, share, update_every=1, invert_every=1)
-        seconds = max(one.seconds for one in found)
-        reports = [one.report for one in found]
-        work = max(report["inversions"] for report in reports) / whole
+        predicted = predict(LOAD, machine, ranks, share, update_every=1, invert_every=1)
+        seconds = max(run.seconds for run in runs)
+        reports = [run.report for run in runs]
+        work = max(report["inversions"] for report in reports) / inversions
         state = max(report["state_bytes"] for report in reports)
-        update = found[0].grown.get("statistics", 0) + found[0].grown.get("inverses", 0)
-        step = found[0].grown.get("directions", 0)
-        pairs = [(told.work, work, 1.0), (told.state, state, 1e6), (told.update_bytes, update, 1e6)]
-        pairs.append((told.step_bytes, step, 1e6))
+        update = runs[0].grown.get("statistics", 0) + runs[0].grown.get("inverses", 0)
+        step = runs[0].grown.get("directions", 0)
+        pairs = [(predicted.work, work, 1.0), (predicted.state, state, 1e6), (predicted.update_bytes, update, 1e6)]
+        pairs.append((predicted.step_bytes, step, 1e6))
         cells = [f"{a / unit:.4g} / {b / unit:.4g}" for a, b, unit in pairs]
         print(
-            f"| {ranks} | {share} | {1e3 * told.seconds:.0f} | {1e3 * seconds:.0f} | {' | '.join(cells)} |", flush=True
+            f"| {ranks} | {share} | {1e3 * predicted.seconds:.0f} | {1e3 * seconds:.0f} | {' | '.join(cells)} |",
+            flush=True,
         )
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from benchmarks.timing import peak_memory
+from benchmarks.timing import peak_memory, time_in_turn
 from natgrad.ground.densities import Density, Energy
 from natgrad.ground.pure import leaves
 
@@ -85,13 +85,9 @@ def cost(build: Callable[[nn.Module], Any], size: int) -> tuple[float, float]:
     net, x = energy(size), torch.randn(EXAMPLES, VARIABLES)
     opt = build(net)
     step(net, opt, x)
-    times = []
-    for _ in range(CYCLES):
-        start = time.process_time()
-        step(net, opt, x)
-        times.append(time.process_time() - start)
-    kept = {t.data_ptr(): t.numel() * t.element_size() for t in leaves(opt.state_dict())}
-    return median(times), sum(kept.values()) / 2**20 + peak_memory(lambda: step(net, opt, x))
+    times = time_in_turn({"": lambda: step(net, opt, x)}, CYCLES, warm=0)[""]
+    state = {t.data_ptr(): t.numel() * t.element_size() for t in leaves(opt.state_dict())}
+    return median(times), sum(state.values()) / 2**20 + peak_memory(lambda: step(net, opt, x))
 
 
 def slope(sizes: Sequence[int], seconds: Sequence[float]) -> float:
@@ -105,9 +101,9 @@ def report() -> list[tuple[str, ...]]:
     rows = []
     for name, way in ways.items():
         sizes = [size for size in SIZES if size <= way.largest]
-        found = [cost(way.build, size) for size in sizes]
-        cells = [f"{1e3 * seconds:.3g} ms, {memory:.2g} MiB" for seconds, memory in found]
-        rows.append((name, *cells, *["-"] * (len(SIZES) - len(sizes)), f"{slope(sizes, [s for s, _ in found]):.2f}"))
+        costs = [cost(way.build, size) for size in sizes]
+        cells = [f"{1e3 * seconds:.3g} ms, {memory:.2g} MiB" for seconds, memory in costs]
+        rows.append((name, *cells, *["-"] * (len(SIZES) - len(sizes)), f"{slope(sizes, [s for s, _ in costs]):.2f}"))
         print("  ".join(rows[-1]), flush=True)
     return rows
 
@@ -123,14 +119,9 @@ def layered_report(repeats: int) -> list[tuple[str, ...]]:
         sizes = (variables, *widths)
         layers = [m for a, b in pairwise(sizes) for m in (nn.Linear(a, b), nn.Softplus())]
         net, x = nn.Sequential(*layers, nn.Linear(sizes[-1], 1)), torch.randn(examples, variables)
-        ways = (Energy.scores_and_curvatures, Density.scores_and_curvatures)
-        times: list[list[float]] = [[], []]
-        for _ in range(repeats):
-            for way, spent in zip(ways, times, strict=True):
-                start = time.process_time()
-                gradient_by(way, net, x)
-                spent.append(time.process_time() - start)
-        fast, slow = (median(spent) for spent in times)
+        ways = {"fast": Energy.scores_and_curvatures, "slow": Density.scores_and_curvatures}
+        works = {name: partial(gradient_by, way, net, x) for name, way in ways.items()}
+        fast, slow = (median(times) for times in time_in_turn(works, repeats, warm=0).values())
         title = f"N = {variables}, {'-'.join(map(str, widths))}, batch {examples}"
         rows.append((title, f"{1e3 * fast:.3g} ms", f"{1e3 * slow:.3g} ms", f"{slow / fast:.1f}"))
     return rows

@@ -76,11 +76,11 @@ def figures(instances: range, dims: tuple[int, ...] = (20, 40)) -> Iterator[tupl
         for number in CASES[d]:
             row: list[list[float]] = []
             for name, contestant in (("ours", run_ours), ("pycma", run_pycma)):
-                found = [
+                summaries = [
                     keep_result(KNOWN, f"{number} {d} {i} {name}", partial(contestant, number, d, i)) for i in instances
                 ]
-                best = statistics.median(f[2] for f in found)
-                row.append([statistics.mean(f[0] for f in found), statistics.mean(f[1] for f in found), best])
+                best = statistics.median(f[2] for f in summaries)
+                row.append([statistics.mean(f[0] for f in summaries), statistics.mean(f[1] for f in summaries), best])
             pairs = [value for pair in zip(*row, strict=True) for value in pair]
             rows.append(pairs[:4])
             yield f"f{number}, {d}-d", *(f"{v:.3f}" for v in pairs[:4]), *(f"{v:.0e}" for v in pairs[4:])

@@ -98,7 +98,7 @@ def catcma(sizes: list[int], f: Callable[[Tensor], Tensor], target: float, seed:
     used = 0
     while used < budget:
         asked = [optimizer.ask() for _ in range(optimizer.population_size)]
-        numbers = torch.tensor([[int(np.argmax(row)) for row in one.c] for one in asked])
+        numbers = torch.tensor([[int(np.argmax(row)) for row in answer.c] for answer in asked])
         values = f(numbers.to(torch.float64)).tolist()
         for k, value in enumerate(values):
             if value <= target + 1e-9:

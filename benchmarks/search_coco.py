@@ -89,12 +89,12 @@ def mixed_figures(instances: range, dims: tuple[int, ...] = (5, 20)) -> Iterator
         for number in range(1, 25):
             medians: list[tuple[float, float, bool]] = []
             for name, contestant in (("ours", run_ours_mixed), ("pycma", run_pycma_mixed)):
-                found = [
+                summaries = [
                     keep_result(KNOWN, f"mixed {number} {d} {i} {name}", partial(contestant, number, d, i))
                     for i in instances
                 ]
-                best, count = (statistics.median(f[k] for f in found) for k in (0, 1))
-                medians.append((best, count, all(f[2] for f in found)))
+                best, count = (statistics.median(f[k] for f in summaries) for k in (0, 1))
+                medians.append((best, count, all(f[2] for f in summaries)))
             cells = [f"{best:.6g} ({count:.0f}{', reached' if hit else ''})" for best, count, hit in medians]
             yield f"f{number}, {d}-d", *cells, judge_race(*medians)
 
@@ -143,8 +143,8 @@ def large_figures(instances: range) -> Iterator[tuple[str, ...]]:
     for number in LARGE:
         cells = []
         for name, contestant in LARGE_CONTESTANTS.items():
-            found = [
+            summaries = [
                 keep_result(KNOWN, f"large {number} {i} {name}", partial(contestant, number, i)) for i in instances
             ]
-            cells.append(f"{statistics.median(f[0] for f in found):.6g}")
+            cells.append(f"{statistics.median(f[0] for f in summaries):.6g}")
         yield f"f{number}, 640-d", *cells

@@ -51,8 +51,8 @@ def overhead(d: int, generations: int, repeats: int) -> tuple[str, ...]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = ratios(theirs(), {"ours": ours()}, repeats)
-    return (f"d = {d}", str(found["ours"]))
+        times = ratios(theirs(), {"ours": ours()}, repeats)
+    return (f"d = {d}", str(times["ours"]))
 
 
 MEASURED = """
@@ -88,8 +88,8 @@ def memory() -> Iterator[tuple[str, ...]]:
     """Highest resident memory in a process of its own, above what it has after importing; 40 generations."""
     for model in ("Separable", "LowRank"):
         for d in (1_000, 10_000, 100_000):
-            found = subprocess.run(
+            words = subprocess.run(
                 [sys.executable, "-c", MEASURED, str(d), model], capture_output=True, text=True, check=True
             ).stdout.split()
-            kib, seconds = float(found[0]), float(found[1])
-            yield f"{model}, d = {d}", f"{kib / 1024:.1f}", f"{kib * 1024 / d:.0f}", f"{seconds * 1e3:.2f}", found[2]
+            kib, seconds = float(words[0]), float(words[1])
+            yield f"{model}, d = {d}", f"{kib / 1024:.1f}", f"{kib * 1024 / d:.0f}", f"{seconds * 1e3:.2f}", words[2]

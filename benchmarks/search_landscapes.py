@@ -136,8 +136,8 @@ def figures(seeds: range) -> Iterator[tuple[str, ...]]:
     for number, build in enumerate(PROBLEMS):
         cells = []
         for contestant in CONTESTANTS:
-            found = [kept_run(number, contestant, seed) for seed in seeds]
-            counts = [count for reached, _, count in found if reached]
+            runs = [kept_run(number, contestant, seed) for seed in seeds]
+            counts = [count for reached, _, count in runs if reached]
             median = f" in {statistics.median(counts):.0f}" if counts else ""
-            cells.append(f"{len(counts)} of {len(found)}{median}")
+            cells.append(f"{len(counts)} of {len(runs)}{median}")
         yield build(seeds[0]).name, *cells

@@ -56,14 +56,14 @@ def theirs(f: Function, seed: int, handled: bool) -> tuple[float, int]:
     """pycma's, with its own noise handler."""
     values = noisy(f, seed)
 
-    def one(x: np.ndarray) -> float:
+    def value_at(x: np.ndarray) -> float:
         return float(values(torch.as_tensor(np.asarray(x)).unsqueeze(0)))
 
     options = {"verbose": -9, "seed": seed + 1, "maxfevals": BUDGET}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         handler = cma.NoiseHandler(DIM, maxevals=[1, 1, 300]) if handled else None
-        _, strategy = cma.fmin2(one, [3.0] * DIM, 2.0, options, noise_handler=handler)
+        _, strategy = cma.fmin2(value_at, [3.0] * DIM, 2.0, options, noise_handler=handler)
     return float(f(torch.as_tensor(strategy.result.xfavorite).unsqueeze(0))), int(strategy.result.evaluations)
 
 
@@ -77,7 +77,7 @@ def figures(seeds: range) -> Iterator[tuple[str, ...]]:
     }
     for title, f in (("sphere", sphere), ("ellipsoid 1e3", ellipsoid)):
         for name, run in cases.items():
-            found = [run(f, seed) for seed in seeds]
-            values = sorted(value for value, _ in found)
+            runs = [run(f, seed) for seed in seeds]
+            values = sorted(value for value, _ in runs)
             spread = f"{statistics.median(values):.3f} ({values[0]:.3f}-{values[-1]:.3f})"
-            yield f"{title}, {name}", spread, f"{statistics.median(n for _, n in found):.0f}"
+            yield f"{title}, {name}", spread, f"{statistics.median(n for _, n in runs):.0f}"

@@ -52,9 +52,9 @@ def figures(seeds: range) -> Iterator[tuple[str, ...]]:
         medians: list[tuple[float, float]] = []
         name = ""
         for contestant in CONTESTANTS:
-            found = [kept_run(number, contestant, seed) for seed in seeds]
-            name = found[0][0]
-            medians.append((statistics.median(f[1] for f in found), statistics.median(f[2] for f in found)))
+            runs = [kept_run(number, contestant, seed) for seed in seeds]
+            name = runs[0][0]
+            medians.append((statistics.median(f[1] for f in runs), statistics.median(f[2] for f in runs)))
         yield name, *(f"{best:.4g} ({count:.0f})" for best, count in medians), judge(medians[0], medians[1:])
 
 

@@ -10,18 +10,19 @@ was, and other contestants may join later.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from rich.console import Console
+from torch import nn
 
-from benchmarks.peers import BEYOND, PEERS, contestant
 from benchmarks.step_workloads import SUITES, WORKLOADS
-from natgrad_lab.experiments import Contestant, Experiment, LabError, Task, interruptible, race
-from natgrad_lab.experiments.contestants import FAMILY
+from natgrad_lab.experiments import Choice, Contestant, Experiment, LabError, Task, contestants, interruptible, race
+from natgrad_lab.experiments.contestants import FAMILY, apply_recipe, grid
 from natgrad_lab.experiments.frame import Worker, plan, threads
 from natgrad_lab.experiments.progress import ProgressDisplay
 from natgrad_lab.experiments.race import Course
@@ -108,6 +109,62 @@ def contestants_of_ours() -> tuple[str, ...]:
     return tuple(FAMILY)
 
 
+PEER_RATES: dict[str, tuple[float, ...]] = {
+    "adam": (5e-4, 1e-3, 3e-3, 6e-3, 0.012),
+    "adamw": (5e-4, 1e-3, 3e-3, 6e-3, 0.012),
+    "muon": (0.005, 0.01, 0.02, 0.05, 0.1),
+    "soap": (1e-3, 3e-3, 0.01, 0.02, 0.03),
+    "sgd": (0.01, 0.03, 0.1, 0.3, 1.0),
+}
+PEERS = tuple(PEER_RATES)
+BEYOND = 2  # rates below and above the five, each three times further out
+
+
+def widen(rates: Sequence[float]) -> tuple[float, ...]:
+    """The five with those beyond them."""
+    low, high = min(rates), max(rates)
+    below, above = (low / 3**k for k in range(BEYOND, 0, -1)), (high * 3**k for k in range(1, BEYOND + 1))
+    return (*below, *rates, *above)
+
+
+def falling(share: float) -> float:
+    """The factor on everybody's rate: straight down to zero at the end of the run."""
+    return 1 - share
+
+
+def contestant(
+    name: str, batch: int, rates: Sequence[float] | None = None, but: Sequence[str] = (), falls: bool = True
+) -> Contestant:
+    """One by its name. but: matrices that are Adam's where Muon has the rest. falls: its rate, to zero."""
+    fall = falling if falls else None
+    if name in FAMILY:
+        title, recipe = FAMILY[name]
+        return replace(apply_recipe(title, recipe, grid(batch=(batch,))), falls=fall)
+    return replace(make_peer(name, batch, widen(rates or PEER_RATES[name]), but), falls=fall)
+
+
+def make_peer(name: str, batch: int, rates: Sequence[float], but: Sequence[str]) -> Contestant:
+    """A peer. Adam, and what of Muon's parameters is Adam's, have the betas .9 and .95 of language models."""
+    if name == "muon":
+        return contestants.muon(grid(batch=(batch,), lr=rates, adam_lr=(3e-3,)), but=but)
+    builders: Mapping[str, Callable[[list[Choice]], Contestant]] = {
+        "adam": lambda choices: contestants.adam(choices, betas=(0.9, 0.95)),
+        "adamw": adamw,
+        "soap": contestants.soap,
+        "sgd": contestants.sgd,
+    }
+    return builders[name](grid(batch=(batch,), lr=rates))
+
+
+def adamw(choices: list[Choice], decay: float = 0.1) -> Contestant:
+    """torch.optim.AdamW with the weight decay of language models."""
+
+    def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=choice["lr"], betas=(0.9, 0.95), weight_decay=decay)
+
+    return Contestant("AdamW", tuple(choices), build)
+
+
 def carry_out(request: Request, console: Console) -> None:
     """Run what is missing, race by race, and print each one's table and draw its pictures when it is there.
 
@@ -117,11 +174,11 @@ def carry_out(request: Request, console: Console) -> None:
         for title, experiment, settings in races(request):
             folder, task = Folder(request.out / title), make_task(experiment, settings)
             course, asked = Course(task, settings), choose_contestants(task, request.methods)
-            pieces = tuple(course.tuning(one, i) for one in task.contestants for i in range(len(one.grid)))
+            pieces = tuple(course.tuning(c, i) for c in task.contestants for i in range(len(c.grid)))
             pieces += tuple(map(course.racing, task.contestants))
             folder.settle(plan(experiment, pieces, settings))
             throw_away(folder, task, course, request)
-            many = sum((len(one.grid) - 2 * BEYOND if one.has_choices else 0) + request.seeds for one in asked)
+            many = sum((len(c.grid) - 2 * BEYOND if c.has_choices else 0) + request.seeds for c in asked)
             with ProgressDisplay(Console(stderr=True)) as display, threads(settings.threads):
                 worker = Worker(experiment, settings, folder, pieces, 0, display, stopped, many)
                 run(worker, course, asked, request.seeds)
@@ -137,39 +194,39 @@ def make_task(experiment: Experiment, settings: Settings) -> Task:
 def choose_contestants(task: Task, words: Sequence[str]) -> tuple[Contestant, ...]:
     """Contestants by the words of the command line."""
     among = dict(zip((*contestants_of_ours(), *PEERS), task.contestants, strict=True))
-    return tuple(one for word, one in among.items() if word in words)
+    return tuple(racer for word, racer in among.items() if word in words)
 
 
 def throw_away(folder: Folder, task: Task, course: Course, request: Request) -> None:
     """Delete the finished runs of those who are to run again."""
-    for one in choose_contestants(task, request.redo):
-        for piece in (*(course.tuning(one, i) for i in range(len(one.grid))), course.racing(one)):
+    for again in choose_contestants(task, request.redo):
+        for piece in (*(course.tuning(again, i) for i in range(len(again.grid))), course.racing(again)):
             for seed in range(request.seeds if piece.repeated else 1):
                 (folder.records / piece.file(seed)).unlink(missing_ok=True)
 
 
 def run(worker: Worker, course: Course, asked: Sequence[Contestant], seeds: int) -> None:
     """Tune those who are tuned, then race everybody from every seed."""
-    best = {one.name: tune(worker, course, one) if one.has_choices else 0 for one in asked}
+    best = {racer.name: tune(worker, course, racer) if racer.has_choices else 0 for racer in asked}
     for seed in range(seeds):
-        for one in asked:
-            worker.carry_out(course.racing(one, best[one.name]), seed)
+        for racer in asked:
+            worker.carry_out(course.racing(racer, best[racer.name]), seed)
 
 
-def tune(worker: Worker, course: Course, one: Contestant) -> int:
+def tune(worker: Worker, course: Course, racer: Contestant) -> int:
     """Index of the rate with the lowest training loss: among the five, and on beyond them while the edge is best."""
     tried: dict[int, Record] = {}
 
     def attempt(index: int) -> None:
-        numbers = worker.carry_out(course.tuning(one, index), 0)
+        numbers = worker.carry_out(course.tuning(racer, index), 0)
         (tried[index],) = read_runs([FinishedPiece({}, numbers)])
 
-    for index in range(BEYOND, len(one.grid) - BEYOND):
+    for index in range(BEYOND, len(racer.grid) - BEYOND):
         attempt(index)
     while True:
         best = choose([tried[index] for index in sorted(tried)])
         further = {min(tried): min(tried) - 1, max(tried): max(tried) + 1}.get(best)
-        if further is None or not 0 <= further < len(one.grid):
+        if further is None or not 0 <= further < len(racer.grid):
             return best
         attempt(further)
 
@@ -193,22 +250,22 @@ def figures(records: Sequence[Record]) -> Iterator[tuple[str, ...]]:
     for record in records:
         if record.header["phase"] == "race":
             raced.setdefault(record.header["contestant"], []).append(record)
-    tuned = {record.header["contestant"]: set[float]() for record in records if record.header["phase"] == "tune"}
+    tuned: dict[str, set[float]] = {}
     for record in records:
         if record.header["phase"] == "tune":
-            tuned[record.header["contestant"]].add(record.header["choice"]["lr"])
+            tuned.setdefault(record.header["contestant"], set()).add(record.header["choice"]["lr"])
     for name in sorted(raced, key=lambda name: median(number(r, "test_loss") for r in raced[name])):
         runs = raced[name]
         rate = runs[0].header["choice"].get("lr")
-        told = "defaults" if rate is None else f"{rate:g}"
+        words = "defaults" if rate is None else f"{rate:g}"
         if rate is not None and tuned.get(name) and rate in (min(tuned[name]), max(tuned[name])):
-            told += " (at the edge)"
+            words += " (at the edge)"
         columns = [
             [last_batches(r) for r in runs],
             *([number(r, n) for r in runs] for n in ("train_loss", "test_loss")),
         ]
         ends = (f"{median(r.end[key] for r in runs):.4g}" for key in ("steps", "seconds"))
-        yield (TITLES.get(name, name), told, *(spread(values) for values in columns), *ends)
+        yield (TITLES.get(name, name), words, *(spread(values) for values in columns), *ends)
 
 
 def last_batches(record: Record) -> float:
@@ -231,17 +288,17 @@ def spread(values: Sequence[float]) -> str:
 def picture(folder: Folder, task: Task, records: Sequence[Record]) -> None:
     """plots/*.png and *.svg of those contestants that are there."""
     present = {record.header["contestant"] for record in records if record.header["phase"] == "race"}
-    there = replace(task, contestants=tuple(one for one in task.contestants if one.name in present))
-    found = result(there, records)
-    if found is None:
+    there = replace(task, contestants=tuple(racer for racer in task.contestants if racer.name in present))
+    numbers = result(there, records)
+    if numbers is None:
         return
     (folder.path / "plots").mkdir(exist_ok=True)
-    order = [one.name for one in there.contestants]
-    for plot in plots(found):
+    order = [racer.name for racer in there.contestants]
+    for plot in plots(numbers):
         if plot.name in ("loss-steps", "loss-seconds", "test-seconds"):
-            seeds = max(len(entry.records) for entry in found.entries)
+            seeds = max(len(entry.records) for entry in numbers.entries)
             title = f"{task.title}, {folder.path.name}: {plot.title.lower()}, median and range of {seeds} seeds"
-            drawn = plot.picture(replace(found, title=title), order)
+            drawn = plot.picture(replace(numbers, task=replace(there, title=title)), order)
             save(draw(drawn.draw, drawn.size), folder.path / "plots" / drawn.name)
 
 

@@ -25,16 +25,27 @@ class Ratio:
         return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
 
 
+def time_in_turn(works: Mapping[str, Work], repeats: int, warm: int = 1) -> dict[str, list[float]]:
+    """Processor seconds of every work: all run in turn, `repeats` times, after some rounds of warming up."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for round_ in range(repeats + warm):
+        for name, work in works.items():
+            seconds = measure_time(work)
+            if round_ >= warm:
+                times[name].append(seconds)
+    return times
+
+
+def measure_time(work: Work) -> float:
+    """Processor seconds of one call."""
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
 def ratios(reference: Work, works: Mapping[str, Work], repeats: int) -> dict[str, Ratio]:
-    """Every work's time over the reference's: all run in turn, `repeats` times, after one warm-up round."""
-    everything = {"": reference, **works}
-    times: dict[str, list[float]] = {name: [] for name in everything}
-    for round_ in range(repeats + 1):
-        for name, work in everything.items():
-            start = time.process_time()
-            work()
-            if round_:
-                times[name].append(time.process_time() - start)
+    """Every work's time over the reference's, in turn."""
+    times = time_in_turn({"": reference, **works}, repeats)
     base = times.pop("")
     return {name: ratio(values, base) for name, values in times.items()}
 

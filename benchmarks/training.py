@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+
+from natgrad_lab.networks.char_transformer import Transformer
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,10 @@ def transformer(batch: int = 32, length: int = 64, vocabulary: int = 96) -> Trai
     tokens = torch.randint(0, vocabulary, (batch, length + 1))
     return TrainingCase(
         "transformer",
-        lambda: SmallTransformer(vocabulary, length, 128, 2, 4),
+        lambda: Transformer(vocabulary, length, 128, 4, 2),
         nn.CrossEntropyLoss(),
         tokens[:, :-1],
-        tokens[:, 1:].reshape(-1),
+        tokens[:, 1:],
     )
 
 
@@ -68,8 +69,8 @@ def trainings() -> Iterator[TrainingCase]:
     yield from (tiny(), classifier(), convolutional(), autoencoder(), transformer())
 
 
-def dense(sizes: list[int], activation: type[nn.Module]) -> nn.Sequential:
-    """Linear layers with an activation between them."""
+def dense(sizes: Sequence[int], activation: type[nn.Module]) -> nn.Sequential:
+    """Linear layers as torch starts them, with an activation between them."""
     return nn.Sequential(*[part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), activation())][:-1])
 
 
@@ -78,38 +79,3 @@ def stack_pooled(channels: list[int]) -> Iterator[nn.Module]:
     for a, b in pairwise(channels):
         yield from (nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2))
     yield from (nn.Flatten(), nn.Linear(9 * channels[-1], 10))
-
-
-class SmallTransformer(nn.Module):
-    """Logits of the next token, (batch * length, vocabulary)."""
-
-    def __init__(self, vocabulary: int, length: int, width: int, depth: int, heads: int) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(depth)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1]).expand_as(tokens)
-        hidden = self.blocks(self.tokens(tokens) + self.places(places))
-        return self.head(self.norm(hidden)).flatten(0, 1)
-
-
-class TransformerBlock(nn.Module):
-    """Attention and a perceptron, norms before each."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.mixed, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden = hidden + self.out(self.attention(self.mixed(self.norm1(hidden))))
-        return hidden + self.perceptron(self.norm2(hidden))
-
-    def attention(self, mixed: Tensor) -> Tensor:
-        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in mixed.chunk(3, dim=-1))
-        found = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return found.transpose(1, 2).flatten(2)

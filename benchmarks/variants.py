@@ -16,15 +16,15 @@ def race_variants(
 
     train: runs a variant from a seed, and gives its error.
     """
-    tried = {name: train(one, seeds[0]) for name, one in variants.items()}
+    tried = {name: train(variant, seeds[0]) for name, variant in variants.items()}
     chosen = min(tried, key=tried.__getitem__)
     return chosen, sorted([tried[chosen], *(train(variants[chosen], seed) for seed in seeds[1:])])
 
 
 def write_errors(chosen: str, errors: Sequence[float]) -> str:
     """Median, least and largest error, and the variant that they are of. errors: the least first."""
-    found = f"{statistics.median(errors):.1e} ({errors[0]:.1e} to {errors[-1]:.1e})"
-    return f"{found}, {chosen}" if chosen else found
+    words = f"{statistics.median(errors):.1e} ({errors[0]:.1e} to {errors[-1]:.1e})"
+    return f"{words}, {chosen}" if chosen else words
 
 
 def check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:

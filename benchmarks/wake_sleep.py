@@ -36,8 +36,8 @@ def measure_machine(sizes: list[int], batch: int, cycles: int) -> list[str]:
     }
     if len(sizes) < 5:
         works["exact"] = cycle(ng.NaturalWakeSleep(machine(sizes), 0.01, damping=0.3, exact=True), x)
-    found = ratios(cycle(ng.WakeSleep(machine(sizes), 0.01), x), works, cycles)
-    return [str(found[name]) if name in found else "" for name in ("Adam", "natural", "exact")]
+    times = ratios(cycle(ng.WakeSleep(machine(sizes), 0.01), x), works, cycles)
+    return [str(times[name]) if name in times else "" for name in ("Adam", "natural", "exact")]
 
 
 def machine(sizes: list[int]) -> ng.HelmholtzMachine:

@@ -208,7 +208,8 @@ def run(name: str, seeds: int | None, size: str | None, assignments: list[str], 
     out = out or Path("runs") / (name if size is None else f"{name}-{size}")
     if out.exists() and not out.is_dir():
         raise LabError(f"--out {out} is a file, expected a folder: it holds the records and the report")
-    many = range(chosen.pop("seeds", experiment.seeds) if seeds is None else seeds)
+    usual = chosen.pop("seeds", experiment.seeds)
+    many = range(usual if seeds is None else seeds)
     settings = override(experiment.settings, assignments, chosen)
     with interruptible() as stopped, ProgressDisplay(Console(stderr=True)) as display:
         execute(experiment, settings, many, out, display, stopped)

@@ -115,6 +115,11 @@ def fill_lines(lines: Lines, axis: Mapping[str, Any], title: str = "", columns: 
     return fill
 
 
+def take_columns(curves: Mapping[str, Sequence[Any]], x: int, y: int) -> dict[str, list[Any]]:
+    """Name -> (x, y) from every seed, out of curves whose points are rows of numbers."""
+    return {name: [np.array(curve, float)[:, [x, y]].T for curve in many] for name, many in curves.items()}
+
+
 def draw_band(axes: Axes, x: Any, y: Any, name: str, style: dict[str, Any], reach: float = 0.5) -> None:
     """The median of rows y (seeds, k) as a line, and the quantiles `reach` below and above it as a band."""
     low, middle, high = np.nanquantile(np.asarray(y, float), (0.5 - reach, 0.5, 0.5 + reach), axis=0)

@@ -13,11 +13,11 @@ VAST = 1e6
 
 def unique(values: Any) -> tuple[Any, ...]:
     """Different values in the order of their first appearance."""
-    found: list[Any] = []
+    different: list[Any] = []
     for value in values:
-        if value not in found:
-            found.append(value)
-    return tuple(found)
+        if value not in different:
+            different.append(value)
+    return tuple(different)
 
 
 def plural(number: int, word: str) -> str:

@@ -75,13 +75,13 @@ def check_names(figure: Figure) -> Iterator[str]:
 
 def check_edges(figure: Figure) -> Iterator[str]:
     """No word leaves the picture."""
-    whole = figure.bbox.padded(1.0)
+    frame = figure.bbox.padded(1.0)
     for text in figure.findobj(Text):
         assert isinstance(text, Text)
         if not text.get_visible() or not text.get_text().strip() or not is_drawn(text, figure):
             continue
         box = text.get_window_extent()
-        if box.x0 < whole.x0 or box.y0 < whole.y0 or box.x1 > whole.x1 or box.y1 > whole.y1:
+        if box.x0 < frame.x0 or box.y0 < frame.y0 or box.x1 > frame.x1 or box.y1 > frame.y1:
             yield f"{text.get_text()!r} is cut off"
 
 
@@ -104,11 +104,11 @@ def check_overlaps(figure: Figure) -> Iterator[str]:
     words += [text for text in figure.texts if text.get_text()] + [figure._suptitle]  # pyright: ignore
     boxes = [(text.get_text(), text.get_window_extent()) for text in words if text is not None and text.get_text()]
     boxes += [("the legend", legend.get_window_extent()) for legend in figure.legends]
-    for place, (one, box) in enumerate(boxes):
+    for place, (label, box) in enumerate(boxes):
         for other, beside in boxes[:place]:
             shared = Bbox.intersection(box, beside)
-            if shared is not None and min(shared.width, shared.height) > 1 and one != other:
-                yield f"{one!r} lies on {other!r}"
+            if shared is not None and min(shared.width, shared.height) > 1 and label != other:
+                yield f"{label!r} lies on {other!r}"
 
 
 def check_legends(figure: Figure) -> Iterator[str]:

@@ -69,7 +69,7 @@ def runs(folder):
 
 def results(folder, *tasks):
     """The numbers of every task."""
-    return [result(one, list(runs(folder).values())) for one in tasks]
+    return [result(task, list(runs(folder).values())) for task in tasks]
 
 
 def on_tasks(experiment, tasks):

@@ -31,9 +31,9 @@ def folder(tmp_path, monkeypatch):
 def test_a_set_is_downloaded_once(folder):
     source = Source()
     for _ in range(3):
-        found = read_cached("letters", source)
-        assert found["x"].tolist() == [[0, 1, 2], [3, 4, 5]]
-        assert found["y"].tolist() == ["a", "b"]
+        arrays = read_cached("letters", source)
+        assert arrays["x"].tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert arrays["y"].tolist() == ["a", "b"]
     assert source.asked == 1
     noted, name = (folder / "letters.npz.sha256").read_text().split()
     assert noted == hash_file(folder / "letters.npz")
@@ -45,11 +45,11 @@ def test_a_damaged_file_is_downloaded_again(folder, damage):
     source = Source()
     read_cached("letters", source)
     file = folder / "letters.npz"
-    whole = file.read_bytes()
+    content = file.read_bytes()
     if damage == "no note":
         (folder / "letters.npz.sha256").unlink()
     else:
-        file.write_bytes(whole[:40] if damage == "cut" else whole[:-1] + bytes([whole[-1] ^ 1]))
+        file.write_bytes(content[:40] if damage == "cut" else content[:-1] + bytes([content[-1] ^ 1]))
     assert read_cached("letters", source)["y"].tolist() == ["a", "b"]
     assert source.asked == 2
     assert read_cached("letters", source)["y"].tolist() == ["a", "b"]

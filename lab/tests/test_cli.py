@@ -60,6 +60,15 @@ def test_a_size_has_a_folder_of_its_own(tmp_path, monkeypatch):
     assert "--size is 'huge', expected quick or paper" in natgrad("run", "digits", "--size", "huge").output
 
 
+def test_a_size_takes_another_number_of_seeds(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = natgrad("run", "malago_2023_convergence", "--size", "quick", "--seeds", "1", "--set", "problems=1")
+    assert said.exit_code == 0, said.output
+    many = natgrad("run", "digits", "--size", "quick", "--seeds", "2", "--set", "steps=1")
+    assert many.exit_code == 0, many.output
+    assert len(list(tmp_path.glob("runs/digits-quick/records/*.seed-*.json"))) == 16
+
+
 def test_a_terminal_hears_at_once_that_something_happens():
     """Before anything slow is imported, and nothing where output is not looked at."""
     shown, piped = io.StringIO(), io.StringIO()
@@ -165,9 +174,9 @@ def test_show_draws_a_descent(words, name, drawn, tmp_path, monkeypatch):
 
 def test_a_formula_is_its_function():
     x = torch.linspace(-2, 2, 9).double()[:, None]
-    found = read_function("-2*sin(pi*x)^2 + exp(x)/3 - 1", ("x",))(x)
+    values = read_function("-2*sin(pi*x)^2 + exp(x)/3 - 1", ("x",))(x)
     expected = -2 * torch.sin(torch.pi * x) ** 2 + torch.exp(x) / 3 - 1
-    torch.testing.assert_close(found, expected[:, 0])
+    torch.testing.assert_close(values, expected[:, 0])
     both = torch.tensor([[1.0, -1.0], [-1.0, -1.0]])
     assert read_function("x1 - 2*x2", ("x1", "x2"))(both).tolist() == [3.0, 1.0]
     assert read_function("3", ("x",))(x).tolist() == [3.0] * 9

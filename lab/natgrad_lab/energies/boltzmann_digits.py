@@ -14,19 +14,18 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 import natgrad as ng
 from natgrad.energies import PersistentLikelihood, RestrictedBoltzmann
 from natgrad.ground.linalg import require_inverse
-from natgrad_lab.energies.boltzmann_images import CONTESTANTS, Images, images, train
+from natgrad_lab.energies.boltzmann_images import CONTESTANTS, Images, draw_noise, find_log_odds, images, train
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.settings import check_counts, check_positive
-from natgrad_lab.figures import fill_lines, fill_strips
+from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive
+from natgrad_lab.figures import fill_lines, fill_strips, take_columns
 
 PLAIN, NATURAL = "plain gradient", "natural gradient"
 LIKELIHOOD = "maximum likelihood"
@@ -47,7 +46,7 @@ RATES = {PLAIN: (0.1, 0.3, 1.0), NATURAL: (0.01, 0.03, 0.1)}
 
 
 @dataclass(frozen=True)
-class BoltzmannDigitsSettings:
+class BoltzmannDigitsSettings(StudySettings):
     """What `--set` can change."""
 
     data: str = "mnist"  # or digits: 64 pixels
@@ -63,8 +62,6 @@ class BoltzmannDigitsSettings:
     levels: int = 500  # of annealed importance sampling
     looked_at: int = 1000  # test images
     tuning_seed: int = 100
-    threads: int | None = 1
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.data not in ("digits", "mnist"):
@@ -78,37 +75,32 @@ def visible(run: PieceRun) -> Numbers:
     s: BoltzmannDigitsSettings = run.settings
     shown = images(s.data, s.looked_at)
     machine = ng.Boltzmann(shown.side**2)
-    found: Numbers = {"data": write_ink(shown.test), "real": list_images(shown.test), "side": shown.side}
+    numbers: Numbers = {"data": write_ink(shown.test), "real": list_images(shown.test), "side": shown.side}
     fitted = {}
     for place, (name, rate) in enumerate(FITS.items()):
         for point in train(CONTESTANTS[name], rate, shown, 1000, s.fit, run.seed):
             run.advance((place + min(point["seconds"] / s.fit, 0.9)) / 4)
             fitted[name] = point.get("params")
-        found[name] = follow_ink(run, machine, fitted[name], shown)
-    params, kept = raise_likelihood(run, machine, fitted[next(iter(FITS))], shown)
-    found[LIKELIHOOD] = {"kept": write_ink(kept), "kept draws": list_images(kept)}
-    found[LIKELIHOOD] |= follow_ink(run, machine, params, shown)
-    return found
+        numbers[name] = follow_ink(run, machine, fitted[name], shown)
+    params, chains = raise_likelihood(run, machine, fitted[next(iter(FITS))], shown)
+    numbers[LIKELIHOOD] = {"kept": write_ink(chains), "kept draws": list_images(chains)}
+    numbers[LIKELIHOOD] |= follow_ink(run, machine, params, shown)
+    return numbers
 
 
 def follow_ink(run: PieceRun, machine: ng.Boltzmann, params: dict[str, Tensor], shown: Images) -> Numbers:
     """Mean and deviation of the number of dark pixels after 1, 3, 10 ... sweeps from digits and from noise."""
     s: BoltzmannDigitsSettings = run.settings
     generator = torch.Generator().manual_seed(run.seed)
-    found: Numbers = {}
+    ink: Numbers = {}
     for name, x in (("digits", shown.test[: s.chains]), ("noise", draw_noise(shown, s.chains, generator))):
-        done, found[name] = 0, []
-        for upto in list_sweeps(s.sweeps):
+        done, ink[name] = 0, []
+        for upto in [*(n for n in (1, 3, 10, 30, 100, 300, 1000) if n < s.sweeps), s.sweeps]:
             run.advance(0.75)
             x, done = machine.gibbs(params, x, sweeps=upto - done, generator=generator), upto
-            found[name].append([upto, *write_ink(x)])
-        found[f"{name} draws"] = list_images(x)
-    return found
-
-
-def list_sweeps(most: int) -> list[int]:
-    """1, 3, 10, 30 ... up to the last."""
-    return [*(n for n in (1, 3, 10, 30, 100, 300, 1000) if n < most), most]
+            ink[name].append([upto, *write_ink(x)])
+        ink[f"{name} draws"] = list_images(x)
+    return ink
 
 
 def raise_likelihood(
@@ -168,7 +160,7 @@ def learn(
 ) -> HiddenRun:
     """Persistent chains from noise; the rate falls in a line to a fiftieth over the seconds of the steps alone."""
     machine, generator = RestrictedBoltzmann(shown.side**2, s.hidden), torch.Generator().manual_seed(seed)
-    params, base = machine.parameters(generator=generator), find_log_odds(shown)
+    params, base = machine.parameters(generator=generator), find_log_odds(shown.train)
     with torch.no_grad():
         params["b"].copy_(base)
     trainer = PersistentLikelihood(
@@ -210,21 +202,21 @@ def measure_likelihood(
 def choice(run: PieceRun) -> Numbers:
     """log p of training images that are held out, for each rate."""
     s: BoltzmannDigitsSettings = run.settings
-    apart = images(s.data, s.looked_at).hold_out()
-    found: Numbers = {}
+    held = images(s.data, s.looked_at).hold_out()
+    ends: Numbers = {}
     for place, (name, rates) in enumerate(RATES.items()):
-        found[name] = {}
+        ends[name] = {}
         for number, rate in enumerate(rates):
             begun = (place + number / len(rates)) / len(RATES)
-            end = learn(s, name, rate, apart, s.tuning * s.seconds, s.tuning_seed, 1, lambda _, b=begun: run.advance(b))
-            found[name][str(rate)] = end.curve[-1][2]
-    return found
+            end = learn(s, name, rate, held, s.tuning * s.seconds, s.tuning_seed, 1, lambda _, b=begun: run.advance(b))
+            ends[name][str(rate)] = end.curve[-1][2]
+    return ends
 
 
 def race(run: PieceRun) -> Numbers:
     """Both directions at their best rates: likelihood over seconds, states of the chains, fresh draws."""
     s: BoltzmannDigitsSettings = run.settings
-    shown, found = images(s.data, s.looked_at), {}
+    shown, runs = images(s.data, s.looked_at), {}
     for place, name in enumerate(RATES):
         tried = run.earlier["choice"][name]
         rate = max(tried, key=lambda r, t=tried: -math.inf if t[r] is None else t[r])
@@ -234,24 +226,14 @@ def race(run: PieceRun) -> Numbers:
         generator = torch.Generator().manual_seed(run.seed)
         machine = RestrictedBoltzmann(shown.side**2, s.hidden)
         fresh = machine.gibbs(end.params, draw_noise(shown, s.chains, generator), sweeps=s.sweeps, generator=generator)
-        found[name] = {
+        runs[name] = {
             "rate": float(rate),
             "curve": end.curve,
             "ink": write_ink(fresh),
             "fresh draws": list_images(fresh),
             "kept draws": list_images(end.chains),
         }
-    return {"side": shown.side, "real": list_images(shown.test), "data": write_ink(shown.test), "runs": found}
-
-
-def find_log_odds(shown: Images) -> Tensor:
-    """Of every pixel."""
-    return ((shown.train.sum(0) + 0.5) / (len(shown.train) + 1)).logit()
-
-
-def draw_noise(shown: Images, count: int, generator: torch.Generator) -> Tensor:
-    """Independent pixels with their own means."""
-    return torch.bernoulli(shown.train.mean(0).expand(count, -1), generator=generator)
+    return {"side": shown.side, "real": list_images(shown.test), "data": write_ink(shown.test), "runs": runs}
 
 
 def write_ink(x: Tensor) -> list[float]:
@@ -267,35 +249,31 @@ def list_images(x: Tensor) -> list[list[int]]:
 def tell(findings: Findings) -> Story:
     """Sections for the parts that are finished."""
     sections = []
-    if found := findings.of("visible"):
-        sections.append(_visible(found[0]))
+    if visibles := findings.of("visible"):
+        sections.append(_visible(visibles[0]))
     if runs := findings.of("race"):
         sections.append(_hidden(runs))
     lead = sections[-1].verdict if sections else "Nothing is finished yet."
     return Story("Draws of Boltzmann machines", lead, METHOD, tuple(sections))
 
 
-def _visible(found: Numbers) -> Section:
-    fits = {name: one for name, one in found.items() if isinstance(one, dict)}
+def _visible(numbers: Numbers) -> Section:
+    fits = {name: fit for name, fit in numbers.items() if isinstance(fit, dict)}
     sweeps = [str(count) for count, *_ in next(iter(fits.values()))["noise"]]
     rows = tuple(
-        (f"{name}, from {start}", *(_write_ink(point[1:]) for point in one[start]))
-        for name, one in fits.items()
+        (f"{name}, from {start}", *(_write_ink(point[1:]) for point in fit[start]))
+        for name, fit in fits.items()
         for start in ("digits", "noise")
     )
-    note = f"Dark pixels, mean (deviation between images). Test images: {_write_ink(found['data'])}."
+    note = f"Dark pixels, mean (deviation between images). Test images: {_write_ink(numbers['data'])}."
     table = Table("Ink by sweeps of Gibbs sampling", ("", *sweeps), rows, note)
-    said = [f"{name} {one['noise'][-1][1]:.0f}" for name, one in fits.items()]
-    verdict = f"Ink of draws from noise: {', '.join(said)}; of test images {found['data'][0]:.0f}."
-    shown: dict[str, Any] = {"test images": found["real"]}
-    shown |= {f"{name}: chains from noise": one["noise draws"] for name, one in fits.items()}
+    said = [f"{name} {fit['noise'][-1][1]:.0f}" for name, fit in fits.items()]
+    verdict = f"Ink of draws from noise: {', '.join(said)}; of test images {numbers['data'][0]:.0f}."
+    shown: dict[str, Any] = {"test images": numbers["real"]}
+    shown |= {f"{name}: chains from noise": fit["noise draws"] for name, fit in fits.items()}
     shown["maximum likelihood: chains that were kept"] = fits[LIKELIHOOD]["kept draws"]
-    return Section(
-        "All pairs of pixels",
-        verdict,
-        (table,),
-        (_draws("visible", "Draws of machines of all pairs of pixels", shown, found["side"]),),
-    )
+    picture = _draws("visible", "Draws of machines of all pairs of pixels", shown, numbers["side"])
+    return Section("All pairs of pixels", verdict, (table,), (picture,))
 
 
 def _write_ink(pair: list[float]) -> str:
@@ -309,8 +287,8 @@ def _hidden(runs: list[Numbers]) -> Section:
     note = f"Medians over {len(runs)} seeds, ranges in brackets. Ink of test images: {_write_ink(runs[0]['data'])}."
     shown: dict[str, Any] = {"test images": runs[0]["real"]}
     for name in names:
-        one = runs[0]["runs"][name]
-        shown |= {f"{name}: fresh draws": one["fresh draws"], f"{name}: chains that were kept": one["kept draws"]}
+        first = runs[0]["runs"][name]
+        shown |= {f"{name}: fresh draws": first["fresh draws"], f"{name}: chains that were kept": first["kept draws"]}
     ends = {name: median(run["runs"][name]["curve"][-1][2] for run in runs) for name in names}
     said = ", ".join(f"{name} {value:.1f}" for name, value in ends.items())
     pictures = (_curves(runs), _draws("hidden", "Draws of machines with hidden bits", shown, runs[0]["side"]))
@@ -330,8 +308,7 @@ def _row(name: str, runs: list[Numbers]) -> tuple[str, ...]:
 
 
 def _curves(runs: list[Numbers]) -> Picture:
-    names = list(runs[0]["runs"])
-    lines = {name: [np.array(run["runs"][name]["curve"], float)[:, [0, 2]].T for run in runs] for name in names}
+    lines = take_columns({name: [run["runs"][name]["curve"] for run in runs] for name in runs[0]["runs"]}, 0, 2)
     axis = {"xlabel": "CPU seconds", "ylabel": "log p of a test image, nats"}
     title = f"Machines with hidden bits: a line per seed (of {len(runs)})"
     return Picture("likelihood", "log p over seconds", fill_lines(lines, axis, title), (5.0, 3.9))

@@ -58,12 +58,9 @@ class EnergyContestant:
         return likelihood(machine) if self.loss == "pseudo-likelihood" else matching(machine)
 
 
-def build_preconditioned(params: dict[str, Tensor], machine: ng.Boltzmann, rate: float) -> torch.optim.Optimizer:
-    """One step of CG per batch: the preconditioner gives the direction, a product with the metric its length."""
-    return ng.NaturalGradient(
-        params, ng.ratio_metric(machine), lr=rate, damping=DAMPING, solver=ng.CG(max_steps=1),
-        preconditioner=PairPreconditioner(machine, every=20),
-    )  # fmt: skip
+def natural(params: dict[str, Tensor], machine: ng.Boltzmann, rate: float, **options: Any) -> torch.optim.Optimizer:
+    """Natural steps in the metric of ratio matching."""
+    return ng.NaturalGradient(params, ng.ratio_metric(machine), lr=rate, damping=DAMPING, **options)
 
 
 class RowsDescent(torch.optim.Optimizer):
@@ -87,13 +84,6 @@ class RowsDescent(torch.optim.Optimizer):
             self.named[name].sub_(d, alpha=self.param_groups[0]["lr"])
 
 
-def build_truncated(params: dict[str, Tensor], machine: ng.Boltzmann, rate: float) -> torch.optim.Optimizer:
-    """Ten steps of CG per batch, without a preconditioner."""
-    return ng.NaturalGradient(
-        params, ng.ratio_metric(machine), lr=rate, damping=DAMPING, solver=ng.CG(max_steps=10), warm_start=0.5
-    )
-
-
 def build_adam(params: dict[str, Tensor], machine: ng.Boltzmann, rate: float) -> torch.optim.Optimizer:
     """torch's Adam."""
     return torch.optim.Adam(params.values(), lr=rate)
@@ -106,11 +96,17 @@ def build_sgd(params: dict[str, Tensor], machine: ng.Boltzmann, rate: float) -> 
 
 DAMPING, ROWS_DAMPING, RIDGE = 1e-3, 1e-2, 3e-4
 CONTESTANTS = {
-    "ratio matching, natural": EnergyContestant("ratio matching", (0.3, 0.6, 1.0), build_preconditioned),
-    "ratio matching, natural, CG alone": EnergyContestant("ratio matching", (0.3, 0.6, 1.0), build_truncated),
-    "ratio matching, natural by rows": EnergyContestant(
-        "ratio matching", (0.03, 0.06, 0.1), lambda params, machine, rate: RowsDescent(params, machine, rate)
+    "ratio matching, natural": EnergyContestant(  # one step of CG: P gives the direction, the metric its length
+        *("ratio matching", (0.3, 0.6, 1.0)),
+        lambda p, m, rate: natural(
+            p, m, rate, solver=ng.CG(max_steps=1), preconditioner=PairPreconditioner(m, every=20)
+        ),
     ),
+    "ratio matching, natural, CG alone": EnergyContestant(
+        *("ratio matching", (0.3, 0.6, 1.0)),
+        lambda p, m, rate: natural(p, m, rate, solver=ng.CG(max_steps=10), warm_start=0.5),
+    ),
+    "ratio matching, natural by rows": EnergyContestant("ratio matching", (0.03, 0.06, 0.1), RowsDescent),
     "ratio matching, Adam": EnergyContestant("ratio matching", (0.01, 0.03, 0.1), build_adam),
     "ratio matching, SGD": EnergyContestant("ratio matching", (0.1, 0.3, 1.0), build_sgd),
     "pseudo-likelihood, Adam": EnergyContestant("pseudo-likelihood", (0.01, 0.03, 0.1), build_adam),
@@ -140,12 +136,12 @@ def train(
     spent, steps, due = 0.0, 0, 0.0
     while True:
         if spent >= due:
-            found = {"steps": steps, "seconds": spent, **losses(machine, params, shown)}
+            point = {"steps": steps, "seconds": spent, **losses(machine, params, shown)}
             due += seconds / evaluations
-            if spent >= seconds or not math.isfinite(sum(found.values())):
-                yield {**found, "params": params}
+            if spent >= seconds or not math.isfinite(sum(point.values())):
+                yield {**point, "params": params}
                 return
-            yield found
+            yield point
         began = time.process_time()
         for group in optimizer.param_groups:
             group["lr"] = rate * max(0.0, 1 - spent / seconds)
@@ -163,20 +159,23 @@ def train(
 def start(machine: ng.Boltzmann, x: Tensor) -> dict[str, Tensor]:
     """No couplings, and biases that give every pixel its own mean."""
     params = machine.parameters()
-    mean = (x.sum(0) + 0.5) / (len(x) + 1)
     with torch.no_grad():
-        params["h"].copy_(mean.logit())
+        params["h"].copy_(find_log_odds(x))
     return params
+
+
+def find_log_odds(x: Tensor) -> Tensor:
+    """Of every pixel."""
+    return ((x.sum(0) + 0.5) / (len(x) + 1)).logit()
 
 
 def losses(machine: ng.Boltzmann, params: dict[str, Tensor], shown: Images) -> dict[str, float]:
     """Both losses on the test images, and on as many for training."""
     some = shown.train[:: max(1, len(shown.train) // len(shown.test))][: len(shown.test)]
     with torch.no_grad():
-        found = {"": shown.test, ", training": some}
         return {
             name + part: loss(params, x).item()
-            for part, x in found.items()
+            for part, x in {"": shown.test, ", training": some}.items()
             for name, loss in (("ratio matching", matching(machine)), ("pseudo-likelihood", likelihood(machine)))
         }
 
@@ -191,10 +190,13 @@ def likelihood(machine: ng.Boltzmann) -> Loss:
     return machine.pseudo_likelihood_loss
 
 
+def draw_noise(shown: Images, count: int, generator: torch.Generator) -> Tensor:
+    """Independent pixels with their own means."""
+    return torch.bernoulli(shown.train.mean(0).expand(count, -1), generator=generator)
+
+
 def draws(params: dict[str, Tensor], shown: Images, count: int, sweeps: int) -> list[list[int]]:
     """Images after so many sweeps of Gibbs sampling, from noise with every pixel's own mean."""
-    machine = ng.Boltzmann(shown.side**2)
     generator = torch.Generator().manual_seed(0)
-    noise = torch.bernoulli(shown.train.mean(0).expand(count, -1), generator=generator)
-    found = machine.gibbs(params, noise, sweeps=sweeps, generator=generator)
-    return found.int().tolist()
+    noise = draw_noise(shown, count, generator)
+    return ng.Boltzmann(shown.side**2).gibbs(params, noise, sweeps=sweeps, generator=generator).int().tolist()

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -23,12 +22,11 @@ import natgrad as ng
 from natgrad.energies.gauss_markov import lattice
 from natgrad.ground.linalg import eigh
 from natgrad.ground.spaces import Space
-from natgrad_lab.energies.boltzmann_exact import LOSSES, ExactMachine, descend, natural, path
 from natgrad_lab.energies.boltzmann_images import CONTESTANTS, EnergyContestant, draws, images, train
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.settings import check_counts, check_positive
+from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive
 from natgrad_lab.figures import PALETTE, fill_lines, fill_strips, put_legend_below
 from natgrad_lab.words import short
 
@@ -42,6 +40,8 @@ METHOD = (
     "biases started at the pixels' logits, the best of three rates per contestant on training images held out, "
     "seconds of processor time on one thread without evaluation."
 )
+LOSSES = ("ratio matching", "pseudo-likelihood", "maximum likelihood")  # their minimum is the truth
+FAR = 1e3  # nats: a run that comes there has diverged
 TWO_LOSSES = ("ratio matching", "pseudo-likelihood")
 
 SCALES = (0.3, 0.6, 1.0)
@@ -51,7 +51,7 @@ FLOORS = (1.0, 0.1, 0.01, 0.001)  # the lowest eigenvalue of the field's precisi
 
 
 @dataclass(frozen=True)
-class BoltzmannRatioSettings:
+class BoltzmannRatioSettings(StudySettings):
     """What `--set` can change. In full size: data=mnist seconds=120."""
 
     units: int = 6  # of the machine that is learnt from its exact distribution
@@ -69,8 +69,6 @@ class BoltzmannRatioSettings:
     parts: str = "exact,field,images"  # what is done, comma-separated
     methods: str = "all"  # or names of contestants on images, semicolons between
     tuning_seed: int = 100
-    threads: int | None = 1
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if not 2 <= self.units <= 10 or not 2 <= self.more <= 20:
@@ -100,14 +98,13 @@ class BoltzmannRatioSettings:
 def exact(run: PieceRun) -> Numbers:
     """For every scale and loss: KL after each natural step, and how many steps gradient descent takes."""
     s: BoltzmannRatioSettings = run.settings
-    found: Numbers = {}
+    numbers: Numbers = {}
     for place, scale in enumerate(SCALES):
-        known = ExactMachine(s.units, scale, run.seed)
-        found[f"{scale:g}"] = {}
+        known, numbers[f"{scale:g}"] = ExactMachine(s.units, scale, run.seed), {}
         for number, loss in enumerate(LOSSES):
             begun = (len(LOSSES) * place + number) / (len(SCALES) * len(LOSSES))
-            found[f"{scale:g}"][loss] = compare_directions(run, known, loss, begun)
-    return found
+            numbers[f"{scale:g}"][loss] = compare_directions(run, known, loss, begun)
+    return numbers
 
 
 def compare_directions(run: PieceRun, known: ExactMachine, loss: str, begun: float) -> Numbers:
@@ -125,15 +122,107 @@ def compare_directions(run: PieceRun, known: ExactMachine, loss: str, begun: flo
     }
 
 
+class ExactMachine:
+    """The machine of spins, the truth's probabilities q of all states, and gradients and metrics of the losses."""
+
+    def __init__(self, units: int, scale: float, seed: int) -> None:
+        self.machine = ng.Boltzmann(units, spins=True)
+        generator = torch.Generator().manual_seed(seed)
+        truth = self.machine.parameters(scale, generator=generator, dtype=torch.float64)
+        self.space, self.states = Space(truth), self.machine.states
+        with torch.no_grad():
+            self.log_q = self.machine.log_probabilities(truth)
+            self.q = self.log_q.exp()
+            self.jacobian = self.machine.ratio_jacobian(truth, self.states)  # (S, N, K), the same everywhere
+        v = self.machine.values(self.states)
+        first, second = torch.triu_indices(units, units, 1)
+        self.statistics = torch.cat([v, v[:, first] * v[:, second]], dim=1)  # (S, K)
+
+    def gap(self, theta: Tensor) -> Tensor:
+        """KL(truth, model) of every run, (R, K) -> (R,), in nats."""
+        return ((self.log_q - (theta @ self.statistics.mT).log_softmax(1)) * self.q).sum(1)
+
+    def gradient(self, loss: str, theta: Tensor) -> Tensor:
+        """d loss / d theta of every run, (R, K) -> (R, K)."""
+        if loss == "maximum likelihood":
+            return ((theta @ self.statistics.mT).softmax(1) - self.q) @ self.statistics
+        rows = self.jacobian.flatten(0, 1)  # (S N, K)
+        ratios = theta @ rows.mT
+        missed = torch.sigmoid(-ratios)
+        slopes = -missed if loss == "pseudo-likelihood" else -2 * missed.square() * torch.sigmoid(ratios)
+        return (slopes * self.q.repeat_interleave(self.machine.units)) @ rows
+
+    def metric(self, loss: str, theta: Tensor) -> Tensor:
+        """The Hessian of the loss at q = p with expectations over q: (K,) -> (K, K). Of likelihoods, over the model."""
+        if loss == "ratio matching":
+            return ng.ratio_metric(self.machine, weights=self.q).at(self.params(theta), self.states).dense()
+        if loss == "maximum likelihood":
+            p = (self.statistics @ theta).softmax(0)
+            centred = self.statistics - p @ self.statistics
+            return centred.mT @ (p.unsqueeze(1) * centred)
+        rows = self.jacobian.flatten(0, 1)
+        entries = ng.Bernoulli().curvature(rows @ theta) * self.q.repeat_interleave(self.machine.units)
+        return rows.mT @ (entries.unsqueeze(1) * rows)
+
+    def params(self, theta: Tensor) -> dict[str, Tensor]:
+        """theta (K,) as the machine's parameters."""
+        return {name: value.requires_grad_() for name, value in self.space.unflatten(theta.clone()).items()}
+
+
+def descend(
+    exact: ExactMachine, loss: str, rates: Tensor, goal: float, steps: int, heard: Callable[[], None]
+) -> list[int | None]:
+    """Steps of gradient descent from zero until KL <= goal, for every rate at once; None where that is not in time.
+
+    Stops when the best rate is known. KL is looked at after every step up to 200, then every hundredth of the steps so
+    far, so that the count is at most 1 % too large.
+    """
+    theta = torch.zeros(len(rates), exact.space.size, dtype=torch.float64)
+    look = 1
+    for step in range(1, steps + 1):
+        theta = theta - rates.unsqueeze(1) * exact.gradient(loss, theta)
+        if step >= look:
+            look = step + max(1, step // 100 if step >= 200 else 1)
+            heard()
+            reached = exact.gap(theta) <= goal
+            if bool(reached.any()):
+                return [step if r else None for r in reached.tolist()]
+    return [None] * len(rates)
+
+
+def natural(exact: ExactMachine, loss: str, goal: float, steps: int) -> list[float]:
+    """KL after every undamped natural step at rate 1 from zero, the start first, until it is below the goal, or FAR."""
+    theta = torch.zeros(exact.space.size, dtype=torch.float64)
+    gaps = [exact.gap(theta.unsqueeze(0)).item()]
+    while goal < gaps[-1] < FAR and len(gaps) <= steps:
+        gradient = exact.gradient(loss, theta.unsqueeze(0)).squeeze(0)
+        operator = ng.operators.DenseOperator(exact.metric(loss, theta))
+        theta = theta - ng.natural_gradient(operator, gradient).value
+        gaps.append(exact.gap(theta.unsqueeze(0)).item())
+    return gaps
+
+
+def path(exact: ExactMachine, loss: str, rate: float, steps: int) -> list[tuple[int, float]]:
+    """(step, KL) of gradient descent at that rate, at steps that grow by a tenth."""
+    theta = torch.zeros(1, exact.space.size, dtype=torch.float64)
+    points, look = [(0, exact.gap(theta).item())], 1
+    for step in range(1, steps + 1):
+        theta = theta - rate * exact.gradient(loss, theta)
+        if step >= look or step == steps:
+            look = max(step + 1, int(1.1 * step))
+            points.append((step, exact.gap(theta).item()))
+    return points
+
+
 def larger(run: PieceRun) -> Numbers:
     """Natural steps of ratio matching on a larger machine, couplings scaled to drive each unit as strongly."""
     s: BoltzmannRatioSettings = run.settings
-    found: Numbers = {}
+    gaps: Numbers = {}
     for place, scale in enumerate(SCALES):
         run.advance(place / len(SCALES))
         known = ExactMachine(s.more, scale * math.sqrt(s.units / s.more), run.seed)
-        found[f"{scale:g}"] = natural(known, "ratio matching", s.goal, 100)
-    return found
+        gaps[f"{scale:g}"] = natural(known, "ratio matching", s.goal, 100)
+    return gaps
 
 
 def field(run: PieceRun) -> Numbers:
@@ -187,16 +276,15 @@ def descent(run: PieceRun, curvature: Tensor, error: Tensor, rate: float, close:
 def choice(run: PieceRun) -> Numbers:
     """Every contestant's best rate, by its own loss on the last training images after a part of the seconds."""
     s: BoltzmannRatioSettings = run.settings
-    apart = images(s.data, s.looked_at).hold_out()
-    found: Numbers = {}
-    among = s.contestants()
-    for place, (name, one) in enumerate(among.items()):
-        found[name] = {}
-        for number, rate in enumerate(one.rates):
-            run.advance((place + number / len(one.rates)) / len(among))
-            *_, last = train(one, rate, apart, s.batch, s.tuning * s.seconds, s.tuning_seed, 1)
-            found[name][str(rate)] = last[one.loss]
-    return found
+    held, among = images(s.data, s.looked_at).hold_out(), s.contestants()
+    ends: Numbers = {}
+    for place, (name, contestant) in enumerate(among.items()):
+        ends[name] = {}
+        for number, rate in enumerate(contestant.rates):
+            run.advance((place + number / len(contestant.rates)) / len(among))
+            *_, last = train(contestant, rate, held, s.batch, s.tuning * s.seconds, s.tuning_seed, 1)
+            ends[name][str(rate)] = last[contestant.loss]
+    return ends
 
 
 def best(tried: Numbers) -> float:
@@ -210,16 +298,15 @@ def best(tried: Numbers) -> float:
 def race(run: PieceRun) -> Numbers:
     """Test losses over seconds of every contestant at its rate, and draws from what it has learnt."""
     s: BoltzmannRatioSettings = run.settings
-    shown, found = images(s.data, s.looked_at), {}
-    among = s.contestants()
-    for place, (name, one) in enumerate(among.items()):
+    shown, among, runs = images(s.data, s.looked_at), s.contestants(), {}
+    for place, (name, contestant) in enumerate(among.items()):
         points: list[Numbers] = []
-        for point in train(one, best(run.earlier["choice"][name]), shown, s.batch, s.seconds, run.seed):
+        for point in train(contestant, best(run.earlier["choice"][name]), shown, s.batch, s.seconds, run.seed):
             run.advance((place + min(0.99, point["seconds"] / s.seconds)) / len(among))
             points.append(point)
         params = points[-1].pop("params")
-        found[name] = {"points": points, "draws": draws(params, shown, 8, s.sweeps)}
-    return {"side": shown.side, "contestants": found, "real": shown.test[:: len(shown.test) // 8][:8].int().tolist()}
+        runs[name] = {"points": points, "draws": draws(params, shown, 8, s.sweeps)}
+    return {"side": shown.side, "contestants": runs, "real": shown.test[:: len(shown.test) // 8][:8].int().tolist()}
 
 
 def tell(findings: Findings) -> Story:
@@ -236,8 +323,8 @@ def tell(findings: Findings) -> Story:
 
 def _lead(findings: Findings) -> str:
     said = []
-    for one in findings.of("exact")[:1]:
-        counts = [(f"scale {scale}", write_step_counts(findings.of("exact"), scale, "ratio matching")) for scale in one]
+    for scales in findings.of("exact")[:1]:
+        counts = [(f"scale {s}", write_step_counts(findings.of("exact"), s, "ratio matching")) for s in scales]
         said += [f"{name}: {ours} natural steps, {theirs} of gradient descent" for name, (ours, theirs) in counts]
     return f"To KL {findings.settings.goal:g}: " + "; ".join(said) + "." if said else "Nothing exact is finished yet."
 
@@ -290,15 +377,11 @@ def _paths(runs: Sequence[Numbers], units: int) -> Callable[[Figure], None]:
     seeds = f"first of {len(runs)} seeds with marks, the others faint" if len(runs) > 1 else "one seed"
 
     def fill(figure: Figure) -> None:
-        for axes, scale in zip(_axes(figure, 1, len(runs[0])), runs[0], strict=True):
+        for axes, scale in zip(figure.subplots(1, len(runs[0]), sharey=True, squeeze=False)[0], runs[0], strict=True):
             for number, run in reversed(list(enumerate(runs))):
-                for colour, mark, (loss, found) in zip(PALETTE, "os^", run[scale].items(), strict=False):
-                    look = (
-                        {"color": colour, "marker": mark, "markersize": 4.5}
-                        if number == 0
-                        else {"color": colour, "alpha": 0.3}
-                    )
-                    _way(axes, found, loss if number == 0 else None, look)
+                for colour, mark, (loss, ways) in zip(PALETTE, "os^", run[scale].items(), strict=False):
+                    marked = {"marker": mark, "markersize": 4.5} if number == 0 else {"alpha": 0.3}
+                    _way(axes, ways, loss if number == 0 else None, {"color": colour, **marked})
             axes.set_xscale("symlog", linthresh=1)
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
             axes.tick_params(axis="x", labelsize=7)
@@ -313,45 +396,31 @@ def _paths(runs: Sequence[Numbers], units: int) -> Callable[[Figure], None]:
     return fill
 
 
-def _way(axes: Axes, found: Numbers, name: str | None, look: dict[str, Any]) -> None:
+def _way(axes: Axes, ways: Numbers, name: str | None, look: dict[str, Any]) -> None:
     """Natural steps as a solid line, those of gradient descent as a dashed one."""
-    axes.plot(range(len(found["natural"])), found["natural"], "-", linewidth=1.8, label=name, **look)
-    if found["path"]:
-        steps, gaps = zip(*found["path"], strict=True)
+    axes.plot(range(len(ways["natural"])), ways["natural"], "-", linewidth=1.8, label=name, **look)
+    if ways["path"]:
+        steps, gaps = zip(*ways["path"], strict=True)
         axes.plot(steps, gaps, "--", linewidth=1.2, markevery=max(len(steps) // 8, 1), **look)
-
-
-def _axes(figure: Figure, rows: int, columns: int) -> list[Axes]:
-    return list(np.atleast_1d(figure.subplots(rows, columns, sharey=True)).ravel())
 
 
 def _field(runs: Sequence[Numbers], examples: int) -> Section:
     rows = []
     for floor in runs[0]:
         cells = [run[floor] for run in runs]
-        rows.append(
-            (
-                f"lowest eigenvalue {floor}",
-                short(statistics.median(cell["condition"] for cell in cells)),
-                f"1, to {max(cell['natural'] for cell in cells):.0e}",
-                write_range([cell["descent"] for cell in cells]),
-                f"{100 * statistics.median(cell['truth'] for cell in cells):.1f} %",
-            )
-        )
-    heads = (
-        "",
-        "condition of the metric",
-        "natural steps, distance left",
-        "gradient descent to 1e-3",
-        "from the truth",
-    )
+        condition = short(statistics.median(cell["condition"] for cell in cells))
+        left, truth = max(cell["natural"] for cell in cells), statistics.median(cell["truth"] for cell in cells)
+        steps = write_range([cell["descent"] for cell in cells])
+        rows.append((f"lowest eigenvalue {floor}", condition, f"1, to {left:.0e}", steps, f"{100 * truth:.1f} %"))
+    heads = ("", "condition of the metric", "natural steps, distance left", "gradient descent to 1e-3")
     note = "Distances are relative to the optimum's length; the last column is the optimum's own, from few examples."
     worst = max(cell["natural"] for run in runs for cell in run.values())
     verdict = (
         f"One natural step from the identity ends at the optimum of score matching on {examples:,} examples, within "
         f"{worst:.0e}, whatever the condition; gradient descent pays for it in proportion."
     )
-    return Section("Precision of a Gauss-Markov field", verdict, (Table("A lattice", heads, tuple(rows), note),))
+    table = Table("A lattice", (*heads, "from the truth"), tuple(rows), note)
+    return Section("Precision of a Gauss-Markov field", verdict, (table,))
 
 
 def _images(findings: Findings) -> Section:
@@ -372,8 +441,8 @@ def _images(findings: Findings) -> Section:
 
 def final(runs: Sequence[Numbers], name: str, loss: str) -> list[float]:
     """The last test loss of every seed; infinite where it is not a number."""
-    found = [run["contestants"][name]["points"][-1][loss] for run in runs]
-    return [float("inf") if value is None else value for value in found]
+    ends = [run["contestants"][name]["points"][-1][loss] for run in runs]
+    return [math.inf if value is None else value for value in ends]
 
 
 def _verdict(runs: Sequence[Numbers]) -> str:
@@ -407,7 +476,7 @@ def _curves(runs: Sequence[Numbers], loss: str, data: str) -> Callable[[Figure],
 
 def _draws(run: Numbers) -> Callable[[Figure], None]:
     shown: dict[str, Any] = {"test images": run["real"]}
-    shown |= {name: found["draws"] for name, found in run["contestants"].items()}
+    shown |= {name: numbers["draws"] for name, numbers in run["contestants"].items()}
     return fill_strips(shown, run["side"])
 
 

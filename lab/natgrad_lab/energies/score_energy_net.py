@@ -7,7 +7,6 @@ dynamics down a ladder of noise levels that the network is not told.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,19 +20,19 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.ground.densities import Energy
+from natgrad.ground.linalg import eigh
 from natgrad.rules import NoiseAware, SpectralDescent
 from natgrad_lab.data import digits, mnist
-from natgrad_lab.energies.exact_scores import curve as trace
-from natgrad_lab.energies.exact_scores import exact_score
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.settings import check_positive
-from natgrad_lab.figures import INK, draw_images, fill_lines
+from natgrad_lab.experiments.settings import StudySettings, check_positive
+from natgrad_lab.experiments.training import follow_clock
+from natgrad_lab.figures import INK, draw_images, fill_lines, take_columns
 
 METHODS = ("K-FAC", "Adam")
 DATA = {"rings": "three rings", "spiral": "a spiral", "digits": "the embedded digits", "mnist": "MNIST"}
-LOSS, DISTANCE = 2, 3
+LOSS, DISTANCE = 2, 3  # places in a curve's points
 
 TASKS = ("rings", "spiral", "digits", "mnist")
 GRID, HELD_OUT, SHOWN = 60, 1000, 40
@@ -42,7 +41,7 @@ LAST = 0.001
 
 
 @dataclass(frozen=True)
-class ScoreEnergySettings:
+class ScoreEnergySettings(StudySettings):
     """What `--set` can change."""
 
     tasks: str = "rings,spiral,digits"  # and mnist, where its data are
@@ -57,8 +56,6 @@ class ScoreEnergySettings:
     signal: float = 0.8  # share of signal below which steps become spectral: most of this loss is noise from the start
     whitening: float = 0.01  # damping of the spectral steps; .3 is the default
     adam: float = 0.01  # falls linearly to a twentieth; .0025 to .04 were tried, and .04 is better on the spiral
-    threads: int | None = 1
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.names if name not in TASKS]
@@ -87,12 +84,6 @@ def spiral(count: int, generator: torch.Generator) -> Tensor:
     return points + 0.05 * torch.randn(count, 2, generator=generator)
 
 
-def images(name: str) -> tuple[Tensor, Tensor]:
-    """Training and held-out pixels, (n, pixels)."""
-    split = (digits if name == "digits" else mnist)().flat()
-    return split.train_x, split.test_x[:HELD_OUT]
-
-
 Source = Callable[[int, torch.Generator], Tensor]
 
 
@@ -101,7 +92,8 @@ def source(name: str) -> tuple[Source, Tensor]:
     if name in ("rings", "spiral"):
         draw = rings if name == "rings" else spiral
         return draw, draw(HELD_OUT, torch.Generator().manual_seed(12345))
-    train, test = images(name)
+    split = (digits if name == "digits" else mnist)().flat()
+    train, test = split.train_x, split.test_x[:HELD_OUT]
     return lambda count, generator: train[torch.randint(len(train), (count,), generator=generator)], test
 
 
@@ -135,21 +127,17 @@ def training(run: PieceRun, task: str, method: str) -> Numbers:
     noise = s.noise if task in ("rings", "spiral") else s.image_noise
     energy = network(task, test.shape[1], s.width, run.seed)
     score, generator = ng.Score(energy), torch.Generator().manual_seed(run.seed)
-    opt = optimizers(s)[method](score)
-    rate, spent, steps = opt.param_groups[0]["lr"], 0.0, 0
-    look = watch(task, test, noise)
-    curve = [(0.0, 0, *look(score))]
-    while spent < s.seconds:
-        run.advance(spent / s.seconds)
-        began = time.process_time()
+    opt, look = optimizers(s)[method](score), watch(task, test, noise)
+    rate = opt.param_groups[0]["lr"]
+
+    def move(share: float) -> None:
         for group in opt.param_groups:
-            group["lr"] = rate * share_of_rate(s, method, 1 - spent / s.seconds)
+            group["lr"] = rate * share_of_rate(s, method, 1 - share)
         step(opt, score, draw(s.batch, generator), noise, generator)
-        spent, steps = spent + time.process_time() - began, steps + 1
-        if spent >= s.seconds * len(curve) / 20:
-            curve.append((spent, steps, *look(score)))
-    drawn = samples(energy, test, noise, generator, task)
-    return {"curve": curve, "steps": steps, "samples": round_numbers(drawn), **picture(energy, task, test, noise)}
+
+    curve = follow_clock(run, s.seconds, 20, move, lambda: look(score))
+    drawn = round_numbers(samples(energy, test, noise, generator, task))
+    return {"curve": curve, "steps": curve[-1][1], "samples": drawn, **picture(energy, task, test, noise)}
 
 
 def share_of_rate(s: ScoreEnergySettings, method: str, left: float) -> float:
@@ -161,10 +149,8 @@ def step(opt: Any, score: nn.Module, x: Tensor, noise: float, generator: torch.G
     """One step on (x + noise z, -z / noise)."""
     z = torch.randn(x.shape, generator=generator)
     opt.zero_grad()
-    found = score(x + noise * z)
-    loss = (
-        nn.functional.mse_loss(found, -z / noise) if isinstance(opt, torch.optim.Adam) else opt.loss(found, -z / noise)
-    )
+    scores, target = score(x + noise * z), -z / noise
+    loss = nn.functional.mse_loss(scores, target) if isinstance(opt, torch.optim.Adam) else opt.loss(scores, target)
     loss.backward()
     opt.step()
 
@@ -226,43 +212,88 @@ def round_numbers(tensor: Tensor) -> list[Any]:
     return tensor.mul(1000).round().div(1000).tolist()
 
 
+# The exact score of the rings and of the spiral under noise, by sums over a curve: the best that a network can do
+
+SPREAD = 0.05
+"""Standard deviation of a ring's radius, and of an arm's points around it."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points (k, 2) with weights (k,) that sum to 1, and the variance that is around each of them besides the noise."""
+
+    points: Tensor
+    weights: Tensor
+    variance: float
+
+
+def trace(task: str, turns: int = 240) -> Curve | None:
+    """Where the density of a task has its mass; None for a task that is known by its examples alone."""
+    return {"rings": trace_rings, "spiral": trace_spiral}[task](turns) if task in ("rings", "spiral") else None
+
+
+def trace_rings(turns: int) -> Curve:
+    """Three rings, each at nine radii of Gauss and Hermite."""
+    # E f(N(0, 1)) = sum w f(t): eigenvalues of Hermite's recurrence, and squares of first entries
+    recurrence = torch.diag(torch.arange(1, 9, dtype=torch.float64).sqrt(), 1)
+    places, vectors = eigh(recurrence + recurrence.T)
+    radii = (torch.arange(1, 4).unsqueeze(1) + SPREAD * places).flatten()
+    weights = (vectors[0].square() / (3 * turns)).repeat(3)
+    angles = 2 * math.pi * torch.arange(turns, dtype=torch.float64) / turns
+    circle = torch.stack([angles.cos(), angles.sin()], 1)
+    points = (radii.view(-1, 1, 1) * circle).flatten(0, 1)
+    return Curve(points, weights.repeat_interleave(turns), 0.0)
+
+
+def trace_spiral(turns: int) -> Curve:
+    """Both arms, at the middle of as many equal parts of the draws that they are made of."""
+    count = 5 * turns
+    turn = ((torch.arange(count, dtype=torch.float64) + 0.5) / count).sqrt() * 3 * math.pi
+    arm = torch.stack([turn.cos(), turn.sin()], 1) * (turn / math.pi).unsqueeze(1)
+    return Curve(torch.cat([arm, -arm]), torch.full((2 * count,), 1 / (2 * count), dtype=torch.float64), SPREAD**2)
+
+
+def exact_score(traced: Curve, x: Tensor, noise: float) -> Tensor:
+    """d log p / dx of the curve's mass under noise, (b, 2): (E[point | x] - x) / variance."""
+    variance = traced.variance + noise**2
+    parts = []
+    for some in x.double().split(100):
+        logits = traced.weights.log() - torch.cdist(some, traced.points).square() / (2 * variance)
+        parts.append((logits.softmax(1) @ traced.points - some) / variance)
+    return torch.cat(parts).to(x.dtype)
+
+
 def tell(findings: Findings) -> Story:
     """A section per task that is finished."""
     s = findings.settings
-    told = {task: {m: found for m in METHODS if (found := findings.of(f"{task} {m}"))} for task in s.names}
-    told = {task: methods for task, methods in told.items() if methods}
+    tasks = {task: methods for task in s.names if (methods := findings.collect(METHODS, f"{task} {{}}"))}
     method = (
         f"Energies with two hidden layers of {s.width} units ({4 * s.width} on images) and SiLU, denoising score "
         f"matching with noise {s.noise:g} ({s.image_noise:g} on pixels), batches of {s.batch}, {s.seconds:g} CPU s "
         f"each. ng.kfac has NoiseAware(move={s.move:g}, noise={s.signal:g}), spectral damping {s.whitening:g} and the "
         f"rate {s.kfac:g}, which falls with the power {s.fall:g} of the time that is left; Adam's rate of {s.adam:g} "
-        "falls linearly to a twentieth. The loss is that of held-out examples with fixed noise, times "
-        "noise^2 per variable: 1 for a network that says nothing. In two dimensions the exact score is known, and the "
-        "distance is noise^2 times the mean square from it: what is left of the loss when it is 0 is noise. Samples: "
-        "300 steps of Langevin dynamics with Metropolis' correction from a uniform start in two dimensions, 200 from "
-        "noisy digits."
+        "falls linearly to a twentieth. The loss is that of held-out examples with fixed noise, times noise^2 per "
+        "variable: 1 for a network that says nothing. In two dimensions the exact score is known, and the distance is "
+        "noise^2 times the mean square from it: what is left of the loss when it is 0 is noise. Samples: 300 steps of "
+        "Langevin dynamics with Metropolis' correction from a uniform start in two dimensions, 200 from noisy digits."
     )
-    return Story(
-        "Energy networks by denoising", _lead(told), method, tuple(_section(task, told[task]) for task in told)
-    )
+    sections = tuple(_section(task, methods) for task, methods in tasks.items())
+    return Story("Energy networks by denoising", _lead(tasks), method, sections)
 
 
-"""Places in a curve's points."""
-
-
-def ends(found: list[Numbers], place: int | None = None) -> float:
+def ends(runs: list[Numbers], place: int | None = None) -> float:
     """What came out last, the median over seeds: by default the distance where it is known, the loss elsewhere."""
-    shown = (DISTANCE if knows_distance(found) else LOSS) if place is None else place
-    return median(one["curve"][-1][shown] for one in found)
+    shown = (DISTANCE if knows_distance(runs) else LOSS) if place is None else place
+    return median(run["curve"][-1][shown] for run in runs)
 
 
-def knows_distance(found: list[Numbers]) -> bool:
+def knows_distance(runs: list[Numbers]) -> bool:
     """Whether the exact score of the task is known."""
-    return found[0]["curve"][-1][DISTANCE] is not None
+    return runs[0]["curve"][-1][DISTANCE] is not None
 
 
-def _lead(told: dict[str, dict[str, list[Numbers]]]) -> str:
-    both = {task: methods for task, methods in told.items() if len(methods) == len(METHODS)}
+def _lead(tasks: dict[str, dict[str, list[Numbers]]]) -> str:
+    both = {task: methods for task, methods in tasks.items() if len(methods) == len(METHODS)}
     lower = [task for task, methods in both.items() if ends(methods["K-FAC"]) < ends(methods["Adam"])]
     measure = "distance from the exact score, or held-out loss where that is not known,"
     return f"After the same CPU time K-FAC's {measure} is below Adam's on {len(lower)} of {len(both)} tasks."
@@ -270,21 +301,15 @@ def _lead(told: dict[str, dict[str, list[Numbers]]]) -> str:
 
 def _section(task: str, methods: dict[str, list[Numbers]]) -> Section:
     known = knows_distance(next(iter(methods.values())))
-    said = ", ".join(f"{name} {ends(found, LOSS):.4f}" for name, found in methods.items())
+    said = ", ".join(f"{name} {ends(runs, LOSS):.4f}" for name, runs in methods.items())
     if known:
-        far = ", ".join(f"{name} {ends(found):.4f}" for name, found in methods.items())
-        said += f". Distance from the exact score: {far}"
-    rows = tuple(
-        (
-            name,
-            f"{ends(found, LOSS):.4f}",
-            f"{ends(found):.4f}" if known else "-",
-            f"{median(one['steps'] for one in found):,}",
-        )
-        for name, found in methods.items()
-    )
+        said += f". Distance from the exact score: {', '.join(f'{n} {ends(runs):.4f}' for n, runs in methods.items())}"
+    rows = []
+    for name, runs in methods.items():
+        distance, steps = f"{ends(runs):.4f}" if known else "-", f"{median(run['steps'] for run in runs):,}"
+        rows.append((name, f"{ends(runs, LOSS):.4f}", distance, steps))
     heads = ("", "held-out loss", "distance from the exact score", "steps")
-    table = Table("At the end, medians over seeds", heads, rows)
+    table = Table("At the end, medians over seeds", heads, tuple(rows))
     looks = _densities(task, methods) if "map" in next(iter(methods.values()))[0] else _digits(task, methods)
     place = DISTANCE if known else LOSS
     curves = tuple(_draw_curve(task, methods, axis, place) for axis in (0, 1))
@@ -292,19 +317,11 @@ def _section(task: str, methods: dict[str, list[Numbers]]) -> Section:
 
 
 def _draw_curve(task: str, methods: dict[str, list[Numbers]], axis: int, place: int) -> Picture:
-    lines = {
-        name: [np.array(one["curve"], float)[:, [axis, place]].T for one in found] for name, found in methods.items()
-    }
+    lines = take_columns({name: [run["curve"] for run in runs] for name, runs in methods.items()}, axis, place)
     measure = {LOSS: "held-out loss per variable", DISTANCE: "distance from the exact score"}[place]
-    look = {
-        "xlabel": ("CPU seconds", "steps")[axis],
-        "ylabel": measure,
-        "yscale": "log" if place == DISTANCE else "linear",
-    }
-    title, name = (
-        f"Energy network on {DATA[task]}, {' and '.join(methods)}: a line per seed",
-        ("seconds", "steps")[axis],
-    )
+    label, name = (("CPU seconds", "seconds"), ("steps", "steps"))[axis]
+    look = {"xlabel": label, "ylabel": measure, "yscale": "log" if place == DISTANCE else "linear"}
+    title = f"Energy network on {DATA[task]}, {' and '.join(methods)}: a line per seed"
     return Picture(f"{task}-{name}", f"Against {name}", fill_lines(lines, look, title), (5.0, 3.9))
 
 
@@ -314,14 +331,14 @@ def _densities(task: str, methods: dict[str, list[Numbers]]) -> Picture:
         first = next(iter(methods.values()))[0]
         grid[1, 0].set_axis_off()
         _points(grid[0, 0], first["data"], "data")
-        for (upper, lower), (method, found) in zip(grid.T[1:], methods.items(), strict=True):
-            height = np.array(found[0]["map"])
+        for (upper, lower), (method, runs) in zip(grid.T[1:], methods.items(), strict=True):
+            height = np.array(runs[0]["map"])
             highest = _at_data(height, np.array(first["data"])).max()  # where no data are, nothing holds the energy up
             density = np.exp(np.clip(height - highest, -12.0, 0.0))
             upper.imshow(density, origin="lower", extent=(-3.8, 3.8, -3.8, 3.8), cmap="magma")
             upper.set(xticks=[], yticks=[])
             upper.set_title(f"{method}: density", fontsize=10)
-            _points(lower, found[0]["samples"], f"{method}: samples")
+            _points(lower, runs[0]["samples"], f"{method}: samples")
         parts = "bright: as high as anywhere on the data; the square from -3.8 to 3.8"
         figure.suptitle(f"Energy network on {DATA[task]}, first seed:\ndensity, {parts}", fontsize=9)
 
@@ -345,8 +362,8 @@ def _digits(task: str, methods: dict[str, list[Numbers]]) -> Picture:
     def fill(figure: Figure) -> None:
         first = next(iter(methods.values()))[0]
         rows = {"digits": first["data"], "noisy": first["noisy"]}
-        for method, found in methods.items():
-            rows |= {f"{method}: cleaned": found[0]["cleaned"], f"{method}: samples": found[0]["samples"]}
+        for method, runs in methods.items():
+            rows |= {f"{method}: cleaned": runs[0]["cleaned"], f"{method}: samples": runs[0]["samples"]}
         grid = figure.subplots(len(rows), 1)
         for axes, (title, pixels) in zip(grid, rows.items(), strict=True):
             images = np.array(pixels)[:20]
@@ -354,9 +371,8 @@ def _digits(task: str, methods: dict[str, list[Numbers]]) -> Picture:
             draw_images(axes, 1 - 2 * np.clip(images, 0, 1).reshape(-1, side, side), 20)
             axes.set_ylabel(title, rotation=0, ha="right", fontsize=9)
 
-    return Picture(
-        f"{task}-digits", "Digits, cleaned by the score, and drawn by Langevin from noisy ones", fill, (10.0, 4.2)
-    )
+    title = "Digits, cleaned by the score, and drawn by Langevin from noisy ones"
+    return Picture(f"{task}-digits", title, fill, (10.0, 4.2))
 
 
 def pieces(s: ScoreEnergySettings) -> tuple[Piece, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import avg_pool2d
 
 from natgrad_lab.data import Split
 
@@ -33,7 +34,6 @@ class Contestant:
         falls: The share of the budget that is spent, in steps or in seconds -> a factor that ends as the run does.
         observes: Examples, the gradient's rows, seed and step -> inputs on which natgrad takes the metric of a step,
             drawn from seed and step alone (see `natgrad_lab.experiments.metric_data`). None: the gradient's own batch.
-        needs: A package beyond those of the laboratory, by the name it is imported by.
     """
 
     name: str
@@ -43,7 +43,6 @@ class Contestant:
     schedule: Callable[[int], float] | None = None
     falls: Callable[[float], float] | None = None
     observes: Callable[[TaskData, Rows, int, int], Tensor] | None = None
-    needs: str | None = None
 
     @property
     def has_choices(self) -> bool:
@@ -161,6 +160,19 @@ class TaskData:
 def pair_with_labels(split: Split) -> TaskData:
     """Examples whose targets are the labels."""
     return TaskData(split.train_x, split.train_y, split.test_x, split.test_y)
+
+
+def add_channel(split: Split) -> Split:
+    """Grey images as (n, 1, h, w)."""
+    return replace(split, train_x=split.train_x[:, None], test_x=split.test_x[:, None])
+
+
+def standardise_pictures(split: Split, many: int | None = None, side: int = 32) -> TaskData:
+    """The first pictures (n, 3, h, h), shrunk, every colour with mean 0 and variance 1 over the training pictures."""
+    parts = [avg_pool2d(part, part.shape[-1] // side) for part in (split.train_x[:many], split.test_x)]
+    mean, deviation = parts[0].mean((0, 2, 3), keepdim=True), parts[0].std((0, 2, 3), keepdim=True)
+    train, test = ((part - mean) / deviation for part in parts)
+    return TaskData(train, split.train_y[:many], test, split.test_y)
 
 
 def pair_with_inputs(split: Split) -> TaskData:

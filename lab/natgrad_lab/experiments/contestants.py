@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.ground.linalg import eigh
 from natgrad_lab.experiments.base import Choice, Contestant, LabError
-from natgrad_lab.experiments.soap import SOAP
 
 
 def natural_gradient(grid: Iterable[Choice]) -> Contestant:
@@ -72,29 +71,19 @@ def by_default(batch: int) -> dict[str, Contestant]:
 
 def adam(grid: Iterable[Choice], betas: tuple[float, float] = (0.9, 0.999)) -> Contestant:
     """torch.optim.Adam."""
-
-    def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
-        return torch.optim.Adam(model.parameters(), lr=choice["lr"], betas=betas)
-
-    return Contestant("Adam", tuple(grid), build)
+    return Contestant("Adam", tuple(grid), lambda m, _, choice: torch.optim.Adam(m.parameters(), choice["lr"], betas))
 
 
 def sgd(grid: Iterable[Choice], momentum: float = 0.9) -> Contestant:
     """torch.optim.SGD with heavy-ball momentum."""
-
-    def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=choice["lr"], momentum=momentum)
-
-    return Contestant("SGD-momentum", tuple(grid), build)
+    return Contestant(
+        "SGD-momentum", tuple(grid), lambda m, _, choice: torch.optim.SGD(m.parameters(), choice["lr"], momentum)
+    )
 
 
 def soap(grid: Iterable[Choice]) -> Contestant:
     """SOAP, Adam in the eigenbasis of Shampoo's factors, with its authors' defaults but no weight decay."""
-
-    def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
-        return SOAP(model.parameters(), choice["lr"])
-
-    return Contestant("SOAP", tuple(grid), build)
+    return Contestant("SOAP", tuple(grid), lambda m, _, choice: SOAP(m.parameters(), choice["lr"]))
 
 
 def muon(grid: Iterable[Choice], but: Collection[str] = ()) -> Contestant:
@@ -110,6 +99,24 @@ def muon(grid: Iterable[Choice], but: Collection[str] = ()) -> Contestant:
         return JoinedOptimizers(Muon(matrices.values(), choice["lr"]), torch.optim.Adam(rest, lr=choice["adam_lr"]))
 
     return Contestant("Muon and Adam", tuple(grid), build)
+
+
+def line_up(batch: int, but: Collection[str] = (), **axes: Mapping[str, Iterable[float]]) -> dict[str, Contestant]:
+    """The recipes as they come, and others by their names over a grid of these axes.
+
+    but: matrices that are Adam's where Muon has the rest. Grids were narrowed by probes with the tuning seed.
+    """
+    tuned = {**TUNED, "muon": lambda choices: muon(choices, but)}
+    return by_default(batch) | {name: tuned[name](grid(**{"batch": (batch,), **of})) for name, of in axes.items()}
+
+
+TUNED: dict[str, Callable[[Iterable[Choice]], Contestant]] = {
+    "hessian_free": natural_gradient,
+    "krylov_subspace": krylov_subspace,
+    "adam": adam,
+    "soap": soap,
+    "sgd": sgd,
+}
 
 
 class Muon(torch.optim.Optimizer):
@@ -144,6 +151,87 @@ def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
         gram = x @ x.mT
         x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
     return x.mT if matrix.shape[0] > matrix.shape[1] else x
+
+
+class SOAP(torch.optim.Optimizer):
+    """W <- W - lr Q_L A(Q_L^T M Q_R) Q_R^T with A the division by the root of the second moments in that basis.
+
+    Q_L, Q_R: eigenvectors of the running means of G G^T and G^T G for a gradient G, made at the first step and then
+    followed by one power iteration and a QR decomposition every so many steps. Filters of convolutions count as
+    matrices, a row per filter. A side longer than `longest` keeps the identity, a vector is Adam's.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float,
+        betas: tuple[float, float] = (0.95, 0.95),
+        eps: float = 1e-8,
+        every: int = 10,
+        longest: int = 10_000,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "every": every, "longest": longest})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step of every parameter that has a gradient."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    matrix = p.grad.flatten(1) if p.dim() > 1 else p.grad.reshape(1, -1)
+                    p.add_(direction(matrix, self.state[p], group, p.dim() > 1).view_as(p), alpha=-group["lr"])
+
+
+def direction(gradient: Tensor, state: dict[str, Any], group: dict[str, Any], rotated: bool) -> Tensor:
+    """What is subtracted from a matrix, per unit of the rate. state: of the parameter, brought up to date."""
+    if not state:
+        state |= {"step": 0, "mean": torch.zeros_like(gradient), "square": torch.zeros_like(gradient)}
+    state["step"] += 1
+    if rotated:
+        turn(gradient, state, group)
+    first, second = group["betas"]
+    state["mean"].lerp_(gradient, 1 - first)
+    state["square"].lerp_(into_basis(gradient, state).square(), 1 - second)
+    mean = into_basis(state["mean"], state) / (1 - first ** state["step"])
+    root = (state["square"] / (1 - second ** state["step"])).sqrt()
+    return out_of_basis(mean / (root + group["eps"]), state)
+
+
+def turn(gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    """Update the factors, and the basis where that is due."""
+    decay = group["betas"][1]
+    for side, product in (("left", lambda: gradient @ gradient.mT), ("right", lambda: gradient.mT @ gradient)):
+        if gradient.shape[0 if side == "left" else 1] > group["longest"]:
+            continue
+        if f"{side} basis" not in state:
+            state[side] = (1 - decay) * product()
+            state[f"{side} basis"] = eigh(state[side])[1].flip(1)
+            continue
+        state[side].lerp_(product(), 1 - decay)
+        if state["step"] % group["every"] == 0:
+            iterate_power(state, side)
+
+
+def iterate_power(state: dict[str, Any], side: str) -> None:
+    """One orthogonal iteration, eigenvectors sorted by what they explain, and the second moments with them."""
+    factor, basis = state[side], state[f"{side} basis"]
+    order = (basis * (factor @ basis)).sum(0).argsort(descending=True)
+    state["square"] = state["square"].index_select(0 if side == "left" else 1, order)
+    state[f"{side} basis"] = torch.linalg.qr(factor @ basis[:, order])[0]
+
+
+def into_basis(matrix: Tensor, state: dict[str, Any]) -> Tensor:
+    """Q_L^T X Q_R."""
+    left, right = state.get("left basis"), state.get("right basis")
+    matrix = matrix if left is None else left.mT @ matrix
+    return matrix if right is None else matrix @ right
+
+
+def out_of_basis(matrix: Tensor, state: dict[str, Any]) -> Tensor:
+    """Q_L X Q_R^T."""
+    left, right = state.get("left basis"), state.get("right basis")
+    matrix = matrix if left is None else left @ matrix
+    return matrix if right is None else matrix @ right.mT
 
 
 class JoinedOptimizers(torch.optim.Optimizer):
@@ -182,16 +270,9 @@ def select(words: str, among: Mapping[str, Contestant], groups: Mapping[str, Seq
     wanted: set[str] = set()
     for word in words.split(","):
         if word in groups:
-            wanted |= {key for key in groups[word] if key in among and missing(among[key]) is None}
+            wanted |= {key for key in groups[word] if key in among}
         elif word not in among:
             raise LabError(f"methods has the word {word!r}, expected words among {', '.join([*groups, *among])}")
-        elif package := missing(among[word]):
-            raise LabError(f"{word} needs the package {package}: pip install {package}, or race without it")
         else:
             wanted.add(word)
     return tuple(contestant for key, contestant in among.items() if key in wanted)
-
-
-def missing(contestant: Contestant) -> str | None:
-    """The package that a contestant needs and that is not installed; None if there is none."""
-    return contestant.needs if contestant.needs and find_spec(contestant.needs) is None else None

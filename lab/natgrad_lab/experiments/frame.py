@@ -7,9 +7,13 @@ unfinished piece when the same command is given again; a long piece may keep a c
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
+import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,12 +21,12 @@ from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
+import cloudpickle
 import torch
 
 from natgrad_lab.experiments.base import LabError, slug
 from natgrad_lab.experiments.records import FinishedPiece, Folder, Numbers, read, versions, write
 from natgrad_lab.experiments.sections import Story
-from natgrad_lab.experiments.workers import WorkerTask, beside
 
 
 class Interrupted(Exception):
@@ -37,15 +41,15 @@ class Advance(Protocol):
 
 
 def ignore_progress(fraction: float, note: str = "") -> None:
-    """ExperimentState that nobody watches."""
+    """Nobody watches."""
 
 
 def ignore_state(state: ExperimentState) -> None:
-    """An experiment that nobody watches."""
+    """Nobody watches."""
 
 
 def never_stop() -> bool:
-    """An experiment that nobody stops."""
+    """Nobody stops."""
     return False
 
 
@@ -148,11 +152,11 @@ class Findings:
 
     Args:
         settings: The experiment's.
-        found: The pieces, as read back.
+        finished: The pieces, as read back.
     """
 
     settings: Any
-    found: tuple[FinishedPiece, ...]
+    finished: tuple[FinishedPiece, ...]
 
     def of(self, piece: str) -> list[Numbers]:
         """The numbers of a piece, in the order of the seeds; empty while it is not finished from any.
@@ -160,8 +164,8 @@ class Findings:
         Args:
             piece: Its name.
         """
-        mine = [one for one in self.found if one.header["piece"] == piece]
-        return [one.numbers for one in sorted(mine, key=lambda one: one.header["seed"])]
+        mine = [done for done in self.finished if done.header["piece"] == piece]
+        return [done.numbers for done in sorted(mine, key=lambda done: done.header["seed"])]
 
     def collect(self, names: Iterable[str], form: str = "{}") -> dict[str, list[Numbers]]:
         """Name -> the numbers of its piece from all seeds, of those that are finished from any.
@@ -178,7 +182,7 @@ class Findings:
         Args:
             *pieces: Their names.
         """
-        of = {(one.header["piece"], one.header["seed"]): one.numbers for one in self.found}
+        of = {(done.header["piece"], done.header["seed"]): done.numbers for done in self.finished}
         seeds = sorted({seed for _, seed in of})
         return [tuple(of[p, s] for p in pieces) for s in seeds if all((p, s) in of for p in pieces)]
 
@@ -221,9 +225,9 @@ def execute(
         Interrupted: Once `stopped()` is true.
         LabError: For seeds, settings or a folder that will not do.
     """
-    apart = getattr(settings, "tuning_seed", None)
-    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0 or apart in seeds:
-        raise LabError(f"seeds are {list(seeds)}, expected different numbers, none below 0, none of them {apart}")
+    tuning = getattr(settings, "tuning_seed", None)
+    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0 or tuning in seeds:
+        raise LabError(f"seeds are {list(seeds)}, expected different numbers, none below 0, none of them {tuning}")
     check_device(settings.device)
     pieces = experiment.pieces(settings)
     folder = Folder(path)
@@ -307,7 +311,7 @@ class Worker:
             self.watch(ExperimentState(piece, seed, min(fraction, 0.999), self.done, self.total))
 
         sent = dataclasses.replace(self, watch=ignore_state, stopped=never_stop)  # what is told and asked stays here
-        work = [WorkerTask(name, partial(sent._alone, *one)) for name, one in tasks.items()]
+        work = [WorkerTask(name, partial(sent._alone, *task)) for name, task in tasks.items()]
         beside(work, processes, watch, self.stopped)
         if self.stopped():
             raise Interrupted
@@ -320,11 +324,11 @@ class Worker:
         write(self.folder.records / piece.file(seed), header, numbers)
 
     def _work(self, piece: Piece, seed: int, place: Path) -> tuple[float, str]:
-        told = ""
+        latest = ""
 
         def advance(fraction: float, note: str = "") -> None:
-            nonlocal told
-            told = note
+            nonlocal latest
+            latest = note
             if self.stopped():
                 raise Interrupted
             self.watch(ExperimentState(piece, seed, min(fraction, 0.999), self.done, self.total, note=note))
@@ -335,7 +339,7 @@ class Worker:
         seconds = time.perf_counter() - start
         write(place, self._header(piece, seed, seconds), numbers)
         checkpoint.unlink(missing_ok=True)
-        return seconds, told
+        return seconds, latest
 
     def _earlier(self, piece: Piece, seed: int) -> Earlier:
         before = takewhile(lambda other: other.name != piece.name, self.pieces)
@@ -366,10 +370,10 @@ def findings(experiment: Experiment, folder: Folder) -> Findings:
         settings = experiment.settings(**plan["settings"])
     except TypeError as error:
         raise LabError(f"{folder.path} is of another version of {experiment.name} ({error}): run it anew") from error
-    found = tuple(folder.read_all())
-    if not found:
+    finished = tuple(folder.read_all())
+    if not finished:
         raise LabError(f"{folder.path} has no finished piece: run the same command again")
-    return Findings(settings, found)
+    return Findings(settings, finished)
 
 
 def check_device(name: str) -> None:
@@ -413,3 +417,79 @@ def interruptible() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+# Pieces done beside one another, each in a process of its own
+
+POLL = 0.2
+"""Seconds between two looks at the processes."""
+
+
+@dataclass(frozen=True)
+class WorkerTask:
+    """work(tell) does the piece and writes its record; tell(fraction) says how far it is."""
+
+    name: str
+    work: Callable[[Callable[[float], None]], None]
+
+
+def beside(
+    tasks: Sequence[WorkerTask],
+    processes: int,
+    watch: Callable[[str, float], None],
+    stopped: Callable[[], bool],
+    start: str | None = None,
+) -> None:
+    """Do all tasks, `processes` at a time; as many as fail are left undone.
+
+    watch(name, fraction): called while it is under way. Ends the processes and returns early once `stopped()` is true.
+    start: a start method of multiprocessing; None for a server that has imported this package, on Linux, and for a
+    fresh interpreter elsewhere: a fork would also copy the program's threads' locks and its devices, which no child
+    can use.
+    """
+    context = multiprocessing.get_context(start or ("forkserver" if sys.platform == "linux" else "spawn"))
+    context.set_forkserver_preload([__name__])
+    fractions = context.Array("d", len(tasks))
+    before = set(multiprocessing.active_children())
+    begin = (fractions, str(Path.cwd()), dict(os.environ))
+    pool = ProcessPoolExecutor(min(processes, len(tasks)), context, begin_worker, begin)
+    finished = False
+    try:
+        # pieces are closures: cloudpickle sends them, pickle would not
+        left: set[Future[None]] = {
+            pool.submit(carry_out, place, cloudpickle.dumps(task.work)) for place, task in enumerate(tasks)
+        }
+        while left and not stopped():
+            _, left = wait(left, timeout=POLL, return_when=FIRST_COMPLETED)
+            for place, task in enumerate(tasks):
+                if 0 < fractions[place] < 1:
+                    watch(task.name, fractions[place])
+        finished = not left
+    finally:
+        if not finished:
+            for process in set(multiprocessing.active_children()) - before:
+                process.terminate()
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+PROGRESS: list[Any] = []  # in a worker: the fractions of all tasks
+
+
+def begin_worker(fractions: Any, folder: str, environment: dict[str, str]) -> None:
+    """What a process does first. The server has the folder and the environment of the moment when it was started."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is asked, and ends this process
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    PROGRESS[:] = [fractions]
+
+
+def carry_out(place: int, work: bytes) -> None:
+    """Do one task, in a worker."""
+
+    def tell(value: float) -> None:
+        PROGRESS[0][place] = value
+
+    cloudpickle.loads(work)(tell)
+    tell(1.0)

@@ -1,14 +1,33 @@
-"""The models of the laboratory, and how outputs of theirs are compared."""
+"""The models of the laboratory, how outputs of theirs are compared, and tasks of classes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from natgrad_lab.experiments.base import Contestant, Task, TaskData
+
+
+def classify(
+    name: str,
+    title: str,
+    model: Callable[[], nn.Module],
+    data: Callable[[], TaskData],
+    contestants: tuple[Contestant, ...] = (),
+    dim: int = -1,
+    unit: str = "nats per image",
+    **others: Any,
+) -> Task:
+    """Cross-entropy of classes along a dimension of the outputs. others: of `Task`."""
+    divergence, error = partial(categorical_divergence, dim=dim), partial(mistakes, dim=dim)
+    return Task(name, title, model, data, nn.CrossEntropyLoss(), unit, divergence, contestants, error=error, **others)
 
 
 def perceptron(sizes: Sequence[int], activation: type[nn.Module]) -> nn.Sequential:
@@ -28,10 +47,10 @@ def convolutional(
     """
     layers: list[nn.Module] = []
     side, channels = image, 1
-    for one in convolutions:
+    for convolution in convolutions:
         # the largest of the values before a rising activation is the largest after it, and costs less
-        layers += [one.layer(channels), nn.MaxPool2d(one.pooling), activation()]
-        side, channels = one.side(side), one.filters
+        layers += [convolution.layer(channels), nn.MaxPool2d(convolution.pooling), activation()]
+        side, channels = convolution.side(side), convolution.filters
     return nn.Sequential(*layers, nn.Flatten(), *perceptron([channels * side * side, *dense], activation))
 
 
@@ -82,6 +101,25 @@ def glorot(layer: nn.Linear | nn.Conv2d) -> nn.Module:
     assert layer.bias is not None
     nn.init.zeros_(layer.bias)
     return layer
+
+
+class TransformerBlock(nn.Module):
+    """x + attention(norm x), then x + perceptron(norm x), on (b, t, width). causal: no place looks at later ones."""
+
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.before, self.asked, self.mixed = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.perceptron = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        asked = self.asked(self.before(hidden)).unflatten(2, (3, self.heads, -1))
+        query, key, value = asked.permute(2, 0, 3, 1, 4)  # each (b, heads, t, e)
+        values = functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        hidden = hidden + self.mixed(values.transpose(1, 2).flatten(2))
+        return hidden + self.perceptron(hidden)
 
 
 def mirror_sizes(sizes: Sequence[int]) -> list[int]:

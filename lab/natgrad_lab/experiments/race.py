@@ -32,7 +32,7 @@ def race(
     summary: str,
     settings: type,
     tasks: Callable[[Any], tuple[Task, ...]],
-    title: str | None = None,
+    title: str = "",
     **others: Any,
 ) -> Experiment:
     """An experiment in which contestants minimise the same losses on equal seconds, or on a number of steps each.
@@ -42,7 +42,7 @@ def race(
         summary: One sentence for the list of experiments.
         settings: A frozen dataclass such as `RaceSettings`; without `seconds`, steps alone end the runs.
         tasks: The settings -> what is raced on.
-        title: Of the page; None lists the contestants.
+        title: Of the page.
         **others: Of `Experiment`.
     """
 
@@ -50,7 +50,7 @@ def race(
         return tuple(piece for task in tasks(chosen) for piece in Course(task, chosen).pieces())
 
     def tell(findings: Findings) -> Any:
-        return tell_race(name, title, tasks(findings.settings), findings.settings.steps, findings.found)
+        return tell_race(name, title, tasks(findings.settings), findings.settings.steps, findings.finished)
 
     return Experiment(name, summary, settings, pieces, tell, tasks=tasks, **others)
 
@@ -95,32 +95,33 @@ class Course:
                 f"the grids of {self.task.name} have sizes {sizes}, expected the same number for every contestant "
                 "that is tuned"
             )
-        found = [self.tuning(one, index) for index in range(max(sizes.values(), default=0)) for one in tuned]
-        return found + [self.racing(contestant) for contestant in self.task.contestants]
+        places = range(max(sizes.values(), default=0))
+        return [self.tuning(c, place) for place in places for c in tuned] + [*map(self.racing, self.task.contestants)]
 
-    def tuning(self, one: Contestant, index: int) -> Piece:
+    def tuning(self, contestant: Contestant, index: int) -> Piece:
         """One choice of a contestant, from the tuning seed."""
-        job = Job(self.task, one, index, self.settings.tuning_seed, "tune")
-        title = f"{self.task.name}, {one.name} ({write_choice(job.choice)}), tuning {index + 1}/{len(one.grid)}"
-        return Piece(self.name(one, index), title, partial(self.work, job), repeated=False)
+        job = Job(self.task, contestant, index, self.settings.tuning_seed, "tune")
+        title = f"{contestant.name} ({write_choice(job.choice)}), tuning {index + 1}/{len(contestant.grid)}"
+        work = partial(self.work, job)
+        return Piece(self.name(contestant, index), f"{self.task.name}, {title}", work, repeated=False)
 
-    def racing(self, one: Contestant, index: int | None = None) -> Piece:
+    def racing(self, contestant: Contestant, index: int | None = None) -> Piece:
         """A choice of a contestant, by default the best of those that were tried, from every seed."""
 
         def work(run: PieceRun) -> Numbers:
-            best = index if index is not None else self.best(one, run.earlier) if one.has_choices else 0
-            return self.work(Job(self.task, one, best, run.seed, "race"), run)
+            best = index if index is not None else self.best(contestant, run.earlier) if contestant.has_choices else 0
+            return self.work(Job(self.task, contestant, best, run.seed, "race"), run)
 
-        return Piece(self.name(one), f"{self.task.name}, {one.name}", work)
+        return Piece(self.name(contestant), f"{self.task.name}, {contestant.name}", work)
 
-    def name(self, one: Contestant, index: int | None = None) -> str:
+    def name(self, contestant: Contestant, index: int | None = None) -> str:
         """Of a piece."""
-        return f"{self.task.name}-{slug(one.name)}" + ("" if index is None else f"-tune-{index}")
+        return f"{self.task.name}-{slug(contestant.name)}" + ("" if index is None else f"-tune-{index}")
 
-    def best(self, one: Contestant, earlier: Mapping[str, Numbers]) -> int:
+    def best(self, contestant: Contestant, earlier: Mapping[str, Numbers]) -> int:
         """Index of the choice that races."""
-        tried = [FinishedPiece({}, earlier[self.name(one, index)]) for index in range(len(one.grid))]
-        return choose(read_runs(tried), self.task.tuned_on)
+        names = [self.name(contestant, index) for index in range(len(contestant.grid))]
+        return choose(read_runs([FinishedPiece({}, earlier[name]) for name in names]), self.task.tuned_on)
 
     def work(self, job: Job, run: PieceRun) -> Numbers:
         """The rows of a run, from its checkpoint on where it was stopped."""
@@ -139,7 +140,8 @@ class Course:
             loss = row.get("train_loss", loss)
             part = training.budget.spent_part(training.steps, training.seconds)
             try:
-                run.advance(part, f"training loss {write_loss(loss)} after {training.steps} steps")
+                now = "-" if loss is None else f"{loss:.4g}"
+                run.advance(part, f"training loss {now} after {training.steps} steps")
             except Interrupted:
                 if not training.is_finished:
                     save(run, training, rows)
@@ -178,8 +180,3 @@ def describe_end(training: Training) -> Numbers:
     in_time = training.budget.steps is not None and training.steps >= training.budget.steps
     why = "not finite" if not training.finite else "steps" if in_time else "seconds"
     return {"end": why, "steps": training.steps, "seconds": training.seconds}
-
-
-def write_loss(value: float | None) -> str:
-    """Four digits."""
-    return "-" if value is None else f"{value:.4g}"

@@ -20,7 +20,6 @@ from natgrad_lab.experiments.race_summary import (
     Pair,
     Result,
     Spread,
-    Tried,
     curve,
     lead,
     read_runs,
@@ -36,25 +35,24 @@ SIZE = (4.5, 3.3)  # of a plot, inches
 
 
 def tell_race(
-    name: str, title: str | None, tasks: Sequence[Task], steps: int | None, found: Sequence[FinishedPiece]
+    name: str, title: str, tasks: Sequence[Task], steps: int | None, pieces: Sequence[FinishedPiece]
 ) -> Story:
     """The story of a race: a section for every task that all contestants have finished from a seed."""
-    runs = read_runs(found)
-    results = [told for task in tasks if (told := result(task, runs)) is not None]
+    runs = read_runs(pieces)
+    results = [numbers for task in tasks if (numbers := result(task, runs)) is not None]
     if not results:
         raise LabError(f"{name} has no task on which every contestant finished: run the same command again")
     order = [contestant.name for contestant in tasks[0].contestants]
     seeds = plural(len({run.header["seed"] for run in runs if run.header["phase"] == "race"}), "seed")
-    title = title or f"{name.capitalize()}: {' against '.join(order[:1])} beside {' and '.join(order[1:])}"
-    files = () if any(told.pairs for told in results) else (_overview(results, order, title, seeds),)
-    sections = tuple(_section(told, order) for told in results)
+    files = () if any(numbers.pairs for numbers in results) else (_overview(results, order, title, seeds),)
+    sections = tuple(_section(numbers, order) for numbers in results)
     return Story(title, lead(results), _method(results[0], steps, seeds), sections, files)
 
 
-def _method(told: Result, steps: int | None, seeds: str) -> str:
-    choices = max(len(entry.grid) for entry in told.entries)
-    if told.pairs:
-        by = {"valid_error": "validation error", "valid_loss": "validation loss"}[told.tuned_on]
+def _method(numbers: Result, steps: int | None, seeds: str) -> str:
+    choices = max(len(entry.grid) for entry in numbers.entries)
+    if numbers.pairs:
+        by = numbers.task.tuned_on.replace("valid_", "validation ")
         return (
             f"Every contestant was tuned over {plural(choices, 'choice')}, each trained once, to the end of its "
             f"updates, from a seed that is not used again; the choice with the lowest {by} then ran from {seeds}. A "
@@ -66,7 +64,7 @@ def _method(told: Result, steps: int | None, seeds: str) -> str:
         return (
             f"Nobody was tuned: every contestant ran for {bound} from {seeds}. Evaluation does not count as training."
         )
-    untuned = [entry.name for entry in told.entries if not entry.grid]
+    untuned = [entry.name for entry in numbers.entries if not entry.grid]
     but = f" but {join_words(untuned)}, not tuned at all," if untuned else ""
     return (
         f"Every contestant{but} was tuned over {plural(choices, 'choice')}, each trained once for {bound}, from a seed "
@@ -75,68 +73,63 @@ def _method(told: Result, steps: int | None, seeds: str) -> str:
     )
 
 
-def _section(told: Result, order: Sequence[str]) -> Section:
+def _section(numbers: Result, order: Sequence[str]) -> Section:
     return Section(
-        told.title,
-        told.verdict,
-        (_paired_table(told), _differences(told)) if told.pairs else (_ranks(told),),
-        tuple(plot.picture(told, order) for plot in plots(told)),
-        subtitle=f"{told.parameters:,} parameters, {told.examples:,} training examples",
-        folded=(_grid(told),),
+        numbers.task.title,
+        numbers.verdict,
+        (_paired_table(numbers), _differences(numbers)) if numbers.pairs else (_ranks(numbers),),
+        tuple(plot.picture(numbers, order) for plot in plots(numbers)),
+        subtitle=f"{numbers.parameters:,} parameters, {numbers.examples:,} training examples",
+        folded=(_grid(numbers),),
     )
 
 
-def _ranks(told: Result) -> Table:
+def _ranks(numbers: Result) -> Table:
     """One row per contestant, best first."""
-    with_error, target = any(entry.test_error is not None for entry in told.entries), short(told.target)
+    with_error, target = any(entry.test_error is not None for entry in numbers.entries), short(numbers.target)
     heads = ("", "training loss", "test loss", *(["test error"] if with_error else []), "steps")
     heads += (f"steps to {target}", f"seconds to {target}", "chosen")
     rows = []
-    for entry in told.entries:
+    for entry in numbers.entries:
         losses = [(short(loss.middle), between(loss)) for loss in (entry.train_loss, entry.test_loss)]
         error = [percent(entry.test_error)] if with_error else []
         reached = count(entry.steps), count(entry.steps_to_target), short(entry.seconds_to_target.middle)
         rows.append((entry.name, *losses, *error, *reached, write_choice(entry.choice)))
-    over = "Medians over seeds, the lowest and the highest in small type. " if len(told.entries[0].records) > 1 else ""
+    over = (
+        "Medians over seeds, the lowest and the highest in small type. " if len(numbers.entries[0].records) > 1 else ""
+    )
     note = (
-        f"{over}Losses are in {told.unit}, at the end of training. {target} is the training loss that the second-best "
-        "contestant ended with; a dash means that it was not reached. In the plots lines are medians and bands reach "
-        f"from the lowest to the highest seed. {told.note}"
+        f"{over}Losses are in {numbers.task.unit}, at the end of training. {target} is the training loss that the "
+        "second-best contestant ended with; a dash means that it was not reached. In the plots lines are medians and "
+        f"bands reach from the lowest to the highest seed. {numbers.task.note}"
     )
-    return Table(
-        "",
-        heads,
-        tuple(rows),
-        note,
-        words=(len(heads) - 1,),
-        bold=(0,),
-        brief=(0, 1, 3, len(heads) - 4, len(heads) - 2),
-    )
+    brief = (0, 1, 3, len(heads) - 4, len(heads) - 2)
+    return Table("", heads, tuple(rows), note, words=(len(heads) - 1,), bold=(0,), brief=brief)
 
 
-def _paired_table(told: Result) -> Table:
+def _paired_table(numbers: Result) -> Table:
     """One row per contestant in the paper's order, with its numbers beside."""
     heads = ("", "training loss", "paper", "test loss", "test error", "paper", "updates", "seconds", "chosen")
     rows = []
-    for entry in told.entries:
-        loss, error = (told.paper or {}).get(entry.name, (None, None))
+    for entry in numbers.entries:
+        loss, error = (numbers.task.paper or {}).get(entry.name, (None, None))
         seconds = Spread(tuple(record.end["seconds"] for record in entry.records))
         losses = write_mean(entry.train_loss), short(loss), write_mean(entry.test_loss)
         errors = write_mean(entry.test_error, 100, " %"), share(error)
         spent = count(entry.steps), short(seconds.middle)
         rows.append((entry.name, *losses, *errors, *spent, write_choice(entry.choice)))
     note = (
-        f"Means over {plural(len(told.entries[0].records), 'seed')} at the end of training, standard errors in small "
-        f"type; losses in {told.unit}. {told.note}"
+        f"Means over {plural(len(numbers.entries[0].records), 'seed')} at the end of training, standard errors in "
+        f"small type; losses in {numbers.task.unit}. {numbers.task.note}"
     )
     return Table("", heads, tuple(rows), note, words=(8,), brief=(0, 1, 2, 4, 5, 6))
 
 
-def _differences(told: Result) -> Table:
+def _differences(numbers: Result) -> Table:
     """One row per pair of contestants."""
     heads = ("first", "second", "training loss", "test loss", "test error", "paper", "lower test error")
-    rows = tuple(_difference(pair) for pair in told.pairs)
-    seeds = len(told.entries[0].records)
+    rows = tuple(_difference(pair) for pair in numbers.pairs)
+    seeds = len(numbers.entries[0].records)
     note = (
         f"First less second, seed by seed, over {plural(seeds, 'seed')}: the mean, and its standard error in small "
         "type; test errors in percentage points. Two contestants count as told apart beyond two standard errors, which "
@@ -156,22 +149,20 @@ def _difference(pair: Pair) -> tuple[str | Cell, ...]:
     return pair.first, pair.second, *losses, error, paper, lower
 
 
-def _grid(told: Result) -> Table:
+def _grid(numbers: Result) -> Table:
     """Every choice of every contestant; the last cell tells which was chosen."""
-    validated = bool(told.pairs)
-    heads = ("contestant", "choice", "training loss", *(["validation error"] if validated else []), "steps", "")
-    tried = [_describe_tried(entry.name, one, validated) for entry in told.entries for one in entry.grid]
+    validated = ["validation error"] if numbers.pairs else []
+    heads = ("contestant", "choice", "training loss", *validated, "steps", "")
+    rows = []
+    for entry in numbers.entries:
+        for tried in entry.grid:
+            error = [share(tried.valid_error)] if validated else []
+            ends = short(tried.loss), *error, str(tried.steps)
+            rows.append((entry.name, write_choice(tried.choice), *ends, "chosen" if tried.chosen else ""))
     dashes = ("-",) * (len(heads) - 3)
-    tried += [(e.name, write_choice(e.choice), *dashes, "not tuned") for e in told.entries if not e.grid]
-    bold = tuple(place for place, row in enumerate(tried) if row[-1])
-    return Table(
-        "The grid, and what each choice gave", heads, tuple(tried), words=(1, len(heads) - 1), bold=bold, brief=()
-    )
-
-
-def _describe_tried(name: str, one: Tried, validated: bool) -> tuple[str, ...]:
-    error = [share(one.valid_error)] if validated else []
-    return name, write_choice(one.choice), short(one.loss), *error, str(one.steps), "chosen" if one.chosen else ""
+    rows += [(e.name, write_choice(e.choice), *dashes, "not tuned") for e in numbers.entries if not e.grid]
+    bold, title = tuple(place for place, row in enumerate(rows) if row[-1]), "The grid, and what each choice gave"
+    return Table(title, heads, tuple(rows), words=(1, len(heads) - 1), bold=bold, brief=())
 
 
 def beyond(seeds: int) -> float:
@@ -236,60 +227,49 @@ class Plot:
     log_x: bool = False
     log_y: bool = True
 
-    def picture(self, told: Result, order: Sequence[str]) -> Picture:
+    def picture(self, numbers: Result, order: Sequence[str]) -> Picture:
         """Medians, and the range of the seeds as a band. order: of the contestants, for their colours."""
 
         def fill(figure: Figure) -> None:
             axes = figure.add_subplot()
-            drawn = _lines(axes, self, told.entries, order)
-            axes.set_title(told.title, loc="left", fontsize=9, wrap=True)
+            drawn = _lines(axes, self, numbers.entries, order)
+            axes.set_title(numbers.task.title, loc="left", fontsize=9, wrap=True)
             if drawn > 1:
                 axes.legend(**({"fontsize": 10} if drawn <= CROWD else {"fontsize": 7, "ncols": 2}), handlelength=2.2)
 
-        return Picture(f"{told.name}-{self.name}", self.title, fill, SIZE)
+        return Picture(f"{numbers.task.name}-{self.name}", self.title, fill, SIZE)
 
 
-def plots(told: Result) -> list[Plot]:
+def plots(numbers: Result) -> list[Plot]:
     """The plots of a task, those for which its records have numbers."""
-    updates, update = ("updates", "an update") if told.pairs else ("steps", "a step")
-    seconds, loss, test = "seconds of training", ("train_loss", told.unit), ("test_loss", told.unit)
+    paired, unit, seconds, precision = bool(numbers.pairs), numbers.task.unit, "seconds of training", "test_precision"
+    updates, update = ("updates", "an update") if paired else ("steps", "a step")
     wanted = [
-        ("precision-epochs", "Precision on the test part, by epoch", "epoch", "epochs", "test_precision", "precision"),
-        (
-            "precision-seconds",
-            "Precision on the test part, by second",
-            "seconds",
-            seconds,
-            "test_precision",
-            "precision",
-        ),
+        ("precision-epochs", "Precision on the test part, by epoch", "epoch", precision, "epochs", "precision"),
+        ("precision-seconds", "Precision on the test part, by second", "seconds", precision, seconds, "precision"),
     ]
-    if told.pairs:
+    if paired:
         wanted += [
-            ("loss-steps", "Training loss", "step", updates, *loss),
-            ("error-steps", "Test error", "step", updates, "test_error", "share of mistakes"),
-            ("test-steps", "Test loss", "step", updates, *test),
+            ("loss-steps", "Training loss", "step", "train_loss", updates, unit),
+            ("error-steps", "Test error", "step", "test_error", updates, "share of mistakes"),
+            ("test-steps", "Test loss", "step", "test_loss", updates, unit),
         ]
     else:
         wanted += [
-            ("loss-seconds", "Training loss against seconds", "seconds", seconds, *loss),
-            ("loss-steps", "Training loss against steps", "step", updates, *loss),
-            ("test-seconds", "Test loss against seconds", "seconds", seconds, *test),
+            ("loss-seconds", "Training loss against seconds", "seconds", "train_loss", seconds, unit),
+            ("loss-steps", "Training loss against steps", "step", "train_loss", updates, unit),
+            ("test-seconds", "Test loss against seconds", "seconds", "test_loss", seconds, unit),
         ]
     wanted += [
-        ("kl-steps", f"KL moved by {update}, measured", "step", updates, "kl_measured", "nats per example"),
-        ("damping-steps", "Damping", "step", updates, "damping", "damping"),
-        ("solver-steps", "Products with the metric", "step", updates, "solver_steps", f"per {updates[:-1]}"),
+        ("kl-steps", f"KL moved by {update}, measured", "step", "kl_measured", updates, "nats per example"),
+        ("damping-steps", "Damping", "step", "damping", updates, "damping"),
+        ("solver-steps", "Products with the metric", "step", "solver_steps", updates, f"per {updates[:-1]}"),
     ]
-    runs, plain = [run for entry in told.entries for run in entry.records], ("test_precision", "solver_steps")
+    runs, plain = [run for entry in numbers.entries for run in entry.records], (precision, "solver_steps")
     return [
-        Plot(
-            *(name, title, x, y, x_label, y_label),
-            log_x=x == "step" and y not in plain and (y != "damping" or bool(told.pairs)),
-            log_y=y not in plain,
-        )
-        for name, title, x, x_label, y, y_label in wanted
-        if any(len(curve(run, x, y)[0]) for run in runs)
+        Plot(*words, log_x=x == "step" and y not in plain and (y != "damping" or paired), log_y=y not in plain)
+        for words in wanted
+        if any(len(curve(run, x := words[2], y := words[3])[0]) for run in runs)
     ]
 
 
@@ -298,11 +278,11 @@ def _overview(results: Sequence[Result], order: Sequence[str], title: str, seeds
 
     def fill(figure: Figure) -> None:
         panels = figure.subplots(len(results), 2, squeeze=False)
-        for row, told in zip(panels, results, strict=True):
-            columns = {plot.name: plot for plot in plots(told)}
+        for row, numbers in zip(panels, results, strict=True):
+            columns = {plot.name: plot for plot in plots(numbers)}
             for axes, name in zip(row, ("loss-seconds", "loss-steps"), strict=True):
-                _lines(axes, columns[name], told.entries, order)
-            row[0].set_title(told.title, loc="left", fontsize=10)
+                _lines(axes, columns[name], numbers.entries, order)
+            row[0].set_title(numbers.task.title, loc="left", fontsize=10)
         put_title(figure, f"{title}. Training loss, medians and ranges of {seeds}.")
         put_legend_below(figure, panels[0, 0], min(len(order), 4))
 
@@ -334,14 +314,14 @@ def band(
     curves: Sequence[tuple[np.ndarray, np.ndarray]], plot: Plot
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(x, lowest, median, highest) over curves, interpolated onto common points where all of them are known."""
-    kept = [_positive(x, y, plot) for x, y in curves]
-    kept = [(x, y) for x, y in kept if len(x)]
-    if not kept:
+    positive = [_positive(x, y, plot) for x, y in curves]
+    positive = [(x, y) for x, y in positive if len(x)]
+    if not positive:
         return np.empty(0), np.empty(0), np.empty(0), np.empty(0)
-    first, last = max(x[0] for x, _ in kept), min(x[-1] for x, _ in kept)
-    points = np.unique(np.concatenate([x for x, _ in kept]))
+    first, last = max(x[0] for x, _ in positive), min(x[-1] for x, _ in positive)
+    points = np.unique(np.concatenate([x for x, _ in positive]))
     points = points[(points >= first) & (points <= last)]
-    values = np.stack([np.interp(points, x, np.log(y) if plot.log_y else y) for x, y in kept])
+    values = np.stack([np.interp(points, x, np.log(y) if plot.log_y else y) for x, y in positive])
     low, middle, high = values.min(0), np.median(values, 0), values.max(0)
     back = np.exp if plot.log_y else np.asarray
     return points, back(low), back(middle), back(high)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
 from typing import Any
@@ -33,13 +33,10 @@ class Record:
     end: Numbers
 
 
-def read_runs(found: Sequence[FinishedPiece]) -> list[Record]:
+def read_runs(pieces: Sequence[FinishedPiece]) -> list[Record]:
     """The runs among finished pieces."""
-    return [
-        Record(one.header | one.numbers["run"], tuple(one.numbers["rows"]), one.numbers["end"])
-        for one in found
-        if "run" in one.numbers
-    ]
+    runs = [(piece.header, piece.numbers) for piece in pieces if "run" in piece.numbers]
+    return [Record(header | numbers["run"], tuple(numbers["rows"]), numbers["end"]) for header, numbers in runs]
 
 
 @dataclass(frozen=True)
@@ -91,20 +88,25 @@ class Entry:
 class Result:
     """One task: its entries from the lowest final training loss to the highest, or in the plan's order if paired."""
 
-    name: str
-    title: str
-    unit: str
+    task: Task
     seconds: float | None  # trained per run; None where runs were ended by a number of steps
-    steps: int  # the fewest that an entry took, at its median: losses after equal steps are read there
     target: float  # the training loss the second-best entry ended with: time and steps to it are told
     parameters: int
     examples: int
     entries: tuple[Entry, ...]
-    verdict: str
-    tuned_on: str = "train_loss"
     pairs: tuple[Pair, ...] = ()  # empty for races on the training loss
-    paper: Mapping[str, Sequence[float | None]] | None = None
-    note: str = ""
+
+    @property
+    def steps(self) -> int:
+        """The fewest that an entry took, at its median: losses after equal steps are read there."""
+        return min(int(entry.steps.middle or 0) for entry in self.entries)
+
+    @property
+    def verdict(self) -> str:
+        """What came out, in words."""
+        if self.pairs:
+            return write_verdict({entry.name: entry.records for entry in self.entries}, self.pairs)
+        return verdict(self.entries, self.task.unit, self.seconds, self.steps)
 
     @property
     def ahead_after_steps(self) -> str:
@@ -123,34 +125,17 @@ def result(task: Task, records: Sequence[Record]) -> Result | None:
     target = losses[min(1, len(losses) - 1)]
     entries = [entry(name, runs, _of(mine, name, "tune"), target) for name, runs in raced.items()]
     header = mine[0].header
-    in_time = all(r.end["end"] == "seconds" for runs in raced.values() for r in runs)
-    made = Result(
-        name=task.name,
-        title=task.title,
-        unit=task.unit,
-        seconds=header["budget"] if in_time else None,
-        steps=min(int(e.steps.middle or 0) for e in entries),
-        target=target,
-        parameters=header["parameters"],
-        examples=header["examples"],
-        entries=tuple(entries),
-        verdict="",
-        note=task.note,
-    )
-    if task.tuned_on != "train_loss":
-        pairs, paper = (
-            pair_all(raced, task.paper or {}),
-            {name: list(pair) for name, pair in (task.paper or {}).items()},
-        )
-        return replace(made, verdict=write_verdict(raced, pairs), tuned_on=task.tuned_on, pairs=pairs, paper=paper)
-    entries = sorted(entries, key=lambda e: math.inf if e.train_loss.middle is None else e.train_loss.middle)
-    return replace(made, entries=tuple(entries), verdict=verdict(entries, made.unit, made.seconds, made.steps))
+    seconds = header["budget"] if all(r.end["end"] == "seconds" for runs in raced.values() for r in runs) else None
+    pairs = pair_all(raced, task.paper or {}) if task.tuned_on != "train_loss" else ()
+    if task.tuned_on == "train_loss":
+        entries.sort(key=lambda e: math.inf if e.train_loss.middle is None else e.train_loss.middle)
+    return Result(task, seconds, target, header["parameters"], header["examples"], tuple(entries), pairs)
 
 
 def entry(name: str, raced: Sequence[Record], tuned: Sequence[Record], target: float) -> Entry:
     """One contestant's numbers from its finished runs."""
     last = [final_row(run) for run in raced]
-    reached = [first_below(run, target) for run in raced]
+    reached = [first_below(run, target) or {} for run in raced]
     errors = [row.get("test_error") for row in last]
     chosen = raced[0].header["index"]
     return Entry(
@@ -162,8 +147,8 @@ def entry(name: str, raced: Sequence[Record], tuned: Sequence[Record], target: f
         test_loss=Spread(tuple(row.get("test_loss") for row in last)),
         test_error=None if all(e is None for e in errors) else Spread(tuple(errors)),
         steps=Spread(tuple(row["step"] for row in last)),
-        seconds_to_target=Spread(tuple(None if row is None else row["seconds"] for row in reached)),
-        steps_to_target=Spread(tuple(None if row is None else row["step"] for row in reached)),
+        seconds_to_target=Spread(tuple(row.get("seconds") for row in reached)),
+        steps_to_target=Spread(tuple(row.get("step") for row in reached)),
     )
 
 
@@ -231,12 +216,8 @@ def _find_test_winner(entries: Sequence[Entry]) -> str:
     """Who has the lowest test loss, if that is another than the first of the training loss and its seeds are below."""
     best = entries[0].test_loss
     for other in entries[1:]:
-        test = other.test_loss
-        if (
-            test.known_values
-            and best.known_values
-            and max(test.known_values) < min(min(e.test_loss.known_values) for e in entries if e is not other)
-        ):
+        test, rest = other.test_loss, [e.test_loss.known_values for e in entries if e is not other]
+        if test.known_values and best.known_values and max(test.known_values) < min(map(min, rest)):
             return f"On the test part {other.name} ends lowest: {short(test.middle)} against {short(best.middle)}."
     return ""
 
@@ -248,13 +229,13 @@ def _compare_entries(ours: Entry, other: Entry) -> str:
         return f"{capital((ours if mine is None else other).name)} broke down."
     ahead = mine <= theirs
     low, high = (a, b) if ahead else (b, a)
-    one = len(low.known_values) < 2 or len(high.known_values) < 2
-    if not one and max(low.known_values) >= min(high.known_values):
+    single = len(low.known_values) < 2 or len(high.known_values) < 2
+    if not single and max(low.known_values) >= min(high.known_values):
         return f"{capital(ours.name)} and {other.name} ({short(theirs)}) are level: their seeds overlap."
-    told, certainty = how_much_higher(max(mine, theirs), min(mine, theirs)), ", on one seed" if one else ""
+    more, certainty = how_much_higher(max(mine, theirs), min(mine, theirs)), ", on one seed" if single else ""
     if ahead:
-        return f"{capital(other.name)} ends {told} ({short(theirs)}{certainty})."
-    return f"{capital(ours.name)} loses here: it ends {told} ({short(mine)}{certainty})."
+        return f"{capital(other.name)} ends {more} ({short(theirs)}{certainty})."
+    return f"{capital(ours.name)} loses here: it ends {more} ({short(mine)}{certainty})."
 
 
 def _per_step(entries: Sequence[Entry], ours: Entry, steps: int) -> str:
@@ -263,8 +244,8 @@ def _per_step(entries: Sequence[Entry], ours: Entry, steps: int) -> str:
     if not others or steps < 1:
         return ""
     name = min(others, key=lambda key: others[key])
-    told = f"{ours.name} {short(after[ours.name])}, {name} {short(others[name])}"
-    return f"Step for step, after {plural(steps, 'step')}: {told}."
+    both = f"{ours.name} {short(after[ours.name])}, {name} {short(others[name])}"
+    return f"Step for step, after {plural(steps, 'step')}: {both}."
 
 
 def _count_tried(record: Record, chosen: int) -> Tried:
@@ -286,9 +267,8 @@ def choose(tried: Sequence[Record], by: str = "train_loss") -> int:
 
     Equal validation errors are told apart by the validation loss.
     """
-    return min(tried, key=lambda record: (final(record, by), final(record, by.replace("error", "loss")))).header[
-        "index"
-    ]
+    numbers = by, by.replace("error", "loss")
+    return min(tried, key=lambda record: [final(record, name) for name in numbers]).header["index"]
 
 
 def final_row(record: Record) -> Numbers:
@@ -362,13 +342,13 @@ class Pair:
 
 def pair_all(raced: Mapping[str, Sequence[Record]], paper: Mapping[str, Sequence[float | None]]) -> tuple[Pair, ...]:
     """Every two contestants, over the seeds that both have. paper: contestant -> (training loss, test error)."""
-    return tuple(pair_of(a, b, raced, paper) for a, b in combinations(raced, 2))
-
-
-def pair_of(a: str, b: str, raced: Mapping[str, Sequence[Record]], paper: Mapping[str, Sequence[float | None]]) -> Pair:
-    """Two contestants."""
-    error, train, test = (difference(raced[a], raced[b], name) for name in ("test_error", "train_loss", "test_loss"))
-    return Pair(a, b, error, train, test, find_published_difference(paper, a, b))
+    pairs = []
+    for a, b in combinations(raced, 2):
+        names = "test_error", "train_loss", "test_loss"
+        error, train, test = (difference(raced[a], raced[b], name) for name in names)
+        ours, theirs = (paper.get(name, (None, None))[1] for name in (a, b))
+        pairs.append(Pair(a, b, error, train, test, None if ours is None or theirs is None else ours - theirs))
+    return tuple(pairs)
 
 
 def difference(first: Sequence[Record], second: Sequence[Record], name: str) -> Mean:
@@ -380,12 +360,6 @@ def difference(first: Sequence[Record], second: Sequence[Record], name: str) -> 
 def by_seed(records: Sequence[Record], name: str) -> dict[int, float]:
     """seed -> the number at the end of its run."""
     return {record.header["seed"]: final(record, name) for record in records}
-
-
-def find_published_difference(paper: Mapping[str, Sequence[float | None]], first: str, second: str) -> float | None:
-    """The paper's difference in test error, where it has both."""
-    a, b = (paper.get(name, (None, None))[1] for name in (first, second))
-    return None if a is None or b is None else a - b
 
 
 def write_verdict(raced: Mapping[str, Sequence[Record]], pairs: Sequence[Pair]) -> str:
@@ -410,7 +384,7 @@ def balance(pairs: Sequence[Pair]) -> str:
     """The whole report in a sentence or two."""
     decided = sum(pair.lower is not None for pair in pairs)
     said = f"Of {plural(len(pairs), 'difference')} in test error, {decided} exceed two standard errors."
-    return " ".join(part for part in (said, _beside_the_paper(pairs)) if part)
+    return f"{said} {_beside_the_paper(pairs)}".rstrip()
 
 
 def _beside_the_paper(pairs: Sequence[Pair]) -> str:

@@ -7,7 +7,7 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, make_dataclass
+from dataclasses import dataclass, fields, make_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from natgrad_lab.experiments.base import LabError
@@ -36,9 +36,15 @@ def override(kind: type, assignments: Iterable[str], size: Mapping[str, Any] | N
     return kind(**values)
 
 
+@dataclass(frozen=True)
+class StudySettings:
+    """Of every study on one thread."""
+
+    threads: int | None = 1  # of torch; none: as many as it takes
+    device: str = "cpu"  # or a name such as cuda
+
+
 RECURRING = {  # what a setting of that name is wherever its own line does not say
-    "threads": "of torch; none: as many as it takes",
-    "device": "cpu, or a name such as cuda",
     "tuning_seed": "of the runs over the grids; the race has seeds 0, 1, 2 ...",
     "looked_at": "examples of each part per evaluation, at most",
 }
@@ -50,9 +56,9 @@ def describe_settings(kind: type) -> list[tuple[str, str, str]]:
     for base in reversed(kind.__mro__[:-1]):
         with contextlib.suppress(OSError):  # a class of `change_defaults` has no source
             for line in inspect.getsource(base).splitlines():
-                if found := re.match(r"    (\w+): [^#]*#\s*(.+)", line):
-                    comments[found[1]] = found[2]
-    defaults = {one.name: one.default for one in fields(kind)}
+                if setting := re.match(r"    (\w+): [^#]*#\s*(.+)", line):
+                    comments[setting[1]] = setting[2]
+    defaults = {field.name: field.default for field in fields(kind)}
     return [(name, "none" if value is None else str(value), comments.get(name, "")) for name, value in defaults.items()]
 
 

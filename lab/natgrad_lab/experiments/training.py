@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad_lab.experiments.base import Budget, Job, Rows, TaskData
+from natgrad_lab.experiments.frame import PieceRun
 from natgrad_lab.experiments.records import Numbers
 
 OURS = (ng.NaturalGradient, ng.StructuredNaturalGradient)  # they compute the loss themselves
@@ -206,9 +207,9 @@ def report(optimizer: torch.optim.Optimizer) -> Numbers:
     """What a natgrad optimiser tells of its last step; nothing for others."""
     if not isinstance(optimizer, OURS):
         return {}
-    told = optimizer.state_report()
+    last = optimizer.state_report()
     names = REPORTED if isinstance(optimizer, ng.NaturalGradient) else OF_STRUCTURES
-    return {name: getattr(told, name) for name in names}
+    return {name: getattr(last, name) for name in names}
 
 
 def clock(device: str) -> float:
@@ -219,6 +220,24 @@ def clock(device: str) -> float:
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
     return time.process_time() if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def follow_clock(
+    run: PieceRun, seconds: float, looks: int, step: Callable[[float], object], look: Callable[[], tuple[Any, ...]]
+) -> list[tuple[Any, ...]]:
+    """(CPU seconds, steps, *look()) at the start and so many times while the steps spend their seconds.
+
+    step: is told which share of the seconds is over.
+    """
+    spent, steps, curve = 0.0, 0, [(0.0, 0, *look())]
+    while spent < seconds:
+        run.advance(spent / seconds)
+        began = time.process_time()
+        step(spent / seconds)
+        spent, steps = spent + time.process_time() - began, steps + 1
+        if spent >= seconds * len(curve) / looks:
+            curve.append((spent, steps, *look()))
+    return curve
 
 
 def warm_up(job: Job, budget: Budget, pool: TaskData, device: str) -> None:

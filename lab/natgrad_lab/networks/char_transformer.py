@@ -1,4 +1,4 @@
-"""A small transformer that guesses the next character of Python's own documentation.
+"""A small transformer that guesses the next character of text that every Python has at hand: its documentation.
 
 The natural gradient in blocks per layer, with its defaults, beside Adam, Muon, SOAP and SGD, each tuned over a grid of
 the same size, on equal seconds of one thread.
@@ -6,19 +6,20 @@ the same size, on equal seconds of one thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+import sysconfig
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, Task, TaskData
-from natgrad_lab.experiments.models import categorical_divergence, mistakes
+from natgrad_lab.experiments.base import LabError, Task, TaskData
+from natgrad_lab.experiments.models import TransformerBlock, classify
 from natgrad_lab.experiments.race import RaceSettings, race
-from natgrad_lab.networks.text import SYMBOLS, documentation, windows
 
 
 @dataclass(frozen=True)
@@ -35,37 +36,31 @@ class CharTransformerSettings(RaceSettings):
 
 def tasks(settings: CharTransformerSettings) -> tuple[Task, ...]:
     """One task: cross-entropy of the next character."""
-    return (
-        Task(
-            name="text",
-            title=f"Next character, transformer of {settings.layers} layers, width {settings.width}",
-            model=lambda: Transformer(len(SYMBOLS), settings.length, settings.width, settings.heads, settings.layers),
-            data=lambda: examples(settings.length),
-            criterion=nn.CrossEntropyLoss(),
-            unit="nats per character",
-            divergence=partial(categorical_divergence, dim=1),
-            error=partial(mistakes, dim=1),
-            contestants=contestants.select(settings.methods, among(), contestants.GROUPS),
-        ),
+    s, title = settings, f"transformer of {settings.layers} layers, width {settings.width}"
+    model = lambda: Transformer(len(SYMBOLS), s.length, s.width, s.heads, s.layers)  # noqa: E731
+    return (predict_text("text", title, model, s, ("symbol.weight", "place.weight", "head.weight")),)
+
+
+def predict_text(name: str, title: str, model: Callable[[], nn.Module], settings: Any, but: Collection[str]) -> Task:
+    """The next character of the documentation. but: embeddings and logits, which are Adam's where Muon has the rest."""
+    among = contestants.line_up(32, but, **GRIDS)
+    return classify(
+        name,
+        f"Next character, {title}",
+        model,
+        lambda: windows(documentation(), settings.length),
+        contestants.select(settings.methods, among, contestants.GROUPS),
+        dim=1,
+        unit="nats per character",
     )
 
 
-def examples(length: int) -> TaskData:
-    """Windows of the documentation."""
-    return windows(documentation(), length)
-
-
-def among() -> Mapping[str, Contestant]:
-    """Grids narrowed by probes with the tuning seed. Embeddings and logits are Adam's where Muon has the rest."""
-    grid = contestants.grid
-    return contestants.by_default(batch=32) | {
-        "adam": contestants.adam(grid(batch=(32,), lr=(3e-3, 0.01))),
-        "muon": contestants.muon(
-            grid(batch=(32,), lr=(0.02, 0.05), adam_lr=(3e-3,)), but=("symbol.weight", "place.weight", "head.weight")
-        ),
-        "soap": contestants.soap(grid(batch=(32,), lr=(0.01, 0.03))),
-        "sgd": contestants.sgd(grid(batch=(32,), lr=(0.1, 0.3))),
-    }
+GRIDS = {
+    "adam": {"lr": (3e-3, 0.01)},
+    "muon": {"lr": (0.02, 0.05), "adam_lr": (3e-3,)},
+    "soap": {"lr": (0.01, 0.03)},
+    "sgd": {"lr": (0.1, 0.3)},
+}
 
 
 class Transformer(nn.Module):
@@ -74,7 +69,7 @@ class Transformer(nn.Module):
     def __init__(self, symbols: int, length: int, width: int, heads: int, layers: int) -> None:
         super().__init__()
         self.symbol, self.place = nn.Embedding(symbols, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(TextBlock(width, heads) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads, causal=True) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, symbols)
 
     def forward(self, characters: Tensor) -> Tensor:
@@ -83,25 +78,54 @@ class Transformer(nn.Module):
         return self.head(self.norm(hidden)).mT
 
 
-class TextBlock(nn.Module):
-    """x + attention(norm x), then x + perceptron(norm x), on (b, t, width)."""
+SYMBOLS = "\n" + "".join(map(chr, range(32, 127)))  # what is left of the text: 96 characters
 
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.before, self.asked, self.mixed = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.perceptron = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+
+def documentation(library: Path | None = None) -> str:
+    """The licence, where the installation has it, and the docstrings of all single-file modules, by their names.
+
+    The modules are read, not imported. The same for one installation of Python; others differ a little. library: the
+    folder to read, by default the running Python's. LabError where there are no sources.
+    """
+    root = Path(sysconfig.get_path("stdlib")) if library is None else library
+    licence = root / "LICENSE.txt"
+    parts = [licence.read_text("utf-8")] if licence.is_file() else []
+    parts += [text for path in sorted(root.glob("*.py")) for text in docstrings(path.read_text("utf-8"))]
+    if not parts:
+        raise LabError(f"{root} has no docstrings to read: Python's standard library is installed without its sources")
+    return "\n\n".join(parts)
+
+
+def docstrings(source: str) -> list[str]:
+    """Of a module, its classes and its functions, in the order in which they are met; none where it cannot be read."""
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    try:
+        nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    except SyntaxError:  # some files are there to be wrong
+        return []
+    return [text for node in nodes if (text := ast.get_docstring(node))]
+
+
+def encode_text(text: str) -> Tensor:
+    """Numbers in SYMBOLS, (n,) int64; other characters are dropped."""
+    place = {symbol: number for number, symbol in enumerate(SYMBOLS)}
+    return torch.tensor([place[symbol] for symbol in text if symbol in place])
+
+
+def windows(text: str, length: int, test: float = 0.1) -> TaskData:
+    """Windows that follow one another: inputs (n, length), and at every place the next character as target.
+
+    test: the share of the text, its end, that is kept for testing.
+    """
+    symbols = encode_text(text)
+    n = (len(symbols) - 1) // length
+    cut = n - int(test * n)
+    if not 0 < cut < n:
+        raise LabError(
+            f"length is {length}: the text has {len(symbols)} characters, too few for windows of that length"
         )
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden = hidden + self.mixed(self.attention(self.asked(self.before(hidden))))
-        return hidden + self.perceptron(hidden)
-
-    def attention(self, asked: Tensor) -> Tensor:
-        """(b, t, 3 width) -> (b, t, width): every place looks at itself and at those before it."""
-        query, key, value = asked.unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (b, heads, t, e)
-        return functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
+    x, y = symbols[: n * length].view(n, length), symbols[1 : n * length + 1].view(n, length)
+    return TaskData(x[:cut], y[:cut], x[cut:], y[cut:])
 
 
 RACE = race(

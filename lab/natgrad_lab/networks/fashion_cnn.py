@@ -6,15 +6,14 @@ the same size, on equal seconds of one thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
 from natgrad_lab.data import fashion_mnist
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, Task, TaskData, pair_with_labels
-from natgrad_lab.experiments.models import categorical_divergence, mistakes
+from natgrad_lab.experiments.base import Task, add_channel, pair_with_labels
+from natgrad_lab.experiments.models import classify
 from natgrad_lab.experiments.race import RaceSettings, race
 
 
@@ -28,26 +27,20 @@ class FashionCnnSettings(RaceSettings):
 
 
 def tasks(settings: FashionCnnSettings) -> tuple[Task, ...]:
-    """One task: cross-entropy of ten classes."""
-    return (
-        Task(
-            name="fashion",
-            title=f"Fashion-MNIST, {settings.filters} and {2 * settings.filters} filters with batch norm",
-            model=lambda: network(settings.filters),
-            data=images,
-            criterion=nn.CrossEntropyLoss(),
-            unit="nats per image",
-            divergence=categorical_divergence,
-            error=mistakes,
-            contestants=contestants.select(settings.methods, among(), contestants.GROUPS),
-        ),
-    )
+    """One task: cross-entropy of ten classes. The layer of the logits is Adam's where Muon has the rest."""
+    among = contestants.line_up(256, ("9.weight",), **GRIDS)
+    title = f"Fashion-MNIST, {settings.filters} and {2 * settings.filters} filters with batch norm"
+    raced = contestants.select(settings.methods, among, contestants.GROUPS)
+    data = lambda: pair_with_labels(add_channel(fashion_mnist()))  # noqa: E731
+    return (classify("fashion", title, lambda: network(settings.filters), data, raced),)
 
 
-def images() -> TaskData:
-    """The clothes as (n, 1, 28, 28)."""
-    split = fashion_mnist()
-    return pair_with_labels(replace(split, train_x=split.train_x[:, None], test_x=split.test_x[:, None]))
+GRIDS = {
+    "adam": {"batch": (128,), "lr": (3e-3, 0.01)},
+    "muon": {"batch": (128,), "lr": (0.02, 0.05), "adam_lr": (3e-3,)},
+    "soap": {"batch": (128,), "lr": (3e-3, 0.01)},
+    "sgd": {"batch": (128,), "lr": (0.03, 0.1)},
+}
 
 
 def network(filters: int) -> nn.Sequential:
@@ -61,17 +54,6 @@ def stage(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
     """A convolution without bias, which batch norm has, and what follows it."""
     convolution = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
     return convolution, nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2)
-
-
-def among() -> Mapping[str, Contestant]:
-    """Grids narrowed by probes with the tuning seed. The layer of the logits is Adam's where Muon has the rest."""
-    grid = contestants.grid
-    return contestants.by_default(batch=256) | {
-        "adam": contestants.adam(grid(batch=(128,), lr=(3e-3, 0.01))),
-        "muon": contestants.muon(grid(batch=(128,), lr=(0.02, 0.05), adam_lr=(3e-3,)), but=("9.weight",)),
-        "soap": contestants.soap(grid(batch=(128,), lr=(3e-3, 0.01))),
-        "sgd": contestants.sgd(grid(batch=(128,), lr=(0.03, 0.1))),
-    }
 
 
 RACE = race(

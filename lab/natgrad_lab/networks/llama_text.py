@@ -6,20 +6,15 @@ the same size, on equal seconds of one thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, LabError, Task
-from natgrad_lab.experiments.models import categorical_divergence, mistakes
+from natgrad_lab.experiments.base import LabError, Task
 from natgrad_lab.experiments.race import RaceSettings, race
-from natgrad_lab.networks.char_transformer import examples
-from natgrad_lab.networks.text import SYMBOLS
+from natgrad_lab.networks.char_transformer import SYMBOLS, predict_text
 
 
 @dataclass(frozen=True)
@@ -38,35 +33,10 @@ class LlamaTextSettings(RaceSettings):
 
 def tasks(settings: LlamaTextSettings) -> tuple[Task, ...]:
     """One task: cross-entropy of the next character."""
-    tied = ", tied" if settings.tied else ""
-    return (
-        Task(
-            name="llama",
-            title=f"Next character, Llama of {settings.layers} layers, width {settings.width}{tied}",
-            model=lambda: Llama(
-                len(SYMBOLS), settings.width, settings.heads, settings.groups, settings.layers, settings.tied
-            ),
-            data=lambda: examples(settings.length),
-            criterion=nn.CrossEntropyLoss(),
-            unit="nats per character",
-            divergence=partial(categorical_divergence, dim=1),
-            error=partial(mistakes, dim=1),
-            contestants=contestants.select(settings.methods, among(), contestants.GROUPS),
-        ),
-    )
-
-
-def among() -> Mapping[str, Contestant]:
-    """The grids of `char_transformer`. Embeddings and logits are Adam's where Muon has the rest."""
-    grid = contestants.grid
-    return contestants.by_default(batch=32) | {
-        "adam": contestants.adam(grid(batch=(32,), lr=(3e-3, 0.01))),
-        "muon": contestants.muon(
-            grid(batch=(32,), lr=(0.02, 0.05), adam_lr=(3e-3,)), but=("symbol.weight", "head.weight")
-        ),
-        "soap": contestants.soap(grid(batch=(32,), lr=(0.01, 0.03))),
-        "sgd": contestants.sgd(grid(batch=(32,), lr=(0.1, 0.3))),
-    }
+    s, tied = settings, ", tied" if settings.tied else ""
+    model = lambda: Llama(len(SYMBOLS), s.width, s.heads, s.groups, s.layers, s.tied)  # noqa: E731
+    title = f"Llama of {s.layers} layers, width {s.width}{tied}"
+    return (predict_text("llama", title, model, s, ("symbol.weight", "head.weight")),)
 
 
 class Llama(nn.Module):
@@ -117,8 +87,8 @@ class LlamaBlock(nn.Module):
         )
         shared = self.heads // self.groups
         key, value = (part.repeat_interleave(shared, dim=1) for part in (rotate(key), value))
-        found = functional.scaled_dot_product_attention(rotate(query), key, value, is_causal=True)
-        return found.transpose(1, 2).flatten(2)
+        values = functional.scaled_dot_product_attention(rotate(query), key, value, is_causal=True)
+        return values.transpose(1, 2).flatten(2)
 
 
 def rotate(x: Tensor, base: float = 10_000.0) -> Tensor:

@@ -52,8 +52,8 @@ class AttentionBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (part.unsqueeze(1) for part in self.asked(self.norm1(x)).chunk(3, dim=-1))
-        found = functional.scaled_dot_product_attention(query, key, value, is_causal=True).squeeze(1)
-        x = x + self.gamma1 * self.mixed(found)
+        values = functional.scaled_dot_product_attention(query, key, value, is_causal=True).squeeze(1)
+        x = x + self.gamma1 * self.mixed(values)
         inside = self.norm2(x)
         return x + self.gamma2 * self.down(functional.silu(self.gate(inside)) * self.up(inside))
 
@@ -80,10 +80,10 @@ class ScanBlock(nn.Module):
         """h <- exp(-rate decay) h + rate B u, y = C h + D u, with B, C and the rate chosen by u (b, t, width)."""
         entered, read = self.chosen(u).chunk(2, dim=-1)  # (b, t, state)
         rate = functional.softplus(self.rate(u)).unsqueeze(-1)  # (b, t, width, 1)
-        kept, added = (-rate * self.log_decay.exp()).exp(), rate * u.unsqueeze(-1) * entered.unsqueeze(2)
+        decays, added = (-rate * self.log_decay.exp()).exp(), rate * u.unsqueeze(-1) * entered.unsqueeze(2)
         state, outputs = torch.zeros_like(added[:, 0]), []
         for t in range(u.shape[1]):
-            state = kept[:, t] * state + added[:, t]
+            state = decays[:, t] * state + added[:, t]
             outputs.append((state * read[:, t].unsqueeze(1)).sum(-1))
         return torch.stack(outputs, 1) + self.through * u
 

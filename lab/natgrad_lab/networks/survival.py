@@ -8,7 +8,6 @@ layer, with its defaults, beside Adam, Muon, SOAP and SGD, each tuned over a gri
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from natgrad.families import Likelihood
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, LabError, Task, TaskData
+from natgrad_lab.experiments.base import LabError, Task, TaskData
 from natgrad_lab.experiments.models import perceptron
 from natgrad_lab.experiments.race import RaceSettings, race
 
@@ -44,7 +43,7 @@ def tasks(settings: SurvivalSettings) -> tuple[Task, ...]:
     if settings.patients < 4:
         raise LabError(f"patients is {settings.patients}, expected at least 4")
     likelihood = HAZARDS[settings.hazard]
-    best = compute_true_loss(settings.patients)
+    best, among = compute_true_loss(settings.patients), contestants.line_up(128, ("4.weight",), **GRIDS)
     return (
         Task(
             name="survival",
@@ -54,7 +53,7 @@ def tasks(settings: SurvivalSettings) -> tuple[Task, ...]:
             criterion=likelihood,  # type: ignore[arg-type]
             unit="nats per patient",
             divergence=lambda before, after: sampled_divergence(likelihood, before, after),
-            contestants=contestants.select(settings.methods, among(), contestants.GROUPS),
+            contestants=contestants.select(settings.methods, among, contestants.GROUPS),
             note=f"The distribution that the patients were drawn from scores {best:.3f} nats on the test part.",
         ),
     )
@@ -62,10 +61,10 @@ def tasks(settings: SurvivalSettings) -> tuple[Task, ...]:
 
 def network(numbers: int) -> nn.Module:
     """Two hidden layers, and a last one near zero: everybody starts at a constant hazard, and none at an absurd one."""
-    made = perceptron([COVARIATES, 32, 32, numbers], nn.Tanh)
+    net = perceptron([COVARIATES, 32, 32, numbers], nn.Tanh)
     with torch.no_grad():
-        list(made.parameters())[-2].mul_(0.1)
-    return made
+        list(net.parameters())[-2].mul_(0.1)
+    return net
 
 
 class WeibullHazard(Likelihood):
@@ -142,21 +141,17 @@ def sampled_divergence(likelihood: WeibullHazard, before: Tensor, after: Tensor,
     """KL in nats, a mean over patients, from draws of a fixed seed: there is no closed form."""
     generator = torch.Generator(before.device).manual_seed(0)
     drawn = [likelihood.sample(before, generator) for _ in range(draws)]
-    apart = [likelihood.nll(after, targets) - likelihood.nll(before, targets) for targets in drawn]
-    found = torch.stack(apart).mean()
-    return found if math.isnan(found) else found.clamp(min=1e-12)
+    ratios = [likelihood.nll(after, targets) - likelihood.nll(before, targets) for targets in drawn]
+    divergence = torch.stack(ratios).mean()
+    return divergence if math.isnan(divergence) else divergence.clamp(min=1e-12)
 
 
-def among() -> Mapping[str, Contestant]:
-    """Grids narrowed by probes with the tuning seed."""
-    grid = contestants.grid
-    return contestants.by_default(batch=128) | {
-        "adam": contestants.adam(grid(batch=(128,), lr=(1e-3, 3e-3))),
-        "muon": contestants.muon(grid(batch=(128,), lr=(0.01, 0.03), adam_lr=(3e-3,)), but=("4.weight",)),
-        "soap": contestants.soap(grid(batch=(128,), lr=(1e-3, 3e-3))),
-        "sgd": contestants.sgd(grid(batch=(128,), lr=(0.01, 0.03))),
-    }
-
+GRIDS = {
+    "adam": {"lr": (1e-3, 3e-3)},
+    "muon": {"lr": (0.01, 0.03), "adam_lr": (3e-3,)},
+    "soap": {"lr": (1e-3, 3e-3)},
+    "sgd": {"lr": (0.01, 0.03)},
+}
 
 RACE = race(
     "survival",

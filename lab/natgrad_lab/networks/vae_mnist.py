@@ -7,15 +7,14 @@ over a grid of the same size, on equal seconds of one thread. Kingma & Welling 2
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from natgrad_lab.data import Split, digits, mnist
+from natgrad_lab.data import digits, mnist
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, LabError, Task, pair_with_inputs
+from natgrad_lab.experiments.base import LabError, Task, pair_with_inputs
 from natgrad_lab.experiments.models import bernoulli_divergence
 from natgrad_lab.experiments.race import RaceSettings, race
 
@@ -43,12 +42,12 @@ def tasks(settings: VaeSettings) -> tuple[Task, ...]:
             name="vae",
             title=f"Variational autoencoder {pixels}-{settings.hidden}-{settings.code}",
             model=lambda: VAE(pixels, settings.hidden, settings.code),
-            data=lambda: pair_with_inputs(images(settings.data)),
+            data=lambda: pair_with_inputs(DATA[settings.data]().flat()),
             criterion=nn.BCEWithLogitsLoss(),
             scale=float(pixels),  # from the mean over pixels to the cross-entropy of an image
             unit="nats per image",
             divergence=bernoulli_divergence,
-            contestants=contestants.select(settings.methods, among(), contestants.GROUPS),
+            contestants=contestants.select(settings.methods, contestants.line_up(128, **GRIDS), contestants.GROUPS),
             heard=lambda outputs: outputs[:, :pixels],
             besides=lambda outputs: divergence_from_prior(outputs[:, pixels:]),
             note="The divergence from the prior is added to the criterion's value, and no metric knows of it.",
@@ -56,20 +55,12 @@ def tasks(settings: VaeSettings) -> tuple[Task, ...]:
     )
 
 
-def images(name: str) -> Split:
-    """Grey images as rows."""
-    return DATA[name]().flat()
-
-
-def among() -> Mapping[str, Contestant]:
-    """Grids narrowed by probes with the tuning seed."""
-    grid = contestants.grid
-    return contestants.by_default(batch=128) | {
-        "adam": contestants.adam(grid(batch=(128,), lr=(1e-3, 3e-3))),
-        "muon": contestants.muon(grid(batch=(128,), lr=(0.02, 0.05), adam_lr=(1e-3,))),
-        "soap": contestants.soap(grid(batch=(128,), lr=(1e-3, 3e-3))),
-        "sgd": contestants.sgd(grid(batch=(128,), lr=(1e-4, 3e-4))),
-    }
+GRIDS = {
+    "adam": {"lr": (1e-3, 3e-3)},
+    "muon": {"lr": (0.02, 0.05), "adam_lr": (1e-3,)},
+    "soap": {"lr": (1e-3, 3e-3)},
+    "sgd": {"lr": (1e-4, 3e-4)},
+}
 
 
 class VAE(nn.Module):

@@ -7,7 +7,7 @@ the same size, on equal seconds of one thread.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from natgrad_lab.data import cifar10
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, LabError, Task, TaskData, pair_with_labels
-from natgrad_lab.experiments.models import categorical_divergence, mistakes
+from natgrad_lab.experiments.base import LabError, Task, standardise_pictures
+from natgrad_lab.experiments.models import TransformerBlock, classify
 from natgrad_lab.experiments.race import RaceSettings, race
 
 
@@ -49,13 +49,13 @@ def tasks(settings: VitCifarSettings) -> tuple[Task, ...]:
 
 def of_vit(settings: VitCifarSettings) -> Task:
     """Patches as tokens."""
-    title = f"CIFAR-10, vision transformer of {settings.layers} layers, width {settings.width}"
+    title = f"vision transformer of {settings.layers} layers, width {settings.width}"
     return task("vit", title, lambda: ViT(settings), settings, but=("place", "head.weight"))
 
 
 def of_resnet(settings: VitCifarSettings) -> Task:
     """Convolutions with batch norm and short cuts."""
-    title = f"CIFAR-10, ResNet-{6 * settings.blocks + 2}"
+    title = f"ResNet-{6 * settings.blocks + 2}"
     return task("resnet", title, lambda: resnet(settings.filters, settings.blocks), settings, but=("head.weight",))
 
 
@@ -63,36 +63,16 @@ def task(
     name: str, title: str, model: Callable[[], nn.Module], settings: VitCifarSettings, but: tuple[str, ...]
 ) -> Task:
     """The task of one network. but: the matrices that are Adam's where Muon has the rest."""
-    return Task(
-        name=name,
-        title=title,
-        model=model,
-        data=images,
-        criterion=nn.CrossEntropyLoss(),
-        unit="nats per image",
-        divergence=categorical_divergence,
-        error=mistakes,
-        contestants=contestants.select(settings.methods, among(but), contestants.GROUPS),
-    )
+    raced = contestants.select(settings.methods, contestants.line_up(64, but, **GRIDS), contestants.GROUPS)
+    return classify(name, f"CIFAR-10, {title}", model, lambda: standardise_pictures(cifar10()), raced)
 
 
-def images() -> TaskData:
-    """The pictures with every channel at mean 0 and variance 1."""
-    examples = pair_with_labels(cifar10())
-    mean, spread = (getattr(examples.train_x, name)((0, 2, 3), keepdim=True) for name in ("mean", "std"))
-    x, test_x = ((part - mean) / spread for part in (examples.train_x, examples.test_x))
-    return TaskData(x, examples.train_y, test_x, examples.test_y)
-
-
-def among(but: tuple[str, ...]) -> Mapping[str, Contestant]:
-    """Grids narrowed by probes with the tuning seed."""
-    grid = contestants.grid
-    return contestants.by_default(batch=64) | {
-        "adam": contestants.adam(grid(batch=(64,), lr=(1e-3, 3e-3))),
-        "muon": contestants.muon(grid(batch=(64,), lr=(0.02, 0.05), adam_lr=(3e-3,)), but=but),
-        "soap": contestants.soap(grid(batch=(64,), lr=(3e-3, 0.01))),
-        "sgd": contestants.sgd(grid(batch=(64,), lr=(0.03, 0.1))),
-    }
+GRIDS = {
+    "adam": {"lr": (1e-3, 3e-3)},
+    "muon": {"lr": (0.02, 0.05), "adam_lr": (3e-3,)},
+    "soap": {"lr": (3e-3, 0.01)},
+    "sgd": {"lr": (0.03, 0.1)},
+}
 
 
 class ViT(nn.Module):
@@ -103,31 +83,14 @@ class ViT(nn.Module):
         width, side = settings.width, 32 // settings.patch
         self.patches = nn.Conv2d(3, width, settings.patch, stride=settings.patch)
         self.place = nn.Parameter(0.02 * torch.randn(side * side, width))
-        self.blocks = nn.Sequential(*(ImageBlock(width, settings.heads) for _ in range(settings.layers)))
+        self.blocks = nn.Sequential(
+            *(TransformerBlock(width, settings.heads, causal=False) for _ in range(settings.layers))
+        )
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
 
     def forward(self, images: Tensor) -> Tensor:
         tokens = self.patches(images).flatten(2).mT + self.place
         return self.head(self.norm(self.blocks(tokens)).mean(1))
-
-
-class ImageBlock(nn.Module):
-    """x + attention(norm x), then x + perceptron(norm x), on (b, t, width)."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.before, self.asked, self.mixed = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.perceptron = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        asked = self.asked(self.before(hidden)).unflatten(2, (3, self.heads, -1))
-        query, key, value = asked.permute(2, 0, 3, 1, 4)  # each (b, heads, t, e)
-        found = functional.scaled_dot_product_attention(query, key, value)
-        hidden = hidden + self.mixed(found.transpose(1, 2).flatten(2))
-        return hidden + self.perceptron(hidden)
 
 
 def resnet(filters: int, blocks: int) -> nn.Sequential:
@@ -154,8 +117,8 @@ class ResNetBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         inside = self.norm2(self.second(functional.relu(self.norm1(self.first(x)))))
-        kept = functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.added))
-        return functional.relu(kept + inside)
+        short_cut = functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.added))
+        return functional.relu(short_cut + inside)
 
 
 def convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:

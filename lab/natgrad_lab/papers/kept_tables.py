@@ -6,16 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def insert(page: str, name: str, tables: str) -> str:
-    """A page with tables between its comments of that name.
-
-    Args:
-        page: The text, in Markdown.
-        name: As in `<!-- name: begin -->`.
-        tables: In Markdown.
-
-    Raises:
-        ValueError: If the page has not one pair of these comments.
-    """
+    """A page with tables between its one pair of comments of that name, such as `<!-- name: begin -->`."""
     begin, end = (f"<!-- {name}: {side} -->" for side in ("begin", "end"))
     if page.count(begin) != 1 or page.count(end) != 1:
         raise ValueError(f"the page has not one pair of {begin} and {end}: write them where the tables go")
@@ -24,11 +15,6 @@ def insert(page: str, name: str, tables: str) -> str:
 
 
 def write_rows(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown.
-
-    Args:
-        heads: A word for each column.
-        rows: A cell for each column.
-    """
+    """A table in Markdown."""
     lines = ["| " + " | ".join(cells) + " |" for cells in (heads, *rows)]
     return "\n".join([lines[0], "|" + "---|" * len(heads), *lines[1:]])

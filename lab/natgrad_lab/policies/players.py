@@ -19,28 +19,9 @@ RECENT = 20
 """Episodes that the training return is a mean of."""
 
 
-class Scene(Protocol):
-    """Where players play, and by what they are judged."""
-
-    @property
-    def env(self) -> str:
-        """Its name in gymnasium."""
-        ...
-
-    @property
-    def envs(self) -> int:
-        """How many a player acts in at once."""
-        ...
-
-    @property
-    def episodes(self) -> int:
-        """Of a look."""
-        ...
-
-    @property
-    def device(self) -> str:
-        """Of the networks."""
-        ...
+Scene = Any
+"""What is played and how it is judged: `env`, its name in gymnasium, `envs`, how many at once, `episodes` of a look and
+`device` of the networks."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +35,7 @@ class PolicyChoice:
 class Player(Protocol):
     """A contestant at work."""
 
-    @property
-    def batch(self) -> int:
-        """Steps per update."""
-        ...
+    batch: int  # steps per update
 
     @property
     def steps(self) -> int:
@@ -102,7 +80,7 @@ class NatgradPlayer:
 
     def recent(self) -> float:
         """Training return."""
-        return float(np.mean([one.ret for one in self.episodes])) if self.episodes else math.nan
+        return float(np.mean([episode.ret for episode in self.episodes])) if self.episodes else math.nan
 
 
 class Peer:
@@ -117,15 +95,9 @@ class Peer:
         scaled, self.batch = arguments.pop("scaled", False), arguments.pop("total", 2048)
         envs: Any = make_vec_env(scene.env, scene.envs, seed=seed)
         self.scale: Any = VecNormalize(envs, gamma=arguments.get("gamma", 0.99)) if scaled else None
-        self.model: Any = TRPO(
-            "MlpPolicy",
-            envs if self.scale is None else self.scale,
-            n_steps=self.batch // scene.envs,
-            seed=seed,
-            device=scene.device,
-            stats_window_size=RECENT,
-            **arguments,
-        )
+        arguments |= {"n_steps": self.batch // scene.envs, "seed": seed, "device": scene.device}
+        envs = envs if self.scale is None else self.scale
+        self.model: Any = TRPO("MlpPolicy", envs, stats_window_size=RECENT, **arguments)
 
     @property
     def steps(self) -> int:
@@ -143,18 +115,15 @@ class Peer:
 
     def recent(self) -> float:
         """Training return, of the rewards as they came."""
-        found = [one["r"] for one in self.model.ep_info_buffer or ()]
-        return float(np.mean(found)) if found else math.nan
+        returns = [episode["r"] for episode in self.model.ep_info_buffer or ()]
+        return float(np.mean(returns)) if returns else math.nan
 
 
 def learn_to_marks(
     player: Player, scene: Scene, marks: Sequence[int], advance: Callable[[float], Any] = lambda share: None
 ) -> Iterator[Numbers]:
-    """Learn, and look at the last update before each mark: no more steps are taken than the mark says.
+    """Learn, and look at the last update before each mark, of steps that rise: no more are taken than the mark says.
 
-    player: who learns.
-    scene: where, and by what it is judged.
-    marks: steps, rising.
     advance: called before each update with the share of the steps that is done.
     """
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -193,7 +162,7 @@ def look(player: Player, scene: Scene) -> list[float]:
 def gymnasium() -> Any:
     """The package. LabError where it is missing."""
     try:
-        import gymnasium as found  # an extra
+        import gymnasium as package  # an extra
     except ImportError as error:
         raise LabError("these experiments need gymnasium: pip install gymnasium") from error
-    return found
+    return package

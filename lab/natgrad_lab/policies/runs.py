@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Cell, Picture, Section, Story, Table
-from natgrad_lab.experiments.settings import change_defaults, check_counts
+from natgrad_lab.experiments.settings import StudySettings, change_defaults, check_counts
 from natgrad_lab.figures import INK, draw_band, look, put_legend_below
 from natgrad_lab.policies.players import NatgradPlayer, Peer, Player, PolicyChoice, learn_to_marks
 
@@ -35,7 +35,7 @@ GOALS = {
 
 
 @dataclass(frozen=True)
-class PolicyRaceSettings:
+class PolicyRaceSettings(StudySettings):
     """What `--set` can change."""
 
     env: str = "CartPole-v1"  # of gymnasium
@@ -45,8 +45,6 @@ class PolicyRaceSettings:
     marks: str = "10000,20000,30000,45000,60000,80000,100000"  # steps at which the policy is evaluated, comma-separated
     episodes: int = 20  # of an evaluation
     peers: bool = True  # run sb3-contrib's agents too, where it is installed
-    threads: int | None = 1
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.env not in CHOICES:
@@ -57,10 +55,10 @@ class PolicyRaceSettings:
     def looks(self, steps: int) -> list[int]:
         """The marks up to `steps`, which is the last. LabError for marks that are no numbers."""
         try:
-            found = sorted({int(part) for part in self.marks.split(",")})
+            marks = sorted({int(part) for part in self.marks.split(",")})
         except ValueError as error:
             raise LabError(f"marks is {self.marks}, expected numbers of steps such as 30000,100000") from error
-        return [mark for mark in found if 0 < mark < steps] + [steps]
+        return [mark for mark in marks if 0 < mark < steps] + [steps]
 
 
 # of the package's own collection of tuned settings, rl-baselines3-zoo, in as many environments as the others have
@@ -152,8 +150,8 @@ def tell(findings: Findings) -> Story:
         "the last update before the mark. The training return is the mean of the last 20 training episodes, "
         "exploration and all. Seconds are of collecting and learning, looks left out."
     )
-    tried = [(title, one) for name, title in NAMES.items() for i in range(9) for one in findings.of(f"tune-{name}-{i}")]
-    rows = tuple((title, one["choice"], _number(one["test"]), _number(one["train"])) for title, one in tried)
+    tried = [(title, run) for name, title in NAMES.items() for i in range(9) for run in findings.of(f"tune-{name}-{i}")]
+    rows = tuple((title, run["choice"], _number(run["test"]), _number(run["train"])) for title, run in tried)
     table = Table("Every setting", ("", "setting", "return", "training return"), rows)
     settings = Section("Settings", f"After {s.tuning} steps, one seed.", (table,))
     sections = (_race(s.env, races), settings) if races else (settings,)
@@ -162,8 +160,8 @@ def tell(findings: Findings) -> Story:
 
 def at(run: Numbers, mark: int, key: str = "test") -> float:
     """What a run showed at a mark; NaN where it did not look then."""
-    found = [one[key] for one in run["curve"] if one["mark"] == mark]
-    return math.nan if not found or found[0] is None else found[0]
+    value = next((point[key] for point in run["curve"] if point["mark"] == mark), None)
+    return math.nan if value is None else value
 
 
 def _lead(env: str, races: dict[str, list[Numbers]]) -> str:
@@ -180,7 +178,7 @@ def _lead(env: str, races: dict[str, list[Numbers]]) -> str:
 
 
 def _race(env: str, races: dict[str, list[Numbers]]) -> Section:
-    last = max(one["mark"] for runs in races.values() for one in runs[0]["curve"])
+    last = max(point["mark"] for runs in races.values() for point in runs[0]["curve"])
     marks = [mark for mark, _ in GOALS[env] if mark < last] + [last]
     heads = ("", "setting", *(f"return at {mark:,}" for mark in marks), f"training return at {last:,}", "s per update")
     rows = []
@@ -225,7 +223,7 @@ def _curves(env: str, races: dict[str, list[Numbers]], key: str) -> Callable[[Fi
     def fill(figure: Figure) -> None:
         axes = figure.add_subplot()
         for name, runs in races.items():
-            marks = [one["mark"] for one in runs[0]["curve"]]
+            marks = [point["mark"] for point in runs[0]["curve"]]
             y, style = [[at(run, mark, key) for mark in marks] for run in runs], look(list(NAMES).index(name), 1.8)
             draw_band(axes, [mark / 1000 for mark in marks], y, NAMES[name], style, reach=0.25)
         marks, goals = zip(*GOALS[env], strict=True)

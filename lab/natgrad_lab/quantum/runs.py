@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ import natgrad as ng
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.settings import change_defaults, check_positive
+from natgrad_lab.experiments.settings import StudySettings, change_defaults, check_positive
 from natgrad_lab.figures import INK, look, put_legend_below
 from natgrad_lab.words import span
 
@@ -35,7 +35,7 @@ MOMENTA = {"sr": 0.0, "spring": 0.9}
 
 
 @dataclass(frozen=True)
-class GroundStateSettings:
+class GroundStateSettings(StudySettings):
     """What `--set` can change."""
 
     system: str = "ising"  # ising, helium, H2 or LiH
@@ -45,8 +45,6 @@ class GroundStateSettings:
     seconds: float = 600.0  # of one thread of the processor, at most
     draws: int = 100  # of the energy at the end
     rates: str = "0.001,0.003,0.01,0.03"  # of Adam that are tried, comma-separated
-    threads: int | None = 1
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.system not in SYSTEMS:
@@ -101,14 +99,6 @@ SYSTEMS: dict[str, Callable[[GroundStateSettings, int], GroundStateProblem]] = {
     "H2": build_molecule(ng.vmc.Molecule.hydrogen_molecule(), -1.174476),
     "LiH": build_molecule(ng.vmc.Molecule.lithium_hydride(), -8.0705),
 }
-
-
-class Stepper(Protocol):
-    """A contestant at work."""
-
-    def step(self, part: float) -> ng.vmc.EnergyEstimate:
-        """One step, with that part of the budget spent: the energy before it."""
-        ...
 
 
 class Reconfigured:
@@ -175,7 +165,7 @@ def try_rate(rate: float, seed: int, run: PieceRun) -> Numbers:
 def run_best_rate(run: PieceRun) -> Numbers:
     """Adam's best rate from one seed."""
     tuned = [run.earlier[f"tune-{i}"] for i in range(len(run.settings.adam_rates()))]
-    rate = min(tuned, key=lambda one: math.inf if one["final"] is None else one["final"])["rate"]
+    rate = min(tuned, key=lambda run: math.inf if run["final"] is None else run["final"])["rate"]
     return try_rate(rate, run.seed, run)
 
 
@@ -185,7 +175,7 @@ def reconfigure(momentum: float, run: PieceRun) -> Numbers:
     return train(problem, Reconfigured(problem, momentum), run)
 
 
-def train(problem: GroundStateProblem, stepper: Stepper, run: PieceRun) -> Numbers:
+def train(problem: GroundStateProblem, stepper: Reconfigured | AdamSearch, run: PieceRun) -> Numbers:
     """Steps until the budget is spent, then the energy that was reached: by enumeration where that is possible."""
     settings, curve, spent, step = run.settings, [], 0.0, 0
     every = max(1, settings.steps // LOOKS)
@@ -224,7 +214,7 @@ def tell(findings: Findings) -> Story:
     said = [f"{NAMES[name]} {median(abs(gap(run)) for run in runs):.1e}" for name, runs in races.items()]
     lead = f"Relative error of the energy at the end, medians over seeds: {', '.join(said)}."
     tried = [run for i in range(20) for run in findings.of(f"tune-{i}")]
-    rows = tuple((f"{one['rate']:g}", f"{one['final']:.6f}", f"{gap(one):.1e}") for one in tried)
+    rows = tuple((f"{run['rate']:g}", f"{run['final']:.6f}", f"{gap(run):.1e}") for run in tried)
     tuning = Section("Adam's rates", "One seed each.", (Table("Rates", ("rate", "energy", "relative error"), rows),))
     sections = (_race(races, lead), tuning) if races else (tuning,)
     return Story(f"Ground state: {system}", lead if races else "Nothing has run yet.", method, sections)
@@ -262,7 +252,7 @@ def _draw_energies(figure: Figure, races: dict[str, list[Numbers]], exact: float
     axes = figure.add_subplot()
     lowest, tops = exact, []
     for name, runs in races.items():
-        x, y, error = (np.array([one[key] for one in runs[0]["curve"]]) for key in ("seconds", "energy", "error"))
+        x, y, error = (np.array([point[key] for point in runs[0]["curve"]]) for key in ("seconds", "energy", "error"))
         style = look(list(NAMES).index(name))
         axes.plot(x, y, label=NAMES[name], **style)
         axes.fill_between(x, y - 2 * error, y + 2 * error, color=style["color"], alpha=0.2, linewidth=0)
@@ -279,8 +269,8 @@ def _draw_gaps(figure: Figure, races: dict[str, list[Numbers]]) -> None:
     axes = figure.add_subplot()
     for name, runs in races.items():
         length = min(len(run["curve"]) for run in runs)
-        x = np.median([[one["seconds"] for one in run["curve"][:length]] for run in runs], axis=0)
-        y = [[abs(one["energy"] - run["exact"]) for one in run["curve"][:length]] for run in runs]
+        x = np.median([[point["seconds"] for point in run["curve"][:length]] for run in runs], axis=0)
+        y = [[abs(point["energy"] - run["exact"]) for point in run["curve"][:length]] for run in runs]
         axes.plot(x, np.median(y, axis=0), label=NAMES[name], **look(list(NAMES).index(name)))
     axes.set(xlabel="CPU seconds", ylabel="|energy - exact|, sampled", yscale="log")
     axes.grid(visible=True, axis="y")

@@ -1,4 +1,4 @@
-"""The report of an experiment: its story, told from the records alone, as a page with figures and for a terminal."""
+"""The report of an experiment: its story, outcome from the records alone, as a page with figures and for a terminal."""
 
 from __future__ import annotations
 
@@ -48,15 +48,6 @@ class Outcome:
     story: Story
 
 
-@dataclass(frozen=True)
-class DrawnPicture:
-    """A picture as an <svg> element."""
-
-    title: str
-    svg: str
-    wide: bool
-
-
 def build(path: Path, experiment: Experiment | None = None) -> tuple[Outcome, Path]:
     """Write plots/*.png, plots/*.svg and report.html into a folder of records.
 
@@ -72,13 +63,13 @@ def build(path: Path, experiment: Experiment | None = None) -> tuple[Outcome, Pa
     """
     folder = Folder(path)
     experiment = experiment or find(folder.plan()["experiment"])
-    told, place = read_outcome(experiment, folder), path / "plots"
+    outcome, place = read_outcome(experiment, folder), path / "plots"
     place.mkdir(exist_ok=True)
-    for picture in told.story.files:
+    for picture in outcome.story.files:
         save(draw(picture.draw, picture.size), place / picture.name)
     parts = [
-        {"section": section, "figures": [_draw(picture, told.story.title, place) for picture in section.pictures]}
-        for section in told.story.sections
+        {"section": section, "figures": [_draw(picture, outcome.story.title, place) for picture in section.pictures]}
+        for section in outcome.story.sections
     ]
     environment = Environment(
         loader=PackageLoader("natgrad_lab.report", "."),
@@ -88,20 +79,20 @@ def build(path: Path, experiment: Experiment | None = None) -> tuple[Outcome, Pa
         lstrip_blocks=True,
     )
     environment.globals["replace"] = replace
-    values = {"command": write_command(told, asdict(experiment.settings())), "facts": list_facts(told)}
-    text = environment.get_template("page.j2").render(light=PALETTE, dark=DARK, outcome=told, parts=parts, **values)
+    values = {"command": write_command(outcome, asdict(experiment.settings())), "facts": list_facts(outcome)}
+    text = environment.get_template("page.j2").render(light=PALETTE, dark=DARK, outcome=outcome, parts=parts, **values)
     page = path / "report.html"
     files.replace(page, text)
-    return told, page
+    return outcome, page
 
 
 def read_outcome(experiment: Experiment, folder: Folder) -> Outcome:
     """Read a folder's plan and finished pieces, and tell the story. LabError when nothing is finished."""
-    plan, found = folder.plan(), findings(experiment, folder)
-    headers = [one.header for one in found.found]
+    plan, read = folder.plan(), findings(experiment, folder)
+    headers = [piece.header for piece in read.finished]
     seeds = tuple(sorted({header["seed"] for header in headers}))
     planned = sum(len(seeds) if piece["repeated"] else 1 for piece in plan["pieces"])
-    story = experiment.tell(found)
+    story = experiment.tell(read)
     names = [picture.name for section in story.sections for picture in section.pictures]
     if len(set(names)) < len(names):
         raise ValueError(f"{experiment.name} has pictures named {names}, expected different names")
@@ -117,24 +108,23 @@ def read_outcome(experiment: Experiment, folder: Folder) -> Outcome:
     )
 
 
-def write_command(told: Outcome, defaults: dict[str, Any]) -> str:
+def write_command(outcome: Outcome, defaults: dict[str, Any]) -> str:
     """The command that gives this report again. defaults: settings that need not be said."""
-    words = ["natgrad", "run", told.experiment, "--seeds", str(len(told.seeds))]
-    for key, value in told.settings.items():
+    words = ["natgrad", "run", outcome.experiment, "--seeds", str(len(outcome.seeds))]
+    for key, value in outcome.settings.items():
         if key not in defaults or defaults[key] != value:
             words += ["--set", f"{key}={'none' if value is None else value}"]
     return shlex.join(words)
 
 
-def list_facts(told: Outcome) -> list[tuple[str, str]]:
+def list_facts(outcome: Outcome) -> list[tuple[str, str]]:
     """Settings, versions, threads, device, seeds: names and values to print."""
-    versions = (", ".join(f"{name} {version}" for name, version in each.items()) for each in told.versions)
+    versions = (", ".join(f"{name} {version}" for name, version in each.items()) for each in outcome.versions)
     facts = {"versions": "; ".join(versions)}
     for name in ("threads", "devices", "seeds"):
-        facts[name.replace("devices", "device")] = ", ".join(map(str, getattr(told, name)))
-    return list(
-        (facts | {n: "none" if v is None else str(v) for n, v in told.settings.items() if n not in facts}).items()
-    )
+        facts[name.replace("devices", "device")] = ", ".join(map(str, getattr(outcome, name)))
+    settings = {name: "none" if v is None else str(v) for name, v in outcome.settings.items() if name not in facts}
+    return [*facts.items(), *settings.items()]
 
 
 def draw_titled(picture: Picture, story: str) -> Figure:
@@ -152,19 +142,19 @@ def draw_titled(picture: Picture, story: str) -> Figure:
     return draw(fill_and_name, picture.size)
 
 
-def _draw(picture: Picture, story: str, place: Path) -> DrawnPicture:
+def _draw(picture: Picture, story: str, place: Path) -> dict[str, Any]:
     figure = draw_titled(picture, story)
     save(figure, place / picture.name)
-    return DrawnPicture(picture.title, inline(figure, picture.name, picture.title), picture.wide)
+    return {"title": picture.title, "svg": inline(figure, picture.name, picture.title), "wide": picture.wide}
 
 
-def render_terminal(told: Outcome) -> Iterator[RenderableType]:
+def render_terminal(outcome: Outcome) -> Iterator[RenderableType]:
     """Tables and verdicts for a terminal: the page tells more.
 
     Args:
-        told: What `build` returned.
+        outcome: What `build` returned.
     """
-    for section in told.story.sections:
+    for section in outcome.story.sections:
         for table in section.tables:
             if table.brief != ():
                 yield _write_table(table, section.title)

@@ -12,12 +12,10 @@ from natgrad.energies import RestrictedBoltzmann
 from natgrad_lab.energies.boltzmann_digits import (
     STUDY,
     BoltzmannDigitsSettings,
-    find_log_odds,
-    list_sweeps,
     measure_likelihood,
     raise_likelihood,
 )
-from natgrad_lab.energies.boltzmann_images import Images
+from natgrad_lab.energies.boltzmann_images import Images, find_log_odds
 from natgrad_lab.experiments import LabError, PieceRun, execute, find
 from natgrad_lab.report import build
 
@@ -55,14 +53,9 @@ def test_maximum_likelihood_matches_what_pairs_do():
 
 def test_a_machine_that_is_lost_has_no_likelihood():
     x = torch.eye(4).repeat(5, 1)
-    base = find_log_odds(Images(x, x, 2))
+    base = find_log_odds(x)
     params = {"b": base, "c": torch.full((2,), math.nan), "W": torch.zeros(2, 4)}
     assert measure_likelihood(FEW, RestrictedBoltzmann(4, 2), params, base, x) == (-math.inf, math.inf)
-
-
-def test_sweeps_end_where_they_should():
-    assert list_sweeps(50) == [1, 3, 10, 30, 50]
-    assert list_sweeps(30) == [1, 3, 10, 30]
 
 
 @pytest.mark.parametrize(

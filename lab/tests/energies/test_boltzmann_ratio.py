@@ -10,15 +10,19 @@ import torch
 import natgrad as ng
 from natgrad.energies.boltzmann_preconditioner import PairPreconditioner
 from natgrad.ground.spaces import Space
-from natgrad_lab.energies.boltzmann_exact import LOSSES, ExactMachine, descend, natural, path
 from natgrad_lab.energies.boltzmann_images import CONTESTANTS, Images, images, start, train
 from natgrad_lab.energies.boltzmann_ratio import (
+    LOSSES,
     STUDY,
     BoltzmannRatioSettings,
+    ExactMachine,
     best,
     count_steps_to_goal,
+    descend,
     field,
     laplacian,
+    natural,
+    path,
     write_range,
 )
 from natgrad_lab.experiments import LabError, PieceRun, execute
@@ -41,14 +45,14 @@ def somewhere(exact: ExactMachine) -> torch.Tensor:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradients_are_those_of_the_losses(loss):
     exact = known_machine()
-    for theta, found in zip(somewhere(exact), exact.gradient(loss, somewhere(exact)), strict=True):
+    for theta, gradient in zip(somewhere(exact), exact.gradient(loss, somewhere(exact)), strict=True):
         params = exact.params(theta)
         value = {
             "ratio matching": lambda p: ng.ratio_matching_loss(exact.machine, p, exact.states, weights=exact.q),
             "pseudo-likelihood": lambda p: exact.machine.pseudo_likelihood_loss(p, exact.states, weights=exact.q),
             "maximum likelihood": lambda p: -exact.q @ exact.machine.log_probabilities(p),
         }[loss](params)
-        torch.testing.assert_close(found, torch.cat(torch.autograd.grad(value, list(params.values()))))
+        torch.testing.assert_close(gradient, torch.cat(torch.autograd.grad(value, list(params.values()))))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -85,9 +89,9 @@ def test_diverged_runs_are_told_apart():
 
 
 def test_one_natural_step_recovers_the_field():
-    found = field(PieceRun(FEW))
-    assert all(one["natural"] < 1e-9 for one in found.values())
-    assert [one["condition"] for one in found.values()] == sorted(one["condition"] for one in found.values())
+    numbers = field(PieceRun(FEW))
+    assert all(cell["natural"] < 1e-9 for cell in numbers.values())
+    assert [cell["condition"] for cell in numbers.values()] == sorted(cell["condition"] for cell in numbers.values())
     model = ng.GaussMarkov(4, [(0, 1), (1, 3), (0, 2), (2, 3)])
     values = torch.linalg.eigvalsh(model.precision(laplacian(model, 0.1)).detach())
     assert float(values[0]) == pytest.approx(0.1)

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import natgrad as ng
-from natgrad_lab.energies.exact_scores import curve as trace
-from natgrad_lab.energies.exact_scores import exact_score
 from natgrad_lab.energies.score_energy_net import (
     ScoreEnergySettings,
+    exact_score,
     held_out,
     network,
     optimizers,
@@ -20,6 +19,7 @@ from natgrad_lab.energies.score_energy_net import (
     source,
     spiral,
     step,
+    trace,
 )
 from natgrad_lab.experiments import LabError, PieceRun, find
 from natgrad_lab.experiments.frame import Findings, FinishedPiece
@@ -70,15 +70,15 @@ def test_steps_lower_the_loss(method):
 
 def test_the_page_tells_every_task():
     study = find("score_energy_net")
-    found = []
+    pieces = []
     for piece in study.pieces(FEW):
         numbers = piece.work(PieceRun(FEW, 0))
         assert all(math.isfinite(loss) for _, _, loss, _ in numbers["curve"])
-        found.append(FinishedPiece({"piece": piece.name, "seed": 0}, numbers))
-    story = study.tell(Findings(FEW, tuple(found)))
+        pieces.append(FinishedPiece({"piece": piece.name, "seed": 0}, numbers))
+    story = study.tell(Findings(FEW, tuple(pieces)))
     assert [section.title for section in story.sections] == ["rings", "digits"]
     assert "of 2 tasks" in story.lead
-    assert len(study.tell(Findings(FEW, tuple(found[:1]))).sections) == 1
+    assert len(study.tell(Findings(FEW, tuple(pieces[:1]))).sections) == 1
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,15 @@ import torch
 from torch.func import vmap
 
 import natgrad as ng
-from natgrad_lab.equations.pinn import PinnSettings, mean_squares
-from natgrad_lab.equations.problems import (
+from natgrad_lab.equations.pinn import (
     EquationProblem,
+    PinnSettings,
     allen_cahn,
     burgers,
     heat,
     helmholtz,
     inverse,
+    mean_squares,
     poisson,
     solve_allen_cahn,
     split_allen_cahn,
@@ -70,13 +71,13 @@ def test_both_methods_have_one_loss():
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_the_page_tells_what_is_finished(name: str):
-    study, found = find(name), []
+    study, pieces = find(name), []
     for piece in study.pieces(FEW):
         numbers = piece.work(PieceRun(FEW, 0))
         assert all(math.isfinite(error) for _, _, error in numbers["curve"])
         assert ("k" in numbers) == (name == "pinn_inverse")
-        found.append(FinishedPiece({"piece": piece.name, "seed": 0}, numbers))
-    story = study.tell(Findings(FEW, tuple(found)))
+        pieces.append(FinishedPiece({"piece": piece.name, "seed": 0}, numbers))
+    story = study.tell(Findings(FEW, tuple(pieces)))
     assert "ng.residuals" in story.lead
     assert "Adam" in story.lead
     assert len(story.sections) == 1

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-import small_study as made
+import small_study
 from small_study import STUDY, Settings
 from typer.testing import CliRunner
 
@@ -39,9 +39,9 @@ def test_every_piece_is_done_once_and_sees_the_earlier_ones(tmp_path):
     assert sorted(p.name for p in folder.records.iterdir()) == [
         "distance.seed-0.json", "distance.seed-1.json", "target.json", "walk.seed-0.json", "walk.seed-1.json",
     ]  # fmt: skip
-    told = findings(STUDY, folder)
-    assert [numbers["value"] for numbers in told.of("distance")] == [36.0, 35.0]
-    assert told.by_seed("walk", "distance")[1][0]["path"][0] == 1.0
+    read = findings(STUDY, folder)
+    assert [numbers["value"] for numbers in read.of("distance")] == [36.0, 35.0]
+    assert read.by_seed("walk", "distance")[1][0]["path"][0] == 1.0
     ended = [state for state in states if state.fraction == 1.0]
     assert [state.done for state in ended] == [1, 2, 3, 4, 5]
     assert all(state.seconds is not None and state.total == 5 for state in ended)
@@ -62,10 +62,10 @@ def test_a_stopped_study_keeps_what_is_finished_and_goes_on(tmp_path):
     with pytest.raises(Interrupted):
         execute(STUDY, Settings(), [0, 1], tmp_path, states.append, stop_halfway)
     records = tmp_path / "records"
-    kept = {path.name: path.stat().st_mtime_ns for path in records.iterdir()}
-    assert set(kept) == {"target.json", "walk.seed-0.json", "distance.seed-0.json"}
+    times = {path.name: path.stat().st_mtime_ns for path in records.iterdir()}
+    assert set(times) == {"target.json", "walk.seed-0.json", "distance.seed-0.json"}
     execute(STUDY, Settings(), [0, 1], tmp_path)
-    assert {name: (records / name).stat().st_mtime_ns for name in kept} == kept
+    assert {name: (records / name).stat().st_mtime_ns for name in times} == times
     assert len(list(records.iterdir())) == 5
 
 
@@ -85,7 +85,9 @@ def test_seeds_are_different_numbers(seeds, tmp_path):
 
 
 def test_what_a_piece_returns_must_be_plain_numbers(tmp_path):
-    wrong = Experiment("wrong", "", Settings, lambda s: (Piece("set", "A set", lambda run: {"x": {1}}),), made.tell)
+    wrong = Experiment(
+        "wrong", "", Settings, lambda s: (Piece("set", "A set", lambda run: {"x": {1}}),), small_study.tell
+    )
     with pytest.raises(LabError, match="set returned more than plain numbers"):
         execute(wrong, Settings(), [0], tmp_path)
 
@@ -98,7 +100,7 @@ def test_a_damaged_record_is_named(tmp_path):
 
 
 def test_a_piece_can_be_worked_alone():
-    assert made.walk(PieceRun(Settings(steps=2), seed=3)) == {"path": [3.0, 4.0, 5.0]}
+    assert small_study.walk(PieceRun(Settings(steps=2), seed=3)) == {"path": [3.0, 4.0, 5.0]}
 
 
 def test_a_table_counts_its_cells():
@@ -153,10 +155,12 @@ def test_a_plan_of_another_version_or_kind_is_refused(tmp_path, know_walks):
 
 
 def test_pictures_have_different_names(tmp_path, monkeypatch, know_walks):
-    section = made.tell(findings(STUDY, execute(STUDY, Settings(), [0], tmp_path))).sections[0]
+    section = small_study.tell(findings(STUDY, execute(STUDY, Settings(), [0], tmp_path))).sections[0]
     twice = Section("", "", (), section.pictures * 2)
     monkeypatch.setattr(
-        made, "STUDY", Experiment("walks", "", Settings, made.pieces, lambda f: Story("", "", "", (twice,)))
+        small_study,
+        "STUDY",
+        Experiment("walks", "", Settings, small_study.pieces, lambda f: Story("", "", "", (twice,))),
     )
     with pytest.raises(ValueError, match="expected different names"):
         build(tmp_path)

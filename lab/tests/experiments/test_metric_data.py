@@ -16,7 +16,7 @@ from natgrad_lab.experiments.contestants import sgd
 from natgrad_lab.experiments.metric_data import draw_another_batch, draw_unlabelled, join_unlabelled
 from natgrad_lab.experiments.race_summary import Record, choose, final
 from natgrad_lab.experiments.training import Training
-from natgrad_lab.papers.pascanu_2013.shared import Falling, divide
+from natgrad_lab.papers.pascanu_2013.table1 import Falling, divide
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ def contestants():
 
 
 def validate_task(**changes):
-    made = task(among=contestants())
+    sample = task(among=contestants())
     values = {"data": pool, "draw": lambda all_, seed: divide(all_, seed, 6), "tuned_on": "valid_error", **changes}
-    return replace(made, **values)
+    return replace(sample, **values)
 
 
-def race(one: Task | None = None):
-    return make_race("tiny", "Rings again", Settings, lambda settings: (one or validate_task(),))
+def race(task: Task | None = None):
+    return make_race("tiny", "Rings again", Settings, lambda settings: (task or validate_task(),))
 
 
 def training(index, seed=0, budget=None):
@@ -70,7 +70,7 @@ def training(index, seed=0, budget=None):
 
 @pytest.mark.parametrize("index", range(4))
 def test_put_down_and_taken_up_equals_never_stopped(index, tmp_path):
-    whole = [row["loss"] for row in training(index) if row["step"]]
+    uncut = [row["loss"] for row in training(index) if row["step"]]
     early = training(index)
     for _ in range(3):
         early.advance()
@@ -78,19 +78,19 @@ def test_put_down_and_taken_up_equals_never_stopped(index, tmp_path):
     late = training(index)
     late.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
     rest = [row["loss"] for row in late if row["step"]]
-    assert rest == whole[-len(rest) :]
-    assert len(rest) == len(whole) - 3
+    assert rest == uncut[-len(rest) :]
+    assert len(rest) == len(uncut) - 3
 
 
 def test_an_interrupted_race_of_steps_goes_on_bit_for_bit(tmp_path):
     def losses(folder):
         return {name: [row.get("loss") for row in r.rows] for name, r in runs(folder).items()}
 
-    whole = losses(execute(race(), Settings(), [0, 1], tmp_path / "whole"))
+    uncut = losses(execute(race(), Settings(), [0, 1], tmp_path / "whole"))
     asked = iter(range(10**6))
     with pytest.raises(Interrupted):
         execute(race(), Settings(), [0, 1], tmp_path / "parts", stopped=lambda: next(asked) >= 37)
-    assert losses(execute(race(), Settings(), [0, 1], tmp_path / "parts")) == whole
+    assert losses(execute(race(), Settings(), [0, 1], tmp_path / "parts")) == uncut
 
 
 def test_every_contestant_runs_its_own_number_of_steps(tmp_path):
@@ -122,18 +122,20 @@ def test_unlabelled_inputs_come_alone_or_behind_the_batch():
 def test_the_metric_is_taken_where_the_contestant_says():
     """One step with the metric on chosen inputs is the dense natural gradient with that metric."""
     chosen = torch.randn(5, 3, generator=torch.Generator().manual_seed(9))
-    one = truncate_newton("chosen", lambda *_: chosen)
-    made = Training(Job(replace(task(), contestants=(one,)), one, 1, 0, "race"), Budget(steps=1), examples())
+    contestant = truncate_newton("chosen", lambda *_: chosen)
+    run = Training(
+        Job(replace(task(), contestants=(contestant,)), contestant, 1, 0, "race"), Budget(steps=1), examples()
+    )
     torch.manual_seed(0)
     model = task().model()
-    rows = made.order.batch(0, "cpu")
+    rows = run.order.batch(0, "cpu")
     nn.functional.cross_entropy(model(examples().train_x[rows]), examples().train_y[rows]).backward()
     metric = ng.fisher(model, ng.Categorical()).at(ng.trainable(model), chosen).dense()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     step = torch.linalg.solve(metric + 0.1 * torch.eye(len(gradient)), gradient)
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
-    made.advance()
-    after = torch.cat([p.detach().flatten() for p in made.model.parameters()])
+    run.advance()
+    after = torch.cat([p.detach().flatten() for p in run.model.parameters()])
     torch.testing.assert_close(after, before - step, rtol=2e-3, atol=2e-4)  # float32, and CG to a residual of 1e-4
 
 
@@ -161,11 +163,11 @@ def test_the_rate_is_held_and_falls():
 
 def test_a_schedule_sets_the_rate_of_every_step():
     among = validate_task().contestants
-    made = Training(Job(validate_task(), among[1], 1, 0, "race"), Budget(steps=5), pool())
+    run = Training(Job(validate_task(), among[1], 1, 0, "race"), Budget(steps=5), pool())
     rates = []
     for _ in range(5):
-        made.advance()
-        rates.append(made.optimizer.param_groups[0]["lr"])
+        run.advance()
+        rates.append(run.optimizer.param_groups[0]["lr"])
     assert rates == [1.0, 1.0, 1 / 2, 1 / 3, 1 / 4]
 
 
@@ -177,17 +179,17 @@ def test_evaluations_are_spread_over_the_steps():
 
 def test_divide_keeps_every_example_once_and_depends_on_the_seed():
     numbered = replace(examples(), train_x=torch.arange(30.0)[:, None], train_y=torch.arange(30))
-    made = divide(numbered, 4, validation=6, labels=10)
-    assert (len(made.train_x), len(made.valid_x), len(made.unlabelled_x)) == (10, 6, 14)
-    every = torch.cat([made.train_x, made.valid_x, made.unlabelled_x])
+    labelled_parts = divide(numbered, 4, validation=6, labels=10)
+    assert (len(labelled_parts.train_x), len(labelled_parts.valid_x), len(labelled_parts.unlabelled_x)) == (10, 6, 14)
+    every = torch.cat([labelled_parts.train_x, labelled_parts.valid_x, labelled_parts.unlabelled_x])
     assert torch.equal(every[:, 0].sort().values, torch.arange(30.0))
-    assert torch.equal(made.train_y.float(), made.train_x[:, 0])
-    assert torch.equal(made.valid_y.float(), made.valid_x[:, 0])
-    assert torch.equal(divide(numbered, 4, 6, 10).train_y, made.train_y)
-    assert not torch.equal(divide(numbered, 5, 6, 10).train_y, made.train_y)
-    kept = divide(pool(), 4, validation=6)
-    assert len(kept.train_x) == 24
-    assert torch.equal(kept.unlabelled_x, pool().unlabelled_x)
+    assert torch.equal(labelled_parts.train_y.float(), labelled_parts.train_x[:, 0])
+    assert torch.equal(labelled_parts.valid_y.float(), labelled_parts.valid_x[:, 0])
+    assert torch.equal(divide(numbered, 4, 6, 10).train_y, labelled_parts.train_y)
+    assert not torch.equal(divide(numbered, 5, 6, 10).train_y, labelled_parts.train_y)
+    parts = divide(pool(), 4, validation=6)
+    assert len(parts.train_x) == 24
+    assert torch.equal(parts.unlabelled_x, pool().unlabelled_x)
 
 
 @pytest.mark.parametrize("sizes", [(0, 10), (6, 0), (20, 11), (30, None)])
@@ -214,19 +216,19 @@ def test_the_choice_has_the_lowest_validation_error_and_then_loss():
 
 
 def test_what_races_was_chosen_on_the_validation_part(tmp_path):
-    found = runs(execute(race(), Settings(), [0], tmp_path))
-    for one in contestants():
-        name = f"rings-{slug(one.name)}"
-        tried = [found[f"{name}-tune-{index}"] for index in range(2)]
-        assert found[f"{name}.seed-0"].header["index"] == choose(tried, "valid_error")
+    records = runs(execute(race(), Settings(), [0], tmp_path))
+    for contestant in contestants():
+        name = f"rings-{slug(contestant.name)}"
+        tried = [records[f"{name}-tune-{index}"] for index in range(2)]
+        assert records[f"{name}.seed-0"].header["index"] == choose(tried, "valid_error")
 
 
 def test_seeds_differ_in_their_data_and_contestants_of_a_seed_do_not():
     first, second, other = training(1, 0), training(2, 0), training(1, 1)
     assert torch.equal(first.examples.valid_x, second.examples.valid_x)
     assert not torch.equal(first.examples.valid_x, other.examples.valid_x)
-    for one, two in pairwise([first.model.state_dict(), second.model.state_dict()]):
-        assert all(torch.equal(one[key], two[key]) for key in one)
+    for state, other in pairwise([first.model.state_dict(), second.model.state_dict()]):
+        assert all(torch.equal(state[key], other[key]) for key in state)
 
 
 def test_unbounded_runs_and_unknown_criteria_are_refused():

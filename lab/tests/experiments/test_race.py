@@ -43,13 +43,13 @@ def test_the_choice_with_the_lowest_training_loss_races(tmp_path):
 @pytest.mark.parametrize("steps", [1, 4, 9, 23, 40])
 def test_interrupted_and_resumed_equals_never_stopped(tmp_path, steps):
     among = race(task())
-    whole = execute(among, Settings(), [0], tmp_path / "whole")
+    folder = execute(among, Settings(), [0], tmp_path / "whole")
     with pytest.raises(Interrupted):
         execute(among, Settings(), [0], tmp_path / "parts", stopped=stop_after(steps))
     with pytest.raises(Interrupted):
         execute(among, Settings(), [0], tmp_path / "parts", stopped=stop_after(3))
     parts = execute(among, Settings(), [0], tmp_path / "parts")
-    assert losses(parts) == losses(whole)
+    assert losses(parts) == losses(folder)
 
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path):
@@ -106,9 +106,9 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
 
 def test_a_run_in_memory_gives_the_rows_of_the_record(tmp_path):
     record = runs(execute(race(), Settings(), [0], tmp_path))["rings-adam.seed-0"]
-    one = task(among=contestants()[:2])
-    job = Job(one, one.contestants[1], record.header["index"], 0, "race")
-    training = Training(job, Course(one, Settings()).budget, one.data())
+    sample = task(among=contestants()[:2])
+    job = Job(sample, sample.contestants[1], record.header["index"], 0, "race")
+    training = Training(job, Course(sample, Settings()).budget, sample.data())
     assert [row.get("loss") for row in training] == [row.get("loss") for row in record.rows]
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from natgrad_lab.experiments.soap import SOAP
+from natgrad_lab.experiments.contestants import SOAP
 
 
 def train_parameter(optimizer, parameter, gradients):
@@ -42,12 +42,12 @@ def test_steps_turn_with_the_sides_of_a_matrix():
     gradients = [gradient * torch.linspace(1, 4, 5) for gradient in draw_gradients(5, 5)]
     plain, turned = zeros(5, 5), zeros(5, 5)
     expected = left @ train_parameter(SOAP([plain], 0.1), plain, gradients) @ right.mT
-    found = train_parameter(SOAP([turned], 0.1), turned, [left @ gradient @ right.mT for gradient in gradients])
-    assert torch.allclose(found, expected, atol=1e-5)  # eps adds 1e-8 to roots that start near it
+    parameter = train_parameter(SOAP([turned], 0.1), turned, [left @ gradient @ right.mT for gradient in gradients])
+    assert torch.allclose(parameter, expected, atol=1e-5)  # eps adds 1e-8 to roots that start near it
 
 
 def test_filters_of_a_convolution_are_rows():
     flat, filters = zeros(4, 9), zeros(4, 1, 3, 3)
     expected = train_parameter(SOAP([flat], 0.1), flat, draw_gradients(4, 9))
-    found = train_parameter(SOAP([filters], 0.1), filters, [g.view(4, 1, 3, 3) for g in draw_gradients(4, 9)])
-    assert torch.equal(found.flatten(1), expected)
+    parameter = train_parameter(SOAP([filters], 0.1), filters, [g.view(4, 1, 3, 3) for g in draw_gradients(4, 9)])
+    assert torch.equal(parameter.flatten(1), expected)

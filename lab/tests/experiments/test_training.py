@@ -31,7 +31,7 @@ def test_same_seed_same_losses_bit_for_bit(contestant):
 
 @pytest.mark.parametrize("contestant", range(3))
 def test_put_down_and_taken_up_equals_never_stopped(contestant, tmp_path):
-    whole = losses(training(contestant=contestant))
+    uncut = losses(training(contestant=contestant))
     early = training(contestant=contestant)
     rows = []
     for row in early:
@@ -41,7 +41,7 @@ def test_put_down_and_taken_up_equals_never_stopped(contestant, tmp_path):
     torch.save(early.state_dict(), tmp_path / "state")
     late = training(contestant=contestant, seed=0)
     late.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
-    assert losses(rows) + losses(late) == whole
+    assert losses(rows) + losses(late) == uncut
 
 
 def test_evaluation_changes_no_loss():
@@ -77,13 +77,13 @@ def test_measured_divergence_follows_every_evaluation():
 
 
 def test_a_run_that_breaks_down_stops():
-    made = training()
+    run = training()
     with torch.no_grad():
-        next(made.model.parameters()).fill_(float("nan"))
-    rows = list(made)
+        next(run.model.parameters()).fill_(float("nan"))
+    rows = list(run)
     assert len(rows) == 2
-    assert made.is_finished
-    assert not made.finite
+    assert run.is_finished
+    assert not run.finite
 
 
 def test_order_covers_an_epoch_and_depends_on_the_seed():
@@ -140,12 +140,12 @@ def test_impossible_budgets_are_refused(wrong):
 @pytest.mark.parametrize("index", range(3))
 def test_a_rate_falls_with_the_share_of_the_steps(index):
     falling = replace(contestants()[index], falls=lambda share: 1 - share)
-    made = Training(Job(task(), falling, 0, 0, "race"), BUDGET, examples())
-    first = made.optimizer.param_groups[0]["lr"]
+    run = Training(Job(task(), falling, 0, 0, "race"), BUDGET, examples())
+    first = run.optimizer.param_groups[0]["lr"]
     rates = []
-    while not made.is_finished:
-        made.advance()
-        rates.append(made.optimizer.param_groups[0]["lr"] / first)
+    while not run.is_finished:
+        run.advance()
+        rates.append(run.optimizer.param_groups[0]["lr"] / first)
     assert rates == pytest.approx([1 - step / BUDGET.steps for step in range(BUDGET.steps)])
 
 
@@ -172,10 +172,10 @@ def test_a_part_of_the_loss_besides_the_criterion_is_trained_in_its_unit(index):
         heard=lambda outputs: outputs[:, :2],
         besides=norm,
     )
-    made = Training(Job(wide, wide.contestants[index], 0, 0, "race"), BUDGET, examples())
-    rows = list(made)
-    kept = made.model.eval()(examples().test_x).detach()
-    expected = 3 * wide.criterion(kept[:, :2], examples().test_y) + norm(kept)
+    run = Training(Job(wide, wide.contestants[index], 0, 0, "race"), BUDGET, examples())
+    rows = list(run)
+    outputs = run.model.eval()(examples().test_x).detach()
+    expected = 3 * wide.criterion(outputs[:, :2], examples().test_y) + norm(outputs)
     assert rows[-1]["test_loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert rows[-1]["train_loss"] < rows[0]["train_loss"]
 
@@ -194,19 +194,19 @@ class Function(nn.Module):
 def training_of_norms(on):
     """A run of a network with batch norm whose statistics are taken anew on so many examples before an evaluation."""
     model = lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))  # noqa: E731
-    made = replace(task(), model=model, recalibrated_on=on)
-    return Training(Job(made, contestants()[0], 0, 0, "race"), BUDGET, examples())
+    changed = replace(task(), model=model, recalibrated_on=on)
+    return Training(Job(changed, contestants()[0], 0, 0, "race"), BUDGET, examples())
 
 
 def test_evaluations_see_statistics_of_the_weights_of_now():
-    made = training_of_norms(20)
-    rows = list(made)
-    inputs, targets = made.examples.train_x[:20], made.examples.train_y[:20]
-    made.model.eval()
-    norm, hidden = made.model[1], made.model[0](inputs)
+    run = training_of_norms(20)
+    rows = list(run)
+    inputs, targets = run.examples.train_x[:20], run.examples.train_y[:20]
+    run.model.eval()
+    norm, hidden = run.model[1], run.model[0](inputs)
     torch.testing.assert_close(norm.running_mean, hidden.mean(0), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(norm.running_var, hidden.var(0), rtol=1e-5, atol=1e-6)
-    assert len(made.examples.train_x) > len(targets)
+    assert len(run.examples.train_x) > len(targets)
     assert rows[-1]["train_loss"] != list(training_of_norms(0))[-1]["train_loss"]
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from natgrad_lab.experiments import Experiment, Interrupted, Piece, Section, Story, execute
-from natgrad_lab.experiments.frame import findings
-from natgrad_lab.experiments.workers import WorkerTask, beside
+from natgrad_lab.experiments.frame import WorkerTask, beside, findings
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ def pieces(settings):
     )
 
 
-def tell(found):
-    return Story("Powers", "", "", (Section("Powers", str(len(found.found))),))
+def tell(findings):
+    return Story("Powers", "", "", (Section("Powers", str(len(findings.finished))),))
 
 
 STUDY = Experiment("powers", "Powers", Settings, pieces, tell)
@@ -54,15 +53,15 @@ STUDY = Experiment("powers", "Powers", Settings, pieces, tell)
 def test_the_numbers_do_not_depend_on_the_processes(tmp_path, processes):
     seen = []
     folder = execute(STUDY, Settings(processes), [2, 3, 5], tmp_path, seen.append)
-    found = findings(STUDY, folder)
-    assert [one["value"] for one in found.of("square")] == [4, 9, 25]
-    assert [one["value"] for one in found.of("total")] == [12, 36, 150]
+    read = findings(STUDY, folder)
+    assert [numbers["value"] for numbers in read.of("square")] == [4, 9, 25]
+    assert [numbers["value"] for numbers in read.of("total")] == [12, 36, 150]
     assert seen[-1].done == seen[-1].total == 9
 
 
 def test_a_process_is_no_fork_of_this_one(tmp_path, monkeypatch):
     """As on Windows: the work is sent, closures and all; the folder and the environment are those of today."""
-    place, told = tmp_path / "found", []
+    place, words = tmp_path / "found", []
     offset = 5
 
     def work(tell):
@@ -73,7 +72,7 @@ def test_a_process_is_no_fork_of_this_one(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "test_workers_marker", sys)
     monkeypatch.setenv("NATGRAD_TOLD", "today")
     monkeypatch.chdir(tmp_path)
-    beside([WorkerTask("seven", work)], 2, lambda name, fraction: told.append(name), lambda: False)
+    beside([WorkerTask("seven", work)], 2, lambda name, fraction: words.append(name), lambda: False)
     assert place.read_text() == "7 today"
     assert (tmp_path / "imported").read_text() == "False"
 
@@ -102,4 +101,4 @@ def test_a_stop_ends_the_processes_and_keeps_what_is_finished(tmp_path):
     with pytest.raises(Interrupted):
         execute(STUDY, Settings(), [2], tmp_path, stopped=lambda: True)
     folder = execute(STUDY, Settings(), [2], tmp_path)
-    assert [one["value"] for one in findings(STUDY, folder).of("total")] == [12]
+    assert [numbers["value"] for numbers in findings(STUDY, folder).of("total")] == [12]

@@ -20,7 +20,6 @@ from natgrad_lab.networks.autoencoder import (
     AutoencoderSettings,
     ImageSet,
     network,
-    of_digits,
     sparse,
     task,
 )
@@ -46,7 +45,7 @@ def among():
 
 
 def tiny(settings=TINY):
-    return task(ImageSet("curves", "Curves", few, mean_image=125, entropy=40), [784, 6, 2], settings, among())
+    return replace(task(ImageSet("curves", "Curves", few, (784, 6, 2), 125, 40), settings), contestants=among())
 
 
 STRUCTURED = {contestant.name for contestant in contestants.by_default(batch=20).values()}
@@ -145,37 +144,37 @@ def test_squared_error_is_that_of_whole_images():
 
 
 def test_the_loss_is_the_cross_entropy_of_an_image():
-    one = tiny()
-    examples, model = one.data(), one.model()
+    task = tiny()
+    examples, model = task.data(), task.model()
     outputs = model(examples.train_x)
     p = outputs.sigmoid()
     expected = -(examples.train_x * p.log() + (1 - examples.train_x) * (1 - p).log()).sum(1).mean()
-    assert torch.allclose(one.scale * one.criterion(outputs, examples.train_y), expected, rtol=1e-4)
+    assert torch.allclose(task.scale * task.criterion(outputs, examples.train_y), expected, rtol=1e-4)
 
 
 def test_the_race_as_it_is_registered():
     assert find("autoencoder") is RACE
     tasks = RACE.tasks(AutoencoderSettings())
-    assert [one.name for one in tasks] == ["mnist", "curves"]
-    for one in tasks:
-        assert {len(contestant.grid) for contestant in one.contestants} == {1, 4}
-        assert {contestant.name for contestant in one.contestants if not contestant.has_choices} == STRUCTURED
-    budgets = [find_budget(one, AutoencoderSettings()).seconds for one in tasks]
+    assert [task.name for task in tasks] == ["mnist", "curves"]
+    for raced in tasks:
+        assert {len(contestant.grid) for contestant in raced.contestants} == {1, 4}
+        assert {contestant.name for contestant in raced.contestants if not contestant.has_choices} == STRUCTURED
+    budgets = [find_budget(task, AutoencoderSettings()).seconds for task in tasks]
     assert budgets == [60.0, 20.0]
     assert tasks[1].model()(torch.zeros(1, 784)).shape == (1, 784)
 
 
 def test_data_and_methods_are_words():
-    (one,) = RACE.tasks(AutoencoderSettings(data="digits", methods="sgd,kfac"))
-    assert one.name == "digits"
-    assert [contestant.name for contestant in one.contestants] == ["K-FAC", "SGD-momentum"]
+    (task,) = RACE.tasks(AutoencoderSettings(data="digits", methods="sgd,kfac"))
+    assert task.name == "digits"
+    assert [contestant.name for contestant in task.contestants] == ["K-FAC", "SGD-momentum"]
     both = RACE.tasks(AutoencoderSettings(data="curves,digits", methods="matrix_free,kfac"))
-    assert [len(one.contestants) for one in both] == [6, 6]
+    assert [len(task.contestants) for task in both] == [6, 6]
 
 
 def test_grids_can_be_cut_short():
-    (one,) = RACE.tasks(AutoencoderSettings(data="mnist", methods="adam,kfac", choices=2))
-    assert [len(contestant.grid) for contestant in one.contestants] == [1, 2]
+    (task,) = RACE.tasks(AutoencoderSettings(data="mnist", methods="adam,kfac", choices=2))
+    assert [len(contestant.grid) for contestant in task.contestants] == [1, 2]
     with pytest.raises(LabError, match="choices is 0, expected at least 1"):
         RACE.tasks(AutoencoderSettings(choices=0))
 
@@ -191,17 +190,9 @@ def test_an_unknown_method_is_refused_with_those_that_there_are():
         RACE.tasks(AutoencoderSettings(methods="kfac,newton"))
 
 
-def test_a_package_that_is_missing_is_named_or_done_without():
-    grid, among = GRID(batch=(8,), lr=(0.1,)), {}
-    among["plain"] = contestants.sgd(grid)
-    among["rare"] = replace(contestants.adam(grid), needs="a_package_that_nobody_has")
-    assert contestants.select("both", among, {"both": ("plain", "rare")}) == (among["plain"],)
-    with pytest.raises(LabError, match="rare needs the package a_package_that_nobody_has: pip install"):
-        contestants.select("plain,rare", among, {})
-
-
 def test_groups_name_contestants():
-    among = of_digits(AutoencoderSettings(methods="all")).contestants
+    (task,) = RACE.tasks(AutoencoderSettings(data="digits", methods="all"))
+    among = task.contestants
     assert set(GROUPS["all"]) >= KEYS
     assert len({slug(contestant.name) for contestant in among}) == len(among)
 
@@ -219,8 +210,8 @@ def test_every_contestant_runs_on_a_few_curves(tmp_path):
 
 def test_every_contestant_learns_a_few_curves():
     for index, contestant in enumerate(among()):
-        one = tiny()
-        rows = list(Training(Job(one, contestant, 0, 0, "race"), replace(BUDGET, steps=8), one.data()))
+        task = tiny()
+        rows = list(Training(Job(task, contestant, 0, 0, "race"), replace(BUDGET, steps=8), task.data()))
         assert rows[-1]["train_loss"] < rows[0]["train_loss"] - 5, index
 
 
@@ -251,31 +242,31 @@ def test_muon_levels_singular_values(shape):
     left, right = torch.linalg.qr(torch.randn(30, 20))[0], torch.linalg.qr(torch.randn(20, 20))[0]
     matrix = left @ torch.diag(torch.logspace(-1, 1, 20)) @ right
     matrix = matrix if shape == (30, 20) else matrix.mT
-    found = contestants.orthogonal(matrix)
+    polar_factor = contestants.orthogonal(matrix)
     polar = left @ right if shape == (30, 20) else (left @ right).mT
-    values = torch.linalg.svdvals(found)
+    values = torch.linalg.svdvals(polar_factor)
     assert values.min() > 0.6
     assert values.max() < 1.3
-    assert (found - polar).norm() < 0.4 * polar.norm()
+    assert (polar_factor - polar).norm() < 0.4 * polar.norm()
 
 
 def test_muon_and_adam_together_go_on_where_they_were_put_down():
     muon = contestants.muon(GRID(batch=(8,), lr=(0.03,), adam_lr=(1e-2,)))
-    one = replace(tiny(), model=lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), scale=1.0)
-    one = replace(
-        one, criterion=nn.CrossEntropyLoss(), also=None, divergence=lambda before, after: (before - after).mean()
+    changed = replace(tiny(), model=lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), scale=1.0)
+    changed = replace(
+        changed, criterion=nn.CrossEntropyLoss(), also=None, divergence=lambda before, after: (before - after).mean()
     )
-    job = Job(one, muon, 0, 0, "race")
+    job = Job(changed, muon, 0, 0, "race")
 
     def train(training, steps):
         for _ in range(steps):
             training.advance()
         return [p.detach().clone() for p in training.model.parameters()]
 
-    whole = train(Training(job, BUDGET, examples()), 6)
+    uncut = train(Training(job, BUDGET, examples()), 6)
     half = Training(job, BUDGET, examples())
     train(half, 3)
     again = Training(job, BUDGET, examples())
     again.load_state_dict(half.state_dict())
-    for ours, theirs in zip(train(again, 3), whole, strict=True):
+    for ours, theirs in zip(train(again, 3), uncut, strict=True):
         assert torch.equal(ours, theirs)

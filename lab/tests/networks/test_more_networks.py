@@ -12,7 +12,7 @@ import natgrad as ng
 from natgrad.testing import check_family
 from natgrad_lab.experiments import LabError, TaskData, execute, find
 from natgrad_lab.networks import llama_text, survival, vae_mnist, vit_cifar
-from natgrad_lab.networks.text import SYMBOLS, windows
+from natgrad_lab.networks.char_transformer import SYMBOLS, windows
 from natgrad_lab.networks.vit_cifar import resnet
 
 MODULES = {"llama_text": llama_text, "vit_cifar": vit_cifar, "vae_mnist": vae_mnist, "survival": survival}
@@ -21,8 +21,8 @@ MODULES = {"llama_text": llama_text, "vit_cifar": vit_cifar, "vae_mnist": vae_mn
 @pytest.mark.parametrize("name", MODULES)
 def test_the_races_as_they_are_registered(name):
     assert find(name) is MODULES[name].RACE
-    for one in MODULES[name].tasks(MODULES[name].RACE.settings()):
-        assert len({len(contestant.grid) for contestant in one.contestants if contestant.has_choices}) == 1
+    for task in MODULES[name].tasks(MODULES[name].RACE.settings()):
+        assert len({len(contestant.grid) for contestant in task.contestants if contestant.has_choices}) == 1
 
 
 # A Llama.
@@ -99,9 +99,9 @@ def test_a_short_cut_adds_channels_of_zeros():
     block = vit_cifar.ResNetBlock(2, 4, stride=2).eval()
     nn.init.zeros_(block.norm2.weight)
     x = torch.rand(1, 2, 6, 6)
-    found = block(x)
-    assert torch.equal(found[:, :2], x[:, :, ::2, ::2])
-    assert not found[:, 2:].any()
+    outputs = block(x)
+    assert torch.equal(outputs[:, :2], x[:, :, ::2, ::2])
+    assert not outputs[:, 2:].any()
 
 
 def test_every_contestant_sees_pictures_with_both_networks(tmp_path):

@@ -12,9 +12,9 @@ from natgrad_lab.experiments.models import categorical_divergence, mistakes, pre
 from natgrad_lab.experiments.race_story import plots
 from natgrad_lab.networks import char_transformer as char
 from natgrad_lab.networks import fashion_cnn as fashion
-from natgrad_lab.networks.text import SYMBOLS, documentation, encode_text, windows
+from natgrad_lab.networks.char_transformer import SYMBOLS, documentation, encode_text, windows
 from natgrad_lab.papers.ang_2020 import cifar
-from natgrad_lab.papers.ang_2020.networks import dense_net, wide_resnet
+from natgrad_lab.papers.ang_2020.cifar import dense_net, wide_resnet
 
 ALL = "structures"
 SMALL = {"steps": 2, "evaluations": 2, "looked_at": 16}
@@ -35,8 +35,8 @@ def race_of(module, settings, data, batch):
             return replace(contestant, grid=(choice,))
 
         return tuple(
-            replace(one, data=lambda: data, contestants=tuple(map(small, one.contestants)))
-            for one in module.tasks(settings)
+            replace(task, data=lambda: data, contestants=tuple(map(small, task.contestants)))
+            for task in module.tasks(settings)
         )
 
     return on_tasks(module.RACE, tasks)
@@ -71,11 +71,11 @@ def test_characters_are_numbers_and_others_are_dropped():
 
 def test_windows_follow_one_another_and_targets_are_one_character_on():
     text = "".join(SYMBOLS[i % 90] for i in range(101))
-    found = windows(text, 10, test=0.2)
-    assert found.train_x.shape == found.train_y.shape == (8, 10)
-    assert found.test_x.shape == (2, 10)
-    assert torch.equal(torch.cat([found.train_x, found.test_x]).flatten(), encode_text(text)[:100])
-    assert torch.equal(torch.cat([found.train_y, found.test_y]).flatten(), encode_text(text)[1:])
+    examples = windows(text, 10, test=0.2)
+    assert examples.train_x.shape == examples.train_y.shape == (8, 10)
+    assert examples.test_x.shape == (2, 10)
+    assert torch.equal(torch.cat([examples.train_x, examples.test_x]).flatten(), encode_text(text)[:100])
+    assert torch.equal(torch.cat([examples.train_y, examples.test_y]).flatten(), encode_text(text)[1:])
 
 
 def test_a_text_that_is_too_short_is_refused():
@@ -140,9 +140,9 @@ def test_mistakes_and_divergence_along_another_dimension():
     logits, other = torch.randn(4, 3, 5), torch.randn(4, 3, 5)
     labels = torch.randint(3, (4, 5))
     assert mistakes(logits, labels, dim=1) == mistakes(logits.mT, labels)
-    apart = categorical_divergence(logits, other, dim=1)
-    assert torch.allclose(apart, categorical_divergence(logits.mT, other.mT))
-    assert apart > 0
+    divergence = categorical_divergence(logits, other, dim=1)
+    assert torch.allclose(divergence, categorical_divergence(logits.mT, other.mT))
+    assert divergence > 0
 
 
 # Races.
@@ -172,7 +172,7 @@ def test_both_networks_of_the_report_and_its_figures(tmp_path):
     assert 0 <= record.rows[-1]["test_precision"] <= 1
     for result in results(folder, *cifar.tasks(settings)):
         assert [plot.name for plot in plots(result)][:2] == ["precision-epochs", "precision-seconds"]
-        assert "Precision is the mean over classes" in result.note
+        assert "Precision is the mean over classes" in result.task.note
 
 
 def assert_all_stepped(folder):
@@ -189,17 +189,17 @@ def assert_all_stepped(folder):
 )
 def test_the_races_as_they_are_registered(name, module):
     assert find(name) is module.RACE
-    for one in module.tasks(module.RACE.settings()):
-        tuned = {len(contestant.grid) for contestant in one.contestants if contestant.has_choices}
+    for task in module.tasks(module.RACE.settings()):
+        tuned = {len(contestant.grid) for contestant in task.contestants if contestant.has_choices}
         assert len(tuned) == 1
 
 
 def test_an_embedding_and_the_logits_are_not_muon_s():
     settings = char.CharTransformerSettings()
-    (one,) = char.tasks(settings)
-    (muon,) = [contestant for contestant in one.contestants if contestant.name == "Muon and Adam"]
-    model = one.model()
-    optimizer = muon.build(model, one.criterion, muon.grid[0])
+    (task,) = char.tasks(settings)
+    (muon,) = [contestant for contestant in task.contestants if contestant.name == "Muon and Adam"]
+    model = task.model()
+    optimizer = muon.build(model, task.criterion, muon.grid[0])
     left = {id(p) for p in optimizer.param_groups[1]["params"]}
     assert {id(p) for p in (model.symbol.weight, model.place.weight, model.head.weight)} <= left
 

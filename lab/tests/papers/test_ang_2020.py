@@ -13,7 +13,6 @@ from natgrad_lab.papers.ang_2020.page import (
     Measured,
     collect,
     draw_all,
-    find_loss,
     measure,
     reach,
     smooth_losses,
@@ -41,12 +40,12 @@ def folder(tmp_path_factory):
 
 
 def test_all_contestants_of_all_seeds_are_measured(folder):
-    found = collect([folder])
-    assert list(found) == ["densenet"]
-    assert list(found["densenet"]) == list(NAMES)
-    numbers = measure(found["densenet"])
+    networks = collect([folder])
+    assert list(networks) == ["densenet"]
+    assert list(networks["densenet"]) == list(NAMES)
+    numbers = measure(networks["densenet"])
     assert {key for _, key, _ in CLAIMS} <= set(numbers["K-FAC"])
-    assert all(len(one.values) == 2 for of in numbers.values() for one in of.values())
+    assert all(len(measured.values) == 2 for of in numbers.values() for measured in of.values())
     assert numbers["SGD-momentum"]["time of a step"].values == (1.0, 1.0)
 
 
@@ -73,17 +72,17 @@ def test_a_level_is_reached_on_the_straight_line_between_two_evaluations():
 
 def test_losses_are_means_of_the_last_batches(folder):
     record = collect([folder])["densenet"]["Adam"][0]
-    _, _, smooth = smooth_losses(record)
+    steps, _, smooth = smooth_losses(record)
     losses = [row["loss"] for row in record.rows if "loss" in row]
     assert smooth == pytest.approx(np.cumsum(losses) / np.arange(1, len(losses) + 1))
-    assert find_loss(record, max(losses) + 1) == 1
+    assert reach(steps, -smooth, -(max(losses) + 1)) == 1
 
 
 def test_an_interval_is_that_of_student():
-    one = Measured((1.0, 2.0, 3.0))
-    assert (one.mean, one.half) == (2.0, pytest.approx(4.303 / 3**0.5, rel=1e-3))
-    assert one.show(1) == "2.0 ± 2.5"
-    assert subtract(one, Measured((1.0, 1.0, 1.0))).values == (0.0, 1.0, 2.0)
+    numbers = Measured((1.0, 2.0, 3.0))
+    assert (numbers.mean, numbers.half) == (2.0, pytest.approx(4.303 / 3**0.5, rel=1e-3))
+    assert numbers.show(1) == "2.0 ± 2.5"
+    assert subtract(numbers, Measured((1.0, 1.0, 1.0))).values == (0.0, 1.0, 2.0)
     assert Measured((1.0, float("nan"), 2.0)).show(1) == "2 of 3"
 
 

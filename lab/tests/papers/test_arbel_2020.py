@@ -74,10 +74,10 @@ def test_runs_that_break_off_rank_last():
 
 def test_the_page_tells_both_parts():
     study = find("arbel_2020_toy")
-    found = [
+    pieces = [
         FinishedPiece({"piece": piece.name, "seed": 0}, piece.work(PieceRun(FEW, 0))) for piece in study.pieces(FEW)
     ]
-    story = study.tell(Findings(FEW, tuple(found)))
+    story = study.tell(Findings(FEW, tuple(pieces)))
     assert [section.title for section in story.sections] == ["Error", "Descent"]
     assert study.tell(Findings(FEW, ())).lead == "Nothing is finished yet."
 

@@ -49,15 +49,15 @@ def test_gradient_and_kl_are_those_of_the_model():
 
 
 def test_angles_have_no_sign_and_the_picture_is_written(tmp_path: Path):
-    one = torch.tensor([1.0, 0.0])
-    assert measure_angle(one, torch.tensor([0.0, -2.0])) == pytest.approx(90)
+    first = torch.tensor([1.0, 0.0])
+    assert measure_angle(first, torch.tensor([0.0, -2.0])) == pytest.approx(90)
     draw_all(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["blog_formulas.png", "blog_steepest.png"]
 
 
 def test_the_pages_three_formulas_come_to_what_they_stand_for_as_the_root_of_the_nats():
-    found = list(compare_formulas(PLACE).values())
+    numbers = list(compare_formulas(PLACE).values())
     for name in ("nats", "multiplier", "loss"):
-        wide, narrow = (abs(given / true - 1) for given, true in (one[name] for one in found[-2:]))
+        wide, narrow = (abs(given / true - 1) for given, true in (ball[name] for ball in numbers[-2:]))
         assert narrow < 0.03
         assert wide / narrow == pytest.approx(math.sqrt(10), rel=0.1)

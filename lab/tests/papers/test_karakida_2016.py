@@ -26,10 +26,19 @@ from natgrad_lab.papers.karakida_2016.runs import (
     rank,
     spread_looks,
 )
-from natgrad_lab.papers.karakida_2016.two_layer_data import count_units, draw_mixing, isa, starts
-from natgrad_lab.papers.karakida_2016.two_layer_gram import score_gram
-from natgrad_lab.papers.karakida_2016.two_layer_learners import Adam, DescentLearner, Learner, NatgradLearner, Paper
-from natgrad_lab.papers.karakida_2016.two_layer_single import SingleExample
+from natgrad_lab.papers.karakida_2016.two_layer import (
+    Adam,
+    DescentLearner,
+    Learner,
+    NatgradLearner,
+    Paper,
+    SingleExample,
+    count_units,
+    draw_mixing,
+    isa,
+    score_gram,
+    starts,
+)
 from natgrad_lab.report import build
 
 SMALL = ["runs=2", "examples=60", "held_out=30", "descent_steps=6", "natural_steps=6", "tuned_steps=20", "batch=4"]
@@ -44,8 +53,8 @@ def three(link: Positive | Square) -> dict[str, Tensor]:
 def test_the_tight_loop_has_the_gradient_of_the_model(link: Positive | Square) -> None:
     params, x = three(link), draw(3, 1, 8)
     single, expected = SingleExample(params, link), three(link)
-    for found, general in zip(single.gradient(x), gradients(params["W"], link(params["V"]), x), strict=True):
-        assert_close(found, general, 1e-12)
+    for ours, general in zip(single.gradient(x), gradients(params["W"], link(params["V"]), x), strict=True):
+        assert_close(ours, general, 1e-12)
     rates = torch.tensor([1e-3, 1e-2, 0.0], dtype=F64).view(3, 1, 1)
     for rate in (1e-3, rates):
         descent = TwoLayer(link).gradient(expected, x)
@@ -147,17 +156,17 @@ def test_data_are_independent_subspaces_under_a_rotation() -> None:
 
 
 def test_starts_are_the_same_model_for_both_links() -> None:
-    one, other = starts(2, 3, positive), starts(2, 3, Square())
-    assert torch.equal(one["W"], other["W"])
-    assert_close(positive(one["V"]), Square()(other["V"]), 1e-13)
+    task, other = starts(2, 3, positive), starts(2, 3, Square())
+    assert torch.equal(task["W"], other["W"])
+    assert_close(positive(task["V"]), Square()(other["V"]), 1e-13)
 
 
 def test_steps_to_the_level_are_read_from_the_record() -> None:
-    found = {"steps": [0, 10, 20], "errors": [[-1.0, -2.0, None], [-29.0, -3.0, -30.0], [-27.0, -4.0, -31.0]]}
-    assert find_first_steps(found, -28.0) == [10, None, 10]
-    assert count_degraded(found, -28.0) == 1
-    assert rank({**found, "errors": [[-1.0], [-29.0], [-30.0]]}, -28.0) == (0, 10, -30.0)
-    missed, steps, last = rank({**found, "errors": [[-1.0], [math.nan], [math.nan]]}, -28.0)
+    numbers = {"steps": [0, 10, 20], "errors": [[-1.0, -2.0, None], [-29.0, -3.0, -30.0], [-27.0, -4.0, -31.0]]}
+    assert find_first_steps(numbers, -28.0) == [10, None, 10]
+    assert count_degraded(numbers, -28.0) == 1
+    assert rank({**numbers, "errors": [[-1.0], [-29.0], [-30.0]]}, -28.0) == (0, 10, -30.0)
+    missed, steps, last = rank({**numbers, "errors": [[-1.0], [math.nan], [math.nan]]}, -28.0)
     assert (missed, steps, last) == (1, math.inf, math.inf)
 
 
@@ -178,11 +187,11 @@ def test_the_study_runs_and_its_page_tells(study, tmp_path) -> None:
     assert find(study.name) is study
     settings = override(study.settings, SMALL)
     folder = execute(study, settings, range(2), tmp_path / "runs")
-    told, page = build(folder.path)
+    outcome, page = build(folder.path)
     assert page.exists()
-    assert told.missing == 0
+    assert outcome.missing == 0
     if study is TABLE1:
-        tables = [table for section in told.story.sections for table in section.tables]
+        tables = [table for section in outcome.story.sections for table in section.tables]
         assert all(row[3].endswith("of 4") for table in tables[:2] for row in table.rows)
     again = execute(study, settings, range(2), tmp_path / "runs")
     assert again.path == folder.path
@@ -232,13 +241,13 @@ def test_looks_end_with_the_last_step() -> None:
     for steps in (1, 7, 60_000):
         looks = spread_looks(steps)
         assert looks[-1] == steps
-        assert all(one < other <= max(1.03 * one, one + 1) for one, other in pairwise(looks))
+        assert all(step < other <= max(1.03 * step, step + 1) for step, other in pairwise(looks))
 
 
 def test_the_mean_of_all_runs_waits_for_those_that_never_arrive() -> None:
-    found = {"steps": [0, 10, 20, 30], "errors": [[-1.0, -1.0], [-40.0, -1.0], [-40.0, -11.0], [-40.0, None]]}
-    assert find_mean_step(found, -25.0) == 20
-    assert find_mean_step(found, -28.0) is None
+    numbers = {"steps": [0, 10, 20, 30], "errors": [[-1.0, -1.0], [-40.0, -1.0], [-40.0, -11.0], [-40.0, None]]}
+    assert find_mean_step(numbers, -25.0) == 20
+    assert find_mean_step(numbers, -28.0) is None
 
 
 def test_a_part_is_told_too(tmp_path) -> None:
@@ -247,8 +256,8 @@ def test_a_part_is_told_too(tmp_path) -> None:
     for record in folder.records.glob("*.json"):
         if not record.name.startswith("sgd"):
             record.unlink()
-    told, _ = build(folder.path)
-    assert told.missing > 0
+    outcome, _ = build(folder.path)
+    assert outcome.missing > 0
 
 
 @pytest.mark.parametrize("wrong", ["runs=0", "rate=0", "dtype=int8", "tuned_steps=1"])

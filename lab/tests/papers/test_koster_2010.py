@@ -13,8 +13,8 @@ from natgrad.energies import TwoLayer
 from natgrad_lab.data import sample_photographs
 from natgrad_lab.experiments import LabError, PieceRun, find
 from natgrad_lab.experiments.frame import Findings, FinishedPiece
-from natgrad_lab.papers.koster_2010.feature_blocks import FeatureBlocks
 from natgrad_lab.papers.koster_2010.natural_images import (
+    FeatureBlocks,
     KosterSettings,
     coherence,
     extent,
@@ -34,13 +34,13 @@ def gratings(*angles: float) -> torch.Tensor:
 
 
 def test_patches_are_white_and_the_maps_are_inverse():
-    found = patches(FEW, 0)
-    whole = torch.cat([found.train, found.test])
-    assert_close(whole.mT @ whole / len(whole), torch.eye(8), rtol=2e-4)
-    assert_close(found.whitening.mT @ found.dewhitening, torch.eye(8), rtol=1e-4)
-    assert found.dewhitening.sum(0).abs().max() < 1e-4 * found.dewhitening.abs().max() * 36  # no mean in any of them
-    assert torch.equal(patches(FEW, 0).train, found.train)
-    assert not torch.equal(patches(FEW, 1).train, found.train)
+    data = patches(FEW, 0)
+    rows = torch.cat([data.train, data.test])
+    assert_close(rows.mT @ rows / len(rows), torch.eye(8), rtol=2e-4)
+    assert_close(data.whitening.mT @ data.dewhitening, torch.eye(8), rtol=1e-4)
+    assert data.dewhitening.sum(0).abs().max() < 1e-4 * data.dewhitening.abs().max() * 36  # no mean in any of them
+    assert torch.equal(patches(FEW, 0).train, data.train)
+    assert not torch.equal(patches(FEW, 1).train, data.train)
 
 
 def test_photographs_are_grey():
@@ -64,16 +64,16 @@ def test_measures_know_gratings_and_spots():
 
 def test_every_method_trains_and_the_page_tells_it():
     study = find("koster_2010_natural_images")
-    found = []
+    pieces = []
     for piece in study.pieces(FEW):
         numbers = piece.work(PieceRun(FEW, 0))
         assert numbers["steps"] >= 1
         assert all(math.isfinite(loss) for _, _, loss in numbers["curve"])
-        found.append(FinishedPiece({"piece": piece.name, "seed": 0}, numbers))
-    story = study.tell(Findings(FEW, tuple(found)))
+        pieces.append(FinishedPiece({"piece": piece.name, "seed": 0}, numbers))
+    story = study.tell(Findings(FEW, tuple(pieces)))
     assert "orientations" in story.lead
     assert len(story.sections) == 5
-    assert len(study.tell(Findings(FEW, tuple(found[:1]))).sections) == 2
+    assert len(study.tell(Findings(FEW, tuple(pieces[:1]))).sections) == 2
 
 
 def test_adam_lowers_the_loss():

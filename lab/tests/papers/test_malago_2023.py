@@ -56,8 +56,8 @@ def test_both_formulas_of_the_toy_slides_are_one_function():
 
 
 def test_the_quadratic_line_is_the_closed_form():
-    found = line_closed(PieceRun(FEW))
-    assert_close(torch.tensor(found["ours"]), torch.tensor(found["closed"]), rtol=1e-7, atol=1e-8)
+    numbers = line_closed(PieceRun(FEW))
+    assert_close(torch.tensor(numbers["ours"]), torch.tensor(numbers["closed"]), rtol=1e-7, atol=1e-8)
     start = torch.tensor([1.0, -1.0], dtype=torch.float64)
     moved = closed_mean(start, torch.tensor([0.0, 1e9], dtype=torch.float64))
     assert_close(moved[0], start)
@@ -72,19 +72,19 @@ def test_balls_are_level_lines_of_the_kl():
     other = torch.tensor([[-0.5, 1.7]], dtype=torch.float64)
     thetas = [family.from_mean_covariance(x[:1], x[1:].square().unsqueeze(0)) for x in (at, other[0])]
     assert_close(normal_kl(at, other)[0], family.kl(*thetas))
-    found = balls(PieceRun(MalagoPointSettings()))["balls"]
-    for one in found[:3]:
-        centre, ball = (torch.tensor(one[key], dtype=torch.float64) for key in ("centre", "ball"))
+    numbers = balls(PieceRun(MalagoPointSettings()))["balls"]
+    for drawn in numbers[:3]:
+        centre, ball = (torch.tensor(drawn[key], dtype=torch.float64) for key in ("centre", "ball"))
         kl = normal_kl(centre, ball)
         assert_close(kl, torch.full_like(kl, 0.02), rtol=1e-6, atol=0)
 
 
 def test_polarization_flows_go_where_they_must():
-    found = simplex_flows(PieceRun(MalagoPointSettings()))
-    for name, ways in found.items():
+    numbers = simplex_flows(PieceRun(MalagoPointSettings()))
+    for name, ways in numbers.items():
         values = [[polarization(torch.tensor(p)).item() for p in (way[0], way[-1])] for way in ways]
         assert all((b >= a) == ("ascent" in name) or abs(a - b) < 1e-6 for a, b in values)
-    assert min(polarization(torch.tensor(way[-1])).item() for way in found["natural ascent"]) > 0.2
+    assert min(polarization(torch.tensor(way[-1])).item() for way in numbers["natural ascent"]) > 0.2
 
 
 def test_natural_flow_of_a_function_in_the_span_is_a_straight_line():
@@ -96,9 +96,9 @@ def test_natural_flow_of_a_function_in_the_span_is_a_straight_line():
 
 
 def test_the_theorem_counts():
-    found = theorem(PieceRun(LITTLE, seed=1))
-    assert found["runs"] == 4
-    assert all(0 <= one["optimum"] <= one["decided"] <= 4 for one in found["counts"].values())
+    numbers = theorem(PieceRun(LITTLE, seed=1))
+    assert numbers["runs"] == 4
+    assert all(0 <= counts["optimum"] <= counts["decided"] <= 4 for counts in numbers["counts"].values())
     assert [m.size for m in models(6).values()] == [6, 11, 21]
 
 
@@ -107,9 +107,9 @@ def test_every_figure_has_a_page(name, tmp_path):
     study = find(f"malago_2023_{name}")
     few = FEW if study.settings is MalagoFlowSettings else LITTLE
     execute(study, few, [0], tmp_path / name)
-    told, page = build(tmp_path / name)
+    outcome, page = build(tmp_path / name)
     text = page.read_text()
-    assert told.story.title in text
+    assert outcome.story.title in text
     assert "<svg" in text
     assert list((tmp_path / name / "plots").glob("*.png"))
 

@@ -19,9 +19,8 @@ from natgrad_lab.experiments.records import Folder
 from natgrad_lab.figures import draw
 from natgrad_lab.papers.kept_tables import insert
 from natgrad_lab.papers.pascanu_2013 import at_size, at_size_page
-from natgrad_lab.papers.pascanu_2013.faces import standardise_images
-from natgrad_lab.papers.pascanu_2013.shared import ADAPTED, damping
-from natgrad_lab.papers.pascanu_2013.sparse_pixels import SparsePixels, sort_pixels
+from natgrad_lab.papers.pascanu_2013.at_size import SparsePixels, sort_pixels
+from natgrad_lab.papers.pascanu_2013.table1 import ADAPTED, damping, standardise_images
 
 SMALL = {
     "pascanu_2013_restricted_mnist": {"hidden": 3, "labelled": 40, "validation": 20, "batch": 20, "products": 3},
@@ -57,15 +56,15 @@ def test_the_experiment_runs_to_its_report(name, data, monkeypatch, tmp_path):
     race = find(name)
     settings = race.settings(**SMALL[name], **SHORT)
     task = race.tasks(settings)[0]
-    firsts = tuple(replace(one, grid=one.grid[:1]) for one in task.contestants)  # to be quick
+    firsts = tuple(replace(contestant, grid=contestant.grid[:1]) for contestant in task.contestants)  # to be quick
     race = on_tasks(race, lambda _: (replace(task, contestants=firsts),))
     folder = execute(race, settings, [0, 1], tmp_path)
     ends = {r.header["contestant"]: r.end["steps"] for r in runs(folder).values()}
-    assert ends == {one.name: 20 if one.name == "MSGD" else 1 for one in task.contestants}
+    assert ends == {contestant.name: 20 if contestant.name == "MSGD" else 1 for contestant in task.contestants}
     assert set(task.paper) == set(ends)
     (result,) = results(folder, *race.tasks(settings))
-    assert result.note == task.note
-    assert [entry.name for entry in result.entries] == [one.name for one in task.contestants]
+    assert result.task.note == task.note
+    assert [entry.name for entry in result.entries] == [contestant.name for contestant in task.contestants]
     assert len(result.pairs) == len(ends) * (len(ends) - 1) // 2
 
 
@@ -74,8 +73,10 @@ def test_one_choice_for_all_fisher_metrics_is_not_tuned():
     tuned = race.tasks(race.settings())[0].contestants
     for choice in range(6):
         among = race.tasks(race.settings(choice=choice))[0].contestants
-        assert [one.name for one in among] == [one.name for one in tuned if one.name.startswith("KL")]
-        assert all(one.grid == (tuned[1].grid[choice],) for one in among)
+        assert [contestant.name for contestant in among] == [
+            contestant.name for contestant in tuned if contestant.name.startswith("KL")
+        ]
+        assert all(contestant.grid == (tuned[1].grid[choice],) for contestant in among)
     with pytest.raises(LabError, match="choice is 6, expected none or 0 to 5"):
         race.settings(choice=6)
 
@@ -92,22 +93,24 @@ def test_table_1_goes_on_after_an_interrupt_with_equal_numbers(steps, data, monk
     race = find("pascanu_2013_restricted_mnist")
     settings = race.settings(**SMALL[race.name], full=True, steps=3, evaluations=1, threads=None)
     task = race.tasks(settings)[0]
-    chosen = tuple(replace(one, grid=one.grid[-1:], steps=3) for one in task.contestants)  # the adapted dampings
+    chosen = tuple(
+        replace(contestant, grid=contestant.grid[-1:], steps=3) for contestant in task.contestants
+    )  # the adapted dampings
     race = on_tasks(race, lambda _: (replace(task, contestants=chosen),))
-    whole = execute(race, settings, [0], tmp_path / "whole")
+    folder = execute(race, settings, [0], tmp_path / "whole")
     for _ in range(2):  # in a run, and again in the one that goes on
         asked = iter(range(1000))
         with pytest.raises(Interrupted):
             execute(race, settings, [0], tmp_path / "parts", stopped=lambda asked=asked: next(asked) >= steps)
     parts = execute(race, settings, [0], tmp_path / "parts")
-    assert read_losses(parts) == read_losses(whole)
+    assert read_losses(parts) == read_losses(folder)
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_fisher_metrics_share_their_grid_and_all_grids_are_as_large(name):
     among = find(name).tasks(find(name).settings())[0].contestants
-    assert len({len(one.grid) for one in among}) == 1
-    grids = [one.grid for one in among if one.name.startswith("KL")]
+    assert len({len(contestant.grid) for contestant in among}) == 1
+    grids = [contestant.grid for contestant in among if contestant.name.startswith("KL")]
     assert len(grids) > 1
     assert all(grid == grids[0] for grid in grids)
 
@@ -172,10 +175,10 @@ def test_pooling_before_the_activation_is_pooling_after_it():
 
 def test_faces_have_mean_zero_and_variance_one():
     faces = torch.rand(4, 6, 6, generator=torch.Generator().manual_seed(0)) * 3 + 1
-    made = standardise_images(faces)
-    assert made.shape == (4, 1, 6, 6)
-    torch.testing.assert_close(made.mean((1, 2, 3)), torch.zeros(4), rtol=0, atol=1e-6)
-    torch.testing.assert_close(made.square().mean((1, 2, 3)), torch.ones(4))
+    images = standardise_images(faces)
+    assert images.shape == (4, 1, 6, 6)
+    torch.testing.assert_close(images.mean((1, 2, 3)), torch.zeros(4), rtol=0, atol=1e-6)
+    torch.testing.assert_close(images.square().mean((1, 2, 3)), torch.ones(4))
     assert standardise_images(torch.ones(1, 6, 6)).isfinite().all()
 
 
@@ -211,17 +214,17 @@ def test_all_contestants_go_to_one_stage_before_one_goes_to_the_next(data, monke
     settings = at_size.AtSizeSettings(**AT_SIZE, steps=8, evaluations=4)
     at_size.main(tmp_path / "parts", settings, (2,))
     record = at_size_page.read_record(tmp_path / "parts" / "at_size.json")
-    names = [one.name for one in at_size.contestants(settings)]
+    names = [contestant.name for contestant in at_size.contestants(settings)]
     assert [*record["contestants"]] == names
     assert {at_size_page.last(record, name)["updates"] for name in names} == {2}
     at_size.main(tmp_path / "parts", settings, (2, 4))
     at_size.main(tmp_path / "whole", settings, (4,))
-    parts, whole = (at_size_page.read_record(tmp_path / name / "at_size.json") for name in ("parts", "whole"))
+    parts, uncut = (at_size_page.read_record(tmp_path / name / "at_size.json") for name in ("parts", "whole"))
     for name in names:
-        assert parts["contestants"][name]["curve"] == whole["contestants"][name]["curve"]
-        assert parts["contestants"][name]["wrong"] == whole["contestants"][name]["wrong"]
-        end = at_size_page.last(whole, name)
-        assert end["test_error"] == pytest.approx(len(whole["contestants"][name]["wrong"]) / 20)
+        assert parts["contestants"][name]["curve"] == uncut["contestants"][name]["curve"]
+        assert parts["contestants"][name]["wrong"] == uncut["contestants"][name]["wrong"]
+        end = at_size_page.last(uncut, name)
+        assert end["test_error"] == pytest.approx(len(uncut["contestants"][name]["wrong"]) / 20)
     said = capsys.readouterr().out
     assert all(f"{name}: training loss" in said for name in names)
 
@@ -236,8 +239,8 @@ def test_a_stage_goes_on_after_an_interrupt_with_equal_numbers(updates, data, mo
     assert not (tmp_path / "parts" / "at_size.json").exists()
     for name in ("parts", "whole"):
         at_size.main(tmp_path / name, settings, (2,))
-    parts, whole = (at_size_page.read_record(tmp_path / name / "at_size.json") for name in ("parts", "whole"))
-    for name, contestant in whole["contestants"].items():
+    parts, uncut = (at_size_page.read_record(tmp_path / name / "at_size.json") for name in ("parts", "whole"))
+    for name, contestant in uncut["contestants"].items():
         assert parts["contestants"][name]["curve"] == contestant["curve"]
         assert parts["contestants"][name]["wrong"] == contestant["wrong"]
 

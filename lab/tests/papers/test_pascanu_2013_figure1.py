@@ -6,15 +6,20 @@ import pytest
 import torch
 
 from natgrad_lab.experiments import LabError, PieceRun, execute
-from natgrad_lab.papers.pascanu_2013.autoencoder_unit import RATES, Unit, at_many, gradient, point, step
 from natgrad_lab.papers.pascanu_2013.figure1 import (
+    RATES,
     STUDY,
     AutoencoderUnitSettings,
+    Unit,
+    at_many,
     ending,
+    gradient,
     observed_elsewhere,
     observed_shorter,
     path,
+    point,
     starts,
+    step,
     steps_to_best,
 )
 from natgrad_lab.report import build, read_outcome
@@ -75,11 +80,11 @@ def test_what_lies_at_the_end_is_named():
 
 def test_length_in_kl_and_errors_belong_to_the_points():
     unit, _ = units()
-    found = path(unit, (1.0, 2.0), "natural gradient", 4)
-    points = torch.tensor(found["points"], dtype=torch.float64)
+    way = path(unit, (1.0, 2.0), "natural gradient", 4)
+    points = torch.tensor(way["points"], dtype=torch.float64)
     expected = sum((2 * unit.divergence(point(a), point(b))).sqrt() for a, b in pairwise(points))
-    assert found["length"] == pytest.approx(float(expected))
-    assert found["errors"][-1] == pytest.approx(unit.error(point(points[-1])).item())
+    assert way["length"] == pytest.approx(float(expected))
+    assert way["errors"][-1] == pytest.approx(unit.error(point(points[-1])).item())
 
 
 def test_counts_are_shares():
@@ -116,9 +121,9 @@ def test_the_first_observation_may_fail(natural, newton, shown):
     ("end", "error", "shown"), [([3.0, 0.0], 2.0, True), ([0.5, 0.0], 2.0, False), ([3.0, 0.0], 1.1, False)]
 )
 def test_the_second_observation_may_fail(end, error, shown):
-    one = {"points": [[9.0, 9.0], [0.0, 0.0]], "errors": [9.0, 1.0]}
+    task = {"points": [[9.0, 9.0], [0.0, 0.0]], "errors": [9.0, 1.0]}
     other = {"points": [[9.0, 9.0], end], "errors": [9.0, error]}
-    assert observed_elsewhere({"natural gradient": one, "gradient descent": other}) is shown
+    assert observed_elsewhere({"natural gradient": task, "gradient descent": other}) is shown
 
 
 def test_steps_to_the_best_error_are_counted():

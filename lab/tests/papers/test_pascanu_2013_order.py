@@ -10,22 +10,30 @@ import natgrad as ng
 from natgrad_lab.data import Split
 from natgrad_lab.experiments import LabError, PieceRun, execute
 from natgrad_lab.experiments.frame import Findings, FinishedPiece
-from natgrad_lab.papers.pascanu_2013 import deformed, order
-from natgrad_lab.papers.pascanu_2013.deformed import SOURCES, Deformation, ImageSource, Stream, number
+from natgrad_lab.papers.pascanu_2013 import order
 from natgrad_lab.papers.pascanu_2013.order import (
+    SOURCES,
     STUDY,
+    Deformation,
+    ImageSource,
+    NaturalDirection,
     OrderSettings,
     ParallelTraining,
+    Perceptrons,
+    Stream,
     crossing,
     fading,
+    gradient,
+    losses,
     margin,
     match,
     measure,
+    number,
     ratios,
     shows,
+    step,
     tell,
 )
-from natgrad_lab.papers.pascanu_2013.parallel import NaturalDirection, Perceptrons, gradient, losses, step
 from natgrad_lab.report import build
 
 TINY = OrderSettings(
@@ -139,9 +147,9 @@ def test_a_stream_can_be_drawn_again():
 
 
 def test_seeds_of_the_generator_do_not_meet():
-    found = {number(s, p, t, d) for s in (0, 1, 2047) for p in (0, 1) for t in (0, 1, 65_535) for d in range(16)}
-    assert len(found) == 3 * 2 * 3 * 16
-    assert max(found) < 2**32
+    pieces = {number(s, p, t, d) for s in (0, 1, 2047) for p in (0, 1) for t in (0, 1, 65_535) for d in range(16)}
+    assert len(pieces) == 3 * 2 * 3 * 16
+    assert max(pieces) < 2**32
 
 
 def test_only_the_resampled_segment_differs():
@@ -177,10 +185,10 @@ def test_variance_is_that_over_the_runs_of_a_segment():
         seen["model"] = model
         return gradient(model, batch)
 
-    found = measure(PieceRun(s), watch_gradient, 0.5)
+    numbers = measure(PieceRun(s), watch_gradient, 0.5)
     x, _ = Stream(pictures(), s.batch, s.side, 0).held_out(s.held_out)
     p = seen["model"](x[:, None].expand(-1, s.segments * s.runs, -1)).softmax(-1)
-    for segment, variance in enumerate(found["variance"]):
+    for segment, variance in enumerate(numbers["variance"]):
         first, second = p[:, 2 * segment], p[:, 2 * segment + 1]
         assert variance == pytest.approx(((first - second) ** 2 / 2).mean().item(), rel=1e-4)
 
@@ -194,9 +202,9 @@ def test_crossing_interpolates_where_the_loss_first_falls_to_the_target():
 def test_matching_ends_within_the_tolerance_or_says_so():
     s = replace(TINY, tolerance=0.002, steps=4)
     level = {"level": {"loss": order.level(PieceRun(s))["loss"]}}
-    found = match(PieceRun(s, earlier=level), s.natural(3.0))
-    assert abs(found["loss"] / found["target"] - 1) <= s.tolerance
-    assert found["rate"] in [rate for rate, _ in found["tried"]]
+    matched_rate = match(PieceRun(s, earlier=level), s.natural(3.0))
+    assert abs(matched_rate["loss"] / matched_rate["target"] - 1) <= s.tolerance
+    assert matched_rate["rate"] in [rate for rate, _ in matched_rate["tried"]]
     with pytest.raises(LabError, match="no two of the rates tried"):
         match(PieceRun(s, earlier={"level": {"loss": 0.001}}), s.natural(3.0))
 
@@ -220,9 +228,9 @@ def test_runs_of_different_seeds_do_not_mix():
     s = TINY
     both = ParallelTraining(s, pictures(), [1, 2], lambda n: [(1, 0), (2, 0)], torch.tensor([0.5, 0.5]))
     both.run(gradient, lambda fraction: None)
-    one = ParallelTraining(s, pictures(), [2], lambda n: [(2, 0)], torch.tensor([0.5]))
-    one.run(gradient, lambda fraction: None)
-    torch.testing.assert_close(both.model.weight1[1], one.model.weight1[0])
+    single = ParallelTraining(s, pictures(), [2], lambda n: [(2, 0)], torch.tensor([0.5]))
+    single.run(gradient, lambda fraction: None)
+    torch.testing.assert_close(both.model.weight1[1], single.model.weight1[0])
 
 
 def test_the_study_ends_in_a_page(tmp_path):
@@ -240,13 +248,13 @@ def test_the_study_ends_in_a_page(tmp_path):
 def tell_outcome(**variances):
     headers = {"msgd": variances["msgd"], "paper": variances["msgd"], "small": variances["small"]}
     matched = {"rate": 0.1, "loss": 1.0, "target": 1.0, "tried": [[0.1, 1.0], [0.2, 0.8]]}
-    found = [FinishedPiece({"piece": "level", "seed": 0}, {"loss": 1.0})]
-    found += [FinishedPiece({"piece": piece, "seed": 0}, matched) for piece in ("rate-paper", "rate-small")]
+    pieces = [FinishedPiece({"piece": "level", "seed": 0}, {"loss": 1.0})]
+    pieces += [FinishedPiece({"piece": piece, "seed": 0}, matched) for piece in ("rate-paper", "rate-small")]
     for piece, by_seed in headers.items():
         for seed, variance in enumerate(by_seed):
             numbers = {"rate": 0.1, "variance": variance, "loss": [1.0], "error": [0.5]}
-            found.append(FinishedPiece({"piece": piece, "seed": seed}, numbers))
-    return tell(Findings(OrderSettings(), tuple(found)))
+            pieces.append(FinishedPiece({"piece": piece, "seed": seed}, numbers))
+    return tell(Findings(OrderSettings(), tuple(pieces)))
 
 
 LOW, HIGH = [[1.0, 1.0], [1.1, 1.1], [0.9, 0.9]], [[2.0, 2.0], [2.2, 2.2], [1.8, 1.8]]
@@ -294,8 +302,8 @@ def test_settings_are_checked(wrong, said):
 
 def test_omniglot_s_stream_holds_out_writers(monkeypatch):
     x, y = torch.rand(80, 28, 28), torch.arange(80) // 20
-    monkeypatch.setattr(deformed, "omniglot", lambda: Split("omniglot", x, y, x[:1], y[:1]))
-    characters = deformed.omniglot_characters(3)
+    monkeypatch.setattr(order, "omniglot", lambda: Split("omniglot", x, y, x[:1], y[:1]))
+    characters = order.omniglot_characters(3)
     assert characters.images.shape == (48, 28, 28)
     assert torch.equal(characters.held_images, torch.cat([x[16:20], x[36:40], x[56:60]]))
     assert characters.held_labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from natgrad_lab.papers.compared_numbers import PANELS, TITLES, Panel
-from natgrad_lab.papers.side_by_side import draw_all, number
+from natgrad_lab.papers.side_by_side import PANELS, TITLES, Panel, draw_all, number
 
 PAGES = Path(__file__).parents[3] / "docs" / "papers"
 

@@ -17,8 +17,7 @@ from natgrad_lab.experiments import EXPERIMENTS, LabError, PieceRun, execute, fi
 from natgrad_lab.experiments.frame import Findings, FinishedPiece, findings
 from natgrad_lab.experiments.records import Folder
 from natgrad_lab.papers.kept_tables import insert
-from natgrad_lab.papers.varady_2022 import data, page, runs
-from natgrad_lab.papers.varady_2022.data import bits, lines
+from natgrad_lab.papers.varady_2022 import page, runs
 from natgrad_lab.papers.varady_2022.page import curve, find_first_epoch, tell
 from natgrad_lab.papers.varady_2022.runs import (
     CONTESTANTS,
@@ -29,6 +28,8 @@ from natgrad_lab.papers.varady_2022.runs import (
     WakeSleepRace,
     WakeSleepTraining,
     WakeSleepTuning,
+    bits,
+    lines,
 )
 from natgrad_lab.report import draw_titled
 
@@ -48,45 +49,45 @@ def test_every_study_is_found_with_its_own_defaults():
 
 def test_all_contestants_have_as_many_settings():
     for settings in (SMALL, find("varady_2022_mnist").settings()):
-        assert {len(one.choices(settings)) for one in CONTESTANTS} == {4}
+        assert {len(contestant.choices(settings)) for contestant in CONTESTANTS} == {4}
     assert len(runs.pieces(SMALL)) == 5 * 4 + 5
     two = runs.pieces(replace(SMALL, contestants="nrws, rws-adam"))
     assert [piece.name for piece in two if piece.name.startswith("race")] == ["race-rws-adam", "race-nrws"]
 
 
 def test_lines_are_twelve_patterns():
-    found = lines()
-    assert len({tuple(row) for row in found.train.tolist()}) == len(found.test) == 12
-    for pattern in found.test.view(-1, 3, 3):
+    images = lines()
+    assert len({tuple(row) for row in images.train.tolist()}) == len(images.test) == 12
+    for pattern in images.test.view(-1, 3, 3):
         rows, columns = (bool((p == p[:, :1]).all()) for p in (pattern, pattern.mT))
         assert rows != columns
         assert 0 < float(pattern.sum()) < 9
 
 
 def test_digits_are_cut_and_held_out():
-    found = bits("digits", 100, 50, signs=False)
-    assert (found.train.shape, found.valid.shape, found.test.shape) == ((100, 64), (50, 64), (50, 64))
+    images = bits("digits", 100, 50, signs=False)
+    assert (images.train.shape, images.valid.shape, images.test.shape) == ((100, 64), (50, 64), (50, 64))
     signs = bits("digits", 100, 50, signs=True)
-    assert torch.equal(signs.train, 2 * found.train - 1)
-    whole = bits("digits", None, None, signs=False)
-    assert len(whole.train) + len(whole.valid) == 1437
+    assert torch.equal(signs.train, 2 * images.train - 1)
+    all_images = bits("digits", None, None, signs=False)
+    assert len(all_images.train) + len(all_images.valid) == 1437
 
 
 def test_faces_are_compared_with_their_median(monkeypatch):
     images = torch.rand(20, 48, 48, generator=torch.Generator().manual_seed(0))
     split = Split("fer2013", images, torch.zeros(20), images[:4], torch.zeros(4))
-    monkeypatch.setattr(data, "fer2013", lambda: split)
-    found = bits("faces", None, None, signs=False)
-    assert found.shape == (24, 24)
-    assert (len(found.train), len(found.valid), len(found.test)) == (18, 2, 4)
-    assert (found.train.mean(1) - 0.5).abs().max() < 0.01
+    monkeypatch.setattr(runs, "fer2013", lambda: split)
+    images = bits("faces", None, None, signs=False)
+    assert images.shape == (24, 24)
+    assert (len(images.train), len(images.valid), len(images.test)) == (18, 2, 4)
+    assert (images.train.mean(1) - 0.5).abs().max() < 0.01
 
 
 def test_a_part_of_a_test_set_that_is_sorted_by_class_has_all_classes(monkeypatch):
     labels = torch.arange(10).repeat_interleave(100)
     images = functional.one_hot(labels, 784).float().view(-1, 28, 28)  # pixel k is up in class k alone
     split = Split("binarized_mnist", images, labels, images, labels, images, labels)
-    monkeypatch.setattr(data, "binarized_mnist", lambda: split)
+    monkeypatch.setattr(runs, "binarized_mnist", lambda: split)
     counts = bits("mnist", None, 200, signs=False).test.sum(0)[:10]
     assert counts.sum() == 200
     assert counts.min() > 5
@@ -94,7 +95,7 @@ def test_a_part_of_a_test_set_that_is_sorted_by_class_has_all_classes(monkeypatc
 
 def test_training_on_lines_raises_the_exact_likelihood():
     settings = replace(SMALL, sizes="6-1", batch=20, samples=5)
-    natural = next(one for one in CONTESTANTS if one.name == "nrws")
+    natural = next(contestant for contestant in CONTESTANTS if contestant.name == "nrws")
     training = WakeSleepTraining(settings, natural, WakeSleepChoice(0.3, 0.0), seed=0)
     start = training.estimate_bound(training.bits.test)
     assert start == pytest.approx(9 * math.log(0.5), abs=0.5)
@@ -130,10 +131,10 @@ def test_a_rule_and_the_mean_of_the_iterates(name):
     assert numbers["choice"] == f"rate {rate:g}, / (1 + {fall:g} t / T)"
     assert all(math.isfinite(point["mean"]) for point in numbers["curve"])
 
-    one = next(one for one in CONTESTANTS if one.name == name)
-    (choice,) = one.choices(settings)
-    training = WakeSleepTraining(settings, one, choice, seed=0)
-    plain = WakeSleepTraining(replace(settings, averaged=False), one, choice, seed=0)
+    contestant = next(contestant for contestant in CONTESTANTS if contestant.name == name)
+    (choice,) = contestant.choices(settings)
+    training = WakeSleepTraining(settings, contestant, choice, seed=0)
+    plain = WakeSleepTraining(replace(settings, averaged=False), contestant, choice, seed=0)
     rates, iterates = [], []
     for _ in range(6):  # two epochs of three steps: the whole run
         training._step()
@@ -162,31 +163,31 @@ def test_a_study_by_a_rule_tells_its_means(tmp_path):
 def test_of_several_rules_the_best_runs_and_each_is_tried_as_a_whole_short_run(tmp_path):
     settings = replace(SMALL, rates="nrws:.5/10,nrws:.001/0", contestants="nrws", epochs=3, batch=200)
     folder = execute(LINES, settings, [0], tmp_path)
-    found = findings(LINES, folder)
-    first, second = (found.of(f"tune-nrws-{i}")[0] for i in (0, 1))
+    read = findings(LINES, folder)
+    first, second = (read.of(f"tune-nrws-{i}")[0] for i in (0, 1))
     assert first["valid"] > second["valid"]  # a rate of .001 moves nothing
-    assert found.of("race-nrws")[0]["choice"] == "rate 0.5, / (1 + 10 t / T)"
-    assert [section.title for section in tell(found).sections] == ["Learning", "Dreams", "Settings"]
+    assert read.of("race-nrws")[0]["choice"] == "rate 0.5, / (1 + 10 t / T)"
+    assert [section.title for section in tell(read).sections] == ["Learning", "Dreams", "Settings"]
 
-    one = next(one for one in CONTESTANTS if one.name == "nrws")
+    contestant = next(contestant for contestant in CONTESTANTS if contestant.name == "nrws")
     short = replace(settings, epochs=1, tuning=1)  # a tuning run of one epoch falls as a run of one epoch does
-    alone = WakeSleepTraining(short, one, WakeSleepChoice(0.5, 10, by_run=True), runs.TUNING_SEED)
+    alone = WakeSleepTraining(short, contestant, WakeSleepChoice(0.5, 10, by_run=True), runs.TUNING_SEED)
     for _ in alone.epochs(1, PieceRun(short)):
         pass
     assert alone.estimate_bound(alone.bits.valid) == first["valid"]
 
 
 def test_a_race_takes_the_setting_that_was_best_and_is_sound():
-    one = CONTESTANTS[1]
+    contestant = CONTESTANTS[1]
     tuned: dict[str, Any] = {f"tune-rws-{i}": {"valid": v} for i, v in enumerate((-5.0, None, -3.0, -4.0))}
-    numbers = WakeSleepRace(one)(PieceRun(SMALL, 0, tuned))
-    assert numbers["choice"] == str(one.choices(SMALL)[2])
+    numbers = WakeSleepRace(contestant)(PieceRun(SMALL, 0, tuned))
+    assert numbers["choice"] == str(contestant.choices(SMALL)[2])
     assert [p["epoch"] for p in numbers["curve"]] == [0, 1, 2]
     assert [look["epoch"] for look in numbers["looks"]] == [1, 2]
-    assert WakeSleepRace(one)(PieceRun(SMALL, 1, tuned))["looks"] == []
-    again = WakeSleepRace(one)(PieceRun(SMALL, 0, tuned))
+    assert WakeSleepRace(contestant)(PieceRun(SMALL, 1, tuned))["looks"] == []
+    again = WakeSleepRace(contestant)(PieceRun(SMALL, 0, tuned))
     assert [p["bound"] for p in again["curve"]] == [p["bound"] for p in numbers["curve"]]
-    assert WakeSleepTuning(one, one.choices(SMALL)[0])(PieceRun(SMALL))["valid"] < 0
+    assert WakeSleepTuning(contestant, contestant.choices(SMALL)[0])(PieceRun(SMALL))["valid"] < 0
 
 
 def test_levels_are_reached_where_the_curve_says():
@@ -198,12 +199,12 @@ def test_levels_are_reached_where_the_curve_says():
 
 def test_of_two_seeds_the_level_is_the_lower_end():
     def build_runs(*ends: float) -> list[FinishedPiece]:
-        name, found = {2: "rws-adam", 4: "nrws"}[int(-ends[0])], []
+        name, pieces = {2: "rws-adam", 4: "nrws"}[int(-ends[0])], []
         for seed, end in enumerate(ends):
             points = [{"epoch": e, "seconds": 2.0 * e, "bound": -8.0 + (8.0 + end) * e / 4} for e in range(5)]
             numbers = {"choice": "", "curve": points, "looks": [], "steps": 8}
-            found.append(FinishedPiece({"piece": f"race-{name}", "seed": seed}, numbers))
-        return found
+            pieces.append(FinishedPiece({"piece": f"race-{name}", "seed": seed}, numbers))
+        return pieces
 
     faster = [replace(piece, numbers=piece.numbers) for piece in build_runs(-4.0, -4.0)]
     for piece in faster:
@@ -249,7 +250,7 @@ def test_settings_that_will_not_do(given, words):
 @pytest.mark.parametrize("name", page.KEPT)
 def test_the_page_holds_the_kept_races(name):
     text = (Path(__file__).parents[3] / "docs" / "papers" / "varady_2022.md").read_text()
-    kept = findings(find("varady_2022_mnist"), Folder(page.RECORDS / name))
-    assert insert(text, name, page.write_tables(kept)) == text
+    read = findings(find("varady_2022_mnist"), Folder(page.RECORDS / name))
+    assert insert(text, name, page.write_tables(read)) == text
     with pytest.raises(ValueError, match="not one pair of <!-- other: begin -->"):
         insert(text, "other", "")

@@ -49,8 +49,8 @@ def test_a_player_never_acts_more_than_the_mark_says():
     player = NatgradPlayer(SMALL, QUICK, 0)
     assert math.isnan(player.recent())
     looks = list(learn_to_marks(player, SMALL, [100, 150, 300]))
-    assert [one["steps"] for one in looks] == [64, 128, 256]
-    assert [one["mark"] for one in looks] == [100, 150, 300]
+    assert [look["steps"] for look in looks] == [64, 128, 256]
+    assert [look["mark"] for look in looks] == [100, 150, 300]
     assert looks[0]["seconds"] < looks[2]["seconds"]
 
 
@@ -65,12 +65,12 @@ def test_looks_are_the_same_episodes_for_everybody():
 
 def test_a_study_goes_from_tuning_to_its_page(tmp_path):
     folder = execute(PENDULUM, SMALL, [0, 1], tmp_path)
-    found = findings(PENDULUM, folder)
-    races = found.of("race-natgrad")
+    read = findings(PENDULUM, folder)
+    races = read.of("race-natgrad")
     assert [len(run["curve"]) for run in races] == [2, 2]
     assert at(races[0], 200) == races[0]["curve"][-1]["test"]
     assert races[0]["curve"] != races[1]["curve"]
-    story = tell(found)
+    story = tell(read)
     assert story.sections[0].tables[0].rows[0][0] == "ng.TRPO"
     assert "No goal's mark" in story.lead
     assert len(story.sections[1].tables[0].rows) == 2
@@ -79,8 +79,8 @@ def test_a_study_goes_from_tuning_to_its_page(tmp_path):
 
 def test_the_best_setting_races():
     tuned = {"tune-natgrad-0": {"test": -9.0, "train": None}, "tune-natgrad-1": {"test": -9.0, "train": -3.0}}
-    found = run_best("natgrad", PieceRun(replace(SMALL, steps=100, marks="100"), 0, tuned))
-    assert found["choice"] == "other"
+    numbers = run_best("natgrad", PieceRun(replace(SMALL, steps=100, marks="100"), 0, tuned))
+    assert numbers["choice"] == "other"
     assert try_choice("natgrad", QUICK, PieceRun(SMALL))["choice"] == "quick"
 
 
@@ -88,4 +88,4 @@ def test_the_peer_plays_by_the_same_rules():
     pytest.importorskip("sb3_contrib")
     player = Peer(SMALL, PolicyChoice("zoo", {"total": 64, "batch_size": 64, "n_critic_updates": 1, "scaled": True}), 0)
     looks = list(learn_to_marks(player, SMALL, [64, 200]))
-    assert [one["steps"] for one in looks] == [64, 192]
+    assert [look["steps"] for look in looks] == [64, 192]

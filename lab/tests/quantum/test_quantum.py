@@ -27,19 +27,19 @@ def test_settings_that_will_not_do(change: dict):
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_all_start_alike(name):
-    one, other = (SYSTEMS[name](replace(SMALL, system=name), seed=3) for _ in range(2))
-    for a, b in zip(one.psi.parameters(), other.psi.parameters(), strict=True):
+    task, other = (SYSTEMS[name](replace(SMALL, system=name), seed=3) for _ in range(2))
+    for a, b in zip(task.psi.parameters(), other.psi.parameters(), strict=True):
         assert bool((a == b).all())
 
 
 def test_a_study_goes_from_tuning_to_its_page(tmp_path):
-    found = findings(ISING, execute(ISING, SMALL, [0, 1], tmp_path))
+    read = findings(ISING, execute(ISING, SMALL, [0, 1], tmp_path))
     for name in ("sr", "spring", "adam"):
-        runs = found.of(name)
+        runs = read.of(name)
         assert [run["steps"] for run in runs] == [SMALL.steps] * 2
         assert runs[0]["curve"] != runs[1]["curve"]
         assert all(gap(run) > 0 and run["error"] == 0 for run in runs)  # enumerated, and variational
-    story = tell(found)
+    story = tell(read)
     race, rates = story.sections
     assert [row[0] for row in race.tables[0].rows] == ["stochastic reconfiguration", "SPRING", "Adam"]
     assert [row[0] for row in rates.tables[0].rows] == ["0.01", "0.05"]
@@ -48,7 +48,7 @@ def test_a_study_goes_from_tuning_to_its_page(tmp_path):
 
 
 def test_an_atom_has_an_error_at_the_end():
-    found = reconfigure(0.9, PieceRun(replace(HELIUM.settings(), samples=20, steps=2, draws=2)))
-    assert found["error"] > 0
-    assert found["steps"] == 2
-    assert -3.5 < found["final"] < 0
+    numbers = reconfigure(0.9, PieceRun(replace(HELIUM.settings(), samples=20, steps=2, draws=2)))
+    assert numbers["error"] > 0
+    assert numbers["steps"] == 2
+    assert -3.5 < numbers["final"] < 0

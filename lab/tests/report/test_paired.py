@@ -10,7 +10,7 @@ from small_races import contestants, results, task
 from natgrad_lab.experiments import execute, race
 from natgrad_lab.experiments.race_story import beyond, write_difference, write_mean
 from natgrad_lab.experiments.race_summary import Mean, Record, Spread, balance, pair_all, write_verdict
-from natgrad_lab.papers.pascanu_2013.shared import divide
+from natgrad_lab.papers.pascanu_2013.table1 import divide
 from natgrad_lab.report import build, render_terminal
 
 PAPER = {"SGD-momentum": (0.05, 0.3), "Adam": (None, 0.2), "natural gradient": (None, None)}
@@ -65,15 +65,15 @@ def test_differences_are_taken_seed_by_seed(folder):
 
 def test_contestants_stay_in_the_order_of_the_plan(folder):
     names = [entry.name for entry in results(folder, TASK)[0].entries]
-    assert names == [one.name for one in contestants()]
+    assert names == [contestant.name for contestant in contestants()]
 
 
 def test_what_seeds_share_cancels():
     level = [0.1, 0.5, 0.9]
     pairs = pair_all({"a": runs(level), "b": runs([x + 0.01 for x in level])}, {})
     assert pairs[0].lower == "a"
-    apart = pair_all({"a": runs(level), "b": runs([0.9, 0.2, 0.5])}, {})
-    assert apart[0].lower is None
+    pairs = pair_all({"a": runs(level), "b": runs([0.9, 0.2, 0.5])}, {})
+    assert pairs[0].lower is None
 
 
 @pytest.mark.parametrize(

@@ -34,20 +34,20 @@ def page(folder):
 
 def test_numbers_are_medians_over_the_seeds(folder):
     result = results(folder, *TASKS)[0]
-    for one in result.entries:
-        finals = [r.rows[-1]["train_loss"] for r in one.records]
+    for row in result.entries:
+        finals = [r.rows[-1]["train_loss"] for r in row.records]
         assert len(finals) == 3
-        assert one.train_loss.middle == np.median(finals)
-    losses = [one.train_loss.middle for one in result.entries]
+        assert row.train_loss.middle == np.median(finals)
+    losses = [row.train_loss.middle for row in result.entries]
     assert losses == sorted(losses)
     assert result.target == losses[1]
 
 
 def test_every_choice_of_the_grid_is_shown(folder):
-    for one in results(folder, *TASKS)[0].entries:
-        assert len(one.grid) == 2
-        assert [t.choice for t in one.grid if t.chosen] == [one.choice]
-        assert min(one.grid, key=lambda t: t.loss).chosen
+    for row in results(folder, *TASKS)[0].entries:
+        assert len(row.grid) == 2
+        assert [t.choice for t in row.grid if t.chosen] == [row.choice]
+        assert min(row.grid, key=lambda t: t.loss).chosen
 
 
 def test_plots_are_written_twice(folder, page):
@@ -95,7 +95,7 @@ def test_ids_are_unique_and_what_refers_to_them_finds_them(page):
 
 
 def test_the_page_says_what_was_done(folder, page):
-    assert all(one.title in page for one in TASKS)
+    assert all(task.title in page for task in TASKS)
     assert "natgrad run tiny --seeds 3" in page
     assert "--set steps=5" in page
     assert torch.__version__ in page
@@ -197,9 +197,9 @@ def test_a_contestant_that_broke_down_is_named():
 
 
 def test_a_choice_that_broke_down_in_the_tuning_leaves_the_race_on_equal_seconds(tmp_path):
-    one = task(among=(sgd(grid(batch=(8,), lr=(0.1, 3e38))), contestants()[1]))
-    (result,) = results(execute(race(one), Settings(seconds=0.05, steps=None), [0], tmp_path), one)
-    broken = next(one for entry in result.entries for one in entry.grid if one.choice.get("lr") == 3e38)
+    sample = task(among=(sgd(grid(batch=(8,), lr=(0.1, 3e38))), contestants()[1]))
+    (result,) = results(execute(race(sample), Settings(seconds=0.05, steps=None), [0], tmp_path), sample)
+    broken = next(sample for entry in result.entries for sample in entry.grid if sample.choice.get("lr") == 3e38)
     assert broken.loss == float("inf")
     assert not broken.chosen
     assert result.seconds == 0.05
@@ -212,15 +212,15 @@ def test_what_came_after_the_budget_does_not_count():
 
 
 def test_the_lead_counts_the_tasks_won(folder):
-    found = results(folder, *TASKS)
-    won = sum(result.entries[0].name == "natural gradient" for result in found)
-    assert lead(found) == f"Natural gradient had the lowest training loss on {won} of 2 tasks."
+    raced = results(folder, *TASKS)
+    won = sum(result.entries[0].name == "natural gradient" for result in raced)
+    assert lead(raced) == f"Natural gradient had the lowest training loss on {won} of 2 tasks."
 
 
 def test_targets_are_found_where_the_loss_first_passes_them():
-    one = make_record("Adam", (4.0, 4.5))
-    assert one.steps_to_target.values == (100, None)
-    assert one.steps_to_target.middle is None
+    entry = make_record("Adam", (4.0, 4.5))
+    assert entry.steps_to_target.values == (100, None)
+    assert entry.steps_to_target.middle is None
 
 
 def test_spread_counts_missing_values_as_infinite():

@@ -6,19 +6,18 @@ structured methods run with their defaults, SGD and Adam are tuned over two rate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from natgrad_lab.data import cifar10
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, LabError, Task, TaskData
-from natgrad_lab.experiments.models import categorical_divergence, mistakes, precision
+from natgrad_lab.experiments.base import Contestant, LabError, Task, standardise_pictures
+from natgrad_lab.experiments.models import classify, precision
 from natgrad_lab.experiments.race import race
-from natgrad_lab.experiments.settings import fill, require_size
-from natgrad_lab.papers.ang_2020.networks import dense_net, wide_resnet
+from natgrad_lab.experiments.settings import StudySettings, fill, require_size
 
 METHODS = ("kfac", "online_ng", "diagonal", "sgd", "adam")
 LARGE = {"images": 10_000, "side": 32, "epochs": 50, "dense_depth": 19, "growth": 12, "wide_depth": 16, "width": 4}
@@ -26,7 +25,7 @@ SMALL = {"images": 2000, "side": 16, "epochs": 8, "dense_depth": 10, "growth": 8
 
 
 @dataclass(frozen=True)
-class AngCifarSettings:
+class AngCifarSettings(StudySettings):
     """What `--set` can change. full=true is nearer to the report's size; what stays none is taken from there or here.
 
     The report says DenseNet-19, WideResNet and 50 epochs, and nothing of growth, width, batch or augmentation (none
@@ -47,8 +46,6 @@ class AngCifarSettings:
     looked_at: int = 2000  # images of each part per evaluation, at most
     recalibrate: bool = True  # batch norm's statistics on the training images looked at, anew before each evaluation
     tuning_seed: int = 100
-    threads: int | None = 1
-    device: str = "cpu"
     networks: str = "densenet,wide_resnet"  # which of the two, comma-separated
     methods: str = "report"  # or names of contestants such as kfac,adam
 
@@ -63,68 +60,116 @@ class AngCifarSettings:
 
 
 def tasks(settings: AngCifarSettings) -> tuple[Task, ...]:
-    """One for each network."""
-    built = {"densenet": dense, "wide_resnet": wide}
+    """One for each network: cross-entropy of ten classes, and the precision that the report plots."""
+    networks = {"densenet": dense, "wide_resnet": wide}
     words = settings.networks.split(",")
     for word in words:
-        if word not in built:
-            raise LabError(f"networks has the word {word!r}, expected words among {', '.join(built)}")
-    return tuple(build(settings) for name, build in built.items() if name in words)
-
-
-def dense(settings: AngCifarSettings) -> Task:
-    """Figure 2."""
-    depth, growth = require_size(settings.dense_depth), require_size(settings.growth)
-    title = f"Figure 2: DenseNet-{depth}, growth {growth}"
-    return task("densenet", title, lambda: dense_net(depth, growth), settings)
-
-
-def wide(settings: AngCifarSettings) -> Task:
-    """Figure 3."""
-    depth, width = require_size(settings.wide_depth), require_size(settings.width)
-    title = f"Figure 3: WideResNet-{depth}-{width}"
-    return task("wide_resnet", title, lambda: wide_resnet(depth, width), settings)
-
-
-def task(name: str, title: str, model: Callable[[], nn.Module], settings: AngCifarSettings) -> Task:
-    """Cross-entropy of ten classes, and the precision that the report plots."""
-    return Task(
-        name=name,
-        title=f"{title}, {settings.images} images of {settings.side} x {settings.side}",
-        model=model,
-        data=lambda: images(require_size(settings.images), require_size(settings.side)),
-        criterion=nn.CrossEntropyLoss(),
-        unit="nats per image",
-        divergence=categorical_divergence,
-        error=mistakes,
-        contestants=contestants.select(settings.methods, among(settings.batch), {"report": METHODS}),
-        also={"precision": precision},
-        recalibrated_on=settings.looked_at if settings.recalibrate else 0,
-        note="Precision is the mean over classes of the share of images that rightly got the class.",
+        if word not in networks:
+            raise LabError(f"networks has the word {word!r}, expected words among {', '.join(networks)}")
+    return tuple(
+        classify(
+            name,
+            f"{title}, {settings.images} images of {settings.side} x {settings.side}",
+            model,
+            lambda: standardise_pictures(cifar10(), require_size(settings.images), require_size(settings.side)),
+            contestants.select(settings.methods, among(settings.batch), {"report": METHODS}),
+            also={"precision": precision},
+            recalibrated_on=settings.looked_at if settings.recalibrate else 0,
+            note="Precision is the mean over classes of the share of images that rightly got the class.",
+        )
+        for name, (title, model) in ((name, make(settings)) for name, make in networks.items() if name in words)
     )
 
 
-def images(many: int, side: int) -> TaskData:
-    """The first images of CIFAR-10, shrunk, every colour with mean 0 and variance 1 over the training images."""
-    split = cifar10()
-    parts = [shrink_pictures(part, side) for part in (split.train_x[:many], split.test_x)]
-    mean, deviation = parts[0].mean((0, 2, 3), keepdim=True), parts[0].std((0, 2, 3), keepdim=True)
-    train, test = ((part - mean) / deviation for part in parts)
-    return TaskData(train, split.train_y[:many], test, split.test_y)
+def dense(settings: AngCifarSettings) -> tuple[str, Callable[[], nn.Module]]:
+    """Figure 2: its title and network."""
+    depth, growth = require_size(settings.dense_depth), require_size(settings.growth)
+    return f"Figure 2: DenseNet-{depth}, growth {growth}", lambda: dense_net(depth, growth)
 
 
-def shrink_pictures(pictures: Tensor, side: int) -> Tensor:
-    """(n, 3, 32, 32) -> (n, 3, side, side)."""
-    return functional.avg_pool2d(pictures, pictures.shape[-1] // side)
+def wide(settings: AngCifarSettings) -> tuple[str, Callable[[], nn.Module]]:
+    """Figure 3: its title and network."""
+    depth, width = require_size(settings.wide_depth), require_size(settings.width)
+    return f"Figure 3: WideResNet-{depth}-{width}", lambda: wide_resnet(depth, width)
 
 
-def among(batch: int) -> Mapping[str, Contestant]:
+def among(batch: int) -> dict[str, Contestant]:
     """Grids narrowed by probes with the tuning seed."""
-    grid = contestants.grid
-    return contestants.by_default(batch) | {
-        "sgd": contestants.sgd(grid(batch=(batch,), lr=(0.02, 0.1))),
-        "adam": contestants.adam(grid(batch=(batch,), lr=(1e-3, 5e-3))),
-    }
+    return contestants.line_up(batch, sgd={"lr": (0.02, 0.1)}, adam={"lr": (1e-3, 5e-3)})
+
+
+def dense_net(depth: int, growth: int, classes: int = 10) -> nn.Sequential:
+    """Three blocks in which every convolution sees all the channels before it. Huang et al. 2018, without bottlenecks.
+
+    depth: 3 n + 4, with n convolutions in each block.   growth: channels that each of them adds (k).
+    """
+    if depth < 7 or (depth - 4) % 3:
+        raise LabError(f"depth is {depth}, expected 3 n + 4 for a DenseNet: 7, 10, 13, 16, 19, 22 ...")
+    channels, layers = 2 * growth, list[nn.Module]()
+    for block in range(3):
+        layers += [nn.Sequential(*activate_and_convolve(channels, channels, 1), nn.AvgPool2d(2))] if block else []
+        for _ in range((depth - 4) // 3):
+            layers.append(Joined(channels, growth))
+            channels += growth
+    return nn.Sequential(start(2 * growth), *layers, *read_out(channels, classes))
+
+
+def wide_resnet(depth: int, width: int, classes: int = 10) -> nn.Sequential:
+    """Three groups of residual blocks with 16, 32, 64 times `width` channels. Zagoruyko & Komodakis 2017, no dropout.
+
+    depth: 6 n + 4, with n blocks of two convolutions in each group.
+    """
+    if depth < 10 or (depth - 4) % 6:
+        raise LabError(f"depth is {depth}, expected 6 n + 4 for a WideResNet: 10, 16, 22, 28 ...")
+    channels, layers = 16, list[nn.Module]()
+    for group in range(3):
+        for block in range((depth - 4) // 6):
+            layers.append(PreActivationBlock(channels, 16 * width * 2**group, stride=2 if group and not block else 1))
+            channels = 16 * width * 2**group
+    return nn.Sequential(start(16), *layers, *read_out(channels, classes))
+
+
+class Joined(nn.Module):
+    """(b, c, h, w) -> (b, c + growth, h, w): the input, and what a convolution makes of it."""
+
+    def __init__(self, channels: int, growth: int) -> None:
+        super().__init__()
+        self.convolution = nn.Sequential(*activate_and_convolve(channels, growth, 3))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.cat([images, self.convolution(images)], 1)
+
+
+class PreActivationBlock(nn.Module):
+    """The input, or a 1 x 1 convolution of it where the shape changes, plus two convolutions."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.convolutions = nn.Sequential(
+            *activate_and_convolve(inputs, outputs, 3, stride), *activate_and_convolve(outputs, outputs, 3)
+        )
+        same = inputs == outputs and stride == 1
+        self.shortcut = nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.shortcut(images) + self.convolutions(images)
+
+
+def start(channels: int) -> nn.Conv2d:
+    """The first convolution, of three colours."""
+    return nn.Conv2d(3, channels, 3, padding=1, bias=False)
+
+
+def activate_and_convolve(inputs: int, outputs: int, kernel: int, stride: int = 1) -> tuple[nn.Module, ...]:
+    """Batch norm, rectifier, convolution."""
+    convolution = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+    return nn.BatchNorm2d(inputs), nn.ReLU(), convolution
+
+
+def read_out(channels: int, classes: int) -> tuple[nn.Module, ...]:
+    """Batch norm, rectifier, the mean over pixels, a linear layer."""
+    pool = nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    return nn.BatchNorm2d(channels), nn.ReLU(), *pool, nn.Linear(channels, classes)
 
 
 RACE = race(

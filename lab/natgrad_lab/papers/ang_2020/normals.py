@@ -25,13 +25,8 @@ TITLE = "Ang 2020, figure 1: two pairs of normals, whose second number is a stan
 def measure_divergence(pair: tuple[tuple[float, float], ...], power: int) -> float:
     """KL of the second from the first in nats."""
     family = ng.MultivariateNormal(1)
-    one, other = (
-        family.from_mean_covariance(
-            torch.tensor([mean], dtype=torch.float64), torch.tensor([[second**power]], dtype=torch.float64)
-        )
-        for mean, second in pair
-    )
-    return family.kl(one, other).item()
+    numbers = (torch.tensor([mean, second**power], dtype=torch.float64) for mean, second in pair)
+    return family.kl(*(family.from_mean_covariance(both[:1], both[1:, None]) for both in numbers)).item()
 
 
 def fill(figure: Figure) -> None:

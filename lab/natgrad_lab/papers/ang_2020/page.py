@@ -7,7 +7,7 @@ its tables. Several folders may be given, such as one per network.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -60,25 +60,25 @@ class Measured:
 
 def collect(folders: Sequence[Path]) -> dict[str, Runs]:
     """Network -> contestant -> runs of the race, those seeds that every contestant has finished."""
-    found: dict[str, dict[str, dict[int, Record]]] = {}
+    finished: dict[str, dict[str, dict[int, Record]]] = {}
     for folder in folders:
         for record in read_runs(Folder(folder).read_all()):
             header = record.header
             if header["phase"] == "race":
-                found.setdefault(header["task"], {}).setdefault(header["contestant"], {})[header["seed"]] = record
-    whole: dict[str, Runs] = {}
-    for network, runs in found.items():
+                finished.setdefault(header["task"], {}).setdefault(header["contestant"], {})[header["seed"]] = record
+    common: dict[str, Runs] = {}
+    for network, runs in finished.items():
         seeds = sorted(set.intersection(*(set(by_seed) for by_seed in runs.values())))
         names = [name for name in NAMES if name in runs] + [name for name in runs if name not in NAMES]
-        whole[network] = {name: [runs[name][seed] for seed in seeds] for name in names}
-    return whole
+        common[network] = {name: [runs[name][seed] for seed in seeds] for name in names}
+    return common
 
 
 def read_evaluations(record: Record, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Steps, seconds and the values of that name, of the rows that have it."""
     rows = [row for row in record.rows if row.get(name) is not None]
-    step, seconds, found = (np.array([row[key] for row in rows], float) for key in ("step", "seconds", name))
-    return step, seconds, found
+    step, seconds, values = (np.array([row[key] for row in rows], float) for key in ("step", "seconds", name))
+    return step, seconds, values
 
 
 def smooth_losses(record: Record) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -101,42 +101,36 @@ def reach(steps: np.ndarray, values: np.ndarray, level: float) -> float:
     return float(steps[place - 1] + share * (steps[place] - steps[place - 1]))
 
 
-def find_precision(record: Record, level: float) -> float:
-    """The update at which the precision on test images comes to a level; nan if never."""
-    steps, _, values = read_evaluations(record, "test_precision")
-    return reach(steps, values, level)
-
-
-def find_loss(record: Record, level: float) -> float:
-    """The update at which the smoothed loss of the batches comes down to a level; nan if never."""
-    steps, _, values = smooth_losses(record)
-    return reach(steps, -values, -level)
-
-
 def measure(runs: Runs) -> dict[str, dict[str, Measured]]:
     """Contestant -> what the claims ask -> its numbers."""
     plain = runs["SGD-momentum"]
     best = [SHARE * read_evaluations(record, "test_precision")[2].max() for record in plain]
     losses = [smooth_losses(record)[2][-1] for record in plain]
-    asked: dict[str, Callable[[int, Record], float]] = {
-        "precision": lambda _, record: read_evaluations(record, "test_precision")[2][-1],
-        "best precision": lambda _, record: read_evaluations(record, "test_precision")[2].max(),
-        "updates to the precision": lambda i, record: find_precision(record, best[i]),
-        "updates to the loss": lambda i, record: find_loss(record, losses[i]),
-        "batch loss": lambda _, record: smooth_losses(record)[2][-1],
-        "test loss": lambda _, record: read_evaluations(record, "test_loss")[2][-1],
-        "seconds": lambda _, record: record.end["seconds"],
-        "time of a step": lambda i, record: record.end["seconds"] / plain[i].end["seconds"],
-    }
+    precisions = {name: [read_evaluations(r, "test_precision") for r in records] for name, records in runs.items()}
+    smoothed = {name: [smooth_losses(record) for record in records] for name, records in runs.items()}
+
+    def ask(name: str, i: int, record: Record) -> dict[str, float]:
+        (steps, _, precision), (batches, _, loss) = precisions[name][i], smoothed[name][i]
+        return {
+            "precision": precision[-1],
+            "best precision": precision.max(),
+            "updates to the precision": reach(steps, precision, best[i]),
+            "updates to the loss": reach(batches, -loss, -losses[i]),
+            "batch loss": loss[-1],
+            "test loss": read_evaluations(record, "test_loss")[2][-1],
+            "seconds": record.end["seconds"],
+            "time of a step": record.end["seconds"] / plain[i].end["seconds"],
+        }
+
+    answers = {name: [ask(name, i, record) for i, record in enumerate(records)] for name, records in runs.items()}
     return {
-        name: {key: Measured(tuple(ask(i, one) for i, one in enumerate(records))) for key, ask in asked.items()}
-        for name, records in runs.items()
+        name: {key: Measured(tuple(seed[key] for seed in seeds)) for key in seeds[0]} for name, seeds in answers.items()
     }
 
 
-def subtract(one: Measured, other: Measured) -> Measured:
+def subtract(first: Measured, second: Measured) -> Measured:
     """Seed by seed."""
-    return Measured(tuple(a - b for a, b in zip(one.values, other.values, strict=True)))
+    return Measured(tuple(a - b for a, b in zip(first.values, second.values, strict=True)))
 
 
 def fill_curves(runs: Runs, title: str, figure: Figure) -> None:
@@ -177,16 +171,16 @@ CLAIMS = (  # the number that decides what section 2.4 says, and the places that
 )
 
 
-def fill_claims(found: Mapping[str, Mapping[str, Mapping[str, Measured]]], figure: Figure) -> None:
+def fill_claims(networks: Mapping[str, Mapping[str, Mapping[str, Measured]]], figure: Figure) -> None:
     """A row per claim: the report's order on the left, our numbers of each network beside it."""
-    grid = figure.subplots(len(CLAIMS), 1 + len(found), squeeze=False)
+    grid = figure.subplots(len(CLAIMS), 1 + len(networks), squeeze=False)
     for row, (title, key, places) in zip(grid, CLAIMS, strict=True):
         draw_order(row[0], places)
         row[0].set_title(title, loc="left", fontsize=10)
-        for axes, (_, measured) in zip(row[1:], found.items(), strict=True):
+        for axes, (_, measured) in zip(row[1:], networks.items(), strict=True):
             draw_numbers(axes, {name: numbers[key] for name, numbers in measured.items() if name in NAMES})
     grid[-1][0].set_xlabel("the report says\n(no numbers)")
-    for axes, network in zip(grid[-1][1:], found, strict=True):
+    for axes, network in zip(grid[-1][1:], networks, strict=True):
         axes.set_xlabel(f"ours: {NETWORKS.get(network, network)}")
     put_title(
         figure, "Ang 2020, section 2.4: classifiers on CIFAR-10, the report's words and our numbers with 95 % intervals"
@@ -230,11 +224,11 @@ PAIRS = (*((name, other) for name in NAMES[:3] for other in NAMES[3:]), *((name,
 """Differences that decide: each of ours less SGD and Adam, and the two full metrics less the diagonal one."""
 
 
-def list_lines(found: Mapping[str, Mapping[str, Mapping[str, Measured]]]) -> list[str]:
+def list_lines(networks: Mapping[str, Mapping[str, Mapping[str, Measured]]]) -> list[str]:
     """The tables of the page and the differences that decide the claims."""
     digits = {"updates to the precision": 0, "updates to the loss": 0, "seconds": 1, "time of a step": 2}
     lines = []
-    for network, measured in found.items():
+    for network, measured in networks.items():
         keys = list(next(iter(measured.values())))
         lines += ["", f"{network}: " + " | ".join(keys)]
         for name, numbers in measured.items():
@@ -250,13 +244,13 @@ def list_lines(found: Mapping[str, Mapping[str, Mapping[str, Measured]]]) -> lis
 def draw_all(folders: Sequence[Path], images: Path) -> list[str]:
     """Write the PNGs of the page; the lines of its tables."""
     runs = collect(folders)
-    found = {network: measure(of) for network, of in runs.items()}
-    save_picture(partial(fill_claims, found), (8.4, 6.2), images / "ang_claims")
+    networks = {network: measure(of) for network, of in runs.items()}
+    save_picture(partial(fill_claims, networks), (8.4, 6.2), images / "ang_claims")
     for network, of in runs.items():
         seeds = len(next(iter(of.values())))
         title = f"{NETWORKS.get(network, network)} on CIFAR-10: mean and range, seeds: {seeds}"
         save_picture(partial(fill_curves, of, title), (8.4, 6.2), images / f"ang_{network}")
-    return list_lines(found)
+    return list_lines(networks)
 
 
 if __name__ == "__main__":

@@ -7,19 +7,19 @@ Arbel et al. train residual networks on whole images; here a small network sees 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.metrics import RBF
+from natgrad_lab.data import cifar10
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Choice, Contestant, LabError, Task
-from natgrad_lab.experiments.models import categorical_divergence, mistakes
-from natgrad_lab.experiments.race import race
+from natgrad_lab.experiments.base import Choice, Contestant, LabError, Task, standardise_pictures
+from natgrad_lab.experiments.models import classify
+from natgrad_lab.experiments.race import RaceSettings, race
 from natgrad_lab.experiments.settings import check_counts, check_positive
-from natgrad_lab.papers.ang_2020.cifar import images
 
 METHODS = ("kwng", "kfac", "sgd")
 FEATURES = 64
@@ -29,16 +29,12 @@ RADIUS = 1.0
 
 
 @dataclass(frozen=True)
-class ArbelCifarSettings:
+class ArbelCifarSettings(RaceSettings):
     """What `--set` can change."""
 
     seconds: float = 6.0  # of training per run
-    steps: int | None = None  # an earlier end of every run
     evaluations: int = 4  # at equal distances of time
     looked_at: int = 1000
-    tuning_seed: int = 100
-    threads: int | None = 1
-    device: str = "cpu"
     images: int = 10_000  # of the training set, its first
     side: int = 16  # pixels: 32, or 16, or 8 as means of neighbours
     batch: int = 128  # images per step
@@ -65,16 +61,12 @@ def tasks(settings: ArbelCifarSettings) -> tuple[Task, ...]:
 def task(name: str, condition: float, settings: ArbelCifarSettings) -> Task:
     """Cross-entropy of ten classes."""
     size = f"{settings.images} images of {settings.side} x {settings.side}"
-    return Task(
-        name=name,
-        title=f"CIFAR-10, {size}, the last layer's matrix of condition {condition:g}",
-        model=lambda: network(settings.side, condition),
-        data=lambda: images(settings.images, settings.side),
-        criterion=nn.CrossEntropyLoss(),
-        unit="nats per image",
-        divergence=categorical_divergence,
-        error=mistakes,
-        contestants=contestants.select(settings.methods, among(settings), {"paper": METHODS}),
+    return classify(
+        name,
+        f"CIFAR-10, {size}, the last layer's matrix of condition {condition:g}",
+        lambda: network(settings.side, condition),
+        lambda: standardise_pictures(cifar10(), settings.images, settings.side),
+        contestants.select(settings.methods, among(settings), {"paper": METHODS}),
     )
 
 
@@ -120,17 +112,12 @@ def among(settings: ArbelCifarSettings) -> dict[str, Contestant]:
         )
 
     rates = (0.003, 0.006, 0.01, 0.015, 0.02)  # .03 leaves the finite numbers without the bound
-    found = {
+    rows = {
         "kwng": Contestant("kernelised Wasserstein", tuple(grid(batch=batch, lr=rates)), build),
         "kfac": contestants.kfac(grid(batch=batch, lr=(0.1, 0.3, 0.6, 1.0, 1.5))),
         "sgd": contestants.sgd(grid(batch=batch, lr=(0.003, 0.01, 0.03, 0.1, 0.3))),
     }
-    return {key: Contestant(one.name, one.grid, one.build, falls=lower) for key, one in found.items()}
-
-
-def lower(spent: float) -> float:
-    """The factor on the rate after that share of the run."""
-    return 1 - 0.95 * spent
+    return {key: replace(row, falls=lambda spent: 1 - 0.95 * spent) for key, row in rows.items()}
 
 
 RACE = race(

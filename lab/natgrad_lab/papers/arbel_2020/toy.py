@@ -23,7 +23,7 @@ from natgrad.metrics import RBF
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.settings import check_counts, check_positive
+from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive
 from natgrad_lab.figures import DASHES, INK, PALETTE, draw_band, put_legend_below, put_title
 
 METHODS = ("gradient", "Wasserstein, E[J^T J]", "Wasserstein, kernelised", "Fisher")
@@ -37,7 +37,7 @@ DAMPING = 1e-8
 
 
 @dataclass(frozen=True)
-class ArbelSettings:
+class ArbelSettings(StudySettings):
     """What `--set` can change."""
 
     draws: int = 20  # of the gradient and of the samples, per point of the error's table
@@ -48,8 +48,6 @@ class ArbelSettings:
     condition: float = 30.0  # of the coordinates of the descent
     steps: int = 60  # of the descent, at each rate
     level: float = 1e-3  # of the loss, as a share of that at the start
-    threads: int | None = 1
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         check_counts(self, "draws", "d", "steps")
@@ -68,14 +66,12 @@ def independent(params: dict[str, Tensor], z: Tensor) -> Tensor:
 def errors(run: PieceRun) -> Numbers:
     """|d - g| / |g| of the kernelised natural gradient d for random gradients g, in every dimension."""
     s: ArbelSettings = run.settings
-    found: Numbers = {}
+    numbers: Numbers = {}
     generator = torch.Generator().manual_seed(run.seed)
     for place, d in enumerate(DIMENSIONS):
-        found[str(d)] = {}
-        for n in SAMPLES:
-            run.advance(place / len(DIMENSIONS))
-            found[str(d)][str(n)] = [relative_error(s, d, n, generator) for _ in range(s.draws)]
-    return found
+        run.advance(place / len(DIMENSIONS))
+        numbers[str(d)] = {str(n): [relative_error(s, d, n, generator) for _ in range(s.draws)] for n in SAMPLES}
+    return numbers
 
 
 def relative_error(s: ArbelSettings, d: int, n: int, generator: torch.Generator) -> float:
@@ -83,15 +79,10 @@ def relative_error(s: ArbelSettings, d: int, n: int, generator: torch.Generator)
     params = {"mean": torch.zeros(d, dtype=torch.float64), "deviations": torch.ones(d, dtype=torch.float64)}
     z = torch.randn(n, d, generator=generator, dtype=torch.float64)
     g = torch.randn(2 * d, generator=generator, dtype=torch.float64)
-    metric = ng.transport_metric(
-        independent,
-        kernel=RBF(s.bandwidth),
-        basis=d * math.isqrt(n),
-        regularization=s.regularization,
-        generator=generator,
-    )
-    found = ng.natural_gradient(metric.at(params, z), g, damping=DAMPING).value
-    return float((found - g).norm() / g.norm())
+    options = {"basis": d * math.isqrt(n), "regularization": s.regularization, "generator": generator}
+    metric = ng.transport_metric(independent, kernel=RBF(s.bandwidth), **options)  # pyright: ignore[reportArgumentType]
+    step = ng.natural_gradient(metric.at(params, z), g, damping=DAMPING).value
+    return float((step - g).norm() / g.norm())
 
 
 @dataclass(frozen=True)
@@ -186,15 +177,15 @@ def descents(run: PieceRun) -> Numbers:
     """For each method the losses at its best rate, and the path of the mean."""
     s: ArbelSettings = run.settings
     task = problem(s.d, s.condition, run.seed)
-    found: Numbers = {"goal": task.goal.tolist(), "spread": task.spread.tolist()}
+    numbers: Numbers = {"goal": task.goal.tolist(), "spread": task.spread.tolist()}
     for place, name in enumerate(METHODS):
         tried = {}
         for number, rate in enumerate(RATES):
             run.advance((place + number / len(RATES)) / len(METHODS))
             tried[rate] = descend(s, task, name, rate, run.seed)
         best = min(tried, key=lambda rate: rank(tried[rate]["losses"], s))
-        found[name] = tried[best] | {"rate": best, "reached": count_steps_to_level(tried[best]["losses"], s)}
-    return found
+        numbers[name] = tried[best] | {"rate": best, "reached": count_steps_to_level(tried[best]["losses"], s)}
+    return numbers
 
 
 def descend(s: ArbelSettings, task: ToyProblem, name: str, rate: float, seed: int) -> Numbers:
@@ -224,8 +215,8 @@ def count_steps_to_level(losses: list[float], s: ArbelSettings) -> int | None:
 def rank(losses: list[float], s: ArbelSettings) -> tuple[float, float]:
     """Steps to the level, then the last loss; runs that broke off come last."""
     count = count_steps_to_level(losses, s)
-    whole = len(losses) == s.steps + 1 and math.isfinite(losses[-1])
-    return (math.inf if count is None else count, losses[-1] if whole else math.inf)
+    ended = len(losses) == s.steps + 1 and math.isfinite(losses[-1])
+    return (math.inf if count is None else count, losses[-1] if ended else math.inf)
 
 
 def tell(findings: Findings) -> Story:
@@ -239,31 +230,30 @@ def tell(findings: Findings) -> Story:
         f"{s.samples} new samples per step estimate the metric; the best of six rates each, {s.steps} steps."
     )
     sections = []
-    if found := findings.of("errors"):
-        sections.append(_errors(found[0]))
+    if errors := findings.of("errors"):
+        sections.append(_errors(errors[0]))
     if runs := findings.of("descents"):
         sections.append(_descents(runs, s.level))
     lead = sections[-1].verdict if sections else "Nothing is finished yet."
     return Story("The kernelised Wasserstein metric on normals", lead, method, tuple(sections))
 
 
-def _errors(found: Numbers) -> Section:
-    counts = list(next(iter(found.values())))
-    rows = tuple((f"d = {d}", *(f"{median(cells[n]):.3g}" for n in counts)) for d, cells in found.items())
+def _errors(dimensions: Numbers) -> Section:
+    counts = list(next(iter(dimensions.values())))
+    rows = tuple((f"d = {d}", *(f"{median(cells[n]):.3g}" for n in counts)) for d, cells in dimensions.items())
     table = Table("Relative error of the natural gradient", ("", *(f"{n} samples" for n in counts)), rows)
-
-    first, last = (max(median(cells[n]) for cells in found.values()) for n in (counts[0], counts[-1]))
+    first, last = (max(median(cells[n]) for cells in dimensions.values()) for n in (counts[0], counts[-1]))
     verdict = f"The largest error over the dimensions falls from {first:.2g} to {last:.2g}."
-    return Section("Error", verdict, (table,), (_draw_errors(found, counts),))
+    return Section("Error", verdict, (table,), (_draw_errors(dimensions, counts),))
 
 
-def _draw_errors(found: Numbers, counts: list[str]) -> Picture:
-    many = len(next(iter(found.values()))[counts[0]])
+def _draw_errors(dimensions: Numbers, counts: list[str]) -> Picture:
+    many = len(next(iter(dimensions.values()))[counts[0]])
     title = f"Kernelised metric on normals with d independent entries: medians and quartiles of {many} draws"
 
     def fill(figure: Figure) -> None:
         axes = figure.subplots()
-        for place, (d, cells) in enumerate(found.items()):
+        for place, (d, cells) in enumerate(dimensions.items()):
             low, middle, high = np.percentile([cells[n] for n in counts], [25, 50, 75], axis=1)
             look = {"color": PALETTE[place], "linestyle": DASHES[place], "marker": "os^"[place], "capsize": 3}
             x = [int(n) * 1.04 ** (place - 1) for n in counts]  # beside one another

@@ -99,36 +99,29 @@ def circle(count: int = ANGLES) -> Tensor:
     return torch.stack([angles.cos(), angles.sin()], -1)
 
 
-def measure_angle(one: Tensor, other: Tensor) -> float:
+def measure_angle(a: Tensor, b: Tensor) -> float:
     """Between two vectors, in degrees."""
-    cross = one[0] * other[1] - one[1] * other[0]
-    return abs(math.degrees(torch.atan2(cross, one @ other).item()))
+    return abs(math.degrees(torch.atan2(a[0] * b[1] - a[1] * b[0], a @ b).item()))
 
 
 def find_lowest(place: TwoParameters, nats: float) -> Tensor:
     """The point with the least loss on the ball of that KL, found by trying directions, shape (2,)."""
-    found = torch.tensor([1.0, 0.0], dtype=torch.float64)  # any way: the first fan goes all round
+    way = torch.tensor([1.0, 0.0], dtype=torch.float64)  # any way: the first fan goes all round
     for width in (1.0, 1e-2, 1e-4):  # of the fan of directions around the best so far
-        axis = -found / found.norm()
+        axis = -way / way.norm()
         turned = torch.stack([-axis[1], axis[0]])
         angles = width * torch.linspace(-math.pi, math.pi, ANGLES, dtype=torch.float64)
         directions = angles.cos()[:, None] * axis + angles.sin()[:, None] * turned
         points = place.on_ball(directions, nats)
-        found = place.point - points[place.loss(points).argmin()]
-    return place.point - found
+        way = place.point - points[place.loss(points).argmin()]
+    return place.point - way
 
 
 def list_angles(place: TwoParameters) -> dict[float, tuple[float, float]]:
-    """Nats of a ball -> angles from its lowest point to the natural gradient's way and to the gradient's, in degrees.
-
-    Args:
-        place: The centre.
-    """
-    found = {}
-    for nats in NATS:
-        step = find_lowest(place, nats) - place.point
-        found[nats] = measure_angle(step, -place.natural), measure_angle(step, -place.gradient)
-    return found
+    """Nats of a ball -> degrees from its lowest point to the natural gradient's way and to the gradient's."""
+    steps = {nats: find_lowest(place, nats) - place.point for nats in NATS}
+    ways = -place.natural, -place.gradient
+    return {nats: (measure_angle(step, ways[0]), measure_angle(step, ways[1])) for nats, step in steps.items()}
 
 
 def compare_formulas(place: TwoParameters) -> dict[float, dict[str, tuple[float, float]]]:
@@ -138,19 +131,19 @@ def compare_formulas(place: TwoParameters) -> dict[float, dict[str, tuple[float,
     sqrt(g^T F^-1 g / (2 eps)), and the loss saved by one more nat, from the least losses on balls of (1 ± .01) eps.
     "loss": -g^T d, and the most that the loss falls on the ball.
     """
-    found = {}
+    pairs = {}
     slope = float(place.gradient @ place.natural)  # g^T F^-1 g
     here = place.loss(place.point)
     for nats in NATS:
         multiplier = math.sqrt(slope / (2 * nats))
         step = -place.natural / multiplier
         less, more = (place.loss(find_lowest(place, share * nats)) for share in (0.99, 1.01))
-        found[nats] = {
+        pairs[nats] = {
             "nats": (slope / (2 * multiplier**2), float(place.kl(place.point + step))),
             "multiplier": (multiplier, float((less - more) / (0.02 * nats))),
             "loss": (-float(place.gradient @ step), float(here - place.loss(find_lowest(place, nats)))),
         }
-    return found
+    return pairs
 
 
 FORMULAS = {  # quantity -> what the page says, what it stands for
@@ -162,13 +155,13 @@ FORMULAS = {  # quantity -> what the page says, what it stands for
 
 def fill_formulas(place: TwoParameters, figure: Figure) -> None:
     """A row for each quantity: the page's formula on the left, what it stands for on the right, one scale."""
-    found = compare_formulas(place)
+    pairs = compare_formulas(place)
     grid = figure.subplots(len(FORMULAS), 2, sharex="row")
     for row, (name, title) in zip(grid, FORMULAS.items(), strict=True):
         row[0].set_title(title, loc="left", fontsize=10)
         for side, axes in enumerate(row):
             for height, nats in enumerate(NATS):
-                value = found[nats][name][side]
+                value = pairs[nats][name][side]
                 axes.plot(value, height, "o", color=PALETTE[1 - side])
                 axes.annotate(
                     f"{value:.3g}", (value, height), xytext=(0, 5), textcoords="offset points", ha="center", fontsize=8

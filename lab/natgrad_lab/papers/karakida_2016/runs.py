@@ -21,11 +21,19 @@ from natgrad.energies import TwoLayer
 from natgrad.ground.spaces import Positive, Square, positive
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Numbers, Piece, PieceRun
-from natgrad_lab.experiments.settings import check_counts, check_positive
+from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive
 from natgrad_lab.papers.karakida_2016 import page
-from natgrad_lab.papers.karakida_2016.cells import FIGURE1_CELLS, GAP_CELLS, TABLE1_CELLS, PaperCell
-from natgrad_lab.papers.karakida_2016.two_layer_data import count_units, isa, starts
-from natgrad_lab.papers.karakida_2016.two_layer_learners import Adam, DescentLearner, Learner, NatgradLearner, Paper
+from natgrad_lab.papers.karakida_2016.page import FIGURE1_CELLS, GAP_CELLS, TABLE1_CELLS, PaperCell
+from natgrad_lab.papers.karakida_2016.two_layer import (
+    Adam,
+    DescentLearner,
+    Learner,
+    NatgradLearner,
+    Paper,
+    count_units,
+    isa,
+    starts,
+)
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 LINKS: dict[str, Positive | Square] = {"square": Square(), "exp": positive}
@@ -37,7 +45,7 @@ RATES = {  # as many for each: the rates that are tried
 
 
 @dataclass(frozen=True)
-class KarakidaSettings:
+class KarakidaSettings(StudySettings):
     """What `--set` can change. A seed is one set of data with its initial conditions."""
 
     runs: int = 10  # initial conditions, as in the paper
@@ -58,8 +66,6 @@ class KarakidaSettings:
     own_examples: bool = False  # each run draws its own, in place of one stream for all; not given in the paper
     dtype: str = "float32"  # float32 or float64; at the paper's rate V = exp v has float64 always
     processes: int = 2  # pieces at a time, but for the costs
-    threads: int | None = 1
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         check_counts(
@@ -231,7 +237,7 @@ def cost(run: PieceRun) -> Numbers:
                 for examples in drawn:
                     learner.step(examples.expand(s.runs, -1, -1))
                 taken[name].append((time.perf_counter() - begun) / steps)
-    return {name: statistics.median(all_[5:]) for name, all_ in taken.items()} | {"rounds": rounds - 5}
+    return {name: statistics.median(seconds[5:]) for name, seconds in taken.items()} | {"rounds": rounds - 5}
 
 
 def beside_others(name: str, title: str, work: Callable[[PieceRun], Numbers]) -> Piece:

@@ -6,9 +6,8 @@ filters, the rows of V pool those of like orientation.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -24,8 +23,9 @@ from natgrad_lab.data import kodak, sample_photographs
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.figures import draw_images, fill_lines
-from natgrad_lab.papers.koster_2010.feature_blocks import FeatureBlocks
+from natgrad_lab.experiments.settings import StudySettings
+from natgrad_lab.experiments.training import follow_clock
+from natgrad_lab.figures import draw_images, fill_lines, take_columns
 from natgrad_lab.words import short
 
 METHODS = ("feature blocks", "natural gradient", "Adam", "SGD-momentum")
@@ -37,7 +37,7 @@ GAUGE = 0.1  # added to a patch's norm, in units of the mean norm, before dividi
 
 
 @dataclass(frozen=True)
-class KosterSettings:
+class KosterSettings(StudySettings):
     """What `--set` can change."""
 
     photographs: str = "kodak"  # or embedded: two that come with scikit-learn
@@ -59,8 +59,6 @@ class KosterSettings:
     feature_radius: float = 0.03  # .03, .1 and .3 were tried
     feature_every: int = 20  # steps between two updates of the blocks
     feature_examples: int = 10  # of a batch, for an update
-    threads: int | None = 1
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.photographs not in PHOTOGRAPHS:
@@ -95,8 +93,8 @@ def patches(s: KosterSettings, seed: int) -> Patches:
     flat = drawn[torch.randperm(len(drawn), generator=generator)[: s.patches]]
     flat = flat - flat.mean(1, keepdim=True)
     norms = flat.norm(dim=1, keepdim=True)
-    kept = norms.squeeze(1) > FLAT * norms.mean()
-    flat, norms = flat[kept], norms[kept]
+    rough = norms.squeeze(1) > FLAT * norms.mean()
+    flat, norms = flat[rough], norms[rough]
     flat = flat / (norms + GAUGE * norms.mean())
     values, vectors = eigh((flat.mT @ flat / len(flat)).double())
     deviations, axes = values[-s.keep :].sqrt().float(), vectors[:, -s.keep :].float()
@@ -126,6 +124,65 @@ class Graphed(TwoLayer):
         return None
 
 
+FEATURES = ({"W": 0, "V": 1},)
+SHARES = (1.0, 0.5, 0.25, 0.0)
+"""Of a step that are tried."""
+
+
+@dataclass
+class FeatureBlocks:
+    """Natural steps with G_j = E[sum_i g_ij g_ij^T], g_ij the slope of d_i log p in (w_j, v_1j, ..., v_Hj).
+
+    A feature's own row and its weights in all pools move together: `ng.Blocks` keeps that part of the metric whole, and
+    leaves out what couples two features. A block has N + H rows, whatever the number of features. The blocks are means
+    over some hundred steps, so that a step is tried on its own batch, and shortened where it would raise the loss.
+    """
+
+    params: dict[str, Tensor]  # {"W": (J, N), "V": (H, J)}, V before the link; changed in place
+    model: TwoLayer  # the two-layer model, with its closed Jacobian
+    lr: float  # learning rate
+    damping: float  # of a block, in units of the mean of G's diagonal
+    radius: float  # most root mean square change of the scores in one step, to first order
+    every: int  # steps between two updates of the blocks
+    examples: int  # of a batch, for an update
+    decay: float = 0.95  # weight of the past in the blocks' averages at an update
+    momentum: float = 0.9  # of the gradient's running mean
+    count: int = 0
+    memory: Any = None
+    inverse: Any = None
+    total: Any = None
+    mean: Tensor = field(default_factory=lambda: torch.zeros(1))
+
+    @torch.no_grad()
+    def take_step(self, gradients: dict[str, Tensor], examples: Tensor) -> None:
+        """Move W and V."""
+        space = ng.Space(self.params)
+        if self.count % self.every == 0:
+            self._update_blocks(examples[: self.examples])
+        self.count += 1
+        flat = space.flatten(gradients)
+        self.mean = torch.lerp(self.mean.to(flat), flat, 1 - self.momentum)
+        direction = self.inverse.mv(self.mean / (1 - self.momentum**self.count))
+        square = direction @ self.total.mv(direction) / examples.shape[1]
+        move = self.lr * square.clamp(min=0).sqrt()
+        self._move(space.unflatten(direction * (self.lr * (self.radius / move).clamp(max=1.0))), examples)
+
+    def _move(self, step: dict[str, Tensor], examples: Tensor) -> None:
+        """As much of the step, a half, a quarter or nothing, as does not raise the batch's loss."""
+        loss, before = self.model.loss(self.params, examples), {name: p.clone() for name, p in self.params.items()}
+        for share in SHARES:
+            for name, p in self.params.items():
+                p.copy_(before[name] - share * step[name])
+            if share == 0 or bool(self.model.loss(self.params, examples) <= loss):  # False for a NaN
+                return
+
+    def _update_blocks(self, examples: Tensor) -> None:
+        """The running averages and their damped inverse."""
+        structure = ng.Blocks(self.decay, units=FEATURES)
+        self.total, self.memory = structure.update(self.memory, ng.score_metric(self.model), self.params, examples)
+        self.inverse = self.total.inverse(self.damping * float(self.total.trace()) / self.total.size)
+
+
 def optimizers(s: KosterSettings) -> dict[str, Callable[[dict[str, Tensor], TwoLayer], Any]]:
     """The methods, by name."""
     return {
@@ -152,17 +209,14 @@ def training(run: PieceRun, method: str) -> Numbers:
     data, params, model = patches(s, run.seed), start(s.keep, run.seed), Graphed()
     opt = optimizers(s)[method](params, model)
     generator = torch.Generator().manual_seed(run.seed)
-    spent, steps, curve = 0.0, 0, [(0.0, 0, held_out(model, params, data))]
-    while spent < s.seconds:
-        run.advance(spent / s.seconds)
-        began = time.process_time()
+
+    def step(share: float) -> None:
         x = data.train[torch.randint(len(data.train), (s.batch,), generator=generator)]
-        lower_rate(opt, s, 1 - 0.95 * spent / s.seconds)
+        lower_rate(opt, s, 1 - 0.95 * share)
         move(opt, model, params, x, s.metric_batch)
-        spent, steps = spent + time.process_time() - began, steps + 1
-        if spent >= s.seconds * len(curve) / 20:
-            curve.append((spent, steps, held_out(model, params, data)))
-    return {"curve": curve, "steps": steps, **looks(params, data, s)}
+
+    curve = follow_clock(run, s.seconds, 20, step, lambda: (held_out(model, params, data),))
+    return {"curve": curve, "steps": curve[-1][1], **looks(params, data, s)}
 
 
 def lower_rate(opt: Any, s: KosterSettings, share: float) -> None:
@@ -242,8 +296,8 @@ def likeness(images: Tensor, V: Tensor) -> Tensor:
 def tell(findings: Findings) -> Story:
     """Features and curves of the methods that are finished."""
     s = findings.settings
-    told = {method: found for method in METHODS if (found := findings.of(method))}
-    best = min(told, key=lambda method: median(ends(told[method])))
+    methods = findings.collect(METHODS)
+    best = min(methods, key=lambda method: median(ends(methods[method])))
     method = (
         f"{s.patches:,} patches of {s.size} x {s.size} pixels from random places of the photographs ({s.photographs}), "
         f"their mean taken off and divided by their norm, whitened by the {s.keep} leading of {s.size**2 - 1} main "
@@ -253,65 +307,58 @@ def tell(findings: Findings) -> Story:
         "inverse of the whitening: what the model finds in patches."
     )
     sections = (
-        Section("Loss", _verdict(told, best), (_table(told),), (_curves(told, 0), _curves(told, 1))),
-        *(_section(name, found[0], s.size) for name, found in told.items()),
+        Section("Loss", _verdict(methods, best), (_table(methods),), (_curves(methods, 0), _curves(methods, 1))),
+        *(_section(name, runs[0], s.size) for name, runs in methods.items()),
     )
-    return Story("Simple cells from photographs", _lead(told[best][0], best), method, sections)
+    return Story("Simple cells from photographs", _lead(methods[best][0], best), method, sections)
 
 
-def ends(found: list[Numbers]) -> list[float]:
+def ends(runs: list[Numbers]) -> list[float]:
     """The last losses."""
-    return [one["curve"][-1][2] for one in found]
+    return [run["curve"][-1][2] for run in runs]
 
 
-def _lead(found: Numbers, best: str) -> str:
-    c, e = found["coherence"], found["extent"]
+def _lead(run: Numbers, best: str) -> str:
+    c, e = run["coherence"], run["extent"]
     return (
         f"With the lowest loss ({best}) the slopes of the median feature point one way to {c:.0%} (main components: "
-        f"{found['coherence of components']:.0%}), and {e:.0%} of the pixels hold three quarters of its energy "
-        f"({found['extent of components']:.0%}). Features that one unit pools have like orientations: mean cosine of "
-        f"twice the angle between them {found['likeness']:.2f}, 0 by chance."
+        f"{run['coherence of components']:.0%}), and {e:.0%} of the pixels hold three quarters of its energy "
+        f"({run['extent of components']:.0%}). Features that one unit pools have like orientations: mean cosine of "
+        f"twice the angle between them {run['likeness']:.2f}, 0 by chance."
     )
 
 
-def _verdict(told: dict[str, list[Numbers]], best: str) -> str:
-    said = ", ".join(f"{method} {short(median(ends(found)))}" for method, found in told.items())
+def _verdict(methods: dict[str, list[Numbers]], best: str) -> str:
+    said = ", ".join(f"{method} {short(median(ends(runs)))}" for method, runs in methods.items())
     return f"Held-out loss after the same CPU time: {said}. {best} is lowest."
 
 
-def _table(told: dict[str, list[Numbers]]) -> Table:
-    rows = tuple(
-        (
-            method,
-            short(median(ends(found))),
-            f"{median(one['steps'] for one in found):,}",
-            *(f"{median(one[key] for one in found):.2f}" for key in ("coherence", "extent", "likeness")),
-        )
-        for method, found in told.items()
-    )
+def _table(methods: dict[str, list[Numbers]]) -> Table:
+    rows = []
+    for method, runs in methods.items():
+        numbers = (f"{median(run[key] for run in runs):.2f}" for key in ("coherence", "extent", "likeness"))
+        rows.append((method, short(median(ends(runs))), f"{median(run['steps'] for run in runs):,}", *numbers))
     heads = ("", "held-out loss", "steps", "coherence", "extent", "likeness of pooled features")
-    return Table("At the end, medians over seeds", heads, rows)
+    return Table("At the end, medians over seeds", heads, tuple(rows))
 
 
-def _curves(told: dict[str, list[Numbers]], axis: int) -> Picture:
-    lines = {name: [np.array(one["curve"], float)[:, [axis, 2]].T for one in found] for name, found in told.items()}
+def _curves(methods: dict[str, list[Numbers]], axis: int) -> Picture:
+    lines = take_columns({name: [run["curve"] for run in runs] for name, runs in methods.items()}, axis, 2)
     look = {"ylabel": "score matching loss, held-out patches", "xscale": ("linear", "log")[axis]}
     name = ("seconds", "steps")[axis]
     look["xlabel"] = ("CPU seconds", "steps")[axis]
     return Picture(f"loss-{name}", f"Against {name}", fill_lines(lines, look))
 
 
-def _section(method: str, found: Numbers, size: int) -> Section:
-    features, pooling = np.array(found["features"]).reshape(-1, size, size), np.array(found["pooling"])
-    stem = method.replace(" ", "-").lower()
+def _section(method: str, run: Numbers, size: int) -> Section:
+    features, pooling = np.array(run["features"]).reshape(-1, size, size), np.array(run["pooling"])
+    stem, rows = method.replace(" ", "-").lower(), -(-len(features) // 10)
     first, second = "First layer: features, the strongest pooled first", "Second layer: one unit a row, what it pools"
     pictures = (
-        Picture(
-            f"features-{stem}", first, _features(features, pooling, method), (7.0, 0.3 + 0.7 * -(-len(features) // 10))
-        ),
+        Picture(f"features-{stem}", first, _features(features, pooling, method), (7.0, 0.3 + 0.7 * rows)),
         Picture(f"pooling-{stem}", second, _pools(features, pooling), (7.0, 7.0)),
     )
-    verdict = f"{found['steps']:,} steps; coherence {found['coherence']:.2f}, extent {found['extent']:.2f}."
+    verdict = f"{run['steps']:,} steps; coherence {run['coherence']:.2f}, extent {run['extent']:.2f}."
     return Section(method, verdict, (), pictures)
 
 
@@ -321,9 +368,8 @@ def _features(features: np.ndarray, pooling: np.ndarray, method: str) -> Callabl
     def fill(figure: Figure) -> None:
         axes = figure.subplots()
         draw_images(axes, features[order], 10)
-        axes.set_title(
-            f"{len(features)} features of photographs' patches, {size} x {size} pixels: {method}", loc="left"
-        )
+        title = f"{len(features)} features of photographs' patches, {size} x {size} pixels: {method}"
+        axes.set_title(title, loc="left")
 
     return fill
 

@@ -17,13 +17,13 @@ from natgrad.ground.linalg import solve_or_nan
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.settings import check_positive
+from natgrad_lab.experiments.settings import StudySettings, check_positive
 from natgrad_lab.figures import GRID, INK, PALETTE
-from natgrad_lab.papers.malago_2023.page import QUIET, panel
+from natgrad_lab.papers.malago_2023.flows import QUIET, panel
 
 
 @dataclass(frozen=True)
-class MalagoPointSettings:
+class MalagoPointSettings(StudySettings):
     """What `--set` can change."""
 
     radius: float = 0.02  # of the balls, in nats; the lectures' epsilon
@@ -32,8 +32,6 @@ class MalagoPointSettings:
     bits: int = 6  # of a problem
     spread: float = 0.5  # standard deviation of the natural parameters at the start; not given in the lectures
     time: float = 40.0  # the last time of a flow
-    threads: int | None = 1
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         check_positive(self, "radius", "spread", "time")
@@ -75,11 +73,9 @@ def tell_balls(findings: Findings) -> Story:
         wide = [max(x for x, _ in b["ball"]) - min(x for x, _ in b["ball"]) for b in ones]
         ratio = [width / b["centre"][1] for width, b in zip(wide, ones, strict=True)]
         verdict = (
-            f"Every ball is {min(ratio):.3f} to {max(ratio):.3f} deviations wide, wherever it is: "
-            "near σ = 0 a small step "
-            "in the mean is a large one in nats. On the Fisher-Rao circle of radius sqrt(2 ε) the "
-            "KL differs from ε by up "
-            f"to {max(b['geodesic'] for b in ones):.0%}."
+            f"Every ball is {min(ratio):.3f} to {max(ratio):.3f} deviations wide, wherever it is: near σ = 0 a small "
+            "step in the mean is a large one in nats. On the Fisher-Rao circle of radius sqrt(2 ε) the KL differs from "
+            f"ε by up to {max(b['geodesic'] for b in ones):.0%}."
         )
 
         def fill(figure: Figure) -> None:
@@ -150,11 +146,9 @@ def tell_polarization(findings: Findings) -> Story:
             )
         table = Table("Where the flows end", ("", "polarization", "with an empty camp (< .01)"), tuple(rows))
         verdict = (
-            "Two equal camps, (1/2, 1/2, 0), are the most polarized, 1/4; one camp alone is the "
-            "least, 0; at three equal "
-            "ones, 2/9, the gradient vanishes and the second derivative too. The Euclidean flow "
-            "runs into an edge "
-            "and needs a projection to go on, the natural one turns along it."
+            "Two equal camps, (1/2, 1/2, 0), are the most polarized, 1/4; one camp alone is the least, 0; at three "
+            "equal ones, 2/9, the gradient vanishes and the second derivative too. The Euclidean flow runs into an "
+            "edge and needs a projection to go on, the natural one turns along it."
         )
         pictures = (Picture("triangles", "Three camps: corners are unanimous", _triangles(flows[0]), (11.0, 3.4)),)
         sections.append(Section("Three camps", verdict, (table,), pictures))
@@ -281,17 +275,14 @@ def tell_convergence(findings: Findings) -> Story:
             "E[f] above the minimum",
         )
         note = (
-            f"Over {len(runs)} seeds; at the optimum: its probability is above one half. The "
-            "earlier check had other "
+            f"Over {len(runs)} seeds; at the optimum: its probability is above one half. The earlier check had other "
             "problems."
         )
         table = Table("Starts that reach the optimum", heads, tuple(rows), note)
         verdict = (
-            f"With f in the span of the statistics, {rows[-1][2]} of {total} starts reach the "
-            f"optimum by t = {10 * s.time:g} "
-            f"({rows[-2][2]} by t = {s.time:g}); the independence model {rows[0][2]}, a chain "
-            f"{rows[1][2]}: they stay in "
-            "the local minima that they make."
+            f"With f in the span of the statistics, {rows[-1][2]} of {total} starts reach the optimum by t = "
+            f"{10 * s.time:g} ({rows[-2][2]} by t = {s.time:g}); the independence model {rows[0][2]}, a chain "
+            f"{rows[1][2]}: they stay in the local minima that they make."
         )
         sections.append(
             Section(
@@ -303,11 +294,9 @@ def tell_convergence(findings: Findings) -> Story:
         )
     lead = sections[0].verdict if sections else "Nothing is finished yet."
     method = (
-        f"{s.problems} problems per seed on {s.bits} bits in {{-1, 1}}, f = sum c_i x_i + sum "
-        "c_ij x_i x_j with all c from "
-        f"N(0, 1); {s.starts} starts each, theta from N(0, {s.spread:g}²). Natural flow of "
-        "E[f] by the midpoint rule; for all pairs "
-        "theta(t) = theta(0) - c t, as the theorem has it."
+        f"{s.problems} problems per seed on {s.bits} bits in {{-1, 1}}, f = sum c_i x_i + sum c_ij x_i x_j with all c "
+        f"from N(0, 1); {s.starts} starts each, theta from N(0, {s.spread:g}²). Natural flow of E[f] by the midpoint "
+        "rule; for all pairs theta(t) = theta(0) - c t, as the theorem has it."
     )
     return Story("f in the span of the statistics", lead, method, tuple(sections))
 

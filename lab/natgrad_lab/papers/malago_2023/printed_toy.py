@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,17 +15,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from natgrad.flows import (
-    draw_levels,
-    draw_trajectory,
-    expected_value,
-    flow_field,
-    lattice,
-    paths,
-)
+from natgrad.flows import draw_levels, draw_trajectory, lattice, paths
 from natgrad.ground.typed_torch import as_tensor_like
 from natgrad_lab.figures import GRID, PALETTE, put_title, save_picture
-from natgrad_lab.papers.malago_2023.flows import KINDS, TOY, TOY_CHARTS, TOY_VIEWS, domain, toy
+from natgrad_lab.papers.malago_2023.flows import KINDS, TOY_CASES, shrink, toy
 
 STEPS = {"mu": 0.025, "theta": 0.15}  # lambda of the slides' "Gradient vectors"
 GREEK = {"mu": "μ", "theta": "θ"}
@@ -53,42 +47,33 @@ def print_gradient(name: str, point: Tensor) -> Tensor:
     return (p * toy(x)) @ x - (p * toy(x)).sum(-1, keepdim=True) * (p @ x)
 
 
-def compute_value(name: str, point: Tensor) -> Tensor:
-    """E[f] by the library, over the family's states, shape (...)."""
-    return expected_value(TOY, toy)(TOY_CHARTS[name].theta(point))
-
-
 def measure_difference(name: str, count: int = 25) -> tuple[float, float]:
     """The largest difference of value and of gradient between slides and library, on a lattice of the view."""
-    points = lattice(*TOY_VIEWS[name], count)
-    ours = flow_field(expected_value(TOY, toy), TOY, TOY_CHARTS[name], natural=False, maximise=True)(points)
-    value = (print_value(name, points) - compute_value(name, points)).abs().max()
-    return float(value), float((print_gradient(name, points) - ours).abs().max())
+    case = TOY_CASES[name]
+    at = lattice(*case.view, count)
+    ours = replace(case, maximise=True).field(natural=False)(at)
+    value = (print_value(name, at) - case.at(at)).abs().max()
+    return float(value), float((print_gradient(name, at) - ours).abs().max())
 
 
 def fill(figure: Figure) -> None:
     """A row for each coordinate system, the slides on the left."""
     grid = figure.subplots(2, 2)
-    for (left, right), name in zip(grid, TOY_VIEWS, strict=True):
+    for (left, right), name in zip(grid, TOY_CASES, strict=True):
         draw_printed(left, name)
         draw_flows(right, name)
         for axes in (left, right):
-            view, letter = TOY_VIEWS[name], GREEK[name]
+            view, letter = TOY_CASES[name].view, GREEK[name]
             axes.set(xlim=view[0], ylim=view[1], xlabel=f"{letter}₁", ylabel=f"{letter}₂", aspect="equal")
         left.set_title(f"the slides: -λ ∇F({GREEK[name]})", loc="left", fontsize=10)
         right.set_title(f"ours: flows in {GREEK[name]}", loc="left", fontsize=10)
     put_title(figure, TITLE)
 
 
-def shrink(view: tuple[tuple[float, float], tuple[float, float]]) -> list[tuple[float, float]]:
-    """A little inside, where coordinates are finite."""
-    return [(a + 1e-3 * (b - a), b - 1e-3 * (b - a)) for a, b in view]
-
-
 def draw_printed(axes: Axes, name: str) -> None:
     """Level lines of the slides' formula and gradient vectors of the slides' length."""
-    draw_levels(axes, partial(print_value, name), *shrink(TOY_VIEWS[name]), colors=GRID, levels=28)
-    at = lattice(*TOY_VIEWS[name], LATTICE)
+    draw_levels(axes, partial(print_value, name), *shrink(TOY_CASES[name].view), colors=GRID, levels=28)
+    at = lattice(*TOY_CASES[name].view, LATTICE)
     step = -STEPS[name] * print_gradient(name, at)
     look = {"angles": "xy", "scale_units": "xy", "scale": 1, "color": PALETTE[0], "width": 0.005}
     axes.quiver(*at.mT.numpy(), *step.mT.numpy(), **look)
@@ -96,12 +81,11 @@ def draw_printed(axes: Axes, name: str) -> None:
 
 def draw_flows(axes: Axes, name: str) -> None:
     """Level lines of E[f] by the library, and both kinds of flow."""
-    draw_levels(axes, partial(compute_value, name), *shrink(TOY_VIEWS[name]), colors=GRID, levels=28)
+    case = TOY_CASES[name]
+    draw_levels(axes, case.at, *shrink(case.view), colors=GRID, levels=28)
     times = 4.0 * torch.linspace(0, 1, 50, dtype=torch.float64) ** 2.5
-    starts = lattice(*TOY_VIEWS[name], 4)
     for number, natural in enumerate(KINDS.values()):
-        field = flow_field(expected_value(TOY, toy), TOY, TOY_CHARTS[name], natural=natural)
-        for way in paths(field, starts, times, domain(TOY, TOY_CHARTS[name]), 2):
+        for way in paths(case.field(natural), lattice(*case.view, 4), times, case.inside, 2):
             draw_trajectory(axes, way, color=PALETTE[number])
 
 
@@ -112,6 +96,6 @@ def draw_all(folder: Path) -> None:
 
 if __name__ == "__main__":
     draw_all(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/images"))
-    for name in TOY_VIEWS:
+    for name in TOY_CASES:
         value, gradient = measure_difference(name)
         sys.stdout.write(f"{name}: values differ by {value:.0e}, gradients by {gradient:.0e}\n")

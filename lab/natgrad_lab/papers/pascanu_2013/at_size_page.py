@@ -25,8 +25,7 @@ from natgrad_lab.papers.pascanu_2013.at_size import (
     RATES,
     WEAK_UNLABELLED,
 )
-from natgrad_lab.papers.pascanu_2013.restricted_mnist import TABLE_1
-from natgrad_lab.papers.pascanu_2013.shared import DIFFERENT, MSGD, SAME, UNLABELLED
+from natgrad_lab.papers.pascanu_2013.table1 import DIFFERENT, MSGD, RESTRICTED, SAME, UNLABELLED
 
 RECORD = Path(__file__).parent / "records" / "at_size.json"
 PAIRS = (
@@ -45,53 +44,30 @@ Record = Mapping[str, Any]
 
 
 def read_record(path: Path = RECORD) -> Record:
-    """The kept record.
-
-    Args:
-        path: Of the file.
-    """
+    """The kept record."""
     return json.loads(path.read_text())
 
 
 def last(record: Record, name: str) -> dict[str, float]:
-    """The numbers of a contestant at the record's stage.
-
-    Args:
-        record: As `at_size` wrote it.
-        name: Of the contestant.
-    """
+    """The numbers of a contestant at the record's stage."""
     step, *numbers = record["contestants"][name]["curve"][-1]
     return {"updates": step, **dict(zip(CURVE, numbers, strict=True))}
 
 
 def choose_rate(record: Record) -> str:
-    """The MSGD with the lowest validation error at the record's stage.
-
-    Args:
-        record: As `at_size` wrote it.
-    """
+    """The MSGD with the lowest validation error at the record's stage."""
     return min(RATES, key=lambda name: last(record, name)["valid_error"])
 
 
 def compare(record: Record, ours: str, theirs: str) -> tuple[float, float, int, int]:
-    """Difference of two test errors, its standard error by McNemar's count, and the images that one alone has wrong.
-
-    Args:
-        record: As `at_size` wrote it.
-        ours: A contestant.
-        theirs: Another.
-    """
+    """Difference of two test errors, its standard error by McNemar's count, and the images that one alone has wrong."""
     a, b = (set(record["contestants"][name]["wrong"]) for name in (ours, theirs))
     many = 10_000  # test images
     return (len(a) - len(b)) / many, math.sqrt(len(a ^ b)) / many, len(a - b), len(b - a)
 
 
 def write_tables(record: Record) -> str:
-    """The section's tables in Markdown.
-
-    Args:
-        record: As `at_size` wrote it.
-    """
+    """The section's tables in Markdown."""
     stage, best = record["stage"], choose_rate(record)
     heads = (
         f"after {stage} updates (MSGD {20 * stage:,})",
@@ -106,7 +82,7 @@ def write_tables(record: Record) -> str:
     rows = []
     for name, contestant in record["contestants"].items():
         end = last(record, name)
-        paper = f"{100 * TABLE_1[name][1]:.2f} %" if name in TABLE_1 else "-"
+        paper = f"{100 * RESTRICTED[name][1]:.2f} %" if name in RESTRICTED else "-"
         products = "-" if contestant["products"] is None else f"{contestant['products']:.0f}"
         cells = (
             name,
@@ -142,12 +118,7 @@ def shorten(number: float) -> str:
 
 
 def fill(record: Record, figure: Figure) -> None:
-    """Training loss and test error against updates, as in the paper's Fig. 4.
-
-    Args:
-        record: As `at_size` wrote it.
-        figure: Empty.
-    """
+    """Training loss and test error against updates, as in the paper's Fig. 4."""
     axes = figure.subplots(1, 2)
     for place, (name, contestant) in enumerate(record["contestants"].items()):
         points = [point for point in contestant["curve"] if point[0] >= 1]
@@ -166,11 +137,7 @@ def fill(record: Record, figure: Figure) -> None:
 
 
 def main(docs: Path) -> None:
-    """Write the page's tables and its picture.
-
-    Args:
-        docs: The folder of the pages.
-    """
+    """Write the page's tables and its picture."""
     record = read_record()
     page = docs / "papers" / "pascanu_2013.md"
     page.write_text(insert(page.read_text(), "at size", write_tables(record)))

@@ -2,7 +2,7 @@
 
 The first half of the stream is cut into ten segments. For each of them five runs see five other draws of that segment
 and the same rest. The variance of the outputs on held-out images at the end, over the five runs, is how much the
-segment matters. All 50 runs of a method are one model with a leading axis (`parallel.py`).
+segment matters. All 50 runs of a method are one model with a leading axis.
 """
 
 from __future__ import annotations
@@ -17,29 +17,21 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 import natgrad as ng
+from natgrad_lab.data import mnist, omniglot
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.settings import check_counts, check_positive
+from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive
 from natgrad_lab.figures import PALETTE, put_legend_below, put_title
-from natgrad_lab.papers.pascanu_2013.deformed import SOURCES, ImageSource, Stream
-from natgrad_lab.papers.pascanu_2013.parallel import (
-    Batch,
-    Direction,
-    NaturalDirection,
-    Perceptrons,
-    gradient,
-    losses,
-    step,
-)
 from natgrad_lab.words import plural, short
 
 
 @dataclass(frozen=True)
-class OrderSettings:
+class OrderSettings(StudySettings):
     """What `--set` can change. The paper's own size: hidden=500 batch=512 steps=3193 rate=.1 side=28 data=omniglot."""
 
     data: str = "mnist"  # deformed; or omniglot, 62 characters of it. The paper: NISTP, 62 classes, not to be had
@@ -59,8 +51,6 @@ class OrderSettings:
     rtol: float = 0.03  # of the solve by conjugate gradients; not given in the paper
     products: int = 20  # with the metric per step, at most
     tuning_seed: int = 100  # and the next two: rates are matched on them; the measured runs have seeds 0, 1, 2 ...
-    threads: int | None = 1
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.data not in SOURCES:
@@ -214,6 +204,189 @@ def pieces(settings: OrderSettings) -> tuple[Piece, ...]:
 def measure_direction(run: PieceRun, direction: NaturalDirection, matched: str) -> Numbers:
     """The protocol at the rate that was matched."""
     return measure(run, direction, run.earlier[matched]["rate"])
+
+
+# An endless stream of labelled images: random pictures of a set, each deformed anew. A batch is a function of the
+# stream's seed, its number and which draw of it is wanted, so that any part can be drawn again, or replaced.
+
+
+@dataclass(frozen=True)
+class Deformation:
+    """How far an image is bent: every number is the end of a uniform range around no change, but for `elastic`."""
+
+    degrees: float = 20.0  # turned
+    scale: float = 0.2  # stretched along each axis, a fraction
+    shear: float = 0.2
+    shift: float = 0.1  # of the width
+    elastic: float = 0.05  # standard deviation of a displacement field on 5 x 5 knots, of half the width
+
+    def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        """images (b, h, w) -> the same shape, each bent its own way; what comes from outside is 0."""
+        b, h, w = images.shape
+        grid = functional.affine_grid(self._affine(b, generator), [b, 1, h, w], align_corners=False)
+        knots = self.elastic * torch.randn(b, 2, 5, 5, generator=generator)
+        field = functional.interpolate(knots, (h, w), mode="bilinear", align_corners=True)
+        bent = functional.grid_sample(images[:, None], grid + field.permute(0, 2, 3, 1), align_corners=False)
+        return bent[:, 0]
+
+    def _affine(self, b: int, generator: torch.Generator) -> Tensor:
+        """(b, 2, 3): from the bent image's coordinates in [-1, 1] to the given one's."""
+        turn, wide, high, shear, right, down = (2 * torch.rand(6, b, generator=generator) - 1).unbind()
+        turn, shear = turn * math.radians(self.degrees), self.shear * shear
+        wide, high = 1 + self.scale * wide, 1 + self.scale * high
+        top = torch.stack([wide * turn.cos(), -high * turn.sin() + shear, 2 * self.shift * right], 1)
+        bottom = torch.stack([wide * turn.sin(), high * turn.cos(), 2 * self.shift * down], 1)
+        return torch.stack([top, bottom], 1)
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """Images (n, h, w) in [0, 1] and labels (n,) to draw from, and those held out."""
+
+    images: Tensor
+    labels: Tensor
+    held_images: Tensor
+    held_labels: Tensor
+    classes: int
+
+
+def mnist_digits() -> ImageSource:
+    """MNIST, held out from its test part."""
+    split = mnist()
+    return ImageSource(split.train_x, split.train_y, split.test_x, split.test_y, 10)
+
+
+def omniglot_characters(classes: int = 62) -> ImageSource:
+    """The first characters of Omniglot, four of their twenty writers held out.
+
+    62 is the number of classes of NIST's handwritten characters.
+    """
+    split = omniglot()
+    few = split.train_y < classes
+    x, y = split.train_x[few], split.train_y[few]
+    earlier = (y[:, None] == y).tril(-1).sum(1)  # images of the same character before this one
+    held = earlier >= 16
+    return ImageSource(x[~held], y[~held], x[held], y[held], classes)
+
+
+SOURCES = {"mnist": mnist_digits, "omniglot": omniglot_characters}
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Batches (b, side^2), (b,) out of a source, deformed and reduced to side x side by averaging."""
+
+    source: ImageSource
+    size: int
+    side: int
+    seed: int
+    deformation: Deformation = Deformation()
+
+    def batch(self, step: int, draw: int = 0) -> tuple[Tensor, Tensor]:
+        """Batch number `step`; another draw has other pictures, bent in other ways."""
+        return self._draw(self.source.images, self.source.labels, self.size, (0, step, draw))
+
+    def held_out(self, size: int) -> tuple[Tensor, Tensor]:
+        """So many deformed pictures of the part that is held out."""
+        return self._draw(self.source.held_images, self.source.held_labels, size, (1, 0, 0))
+
+    def _draw(self, images: Tensor, labels: Tensor, size: int, which: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(number(self.seed, *which))
+        chosen = torch.randint(len(images), (size,), generator=generator)
+        bent = self.deformation(images[chosen], generator)
+        return functional.adaptive_avg_pool2d(bent[:, None], self.side).flatten(1), labels[chosen]
+
+
+def number(seed: int, part: int, step: int, draw: int) -> int:
+    """A seed for torch's generator, different for different arguments: it looks at 32 bits alone.
+
+    seed < 2048, part < 2, step < 65,536, draw < 16.
+    """
+    return ((seed * 2 + part) * 65_536 + step) * 16 + draw
+
+
+# Many small networks trained at once: one module whose parameters have a leading axis for the run. With the loss a mean
+# over b examples and R runs, its gradient in run r's parameters is that of the run alone over R, and the Fisher matrix
+# is block diagonal over runs, each block that of the run alone over R. So one solve with damping lambda / R on the
+# joint model gives R natural-gradient steps with damping lambda.
+
+
+class Perceptrons(nn.Module):
+    """R perceptrons of one tanh layer: inputs (b, R, i) -> logits (b, R, classes).
+
+    Glorot-uniform weights from the generator of each run's seed: equal seeds start equal. Zero biases.
+    """
+
+    def __init__(self, seeds: list[int], inputs: int, hidden: int, classes: int) -> None:
+        super().__init__()
+        drawn = {seed: _draw(seed, inputs, hidden, classes) for seed in set(seeds)}
+        self.weight1 = nn.Parameter(torch.stack([drawn[seed][0] for seed in seeds]))
+        self.bias1 = nn.Parameter(torch.zeros(len(seeds), 1, hidden))
+        self.weight2 = nn.Parameter(torch.stack([drawn[seed][1] for seed in seeds]))
+        self.bias2 = nn.Parameter(torch.zeros(len(seeds), 1, classes))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.baddbmm(self.bias1, inputs.transpose(0, 1), self.weight1).tanh()
+        return torch.baddbmm(self.bias2, hidden, self.weight2).transpose(0, 1)
+
+    @property
+    def runs(self) -> int:
+        """R."""
+        return len(self.weight1)
+
+
+def _draw(seed: int, inputs: int, hidden: int, classes: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (inputs, hidden), (hidden, classes)
+    first, second = ((2 * torch.rand(s, generator=generator) - 1) * (6 / sum(s)) ** 0.5 for s in sizes)
+    return first, second
+
+
+Batch = tuple[Tensor, Tensor]  # inputs (b, R, i), labels (b, R)
+Direction = Callable[[Perceptrons, Batch], list[Tensor]]  # per parameter (R, ...), of every run for itself
+
+
+def gradient(model: Perceptrons, batch: Batch) -> list[Tensor]:
+    """The gradient of every run's own mean loss."""
+    return [model.runs * part for part in _joint(model, batch)]
+
+
+def _joint(model: Perceptrons, batch: Batch) -> list[Tensor]:
+    loss = functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+@dataclass(frozen=True)
+class NaturalDirection:
+    """(G + damping I)^-1 g of every run, the metric on the gradient's batch."""
+
+    damping: float
+    solver: ng.Solver
+
+    def __call__(self, model: Perceptrons, batch: Batch) -> list[Tensor]:
+        params = ng.trainable(model)
+        space = ng.Space(params)
+        metric = ng.fisher(model, ng.Categorical()).at(params, batch[0])
+        rhs = space.flatten(dict(zip(params, _joint(model, batch), strict=True)))
+        solution = ng.natural_gradient(metric, rhs, solver=self.solver, damping=self.damping / model.runs)
+        return list(space.unflatten(solution.value).values())
+
+
+def step(model: Perceptrons, direction: list[Tensor], rates: Tensor) -> None:
+    """parameter <- parameter - rate * direction, a rate for every run: rates (R,)."""
+    with torch.no_grad():
+        for parameter, part in zip(model.parameters(), direction, strict=True):
+            parameter -= rates[:, None, None] * part
+
+
+@torch.no_grad()
+def losses(model: Perceptrons, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """(cross-entropy (R,), share of mistakes (R,), probabilities (b, R, classes)) of every run."""
+    logits = model(batch[0])
+    labels = batch[1]
+    nll = functional.cross_entropy(logits.movedim(-1, 1), labels, reduction="none")
+    wrong = (logits.argmax(-1) != labels).to(nll.dtype)
+    return nll.mean(0), wrong.mean(0), logits.softmax(-1)
 
 
 # The page: the variance per segment (Fig. 3), its ratios, and what comes out of the claims
@@ -405,7 +578,7 @@ def _fairness(runs: Sequence[dict[str, Numbers]], findings: Findings) -> Section
 
 
 def _waiting(findings: Findings) -> Section:
-    done = ", ".join(sorted({piece.header["piece"] for piece in findings.found}))
+    done = ", ".join(sorted({piece.header["piece"] for piece in findings.finished}))
     return Section("Under way", f"Finished so far: {done}.")
 
 

@@ -35,7 +35,7 @@ BASELINE = "rws-adam"
 def tell(findings: Findings) -> Story:
     """Sections for what is finished."""
     s = findings.settings
-    races = {name: runs for name in NAMES if (runs := findings.of(f"race-{name}"))}
+    races = findings.collect(NAMES, "race-{}")
     sections = [_settings(findings)]
     if races:
         dreams = any(runs[0]["looks"] for runs in races.values())
@@ -227,27 +227,17 @@ def _settings(findings: Findings) -> Section:
 
 
 def write_tables(findings: Findings) -> str:
-    """The learning curves' table and that of the settings, in Markdown.
-
-    Args:
-        findings: Of kept records.
-    """
+    """The learning curves' table and that of the settings, in Markdown."""
     tables = [table for section in tell(findings).sections for table in section.tables if table.rows]
-    return "\n\n".join(write_rows(table.heads, [[*map(write_cell, row)] for row in table.cells]) for table in tables)
-
-
-def write_cell(cell: Cell) -> str:
-    """What a cell says, its small type in brackets."""
-    said, small = cell
-    return f"{said} ({small})" if small else said
+    parts = []
+    for table in tables:
+        rows = [[f"{said} ({small})" if small else said for said, small in row] for row in table.cells]
+        parts.append(write_rows(table.heads, rows))
+    return "\n\n".join(parts)
 
 
 def main(docs: Path) -> None:
-    """Write the tables and the pictures of the kept races.
-
-    Args:
-        docs: The folder of the pages.
-    """
+    """Write the tables and the pictures of the kept races."""
     page = docs / "papers" / "varady_2022.md"
     for name, stem in KEPT.items():
         findings = read_findings(find("varady_2022_mnist"), Folder(RECORDS / name))

@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.helmholtz import Classic, Reweighted
+from natgrad_lab.data import Split, binarized_mnist, digits, fashion_mnist, fer2013
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Numbers, Piece, PieceRun
-from natgrad_lab.experiments.settings import change_defaults, check_counts, check_positive
+from natgrad_lab.experiments.settings import StudySettings, change_defaults, check_counts, check_positive
 from natgrad_lab.experiments.training import Order, clock
 from natgrad_lab.papers.varady_2022 import page
-from natgrad_lab.papers.varady_2022.data import SETS, BitImages, bits
 
 TUNING_SEED = 1000
 PICTURES = 12
@@ -33,7 +34,7 @@ RECENT = 9
 
 
 @dataclass(frozen=True)
-class VaradySettings:
+class VaradySettings(StudySettings):
     """What `--set` can change."""
 
     data: str = "digits"  # lines, digits, mnist, fashion or faces
@@ -51,8 +52,6 @@ class VaradySettings:
     contestants: str = "ws,rws,rws-adam,nws,nrws"  # who runs, comma-separated
     rates: str = ""  # nrws:.5/10,ws:.3/0: .5 / (1 + 10 t / T) and .3, T a run; of several the best; others try four
     averaged: bool = False  # whether the mean of the iterates, with weights 9 / (t + 9), is judged as well
-    threads: int | None = 1
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.data not in SETS:
@@ -151,38 +150,18 @@ def _adam(machine: ng.HelmholtzMachine, rate: float, settings: VaradySettings, s
     return ng.WakeSleep(machine, samples=settings.samples, optimizer=lambda p: torch.optim.Adam(p, rate), seed=seed)
 
 
-GRADIENT = (
-    WakeSleepChoice(0.3, 0.0),
-    WakeSleepChoice(1.0, 0.0),
-    WakeSleepChoice(1.0, 0.005),
-    WakeSleepChoice(3.0, 0.005),
-)
-NATURAL = (
-    WakeSleepChoice(0.15, 0.0),
-    WakeSleepChoice(0.5, 0.0),
-    WakeSleepChoice(0.5, 0.005),
-    WakeSleepChoice(1.0, 0.02),
-)
-ADAM = (WakeSleepChoice(0.01, 0.0), WakeSleepChoice(0.03, 0.0), WakeSleepChoice(0.1, 0.0), WakeSleepChoice(0.1, 0.005))
+def list_choices(*pairs: tuple[float, float]) -> tuple[WakeSleepChoice, ...]:
+    """Choices of (rate, fall)."""
+    return tuple(WakeSleepChoice(*pair) for pair in pairs)
+
+
+GRADIENT = list_choices((0.3, 0.0), (1.0, 0.0), (1.0, 0.005), (3.0, 0.005))
+NATURAL = list_choices((0.15, 0.0), (0.5, 0.0), (0.5, 0.005), (1.0, 0.02))
+ADAM = list_choices((0.01, 0.0), (0.03, 0.0), (0.1, 0.0), (0.1, 0.005))
 # each around what was best in runs of 800 steps on MNIST
-LARGE_GRADIENT = (
-    WakeSleepChoice(0.1, 0.0),
-    WakeSleepChoice(0.3, 0.0),
-    WakeSleepChoice(0.3, 0.005),
-    WakeSleepChoice(1.0, 0.005),
-)
-LARGE_NATURAL = (
-    WakeSleepChoice(0.2, 0.0),
-    WakeSleepChoice(0.5, 0.005),
-    WakeSleepChoice(1.0, 0.01),
-    WakeSleepChoice(1.0, 0.02),
-)
-LARGE_ADAM = (
-    WakeSleepChoice(0.003, 0.0),
-    WakeSleepChoice(0.01, 0.0),
-    WakeSleepChoice(0.02, 0.002),
-    WakeSleepChoice(0.03, 0.005),
-)
+LARGE_GRADIENT = list_choices((0.1, 0.0), (0.3, 0.0), (0.3, 0.005), (1.0, 0.005))
+LARGE_NATURAL = list_choices((0.2, 0.0), (0.5, 0.005), (1.0, 0.01), (1.0, 0.02))
+LARGE_ADAM = list_choices((0.003, 0.0), (0.01, 0.0), (0.02, 0.002), (0.03, 0.005))
 CONTESTANTS = (
     WakeSleepContestant("ws", "WS", _plain(Classic()), GRADIENT, LARGE_GRADIENT),
     WakeSleepContestant("rws", "RWS", _plain(Reweighted()), GRADIENT, LARGE_GRADIENT),
@@ -199,15 +178,10 @@ def pieces(settings: VaradySettings) -> tuple[Piece, ...]:
     for contestant in running:
         choices = contestant.choices(settings)
         for i, choice in enumerate(choices if len(choices) > 1 else ()):
-            title = f"{contestant.title}, {choice}"
-            work.append(
-                Piece(f"tune-{contestant.name}-{i}", title, WakeSleepTuning(contestant, choice), repeated=False)
-            )
-    work += [
-        Piece(f"race-{contestant.name}", f"{contestant.title} with its best setting", WakeSleepRace(contestant))
-        for contestant in running
-    ]
-    return tuple(work)
+            name, tuning = f"tune-{contestant.name}-{i}", WakeSleepTuning(contestant, choice)
+            work.append(Piece(name, f"{contestant.title}, {choice}", tuning, repeated=False))
+    races = (Piece(f"race-{c.name}", f"{c.title} with its best setting", WakeSleepRace(c)) for c in running)
+    return (*work, *races)
 
 
 @dataclass(frozen=True)
@@ -223,11 +197,8 @@ class WakeSleepTuning:
         for _ in training.epochs(settings.epochs, run):
             if not training.sound():
                 break
-        return {
-            "choice": str(self.choice),
-            "valid": training.estimate_bound(training.bits.valid),
-            "seconds": training.seconds,
-        }
+        bound = training.estimate_bound(training.bits.valid)
+        return {"choice": str(self.choice), "valid": bound, "seconds": training.seconds}
 
 
 @dataclass(frozen=True)
@@ -330,6 +301,73 @@ def start_at_means(machine: ng.HelmholtzMachine, x: Tensor) -> None:
     up = ((x > 0).float().sum(0) + 1) / (len(x) + 2)
     layer: Any = machine.generation[0]
     layer.weight[:, -1] = up.logit().to(layer.weight.device)
+
+
+# Binary images for Helmholtz machines: lines, digits, clothes, faces
+
+HELD_OUT = 0.1
+"""Share of the training examples that settings are judged on."""
+
+
+@dataclass(frozen=True)
+class BitImages:
+    """Rows of 0 and 1 (or -1 and 1): (n, width) each, and the shape of one image."""
+
+    train: Tensor
+    valid: Tensor
+    test: Tensor
+    shape: tuple[int, int]
+
+
+def bits(name: str, train: int | None, test: int | None, signs: bool) -> BitImages:
+    """A set by name, cut to so many examples."""
+    images = SETS[name]()
+    scale = (lambda part: 2 * part - 1) if signs else (lambda part: part)
+    return BitImages(scale(images.train[:train]), scale(images.valid[:test]), scale(images.test[:test]), images.shape)
+
+
+def lines() -> BitImages:
+    """3 x 3 lines: rows or columns, each on or off, but neither all nor none: 12 patterns, each as often (50 times).
+
+    They are their own validation and test sets: the likelihood on them is exact, and at most -log 12 = -2.48.
+    """
+    rows = [torch.tensor(on).repeat_interleave(3) for on in product((0.0, 1.0), repeat=3) if 0 < sum(on) < 3]
+    patterns = torch.stack([*rows, *(row.view(3, 3).mT.flatten() for row in rows)])
+    return BitImages(patterns.repeat(50, 1), patterns, patterns, (3, 3))
+
+
+def _split(split: Split, shape: tuple[int, int]) -> BitImages:
+    flat = split.flat()
+    train, test = ((x > 0.5).float() for x in (flat.train_x, flat.test_x))
+    if flat.valid_x is not None:
+        mixed = torch.randperm(len(test), generator=torch.Generator().manual_seed(0))  # published sorted by class
+        return BitImages(train, (flat.valid_x > 0.5).float(), test[mixed], shape)
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
+    cut = round(HELD_OUT * len(train))
+    return BitImages(train[order[cut:]], train[order[:cut]], test, shape)
+
+
+def faces() -> BitImages:
+    """Faces of FER2013 at half their size, every pixel compared with the median of its image."""
+    split = fer2013()
+
+    def small(images: Tensor) -> Tensor:
+        halved = torch.nn.functional.avg_pool2d(images.unsqueeze(1), 2).flatten(1)
+        return (halved > halved.median(1, keepdim=True).values).float()
+
+    order = torch.randperm(len(split.train_x), generator=torch.Generator().manual_seed(0))
+    train = small(split.train_x)[order]
+    cut = round(HELD_OUT * len(train))
+    return BitImages(train[cut:], train[:cut], small(split.test_x), (24, 24))
+
+
+SETS: dict[str, Callable[[], BitImages]] = {
+    "lines": lines,
+    "digits": lambda: _split(digits(), (8, 8)),
+    "mnist": lambda: _split(binarized_mnist(), (28, 28)),
+    "fashion": lambda: _split(fashion_mnist(), (28, 28)),
+    "faces": faces,
+}
 
 
 def study(name: str, summary: str, minutes: float, seeds: int = 5, **defaults: Any) -> Experiment:
