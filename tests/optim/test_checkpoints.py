@@ -144,26 +144,6 @@ def test_a_state_dict_is_a_snapshot_after_a_round_trip(name: str) -> None:
     assert same(saved, kept)  # loading does not tie the optimizer to what was loaded
 
 
-def test_a_scheduler_and_its_rate_are_restored() -> None:
-    model, opt = make("momentum")
-    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
-    train(model, opt, range(1))
-    scheduler.step()
-    _, fresh = make("momentum")
-    fresh.load_state_dict(opt.state_dict())
-    assert fresh.param_groups[0]["lr"] == 0.05
-
-
-def test_counts_go_on() -> None:
-    model, opt = make("hessian_free")
-    train(model, opt, range(3))
-    twin, fresh = make("hessian_free")
-    twin.load_state_dict(model.state_dict())
-    fresh.load_state_dict(opt.state_dict())
-    train(twin, fresh, range(3, 5))
-    assert fresh.state_report().step == 5
-
-
 FOREIGN = {
     "SGD": lambda: torch.optim.SGD(net().parameters(), lr=0.1).state_dict(),
     "Adam": lambda: torch.optim.Adam(net().parameters()).state_dict(),

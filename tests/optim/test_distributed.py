@@ -25,7 +25,6 @@ pytestmark = pytest.mark.skipif(
 EXACT = ng.ExactLabels()
 X, Y = draw(12, 3), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2, 1, 0, 2])
 PARTS = {0: slice(0, 6), 1: slice(6, 12)}
-UNEVEN = {0: slice(0, 8), 1: slice(8, 12)}
 FREE: dict[str, Any] = {"estimate": EXACT, "lr": 0.3}
 
 
@@ -44,14 +43,6 @@ def train(opt: Any, model: nn.Module, parts: dict[int, slice] = PARTS, steps: in
         opt.zero_grad()
         opt.loss(model(X[own(parts)]), Y[own(parts)]).backward()
         opt.step()
-
-
-def plain(recipe: Callable[..., Any]) -> dict[str, Any]:
-    model = net()
-    outer = wrap_model(model)
-    opt = recipe(outer, CE, **FREE)
-    train(opt, outer)
-    return {"flat": flat(model), "loss": opt.state_report().loss, "kl": opt.state_report().kl}
 
 
 def inner() -> dict[str, Any]:
@@ -142,32 +133,6 @@ def different() -> dict[str, Any]:
             words.append(str(error))
         stayed &= torch.equal(before, flat(model))
     return {"words": words, "stayed": stayed}
-
-
-def sums() -> dict[str, Any]:
-    """Uneven parts of a summed loss: the gradient is a mean over processes, its count too."""
-    model = net()
-    outer = wrap_model(model)
-    train(ng.kfac(outer, nn.CrossEntropyLoss(reduction="sum"), **FREE), outer, UNEVEN)
-    return {"flat": flat(model)}
-
-
-def accumulate_batches() -> dict[str, Any]:
-    model = net()
-    outer = wrap_model(model)
-    opt = ng.kfac(outer, CE, measure=False, **FREE)  # only one micro-batch is measured
-    for _ in range(3):
-        opt.zero_grad()
-        x, y = X[own(PARTS)], Y[own(PARTS)]
-        half = len(x) // 2
-        if isinstance(outer, DistributedDataParallel):
-            with outer.no_sync():
-                (opt.loss(outer(x[:half]), y[:half]) / 2).backward()
-        else:
-            (opt.loss(outer(x[:half]), y[:half]) / 2).backward()
-        (opt.loss(outer(x[half:]), y[half:]) / 2).backward()
-        opt.step()
-    return {"flat": flat(model)}
 
 
 class Shy(nn.Module):
@@ -268,15 +233,6 @@ def sample_labels() -> dict[str, Any]:
     go(opt, outer)
     go(other, outer_twin)
     return {"flat": flat(model), "labels": labels[0], "resumed": torch.equal(flat(model), flat(twin))}
-
-
-def judge_steps() -> dict[str, Any]:
-    """Uneven parts; each judges by its own examples, and all take the mean of what they find."""
-    model = net()
-    outer = wrap_model(model)
-    opt = ng.kfac(outer, nn.CrossEntropyLoss(reduction="sum"), damping=ng.LevenbergMarquardt(0.1, per="block"), **FREE)
-    train(opt, outer, UNEVEN, steps=5)
-    return {"flat": flat(model), "ratio": opt.state_report().ratio, "damping": opt.param_groups[0]["damping"]}
 
 
 def refuse_structures() -> dict[str, Any]:

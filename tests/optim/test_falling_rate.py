@@ -72,18 +72,6 @@ def test_steps_that_have_not_turned_are_as_long_as_ever() -> None:
     assert torch.equal(params(one), params(other))
 
 
-def test_a_run_that_was_stopped_goes_on_where_the_rate_was() -> None:
-    one, other = make_model(), make_model()
-    opt = ng.kfac(one, CE, rate="auto")
-    train_on_noise(one, opt, range(35))
-    other.load_state_dict(one.state_dict())
-    again = ng.kfac(other, CE, rate="auto")
-    again.load_state_dict(opt.state_dict())
-    for model, each in ((one, opt), (other, again)):
-        train_on_noise(model, each, range(35, 45))
-    assert torch.equal(params(one), params(other))
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("rule", [MeasuredLength(), NoiseAware(noise=0.0), ng.TrustRegion(0.1)])
 def test_rules_without_spectral_steps_are_refused(recipe: Any, rule: Any) -> None:

@@ -225,27 +225,6 @@ def test_odd_layers_are_trained_and_what_is_not_known_gets_its_diagonal(name: st
         assert {row.parameter for row in opt.report() if row.structure == "Diagonal"} == unknown
 
 
-def test_one_example_is_a_batch():
-    model = net()
-    opt = ng.kfac(model, CE)
-    losses = [float(iterate(opt, model, X[:1], Y[:1])) for _ in range(5)]
-    assert losses[-1] < losses[0]
-
-
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-@pytest.mark.parametrize("labels", [torch.empty(0, dtype=torch.int64), torch.full((8,), -100)], ids=["none", "ignored"])
-def test_a_batch_without_labels_skips_its_step(labels: Tensor):
-    model = net()
-    opt = ng.kfac(model, CE)
-    iterate(opt, model)
-    kept = flat(model)
-    iterate(opt, model, X[: len(labels)], labels)  # its loss is 0 / 0, its gradient zero, and there is momentum
-    assert torch.equal(flat(model), kept)
-    assert opt.state_report().status == "skipped"
-    losses = [float(iterate(opt, model)) for _ in range(5)]
-    assert losses[-1] < losses[0]
-
-
 # scale
 
 
@@ -260,15 +239,6 @@ def test_the_step_does_not_depend_on_the_length_of_sequences(recipe: Callable[..
         return flat(model)
 
     assert_close(step(3), step(1), 1e-9)
-
-
-def test_a_likelihood_of_ng_is_as_good_as_a_criterion():
-    steps = []
-    for criterion in (CE, ng.Categorical()):
-        model = net()
-        iterate(ng.kfac(model, criterion), model)
-        steps.append(flat(model))
-    assert_close(steps[1], steps[0], 1e-12)
 
 
 # what must not stay behind

@@ -122,27 +122,3 @@ def test_a_closure_may_return_the_last_of_several_losses():
         opt.step(closure)
     assert len(calls) == 4
     assert opt.state_report().loss == pytest.approx(float(BITS(model(X), T).detach()), rel=0.5)
-
-
-def test_a_saved_run_knows_the_penalty():
-    """Save, load and continue takes the steps of never having stopped."""
-
-    def run(model: nn.Module, opt: Any, steps: int) -> None:
-        for _ in range(steps):
-            opt.zero_grad()
-            (opt.loss(model(X), T) + sizes(model)).backward()
-            opt.step()
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*did not come from")
-        model, twin = mlp(4, 8, 1), mlp(4, 8, 1)
-        opt, other = ng.natgrad_cg(model, BITS), ng.natgrad_cg(twin, BITS)
-        run(model, opt, 8)
-        run(twin, other, 5)
-        fresh = mlp(4, 8, 1)
-        fresh.load_state_dict(twin.state_dict())
-        resumed = ng.natgrad_cg(fresh, BITS)
-        resumed.load_state_dict(other.state_dict())
-        run(fresh, resumed, 3)
-    for p, q in zip(model.parameters(), fresh.parameters(), strict=True):
-        assert torch.equal(p, q)

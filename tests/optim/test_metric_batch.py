@@ -49,31 +49,6 @@ def test_a_batch_that_is_small_enough_is_taken_whole():
     assert torch.equal(flat(part), flat(whole))
 
 
-def test_a_resumed_run_draws_what_it_would_have_drawn():
-    straight, stopped = mlp(3, 4, 2), mlp(3, 4, 2)
-    opt, first = build(straight, metric_batch=4), build(stopped, metric_batch=4)
-    step(straight, opt)
-    step(straight, opt)
-    step(stopped, first)
-    second = build(stopped, metric_batch=4)
-    second.load_state_dict(first.state_dict())
-    step(stopped, second)
-    assert torch.equal(flat(straight), flat(stopped))
-
-
-def test_hessian_free_takes_it():
-    model = mlp(3, 4, 2)
-    opt = ng.hessian_free(model, nn.CrossEntropyLoss(), metric_batch=6)
-    losses = []
-    for _ in range(10):
-        opt.zero_grad()
-        loss = opt.loss(model(X), Y)
-        loss.backward()
-        opt.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.7 * losses[0]
-
-
 @pytest.mark.parametrize("size", [0, -3])
 def test_a_size_below_one_is_refused(size):
     with pytest.raises(ValueError, match="metric_batch"):

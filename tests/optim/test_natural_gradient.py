@@ -215,14 +215,6 @@ def test_momentum_adds_up_natural_steps() -> None:
         assert_step(model, before, velocity, 1e-9)
 
 
-def test_relative_damping_is_a_share_of_the_mean_eigenvalue() -> None:
-    model = net()
-    opt = ng.NaturalGradient(model, ng.fisher(model, CE), lr=1.0, damping=ng.Relative(0.1))
-    matrix = reference_metric(Case(net, X), model, ng.trainable(model))
-    iterate(opt, model, X, Y)
-    assert opt.state_report().damping == pytest.approx(0.1 * float(matrix.trace()) / 31, rel=1e-12)
-
-
 def test_an_undamped_step_does_not_change_under_a_linear_reparametrisation() -> None:
     # theta = A xi: the step in xi, mapped by A, is the step in theta
     A = draw(6, 6) + 3 * torch.eye(6).double()

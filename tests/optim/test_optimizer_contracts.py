@@ -234,20 +234,6 @@ def test_sampled_labels_come_from_the_private_generator() -> None:
     assert not torch.equal(opt.metric.generator.get_state(), before)
 
 
-def test_evaluation_passes_and_passes_without_gradients_are_ignored() -> None:
-    expected, model = move_copy(net(), CE, X, Y), net()
-    opt = build(model)
-    opt.loss(model(X), Y).backward()
-    other = draw(5, 3, seed=8)
-    with torch.no_grad():
-        opt.loss(model(other), Y[:5])
-    model.eval()
-    opt.loss(model(other), Y[:5])
-    model.train()
-    opt.step()
-    assert_close(flat(model), expected, 1e-12)
-
-
 @pytest.mark.parametrize(
     "make", [dropout_net, lambda: build_seeded(lambda: batch_norm(True))], ids=["dropout", "batch norm"]
 )

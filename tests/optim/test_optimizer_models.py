@@ -44,24 +44,6 @@ def test_activation_checkpointing_changes_nothing(solver: ng.Solver) -> None:
     assert_close(move_copy(Saving(), CE, X, Y, solver=solver, rule=ng.LineSearch()), expected, 1e-10)
 
 
-def test_reentrant_checkpointing_is_refused_or_right() -> None:
-    # its graph does not lead to the parameters: a metric read from it would be zero, and the step g / damping
-    class Saving(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = net()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.inner, x.detach().requires_grad_(), use_reentrant=True)
-
-    model = Saving()
-    opt, before = build(model), flat(model)
-    opt.loss(model(X), Y).backward()
-    with pytest.raises(ValueError, match="use_reentrant=True"):
-        opt.step()
-    assert torch.equal(flat(model), before)
-
-
 def test_a_compiled_model_takes_the_same_step() -> None:
     expected, model = move_copy(net(), CE, X, Y), net()
     compiled = torch.compile(model, backend="eager")

@@ -384,29 +384,6 @@ def test_a_selector_that_is_no_function_is_refused(build):
 # several passes and losses
 
 
-def test_losses_that_are_only_looked_at_change_no_step():
-    for build in (ng.hessian_free, ng.natgrad_cg):
-        ends = []
-        for looks in ((), ("before",), ("between",), ("after",), ("before", "between", "after")):
-            model = net()
-            opt = build(model, CE)
-            for _ in range(2):
-                opt.zero_grad()
-                if "before" in looks:
-                    opt.loss(model(5 * X2), Y.flip(0))
-                value = opt.loss(model(X), Y)
-                if "between" in looks:
-                    opt.loss(model(5 * X2), Y.flip(0))
-                value.backward()
-                if "after" in looks:
-                    opt.loss(model(5 * X2), Y.flip(0))
-                    model(X2)
-                opt.step()
-            ends.append(flat(model))
-        for end in ends[1:]:
-            assert torch.equal(end, ends[0])
-
-
 def test_trial_losses_of_several_losses_are_their_sum():
     def tasks(model: nn.Module, opt: Any) -> Tensor:
         return opt.loss(model(X), Y) + 0.5 * opt.loss(model(X2) / 0.3, Y.flip(0))

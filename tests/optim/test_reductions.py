@@ -167,20 +167,6 @@ def test_a_sum_takes_the_steps_of_a_mean(recipe: Any, name: str):
     assert also_told.failures == told.failures == 0
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("recipe", STRUCTURED)
-def test_a_batch_whose_targets_are_all_ignored_is_skipped_and_counted_once(recipe: Any, reduction: str):
-    loop, none = Loop(recipe, reduction), torch.full_like(Y, -100)
-    loop.step()
-    kept = flat(loop.model)
-    loop.step(X, none)
-    assert torch.equal(flat(loop.model), kept)
-    assert (loop.opt.state_report().status, loop.opt.state_report().failures) == ("skipped", 1)
-    loop.step()
-    assert not torch.equal(flat(loop.model), kept)
-    assert loop.opt.state_report().failures == 1
-
-
 @pytest.mark.parametrize("recipe", STRUCTURED)
 def test_a_micro_batch_without_targets_adds_nothing_to_a_sum(recipe: Any):
     ends = []

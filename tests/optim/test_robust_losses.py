@@ -68,15 +68,6 @@ def test_distillation_falls_under_every_recipe(recipe: Any, reduction: str):
     assert losses[-1] < 0.2 * losses[0]
 
 
-@pytest.mark.parametrize("kind", ERRORS)
-def test_mean_and_sum_take_the_same_steps(kind: str):
-    models = [regressor(), regressor()]
-    for model, reduction in zip(models, ("mean", "sum"), strict=True):
-        train(ng.kfac, model, ERRORS[kind](reduction=reduction), SMOOTH, 8)
-    for one, other in zip(*(list(m.parameters()) for m in models), strict=True):
-        assert_close(one.detach(), other.detach(), 1e-8)
-
-
 def test_a_divergence_takes_the_steps_of_soft_cross_entropy():
     """Same gradient and metric; without a bound that is a share of the loss, the same steps."""
     logits, soft = regressor(), classifier()

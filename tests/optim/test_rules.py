@@ -82,13 +82,6 @@ def test_momentum_is_the_decayed_sum_of_proposals_with_its_image() -> None:
         memory = new
 
 
-def test_momentum_without_decay_is_the_rate() -> None:
-    m, rule = model(), ng.Momentum(0.0)
-    _, memory = rule.step(m, None, {})
-    step, _ = rule.step(m, None, memory)
-    assert_close(step.vector, m.proposal.vector, 1e-15)
-
-
 @pytest.mark.parametrize("nats", [1.0, 7.0])
 @pytest.mark.parametrize("radius", [1e-6, 1e-3, 0.1])
 def test_a_trust_region_moves_its_radius(radius: float, nats: float) -> None:

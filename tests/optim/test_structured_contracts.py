@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +10,7 @@ import pytest
 import torch
 from engine_state import blocks_of
 from models import CASES
-from optim_models import BLOCK_RECIPES as RECIPES
-from optim_models import CE, X, Y, deep, dropout_net, flat, net, same
+from optim_models import CE, X, Y, net
 from torch import nn
 
 import natgrad as ng
@@ -28,68 +24,6 @@ def iterate(opt: Any, model: nn.Module, x: Any = X, y: Any = Y) -> None:
 
 
 # checkpoints, copies, leaks
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_checkpoint_continues_bit_for_bit(recipe: Callable[..., Any]):
-    model, twin = dropout_net(), dropout_net()
-    opt = recipe(model, CE, lr=0.1, update_every=3, invert_every=4)
-    torch.manual_seed(3)
-    for _ in range(25):
-        iterate(opt, model)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "opt": opt.state_dict(), "random": torch.get_rng_state()}, file)
-    for _ in range(12):
-        iterate(opt, model)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    twin.load_state_dict(saved["model"])
-    other = recipe(twin, CE, lr=0.1, update_every=3, invert_every=4)
-    other.load_state_dict(saved["opt"])
-    torch.set_rng_state(saved["random"])
-    for _ in range(12):
-        iterate(other, twin)
-    assert torch.equal(flat(model), flat(twin))
-    assert same(deep(opt.state_dict()), deep(other.state_dict()))
-
-
-def test_a_loaded_checkpoint_shares_nothing_with_what_was_saved():
-    model, twin = net(), net()
-    opt, other = ng.kfac(model, CE), ng.kfac(twin, CE)
-    iterate(opt, model)
-    other.load_state_dict(opt.state_dict())
-    kept = deep(opt.state_dict())
-    iterate(other, twin)
-    assert same(kept, deep(opt.state_dict()))
-
-
-def test_models_copy_and_pickle_while_an_optimizer_listens():
-    model = net()
-    names, keys = [n for n, _ in model.named_modules()], list(model.state_dict())
-    opt = ng.kfac(model, CE)
-    assert [n for n, _ in model.named_modules()] == names
-    assert list(model.state_dict()) == keys
-    assert type(model[0]) is nn.Linear
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        twin(X)
-        assert not opt._reader.taps.calls
-    iterate(opt, model)
-
-
-def test_hooks_come_off():
-    model = net()
-    opt = ng.kfac(model, CE)
-    iterate(opt, model)
-    opt.detach()
-    assert hooks(model) == 0
-    for _ in range(100):
-        iterate(ng.kfac(model, CE, lr=1e-3), model)
-    gc.collect()
-    assert hooks(model) == 0
-
-
-def hooks(model: nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
 # what it tells, what it refuses

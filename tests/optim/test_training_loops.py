@@ -8,25 +8,13 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, assert_close, build_seeded
-from optim_models import CE, X, Y, flat, iterate, net
+from optim_models import CE, X, Y, flat, net
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import natgrad as ng
 
 EXACT = ng.ExactLabels()
 FREE: dict[str, Any] = {"momentum": 0.0, "max_kl": math.inf, "kl_share": math.inf}
-
-
-def test_a_loss_that_was_only_looked_at_does_not_count():
-    model = net()
-    opt = ng.kfac(model, CE)
-    for x in (100 * X, X):  # the first one is never sent backward
-        loss = opt.loss(model(x), Y)
-    loss.backward()
-    opt.step()
-    assert opt.state_report().loss == float(loss.detach())
-    assert not opt.loss(model(X).detach(), Y).requires_grad
 
 
 def test_several_losses_of_one_pass_are_read_in_that_pass():
@@ -60,21 +48,6 @@ def test_checkpointed_layers_are_not_heard_again_in_the_backward_pass():
         assert not opt._reader.taps.calls
     opt.step()
     assert opt.state_report().failures == 0
-
-
-def test_checkpointing_that_nothing_can_be_read_through_says_so():
-    class Reentrant(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.last, self.first(x), use_reentrant=True)  # type: ignore[return-value]
-
-    model = build_seeded(Reentrant)
-    opt = ng.kfac(model, CE)
-    with pytest.raises(ValueError, match="use_reentrant=False"):
-        opt.loss(model(X), Y)
 
 
 def test_parameters_that_only_another_loss_reaches_are_named():
@@ -125,13 +98,3 @@ def test_clipping_acts_on_the_gradient_before_the_bound_on_the_step(bound: float
         assert float(clipped.norm()) <= float(whole.norm()) * (1 + 1e-9)
         if bound == math.inf:
             assert_close(clipped, share * whole, 1e-4)
-
-
-def test_a_layer_that_is_first_reached_later_gets_its_block():
-    model = CASES["not reached"].make()[0]
-    opt = ng.kfac(model, CE)
-    iterate(opt, model, X, Y % 2)
-    model.forward = lambda x: model.used(x) + model.unused(x)
-    iterate(opt, model, X, Y % 2)
-    kinds = {row.parameter: row.structure for row in opt.report()}
-    assert kinds["unused.weight"] == kinds["unused.bias"] == "Kronecker"
