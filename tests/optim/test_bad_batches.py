@@ -43,6 +43,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "dense": lambda: nn.Sequential(nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, 3)),
     "layer norm": lambda: nn.Sequential(nn.Linear(4, 12), nn.LayerNorm(12), nn.ReLU(), nn.Linear(12, 3)),
     "convolution": Convolution,
+    "batch norm": lambda: nn.Sequential(nn.Linear(4, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 3)),
 }
 
 

@@ -130,11 +130,6 @@ FEW = SpectralDescent(enough=200.0, renewed=200.0)  # all rows are few: directio
 SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "kfac, equal parts": partial(train, ng.kfac, [EVEN], momentum=0.0),
     "kfac, an empty batch": partial(train, ng.kfac, [UNEVEN, EMPTY], rule=MeasuredLength()),
-    "ekfac": partial(train, ng.ekfac, [UNEVEN], momentum=0.0),
-    "diagonal": partial(train, ng.diagonal, [EVEN, UNEVEN]),
-    "unitwise": partial(train, ng.unitwise, [UNEVEN, EMPTY]),
-    "online_ng": partial(train, ng.online_ng, [UNEVEN]),
-    "online_ng of gradients": partial(train, ng.online_ng, [EVEN, EMPTY], gradient=True),
     "class weights": partial(train, ng.kfac, [UNEVEN], criterion=WEIGHTED, rule=MeasuredLength()),
     "means": partial(train, ng.kfac, [UNEVEN, EMPTY], criterion=MEAN),
     "means, weighted by the loop": partial(train, ng.kfac, [UNEVEN, EMPTY], criterion=MEAN, weighted=True),

@@ -160,8 +160,8 @@ def test_a_scheduler_built_before_its_optimizer_loads_goes_on():
     assert opt.param_groups[0]["lr"] < 1.0
 
 
-@pytest.mark.parametrize("recipe", BLOCK_RECIPES, ids=lambda r: r.__name__)
-@pytest.mark.filterwarnings("ignore:a large part of the gradient")
+@pytest.mark.parametrize("recipe", [*BLOCK_RECIPES, ng.natgrad_cg], ids=lambda r: r.__name__)
+@pytest.mark.filterwarnings("ignore:a large part of the gradient", "ignore:.*did not come from")
 def test_what_is_known_of_another_loss_is_saved(recipe):
     """A penalty that is added outside of `opt.loss`."""
 

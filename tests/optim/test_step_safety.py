@@ -1,4 +1,4 @@
-"""A step is safe whatever the network: nearly dead layers, wild batches, losses of any size, a bound that holds.
+"""A step is safe whatever the network: nearly dead layers, losses of any size.
 
 Every optimizer runs with its defaults, except for what the fact is about.
 """
@@ -21,9 +21,7 @@ MATRIX_FREE: dict[str, Callable[..., Any]] = {"hessian_free": ng.hessian_free, "
 CE, MSE = nn.CrossEntropyLoss(), nn.MSELoss()
 Batch = tuple[Tensor, Tensor]
 # What does not hold yet: (optimizer, what happens to it).
-OPEN = {(name, event) for name in MATRIX_FREE for event in ("large row, values", "large targets")}
-OPEN |= {(name, event) for name in MATRIX_FREE for event in ("labels ignored",)}
-OPEN |= {("hessian_free", "1e+06"), ("natgrad_cg", "1e-06")}
+OPEN = {("hessian_free", "1e+06"), ("natgrad_cg", "1e-06")}
 pytestmark = pytest.mark.filterwarnings("ignore:a large part of the gradient")
 
 
@@ -84,9 +82,6 @@ def test_a_network_that_is_sure_and_wrong_learns(name: str, criterion: nn.Module
     opt = RECIPES[name](model, criterion)
     losses = [iterate(opt, criterion, model, x, y) for _ in range(16)]
     assert losses[-1] < 0.1 * losses[0]
-
-
-# One wild batch.
 
 
 @cache
@@ -158,6 +153,3 @@ def test_a_model_without_any_error_stays_where_it_is(name: str) -> None:
     for x, y in batches(noisy_values(), 64, 10):
         assert iterate(opt, MSE, model, *met_targets(model, x, y)) == 0
     assert all(torch.equal(p, kept) for p, kept in zip(model.parameters(), before, strict=True))
-
-
-# A loss partly outside of the metric.
