@@ -13,6 +13,7 @@ from models import (
     CASES,
     F64,
     X3,
+    Assembled,
     Tied,
     affine,
     assert_close,
@@ -223,15 +224,12 @@ def log_probabilities(outputs: int) -> nn.Module:
 
 
 def mean_and_variance(outputs: int) -> Any:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mean, self.scale = nn.Linear(3, outputs), nn.Linear(3, outputs)
+    def build_net() -> nn.Module:
+        return Assembled(
+            lambda m, x: (m.mean(x), m.scale(x).exp()), mean=nn.Linear(3, outputs), scale=nn.Linear(3, outputs)
+        )
 
-        def forward(self, x: Tensor) -> Any:
-            return self.mean(x), self.scale(x).exp()
-
-    return Net().double()
+    return build_net().double()
 
 
 LOSSES: dict[str, tuple[Any, Any]] = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_close, build_seeded, draw
+from models import Assembled, assert_close, build_seeded, draw
 from optim_models import CE, flat, net
 from process_ranks import count_ranks, run_ranks
 from torch import Tensor, distributed, nn
@@ -63,16 +63,14 @@ def train(
     return {"flat": flat(model), "loss": report.loss, "kl": report.kl, "damping": report.damping}
 
 
-class Convolved(nn.Module):
+def build_convolved() -> nn.Module:
     """(b, 3) -> three logits, by a convolution and a bare scale: rows of U that no linear layer explains."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Conv1d(1, 2, 2), nn.Linear(4, 3)
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x.unsqueeze(1)).tanh().flatten(1) * self.scale)
+    return Assembled(
+        lambda m, x: m.last(m.first(x.unsqueeze(1)).tanh().flatten(1) * m.scale),
+        first=nn.Conv1d(1, 2, 2),
+        last=nn.Linear(4, 3),
+        scale=nn.Parameter(torch.linspace(0.5, 1.5, 4)),
+    )
 
 
 def gather_gradients() -> dict[str, Any]:
@@ -243,7 +241,7 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "CG, weighted by the loop": lambda: train(lambda m, c: ng.hessian_free(m, c, solver=TIGHT), UNEVEN, weighted=True),
     "sample space": lambda: train(lambda m, c: ng.hessian_free(m, c, solver=ng.SampleSpace()), EVEN, steps=5),
     "sample space, unequal": lambda: train(
-        lambda m, c: ng.hessian_free(m, c, solver=ng.SampleSpace()), UNEVEN, make=lambda: build_seeded(Convolved)
+        lambda m, c: ng.hessian_free(m, c, solver=ng.SampleSpace()), UNEVEN, make=lambda: build_seeded(build_convolved)
     ),
     "Krylov subspace": lambda: train(lambda m, c: ng.krylov_subspace(m, c, damping=0.1), UNEVEN, steps=2),
     "dense": lambda: train(

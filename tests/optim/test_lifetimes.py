@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import assert_close, draw, mlp
+from models import Assembled, assert_close, draw, mlp
 from torch import nn
 
 import natgrad as ng
@@ -68,15 +68,10 @@ def test_sums_and_shifts_keep_the_unit_of_their_terms():
 
 
 def test_a_predicted_variance_counts_its_nats_per_example():
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mean, self.spread = mlp(3, 5), mlp(3, 5)
+    def build_both() -> nn.Module:
+        return Assembled(lambda m, x: (m.mean(x), m.spread(x).exp()), mean=mlp(3, 5), spread=mlp(3, 5))
 
-        def forward(self, x):
-            return self.mean(x), self.spread(x).exp()
-
-    model = Both()
+    model = build_both()
     opt = ng.NaturalGradient(model, ng.fisher(model, nn.GaussianNLLLoss()), rule=ng.TrustRegion(0.01), damping=1e-3)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     opt.loss(model(X), draw(8, 5, seed=4)).backward()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import F64, assert_close, draw
+from models import F64, Assembled, assert_close, draw
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -180,13 +180,8 @@ def test_no_loss_is_replaced_by_another_in_silence(name, optimiser):
 
 
 def test_what_cannot_be_followed_is_refused_and_nothing_moves():
-    class Outside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.body(x).tanh())
+    def build_outside() -> nn.Module:
+        return Assembled(lambda m, x: m.head(m.body(x).tanh()), body=nn.Linear(3, 4), head=nn.Linear(4, 3))
 
     def with_a_parameter(m: Any) -> Tensor:
         return m(X) + m.head.bias
@@ -201,7 +196,7 @@ def test_what_cannot_be_followed_is_refused_and_nothing_moves():
     for make in (with_a_parameter, past_the_head, another_copy):
         for build in (ng.hessian_free, ng.natgrad_cg, ng.krylov_subspace):
             torch.manual_seed(0)
-            model = Outside().double()
+            model = build_outside().double()
             opt = build(model, CE)
             opt.loss(make(model), Y).backward()
             before = flat(model)

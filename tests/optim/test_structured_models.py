@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_close, build_seeded, draw
+from models import Assembled, assert_close, build_seeded, draw
 from optim_models import CE, X, Y, deep, flat, same
 from pass_readings import iterate, readings
 from torch import Tensor, nn
@@ -146,23 +146,21 @@ def test_lazy_layers_want_a_pass_first():
     assert {row.structure for row in opt.report()} == {K}
 
 
-class Late(nn.Module):
+def build_late() -> nn.Module:
     """A branch that is switched on later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.later = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.bare, self.scale = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.ones(3))
-        self.on = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, 3) -> (b, 3)."""
-        return self.always(x) + (self.scale * self.later(x) @ self.bare if self.on else 0)
+    return Assembled(
+        lambda m, x: m.always(x) + (m.scale * m.later(x) @ m.bare if m.on else 0),
+        always=nn.Linear(3, 3),
+        later=nn.Linear(3, 3),
+        bare=nn.Parameter(torch.randn(3, 3)),
+        scale=nn.Parameter(torch.ones(3)),
+        on=False,
+    )
 
 
 def test_a_branch_that_is_used_later_gets_its_blocks_then():
-    model: Any = build_seeded(Late)
-    twin: Any = build_seeded(Late)
+    model: Any = build_seeded(build_late)
+    twin: Any = build_seeded(build_late)
     opt = ng.kfac(model, CE)
     iterate(opt, model)
     waiting = {row.parameter for row in opt.report() if row.structure == "not read yet"}
@@ -181,7 +179,7 @@ def test_a_branch_that_is_used_later_gets_its_blocks_then():
 
 
 def test_parameters_that_are_frozen_later_stay_where_they_are():
-    model: Any = build_seeded(Late)
+    model: Any = build_seeded(build_late)
     model.on = True
     opt = ng.kfac(model, CE)
     iterate(opt, model)

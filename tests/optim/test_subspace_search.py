@@ -255,28 +255,6 @@ def test_masks_are_the_same_at_every_trial_point_and_closures_work_too():
     assert_close(flat(by_closure), flat(by_loss), 1e-8)
 
 
-def test_summed_losses_give_the_same_step():
-    means, sums = net(), net()
-    first = ng.krylov_subspace(means, CE, dimension=4, steps=3)
-    second = ng.krylov_subspace(sums, nn.CrossEntropyLoss(reduction="sum"), dimension=4, steps=3)
-    for _ in range(2):
-        iterate(first, means, X, Y)
-        iterate(second, sums, X, Y)
-    assert_close(flat(sums), flat(means), 1e-8)
-
-
-def test_backtracking_over_iterates_is_two_words_in_hessian_free():
-    net_ = net()
-    opt = ng.hessian_free(
-        net_, CE, solver=ng.CG(max_steps=50, progress=5e-4, keep=1.3), rule=ng.LineSearch(iterates=True)
-    )
-    losses = []
-    for _ in range(15):
-        iterate(opt, net_, X, Y)
-        losses.append(opt.state_report().loss)
-    assert losses[-1] < 0.1 * losses[0]
-
-
 @pytest.mark.parametrize("solver", [None, ng.CG(), ng.Auto()])
 def test_going_back_needs_a_solver_that_keeps_iterates(solver):
     net_ = net()
@@ -344,3 +322,48 @@ def test_a_loss_that_is_not_finite_at_the_start_is_counted():
     iterate(opt, model_, X, Y)
     assert opt.state_report().failures == 1
     assert not torch.equal(flat(model_), before)
+
+
+# the metric on part of a large batch
+
+
+ROWS, LABELS = draw(12, 3), torch.tensor([0, 1, 1, 0, 1, 0, 0, 1, 1, 0, 0, 1])
+
+
+def build_part(model: nn.Module, **choices) -> ng.NaturalGradient:
+    """Exact steps, so that only the data decide."""
+    metric = ng.gauss_newton(model, nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0], dtype=torch.float64)))
+    return ng.NaturalGradient(model, metric, lr=0.5, solver=ng.Direct(), damping=1e-2, **choices)
+
+
+def step_once(model: nn.Module, opt: ng.NaturalGradient) -> None:
+    opt.zero_grad()
+    opt.loss(model(ROWS), LABELS).backward()
+    opt.step()
+
+
+def test_the_metric_is_that_of_the_drawn_examples_and_the_gradient_that_of_all():
+    part, observed = mlp(3, 4, 2), mlp(3, 4, 2)
+    opt, reference = build_part(part, metric_batch=5), build_part(observed)
+    seen = []
+    for _ in range(3):
+        drawn = torch.randperm(12, generator=torch.Generator().manual_seed(opt.state_report().step))[:5]
+        seen.append(set(drawn.tolist()))
+        reference.observe(ROWS[drawn], LABELS[drawn])
+        step_once(part, opt)
+        step_once(observed, reference)
+        assert_close(flat(part), flat(observed), 1e-13)
+    assert seen[0] != seen[1]
+
+
+def test_a_batch_that_is_small_enough_is_taken_whole():
+    part, whole = mlp(3, 4, 2), mlp(3, 4, 2)
+    step_once(part, build_part(part, metric_batch=12))
+    step_once(whole, build_part(whole))
+    assert torch.equal(flat(part), flat(whole))
+
+
+@pytest.mark.parametrize("size", [0, -3])
+def test_a_size_below_one_is_refused(size):
+    with pytest.raises(ValueError, match="metric_batch"):
+        build_part(mlp(3, 2), metric_batch=size)
