@@ -10,8 +10,8 @@ import pytest
 import torch
 from engine_state import change_state, record_readings
 from models import CASES, Assembled, Case, assert_close, build_seeded
-from optim_models import CE, X, Y, dropout_net, flat, flat_gradient, net
-from torch import Tensor, nn
+from optim_models import CE, X, Y, dropout_net, flat, flat_gradient, iterate, net
+from torch import nn
 
 import natgrad as ng
 from natgrad.optim.reading import Reading
@@ -37,14 +37,6 @@ def fresh() -> Iterator[None]:
 def compile_quickly(model: nn.Module, backend: Any = "aot_eager") -> Any:
     """Traced and differentiated ahead of time, without the slow last part of the compiler."""
     return torch.compile(model, backend=backend, fullgraph=True)
-
-
-def iterate(opt: Any, model: Any, x: Any = X, y: Any = Y) -> Tensor:
-    opt.zero_grad()
-    loss = opt.loss(model(x), y)
-    loss.backward()
-    opt.step()
-    return loss.detach()
 
 
 def reading(opt: Any, model: Any, inputs: Any, targets: Any) -> Reading:

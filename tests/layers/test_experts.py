@@ -9,8 +9,7 @@ import pytest
 import torch
 from engine_state import blocks_of, metric_of
 from models import F64, Assembled, assert_close, draw
-from optim_models import CE, deep, flat
-from pass_readings import iterate
+from optim_models import CE, deep, flat, iterate
 from torch import Tensor, nn
 from torch.nn import functional
 

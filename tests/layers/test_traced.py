@@ -11,8 +11,8 @@ from engine_state import kept_of, state_of
 from layer_blocks import assert_blocks, place
 from models import CASES as ALL_CASES
 from models import TOKENS, Assembled, Case, assert_close, draw, reference_metric
-from optim_models import CE, deep, flat, same
-from pass_readings import iterate, readings
+from optim_models import CE, deep, flat, iterate, same
+from pass_readings import readings
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from models import Assembled, assert_close, build_seeded, draw
-from optim_models import CE, X, Y, flat, net
-from pass_readings import iterate, readings
+from optim_models import CE, X, Y, flat, iterate, net
+from pass_readings import readings
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import Assembled, assert_close, build_seeded, draw
-from optim_models import CE, flat, net
+from optim_models import CE, Closure, flat, net
 from process_ranks import count_ranks, run_ranks
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -90,11 +90,7 @@ def step_by_closure() -> dict[str, Any]:
     outer = wrap_model(model)
     opt = ng.hessian_free(outer, CE, solver=TIGHT)
 
-    def closure() -> Tensor:
-        opt.zero_grad()
-        loss = CE(outer(X[own(EVEN)]), Y[own(EVEN)])
-        loss.backward()
-        return loss
+    closure = Closure(opt, lambda: CE(outer(X[own(EVEN)]), Y[own(EVEN)]))
 
     for _ in range(2):
         opt.step(closure)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from models import F64, Assembled, assert_close, draw
+from optim_models import Closure
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -152,11 +153,7 @@ def test_no_loss_is_replaced_by_another_in_silence(name, optimiser):
     model = net()
     opt, losses = OPTIMISERS[optimiser](model, loss), []
 
-    def closure() -> Tensor:
-        opt.zero_grad()
-        value = opt.loss(make(model), y)
-        value.backward()
-        return value
+    closure = Closure(opt, lambda: opt.loss(make(model), y))
 
     if name in NONLINEAR:
         for _ in range(5 if optimiser == "kfac" else 1):  # one step in five is judged there

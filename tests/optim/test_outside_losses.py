@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import F64, draw, mlp
-from optim_models import BLOCK_RECIPES, CE
+from optim_models import BLOCK_RECIPES, CE, Closure
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -250,11 +250,7 @@ def train_judged(
     model = mlp(4, 8, 1)
     opt, values = RECIPES[recipe](model), list[float]()
 
-    def closure() -> Tensor:
-        opt.zero_grad()
-        value = opt.loss(model(POINTS), T) + penalty(model)
-        value.backward()
-        return value
+    closure = Closure(opt, lambda: opt.loss(model(POINTS), T) + penalty(model))
 
     for _ in range(steps):
         value = opt.step(closure) if closed else closure()

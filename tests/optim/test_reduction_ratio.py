@@ -12,7 +12,19 @@ import torch
 from engine_state import blocks_of, change_state
 from models import F64, assert_close, build_seeded, draw
 from optim_models import BLOCK_RECIPES as RECIPES
-from optim_models import CE, X, Y, deep, dropout_net, flat, flat_gradient, global_random_state_is_untouched, net, same
+from optim_models import (
+    CE,
+    X,
+    Y,
+    deep,
+    dropout_net,
+    flat,
+    flat_gradient,
+    global_random_state_is_untouched,
+    iterate,
+    net,
+    same,
+)
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -26,13 +38,6 @@ WILD: dict[str, Any] = {
     "rule": ng.MeasuredLength(math.inf, math.inf),
     "momentum": 0.0,
 }
-
-
-def iterate(opt: Any, model: nn.Module, x: Any = X, y: Any = Y) -> None:
-    """The ordinary loop's body."""
-    opt.zero_grad()
-    opt.loss(model(x), y).backward()
-    opt.step()
 
 
 def value(model: nn.Module, x: Any = X) -> float:

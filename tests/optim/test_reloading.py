@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from models import draw
-from optim_models import BLOCK_RECIPES, CE, X, Y, flat, iterate, net, same
+from optim_models import BLOCK_RECIPES, CE, X, Y, flat, iterate, net, pass_through_file, same
 from torch import nn
 
 import natgrad as ng
@@ -89,13 +88,6 @@ def test_a_state_is_loaded_in_the_middle_of_a_batch(build, runs, reached):
     load(model, opt, runs[0][1])
     train(model, opt, range(2, 4))
     assert same(save(model, opt), runs[1][1])
-
-
-def pass_through_file(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def test_a_tool_that_loads_an_optimizer_s_own_state_at_once_changes_nothing(build, runs):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import Assembled, assert_close, draw, mlp
-from optim_models import CE, X, Y, flat, iterate, net
+from optim_models import CE, Closure, X, Y, flat, iterate, net
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -252,11 +252,7 @@ def train(name: str, wide: bool, seed: int, closed: bool, own: bool, steps: int 
     value = opt.loss if own else opt.criterion.value
     losses = list[float]()
 
-    def closure() -> Tensor:
-        opt.zero_grad()
-        loss = value(model(x), targets)
-        loss.backward()
-        return loss
+    closure = Closure(opt, lambda: value(model(x), targets))
 
     for _ in range(steps):
         loss = opt.step(closure) if closed else closure()
