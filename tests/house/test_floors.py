@@ -152,7 +152,7 @@ def breaches(house: House, sources: Mapping[str, str]) -> list[str]:
 def _find_unplaced(house: House, sources: Mapping[str, str]) -> Iterator[str]:
     for top in sorted({name.split(".")[0] for name in sources}):
         if top not in house.floors and top not in house.highest:
-            yield f"{top}: has no floor; place it on one in CONTRIBUTING.md or, of the laboratory, in tests/house/test_floors.py"
+            yield f"{top}: has no floor; place it on one in CONTRIBUTING.md, or in this test for the laboratory"
 
 
 def _private(house: House, name: str, target: str) -> str | None:

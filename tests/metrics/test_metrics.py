@@ -30,7 +30,7 @@ from natgrad.ground.pure import Call
 from natgrad.ground.spaces import Space, trainable
 from natgrad.metrics import covariance, divergence, empirical_fisher, fisher, gauss_newton, kl, sampled_fisher
 from natgrad.solvers import Direct
-from natgrad.testing import check_metric
+from natgrad.testing import check_metric, check_operator
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -368,3 +368,11 @@ def test_the_metric_is_at_the_point_it_was_asked_for():
     moved = {name: p + 1 for name, p in kept.items()}
     assert not torch.allclose(fisher(model, ng.Bernoulli()).at(moved, X3).dense(), expected)
     assert all(torch.equal(p, kept[name]) for name, p in params.items())
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_covariance_is_a_sound_operator_and_metric(centred):
+    model, x, t = mlp(3, 4, 2), draw(5, 3), torch.tensor([0, 1, 1, 0, 1])
+    metric = ng.covariance(model, nn.CrossEntropyLoss(), centred=centred)
+    check_operator(metric.at(ng.trainable(model), (x, t)))
+    check_metric(metric, ng.trainable(model), (x, t))
