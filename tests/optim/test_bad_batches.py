@@ -121,7 +121,7 @@ def held_out_loss(model: nn.Module, classes: bool) -> float:
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_one_bad_batch_of_any_kind_costs_little(recipe: Any, net: str, classes: bool, step: int):
-    """All that stands is finite, and the loss is near that of a run without it; it was eleven times that once."""
+    """All that stands is finite, and the loss is near that of a run without it."""
     for kind in BAD.keys() - set(LEFT_OUT):
         model, opt = train(recipe, net, classes, STEPS, {step: kind})
         assert all(torch.isfinite(p).all() for p in model.parameters()), kind
@@ -169,7 +169,6 @@ def test_inputs_far_larger_than_before_do_not_enter_the_statistics(recipe: Any, 
 
 
 def test_a_wild_loss_does_not_enter_the_statistics():
-    """Its step was left out before, and its second moments stayed."""
     _, before = train(ng.kfac, "dense", False, 12, update_every=1)
     _, after = train(ng.kfac, "dense", False, 13, {12: "targets x 1e6"}, update_every=1)
     assert all(torch.equal(a, b) for a, b in zip(totals_of(before), totals_of(after), strict=True))
