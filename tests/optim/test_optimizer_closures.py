@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 
 import pytest
@@ -186,9 +187,10 @@ PAIRS = [(recipe, choice) for recipe in RECIPES for choice in CHOICES] + [
 ]
 
 
-def train_looking(recipe: Any, options: dict[str, Any], looks: str, micro: bool) -> tuple[torch.Tensor, dict[str, Any]]:
+@cache
+def train_looking(recipe: Any, choice: str, looks: str, micro: bool) -> tuple[torch.Tensor, dict[str, Any]]:
     model = net()
-    opt = recipe(model, CE, **options)
+    opt = recipe(model, CE, **CHOICES[choice])
     for k in range(5):
         opt.zero_grad()
         other, labels = draw(12, X.shape[1], seed=50 + k), Y.roll(1).repeat(2)[:12]
@@ -211,8 +213,8 @@ def train_looking(recipe: Any, options: dict[str, Any], looks: str, micro: bool)
 @pytest.mark.parametrize(("recipe", "choice"), PAIRS, ids=lambda part: getattr(part, "__name__", part))
 def test_a_loss_that_is_only_looked_at_changes_nothing(recipe: Any, choice: str, looks: str) -> None:
     micro = choice not in ("judged", "searched")  # which compare one loss with itself
-    expected = train_looking(recipe, CHOICES[choice], "", micro)
-    found = train_looking(recipe, CHOICES[choice], looks, micro)
+    expected = train_looking(recipe, choice, "", micro)
+    found = train_looking(recipe, choice, looks, micro)
     assert torch.equal(found[0], expected[0])
     assert found[1].keys() == expected[1].keys()
 

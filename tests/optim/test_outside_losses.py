@@ -272,8 +272,7 @@ def test_what_a_closure_returns_is_what_falls(recipe: str, penalty: Any):
         assert opt.state_report().loss == pytest.approx(values[-1])
 
 
-@pytest.mark.parametrize("penalty", PENALTIES.values(), ids=PENALTIES)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "penalty"), [(r, list(PENALTIES.values())[i % 3]) for i, r in enumerate(RECIPES)])
 def test_a_penalty_beside_the_loss_is_named_and_held(recipe: str, penalty: Any):
     with pytest.warns(UserWarning, match=OUTSIDE):
         _, values = train_judged(recipe, penalty, closed=False)
