@@ -71,16 +71,14 @@ def test_nothing_is_said_of_other_uses(name: str):
 
 
 def test_an_optimizer_takes_the_exact_squares():
-    def build_net() -> nn.Module:
-        return Assembled(
-            lambda m, x: m.head((x + m.place).tanh().mean(1)),
-            place=nn.Parameter(torch.zeros(T, D)),
-            head=nn.Linear(D, 2),
-        )
 
     torch.manual_seed(0)
     x, y = torch.randn(40, T, D), torch.randint(2, (40,))  # more examples than groups of them
-    net = build_net()
+    net = Assembled(
+        lambda m, x: m.head((x + m.place).tanh().mean(1)),
+        place=nn.Parameter(torch.zeros(T, D)),
+        head=nn.Linear(D, 2),
+    )
     opt = ng.kfac(net, nn.CrossEntropyLoss(), estimate=ng.ExactLabels())
     logits = net(x)
     opt.loss(logits, y)

@@ -164,10 +164,8 @@ def test_an_expert_without_tokens_stays_finite():
     ],
 )
 def test_what_is_no_such_product_keeps_the_diagonal(way: Any):
-    def build_other() -> nn.Module:
-        return Assembled(lambda m, x: way(x, m.experts), experts=nn.Parameter(torch.randn(EXPERTS, IN, 3)))
 
-    model = build_other().double()
+    model = Assembled(lambda m, x: way(x, m.experts), experts=nn.Parameter(torch.randn(EXPERTS, IN, 3))).double()
     opt = ng.kfac(model, CE)
     iterate(opt, model, X, LABELS)
     assert [row.structure for row in opt.report()] == ["Diagonal"]

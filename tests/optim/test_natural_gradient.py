@@ -386,10 +386,8 @@ def test_sums_and_shifts_keep_the_unit_of_their_terms():
 
 
 def test_a_predicted_variance_counts_its_nats_per_example():
-    def build_both() -> nn.Module:
-        return Assembled(lambda m, x: (m.mean(x), m.spread(x).exp()), mean=mlp(3, 5), spread=mlp(3, 5))
 
-    model = build_both()
+    model = Assembled(lambda m, x: (m.mean(x), m.spread(x).exp()), mean=mlp(3, 5), spread=mlp(3, 5))
     opt = ng.NaturalGradient(model, ng.fisher(model, nn.GaussianNLLLoss()), rule=ng.TrustRegion(0.01), damping=1e-3)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     opt.loss(model(X), draw(8, 5, seed=4)).backward()

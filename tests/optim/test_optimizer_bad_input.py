@@ -273,11 +273,8 @@ def test_a_metric_without_a_criterion_has_no_loss() -> None:
 
 
 def test_a_model_that_returns_its_loss_is_refused() -> None:
-    def build_losing() -> nn.Module:
-        """Returns a number where outputs are wanted."""
-        return Assembled(lambda m, x: CE(m.inner(x), Y), inner=net())
 
-    model = build_losing()
+    model = Assembled(lambda m, x: CE(m.inner(x), Y), inner=net())
     opt = ng.NaturalGradient(model, fisher(model))
     before = snapshot(opt)
     model(X).backward()

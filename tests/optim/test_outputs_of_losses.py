@@ -177,8 +177,6 @@ def test_no_loss_is_replaced_by_another_in_silence(name, optimiser):
 
 
 def test_what_cannot_be_followed_is_refused_and_nothing_moves():
-    def build_outside() -> nn.Module:
-        return Assembled(lambda m, x: m.head(m.body(x).tanh()), body=nn.Linear(3, 4), head=nn.Linear(4, 3))
 
     def with_a_parameter(m: Any) -> Tensor:
         return m(X) + m.head.bias
@@ -193,7 +191,9 @@ def test_what_cannot_be_followed_is_refused_and_nothing_moves():
     for make in (with_a_parameter, past_the_head, another_copy):
         for build in (ng.hessian_free, ng.natgrad_cg, ng.krylov_subspace):
             torch.manual_seed(0)
-            model = build_outside().double()
+            model = Assembled(
+                lambda m, x: m.head(m.body(x).tanh()), body=nn.Linear(3, 4), head=nn.Linear(4, 3)
+            ).double()
             opt = build(model, CE)
             opt.loss(make(model), Y).backward()
             before = flat(model)

@@ -49,17 +49,13 @@ def record(problem: Problem, steps: Iterable[int]) -> dict[str, list[float]]:
 
 def convolutional() -> nn.Module:
     """A convolution, a norm, a linear layer: what `kfac` has blocks for, and a shift that it has none for."""
-
-    def build_net() -> nn.Module:
-        return Assembled(
-            lambda m, x: m.out(torch.tanh(m.norm(m.conv(x).flatten(1)) + m.shift)),
-            conv=nn.Conv2d(1, 2, 3),
-            norm=nn.LayerNorm(8),
-            out=nn.Linear(8, 3),
-            shift=nn.Parameter(torch.zeros(8)),
-        )
-
-    return build_net()
+    return Assembled(
+        lambda m, x: m.out(torch.tanh(m.norm(m.conv(x).flatten(1)) + m.shift)),
+        conv=nn.Conv2d(1, 2, 3),
+        norm=nn.LayerNorm(8),
+        out=nn.Linear(8, 3),
+        shift=nn.Parameter(torch.zeros(8)),
+    )
 
 
 def train_structured(recipe: Callable[..., Any], **options: Any) -> Problem:

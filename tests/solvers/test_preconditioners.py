@@ -174,10 +174,8 @@ def test_every_metric_of_a_criterion_has_an_empirical_preconditioner(choice, met
 
 
 def test_a_second_input_is_not_taken_for_targets():
-    def build_two() -> nn.Module:
-        return Assembled(lambda m, x, y: m.inner(x + y), inner=net())
 
-    model = build_two()
+    model = Assembled(lambda m, x, y: m.inner(x + y), inner=net())
     params, metric = ng.trainable(model), ng.fisher(model, CE)
     G = metric.at(params, (X, X))
     with pytest.raises(ValueError, match="needs the data's targets"):
