@@ -10,26 +10,18 @@ from models import F64, draw
 from torch import Tensor
 from torch.testing import assert_close
 
+import natgrad as ng
 from natgrad.families import (
-    Bernoulli,
-    Beta,
     Concentration,
     Coordinates,
     DiagonalNormal,
-    Dirichlet,
     Expectation,
-    Exponential,
     ExponentialRate,
-    Gamma,
-    Ising,
     Mapped,
     MeanCholesky,
     MeanCovariance,
     MeanStd,
-    MultivariateNormal,
     Natural,
-    Normal,
-    Poisson,
     ShapeRate,
     ShapeScale,
     SparseNormal,
@@ -40,7 +32,7 @@ from natgrad.families import (
 )
 from natgrad.testing import check_operator
 
-FULL = MultivariateNormal(3)
+FULL = ng.MultivariateNormal(3)
 
 
 def tensor(values) -> Tensor:
@@ -60,7 +52,7 @@ def std_theta(d: int) -> Callable[..., Tensor]:
     return lambda *s: torch.cat([draw(*s, d), -draw(*s, d, seed=1).exp()], dim=-1)
 
 
-def log_mean(family: Exponential) -> Mapped:
+def log_mean(family: ng.Exponential) -> Mapped:
     return Mapped(family, lambda xi: -(-xi).exp(), lambda theta: -(-theta).log())
 
 
@@ -68,24 +60,24 @@ SPARSE = SparseNormal(3, [(0, 1)])
 CASES: dict[str, tuple[Coordinates, Callable[..., Tensor]]] = {
     "theta": (Natural(FULL), normal_theta),
     "eta": (Expectation(FULL), normal_theta),
-    "eta of gamma": (Expectation(Gamma()), gamma_theta),
-    "eta of a field": (Expectation(Ising(2)), lambda *s: 0.5 * draw(*s, 3)),
+    "eta of gamma": (Expectation(ng.Gamma()), gamma_theta),
+    "eta of a field": (Expectation(ng.Ising(2)), lambda *s: 0.5 * draw(*s, 3)),
     "eta of a graph": (Expectation(SPARSE), lambda *s: tensor([0.1, 0.2, 0.3, -1, -1, -1, 0.2]) + 0.05 * draw(*s, 7)),
-    "means of bits": (Expectation(Bernoulli()), lambda *s: draw(*s, 3)),
-    "rates of counts": (Expectation(Poisson()), lambda *s: draw(*s, 2)),
+    "means of bits": (Expectation(ng.Bernoulli()), lambda *s: draw(*s, 3)),
+    "rates of counts": (Expectation(ng.Poisson()), lambda *s: draw(*s, 2)),
     "mean and covariance": (MeanCovariance(FULL), normal_theta),
     "Cholesky": (MeanCholesky(FULL), normal_theta),
     "log-Cholesky": (MeanCholesky(FULL, log_diagonal=True), normal_theta),
-    "mean and deviation": (MeanStd(Normal()), std_theta(1)),
-    "of the full family": (MeanStd(MultivariateNormal(1)), std_theta(1)),
+    "mean and deviation": (MeanStd(ng.Normal()), std_theta(1)),
+    "of the full family": (MeanStd(ng.MultivariateNormal(1)), std_theta(1)),
     "means and deviations": (MeanStd(DiagonalNormal(3)), std_theta(3)),
     "mean and log deviation": (MeanStd(DiagonalNormal(2), log_std=True), std_theta(2)),
-    "shape and rate": (ShapeRate(Gamma()), gamma_theta),
-    "shape and scale": (ShapeScale(Gamma()), gamma_theta),
-    "rate": (ExponentialRate(Exponential()), lambda *s: -draw(*s, 1).exp()),
-    "alpha of beta": (Concentration(Beta()), lambda *s: draw(*s, 2).exp() - 0.8),
-    "alpha": (Concentration(Dirichlet(4)), lambda *s: draw(*s, 4).exp() - 0.8),
-    "one's own": (log_mean(Exponential()), lambda *s: -draw(*s, 1).exp()),
+    "shape and rate": (ShapeRate(ng.Gamma()), gamma_theta),
+    "shape and scale": (ShapeScale(ng.Gamma()), gamma_theta),
+    "rate": (ExponentialRate(ng.Exponential()), lambda *s: -draw(*s, 1).exp()),
+    "alpha of beta": (Concentration(ng.Beta()), lambda *s: draw(*s, 2).exp() - 0.8),
+    "alpha": (Concentration(ng.Dirichlet(4)), lambda *s: draw(*s, 4).exp() - 0.8),
+    "one's own": (log_mean(ng.Exponential()), lambda *s: -draw(*s, 1).exp()),
 }
 every = pytest.mark.parametrize("name", CASES)
 
@@ -157,19 +149,19 @@ def test_from_one_system_to_another():
     turned = convert_covector(xi, slope, first, second)
     assert_close(there @ turned, velocity @ slope)
     theta = gamma_theta(5)
-    scale = convert(ShapeRate(Gamma()).of(theta), ShapeRate(Gamma()), ShapeScale(Gamma()))
+    scale = convert(ShapeRate(ng.Gamma()).of(theta), ShapeRate(ng.Gamma()), ShapeScale(ng.Gamma()))
     assert_close(scale[:, 1], 1 / -theta[:, 1])
 
 
 def test_a_curved_family_has_a_metric_too():
     """N(s, s^2): one parameter, Fisher information 3 / s^2."""
     s = tensor([1.7])
-    operator = fisher_in(Normal(), lambda s: Normal().from_mean_std(s[..., 0], s[..., 0]), s)
+    operator = fisher_in(ng.Normal(), lambda s: ng.Normal().from_mean_std(s[..., 0], s[..., 0]), s)
     assert_close(operator.dense(), tensor([[3 / 1.7**2]]))
     assert operator.inverse(0.0) is None
-    whole = MeanStd(Normal())
+    whole = MeanStd(ng.Normal())
     xi = tensor([0.3, 2.0])
-    same = fisher_in(Normal(), whole.natural, xi, whole.of)
+    same = fisher_in(ng.Normal(), whole.natural, xi, whole.of)
     assert_close(same.dense(), torch.diag(tensor([1 / 4, 2 / 4])))
     assert same.inverse(0.0) is not None
 
@@ -177,15 +169,15 @@ def test_a_curved_family_has_a_metric_too():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: MeanCovariance(Normal()), ("Normal()", "MultivariateNormal(d)")),
+        (lambda: MeanCovariance(ng.Normal()), ("Normal()", "MultivariateNormal(d)")),
         (lambda: MeanStd(FULL), ("MultivariateNormal(3)", "MeanCholesky")),
-        (lambda: MeanStd(Normal()).natural(tensor([0.0, -1.0])), ("standard deviations <= 0",)),
-        (lambda: MeanCholesky(MultivariateNormal(1)).natural(tensor([0.0, -1.0])), ("L_ii <= 0",)),
+        (lambda: MeanStd(ng.Normal()).natural(tensor([0.0, -1.0])), ("standard deviations <= 0",)),
+        (lambda: MeanCholesky(ng.MultivariateNormal(1)).natural(tensor([0.0, -1.0])), ("L_ii <= 0",)),
         (lambda: MeanCovariance(FULL).natural(torch.zeros(9)), ("positive definite",)),
         (lambda: MeanCovariance(FULL).fisher(torch.zeros(2, 9)), ("(2, 9)", "one distribution")),
-        (lambda: ExponentialRate(Exponential()).natural(tensor([-1.0])), ("outside", "negative")),
-        (lambda: Concentration(Beta()).natural(tensor([0.5, 0.0])), ("outside", "concentration")),
-        (lambda: ShapeRate(Gamma()).of(tensor([0.0, 1.0])), ("outside",)),
+        (lambda: ExponentialRate(ng.Exponential()).natural(tensor([-1.0])), ("outside", "negative")),
+        (lambda: Concentration(ng.Beta()).natural(tensor([0.5, 0.0])), ("outside", "concentration")),
+        (lambda: ShapeRate(ng.Gamma()).of(tensor([0.0, 1.0])), ("outside",)),
     ],
 )
 def test_errors_name_what_is_wrong(call, words):

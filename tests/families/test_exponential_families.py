@@ -11,34 +11,21 @@ from models import F64, draw
 from torch import Tensor
 from torch.testing import assert_close
 
+import natgrad as ng
 from natgrad.families import (
-    Bernoulli,
-    Beta,
-    Categorical,
     ChiSquare,
     ComplexNormal,
     DiagonalNormal,
-    Dirichlet,
-    Exponential,
-    ExponentialFamily,
     FixedCovarianceNormal,
     FixedMeanNormal,
-    Gamma,
     Geometric,
     InverseGamma,
     InverseGaussian,
-    Ising,
     Logarithmic,
     LogNormal,
-    Multinomial,
-    MultivariateNormal,
     NegativeBinomial,
-    Normal,
-    Poisson,
-    Product,
     Rayleigh,
     SparseNormal,
-    SubModel,
     VonMisesFisher,
     Weibull,
     Wishart,
@@ -46,7 +33,7 @@ from natgrad.families import (
 from natgrad.operators import DenseOperator
 from natgrad.testing import check_exponential_family
 
-NORMAL = MultivariateNormal(3)
+NORMAL = ng.MultivariateNormal(3)
 
 
 def tensor(values: Any) -> Tensor:
@@ -66,8 +53,8 @@ def chain(*shape: int) -> Tensor:
 DIAGONAL, SPARSE, CENTRED = DiagonalNormal(3), SparseNormal(3, [(1, 0), (1, 2)]), FixedMeanNormal(tensor([0.5, -1.0]))
 CENTRED_SPARSE = FixedMeanNormal(torch.zeros(3, dtype=F64), [(0, 2)])
 KNOWN = FixedCovarianceNormal(tensor([[2.0, 0.3], [0.3, 1.0]]))
-CHAIN = SubModel(NORMAL, [0, 1, 2, 3, 4, 5, 6, 8], base=tensor([0, 0, 0, -0.5, -0.5, -0.5, 0, 0, 0]))
-PAIR = Product((Gamma(), 1), (Ising(2), 2))
+CHAIN = ng.SubModel(NORMAL, [0, 1, 2, 3, 4, 5, 6, 8], base=tensor([0, 0, 0, -0.5, -0.5, -0.5, 0, 0, 0]))
+PAIR = ng.Product((ng.Gamma(), 1), (ng.Ising(2), 2))
 SCATTER, COMPLEX = Wishart(2), ComplexNormal(2)
 
 
@@ -82,20 +69,20 @@ def complex_theta(*shape: int) -> Tensor:
 
 
 # a family and theta (*shape, n)
-CASES: dict[str, tuple[ExponentialFamily, Callable[..., Tensor]]] = {
+CASES: dict[str, tuple[ng.ExponentialFamily, Callable[..., Tensor]]] = {
     "normal": (NORMAL, normal_theta),
-    "exponential": (Exponential(), lambda *s: -draw(*s, 1).exp()),
-    "gamma": (Gamma(), lambda *s: draw(*s, 2).exp() * tensor([1.0, -1.0]) - tensor([0.7, 0.0])),
-    "beta": (Beta(), lambda *s: draw(*s, 2).exp() - 0.8),
-    "dirichlet": (Dirichlet(4), lambda *s: draw(*s, 4).exp() - 0.8),
-    "ising": (Ising(3), lambda *s: 0.5 * draw(*s, 6)),
-    "triple": (Ising(3, [(0,), (2, 1), (0, 1, 2)], values=(0, 1)), lambda *s: draw(*s, 3)),
+    "exponential": (ng.Exponential(), lambda *s: -draw(*s, 1).exp()),
+    "gamma": (ng.Gamma(), lambda *s: draw(*s, 2).exp() * tensor([1.0, -1.0]) - tensor([0.7, 0.0])),
+    "beta": (ng.Beta(), lambda *s: draw(*s, 2).exp() - 0.8),
+    "dirichlet": (ng.Dirichlet(4), lambda *s: draw(*s, 4).exp() - 0.8),
+    "ising": (ng.Ising(3), lambda *s: 0.5 * draw(*s, 6)),
+    "triple": (ng.Ising(3, [(0,), (2, 1), (0, 1, 2)], values=(0, 1)), lambda *s: draw(*s, 3)),
     "chain": (CHAIN, chain),
-    "bits": (Bernoulli(), lambda *s: draw(*s, 3)),
-    "classes": (SubModel(Categorical(4), range(3)), lambda *s: draw(*s, 3)),
-    "multinomial": (SubModel(Multinomial(5, 3), range(2)), lambda *s: draw(*s, 2)),
-    "counts": (Poisson(2), lambda *s: draw(*s, 2)),
-    "univariate": (Normal(), lambda *s: Normal().from_mean_std(draw(*s), draw(*s).exp())),
+    "bits": (ng.Bernoulli(), lambda *s: draw(*s, 3)),
+    "classes": (ng.SubModel(ng.Categorical(4), range(3)), lambda *s: draw(*s, 3)),
+    "multinomial": (ng.SubModel(ng.Multinomial(5, 3), range(2)), lambda *s: draw(*s, 2)),
+    "counts": (ng.Poisson(2), lambda *s: draw(*s, 2)),
+    "univariate": (ng.Normal(), lambda *s: ng.Normal().from_mean_std(draw(*s), draw(*s).exp())),
     "diagonal": (DIAGONAL, lambda *s: DIAGONAL.from_mean_std(draw(*s, 3), draw(*s, 3).exp())),
     "sparse": (SPARSE, chain),
     "centred": (CENTRED, lambda *s: tensor([-0.5, -0.7, 0.3]) + 0.05 * draw(*s, 3)),
@@ -190,8 +177,8 @@ def test_maximum_likelihood_has_the_mean_statistics(name):
 
 
 def test_an_operator_is_of_one_distribution():
-    assert isinstance(Ising(2).fisher(tensor([0.1, 0.2, 0.3])), DenseOperator)
-    for call in (Ising(2).fisher, MultivariateNormal(1).fisher_expectation):
+    assert isinstance(ng.Ising(2).fisher(tensor([0.1, 0.2, 0.3])), DenseOperator)
+    for call in (ng.Ising(2).fisher, ng.MultivariateNormal(1).fisher_expectation):
         with pytest.raises(ValueError, match="one distribution"):
             call(torch.zeros(5, 3 if call.__self__.size == 3 else 2, dtype=F64))
 
@@ -199,38 +186,38 @@ def test_an_operator_is_of_one_distribution():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: MultivariateNormal(0), ("d is 0", ">= 1")),
-        (lambda: Ising(0), ("n is 0", "variables")),
-        (lambda: Ising(2, [(0, 2)]), ("(0, 2)", "0 to 1")),
-        (lambda: Ising(2, [(0,), (0,)]), ("once",)),
-        (lambda: Ising(2, values=(1, -1)), ("lower first",)),
-        (lambda: Ising(2).statistics(tensor([0.0, 1.0])), ("variable 0", "[-1.0, 1.0]")),
-        (lambda: Dirichlet(1), ("k is 1", ">= 2")),
+        (lambda: ng.MultivariateNormal(0), ("d is 0", ">= 1")),
+        (lambda: ng.Ising(0), ("n is 0", "variables")),
+        (lambda: ng.Ising(2, [(0, 2)]), ("(0, 2)", "0 to 1")),
+        (lambda: ng.Ising(2, [(0,), (0,)]), ("once",)),
+        (lambda: ng.Ising(2, values=(1, -1)), ("lower first",)),
+        (lambda: ng.Ising(2).statistics(tensor([0.0, 1.0])), ("variable 0", "[-1.0, 1.0]")),
+        (lambda: ng.Dirichlet(1), ("k is 1", ">= 2")),
         (lambda: NORMAL.expectation(torch.zeros(9)), ("outside", "positive definite")),
         (lambda: NORMAL.expectation(torch.zeros(8)), ("(8,)", "parameters of MultivariateNormal(3)")),
         (lambda: NORMAL.from_mean_covariance(torch.zeros(3), -torch.eye(3)), ("positive definite",)),
         (lambda: NORMAL.from_mean_covariance(torch.zeros(2), torch.eye(3)), ("(2,)", "3")),
         (lambda: NORMAL.mle(draw(2, 3)), ("positive definite",)),
-        (lambda: Exponential().expectation(tensor([0.5])), ("outside", "negative")),
-        (lambda: Exponential().natural(tensor([-1.0])), ("above 0",)),
-        (lambda: Gamma().natural(tensor([2.0, 1.0])), ("E[log x]",)),
-        (lambda: Gamma().sample(tensor([1.0, -1.0]), 0), ("n is 0", ">= 1")),
-        (lambda: Ising(2).natural(tensor([1.0, 1.0, 1.0])), ("eta", "edge")),
-        (lambda: SubModel(NORMAL, [0, 9]), ("free", "0 to 8")),
-        (lambda: SubModel(NORMAL, [0], base=torch.ones(9)), ("base", "zero")),
-        (lambda: Gamma().mle(torch.ones(0, 1)), ("empty",)),
-        (lambda: Exponential().log_prob(tensor([-1.0]), tensor([-0.1])), ("x >= 0",)),
-        (lambda: Gamma().statistics(tensor([[1.0], [0.0]])), ("x > 0",)),
-        (lambda: Gamma().statistics(tensor([[torch.nan]])), ("x > 0",)),
-        (lambda: Beta().statistics(tensor([1.0])), ("0 < x < 1",)),
-        (lambda: Dirichlet(2).statistics(tensor([0.5, 0.6])), ("sum 1",)),
-        (lambda: Dirichlet(2).natural(tensor([-0.1, -0.1])), ("sum_i exp(eta_i) < 1",)),
-        (lambda: Beta().natural(tensor([0.1, -0.1])), ("sum_i exp(eta_i) < 1",)),
-        (lambda: Exponential().expectation(tensor([-torch.inf])), ("outside",)),
-        (lambda: Gamma().entropy(tensor([torch.nan, -1.0])), ("outside",)),
-        (lambda: Gamma().natural(tensor([torch.nan, 1.0])), ("not finite",)),
-        (lambda: Exponential().statistics([1.0]), ("x is list",)),
-        (lambda: Exponential().sample(tensor([-1.0]), 2.5), ("n is 2.5",)),
+        (lambda: ng.Exponential().expectation(tensor([0.5])), ("outside", "negative")),
+        (lambda: ng.Exponential().natural(tensor([-1.0])), ("above 0",)),
+        (lambda: ng.Gamma().natural(tensor([2.0, 1.0])), ("E[log x]",)),
+        (lambda: ng.Gamma().sample(tensor([1.0, -1.0]), 0), ("n is 0", ">= 1")),
+        (lambda: ng.Ising(2).natural(tensor([1.0, 1.0, 1.0])), ("eta", "edge")),
+        (lambda: ng.SubModel(NORMAL, [0, 9]), ("free", "0 to 8")),
+        (lambda: ng.SubModel(NORMAL, [0], base=torch.ones(9)), ("base", "zero")),
+        (lambda: ng.Gamma().mle(torch.ones(0, 1)), ("empty",)),
+        (lambda: ng.Exponential().log_prob(tensor([-1.0]), tensor([-0.1])), ("x >= 0",)),
+        (lambda: ng.Gamma().statistics(tensor([[1.0], [0.0]])), ("x > 0",)),
+        (lambda: ng.Gamma().statistics(tensor([[torch.nan]])), ("x > 0",)),
+        (lambda: ng.Beta().statistics(tensor([1.0])), ("0 < x < 1",)),
+        (lambda: ng.Dirichlet(2).statistics(tensor([0.5, 0.6])), ("sum 1",)),
+        (lambda: ng.Dirichlet(2).natural(tensor([-0.1, -0.1])), ("sum_i exp(eta_i) < 1",)),
+        (lambda: ng.Beta().natural(tensor([0.1, -0.1])), ("sum_i exp(eta_i) < 1",)),
+        (lambda: ng.Exponential().expectation(tensor([-torch.inf])), ("outside",)),
+        (lambda: ng.Gamma().entropy(tensor([torch.nan, -1.0])), ("outside",)),
+        (lambda: ng.Gamma().natural(tensor([torch.nan, 1.0])), ("not finite",)),
+        (lambda: ng.Exponential().statistics([1.0]), ("x is list",)),
+        (lambda: ng.Exponential().sample(tensor([-1.0]), 2.5), ("n is 2.5",)),
     ],
 )
 def test_errors_name_what_is_wrong(call, words):

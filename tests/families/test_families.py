@@ -10,24 +10,15 @@ import torch
 from models import F64, assert_close, draw
 from torch import Tensor
 
-from natgrad.families import (
-    Bernoulli,
-    Categorical,
-    DiagonalGaussian,
-    Gaussian,
-    Heads,
-    HeteroscedasticGaussian,
-    Likelihood,
-    Poisson,
-    as_criterion,
-)
+import natgrad as ng
+from natgrad.families import as_criterion
 from natgrad.ground.linalg import symmetrise
 from natgrad.testing import check_family
 
 X = draw(3, 4)
 
 
-class Sampled(Likelihood):
+class Sampled(ng.Likelihood):
     """A user's own likelihood with the two methods that it must have."""
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -37,26 +28,26 @@ class Sampled(Likelihood):
         return outputs + 0.5**0.5 * torch.randn(outputs.shape, generator=generator, dtype=outputs.dtype)
 
 
-FAMILIES: dict[str, tuple[Likelihood, Any]] = {
-    "Gaussian": (Gaussian(), X),
-    "Gaussian, small std": (Gaussian(0.01), X),
-    "Gaussian on images": (Gaussian(2.0), draw(2, 2, 3)),
-    "Bernoulli": (Bernoulli(), X),
-    "Bernoulli, one output": (Bernoulli(), X[:, 0]),
-    "Poisson": (Poisson(), X),
-    "Categorical": (Categorical(), X),
-    "Categorical, two classes": (Categorical(), X[:, :2]),
-    "Categorical over positions": (Categorical(), draw(2, 3, 4)),
-    "Categorical, classes second": (Categorical(dim=1), draw(2, 4, 3)),
-    "Gaussian, log variance": (HeteroscedasticGaussian(), (X, draw(3, 4, seed=1))),
-    "Gaussian, log variance, one tensor": (HeteroscedasticGaussian(), X),
-    "Gaussian, variance": (HeteroscedasticGaussian(log_variance=False), (X, draw(3, 4, seed=1).exp())),
-    "Gaussian, one variance for several means": (HeteroscedasticGaussian(), (X, draw(3, 1, seed=1))),
-    "Gaussian, diagonal": (DiagonalGaussian(), X),
-    "Gaussian, diagonal, a tuple": (DiagonalGaussian(), (X, draw(3, 4, seed=1))),
-    "heads in one tensor": (Heads((Categorical(), 3), (Bernoulli(), 1)), X),
-    "two heads": (Heads((Categorical(), 4), (Gaussian(0.5), 2)), (X, draw(3, 2, seed=1))),
-    "three heads": (Heads((Bernoulli(), 4), (Poisson(), 1), (Bernoulli(), 2)), (X, X[:, :1], X[:, 2:])),
+FAMILIES: dict[str, tuple[ng.Likelihood, Any]] = {
+    "Gaussian": (ng.Gaussian(), X),
+    "Gaussian, small std": (ng.Gaussian(0.01), X),
+    "Gaussian on images": (ng.Gaussian(2.0), draw(2, 2, 3)),
+    "Bernoulli": (ng.Bernoulli(), X),
+    "Bernoulli, one output": (ng.Bernoulli(), X[:, 0]),
+    "Poisson": (ng.Poisson(), X),
+    "Categorical": (ng.Categorical(), X),
+    "Categorical, two classes": (ng.Categorical(), X[:, :2]),
+    "Categorical over positions": (ng.Categorical(), draw(2, 3, 4)),
+    "Categorical, classes second": (ng.Categorical(dim=1), draw(2, 4, 3)),
+    "Gaussian, log variance": (ng.HeteroscedasticGaussian(), (X, draw(3, 4, seed=1))),
+    "Gaussian, log variance, one tensor": (ng.HeteroscedasticGaussian(), X),
+    "Gaussian, variance": (ng.HeteroscedasticGaussian(log_variance=False), (X, draw(3, 4, seed=1).exp())),
+    "Gaussian, one variance for several means": (ng.HeteroscedasticGaussian(), (X, draw(3, 1, seed=1))),
+    "Gaussian, diagonal": (ng.DiagonalGaussian(), X),
+    "Gaussian, diagonal, a tuple": (ng.DiagonalGaussian(), (X, draw(3, 4, seed=1))),
+    "heads in one tensor": (ng.Heads((ng.Categorical(), 3), (ng.Bernoulli(), 1)), X),
+    "two heads": (ng.Heads((ng.Categorical(), 4), (ng.Gaussian(0.5), 2)), (X, draw(3, 2, seed=1))),
+    "three heads": (ng.Heads((ng.Bernoulli(), 4), (ng.Poisson(), 1), (ng.Bernoulli(), 2)), (X, X[:, :1], X[:, 2:])),
     "CrossEntropyLoss": (as_criterion(torch.nn.CrossEntropyLoss()).family, draw(2, 4, 3)),
     "BCEWithLogitsLoss": (as_criterion(torch.nn.BCEWithLogitsLoss()).family, X),
     "BCELoss": (as_criterion(torch.nn.BCELoss()).family, X.sigmoid()),
@@ -76,7 +67,7 @@ def test_family_is_sound(name):
 
 @pytest.mark.parametrize("log_variance", [True, False])
 def test_gaussian_form_in_its_variance_is_that_of_quadrature(log_variance):
-    family = HeteroscedasticGaussian(log_variance)
+    family = ng.HeteroscedasticGaussian(log_variance)
     mean, spread = torch.tensor([[0.3]], dtype=F64), torch.tensor([[0.7]], dtype=F64)
     sd = (spread / 2).exp() if log_variance else spread.sqrt()
     grid = torch.linspace(-14, 14, 4001, dtype=F64)  # the trapezoid rule is exact to round-off on a Gaussian
@@ -87,7 +78,7 @@ def test_gaussian_form_in_its_variance_is_that_of_quadrature(log_variance):
     assert_close(family.fisher(torch.cat([mean, spread], dim=1))[0], expected, 1e-12)
 
 
-SATURATED = {"Bernoulli": Bernoulli(), "Categorical": Categorical()}
+SATURATED = {"Bernoulli": ng.Bernoulli(), "Categorical": ng.Categorical()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
@@ -107,8 +98,8 @@ def test_forms_stay_finite_where_probabilities_underflow(name, dtype):
 
 def test_class_probabilities_as_targets_average_the_log_likelihoods():
     weights = draw(3, 4, seed=2).softmax(1)
-    single = torch.stack([Categorical().nll(X, torch.full((3,), c)) for c in range(4)], dim=1)
-    assert_close(Categorical().nll(X, weights), (weights * single).sum(1), 1e-14)
+    single = torch.stack([ng.Categorical().nll(X, torch.full((3,), c)) for c in range(4)], dim=1)
+    assert_close(ng.Categorical().nll(X, weights), (weights * single).sum(1), 1e-14)
 
 
 def test_a_missing_form_says_what_to_do():
@@ -116,7 +107,7 @@ def test_a_missing_form_says_what_to_do():
         Sampled().fisher(X)
 
 
-class Wrong(Likelihood):
+class Wrong(ng.Likelihood):
     """A unit Gaussian that lies in one place."""
 
     def __init__(self, lie: str) -> None:

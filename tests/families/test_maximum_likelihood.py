@@ -7,20 +7,14 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+import natgrad as ng
 from natgrad.families import (
-    Beta,
     ComplexNormal,
     DiagonalNormal,
-    Dirichlet,
-    ExponentialFamily,
     FixedMeanNormal,
-    Gamma,
     InverseGamma,
     InverseGaussian,
     LogNormal,
-    MultivariateNormal,
-    Normal,
-    Product,
     SparseNormal,
     VonMisesFisher,
     Wishart,
@@ -57,23 +51,23 @@ def several(z: Tensor) -> Tensor:
 
 
 # examples from small numbers z (b, 1), and the statistic whose variance is compared; None: that of no single one
-CASES: dict[str, tuple[ExponentialFamily, object, int | None]] = {
-    "normal": (Normal(), positive, 0),
+CASES: dict[str, tuple[ng.ExponentialFamily, object, int | None]] = {
+    "normal": (ng.Normal(), positive, 0),
     "diagonal normal": (DiagonalNormal(3), several, 2),
-    "multivariate normal": (MultivariateNormal(3), several, 2),
+    "multivariate normal": (ng.MultivariateNormal(3), several, 2),
     "sparse normal": (SparseNormal(3, [(0, 1)]), several, 2),
     "complex normal": (ComplexNormal(1), lambda z: torch.complex(3 + z, 4 + z.flip(0)), None),
     "known mean": (FixedMeanNormal(torch.zeros(2, dtype=F64)), lambda z: several(z)[:, :2], None),
-    "gamma": (Gamma(), positive, 1),
+    "gamma": (ng.Gamma(), positive, 1),
     "inverse gamma": (InverseGamma(), positive, 1),
     "inverse gaussian": (InverseGaussian(), positive, 0),
     "log-normal": (LogNormal(), positive, 0),
     "Wishart(1)": (Wishart(1), lambda z: positive(z).unsqueeze(-1), 1),
     "Wishart(2)": (Wishart(2), matrices, None),
-    "beta": (Beta(), lambda z: 0.3 + z, 0),
-    "Dirichlet": (Dirichlet(2), shares, 0),
+    "beta": (ng.Beta(), lambda z: 0.3 + z, 0),
+    "Dirichlet": (ng.Dirichlet(2), shares, 0),
     "directions": (VonMisesFisher(2), directions, 0),
-    "product": (Product((Normal(), 1), (Gamma(), 1)), lambda z: torch.cat([5 + z, positive(z)], -1), 3),
+    "product": (ng.Product((ng.Normal(), 1), (ng.Gamma(), 1)), lambda z: torch.cat([5 + z, positive(z)], -1), 3),
 }
 every = pytest.mark.parametrize("name", CASES)
 

@@ -15,21 +15,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import natgrad as ng
-from natgrad.families import (
-    Bernoulli,
-    Ising,
-    MultivariateNormal,
-    Poisson,
-    dual_gradient,
-    effective_draws,
-    exact_natural_gradient_of_mean,
-    gradient_of_mean,
-    natural_gradient_of_mean,
-)
+from natgrad.families import dual_gradient, effective_draws, gradient_of_mean
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "families.json").read_text(encoding="utf-8"))
-PAIR = MultivariateNormal(2)
-BITS = Bernoulli(2)
+PAIR = ng.MultivariateNormal(2)
+BITS = ng.Bernoulli(2)
 
 
 def tensor(values) -> Tensor:
@@ -53,13 +43,13 @@ def quadrature(mean: Tensor, covariance: Tensor, points: int = 6) -> tuple[Tenso
 @pytest.mark.parametrize("method", ["regression", "fisher", None])
 def test_the_lectures_normal_by_quadrature(d, method):
     """f = sum x_i^3 + x_0 x_{d-1}: the natural gradient in theta is the gradient in eta, and the other way round."""
-    family, case = MultivariateNormal(d), VECTORS[f"gaussian_d{d}"]
+    family, case = ng.MultivariateNormal(d), VECTORS[f"gaussian_d{d}"]
     mean, covariance = tensor(case["inputs"]["mu"]), tensor(case["inputs"]["Sigma"])
     theta = family.from_mean_covariance(mean, covariance)
     x, log_weights = quadrature(mean, covariance)
     f = x.pow(3).sum(1) + x[:, 0] * x[:, -1]
     share = torch.softmax(log_weights, 0)
-    found = natural_gradient_of_mean(family, theta, f, x, method=method, log_weights=log_weights)
+    found = ng.natural_gradient_of_mean(family, theta, f, x, method=method, log_weights=log_weights)
     biased = 1 - share.square().sum() if method == "fisher" else 1  # the estimator takes nodes for draws
     assert_close(found * biased, tensor(case["expected"]["grad_eta_F"]), rtol=1e-9, atol=1e-10)
     plain = gradient_of_mean(family, theta, f, x, log_weights=log_weights, baseline=0.3)
@@ -67,14 +57,14 @@ def test_the_lectures_normal_by_quadrature(d, method):
 
 
 def test_the_lectures_independence_model_exactly():
-    family, case = Ising(2, [(0,), (1,)]), VECTORS["independence_model"]
+    family, case = ng.Ising(2, [(0,), (1,)]), VECTORS["independence_model"]
 
     def f(x: Tensor) -> Tensor:
         return x[:, 0] + 2 * x[:, 1] + 3 * x[:, 0] * x[:, 1]
 
     for point in case["expected"]:
         theta = tensor(point["theta"])
-        found = exact_natural_gradient_of_mean(family, theta, f)
+        found = ng.exact_natural_gradient_of_mean(family, theta, f)
         assert_close(found, tensor(point["grad_eta"]), rtol=1e-10, atol=1e-12)
         assert_close(found, tensor(point["natgrad_theta"]), rtol=1e-10, atol=1e-12)
 
@@ -116,15 +106,15 @@ def test_the_optimal_baseline_has_less_variance():
 
 @pytest.mark.parametrize("method", ["regression", "ridge", "fisher"])
 def test_many_draws_agree_with_the_exact_one(method):
-    family = Ising(3, values=(0, 1))
+    family = ng.Ising(3, values=(0, 1))
     theta = 0.5 * draw(6)
 
     def f(x: Tensor) -> Tensor:
         return x[:, 0] * x[:, 1] * x[:, 2] + x[:, 1]
 
-    exact = exact_natural_gradient_of_mean(family, theta, f)
+    exact = ng.exact_natural_gradient_of_mean(family, theta, f)
     x = family.sample(theta, 40_000, generator=torch.Generator().manual_seed(2))
-    found = natural_gradient_of_mean(family, theta, f(x), x, method=method)
+    found = ng.natural_gradient_of_mean(family, theta, f(x), x, method=method)
     assert_close(found, exact, rtol=0, atol=0.06)
 
 
@@ -132,15 +122,15 @@ def test_earlier_draws_are_reweighted():
     """All outcomes once are draws from theta = 0; reweighted they give every other theta exactly."""
     theta = tensor([0.4, -0.8])
     x, f = BITS.outcomes(theta), tensor([1.0, -2.0, 0.5, 3.0])
-    exact = exact_natural_gradient_of_mean(BITS, theta, f)
+    exact = ng.exact_natural_gradient_of_mean(BITS, theta, f)
     for given in ({"sampled_from": torch.zeros_like(theta)}, {"log_weights": BITS.log_prob(theta, x) + 7}):
-        assert_close(natural_gradient_of_mean(BITS, theta, f, x, method="regression", **given), exact)
+        assert_close(ng.natural_gradient_of_mean(BITS, theta, f, x, method="regression", **given), exact)
     each = torch.zeros(4, 2, dtype=F64)
-    assert_close(natural_gradient_of_mean(BITS, theta, f, x, method="regression", sampled_from=each), exact)
+    assert_close(ng.natural_gradient_of_mean(BITS, theta, f, x, method="regression", sampled_from=each), exact)
     assert_close(effective_draws(torch.zeros(8)), torch.tensor(8.0))
     assert effective_draws(tensor([0.0, -50.0])) < 1.001
     with pytest.raises(ValueError, match="draw anew"):
-        natural_gradient_of_mean(BITS, tensor([30.0, 30.0]), f, x, sampled_from=torch.zeros_like(theta))
+        ng.natural_gradient_of_mean(BITS, tensor([30.0, 30.0]), f, x, sampled_from=torch.zeros_like(theta))
 
 
 def test_several_functions_and_batches():
@@ -148,14 +138,14 @@ def test_several_functions_and_batches():
     x = PAIR.sample(theta, 30, generator=torch.Generator().manual_seed(3))
     f = torch.stack([x.pow(3).sum(-1), x[..., 0], x[..., 1].sin()], dim=-1)
     for method in ("regression", "fisher", "ridge"):
-        found = natural_gradient_of_mean(PAIR, theta, f, x, method=method)
+        found = ng.natural_gradient_of_mean(PAIR, theta, f, x, method=method)
         assert found.shape == (2, 3, 5)
         for i, j in product(range(2), range(3)):
-            one = natural_gradient_of_mean(PAIR, theta[i], f[:, i, j], x[:, i], method=method)
+            one = ng.natural_gradient_of_mean(PAIR, theta[i], f[:, i, j], x[:, i], method=method)
             assert_close(found[i, j], one)
     assert gradient_of_mean(PAIR, theta, f, x, baseline="optimal").shape == (2, 3, 5)
     values = torch.stack([tensor([1.0, 2, 3, 4]), tensor([0.0, 0, 0, 1])], dim=1)
-    exact = exact_natural_gradient_of_mean(BITS, 0.3 * draw(3, 2), values)
+    exact = ng.exact_natural_gradient_of_mean(BITS, 0.3 * draw(3, 2), values)
     assert exact.shape == (3, 2, 2)
 
 
@@ -185,7 +175,7 @@ F = tensor([1.0, 2.0, 3.0, 4.0])
         ),
         (lambda: ng.natural_gradient_of_mean(BITS, ZERO, F, X.unsqueeze(1)), ("draws first",)),
         (lambda: ng.exact_natural_gradient_of_mean(BITS, ZERO, F[:2]), ("(2,)", "(4,)")),
-        (lambda: ng.exact_natural_gradient_of_mean(Poisson(), ZERO, F), ("infinitely many",)),
+        (lambda: ng.exact_natural_gradient_of_mean(ng.Poisson(), ZERO, F), ("infinitely many",)),
         (lambda: dual_gradient(BITS, torch.sum), ("theta=",)),
     ],
 )

@@ -10,15 +10,8 @@ from models import F64, draw
 from torch import Tensor
 from torch.testing import assert_close
 
-from natgrad.families import (
-    DiagonalNormal,
-    FixedCovarianceNormal,
-    FixedMeanNormal,
-    MultivariateNormal,
-    Normal,
-    SparseNormal,
-    SubModel,
-)
+import natgrad as ng
+from natgrad.families import DiagonalNormal, FixedCovarianceNormal, FixedMeanNormal, SparseNormal
 from natgrad.testing import check_operator
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -107,7 +100,7 @@ def lectures_eta(mean: Tensor, sigma: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("d", [1, 2, 3, 4])
 def test_the_lectures_closed_forms(d):
-    family, (mean, sigma) = MultivariateNormal(d), moments(d)
+    family, (mean, sigma) = ng.MultivariateNormal(d), moments(d)
     theta = family.from_mean_covariance(mean, sigma)
     eta = family.expectation(theta)
     first, second = lectures_theta(mean, sigma), lectures_eta(mean, sigma)
@@ -122,10 +115,10 @@ def test_the_lectures_closed_forms(d):
 
 
 def test_the_diagonal_family_is_the_full_one_without_pairs():
-    full, diagonal = MultivariateNormal(3), DiagonalNormal(3)
+    full, diagonal = ng.MultivariateNormal(3), DiagonalNormal(3)
     theta = diagonal.from_mean_std(draw(3), draw(3, seed=4).exp())
     whole = torch.cat([theta, torch.zeros(3, dtype=F64)])
-    part = SubModel(full, range(6), base=tensor([0, 0, 0, -0.5, -0.5, -0.5, 0, 0, 0]))
+    part = ng.SubModel(full, range(6), base=tensor([0, 0, 0, -0.5, -0.5, -0.5, 0, 0, 0]))
     assert_close(diagonal.log_partition(theta), full.log_partition(whole))
     assert_close(diagonal.expectation(theta), full.expectation(whole)[:6])
     assert_close(diagonal.fisher(theta).dense(), part.covariance(theta))
@@ -147,7 +140,7 @@ def test_a_sparse_precision_comes_back(d):
 
 @pytest.mark.parametrize(
     "family",
-    [MultivariateNormal(2), DiagonalNormal(2), SparseNormal(2, []), FixedMeanNormal(torch.zeros(2)), Normal()],
+    [ng.MultivariateNormal(2), DiagonalNormal(2), SparseNormal(2, []), FixedMeanNormal(torch.zeros(2)), ng.Normal()],
     ids=repr,
 )
 def test_single_precision_stays_single(family):
@@ -165,7 +158,7 @@ def test_single_precision_stays_single(family):
     assert_close(family.expectation(theta), family.statistics(x).mean(0), rtol=1e-4, atol=1e-4)
 
 
-FULL, SPARSE = MultivariateNormal(2), SparseNormal(3, [(0, 1)])
+FULL, SPARSE = ng.MultivariateNormal(2), SparseNormal(3, [(0, 1)])
 
 
 @pytest.mark.parametrize(
@@ -189,7 +182,7 @@ FULL, SPARSE = MultivariateNormal(2), SparseNormal(3, [(0, 1)])
         (lambda: FixedCovarianceNormal(torch.ones(2)), ("(2,)", "(d, d)")),
         (lambda: DiagonalNormal(2).natural(tensor([1.0, 0.0, 1.0, 1.0])), ("variances <= 0",)),
         (lambda: DiagonalNormal(2).expectation(torch.ones(4)), ("outside", "negative")),
-        (lambda: Normal().from_mean_std(torch.tensor(0.0), torch.tensor(-1.0)), ("std > 0",)),
+        (lambda: ng.Normal().from_mean_std(torch.tensor(0.0), torch.tensor(-1.0)), ("std > 0",)),
     ],
 )
 def test_errors_name_what_is_wrong(call, words):
@@ -211,7 +204,7 @@ def test_a_covariance_off_the_graph_is_completed():
 
 
 CHAIN_FREE = [0, 1, 2, 3, 4, 5, 6, 8]
-CHAIN = SubModel(MultivariateNormal(3), CHAIN_FREE, base=tensor([0, 0, 0, -0.5, -0.5, -0.5, 0, 0, 0]))
+CHAIN = ng.SubModel(ng.MultivariateNormal(3), CHAIN_FREE, base=tensor([0, 0, 0, -0.5, -0.5, -0.5, 0, 0, 0]))
 
 
 @pytest.mark.parametrize("size", [1.0, 30.0])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_close, build_seeded, draw
+from models import Assembled, assert_close, build_seeded, draw
 from policy_worlds import Walk
 from process_ranks import count_ranks, own_rank, run_ranks
 from torch import Tensor, distributed, nn
@@ -44,15 +44,14 @@ def flat(module: nn.Module) -> Tensor:
 # residuals
 
 
-class Scaled(nn.Module):
+def build_scaled() -> nn.Module:
     """A network that no chain of layers explains."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last, self.scale = nn.Linear(2, 5), nn.Linear(5, 1), nn.Parameter(torch.ones(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last((self.first(x) * self.scale).tanh() + self.first(x).sin())
+    return Assembled(
+        lambda m, x: m.last((m.first(x) * m.scale).tanh() + m.first(x).sin()),
+        first=nn.Linear(2, 5),
+        last=nn.Linear(5, 1),
+        scale=nn.Parameter(torch.ones(5)),
+    )
 
 
 def chain() -> nn.Module:
@@ -82,7 +81,7 @@ WEIGHED: dict[str, Any] = {"point_weights": {"inside": Causal(0.3), "edge": Wher
 RESIDUALS: dict[str, Callable[[], Any]] = {
     "residuals": lambda: solve_residuals(chain),
     "residuals by layers": lambda: solve_residuals(chain, written=0),
-    "residuals of a net that is no chain": lambda: solve_residuals(Scaled),
+    "residuals of a net that is no chain": lambda: solve_residuals(build_scaled),
     "residuals with weighted points": lambda: solve_residuals(chain, **WEIGHED),
     "residuals by products": lambda: solve_residuals(chain, solver=ng.CG(rtol=1e-13, max_steps=400)),
 }

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import draw, mlp
-from optim_models import CE, Interrupt, X, Y, net
+from optim_models import CE, Closure, Interrupt, X, Y, net
 from policy_worlds import Bandit
 from torch import Tensor, nn
 
@@ -132,11 +132,7 @@ def train_network(recipe: Any, **how: Any) -> Callable[[], Any]:
     model = net()
     opt = recipe(model, CE, **how)
 
-    def closure() -> Tensor:
-        opt.zero_grad()
-        loss = opt.loss(model(X), Y)
-        loss.backward()
-        return loss
+    closure = Closure(opt, lambda: opt.loss(model(X), Y))
 
     return lambda: opt.step(closure)
 

@@ -8,21 +8,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from natgrad.families import (
-    Bernoulli,
-    Categorical,
-    DiagonalNormal,
-    Exponential,
-    FixedCovarianceNormal,
-    FixedMeanNormal,
-    Gamma,
-    Ising,
-    Multinomial,
-    MultivariateNormal,
-    Poisson,
-    Product,
-    SubModel,
-)
+import natgrad as ng
+from natgrad.families import DiagonalNormal, FixedCovarianceNormal, FixedMeanNormal
 from natgrad.geometry import (
     Bits,
     Descent,
@@ -59,11 +46,11 @@ def normals(d):
 
 
 def thetas(d, seed):
-    return MultivariateNormal(d).from_mean_covariance(draws(3, d, seed=seed), spd(3, d=d, seed=seed + 1))
+    return ng.MultivariateNormal(d).from_mean_covariance(draws(3, d, seed=seed), spd(3, d=d, seed=seed + 1))
 
 
-PAIR = Product((Exponential(), 1), (MultivariateNormal(1), 1))
-FIELD = Ising(2)
+PAIR = ng.Product((ng.Exponential(), 1), (ng.MultivariateNormal(1), 1))
+FIELD = ng.Ising(2)
 CASES = {
     "rates": (Rates(), draws(3, 2).exp(), draws(3, 2, seed=1).exp()),
     "scales": (Scales(2.5), draws(3, 2).exp(), draws(3, 2, seed=1).exp()),
@@ -79,30 +66,34 @@ CASES = {
         torch.cat([draws(3, 2).exp(), spd(3, seed=1).flatten(-2)], -1),
         torch.cat([draws(3, 2, seed=1).exp(), spd(3, seed=2).flatten(-2)], -1),
     ),
-    "theta of normals in 1": (fisher_rao(MultivariateNormal(1)), thetas(1, 1), thetas(1, 3)),
-    "theta of normals in 2": (fisher_rao(MultivariateNormal(2)), thetas(2, 1), thetas(2, 3)),
+    "theta of normals in 1": (fisher_rao(ng.MultivariateNormal(1)), thetas(1, 1), thetas(1, 3)),
+    "theta of normals in 2": (fisher_rao(ng.MultivariateNormal(2)), thetas(2, 1), thetas(2, 3)),
     "theta of a product": (
         fisher_rao(PAIR),
         *(torch.cat([-draws(3, 1, seed=s).exp(), thetas(1, s)], -1) for s in (1, 3)),
     ),
-    "theta of independent spins": (fisher_rao(Ising(2, [(0,), (1,)])), draws(3, 2), draws(3, 2, seed=1)),
-    "theta of bits": (fisher_rao(Bernoulli(2)), 3 * draws(3, 2), 3 * draws(3, 2, seed=1)),
-    "theta of counts": (fisher_rao(Poisson(2)), draws(3, 2), draws(3, 2, seed=1)),
-    "theta of classes": (fisher_rao(Categorical(4)), draws(3, 4), draws(3, 4, seed=1)),
-    "theta of draws": (fisher_rao(Multinomial(5, 3)), draws(3, 3), draws(3, 3, seed=1)),
-    "theta of classes, one held": (fisher_rao(SubModel(Categorical(3), [0, 2])), draws(3, 2), draws(3, 2, seed=1)),
+    "theta of independent spins": (fisher_rao(ng.Ising(2, [(0,), (1,)])), draws(3, 2), draws(3, 2, seed=1)),
+    "theta of bits": (fisher_rao(ng.Bernoulli(2)), 3 * draws(3, 2), 3 * draws(3, 2, seed=1)),
+    "theta of counts": (fisher_rao(ng.Poisson(2)), draws(3, 2), draws(3, 2, seed=1)),
+    "theta of classes": (fisher_rao(ng.Categorical(4)), draws(3, 4), draws(3, 4, seed=1)),
+    "theta of draws": (fisher_rao(ng.Multinomial(5, 3)), draws(3, 3), draws(3, 3, seed=1)),
+    "theta of classes, one held": (
+        fisher_rao(ng.SubModel(ng.Categorical(3), [0, 2])),
+        draws(3, 2),
+        draws(3, 2, seed=1),
+    ),
     "theta of independent normals": (
         fisher_rao(DiagonalNormal(2)),
         *(torch.cat([draws(3, 2, seed=s), -draws(3, 2, seed=s + 1).exp()], -1) for s in (0, 5)),
     ),
     "theta of a known mean": (
         fisher_rao(FixedMeanNormal(torch.zeros(2).double())),
-        *(MultivariateNormal(2).pack(-spd(3, seed=s) / 2) for s in (1, 2)),
+        *(ng.MultivariateNormal(2).pack(-spd(3, seed=s) / 2) for s in (1, 2)),
     ),
     "theta of a known covariance": (fisher_rao(FixedCovarianceNormal(spd())), draws(3, 2), draws(3, 2, seed=1)),
     "equations of a field": (NaturalParameters(FIELD), 0.4 * draws(3, 3), 0.4 * draws(3, 3, seed=1)),
     "equations of gamma": (
-        NaturalParameters(Gamma()),
+        NaturalParameters(ng.Gamma()),
         *(torch.stack([1 + draws(3, seed=s).sigmoid(), -2 - draws(3, seed=s + 1).sigmoid()], -1) for s in (0, 5)),
     ),
 }
@@ -202,16 +193,16 @@ def test_distances_have_gradients(case):
 
 
 PAIRS = {
-    "half plane": (MultivariateNormal(1), thetas(1, 1), thetas(1, 3)),
-    "normals": (MultivariateNormal(2), thetas(2, 1), thetas(2, 3)),
-    "exponential": (Exponential(), -draws(3, 1).exp(), -draws(3, 1, seed=1).exp()),
-    "independent": (Ising(2, [(0,), (1,)]), draws(3, 2), draws(3, 2, seed=1)),
-    "counts": (Poisson(1), draws(3, 1), draws(3, 1, seed=1)),
-    "classes": (SubModel(Categorical(3), [0, 2]), draws(3, 2), draws(3, 2, seed=1)),
+    "half plane": (ng.MultivariateNormal(1), thetas(1, 1), thetas(1, 3)),
+    "normals": (ng.MultivariateNormal(2), thetas(2, 1), thetas(2, 3)),
+    "exponential": (ng.Exponential(), -draws(3, 1).exp(), -draws(3, 1, seed=1).exp()),
+    "independent": (ng.Ising(2, [(0,), (1,)]), draws(3, 2), draws(3, 2, seed=1)),
+    "counts": (ng.Poisson(1), draws(3, 1), draws(3, 1, seed=1)),
+    "classes": (ng.SubModel(ng.Categorical(3), [0, 2]), draws(3, 2), draws(3, 2, seed=1)),
     "deviation": (DiagonalNormal(1), thetas(1, 1), thetas(1, 3)),
     "known mean": (
         FixedMeanNormal(torch.zeros(2).double()),
-        *(MultivariateNormal(2).pack(-spd(3, seed=s) / 2) for s in (1, 2)),
+        *(ng.MultivariateNormal(2).pack(-spd(3, seed=s) / 2) for s in (1, 2)),
     ),
     "known covariance": (FixedCovarianceNormal(spd()), draws(3, 2), draws(3, 2, seed=1)),
 }
@@ -249,13 +240,13 @@ def test_known_distances():
 
 
 KNOWN = {
-    "bits": (Bernoulli(2), Bits(), lambda theta: theta.sigmoid()),
-    "spins": (Ising(2, [(0,), (1,)]), Bits(), lambda theta: (2 * theta).sigmoid()),
-    "counts": (Poisson(3), Rates(), lambda theta: theta.exp()),
-    "classes": (Categorical(3), Simplex(), lambda theta: theta.softmax(-1)),
-    "draws": (Multinomial(7, 3), Simplex(7), lambda theta: theta.softmax(-1)),
+    "bits": (ng.Bernoulli(2), Bits(), lambda theta: theta.sigmoid()),
+    "spins": (ng.Ising(2, [(0,), (1,)]), Bits(), lambda theta: (2 * theta).sigmoid()),
+    "counts": (ng.Poisson(3), Rates(), lambda theta: theta.exp()),
+    "classes": (ng.Categorical(3), Simplex(), lambda theta: theta.softmax(-1)),
+    "draws": (ng.Multinomial(7, 3), Simplex(7), lambda theta: theta.softmax(-1)),
     "one held": (
-        SubModel(Categorical(3), [1, 2]),
+        ng.SubModel(ng.Categorical(3), [1, 2]),
         Simplex(),
         lambda theta: torch.nn.functional.pad(theta, (1, 0)).softmax(-1),
     ),
@@ -282,17 +273,17 @@ def test_logits_lose_no_digits_where_probabilities_are_one():
     """At logits of 60, sqrt p is 1 - 4e-27: the arc to the edge is 2 exp(-30)."""
     theta, other = (torch.tensor([x, -x], dtype=torch.float64) for x in (60.0, 62.0))
     arc = 2 * (math.exp(-30) - math.exp(-31)) * math.sqrt(2)
-    manifold = fisher_rao(Bernoulli())
+    manifold = fisher_rao(ng.Bernoulli())
     assert_close(float(manifold.distance(theta, other)), arc, rtol=1e-12, atol=0)
     assert_close(manifold.exp(theta, manifold.log(theta, other)), other, rtol=1e-12, atol=0)
-    classes = fisher_rao(Categorical(2))
+    classes = fisher_rao(ng.Categorical(2))
     assert_close(float(classes.distance(theta / 2, other / 2)), arc / math.sqrt(2), rtol=1e-12, atol=0)
     assert_close(classes.exp(theta / 2, classes.log(theta / 2, other / 2)), other / 2, rtol=1e-12, atol=0)
 
 
 def test_geodesics_that_leave_the_domain_are_nan_and_the_others_are_not():
     """A count's edge, the log rate of minus infinity, is 2 from a rate of one."""
-    manifold = NaturalParameters(Poisson(1))
+    manifold = NaturalParameters(ng.Poisson(1))
     theta = torch.zeros(2, 1, dtype=torch.float64)
     end = manifold.exp(theta, torch.tensor([[-3.0], [0.5]], dtype=torch.float64))
     assert bool(torch.isnan(end[0]).all())

@@ -13,19 +13,7 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad import flows
-from natgrad.families import (
-    Categorical,
-    Expectation,
-    FixedCovarianceNormal,
-    FixedMeanNormal,
-    Gamma,
-    Ising,
-    MeanCovariance,
-    MultivariateNormal,
-    Natural,
-    SubModel,
-    natural_gradient_of_mean,
-)
+from natgrad.families import Expectation, FixedCovarianceNormal, FixedMeanNormal, MeanCovariance, Natural
 from natgrad.families.mean_gradient import solve_least_norm
 from natgrad.geometry import Location, Normals, PositiveDefinite, Wasserstein, e_projection, fisher_rao, tilt
 from natgrad.geometry.fisher_rao import NaturalParameters
@@ -58,11 +46,11 @@ MATRICES = {
 SOUND = torch.tensor([[2.0, 0.3], [0.3, 1.0]], dtype=F64)
 U = torch.tensor([[0.3, -0.2], [-0.2, 0.5]], dtype=F64)
 MEAN = torch.tensor([1.0, -2.0], dtype=F64)
-CONE, NORMALS, BURES, PLANE = PositiveDefinite(), Normals(2), Wasserstein(2), MultivariateNormal(2)
+CONE, NORMALS, BURES, PLANE = PositiveDefinite(), Normals(2), Wasserstein(2), ng.MultivariateNormal(2)
 THETA = fisher_rao(PLANE)
-BITS = Ising(3)
+BITS = ng.Ising(3)
 WHOLE = torch.tensor([0.2, -0.1, 0.3, 0.5, -0.4, 0.1], dtype=F64)
-CLASSES = Categorical(3)  # three logits for two degrees of freedom: the Fisher matrix is singular everywhere
+CLASSES = ng.Categorical(3)  # three logits for two degrees of freedom: the Fisher matrix is singular everywhere
 LOGITS = torch.tensor([0.1, 0.5, -0.2], dtype=F64)
 
 
@@ -145,16 +133,16 @@ RUNS: dict[str, Callable[[Tensor], Any]] = {
 }
 FIXED: dict[str, Callable[[], Any]] = {
     "e-projection from the edge": lambda: e_projection(
-        SubModel(BITS, [0, 1, 3]), WHOLE, torch.tensor([400.0, 400.0, 400.0], dtype=F64)
+        ng.SubModel(BITS, [0, 1, 3]), WHOLE, torch.tensor([400.0, 400.0, 400.0], dtype=F64)
     ),
     "tilt to the edge": lambda: tilt(BITS, WHOLE, [0, 1], torch.tensor([1.0, 1.0], dtype=F64)),
     "natural gradient of too many logits": lambda: NaturalParameters(CLASSES).natural(LOGITS, LOGITS),
     "natural gradient in coordinates": lambda: Natural(CLASSES).natural_gradient(LOGITS, LOGITS),
-    "natural gradient of a mean": lambda: natural_gradient_of_mean(
+    "natural gradient of a mean": lambda: ng.natural_gradient_of_mean(
         CLASSES, LOGITS, draw(6), torch.tensor([0, 1, 2, 0, 1, 2]), method="fisher"
     ),
     "Fisher matrix in expectations": lambda: Expectation(BITS).fisher(torch.full((6,), 1.0, dtype=F64)).dense(),
-    "expectations at the edge": lambda: Gamma().natural(torch.tensor([0.0, 1.0], dtype=F64)),
+    "expectations at the edge": lambda: ng.Gamma().natural(torch.tensor([0.0, 1.0], dtype=F64)),
     "edge of bits": lambda: BITS.natural(torch.tensor([1.0, 0.5, 0.5, 0.5, 0.5, 0.25], dtype=F64)),
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 from helmholtz_models import BITS, KINDS, data, machine, tensor
 from models import F64, assert_close
+from optim_models import pass_through_file
 from torch import Tensor
 
 import natgrad as ng
@@ -168,10 +168,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(name):
     part = trainers(second)[name]
     for _ in range(5):
         part.step(x)
-    file = io.BytesIO()
-    torch.save({"machine": second.state_dict(), "trainer": part.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    saved = pass_through_file({"machine": second.state_dict(), "trainer": part.state_dict()})
     third = ng.HelmholtzMachine([12, 3, 2])
     third.load_state_dict(saved["machine"])
     resumed = trainers(third)[name]

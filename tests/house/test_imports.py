@@ -15,30 +15,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("natgrad", "lab/natgrad_lab", "benchmarks", "docs", "examples")
 # Packages that an installation for users or for the tests may lack.
-OPTIONAL = frozenset(
-    (
-        "blackjax",
-        "cma",
-        "cmaes",
-        "cocoex",
-        "dask",
-        "gpytorch",
-        "gymnasium",
-        "ioh",
-        "jax",
-        "lightning",
-        "linear_operator",
-        "matplotlib",
-        "mpi4py",
-        "optax",
-        "pytorch_lightning",
-        "pytorch_optimizer",
-        "ray",
-        "sb3_contrib",
-        "scipy",
-        "stable_baselines3",
-        "transformers",
-    )
+OPTIONAL = re.compile(
+    "blackjax|cma|cmaes|cocoex|dask|gpytorch|gymnasium|ioh|jax|lightning|linear_operator|matplotlib|mpi4py|optax|"
+    "pytorch_lightning|pytorch_optimizer|ray|sb3_contrib|scipy|stable_baselines3|transformers"
 )
 LATE = {
     "lab/natgrad_lab/cli.py": "the command says that it loads, and what is missing, before it loads PyTorch",
@@ -47,14 +26,8 @@ LATE = {
     "natgrad/ground/whole_tensors.py": "the same",
     "natgrad/policy/scalar_log.py": "torch's writer imports tensorboard, which few need",
 }
-NEEDY = {
-    "search",
-    "search_bbob",
-    "search_coco",
-    "search_costs",
-    "search_noise",
-    "policy",
-}  # of benchmarks: they import optional packages at the top
+# of benchmarks: they import optional packages at the top
+NEEDY = re.compile("search(_bbob|_coco|_costs|_noise)?|policy")
 
 
 def find_late_imports(source: str) -> Iterator[str]:
@@ -76,7 +49,7 @@ def find_late_imports(source: str) -> Iterator[str]:
 def may_be_late(module: str) -> bool:
     """True for what an installation may lack."""
     package, _, rest = module.partition(".")
-    return package in OPTIONAL or (package == "benchmarks" and rest in NEEDY)
+    return bool(OPTIONAL.fullmatch(package) or (package == "benchmarks" and NEEDY.fullmatch(rest)))
 
 
 def test_imports_stand_at_the_top():

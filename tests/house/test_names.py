@@ -1,7 +1,4 @@
-"""A search for a name finds one thing: folders share public names, a class has one home, a function is a verb.
-
-The numbers are how many do not yet: lower one when you can, never raise it.
-"""
+"""A search for a name finds one thing: folders share public names, a class has one home, a function is a verb."""
 
 from __future__ import annotations
 
@@ -15,9 +12,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HIDDEN_IMPORTS = 0  # names that a folder takes from another one, which does not list them in its `__all__`
-NAMESAKES = 0  # names of classes that are defined twice, in one package or in two
-PARTICIPLES = 0  # functions named `merged`, `told`, ...: say what is merged into what, with a verb
 PACKAGES = ("natgrad", "lab/natgrad_lab", "benchmarks")  # one search runs over all of them
 TESTS = (
     "tests",
@@ -89,19 +83,16 @@ PUBLIC: dict[str, set[str]] = {
 
 
 def test_folders_share_what_they_list():
-    found = sorted(set(hidden_imports(TREES, PUBLIC)))
-    assert len(found) <= HIDDEN_IMPORTS, f"{len(found)} names: {found}"
+    assert sorted(set(hidden_imports(TREES, PUBLIC))) == []
 
 
 def test_a_class_has_one_home():
-    found = sorted(namesakes(read_sources(*PACKAGES)))
-    assert len(found) <= NAMESAKES, f"{len(found)} names: {found}"
+    assert sorted(namesakes(read_sources(*PACKAGES))) == []
 
 
 @pytest.mark.parametrize("folder", [*PACKAGES, *TESTS])
 def test_functions_are_verbs(folder: str):
-    found = participles(read_sources(folder))
-    assert len(found) <= PARTICIPLES, f"{len(found)} names: {found}"
+    assert participles(read_sources(folder)) == []
 
 
 # The checker itself.

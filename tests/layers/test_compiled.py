@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from engine_state import change_state, record_readings
-from models import CASES, Case, assert_close, build_seeded
-from optim_models import CE, X, Y, dropout_net, flat, flat_gradient, net
-from torch import Tensor, nn
+from models import CASES, Assembled, Case, assert_close, build_seeded
+from optim_models import CE, X, Y, dropout_net, flat, flat_gradient, iterate, net
+from torch import nn
 
 import natgrad as ng
 from natgrad.optim.reading import Reading
@@ -37,14 +37,6 @@ def fresh() -> Iterator[None]:
 def compile_quickly(model: nn.Module, backend: Any = "aot_eager") -> Any:
     """Traced and differentiated ahead of time, without the slow last part of the compiler."""
     return torch.compile(model, backend=backend, fullgraph=True)
-
-
-def iterate(opt: Any, model: Any, x: Any = X, y: Any = Y) -> Tensor:
-    opt.zero_grad()
-    loss = opt.loss(model(x), y)
-    loss.backward()
-    opt.step()
-    return loss.detach()
 
 
 def reading(opt: Any, model: Any, inputs: Any, targets: Any) -> Reading:
@@ -143,17 +135,13 @@ def test_an_infinite_first_batch_does_no_harm():
 
 
 def test_a_graph_that_went_backward_for_another_loss_first_is_replayed():
-    class Donating(nn.Module):
+    def build_donating() -> nn.Module:
         """An activation between that the backward keeps, which the compiler may give away."""
+        return Assembled(
+            lambda m, x: m.net(x).exp().log(), net=nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Linear(4, 3))
+        )
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Linear(4, 3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x).exp().log()
-
-    model, plain = build_seeded(Donating), build_seeded(Donating)
+    model, plain = build_seeded(build_donating), build_seeded(build_donating)
     called = compile_quickly(model)
     opt = ng.kfac(called, CE, estimate=EXACT)
     CE(called(X), Y).backward()

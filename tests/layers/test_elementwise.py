@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from engine_state import kept_of
+from models import Assembled
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -70,17 +71,14 @@ def test_nothing_is_said_of_other_uses(name: str):
 
 
 def test_an_optimizer_takes_the_exact_squares():
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.place, self.head = nn.Parameter(torch.zeros(T, D)), nn.Linear(D, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head((x + self.place).tanh().mean(1))
 
     torch.manual_seed(0)
     x, y = torch.randn(40, T, D), torch.randint(2, (40,))  # more examples than groups of them
-    net = Net()
+    net = Assembled(
+        lambda m, x: m.head((x + m.place).tanh().mean(1)),
+        place=nn.Parameter(torch.zeros(T, D)),
+        head=nn.Linear(D, 2),
+    )
     opt = ng.kfac(net, nn.CrossEntropyLoss(), estimate=ng.ExactLabels())
     logits = net(x)
     opt.loss(logits, y)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from engine_state import blocks_of, metric_of
-from models import F64, assert_close, build_seeded, draw, reference_jacobian
+from models import F64, Assembled, assert_close, build_seeded, draw, reference_jacobian
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -62,15 +62,13 @@ class Turned(nn.Module):
         return self.after(inside.transpose(0, 1))
 
 
-class Flattened(nn.Module):
+def build_flattened() -> nn.Module:
     """Positions and examples as one dimension within, (t b, d)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.mix = nn.Linear(E, E), Running(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mix(torch.tanh(self.inner(x.flatten(0, 1))).view(x.shape))
+    return Assembled(
+        lambda m, x: m.mix(torch.tanh(m.inner(x.flatten(0, 1))).view(x.shape)),
+        inner=nn.Linear(E, E),
+        mix=Running(False),
+    )
 
 
 def encoder(first: bool) -> nn.Module:
@@ -90,7 +88,7 @@ MODELS = {
     "pooled, examples second": lambda: Head(encoder(False), False, pool=True),
     "pooled, examples first": lambda: Head(encoder(True), True, pool=True),
     "turned": lambda: Head(Turned(), True),
-    "flattened": lambda: Head(Flattened(), False),
+    "flattened": lambda: Head(build_flattened(), False),
 }
 SIZES = [(2, 3), (3, 3), (3, 2)]  # also as many positions as examples
 
@@ -197,15 +195,9 @@ class Graph(nn.Module):
         return self.out(edges @ torch.tanh(self.inner(x)))
 
 
-class Compared(nn.Module):
+def build_compared() -> nn.Module:
     """Rows whose features are measured against the batch's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.out = nn.Linear(E, E), nn.Linear(E, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.inner(x).softmax(0))
+    return Assembled(lambda m, x: m.out(m.inner(x).softmax(0)), inner=nn.Linear(E, E), out=nn.Linear(E, 3))
 
 
 class Exchanged(nn.Module):
@@ -221,7 +213,7 @@ class Exchanged(nn.Module):
 
 MEETING = {
     "graph": (Graph, (4,)),
-    "compared": (Compared, (4,)),
+    "compared": (build_compared, (4,)),
     **{f"{name}, first": (lambda build=build: Head(build(True), True), (2, 3)) for name, build in BODIES.items()},
     **{f"{name}, second": (lambda build=build: Head(build(False), False), (3, 2)) for name, build in BODIES.items()},
     "square": (lambda: Head(SelfAttention(False), False), (2, 2)),
@@ -307,23 +299,21 @@ def test_a_second_use_that_was_hidden_at_first_is_found(structure, gate, bias):
 # parameters without a layer
 
 
-class Bare(nn.Module):
+def build_bare() -> nn.Module:
     """Weights, gains and shifts that no layer holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(0.3 * torch.randn(E, 2, E))
-        self.gain, self.shift = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.randn(E))
-        self.out = nn.Linear(E, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.tanh(torch.einsum("...i,oki->...o", x, self.w) * self.gain.exp() + self.shift))
+    return Assembled(
+        lambda m, x: m.out(torch.tanh(torch.einsum("...i,oki->...o", x, m.w) * m.gain.exp() + m.shift)),
+        w=nn.Parameter(0.3 * torch.randn(E, 2, E)),
+        gain=nn.Parameter(torch.tensor(0.3)),
+        shift=nn.Parameter(torch.randn(E)),
+        out=nn.Linear(E, 3),
+    )
 
 
 @pytest.mark.parametrize("structure", [ng.Kronecker, ng.Diagonal, ng.OnlineLowRank])
 @pytest.mark.parametrize("shape", [(1, E), (5, E), (40, E), (3, 2, E)])
 def test_parameters_without_a_layer_get_the_diagonal_over_examples(structure, shape):
-    model, x = build_seeded(Bare), draw(*shape, seed=4)
+    model, x = build_seeded(build_bare), draw(*shape, seed=4)
     count = sum(p.numel() for name, p in model.named_parameters() if not name.startswith("out"))
     expected = definition(model, nn.MSELoss(), x).diagonal()[:count]
     assert_close(read_diagonal(model, structure(estimate=ExactLabels()), x)[:count], expected, 1e-10)

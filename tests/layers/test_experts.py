@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from engine_state import blocks_of, metric_of
-from models import F64, assert_close, draw
-from optim_models import CE, deep, flat
-from pass_readings import iterate
+from models import F64, Assembled, assert_close, draw
+from optim_models import CE, deep, flat, iterate
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -165,16 +164,8 @@ def test_an_expert_without_tokens_stays_finite():
     ],
 )
 def test_what_is_no_such_product_keeps_the_diagonal(way: Any):
-    class Other(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = nn.Parameter(torch.randn(EXPERTS, IN, 3))
 
-        def forward(self, x: Tensor) -> Tensor:
-            """(b, IN) -> (b, 3)."""
-            return way(x, self.experts)
-
-    model = Other().double()
+    model = Assembled(lambda m, x: way(x, m.experts), experts=nn.Parameter(torch.randn(EXPERTS, IN, 3))).double()
     opt = ng.kfac(model, CE)
     iterate(opt, model, X, LABELS)
     assert [row.structure for row in opt.report()] == ["Diagonal"]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from models import CASES, F64, assert_close, draw
-from optim_models import CE, X, Y, deep, flat, net, same
-from torch import Tensor, nn
+from optim_models import CE, deep, flat, iterate, net, pass_through_file, same
+from torch import Tensor
 
 import natgrad as ng
 from natgrad.ground.linalg import KroneckerEigen
@@ -177,14 +176,6 @@ def basis_of(part: Tiled) -> Tensor:
 # the optimizer
 
 
-def iterate(opt: Any, model: nn.Module, x: Any = X, y: Any = Y) -> float:
-    opt.zero_grad()
-    loss = opt.loss(model(x), y)
-    loss.backward()
-    opt.step()
-    return float(loss.detach())
-
-
 STRUCTURES = [
     ng.Kronecker(0.9, largest=2, factored=True),
     ng.EigenKronecker(0.9, largest=2, stale=0.5),
@@ -200,10 +191,7 @@ def test_an_optimizer_trains_reports_and_resumes_with_cut_factors(structure: Any
     assert opt.state_report().failures == 0
     kinds = {row.parameter: row.structure for row in opt.report()}
     assert "left in 2 blocks, right in 2 blocks" in kinds["0.weight"]
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    saved = pass_through_file({"model": model.state_dict(), "opt": opt.state_dict()})
     twin.load_state_dict(saved["model"])
     other.load_state_dict(saved["opt"])
     for _ in range(4):

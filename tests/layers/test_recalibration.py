@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import draw
+from models import Assembled, draw
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -115,15 +115,10 @@ def test_batches_of_any_kind():
     expected = build()
     ng.recalibrate(expected, BATCHES)
 
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = build()
+    def build_named() -> nn.Module:
+        return Assembled(lambda m, images: m.net(images), net=build())
 
-        def forward(self, images: Tensor) -> Tensor:
-            return self.net(images)
-
-    pairs, lists, named, own, few = build(), build(), Named(), build(), build()
+    pairs, lists, named, own, few = build(), build(), build_named(), build(), build()
     ng.recalibrate(pairs, ((x, torch.zeros(len(x))) for x in BATCHES))
     ng.recalibrate(lists, [[x] for x in BATCHES])
     ng.recalibrate(named, [{"images": x} for x in BATCHES])
@@ -135,16 +130,11 @@ def test_batches_of_any_kind():
 
 
 def test_norms_that_are_not_called_are_named():
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.used(x)
+    def build_half() -> nn.Module:
+        return Assembled(lambda m, x: m.used(x), used=nn.BatchNorm1d(2), unused=nn.BatchNorm1d(2))
 
     with pytest.warns(UserWarning, match=r"\['unused'\] were not called"):
-        ng.recalibrate(Half(), [torch.randn(4, 2)])
+        ng.recalibrate(build_half(), [torch.randn(4, 2)])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ng.recalibrate(nn.Sequential(nn.BatchNorm1d(2)), [torch.randn(4, 2)])

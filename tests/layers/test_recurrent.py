@@ -11,8 +11,8 @@ import pytest
 import torch
 from layer_blocks import assert_blocks
 from models import Case, assert_close, draw, reference_metric
-from optim_models import CE
-from pass_readings import iterate, readings
+from optim_models import CE, iterate
+from pass_readings import readings
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from layer_blocks import assert_blocks
 from models import Case, assert_close, draw, reference_metric
-from optim_models import CE
-from pass_readings import iterate
+from optim_models import CE, iterate
 from torch import Tensor, nn
 
 import natgrad as ng

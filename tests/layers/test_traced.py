@@ -10,9 +10,9 @@ import torch
 from engine_state import kept_of, state_of
 from layer_blocks import assert_blocks, place
 from models import CASES as ALL_CASES
-from models import TOKENS, Case, assert_close, draw, reference_metric
-from optim_models import CE, deep, flat, same
-from pass_readings import iterate, readings
+from models import TOKENS, Assembled, Case, assert_close, draw, reference_metric
+from optim_models import CE, deep, flat, iterate, same
+from pass_readings import readings
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -86,16 +86,11 @@ class Bare(nn.Module):
         return functional.linear(torch.tanh(functional.linear(x, right)), right.mT) + functional.linear(x, left)
 
 
-class TiedCode(nn.Module):
+def build_tied_code() -> nn.Module:
     """An autoencoder with one matrix, W^T tanh(W x)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.code = nn.Linear(E, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, t, E) -> (b, E)."""
-        return functional.linear(torch.tanh(self.code(x)), self.code.weight.mT).mean(1)
+    return Assembled(
+        lambda m, x: functional.linear(torch.tanh(m.code(x)), m.code.weight.mT).mean(1), code=nn.Linear(E, 2)
+    )
 
 
 class Recurrent(nn.Module):
@@ -142,7 +137,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "lstm, two layers": lambda: Recurrent(nn.LSTM, num_layers=2),
     "lstm, projected": lambda: Recurrent(nn.LSTM, proj_size=1, batch_first=True),
     "gru, both ways": lambda: Recurrent(nn.GRU, bidirectional=True, batch_first=True),
-    "tied code": TiedCode,
+    "tied code": build_tied_code,
     "cells": lambda: Cells(nn.RNNCell),
     "lstm cells": lambda: Cells(nn.LSTMCell),
     "gru cells": lambda: Cells(nn.GRUCell),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import F64, assert_close, draw
+from models import F64, Assembled, assert_close, draw
 from torch import Tensor, nn
 from torch.func import functional_call, hessian
 
@@ -55,24 +55,18 @@ def test_it_stays_at_its_point_and_is_zero_where_the_loss_is_linear():
 
 
 def test_recurrent_and_attention_layers_have_one():
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.out = nn.Linear(3, 3), nn.Linear(3, 2)
+    def build_attention() -> nn.Module:
+        return Assembled(
+            lambda m, x: m.out(nn.functional.scaled_dot_product_attention(m.q(x), x, x)).mean(1),
+            q=nn.Linear(3, 3),
+            out=nn.Linear(3, 2),
+        )
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(nn.functional.scaled_dot_product_attention(self.q(x), x, x)).mean(1)
-
-    class Last(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = nn.LSTM(3, 2, batch_first=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.lstm(x)[0][:, -1]
+    def build_last() -> nn.Module:
+        return Assembled(lambda m, x: m.lstm(x)[0][:, -1], lstm=nn.LSTM(3, 2, batch_first=True))
 
     x = draw(4, 5, 3)
-    for model in (Attention().double(), Last().double()):
+    for model in (build_attention().double(), build_last().double()):
         H = ng.hessian(model, nn.MSELoss()).at(ng.trainable(model), (x, T[:4]))
         v, step = draw(H.size), 1e-5
         space = ng.Space(ng.trainable(model))

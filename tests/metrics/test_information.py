@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from optim_models import Closure
 from torch import Tensor, distributions, nn
 from torch.testing import assert_close
 
@@ -172,11 +173,7 @@ def test_natural_gradient_takes_the_metric_of_a_function() -> None:
     p = {name: value.clone().requires_grad_() for name, value in WEIGHTS.items()}
     opt = ng.NaturalGradient(p, ng.fisher(logistic, p), damping=0.0)
 
-    def closure() -> Tensor:
-        opt.zero_grad()
-        loss = -logistic(p, X).log_prob(BITS).mean()
-        loss.backward()
-        return loss
+    closure = Closure(opt, lambda: -logistic(p, X).log_prob(BITS).mean())
 
     opt.observe((X, BITS))
     before = closure()

@@ -13,6 +13,7 @@ from models import (
     CASES,
     F64,
     X3,
+    Assembled,
     Tied,
     affine,
     assert_close,
@@ -23,22 +24,13 @@ from models import (
 )
 from torch import Tensor, nn
 
-from natgrad.families import (
-    Bernoulli,
-    Categorical,
-    Entrywise,
-    Gaussian,
-    Heads,
-    HeteroscedasticGaussian,
-    Likelihood,
-    Poisson,
-    as_criterion,
-)
+import natgrad as ng
+from natgrad.families import Entrywise, as_criterion
 from natgrad.ground.pure import Call
 from natgrad.ground.spaces import Space, trainable
 from natgrad.metrics import covariance, divergence, empirical_fisher, fisher, gauss_newton, kl, sampled_fisher
 from natgrad.solvers import Direct
-from natgrad.testing import check_metric
+from natgrad.testing import check_metric, check_operator
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -51,7 +43,7 @@ def test_every_model_has_a_sound_fisher(name):
 
 
 def label_expectation(
-    model: Any, params: dict[str, Tensor], x: Tensor, family: Likelihood, labels: list[Tensor]
+    model: Any, params: dict[str, Tensor], x: Tensor, family: ng.Likelihood, labels: list[Tensor]
 ) -> Tensor:
     """mean over x of sum_t p(t|x) g g^T, g the gradient of log p(t|x), one example and one label at a time."""
     size = Space(params).size
@@ -63,9 +55,9 @@ def label_expectation(
     return total
 
 
-LABELS: dict[str, tuple[Likelihood, list[Tensor]]] = {
-    "Categorical": (Categorical(), [torch.tensor([c]) for c in range(3)]),
-    "Bernoulli": (Bernoulli(), [torch.tensor([bits], dtype=F64) for bits in itertools.product((0, 1), repeat=3)]),
+LABELS: dict[str, tuple[ng.Likelihood, list[Tensor]]] = {
+    "Categorical": (ng.Categorical(), [torch.tensor([c]) for c in range(3)]),
+    "Bernoulli": (ng.Bernoulli(), [torch.tensor([bits], dtype=F64) for bits in itertools.product((0, 1), repeat=3)]),
 }
 
 
@@ -88,21 +80,21 @@ def test_gaussian_fisher_is_that_of_quadrature():
     for x in X3.split(1):
         for (a, wa), (b, wb) in itertools.product(zip(nodes, weights, strict=True), repeat=2):
             outputs = model(x)
-            nll = Gaussian(beta).nll(outputs, outputs.detach() + beta * torch.stack([a, b])).squeeze()
+            nll = ng.Gaussian(beta).nll(outputs, outputs.detach() + beta * torch.stack([a, b])).squeeze()
             g = Space(params).flatten(dict(zip(params, torch.autograd.grad(nll, list(params.values())), strict=True)))
             expected += wa * wb * torch.outer(g, g) / len(X3)
-    assert_close(fisher(model, Gaussian(beta)).at(params, X3).dense(), expected, 1e-13)
+    assert_close(fisher(model, ng.Gaussian(beta)).at(params, X3).dense(), expected, 1e-13)
 
 
 CANONICAL = {
-    "Categorical": (Categorical(), lambda r, t: nn.functional.cross_entropy(r, t), torch.tensor([0, 2, 1, 2])),
+    "Categorical": (ng.Categorical(), lambda r, t: nn.functional.cross_entropy(r, t), torch.tensor([0, 2, 1, 2])),
     "Bernoulli": (
-        Bernoulli(),
+        ng.Bernoulli(),
         lambda r, t: nn.functional.binary_cross_entropy_with_logits(r, t, reduction="none").sum(1).mean(),
         torch.tensor([[0, 1, 1], [1, 1, 0], [0.0, 0, 0], [1, 0, 1]], dtype=F64),
     ),
-    "Poisson": (Poisson(), lambda r, t: (r.exp() - r * t).sum(1).mean(), draw(4, 3, seed=1).exp().round()),
-    "Gaussian": (Gaussian(0.5), lambda r, t: ((r - t) / 0.5).square().sum(1).mean() / 2, draw(4, 3, seed=1)),
+    "Poisson": (ng.Poisson(), lambda r, t: (r.exp() - r * t).sum(1).mean(), draw(4, 3, seed=1).exp().round()),
+    "Gaussian": (ng.Gaussian(0.5), lambda r, t: ((r - t) / 0.5).square().sum(1).mean() / 2, draw(4, 3, seed=1)),
 }
 
 
@@ -118,12 +110,12 @@ def test_fisher_is_gauss_newton_for_canonical_links(name):
 
 
 SMOOTH = {
-    "Categorical": (lambda: mlp(3, 3, 3), Categorical()),
-    "Bernoulli": (lambda: mlp(3, 3, 2), Bernoulli()),
-    "Gaussian": (lambda: mlp(3, 3, 2), Gaussian(0.6)),
-    "Poisson": (lambda: mlp(3, 3, 2), Poisson()),
-    "Gaussian, log variance": (lambda: mlp(3, 3, 4), HeteroscedasticGaussian()),
-    "tied": (lambda: build_seeded(Tied), Categorical()),
+    "Categorical": (lambda: mlp(3, 3, 3), ng.Categorical()),
+    "Bernoulli": (lambda: mlp(3, 3, 2), ng.Bernoulli()),
+    "Gaussian": (lambda: mlp(3, 3, 2), ng.Gaussian(0.6)),
+    "Poisson": (lambda: mlp(3, 3, 2), ng.Poisson()),
+    "Gaussian, log variance": (lambda: mlp(3, 3, 4), ng.HeteroscedasticGaussian()),
+    "tied": (lambda: build_seeded(Tied), ng.Categorical()),
 }
 
 
@@ -152,14 +144,14 @@ def test_any_divergence_gives_its_metric():
         return 3 * (affine(params, x) - affine(other, x)).square().sum(1).mean() / 2
 
     params = {"w": draw(3, 2), "b": draw(2, seed=1)}
-    check_metric(divergence(squared_difference), params, X3, reference=3 * fisher(affine, Gaussian()).at(params, X3))
+    check_metric(divergence(squared_difference), params, X3, reference=3 * fisher(affine, ng.Gaussian()).at(params, X3))
 
 
 def test_sampled_fisher_is_unbiased_within_its_standard_error():
     model = mlp(2, 2, 3)
     params, x = dict(trainable(model)), draw(3, 2)
-    exact = fisher(model, Categorical()).at(params, x).dense()
-    metric = sampled_fisher(model, Categorical(), samples=2, generator=torch.Generator().manual_seed(0))
+    exact = fisher(model, ng.Categorical()).at(params, x).dense()
+    metric = sampled_fisher(model, ng.Categorical(), samples=2, generator=torch.Generator().manual_seed(0))
     draws = torch.stack([metric.at(params, x).dense() for _ in range(100)])
     error = (draws.mean(0) - exact).abs() / (draws.std(0) / 100**0.5 + 1e-15)
     assert error.max() <= 4.5  # 225 entries, normal in the limit
@@ -170,7 +162,7 @@ def test_sampled_fisher_draws_from_its_own_generator():
     params = dict(trainable(model))
 
     def metric(seed: int):
-        return sampled_fisher(model, Categorical(), generator=torch.Generator().manual_seed(seed))
+        return sampled_fisher(model, ng.Categorical(), generator=torch.Generator().manual_seed(seed))
 
     state, first = torch.get_rng_state(), metric(1)
     a, b = first.at(params, X3), first.at(params, X3)
@@ -182,9 +174,9 @@ def test_sampled_fisher_draws_from_its_own_generator():
 
 
 EMPIRICAL = {
-    "Categorical": (Categorical(), torch.tensor([0, 2, 1, 2])),
-    "Bernoulli": (Bernoulli(), (draw(4, 3, seed=1) > 0).double()),
-    "Gaussian": (Gaussian(0.4), draw(4, 3, seed=1)),
+    "Categorical": (ng.Categorical(), torch.tensor([0, 2, 1, 2])),
+    "Bernoulli": (ng.Bernoulli(), (draw(4, 3, seed=1) > 0).double()),
+    "Gaussian": (ng.Gaussian(0.4), draw(4, 3, seed=1)),
     "CrossEntropyLoss": (nn.CrossEntropyLoss(), torch.tensor([0, 2, 1, 2])),
     "BCEWithLogitsLoss": (nn.BCEWithLogitsLoss(), (draw(4, 3, seed=1) > 0).double()),
     "MSELoss": (nn.MSELoss(), draw(4, 3, seed=1)),
@@ -207,7 +199,7 @@ def test_empirical_fisher_is_the_mean_outer_product_of_example_gradients(name):
     loss, targets = EMPIRICAL[name]
     model = mlp(3, 2, 3)
     params = dict(trainable(model))
-    value = (lambda r, t: loss.nll(r, t).mean()) if isinstance(loss, Likelihood) else loss
+    value = (lambda r, t: loss.nll(r, t).mean()) if isinstance(loss, ng.Likelihood) else loss
     gradients = []
     for x, t in zip(X3.split(1), targets.split(1), strict=True):
         found = torch.autograd.grad(value(model(x), t), list(params.values()))
@@ -223,15 +215,12 @@ def log_probabilities(outputs: int) -> nn.Module:
 
 
 def mean_and_variance(outputs: int) -> Any:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mean, self.scale = nn.Linear(3, outputs), nn.Linear(3, outputs)
+    def build_net() -> nn.Module:
+        return Assembled(
+            lambda m, x: (m.mean(x), m.scale(x).exp()), mean=nn.Linear(3, outputs), scale=nn.Linear(3, outputs)
+        )
 
-        def forward(self, x: Tensor) -> Any:
-            return self.mean(x), self.scale(x).exp()
-
-    return Net().double()
+    return build_net().double()
 
 
 LOSSES: dict[str, tuple[Any, Any]] = {
@@ -309,9 +298,9 @@ def test_the_undamped_step_is_invariant_under_linear_reparametrisation(seed):
     xi = {"xi": torch.linalg.solve(matrix, theta).requires_grad_()}
 
     def step(f, parameters, here: Space) -> Tensor:
-        loss = Gaussian().nll(f(parameters, x), targets).mean()
+        loss = ng.Gaussian().nll(f(parameters, x), targets).mean()
         g = torch.autograd.grad(loss, list(parameters.values()))
-        operator = fisher(f, Gaussian()).at(parameters, x)
+        operator = fisher(f, ng.Gaussian()).at(parameters, x)
         return Direct().solve(operator, here.flatten(dict(zip(parameters, g, strict=True)))).value
 
     d_theta = step(lambda p, x: torch.func.functional_call(model, p, (x,)), params, space)
@@ -349,12 +338,12 @@ class Two(nn.Module):
 def test_inputs_may_be_tuples_dicts_and_calls():
     model, x, y = build_seeded(Two), X3, draw(4, 2, seed=1)
     params = dict(trainable(model))
-    family = Heads((Categorical(), 2), (Gaussian(0.5), 2))
+    family = ng.Heads((ng.Categorical(), 2), (ng.Gaussian(0.5), 2))
     expected = fisher(model, family).at(params, (x, y)).dense()
     check_metric(fisher(model, family), params, (x, y), reference=expected)
     check_metric(fisher(model, family), params, {"x": x, "y": y}, reference=expected)
     check_metric(fisher(model, family), params, Call((x,), {"y": y}), reference=expected)
-    flipped = Heads((Gaussian(0.5), 2), (Categorical(), 2))
+    flipped = ng.Heads((ng.Gaussian(0.5), 2), (ng.Categorical(), 2))
     check_metric(fisher(model, flipped), params, Call((x, y), {"flip": True}), reference=expected)
     chunked = fisher(model, family, chunk_size=3).at(params, {"x": x, "y": y})
     assert_close(chunked.dense(), expected, 1e-13)
@@ -362,11 +351,11 @@ def test_inputs_may_be_tuples_dicts_and_calls():
 
 def test_a_frozen_parameter_is_left_out_of_the_metric():
     model = mlp(3, 2, 2)
-    whole = fisher(model, Bernoulli()).at(trainable(model), X3).dense()
+    whole = fisher(model, ng.Bernoulli()).at(trainable(model), X3).dense()
     indices = Space(trainable(model)).indices(["0.weight", "2.bias"])
     model[0].bias.requires_grad_(False)
     model[2].weight.requires_grad_(False)
-    assert_close(fisher(model, Bernoulli()).at(trainable(model), X3).dense(), whole[indices][:, indices], 1e-14)
+    assert_close(fisher(model, ng.Bernoulli()).at(trainable(model), X3).dense(), whole[indices][:, indices], 1e-14)
 
 
 def test_the_metric_is_at_the_point_it_was_asked_for():
@@ -374,8 +363,16 @@ def test_the_metric_is_at_the_point_it_was_asked_for():
     model = mlp(3, 2, 2)
     params = dict(trainable(model))
     kept = {name: p.detach().clone() for name, p in params.items()}
-    expected = fisher(model, Bernoulli()).at(kept, X3).dense()
-    assert_close(fisher(model, Bernoulli()).at(params, X3).dense(), expected, 1e-15)
+    expected = fisher(model, ng.Bernoulli()).at(kept, X3).dense()
+    assert_close(fisher(model, ng.Bernoulli()).at(params, X3).dense(), expected, 1e-15)
     moved = {name: p + 1 for name, p in kept.items()}
-    assert not torch.allclose(fisher(model, Bernoulli()).at(moved, X3).dense(), expected)
+    assert not torch.allclose(fisher(model, ng.Bernoulli()).at(moved, X3).dense(), expected)
     assert all(torch.equal(p, kept[name]) for name, p in params.items())
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_covariance_is_a_sound_operator_and_metric(centred):
+    model, x, t = mlp(3, 4, 2), draw(5, 3), torch.tensor([0, 1, 1, 0, 1])
+    metric = ng.covariance(model, nn.CrossEntropyLoss(), centred=centred)
+    check_operator(metric.at(ng.trainable(model), (x, t)))
+    check_metric(metric, ng.trainable(model), (x, t))

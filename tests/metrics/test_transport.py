@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import F64, assert_close
+from optim_models import Closure
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -96,11 +97,7 @@ def test_an_optimizer_takes_it():
     )
     before = distance().item()
 
-    def closure() -> Tensor:
-        opt.zero_grad()
-        loss = distance()
-        loss.backward()
-        return loss
+    closure = Closure(opt, distance)
 
     for _ in range(30):
         opt.step(closure)

@@ -108,31 +108,21 @@ def test_gradient_and_covariance_of_one_batch_are_parallel(name):
     operator = covariance(model, FAMILIES[name], centred=True).at(params, (x, targets_of(name)))
     assert_close(uncentred.dense() - torch.outer(g, g), centred, 1e-13)
     assert_close(operator.dense(), centred, 1e-13)
+    whole = covariance(model, FAMILIES[name], centred=False).at(params, (x, targets_of(name)))
+    assert_close(whole.dense(), uncentred.dense(), 1e-13)
     found = SampleSpace().solve(operator, g, damping=NET["damping"]).value
     assert_close(found, tensor(VECTORS[name]["tonga_centred"]), 1e-10)
     assert_close(found, step / (1 - g @ step), 1e-10)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_step_in_loss_and_in_nats(name):
-    """Both reduction ratios, and KL moved: exactly, and by the quadratic form."""
+def test_the_step_in_nats(name):
+    """Exactly; the optimisers' tests have the quadratic form, and both reduction ratios."""
     model, params, x = net()
-    expected, space = VECTORS[name], Space(params)
-    operator, g = fisher(model, FAMILIES[name]).at(params, x), gradient(name)
-    d = -NET["rate"] * Direct().solve(operator, g, damping=NET["damping"]).value
+    space, operator = Space(params), fisher(model, FAMILIES[name]).at(params, x)
+    d = -NET["rate"] * Direct().solve(operator, gradient(name), damping=NET["damping"]).value
     moved = space.unflatten(space.flatten(params).detach() + d)
-
-    def loss(p: dict[str, Tensor]) -> Tensor:
-        return FAMILIES[name].nll(torch.func.functional_call(model, p, (x,)), targets_of(name)).mean().detach()
-
-    change, form = loss(moved) - loss(params), d @ (operator @ d)
-    assert_close(change, tensor(expected["delta_loss"]), 1e-11)
-    assert_close(change / (g @ d), tensor(expected["rho_linear"]), 1e-11)
-    assert_close(change / (g @ d + form / 2), tensor(expected["rho_quadratic"]), 1e-11)
-    damped = g @ d + form / 2 + NET["damping"] * d @ d / 2
-    assert_close(change / damped, tensor(expected["rho_quadratic_damped"]), 1e-11)
-    assert_close(form / 2, tensor(expected["kl_quadratic_half_dFd"]), 1e-11)
-    assert_close(kl(model, FAMILIES[name])(params, moved, x).detach(), tensor(expected["kl_exact"]), 1e-11)
+    assert_close(kl(model, FAMILIES[name])(params, moved, x).detach(), tensor(VECTORS[name]["kl_exact"]), 1e-11)
 
 
 @pytest.mark.parametrize("name", VECTORS["singular"])

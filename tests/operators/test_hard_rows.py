@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from models import F64, Case, assert_close, build_seeded, draw, reference_jacobian, reference_metric
+from models import F64, Assembled, Case, assert_close, build_seeded, draw, reference_jacobian, reference_metric
 from torch import Tensor, nn
 
 from natgrad.families import Categorical, Gaussian, Likelihood
@@ -17,15 +17,9 @@ from natgrad.operators.rows import Rows
 from natgrad.solvers import CG, Auto, SampleSpace
 
 
-class Gain(nn.Module):
+def build_gain() -> nn.Module:
     """One number as a parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.tensor(0.7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gain.exp()
+    return Assembled(lambda m, x: x * m.gain.exp(), gain=nn.Parameter(torch.tensor(0.7)))
 
 
 class Squeezed(nn.Module):
@@ -42,7 +36,7 @@ class Squeezed(nn.Module):
 ONES = {
     "PReLU": nn.PReLU,
     "PReLU per channel": lambda: nn.PReLU(4),
-    "one number": Gain,
+    "one number": build_gain,
     "linear, one in and out": lambda: Squeezed(nn.Linear(1, 1)),
     "linear without bias": lambda: Squeezed(nn.Linear(1, 1, bias=False)),
     "convolution by one": lambda: Squeezed(nn.Conv1d(1, 1, 1), True),
@@ -72,20 +66,14 @@ def test_a_layer_of_one_number_has_every_form_of_the_metric(name):
             assert_close(solver.solve(operator, vector, damping=0.1).value, value, 1e-8)
 
 
-class Recurrent(nn.Module):
+def build_recurrent() -> nn.Module:
     """(t, b, 3) -> (t, b, 2), mixing along the first dimension."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.out = nn.Linear(3, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.inner(x).cumsum(0)))
+    return Assembled(lambda m, x: m.out(torch.tanh(m.inner(x).cumsum(0))), inner=nn.Linear(3, 4), out=nn.Linear(4, 2))
 
 
 @pytest.mark.parametrize("family", [Categorical(), Gaussian()])
 def test_examples_along_the_second_dimension_are_told_apart(family: Likelihood):
-    model, x = build_seeded(Recurrent), draw(4, 3, 3)
+    model, x = build_seeded(build_recurrent), draw(4, 3, 3)
     rows = fisher(model, family).at(trainable(model), x).rows
     assert rows is not None
     jacobian = reference_jacobian(model, {}, x, family.rows).flatten(0, 1)

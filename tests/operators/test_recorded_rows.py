@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import F64, assert_close
-from torch import Tensor, nn
+from models import F64, Assembled, assert_close
+from torch import nn
 
 import natgrad as ng
 from natgrad.ground.pure import Call, PureModel
 from natgrad.operators import Linearization, OutputMap, Rows
 
 
-class Tied(nn.Module):
+def build_tied() -> nn.Module:
     """A weight is used outside of its layer too, which taps do not tell."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(3, 3, dtype=F64), nn.Linear(3, 1, dtype=F64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outer((self.inner(x).tanh() @ self.inner.weight).tanh())
+    return Assembled(
+        lambda m, x: m.outer((m.inner(x).tanh() @ m.inner.weight).tanh()),
+        inner=nn.Linear(3, 3, dtype=F64),
+        outer=nn.Linear(3, 1, dtype=F64),
+    )
 
 
 MODELS = {
     "layers": lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(),
     "in place": lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 1)).double(),
-    "a weight used outside of its layer": Tied,
+    "a weight used outside of its layer": build_tied,
     "dropout": lambda: nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double(),
     "mixed examples": lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double(),
 }

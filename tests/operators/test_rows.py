@@ -8,6 +8,7 @@ from models import (
     CASES,
     F64,
     X3,
+    Assembled,
     Case,
     assert_close,
     build_seeded,
@@ -95,44 +96,28 @@ class AcrossExamples(nn.Module):
         return y - y.mean(0)
 
 
-class TimeFirst(nn.Module):
+def build_time_first() -> nn.Module:
     """Inputs (b, t, 3) worked on as (t, b, 3), with t = b: no shape betrays it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 4)
-        self.out = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, t, 3) -> (b, 2)."""
-        return self.out(torch.tanh(self.layer(x.transpose(0, 1)))).sum(0)
+    return Assembled(
+        lambda m, x: m.out(torch.tanh(m.layer(x.transpose(0, 1)))).sum(0), layer=nn.Linear(3, 4), out=nn.Linear(4, 2)
+    )
 
 
-class Reordered(nn.Module):
+def build_reordered() -> nn.Module:
     """A layer that sees the examples in reverse order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 4)
-        self.out = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, 3) -> (b, 2)."""
-        return self.out(torch.tanh(self.layer(x.flip(0))).flip(0))
+    return Assembled(
+        lambda m, x: m.out(torch.tanh(m.layer(x.flip(0))).flip(0)), layer=nn.Linear(3, 4), out=nn.Linear(4, 2)
+    )
 
 
-class Unbatched(nn.Module):
+def build_unbatched() -> nn.Module:
     """A layer applied to a parameter, as many outputs as there are examples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.code = nn.Parameter(torch.linspace(-1, 1, 3))
-        self.layer = nn.Linear(3, 4)
-        self.out = nn.Linear(3, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(4, 3) -> (4, 4)."""
-        return self.out(x) * torch.tanh(self.layer(self.code))
+    return Assembled(
+        lambda m, x: m.out(x) * torch.tanh(m.layer(m.code)),
+        code=nn.Parameter(torch.linspace(-1, 1, 3)),
+        layer=nn.Linear(3, 4),
+        out=nn.Linear(3, 4),
+    )
 
 
 class Subclassed(nn.Linear):
@@ -158,9 +143,9 @@ class Hooked(nn.Module):
 
 TRAPS = {
     "across examples": (AcrossExamples, X3),
-    "time first": (TimeFirst, draw(3, 3, 3)),
-    "examples reordered": (Reordered, X3),
-    "layer on a parameter": (Unbatched, X3),
+    "time first": (build_time_first, draw(3, 3, 3)),
+    "examples reordered": (build_reordered, X3),
+    "layer on a parameter": (build_unbatched, X3),
     "subclass": (lambda: Subclassed(3, 2), X3),
     "hooked": (Hooked, X3),
     "inner dropout": (lambda: nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 2)), X3),

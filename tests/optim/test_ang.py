@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import math
 
 import pytest
 import torch
 from models import F64, assert_close, draw
-from optim_models import CE, Y, iterate, net
+from optim_models import CE, Y, iterate, net, pass_through_file
 from torch import Tensor
 
 import natgrad as ng
@@ -80,10 +79,7 @@ def test_saved_and_continued_is_never_having_stopped(method: ng.Update) -> None:
     params = start()
     opt = ng.ang(params, ng.score_metric(MODEL), method=method)
     train(opt, MODEL, params, range(5))
-    file = io.BytesIO()
-    torch.save((params, opt.state_dict()), file)
-    file.seek(0)
-    values, state = torch.load(file, weights_only=True)
+    values, state = pass_through_file((params, opt.state_dict()))
     other = {name: p.detach().clone().requires_grad_() for name, p in values.items()}
     again = ng.ang(other, ng.score_metric(MODEL), method=method)
     again.load_state_dict(state)

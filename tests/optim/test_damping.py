@@ -143,10 +143,6 @@ def test_a_number_is_constant_damping() -> None:
     assert as_damping(LM()) == LM()
 
 
-def test_damping_prints_as_it_was_written() -> None:
-    assert repr(ng.Relative(0.1)) == "Relative(factor=0.1, per='metric', whole=0.0)"
-
-
 @pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(
     ("name", "build"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engine_state import state_of
+from models import assert_close, build_seeded, draw
 from optim_models import train_batches
 from torch import Tensor, nn
 
@@ -18,7 +19,7 @@ from natgrad.rules import ErrorScale, SpectralDescent
 MSE = nn.MSELoss()
 
 
-def draw(*shape: int, seed: int = 0) -> Tensor:
+def draw_single(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -33,7 +34,7 @@ def targets(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("scale", [1e3, 1e6])
 def test_targets_in_any_unit_are_learnt(scale: float) -> None:
-    x, model = draw(128, 4), dense()
+    x, model = draw_single(128, 4), dense()
     y = scale * (targets(x) + 3)
     losses = train_batches(ng.kfac(model, MSE), model, [(x, y)] * 40)
     assert losses[-1] < 0.5 * float(y.var())  # the mean alone leaves all of it
@@ -42,7 +43,7 @@ def test_targets_in_any_unit_are_learnt(scale: float) -> None:
 def test_spectral_steps_of_the_last_layer_are_as_long_as_the_errors_are_large() -> None:
     moved = list[Tensor]()
     for scale in (1.0, 1e3):
-        x, model = draw(64, 4), dense()
+        x, model = draw_single(64, 4), dense()
         start = [p.detach().clone() for p in model.parameters()]
         train_batches(ng.kfac(model, MSE, rule=SpectralDescent(kl_share=1e6)), model, [(x, scale * (targets(x) + 3))])
         moved.append(torch.stack([(p.detach() - q).norm() for p, q in zip(model.parameters(), start, strict=True)]))
@@ -81,8 +82,8 @@ def test_layers_whose_outputs_are_the_models_are_found(
     model: nn.Module, names: tuple[str, ...], entries: int, criterion: Any
 ) -> None:
     opt = ng.kfac(model, criterion)
-    x = draw(8, 4)
-    train_batches(opt, model, [(x, draw(*model(x).shape))])
+    x = draw_single(8, 4)
+    train_batches(opt, model, [(x, draw_single(*model(x).shape))])
     found = state_of(opt).hearing.errors
     assert found == ErrorSize(names, entries, opt.criterion.errors)
     assert ErrorSize.load(found.save(), opt.criterion) == found
@@ -91,14 +92,14 @@ def test_layers_whose_outputs_are_the_models_are_found(
 def test_only_regressions_have_errors_with_a_size() -> None:
     model = dense(3)
     opt = ng.kfac(model, nn.CrossEntropyLoss())
-    train_batches(opt, model, [(draw(8, 4), torch.arange(8) % 3)])
+    train_batches(opt, model, [(draw_single(8, 4), torch.arange(8) % 3)])
     assert state_of(opt).hearing.errors is None
-    assert trace_reshapes(draw(2)) == []
+    assert trace_reshapes(draw_single(2)) == []
 
 
 def test_size_of_errors_is_in_two_standard_deviations_and_at_least_one() -> None:
     family = as_criterion(MSE).family
-    errors = 100 * draw(50, 1)
+    errors = 100 * draw_single(50, 1)
     nll = float(family.nll(errors, torch.zeros(50, 1)).mean() - family.nll(errors[:1], errors[:1]))
     width = 0.5**0.5  # of the Gaussian that MSELoss stands for
     assert ErrorSize((), 1).scale(nll).size == pytest.approx(float(errors.square().mean().sqrt()) / width / 2)
@@ -117,7 +118,7 @@ def test_an_error_is_told_by_what_it_adds_to_the_loss(family: Any) -> None:
 
 
 def test_bound_that_was_asked_for_is_in_nats() -> None:
-    x, model = draw(64, 4), dense()
+    x, model = draw_single(64, 4), dense()
     opt = ng.kfac(model, MSE, max_kl=0.5)
     for _ in range(8):
         train_batches(opt, model, [(x, 1e3 * targets(x))])
@@ -125,7 +126,7 @@ def test_bound_that_was_asked_for_is_in_nats() -> None:
 
 
 def test_resumed_run_knows_the_size_of_errors() -> None:
-    x = draw(64, 4)
+    x = draw_single(64, 4)
     y = 1e3 * (targets(x) + 3)
     model = dense()
     opt = ng.kfac(model, MSE, update_every=20)
@@ -135,3 +136,76 @@ def test_resumed_run_knows_the_size_of_errors() -> None:
     other = ng.kfac(twin, MSE, update_every=20)
     other.load_state_dict(opt.state_dict())
     assert train_batches(opt, model, [(x, y)] * 3) == train_batches(other, twin, [(x, y)] * 3)
+
+
+# losses of absolute errors and of class probabilities train under every recipe, in units of their own too
+
+
+RECIPES = [ng.kfac, ng.ekfac, ng.unitwise, ng.diagonal, ng.online_ng]
+ERRORS = {
+    "L1Loss": nn.L1Loss,
+    "SmoothL1Loss": nn.SmoothL1Loss,
+    "HuberLoss": lambda reduction="mean": nn.HuberLoss(reduction=reduction, delta=0.5),
+}
+ROWS = draw(64, 4)
+SMOOTH = torch.sin(ROWS @ draw(4, 2, seed=1))
+
+
+def regressor() -> nn.Module:
+    return build_seeded(lambda: nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2)))
+
+
+def classifier() -> nn.Module:
+    return nn.Sequential(regressor(), nn.LogSoftmax(dim=-1))
+
+
+def train_falling(
+    recipe: Any, model: nn.Module, criterion: Any, targets: Tensor, steps: int, **options: Any
+) -> list[float]:
+    """The losses of some steps on all data, with a falling rate."""
+    opt = recipe(model, criterion, **options)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 - step / steps)
+    losses = []
+    for _ in range(steps):
+        opt.zero_grad()
+        loss = opt.loss(model(ROWS), targets)
+        loss.backward()
+        opt.step()
+        schedule.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.__name__)
+def test_errors_fall_under_every_recipe(recipe: Any, kind: str):
+    criterion = ERRORS[kind]()
+    losses = train_falling(recipe, regressor(), criterion, SMOOTH, 40)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("kind", ["L1Loss", "HuberLoss"])
+def test_targets_in_units_of_a_thousand_are_learnt(kind: str):
+    """The same network in sixty steps; without the size of the errors .95 of the loss is left."""
+    losses = train_falling(ng.kfac, regressor(), ERRORS[kind](), 1e3 * SMOOTH, 60)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize("reduction", ["batchmean", "sum", "mean"])
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.__name__)
+def test_distillation_falls_under_every_recipe(recipe: Any, reduction: str):
+    targets = (3 * SMOOTH).softmax(1)
+    losses = train_falling(recipe, classifier(), nn.KLDivLoss(reduction=reduction), targets, 40)
+    assert losses[-1] < 0.2 * losses[0]
+
+
+def test_a_divergence_takes_the_steps_of_soft_cross_entropy():
+    """Same gradient and metric; without a bound that is a share of the loss, the same steps."""
+    logits, soft = regressor(), classifier()
+    targets = (3 * SMOOTH).softmax(1)
+    rule = ng.Rate()
+    train_falling(ng.natgrad_cg, logits, nn.CrossEntropyLoss(), targets, 5, rule=rule)
+    train_falling(ng.natgrad_cg, soft, nn.KLDivLoss(reduction="batchmean"), targets, 5, rule=rule)
+    for one, other in zip(logits.parameters(), soft.parameters(), strict=True):
+        assert_close(one.detach(), other.detach(), 1e-7)

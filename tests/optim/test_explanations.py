@@ -106,13 +106,6 @@ def test_more_of_the_setting_that_bounds_the_steps_helps(name: str, make: Make, 
     assert train(advised)[0] < loss - 1e-3
 
 
-def test_the_setting_that_is_not_named_changes_less():
-    """Natural steps within a share of each layer: twice the KL is no longer step."""
-    loss, text, _ = train(kfac())
-    assert "Try: a larger move (now 0.12), with rule=natgrad.rules.NoiseAware(move=0.24)." in text
-    assert abs(train(kfac(kl_share=0.2))[0] - loss) < 0.5 * (loss - train(kfac(rule=NoiseAware(move=0.24)))[0])
-
-
 def test_a_scheduler_is_not_told_to_leave_the_rate_alone():
     _, text, _ = train(kfac(lr=0.1), schedule=lambda opt: torch.optim.lr_scheduler.ConstantLR(opt, 1.0))
     assert "lr (now 0.1) bounds 20 of 20 steps: at 1 they would be 10 times as long" in text

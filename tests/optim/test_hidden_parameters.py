@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import assert_close, build_seeded, draw
+from optim_models import Closure
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -141,11 +142,7 @@ def test_optimizers_name_parameters_whose_derivative_is_hidden(name: str, way: s
     net = make(way)
     opt, before = optimizer(name, net), [p.detach().clone() for p in net.parameters()]
 
-    def closure() -> Tensor:
-        opt.zero_grad()
-        loss = opt.loss(net(X), Y)
-        loss.backward()
-        return loss
+    closure = Closure(opt, lambda: opt.loss(net(X), Y))
 
     with pytest.raises(ValueError, match=r"\['middle.bias', 'middle.weight'\]"):
         opt.step(closure)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_close, build_seeded, draw
-from optim_models import CE, flat, net
+from models import Assembled, assert_close, build_seeded, draw
+from optim_models import CE, Closure, flat, net
 from process_ranks import count_ranks, run_ranks
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -63,16 +63,14 @@ def train(
     return {"flat": flat(model), "loss": report.loss, "kl": report.kl, "damping": report.damping}
 
 
-class Convolved(nn.Module):
+def build_convolved() -> nn.Module:
     """(b, 3) -> three logits, by a convolution and a bare scale: rows of U that no linear layer explains."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Conv1d(1, 2, 2), nn.Linear(4, 3)
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x.unsqueeze(1)).tanh().flatten(1) * self.scale)
+    return Assembled(
+        lambda m, x: m.last(m.first(x.unsqueeze(1)).tanh().flatten(1) * m.scale),
+        first=nn.Conv1d(1, 2, 2),
+        last=nn.Linear(4, 3),
+        scale=nn.Parameter(torch.linspace(0.5, 1.5, 4)),
+    )
 
 
 def gather_gradients() -> dict[str, Any]:
@@ -92,11 +90,7 @@ def step_by_closure() -> dict[str, Any]:
     outer = wrap_model(model)
     opt = ng.hessian_free(outer, CE, solver=TIGHT)
 
-    def closure() -> Tensor:
-        opt.zero_grad()
-        loss = CE(outer(X[own(EVEN)]), Y[own(EVEN)])
-        loss.backward()
-        return loss
+    closure = Closure(opt, lambda: CE(outer(X[own(EVEN)]), Y[own(EVEN)]))
 
     for _ in range(2):
         opt.step(closure)
@@ -243,7 +237,7 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "CG, weighted by the loop": lambda: train(lambda m, c: ng.hessian_free(m, c, solver=TIGHT), UNEVEN, weighted=True),
     "sample space": lambda: train(lambda m, c: ng.hessian_free(m, c, solver=ng.SampleSpace()), EVEN, steps=5),
     "sample space, unequal": lambda: train(
-        lambda m, c: ng.hessian_free(m, c, solver=ng.SampleSpace()), UNEVEN, make=lambda: build_seeded(Convolved)
+        lambda m, c: ng.hessian_free(m, c, solver=ng.SampleSpace()), UNEVEN, make=lambda: build_seeded(build_convolved)
     ),
     "Krylov subspace": lambda: train(lambda m, c: ng.krylov_subspace(m, c, damping=0.1), UNEVEN, steps=2),
     "dense": lambda: train(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_state import read_pass
-from models import CASES, F64, assert_close, build_seeded, draw
+from models import CASES, F64, Assembled, assert_close, build_seeded, draw
 from optim_models import CE, X, Y, dropout_net, flat, flat_gradient, net
 from torch import Tensor, nn
 
@@ -143,20 +143,14 @@ def test_the_rate_scales_what_was_found_and_never_beyond_the_bound():
     assert_close(steps[2], steps[0], 1e-6)  # the bound was met already
 
 
-class Scaled(nn.Module):
+def build_scaled() -> nn.Module:
     """A linear layer, and a bare parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.linear = nn.Parameter(torch.ones(3, dtype=F64)), linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * self.linear(x)
+    return Assembled(lambda m, x: m.scale * m.linear(x), scale=nn.Parameter(torch.ones(3, dtype=F64)), linear=linear())
 
 
 @pytest.mark.parametrize("estimate", [ng.ExactLabels(), ng.Empirical()])
 def test_squares_of_bare_parameters_are_those_of_examples_on_average(estimate: Any):
-    model = build_seeded(Scaled).to(F64)
+    model = build_seeded(build_scaled).to(F64)
     metric = ng.empirical_fisher if isinstance(estimate, ng.Empirical) else ng.fisher
     inputs = (X, Y) if isinstance(estimate, ng.Empirical) else X
     expected = metric(model, CE).at(ng.trainable(model), inputs).diagonal()[: len(model.scale)]
@@ -167,7 +161,7 @@ def test_squares_of_bare_parameters_are_those_of_examples_on_average(estimate: A
 
 
 def test_parameters_without_a_layer_are_measured_by_their_summed_scores():
-    model = build_seeded(Scaled).to(F64)
+    model = build_seeded(build_scaled).to(F64)
     params = ng.trainable(model)
     step = ng.Space(params).unflatten(draw(sum(p.numel() for p in params.values())))
     step["linear.weight"].zero_()

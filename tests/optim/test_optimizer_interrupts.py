@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from optim_models import BLOCK_RECIPES, CE, Interrupt, X, Y, flat, iterate, net, same, snapshot
+from optim_models import BLOCK_RECIPES, CE, Closure, Interrupt, X, Y, flat, iterate, net, same, snapshot
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.optim.objective import Replay
 
 
 def fisher(model: nn.Module) -> ng.Metric:
@@ -58,11 +57,7 @@ def test_ctrl_c_leaves_the_last_accepted_step_and_a_usable_optimizer(build: Call
     opt.solver, opt.rule = solver, rule
     loss = CE if way == "closure" else opt.loss
 
-    def closure() -> Tensor:
-        opt.zero_grad()
-        value = loss(model(X), Y)
-        value.backward()
-        return value
+    closure = Closure(opt, lambda: loss(model(X), Y))
 
     random = torch.get_rng_state()
     act = partial(iterate, opt, model, X, Y) if way == "loop" else partial(opt.step, closure)
@@ -96,61 +91,6 @@ def test_ctrl_c_inside_a_reevaluated_closure_puts_the_parameters_back() -> None:
     assert opt.state_report().step == 1
 
 
-class Stubborn(ng.Damping):
-    """A damping interrupted when it adapts."""
-
-    needs_ratio = True
-
-    def initial(self) -> float:
-        return 0.1
-
-    def update(self, damping: float, ratio: float) -> float:
-        return interrupt_run()
-
-
-def test_ctrl_c_while_the_damping_adapts_leaves_the_last_accepted_step() -> None:
-    model = net()
-    opt = ng.NaturalGradient(model, fisher(model), damping=Stubborn(), structure=ng.Dense(decay=0.5))
-    accepted, report = snapshot(opt), opt.state_report()
-    with pytest.raises(KeyboardInterrupt):
-        iterate(opt, model, X, Y)
-    assert same(snapshot(opt), accepted)
-    assert opt.state_report() == report
-
-
-@pytest.mark.parametrize("preconditioner", [ng.DiagonalPreconditioner(decay=0.5), ng.Kronecker(decay=0.5)])
-@pytest.mark.parametrize("place", ["preconditioner", "gradient"])
-def test_ctrl_c_in_a_preconditioner_or_a_search_leaves_the_last_accepted_step(place, preconditioner, monkeypatch):
-    model = net()
-    opt = ng.NaturalGradient(
-        model,
-        ng.sampled_fisher(model, CE),
-        solver=ng.KrylovSubspace(4),
-        rule=ng.SubspaceSearch(steps=3),
-        damping=ng.LevenbergMarquardt(),
-        preconditioner=preconditioner,
-        warm_start=1.0,
-        search_batch=4,
-    )
-    iterate(opt, model, X, Y)
-    accepted, report = snapshot(opt), opt.state_report()
-    owner, name = (type(opt.preconditioner), "update") if place == "preconditioner" else (Replay, "_differentiate")
-    asked = getattr(owner, name)
-
-    def last(*args: Any, **kwargs: Any) -> Any:
-        asked(*args, **kwargs)
-        return interrupt_run()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, last)
-        with pytest.raises(KeyboardInterrupt):
-            iterate(opt, model, X, Y)
-    assert same(snapshot(opt), accepted)
-    assert opt.state_report() == report
-    iterate(opt, model, X, Y)
-    assert opt.state_report().step == 2
-
-
 WHOLE: dict[str, Callable[[nn.Module], ng.NaturalGradient]] = {
     "adapted, momentum, decay": lambda model: ng.NaturalGradient(
         model, fisher(model), damping=ng.LevenbergMarquardt(0.1), rule=ng.Momentum(), weight_decay=1e-2, lr=0.3
@@ -159,6 +99,16 @@ WHOLE: dict[str, Callable[[nn.Module], ng.NaturalGradient]] = {
         model, ng.sampled_fisher(model, CE), solver=ng.CG(max_steps=4), warm_start=0.9
     ),
     "remembered": lambda model: ng.NaturalGradient(model, fisher(model), structure=ng.Kronecker(0.9), lr=0.1),
+    "searched, preconditioned": lambda model: ng.NaturalGradient(
+        model,
+        ng.sampled_fisher(model, CE),
+        solver=ng.KrylovSubspace(4),
+        rule=ng.SubspaceSearch(steps=3),
+        damping=ng.LevenbergMarquardt(),
+        preconditioner=ng.Kronecker(decay=0.5),
+        warm_start=1.0,
+        search_batch=4,
+    ),
     "refused": lambda model: ng.NaturalGradient(model, fisher(model), damping=ng.LevenbergMarquardt(1e-9), lr=1e4),
 }
 

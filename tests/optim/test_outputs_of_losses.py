@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import F64, assert_close, draw
+from models import F64, Assembled, assert_close, draw
+from optim_models import Closure
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -152,11 +153,7 @@ def test_no_loss_is_replaced_by_another_in_silence(name, optimiser):
     model = net()
     opt, losses = OPTIMISERS[optimiser](model, loss), []
 
-    def closure() -> Tensor:
-        opt.zero_grad()
-        value = opt.loss(make(model), y)
-        value.backward()
-        return value
+    closure = Closure(opt, lambda: opt.loss(make(model), y))
 
     if name in NONLINEAR:
         for _ in range(5 if optimiser == "kfac" else 1):  # one step in five is judged there
@@ -180,13 +177,6 @@ def test_no_loss_is_replaced_by_another_in_silence(name, optimiser):
 
 
 def test_what_cannot_be_followed_is_refused_and_nothing_moves():
-    class Outside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.body(x).tanh())
 
     def with_a_parameter(m: Any) -> Tensor:
         return m(X) + m.head.bias
@@ -201,7 +191,9 @@ def test_what_cannot_be_followed_is_refused_and_nothing_moves():
     for make in (with_a_parameter, past_the_head, another_copy):
         for build in (ng.hessian_free, ng.natgrad_cg, ng.krylov_subspace):
             torch.manual_seed(0)
-            model = Outside().double()
+            model = Assembled(
+                lambda m, x: m.head(m.body(x).tanh()), body=nn.Linear(3, 4), head=nn.Linear(4, 3)
+            ).double()
             opt = build(model, CE)
             opt.loss(make(model), Y).backward()
             before = flat(model)
@@ -382,29 +374,6 @@ def test_a_selector_that_is_no_function_is_refused(build):
 
 
 # several passes and losses
-
-
-def test_losses_that_are_only_looked_at_change_no_step():
-    for build in (ng.hessian_free, ng.natgrad_cg):
-        ends = []
-        for looks in ((), ("before",), ("between",), ("after",), ("before", "between", "after")):
-            model = net()
-            opt = build(model, CE)
-            for _ in range(2):
-                opt.zero_grad()
-                if "before" in looks:
-                    opt.loss(model(5 * X2), Y.flip(0))
-                value = opt.loss(model(X), Y)
-                if "between" in looks:
-                    opt.loss(model(5 * X2), Y.flip(0))
-                value.backward()
-                if "after" in looks:
-                    opt.loss(model(5 * X2), Y.flip(0))
-                    model(X2)
-                opt.step()
-            ends.append(flat(model))
-        for end in ends[1:]:
-            assert torch.equal(end, ends[0])
 
 
 def test_trial_losses_of_several_losses_are_their_sum():

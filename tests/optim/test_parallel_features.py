@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_close, build_seeded
+from models import Assembled, assert_close, build_seeded
 from process_ranks import run_ranks
 from test_sharded_training import CE, Net, X, Y, mesh, train
 from torch import distributed, nn
@@ -88,26 +88,20 @@ def checkpointed_parts() -> dict[str, Any]:
     return train(model, part=rank(), **OWN)
 
 
-class Rows(nn.Module):
+def build_rows() -> nn.Module:
     """(b, 4, 6) -> four logits, by two layers that see each position alone, with a norm between."""
+    return Assembled(
+        lambda m, x: m.down(m.up(m.norm(m.into(x))).tanh()).mean(1),
+        into=nn.Linear(6, 8),
+        norm=nn.LayerNorm(8),
+        up=nn.Linear(8, 12),
+        down=nn.Linear(12, 4),
+    )
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.norm, self.up, self.down = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(self.norm(self.into(x))).tanh()).mean(1)
-
-
-class Four(nn.Module):
+def build_four() -> nn.Module:
     """As many positions as two processes can share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Rows()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x[:, :4])
+    return Assembled(lambda m, x: m.inner(x[:, :4]), inner=build_rows())
 
 
 def sequence_parts() -> dict[str, Any]:
@@ -120,7 +114,7 @@ def sequence_parts() -> dict[str, Any]:
         parallelize_module,
     )
 
-    model = build_seeded(Four)
+    model = build_seeded(build_four)
     plan = {
         "inner.into": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "inner.norm": SequenceParallel(),
@@ -131,21 +125,19 @@ def sequence_parts() -> dict[str, Any]:
     return train(model, **FULL)
 
 
-class Attends(nn.Module):
+def build_attends() -> nn.Module:
     """(b, t, 6) -> four logits. Attention takes the weight of its last layer, and does not call that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix, self.out = nn.MultiheadAttention(6, 2, batch_first=True), nn.Linear(6, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.mix(x, x, x, need_weights=False)[0].mean(1))
+    return Assembled(
+        lambda m, x: m.out(m.mix(x, x, x, need_weights=False)[0].mean(1)),
+        mix=nn.MultiheadAttention(6, 2, batch_first=True),
+        out=nn.Linear(6, 4),
+    )
 
 
 def attention_parts() -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard
 
-    return train(fully_shard(build_seeded(Attends), mesh=mesh(2)), part=rank(), **OWN)
+    return train(fully_shard(build_seeded(build_attends), mesh=mesh(2)), part=rank(), **OWN)
 
 
 def accumulate(model: nn.Module, own: slice = slice(None)) -> dict[str, Any]:
@@ -243,7 +235,7 @@ SAME: dict[str, Callable[[], dict[str, Any]]] = {
     "sequence parts": sequence_parts,
     "attention parts": attention_parts,
 }
-MODELS = {"sequence parts": Four, "attention parts": Attends}
+MODELS = {"sequence parts": build_four, "attention parts": build_attends}
 APART = {
     "compressed": compress_gradients,
     "refused": refuse_wrappers,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +12,19 @@ import torch
 from engine_state import blocks_of, change_state
 from models import F64, assert_close, build_seeded, draw
 from optim_models import BLOCK_RECIPES as RECIPES
-from optim_models import CE, X, Y, deep, dropout_net, flat, flat_gradient, global_random_state_is_untouched, net, same
+from optim_models import (
+    CE,
+    X,
+    Y,
+    deep,
+    dropout_net,
+    flat,
+    flat_gradient,
+    global_random_state_is_untouched,
+    iterate,
+    net,
+    same,
+)
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -27,13 +38,6 @@ WILD: dict[str, Any] = {
     "rule": ng.MeasuredLength(math.inf, math.inf),
     "momentum": 0.0,
 }
-
-
-def iterate(opt: Any, model: nn.Module, x: Any = X, y: Any = Y) -> None:
-    """The ordinary loop's body."""
-    opt.zero_grad()
-    opt.loss(model(x), y).backward()
-    opt.step()
 
 
 def value(model: nn.Module, x: Any = X) -> float:
@@ -223,28 +227,6 @@ def test_judging_leaves_the_users_model_alone():
     assert same(buffers, dict(model.named_buffers()))
 
 
-def test_a_checkpoint_continues_bit_for_bit():
-    model, twin = dropout_net(), dropout_net()
-    opt, other = (ng.kfac(m, CE, damping=LM(0.05)) for m in (model, twin))
-    torch.manual_seed(3)
-    for _ in range(7):
-        iterate(opt, model)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "opt": opt.state_dict(), "random": torch.get_rng_state()}, file)
-    for _ in range(9):
-        iterate(opt, model)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    twin.load_state_dict(saved["model"])
-    other.load_state_dict(saved["opt"])
-    torch.set_rng_state(saved["random"])
-    for _ in range(9):
-        iterate(other, twin)
-    assert torch.equal(flat(model), flat(twin))
-    assert same(deep(opt.state_dict()), deep(other.state_dict()))
-    assert opt.param_groups[0]["damping"] != 0.05
-
-
 def test_the_groups_numbers_are_what_is_adapted():
     model = net()
     first, *rest = model.parameters()
@@ -273,14 +255,3 @@ def test_a_loss_that_was_rounded_is_computed_again():
     step = flat(model) - start
     promised = float(step @ gradient) + opt.state_report().kl + damping_term(opt, model, step)
     assert opt.state_report().ratio == pytest.approx((value(model, X.float()) - before) / promised, rel=0.05)
-
-
-def test_a_loss_that_was_only_looked_at_does_not_ask_for_a_closure():
-    model = net()
-    opt = ng.kfac(model, CE, damping=LM(start=0.03))
-    for _ in range(2 * EVERY):
-        opt.zero_grad()
-        opt.loss(model(2 * X), Y)  # too large for the user, say: never sent backward
-        opt.loss(model(X), Y).backward()
-        opt.step()
-    assert opt.state_report().failures == 0

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from models import draw
-from optim_models import BLOCK_RECIPES, CE, X, Y, flat, iterate, net, same
+from optim_models import BLOCK_RECIPES, CE, X, Y, flat, iterate, net, pass_through_file, same
 from torch import nn
 
 import natgrad as ng
@@ -91,13 +90,6 @@ def test_a_state_is_loaded_in_the_middle_of_a_batch(build, runs, reached):
     assert same(save(model, opt), runs[1][1])
 
 
-def pass_through_file(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def test_a_tool_that_loads_an_optimizer_s_own_state_at_once_changes_nothing(build, runs):
     """As accelerate does in `prepare`."""
     model = net()
@@ -160,8 +152,8 @@ def test_a_scheduler_built_before_its_optimizer_loads_goes_on():
     assert opt.param_groups[0]["lr"] < 1.0
 
 
-@pytest.mark.parametrize("recipe", BLOCK_RECIPES, ids=lambda r: r.__name__)
-@pytest.mark.filterwarnings("ignore:a large part of the gradient")
+@pytest.mark.parametrize("recipe", [*BLOCK_RECIPES, ng.natgrad_cg], ids=lambda r: r.__name__)
+@pytest.mark.filterwarnings("ignore:a large part of the gradient", "ignore:.*did not come from")
 def test_what_is_known_of_another_loss_is_saved(recipe):
     """A penalty that is added outside of `opt.loss`."""
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from models import assert_close, build_seeded, draw
+from optim_models import Closure
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -227,11 +228,7 @@ def test_a_closure_that_is_no_function_is_refused(source: str) -> None:
     net, _ = make(source)
     opt = ng.NaturalGradient(net, ng.fisher(net, CE), rule=ng.LineSearch())
 
-    def closure() -> Tensor:
-        opt.zero_grad()
-        loss = CE(net(X), Y)
-        loss.backward()
-        return loss
+    closure = Closure(opt, lambda: CE(net(X), Y))
 
     with pytest.raises(ValueError, match=r"closure gave .* at the same parameters"):
         opt.step(closure)
@@ -242,11 +239,7 @@ def test_a_closure_is_called_again_from_the_same_state(source: str) -> None:
     net, factors = make(source)
     opt = ng.NaturalGradient(net, ng.fisher(net, CE), rule=ng.LineSearch())
 
-    def closure() -> Tensor:
-        opt.zero_grad()
-        loss = CE(net(X), Y)
-        loss.backward()
-        return loss
+    closure = Closure(opt, lambda: CE(net(X), Y))
 
     once = make(source)[0]
     state = random.getstate(), LEGACY.get_state(), torch.get_rng_state()

@@ -8,13 +8,13 @@ from functools import partial
 
 import pytest
 import torch
-from models import assert_close, draw
+from models import F64, assert_close, draw, mlp
 from optim_models import CE, X, Y, flat, iterate, net
-from torch import Tensor
+from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad import rules
-from natgrad.rules import FlatStep, Quadratic
+from natgrad.rules import FlatStep, GridSearch, MeasuredTrustRegion, NormalisedRate, Quadratic
 
 G = torch.diag(torch.tensor([4.0, 1.0, 0.25], dtype=torch.float64))
 GRADIENT = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
@@ -81,13 +81,6 @@ def test_momentum_is_the_decayed_sum_of_proposals_with_its_image() -> None:
         assert_close(step.image, G @ expected, 1e-14)
         assert all(torch.equal(memory[name], kept[name]) for name in kept)  # the memory passed in is not changed
         memory = new
-
-
-def test_momentum_without_decay_is_the_rate() -> None:
-    m, rule = model(), ng.Momentum(0.0)
-    _, memory = rule.step(m, None, {})
-    step, _ = rule.step(m, None, memory)
-    assert_close(step.vector, m.proposal.vector, 1e-15)
 
 
 @pytest.mark.parametrize("nats", [1.0, 7.0])
@@ -250,3 +243,140 @@ def test_a_rule_that_an_optimizer_cannot_serve_is_refused_when_it_is_built(rule:
 def test_a_measured_kl_is_for_policies(build):
     with pytest.raises(ValueError, match="which only policies give"):
         build(net(), CE, rule=rules.MeasuredTrustRegion(0.1))
+
+
+# the best length of a step on a logarithmic grid
+
+
+POINTS, VALUES = draw(8, 2), draw(8, 1, seed=1)
+
+
+def step_at(lr: float, rule: ng.Rule) -> tuple[Tensor, Tensor, nn.Module]:
+    """Parameters before, the direction at full length, and the model after one step."""
+    model = mlp(2, 4, 1)
+    before = flat(model)
+    opt = ng.NaturalGradient(model, ng.gauss_newton(model, nn.MSELoss()), lr=lr, damping=1e-3, rule=rule)
+    opt.loss(model(POINTS), VALUES).backward()
+    opt.step()
+    return before, flat(model) - before, model
+
+
+def loss_along(before: Tensor, direction: Tensor, length: float) -> float:
+    model = mlp(2, 4, 1)
+    nn.utils.vector_to_parameters(before + length * direction, model.parameters())
+    return float((model(POINTS) - VALUES).square().mean().detach())
+
+
+@pytest.mark.parametrize("lr", [1.0, 30.0])
+def test_the_step_has_the_lowest_loss_on_the_grid(lr: float):
+    before, full, _ = step_at(lr, ng.Rate())
+    losses = {k: loss_along(before, full, 0.5**k) for k in range(8)}
+    best = min(losses, key=losses.__getitem__)
+    _, found, _ = step_at(lr, GridSearch(trials=8))
+    assert_close(found, 0.5**best * full, 1e-12)
+    assert best > 0 or lr == 1.0
+
+
+def test_no_step_where_no_length_lowers_the_loss():
+    _, found, _ = step_at(1e8, GridSearch(trials=2))
+    assert not found.any()
+
+
+def test_energy_natural_gradients_without_damping_solve_poisson():
+    """The pseudo-inverse with a cut and a search on a grid, as ENGD and ANaGRAM have it."""
+    net = mlp(1, 8, 1)
+    terms = {
+        "inside": lambda u, x: ng.laplacian(u, x) + math.pi**2 * torch.sin(math.pi * x[0]),
+        "ends": lambda u, x: u(x),
+    }
+    choices = {"acceleration": False, "scaling": False, "damping": 0.0}
+    opt = ng.residuals(net, terms, solver=ng.solvers.PseudoInverse(1e-6), rule=GridSearch(12, 0.25), **choices)
+    points = torch.linspace(0, 1, 40).double().unsqueeze(1)
+    losses = [float(opt.step(inside=points, ends=points[[0, -1]])) for _ in range(25)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 1e-6 * losses[0]
+
+
+@pytest.mark.parametrize(("choices", "said"), [({"trials": 0}, "trials is 0"), ({"shrink": 1.0}, "shrink is 1.0")])
+def test_bad_choices_are_named(choices: dict, said: str):
+    with pytest.raises(ValueError, match=said):
+        GridSearch(**choices)
+
+
+# steps of a given length in nats: a bound on the KL that is measured, and one on the damped form
+
+
+RADIUS = 0.01
+
+
+class Bowl:
+    """A loss -g . d + bend |d|^4 whose step moves a KL of 1/2 d^T G d + bend |d|^4; counts its trials."""
+
+    def __init__(self, model: Quadratic, bend: float) -> None:
+        self.model, self.bend, self.trials = model, bend, 0
+
+    def __call__(self, vector: Tensor) -> float:
+        return self.measure(vector)[0]
+
+    def measure(self, vector: Tensor) -> tuple[float, float]:
+        self.trials += 1
+        more = self.bend * float(vector @ vector) ** 2
+        kl = 0.5 * float(vector @ self.model.operator.mv(vector))
+        return float(self.model.gradient @ vector) + more, kl + more
+
+
+def quadratic(damping: float = 0.1, seed: int = 0) -> Quadratic:
+    root = draw(5, 7, seed=seed)
+    metric, gradient = ng.operators.DenseOperator(root @ root.mT / 7), draw(5, seed=seed + 1)
+    found = ng.natural_gradient(metric, gradient, solver=ng.Direct(), damping=damping).value
+    return Quadratic(gradient, metric, damping, FlatStep(-found, -metric.mv(found)), loss=0.0)
+
+
+@pytest.mark.parametrize("bend", [0.0, 1.0, 1e3, 1e8])
+def test_a_measured_bound_holds_whatever_the_model_says(bend: float):
+    model = quadratic()
+    loss_at = Bowl(model, bend)
+    step, memory = MeasuredTrustRegion(RADIUS, backtracks=30).step(model, loss_at, {})
+    loss, kl = loss_at.measure(step.vector)
+    assert memory == {}
+    assert 0 < kl <= RADIUS
+    assert loss < 0
+    torch.testing.assert_close(step.image, model.operator.mv(step.vector))
+    if not bend:
+        assert kl > 0.6 * RADIUS  # the first trial is a hair beyond the radius, the second one is taken
+
+
+def test_the_measured_rule_stays_where_nothing_is_gained():
+    model = quadratic()
+    for broken in (lambda d: (1.0, 0.0), lambda d: (-1.0, math.nan), lambda d: (math.nan, 0.0), lambda d: (-1, 1.0)):
+        loss_at = Bowl(model, 0.0)
+        loss_at.measure = broken  # type: ignore[method-assign]
+        step, _ = MeasuredTrustRegion(RADIUS, backtracks=4).step(model, loss_at, {})
+        assert not step.vector.any()
+
+
+def test_the_measured_rule_asks_for_the_kl():
+    with pytest.raises(ValueError, match="measures the KL at trial points"):
+        MeasuredTrustRegion(RADIUS).step(quadratic(), lambda d: 0.0, {})
+    with pytest.raises(ValueError, match="backtracks is 0"):
+        MeasuredTrustRegion(RADIUS, backtracks=0)
+    for rule in (MeasuredTrustRegion, NormalisedRate):
+        for radius in (0.0, -1.0, math.inf, math.nan):
+            with pytest.raises(ValueError, match="radius is"):
+                rule(radius)
+
+
+@pytest.mark.parametrize("damping", [0.01, 1.0])
+def test_a_normalised_step_has_the_radius_in_its_damped_form(damping: float):
+    model = quadratic(damping)
+    step, _ = NormalisedRate(RADIUS).step(model, None, {})
+    form = step.vector @ (step.image + damping * step.vector)
+    torch.testing.assert_close(0.5 * form, torch.tensor(RADIUS, dtype=F64))
+    assert model.kl(step) < RADIUS
+
+
+def test_no_rule_goes_uphill():
+    model = quadratic()
+    uphill = Quadratic(model.gradient, model.operator, 0.1, model.proposal.scale_by(-1.0), loss=0.0)
+    for rule in (MeasuredTrustRegion(RADIUS), NormalisedRate(RADIUS)):
+        assert not rule.step(uphill, Bowl(uphill, 0.0), {})[0].vector.any()

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
+from engine_state import blocks_of
 from optim_models import CE, X, Y, net
+from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.optim.block_step import RAMP, TURNED, is_due
+from natgrad.layers.moments import Seen, spread_rows
+from natgrad.optim.block_step import RAMP, TURNED, is_due, is_due_to_measure, part_of_rows
+from natgrad.optim.state import Pace
+from natgrad.rules import BlockStep, Lazy, Parts
 
 STEPS = 60
 
@@ -52,3 +59,153 @@ def test_intervals_grow_where_noise_has_hidden_the_gradient():
     assert [is_due(30 - gap, 30, True, 100) for gap in (longer - 1, longer)] == [False, True]
     assert is_due(30 - longer // TURNED, 30, False, 100)
     assert is_due(20, 30, True, 10)  # never further apart than was said
+
+
+# factors from a part of a pass's rows, lengths that are measured now and then, forms that are believed for a while
+
+
+def draw_single(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("count", "some"), [(1000, 100), (2048, 1026), (997, 512), (640, 64)])
+def test_rows_are_spread_over_the_pass_and_over_every_period_in_it(count: int, some: int) -> None:
+    kept = spread_rows(count, some, torch.device("cpu"))
+    assert 0.7 * some <= len(kept) <= 1.5 * some
+    assert len(kept.unique()) == len(kept)
+    assert int(kept.max()) < count
+    stretch = round(count / some)
+    phases = torch.bincount(kept % stretch, minlength=stretch)
+    assert int(phases.max() - phases.min()) <= 1
+
+
+def read_factors(
+    rows: float, model: nn.Module, x: Tensor, y: Tensor, steps: int = 4, update_every: int = 20
+) -> dict[str, dict[str, Tensor]]:
+    """The running averages' factors by layer, after some steps at one point."""
+    structure = ng.Kronecker(0.95, rows=rows)
+    opt = ng.StructuredNaturalGradient(model, CE, structure, lr=0.0, measure=False, update_every=update_every)
+    for _ in range(steps):
+        opt.zero_grad()
+        opt.loss(model(x), y).backward()
+        opt.step()
+    found = {}
+    for block in blocks_of(opt):
+        found[block.key] = {side: t / block.weight for side, t in block.totals.items()}
+    return found
+
+
+def sequence_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3), nn.Flatten(0, 1))
+
+
+def image_model() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 5, 3, padding=1), nn.ReLU(), nn.AvgPool2d(4), nn.Flatten(), nn.Linear(20, 3))
+
+
+@pytest.mark.parametrize("name", ["sequence", "image"])
+def test_factors_of_a_part_of_the_rows_are_those_of_all_up_to_chance(name: str) -> None:
+    torch.manual_seed(0)
+    if name == "sequence":
+        model, x, y = sequence_model(), draw_single(60, 40, 6), torch.randint(3, (2400,))
+    else:
+        model, x, y = image_model(), draw_single(300, 2, 8, 8), torch.randint(3, (300,))
+    every, some = read_factors(math.inf, model, x, y), read_factors(2, model, x, y)
+    assert any(not torch.equal(every[key]["left"], some[key]["left"]) for key in every)
+    for key, factors in every.items():
+        for side, factor in factors.items():
+            assert (some[key][side] - factor).norm() < 0.2 * factor.norm(), (key, side)
+
+
+def test_an_update_that_comes_before_it_is_due_needs_as_many_fewer_rows() -> None:
+    assert part_of_rows(Pace(), 0, False) == 1.0  # the first one
+    for step, every, part in (
+        (3, 1, 1.0),
+        (12, 1, 1 / 3),
+        (12, 3, 1.0),
+        (50, 1, 1 / 11),
+        (500, 5, 1 / 4),
+        (500, 20, 1.0),
+    ):
+        pace = Pace(updated=step - every)
+        assert part_of_rows(pace, step, False) == part
+        assert is_due(pace.updated, step, False, 20) == (part == 1.0)
+
+
+def test_factors_on_every_step_come_from_fewer_rows_and_are_those_of_all_up_to_chance() -> None:
+    torch.manual_seed(0)
+    model, x, y = sequence_model(), draw_single(60, 80, 6), torch.randint(3, (4800,))
+    every = read_factors(math.inf, model, x, y, 30)
+    for often in (1, 20):
+        some = read_factors(2, model, x, y, 30, update_every=often)
+        assert any(not torch.equal(every[key]["left"], some[key]["left"]) for key in every)
+        for key, factors in every.items():
+            for side, factor in factors.items():
+                assert (some[key][side] - factor).norm() < 0.2 * factor.norm(), (often, key, side)
+
+
+def test_passes_with_few_rows_are_taken_whole() -> None:
+    torch.manual_seed(0)
+    model, x, y = sequence_model(), draw_single(15, 40, 6), torch.randint(3, (600,))
+    every, some = read_factors(math.inf, model, x, y, 2), read_factors(2, model, x, y, 2)
+    for key, factors in every.items():
+        torch.testing.assert_close(some[key], factors, rtol=0, atol=0)
+
+
+def test_a_part_of_equal_rows_weighs_as_much_as_all() -> None:
+    a = draw_single(1, 1, 1, 4).double().expand(100, 30, 1, 4)
+    delta = draw_single(1, 1, 1, 3).double().expand(100, 30, 1, 3)
+    layer: Any = type("Layer", (), {"layout": type("Layout", (), {"matrix_shape": (1, 3, 4)}), "is_routed": False})
+    thin = Seen(layer, a, [delta]).thin(600)
+    assert len(thin.activations) == 600
+    squares = thin.deltas[0].flatten(0, 2)
+    torch.testing.assert_close(squares.mT @ squares, delta.flatten(0, 2).mT @ delta.flatten(0, 2), rtol=1e-10, atol=0)
+
+
+def test_rows_are_checked() -> None:
+    with pytest.raises(ValueError, match="rows is 0"):
+        ng.Kronecker(rows=0)
+
+
+def test_layers_of_a_step_are_scaled_without_a_product() -> None:
+    forms = ("a", "c"), torch.tensor([2.0, 5.0])
+    vector = Parts({"a": draw_single(3), "b": draw_single(2), "c": draw_single(4)}, length=0.5)
+    whole = Lazy(value=torch.tensor(7.0))
+    step = BlockStep(vector, whole.scale_by(3.0), whole, torch.tensor(3.0), {}, forms).scale_by(0.1)
+    factors = torch.tensor([0.5, 0.5, 1.0])
+    scaled = step.scale_layers(factors)
+    assert scaled is not None
+    assert float(scaled.promised_form(0.0)) == pytest.approx(0.01 * (2.0 / 4 + 5.0))
+    assert float(scaled.form()) == pytest.approx(0.03 * (2.0 / 4 + 5.0))
+    for name, factor in zip("abc", factors, strict=True):
+        torch.testing.assert_close(scaled.vector[name], factor * 0.1 * vector[name])
+        assert scaled.vector.parts[name] is vector.parts[name]  # no copy
+    flat = torch.cat(list(scaled.vector.tensors().values()))
+    torch.testing.assert_close(scaled.vector.norm(), flat.norm())
+    torch.testing.assert_close(scaled.vector @ vector, flat @ torch.cat(list(vector.tensors().values())))
+    assert BlockStep(vector, whole, whole, None, {}).scale_layers(factors) is None  # known as a whole alone
+
+
+def test_lengths_are_measured_ever_more_seldom() -> None:
+    pace, measured = Pace(), []
+    for step in range(100):
+        if is_due_to_measure(pace, step, False, 20):
+            pace = Pace(measured=step)
+            measured.append(step)
+    assert measured[:5] == [0, 1, 2, 3, 5]
+    assert max(b - a for a, b in pairwise(measured)) == 20
+
+
+def test_spectral_steps_are_measured_at_the_turn_and_then_four_times_more_seldom() -> None:
+    pace, found = Pace(), list[int]()
+    for step in range(40, 260):
+        if is_due_to_measure(pace, step, True, 20):
+            pace = Pace(measured=step)
+            found.append(step)
+    assert found == [40, 120, 200]
+
+
+@pytest.mark.parametrize(("estimate", "some"), [(ng.Sampled(), True), (ng.ExactLabels(), False)])
+def test_kfac_takes_all_rows_where_labels_are_exact(estimate: Any, some: bool) -> None:
+    rows = ng.kfac(sequence_model(), CE, estimate=estimate).structure.rows
+    assert math.isfinite(rows) == some

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import Assembled
 from optim_models import CE
 from torch import Tensor, nn
 
@@ -18,57 +19,33 @@ HEADS = 8
 STRUCTURED = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
 
 
-class Table(nn.Module):
+def build_table() -> nn.Module:
     """A matrix that no layer holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.matrix = nn.Parameter(torch.randn(5, 5) / 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.matrix
+    return Assembled(lambda m, x: x @ m.matrix, matrix=nn.Parameter(torch.randn(5, 5) / 2))
 
 
-class Gains(nn.Module):
+def build_gains() -> nn.Module:
     """Factors that belong to no matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gain
+    return Assembled(lambda m, x: x * m.gain, gain=nn.Parameter(torch.ones(5)))
 
 
-class Signs(nn.Module):
+def build_signs() -> nn.Module:
     """A look-up of the signs of two inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(4, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.table((x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long())
+    return Assembled(lambda m, x: m.table((x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()), table=nn.Embedding(4, 5))
 
 
-class Images(nn.Module):
+def build_images() -> nn.Module:
     """A convolution over the inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.filter = nn.Conv1d(1, 1, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.filter(x.unsqueeze(1)).squeeze(1)
+    return Assembled(lambda m, x: m.filter(x.unsqueeze(1)).squeeze(1), filter=nn.Conv1d(1, 1, 3, padding=1))
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "a layer": lambda: nn.Linear(5, 5),
     "a norm": lambda: nn.LayerNorm(5),
-    "a matrix": Table,
-    "factors": Gains,
-    "a look-up": Signs,
-    "a convolution": Images,
+    "a matrix": build_table,
+    "factors": build_gains,
+    "a look-up": build_signs,
+    "a convolution": build_images,
     "two layers": lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 5)),
 }
 

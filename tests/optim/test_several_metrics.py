@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from models import assert_close, draw, mlp
-from optim_models import flat, kind
+from optim_models import Closure, flat, kind
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -51,11 +51,7 @@ def by_definition(model: nn.Module) -> Tensor:
 
 
 def take_step(model: nn.Module, opt: ng.NaturalGradient, data: object, targets: object = None) -> None:
-    def closure() -> Tensor:
-        opt.zero_grad()
-        value = loss(model)
-        value.backward()
-        return value
+    closure = Closure(opt, lambda: loss(model))
 
     opt.observe(data, targets)
     opt.step(closure)

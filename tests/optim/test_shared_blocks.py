@@ -243,12 +243,6 @@ def test_strips_of_a_symmetric_matrix_are_all_of_it(n: int, share: float):
     assert flat.numel() / matrix.numel() == pytest.approx(share, abs=0.01)
 
 
-@pytest.mark.parametrize(("name", "share"), [("autoencoder", 0.27), ("transformer", 0.29)])
-def test_four_processes_invert_a_quarter_each(name: str, share: float):
-    scaling = pytest.importorskip("benchmarks.scaling")
-    assert 0.25 <= scaling.predict(scaling.WORKLOADS[name](), scaling.Machine(), 4, "speed").work <= share
-
-
 def test_the_dearest_block_goes_first_to_whoever_has_least():
     costs = {name: Cost(work, 1.0) for name, work in zip("abcdef", (9.0, 7.0, 4.0, 4.0, 3.0, 1.0), strict=True)}
     owners = balance(costs, costs, {}, 3, False)

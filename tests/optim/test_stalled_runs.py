@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import build_seeded
+from models import Assembled, build_seeded
 from optim_models import BLOCK_RECIPES as RECIPES
 from optim_models import CE, X, Y, flat, iterate, net
 from torch import nn
@@ -113,13 +113,8 @@ def test_steps_on_another_loss_in_turn_with_ours_say_nothing(other: Any):
 
 @pytest.mark.parametrize("recipe", [*RECIPES, *MATRIX_FREE])
 def test_training_in_evaluation_mode_on_purpose_is_training_without_dropout(recipe: Any):
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.drop, self.net = nn.BatchNorm1d(3), nn.Dropout(0.5), net()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.net(self.drop(self.norm(x)))
+    def build_mixed() -> nn.Module:
+        return Assembled(lambda m, x: m.net(m.drop(m.norm(x))), norm=nn.BatchNorm1d(3), drop=nn.Dropout(0.5), net=net())
 
     def run(model: nn.Module, mode: bool, **choices: Any) -> Any:
         opt = recipe(model, CE, **choices)
@@ -135,7 +130,7 @@ def test_training_in_evaluation_mode_on_purpose_is_training_without_dropout(reci
             opt.step()
         return flat(model), losses, opt.state_report().failures
 
-    models = [build_seeded(Mixed).double() for _ in range(2)]
+    models = [build_seeded(build_mixed).double() for _ in range(2)]
     buffers = models[1].norm.running_mean.clone()
     expected, _, _ = run(models[0], True)  # the two layers alone in evaluation mode
     found, losses, failures = run(models[1], False, train_in_eval=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Sequence
+from models import Assembled, Sequence
 from optim_models import BLOCK_RECIPES, X, Y, net
 from torch import Tensor, nn
 
@@ -83,15 +83,14 @@ class Scaled(nn.Module):
         return self.head(x + self.gammas[1] * self.down(self.gate(inside).sigmoid() * self.up(inside))).mT
 
 
-class Recurrent(nn.Module):
+def build_recurrent() -> nn.Module:
     """Symbols (b, 6) -> logits (b, 5, 6) by a GRU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.symbol, self.memory, self.head = nn.Embedding(5, 8), nn.GRU(8, 12, batch_first=True), nn.Linear(12, 5)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.memory(self.symbol(tokens))[0]).mT
+    return Assembled(
+        lambda m, tokens: m.head(m.memory(m.symbol(tokens))[0]).mT,
+        symbol=nn.Embedding(5, 8),
+        memory=nn.GRU(8, 12, batch_first=True),
+        head=nn.Linear(12, 5),
+    )
 
 
 def half_dead() -> nn.Module:
@@ -142,7 +141,7 @@ CASES: dict[str, Case] = {
 MORE: dict[str, Case] = {
     "deep and narrow": (lambda: dense(36, *[20] * 12, 3), CE, rows),
     "scaled blocks": (Scaled, CE, tokens),
-    "recurrent": (Recurrent, CE, tokens),
+    "recurrent": (build_recurrent, CE, tokens),
     "dead units": (half_dead, CE, rows),
 }
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from models import build_seeded
 from optim_models import BLOCK_RECIPES as RECIPES
-from optim_models import CE, Interrupt, X, Y, flat, net, same, snapshot
-from torch import Tensor, nn
+from optim_models import CE, Interrupt, X, Y, flat, iterate, net, same, snapshot
+from torch import nn
 
 import natgrad as ng
 from natgrad.ground.pure import ScopedValue, is_evaluating, mark_evaluation
@@ -43,14 +43,6 @@ def prepare(name: str, saved: Any) -> tuple[Any, nn.Module]:
         model.load_state_dict(saved[0])
         opt.load_state_dict(saved[1])
     return opt, model
-
-
-def iterate(opt: Any, model: nn.Module, x: Tensor = X, y: Tensor = Y) -> Tensor:
-    opt.zero_grad()
-    loss = opt.loss(model(x), y)
-    loss.backward()
-    opt.step()
-    return loss.detach()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from models import assert_close, build_seeded, draw
-from optim_models import CE, X, Y, deep, flat, same
-from pass_readings import iterate, readings
+from engine_state import blocks_of
+from models import CASES, Assembled, assert_close, build_seeded, draw
+from optim_models import CE, X, Y, deep, flat, iterate, same
+from optim_models import net as small_net
+from pass_readings import readings
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
@@ -146,23 +149,21 @@ def test_lazy_layers_want_a_pass_first():
     assert {row.structure for row in opt.report()} == {K}
 
 
-class Late(nn.Module):
+def build_late() -> nn.Module:
     """A branch that is switched on later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.later = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.bare, self.scale = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.ones(3))
-        self.on = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, 3) -> (b, 3)."""
-        return self.always(x) + (self.scale * self.later(x) @ self.bare if self.on else 0)
+    return Assembled(
+        lambda m, x: m.always(x) + (m.scale * m.later(x) @ m.bare if m.on else 0),
+        always=nn.Linear(3, 3),
+        later=nn.Linear(3, 3),
+        bare=nn.Parameter(torch.randn(3, 3)),
+        scale=nn.Parameter(torch.ones(3)),
+        on=False,
+    )
 
 
 def test_a_branch_that_is_used_later_gets_its_blocks_then():
-    model: Any = build_seeded(Late)
-    twin: Any = build_seeded(Late)
+    model: Any = build_seeded(build_late)
+    twin: Any = build_seeded(build_late)
     opt = ng.kfac(model, CE)
     iterate(opt, model)
     waiting = {row.parameter for row in opt.report() if row.structure == "not read yet"}
@@ -181,7 +182,7 @@ def test_a_branch_that_is_used_later_gets_its_blocks_then():
 
 
 def test_parameters_that_are_frozen_later_stay_where_they_are():
-    model: Any = build_seeded(Late)
+    model: Any = build_seeded(build_late)
     model.on = True
     opt = ng.kfac(model, CE)
     iterate(opt, model)
@@ -220,3 +221,93 @@ def test_a_sequence_s_step_does_not_depend_on_reduction_batch_or_scale(reduction
         return flat(model)
 
     assert_close(step(2, 512.0, reduction), step(1, 1.0, "mean"), 1e-9)
+
+
+# what it tells, what it refuses
+
+
+def test_the_report_says_what_each_parameter_gets():
+    model = CASES["bare parameter"].make()[0]
+    opt = ng.kfac(model, CE, momentum=0.9)
+    assert {row.structure for row in opt.report()} == {"not read yet"}
+    iterate(opt, model, X, Y % 2)
+    rows = {row.parameter: row for row in opt.report()}
+    assert rows["layer.weight"].structure == "Kronecker"
+    assert rows["scale"].structure == "Diagonal"
+    # two factors, their inverses and the mean of the gradient; the bias has its mean alone
+    assert rows["layer.weight"].memory == 2 * (2 * 2 + 4 * 4) + 6
+    assert rows["layer.bias"].memory == 2
+    assert "Kronecker" in str(opt.report())
+
+
+def optimizer() -> Any:
+    return ng.kfac(small_net(), CE)
+
+
+def door(**choices: Any) -> Callable[[], Any]:
+    return lambda: ng.kfac(small_net(), CE, **choices)
+
+
+BAD = {
+    "no module": (lambda: ng.kfac({"w": X}, CE), TypeError, "model is dict"),  # type: ignore[arg-type]
+    "no likelihood": (lambda: ng.kfac(small_net(), nn.MultiMarginLoss()), TypeError, "not a likelihood"),
+    "a structure of the whole": (
+        lambda: ng.StructuredNaturalGradient(small_net(), CE, ng.Dense()),
+        TypeError,
+        "blocks per layer",
+    ),
+    "a negative rate": (door(lr=-1.0), ValueError, "lr is -1.0"),
+    "momentum of one": (door(momentum=1.0), ValueError, "momentum is 1"),
+    "no damping": (door(damping=0.0), ValueError, "damping is 0"),
+    "no radius": (door(max_kl=0.0), ValueError, "max_kl is 0"),
+    "an interval of half a step": (door(update_every=0.5), ValueError, "update_every is 0.5"),
+    "no statistics": (lambda: step_without_loss(), ValueError, "optimizer.loss(outputs, targets)"),
+    "another optimizer's state": (
+        lambda: ng.kfac(small_net(), CE).load_state_dict({"state": {}}),
+        ValueError,
+        "not saved by",
+    ),
+    "a stranger": (
+        lambda: ng.kfac(small_net(), CE).add_param_group({"params": nn.Parameter(X)}),
+        ValueError,
+        "not parameters",
+    ),
+}
+
+
+def step_without_loss() -> None:
+    model = small_net()
+    opt = ng.kfac(model, CE)
+    CE(model(X), Y).backward()
+    opt.step()
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_errors_at_the_door(case: str):
+    build, kind, words = BAD[case]
+    with pytest.raises(kind) as caught:
+        build()
+    assert words in str(caught.value)
+
+
+def test_a_reading_whose_moments_would_overflow_is_refused_as_a_whole():
+    model = small_net().float()
+    opt = ng.kfac(model, CE, 1e-3, update_every=1)
+    iterate(opt, model, X.float())
+    before = {block.key: block.weight for block in blocks_of(opt)}
+    assert any(before.values())
+    opt.loss(model(1e17 * X.float()), Y)  # finite, and so are the factors: their running sums might not stay so
+    assert opt.state_report().failures == 1
+    assert {block.key: block.weight for block in blocks_of(opt)} == before
+
+
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise])
+def test_new_statistics_leave_the_inverse_of_the_old_ones_alone(recipe: Any):
+    model = small_net()
+    opt = recipe(model, CE, 1e-3)
+    iterate(opt, model)
+    inverses = [copy.deepcopy(block.inverse.dense()) for block in blocks_of(opt)]
+    opt._reader.taps.armed = True
+    opt.loss(model(2 * X), Y)  # read into the same storage; nothing is inverted before a step
+    for block, before in zip(blocks_of(opt), inverses, strict=True):
+        assert torch.equal(block.inverse.dense(), before)

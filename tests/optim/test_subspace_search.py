@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from models import F64, assert_close, draw, mlp
+from models import F64, assert_close, build_seeded, draw, mlp
 from optim_models import CE, Closure, X, Y, dropout_net, flat, iterate, mean_gradient, net
 from scipy.optimize import minimize
 from torch import Tensor, nn
@@ -255,28 +255,6 @@ def test_masks_are_the_same_at_every_trial_point_and_closures_work_too():
     assert_close(flat(by_closure), flat(by_loss), 1e-8)
 
 
-def test_summed_losses_give_the_same_step():
-    means, sums = net(), net()
-    first = ng.krylov_subspace(means, CE, dimension=4, steps=3)
-    second = ng.krylov_subspace(sums, nn.CrossEntropyLoss(reduction="sum"), dimension=4, steps=3)
-    for _ in range(2):
-        iterate(first, means, X, Y)
-        iterate(second, sums, X, Y)
-    assert_close(flat(sums), flat(means), 1e-8)
-
-
-def test_backtracking_over_iterates_is_two_words_in_hessian_free():
-    net_ = net()
-    opt = ng.hessian_free(
-        net_, CE, solver=ng.CG(max_steps=50, progress=5e-4, keep=1.3), rule=ng.LineSearch(iterates=True)
-    )
-    losses = []
-    for _ in range(15):
-        iterate(opt, net_, X, Y)
-        losses.append(opt.state_report().loss)
-    assert losses[-1] < 0.1 * losses[0]
-
-
 @pytest.mark.parametrize("solver", [None, ng.CG(), ng.Auto()])
 def test_going_back_needs_a_solver_that_keeps_iterates(solver):
     net_ = net()
@@ -344,3 +322,130 @@ def test_a_loss_that_is_not_finite_at_the_start_is_counted():
     iterate(opt, model_, X, Y)
     assert opt.state_report().failures == 1
     assert not torch.equal(flat(model_), before)
+
+
+# the metric on part of a large batch
+
+
+ROWS, LABELS = draw(12, 3), torch.tensor([0, 1, 1, 0, 1, 0, 0, 1, 1, 0, 0, 1])
+
+
+def build_part(model: nn.Module, **choices) -> ng.NaturalGradient:
+    """Exact steps, so that only the data decide."""
+    metric = ng.gauss_newton(model, nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0], dtype=torch.float64)))
+    return ng.NaturalGradient(model, metric, lr=0.5, solver=ng.Direct(), damping=1e-2, **choices)
+
+
+def step_once(model: nn.Module, opt: ng.NaturalGradient) -> None:
+    opt.zero_grad()
+    opt.loss(model(ROWS), LABELS).backward()
+    opt.step()
+
+
+def test_the_metric_is_that_of_the_drawn_examples_and_the_gradient_that_of_all():
+    part, observed = mlp(3, 4, 2), mlp(3, 4, 2)
+    opt, reference = build_part(part, metric_batch=5), build_part(observed)
+    seen = []
+    for _ in range(3):
+        drawn = torch.randperm(12, generator=torch.Generator().manual_seed(opt.state_report().step))[:5]
+        seen.append(set(drawn.tolist()))
+        reference.observe(ROWS[drawn], LABELS[drawn])
+        step_once(part, opt)
+        step_once(observed, reference)
+        assert_close(flat(part), flat(observed), 1e-13)
+    assert seen[0] != seen[1]
+
+
+def test_a_batch_that_is_small_enough_is_taken_whole():
+    part, whole = mlp(3, 4, 2), mlp(3, 4, 2)
+    step_once(part, build_part(part, metric_batch=12))
+    step_once(whole, build_part(whole))
+    assert torch.equal(flat(part), flat(whole))
+
+
+@pytest.mark.parametrize("size", [0, -3])
+def test_a_size_below_one_is_refused(size):
+    with pytest.raises(ValueError, match="metric_batch"):
+        build_part(mlp(3, 2), metric_batch=size)
+
+
+# the first recipe, truncated Newton with Levenberg-Marquardt damping
+
+
+def clusters(classes: int = 5, size: int = 200) -> tuple[Tensor, Tensor]:
+    """Images that look a little like digits: noisy prototypes of 16 pixels, on very different scales."""
+    y = torch.arange(size) % classes
+    prototypes = draw(classes, 16, seed=21)
+    x = prototypes[y] + 0.8 * draw(size, 16, seed=22)
+    return x * torch.logspace(-1, 1, 16, dtype=torch.float64), y
+
+
+def train_whole(optimizer: torch.optim.Optimizer, model: nn.Module, x: Tensor, y: Tensor, steps: int) -> list[float]:
+    """Full-batch losses, before every step and at the end."""
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        own = isinstance(optimizer, ng.NaturalGradient)
+        loss = optimizer.loss(model(x), y) if own else CE(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return [*losses, float(CE(model(x), y).detach())]
+
+
+def test_ten_steps_reach_lower_than_ten_of_plain_gradient_descent_at_its_best_rate() -> None:
+    x, y = clusters()
+    start = mlp(16, 12, 5)
+    plain = []
+    for lr in (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0):
+        model = copy.deepcopy(start)
+        plain.append(train_whole(torch.optim.SGD(model.parameters(), lr=lr), model, x, y, 10)[-1])
+    model = copy.deepcopy(start)
+    losses = train_whole(ng.hessian_free(model, CE), model, x, y, 10)
+    assert losses[-1] < 0.2 * min(plain)
+    assert all(b <= a for a, b in pairwise(losses))  # the line search never raises it
+
+
+def test_it_learns_an_autoencoder_of_bits() -> None:
+    x = (draw(100, 16, seed=4) @ torch.diag(torch.ones(16).double()) > 0.3).double()
+    model = mlp(16, 8, 3, 8, 16)
+    criterion = nn.BCEWithLogitsLoss()
+    opt = ng.hessian_free(model, criterion)
+    first = float(criterion(model(x), x).detach())
+    for _ in range(15):
+        iterate(opt, model, x, x)
+    assert float(criterion(model(x), x).detach()) < 0.85 * first
+
+
+def test_its_damping_follows_its_ratio() -> None:
+    x, y = clusters()
+    model = mlp(16, 6, 5)
+    opt = ng.hessian_free(model, CE)
+    dampings, ratios = [], []
+    for _ in range(8):
+        iterate(opt, model, x, y)
+        told = opt.state_report()
+        dampings.append(told.damping)
+        ratios.append(told.ratio)
+    for before, after, ratio in zip(dampings, dampings[1:], ratios, strict=False):
+        assert after == ng.LevenbergMarquardt().update(before, ratio)
+
+
+def test_it_trains_a_convolutional_net_with_dropout_and_batch_norm() -> None:
+    model = build_seeded(
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Dropout(0.2),
+            nn.Linear(16, 5),
+        )
+    )
+    x, y = clusters(size=60)
+    x = (x / torch.logspace(-1, 1, 16, dtype=torch.float64)).view(-1, 1, 4, 4)
+    opt = ng.hessian_free(model, CE)
+    losses = train_whole(opt, model, x, y, 4)
+    assert losses[-1] < 0.8 * losses[0]
+    assert opt.state_report().failures == 0

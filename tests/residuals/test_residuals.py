@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from models import Assembled
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 from torch.testing import assert_close
@@ -113,18 +114,14 @@ def two_terms(net: nn.Module | None = None) -> tuple[ng.residuals.ResidualOptimi
     return opt, {"inside": draw(4), "edge": draw(3, seed=2)}
 
 
-class Scaled(nn.Module):
+def build_scaled() -> nn.Module:
     """A perceptron times a parameter that lies in no layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.scale = perceptron(2, 1), nn.Parameter(torch.tensor([1.5, -0.5]).double())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x * self.scale)
+    return Assembled(
+        lambda m, x: m.net(x * m.scale), net=perceptron(2, 1), scale=nn.Parameter(torch.tensor([1.5, -0.5]).double())
+    )
 
 
-@pytest.mark.parametrize("build", [lambda: perceptron(2, 1), Scaled], ids=["layers", "a parameter besides"])
+@pytest.mark.parametrize("build", [lambda: perceptron(2, 1), build_scaled], ids=["layers", "a parameter besides"])
 def test_layer_by_layer_equals_the_jacobian_written_out(build, monkeypatch: pytest.MonkeyPatch):
     opt, points = two_terms(build())
     params = ng.trainable(opt.model)

@@ -10,33 +10,21 @@ import mpmath as mp
 import torch
 from torch import Tensor
 
+import natgrad as ng
 from natgrad.families import (
-    Bernoulli,
-    Beta,
-    Categorical,
     ChiSquare,
     ComplexNormal,
     DiagonalNormal,
-    Dirichlet,
-    Exponential,
-    ExponentialFamily,
     FixedCovarianceNormal,
     FixedMeanNormal,
-    Gamma,
     Geometric,
     InverseGamma,
     InverseGaussian,
     Logarithmic,
     LogNormal,
-    Multinomial,
-    MultivariateNormal,
     NegativeBinomial,
-    Normal,
-    Poisson,
-    Product,
     Rayleigh,
     SparseNormal,
-    SubModel,
     VonMisesFisher,
     Weibull,
     Wishart,
@@ -54,7 +42,7 @@ class Case:
     theta: (spread, generator) -> (n,) in float64; spread is the logarithm to base ten of how extreme it may be.
     """
 
-    family: ExponentialFamily
+    family: ng.ExponentialFamily
     theta: Callable[[float, torch.Generator], Tensor]
     log_prob: Callable[[Numbers, Numbers], Any]
     entropy: Callable[[Numbers], Any]
@@ -113,7 +101,7 @@ def far_mean(d: int, spread: float, generator: torch.Generator) -> Tensor:
     return normals(d, generator=generator) * 10.0 ** (spread * torch.rand((), generator=generator).item())
 
 
-def full_theta(family: MultivariateNormal) -> Callable[[float, torch.Generator], Tensor]:
+def full_theta(family: ng.MultivariateNormal) -> Callable[[float, torch.Generator], Tensor]:
     def theta(spread: float, generator: torch.Generator) -> Tensor:
         root = torch.eye(family.d, dtype=torch.float64) + 0.3 * normals(family.d, family.d, generator=generator)
         return family.from_mean_covariance(far_mean(family.d, spread, generator), root @ root.mT)
@@ -231,7 +219,7 @@ def changed_case(
 
 def exponential_case() -> Case:
     return Case(
-        Exponential(),
+        ng.Exponential(),
         lambda spread, g: -(10.0 ** (spread * normals(1, generator=g))),
         lambda t, x: mp.log(-t[0]) + t[0] * x[0],
         lambda t: 1 - mp.log(-t[0]),
@@ -255,7 +243,7 @@ def definitions(case: Case) -> tuple[Any, Any, Any]:
 
 
 def log_normal_case() -> Case:
-    source = normal_case(LogNormal(), diagonal_moments, lambda _, g: diagonal_theta(Normal())(0.5, g))
+    source = normal_case(LogNormal(), diagonal_moments, lambda _, g: diagonal_theta(ng.Normal())(0.5, g))
     return changed_case(LogNormal(), source, mp.log, lambda x: -x, lambda t: t[0] / (2 * t[1]))
 
 
@@ -515,7 +503,7 @@ def product_case() -> Case:
     """A gamma beside a normal."""
     first, second = CASES["gamma"], CASES["normal"]
     return Case(
-        Product((first.family, 1), (second.family, 1)),
+        ng.Product((first.family, 1), (second.family, 1)),
         lambda spread, generator: torch.cat([each.theta(spread, generator) for each in (first, second)]),
         lambda t, x: first.log_prob(t[:2], x[:1]) + second.log_prob(t[2:], x[1:]),
         lambda t: first.entropy(t[:2]) + second.entropy(t[2:]),
@@ -525,16 +513,16 @@ def product_case() -> Case:
 
 def sub_model_case() -> Case:
     """A normal in three dimensions without the pair (0, 2)."""
-    whole, sparse = MultivariateNormal(3), CASES["sparse normal"]
+    whole, sparse = ng.MultivariateNormal(3), CASES["sparse normal"]
     free = [0, 1, 2, 3, 4, 5, 6, 8]
     base = torch.zeros(9, dtype=torch.float64).index_fill(0, torch.tensor([3, 4, 5]), -0.5)
-    return Case(SubModel(whole, free, base), sparse.theta, sparse.log_prob, sparse.entropy, sparse.kl)
+    return Case(ng.SubModel(whole, free, base), sparse.theta, sparse.log_prob, sparse.entropy, sparse.kl)
 
 
-full, sparse = MultivariateNormal(3), SparseNormal(3, [(0, 1), (1, 2)])
+full, sparse = ng.MultivariateNormal(3), SparseNormal(3, [(0, 1), (1, 2)])
 every = [(0, 1), (0, 2), (1, 2)]
 CASES: dict[str, Case] = {
-    "normal": normal_case(Normal(), diagonal_moments, diagonal_theta(Normal())),
+    "normal": normal_case(ng.Normal(), diagonal_moments, diagonal_theta(ng.Normal())),
     "diagonal normal": normal_case(DiagonalNormal(2), diagonal_moments, diagonal_theta(DiagonalNormal(2))),
     "multivariate normal": normal_case(full, graph_moments(3, every), full_theta(full)),
     "sparse normal": normal_case(sparse, graph_moments(3, [(0, 1), (1, 2)]), sparse_theta(sparse)),
@@ -547,20 +535,22 @@ CASES: dict[str, Case] = {
         FixedCovarianceNormal(KNOWN_COVARIANCE), known_covariance_moments, lambda s, g: far_mean(2, s, g)
     ),
     "exponential": exponential_case(),
-    "gamma": Case(Gamma(), shape_and_rate, gamma_log_prob, gamma_entropy, gamma_kl),
-    "beta": Case(Beta(), concentrations(2), beta_log_prob, dirichlet_entropy, dirichlet_kl),
-    "dirichlet": Case(Dirichlet(3), concentrations(3), dirichlet_log_prob, dirichlet_entropy, dirichlet_kl),
-    "bits": Case(Bernoulli(2), logits(2), bits_log_prob, per_bit(classes_entropy), per_bit(classes_kl)),
-    "classes": Case(Categorical(4), logits(4), lambda t, x: mp.log(shares(t)[int(x[0])]), classes_entropy, classes_kl),
+    "gamma": Case(ng.Gamma(), shape_and_rate, gamma_log_prob, gamma_entropy, gamma_kl),
+    "beta": Case(ng.Beta(), concentrations(2), beta_log_prob, dirichlet_entropy, dirichlet_kl),
+    "dirichlet": Case(ng.Dirichlet(3), concentrations(3), dirichlet_log_prob, dirichlet_entropy, dirichlet_kl),
+    "bits": Case(ng.Bernoulli(2), logits(2), bits_log_prob, per_bit(classes_entropy), per_bit(classes_kl)),
+    "classes": Case(
+        ng.Categorical(4), logits(4), lambda t, x: mp.log(shares(t)[int(x[0])]), classes_entropy, classes_kl
+    ),
     "multinomial": Case(
-        Multinomial(5, 3),
+        ng.Multinomial(5, 3),
         logits(3),
         multinomial_log_prob,
         multinomial_entropy(5),
         lambda t, o: 5 * classes_kl(t, o),
     ),
     "counts": Case(
-        Poisson(2),
+        ng.Poisson(2),
         lambda s, g: 2 * s * normals(2, generator=g).clamp(-1, 1),
         poisson_log_prob,
         poisson_entropy,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from models import Assembled
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -115,15 +116,13 @@ class Cells(nn.Module):
         return state
 
 
-class TiedTable(nn.Module):
+def build_tied_table() -> nn.Module:
     """Logits by the table that embeds the tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.inner = nn.Embedding(4, 3), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(torch.tanh(self.inner(self.table(x))), self.table.weight)
+    return Assembled(
+        lambda m, x: functional.linear(torch.tanh(m.inner(m.table(x))), m.table.weight),
+        table=nn.Embedding(4, 3),
+        inner=nn.Linear(3, 3),
+    )
 
 
 class Neighbours(nn.Module):
@@ -284,7 +283,7 @@ KINDS: dict[str, Callable[[Sizes], tuple[nn.Module, Any]]] = {
     "behind": partial(put_before_line, Behind),
     "shared": build_shared,
     "low rank": partial(put_before_line, LowRankUpdate),
-    "tied": lambda s: (TiedTable(), torch.randint(0, 4, (s.b, s.t))),
+    "tied": lambda s: (build_tied_table(), torch.randint(0, 4, (s.b, s.t))),
     "named": lambda s: (Named(s.i, s.w), ({"u": torch.randn(s.b, s.i), "v": torch.randn(s.b, s.i)},)),
     "batch norm": build_batch_norm,
     "group norm": build_group_norm,

@@ -49,6 +49,20 @@ def mlp(*widths: int) -> nn.Module:
     return build_seeded(build)
 
 
+class Assembled(nn.Module):
+    """Named parts, and a function of the model and its inputs that says what is done with them."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """What the function makes of the inputs."""
+        return self.function(self, *inputs, **named)
+
+
 class Sequence(nn.Module):
     """Tokens -> embedding -> normalised linear layers -> logits for every position, (b, t) -> (b, t, c)."""
 
@@ -80,17 +94,9 @@ class Attention(nn.Module):
         return self.out(nn.functional.scaled_dot_product_attention(q, k, v).mean(1))
 
 
-class Twice(nn.Module):
+def build_twice() -> nn.Module:
     """The same layer used twice, one after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 3)
-        self.out = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, 3) -> (b, 2)."""
-        return self.out(self.inner(torch.tanh(self.inner(x))))
+    return Assembled(lambda m, x: m.out(m.inner(torch.tanh(m.inner(x)))), inner=nn.Linear(3, 3), out=nn.Linear(3, 2))
 
 
 class Tied(nn.Module):
@@ -107,56 +113,34 @@ class Tied(nn.Module):
         return self.decode(torch.tanh(self.encode(x)))
 
 
-class Sneaky(nn.Module):
+def build_sneaky() -> nn.Module:
     """A parameter used by its layer and once more behind the layer's back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 3)
-        self.out = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, 3) -> (b, 2)."""
-        return self.out(torch.tanh(self.inner(x)) @ self.inner.weight)
+    return Assembled(
+        lambda m, x: m.out(torch.tanh(m.inner(x)) @ m.inner.weight), inner=nn.Linear(3, 3), out=nn.Linear(3, 2)
+    )
 
 
-class Unreached(nn.Module):
+def build_unreached() -> nn.Module:
     """A layer whose output is not used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used = nn.Linear(3, 2)
-        self.unused = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, 3) -> (b, 2)."""
-        return self.used(x)
+    return Assembled(lambda m, x: m.used(x), used=nn.Linear(3, 2), unused=nn.Linear(3, 2))
 
 
-class Scale(nn.Module):
+def build_scale() -> nn.Module:
     """A bare parameter beside a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor([0.5, 1.5]))
-        self.layer = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, 3) -> (b, 2)."""
-        return self.scale * torch.tanh(self.layer(x))
+    return Assembled(
+        lambda m, x: m.scale * torch.tanh(m.layer(x)),
+        scale=nn.Parameter(torch.tensor([0.5, 1.5])),
+        layer=nn.Linear(3, 2),
+    )
 
 
-class Checkpointed(nn.Module):
+def build_checkpointed() -> nn.Module:
     """Activations that are computed again in the backward pass, (b, 3) -> (b, 2)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
-        self.out = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, 3) -> (b, 2)."""
-        return self.out(checkpoint(self.inner, x, use_reentrant=False))
+    return Assembled(
+        lambda m, x: m.out(checkpoint(m.inner, x, use_reentrant=False)),
+        inner=nn.Sequential(nn.Linear(3, 4), nn.Tanh()),
+        out=nn.Linear(4, 2),
+    )
 
 
 @dataclass(frozen=True)
@@ -258,11 +242,11 @@ CASES: dict[str, Case] = {
     "linear over positions": Case(lambda: mlp(3, 4, 2), draw(3, 2, 3, seed=1)),
     "attention": Case(Attention, draw(3, 4, 4, seed=2)),
     "tied": Case(Tied, X3),
-    "twice used": Case(Twice, X3),
-    "behind a layer's back": Case(Sneaky, X3),
-    "bare parameter": Case(Scale, X3),
+    "twice used": Case(build_twice, X3),
+    "behind a layer's back": Case(build_sneaky, X3),
+    "bare parameter": Case(build_scale, X3),
     "frozen": Case(freeze_parts, X3),
-    "not reached": Case(Unreached, X3),
+    "not reached": Case(build_unreached, X3),
     "in-place rectifier": Case(in_place, X3),
     "conv1d": Case(conv1d, draw(3, 2, 7, seed=3)),
     "conv2d": Case(conv2d, draw(3, 2, 6, 5, seed=4)),
@@ -271,7 +255,7 @@ CASES: dict[str, Case] = {
     "batch norm, training": Case(lambda: batch_norm(True), X3, mixes=True),
     "batch norm, evaluation": Case(lambda: batch_norm(False), X3),
     "sparse embedding": Case(sparse_embedding, TOKENS),
-    "checkpointed": Case(Checkpointed, X3),
+    "checkpointed": Case(build_checkpointed, X3),
     "plain function": Case(affine, X3),
     "dropout": Case(lambda: nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)), X3, mixes=True),
 }

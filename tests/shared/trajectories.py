@@ -13,6 +13,7 @@ from typing import Any
 
 import gymnasium
 import torch
+from models import Assembled
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -48,17 +49,13 @@ def record(problem: Problem, steps: Iterable[int]) -> dict[str, list[float]]:
 
 def convolutional() -> nn.Module:
     """A convolution, a norm, a linear layer: what `kfac` has blocks for, and a shift that it has none for."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.norm, self.out = nn.Conv2d(1, 2, 3), nn.LayerNorm(8), nn.Linear(8, 3)
-            self.shift = nn.Parameter(torch.zeros(8))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(torch.tanh(self.norm(self.conv(x).flatten(1)) + self.shift))
-
-    return Net()
+    return Assembled(
+        lambda m, x: m.out(torch.tanh(m.norm(m.conv(x).flatten(1)) + m.shift)),
+        conv=nn.Conv2d(1, 2, 3),
+        norm=nn.LayerNorm(8),
+        out=nn.Linear(8, 3),
+        shift=nn.Parameter(torch.zeros(8)),
+    )
 
 
 def train_structured(recipe: Callable[..., Any], **options: Any) -> Problem:

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from models import CASES, F64, assert_close, draw, mlp
+from models import CASES, F64, Assembled, assert_close, draw, mlp
 from optim_models import CE, X, Y, flat, iterate, net
 from torch import nn
 
@@ -174,15 +174,8 @@ def test_every_metric_of_a_criterion_has_an_empirical_preconditioner(choice, met
 
 
 def test_a_second_input_is_not_taken_for_targets():
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = net()
 
-        def forward(self, x, y):
-            return self.inner(x + y)
-
-    model = Two()
+    model = Assembled(lambda m, x, y: m.inner(x + y), inner=net())
     params, metric = ng.trainable(model), ng.fisher(model, CE)
     G = metric.at(params, (X, X))
     with pytest.raises(ValueError, match="needs the data's targets"):

@@ -329,6 +329,9 @@ def test_an_indefinite_matrix_that_is_not_announced_is_solved_all_the_same():
 ROWLESS = DenseOperator(torch.eye(2))
 ROWS = LowRankOperator(draw(4, 2))
 BAD = [
+    (lambda: CG(rtol=-1.0), "rtol is -1.0"),
+    (lambda: CG(max_steps=0), "max_steps is 0"),
+    (lambda: CG(refresh=0), "refresh is 0"),
     (lambda: MinresQLP(rtol=-1), "rtol"),
     (lambda: MinresQLP(max_steps=0), "max_steps"),
     (lambda: MinresQLP(max_norm=0), "max_norm"),

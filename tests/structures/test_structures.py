@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
 import torch
 from models import CASES, Case, assert_close, draw
-from optim_models import deep, net, same
+from optim_models import deep, net, pass_through_file, same
 from torch import nn
 
 import natgrad as ng
+from natgrad.structures import accumulate_total, accumulate_weight
 from natgrad.testing import check_structure
 
 STRUCTURES = [ng.Exact(), ng.Dense(), ng.Dense(decay=0.9)]
@@ -60,10 +59,8 @@ def test_the_memory_passed_in_is_not_changed_and_is_plain(structure: ng.Structur
     kept = deep(memory)
     first, _ = structure.update(memory, metric, params, BATCHES[1])
     assert same(memory, kept)
-    file = io.BytesIO()
-    torch.save(memory, file)
-    file.seek(0)
-    second, _ = structure.update(torch.load(file, weights_only=True), metric, params, BATCHES[1])
+    read = pass_through_file(memory)
+    second, _ = structure.update(read, metric, params, BATCHES[1])
     assert torch.equal(first.dense(), second.dense())
 
 
@@ -71,3 +68,20 @@ def test_the_memory_passed_in_is_not_changed_and_is_plain(structure: ng.Structur
 def test_decay_is_checked(decay: float) -> None:
     with pytest.raises(ValueError, match=f"decay is {decay}, expected a number in"):
         ng.Dense(decay)
+
+
+# running averages: a total over its weight is sum_s decay^(t - s) x_s / sum_s decay^(t - s)
+
+
+DECAY = 0.7
+
+
+def test_a_total_over_its_weight_is_the_weighted_mean():
+    batches, counts = torch.randn(5, 3, dtype=torch.float64), [4, 1, 2, 8, 3]
+    total, weight = None, None
+    for batch, count in zip(batches, counts, strict=True):
+        total, weight = accumulate_total(total, count * batch, DECAY), accumulate_weight(weight, DECAY, count)
+    assert total is not None
+    assert weight is not None
+    ages = DECAY ** torch.arange(4, -1, -1, dtype=torch.float64) * torch.tensor(counts)
+    assert_close(total / weight, (ages[:, None] * batches).sum(0) / ages.sum(), 1e-12)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import Assembled
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -122,15 +123,13 @@ def test_derivatives_that_are_carried_are_those_of_nested_derivatives(name):
     compare(ng.LogAmplitude(Formula(CASES[name])), draw())
 
 
-class ComplexNet(nn.Module):
+def build_complex_net() -> nn.Module:
     """Complex log psi from complex parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 5, dtype=torch.complex128), nn.Linear(5, 1, dtype=torch.complex128)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x.to(torch.complex128))))
+    return Assembled(
+        lambda m, x: m.last(torch.tanh(m.first(x.to(torch.complex128)))),
+        first=nn.Linear(6, 5, dtype=torch.complex128),
+        last=nn.Linear(5, 1, dtype=torch.complex128),
+    )
 
 
 class Determinants(nn.Module):
@@ -154,7 +153,7 @@ WAVES: dict[str, Callable[[], ng.LogAmplitude]] = {
     "phase": lambda: ng.LogAmplitude(build_perceptron(2), head=vmc.read_phase),
     "amplitude": lambda: ng.LogAmplitude(build_perceptron(1), head=vmc.read_amplitude),
     "determinant": lambda: ng.LogAmplitude(Determinants(), head=vmc.read_sign),
-    "complex parameters": lambda: ng.LogAmplitude(ComplexNet()),
+    "complex parameters": lambda: ng.LogAmplitude(build_complex_net()),
     "helium": lambda: ng.LogAmplitude(vmc.AntisymmetricNet(vmc.Molecule.helium(), dtype=F64), head=vmc.read_sign),
 }
 

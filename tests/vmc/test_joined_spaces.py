@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import F64, assert_close
+from models import F64, Assembled, assert_close
 from torch import Tensor, nn
 from wave_functions import draw_hermitian, tanh_net
 
@@ -250,14 +250,9 @@ def test_enumerated_takes_exact_nodes(outputs: str):
 
 
 def test_a_psi_that_is_zero_everywhere_is_told():
-    class Nothing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(4, dtype=F64))
+    def build_nothing() -> nn.Module:
+        return Assembled(lambda m, s: s @ m.weight, weight=nn.Parameter(torch.zeros(4, dtype=F64)))
 
-        def forward(self, s: Tensor) -> Tensor:
-            return s @ self.weight
-
-    psi = ng.LogAmplitude(Nothing(), head=vmc.read_amplitude)
+    psi = ng.LogAmplitude(build_nothing(), head=vmc.read_amplitude)
     with pytest.raises(ValueError, match="psi is zero at every state of"):
         vmc.Enumerated(vmc.Spins(4)).draw(psi)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
 import torch
 from models import F64, assert_close
+from optim_models import pass_through_file
 from torch import Tensor, nn
 from wave_functions import (
     WAVES,
@@ -194,10 +193,7 @@ def test_save_load_and_continue_equals_never_having_stopped(momentum):
     whole, half = build(), build()
     run(*whole, 6)
     run(*half, 3)
-    file = io.BytesIO()
-    torch.save([part.state_dict() for part in half], file)
-    file.seek(0)
-    saved, later = torch.load(file, weights_only=True), build()
+    saved, later = pass_through_file([part.state_dict() for part in half]), build()
     for part, state in zip(later, saved, strict=True):
         part.load_state_dict(state)
     run(*later, 3)

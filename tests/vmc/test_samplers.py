@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from models import F64, assert_close
+from models import F64, Assembled, assert_close
 from torch import Tensor, nn
 from wave_functions import tanh_net
 
@@ -70,15 +70,9 @@ def test_exact_and_ancestral_draws():
         vmc.AncestralSampler().draw(psi)
 
 
-class Gaussian(nn.Module):
+def build_gaussian() -> nn.Module:
     """log psi = -sum_i a_i x_i^2 / 2: |psi|^2 is normal with variances 1 / (2 a_i)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.tensor([0.5, 2.0], dtype=F64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return -(self.a * x.square()).sum(1) / 2
+    return Assembled(lambda m, x: -(m.a * x.square()).sum(1) / 2, a=nn.Parameter(torch.tensor([0.5, 2.0], dtype=F64)))
 
 
 class Line:
@@ -92,7 +86,7 @@ class Line:
 
 @pytest.mark.parametrize("move", [None, vmc.Shift(single=1)])
 def test_shifts_are_tuned_and_draw_from_psi_squared(move):
-    psi = ng.LogAmplitude(Gaussian())
+    psi = ng.LogAmplitude(build_gaussian())
     sampler = vmc.Metropolis(Line(), move, samples=2000, width=0.01, burn_in=40, acceptance=0.6)
     squares = sampler.draw(psi).states.square().flatten(0, 1)
     assert abs(sampler.accepted - 0.6) < 0.1
