@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # torch's documented
 import natgrad as ng
 from natgrad.ground.pure import leaves
 
+FIRST = 9  # steps, the last ones of which are natural, with updates and without
 HEADS = ("launches", "reads", "bytes of state per parameter", "ms", "MiB")
 VIEWS = ("view", "unbind", "select", "slice", "transpose", "as_strided", "squeeze", "expand", "detach", "diagonal")
 VIEWS += ("split", "alias", "permute", "reshape", "lift", "is_", "t.default", "promote_types", "_local_scalar")
@@ -135,7 +136,7 @@ def take_step(model: nn.Module, optimizer: Any, x: Tensor, counts: OperationCoun
 
 
 def run(make: Callable[[nn.Module], Any], shape: Shape, device: torch.device, steps: int) -> tuple[list[StepCost], str]:
-    """The last third of some steps, counted and timed by turns, and the bytes of state per parameter."""
+    """Some steps, counted and timed by turns, and the bytes of state per parameter."""
     torch.manual_seed(0)
     model = GPT(shape).to(device)
     optimizer, costs, fast = make(model), list[StepCost](), device.type != "cpu"
@@ -152,11 +153,11 @@ def run(make: Callable[[nn.Module], Any], shape: Shape, device: torch.device, st
         seconds = time.perf_counter() - start
         costs.append(StepCost(0, 0, seconds) if counts is None else StepCost(counts.launches, counts.reads, 0.0))
     size = sum(p.numel() for p in model.parameters())
-    return costs[2 * steps // 3 :], f"{count_state(optimizer) / size:.1f}"
+    return costs, f"{count_state(optimizer) / size:.1f}"
 
 
 def report(steps: int = 90) -> list[tuple[str, ...]]:
-    """The table. A step is that of `opt.loss` and `opt.step`; one that updates also goes backward from labels."""
+    """The table. A step is that of `opt.loss` and `opt.step`: of the last third, and of the first for natural steps."""
     fast = torch.accelerator.is_available()
     device = torch.accelerator.current_accelerator() if fast else torch.device("cpu")
     assert device is not None
@@ -172,13 +173,20 @@ def report(steps: int = 90) -> list[tuple[str, ...]]:
             torch.accelerator.reset_peak_memory_stats()
         costs, state = run(make, shape, device, steps)
         memory = f"{torch.accelerator.max_memory_allocated() / 2**20:.0f}" if fast else "-"
-        counted = sorted((cost.launches, cost.reads) for cost in costs if cost.launches)
-        times = sorted(cost.seconds for cost in costs if cost.seconds)
+        late, first = costs[2 * steps // 3 :], [cost for cost in costs[3:FIRST] if cost.launches]
+        counted = sorted((cost.launches, cost.reads) for cost in late if cost.launches)
+        times = sorted(cost.seconds for cost in late if cost.seconds)
+        # torch keeps counts of steps in tensors on the host, which a processor does not tell from the device's
+        shows = fast or name == "ng.kfac"
         kinds = {f"{name}: a quiet step": 0, f"{name}: a step that updates": -1} if name == "ng.kfac" else {name: 0}
         for kind, place in kinds.items():
             launches, reads = counted[place]
             ms = f"{1e3 * times[place if place else len(times) // 2]:.1f}" if times else "-"
-            # torch keeps counts of steps in tensors on the host, which a processor does not tell from the device's
-            read = str(reads) if fast or name == "ng.kfac" else "-"
-            rows.append((kind, str(launches), read, state, ms, memory))
+            rows.append((kind, str(launches), str(reads) if shows else "-", state, ms, memory))
+        if name == "ng.kfac":
+            natural = sorted((cost.launches, cost.reads) for cost in first)
+            rows += [
+                (f"{name}: a natural step{more}", str(launches), str(reads), "", "-", "")
+                for more, (launches, reads) in ((", quiet", natural[0]), (" that updates", natural[-1]))
+            ]
     return rows

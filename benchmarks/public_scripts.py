@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 import natgrad as ng
 from natgrad_lab.data import mnist
-from natgrad_lab.networks.text import documentation, encode_text
+from natgrad_lab.networks.char_transformer import documentation, encode_text
 
 if TYPE_CHECKING:
     from benchmarks.__main__ import ChosenTables

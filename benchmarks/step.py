@@ -9,9 +9,11 @@ was, and other contestants may join later.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -114,6 +116,8 @@ PEER_RATES: dict[str, tuple[float, ...]] = {
     "adamw": (5e-4, 1e-3, 3e-3, 6e-3, 0.012),
     "muon": (0.005, 0.01, 0.02, 0.05, 0.1),
     "soap": (1e-3, 3e-3, 0.01, 0.02, 0.03),
+    "psgd": (0.003, 0.01, 0.03, 0.1, 0.3),
+    "schedule-free": (1e-3, 3e-3, 0.01, 0.02, 0.05),
     "sgd": (0.01, 0.03, 0.1, 0.3, 1.0),
 }
 PEERS = tuple(PEER_RATES)
@@ -136,7 +140,7 @@ def contestant(
     name: str, batch: int, rates: Sequence[float] | None = None, but: Sequence[str] = (), falls: bool = True
 ) -> Contestant:
     """One by its name. but: matrices that are Adam's where Muon has the rest. falls: its rate, to zero."""
-    fall = falling if falls else None
+    fall = falling if falls and name != "schedule-free" else None
     if name in FAMILY:
         title, recipe = FAMILY[name]
         return replace(apply_recipe(title, recipe, grid(batch=(batch,))), falls=fall)
@@ -151,6 +155,8 @@ def make_peer(name: str, batch: int, rates: Sequence[float], but: Sequence[str])
         "adam": lambda choices: contestants.adam(choices, betas=(0.9, 0.95)),
         "adamw": adamw,
         "soap": contestants.soap,
+        "psgd": partial(packaged, "PSGD", "Kron"),
+        "schedule-free": partial(packaged, "Schedule-Free", "ScheduleFreeAdamW"),
         "sgd": contestants.sgd,
     }
     return builders[name](grid(batch=(batch,), lr=rates))
@@ -163,6 +169,19 @@ def adamw(choices: list[Choice], decay: float = 0.1) -> Contestant:
         return torch.optim.AdamW(model.parameters(), lr=choice["lr"], betas=(0.9, 0.95), weight_decay=decay)
 
     return Contestant("AdamW", tuple(choices), build)
+
+
+def packaged(title: str, name: str, choices: list[Choice]) -> Contestant:
+    """One of pytorch_optimizer's, with that package's defaults: PSGD's Kronecker form, AdamW without a schedule."""
+
+    def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
+        try:
+            package: Any = importlib.import_module("pytorch_optimizer")
+        except ModuleNotFoundError as error:
+            raise LabError(f"{title} is pytorch_optimizer's {name}: pip install pytorch_optimizer") from error
+        return getattr(package, name)(model.parameters(), lr=choice["lr"])
+
+    return Contestant(title, tuple(choices), build)
 
 
 def carry_out(request: Request, console: Console) -> None:

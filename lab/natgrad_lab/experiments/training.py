@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -156,12 +156,17 @@ class Training:
 
     @torch.no_grad()
     def _outputs(self, inputs: Tensor) -> Tensor:
-        training = self.model.training
+        training, optimizer = self.model.training, cast("Any", self.optimizer)
+        averages = hasattr(optimizer, "eval")  # as schedule-free ones, which evaluate at an average
         self.model.eval()
+        if averages:
+            optimizer.eval()
         try:
             return torch.cat([self.model(part) for part in inputs.split(CHUNK)])
         finally:
             self.model.train(training)
+            if averages:
+                optimizer.train()
 
 
 class Order:
