@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.layers import Seen
 from natgrad.rules import MeasuredLength, NoiseAware, SpectralDescent, SpectralProgress
-from natgrad.rules.block_point import BlockPoint
+from natgrad.rules.base import BlockPoint
 
 F64 = torch.float64
 CE = nn.CrossEntropyLoss()

@@ -400,5 +400,5 @@ def test_outputs_and_targets_are_those_of_the_criterion(criterion: nn.Module, ta
 
 
 def test_no_distant_keyword_is_proposed():
-    with pytest.raises(TypeError, match="'betas'; it takes criterion, "):
-        RECIPE(net(), CE, betas=(0.9, 0.99))
+    with pytest.raises(TypeError, match="'quux'; it takes criterion, "):
+        RECIPE(net(), CE, quux=3)

@@ -25,7 +25,7 @@ STEPS = 60
 def updates(recipe: Callable[..., Any], **choices: Any) -> list[int]:
     """The steps at which statistics were read, and inverses made, in a run."""
     model = net()
-    opt, found = recipe(model, CE, **{"lr": 1e-4, **choices}), []
+    opt, found = recipe(model, CE, **{"lr": 0.02, **choices}), []
     for step in range(STEPS):
         opt.zero_grad()
         loss = opt.loss(model(X), Y)
