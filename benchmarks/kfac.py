@@ -92,7 +92,9 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
         state = optimizer.state_dict()
         state["natgrad"]["clock"]["step"] += 1000
         state["natgrad"]["heard"][0] += 50
-        state["natgrad"]["outside"]["updates"] += 50
+        state["natgrad"]["heard"][2] += 50  # updates that looked for losses besides the criterion
+        if optimizer.rule.turns_at:  # spectral by then
+            state["natgrad"]["clock"]["turned"] = 1000
         optimizer.load_state_dict(state)
 
 
