@@ -155,8 +155,8 @@ def make_peer(name: str, batch: int, rates: Sequence[float], but: Sequence[str])
         "adam": lambda choices: contestants.adam(choices, betas=(0.9, 0.95)),
         "adamw": adamw,
         "soap": contestants.soap,
-        "psgd": partial(packaged, "PSGD", "Kron"),
-        "schedule-free": partial(packaged, "Schedule-Free", "ScheduleFreeAdamW"),
+        "psgd": partial(take_packaged, "PSGD", "Kron"),
+        "schedule-free": partial(take_packaged, "Schedule-Free", "ScheduleFreeAdamW"),
         "sgd": contestants.sgd,
     }
     return builders[name](grid(batch=(batch,), lr=rates))
@@ -171,7 +171,7 @@ def adamw(choices: list[Choice], decay: float = 0.1) -> Contestant:
     return Contestant("AdamW", tuple(choices), build)
 
 
-def packaged(title: str, name: str, choices: list[Choice]) -> Contestant:
+def take_packaged(title: str, name: str, choices: list[Choice]) -> Contestant:
     """One of pytorch_optimizer's, with that package's defaults: PSGD's Kronecker form, AdamW without a schedule."""
 
     def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
