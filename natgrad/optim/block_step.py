@@ -62,6 +62,7 @@ MOST = 20  # steps between two updates, for which all rows are taken that a pass
 SELDOM = 4  # times more seldom a length is measured once steps are spectral
 BEFORE = 2  # a measurement waits for as many steps as a run has had, over this
 WATCHED = 20  # steps after one that was near its bound
+BLIND = 1e6  # the same of statistics without derivatives: a bound on the KL that is set then is measured
 UNKNOWN = Length().doubt  # times too small that the estimate of a step's KL may be, before any was compared
 MARGIN = 5.0  # of the largest factor by which it was too small lately
 FORGETS = 0.98  # of that factor, per comparison
@@ -293,7 +294,7 @@ class BlockWork(Work):
                 params=self.values,
                 measure=partial(self.step_along, levels),
                 exact=self.step_on_batch,
-                doubt=self.state.length.doubt,
+                doubt=self.state.length.doubt if self.choices.needs_derivatives(self.turned) else BLIND,
                 fallen=self.state.length.fallen,
             ),
         )
