@@ -260,7 +260,7 @@ def inner_products(first: Tensor, second: Tensor) -> Tensor:
 
 
 def align_roots(matrices: Tensor, prepared: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """X (k, groups, p, q) and what `prepare_for` made of the blocks, with as few leading axes as they need.
+    """X (k, groups, p, q) and what `prepare_inputs` made of the blocks, with as few leading axes as they need.
 
     Roots are (q, q), or (q,) of a diagonal, with the same leading axes as X, which is (p, q) for a single matrix.
     """
