@@ -7,7 +7,7 @@ import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
@@ -83,6 +83,41 @@ def build_again(kind: type[ModelOptimizer], args: Any, options: dict[str, Any], 
     return optimizer
 
 
+@dataclass
+class Live:
+    """What an optimizer's steps change. One object, so that a wrapper that borrows its attributes shares it.
+
+    Attributes:
+        named: The parameters that it trains, by name.
+        recall: What it remembers of the passes since the last step.
+        ranks: The processes.
+        state: All that the next step depends on.
+        settings: The keys of a parameter group that a step reads; torch adds to its defaults while it loads.
+        finalizer: Takes the hooks off the model; None where there are none.
+        told: What is told of the last step.
+        history: Makes the reports of the last steps.
+        taken: The gradients of a step that Ctrl-C met after it was taken; None otherwise.
+        agreed: Losses of the model's own that were seen to be the criterion's.
+        idle: Names of parameters that had no gradient, or are the model's no more.
+        gone: The ids of the latter.
+        places: Where the model held its modules and parameters when they were named.
+    """
+
+    named: dict[str, Tensor]
+    recall: Recall
+    ranks: Ranks
+    state: State
+    settings: tuple[str, ...] = ()
+    finalizer: weakref.finalize[..., Any] | None = None
+    told: StepReport = field(default_factory=StepReport)
+    history: deque[Callable[[], StateReport]] = field(default_factory=lambda: deque(maxlen=KEPT))
+    taken: TakenGradients | None = None
+    agreed: int = 0
+    idle: frozenset[str] = frozenset()
+    gone: frozenset[int] = frozenset()
+    places: Sequence[tuple[Mapping[str, Any], str, Any]] = ()
+
+
 ENOUGH = 5
 """Losses of a model's own that are compared with the criterion's: of a fresh model many have the same value."""
 LOOPS = ("fit", "train", "learn", "run", "minimize", "optimize", "solve", "compile")
@@ -110,18 +145,7 @@ class ModelOptimizer(Optimizer):
     rule: Rule
     train_in_eval: bool
     on_trouble: OnTrouble
-    _named: dict[str, Tensor]
-    _recall: Recall
-    _ranks: Ranks
-    _idle: frozenset[str] = frozenset()
-    _settings: tuple[str, ...]
-    _places: Sequence[tuple[Mapping[str, Any], str, Any]] = ()
-    _gone: frozenset[int] = frozenset()
-    _history: deque[Callable[[], StateReport]]
-    _taken: TakenGradients | None = None
-    _state: State
-    _told: StepReport
-    _agreed: int = 0  # how many losses of the model's own were seen to be the criterion's
+    _live: Live
     _given: tuple[tuple[Any, ...], dict[str, Any]]  # what it was built of
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
@@ -131,19 +155,12 @@ class ModelOptimizer(Optimizer):
         return instance
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        self._settings = tuple(defaults)  # what a step reads in a group; torch adds to `defaults` while it loads
-        self._history = deque(maxlen=KEPT)
+        self._live.settings = tuple(defaults)
         super().__init__(params, defaults)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """A class that a tool derives to look like the optimizer that it holds passes the calls on to that one."""
-        super().__init_subclass__(**kwargs)
-        holder: Any = cls.__bases__[0]
-        if not issubclass(holder, Optimizer) and hasattr(holder, "optimizer"):  # as LightningOptimizer does
-            bases: list[type] = [base for base in cls.__mro__ if issubclass(base, ModelOptimizer)]
-            for name in {name for base in bases for name in vars(base)}:
-                if not name.startswith("_") and not hasattr(holder, name) and callable(getattr(cls, name)):
-                    setattr(cls, name, pass_on(name))
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """What torch loaded, into the list that a wrapper may hold too."""
+        self.param_groups[:] = state["param_groups"]
 
     # what the user calls around a step
 
@@ -151,7 +168,7 @@ class ModelOptimizer(Optimizer):
     def processes(self) -> RankExchange:
         """The processes that train the model together; one alone exchanges nothing."""
         self._settle()
-        return RankExchange(self._ranks)
+        return RankExchange(self._live.ranks)
 
     @property
     @abstractmethod
@@ -182,21 +199,21 @@ class ModelOptimizer(Optimizer):
             TypeError: If the metric has no criterion.
         """
         self._follow_parameters()
-        outputs, chosen = self._recall.choose(outputs)
+        outputs, chosen = self._live.recall.choose(outputs)
         outputs, own = self.criterion.pick_logits(outputs)
-        if own is not None and self._agreed >= ENOUGH:
+        if own is not None and self._live.agreed >= ENOUGH:
             value = own
         else:
             value = evaluate_loss(self.criterion, outputs, targets, self.on_trouble == "skip")
-        if own is not None and self._agreed < ENOUGH:
-            self._agreed += agree_on_loss(own, value, self.criterion)
+        if own is not None and self._live.agreed < ENOUGH:
+            self._live.agreed += agree_on_loss(own, value, self.criterion)
             value = own
         if torch.is_grad_enabled() and value.requires_grad:
             if not isinstance(self.model, nn.Module) or self.model.training or self.train_in_eval:
                 self._record_loss(outputs, targets, value, chosen)
             else:
                 rows = count_rows(self.criterion, outputs)
-                self._recall.count_loss(self.criterion, outputs, targets, value, rows)
+                self._live.recall.count_loss(self.criterion, outputs, targets, value, rows)
         return value
 
     @keep_gradient_mode
@@ -218,8 +235,8 @@ class ModelOptimizer(Optimizer):
         Ctrl-C leaves the step whole or undone. Called again with nothing new, `step()` finishes it: it takes the step
         that was cut, and none where it had been taken.
         """
-        taken, self._taken = self._taken, None
-        if closure is None and taken is not None and taken.holds(self._named, self._recall):
+        taken, self._live.taken = self._live.taken, None
+        if closure is None and taken is not None and taken.holds(self._live.named, self._live.recall):
             return None
         return self._run(self._step_on_pass, closure).value
 
@@ -227,37 +244,38 @@ class ModelOptimizer(Optimizer):
         """The frame of a step: what happens before it, in trouble, and after it."""
         self._follow_names()
         self._settle()
-        called, before = Called(), self._state.step
+        called, before = Called(), self._live.state.step
         try:
             if closure is not None:
-                called = call_closure(closure, next(iter(self._named.values())).device, self._recall, self.model)
+                device = next(iter(self._live.named.values())).device
+                called = call_closure(closure, device, self._live.recall, self.model)
             try:
                 act(called)
             except NotFiniteError as trouble:
                 if self.on_trouble == "raise":
                     raise
-                failures = self._state.guard.failures + 1
-                state = replace(self._state, guard=replace(self._state.guard, failures=failures))
+                failures = self._live.state.guard.failures + 1
+                state = replace(self._live.state, guard=replace(self._live.state.guard, failures=failures))
                 self._bind(*leave_out(state, {}, str(trouble)))
-            self._history.append(self._report_later())
-            if self._state.step == before:  # else that was written with the step
+            self._live.history.append(self._report_later())
+            if self._live.state.step == before:  # else that was written with the step
                 self._forget_batch()
-            elif self._state.step == KEPT:
+            elif self._live.state.step == KEPT:
                 self._warn_of_rate()
             return called
         except Exception:
             self._forget_batch()  # nothing of a batch outlives its step, failed or not
             raise
         except BaseException:  # Ctrl-C: before the step was written it can be taken yet
-            if self._state.step > before:
+            if self._live.state.step > before:
                 self._forget_batch()
-                self._taken = TakenGradients.of(self._named, self._recall)
+                self._live.taken = TakenGradients.of(self._live.named, self._live.recall)
             raise
 
     def _step_on_pass(self, called: Called) -> None:
         """A step on the gradients that backward passes left."""
         self._warn_of_replaced()
-        warn_without_gradient(self._named.values(), bool(self._recall.computed) or called.value is not None)
+        warn_without_gradient(self._live.named.values(), bool(self._live.recall.computed) or called.value is not None)
         self._step(called)
 
     def __repr__(self) -> str:
@@ -274,7 +292,7 @@ class ModelOptimizer(Optimizer):
         own, params = vars(self), [p for group in self.param_groups for p in group["params"]]
         yield "model", f"{type(self.model).__name__}, {sum(p.numel() for p in params):,} parameters"
         yield from ((name, str(own[name])) for name in CHOICES if name in own)
-        if self._ranks.size == 1 and params:  # of several processes each knows its own part
+        if self._live.ranks.size == 1 and params:  # of several processes each knows its own part
             yield from describe_memory(self.report(), max(params[0].element_size(), 4))
         yield "last step", str(self.state_report())
 
@@ -297,7 +315,7 @@ class ModelOptimizer(Optimizer):
         """
         self._follow_names()
         super().zero_grad(set_to_none)
-        self._recall.forget_gradients()
+        self._live.recall.forget_gradients()
 
     def report(self) -> Report:
         """What each parameter gets.
@@ -325,21 +343,22 @@ class ModelOptimizer(Optimizer):
             >>> ng.kfac(model, nn.CrossEntropyLoss()).explain()[:12]
             'No step yet:'
         """
-        latest = {report.step: report for report in (make() for make in self._history)}
+        latest = {report.step: report for report in (make() for make in self._live.history)}
         reports = [report for report in latest.values() if report.step]
         settings = {"lr": min((float(group["lr"]) for group in self.param_groups), default=0.0)} | self._options()
         scheduled = any("initial_lr" in group for group in self.param_groups)  # which torch's schedulers write
         shrinkage = max((float(g["lr"]) * float(g.get("weight_decay", 0.0)) for g in self.param_groups), default=0.0)
-        return explain_steps(Steps(reports, self.rule, settings, scheduled, self._state.noise, shrinkage))
+        return explain_steps(Steps(reports, self.rule, settings, scheduled, self._live.state.noise, shrinkage))
 
     def _report_later(self) -> Callable[[], StateReport]:
         """The report of the last step, for later: numbers are not asked for yet."""
-        guard = self._state.guard
-        return partial(state_report, self._told.numbers, self._state.step, guard.failures, guard.refused)
+        guard = self._live.state.guard
+        return partial(state_report, self._live.told.numbers, self._live.state.step, guard.failures, guard.refused)
 
-    @abstractmethod
     def detach(self) -> None:
         """Take the hooks off the model. Also happens when the optimizer dies."""
+        if self._live.finalizer is not None:
+            self._live.finalizer()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters that were unfrozen or created later.
@@ -356,7 +375,7 @@ class ModelOptimizer(Optimizer):
         self.param_groups[-1][EXTRA] = ()  # flattened states come back with the keys that are here
         # empty, torch.distributed.checkpoint would call step()
         self.state.update({p: {} for p in self.param_groups[-1]["params"]})
-        self._places = ()
+        self._live.places = ()
         self._follow_groups()
 
     # checkpoints
@@ -395,10 +414,8 @@ class ModelOptimizer(Optimizer):
         restore = self._fit(saved)
         # all of it fits
         super().load_state_dict({"param_groups": saved.groups, "state": {}})
-        # empty, torch.distributed.checkpoint would call step()
-        self.state.update({p: {} for group in self.param_groups for p in group["params"]})
         restore()
-        self._history.clear()  # `explain` tells of one run
+        self._live.history.clear()  # `explain` tells of one run
 
     def __copy__(self) -> NoReturn:
         self.__deepcopy__({})
@@ -420,14 +437,13 @@ class ModelOptimizer(Optimizer):
 
     def _warn_of_replaced(self) -> None:
         """Warn, once, of parameters that are not the model's any more."""
-        idle = frozenset(
-            name for name, p in self._named.items() if p.requires_grad and (p.grad is None or id(p) in self._gone)
-        )
-        if idle <= self._idle or not isinstance(self.model, nn.Module):
+        live = self._live
+        idle = {name for name, p in live.named.items() if p.requires_grad and (p.grad is None or id(p) in live.gone)}
+        if idle <= live.idle or not isinstance(self.model, nn.Module):
             return
-        self._idle |= idle
+        live.idle |= idle
         own = {id(p) for p in self.model.parameters()}
-        gone = sorted(name for name in idle if id(self._named[name]) not in own)
+        gone = sorted(name for name in idle if id(live.named[name]) not in own)
         if gone:
             warnings.warn(
                 f"parameters {gone} are no longer the model's: a layer or its weight was replaced, and the new one "
@@ -440,29 +456,29 @@ class ModelOptimizer(Optimizer):
         """Warn of a learning rate that is none of natgrad's."""
         rates = [float(group[key]) for group in self.param_groups for key in ("lr", "initial_lr") if key in group]
         if 0 < max(rates, default=0.0) < SMALL:
-            warn_of_rate(max(rates), (make().cuts.get("lr", 1.0) for make in self._history))
+            warn_of_rate(max(rates), (make().cuts.get("lr", 1.0) for make in self._live.history))
 
     def _follow_names(self) -> None:
         """Call the parameters as the model does now: pruning and parametrisations rename them within a run."""
         if not isinstance(self.model, nn.Module):
             return
-        if self._places and all(held.get(key) is part for held, key, part in self._places):
+        if self._live.places and all(held.get(key) is part for held, key, part in self._live.places):
             return
-        if any_split(self._named.values()):  # `fully_shard` has others in their place now and then
+        if any_split(self._live.named.values()):  # `fully_shard` has others in their place now and then
             return
-        self._places = find_places(self.model)
+        self._live.places = find_places(self.model)
         names = {id(p): name for name, p in self.model.named_parameters()}
-        self._gone = frozenset(id(p) for p in self._named.values() if id(p) not in names)
-        renamed = {name: new for name, p in self._named.items() if (new := names.get(id(p), name)) != name}
+        self._live.gone = frozenset(id(p) for p in self._live.named.values() if id(p) not in names)
+        renamed = {name: new for name, p in self._live.named.items() if (new := names.get(id(p), name)) != name}
         if renamed:
             self._rename(renamed)
 
     def _rename(self, renamed: Mapping[str, str]) -> None:
         """Take new names by old ones; the order stays, in which vectors are remembered."""
         taken = set(renamed.values())  # a parameter that is the model's no more may have such a name
-        entries = [(name, p) for name, p in self._named.items() if name in renamed or name not in taken]
-        self._named.clear()
-        self._named.update({renamed.get(name, name): p for name, p in entries})
+        entries = [(name, p) for name, p in self._live.named.items() if name in renamed or name not in taken]
+        self._live.named.clear()
+        self._live.named.update({renamed.get(name, name): p for name, p in entries})
 
     def _settle(self) -> None:
         """Look, before a step, at what may have happened to the model since the last one."""
@@ -483,7 +499,7 @@ class ModelOptimizer(Optimizer):
 
     def _take(self, choices: Choices, evidence: Evidence) -> StepReport:
         """Take a step on this evidence, all of it or nothing."""
-        moved, state, report = natural_step(choices, self._state, evidence)
+        moved, state, report = natural_step(choices, self._live.state, evidence)
         if report.trouble and self.on_trouble == "raise":
             raise NotFiniteError(report.trouble)
         self._bind(moved, state, report)
@@ -491,12 +507,12 @@ class ModelOptimizer(Optimizer):
 
     def _bind(self, moved: Move, state: State, report: StepReport) -> None:
         """Write the step: known values to known places, so that a second time finishes what Ctrl-C cut."""
-        before = self._state.guard
+        before = self._live.state.guard
 
         def write() -> None:
-            write_all([self._named[name] for name in moved], list(moved.values()))
+            write_all([self._live.named[name] for name in moved], list(moved.values()))
             self._write_dampings(report.dampings)
-            self._state, self._told = state, report
+            self._live.state, self._live.told = state, report
             self._forget_batch()
 
         try:
@@ -513,7 +529,7 @@ class ModelOptimizer(Optimizer):
 
     def _forget_batch(self) -> None:
         """The step is over."""
-        self._recall.clear(p for group in self.param_groups for p in group["params"])
+        self._live.recall.clear(p for group in self.param_groups for p in group["params"])
 
     @abstractmethod
     def _describer(self) -> Callable[[str, Tensor], tuple[str, int, int]]:
@@ -539,13 +555,13 @@ class ModelOptimizer(Optimizer):
         """The source of labels."""
 
     def _by_group(self) -> Iterator[tuple[str, Tensor]]:
-        names = {id(p): name for name, p in self._named.items()}
+        names = {id(p): name for name, p in self._live.named.items()}
         return ((names[id(p)], p) for group in self.param_groups for p in group["params"] if id(p) in names)
 
     def _rates(self, key: str) -> dict[str, float]:
         """A key of the parameters' groups by name."""
         by_id = {id(p): float(group[key]) for group in self.param_groups for p in group["params"]}
-        return {name: by_id[id(p)] for name, p in self._named.items() if id(p) in by_id}
+        return {name: by_id[id(p)] for name, p in self._live.named.items() if id(p) in by_id}
 
     def _options(self) -> dict[str, float]:
         """The rule's settings as the parameter groups have them: the least over the groups."""
@@ -556,15 +572,6 @@ def find_places(model: nn.Module) -> list[tuple[Mapping[str, Any], str, Any]]:
     """Where a model holds its modules and parameters: a module's own ones, the key there, and what it holds."""
     kinds = [vars(module)[kind] for module in model.modules() for kind in ("_modules", "_parameters")]
     return [(held, key, part) for held in kinds for key, part in held.items() if part is not None]
-
-
-def pass_on(name: str) -> Callable[..., Any]:
-    """A method that calls that of the optimizer which an object holds."""
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.optimizer, name)(*args, **kwargs)
-
-    return call
 
 
 def count_rows(criterion: Criterion, outputs: Any) -> int:

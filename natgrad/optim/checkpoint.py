@@ -316,7 +316,7 @@ def read_checkpoint(
     state = {name: replace_arrays(saved.get(name, {}), numbers) for name, numbers in state.items()} if bundle else state
     memory = {p: own_copy(state.get(name) or {}, p) for name, p in named}
     check_like(memory, named, form.alike)
-    settings = ("params", *optimizer._settings)
+    settings = ("params", *optimizer._live.settings)
     added = [{k: v for k, v in group.items() if k not in settings} for group in optimizer.param_groups]
     groups = [{**own, **group, EXTRA: ()} for own, group in zip(added, came_groups, strict=True)]
     return Checkpoint(groups, memory, dict(extra), check_generator(extra["generator"], generator, form.older))
@@ -395,7 +395,7 @@ def require(where: str, state: Any, template: Mapping[str, Any]) -> None:
 def check_groups(saved: Sequence[Mapping[str, Any]], optimizer: Any) -> None:
     """ValueError unless the groups have as many parameters each, and all values that a step reads."""
     for k, group in enumerate(saved):
-        require(f"state_dict['param_groups'][{k}]", group, dict.fromkeys(("params", *optimizer._settings)))
+        require(f"state_dict['param_groups'][{k}]", group, dict.fromkeys(("params", *optimizer._live.settings)))
     sizes = [[len(group["params"]) for group in groups] for groups in (saved, optimizer.param_groups)]
     if sizes[0] != sizes[1]:
         raise ValueError(

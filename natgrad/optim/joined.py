@@ -280,14 +280,14 @@ DRIFTED = 1e-6
 
 def settle_ranks(optimizer: Any) -> None:
     """Look once more before the first step, as the model may have been wrapped; then compare it with the others'."""
-    ranks, structure = optimizer._ranks, optimizer.structure
+    ranks, structure = optimizer._live.ranks, optimizer.structure
     if not ranks.settled:
         if ranks.group is None:
             fresh = meet(optimizer.model, None)[1]
             ranks.group, ranks.size, ranks.rank, ranks.wrappers = fresh.group, fresh.size, fresh.rank, fresh.wrappers
         if isinstance(structure, Layerwise):
             ranks.check(structure)
-        ranks.compare(optimizer._named, describe_settings(structure, *optimizer._list_settings()))
+        ranks.compare(optimizer._live.named, describe_settings(structure, *optimizer._list_settings()))
         ranks.settled = True
     refuse_join(ranks.wrappers)
 

@@ -19,7 +19,7 @@ from natgrad.ground.spaces import Space
 from natgrad.ground.typed_torch import measure_norm
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
-from natgrad.optim.base import Called, ModelOptimizer, count_rows
+from natgrad.optim.base import Called, Live, ModelOptimizer, count_rows
 from natgrad.optim.checkpoint import Checkpoint, Format, own_copy
 from natgrad.optim.checks import (
     check_batches,
@@ -116,7 +116,7 @@ class NaturalGradient(ModelOptimizer):
         check_number("weight_decay", chosen.weight_decay)
         check_number("warm_start", chosen.warm_start, 1.0)
         check_batches(model, metric_batch=chosen.metric_batch, search_batch=chosen.search_batch)
-        self.model, self._ranks = meet(model, chosen.group)
+        self.model, ranks = meet(model, chosen.group)
         refuse_nested(self.model)
         self.on_trouble = check_trouble(chosen.on_trouble)
         self.metric = own_metric = unwrap_models(maximize_metric(own_metric) if chosen.maximize else own_metric)
@@ -125,19 +125,16 @@ class NaturalGradient(ModelOptimizer):
         self.warm_start, self.train_in_eval = chosen.warm_start, chosen.train_in_eval
         self.metric_batch, self.search_batch = chosen.metric_batch, chosen.search_batch
         self.preconditioner = as_preconditioner(chosen.preconditioner, self.solver)
-        self._named = named_parameters(self.model)
+        refuse_maximize(chosen.maximize, ranks.size)
+        named = named_parameters(self.model)
+        recall = Recall(chosen_outputs(own_metric), named.values(), maximize=chosen.maximize)
+        self._live = Live(named, recall, ranks, State(system=SystemMemory(self.damping.initial())))
         defaults = {"lr": lr, "weight_decay": chosen.weight_decay} | self.rule.options
-        super().__init__(given_parameters(chosen.params, self._named), defaults)
-        self._state, self._told = State(system=SystemMemory(self.damping.initial())), StepReport()
-        self._compared: tuple[object, ...] = ()  # what a field has that must be alike on all processes
-        self._finalizer: weakref.finalize[..., Any] | None = None
-        refuse_maximize(chosen.maximize, self._ranks.size)
-        self._recall = Recall(chosen_outputs(own_metric), self._named.values(), maximize=chosen.maximize)
-        overhear(own_metric, self._recall)
+        super().__init__(given_parameters(chosen.params, named), defaults)
+        overhear(own_metric, recall)
         if isinstance(self.model, nn.Module):
-            self._finalizer = weakref.finalize(
-                self, listen(self.model, self._recall, in_eval=self.train_in_eval).remove
-            )
+            hook = listen(self.model, recall, in_eval=self.train_in_eval)
+            self._live.finalizer = weakref.finalize(self, hook.remove)
 
     # what the user calls around a step
 
@@ -164,8 +161,8 @@ class NaturalGradient(ModelOptimizer):
             ValueError: For a negative floor.
         """
         check_number("floor", floor)
-        self._recall.observed = Data(copy_tensors(inputs), copy_tensors(targets), None)
-        self._recall.floor = floor
+        self._live.recall.observed = Data(copy_tensors(inputs), copy_tensors(targets), None)
+        self._live.recall.floor = floor
 
     def search_on(self, inputs: Any, targets: Any) -> None:
         """Evaluate the next step's trial points on these examples, so that it is not fitted to the gradient's alone.
@@ -184,7 +181,7 @@ class NaturalGradient(ModelOptimizer):
             raise TypeError("search_on needs an nn.Module to evaluate; with a dict of tensors pass a closure to step")
         self.criterion  # noqa: B018 - its error comes here rather than at the step
         check_search(inputs, targets)
-        self._recall.searched = Data(copy_tensors(inputs), copy_tensors(targets), None)
+        self._live.recall.searched = Data(copy_tensors(inputs), copy_tensors(targets), None)
 
     @keep_gradient_mode
     @torch.no_grad()
@@ -210,20 +207,15 @@ class NaturalGradient(ModelOptimizer):
         self._run(lambda called: self._take(self._choose(), evidence()))
         return None
 
-    def detach(self) -> None:
-        """Take the hook off the model. Also happens when the optimizer dies."""
-        if self._finalizer is not None:
-            self._finalizer()
-
     def _record_loss(self, outputs: Any, targets: Any, value: Tensor, chosen: bool) -> None:
         self._settle()
         rows = count_rows(self.criterion, outputs)
-        weight = weigh_loss(self._ranks, self.criterion, outputs, targets, value)
-        self._recall.record_loss(self.criterion, outputs, targets, value, rows, weight, chosen=chosen)
+        weight = weigh_loss(self._live.ranks, self.criterion, outputs, targets, value)
+        self._live.recall.record_loss(self.criterion, outputs, targets, value, rows, weight, chosen=chosen)
 
     def _follow_groups(self) -> None:
         if isinstance(self.model, nn.Module):
-            self._named = dict(self.model.named_parameters())
+            self._live.named = dict(self.model.named_parameters())
 
     def _labels(self) -> torch.Generator | None:
         return getattr(self.metric, "generator", None)
@@ -233,22 +225,23 @@ class NaturalGradient(ModelOptimizer):
 
         def describe(name: str, p: Tensor) -> tuple[str, int, int]:
             held = self.structure.count_numbers(p.numel(), total)
-            held += sum(v.numel() for v in self._state.vectors.get(name, {}).values())
-            kind = self.structure.kind_of(name, self._state.system.structure) if p.requires_grad else "frozen"
+            held += sum(v.numel() for v in self._live.state.vectors.get(name, {}).values())
+            kind = self.structure.kind_of(name, self._live.state.system.structure) if p.requires_grad else "frozen"
             return kind, p.numel(), held
 
         return describe
 
     def _rename(self, renamed: Mapping[str, str]) -> None:
         """Nothing is remembered of other coordinates than those of now."""
-        vectors = {name: part for name, part in self._state.vectors.items() if name not in renamed}
-        self._state = replace(self._state, vectors=vectors, system=SystemMemory(self._state.system.level))
+        state = self._live.state
+        vectors = {name: part for name, part in state.vectors.items() if name not in renamed}
+        self._live.state = replace(state, vectors=vectors, system=SystemMemory(state.system.level))
         super()._rename(renamed)
 
     # checkpoints
 
     def _write_extra(self) -> dict[str, Any]:
-        generator, state = self._labels(), self._state
+        generator, state = self._labels(), self._live.state
         return {
             "damping": state.system.level,
             "memory": state.system.structure or {},
@@ -264,23 +257,23 @@ class NaturalGradient(ModelOptimizer):
         }
 
     def _by_parameter(self) -> dict[str, dict[str, Any]]:
-        return {name: dict(vectors) for name, vectors in self._state.vectors.items()}
+        return {name: dict(vectors) for name, vectors in self._live.state.vectors.items()}
 
     def _fit(self, saved: Checkpoint) -> Callable[[], None]:
-        extra, first = saved.extra, next(iter(self._named.values()))
+        extra, first = saved.extra, next(iter(self._live.named.values()))
         memory, prepared = (own_copy(extra.get(key) or {}, first) or None for key in ("memory", "preconditioner"))
         state = State(
             step=extra["steps"],
             seen=extra.get("seen", 0),
             system=SystemMemory(extra["damping"], memory, prepared),
-            vectors={name: dict(saved.state[p]) for name, p in self._named.items() if p in saved.state},
+            vectors={name: dict(saved.state[p]) for name, p in self._live.named.items() if p in saved.state},
             pace=Pace(judged=extra.get("judged", -1)),
-            outside=Outside.load(extra.get("outside"), self._named, extra["steps"], False),
+            outside=Outside.load(extra.get("outside"), self._live.named, extra["steps"], False),
             guard=Guard.load(extra.get("wild"), None, failures=extra["failures"], refused=extra["refused"]),
         )
 
         def restore() -> None:
-            self._state, self._told = state, StepReport()
+            self._live.state, self._live.told = state, StepReport()
             generator = self._labels()
             if generator is not None and saved.labels is not None:
                 generator.set_state(saved.labels)
@@ -291,12 +284,12 @@ class NaturalGradient(ModelOptimizer):
 
     def _step(self, called: Called) -> None:
         active = {id(p) for group in self.param_groups for p in group["params"]}
-        gradients = read_gradients(self._ranks, self._named, active - self._gone, self._recall)
+        gradients = read_gradients(self._live.ranks, self._live.named, active - self._live.gone, self._live.recall)
         if gradients is None:
             return
         params, space, gradient = gradients
         system = partial(self._system, params, gradient, 0.0)
-        loss = join_mean_loss(self._ranks, self._recall, space.device)
+        loss = join_mean_loss(self._live.ranks, self._live.recall, space.device)
         evidence = self.evidence(params, gradient, system, loss=loss, examples=self._count_examples)
         evidence = replace(evidence, complete=partial(self._complete, called))
         with self._replaying():
@@ -319,9 +312,10 @@ class NaturalGradient(ModelOptimizer):
 
     def _system(self, params: dict[str, Tensor], gradient: Tensor, outside: float, state: State) -> MetricSystem:
         """The metric of this step's losses, over the examples of all processes."""
-        metric = metric_of_step(self.metric, self._recall, self.model, params)
-        metric = join_metric(self._ranks, metric, self._recall, self.metric_batch is not None, gradient.device)
-        known, floor = (metric, params, gradient, self._metric_data(), state), self._recall.floor
+        recall = self._live.recall
+        metric = metric_of_step(self.metric, recall, self.model, params)
+        metric = join_metric(self._live.ranks, metric, recall, self.metric_batch is not None, gradient.device)
+        known, floor = (metric, params, gradient, self._metric_data(), state), recall.floor
         return MetricSystem(self._choose_system(), *known, bound=lambda amount: max(amount, floor) + outside)
 
     def metric_system(
@@ -343,52 +337,52 @@ class NaturalGradient(ModelOptimizer):
             state: Of the last step.
             operator: G over the examples of all processes, where it is known already.
         """
-        alone = self._ranks.size == 1 or operator is not None
-        metric = self.metric if alone else JoinedMetric(self.metric, self._ranks)
+        alone = self._live.ranks.size == 1 or operator is not None
+        metric = self.metric if alone else JoinedMetric(self.metric, self._live.ranks)
         known = (metric, params, gradient, Data(inputs, targets, None), state)
         return MetricSystem(self._choose_system(), *known, operator=operator)
 
     def _choose_system(self) -> SystemChoices:
-        return SystemChoices(self.structure, self.solver, self.preconditioner, self.damping, self._ranks)
+        return SystemChoices(self.structure, self.solver, self.preconditioner, self.damping, self._live.ranks)
 
     def _find_objective(
         self, params: dict[str, Tensor], space: Space, gradient: Tensor, called: Called
     ) -> tuple[Objective | None, Objective | None]:
         """The loss at other parameters, where it can be had: as `opt.loss` was told, and as the step is judged by."""
-        needed = self.rule.needs_loss or self._choose().is_judged(self._state)
+        needed = self.rule.needs_loss or self._choose().is_judged(self._live.state)
         # without trial points the loss of the pass is known already
-        searched = self._recall.search_data(self.search_batch, self._state.step) if needed else None
-        data = (self._recall, params, space, called, searched, needed)
+        searched = self._live.recall.search_data(self.search_batch, self._live.state.step) if needed else None
+        data = (self._live.recall, params, space, called, searched, needed)
         own = objective_of(self.model, lambda: self.criterion, *data)
-        joined = join_objective(self._ranks, own, self._recall)
+        joined = join_objective(self._live.ranks, own, self._live.recall)
         if own is None or searched is not None or called.closure is None:
             return joined, joined
         heeded = self._heed_closure(own, gradient, called)
-        return joined, joined if heeded is own else join_objective(self._ranks, heeded, self._recall)
+        return joined, joined if heeded is own else join_objective(self._live.ranks, heeded, self._live.recall)
 
     def _heed_closure(self, objective: Objective, gradient: Tensor, called: Called) -> Objective:
         """What the closure returned is judged, where the losses of `opt.loss` are not all of it.
 
         They may be: of micro-batches a closure may return the last one's loss alone.
         """
-        differs = tells_another(called, objective, self._recall)
-        if self._ranks.size > 1:
-            differs = bool(self._ranks.sum(torch.tensor(float(differs), device=gradient.device)) > 0)
+        differs = tells_another(called, objective, self._live.recall)
+        if self._live.ranks.size > 1:
+            differs = bool(self._live.ranks.sum(torch.tensor(float(differs), device=gradient.device)) > 0)
         if not differs or called.closure is None or called.value is None or called.random is None:
             return objective
-        if self._ranks.size == 1 and self._can_try(objective):
+        if self._live.ranks.size == 1 and self._can_try(objective):
             own = objective.gradient(torch.zeros_like(gradient))[1]
             if float(measure_norm(gradient - own)) <= SHARE * float(measure_norm(gradient)):
                 return objective
         known = (objective.params, objective.space, called.value, called.random)
-        return Reclose(self.model, called.closure, self._recall, *known)
+        return Reclose(self.model, called.closure, self._live.recall, *known)
 
     def _can_try(self, objective: Objective | None) -> bool:
         """Whether the loss can be evaluated at other parameters."""
         if objective is None:
             return False
         replayed = not isinstance(getattr(objective, "part", objective), Reclose)
-        return not (replayed and any(loss.route.problem for loss in self._recall.used_losses()))
+        return not (replayed and any(loss.route.problem for loss in self._live.recall.used_losses()))
 
     def _look_outside(
         self, params: dict[str, Tensor], space: Space, gradient: Tensor, objective: Objective | None
@@ -397,7 +391,7 @@ class NaturalGradient(ModelOptimizer):
 
         A loss that `opt.loss` was not told of is judged by its slope and curvature, and damps the step besides.
         """
-        before, recall = self._state.outside, self._recall
+        before, recall = self._live.state.outside, self._live.recall
         known = bool(recall.gone) and recall.searched is None and self.search_batch is None and not recall.is_stale
         if objective is None or not known or not self._can_try(objective):
             return objective, before
@@ -410,7 +404,7 @@ class NaturalGradient(ModelOptimizer):
 
         def doubt() -> None:
             """Multiply once: what keeps the loss apart from the parameters is refused there."""
-            _ = self._system(params, gradient, 0.0, self._state).operator @ gradient
+            _ = self._system(params, gradient, 0.0, self._live.state).operator @ gradient
 
         own = OwnGradients()
         slope = objective.gradient(space.zeros())[1]
@@ -423,27 +417,27 @@ class NaturalGradient(ModelOptimizer):
 
     def _find_trial(self, params: dict[str, Tensor], space: Space, gradient: Tensor) -> Proximal | None:
         """What stands for a loss that cannot be evaluated: the gradient and the KL of the outputs."""
-        if self._ranks.size > 1 or self._recall.observed is not None:
+        if self._live.ranks.size > 1 or self._live.recall.observed is not None:
             return None
-        metric = metric_of_step(self.metric, self._recall, self.model, params)
+        metric = metric_of_step(self.metric, self._live.recall, self.model, params)
         return proximal_of(metric, self._metric_data(), params, space, gradient)
 
     @contextmanager
     def _replaying(self) -> Generator[None]:
         """Modules in the mode of the remembered pass; after an error the metric's generator goes back."""
-        last, generator, state = self._recall.find_pass(), self._labels(), self._state
+        last, generator, state = self._live.recall.find_pass(), self._labels(), self._live.state
         before = None if generator is None else generator.get_state()
         modes = last.modes_of(self.model) if last and isinstance(self.model, nn.Module) else nullcontext()
         try:
             with modes:
                 yield
         except BaseException:
-            if generator is not None and before is not None and self._state is state:  # the step was not taken
+            if generator is not None and before is not None and self._live.state is state:  # the step was not taken
                 generator.set_state(before)
             raise
 
     def _metric_data(self) -> Data:
-        return self._recall.metric_data(self.metric_batch, self._state.step)
+        return self._live.recall.metric_data(self.metric_batch, self._live.state.step)
 
     def _count_examples(self) -> int:
         return as_call(self._metric_data().inputs).batch()
@@ -455,12 +449,12 @@ class NaturalGradient(ModelOptimizer):
 
     def _list_settings(self) -> tuple[object, ...]:
         """What must be alike on all processes, for the same sums to be made everywhere."""
-        kind = type(self.metric).__name__
-        return (self.solver, self.damping, self.rule, self.preconditioner, kind, *self._compared)
+        kind, alike = type(self.metric).__name__, getattr(self.metric, "alike", ())
+        return (self.solver, self.damping, self.rule, self.preconditioner, kind, *alike)
 
     def _choose(self) -> Choices:
         absolute = getattr(self.solver, "absolute", False)
-        known = (self.rule, self.damping, self._ranks, is_bounded(self.metric), self.damping.every or 1)
+        known = (self.rule, self.damping, self._live.ranks, is_bounded(self.metric), self.damping.every or 1)
         return Choices(*known, warm_start=self.warm_start, absolute=absolute)
 
     def evidence(

@@ -16,7 +16,7 @@ from natgrad.families import Criterion, Likelihood, as_criterion
 from natgrad.ground.pure import check_followed, check_select, full_precision, leaves, pure_model
 from natgrad.ground.typed_torch import measure_norm
 from natgrad.ground.whole_tensors import WholeTensors, any_split
-from natgrad.optim.base import ModelOptimizer, count_rows
+from natgrad.optim.base import Live, ModelOptimizer, count_rows
 from natgrad.optim.block_step import (
     BlockEvidence,
     is_due,
@@ -82,6 +82,31 @@ class Pending:
     nats: Any = 1.0
 
 
+@dataclass
+class BlockFlow:
+    """What the flow in blocks has besides: who reads a pass, what becomes of it, and what it told so far.
+
+    Attributes:
+        criterion: The loss that the metric belongs to.
+        reader: Reads passes.
+        averages: How they become blocks.
+        choices: What does not change between steps.
+        pending: What the passes since the last step told.
+        kinds: Dtypes and devices of the parameters when they were looked at last.
+        warned: Parameters of whose gradients it was said that the statistics lack them.
+    """
+
+    criterion: Criterion
+    reader: Reader
+    averages: Averages
+    choices: Choices
+    pending: Pending = field(default_factory=Pending)
+    kinds: dict[str, tuple[torch.dtype, torch.device]] = field(
+        default_factory=dict[str, tuple[torch.dtype, torch.device]]
+    )
+    warned: set[str] = field(default_factory=set[str])
+
+
 class StructuredNaturalGradient(ModelOptimizer):
     """theta <- theta + rule(-lr (G + damping I)^-1 m), G in one block per layer: the flow in blocks of the engine.
 
@@ -119,6 +144,8 @@ class StructuredNaturalGradient(ModelOptimizer):
 
     FORMAT = Format("ng.kfac or its like", SAVED, frozenset({"mean"}), older=True)
 
+    _flow: BlockFlow
+
     @with_options(BlockOptions, BlockSettings)
     def __init__(
         self,
@@ -130,103 +157,101 @@ class StructuredNaturalGradient(ModelOptimizer):
     ) -> None:
         chosen = read_settings(BlockSettings, options)
         check_blocks(model, structure, update_every=chosen.update_every, invert_every=chosen.invert_every)
-        self.model, self._ranks = meet(model, chosen.group, parts=True)
-        self._ranks.check(structure)
+        self.model, ranks = meet(model, chosen.group, parts=True)
+        ranks.check(structure)
         loss = as_criterion(criterion)
-        self._criterion, self.structure = maximize_criterion(loss) if chosen.maximize else loss, structure
-        self.rule, self.damping = (
-            settle_rule(chosen.rule, chosen.max_kl, chosen.kl_share),
-            as_block_damping(chosen.damping),
-        )
+        loss, self.structure = maximize_criterion(loss) if chosen.maximize else loss, structure
+        self.rule = settle_rule(chosen.rule, chosen.max_kl, chosen.kl_share)
+        self.damping = as_block_damping(chosen.damping)
         self.on_trouble = check_trouble(chosen.on_trouble)
         self.update_every, self.invert_every = chosen.update_every, chosen.invert_every
         self.measure, self.train_in_eval = chosen.measure, chosen.train_in_eval
         refuse_trials(model, self.rule if self.rule.needs_loss else self.damping if self.damping.needs_ratio else None)
-        self._named = {}  # what the groups hold, in the model's order
         check_select(chosen.outputs)
-        refuse_maximize(chosen.maximize, self._ranks.size)
-        self._recall = Recall(chosen.outputs, maximize=chosen.maximize)
-        self._recall.begins = weakref.WeakMethod(self._follow_names)
+        refuse_maximize(chosen.maximize, ranks.size)
+        recall = Recall(chosen.outputs, maximize=chosen.maximize)
+        recall.begins = weakref.WeakMethod(self._follow_names)
+        named = dict[str, Tensor]()  # what the groups hold, in the model's order
+        self._live = Live(named, recall, ranks, State())
         momentum = 0.0 if isinstance(self.rule, Momentum) else 0.9
         momentum = momentum if chosen.momentum is None else chosen.momentum
         defaults = {"lr": lr, "momentum": momentum, "damping": self.damping.initial(), **self.rule.options}
         defaults |= {"weight_decay": chosen.weight_decay, "l2": chosen.l2}
-        self._reader: Reader | None = None
         super().__init__(given_parameters(chosen.params, named_parameters(self.model)), defaults)
-        self._kinds = dict[str, tuple[torch.dtype, torch.device]]()
-        self._reader = reader = Reader(self.model, self._named, structure, self._ranks)
-        self._averages = Averages(structure, self._named, Owners(self._ranks, *check_share(chosen.share)))
-        known = (self.rule, self.damping, self._ranks, bounded_below(self.criterion), self.damping.every or EVERY)
-        self._choices = Choices(*known, self.update_every, self.invert_every)
-        self._state, self._told = State(), StepReport()
-        self._pending, self._warned = Pending(), set[str]()
-        self._finalizer = weakref.finalize(
-            self, release, reader, listen(self.model, self._recall, traceable=True, in_eval=self.train_in_eval)
-        )
+        reader = Reader(self.model, named, structure, ranks)
+        averages = Averages(structure, named, Owners(ranks, *check_share(chosen.share)))
+        known = (self.rule, self.damping, ranks, bounded_below(loss), self.damping.every or EVERY)
+        self._flow = BlockFlow(loss, reader, averages, Choices(*known, self.update_every, self.invert_every))
+        hook = listen(self.model, recall, traceable=True, in_eval=self.train_in_eval)
+        self._live.finalizer = weakref.finalize(self, release, reader, hook)
 
     # what the user calls around a step
 
     @property
     def criterion(self) -> Criterion:
         """The loss that the metric belongs to."""
-        return self._criterion
+        return self._flow.criterion
 
     def _report_later(self) -> Callable[[], StateReport]:
-        guard = self._state.guard if self._pending.update is None else self._pending.update.guard
-        return partial(state_report, self._told.numbers, self._state.step, guard.failures, guard.refused)
-
-    def detach(self) -> None:
-        """Take the hooks off the model. Also happens when the optimizer dies."""
-        self._finalizer()
+        live, update = self._live, self._flow.pending.update
+        guard = live.state.guard if update is None else update.guard
+        return partial(state_report, live.told.numbers, live.state.step, guard.failures, guard.refused)
 
     def _record_loss(self, outputs: Any, targets: Any, value: Tensor, chosen: bool) -> None:
-        assert self._reader is not None
-        self._ranks.settle(self.model, self.structure, self._reader.leaves)
-        rows, state = count_rows(self.criterion, outputs), self._state
-        needed = self._choices.is_judged(state) or self.rule.needs_loss or is_watched(state.length, state.step)
-        weight = weigh_loss(self._ranks, self.criterion, outputs, targets, value, self._ranks.averages)
-        self._recall.record_loss(self.criterion, outputs, targets, value, rows, weight, chosen=chosen, needed=needed)
-        self._pending.nats = self.criterion.nats(outputs)
-        if self._reader.taps.armed:
+        live, flow, pending = self._live, self._flow, self._flow.pending
+        live.ranks.settle(self.model, self.structure, flow.reader.leaves)
+        rows, state = count_rows(self.criterion, outputs), live.state
+        needed = flow.choices.is_judged(state) or self.rule.needs_loss or is_watched(state.length, state.step)
+        weight = weigh_loss(live.ranks, self.criterion, outputs, targets, value, live.ranks.averages)
+        live.recall.record_loss(self.criterion, outputs, targets, value, rows, weight, chosen=chosen, needed=needed)
+        pending.nats = self.criterion.nats(outputs)
+        if flow.reader.taps.armed:
             update = self._begin_update()
-            if self._pending.losses and is_among(self._pending.losses[-1][0], self._recall.losses):
-                self._pending.losses = []  # those before it count: their averages need not be held
-            self._pending.losses.append((self._recall.computed[-1], self._pending.update))
-            wanted, hearing = self._reader.wants(update.hearing, self._list_unread(), outputs)
+            if pending.losses and is_among(pending.losses[-1][0], live.recall.losses):
+                pending.losses = []  # those before it count: their averages need not be held
+            pending.losses.append((live.recall.computed[-1], pending.update))
+            wanted, hearing = flow.reader.wants(update.hearing, self._list_unread(), outputs)
             if wanted:
-                self._read(self._reader, replace(update, hearing=hearing), outputs, targets, value)
+                self._read(replace(update, hearing=hearing), outputs, targets, value)
             else:
-                self._reader.forgo(value, self._recall.last is not None)
+                flow.reader.forgo(value, live.recall.last is not None)
 
     def _describer(self) -> Callable[[str, Tensor], tuple[str, int, int]]:
         self._settle_reading()
-        blocks = self._state.blocks if self._pending.update is None else self._pending.update.blocks
+        blocks = self._blocks_so_far
         held = {name: block for block in blocks.values() for name in block.layout.names}
-        memory = replace(self._state, blocks=blocks).by_parameter()
+        memory = replace(self._live.state, blocks=blocks).by_parameter()
 
         def describe(name: str, p: Tensor) -> tuple[str, int, int]:
             numbers = sum({t.data_ptr(): t.numel() for t in leaves(memory.get(name, {}))}.values())  # shared ones once
-            kind = self._averages.kind(held[name]) if name in held else "not read yet"
+            kind = self._flow.averages.kind(held[name]) if name in held else "not read yet"
             return kind, p.numel(), numbers
 
         return describe
 
+    @property
+    def _blocks_so_far(self) -> Mapping[str, Block]:
+        """The blocks with what the passes since the last step made of them."""
+        update = self._flow.pending.update
+        return self._live.state.blocks if update is None else update.blocks
+
     def _follow_parameters(self) -> None:
         """Bring what is remembered to the dtypes and devices of the parameters, after `model.double()` and the like."""
-        kinds = {name: (p.dtype, p.device) for name, p in self._named.items()}
-        before, self._kinds = self._kinds, kinds
+        live, flow = self._live, self._flow
+        kinds = {name: (p.dtype, p.device) for name, p in live.named.items()}
+        before, flow.kinds = flow.kinds, kinds
         changed = [name for name, kind in before.items() if kinds.get(name, kind) != kind]
         if changed:
-            self._state = move_state(self._state, self._named, changed)
-            self._pending.losses = []
-            if self._pending.update is not None:
-                moved = move_state(State(blocks=self._pending.update.blocks), self._named, changed)
-                self._pending.update = replace(self._pending.update, blocks=moved.blocks)
+            update = flow.pending.update
+            live.state, flow.pending.losses = move_state(live.state, live.named, changed), []
+            if update is not None:
+                moved = move_state(State(blocks=update.blocks), live.named, changed)
+                flow.pending.update = replace(update, blocks=moved.blocks)
 
     def _rename(self, renamed: Mapping[str, str]) -> None:
         """Nothing is remembered of renamed parameters: what they stand for is something else now."""
         self._settle_reading()
-        state, update = self._state, self._pending.update
+        flow, pending, state = self._flow, self._flow.pending, self._live.state
 
         def others(entries: Mapping[str, Any]) -> dict[str, Any]:
             return {name: value for name, value in entries.items() if name not in renamed}
@@ -235,100 +260,99 @@ class StructuredNaturalGradient(ModelOptimizer):
             return {key: block for key, block in blocks.items() if renamed.keys().isdisjoint(block.layout.names)}
 
         stacks = state.stacks.select(lambda block: renamed.keys().isdisjoint(block.layout.names))
-        self._state = replace(state, blocks=drop(state.blocks), stacks=stacks, vectors=others(state.vectors))
-        self._pending.update = None if update is None else replace(update, blocks=drop(update.blocks))
-        self._pending.discarded, self._kinds = drop(self._pending.discarded), others(self._kinds)
+        self._live.state = replace(state, blocks=drop(state.blocks), stacks=stacks, vectors=others(state.vectors))
+        pending.update = pending.update and replace(pending.update, blocks=drop(pending.update.blocks))
+        pending.discarded, flow.kinds = drop(pending.discarded), others(flow.kinds)
         super()._rename(renamed)
         self._listen_anew()
 
     def _listen_anew(self) -> None:
         """Listen to the layers of the parameters named now; those that have a block of their own are trusted still."""
-        assert self._reader is not None
-        self._reader.detach()
-        self._reader.attach(self._named)
-        held = {block.layout.names for block in self._state.blocks.values() if block.layer is not None}
-        layers = [layer for layer in self._reader.layers.by_key.values() if layer.layout.names in held]
+        state, reader, pending = self._live.state, self._flow.reader, self._flow.pending
+        reader.detach()
+        reader.attach(self._live.named)
+        held = {block.layout.names for block in state.blocks.values() if block.layer is not None}
+        layers = [layer for layer in reader.layers.by_key.values() if layer.layout.names in held]
         trusted = frozenset(claim for layer in layers for claim in layer.claims)
-        self._state = replace(self._state, hearing=Hearing(trusted, labels=self._state.hearing.labels))
-        update, self._pending.losses = self._pending.update, []
-        if update is not None:
-            self._pending.update = replace(update, hearing=Hearing(trusted, labels=update.hearing.labels))
+        self._live.state = replace(state, hearing=Hearing(trusted, labels=state.hearing.labels))
+        update, pending.losses = pending.update, []
+        pending.update = update and replace(update, hearing=Hearing(trusted, labels=update.hearing.labels))
 
     def _follow_groups(self) -> None:
         """Name the parameters that the groups hold and that are trainable, and listen to their layers."""
+        live = self._live
         held = {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad}
-        if held <= {id(p) for p in self._named.values()}:
+        known = {id(p) for p in live.named.values()}
+        if held <= known:
             return
-        held |= {id(p) for p in self._named.values()}
-        ordered = {name: p for name, p in self.model.named_parameters() if id(p) in held}
-        self._named.clear()
-        self._named.update(ordered)
-        self._recall.watched = list(ordered.values())
-        if self._reader is not None:
+        ordered = {name: p for name, p in self.model.named_parameters() if id(p) in held | known}
+        live.named.clear()
+        live.named.update(ordered)
+        live.recall.watched = list(ordered.values())
+        if live.finalizer is not None:  # else nobody listens yet
             self._listen_anew()
 
     # checkpoints
 
     def _write_extra(self) -> dict[str, Any]:
-        return {**self._state.save(), "generator": self._labels().get_state()}
+        return {**self._live.state.save(), "generator": self._labels().get_state()}
 
     def _by_parameter(self) -> dict[str, dict[str, Any]]:
-        memory = self._state.by_parameter()
-        for name, numbers in gather_numbers(self._averages.owners, self._state).items():
+        memory = self._live.state.by_parameter()
+        for name, numbers in gather_numbers(self._flow.averages.owners, self._live.state).items():
             memory[name] = {**memory.get(name, {}), **numbers}
         return memory
 
     def _fit(self, saved: Checkpoint) -> Callable[[], None]:
-        assert self._reader is not None
-        owners = self._averages.owners.load(saved.extra.get("owners"))
-        averages = replace(self._averages, owners=owners)
-        state = State.load(saved.extra, self.criterion, saved.labels, self._named)
-        layers = self._reader.layers_by_names(state.hearing.trusted)
+        named, flow = self._live.named, self._flow
+        owners = flow.averages.owners.load(saved.extra.get("owners"))
+        averages = replace(flow.averages, owners=owners)
+        state = State.load(saved.extra, self.criterion, saved.labels, named)
+        layers = flow.reader.layers_by_names(state.hearing.trusted)
         blocks: Mapping[str, list[str]] = saved.extra["blocks"]
         costs = {
-            key: averages.cost(single(names[0], self._named[names[0]]) if layer is None else layer.layout, layer)
+            key: averages.cost(single(names[0], named[names[0]]) if layer is None else layer.layout, layer)
             for key, names in blocks.items()
-            if self._named.keys() >= set(names)
+            if named.keys() >= set(names)
             for layer in [layers.get(tuple(names))]
         }
         averages.share_out({}, costs)
-        numbers = {name: saved.state[p] for name, p in self._named.items() if p in saved.state}
-        state = read_parameters(state, numbers, blocks, layers, self._named, averages.operator, owners.holds)
+        numbers = {name: saved.state[p] for name, p in named.items() if p in saved.state}
+        state = read_parameters(state, numbers, blocks, layers, named, averages.operator, owners.holds)
         state = replace(state, blocks=averages.share_out(state.blocks, {}))
 
         def restore() -> None:
-            self._averages, self._state, self._told = averages, state, StepReport()
-            self._pending = replace(Pending(), nats=self._pending.nats)
+            flow.averages, self._live.state, self._live.told = averages, state, StepReport()
+            flow.pending = Pending(nats=flow.pending.nats)
             self._arm()
 
         return restore
 
     def _labels(self) -> torch.Generator:
         """The source of labels as it stands, or as it will be where the first labels are drawn."""
-        labels = self._state.hearing.labels
-        generator = torch.Generator(next(iter(self._named.values())).device).manual_seed(self.structure.seed)
+        labels = self._live.state.hearing.labels
+        generator = torch.Generator(next(iter(self._live.named.values())).device).manual_seed(self.structure.seed)
         return generator if labels is None else generator.set_state(labels)
 
     # reading a pass
 
-    def _read(self, reader: Reader, update: BatchUpdate, outputs: Any, targets: Any, value: Tensor) -> None:
+    def _read(self, update: BatchUpdate, outputs: Any, targets: Any, value: Tensor) -> None:
         """Read the statistics of the pass that made these outputs, if its loss is fit for them."""
-        own = self._recall.computed[-1]
-        fit, alone = (
-            update.guard.is_fit(float(own.value), self._state.step, self._choices.bounded),
-            self._ranks.size == 1,
-        )
+        state, reader, pending = self._live.state, self._flow.reader, self._flow.pending
+        own, alone = self._live.recall.computed[-1], self._live.ranks.size == 1
+        fit = update.guard.is_fit(float(own.value), state.step, self._flow.choices.bounded)
         with reader.passes.run(fit, own.rows):
             # NaN too where no target counts; the other processes go on without this one's rows then
             if fit or not (alone or own.rows):
-                with full_precision(self._named):  # users call this under autocast, which would round second moments
+                # users call this under autocast, which would round second moments
+                with full_precision(self._live.named):
                     known = self._list_inputs(update)
-                    self._start_reading(reader, update, outputs, targets, known)
-                    if (own.rows or alone) and known is None and self._state.outside.asks:
-                        self._pending.own.listen(self.criterion, outputs, targets, value, reader.leaves)
+                    self._start_reading(update, outputs, targets, known)
+                    if (own.rows or alone) and known is None and state.outside.asks:
+                        pending.own.listen(self.criterion, outputs, targets, value, reader.leaves)
             else:
                 reader.skip(value)
-                self._pending.update = update.fail()
+                pending.update = update.fail()
         reader.taps.release_with(value)
         if alone:
             self._settle_reading()
@@ -340,34 +364,32 @@ class StructuredNaturalGradient(ModelOptimizer):
         for those blocks alone that this batch does not reach.
         """
         self._settle_reading()
-        pending = self._pending
-        if pending.update is not None and pending.batch != self._recall.batch and not self._recall.losses:
+        pending, recall, state = self._flow.pending, self._live.recall, self._live.state
+        if pending.update is not None and pending.batch != recall.batch and not recall.losses:
             pending.discarded, pending.update = {**pending.discarded, **pending.update.blocks}, None
             pending.losses = []
-        pending.batch = self._recall.batch
-        return pending.update or BatchUpdate(self._state.blocks, self._state.hearing, self._state.guard)
+        pending.batch = recall.batch
+        return pending.update or BatchUpdate(state.blocks, state.hearing, state.guard)
 
     def _list_inputs(self, update: BatchUpdate) -> set[str] | None:
         """The layers whose inputs alone are read, all that have statistics; None where derivatives are needed too."""
-        needed = self._choices.needs_derivatives(self._state.is_turned) or not self.structure.separates
+        needed = self._flow.choices.needs_derivatives(self._live.state.is_turned) or not self.structure.separates
         if needed or self._list_unread():
             return None
         return {key for key, block in update.blocks.items() if block.layer is not None}
 
-    def _start_reading(
-        self, reader: Reader, update: BatchUpdate, outputs: Any, targets: Any, known: set[str] | None
-    ) -> None:
+    def _start_reading(self, update: BatchUpdate, outputs: Any, targets: Any, known: set[str] | None) -> None:
         """Read the statistics of the pass. Several processes add them up while the user's backward pass goes on."""
-        state = self._state
+        state, flow = self._live.state, self._flow
         # labels that a metric was estimated from measure it too short along the direction that it gives
-        measuring = self.measure and (self.rule.measures(state.is_turned) or self._choices.judge is not None)
+        measuring = self.measure and (self.rule.measures(state.is_turned) or flow.choices.judge is not None)
         every = max(MEASURED, self.update_every)
         measuring = measuring and is_due_to_measure(state.pace, state.step, state.is_turned, every)
         measurement = None if not measuring or isinstance(self.structure.estimate, ExactLabels) else Sampled()
-        sources = self.criterion, outputs, targets, self._recall
-        reading, hearing = reader.read(update.hearing, *sources, measurement, known)
+        sources = self.criterion, outputs, targets, self._live.recall
+        reading, hearing = flow.reader.read(update.hearing, *sources, measurement, known)
         if reading is None:
-            self._pending.update = replace(update, hearing=hearing).fail()
+            flow.pending.update = replace(update, hearing=hearing).fail()
             return
         sample = sample_examples(reading) if measuring else None
         reading.apart.clear()
@@ -375,90 +397,89 @@ class StructuredNaturalGradient(ModelOptimizer):
         if not update.taken:
             decay, part = self.structure.decay, part_of_rows(state.pace, state.step, state.is_turned)
         update = replace(update, hearing=hearing, part=part)
-        arrive = self._averages.start(update, replace(reading, part=part), decay)
-        self._pending.coming = arrive, sample, update.taken
+        arrive = flow.averages.start(update, replace(reading, part=part), decay)
+        flow.pending.coming = arrive, sample, update.taken
 
     def _settle_reading(self) -> None:
         """Wait for the statistics of the last pass. Nothing is sent: a process may do this alone."""
-        pending = self._pending
+        pending = self._flow.pending
         if pending.coming is None:
             return
         (arrive, sample, taken), pending.coming = pending.coming, None
-        update, before = arrive(), self._state.blocks
+        update, before = arrive(), self._live.state.blocks
         left = {key: block for key, block in pending.discarded.items() if update.blocks.get(key) is before.get(key)}
         blocks = {**update.blocks, **left} if left else update.blocks
         pending.update = replace(update, blocks=blocks, sample=sample if update.taken > taken else None)
 
     def _drop_unused(self) -> None:
         """Forget what was read last of losses that did not go backward, where others did."""
-        gone, pending = self._recall.losses, self._pending
+        gone, pending = self._live.recall.losses, self._flow.pending
         while gone and pending.losses and not is_among(pending.losses[-1][0], gone):
             pending.update = pending.losses.pop()[1]
 
     def _list_unread(self) -> set[str]:
         """The parameters that have no block yet."""
-        blocks = self._state.blocks if self._pending.update is None else self._pending.update.blocks
-        return self._named.keys() - {name for block in blocks.values() for name in block.layout.names}
+        return self._live.named.keys() - {name for block in self._blocks_so_far.values() for name in block.layout.names}
 
     def _arm(self) -> None:
         """Listen to the next pass if its statistics are due, or if it may use a parameter that has no block yet."""
-        pace, state = self._state.pace, self._state
-        assert self._reader is not None
-        due = is_due(pace.updated, state.step, state.is_turned, self.update_every)
-        self._reader.arm(due, bool(self._list_unread() - state.hearing.tried))
+        state, reader = self._live.state, self._flow.reader
+        due = is_due(state.pace.updated, state.step, state.is_turned, self.update_every)
+        reader.arm(due, bool(self._list_unread() - state.hearing.tried))
         asks = self.rule.measures(state.is_turned) or self.rule.needs_loss or self.damping.needs_ratio
-        self._recall.keeps = self._reader.taps.armed or asks or self._options() != self.rule.options
+        self._live.recall.keeps = reader.taps.armed or asks or self._options() != self.rule.options
 
     # one step
 
     def _step(self, called: Called) -> None:
+        live, flow = self._live, self._flow
         self._settle_reading()
         self._drop_unused()
         self._follow_groups()  # some may have been frozen until now
         self._follow_parameters()
-        active = {name: p for name, p in self._by_group() if p.grad is not None and id(p) not in self._gone}
+        active = {name: p for name, p in self._by_group() if p.grad is not None and id(p) not in live.gone}
         if not active:
             return
-        assert self._reader is not None
-        evidence = self._gather_evidence(self._reader, active, called)
-        self._reader.arm(False)  # what follows may call the model again
-        blocks = self._state.blocks if self._pending.update is None else self._pending.update.blocks
-        known = {name for block in blocks.values() for name in block.layout.names} | self._warned
-        strangers = {n for n, g in evidence.gradients.items() if n not in known and bool(measure_norm(g) > 0)}
-        if blocks and strangers:
+        evidence = self._gather_evidence(active, called)
+        flow.reader.arm(False)  # what follows may call the model again
+        strangers = self._list_unread() - flow.warned
+        strangers = {n for n, g in evidence.gradients.items() if n in strangers and bool(measure_norm(g) > 0)}
+        if strangers and self._blocks_so_far:
             self._check_followed()
-        if not self._take(self._choices, evidence).trouble:
-            self._warned = warn_of_strangers(strangers, self._warned)
+        if not self._take(flow.choices, evidence).trouble:
+            flow.warned = warn_of_strangers(strangers, flow.warned)
 
-    def _gather_evidence(self, reader: Reader, active: dict[str, Tensor], called: Called) -> BlockEvidence:
+    def _gather_evidence(self, active: dict[str, Tensor], called: Called) -> BlockEvidence:
         """What this batch told."""
-        recall, update = self._recall, self._pending.update
+        live, flow, pending = self._live, self._flow, self._flow.pending
+        recall, update = live.recall, pending.update
         return BlockEvidence(
-            averages=self._averages,
+            averages=flow.averages,
             gradients={name: dense(p) for name, p in active.items()},
             losses=recall.losses or recall.computed,
-            nats=self._pending.nats,
+            nats=pending.nats,
             scale=recall.scale,
             update=update,
-            values=WholeTensors(self._named),
+            values=WholeTensors(live.named),
             settings=dict(self._list_settings()),
-            late=reader.due and not (update is not None and update.taken),
-            own=OwnGradients() if recall.is_stale else self._pending.own,  # the rest is of another batch then
+            late=flow.reader.due and not (update is not None and update.taken),
+            own=OwnGradients() if recall.is_stale else pending.own,  # the rest is of another batch then
             trial=partial(self._open_trial, active, called),
-            batch=BatchForm(self.model, self.criterion, recall, self._named, self._ranks, self._pending.nats),
+            batch=BatchForm(self.model, self.criterion, recall, live.named, live.ranks, pending.nats),
             examples=recall.count_examples,
             check_followed=self._check_followed,
         )
 
     def _check_followed(self) -> None:
         """ValueError where a gradient that the statistics lack comes from the outputs all the same."""
-        if any_split(self._named.values()):  # a pass at other leaves has no place in a model in parts
+        named, recall = self._live.named, self._live.recall
+        if any_split(named.values()):  # a pass at other leaves has no place in a model in parts
             return
-        with replaying(self.model, self._recall), torch.enable_grad():
-            for loss in self._recall.used_losses():
-                leaves = {name: p.detach().clone().requires_grad_() for name, p in self._named.items()}
+        with replaying(self.model, recall), torch.enable_grad():
+            for loss in recall.used_losses():
+                leaves = {name: p.detach().clone().requires_grad_() for name, p in named.items()}
                 try:
-                    select, data = loss.settle(self.model, self._named, self._recall.outputs), loss.data()
+                    select, data = loss.settle(self.model, named, recall.outputs), loss.data()
                     outputs = pure_model(self.model, data.inputs, data.random)(leaves)
                     rows = self.criterion.family.rows(outputs if select is None else select(outputs))
                 except (ValueError, NotImplementedError, RuntimeError):  # as where a step is measured: it is not known
@@ -466,15 +487,15 @@ class StructuredNaturalGradient(ModelOptimizer):
                 check_followed(rows, leaves, self.model)
 
     def _list_settings(self) -> Generator[tuple[str, dict[str, Any]]]:
-        names = {id(p): name for name, p in self._named.items()}
+        names = {id(p): name for name, p in self._live.named.items()}
         for group in self.param_groups:
             yield from ((names[id(p)], group) for p in group["params"] if id(p) in names)
 
     @contextmanager
     def _open_trial(self, active: dict[str, Tensor], called: Called, asks: object) -> Generator[Objective]:
         """The loss of this step at other parameters."""
-        with replaying(self.model, self._recall):
-            yield objective_of_blocks(self.model, self.criterion, self._recall, active, called, asks)
+        with replaying(self.model, self._live.recall):
+            yield objective_of_blocks(self.model, self.criterion, self._live.recall, active, called, asks)
 
     def _write_dampings(self, dampings: Mapping[str, float]) -> None:
         if dampings:
@@ -482,10 +503,9 @@ class StructuredNaturalGradient(ModelOptimizer):
                 group["damping"] = dampings.get(name, group["damping"])
 
     def _forget_batch(self) -> None:
-        assert self._reader is not None
         super()._forget_batch()
-        self._reader.taps.take()
-        self._pending = replace(Pending(), nats=self._pending.nats)
+        self._flow.reader.taps.take()
+        self._flow.pending = Pending(nats=self._flow.pending.nats)
         self._arm()
 
 
@@ -546,8 +566,8 @@ def report_sharing(optimizer: StructuredNaturalGradient) -> SharingReport:
     """
     if not isinstance(optimizer, StructuredNaturalGradient):
         raise TypeError(f"optimizer is {type(optimizer).__name__}, expected ng.kfac or its like, which have blocks")
-    owners = optimizer._averages.owners  # pyright: ignore[reportPrivateUsage] (a report of the folder's own)
-    memory = optimizer._state.by_parameter()  # pyright: ignore[reportPrivateUsage]
+    owners = optimizer._flow.averages.owners  # pyright: ignore[reportPrivateUsage] (a report of the folder's own)
+    memory = optimizer._live.state.by_parameter()  # pyright: ignore[reportPrivateUsage]
     tensors = {t.data_ptr(): t for t in leaves(memory)}
     return SharingReport(
         share=owners.share if owners.is_shared else "alone",

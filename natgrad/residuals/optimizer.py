@@ -371,11 +371,11 @@ class ResidualOptimizer(NaturalGradient):
         **options: Any,
     ) -> None:
         check_share("momentum", momentum)
-        super().__init__(model, ResidualMetric(system), lr, warm_start=momentum, **options)
+        metric = ResidualMetric(system, (list(system.terms), system.weights, acceleration, scaling))
+        super().__init__(model, metric, lr, warm_start=momentum, **options)
         self.detach()  # it reads no pass of the user's
         self.system, self.acceleration, self.scaling = system, acceleration, scaling
         self.losses: dict[str, float] = {}
-        self._compared = (list(system.terms), system.weights, acceleration, scaling)
 
     @keep_gradient_mode
     @torch.no_grad()
@@ -399,7 +399,7 @@ class ResidualOptimizer(NaturalGradient):
         if closure is not None:
             raise TypeError("step takes points and no closure: step(inside=x, boundary=y)")
         alone = self.processes.size == 1  # otherwise the others would wait where an error came now
-        checked = check_points(self.system, points, self._named) if alone else points
+        checked = check_points(self.system, points, self._live.named) if alone else points
         losses = list[Tensor]()
 
         def gather() -> SystemEvidence:
@@ -474,8 +474,8 @@ class ResidualOptimizer(NaturalGradient):
         """The points of the next step."""
         if isinstance(sample, Mapping):
             return sample
-        generator = torch.Generator(next(iter(self._named.values())).device)
-        generator.manual_seed(seed + self._state.step + SEED_DISTANCE * self.processes.rank)
+        generator = torch.Generator(next(iter(self._live.named.values())).device)
+        generator.manual_seed(seed + self._live.state.step + SEED_DISTANCE * self.processes.rank)
         try:
             points = sample(generator)
         except TypeError as error:
@@ -491,7 +491,7 @@ class ResidualOptimizer(NaturalGradient):
 
     def _ends(self, asked: bool) -> bool:
         """True if the callback of some process asked to end."""
-        device = next(iter(self._named.values())).device
+        device = next(iter(self._live.named.values())).device
         return any(ends for (ends,) in self.processes.share_numbers([asked], device))
 
     def evaluate(self, /, **points: Any) -> dict[str, Tensor]:
@@ -504,12 +504,12 @@ class ResidualOptimizer(NaturalGradient):
             Name -> residuals, shape (b, m).
         """
         some = System({n: t for n, t in self.system.terms.items() if n in points}, self.system.weights)
-        found = check_points(some if points else self.system, points, self._named)
+        found = check_points(some if points else self.system, points, self._live.named)
         return {name: self.system.terms[name].values(self._find_trained(), found[name]) for name in found}
 
     def _find_trained(self) -> dict[str, Tensor]:
         active = {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad}
-        return {name: p for name, p in self._named.items() if id(p) in active}
+        return {name: p for name, p in self._live.named.items() if id(p) in active}
 
     def _gather_evidence(self, points: Any) -> tuple[SystemEvidence, Tensor]:
         """What these points tell, and the loss there."""

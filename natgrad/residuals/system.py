@@ -144,9 +144,11 @@ class ResidualMetric(Metric):
 
     Args:
         system: The terms.
+        alike: What else must be the same on all processes.
     """
 
     system: System
+    alike: tuple[object, ...] = ()
 
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
         return self.system.linearise(params, check_points(self.system, inputs, params)).operator

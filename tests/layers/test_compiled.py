@@ -118,7 +118,7 @@ def test_one_forward_and_nobody_s_gradients():
     assert all(p.grad is None for p in model.parameters())
     loss.backward()
     assert torch.equal(flat_gradient(model), flat_gradient(twin))
-    assert opt._reader.taps.recorder.records is None
+    assert opt._flow.reader.taps.recorder.records is None
     norm = CASES["batch norm, training"].make()[0]
     ng.kfac(norm, CE).loss(compile_quickly(norm)(X), Y % 2)
     assert norm[1].num_batches_tracked == 1

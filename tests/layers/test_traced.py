@@ -200,7 +200,7 @@ def test_only_what_is_no_product_gets_its_diagonal(name: str):
     assert found == {
         n
         for n in params
-        if n not in {m for layer in opt._reader.layers_by_names(state_of(opt).hearing.trusted) for m in layer}
+        if n not in {m for layer in opt._flow.reader.layers_by_names(state_of(opt).hearing.trusted) for m in layer}
     }
 
 
@@ -263,7 +263,7 @@ def test_an_optimizer_reads_what_a_pass_of_its_own_would(name: str):
     metric = ng.fisher(model, case.family)
     expected = hear_metric(metric, params, INPUTS, EXACT, torch.Generator().manual_seed(0))
     opt = ng.kfac(model, case.family, estimate=EXACT)
-    opt._reader._named_by_layers = lambda: True  # no random signs on the examples, for parameters without a layer
+    opt._flow.reader._named_by_layers = lambda: True  # no random signs on the examples, for parameters without a layer
     found = {seen.key: seen for seen in readings(opt, model, INPUTS, LABELS).layers}
     assert found.keys() == {seen.key for seen in expected.layers}
     for seen in expected.layers:

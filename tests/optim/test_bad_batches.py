@@ -215,7 +215,7 @@ def test_running_statistics_that_a_pass_has_spoilt_are_named():
 def test_one_odd_batch_does_not_turn_the_run_to_spectral_steps():
     """Its gradient is many times longer than those before, and passed for noise."""
     _, opt = train(ng.kfac, "dense", True, 26, {20: "constant inputs"})
-    assert opt._state.noise.turned < 0
+    assert opt._live.state.noise.turned < 0
 
 
 def test_a_gradient_is_cut_to_three_times_those_before():

@@ -128,7 +128,7 @@ def test_what_runs_detached_leaves_no_graph_and_is_passed_over_by_listeners():
     model = build_model(Laplacian)
     opt = ng.hessian_free(model, nn.MSELoss())
     assert not run_detached(lambda: model(X.clone())).requires_grad
-    assert opt._recall.last is None
+    assert opt._live.recall.last is None
 
 
 # the same in other places that call a user's code for its value

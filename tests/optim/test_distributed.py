@@ -207,8 +207,8 @@ def sample_labels() -> dict[str, Any]:
     outer = wrap_model(model)
     opt = ng.kfac(outer, CE, lr=0.1)
     labels: list[Tensor] = []
-    draw_labels = opt._reader._cotangents
-    opt._reader._cotangents = lambda *a: labels.extend(found := draw_labels(*a)) or found
+    draw_labels = opt._flow.reader._cotangents
+    opt._flow.reader._cotangents = lambda *a: labels.extend(found := draw_labels(*a)) or found
     x, y = X[:6], Y[:6]  # the same on all
 
     def go(opt: Any, outer: nn.Module) -> None:

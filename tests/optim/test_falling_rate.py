@@ -50,7 +50,7 @@ def test_it_is_the_schedule_that_a_scheduler_would_set(recipe: Any) -> None:
     one, other = make_model(), make_model()
     opt = recipe(one, CE, rate="auto", weight_decay=0.01)
     train_on_noise(one, opt, range(60))
-    turned = opt._state.noise.turned
+    turned = opt._live.state.noise.turned
     assert 0 <= turned < 20
     rates = [1.0 if k <= turned else min(1.0, math.sqrt(20 / (k - turned))) for k in range(60)]
     assert rates[-1] < 0.7
@@ -73,7 +73,7 @@ def test_steps_that_have_not_turned_are_as_long_as_ever() -> None:
     for model, rule in zip((one, other), rules, strict=True):
         opt = ng.kfac(model, CE, rule=rule)
         train_on_noise(model, opt, range(8))  # noise is not believed before the tenth step
-        assert opt._state.noise.turned == -1
+        assert opt._live.state.noise.turned == -1
     assert torch.equal(params(one), params(other))
 
 

@@ -48,7 +48,9 @@ def test_inputs_alone_give_the_steps_of_all_statistics(recipe: Any, net: Net) ->
     model, opt = train(net, recipe, separates=True)
     other, _ = train(net, recipe, separates=False)
     assert torch.isfinite(flat(model)).all()
-    layered = [block for block in opt._state.blocks.values() if block.layer is not None and block.totals is not None]
+    layered = [
+        block for block in opt._live.state.blocks.values() if block.layer is not None and block.totals is not None
+    ]
     known = [set(block.totals) & {"left", "right"} for block in layered]
     if any(len(sides) > 1 for sides in known):  # a matrix in several roles keeps what it has
         return

@@ -119,7 +119,7 @@ def with_outside_loss() -> dict[str, Any]:
         opt.zero_grad()
         (opt.loss(outer(X[shard(EVEN)]), Y[shard(EVEN)]) + 3 * model.out.weight.square().sum()).backward()
         opt.step()
-    return {"flat": flat(model), "levels": sorted(opt._state.outside.levels)}
+    return {"flat": flat(model), "levels": sorted(opt._live.state.outside.levels)}
 
 
 JUDGED: dict[str, Any] = {"damping": ng.LevenbergMarquardt(0.1, per="block"), "rule": MeasuredLength()}

@@ -51,7 +51,7 @@ def along(reading: Reading, step: Any, params: Any) -> Tensor:
 def read(opt: Any, model: nn.Module, inputs: Any, targets: Any) -> Reading:
     """What the optimizer reads in one pass."""
     outputs = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
-    opt._recall.record_loss(opt.criterion, outputs, targets, outputs.sum())
+    opt._live.recall.record_loss(opt.criterion, outputs, targets, outputs.sum())
     reading = read_pass(opt, outputs, targets)
     assert reading is not None
     return reading
@@ -114,7 +114,7 @@ def test_blocks_that_promise_too_little_are_seen_through():
     opt = ng.kfac(model, nn.MSELoss(), estimate=EXACT, momentum=0.0, rule=ng.MeasuredLength(math.inf, math.inf))
     metric = ng.fisher(model, nn.MSELoss()).at(ng.trainable(model), x)
     step = move(opt, model, x, y)
-    assert opt._state.length.ratio > 2
+    assert opt._live.state.length.ratio > 2
     assert_close(-step @ flat_gradient(model), step @ metric.mv(step), 1e-8)
 
 
@@ -130,7 +130,7 @@ def test_the_bound_on_the_kl_is_met(recipe: Callable[..., Any]):
         allowed *= 1 if "kl_share" in bound else 1 - SLACK
         assert_close(torch.tensor(opt.state_report().kl), torch.tensor(allowed), 1e-4)
         assert 0.5 * step @ metric.mv(step) <= allowed * (1 + 1e-4)
-        if opt._state.length.ratio > 1:
+        if opt._live.state.length.ratio > 1:
             assert_close(0.5 * step @ metric.mv(step), torch.tensor(allowed, dtype=F64), 1e-4)
 
 
@@ -182,7 +182,7 @@ def test_measuring_makes_no_pass_of_its_own():
     for _ in range(3):
         move(opt, model)
     assert len(calls) == 3
-    assert opt._state.length.ratio is not None
+    assert opt._live.state.length.ratio is not None
 
 
 def test_outputs_may_be_rearranged_before_the_loss():
@@ -191,7 +191,7 @@ def test_outputs_may_be_rearranged_before_the_loss():
     metric = ng.fisher(model, CE).at(params, X)  # of the eight positions
     opt = ng.kfac(model, CE, estimate=EXACT)
     outputs = model(x).transpose(1, 2)
-    opt._recall.record_loss(opt.criterion, outputs, y, outputs.sum())
+    opt._live.recall.record_loss(opt.criterion, outputs, y, outputs.sum())
     vector = draw(metric.size)
     reading = read_pass(opt, outputs, y)
     assert reading is not None

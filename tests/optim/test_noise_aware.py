@@ -301,7 +301,7 @@ def test_steps_turn_spectral_where_labels_are_noise_and_a_checkpoint_keeps_that(
     ]
     model, opt = fresh()
     train_batches(opt, model, batches[:30])
-    assert 9 <= opt._state.noise.turned < 29
+    assert 9 <= opt._live.state.noise.turned < 29
     again, other = fresh()
     again.load_state_dict(model.state_dict())
     other.load_state_dict(opt.state_dict())

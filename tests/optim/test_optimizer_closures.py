@@ -225,6 +225,6 @@ def test_micro_batches_that_went_backward_hold_no_averages_of_before() -> None:
     opt = ng.kfac(model, CE)
     for _ in range(5):
         opt.loss(model(X), Y).backward()
-    assert len(opt._pending.losses) == 1
+    assert len(opt._flow.pending.losses) == 1
     opt.step()
-    assert opt._pending.losses == []
+    assert opt._flow.pending.losses == []

@@ -123,7 +123,7 @@ def test_a_trial_loss_is_the_loss_that_was_told_at_other_parameters(name):
     value.backward()
     params = dict(trainable(model))
     space = Space(params)
-    objective = replay_losses(model, opt.criterion, opt._recall, params, space)
+    objective = replay_losses(model, opt.criterion, opt._live.recall, params, space)
     assert objective.before == float(value.detach())
     step = draw(space.size, seed=9)
     found, slope = objective.gradient(step)
@@ -385,7 +385,7 @@ def test_trial_losses_of_several_losses_are_their_sum():
     value = tasks(model, opt)
     value.backward()
     params = dict(trainable(model))
-    objective = replay_losses(model, opt.criterion, opt._recall, params, Space(params))
+    objective = replay_losses(model, opt.criterion, opt._live.recall, params, Space(params))
     assert objective.before == pytest.approx(float(value.detach()))
     step = draw(Space(params).size, seed=3)
     moved = net()
@@ -462,13 +462,13 @@ def test_a_pass_dies_with_its_graph():
     model = net()
     opt = ng.hessian_free(model, CE)
     outputs = [model(X) for _ in range(3)]
-    passes = [weakref.ref(out.grad_fn.metadata[opt._recall.key][0][0].passed) for out in outputs]
+    passes = [weakref.ref(out.grad_fn.metadata[opt._live.recall.key][0][0].passed) for out in outputs]
     del outputs
-    opt._recall.clear()
+    opt._live.recall.clear()
     gc.collect()
     assert [ref() for ref in passes] == [None] * 3
     opt.loss(model(X) / 0.3, Y).backward()
-    told = weakref.ref(opt._recall.used_losses()[0])
+    told = weakref.ref(opt._live.recall.used_losses()[0])
     opt.step()
     gc.collect()
     assert told() is None

@@ -108,8 +108,8 @@ def test_the_curvature_of_a_penalty_on_squares_is_found(reduction):
     model = net()
     opt = ng.kfac(model, nn.CrossEntropyLoss(reduction=reduction), lr=0.1)
     train(opt, model, squares(0.2 if reduction == "mean" else 128 * 0.2), 40)
-    assert set(opt._state.outside.levels) == {name for name, _ in model.named_parameters()}
-    assert list(opt._state.outside.levels.values()) == pytest.approx([0.2] * 4, rel=0.1)
+    assert set(opt._live.state.outside.levels) == {name for name, _ in model.named_parameters()}
+    assert list(opt._live.state.outside.levels.values()) == pytest.approx([0.2] * 4, rel=0.1)
 
 
 @pytest.mark.filterwarnings("ignore:a large part of the gradient")
@@ -122,10 +122,10 @@ def test_only_the_blocks_that_are_reached_are_damped_until_the_loss_ends():
 
     opt = ng.kfac(model, CE, update_every=1, lr=0.1)
     train(opt, model, whole, 5)
-    assert set(opt._state.outside.levels) == {"0.weight", "0.bias"}
+    assert set(opt._live.state.outside.levels) == {"0.weight", "0.bias"}
     strength[0] = 0.0
     train(opt, model, whole, 2)
-    assert opt._state.outside.levels == {}
+    assert opt._live.state.outside.levels == {}
 
 
 def test_it_is_said_once_and_names_what_to_do():
@@ -178,7 +178,7 @@ def test_where_all_goes_through_the_loss_no_step_changes(name, reduction, monkey
         model = nn.Sequential(nn.Linear(16, 24), nn.BatchNorm1d(24), nn.Dropout(0.3), nn.ReLU(), nn.Linear(24, 3))
         opt = ng.kfac(model, nn.CrossEntropyLoss(reduction=reduction), update_every=1)
         train(opt, model, ALONE[name], 5)
-        assert opt._state.outside.levels == {}
+        assert opt._live.state.outside.levels == {}
         ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(*ends)
 
@@ -192,7 +192,7 @@ def test_clipping_by_the_norm_is_no_other_loss():
         (1024 * opt.loss(model(draw(40, 16, seed=seed)), torch.arange(40) % 3)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         opt.step()
-        assert opt._state.outside.levels == {}
+        assert opt._live.state.outside.levels == {}
 
 
 @pytest.mark.filterwarnings("ignore:a large part of the gradient")

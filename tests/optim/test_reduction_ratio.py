@@ -76,8 +76,8 @@ def test_the_ratio_is_the_true_change_over_the_promised_one(recipe: Callable[...
     assert report.ratio == pytest.approx((value(model) - loss) / promised, rel=1e-9)
     assert opt.param_groups[0]["damping"] == LM().update(0.05, report.ratio)
     exact = 0.5 * step @ metric.mv(step)
-    assert 0.5 * exact < report.kl < 2 * exact or opt._state.length.ratio <= 1
-    if rule is not None and opt._state.length.ratio > 1:
+    assert 0.5 * exact < report.kl < 2 * exact or opt._live.state.length.ratio <= 1
+    if rule is not None and opt._live.state.length.ratio > 1:
         assert_close(torch.tensor(report.kl, dtype=F64), exact, 1e-8)
 
 
@@ -95,7 +95,7 @@ def test_the_ratio_of_a_quadratic_loss_is_one(l2: float, reduction: str):
         max_kl=math.inf,
     )
     iterate(judged_next(opt), model, X, targets)
-    assert opt._state.length.ratio > 1  # the measured form is the step's, not the blocks'
+    assert opt._live.state.length.ratio > 1  # the measured form is the step's, not the blocks'
     # the model of the loss has the damping, the loss has not
     assert 1 < opt.state_report().ratio < 1.1
     assert opt.param_groups[0]["damping"] == pytest.approx(0.01 * 2 / 3)
@@ -126,8 +126,8 @@ def test_a_step_that_raises_the_loss_is_not_taken(recipe: Callable[..., Any]):
     raised = opt.param_groups[0]["damping"]
     assert raised == pytest.approx(0.15)
     inverses = [block.inverse.dense() for block in blocks_of(opt)]
-    change_state(opt, "pace", updated=opt._state.step)  # nothing new is read
-    opt._reader.arm(False)
+    change_state(opt, "pace", updated=opt._live.state.step)  # nothing new is read
+    opt._flow.reader.arm(False)
     iterate(opt, model)  # judged again, with new inverses
     assert not any(torch.equal(block.inverse.dense(), old) for block, old in zip(blocks_of(opt), inverses, strict=True))
     assert opt.param_groups[0]["damping"] != raised
@@ -239,7 +239,7 @@ def test_the_groups_numbers_are_what_is_adapted():
     assert [g["damping"] for g in opt.param_groups] == [LM().update(d, ratio) for d in (0.4, 0.2)]
     plain = ng.kfac(net(), CE, damping=ng.Relative(0.2, per="block"))
     assert plain.param_groups[0]["damping"] == 0.2
-    assert plain._choices.judge is None
+    assert plain._flow.choices.judge is None
 
 
 def test_a_loss_that_was_rounded_is_computed_again():

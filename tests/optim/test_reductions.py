@@ -173,7 +173,7 @@ def test_a_micro_batch_without_targets_adds_nothing_to_a_sum(recipe: Any):
     for parts in ([(X, Y)], [(OTHER, torch.full_like(LABELS, -100)), (X, Y)]):
         loop = Loop(recipe, "sum")
         loop.step()
-        loop.opt._reader.arm(False)  # the same statistics: labels are drawn per reading
+        loop.opt._flow.reader.arm(False)  # the same statistics: labels are drawn per reading
         loop.opt.zero_grad()
         for x, y in parts:
             loop.loss(x, y).backward()
@@ -203,5 +203,5 @@ def test_a_bad_batch_counts_once(recipe: Any):
         for x in (X, X * float("nan"), X * float("nan")):  # micro-batches
             loop.loss(x).backward()
         loop.opt.step()
-        change_state(loop.opt, "guard", failures=loop.opt._state.guard.failures - 1)
+        change_state(loop.opt, "guard", failures=loop.opt._live.state.guard.failures - 1)
         assert loop.opt.state_report().failures == count

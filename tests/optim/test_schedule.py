@@ -29,11 +29,11 @@ def updates(recipe: Callable[..., Any], **choices: Any) -> list[int]:
     for step in range(STEPS):
         opt.zero_grad()
         loss = opt.loss(model(X), Y)
-        found += [step] if opt._pending.update is not None else []
+        found += [step] if opt._flow.pending.update is not None else []
         loss.backward()
         opt.step()
-        assert not opt._reader.taps.calls  # nothing holds a graph
-        assert opt._state.pace.inverted == found[-1]
+        assert not opt._flow.reader.taps.calls  # nothing holds a graph
+        assert opt._live.state.pace.inverted == found[-1]
     return found
 
 

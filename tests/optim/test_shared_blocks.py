@@ -45,7 +45,7 @@ def train(recipe: Callable[..., Any], steps: int = 6, **options: Any) -> dict[st
         opt.zero_grad()
         opt.loss(outer(X[own]), Y[own]).backward()
         opt.step()
-        updates.append(opt._state.pace.updated == opt._state.step - 1)
+        updates.append(opt._live.state.pace.updated == opt._live.state.step - 1)
         sent.append(dict(ng.report_sharing(opt).sent_bytes))
     found = ng.report_sharing(opt)
     return {

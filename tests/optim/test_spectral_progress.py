@@ -210,9 +210,9 @@ def test_spectral_steps_read_no_labels_once_every_layer_is_known(recipe: Callabl
     labels = list[Tensor]()
     for x in inputs:
         train_batches(opt, model, [(x, torch.arange(50) % 3)])
-        labels.append(opt._state.hearing.labels)
+        labels.append(opt._live.state.hearing.labels)
     assert all(torch.equal(labels[0], later) for later in labels)
-    block = opt._state.blocks["body.weight body.bias"]
+    block = opt._live.state.blocks["body.weight body.bias"]
     assert set(block.totals) == {"right"}
     ones = [torch.cat([x, torch.ones(50, 1, dtype=F64)], 1) for x in inputs]
     moment = sum(decay ** (3 - k) * a.mT @ a for k, a in enumerate(ones))
@@ -221,7 +221,7 @@ def test_spectral_steps_read_no_labels_once_every_layer_is_known(recipe: Callabl
     torch.testing.assert_close(root.mT @ root, torch.linalg.inv(white))
     model.both = False  # the second head's inputs are not heard: derivatives say what that means
     train_batches(opt, model, [(inputs[0], torch.arange(50) % 3)])
-    assert not torch.equal(labels[0], opt._state.hearing.labels)
+    assert not torch.equal(labels[0], opt._live.state.hearing.labels)
 
 
 @pytest.mark.parametrize("slope", [1e-38, 1e-200])
@@ -275,7 +275,7 @@ def test_what_a_pass_began_with_is_kept_only_where_a_step_may_do_it_again(monkey
     opt = ng.kfac(model, nn.CrossEntropyLoss(), update_every=10)
     batches = [(draw(30, 6, seed=k).float(), torch.randint(3, (30,))) for k in range(60)]  # labels are noise
     train_batches(opt, model, batches[:40])
-    turned = opt._state.noise.turned
+    turned = opt._live.state.noise.turned
     late = [step for step in copies if step > turned + 1]
     assert 0 <= turned < 20
     assert copies[:turned] == list(range(turned))
@@ -292,7 +292,7 @@ def test_a_bound_that_is_set_while_inputs_alone_are_read_holds(scale: float) -> 
     opt = ng.kfac(model, nn.CrossEntropyLoss(), rule=NoiseAware(noise=0.99))
     batches = [(scale * draw(40, 6, seed=k), torch.randint(3, (40,))) for k in range(60)]  # labels are noise
     train_batches(opt, model, batches[:40])
-    assert any("left" not in block.totals for block in opt._state.blocks.values())
+    assert any("left" not in block.totals for block in opt._live.state.blocks.values())
     opt.param_groups[0]["max_kl"] = 1e-4
     for step, (x, y) in enumerate(batches[40:]):
         before = model(x).detach().log_softmax(1)

@@ -47,7 +47,7 @@ def train(together: bool, momenta: tuple[float, ...], rule: Any) -> list[Tensor]
         opt.zero_grad()
         opt.loss(model(x), y).backward()
         if not together:  # arranged anew from rows, as a checkpoint brings them back
-            opt._state = replace(opt._state, stacks=opt._state.stacks.select(lambda _: True))
+            opt._live.state = replace(opt._live.state, stacks=opt._live.state.stacks.select(lambda _: True))
         opt.step()
     stacks = state_of(opt).stacks
     held = {block.key for stack in (*stacks.parts, *stacks.rest) for block in stack.blocks}

@@ -96,9 +96,9 @@ def test_statistics_that_are_not_due_are_not_late():
     model = net()
     opt = ng.kfac(model, CE, lr=0.01)
     for step in range(60):  # the interval grows to several steps: as many may be taken with another loss
-        act = (lambda o, m: iterate(o, m, X, Y)) if opt._reader.taps.armed else plain_criterion
+        act = (lambda o, m: iterate(o, m, X, Y)) if opt._flow.reader.taps.armed else plain_criterion
         assert collect_warnings(opt, model, act, 1) == [], step
-    assert opt._state.guard.late == 0
+    assert opt._live.state.guard.late == 0
 
 
 @pytest.mark.parametrize("other", [in_evaluation, plain_criterion])

@@ -155,7 +155,7 @@ def test_parameters_without_a_layer_get_an_unbiased_diagonal(name: str):
     opt = ng.kfac(model, case.family, lr=0.0, decay=0.0)
     targets, squares = case.family.sample(model(case.inputs)), []
     for _ in range(draws):
-        opt._reader.taps.armed = True
+        opt._flow.reader.taps.armed = True
         squares.append(readings(opt, model, case.inputs, targets).squares)
     assert squares[0]
     for parameter in squares[0]:

@@ -130,12 +130,12 @@ def test_a_step_that_is_not_finite_leaves_the_last_good_state(recipe: Any, what:
     opt = recipe(model, CE, measure=False)
     for _ in range(3):
         iterate(opt, model, x)
-    kept, means = flat(model), [stack.mean for stack in opt._state.stacks.parts]
+    kept, means = flat(model), [stack.mean for stack in opt._live.state.stacks.parts]
     with monkeypatch.context() as patch:
         spoil(what, patch)
         iterate(opt, model, x)
     assert torch.equal(flat(model), kept)
-    assert all(s.mean is m for s, m in zip(opt._state.stacks.parts, means, strict=True))
+    assert all(s.mean is m for s, m in zip(opt._live.state.stacks.parts, means, strict=True))
     report = opt.state_report()
     assert (report.status, report.failures, report.step) == ("skipped", 1, 4)
     iterate(opt, model, x)

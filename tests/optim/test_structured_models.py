@@ -307,7 +307,7 @@ def test_new_statistics_leave_the_inverse_of_the_old_ones_alone(recipe: Any):
     opt = recipe(model, CE, 1e-3)
     iterate(opt, model)
     inverses = [copy.deepcopy(block.inverse.dense()) for block in blocks_of(opt)]
-    opt._reader.taps.armed = True
+    opt._flow.reader.taps.armed = True
     opt.loss(model(2 * X), Y)  # read into the same storage; nothing is inverted before a step
     for block, before in zip(blocks_of(opt), inverses, strict=True):
         assert torch.equal(block.inverse.dense(), before)

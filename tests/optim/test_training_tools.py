@@ -149,7 +149,7 @@ def test_several_losses_of_one_pass_are_read_in_that_pass():
     left, right = model(X)
     loss = opt.loss(left, Y) + opt.loss(right, Y % 2)
     loss.backward()
-    assert not opt._reader.taps.calls  # the backward pass frees what it no longer needs
+    assert not opt._flow.reader.taps.calls  # the backward pass frees what it no longer needs
     opt.step()
     assert len(passes) == 1
     assert {row.structure for row in opt.report()} == {"Kronecker"}
@@ -161,7 +161,7 @@ def test_checkpointed_layers_are_not_heard_again_in_the_backward_pass():
     opt = ng.kfac(model, CE)
     for _ in range(2):  # micro-batches
         (opt.loss(model(X), Y % 2) / 2).backward()
-        assert not opt._reader.taps.calls
+        assert not opt._flow.reader.taps.calls
     opt.step()
     assert opt.state_report().failures == 0
 

@@ -15,8 +15,8 @@ from natgrad.optim.state import Block, State
 def state_of(opt: Any) -> State:
     """All that the next step depends on, with what the passes since the last step made of the averages."""
     opt._settle_reading()
-    update = opt._pending.update
-    return opt._state if update is None else replace(opt._state, blocks=update.blocks, hearing=update.hearing)
+    update = opt._flow.pending.update
+    return opt._live.state if update is None else replace(opt._live.state, blocks=update.blocks, hearing=update.hearing)
 
 
 def blocks_of(opt: Any) -> list[Block]:
@@ -26,35 +26,35 @@ def blocks_of(opt: Any) -> list[Block]:
 
 def metric_of(opt: Any, block: Block) -> Operator:
     """A block of the metric."""
-    return opt._averages.operator(block)
+    return opt._flow.averages.operator(block)
 
 
 def kept_of(opt: Any, p: Tensor) -> dict[str, Any]:
     """What is remembered under a parameter, as a checkpoint has it."""
-    name = next(name for name, own in opt._named.items() if own is p)
+    name = next(name for name, own in opt._live.named.items() if own is p)
     return state_of(opt).by_parameter().get(name, {})
 
 
 def change_state(opt: Any, part: str = "", **values: Any) -> None:
     """Write into the state, as if a run had come there: into one of its parts, such as "pace"."""
-    changed = {part: replace(getattr(opt._state, part), **values)} if part else values
-    opt._state = replace(opt._state, **changed)
+    changed = {part: replace(getattr(opt._live.state, part), **values)} if part else values
+    opt._live.state = replace(opt._live.state, **changed)
 
 
 def read_pass(opt: Any, outputs: Any, targets: Any) -> Reading:
     """The statistics of a pass whose loss was computed with `opt.loss` already."""
-    reading, _ = opt._reader.read(opt._state.hearing, opt.criterion, outputs, targets, opt._recall)
+    reading, _ = opt._flow.reader.read(opt._live.state.hearing, opt.criterion, outputs, targets, opt._live.recall)
     assert reading is not None
     return reading
 
 
 def record_readings(opt: Any, found: list[Reading]) -> None:
     """Append every reading from here on, before it is taken and emptied."""
-    start = opt._averages.start
+    start = opt._flow.averages.start
 
     def keep(update: Any, reading: Reading, decay: float) -> Any:
         found.append(Reading(replace(reading.heard, layers=list(reading.layers)), reading.rows))
         return start(update, reading, decay)
 
-    averages = opt._averages
+    averages = opt._flow.averages
     object.__setattr__(averages, "start", keep)

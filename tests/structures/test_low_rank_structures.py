@@ -218,7 +218,7 @@ def test_a_dead_layer_does_no_harm(recipe: Callable[..., Any]):
     model[0].bias.data.fill_(1.0)  # and it comes back
     kept = flat(model[0])
     change_state(opt, "pace", updated=-9)
-    opt._reader.taps.armed = True
+    opt._flow.reader.taps.armed = True
     opt.zero_grad()
     opt.loss(model(X), Y).backward()
     opt.step()
