@@ -17,7 +17,7 @@ from torch import nn
 import natgrad as ng
 from natgrad.ground.spaces import Space, trainable
 from natgrad.layers.kinds import known_layers
-from natgrad.optim.blocks import BUCKET, Cost, balance, cost_of, list_strips
+from natgrad.optim.processes import BUCKET, Cost, balance, cost_of, list_strips
 
 
 @dataclass(frozen=True)

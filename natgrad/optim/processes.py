@@ -1,4 +1,4 @@
-"""Processes that train one model together: who they are, what they send, which examples are whose, models in parts."""
+"""Processes that train one model together: what they agree on and add up, and which of them holds which block."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import gc
 import hashlib
 import re
 import sys
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,10 +21,10 @@ from natgrad.families import Criterion
 from natgrad.ground.pure import leaves, map_tensors, refuse_scripted
 from natgrad.ground.typed_torch import hook_gradient, is_mapping, list_numbers, split_tensor, torch_distributed
 from natgrad.ground.whole_tensors import any_split, is_fully_sharded, is_split, listen_for_questions, naming_lost
-from natgrad.layers import GraphLeaves, Seen
+from natgrad.layers import GraphLeaves, Layout, Seen
 from natgrad.optim.guard import NotFiniteError
 from natgrad.optim.passes import Loss
-from natgrad.structures import Layerwise
+from natgrad.structures import Layerwise, Statistics
 
 
 def send_tree(ranks: Ranks, tree: Any, source: int, kind: str) -> Any:
@@ -644,6 +646,395 @@ def find_largest(ranks: Ranks, counts: Sequence[int]) -> list[int]:
     table = torch.zeros(ranks.size, len(counts), dtype=torch.int64, device=ranks.device)
     table[ranks.rank] = torch.tensor(counts, dtype=torch.int64, device=ranks.device)
     return list_numbers(ranks.sum(table).amax(0))
+
+
+# Statistics on their way: messages of many blocks
+
+BUCKET = 2**25
+"""Bytes of a message, about: what comes while one is full goes into the next."""
+AHEAD = 2**28
+"""Bytes that are on their way at most. Then a process waits for the first of them, whose memory it frees."""
+STRIPS = 4
+"""Strips of rows that a symmetric matrix is sent in, each up to its diagonal block: 5/8 of its entries."""
+SMALL = 64
+"""Rows of a symmetric matrix below which it is sent as it is: strips would take longer than its bytes."""
+
+Wait = Callable[[], Tensor]
+
+
+@dataclass
+class Message:
+    """Entries of one dtype and device for one owner, or for all.
+
+    Attributes:
+        kind: The owner (None: all), the dtype and the device.
+        entries: Block, entry, the shape that comes out, and its numbers in this message.
+        parts: What is sent, in pieces that follow one another.
+        numbers: How many there are.
+    """
+
+    kind: tuple[int | None, torch.dtype, torch.device]
+    entries: list[tuple[str, str, torch.Size, int]] = field(default_factory=list[tuple[str, str, torch.Size, int]])
+    parts: list[Tensor] = field(default_factory=list[Tensor])
+    numbers: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.numbers * self.kind[1].itemsize
+
+    def pack(self) -> Tensor:
+        """All parts in one flat tensor; they are let go."""
+        flat = torch.empty(self.numbers, dtype=self.kind[1], device=self.kind[2])
+        for part, place in zip(self.parts, split_tensor(flat, [p.numel() for p in self.parts]), strict=True):
+            place.view(part.shape).copy_(part)
+        self.parts.clear()
+        return flat
+
+
+class ArrivingSums:
+    """Statistics of one pass on their way to all processes, or to their blocks' owners.
+
+    All processes send the same blocks in the same order. Waiting sends nothing: each may do that when it likes.
+
+    Args:
+        ranks: The processes.
+        symmetric: The entries whose matrices are symmetric: a part of them is sent.
+        deliver: Takes a block's sums, once they are known to be good.
+        fine: Whether this process's own part is finite.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        symmetric: frozenset[str],
+        deliver: Callable[[str, dict[str, Tensor]], None],
+        fine: bool,
+    ) -> None:
+        self.ranks, self.symmetric, self.deliver = ranks, symmetric, deliver
+        self.bad = start_sum(ranks, torch.tensor(float(not fine), device=ranks.device), "scalars")
+        self.taken: bool | None = None
+        self.open: dict[Any, Message] = {}
+        self.going: deque[tuple[Message, Wait]] = deque()
+        self.missing: dict[str, tuple[list[str], dict[str, Tensor]]] = {}
+
+    def send(self, key: str, fresh: Mapping[str, Tensor], owner: int | None) -> None:
+        """Send a block's part, with those that come after it."""
+        self.missing[key] = list(fresh), {}
+        for name, tensor in fresh.items():
+            kind = owner, tensor.dtype, tensor.device
+            message = self.open.setdefault(kind, Message(kind))
+            parts = list(cut_strips(tensor)) if name in self.symmetric else [tensor]
+            numbers = sum(part.numel() for part in parts)
+            message.entries.append((key, name, tensor.shape, numbers))
+            message.parts += parts
+            message.numbers += numbers
+            if message.size >= BUCKET:
+                self._start(self.open.pop(kind))
+
+    def finish(self) -> None:
+        """Send what is left."""
+        while self.open:
+            self._start(self.open.pop(next(iter(self.open))))
+
+    def wait(self) -> bool:
+        """Deliver all that is on its way; False where some part was not finite: then nothing is delivered."""
+        while self.going:
+            self._receive()
+        return self._is_good()
+
+    def _start(self, message: Message) -> None:
+        self.going.append((message, start_sum(self.ranks, message.pack(), "statistics", message.kind[0])))
+        while sum(bucket.size for bucket, _ in self.going) > AHEAD and len(self.going) > 1:
+            self._receive()
+
+    def _receive(self) -> None:
+        message, wait = self.going.popleft()
+        flat = wait()
+        if not self._is_good():
+            return
+        parts = split_tensor(flat, [numbers for *_, numbers in message.entries])
+        for (key, name, shape, _), part in zip(message.entries, parts, strict=True):
+            names, tensors = self.missing[key]
+            tensors[name] = join_strips(part, shape) if name in self.symmetric else part.clone().view(shape)
+            if len(tensors) == len(names):  # entries of several dtypes come one after the other
+                self.deliver(key, {n: tensors[n] for n in names})
+                del self.missing[key]
+
+    def _is_good(self) -> bool:
+        if self.taken is None:
+            self.taken = not bool(self.bad())
+        return self.taken
+
+
+def start_sum(ranks: Ranks, tensor: Tensor, kind: str, owner: int | None = None) -> Wait:
+    """Start `ranks.sum` of a tensor, which is written over. What comes back waits for it."""
+    ranks.count(kind, tensor)
+    with naming_lost(ranks.group):
+        if owner is None:
+            work: Any = torch_distributed.all_reduce(tensor, group=ranks.group, async_op=True)
+        else:
+            work = torch_distributed.reduce(tensor, group=ranks.group, group_dst=owner, async_op=True)
+
+    def wait() -> Tensor:
+        with naming_lost(ranks.group):
+            work.wait()
+        return tensor
+
+    return wait
+
+
+def list_strips(shape: Sequence[int]) -> list[tuple[int, int]]:
+    """First and last row, excluded, of the strips of a symmetric matrix (..., n, n); one strip of a small one."""
+    n = shape[-1] if len(shape) > 1 else 0
+    count = STRIPS if n >= SMALL else 1
+    return [(n * i // count, n * (i + 1) // count) for i in range(count)]
+
+
+def cut_strips(matrix: Tensor) -> Iterator[Tensor]:
+    """The rows of symmetric matrices (..., n, n) in a few strips, each without what lies right of its diagonal block.
+
+    Views of them: nothing is copied.
+    """
+    if matrix.dim() < 2:
+        yield matrix
+        return
+    for first, last in list_strips(matrix.shape):
+        yield matrix[..., first:last, :last]
+
+
+def join_strips(flat: Tensor, shape: torch.Size) -> Tensor:
+    """The symmetric matrices whose strips follow one another.
+
+    shape: (..., n, n); a vector's comes back as it is.
+    """
+    if len(shape) < 2:
+        return flat.clone().view(shape)
+    matrix, lead, start = flat.new_empty(shape), shape[:-2], 0
+    for first, last in list_strips(shape):
+        size = lead.numel() * (last - first) * last
+        strip = flat[start : start + size].view(*lead, last - first, last)
+        matrix[..., first:last, :last] = strip
+        matrix[..., :first, first:last] = strip[..., :first].mT
+        start += size
+    return matrix
+
+
+# Which process solves which block: by modelled cost, the dearest first to whoever has the least to do
+
+Exchange = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+Solve = Callable[[Callable[[], Tensor], Tensor], Tensor]
+BUDGET = 2**32
+"""Bytes of state that a process keeps with `share="auto"` before the state is shared out."""
+WAYS = ("auto", "speed", "memory")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a block takes.
+
+    Args:
+        work: The sum of n^3 over the matrices that are inverted; its entries where nothing is.
+        state: Numbers that are remembered between steps.
+    """
+
+    work: float
+    state: float
+
+
+@dataclass
+class Owners:
+    """Every block has an owner, who alone inverts it.
+
+    Attributes:
+        ranks: The processes.
+        share: "speed" sends the inverses to all, so that nothing is sent between updates; "memory" leaves a block's
+            statistics, inverse and mean gradient with its owner, who sends its direction at every step; "auto" is one
+            of them, by the budget.
+        budget: Most bytes of state per process with "speed", where share is "auto".
+        costs: By block.
+        of: The owner's number by block.
+        done: Sum of n^3 over all inversions that this process made so far.
+    """
+
+    ranks: Ranks
+    share: str = "auto"
+    budget: int = BUDGET
+    costs: dict[str, Cost] = field(default_factory=dict[str, Cost])
+    of: dict[str, int] = field(default_factory=dict[str, int])
+    done: float = 0.0
+
+    @property
+    def is_shared(self) -> bool:
+        """True if there is somebody to share with."""
+        return self.ranks.size > 1
+
+    @property
+    def apart(self) -> bool:
+        """True if a block's numbers are its owner's alone."""
+        return self.is_shared and self.share == "memory"
+
+    def solves(self, key: str) -> bool:
+        """Whether this process inverts a block."""
+        return not self.is_shared or self.of.get(key, 0) == self.ranks.rank
+
+    def holds(self, key: str) -> bool:
+        """Whether this process remembers a block's numbers."""
+        return not self.apart or self.solves(key)
+
+    def assign(self, costs: Mapping[str, Cost], itemsize: int) -> None:
+        """Give blocks that have no owner yet to one. All processes call this with the same blocks."""
+        fresh = {key: cost for key, cost in costs.items() if key not in self.of}
+        self.costs |= fresh
+        if not self.is_shared or not fresh:
+            return
+        if self.share == "auto":
+            state = itemsize * sum(cost.state for cost in self.costs.values())
+            self.share = "memory" if state > self.budget else "speed"
+        self.of |= balance(fresh, self.costs, self.of, self.ranks.size, self.share == "memory")
+
+    def load(self, saved: Mapping[str, Any] | None) -> Owners:
+        """The same with the owners of an older checkpoint of one process's part, if that is of as many processes."""
+        fresh = replace(self, costs={}, of={})
+        if saved and saved["size"] == self.ranks.size:
+            fresh.share, fresh.of = saved["share"], dict(saved["of"])
+        return fresh
+
+    # statistics
+
+    def exchange(self, key: str) -> tuple[Exchange | None, Solve | None, Exchange | None]:
+        """How a block's statistics are added up, how what its owner alone computes comes to all; `exchanging`'s own."""
+        if not self.is_shared:
+            return None, None, None
+        owner = self.of[key]
+        return partial(self._sum_statistics, owner), partial(self._solve, owner), self.ranks.sum_entries
+
+    def share_past(self, key: str, own: Statistics | None, needed: bool) -> Statistics | None:
+        """A block's totals so far: where its owner alone remembers them and all need them, from it to all."""
+        if not (self.apart and needed):
+            return own
+        return send_tree(self.ranks, own, self.of[key], "statistics")
+
+    def open_sums(
+        self, symmetric: frozenset[str], deliver: Callable[[str, dict[str, Tensor]], None], fine: bool
+    ) -> ArrivingSums:
+        """Statistics of a pass that are sent in messages of many blocks."""
+        return ArrivingSums(self.ranks, symmetric, deliver, fine)
+
+    def _sum_statistics(self, owner: int, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Sums for all processes, or for the owner alone."""
+        return self.ranks.sum_entries(fresh, owner if self.apart else None)
+
+    def _solve(self, owner: int, make: Callable[[], Tensor], like: Tensor) -> Tensor:
+        solution = make().contiguous() if self.ranks.rank == owner else torch.empty_like(like).contiguous()
+        return self.ranks.broadcast(solution, owner, "statistics")
+
+    # inverses
+
+    def share_trees(self, trees: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+        """With "speed": what their owners made of these blocks, one message each.
+
+        The owners' own take the same way: products round by how a matrix lies in memory, and the processes would drift
+        apart.
+        """
+        received, order = dict[str, Any](), list(keys)
+        for owner in range(self.ranks.size):
+            mine = {key: trees[key] for key in order if self.of[key] == owner and key in trees}
+            received |= send_tree(self.ranks, mine, owner, "inverses")
+        return {key: received[key] for key in order if key in received}
+
+    # with "memory": what owners found, for all
+
+    def share_scalars(self, scalars: Mapping[str, Any], names: Iterable[str], like: Tensor) -> dict[str, Tensor]:
+        """Scalars of which every process has some, by name; without those that nobody has."""
+        known = list(names)
+        if not self.apart:
+            return dict(scalars)
+        table = torch.zeros(2, len(known), dtype=torch.float64, device=like.device)
+        for i, name in enumerate(known):
+            if name in scalars:
+                table[0, i], table[1, i] = 1.0, torch.as_tensor(scalars[name]).double()
+        there, values = self.ranks.sum(table, "scalars")
+        present = [name for name, flag in zip(known, list_numbers(there), strict=True) if flag]
+        return {name: values[i].to(like.dtype) for i, name in enumerate(known) if name in set(present)}
+
+    def share_directions(
+        self,
+        gradients: Mapping[str, Tensor],
+        steps: Mapping[str, Tensor],
+        slopes: Mapping[str, Tensor],
+        levels: Mapping[str, float],
+        keys: Mapping[str, str],
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
+        """The directions, slopes and damping of all blocks by name, from their owners."""
+        like = next(iter(gradients.values()))
+        all_slopes = self.share_scalars(dict(slopes), keys, like)
+        damping = self.share_scalars(dict(levels), keys, like.new_zeros((), dtype=torch.float64))
+        moved = self.share_scalars(dict.fromkeys(steps, 1.0), keys, like)
+        directions = self.share_parts(dict(steps), {name: gradients[name] for name in moved}, keys)
+        return directions, all_slopes, {name: float(level) for name, level in damping.items()}
+
+    def share_parts(
+        self, directions: Mapping[str, Tensor], like: Mapping[str, Tensor], keys: Mapping[str, str]
+    ) -> dict[str, Tensor]:
+        """Directions, from the owners to all, in one message of each."""
+        results = dict[str, Tensor]()
+        for owner in range(self.ranks.size):
+            names = [name for name in like if self.of[keys[name]] == owner]
+            for kind in dict.fromkeys((like[name].dtype, like[name].device) for name in names):
+                those = [name for name in names if (like[name].dtype, like[name].device) == kind]
+                sizes = [like[name].numel() for name in those]
+                if owner == self.ranks.rank:
+                    flat = torch.cat([directions[name].to(kind[0]).reshape(-1) for name in those])
+                else:
+                    flat = torch.empty(sum(sizes), dtype=kind[0], device=kind[1])
+                parts = split_tensor(self.ranks.broadcast(flat, owner, "directions"), sizes)
+                results |= {n: part.clone().view_as(like[n]) for n, part in zip(those, parts, strict=True)}
+        return {name: results[name] for name in like}
+
+
+def balance(
+    fresh: Mapping[str, Cost], known: Mapping[str, Cost], owners: Mapping[str, int], size: int, state: bool
+) -> dict[str, int]:
+    """Owners by longest processing time first: the dearest block to the process with the least so far."""
+    works, states = (sum(getattr(cost, kind) for cost in known.values()) or 1.0 for kind in ("work", "state"))
+
+    def weigh(cost: Cost) -> float:
+        return cost.work / works + state * cost.state / states
+
+    loads = [
+        sum(weigh(known[key]) for key, owner in owners.items() if owner == r and key in known) for r in range(size)
+    ]
+    new_owners = dict[str, int]()
+    for key, cost in sorted(fresh.items(), key=lambda pair: (-weigh(pair[1]), pair[0])):
+        new_owners[key] = min(range(size), key=lambda r: (loads[r], r))
+        loads[new_owners[key]] += weigh(cost)
+    return new_owners
+
+
+def cost_of(layout: Layout, sizes: Iterable[tuple[int, int]] | None) -> Cost:
+    """A block's cost.
+
+    sizes: (count, n) of the (n, n) matrices that are inverted; None or none of them for a diagonal.
+    """
+    groups, outputs, columns = layout.matrix_shape
+    entries = float(groups * outputs * columns)
+    pairs = list(sizes or ())
+    work = sum(count * float(n) ** 3 for count, n in pairs) or entries
+    memory = sum(count * float(n) ** 2 for count, n in pairs) or entries
+    return Cost(work, 2 * memory + entries)  # the averages, the inverse, the gradient's mean
+
+
+def check_share(share: Any) -> tuple[str, int]:
+    """The way and the budget that an option names. ValueError for anything else."""
+    if isinstance(share, int) and not isinstance(share, bool) and share > 0:
+        return "auto", share
+    if share not in WAYS:
+        raise ValueError(
+            f'share is {share!r}, expected "speed" (every process keeps all inverses), "memory" (blocks\' numbers are '
+            'their owners\' alone), "auto", or a number of bytes of state from which on it is "memory"'
+        )
+    return share, BUDGET
 
 
 # Models that several processes or devices hold in parts, or train together: refused where that is not known yet

@@ -19,11 +19,11 @@ from natgrad.ground.graph_nodes import RESHAPES, kind_of
 from natgrad.ground.pure import leaves, map_tensors
 from natgrad.ground.spaces import Space
 from natgrad.ground.typed_torch import hook_gradient, list_numbers
-from natgrad.ground.whole_tensors import gather_whole, zeros_whole
+from natgrad.ground.whole_tensors import gather_whole, wait_for_all, zeros_whole
 from natgrad.layers import Layer, Tap, is_asking
 from natgrad.operators import Layout, Operator, pack_operator, unpack_operator
 from natgrad.optim.guard import Guard
-from natgrad.optim.processes import Ranks
+from natgrad.optim.processes import Owners, Ranks, send_tree
 from natgrad.rules import ErrorScale
 
 Density = Gaussian | Laplace | Huber
@@ -772,6 +772,32 @@ def read_parameters(
             singles.append(Stack((block,), memory=memory).join_means(saved, named))
     vectors = {name: part[RULE] for name, part in saved.items() if RULE in part}
     return replace(state, blocks=read_blocks, stacks=Stacks(rest=tuple(singles)), vectors=vectors)
+
+
+ALL_CALL = (
+    'with share="memory" each process has a part of the state, and state_dict() puts them together: call it on all of '
+    "them, and then let one of them write the file"
+)
+
+
+def gather_numbers(owners: Owners, state: State) -> dict[str, dict[str, Any]]:
+    """What other processes remember of blocks, by parameter, on the CPU; nothing where this one remembers all.
+
+    All processes ask at the same time. ExchangeError if some process does not ask within five minutes.
+    """
+    gathered = dict[str, dict[str, Any]]()
+    if not owners.apart:
+        return gathered
+    wait_for_all(owners.ranks.group, "state_dict()", ALL_CALL)
+    memory = state.by_parameter()
+    for owner in range(owners.ranks.size):
+        names = [name for key, block in state.blocks.items() if owners.of[key] == owner for name in block.layout.names]
+        own = {name: memory.get(name, {}) for name in names if owner == owners.ranks.rank}
+        tree = {name: {key: numbers[key] for key in OWNED if key in numbers} for name, numbers in own.items()}
+        tree = send_tree(owners.ranks, tree, owner, "checkpoints")
+        if owner != owners.ranks.rank:
+            gathered |= {name: map_tensors(part, lambda t: t.cpu()) for name, part in tree.items()}
+    return gathered
 
 
 def single(name: str, p: Tensor) -> Layout:

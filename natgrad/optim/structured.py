@@ -25,7 +25,7 @@ from natgrad.optim.block_step import (
     part_of_rows,
     sample_examples,
 )
-from natgrad.optim.blocks import Averages, BatchUpdate, Owners, check_share, dense, gather_numbers
+from natgrad.optim.blocks import Averages, BatchUpdate, dense
 from natgrad.optim.checkpoint import Checkpoint, Format
 from natgrad.optim.checks import (
     check_blocks,
@@ -47,10 +47,10 @@ from natgrad.optim.objective import (
 )
 from natgrad.optim.options import BlockOptions, BlockSettings, read_settings, with_options
 from natgrad.optim.passes import Loss, Recall, listen
-from natgrad.optim.processes import meet, refuse_trials, weigh_loss
+from natgrad.optim.processes import Owners, check_share, meet, refuse_trials, weigh_loss
 from natgrad.optim.reading import Reader, release
 from natgrad.optim.report import StateReport, state_report
-from natgrad.optim.state import Block, Hearing, OwnGradients, State, move_state, read_parameters, single
+from natgrad.optim.state import Block, Hearing, OwnGradients, State, gather_numbers, move_state, read_parameters, single
 from natgrad.optim.step import Choices, StepReport, bounded_below
 from natgrad.rules import Momentum
 from natgrad.structures import ExactLabels, Layerwise, Sampled

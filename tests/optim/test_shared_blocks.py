@@ -16,7 +16,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad as ng
-from natgrad.optim.blocks import Cost, balance, cut_strips, join_strips
+from natgrad.optim.processes import Cost, balance, cut_strips, join_strips
 from natgrad.rules import MeasuredLength, Momentum, SpectralDescent
 
 pytestmark = pytest.mark.skipif(
@@ -256,8 +256,7 @@ def test_another_way_to_share_is_refused(share: Any):
 
 
 def test_a_budget_decides_between_speed_and_memory():
-    from natgrad.optim.blocks import Owners, check_share
-    from natgrad.optim.processes import Ranks
+    from natgrad.optim.processes import Owners, Ranks, check_share
 
     costs = {"a": Cost(8.0, 100.0), "b": Cost(8.0, 100.0)}
     for share, found in (("auto", "speed"), (1000, "memory"), (1600, "speed"), ("memory", "memory")):
