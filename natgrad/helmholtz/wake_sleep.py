@@ -26,7 +26,7 @@ from natgrad.optim import (
     Accidents,
     Attributes,
     OnTrouble,
-    RankExchange,
+    Processes,
     guard_steps,
     meet_processes,
     read_parts,
@@ -138,7 +138,7 @@ class WakeSleep:
         Raises:
             ValueError: For data that do not fit the machine; with `on_trouble="raise"` where a number is not finite.
         """
-        generator = self.processes.ranks.generator(self.generator)
+        generator = self.processes.generator(self.generator)
         with self.processes.failing_together(self.generator.device):
             lesson = draw_lesson(self.machine, self.algorithm, self._check(x), self.samples, generator)
         joined = join_lesson(lesson, self._read_lesson(lesson), self.processes)
@@ -189,7 +189,7 @@ class WakeSleep:
         with Progress("steps", epochs * per_epoch, progress) as shown:
             try:
                 for _ in range(epochs):
-                    generator = self.processes.ranks.generator(self.generator)
+                    generator = self.processes.generator(self.generator)
                     order = torch.randperm(len(x), generator=generator, device=device).to(x.device)
                     for place in range(per_epoch):
                         bounds.append(self.step(x[order[place * size : (place + 1) * size]]))
@@ -282,7 +282,7 @@ class JoinedLesson:
     taught: Taught
     counts: list[int]
     bound: float
-    processes: RankExchange
+    processes: Processes
 
     def ascents(self) -> list[Tensor]:
         """Every layer's gradient over the rows of all processes."""
@@ -303,7 +303,7 @@ class JoinedLesson:
         return LogisticRows(inputs, logits[:, :0], logits, weights.squeeze(1), rows.mask)
 
 
-def join_lesson(lesson: Lesson, taught: Taught, processes: RankExchange) -> JoinedLesson:
+def join_lesson(lesson: Lesson, taught: Taught, processes: Processes) -> JoinedLesson:
     """A process's lesson with what it weighs among those of all processes, which all call this."""
     counts = [len(rows.inputs) for _, _, rows in taught]
     if processes.size == 1:

@@ -12,7 +12,7 @@ from natgrad.optim.names import NAMES
 from natgrad.optim.objective import Objective
 from natgrad.optim.optimizer import NaturalGradient
 from natgrad.optim.options import BlockOptions, FlatOptions
-from natgrad.optim.processes import RankExchange, meet_processes, refuse_processes
+from natgrad.optim.processes import Processes, meet_processes, refuse_processes
 from natgrad.optim.recipes import (
     ang,
     diagonal,
@@ -46,7 +46,7 @@ __all__ = [
     "NotFiniteError",
     "Objective",
     "OnTrouble",
-    "RankExchange",
+    "Processes",
     "Report",
     "Row",
     "SharingReport",

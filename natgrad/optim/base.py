@@ -32,7 +32,7 @@ from natgrad.optim.guard import (
 )
 from natgrad.optim.objective import Called, Closure, call_closure
 from natgrad.optim.passes import Recall, mark_of
-from natgrad.optim.processes import RankExchange, Ranks
+from natgrad.optim.processes import Processes
 from natgrad.optim.report import (
     KEPT,
     Report,
@@ -90,7 +90,7 @@ class Live:
     Attributes:
         named: The parameters that it trains, by name.
         recall: What it remembers of the passes since the last step.
-        ranks: The processes.
+        processes: The processes.
         state: All that the next step depends on.
         settings: The keys of a parameter group that a step reads; torch adds to its defaults while it loads.
         finalizer: Takes the hooks off the model; None where there are none.
@@ -105,7 +105,7 @@ class Live:
 
     named: dict[str, Tensor]
     recall: Recall
-    ranks: Ranks
+    processes: Processes
     state: State
     settings: tuple[str, ...] = ()
     finalizer: weakref.finalize[..., Any] | None = None
@@ -165,10 +165,10 @@ class ModelOptimizer(Optimizer):
     # what the user calls around a step
 
     @property
-    def processes(self) -> RankExchange:
+    def processes(self) -> Processes:
         """The processes that train the model together; one alone exchanges nothing."""
         self._settle()
-        return RankExchange(self._live.ranks)
+        return self._live.processes
 
     @property
     @abstractmethod
@@ -292,7 +292,7 @@ class ModelOptimizer(Optimizer):
         own, params = vars(self), [p for group in self.param_groups for p in group["params"]]
         yield "model", f"{type(self.model).__name__}, {sum(p.numel() for p in params):,} parameters"
         yield from ((name, str(own[name])) for name in CHOICES if name in own)
-        if self._live.ranks.size == 1 and params:  # of several processes each knows its own part
+        if self._live.processes.size == 1 and params:  # of several processes each knows its own part
             yield from describe_memory(self.report(), max(params[0].element_size(), 4))
         yield "last step", str(self.state_report())
 

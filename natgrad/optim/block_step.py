@@ -30,7 +30,7 @@ from natgrad.optim.checks import check_statistics
 from natgrad.optim.guard import Verdict, least_damping, stay_finite, watch_late
 from natgrad.optim.objective import BatchForm, PooledLoss, judge_step, refuse_nothing
 from natgrad.optim.passes import Loss
-from natgrad.optim.processes import Ranks
+from natgrad.optim.processes import Processes
 from natgrad.optim.reading import Reading
 from natgrad.optim.stacks import StackGradient, arrange, remember, split_stack, stack_gradients
 from natgrad.optim.state import Block, Length, Noise, OwnGradients, Pace, Stack, Stacks, State
@@ -119,7 +119,7 @@ class BlockEvidence(Evidence):
         if update.far:
             losses = [loss._replace(value=loss.value * math.nan) for loss in losses]
         norms = dict(zip(raw, measure_norms(list(raw.values())), strict=True))
-        loss, nats, scale, norm = choices.ranks.pool_losses(losses, self.nats, self.scale, norms)
+        loss, nats, scale, norm = choices.processes.pool_losses(losses, self.nats, self.scale, norms)
         if not (isinstance(scale, float) and scale == 1):
             raw = {name: gradient / scale for name, gradient in raw.items()}
             norms, norm = {n: size / abs(scale) for n, size in norms.items()}, norm / abs(scale)
@@ -138,9 +138,9 @@ class BlockEvidence(Evidence):
                 batch.gradients if batch.uncut is None else batch.uncut,
                 self.values,
                 [block.layout.names for block in update.blocks.values()],
-                len([loss for loss in self.losses if loss.rows or choices.ranks.size == 1]),
+                len([loss for loss in self.losses if loss.rows or choices.processes.size == 1]),
                 float(batch.scale),
-                choices.ranks,
+                choices.processes,
                 self.check_followed,
             )
             pace = replace(pace, updated=state.step)
@@ -187,7 +187,7 @@ class BlockWork(Work):
     ) -> None:
         super().__init__(choices, state, batch, loss)
         self.evidence, self.update, self.averages = evidence, update, evidence.averages
-        self.settings, self.owners, self.processes = evidence.settings, evidence.averages.owners, choices.ranks
+        self.settings, self.owners, self.processes = evidence.settings, evidence.averages.owners, choices.processes
         self.values, self.device = evidence.values, batch.norm.device
         self.sample = None if evidence.update is None else evidence.update.sample
         # a rule that turns takes the plain damped inverses until then
@@ -712,7 +712,7 @@ def measure_ratio(
     steps: Mapping[str, Tensor],
     promised: Mapping[str, Tensor],
     named: Mapping[str, Tensor],
-    ranks: Ranks,
+    processes: Processes,
     penalty: Tensor | float = 0.0,
 ) -> Length:
     """The ratio of the true d^T G d to the d^T m that a block-diagonal metric promises for d = G~^-1 m, measured anew.
@@ -725,7 +725,7 @@ def measure_ratio(
     sample: a part of the step's pass. steps: d, by name. promised: the steps' d^T m, by parameter as they are. penalty:
     what the form has besides the metric.
     """
-    form, promise = pool_form(sample, steps, promised, named, ranks)
+    form, promise = pool_form(sample, steps, promised, named, processes)
     form = form + sum_rows(sample) * penalty
     before, fresh = length.ratio, form / promise
     falls = before is not None and bool(fresh < FALLS_TO**2 * before)
@@ -743,11 +743,11 @@ def measure_form(
     sample: Reading,
     moves: Mapping[str, Tensor],
     named: Mapping[str, Tensor],
-    ranks: Ranks,
+    processes: Processes,
     penalty: Tensor | float = 0.0,
 ) -> Tensor:
     """moves^T G moves on the sample of a pass, over all processes."""
-    return pool_form(sample, moves, {}, named, ranks)[0] / sum_rows(sample) + penalty
+    return pool_form(sample, moves, {}, named, processes)[0] / sum_rows(sample) + penalty
 
 
 def pool_form(
@@ -755,14 +755,14 @@ def pool_form(
     steps: Mapping[str, Tensor],
     promised: Mapping[str, Tensor],
     named: Mapping[str, Tensor],
-    ranks: Ranks,
+    processes: Processes,
 ) -> tuple[Tensor, Tensor]:
     """step^T G step, and what was promised of the parameters that a process's sample covers; times the rows of all."""
     like, share = next(iter(steps.values())), sum_share(sample)
     squares, sums, names = squares_and_sums(sample, steps, named)
     covered = torch.tensor([name in names for name in promised], dtype=like.dtype, device=like.device)
     sums = torch.stack([as_tensor_like(slope, like) for slope in sums]) if sums else like.new_zeros(0)
-    totals = ranks.sum(torch.cat([share * as_tensor_like(squares, like).reshape(1), share**0.5 * sums, covered]))
+    totals = processes.sum(torch.cat([share * as_tensor_like(squares, like).reshape(1), share**0.5 * sums, covered]))
     form = totals[0] + totals[1 : 1 + len(sums)].square().sum()
     parts = zip(promised.values(), list_numbers(totals[1 + len(sums) :]) if promised else [], strict=True)
     promises = [value.to(form) for value, processes in parts if processes > 0]

@@ -141,7 +141,7 @@ class Averages:
         of = self.owners.of if self.owners.apart else {}
         for seen, count in self._weigh_layers(reading):
             coming[seen.key] = Block(seen.layer.layout, seen.layer), count
-            with exchanging(None, add_up=self.owners.ranks.sum_entries):
+            with exchanging(None, add_up=self.owners.processes.sum_entries):
                 sums.send(seen.key, self.structure.statistics(seen, None, decay), of.get(seen.key))
         for name, squares, count in self._weigh_squares(reading):
             coming[name] = Block(single(name, self.named[name])), count
@@ -224,8 +224,8 @@ class Averages:
         return cost_of(layout, None if layer is None else self.structure.inverted_sizes(layer))
 
     def _sum(self, numbers: Sequence[float]) -> list[float]:
-        ranks = self.owners.ranks
-        return list_numbers(ranks.sum(torch.tensor(numbers, dtype=torch.float64, device=ranks.device)))
+        processes = self.owners.processes
+        return list_numbers(processes.sum(torch.tensor(numbers, dtype=torch.float64, device=processes.device)))
 
     # the averages as operators
 

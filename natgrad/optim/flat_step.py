@@ -26,7 +26,7 @@ from natgrad.optim.guard import NotFiniteError, Verdict, are_finite, stay_finite
 from natgrad.optim.joined import check_in_step, join_choice
 from natgrad.optim.objective import Objective, Proximal, verdict
 from natgrad.optim.passes import Data
-from natgrad.optim.processes import Ranks
+from natgrad.optim.processes import Processes
 from natgrad.optim.report import read_cuts
 from natgrad.optim.state import Outside, State, SystemMemory
 from natgrad.optim.step import Batch, Choices, Evidence, Work, bounded_below
@@ -220,7 +220,7 @@ class FlatWork(Work):
         if failed or refused:
             step = model.nothing()
             memory = Memory(dict.fromkeys(memory, torch.zeros_like(self.evidence.gradient)))  # a fresh start
-        check_in_step(self.choices.ranks, flat(step))
+        check_in_step(self.choices.processes, flat(step))
         failed = failed or self.solved.solution.status is Status.NON_FINITE
         level = self.level if ratio is None else self.choices.damping.update(self.level, ratio)
         guard = state.guard
@@ -312,14 +312,14 @@ class SystemChoices:
         solver: What solves.
         preconditioner: What helps it; None for nothing.
         damping: How the damping follows from its number.
-        ranks: The processes.
+        processes: The processes.
     """
 
     structure: Structure
     solver: Solver
     preconditioner: Preconditioner | None
     damping: Damping
-    ranks: Ranks
+    processes: Processes
 
 
 class MetricSystem:
@@ -355,7 +355,7 @@ class MetricSystem:
             assert isinstance(structure, OperatorStructure)
             self.operator, self.memory = structure.average(state.system.structure, operator, self.params)
             return
-        own, structure, exchange = join_choice(choices.ranks, metric, structure, data)
+        own, structure, exchange = join_choice(choices.processes, metric, structure, data)
         with exchanging(exchange):
             inputs = inputs_of(metric, data)
             self.operator, self.memory = structure.update(
@@ -378,7 +378,7 @@ class MetricSystem:
         choices = self.choices
         if choices.preconditioner is None:
             return choices.solver, None
-        own, preconditioner, exchange = join_choice(choices.ranks, self.metric, choices.preconditioner, self.data)
+        own, preconditioner, exchange = join_choice(choices.processes, self.metric, choices.preconditioner, self.data)
         with exchanging(exchange):
             inputs = inputs_of(self.metric, self.data)
             inverse, memory = preconditioner.update(
@@ -406,7 +406,7 @@ def count_examples(choices: Choices, state: State, evidence: SystemEvidence, ope
         return {}
     if "seen" in operator.counts:
         return dict(operator.counts)
-    examples = int(choices.ranks.sum(torch.tensor(evidence.examples(), device=operator.device)))
+    examples = int(choices.processes.sum(torch.tensor(evidence.examples(), device=operator.device)))
     return {"examples": examples, "seen": state.seen + examples}
 
 

@@ -20,7 +20,7 @@ from natgrad.optim.checks import dense_gradient
 from natgrad.optim.guard import NotFiniteError
 from natgrad.optim.objective import Objective, Reclose, SumOverData, Total
 from natgrad.optim.passes import Data, Recall, RecordedLoss
-from natgrad.optim.processes import RankExchange, Ranks, describe_settings, meet, refuse_join, share_numbers
+from natgrad.optim.processes import Processes, describe_settings, meet, refuse_join
 from natgrad.structures import Layerwise, Structure, StructurePreconditioner, exchanging
 
 
@@ -33,7 +33,7 @@ class JoinedOperator(Operator):
         shares: Of the examples, by process; they add up to 1.
         columns: Of each G_i's root; None if there is no such root.
         facts: What else is known of G, the same on all processes.
-        ranks: The processes.
+        processes: The processes.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class JoinedOperator(Operator):
         shares: Sequence[float],
         columns: Sequence[int] | None,
         facts: Facts,
-        ranks: Ranks,
+        processes: Processes,
     ) -> None:
-        self.local, self.space, self.shares, self.columns, self.ranks = local, space, shares, columns, ranks
+        self.local, self.space, self.shares, self.columns, self.processes = local, space, shares, columns, processes
         self.size, self.dtype, self.device = space.size, space.dtype, space.device
         self.facts = facts
 
@@ -64,7 +64,7 @@ class JoinedOperator(Operator):
             return None
         rows = None if self.local is None else self.local.sample_rows
         assert rows is None or isinstance(rows, Rows)
-        return JoinedRows(rows, self.space, self.columns, self.shares, RankExchange(self.ranks))
+        return JoinedRows(rows, self.space, self.columns, self.shares, self.processes)
 
     def mv(self, vector: Tensor) -> Tensor:
         return self._sum(lambda local: local.mv(vector).detach(), (self.size,))
@@ -78,12 +78,12 @@ class JoinedOperator(Operator):
             assert rows is not None
             return rows.dense()
         root = None if self.local is None else self.local.root()
-        widths = [int(width) for (width,) in share_numbers(self.ranks, [width_of(self.local, root)], self.device)]
+        widths = [int(width) for (width,) in self.processes.share_numbers([width_of(self.local, root)], self.device)]
         if min(widths) < 0:
             return None
         own = torch.zeros(self.size, 0, dtype=self.dtype, device=self.device) if root is None else root
-        own = own * self.shares[self.ranks.rank] ** 0.5
-        return gather_columns(self.ranks, own, widths)
+        own = own * self.shares[self.processes.rank] ** 0.5
+        return gather_columns(self.processes, own, widths)
 
     def diagonal(self) -> Tensor:
         return self._sum(lambda local: local.diagonal(), (self.size,))
@@ -98,9 +98,9 @@ class JoinedOperator(Operator):
         return self._sum(lambda local: local.dense(), (self.size, self.size))
 
     def _sum(self, part: Callable[[Operator], Tensor], shape: tuple[int, ...]) -> Tensor:
-        share = self.shares[self.ranks.rank]
+        share = self.shares[self.processes.rank]
         zeros = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        return self.ranks.sum(zeros if self.local is None else share * part(self.local))
+        return self.processes.sum(zeros if self.local is None else share * part(self.local))
 
 
 def width_of(local: Operator | None, root: Tensor | None) -> int:
@@ -110,12 +110,12 @@ def width_of(local: Operator | None, root: Tensor | None) -> int:
     return root.shape[1]
 
 
-def gather_columns(ranks: Ranks, own: Tensor, widths: Sequence[int]) -> Tensor:
-    """Every process's columns side by side, in the order of the ranks."""
+def gather_columns(processes: Processes, own: Tensor, widths: Sequence[int]) -> Tensor:
+    """Every process's columns side by side, in the order of the processes."""
     table = torch.zeros(own.shape[0], sum(widths), dtype=own.dtype, device=own.device)
-    start = sum(widths[: ranks.rank])
+    start = sum(widths[: processes.rank])
     table[:, start : start + own.shape[1]] = own
-    return ranks.sum(table)
+    return processes.sum(table)
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,12 @@ class JoinedMetric(Metric):
 
     Args:
         metric: Of a process's own examples.
-        ranks: The processes.
+        processes: The processes.
         rows: What this process's examples weigh in the mean; None: what the metric itself counts.
     """
 
     metric: Metric
-    ranks: Ranks
+    processes: Processes
     rows: float | None = None
 
     def __post_init__(self) -> None:
@@ -153,19 +153,21 @@ class JoinedMetric(Metric):
         rows = self.metric.read_examples(inputs)
         if rows is None:
             return None
-        counts = [int(count) for (count,) in share_numbers(self.ranks, [len(rows)], rows.device)]
-        return gather_columns(self.ranks, rows.flatten(1).mT, counts).mT
+        counts = [int(count) for (count,) in self.processes.share_numbers([len(rows)], rows.device)]
+        return gather_columns(self.processes, rows.flatten(1).mT, counts).mT
 
     def count_examples(self, inputs: Any) -> int:
         device = next(iter(as_call(unlabel(self.metric, inputs)).tensors())).device
-        return int(sum(count for (count,) in share_numbers(self.ranks, [self.metric.count_examples(inputs)], device)))
+        return int(
+            sum(count for (count,) in self.processes.share_numbers([self.metric.count_examples(inputs)], device))
+        )
 
     def _own(self, metric: Metric) -> Metric:
         """The metric with a source of labels of this process's own. The shared one moves alike everywhere."""
         shared = getattr(metric, "generator", None)
         if not is_dataclass(metric) or not isinstance(shared, torch.Generator):
             return metric
-        return replace(metric, generator=self.ranks.generator(shared))  # type: ignore[call-arg, type-var]
+        return replace(metric, generator=self.processes.generator(shared))  # type: ignore[call-arg, type-var]
 
     def _join(self, metric: Metric, params: Params, inputs: Any, random: RandomState | None) -> JoinedOperator:
         space, local, rows, trouble = Space(params), None, 0.0, None
@@ -175,7 +177,7 @@ class JoinedMetric(Metric):
                 rows = count_rows(metric, local, inputs) if self.rows is None else self.rows
         except Exception as error:  # noqa: BLE001 - the others wait in a sum: they are told first
             trouble = error
-        return join_operator(self.ranks, local, space, rows, trouble)
+        return join_operator(self.processes, local, space, rows, trouble)
 
     def _centre(self, params: Params, inputs: Any, random: RandomState | None) -> Operator:
         assert isinstance(self.metric, Covariance)
@@ -184,17 +186,17 @@ class JoinedMetric(Metric):
         if isinstance(moment.local, Pullback):
             counted = cast("Tensor", local.form.counted.to(moment.dtype))
         assert moment.columns is not None
-        counts = gather_columns(self.ranks, counted.unsqueeze(0), moment.columns)[0]
+        counts = gather_columns(self.processes, counted.unsqueeze(0), moment.columns)[0]
         return Centred(moment, counts)  # type: ignore[arg-type]
 
 
 def join_operator(
-    ranks: Ranks, local: Operator | None, space: Space, rows: float, trouble: Exception | None = None
+    processes: Processes, local: Operator | None, space: Space, rows: float, trouble: Exception | None = None
 ) -> JoinedOperator:
     """G over the examples of all processes, which all call this.
 
     Args:
-        ranks: The processes.
+        processes: The processes.
         local: G of this one's examples; None where it has none.
         space: Of the parameters.
         rows: What these weigh in the mean.
@@ -203,13 +205,13 @@ def join_operator(
     Raises:
         ValueError: On all processes, where one failed, which raises its own error; where none has an example.
     """
-    reports = share_numbers(ranks, describe_operator(local, rows, trouble), space.device)
+    reports = processes.share_numbers(describe_operator(local, rows, trouble), space.device)
     if trouble is not None:
         raise trouble
     failed = [i for i, report in enumerate(reports) if report[0]]
     if failed:
         raise ValueError(
-            f"the metric of process {failed[0]} of {ranks.size} could not be computed, as its own error says; "
+            f"the metric of process {failed[0]} of {processes.size} could not be computed, as its own error says; "
             "nothing was changed here"
         )
     total = sum(report[1] for report in reports)
@@ -223,7 +225,7 @@ def join_operator(
     )
     counts = [int(report[5]) for report in reports]
     shares = [report[1] / total for report in reports]
-    return JoinedOperator(local, space, shares, None if min(counts) < 0 else counts, facts, ranks)
+    return JoinedOperator(local, space, shares, None if min(counts) < 0 else counts, facts, processes)
 
 
 def describe_operator(local: Operator | None, rows: float, trouble: Exception | None) -> list[float]:
@@ -280,20 +282,19 @@ DRIFTED = 1e-6
 
 def settle_ranks(optimizer: Any) -> None:
     """Look once more before the first step, as the model may have been wrapped; then compare it with the others'."""
-    ranks, structure = optimizer._live.ranks, optimizer.structure
-    if not ranks.settled:
-        if ranks.group is None:
-            fresh = meet(optimizer.model, None)[1]
-            ranks.group, ranks.size, ranks.rank, ranks.wrappers = fresh.group, fresh.size, fresh.rank, fresh.wrappers
+    processes, structure = optimizer._live.processes, optimizer.structure
+    if not processes.settled:
+        if processes.group is None:
+            processes.adopt(meet(optimizer.model, None)[1])
         if isinstance(structure, Layerwise):
-            ranks.check(structure)
-        ranks.compare(optimizer._live.named, describe_settings(structure, *optimizer._list_settings()))
-        ranks.settled = True
-    refuse_join(ranks.wrappers)
+            processes.check(structure)
+        processes.compare(optimizer._live.named, describe_settings(structure, *optimizer._list_settings()))
+        processes.settled = True
+    refuse_join(processes.wrappers)
 
 
 def read_gradients(
-    ranks: Ranks, named: Mapping[str, Tensor], active: set[int], recall: Recall
+    processes: Processes, named: Mapping[str, Tensor], active: set[int], recall: Recall
 ) -> tuple[dict[str, Tensor], Space, Tensor] | None:
     """The parameters that have a gradient on some process, their space, and the gradient of the mean loss (n,).
 
@@ -301,58 +302,61 @@ def read_gradients(
     equal already stay as they are.
     """
     there = {name: p for name, p in named.items() if id(p) in active and p.grad is not None}
-    if ranks.size == 1:
+    if processes.size == 1:
         if not there:
             return None
         gradients = {name: dense_gradient(name, p) for name, p in there.items()}
         space = Space(there)
         return there, space, space.flatten(gradients) / (recall.scale or 1.0)
-    if ranks.wrappers:
-        return read_averaged(ranks, there, recall)
+    if processes.wrappers:
+        return read_averaged(processes, there, recall)
     device = next(iter(named.values())).device
-    reports = share_numbers(ranks, [recall.scale, weigh_gradient(recall), *(name in there for name in named)], device)
+    reports = processes.share_numbers(
+        [recall.scale, weigh_gradient(recall), *(name in there for name in named)], device
+    )
     params = {name: p for i, (name, p) in enumerate(named.items()) if any(report[2 + i] for report in reports)}
     if not params:
         return None
     space = Space(params)
-    vector = join_vectors(ranks, space.flatten({name: to_dense(p.grad) for name, p in there.items()}), reports)
+    vector = join_vectors(processes, space.flatten({name: to_dense(p.grad) for name, p in there.items()}), reports)
     if not bool(vector.isfinite().all()):
         raise NotFiniteError("the gradient is not finite on some process; nothing was changed on any")
-    return params, space, vector / mean_scale(ranks, reports)
+    return params, space, vector / mean_scale(processes, reports)
 
 
 def read_averaged(
-    ranks: Ranks, params: dict[str, Tensor], recall: Recall
+    processes: Processes, params: dict[str, Tensor], recall: Recall
 ) -> tuple[dict[str, Tensor], Space, Tensor] | None:
     """`read_gradients` where a `DistributedDataParallel` has averaged them: they are the same everywhere."""
     if not params:
         return None
     space = Space(params)
     vector = space.flatten({name: to_dense(p.grad) for name, p in params.items()})
-    reports = share_numbers(ranks, [recall.scale, float(measure_norm(vector.double()))], space.device)
+    reports = processes.share_numbers([recall.scale, float(measure_norm(vector.double()))], space.device)
     norms = [report[1] for report in reports]
     if any(abs(norm - norms[0]) > DRIFTED * max(norms) for norm in norms):  # false where one is NaN
         raise ValueError(
-            f"the {ranks.size} processes have gradients of norms {norms}, and their parameters would drift apart: call "
-            "the DistributedDataParallel and not the module inside it, and do the last backward outside of no_sync()"
+            f"the {processes.size} processes have gradients of norms {norms}, and their parameters would drift apart: "
+            "call the DistributedDataParallel and not the module inside it, and do the last backward outside of "
+            "no_sync()"
         )
     if not bool(vector.isfinite().all()):
         raise NotFiniteError(
             "the gradient is not finite; nothing was changed. Skip this batch, or look for an overflow"
         )
-    return params, space, vector / mean_scale(ranks, reports)
+    return params, space, vector / mean_scale(processes, reports)
 
 
-def mean_scale(ranks: Ranks, reports: list[list[float]]) -> float:
+def mean_scale(processes: Processes, reports: list[list[float]]) -> float:
     """What the mean of the gradients is divided by under reduction='sum': the mean of the processes' counts; else 1."""
-    return sum(report[0] for report in reports) / ranks.size or 1.0
+    return sum(report[0] for report in reports) / processes.size or 1.0
 
 
-def join_vectors(ranks: Ranks, vector: Tensor, reports: list[list[float]]) -> Tensor:
+def join_vectors(processes: Processes, vector: Tensor, reports: list[list[float]]) -> Tensor:
     """The mean of all processes' vectors, weighted by the second number of their reports."""
     total = sum(report[1] for report in reports)
-    weight = reports[ranks.rank][1] / total if total else 0.0
-    return ranks.sum(weight * vector if weight else torch.zeros_like(vector))
+    weight = reports[processes.rank][1] / total if total else 0.0
+    return processes.sum(weight * vector if weight else torch.zeros_like(vector))
 
 
 def to_dense(gradient: Tensor | None) -> Tensor | None:
@@ -367,27 +371,27 @@ def weigh_gradient(recall: Recall) -> float:
     return 1.0 if recall.last is None else float(as_call(recall.last.call).batch())
 
 
-def join_metric(ranks: Ranks, metric: Metric, recall: Recall, drawn: bool, device: torch.device) -> Metric:
+def join_metric(processes: Processes, metric: Metric, recall: Recall, drawn: bool, device: torch.device) -> Metric:
     """The metric over all processes' examples; as it is for one process."""
-    if ranks.size == 1 or metric.is_joined:
+    if processes.size == 1 or metric.is_joined:
         return metric
     if isinstance(metric, SumOverData):
         losses = {id(data.targets): loss for loss in recall.used_losses() for data in [loss.data()]}
-        weights = join_weights(ranks, [weight for weight, _, _ in metric.parts], recall, device)
+        weights = join_weights(processes, [weight for weight, _, _ in metric.parts], recall, device)
         parts = [
-            (weight, JoinedMetric(term, ranks, rows_of(losses.get(id(data.targets)))), data)
+            (weight, JoinedMetric(term, processes, rows_of(losses.get(id(data.targets)))), data)
             for weight, (_, term, data) in zip(weights, metric.parts, strict=True)
         ]
         return replace(metric, parts=parts)
     if isinstance(metric, MetricSum):
-        return replace(metric, terms={name: JoinedMetric(term, ranks) for name, term in metric.terms.items()})
+        return replace(metric, terms={name: JoinedMetric(term, processes) for name, term in metric.terms.items()})
     own = recall.observed is None and not drawn
-    return JoinedMetric(metric, ranks, rows_of(recall.last_told) if own else None)
+    return JoinedMetric(metric, processes, rows_of(recall.last_told) if own else None)
 
 
-def join_weights(ranks: Ranks, weights: Sequence[float], recall: Recall, device: torch.device) -> list[float]:
+def join_weights(processes: Processes, weights: Sequence[float], recall: Recall, device: torch.device) -> list[float]:
     """What the losses of a step weigh, on all processes: under reduction='sum' it follows from everyone's counts."""
-    reports = share_numbers(ranks, [recall.scale, *weights], device)
+    reports = processes.share_numbers([recall.scale, *weights], device)
     scales = [report[0] for report in reports]
     scales = scales if any(scales) else [1.0] * len(scales)  # a process without examples counts none of a sum
     return [
@@ -401,34 +405,34 @@ def rows_of(loss: RecordedLoss | None) -> float | None:
     return None if loss is None or math.isnan(loss.count) else loss.count
 
 
-def join_choice(ranks: Ranks, metric: Metric, choice: Any, data: Data) -> tuple[Metric, Any, SumParts | None]:
+def join_choice(processes: Processes, metric: Metric, choice: Any, data: Data) -> tuple[Metric, Any, SumParts | None]:
     """The metric and the structure or preconditioner for all processes' examples.
 
     One that hears the layers does so on this process's pass, and its statistics are added up.
     """
     structure = choice.structure if isinstance(choice, StructurePreconditioner) else choice
-    if ranks.size == 1 or not isinstance(structure, Layerwise):
+    if processes.size == 1 or not isinstance(structure, Layerwise):
         return metric, choice, None
     known = isinstance(metric, JoinedMetric) and metric.rows is not None
     rows = metric.rows if isinstance(metric, JoinedMetric) and known else float(as_call(data.inputs).batch())
     device = next(iter(as_call(data.inputs).tensors())).device
-    counts = [count for (count,) in share_numbers(ranks, [rows or 0.0], device)]
+    counts = [count for (count,) in processes.share_numbers([rows or 0.0], device)]
     if not all(counts):
         raise ValueError(
             f"process {counts.index(0.0)} has no examples, which {structure!r} needs on every process: leave out such "
             "batches everywhere, or use a structure that is solved by products, ng.Exact()"
         )
-    share = counts[ranks.rank] / sum(counts)
-    local = replace(structure, seed=structure.seed + 15485863 * ranks.rank)  # labels of its own
+    share = counts[processes.rank] / sum(counts)
+    local = replace(structure, seed=structure.seed + 15485863 * processes.rank)  # labels of its own
 
     def exchange(fresh: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {key: ranks.sum(share * tensor) for key, tensor in fresh.items()}
+        return {key: processes.sum(share * tensor) for key, tensor in fresh.items()}
 
     return metric.inner, replace(choice, structure=local) if structure is not choice else local, exchange
 
 
 def update_jointly(
-    processes: RankExchange, structure: Structure, memory: Any, metric: Metric, params: Params, inputs: Any
+    processes: Processes, structure: Structure, memory: Any, metric: Metric, params: Params, inputs: Any
 ) -> tuple[Operator, Any]:
     """`structure.update` on the examples of all processes, for what makes its own gradients.
 
@@ -442,22 +446,22 @@ def update_jointly(
     """
     if processes.size == 1:
         return structure.update(memory, metric, params, inputs)
-    joined = JoinedMetric(metric, processes.ranks)
+    joined = JoinedMetric(metric, processes)
     if isinstance(structure, Layerwise):
-        processes.ranks.check(structure)
-    own, local, exchange = join_choice(processes.ranks, joined, structure, Data(inputs, None, None))
+        processes.check(structure)
+    own, local, exchange = join_choice(processes, joined, structure, Data(inputs, None, None))
     with exchanging(exchange):
         return local.update(memory, own, params, inputs)
 
 
-def join_mean_loss(ranks: Ranks, recall: Recall, device: torch.device) -> Tensor | None:
+def join_mean_loss(processes: Processes, recall: Recall, device: torch.device) -> Tensor | None:
     """The mean over all processes' rows of this step's losses; NaN where no target counts; None if none was told."""
     own = recall.mean_loss()
-    if ranks.size == 1:
+    if processes.size == 1:
         return own
     rows = sum(loss.rows for loss in recall.losses or recall.computed)
     part = 0.0 if own is None or not rows else float(own) * rows
-    reports = share_numbers(ranks, [own is not None, rows, part], device)
+    reports = processes.share_numbers([own is not None, rows, part], device)
     if not any(report[0] for report in reports):
         return None
     total = sum(report[1] for report in reports)
@@ -469,21 +473,23 @@ class JoinedLoss(Objective):
     """The mean over all processes' rows of a loss that each has of its own rows.
 
     Args:
-        ranks: The processes.
+        processes: The processes.
         part: The loss of this process's rows.
         rows: What that is a mean over; None: what the criterion counts there.
         averaged: True if `part`'s gradients are the same on all processes already.
     """
 
-    def __init__(self, ranks: Ranks, part: Objective, rows: float | None = None, averaged: bool = False) -> None:
+    def __init__(
+        self, processes: Processes, part: Objective, rows: float | None = None, averaged: bool = False
+    ) -> None:
         super().__init__(part.params, part.space, math.nan)
-        self.ranks, self.part, self.averaged = ranks, part, averaged
+        self.processes, self.part, self.averaged = processes, part, averaged
         self.rows = part.count if rows is None else rows
         self.before = self._mean(part.before)
         self.before = self.before if math.isfinite(self.before) else math.nan
 
     def _mean(self, value: float) -> float:
-        reports = share_numbers(self.ranks, [value * self.rows if self.rows else 0.0, self.rows], self.space.device)
+        reports = self.processes.share_numbers([value * self.rows if self.rows else 0.0, self.rows], self.space.device)
         rows = sum(report[1] for report in reports)
         return sum(report[0] for report in reports) / rows if rows else math.nan
 
@@ -492,40 +498,42 @@ class JoinedLoss(Objective):
 
     def _differentiate(self, step: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
         value, parts = self.part._differentiate(step)
-        weights = [[0.0, 1.0]] * self.ranks.size
+        weights = [[0.0, 1.0]] * self.processes.size
         if not self.averaged:
-            weights = [[0.0, report[0]] for report in share_numbers(self.ranks, [self.rows], self.space.device)]
-        vector = join_vectors(self.ranks, self.space.flatten(parts), weights)
+            weights = [[0.0, report[0]] for report in self.processes.share_numbers([self.rows], self.space.device)]
+        vector = join_vectors(self.processes, self.space.flatten(parts), weights)
         return self._mean(value), self.space.unflatten(vector)
 
 
-def join_objective(ranks: Ranks, objective: Objective | None, recall: Recall) -> Objective | None:
+def join_objective(processes: Processes, objective: Objective | None, recall: Recall) -> Objective | None:
     """The loss over all processes' rows; as it is for one process."""
-    if ranks.size == 1 or objective is None:
+    if processes.size == 1 or objective is None:
         return objective
     if isinstance(objective, Total):
         device = objective.space.device
-        weights = join_weights(ranks, [weight for weight, _ in objective.parts], recall, device)
-        return Total([(w, JoinedLoss(ranks, part)) for w, (_, part) in zip(weights, objective.parts, strict=True)])
+        weights = join_weights(processes, [weight for weight, _ in objective.parts], recall, device)
+        return Total([(w, JoinedLoss(processes, part)) for w, (_, part) in zip(weights, objective.parts, strict=True)])
     if not isinstance(objective, Reclose):
-        return JoinedLoss(ranks, objective)
+        return JoinedLoss(processes, objective)
     rows = sum(loss_rows for loss_rows in (rows_of(loss) for loss in recall.used_losses()) if loss_rows is not None)
-    return JoinedLoss(ranks, objective, rows or 1.0, averaged=bool(recall.computed or ranks.wrappers))
+    return JoinedLoss(processes, objective, rows or 1.0, averaged=bool(recall.computed or processes.wrappers))
 
 
-def check_in_step(ranks: Ranks, vector: Tensor) -> None:
+def check_in_step(processes: Processes, vector: Tensor) -> None:
     """Check that all processes are about to take the same step.
 
     vector: The step, (n,).
     """
-    if ranks.size == 1:
+    if processes.size == 1:
         return
     probe = torch.cos(torch.arange(len(vector), dtype=torch.float64, device=vector.device))
     numbers = [float(vector.double() @ probe), float(measure_norm(vector.double()))]
-    table = share_numbers(ranks, [number if math.isfinite(number) else math.inf for number in numbers], vector.device)
+    table = processes.share_numbers(
+        [number if math.isfinite(number) else math.inf for number in numbers], vector.device
+    )
     most = max(row[1] for row in table)
     if any(abs(a - b) > DRIFTED * most for row in table for a, b in zip(row, table[0], strict=True) if a != b):
         raise RuntimeError(
-            f"the {ranks.size} processes found different steps, of lengths {[row[1] for row in table]}: nothing was "
-            "changed. Give all of them the same options, and let all call loss and step alike"
+            f"the {processes.size} processes found different steps, of lengths {[row[1] for row in table]}: nothing "
+            "was changed. Give all of them the same options, and let all call loss and step alike"
         )

@@ -15,7 +15,7 @@ from natgrad.ground.linalg import all_finite
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.ground.typed_torch import list_numbers
 from natgrad.optim.guard import Accidents, OnTrouble
-from natgrad.optim.processes import Ranks, check_group, meet
+from natgrad.optim.processes import Processes, check_group, meet
 
 CHOICES = ("potential", "projection")
 """What a group has that a checkpoint names and does not hold."""
@@ -73,7 +73,7 @@ class MirrorDescent(Optimizer):
     ) -> None:
         self.accidents = Accidents(on_trouble)
         self._group = None if group is None else check_group(group)
-        self._ranks, self._compared = Ranks(), 0
+        self._ranks, self._compared = Processes(), 0
         potential = SquaredNorm() if potential is None else potential
         choices = {"potential": potential, "projection": projection}
         super().__init__(params, {**choices, "lr": lr, "momentum": momentum, "maximize": maximize})

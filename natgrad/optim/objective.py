@@ -24,7 +24,7 @@ from natgrad.metrics import Covariance, Fisher, GaussNewton, Metric, PullbackMet
 from natgrad.operators import Operator, Scaled, Sum
 from natgrad.optim.checks import inputs_of
 from natgrad.optim.passes import OTHER_BATCH, Data, Linearised, Recall, RecordedLoss, RepeatError
-from natgrad.optim.processes import Ranks
+from natgrad.optim.processes import Processes
 from natgrad.optim.state import Outside
 from natgrad.rules import Damping, Parts, Quadratic, Relative, Step, Vector, as_damping
 
@@ -496,7 +496,7 @@ class PooledLoss:
     Args:
         objective: The loss of this process's rows.
         rows: What they weigh: how many they are; 0 where this process has none.
-        ranks: The processes.
+        processes: The processes.
         before: The mean loss over all rows.
         named: The parameters.
         strengths: The l2 of a penalty l2 / 2 |theta|^2, by name.
@@ -507,14 +507,14 @@ class PooledLoss:
         self,
         objective: Objective,
         rows: float,
-        ranks: Ranks,
+        processes: Processes,
         before: float,
         named: Mapping[str, Tensor],
         strengths: Mapping[str, float],
         outside: Outside,
     ) -> None:
         self.outside = Outside() if isinstance(objective, Reclose) else outside
-        self.objective, self.rows, self.ranks = objective, rows, ranks
+        self.objective, self.rows, self.processes = objective, rows, processes
         self.before, self.named, self.strengths = before, named, strengths
         self._last: tuple[Vector, float] | None = None
 
@@ -527,7 +527,7 @@ class PooledLoss:
             assert isinstance(vector, Parts)
             change = self.objective(vector) - self.objective.before if self.rows else 0.0
             pair = torch.tensor([change * self.rows, self.rows], dtype=torch.float64, device=self._device)
-            total, weight = self.ranks.sum(pair)
+            total, weight = self.processes.sum(pair)
             self._last = vector, float(total / weight) + self._penalty(vector)
         return self._last[1]
 
@@ -624,7 +624,7 @@ class BatchForm:
         criterion: Its loss.
         recall: What happened since the last step.
         named: The parameters.
-        ranks: The processes that train the model.
+        processes: The processes that train the model.
         nats: Nats per example in one unit of d^T G d / 2.
     """
 
@@ -634,11 +634,11 @@ class BatchForm:
         criterion: Criterion,
         recall: Recall,
         named: Mapping[str, Tensor],
-        ranks: Ranks,
+        processes: Processes,
         nats: Tensor | float,
     ) -> None:
         self.model, self.criterion, self.recall = model, criterion, recall
-        self.named, self.ranks, self.nats = named, ranks, float(nats)
+        self.named, self.processes, self.nats = named, processes, float(nats)
 
     def measure(self, vector: Parts, nats: float) -> float:
         """d^T G d, a mean over the rows of all processes; NaN where the pass cannot be done again."""
@@ -665,7 +665,7 @@ class BatchForm:
             # written over since, no known function of the outputs, only one pass allowed: not known
             form, rows = math.nan, 1.0
         pair = torch.tensor([form * rows, rows], dtype=torch.float64, device=next(iter(self.named.values())).device)
-        total, weight = list_numbers(self.ranks.sum(pair))
+        total, weight = list_numbers(self.processes.sum(pair))
         return total / weight if weight else math.nan
 
     def _share(self, vector: Parts, nats: float, least: float) -> float:

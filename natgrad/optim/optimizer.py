@@ -57,7 +57,7 @@ from natgrad.optim.objective import (
 )
 from natgrad.optim.options import FlatOptions, FlatSettings, read_settings, with_options
 from natgrad.optim.passes import Data, Recall, listen, overhear
-from natgrad.optim.processes import Ranks, meet, refuse_nested, weigh_loss
+from natgrad.optim.processes import Processes, meet, refuse_nested, weigh_loss
 from natgrad.optim.state import SHARE, Outside, OwnGradients, Pace, State, SystemMemory
 from natgrad.optim.step import Choices, StepReport
 from natgrad.rules import SafeRate, as_damping
@@ -116,7 +116,7 @@ class NaturalGradient(ModelOptimizer):
         check_number("weight_decay", chosen.weight_decay)
         check_number("warm_start", chosen.warm_start, 1.0)
         check_batches(model, metric_batch=chosen.metric_batch, search_batch=chosen.search_batch)
-        self.model, ranks = meet(model, chosen.group)
+        self.model, processes = meet(model, chosen.group)
         refuse_nested(self.model)
         self.on_trouble = check_trouble(chosen.on_trouble)
         self.metric = own_metric = unwrap_models(maximize_metric(own_metric) if chosen.maximize else own_metric)
@@ -125,10 +125,10 @@ class NaturalGradient(ModelOptimizer):
         self.warm_start, self.train_in_eval = chosen.warm_start, chosen.train_in_eval
         self.metric_batch, self.search_batch = chosen.metric_batch, chosen.search_batch
         self.preconditioner = as_preconditioner(chosen.preconditioner, self.solver)
-        refuse_maximize(chosen.maximize, ranks.size)
+        refuse_maximize(chosen.maximize, processes.size)
         named = named_parameters(self.model)
         recall = Recall(chosen_outputs(own_metric), named.values(), maximize=chosen.maximize)
-        self._live = Live(named, recall, ranks, State(system=SystemMemory(self.damping.initial())))
+        self._live = Live(named, recall, processes, State(system=SystemMemory(self.damping.initial())))
         defaults = {"lr": lr, "weight_decay": chosen.weight_decay} | self.rule.options
         super().__init__(given_parameters(chosen.params, named), defaults)
         overhear(own_metric, recall)
@@ -210,7 +210,7 @@ class NaturalGradient(ModelOptimizer):
     def _record_loss(self, outputs: Any, targets: Any, value: Tensor, chosen: bool) -> None:
         self._settle()
         rows = count_rows(self.criterion, outputs)
-        weight = weigh_loss(self._live.ranks, self.criterion, outputs, targets, value)
+        weight = weigh_loss(self._live.processes, self.criterion, outputs, targets, value)
         self._live.recall.record_loss(self.criterion, outputs, targets, value, rows, weight, chosen=chosen)
 
     def _follow_groups(self) -> None:
@@ -284,12 +284,12 @@ class NaturalGradient(ModelOptimizer):
 
     def _step(self, called: Called) -> None:
         active = {id(p) for group in self.param_groups for p in group["params"]}
-        gradients = read_gradients(self._live.ranks, self._live.named, active - self._live.gone, self._live.recall)
+        gradients = read_gradients(self._live.processes, self._live.named, active - self._live.gone, self._live.recall)
         if gradients is None:
             return
         params, space, gradient = gradients
         system = partial(self._system, params, gradient, 0.0)
-        loss = join_mean_loss(self._live.ranks, self._live.recall, space.device)
+        loss = join_mean_loss(self._live.processes, self._live.recall, space.device)
         evidence = self.evidence(params, gradient, system, loss=loss, examples=self._count_examples)
         evidence = replace(evidence, complete=partial(self._complete, called))
         with self._replaying():
@@ -314,7 +314,7 @@ class NaturalGradient(ModelOptimizer):
         """The metric of this step's losses, over the examples of all processes."""
         recall = self._live.recall
         metric = metric_of_step(self.metric, recall, self.model, params)
-        metric = join_metric(self._live.ranks, metric, recall, self.metric_batch is not None, gradient.device)
+        metric = join_metric(self._live.processes, metric, recall, self.metric_batch is not None, gradient.device)
         known, floor = (metric, params, gradient, self._metric_data(), state), recall.floor
         return MetricSystem(self._choose_system(), *known, bound=lambda amount: max(amount, floor) + outside)
 
@@ -337,13 +337,13 @@ class NaturalGradient(ModelOptimizer):
             state: Of the last step.
             operator: G over the examples of all processes, where it is known already.
         """
-        alone = self._live.ranks.size == 1 or operator is not None
-        metric = self.metric if alone else JoinedMetric(self.metric, self._live.ranks)
+        alone = self._live.processes.size == 1 or operator is not None
+        metric = self.metric if alone else JoinedMetric(self.metric, self._live.processes)
         known = (metric, params, gradient, Data(inputs, targets, None), state)
         return MetricSystem(self._choose_system(), *known, operator=operator)
 
     def _choose_system(self) -> SystemChoices:
-        return SystemChoices(self.structure, self.solver, self.preconditioner, self.damping, self._live.ranks)
+        return SystemChoices(self.structure, self.solver, self.preconditioner, self.damping, self._live.processes)
 
     def _find_objective(
         self, params: dict[str, Tensor], space: Space, gradient: Tensor, called: Called
@@ -354,11 +354,11 @@ class NaturalGradient(ModelOptimizer):
         searched = self._live.recall.search_data(self.search_batch, self._live.state.step) if needed else None
         data = (self._live.recall, params, space, called, searched, needed)
         own = objective_of(self.model, lambda: self.criterion, *data)
-        joined = join_objective(self._live.ranks, own, self._live.recall)
+        joined = join_objective(self._live.processes, own, self._live.recall)
         if own is None or searched is not None or called.closure is None:
             return joined, joined
         heeded = self._heed_closure(own, gradient, called)
-        return joined, joined if heeded is own else join_objective(self._live.ranks, heeded, self._live.recall)
+        return joined, joined if heeded is own else join_objective(self._live.processes, heeded, self._live.recall)
 
     def _heed_closure(self, objective: Objective, gradient: Tensor, called: Called) -> Objective:
         """What the closure returned is judged, where the losses of `opt.loss` are not all of it.
@@ -366,11 +366,11 @@ class NaturalGradient(ModelOptimizer):
         They may be: of micro-batches a closure may return the last one's loss alone.
         """
         differs = tells_another(called, objective, self._live.recall)
-        if self._live.ranks.size > 1:
-            differs = bool(self._live.ranks.sum(torch.tensor(float(differs), device=gradient.device)) > 0)
+        if self._live.processes.size > 1:
+            differs = bool(self._live.processes.sum(torch.tensor(float(differs), device=gradient.device)) > 0)
         if not differs or called.closure is None or called.value is None or called.random is None:
             return objective
-        if self._live.ranks.size == 1 and self._can_try(objective):
+        if self._live.processes.size == 1 and self._can_try(objective):
             own = objective.gradient(torch.zeros_like(gradient))[1]
             if float(measure_norm(gradient - own)) <= SHARE * float(measure_norm(gradient)):
                 return objective
@@ -409,7 +409,7 @@ class NaturalGradient(ModelOptimizer):
         own = OwnGradients()
         slope = objective.gradient(space.zeros())[1]
         own.add(space.unflatten(slope), torch.ones((), dtype=slope.dtype, device=slope.device))
-        after = before.measure(own, space.unflatten(gradient), params, [list(params)], 1, 1.0, Ranks(), doubt)
+        after = before.measure(own, space.unflatten(gradient), params, [list(params)], 1, 1.0, Processes(), doubt)
         if not after.levels:
             return objective, after
         rest = space.flatten({name: after.last[name][1] for name in params})
@@ -417,7 +417,7 @@ class NaturalGradient(ModelOptimizer):
 
     def _find_trial(self, params: dict[str, Tensor], space: Space, gradient: Tensor) -> Proximal | None:
         """What stands for a loss that cannot be evaluated: the gradient and the KL of the outputs."""
-        if self._live.ranks.size > 1 or self._live.recall.observed is not None:
+        if self._live.processes.size > 1 or self._live.recall.observed is not None:
             return None
         metric = metric_of_step(self.metric, self._live.recall, self.model, params)
         return proximal_of(metric, self._metric_data(), params, space, gradient)
@@ -454,7 +454,7 @@ class NaturalGradient(ModelOptimizer):
 
     def _choose(self) -> Choices:
         absolute = getattr(self.solver, "absolute", False)
-        known = (self.rule, self.damping, self._live.ranks, is_bounded(self.metric), self.damping.every or 1)
+        known = (self.rule, self.damping, self._live.processes, is_bounded(self.metric), self.damping.every or 1)
         return Choices(*known, warm_start=self.warm_start, absolute=absolute)
 
     def evidence(

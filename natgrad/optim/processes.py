@@ -26,34 +26,6 @@ from natgrad.optim.guard import NotFiniteError
 from natgrad.optim.passes import Loss
 from natgrad.structures import Layerwise, Statistics
 
-
-def send_tree(ranks: Ranks, tree: Any, source: int, kind: str) -> Any:
-    """The source's tree on every process, the source too: each tensor lies as the source's, in storage of its own.
-
-    Products round by how a matrix lies in memory.
-    """
-    device = ranks.device
-    box = [map_tensors(tree, lambda t: t.to("meta")) if ranks.rank == source else None]
-    with naming_lost(ranks.group):
-        distributed.broadcast_object_list(box, group=ranks.group, group_src=source, device=device)
-    shapes = box[0]
-    wanted = list(leaves(shapes))
-    own = list(leaves(tree)) if ranks.rank == source else []
-    tensors: dict[int, Tensor] = {}
-    for dtype in dict.fromkeys(t.dtype for t in wanted):
-        places = [i for i, t in enumerate(wanted) if t.dtype == dtype]
-        sizes = [wanted[i].numel() for i in places]
-        if own:
-            flat = torch.cat([own[i].reshape(-1) for i in places])
-        else:
-            flat = torch.empty(sum(sizes), dtype=dtype, device=device)
-        parts = split_tensor(ranks.broadcast(flat, source, kind), sizes)
-        for i, part in zip(places, parts, strict=True):
-            tensors[i] = torch.empty_like(wanted[i], device=device).copy_(part.view(wanted[i].shape))
-    numbers = iter(range(len(wanted)))
-    return map_tensors(shapes, lambda t: tensors[next(numbers)])
-
-
 # Processes that train one model together hold the same one: compared once, before they add anything up
 
 MODULUS = 2**61 - 1
@@ -136,171 +108,7 @@ def sum_bits(tensor: Tensor) -> Tensor:
     return plain.contiguous().view(kinds[plain.element_size()]).sum(dtype=torch.int64)
 
 
-# What processes send one another besides sums: pieces of vectors, tensors of one of them, columns of matrices
-
-SLAB = 2**22
-"""Numbers that a process receives of a matrix at a time."""
-
-
-def share_numbers(ranks: Ranks, numbers: Sequence[float], device: torch.device) -> list[list[float]]:
-    """Every process's numbers, in the order of their ranks."""
-    if ranks.size == 1:
-        return [[float(number) for number in numbers]]
-    table = torch.zeros(ranks.size, len(numbers), dtype=torch.float64, device=device)
-    table[ranks.rank] = torch.tensor(numbers, dtype=torch.float64, device=device)
-    return list_numbers(ranks.sum(table))  # adding zeros rounds nothing, and infinities stay in their own entries
-
-
-@dataclass(frozen=True)
-class RankExchange:
-    """What the processes that train one model send one another; `natgrad.operators.JoinedRows` asks for it.
-
-    All of them make the same calls in the same order.
-
-    Args:
-        ranks: The processes.
-    """
-
-    ranks: Ranks
-
-    @property
-    def rank(self) -> int:
-        """This process's number."""
-        return self.ranks.rank
-
-    @property
-    def size(self) -> int:
-        """How many processes there are."""
-        return self.ranks.size
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all processes, the same bits on each.
-
-        Args:
-            tensor: This one's.
-        """
-        return self.ranks.sum(tensor)
-
-    def share_numbers(self, numbers: Sequence[float], device: torch.device) -> list[list[float]]:
-        """Every process's numbers, in the order of their ranks.
-
-        Args:
-            numbers: This one's; as many on all of them.
-            device: Where they are exchanged.
-        """
-        return share_numbers(self.ranks, numbers, device)
-
-    def gather_rows(self, rows: Tensor) -> Tensor:
-        """The rows of all processes, (sum of all b, ...) from (b, ...) each, in the order of their ranks.
-
-        Args:
-            rows: This process's.
-        """
-        if self.size == 1:
-            return rows
-        counts = [int(count) for (count,) in self.share_numbers([len(rows)], rows.device)]
-        table = rows.new_zeros((sum(counts), *rows.shape[1:]))
-        start = sum(counts[: self.rank])
-        table[start : start + len(rows)] = rows
-        return self.sum(table)
-
-    def send_tree(self, tree: Any, source: int, kind: str) -> Any:
-        """The source's tree on every process.
-
-        Args:
-            tree: Nested dicts and lists of tensors and plain values. Only the source's counts.
-            source: Its number.
-            kind: Under which name the bytes are counted.
-        """
-        return send_tree(self.ranks, tree, source, kind)
-
-    @contextmanager
-    def failing_together(self, device: torch.device) -> Generator[None]:
-        """An error within is an error on all processes, before any of them waits for another.
-
-        Nothing is exchanged within. The process that fails raises its own error.
-
-        Args:
-            device: Where numbers are exchanged.
-
-        Raises:
-            NotFiniteError: On the others, where one met a number that is not finite.
-            RuntimeError: On the others, for any other error.
-        """
-        trouble: Exception | None = None
-        try:
-            yield
-        except Exception as error:
-            if self.size == 1:
-                raise
-            trouble = error
-        if self.size == 1:
-            return
-        codes = [numbers[0] for numbers in self.share_numbers([count_trouble(trouble)], device)]
-        if trouble is not None:
-            raise trouble
-        if any(codes):
-            rank = next(i for i, code in enumerate(codes) if code)
-            kind = NotFiniteError if codes[rank] == 1 else RuntimeError
-            raise kind(
-                f"process {rank} of {self.size} met an error, which it reports itself; nothing was changed anywhere"
-            )
-
-    def share_objects(self, thing: Any) -> list[Any]:
-        """Every process's object, in the order of their ranks. It is pickled: a few plain values.
-
-        Args:
-            thing: This one's.
-        """
-        if self.size == 1:
-            return [thing]
-        objects: list[Any] = [None] * self.size
-        with naming_lost(self.ranks.group):
-            torch_distributed.all_gather_object(objects, thing, group=self.ranks.group)
-        return objects
-
-    def receive_from(self, source: int, tensor: Tensor) -> Tensor:
-        """The tensor of one process.
-
-        Args:
-            source: Its number.
-            tensor: There what is sent; elsewhere one of its shape, which is written over.
-        """
-        tensor = tensor.contiguous()
-        group = self.ranks.group
-        with naming_lost(group):
-            distributed.broadcast(tensor, group=group, group_src=source)
-        return tensor
-
-    def share_columns(self, matrix: Tensor, counts: Sequence[int]) -> Iterator[Tensor]:
-        """All processes' rows, some columns at a time: each column of the slabs comes to one process.
-
-        The Gram matrix of all rows is the sum over processes and slabs of S S^T. A process receives its share of all
-        rows' entries, and holds `SLAB` of them at a time.
-
-        Args:
-            matrix: This process's rows, shape (r, columns).
-            counts: Every process's r.
-
-        Yields:
-            S, shape (sum of counts, some columns), rows in the order of the ranks.
-        """
-        columns, size = matrix.shape[1], self.size
-        width = max(1, SLAB // max(1, sum(counts))) * size
-        for start in range(0, columns, width):
-            stop = min(start + width, columns)
-            edges = [start + (stop - start) * i // size for i in range(size + 1)]
-            widths = [edges[i + 1] - edges[i] for i in range(size)]
-            sent = torch.cat([matrix[:, edges[i] : edges[i + 1]].reshape(-1) for i in range(size)])
-            own = widths[self.rank]
-            received = sent.new_empty(sum(counts) * own)
-            sizes = [count * own for count in counts], [len(matrix) * w for w in widths]
-            with naming_lost(self.ranks.group):
-                torch_distributed.all_to_all_single(received, sent, *sizes, group=self.ranks.group)
-            yield received.view(sum(counts), own)
-
-
-def meet_processes(named: Mapping[str, Tensor], group: Any, *settings: object) -> RankExchange:
+def meet_processes(named: Mapping[str, Tensor], group: Any, *settings: object) -> Processes:
     """The processes of a group, after they compared what they train; one alone for no group.
 
     Args:
@@ -313,11 +121,11 @@ def meet_processes(named: Mapping[str, Tensor], group: Any, *settings: object) -
         ValueError: For a group that this process is not in; if the processes start from other values.
     """
     if group is None:
-        return RankExchange(Ranks())
-    ranks = meet(named, group)[1]
-    ranks.device = next(iter(named.values())).device
-    ranks.compare(named, describe_settings(*settings))
-    return RankExchange(ranks)
+        return Processes()
+    processes = meet(named, group)[1]
+    processes.device = next(iter(named.values())).device
+    processes.compare(named, describe_settings(*settings))
+    return processes
 
 
 def count_trouble(trouble: Exception | None) -> float:
@@ -329,14 +137,17 @@ def count_trouble(trouble: Exception | None) -> float:
 
 # Several processes, one model: what they agree on, and what they add up, so that all take the same step
 
+SLAB = 2**22
+"""Numbers that a process receives of a matrix at a time."""
 
-@dataclass
-class Ranks:
-    """The processes that train one model.
+
+@dataclass(eq=False)
+class Processes:
+    """The processes that train one model; one alone exchanges nothing. All make the same calls in the same order.
 
     Attributes:
         group: Given, or that of the wrappers.
-        size: How many; one alone exchanges nothing.
+        size: How many.
         rank: This one's number.
         wrappers: What averages the gradients, if that is known.
         settled: True once `settle` has looked.
@@ -364,19 +175,29 @@ class Ranks:
         if not self.settled:
             if self.group is None:
                 refuse_recut(model, leaves.named)
-                ranks = meet(model, None, parts=True)[1]
+                processes = meet(model, None, parts=True)[1]
                 group = find_data_group(leaves)
                 if group is not None:
-                    ranks = Ranks(group, distributed.get_world_size(group), distributed.get_rank(group))
+                    processes = Processes(group, distributed.get_world_size(group), distributed.get_rank(group))
                     self.averaged = True
-                self.group, self.size, self.rank, self.wrappers = ranks.group, ranks.size, ranks.rank, ranks.wrappers
+                self.adopt(processes)
             self.check(structure)
             self.compare(leaves.named)
             self.settled = True
         refuse_join(self.wrappers)
 
+    def adopt(self, others: Processes) -> None:
+        """Be these from now on."""
+        self.group, self.size, self.rank, self.wrappers = others.group, others.size, others.rank, others.wrappers
+
     def sum(self, tensor: Tensor, kind: str = "scalars", owner: int | None = None) -> Tensor:
-        """The sum over all processes, the same bits on each. owner: the only process that gets it, if there is one."""
+        """The sum over all processes, the same bits on each.
+
+        Args:
+            tensor: This one's.
+            kind: Under which name the bytes are counted.
+            owner: The only process that gets it; None for all.
+        """
         if self.size == 1:
             return tensor
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -491,6 +312,147 @@ class Ranks:
             totals |= {name: part.view_as(tensors[name]) for name, part in zip(names, parts, strict=True)}
         return {name: totals[name] for name in tensors}
 
+    # exchanges besides sums
+
+    def share_numbers(self, numbers: Sequence[float], device: torch.device) -> list[list[float]]:
+        """Every process's numbers, in the order of their processes.
+
+        Args:
+            numbers: This one's; as many on all of them.
+            device: Where they are exchanged.
+        """
+        if self.size == 1:
+            return [[float(number) for number in numbers]]
+        table = torch.zeros(self.size, len(numbers), dtype=torch.float64, device=device)
+        table[self.rank] = torch.tensor(numbers, dtype=torch.float64, device=device)
+        return list_numbers(self.sum(table))  # adding zeros rounds nothing, and infinities stay in their own entries
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """The rows of all processes, (sum of all b, ...) from (b, ...) each, in the order of their processes.
+
+        Args:
+            rows: This process's.
+        """
+        if self.size == 1:
+            return rows
+        counts = [int(count) for (count,) in self.share_numbers([len(rows)], rows.device)]
+        table = rows.new_zeros((sum(counts), *rows.shape[1:]))
+        start = sum(counts[: self.rank])
+        table[start : start + len(rows)] = rows
+        return self.sum(table)
+
+    def send_tree(self, tree: Any, source: int, kind: str) -> Any:
+        """The source's tree on every process, the source too: each tensor lies as the source's, in storage of its own.
+
+        Products round by how a matrix lies in memory.
+
+        Args:
+            tree: Nested dicts and lists of tensors and plain values. Only the source's counts.
+            source: Its number.
+            kind: Under which name the bytes are counted.
+        """
+        device = self.device
+        box = [map_tensors(tree, lambda t: t.to("meta")) if self.rank == source else None]
+        with naming_lost(self.group):
+            distributed.broadcast_object_list(box, group=self.group, group_src=source, device=device)
+        shapes = box[0]
+        wanted = list(leaves(shapes))
+        own = list(leaves(tree)) if self.rank == source else []
+        tensors: dict[int, Tensor] = {}
+        for dtype in dict.fromkeys(t.dtype for t in wanted):
+            places = [i for i, t in enumerate(wanted) if t.dtype == dtype]
+            sizes = [wanted[i].numel() for i in places]
+            if own:
+                flat = torch.cat([own[i].reshape(-1) for i in places])
+            else:
+                flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+            parts = split_tensor(self.broadcast(flat, source, kind), sizes)
+            for i, part in zip(places, parts, strict=True):
+                tensors[i] = torch.empty_like(wanted[i], device=device).copy_(part.view(wanted[i].shape))
+        numbers = iter(range(len(wanted)))
+        return map_tensors(shapes, lambda t: tensors[next(numbers)])
+
+    @contextmanager
+    def failing_together(self, device: torch.device) -> Generator[None]:
+        """An error within is an error on all processes, before any of them waits for another.
+
+        Nothing is exchanged within. The process that fails raises its own error.
+
+        Args:
+            device: Where numbers are exchanged.
+
+        Raises:
+            NotFiniteError: On the others, where one met a number that is not finite.
+            RuntimeError: On the others, for any other error.
+        """
+        trouble: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            if self.size == 1:
+                raise
+            trouble = error
+        if self.size == 1:
+            return
+        codes = [numbers[0] for numbers in self.share_numbers([count_trouble(trouble)], device)]
+        if trouble is not None:
+            raise trouble
+        if any(codes):
+            rank = next(i for i, code in enumerate(codes) if code)
+            kind = NotFiniteError if codes[rank] == 1 else RuntimeError
+            raise kind(
+                f"process {rank} of {self.size} met an error, which it reports itself; nothing was changed anywhere"
+            )
+
+    def share_objects(self, thing: Any) -> list[Any]:
+        """Every process's object, in the order of their processes. It is pickled: a few plain values.
+
+        Args:
+            thing: This one's.
+        """
+        if self.size == 1:
+            return [thing]
+        objects: list[Any] = [None] * self.size
+        with naming_lost(self.group):
+            torch_distributed.all_gather_object(objects, thing, group=self.group)
+        return objects
+
+    def receive_from(self, source: int, tensor: Tensor) -> Tensor:
+        """The tensor of one process.
+
+        Args:
+            source: Its number.
+            tensor: There what is sent; elsewhere one of its shape, which is written over.
+        """
+        return self.broadcast(tensor.contiguous(), source, "rows")
+
+    def share_columns(self, matrix: Tensor, counts: Sequence[int]) -> Iterator[Tensor]:
+        """All processes' rows, some columns at a time: each column of the slabs comes to one process.
+
+        The Gram matrix of all rows is the sum over processes and slabs of S S^T. A process receives its share of all
+        rows' entries, and holds `SLAB` of them at a time.
+
+        Args:
+            matrix: This process's rows, shape (r, columns).
+            counts: Every process's r.
+
+        Yields:
+            S, shape (sum of counts, some columns), rows in the order of the processes.
+        """
+        columns, size = matrix.shape[1], self.size
+        width = max(1, SLAB // max(1, sum(counts))) * size
+        for start in range(0, columns, width):
+            stop = min(start + width, columns)
+            edges = [start + (stop - start) * i // size for i in range(size + 1)]
+            widths = [edges[i + 1] - edges[i] for i in range(size)]
+            sent = torch.cat([matrix[:, edges[i] : edges[i + 1]].reshape(-1) for i in range(size)])
+            own = widths[self.rank]
+            received = sent.new_empty(sum(counts) * own)
+            sizes = [count * own for count in counts], [len(matrix) * w for w in widths]
+            with naming_lost(self.group):
+                torch_distributed.all_to_all_single(received, sent, *sizes, group=self.group)
+            yield received.view(sum(counts), own)
+
     def generator(self, shared: torch.Generator) -> torch.Generator:
         """A source of labels of this process's own. The shared one moves alike everywhere: one checkpoint fits all."""
         if self.size == 1:
@@ -499,7 +461,7 @@ class Ranks:
         return torch.Generator(shared.device).manual_seed(int(seed) + self.rank)
 
 
-def meet(model: Any, group: Any, parts: bool = False) -> tuple[Any, Ranks]:
+def meet(model: Any, group: Any, parts: bool = False) -> tuple[Any, Processes]:
     """The model without its `DistributedDataParallel`, and the processes that train it: one, if there is none."""
     refuse_sharded(model, parts=parts)
     given, wrappers = model, list[Any](find_wrappers(name_parameters(model).values()))
@@ -514,9 +476,9 @@ def meet(model: Any, group: Any, parts: bool = False) -> tuple[Any, Ranks]:
         )
     check_wrappers(inner, wrappers)
     if not groups:
-        return inner, Ranks()
+        return inner, Processes()
     group = groups[0]
-    return inner, Ranks(group, distributed.get_world_size(group), distributed.get_rank(group), wrappers)
+    return inner, Processes(group, distributed.get_world_size(group), distributed.get_rank(group), wrappers)
 
 
 def name_parameters(model: Any) -> dict[str, Tensor]:
@@ -601,7 +563,7 @@ class Roll:
 
 
 def call_roll(
-    ranks: Ranks,
+    processes: Processes,
     layers: Sequence[str],
     names: Sequence[str],
     heard: Mapping[str, bool] | None,
@@ -623,8 +585,10 @@ def call_roll(
     entries += [positions.get(key, 0) if known.get(key) else 0 for key in layers]
     entries += [rows if name in squares else 0 for name in names]
     failed, *counts = entries
-    if ranks.size > 1:
-        failed, *counts = list_numbers(ranks.sum(torch.tensor([int(entry) for entry in entries], device=ranks.device)))
+    if processes.size > 1:
+        failed, *counts = list_numbers(
+            processes.sum(torch.tensor([int(entry) for entry in entries], device=processes.device))
+        )
     size = len(layers)
     used, refused, looked, mixed, seen = (counts[i * size : (i + 1) * size] for i in range(5))
     several = [key for key, count in zip(layers, mixed, strict=True) if count]
@@ -635,17 +599,17 @@ def call_roll(
         {name: count for name, count in zip(names, counts[5 * size :], strict=True) if count},
         {key for key, count in zip(layers, refused, strict=True) if count},
         {key for key, count in zip(layers, looked, strict=True) if count},
-        dict(zip(several, find_largest(ranks, [parts.get(key, 1) for key in several]), strict=True)),
+        dict(zip(several, find_largest(processes, [parts.get(key, 1) for key in several]), strict=True)),
     )
 
 
-def find_largest(ranks: Ranks, counts: Sequence[int]) -> list[int]:
+def find_largest(processes: Processes, counts: Sequence[int]) -> list[int]:
     """The largest of each count over all processes."""
-    if ranks.size == 1 or not counts:
+    if processes.size == 1 or not counts:
         return list(counts)
-    table = torch.zeros(ranks.size, len(counts), dtype=torch.int64, device=ranks.device)
-    table[ranks.rank] = torch.tensor(counts, dtype=torch.int64, device=ranks.device)
-    return list_numbers(ranks.sum(table).amax(0))
+    table = torch.zeros(processes.size, len(counts), dtype=torch.int64, device=processes.device)
+    table[processes.rank] = torch.tensor(counts, dtype=torch.int64, device=processes.device)
+    return list_numbers(processes.sum(table).amax(0))
 
 
 # Statistics on their way: messages of many blocks
@@ -698,7 +662,7 @@ class ArrivingSums:
     All processes send the same blocks in the same order. Waiting sends nothing: each may do that when it likes.
 
     Args:
-        ranks: The processes.
+        processes: The processes.
         symmetric: The entries whose matrices are symmetric: a part of them is sent.
         deliver: Takes a block's sums, once they are known to be good.
         fine: Whether this process's own part is finite.
@@ -706,13 +670,13 @@ class ArrivingSums:
 
     def __init__(
         self,
-        ranks: Ranks,
+        processes: Processes,
         symmetric: frozenset[str],
         deliver: Callable[[str, dict[str, Tensor]], None],
         fine: bool,
     ) -> None:
-        self.ranks, self.symmetric, self.deliver = ranks, symmetric, deliver
-        self.bad = start_sum(ranks, torch.tensor(float(not fine), device=ranks.device), "scalars")
+        self.processes, self.symmetric, self.deliver = processes, symmetric, deliver
+        self.bad = start_sum(processes, torch.tensor(float(not fine), device=processes.device), "scalars")
         self.taken: bool | None = None
         self.open: dict[Any, Message] = {}
         self.going: deque[tuple[Message, Wait]] = deque()
@@ -744,7 +708,7 @@ class ArrivingSums:
         return self._is_good()
 
     def _start(self, message: Message) -> None:
-        self.going.append((message, start_sum(self.ranks, message.pack(), "statistics", message.kind[0])))
+        self.going.append((message, start_sum(self.processes, message.pack(), "statistics", message.kind[0])))
         while sum(bucket.size for bucket, _ in self.going) > AHEAD and len(self.going) > 1:
             self._receive()
 
@@ -767,17 +731,17 @@ class ArrivingSums:
         return self.taken
 
 
-def start_sum(ranks: Ranks, tensor: Tensor, kind: str, owner: int | None = None) -> Wait:
-    """Start `ranks.sum` of a tensor, which is written over. What comes back waits for it."""
-    ranks.count(kind, tensor)
-    with naming_lost(ranks.group):
+def start_sum(processes: Processes, tensor: Tensor, kind: str, owner: int | None = None) -> Wait:
+    """Start `processes.sum` of a tensor, which is written over. What comes back waits for it."""
+    processes.count(kind, tensor)
+    with naming_lost(processes.group):
         if owner is None:
-            work: Any = torch_distributed.all_reduce(tensor, group=ranks.group, async_op=True)
+            work: Any = torch_distributed.all_reduce(tensor, group=processes.group, async_op=True)
         else:
-            work = torch_distributed.reduce(tensor, group=ranks.group, group_dst=owner, async_op=True)
+            work = torch_distributed.reduce(tensor, group=processes.group, group_dst=owner, async_op=True)
 
     def wait() -> Tensor:
-        with naming_lost(ranks.group):
+        with naming_lost(processes.group):
             work.wait()
         return tensor
 
@@ -847,7 +811,7 @@ class Owners:
     """Every block has an owner, who alone inverts it.
 
     Attributes:
-        ranks: The processes.
+        processes: The processes.
         share: "speed" sends the inverses to all, so that nothing is sent between updates; "memory" leaves a block's
             statistics, inverse and mean gradient with its owner, who sends its direction at every step; "auto" is one
             of them, by the budget.
@@ -857,7 +821,7 @@ class Owners:
         done: Sum of n^3 over all inversions that this process made so far.
     """
 
-    ranks: Ranks
+    processes: Processes
     share: str = "auto"
     budget: int = BUDGET
     costs: dict[str, Cost] = field(default_factory=dict[str, Cost])
@@ -867,7 +831,7 @@ class Owners:
     @property
     def is_shared(self) -> bool:
         """True if there is somebody to share with."""
-        return self.ranks.size > 1
+        return self.processes.size > 1
 
     @property
     def apart(self) -> bool:
@@ -876,7 +840,7 @@ class Owners:
 
     def solves(self, key: str) -> bool:
         """Whether this process inverts a block."""
-        return not self.is_shared or self.of.get(key, 0) == self.ranks.rank
+        return not self.is_shared or self.of.get(key, 0) == self.processes.rank
 
     def holds(self, key: str) -> bool:
         """Whether this process remembers a block's numbers."""
@@ -891,12 +855,12 @@ class Owners:
         if self.share == "auto":
             state = itemsize * sum(cost.state for cost in self.costs.values())
             self.share = "memory" if state > self.budget else "speed"
-        self.of |= balance(fresh, self.costs, self.of, self.ranks.size, self.share == "memory")
+        self.of |= balance(fresh, self.costs, self.of, self.processes.size, self.share == "memory")
 
     def load(self, saved: Mapping[str, Any] | None) -> Owners:
         """The same with the owners of an older checkpoint of one process's part, if that is of as many processes."""
         fresh = replace(self, costs={}, of={})
-        if saved and saved["size"] == self.ranks.size:
+        if saved and saved["size"] == self.processes.size:
             fresh.share, fresh.of = saved["share"], dict(saved["of"])
         return fresh
 
@@ -907,27 +871,27 @@ class Owners:
         if not self.is_shared:
             return None, None, None
         owner = self.of[key]
-        return partial(self._sum_statistics, owner), partial(self._solve, owner), self.ranks.sum_entries
+        return partial(self._sum_statistics, owner), partial(self._solve, owner), self.processes.sum_entries
 
     def share_past(self, key: str, own: Statistics | None, needed: bool) -> Statistics | None:
         """A block's totals so far: where its owner alone remembers them and all need them, from it to all."""
         if not (self.apart and needed):
             return own
-        return send_tree(self.ranks, own, self.of[key], "statistics")
+        return self.processes.send_tree(own, self.of[key], "statistics")
 
     def open_sums(
         self, symmetric: frozenset[str], deliver: Callable[[str, dict[str, Tensor]], None], fine: bool
     ) -> ArrivingSums:
         """Statistics of a pass that are sent in messages of many blocks."""
-        return ArrivingSums(self.ranks, symmetric, deliver, fine)
+        return ArrivingSums(self.processes, symmetric, deliver, fine)
 
     def _sum_statistics(self, owner: int, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
         """Sums for all processes, or for the owner alone."""
-        return self.ranks.sum_entries(fresh, owner if self.apart else None)
+        return self.processes.sum_entries(fresh, owner if self.apart else None)
 
     def _solve(self, owner: int, make: Callable[[], Tensor], like: Tensor) -> Tensor:
-        solution = make().contiguous() if self.ranks.rank == owner else torch.empty_like(like).contiguous()
-        return self.ranks.broadcast(solution, owner, "statistics")
+        solution = make().contiguous() if self.processes.rank == owner else torch.empty_like(like).contiguous()
+        return self.processes.broadcast(solution, owner, "statistics")
 
     # inverses
 
@@ -938,9 +902,9 @@ class Owners:
         apart.
         """
         received, order = dict[str, Any](), list(keys)
-        for owner in range(self.ranks.size):
+        for owner in range(self.processes.size):
             mine = {key: trees[key] for key in order if self.of[key] == owner and key in trees}
-            received |= send_tree(self.ranks, mine, owner, "inverses")
+            received |= self.processes.send_tree(mine, owner, "inverses")
         return {key: received[key] for key in order if key in received}
 
     # with "memory": what owners found, for all
@@ -954,7 +918,7 @@ class Owners:
         for i, name in enumerate(known):
             if name in scalars:
                 table[0, i], table[1, i] = 1.0, torch.as_tensor(scalars[name]).double()
-        there, values = self.ranks.sum(table, "scalars")
+        there, values = self.processes.sum(table, "scalars")
         present = [name for name, flag in zip(known, list_numbers(there), strict=True) if flag]
         return {name: values[i].to(like.dtype) for i, name in enumerate(known) if name in set(present)}
 
@@ -979,16 +943,16 @@ class Owners:
     ) -> dict[str, Tensor]:
         """Directions, from the owners to all, in one message of each."""
         results = dict[str, Tensor]()
-        for owner in range(self.ranks.size):
+        for owner in range(self.processes.size):
             names = [name for name in like if self.of[keys[name]] == owner]
             for kind in dict.fromkeys((like[name].dtype, like[name].device) for name in names):
                 those = [name for name in names if (like[name].dtype, like[name].device) == kind]
                 sizes = [like[name].numel() for name in those]
-                if owner == self.ranks.rank:
+                if owner == self.processes.rank:
                     flat = torch.cat([directions[name].to(kind[0]).reshape(-1) for name in those])
                 else:
                     flat = torch.empty(sum(sizes), dtype=kind[0], device=kind[1])
-                parts = split_tensor(self.ranks.broadcast(flat, owner, "directions"), sizes)
+                parts = split_tensor(self.processes.broadcast(flat, owner, "directions"), sizes)
                 results |= {n: part.clone().view_as(like[n]) for n, part in zip(those, parts, strict=True)}
         return {name: results[name] for name in like}
 
@@ -1172,17 +1136,17 @@ class AlignedPasses:
 
     Args:
         model: Of the optimizer.
-        ranks: The processes.
+        processes: The processes.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
-        self.model, self.ranks = model, ranks
+    def __init__(self, model: nn.Module, processes: Processes) -> None:
+        self.model, self.processes = model, processes
         self._kept: list[tuple[Any, bool]] = []
 
     @contextmanager
     def run(self, *numbers: float) -> Generator[None]:
         """The passes of one loss are taken within."""
-        if not self.ranks.averaged:
+        if not self.processes.averaged:
             yield
             return
         modules = list_sharded_modules(self.model)
@@ -1203,11 +1167,11 @@ class AlignedPasses:
 
     def align(self, *numbers: float) -> None:
         """Keep the model whole from here on, if these numbers are not the same on all processes."""
-        if not self.ranks.averaged or self._kept:
+        if not self.processes.averaged or self._kept:
             return
-        own = torch.tensor(numbers, dtype=torch.float64, device=self.ranks.device)
-        sums, squares = self.ranks.sum(torch.stack([own, own.square()]))
-        if list_numbers(sums.square()) == list_numbers(self.ranks.size * squares):
+        own = torch.tensor(numbers, dtype=torch.float64, device=self.processes.device)
+        sums, squares = self.processes.sum(torch.stack([own, own.square()]))
+        if list_numbers(sums.square()) == list_numbers(self.processes.size * squares):
             return
         for module in list_sharded_modules(self.model):
             self._kept.append((module, read_settings(module, "reshard_after_backward")[0]))
@@ -1234,31 +1198,31 @@ class RowWeight:
     the losses already weigh unlike, the user has weighted them, and that stands.
 
     Args:
-        ranks: The processes.
+        processes: The processes.
         rows: What this process's loss is a mean over.
     """
 
-    def __init__(self, ranks: Ranks, rows: float) -> None:
-        self.ranks, self.rows = ranks, rows
+    def __init__(self, processes: Processes, rows: float) -> None:
+        self.processes, self.rows = processes, rows
 
     def __call__(self, gradient: Tensor) -> Tensor:
-        if self.ranks.looking:
+        if self.processes.looking:
             return gradient
         weight = gradient.detach().double().reshape(())
         own = torch.stack([torch.full_like(weight, self.rows), weight, weight.square()])
-        total, weights, squares = self.ranks.sum(own).unbind()
-        unlike = self.ranks.size * squares - weights.square() > ALIKE * weights.square()
-        share = torch.where(unlike, 1.0, self.rows * self.ranks.size / total)
+        total, weights, squares = self.processes.sum(own).unbind()
+        unlike = self.processes.size * squares - weights.square() > ALIKE * weights.square()
+        share = torch.where(unlike, 1.0, self.rows * self.processes.size / total)
         return gradient * share.to(gradient.dtype) if self.rows else torch.zeros_like(gradient)
 
 
 def weigh_loss(
-    ranks: Ranks, criterion: Criterion, outputs: Any, targets: Any, value: Tensor, averaged: bool = True
+    processes: Processes, criterion: Criterion, outputs: Any, targets: Any, value: Tensor, averaged: bool = True
 ) -> float | None:
     """What a loss is a mean over; its gradient weighs that much in the mean over processes from now on."""
-    if ranks.size == 1:
+    if processes.size == 1:
         return None
     count = criterion.count(map_tensors(outputs, torch.detach), targets)
     if averaged and not criterion.summed:
-        hook_gradient(value, RowWeight(ranks, count))
+        hook_gradient(value, RowWeight(processes, count))
     return count

@@ -40,7 +40,7 @@ from natgrad.layers import (
 )
 from natgrad.metrics import fisher
 from natgrad.optim.passes import Recall
-from natgrad.optim.processes import AlignedPasses, Ranks, call_roll
+from natgrad.optim.processes import AlignedPasses, Processes, call_roll
 from natgrad.optim.state import Hearing, find_error_size
 from natgrad.structures import Empirical, Estimate, ExactLabels, Layerwise, Outputs, Sampled, hear_metric
 
@@ -139,18 +139,20 @@ class Span:
         return min(max(size - unit * self.first, 0), unit * self.count), size, total
 
 
-def line_up(ranks: Ranks, device: torch.device, count: int, rows: int, scale: float = 0.0, cotangents: int = 1) -> Span:
+def line_up(
+    processes: Processes, device: torch.device, count: int, rows: int, scale: float = 0.0, cotangents: int = 1
+) -> Span:
     """Agree on who has which examples of a reading. Every process calls this once per reading."""
-    if ranks.size == 1:
+    if processes.size == 1:
         return Span(0, count, count, float(rows), rows, cotangents)
-    table = torch.zeros(ranks.size, 4, dtype=torch.float64, device=device)
-    table[ranks.rank] = torch.tensor([count, rows, scale, cotangents], dtype=torch.float64, device=device)
-    counts, all_rows, scales, widths = (list_numbers(column) for column in ranks.sum(table).T)
+    table = torch.zeros(processes.size, 4, dtype=torch.float64, device=device)
+    table[processes.rank] = torch.tensor([count, rows, scale, cotangents], dtype=torch.float64, device=device)
+    counts, all_rows, scales, widths = (list_numbers(column) for column in processes.sum(table).T)
     total = sum(all_rows)
     share = total * scale / sum(scales) if scale and sum(scales) else float(rows)
     if share == round(share) or abs(share - rows) <= 1e-9 * total:
         share = float(round(share))
-    first = int(sum(counts[: ranks.rank]))
+    first = int(sum(counts[: processes.rank]))
     return Span(first, count, int(sum(counts)), share, int(total), int(max(widths)))
 
 
@@ -211,10 +213,12 @@ class Reader:
         counts: The rows of the reading, and what the loss is a mean over; 0 where that is its rows.
     """
 
-    def __init__(self, model: nn.Module, named: Mapping[str, Tensor], structure: Layerwise, ranks: Ranks) -> None:
-        self.model, self.structure, self.ranks = model, structure, ranks
+    def __init__(
+        self, model: nn.Module, named: Mapping[str, Tensor], structure: Layerwise, processes: Processes
+    ) -> None:
+        self.model, self.structure, self.processes = model, structure, processes
         self.estimate, self.seed = structure.estimate, structure.seed
-        self.taps, self.passes = Taps(), AlignedPasses(model, ranks)
+        self.taps, self.passes = Taps(), AlignedPasses(model, processes)
         self.attach(named)
 
     def attach(self, named: Mapping[str, Tensor]) -> None:
@@ -291,8 +295,8 @@ class Reader:
             return True, hearing
         names = sorted(unread - hearing.tried)
         used = find_used([t.grad_fn for t in leaves(outputs)], {name: self.leaves[name] for name in names})
-        if self.ranks.size > 1 and names:
-            flags = self.ranks.sum(torch.tensor([float(name in used) for name in names], device=self._device))
+        if self.processes.size > 1 and names:
+            flags = self.processes.sum(torch.tensor([float(name in used) for name in names], device=self._device))
             used = {name for name, flag in zip(names, list_numbers(flags), strict=True) if flag}
         return bool(used), replace(hearing, tried=hearing.tried | used)
 
@@ -304,15 +308,15 @@ class Reader:
     def skip(self, value: Tensor) -> None:
         """Read nothing of a loss, and tell the others. A compiled graph's first backward allows for a second."""
         dummy, like = self.taps.recorder.dummy, torch.ones_like(value)
-        self.ranks.looking = True  # the others do not go backward now
+        self.processes.looking = True  # the others do not go backward now
         try:
             torch.autograd.grad(value, [dummy], like, retain_graph=True, allow_unused=True)
         finally:
-            self.ranks.looking = False
-        if self.ranks.size > 1:
+            self.processes.looking = False
+        if self.processes.size > 1:
             self.span = None
             self._line_up(0, 0)
-            call_roll(self.ranks, list(self.layers.by_key), list(self.named), None)
+            call_roll(self.processes, list(self.layers.by_key), list(self.named), None)
 
     def _own(
         self,
@@ -336,7 +340,7 @@ class Reader:
             self._line_up(len(rows), 0)
             return Reading(Heard(layers), len(rows)), {seen.key: True for seen in layers}
         asking = self._asks()
-        if self.ranks.size > 1 and recall.computed[-1].rows == 0:  # an empty batch adds nothing to the others' sums
+        if self.processes.size > 1 and recall.computed[-1].rows == 0:  # an empty batch adds nothing to the others' sums
             return self._pass_over(measurement), {}
         try:
             passed, own, slopes = self._pass(criterion, outputs, targets, rows, calls, recall, measurement, asking)
@@ -367,8 +371,8 @@ class Reader:
     def _hears_all(self, known: Set[str], calls: Sequence[Tap]) -> bool:
         """Whether the inputs of all these layers were heard, by some process: compiled graphs tell no inputs alone."""
         heard, keys = {call.layer.key for call in calls if call.inputs.numel()}, sorted(known)
-        if self.ranks.size > 1 and keys:
-            flags = self.ranks.sum(torch.tensor([float(key in heard) for key in keys], device=self._device))
+        if self.processes.size > 1 and keys:
+            flags = self.processes.sum(torch.tensor([float(key in heard) for key in keys], device=self._device))
             heard = {key for key, flag in zip(keys, list_numbers(flags), strict=True) if flag}
         return heard >= known
 
@@ -464,7 +468,7 @@ class Reader:
         else:  # the shared source moves alike in all processes
             shared = self.generator
             seed = int(torch.randint(2**62, (), generator=shared, device=shared.device))
-            generator = torch.Generator().manual_seed(seed + self.ranks.rank)
+            generator = torch.Generator().manual_seed(seed + self.processes.rank)
         self.passes.align(bool(names), examples.count)
         if not names:
             return {}
@@ -485,7 +489,9 @@ class Reader:
     def _agree_on_reading(self, own: Reading, answers: Mapping[str, bool]) -> Reading | None:
         """The part of a reading that all processes take the same way."""
         layers, span = self.layers.by_key, self._line_up(own.rows, 1)
-        roll = call_roll(self.ranks, list(layers), list(self.named), answers, list(own.squares), own.rows, own.layers)
+        roll = call_roll(
+            self.processes, list(layers), list(self.named), answers, list(own.squares), own.rows, own.layers
+        )
         if roll.failed:
             return None
         self.refused |= {claim for key in roll.refused for claim in layers[key].claims}
@@ -505,7 +511,7 @@ class Reader:
             for part in passed
         ]
         squares = {name: own.squares.get(name, self._zeros(name)) for name in roll.names if name not in held}
-        exchange, span = (self.ranks.sum_entries, span) if self.ranks.size > 1 else (None, None)
+        exchange, span = (self.processes.sum_entries, span) if self.processes.size > 1 else (None, None)
         measured = [part for part in own.apart if part.key in shared_layers]
         heard = replace(own.heard, layers=passed, squares=squares)
         return Reading(heard, own.rows, measured, own.scores, roll.layers | roll.names, roll.positions, exchange, span)
@@ -538,7 +544,7 @@ class Reader:
         with torch.no_grad():
             shared = self.generator
             # these draw nothing: the shared source stands where that of one process would
-            generator = shared if isinstance(estimate, (ExactLabels, Empirical)) else self.ranks.generator(shared)
+            generator = shared if isinstance(estimate, (ExactLabels, Empirical)) else self.processes.generator(shared)
             return list(estimate.cotangents(Outputs(tree, rows, family, weights, examples, scores), generator))
 
     def _share_signs(self, cotangents: list[Tensor], examples: Examples, span: Span) -> list[Tensor]:
@@ -554,7 +560,7 @@ class Reader:
         """Where this process's examples stand among all, asked once per reading, and before anything can fail."""
         if self.span is None:
             rows, scale = self.counts
-            self.span = line_up(self.ranks, self._device, count, rows if count else 0, scale, cotangents)
+            self.span = line_up(self.processes, self._device, count, rows if count else 0, scale, cotangents)
         return self.span
 
     def _named_by_layers(self) -> bool:
@@ -583,7 +589,7 @@ class Reader:
                 self.named,
                 Labelled(data.inputs, data.targets),
                 self.estimate,
-                self.ranks.generator(self.generator),
+                self.processes.generator(self.generator),
                 random=last.random,
                 trusted=self.trusted or None,
             )

@@ -23,7 +23,7 @@ from natgrad.ground.whole_tensors import gather_whole, wait_for_all, zeros_whole
 from natgrad.layers import Layer, Tap, is_asking
 from natgrad.operators import Layout, Operator, pack_operator, unpack_operator
 from natgrad.optim.guard import Guard
-from natgrad.optim.processes import Owners, Ranks, send_tree
+from natgrad.optim.processes import Owners, Processes
 from natgrad.rules import ErrorScale
 
 Density = Gaussian | Laplace | Huber
@@ -145,7 +145,7 @@ class Outside:
         blocks: Sequence[Sequence[str]],
         losses: int,
         unit: float,
-        ranks: Ranks,
+        processes: Processes,
         doubt: Callable[[], None],
     ) -> Outside:
         """The blocks that a loss besides `opt.loss` reaches, and its curvature there.
@@ -157,12 +157,12 @@ class Outside:
         """
         known, asks = own.counted == losses, self.asks
         asked, parts, updates = own.counted > 0 and known, own.sums, self.updates + 1
-        if ranks.size > 1 and asks:  # as all of them listen or none
+        if processes.size > 1 and asks:  # as all of them listen or none
             flags = torch.tensor([float(asked), float(not known)], device=next(iter(gradients.values())).device)
-            some, unknown = list_numbers(ranks.sum(flags))
+            some, unknown = list_numbers(processes.sum(flags))
             asked = some > 0 and not unknown
             if asked:
-                parts = ranks.average(
+                parts = processes.average(
                     {n: parts[n].to(g) if n in parts else torch.zeros_like(g) for n, g in gradients.items()}
                 )
         if not asked:
@@ -788,14 +788,14 @@ def gather_numbers(owners: Owners, state: State) -> dict[str, dict[str, Any]]:
     gathered = dict[str, dict[str, Any]]()
     if not owners.apart:
         return gathered
-    wait_for_all(owners.ranks.group, "state_dict()", ALL_CALL)
+    wait_for_all(owners.processes.group, "state_dict()", ALL_CALL)
     memory = state.by_parameter()
-    for owner in range(owners.ranks.size):
+    for owner in range(owners.processes.size):
         names = [name for key, block in state.blocks.items() if owners.of[key] == owner for name in block.layout.names]
-        own = {name: memory.get(name, {}) for name in names if owner == owners.ranks.rank}
+        own = {name: memory.get(name, {}) for name in names if owner == owners.processes.rank}
         tree = {name: {key: numbers[key] for key in OWNED if key in numbers} for name, numbers in own.items()}
-        tree = send_tree(owners.ranks, tree, owner, "checkpoints")
-        if owner != owners.ranks.rank:
+        tree = owners.processes.send_tree(tree, owner, "checkpoints")
+        if owner != owners.processes.rank:
             gathered |= {name: map_tensors(part, lambda t: t.cpu()) for name, part in tree.items()}
     return gathered
 

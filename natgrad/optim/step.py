@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from natgrad.families import Bernoulli, Categorical, Criterion, GaussianPosterior, Heads
 from natgrad.ground.typed_torch import list_numbers
 from natgrad.optim.guard import Guard, Verdict, describe_trouble
-from natgrad.optim.processes import Ranks
+from natgrad.optim.processes import Processes
 from natgrad.optim.state import State
 from natgrad.rules import Damping, Memory, Objective, Quadratic, Rule, Step
 
@@ -34,7 +34,7 @@ class Choices:
     Attributes:
         rule: From a quadratic model to a step.
         damping: How the damping follows from its number.
-        ranks: The processes.
+        processes: The processes.
         bounded: True if the loss is known to be at least 0.
         judged_every: Steps between two at which the damping compares the loss with its promise, where it does.
         update_every: Most steps between two updates of a metric in blocks.
@@ -45,7 +45,7 @@ class Choices:
 
     rule: Rule
     damping: Damping
-    ranks: Ranks
+    processes: Processes
     bounded: bool
     judged_every: int = 1
     update_every: int = 1

@@ -157,8 +157,8 @@ class StructuredNaturalGradient(ModelOptimizer):
     ) -> None:
         chosen = read_settings(BlockSettings, options)
         check_blocks(model, structure, update_every=chosen.update_every, invert_every=chosen.invert_every)
-        self.model, ranks = meet(model, chosen.group, parts=True)
-        ranks.check(structure)
+        self.model, processes = meet(model, chosen.group, parts=True)
+        processes.check(structure)
         loss = as_criterion(criterion)
         loss, self.structure = maximize_criterion(loss) if chosen.maximize else loss, structure
         self.rule = settle_rule(chosen.rule, chosen.max_kl, chosen.kl_share)
@@ -168,19 +168,19 @@ class StructuredNaturalGradient(ModelOptimizer):
         self.measure, self.train_in_eval = chosen.measure, chosen.train_in_eval
         refuse_trials(model, self.rule if self.rule.needs_loss else self.damping if self.damping.needs_ratio else None)
         check_select(chosen.outputs)
-        refuse_maximize(chosen.maximize, ranks.size)
+        refuse_maximize(chosen.maximize, processes.size)
         recall = Recall(chosen.outputs, maximize=chosen.maximize)
         recall.begins = weakref.WeakMethod(self._follow_names)
         named = dict[str, Tensor]()  # what the groups hold, in the model's order
-        self._live = Live(named, recall, ranks, State())
+        self._live = Live(named, recall, processes, State())
         momentum = 0.0 if isinstance(self.rule, Momentum) else 0.9
         momentum = momentum if chosen.momentum is None else chosen.momentum
         defaults = {"lr": lr, "momentum": momentum, "damping": self.damping.initial(), **self.rule.options}
         defaults |= {"weight_decay": chosen.weight_decay, "l2": chosen.l2}
         super().__init__(given_parameters(chosen.params, named_parameters(self.model)), defaults)
-        reader = Reader(self.model, named, structure, ranks)
-        averages = Averages(structure, named, Owners(ranks, *check_share(chosen.share)))
-        known = (self.rule, self.damping, ranks, bounded_below(loss), self.damping.every or EVERY)
+        reader = Reader(self.model, named, structure, processes)
+        averages = Averages(structure, named, Owners(processes, *check_share(chosen.share)))
+        known = (self.rule, self.damping, processes, bounded_below(loss), self.damping.every or EVERY)
         self._flow = BlockFlow(loss, reader, averages, Choices(*known, self.update_every, self.invert_every))
         hook = listen(self.model, recall, traceable=True, in_eval=self.train_in_eval)
         self._live.finalizer = weakref.finalize(self, release, reader, hook)
@@ -199,10 +199,10 @@ class StructuredNaturalGradient(ModelOptimizer):
 
     def _record_loss(self, outputs: Any, targets: Any, value: Tensor, chosen: bool) -> None:
         live, flow, pending = self._live, self._flow, self._flow.pending
-        live.ranks.settle(self.model, self.structure, flow.reader.leaves)
+        live.processes.settle(self.model, self.structure, flow.reader.leaves)
         rows, state = count_rows(self.criterion, outputs), live.state
         needed = flow.choices.is_judged(state) or self.rule.needs_loss or is_watched(state.length, state.step)
-        weight = weigh_loss(live.ranks, self.criterion, outputs, targets, value, live.ranks.averages)
+        weight = weigh_loss(live.processes, self.criterion, outputs, targets, value, live.processes.averages)
         live.recall.record_loss(self.criterion, outputs, targets, value, rows, weight, chosen=chosen, needed=needed)
         pending.nats = self.criterion.nats(outputs)
         if flow.reader.taps.armed:
@@ -339,7 +339,7 @@ class StructuredNaturalGradient(ModelOptimizer):
     def _read(self, update: BatchUpdate, outputs: Any, targets: Any, value: Tensor) -> None:
         """Read the statistics of the pass that made these outputs, if its loss is fit for them."""
         state, reader, pending = self._live.state, self._flow.reader, self._flow.pending
-        own, alone = self._live.recall.computed[-1], self._live.ranks.size == 1
+        own, alone = self._live.recall.computed[-1], self._live.processes.size == 1
         fit = update.guard.is_fit(float(own.value), state.step, self._flow.choices.bounded)
         with reader.passes.run(fit, own.rows):
             # NaN too where no target counts; the other processes go on without this one's rows then
@@ -465,7 +465,7 @@ class StructuredNaturalGradient(ModelOptimizer):
             late=flow.reader.due and not (update is not None and update.taken),
             own=OwnGradients() if recall.is_stale else pending.own,  # the rest is of another batch then
             trial=partial(self._open_trial, active, called),
-            batch=BatchForm(self.model, self.criterion, recall, live.named, live.ranks, pending.nats),
+            batch=BatchForm(self.model, self.criterion, recall, live.named, live.processes, pending.nats),
             examples=recall.count_examples,
             check_followed=self._check_followed,
         )
@@ -523,7 +523,7 @@ class SharingReport:
 
     Attributes:
         share: "alone", "speed" or "memory"; "auto" before the first statistics.
-        ranks: The processes.
+        processes: The processes.
         rank: This one's number.
         owners: By block, the number of the process that inverts it.
         inversions: Sum of n^3 over the matrices of this process's blocks.
@@ -571,13 +571,13 @@ def report_sharing(optimizer: StructuredNaturalGradient) -> SharingReport:
     tensors = {t.data_ptr(): t for t in leaves(memory)}
     return SharingReport(
         share=owners.share if owners.is_shared else "alone",
-        ranks=owners.ranks.size,
-        rank=owners.ranks.rank,
+        ranks=owners.processes.size,
+        rank=owners.processes.rank,
         owners=dict(owners.of),
         inversions=sum(cost.work for key, cost in owners.costs.items() if owners.solves(key)),
         all_inversions=sum(cost.work for cost in owners.costs.values()),
         done=owners.done,
         state_bytes=sum(t.numel() * t.element_size() for t in tensors.values()),
-        sent_bytes=dict(owners.ranks.sent),
-        messages=dict(owners.ranks.messages),
+        sent_bytes=dict(owners.processes.sent),
+        messages=dict(owners.processes.messages),
     )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.pure import check_followed, run_detached
-from natgrad.optim import RankExchange, guard_steps
+from natgrad.optim import Processes, guard_steps
 from natgrad.policy.actor import Actor, call_module, describe_outputs, find_channel_order, is_column
 from natgrad.policy.environments import Array, Episode
 from natgrad.policy.rollout import CollectedSteps, RunningMoments
@@ -158,13 +158,13 @@ class RewardScale:
 class BatchPart:
     """This process's transitions of a batch of all processes."""
 
-    processes: RankExchange  # what exchanges
+    processes: Processes  # what exchanges
     first: int  # the place of its first one in the batch
     count: int  # its transitions
     total: int  # those of all
 
     @staticmethod
-    def of(processes: RankExchange, count: int) -> BatchPart:
+    def of(processes: Processes, count: int) -> BatchPart:
         """The part of a process that has so many transitions."""
         counts = [int(count) for (count,) in processes.share_numbers([count], torch.device("cpu"))]
         return BatchPart(processes, sum(counts[: processes.rank]), count, sum(counts))

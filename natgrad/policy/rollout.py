@@ -15,7 +15,7 @@ from torch.nn import functional
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.messages import write_choices
 from natgrad.ground.pure import run_detached
-from natgrad.optim import RankExchange
+from natgrad.optim import Processes
 from natgrad.policy.actor import Actor
 from natgrad.policy.environments import Array, Environments, Episode
 
@@ -188,7 +188,7 @@ class RunningMoments:
         self.count, self.mean, self.var = state["count"], state["mean"].numpy().copy(), state["var"].numpy().copy()
 
 
-def join_moments(processes: RankExchange, before: RunningMoments, after: RunningMoments) -> RunningMoments:
+def join_moments(processes: Processes, before: RunningMoments, after: RunningMoments) -> RunningMoments:
     """The moments of all that the processes saw, each since the same start."""
     # Chan, Golub & LeVeque 1979, about the mean at the start.
     if processes.size == 1:
@@ -206,7 +206,7 @@ def join_moments(processes: RankExchange, before: RunningMoments, after: Running
     return joined
 
 
-def join_episodes(processes: RankExchange, episodes: Sequence[Episode]) -> list[Episode]:
+def join_episodes(processes: Processes, episodes: Sequence[Episode]) -> list[Episode]:
     """Those of all processes."""
     shared: list[list[Any]] = processes.share_objects([astuple(episode) for episode in episodes])
     return [Episode(*values) for part in shared for values in part]

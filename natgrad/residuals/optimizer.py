@@ -20,7 +20,7 @@ from natgrad.ground.progress import Callbacks, Progress, join_callbacks
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.ground.spaces import Params, Space
 from natgrad.operators import JoinedRows, Operator, computes_block
-from natgrad.optim import NaturalGradient, Objective, RankExchange, Solved, State, SystemEvidence
+from natgrad.optim import NaturalGradient, Objective, Processes, Solved, State, SystemEvidence
 from natgrad.residuals.stacked_rows import RowsOperator, StackedRows, TermRows, add_products
 from natgrad.residuals.system import (
     LinearisedTerms,
@@ -126,7 +126,7 @@ class JoinedTerms:
         processes: What exchanges.
     """
 
-    def __init__(self, system: System, processes: RankExchange) -> None:
+    def __init__(self, system: System, processes: Processes) -> None:
         self.system, self.processes = system, processes
 
     @torch.no_grad()
@@ -182,7 +182,7 @@ class JoinedStackedRows:
         counts: Columns of every process.
     """
 
-    def __init__(self, local: StackedRows, processes: RankExchange, counts: list[int]) -> None:
+    def __init__(self, local: StackedRows, processes: Processes, counts: list[int]) -> None:
         self.local, self.processes, self.counts = local, processes, counts
         self.space: Space = local.space
         self.starts = [0, *accumulate(counts)]
@@ -191,7 +191,7 @@ class JoinedStackedRows:
         self.joined = JoinedRows(cast("Any", local), self.space, counts, [1.0] * len(counts), processes)
 
     @staticmethod
-    def over(local: StackedRows, processes: RankExchange) -> JoinedStackedRows:
+    def over(local: StackedRows, processes: Processes) -> JoinedStackedRows:
         """The rows of all processes."""
         counts = share_count(processes, local.rank, local.space.device)
         return JoinedStackedRows(local.settle(sum(counts)), processes, counts)

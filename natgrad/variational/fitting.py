@@ -18,7 +18,7 @@ from natgrad.ground.exchanges import any_asks
 from natgrad.ground.messages import write_choices
 from natgrad.ground.progress import Callbacks, Progress, join_callbacks
 from natgrad.ground.pure import keep_gradient_mode, run_detached
-from natgrad.optim import RankExchange
+from natgrad.optim import Processes
 from natgrad.variational.joined import JoinedTarget, find_processes
 from natgrad.variational.network import Network
 from natgrad.variational.targets import Moments, Target
@@ -64,7 +64,7 @@ class Fitted(ABC):
         return self.target.own if isinstance(self.target, JoinedTarget) else self.target
 
     @property
-    def processes(self) -> RankExchange:
+    def processes(self) -> Processes:
         """The processes that fit q together; one alone exchanges nothing."""
         return find_processes(self.target)
 
@@ -303,7 +303,7 @@ class Fitted(ABC):
     def _ends(self, callback: Callable[[Self], Any] | None) -> bool:
         """Whether the callback of some process asked to end."""
         asked = callback is not None and callback(self) is True
-        return any_asks(self.processes, asked, self.processes.ranks.device)
+        return any_asks(self.processes, asked, self.processes.device)
 
     def _has_fallen(self, bounds: list[float], bound: float, tolerance: float) -> bool:
         return bool(bounds) and self.target.steady and bound < bounds[-1] - tolerance

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from natgrad.ground.exchanges import sum_numbers, sum_tensors
 from natgrad.ground.spaces import trainable
-from natgrad.optim import RankExchange, meet_processes
+from natgrad.optim import Processes, meet_processes
 from natgrad.variational.network import Network, count_examples
 from natgrad.variational.targets import Moments, Target
 
@@ -23,7 +23,7 @@ class JoinedTarget(Target):
     """log p(z, data) as the sum over processes of each one's part; all of them make the same calls."""
 
     own: Target  # this process's target. Of a network and of `Projected` the prior counts once, not once per process
-    processes: RankExchange  # what exchanges the sums
+    processes: Processes  # what exchanges the sums
 
     @property
     def steady(self) -> bool:
@@ -81,6 +81,6 @@ def join_target(
     return JoinedTarget(target, meet_processes(start, group, type(target).__name__, *settings))
 
 
-def find_processes(target: Target) -> RankExchange:
+def find_processes(target: Target) -> Processes:
     """The processes that have a part of the target; one alone exchanges nothing."""
     return target.processes if isinstance(target, JoinedTarget) else meet_processes({}, None)

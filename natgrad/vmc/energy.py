@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.exchanges import share_count
-from natgrad.optim import RankExchange
+from natgrad.optim import Processes
 
 MIXED = 1.1
 """Chains whose R-hat is above this differ; mixed ones have 1."""
@@ -182,7 +182,7 @@ def extrapolate_variance(energies: list[EnergyEstimate]) -> EnergyEstimate:
 
 
 def estimate_jointly(
-    processes: RankExchange, local_energies: Tensor, weights: Tensor | None, *, enumerated: bool = False
+    processes: Processes, local_energies: Tensor, weights: Tensor | None, *, enumerated: bool = False
 ) -> EnergyEstimate:
     """`estimate_energy` over the walkers of all processes.
 
@@ -205,7 +205,7 @@ def estimate_jointly(
     return combine_estimates([EnergyEstimate(*values) for values in processes.share_objects(list(own.values()))])
 
 
-def gather_numbers(processes: RankExchange, values: Tensor) -> Tensor:
+def gather_numbers(processes: Processes, values: Tensor) -> Tensor:
     """The numbers of all processes, real or complex, (sum of all b,) from (b,) each."""
     if not values.is_complex():
         return processes.gather_rows(values)

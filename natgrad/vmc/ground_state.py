@@ -14,7 +14,7 @@ from natgrad.ground.linalg import eigh
 from natgrad.ground.messages import write_choices
 from natgrad.ground.progress import Callbacks, Progress, join_callbacks
 from natgrad.ground.pure import keep_gradient_mode
-from natgrad.optim import RankExchange
+from natgrad.optim import Processes
 from natgrad.vmc.amplitude import LogAmplitude
 from natgrad.vmc.antisymmetric import AntisymmetricNet
 from natgrad.vmc.configurations import Configurations
@@ -140,7 +140,7 @@ class GroundState:
         """Whether the callback of some process asked to end."""
         return any_asks(self.optimizer.processes, asked, self.psi.device)
 
-    def _meet(self) -> RankExchange:
+    def _meet(self) -> Processes:
         """The processes that have walkers, each with draws of its own."""
         processes = self.optimizer.processes
         if not self._met:
@@ -272,7 +272,7 @@ def check_network(psi: LogAmplitude, space: Any) -> None:
         ) from error
 
 
-def check_draws(processes: RankExchange, sampler: Sampler) -> None:
+def check_draws(processes: Processes, sampler: Sampler) -> None:
     """ValueError if samplers of two processes would draw the same walkers, which would count them twice."""
     generator = getattr(sampler, "generator", None)
     if processes.size == 1 or not isinstance(generator, torch.Generator):

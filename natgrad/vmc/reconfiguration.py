@@ -17,7 +17,7 @@ from natgrad.ground.spaces import trainable
 from natgrad.ground.typed_torch import measure_norm
 from natgrad.metrics import GeometricTensor, geometric_tensor, lay_out_amplitudes
 from natgrad.operators import Centred, Operator, Pullback
-from natgrad.optim import LinearSystem, NaturalGradient, RankExchange, Solved, State, SystemEvidence, join_operator
+from natgrad.optim import LinearSystem, NaturalGradient, Processes, Solved, State, SystemEvidence, join_operator
 from natgrad.rules import Constant, Damping, Rule, TrustRegion
 from natgrad.solvers import Auto, Solution, Solver, Spring
 from natgrad.structures import Dense, Exact, Structure
@@ -216,7 +216,7 @@ class StochasticReconfiguration:
         return energy
 
     @property
-    def processes(self) -> RankExchange:
+    def processes(self) -> Processes:
         """The processes that have walkers; one alone exchanges nothing."""
         return self.optimizer.processes
 
@@ -275,9 +275,9 @@ class StochasticReconfiguration:
         return gather_numbers(self.processes, local_energies), shares
 
 
-def join_moment(processes: RankExchange, moment: Pullback, share: float, counted: Tensor) -> Operator:
+def join_moment(processes: Processes, moment: Pullback, share: float, counted: Tensor) -> Operator:
     """S over the walkers of all processes, about their common mean."""
-    joined = join_operator(processes.ranks, moment, moment.linearization.space, share)
+    joined = join_operator(processes, moment, moment.linearization.space, share)
     return Centred(cast("Any", joined), processes.gather_rows(joined.shares[processes.rank] ** 0.5 * counted))
 
 

@@ -17,7 +17,7 @@ import natgrad as ng
 from natgrad.helmholtz import Algorithm, Reweighted
 from natgrad.helmholtz.phases import Lesson
 from natgrad.helmholtz.units import PARTS, LogisticRows
-from natgrad.optim import RankExchange
+from natgrad.optim import Processes
 from natgrad.variational import Projected
 
 pytestmark = pytest.mark.skipif(
@@ -160,7 +160,7 @@ class Told(Algorithm):
         return self.lessons.pop()
 
 
-def gather_lesson(lesson: Lesson, processes: RankExchange) -> Lesson:
+def gather_lesson(lesson: Lesson, processes: Processes) -> Lesson:
     """What all processes drew, as one that drew it all would have it."""
     many = len(own(BITS))
 

@@ -29,7 +29,7 @@ from natgrad.operators import (
     Units,
 )
 from natgrad.optim.joined import JoinedOperator
-from natgrad.optim.processes import Ranks
+from natgrad.optim.processes import Processes
 from natgrad.rules import FlatStep, Quadratic, SystemFacts
 from natgrad.solvers.nystrom import WrittenRoot
 
@@ -71,7 +71,7 @@ WRAPPERS: dict[type, Callable[[Operator], Operator]] = {
     Tiled: lambda operator: Tiled(operator, (1, 1, 2, 3), (2, 3)),
     Chunked: lambda operator: Chunked([lambda: operator, lambda: operator]),
     JoinedOperator: lambda operator: JoinedOperator(
-        operator, Space({"a": torch.zeros(SIZE, dtype=F64)}), [1.0], None, operator.facts, Ranks()
+        operator, Space({"a": torch.zeros(SIZE, dtype=F64)}), [1.0], None, operator.facts, Processes()
     ),
     WrittenRoot: write_root,
 }

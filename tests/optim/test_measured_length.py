@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.layers.hearing import Heard
 from natgrad.optim.block_step import FALLS_TO, FEWEST, PART, form_along, measure_ratio, sample_examples
-from natgrad.optim.processes import Ranks
+from natgrad.optim.processes import Processes
 from natgrad.optim.reading import Reading
 from natgrad.optim.state import Length
 from natgrad.rules.quadratic import SLACK
@@ -231,7 +231,7 @@ def learn_ratio(length: Length, form: float, promised: float = 1.0) -> Length:
     """What is known after a measurement, made up as one parameter's summed score."""
     step = {"w": torch.ones((), dtype=F64)}
     sample = Reading(Heard([]), 1, [], ({"w": torch.tensor(form, dtype=F64).sqrt()},))
-    return measure_ratio(length, sample, step, {"w": torch.tensor(promised, dtype=F64)}, step, Ranks())
+    return measure_ratio(length, sample, step, {"w": torch.tensor(promised, dtype=F64)}, step, Processes())
 
 
 def ratio_of(length: Length) -> float:

@@ -256,10 +256,10 @@ def test_another_way_to_share_is_refused(share: Any):
 
 
 def test_a_budget_decides_between_speed_and_memory():
-    from natgrad.optim.processes import Owners, Ranks, check_share
+    from natgrad.optim.processes import Owners, Processes, check_share
 
     costs = {"a": Cost(8.0, 100.0), "b": Cost(8.0, 100.0)}
     for share, found in (("auto", "speed"), (1000, "memory"), (1600, "speed"), ("memory", "memory")):
-        owners = Owners(Ranks(size=2), *check_share(share))
+        owners = Owners(Processes(size=2), *check_share(share))
         owners.assign(costs, 8)
         assert owners.share == found
