@@ -22,7 +22,6 @@ from natgrad.ground.whole_tensors import any_split, write_all
 from natgrad.optim.checkpoint import EXTRA, Checkpoint, Format, name_positions, read_checkpoint, write_checkpoint
 from natgrad.optim.checks import LIMITS, agree_on_loss, checked_group, evaluate_loss
 from natgrad.optim.guard import (
-    SMALL,
     NotFiniteError,
     OnTrouble,
     warn_of_rate,
@@ -47,6 +46,7 @@ from natgrad.optim.report import (
 from natgrad.optim.state import State
 from natgrad.optim.step import Choices, Evidence, Move, StepReport, leave_out, natural_step
 from natgrad.rules import Rule
+from natgrad.rules.constants import COMPARED, SMALL_RATE
 
 CHOICES = ("structure", "solver", "rule", "damping", "update_every", "invert_every", "train_in_eval", "on_trouble")
 
@@ -118,8 +118,6 @@ class Live:
     places: Sequence[tuple[Mapping[str, Any], str, Any]] = ()
 
 
-ENOUGH = 5
-"""Losses of a model's own that are compared with the criterion's: of a fresh model many have the same value."""
 LOOPS = ("fit", "train", "learn", "run", "minimize", "optimize", "solve", "compile")
 """What other packages call a loop of steps."""
 
@@ -201,11 +199,11 @@ class ModelOptimizer(Optimizer):
         self._follow_parameters()
         outputs, chosen = self._live.recall.choose(outputs)
         outputs, own = self.criterion.pick_logits(outputs)
-        if own is not None and self._live.agreed >= ENOUGH:
+        if own is not None and self._live.agreed >= COMPARED:
             value = own
         else:
             value = evaluate_loss(self.criterion, outputs, targets, self.on_trouble == "skip")
-        if own is not None and self._live.agreed < ENOUGH:
+        if own is not None and self._live.agreed < COMPARED:
             self._live.agreed += agree_on_loss(own, value, self.criterion)
             value = own
         if torch.is_grad_enabled() and value.requires_grad:
@@ -455,7 +453,7 @@ class ModelOptimizer(Optimizer):
     def _warn_of_rate(self) -> None:
         """Warn of a learning rate that is none of natgrad's."""
         rates = [float(group[key]) for group in self.param_groups for key in ("lr", "initial_lr") if key in group]
-        if 0 < max(rates, default=0.0) < SMALL:
+        if 0 < max(rates, default=0.0) < SMALL_RATE:
             warn_of_rate(max(rates), (make().cuts.get("lr", 1.0) for make in self._live.history))
 
     def _follow_names(self) -> None:

@@ -53,25 +53,24 @@ from natgrad.rules import (
     Vector,
     inner_product,
 )
-
-RAMP = 5  # steps after which the intervals between updates grow by one
-TURNED = 2  # times as long they are once steps are spectral, which need whitened inputs alone
-LONG = 12  # steps between updates, of which two may be left out
-GOLDEN = (math.sqrt(5) - 1) / 2
-MOST = 20  # steps between two updates, for which all rows are taken that a pass is asked for
-SELDOM = 4  # times more seldom a length is measured once steps are spectral
-BEFORE = 2  # a measurement waits for as many steps as a run has had, over this
-WATCHED = 20  # steps after one that was near its bound
-BLIND = 1e6  # the same of statistics without derivatives: a bound on the KL that is set then is measured
-UNKNOWN = Length().doubt  # times too small that the estimate of a step's KL may be, before any was compared
-MARGIN = 5.0  # of the largest factor by which it was too small lately
-FORGETS = 0.98  # of that factor, per comparison
-FADES, SURE = 0.9, 10  # of the sums that tell signal from noise, per step; steps before they are believed
-SMALLEST, LARGEST = 1.0, 1e8  # below 1 the damping shortens a step, and that is what it is for
-FALLS_TO = 0.5  # that the ratio falls to, per measurement
-FEWEST = 64  # examples that a measurement takes, if the pass has as many
-PART = 4  # of the examples of a larger pass, one in so many
-
+from natgrad.rules.constants import (
+    BEFORE,
+    BLIND,
+    EXAMPLES_PART,
+    FALLS_TO,
+    FEWEST_EXAMPLES,
+    GOLDEN,
+    KEEPS,
+    LARGEST_RATIO,
+    LONGEST,
+    MARGIN,
+    MARGIN_KEEPS,
+    RAMP,
+    SELDOM,
+    TURNED,
+    UNKNOWN,
+    YOUNG,
+)
 
 Settings = Mapping[str, Mapping[str, Any]]
 """The parameter groups' numbers by parameter: lr, momentum, damping, weight_decay, l2 and the rule's own."""
@@ -460,7 +459,7 @@ class BlockWork(Work):
         if not self.shapes and length.ratio is not None:
             measured = averaged = float(length.ratio * sum_scalars(promised).to(length.ratio))
             # what today's inverses promise is damped, and no less than the averages alone: they need not be asked
-            if not (pace.inverted == step and length.ratio >= SMALLEST):
+            if not (pace.inverted == step and length.ratio >= 1.0):
                 averaged = float(self.promise(Parts(moves), self.strengths))
             length = follow_fall(length, measured, averaged)
         self.state = replace(self.state, length=length, pace=pace)
@@ -634,8 +633,8 @@ def is_due(last: int, step: int, turned: bool, every: int) -> bool:
 
 
 def vary_interval(step: int, every: int) -> int:
-    """0 or 1, or 2 of long intervals, by the fractional part of a multiple of the golden ratio; 0 for every = 1."""
-    return int(min(every, 2 if every < LONG else 3) * (step * GOLDEN % 1)) if every > 1 and step > 0 else 0
+    """0, 1 or 2, by the fractional part of a multiple of the golden ratio; 0 for every = 1."""
+    return int(min(every, 3) * (step * GOLDEN % 1)) if every > 1 and step > 0 else 0
 
 
 def part_of_rows(pace: Pace, step: int, turned: bool) -> float:
@@ -643,8 +642,8 @@ def part_of_rows(pace: Pace, step: int, turned: bool) -> float:
 
     Averages over as many more passes are as sure with as many fewer rows of each.
     """
-    since = step - pace.updated if pace.updated >= 0 else MOST
-    return min(1.0, since / min(MOST, find_interval(step, turned)))
+    since = step - pace.updated if pace.updated >= 0 else LONGEST
+    return min(1.0, since / min(LONGEST, find_interval(step, turned)))
 
 
 def start_afresh(pace: Pace) -> Pace:
@@ -680,12 +679,12 @@ def compare_kl(length: Length, step: int, nats: float, expected: float) -> Lengt
     if not math.isfinite(nats) or not expected > 0:
         return length
     past = MARGIN if length.doubt == UNKNOWN else length.doubt
-    return replace(length, doubt=max(MARGIN * max(nats / expected, 1.0), FORGETS * past))
+    return replace(length, doubt=max(MARGIN * max(nats / expected, 1.0), MARGIN_KEEPS * past))
 
 
 def is_watched(length: Length, step: int) -> bool:
     """Whether steps were near their bound lately, so that the next may have to be measured."""
-    return step - length.compared < WATCHED
+    return step - length.compared < LONGEST
 
 
 # noise
@@ -698,9 +697,9 @@ def turn(state: State) -> State:
 
 def follow_signal(noise: Noise, step: int, sums: Sequence[float], least: float) -> tuple[Noise, bool]:
     """Count one step's |m|^2, |g|^2 and noise, and say whether the share of signal is low."""
-    mean, single, chance = (FADES * old + (1 - FADES) * now for old, now in zip(noise.signal, sums, strict=True))
+    mean, single, chance = (KEEPS * old + (1 - KEEPS) * now for old, now in zip(noise.signal, sums, strict=True))
     noise = replace(noise, signal=(mean, single, chance))
-    return noise, step + 1 >= SURE and noise.share < least
+    return noise, step + 1 >= YOUNG and noise.share < least
 
 
 # how far the quadratic model is trusted
@@ -733,9 +732,9 @@ def measure_ratio(
         # a few examples carry the metric of a network that is nearly right, and a pass may miss them
         fresh = torch.maximum(fresh, FALLS_TO * before)
     last = torch.ones_like(promise) if before is None else before
-    fresh = torch.where(torch.isfinite(fresh), fresh, 10 * last.clamp(min=SMALLEST))
+    fresh = torch.where(torch.isfinite(fresh), fresh, 10 * last.clamp(min=1.0))
     # derivatives that vanish in the dtype at hand, steps of length 0: nothing was measured
-    ratio = torch.where((form == 0) | ~(promise > 0), last, fresh).clamp(max=LARGEST)
+    ratio = torch.where((form == 0) | ~(promise > 0), last, fresh).clamp(max=LARGEST_RATIO)
     return replace(length, ratio=ratio, falls=falls)
 
 
@@ -787,11 +786,11 @@ def sample_examples(reading: Reading) -> Reading:
     Parameters without a layer keep their scores, which are sums over examples.
     """
     examples, span = min((seen.examples for seen in reading.apart), default=0), reading.span
-    size, joint_size, total = min(examples, max(FEWEST, examples // PART)), 0, 0
+    size, joint_size, total = min(examples, max(FEWEST_EXAMPLES, examples // EXAMPLES_PART)), 0, 0
     if span is None or not span.count or examples % span.count:
         joint_size, total = size, examples
     else:
-        size, joint_size, total = span.count_kept(examples // span.count, FEWEST, PART)
+        size, joint_size, total = span.count_kept(examples // span.count, FEWEST_EXAMPLES, EXAMPLES_PART)
     layers = list[Seen]()
     for seen in reading.apart:
         if seen.examples % examples == 0:  # rows of examples lie side by side; else the layer counts as unseen

@@ -23,11 +23,12 @@ from natgrad.operators import (
     stack_products,
     unpack_operator,
 )
-from natgrad.optim.guard import RAISES, Guard, are_finite
+from natgrad.optim.guard import Guard, are_finite
 from natgrad.optim.processes import Cost, Owners, cost_of
-from natgrad.optim.reading import SOME, Reading, agree_on_parts
+from natgrad.optim.reading import Reading, agree_on_parts
 from natgrad.optim.state import Block, Hearing, single
 from natgrad.rules import Parts, Rule, inner_product
+from natgrad.rules.constants import FEWEST_ROWS, RAISES
 from natgrad.structures import Layerwise, Statistics, accumulate_statistics, accumulate_weight, exchanging
 
 # a pass into the averages
@@ -160,7 +161,7 @@ class Averages:
         share, weight = float(reading.rows), reading.weight
         for seen in (reading.layers.pop() for _ in range(len(reading.layers))):
             rows, positions = reading.weights.get(seen.key, share), reading.positions.get(seen.key, math.inf)
-            needed = max(SOME, reading.part * self.structure.rows_needed(seen.layer))
+            needed = max(FEWEST_ROWS, reading.part * self.structure.rows_needed(seen.layer))
             yield seen.thin(needed).count_times(share, weight), Count(rows, positions)
 
     def _weigh_squares(self, reading: Reading) -> Iterator[tuple[str, Statistics, Count]]:

@@ -1,4 +1,4 @@
-"""All that keeps one bad batch, one dead layer or one wild number from doing harm: one value, and one table of numbers.
+"""All that keeps one bad batch, one dead layer or one wild number from doing harm: one value.
 
 A step looks at three things before it is taken: the loss (`is_wild`), the inputs of the layers (`accept_inputs`) and
 the length of the gradient (`cut_gradient`). What fails is left out and counted; a run that no longer learns says so.
@@ -21,22 +21,24 @@ from natgrad.ground.linalg import all_finite, stays_finite
 from natgrad.ground.pure import leaves, map_tensors
 from natgrad.ground.typed_torch import list_numbers, measure_norms
 from natgrad.layers import Seen
+from natgrad.rules.constants import (
+    FAR_INPUTS,
+    FIRST_WILD,
+    HEADROOM,
+    KEEPS,
+    KNOWN_AFTER,
+    LONG_GRADIENT,
+    LONGEST_STEP,
+    PATIENCE,
+    SMALL_RATE,
+    STOP,
+    WARN,
+    WILD,
+    YOUNG,
+)
 
 OnTrouble = Literal["skip", "raise"]
 Result = TypeVar("Result")
-
-# The table. Each number with what it was measured on, or why it must be so.
-WARN, STOP = 5, 25  # steps in a row that came to nothing: of the warning, of the error
-WILD = 10.0  # times the highest loss so far: no step of a sound run of the races raised it so far at once
-PATIENCE = 3  # batches in a row that are left out for their loss or inputs; the next one counts: the data have changed
-EARLIEST, FIRST = 10, 1e4  # steps until a loss is wild; before that so many times the highest: first losses say little
-FAR = 100.0  # times the mean square so far of a layer's inputs: one row of 64 that is eighty times too large
-KEEPS = 0.9  # of that mean, and of the gradient's, per step
-LONG, KNOWN_AFTER = 3.0, 5  # times the root mean square of the gradients so far, which is known after so many steps
-HEADROOM = 1e-6  # of the largest number of a dtype: sums of many second moments must not overflow
-FARTHEST = 1e12  # length of a block's step at which a metric means nothing: squares of more overflow in float32
-SMALL = 0.01  # a factor on a step's length that nobody means: Adam's rates are below it
-RAISES = (1.0, 1e2, 1e4)  # times the damping, tried one after the other, where an inverse is not finite
 
 OVERDUE = (
     "the statistics of the last {count} steps were due and not read, so that these steps were taken with the metric of "
@@ -142,7 +144,7 @@ class Guard:
         """True where a loss is far above all of the run's: its step is left out."""
         if self.highest is None or self.wild >= PATIENCE:
             return False
-        return loss > (FIRST if steps < EARLIEST else WILD) * self.highest > 0
+        return loss > (FIRST_WILD if steps < YOUNG else WILD) * self.highest > 0
 
     def is_fit(self, loss: float, steps: int, bounded: bool) -> bool:
         """True for a loss whose batch may enter the averages: finite, and not wild where it is known to be >= 0."""
@@ -164,7 +166,7 @@ class Guard:
         would lead the momentum for dozens of steps. A gradient that grows by a third per step is never cut.
         """
         usual = math.sqrt(self.square / self.weight) if self.weight > 0 else 0.0
-        factor = LONG * usual / length if steps >= KNOWN_AFTER and length > LONG * usual > 0 else 1.0
+        factor = LONG_GRADIENT * usual / length if steps >= KNOWN_AFTER and length > LONG_GRADIENT * usual > 0 else 1.0
         square = KEEPS * self.square + (1 - KEEPS) * (factor * length) ** 2
         return factor, replace(self, square=square, weight=KEEPS * self.weight + 1 - KEEPS)
 
@@ -184,14 +186,15 @@ class Guard:
         fresh = {key: size * size for key, size in sizes.items()}
         # a layer behind one that starts near zero may see a thousand times more within a step, and yet less than others
         most = max(self.inputs.values(), default=0.0)
-        far = any(square > max(FAR * self.inputs[key], most) for key, square in fresh.items() if key in self.inputs)
+        known = self.inputs
+        far = any(square > max(FAR_INPUTS * known[key], most) for key, square in fresh.items() if key in known)
         if far and self.far < PATIENCE:
             return False, True, replace(self, far=self.far + 1)
-        known = dict(self.inputs)
+        inputs = dict(known)
         for key, square in fresh.items():
             if square > 0:
-                known[key] = square if far else KEEPS * (known.get(key) or square) + (1 - KEEPS) * square
-        return True, False, replace(self, inputs=known, far=0)
+                inputs[key] = square if far else KEEPS * (known.get(key) or square) + (1 - KEEPS) * square
+        return True, False, replace(self, inputs=inputs, far=0)
 
     # checkpoints
 
@@ -240,12 +243,12 @@ def measure_sides(layers: Sequence[Seen], squares: Mapping[str, Tensor]) -> tupl
 
 
 def least_damping(norms: Sequence[float]) -> float:
-    """lambda with |(G + lambda I)^-1 g| <= `FARTHEST`, for the norms |g| of a block's gradients.
+    """lambda with |(G + lambda I)^-1 g| <= `LONGEST_STEP`, for the norms |g| of a block's gradients.
 
     Where each softmax is saturated at a wrong class the Fisher information is 1e-37 and the gradient is not small: the
     step has no end then, and with this damping it goes along the gradient. A norm that is not finite counts as 0.
     """
-    return math.hypot(*(norm for norm in norms if math.isfinite(norm))) / FARTHEST
+    return math.hypot(*(norm for norm in norms if math.isfinite(norm))) / LONGEST_STEP
 
 
 # whether numbers are finite: in one read of the device for many
@@ -391,7 +394,7 @@ def warn_of_rate(rate: float, cuts: Iterable[float]) -> None:
     would be at 1.
     """
     known = list(cuts)
-    if min(known, default=1.0) <= 1 / SMALL:
+    if min(known, default=1.0) <= 1 / SMALL_RATE:
         return
     warnings.warn(
         f"lr is {rate:.3g}, and it is a factor on the length that the rule finds: the last {len(known)} steps were at "

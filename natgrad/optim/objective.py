@@ -27,9 +27,7 @@ from natgrad.optim.passes import OTHER_BATCH, Data, Linearised, Recall, Recorded
 from natgrad.optim.processes import Processes
 from natgrad.optim.state import Outside
 from natgrad.rules import Damping, Parts, Quadratic, Relative, Step, Vector, as_damping
-
-SCALER = 128.0
-"""Weights of losses from here on come from a gradient scaler, whose factor the gradients no longer have."""
+from natgrad.rules.constants import DRAWS, SCALER, TOO_FAR, TRIALS
 
 
 @dataclass(frozen=True)
@@ -487,8 +485,6 @@ def number(value: Tensor | float) -> float:
 
 # Levenberg-Marquardt for metrics in blocks: the loss at a step, beside what the quadratic model promises of it
 
-EVERY = 5  # steps between judgements: Martens & Grosse 2015, section 6.5
-
 
 class PooledLoss:
     """d -> the loss at theta + d, the mean over all processes' rows, penalty included; `before` is that at d = 0.
@@ -609,8 +605,6 @@ def verdict(predicted: float, change: float) -> tuple[float, bool]:
 # in float64, and in less
 MOVED = {True: 1e-10, False: 3e-8}  # nats that the trial point lies away, as far as is known
 LEAST = {True: 1e-7, False: 1e-5}  # share of the parameters that it moves at least
-FAR, TRIALS = 10.0, 3  # times as far as was known: another trial, nearer; of so many
-DRAWS = 32  # of labels, for a likelihood without a Fisher form
 
 
 class BatchForm:
@@ -649,7 +643,7 @@ class BatchForm:
         for _ in range(TRIALS):
             form = self._pool_form(vector, share)
             moved = 0.5 * self.nats * form
-            if not share**2 * moved > FAR * self._near(vector) or share <= least:
+            if not share**2 * moved > TOO_FAR * self._near(vector) or share <= least:
                 break
             share = max(least, math.sqrt(self._near(vector) / moved))  # it went much farther than was known
         return form

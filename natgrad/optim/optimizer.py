@@ -58,9 +58,10 @@ from natgrad.optim.objective import (
 from natgrad.optim.options import FlatOptions, FlatSettings, read_settings, with_options
 from natgrad.optim.passes import Data, Recall, listen, overhear
 from natgrad.optim.processes import Processes, meet, refuse_nested, weigh_loss
-from natgrad.optim.state import SHARE, Outside, OwnGradients, Pace, State, SystemMemory
+from natgrad.optim.state import Outside, OwnGradients, Pace, State, SystemMemory
 from natgrad.optim.step import Choices, StepReport
 from natgrad.rules import SafeRate, as_damping
+from natgrad.rules.constants import UNKNOWN_SHARE
 from natgrad.solvers import Auto
 from natgrad.structures import Exact, as_preconditioner
 
@@ -372,7 +373,7 @@ class NaturalGradient(ModelOptimizer):
             return objective
         if self._live.processes.size == 1 and self._can_try(objective):
             own = objective.gradient(torch.zeros_like(gradient))[1]
-            if float(measure_norm(gradient - own)) <= SHARE * float(measure_norm(gradient)):
+            if float(measure_norm(gradient - own)) <= UNKNOWN_SHARE * float(measure_norm(gradient)):
                 return objective
         known = (objective.params, objective.space, called.value, called.random)
         return Reclose(self.model, called.closure, self._live.recall, *known)

@@ -1124,7 +1124,7 @@ def refuse_nested(model: Any) -> None:
 
 # Backward passes in step on all processes: the user's, weighed by rows, and others through a model in parts
 
-ALIKE = 1e-10
+EQUAL = 1e-10
 """Of the square of the losses' weights: the variance below which all processes weigh the same."""
 
 
@@ -1211,7 +1211,7 @@ class RowWeight:
         weight = gradient.detach().double().reshape(())
         own = torch.stack([torch.full_like(weight, self.rows), weight, weight.square()])
         total, weights, squares = self.processes.sum(own).unbind()
-        unlike = self.processes.size * squares - weights.square() > ALIKE * weights.square()
+        unlike = self.processes.size * squares - weights.square() > EQUAL * weights.square()
         share = torch.where(unlike, 1.0, self.rows * self.processes.size / total)
         return gradient * share.to(gradient.dtype) if self.rows else torch.zeros_like(gradient)
 

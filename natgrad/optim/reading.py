@@ -44,10 +44,6 @@ from natgrad.optim.processes import AlignedPasses, Processes, call_roll
 from natgrad.optim.state import Hearing, find_error_size
 from natgrad.structures import Empirical, Estimate, ExactLabels, Layerwise, Outputs, Sampled, hear_metric
 
-HEADROOM = 1e-6  # of the largest number: running averages add up
-SOME = 256
-"""Rows of a pass that factors are taken from at the least, if there are as many, however often passes are read."""
-
 
 @dataclass(frozen=True)
 class Reading:

@@ -29,6 +29,7 @@ from natgrad.rules import (
     SpectralProgress,
     SubspaceSearch,
 )
+from natgrad.rules.constants import FALLS_AFTER, ROWS
 from natgrad.solvers import CG, Auto, KrylovSubspace, Solution, Solver, Status
 from natgrad.structures import (
     AdaptiveInverse,
@@ -279,10 +280,6 @@ NEAR, FAR = Relative(0.1, per="block", whole=0.1), Relative(0.3, per="block", wh
 """The same for structures without dense factors, and for few directions."""
 NATURAL = NoiseAware(kl_share=0.05, move=0.1, floor=0.5, noise=0.0)
 """Natural steps within a share of each layer, all along, and of less nats."""
-FALLS_AFTER = 20.0
-"""Spectral steps from which on the rate falls with `rate="auto"`."""
-ROWS = 4
-"""Rows of a pass that a factor is taken from, for each of its own."""
 
 
 @with_options(BlockOptions, BlockSettings, damping=SAFE)

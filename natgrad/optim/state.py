@@ -25,9 +25,9 @@ from natgrad.operators import Layout, Operator, pack_operator, unpack_operator
 from natgrad.optim.guard import Guard
 from natgrad.optim.processes import Owners, Processes
 from natgrad.rules import ErrorScale
+from natgrad.rules.constants import KEEPS, ROUND_OFF, STANDARD, UNKNOWN, UNKNOWN_SHARE
 
 Density = Gaussian | Laplace | Huber
-STANDARD = 2.0  # standard deviations of the likelihood that errors have where targets are in units of their own
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,6 @@ def trace_reshapes(outputs: Tensor) -> list[Any]:
 
 
 # The part of a gradient that did not come from `opt.loss`, and the damping that keeps steps along it bounded
-
-SHARE = 0.1  # of a block's gradient, that counts as a part: round-off in half precision stays below
-ROUND = 4e-3  # of the whole gradient, below which a zero may be round-off: 2^-8 in bfloat16
-FADES = 0.9  # per measurement: an old curvature is forgotten in about ten
 
 
 @dataclass(frozen=True)
@@ -188,7 +184,7 @@ class Outside:
         levels, last = dict[str, float](), dict[str, tuple[Tensor, Tensor]]()
         for names in reached:
             now = {n: (named[n].to(gradients[n], copy=True), gradients[n] - scale * parts[n]) for n in names}
-            faded = FADES * max(self.levels.get(name, 0.0) for name in names)
+            faded = KEEPS * max(self.levels.get(name, 0.0) for name in names)
             levels |= dict.fromkeys(names, max(curvature_between(self.last, now), faded))
             last |= now
         if reached and not (held or self.warned):
@@ -309,8 +305,8 @@ def fit_scale(overlaps: Mapping[str, Overlap]) -> float:
 
 def find_held(overlaps: Mapping[str, Overlap]) -> list[str]:
     """The parameters of whose own gradients a part was set to zero."""
-    least = ROUND**2 * sum(part.own for part in overlaps.values())
-    return [name for name, part in overlaps.items() if part.lost > max(SHARE**2 * part.own, least)]
+    least = ROUND_OFF**2 * sum(part.own for part in overlaps.values())
+    return [name for name, part in overlaps.items() if part.lost > max(UNKNOWN_SHARE**2 * part.own, least)]
 
 
 def find_outside_blocks(
@@ -322,7 +318,7 @@ def find_outside_blocks(
         names = [name for name in block if name in overlaps]
         parts = [overlaps[name] for name in names]
         rest = sum(part.whole - 2 * scale * part.inner + scale**2 * part.own for part in parts)
-        if rest > SHARE**2 * sum(part.whole for part in parts):
+        if rest > UNKNOWN_SHARE**2 * sum(part.whole for part in parts):
             outside.append(names)
     return outside
 
@@ -547,7 +543,7 @@ class Length:
     ratio: Tensor | None = None
     falls: bool = False
     fallen: float = 1.0
-    doubt: float = 30.0
+    doubt: float = UNKNOWN
     compared: int = 0
 
 

@@ -37,7 +37,6 @@ from natgrad.optim.checks import (
 )
 from natgrad.optim.guard import check_trouble, warn_of_strangers
 from natgrad.optim.objective import (
-    EVERY,
     BatchForm,
     Called,
     Objective,
@@ -53,10 +52,10 @@ from natgrad.optim.report import StateReport, state_report
 from natgrad.optim.state import Block, Hearing, OwnGradients, State, gather_numbers, move_state, read_parameters, single
 from natgrad.optim.step import Choices, StepReport, bounded_below
 from natgrad.rules import Momentum
+from natgrad.rules.constants import JUDGED_EVERY, LONGEST
 from natgrad.structures import ExactLabels, Layerwise, Sampled
 
 SAVED = frozenset({"clock", "blocks", "trusted", "refused", "generator", "ratio"})
-MEASURED = 20  # most steps between two measurements of the step's length, unless updates lie further apart
 
 
 @dataclass
@@ -180,7 +179,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         super().__init__(given_parameters(chosen.params, named_parameters(self.model)), defaults)
         reader = Reader(self.model, named, structure, processes)
         averages = Averages(structure, named, Owners(processes, *check_share(chosen.share)))
-        known = (self.rule, self.damping, processes, bounded_below(loss), self.damping.every or EVERY)
+        known = (self.rule, self.damping, processes, bounded_below(loss), self.damping.every or JUDGED_EVERY)
         self._flow = BlockFlow(loss, reader, averages, Choices(*known, self.update_every, self.invert_every))
         hook = listen(self.model, recall, traceable=True, in_eval=self.train_in_eval)
         self._live.finalizer = weakref.finalize(self, release, reader, hook)
@@ -383,7 +382,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         state, flow = self._live.state, self._flow
         # labels that a metric was estimated from measure it too short along the direction that it gives
         measuring = self.measure and (self.rule.measures(state.is_turned) or flow.choices.judge is not None)
-        every = max(MEASURED, self.update_every)
+        every = max(LONGEST, self.update_every)
         measuring = measuring and is_due_to_measure(state.pace, state.step, state.is_turned, every)
         measurement = None if not measuring or isinstance(self.structure.estimate, ExactLabels) else Sampled()
         sources = self.criterion, outputs, targets, self._live.recall

@@ -13,10 +13,11 @@ from torch import Tensor
 from natgrad.ground.typed_torch import measure_norm, measure_norms
 from natgrad.operators import Operator
 from natgrad.rules.base import BlockPoint, BlockStack, Objective, Rule, StackMemory
+from natgrad.rules.constants import FRESH, MOST_NATS
 from natgrad.rules.quadratic import BlockStep, Memory, Parts, Quadratic, Step
 from natgrad.rules.spectral_descent import SpectralDescent
-from natgrad.rules.spectral_progress import FRESH, SpectralProgress, least_size
-from natgrad.rules.step_rules import USUAL, MeasuredLength
+from natgrad.rules.spectral_progress import SpectralProgress, least_size
+from natgrad.rules.step_rules import MeasuredLength
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class NoiseAware(Rule):
         0.4
     """
 
-    max_kl: float = USUAL
+    max_kl: float = MOST_NATS
     kl_share: float = 0.1
     warm: int = 5
     move: float = 0.12
@@ -95,7 +96,7 @@ class NoiseAware(Rule):
         return self.spectral.rate_after(steps)
 
     def measures(self, turned: bool) -> bool:
-        return not turned or self.spectral.needs_form or self.max_kl != USUAL
+        return not turned or self.spectral.needs_form or self.max_kl != MOST_NATS
 
     def prepare(self, metric: Operator, level: float) -> dict[str, Tensor]:
         return self.spectral.prepare(metric, level)
@@ -117,7 +118,7 @@ class NoiseAware(Rule):
         if "kl_share" in model.cuts:
             model.cuts["spectral.kl_share"] = model.cuts.pop("kl_share")
         max_kl = model.run.options.get("max_kl", self.max_kl)
-        return (step if max_kl == USUAL else natural.hold(model, step)), memory
+        return (step if max_kl == MOST_NATS else natural.hold(model, step)), memory
 
 
 def limit_moves(model: Quadratic, step: Step, most: float, floor: float) -> Step:

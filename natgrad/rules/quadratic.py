@@ -14,6 +14,7 @@ from torch import Tensor
 from natgrad.ground.messages import write_choices
 from natgrad.ground.typed_torch import as_tensor_like, measure_norm, measure_norms, torch_plain
 from natgrad.operators import Operator
+from natgrad.rules.constants import KL_SLACK
 from natgrad.solvers import Subspace
 
 # a vector over parameters that lie apart, with what rules do with a flat one
@@ -188,10 +189,6 @@ def measure_parts(parts: Sequence[Tensor]) -> list[Tensor]:
 def as_factor(length: Tensor | float, like: Tensor) -> Tensor | float:
     """A common factor in the dtype and on the device of what it multiplies."""
     return length.to(like) if isinstance(length, Tensor) else length
-
-
-SLACK = 0.02
-"""A share of a bound on the KL that is left over: a measurement is a difference of outputs, and not quite straight."""
 
 
 @dataclass(frozen=True)
@@ -610,7 +607,7 @@ def hold_kl(model: Quadratic, step: Step, most: Tensor | float) -> Step:
     measured = model.layers.exact(step)
     if measured is not None:
         step, kl = measured, float(model.kl(measured))
-    allowed = (1 - SLACK) * bound
+    allowed = (1 - KL_SLACK) * bound
     if kl <= allowed:
         return step
     if not math.isfinite(kl):

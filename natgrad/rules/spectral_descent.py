@@ -13,6 +13,7 @@ from natgrad.ground.linalg import BLOCK, gram, invert_factor_or_nan, resolvent
 from natgrad.ground.typed_torch import as_tensor_like, torch_linalg
 from natgrad.operators import Operator
 from natgrad.rules.base import BlockPoint, Objective, Rule
+from natgrad.rules.constants import KEPT_DIRECTIONS, OBLONG, WIDEST
 from natgrad.rules.quadratic import Memory, Quadratic, Step
 from natgrad.rules.step_rules import scale_usual
 
@@ -31,13 +32,6 @@ FIVE = 5
 """Iterations whose place is taken by an inverse on a CPU."""
 RESOLVENT = (1.10778854, 0.00322849, 0.13367532)
 """s, c and w of s + w / (k + c), nearest to k^(-1/2) for k in [.02^2, 1]: to .24 of it (Zolotarev)."""
-MOST = 8
-"""Steps that a direction is kept for at most."""
-WIDE = 2
-"""Times as many columns as rows from which on products of rows are cheaper."""
-
-WIDEST = 1024
-"""The most rows or columns, whichever are fewer, of a table without a layer whose step is a polar factor."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +134,8 @@ class SpectralDescent(Rule):
             return self.scale_entries(n, block.prepared.get("squares")), {}
         if "tokens" in block.prepared:
             return self.scale_rows(n, block.prepared["tokens"].to(n)), {}
-        room, since = self.room_of(block), block.steps - int(block.memory.get("step", -MOST))
-        every = min(MOST, max(1, int(self.renewed / (room * self.enough))))
+        room, since = self.room_of(block), block.steps - int(block.memory.get("step", -KEPT_DIRECTIONS))
+        every = min(KEPT_DIRECTIONS, max(1, int(self.renewed / (room * self.enough))))
         renewed = (block.steps + zlib.crc32(block.names[0].encode())) % every == 0  # not all layers at one step
         if "direction" in block.memory and since < every and not renewed:
             return block.memory["direction"], dict(block.memory)
@@ -311,7 +305,7 @@ def polar(matrix: Tensor, iterations: int = len(POLISH)) -> Tensor:
     if x.is_cpu and iterations == FIVE:
         x = polish_by_resolvent(x)
         return x.mT if tall else x
-    wide = x.shape[-1] >= WIDE * x.shape[-2]
+    wide = x.shape[-1] >= OBLONG * x.shape[-2]
     x = polish_by_gram(x, iterations) if wide else polish(x, iterations)
     return x.mT if tall else x
 

@@ -14,6 +14,16 @@ from torch import Tensor
 from natgrad.ground.linalg import invert_factor_or_nan, symmetrise
 from natgrad.ground.typed_torch import as_tensor_like, measure_norm, split_tensor, torch_linalg
 from natgrad.rules.base import BlockPoint, BlockStack, Objective, Rule
+from natgrad.rules.constants import (
+    DIRECTIONS_PER_ROW,
+    FARTHEST,
+    FRESH,
+    INPUTS_PER_DIRECTION,
+    ITERATIONS,
+    PROGRESS_FORGETS,
+    TINY,
+    WIDE,
+)
 from natgrad.rules.quadratic import Memory, Quadratic, Step
 from natgrad.rules.spectral_descent import (
     apply_root,
@@ -22,14 +32,6 @@ from natgrad.rules.spectral_descent import (
     whiten_inputs,
     whitener,
 )
-
-FRESH = 0.5  # size of a fresh layer per root of an output
-FORGETS = 0.2  # of the mean square of a layer's progress, per step
-FARTHEST = 1e6  # times its slope before that a slope after a step counts: squares stay finite
-WIDE = 256  # inputs from which on a part of the directions is enough for a whitener, with fewer rows than inputs
-PART, TOP = 12, 2  # inputs per direction of that part, and most directions per row of a step
-LEAST = 1e-30  # stands for zero where something is divided by it
-ITERATIONS = 5  # of the polar factor: singular values between .87 and 1.13
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,9 @@ class SpectralProgress(Rule):
         positions = max(positions, 1.0)
         least = self.damping if tokens else max(self.damping, moment.shape[-1] / positions)
         if not tokens and moment.dim() == 2 and WIDE <= len(moment) > positions:
-            roots = whitener_of_few(moment, least, min(math.ceil(TOP * positions), len(moment) // PART))
+            roots = whitener_of_few(
+                moment, least, min(math.ceil(DIRECTIONS_PER_ROW * positions), len(moment) // INPUTS_PER_DIRECTION)
+            )
         else:
             roots = whitener(moment, tokens, least)
         longer = ((1 + least) / (1 + self.damping)) ** 0.5  # directions of mean size move as before
@@ -153,8 +157,8 @@ class SpectralProgress(Rule):
         slope, past = gather("slope", 0.0), gather("square", 0.0)
         ratio = torch.where(slope > 0, (torch.cat(now) / slope).clamp(-FARTHEST, FARTHEST), 0.0)
         square = ratio.square()
-        square = torch.where(past > 0, past.lerp(square, FORGETS), square)
-        sure = (ratio / square.sqrt().clamp(min=LEAST)).clamp(-1, 1)
+        square = torch.where(past > 0, past.lerp(square, PROGRESS_FORGETS), square)
+        sure = (ratio / square.sqrt().clamp(min=TINY)).clamp(-1, 1)
         most = max(1.0, (stacks[0].examples / self.few) ** 0.5)
         growth = self.progress / (1 + ((stacks[0].steps + 1) / self.fades) ** 2)
         scale = (gather("scale", 1.0) * torch.exp(growth * sure)).clamp(max=most)
@@ -209,13 +213,13 @@ class SpectralProgress(Rule):
         step = root * n
         often = (root.square().reciprocal() - self.damping).clamp(min=0)  # frequencies over their mean
         mean = (step.square().mean(-1, keepdim=True) * often).sum(-2, keepdim=True)
-        size = (mean / often.sum(-2, keepdim=True).clamp(min=LEAST)).sqrt()
-        return torch.where(size > 0, step / size.clamp(min=LEAST), 0.0)
+        size = (mean / often.sum(-2, keepdim=True).clamp(min=TINY)).sqrt()
+        return torch.where(size > 0, step / size.clamp(min=TINY), 0.0)
 
     def _scale_entries(self, n: Tensor) -> Tensor:
         """n at a root mean square of 1, for each of several blocks."""
         size = n.square().mean(tuple(range(1, n.dim())), keepdim=True).sqrt()
-        return torch.where(size > 0, n / size.clamp(min=LEAST), 0.0)
+        return torch.where(size > 0, n / size.clamp(min=TINY), 0.0)
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
         proposal = model.proposal
@@ -223,7 +227,7 @@ class SpectralProgress(Rule):
             return proposal, memory
         promise = -model.slope(proposal)
         loss = as_tensor_like(model.loss, promise).clamp(min=0)
-        rate = torch.where(promise > 0, (self.kl_share * loss / promise.clamp(min=LEAST)).clamp(max=1), 1.0)
+        rate = torch.where(promise > 0, (self.kl_share * loss / promise.clamp(min=TINY)).clamp(max=1), 1.0)
         rate = torch.where(loss.isnan(), 1.0, rate)
         model.cuts["kl_share"] = partial(torch.reciprocal, rate)
         return proposal.scale_by(rate), memory

@@ -13,12 +13,8 @@ from torch import Tensor
 from natgrad.ground.checks import check_integer, check_share
 from natgrad.operators import Facts
 from natgrad.rules.base import Objective, Rule, require_loss
+from natgrad.rules.constants import FEW_PASSES, MOST_NATS, RADIUS_SLACK, SAME_LOSS
 from natgrad.rules.quadratic import FlatStep, Memory, Quadratic, Step, Vector, hold_kl, share_of_rate
-
-SAME = 1e-6
-"""Share of a loss by which it may rise: round-off in float32."""
-USUAL = 10.0
-"""Most nats per example of a step where nothing else was asked for."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ class SafeRate(Rule):
         step, before = model.proposal, float(model.loss)
         if loss_at is None or not math.isfinite(before):
             return step, memory
-        most = before + SAME * abs(before)  # near a minimum the loss changes by round-off
+        most = before + SAME_LOSS * abs(before)  # near a minimum the loss changes by round-off
         for _ in range(self.halvings):
             if loss_at(step.vector) <= most:  # False for a NaN
                 return step, memory
@@ -96,7 +92,7 @@ class MeasuredLength(Rule):
     Both bounds are keys of the parameter groups: the least over the groups counts.
     """
 
-    max_kl: float = USUAL
+    max_kl: float = MOST_NATS
     kl_share: float = 0.05
     warm: int = 5
 
@@ -173,7 +169,7 @@ class MeasuredLength(Rule):
 
 def scale_usual(max_kl: float, model: Quadratic) -> float:
     """A bound on the KL; the usual one counts in units of a regression's errors where these are large."""
-    return max_kl * model.run.errors.size**2 if max_kl == USUAL else max_kl
+    return max_kl * model.run.errors.size**2 if max_kl == MOST_NATS else max_kl
 
 
 @dataclass(frozen=True)
@@ -255,9 +251,6 @@ class TrustRegion(Rule):
         return backtrack(self, step, model, loss_at, self.backtracks, self.shrink, 0.0), memory
 
 
-FEW = 1.5  # passes over few rows from which on the bound of `OnlineRadius` falls
-
-
 @dataclass(frozen=True)
 class OnlineRadius(Rule):
     """The proposal, shortened to sqrt(d^T G d) <= bound * unit * sqrt(b), from `hold` examples on times hold / seen.
@@ -295,7 +288,9 @@ class OnlineRadius(Rule):
             seen: So far, with these.
             passes: Over the same rows, weighed by how few they are; 1 for a stream.
         """
-        return self.bound * math.sqrt(examples) * min(1.0, self.hold / max(seen, 1)) * min(1.0, FEW / passes) ** 2
+        return (
+            self.bound * math.sqrt(examples) * min(1.0, self.hold / max(seen, 1)) * min(1.0, FEW_PASSES / passes) ** 2
+        )
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
         counts = dict(model.run.counts) | dict({} if model.operator is None else model.operator.counts)
@@ -513,10 +508,6 @@ class GridSearch(Rule):
 # steps of a given length in nats, whatever the proposal's: by the measured KL, or by the damped form
 
 
-SLACK = 1e-3
-"""A share of the radius left over: another sum order, or another precision, finds the KL within it too."""
-
-
 @runtime_checkable
 class Measuring(Protocol):
     """An objective that also knows how far a step really moves the model."""
@@ -584,7 +575,7 @@ class MeasuredTrustRegion(Rule):
         for _ in range(self.backtracks):
             step = model.proposal.scale_by(rate)
             loss, kl = loss_at.measure(step.vector)
-            if kl <= self.radius * (1 - SLACK) and loss < float(model.loss):  # False for a NaN: a rejection
+            if kl <= self.radius * (1 - RADIUS_SLACK) and loss < float(model.loss):  # False for a NaN: a rejection
                 return step, memory
             rate *= self._shorten(kl)
         return model.nothing(), memory

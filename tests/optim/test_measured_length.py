@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.layers.hearing import Heard
-from natgrad.optim.block_step import FALLS_TO, FEWEST, PART, form_along, measure_ratio, sample_examples
+from natgrad.optim.block_step import form_along, measure_ratio, sample_examples
 from natgrad.optim.processes import Processes
 from natgrad.optim.reading import Reading
 from natgrad.optim.state import Length
-from natgrad.rules.quadratic import SLACK
+from natgrad.rules.constants import EXAMPLES_PART, FALLS_TO, FEWEST_EXAMPLES, KL_SLACK
 
 WARM = ng.MeasuredLength().warm
 
@@ -127,7 +127,7 @@ def test_the_bound_on_the_kl_is_met(recipe: Callable[..., Any]):
         loss = float(CE(model(X), Y).detach())
         step = move(opt, model)
         allowed = 1e-5 * (loss if "kl_share" in bound else 1.0) / WARM
-        allowed *= 1 if "kl_share" in bound else 1 - SLACK
+        allowed *= 1 if "kl_share" in bound else 1 - KL_SLACK
         assert_close(torch.tensor(opt.state_report().kl), torch.tensor(allowed), 1e-4)
         assert 0.5 * step @ metric.mv(step) <= allowed * (1 + 1e-4)
         if opt._live.state.length.ratio > 1:
@@ -206,12 +206,15 @@ def space_of(params: Any) -> Callable[[Tensor], Any]:
 def test_a_part_of_the_examples_weighs_as_much_as_all():
     model = linear()
     opt = ng.kfac(model, CE, estimate=EXACT)
-    half = draw(2 * FEWEST, 3)
+    half = draw(2 * FEWEST_EXAMPLES, 3)
     reading = read(
-        opt, model, half.repeat(PART // 2 + 1, 1), torch.zeros(len(half) * (PART // 2 + 1), dtype=torch.long)
+        opt,
+        model,
+        half.repeat(EXAMPLES_PART // 2 + 1, 1),
+        torch.zeros(len(half) * (EXAMPLES_PART // 2 + 1), dtype=torch.long),
     )
     part, params = sample_examples(reading), ng.trainable(model)
-    assert len(part.apart[0].activations) == max(FEWEST, len(reading.layers[0].activations) // PART)
+    assert len(part.apart[0].activations) == max(FEWEST_EXAMPLES, len(reading.layers[0].activations) // EXAMPLES_PART)
     step = space_of(params)(draw(sum(p.numel() for p in params.values())))
     assert_close(along(part, step, params), along(reading, step, params), 0.5)
     whole = sample_examples(read(opt, model, X, Y))

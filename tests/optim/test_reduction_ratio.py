@@ -28,7 +28,8 @@ from optim_models import (
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.optim.objective import EVERY, Replay
+from natgrad.optim.objective import Replay
+from natgrad.rules.constants import JUDGED_EVERY
 
 LM = partial(ng.LevenbergMarquardt, per="block")
 EXACT = ng.ExactLabels()
@@ -54,7 +55,7 @@ def damping_term(opt: Any, model: nn.Module, step: Tensor) -> float:
 
 def judged_next(opt: Any) -> Any:
     """The same optimizer, whose next step is judged."""
-    change_state(opt, "pace", judged=-EVERY)
+    change_state(opt, "pace", judged=-JUDGED_EVERY)
     return opt
 
 
@@ -107,10 +108,10 @@ def test_every_fifth_step_is_judged_by_one_evaluation(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Replay, "_evaluate", lambda self, step: evaluations.append(1) or evaluate(self, step))
     opt = ng.kfac(model, CE, damping=LM(0.1))
     counts = []
-    for _ in range(3 * EVERY):
+    for _ in range(3 * JUDGED_EVERY):
         iterate(opt, model)
         counts.append(len(evaluations))
-    assert counts == [n // EVERY for n in range(1, 3 * EVERY + 1)]
+    assert counts == [n // JUDGED_EVERY for n in range(1, 3 * JUDGED_EVERY + 1)]
     assert opt.param_groups[0]["damping"] != 0.1
 
 
@@ -177,10 +178,10 @@ def test_micro_batches_are_judged_together_by_the_closure():
     readings = []
     read = many._read
     many._read = lambda *a: readings.append(1) or read(*a)
-    for _ in range(EVERY):
+    for _ in range(JUDGED_EVERY):
         iterate(one, whole)
         many.step(closure_of(many, parts, [slice(0, 6), slice(6, 8)]))
-    assert len(readings) == 2 * EVERY  # none by the second call
+    assert len(readings) == 2 * JUDGED_EVERY  # none by the second call
     assert many.state_report().ratio == pytest.approx(one.state_report().ratio, rel=1e-9)
     assert_close(flat(parts), flat(whole), 1e-10)
 

@@ -16,7 +16,8 @@ import natgrad as ng
 from natgrad.ground.pure import RandomState
 from natgrad.operators import Operator
 from natgrad.rules import BlockPoint, BlockStack, NoiseAware, SpectralProgress
-from natgrad.rules.spectral_progress import FRESH, least_size, unwhiten, whiten, whitener_of_few
+from natgrad.rules.constants import FRESH
+from natgrad.rules.spectral_progress import least_size, unwhiten, whiten, whitener_of_few
 
 F64 = torch.float64
 FREE = SpectralProgress(kl_share=math.inf, warm=1)

@@ -15,7 +15,7 @@ from torch import nn
 
 import natgrad as ng
 from natgrad.optim.blocks import Averages
-from natgrad.optim.guard import STOP, WARN
+from natgrad.rules.constants import STOP, WARN
 
 MATRIX_FREE = [ng.hessian_free, ng.natgrad_cg, ng.krylov_subspace]
 

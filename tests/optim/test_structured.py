@@ -17,7 +17,7 @@ from pass_readings import iterate, readings
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.rules.quadratic import SLACK
+from natgrad.rules.constants import KL_SLACK
 from natgrad.structures import hear_metric
 
 WARM = ng.MeasuredLength().warm
@@ -101,7 +101,9 @@ def test_a_step_moves_no_more_than_the_radius_and_the_share_of_the_loss(recipe: 
         loss = float(iterate(opt, model))
         allowed = 1e-4 * (loss if bound["max_kl"] == math.inf else 1.0) / WARM
         found = opt.state_report().kl  # below what is allowed where the damping had its part in the length
-        least = 0.5 if recipe in (ng.online_ng, ng.kfac, ng.tonga) else 1 - (SLACK if bound["max_kl"] < 1 else 0) - 1e-5
+        least = (
+            0.5 if recipe in (ng.online_ng, ng.kfac, ng.tonga) else 1 - (KL_SLACK if bound["max_kl"] < 1 else 0) - 1e-5
+        )
         assert least * allowed <= found <= allowed * (1 + 1e-5)
         assert opt.state_report().rate < 1
 
