@@ -2,13 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from natgrad.ground.typed_torch import split_tensor
+
+Exchange = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+Solve = Callable[[Callable[[], Tensor], Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """How what one process's pass gives becomes that of all; as it is where there is only one.
+
+    Attributes:
+        add: This process's sums, by name -> those of all.
+        add_few: The same of a few numbers that these sums are made with.
+        solve: A function of totals and a tensor like its result -> the result, computed by one process for all.
+    """
+
+    add: Exchange | None = None
+    add_few: Exchange | None = None
+    solve: Solve | None = None
+
+    def total(self, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Statistics that add over examples, over those of all processes.
+
+        Args:
+            fresh: This process's, by name.
+        """
+        return fresh if self.add is None else self.add(fresh)
+
+    def total_few(self, numbers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A few numbers that add over examples, over all processes, before this one's statistics are made.
+
+        Args:
+            numbers: This process's, by name.
+        """
+        return numbers if self.add_few is None else self.add_few(numbers)
+
+    def solve_once(self, make: Callable[[], Tensor], like: Tensor) -> Tensor:
+        """What `make` gives, computed by one of the processes for all.
+
+        Args:
+            make: Computes it from totals.
+            like: A tensor of its shape and dtype.
+        """
+        return make() if self.solve is None else self.solve(make, like)
+
+    def of_whole(self) -> Sums:
+        """The same for what is that of all processes already; what one of them computes still comes to all."""
+        return replace(self, add=None, add_few=None)
+
+
+ALONE = Sums()
 
 
 class SumExchange(Protocol):

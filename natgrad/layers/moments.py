@@ -6,7 +6,7 @@ Deltas carry the weights of the loss: the metric is sum over examples of E[g g^T
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from natgrad.ground.exchanges import ALONE, Sums
 from natgrad.ground.linalg import KroneckerEigen, gram
 from natgrad.ground.typed_torch import measure_norm
 from natgrad.layers.kinds import Layer
@@ -37,6 +38,7 @@ class Seen:
         skip: A token that is never trained.
         weights: How many times each example counts in the inputs' own moment, shape (b,), with mean one; None: once.
             Deltas carry their weights already.
+        sums: How what the pass gives becomes that of all processes.
     """
 
     layer: Layer
@@ -48,6 +50,15 @@ class Seen:
     cotangents: int = 1
     skip: int | None = None
     weights: Tensor | None = None
+    sums: Sums = ALONE
+
+    def add_by(self, sums: Sums) -> Seen:
+        """The same pass, one of those of several processes.
+
+        Args:
+            sums: How what they give is added up.
+        """
+        return replace(self, sums=sums)
 
     def count_times(self, share: float, weight: float = 1.0) -> Seen:
         """The same pass, counting `share` times. Scaled before squaring, tiny derivatives stay above the denormals.
@@ -184,8 +195,8 @@ class Mixed(Seen):
 
     parts: list[Seen]
 
-    def __init__(self, layer: Layer, parts: Sequence[Seen], share: float = 1.0) -> None:
-        self.layer, self.parts, self.share = layer, list(parts), share
+    def __init__(self, layer: Layer, parts: Sequence[Seen], share: float = 1.0, sums: Sums = ALONE) -> None:
+        self.layer, self.parts, self.share, self.sums = layer, list(parts), share, sums
         self.counts, self.skip, self.cotangents = None, None, 1
         self.pooled = any(part.pooled for part in parts)
 
@@ -204,6 +215,9 @@ class Mixed(Seen):
     @property
     def by_token(self) -> bool:
         return False
+
+    def add_by(self, sums: Sums) -> Mixed:
+        return Mixed(self.layer, self.parts, self.share, sums)
 
     def count_times(self, share: float, weight: float = 1.0) -> Mixed:
         return Mixed(self.layer, [part.count_times(share, weight) for part in self.parts], share * self.share)
@@ -463,17 +477,13 @@ def diagonal_like(diagonal: Tensor, factor: Tensor) -> Tensor:
 # kronecker factors of one pass of a layer: S of the derivatives on the left, A of the inputs on the right
 
 
-AddUp = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-
-
-def layer_factors(seen: Seen, reduce: bool, room: Room, add_up: AddUp = dict) -> dict[str, Tensor]:
+def layer_factors(seen: Seen, reduce: bool, room: Room) -> dict[str, Tensor]:
     """K-FAC's factors of one pass, S = E[delta delta^T] on the left and A = E[a a^T] on the right; or exact blocks.
 
     Args:
         seen: What the pass recorded of the layer.
         reduce: True to take positions together: means of inputs, sums of derivatives.
         room: How large a factor may be; a larger one is cut into blocks.
-        add_up: Sums over all processes of a few numbers, by name.
 
     Returns:
         "left" and "right", shape (G, n, n); for one group (n, n), its diagonal (n,), or its blocks: (k, 1, s, s) on the
@@ -481,7 +491,7 @@ def layer_factors(seen: Seen, reduce: bool, room: Room, add_up: AddUp = dict) ->
         where experts saw different shares of the positions.
     """
     if isinstance(seen, Mixed):
-        return mixed_factors([layer_factors(part, reduce, room) for part in seen.parts], seen.share, add_up)
+        return mixed_factors([layer_factors(part, reduce, room) for part in seen.parts], seen.share, seen.sums)
     if seen.single:
         return {"blocks": layer_units(seen)}
     if seen.by_token:
@@ -524,19 +534,20 @@ def layer_inputs(seen: Seen, reduce: bool, room: Room, dtype: torch.dtype | None
     return {"right": right * (mean.square() if reduce else mean)}
 
 
-def mixed_factors(parts: list[dict[str, Tensor]], share: float, add_up: AddUp = dict) -> dict[str, Tensor]:
+def mixed_factors(parts: list[dict[str, Tensor]], share: float, sums: Sums) -> dict[str, Tensor]:
     """One Kronecker product for a sum of several: the one with the same partial traces.
 
     L = sum_p L_p tr R_p and R = sum_p R_p tr L_p, over the sum's trace: exact where all parts agree in one factor. The
     traces are those of all processes, so that their sums of L and R are those of one process.
     """
     own = torch.stack([torch.stack([trace(part["left"]), trace(part["right"])]) for part in parts])
-    sums = add_up({"traces": own, "share": own.new_tensor(share)})
-    lefts, rights = sums["traces"].unbind(1)
+    totals = sums.total_few({"traces": own, "share": own.new_tensor(share)})
+    lefts, rights = totals["traces"].unbind(1)
     left = add_factors([part["left"] * rights[i] for i, part in enumerate(parts)])
     right = add_factors([part["right"] * lefts[i] for i, part in enumerate(parts)])
     total_trace = lefts @ rights
-    return {"left": left / sums["share"], "right": right * sums["share"] / torch.where(total_trace > 0, total_trace, 1)}
+    share = totals["share"]
+    return {"left": left / share, "right": right * share / torch.where(total_trace > 0, total_trace, 1)}
 
 
 def add_factors(parts: list[Tensor]) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from natgrad.ground.exchanges import Sums
 from natgrad.ground.pure import leaves
 from natgrad.ground.typed_torch import list_numbers
 from natgrad.ground.whole_tensors import gather_whole, zeros_whole
@@ -29,7 +30,7 @@ from natgrad.optim.reading import Reading, agree_on_parts
 from natgrad.optim.state import Block, Hearing, single
 from natgrad.rules import Parts, Rule, inner_product
 from natgrad.rules.constants import FEWEST_ROWS, RAISES
-from natgrad.structures import Layerwise, Statistics, accumulate_statistics, accumulate_weight, exchanging
+from natgrad.structures import Layerwise, Statistics, accumulate_statistics, accumulate_weight
 
 # a pass into the averages
 
@@ -108,12 +109,11 @@ class Averages:
         for seen, count in self._weigh_layers(reading):
             past = self._totals(blocks, seen.key)
             before = self.owners.share_past(seen.key, past, self.structure.needs_past(seen))
-            with exchanging(*self.owners.exchange(seen.key)):
-                totals = self.structure.statistics(seen, before, decay)
+            totals = self.structure.advance(seen, before, decay, self.owners.sums(seen.key))
             fresh.append((Block(seen.layer.layout, seen.layer), totals, count))
         for name, squares, count in self._weigh_squares(reading):
-            with exchanging(*self.owners.exchange(name)):
-                totals = accumulate_statistics(self._totals(blocks, name, layered=False), squares, decay)
+            squares = self.owners.sums(name).total(squares)
+            totals = accumulate_statistics(self._totals(blocks, name, layered=False), squares, decay)
             fresh.append((Block(single(name, self.named[name])), totals, count))
         sound = are_finite([totals.values() if self.owners.holds(block.key) else () for block, totals, _ in fresh])
         for fits, (block, totals, count) in zip(sound, fresh, strict=True):
@@ -140,10 +140,11 @@ class Averages:
 
         sums = self.owners.open_sums(self.structure.symmetric, deliver, fit)
         of = self.owners.of if self.owners.apart else {}
+        few = Sums(add_few=self.owners.processes.sum_entries)
         for seen, count in self._weigh_layers(reading):
             coming[seen.key] = Block(seen.layer.layout, seen.layer), count
-            with exchanging(None, add_up=self.owners.processes.sum_entries):
-                sums.send(seen.key, self.structure.statistics(seen, None, decay), of.get(seen.key))
+            own = self.structure.statistics(seen.add_by(few), None, decay)
+            sums.send(seen.key, own, of.get(seen.key))
         for name, squares, count in self._weigh_squares(reading):
             coming[name] = Block(single(name, self.named[name])), count
             sums.send(name, squares, of.get(name))

@@ -33,7 +33,7 @@ from natgrad.optim.step import Batch, Choices, Evidence, Work, bounded_below
 from natgrad.rules import BentStep, Damping, FlatStep, Memory, Quadratic, RunFacts, Step, SystemFacts, require_loss
 from natgrad.rules import Objective as LossAt
 from natgrad.solvers import Solution, Solver, Status
-from natgrad.structures import OperatorStructure, Preconditioner, Structure, exchanging
+from natgrad.structures import OperatorStructure, Preconditioner, Structure
 
 SOLUTION = "solution"
 """Where the solver's last solution lies among the vectors of a state; the rest is the rule's, or its system's."""
@@ -355,12 +355,11 @@ class MetricSystem:
             assert isinstance(structure, OperatorStructure)
             self.operator, self.memory = structure.average(state.system.structure, operator, self.params)
             return
-        own, structure, exchange = join_choice(choices.processes, metric, structure, data)
-        with exchanging(exchange):
-            inputs = inputs_of(metric, data)
-            self.operator, self.memory = structure.update(
-                state.system.structure, own, self.params, inputs, random=data.random
-            )
+        own, structure = join_choice(choices.processes, metric, structure, data)
+        inputs = inputs_of(metric, data)
+        self.operator, self.memory = structure.update(
+            state.system.structure, own, self.params, inputs, random=data.random
+        )
 
     def solve(self, level: float, guess: Tensor | None) -> Solved:
         """The solution with the damping's number at `level`, from a guess (n,)."""
@@ -378,12 +377,9 @@ class MetricSystem:
         choices = self.choices
         if choices.preconditioner is None:
             return choices.solver, None
-        own, preconditioner, exchange = join_choice(choices.processes, self.metric, choices.preconditioner, self.data)
-        with exchanging(exchange):
-            inputs = inputs_of(self.metric, self.data)
-            inverse, memory = preconditioner.update(
-                self.last, own, self.params, inputs, damping, system, self.data.random
-            )
+        own, preconditioner = join_choice(choices.processes, self.metric, choices.preconditioner, self.data)
+        inputs = inputs_of(self.metric, self.data)
+        inverse, memory = preconditioner.update(self.last, own, self.params, inputs, damping, system, self.data.random)
         return replace(choices.solver, preconditioner=inverse), memory  # type: ignore[call-arg]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from natgrad.ground.exchanges import Sums
 from natgrad.ground.pure import Labelled, RandomState, as_call
 from natgrad.ground.spaces import Params, Space
 from natgrad.ground.typed_torch import is_mapping, measure_norm
@@ -21,7 +22,7 @@ from natgrad.optim.guard import NotFiniteError
 from natgrad.optim.objective import Objective, Reclose, SumOverData, Total
 from natgrad.optim.passes import Data, Recall, RecordedLoss
 from natgrad.optim.processes import Processes, describe_settings, meet, refuse_join
-from natgrad.structures import Layerwise, Structure, StructurePreconditioner, exchanging
+from natgrad.structures import Layerwise, Structure, StructurePreconditioner
 
 
 class JoinedOperator(Operator):
@@ -274,8 +275,6 @@ def unwrap_models(metric: Any) -> Any:
 
 # Gradient, loss and counts of the flat flow over the examples of all processes that train one model
 
-SumParts = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-
 DRIFTED = 1e-6
 """Of the step's length: how far the steps of two processes may lie apart, for round-off on unlike processors."""
 
@@ -405,14 +404,27 @@ def rows_of(loss: RecordedLoss | None) -> float | None:
     return None if loss is None or math.isnan(loss.count) else loss.count
 
 
-def join_choice(processes: Processes, metric: Metric, choice: Any, data: Data) -> tuple[Metric, Any, SumParts | None]:
+@dataclass(frozen=True)
+class JoinedStructure(Structure):
+    """A structure in blocks, whose statistics are added up over processes."""
+
+    structure: Layerwise
+    sums: Sums
+
+    def update(
+        self, memory: Any, metric: Metric, params: Params, inputs: Any, *, random: RandomState | None = None
+    ) -> tuple[Operator, Any]:
+        return self.structure.update(memory, metric, params, inputs, random=random, sums=self.sums)
+
+
+def join_choice(processes: Processes, metric: Metric, choice: Any, data: Data) -> tuple[Metric, Any]:
     """The metric and the structure or preconditioner for all processes' examples.
 
     One that hears the layers does so on this process's pass, and its statistics are added up.
     """
     structure = choice.structure if isinstance(choice, StructurePreconditioner) else choice
     if processes.size == 1 or not isinstance(structure, Layerwise):
-        return metric, choice, None
+        return metric, choice
     known = isinstance(metric, JoinedMetric) and metric.rows is not None
     rows = metric.rows if isinstance(metric, JoinedMetric) and known else float(as_call(data.inputs).batch())
     device = next(iter(as_call(data.inputs).tensors())).device
@@ -425,10 +437,11 @@ def join_choice(processes: Processes, metric: Metric, choice: Any, data: Data) -
     share = counts[processes.rank] / sum(counts)
     local = replace(structure, seed=structure.seed + 15485863 * processes.rank)  # labels of its own
 
-    def exchange(fresh: dict[str, Tensor]) -> dict[str, Tensor]:
+    def add(fresh: dict[str, Tensor]) -> dict[str, Tensor]:
         return {key: processes.sum(share * tensor) for key, tensor in fresh.items()}
 
-    return metric.inner, replace(choice, structure=local) if structure is not choice else local, exchange
+    joined = JoinedStructure(local, Sums(add, add))
+    return metric.inner, replace(choice, structure=joined) if structure is not choice else joined
 
 
 def update_jointly(
@@ -449,9 +462,8 @@ def update_jointly(
     joined = JoinedMetric(metric, processes)
     if isinstance(structure, Layerwise):
         processes.check(structure)
-    own, local, exchange = join_choice(processes, joined, structure, Data(inputs, None, None))
-    with exchanging(exchange):
-        return local.update(memory, own, params, inputs)
+    own, local = join_choice(processes, joined, structure, Data(inputs, None, None))
+    return local.update(memory, own, params, inputs)
 
 
 def join_mean_loss(processes: Processes, recall: Recall, device: torch.device) -> Tensor | None:

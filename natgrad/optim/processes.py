@@ -18,6 +18,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from natgrad.families import Criterion
+from natgrad.ground.exchanges import ALONE, Sums
 from natgrad.ground.pure import leaves, map_tensors, refuse_scripted
 from natgrad.ground.typed_torch import hook_gradient, is_mapping, list_numbers, split_tensor, torch_distributed
 from natgrad.ground.whole_tensors import any_split, is_fully_sharded, is_split, listen_for_questions, naming_lost
@@ -786,8 +787,6 @@ def join_strips(flat: Tensor, shape: torch.Size) -> Tensor:
 
 # Which process solves which block: by modelled cost, the dearest first to whoever has the least to do
 
-Exchange = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-Solve = Callable[[Callable[[], Tensor], Tensor], Tensor]
 BUDGET = 2**32
 """Bytes of state that a process keeps with `share="auto"` before the state is shared out."""
 WAYS = ("auto", "speed", "memory")
@@ -866,12 +865,12 @@ class Owners:
 
     # statistics
 
-    def exchange(self, key: str) -> tuple[Exchange | None, Solve | None, Exchange | None]:
-        """How a block's statistics are added up, how what its owner alone computes comes to all; `exchanging`'s own."""
+    def sums(self, key: str) -> Sums:
+        """How a block's statistics are added up, and how what its owner alone computes comes to all."""
         if not self.is_shared:
-            return None, None, None
+            return ALONE
         owner = self.of[key]
-        return partial(self._sum_statistics, owner), partial(self._solve, owner), self.processes.sum_entries
+        return Sums(partial(self._sum_statistics, owner), self.processes.sum_entries, partial(self._solve, owner))
 
     def share_past(self, key: str, own: Statistics | None, needed: bool) -> Statistics | None:
         """A block's totals so far: where its owner alone remembers them and all need them, from it to all."""

@@ -8,7 +8,6 @@ from natgrad.structures.base import (
     Structure,
     accumulate_total,
     accumulate_weight,
-    exchanging,
 )
 from natgrad.structures.blocks import Blocks
 from natgrad.structures.diagonal import Diagonal, UnitWise
@@ -60,7 +59,6 @@ __all__ = [
     "accumulate_total",
     "accumulate_weight",
     "as_preconditioner",
-    "exchanging",
     "hear_metric",
 ]
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from natgrad.ground.messages import Explained
-from natgrad.ground.pure import Holding, RandomState, ScopedValue
+from natgrad.ground.pure import RandomState
 from natgrad.ground.spaces import Params
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
@@ -79,13 +78,6 @@ class OperatorStructure(Structure):
 # running averages with weights: sum_s decay^(t - s) x_s / sum_s decay^(t - s), kept as a total and its weight
 
 
-Exchange = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-Solve = Callable[[Callable[[], Tensor], Tensor], Tensor]
-
-Shared = tuple[Exchange | None, Solve | None, Exchange | None]
-_SHARED: ScopedValue[Shared] = ScopedValue("natgrad_shared", (None, None, None))
-
-
 def accumulate_total(before: Tensor | None, fresh: Tensor, decay: float, *, reuse: bool = False) -> Tensor:
     """decay * before + fresh.
 
@@ -119,42 +111,3 @@ def average_tensor(memory: Memory | None, fresh: Tensor, decay: float, names: li
     total = accumulate_total(before["total"], fresh, decay)
     weight = accumulate_weight(before["weight"], decay)
     return total / weight, {"total": total, "weight": weight, "names": names}
-
-
-def exchanging(
-    exchange: Exchange | None, solve: Solve | None = None, add_up: Exchange | None = None
-) -> Holding[Shared]:
-    """Inside, `exchange_sums`, `solve_once` and `add_up_now` are these.
-
-    Args:
-        exchange: This process's sums, by name -> those of all. None: there is one process, or they are added up later.
-        solve: A function of totals and a tensor like its result -> the result, computed by one process for all.
-        add_up: As exchange, of a few numbers that this process's sums are made with. None: as exchange.
-    """
-    return _SHARED.holding((exchange, solve, add_up or exchange))
-
-
-def exchange_sums(fresh: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Statistics that add over examples, added up over the processes; as they are where there is only one."""
-    exchange = _SHARED.get()[0]
-    return fresh if exchange is None else exchange(fresh)
-
-
-def add_up_now(numbers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A few numbers that add over examples, added up over all processes before this one's statistics are made."""
-    add_up = _SHARED.get()[2]
-    return numbers if add_up is None else add_up(numbers)
-
-
-def sums_are_whole() -> Holding[Shared]:
-    """Inside, what is summed is that of all processes already; what one of them computes still comes to all."""
-    return _SHARED.holding((None, _SHARED.get()[1], None))
-
-
-def solve_once(make: Callable[[], Tensor], like: Tensor) -> Tensor:
-    """What `make` gives, computed by one of the processes for all; here where there is only one.
-
-    like: A tensor of the result's shape and dtype.
-    """
-    solve = _SHARED.get()[1]
-    return make() if solve is None else solve(make, like)

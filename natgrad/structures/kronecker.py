@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from natgrad.ground.exchanges import Sums
 from natgrad.ground.linalg import KroneckerEigen, eigh
 from natgrad.layers import Layer, Room, Seen, factor_sizes, layer_factors, layer_inputs, layer_spectrum
 from natgrad.operators import KroneckerOperator, Operator, Spectral, Tiled, Units
-from natgrad.structures.base import accumulate_total, add_up_now, exchange_sums, solve_once
+from natgrad.structures.base import accumulate_total
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
 
 PART = 8
@@ -78,7 +79,7 @@ class Kronecker(Layerwise):
         room = Room(self.largest, self.budget)
         if not seen.deltas:
             return accumulate_inputs(seen, before, decay, self.reduce, room)
-        return accumulate_statistics(before, layer_factors(seen, self.reduce, room, add_up_now), decay)
+        return accumulate_statistics(before, layer_factors(seen, self.reduce, room), decay)
 
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         if "blocks" in totals:
@@ -150,17 +151,15 @@ class EigenKronecker(Layerwise):
         if not seen.deltas:
             return accumulate_inputs(seen, before, decay, self.reduce, room)
         if seen.single:
-            return accumulate_statistics(before, layer_factors(seen, self.reduce, room), decay)
+            return accumulate_statistics(before, seen.sums.total(layer_factors(seen, self.reduce, room)), decay)
         before = before if before is not None and "spectrum" in before else None  # else of inputs alone
         moments = None if before is None else {side: before[side] for side in SIDES}
-        fresh = {
-            side: moment for side, moment in layer_factors(seen, self.reduce, room, add_up_now).items() if side in SIDES
-        }
-        totals = accumulate_statistics(moments, fresh, decay)
-        vectors = {side: self._vectors(side, totals, before) for side in ("left", "right")}
+        fresh = {side: moment for side, moment in layer_factors(seen, self.reduce, room).items() if side in SIDES}
+        totals = accumulate_statistics(moments, seen.sums.total(fresh), decay)
+        vectors = {side: self._vectors(side, totals, before, seen.sums) for side in ("left", "right")}
         bases = {f"{side}_vectors": basis for side, basis in vectors.items() if basis is not None}
         eigen = basis_of(totals | bases)
-        spectrum = exchange_sums({"spectrum": correct_eigenvalues(seen, eigen)})["spectrum"]
+        spectrum = seen.sums.total({"spectrum": correct_eigenvalues(seen, eigen)})["spectrum"]
         if before is not None:
             # by value: with several processes, eigenvectors that were kept come from their owner as a copy
             same = self.stale > 0 and all(torch.equal(before[key], basis) for key, basis in bases.items())
@@ -171,7 +170,7 @@ class EigenKronecker(Layerwise):
     def needs_past(self, seen: Seen) -> bool:
         return False  # the owner alone finds eigenvectors and moves the past's diagonal; others send sums of the pass
 
-    def _vectors(self, side: str, totals: Statistics, before: Statistics | None) -> Tensor | None:
+    def _vectors(self, side: str, totals: Statistics, before: Statistics | None, sums: Sums) -> Tensor | None:
         """A factor's eigenvectors, the last ones where they still fit; None for a diagonal."""
         if totals[side].dim() == 1:
             return None
@@ -181,7 +180,7 @@ class EigenKronecker(Layerwise):
             usable = old is not None and self.stale and fits(totals[side], old, self.stale)
             return old if usable and old is not None else eigh(totals[side])[1]
 
-        return solve_once(find, totals[side])
+        return sums.solve_once(find, totals[side])
 
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         if "blocks" in totals:
@@ -207,7 +206,8 @@ class EigenKronecker(Layerwise):
 def accumulate_inputs(seen: Seen, before: Statistics | None, decay: float, reduce: bool, room: Room) -> Statistics:
     """The totals of a layer's inputs alone, after a pass that tells nothing of derivatives: these are forgotten."""
     like = None if before is None else before.get("left")
-    return accumulate_statistics(before, layer_inputs(seen, reduce, room, None if like is None else like.dtype), decay)
+    fresh = layer_inputs(seen, reduce, room, None if like is None else like.dtype)
+    return accumulate_statistics(before, seen.sums.total(fresh), decay)
 
 
 def fill_derivatives(layer: Layer, totals: Statistics, weight: float) -> Statistics:

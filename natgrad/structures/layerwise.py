@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from natgrad.ground.checks import check_share
+from natgrad.ground.exchanges import ALONE, Sums
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.pure import RandomState
 from natgrad.ground.spaces import Params, Space
 from natgrad.layers import Layer, Seen, Traced, is_asking
 from natgrad.metrics import Metric
 from natgrad.operators import Arranged, DiagonalOperator, Layout, Operator
-from natgrad.structures.base import Memory, Structure, accumulate_total, accumulate_weight, exchange_sums
+from natgrad.structures.base import Memory, Structure, accumulate_total, accumulate_weight
 from natgrad.structures.estimates import Estimate, Sampled
 from natgrad.structures.metric_pass import hear_metric
 
@@ -37,10 +38,9 @@ class Layerwise(Structure):
         seed: Of the draws.
 
     Attributes:
-        sums: True if all that a pass gives goes through `accumulate_statistics` or `exchange_sums`, so that several
-            processes can add it up.
+        sums: True if `seen.sums.total` adds up all that a pass gives, so that several processes can take part.
         adds: True if `statistics` is decay * before + what the pass gives, entry by entry: then several processes add
-            up what their passes give while other work goes on.
+            that up by themselves, while other work goes on.
         symmetric: The entries that are symmetric matrices (..., n, n), where they are no vectors.
 
     Raises:
@@ -73,6 +73,28 @@ class Layerwise(Structure):
         Returns:
             Tensors by name.
         """
+
+    def advance(self, seen: Seen, before: Statistics | None, decay: float, sums: Sums) -> Statistics:
+        """`statistics` of the passes of all processes. TypeError for a structure that does not add them up."""
+        if sums.add is None:
+            return self.statistics(seen, before, decay)
+        if self.adds:
+            fresh = self.statistics(seen.add_by(Sums(add_few=sums.add_few)), None, decay)
+            return accumulate_statistics(before, sums.total(fresh), decay)
+        totals = list[Statistics]()
+
+        def add(fresh: Statistics) -> Statistics:
+            totals.append(sums.total(fresh))
+            return totals[-1]
+
+        after = self.statistics(seen.add_by(replace(sums, add=add)), before, decay)
+        if not totals:
+            raise TypeError(
+                f"{type(self).__name__} says sums = True, but its statistics() added nothing up over the processes: "
+                "call seen.sums.total({...}) on what the pass gives, or say adds = True where the totals are decay * "
+                "before + that"
+            )
+        return after
 
     def needs_past(self, seen: Seen) -> bool:
         """True if what a process adds up with others is made with the totals so far, which then all of them need.
@@ -141,7 +163,14 @@ class Layerwise(Structure):
         return []
 
     def update(
-        self, memory: Memory | None, metric: Metric, params: Params, inputs: Any, *, random: RandomState | None = None
+        self,
+        memory: Memory | None,
+        metric: Metric,
+        params: Params,
+        inputs: Any,
+        *,
+        random: RandomState | None = None,
+        sums: Sums = ALONE,
     ) -> tuple[Operator, Memory]:
         draws = 0 if memory is None else memory["draws"]
         if memory is not None and memory["names"] != list(params):
@@ -154,7 +183,7 @@ class Layerwise(Structure):
         held = [claim for seen in reading.layers for claim in seen.layer.claims]
         if memory is not None and set(held) != set(memory["held"]):
             memory = None  # a layer turned out not to be all there is to its parameters
-        totals, weight = self.average_statistics(reading.layers, reading.squares, memory)
+        totals, weight = self.average_statistics(reading.layers, reading.squares, memory, sums)
         parts = [(seen.layer.layout, self.operator(seen.layer, totals[seen.key], weight)) for seen in reading.layers]
         space = Space(params)
         parts += [diagonal_part(space, name, totals[name]["squares"] / weight) for name in reading.squares]
@@ -169,7 +198,7 @@ class Layerwise(Structure):
         return type(self).__name__ if name in {Traced.parameter_of(claim) for claim in memory["held"]} else "Diagonal"
 
     def average_statistics(
-        self, layers: Iterable[Seen], squares: Mapping[str, Tensor], memory: Memory | None
+        self, layers: Iterable[Seen], squares: Mapping[str, Tensor], memory: Memory | None, sums: Sums = ALONE
     ) -> tuple[dict[str, Statistics], float]:
         """Totals by layer (and by name for parameters without one) after one more pass, and their weight.
 
@@ -179,11 +208,12 @@ class Layerwise(Structure):
             layers: What the pass recorded of every layer.
             squares: Name -> squares, for parameters without a layer.
             memory: What the last call of `update` returned, None at first.
+            sums: How what the pass gave becomes that of all processes.
         """
         before: dict[str, Statistics] = memory["totals"] if memory and self.decay else {}
-        totals = {seen.key: self.statistics(seen, before.get(seen.key), self.decay) for seen in layers}
+        totals = {seen.key: self.advance(seen, before.get(seen.key), self.decay, sums) for seen in layers}
         for name, square in squares.items():
-            totals[name] = accumulate_statistics(before.get(name), {"squares": square}, self.decay)
+            totals[name] = accumulate_statistics(before.get(name), sums.total({"squares": square}), self.decay)
         if not before or memory is None:
             return totals, 1.0
         if before.keys() >= totals.keys() and not all(
@@ -198,10 +228,9 @@ def accumulate_statistics(before: Statistics | None, fresh: Statistics, decay: f
 
     Args:
         before: The totals so far, by name; None at first.
-        fresh: A sum over examples, by name. With several processes, it is added up over the examples of all.
+        fresh: A sum over examples, by name; with several processes over those of all (`seen.sums.total`).
         decay: Weight of the past, in [0, 1).
     """
-    fresh = exchange_sums(fresh)
     if before is None or not before.keys() >= fresh.keys():
         return fresh
     return {key: accumulate_total(before[key], value, decay, reuse=True) for key, value in fresh.items()}

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.checks import check_integer
+from natgrad.ground.exchanges import ALONE, Sums
 from natgrad.ground.linalg import all_finite, eigh
 from natgrad.layers import Layer, Seen, layer_squares, layer_units
 from natgrad.operators import DiagonalOperator, Operator, SpikedKronecker, Units
 from natgrad.operators.low_rank import Spikes
-from natgrad.structures.base import exchange_sums, solve_once, sums_are_whole
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
 
 FLOOR = 5e-4
@@ -76,7 +76,7 @@ def start(size: int, rank: int, like: Tensor, level: float = 0.0) -> Tracked:
     return Tracked(basis, like.new_full((*lead, rank), level), like.new_full(lead, level))
 
 
-def track_rows(before: Tracked, rows: Tensor, decay: float, least: float = 0.0) -> Tracked:
+def track_rows(before: Tracked, rows: Tensor, decay: float, least: float = 0.0, sums: Sums = ALONE) -> Tracked:
     """Low rank plus scaled identity close to T = decay F + X^T X.
 
     One step of subspace iteration: Y = R T, Y Y^T = U C U^T, R' = C^-1/2 U^T Y, d' + rho' = C^1/2, rho' so that the
@@ -88,7 +88,7 @@ def track_rows(before: Tracked, rows: Tensor, decay: float, least: float = 0.0) 
     rank, size = before.basis.shape[-2:]
     # all that is asked of the rows adds up over them, and so over the processes that have some each
     fresh = {"trace": rows.square().sum((-2, -1)), "images": (rows @ before.basis.mT).mT @ rows}
-    fresh = exchange_sums(fresh if rank else {"trace": fresh["trace"]})
+    fresh = sums.total(fresh if rank else {"trace": fresh["trace"]})
     trace = fresh["trace"] + decay * before.trace()
     if rank == 0:
         return Tracked(before.basis, before.values, trace / size)
@@ -98,7 +98,7 @@ def track_rows(before: Tracked, rows: Tensor, decay: float, least: float = 0.0) 
         images = fresh["images"] + own.unsqueeze(-1) * before.basis  # Y, (r, D)
         return iterate_subspace(images, trace, decay * before.rest, least).pack()
 
-    return unpack_tracked(solve_once(find, before.pack()), rank)
+    return unpack_tracked(sums.solve_once(find, before.pack()), rank)
 
 
 def iterate_subspace(images: Tensor, trace: Tensor, floor: Tensor, least: float) -> Tracked:
@@ -126,11 +126,11 @@ def orthonormal(basis: Tensor) -> Tensor:
     return torch.linalg.qr(basis.mT)[0].mT.contiguous()
 
 
-def first(rows: Tensor, rank: int) -> Tracked:
+def first(rows: Tensor, rank: int, sums: Sums = ALONE) -> Tracked:
     """X^T X tracked from nothing: `FIRST` steps of subspace iteration on the same rows (..., N, D)."""
     state = start(rows.shape[-1], rank, rows)
     for _ in range(FIRST):
-        state = track_rows(state, rows, 0.0)
+        state = track_rows(state, rows, 0.0, sums=sums)
     return state
 
 
@@ -247,20 +247,15 @@ class OnlineLowRank(Layerwise):
 
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
         if seen.by_token:
-            return accumulate_statistics(before, {"squares": layer_squares(seen)}, decay)
+            return accumulate_statistics(before, seen.sums.total({"squares": layer_squares(seen)}), decay)
         if seen.single:
-            return accumulate_statistics(before, {"blocks": layer_units(seen)}, decay)
-        if not self.gradient:
-            return self._sides(*example_rows(seen), before, decay)
-        left, right = gradient_rows(seen)
-        with sums_are_whole():  # the gradient is that of all processes already
-            return self._sides(left, right, before, decay)
+            return accumulate_statistics(before, seen.sums.total({"blocks": layer_units(seen)}), decay)
+        rows, sums = (gradient_rows(seen), seen.sums.of_whole()) if self.gradient else (example_rows(seen), seen.sums)
+        left = side("left", rows[0], self.rank_out, before, decay, sums)
+        return left | side("right", rows[1], self.rank_in, before, decay, sums)
 
     def needs_past(self, seen: Seen) -> bool:
         return not (seen.by_token or seen.single)  # the basis that rows are looked at in
-
-    def _sides(self, left: Tensor, right: Tensor, before: Statistics | None, decay: float) -> Statistics:
-        return side("left", left, self.rank_out, before, decay) | side("right", right, self.rank_in, before, decay)
 
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         if "squares" in totals:
@@ -294,20 +289,20 @@ def flat_rows(tensor: Tensor) -> Tensor:
 
 
 def gradient_rows(seen: Seen) -> tuple[Tensor, Tensor]:
-    """The columns and the rows of the layer's matrix in J^T c, for every cotangent c: (N, o) and (N, d)."""
+    """The columns and rows of the layer's matrix in J^T c over all processes, per cotangent c: (N, o) and (N, d)."""
     matrices = [torch.einsum("btgo,btgd->god", deltas, seen.activations) for deltas in seen.deltas]
-    matrices = list(exchange_sums({str(i): matrix for i, matrix in enumerate(matrices)}).values())
+    matrices = list(seen.sums.total({str(i): matrix for i, matrix in enumerate(matrices)}).values())
     left, right = (torch.cat(parts, dim=-2) for parts in ([m.mT for m in matrices], matrices))
     return (left[0], right[0]) if len(left) == 1 else (left, right)
 
 
-def side(name: str, rows: Tensor, rank: int, before: Statistics | None, decay: float) -> Statistics:
+def side(name: str, rows: Tensor, rank: int, before: Statistics | None, decay: float, sums: Sums) -> Statistics:
     """One factor's running total after these rows."""
     rank = min(rank, (rows.shape[-1] + 1) // 2)
     if before is None or f"{name}_basis" not in before:
-        state = first(rows, rank)
+        state = first(rows, rank, sums)
     else:
-        state = track_rows(side_of(before, name), rows, decay)
+        state = track_rows(side_of(before, name), rows, decay, sums=sums)
     return {f"{name}_basis": state.basis, f"{name}_values": state.values, f"{name}_rest": state.rest}
 
 

@@ -60,7 +60,7 @@ class Whitened(Layerwise):
         known = 1.0 if before is None else before["known"].clamp(min=1e-6)
         squares = layer_squares(seen)
         past = None if before is None else {"scaled": before["scaled"], "known": before["known"]}
-        return accumulate_statistics(past, {"scaled": squares / known, "known": squares}, decay)
+        return accumulate_statistics(past, seen.sums.total({"scaled": squares / known, "known": squares}), decay)
 
     def operator(self, layer: Any, totals: Statistics, weight: float) -> Operator:
         return DiagonalOperator((totals["scaled"] * totals["known"]).sqrt().reshape(-1) / weight)

@@ -12,9 +12,10 @@ from models import F64, assert_close, draw
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.ground.exchanges import Sums
 from natgrad.layers import Layer, Seen
 from natgrad.operators import Operator, Scaled, pack_operator, unpack_operator
-from natgrad.structures import Layerwise, Statistics
+from natgrad.structures import Layerwise, Statistics, hear_metric
 
 
 class OwnMatrix(Operator):
@@ -126,3 +127,27 @@ def test_natgrads_own_names_are_not_taken():
         type("Own", (OwnMatrix,), {}, packed_as="units")
     with pytest.raises(TypeError, match="cannot be kept in a checkpoint"):
         pack_operator(OwnMatrix(torch.eye(1), scale=object()))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Alone(OwnKronecker):
+    """One that claims to add up over processes."""
+
+    sums = True
+
+
+def test_statistics_that_are_not_added_up_over_processes_are_refused():
+    layer = nn.Linear(3, 2).double()
+    (reading,) = hear_metric(
+        ng.fisher(layer, ng.Categorical()), ng.trainable(layer), draw(4, 3), ng.ExactLabels(), torch.Generator()
+    ).layers
+    added = list[Statistics]()
+
+    def add(fresh: Statistics) -> Statistics:
+        added.append(fresh)
+        return {name: 2 * total for name, total in fresh.items()}
+
+    totals = ng.Kronecker().advance(reading, None, 0.9, Sums(add))
+    assert_close(totals["left"], 2 * added[0]["left"], 1e-14)
+    with pytest.raises(TypeError, match=r"seen\.sums\.total"):
+        Alone().advance(reading, None, 0.9, Sums(add))
