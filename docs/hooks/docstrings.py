@@ -11,7 +11,7 @@ from typing import Any
 
 import griffe
 
-from natgrad.optim.options import join_arguments
+from natgrad.optim.options import join_arguments, list_texts
 
 sys.path.append(str(Path(__file__).parent))  # Griffe loads this file by its path
 from docstring_formulas import typeset_docstring
@@ -100,4 +100,4 @@ def replace_options(function: griffe.Function, options: str) -> None:
     owner, notes = function.parent if function.name == "__init__" else function, inspect.getdoc(table) or ""
     if owner and owner.docstring and "\nArgs:\n" in notes:
         names = [p.name for p in parameters if p.name not in named]
-        owner.docstring.value = join_arguments(owner.docstring.value, notes, names)
+        owner.docstring.value = join_arguments(owner.docstring.value, list_texts(table), names)

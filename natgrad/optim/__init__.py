@@ -11,7 +11,7 @@ from natgrad.optim.joined import JoinedMetric, join_operator, update_jointly
 from natgrad.optim.names import NAMES
 from natgrad.optim.objective import Objective
 from natgrad.optim.optimizer import NaturalGradient
-from natgrad.optim.options import BlockOptions, FlatOptions
+from natgrad.optim.options import BlockOptions, FlatOptions, SharedOptions
 from natgrad.optim.processes import Processes, meet_processes, refuse_processes
 from natgrad.optim.recipes import (
     ang,
@@ -49,6 +49,7 @@ __all__ = [
     "Processes",
     "Report",
     "Row",
+    "SharedOptions",
     "SharingReport",
     "Solved",
     "State",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from natgrad.families import Criterion
+from natgrad.ground.constants import COMPARED, SMALL_RATE
 from natgrad.ground.messages import explain_calls, write_table
 from natgrad.ground.pure import keep_gradient_mode, map_tensors
 from natgrad.ground.whole_tensors import any_split, write_all
@@ -46,7 +47,6 @@ from natgrad.optim.report import (
 from natgrad.optim.state import State
 from natgrad.optim.step import Choices, Evidence, Move, StepReport, leave_out, natural_step
 from natgrad.rules import Rule
-from natgrad.rules.constants import COMPARED, SMALL_RATE
 
 CHOICES = ("structure", "solver", "rule", "damping", "update_every", "invert_every", "train_in_eval", "on_trouble")
 

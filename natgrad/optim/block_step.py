@@ -15,6 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from natgrad.ground.constants import (
+    BEFORE,
+    BLIND,
+    EXAMPLES_PART,
+    FALLS_TO,
+    FEWEST_EXAMPLES,
+    GOLDEN,
+    KEEPS,
+    LARGEST_RATIO,
+    LONGEST,
+    MARGIN,
+    MARGIN_KEEPS,
+    RAMP,
+    SELDOM,
+    TURNED,
+    UNKNOWN,
+    YOUNG,
+)
 from natgrad.ground.typed_torch import as_tensor_like, list_numbers, measure_norm, measure_norms, torch_plain
 from natgrad.ground.whole_tensors import WholeTensors
 from natgrad.layers import Heard, Seen
@@ -52,24 +70,6 @@ from natgrad.rules import (
     SystemFacts,
     Vector,
     inner_product,
-)
-from natgrad.rules.constants import (
-    BEFORE,
-    BLIND,
-    EXAMPLES_PART,
-    FALLS_TO,
-    FEWEST_EXAMPLES,
-    GOLDEN,
-    KEEPS,
-    LARGEST_RATIO,
-    LONGEST,
-    MARGIN,
-    MARGIN_KEEPS,
-    RAMP,
-    SELDOM,
-    TURNED,
-    UNKNOWN,
-    YOUNG,
 )
 
 Settings = Mapping[str, Mapping[str, Any]]

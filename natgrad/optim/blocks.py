@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from natgrad.ground.constants import FEWEST_ROWS, RAISES
 from natgrad.ground.exchanges import Sums
 from natgrad.ground.pure import leaves
 from natgrad.ground.typed_torch import list_numbers
@@ -29,7 +30,6 @@ from natgrad.optim.processes import Cost, Owners, cost_of
 from natgrad.optim.reading import Reading, agree_on_parts
 from natgrad.optim.state import Block, Hearing, single
 from natgrad.rules import Parts, Rule, inner_product
-from natgrad.rules.constants import FEWEST_ROWS, RAISES
 from natgrad.structures import Layerwise, Statistics, accumulate_statistics, accumulate_weight
 
 # a pass into the averages

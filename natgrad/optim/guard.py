@@ -17,11 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from natgrad.ground.linalg import all_finite, stays_finite
-from natgrad.ground.pure import leaves, map_tensors
-from natgrad.ground.typed_torch import list_numbers, measure_norms
-from natgrad.layers import Seen
-from natgrad.rules.constants import (
+from natgrad.ground.constants import (
     FAR_INPUTS,
     FIRST_WILD,
     HEADROOM,
@@ -36,6 +32,10 @@ from natgrad.rules.constants import (
     WILD,
     YOUNG,
 )
+from natgrad.ground.linalg import all_finite, stays_finite
+from natgrad.ground.pure import leaves, map_tensors
+from natgrad.ground.typed_torch import list_numbers, measure_norms
+from natgrad.layers import Seen
 
 OnTrouble = Literal["skip", "raise"]
 Result = TypeVar("Result")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Criterion, Likelihood
+from natgrad.ground.constants import DRAWS, SCALER, TOO_FAR, TRIALS
 from natgrad.ground.pure import RandomState, Select, map_tensors, pure_model, run_detached, run_uncompiled
 from natgrad.ground.spaces import Params, Space
 from natgrad.ground.typed_torch import list_numbers, measure_norms
@@ -27,7 +28,6 @@ from natgrad.optim.passes import OTHER_BATCH, Data, Linearised, Recall, Recorded
 from natgrad.optim.processes import Processes
 from natgrad.optim.state import Outside
 from natgrad.rules import Damping, Parts, Quadratic, Relative, Step, Vector, as_damping
-from natgrad.rules.constants import DRAWS, SCALER, TOO_FAR, TRIALS
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Criterion
+from natgrad.ground.constants import UNKNOWN_SHARE
 from natgrad.ground.pure import as_call, copy_tensors, keep_gradient_mode
 from natgrad.ground.spaces import Space
 from natgrad.ground.typed_torch import measure_norm
@@ -61,7 +62,6 @@ from natgrad.optim.processes import Processes, meet, refuse_nested, weigh_loss
 from natgrad.optim.state import Outside, OwnGradients, Pace, State, SystemMemory
 from natgrad.optim.step import Choices, StepReport
 from natgrad.rules import SafeRate, as_damping
-from natgrad.rules.constants import UNKNOWN_SHARE
 from natgrad.solvers import Auto
 from natgrad.structures import Exact, as_preconditioner
 

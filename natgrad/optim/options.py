@@ -22,7 +22,43 @@ R = TypeVar("R")
 S = TypeVar("S")
 
 
-class BlockOptions(TypedDict, total=False):
+class SharedOptions(TypedDict, total=False):
+    """What all optimizers of the engine have in common.
+
+    Args:
+        weight_decay: Decoupled: theta <- (1 - lr * weight_decay) theta.
+        group: The processes of `torch.distributed` that train the model together: metric and losses are those of all
+            their examples. Default those of the `DistributedDataParallel` around the model. For `ng.kfac` and its like
+            you average the gradients yourself then; the others do that.
+        train_in_eval: True counts passes in evaluation mode as training ones, with dropout off and batch norm frozen;
+            evaluate under `torch.no_grad()` then.
+        on_trouble: What a step does whose loss, gradient or metric is not finite, or whose loss is more than ten times
+            the highest of the run: "skip" (default) leaves it out, counts it in `state_report().failures`, warns at the
+            fifth in a row and raises RuntimeError at the 25th; "raise" raises ValueError.
+        maximize: True raises the loss instead of lowering it, as in torch.optim: the step goes the other way, and rules
+            and dampings that judge a step want a higher loss. The metric, weight_decay and l2 stay what they are. The
+            reports are of what falls, minus the loss.
+    """
+
+    weight_decay: float
+    group: Any
+    train_in_eval: bool
+    on_trouble: OnTrouble
+    maximize: bool
+
+
+@dataclass(frozen=True)
+class SharedSettings:
+    """`SharedOptions` with their defaults."""
+
+    weight_decay: float = 0.0
+    group: Any = None
+    train_in_eval: bool = False
+    on_trouble: OnTrouble = "skip"
+    maximize: bool = False
+
+
+class BlockOptions(SharedOptions, total=False):
     """What `ng.kfac` and its like have in common. An object may be given as text: `natgrad.optim.NAMES`.
 
     Args:
@@ -38,7 +74,6 @@ class BlockOptions(TypedDict, total=False):
             and `natgrad.rules.NoiseAware`.
         kl_share: Most nats as a share of the loss; of one nat per entry for losses that can be negative. Default .1 in
             `ng.kfac` and `ng.ekfac`, .05 in the other recipes. A setting of the same rules.
-        weight_decay: Decoupled: theta <- (1 - lr * weight_decay) theta.
         l2: Strength of a penalty l2 / 2 |theta|^2, which is a part of the loss, in the gradient and in the metric.
         update_every: Most steps between two updates of the statistics. A run begins with an update at every step, and
             the interval grows by a step after each five, twice as fast once steps are spectral.
@@ -49,20 +84,10 @@ class BlockOptions(TypedDict, total=False):
         params: What to train, default all: parameters, (name, parameter) pairs, a module, or parameter groups. lr,
             momentum, damping, max_kl, kl_share, weight_decay and l2 are group keys; of max_kl and kl_share the least
             over the groups counts. The rest may have an optimizer of its own: call the `loss` of each.
-        group: The processes of `torch.distributed` whose statistics are added up, for gradients that you average
-            yourself; default those of the `DistributedDataParallel` around the model.
         share: With several processes, how they share the blocks out. Only a block's owner inverts it. "speed": the
             inverses go to all, and nothing is sent between updates. "memory": statistics, inverses and mean gradients
             stay with their owners, who send the directions at every step. "auto": "speed" while the state takes less
             than 4 GiB; a number is another such bound, in bytes.
-        train_in_eval: True reads passes in evaluation mode too, to train with dropout off and batch norm frozen;
-            evaluate under `torch.no_grad()` then.
-        on_trouble: What a step does whose loss or gradient is not finite, or whose loss is more than ten times the
-            highest of the run: "skip" (default) leaves it out, counts it in `state_report().failures`, warns at the
-            fifth in a row and raises RuntimeError at the 25th; "raise" raises ValueError.
-        maximize: True raises the loss instead of lowering it, as in torch.optim: the step goes the other way, and rules
-            and dampings that judge a step want a higher loss. The metric, weight_decay and l2 stay what they are. The
-            reports are of what falls, minus the loss.
     """
 
     rule: Rule | str | None
@@ -70,22 +95,17 @@ class BlockOptions(TypedDict, total=False):
     damping: float | Damping | str
     max_kl: float | None
     kl_share: float | None
-    weight_decay: float
     l2: float
     update_every: int
     invert_every: int
     measure: bool
     outputs: Select | None
     params: Iterable[Any] | None
-    group: Any
     share: str | int
-    train_in_eval: bool
-    on_trouble: OnTrouble
-    maximize: bool
 
 
 @dataclass(frozen=True)
-class BlockSettings:
+class BlockSettings(SharedSettings):
     """`BlockOptions` with their defaults."""
 
     rule: Rule | None = None
@@ -93,21 +113,16 @@ class BlockSettings:
     damping: float | Damping = 0.03
     max_kl: float | None = None
     kl_share: float | None = None
-    weight_decay: float = 0.0
     l2: float = 0.0
     update_every: int = 20
     invert_every: int = 20
     measure: bool = True
     outputs: Select | None = None
     params: Iterable[Any] | None = None
-    group: Any = None
     share: str | int = "auto"
-    train_in_eval: bool = False
-    on_trouble: OnTrouble = "skip"
-    maximize: bool = False
 
 
-class FlatOptions(TypedDict, total=False):
+class FlatOptions(SharedOptions, total=False):
     """What `ng.NaturalGradient` and the matrix-free recipes have in common. An object may be given as text.
 
     Args:
@@ -116,7 +131,6 @@ class FlatOptions(TypedDict, total=False):
         damping: A strategy; a number is short for `ng.Constant(number)`, in nats per example.
         rule: How the solution becomes a step; default
             `natgrad.rules.SafeRate()`, the learning rate, halved where it would raise the loss of the step's own batch.
-        weight_decay: Decoupled: theta <- (1 - lr * weight_decay) theta.
         warm_start: The fraction of the last solution that an iterative solver starts from, in [0, 1].
         metric_batch: Take the metric on this many of the pass's examples, drawn anew at every step; default all.
             Products then cost that much less, while the gradient keeps every example.
@@ -126,57 +140,38 @@ class FlatOptions(TypedDict, total=False):
             with a closed-form inverse.
         params: Parameters, (name, parameter) pairs, a module, or groups as in torch.optim (keys lr, weight_decay);
             default all that are trainable.
-        group: The processes of `torch.distributed` that train the model together: metric, losses and gradients are
-            those of all their examples. Default those of the `DistributedDataParallel` around the model.
-        train_in_eval: True counts passes in evaluation mode as training ones, with dropout off and batch norm frozen;
-            evaluate under `torch.no_grad()` then.
-        on_trouble: What a step does whose loss, gradient or metric is not finite, or whose loss is more than ten times
-            the highest of the run: "skip" (default) leaves it out, counts it in `state_report().failures`, warns at the
-            fifth in a row and raises RuntimeError at the 25th; "raise" raises ValueError.
-        maximize: True raises the loss instead of lowering it, as in torch.optim: the step goes the other way, and rules
-            and dampings that judge a step want a higher loss. The metric, weight_decay and l2 stay what they are. The
-            reports are of what falls, minus the loss.
     """
 
     structure: Structure | str | None
     solver: Solver | str | None
     damping: float | Damping | str
     rule: Rule | str | None
-    weight_decay: float
     warm_start: float
     metric_batch: int | None
     search_batch: int | None
     preconditioner: Preconditioner | Structure | str | None
     params: Iterable[Any] | None
-    group: Any
-    train_in_eval: bool
-    on_trouble: OnTrouble
-    maximize: bool
 
 
 @dataclass(frozen=True)
-class FlatSettings:
+class FlatSettings(SharedSettings):
     """`FlatOptions` with their defaults."""
 
     structure: Structure | None = None
     solver: Solver | None = None
     damping: float | Damping = 1e-3
     rule: Rule | None = None
-    weight_decay: float = 0.0
     warm_start: float = 0.0
     metric_batch: int | None = None
     search_batch: int | None = None
     preconditioner: Preconditioner | Structure | None = None
     params: Iterable[Any] | None = None
-    group: Any = None
-    train_in_eval: bool = False
-    on_trouble: OnTrouble = "skip"
-    maximize: bool = False
 
 
 def with_options(options: Any, settings: type, *without: str, **own: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator for a function that takes `**options`: they stand in its signature and docstring, and are checked."""
-    defaults = {field.name: field.default for field in fields(settings)} | own
+    own_first = sorted(fields(settings), key=lambda field: field.name in SharedOptions.__annotations__)
+    defaults = {field.name: field.default for field in own_first} | own
     values = {key: value for key, value in defaults.items() if key not in without}
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -198,7 +193,7 @@ def with_options(options: Any, settings: type, *without: str, **own: Any) -> Cal
             return function(*args, **kwargs)
 
         call_checked.__signature__ = plain.replace(parameters=[*named, *shared])  # type: ignore[attr-defined]
-        call_checked.__doc__ = join_arguments(function.__doc__ or "", options.__doc__, [p.name for p in shared])
+        call_checked.__doc__ = join_arguments(function.__doc__ or "", list_texts(options), [p.name for p in shared])
         return call_checked
 
     return decorate
@@ -244,11 +239,17 @@ def check_required(name: str, named: Sequence[inspect.Parameter], args: Sequence
         )
 
 
-def join_arguments(own: str, shared: str, names: Iterable[str]) -> str:
+def list_texts(options: Any) -> list[str]:
+    """The docstrings of a table of options, and of those that it shares."""
+    shares = SharedOptions.__annotations__.keys() <= options.__annotations__.keys()
+    return [options.__doc__ or "", *([SharedOptions.__doc__ or ""] if shares else [])]
+
+
+def join_arguments(own: str, shared: Iterable[str], names: Iterable[str]) -> str:
     """A docstring whose `Args` section also has the shared arguments."""
-    lines, entries, wanted = inspect.cleandoc(shared).splitlines(), list[str](), set(names)
-    keep = False
-    for line in lines[lines.index("Args:") + 1 :]:
+    entries, wanted, keep = list[str](), set(names), False
+    texts = [inspect.cleandoc(text).splitlines() for text in shared]
+    for line in [line for lines in texts for line in lines[lines.index("Args:") + 1 :]]:
         if line.startswith("    ") and not line.startswith("     "):
             keep = line.strip().partition(":")[0] in wanted
         if keep:

@@ -171,7 +171,13 @@ class Processes:
     messages: dict[str, int] = field(default_factory=dict[str, int])
 
     def settle(self, model: nn.Module, structure: Layerwise, leaves: GraphLeaves) -> None:
-        """Look once more, before the first statistics: the model may have been wrapped since, which `meet` reads."""
+        """Look once more, before the first statistics: the model may have been wrapped since, which `meet` reads.
+
+        Args:
+            model: That is trained.
+            structure: How its metric is stored.
+            leaves: Its parameters, as they are in the graph of a pass.
+        """
         self.device = next(iter(leaves.named.values())).device
         if not self.settled:
             if self.group is None:
@@ -188,7 +194,11 @@ class Processes:
         refuse_join(self.wrappers)
 
     def adopt(self, others: Processes) -> None:
-        """Be these from now on."""
+        """Be these from now on.
+
+        Args:
+            others: Processes that were found since.
+        """
         self.group, self.size, self.rank, self.wrappers = others.group, others.size, others.rank, others.wrappers
 
     def sum(self, tensor: Tensor, kind: str = "scalars", owner: int | None = None) -> Tensor:
@@ -211,14 +221,25 @@ class Processes:
         return total
 
     def compare(self, named: Mapping[str, Tensor], settings: str = "") -> None:
-        """ValueError on all processes unless they hold parameters of the same names and shapes, and start alike."""
+        """ValueError on all processes unless they hold parameters of the same names and shapes, and start alike.
+
+        Args:
+            named: The parameters.
+            settings: What else must be alike, as text.
+        """
         if self.size > 1 and named:
             listen_for_questions()
             # a DistributedDataParallel has broadcast its values
             check_equal_models(named, self.group, values=not (self.wrappers or self.averaged), settings=settings)
 
     def broadcast(self, tensor: Tensor, source: int, kind: str) -> Tensor:
-        """The source's tensor, written into this process's."""
+        """The source's tensor, written into this process's.
+
+        Args:
+            tensor: This process's, of its shape.
+            source: Its number.
+            kind: Under which name the bytes are counted.
+        """
         if tensor.numel():
             self.count(kind, tensor)
             with naming_lost(self.group):
@@ -226,12 +247,21 @@ class Processes:
         return tensor
 
     def count(self, kind: str, tensor: Tensor) -> None:
-        """Count a message."""
+        """Count a message.
+
+        Args:
+            kind: What it is, for reports.
+            tensor: What is sent.
+        """
         self.sent[kind] = self.sent.get(kind, 0) + tensor.numel() * tensor.element_size()
         self.messages[kind] = self.messages.get(kind, 0) + 1
 
     def check(self, structure: Layerwise) -> None:
-        """TypeError for a structure whose statistics several processes cannot add up."""
+        """TypeError for a structure whose statistics several processes cannot add up.
+
+        Args:
+            structure: How the metric is stored.
+        """
         if self.size > 1 and not structure.sums:
             raise TypeError(
                 f"structure is {structure!r}, whose statistics are no sums over examples that {self.size} processes "
@@ -245,6 +275,12 @@ class Processes:
 
         The gradient that all processes have is the mean of theirs, and so is its scale. Last, its norm before that: not
         finite on all of them, where one entry on one of them is not.
+
+        Args:
+            losses: This process's.
+            nats: Per example in one unit of the mean loss.
+            scale: What this process's gradient is multiplied by.
+            norms: Of its gradients, by name.
         """
         norm = torch.stack(list(norms.values())).square().sum().sqrt()
         rows = sum(self.weight(loss) for loss in losses)
@@ -266,7 +302,11 @@ class Processes:
         )
 
     def weight(self, loss: Loss) -> float:
-        """What a loss weighs: its rows; over several processes, what it is a mean over."""
+        """What a loss weighs: its rows; over several processes, what it is a mean over.
+
+        Args:
+            loss: One that went backward.
+        """
         return loss.weight or loss.count or loss.rows if self.size > 1 and loss.rows else loss.rows
 
     @property
@@ -294,11 +334,20 @@ class Processes:
         )
 
     def sum_entries(self, fresh: dict[str, Tensor], owner: int | None = None) -> dict[str, Tensor]:
-        """`sum`, by name, in one message per dtype."""
+        """`sum`, by name, in one message per dtype.
+
+        Args:
+            fresh: This process's.
+            owner: As for `sum`.
+        """
         return self._in_messages(fresh, "statistics", owner)
 
     def average(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The means over all processes by name, in one message per dtype."""
+        """The means over all processes by name, in one message per dtype.
+
+        Args:
+            tensors: This process's.
+        """
         totals = self._in_messages(tensors, "gradients")
         return {name: total / self.size for name, total in totals.items()}
 
@@ -316,7 +365,7 @@ class Processes:
     # exchanges besides sums
 
     def share_numbers(self, numbers: Sequence[float], device: torch.device) -> list[list[float]]:
-        """Every process's numbers, in the order of their processes.
+        """Every process's numbers, in the order of the processes.
 
         Args:
             numbers: This one's; as many on all of them.
@@ -329,7 +378,7 @@ class Processes:
         return list_numbers(self.sum(table))  # adding zeros rounds nothing, and infinities stay in their own entries
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """The rows of all processes, (sum of all b, ...) from (b, ...) each, in the order of their processes.
+        """The rows of all processes, (sum of all b, ...) from (b, ...) each, in the order of the processes.
 
         Args:
             rows: This process's.
@@ -406,7 +455,7 @@ class Processes:
             )
 
     def share_objects(self, thing: Any) -> list[Any]:
-        """Every process's object, in the order of their processes. It is pickled: a few plain values.
+        """Every process's object, in the order of the processes. It is pickled: a few plain values.
 
         Args:
             thing: This one's.
@@ -455,7 +504,11 @@ class Processes:
             yield received.view(sum(counts), own)
 
     def generator(self, shared: torch.Generator) -> torch.Generator:
-        """A source of labels of this process's own. The shared one moves alike everywhere: one checkpoint fits all."""
+        """A source of labels of this process's own. The shared one moves alike everywhere: one checkpoint fits all.
+
+        Args:
+            shared: In the same state on all processes.
+        """
         if self.size == 1:
             return shared
         seed = torch.randint(2**62, (), generator=shared, device=shared.device)

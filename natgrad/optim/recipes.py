@@ -10,6 +10,7 @@ from typing import Literal, Unpack, get_args
 from torch import Tensor, nn
 
 from natgrad.families import Likelihood, LogDensity, as_criterion
+from natgrad.ground.constants import FALLS_AFTER, ROWS
 from natgrad.ground.messages import explain_calls
 from natgrad.ground.pure import Select
 from natgrad.metrics import Metric, gauss_newton
@@ -29,7 +30,6 @@ from natgrad.rules import (
     SpectralProgress,
     SubspaceSearch,
 )
-from natgrad.rules.constants import FALLS_AFTER, ROWS
 from natgrad.solvers import CG, Auto, KrylovSubspace, Solution, Solver, Status
 from natgrad.structures import (
     AdaptiveInverse,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from natgrad.families import Criterion, Gaussian, Huber, Laplace
 from natgrad.families.criteria import Entrywise
+from natgrad.ground.constants import KEEPS, ROUND_OFF, STANDARD, UNKNOWN, UNKNOWN_SHARE
 from natgrad.ground.graph_nodes import RESHAPES, kind_of
 from natgrad.ground.pure import leaves, map_tensors
 from natgrad.ground.spaces import Space
@@ -25,7 +26,6 @@ from natgrad.operators import Layout, Operator, pack_operator, unpack_operator
 from natgrad.optim.guard import Guard
 from natgrad.optim.processes import Owners, Processes
 from natgrad.rules import ErrorScale
-from natgrad.rules.constants import KEEPS, ROUND_OFF, STANDARD, UNKNOWN, UNKNOWN_SHARE
 
 Density = Gaussian | Laplace | Huber
 

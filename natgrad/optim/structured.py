@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Criterion, Likelihood, as_criterion
+from natgrad.ground.constants import JUDGED_EVERY, LONGEST
 from natgrad.ground.pure import check_followed, check_select, full_precision, leaves, pure_model
 from natgrad.ground.typed_torch import measure_norm
 from natgrad.ground.whole_tensors import WholeTensors, any_split
@@ -52,7 +53,6 @@ from natgrad.optim.report import StateReport, state_report
 from natgrad.optim.state import Block, Hearing, OwnGradients, State, gather_numbers, move_state, read_parameters, single
 from natgrad.optim.step import Choices, StepReport, bounded_below
 from natgrad.rules import Momentum
-from natgrad.rules.constants import JUDGED_EVERY, LONGEST
 from natgrad.structures import ExactLabels, Layerwise, Sampled
 
 SAVED = frozenset({"clock", "blocks", "trusted", "refused", "generator", "ratio"})
@@ -522,7 +522,7 @@ class SharingReport:
 
     Attributes:
         share: "alone", "speed" or "memory"; "auto" before the first statistics.
-        processes: The processes.
+        ranks: The number of processes.
         rank: This one's number.
         owners: By block, the number of the process that inverts it.
         inversions: Sum of n^3 over the matrices of this process's blocks.

@@ -10,10 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from natgrad.ground.constants import FRESH, MOST_NATS
 from natgrad.ground.typed_torch import measure_norm, measure_norms
 from natgrad.operators import Operator
 from natgrad.rules.base import BlockPoint, BlockStack, Objective, Rule, StackMemory
-from natgrad.rules.constants import FRESH, MOST_NATS
 from natgrad.rules.quadratic import BlockStep, Memory, Parts, Quadratic, Step
 from natgrad.rules.spectral_descent import SpectralDescent
 from natgrad.rules.spectral_progress import SpectralProgress, least_size

@@ -11,10 +11,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from natgrad.ground.constants import KL_SLACK
 from natgrad.ground.messages import write_choices
 from natgrad.ground.typed_torch import as_tensor_like, measure_norm, measure_norms, torch_plain
 from natgrad.operators import Operator
-from natgrad.rules.constants import KL_SLACK
 from natgrad.solvers import Subspace
 
 # a vector over parameters that lie apart, with what rules do with a flat one

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from natgrad.ground.constants import KEPT_DIRECTIONS, OBLONG, WIDEST
 from natgrad.ground.linalg import BLOCK, gram, invert_factor_or_nan, resolvent
 from natgrad.ground.typed_torch import as_tensor_like, torch_linalg
 from natgrad.operators import Operator
 from natgrad.rules.base import BlockPoint, Objective, Rule
-from natgrad.rules.constants import KEPT_DIRECTIONS, OBLONG, WIDEST
 from natgrad.rules.quadratic import Memory, Quadratic, Step
 from natgrad.rules.step_rules import scale_usual
 

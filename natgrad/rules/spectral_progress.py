@@ -11,10 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.ground.linalg import invert_factor_or_nan, symmetrise
-from natgrad.ground.typed_torch import as_tensor_like, measure_norm, split_tensor, torch_linalg
-from natgrad.rules.base import BlockPoint, BlockStack, Objective, Rule
-from natgrad.rules.constants import (
+from natgrad.ground.constants import (
     DIRECTIONS_PER_ROW,
     FARTHEST,
     FRESH,
@@ -24,6 +21,9 @@ from natgrad.rules.constants import (
     TINY,
     WIDE,
 )
+from natgrad.ground.linalg import invert_factor_or_nan, symmetrise
+from natgrad.ground.typed_torch import as_tensor_like, measure_norm, split_tensor, torch_linalg
+from natgrad.rules.base import BlockPoint, BlockStack, Objective, Rule
 from natgrad.rules.quadratic import Memory, Quadratic, Step
 from natgrad.rules.spectral_descent import (
     apply_root,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.checks import check_integer, check_share
+from natgrad.ground.constants import FEW_PASSES, MOST_NATS, RADIUS_SLACK, SAME_LOSS
 from natgrad.operators import Facts
 from natgrad.rules.base import Objective, Rule, require_loss
-from natgrad.rules.constants import FEW_PASSES, MOST_NATS, RADIUS_SLACK, SAME_LOSS
 from natgrad.rules.quadratic import FlatStep, Memory, Quadratic, Step, Vector, hold_kl, share_of_rate
 
 

@@ -75,7 +75,17 @@ class Layerwise(Structure):
         """
 
     def advance(self, seen: Seen, before: Statistics | None, decay: float, sums: Sums) -> Statistics:
-        """`statistics` of the passes of all processes. TypeError for a structure that does not add them up."""
+        """`statistics` of the passes of all processes.
+
+        Args:
+            seen: As for `statistics`.
+            before: As for `statistics`.
+            decay: As for `statistics`.
+            sums: How what they give is added up.
+
+        Raises:
+            TypeError: For a structure that does not add it up.
+        """
         if sums.add is None:
             return self.statistics(seen, before, decay)
         if self.adds:
@@ -172,6 +182,16 @@ class Layerwise(Structure):
         random: RandomState | None = None,
         sums: Sums = ALONE,
     ) -> tuple[Operator, Memory]:
+        """The operator for this step and the memory for the next.
+
+        Args:
+            memory: As for `Structure.update`.
+            metric: As for `Structure.update`.
+            params: As for `Structure.update`.
+            inputs: As for `Structure.update`.
+            random: As for `Structure.update`.
+            sums: How statistics become those of several processes.
+        """
         draws = 0 if memory is None else memory["draws"]
         if memory is not None and memory["names"] != list(params):
             memory = None  # parameters came or went: the averages start anew

@@ -14,12 +14,12 @@ from optim_models import CE, X, Y, dropout_net, flat, flat_gradient, net
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.ground.constants import EXAMPLES_PART, FALLS_TO, FEWEST_EXAMPLES, KL_SLACK
 from natgrad.layers.hearing import Heard
 from natgrad.optim.block_step import form_along, measure_ratio, sample_examples
 from natgrad.optim.processes import Processes
 from natgrad.optim.reading import Reading
 from natgrad.optim.state import Length
-from natgrad.rules.constants import EXAMPLES_PART, FALLS_TO, FEWEST_EXAMPLES, KL_SLACK
 
 WARM = ng.MeasuredLength().warm
 

@@ -28,8 +28,8 @@ from optim_models import (
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.ground.constants import JUDGED_EVERY
 from natgrad.optim.objective import Replay
-from natgrad.rules.constants import JUDGED_EVERY
 
 LM = partial(ng.LevenbergMarquardt, per="block")
 EXACT = ng.ExactLabels()

@@ -14,11 +14,11 @@ from optim_models import CE, X, Y, net
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.ground.constants import RAMP, TURNED
 from natgrad.layers.moments import Seen, spread_rows
 from natgrad.optim.block_step import is_due, is_due_to_measure, part_of_rows
 from natgrad.optim.state import Pace
 from natgrad.rules import BlockStep, Lazy, Parts
-from natgrad.rules.constants import RAMP, TURNED
 
 STEPS = 60
 

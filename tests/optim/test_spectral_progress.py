@@ -13,10 +13,10 @@ from optim_models import train_batches
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.ground.constants import FRESH
 from natgrad.ground.pure import RandomState
 from natgrad.operators import Operator
 from natgrad.rules import BlockPoint, BlockStack, NoiseAware, SpectralProgress
-from natgrad.rules.constants import FRESH
 from natgrad.rules.spectral_progress import least_size, unwhiten, whiten, whitener_of_few
 
 F64 = torch.float64

@@ -14,8 +14,8 @@ from optim_models import CE, X, Y, flat, iterate, net
 from torch import nn
 
 import natgrad as ng
+from natgrad.ground.constants import STOP, WARN
 from natgrad.optim.blocks import Averages
-from natgrad.rules.constants import STOP, WARN
 
 MATRIX_FREE = [ng.hessian_free, ng.natgrad_cg, ng.krylov_subspace]
 

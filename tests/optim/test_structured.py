@@ -17,7 +17,7 @@ from pass_readings import iterate, readings
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.rules.constants import KL_SLACK
+from natgrad.ground.constants import KL_SLACK
 from natgrad.structures import hear_metric
 
 WARM = ng.MeasuredLength().warm
