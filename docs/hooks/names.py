@@ -58,12 +58,13 @@ def parse_file(file: str) -> ast.Module:
 def listed_on() -> dict[tuple[str, str], str]:
     """(module, name) of every object that docs/api lists -> its page and anchor."""
     places = {}
-    for page in sorted((ROOT / "docs" / "api").glob("*.md")):
+    for page in sorted((ROOT / "docs" / "api").rglob("*.md")):
         for block in re.finditer(r"^::: ([\w.]+)\n((?:[ \t]+.*\n|\n)*)", page.read_text(encoding="utf-8"), re.M):
             module = importlib.import_module(block[1])
             for name in re.findall(r"^\s+- (\w+)$", block[2], re.M):
                 home = getattr(getattr(module, name, None), "__module__", block[1])
-                places[home, name] = f"api/{page.stem}.html#{block[1]}.{name}"
+                place = page.relative_to(ROOT / "docs").with_suffix(".html").as_posix()
+                places[home, name] = f"{place}#{block[1]}.{name}"
     return places
 
 
@@ -84,8 +85,11 @@ def find_anchor(dotted: str) -> str | None:
         if thing is None:
             return None
     if inspect.ismodule(thing):
-        page = ROOT / "docs" / "api" / f"{name}.md"
-        return f"api/{name}.html" if page.exists() else None
+        pages = [ROOT / "docs" / "api" / f"{name}.md", ROOT / "docs" / "api" / name / "index.md"]
+        found_pages = [
+            page.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for page in pages if page.exists()
+        ]
+        return found_pages[0] if found_pages else None
     if inspect.isclass(owner):
         inside = listed_on().get((owner.__module__, owner.__name__))
         return f"{inside}.{name}" if inside and name in vars(owner) and inspect.isroutine(thing) else inside

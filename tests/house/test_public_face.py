@@ -23,7 +23,7 @@ IMPORTABLE = Path(__file__).parents[1] / "vectors" / "importable_names.json"  # 
 def table() -> dict[str, str]:
     """Name under `ng` -> where the table in docs/api/index.md sends the reader: a dotted name or a page."""
     text = (API / "index.md").read_text(encoding="utf-8")
-    return dict(re.findall(r"\[`ng\.(\w+)`\][\[(]([\w.]+)[\])]", text))
+    return dict(re.findall(r"\[`ng\.(\w+)`\][\[(]([\w./]+)[\])]", text))
 
 
 def public_modules() -> Iterator[ModuleType]:

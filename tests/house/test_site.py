@@ -70,8 +70,8 @@ def test_keywords_stand_one_by_one_where_the_source_has_options(place: str):
 @pytest.mark.parametrize(
     ("written", "place"),
     [
-        ("ng.kfac", "api/optim.html#natgrad.optim.recipes.kfac"),
-        ("ng.kfac(model, criterion)", "api/optim.html#natgrad.optim.recipes.kfac"),
+        ("ng.kfac", "api/optim/kfac.html#natgrad.optim.recipes.kfac"),
+        ("ng.kfac(model, criterion)", "api/optim/kfac.html#natgrad.optim.recipes.kfac"),
         ("natgrad.rules.NoiseAware", "api/rules.html#natgrad.rules.NoiseAware"),
         ("ng.rules", "api/rules.html"),
         ("ng.no_such_name", None),
@@ -85,7 +85,7 @@ def test_a_name_in_code_leads_to_its_explanation(written: str, place: str | None
 def test_names_become_links_outside_of_links_headings_and_blocks():
     page = "<p><code>ng.kfac</code> and <code>natgrad/rules/damping.py: Constant</code></p>"
     linked = name_links.SPAN.sub(lambda found: name_links.link_code(found, "theory/step.html"), page)
-    assert 'href="../api/optim.html#natgrad.optim.recipes.kfac"' in linked
+    assert 'href="../api/optim/kfac.html#natgrad.optim.recipes.kfac"' in linked
     line = names.find_line("natgrad/rules/damping.py", "Constant")
     assert f'href="../source/natgrad/rules/damping.py.html#L-{line}"' in linked
     for untouched in (

@@ -11,7 +11,7 @@ API = Path(__file__).parents[2] / "docs" / "api"
 def listed_members() -> dict[str, list[str]]:
     """Module -> the members that docs/api lists under its `:::` directive."""
     found: dict[str, list[str]] = {}
-    for page in sorted(API.glob("*.md")):
+    for page in sorted(API.rglob("*.md")):
         for block in re.finditer(r"^::: ([\w.]+)\n((?:[ \t]+.*\n|\n)*)", page.read_text(encoding="utf-8"), re.M):
             found.setdefault(block[1], []).extend(re.findall(r"^\s+- (\w+)$", block[2], re.M))
     return found
