@@ -11,11 +11,12 @@ from torch import Tensor
 from natgrad.families.cancellation import in_double, log_ratio
 from natgrad.families.diagonal_normal import Normal
 from natgrad.families.event_checks import centre, check_varies, check_width, read_positive, root_mean_square, widen
-from natgrad.families.exponential import ExponentialFamily, Map
+from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.log_gamma import EULER
 from natgrad.families.positive_families import Exponential, Gamma
 from natgrad.families.product_families import Embedded
 from natgrad.ground.checks import check_positive
+from natgrad.operators.base import Map
 
 
 class ChangedVariable(Embedded):

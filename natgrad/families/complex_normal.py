@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from natgrad.families.event_checks import centre, check_rest, check_spreads, floating_dtype, widen
-from natgrad.families.exponential import Map
 from natgrad.families.normal import MultivariateNormal
 from natgrad.families.product_families import Embedded
 from natgrad.ground.linalg import is_concrete
+from natgrad.operators.base import Map
 
 
 class ComplexNormal(Embedded):

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from natgrad.families.cancellation import in_double, ratio_gap
 from natgrad.families.event_checks import centre_varying, check_moments, check_rest, check_width, widen
-from natgrad.families.exponential import ExponentialFamily, Map
+from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.normal import LOG_2PI
 from natgrad.families.symmetric_matrices import factor_covariance, half_log_det, inverse_from
 from natgrad.ground.checks import check_integer
 from natgrad.ground.linalg import is_concrete
+from natgrad.operators.base import Map
 
 
 class DiagonalNormal(ExponentialFamily):

@@ -16,11 +16,12 @@ from torch import Tensor
 from natgrad.families.class_logits import classes_kl
 from natgrad.families.discrete_tables import LARGEST, Clique, Tables
 from natgrad.families.event_checks import floating_dtype
-from natgrad.families.exponential import Closed, ExponentialFamily
+from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.gibbs import Gibbs, build_sweep, fits_pairs, pair_energies
 from natgrad.ground.checks import check_integer, check_number, check_positive
 from natgrad.ground.linalg import require_inverse, symmetrise
 from natgrad.operators import DenseOperator, Operator
+from natgrad.operators.base import Closed
 
 ENTRIES = 2**22
 """States times statistics up to which both are written out; beyond, variables are eliminated one by one."""

@@ -21,7 +21,7 @@ from natgrad.families.event_checks import (
     root_mean_square,
     widen,
 )
-from natgrad.families.exponential import ExponentialFamily, Map
+from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.symmetric_matrices import (
     Pairs,
     factor_covariance,
@@ -32,6 +32,7 @@ from natgrad.families.symmetric_matrices import (
     solve_factor,
 )
 from natgrad.ground.linalg import is_positive_definite
+from natgrad.operators.base import Map
 
 LOG_2PI = math.log(2 * math.pi)
 POSITIVE = "the precision must be positive definite: theta_ii and theta_ij are those of -P / 2"

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from natgrad.families.cancellation import in_double
 from natgrad.families.event_checks import check_moments, check_rest, check_width, widen
-from natgrad.families.exponential import Map
 from natgrad.families.newton import find_natural
 from natgrad.families.normal import POSITIVE, GraphNormal, MultivariateNormal, explain_outside, measure_spread
 from natgrad.families.product_families import Embedded
 from natgrad.families.symmetric_matrices import Pairs, factor_covariance, inverse_from
 from natgrad.ground.linalg import is_concrete
+from natgrad.operators.base import Map
 
 
 class SparseNormal(GraphNormal):

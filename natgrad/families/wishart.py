@@ -11,7 +11,7 @@ from torch import Tensor
 
 from natgrad.families.cancellation import in_double, log_ratio
 from natgrad.families.event_checks import centre, check_rest, check_support, check_varies, widen
-from natgrad.families.exponential import ExponentialFamily, Map
+from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.log_gamma import (
     HALF_LOG_2PI,
     digamma,
@@ -32,6 +32,7 @@ from natgrad.families.symmetric_matrices import (
     safe_factor,
 )
 from natgrad.ground.linalg import is_concrete, is_positive_definite
+from natgrad.operators.base import Map
 
 HALVINGS = 70
 REACH = 80.0

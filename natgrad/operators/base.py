@@ -16,6 +16,7 @@ from natgrad.ground.messages import write_choices, write_table
 from natgrad.operators.facts import NAMES, Facts, combine_facts
 from natgrad.operators.sample_rows import SampleRows, StackedColumns
 
+Map = Callable[[Tensor], Tensor]
 PACKABLE: dict[str, type[Any]] = {}
 """The operator classes that checkpoints may name."""
 
@@ -440,6 +441,26 @@ class Shifted(Operator):
     def dense(self) -> Tensor:
         matrix = self.operator.dense()
         return matrix + self.damping * torch.eye(self.size, dtype=matrix.dtype, device=matrix.device)
+
+
+class Closed(Operator):
+    """G (n, n) by v -> G v, (..., n) -> (..., n), and G^-1 by its own products where they are known."""
+
+    def __init__(self, like: Tensor, product: Map, inverse_product: Map | None = None) -> None:
+        self.product, self.inverse_product = product, inverse_product
+        self.size, self.dtype, self.device = len(like), like.dtype, like.device
+
+    def mv(self, vector: Tensor) -> Tensor:
+        return self.product(vector)
+
+    def mm(self, block: Tensor) -> Tensor:
+        return self.product(block.mT).mT  # leading dimensions are batches
+
+    def inverse(self, damping: float = 0.0) -> Operator | None:
+        """The other product; None with damping, where no closed form is known."""
+        if damping or self.inverse_product is None:
+            return None
+        return Closed(torch.empty(self.size, dtype=self.dtype, device=self.device), self.inverse_product, self.product)
 
 
 # operators as plain tensors and values and back, so that a checkpoint of them is read without trusting its code
