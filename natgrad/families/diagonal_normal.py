@@ -77,18 +77,10 @@ class DiagonalNormal(ExponentialFamily):
 
     def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
         mean, centred = centre_varying(x)
-        return self.from_moments(mean, centred.square().mean(0))
+        return self._from_moments(mean, centred.square().mean(0))
 
-    def from_moments(self, mean: Tensor, variance: Tensor) -> Tensor:
-        """theta of means and variances.
-
-        Args:
-            mean: Shape (..., d).
-            variance: Positive, shape (..., d).
-
-        Returns:
-            Shape (..., 2 d).
-        """
+    def _from_moments(self, mean: Tensor, variance: Tensor) -> Tensor:
+        """theta of means and variances, (..., d) each."""
         return torch.cat([mean / variance, -0.5 / variance], dim=-1)
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
@@ -137,7 +129,7 @@ class DiagonalNormal(ExponentialFamily):
         mean, second = widen(self.check_finite(eta, "eta")).split(self.d, dim=-1)
         variance = second - mean.square()
         check_rest(variance, second, eta.dtype, "eta has variances <= 0", "E[x_i^2] > E[x_i]^2")
-        return self.from_moments(mean, variance).to(eta.dtype)
+        return self._from_moments(mean, variance).to(eta.dtype)
 
     def covariance(self, theta: Tensor) -> Tensor:
         mean, v = self._moments(self.check(theta))
