@@ -82,10 +82,7 @@ def number_bags(input: Tensor, offsets: Tensor | None, include_last: bool) -> tu
 
 
 def measure_length(x: Tensor, dim: Any = None, *, keepdim: bool = False, order: float = 2) -> Tensor:
-    """(sum |x|^p)^(1/p) along axes, with derivatives of zero where it is zero, as torch has them.
-
-    x: Any shape, real or complex.
-    """
+    """(sum |x|^p)^(1/p) along axes, with derivatives of zero where it is zero, as torch has them."""
     squares = x.real.square() + x.imag.square() if x.is_complex() else x.square()
     powers = squares if order == 2 else x.abs().pow(order)
     total = powers.sum(dim=tuple(range(x.dim())) if dim is None else dim, keepdim=keepdim)
@@ -269,11 +266,7 @@ class _Block:
 
 
 class _PlainAttention:
-    """Fused attention is off while the block of some thread is open: torch has one setting for all threads.
-
-    Args:
-        block: Which block; one that was interrupted counts as closed, since it is dead.
-    """
+    """Fused attention is off while the block of some thread is open: torch has one setting for all threads."""
 
     KINDS = ("flash", "mem_efficient", "math", "cudnn")
     blocks: ClassVar[WeakSet[_Block]] = WeakSet()
@@ -309,12 +302,6 @@ class _WrittenOut(TorchFunctionMode):
 
     Ctrl-C on the way in or out may leave the mode on torch's stack: that costs time, until the next block drops it, but
     never gives wrong derivatives.
-
-    Args:
-        block: What the mode is on for.
-
-    Attributes:
-        on: Whether the mode is in force.
     """
 
     on = False

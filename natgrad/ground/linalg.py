@@ -333,8 +333,6 @@ def solve_symmetric(matrix: Tensor, rhs: Tensor, damping: float = 0.0) -> Tensor
     """(A + damping I)^+ rhs for symmetric A with eigenvalues of both signs, by eigendecomposition.
 
     Sums lambda + damping below n * eps of the largest count as zero.
-
-    matrix: A, (n, n). rhs: (n,).
     """
     if not len(matrix):
         return torch.zeros_like(rhs)
@@ -348,8 +346,6 @@ def inverse_symmetric(matrix: Tensor, damping: float = 0.0) -> Tensor:
     """(A + damping I)^+ for symmetric A with eigenvalues of both signs, by eigendecomposition.
 
     Sums lambda + damping below n * eps of the largest count as zero.
-
-    matrix: A, (..., n, n).
     """
     values, vectors = eigh(matrix)
     values = values + damping
@@ -552,10 +548,7 @@ def cholesky_over(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def damp(matrix: Tensor, damping: float | Tensor) -> Tensor:
-    """A + damping I as a new tensor, at least in float32.
-
-    matrix: A, (..., n, n).
-    """
+    """A + damping I as a new tensor, at least in float32."""
     damped = matrix.to(widen_dtype(matrix.dtype), copy=True)
     damped.diagonal(dim1=-2, dim2=-1).add_(torch.as_tensor(damping, dtype=damped.dtype).to(damped.device).unsqueeze(-1))
     return damped

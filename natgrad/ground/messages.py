@@ -237,15 +237,7 @@ def explain_calls(function: Callable[P, R], hint: Callable[..., str] | None = No
 
 
 class ExplainedType(ABCMeta):
-    """The type of classes whose wrong calls are sentences: arguments that do not fit, and base classes.
-
-    Args:
-        name: Of the class.
-        bases: Its bases.
-        members: Its members.
-        hint: What is added to the sentences; default that of the base class.
-        **kwargs: For `__init_subclass__`.
-    """
+    """The type of classes whose wrong calls are sentences: arguments that do not fit, and base classes."""
 
     call_hint: str
 
