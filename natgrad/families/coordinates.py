@@ -526,9 +526,7 @@ class ShapeScale(Mapped):
             return torch.stack([xi[..., 0], 1 / xi[..., 1]], dim=-1)
 
         super().__init__(
-            family,
-            lambda xi: shape_rate(swap_rate(xi)),
-            lambda theta: swap_rate(shape_rate_of(family.check(theta))),
+            family, lambda xi: shape_rate(swap_rate(xi)), lambda theta: swap_rate(shape_rate_of(family.check(theta)))
         )
 
 

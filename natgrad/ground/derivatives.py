@@ -339,11 +339,7 @@ def layer_norm(
 
 
 def native_layer_norm(
-    input: Tensor,
-    normalized_shape: Any,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
+    input: Tensor, normalized_shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`torch.native_layer_norm`."""
     shape = tuple(normalized_shape) if not isinstance(normalized_shape, int) else (normalized_shape,)
