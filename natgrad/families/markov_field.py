@@ -316,15 +316,10 @@ class Ising(MarkovField):
         if len(set(chosen)) < len(chosen):
             raise ValueError("cliques must be given only once each: a double has no parameter of its own")
         self.values = (float(values[0]), float(values[1]))
-        self._build([self.values] * n, chosen, [multiply_values] * len(chosen), gibbs)
+        self._build([self.values] * n, chosen, [partial(torch.prod, dim=-1)] * len(chosen), gibbs)
 
     def __repr__(self) -> str:
         return f"Ising({self.n}, {self.size} cliques, values={self.values})"
-
-
-def multiply_values(x: Tensor) -> Tensor:
-    """prod_i x_i, (..., k) -> (...)."""
-    return torch.prod(x, dim=-1)
 
 
 @dataclass(frozen=True)

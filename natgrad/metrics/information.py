@@ -117,7 +117,7 @@ class SampledInformation(Information):
     def _draw(self, density: Distribution, observed: Tensor) -> Tensor:
         """Shape (k, b, ...); torch's distributions draw from the global source alone."""
         seed = int(torch.randint(2**62, (), generator=self.generator, device=self.generator.device))
-        by_row = self.likelihood.has_inputs or has_rows(density, observed)
+        by_row = self.likelihood.arguments != 0 or has_rows(density, observed)
         shape = torch.Size((self.samples,) if by_row else (self.samples, len(observed)))
         with RandomState.capture(*(torch.device("cuda", i) for i in range(torch.cuda.device_count()))).replay():
             torch_plain.manual_seed(seed)
@@ -185,11 +185,6 @@ class OwnLikelihood:
         if any(p.kind is p.VAR_POSITIONAL for p in own):
             return None
         return sum(p.default is p.empty and p.kind is not p.KEYWORD_ONLY for p in own)
-
-    @property
-    def has_inputs(self) -> bool:
-        """Whether a distribution depends on the row, beside params."""
-        return self.arguments != 0
 
     def check_rows(self, data: Any) -> Call:
         """The data, one tensor per argument of the function, and the observations where it gives a distribution."""
