@@ -13,6 +13,7 @@ from natgrad.ground.linalg import (
     cholesky,
     damped_inverse,
     inverse_symmetric,
+    positive_inverse,
     psd_root,
     pseudo_solve,
     pseudo_square,
@@ -238,12 +239,6 @@ class InvertedOperator(Operator, packed_as="Inverted"):
             damping: In G's units, >= 0.
         """
         return DenseOperator.from_symmetric(self.matrix if damping == 0 else damped_inverse(self.matrix, damping))
-
-
-def positive_inverse(values: Tensor, cutoff: float | Tensor) -> Tensor:
-    """1 / values where they exceed the cutoff, else 0; a NaN stays one."""
-    drop = values <= cutoff
-    return torch.where(drop, 0, 1 / torch.where(drop, 1, values))
 
 
 # G = U U^T: products by a thin matrix

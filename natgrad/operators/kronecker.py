@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from natgrad.ground.linalg import KroneckerEigen, inverse_psd, psd_root, safe_cutoff
+from natgrad.ground.linalg import KroneckerEigen, inverse_psd, positive_inverse, psd_root, safe_cutoff
 from natgrad.ground.typed_torch import join_diagonally
 from natgrad.operators.base import Operator
-from natgrad.operators.dense import positive_inverse
 
 
 class KroneckerOperator(Operator, packed_as="kronecker"):

@@ -7,10 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.ground.linalg import eigh, inverse_psd, inverse_symmetric, psd_root, pseudo_inverse, safe_cutoff
+from natgrad.ground.linalg import (
+    eigh,
+    inverse_psd,
+    inverse_symmetric,
+    positive_inverse,
+    psd_root,
+    pseudo_inverse,
+    safe_cutoff,
+)
 from natgrad.ground.typed_torch import join_diagonally, split_tensor
 from natgrad.operators.base import Operator
-from natgrad.operators.dense import positive_inverse
 from natgrad.operators.facts import Facts
 
 CHUNK = 2**24
