@@ -15,7 +15,7 @@ from natgrad.families.log_gamma import EULER
 from natgrad.families.positive_families import Exponential, Gamma
 from natgrad.families.product_families import Embedded
 from natgrad.ground.checks import check_positive
-from natgrad.operators.base import Map
+from natgrad.ground.typed_torch import Map
 
 
 class ChangedVariable(Embedded):

@@ -9,7 +9,7 @@ from natgrad.families.event_checks import centre, check_rest, check_spreads, flo
 from natgrad.families.normal import MultivariateNormal
 from natgrad.families.product_families import Embedded
 from natgrad.ground.linalg import is_concrete
-from natgrad.operators.base import Map
+from natgrad.ground.typed_torch import Map
 
 
 class ComplexNormal(Embedded):

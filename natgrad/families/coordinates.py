@@ -15,8 +15,7 @@ from natgrad.families.normal import MultivariateNormal
 from natgrad.families.positive_families import Beta, Dirichlet, Exponential, Gamma
 from natgrad.families.symmetric_matrices import factor_covariance, inverse_from
 from natgrad.ground.linalg import is_concrete, require_solution
-from natgrad.operators import Operator
-from natgrad.operators.base import Closed
+from natgrad.operators import Closed, Operator
 
 
 class Coordinates(ABC):

@@ -14,7 +14,7 @@ from natgrad.families.normal import LOG_2PI
 from natgrad.families.symmetric_matrices import factor_covariance, half_log_det, inverse_from
 from natgrad.ground.checks import check_integer
 from natgrad.ground.linalg import is_concrete
-from natgrad.operators.base import Map
+from natgrad.ground.typed_torch import Map
 
 
 class DiagonalNormal(ExponentialFamily):

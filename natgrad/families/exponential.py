@@ -12,8 +12,8 @@ from natgrad.ground.checks import check_integer
 from natgrad.ground.derivatives import exact_derivatives
 from natgrad.ground.linalg import all_finite, is_concrete, psd_root, require_inverse, symmetrise
 from natgrad.ground.messages import Explained
-from natgrad.operators import DenseOperator, Operator
-from natgrad.operators.base import Closed, Map
+from natgrad.ground.typed_torch import Map
+from natgrad.operators import Closed, DenseOperator, Operator
 
 
 class ExponentialFamily(Explained, hint="; a family holds no parameters, its methods take them"):

@@ -20,8 +20,7 @@ from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.gibbs import Gibbs, build_sweep, fits_pairs, pair_energies
 from natgrad.ground.checks import check_integer, check_number, check_positive
 from natgrad.ground.linalg import require_inverse, symmetrise
-from natgrad.operators import DenseOperator, Operator
-from natgrad.operators.base import Closed
+from natgrad.operators import Closed, DenseOperator, Operator
 
 ENTRIES = 2**22
 """States times statistics up to which both are written out; beyond, variables are eliminated one by one."""

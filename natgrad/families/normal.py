@@ -35,7 +35,7 @@ from natgrad.families.symmetric_matrices import (
     solve_factor,
 )
 from natgrad.ground.linalg import is_concrete, is_positive_definite
-from natgrad.operators.base import Map
+from natgrad.ground.typed_torch import Map
 
 LOG_2PI = math.log(2 * math.pi)
 POSITIVE = "the precision must be positive definite: theta_ii and theta_ij are those of -P / 2"

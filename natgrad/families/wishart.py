@@ -32,7 +32,7 @@ from natgrad.families.symmetric_matrices import (
     safe_factor,
 )
 from natgrad.ground.linalg import is_concrete, is_positive_definite
-from natgrad.operators.base import Map
+from natgrad.ground.typed_torch import Map
 
 HALVINGS = 70
 REACH = 80.0

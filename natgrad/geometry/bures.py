@@ -10,8 +10,7 @@ from torch import Tensor
 from natgrad.geometry.normal_manifold import NormalPoints
 from natgrad.geometry.stable_functions import matrix_sqrt, safe_sqrt
 from natgrad.ground.linalg import eigh, require_factor, require_inverse, symmetrise
-from natgrad.operators import Operator
-from natgrad.operators.base import Closed
+from natgrad.operators import Closed, Operator
 
 
 class Wasserstein(NormalPoints):

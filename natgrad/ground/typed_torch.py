@@ -48,6 +48,10 @@ def measure_norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]
     return list(torch_plain._foreach_norm(tensors, order)) if tensors else []
 
 
+Map = Callable[[Tensor], Tensor]
+"""A function of a tensor, such as v -> G v."""
+
+
 def as_tensor_like(value: object, like: Tensor) -> Tensor:
     """A number, sequence or tensor in the dtype and on the device of another tensor.
 

@@ -4,6 +4,7 @@ from natgrad.ground.messages import find_name
 from natgrad.layers import Layout
 from natgrad.operators.base import (
     Chunked,
+    Closed,
     Operator,
     SampleRows,
     Scaled,
@@ -44,6 +45,7 @@ __all__ = [
     "BlockOperator",
     "Centred",
     "Chunked",
+    "Closed",
     "Curvature",
     "DenseOperator",
     "DiagonalOperator",

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.messages import write_choices, write_table
-from natgrad.ground.typed_torch import split_tensor
+from natgrad.ground.typed_torch import Map, split_tensor
 from natgrad.operators.facts import NAMES, Facts, combine_facts
 
-Map = Callable[[Tensor], Tensor]
 PACKABLE: dict[str, type[Any]] = {}
 """The operator classes that checkpoints may name."""
 
@@ -445,7 +444,18 @@ class Shifted(Operator):
 
 
 class Closed(Operator):
-    """G (n, n) by v -> G v, (..., n) -> (..., n), and G^-1 by its own products where they are known."""
+    """G (n, n) by functions: v -> G v, (..., n) -> (..., n), and that of G^-1 where it is known.
+
+    Args:
+        like: A tensor (n,) of the operator's dtype, on its device.
+        product: v -> G v; more dimensions in front are batches.
+        inverse_product: v -> G^-1 v, likewise.
+
+    Example:
+        >>> G = ng.operators.Closed(torch.zeros(3), lambda v: 2 * v, lambda v: v / 2)
+        >>> G.inverse() @ torch.ones(3)
+        tensor([0.5000, 0.5000, 0.5000])
+    """
 
     def __init__(self, like: Tensor, product: Map, inverse_product: Map | None = None) -> None:
         self.product, self.inverse_product = product, inverse_product
@@ -458,7 +468,11 @@ class Closed(Operator):
         return self.product(block.mT).mT  # leading dimensions are batches
 
     def inverse(self, damping: float = 0.0) -> Operator | None:
-        """The other product; None with damping, where no closed form is known."""
+        """The other product; None where it is not known, and with damping.
+
+        Args:
+            damping: In G's units, >= 0.
+        """
         if damping or self.inverse_product is None:
             return None
         return Closed(torch.empty(self.size, dtype=self.dtype, device=self.device), self.inverse_product, self.product)
