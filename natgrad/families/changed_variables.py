@@ -11,33 +11,23 @@ from torch import Tensor
 from natgrad.families.cancellation import in_double, log_ratio
 from natgrad.families.diagonal_normal import Normal
 from natgrad.families.event_checks import centre, check_varies, check_width, read_positive, root_mean_square, widen
-from natgrad.families.exponential import ExponentialFamily, Map
 from natgrad.families.log_gamma import EULER
 from natgrad.families.positive_families import Exponential, Gamma
 from natgrad.families.product_families import Embedded
 from natgrad.ground.checks import check_positive
+from natgrad.ground.typed_torch import Map
 
 
 class ChangedVariable(Embedded):
     """y = g(x) > 0 of one positive or real x: T(y) = T(g^-1(y)), and theta, psi, Fisher matrix and KL are those of x.
 
-    Only densities and entropies change, by h(y) = |d x / d y|. A subclass sets `base` and `inner`, the family of x, and
-    writes `source`, g^-1, `image`, g, `log_base` and `mean_log_base`.
+    Only densities and entropies change, by h(y) = |d x / d y|. A subclass sets `inner`, the family of x, and
+    writes `_source`, g^-1, `_image`, g, `log_base` and `mean_log_base`.
     """
 
-    base: ExponentialFamily
-    """The family of x."""
-
     @abstractmethod
-    def image(self, x: Tensor) -> Tensor:
-        """y = g(x).
-
-        Args:
-            x: Shape (..., 1).
-
-        Returns:
-            Shape (..., 1).
-        """
+    def _image(self, x: Tensor) -> Tensor:
+        """y = g(x), (..., 1) -> (..., 1)."""
 
     def statistics(self, x: Tensor) -> Tensor:
         return super().statistics(read_positive(x))
@@ -52,16 +42,16 @@ class ChangedVariable(Embedded):
         return super().entropy(theta) - self.mean_log_base(theta)
 
     def natural(self, eta: Tensor) -> Tensor:
-        return self.base.natural(self.check_finite(eta, "eta"))
+        return self.inner.natural(self.check_finite(eta, "eta"))
 
     def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
-        return self.base.maximise_likelihood(self.source(x), statistics)
+        return self.inner.maximise_likelihood(self._source(x), statistics)
 
     def find_products(self, theta: Tensor) -> tuple[Map, Map | None] | None:
-        return self.base.find_products(theta)
+        return self.inner.find_products(theta)
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
-        drawn = self.image(self.inner.draw(theta, count, generator))
+        drawn = self._image(self.inner.draw(theta, count, generator))
         limits = torch.finfo(drawn.dtype)
         return drawn.clamp(min=limits.tiny, max=limits.max)  # a density on x > 0, where log x is a number
 
@@ -77,14 +67,13 @@ class LogNormal(ChangedVariable):
     """
 
     size = 2
-    base: Normal = Normal()
-    inner = base
+    inner: Normal = Normal()
     domain = Normal.domain
 
-    def source(self, y: Tensor) -> Tensor:
+    def _source(self, y: Tensor) -> Tensor:
         return y.log()
 
-    def image(self, x: Tensor) -> Tensor:
+    def _image(self, x: Tensor) -> Tensor:
         return x.exp()
 
     def log_base(self, x: Tensor) -> Tensor:
@@ -98,7 +87,7 @@ class LogNormal(ChangedVariable):
         mean, centred = centre(log_ratio(rest, first, rest - first))  # near numbers have near logarithms, to all digits
         mean = first[0].log() + mean
         check_varies(root_mean_square(centred), 1 + mean.detach().abs(), x.dtype)
-        return self.base.from_moments(mean, centred.square().mean(0))
+        return self.inner._from_moments(mean, centred.square().mean(0))
 
     def from_mean_std(self, mean: Tensor, std: Tensor) -> Tensor:
         """theta of the mean and the standard deviation of log x.
@@ -110,7 +99,7 @@ class LogNormal(ChangedVariable):
         Returns:
             Shape (..., 2).
         """
-        return self.base.from_mean_std(mean, std)
+        return self.inner.from_mean_std(mean, std)
 
     def mean_std(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of log x, (...) each.
@@ -118,7 +107,7 @@ class LogNormal(ChangedVariable):
         Args:
             theta: Natural parameters, shape (..., 2).
         """
-        return self.base.mean_std(self.check(theta))
+        return self.inner.mean_std(self.check(theta))
 
 
 class InverseGamma(ChangedVariable):
@@ -133,13 +122,13 @@ class InverseGamma(ChangedVariable):
     """
 
     size = 2
-    base = inner = Gamma()
+    inner = Gamma()
     domain = Gamma.domain
 
-    def source(self, y: Tensor) -> Tensor:
+    def _source(self, y: Tensor) -> Tensor:
         return 1 / y
 
-    def image(self, x: Tensor) -> Tensor:
+    def _image(self, x: Tensor) -> Tensor:
         return 1 / x
 
     def log_base(self, x: Tensor) -> Tensor:
@@ -165,17 +154,17 @@ class Weibull(ChangedVariable):
     shown = ("shape",)
 
     size = 1
-    base = inner = Exponential()
+    inner = Exponential()
     domain = "theta = -1 / scale^shape must be negative"
 
     def __init__(self, shape: float) -> None:
         check_positive("shape", shape)
         self.shape = float(shape)
 
-    def source(self, y: Tensor) -> Tensor:
+    def _source(self, y: Tensor) -> Tensor:
         return y.pow(self.shape)
 
-    def image(self, x: Tensor) -> Tensor:
+    def _image(self, x: Tensor) -> Tensor:
         return x.pow(1 / self.shape)
 
     def log_base(self, x: Tensor) -> Tensor:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from natgrad.families.event_checks import centre, check_rest, check_spreads, floating_dtype, widen
-from natgrad.families.exponential import Map
 from natgrad.families.normal import MultivariateNormal
 from natgrad.families.product_families import Embedded
 from natgrad.ground.linalg import is_concrete
+from natgrad.ground.typed_torch import Map
 
 
 class ComplexNormal(Embedded):
@@ -40,7 +40,7 @@ class ComplexNormal(Embedded):
         signs = torch.ones(d, d).triu(1)
         self._signs = signs - signs.mT
 
-    def source(self, y: Tensor) -> Tensor:
+    def _source(self, y: Tensor) -> Tensor:
         y = self._check_complex(y)
         return torch.cat([y.real, y.imag], dim=-1)
 
@@ -65,34 +65,20 @@ class ComplexNormal(Embedded):
 
     def find_products(self, theta: Tensor) -> tuple[Map, Map | None]:
         """The first in O(d^3)."""
-        forward, _ = self.real.find_products(self.embed(theta))
-        return lambda v: self.pull(forward(self.embed(v))), None
+        forward, _ = self.real.find_products(self._embed(theta))
+        return lambda v: self._pull(forward(self._embed(v))), None
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
-        return torch.complex(*self.real.draw(self.embed(theta), count, generator).split(self.d, dim=-1))
+        return torch.complex(*self.real.draw(self._embed(theta), count, generator).split(self.d, dim=-1))
 
-    def embed(self, theta: Tensor) -> Tensor:
-        """The natural parameters of (Re z, Im z), a linear map: the precision there is 2 (Re P, -Im P; Im P, Re P).
-
-        Args:
-            theta: Natural parameters, shape (..., n).
-
-        Returns:
-            Shape (..., 2 d + d (2 d + 1)).
-        """
+    def _embed(self, theta: Tensor) -> Tensor:
+        """Those of (Re z, Im z), a linear map: the precision there is 2 (Re P, -Im P; Im P, Re P)."""
         first, second, (real, imag) = self._split(theta, 1.0)
         half = torch.cat([torch.cat([real, -imag], -1), torch.cat([imag, real], -1)], -2)  # minus half of the precision
         return torch.cat([first, second, self.real.pack(half)], dim=-1)
 
-    def pull(self, covector: Tensor) -> Tensor:
-        """The transpose of `embed`: expectation parameters of (Re z, Im z) to those of z.
-
-        Args:
-            covector: Shape (..., 2 d + d (2 d + 1)).
-
-        Returns:
-            Shape (..., n).
-        """
+    def _pull(self, covector: Tensor) -> Tensor:
+        """The transpose of `_embed`: expectation parameters of (Re z, Im z) to those of z."""
         d, second = self.d, self.real.unpack(covector[..., 2 * self.d :], 2.0)
         real = second[..., :d, :d] + second[..., d:, d:]
         imag = second[..., d:, :d] - second[..., :d, d:]
@@ -129,7 +115,7 @@ class ComplexNormal(Embedded):
         Args:
             theta: Natural parameters, shape (..., n).
         """
-        mean, covariance = self.real.mean_covariance(self.embed(self.check(theta)))
+        mean, covariance = self.real.mean_covariance(self._embed(self.check(theta)))
         d = self.d
         return torch.complex(*mean.split(d, -1)), 2 * torch.complex(covariance[..., :d, :d], covariance[..., d:, :d])
 

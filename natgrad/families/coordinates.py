@@ -10,12 +10,12 @@ from torch import Tensor
 
 from natgrad.families.diagonal_normal import DiagonalNormal
 from natgrad.families.event_checks import check_moments
-from natgrad.families.exponential import Closed, ExponentialFamily
+from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.normal import MultivariateNormal
 from natgrad.families.positive_families import Beta, Dirichlet, Exponential, Gamma
 from natgrad.families.symmetric_matrices import factor_covariance, inverse_from
 from natgrad.ground.linalg import is_concrete, require_solution
-from natgrad.operators import Operator
+from natgrad.operators import Closed, Operator
 
 
 class Coordinates(ABC):
@@ -525,9 +525,7 @@ class ShapeScale(Mapped):
             return torch.stack([xi[..., 0], 1 / xi[..., 1]], dim=-1)
 
         super().__init__(
-            family,
-            lambda xi: shape_rate(swap_rate(xi)),
-            lambda theta: swap_rate(shape_rate_of(family.check(theta))),
+            family, lambda xi: shape_rate(swap_rate(xi)), lambda theta: swap_rate(shape_rate_of(family.check(theta)))
         )
 
 

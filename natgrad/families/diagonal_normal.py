@@ -9,11 +9,12 @@ from torch import Tensor
 
 from natgrad.families.cancellation import in_double, ratio_gap
 from natgrad.families.event_checks import centre_varying, check_moments, check_rest, check_width, widen
-from natgrad.families.exponential import ExponentialFamily, Map
+from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.normal import LOG_2PI
 from natgrad.families.symmetric_matrices import factor_covariance, half_log_det, inverse_from
 from natgrad.ground.checks import check_integer
 from natgrad.ground.linalg import is_concrete
+from natgrad.ground.typed_torch import Map
 
 
 class DiagonalNormal(ExponentialFamily):
@@ -76,18 +77,10 @@ class DiagonalNormal(ExponentialFamily):
 
     def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
         mean, centred = centre_varying(x)
-        return self.from_moments(mean, centred.square().mean(0))
+        return self._from_moments(mean, centred.square().mean(0))
 
-    def from_moments(self, mean: Tensor, variance: Tensor) -> Tensor:
-        """theta of means and variances.
-
-        Args:
-            mean: Shape (..., d).
-            variance: Positive, shape (..., d).
-
-        Returns:
-            Shape (..., 2 d).
-        """
+    def _from_moments(self, mean: Tensor, variance: Tensor) -> Tensor:
+        """theta of means and variances, (..., d) each."""
         return torch.cat([mean / variance, -0.5 / variance], dim=-1)
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
@@ -136,7 +129,7 @@ class DiagonalNormal(ExponentialFamily):
         mean, second = widen(self.check_finite(eta, "eta")).split(self.d, dim=-1)
         variance = second - mean.square()
         check_rest(variance, second, eta.dtype, "eta has variances <= 0", "E[x_i^2] > E[x_i]^2")
-        return self.from_moments(mean, variance).to(eta.dtype)
+        return self._from_moments(mean, variance).to(eta.dtype)
 
     def covariance(self, theta: Tensor) -> Tensor:
         mean, v = self._moments(self.check(theta))

@@ -52,23 +52,23 @@ class NaturalLikelihood(Likelihood, ExponentialFamily):
     """
 
     @property
-    def fixed_size(self) -> int | None:
+    def _fixed_size(self) -> int | None:
         """n where the family has been told, else None: any."""
         return None
 
     @property
     def size(self) -> int:  # type: ignore[override]
         """n. AttributeError where the family takes any number of parameters."""
-        if self.fixed_size is None:
+        if self._fixed_size is None:
             raise AttributeError(f"{self!r} takes any number of parameters; say how many, as in {self._sized}")
-        return self.fixed_size
+        return self._fixed_size
 
     _sized = "Bernoulli(3)"
     least = 1
     """The smallest n."""
 
     def check_shape(self, value: Tensor, name: str) -> Tensor:
-        if self.fixed_size is not None:
+        if self._fixed_size is not None:
             return super().check_shape(value, name)
         if not isinstance(value, Tensor) or not value.is_floating_point():
             came = value.dtype if isinstance(value, Tensor) else type(value).__name__
@@ -84,29 +84,18 @@ class NaturalLikelihood(Likelihood, ExponentialFamily):
             rows: Natural parameters, shape (n,) or (R, n).
         """
         rows = self.check_shape(rows, "theta")
-        return self.operator(self.check(rows)) if rows.dim() == 1 else self.forms(rows)
+        return self._operator(self.check(rows)) if rows.dim() == 1 else self._forms(rows)
 
     @abstractmethod
-    def forms(self, rows: Tensor) -> Tensor:
-        """Cov(T) of every row, unchecked.
-
-        Args:
-            rows: Natural parameters, shape (..., n).
-
-        Returns:
-            Shape (..., n, n).
-        """
+    def _forms(self, rows: Tensor) -> Tensor:
+        """Cov(T) of every row, unchecked, (..., n) -> (..., n, n)."""
 
     @abstractmethod
-    def operator(self, theta: Tensor) -> Operator:
-        """The Fisher matrix in the natural parameters of one distribution.
-
-        Args:
-            theta: Natural parameters, shape (n,).
-        """
+    def _operator(self, theta: Tensor) -> Operator:
+        """The Fisher matrix in the natural parameters theta (n,) of one distribution."""
 
     def covariance(self, theta: Tensor) -> Tensor:
-        return self.forms(self.check(theta))
+        return self._forms(self.check(theta))
 
     def sample(self, outputs: Any, n: Any = None, generator: torch.Generator | None = None) -> Any:
         """n draws for every theta (..., size), (n, ..., event); without n one target for every row of outputs.
@@ -117,16 +106,11 @@ class NaturalLikelihood(Likelihood, ExponentialFamily):
             generator: Source of the draws. None: the global one.
         """
         if n is None or isinstance(n, torch.Generator):
-            return self.targets(outputs, generator if n is None else n)
+            return self._targets(outputs, generator if n is None else n)
         return ExponentialFamily.sample(self, outputs, n, generator=generator)
 
-    def targets(self, outputs: Tensor, generator: torch.Generator | None) -> Tensor:
-        """One draw for every row of a model's outputs, in their layout.
-
-        Args:
-            outputs: What the model returns.
-            generator: Source of the draws. None: the global one.
-        """
+    def _targets(self, outputs: Tensor, generator: torch.Generator | None) -> Tensor:
+        """One draw for every row of a model's outputs, in their layout."""
         return self.draw(outputs.detach(), 1, generator)[0]
 
 
@@ -148,13 +132,13 @@ class Entries(NaturalLikelihood, SeparableLikelihood):
             check_integer("n", self.n, of=f"the number of {self.of}")
 
     @property
-    def fixed_size(self) -> int | None:
+    def _fixed_size(self) -> int | None:
         return self.n
 
-    def forms(self, rows: Tensor) -> Tensor:
+    def _forms(self, rows: Tensor) -> Tensor:
         return torch.diag_embed(self.curvature(rows))
 
-    def operator(self, theta: Tensor) -> Operator:
+    def _operator(self, theta: Tensor) -> Operator:
         return DiagonalOperator(self.curvature(theta).detach())
 
     def fisher_expectation(self, eta: Tensor) -> Operator:
@@ -337,7 +321,7 @@ class Categorical(NaturalLikelihood):
             check_integer("classes", self.classes, 2, of="the number of classes (the axis of the classes is dim=)")
 
     @property
-    def fixed_size(self) -> int | None:
+    def _fixed_size(self) -> int | None:
         return self.classes
 
     _sized, domain = "Categorical(3)", LOGITS
@@ -384,10 +368,10 @@ class Categorical(NaturalLikelihood):
     def natural(self, eta: Tensor) -> Tensor:
         return centre_logits(self.check_finite(eta, "eta"))
 
-    def forms(self, rows: Tensor) -> Tensor:
+    def _forms(self, rows: Tensor) -> Tensor:
         return simplex_forms(rows)
 
-    def operator(self, theta: Tensor) -> Operator:
+    def _operator(self, theta: Tensor) -> Operator:
         return SimplexFisher(theta.detach().softmax(-1))
 
     def fisher_expectation(self, eta: Tensor) -> Operator:
@@ -416,7 +400,7 @@ class Categorical(NaturalLikelihood):
             return -weigh_logs(self.rows(targets), logits.log_softmax(-1))
         return functional.cross_entropy(logits, targets.reshape(-1), reduction="none")
 
-    def targets(self, outputs: Tensor, generator: torch.Generator | None) -> Tensor:
+    def _targets(self, outputs: Tensor, generator: torch.Generator | None) -> Tensor:
         moved = outputs.detach().movedim(self.dim, -1)
         drawn = torch.multinomial(moved.flatten(0, -2).softmax(-1), 1, generator=generator)
         return drawn.view(moved.shape[:-1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,9 +12,8 @@ from natgrad.ground.checks import check_integer
 from natgrad.ground.derivatives import exact_derivatives
 from natgrad.ground.linalg import all_finite, is_concrete, psd_root, require_inverse, symmetrise
 from natgrad.ground.messages import Explained
-from natgrad.operators import DenseOperator, Operator
-
-Map = Callable[[Tensor], Tensor]
+from natgrad.ground.typed_torch import Map
+from natgrad.operators import Closed, DenseOperator, Operator
 
 
 class ExponentialFamily(Explained, hint="; a family holds no parameters, its methods take them"):
@@ -440,23 +438,3 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
         values = (getattr(self, name) for name in self.shown)
         words = (f"{v:g}" if isinstance(v, float) else repr(v) for v in values if v is not None)
         return f"{type(self).__name__}({', '.join(words)})"
-
-
-class Closed(Operator):
-    """G (n, n) by v -> G v, (..., n) -> (..., n), and G^-1 by its own products where they are known."""
-
-    def __init__(self, like: Tensor, product: Map, inverse_product: Map | None = None) -> None:
-        self.product, self.inverse_product = product, inverse_product
-        self.size, self.dtype, self.device = len(like), like.dtype, like.device
-
-    def mv(self, vector: Tensor) -> Tensor:
-        return self.product(vector)
-
-    def mm(self, block: Tensor) -> Tensor:
-        return self.product(block.mT).mT  # leading dimensions are batches
-
-    def inverse(self, damping: float = 0.0) -> Operator | None:
-        """The other product; None with damping, where no closed form is known."""
-        if damping or self.inverse_product is None:
-            return None
-        return Closed(torch.empty(self.size, dtype=self.dtype, device=self.device), self.inverse_product, self.product)

@@ -7,7 +7,7 @@ is not known can be wrapped: `natgrad.likelihood`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -103,7 +103,9 @@ def read_criterion(criterion: Any) -> Criterion:
     kind = next((kind for kind, (known, _) in KNOWN.items() if known is function), None)
     if kind is not None:
         criterion = build_module(kind, function, options)
-    elif (build := FOREIGN.get(origin(function))) is not None:
+    elif origin(function) in FOREIGN:
+        known, build = FOREIGN[origin(function)]
+        refuse_options(function, options, known)
         return build(function, options)
     if type(criterion) not in KNOWN:
         raise TypeError(describe_unknown(criterion))
@@ -171,7 +173,7 @@ def origin(function: Any) -> tuple[str, str]:
     return getattr(named, "__module__", None) or "", named.__qualname__
 
 
-def refuse_options(function: Any, options: Mapping[str, Any], *known: str) -> None:
+def refuse_options(function: Any, options: Mapping[str, Any], known: Sequence[str]) -> None:
     """TypeError for options that change a loss in a way that is not understood."""
     strange = sorted(set(options) - set(known))
     if strange:
@@ -184,21 +186,8 @@ def refuse_options(function: Any, options: Mapping[str, Any], *known: str) -> No
 # timm
 
 
-def smoothing_cross_entropy(loss: Any, options: dict[str, Any]) -> Criterion:
-    """timm's LabelSmoothingCrossEntropy: torch's own with `label_smoothing`."""
-    refuse_options(loss, options)
-    return cross_entropy(nn.CrossEntropyLoss(label_smoothing=loss.smoothing))
-
-
-def soft_cross_entropy(loss: Any, options: dict[str, Any]) -> Criterion:
-    """timm's SoftTargetCrossEntropy: torch's own on class probabilities."""
-    refuse_options(loss, options)
-    return cross_entropy(nn.CrossEntropyLoss())
-
-
 def class_bits(loss: Any, options: dict[str, Any]) -> Criterion:
     """timm's BinaryCrossEntropy: a bit per class, made of class numbers where the targets are some."""
-    refuse_options(loss, options)
     if not loss.sum_classes:
         check_reduction(loss)
     soft = getattr(loss, "smooth_dense", False) and loss.smoothing
@@ -286,21 +275,8 @@ class TokenCrossEntropy:
         )
 
 
-def token_loss(function: Any, options: dict[str, Any], shift: bool = False) -> Criterion:
-    """The cross-entropy of language models; the number of classes is read off the logits."""
-    refuse_options(function, options, "vocab_size", "config", "ignore_index")
-    return TokenCrossEntropy(shift, options.get("ignore_index", -100)).criterion()
-
-
-def label_smoother(smoother: Any, options: dict[str, Any]) -> Criterion:
-    """The Trainer's LabelSmoother, on the logits."""
-    refuse_options(smoother, options)
-    return TokenCrossEntropy(False, smoother.ignore_index, smoother.epsilon).criterion()
-
-
 def sequence_loss(function: Any, options: dict[str, Any]) -> Criterion:
     """ForSequenceClassificationLoss: what `config.problem_type` says."""
-    refuse_options(function, options, "config")
     config = options.get("config")
     kinds = {
         "regression": nn.MSELoss,
@@ -326,19 +302,31 @@ def sequence_loss(function: Any, options: dict[str, Any]) -> Criterion:
     return Criterion(base.family, loss, prepare=lambda outputs, targets: targets.reshape(outputs.shape))
 
 
-TIMM = "timm.loss."
-TRANSFORMERS = "transformers.loss.loss_utils"
-FOREIGN: dict[tuple[str, str], Callable[[Any, dict[str, Any]], Criterion]] = {
-    (TIMM + "cross_entropy", "LabelSmoothingCrossEntropy"): smoothing_cross_entropy,
-    (TIMM + "cross_entropy", "SoftTargetCrossEntropy"): soft_cross_entropy,
-    (TIMM + "binary_cross_entropy", "BinaryCrossEntropy"): class_bits,
-    (TRANSFORMERS, "ForCausalLMLoss"): functools.partial(token_loss, shift=True),
-    (TRANSFORMERS, "ForMaskedLMLoss"): token_loss,
-    (TRANSFORMERS, "ForTokenClassification"): token_loss,
-    (TRANSFORMERS, "fixed_cross_entropy"): token_loss,
-    (TRANSFORMERS, "ForSequenceClassificationLoss"): sequence_loss,
-    ("transformers.trainer_pt_utils", "LabelSmoother"): label_smoother,
+def token_loss(function: Any, options: dict[str, Any], shift: bool = False) -> Criterion:
+    """The cross-entropy of language models; the number of classes is read off the logits."""
+    return TokenCrossEntropy(shift, options.get("ignore_index", -100)).criterion()
+
+
+TIMM, TRANSFORMERS, TOKENS = "timm.loss.", "transformers.loss.loss_utils", ("vocab_size", "config", "ignore_index")
+FOREIGN: dict[tuple[str, str], tuple[tuple[str, ...], Callable[[Any, dict[str, Any]], Criterion]]] = {
+    (TIMM + "cross_entropy", "LabelSmoothingCrossEntropy"): (
+        (),
+        lambda loss, _: cross_entropy(nn.CrossEntropyLoss(label_smoothing=loss.smoothing)),
+    ),
+    (TIMM + "cross_entropy", "SoftTargetCrossEntropy"): ((), lambda *_: cross_entropy(nn.CrossEntropyLoss())),
+    (TIMM + "binary_cross_entropy", "BinaryCrossEntropy"): ((), class_bits),
+    (TRANSFORMERS, "ForCausalLMLoss"): (TOKENS, partial(token_loss, shift=True)),
+    **{
+        (TRANSFORMERS, f): (TOKENS, token_loss)
+        for f in ("ForMaskedLMLoss", "ForTokenClassification", "fixed_cross_entropy")
+    },
+    (TRANSFORMERS, "ForSequenceClassificationLoss"): (("config",), sequence_loss),
+    ("transformers.trainer_pt_utils", "LabelSmoother"): (
+        (),
+        lambda loss, _: TokenCrossEntropy(False, loss.ignore_index, loss.epsilon).criterion(),
+    ),
 }
+"""Losses of timm and transformers by module and name: the options that are understood, and what reads them."""
 LOSSES: Names = {
     "cross_entropy": nn.CrossEntropyLoss,
     "token_cross_entropy": TokenCrossEntropy,

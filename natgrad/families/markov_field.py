@@ -16,11 +16,11 @@ from torch import Tensor
 from natgrad.families.class_logits import classes_kl
 from natgrad.families.discrete_tables import LARGEST, Clique, Tables
 from natgrad.families.event_checks import floating_dtype
-from natgrad.families.exponential import Closed, ExponentialFamily
+from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.gibbs import Gibbs, build_sweep, fits_pairs, pair_energies
 from natgrad.ground.checks import check_integer, check_number, check_positive
 from natgrad.ground.linalg import require_inverse, symmetrise
-from natgrad.operators import DenseOperator, Operator
+from natgrad.operators import Closed, DenseOperator, Operator
 
 ENTRIES = 2**22
 """States times statistics up to which both are written out; beyond, variables are eliminated one by one."""
@@ -315,15 +315,10 @@ class Ising(MarkovField):
         if len(set(chosen)) < len(chosen):
             raise ValueError("cliques must be given only once each: a double has no parameter of its own")
         self.values = (float(values[0]), float(values[1]))
-        self._build([self.values] * n, chosen, [multiply_values] * len(chosen), gibbs)
+        self._build([self.values] * n, chosen, [partial(torch.prod, dim=-1)] * len(chosen), gibbs)
 
     def __repr__(self) -> str:
         return f"Ising({self.n}, {self.size} cliques, values={self.values})"
-
-
-def multiply_values(x: Tensor) -> Tensor:
-    """prod_i x_i, (..., k) -> (...)."""
-    return torch.prod(x, dim=-1)
 
 
 @dataclass(frozen=True)

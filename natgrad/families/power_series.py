@@ -43,24 +43,13 @@ class PowerSeries(ExponentialFamily):
     def inside(self, theta: Tensor) -> Tensor:
         return ((theta < 0) & torch.isfinite(theta)).all(-1)
 
-    def split(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """p and 1 - p, (...) each.
-
-        Args:
-            theta: Natural parameters, shape (..., 1).
-        """
+    def _split(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """p and 1 - p, (..., 1) -> (...) each."""
         log_p = self.check(theta)[..., 0]
         return log_p.exp(), -torch.expm1(log_p)
 
-    def keep_inside(self, theta: Tensor) -> Tensor:
-        """theta where it is inside, -1 elsewhere.
-
-        Args:
-            theta: Natural parameters, shape (..., 1).
-
-        Returns:
-            Shape (...).
-        """
+    def _keep_inside(self, theta: Tensor) -> Tensor:
+        """theta where it is inside, -1 elsewhere, (..., 1) -> (...)."""
         theta = self.check_shape(theta, "theta")
         return torch.where(self.inside(theta), theta[..., 0], -1.0)
 
@@ -90,18 +79,18 @@ class NegativeBinomial(PowerSeries):
         return torch.lgamma(x + self.failures) - torch.lgamma(x + 1) - math.lgamma(self.failures)
 
     def mean_log_base(self, theta: Tensor) -> Tensor:
-        p, rest = self.split(theta)
+        p, rest = self._split(theta)
         return mean_log_coefficient(self.failures, p / rest) - math.lgamma(self.failures)
 
     def log_partition(self, theta: Tensor) -> Tensor:
-        psi = -self.failures * log_one_minus_exp(self.keep_inside(theta))
+        psi = -self.failures * log_one_minus_exp(self._keep_inside(theta))
         return torch.where(self.inside(theta), psi, torch.inf)
 
     @in_double
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
         """By Stirling's formula for the three log Gamma: what they have in common cancels by hand."""
         x = self.statistics(self.as_numbers(x, theta.dtype)).squeeze(-1)
-        (p, rest), r = self.split(theta), torch.as_tensor(self.failures, dtype=theta.dtype, device=theta.device)
+        (p, rest), r = self._split(theta), torch.as_tensor(self.failures, dtype=theta.dtype, device=theta.device)
         some, away = torch.where(x > 0, x, 1.0), x * rest - r * p
         total = some + r
         main = r * ratio_gap(total * rest, r, away) + some * ratio_gap(total * p, some, -away)
@@ -116,24 +105,24 @@ class NegativeBinomial(PowerSeries):
     @in_double
     def kl(self, theta: Tensor, other: Tensor) -> Tensor:
         """r [g(q' / q) + p / q g(p' / p)], g(y) = y - 1 - log y and q = 1 - p."""
-        (p, rest), (other_p, other_rest) = self.split(theta), self.split(other)
+        (p, rest), (other_p, other_rest) = self._split(theta), self._split(other)
         away = p * torch.expm1((other - theta)[..., 0])
         return self.failures * (ratio_gap(other_rest, rest, -away) + p / rest * ratio_gap(other_p, p, away))
 
     def expectation(self, theta: Tensor) -> Tensor:
-        p, rest = self.split(theta)
+        p, rest = self._split(theta)
         return (self.failures * p / rest).unsqueeze(-1)
 
     def natural(self, eta: Tensor) -> Tensor:
         return -torch.log1p(self.failures / check_above(self.check_finite(eta, "eta"), 0.0, "eta, the mean of x,"))
 
     def covariance(self, theta: Tensor) -> Tensor:
-        p, rest = self.split(theta)
+        p, rest = self._split(theta)
         return (self.failures * p / rest.square())[..., None, None]
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Poisson counts whose rate is a gamma draw."""
-        p, rest = (part.unsqueeze(-1).expand(count, *theta.shape) for part in self.split(theta))
+        p, rest = (part.unsqueeze(-1).expand(count, *theta.shape) for part in self._split(theta))
         rate = log_gamma_draws(torch.full_like(p, self.failures), generator).exp() * p / rest
         return torch.poisson(rate, generator=generator)
 
@@ -172,12 +161,12 @@ class Logarithmic(PowerSeries):
         return -check_width(x, 1).squeeze(-1).log()
 
     def mean_log_base(self, theta: Tensor) -> Tensor:
-        p, rest = self.split(theta)
+        p, rest = self._split(theta)
         return -mean_log_count(p, rest, log_one_minus_exp(theta[..., 0]))
 
     def log_partition(self, theta: Tensor) -> Tensor:
         """theta + log(-log(1 - p) / p): the ratio is one where p is lost."""
-        log_p = self.keep_inside(theta)
+        log_p = self._keep_inside(theta)
         small = log_p.exp() < SMALLEST_RATIO
         p = torch.where(small, log_p, -8.0).exp()
         series = torch.log1p(p * (1 / 2 + p * (1 / 3 + p * (1 / 4 + p * (1 / 5 + p * (1 / 6 + p / 7))))))
@@ -196,7 +185,7 @@ class Logarithmic(PowerSeries):
     @in_double
     def kl(self, theta: Tensor, other: Tensor) -> Tensor:
         """[g(q' / q) + p / q (e^d - 1 - d)] / l - g(l' / l), g(y) = y - 1 - log y, q = 1 - p, l = -log q, d = step."""
-        (p, rest), (_, other_rest) = self.split(theta), self.split(other)
+        (p, rest), (_, other_rest) = self._split(theta), self._split(other)
         step = (other - theta)[..., 0]
         start, away = -log_one_minus_exp(theta[..., 0]), p * torch.expm1(step)
         gap = ratio_gap(other_rest, rest, -away)
@@ -204,7 +193,7 @@ class Logarithmic(PowerSeries):
         return both / start - ratio_gap(-log_one_minus_exp(other[..., 0]), start, gap + away / rest)
 
     def expectation(self, theta: Tensor) -> Tensor:
-        p, rest = self.split(theta)
+        p, rest = self._split(theta)
         return (p / (-rest * log_one_minus_exp(theta[..., 0]))).unsqueeze(-1)
 
     def guess(self, eta: Tensor) -> Tensor:
@@ -215,7 +204,7 @@ class Logarithmic(PowerSeries):
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
         """By a geometric count of a random probability (Kemp 1981)."""
-        _, rest = self.split(theta)
+        _, rest = self._split(theta)
         like = {"generator": generator, "dtype": theta.dtype, "device": theta.device}
         shape = (count, *rest.shape)
         log_p = (-torch.expm1(torch.rand(shape, **like) * rest.log())).log()

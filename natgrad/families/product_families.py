@@ -43,29 +43,25 @@ class Product(ExponentialFamily):
         return torch.cat([family.statistics(piece) for family, piece in pieces], dim=-1)
 
     def log_partition(self, theta: Tensor) -> Tensor:
-        self.check_shape(theta, "theta")
-        return torch.stack([family.log_partition(part) for family, part in self._each(theta)]).sum(0)
+        return self._sum("log_partition", self.parts(self.check_shape(theta, "theta")))
 
     def inside(self, theta: Tensor) -> Tensor:
         return torch.stack([family.inside(part) for family, part in self._each(theta)]).all(0)
 
     def log_base(self, x: Tensor) -> Tensor:
-        pieces = zip(self.families, x.split(self.widths, dim=-1), strict=True)
-        return torch.stack([family.log_base(piece) for family, piece in pieces]).sum(0)
+        return self._sum("log_base", x.split(self.widths, dim=-1))
 
     def mean_log_base(self, theta: Tensor) -> Tensor:
-        return torch.stack([family.mean_log_base(part) for family, part in self._each(theta)]).sum(0)
+        return self._sum("mean_log_base", self.parts(theta))
 
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
-        pieces = zip(self._each(theta), x.split(self.widths, dim=-1), strict=True)
-        return torch.stack([family.log_prob(part, piece) for (family, part), piece in pieces]).sum(0)
+        return self._sum("log_prob", self.parts(theta), x.split(self.widths, dim=-1))
 
     def entropy(self, theta: Tensor) -> Tensor:
-        return torch.stack([family.entropy(part) for family, part in self._each(self.check(theta))]).sum(0)
+        return self._sum("entropy", self.parts(self.check(theta)))
 
     def kl(self, theta: Tensor, other: Tensor) -> Tensor:
-        pairs = zip(self._each(self.check(theta)), self.parts(self.check(other)), strict=True)
-        return torch.stack([family.kl(part, goal) for (family, part), goal in pairs]).sum(0)
+        return self._sum("kl", self.parts(self.check(theta)), self.parts(self.check(other)))
 
     def expectation(self, theta: Tensor) -> Tensor:
         return torch.cat([family.expectation(part) for family, part in self._each(self.check(theta))], dim=-1)
@@ -95,6 +91,11 @@ class Product(ExponentialFamily):
         places = torch.cartesian_prod(*(torch.arange(len(part)) for part in parts)).view(-1, len(parts)).unbind(1)
         return torch.cat([part[place] for part, place in zip(parts, places, strict=True)], dim=-1)
 
+    def _sum(self, method: str, *arguments: Sequence[Tensor]) -> Tensor:
+        """What a method of every family gives for its part of the arguments, added up."""
+        each = zip(self.families, *arguments, strict=True)
+        return torch.stack([getattr(family, method)(*parts) for family, *parts in each]).sum(0)
+
     def _each(self, theta: Tensor) -> list[tuple[ExponentialFamily, Tensor]]:
         return list(zip(self.families, self.parts(theta), strict=True))
 
@@ -114,65 +115,50 @@ class Embedded(ExponentialFamily):
     inner: ExponentialFamily
     """The other family."""
 
-    def embed(self, theta: Tensor) -> Tensor:
-        """A theta + b, the natural parameters in the other family.
-
-        Args:
-            theta: Natural parameters, shape (..., n).
-        """
+    def _embed(self, theta: Tensor) -> Tensor:
+        """A theta + b, the natural parameters in the other family, (..., n) -> (..., n')."""
         return theta
 
-    def pull(self, covector: Tensor) -> Tensor:
-        """A^T v: the other family's statistics and expectation parameters to one's own.
-
-        Args:
-            covector: v, shape (..., n').
-
-        Returns:
-            Shape (..., n).
-        """
+    def _pull(self, covector: Tensor) -> Tensor:
+        """A^T v: the other family's statistics and expectation parameters to one's own, (..., n') -> (..., n)."""
         return covector
 
-    def source(self, y: Tensor) -> Tensor:
-        """y as the other family has it.
-
-        Args:
-            y: Shape (..., event).
-        """
+    def _source(self, y: Tensor) -> Tensor:
+        """y (..., event) as the other family has it."""
         return y
 
     def statistics(self, x: Tensor) -> Tensor:
-        return self.pull(self.inner.statistics(self.source(x)))
+        return self._pull(self.inner.statistics(self._source(x)))
 
     def log_partition(self, theta: Tensor) -> Tensor:
-        return self.inner.log_partition(self.embed(self.check_shape(theta, "theta")))
+        return self.inner.log_partition(self._embed(self.check_shape(theta, "theta")))
 
     def inside(self, theta: Tensor) -> Tensor:
-        return self.inner.inside(self.embed(theta))
+        return self.inner.inside(self._embed(theta))
 
     def log_base(self, x: Tensor) -> Tensor:
-        return self.inner.log_base(self.source(x))
+        return self.inner.log_base(self._source(x))
 
     def mean_log_base(self, theta: Tensor) -> Tensor:
-        return self.inner.mean_log_base(self.embed(theta))
+        return self.inner.mean_log_base(self._embed(theta))
 
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
-        return self.inner.log_prob(self.embed(self.check(theta)), self.source(x))
+        return self.inner.log_prob(self._embed(self.check(theta)), self._source(x))
 
     def entropy(self, theta: Tensor) -> Tensor:
-        return self.inner.entropy(self.embed(self.check(theta)))
+        return self.inner.entropy(self._embed(self.check(theta)))
 
     def kl(self, theta: Tensor, other: Tensor) -> Tensor:
-        return self.inner.kl(self.embed(self.check(theta)), self.embed(self.check(other)))
+        return self.inner.kl(self._embed(self.check(theta)), self._embed(self.check(other)))
 
     def expectation(self, theta: Tensor) -> Tensor:
-        return self.pull(self.inner.expectation(self.embed(self.check(theta))))
+        return self._pull(self.inner.expectation(self._embed(self.check(theta))))
 
     def covariance(self, theta: Tensor) -> Tensor:
-        return self.pull(self.pull(self.inner.covariance(self.embed(self.check(theta)))).mT)
+        return self._pull(self._pull(self.inner.covariance(self._embed(self.check(theta)))).mT)
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
-        return self.inner.draw(self.embed(theta), count, generator)
+        return self.inner.draw(self._embed(theta), count, generator)
 
 
 class SubModel(Embedded):
@@ -218,10 +204,10 @@ class SubModel(Embedded):
         places = torch.tensor(self.free, device=theta.device).expand(theta.shape)
         return theta.new_zeros(*theta.shape[:-1], self.family.size).scatter(-1, places, theta)
 
-    def embed(self, theta: Tensor) -> Tensor:
+    def _embed(self, theta: Tensor) -> Tensor:
         return self.whole(theta)
 
-    def pull(self, covector: Tensor) -> Tensor:
+    def _pull(self, covector: Tensor) -> Tensor:
         return covector[..., list(self.free)]
 
     def as_numbers(self, x: Tensor, dtype: torch.dtype) -> Tensor:

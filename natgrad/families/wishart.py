@@ -11,7 +11,7 @@ from torch import Tensor
 
 from natgrad.families.cancellation import in_double, log_ratio
 from natgrad.families.event_checks import centre, check_rest, check_support, check_varies, widen
-from natgrad.families.exponential import ExponentialFamily, Map
+from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.log_gamma import (
     HALF_LOG_2PI,
     digamma,
@@ -32,6 +32,7 @@ from natgrad.families.symmetric_matrices import (
     safe_factor,
 )
 from natgrad.ground.linalg import is_concrete, is_positive_definite
+from natgrad.ground.typed_torch import Map
 
 HALVINGS = 70
 REACH = 80.0
@@ -194,21 +195,13 @@ class Wishart(ExponentialFamily):
 
     def covariance(self, theta: Tensor) -> Tensor:
         unit = torch.eye(self.size, dtype=theta.dtype, device=theta.device)
-        return self.forward(theta.unsqueeze(-2), unit)
+        return self._forward(theta.unsqueeze(-2), unit)
 
     def find_products(self, theta: Tensor) -> tuple[Map, Map]:
-        return partial(self.forward, theta), partial(self.backward, theta)
+        return partial(self._forward, theta), partial(self._backward, theta)
 
-    def forward(self, theta: Tensor, tangent: Tensor) -> Tensor:
-        """d eta = I_theta d theta: dE[W] = M^-1 da - a M^-1 dM M^-1, dE[log|W|] = sum trigamma da - tr(M^-1 dM).
-
-        Args:
-            theta: Natural parameters, shape (..., n).
-            tangent: d theta, shape (..., n).
-
-        Returns:
-            Shape (..., n).
-        """
+    def _forward(self, theta: Tensor, tangent: Tensor) -> Tensor:
+        """d eta = I_theta d theta: dE[W] = M^-1 da - a M^-1 dM M^-1, dE[log|W|] = sum trigamma da - tr(M^-1 dM)."""
         edge, factor = self._factor(theta)
         inverse, moved = inverse_from(factor), self.pairs.unpack(tangent[..., 1:])  # M^-1, -dM
         packed, first = self.pairs.pack(inverse, 2.0), tangent[..., :1]
@@ -216,16 +209,8 @@ class Wishart(ExponentialFamily):
         log_det = trigamma(self._shift(edge)).sum(-1, keepdim=True) * first + (packed * tangent[..., 1:]).sum(-1, True)
         return torch.cat([log_det, packed * first + spread], dim=-1)
 
-    def backward(self, theta: Tensor, tangent: Tensor) -> Tensor:
-        """d theta = I_eta d eta: -dM = (M dE M - M da) / a, da = (dE[log|W|] - tr(M dE) / a) / (sum trigamma - d / a).
-
-        Args:
-            theta: Natural parameters, shape (..., n).
-            tangent: d eta, shape (..., n).
-
-        Returns:
-            Shape (..., n).
-        """
+    def _backward(self, theta: Tensor, tangent: Tensor) -> Tensor:
+        """d theta: -dM = (M dE M - M da) / a, da = (dE[log|W|] - tr(M dE) / a) / (sum trigamma - d / a)."""
         edge, rate = self._split(self.check(theta))
         a, moved = self._shape(edge), self.pairs.unpack(tangent[..., 1:], 2.0)
         trace = (rate * moved).sum((-2, -1))

@@ -1,4 +1,4 @@
-"""Ways to a given point: x'' = f(x, x') on a mesh, by sweeps, and by Newton's method for long ways; shooting."""
+"""Ways to a given point: x'' = f(x, x') on a mesh, by sweeps, and by Newton's method for long ways."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ DRIFT = 1e-7
 """Relative change of |x'|^2 along a way that is believed: the velocity is then known to its square."""
 SWEEPS, MEMORY, SWEPT = 80, 10, 1e-12
 """Sweeps at most, past ones that the next is made of, and the misfit at which they end."""
-ROUNDS, STEPS, HALVINGS, SHORTEST = 12, 15, 8, 2.0**-4
+STEPS, HALVINGS = 15, 8
+"""Of Newton's method at most, and of one step."""
 GRID, PASSES = 128, 4
 """Chords of a first path, and how often its parts are moved to even distances."""
 UNKNOWNS = 3000
@@ -66,14 +67,15 @@ class Mesh:
 
 def connect(equation: Callable[[Tensor], Equation], start: Tensor, end: Tensor) -> Tensor:
     """x'(0) (b, n) of solutions from start at time 0 to end at time 1; NaN in rows where none was found."""
-    # near points by sweeps on a coarse mesh; where these do not settle, the end moves along the first path of the
-    # equation as far as Newton's method follows; then the mesh is refined until |x'| is constant along the way
+    # near points by sweeps on a coarse mesh; where these do not settle, by Newton's method from the equation's first
+    # path, gone at an even pace; then the mesh is refined until |x'| is constant along the way
     velocity, everyone = torch.full_like(start, torch.nan), torch.arange(len(start), device=start.device)
     mesh = build_mesh(MESHES[0], start)
     u = Path(equation(everyone), mesh, start, end - start).sweep(start.new_zeros(len(start), len(mesh.nodes), 1))
     far = torch.isnan(u).flatten(1).any(1).nonzero().squeeze(1)
     if len(far) and u[0].numel() <= UNKNOWNS:
-        u[far] = _search(lambda rows: equation(far[rows]), mesh, start[far], end[far])
+        path = Path(equation(far), mesh, start[far], (end - start)[far])
+        u[far] = path.solve(path.through(path.equation.path(space_evenly(path.equation, start[far], mesh.nodes))))
     rows = everyone
     for elements in MESHES:
         known = ~torch.isnan(u).flatten(1).any(1)
@@ -89,37 +91,6 @@ def connect(equation: Callable[[Tensor], Equation], start: Tensor, end: Tensor) 
         path = Path(equation(rows), build_mesh(2 * elements, start), start[rows], end[rows] - start[rows])
         u = path.solve(u)
     return velocity
-
-
-def _search(equation: Callable[[Tensor], Equation], mesh: Mesh, start: Tensor, end: Tensor) -> Tensor:
-    """x'' on a mesh; NaN in the rows where the end was not reached."""
-    first = EvenPath.of(equation(torch.arange(len(start), device=start.device)), start)
-
-    def advance(rows: Tensor, begun: Tensor, aim: Tensor, u: Tensor) -> Tensor:
-        each, aim = equation(rows), aim.unsqueeze(1)
-        guess = each.path(first.parts(torch.cat([aim * mesh.nodes, aim], dim=1), rows))
-        path = Path(each, mesh, start[rows], guess[:, -1] - start[rows])
-        grown = (aim / begun.clamp(min=SHORTEST / 2).unsqueeze(1)).square().unsqueeze(2) * u
-        return path.solve(torch.where((begun > 0).view(-1, 1, 1), grown, path.of(guess[:, :-1])))
-
-    return follow(advance, start.new_zeros(len(start), len(mesh.nodes), start.shape[1]), ROUNDS, SHORTEST)
-
-
-def follow(
-    advance: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], u: Tensor, rounds: int, shortest: float
-) -> Tensor:
-    """Solutions u (k, ...) for whole ways, by way of halves of them and so on; NaN in rows where none was found."""
-    begun, part = u.new_zeros(len(u)), u.new_ones(len(u))
-    for _ in range(rounds):
-        rows = ((begun < 1) & (part >= shortest)).nonzero().squeeze(1)
-        if not len(rows):
-            break
-        aim = (begun + part)[rows].clamp(max=1.0)
-        tried = advance(rows, begun[rows], aim, u[rows])
-        arrived = ~torch.isnan(tried).flatten(1).any(1)
-        begun[rows], part[rows] = torch.where(arrived, aim, begun[rows]), part[rows] * torch.where(arrived, 2.0, 0.5)
-        u[rows] = torch.where(_widen(arrived, u), tried, u[rows])
-    return torch.where(_widen(begun >= 1, u), u, torch.nan)
 
 
 def descend(
@@ -155,37 +126,23 @@ def _widen(rows: Tensor, like: Tensor) -> Tensor:
     return rows.view(-1, *(1,) * (like.dim() - 1))
 
 
-@dataclass(frozen=True)
-class EvenPath:
-    """Which parts (k, GRID + 1) of an equation's first path lie at even distances along it."""
-
-    grid: Tensor
-
-    @staticmethod
-    def of(equation: Equation, start: Tensor) -> EvenPath:
-        """Parts moved three times to where the lengths of chords say."""
-        even = torch.linspace(0, 1, GRID + 1, dtype=start.dtype, device=start.device).expand(len(start), -1)
-        grid = even
-        for _ in range(PASSES):
-            at = equation.path(grid)
-            chord, metric = at.diff(dim=1), equation.metric(at)
-            middle = (metric[:, 1:] + metric[:, :-1]) / 2
-            length = ((middle @ chord.unsqueeze(-1)).squeeze(-1) * chord).sum(-1).clamp(min=0).sqrt()
-            total = torch.nn.functional.pad(length.cumsum(1), (1, 0))
-            grid = interpolate(even, total / total[:, -1:], grid)
-        return EvenPath(torch.where(torch.isfinite(grid).all(1, keepdim=True), grid, even))
-
-    def parts(self, time: Tensor, rows: Tensor) -> Tensor:
-        """The parts at times (k, N) of some rows, by cubic interpolation."""
-        grid, place = self.grid[rows], (time * GRID).clamp(0, GRID - 1e-9)
-        left = place.long()
-        t = place - left
-        slope = torch.cat(
-            [grid[:, 1:2] - grid[:, :1], (grid[:, 2:] - grid[:, :-2]) / 2, grid[:, -1:] - grid[:, -2:-1]], 1
-        )
-        (a, b), (c, d) = ((each.gather(1, left), each.gather(1, left + 1)) for each in (grid, slope))
-        parts = a + t * (c + t * (3 * (b - a) - 2 * c - d + t * (2 * (a - b) + c + d)))
-        return torch.where(time >= 1, torch.ones_like(time), parts.clamp(0, 1))
+def space_evenly(equation: Equation, start: Tensor, time: Tensor) -> Tensor:
+    """The parts (k, N) of an equation's first path where times (N,) lie, 0 < t < 1, if it is gone at an even pace."""
+    even = torch.linspace(0, 1, GRID + 1, dtype=start.dtype, device=start.device).expand(len(start), -1)
+    grid = even
+    for _ in range(PASSES):  # moved to where the lengths of chords say
+        at = equation.path(grid)
+        chord, metric = at.diff(dim=1), equation.metric(at)
+        middle = (metric[:, 1:] + metric[:, :-1]) / 2
+        length = ((middle @ chord.unsqueeze(-1)).squeeze(-1) * chord).sum(-1).clamp(min=0).sqrt()
+        total = torch.nn.functional.pad(length.cumsum(1), (1, 0))
+        grid = interpolate(even, total / total[:, -1:], grid)
+    grid = torch.where(torch.isfinite(grid).all(1, keepdim=True), grid, even)
+    left = (time * GRID).long().expand(len(start), -1)
+    t = time * GRID - left
+    slope = torch.cat([grid[:, 1:2] - grid[:, :1], (grid[:, 2:] - grid[:, :-2]) / 2, grid[:, -1:] - grid[:, -2:-1]], 1)
+    (a, b), (c, d) = ((each.gather(1, left), each.gather(1, left + 1)) for each in (grid, slope))
+    return (a + t * (c + t * (3 * (b - a) - 2 * c - d + t * (2 * (a - b) + c + d)))).clamp(0, 1)  # cubic: a way bends
 
 
 def interpolate(x: Tensor, places: Tensor, values: Tensor) -> Tensor:
@@ -202,7 +159,7 @@ class Path:
         self.equation, self.mesh, self.away = equation, mesh, away.unsqueeze(1)
         self.line = start.unsqueeze(1) + mesh.nodes.view(1, -1, 1) * self.away
 
-    def of(self, at: Tensor) -> Tensor:
+    def through(self, at: Tensor) -> Tensor:
         """The x'' with which the way goes through points (k, N, n) at the nodes."""
         return solve_or_nan(self.mesh.place, at - self.line)
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from natgrad.geometry.base import Manifold
-from natgrad.geometry.normal_manifold import Normals
+from natgrad.geometry.normal_manifold import NormalPoints
 from natgrad.geometry.stable_functions import matrix_sqrt, safe_sqrt
 from natgrad.ground.linalg import eigh, require_factor, require_inverse, symmetrise
-from natgrad.operators import Operator
+from natgrad.operators import Closed, Operator
 
 
-class Wasserstein(Manifold):
+class Wasserstein(NormalPoints):
     """Normals in d dimensions under W2; points (mean_i; Sigma_ii; Sigma_ij for i < j row by row): `join`, `split`.
 
     W2^2 = |m - m'|^2 + tr(S + S' - 2 (S^1/2 S' S^1/2)^1/2). The metric is half its second derivative, d mean^2 + 1/2
@@ -31,32 +32,6 @@ class Wasserstein(Manifold):
         tensor(5.)
     """
 
-    domain = Normals.domain
-
-    def __init__(self, d: int) -> None:
-        self.normals = Normals(d)
-        self.d, self.size = d, self.normals.size
-
-    def join(self, mean: Tensor, covariance: Tensor) -> Tensor:
-        """The point of a mean and a symmetric matrix; of a tangent too.
-
-        Args:
-            mean: Shape (..., d).
-            covariance: Shape (..., d, d).
-
-        Returns:
-            Shape (..., d + d (d + 1) / 2).
-        """
-        return self.normals.join(mean, covariance)
-
-    def split(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean (..., d) and covariance (..., d, d) of a point; of a tangent too.
-
-        Args:
-            point: Shape (..., d + d (d + 1) / 2).
-        """
-        return self.normals.split(point)
-
     def metric(self, point: Tensor) -> Operator:
         """The metric at one point as an operator; its inverse is closed.
 
@@ -65,7 +40,8 @@ class Wasserstein(Manifold):
         """
         if point.shape != (self.size,):
             raise ValueError(f"point has shape {tuple(point.shape)}, expected ({self.size},): one distribution")
-        return BuresMetric(self, self.check(point).detach())
+        at = self.check(point).detach()
+        return Closed(at, partial(self.lower, at), partial(self.natural, at))
 
     def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
         sigma = self.split(point)[1]
@@ -86,7 +62,7 @@ class Wasserstein(Manifold):
     def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
         """(g; 2 (S G + G S)), where G has the partial derivatives, those off the diagonal halved."""
         sigma = self.split(point)[1]
-        slope, curve = self.normals.covector(gradient)
+        slope, curve = self.covector(gradient)
         return self.join(slope, 2 * (sigma @ curve + curve @ sigma))
 
     def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
@@ -135,38 +111,12 @@ class Wasserstein(Manifold):
         moved = lyapunov(sigma, v) @ back  # the velocity at x' = A x is L A^-1 x'
         return self.join(u, moved @ goal + goal @ moved.mT)
 
-    def inside(self, point: Tensor) -> Tensor:
-        return self.normals.inside(point)
-
     def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
         """Sigma moved by exp(L) on both sides: never singular."""
         mean, sigma = self.split(point)
         u, v = self.split(tangent)
         factor = torch.linalg.matrix_exp(lyapunov(sigma, v))
         return self.join(mean + u, symmetrise(factor @ sigma @ factor.mT))
-
-    def __repr__(self) -> str:
-        return f"Wasserstein({self.d})"
-
-
-class BuresMetric(Operator):
-    """The Wasserstein metric of one normal in (mean; Sigma_ii; Sigma_ij): products by a Lyapunov equation, O(d^3)."""
-
-    def __init__(self, manifold: Wasserstein, point: Tensor, dual: bool = False) -> None:
-        self.manifold, self.point, self.dual = manifold, point, dual
-        self.size, self.dtype, self.device = manifold.size, point.dtype, point.device
-
-    def mv(self, vector: Tensor) -> Tensor:
-        if self.dual:
-            return self.manifold.natural(self.point, vector)
-        return self.manifold.lower(self.point, vector)
-
-    def mm(self, block: Tensor) -> Tensor:
-        return self.mv(block.mT).mT  # leading dimensions are batches
-
-    def inverse(self, damping: float = 0.0) -> Operator | None:
-        """G^-1, closed; None with damping."""
-        return None if damping else BuresMetric(self.manifold, self.point, not self.dual)
 
 
 def lyapunov(matrix: Tensor, right: Tensor) -> Tensor:

@@ -15,12 +15,7 @@ DOUBLINGS, BISECTIONS = 200, 100
 
 
 def kl_ball(
-    family: ExponentialFamily,
-    theta: Tensor,
-    radius: float,
-    directions: Tensor | int = 100,
-    *,
-    reverse: bool = False,
+    family: ExponentialFamily, theta: Tensor, radius: float, directions: Tensor | int = 100, *, reverse: bool = False
 ) -> Tensor:
     """The points theta' with KL(theta, theta') = radius, exactly, one along every direction from theta.
 

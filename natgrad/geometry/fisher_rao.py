@@ -65,7 +65,10 @@ def fisher_rao(family: ExponentialFamily) -> Manifold:
     if isinstance(family, Product):
         return ProductManifold(*((fisher_rao(part), part.size) for part in family.families))
     if isinstance(family, SubModel):
-        return _find_sub_model(family)
+        full = family.family
+        if isinstance(full, Categorical | Multinomial) and family.size == full.size - 1:
+            return Charted(family, fisher_rao(full), family.whole, partial(hold_logit, family))
+        return NaturalParameters(family)
     return _find_normal(family) or _find_discrete(family) or NaturalParameters(family)
 
 
@@ -94,15 +97,8 @@ def _find_normal(family: ExponentialFamily) -> Manifold | None:
     if isinstance(family, FixedCovarianceNormal):  # theta = Sigma^-1 mu, whose metric is Sigma everywhere
         return Location(require_inverse(family.known_covariance, f"{family!r} has a covariance without an inverse"))
     if isinstance(family, FixedMeanNormal) and family.size == family.d * (family.d + 1) // 2:
-        return Charted(family, PositiveDefinite(), family.precision, partial(pack_precision, family))
+        return Charted(family, PositiveDefinite(), family.precision, lambda point: family.pairs.pack(-point / 2))
     return None
-
-
-def _find_sub_model(family: SubModel) -> Manifold:
-    full = family.family
-    if isinstance(full, Categorical | Multinomial) and family.size == full.size - 1:
-        return Charted(family, fisher_rao(full), family.whole, partial(hold_logit, family))
-    return NaturalParameters(family)
 
 
 class NaturalParameters(Shooting):
@@ -121,7 +117,7 @@ class NaturalParameters(Shooting):
         self.domain = family.domain
 
     def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        return (first * self._lower(point, second)).sum(-1)
+        return (first * (self.family.covariance(point) @ second.unsqueeze(-1)).squeeze(-1)).sum(-1)
 
     def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
         metric = self.family.covariance(point)
@@ -151,9 +147,6 @@ class NaturalParameters(Shooting):
     def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
         """The straight line in theta, an e-geodesic: right to first order, shortened at the edge of the domain."""
         return point + tangent
-
-    def _lower(self, point: Tensor, vector: Tensor) -> Tensor:
-        return (self.family.covariance(point) @ vector.unsqueeze(-1)).squeeze(-1)
 
     def _travel(
         self, point: Tensor, tangent: Tensor, vector: Tensor, steps: int = 2000
@@ -338,11 +331,6 @@ def join_deviations(point: Tensor) -> Tensor:
     mean, deviation = point.unflatten(-1, (-1, 2)).unbind(-1)
     precision = deviation.square().reciprocal()
     return torch.cat([mean * precision, -precision / 2], -1)
-
-
-def pack_precision(family: FixedMeanNormal, point: Tensor) -> Tensor:
-    """theta of a precision."""
-    return family.pairs.pack(-point / 2)
 
 
 def read_moments(family: MultivariateNormal, manifold: Normals, theta: Tensor) -> Tensor:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from natgrad.geometry.boundary_mesh import Shooting, descend, follow
+from natgrad.families import MultivariateNormal
+from natgrad.geometry.base import Manifold
+from natgrad.geometry.boundary_mesh import Shooting, descend
 from natgrad.geometry.ode import integrate
 from natgrad.geometry.positive_definite import whiten
 from natgrad.geometry.stable_functions import are_positive_definite, matrix_log, safe_sqrt
-from natgrad.ground.checks import check_integer
 from natgrad.ground.linalg import factor_or_nan, invert_or_nan, require_factor, solve_or_nan, symmetrise
 
 SHORTEST = 2.0**-12
@@ -20,30 +19,14 @@ ROUNDS = 60
 """Parts of ways that are tried at most."""
 
 
-def _jacobian(reach: Callable[[Tensor], Tensor], velocity: Tensor) -> Tensor:
-    """d reach / d v (..., n, n) by central differences, all in one batch; Newton's method corrects the rest."""
-    n = velocity.shape[-1]
-    width = 1e-5 * (1 + velocity.detach().norm(dim=-1, keepdim=True))
-    units = torch.eye(n, dtype=velocity.dtype, device=velocity.device).view(n, *(1,) * (velocity.dim() - 1), n)
-    ends = reach(torch.stack([velocity + width * units, velocity - width * units]))
-    return ((ends[0] - ends[1]) / (2 * width)).movedim(0, -1)
-
-
-# All normals in d dimensions, mean and covariance: closed exponential map (Eriksen 1987, Calvo & Oller 1991)
-
 ARRIVED = 1e-11
 """Misfit at which shooting has arrived."""
 TAME = 300.0
 """Entries of a velocity beyond which the exponential of its matrix overflows."""
 
 
-class Normals(Shooting):
-    """Points (mean_i; Sigma_ii; Sigma_ij for i < j row by row), (..., d + d (d + 1) / 2): see `join` and `split`.
-
-    Metric d mean^T P d mean + 1/2 tr(P dSigma P dSigma), P = Sigma^-1. The exponential map is the exponential of a
-    matrix of size 2 d + 1, defined for tangents of any length; `log` and `distance` shoot with it; transport is an
-    ordinary differential equation. `retract` moves P + P' + (P' Sigma P' + (P u) (P u)^T) / 2, right to second order
-    and positive definite for every step. For d = 1 see `HalfPlane`, which is closed throughout.
+class NormalPoints(Manifold):
+    """Points (mean_i; Sigma_ii; Sigma_ij for i < j row by row), (..., d + d (d + 1) / 2), under any metric.
 
     Args:
         d: Number of variables.
@@ -52,9 +35,8 @@ class Normals(Shooting):
     domain = "(mean; Sigma_ii; Sigma_ij) with a positive definite Sigma"
 
     def __init__(self, d: int) -> None:
-        d = check_integer("d", d, of="the number of dimensions")
-        self.d, self.size = d, d + d * (d + 1) // 2
-        self._first, self._second = torch.triu_indices(d, d, 1)
+        self.family = MultivariateNormal(d)
+        self.d, self.size = self.family.d, self.family.size
 
     def join(self, mean: Tensor, covariance: Tensor) -> Tensor:
         """The point of a mean and a symmetric matrix; of a tangent too.
@@ -66,10 +48,9 @@ class Normals(Shooting):
         Returns:
             Shape (..., d + d (d + 1) / 2).
         """
-        pairs = covariance[..., self._first, self._second]
-        diagonal = covariance.diagonal(dim1=-2, dim2=-1)
-        batch = torch.broadcast_shapes(mean.shape[:-1], diagonal.shape[:-1])
-        return torch.cat([x.expand(*batch, x.shape[-1]) for x in (mean, diagonal, pairs)], dim=-1)
+        entries = self.family.pack(covariance)
+        batch = torch.broadcast_shapes(mean.shape[:-1], entries.shape[:-1])
+        return torch.cat([x.expand(*batch, x.shape[-1]) for x in (mean, entries)], dim=-1)
 
     def split(self, point: Tensor) -> tuple[Tensor, Tensor]:
         """Mean (..., d) and covariance (..., d, d) of a point; of a tangent too.
@@ -77,11 +58,35 @@ class Normals(Shooting):
         Args:
             point: Shape (..., d + d (d + 1) / 2).
         """
-        mean, diagonal, pairs = point.split([self.d, self.d, self.size - 2 * self.d], dim=-1)
-        places = (self._first * self.d + self._second).to(point.device).expand(pairs.shape)
-        upper = pairs.new_zeros(*pairs.shape[:-1], self.d**2).scatter(-1, places, pairs)
-        upper = upper.unflatten(-1, (self.d, self.d))
-        return mean, torch.diag_embed(diagonal) + upper + upper.mT
+        return point[..., : self.d], self.family.unpack(point[..., self.d :])
+
+    def covector(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """(g, G) with dF = g . d mean + tr(G dSigma).
+
+        Args:
+            gradient: Partial derivatives in these coordinates, shape (..., n).
+        """
+        slope, curve = self.split(gradient)
+        return slope, (curve + torch.diag_embed(curve.diagonal(dim1=-2, dim2=-1))) / 2
+
+    def inside(self, point: Tensor) -> Tensor:
+        return torch.isfinite(point).all(-1) & are_positive_definite(self.split(point)[1])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.d})"
+
+
+class Normals(NormalPoints, Shooting):
+    """Points (mean_i; Sigma_ii; Sigma_ij for i < j row by row), (..., d + d (d + 1) / 2): see `join` and `split`.
+
+    Metric d mean^T P d mean + 1/2 tr(P dSigma P dSigma), P = Sigma^-1. The exponential map is the exponential of a
+    matrix of size 2 d + 1, defined for tangents of any length; `log` and `distance` shoot with it; transport is an
+    ordinary differential equation. `retract` moves P + P' + (P' Sigma P' + (P u) (P u)^T) / 2, right to second order
+    and positive definite for every step. For d = 1 see `HalfPlane`, which is closed throughout.
+
+    Args:
+        d: Number of variables.
+    """
 
     def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
         factor = self._factor(point)
@@ -93,15 +98,6 @@ class Normals(Shooting):
         _, sigma = self.split(point)
         slope, curve = self.covector(gradient)
         return self.join((sigma @ slope.unsqueeze(-1)).squeeze(-1), 2 * sigma @ curve @ sigma)
-
-    def covector(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """(g, G) with dF = g . d mean + tr(G dSigma).
-
-        Args:
-            gradient: Partial derivatives in these coordinates, shape (..., n).
-        """
-        slope, curve = self.split(gradient)
-        return slope, (curve + torch.diag_embed(curve.diagonal(dim1=-2, dim2=-1))) / 2
 
     def arrive(self, point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
         mean, factor = self.split(point)[0], self._factor(point)
@@ -117,13 +113,22 @@ class Normals(Shooting):
         away, spread = self.split(other)
         away, spread = _solve(factor, away - mean), whiten(factor, spread)
 
-        def advance(rows: Tensor, begun: Tensor, aim: Tensor, velocity: Tensor) -> Tensor:
-            way = FromStandard(self, away[rows], spread[rows], aim)
-            grown = velocity * (aim / begun.clamp(min=SHORTEST / 2)).unsqueeze(1)
-            start = torch.where((begun == 0).unsqueeze(1), way.guess(), grown)
-            return descend(way.measure, way.find_step, start, ARRIVED, ARRIVED)
-
-        velocity = follow(advance, torch.zeros_like(point), ROUNDS, SHORTEST)
+        velocity, reached = torch.zeros_like(point), point.new_zeros(len(point))
+        part = torch.ones_like(reached)  # by halves of the way, and halves of these, where the whole is too long
+        for _ in range(ROUNDS):
+            rows = ((reached < 1) & (part >= SHORTEST)).nonzero().squeeze(1)
+            if not len(rows):
+                break
+            begun, goal = reached[rows], (reached + part)[rows].clamp(max=1.0)
+            way = FromStandard(self, away[rows], spread[rows], goal)
+            grown = velocity[rows] * (goal / begun.clamp(min=SHORTEST / 2)).unsqueeze(1)
+            tried = descend(
+                way.measure, way.find_step, torch.where((begun == 0).unsqueeze(1), way.guess(), grown), ARRIVED, ARRIVED
+            )
+            arrived = ~torch.isnan(tried).any(1)
+            reached[rows], part[rows] = torch.where(arrived, goal, begun), part[rows] * torch.where(arrived, 2.0, 0.5)
+            velocity[rows] = torch.where(arrived.unsqueeze(1), tried, velocity[rows])
+        velocity = torch.where((reached >= 1).unsqueeze(1), velocity, torch.nan)
         slope, curve = self.split(velocity)
         return self.join(_times(factor, slope), symmetrise(factor @ curve @ factor.mT))
 
@@ -137,9 +142,6 @@ class Normals(Shooting):
 
         end = integrate(field, torch.cat([point, tangent, vector], dim=-1))
         return self.exp(point, tangent), end[..., 2 * n :]
-
-    def inside(self, point: Tensor) -> Tensor:
-        return torch.isfinite(point).all(-1) & are_positive_definite(self.split(point)[1])
 
     def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
         mean, sigma = self.split(point)
@@ -201,9 +203,6 @@ class Normals(Shooting):
         bend = self.join(mean, symmetrise(v @ solved[..., 2:] - outer))
         return torch.where(self.inside(point).unsqueeze(-1), bend, torch.nan)
 
-    def __repr__(self) -> str:
-        return f"Normals({self.d})"
-
 
 class FromStandard:
     """The ways from N(0, I) to N(t m_i, I + t (S_i - I)), 0 <= t <= 1 (k,), known by their velocities (k, n)."""
@@ -231,8 +230,12 @@ class FromStandard:
         return misfit, safe_sqrt(self.normals.inner(self.end, misfit, misfit))
 
     def find_step(self, velocity: Tensor, misfit: Tensor) -> Tensor:
-        """Newton's, no longer than the velocity."""
-        step = solve_or_nan(_jacobian(self.reach, velocity), misfit.unsqueeze(-1)).squeeze(-1)
+        """Newton's, no longer than the velocity; the Jacobian by central differences, all in one batch."""
+        n, width = velocity.shape[-1], 1e-5 * (1 + velocity.norm(dim=-1, keepdim=True))
+        moves = width * torch.eye(n, dtype=velocity.dtype, device=velocity.device).unsqueeze(1)  # (n, k, n)
+        ends = self.reach(torch.stack([velocity + moves, velocity - moves]))
+        jacobian = ((ends[0] - ends[1]) / (2 * width)).movedim(0, -1)
+        step = solve_or_nan(jacobian, misfit.unsqueeze(-1)).squeeze(-1)
         rate = velocity.norm(dim=-1) / step.norm(dim=-1).clamp_min(1e-300)
         return rate.clamp(max=1.0).unsqueeze(-1) * step
 

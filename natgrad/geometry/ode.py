@@ -50,7 +50,8 @@ def integrate(
         step = min(step, span - time)
         moved, error = _step(field, state, slope, step)
         alive = torch.isfinite(state).all(-1) & torch.isfinite(slope).all(-1)
-        scaled = _scale_error(error, state, moved, rtol, atol)
+        width = atol + rtol * torch.maximum(state.abs(), moved.abs())
+        scaled = (error / width).detach().square().mean(-1).sqrt()
         worst = float(torch.where(alive, scaled, 0.0).max()) if alive.numel() else 0.0
         broken = worst != worst or worst == float("inf")
         if not worst <= 1 and step <= 1e-12 * span:  # a NaN is not <= 1 either
@@ -86,9 +87,3 @@ def _step(field: Callable[[Tensor], Tensor], state: Tensor, slope: Tensor, step:
             for k in range(1, len(ends))
         ]
     return ends[-1], ends[-1] - last
-
-
-def _scale_error(error: Tensor, before: Tensor, after: Tensor, rtol: float, atol: float) -> Tensor:
-    """Root mean square of error / tolerance, (..., m) -> (...)."""
-    width = atol + rtol * torch.maximum(before.abs(), after.abs())
-    return (error / width).detach().square().mean(-1).sqrt()

@@ -64,7 +64,10 @@ class PositiveDefinite(Manifold):
         return same & are_positive_definite(point)
 
     def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
-        return second_order(point, tangent)
+        """S + V + V S^-1 V / 2 = (S + (S + V) S^-1 (S + V)) / 2: positive definite for every V."""
+        factor = factor_or_nan(point)
+        half = torch.linalg.solve_triangular(factor, point + tangent, upper=False)
+        return symmetrise(point + half.mT @ half) / 2
 
     def project(self, point: Tensor, vector: Tensor) -> Tensor:
         return symmetrise(vector)
@@ -74,13 +77,6 @@ class PositiveDefinite(Manifold):
 
     def __repr__(self) -> str:
         return f"PositiveDefinite(scale={self.scale:g})"
-
-
-def second_order(point: Tensor, tangent: Tensor) -> Tensor:
-    """S + V + V S^-1 V / 2 = (S + (S + V) S^-1 (S + V)) / 2: positive definite for every V."""
-    factor = factor_or_nan(point)
-    half = torch.linalg.solve_triangular(factor, point + tangent, upper=False)
-    return symmetrise(point + half.mT @ half) / 2
 
 
 def whiten(factor: Tensor, matrix: Tensor) -> Tensor:

@@ -69,12 +69,7 @@ def is_integer(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Group:
-    """A group of settings that a constructor takes whole or one by one.
-
-    Args:
-        default: The group as it is where nothing is said, a frozen dataclass.
-        prefix: What stands before its fields' names among the keywords.
-    """
+    """A group of settings that a constructor takes whole or one by one."""
 
     default: Any
     prefix: str = ""

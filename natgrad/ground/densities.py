@@ -201,13 +201,7 @@ class Energy(Density):
 
 
 def chain_of(module: nn.Module, state: Params, inputs: Tensor) -> LayerChain | None:
-    """An energy as layers that take X (b, N) to (b, 1) in one dtype; None where it is not made of them.
-
-    Args:
-        module: The energy.
-        state: All of its parameters, name -> tensor.
-        inputs: X, shape (b, N).
-    """
+    """An energy as layers that take X (b, N) to (b, 1) in one dtype; None where it is not made of them."""
     if inputs.dim() != 2 or {inputs.dtype} != {p.dtype for p in state.values()}:
         return None
     chain = read_chain(module)

@@ -82,10 +82,7 @@ def number_bags(input: Tensor, offsets: Tensor | None, include_last: bool) -> tu
 
 
 def measure_length(x: Tensor, dim: Any = None, *, keepdim: bool = False, order: float = 2) -> Tensor:
-    """(sum |x|^p)^(1/p) along axes, with derivatives of zero where it is zero, as torch has them.
-
-    x: Any shape, real or complex.
-    """
+    """(sum |x|^p)^(1/p) along axes, with derivatives of zero where it is zero, as torch has them."""
     squares = x.real.square() + x.imag.square() if x.is_complex() else x.square()
     powers = squares if order == 2 else x.abs().pow(order)
     total = powers.sum(dim=tuple(range(x.dim())) if dim is None else dim, keepdim=keepdim)
@@ -131,7 +128,7 @@ def norm(
 def normalize(input: Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Tensor:
     """`torch.nn.functional.normalize`."""
     if out is not None or not is_written(p):
-        return torch.nn.functional.normalize(input, p, dim, eps, out)
+        return functional.normalize(input, p, dim, eps, out)
     return input / measure_length(input, dim, keepdim=True, order=p).clamp(min=eps)
 
 
@@ -197,30 +194,6 @@ def cholesky_inverse(input: Tensor, upper: bool = False) -> Tensor:
     return half @ half.mH if upper else half.mH @ half
 
 
-EXACT: dict[Any, Any] = {
-    torch_plain.norm: norm,
-    torch_plain.Tensor.norm: norm,
-    torch_linalg.norm: linalg_norm,
-    torch_linalg.vector_norm: vector_norm,
-    torch.nn.functional.normalize: normalize,
-    torch.nn.functional.cosine_similarity: cosine_similarity,
-    torch.cosine_similarity: cosine_similarity,
-    torch.nn.functional.glu: glu,
-    torch.det: det,
-    Tensor.det: det,
-    torch_linalg.det: det,
-    torch.slogdet: slogdet,
-    Tensor.slogdet: slogdet,
-    torch_linalg.slogdet: slogdet,
-    torch.logdet: logdet,
-    Tensor.logdet: logdet,
-    torch_linalg.solve: solve,
-    torch.cholesky_inverse: cholesky_inverse,
-    Tensor.cholesky_inverse: cholesky_inverse,
-}
-"""What torch calls -> what is called in its place where derivatives of higher order are taken."""
-
-
 # Operations whose higher derivatives torch gets wrong or lacks, written out in others that it gets right
 
 _ACTIVE: ContextVar[_WrittenOut | None] = ContextVar("natgrad_exact_derivatives", default=None)
@@ -269,11 +242,7 @@ class _Block:
 
 
 class _PlainAttention:
-    """Fused attention is off while the block of some thread is open: torch has one setting for all threads.
-
-    Args:
-        block: Which block; one that was interrupted counts as closed, since it is dead.
-    """
+    """Fused attention is off while the block of some thread is open: torch has one setting for all threads."""
 
     KINDS = ("flash", "mem_efficient", "math", "cudnn")
     blocks: ClassVar[WeakSet[_Block]] = WeakSet()
@@ -309,12 +278,6 @@ class _WrittenOut(TorchFunctionMode):
 
     Ctrl-C on the way in or out may leave the mode on torch's stack: that costs time, until the next block drops it, but
     never gives wrong derivatives.
-
-    Args:
-        block: What the mode is on for.
-
-    Attributes:
-        on: Whether the mode is in force.
     """
 
     on = False
@@ -376,11 +339,7 @@ def layer_norm(
 
 
 def native_layer_norm(
-    input: Tensor,
-    normalized_shape: Any,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
+    input: Tensor, normalized_shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`torch.native_layer_norm`."""
     shape = tuple(normalized_shape) if not isinstance(normalized_shape, int) else (normalized_shape,)
@@ -473,7 +432,8 @@ def _by_channel(x: Tensor, dims: tuple[int, ...], weight: Tensor | None, bias: T
     return scale_and_shift(normalise(x, dims, eps)[0], weight, bias)
 
 
-REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
+REPLACED: dict[Any, Callable[..., Any]] = {
+    # third derivatives are wrong (pytorch issues 175754 and 186256), and two nested forward ones (196700 and 196699)
     functional.layer_norm: layer_norm,
     torch.layer_norm: layer_norm,
     torch.native_layer_norm: native_layer_norm,
@@ -481,11 +441,33 @@ REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.batch_norm: reorder_arguments(batch_norm),
     functional.instance_norm: instance_norm,
     torch.instance_norm: reorder_arguments(instance_norm),
+    # no second derivative (83510, for `cdist`)
     torch.cdist: cdist,
     functional.embedding_bag: look_up_bags,
-    **EXACT,
+    # two nested forward derivatives are wrong (196695, 196696 and 196697), of `cholesky_inverse` one is (196682)
+    torch.det: det,
+    Tensor.det: det,
+    torch_linalg.det: det,
+    torch.slogdet: slogdet,
+    Tensor.slogdet: slogdet,
+    torch_linalg.slogdet: slogdet,
+    torch.logdet: logdet,
+    Tensor.logdet: logdet,
+    torch_linalg.solve: solve,
+    torch.cholesky_inverse: cholesky_inverse,
+    Tensor.cholesky_inverse: cholesky_inverse,
+    # two nested forward derivatives end in an error, themselves or once they are differentiated
+    functional.glu: glu,
+    torch_plain.norm: norm,
+    torch_plain.Tensor.norm: norm,
+    torch_linalg.norm: linalg_norm,
+    torch_linalg.vector_norm: vector_norm,
+    functional.normalize: normalize,
+    functional.cosine_similarity: cosine_similarity,
+    torch.cosine_similarity: cosine_similarity,
 }
+"""What torch calls -> what is called in its place where derivatives of higher order are taken; all by torch 2.13."""
 WEIGHT_NORM = "_weight_norm"
-"""What the parametrisation calls: a name of torch's own, which may go."""
+"""What the parametrisation calls, whose second derivative is wrong: a name of torch's own, which may go."""
 if hasattr(torch, WEIGHT_NORM):
     REPLACED[getattr(torch, WEIGHT_NORM)] = weight_norm

@@ -58,12 +58,8 @@ def resolvent(matrix: Tensor, shift: float) -> Tensor:
     """(A + shift I)^-1 for positive semi-definite A (..., n, n), by one Cholesky factor; nothing is checked."""
     shifted = matrix.clone(memory_format=torch.contiguous_format)
     shifted.diagonal(dim1=-2, dim2=-1).add_(shift)
-    if not shifted.is_cpu:
-        return torch.cholesky_inverse(torch_linalg.cholesky_ex(shifted).L)
-    # the transpose, which is the same matrix, has the order of columns that LAPACK writes: no further copies
-    info = torch.empty(matrix.shape[:-2], dtype=torch.int32)
-    lower, _ = torch_linalg.cholesky_ex(shifted.mT, out=(shifted.mT, info))
-    return torch.cholesky_inverse(lower, out=lower)
+    lower, _ = cholesky_over(shifted)
+    return torch.cholesky_inverse(lower, out=lower if lower.is_cpu else None)
 
 
 def is_positive_definite(matrix: Tensor) -> Tensor:
@@ -306,6 +302,12 @@ def shift_diagonal(matrix: Tensor, shift: float | Tensor) -> Tensor:
     return result
 
 
+def positive_inverse(values: Tensor, cutoff: float | Tensor) -> Tensor:
+    """1 / values where they exceed the cutoff, else 0; a NaN stays one."""
+    drop = values <= cutoff
+    return torch.where(drop, 0, 1 / torch.where(drop, 1, values))
+
+
 def safe_cutoff(size: int, dtype: torch.dtype) -> float:
     """Relative size below which an eigenvalue of an (n, n) PSD matrix is round-off: n * eps."""
     return size * torch.finfo(dtype).eps
@@ -323,8 +325,7 @@ def pseudo_solve(matrix: Tensor, rhs: Tensor) -> Tensor:
     if not len(matrix):
         return torch.zeros_like(rhs)
     values, vectors = eigh(matrix)
-    keep = values > safe_cutoff(len(values), values.dtype) * values[-1].abs()
-    inverse = torch.where(keep, 1 / torch.where(keep, values, 1), 0)
+    inverse = positive_inverse(values, safe_cutoff(len(values), values.dtype) * values[-1].abs())
     coordinates = vectors.mT @ rhs
     return vectors @ (inverse.unsqueeze(-1) * coordinates if rhs.dim() == 2 else inverse * coordinates)
 
@@ -333,8 +334,6 @@ def solve_symmetric(matrix: Tensor, rhs: Tensor, damping: float = 0.0) -> Tensor
     """(A + damping I)^+ rhs for symmetric A with eigenvalues of both signs, by eigendecomposition.
 
     Sums lambda + damping below n * eps of the largest count as zero.
-
-    matrix: A, (n, n). rhs: (n,).
     """
     if not len(matrix):
         return torch.zeros_like(rhs)
@@ -348,8 +347,6 @@ def inverse_symmetric(matrix: Tensor, damping: float = 0.0) -> Tensor:
     """(A + damping I)^+ for symmetric A with eigenvalues of both signs, by eigendecomposition.
 
     Sums lambda + damping below n * eps of the largest count as zero.
-
-    matrix: A, (..., n, n).
     """
     values, vectors = eigh(matrix)
     values = values + damping
@@ -511,8 +508,8 @@ def pseudo_inverse(matrix: Tensor) -> Tensor:
         matrix: A, shape (..., n, n).
     """
     values, vectors = eigh(matrix)
-    drop = values <= 10 * safe_cutoff(matrix.shape[-1], values.dtype) * values[..., -1:].abs()
-    return vectors @ (torch.where(drop, 0, 1 / torch.where(drop, 1, values)).unsqueeze(-1) * vectors.mT)
+    inverse = positive_inverse(values, 10 * safe_cutoff(matrix.shape[-1], values.dtype) * values[..., -1:].abs())
+    return vectors @ (inverse.unsqueeze(-1) * vectors.mT)
 
 
 def inverse_psd(matrix: Tensor, damping: float | Tensor = 0.0) -> Tensor:
@@ -552,10 +549,7 @@ def cholesky_over(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def damp(matrix: Tensor, damping: float | Tensor) -> Tensor:
-    """A + damping I as a new tensor, at least in float32.
-
-    matrix: A, (..., n, n).
-    """
+    """A + damping I as a new tensor, at least in float32."""
     damped = matrix.to(widen_dtype(matrix.dtype), copy=True)
     damped.diagonal(dim1=-2, dim2=-1).add_(torch.as_tensor(damping, dtype=damped.dtype).to(damped.device).unsqueeze(-1))
     return damped

@@ -166,17 +166,12 @@ def make_callable(package: str, function: Callable[P, R]) -> CallableModule[P, R
     return module
 
 
-def explain_call_of(thing: object) -> None:
-    """Let a call of a module of natgrad say what may be called instead."""
-    if type(thing) is ModuleType and thing.__name__.startswith("natgrad"):
-        thing.__class__ = Package
-
-
 def find_name(package: str, fields: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
     """A `__getattr__` of a package: loads a field when its name is asked for, else says what was likely meant."""
     homes = {name: home for home, names in fields.items() for name in names}
     for thing in [sys.modules[package], *vars(sys.modules[package]).values()]:
-        explain_call_of(thing)
+        if type(thing) is ModuleType and thing.__name__.startswith("natgrad"):
+            thing.__class__ = Package  # a call of which says what may be called instead
 
     def find(name: str) -> Any:
         if name not in homes:
@@ -237,15 +232,7 @@ def explain_calls(function: Callable[P, R], hint: Callable[..., str] | None = No
 
 
 class ExplainedType(ABCMeta):
-    """The type of classes whose wrong calls are sentences: arguments that do not fit, and base classes.
-
-    Args:
-        name: Of the class.
-        bases: Its bases.
-        members: Its members.
-        hint: What is added to the sentences; default that of the base class.
-        **kwargs: For `__init_subclass__`.
-    """
+    """The type of classes whose wrong calls are sentences: arguments that do not fit, and base classes."""
 
     call_hint: str
 

@@ -19,16 +19,7 @@ REDRAWN, LINES, BAR = 0.2, 2.0, 20
 
 
 class Progress:
-    """One line on the standard error: drawn anew on a terminal, and written every two seconds elsewhere.
-
-    Args:
-        unit: What is counted, such as "steps".
-        total: How many there are to be; None where that is not known.
-        shown: True to show it, False not to; None for where the standard error is a terminal.
-
-    Raises:
-        TypeError: If `shown` is none of these.
-    """
+    """One line on the standard error: drawn anew on a terminal, and written every two seconds elsewhere."""
 
     def __init__(self, unit: str, total: float | None, shown: bool | None) -> None:
         if shown not in (None, True, False):

@@ -13,8 +13,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import wraps
-from types import FrameType, TracebackType
+from functools import partial, wraps
+from types import FrameType
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 
 import torch
@@ -32,56 +32,23 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-@dataclass
-class Entered(Generic[T]):
-    """One value that was set.
-
-    Attributes:
-        value: It.
-        outer: What was set around it; None for nothing.
-        thread: Which thread's frame set it.
-        frame: The frame that set it and whose end is its end; None where frames cannot be seen, in compiled code.
-    """
-
-    value: T
-    outer: Entered[T] | None
-    thread: int
-    frame: FrameType | None
-
-    def lives(self) -> bool:
-        """Whether the frame still runs; that of another thread, which lent its context, counts as running."""
-        return self.frame is None or self.thread != threading.get_ident() or is_running(self.frame)
-
-
 class ScopedValue(Generic[T]):
     """A value for the time of a `with` block, per thread and task, as a `ContextVar` with a cleanup that cannot fail.
 
     Ctrl-C inside the very cleanup of a block leaves a plain context variable set for good. A value from here holds only
     as long as the function that has the block runs, so that the block must not stand in a generator.
-
-    Args:
-        name: For its `repr`.
-        default: Outside of all blocks.
-
-    Example:
-        >>> from natgrad.ground.pure import ScopedValue
-        >>> depth = ScopedValue("depth", 0)
-        >>> with depth.holding(1):
-        ...     inside = depth.get()
-        >>> inside, depth.get()
-        (1, 0)
     """
 
     def __init__(self, name: str, default: T) -> None:
         self.default = default
-        self.entered: ContextVar[Entered[T] | None] = ContextVar(name, default=None)
+        self.entered: ContextVar[Holding[T] | None] = ContextVar(name, default=None)
 
     def get(self) -> T:
         """The value of the innermost block that is under way, or the default."""
         entered = self.innermost()
         return self.default if entered is None else entered.value
 
-    def innermost(self) -> Entered[T] | None:
+    def innermost(self) -> Holding[T] | None:
         """The innermost block that is under way; None outside of all."""
         entered = self.entered.get()
         while entered is not None and not entered.lives():
@@ -94,29 +61,30 @@ class ScopedValue(Generic[T]):
 
 
 class Holding(Generic[T]):
-    """The `with` block of a `ScopedValue`."""
+    """The `with` block of a `ScopedValue`: its value holds while the function that has the block runs."""
 
     def __init__(self, scope: ScopedValue[T], value: T) -> None:
-        self.scope, self.value = scope, value
-        self.outer: Entered[T] | None = None
+        self.scope, self.value, self.thread = scope, value, threading.get_ident()
+        self.outer: Holding[T] | None = None
+        self.frame: FrameType | None = None  # stays None in compiled code, where frames cannot be seen
 
     def __enter__(self) -> None:
         self.outer = self.scope.innermost()
-        frame = None if torch.compiler.is_compiling() else sys._getframe(1)  # pyright: ignore[reportPrivateUsage] (no public way)
-        self.scope.entered.set(Entered(self.value, self.outer, threading.get_ident(), frame))
+        if not torch.compiler.is_compiling():
+            self.frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage] (no public way)
+        self.scope.entered.set(self)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.scope.entered.set(self.outer)
 
-
-def is_running(frame: FrameType) -> bool:
-    """Whether a frame is on this thread's stack."""
-    here: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage] (no public way)
-    while here is not None and here is not frame:
-        here = here.f_back
-    return here is frame
+    def lives(self) -> bool:
+        """Whether the frame is on this thread's stack; that of another thread, which lent its context, counts."""
+        if self.frame is None or self.thread != threading.get_ident():
+            return True
+        here: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage] (no public way)
+        while here is not None and here is not self.frame:
+            here = here.f_back
+        return here is self.frame
 
 
 def keep_gradient_mode(function: Callable[P, T]) -> Callable[P, T]:
@@ -157,25 +125,15 @@ class HeldState:
 
     Values are kept by reference, and the contents of lists, dicts, sets, arrays, tensors, generators and of objects of
     the model's own package as copies. Large tensors, long containers and objects of other packages are not copied.
-
-    Args:
-        model: The model.
-        attributes: The `__dict__` of each module and object, with its entries.
-        contents: What takes back what can change in place.
-        buffers: Copies by name; those of batch norms, whose outputs in training do not depend on them, are left out.
-        tensors: Those in attributes, by `id`.
-        copies: The copies of tensors by `id`, with their owner and its version: the next capture takes them over where
-            nothing was written since.
-        writes: How often the parameters were written to.
     """
 
     model: nn.Module
-    attributes: list[tuple[dict[str, Any], dict[str, Any]]]
-    contents: list[Callable[[], None]]
-    buffers: Mapping[str, Tensor]
-    tensors: set[int]
-    copies: Mapping[int, tuple[Tensor, int, Tensor]]
-    writes: int
+    attributes: list[tuple[dict[str, Any], dict[str, Any]]]  # the `__dict__` of each module and object, its entries
+    contents: list[Callable[[], None]]  # take back what can change in place
+    buffers: Mapping[str, Tensor]  # copies by name, but for batch norms': in training outputs do not depend on them
+    tensors: set[int]  # those in attributes, by `id`
+    copies: Mapping[int, tuple[Tensor, int, Tensor]]  # by `id`: owner, its version, copy; unchanged ones are taken over
+    writes: int  # how often the parameters were written to
 
     @staticmethod
     def capture(model: nn.Module, last: HeldState | None = None) -> HeldState:
@@ -219,11 +177,7 @@ class HeldState:
 
 
 class AttributeWalk:
-    """Looks through attributes for what can change.
-
-    Args:
-        known: Copies of an earlier search.
-    """
+    """Looks through attributes for what can change."""
 
     def __init__(self, known: Mapping[int, tuple[Tensor, int, Tensor]]) -> None:
         self.known = known
@@ -317,33 +271,19 @@ def contents_of(value: Any) -> Callable[[], None]:
 def generator_state(value: Any) -> Callable[[], None] | None:
     """What takes a source of random numbers, or an array, back to what it is now; None for any other object."""
     if isinstance(value, torch.Generator):
-        state = value.get_state()
-        return lambda: cast("None", value.set_state(state))
+        return cast("Callable[[], None]", partial(value.set_state, value.get_state()))
     if isinstance(value, random.Random):
-        inner = value.getstate()
-        return lambda: value.setstate(inner)
+        return partial(value.setstate, value.getstate())
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
         return None
     if isinstance(value, numpy.random.Generator):
-        bits = value.bit_generator
-        return partial_set(bits, bits.state)
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     if isinstance(value, numpy.random.RandomState):
-        legacy = value.get_state()
-        return lambda: value.set_state(legacy)
+        return partial(value.set_state, value.get_state())
     if isinstance(value, numpy.ndarray) and value.size <= LARGEST:
-        saved = value.copy()
-        return lambda: numpy.copyto(value, saved)
+        return partial(numpy.copyto, value, value.copy())
     return None
-
-
-def partial_set(bits: Any, state: Any) -> Callable[[], None]:
-    """What sets the state of a bit generator of NumPy."""
-
-    def restore() -> None:
-        bits.state = state
-
-    return restore
 
 
 # A model as a pure function of its parameters: buffers untouched, random draws fixed, chunked
@@ -454,12 +394,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Passes:
-    """Several forward passes of one model that one loss was made of, each with the random state before it.
-
-    Args:
-        calls: The passes, in order.
-        randoms: The random state before each, or None.
-    """
+    """Several forward passes of one model that one loss was made of, each with the random state before it."""
 
     calls: tuple[Call, ...]
     randoms: tuple[RandomState | None, ...]
@@ -467,12 +402,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class Labelled:
-    """Inputs with the targets that a loss had on them: a metric that needs none may weigh its rows as the loss does.
-
-    Args:
-        inputs: As the model takes them.
-        targets: As the loss takes them.
-    """
+    """Inputs with the targets that a loss had on them: a metric that needs none may weigh its rows as the loss does."""
 
     inputs: Any
     targets: Any
@@ -615,12 +545,7 @@ class PureModel:
 
 
 class SeveralPure(PureModel):
-    """params -> the tuple of what several passes return, each with its own inputs and its own draws.
-
-    Args:
-        model: An `nn.Module`, or a function f(params, *args).
-        passes: The passes.
-    """
+    """params -> the tuple of what several passes return, each with its own inputs and its own draws."""
 
     def __init__(self, model: Model, passes: Passes) -> None:
         super().__init__(model, as_call(passes), passes.randoms[0])
@@ -632,10 +557,7 @@ class SeveralPure(PureModel):
 
 
 def pure_model(model: Model, inputs: Any, random: RandomState | None = None) -> PureModel:
-    """The pure function of a pass on these inputs, or of several passes.
-
-    model: An `nn.Module`, or a function f(params, *args).
-    """
+    """The pure function of a pass on these inputs, or of several passes."""
     return SeveralPure(model, inputs) if isinstance(inputs, Passes) else PureModel(model, as_call(inputs), random)
 
 
@@ -833,10 +755,7 @@ class LossListener(Protocol):
     """Who wants to know which examples a loss of a density went backward on."""
 
     def hear(self, log_p: object, inputs: Tensor) -> None:
-        """Told at a backward pass.
-
-        inputs: X, (b, ...), detached.
-        """
+        """Told at a backward pass."""
         ...
 
 
@@ -844,8 +763,7 @@ _LISTENERS: weakref.WeakKeyDictionary[object, weakref.WeakSet[Any]] = weakref.We
 
 
 def listen_to(log_p: object, listener: LossListener) -> None:
-    """Tell `listener` at every backward of a loss of log_p. Neither is kept alive; a log_p without weak references is
-    not heard."""
+    """Tell `listener` at every backward of a loss of log_p. Neither is kept alive."""
     try:
         _LISTENERS.setdefault(_source(log_p), weakref.WeakSet()).add(listener)
     except TypeError:  # unhashable, or no weak references: the optimizer then asks for observe(X)
@@ -905,8 +823,6 @@ def check_followed(
     outputs, which may reach the module's own parameters too, and what arrives is compared with the derivative; every
     `.grad` is put back. A function's parameters are not known beside the leaves: those that its graph lacks are moved,
     and the outputs must stay.
-
-    outputs: Any shape, with a graph, which is kept.
     """
     graph = Ancestors.of(outputs)
     missing = [name for name, leaf in leaves.items() if id(leaf) not in graph.variables]
@@ -926,15 +842,10 @@ def check_followed(
 
 @dataclass(frozen=True)
 class Ancestors:
-    """What a tensor was computed from.
+    """What a tensor was computed from."""
 
-    Args:
-        variables: The leaves of its graph by `id`.
-        opaque: The functions in the graph that are written in Python, whose backward passes may do anything.
-    """
-
-    variables: Mapping[int, Tensor]
-    opaque: frozenset[str]
+    variables: Mapping[int, Tensor]  # the leaves of its graph by `id`
+    opaque: frozenset[str]  # functions in the graph that are written in Python, whose backward passes may do anything
 
     @staticmethod
     def of(outputs: Tensor) -> Ancestors:

@@ -14,10 +14,7 @@ ENOUGH = 40.0  # numbers in the data per parameter, beyond which passes over it 
 
 
 def join_returns(known: Mapping[str, Any] | None, examples: Tensor) -> dict[str, Any]:
-    """Count how many of these rows are among the first that were seen.
-
-    examples: X, (b, N).
-    """
+    """Count how many of these rows are among the first that were seen."""
     hashes = hash_rows(examples)
     if known is None:
         return {"rows": hashes[:WATCHED].clone(), "returns": 0}

@@ -256,17 +256,11 @@ class ComplexParts(nn.Module):
     """A complex tensor from its real and imaginary parts, as a parametrisation of torch's."""
 
     def forward(self, real: Tensor, imaginary: Tensor) -> Tensor:
-        """real + i imaginary.
-
-        real: Any shape. imaginary: The same shape.
-        """
+        """real + i imaginary."""
         return torch.complex(real, imaginary)
 
     def right_inverse(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The two parts.
-
-        value: Complex, any shape.
-        """
+        """The two parts."""
         return value.real.clone(), value.imag.clone()
 
 

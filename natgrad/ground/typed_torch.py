@@ -39,16 +39,17 @@ def hook_gradient(x: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
 def measure_norm(
     x: Tensor, dim: int | tuple[int, ...] | None = None, *, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """|x|, the Euclidean norm: a scalar tensor, or one along `dim`.
-
-    x: Any shape.
-    """
+    """|x|, the Euclidean norm: a scalar tensor, or one along `dim`."""
     return torch_linalg.vector_norm(x, dim=dim, keepdim=keepdim, dtype=dtype)
 
 
 def measure_norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
     """The norms of many tensors, scalar tensors: by one call."""
     return list(torch_plain._foreach_norm(tensors, order)) if tensors else []
+
+
+Map = Callable[[Tensor], Tensor]
+"""A function of a tensor, such as v -> G v."""
 
 
 def as_tensor_like(value: object, like: Tensor) -> Tensor:
@@ -60,10 +61,7 @@ def as_tensor_like(value: object, like: Tensor) -> Tensor:
 
 
 def split_tensor(x: Tensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
-    """The tensor in parts of these sizes along `dim`: views.
-
-    x: Any shape.
-    """
+    """The tensor in parts of these sizes along `dim`: views."""
     cut: Callable[..., tuple[Tensor, ...]] = getattr(x, "split")  # noqa: B009 (torch's own signature is not complete)
     return cut(sizes if isinstance(sizes, int) else list(sizes), dim=dim)
 

@@ -30,18 +30,13 @@ class ExchangeError(RuntimeError):
 
 
 class PresenceListener:
-    """Answers when another process asks who is there, from a thread: while this one waits in an exchange, too.
-
-    Args:
-        world: All processes. Questions and answers are keys of its store, once something failed; before, each process
-            asks the store once in `PAUSE` whether there is a question.
-    """
+    """Answers when another process asks who is there, from a thread: while this one waits in an exchange, too."""
 
     def __init__(self, world: Any) -> None:
         self.rank, size = distributed.get_rank(world), distributed.get_world_size(world)
         self.store = world.get_group_store().clone()  # a connection of its own, which no waiting blocks
         turn = (self.store.add("natgrad started", 1) - 1) // size  # a program may initialize its processes again
-        self.prefix = f"natgrad {turn} "
+        self.prefix = f"natgrad {turn} "  # of keys of the store: questions, once something failed, and answers
         self.met: dict[str, int] = {}
         self.done = threading.Event()
         self.thread = threading.Thread(target=self._listen, args=(weakref.ref(world),), daemon=True)
@@ -171,10 +166,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def write_whole(target: Tensor, value: Tensor) -> None:
-    """Write a whole tensor into one that may be split: each process its part. Nothing is sent.
-
-    value: In the whole shape.
-    """
+    """Write a whole tensor into one that may be split: each process its part. Nothing is sent."""
     if not is_split(target):
         target.copy_(value)
         return
@@ -196,19 +188,12 @@ def write_all(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def zeros_whole(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Zeros in the whole shape.
-
-    like: Says shape, device and dtype.
-    """
+    """Zeros in the whole shape."""
     return torch.zeros(like.shape, dtype=dtype or like.dtype, device=like.device)
 
 
 class WholeTensors(Mapping[str, Tensor]):
-    """Tensors by name, each gathered when it is asked for first. All processes ask in the same order.
-
-    Args:
-        named: Some may be split.
-    """
+    """Tensors by name, each gathered when it is asked for first. All processes ask in the same order."""
 
     def __init__(self, named: Mapping[str, Tensor]) -> None:
         self.named, self._any = named, any_split(named.values())

@@ -18,11 +18,7 @@ from natgrad.operators import Centred, Operator, Pullback
 
 @explain_calls
 def covariance(
-    model: Model,
-    family: Likelihood | nn.Module | Criterion,
-    *,
-    centred: bool = False,
-    outputs: Select | None = None,
+    model: Model, family: Likelihood | nn.Module | Criterion, *, centred: bool = False, outputs: Select | None = None
 ) -> Covariance:
     """U = E[g g^T], or C = U - gbar gbar^T, of the per-example gradients g of -log p, in the unit of the loss.
 

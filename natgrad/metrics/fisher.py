@@ -159,10 +159,7 @@ def sampled_fisher(
 
 @overload
 def empirical_fisher(
-    model: Model,
-    family: Likelihood | nn.Module | Criterion,
-    *,
-    outputs: Select | None = None,
+    model: Model, family: Likelihood | nn.Module | Criterion, *, outputs: Select | None = None
 ) -> EmpiricalFisher: ...
 
 
@@ -172,10 +169,7 @@ def empirical_fisher(model: LogLikelihood, family: Params | Tensor) -> Empirical
 
 @explain_calls
 def empirical_fisher(
-    model: Model,
-    family: Likelihood | nn.Module | Criterion | Params | Tensor,
-    *,
-    outputs: Select | None = None,
+    model: Model, family: Likelihood | nn.Module | Criterion | Params | Tensor, *, outputs: Select | None = None
 ) -> EmpiricalFisher | EmpiricalInformation:
     """U = E_{(x, t)} [g g^T], g the gradient of -log p of one row, over the data's own targets. Not the Fisher.
 

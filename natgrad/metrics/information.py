@@ -21,8 +21,8 @@ from natgrad.ground.pure import Call, PureModel, RandomState, as_call, copy_tens
 from natgrad.ground.spaces import Params, name_parameters
 from natgrad.ground.typed_torch import torch_linalg, torch_plain
 from natgrad.metrics.base import Metric
-from natgrad.metrics.score import Diagonals
-from natgrad.operators import Linearization, Operator, OutputMap, Pullback
+from natgrad.metrics.score import pull_back
+from natgrad.operators import Operator
 from natgrad.operators.curvature import Curvature
 
 LogLikelihood = Callable[..., Any]
@@ -34,6 +34,7 @@ def is_own(params: object) -> bool:
     return isinstance(params, (Mapping, Tensor))
 
 
+@dataclass(frozen=True, repr=False)
 class Information(Metric):
     """G(theta) of a log likelihood of one's own, a mean over rows, in nats: n G is the information of n rows.
 
@@ -84,8 +85,6 @@ class ExpectedInformation(Information):
         likelihood: The function.
     """
 
-    likelihood: OwnLikelihood
-
     def build(self, params: Params, rows: Call, random: RandomState | None) -> Operator:
         inputs, observed = self.likelihood.split(rows)
         return pull_back(partial(self.likelihood.coordinates, observed), params, inputs, random)
@@ -101,7 +100,6 @@ class SampledInformation(Information):
         generator: Private source of the draws, default a new one, seeded 0.
     """
 
-    likelihood: OwnLikelihood
     samples: int = 1
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0), compare=False)
 
@@ -119,7 +117,7 @@ class SampledInformation(Information):
     def _draw(self, density: Distribution, observed: Tensor) -> Tensor:
         """Shape (k, b, ...); torch's distributions draw from the global source alone."""
         seed = int(torch.randint(2**62, (), generator=self.generator, device=self.generator.device))
-        by_row = self.likelihood.has_inputs or has_rows(density, observed)
+        by_row = self.likelihood.arguments != 0 or has_rows(density, observed)
         shape = torch.Size((self.samples,) if by_row else (self.samples, len(observed)))
         with RandomState.capture(*(torch.device("cuda", i) for i in range(torch.cuda.device_count()))).replay():
             torch_plain.manual_seed(seed)
@@ -133,8 +131,6 @@ class EmpiricalInformation(Information):
     Args:
         likelihood: The function.
     """
-
-    likelihood: OwnLikelihood
 
     def build(self, params: Params, rows: Call, random: RandomState | None) -> Operator:
         def log_p(params: Params, *row: Tensor) -> Tensor:
@@ -151,17 +147,9 @@ class ObservedInformation(Information):
         likelihood: The function.
     """
 
-    likelihood: OwnLikelihood
-
     def build(self, params: Params, rows: Call, random: RandomState | None) -> Operator:
         pure = PureModel(self.likelihood.log_p, rows, random)
         return Curvature(lambda point: -pure(point).mean(), params)
-
-
-def pull_back(function: Callable[..., Tensor], params: Params, inputs: Call, random: RandomState | None) -> Pullback:
-    """sum_i J_i^T J_i / R over the rows i of the outputs (R, m)."""
-    linearization = Linearization(OutputMap(PureModel(function, inputs, random), lambda rows: rows), params)
-    return Pullback(linearization, Diagonals(torch.ones_like(linearization.outputs)))
 
 
 # The function of a user's
@@ -197,11 +185,6 @@ class OwnLikelihood:
         if any(p.kind is p.VAR_POSITIONAL for p in own):
             return None
         return sum(p.default is p.empty and p.kind is not p.KEYWORD_ONLY for p in own)
-
-    @property
-    def has_inputs(self) -> bool:
-        """Whether a distribution depends on the row, beside params."""
-        return self.arguments != 0
 
     def check_rows(self, data: Any) -> Call:
         """The data, one tensor per argument of the function, and the observations where it gives a distribution."""

@@ -57,11 +57,9 @@ class Langevin:
             there = self._at(density, point, moved)
             if self.adjusted:
                 accepted = self._accept(x, moved, here, there, generator)
-                moved = torch.where(_widen_flags(accepted, x), moved, x)
-                there = (
-                    torch.where(accepted, there[0], here[0]),
-                    torch.where(_widen_flags(accepted, x), there[1], here[1]),
-                )
+                wide = accepted.view(-1, *[1] * (x.dim() - 1))
+                moved = torch.where(wide, moved, x)
+                there = torch.where(accepted, there[0], here[0]), torch.where(wide, there[1], here[1])
             x, here = moved, there
         return x
 
@@ -84,7 +82,3 @@ class Langevin:
         gain = there[0] - here[0] + log_q(x, moved, there[1]) - log_q(moved, x, here[1])
         drawn = torch.rand(len(x), generator=generator, dtype=x.dtype).to(x.device)
         return drawn.log() < gain
-
-
-def _widen_flags(flags: Tensor, x: Tensor) -> Tensor:
-    return flags.view(-1, *[1] * (x.dim() - 1))

@@ -20,10 +20,10 @@ from natgrad.ground.densities import (
     guard_derivatives,
 )
 from natgrad.ground.messages import explain_calls
-from natgrad.ground.pure import RandomState, copy_tensors, unwrap_examples
+from natgrad.ground.pure import Call, RandomState, copy_tensors, unwrap_examples
 from natgrad.ground.spaces import Params
 from natgrad.metrics.base import Metric, explain_at
-from natgrad.metrics.score import LARGEST_ROOT, Diagonals, average_chunks, check_chunks, pull_back_form
+from natgrad.metrics.score import LARGEST_ROOT, Diagonals, average_chunks, check_chunks, pull_back
 from natgrad.operators import Form, LowRankOperator, Operator
 
 
@@ -88,22 +88,20 @@ class RatioMetric(Metric):
         checked = copy_tensors(check_density(self.density, params, unwrap_examples(inputs)))
         examples = check_binary(checked, next(iter(params.values())).dtype)
         with guard_derivatives(self.density, params, examples):
-            return average_chunks(examples, self.mask, self.chunk_size, partial(self._build_masked, params, random))
+            return average_chunks(examples, self.mask, self.chunk_size, partial(self._build_term, params, random))
 
-    def _build_masked(
+    def _build_term(
         self, params: Params, random: RandomState | None, examples: Tensor, mask: Tensor | None
     ) -> Operator:
-        return replace(self, mask=mask)._build_term(params, random, examples)
-
-    def _build_term(self, params: Params, random: RandomState | None, examples: Tensor) -> Operator:
-        closed = self._find_closed_form(params, examples)
+        own = replace(self, mask=mask)
+        closed = own._find_closed_form(params, examples)
         if closed is not None:
             return closed
 
         def form(ratios: Tensor) -> Form:
-            return Diagonals(self.entries(examples, ratios))
+            return Diagonals(own.entries(examples, ratios))
 
-        return pull_back_form(self.density.ratios, params, examples, random, form)
+        return pull_back(self.density.ratios, params, Call((examples,)), random, form)
 
     def entries(self, examples: Tensor, ratios: Tensor) -> Tensor:
         """What grad r_i grad r_i^T counts with, shape (b, N).

@@ -103,7 +103,7 @@ class ScoreMetric(Metric):
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
         examples = self._examples(params, inputs)
         with guard_derivatives(self.density, params, examples):
-            return average_chunks(examples, self.mask, self.chunk_size, partial(self._build_masked, params, random))
+            return average_chunks(examples, self.mask, self.chunk_size, partial(self._build_term, params, random))
 
     def read_examples(self, inputs: Any) -> Tensor | None:
         """The data, flat; what is masked counts as the mean of what was observed of its variable."""
@@ -116,11 +116,6 @@ class ScoreMetric(Metric):
         seen = weights.expand_as(rows) != 0
         known = torch.where(seen, rows, 0)
         return torch.where(seen, rows, known.sum(0) / seen.sum(0).clamp(min=1))
-
-    def _build_masked(
-        self, params: Params, random: RandomState | None, examples: Tensor, mask: Tensor | None
-    ) -> Operator:
-        return replace(self, mask=mask)._build_term(params, random, examples)
 
     def graph(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Pullback:
         """The same matrix through one graph of the score: without the closed forms of a density, and without chunks.
@@ -142,13 +137,17 @@ class ScoreMetric(Metric):
         with guard_derivatives(self.density, params, examples):
             return self.langevin.draw(self.density, params, examples, self.generator)
 
-    def _build_term(self, params: Params, random: RandomState | None, examples: Tensor) -> Operator:
-        closed = self._find_closed_form(params, examples)
-        return self._pull_back(params, random, examples) if closed is None else closed
+    def _build_term(
+        self, params: Params, random: RandomState | None, examples: Tensor, mask: Tensor | None
+    ) -> Operator:
+        own = replace(self, mask=mask)
+        closed = own._find_closed_form(params, examples)
+        return own._pull_back(params, random, examples) if closed is None else closed
 
     def _pull_back(self, params: Params, random: RandomState | None, examples: Tensor) -> Pullback:
         seed = int(torch.randint(2**62, (), generator=self.generator)) if self.slices else 0
-        return pull_back_form(self.density.scores, params, examples, random, partial(self._form, examples, seed))
+        form = partial(self._form, examples, seed)
+        return pull_back(self.density.scores, params, Call((examples,)), random, form)
 
     def _form(self, examples: Tensor, seed: int, scores: Tensor) -> Form:
         """Row i of the factor is what the score's variable i counts with: the identity, or random directions."""
@@ -212,16 +211,15 @@ class Diagonals:
         return torch.diag_embed(self.entries[: len(outputs)].sqrt())
 
 
-def pull_back_form(
-    outputs: Callable[[Params, Tensor], Tensor],
+def pull_back(
+    function: Callable[..., Tensor],
     params: Params,
-    examples: Tensor,
+    inputs: Call,
     random: RandomState | None,
-    form: Callable[[Tensor], Form],
+    form: Callable[[Tensor], Form] = lambda rows: Diagonals(torch.ones_like(rows)),
 ) -> Pullback:
-    """A form on outputs(params, X) (b, m), pulled back to the parameters, as a mean over examples."""
-    rows = OutputMap(PureModel(outputs, Call((examples,)), random), lambda rows: rows)
-    linearization = Linearization(rows, params)
+    """A form on the rows (R, m) of function(params, *inputs), pulled back to the parameters, as a mean over rows."""
+    linearization = Linearization(OutputMap(PureModel(function, inputs, random), lambda rows: rows), params)
     return Pullback(linearization, form(linearization.outputs))
 
 

@@ -15,6 +15,7 @@ from natgrad.ground.messages import explain_calls
 from natgrad.ground.pure import Model, RandomState
 from natgrad.ground.spaces import Params
 from natgrad.metrics.base import Metric, build_pure_model, check_has_outputs, explain_at, linearise_after
+from natgrad.metrics.score import Diagonals
 from natgrad.operators import Linearization, LowRankOperator, Operator, OutputMap, Pullback
 
 Kernel = Callable[[Tensor, Tensor], Tensor]
@@ -154,7 +155,7 @@ class TransportMetric(Metric):
         pure = build_pure_model(self.model, params, getattr(inputs, "inputs", inputs), random)
         lines = Linearization(OutputMap(pure, _samples), params, linearise_after(self.model))
         if self.kernel is None:
-            return Pullback(lines, Euclidean())
+            return Pullback(lines, Diagonals(torch.ones_like(lines.outputs)))
         return self._build_kernelised(lines)
 
     def _build_kernelised(self, lines: Linearization) -> LowRankOperator:
@@ -192,18 +193,6 @@ class TransportMetric(Metric):
             return table(points, x)[torch.arange(len(points), device=x.device), :, axes]
 
         return differentiate
-
-
-class Euclidean:
-    """The form I on every row of outputs."""
-
-    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
-        """v itself: (R, m) -> (R, m)."""
-        return tangents
-
-    def root(self, outputs: Tensor) -> Tensor:
-        """I, (R, m, m)."""
-        return torch.eye(outputs.shape[1], dtype=outputs.dtype, device=outputs.device).expand(len(outputs), -1, -1)
 
 
 def _samples(outputs: Any) -> Tensor:

@@ -2,17 +2,42 @@
 
 from natgrad.ground.messages import find_name
 from natgrad.layers import Layout
-from natgrad.operators.base import Chunked, Operator, Scaled, Shifted, Sum, pack_operator, unpack_operator
+from natgrad.operators.base import (
+    Chunked,
+    Closed,
+    Operator,
+    SampleRows,
+    Scaled,
+    Shifted,
+    Sum,
+    WrittenColumns,
+    pack_operator,
+    unpack_operator,
+)
 from natgrad.operators.curvature import Curvature
-from natgrad.operators.dense import DenseOperator, DiagonalOperator, Factored, FactoredInverse, InvertedOperator
+from natgrad.operators.dense import (
+    DenseOperator,
+    DiagonalOperator,
+    Factored,
+    FactoredInverse,
+    InvertedOperator,
+    LowRankOperator,
+)
 from natgrad.operators.facts import Facts, combine_facts
-from natgrad.operators.kronecker import KroneckerOperator, Spectral, Tiled, split_products, stack_products
+from natgrad.operators.kronecker import (
+    KroneckerOperator,
+    Spectral,
+    Spiked,
+    SpikedKronecker,
+    Spikes,
+    Tiled,
+    split_products,
+    stack_products,
+)
 from natgrad.operators.layerwise import Arranged, BlockOperator
 from natgrad.operators.linearization import Linearization, OutputMap
-from natgrad.operators.low_rank import LowRankOperator, Spiked, SpikedKronecker, Spikes
 from natgrad.operators.pullback import Centred, Form, Pullback
 from natgrad.operators.rows import JoinedRows, Rows, computes_block
-from natgrad.operators.sample_rows import SampleRows, WrittenColumns
 from natgrad.operators.shared_rows import QuasiDiagonal, SharedBasis, SharedRows, Units
 
 __all__ = [
@@ -20,6 +45,7 @@ __all__ = [
     "BlockOperator",
     "Centred",
     "Chunked",
+    "Closed",
     "Curvature",
     "DenseOperator",
     "DiagonalOperator",

@@ -6,15 +6,16 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
-from typing import Any, ClassVar, Self, cast
+from functools import cache, reduce
+from itertools import accumulate
+from typing import Any, ClassVar, Protocol, Self, cast
 
 import torch
 from torch import Tensor
 
 from natgrad.ground.messages import write_choices, write_table
+from natgrad.ground.typed_torch import Map, split_tensor
 from natgrad.operators.facts import NAMES, Facts, combine_facts
-from natgrad.operators.sample_rows import SampleRows, StackedColumns
 
 PACKABLE: dict[str, type[Any]] = {}
 """The operator classes that checkpoints may name."""
@@ -440,6 +441,145 @@ class Shifted(Operator):
     def dense(self) -> Tensor:
         matrix = self.operator.dense()
         return matrix + self.damping * torch.eye(self.size, dtype=matrix.dtype, device=matrix.device)
+
+
+class Closed(Operator):
+    """G (n, n) by functions: v -> G v, (..., n) -> (..., n), and that of G^-1 where it is known.
+
+    Args:
+        like: A tensor (n,) of the operator's dtype, on its device.
+        product: v -> G v; more dimensions in front are batches.
+        inverse_product: v -> G^-1 v, likewise.
+
+    Example:
+        >>> G = ng.operators.Closed(torch.zeros(3), lambda v: 2 * v, lambda v: v / 2)
+        >>> G.inverse() @ torch.ones(3)
+        tensor([0.5000, 0.5000, 0.5000])
+    """
+
+    def __init__(self, like: Tensor, product: Map, inverse_product: Map | None = None) -> None:
+        self.product, self.inverse_product = product, inverse_product
+        self.size, self.dtype, self.device = len(like), like.dtype, like.device
+
+    def mv(self, vector: Tensor) -> Tensor:
+        return self.product(vector)
+
+    def mm(self, block: Tensor) -> Tensor:
+        return self.product(block.mT).mT  # leading dimensions are batches
+
+    def inverse(self, damping: float = 0.0) -> Operator | None:
+        """The other product; None where it is not known, and with damping.
+
+        Args:
+            damping: In G's units, >= 0.
+        """
+        if damping or self.inverse_product is None:
+            return None
+        return Closed(torch.empty(self.size, dtype=self.dtype, device=self.device), self.inverse_product, self.product)
+
+
+# U of G = U U^T by its products, for solving in the space of the examples
+
+
+class SampleRows(Protocol):
+    """U (n, r) of G = U U^T by its products, for solving in the space of the examples."""
+
+    rank: int
+
+    def mv(self, weights: Tensor) -> Tensor:
+        """U w, shape (n,).
+
+        Args:
+            weights: w, shape (r,).
+        """
+        ...
+
+    def rmv(self, vector: Tensor) -> Tensor:
+        """U^T v, shape (r,).
+
+        Args:
+            vector: v, shape (n,).
+        """
+        ...
+
+    def dense(self) -> Tensor:
+        """U written out, (n, r)."""
+        ...
+
+    def lower_gram(self) -> Tensor:
+        """U^T U (r, r), valid in its lower triangle: what Cholesky and eigh read."""
+        root = self.dense()
+        return root.mT @ root
+
+    def gram(self) -> Tensor:
+        """U^T U (r, r), symmetric."""
+        lower = self.lower_gram()
+        return lower.tril() + lower.tril(-1).mT
+
+
+class WrittenColumns(SampleRows):
+    """U as a matrix.
+
+    Args:
+        matrix: Shape (n, r).
+    """
+
+    is_written = True
+
+    def __init__(self, matrix: Tensor) -> None:
+        self.matrix, self.rank = matrix, matrix.shape[1]
+
+    def __repr__(self) -> str:
+        return write_choices(self, size=len(self.matrix), rank=self.rank)
+
+    def mv(self, weights: Tensor) -> Tensor:
+        return self.matrix @ weights
+
+    def rmv(self, vector: Tensor) -> Tensor:
+        return self.matrix.mT @ vector
+
+    def dense(self) -> Tensor:
+        return self.matrix
+
+
+class StackedColumns(SampleRows):
+    """U = [c_1 U_1, c_2 U_2, ...], the root of a weighted sum of operators; a U_i of this kind is taken apart."""
+
+    def __init__(self, parts: Sequence[SampleRows], factors: Sequence[float] | None = None) -> None:
+        given = zip(parts, [1.0] * len(parts) if factors is None else factors, strict=True)
+        apart = ((part.parts if isinstance(part, StackedColumns) else [(part, 1.0)], c) for part, c in given)
+        self.parts: list[tuple[SampleRows, float]] = [(each, c * own) for pairs, c in apart for each, own in pairs]
+        self.starts = [0, *accumulate(part.rank for part, _ in self.parts)]
+        self.rank = self.starts[-1]
+
+    def mv(self, weights: Tensor) -> Tensor:
+        pieces = split_tensor(weights, [part.rank for part, _ in self.parts])
+        return torch.stack([c * part.mv(w) for (part, c), w in zip(self.parts, pieces, strict=True)]).sum(0)
+
+    def rmv(self, vector: Tensor) -> Tensor:
+        return torch.cat([c * part.rmv(vector) for part, c in self.parts])
+
+    def dense(self) -> Tensor:
+        return torch.cat([c * part.dense() for part, c in self.parts], dim=1)
+
+    def lower_gram(self) -> Tensor:
+        """U^T U (r, r), valid in its lower triangle: by layers where two parts have rows of the same layers."""
+        corners = [c**2 * part.lower_gram() for part, c in self.parts]
+        total = corners[0].new_zeros(self.rank, self.rank)
+
+        @cache
+        def write(k: int) -> Tensor:
+            return self.parts[k][0].dense()
+
+        for i, (rows, c) in enumerate(self.parts):
+            here = slice(self.starts[i], self.starts[i + 1])
+            total[here, here] = corners[i]
+            for j, (other, d) in enumerate(self.parts[:i]):
+                way = getattr(rows, "cross_gram", None)
+                block: Tensor | None = None if way is None else way(other)
+                block = write(i).mT @ write(j) if block is None else block
+                total[here, self.starts[j] : self.starts[j + 1]] = c * d * block
+        return total
 
 
 # operators as plain tensors and values and back, so that a checkpoint of them is read without trusting its code

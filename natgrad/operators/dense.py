@@ -1,4 +1,4 @@
-"""A metric held as a matrix, its diagonal, its Cholesky factor or its inverse."""
+"""A metric held as a matrix, its diagonal, its Cholesky factor, its inverse or a thin root."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from natgrad.ground.linalg import (
     cholesky,
     damped_inverse,
     inverse_symmetric,
+    positive_inverse,
     psd_root,
     pseudo_solve,
+    pseudo_square,
     solve_psd,
     symmetrise,
+    woodbury_solve,
 )
 from natgrad.ground.typed_torch import torch_linalg
 from natgrad.operators.base import Operator
@@ -125,8 +128,7 @@ class DiagonalOperator(Operator, packed_as="diagonal"):
         return torch.diag(self.values.sqrt())
 
     def inverse(self, damping: float = 0.0) -> DiagonalOperator:
-        damped = self.values + damping
-        return DiagonalOperator(torch.where(damped == 0, 0, 1 / torch.where(damped == 0, 1, damped)))  # a NaN stays one
+        return DiagonalOperator(positive_inverse(self.values + damping, 0.0))
 
     def diagonal(self) -> Tensor:
         return self.values.clone()
@@ -237,3 +239,75 @@ class InvertedOperator(Operator, packed_as="Inverted"):
             damping: In G's units, >= 0.
         """
         return DenseOperator.from_symmetric(self.matrix if damping == 0 else damped_inverse(self.matrix, damping))
+
+
+# G = U U^T: products by a thin matrix
+
+
+class LowRankOperator(Operator, packed_as="LowRank"):
+    """G = U U^T.
+
+    Args:
+        factor: U, shape (n, r).
+
+    Raises:
+        ValueError: If U has not two dimensions.
+    """
+
+    state = ("factor",)
+
+    def __init__(self, factor: Tensor) -> None:
+        if factor.dim() != 2:
+            raise ValueError(f"factor has shape {tuple(factor.shape)}, expected (n, r)")
+        self.factor = factor
+        self.size, self.dtype, self.device = factor.shape[0], factor.dtype, factor.device
+
+    def mv(self, vector: Tensor) -> Tensor:
+        return self.factor @ (self.factor.mT @ vector)
+
+    def mm(self, block: Tensor) -> Tensor:
+        return self.mv(block)
+
+    def root(self) -> Tensor:
+        return self.factor
+
+    @property
+    def closed_form(self) -> bool:
+        return self.factor.shape[1] <= self.size  # a wide factor's (r, r) is the larger system
+
+    def inverse(self, damping: float = 0.0) -> LowRankInverse:
+        return LowRankInverse(self.factor, damping)
+
+    def diagonal(self) -> Tensor:
+        return self.factor.square().sum(1)
+
+    def dense(self) -> Tensor:
+        return self.factor @ self.factor.mT
+
+
+class LowRankInverse(Operator):
+    """(U U^T + damping I)^-1 by Woodbury, in O(n r^2 + r^3); at damping 0 the pseudo-inverse U (U^T U)^+2 U^T."""
+
+    state = ("factor", "damping")
+
+    def __init__(self, factor: Tensor, damping: float) -> None:
+        self.factor, self.damping = factor, damping
+        self.size, self.dtype, self.device = factor.shape[0], factor.dtype, factor.device
+
+    def mv(self, vector: Tensor) -> Tensor:
+        if self.damping > 0:
+            return woodbury_solve(self.factor, vector, self.damping)
+        vectors, weights = pseudo_square(self.factor.mT @ self.factor)
+
+        def once(right: Tensor) -> Tensor:
+            coordinates = vectors.mT @ (self.factor.mT @ right)
+            return self.factor @ (vectors @ (weights.view(-1, *[1] * (right.dim() - 1)) * coordinates))
+
+        value = once(vector)
+        return value + once(vector - self.factor @ (self.factor.mT @ value))  # squared eigenvalues cost half the digits
+
+    def mm(self, block: Tensor) -> Tensor:
+        return self.mv(block)
+
+    def inverse(self, damping: float = 0.0) -> Operator | None:
+        return LowRankOperator(self.factor) if damping == 0 and self.damping == 0 else None

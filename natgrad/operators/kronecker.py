@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeGuard, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from natgrad.ground.linalg import KroneckerEigen, inverse_psd, psd_root, safe_cutoff
+from natgrad.ground.linalg import KroneckerEigen, inverse_psd, positive_inverse, psd_root, safe_cutoff
 from natgrad.ground.typed_torch import join_diagonally
 from natgrad.operators.base import Operator
 
@@ -107,19 +108,12 @@ def stack_products(operators: Sequence[Operator]) -> KroneckerOperator | None:
     Args:
         operators: The blocks of diag(G_1, ..., G_k).
     """
-    kinds = {
-        (op.left.shape, op.right.shape, op.factored, op.dtype, op.device) if is_single(op) else None for op in operators
-    }
-    if len(kinds) != 1 or None in kinds:
+    products = [op for op in operators if type(op) is KroneckerOperator and op.left.dim() == 2 == op.right.dim()]
+    kinds = {(op.left.shape, op.right.shape, op.factored, op.dtype, op.device) for op in products}
+    if len(kinds) != 1 or len(products) != len(operators):
         return None
-    products = cast("Sequence[KroneckerOperator]", operators)
     sides = (torch.stack([p.left for p in products]), torch.stack([p.right for p in products]))
     return KroneckerOperator(*sides, factored=products[0].factored)
-
-
-def is_single(operator: Operator) -> TypeGuard[KroneckerOperator]:
-    """Whether it is a Kronecker product of two matrices."""
-    return type(operator) is KroneckerOperator and operator.left.dim() == 2 == operator.right.dim()
 
 
 def split_products(stack: KroneckerOperator) -> list[KroneckerOperator]:
@@ -176,12 +170,6 @@ class Spectral(Operator, packed_as="spectral"):
 
     def trace(self) -> Tensor:
         return self.spectrum.sum()
-
-
-def positive_inverse(values: Tensor, cutoff: float | Tensor) -> Tensor:
-    """1 / values where they exceed the cutoff, else 0; a NaN stays one."""
-    drop = values <= cutoff
-    return torch.where(drop, 0, 1 / torch.where(drop, 1, values))
 
 
 def diagonal_of(factor: Tensor) -> Tensor:
@@ -282,8 +270,11 @@ class Tiled(Operator, packed_as="tiled"):
         Args:
             damping: In G's units, >= 0.
         """
-        factored = isinstance(self.tiles, KroneckerOperator) and self.tiles.factored
-        inverse = self._invert_factors(damping) if factored else self.tiles.inverse(damping)
+        if isinstance(self.tiles, KroneckerOperator) and self.tiles.factored:
+            sides = self.tiles.left, self.tiles.right
+            means = [diagonal_of(side).sum() / size for side, size in zip(sides, self.matrix_shape, strict=True)]
+            return Tiled(invert_factors(*sides, means, damping), self.grid, self.matrix_shape)
+        inverse = self.tiles.inverse(damping)
         return None if inverse is None else Tiled(inverse, self.grid, self.matrix_shape)
 
     def pack(self) -> dict[str, Any]:
@@ -292,12 +283,6 @@ class Tiled(Operator, packed_as="tiled"):
     @classmethod
     def unpack(cls, parts: dict[str, Any]) -> Tiled:
         return cls(parts["tiles"], tuple(parts["grid"]), tuple(parts["shape"]))
-
-    def _invert_factors(self, damping: float) -> KroneckerOperator:
-        assert isinstance(self.tiles, KroneckerOperator)
-        left, right = self.tiles.left, self.tiles.right
-        means = [diagonal_of(f).sum() / size for f, size in zip((left, right), self.matrix_shape, strict=True)]
-        return invert_factors(left, right, means, damping)
 
     def diagonal(self) -> Tensor:
         return join_tiles(self.tiles.diagonal().view(self.grid), self.matrix_shape).reshape(-1)
@@ -324,3 +309,146 @@ def join_tiles(tiles: Tensor, shape: tuple[int, int]) -> Tensor:
     """(k, m, s, t) -> (p, q)."""
     k, m, s, t = tiles.shape
     return tiles.transpose(1, 2).reshape(k * s, m * t)[: shape[0], : shape[1]]
+
+
+# Low rank plus scaled identity, on one side of a weight matrix or on both: products by thin matrices alone
+
+
+@dataclass(frozen=True)
+class Spikes:
+    """F = V diag(d) V^T + rho (I - V V^T): a few eigenvalues of their own, one for all other directions.
+
+    Args:
+        vectors: V, shape (..., D, r), with orthonormal columns.
+        values: (d_1, ..., d_r, rho), shape (..., r + 1).
+    """
+
+    vectors: Tensor
+    values: Tensor
+
+    def trace(self) -> Tensor:
+        """Sum of all D eigenvalues, (...,)."""
+        size, rank = self.vectors.shape[-2:]
+        return self.values[..., :-1].sum(-1) + (size - rank) * self.values[..., -1]
+
+    def mean(self) -> Tensor:
+        """The mean eigenvalue, (...,)."""
+        return self.trace() / self.vectors.shape[-2]
+
+    def dense(self) -> Tensor:
+        """F as a matrix (..., D, D)."""
+        own, rest = self.values[..., :-1], self.values[..., -1:]
+        eye = torch.eye(self.vectors.shape[-2], dtype=self.vectors.dtype, device=self.vectors.device)
+        return (self.vectors * (own - rest).unsqueeze(-2)) @ self.vectors.mT + rest.unsqueeze(-1) * eye
+
+
+class Spiked(Operator, packed_as="spiked"):
+    """sum_ij spectrum_ij (v_i v_i^T) (x) (w_j w_j^T), where the last i and j stand for all that V and W leave out.
+
+    Acts on a (p, q) matrix flattened row-major. A leading dimension stands for independent blocks. A zero column
+    has the last one's eigenvalue. Products cost 4 p q (r + s) operations.
+
+    Args:
+        left: V, shape (..., p, r), with orthonormal columns; r may be 0.
+        right: W, shape (..., q, s), with orthonormal columns; s may be 0.
+        spectrum: Shape (..., r + 1, s + 1), >= 0.
+        unit: What relative damping refers to, a scalar tensor. Default: the mean eigenvalue.
+
+    Raises:
+        ValueError: For shapes that do not fit.
+    """
+
+    has_closed_form = True
+    state = ("spectrum", "left", "right")
+
+    def __init__(self, left: Tensor, right: Tensor, spectrum: Tensor, unit: Tensor | None = None) -> None:
+        expected = (*left.shape[:-2], left.shape[-1] + 1, right.shape[-1] + 1)
+        if spectrum.shape != expected or left.shape[:-2] != right.shape[:-2]:
+            raise ValueError(
+                f"spectrum has shape {tuple(spectrum.shape)}, expected {expected} for left {tuple(left.shape)} and "
+                f"right {tuple(right.shape)}: a row and a column more than there are vectors"
+            )
+        self.left, self.right, self.spectrum, self.unit = left, right, spectrum, unit
+        self.matrix_shape = (*left.shape[:-1], right.shape[-2])
+        self.size = torch.Size(self.matrix_shape).numel()
+        self.dtype, self.device = left.dtype, left.device
+
+    def mv(self, vector: Tensor) -> Tensor:
+        block = vector.reshape(self.matrix_shape)
+        rest, left, right, both = self._excess()
+        turned = self.left.mT @ block  # (r, q)
+        narrow = block @ self.right  # (p, s)
+        corner = both * (turned @ self.right)
+        image = rest * block
+        if self.left.shape[-1]:
+            image = image + self.left @ (left * turned + corner @ self.right.mT)
+        if self.right.shape[-1]:
+            image = image + (right * narrow) @ self.right.mT
+        return image.reshape(-1)
+
+    def inverse(self, damping: float = 0.0) -> Spiked:
+        """Exact: 1 / (spectrum + damping); at damping 0 the pseudo-inverse.
+
+        Args:
+            damping: In G's units, >= 0.
+        """
+        cutoff = 10 * safe_cutoff(max(self.matrix_shape[-2:]), self.dtype) * self.spectrum.max() if damping == 0 else 0
+        return Spiked(self.left, self.right, positive_inverse(self.spectrum + damping, cutoff))
+
+    def diagonal(self) -> Tensor:
+        rest, left, right, both = self._excess()
+        v, w = self.left.square(), self.right.square()
+        return (rest + v @ left + right @ w.mT + v @ both @ w.mT).reshape(-1)
+
+    def trace(self) -> Tensor:
+        (p, r), (q, s) = self.left.shape[-2:], self.right.shape[-2:]
+        rows, columns = self.spectrum.new_ones(r + 1), self.spectrum.new_ones(s + 1)
+        rows[-1], columns[-1] = p - r, q - s
+        return (rows @ self.spectrum @ columns).sum()
+
+    def mean_eigenvalue(self) -> Tensor:
+        return super().mean_eigenvalue() if self.unit is None else self.unit
+
+    def _excess(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """f = rest + left_i + right_j + both_ij, without the last index: (1, 1), (r, 1), (1, s), (r, s)."""
+        rest = self.spectrum[..., -1:, -1:]
+        left, right = self.spectrum[..., :-1, -1:] - rest, self.spectrum[..., -1:, :-1] - rest
+        return rest, left, right, self.spectrum[..., :-1, :-1] - left - right - rest
+
+
+class SpikedKronecker(Operator):
+    """A (x) B with both factors low rank plus scaled identity, on a (p, q) matrix flattened row-major.
+
+    Args:
+        left: A, of size p.
+        right: B, of size q.
+        factored: True if `inverse` damps both factors, (A + a mean(A) I)^-1 (x) (B + a mean(B) I)^-1, where a^2 is the
+            damping over the product of the means. This is K-FAC's factored damping, and Kaldi's smoothing by a (its
+            alpha). False: exact.
+    """
+
+    has_closed_form = True
+
+    def __init__(self, left: Spikes, right: Spikes, *, factored: bool = False) -> None:
+        self.left, self.right, self.factored = left, right, factored
+        self.spiked = Spiked(left.vectors, right.vectors, left.values.unsqueeze(-1) * right.values.unsqueeze(-2))
+        self.size, self.dtype, self.device = self.spiked.size, self.spiked.dtype, self.spiked.device
+
+    def mv(self, vector: Tensor) -> Tensor:
+        return self.spiked.mv(vector)
+
+    def inverse(self, damping: float = 0.0) -> Spiked:
+        if not self.factored or damping == 0:
+            return self.spiked.inverse(damping)
+        sides: list[Tensor] = []
+        left, right = self.left.mean(), self.right.mean()
+        for side, own, other in ((self.left, left, right), (self.right, right, left)):
+            shift = torch.where((own > 0) & (other > 0), (damping * own / other).sqrt(), damping**0.5)
+            sides.append(1 / (side.values + shift.unsqueeze(-1)))
+        return Spiked(self.left.vectors, self.right.vectors, sides[0].unsqueeze(-1) * sides[1].unsqueeze(-2))
+
+    def diagonal(self) -> Tensor:
+        return self.spiked.diagonal()
+
+    def trace(self) -> Tensor:
+        return self.spiked.trace()

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.typed_torch import measure_norm
-from natgrad.operators.base import Operator
+from natgrad.operators.base import Operator, SampleRows
 from natgrad.operators.facts import Facts
 from natgrad.operators.linearization import Linearization
 from natgrad.operators.rows import Rows
-from natgrad.operators.sample_rows import SampleRows
 
 
 class Form(Protocol):

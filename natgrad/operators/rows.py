@@ -20,8 +20,8 @@ from natgrad.ground.pure import INSTEAD, Ancestors, Call, PureModel, mixes_examp
 from natgrad.ground.spaces import Space
 from natgrad.ground.typed_torch import measure_norm, split_tensor
 from natgrad.layers import Seen, hear_rows, record_pass
+from natgrad.operators.base import SampleRows
 from natgrad.operators.linearization import Linearization, OutputMap, PlainKernels, say_once
-from natgrad.operators.sample_rows import SampleRows, mirror_gram
 
 ONE_BY_ONE = (
     "natgrad: the metric's root takes one backward pass per output, since the outputs of one example cannot be told "
@@ -104,10 +104,6 @@ class Rows(SampleRows):
             weights: w, shape (r,).
         """
         return self.linearization.vjp(self.combine(weights))
-
-    def gram(self) -> Tensor:
-        """U^T U, shape (r, r)."""
-        return mirror_gram(self.lower_gram())
 
     def lower_gram(self) -> Tensor:
         """U^T U in the lower triangle (r, r), anything above: what Cholesky and eigh read. Half the work of `gram`."""
@@ -293,13 +289,8 @@ def example_rows(
         rows: list[Tensor] = []
         for i, root in enumerate(factor):
             tensors = tuple(t.select(axis, i) if cut else t for t, cut in zip(call.tensors(), batched, strict=True))
-            rows.append(gradients(tensors, root, one_by_one))
+            rows.append(gradients(tensors, root, lambda row: lambda cotangents: torch.stack([*map(row, cotangents)])))
         return torch.cat(rows).reshape(count).detach()
-
-
-def one_by_one(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The function over the first dimension of its argument, as `vmap` has it, by a loop."""
-    return lambda tensor: torch.stack([function(part) for part in tensor])
 
 
 def position_cotangents(factor: Tensor, batch: int) -> Tensor:
@@ -538,10 +529,6 @@ class JoinedRows(SampleRows):
         local, share = self.local, self.shares[self.exchange.rank]
         return self.exchange.sum(self.space.zeros() if local is None else share * local.squares())
 
-    def gram(self) -> Tensor:
-        """U^T U, shape (r, r)."""
-        return mirror_gram(self.lower_gram())
-
     def lower_gram(self) -> Tensor:
         own = None if self.local is None else self.local.parts
         tables = self.exchange.share_objects(None if own is None else [describe_part(part) for part in own])
@@ -556,7 +543,10 @@ class JoinedRows(SampleRows):
             if table[0] == "Outer":
                 self._add_outer(total, part, table)
             else:
-                self._add_explicit(total, part, sum(size for _, size in table[1]))
+                assert part is None or isinstance(part, Explicit)
+                matrix = total.new_empty(0, sum(size for _, size in table[1])) if part is None else part.matrix
+                for slab in self.exchange.share_columns(matrix, self.counts):
+                    Explicit(slab, {}).add_gram(total)
         total = self.exchange.sum(total)
         roots = torch.tensor(self.shares, dtype=total.dtype, device=total.device).sqrt()
         scale = roots.repeat_interleave(torch.tensor(self.counts, device=total.device))
@@ -580,13 +570,6 @@ class JoinedRows(SampleRows):
                     total[self.own, there] += block
                 else:
                     total[there, self.own] += block.mT
-
-    def _add_explicit(self, total: Tensor, part: Part | None, columns: int) -> None:
-        """Add the Gram matrix over the columns that fall to this process, all processes' rows."""
-        assert part is None or isinstance(part, Explicit)
-        matrix = torch.empty(0, columns, dtype=total.dtype, device=total.device) if part is None else part.matrix
-        for slab in self.exchange.share_columns(matrix, self.counts):
-            Explicit(slab, {}).add_gram(total)
 
 
 def describe_part(part: Part) -> Any:

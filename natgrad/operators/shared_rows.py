@@ -7,11 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.ground.linalg import eigh, inverse_psd, inverse_symmetric, psd_root, pseudo_inverse, safe_cutoff
+from natgrad.ground.linalg import (
+    eigh,
+    inverse_psd,
+    inverse_symmetric,
+    positive_inverse,
+    psd_root,
+    pseudo_inverse,
+    safe_cutoff,
+)
 from natgrad.ground.typed_torch import join_diagonally, split_tensor
 from natgrad.operators.base import Operator
 from natgrad.operators.facts import Facts
-from natgrad.operators.kronecker import positive_inverse
 
 CHUNK = 2**24
 """Numbers in a temporary at most: units are taken as many at a time."""
@@ -33,11 +40,7 @@ class SharedRows(Operator):
     """
 
     has_closed_form = True
-    state = (
-        "rows",
-        "weights",
-        "mask",
-    )
+    state = ("rows", "weights", "mask")
 
     def __init__(self, rows: Tensor, weights: Tensor, mask: Tensor | None = None) -> None:
         if rows.dim() != 2 or weights.dim() != 2 or weights.shape[1] != len(rows):
@@ -122,10 +125,7 @@ class SharedRows(Operator):
 class SharedRowsInverse(Operator):
     """(G + damping I)^-1 of `SharedRows` by Woodbury, damping > 0, with k inner inverses (s, s)."""
 
-    state = (
-        "operator",
-        "damping",
-    )
+    state = ("operator", "damping")
 
     def __init__(self, operator: SharedRows, damping: float) -> None:
         # with B_j = diag(sqrt w_j) A_j: (B^T B + damping I)^-1 = (I - B^T (damping I + B B^T)^-1 B) / damping
@@ -163,11 +163,7 @@ class SharedBasis(Operator):
     """
 
     has_closed_form = True
-    state = (
-        "basis",
-        "spectrum",
-        "rest",
-    )
+    state = ("basis", "spectrum", "rest")
 
     def __init__(self, basis: Tensor, spectrum: Tensor, rest: Tensor) -> None:
         fits = basis.dim() == 2 and spectrum.dim() == 2 and basis.shape[1] == spectrum.shape[1] <= basis.shape[0]
@@ -182,7 +178,11 @@ class SharedBasis(Operator):
         self.dtype, self.device = basis.dtype, basis.device
 
     def mv(self, vector: Tensor) -> Tensor:
-        return self._scale_in_basis(vector, self.spectrum, self.rest)
+        block = vector.reshape(len(self.spectrum), -1)
+        if self.is_complete:
+            return ((block @ self.basis * self.spectrum) @ self.basis.mT).reshape(-1)
+        rest = self.rest.unsqueeze(1)
+        return (block * rest + (block @ self.basis * (self.spectrum - rest)) @ self.basis.mT).reshape(-1)
 
     def root(self) -> Tensor:
         """The symmetric one."""
@@ -193,7 +193,9 @@ class SharedBasis(Operator):
     def inverse(self, damping: float = 0.0) -> SharedBasis:
         cutoff = 0.0
         if damping == 0:
-            cutoff = safe_cutoff(len(self.basis), self.dtype) * float(torch.maximum(self._largest(), self.rest.max()))
+            cutoff = safe_cutoff(len(self.basis), self.dtype) * float(
+                torch.cat([self.spectrum.flatten(), self.rest]).max()
+            )
         spectrum, rest = (positive_inverse(part + damping, cutoff) for part in (self.spectrum, self.rest))
         return SharedBasis(self.basis, spectrum, rest)
 
@@ -201,16 +203,6 @@ class SharedBasis(Operator):
         squares = self.basis.square()
         outside = torch.zeros_like(squares[:, 0]) if self.is_complete else 1 - squares.sum(1)
         return (self.spectrum @ squares.mT + self.rest.outer(outside)).reshape(-1)
-
-    def _largest(self) -> Tensor:
-        return self.spectrum.amax() if self.spectrum.numel() else self.rest.max()
-
-    def _scale_in_basis(self, vector: Tensor, inside: Tensor, outside: Tensor) -> Tensor:
-        block = vector.reshape(len(inside), -1)
-        if self.is_complete:
-            return ((block @ self.basis * inside) @ self.basis.mT).reshape(-1)
-        rest = outside.unsqueeze(1)
-        return (block * rest + (block @ self.basis * (inside - rest)) @ self.basis.mT).reshape(-1)
 
 
 # One block per unit, exact or quasi-diagonal
@@ -278,10 +270,7 @@ class QuasiDiagonal(Operator):
     """
 
     has_closed_form = True
-    state = (
-        "squares",
-        "cross",
-    )
+    state = ("squares", "cross")
 
     def __init__(self, squares: Tensor, cross: Tensor) -> None:
         if squares.dim() != 2 or cross.shape != (squares.shape[0], squares.shape[1] - 1):

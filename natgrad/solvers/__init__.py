@@ -2,14 +2,13 @@
 
 from natgrad.ground.messages import find_name
 from natgrad.solvers.auto import Auto
-from natgrad.solvers.base import Iterate, Solution, Solver, Status, Subspace
+from natgrad.solvers.base import FactorisedSystem, Iterate, RowSolver, Solution, Solver, Status, Subspace
 from natgrad.solvers.cg import CG
 from natgrad.solvers.direct import Direct
 from natgrad.solvers.least_squares import Factorised, LeastSquares
 from natgrad.solvers.minres_qlp import MinresQLP
 from natgrad.solvers.nystrom import Nystrom
 from natgrad.solvers.pseudo_inverse import PseudoInverse
-from natgrad.solvers.row_solver import FactorisedSystem, RowSolver
 from natgrad.solvers.sample_space import SampleSpace
 from natgrad.solvers.spring import Spring
 from natgrad.solvers.subspace import KrylovSubspace

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from natgrad.ground.linalg import all_finite, symmetrise
 from natgrad.ground.messages import Explained, write_choices
 from natgrad.ground.typed_torch import measure_norm
-from natgrad.operators import Operator
+from natgrad.operators import Operator, SampleRows
 
 Product = Callable[[Tensor], Tensor]
 
@@ -223,3 +224,61 @@ def check_representable(solution: Solution, scale: float, operator: Operator, rh
     converged = solution.status is Status.CONVERGED and bool(relative > kind.eps**0.5 * measure_norm(rhs / scale))
     status = Status.INACCURATE if converged else solution.status
     return replace(solution, image=image, residual=scale * relative, steps=solution.steps + 1, status=status)
+
+
+# b = U w, known by its weights w, as nonlinear least squares knows it
+
+
+class FactorisedSystem(Protocol):
+    """(U U^T + l I) x = U w, ready for several w."""
+
+    def solve(self, weights: Tensor) -> Solution:
+        """The solution for b = U w.
+
+        Args:
+            weights: w, shape (r,).
+        """
+        ...
+
+    def find_value(self, weights: Tensor) -> Tensor:
+        """The value of that solution alone, (n,), without the products that measure its residual.
+
+        Args:
+            weights: w, shape (r,).
+        """
+        ...
+
+    def change_damping(self, damping: float) -> FactorisedSystem:
+        """The same system with another l, for less than a new one where something can be kept.
+
+        Args:
+            damping: l >= 0.
+        """
+        ...
+
+
+class RowSolver(Solver):
+    """A solver of (U U^T + l I) x = U w as well, for G = U U^T with r columns: U (U^T U + l I)^-1 w.
+
+    That subtracts no large numbers, however small the damping, and one factorisation serves several w.
+    """
+
+    @abstractmethod
+    def factorise(self, operator: Operator, damping: float) -> FactorisedSystem:
+        """What solves (U U^T + damping I) x = U w for any w.
+
+        Args:
+            operator: G, with `sample_rows`.
+            damping: In the operator's units, >= 0.
+
+        Raises:
+            ValueError: For an operator without rows.
+        """
+
+
+def require_rows(operator: Operator) -> SampleRows:
+    """U by its products. ValueError for an operator without rows."""
+    rows = operator.sample_rows
+    if rows is None:
+        raise ValueError(f"operator {operator!r} has no rows: use solve(operator, b) with ng.Direct() or ng.CG()")
+    return rows

@@ -10,10 +10,18 @@ from torch import Tensor
 
 from natgrad.ground.linalg import Factor, cholesky, pseudo_solve
 from natgrad.operators import Operator
-from natgrad.solvers.base import Solution, Solver, Status, check_system, measure_solution
+from natgrad.solvers.base import (
+    FactorisedSystem,
+    RowSolver,
+    Solution,
+    Solver,
+    Status,
+    check_system,
+    measure_solution,
+    require_rows,
+)
 from natgrad.solvers.direct import Direct
 from natgrad.solvers.nystrom import Nystrom
-from natgrad.solvers.row_solver import FactorisedSystem, RowSolver, require_rows
 from natgrad.solvers.sample_space import SampleSpace
 
 

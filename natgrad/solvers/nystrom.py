@@ -11,9 +11,8 @@ from natgrad.ground.checks import check_integer, check_positive
 from natgrad.ground.linalg import all_finite, factor_or_nan, svd
 from natgrad.ground.typed_torch import measure_norm, torch_linalg
 from natgrad.operators import Operator, SampleRows, WrittenColumns
-from natgrad.solvers.base import Solution, Status, check_system, measure_solution
+from natgrad.solvers.base import RowSolver, Solution, Status, check_system, measure_solution, require_rows
 from natgrad.solvers.cg import CG
-from natgrad.solvers.row_solver import RowSolver, require_rows
 
 
 @dataclass(frozen=True)

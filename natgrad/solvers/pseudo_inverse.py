@@ -10,8 +10,7 @@ from torch import Tensor
 from natgrad.ground.checks import check_number
 from natgrad.ground.linalg import eigh, svd
 from natgrad.operators import Operator
-from natgrad.solvers.base import Solution, Status, check_system, measure_solution
-from natgrad.solvers.row_solver import RowSolver, require_rows
+from natgrad.solvers.base import RowSolver, Solution, Status, check_system, measure_solution, require_rows
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from natgrad.ground.checks import check_integer
 from natgrad.ground.exchanges import ALONE, Sums
 from natgrad.ground.linalg import all_finite, eigh
 from natgrad.layers import Layer, Seen, layer_squares, layer_units
-from natgrad.operators import DiagonalOperator, Operator, SpikedKronecker, Units
-from natgrad.operators.low_rank import Spikes
+from natgrad.operators import DiagonalOperator, Operator, SpikedKronecker, Spikes, Units
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
 
 FLOOR = 5e-4

@@ -21,15 +21,7 @@ def require(condition: bool, sentence: str) -> None:
 
 
 def require_close(what: str, value: Tensor, expected: Tensor, rtol: float, scale: Any = None) -> None:
-    """AssertionError unless shapes agree and the largest error is within rtol * scale.
-
-    Args:
-        what: The subject of the sentence.
-        value: What is checked.
-        expected: What it must equal.
-        rtol: Relative tolerance.
-        scale: What the error is compared with. None: the largest entry of `expected`.
-    """
+    """AssertionError unless shapes agree and the largest error is within rtol * scale."""
     require(value.shape == expected.shape, f"{what} has shape {tuple(value.shape)}, expected {tuple(expected.shape)}")
     if expected.numel():
         error = float((value - expected).abs().max())
@@ -38,13 +30,7 @@ def require_close(what: str, value: Tensor, expected: Tensor, rtol: float, scale
 
 
 def require_mean(what: str, draws: Tensor, expected: Tensor) -> None:
-    """AssertionError unless the mean of draws is within six standard errors of what is expected.
-
-    Args:
-        what: The subject of the sentence.
-        draws: Shape (count, ...), a draw per row.
-        expected: Shape (...).
-    """
+    """AssertionError unless the mean of draws is within six standard errors of what is expected."""
     error = (draws.mean(0) - expected).abs()
     floor = 1e4 * torch.finfo(draws.dtype).eps * (1 + draws.abs().max())  # entries without spread, such as exact zeros
     spread = draws.std(0) / len(draws) ** 0.5
