@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from natgrad.ground.chains import Affine, Features, LayerChain, read_chain
 from natgrad.ground.derivatives import exact_derivatives
-from natgrad.ground.jets import Affine, Features, LayerChain, read_chain
 from natgrad.ground.linalg import all_finite, is_concrete
 from natgrad.ground.messages import Explained, write_choices
 from natgrad.ground.pure import Call, PureModel, check_call, full_precision, mixes_examples, run_detached

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from natgrad.ground.jets import Constraint, LayerChain, has_hooks, read_chain
+from natgrad.ground.chains import Constraint, LayerChain, has_hooks, read_chain
 from natgrad.ground.messages import show_choice
 
 Function = Callable[[Tensor], Tensor]

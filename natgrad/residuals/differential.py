@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.ground.derivatives import exact_derivatives
+from natgrad.ground.jets import differentiate_along
 from natgrad.residuals.fields import ORDER, Field
 
 Function = Callable[[Tensor], Tensor]
@@ -164,12 +164,6 @@ def first_derivatives(u: Field | Function, x: Tensor, dims: tuple[int, ...]) -> 
             return slopes
         u = u.plain_at(x)
     return torch.func.vmap(lambda unit: differentiate_along(u, x, unit))(unit_vectors(x, dims))
-
-
-def differentiate_along(u: Function, x: Tensor, unit: Tensor) -> Tensor:
-    """d/ds u(x + s e) at s = 0."""
-    with exact_derivatives():
-        return torch.func.jvp(u, (x,), (unit,))[1]
 
 
 def unit_vectors(x: Tensor, dims: tuple[int, ...]) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
@@ -85,7 +84,7 @@ class Field:
             x: The point.
             dims: The coordinates.
         """
-        return self._read(x, Derivatives(tuple(sorted(dims))), partial(pick_first, dims))
+        return self._read(x, Derivatives(tuple(sorted(dims))), lambda layout, jets: jets[layout.places_of(dims)])
 
     def read_second(self, x: Tensor, dims: tuple[int, ...]) -> Tensor | None:
         """sum_i d^2u/dx_i^2, shape (m,), where a table has it.
@@ -137,11 +136,3 @@ def refuse_as_tensor(*args: Any, **kwargs: Any) -> NoReturn:
 for operation in AS_TENSORS:
     setattr(Field, f"__{operation}__", refuse_as_tensor)
 setattr(Field, "__torch_function__", classmethod(refuse_as_tensor))  # noqa: B010 - what torch is given
-
-
-def pick_first(dims: tuple[int, ...], layout: Derivatives, jets: Tensor) -> Tensor:
-    """First derivatives (len(dims), m) out of (T, m): a view where they stand side by side."""
-    places = [layout.place_of(i) for i in dims]
-    if places == list(range(places[0], places[0] + len(places))):
-        return jets[places[0] : places[0] + len(places)]
-    return jets[places]

@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from natgrad.ground.chains import Affine, LayerRows
 from natgrad.ground.checks import check_integer, check_share
 from natgrad.ground.exchanges import share_count, sum_numbers
-from natgrad.ground.jets import Affine, LayerRows
 from natgrad.ground.linalg import gram
 from natgrad.ground.messages import Columns, explain_calls
 from natgrad.ground.progress import Callbacks, Progress, join_callbacks

@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from natgrad.ground.jets import LayerRows
+from natgrad.ground.chains import LayerRows
 from natgrad.ground.linalg import gram
 from natgrad.ground.spaces import Space
 from natgrad.operators import Operator, SampleRows

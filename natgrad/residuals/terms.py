@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from natgrad.ground.chains import JetPass, LayerChain
 from natgrad.ground.derivatives import exact_derivatives
-from natgrad.ground.jets import Derivatives, JetPass, LayerChain
+from natgrad.ground.jets import Derivatives
 from natgrad.ground.pure import (
     RandomState,
     call_with,
@@ -206,13 +207,12 @@ class Term:
         networks = self.networks
         assert networks is not None
         assert self.notes is not None
-        with torch.no_grad():
-            state = self._state(params)
-            return {
-                (name, place): networks[name].run(state, points[place], plan, rows)
-                for name, asked in self.notes.items()
-                for place, plan in asked.plans.items()
-            }
+        state = self._state(params)
+        return {
+            (name, place): networks[name].run(state, points[place], plan, rows)
+            for name, asked in self.notes.items()
+            for place, plan in asked.plans.items()
+        }
 
     def _state(self, params: Params) -> dict[str, Tensor]:
         """All parameters of the unknowns, those that are not trained too."""
