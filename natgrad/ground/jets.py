@@ -627,7 +627,8 @@ def differentiate_map(function: Function, inputs: Tensor, layout: Derivatives) -
             continue
         with exact_derivatives():
             along = partial(differentiate_along, function, unit=unit)
-            jets[place], second = torch.func.jvp(along, (inputs,), (unit,))
+            pair = torch.func.jvp(along, (inputs,), (unit,))
+        jets[place] = pair[0]
         for group in groups:
-            jets[layout.place_of_sum(group)] += second
+            jets[layout.place_of_sum(group)] += pair[1]
     return wrap_jets(jets, layout)

@@ -15,6 +15,7 @@ from torch.nn import functional
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.messages import write_choices
 from natgrad.ground.pure import run_detached
+from natgrad.ground.states import Stateful
 from natgrad.optim import RankExchange
 from natgrad.policy.actor import Actor
 from natgrad.policy.environments import Array, Environments, Episode
@@ -130,12 +131,14 @@ class ObservationScale:
         return torch.from_numpy(np.ascontiguousarray(self(observations))).to(like.device, like.dtype)
 
 
-class RunningMoments:
+class RunningMoments(Stateful):
     """Mean and variance (population's) of all rows seen, entry by entry: those of numpy over the whole, in float64.
 
     Args:
         shape: Of one row.
     """
+
+    STATE = ("count", "mean", "var")
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.count = 0
@@ -167,10 +170,6 @@ class RunningMoments:
         """Standard deviation, kept off zero; 1 where fewer than two rows were seen."""
         return np.sqrt(self.var + 1e-8) if self.count > 1 else np.ones_like(self.var)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What changes, as tensors."""
-        return {"count": self.count, "mean": torch.tensor(self.mean), "var": torch.tensor(self.var)}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint.
 
@@ -185,7 +184,7 @@ class RunningMoments:
                 f"the saved moments have shape {tuple(state['mean'].shape)}, expected {self.mean.shape}: was it saved "
                 "with another environment?"
             )
-        self.count, self.mean, self.var = state["count"], state["mean"].numpy().copy(), state["var"].numpy().copy()
+        super().load_state_dict(state)
 
 
 def join_moments(processes: RankExchange, before: RunningMoments, after: RunningMoments) -> RunningMoments:

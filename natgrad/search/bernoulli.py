@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +48,8 @@ class BernoulliSearch(BitSearch):
         >>> search.best.fun
         -30.0
     """
+
+    STATE = ("_tried", "_pending")
 
     def __init__(
         self,
@@ -128,10 +129,3 @@ class BernoulliSearch(BitSearch):
             return
         self._note_draws(values)
         Relaxation._move(self, points, values)
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"foreign": (self._tried, self._pending)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._tried, self._pending = state["foreign"]

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from natgrad.ground.messages import Columns, explain_calls
 from natgrad.ground.progress import Callbacks, Progress, join_callbacks
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.ground.state_files import FORMAT, read_state_file, write_state_file
+from natgrad.ground.states import Stateful
 from natgrad.search.base import Best, Search, build_generator
 from natgrad.search.black_box import AheadEvaluations, BlackBox, Function, Pool
 from natgrad.search.gaussian import Bounds, GaussianSearch, Tolerances, build_alike
@@ -153,8 +154,13 @@ def run_to_ending(
     return ending
 
 
-class SearchRuns:
+class SearchRuns(Stateful):
     """The present run of one `minimize`, those before it, and the best point of all."""
+
+    STATE = (
+        "search", "past", "run", "nfev", "nit", "_began", "best", "_level", "_settled", "factory", "objective",
+        "repeated", "surrogate", "history",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -265,45 +271,21 @@ class SearchRuns:
         counts = self.objective.nfev, self.nit, success, message, self.history, self.objective.failures
         return SearchResult(best.x, best.fun, *counts)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that changes."""
-        return {
-            "search": self.search.state_dict(),
-            "past": [(*astuple(run), used) for run, used in self.past],
-            "run": astuple(self.run),
-            "counts": (self.nfev, self.nit, self.factory.popsize, self._began),
-            "best": astuple(self.best),
-            "level": self._level,
-            "settled": astuple(self._settled),
-            "runs": self.factory.state_dict(),
-            "objective": self.objective.state_dict(),
-            "noise": None if self.repeated is None else self.repeated.state_dict(),
-            "surrogate": None if self.surrogate is None else self.surrogate.state_dict(),
-            "history": self.history.state_dict(),
-        }
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from there."""
-        d, popsize = len(self.best.x), self.factory.popsize
-        if state["best"][0].shape != self.best.x.shape or state["counts"][2] != popsize:
+        x, popsize, d = state["best"][0], state["factory"]["popsize"], len(self.best.x)
+        if x.shape != self.best.x.shape or popsize != self.factory.popsize:
             raise ValueError(
-                f"the checkpoint is of a search with {len(state['best'][0])} variables and popsize "
-                f"{state['counts'][2]}, this one has {d} and {popsize}: choose another file"
+                f"the checkpoint is of a search with {len(x)} variables and popsize {popsize}, this one has {d} and "
+                f"{self.factory.popsize}: choose another file"
             )
         for name, part in (("noise", self.repeated), ("surrogate", self.surrogate)):
-            if (state.get(name) is None) != (part is None):
+            if (state["repeated" if name == "noise" else name] is None) != (part is None):
                 raise ValueError(f"the checkpoint differs in {name}=: choose another file, or the same argument")
-            if part is not None:
-                part.load_state_dict(state[name])
-        self.past = [(Run(*entry[:4]), entry[4]) for entry in state["past"]]
-        self.run = Run(*state["run"])
-        self.search = self.factory.build(self.run, len(self.past))
-        self.search.load_state_dict(state["search"])
-        self.factory.load_state_dict(state["runs"])
-        self.nfev, self.nit, _, self._began = state["counts"]
-        self.best, self._level, self._settled = Best(*state["best"]), state["level"], Best(*state["settled"])
-        self.objective.load_state_dict(state["objective"])
-        self.history.load_state_dict(state["history"])
+        run = Run(*state["run"])
+        self.search = self.factory.build(run, len(state["past"]))
+        super().load_state_dict(state)
+        self.past = [(Run(*past), used) for past, used in state["past"]]
 
 
 class CheckpointFile:
@@ -332,11 +314,13 @@ class CheckpointFile:
 # Starting again: the search of each run, with populations that grow (IPOP), or are large and small in turn (BIPOP)
 
 
-class RunFactory:
+class RunFactory(Stateful):
     """Builds the search of each run after the first, like that one.
 
     With a generator, of which `minimize` has one for its own Gaussian searches, they begin anywhere in a finite box.
     """
+
+    STATE = ("popsize", "generator")
 
     def __init__(self, first: Search, restarts: Restarts, generator: torch.Generator | None = None) -> None:
         self.first, self.popsize, self.restarts = first, first.popsize, restarts  # popsize of bits changes later on
@@ -356,15 +340,6 @@ class RunFactory:
         seed = int(torch.randint(2**62, (), generator=self.generator))
         share = torch.rand(len(self.first.best.x), generator=self.generator, dtype=torch.float64)
         return build_alike(self.first, run.popsize, seed, run.shrink, share)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the choice of restarts depends on."""
-        return {} if self.generator is None else {"generator": self.generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there."""
-        if self.generator is not None:
-            self.generator.set_state(state["generator"])
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from natgrad.ground.states import Stateful
+
 
 def keep_integer_margin(
     mean: Tensor, deviation: Tensor, lower: Tensor, upper: Tensor, margin: float
@@ -67,8 +69,10 @@ def find_quantile(chance: Tensor) -> Tensor:
     return torch.special.ndtri(chance.clamp(1e-300, 1 - 1e-16))
 
 
-class TriedNeighbours:
+class TriedNeighbours(Stateful):
     """Which points, one step away from the best one in one variable, had a value while a search asked for them."""
+
+    STATE = ("best", "tried")
 
     def __init__(self, lower: Tensor, upper: Tensor) -> None:
         self.lower, self.upper = lower, upper
@@ -97,14 +101,6 @@ class TriedNeighbours:
         """True for neighbours below (first row) and above that lie within the bounds and have no value, (2, d)."""
         outside = torch.stack([self.best <= self.lower, self.best >= self.upper])
         return ~(self.tried | outside)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """What has been recorded."""
-        return {"best": self.best, "tried": self.tried}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from there."""
-        self.best, self.tried = state["best"].clone(), state["tried"].clone()
 
 
 def as_integer_mask(integers: Any, x0: Tensor) -> Tensor:
