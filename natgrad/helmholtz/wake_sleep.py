@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from natgrad.ground.checks import check_integer, check_positive, check_share, is
 from natgrad.ground.exchanges import any_asks, share_count, sum_numbers, sum_tensors
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.messages import write_choices
-from natgrad.ground.progress import Callbacks, Progress, join_callbacks
+from natgrad.ground.progress import Callbacks, join_callbacks, run_steps
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.ground.typed_torch import as_tensor_like
 from natgrad.helmholtz.blocks import Taught, most_rows, thin_rows
@@ -180,24 +180,26 @@ class WakeSleep:
             ValueError: For a number out of range, and for data that do not fit the machine.
         """
         size, epochs = check_integer("batch_size", batch_size), check_integer("epochs", epochs, 0)
-        callback = join_callbacks(callback, "the trainer")
+        call = join_callbacks(callback, "the trainer")
         device = self.generator.device
         with self.processes.failing_together(device):
             x = self._check(x)
         most = max(share_count(self.processes, len(x), device))
         bounds, per_epoch = list[float](), math.ceil(most / size)
-        with Progress("steps", epochs * per_epoch, progress) as shown:
-            try:
-                for _ in range(epochs):
-                    generator = self.processes.ranks.generator(self.generator)
-                    order = torch.randperm(len(x), generator=generator, device=device).to(x.device)
-                    for place in range(per_epoch):
-                        bounds.append(self.step(x[order[place * size : (place + 1) * size]]))
-                        shown.update(len(bounds), {"bound": bounds[-1]})
-                        if self._ends(callback):
-                            return bounds
-            except KeyboardInterrupt:
-                pass  # weights and the optimizer's state are those after the last whole step
+
+        def list_batches() -> Iterator[Tensor]:
+            for _ in range(epochs):
+                generator = self.processes.ranks.generator(self.generator)
+                order = torch.randperm(len(x), generator=generator, device=device).to(x.device)
+                yield from (x[order[place * size : (place + 1) * size]] for place in range(per_epoch))
+
+        batches = list_batches()
+
+        def step() -> dict[str, float]:
+            bounds.append(self.step(next(batches)))
+            return {"bound": bounds[-1]}
+
+        run_steps(step, "steps", epochs * per_epoch, progress, lambda: any_asks(self.processes, call(self), device))
         return bounds
 
     def _check(self, x: Any) -> Tensor:
@@ -206,11 +208,6 @@ class WakeSleep:
         if self.processes.size > 1 and shape == (0, self.machine.sizes[0]):
             return as_tensor_like(x, next(self.machine.parameters()))
         return self.machine.check(x)
-
-    def _ends(self, callback: Callable[[WakeSleep], Any] | None) -> bool:
-        """Whether the callback of some process asked to end."""
-        asked = callback is not None and callback(self) is True
-        return any_asks(self.processes, asked, self.generator.device)
 
     def _follow(self, directions: list[tuple[Tensor, Tensor]]) -> bool:
         """Let the optimizer take a step uphill along the directions. False, and nothing moved, if it overflows."""

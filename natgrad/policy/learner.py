@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from natgrad.ground.checks import check_integer
+from natgrad.ground.exchanges import any_asks
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.messages import Columns, Explained, explain_calls, write_choices
 from natgrad.ground.progress import Callbacks, Progress, join_callbacks
@@ -199,15 +200,11 @@ class PolicyLearner(Explained):
                     last = self.history.last()
                     log.write_update(last)
                     shown.update(self.steps - begun, {word: last[key] for word, key in SHOWN.items()})
-                    if call is not None and self._ends(call(self)):
+                    if any_asks(self.processes, call(self), self.device):
                         break
                 except KeyboardInterrupt:
                     break
         return self.history
-
-    def _ends(self, asked: bool) -> bool:
-        """Whether the callback of some process asked to end."""
-        return any(ends for (ends,) in self.processes.share_numbers([asked], self.device))
 
     def _update(self) -> None:
         """One update, or none at all: whatever interrupts it, the state is as before."""

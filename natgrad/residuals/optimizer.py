@@ -13,10 +13,10 @@ from torch import Tensor
 
 from natgrad.ground.chains import Affine, LayerRows
 from natgrad.ground.checks import check_integer, check_share
-from natgrad.ground.exchanges import share_count, sum_numbers
+from natgrad.ground.exchanges import any_asks, share_count, sum_numbers
 from natgrad.ground.linalg import gram
 from natgrad.ground.messages import Columns, explain_calls
-from natgrad.ground.progress import Callbacks, Progress, join_callbacks
+from natgrad.ground.progress import Callbacks, join_callbacks, run_steps
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.ground.spaces import Params, Space
 from natgrad.operators import JoinedRows, Operator, computes_block
@@ -452,22 +452,19 @@ class ResidualOptimizer(NaturalGradient):
             (60, True)
         """
         steps, history = check_integer("steps", steps, 0), ResidualHistory(self.system.terms)
-        callback = join_callbacks(callback, "the optimizer")
+        call, device = join_callbacks(callback, "the optimizer"), next(iter(self._named.values())).device
         if not isinstance(sample, Mapping) and not callable(sample):
             raise TypeError(
                 f"sample is {type(sample).__name__}, expected a function of a torch.Generator that returns a dict of "
                 "points by term, or such a dict: fit(100, {'inside': x, 'boundary': y})"
             )
-        with Progress("steps", steps, progress) as shown:
-            try:
-                while len(history) < steps:
-                    loss = float(self.step(**self._draw(sample, seed)))
-                    history.add(loss, {} if math.isnan(loss) else self.losses)
-                    shown.update(len(history), {"loss": loss, **self.losses})
-                    if self._ends(callback is not None and callback(self) is True):
-                        break
-            except KeyboardInterrupt:
-                pass  # a step is taken whole or not at all
+
+        def step() -> dict[str, float]:
+            loss = float(self.step(**self._draw(sample, seed)))
+            history.add(loss, {} if math.isnan(loss) else self.losses)
+            return {"loss": loss, **self.losses}
+
+        run_steps(step, "steps", steps, progress, lambda: any_asks(self.processes, call(self), device))
         return history
 
     def _draw(self, sample: Sample | Mapping[str, Any], seed: int) -> Mapping[str, Any]:
@@ -488,11 +485,6 @@ class ResidualOptimizer(NaturalGradient):
                 f"{list(self.system.terms)}"
             )
         return points
-
-    def _ends(self, asked: bool) -> bool:
-        """True if the callback of some process asked to end."""
-        device = next(iter(self._named.values())).device
-        return any(ends for (ends,) in self.processes.share_numbers([asked], device))
 
     def evaluate(self, /, **points: Any) -> dict[str, Tensor]:
         """The residuals of the terms, without a step.

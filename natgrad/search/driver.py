@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,13 +123,20 @@ def minimize(
     model_of_f = as_surrogate(surrogate, factory.first, noise, ahead)
     objective = BlackBox(f, vectorized, executor, timeout)
     check_goals(ftarget, maxfevals, factory.popsize, objective.asking)
-    callback = join_callbacks(callback, "the search")
+    call = join_callbacks(callback, "the search")
     check_integer("checkpoint_every", checkpoint_every, 1, hint=": a number of generations")
     runs = SearchRuns(factory, objective, as_handling(noise), ahead, model_of_f, ftarget, maxfevals)
     file = None if checkpoint is None else CheckpointFile(runs, Path(checkpoint), checkpoint_every)
     try:
         with Progress("evaluations", maxfevals, progress) as shown:
-            ending = run_to_ending(runs, callback, file, shown)
+            while (ending := runs.find_ending()) is None:
+                runs.tell(*runs.ask_and_evaluate())
+                if file is not None:
+                    file.keep()
+                shown.update(runs.nfev, {"generation": runs.nit, "best": float(runs.best.fun)})
+                if call(runs.search):
+                    ending = "callback: it returned True"
+                    break
     except KeyboardInterrupt:
         ending = "interrupted: the result is what was found so far"
     finally:
@@ -137,21 +144,6 @@ def minimize(
     if file is not None:
         file.write()
     return runs.describe_result(ending)
-
-
-def run_to_ending(
-    runs: SearchRuns, callback: Callable[[Search], Any] | None, file: CheckpointFile | None, shown: Progress
-) -> str:
-    """Run generations until all runs are over. Returns why they are."""
-    while (ending := runs.find_ending()) is None:
-        points, values = runs.ask_and_evaluate()
-        runs.tell(points, values)
-        if file is not None:
-            file.keep()
-        shown.update(runs.nfev, {"generation": runs.nit, "best": float(runs.best.fun)})
-        if callback is not None and callback(runs.search) is True:
-            return "callback: it returned True"
-    return ending
 
 
 class SearchRuns(Stateful):

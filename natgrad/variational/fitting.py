@@ -236,7 +236,7 @@ class Fitted(ABC):
             RuntimeWarning: If the steps have come to rest, but other points show that the bound is not known to the
                 tolerance, and not to .1 nats: `converged` is False then.
         """
-        callback = join_callbacks(callback, "q")
+        call = join_callbacks(callback, "q")
         bounds, rate, past, risen = Bounds(), self.lr, self.snapshot(), 0
         here = past
         try:
@@ -255,7 +255,7 @@ class Fitted(ABC):
                     if risen % 2 == 0:
                         self.lr = min(rate, 2 * self.lr)
                     shown.update(len(bounds), {"bound": bound, "gap": gap})
-                    if self._ends(callback):
+                    if any_asks(self.processes, call(self), self.processes.ranks.device):
                         break
                 if self.target.steady and self._has_fallen(bounds, self.elbo(), tolerance):
                     self._go_back(past)
@@ -299,11 +299,6 @@ class Fitted(ABC):
                 RuntimeWarning,
                 stacklevel=3,
             )
-
-    def _ends(self, callback: Callable[[Self], Any] | None) -> bool:
-        """Whether the callback of some process asked to end."""
-        asked = callback is not None and callback(self) is True
-        return any_asks(self.processes, asked, self.processes.ranks.device)
 
     def _has_fallen(self, bounds: list[float], bound: float, tolerance: float) -> bool:
         return bool(bounds) and self.target.steady and bound < bounds[-1] - tolerance
