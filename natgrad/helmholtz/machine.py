@@ -86,7 +86,7 @@ class HelmholtzMachine(nn.Module):
         """
         states: States = []
         for layer in reversed(list(each_layer(self.generation))):
-            states.insert(0, layer.sample(states[0] if states else None, (n,), generator))
+            states.insert(0, layer.sample(states[0] if states else None, (n,), generator)[0])
         return states
 
     def sample(self, n: int, generator: torch.Generator | None = None, *, means: bool = False) -> Tensor:
@@ -128,7 +128,7 @@ class HelmholtzMachine(nn.Module):
         x, samples = self.check(x), check_integer("samples", samples)
         states, seen = [x.expand(samples, *x.shape)], list[Activations]()
         for layer in each_layer(self.recognition):
-            drawn, activations = layer.sample_with_activations(states[-1], (samples, len(x)), generator)
+            drawn, activations = layer.sample(states[-1], (samples, len(x)), generator)
             states.append(drawn)
             seen.append(activations)
         return states, seen

@@ -110,13 +110,9 @@ class WakeSleep:
         self.steps, self.accidents = 0, Accidents(on_trouble)
 
     def __repr__(self) -> str:
-        lr, own = self.optimizer.param_groups[0]["lr"], self._list_choices()
+        lr, optimizer = self.optimizer.param_groups[0]["lr"], type(self.optimizer).__name__
         choices = {"sizes": self.machine.sizes, "lr": lr, "samples": self.samples, "algorithm": self.algorithm}
-        return write_choices(self, **choices, **own, steps=self.steps)
-
-    def _list_choices(self) -> dict[str, Any]:
-        """What a subclass chose besides."""
-        return {"optimizer": type(self.optimizer).__name__}
+        return write_choices(self, **choices, optimizer=optimizer, steps=self.steps)
 
     @property
     def failures(self) -> int:
@@ -231,7 +227,7 @@ class WakeSleep:
         Raises:
             ValueError: If it is of another trainer or machine; this one is as before then.
         """
-        read_parts(self._parts(), state, f"{type(self).__name__}.state_dict()", optional={"skipped", "levels"})
+        read_parts(self._parts(), state, f"{type(self).__name__}.state_dict()", optional={"skipped"})
 
     def _parts(self) -> dict[str, Any]:
         """What a step changes, the machine apart."""

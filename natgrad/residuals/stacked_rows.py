@@ -43,27 +43,24 @@ class TermRows:
     def write(self, space: Space, out: Tensor) -> None:
         """The rows as a matrix, added to `out` (m b, n)."""
         for layer_rows in self.layers:
-            k, _, b, o = layer_rows.deltas.shape
-            weight, bias = space.blocks.get(layer_rows.layer.weight), space.blocks.get(layer_rows.layer.bias or "")
-            if weight is not None:
-                out[:, weight.start : weight.stop] += outer_rows(layer_rows).reshape(k * b, weight.size)
-            if bias is not None:
-                out[:, bias.start : bias.stop] += layer_rows.deltas[:, 0].reshape(k * b, o)
+            weight, bias = layer_rows.layer.weight, layer_rows.layer.bias
+            if weight in space.blocks:
+                view_block(space, out, weight).add_(outer_rows(layer_rows).reshape(self.count, -1))
+            if bias in space.blocks:
+                view_block(space, out, bias).add_(layer_rows.deltas[:, 0].reshape(self.count, -1))
         for name, rows in self.explicit.items():
-            block = space.blocks[name]
-            out[:, block.start : block.stop] += rows.reshape(self.count, block.size)
+            view_block(space, out, name).add_(rows.reshape(self.count, -1))
 
     def add_squares(self, space: Space, total: Tensor) -> None:
         """The sums over the rows of the squares of their entries, added to `total` (n,)."""
         for layer_rows in self.layers:
-            weight, bias = space.blocks.get(layer_rows.layer.weight), space.blocks.get(layer_rows.layer.bias or "")
-            if weight is not None:
-                total[weight.start : weight.stop] += sum_of_outer_squares(layer_rows).reshape(-1)
-            if bias is not None:
-                total[bias.start : bias.stop] += layer_rows.deltas[:, 0].square().sum((0, 1))
+            weight, bias = layer_rows.layer.weight, layer_rows.layer.bias
+            if weight in space.blocks:
+                view_block(space, total, weight).add_(sum_of_outer_squares(layer_rows).reshape(-1))
+            if bias in space.blocks:
+                view_block(space, total, bias).add_(layer_rows.deltas[:, 0].square().sum((0, 1)))
         for name, rows in self.explicit.items():
-            block = space.blocks[name]
-            total[block.start : block.stop] += rows.square().sum((0, 1))
+            view_block(space, total, name).add_(rows.square().sum((0, 1)))
 
     def combine(self, weights: Tensor) -> dict[str, Tensor]:
         """sum over rows of w times the row, by name."""
@@ -103,6 +100,12 @@ class TermRows:
         if not bad or not bool((places := torch.stack(bad).any(0)).any()):
             return None
         return int(places.nonzero()[0])
+
+
+def view_block(space: Space, matrix: Tensor, name: str) -> Tensor:
+    """A parameter's entries of vectors (..., n)."""
+    block = space.blocks[name]
+    return matrix[..., block.start : block.stop]
 
 
 def outer_rows(rows: LayerRows) -> Tensor:

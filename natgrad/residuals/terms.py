@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from natgrad.ground.pure import (
 )
 from natgrad.ground.spaces import Params
 from natgrad.residuals.constrained import network_of
-from natgrad.residuals.fields import ORDER, Field, Notes
+from natgrad.residuals.differential import ORDER, Field, Notes
 from natgrad.residuals.stacked_rows import TermRows
 
 T = TypeVar("T")
@@ -86,7 +86,11 @@ class Term:
         if self.is_random:  # the trials of this step see the same draws
             self._noise = RandomState.capture(points[0].device)
         rows = self._through_tables(lambda: self._layered_rows(params, points, weigh))
-        return self._functional_rows(params, points, weigh) if rows is None else rows
+        if rows is not None:
+            return rows
+        values, explicit = self._explicit_rows(params, points)
+        factor = weigh(values)
+        return TermRows(values, factor, [], {name: part * factor.unsqueeze(2) for name, part in explicit.items()})
 
     def settle(self, params: Params, points: tuple[Tensor, ...]) -> None:
         """Look at the unknowns: what is asked of them, and whether they are layers. Once, and whenever they change.
@@ -105,7 +109,7 @@ class Term:
         for name, part in networks.items():
             for place in self.notes[name].plans:
                 check_independence(
-                    name, lambda x, net=part, own=self._own(params, name): read(net, own, x), points[place]
+                    name, lambda x, net=part, own=self._own(params, name): call_with(net, own, x), points[place]
                 )
         self._signature, self.networks = signature, self._find_networks()
 
@@ -216,16 +220,13 @@ class Term:
 
     def _state(self, params: Params) -> dict[str, Tensor]:
         """All parameters of the unknowns, those that are not trained too."""
-        return self._hold_frozen(params.keys()) | dict(params)
-
-    def _hold_frozen(self, trained: Set[str]) -> dict[str, Tensor]:
-        frozen: dict[str, Tensor] = {}
+        known: dict[str, Tensor] = {}
         for name, part in self.unknowns.items():
             if isinstance(part, nn.Parameter):
-                frozen[name] = part
-            elif not self._parameters[name] <= trained:
-                frozen |= {f"{name}." * bool(name) + key: p for key, p in part.named_parameters()}
-        return frozen
+                known[name] = part
+            elif not self._parameters[name] <= params.keys():
+                known |= dict(part.named_parameters(name))
+        return known | dict(params)
 
     def _coefficients(self, params: Params, points: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Coefficients, one copy per point."""
@@ -307,7 +308,8 @@ class Term:
             own = self._own(params, name)
 
             def evaluate(*args: Any, module: nn.Module = part, own: Params = own) -> Tensor:
-                return read(module, own, *(a.unsqueeze(0) if isinstance(a, Tensor) else a for a in args)).squeeze(0)
+                rows = (a.unsqueeze(0) if isinstance(a, Tensor) else a for a in args)
+                return call_with(module, own, *rows).squeeze(0)
 
             arguments.append(Field(evaluate, point, notes=None if notes is None else notes[name]))
         return arguments
@@ -315,7 +317,8 @@ class Term:
     def _own(self, params: Params, name: str) -> dict[str, Tensor]:
         """The trained parameters of a network, by its own names; those that it shares with another one too."""
         shared = {full: params[first] for full, first in self.aliases.items() if first in params}
-        return params_of({**params, **shared}, name)
+        start = f"{name}." if name else ""
+        return {key.removeprefix(start): p for key, p in {**params, **shared}.items() if key.startswith(start)}
 
     def _plainly(self, params: Params, points: tuple[Tensor, ...]) -> Tensor:
         """The residuals (b, m): all points at once, or one after the other where torch.func cannot."""
@@ -332,13 +335,6 @@ class Term:
 
     def _point_by_point(self, params: Params, points: tuple[Tensor, ...]) -> list[Tensor]:
         return [self._at(params, point) for point in zip(*points, strict=True)]
-
-    def _functional_rows(
-        self, params: Params, points: tuple[Tensor, ...], weigh: Callable[[Tensor], Tensor]
-    ) -> TermRows:
-        values, explicit = self._explicit_rows(params, points)
-        factor = weigh(values)
-        return TermRows(values, factor, [], {name: rows * factor.unsqueeze(2) for name, rows in explicit.items()})
 
     def _explicit_rows(self, params: Params, points: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
         """The residuals (b, m), and the rows (m, b, size) by name."""
@@ -430,11 +426,6 @@ def call_tracked(call: Callable[..., Tensor], point: tuple[Tensor, ...]) -> Tens
     return torch.func.vjp(run, *(point[i] for i in floating))[0]
 
 
-def read(module: nn.Module, own: Params, *args: Any) -> Tensor:
-    """A network's outputs for a batch, with these parameters in the place of its own."""
-    return call_with(module, own, *args)
-
-
 def refuse_evaluation(*args: Any) -> Tensor:
     """In place of a network whose values come from tables: whatever is not in them is planned for, next time."""
     raise Unplanned
@@ -443,12 +434,6 @@ def refuse_evaluation(*args: Any) -> Tensor:
 def sign(module: nn.Module) -> list[tuple[int, bool, int]]:
     """What a network's layers are and how they are set, to see whether it changed."""
     return [(id(m), m.training, len(m._forward_hooks) + len(m._forward_pre_hooks)) for m in module.modules()]
-
-
-def params_of(params: Params, name: str) -> dict[str, Tensor]:
-    """Those of one unknown, by their names within it."""
-    start = f"{name}." if name else ""
-    return {key.removeprefix(start): p for key, p in params.items() if key.startswith(start)}
 
 
 # What a term may not do, said before the first step: its networks, and the parameters that it uses past them
@@ -490,7 +475,7 @@ def check_captured(
                 f"term {name!r} uses the parameter {known[number]!r} by itself, and not as one of its arguments: its "
                 f"derivative would be missing; {advice}"
             )
-        if number not in {id(p) for part in unknowns.values() for p in list_parameters(part)}:
+        if number not in {id(p) for part in unknowns.values() for _, p in name_parameters("", part)}:
             warnings.warn(
                 f"natgrad: term {name!r} uses a parameter of shape {tuple(parameter.shape)} that is not trained: "
                 f"{advice}; for a fixed number, .requires_grad_(False)",
@@ -499,17 +484,16 @@ def check_captured(
             return
 
 
-def list_parameters(part: nn.Module | nn.Parameter) -> list[nn.Parameter]:
-    """The parameters of an unknown."""
-    return list(part.parameters()) if isinstance(part, nn.Module) else [part]
+def name_parameters(name: str, part: Unknown) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of an unknown, each with its full name."""
+    return list(part.named_parameters(name)) if isinstance(part, nn.Module) else [(name, part)]
 
 
 def find_aliases(unknowns: Mapping[str, nn.Module | nn.Parameter]) -> dict[str, str]:
     """Full name -> the first full name of the same parameter, where unknowns share one."""
     first, aliases = dict[int, str](), dict[str, str]()
     for name, part in unknowns.items():
-        own = part.named_parameters(name) if isinstance(part, nn.Module) else [(name, part)]
-        for full, p in own:
+        for full, p in name_parameters(name, part):
             if first.setdefault(id(p), full) != full:
                 aliases[full] = first[id(p)]
     return aliases

@@ -122,6 +122,14 @@ class Search(Stateful, Explained):
         """The point (d,) that the distribution stands for where values are noisy: by default the best one."""
         return self.best.x
 
+    def settles_above(self, target: float) -> bool:
+        """True if the run is known to end at a value above the target.
+
+        Args:
+            target: The value that is wanted.
+        """
+        return False
+
     @abstractmethod
     def _move(self, points: Tensor, values: Tensor) -> None:
         """Update the distribution by points (popsize, d) and values (popsize,), which are already checked."""

@@ -215,7 +215,7 @@ class SearchRuns(Stateful):
             why = "budget: of a small run"
         if why is not None:
             why = self._restart(why)
-        elif goal is not None and self._settles_above(goal):
+        elif goal is not None and self.repeated is None and self.search.settles_above(goal):
             self._restart("target: values settle above it")  # without a further run, this one goes on
         if why is None and self.maxfevals is not None and self.nfev + self._next_cost() > self.maxfevals:
             return f"maxfevals: {self.nfev} evaluations, the next generation would take more than {self.maxfevals:g}"
@@ -231,10 +231,6 @@ class SearchRuns(Stateful):
         self.past, self.run, self.search = past, run, self.factory.build(run, len(past))
         self._began = self.nfev = self.objective.nfev
         return None
-
-    def _settles_above(self, goal: float) -> bool:
-        """True if the present run will not reach the target; never said where values are noisy."""
-        return self.repeated is None and isinstance(self.search, GaussianSearch) and self.search.settles_above(goal)
 
     def _next_cost(self) -> int:
         """Evaluations of the next generation, and where f is noisy, of the centre at the end."""

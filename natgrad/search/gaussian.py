@@ -17,8 +17,18 @@ from natgrad.ground.pure import leaves
 from natgrad.ground.states import Stateful
 from natgrad.search.base import Best, Search, as_popsize, build_generator, derive_seed
 from natgrad.search.cma import Full
-from natgrad.search.domain import Domain, as_bounds, as_point, as_scales, as_tensor
-from natgrad.search.integers import TriedNeighbours, as_integer_mask, keep_integer_margin, move_repeats, round_bounds
+from natgrad.search.domain import (
+    Domain,
+    TriedNeighbours,
+    as_bounds,
+    as_integer_mask,
+    as_point,
+    as_scales,
+    as_tensor,
+    keep_integer_margin,
+    move_repeats,
+    round_bounds,
+)
 from natgrad.search.model import GaussianModel, State
 from natgrad.search.ranking import Ranking
 

@@ -18,9 +18,9 @@ from natgrad.ground.exchanges import any_asks
 from natgrad.ground.messages import write_choices
 from natgrad.ground.progress import Callbacks, Progress, join_callbacks
 from natgrad.ground.pure import keep_gradient_mode, run_detached
-from natgrad.optim import RankExchange
-from natgrad.variational.joined import JoinedTarget, find_processes
+from natgrad.optim import RankExchange, meet_processes
 from natgrad.variational.network import Network
+from natgrad.variational.start import JoinedTarget
 from natgrad.variational.targets import Moments, Target
 
 WINDOW, LEFT, UNKNOWN = 10, 1e-2, 0.1
@@ -66,7 +66,7 @@ class Fitted(ABC):
     @property
     def processes(self) -> RankExchange:
         """The processes that fit q together; one alone exchanges nothing."""
-        return find_processes(self.target)
+        return self.target.processes if isinstance(self.target, JoinedTarget) else meet_processes({}, None)
 
     @abstractmethod
     def advance(self, batch: tuple[Any, ...]) -> tuple[float, float]:

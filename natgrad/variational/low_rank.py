@@ -16,10 +16,9 @@ from natgrad.ground.messages import explain_calls
 from natgrad.operators import Operator
 from natgrad.solvers import MinresQLP
 from natgrad.variational.fitting import Fitted, refuse_infinite, search_rate
-from natgrad.variational.joined import JoinedTarget, join_target
 from natgrad.variational.network import NetworkData, NetworkOptions
 from natgrad.variational.quadrature import Points
-from natgrad.variational.start import as_precision, read_target
+from natgrad.variational.start import JoinedTarget, as_precision, join_target, read_target
 from natgrad.variational.targets import LOG_2PI, LogJoint, SlopeTarget, Target
 
 
