@@ -118,14 +118,15 @@ def minimize(
     others = {"popsize": popsize, "bounds": bounds, "integers": integers, "model": model, "tolerances": tolerances}
     if restarts is None:
         restarts = 0 if not isinstance(x0, Relaxation) or ftarget is None or maxfevals is None else IPOP()
-    factory = build_factory(x0, as_restarts(restarts), {"sigma0": sigma0, "seed": seed, **others})
+    first, generator = build_first(x0, {"sigma0": sigma0, "seed": seed, **others})
     check_workers(executor, timeout, ahead, noise)
-    model_of_f = as_surrogate(surrogate, factory.first, noise, ahead)
+    model_of_f = as_surrogate(surrogate, first, noise, ahead)
     objective = BlackBox(f, vectorized, executor, timeout)
-    check_goals(ftarget, maxfevals, factory.popsize, objective.asking)
+    check_goals(ftarget, maxfevals, first.popsize, objective.asking)
     call = join_callbacks(callback, "the search")
     check_integer("checkpoint_every", checkpoint_every, 1, hint=": a number of generations")
-    runs = SearchRuns(factory, objective, as_handling(noise), ahead, model_of_f, ftarget, maxfevals)
+    again = as_restarts(restarts)
+    runs = SearchRuns(first, again, generator, objective, as_handling(noise), ahead, model_of_f, ftarget, maxfevals)
     file = None if checkpoint is None else CheckpointFile(runs, Path(checkpoint), checkpoint_every)
     try:
         with Progress("evaluations", maxfevals, progress) as shown:
@@ -147,16 +148,22 @@ def minimize(
 
 
 class SearchRuns(Stateful):
-    """The present run of one `minimize`, those before it, and the best point of all."""
+    """The present run of one `minimize`, those before it, and the best point of all.
+
+    Each run is like the first one. With a generator, of which `minimize` has one for its own Gaussian searches, they
+    begin anywhere in a finite box.
+    """
 
     STATE = (
-        "search", "past", "run", "nfev", "nit", "_began", "best", "_level", "_settled", "factory", "objective",
-        "repeated", "surrogate", "history",
+        "search", "past", "run", "nfev", "nit", "_began", "best", "_level", "_settled", "popsize", "generator",
+        "objective", "repeated", "surrogate", "history",
     )  # fmt: skip
 
     def __init__(
         self,
-        factory: RunFactory,
+        first: Search,
+        restarts: Restarts,
+        generator: torch.Generator | None,
         objective: BlackBox,
         handling: NoiseHandling | None,
         ahead: int,
@@ -164,14 +171,16 @@ class SearchRuns(Stateful):
         ftarget: float | None,
         maxfevals: float | None,
     ) -> None:
-        self.factory, self.objective, self.ftarget, self.maxfevals = factory, objective, ftarget, maxfevals
+        self.first, self.restarts, self.generator = first, restarts, generator
+        self.popsize = first.popsize  # that of bits changes later on
+        self.objective, self.ftarget, self.maxfevals = objective, ftarget, maxfevals
         objective.limit = math.inf if maxfevals is None else float(maxfevals)
         self.repeated = None if handling is None else Repeated(objective, handling)
         self.ahead = AheadEvaluations(objective, ahead) if ahead else None
         self.surrogate = None if surrogate is None else SurrogateEvaluations(objective, surrogate)
         self.history = SearchHistory()
         self.past: list[tuple[Run, int]] = []
-        self.run, self.search = Run(factory.popsize, 1.0, None, "first"), factory.first
+        self.run, self.search = Run(first.popsize, 1.0, None, "first"), first
         self.best = Best(self.search.best.x, torch.inf, 0)
         self.nfev = self.nit = self._began = 0
         self._level = torch.inf  # what ftarget is compared with
@@ -208,7 +217,7 @@ class SearchRuns(Stateful):
             return f"ftarget: a value of {self._level:g}, at most {goal:g}, was found"
         if silence := objective.silence:
             return f"failed: {silence}"
-        if objective.points >= HOPELESS * self.factory.popsize and (failure := objective.hopeless):
+        if objective.points >= HOPELESS * self.popsize and (failure := objective.hopeless):
             return f"failed: none of {self.nfev} evaluations had a value; {failure}"
         why = self.search.stop()
         if why is None and self.run.budget is not None and self.nfev - self._began >= self.run.budget:
@@ -224,11 +233,13 @@ class SearchRuns(Stateful):
     def _restart(self, why: str) -> str | None:
         """Begin the next run and return None, or say why there is none."""
         past = [*self.past, (self.run, self.nfev - self._began)]
-        run = self.factory.choose_next(past)
+        generator = self.generator or torch.Generator().manual_seed(len(past))
+        draws = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
+        run = self.restarts.next(self.popsize, past, (draws[0], draws[1]))
         if run is None:
             return why
         self._settled = self._settle()
-        self.past, self.run, self.search = past, run, self.factory.build(run, len(past))
+        self.past, self.run, self.search = past, run, self._build(run, len(past))
         self._began = self.nfev = self.objective.nfev
         return None
 
@@ -252,6 +263,14 @@ class SearchRuns(Stateful):
         value = float(self.repeated.mean(x.unsqueeze(0), self._count_repeats()))
         return min(self._settled, Best(x, value, self.objective.nfev), key=lambda best: best.fun)
 
+    def _build(self, run: Run, number: int) -> Search:
+        """The search of run `number`, or one of its kind whose state is loaded afterwards."""
+        if self.generator is None or not isinstance(self.first, GaussianSearch):
+            return self.first if run.kind == "first" else self.first.renew(run.popsize, number)
+        seed = int(torch.randint(2**62, (), generator=self.generator))
+        share = torch.rand(len(self.first.best.x), generator=self.generator, dtype=torch.float64)
+        return build_alike(self.first, run.popsize, seed, run.shrink, share)
+
     def describe_result(self, message: str) -> SearchResult:
         """The result."""
         best = self.best if self.repeated is None else self._settle()
@@ -261,17 +280,17 @@ class SearchRuns(Stateful):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from there."""
-        x, popsize, d = state["best"][0], state["factory"]["popsize"], len(self.best.x)
-        if x.shape != self.best.x.shape or popsize != self.factory.popsize:
+        x, popsize = state["best"][0], state["popsize"]
+        if x.shape != self.best.x.shape or popsize != self.popsize:
             raise ValueError(
-                f"the checkpoint is of a search with {len(x)} variables and popsize {popsize}, this one has {d} and "
-                f"{self.factory.popsize}: choose another file"
+                f"the checkpoint is of a search with {len(x)} variables and popsize {popsize}, this one has "
+                f"{len(self.best.x)} and {self.popsize}: choose another file"
             )
         for name, part in (("noise", self.repeated), ("surrogate", self.surrogate)):
             if (state["repeated" if name == "noise" else name] is None) != (part is None):
                 raise ValueError(f"the checkpoint differs in {name}=: choose another file, or the same argument")
         run = Run(*state["run"])
-        self.search = self.factory.build(run, len(state["past"]))
+        self.search = self._build(run, len(state["past"]))
         super().load_state_dict(state)
         self.past = [(Run(*past), used) for past, used in state["past"]]
 
@@ -300,34 +319,6 @@ class CheckpointFile:
 
 
 # Starting again: the search of each run, with populations that grow (IPOP), or are large and small in turn (BIPOP)
-
-
-class RunFactory(Stateful):
-    """Builds the search of each run after the first, like that one.
-
-    With a generator, of which `minimize` has one for its own Gaussian searches, they begin anywhere in a finite box.
-    """
-
-    STATE = ("popsize", "generator")
-
-    def __init__(self, first: Search, restarts: Restarts, generator: torch.Generator | None = None) -> None:
-        self.first, self.popsize, self.restarts = first, first.popsize, restarts  # popsize of bits changes later on
-        self.generator = generator
-
-    def choose_next(self, past: list[tuple[Run, int]]) -> Run | None:
-        """The next run, or None."""
-        generator = self.generator or torch.Generator().manual_seed(len(past))
-        draws = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
-        return self.restarts.next(self.popsize, past, (draws[0], draws[1]))
-
-    def build(self, run: Run, number: int) -> Search:
-        """The search of run `number`, or one of its kind whose state is loaded afterwards."""
-        if self.generator is None:
-            return self.first if run.kind == "first" else self.first.renew(run.popsize, number)
-        assert isinstance(self.first, GaussianSearch)
-        seed = int(torch.randint(2**62, (), generator=self.generator))
-        share = torch.rand(len(self.first.best.x), generator=self.generator, dtype=torch.float64)
-        return build_alike(self.first, run.popsize, seed, run.shrink, share)
 
 
 @dataclass(frozen=True)
@@ -520,20 +511,20 @@ class SearchHistory(Columns):
 # Checks at the door
 
 
-def build_factory(x0: Any, restarts: Restarts, chosen: dict[str, Any]) -> RunFactory:
-    """A factory of Gaussian searches, or of searches like the one that was given as x0."""
+def build_first(x0: Any, chosen: dict[str, Any]) -> tuple[Search, torch.Generator | None]:
+    """The search that was given as x0, or a Gaussian one with a source of draws for those after it."""
     if isinstance(x0, Search):
         for name, value in chosen.items():
             if value is not None:
                 raise ValueError(f"{name} is given beside a {type(x0).__name__}, to whose arguments it belongs")
-        return RunFactory(x0, restarts)
+        return x0, None
     if chosen["sigma0"] is None:
         raise ValueError("sigma0 is missing: about a third of the distance at which the minimum may lie")
     model = chosen["model"]
     if model is not None and not isinstance(model, GaussianModel):
         raise TypeError(f"model is {model!r}, expected a Gaussian model such as Full(); a search is given as x0")
     generator = build_generator(chosen["seed"], torch.device("cpu"))
-    return RunFactory(GaussianSearch(x0, **chosen), restarts, generator)
+    return GaussianSearch(x0, **chosen), generator
 
 
 def as_restarts(restarts: Restarts | int | str) -> Restarts:
