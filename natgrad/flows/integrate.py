@@ -14,7 +14,7 @@ from torch import Tensor
 from natgrad.families import ExponentialFamily
 from natgrad.flows.coordinates import FlowCoordinates, natural_coordinates
 from natgrad.flows.expectation import Function
-from natgrad.ground.checks import Group, check_integer, read_groups
+from natgrad.ground.checks import Group, check_integer, check_positive, read_groups
 from natgrad.ground.linalg import solve_or_nan
 from natgrad.ground.typed_torch import as_tensor_like
 
@@ -245,8 +245,7 @@ def flow(
     first = float(field(start).abs().max())
     wanted = None if isinstance(span, (int, float)) else torch.as_tensor(span, dtype=start.dtype)
     end = float(span) if isinstance(span, (int, float)) else float(torch.as_tensor(span)[-1])
-    if not end > 0:
-        raise ValueError(f"span is {span}, expected a positive last time")
+    check_positive("span", end, hint=", the last time")
     troubles: list[str] = []
     asked = 0
 

@@ -40,7 +40,7 @@ def write_value(value: Any) -> Any:
         return value.get_state()
     if hasattr(value, "state_dict"):
         return value.state_dict()
-    if isinstance(value, np.ndarray):
+    if isinstance(value, (np.ndarray, np.generic)):
         return torch.tensor(value)
     if isinstance(value, (list, deque)):
         return [write_value(part) for part in value]
@@ -61,7 +61,7 @@ def read_value(held: Any, saved: Any) -> Any:
     if hasattr(held, "load_state_dict") and saved is not None:
         held.load_state_dict(saved)
         return held
-    if isinstance(held, np.ndarray):
+    if isinstance(held, (np.ndarray, np.generic)):
         return saved.numpy().copy()
     if isinstance(held, deque):
         return deque(saved, held.maxlen)

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from natgrad.ground.checks import check_range
 from natgrad.search.base import derive_seed
 from natgrad.search.bits import LEAST, SECOND, BitSearch, as_bit_popsize, as_bits
 from natgrad.search.monomials import Monomials
@@ -62,8 +63,7 @@ class BernoulliSearch(BitSearch):
     ) -> None:
         n = as_bits(n)
         self._margin = min(0.25, 1 / n) if margin is None else margin
-        if not 0 < self._margin < 0.5:
-            raise ValueError(f"margin is {margin}, expected 0 < margin < .5: how far from certainty bits stay")
+        check_range("margin", self._margin, "(0, .5)", hint=": how far from certainty bits stay")
         self.update = update
         self._tried = self._pending = torch.zeros(0, n, dtype=torch.float64)  # candidates that p did not draw
         size = as_bit_popsize(popsize if update is None or popsize is not None else update.popsize(n), n)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.ground.checks import check_integer, is_real
+from natgrad.ground.checks import check_integer, check_range, is_real
 from natgrad.ground.messages import Columns, explain_calls
 from natgrad.ground.progress import Callbacks, Progress, join_callbacks
 from natgrad.ground.pure import keep_gradient_mode
@@ -378,8 +378,7 @@ class IPOP(Restarts):
 
     def __post_init__(self) -> None:
         check_integer("times", self.times, 0, hint=": restarts after the first run")
-        if not self.factor >= 1:
-            raise ValueError(f"factor is {self.factor}, expected a number >= 1 that multiplies popsize")
+        check_range("factor", self.factor, "[1, inf)", hint=", which multiplies popsize")
 
     def next(self, popsize: int, past: list[tuple[Run, int]], uniform: tuple[float, float]) -> Run | None:
         if len(past) > self.times:

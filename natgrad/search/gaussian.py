@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from natgrad.ground.checks import check_number
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.pure import leaves
 from natgrad.ground.states import Stateful
@@ -368,8 +369,7 @@ class Tolerances:
 
     def __post_init__(self) -> None:
         for name in ("tolx", "tolfun", "flat"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected a number >= 0; 0 switches it off")
+            check_number(name, getattr(self, name), hint="; 0 switches it off")
 
 
 class ConvergenceMonitor(Stateful):

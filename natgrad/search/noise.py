@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.ground.checks import check_integer
+from natgrad.ground.checks import check_integer, check_range
 from natgrad.ground.messages import write_choices
 from natgrad.ground.states import Stateful
 from natgrad.search.black_box import BlackBox
@@ -45,10 +45,8 @@ class NoiseHandling:
 
     def __post_init__(self) -> None:
         for name in ("share", "threshold"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected a number in (0, 1]")
-        if not self.growth > 1:
-            raise ValueError(f"growth is {self.growth}, expected a factor > 1")
+            check_range(name, getattr(self, name), "(0, 1]")
+        check_range("growth", self.growth, "(1, inf)", hint=", a factor")
         if self.most is not None:
             check_integer("most", self.most, 1, hint=": evaluations per point")
 

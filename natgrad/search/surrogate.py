@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families import regress
+from natgrad.ground.checks import check_range
 from natgrad.ground.linalg import eigh
 from natgrad.ground.states import Stateful
 from natgrad.search.black_box import BlackBox
@@ -42,8 +43,7 @@ class QuadraticSurrogate:
     correlation: float = 0.85
 
     def __post_init__(self) -> None:
-        if not 0 < self.correlation < 1:
-            raise ValueError(f"correlation is {self.correlation}, expected a number in (0, 1), such as 0.85")
+        check_range("correlation", self.correlation, "(0, 1)", hint=", such as 0.85")
 
 
 class SurrogateEvaluations(Stateful):

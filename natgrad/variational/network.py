@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Criterion, as_criterion
+from natgrad.ground.checks import check_integer, check_positive
 from natgrad.ground.pure import PureModel, as_call, check_followed
 from natgrad.ground.spaces import Params, Space, trainable
 from natgrad.metrics import fisher
@@ -154,8 +155,6 @@ def build_network(model: nn.Module, data: NetworkData, points: Points | None) ->
     """A network as a target, with its data checked."""
     if data.criterion is None:
         raise ValueError("criterion is None, expected a torch.nn loss or an ng likelihood: what the outputs mean")
-    if not isinstance(data.data_size, int) or data.data_size < 1:
-        raise ValueError(f"data_size is {data.data_size!r}, expected the number of examples in the whole set")
-    if not 0 < data.prior_precision < math.inf:
-        raise ValueError(f"prior_precision is {data.prior_precision}, expected a number > 0")
-    return Network(model, data.criterion, data.data_size, data.prior_precision, points or Draws(2))
+    size = check_integer("data_size", data.data_size, of="the number of examples in the whole set")
+    check_positive("prior_precision", data.prior_precision)
+    return Network(model, data.criterion, size, data.prior_precision, points or Draws(2))

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from natgrad.ground.checks import Group, check_integer, check_positive, read_groups
+from natgrad.ground.checks import Group, check_integer, check_positive, check_range, read_groups
 from natgrad.vmc.amplitude import LogAmplitude
 from natgrad.vmc.configurations import Bosons, Configurations, Spins
 from natgrad.vmc.continuous import Harmonic, Molecule
@@ -149,8 +149,7 @@ class WidthTuning:
 
     def __post_init__(self) -> None:
         check_positive("width", self.width)
-        if not 0 < self.acceptance < 1:
-            raise ValueError(f"acceptance is {self.acceptance}, expected a number between 0 and 1")
+        check_range("acceptance", self.acceptance, "(0, 1)")
 
 
 class WidthOptions(TypedDict, total=False):
