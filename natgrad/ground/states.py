@@ -55,10 +55,12 @@ def write_value(value: Any) -> Any:
 
 def read_value(held: Any, saved: Any) -> Any:
     """The value that `write_value` was given, in the place of one of its kind."""
+    if saved is None:
+        return None
     if isinstance(held, torch.Generator):
         held.set_state(saved)
         return held
-    if hasattr(held, "load_state_dict") and saved is not None:
+    if hasattr(held, "load_state_dict"):
         held.load_state_dict(saved)
         return held
     if isinstance(held, (np.ndarray, np.generic)):

@@ -56,7 +56,7 @@ class Term:
 
     def __init__(self, name: str, function: Function, unknowns: Mapping[str, Unknown]) -> None:
         self.name, self.function, self.unknowns = name, function, dict(unknowns)
-        self.notes: dict[str, Notes] | None = None
+        self.notes: dict[str, Notes] = {}
         self.networks: dict[str, LayerChain] | None = None
         self.by_rows = self.is_plain = False
         self.aliases = find_aliases(self.unknowns)
@@ -69,7 +69,7 @@ class Term:
 
     def values(self, params: Params, points: tuple[Tensor, ...]) -> Tensor:
         """The residuals (b, m), without a graph. points: Tensors (b, ...)."""
-        if self.notes is None:
+        if self._signature is None:
             self.settle(params, points)
         with nullcontext() if self._noise is None else self._noise.replay():
             values = self._through_tables(
@@ -104,7 +104,7 @@ class Term:
         for name, part in networks.items():
             check_examples_apart(name or "net", part)
             self._parameters[name] = {key for key, _ in part.named_parameters(name)}
-        if self.notes is None:
+        if self._signature is None:
             self.notes = self._probe(params, points)
         for name, part in networks.items():
             for place in self.notes[name].plans:
@@ -133,7 +133,6 @@ class Term:
         warnings.warn(ONE_BY_ONE.format(name=self.name, error=shown[:100]), stacklevel=3)
 
     def _wishes(self) -> list[tuple[dict[int, Derivatives], bool]]:
-        assert self.notes is not None
         return [(dict(asked.plans), asked.elsewhere) for asked in self.notes.values()]
 
     # what it asks of the unknowns
@@ -187,7 +186,6 @@ class Term:
 
     def _find_networks(self) -> dict[str, LayerChain] | None:
         """The unknowns that are asked for, as layers; None where one is not made of them, or asked elsewhere."""
-        assert self.notes is not None
         chains = {}
         if self.is_plain or self.by_rows or self.is_tracked:  # a table has no graph back to the point
             return None
@@ -208,12 +206,10 @@ class Term:
     # through tables of derivatives
 
     def _tables(self, params: Params, points: tuple[Tensor, ...], rows: bool = False) -> dict[tuple[str, int], JetPass]:
-        networks = self.networks
-        assert networks is not None
-        assert self.notes is not None
+        assert self.networks is not None
         state = self._state(params)
         return {
-            (name, place): networks[name].run(state, points[place], plan, rows)
+            (name, place): self.networks[name].run(state, points[place], plan, rows)
             for name, asked in self.notes.items()
             for place, plan in asked.plans.items()
         }
@@ -247,8 +243,6 @@ class Term:
 
         keys, names, count = list(jets), list(coefficients), len(points)
         dtype = next(iter(jets.values())).dtype
-        assert self.notes is not None
-        notes = self.notes
 
         def evaluate_point(*given: Tensor) -> Tensor:
             point, tables = given[:count], given[count : count + len(keys)]
@@ -257,7 +251,9 @@ class Term:
             for (name, place), table in zip(keys, tables, strict=True):
                 known.setdefault(name, {})[place] = passes[name, place].layout, table
             arguments = [
-                Field(refuse_evaluation, point, known.get(name), notes[name]) if name in notes else chosen[name]
+                Field(refuse_evaluation, point, known.get(name), self.notes[name])
+                if name in self.notes
+                else chosen[name]
                 for name in self.unknowns
             ]
             return flatten_residual(self.name, self.function(*arguments, *point), dtype)
