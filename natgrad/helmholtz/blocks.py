@@ -97,7 +97,7 @@ class MachineBlocks:
 
     def keep(self, name: str) -> UnitBlocks:
         """What is kept of a layer, empty at first."""
-        layer = self._layer(name)
+        layer = self.machine.find_layer(name)
         if name not in self.layers:
             exact = self.fisher.exact
             exact = layer.autoregressive or not is_wide(layer) if exact is None else bool(exact)
@@ -125,16 +125,11 @@ class MachineBlocks:
         """Go on from there. ValueError for those of another machine."""
         own = {name for name, part in self.machine.named_modules() if isinstance(part, Conditional)}
         for name, (part, _) in state.items():
-            if name not in own or not fits_layer(part, self._layer(name).weight):
+            if name not in own or not fits_layer(part, self.machine.find_layer(name).weight):
                 raise ValueError(f"state's blocks of {name} are of another machine than {self.machine.sizes}")
         self.layers = {}
         for name, (part, level) in state.items():
-            self.keep(name).load(part, level, self._layer(name).weight)
-
-    def _layer(self, name: str) -> Conditional:
-        layer = self.machine.get_submodule(name)
-        assert isinstance(layer, Conditional)
-        return layer
+            self.keep(name).load(part, level, self.machine.find_layer(name).weight)
 
 
 def check_damping(damping: Any) -> None:

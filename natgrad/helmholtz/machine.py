@@ -74,6 +74,16 @@ class HelmholtzMachine(nn.Module):
     def extra_repr(self) -> str:
         return f"sizes={self.sizes}, units={self.units}, autoregressive={self.autoregressive}"
 
+    def find_layer(self, name: str) -> Conditional:
+        """A layer by its name, such as "generation.0".
+
+        Args:
+            name: Of the module.
+        """
+        layer = self.get_submodule(name)
+        assert isinstance(layer, Conditional)
+        return layer
+
     # sampling
 
     @torch.no_grad()

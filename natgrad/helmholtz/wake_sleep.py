@@ -21,7 +21,7 @@ from natgrad.ground.typed_torch import as_tensor_like
 from natgrad.helmholtz.blocks import Taught, most_rows, thin_rows
 from natgrad.helmholtz.machine import HelmholtzMachine
 from natgrad.helmholtz.phases import Algorithm, Lesson, Reweighted
-from natgrad.helmholtz.units import Conditional, LogisticRows
+from natgrad.helmholtz.units import LogisticRows
 from natgrad.optim import (
     Accidents,
     Attributes,
@@ -248,13 +248,8 @@ class WakeSleep:
         """Name, weight and rows of every layer that is trained."""
         lessons = {"generation": lesson.generation, "recognition": lesson.recognition}
         each = [(f"{network}.{i}", rows) for network, layers in lessons.items() for i, rows in enumerate(layers)]
-        named = [(name, self._layer(name).weight, rows) for name, rows in each]
+        named = [(name, self.machine.find_layer(name).weight, rows) for name, rows in each]
         return [(name, weight, rows) for name, weight, rows in named if weight.requires_grad]
-
-    def _layer(self, name: str) -> Conditional:
-        layer = self.machine.get_submodule(name)
-        assert isinstance(layer, Conditional)
-        return layer
 
 
 # Lessons whose examples may lie on several processes: what one process with all rows has

@@ -240,27 +240,20 @@ class Term:
     ) -> Tensor:
         """The residuals (b, m) from the unknowns' values and derivatives."""
         jets = {key: jet_pass.outputs for key, jet_pass in passes.items()} if jets is None else jets
-
-        keys, names, count = list(jets), list(coefficients), len(points)
         dtype = next(iter(jets.values())).dtype
 
-        def evaluate_point(*given: Tensor) -> Tensor:
-            point, tables = given[:count], given[count : count + len(keys)]
-            chosen = dict(zip(names, given[count + len(keys) :], strict=True))
+        def evaluate_point(
+            point: tuple[Tensor, ...], tables: dict[tuple[str, int], Tensor], chosen: dict[str, Tensor]
+        ) -> Tensor:
             known: dict[str, dict[int, tuple[Derivatives, Tensor]]] = {}
-            for (name, place), table in zip(keys, tables, strict=True):
+            for (name, place), table in tables.items():
                 known.setdefault(name, {})[place] = passes[name, place].layout, table
-            arguments = [
-                Field(refuse_evaluation, point, known.get(name), self.notes[name])
-                if name in self.notes
-                else chosen[name]
-                for name in self.unknowns
-            ]
+            fields = {n: Field(refuse_evaluation, point, known.get(n), asked) for n, asked in self.notes.items()}
+            arguments = [fields[name] if name in fields else chosen[name] for name in self.unknowns]
             return flatten_residual(self.name, self.function(*arguments, *point), dtype)
 
-        given = (*points, *jets.values(), *coefficients.values())
-        dims = (0,) * count + (1,) * len(keys) + (0,) * len(names)
-        return torch.func.vmap(evaluate_point, in_dims=dims, randomness="different")(*given)
+        each = torch.func.vmap(evaluate_point, in_dims=(0, 1, 0), randomness="different")
+        return each(points, jets, coefficients)
 
     def _layered_rows(self, params: Params, points: tuple[Tensor, ...], weigh: Callable[[Tensor], Tensor]) -> TermRows:
         passes = self._tables(params, points, rows=True)
