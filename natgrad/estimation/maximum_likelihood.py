@@ -153,13 +153,7 @@ def choose_metric(log_likelihood: Callable[..., Any], params: Estimate, data: An
 
 
 class Ascent:
-    """Steps of `NaturalGradient` with halving, and how long each was.
-
-    Args:
-        metric: G.
-        params: Where to start.
-        data: The rows.
-    """
+    """Steps of `NaturalGradient` with halving, and how long each was."""
 
     def __init__(self, metric: Information, params: Estimate, data: Any) -> None:
         self.named = {name: p.detach().clone().requires_grad_() for name, p in name_parameters(params).items()}

@@ -84,12 +84,7 @@ class UnitFisher:
 
 
 class MachineBlocks:
-    """What is remembered of every layer's Fisher.
-
-    Args:
-        machine: The layers.
-        fisher: How they are held.
-    """
+    """What is remembered of every layer's Fisher."""
 
     def __init__(self, machine: HelmholtzMachine, fisher: UnitFisher) -> None:
         self.machine, self.fisher = machine, fisher

@@ -32,23 +32,14 @@ from natgrad.solvers import FactorisedSystem, RowSolver, Solution, Solver
 
 @dataclass(frozen=True, eq=False)
 class DampedSystem:
-    """(G + level D) x = U w with G = U U^T.
-
-    Args:
-        solver: The solver.
-        operator: S G S, S = D^(-1/2).
-        units: The diagonal of D, shape (n,), or None for the identity.
-        scale: The diagonal of S.
-        level: The damping.
-        factorised: Where the solver keeps its factors for several right-hand sides.
-    """
+    """(G + level D) x = U w with G = U U^T."""
 
     solver: Solver
-    operator: Operator
-    units: Tensor | None
-    scale: Tensor | None
+    operator: Operator  # S G S, S = D^(-1/2)
+    units: Tensor | None  # the diagonal of D, (n,), or None for the identity
+    scale: Tensor | None  # that of S
     level: float
-    factorised: FactorisedSystem | None
+    factorised: FactorisedSystem | None  # where the solver keeps its factors for several right-hand sides
 
     @staticmethod
     def of(solver: Solver, operator: Operator, units: Tensor | None, level: float) -> DampedSystem:
@@ -323,16 +314,7 @@ class ResidualOptimizer(NaturalGradient):
 
 
 class ResidualSystem:
-    """(G + level D) x = g + level D x_0, with the acceleration of its solution.
-
-    Args:
-        solver: The solver.
-        damping: How the damping follows from its number.
-        acceleration: Whether the second-order correction is added.
-        scaling: Whether D is G's diagonal; else the identity.
-        there: The residuals, around the point.
-        largest: The largest diagonal of G before this step, shape (n,).
-    """
+    """(G + level D) x = g + level D x_0, with the acceleration of its solution."""
 
     def __init__(
         self,
@@ -384,14 +366,7 @@ class ResidualSystem:
 
 
 class ResidualObjective(Objective):
-    """d -> the loss at theta + d on the step's points.
-
-    Args:
-        system: The terms.
-        now: The linearisation at theta.
-        params: theta, by name.
-        space: The order of the parameters in d.
-    """
+    """d -> the loss at theta + d on the step's points."""
 
     def __init__(
         self,

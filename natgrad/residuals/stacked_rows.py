@@ -122,14 +122,10 @@ def outer_rows(rows: LayerRows) -> Tensor:
 
 
 class StackedRows:
-    """U (n, r): one column per residual, term after term, in each component by component.
+    """diag(scale) U (n, r): one column per residual, term after term, in each component by component.
 
-    Args:
-        space: Of the parameters.
-        terms: In order.
-        scale: Factors of the parameters' entries, shape (n,), U becomes diag(scale) U; where U is not written out they
-            are the same for all entries of a parameter. None: 1.
-        columns: Of the U that these columns are a part of; None: these are all.
+    scale: Of the parameters' entries, (n,); the same for all entries of a parameter where U is not written out.
+    columns: Of the U that these columns are a part of; None: these are all.
     """
 
     # numbers of U up to which it is written out: then every product is one of matrices
@@ -283,13 +279,7 @@ def add_tiled_product(total: Tensor, pairs: Tensor, like: Tensor) -> None:
 
 
 class JoinedStackedRows:
-    """U = [U_0, U_1, ...] with the columns U_i of process i, which keeps them.
-
-    Args:
-        local: This process's columns.
-        processes: What exchanges.
-        counts: Columns of every process.
-    """
+    """U = [U_0, U_1, ...] with the columns U_i of process i, which keeps them."""
 
     def __init__(self, local: StackedRows, processes: RankExchange, counts: list[int]) -> None:
         self.local, self.processes, self.counts = local, processes, counts
@@ -435,11 +425,7 @@ class ScalableRows(SampleRows, Protocol):
 
 
 class RowsOperator(Operator):
-    """G = U U^T from rows that are known by their products.
-
-    Args:
-        rows: U.
-    """
+    """G = U U^T from rows that are known by their products."""
 
     def __init__(self, rows: ScalableRows) -> None:
         self.rows, space = rows, rows.space

@@ -46,13 +46,7 @@ class LinearisedTerms:
 
 
 class System:
-    """The loss sum_k w_k mean |r_k|^2 of named terms, over the points of all processes, which make the same calls.
-
-    Args:
-        terms: By name.
-        weights: w, by name.
-        point_weights: What weighs the points of some terms, by name.
-    """
+    """The loss sum_k w_k mean |r_k|^2 of named terms, over the points of all processes, which make the same calls."""
 
     def __init__(
         self,

@@ -46,13 +46,7 @@ class Unplanned(Exception):
 
 
 class Term:
-    """A named residual.
-
-    Args:
-        name: Its name.
-        function: unknowns and a point -> a residual, a tensor of any shape.
-        unknowns: By name, in the order of the function's arguments.
-    """
+    """A named residual."""
 
     def __init__(self, name: str, function: Function, unknowns: Mapping[str, Unknown]) -> None:
         self.name, self.function, self.unknowns = name, function, dict(unknowns)
@@ -380,11 +374,7 @@ def differentiate_columns(values: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 
 
 class PointDerivatives(TorchFunctionMode):
-    """Inside, `torch.autograd.grad` in a tracked point keeps the graph to the parameters, as a training needs it.
-
-    Args:
-        nothing: A zero that depends on the point: what is to require a gradient gets it added.
-    """
+    """Inside, `torch.autograd.grad` in a tracked point keeps the graph to the parameters, as a training needs it."""
 
     def __init__(self, nothing: Tensor) -> None:
         super().__init__()

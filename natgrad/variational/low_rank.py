@@ -82,9 +82,6 @@ class FactorFisher(Operator):
     """Fisher matrix of N(0, Sigma) in (log s, diag(s)^-1 B): 1/2 tr(Sigma^-1 dSigma Sigma^-1 dSigma) as a form.
 
     It is singular along rotations of B's columns, which leave Sigma as it is. A product costs d r^2 operations.
-
-    Args:
-        covariance: Sigma.
     """
 
     def __init__(self, covariance: FactoredCovariance) -> None:

@@ -47,13 +47,6 @@ class Network(SlopeTarget):
     """A network's weights: data_size times the mean log-likelihood of a batch, plus log N(weights; 0, 1 / precision).
 
     The Hessian is that of the Gauss-Newton form: minus the Fisher metric of `ng.fisher`, so it is never positive.
-
-    Args:
-        model: The network.
-        criterion: A torch.nn loss or an `ng` likelihood.
-        data_size: Number of examples in the whole set.
-        precision: Of the prior of each weight.
-        points: How expectations under q are taken.
     """
 
     def __init__(self, model: nn.Module, criterion: Any, data_size: int, precision: float, points: Points) -> None:
