@@ -12,18 +12,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from natgrad.ground.jets import (
-    AffineMap,
     Derivatives,
-    bend_jet,
+    bend_jets,
     differentiate_elementwise,
     differentiate_map,
-    start_jet,
+    map_layer,
+    pull_bend,
+    start_jets,
     wrap_jets,
 )
 from natgrad.ground.spaces import Params
@@ -59,10 +61,10 @@ class Constraint:
     distance: Function
     values: Function | None
 
-    def push(self, inputs: Tensor, jet: Any) -> Any:
+    def push(self, inputs: Tensor, layout: Derivatives, jets: Tensor) -> Tensor:
         """D n + g with its derivatives, from n with its own at x (b, d)."""
-        product = differentiate_map(self.distance, inputs, jet.derivatives) * jet
-        return product if self.values is None else differentiate_map(self.values, inputs, jet.derivatives) + product
+        product = wrap_jets(differentiate_map(self.distance, inputs, layout), layout) * wrap_jets(jets, layout)
+        return product.jets if self.values is None else differentiate_map(self.values, inputs, layout) + product.jets
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,17 +82,22 @@ class JetPass:
 
     outputs: Tensor  # the value and its derivatives, shape (T, b, m)
     layout: Derivatives  # which derivatives they are
-    records: list[tuple[Affine, Tensor, Tensor]]  # each layer with what went in and what came out, in order
+    records: list[tuple[Affine, Tensor] | Function]  # each layer with what went in, and the ways back of the others
+    state: Params  # the parameters by name
 
     def pull_back(self, cotangents: Tensor) -> list[LayerRows]:
-        """The rows of J^T for cotangents (k, T, b, m) on the outputs, the last layer first."""
-        images = [image for _, _, image in self.records]
-        deltas = zip(
-            *(torch.autograd.grad(self.outputs, images, c, retain_graph=True) for c in cotangents), strict=True
-        )
-        each = zip(self.records, deltas, strict=True)
-        rows = [LayerRows(layer, a, torch.stack([d[: len(a)] for d in parts])) for (layer, a, _), parts in each]
-        return rows[::-1]
+        """The rows of J^T for cotangents (k, T, b, m) on the outputs."""
+        rows, left = list[LayerRows](), sum(isinstance(record, tuple) for record in self.records)
+        for record in reversed(self.records):
+            if not isinstance(record, tuple):
+                cotangents = record(cotangents)
+                continue
+            layer, inputs = record
+            rows.append(LayerRows(layer, inputs, cotangents[:, : len(inputs)]))
+            left -= 1
+            if left:
+                cotangents = cotangents @ self.state[layer.weight]
+        return rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,27 +110,31 @@ class LayerChain:
 
     parts: tuple[Affine | Function | Features | Constraint, ...]
 
+    @torch.no_grad()
     def run(self, state: Params, inputs: Tensor, wish: Derivatives, rows: bool = True) -> JetPass:
-        """The values at x (b, d) with their derivatives, and with `rows` what a pass back needs."""
-        layout, records = wish.inner, list[tuple[Affine, Tensor, Tensor]]()
+        """The values at x (b, d) with their derivatives, and with `rows` what a pass back needs; without a graph."""
+        layout, records, jets = wish.inner, list[tuple[Affine, Tensor] | Function](), None
         order, last = bool(layout.first) + bool(layout.second) + rows, self._find_last_bend()
-        jet: Any = None  # None: that of the points themselves
-        with torch.set_grad_enabled(rows):
-            for number, part in enumerate(self.parts):
-                if isinstance(part, Affine):
-                    before, jet = map_affine(part, state, inputs, jet, layout)
-                    records += [(part, before, jet.jets)] * rows
-                    continue
-                if isinstance(part, Features):
-                    jet = differentiate_map(part.function, inputs, layout)
-                    continue
-                jet = start_jet(inputs, layout) if jet is None else jet
-                if isinstance(part, Constraint):
-                    jet = part.push(inputs, jet)
-                    continue
-                slopes = differentiate_elementwise(part, jet.jets[0].detach(), order)
-                jet = bend_jet(slopes, jet, wish if number == last else layout)
-        return JetPass(jet.jets, jet.derivatives, records)
+        for number, part in enumerate(self.parts):
+            if isinstance(part, Affine):
+                if rows:  # of the points themselves there are no sums
+                    records.append((part, start_jets(inputs, Derivatives(layout.first)) if jets is None else jets))
+                jets = map_affine(part, state, inputs, jets, layout)
+            elif isinstance(part, Features):
+                jets = differentiate_map(part.function, inputs, layout)
+            elif isinstance(part, Constraint):
+                jets = start_jets(inputs, layout) if jets is None else jets
+                push = partial(part.push, inputs, layout)
+                records += [pull_map(push, jets)] * rows
+                jets = push(jets)
+            else:
+                jets = start_jets(inputs, layout) if jets is None else jets
+                slopes = differentiate_elementwise(part, jets[0], order)
+                kept = layout.select(wish) if number == last and wish != layout else None
+                records += [partial(pull_bend, jets, layout, slopes, kept)] * rows
+                jets, layout = bend_jets(jets, layout, slopes, kept), layout if kept is None else wish
+        assert jets is not None
+        return JetPass(jets, layout, records, state)
 
     def _find_last_bend(self) -> int:
         """The number of the last elementwise function; -1 where a constraint behind it needs all derivatives."""
@@ -174,23 +185,21 @@ class LayerChain:
         return bends
 
 
-def map_affine(layer: Affine, state: Params, inputs: Tensor, jet: Any, layout: Derivatives) -> tuple[Tensor, Any]:
-    """The jets (T, b, i) before an affine map, and what comes out of it.
+def pull_map(function: Function, jets: Tensor) -> Function:
+    """Cotangents (k, ...) of what a function gives there -> those of its argument."""
+    pull = torch.func.vjp(function, jets)[1]
+    return torch.func.vmap(lambda cotangents: pull(cotangents)[0])
 
-    Of the points themselves, jet None, first derivatives are the same everywhere, and sums of second ones are zero.
-    """
-    weight, bias = state[layer.weight].detach(), None if layer.bias is None else state[layer.bias].detach()
-    if jet is not None:
-        image = AffineMap.apply(jet.jets, weight, bias)
-        before, layout = jet.jets.detach(), jet.derivatives
-    else:
-        before = start_jet(inputs, Derivatives(layout.first)).jets
-        image = before.new_zeros(layout.count, len(inputs), len(weight))
-        image[0] = nn.functional.linear(inputs, weight, bias)
-        image[1 : 1 + len(layout.first)] = weight.mT[list(layout.first)].unsqueeze(1)
-    if torch.is_grad_enabled() and not image.requires_grad:
-        image.requires_grad_()
-    return before, wrap_jets(image, layout)
+
+def map_affine(layer: Affine, state: Params, inputs: Tensor, jets: Tensor | None, layout: Derivatives) -> Tensor:
+    """W a + b with its derivatives, (T, b, o), from a with its own; from the points themselves for None."""
+    weight, bias = state[layer.weight], None if layer.bias is None else state[layer.bias]
+    if jets is not None:
+        return map_layer(jets, weight, bias)
+    image = inputs.new_zeros(layout.count, len(inputs), len(weight))
+    image[0] = nn.functional.linear(inputs, weight, bias)
+    image[1 : 1 + len(layout.first)] = weight.mT[list(layout.first)].unsqueeze(1)  # the same at all points
+    return image
 
 
 def sum_weighted_squares(jacobian: Tensor, weights: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ With z(x), z_i = dz/dx_i and s = sum_i d^2z/dx_i^2 over a set of coordinates, li
 
 so that one pass with 1 + d + 1 numbers in the place of each gives value, gradient and Laplacian: the forward Laplacian
 (Li et al. 2023), for any network made of operations that are known here. Others raise `NotCarriedError`. Layers and
-activations have a pass back as well.
+activations have a way back as well.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from natgrad.ground.derivatives import exact_derivatives
 from natgrad.ground.linalg import invert_or_nan, is_concrete
@@ -108,13 +107,14 @@ class Jet(Tensor):
             raise NotCarriedError(f"{name} is not carried with these arguments") from error
 
 
-def start_jet(x: Tensor, layout: Derivatives) -> Jet:
-    """The coordinates (b, d) with their own derivatives: unit vectors and zeros."""
+def start_jets(x: Tensor, layout: Derivatives) -> Tensor:
+    """The coordinates (b, d) with their own derivatives, unit vectors and zeros: (T, b, d)."""
     jets = x.new_zeros(layout.count, *x.shape)
     jets[0] = x
-    for place, i in enumerate(layout.first, 1):
-        jets[place, :, i] = 1
-    return wrap_jets(jets, layout)
+    if layout.first:
+        units = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)[list(layout.first)]
+        jets[1 : 1 + len(units)] = units.unsqueeze(1)
+    return jets
 
 
 def wrap_jets(jets: Any, layout: Derivatives) -> Any:
@@ -189,24 +189,15 @@ def map_affine(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     jet, weight = args[0], args[1]
     bias = args[2] if len(args) > 2 else kwargs.get("bias")
     hold_plain(weight, bias)
-    return wrap_jets(AffineMap.apply(jet.jets, weight, bias), jet.derivatives)
+    return wrap_jets(map_layer(jet.jets, weight, bias), jet.derivatives)
 
 
-class AffineMap(torch.autograd.Function):
-    """W a + b with its derivatives, of which the bias moves the value alone; the way back is that of a."""
-
-    @staticmethod
-    def forward(ctx: Any, jets: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight)
-        out = nn.functional.linear(jets, weight)
-        if bias is not None:
-            out[0] += bias
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, cotangents: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return cotangents @ ctx.saved_tensors[0], None, None
+def map_layer(jets: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """W a + b with its derivatives from a with its own, (T, ..., i) to (T, ..., o): the bias moves the value alone."""
+    out = nn.functional.linear(jets, weight)
+    if bias is not None:
+        out[0] += bias
+    return out
 
 
 def find_layout(parts: Sequence[Any]) -> Derivatives:
@@ -306,47 +297,40 @@ def map_bilinear(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) ->
 # functions of every number by itself
 
 
-class Bend(torch.autograd.Function):
-    """f(z) with its derivatives from z with its own, as far as they are kept, and the way back.
+def bend_jets(jets: Tensor, layout: Derivatives, slopes: Sequence[Tensor], kept: list[int] | None = None) -> Tensor:
+    """f(z) with its derivatives from z with its own.
 
-    slopes: f(z), f'(z), f''(z), and the third one where there is a way back; as many as the derivatives need. kept: The
-    positions of what is wanted of f(z); None: all.
+    slopes: f, f' and f'' at z, as far as the derivatives need them. kept: The positions of what is wanted; None: all.
     """
-
-    @staticmethod
-    def forward(ctx: Any, jets: Tensor, layout: Derivatives, kept: list[int] | None, *slopes: Tensor) -> Tensor:
-        ctx.layout, ctx.kept = layout, kept
-        ctx.save_for_backward(jets, *slopes[1:])
-        parts = jets if kept is None else jets[kept]
-        out = parts * slopes[1] if len(parts) > 1 else torch.empty_like(parts)
-        out[0] = slopes[0]
-        for place, own in layout.sums:
-            at = place if kept is None else kept.index(place)
-            out[at].addcmul_(slopes[2], jets[own].square().sum(0))  # f'' sum_i z_i^2
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, cotangents: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        jets, slope, *more = ctx.saved_tensors
-        if ctx.kept is not None:
-            given, cotangents = cotangents, torch.zeros_like(jets)
-            cotangents[ctx.kept] = given
-        out = cotangents * slope
-        if len(jets) > 1:
-            out[0].addcmul_((cotangents[1:] * jets[1:]).sum(0), more[0])  # d/dz of f' z_i and of f' s
-        for place, own in ctx.layout.sums:
-            upper, first = cotangents[place], jets[own]
-            out[0].addcmul_(upper, more[1] * first.square().sum(0))  # d/dz of f'' sum_i z_i^2
-            out[own] += (2 * upper * more[0]) * first
-        return out, *[None] * (len(more) + 4)
+    parts = jets if kept is None else jets[kept]
+    out = parts * slopes[1] if len(parts) > 1 else torch.empty_like(parts)
+    out[0] = slopes[0]
+    for place, own in layout.sums:
+        at = place if kept is None else kept.index(place)
+        out[at].addcmul_(slopes[2], jets[own].square().sum(0))  # f'' sum_i z_i^2
+    return out
 
 
-def bend_jet(slopes: Sequence[Tensor], jet: Any, wish: Derivatives | None = None) -> Any:
-    """f(z) with its derivatives, or those that are wished, from f, f' and f'' at z."""
-    layout = jet.derivatives if wish is None else wish
-    kept = None if layout == jet.derivatives else jet.derivatives.select(layout)
-    return wrap_jets(Bend.apply(jet.jets, jet.derivatives, kept, *slopes), layout)
+def pull_bend(
+    jets: Tensor, layout: Derivatives, slopes: Sequence[Tensor], kept: list[int] | None, cotangents: Tensor
+) -> Tensor:
+    """The cotangents (k, T, b, h) of z from those of what `bend_jets` gave; `slopes` has the third derivative too."""
+    if kept is not None:
+        given, cotangents = cotangents, cotangents.new_zeros(len(cotangents), *jets.shape)
+        cotangents[:, kept] = given
+    out = cotangents * slopes[1]
+    if len(jets) > 1:
+        out[:, 0].addcmul_((cotangents[:, 1:] * jets[1:]).sum(1), slopes[2])  # d/dz of f' z_i and of f' s
+    for place, own in layout.sums:
+        upper, first = cotangents[:, place], jets[own]
+        out[:, 0].addcmul_(upper, slopes[3] * first.square().sum(0))  # d/dz of f'' sum_i z_i^2
+        out[:, own] += (2 * upper * slopes[2]).unsqueeze(1) * first
+    return out
+
+
+def bend_jet(slopes: Sequence[Tensor], jet: Any) -> Any:
+    """f(z) with its derivatives from f, f' and f'' at z."""
+    return wrap_jets(bend_jets(jet.jets, jet.derivatives, slopes), jet.derivatives)
 
 
 def map_smooth(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -611,8 +595,8 @@ def differentiate_along(function: Function, x: Tensor, unit: Tensor) -> Tensor:
         return torch.func.jvp(function, (x,), (unit,))[1]
 
 
-def differentiate_map(function: Function, inputs: Tensor, layout: Derivatives) -> Jet:
-    """The values (b, f) of any function of each point (b, d) by itself, with derivatives in forward mode."""
+def differentiate_map(function: Function, inputs: Tensor, layout: Derivatives) -> Tensor:
+    """Values and derivatives (T, b, f) of any function of each point (b, d) by itself, in forward mode."""
     value = function(inputs)
     if value.dim() != 2 or len(value) != len(inputs):
         raise RuntimeError(f"a function of points {tuple(inputs.shape)} returned {tuple(value.shape)}")
@@ -631,4 +615,4 @@ def differentiate_map(function: Function, inputs: Tensor, layout: Derivatives) -
         jets[place] = pair[0]
         for group in groups:
             jets[layout.place_of_sum(group)] += pair[1]
-    return wrap_jets(jets, layout)
+    return jets

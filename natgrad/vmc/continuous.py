@@ -12,7 +12,7 @@ from torch import Tensor
 
 from natgrad.ground.checks import check_integer, check_positive
 from natgrad.ground.derivatives import exact_derivatives
-from natgrad.ground.jets import Derivatives, Jet, NotCarriedError, start_jet
+from natgrad.ground.jets import Derivatives, Jet, NotCarriedError, start_jets, wrap_jets
 from natgrad.ground.pure import mark_evaluation, run_uncompiled
 from natgrad.vmc.amplitude import LogAmplitude
 
@@ -80,8 +80,9 @@ def agrees(psi: LogAmplitude, states: Tensor) -> bool:
 def carry_log(psi: LogAmplitude, states: Tensor) -> tuple[Tensor, Tensor]:
     """The same by one pass through the network; NotCarriedError where that cannot be."""
     every = tuple(range(states.shape[1]))
+    layout = Derivatives(every, (every,))
     with run_uncompiled():
-        log = psi.take_moving(psi(start_jet(states, Derivatives(every, (every,)))))
+        log = psi.take_moving(psi(wrap_jets(start_jets(states, layout), layout)))
     if not isinstance(log, Jet):
         raise NotCarriedError("log psi came back without its derivatives")
     return log.jets[1:-1], log.jets[-1]
