@@ -162,16 +162,15 @@ class LayerChain:
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
         """For each elementwise f of z: dz/dx, (i, h) or (b, i, h), with f'(z) and f''(z), (b, h)."""
         jacobian: Tensor | None = None
-        value, bends = inputs, list[tuple[Tensor, Tensor, Tensor]]()
-        left = sum(not isinstance(part, Affine) for part in self.parts)
-        for part in self.parts:
+        value, bends, last = inputs, list[tuple[Tensor, Tensor, Tensor]](), self._find_last_bend()
+        for number, part in enumerate(self.parts[: last + 1]):
             if isinstance(part, Affine):
                 weight = state[part.weight]
                 value = nn.functional.linear(value, weight, None if part.bias is None else state[part.bias])
-                if left and jacobian is None:
-                    jacobian = weight.mT if dims is None else weight.mT[list(dims)]
-                elif left and jacobian is not None:
+                if jacobian is not None:
                     jacobian = jacobian @ weight.mT
+                else:
+                    jacobian = weight.mT if dims is None else weight.mT[list(dims)]
                 continue
             assert not isinstance(part, (Features, Constraint))
             if jacobian is None:  # a function of x itself
@@ -179,8 +178,7 @@ class LayerChain:
                 jacobian = units if dims is None else units[list(dims)]
             value, slope, bend = differentiate_elementwise(part, value, 2)
             bends.append((jacobian, slope, bend))
-            left -= 1
-            if left:
+            if number < last:
                 jacobian = slope.unsqueeze(1) * jacobian
         return bends
 
