@@ -19,7 +19,8 @@ from numpy.polynomial import Chebyshev
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.ground.jets import Constraint, Derivatives
+from natgrad.ground.chains import Constraint
+from natgrad.ground.jets import Derivatives
 from natgrad.residuals import HardConstraint, Periodic, draw_where_large
 
 F64 = torch.float64
@@ -143,7 +144,7 @@ def differentiate(net: nn.Module, x: Tensor, piece: FormulaTerm) -> TermJets:
         inner = differentiate(net.net, x, piece)
         stacked = torch.cat([inner.u[None], inner.first.movedim(-1, 0), inner.second.movedim(-1, 0)])
         layout, count = Derivatives(tuple(range(x.shape[1])), piece.groups), 1 + x.shape[1]
-        jets, _ = Constraint(net.distance, net.values).push(x, layout, stacked)
+        jets = Constraint(net.distance, net.values).push(x, layout, stacked)
         return TermJets(jets[0], jets[1:count].movedim(0, -1), jets[count:].movedim(0, -1))
     assert isinstance(net, nn.Sequential)
     value, count = x, x.shape[1]

@@ -8,8 +8,7 @@ Example:
     >>> loss = ng.energies.score_matching_loss(field, field.parameters(), torch.randn(50, 3))
 """
 
-from natgrad.energies.boltzmann import Boltzmann
-from natgrad.energies.boltzmann_preconditioner import PairPreconditioner
+from natgrad.energies.boltzmann import Boltzmann, PairPreconditioner
 from natgrad.energies.gauss_markov import GaussMarkov
 from natgrad.energies.restricted_boltzmann import PersistentLikelihood, RestrictedBoltzmann
 from natgrad.energies.score_matching import (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.checks import check_integer
-from natgrad.ground.densities import Density, check_continuous, check_density
+from natgrad.ground.densities import Density, check_continuous, check_density, check_entries
 from natgrad.ground.linalg import require_factor, symmetrise
 from natgrad.ground.spaces import Params
 
@@ -180,12 +180,8 @@ class GaussMarkov(Density):
         Raises:
             ValueError: If they do not.
         """
-        came = {name: tuple(value.shape) for name, value in params.items()}
-        if came != {"diagonal": (self.size,), "edges": (len(self.edges),)}:
-            raise ValueError(
-                f"params are {came}, expected {{'diagonal': ({self.size},), 'edges': ({len(self.edges)},)}}: the "
-                "entries of the precision; start from field.parameters()"
-            )
+        shapes = {"diagonal": (self.size,), "edges": (len(self.edges),)}
+        check_entries(params, shapes, ": the entries of the precision; start from field.parameters()")
 
     def _factor(self, params: Params) -> Tensor:
         return require_factor(

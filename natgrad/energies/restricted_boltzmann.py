@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from natgrad.ground.checks import check_integer, check_positive, check_share
-from natgrad.ground.densities import Density, check_binary, check_density
+from natgrad.ground.densities import Density, check_binary, check_density, check_entries
 from natgrad.ground.linalg import all_finite, require_inverse
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.ground.spaces import Params
@@ -166,10 +166,8 @@ class RestrictedBoltzmann(Density):
         Raises:
             ValueError: If they do not.
         """
-        sizes = {"b": (self.units,), "c": (self.hidden,), "W": (self.hidden, self.units)}
-        came = {name: tuple(value.shape) for name, value in params.items()}
-        if came != sizes:
-            raise ValueError(f"params are {came}, expected {sizes}: start from machine.parameters()")
+        shapes = {"b": (self.units,), "c": (self.hidden,), "W": (self.hidden, self.units)}
+        check_entries(params, shapes, ": start from machine.parameters()")
 
     def __repr__(self) -> str:
         return f"RestrictedBoltzmann({self.units}, {self.hidden})"

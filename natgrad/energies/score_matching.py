@@ -67,10 +67,7 @@ def score_matching_loss(
         >>> params["precision"].grad.shape
         torch.Size([3])
     """
-    density = as_density(log_p)
-    inputs = check_density(density, params, X).detach()
-    check_continuous(inputs)
-    weights = check_mask(mask, inputs)
+    density, inputs, weights = read_continuous(log_p, params, X, mask)
 
     def term(point: Params, dims: list[int]) -> Tensor:
         scores, curvatures = density.scores_and_curvatures(point, inputs, dims)
@@ -113,10 +110,7 @@ def sliced_score_matching_loss(
         Song et al. 2019.
     """
     check_integer("slices", slices)
-    density = as_density(log_p)
-    inputs = check_density(density, params, X).detach()
-    check_continuous(inputs)
-    weights = check_mask(mask, inputs)
+    density, inputs, weights = read_continuous(log_p, params, X, mask)
     with guard_derivatives(density, params, inputs):
         scores, pull = vjp(lambda x: density.scores(params, x), inputs)
         size = (slices, *scores.shape)
@@ -265,6 +259,16 @@ class _Chunks(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         wanted = zip(ctx.saved_tensors, ctx.needs_input_grad[3:], strict=True)
         return None, None, None, *(gradient * part if need else None for part, need in wanted)
+
+
+def read_continuous(
+    log_p: LogP | nn.Module | Density, params: Params, X: Tensor, mask: Tensor | None
+) -> tuple[Density, Tensor, Tensor | None]:
+    """The density, continuous examples, and which of their variables count."""
+    density = as_density(log_p)
+    inputs = check_density(density, params, X).detach()
+    check_continuous(inputs)
+    return density, inputs, check_mask(mask, inputs)
 
 
 def check_smooth(scores: Tensor, curvatures: Tensor) -> None:

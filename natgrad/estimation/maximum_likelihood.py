@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from natgrad.ground.checks import check_integer
+from natgrad.ground.checks import check_integer, check_range
 from natgrad.ground.linalg import eigh
 from natgrad.ground.messages import explain_calls, write_table
 from natgrad.ground.pure import keep_gradient_mode
@@ -153,13 +153,7 @@ def choose_metric(log_likelihood: Callable[..., Any], params: Estimate, data: An
 
 
 class Ascent:
-    """Steps of `NaturalGradient` with halving, and how long each was.
-
-    Args:
-        metric: G.
-        params: Where to start.
-        data: The rows.
-    """
+    """Steps of `NaturalGradient` with halving, and how long each was."""
 
     def __init__(self, metric: Information, params: Estimate, data: Any) -> None:
         self.named = {name: p.detach().clone().requires_grad_() for name, p in name_parameters(params).items()}
@@ -345,7 +339,7 @@ class StandardErrors:
         Returns:
             As the estimate is, each tensor with a last axis of two: the lower and the upper end.
         """
-        check_level(level)
+        check_range("level", level, "(0, 1)", hint=", such as 0.95")
         reach = math.sqrt(2) * float(torch.erfinv(torch.tensor(level, dtype=torch.float64)))
         width = reach * self.covariance.diagonal().clamp(min=0).sqrt()
         ends = self._like_params(self._flat - width), self._like_params(self._flat + width)
@@ -367,7 +361,7 @@ class StandardErrors:
         Raises:
             ValueError: For names that the estimate does not have, or not two different ones.
         """
-        check_level(level)
+        check_range("level", level, "(0, 1)", hint=", such as 0.95")
         unknown = [name for name in names if name not in self.names]
         if unknown or len(names) != 2 or names[0] == names[1]:
             known = ", ".join(self.names[:20]) + ", ..." * (len(self.names) > 20)
@@ -440,12 +434,6 @@ class StandardErrors:
 
 
 HEAD = ("parameter", "estimate", "standard error", "95 % interval")
-
-
-def check_level(level: float) -> None:
-    """ValueError for a level of confidence that is none."""
-    if not 0 < level < 1:
-        raise ValueError(f"level is {level}, expected a number in (0, 1), such as 0.95")
 
 
 def name_entries(params: Params) -> tuple[str, ...]:

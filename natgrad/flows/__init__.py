@@ -1,6 +1,6 @@
 """Gradient flows over statistical models, Euclidean and natural, in any coordinates, and their pictures.
 
-`integrate` has one flow and `many_paths` flows from many starts. `expectation` has what they go down, `coordinates`
+`integrate` has one flow, and flows from many starts. `expectation` has what they go down, `coordinates`
 where they run, `pictures` what is drawn of them.
 """
 
@@ -14,8 +14,7 @@ from natgrad.flows.coordinates import (
 from natgrad.flows.expectation import Function as Function
 from natgrad.flows.expectation import expected_value
 from natgrad.flows.integrate import Field as Field
-from natgrad.flows.integrate import Integrator, Trajectory, flow, flow_field
-from natgrad.flows.many_paths import destinations, paths
+from natgrad.flows.integrate import Integrator, Trajectory, destinations, flow, flow_field, paths
 from natgrad.flows.pictures import draw_basins, draw_field, draw_levels, draw_trajectory, lattice, show_descent
 from natgrad.ground.messages import find_name
 

@@ -35,6 +35,14 @@ def check_number(name: str, value: Any, least: float = 0.0, most: float = math.i
         raise ValueError(f"{name} is {value!r}, expected {wanted}{hint}")
 
 
+def check_range(name: str, value: Any, interval: str, *, hint: str = "") -> None:
+    """Check that a value is a number in an interval, such as "(0, 1]" with 1 and without 0."""
+    low, high = (float(end) for end in interval[1:-1].split(","))
+    inside = is_real(value) and low <= value <= high
+    if not inside or (interval[0] == "(" and value == low) or (interval[-1] == ")" and value == high):
+        raise ValueError(f"{name} is {value!r}, expected a number in {interval}{hint}")
+
+
 def check_share(name: str, value: Any, *, hint: str = "") -> None:
     """Check that a value is a number in [0, 1), such as the weight of the past."""
     if not is_real(value) or not 0 <= value < 1:

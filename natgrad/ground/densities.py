@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from natgrad.ground.chains import Affine, Features, LayerChain, read_chain
 from natgrad.ground.derivatives import exact_derivatives
-from natgrad.ground.jets import Affine, Features, LayerChain, read_chain
 from natgrad.ground.linalg import all_finite, is_concrete
 from natgrad.ground.messages import Explained, write_choices
 from natgrad.ground.pure import Call, PureModel, check_call, full_precision, mixes_examples, run_detached
@@ -375,6 +375,13 @@ def check_weights(weights: Tensor | None, inputs: Tensor) -> Tensor | None:
     if is_concrete(weights) and not (bool((weights >= 0).all()) and 0 < float(weights.sum()) < torch.inf):
         raise ValueError("weights must be counts or probabilities: finite, none below 0, at least one above")
     return (weights / weights.sum()).to(inputs.device)
+
+
+def check_entries(params: Params, shapes: Mapping[str, tuple[int, ...]], hint: str) -> None:
+    """ValueError unless the parameters have these names and shapes."""
+    came = {name: tuple(value.shape) for name, value in params.items()}
+    if came != shapes:
+        raise ValueError(f"params are {came}, expected {shapes}{hint}")
 
 
 def check_continuous(inputs: Tensor) -> None:

@@ -1,24 +1,20 @@
-"""Derivatives of a network in its inputs, carried forward through its layers beside the values: Taylor mode.
+"""Derivatives in the inputs of a network, carried forward beside its values: Taylor mode.
 
-With z what goes into an elementwise f, z_i = dz/dx_i and s = sum_i d^2z/dx_i^2 over a set of coordinates,
+With z(x), z_i = dz/dx_i and s = sum_i d^2z/dx_i^2 over a set of coordinates, linear maps treat the three alike, and
 
-    d f(z)/dx_i  =  f'(z) z_i          sum_i d^2 f(z)/dx_i^2  =  f'(z) s + f''(z) sum_i z_i^2
+    f(z):  f'(z) z_i      f'(z) s + f''(z) sum_i z_i^2
+    a b:   a b_i + b a_i  a s_b + b s_a + 2 sum_i a_i b_i
 
-and linear layers map value, z_i and s alike. One pass with 1 + d + 1 numbers in the place of each gives value,
-gradient and Laplacian (Li et al. 2023, the forward Laplacian), and one pass back gives every row of their Jacobian in
-the weights as a sum of outer products. Behind the first layer z_i is the same at all points and s is zero; behind the
-last elementwise function only what is asked for is left.
-
-An energy needs d^2/dx_i^2 for every i by itself. These are sums over the elementwise functions of f''(z) z_i^2 with
-what the energy changes by in f(z), so that z_i goes forward and one derivative back, and no s is carried at all.
+so that one pass with 1 + d + 1 numbers in the place of each gives value, gradient and Laplacian: the forward Laplacian
+(Li et al. 2023), for any network made of operations that are known here. Others raise `NotCarriedError`. Layers and
+activations have a way back as well.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice, repeat
 from typing import Any
 
@@ -26,37 +22,47 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.ground.derivatives import exact_derivatives
-from natgrad.ground.linalg import is_concrete
-from natgrad.ground.spaces import Params
+from natgrad.ground.linalg import invert_or_nan, is_concrete
+from natgrad.ground.typed_torch import torch_returns
 
-Function = Callable[[Tensor], Tensor]
-
-ACTIVATIONS = (
-    nn.Tanh, nn.Sigmoid, nn.Softplus, nn.SiLU, nn.GELU, nn.ELU, nn.SELU, nn.CELU, nn.Mish, nn.LogSigmoid,
-    nn.Softsign, nn.Tanhshrink, nn.ReLU, nn.LeakyReLU,
-)  # fmt: skip
-DROPOUTS = (nn.Dropout, nn.AlphaDropout)
+Function = Callable[..., Any]
+Places = slice | list[int]
 
 
 @dataclass(frozen=True)
 class Derivatives:
-    """What is carried beside a unit's value, in this order: first derivatives, then sums of second ones."""
+    """What is carried beside a value, in this order: first derivatives, then sums of second ones."""
 
     first: tuple[int, ...] = ()  # the coordinates of the first derivatives, in order
     second: tuple[tuple[int, ...], ...] = ()  # sets of coordinates over which second derivatives are summed
 
     @property
     def count(self) -> int:
-        """T: numbers per unit, its value with them."""
+        """T: numbers per value, itself with them."""
         return 1 + len(self.first) + len(self.second)
 
     def place_of(self, coordinate: int) -> int:
         """The position of d/dx_i among the T numbers."""
         return 1 + self.first.index(coordinate)
 
+    def places_of(self, coordinates: Sequence[int]) -> Places:
+        """The positions of first derivatives: a slice, of which a tensor has a view, where they are side by side."""
+        places = [self.place_of(i) for i in coordinates]
+        side_by_side = bool(places) and places == list(range(places[0], places[0] + len(places)))
+        return slice(places[0], places[0] + len(places)) if side_by_side else places
+
     def place_of_sum(self, group: tuple[int, ...]) -> int:
         """The position of a sum of second derivatives among the T numbers."""
         return 1 + len(self.first) + self.second.index(group)
+
+    @cached_property
+    def sums(self) -> list[tuple[int, Places]]:
+        """The position of every sum of second derivatives, and those of the first ones in its coordinates."""
+        return [(self.place_of_sum(group), self.places_of(group)) for group in self.second]
+
+    def select(self, wish: Derivatives) -> list[int]:
+        """The positions of a value and of what is wished beside it."""
+        return [0, *map(self.place_of, wish.first), *map(self.place_of_sum, wish.second)]
 
     def holds(self, wish: Derivatives) -> bool:
         """True if all of a wish is among the T numbers."""
@@ -69,329 +75,347 @@ class Derivatives:
 
     @cached_property
     def inner(self) -> Derivatives:
-        """What goes through the layers for it: second derivatives need the first ones on their way."""
+        """What goes through a network for it: second derivatives need the first ones on their way."""
         return self.merge(Derivatives(tuple(i for group in self.second for i in group)))
 
 
-@dataclass(frozen=True)
-class Affine:
-    """z = W a + b, by the parameters' names; b may be None."""
-
-    weight: str
-    bias: str | None
+class NotCarriedError(Exception):
+    """An operation that has no rule here."""
 
 
-@dataclass(frozen=True, eq=False)
-class Features:
-    """What a network does with its points before its first layer, without parameters: (b, d) -> (b, f)."""
+class Jet(Tensor):
+    """A tensor z that has its derivatives with it: it goes through a network in the place of the coordinates.
 
-    function: Function
-
-
-@dataclass(frozen=True, eq=False)
-class Constraint:
-    """g(x) + D(x) n(x) behind the last layer: D (b, d) -> (b, 1), g (b, d) -> (b, m) or None for zero."""
-
-    distance: Function
-    values: Function | None
-
-    def push(self, inputs: Tensor, layout: Derivatives, jets: Tensor) -> tuple[Tensor, ConstraintPass]:
-        """The jets (T, b, m) of D n + g from those of n at x (b, d)."""
-        factor = differentiate_map(self.distance, inputs, layout)
-        out = factor[0] * jets
-        out[1:] += factor[1:] * jets[0]
-        for group in layout.second:
-            for i in group:  # sum_i (D n)_ii has 2 D_i n_i
-                out[layout.place_of_sum(group)].addcmul_(factor[layout.place_of(i)], jets[layout.place_of(i)], value=2)
-        if self.values is not None:
-            out += differentiate_map(self.values, inputs, layout)
-        return out, ConstraintPass(factor, layout)
-
-
-@dataclass(frozen=True, eq=False)
-class ConstraintPass:
-    """A product with a function of the point on the way: the jets (T, b, 1) of D, by which cotangents go back."""
-
-    factor: Tensor
-    layout: Derivatives
-
-    def pull(self, cotangents: Tensor) -> Tensor:
-        """The cotangents (k, T, b, m) before the product, from those behind it."""
-        layout = self.layout
-        out = cotangents * self.factor[0]
-        out[:, 0] += (cotangents[:, 1:] * self.factor[1:]).sum(1)
-        for group in layout.second:
-            for i in group:
-                place = layout.place_of(i)
-                out[:, place].addcmul_(cotangents[:, layout.place_of_sum(group)], self.factor[place], value=2)
-        return out
-
-
-@dataclass(frozen=True, eq=False)
-class LayerRows:
-    """What a pass back tells of an affine layer: row (j, x) of W is sum_t delta_jtx a_tx^T, of b delta_j0x."""
-
-    layer: Affine  # the layer
-    inputs: Tensor  # a, shape (T, b, i)
-    deltas: Tensor  # shape (k, T, b, o)
-
-
-@dataclass(frozen=True, eq=False)
-class JetPass:
-    """One pass through a network."""
-
-    outputs: Tensor  # the value and its derivatives, shape (T, b, m)
-    layout: Derivatives  # which derivatives they are
-    records: list[tuple[Affine, Tensor] | Bend | ConstraintPass]  # what each part left behind, in order
-    state: Params  # the parameters by name
-
-    def pull_back(self, cotangents: Tensor) -> list[LayerRows]:
-        """The rows of J^T for cotangents (k, T, b, m) on the outputs."""
-        rows, left = list[LayerRows](), sum(isinstance(record, tuple) for record in self.records)
-        for record in reversed(self.records):
-            if not isinstance(record, tuple):
-                cotangents = record.pull(cotangents)
-                continue
-            layer, inputs = record
-            rows.append(LayerRows(layer, inputs, cotangents[:, : len(inputs)]))
-            left -= 1
-            if left:
-                cotangents = cotangents @ self.state[layer.weight]
-        return rows
-
-
-@dataclass(frozen=True, eq=False)
-class LayerChain:
-    """Affine maps and elementwise functions, one after the other: (b, d) -> (b, m).
-
-    Args:
-        parts: In order; the first may be features of the points, the last ones constraints.
+    Attributes:
+        jets: z and its derivatives, shape (T, *shape of z).
+        derivatives: Which ones they are.
     """
 
-    parts: tuple[Affine | Function | Features | Constraint, ...]
+    jets: Tensor
+    derivatives: Derivatives
 
-    def run(self, state: Params, inputs: Tensor, wish: Derivatives, rows: bool = True) -> JetPass:
-        """The values at x (b, d) with their derivatives, and with `rows` what a pass back needs; without a graph."""
-        layout, records = wish.inner, list[tuple[Affine, Tensor] | Bend | ConstraintPass]()
-        jets: Tensor | Jets = start_jets(inputs, layout)
-        for number, part in enumerate(self.parts):
-            if isinstance(part, Affine):
-                if rows:
-                    records.append((part, jets if isinstance(jets, Tensor) else jets.stack()))
-                jets = map_linearly(part, state, jets)
-            elif isinstance(part, Features):
-                jets = differentiate_map(part.function, inputs, layout)
-            elif isinstance(part, Constraint):
-                jets, product = part.push(inputs, layout, stack_jets(jets, layout))
-                records.append(product)
-            else:
-                before = Jets.split(jets, layout) if isinstance(jets, Tensor) else jets
-                behind = wish if number == self._last_bend else layout
-                jets, bend = push_through(part, before, layout, behind, rows)
-                layout = behind
-                records += [bend] if bend is not None else []
-        return JetPass(stack_jets(jets, layout), layout, records, state)
-
-    def scores_and_curvatures(self, state: Params, inputs: Tensor, dims: Sequence[int] | None) -> tuple[Tensor, Tensor]:
-        """-dE/dx (b, N) and -d^2E/dx_i^2 (b, len(dims)) of an energy, m = 1, as functions of the parameters.
-
-        dims: The coordinates i. None: all.
-        """
-        bends = self._push_jacobian(state, inputs, dims)
-        delta, seconds = inputs.new_ones(len(inputs), 1), inputs.new_zeros(())
-        for part in reversed(self.parts):
-            if isinstance(part, Affine):
-                delta = delta @ state[part.weight]
-                continue
-            jacobian, slope, bend = bends.pop()
-            seconds = seconds - sum_weighted_squares(jacobian, delta * bend)  # dE/df(z) f''(z) (dz/dx_i)^2
-            delta = delta * slope
-        return -delta, seconds.expand(len(inputs), inputs.shape[1] if dims is None else len(dims))
-
-    def _push_jacobian(
-        self, state: Params, inputs: Tensor, dims: Sequence[int] | None
-    ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """For each elementwise f of z: dz/dx, (i, h) or (b, i, h), with f'(z) and f''(z), (b, h)."""
-        jacobian: Tensor | None = None
-        value, bends = inputs, list[tuple[Tensor, Tensor, Tensor]]()
-        left = sum(not isinstance(part, Affine) for part in self.parts)
-        for part in self.parts:
-            if isinstance(part, Affine):
-                weight = state[part.weight]
-                value = nn.functional.linear(value, weight, None if part.bias is None else state[part.bias])
-                if left and jacobian is None:
-                    jacobian = weight.mT if dims is None else weight.mT[list(dims)]
-                elif left and jacobian is not None:
-                    jacobian = jacobian @ weight.mT
-                continue
-            assert not isinstance(part, (Features, Constraint))
-            if jacobian is None:  # a function of x itself
-                units = torch.eye(inputs.shape[1], dtype=inputs.dtype, device=inputs.device)
-                jacobian = units if dims is None else units[list(dims)]
-            value, slope, bend = differentiate_elementwise(part, value, 2)
-            bends.append((jacobian, slope, bend))
-            left -= 1
-            if left:
-                jacobian = slope.unsqueeze(1) * jacobian
-        return bends
-
-    @cached_property
-    def _last_bend(self) -> int:
-        """The number of the last elementwise function; -1 where a constraint behind it needs all derivatives."""
-        bends = [i for i, part in enumerate(self.parts) if not isinstance(part, (Affine, Features, Constraint))]
-        return bends[-1] if bends and not isinstance(self.parts[-1], Constraint) else -1
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = name_function(func)
+        if name in RULES:
+            return RULES[name](func, args, kwargs or {})
+        if name not in COMPOSED:
+            raise NotCarriedError(f"{name} has no rule for first and second derivatives")
+        try:
+            return COMPOSED[name](*args, **(kwargs or {}))
+        except TypeError as error:
+            raise NotCarriedError(f"{name} is not carried with these arguments") from error
 
 
-def sum_weighted_squares(jacobian: Tensor, weights: Tensor) -> Tensor:
-    """sum_h w_h J_ih^2 per example, (b, i), for J (b, i, h), or (i, h) where it is the same for all examples."""
-    if jacobian.dim() == 2:
-        return weights @ jacobian.square().mT
-    return (jacobian.square() @ weights.unsqueeze(2)).squeeze(2)
+def start_jets(x: Tensor, layout: Derivatives) -> Tensor:
+    """The coordinates (b, d) with their own derivatives, unit vectors and zeros: (T, b, d)."""
+    jets = x.new_zeros(layout.count, *x.shape)
+    jets[0] = x
+    if layout.first:
+        units = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)[list(layout.first)]
+        jets[1 : 1 + len(units)] = units.unsqueeze(1)
+    return jets
 
 
-# what goes through the layers
+def wrap_jets(jets: Any, layout: Derivatives) -> Any:
+    """Stacked values and derivatives, (T, ...), as a tensor of the values; of each part of a tuple."""
+    if isinstance(jets, (tuple, list)):
+        kind = type(jets)
+        return kind(wrap_jets(part, layout) for part in jets) if kind in (tuple, list) else refuse("a named tuple")
+    value = jets[0].as_subclass(Jet)
+    value.jets, value.derivatives = jets, layout
+    return value
 
 
-@dataclass(frozen=True, eq=False)
-class Jets:
-    """The values and derivatives of all units of a layer.
+def refuse(what: str) -> Any:
+    """NotCarriedError for what has no rule."""
+    raise NotCarriedError(f"{what} is not carried")
 
-    Args:
-        value: z, shape (b, h).
-        first: z_i, shape (D, b, h); (D, 1, h) where they are the same at all points.
-        sums: s for every set of coordinates, shape (G, b, h). None: zeros, of a linear function of the points.
+
+def name_function(func: Any) -> str:
+    """The operation's name without the marks of operators and attributes: `rsub` of `Tensor.__rsub__`."""
+    name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
+    return name[2:-2] if name.startswith("__") and name.endswith("__") else name
+
+
+def is_carried(value: Any) -> bool:
+    """Whether it is a tensor with derivatives."""
+    return isinstance(value, Jet)
+
+
+def read_value(value: Any) -> Any:
+    """The value alone, without derivatives; anything else as it is."""
+    return value.jets[0] if isinstance(value, Jet) else value
+
+
+def hold_plain(*parts: Any) -> None:
+    """NotCarriedError if one of them has derivatives, where the rule knows of none."""
+    for part in parts:
+        inner = part.values() if isinstance(part, dict) else part if isinstance(part, (tuple, list)) else (part,)
+        if any(is_carried(value) for value in inner):
+            refuse("this argument")
+
+
+# linear maps
+
+
+def map_linear(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A linear map of its first argument: of value and derivatives alike."""
+    first, rest = args[0], args[1:]
+    hold_plain(*rest, kwargs)
+    return wrap_jets(torch.func.vmap(lambda part: func(part, *rest, **kwargs))(first.jets), first.derivatives)
+
+
+def map_shaped(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A linear map of its first argument that takes a shape from the others."""
+    return map_linear(func, [args[0], *map(read_value, args[1:])], kwargs) if is_carried(args[0]) else refuse("a shape")
+
+
+def map_together(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`torch.cat` or `torch.stack`: linear in all the tensors of a list."""
+    layout = find_layout(args[0])
+    parts = [fill_jets(tensor, layout) for tensor in args[0]]
+    return wrap_jets(torch.func.vmap(lambda *given: func(given, *args[1:], **kwargs))(*parts), layout)
+
+
+def join_complex(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`torch.complex(a, b)`."""
+    layout = find_layout(args)
+    return wrap_jets(torch.complex(*(fill_jets(part, layout) for part in args)), layout)
+
+
+def map_affine(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`torch.nn.functional.linear` of the first argument: the bias moves the value alone."""
+    jet, weight = args[0], args[1]
+    bias = args[2] if len(args) > 2 else kwargs.get("bias")
+    hold_plain(weight, bias)
+    return wrap_jets(map_layer(jet.jets, weight, bias), jet.derivatives)
+
+
+def map_layer(jets: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """W a + b with its derivatives from a with its own, (T, ..., i) to (T, ..., o): the bias moves the value alone."""
+    out = nn.functional.linear(jets, weight)
+    if bias is not None:
+        out[0] += bias
+    return out
+
+
+def find_layout(parts: Sequence[Any]) -> Derivatives:
+    """Which derivatives the parts carry that carry any."""
+    return next(part.derivatives for part in parts if is_carried(part))
+
+
+def fill_jets(value: Any, layout: Derivatives) -> Tensor:
+    """Values and derivatives, the latter zero for a constant."""
+    if is_carried(value):
+        return value.jets
+    zeros = value.new_zeros(layout.count, *value.shape)
+    zeros[0] = value
+    return zeros
+
+
+def keep_value(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What does not move with the coordinates: signs, comparisons, shapes."""
+    return func(*map(read_value, args), **kwargs)
+
+
+def choose(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`torch.where(condition, a, b)`."""
+    if len(args) != 3 or kwargs:
+        refuse("torch.where of other arguments")
+    condition, *parts = args
+    like = next(part for part in parts if is_carried(part))
+    plain = [part if isinstance(part, Tensor) else like.jets.new_full((), part) for part in parts]
+    sides = [fill_jets(part, like.derivatives) for part in plain]
+    dims = max(condition.dim(), *(part.dim() - 1 for part in sides))
+    return wrap_jets(torch.where(condition, *(lift(part, dims) for part in sides)), like.derivatives)
+
+
+# sums and products
+
+
+def lift(jets: Tensor, dims: int) -> Tensor:
+    """Axes of one behind the derivatives' axis, so that values with `dims` axes are broadcast to the right."""
+    more = dims + 1 - jets.dim()
+    return jets.reshape(len(jets), *[1] * more, *jets.shape[1:]) if more > 0 else jets
+
+
+def add(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """a + b."""
+    if kwargs:
+        refuse("alpha")
+    a, b = args
+    if is_carried(a) and is_carried(b):
+        dims = max(a.jets.dim(), b.jets.dim()) - 1
+        return wrap_jets(lift(a.jets, dims) + lift(b.jets, dims), a.derivatives)
+    jet, constant = (a, b) if is_carried(a) else (b, a)
+    value = jet.jets[0] + constant
+    rest = lift(jet.jets[1:], value.dim()).expand(-1, *value.shape).to(value.dtype)
+    return wrap_jets(torch.cat([value.unsqueeze(0), rest]), jet.derivatives)
+
+
+def multiply(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """a b, elementwise."""
+    if kwargs:
+        refuse("a keyword")
+    a, b = args
+    if not (is_carried(a) and is_carried(b)):
+        jet, constant = (a, b) if is_carried(a) else (b, a)
+        return wrap_jets(
+            lift(jet.jets, constant.dim() if isinstance(constant, Tensor) else 0) * constant, jet.derivatives
+        )
+    dims = max(a.jets.dim(), b.jets.dim()) - 1
+    left, right = lift(a.jets, dims), lift(b.jets, dims)
+    out = left[0] * right + right[0] * left
+    out[0] = left[0] * right[0]
+    for place, own in a.derivatives.sums:
+        out[place] += 2 * (left[own] * right[own]).sum(0)  # 2 sum_i a_i b_i
+    return wrap_jets(out, a.derivatives)
+
+
+def map_bilinear(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`torch.matmul` and `torch.einsum`, of one or two tensors with derivatives."""
+    places = [i for i, argument in enumerate(args) if is_carried(argument)]
+    hold_plain(kwargs, *(argument for i, argument in enumerate(args) if i not in places))
+    if len(places) not in (1, 2):
+        refuse("a product of many")
+
+    def call(*given: Tensor) -> Tensor:
+        return func(*(given[places.index(i)] if i in places else argument for i, argument in enumerate(args)), **kwargs)
+
+    layout = args[places[0]].derivatives
+    if len(places) == 1:
+        return wrap_jets(torch.func.vmap(call)(args[places[0]].jets), layout)
+    left, right = (args[i].jets for i in places)
+    out = torch.func.vmap(call, (0, None))(left, right[0]) + torch.func.vmap(call, (None, 0))(left[0], right)
+    out[0] = call(left[0], right[0])
+    for place, own in layout.sums:
+        out[place] += 2 * torch.func.vmap(call)(left[own], right[own]).sum(0)
+    return wrap_jets(out, layout)
+
+
+# functions of every number by itself
+
+
+def bend_jets(jets: Tensor, layout: Derivatives, slopes: Sequence[Tensor], kept: list[int] | None = None) -> Tensor:
+    """f(z) with its derivatives from z with its own.
+
+    slopes: f, f' and f'' at z, as far as the derivatives need them. kept: The positions of what is wanted; None: all.
     """
-
-    value: Tensor
-    first: Tensor
-    sums: Tensor | None
-
-    @staticmethod
-    def split(stacked: Tensor, layout: Derivatives) -> Jets:
-        """Jets out of the tensor (T, b, h) that has them in this order."""
-        last = 1 + len(layout.first)
-        return Jets(stacked[0], stacked[1:last], stacked[last:])
-
-    def stack(self, sets: int = 0) -> Tensor:
-        """(T, b, h): value, first derivatives, sums; with zeros for those that are None."""
-        value = self.value.unsqueeze(0)
-        parts = [value, self.first.expand(-1, *self.value.shape)]
-        parts.append(value.new_zeros(sets, *self.value.shape) if self.sums is None else self.sums)
-        return torch.cat(parts)
+    parts = jets if kept is None else jets[kept]
+    out = parts * slopes[1] if len(parts) > 1 else torch.empty_like(parts)
+    out[0] = slopes[0]
+    for place, own in layout.sums:
+        at = place if kept is None else kept.index(place)
+        out[at].addcmul_(slopes[2], jets[own].square().sum(0))  # f'' sum_i z_i^2
+    return out
 
 
-def start_jets(inputs: Tensor, layout: Derivatives) -> Jets:
-    """x, the unit vectors, and no second derivatives."""
-    first = torch.eye(inputs.shape[1], dtype=inputs.dtype, device=inputs.device)[list(layout.first)]
-    return Jets(inputs, first.unsqueeze(1), None)
+def pull_bend(
+    jets: Tensor, layout: Derivatives, slopes: Sequence[Tensor], kept: list[int] | None, cotangents: Tensor
+) -> Tensor:
+    """The cotangents (k, T, b, h) of z from those of what `bend_jets` gave; `slopes` has the third derivative too."""
+    if kept is not None:
+        given, cotangents = cotangents, cotangents.new_zeros(len(cotangents), *jets.shape)
+        cotangents[:, kept] = given
+    out = cotangents * slopes[1]
+    if len(jets) > 1:
+        out[:, 0].addcmul_((cotangents[:, 1:] * jets[1:]).sum(1), slopes[2])  # d/dz of f' z_i and of f' s
+    for place, own in layout.sums:
+        upper, first = cotangents[:, place], jets[own]
+        out[:, 0].addcmul_(upper, slopes[3] * first.square().sum(0))  # d/dz of f'' sum_i z_i^2
+        out[:, own] += (2 * upper * slopes[2]).unsqueeze(1) * first
+    return out
 
 
-def stack_jets(jets: Tensor | Jets, layout: Derivatives) -> Tensor:
-    """Jets as one tensor (T, b, h) in this order."""
-    return jets if isinstance(jets, Tensor) else jets.stack(len(layout.second))
+def bend_jet(slopes: Sequence[Tensor], jet: Any) -> Any:
+    """f(z) with its derivatives from f, f' and f'' at z."""
+    return wrap_jets(bend_jets(jet.jets, jet.derivatives, slopes), jet.derivatives)
 
 
-def map_linearly(layer: Affine, state: Params, jets: Tensor | Jets) -> Tensor | Jets:
-    """W a + b with its derivatives, from a with its own."""
-    weight = state[layer.weight].mT
-    if isinstance(jets, Tensor):
-        out = jets @ weight
-        if layer.bias is not None:
-            out[0] += state[layer.bias]
-        return out
-    value = jets.value @ weight if layer.bias is None else torch.addmm(state[layer.bias], jets.value, weight)
-    return Jets(value, jets.first @ weight, None)
+def map_smooth(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A function whose derivatives are written out."""
+    if len(args) != 1 or any(value is not None and value is not False for value in kwargs.values()):
+        refuse("a keyword")
+    return bend_jet(list(islice(SMOOTH[name_function(func)](args[0].jets[0]), 3)), args[0])
 
 
-def push_through(
-    part: Function, jets: Jets, before: Derivatives, behind: Derivatives, rows: bool
-) -> tuple[Tensor, Bend | None]:
-    """f(z) with its derivatives, from z with its own."""
-    order = bool(before.first) + bool(before.second) + rows
-    value, *slopes = differentiate_elementwise(part, jets.value, order)
-    out = value.new_empty(behind.count, *value.shape)
-    out[0] = value
-    if behind.first and behind.first == before.first:
-        torch.mul(jets.first, slopes[0], out=out[1 : 1 + len(behind.first)])
-    else:
-        for i in behind.first:
-            torch.mul(jets.first[before.place_of(i) - 1], slopes[0], out=out[behind.place_of(i)])
-    squares = []
-    for number, group in enumerate(before.second):
-        square = sum_squares(jets.first, [before.place_of(i) - 1 for i in group])
-        place = out[behind.place_of_sum(group)]
-        torch.mul(slopes[1], square, out=place)  # f'' sum_i z_i^2 + f' s
-        if jets.sums is not None:
-            place.addcmul_(slopes[0], jets.sums[number])
-        squares.append(square)
-    return out, Bend(slopes, jets, squares, before, behind) if rows else None
+def map_elementwise(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A function of every number by itself, whose derivatives come from autograd."""
+    hold_plain(*args[1:], kwargs)
+    jets = args[0].jets
+    if jets.is_complex():
+        refuse("a complex argument")
+    derivatives = differentiate_elementwise(lambda z: func(z, *args[1:], **kwargs), jets[0], 2)
+    if derivatives[0].shape != jets[0].shape:
+        refuse("a function of several numbers")
+    return bend_jet(derivatives, args[0])
 
 
-def sum_squares(first: Tensor, places: list[int]) -> Tensor:
-    """sum z_i^2 over some of the positions of (D, b, h)."""
-    start, last = places[0], places[-1]
-    if places == list(range(start, last + 1)):
-        return first[start : last + 1].square().sum(0)
-    return first[places].square().sum(0)
+def raise_power(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """z^p with a number p."""
+    jet, power = args if len(args) == 2 else (args[0], kwargs["exponent"])
+    if not is_carried(jet) or not isinstance(power, (int, float)) or power in (0, 1):
+        refuse("this power")
+    if power == 2:
+        return jet.square()
+    z = jet.jets[0]
+    return bend_jet((z**power, power * z ** (power - 1), power * (power - 1) * z ** (power - 2)), jet)
 
 
-@dataclass(frozen=True, eq=False)
-class Bend:
-    """An elementwise function on the way: its derivatives f', f'', f''' at z, shape (b, h) each, and what went in."""
-
-    slopes: list[Tensor]  # f', f'' and f''', as many as a pass back needs
-    jets: Jets  # z and its derivatives
-    squares: list[Tensor]  # sum_i z_i^2 for every sum of second derivatives, shape (b, h) or (1, h) each
-    before: Derivatives  # the derivatives of z
-    behind: Derivatives  # those of f(z) that are kept
-
-    def pull(self, cotangents: Tensor) -> Tensor:
-        """The cotangents (k, T, b, h) before the elementwise function, from those (k, T', b, h) behind it."""
-        before, jets, slope = self.before, self.jets, self.slopes[0]
-        count = before.count if jets.sums is not None else 1 + len(before.first)
-        k, _, b, h = cotangents.shape
-        out = cotangents.new_empty(k, count, b, h)
-        torch.mul(cotangents[:, 0], slope, out=out[:, 0])
-        if not before.first:
-            return out
-        self._pull_first(cotangents, out)
-        along = self._sum_along(cotangents)
-        for number, (group, square) in enumerate(zip(before.second, self.squares, strict=True)):
-            upper = cotangents[:, self.behind.place_of_sum(group)]
-            out[:, 0].addcmul_(upper, self.slopes[2] * square)  # d/dz of f'' sum_i z_i^2
-            twice = upper * (2 * self.slopes[1])
-            for i in group:
-                place = before.place_of(i)
-                out[:, place].addcmul_(twice, jets.first[place - 1])
-            if jets.sums is not None:
-                torch.mul(upper, slope, out=out[:, before.place_of_sum(group)])
-                product = upper * jets.sums[number]
-                along = product if along is None else along.add_(product)
-        if along is not None:
-            out[:, 0].addcmul_(along, self.slopes[1])  # d/dz of f' z_i and of f' s
-        return out
-
-    def _pull_first(self, cotangents: Tensor, out: Tensor) -> None:
-        """f' times the cotangents of the first derivatives; zeros for those that were not kept."""
-        last = 1 + len(self.before.first)
-        if self.behind.first == self.before.first:
-            torch.mul(cotangents[:, 1:last], self.slopes[0], out=out[:, 1:last])
-            return
-        out[:, 1:last].zero_()
-        for i in self.behind.first:
-            torch.mul(cotangents[:, self.behind.place_of(i)], self.slopes[0], out=out[:, self.before.place_of(i)])
-
-    def _sum_along(self, cotangents: Tensor) -> Tensor | None:
-        """sum_i c_i z_i over the first derivatives that were kept, (k, b, h)."""
-        if not self.behind.first:
-            return None
-        first = self.jets.first
-        if self.behind.first != self.before.first:
-            first = first[[self.before.place_of(i) - 1 for i in self.behind.first]]
-        return (cotangents[:, 1 : 1 + len(self.behind.first)] * first).sum(1)
+def split_determinant(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The sign, and log |det A| with tr(A^-1 A_i) and sum_i tr(A^-1 A_ii) - tr(A^-1 A_i A^-1 A_i)."""
+    jets, layout = args[0].jets, args[0].derivatives
+    if jets.is_complex():
+        refuse("a complex determinant")
+    sign, log = func(jets[0])
+    images = invert_or_nan(jets[0]) @ jets
+    out = images.diagonal(dim1=-2, dim2=-1).sum(-1)
+    out[0] = log
+    for place, own in layout.sums:
+        out[place] -= (images[own] * images[own].mT).sum((0, -2, -1))
+    return torch_returns.linalg_slogdet((sign, wrap_jets(out, layout)))
 
 
-# functions of one number, and of the point alone
+# functions of others, as they are written; their arguments are named as torch does
+
+
+def measure_size(input: Any, p: Any = None, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    """The Euclidean norm along an axis; torch.linalg has `ord` in the place of p."""
+    order = kwargs.pop("ord", p)
+    if order not in (None, "fro", 2) or kwargs.get("dtype") or not isinstance(dim, int) or input.is_complex():
+        refuse("this norm")
+    return input.square().sum(dim, keepdim).sqrt()
+
+
+def sum_exponentials(input: Any, dim: Any, keepdim: bool = False) -> Any:
+    """log sum exp z along an axis."""
+    if not isinstance(dim, int):
+        refuse("several axes")
+    top = input.jets[0].amax(dim, keepdim=True)
+    return (input - top).exp().sum(dim, keepdim).log() + (top if keepdim else top.squeeze(dim))
+
+
+def take_log_softmax(input: Any, dim: int, dtype: None = None, **kwargs: Any) -> Any:
+    """`torch.log_softmax`."""
+    return input - sum_exponentials(input, dim, True) if dtype is None else refuse("a dtype")
+
+
+def normalise_layer(input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+    """`torch.nn.functional.layer_norm`."""
+    dims = tuple(range(-len(normalized_shape), 0))
+    gap = input - input.mean(dims, keepdim=True)
+    out = gap / (gap.square().mean(dims, keepdim=True) + eps).sqrt()
+    out = out if weight is None else out * weight
+    return out if bias is None else out + bias
+
+
+def divide(input: Any, other: Any) -> Any:
+    """a / b."""
+    return input * (other.reciprocal() if isinstance(other, Tensor) else 1 / other)
+
+
+# derivatives of functions of one number
 
 
 def differentiate_elementwise(function: Function, z: Tensor, order: int) -> list[Tensor]:
@@ -517,102 +541,78 @@ CLOSED: dict[Any, Callable[[Tensor], Iterator[Tensor]]] = {
     nn.SiLU: differentiate_silu,
 }
 """Activations whose derivatives are written out."""
+COMPOSED: dict[str, Function] = {
+    **dict.fromkeys(("sub", "subtract"), lambda input, other: input + -other),
+    "rsub": lambda input, other: -input + other,
+    **dict.fromkeys(("div", "divide", "true_divide"), divide),
+    "rdiv": lambda input, other: divide(other, input),
+    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm"), measure_size),
+    "logsumexp": sum_exponentials,
+    "log_softmax": take_log_softmax,
+    "softmax": lambda *args, **kwargs: take_log_softmax(*args, **kwargs).exp(),
+    "layer_norm": normalise_layer,
+}
+ELEMENTWISE = (
+    "abs softplus log_sigmoid gelu mish elu selu celu relu leaky_relu softsign tanhshrink hardtanh clamp clamp_min "
+    "clamp_max erf atan arctan asinh atanh cosh sinh tan expm1 rsqrt log2 log10 sinc"
+)
+LINEAR = (
+    "sum mean unsqueeze squeeze flatten unflatten reshape view expand movedim permute transpose swapaxes "
+    "getitem select narrow index_select roll flip positive tile repeat repeat_interleave diagonal "
+    "real imag mT T to double contiguous clone triu tril chunk split unbind diff cumsum"
+)
+CONSTANT = (
+    "shape dtype device ndim requires_grad is_leaf layout dim size numel len is_complex is_floating_point sign "
+    "detach gt lt ge le eq ne zeros_like ones_like new_zeros new_ones new_full isfinite isnan isinf argmax argmin "
+    "argsort"
+)
+RULES: dict[str, Callable[[Function, Sequence[Any], dict[str, Any]], Any]] = {
+    **dict.fromkeys(CONSTANT.split(), keep_value),
+    **dict.fromkeys(LINEAR.split(), map_linear),
+    **dict.fromkeys(("expand_as", "view_as", "reshape_as", "type_as"), map_shaped),
+    **dict.fromkeys(ELEMENTWISE.split(), map_elementwise),
+    **dict.fromkeys(SMOOTH, map_smooth),
+    **dict.fromkeys(("cat", "concat", "concatenate", "stack"), map_together),
+    **dict.fromkeys(("matmul", "mm", "bmm", "einsum"), map_bilinear),
+    **dict.fromkeys(("neg", "negative"), lambda func, args, kwargs: wrap_jets(-args[0].jets, args[0].derivatives)),
+    "add": add,
+    **dict.fromkeys(("mul", "multiply"), multiply),
+    "pow": raise_power,
+    "linear": map_affine,
+    "complex": join_complex,
+    "where": choose,
+    "linalg_slogdet": split_determinant,
+    "slogdet": split_determinant,
+}
+
+
+# functions of the point alone
+
+
+def differentiate_along(function: Function, x: Tensor, unit: Tensor) -> Tensor:
+    """d/ds f(x + s e) at s = 0."""
+    with exact_derivatives():
+        return torch.func.jvp(function, (x,), (unit,))[1]
 
 
 def differentiate_map(function: Function, inputs: Tensor, layout: Derivatives) -> Tensor:
-    """The value and the derivatives (T, b, f) of a function of each point (b, d) by itself: in forward mode."""
+    """Values and derivatives (T, b, f) of any function of each point (b, d) by itself, in forward mode."""
     value = function(inputs)
     if value.dim() != 2 or len(value) != len(inputs):
         raise RuntimeError(f"a function of points {tuple(inputs.shape)} returned {tuple(value.shape)}")
     jets = value.new_zeros(layout.count, *value.shape)
     jets[0] = value
-    for i in layout.first:
+    for place, i in enumerate(layout.first, 1):
         unit = torch.zeros_like(inputs)
         unit[:, i] = 1
-
-        def along(x: Tensor, unit: Tensor = unit) -> Tensor:
-            with exact_derivatives():
-                return torch.func.jvp(function, (x,), (unit,))[1]
-
         groups = [group for group in layout.second if i in group]
         if not groups:
-            jets[layout.place_of(i)] = along(inputs)
+            jets[place] = differentiate_along(function, inputs, unit)
             continue
         with exact_derivatives():
+            along = partial(differentiate_along, function, unit=unit)
             pair = torch.func.jvp(along, (inputs,), (unit,))
-        jets[layout.place_of(i)] = pair[0]
+        jets[place] = pair[0]
         for group in groups:
             jets[layout.place_of_sum(group)] += pair[1]
     return jets
-
-
-# which modules are chains
-
-
-def read_chain(module: nn.Module, prefix: str = "") -> LayerChain | None:
-    """A module, with its parameters' prefix, as affine maps and elementwise functions; None if it is not made so."""
-    parts = list[Affine | Function | Features | Constraint]()
-    for path, part in flatten_parts(module, prefix):
-        if type(part) is nn.Linear and not has_hooks(part):
-            own = dict(part.named_parameters(recurse=False))
-            if "weight" not in own or any(type(p) is not nn.Parameter for p in own.values()):
-                return None
-            parts.append(Affine(f"{path}weight", None if part.bias is None else f"{path}bias"))
-        elif acts_elementwise(part):
-            parts.append(part)
-        elif passes_through(part):
-            continue
-        elif not parts and next(part.parameters(), None) is None and not any(map(has_hooks, part.modules())):
-            parts.append(Features(part))
-        else:
-            return None
-    uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
-    linear = any(isinstance(part, Affine) for part in parts)
-    return LayerChain(tuple(parts)) if linear and all(count == 1 for count in uses.values()) else None
-
-
-def flatten_parts(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """The parts of nested `nn.Sequential`s in order, each with the prefix of its parameters' names."""
-    if type(module) is not nn.Sequential or has_hooks(module):
-        yield prefix, module
-        return
-    for name, child in module.named_children():
-        yield from flatten_parts(child, f"{prefix}{name}.")
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether something may change what goes in or comes out; this library's own hooks pass over such calls."""
-    open_module: Any = module  # torch has no public list of hooks
-    hooks = [*open_module._forward_hooks.values(), *open_module._forward_pre_hooks.values()]
-    return any(not type(hook).__module__.startswith("natgrad.") for hook in hooks)
-
-
-def passes_through(part: nn.Module) -> bool:
-    """Whether it leaves (b, d) as it is."""
-    if has_hooks(part):
-        return False
-    if type(part) in DROPOUTS:
-        return not part.training
-    return type(part) is nn.Identity or (type(part) is nn.Flatten and part.start_dim == 1)
-
-
-def acts_elementwise(part: nn.Module) -> bool:
-    """Whether a module without parameters maps every number by itself: torch's activations, or one of the user's.
-
-    One of the user's is tried on a few numbers, in two shapes and two orders.
-    """
-    if has_hooks(part) or getattr(part, "inplace", False):
-        return False
-    if type(part) in ACTIVATIONS:
-        return True
-    known = next(part.parameters(), None) is not None or next(part.buffers(), None) is not None
-    if known or next(part.children(), None) is not None or type(part).__module__.startswith("torch.nn"):
-        return False
-    numbers = torch.tensor([0.3, -1.1, 0.7, 2.0, -0.2, 0.05], dtype=torch.float64)
-    try:
-        with torch.no_grad():
-            rows, single, turned = (part(t) for t in (numbers.view(2, 3), numbers.view(6, 1), numbers.flip(0)[None]))
-    except Exception:  # noqa: BLE001 - whatever it is, it is no elementwise function
-        return False
-    same = (rows.reshape(-1), single.reshape(-1), turned.reshape(-1).flip(0))
-    return all(t.shape == same[0].shape and bool((t - same[0]).abs().max() <= 1e-12) for t in same)

@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from natgrad.ground.messages import show_cell
@@ -76,14 +77,27 @@ def format_seconds(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def join_callbacks(callback: Any, of: str) -> Callable[[Any], bool] | None:
-    """One function that calls all, in turn, and says whether one of them returned True; None for None.
+def run_steps(
+    step: Callable[[], Mapping[str, Any]], unit: str, total: int, shown: bool | None, ends: Callable[[], bool]
+) -> None:
+    """Call a step so often, show what it returns, and end where `ends()` says so, or with Ctrl-C.
+
+    A step is to be taken whole or not at all.
+    """
+    with Progress(unit, total, shown) as line, suppress(KeyboardInterrupt):
+        for done in range(1, total + 1):
+            line.update(done, step())
+            if ends():
+                break
+
+
+def join_callbacks(callback: Any, of: str) -> Callable[[Any], bool]:
+    """One function that calls all, in turn, and says whether one of them returned True; None calls nothing.
 
     TypeError for what is neither a function nor a list of them.
     """
-    if callback is None:
-        return None
-    callbacks: list[Any] = list(callback) if isinstance(callback, (list, tuple)) else [callback]
+    several = isinstance(callback, (list, tuple))
+    callbacks: list[Any] = list(callback) if several else [] if callback is None else [callback]
     for each in callbacks:
         if not callable(each):
             raise TypeError(

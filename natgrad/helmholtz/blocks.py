@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -85,21 +84,15 @@ class UnitFisher:
 
 
 class MachineBlocks:
-    """What is remembered of every layer's Fisher.
-
-    Args:
-        machine: The layers.
-        fisher: How they are held.
-    """
+    """What is remembered of every layer's Fisher."""
 
     def __init__(self, machine: HelmholtzMachine, fisher: UnitFisher) -> None:
         self.machine, self.fisher = machine, fisher
         self.layers: dict[str, UnitBlocks] = {}
-        self._loaded: dict[str, float] = {}
 
     def keep(self, name: str) -> UnitBlocks:
         """What is kept of a layer, empty at first."""
-        layer = self._layer(name)
+        layer = self.machine.find_layer(name)
         if name not in self.layers:
             exact = self.fisher.exact
             exact = layer.autoregressive or not is_wide(layer) if exact is None else bool(exact)
@@ -119,34 +112,19 @@ class MachineBlocks:
         failed = sum(not blocks[name].commit(states[name], operators[name], level) for name, level in levels.items())
         return failed == 0
 
-    @property
-    def levels(self) -> dict[str, float]:
-        """The damping of every layer's inverse."""
-        return {name: blocks.level for name, blocks in self.layers.items()}
-
-    @levels.setter
-    def levels(self, levels: dict[str, float]) -> None:
-        self._loaded = dict(levels)
-
     def state_dict(self) -> dict[str, Any]:
-        """Every layer's average."""
-        return {name: dict(blocks.state) for name, blocks in self.layers.items()}
+        """Every layer's average, and the damping of its inverse."""
+        return {name: (dict(blocks.state), blocks.level) for name, blocks in self.layers.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there. ValueError for those of another machine."""
         own = {name for name, part in self.machine.named_modules() if isinstance(part, Conditional)}
-        for name, part in state.items():
-            if name not in own or not fits_layer(part, self._layer(name).weight):
+        for name, (part, _) in state.items():
+            if name not in own or not fits_layer(part, self.machine.find_layer(name).weight):
                 raise ValueError(f"state's blocks of {name} are of another machine than {self.machine.sizes}")
-        usual = as_damping(self.fisher.damping).initial()
-        self.layers, levels = {}, self._loaded
-        for name, part in state.items():
-            self.keep(name).load(part, levels.get(name, usual), self._layer(name).weight)
-
-    def _layer(self, name: str) -> Conditional:
-        layer = self.machine.get_submodule(name)
-        assert isinstance(layer, Conditional)
-        return layer
+        self.layers = {}
+        for name, (part, level) in state.items():
+            self.keep(name).load(part, level, self.machine.find_layer(name).weight)
 
 
 def check_damping(damping: Any) -> None:
@@ -210,7 +188,10 @@ class UnitBlocks:
     def commit(self, state: dict[str, Any], operator: Operator, level: float) -> bool:
         """Take over a running average with its damped inverse. False, with everything as it was, if that fails."""
         inverse = robust_inverse(operator, level)
-        if inverse is None or not all_finite(multiply_ones(inverse)):
+        if inverse is None:
+            return False
+        size = inverse.size  # of equal entries: the image is not finite if any part that matters is not
+        if not all_finite(inverse.mv(torch.full((size,), size**-0.5, dtype=inverse.dtype, device=inverse.device))):
             return False
         self.state, self.inverse, self.level = state, Scaled(inverse, 1 + level), level
         return True
@@ -353,10 +334,3 @@ def count_refresh(blocks: UnitBlocks, weight: Tensor, rows: int) -> int:
     if 2 * many <= columns:
         return units * many * (columns + 2 * many * many)
     return units * columns * columns * (many + 2 * columns)
-
-
-def multiply_ones(inverse: Operator) -> Tensor:
-    """A product with a vector of equal entries: not finite if any part that matters is not."""
-    return inverse.mv(
-        torch.full((inverse.size,), 1 / math.sqrt(inverse.size), dtype=inverse.dtype, device=inverse.device)
-    )

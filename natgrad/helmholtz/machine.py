@@ -74,6 +74,16 @@ class HelmholtzMachine(nn.Module):
     def extra_repr(self) -> str:
         return f"sizes={self.sizes}, units={self.units}, autoregressive={self.autoregressive}"
 
+    def find_layer(self, name: str) -> Conditional:
+        """A layer by its name, such as "generation.0".
+
+        Args:
+            name: Of the module.
+        """
+        layer = self.get_submodule(name)
+        assert isinstance(layer, Conditional)
+        return layer
+
     # sampling
 
     @torch.no_grad()
@@ -86,7 +96,7 @@ class HelmholtzMachine(nn.Module):
         """
         states: States = []
         for layer in reversed(list(each_layer(self.generation))):
-            states.insert(0, layer.sample(states[0] if states else None, (n,), generator))
+            states.insert(0, layer.sample(states[0] if states else None, (n,), generator)[0])
         return states
 
     def sample(self, n: int, generator: torch.Generator | None = None, *, means: bool = False) -> Tensor:
@@ -128,7 +138,7 @@ class HelmholtzMachine(nn.Module):
         x, samples = self.check(x), check_integer("samples", samples)
         states, seen = [x.expand(samples, *x.shape)], list[Activations]()
         for layer in each_layer(self.recognition):
-            drawn, activations = layer.sample_with_activations(states[-1], (samples, len(x)), generator)
+            drawn, activations = layer.sample(states[-1], (samples, len(x)), generator)
             states.append(drawn)
             seen.append(activations)
         return states, seen

@@ -104,8 +104,7 @@ class NaturalWakeSleep(WakeSleep):
         return RADIUS if any(is_wide(layer) for layer in layers) else math.inf
 
     def _parts(self) -> dict[str, Any]:
-        own = {"levels": Attributes(self.blocks, "levels"), "blocks": self.blocks}
-        return {**own, **super()._parts(), "refreshed": Attributes(self, "_refreshed")}
+        return {"blocks": self.blocks, **super()._parts(), "refreshed": Attributes(self, "_refreshed")}
 
     def _directions(self, lesson: JoinedLesson) -> tuple[list[tuple[Tensor, Tensor]], bool]:
         fresh = True

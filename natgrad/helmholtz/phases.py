@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from natgrad.ground.checks import check_range
 from natgrad.helmholtz.machine import HelmholtzMachine
 from natgrad.helmholtz.units import (
     Activations,
@@ -104,8 +105,7 @@ class Reweighted(Algorithm):
     wake_phi: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 <= self.wake_phi <= 1:
-            raise ValueError(f"wake_phi is {self.wake_phi}, expected a share between 0 and 1")
+        check_range("wake_phi", self.wake_phi, "[0, 1]", hint=": a share between 0 and 1")
 
     def lesson(self, machine: HelmholtzMachine, x: Tensor, samples: int, generator: torch.Generator | None) -> Lesson:
         draws = draw_weighed(machine, x, samples, generator)

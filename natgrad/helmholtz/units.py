@@ -59,21 +59,15 @@ class Conditional(nn.Module):
         if parents is not None and is_shared(parents) and not self.autoregressive:
             return self.activate(parents[0], own[0])
         inputs = self.inputs(parents, own)
-        return Activations(inputs, functional.linear(inputs, self.seeing()))
+        # an entry for a unit that is not seen has no slope
+        weight = self.weight * self.get_buffer("mask") if self.autoregressive else self.weight
+        return Activations(inputs, functional.linear(inputs, weight))
 
     def logits(self, parents: Tensor | None, own: Tensor) -> Tensor:
         """W a, (..., size)."""
         return self.activate(parents, own).logits.expand(own.shape)
 
-    def log_prob(self, parents: Tensor | None, own: Tensor) -> Tensor:
-        """log p(own | parents), (...)."""
-        return log_chances(self.activate(parents, own).logits, own)
-
-    def sample(self, parents: Tensor | None, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        """Units drawn given parents (*shape, m), (*shape, size)."""
-        return self.sample_with_activations(parents, shape, generator)[0]
-
-    def sample_with_activations(
+    def sample(
         self, parents: Tensor | None, shape: tuple[int, ...], generator: torch.Generator | None
     ) -> tuple[Tensor, Activations]:
         """Units drawn given parents (*shape, m), (*shape, size), and what they saw."""
@@ -91,10 +85,6 @@ class Conditional(nn.Module):
             logit = fixed[..., j] + own[..., :j] @ self.weight[j, columns][:j]
             own[..., j] = self._draw_bits(torch.sigmoid(logit), generator)
         return own
-
-    def seeing(self) -> Tensor:
-        """The weights that count: an entry for a unit that is not seen has no slope."""
-        return self.weight * self.get_buffer("mask") if self.autoregressive else self.weight
 
     def seen_columns(self) -> Tensor | None:
         """The columns that each unit sees, (size, columns); None: all."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,13 @@ from natgrad.ground.checks import check_integer, check_positive, check_share, is
 from natgrad.ground.exchanges import any_asks, share_count, sum_numbers, sum_tensors
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.messages import write_choices
-from natgrad.ground.progress import Callbacks, Progress, join_callbacks
+from natgrad.ground.progress import Callbacks, join_callbacks, run_steps
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.ground.typed_torch import as_tensor_like
 from natgrad.helmholtz.blocks import Taught, most_rows, thin_rows
 from natgrad.helmholtz.machine import HelmholtzMachine
 from natgrad.helmholtz.phases import Algorithm, Lesson, Reweighted
-from natgrad.helmholtz.units import Conditional, LogisticRows
+from natgrad.helmholtz.units import LogisticRows
 from natgrad.optim import (
     Accidents,
     Attributes,
@@ -110,13 +110,9 @@ class WakeSleep:
         self.steps, self.accidents = 0, Accidents(on_trouble)
 
     def __repr__(self) -> str:
-        lr, own = self.optimizer.param_groups[0]["lr"], self._list_choices()
+        lr, optimizer = self.optimizer.param_groups[0]["lr"], type(self.optimizer).__name__
         choices = {"sizes": self.machine.sizes, "lr": lr, "samples": self.samples, "algorithm": self.algorithm}
-        return write_choices(self, **choices, **own, steps=self.steps)
-
-    def _list_choices(self) -> dict[str, Any]:
-        """What a subclass chose besides."""
-        return {"optimizer": type(self.optimizer).__name__}
+        return write_choices(self, **choices, optimizer=optimizer, steps=self.steps)
 
     @property
     def failures(self) -> int:
@@ -180,24 +176,26 @@ class WakeSleep:
             ValueError: For a number out of range, and for data that do not fit the machine.
         """
         size, epochs = check_integer("batch_size", batch_size), check_integer("epochs", epochs, 0)
-        callback = join_callbacks(callback, "the trainer")
+        call = join_callbacks(callback, "the trainer")
         device = self.generator.device
         with self.processes.failing_together(device):
             x = self._check(x)
         most = max(share_count(self.processes, len(x), device))
         bounds, per_epoch = list[float](), math.ceil(most / size)
-        with Progress("steps", epochs * per_epoch, progress) as shown:
-            try:
-                for _ in range(epochs):
-                    generator = self.processes.generator(self.generator)
-                    order = torch.randperm(len(x), generator=generator, device=device).to(x.device)
-                    for place in range(per_epoch):
-                        bounds.append(self.step(x[order[place * size : (place + 1) * size]]))
-                        shown.update(len(bounds), {"bound": bounds[-1]})
-                        if self._ends(callback):
-                            return bounds
-            except KeyboardInterrupt:
-                pass  # weights and the optimizer's state are those after the last whole step
+
+        def list_batches() -> Iterator[Tensor]:
+            for _ in range(epochs):
+                generator = self.processes.generator(self.generator)
+                order = torch.randperm(len(x), generator=generator, device=device).to(x.device)
+                yield from (x[order[place * size : (place + 1) * size]] for place in range(per_epoch))
+
+        batches = list_batches()
+
+        def step() -> dict[str, float]:
+            bounds.append(self.step(next(batches)))
+            return {"bound": bounds[-1]}
+
+        run_steps(step, "steps", epochs * per_epoch, progress, lambda: any_asks(self.processes, call(self), device))
         return bounds
 
     def _check(self, x: Any) -> Tensor:
@@ -206,11 +204,6 @@ class WakeSleep:
         if self.processes.size > 1 and shape == (0, self.machine.sizes[0]):
             return as_tensor_like(x, next(self.machine.parameters()))
         return self.machine.check(x)
-
-    def _ends(self, callback: Callable[[WakeSleep], Any] | None) -> bool:
-        """Whether the callback of some process asked to end."""
-        asked = callback is not None and callback(self) is True
-        return any_asks(self.processes, asked, self.generator.device)
 
     def _follow(self, directions: list[tuple[Tensor, Tensor]]) -> bool:
         """Let the optimizer take a step uphill along the directions. False, and nothing moved, if it overflows."""
@@ -234,7 +227,7 @@ class WakeSleep:
         Raises:
             ValueError: If it is of another trainer or machine; this one is as before then.
         """
-        read_parts(self._parts(), state, f"{type(self).__name__}.state_dict()", optional={"skipped", "levels"})
+        read_parts(self._parts(), state, f"{type(self).__name__}.state_dict()", optional={"skipped"})
 
     def _parts(self) -> dict[str, Any]:
         """What a step changes, the machine apart."""
@@ -255,13 +248,8 @@ class WakeSleep:
         """Name, weight and rows of every layer that is trained."""
         lessons = {"generation": lesson.generation, "recognition": lesson.recognition}
         each = [(f"{network}.{i}", rows) for network, layers in lessons.items() for i, rows in enumerate(layers)]
-        named = [(name, self._layer(name).weight, rows) for name, rows in each]
+        named = [(name, self.machine.find_layer(name).weight, rows) for name, rows in each]
         return [(name, weight, rows) for name, weight, rows in named if weight.requires_grad]
-
-    def _layer(self, name: str) -> Conditional:
-        layer = self.machine.get_submodule(name)
-        assert isinstance(layer, Conditional)
-        return layer
 
 
 # Lessons whose examples may lie on several processes: what one process with all rows has

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.pure import check_followed, run_detached
+from natgrad.ground.states import Stateful
 from natgrad.optim import Processes, guard_steps
 from natgrad.policy.actor import Actor, call_module, describe_outputs, find_channel_order, is_column
 from natgrad.policy.environments import Array, Episode
@@ -121,8 +122,10 @@ def explain_variance(returns: Tensor, values: Tensor) -> float:
     return float(1 - (returns - values).var() / spread) if bool(spread > 0) else float("nan")
 
 
-class RewardScale:
+class RewardScale(Stateful):
     """Rewards over the standard deviation of the discounted return so far, sign kept, cut at +-10."""
+
+    STATE = ("moments", "running")
 
     def __init__(self, count: int, gamma: float, on: bool, join: Join | None = None) -> None:
         self.on, self.gamma, self.join = on, gamma, join
@@ -143,15 +146,11 @@ class RewardScale:
             self.moments = self.join(before, self.moments)
         return np.clip(rewards / self.moments.std, -10.0, 10.0)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What changes, as tensors."""
-        return {"moments": self.moments.state_dict(), "running": torch.tensor(self.running)}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; running returns of another number of environments begin anew."""
-        self.moments.load_state_dict(state["moments"])
-        running = state["running"].numpy().copy()
-        self.running = running if running.shape == self.running.shape else np.zeros_like(self.running)
+        begun = np.zeros_like(self.running)
+        super().load_state_dict(state)
+        self.running = self.running if self.running.shape == begun.shape else begun
 
 
 @dataclass(frozen=True)

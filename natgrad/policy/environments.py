@@ -288,7 +288,8 @@ def choose_encoder(space: Any) -> tuple[Callable[[Any], Array], tuple[int, ...],
     if kind in ("Box", "MultiBinary") and 0 in space.shape:
         raise ValueError(f"the observation space {space} holds no number, expected one at least: a constant will do")
     if kind == "Box":
-        bytewise = holds_bytes(space)
+        whole = np.issubdtype(space.dtype, np.integer)
+        bytewise = bool(whole and (np.asarray(space.low) == 0).all() and (np.asarray(space.high) == 255).all())
 
         def encode_box(raw: Any) -> Array:
             numbers = np.array(raw, dtype=np.float32 if bytewise else None)
@@ -296,33 +297,19 @@ def choose_encoder(space: Any) -> tuple[Callable[[Any], Array], tuple[int, ...],
             return numbers / np.float32(255) if bytewise else numbers
 
         return encode_box, space.shape or (1,), bool(np.issubdtype(space.dtype, np.floating))
-    if kind == "Discrete":
-        return lambda raw: encode_one_hot(np.asarray(raw) - int(space.start), int(space.n)), (int(space.n),), False
-    if kind == "MultiDiscrete":
-        sizes, begin = space.nvec.reshape(-1), space.start.reshape(-1)
+    if kind in ("Discrete", "MultiDiscrete"):
+        spaces = import_gymnasium().spaces
 
         def encode_choices(raw: Any) -> Array:
-            choices = np.asarray(raw).reshape(len(raw), -1) - begin
-            return np.concatenate([encode_one_hot(choices[:, k], int(size)) for k, size in enumerate(sizes)], axis=1)
+            return np.stack([spaces.flatten(space, row) for row in np.asarray(raw)]).astype(np.float32)
 
-        return encode_choices, (int(sizes.sum()),), False
+        return encode_choices, (int(spaces.flatdim(space)),), False
     if kind == "MultiBinary":
         return lambda raw: np.array(raw, dtype=np.float32), space.shape, False
     raise ValueError(
         f"the observation space is {space}, expected Box, Discrete, MultiDiscrete or MultiBinary; wrap the environment "
         "in gymnasium.wrappers.FlattenObservation"
     )
-
-
-def holds_bytes(space: Any) -> bool:
-    """Whether the entries of a Box are whole numbers from 0 to 255."""
-    integer = np.issubdtype(space.dtype, np.integer)
-    return bool(integer and (np.asarray(space.low) == 0).all() and (np.asarray(space.high) == 255).all())
-
-
-def encode_one_hot(numbers: Array, size: int) -> Array:
-    """(n,) -> (n, size)."""
-    return np.eye(size, dtype=np.float32)[numbers]
 
 
 def read_reset(answer: Any) -> Array:

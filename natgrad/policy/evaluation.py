@@ -96,7 +96,7 @@ class EvalCallback:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             evaluation = {"how": self._describe(), "mean_reward": self.last_mean_reward}
             write_state_file({**agent.state_dict(), "evaluation": evaluation}, self.file)
-        return better and self.callback_on_new_best is not None and self.callback_on_new_best(agent)
+        return better and self.callback_on_new_best(agent)
 
     def state_dict(self) -> dict[str, Any]:
         """What was measured so far, and how: it is in the checkpoints of the agent."""

@@ -21,12 +21,14 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from natgrad.ground.checks import check_integer
+from natgrad.ground.exchanges import any_asks
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.messages import Columns, Explained, explain_calls, write_choices
 from natgrad.ground.progress import Callbacks, Progress, join_callbacks
 from natgrad.ground.pure import keep_gradient_mode, leaves, run_detached
 from natgrad.ground.spaces import Space
 from natgrad.ground.state_files import read_state_file, write_state_file
+from natgrad.ground.states import Stateful
 from natgrad.metrics import fisher
 from natgrad.operators import Operator
 from natgrad.optim import (
@@ -198,15 +200,11 @@ class PolicyLearner(Explained):
                     last = self.history.last()
                     log.write_update(last)
                     shown.update(self.steps - begun, {word: last[key] for word, key in SHOWN.items()})
-                    if call is not None and self._ends(call(self)):
+                    if any_asks(self.processes, call(self), self.device):
                         break
                 except KeyboardInterrupt:
                     break
         return self.history
-
-    def _ends(self, asked: bool) -> bool:
-        """Whether the callback of some process asked to end."""
-        return any(ends for (ends,) in self.processes.share_numbers([asked], self.device))
 
     def _update(self) -> None:
         """One update, or none at all: whatever interrupts it, the state is as before."""
@@ -597,12 +595,14 @@ FEWEST = 5
 """Episodes of a batch that decide anything."""
 
 
-class WidthTrial:
+class WidthTrial(Stateful):
     """Tries a third of the width in the second batch, if the task ended all episodes of the first; keeps the better.
 
     A wide start throws a balanced pendulum over. A task whose episodes last until a time limit is left alone: there a
     wide start is what swings it up.
     """
+
+    STATE = ("share", "left", "wide")
 
     def __init__(self, set_share: Callable[[float], None], possible: bool) -> None:
         self.set_share = set_share
@@ -623,15 +623,12 @@ class WidthTrial:
         elif not is_higher(returns, self.wide):
             self._choose(1.0)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What changes."""
-        return {"share": self.share, "left": self.left, "wide": list(self.wide)}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        self.left, self.wide = state["left"], list(state["wide"])
-        if state["share"] != self.share:
-            self._choose(state["share"])
+        share = self.share
+        super().load_state_dict(state)
+        if self.share != share:
+            self.set_share(self.share)
 
     def _choose(self, share: float) -> None:
         self.share = share

@@ -9,19 +9,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
+from natgrad.ground.chains import Affine, Features, has_hooks, read_chain
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.messages import write_choices
 from natgrad.ground.pure import run_detached
+from natgrad.ground.states import Stateful
 from natgrad.optim import Processes
 from natgrad.policy.actor import Actor
 from natgrad.policy.environments import Array, Environments, Episode
 
 Change = Callable[[Tensor], Tensor]
-
-ELEMENTWISE: dict[type[nn.Module], Change] = {nn.Tanh: torch.tanh, nn.ReLU: torch.relu, nn.Identity: lambda x: x}
 
 
 @torch.no_grad()
@@ -75,7 +75,7 @@ def prepare_acting(actor: Actor) -> Change:
         return lambda states: run_detached(partial(actor, states))
 
     def act(states: Tensor) -> Tensor:
-        outputs = states.permute(actor.order).flatten(1)
+        outputs = states
         for change in changes:
             outputs = change(outputs)
         return actor.rows(outputs).detach()
@@ -84,28 +84,18 @@ def prepare_acting(actor: Actor) -> Change:
 
 
 def list_changes(actor: Actor) -> list[Change] | None:
-    """The layers of a plain perceptron as functions; None for another network, or where somebody listens to it."""
-    policy = actor.policy
-    if type(policy) is not nn.Sequential or actor.valued or any(map(has_hooks, actor.modules())):
+    """The layers of a plain perceptron as functions of vectors; None for another network."""
+    chain = None if actor.valued or has_hooks(actor) or len(actor.order) > 2 else read_chain(actor.policy)
+    if chain is None or isinstance(chain.parts[0], Features):
         return None
-    parts = list(policy)
-    if not parts or type(parts[0]) is not nn.Flatten or (parts[0].start_dim, parts[0].end_dim) != (1, -1):
-        return None
-    changes: list[Change] = []
-    for part in parts[1:]:
-        if type(part) is nn.Linear:
-            bias = None if part.bias is None else part.bias.detach()
-            changes.append(partial(functional.linear, weight=part.weight.detach(), bias=bias))
-        elif type(part) in ELEMENTWISE:
-            changes.append(ELEMENTWISE[type(part)])
-        else:
-            return None
-    return changes
+    state = {name: p.detach() for name, p in actor.policy.named_parameters()}
 
+    def as_change(part: Any) -> Change:
+        if not isinstance(part, Affine):
+            return part
+        return partial(functional.linear, weight=state[part.weight], bias=state.get(part.bias or ""))
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a forward pass of the module runs functions that were registered on it."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    return list(map(as_change, chain.parts))
 
 
 class ObservationScale:
@@ -130,12 +120,14 @@ class ObservationScale:
         return torch.from_numpy(np.ascontiguousarray(self(observations))).to(like.device, like.dtype)
 
 
-class RunningMoments:
+class RunningMoments(Stateful):
     """Mean and variance (population's) of all rows seen, entry by entry: those of numpy over the whole, in float64.
 
     Args:
         shape: Of one row.
     """
+
+    STATE = ("count", "mean", "var")
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.count = 0
@@ -167,10 +159,6 @@ class RunningMoments:
         """Standard deviation, kept off zero; 1 where fewer than two rows were seen."""
         return np.sqrt(self.var + 1e-8) if self.count > 1 else np.ones_like(self.var)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What changes, as tensors."""
-        return {"count": self.count, "mean": torch.tensor(self.mean), "var": torch.tensor(self.var)}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint.
 
@@ -185,7 +173,7 @@ class RunningMoments:
                 f"the saved moments have shape {tuple(state['mean'].shape)}, expected {self.mean.shape}: was it saved "
                 "with another environment?"
             )
-        self.count, self.mean, self.var = state["count"], state["mean"].numpy().copy(), state["var"].numpy().copy()
+        super().load_state_dict(state)
 
 
 def join_moments(processes: Processes, before: RunningMoments, after: RunningMoments) -> RunningMoments:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from natgrad.ground.checks import check_integer, check_positive, is_real
+from natgrad.ground.checks import check_integer, check_positive, check_range, is_real
 from natgrad.optim import Accidents, OnTrouble
 from natgrad.policy.heads import Head
 from natgrad.rules import Damping, LevenbergMarquardt, as_damping
@@ -50,9 +50,7 @@ class Rollouts:
     def __post_init__(self) -> None:
         fix_integers(self, batch=2, seed=0)
         for name in ("gamma", "gae_lambda"):
-            share = getattr(self, name)
-            if not is_real(share) or not 0 <= share <= 1:
-                raise ValueError(f"{name} is {share!r}, expected a number in [0, 1]")
+            check_range(name, getattr(self, name), "[0, 1]")
         limit = self.max_episode_steps
         if limit is not None and not (is_real(limit) and limit >= 1):
             raise ValueError(f"max_episode_steps is {limit!r}, expected a number >= 1, math.inf or None")
@@ -149,9 +147,7 @@ class Backtracking:
     backtracks: int = 10
 
     def __post_init__(self) -> None:
-        check_positive("backtrack", self.backtrack)
-        if not self.backtrack < 1:
-            raise ValueError(f"backtrack is {self.backtrack}, expected a factor between 0 and 1")
+        check_range("backtrack", self.backtrack, "(0, 1)")
         fix_integers(self, backtracks=1)
 
 

@@ -7,6 +7,7 @@ them: `optimizer` (one step), `system` and `terms` (rows of the Jacobian). `natg
 from natgrad.ground.messages import find_name, make_callable
 from natgrad.residuals.constrained import HardConstraint, Periodic
 from natgrad.residuals.differential import (
+    Field,
     biharmonic,
     divergence_of,
     grad,
@@ -14,7 +15,6 @@ from natgrad.residuals.differential import (
     laplacian,
     time_derivative,
 )
-from natgrad.residuals.fields import Field
 from natgrad.residuals.optimizer import ResidualHistory, ResidualOptimizer
 from natgrad.residuals.point_weights import Causal, PointWeights, WhereLarge, draw_where_large
 from natgrad.residuals.residual_terms import residuals

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from natgrad.ground.jets import Constraint, LayerChain, has_hooks, read_chain
+from natgrad.ground.chains import Constraint, LayerChain, has_hooks, read_chain
+from natgrad.ground.checks import check_integer
 from natgrad.ground.messages import show_choice
 
 Function = Callable[[Tensor], Tensor]
@@ -92,9 +93,7 @@ class Periodic(nn.Module):
         for coordinate, period in periods.items():
             if not isinstance(coordinate, int) or coordinate < 0 or not 0 < period < math.inf:
                 raise ValueError(f"periods has {coordinate!r}: {period!r}, expected a coordinate and a period > 0")
-        if harmonics < 1:
-            raise ValueError(f"harmonics is {harmonics}, expected an integer >= 1")
-        self.periods, self.harmonics = dict(periods), harmonics
+        self.periods, self.harmonics = dict(periods), check_integer("harmonics", harmonics)
 
     def extra_repr(self) -> str:
         """The choices, for `repr`."""

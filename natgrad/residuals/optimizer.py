@@ -5,26 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from natgrad.ground.checks import check_integer, check_share
-from natgrad.ground.exchanges import share_count, sum_numbers
-from natgrad.ground.jets import Affine, LayerRows
-from natgrad.ground.linalg import gram
+from natgrad.ground.exchanges import any_asks
 from natgrad.ground.messages import Columns, explain_calls
-from natgrad.ground.progress import Callbacks, Progress, join_callbacks
+from natgrad.ground.progress import Callbacks, join_callbacks, run_steps
 from natgrad.ground.pure import keep_gradient_mode
-from natgrad.ground.spaces import Params, Space
-from natgrad.operators import JoinedRows, Operator, computes_block
-from natgrad.optim import NaturalGradient, Objective, Processes, Solved, State, SystemEvidence
-from natgrad.residuals.stacked_rows import RowsOperator, StackedRows, TermRows, add_products
+from natgrad.ground.spaces import Space
+from natgrad.operators import Operator
+from natgrad.optim import NaturalGradient, Objective, Solved, State, SystemEvidence
+from natgrad.residuals.stacked_rows import RowsOperator
 from natgrad.residuals.system import (
     LinearisedTerms,
-    Points,
     ResidualMetric,
     System,
     check_derivatives,
@@ -36,23 +32,14 @@ from natgrad.solvers import FactorisedSystem, RowSolver, Solution, Solver
 
 @dataclass(frozen=True, eq=False)
 class DampedSystem:
-    """(G + level D) x = U w with G = U U^T.
-
-    Args:
-        solver: The solver.
-        operator: S G S, S = D^(-1/2).
-        units: The diagonal of D, shape (n,), or None for the identity.
-        scale: The diagonal of S.
-        level: The damping.
-        factorised: Where the solver keeps its factors for several right-hand sides.
-    """
+    """(G + level D) x = U w with G = U U^T."""
 
     solver: Solver
-    operator: Operator
-    units: Tensor | None
-    scale: Tensor | None
+    operator: Operator  # S G S, S = D^(-1/2)
+    units: Tensor | None  # the diagonal of D, (n,), or None for the identity
+    scale: Tensor | None  # that of S
     level: float
-    factorised: FactorisedSystem | None
+    factorised: FactorisedSystem | None  # where the solver keeps its factors for several right-hand sides
 
     @staticmethod
     def of(solver: Solver, operator: Operator, units: Tensor | None, level: float) -> DampedSystem:
@@ -113,197 +100,6 @@ class DampedSystem:
         if self.scale is None:
             return found
         return replace(found, value=found.value * self.scale, image=found.image / self.scale, basis=None, iterates=())
-
-
-# Terms whose points lie on several processes: the loss, its linear model and its Gram matrix are those of all points
-
-
-class JoinedTerms:
-    """A `System` over the points of all processes. They all call its methods alike.
-
-    Args:
-        system: The terms, with this process's points.
-        processes: What exchanges.
-    """
-
-    def __init__(self, system: System, processes: Processes) -> None:
-        self.system, self.processes = system, processes
-
-    @torch.no_grad()
-    def linearise(self, params: Params, points: Mapping[str, Any]) -> LinearisedTerms:
-        """`System.linearise` over all points; a process may have none of a term."""
-        device = next(iter(params.values())).device
-        with self.processes.failing_together(device):
-            own = check_points(self.system, points, params, may_lack=True)
-            squares = {name: self.system.squares(name, params, own[name]) for name in self.system.point_weights}
-        totals = sum_numbers(self.processes, [len(p[0]) for p in own.values()], device)
-        counts = dict(zip(own, map(int, totals), strict=True))
-        lacking = [name for name, count in counts.items() if not count]
-        if lacking:
-            raise ValueError(f"step got no points for {lacking} on any process; give at least one of them a point")
-        weights = {name: self._weigh(name, values, own[name][0]) for name, values in squares.items()}
-        with self.processes.failing_together(device):
-            found = self.system.linearise(params, own, counts, weights)
-        rows = found.operator.rows
-        assert isinstance(rows, StackedRows)
-        losses = sum_numbers(self.processes, [float(found.losses[name]) for name in own], device)
-        joined = JoinedStackedRows.over(rows, self.processes)
-        return replace(
-            found,
-            residuals=joined.place(found.residuals),
-            operator=RowsOperator(joined),
-            losses={name: rows.space.zeros().new_tensor(value) for name, value in zip(own, losses, strict=True)},
-        )
-
-    @torch.no_grad()
-    def residuals(self, params: Params, points: Points, now: LinearisedTerms) -> Tensor:
-        """`System.residuals` at all points, shape (r,)."""
-        rows = now.operator.rows
-        assert isinstance(rows, JoinedStackedRows)
-        with self.processes.failing_together(rows.space.device):
-            own = check_points(self.system, points, params, may_lack=True)
-            found = self.system.residuals(params, own, now)
-        return rows.place(found)
-
-    def _weigh(self, name: str, squares: Tensor, points: Tensor) -> Tensor:
-        """The weights of this process's points, which follow the residuals at all of them."""
-        everyone = self.processes.gather_rows(torch.cat([squares.unsqueeze(1), points.to(squares)], 1))
-        found = self.system.point_weights[name].weigh(everyone[:, 0].contiguous(), everyone[:, 1:].to(points))
-        counts = share_count(self.processes, len(squares), squares.device)
-        return found[sum(counts[: self.processes.rank]) :][: len(squares)]
-
-
-class JoinedStackedRows:
-    """U = [U_0, U_1, ...] with the columns U_i of process i, which keeps them.
-
-    Args:
-        local: This process's columns.
-        processes: What exchanges.
-        counts: Columns of every process.
-    """
-
-    def __init__(self, local: StackedRows, processes: Processes, counts: list[int]) -> None:
-        self.local, self.processes, self.counts = local, processes, counts
-        self.space: Space = local.space
-        self.starts = [0, *accumulate(counts)]
-        self.rank = self.starts[-1]
-        # the factors of the rows know the number of all points
-        self.joined = JoinedRows(cast("Any", local), self.space, counts, [1.0] * len(counts), processes)
-
-    @staticmethod
-    def over(local: StackedRows, processes: Processes) -> JoinedStackedRows:
-        """The rows of all processes."""
-        counts = share_count(processes, local.rank, local.space.device)
-        return JoinedStackedRows(local.settle(sum(counts)), processes, counts)
-
-    def rescale(self, scale: Tensor) -> JoinedStackedRows:
-        """diag(scale) U.
-
-        scale: (n,).
-        """
-        return JoinedStackedRows(self.local.rescale(scale), self.processes, self.counts)
-
-    @property
-    def is_written(self) -> bool:
-        """Whether every process holds its columns as a matrix."""
-        return self.local.is_written
-
-    def place(self, own: Tensor) -> Tensor:
-        """A vector (r,) from every process's part."""
-        return self.processes.gather_rows(own)
-
-    def mv(self, weights: Tensor) -> Tensor:
-        """U w, shape (n,).
-
-        weights: w, (r,), the same on all processes.
-        """
-        return self.joined.mv(weights)
-
-    def rmv(self, vector: Tensor) -> Tensor:
-        """U^T v, shape (r,).
-
-        vector: v, (n,), the same on all processes.
-        """
-        return self.joined.rmv(vector)
-
-    def dense(self) -> Tensor:
-        """U written out on every process, (n, r)."""
-        return self.joined.dense()
-
-    def squares(self) -> Tensor:
-        """Diagonal of U U^T, shape (n,)."""
-        return self.joined.squares()
-
-    def moment(self) -> Tensor:
-        """U U^T, shape (n, n)."""
-        return self.processes.sum(self.local.moment())
-
-    def lower_gram(self) -> Tensor:
-        """U^T U (r, r), valid in its lower triangle."""
-        total = torch.zeros(self.rank, self.rank, dtype=self.space.dtype, device=self.space.device)
-        pieces = sum(share_count(self.processes, count_pieces(self.local.terms), self.space.device))
-        if self.is_written and self.space.size * self.rank <= self.processes.size * pieces:
-            for slab in self.processes.share_columns(self.local.matrix, self.counts):
-                total += gram(slab.mT)
-        else:
-            for source, count in enumerate(self.counts):
-                if count:
-                    self._add_blocks(total, source)
-        return self.processes.sum(total)
-
-    def _add_blocks(self, total: Tensor, source: int) -> None:
-        """Add the block between this process's rows and another's, if it falls to this one."""
-        mine = source == self.processes.rank
-        tree = self.processes.send_tree(write_pieces(self.local.terms) if mine else None, source, "rows")
-        if not (self.local.rank and computes_block(self.processes.rank, source, self.processes.size)):
-            return
-        other = StackedRows(self.space, read_pieces(tree), self.local.scale)
-        rank = self.processes.rank
-        here, there = (slice(self.starts[i], self.starts[i + 1]) for i in (rank, source))
-        if source <= rank:
-            add_gram(self.local, other, total[here, there])
-        else:
-            add_gram(other, self.local, total[there, here])
-
-
-def add_gram(left: StackedRows, right: StackedRows, total: Tensor) -> None:
-    """total += U_left^T U_right, pair of terms by pair of terms."""
-    squares, row = left.find_squares(), 0
-    for term in left.terms:
-        column = 0
-        for other in right.terms:
-            add_products(term, other, squares, total[row : row + term.count, column : column + other.count])
-            column += other.count
-        row += term.count
-
-
-def count_pieces(terms: list[TermRows]) -> int:
-    """The numbers that rows are made of."""
-    layers = [one for term in terms for one in term.layers]
-    own = sum(one.inputs.numel() + one.deltas.numel() for one in layers)
-    return own + sum(rows.numel() for term in terms for rows in term.explicit.values())
-
-
-def write_pieces(terms: list[TermRows]) -> list[dict[str, Any]]:
-    """What rows are made of, as nested dicts and lists of tensors and plain values."""
-    return [
-        {
-            "shape": list(term.factor.shape),
-            "layers": [[one.layer.weight, one.layer.bias, one.inputs, one.deltas] for one in term.layers],
-            "explicit": dict(term.explicit),
-        }
-        for term in terms
-    ]
-
-
-def read_pieces(tree: list[dict[str, Any]]) -> list[TermRows]:
-    """Rows from what `write_pieces` gave. Their products need no residuals."""
-    found: list[TermRows] = []
-    for one in tree:
-        layers = [LayerRows(Affine(weight, bias), a, d) for weight, bias, a, d in one["layers"]]
-        factor = torch.empty(tuple(one["shape"]))
-        found.append(TermRows(factor.mT, factor, layers, one["explicit"]))
-    return found
 
 
 # Nonlinear least squares over named terms: the flat flow of the engine on residuals at points
@@ -398,12 +194,10 @@ class ResidualOptimizer(NaturalGradient):
         """
         if closure is not None:
             raise TypeError("step takes points and no closure: step(inside=x, boundary=y)")
-        alone = self.processes.size == 1  # otherwise the others would wait where an error came now
-        checked = check_points(self.system, points, self._live.named) if alone else points
         losses = list[Tensor]()
 
         def gather() -> SystemEvidence:
-            evidence, loss = self._gather_evidence(checked)
+            evidence, loss = self._gather_evidence(points)
             losses.append(loss)
             return evidence
 
@@ -452,30 +246,27 @@ class ResidualOptimizer(NaturalGradient):
             (60, True)
         """
         steps, history = check_integer("steps", steps, 0), ResidualHistory(self.system.terms)
-        callback = join_callbacks(callback, "the optimizer")
+        call, device = join_callbacks(callback, "the optimizer"), next(iter(self._find_trained().values())).device
         if not isinstance(sample, Mapping) and not callable(sample):
             raise TypeError(
                 f"sample is {type(sample).__name__}, expected a function of a torch.Generator that returns a dict of "
                 "points by term, or such a dict: fit(100, {'inside': x, 'boundary': y})"
             )
-        with Progress("steps", steps, progress) as shown:
-            try:
-                while len(history) < steps:
-                    loss = float(self.step(**self._draw(sample, seed)))
-                    history.add(loss, {} if math.isnan(loss) else self.losses)
-                    shown.update(len(history), {"loss": loss, **self.losses})
-                    if self._ends(callback is not None and callback(self) is True):
-                        break
-            except KeyboardInterrupt:
-                pass  # a step is taken whole or not at all
+
+        def step() -> dict[str, float]:
+            loss = float(self.step(**self._draw(sample, seed)))
+            history.add(loss, {} if math.isnan(loss) else self.losses)
+            return {"loss": loss, **self.losses}
+
+        run_steps(step, "steps", steps, progress, lambda: any_asks(self.processes, call(self), device))
         return history
 
     def _draw(self, sample: Sample | Mapping[str, Any], seed: int) -> Mapping[str, Any]:
         """The points of the next step."""
         if isinstance(sample, Mapping):
             return sample
-        generator = torch.Generator(next(iter(self._live.named.values())).device)
-        generator.manual_seed(seed + self._live.state.step + SEED_DISTANCE * self.processes.rank)
+        generator = torch.Generator(next(iter(self._find_trained().values())).device)
+        generator.manual_seed(seed + self.state_report().step + SEED_DISTANCE * self.processes.rank)
         try:
             points = sample(generator)
         except TypeError as error:
@@ -489,11 +280,6 @@ class ResidualOptimizer(NaturalGradient):
             )
         return points
 
-    def _ends(self, asked: bool) -> bool:
-        """True if the callback of some process asked to end."""
-        device = next(iter(self._live.named.values())).device
-        return any(ends for (ends,) in self.processes.share_numbers([asked], device))
-
     def evaluate(self, /, **points: Any) -> dict[str, Tensor]:
         """The residuals of the terms, without a step.
 
@@ -504,22 +290,22 @@ class ResidualOptimizer(NaturalGradient):
             Name -> residuals, shape (b, m).
         """
         some = System({n: t for n, t in self.system.terms.items() if n in points}, self.system.weights)
-        found = check_points(some if points else self.system, points, self._live.named)
+        found = check_points(some if points else self.system, points, self._find_trained())
         return {name: self.system.terms[name].values(self._find_trained(), found[name]) for name in found}
 
     def _find_trained(self) -> dict[str, Tensor]:
         active = {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad}
-        return {name: p for name, p in self._live.named.items() if id(p) in active}
+        named = self.model.named_parameters() if isinstance(self.model, nn.Module) else self.model.items()
+        return {name: p for name, p in named if id(p) in active}
 
     def _gather_evidence(self, points: Any) -> tuple[SystemEvidence, Tensor]:
         """What these points tell, and the loss there."""
-        params = self._find_trained()
-        terms = self.system if self.processes.size == 1 else JoinedTerms(self.system, self.processes)
-        now = terms.linearise(params, points)
+        params, self.system.processes = self._find_trained(), self.processes
+        now = self.system.linearise(params, points)
         self.losses = {name: float(value) for name, value in now.losses.items()}
         gradient = now.operator.rows.mv(now.residuals)
-        check_derivatives(self.system, now, points, gradient)
-        objective = ResidualObjective(terms, points, now, params, now.operator.rows.space)
+        check_derivatives(now, gradient)
+        objective = ResidualObjective(self.system, now, params, now.operator.rows.space)
 
         def system(state: State) -> ResidualSystem:
             chosen = (self.solver, self.damping, self.acceleration, self.scaling)
@@ -529,16 +315,7 @@ class ResidualOptimizer(NaturalGradient):
 
 
 class ResidualSystem:
-    """(G + level D) x = g + level D x_0, with the acceleration of its solution.
-
-    Args:
-        solver: The solver.
-        damping: How the damping follows from its number.
-        acceleration: Whether the second-order correction is added.
-        scaling: Whether D is G's diagonal; else the identity.
-        there: The residuals, around the point.
-        largest: The largest diagonal of G before this step, shape (n,).
-    """
+    """(G + level D) x = g + level D x_0, with the acceleration of its solution."""
 
     def __init__(
         self,
@@ -590,30 +367,21 @@ class ResidualSystem:
 
 
 class ResidualObjective(Objective):
-    """d -> the loss at theta + d on the step's points.
-
-    Args:
-        system: The terms.
-        points: By term.
-        now: The linearisation at theta.
-        params: theta, by name.
-        space: The order of the parameters in d.
-    """
+    """d -> the loss at theta + d on the step's points."""
 
     def __init__(
         self,
-        system: System | JoinedTerms,
-        points: Points,
+        system: System,
         now: LinearisedTerms,
         params: dict[str, Tensor],
         space: Space,
     ) -> None:
         super().__init__(params, space, float(now.loss))
-        self.system, self.points, self.now = system, points, now
+        self.system, self.now = system, now
 
     def residuals(self, params: dict[str, Tensor]) -> Tensor:
         """Of all terms at other parameters, (r,), with this step's weights of points."""
-        return self.system.residuals(params, self.points, self.now)
+        return self.system.residuals(params, self.now)
 
     def _evaluate(self, step: dict[str, Tensor]) -> float:
         if not any(bool(part.any()) for part in step.values()):
@@ -623,7 +391,7 @@ class ResidualObjective(Objective):
 
     def _differentiate(self, step: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
         moved = {name: p.detach() + step[name] for name, p in self.params.items()}
-        found = self.system.linearise(moved, self.points)
+        found = self.system.linearise(moved, self.now.points)
         return float(found.loss), self.space.unflatten(found.operator.rows.mv(found.residuals))
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from natgrad.ground.checks import check_integer
+from natgrad.ground.checks import check_integer, check_range
 
 
 class PointWeights(ABC):
@@ -51,8 +50,7 @@ class Causal(PointWeights):
     time: int = -1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.epsilon < math.inf:
-            raise ValueError(f"epsilon is {self.epsilon}, expected a finite number >= 0")
+        check_range("epsilon", self.epsilon, "[0, inf)")
 
     def weigh(self, squares: Tensor, points: Tensor) -> Tensor:
         if not -points.shape[1] <= self.time < points.shape[1]:
@@ -89,8 +87,8 @@ class WhereLarge(PointWeights):
     share: float = 0.5
 
     def __post_init__(self) -> None:
-        if not (0 <= self.power < math.inf and 0 <= self.share <= 1):
-            raise ValueError(f"power is {self.power} and share {self.share}, expected power >= 0 and share in [0, 1]")
+        check_range("power", self.power, "[0, inf)")
+        check_range("share", self.share, "[0, 1]")
 
     def weigh(self, squares: Tensor, points: Tensor) -> Tensor:
         sizes = squares.clamp(min=torch.finfo(squares.dtype).tiny).pow(self.power / 2)
@@ -140,8 +138,8 @@ def draw_where_large(
             f"pool has shape {tuple(pool.shape)} and residuals {tuple(residuals.shape)}, expected (b, d) and (b,) or "
             "(b, m)"
         )
-    if not (0 <= power < math.inf and 0 <= floor < math.inf):
-        raise ValueError(f"power is {power} and floor {floor}, expected finite numbers >= 0")
+    for name, number in (("power", power), ("floor", floor)):
+        check_range(name, number, "[0, inf)")
     sizes = residuals.detach().abs() if residuals.dim() == 1 else residuals.detach().norm(dim=1)
     if not bool(torch.isfinite(sizes).all()):
         raise ValueError("residuals holds a NaN or an infinity; look at the term at the pool's points")

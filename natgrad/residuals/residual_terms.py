@@ -124,11 +124,7 @@ def default_damping(model: nn.Module) -> LevenbergMarquardt:
 
 
 class Unknowns(nn.Module):
-    """Several networks and coefficients as one module, whose parameters an optimizer trains.
-
-    Args:
-        parts: Name -> a module, or a parameter.
-    """
+    """Several networks and coefficients as one module, whose parameters an optimizer trains."""
 
     def __init__(self, parts: Mapping[str, nn.Module | nn.Parameter]) -> None:
         super().__init__()

@@ -10,15 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, product
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from natgrad.ground.jets import LayerRows
+from natgrad.ground.chains import Affine, LayerRows
+from natgrad.ground.exchanges import share_count
 from natgrad.ground.linalg import gram
 from natgrad.ground.spaces import Space
-from natgrad.operators import Operator, SampleRows
+from natgrad.operators import JoinedRows, Operator, SampleRows, computes_block
+from natgrad.optim import Processes
 
 CACHED = 2**17
 """Numbers that a processor's cache holds: a sum over more of them is taken in parts of this size."""
@@ -43,27 +45,24 @@ class TermRows:
     def write(self, space: Space, out: Tensor) -> None:
         """The rows as a matrix, added to `out` (m b, n)."""
         for layer_rows in self.layers:
-            k, _, b, o = layer_rows.deltas.shape
-            weight, bias = space.blocks.get(layer_rows.layer.weight), space.blocks.get(layer_rows.layer.bias or "")
-            if weight is not None:
-                out[:, weight.start : weight.stop] += outer_rows(layer_rows).reshape(k * b, weight.size)
-            if bias is not None:
-                out[:, bias.start : bias.stop] += layer_rows.deltas[:, 0].reshape(k * b, o)
+            weight, bias = layer_rows.layer.weight, layer_rows.layer.bias
+            if weight in space.blocks:
+                view_block(space, out, weight).add_(outer_rows(layer_rows).reshape(self.count, -1))
+            if bias in space.blocks:
+                view_block(space, out, bias).add_(layer_rows.deltas[:, 0].reshape(self.count, -1))
         for name, rows in self.explicit.items():
-            block = space.blocks[name]
-            out[:, block.start : block.stop] += rows.reshape(self.count, block.size)
+            view_block(space, out, name).add_(rows.reshape(self.count, -1))
 
     def add_squares(self, space: Space, total: Tensor) -> None:
         """The sums over the rows of the squares of their entries, added to `total` (n,)."""
         for layer_rows in self.layers:
-            weight, bias = space.blocks.get(layer_rows.layer.weight), space.blocks.get(layer_rows.layer.bias or "")
-            if weight is not None:
-                total[weight.start : weight.stop] += sum_of_outer_squares(layer_rows).reshape(-1)
-            if bias is not None:
-                total[bias.start : bias.stop] += layer_rows.deltas[:, 0].square().sum((0, 1))
+            weight, bias = layer_rows.layer.weight, layer_rows.layer.bias
+            if weight in space.blocks:
+                view_block(space, total, weight).add_(sum_of_outer_squares(layer_rows).reshape(-1))
+            if bias in space.blocks:
+                view_block(space, total, bias).add_(layer_rows.deltas[:, 0].square().sum((0, 1)))
         for name, rows in self.explicit.items():
-            block = space.blocks[name]
-            total[block.start : block.stop] += rows.square().sum((0, 1))
+            view_block(space, total, name).add_(rows.square().sum((0, 1)))
 
     def combine(self, weights: Tensor) -> dict[str, Tensor]:
         """sum over rows of w times the row, by name."""
@@ -105,6 +104,12 @@ class TermRows:
         return int(places.nonzero()[0])
 
 
+def view_block(space: Space, matrix: Tensor, name: str) -> Tensor:
+    """A parameter's entries of vectors (..., n)."""
+    block = space.blocks[name]
+    return matrix[..., block.start : block.stop]
+
+
 def outer_rows(rows: LayerRows) -> Tensor:
     """sum_t delta_jtx a_tx^T for every residual, (k, b, o, i)."""
     times, o, i = len(rows.inputs), rows.deltas.shape[3], rows.inputs.shape[2]
@@ -117,14 +122,10 @@ def outer_rows(rows: LayerRows) -> Tensor:
 
 
 class StackedRows:
-    """U (n, r): one column per residual, term after term, in each component by component.
+    """diag(scale) U (n, r): one column per residual, term after term, in each component by component.
 
-    Args:
-        space: Of the parameters.
-        terms: In order.
-        scale: Factors of the parameters' entries, shape (n,), U becomes diag(scale) U; where U is not written out they
-            are the same for all entries of a parameter. None: 1.
-        columns: Of the U that these columns are a part of; None: these are all.
+    scale: Of the parameters' entries, (n,); the same for all entries of a parameter where U is not written out.
+    columns: Of the U that these columns are a part of; None: these are all.
     """
 
     # numbers of U up to which it is written out: then every product is one of matrices
@@ -274,6 +275,132 @@ def add_tiled_product(total: Tensor, pairs: Tensor, like: Tensor) -> None:
             total[corner].addcmul_(pairs[corner], like)
 
 
+# Points that lie on several processes: the Gram matrix is that of all of them
+
+
+class JoinedStackedRows:
+    """U = [U_0, U_1, ...] with the columns U_i of process i, which keeps them."""
+
+    def __init__(self, local: StackedRows, processes: Processes, counts: list[int]) -> None:
+        self.local, self.processes, self.counts = local, processes, counts
+        self.space: Space = local.space
+        self.starts = [0, *accumulate(counts)]
+        self.rank = self.starts[-1]
+        # the factors of the rows know the number of all points
+        self.joined = JoinedRows(cast("Any", local), self.space, counts, [1.0] * len(counts), processes)
+
+    @staticmethod
+    def over(local: StackedRows, processes: Processes) -> JoinedStackedRows:
+        """The rows of all processes."""
+        counts = share_count(processes, local.rank, local.space.device)
+        return JoinedStackedRows(local.settle(sum(counts)), processes, counts)
+
+    def rescale(self, scale: Tensor) -> JoinedStackedRows:
+        """diag(scale) U.
+
+        scale: (n,).
+        """
+        return JoinedStackedRows(self.local.rescale(scale), self.processes, self.counts)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether every process holds its columns as a matrix."""
+        return self.local.is_written
+
+    def mv(self, weights: Tensor) -> Tensor:
+        """U w, shape (n,).
+
+        weights: w, (r,), the same on all processes.
+        """
+        return self.joined.mv(weights)
+
+    def rmv(self, vector: Tensor) -> Tensor:
+        """U^T v, shape (r,).
+
+        vector: v, (n,), the same on all processes.
+        """
+        return self.joined.rmv(vector)
+
+    def dense(self) -> Tensor:
+        """U written out on every process, (n, r)."""
+        return self.joined.dense()
+
+    def squares(self) -> Tensor:
+        """Diagonal of U U^T, shape (n,)."""
+        return self.joined.squares()
+
+    def moment(self) -> Tensor:
+        """U U^T, shape (n, n)."""
+        return self.processes.sum(self.local.moment())
+
+    def lower_gram(self) -> Tensor:
+        """U^T U (r, r), valid in its lower triangle."""
+        total = torch.zeros(self.rank, self.rank, dtype=self.space.dtype, device=self.space.device)
+        pieces = sum(share_count(self.processes, count_pieces(self.local.terms), self.space.device))
+        if self.is_written and self.space.size * self.rank <= self.processes.size * pieces:
+            for slab in self.processes.share_columns(self.local.matrix, self.counts):
+                total += gram(slab.mT)
+        else:
+            for source, count in enumerate(self.counts):
+                if count:
+                    self._add_blocks(total, source)
+        return self.processes.sum(total)
+
+    def _add_blocks(self, total: Tensor, source: int) -> None:
+        """Add the block between this process's rows and another's, if it falls to this one."""
+        mine = source == self.processes.rank
+        tree = self.processes.send_tree(write_pieces(self.local.terms) if mine else None, source, "rows")
+        if not (self.local.rank and computes_block(self.processes.rank, source, self.processes.size)):
+            return
+        other = StackedRows(self.space, read_pieces(tree), self.local.scale)
+        rank = self.processes.rank
+        here, there = (slice(self.starts[i], self.starts[i + 1]) for i in (rank, source))
+        if source <= rank:
+            add_gram(self.local, other, total[here, there])
+        else:
+            add_gram(other, self.local, total[there, here])
+
+
+def add_gram(left: StackedRows, right: StackedRows, total: Tensor) -> None:
+    """total += U_left^T U_right, pair of terms by pair of terms."""
+    squares, row = left.find_squares(), 0
+    for term in left.terms:
+        column = 0
+        for other in right.terms:
+            add_products(term, other, squares, total[row : row + term.count, column : column + other.count])
+            column += other.count
+        row += term.count
+
+
+def count_pieces(terms: list[TermRows]) -> int:
+    """The numbers that rows are made of."""
+    layers = [one for term in terms for one in term.layers]
+    own = sum(one.inputs.numel() + one.deltas.numel() for one in layers)
+    return own + sum(rows.numel() for term in terms for rows in term.explicit.values())
+
+
+def write_pieces(terms: list[TermRows]) -> list[dict[str, Any]]:
+    """What rows are made of, as nested dicts and lists of tensors and plain values."""
+    return [
+        {
+            "shape": list(term.factor.shape),
+            "layers": [[one.layer.weight, one.layer.bias, one.inputs, one.deltas] for one in term.layers],
+            "explicit": dict(term.explicit),
+        }
+        for term in terms
+    ]
+
+
+def read_pieces(tree: list[dict[str, Any]]) -> list[TermRows]:
+    """Rows from what `write_pieces` gave. Their products need no residuals."""
+    found: list[TermRows] = []
+    for one in tree:
+        layers = [LayerRows(Affine(weight, bias), a, d) for weight, bias, a, d in one["layers"]]
+        factor = torch.empty(tuple(one["shape"]))
+        found.append(TermRows(factor.mT, factor, layers, one["explicit"]))
+    return found
+
+
 class ScalableRows(SampleRows, Protocol):
     """U of named residuals, on one process or on several."""
 
@@ -298,11 +425,7 @@ class ScalableRows(SampleRows, Protocol):
 
 
 class RowsOperator(Operator):
-    """G = U U^T from rows that are known by their products.
-
-    Args:
-        rows: U.
-    """
+    """G = U U^T from rows that are known by their products."""
 
     def __init__(self, rows: ScalableRows) -> None:
         self.rows, space = rows, rows.space

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from natgrad.ground.exchanges import share_count, sum_numbers, sum_tensors
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.pure import RandomState
 from natgrad.ground.spaces import Params, Space
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
-from natgrad.optim import NotFiniteError
+from natgrad.optim import NotFiniteError, meet_processes
 from natgrad.residuals.point_weights import PointWeights
-from natgrad.residuals.stacked_rows import RowsOperator, StackedRows, TermRows
+from natgrad.residuals.stacked_rows import JoinedStackedRows, RowsOperator, StackedRows, TermRows
 from natgrad.residuals.terms import Term, describe
 
 Points = dict[str, tuple[Tensor, ...]]
@@ -34,8 +35,9 @@ class LinearisedTerms:
 
     residuals: Tensor  # shape (r,): half the sum of their squares is the loss
     operator: RowsOperator  # G = J^T J
-    losses: dict[str, Tensor]  # the mean square of each term, by name; of one process of several, its part of that
-    factors: dict[str, Tensor]  # what the residuals of each term were multiplied by, shape (m, b)
+    losses: dict[str, Tensor]  # the mean square of each term, by name
+    factors: dict[str, Tensor]  # what this process's residuals of each term were multiplied by, shape (m, b)
+    points: Points  # of this process
 
     @property
     def loss(self) -> Tensor:
@@ -44,13 +46,7 @@ class LinearisedTerms:
 
 
 class System:
-    """The loss sum_k w_k mean |r_k|^2 of named terms.
-
-    Args:
-        terms: By name.
-        weights: w, by name.
-        point_weights: What weighs the points of some terms, by name.
-    """
+    """The loss sum_k w_k mean |r_k|^2 of named terms, over the points of all processes, which make the same calls."""
 
     def __init__(
         self,
@@ -59,40 +55,55 @@ class System:
         point_weights: Mapping[str, PointWeights] | None = None,
     ) -> None:
         self.terms, self.weights, self.point_weights = dict(terms), dict(weights), dict(point_weights or {})
+        self.processes = meet_processes({}, None)
         self._looked: set[str] = set()  # terms whose derivative was seen once
 
     @torch.no_grad()
-    def linearise(
-        self,
-        params: Params,
-        points: Points,
-        counts: Mapping[str, int] | None = None,
-        weighed: Mapping[str, Tensor] | None = None,
-    ) -> LinearisedTerms:
-        """The residuals with their Jacobian."""
-        parts, residuals, losses, factors = [], [], {}, {}
-        for name, term in self.terms.items():
-            own = points[name]
-            count = len(own[0]) if counts is None else counts[name]
-            weigh = partial(self._weigh, name, own, count, None if weighed is None else weighed.get(name))
-            jacobian = term.rows(params, own, weigh) if len(own[0]) else lack_points(params)
-            factors[name] = jacobian.factor
-            parts.append(jacobian)
-            residuals.append((jacobian.values.mT * jacobian.factor).reshape(-1))
-            losses[name] = jacobian.values.square().sum() / count
-        rows = StackedRows(Space(params), parts)
-        self._tell_idle_terms(rows, residuals)
-        operator = RowsOperator(rows)
-        return LinearisedTerms(torch.cat(residuals).to(operator.dtype), operator, losses, factors)
+    def linearise(self, params: Params, points: Mapping[str, Any]) -> LinearisedTerms:
+        """The residuals with their Jacobian; of several processes one may have no points of a term."""
+        space = Space(params)
+        with self.processes.failing_together(space.device):
+            own = check_points(self, points, params)
+            weighed = {} if self.processes.size == 1 else self.point_weights  # one alone evaluates its residuals once
+            squares = {name: self.squares(name, params, own[name]) for name in weighed}
+        totals = sum_numbers(self.processes, [len(p[0]) for p in own.values()], space.device)
+        counts = dict(zip(own, map(int, totals), strict=True))
+        lacking = [name for name, count in counts.items() if not count]
+        if lacking:
+            raise ValueError(f"step got no points for {lacking} on any process; give at least one of them a point")
+        weights = {name: self._weigh_jointly(name, values, own[name][0]) for name, values in squares.items()}
+        with self.processes.failing_together(space.device):
+            parts, residuals = [], []
+            for name, term in self.terms.items():
+                weigh = partial(self._weigh, name, own[name], counts[name], weights.get(name))
+                rows = term.rows(params, own[name], weigh) if len(own[name][0]) else lack_points(params)
+                parts.append(rows)
+                residuals.append((rows.values.mT * rows.factor).reshape(-1))
+            self._tell_idle_terms(space, parts, residuals)
+        means = [part.values.square().sum() / counts[name] for name, part in zip(self.terms, parts, strict=True)]
+        losses = dict(zip(self.terms, sum_tensors(self.processes, means), strict=True))
+        local, placed = StackedRows(space, parts), torch.cat(residuals).to(space.dtype)
+        factors = {name: part.factor for name, part in zip(self.terms, parts, strict=True)}
+        if self.processes.size == 1:
+            return LinearisedTerms(placed, RowsOperator(local), losses, factors, own)
+        rows = JoinedStackedRows.over(local, self.processes)
+        return LinearisedTerms(self.processes.gather_rows(placed), RowsOperator(rows), losses, factors, own)
 
-    def _tell_idle_terms(self, rows: StackedRows, residuals: list[Tensor]) -> None:
+    def _weigh_jointly(self, name: str, squares: Tensor, points: Tensor) -> Tensor:
+        """The weights of this process's points, which follow the residuals at all of them."""
+        everyone = self.processes.gather_rows(torch.cat([squares.unsqueeze(1), points.to(squares)], 1))
+        weights = self.point_weights[name].weigh(everyone[:, 0].contiguous(), everyone[:, 1:].to(points))
+        counts = share_count(self.processes, len(squares), squares.device)
+        return weights[sum(counts[: self.processes.rank]) :][: len(squares)]
+
+    def _tell_idle_terms(self, space: Space, parts: list[TermRows], residuals: list[Tensor]) -> None:
         """A warning at the first step for a term that no parameter changes."""
-        for name, part, values in zip(self.terms, rows.terms, residuals, strict=True):
+        for name, part, values in zip(self.terms, parts, residuals, strict=True):
             if name in self._looked or not part.count:
                 continue
             self._looked.add(name)
-            squares = rows.space.zeros()
-            part.add_squares(rows.space, squares)
+            squares = space.zeros()
+            part.add_squares(space, squares)
             if bool(values.any()) and not bool(squares.any()):
                 warnings.warn(NO_DERIVATIVE.format(name=name), stacklevel=2)
 
@@ -113,14 +124,15 @@ class System:
         return plain * weights.sqrt()
 
     @torch.no_grad()
-    def residuals(self, params: Params, points: Points, now: LinearisedTerms) -> Tensor:
+    def residuals(self, params: Params, now: LinearisedTerms) -> Tensor:
         """The residuals elsewhere, times the same factors, (r,): NaN where they are not finite."""
-        columns = [
-            (term.values(params, points[name]).mT * now.factors[name]).reshape(-1)
-            for name, term in self.terms.items()
-            if len(points[name][0])
-        ]
-        return torch.cat(columns) if columns else now.residuals[:0]
+        with self.processes.failing_together(now.residuals.device):
+            columns = [
+                (term.values(params, now.points[name]).mT * now.factors[name]).reshape(-1)
+                for name, term in self.terms.items()
+                if len(now.points[name][0])
+            ]
+        return self.processes.gather_rows(torch.cat(columns) if columns else now.residuals[:0])
 
     @torch.no_grad()
     def squares(self, name: str, params: Params, points: tuple[Tensor, ...]) -> Tensor:
@@ -151,11 +163,14 @@ class ResidualMetric(Metric):
     alike: tuple[object, ...] = ()
 
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
-        return self.system.linearise(params, check_points(self.system, inputs, params)).operator
+        return self.system.linearise(params, inputs).operator
 
 
-def check_points(system: System, points: Mapping[str, Any], params: Params, *, may_lack: bool = False) -> Points:
-    """Points as tuples of tensors. TypeError or ValueError for anything but a batch of points for each term."""
+def check_points(system: System, points: Mapping[str, Any], params: Params) -> Points:
+    """Points as tuples of tensors. TypeError or ValueError for anything but a batch of points for each term.
+
+    One process of several may lack them.
+    """
     unknown, missing = sorted(points.keys() - system.terms.keys()), sorted(system.terms.keys() - points.keys())
     if unknown or missing:
         parts = [f"no points for {missing}"] * bool(missing)
@@ -163,7 +178,8 @@ def check_points(system: System, points: Mapping[str, Any], params: Params, *, m
         call = ", ".join(f"{name}=..." for name in system.terms)
         raise ValueError(f"step got {', and '.join(parts)}: call step({call}) with the points of each term")
     like = next(iter(params.values()))
-    return {name: check_batch_of_points(name, points[name], like, int(not may_lack)) for name in system.terms}
+    fewest = int(system.processes.size == 1)
+    return {name: check_batch_of_points(name, points[name], like, fewest) for name in system.terms}
 
 
 def check_batch_of_points(name: str, given: Any, like: Tensor, fewest: int) -> tuple[Tensor, ...]:
@@ -211,7 +227,7 @@ def check_residuals(name: str, values: Tensor, points: tuple[Tensor, ...]) -> No
     )
 
 
-def check_derivatives(system: System, now: LinearisedTerms, points: Points, gradient: Tensor) -> None:
+def check_derivatives(now: LinearisedTerms, gradient: Tensor) -> None:
     """NotFiniteError with the term and its first point where the derivative of a residual is NaN or infinite.
 
     gradient: Of the loss, (n,): finite unless some derivative is not.
@@ -220,12 +236,12 @@ def check_derivatives(system: System, now: LinearisedTerms, points: Points, grad
         return
     rows = now.operator.rows
     broken = [part.find_broken_point() for part in rows.terms] if isinstance(rows, StackedRows) else []
-    for name, place in zip(system.terms, broken, strict=False):
+    for name, place in zip(now.losses, broken, strict=False):
         if place is not None:
             raise NotFiniteError(
                 f"the derivative of term {name!r} in the parameters is not finite at point {place}, "
-                f"{describe(tuple(t[place] for t in points[name]))}, where its value is; look for a square root or an "
-                "absolute value at zero, or for torch.where around a division by zero"
+                f"{describe(tuple(t[place] for t in now.points[name]))}, where its value is; look for a square root or "
+                "an absolute value at zero, or for torch.where around a division by zero"
             )
     raise NotFiniteError("the gradient of the loss is not finite: look for a derivative that is infinite, or too large")
 

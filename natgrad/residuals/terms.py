@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from natgrad.ground.chains import JetPass, LayerChain
 from natgrad.ground.derivatives import exact_derivatives
-from natgrad.ground.jets import Derivatives, JetPass, LayerChain
+from natgrad.ground.jets import Derivatives
 from natgrad.ground.pure import (
     RandomState,
     call_with,
@@ -24,7 +25,7 @@ from natgrad.ground.pure import (
 )
 from natgrad.ground.spaces import Params
 from natgrad.residuals.constrained import network_of
-from natgrad.residuals.fields import ORDER, Field, Notes
+from natgrad.residuals.differential import ORDER, Field, Notes
 from natgrad.residuals.stacked_rows import TermRows
 
 T = TypeVar("T")
@@ -45,17 +46,11 @@ class Unplanned(Exception):
 
 
 class Term:
-    """A named residual.
-
-    Args:
-        name: Its name.
-        function: unknowns and a point -> a residual, a tensor of any shape.
-        unknowns: By name, in the order of the function's arguments.
-    """
+    """A named residual."""
 
     def __init__(self, name: str, function: Function, unknowns: Mapping[str, Unknown]) -> None:
         self.name, self.function, self.unknowns = name, function, dict(unknowns)
-        self.notes: dict[str, Notes] | None = None
+        self.notes: dict[str, Notes] = {}
         self.networks: dict[str, LayerChain] | None = None
         self.by_rows = self.is_plain = False
         self.aliases = find_aliases(self.unknowns)
@@ -68,7 +63,7 @@ class Term:
 
     def values(self, params: Params, points: tuple[Tensor, ...]) -> Tensor:
         """The residuals (b, m), without a graph. points: Tensors (b, ...)."""
-        if self.notes is None:
+        if self._signature is None:
             self.settle(params, points)
         with nullcontext() if self._noise is None else self._noise.replay():
             values = self._through_tables(
@@ -85,7 +80,11 @@ class Term:
         if self.is_random:  # the trials of this step see the same draws
             self._noise = RandomState.capture(points[0].device)
         rows = self._through_tables(lambda: self._layered_rows(params, points, weigh))
-        return self._functional_rows(params, points, weigh) if rows is None else rows
+        if rows is not None:
+            return rows
+        values, explicit = self._explicit_rows(params, points)
+        factor = weigh(values)
+        return TermRows(values, factor, [], {name: part * factor.unsqueeze(2) for name, part in explicit.items()})
 
     def settle(self, params: Params, points: tuple[Tensor, ...]) -> None:
         """Look at the unknowns: what is asked of them, and whether they are layers. Once, and whenever they change.
@@ -99,12 +98,12 @@ class Term:
         for name, part in networks.items():
             check_examples_apart(name or "net", part)
             self._parameters[name] = {key for key, _ in part.named_parameters(name)}
-        if self.notes is None:
+        if self._signature is None:
             self.notes = self._probe(params, points)
         for name, part in networks.items():
             for place in self.notes[name].plans:
                 check_independence(
-                    name, lambda x, net=part, own=self._own(params, name): read(net, own, x), points[place]
+                    name, lambda x, net=part, own=self._own(params, name): call_with(net, own, x), points[place]
                 )
         self._signature, self.networks = signature, self._find_networks()
 
@@ -128,7 +127,6 @@ class Term:
         warnings.warn(ONE_BY_ONE.format(name=self.name, error=shown[:100]), stacklevel=3)
 
     def _wishes(self) -> list[tuple[dict[int, Derivatives], bool]]:
-        assert self.notes is not None
         return [(dict(asked.plans), asked.elsewhere) for asked in self.notes.values()]
 
     # what it asks of the unknowns
@@ -182,7 +180,6 @@ class Term:
 
     def _find_networks(self) -> dict[str, LayerChain] | None:
         """The unknowns that are asked for, as layers; None where one is not made of them, or asked elsewhere."""
-        assert self.notes is not None
         chains = {}
         if self.is_plain or self.by_rows or self.is_tracked:  # a table has no graph back to the point
             return None
@@ -203,29 +200,23 @@ class Term:
     # through tables of derivatives
 
     def _tables(self, params: Params, points: tuple[Tensor, ...], rows: bool = False) -> dict[tuple[str, int], JetPass]:
-        networks = self.networks
-        assert networks is not None
-        assert self.notes is not None
-        with torch.no_grad():
-            state = self._state(params)
-            return {
-                (name, place): networks[name].run(state, points[place], plan, rows)
-                for name, asked in self.notes.items()
-                for place, plan in asked.plans.items()
-            }
+        assert self.networks is not None
+        state = self._state(params)
+        return {
+            (name, place): self.networks[name].run(state, points[place], plan, rows)
+            for name, asked in self.notes.items()
+            for place, plan in asked.plans.items()
+        }
 
     def _state(self, params: Params) -> dict[str, Tensor]:
         """All parameters of the unknowns, those that are not trained too."""
-        return self._hold_frozen(params.keys()) | dict(params)
-
-    def _hold_frozen(self, trained: Set[str]) -> dict[str, Tensor]:
-        frozen: dict[str, Tensor] = {}
+        known: dict[str, Tensor] = {}
         for name, part in self.unknowns.items():
             if isinstance(part, nn.Parameter):
-                frozen[name] = part
-            elif not self._parameters[name] <= trained:
-                frozen |= {f"{name}." * bool(name) + key: p for key, p in part.named_parameters()}
-        return frozen
+                known[name] = part
+            elif not self._parameters[name] <= params.keys():
+                known |= dict(part.named_parameters(name))
+        return known | dict(params)
 
     def _coefficients(self, params: Params, points: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Coefficients, one copy per point."""
@@ -243,27 +234,20 @@ class Term:
     ) -> Tensor:
         """The residuals (b, m) from the unknowns' values and derivatives."""
         jets = {key: jet_pass.outputs for key, jet_pass in passes.items()} if jets is None else jets
-
-        keys, names, count = list(jets), list(coefficients), len(points)
         dtype = next(iter(jets.values())).dtype
-        assert self.notes is not None
-        notes = self.notes
 
-        def evaluate_point(*given: Tensor) -> Tensor:
-            point, tables = given[:count], given[count : count + len(keys)]
-            chosen = dict(zip(names, given[count + len(keys) :], strict=True))
+        def evaluate_point(
+            point: tuple[Tensor, ...], tables: dict[tuple[str, int], Tensor], chosen: dict[str, Tensor]
+        ) -> Tensor:
             known: dict[str, dict[int, tuple[Derivatives, Tensor]]] = {}
-            for (name, place), table in zip(keys, tables, strict=True):
+            for (name, place), table in tables.items():
                 known.setdefault(name, {})[place] = passes[name, place].layout, table
-            arguments = [
-                Field(refuse_evaluation, point, known.get(name), notes[name]) if name in notes else chosen[name]
-                for name in self.unknowns
-            ]
+            fields = {n: Field(refuse_evaluation, point, known.get(n), asked) for n, asked in self.notes.items()}
+            arguments = [fields[name] if name in fields else chosen[name] for name in self.unknowns]
             return flatten_residual(self.name, self.function(*arguments, *point), dtype)
 
-        given = (*points, *jets.values(), *coefficients.values())
-        dims = (0,) * count + (1,) * len(keys) + (0,) * len(names)
-        return torch.func.vmap(evaluate_point, in_dims=dims, randomness="different")(*given)
+        each = torch.func.vmap(evaluate_point, in_dims=(0, 1, 0), randomness="different")
+        return each(points, jets, coefficients)
 
     def _layered_rows(self, params: Params, points: tuple[Tensor, ...], weigh: Callable[[Tensor], Tensor]) -> TermRows:
         passes = self._tables(params, points, rows=True)
@@ -307,7 +291,8 @@ class Term:
             own = self._own(params, name)
 
             def evaluate(*args: Any, module: nn.Module = part, own: Params = own) -> Tensor:
-                return read(module, own, *(a.unsqueeze(0) if isinstance(a, Tensor) else a for a in args)).squeeze(0)
+                rows = (a.unsqueeze(0) if isinstance(a, Tensor) else a for a in args)
+                return call_with(module, own, *rows).squeeze(0)
 
             arguments.append(Field(evaluate, point, notes=None if notes is None else notes[name]))
         return arguments
@@ -315,7 +300,8 @@ class Term:
     def _own(self, params: Params, name: str) -> dict[str, Tensor]:
         """The trained parameters of a network, by its own names; those that it shares with another one too."""
         shared = {full: params[first] for full, first in self.aliases.items() if first in params}
-        return params_of({**params, **shared}, name)
+        start = f"{name}." if name else ""
+        return {key.removeprefix(start): p for key, p in {**params, **shared}.items() if key.startswith(start)}
 
     def _plainly(self, params: Params, points: tuple[Tensor, ...]) -> Tensor:
         """The residuals (b, m): all points at once, or one after the other where torch.func cannot."""
@@ -332,13 +318,6 @@ class Term:
 
     def _point_by_point(self, params: Params, points: tuple[Tensor, ...]) -> list[Tensor]:
         return [self._at(params, point) for point in zip(*points, strict=True)]
-
-    def _functional_rows(
-        self, params: Params, points: tuple[Tensor, ...], weigh: Callable[[Tensor], Tensor]
-    ) -> TermRows:
-        values, explicit = self._explicit_rows(params, points)
-        factor = weigh(values)
-        return TermRows(values, factor, [], {name: rows * factor.unsqueeze(2) for name, rows in explicit.items()})
 
     def _explicit_rows(self, params: Params, points: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
         """The residuals (b, m), and the rows (m, b, size) by name."""
@@ -395,11 +374,7 @@ def differentiate_columns(values: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 
 
 class PointDerivatives(TorchFunctionMode):
-    """Inside, `torch.autograd.grad` in a tracked point keeps the graph to the parameters, as a training needs it.
-
-    Args:
-        nothing: A zero that depends on the point: what is to require a gradient gets it added.
-    """
+    """Inside, `torch.autograd.grad` in a tracked point keeps the graph to the parameters, as a training needs it."""
 
     def __init__(self, nothing: Tensor) -> None:
         super().__init__()
@@ -430,11 +405,6 @@ def call_tracked(call: Callable[..., Tensor], point: tuple[Tensor, ...]) -> Tens
     return torch.func.vjp(run, *(point[i] for i in floating))[0]
 
 
-def read(module: nn.Module, own: Params, *args: Any) -> Tensor:
-    """A network's outputs for a batch, with these parameters in the place of its own."""
-    return call_with(module, own, *args)
-
-
 def refuse_evaluation(*args: Any) -> Tensor:
     """In place of a network whose values come from tables: whatever is not in them is planned for, next time."""
     raise Unplanned
@@ -443,12 +413,6 @@ def refuse_evaluation(*args: Any) -> Tensor:
 def sign(module: nn.Module) -> list[tuple[int, bool, int]]:
     """What a network's layers are and how they are set, to see whether it changed."""
     return [(id(m), m.training, len(m._forward_hooks) + len(m._forward_pre_hooks)) for m in module.modules()]
-
-
-def params_of(params: Params, name: str) -> dict[str, Tensor]:
-    """Those of one unknown, by their names within it."""
-    start = f"{name}." if name else ""
-    return {key.removeprefix(start): p for key, p in params.items() if key.startswith(start)}
 
 
 # What a term may not do, said before the first step: its networks, and the parameters that it uses past them
@@ -490,7 +454,7 @@ def check_captured(
                 f"term {name!r} uses the parameter {known[number]!r} by itself, and not as one of its arguments: its "
                 f"derivative would be missing; {advice}"
             )
-        if number not in {id(p) for part in unknowns.values() for p in list_parameters(part)}:
+        if number not in {id(p) for part in unknowns.values() for _, p in name_parameters("", part)}:
             warnings.warn(
                 f"natgrad: term {name!r} uses a parameter of shape {tuple(parameter.shape)} that is not trained: "
                 f"{advice}; for a fixed number, .requires_grad_(False)",
@@ -499,17 +463,16 @@ def check_captured(
             return
 
 
-def list_parameters(part: nn.Module | nn.Parameter) -> list[nn.Parameter]:
-    """The parameters of an unknown."""
-    return list(part.parameters()) if isinstance(part, nn.Module) else [part]
+def name_parameters(name: str, part: Unknown) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of an unknown, each with its full name."""
+    return list(part.named_parameters(name)) if isinstance(part, nn.Module) else [(name, part)]
 
 
 def find_aliases(unknowns: Mapping[str, nn.Module | nn.Parameter]) -> dict[str, str]:
     """Full name -> the first full name of the same parameter, where unknowns share one."""
     first, aliases = dict[int, str](), dict[str, str]()
     for name, part in unknowns.items():
-        own = part.named_parameters(name) if isinstance(part, nn.Module) else [(name, part)]
-        for full, p in own:
+        for full, p in name_parameters(name, part):
             if first.setdefault(id(p), full) != full:
                 aliases[full] = first[id(p)]
     return aliases

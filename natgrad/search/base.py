@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from natgrad.ground.checks import check_integer
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.messages import Explained, write_choices
+from natgrad.ground.states import Stateful
 from natgrad.search.domain import as_tensor
 
 
@@ -30,7 +31,7 @@ class Best:
     nfev: int
 
 
-class Search(Explained):
+class Search(Stateful, Explained):
     """A distribution that is moved towards better points: `X = s.ask()`, evaluate, `s.tell(X, F)`, until `s.stop()`.
 
     Lower is better. NaN counts as infinitely bad. Two searches with the same seed that are told the same values are
@@ -43,6 +44,7 @@ class Search(Explained):
         nit: Generations told so far.
     """
 
+    STATE = ("best", "popsize", "nfev", "nit")
     best: Best
     popsize: int
     nfev: int
@@ -82,17 +84,23 @@ class Search(Explained):
     def stop(self) -> str | None:
         """Why the search should end, as `word: sentence`, or None while it should go on."""
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Everything that changes, for `load_state_dict` of a search built with the same arguments."""
+        return super().state_dict()
 
-    @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where the search that gave `state` was, bit for bit.
 
         Args:
             state: From `state_dict` of a search built with the same arguments.
         """
+        x, popsize = state["best"][0], state["popsize"]
+        if x.shape != self.best.x.shape or popsize != self.popsize:
+            raise ValueError(
+                f"the state is of a search with {len(x)} variables and popsize {popsize}, "
+                f"this one has {self._dim()} and {self.popsize}: build it with the same arguments"
+            )
+        super().load_state_dict(state)
 
     @abstractmethod
     def measures(self) -> dict[str, float]:
@@ -113,6 +121,14 @@ class Search(Explained):
     def centre(self) -> Tensor:
         """The point (d,) that the distribution stands for where values are noisy: by default the best one."""
         return self.best.x
+
+    def settles_above(self, target: float) -> bool:
+        """True if the run is known to end at a value above the target.
+
+        Args:
+            target: The value that is wanted.
+        """
+        return False
 
     @abstractmethod
     def _move(self, points: Tensor, values: Tensor) -> None:
@@ -141,21 +157,6 @@ class Search(Explained):
         i = int(values.argmin())
         if float(values[i]) < self.best.fun:
             self.best = Best(points[i].clone(), float(values[i]), self.nfev - len(values) + i + 1)
-
-    def _write_progress(self, *counts: int) -> dict[str, Any]:
-        """The best point and the counts, with some more of these, for `state_dict`."""
-        return {"best": astuple(self.best), "counts": (self.nfev, self.nit, self.popsize, *counts)}
-
-    def _read_progress(self, state: dict[str, Any]) -> tuple[int, ...]:
-        """Continue from the best point and the counts of a search like this one; the further counts are returned."""
-        best, (nfev, nit, popsize, *counts) = Best(*state["best"]), state["counts"]
-        if best.x.shape != self.best.x.shape or popsize != self.popsize:
-            raise ValueError(
-                f"the state is of a search with {len(best.x)} variables and popsize {popsize}, "
-                f"this one has {self._dim()} and {self.popsize}: build it with the same arguments"
-            )
-        self.best, self.nfev, self.nit = best, nfev, nit
-        return tuple(counts)
 
 
 def as_values(values: Any, name: str) -> Tensor:

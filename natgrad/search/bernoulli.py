@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from natgrad.ground.checks import check_range
 from natgrad.search.base import derive_seed
 from natgrad.search.bits import LEAST, SECOND, BitSearch, as_bit_popsize, as_bits
 from natgrad.search.monomials import Monomials
@@ -50,6 +50,8 @@ class BernoulliSearch(BitSearch):
         -30.0
     """
 
+    STATE = ("_tried", "_pending")
+
     def __init__(
         self,
         n: int,
@@ -61,8 +63,7 @@ class BernoulliSearch(BitSearch):
     ) -> None:
         n = as_bits(n)
         self._margin = min(0.25, 1 / n) if margin is None else margin
-        if not 0 < self._margin < 0.5:
-            raise ValueError(f"margin is {margin}, expected 0 < margin < .5: how far from certainty bits stay")
+        check_range("margin", self._margin, "(0, .5)", hint=": how far from certainty bits stay")
         self.update = update
         self._tried = self._pending = torch.zeros(0, n, dtype=torch.float64)  # candidates that p did not draw
         size = as_bit_popsize(popsize if update is None or popsize is not None else update.popsize(n), n)
@@ -128,10 +129,3 @@ class BernoulliSearch(BitSearch):
             return
         self._note_draws(values)
         Relaxation._move(self, points, values)
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"foreign": (self._tried, self._pending)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._tried, self._pending = state["foreign"]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.checks import check_integer
+from natgrad.ground.states import Stateful
 from natgrad.search.base import as_popsize
 from natgrad.search.monomials import Monomials
 from natgrad.search.relaxation import Relaxation
@@ -42,6 +43,11 @@ class BitSearch(Relaxation):
         limit: Largest absolute value of any parameter.
         climbs: False for the field alone.
     """
+
+    STATE = (
+        "_size", "_climbing", "_noisy", "_main", "_second", "_regressing", "_elsewhere", "_draws", "_drawn_best",
+        "_drawn_at", "_flat", "_shared", "_range",
+    )  # fmt: skip
 
     def __init__(
         self, n: int, monomials: Monomials, popsize: int, seed: int | None, limit: float, *, climbs: bool = True
@@ -207,33 +213,13 @@ class BitSearch(Relaxation):
         return points, values
 
     def state_dict(self) -> dict[str, Any]:
-        second = None if self._second is None else self._second.state_dict()
-        return super().state_dict() | {
-            "sets": list(self.monomials.sets),
-            "phase": (self._climbing, self._noisy, self._regressing, self._elsewhere, self._shared),
-            "climbs": (self._main.state_dict(), second),
-            "drawn": (self._draws, self._drawn_best, self._drawn_at),
-            "flat": self._flat,
-            "range": self._range,
-        }
+        return super().state_dict() | {"sets": list(self.monomials.sets)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        climbing, noisy, regressing, elsewhere, shared = state["phase"]
-        climbs = climbing and noisy is False and not (elsewhere and regressing)
-        self.popsize = min(self._size, CHILDREN) if climbs else self._size
+        self.popsize = state["popsize"] if state["_size"] == self._size else self._size
+        self._second = None if state["_second"] is None else Climb(self._main.parent)
         super().load_state_dict(state)
         self.monomials = Monomials.of(self._dim(), [tuple(s) for s in state["sets"]])
-        self._climbing, self._noisy, self._regressing, self._elsewhere = climbing, noisy, regressing, elsewhere
-        self._shared = shared
-        main, second = state["climbs"]
-        self._main.load_state_dict(main)
-        self._second = None
-        if second is not None:
-            self._second = Climb(self._main.parent)
-            self._second.load_state_dict(second)
-        self._draws, self._drawn_best, self._drawn_at = state["drawn"]
-        self._flat = state.get("flat", 0)
-        self._range = state.get("range", (-math.inf, math.inf))  # of a file from before, whose values differed
 
 
 def as_bits(n: int) -> int:
@@ -249,8 +235,10 @@ def as_bit_popsize(popsize: int | None, n: int) -> int:
 # Climbs from the best point
 
 
-class Climb:
+class Climb(Stateful):
     """A (1 + lambda)-EA of bits, none of whose children repeats its parent."""
+
+    STATE = ("parent", "value", "spent", "gap", "_gained")
 
     def __init__(self, parent: Tensor) -> None:
         self.parent, self.value = parent, math.inf
@@ -288,12 +276,3 @@ class Climb:
     def begin_counts(self) -> None:
         """Forget the evaluations so far, but not the parent."""
         self.spent = self.gap = self._gained = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that changes."""
-        return {"parent": self.parent, "value": self.value, "counts": (self.spent, self.gap, self._gained)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there."""
-        self.parent, self.value = state["parent"], state["value"]
-        self.spent, self.gap, self._gained = state["counts"]

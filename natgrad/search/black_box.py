@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from natgrad.ground.states import Stateful
 from natgrad.search.base import Search
 from natgrad.search.workers import AtPoint, Raised, Workers
 from natgrad.search.workers import Pool as Pool
@@ -29,7 +30,7 @@ class Reply:
     why: str = ""  # why there are none
 
 
-class BlackBox:
+class BlackBox(Stateful):
     """F (popsize,) for X (popsize, d), whatever f does: evaluations are counted, and failed ones are infinitely bad.
 
     A failed evaluation is one that gives NaN, None, a tuple, a string or another thing that is no number, an array of
@@ -39,6 +40,8 @@ class BlackBox:
     and two of its rows must have the values that they have by themselves; otherwise f gets a point alone. All of these
     calls count.
     """
+
+    STATE = ("vectorized", "nfev", "failures", "points", "_first", "_unsure", "_refused")
 
     def __init__(
         self,
@@ -248,18 +251,11 @@ class BlackBox:
                 f"{what}; such points count as infinitely bad, this is said once", RuntimeWarning, stacklevel=2
             )
 
-    def state_dict(self) -> dict[str, Any]:
-        """What is known of f, for a checkpoint."""
-        counts = (self.nfev, self.failures, self.points)
-        asked = (self._unsure, self._refused)
-        return {"vectorized": self.vectorized, "counts": counts, "first": self._first, "asked": asked}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from there; what the caller says of f is kept."""
-        self.vectorized = state["vectorized"] if self.vectorized is None else self.vectorized
-        self.nfev, self.failures, self.points = state["counts"]
-        self._first = state["first"]
-        self._unsure, self._refused = state.get("asked", (0, False))
+        said = self.vectorized
+        super().load_state_dict(state)
+        self.vectorized = self.vectorized if said is None else said
 
 
 class AheadEvaluations:

@@ -16,6 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from natgrad.ground.checks import check_positive
 from natgrad.ground.linalg import eigh, solve_psd, symmetrise
 from natgrad.search.model import GaussianModel, State, build_identity
 from natgrad.search.ranking import Ranking, count_effective, weigh_by_logarithm
@@ -153,8 +154,7 @@ class Adaptation(GaussianModel):
 
 def check_rate(rate: float) -> None:
     """Check that a rate is a positive number."""
-    if not 0 < rate < math.inf:
-        raise ValueError(f"rate is {rate}, expected a number > 0: it multiplies the learning rates, 1 leaves them")
+    check_positive("rate", rate, hint=": it multiplies the learning rates, 1 leaves them")
 
 
 # The whole covariance matrix

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from natgrad.ground.checks import check_integer, is_real
+from natgrad.ground.checks import check_integer, check_range, is_real
 from natgrad.ground.messages import Columns, explain_calls
 from natgrad.ground.progress import Callbacks, Progress, join_callbacks
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.ground.state_files import FORMAT, read_state_file, write_state_file
+from natgrad.ground.states import Stateful
 from natgrad.search.base import Best, Search, build_generator
 from natgrad.search.black_box import AheadEvaluations, BlackBox, Function, Pool
 from natgrad.search.gaussian import Bounds, GaussianSearch, Tolerances, build_alike
@@ -117,18 +118,26 @@ def minimize(
     others = {"popsize": popsize, "bounds": bounds, "integers": integers, "model": model, "tolerances": tolerances}
     if restarts is None:
         restarts = 0 if not isinstance(x0, Relaxation) or ftarget is None or maxfevals is None else IPOP()
-    factory = build_factory(x0, as_restarts(restarts), {"sigma0": sigma0, "seed": seed, **others})
+    first, generator = build_first(x0, {"sigma0": sigma0, "seed": seed, **others})
     check_workers(executor, timeout, ahead, noise)
-    model_of_f = as_surrogate(surrogate, factory.first, noise, ahead)
+    model_of_f = as_surrogate(surrogate, first, noise, ahead)
     objective = BlackBox(f, vectorized, executor, timeout)
-    check_goals(ftarget, maxfevals, factory.popsize, objective.asking)
-    callback = join_callbacks(callback, "the search")
+    check_goals(ftarget, maxfevals, first.popsize, objective.asking)
+    call = join_callbacks(callback, "the search")
     check_integer("checkpoint_every", checkpoint_every, 1, hint=": a number of generations")
-    runs = SearchRuns(factory, objective, as_handling(noise), ahead, model_of_f, ftarget, maxfevals)
+    again = as_restarts(restarts)
+    runs = SearchRuns(first, again, generator, objective, as_handling(noise), ahead, model_of_f, ftarget, maxfevals)
     file = None if checkpoint is None else CheckpointFile(runs, Path(checkpoint), checkpoint_every)
     try:
         with Progress("evaluations", maxfevals, progress) as shown:
-            ending = run_to_ending(runs, callback, file, shown)
+            while (ending := runs.find_ending()) is None:
+                runs.tell(*runs.ask_and_evaluate())
+                if file is not None:
+                    file.keep()
+                shown.update(runs.nfev, {"generation": runs.nit, "best": float(runs.best.fun)})
+                if call(runs.search):
+                    ending = "callback: it returned True"
+                    break
     except KeyboardInterrupt:
         ending = "interrupted: the result is what was found so far"
     finally:
@@ -138,27 +147,23 @@ def minimize(
     return runs.describe_result(ending)
 
 
-def run_to_ending(
-    runs: SearchRuns, callback: Callable[[Search], Any] | None, file: CheckpointFile | None, shown: Progress
-) -> str:
-    """Run generations until all runs are over. Returns why they are."""
-    while (ending := runs.find_ending()) is None:
-        points, values = runs.ask_and_evaluate()
-        runs.tell(points, values)
-        if file is not None:
-            file.keep()
-        shown.update(runs.nfev, {"generation": runs.nit, "best": float(runs.best.fun)})
-        if callback is not None and callback(runs.search) is True:
-            return "callback: it returned True"
-    return ending
+class SearchRuns(Stateful):
+    """The present run of one `minimize`, those before it, and the best point of all.
 
+    Each run is like the first one. With a generator, of which `minimize` has one for its own Gaussian searches, they
+    begin anywhere in a finite box.
+    """
 
-class SearchRuns:
-    """The present run of one `minimize`, those before it, and the best point of all."""
+    STATE = (
+        "search", "past", "run", "nfev", "nit", "_began", "best", "_level", "_settled", "popsize", "generator",
+        "objective", "repeated", "surrogate", "history",
+    )  # fmt: skip
 
     def __init__(
         self,
-        factory: RunFactory,
+        first: Search,
+        restarts: Restarts,
+        generator: torch.Generator | None,
         objective: BlackBox,
         handling: NoiseHandling | None,
         ahead: int,
@@ -166,14 +171,16 @@ class SearchRuns:
         ftarget: float | None,
         maxfevals: float | None,
     ) -> None:
-        self.factory, self.objective, self.ftarget, self.maxfevals = factory, objective, ftarget, maxfevals
+        self.first, self.restarts, self.generator = first, restarts, generator
+        self.popsize = first.popsize  # that of bits changes later on
+        self.objective, self.ftarget, self.maxfevals = objective, ftarget, maxfevals
         objective.limit = math.inf if maxfevals is None else float(maxfevals)
         self.repeated = None if handling is None else Repeated(objective, handling)
         self.ahead = AheadEvaluations(objective, ahead) if ahead else None
         self.surrogate = None if surrogate is None else SurrogateEvaluations(objective, surrogate)
         self.history = SearchHistory()
         self.past: list[tuple[Run, int]] = []
-        self.run, self.search = Run(factory.popsize, 1.0, None, "first"), factory.first
+        self.run, self.search = Run(first.popsize, 1.0, None, "first"), first
         self.best = Best(self.search.best.x, torch.inf, 0)
         self.nfev = self.nit = self._began = 0
         self._level = torch.inf  # what ftarget is compared with
@@ -210,14 +217,14 @@ class SearchRuns:
             return f"ftarget: a value of {self._level:g}, at most {goal:g}, was found"
         if silence := objective.silence:
             return f"failed: {silence}"
-        if objective.points >= HOPELESS * self.factory.popsize and (failure := objective.hopeless):
+        if objective.points >= HOPELESS * self.popsize and (failure := objective.hopeless):
             return f"failed: none of {self.nfev} evaluations had a value; {failure}"
         why = self.search.stop()
         if why is None and self.run.budget is not None and self.nfev - self._began >= self.run.budget:
             why = "budget: of a small run"
         if why is not None:
             why = self._restart(why)
-        elif goal is not None and self._settles_above(goal):
+        elif goal is not None and self.repeated is None and self.search.settles_above(goal):
             self._restart("target: values settle above it")  # without a further run, this one goes on
         if why is None and self.maxfevals is not None and self.nfev + self._next_cost() > self.maxfevals:
             return f"maxfevals: {self.nfev} evaluations, the next generation would take more than {self.maxfevals:g}"
@@ -226,17 +233,15 @@ class SearchRuns:
     def _restart(self, why: str) -> str | None:
         """Begin the next run and return None, or say why there is none."""
         past = [*self.past, (self.run, self.nfev - self._began)]
-        run = self.factory.choose_next(past)
+        generator = self.generator or torch.Generator().manual_seed(len(past))
+        draws = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
+        run = self.restarts.next(self.popsize, past, (draws[0], draws[1]))
         if run is None:
             return why
         self._settled = self._settle()
-        self.past, self.run, self.search = past, run, self.factory.build(run, len(past))
+        self.past, self.run, self.search = past, run, self._build(run, len(past))
         self._began = self.nfev = self.objective.nfev
         return None
-
-    def _settles_above(self, goal: float) -> bool:
-        """True if the present run will not reach the target; never said where values are noisy."""
-        return self.repeated is None and isinstance(self.search, GaussianSearch) and self.search.settles_above(goal)
 
     def _next_cost(self) -> int:
         """Evaluations of the next generation, and where f is noisy, of the centre at the end."""
@@ -258,6 +263,14 @@ class SearchRuns:
         value = float(self.repeated.mean(x.unsqueeze(0), self._count_repeats()))
         return min(self._settled, Best(x, value, self.objective.nfev), key=lambda best: best.fun)
 
+    def _build(self, run: Run, number: int) -> Search:
+        """The search of run `number`, or one of its kind whose state is loaded afterwards."""
+        if self.generator is None or not isinstance(self.first, GaussianSearch):
+            return self.first if run.kind == "first" else self.first.renew(run.popsize, number)
+        seed = int(torch.randint(2**62, (), generator=self.generator))
+        share = torch.rand(len(self.first.best.x), generator=self.generator, dtype=torch.float64)
+        return build_alike(self.first, run.popsize, seed, run.shrink, share)
+
     def describe_result(self, message: str) -> SearchResult:
         """The result."""
         best = self.best if self.repeated is None else self._settle()
@@ -265,45 +278,21 @@ class SearchRuns:
         counts = self.objective.nfev, self.nit, success, message, self.history, self.objective.failures
         return SearchResult(best.x, best.fun, *counts)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that changes."""
-        return {
-            "search": self.search.state_dict(),
-            "past": [(*astuple(run), used) for run, used in self.past],
-            "run": astuple(self.run),
-            "counts": (self.nfev, self.nit, self.factory.popsize, self._began),
-            "best": astuple(self.best),
-            "level": self._level,
-            "settled": astuple(self._settled),
-            "runs": self.factory.state_dict(),
-            "objective": self.objective.state_dict(),
-            "noise": None if self.repeated is None else self.repeated.state_dict(),
-            "surrogate": None if self.surrogate is None else self.surrogate.state_dict(),
-            "history": self.history.state_dict(),
-        }
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from there."""
-        d, popsize = len(self.best.x), self.factory.popsize
-        if state["best"][0].shape != self.best.x.shape or state["counts"][2] != popsize:
+        x, popsize = state["best"][0], state["popsize"]
+        if x.shape != self.best.x.shape or popsize != self.popsize:
             raise ValueError(
-                f"the checkpoint is of a search with {len(state['best'][0])} variables and popsize "
-                f"{state['counts'][2]}, this one has {d} and {popsize}: choose another file"
+                f"the checkpoint is of a search with {len(x)} variables and popsize {popsize}, this one has "
+                f"{len(self.best.x)} and {self.popsize}: choose another file"
             )
         for name, part in (("noise", self.repeated), ("surrogate", self.surrogate)):
-            if (state.get(name) is None) != (part is None):
+            if (state["repeated" if name == "noise" else name] is None) != (part is None):
                 raise ValueError(f"the checkpoint differs in {name}=: choose another file, or the same argument")
-            if part is not None:
-                part.load_state_dict(state[name])
-        self.past = [(Run(*entry[:4]), entry[4]) for entry in state["past"]]
-        self.run = Run(*state["run"])
-        self.search = self.factory.build(self.run, len(self.past))
-        self.search.load_state_dict(state["search"])
-        self.factory.load_state_dict(state["runs"])
-        self.nfev, self.nit, _, self._began = state["counts"]
-        self.best, self._level, self._settled = Best(*state["best"]), state["level"], Best(*state["settled"])
-        self.objective.load_state_dict(state["objective"])
-        self.history.load_state_dict(state["history"])
+        run = Run(*state["run"])
+        self.search = self._build(run, len(state["past"]))
+        super().load_state_dict(state)
+        self.past = [(Run(*past), used) for past, used in state["past"]]
 
 
 class CheckpointFile:
@@ -330,41 +319,6 @@ class CheckpointFile:
 
 
 # Starting again: the search of each run, with populations that grow (IPOP), or are large and small in turn (BIPOP)
-
-
-class RunFactory:
-    """Builds the search of each run after the first, like that one.
-
-    With a generator, of which `minimize` has one for its own Gaussian searches, they begin anywhere in a finite box.
-    """
-
-    def __init__(self, first: Search, restarts: Restarts, generator: torch.Generator | None = None) -> None:
-        self.first, self.popsize, self.restarts = first, first.popsize, restarts  # popsize of bits changes later on
-        self.generator = generator
-
-    def choose_next(self, past: list[tuple[Run, int]]) -> Run | None:
-        """The next run, or None."""
-        generator = self.generator or torch.Generator().manual_seed(len(past))
-        draws = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
-        return self.restarts.next(self.popsize, past, (draws[0], draws[1]))
-
-    def build(self, run: Run, number: int) -> Search:
-        """The search of run `number`, or one of its kind whose state is loaded afterwards."""
-        if self.generator is None:
-            return self.first if run.kind == "first" else self.first.renew(run.popsize, number)
-        assert isinstance(self.first, GaussianSearch)
-        seed = int(torch.randint(2**62, (), generator=self.generator))
-        share = torch.rand(len(self.first.best.x), generator=self.generator, dtype=torch.float64)
-        return build_alike(self.first, run.popsize, seed, run.shrink, share)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the choice of restarts depends on."""
-        return {} if self.generator is None else {"generator": self.generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there."""
-        if self.generator is not None:
-            self.generator.set_state(state["generator"])
 
 
 @dataclass(frozen=True)
@@ -424,8 +378,7 @@ class IPOP(Restarts):
 
     def __post_init__(self) -> None:
         check_integer("times", self.times, 0, hint=": restarts after the first run")
-        if not self.factor >= 1:
-            raise ValueError(f"factor is {self.factor}, expected a number >= 1 that multiplies popsize")
+        check_range("factor", self.factor, "[1, inf)", hint=", which multiplies popsize")
 
     def next(self, popsize: int, past: list[tuple[Run, int]], uniform: tuple[float, float]) -> Run | None:
         if len(past) > self.times:
@@ -557,20 +510,20 @@ class SearchHistory(Columns):
 # Checks at the door
 
 
-def build_factory(x0: Any, restarts: Restarts, chosen: dict[str, Any]) -> RunFactory:
-    """A factory of Gaussian searches, or of searches like the one that was given as x0."""
+def build_first(x0: Any, chosen: dict[str, Any]) -> tuple[Search, torch.Generator | None]:
+    """The search that was given as x0, or a Gaussian one with a source of draws for those after it."""
     if isinstance(x0, Search):
         for name, value in chosen.items():
             if value is not None:
                 raise ValueError(f"{name} is given beside a {type(x0).__name__}, to whose arguments it belongs")
-        return RunFactory(x0, restarts)
+        return x0, None
     if chosen["sigma0"] is None:
         raise ValueError("sigma0 is missing: about a third of the distance at which the minimum may lie")
     model = chosen["model"]
     if model is not None and not isinstance(model, GaussianModel):
         raise TypeError(f"model is {model!r}, expected a Gaussian model such as Full(); a search is given as x0")
     generator = build_generator(chosen["seed"], torch.device("cpu"))
-    return RunFactory(GaussianSearch(x0, **chosen), restarts, generator)
+    return GaussianSearch(x0, **chosen), generator
 
 
 def as_restarts(restarts: Restarts | int | str) -> Restarts:

@@ -12,12 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from natgrad.ground.checks import check_number
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.pure import leaves
+from natgrad.ground.states import Stateful
 from natgrad.search.base import Best, Search, as_popsize, build_generator, derive_seed
 from natgrad.search.cma import Full
-from natgrad.search.domain import Domain, as_bounds, as_point, as_scales, as_tensor
-from natgrad.search.integers import TriedNeighbours, as_integer_mask, keep_integer_margin, move_repeats, round_bounds
+from natgrad.search.domain import (
+    Domain,
+    TriedNeighbours,
+    as_bounds,
+    as_integer_mask,
+    as_point,
+    as_scales,
+    as_tensor,
+    keep_integer_margin,
+    move_repeats,
+    round_bounds,
+)
 from natgrad.search.model import GaussianModel, State
 from natgrad.search.ranking import Ranking
 
@@ -63,6 +75,8 @@ class GaussianSearch(Search):
         >>> search.best.fun < 1e-10
         True
     """
+
+    STATE = ("_asked", "_generator", "_monitor", "_overflown", "_neighbours", "_stalled")
 
     def __init__(
         self,
@@ -285,28 +299,13 @@ class GaussianSearch(Search):
         return {name: self._state[name] for name in ("sigma", "condition") if name in self._state}
 
     def state_dict(self) -> dict[str, Any]:
-        return self._write_progress() | {
-            "state": dict(self._state),
-            "asked": self._asked,
-            "generator": self._generator.get_state(),
-            "watch": self._monitor.state_dict(),
-            "overflown": self._overflown,
-            "neighbours": None if self._neighbours is None else self._neighbours.state_dict(),
-            "stalled": self._stalled,
-        }
+        return super().state_dict() | {"state": dict(self._state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if set(state["state"]) != set(self._state):
             raise ValueError(f"the state is of another model than {self.model}: build the search with the same model")
-        self._read_progress(state)
+        super().load_state_dict(state)
         self._state = dict(state["state"])
-        self._asked = None if state["asked"] is None else tuple(state["asked"])
-        self._generator.set_state(state["generator"])
-        self._monitor.load_state_dict(state["watch"])
-        self._overflown = state.get("overflown", False)
-        if self._neighbours is not None and state.get("neighbours") is not None:
-            self._neighbours.load_state_dict(state["neighbours"])
-        self._stalled = state.get("stalled")
 
 
 def build_alike(
@@ -370,12 +369,13 @@ class Tolerances:
 
     def __post_init__(self) -> None:
         for name in ("tolx", "tolfun", "flat"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected a number >= 0; 0 switches it off")
+            check_number(name, getattr(self, name), hint="; 0 switches it off")
 
 
-class ConvergenceMonitor:
+class ConvergenceMonitor(Stateful):
     """Records each generation and says when to stop."""
+
+    STATE = ("_recent", "_history", "_flat", "_count", "_span", "verdict")
 
     def __init__(self, tolerances: Tolerances, d: int, popsize: int, sigma0: float, patience: int = 1) -> None:
         self.tolerances, self.sigma0 = tolerances, sigma0
@@ -432,22 +432,3 @@ class ConvergenceMonitor:
         third = int(0.3 * len(window))
         early, late = window[:third], window[-third:]
         return all(statistics.median(g[i] for g in late) >= statistics.median(g[i] for g in early) for i in (0, 1))
-
-    def state_dict(self) -> dict[str, Any]:
-        """What has been recorded."""
-        return {
-            "recent": list(self._recent),
-            "history": list(self._history),
-            "counts": (self._flat, self._count),
-            "span": self._span,
-            "verdict": self.verdict,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there."""
-        self._recent.clear()
-        self._recent.extend(state["recent"])
-        self._history = [tuple(pair) for pair in state["history"]]
-        self._flat, self._count = state["counts"]
-        self._span = state.get("span", torch.inf)
-        self.verdict = state["verdict"]

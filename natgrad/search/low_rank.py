@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from natgrad.ground.checks import check_integer
 from natgrad.search.model import GaussianModel, State
 from natgrad.search.ranking import Ranking, count_effective, weigh_by_logarithm
 
@@ -29,8 +30,8 @@ class LowRank(GaussianModel):
     directions: int | None = None
 
     def __post_init__(self) -> None:
-        if self.directions is not None and not self.directions >= 1:
-            raise ValueError(f"directions is {self.directions}, expected a number >= 1, or None for 4 + floor(3 ln d)")
+        if self.directions is not None:
+            check_integer("directions", self.directions, hint=", or None for 4 + floor(3 ln d)")
 
     def start(self, mean: Tensor, sigma: float, popsize: int) -> State:
         zeros = torch.zeros_like(mean)

@@ -61,6 +61,8 @@ class MarkovSearch(BitSearch):
         0.0
     """
 
+    STATE = ("settled", "_next")
+
     def __init__(
         self,
         n: int,
@@ -158,13 +160,9 @@ class MarkovSearch(BitSearch):
             self._since = self.nfev
             super()._update()
 
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"learning": (self.settled, self._next), "since": self._since}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.settled, self._next = state["learning"]
-        self._learner, self._since = None, state.get("since", 0)
+        self._learner = None
 
 
 def as_cliques(cliques: Iterable[Sequence[int]], n: int) -> list[list[int]]:

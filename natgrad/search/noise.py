@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.ground.checks import check_integer
+from natgrad.ground.checks import check_integer, check_range
 from natgrad.ground.messages import write_choices
+from natgrad.ground.states import Stateful
 from natgrad.search.black_box import BlackBox
 
 CHUNK = 4096  # rows handed to f at once
@@ -44,15 +45,13 @@ class NoiseHandling:
 
     def __post_init__(self) -> None:
         for name in ("share", "threshold"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected a number in (0, 1]")
-        if not self.growth > 1:
-            raise ValueError(f"growth is {self.growth}, expected a factor > 1")
+            check_range(name, getattr(self, name), "(0, 1]")
+        check_range("growth", self.growth, "(1, inf)", hint=", a factor")
         if self.most is not None:
             check_integer("most", self.most, 1, hint=": evaluations per point")
 
 
-class Repeated:
+class Repeated(Stateful):
     """f evaluated several times per point: `F = repeated(X)` are means, over as many evaluations as it takes.
 
     For `search.tell(X, repeated(X))`. Evaluations that failed are left out of the means; a point at which all failed is
@@ -75,6 +74,8 @@ class Repeated:
         >>> f.nfev > 50 * search.popsize
         True
     """
+
+    STATE = ("_wanted", "change", "objective")
 
     def __init__(
         self,
@@ -138,19 +139,6 @@ class Repeated:
 
     def _count_repeated(self, popsize: int) -> int:
         return min(popsize, max(2, round(self.handling.share * popsize)))
-
-    def state_dict(self) -> dict[str, Any]:
-        """What has been learned about the noise."""
-        return {"wanted": self._wanted, "change": self.change, "objective": self.objective.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there.
-
-        Args:
-            state: From `state_dict`.
-        """
-        self._wanted, self.change = state["wanted"], state["change"]
-        self.objective.load_state_dict(state["objective"])
 
 
 def measure_place_change(values: Tensor, again: Tensor, threshold: float) -> float:

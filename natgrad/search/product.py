@@ -78,19 +78,14 @@ class ProductSearch(Search):
         return {name: value for part in self.parts for name, value in part.measures().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "parts": [part.state_dict() for part in self.parts],
-            "best": (self.best.x, self.best.fun, self.best.nfev),
-            "counts": (self.nfev, self.nit),
-        }
+        return super().state_dict() | {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if len(state["parts"]) != len(self.parts):
             raise ValueError(f"the state is of {len(state['parts'])} parts, this search has {len(self.parts)}")
+        super().load_state_dict(state)
         for part, own in zip(self.parts, state["parts"], strict=True):
             part.load_state_dict(own)
-        self.best = Best(*state["best"])
-        self.nfev, self.nit = state["counts"]
 
     def _check_candidates(self, X: Any, F: Any) -> tuple[Tensor, Tensor]:
         points, values = super()._check_candidates(X, F)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from natgrad.ground.checks import check_integer, check_positive, check_range
+
 
 def choose_popsize(d: int) -> int:
     """4 + floor(3 ln d), Hansen's default."""
@@ -97,10 +99,8 @@ class PBIL:
     best: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 < self.rate <= 1:
-            raise ValueError(f"rate is {self.rate}, expected 0 < rate <= 1: means then stay within [0, 1]")
-        if self.best < 1:
-            raise ValueError(f"best is {self.best}, expected a number of candidates >= 1")
+        check_range("rate", self.rate, "(0, 1]", hint=": means then stay within [0, 1]")
+        check_integer("best", self.best, of="a number of candidates")
 
     def popsize(self, n: int) -> int:
         """Candidates per generation by default.
@@ -142,10 +142,9 @@ class CGA:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.population is not None and not self.population > 0:
-            raise ValueError(f"population is {self.population}, expected a number > 0, or None for 4 sqrt(n)")
-        if not self.scale > 0:
-            raise ValueError(f"scale is {self.scale}, expected a number > 0 that multiplies the population")
+        if self.population is not None:
+            check_positive("population", self.population, hint=", or None for 4 sqrt(n)")
+        check_positive("scale", self.scale, hint=", which multiplies the population")
 
     def popsize(self, n: int) -> int:
         """Two candidates per generation.

@@ -44,6 +44,7 @@ class Relaxation(Search):
         entropy: Of the uniform distribution, in nats.
     """
 
+    STATE = ("theta", "slope", "_generator", "_archive", "_same", "_collapsed", "_since")
     entropy: float
 
     def __init__(self, d: int, statistics: int, popsize: int, seed: int | None, entropy: float) -> None:
@@ -176,18 +177,8 @@ class Relaxation(Search):
         heavy = (weights > LIGHT * weights.max()) | (self._archive.born == self.nit)
         self._archive = Archive(*(column[heavy] for column in self._archive))
 
-    def state_dict(self) -> dict[str, Any]:
-        return self._write_progress(self._same, self._collapsed) | {
-            "theta": self.theta,
-            "archive": tuple(self._archive),
-            "generator": self._generator.get_state(),
-            "slope": None if self.slope is None else (self.slope.value, self.slope.explained, self.slope.ridge),
-        }
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._same, self._collapsed = self._read_progress(state)
-        self.theta, self._archive = state["theta"], Archive(*state["archive"])
-        self._generator.set_state(state["generator"])
+        super().load_state_dict(state)
         self.slope = None if state["slope"] is None else Slope(*state["slope"])
 
 

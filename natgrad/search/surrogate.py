@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from natgrad.families import regress
+from natgrad.ground.checks import check_range
 from natgrad.ground.linalg import eigh
+from natgrad.ground.states import Stateful
 from natgrad.search.black_box import BlackBox
 from natgrad.search.gaussian import GaussianSearch
 
@@ -42,12 +43,13 @@ class QuadraticSurrogate:
     correlation: float = 0.85
 
     def __post_init__(self) -> None:
-        if not 0 < self.correlation < 1:
-            raise ValueError(f"correlation is {self.correlation}, expected a number in (0, 1), such as 0.85")
+        check_range("correlation", self.correlation, "(0, 1)", hint=", such as 0.85")
 
 
-class SurrogateEvaluations:
+class SurrogateEvaluations(Stateful):
     """Values of generations, most of them from the model."""
+
+    STATE = ("_points", "_values")
 
     def __init__(self, objective: BlackBox, choice: QuadraticSurrogate) -> None:
         self.objective, self.choice = objective, choice
@@ -112,14 +114,6 @@ class SurrogateEvaluations:
         slope = regress(statistics, self._values.unsqueeze(1), share)[0]
         level = share @ (self._values - statistics @ slope)
         return FittedSurrogate(search, kinds[-1], slope, level)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The evaluations that the model is fitted to."""
-        return {"points": self._points, "values": self._values}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there."""
-        self._points, self._values = state["points"], state["values"]
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from natgrad.ground.exchanges import any_asks
 from natgrad.ground.messages import write_choices
 from natgrad.ground.progress import Callbacks, Progress, join_callbacks
 from natgrad.ground.pure import keep_gradient_mode, run_detached
-from natgrad.optim import Processes
-from natgrad.variational.joined import JoinedTarget, find_processes
+from natgrad.optim import Processes, meet_processes
 from natgrad.variational.network import Network
+from natgrad.variational.start import JoinedTarget
 from natgrad.variational.targets import Moments, Target
 
 WINDOW, LEFT, UNKNOWN = 10, 1e-2, 0.1
@@ -66,7 +66,7 @@ class Fitted(ABC):
     @property
     def processes(self) -> Processes:
         """The processes that fit q together; one alone exchanges nothing."""
-        return find_processes(self.target)
+        return self.target.processes if isinstance(self.target, JoinedTarget) else meet_processes({}, None)
 
     @abstractmethod
     def advance(self, batch: tuple[Any, ...]) -> tuple[float, float]:
@@ -236,7 +236,7 @@ class Fitted(ABC):
             RuntimeWarning: If the steps have come to rest, but other points show that the bound is not known to the
                 tolerance, and not to .1 nats: `converged` is False then.
         """
-        callback = join_callbacks(callback, "q")
+        call = join_callbacks(callback, "q")
         bounds, rate, past, risen = Bounds(), self.lr, self.snapshot(), 0
         here = past
         try:
@@ -255,7 +255,7 @@ class Fitted(ABC):
                     if risen % 2 == 0:
                         self.lr = min(rate, 2 * self.lr)
                     shown.update(len(bounds), {"bound": bound, "gap": gap})
-                    if self._ends(callback):
+                    if any_asks(self.processes, call(self), self.processes.device):
                         break
                 if self.target.steady and self._has_fallen(bounds, self.elbo(), tolerance):
                     self._go_back(past)
@@ -299,11 +299,6 @@ class Fitted(ABC):
                 RuntimeWarning,
                 stacklevel=3,
             )
-
-    def _ends(self, callback: Callable[[Self], Any] | None) -> bool:
-        """Whether the callback of some process asked to end."""
-        asked = callback is not None and callback(self) is True
-        return any_asks(self.processes, asked, self.processes.device)
 
     def _has_fallen(self, bounds: list[float], bound: float, tolerance: float) -> bool:
         return bool(bounds) and self.target.steady and bound < bounds[-1] - tolerance

@@ -13,11 +13,10 @@ from natgrad.ground.checks import Group, read_groups
 from natgrad.ground.linalg import all_finite, eigh, factor_or_nan, require_factor
 from natgrad.ground.messages import explain_calls
 from natgrad.variational.fitting import Fitted, format_few, refuse_infinite, search_rate, squared_length
-from natgrad.variational.joined import join_target
 from natgrad.variational.network import NetworkData, NetworkOptions
 from natgrad.variational.quadrature import Points
-from natgrad.variational.start import as_precision, read_target
-from natgrad.variational.targets import LOG_2PI, LogJoint, Moments, Target, apply_root, are_finite
+from natgrad.variational.start import as_precision, join_target, read_target
+from natgrad.variational.targets import LOG_2PI, LogJoint, Moments, Target, apply_root
 
 OWN = ("target", "start", "covariance", "diagonal", "lr", "points", "group")
 GROUPS = {"data": Group(NetworkData())}
@@ -110,10 +109,14 @@ class Variational(Fitted):
     def advance(self, batch: tuple[Any, ...]) -> tuple[float, float]:
         before, root = self.mean, self.root()
         moments = self.target.moments(before, root, self.steps, batch)
-        if not are_finite(moments):
+        if not all(map(all_finite, moments)):
             raise refuse_infinite(before)
         precision = self._update_precision(moments)
-        move = self.lr * _solve_precision(precision, moments.gradient)  # lr P^-1 E[grad log p], P the new one
+        if self.diagonal:
+            direction = moments.gradient / precision
+        else:
+            direction = torch.cholesky_solve(moments.gradient.unsqueeze(1), factor_or_nan(precision)).squeeze(1)
+        move = self.lr * direction  # lr P^-1 E[grad log p], P the new one
         if not all_finite(move) or not all_finite(precision):
             raise ValueError(f"the step overflows from z = {format_few(before)}; q is as it was. Take a smaller lr")
 
@@ -189,9 +192,3 @@ def keep_in_cone(ratios: Tensor) -> Tensor:
     ratios: Of new to old precision, (d,).
     """
     return torch.where(ratios > EDGE, ratios, KEPT)
-
-
-def _solve_precision(precision: Tensor, gradient: Tensor) -> Tensor:
-    if precision.dim() == 1:
-        return gradient / precision
-    return torch.cholesky_solve(gradient.unsqueeze(1), factor_or_nan(precision)).squeeze(1)

@@ -16,10 +16,9 @@ from natgrad.ground.messages import explain_calls
 from natgrad.operators import Operator
 from natgrad.solvers import MinresQLP
 from natgrad.variational.fitting import Fitted, refuse_infinite, search_rate
-from natgrad.variational.joined import JoinedTarget, join_target
 from natgrad.variational.network import NetworkData, NetworkOptions
 from natgrad.variational.quadrature import Points
-from natgrad.variational.start import as_precision, read_target
+from natgrad.variational.start import JoinedTarget, as_precision, join_target, read_target
 from natgrad.variational.targets import LOG_2PI, LogJoint, SlopeTarget, Target
 
 
@@ -83,9 +82,6 @@ class FactorFisher(Operator):
     """Fisher matrix of N(0, Sigma) in (log s, diag(s)^-1 B): 1/2 tr(Sigma^-1 dSigma Sigma^-1 dSigma) as a form.
 
     It is singular along rotations of B's columns, which leave Sigma as it is. A product costs d r^2 operations.
-
-    Args:
-        covariance: Sigma.
     """
 
     def __init__(self, covariance: FactoredCovariance) -> None:

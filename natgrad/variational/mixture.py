@@ -15,9 +15,8 @@ from natgrad.ground.linalg import require_factor
 from natgrad.ground.messages import explain_calls
 from natgrad.variational.fitting import Fitted
 from natgrad.variational.gaussian import Variational
-from natgrad.variational.joined import JoinedTarget, join_target
 from natgrad.variational.quadrature import Points
-from natgrad.variational.start import read_density
+from natgrad.variational.start import JoinedTarget, join_target, read_density
 from natgrad.variational.targets import LOG_2PI, DensityTarget, LogJoint, Target
 
 LEAST = -50.0

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Criterion, as_criterion
+from natgrad.ground.checks import check_integer, check_positive
 from natgrad.ground.pure import PureModel, as_call, check_followed
 from natgrad.ground.spaces import Params, Space, trainable
 from natgrad.metrics import fisher
@@ -46,13 +47,6 @@ class Network(SlopeTarget):
     """A network's weights: data_size times the mean log-likelihood of a batch, plus log N(weights; 0, 1 / precision).
 
     The Hessian is that of the Gauss-Newton form: minus the Fisher metric of `ng.fisher`, so it is never positive.
-
-    Args:
-        model: The network.
-        criterion: A torch.nn loss or an `ng` likelihood.
-        data_size: Number of examples in the whole set.
-        precision: Of the prior of each weight.
-        points: How expectations under q are taken.
     """
 
     def __init__(self, model: nn.Module, criterion: Any, data_size: int, precision: float, points: Points) -> None:
@@ -154,8 +148,6 @@ def build_network(model: nn.Module, data: NetworkData, points: Points | None) ->
     """A network as a target, with its data checked."""
     if data.criterion is None:
         raise ValueError("criterion is None, expected a torch.nn loss or an ng likelihood: what the outputs mean")
-    if not isinstance(data.data_size, int) or data.data_size < 1:
-        raise ValueError(f"data_size is {data.data_size!r}, expected the number of examples in the whole set")
-    if not 0 < data.prior_precision < math.inf:
-        raise ValueError(f"prior_precision is {data.prior_precision}, expected a number > 0")
-    return Network(model, data.criterion, data.data_size, data.prior_precision, points or Draws(2))
+    size = check_integer("data_size", data.data_size, of="the number of examples in the whole set")
+    check_positive("prior_precision", data.prior_precision)
+    return Network(model, data.criterion, size, data.prior_precision, points or Draws(2))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from natgrad.ground.checks import check_integer
+from natgrad.ground.checks import check_integer, check_range
 from natgrad.ground.linalg import require_factor
 
 LARGEST_GRID = 2**16
@@ -102,8 +102,7 @@ class GaussHermite(Points):
     order: int = 32
 
     def __post_init__(self) -> None:
-        if not isinstance(self.order, int) or not 1 <= self.order <= 200:
-            raise ValueError(f"order is {self.order!r}, expected an integer from 1 to 200")
+        check_range("order", check_integer("order", self.order), "[1, 200]")
 
     @property
     def steady(self) -> bool:

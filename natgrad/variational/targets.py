@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.derivatives import exact_derivatives
-from natgrad.ground.linalg import all_finite
 from natgrad.variational.curvature import expected_hessian
 from natgrad.variational.quadrature import Points, default_points
 
@@ -176,11 +175,6 @@ def require_no_batch(batch: tuple[Any, ...]) -> None:
     """Check that no data are handed to a target that has them inside."""
     if batch:
         raise TypeError("step takes no data here: a log joint has them inside; only networks are trained in batches")
-
-
-def are_finite(moments: Moments) -> bool:
-    """True if all moments are finite."""
-    return all(all_finite(part) for part in moments)
 
 
 def _rows_at_once(d: int) -> int:

@@ -26,10 +26,9 @@ from natgrad.vmc.hamiltonians import (
 )
 from natgrad.vmc.local_energies import local_energies
 from natgrad.vmc.metropolis import Exchange, Flip, Hop, Metropolis, Shift, WidthTuning
-from natgrad.vmc.networks import RBM, AutoregressiveNet
+from natgrad.vmc.networks import RBM, AutoregressiveNet, SymmetricNet, chain_translations, square_translations
 from natgrad.vmc.reconfiguration import StochasticReconfiguration, stochastic_reconfiguration
 from natgrad.vmc.samples import AncestralSampler, Enumerated, ExactSampler, Sampler, Samples
-from natgrad.vmc.symmetric import SymmetricNet, chain_translations, square_translations
 
 __all__ = [
     "RBM",

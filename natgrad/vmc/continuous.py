@@ -12,9 +12,9 @@ from torch import Tensor
 
 from natgrad.ground.checks import check_integer, check_positive
 from natgrad.ground.derivatives import exact_derivatives
+from natgrad.ground.jets import Derivatives, Jet, NotCarriedError, start_jets, wrap_jets
 from natgrad.ground.pure import mark_evaluation, run_uncompiled
 from natgrad.vmc.amplitude import LogAmplitude
-from natgrad.vmc.carried_jets import ForwardJet, NotCarriedError, start_jet
 
 TRUSTED = WeakKeyDictionary[LogAmplitude, tuple[tuple[int, Any], bool]]()
 """Wave functions -> their network and head, and whether derivatives go through these."""
@@ -79,9 +79,11 @@ def agrees(psi: LogAmplitude, states: Tensor) -> bool:
 
 def carry_log(psi: LogAmplitude, states: Tensor) -> tuple[Tensor, Tensor]:
     """The same by one pass through the network; NotCarriedError where that cannot be."""
+    every = tuple(range(states.shape[1]))
+    layout = Derivatives(every, (every,))
     with run_uncompiled():
-        log = psi.take_moving(psi(start_jet(states)))
-    if not isinstance(log, ForwardJet):
+        log = psi.take_moving(psi(wrap_jets(start_jets(states, layout), layout)))
+    if not isinstance(log, Jet):
         raise NotCarriedError("log psi came back without its derivatives")
     return log.jets[1:-1], log.jets[-1]
 

@@ -12,7 +12,7 @@ from natgrad.ground.checks import check_integer
 from natgrad.ground.exchanges import any_asks
 from natgrad.ground.linalg import eigh
 from natgrad.ground.messages import write_choices
-from natgrad.ground.progress import Callbacks, Progress, join_callbacks
+from natgrad.ground.progress import Callbacks, join_callbacks, run_steps
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.optim import Processes
 from natgrad.vmc.amplitude import LogAmplitude
@@ -96,16 +96,13 @@ class GroundState:
             Their energies, each before its step.
         """
         steps, energies = check_integer("steps", steps, 0), list[EnergyEstimate]()
-        callback = join_callbacks(callback, "the GroundState")
-        with Progress("steps", steps, progress) as shown:
-            try:
-                while len(energies) < steps:
-                    energies.append(self.step())
-                    shown.update(len(energies), {"energy": energies[-1]})
-                    if callback is not None and self._ends(callback(self) is True):
-                        break
-            except KeyboardInterrupt:
-                pass  # a step is taken whole or not at all
+        call, processes = join_callbacks(callback, "the GroundState"), self.optimizer.processes
+
+        def step() -> dict[str, EnergyEstimate]:
+            energies.append(self.step())
+            return {"energy": energies[-1]}
+
+        run_steps(step, "steps", steps, progress, lambda: any_asks(processes, call(self), self.psi.device))
         return energies
 
     @keep_gradient_mode
@@ -135,10 +132,6 @@ class GroundState:
                 "ng.vmc.Metropolis(hamiltonian.space)"
             )
         return drawn, local
-
-    def _ends(self, asked: bool) -> bool:
-        """Whether the callback of some process asked to end."""
-        return any_asks(self.optimizer.processes, asked, self.psi.device)
 
     def _meet(self) -> Processes:
         """The processes that have walkers, each with draws of its own."""

@@ -140,6 +140,11 @@ class EdgeHamiltonian(Hamiltonian):
         """The edges in use."""
         return chain_edges(self.space.count) if self.edges is None else self.edges
 
+    def _settle(self, name: str, count: int, coupling: float | Sequence[float]) -> None:
+        check_integer(name, count)
+        object.__setattr__(self, "edges", read_edges(self.edges))
+        check_edges(self.edges_or_chain, count, coupling)
+
 
 @dataclass(frozen=True)
 class TransverseIsing(EdgeHamiltonian):
@@ -162,9 +167,7 @@ class TransverseIsing(EdgeHamiltonian):
     coupling: float | Sequence[float] = 1.0
 
     def __post_init__(self) -> None:
-        check_integer("count", self.count)
-        object.__setattr__(self, "edges", read_edges(self.edges))
-        check_edges(self.edges_or_chain, self.count, self.coupling)
+        self._settle("count", self.count, self.coupling)
 
     @property
     def space(self) -> Spins:  # type: ignore[override]
@@ -205,9 +208,7 @@ class Heisenberg(EdgeHamiltonian):
     up: int | None = None
 
     def __post_init__(self) -> None:
-        check_integer("count", self.count)
-        object.__setattr__(self, "edges", read_edges(self.edges))
-        check_edges(self.edges_or_chain, self.count, self.coupling)
+        self._settle("count", self.count, self.coupling)
         check_sites("sublattice", self.sublattice, self.count)
 
     @property
@@ -253,9 +254,7 @@ class BoseHubbard(EdgeHamiltonian):
     most: int = 3
 
     def __post_init__(self) -> None:
-        check_integer("sites", self.sites)
-        object.__setattr__(self, "edges", read_edges(self.edges))
-        check_edges(self.edges_or_chain, self.sites, 1.0)
+        self._settle("sites", self.sites, 1.0)
 
     @property
     def space(self) -> Bosons:  # type: ignore[override]

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from natgrad.ground.checks import Group, check_integer, check_positive, read_groups
+from natgrad.ground.checks import Group, check_integer, check_positive, check_range, read_groups
 from natgrad.vmc.amplitude import LogAmplitude
 from natgrad.vmc.configurations import Bosons, Configurations, Spins
 from natgrad.vmc.continuous import Harmonic, Molecule
@@ -149,8 +149,7 @@ class WidthTuning:
 
     def __post_init__(self) -> None:
         check_positive("width", self.width)
-        if not 0 < self.acceptance < 1:
-            raise ValueError(f"acceptance is {self.acceptance}, expected a number between 0 and 1")
+        check_range("acceptance", self.acceptance, "(0, 1)")
 
 
 class WidthOptions(TypedDict, total=False):
@@ -196,6 +195,7 @@ class Metropolis(Sampler):
     """
 
     continues = True
+    STATE = ("states", "width", "idle", "accepted")
 
     def __init__(
         self,
@@ -250,17 +250,7 @@ class Metropolis(Sampler):
         width = f", width {self.width:.3g}" if self.move.tuned else ""
         return f"{self.chains} chains, acceptance {self.accepted:.2f}{width}, {len(self.stuck)} stuck"
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            **super().state_dict(),
-            "states": self.states,
-            "width": self.width,
-            "idle": self.idle,
-            "accepted": self.accepted,
-        }
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
         held = state_dict["states"]
         if held is not None and len(held) != self.chains:
             raise ValueError(f"state_dict has {len(held)} chains, expected {self.chains}")
@@ -269,8 +259,7 @@ class Metropolis(Sampler):
             or (isinstance(self.space, Configurations) and not bool(self.space.contains(held).all()))
         ):
             raise ValueError(f"state_dict has chains at states that are not of {self.space}: build the same sampler")
-        self.states, self.idle = (None if held is None else held.clone()), state_dict["idle"].clone()
-        self.width, self.accepted = state_dict["width"], state_dict["accepted"]
+        super().load_state_dict(state_dict)
 
     def _run(self, psi: LogAmplitude, length: int) -> Tensor:
         """`length` states of every chain, (chains, length, n), a sweep apart. The width is tuned afterwards."""

@@ -257,7 +257,8 @@ class StochasticReconfiguration:
             assert isinstance(moment, Pullback)
             check_amplitudes(moment.outputs, states)
         metric = operator if processes.size == 1 else join_moment(processes, moment, share, operator.counted)
-        gaps = find_gaps(*self._gather_energies(local_energies, weights), self.clip)
+        shares = None if weights is None else processes.gather_rows(weights)
+        gaps = find_gaps(gather_numbers(processes, local_energies), shares, self.clip)
         place = sum(share_count(processes, len(states), states.device)[: processes.rank])
         cotangents = fit_columns(gaps[place : place + len(states)], moment.outputs)
         gradient = processes.sum(pull_back(moment, cotangents))
@@ -268,11 +269,6 @@ class StochasticReconfiguration:
             return blocks if known is not None else MeasuredSystem(blocks, metric, gradient)
 
         return opt.evidence(params, gradient, system, examples=lambda: len(states))
-
-    def _gather_energies(self, local_energies: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The local energies of all processes, with their weights."""
-        shares = None if weights is None else self.processes.gather_rows(weights)
-        return gather_numbers(self.processes, local_energies), shares
 
 
 def join_moment(processes: Processes, moment: Pullback, share: float, counted: Tensor) -> Operator:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from natgrad.ground.checks import check_integer
 from natgrad.ground.messages import Explained, write_choices
+from natgrad.ground.states import Stateful
 from natgrad.vmc.amplitude import LogAmplitude
 from natgrad.vmc.configurations import Configurations
 from natgrad.vmc.local_energies import evaluate
@@ -34,7 +35,7 @@ class Samples:
     enumerated: bool = False
 
 
-class Sampler(Explained):
+class Sampler(Stateful, Explained):
     """Draws states from |psi|^2. What it remembers between draws is in its `state_dict`."""
 
     continues: ClassVar[bool] = False
@@ -55,7 +56,7 @@ class Sampler(Explained):
     def state_dict(self) -> dict[str, Any]:
         """What the next draw depends on: plain values and tensors."""
         generator = getattr(self, "generator", None)
-        return {} if generator is None else {"generator": generator.get_state()}
+        return super().state_dict() | ({} if generator is None else {"generator": generator.get_state()})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict()`.
@@ -63,6 +64,7 @@ class Sampler(Explained):
         Args:
             state_dict: What that returned.
         """
+        super().load_state_dict(state_dict)
         if "generator" in state_dict:
             self.generator.set_state(state_dict["generator"])  # type: ignore[attr-defined]
 

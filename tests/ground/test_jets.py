@@ -7,7 +7,8 @@ import torch
 from models import assert_close, build_seeded, draw
 from torch import Tensor, nn
 
-from natgrad.ground.jets import ACTIVATIONS, SMOOTH, Derivatives, Function, differentiate_elementwise, read_chain
+from natgrad.ground.chains import ACTIVATIONS, read_chain
+from natgrad.ground.jets import SMOOTH, Derivatives, Function, differentiate_elementwise
 
 PARTS: dict[str, Function] = {kind.__name__: kind() for kind in ACTIVATIONS}
 PARTS |= {"Softplus, beta": nn.Softplus(beta=2.5, threshold=3.0), "tanh GELU": nn.GELU("tanh")}

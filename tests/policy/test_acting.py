@@ -37,8 +37,8 @@ POLICIES = {
     "with ReLU": (lambda: perceptron(nn.ReLU(), nn.Identity()), True),
     "with another layer": (lambda: perceptron(nn.LayerNorm(8)), False),
     "with a subclass of a layer": (lambda: perceptron(Shifted(8, 8)), False),
-    "not flattened": (lambda: nn.Sequential(nn.Linear(3, 2), nn.Tanh()), False),
-    "one layer": (lambda: nn.Linear(3, 2), False),
+    "not flattened": (lambda: nn.Sequential(nn.Linear(3, 2), nn.Tanh()), True),
+    "one layer": (lambda: nn.Linear(3, 2), True),
 }
 
 

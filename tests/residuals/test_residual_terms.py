@@ -69,7 +69,7 @@ def test_features_and_constraints_are_part_of_the_forward_pass(net: nn.Module, m
     assert other.system.terms["inside"].networks is None
     assert_close(found.residuals, expected.residuals, rtol=1e-10, atol=1e-12)
     assert_close(written_rows(found), written_rows(expected), rtol=1e-9, atol=1e-10)
-    assert_close(opt.system.residuals(params, points, found), found.residuals)
+    assert_close(opt.system.residuals(params, found), found.residuals)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.energies.boltzmann_preconditioner import PairPreconditioner
+from natgrad.energies.boltzmann import PairPreconditioner
 from natgrad_lab import data
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Numbers

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import natgrad as ng
-from natgrad.energies.boltzmann_preconditioner import PairPreconditioner
+from natgrad.energies.boltzmann import PairPreconditioner
 from natgrad.ground.spaces import Space
 from natgrad_lab.energies.boltzmann_images import CONTESTANTS, Images, images, start, train
 from natgrad_lab.energies.boltzmann_ratio import (
