@@ -25,10 +25,7 @@ from natgrad_lab.policies.players import NatgradPlayer, Peer, PolicyChoice, lear
 KNOWN = Path("build/benchmarks/policies.json")
 HEADS = ("without exploration", "lowest to highest", "while training", "CPU seconds")
 MARKS = (30_000, 100_000, 200_000, 300_000)
-MISSING = {
-    "mujoco": 'pip install mujoco "gymnasium[mujoco]"',
-    "sb3_contrib": "pip install sb3-contrib",
-}
+MISSING = {"mujoco": 'pip install mujoco "gymnasium[mujoco]"', "sb3_contrib": "pip install sb3-contrib"}
 ZOO: dict[str, Any] = {
     "total": 2048,
     "scaled": True,

@@ -10,13 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.bit_contestants import (
-    PEERS,
-    CountedProblem,
-    run_bernoulli,
-    run_learning_markov,
-    run_markov,
-)
+from benchmarks.bit_contestants import PEERS, CountedProblem, run_bernoulli, run_learning_markov, run_markov
 from benchmarks.kept_results import keep_result
 
 BUDGET = 20_000

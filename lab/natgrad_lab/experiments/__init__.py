@@ -11,15 +11,7 @@ from difflib import get_close_matches
 from importlib import import_module
 
 from natgrad_lab.experiments.base import Choice, Contestant, LabError, Task, TaskData
-from natgrad_lab.experiments.frame import (
-    Experiment,
-    Findings,
-    Interrupted,
-    Piece,
-    PieceRun,
-    execute,
-    interruptible,
-)
+from natgrad_lab.experiments.frame import Experiment, Findings, Interrupted, Piece, PieceRun, execute, interruptible
 from natgrad_lab.experiments.metric_data import draw_another_batch, draw_unlabelled, join_unlabelled
 from natgrad_lab.experiments.race import race
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table

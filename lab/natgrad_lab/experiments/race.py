@@ -28,12 +28,7 @@ CHECKPOINT_EVERY = 10.0  # seconds between checkpoints of a run under way
 
 
 def race(
-    name: str,
-    summary: str,
-    settings: type,
-    tasks: Callable[[Any], tuple[Task, ...]],
-    title: str = "",
-    **others: Any,
+    name: str, summary: str, settings: type, tasks: Callable[[Any], tuple[Task, ...]], title: str = "", **others: Any
 ) -> Experiment:
     """An experiment in which contestants minimise the same losses on equal seconds, or on a number of steps each.
 

@@ -195,9 +195,7 @@ class Order:
         return self.permutation[place * self.size : (place + 1) * self.size]
 
 
-def knows_criterion(
-    optimizer: torch.optim.Optimizer,
-) -> TypeGuard[ng.NaturalGradient | ng.StructuredNaturalGradient]:
+def knows_criterion(optimizer: torch.optim.Optimizer) -> TypeGuard[ng.NaturalGradient | ng.StructuredNaturalGradient]:
     """Whether the optimiser computes the loss itself: natgrad's, unless its metric is of no likelihood."""
     if isinstance(optimizer, ng.NaturalGradient):
         return hasattr(optimizer.metric, "criterion")

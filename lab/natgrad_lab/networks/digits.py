@@ -14,13 +14,7 @@ from torch import nn
 from natgrad_lab.data import Split, digits, fashion_mnist
 from natgrad_lab.experiments.base import Contestant, Task, pair_with_inputs, pair_with_labels
 from natgrad_lab.experiments.contestants import adam, grid, kfac, natural_gradient, sgd
-from natgrad_lab.experiments.models import (
-    bernoulli_divergence,
-    classify,
-    gaussian_divergence,
-    mirror_sizes,
-    perceptron,
-)
+from natgrad_lab.experiments.models import bernoulli_divergence, classify, gaussian_divergence, mirror_sizes, perceptron
 from natgrad_lab.experiments.race import RaceSettings, race
 
 

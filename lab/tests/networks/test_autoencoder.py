@@ -13,16 +13,7 @@ from natgrad_lab.experiments.base import Job, slug
 from natgrad_lab.experiments.models import squared_error
 from natgrad_lab.experiments.race import find_budget
 from natgrad_lab.experiments.training import Training
-from natgrad_lab.networks.autoencoder import (
-    GROUPS,
-    RACE,
-    STARTS,
-    AutoencoderSettings,
-    ImageSet,
-    network,
-    sparse,
-    task,
-)
+from natgrad_lab.networks.autoencoder import GROUPS, RACE, STARTS, AutoencoderSettings, ImageSet, network, sparse, task
 
 TINY = AutoencoderSettings(steps=2, looked_at=20, seconds=60.0)
 KEYS = {"hessian_free", "krylov_subspace", "adam", "muon", "sgd", *contestants.FAMILY}

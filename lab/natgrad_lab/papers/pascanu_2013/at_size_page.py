@@ -18,13 +18,7 @@ from matplotlib.figure import Figure
 
 from natgrad_lab.figures import DASHES, PALETTE, put_legend_below, put_title, save_picture
 from natgrad_lab.papers.kept_tables import insert, write_rows
-from natgrad_lab.papers.pascanu_2013.at_size import (
-    ADAPTED_DIFFERENT,
-    ADAPTED_SAME,
-    CURVE,
-    RATES,
-    WEAK_UNLABELLED,
-)
+from natgrad_lab.papers.pascanu_2013.at_size import ADAPTED_DIFFERENT, ADAPTED_SAME, CURVE, RATES, WEAK_UNLABELLED
 from natgrad_lab.papers.pascanu_2013.table1 import DIFFERENT, MSGD, RESTRICTED, SAME, UNLABELLED
 
 RECORD = Path(__file__).parent / "records" / "at_size.json"

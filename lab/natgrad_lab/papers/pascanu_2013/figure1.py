@@ -322,12 +322,7 @@ def pieces(settings: AutoencoderUnitSettings) -> tuple[Piece, ...]:
 
 # as in the paper: purple, gray, orange, blue
 MARKS = {"gradient descent": "o", "natural gradient": "s", "covariance": "^", "Newton": "D"}
-COLOURS = {
-    "gradient descent": PALETTE[3],
-    "natural gradient": INK,
-    "covariance": PALETTE[0],
-    "Newton": PALETTE[1],
-}
+COLOURS = {"gradient descent": PALETTE[3], "natural gradient": INK, "covariance": PALETTE[0], "Newton": PALETTE[1]}
 LEVELS = "#8a939d"  # of contours: seen on white and in the dark, paler than any path
 LABEL_DISTANCE = 1.1  # from a point to the middle of its label, in units of (b, w)
 TITLES = {
