@@ -27,11 +27,7 @@ VIEWS += ("split", "alias", "permute", "reshape", "lift", "is_", "t.default", "p
 
 
 class OperationCount(TorchDispatchMode):
-    """Counts operations that compute, and reads of a device's numbers by the host.
-
-    Args:
-        device: Which.
-    """
+    """Counts operations that compute, and reads of a device's numbers by the host."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

@@ -126,10 +126,7 @@ AT_FIRST: dict[str, Make] = {
 
 
 def first_steps(work: TrainingCase, names: Iterable[str] = AT_FIRST) -> list[tuple[str, ...]]:
-    """Rows (optimizer, its first hundred steps in as many SGD steps, the first and the last ten): every step in turn.
-
-    Ours train with their own rates, so that the statistics drift as they do at the start of a run.
-    """
+    """Rows (optimizer, its first hundred steps in as many SGD steps, the first and the last ten), at own rates."""
     steps = {name: iteration(work, AT_FIRST[name], late=False) for name in dict.fromkeys(("SGD", *names))}
     iteration(work, sgd, late=False)()  # products and their kernels are loaded
     spent = time_in_turn(steps, FIRST, warm=0)

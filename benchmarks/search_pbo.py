@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from benchmarks.bit_contestants import PEERS, CountedProblem, run_bernoulli
+from benchmarks.bit_contestants import PEERS, SEARCHES, CountedProblem
 from benchmarks.kept_results import keep_result
 
 BITS, BUDGET = 64, 20_000
@@ -17,7 +17,7 @@ KNOWN = Path("build/benchmarks/search_pbo.json")
 HEADS = ("BernoulliSearch", "(1+1)-EA", "the same, restarted", "UMDA 50", "cGA", "ours")
 
 
-CONTESTANTS = {"ours": run_bernoulli} | PEERS
+CONTESTANTS = {"ours": SEARCHES["bernoulli"]} | PEERS
 
 
 def build_problem(number: int) -> CountedProblem:
@@ -40,19 +40,14 @@ def run(number: int, contestant: str, seed: int) -> tuple[str, float, int]:
     return problem.name, -problem.best, problem.found
 
 
-def kept_run(number: int, contestant: str, seed: int) -> Any:
-    """`run`, or what it gave in an earlier call."""
-    key = f"{number} {contestant} {seed} {BITS} {BUDGET}"
-    return keep_result(KNOWN, key, lambda: run(number, contestant, seed))
-
-
 def figures(seeds: range) -> Iterator[tuple[str, ...]]:
     """A row per function: median of the best values, and in brackets the median of the evaluations up to them."""
     for number in range(1, 24):
         medians: list[tuple[float, float]] = []
         name = ""
         for contestant in CONTESTANTS:
-            runs = [kept_run(number, contestant, seed) for seed in seeds]
+            keys = {seed: f"{number} {contestant} {seed} {BITS} {BUDGET}" for seed in seeds}
+            runs = [keep_result(KNOWN, key, partial(run, number, contestant, seed)) for seed, key in keys.items()]
             name = runs[0][0]
             medians.append((statistics.median(f[1] for f in runs), statistics.median(f[2] for f in runs)))
         yield name, *(f"{best:.4g} ({count:.0f})" for best, count in medians), judge(medians[0], medians[1:])

@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from benchmarks.training import dense
 from natgrad_lab.data import Split, fashion_mnist, mnist, sample_photographs, uci
-from natgrad_lab.experiments import Task, TaskData
-from natgrad_lab.experiments.base import pair_with_labels
+from natgrad_lab.experiments import Task
 from natgrad_lab.experiments.models import classify, gaussian_divergence
 from natgrad_lab.networks import autoencoder, char_transformer, fashion_cnn, llama_text, survival, vae_mnist, vit_cifar
 from natgrad_lab.networks.char_transformer import SYMBOLS, documentation, windows
@@ -43,18 +42,14 @@ SINES: Rates = {
 
 @dataclass(frozen=True)
 class StepWorkload:
-    """A task and its budgets.
+    """A task and its budgets."""
 
-    make(): the task; its own contestants are not looked at. but: matrices that are Adam's where Muon has the rest.
-    steps, seconds: the lengths of the races; those of seconds are on one thread. rates: a peer's own five.
-    """
-
-    make: Callable[[], Task]
+    make: Callable[[], Task]  # its own contestants are not looked at
     batch: int
-    steps: tuple[int, ...]
-    seconds: tuple[float, ...] = ()
-    but: tuple[str, ...] = ()
-    rates: Rates = field(default_factory=dict)
+    steps: tuple[int, ...]  # the lengths of the races
+    seconds: tuple[float, ...] = ()  # and of those on equal seconds of one thread
+    but: tuple[str, ...] = ()  # matrices that are Adam's where Muon has the rest
+    rates: Rates = field(default_factory=dict)  # a peer's own five
     looked_at: int = 500
 
 
@@ -77,7 +72,7 @@ def deep(data: str, start: str) -> Task:
 
 
 def regress(
-    name: str, title: str, model: Callable[[], nn.Module], data: Callable[[], TaskData], unit: str = "squared error"
+    name: str, title: str, model: Callable[[], nn.Module], data: Callable[[], Split], unit: str = "squared error"
 ) -> Task:
     """Squared error."""
     return Task(name, title, model, data, nn.MSELoss(), unit, gaussian_divergence, ())
@@ -90,7 +85,7 @@ def table(name: str, regression: bool, widths: tuple[int, ...], activation: type
     return make(name, title, partial(dense, widths, activation), rows, unit=unit)
 
 
-def rows_of(name: str, regression: bool) -> TaskData:
+def rows_of(name: str, regression: bool) -> Split:
     """A table by scikit-learn's name for it."""
     x, y = getattr(datasets, f"load_{name}")(return_X_y=True)
     x, y = torch.from_numpy(x).float(), torch.from_numpy(y)
@@ -98,13 +93,13 @@ def rows_of(name: str, regression: bool) -> TaskData:
     x, y, cut = x[order], y[order], len(x) * 4 // 5
     x = (x - x[:cut].mean(0)) / x[:cut].std(0).clamp(min=1e-6)
     y = ((y - y[:cut].mean()) / y[:cut].std()).float().unsqueeze(1) if regression else y.long()
-    return TaskData(x[:cut], y[:cut], x[cut:], y[cut:])
+    return Split(x[:cut], y[:cut], x[cut:], y[cut:])
 
 
 def plain(name: str, images: Callable[[], Split], widths: tuple[int, ...]) -> Task:
     """Linear layers and rectifiers on images as they are, pixels in [0, 1]."""
     title = f"{name}, {'-'.join(map(str, widths))}"
-    return classify(name, title, partial(dense, widths, nn.ReLU), lambda: pair_with_labels(images().flat()))
+    return classify(name, title, partial(dense, widths, nn.ReLU), lambda: images().flat())
 
 
 def sigmoid() -> Task:
@@ -116,9 +111,9 @@ def sigmoid() -> Task:
 def scaled_blocks(kind: str, gamma: float) -> Task:
     """Blocks x + gamma f(norm(x))."""
 
-    def data() -> TaskData:
+    def data() -> Split:
         x, y = scaled_data(kind, 1280)
-        return TaskData(x[:1024], y[:1024], x[1024:], y[1024:])
+        return Split(x[:1024], y[:1024], x[1024:], y[1024:])
 
     title, dim = f"blocks with a scale of {gamma:g}, {kind}", -1 if kind == "convolution" else 1
     return classify(f"{kind}-{gamma:g}", title, lambda: scaled_net(kind, gamma), data, dim=dim, unit="nats per label")
@@ -241,17 +236,17 @@ class Siren(nn.Module):
 # What they are trained on
 
 
-def standard_table(name: str) -> TaskData:
+def standard_table(name: str) -> Split:
     """One of the UCI tables, inputs and targets standardised by the training part."""
     table = uci(name)
     x, test_x = (part.float() for part in (table.train_x, table.test_x))
     y, test_y = (part.float().reshape(-1, 1) for part in (table.train_y, table.test_y))
     centre, size = x.mean(0), x.std(0).clamp(min=1e-6)
     middle, spread = y.mean(), y.std()
-    return TaskData((x - centre) / size, (y - middle) / spread, (test_x - centre) / size, (test_y - middle) / spread)
+    return Split((x - centre) / size, (y - middle) / spread, (test_x - centre) / size, (test_y - middle) / spread)
 
 
-def coloured_graphs(train: int = 4000, test: int = 500) -> TaskData:
+def coloured_graphs(train: int = 4000, test: int = 500) -> Split:
     """Graphs with the most frequent colour at two steps from each node as its label; one more kind: no neighbour."""
     source, count = torch.Generator().manual_seed(5), train + test
     edges = (torch.rand(count, NODES, NODES, generator=source) < 0.12).float().triu(1)
@@ -261,10 +256,10 @@ def coloured_graphs(train: int = 4000, test: int = 500) -> TaskData:
     most = (beyond @ colours + 0.01 * torch.arange(COLOURS)).argmax(2)
     labels = torch.where(edges.sum(2) == 0, COLOURS, most)
     graphs = torch.cat([colours, edges / 3], 2)
-    return TaskData(graphs[:train], labels[:train], graphs[train:], labels[train:])
+    return Split(graphs[:train], labels[:train], graphs[train:], labels[train:])
 
 
-def noisy_spirals(train: int = 40000, test: int = 3000) -> TaskData:
+def noisy_spirals(train: int = 40000, test: int = 3000) -> Split:
     """Points of a spiral with two arms on their way to pure noise, and that noise."""
     source, count = torch.Generator().manual_seed(5), train + test
     angle = torch.rand(count, 1, generator=source) * ARMS
@@ -273,42 +268,22 @@ def noisy_spirals(train: int = 40000, test: int = 3000) -> TaskData:
     clean = clean + 0.03 * torch.randn(count, 2, generator=source)
     time, noise = torch.rand(count, 1, generator=source), torch.randn(count, 2, generator=source)
     points = torch.cat([(time * math.pi / 2).cos() * clean + (time * math.pi / 2).sin() * noise, time], 1)
-    return TaskData(points[:train], noise[:train], points[train:], noise[train:])
+    return Split(points[:train], noise[:train], points[train:], noise[train:])
 
 
-def photograph() -> TaskData:
+def photograph() -> Split:
     """Every second pixel of a photograph's cut to train on, as on a chess board; the others to test."""
     cut = sample_photographs()[0][100 : 100 + SIDE, 200 : 200 + SIDE]
     grey = ((cut - cut.mean()) / cut.std()).reshape(-1, 1)
     line, numbers = torch.linspace(-1, 1, SIDE), torch.arange(SIDE)
     places = torch.cartesian_prod(line, line)
     even = ((numbers[:, None] + numbers) % 2 == 0).reshape(-1)
-    return TaskData(places[even], grey[even], places[~even], grey[~even])
+    return Split(places[even], grey[even], places[~even], grey[~even])
 
 
-def judge(name: str, title: str, model: Callable[[], nn.Module], data: Callable[[], TaskData], dim: int = -1) -> Task:
+def judge(title: str, model: Callable[[], nn.Module], data: Callable[[], Split], dim: int = -1) -> Task:
     """Classes of whatever has labels."""
-    return classify(name, title, model, data, dim=dim, unit="nats per label")
-
-
-def mixer() -> Task:
-    return judge("mixer", "Fashion-MNIST, MLP-Mixer", Mixer, lambda: pair_with_labels(fashion_mnist().flat()))
-
-
-def gru() -> Task:
-    return judge("gru", "Next character, GRU of 96", Recurrent, lambda: windows(documentation(), 32), dim=1)
-
-
-def gcn() -> Task:
-    return judge("gcn", "Colours at two steps in a graph, three layers", GraphNetwork, coloured_graphs, dim=1)
-
-
-def denoiser() -> Task:
-    return regress("denoiser", "Noise in points of a spiral", Denoiser, noisy_spirals)
-
-
-def siren() -> Task:
-    return regress("siren", "A photograph by sines", Siren, photograph)
+    return classify("", title, model, data, dim=dim, unit="nats per label")
 
 
 def kin8nm() -> Task:
@@ -368,11 +343,30 @@ WORKLOADS: dict[str, StepWorkload] = {
     "survival": StepWorkload(
         lambda: survival.tasks(survival.SurvivalSettings(methods="adam"))[0], 128, (200,), (), ("4.weight",)
     ),
-    "mixer": StepWorkload(mixer, 24, (100,), (), ("head.weight",)),
-    "gru": StepWorkload(gru, 12, (100,), (), ("symbol.weight", "head.weight"), looked_at=64),
-    "gcn": StepWorkload(gcn, 32, (100,), (), ("head.weight",), looked_at=250),
-    "denoiser": StepWorkload(denoiser, 256, (150,), (), ("body.6.weight",), looked_at=3000),
-    "siren": StepWorkload(siren, 1024, (150,), (), ("layers.0.weight", "head.weight"), SINES, looked_at=4608),
+    "mixer": StepWorkload(
+        lambda: judge("Fashion-MNIST, MLP-Mixer", Mixer, lambda: fashion_mnist().flat()),
+        *(24, (100,), (), ("head.weight",)),
+    ),
+    "gru": StepWorkload(
+        lambda: judge("Next character, GRU of 96", Recurrent, lambda: windows(documentation(), 32), dim=1),
+        *(12, (100,), (), LLAMA),
+        looked_at=64,
+    ),
+    "gcn": StepWorkload(
+        lambda: judge("Colours at two steps in a graph, three layers", GraphNetwork, coloured_graphs, dim=1),
+        *(32, (100,), (), ("head.weight",)),
+        looked_at=250,
+    ),
+    "denoiser": StepWorkload(
+        lambda: regress("denoiser", "Noise in points of a spiral", Denoiser, noisy_spirals),
+        *(256, (150,), (), ("body.6.weight",)),
+        looked_at=3000,
+    ),
+    "siren": StepWorkload(
+        lambda: regress("siren", "A photograph by sines", Siren, photograph),
+        *(1024, (150,), (), ("layers.0.weight", "head.weight"), SINES),
+        looked_at=4608,
+    ),
     "kin8nm": StepWorkload(kin8nm, 128, (150,), (), ("6.weight",), looked_at=2000),
     "protein": StepWorkload(protein, 64, (100,), (), ("head.weight", "scale", "shift", "answer"), looked_at=1000),
 } | {

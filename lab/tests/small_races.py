@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from natgrad_lab.experiments import Task, TaskData
+from natgrad_lab.data import Split
+from natgrad_lab.experiments import Task
 from natgrad_lab.experiments import race as make_race
 from natgrad_lab.experiments.base import Budget
 from natgrad_lab.experiments.contestants import adam, grid, natural_gradient, sgd
@@ -32,7 +33,7 @@ def examples():
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(40, 3, generator=generator)
     y = (x.square().sum(1) > 2.5).long()
-    return TaskData(x[:30], y[:30], x[30:], y[30:])
+    return Split(x[:30], y[:30], x[30:], y[30:])
 
 
 def contestants():

@@ -38,8 +38,7 @@ METHOD = (
     "pixel's own mean. Seconds are of processor time on one thread, of the steps alone."
 )
 
-SHOWN = 12
-"""Draws in a row of a picture."""
+SHOWN = 12  # draws in a row of a picture
 FITS = {"pseudo-likelihood, SGD": 0.3, "ratio matching, natural": 0.6}
 """Losses of the fully visible machine and the rates that `boltzmann_ratio` chooses on MNIST."""
 RATES = {PLAIN: (0.1, 0.3, 1.0), NATURAL: (0.01, 0.03, 0.1)}

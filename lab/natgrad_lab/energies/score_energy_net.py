@@ -36,8 +36,7 @@ LOSS, DISTANCE = 2, 3  # places in a curve's points
 
 TASKS = ("rings", "spiral", "digits", "mnist")
 GRID, HELD_OUT, SHOWN = 60, 1000, 40
-LAST = 0.001
-"""The smallest share of K-FAC's first learning rate."""
+LAST = 0.001  # the smallest share of K-FAC's first learning rate
 
 
 @dataclass(frozen=True)
@@ -214,8 +213,7 @@ def round_numbers(tensor: Tensor) -> list[Any]:
 
 # The exact score of the rings and of the spiral under noise, by sums over a curve: the best that a network can do
 
-SPREAD = 0.05
-"""Standard deviation of a ring's radius, and of an arm's points around it."""
+SPREAD = 0.05  # standard deviation of a ring's radius, and of an arm's points around it
 
 
 @dataclass(frozen=True)

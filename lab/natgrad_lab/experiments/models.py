@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from natgrad_lab.experiments.base import Contestant, Task, TaskData
+from natgrad_lab.data import Split
+from natgrad_lab.experiments.base import Contestant, Task
 
 
 def classify(
     name: str,
     title: str,
     model: Callable[[], nn.Module],
-    data: Callable[[], TaskData],
+    data: Callable[[], Split],
     contestants: tuple[Contestant, ...] = (),
     dim: int = -1,
     unit: str = "nats per image",

@@ -16,7 +16,6 @@ from natgrad_lab.experiments.base import LabError, Task
 from natgrad_lab.experiments.race_summary import (
     DECIDED,
     Entry,
-    Mean,
     Pair,
     Result,
     Spread,
@@ -27,7 +26,7 @@ from natgrad_lab.experiments.race_summary import (
 )
 from natgrad_lab.experiments.records import FinishedPiece
 from natgrad_lab.experiments.sections import Cell, Picture, Section, Story, Table
-from natgrad_lab.figures import DASHES, PALETTE, put_legend_below, put_title
+from natgrad_lab.figures import PALETTE, look, put_legend_below, put_title
 from natgrad_lab.words import join_words, plural, short
 
 CROWD = 6  # entries of a legend that stand below one another
@@ -45,7 +44,17 @@ def tell_race(
     order = [contestant.name for contestant in tasks[0].contestants]
     seeds = plural(len({run.header["seed"] for run in runs if run.header["phase"] == "race"}), "seed")
     files = () if any(numbers.pairs for numbers in results) else (_overview(results, order, title, seeds),)
-    sections = tuple(_section(numbers, order) for numbers in results)
+    sections = tuple(
+        Section(
+            numbers.task.title,
+            numbers.verdict,
+            (_paired_table(numbers), _differences(numbers)) if numbers.pairs else (_ranks(numbers),),
+            tuple(plot.picture(numbers, order) for plot in plots(numbers)),
+            subtitle=f"{numbers.parameters:,} parameters, {numbers.examples:,} training examples",
+            folded=(_grid(numbers),),
+        )
+        for numbers in results
+    )
     return Story(title, lead(results), _method(results[0], steps, seeds), sections, files)
 
 
@@ -70,17 +79,6 @@ def _method(numbers: Result, steps: int | None, seeds: str) -> str:
         f"Every contestant{but} was tuned over {plural(choices, 'choice')}, each trained once for {bound}, from a seed "
         f"that the race does not use; the choice with the lowest training loss then ran from {seeds}. Evaluation does "
         "not count as training."
-    )
-
-
-def _section(numbers: Result, order: Sequence[str]) -> Section:
-    return Section(
-        numbers.task.title,
-        numbers.verdict,
-        (_paired_table(numbers), _differences(numbers)) if numbers.pairs else (_ranks(numbers),),
-        tuple(plot.picture(numbers, order) for plot in plots(numbers)),
-        subtitle=f"{numbers.parameters:,} parameters, {numbers.examples:,} training examples",
-        folded=(_grid(numbers),),
     )
 
 
@@ -172,14 +170,13 @@ def beyond(seeds: int) -> float:
 
 def write_mean(numbers: Spread | None, times: float = 1, unit: str = "") -> Cell:
     """The mean over seeds, and its standard error."""
-    if numbers is None or len(numbers.known_values) < len(numbers.values):
+    if numbers is None or math.isnan(numbers.mean):
         return "-", ""
-    mean = Mean(tuple(numbers.known_values))
     words = (lambda value: f"{times * value:.2f}") if unit else short
-    return words(mean.mean) + unit, f"± {words(mean.error)}" if math.isfinite(mean.error) else ""
+    return words(numbers.mean) + unit, f"± {words(numbers.error)}" if math.isfinite(numbers.error) else ""
 
 
-def write_difference(numbers: Mean, words: Callable[[float], str]) -> Cell:
+def write_difference(numbers: Spread, words: Callable[[float], str]) -> Cell:
     """A difference with its sign, and its standard error."""
     if not math.isfinite(numbers.mean):
         return "-", ""
@@ -291,23 +288,17 @@ def _overview(results: Sequence[Result], order: Sequence[str], title: str, seeds
 
 def _lines(axes: Axes, plot: Plot, entries: Sequence[Entry], order: Sequence[str]) -> int:
     """One panel without its title and legend; how many lines it has."""
-    drawn = [_line(axes, plot, e, order.index(e.name)) for e in sorted(entries, key=lambda e: order.index(e.name))]
+    for entry in sorted(entries, key=lambda e: order.index(e.name)):
+        x, low, middle, high = band([curve(run, plot.x, plot.y) for run in entry.records], plot)
+        if len(x):
+            style = look(order.index(entry.name) % len(PALETTE), 2.0)
+            axes.fill_between(x, low, high, color=style["color"], alpha=0.16, linewidth=0)
+            axes.plot(x, middle, label=entry.name, **style)
     _scales(axes, plot)
     axes.set(xlabel=plot.x_label, ylabel=plot.y_label)
     axes.grid(visible=True, axis="y")
     axes.set_axisbelow(True)
-    return sum(drawn)
-
-
-def _line(axes: Axes, plot: Plot, entry: Entry, index: int) -> bool:
-    x, low, middle, high = band([curve(run, plot.x, plot.y) for run in entry.records], plot)
-    if not len(x):
-        return False
-    colour = PALETTE[index % len(PALETTE)]
-    axes.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0)
-    dash = DASHES[index % len(DASHES)]
-    axes.plot(x, middle, color=colour, linestyle=dash, linewidth=2.0, label=entry.name)
-    return True
+    return len(axes.lines)
 
 
 def band(

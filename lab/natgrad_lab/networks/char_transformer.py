@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from natgrad_lab.data import Split
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import LabError, Task, TaskData
+from natgrad_lab.experiments.base import LabError, Task
 from natgrad_lab.experiments.models import TransformerBlock, classify
 from natgrad_lab.experiments.race import RaceSettings, race
 
@@ -112,7 +113,7 @@ def encode_text(text: str) -> Tensor:
     return torch.tensor([place[symbol] for symbol in text if symbol in place])
 
 
-def windows(text: str, length: int, test: float = 0.1) -> TaskData:
+def windows(text: str, length: int, test: float = 0.1) -> Split:
     """Windows that follow one another: inputs (n, length), and at every place the next character as target.
 
     test: the share of the text, its end, that is kept for testing.
@@ -125,7 +126,7 @@ def windows(text: str, length: int, test: float = 0.1) -> TaskData:
             f"length is {length}: the text has {len(symbols)} characters, too few for windows of that length"
         )
     x, y = symbols[: n * length].view(n, length), symbols[1 : n * length + 1].view(n, length)
-    return TaskData(x[:cut], y[:cut], x[cut:], y[cut:])
+    return Split(x[:cut], y[:cut], x[cut:], y[cut:])
 
 
 RACE = race(

@@ -144,8 +144,8 @@ def test_the_metric_is_taken_where_the_contestant_says():
     [
         (draw_another_batch(25), pool, "asks for 25 examples besides the gradient's, and there are 22"),
         (draw_unlabelled(13), pool, "there are 12"),
-        (draw_unlabelled(3), examples, "expected TaskData.unlabelled_x"),
-        (join_unlabelled(3), examples, "expected TaskData.unlabelled_x"),
+        (draw_unlabelled(3), examples, "expected Split.unlabelled_x"),
+        (join_unlabelled(3), examples, "expected Split.unlabelled_x"),
     ],
 )
 def test_missing_data_is_refused_in_a_sentence(draw, has, said):

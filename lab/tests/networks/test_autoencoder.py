@@ -31,7 +31,7 @@ def among():
         contestants.adam(GRID(batch=(20,), lr=(1e-3,))),
         contestants.muon(GRID(batch=(20,), lr=(0.03,), adam_lr=(1e-3,))),
         contestants.sgd(GRID(batch=(20,), lr=(1e-3,))),
-        *contestants.by_default(batch=20).values(),
+        *contestants.line_up(batch=20).values(),
     )
 
 
@@ -39,7 +39,7 @@ def tiny(settings=TINY):
     return replace(task(ImageSet("curves", "Curves", few, (784, 6, 2), 125, 40), settings), contestants=among())
 
 
-STRUCTURED = {contestant.name for contestant in contestants.by_default(batch=20).values()}
+STRUCTURED = {contestant.name for contestant in contestants.line_up(batch=20).values()}
 
 
 # Drawn curves.

@@ -10,7 +10,8 @@ from torch import nn
 
 import natgrad as ng
 from natgrad.testing import check_family
-from natgrad_lab.experiments import LabError, TaskData, execute, find
+from natgrad_lab.data import Split
+from natgrad_lab.experiments import LabError, execute, find
 from natgrad_lab.networks import llama_text, survival, vae_mnist, vit_cifar
 from natgrad_lab.networks.char_transformer import SYMBOLS, windows
 from natgrad_lab.networks.vit_cifar import resnet
@@ -148,7 +149,7 @@ def test_every_contestant_compresses_digits(tmp_path):
 
 def eights():
     x = torch.rand(48, 64, generator=torch.Generator().manual_seed(0))
-    return TaskData(x[:32], x[:32], x[32:], x[32:])
+    return Split(x[:32], x[:32], x[32:], x[32:])
 
 
 def test_unknown_images_are_refused():

@@ -7,7 +7,8 @@ import torch
 from small_races import on_tasks, results, runs
 from torch import nn
 
-from natgrad_lab.experiments import LabError, TaskData, execute, find
+from natgrad_lab.data import Split
+from natgrad_lab.experiments import LabError, execute, find
 from natgrad_lab.experiments.models import categorical_divergence, mistakes, precision
 from natgrad_lab.experiments.race_story import plots
 from natgrad_lab.networks import char_transformer as char
@@ -23,7 +24,7 @@ SMALL = {"steps": 2, "evaluations": 2, "looked_at": 16}
 def pictures(channels, side, many=40):
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(many, channels, side, side, generator=generator)
-    return TaskData(x[:32], torch.arange(32) % 10, x[32:], torch.arange(8))
+    return Split(x[:32], torch.arange(32) % 10, x[32:], torch.arange(8))
 
 
 def race_of(module, settings, data, batch):

@@ -15,7 +15,6 @@ from natgrad_lab.papers.pascanu_2013.order import (
     SOURCES,
     STUDY,
     Deformation,
-    ImageSource,
     NaturalDirection,
     OrderSettings,
     ParallelTraining,
@@ -46,7 +45,7 @@ def pictures():
     generator = torch.Generator().manual_seed(0)
     x, y = torch.rand(60, 8, 8, generator=generator), torch.arange(60) % 3
     x[torch.arange(60)[:, None], 1 + 2 * y[:, None] + torch.arange(2)] += 1
-    return ImageSource(x[:40], y[:40], x[40:], y[40:], 3)
+    return Split(x[:40], y[:40], x[40:], y[40:])
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +120,7 @@ def test_equal_seeds_start_equal():
 
 def test_a_deformation_of_nothing_changes_nothing():
     still = Deformation(0.0, 0.0, 0.0, 0.0, 0.0)
-    images = pictures().images
+    images = pictures().train_x
     torch.testing.assert_close(still(images, torch.Generator()), images, rtol=0, atol=1e-5)
     bent = Deformation()(images, torch.Generator().manual_seed(0))
     assert bent.shape == images.shape
@@ -302,8 +301,8 @@ def test_settings_are_checked(wrong, said):
 
 def test_omniglot_s_stream_holds_out_writers(monkeypatch):
     x, y = torch.rand(80, 28, 28), torch.arange(80) // 20
-    monkeypatch.setattr(order, "omniglot", lambda: Split("omniglot", x, y, x[:1], y[:1]))
+    monkeypatch.setattr(order, "omniglot", lambda: Split(x, y, x[:1], y[:1]))
     characters = order.omniglot_characters(3)
-    assert characters.images.shape == (48, 28, 28)
-    assert torch.equal(characters.held_images, torch.cat([x[16:20], x[36:40], x[56:60]]))
-    assert characters.held_labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert characters.train_x.shape == (48, 28, 28)
+    assert torch.equal(characters.test_x, torch.cat([x[16:20], x[36:40], x[56:60]]))
+    assert characters.test_y.tolist() == [0] * 4 + [1] * 4 + [2] * 4

@@ -73,7 +73,7 @@ class PaperCell:
         return ", ".join(part for part in parts if part)
 
 
-TABLE1_CELLS = tuple(
+TABLE1_CELLS = tuple(  # table 1 like for like: both links, and one schedule for both updates
     PaperCell(learner, link, offset)
     for link in LINKS
     for learner, offset in (
@@ -83,7 +83,6 @@ TABLE1_CELLS = tuple(
         ("ours-single", None),
     )
 )
-"""Table 1 like for like: both links, and one schedule for both updates."""
 FIGURE1_CELLS = tuple(cell for cell in TABLE1_CELLS if cell.offset in (None, 100.0))
 GAP_CELLS = tuple(
     PaperCell(learner, "square", offset, (*size, scale))
@@ -103,8 +102,7 @@ NAMES = {  # piece -> what the table calls it, its entry of the costs
 }
 FREE = ("ours", "ours-single-exp", "tuned-sgd", "tuned-adam", "tuned-sgd-single")
 HIGHEST = -10.0  # of the drawn losses: above, all methods fall alike
-MEAN_LEVEL = -25.0
-"""Which the mean of all runs passes with every schedule: steps to it leave no run out."""
+MEAN_LEVEL = -25.0  # which the mean of all runs passes with every schedule: steps to it leave no run out
 PAPER = {"sgd": ("-33.21 ± 2.25", "216,000", "1"), "literal": ("-32.14 ± 3.58", "19,300", ".34")}
 """Test error, steps to -28 and time that the paper prints."""
 

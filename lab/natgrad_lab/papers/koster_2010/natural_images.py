@@ -125,8 +125,7 @@ class Graphed(TwoLayer):
 
 
 FEATURES = ({"W": 0, "V": 1},)
-SHARES = (1.0, 0.5, 0.25, 0.0)
-"""Of a step that are tried."""
+SHARES = (1.0, 0.5, 0.25, 0.0)  # of a step that are tried
 
 
 @dataclass

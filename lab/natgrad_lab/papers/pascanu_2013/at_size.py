@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad_lab.data import mnist
-from natgrad_lab.experiments.base import Contestant, Job, Task, TaskData, pair_with_labels
+from natgrad_lab.data import Split, mnist
+from natgrad_lab.experiments.base import Contestant, Job, Task
 from natgrad_lab.experiments.frame import ExperimentState, Interrupted, Piece, Worker, interruptible, plan, threads
 from natgrad_lab.experiments.metric_data import draw_another_batch, draw_unlabelled
 from natgrad_lab.experiments.models import classify, glorot
@@ -46,8 +46,7 @@ from natgrad_lab.papers.pascanu_2013.table1 import (
 
 STAGES = (20, 60, 100, 140, 200, 260, 320, 400, 500, 700, 1000, 1400, 2000)
 """Updates to which all contestants go before one goes further; MSGD takes 20 times as many."""
-MSGD_STEPS = 20
-"""Of MSGD for one update of the others, as in the paper's budget."""
+MSGD_STEPS = 20  # of MSGD for one update of the others, as in the paper's budget
 RATES = {MSGD: 1.0, f"{MSGD}, rate .3": 0.3, f"{MSGD}, rate .1": 0.1}
 """The paper's, at which the loss rises to hundreds of nats in the first steps, and two lower ones."""
 WEAK_UNLABELLED = f"{UNLABELLED}, rate .1"
@@ -103,11 +102,11 @@ def tasks(settings: AtSizeSettings) -> tuple[Task, ...]:
     )
 
 
-def sorted_digits() -> TaskData:
+def sorted_digits() -> Split:
     """MNIST as rows, the pixels in the order that `SparsePixels` wants."""
     split = mnist().flat()
     order = sort_pixels(split.train_x)
-    return pair_with_labels(replace(split, train_x=split.train_x[:, order], test_x=split.test_x[:, order]))
+    return replace(split, train_x=split.train_x[:, order], test_x=split.test_x[:, order])
 
 
 RACE = race(

@@ -22,7 +22,7 @@ from natgrad_lab.papers.pascanu_2013.at_size import ADAPTED_DIFFERENT, ADAPTED_S
 from natgrad_lab.papers.pascanu_2013.table1 import DIFFERENT, MSGD, RESTRICTED, SAME, UNLABELLED
 
 RECORD = Path(__file__).parent / "records" / "at_size.json"
-PAIRS = (
+PAIRS = (  # whose test errors are compared, image by image; MSGD with its best rate by validation error
     (UNLABELLED, SAME),
     (WEAK_UNLABELLED, SAME),
     (DIFFERENT, SAME),
@@ -32,7 +32,6 @@ PAIRS = (
     (DIFFERENT, MSGD),
     (SAME, MSGD),
 )
-"""Whose test errors are compared, image by image; MSGD with its best rate by validation error."""
 
 Record = Mapping[str, Any]
 
