@@ -119,18 +119,6 @@ class StepCost:
     seconds: float
 
 
-def take_step(model: nn.Module, optimizer: Any, x: Tensor, counts: OperationCount | None) -> None:
-    """One step on tokens (rows, length + 1); what it launches is counted where somebody counts."""
-    natural = isinstance(optimizer, ng.StructuredNaturalGradient)
-    optimizer.zero_grad()
-    outputs, y = model(x[:, :-1]), x[:, 1:].flatten()
-    with counts if counts is not None and natural else nullcontext():
-        loss = optimizer.loss(outputs, y) if natural else nn.functional.cross_entropy(outputs, y)
-    loss.backward()
-    with counts or nullcontext():
-        optimizer.step()
-
-
 def run(make: Callable[[nn.Module], Any], shape: Shape, device: torch.device, steps: int) -> tuple[list[StepCost], str]:
     """Some steps, counted and timed by turns, and the bytes of state per parameter."""
     torch.manual_seed(0)
@@ -143,7 +131,15 @@ def run(make: Callable[[nn.Module], Any], shape: Shape, device: torch.device, st
         if fast:
             torch.accelerator.synchronize()
         start = time.perf_counter()
-        take_step(model, optimizer, x, counts)
+        # one step on tokens (rows, length + 1); what it launches is counted where somebody counts
+        natural = isinstance(optimizer, ng.StructuredNaturalGradient)
+        optimizer.zero_grad()
+        outputs, y = model(x[:, :-1]), x[:, 1:].flatten()
+        with counts if counts is not None and natural else nullcontext():
+            loss = optimizer.loss(outputs, y) if natural else nn.functional.cross_entropy(outputs, y)
+        loss.backward()
+        with counts or nullcontext():
+            optimizer.step()
         if fast:
             torch.accelerator.synchronize()
         seconds = time.perf_counter() - start

@@ -555,24 +555,20 @@ def run(
         return ScriptRun(script.evaluate(model), step, spent)
 
 
-def measure_sgd(script: Script, seed: int, steps: int = 20) -> float:
-    """CPU seconds of a step of SGD that hardly moves, the median."""
-    torch.manual_seed(seed)
-    model = script.build()
-    opt, times = torch.optim.SGD(model.parameters(), lr=1e-9), list[float]()
-    for step in range(steps):
-        batches = draw_batches(script, seed, step)
-        start = time.process_time()
-        take_step(script, model, opt, batches)
-        times.append(time.process_time() - start)
-    return statistics.median(times)
-
-
 def compare(script: Script, seeds: range, steps: int) -> tuple[str, ...]:
     """A row of HEADS."""
     own, ours, timed, costs = list[ScriptRun](), list[ScriptRun](), list[ScriptRun](), list[tuple[float, float]]()
     for seed in seeds:
-        plain = measure_sgd(script, seed)
+        # CPU seconds of a step of SGD that hardly moves, the median
+        torch.manual_seed(seed)
+        model = script.build()
+        opt, times = torch.optim.SGD(model.parameters(), lr=1e-9), list[float]()
+        for step in range(20):
+            batches = draw_batches(script, seed, step)
+            start = time.process_time()
+            take_step(script, model, opt, batches)
+            times.append(time.process_time() - start)
+        plain = statistics.median(times)
         own.append(run(script, script.own, seed, steps))
         ours.append(run(script, script.ours, seed, steps))
         timed.append(run(script, script.own, seed, None, ours[-1].seconds))

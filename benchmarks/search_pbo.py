@@ -20,8 +20,9 @@ HEADS = ("BernoulliSearch", "(1+1)-EA", "the same, restarted", "UMDA 50", "cGA",
 CONTESTANTS = {"ours": SEARCHES["bernoulli"]} | PEERS
 
 
-def build_problem(number: int) -> CountedProblem:
-    """A function of the suite, to be made small."""
+def run(number: int, contestant: str, seed: int) -> tuple[str, float, int]:
+    """The function's name, the best value, and after how many evaluations it came."""
+    # A function of the suite, to be made small
     import ioh  # the suite: only where it is installed
 
     suite = ioh.ProblemClass.PBO  # type: ignore[attr-defined]
@@ -30,12 +31,7 @@ def build_problem(number: int) -> CountedProblem:
     def values(X: np.ndarray) -> np.ndarray:
         return np.array([-float(f(row)) for row in X.astype(int).tolist()])
 
-    return CountedProblem(f"F{number} {f.meta_data.name}", BITS, values, -float(f.optimum.y), BUDGET)
-
-
-def run(number: int, contestant: str, seed: int) -> tuple[str, float, int]:
-    """The function's name, the best value, and after how many evaluations it came."""
-    problem = build_problem(number)
+    problem = CountedProblem(f"F{number} {f.meta_data.name}", BITS, values, -float(f.optimum.y), BUDGET)
     CONTESTANTS[contestant](problem, seed)
     return problem.name, -problem.best, problem.found
 

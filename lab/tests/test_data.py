@@ -2,19 +2,14 @@
 
 import gzip
 import os
-import struct
 
 import numpy as np
 import pytest
 import torch
+from small_races import idx
 
 from natgrad_lab import data
 from natgrad_lab.data import DataError
-
-
-def idx(path, array):
-    head = b"\x00\x00\x08" + bytes([array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
-    path.write_bytes(gzip.compress(head + array.astype(np.uint8).tobytes()))
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,11 +105,8 @@ def follow_ink(run: PieceRun, machine: ng.Boltzmann, params: dict[str, Tensor], 
 def raise_likelihood(
     run: PieceRun, machine: ng.Boltzmann, params: dict[str, Tensor], shown: Images
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Natural steps of maximum likelihood on all pairs of pixels, chains started at digits; the chains too.
-
-    The Fisher matrix of centred pairs is taken as that of a normal with the data's covariance C: C D C = S, so that the
-    direction is C^-1 S C^-1 off the diagonal.
-    """
+    """Natural steps of maximum likelihood on all pairs of pixels, chains started at digits; the chains too."""
+    # the Fisher matrix of centred pairs as that of a normal with the data's covariance C: C D C = S, off the diagonal
     s: BoltzmannDigitsSettings = run.settings
     generator = torch.Generator().manual_seed(run.seed)
     params = {name: p.detach().clone() for name, p in params.items()}
@@ -138,8 +135,7 @@ LIKELIHOOD_RATE, LIKELIHOOD_DAMPING = 0.003, 0.3
 """Of the natural steps on all pairs; the damping in units of the mean variance. Not tuned."""
 
 
-@dataclass(frozen=True)
-class HiddenRun:
+class HiddenRun(NamedTuple):
     """What a run of the second part ends with."""
 
     curve: list[list[float]]  # seconds, steps, log-likelihood, its error

@@ -331,7 +331,10 @@ def _densities(task: str, methods: dict[str, list[Numbers]]) -> Picture:
         _points(grid[0, 0], first["data"], "data")
         for (upper, lower), (method, runs) in zip(grid.T[1:], methods.items(), strict=True):
             height = np.array(runs[0]["map"])
-            highest = _at_data(height, np.array(first["data"])).max()  # where no data are, nothing holds the energy up
+            column, row = np.clip(
+                ((np.array(first["data"]) + 3.8) / 7.6 * (len(height) - 1)).round().astype(int), 0, len(height) - 1
+            ).T
+            highest = height[row, column].max()  # where no data are, nothing holds the energy up
             density = np.exp(np.clip(height - highest, -12.0, 0.0))
             upper.imshow(density, origin="lower", extent=(-3.8, 3.8, -3.8, 3.8), cmap="magma")
             upper.set(xticks=[], yticks=[])
@@ -341,12 +344,6 @@ def _densities(task: str, methods: dict[str, list[Numbers]]) -> Picture:
         figure.suptitle(f"Energy network on {DATA[task]}, first seed:\ndensity, {parts}", fontsize=9)
 
     return Picture(f"{task}-density", "Densities and samples, first seed", fill, (5.4, 4.0))
-
-
-def _at_data(height: np.ndarray, data: np.ndarray) -> np.ndarray:
-    """The map's values in the cells that hold the data."""
-    column, row = np.clip(((data + 3.8) / 7.6 * (len(height) - 1)).round().astype(int), 0, len(height) - 1).T
-    return height[row, column]
 
 
 def _points(axes, points: list[list[float]], title: str) -> None:

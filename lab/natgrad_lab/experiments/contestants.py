@@ -186,15 +186,11 @@ def turn(gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None
             continue
         state[side].lerp_(product(), 1 - decay)
         if state["step"] % group["every"] == 0:
-            iterate_power(state, side)
-
-
-def iterate_power(state: dict[str, Any], side: str) -> None:
-    """One orthogonal iteration, eigenvectors sorted by what they explain, and the second moments with them."""
-    factor, basis = state[side], state[f"{side} basis"]
-    order = (basis * (factor @ basis)).sum(0).argsort(descending=True)
-    state["square"] = state["square"].index_select(0 if side == "left" else 1, order)
-    state[f"{side} basis"] = torch.linalg.qr(factor @ basis[:, order])[0]
+            # one orthogonal iteration, eigenvectors sorted by what they explain, and the second moments with them
+            factor, basis = state[side], state[f"{side} basis"]
+            order = (basis * (factor @ basis)).sum(0).argsort(descending=True)
+            state["square"] = state["square"].index_select(0 if side == "left" else 1, order)
+            state[f"{side} basis"] = torch.linalg.qr(factor @ basis[:, order])[0]
 
 
 def into_basis(matrix: Tensor, state: dict[str, Any]) -> Tensor:

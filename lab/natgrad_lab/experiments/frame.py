@@ -214,7 +214,12 @@ def execute(
     tuning = getattr(settings, "tuning_seed", None)
     if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0 or tuning in seeds:
         raise LabError(f"seeds are {list(seeds)}, expected different numbers, none below 0, none of them {tuning}")
-    check_device(settings.device)
+    try:
+        torch.empty(0, device=settings.device)
+    except (RuntimeError, AssertionError) as error:
+        raise LabError(
+            f"device is {settings.device!r}, which torch cannot use here: expected cpu, or cuda on a machine with one"
+        ) from error
     pieces = experiment.pieces(settings)
     folder = Folder(path)
     folder.settle(plan(experiment, pieces, settings))
@@ -360,16 +365,6 @@ def findings(experiment: Experiment, folder: Folder) -> Findings:
     if not finished:
         raise LabError(f"{folder.path} has no finished piece: run the same command again")
     return Findings(settings, finished)
-
-
-def check_device(name: str) -> None:
-    """LabError for a device that torch does not know or cannot use here."""
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise LabError(
-            f"device is {name!r}, which torch cannot use here: expected cpu, or cuda on a machine with one"
-        ) from error
 
 
 @contextmanager

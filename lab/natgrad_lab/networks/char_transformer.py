@@ -85,8 +85,7 @@ SYMBOLS = "\n" + "".join(map(chr, range(32, 127)))  # what is left of the text: 
 def documentation(library: Path | None = None) -> str:
     """The licence, where the installation has it, and the docstrings of all single-file modules, by their names.
 
-    The modules are read, not imported. The same for one installation of Python; others differ a little. library: the
-    folder to read, by default the running Python's. LabError where there are no sources.
+    They are read, not imported: by default those of the running Python. LabError where there are no sources.
     """
     root = Path(sysconfig.get_path("stdlib")) if library is None else library
     licence = root / "LICENSE.txt"
@@ -114,10 +113,7 @@ def encode_text(text: str) -> Tensor:
 
 
 def windows(text: str, length: int, test: float = 0.1) -> Split:
-    """Windows that follow one another: inputs (n, length), and at every place the next character as target.
-
-    test: the share of the text, its end, that is kept for testing.
-    """
+    """Windows (n, length) that follow one another, with the next characters as targets. test: the share at the end."""
     symbols = encode_text(text)
     n = (len(symbols) - 1) // length
     cut = n - int(test * n)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from small_races import BUDGET, examples, on_tasks, runs
+from small_races import task as small_task
 from torch import nn
 
 from natgrad_lab.data import curves, strokes
@@ -183,9 +184,8 @@ def test_an_unknown_method_is_refused_with_those_that_there_are():
 
 def test_groups_name_contestants():
     (task,) = RACE.tasks(AutoencoderSettings(data="digits", methods="all"))
-    among = task.contestants
     assert set(GROUPS["all"]) >= KEYS
-    assert len({slug(contestant.name) for contestant in among}) == len(among)
+    assert len({slug(contestant.name) for contestant in task.contestants}) == len(task.contestants)
 
 
 def test_every_contestant_runs_on_a_few_curves(tmp_path):
@@ -243,11 +243,7 @@ def test_muon_levels_singular_values(shape):
 
 def test_muon_and_adam_together_go_on_where_they_were_put_down():
     muon = contestants.muon(GRID(batch=(8,), lr=(0.03,), adam_lr=(1e-2,)))
-    changed = replace(tiny(), model=lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), scale=1.0)
-    changed = replace(
-        changed, criterion=nn.CrossEntropyLoss(), also=None, divergence=lambda before, after: (before - after).mean()
-    )
-    job = Job(changed, muon, 0, 0, "race")
+    job = Job(small_task(), muon, 0, 0, "race")
 
     def train(training, steps):
         for _ in range(steps):

@@ -15,8 +15,7 @@ from torch.nn import functional
 from natgrad_lab.data import Split
 from natgrad_lab.experiments import EXPERIMENTS, LabError, PieceRun, execute, find, override
 from natgrad_lab.experiments.frame import Findings, FinishedPiece, findings
-from natgrad_lab.experiments.records import Folder
-from natgrad_lab.papers.kept_tables import insert
+from natgrad_lab.papers.kept_tables import insert, tell_kept
 from natgrad_lab.papers.varady_2022 import page, runs
 from natgrad_lab.papers.varady_2022.page import curve, find_first_epoch, tell
 from natgrad_lab.papers.varady_2022.runs import (
@@ -250,7 +249,7 @@ def test_settings_that_will_not_do(given, words):
 @pytest.mark.parametrize("name", page.KEPT)
 def test_the_page_holds_the_kept_races(name):
     text = (Path(__file__).parents[3] / "docs" / "papers" / "varady_2022.md").read_text()
-    read = findings(find("varady_2022_mnist"), Folder(page.RECORDS / name))
-    assert insert(text, name, page.write_tables(read)) == text
+    story = tell_kept(find("varady_2022_mnist"), page.RECORDS / name)
+    assert insert(text, name, page.write_tables(story)) == text
     with pytest.raises(ValueError, match="not one pair of <!-- other: begin -->"):
         insert(text, "other", "")

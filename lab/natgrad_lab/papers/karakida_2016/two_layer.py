@@ -192,7 +192,12 @@ class NatgradLearner:
         self.returned = join_returns(self.returned, examples[0])  # all models see the same
         passes = count_passes(self.returned, self.seen, examples.shape[-1], self.metric.shape[-1])
         if self.count == 1 or self.count % self.method.every == 0:
-            self._factorise(self.method.amount(self.metric, self.seen, unit, passes))
+            # U with U^T U = G + amount I, which LAPACK makes faster than L; the last good one where that fails
+            damped = self.metric.clone()
+            damped.diagonal(dim1=1, dim2=2).add_(self.method.amount(self.metric, self.seen, unit, passes).unsqueeze(1))
+            result = torch.linalg.cholesky_ex(damped, upper=True)
+            failed = result.info != 0
+            self.upper = torch.where(failed.view(-1, 1, 1), self.upper, result.L) if bool(failed.any()) else result.L
         half = torch.linalg.solve_triangular(self.upper.mT, gradient.unsqueeze(-1), upper=False)
         step = torch.linalg.solve_triangular(self.upper, half, upper=True).squeeze(-1)
         length = self.rate * half.squeeze(-1).norm(dim=1, keepdim=True)
@@ -211,14 +216,6 @@ class NatgradLearner:
         link, raw = self.model.link, self.params["V"]
         self.metric.lerp_(score_gram(self.params["W"], link(raw), link.slope(raw), examples), share)
         return torch.cat([part.flatten(1) for part in self.model.gradient(self.params, examples).values()], 1)
-
-    def _factorise(self, amount: Tensor) -> None:
-        """U with U^T U = G + amount I, which LAPACK makes faster than L; the last good one where that fails."""
-        damped = self.metric.clone()
-        damped.diagonal(dim1=1, dim2=2).add_(amount.unsqueeze(1))
-        result = torch.linalg.cholesky_ex(damped, upper=True)
-        failed = result.info != 0
-        self.upper = torch.where(failed.view(-1, 1, 1), self.upper, result.L) if bool(failed.any()) else result.L
 
 
 Learner = DescentLearner | Adam | Paper | NatgradLearner

@@ -389,10 +389,7 @@ PLANE_FORMULA = "f = x₁ + 2 x₂ - 3 x₁² - 2 x₁ x₂ - 2 x₂²"
 
 def tell_quadratic(findings: Findings) -> Story:
     """Means on their way over the level lines of f."""
-    flows, title = findings.of("flows"), "A quadratic over normals in two dimensions"
-    if not flows:
-        return Story(title, "Nothing is finished yet.", METHOD, ())
-    ways_by_kind, optimum = flows[0], solve_or_nan(2 * BOWL, SLOPE)
+    (ways_by_kind,), optimum = findings.of("flows"), solve_or_nan(2 * BOWL, SLOPE)
     far = {kind: max(torch.dist(points(way)[-1, :2], optimum).item() for way in ways_by_kind[kind]) for kind in KINDS}
     verdict = (
         "The natural flow's means agree with the closed form P(t) = P₀ + 2 A t, P μ = P₀ μ₀ + b t to "
@@ -415,40 +412,43 @@ def tell_quadratic(findings: Findings) -> Story:
 
     more = " Starts: means on a circle around the optimum, the lectures' covariance (1, -.5; -.5, 2). Ascent."
     picture = Picture("flows", f"{PLANE_FORMULA}: level lines of f, means", fill, (10.0, 4.9))
-    return Story(title, verdict, METHOD + more, (Section("Means", verdict, (), (picture,)),))
+    section = Section("Means", verdict, (), (picture,))
+    return Story("A quadratic over normals in two dimensions", verdict, METHOD + more, (section,))
 
 
-def _study(
-    name: str, summary: str, pieces: tuple[Piece, ...], tell: Callable[[Findings], Story], minutes: float
+def study(
+    name: str,
+    summary: str,
+    settings: type,
+    pieces: tuple[Piece, ...],
+    tell: Callable[[Findings], Story],
+    minutes: float,
+    seeds: int = 1,
 ) -> Experiment:
-    name = f"malago_2023_{name}"
-    return Experiment(name, summary, MalagoFlowSettings, lambda settings: pieces, tell, seeds=1, minutes=minutes)
+    """A figure of the lectures."""
+    return Experiment(f"malago_2023_{name}", summary, settings, lambda _: pieces, tell, seeds=seeds, minutes=minutes)
 
 
-TOY_STUDY = _study(
+TOY_STUDY = study(
     "toy",
     "Flows of f = x1 + 2 x2 + 3 x1 x2 over independent bits, Euclidean and natural, in two coordinates",
+    MalagoFlowSettings,
     (
         Piece("flows", "Flows", lambda run: integrate(run, TOY_CASES, run.settings.span, 2), False),
         Piece("same", "Natural flows in three coordinates", toy_same, False),
     ),
-    tell_toy,
-    0.15,
+    *(tell_toy, 0.15),
 )
-POLYNOMIALS = _study(
-    "polynomials",
-    "Flows of a quadratic and a quartic over univariate normals, Euclidean and natural",
+POLYNOMIALS = study(
+    *("polynomials", "Flows of a quadratic and a quartic over univariate normals, Euclidean and natural"),
+    MalagoFlowSettings,
     (  # over the line all is over sooner
         Piece("flows", "Flows", lambda run: integrate(run, LINE_CASES, run.settings.span / 3, 5), False),
         Piece("closed", "Beside the closed form", line_closed, False),
     ),
-    tell_polynomials,
-    0.33,
+    *(tell_polynomials, 0.33),
 )
-QUADRATIC = _study(
-    "quadratic",
-    "Flows of a quadratic over normals in two dimensions, beside the closed form",
-    (Piece("flows", "Flows", plane_flows, False),),
-    tell_quadratic,
-    0.22,
+QUADRATIC = study(
+    *("quadratic", "Flows of a quadratic over normals in two dimensions, beside the closed form", MalagoFlowSettings),
+    *((Piece("flows", "Flows", plane_flows, False),), tell_quadratic, 0.22),
 )

@@ -278,10 +278,7 @@ class TransposedTimes(torch.autograd.Function):
 
 
 class SparsePixels(nn.Module):
-    """What `nn.Linear(inputs, outputs)` computes of images whose pixels come most frequent first.
-
-    dense: how many of the pixels are taken to be frequent. Glorot-uniform weights (inputs, outputs), zero bias.
-    """
+    """What `nn.Linear(inputs, outputs)` computes of images whose `dense` frequent pixels come first; Glorot's start."""
 
     def __init__(self, inputs: int, outputs: int, dense: int) -> None:
         super().__init__()

@@ -47,11 +47,6 @@ def last(record: Record, name: str) -> dict[str, float]:
     return {"updates": step, **dict(zip(CURVE, numbers, strict=True))}
 
 
-def choose_rate(record: Record) -> str:
-    """The MSGD with the lowest validation error at the record's stage."""
-    return min(RATES, key=lambda name: last(record, name)["valid_error"])
-
-
 def compare(record: Record, ours: str, theirs: str) -> tuple[float, float, int, int]:
     """Difference of two test errors, its standard error by McNemar's count, and the images that one alone has wrong."""
     a, b = (set(record["contestants"][name]["wrong"]) for name in (ours, theirs))
@@ -61,7 +56,7 @@ def compare(record: Record, ours: str, theirs: str) -> tuple[float, float, int, 
 
 def write_tables(record: Record) -> str:
     """The section's tables in Markdown."""
-    stage, best = record["stage"], choose_rate(record)
+    stage, best = record["stage"], min(RATES, key=lambda name: last(record, name)["valid_error"])
     heads = (
         f"after {stage} updates (MSGD {20 * stage:,})",
         "rate, damping",

@@ -214,20 +214,17 @@ class Deformation:
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """images (b, h, w) -> the same shape, each bent its own way; what comes from outside is 0."""
         b, h, w = images.shape
-        grid = functional.affine_grid(self._affine(b, generator), [b, 1, h, w], align_corners=False)
-        knots = self.elastic * torch.randn(b, 2, 5, 5, generator=generator)
-        field = functional.interpolate(knots, (h, w), mode="bilinear", align_corners=True)
-        bent = functional.grid_sample(images[:, None], grid + field.permute(0, 2, 3, 1), align_corners=False)
-        return bent[:, 0]
-
-    def _affine(self, b: int, generator: torch.Generator) -> Tensor:
-        """(b, 2, 3): from the bent image's coordinates in [-1, 1] to the given one's."""
+        # (b, 2, 3): from the bent image's coordinates in [-1, 1] to the given one's
         turn, wide, high, shear, right, down = (2 * torch.rand(6, b, generator=generator) - 1).unbind()
         turn, shear = turn * math.radians(self.degrees), self.shear * shear
         wide, high = 1 + self.scale * wide, 1 + self.scale * high
         top = torch.stack([wide * turn.cos(), -high * turn.sin() + shear, 2 * self.shift * right], 1)
         bottom = torch.stack([wide * turn.sin(), high * turn.cos(), 2 * self.shift * down], 1)
-        return torch.stack([top, bottom], 1)
+        grid = functional.affine_grid(torch.stack([top, bottom], 1), [b, 1, h, w], align_corners=False)
+        knots = self.elastic * torch.randn(b, 2, 5, 5, generator=generator)
+        field = functional.interpolate(knots, (h, w), mode="bilinear", align_corners=True)
+        bent = functional.grid_sample(images[:, None], grid + field.permute(0, 2, 3, 1), align_corners=False)
+        return bent[:, 0]
 
 
 def omniglot_characters(classes: int = 62) -> Split:

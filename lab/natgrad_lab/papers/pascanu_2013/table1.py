@@ -79,10 +79,7 @@ def kullback(
     observes: Observes | None = None,
     schedule: Falling | None = None,
 ) -> Contestant:
-    """The Fisher metric, on the data that `observes` draws. products: steps of the solver at most.
-
-    floor: below which Levenberg-Marquardt does not lower the damping.
-    """
+    """The Fisher metric, on the data that `observes` draws. floor: of Levenberg-Marquardt's damping."""
 
     def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
         solver = ng.MinresQLP(rtol=1e-4, max_steps=products)
@@ -119,12 +116,9 @@ def list_adapted_choices(batch: int, *pairs: tuple[float, float]) -> list[Choice
 
 
 def divide(pool: Split, seed: int, validation: int, labels: int | None = None) -> Split:
-    """The training part cut by a seed: so many labelled examples, a validation part, the rest without labels.
-
-    labels: None for all but the validation part; unlabelled inputs that the pool has are kept then.
-    """
+    """The training part cut by a seed: so many labelled examples, a validation part, the rest without labels."""
     number = len(pool.train_x)
-    labelled = number - validation if labels is None else labels
+    labelled = number - validation if labels is None else labels  # None: all others; the pool's unlabelled stay
     if validation < 1 or labelled < 1 or labelled + validation > number:
         raise LabError(
             f"validation is {validation} and labelled examples are to be {labelled}, expected two positive numbers "
