@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from sklearn import datasets
@@ -14,7 +15,7 @@ from torch.nn import functional
 
 from benchmarks.training import dense
 from natgrad_lab.data import Split, fashion_mnist, mnist, sample_photographs, uci
-from natgrad_lab.experiments import Task
+from natgrad_lab.experiments import Experiment, Task
 from natgrad_lab.experiments.models import classify, gaussian_divergence
 from natgrad_lab.networks import autoencoder, char_transformer, fashion_cnn, llama_text, survival, vae_mnist, vit_cifar
 from natgrad_lab.networks.char_transformer import SYMBOLS, documentation, windows
@@ -53,22 +54,10 @@ class StepWorkload:
     looked_at: int = 500
 
 
-def characters(layers: int, width: int) -> Task:
-    return char_transformer.tasks(char_transformer.CharTransformerSettings(methods="adam", layers=layers, width=width))[
-        0
-    ]
-
-
-def llama(tied: bool) -> Task:
-    return llama_text.tasks(llama_text.LlamaTextSettings(methods="adam", tied=tied))[0]
-
-
-def cifar(network: str) -> Task:
-    return vit_cifar.tasks(vit_cifar.VitCifarSettings(methods="adam", networks=network))[0]
-
-
-def deep(data: str, start: str) -> Task:
-    return autoencoder.tasks(autoencoder.AutoencoderSettings(methods="adam", data=data, start=start))[0]
+def task_of(race: Experiment, **settings: Any) -> Task:
+    """The first task of a race of the laboratory."""
+    assert race.tasks is not None
+    return race.tasks(race.settings(methods="adam", **settings))[0]
 
 
 def regress(
@@ -96,10 +85,13 @@ def rows_of(name: str, regression: bool) -> Split:
     return Split(x[:cut], y[:cut], x[cut:], y[cut:])
 
 
-def plain(name: str, images: Callable[[], Split], widths: tuple[int, ...]) -> Task:
+def plain(
+    name: str, images: Callable[[], Split], widths: tuple[int, ...], batch: int, steps: int, looked_at: int
+) -> StepWorkload:
     """Linear layers and rectifiers on images as they are, pixels in [0, 1]."""
     title = f"{name}, {'-'.join(map(str, widths))}"
-    return classify(name, title, partial(dense, widths, nn.ReLU), lambda: images().flat())
+    make = partial(classify, name, title, partial(dense, widths, nn.ReLU), lambda: images().flat())
+    return StepWorkload(make, batch, (steps,), (), ("4.weight",), looked_at=looked_at)
 
 
 def sigmoid() -> Task:
@@ -296,60 +288,39 @@ def protein() -> Task:
     return regress("protein", "protein, a transformer of columns", network, data)
 
 
-TEXT, LLAMA = ("symbol.weight", "place.weight", "head.weight"), ("symbol.weight", "head.weight")
+TEXT, TIED = ("symbol.weight", "place.weight", "head.weight"), ("symbol.weight", "head.weight")
+CHARACTERS, LLAMA = partial(task_of, char_transformer.RACE), partial(task_of, llama_text.RACE)
+CIFAR, DEEP = partial(task_of, vit_cifar.RACE), partial(task_of, autoencoder.RACE)
 WORKLOADS: dict[str, StepWorkload] = {
-    "char": StepWorkload(lambda: characters(2, 128), 32, (200, 400), (30.0,), TEXT, looked_at=64),
-    "char-wide": StepWorkload(lambda: characters(4, 192), 32, (200,), (), TEXT, looked_at=64),
-    "llama": StepWorkload(lambda: llama(False), 32, (200,), (30.0,), LLAMA, looked_at=64),
-    "llama-tied": StepWorkload(lambda: llama(True), 32, (200,), (), LLAMA, looked_at=64),
-    "fashion-cnn": StepWorkload(
-        lambda: fashion_cnn.tasks(fashion_cnn.FashionCnnSettings(methods="adam"))[0],
-        128,
-        (150, 600),
-        (15.0,),
-        ("9.weight",),
-    ),
-    "resnet": StepWorkload(lambda: cifar("resnet"), 64, (150,), (60.0,), ("head.weight",), looked_at=250),
-    "vit": StepWorkload(lambda: cifar("vit"), 64, (200,), (60.0,), ("place", "head.weight"), looked_at=250),
-    "autoencoder": StepWorkload(lambda: deep("mnist", "torch"), 500, (80,), (60.0,), rates=SUMMED),
-    "autoencoder-glorot": StepWorkload(lambda: deep("mnist", "glorot"), 500, (80,), (60.0,), rates=SUMMED),
-    "curves": StepWorkload(lambda: deep("curves", "torch"), 500, (80,), (10.0,), rates=SUMMED),
-    "digits-autoencoder": StepWorkload(lambda: deep("digits", "torch"), 256, (200,), (), rates=SUMMED),
-    "plain-fashion": StepWorkload(
-        lambda: plain("plain-fashion", fashion_mnist, (784, 256, 256, 10)),
-        32,
-        (300,),
-        (),
-        ("4.weight",),
-        looked_at=5000,
-    ),
-    "plain-mnist": StepWorkload(
-        lambda: plain("plain-mnist", mnist, (784, 512, 512, 10)), 64, (300,), (), ("4.weight",), looked_at=5000
-    ),
-    "mnist-16": StepWorkload(
-        lambda: plain("mnist-16", mnist, (784, 128, 128, 10)), 16, (150,), (), ("4.weight",), looked_at=4000
-    ),
-    "mnist-2000": StepWorkload(
-        lambda: plain("mnist-2000", mnist, (784, 128, 128, 10)), 2000, (25,), (), ("4.weight",), looked_at=4000
-    ),
-    "vae": StepWorkload(
-        lambda: vae_mnist.tasks(vae_mnist.VaeSettings(methods="adam"))[0], 128, (300,), (20.0,), rates=SUMMED
-    ),
+    "char": StepWorkload(CHARACTERS, 32, (200, 400), (30.0,), TEXT, looked_at=64),
+    "char-wide": StepWorkload(partial(CHARACTERS, layers=4, width=192), 32, (200,), (), TEXT, looked_at=64),
+    "llama": StepWorkload(LLAMA, 32, (200,), (30.0,), TIED, looked_at=64),
+    "llama-tied": StepWorkload(partial(LLAMA, tied=True), 32, (200,), (), TIED, looked_at=64),
+    "fashion-cnn": StepWorkload(partial(task_of, fashion_cnn.RACE), 128, (150, 600), (15.0,), ("9.weight",)),
+    "resnet": StepWorkload(partial(CIFAR, networks="resnet"), 64, (150,), (60.0,), ("head.weight",), looked_at=250),
+    "vit": StepWorkload(CIFAR, 64, (200,), (60.0,), ("place", "head.weight"), looked_at=250),
+    "autoencoder": StepWorkload(partial(DEEP, data="mnist"), 500, (80,), (60.0,), rates=SUMMED),
+    "autoencoder-glorot": StepWorkload(partial(DEEP, data="mnist", start="glorot"), 500, (80,), (60.0,), rates=SUMMED),
+    "curves": StepWorkload(partial(DEEP, data="curves"), 500, (80,), (10.0,), rates=SUMMED),
+    "digits-autoencoder": StepWorkload(partial(DEEP, data="digits"), 256, (200,), (), rates=SUMMED),
+    "plain-fashion": plain("plain-fashion", fashion_mnist, (784, 256, 256, 10), 32, 300, 5000),
+    "plain-mnist": plain("plain-mnist", mnist, (784, 512, 512, 10), 64, 300, 5000),
+    "mnist-16": plain("mnist-16", mnist, (784, 128, 128, 10), 16, 150, 4000),
+    "mnist-2000": plain("mnist-2000", mnist, (784, 128, 128, 10), 2000, 25, 4000),
+    "vae": StepWorkload(partial(task_of, vae_mnist.RACE), 128, (300,), (20.0,), rates=SUMMED),
     "digits": StepWorkload(lambda: table("digits", False, (64, 128, 128, 10)), 256, (100,), ()),
     "wine": StepWorkload(lambda: table("wine", False, (13, 32, 32, 3)), 64, (60,), ()),
     "cancer": StepWorkload(lambda: table("breast_cancer", False, (30, 32, 32, 2)), 64, (60,), ()),
     "diabetes": StepWorkload(lambda: table("diabetes", True, (10, 32, 32, 1)), 64, (60,), ()),
     "sigmoid": StepWorkload(sigmoid, 256, (300,), ()),
-    "survival": StepWorkload(
-        lambda: survival.tasks(survival.SurvivalSettings(methods="adam"))[0], 128, (200,), (), ("4.weight",)
-    ),
+    "survival": StepWorkload(partial(task_of, survival.RACE), 128, (200,), (), ("4.weight",)),
     "mixer": StepWorkload(
         lambda: judge("Fashion-MNIST, MLP-Mixer", Mixer, lambda: fashion_mnist().flat()),
         *(24, (100,), (), ("head.weight",)),
     ),
     "gru": StepWorkload(
         lambda: judge("Next character, GRU of 96", Recurrent, lambda: windows(documentation(), 32), dim=1),
-        *(12, (100,), (), LLAMA),
+        *(12, (100,), (), TIED),
         looked_at=64,
     ),
     "gcn": StepWorkload(
@@ -370,9 +341,7 @@ WORKLOADS: dict[str, StepWorkload] = {
     "kin8nm": StepWorkload(kin8nm, 128, (150,), (), ("6.weight",), looked_at=2000),
     "protein": StepWorkload(protein, 64, (100,), (), ("head.weight", "scale", "shift", "answer"), looked_at=1000),
 } | {
-    f"{name}-{gamma:g}": StepWorkload(
-        partial(scaled_blocks, kind, gamma), 64, (150,), (), but=("symbol.weight", "head.weight")
-    )
+    f"{name}-{gamma:g}": StepWorkload(partial(scaled_blocks, kind, gamma), 64, (150,), (), but=TIED)
     for name, kind in (("convnext", "convolution"), ("eva", "attention"), ("mamba", "scan"))
     for gamma in (1e-6, 1e-3, 1.0)
 }
