@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # torch's documented
 
 import natgrad as ng
 from natgrad.ground.pure import leaves
+from natgrad_lab.experiments.contestants import JoinedOptimizers
 
 FIRST = 9  # steps, the last ones of which are natural, with updates and without
 HEADS = ("launches", "reads", "bytes of state per parameter", "ms", "MiB")
@@ -27,11 +28,7 @@ VIEWS += ("split", "alias", "permute", "reshape", "lift", "is_", "t.default", "p
 
 
 class OperationCount(TorchDispatchMode):
-    """Counts operations that compute, and reads of a device's numbers by the host.
-
-    Args:
-        device: Which.
-    """
+    """Counts operations that compute, and reads of a device's numbers by the host."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -79,21 +76,6 @@ class GPT(nn.Module):
         return self.head(self.norm(h)).flatten(0, 1)
 
 
-class Several:
-    """Optimizers that step together."""
-
-    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
-        self.optimizers = optimizers
-
-    def zero_grad(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-    def step(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-
 def make_adamw(model: nn.Module) -> Any:
     fused = next(model.parameters()).device.type != "cpu"
     return torch.optim.AdamW(model.parameters(), lr=3e-4, fused=fused, foreach=None if fused else True)
@@ -103,14 +85,14 @@ def make_muon(model: nn.Module) -> Any:
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "blocks" in name]
     own = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in own]
-    return Several(torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=3e-4, foreach=True))
+    return JoinedOptimizers(torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=3e-4, foreach=True))
 
 
 def count_state(optimizer: Any) -> int:
     """Bytes of all tensors that are kept between steps."""
     if isinstance(optimizer, ng.StructuredNaturalGradient):
         return ng.report_sharing(optimizer).state_bytes
-    parts = optimizer.optimizers if isinstance(optimizer, Several) else [optimizer]
+    parts = optimizer.parts if isinstance(optimizer, JoinedOptimizers) else [optimizer]
     return sum(t.numel() * t.element_size() for part in parts for t in leaves(dict(part.state)))
 
 
@@ -121,18 +103,6 @@ class StepCost:
     launches: int
     reads: int
     seconds: float
-
-
-def take_step(model: nn.Module, optimizer: Any, x: Tensor, counts: OperationCount | None) -> None:
-    """One step on tokens (rows, length + 1); what it launches is counted where somebody counts."""
-    natural = isinstance(optimizer, ng.StructuredNaturalGradient)
-    optimizer.zero_grad()
-    outputs, y = model(x[:, :-1]), x[:, 1:].flatten()
-    with counts if counts is not None and natural else nullcontext():
-        loss = optimizer.loss(outputs, y) if natural else nn.functional.cross_entropy(outputs, y)
-    loss.backward()
-    with counts or nullcontext():
-        optimizer.step()
 
 
 def run(make: Callable[[nn.Module], Any], shape: Shape, device: torch.device, steps: int) -> tuple[list[StepCost], str]:
@@ -147,7 +117,15 @@ def run(make: Callable[[nn.Module], Any], shape: Shape, device: torch.device, st
         if fast:
             torch.accelerator.synchronize()
         start = time.perf_counter()
-        take_step(model, optimizer, x, counts)
+        # one step on tokens (rows, length + 1); what it launches is counted where somebody counts
+        natural = isinstance(optimizer, ng.StructuredNaturalGradient)
+        optimizer.zero_grad()
+        outputs, y = model(x[:, :-1]), x[:, 1:].flatten()
+        with counts if counts is not None and natural else nullcontext():
+            loss = optimizer.loss(outputs, y) if natural else nn.functional.cross_entropy(outputs, y)
+        loss.backward()
+        with counts or nullcontext():
+            optimizer.step()
         if fast:
             torch.accelerator.synchronize()
         seconds = time.perf_counter() - start

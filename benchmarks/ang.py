@@ -83,8 +83,7 @@ def last(losses: list[float]) -> float:
 
 # Unnormalised densities with three sets of data each, from easy to hard
 
-Draw = Callable[..., Tensor]
-"""Standard normals of a shape, each call from the task's own generator."""
+Draw = Callable[..., Tensor]  # standard normals of a shape, each call from the task's own generator
 
 
 class Batched(ng.Density):

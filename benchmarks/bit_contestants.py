@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,15 +15,9 @@ PATIENCE = 100  # evaluations per bit without a better value, after which all bu
 
 
 class CountedProblem:
-    """A function of n bits to be made small, its counted evaluations, and the best of them within the budget.
+    """f of rows of n bits to be made small: its evaluations, and the best of them within the budget.
 
-    Args:
-        name: For the table.
-        n: Number of bits.
-        f: Values (N,) of rows of bits (N, n).
-        least: Its minimum, at which a race ends.
-        budget: Evaluations after which it ends too.
-        cliques: Groups of bits that f depends on jointly, for a search that is told.
+    least: its minimum, at which a race ends. cliques: groups of bits that f depends on jointly, for a search told.
     """
 
     def __init__(
@@ -66,19 +61,11 @@ def run_search(f: CountedProblem, first: Search) -> None:
         search.tell(X, torch.as_tensor(f(X.numpy())))
 
 
-def run_bernoulli(f: CountedProblem, seed: int) -> None:
-    """`BernoulliSearch`."""
-    run_search(f, BernoulliSearch(f.n, seed=seed))
-
-
-def run_markov(f: CountedProblem, seed: int) -> None:
-    """`MarkovSearch` that is told the cliques."""
-    run_search(f, MarkovSearch(f.n, f.cliques, seed=seed))
-
-
-def run_learning_markov(f: CountedProblem, seed: int) -> None:
-    """`MarkovSearch` that learns the cliques."""
-    run_search(f, MarkovSearch(f.n, seed=seed))
+SEARCHES: dict[str, Callable[[CountedProblem, int], None]] = {
+    "given": lambda f, seed: run_search(f, MarkovSearch(f.n, f.cliques, seed=seed)),  # the cliques
+    "learned": lambda f, seed: run_search(f, MarkovSearch(f.n, seed=seed)),
+    "bernoulli": lambda f, seed: run_search(f, BernoulliSearch(f.n, seed=seed)),
+}
 
 
 def run_evolution(f: CountedProblem, seed: int, restarted: bool = False) -> None:
@@ -93,11 +80,6 @@ def run_evolution(f: CountedProblem, seed: int, restarted: bool = False) -> None
             new = f(child)[0]
             x, value = (child, new) if new <= value else (x, value)
             least, since = (value, f.count) if value < least else (least, since)
-
-
-def run_restarted_evolution(f: CountedProblem, seed: int) -> None:
-    """The (1+1)-EA, begun anew when its patience ends."""
-    run_evolution(f, seed, restarted=True)
 
 
 def run_umda(f: CountedProblem, seed: int, popsize: int = 50) -> None:
@@ -125,7 +107,7 @@ def run_cga(f: CountedProblem, seed: int) -> None:
 
 PEERS: dict[str, Callable[[CountedProblem, int], None]] = {
     "ea": run_evolution,
-    "ea restarted": run_restarted_evolution,
+    "ea restarted": partial(run_evolution, restarted=True),  # when its patience ends
     "umda": run_umda,
     "cga": run_cga,
 }

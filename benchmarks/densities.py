@@ -24,13 +24,7 @@ HEADS = ("held-out nats, mean over the seeds (least to largest)", "milliseconds 
 
 
 class MaskedLinear(nn.Linear):
-    """Output j depends on the inputs i with number_i < number_j, or <= between hidden units.
-
-    Args:
-        before: The numbers of the inputs.
-        after: The numbers of the outputs.
-        strict: Whether equal numbers are cut too, as in the last layer.
-    """
+    """Output j depends on the inputs i with number_i < number_j where it is strict, else <=. before, after: numbers."""
 
     def __init__(self, before: Tensor, after: Tensor, strict: bool) -> None:
         super().__init__(len(before), len(after))
@@ -120,14 +114,7 @@ def standard_normal(z: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class DensityTask:
-    """Data and a model of them.
-
-    Args:
-        name: As the table has it.
-        model: Makes the model.
-        train: Shape (b, N).
-        test: Held out, shape (b', N).
-    """
+    """Data (b, N), those held out, and a model of them."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -161,48 +148,25 @@ def tasks() -> Iterator[DensityTask]:
 
 @dataclass(frozen=True)
 class Trainer:
-    """An optimiser and the loss that it is told.
-
-    Args:
-        name: As the table has it.
-        build: Makes the optimiser of a model.
-        loss: Of the optimiser, the model and a batch.
-    """
+    """An optimiser of a model, and the loss of optimiser, model and batch that it is told."""
 
     name: str
     build: Callable[[nn.Module], torch.optim.Optimizer]
-    loss: Callable[[torch.optim.Optimizer, nn.Module, Tensor], Tensor]
-
-
-def log_density_loss(opt: torch.optim.Optimizer, model: nn.Module, x: Tensor) -> Tensor:
-    return opt.loss(model.log_prob(x))  # type: ignore[attr-defined, operator]
-
-
-def bits_loss(opt: torch.optim.Optimizer, model: nn.Module, x: Tensor) -> Tensor:
-    return opt.loss(model(x), x)  # type: ignore[attr-defined]
-
-
-def plain_loss(opt: torch.optim.Optimizer, model: nn.Module, x: Tensor) -> Tensor:
-    return -model.log_prob(x).mean()  # type: ignore[operator]
+    loss: Callable[[Any, Any, Tensor], Tensor]
 
 
 def list_trainers(task: DensityTask) -> Iterator[Trainer]:
     """Of a task: Adam at each rate, K-FAC as it comes, and with the true Fisher of the bits."""
     for rate in RATES:
-        yield Trainer(f"Adam, lr {rate:g}", partial(build_adam, rate=rate), plain_loss)
-    for rate in KFAC_RATES:
-        yield Trainer(f"ng.kfac, lr {rate:g}", partial(build_kfac, lr=rate), log_density_loss)
-    yield Trainer("ng.kfac, natural first", partial(build_kfac, rule=ng.rules.NoiseAware()), log_density_loss)
+        adam = lambda model, r=rate: torch.optim.Adam(model.parameters(), r)  # noqa: E731
+        yield Trainer(f"Adam, lr {rate:g}", adam, lambda opt, model, x: -model.log_prob(x).mean())
+    options: dict[str, dict[str, Any]] = {f"lr {rate:g}": {"lr": rate} for rate in KFAC_RATES}
+    for words, chosen in (options | {"natural first": {"rule": ng.rules.NoiseAware()}}).items():
+        kfac = partial(ng.kfac, criterion=ng.LogDensity(), **chosen)
+        yield Trainer(f"ng.kfac, {words}", kfac, lambda opt, model, x: opt.loss(model.log_prob(x)))
     if "bits" in task.name:
-        yield Trainer("ng.kfac, Bernoulli", lambda model: ng.kfac(model, ng.Bernoulli()), bits_loss)
-
-
-def build_kfac(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    return ng.kfac(model, ng.LogDensity(), **options)
-
-
-def build_adam(model: nn.Module, rate: float) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), rate)
+        bernoulli = partial(ng.kfac, criterion=ng.Bernoulli())
+        yield Trainer("ng.kfac, Bernoulli", bernoulli, lambda opt, model, x: opt.loss(model(x), x))
 
 
 def train(task: DensityTask, trainer: Trainer, seed: int, falls: bool, steps: int) -> tuple[float, float]:

@@ -35,14 +35,6 @@ class CodeEntered:
     def __exit__(self, *error: object) -> None:
         sys.setprofile(None)
 
-    @property
-    def files(self) -> set[str]:
-        return {file for file, _ in self.functions}
-
-    @property
-    def own(self) -> set[str]:
-        return {file for file in self.files if "/optim/" in file}
-
 
 class Pictures(nn.Sequential):
     def __init__(self) -> None:
@@ -84,6 +76,7 @@ def report() -> list[tuple[str, ...]]:
         largest = max(steps[1:], key=lambda step: len(step[0].functions))
         least = min(steps[1:], key=lambda step: len(step[0].functions))
         for kind, (step, loss) in (("a step that updates", largest), ("the least step", least)):
-            counts = (step.files, step.functions, step.own, loss.own)
-            rows.append((f"{name}: {kind}", *(str(len(part)) for part in counts)))
+            files, within = ({file for file, _ in part.functions} for part in (step, loss))
+            own = ({file for file in part if "/optim/" in file} for part in (files, within))
+            rows.append((f"{name}: {kind}", *(str(len(part)) for part in (files, step.functions, *own))))
     return rows

@@ -31,32 +31,21 @@ os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_
 RATE, DAMPING, MOMENTUM = 0.05, 1e-3, 0.9
 ADAM_RATES = (0.003, 0.01, 0.03)
 MOMENTA = (0.0, MOMENTUM)
-CHAINS = (16, None)
-"""Of NetKet: its own number, and one per sample as here."""
-DISCARDED = (None, 0)
-"""Sweeps that NetKet leaves out between two draws: as it comes, and none as here."""
-TOGETHER = 10
-"""Steps that NetKet takes in one call."""
+CHAINS = (16, None)  # of NetKet: its own number, and one per sample as here
+DISCARDED = (None, 0)  # sweeps that NetKet leaves out between two draws: as it comes, and none as here
+TOGETHER = 10  # steps that NetKet takes in one call
 MISSING = "pip install netket"
 
 
 @dataclass(frozen=True)
 class Lattice:
-    """A Hamiltonian with its network and its budget.
-
-    Args:
-        name: What it is called.
-        hamiltonian: H.
-        hidden: Hidden units per spin.
-        samples: Per step.
-        seconds: Of CPU time.
-    """
+    """A Hamiltonian with its network and its budget."""
 
     name: str
     hamiltonian: Any
-    hidden: int
-    samples: int
-    seconds: float
+    hidden: int  # units per spin
+    samples: int  # per step
+    seconds: float  # of CPU time
 
     def network(self, seed: int) -> ng.LogAmplitude:
         """The network at its start."""
@@ -177,9 +166,8 @@ def read_netket(lattice: Lattice, parameters: Any) -> ng.LogAmplitude:
     return psi
 
 
-Variants = Mapping[str, Contestant]
-"""What is chosen -> a contestant with it."""
-CONTESTANTS: dict[str, Variants] = {
+Variants = Mapping[str, Contestant]  # what is chosen -> a contestant with it
+CONTESTANTS: dict[str, Variants] = {  # name -> its variants, of which the best one on the first seed counts
     "ng.vmc": {f"momentum {mu:g}": partial(by_library, momentum=mu) for mu in MOMENTA},
     "NetKet": {
         f"momentum {mu:g}, {chains or 'all'} chains, {'its' if left is None else left} sweeps left out": partial(
@@ -191,7 +179,6 @@ CONTESTANTS: dict[str, Variants] = {
     },
     "Adam": {f"{rate:g}": partial(by_adam, rate=rate) for rate in ADAM_RATES},
 }
-"""Name -> its variants, of which the best one on the first seed counts."""
 HEADS = tuple(CONTESTANTS)
 
 
@@ -211,11 +198,7 @@ def train(lattice: Lattice, contestant: Contestant, seed: int, seconds: float) -
 def report(
     seeds: range, names: tuple[str, ...] = (), seconds: float | None = None, methods: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, ...]]:
-    """One row per lattice: median, least and largest error of each contestant, and which of its variants that is.
-
-    names: of the lattices.   seconds: for each run; None: the lattice's own.   methods: of the contestants; "-" for
-    those that are left out.
-    """
+    """One row per lattice: median, least and largest error of each contestant, and which of its variants that is."""
     check_names("lattices", names, LATTICES)
     check_names("methods", methods, HEADS)
     torch.set_num_threads(1)

@@ -17,6 +17,7 @@ from torch import Tensor
 import natgrad as ng
 
 N, RTOL, MOST = 1000, 1e-8, 10_000
+HEADS = ("MinresQLP", "SciPy minres", "CG", "SciPy cg")
 
 
 def systems() -> dict[str, tuple[Tensor, float]]:

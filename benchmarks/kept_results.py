@@ -10,10 +10,7 @@ from typing import Any
 
 
 def keep_result(file: Path, key: str, make: Callable[[], Any]) -> Any:
-    """What `make` gives, or what it gave in an earlier run; delete the file to begin anew.
-
-    file: JSON, one entry per key.
-    """
+    """What `make` gives, or what it gave in an earlier run. file: JSON, one entry per key; delete it to begin anew."""
     known = read_results(file)
     if key in known:
         return known[key]

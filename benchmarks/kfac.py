@@ -28,12 +28,8 @@ Make = Callable[[nn.Module, nn.Module], torch.optim.Optimizer]
 RATE = 1e-4  # small: the networks stay where they are
 
 
-def sgd(model: nn.Module, criterion: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=RATE)
-
-
-def adam(model: nn.Module, criterion: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=RATE, fused=True)
+SGD: Make = lambda model, _: torch.optim.SGD(model.parameters(), lr=RATE)  # noqa: E731
+ADAM: Make = lambda model, _: torch.optim.Adam(model.parameters(), lr=RATE, fused=True)  # noqa: E731
 
 
 def muon_single(model: nn.Module, criterion: nn.Module) -> torch.optim.Optimizer:
@@ -50,21 +46,16 @@ def soap(model: nn.Module, criterion: nn.Module) -> torch.optim.Optimizer:
     return SOAP(model.parameters(), lr=RATE)
 
 
-def ours(recipe: Callable[..., torch.optim.Optimizer], **options: object) -> Make:
-    """One of natgrad's, with its defaults."""
-    return partial(recipe, lr=RATE, **options)  # type: ignore[call-arg]
-
-
 CONTESTANTS: dict[str, Make] = {
-    "SGD": sgd,
-    "Adam": adam,
+    "SGD": SGD,
+    "Adam": ADAM,
     "Muon (float32)": muon_single,
     "SOAP": soap,
-    "kfac": ours(ng.kfac),
-    "kfac, factors every step": ours(ng.kfac, update_every=1),
-    "ekfac": ours(ng.ekfac),
-    "diagonal": ours(ng.diagonal),
-    "unitwise": ours(ng.unitwise),
+    "kfac": partial(ng.kfac, lr=RATE),
+    "kfac, factors every step": partial(ng.kfac, lr=RATE, update_every=1),
+    "ekfac": partial(ng.ekfac, lr=RATE),
+    "diagonal": partial(ng.diagonal, lr=RATE),
+    "unitwise": partial(ng.unitwise, lr=RATE),
 }
 
 
@@ -117,8 +108,8 @@ def report(work: TrainingCase, repeats: int, names: Iterable[str] = CONTESTANTS)
 FIRST = 100  # steps
 FIRST_HEADS = (f"first {FIRST} steps / SGD steps", "the first ten of them", "the last ten")
 AT_FIRST: dict[str, Make] = {
-    "SGD": sgd,
-    "Adam": adam,
+    "SGD": SGD,
+    "Adam": ADAM,
     "kfac": ng.kfac,
     "ekfac": ng.ekfac,
     "kfac, factors every step": partial(ng.kfac, update_every=1),
@@ -126,12 +117,9 @@ AT_FIRST: dict[str, Make] = {
 
 
 def first_steps(work: TrainingCase, names: Iterable[str] = AT_FIRST) -> list[tuple[str, ...]]:
-    """Rows (optimizer, its first hundred steps in as many SGD steps, the first and the last ten): every step in turn.
-
-    Ours train with their own rates, so that the statistics drift as they do at the start of a run.
-    """
+    """Rows (optimizer, its first hundred steps in as many SGD steps, the first and the last ten), at own rates."""
     steps = {name: iteration(work, AT_FIRST[name], late=False) for name in dict.fromkeys(("SGD", *names))}
-    iteration(work, sgd, late=False)()  # products and their kernels are loaded
+    iteration(work, SGD, late=False)()  # products and their kernels are loaded
     spent = time_in_turn(steps, FIRST, warm=0)
     base = spent.pop("SGD")
     parts = (slice(None), slice(10), slice(-10, None))
@@ -179,14 +167,13 @@ def report_eigen(repeats: int) -> list[tuple[str, str]]:
 
 
 def memory_report(names: Iterable[str] = CONTESTANTS) -> list[tuple[str, str]]:
-    """Rows (optimizer, MiB), each from a process of its own."""
-    return [(name, f"{growth(name):.0f}") for name in names]
-
-
-def growth(name: str) -> float:
-    """Growth of the highest resident memory over twenty steps on the classifier, in MiB, in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.kfac", name, str(torch.get_num_threads())]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    """Rows (optimizer, MiB): growth of the highest resident memory over twenty steps of the classifier."""
+    rows = []
+    for name in names:
+        command = [sys.executable, "-m", "benchmarks.kfac", name, str(torch.get_num_threads())]
+        growth = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        rows.append((name, f"{float(growth):.0f}"))
+    return rows
 
 
 def resident(key: str) -> float:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -44,31 +44,14 @@ CONTESTANTS: dict[str, Make] = {
 }
 
 
-@dataclass
-class LearningRun:
-    """Evaluations (seconds, training loss, test loss) of one run, about one a second."""
-
-    rows: list[tuple[float, float, float]]
-
-    @property
-    def seconds_to_goal(self) -> float:
-        """Seconds to the goal, infinite if it was not reached."""
-        return next((seconds for seconds, loss, _ in self.rows if loss <= GOAL), float("inf"))
-
-    @property
-    def final(self) -> float:
-        """The training loss at the end."""
-        return self.rows[-1][1]
-
-
-def run(make: Make, seed: int) -> LearningRun:
-    """Train for SECONDS with batches of 512; evaluations do not count."""
+def train(make: Make, seed: int) -> list[tuple[float, float, float]]:
+    """Seconds, training loss, test loss, about once a second of SECONDS; batches of 512, evaluations do not count."""
     torch.manual_seed(seed)
     work, data = classifier(), fashion_mnist().flat()
     model = work.build()
     optimizer = make(model, work.criterion)
     loss_of = getattr(optimizer, "loss", work.criterion)
-    spent, record = 0.0, LearningRun([])
+    spent, rows = 0.0, list[tuple[float, float, float]]()
     while spent < SECONDS:
         picked = torch.randint(0, len(data.train_x), (512,))
         start = time.process_time()
@@ -76,23 +59,23 @@ def run(make: Make, seed: int) -> LearningRun:
         loss_of(model(data.train_x[picked]), data.train_y[picked]).backward()
         optimizer.step()
         spent += time.process_time() - start
-        if spent >= len(record.rows) + 1:
+        if spent >= len(rows) + 1:
             with torch.no_grad():
-                train = float(work.criterion(model(data.train_x[:5000]), data.train_y[:5000]))
-                test = float(work.criterion(model(data.test_x[:5000]), data.test_y[:5000]))
-            record.rows.append((spent, train, test))
-    return record
+                parts = ((data.train_x, data.train_y), (data.test_x, data.test_y))
+                train_loss, test_loss = (float(work.criterion(model(x[:5000]), y[:5000])) for x, y in parts)
+            rows.append((spent, train_loss, test_loss))
+    return rows
 
 
 def report() -> list[tuple[str, ...]]:
     """Rows (optimizer, median and range over the seeds of each figure)."""
     rows = []
     for name, make in CONTESTANTS.items():
-        runs = [run(make, seed) for seed in SEEDS]
+        runs = [train(make, seed) for seed in SEEDS]
         figures = (
-            [r.seconds_to_goal for r in runs],
-            [r.final for r in runs],
-            [min(row[2] for row in r.rows) for r in runs],
+            [next((seconds for seconds, loss, _ in run if loss <= GOAL), math.inf) for run in runs],
+            [run[-1][1] for run in runs],
+            [min(test for _, _, test in run) for run in runs],
         )
         rows.append((name, *(spread(values) for values in figures)))
         print("  ".join(rows[-1]), flush=True)  # progress

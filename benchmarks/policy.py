@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import gymnasium as gym
 
 import natgrad as ng
@@ -31,19 +29,11 @@ def ratio(env: str, envs: int, batch: int, repeats: int) -> Ratio:
         critic_epochs=10,
         critic_batch=128,
     )
-    theirs = peer(env, envs, batch)
-    times = ratios(
-        lambda: theirs.learn(batch, reset_num_timesteps=False), {"ours": lambda: ours.learn(1, progress=False)}, repeats
-    )
-    return times["ours"]
-
-
-def peer(env: str, envs: int, batch: int) -> Any:
-    """sb3-contrib's TRPO with 64-64 tanh networks, its default."""
+    # sb3-contrib's TRPO with 64-64 tanh networks, its default
     from sb3_contrib import TRPO
     from stable_baselines3.common.env_util import make_vec_env
 
-    return TRPO(
+    theirs = TRPO(
         "MlpPolicy",
         make_vec_env(env, envs),
         n_steps=batch // envs,
@@ -53,3 +43,7 @@ def peer(env: str, envs: int, batch: int) -> Any:
         seed=0,
         device="cpu",
     )
+    times = ratios(
+        lambda: theirs.learn(batch, reset_num_timesteps=False), {"ours": lambda: ours.learn(1, progress=False)}, repeats
+    )
+    return times["ours"]

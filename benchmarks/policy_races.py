@@ -25,10 +25,7 @@ from natgrad_lab.policies.players import NatgradPlayer, Peer, PolicyChoice, lear
 KNOWN = Path("build/benchmarks/policies.json")
 HEADS = ("without exploration", "lowest to highest", "while training", "CPU seconds")
 MARKS = (30_000, 100_000, 200_000, 300_000)
-MISSING = {
-    "mujoco": 'pip install mujoco "gymnasium[mujoco]"',
-    "sb3_contrib": "pip install sb3-contrib",
-}
+MISSING = {"mujoco": 'pip install mujoco "gymnasium[mujoco]"', "sb3_contrib": "pip install sb3-contrib"}
 ZOO: dict[str, Any] = {
     "total": 2048,
     "scaled": True,
@@ -43,30 +40,17 @@ PLAYERS = {"ng.TRPO": NatgradPlayer, "sb3-contrib": Peer}
 
 @dataclass(frozen=True)
 class PolicyTask:
-    """An environment, and with which settings each side plays there.
-
-    Args:
-        env: Its name in gymnasium.
-        choices: Of every side.
-        envs: How many run at a time.
-        episodes: Of a look.
-        device: Of the networks.
-    """
+    """An environment of gymnasium, and with which settings each side plays there."""
 
     env: str
     choices: dict[str, PolicyChoice]
-    envs: int = 2
-    episodes: int = 20
-    device: str = "cpu"
+    envs: int = 2  # at a time
+    episodes: int = 20  # of a look
+    device: str = "cpu"  # of the networks
 
 
 def against_zoo(env: str, ours: PolicyChoice = PolicyChoice("defaults"), **theirs: Any) -> PolicyTask:
-    """Our setting beside that of rl-baselines3-zoo.
-
-    env: its name in gymnasium.
-    ours: our setting.
-    theirs: what the zoo has otherwise there than on the other tasks.
-    """
+    """Our setting beside that of rl-baselines3-zoo. theirs: what the zoo has otherwise there than on other tasks."""
     return PolicyTask(env, {"ng.TRPO": ours, "sb3-contrib": PolicyChoice("zoo", ZOO | theirs)})
 
 
@@ -93,7 +77,10 @@ def figures(seeds: range, names: Sequence[str], methods: Sequence[str], steps: i
                 continue
             curves = [keep_run(name, method, seed, steps) for seed in seeds]
             for looks in zip(*curves, strict=True):
-                yield write_looks(f"{title}, {TASKS[name].choices[method].words}, {looks[0]['mark']:,} steps", looks)
+                test, train, seconds = ([look[key] for look in looks] for key in ("test", "train", "seconds"))
+                words = f"{title}, {TASKS[name].choices[method].words}, {looks[0]['mark']:,} steps"
+                extremes = f"{min(test):.0f} to {max(test):.0f}"
+                yield words, write_spread(test), extremes, write_spread(train), f"{np.mean(seconds):.1f}"
 
 
 def keep_run(name: str, method: str, seed: int, steps: int) -> list[dict[str, Any]]:
@@ -110,13 +97,6 @@ def run(task: PolicyTask, method: str, seed: int, steps: int) -> list[dict[str, 
     with Progress(f"steps of {method} on {task.env}, seed {seed}", steps, None) as shown:
         looks = learn_to_marks(player, task, marks, lambda share: shown.update(round(share * steps), {}))
         return [dict(look) for look in looks]
-
-
-def write_looks(title: str, looks: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """Mean and standard deviation over seeds, with the lowest and the highest one."""
-    test, train, seconds = ([look[key] for look in looks] for key in ("test", "train", "seconds"))
-    extremes = f"{min(test):.0f} to {max(test):.0f}"
-    return title, write_spread(test), extremes, write_spread(train), f"{np.mean(seconds):.1f}"
 
 
 def write_spread(values: Sequence[float]) -> str:

@@ -29,30 +29,23 @@ from natgrad_lab.data import uci
 
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
 
-NEAR = 0.01
-"""Nats that a bound may lack."""
-FREEDOM, NOISE = 4.0, 0.3
-"""Degrees of freedom and scale of Student's t, for targets of unit variance."""
+NEAR = 0.01  # nats that a bound may lack
+FREEDOM, NOISE = 4.0, 0.3  # degrees of freedom and scale of Student's t, for targets of unit variance
 JITTER = 1e-6
 
-Moments = tuple[Tensor, Tensor]
-"""Mean (d,) and a root (d, d) of the covariance."""
+Moments = tuple[Tensor, Tensor]  # mean (d,) and a root (d, d) of the covariance
 
 
 @dataclass(frozen=True)
 class Posterior:
-    """sum_n E[log p(y_n | f_n)] + log N(z; 0, I) with f_n = (A z)_n + noise of a known variance.
-
-    inputs, places: for a Gaussian process; its kernel is exp(-|x - x'|^2 / (2 d)), d the number of columns of x.
-    likelihood: "logistic", "probit" (targets are signs) or "student".
-    """
+    """sum_n E[log p(y_n | f_n)] + log N(z; 0, I) with f_n = (A z)_n + noise of a known variance."""
 
     name: str
     rows: Tensor
     variance: Tensor
     targets: Tensor
-    likelihood: str
-    inputs: Tensor | None = None
+    likelihood: str  # "logistic", "probit" (targets are signs) or "student"
+    inputs: Tensor | None = None  # of a process with the kernel exp(-|x - x'|^2 / (2 d)), d the columns of x
     places: Tensor | None = None
 
     def target(self, order: int = 20) -> Projected:
@@ -148,8 +141,7 @@ PROBLEMS: dict[str, Callable[[], Posterior]] = {
     "process, Student's t, diabetes, 50 points": lambda: process("process, diabetes", *diabetes(), "student", 50),
     "process, Student's t, concrete, 100 points": lambda: process("process, concrete", *concrete(), "student", 100),
 }
-Steps = Iterator[Callable[[], Moments]]
-"""One per step, or per few: how to read q, which is not timed."""
+Steps = Iterator[Callable[[], Moments]]  # one per step, or per few: how to read q, which is not timed
 
 
 def reach(steps: Steps, problem: Posterior, best: float, limit: float) -> tuple[float, float]:
@@ -213,8 +205,7 @@ def quadrature(problem: Posterior, order: int = 8) -> tuple[Tensor, Tensor]:
 NATURAL_RATES, ADAM_RATES = (0.03, 0.1, 0.3, 1.0), (0.003, 0.01, 0.03, 0.1)
 RATES, DRAWS, LENGTHS = (0.03, 0.1), (16, 64), (300, 1000, 3000)
 """Of blackjax: Adam's rate, draws per step, and steps until the rate has fallen to zero."""
-TOGETHER = 10
-"""Steps that JAX takes in one call."""
+TOGETHER = 10  # steps that JAX takes in one call
 
 Start = Callable[[Posterior, int], Steps]
 

@@ -12,6 +12,7 @@ from natgrad_lab.data import digits
 from natgrad_lab.experiments.models import mirror_sizes, perceptron
 
 RTOL, MOST, MOMENTS = 1e-2, 2000, (0, 20, 200)
+HEADS = tuple(f"after {moment} steps" for moment in MOMENTS)
 CHOICES: dict[str, ng.Preconditioner | ng.Structure | None] = {
     "none": None,
     "diagonal, power .75": ng.DiagonalPreconditioner(),

@@ -50,10 +50,7 @@ HEADS = (
 
 
 class Script:
-    """A script: its model, its data, and its loop.
-
-    A run draws the same batches for every optimiser, by its seed and the number of the step.
-    """
+    """A model, its data and its loop; batches are the same for every optimiser, by seed and number of the step."""
 
     name: str
     optimizer: str  # and its settings, for the table
@@ -74,9 +71,9 @@ class Script:
     def draw(self, step: int, generator: torch.Generator) -> Any:
         """The batch of a step."""
 
-    @abstractmethod
     def criterion(self, outputs: Any, targets: Any) -> Tensor:
         """The loss as the script computes it."""
+        return functional.nll_loss(outputs, targets)
 
     @abstractmethod
     def loss(self, model: nn.Module, loss_of: LossOf, batch: Any) -> Tensor:
@@ -122,16 +119,7 @@ class LabelledImages:
     def read() -> LabelledImages:
         """MNIST, of its test part 2000 images."""
         split = mnist()
-        part = slice(2000)
-        return LabelledImages(
-            as_images(split.train_x), split.train_y, as_images(split.test_x[part]), split.test_y[part]
-        )
-
-
-def as_images(pixels: Tensor) -> Tensor:
-    """(n, 1, side, side)."""
-    side = math.isqrt(pixels[0].numel())
-    return pixels.reshape(-1, 1, side, side)
+        return LabelledImages(split.train_x[:, None], split.train_y, split.test_x[:2000, None], split.test_y[:2000])
 
 
 class Mnist(Script):
@@ -154,9 +142,6 @@ class Mnist(Script):
     def draw(self, step: int, generator: torch.Generator) -> Any:
         picked = torch.randint(len(self.images.x), (64,), generator=generator)
         return self.images.x[picked], self.images.y[picked]
-
-    def criterion(self, outputs: Any, targets: Any) -> Tensor:
-        return functional.nll_loss(outputs, targets)
 
     def loss(self, model: nn.Module, loss_of: LossOf, batch: Any) -> Tensor:
         return loss_of(model(batch[0]), batch[1])
@@ -273,9 +258,6 @@ class Words(Script):
     def take(self, start: int) -> tuple[Tensor, Tensor]:
         """Words (length, columns), and those that follow."""
         return self.data[start : start + self.length], self.data[start + 1 : start + 1 + self.length].flatten()
-
-    def criterion(self, outputs: Any, targets: Any) -> Tensor:
-        return functional.nll_loss(outputs, targets)
 
     def loss(self, model: nn.Module, loss_of: LossOf, batch: Any) -> Tensor:
         start, x, y = batch
@@ -500,9 +482,6 @@ class GraphNodes(Script):
     def draw(self, step: int, generator: torch.Generator) -> Any:
         return self.seen
 
-    def criterion(self, outputs: Any, targets: Any) -> Tensor:
-        return functional.nll_loss(outputs, targets)
-
     def loss(self, model: nn.Module, loss_of: LossOf, batch: Any) -> Tensor:
         return loss_of(model(self.x, self.edges)[batch], self.y[batch])
 
@@ -544,25 +523,13 @@ def draw_batches(script: Script, seed: int, step: int) -> list[Any]:
     return [script.draw(step, generator) for _ in range(script.parts)]
 
 
-def set_rate(opt: Optimizer, base: list[float], factor: float) -> None:
-    """The rates that the groups had at first, times a factor."""
-    for group, rate in zip(opt.param_groups, base, strict=True):
-        group["lr"] = factor * rate
-
-
 @dataclass(frozen=True)
 class ScriptRun:
-    """How a run ended.
+    """How a run ended."""
 
-    Attributes:
-        held_out: Loss.
-        steps: That were taken.
-        seconds: Of the processor, for the steps.
-    """
-
-    held_out: float
+    held_out: float  # loss
     steps: int
-    seconds: float
+    seconds: float  # of the processor, for the steps
 
 
 def run(
@@ -576,7 +543,9 @@ def run(
     spent, step = 0.0, 0
     while spent < seconds and (steps is None or step < steps):
         batches = draw_batches(script, seed, step)
-        set_rate(opt, base, script.fall(spent / seconds if steps is None else step / steps))
+        factor = script.fall(spent / seconds if steps is None else step / steps)
+        for group, rate in zip(opt.param_groups, base, strict=True):
+            group["lr"] = factor * rate
         start = time.process_time()
         take_step(script, model, opt, batches)
         spent, step = spent + time.process_time() - start, step + 1
@@ -586,24 +555,20 @@ def run(
         return ScriptRun(script.evaluate(model), step, spent)
 
 
-def measure_sgd(script: Script, seed: int, steps: int = 20) -> float:
-    """CPU seconds of a step of SGD that hardly moves, the median."""
-    torch.manual_seed(seed)
-    model = script.build()
-    opt, times = torch.optim.SGD(model.parameters(), lr=1e-9), list[float]()
-    for step in range(steps):
-        batches = draw_batches(script, seed, step)
-        start = time.process_time()
-        take_step(script, model, opt, batches)
-        times.append(time.process_time() - start)
-    return statistics.median(times)
-
-
 def compare(script: Script, seeds: range, steps: int) -> tuple[str, ...]:
     """A row of HEADS."""
     own, ours, timed, costs = list[ScriptRun](), list[ScriptRun](), list[ScriptRun](), list[tuple[float, float]]()
     for seed in seeds:
-        plain = measure_sgd(script, seed)
+        # CPU seconds of a step of SGD that hardly moves, the median
+        torch.manual_seed(seed)
+        model = script.build()
+        opt, times = torch.optim.SGD(model.parameters(), lr=1e-9), list[float]()
+        for step in range(20):
+            batches = draw_batches(script, seed, step)
+            start = time.process_time()
+            take_step(script, model, opt, batches)
+            times.append(time.process_time() - start)
+        plain = statistics.median(times)
         own.append(run(script, script.own, seed, steps))
         ours.append(run(script, script.ours, seed, steps))
         timed.append(run(script, script.own, seed, None, ours[-1].seconds))
@@ -634,8 +599,9 @@ def rows(seeds: range, names: tuple[str, ...], steps: int | None) -> Iterator[tu
         yield compare(script, seeds, steps or script.steps)
 
 
-def race_scripts(choices: ChosenTables) -> None:
+def race_scripts(choices: ChosenTables) -> tuple[()]:
     """Print the table in Markdown, each row when it is there."""
     print(f"\n| {' | '.join(HEADS)} |\n|{'---|' * len(HEADS)}", flush=True)
     for row in rows(choices.seeds or range(3), choices.workloads, choices.steps):
         print(f"| {' | '.join(row)} |", flush=True)
+    return ()

@@ -22,11 +22,11 @@ import natgrad as ng
 from natgrad.ground.chains import Constraint
 from natgrad.ground.jets import Derivatives
 from natgrad.residuals import HardConstraint, Periodic, draw_where_large
+from natgrad_lab.equations.pinn import VISCOSITY, solve_burgers, widen
 
 F64 = torch.float64
 Points = dict[str, Tensor]
-CANDIDATES = 6
-"""How many draws are the pool of which points are taken where residuals are large."""
+CANDIDATES = 6  # how many draws are the pool of which points are taken where residuals are large
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,7 @@ class TermJets:
     second: Tensor
 
 
-Formula = Callable[..., Tensor]
-"""Points and the jets of every unknown -> residuals, all with the same leading shape."""
+Formula = Callable[..., Tensor]  # points and the jets of every unknown -> residuals, all with the same leading shape
 
 
 @dataclass(frozen=True)
@@ -67,30 +66,19 @@ class FormulaTerm:
 
 @dataclass(frozen=True)
 class BoundaryProblem:
-    """A boundary value problem.
-
-    Args:
-        name: Its name.
-        nets: The layers of each unknown's network; an entry before the first layer may be a module, one behind the last
-            a function that wraps the network.
-        pieces: The terms.
-        draw: A generator -> points of every term.
-        exact: Points (b, d) -> values (b, m') that the last unknown's first outputs are compared with.
-        test: Points where that is done.
-        weights: Of the terms.
-        anew: Whether points are drawn at every step; else once.
-        adaptive: The term whose points are drawn anew from time to time where its residual is large; "": none.
-    """
+    """A boundary value problem, its solution known at some points."""
 
     name: str
+    # the layers of each unknown's network; an entry before the first layer may be a module, one behind the last a
+    # function that wraps the network
     nets: tuple[tuple[Any, ...], ...]
-    pieces: Mapping[str, FormulaTerm]
-    draw: Callable[[torch.Generator], Points]
-    exact: Callable[[Tensor], Tensor]
-    test: Tensor
-    weights: Mapping[str, float] = field(default_factory=dict)
-    anew: bool = False
-    adaptive: str = ""
+    pieces: Mapping[str, FormulaTerm]  # the terms
+    draw: Callable[[torch.Generator], Points]  # points of every term
+    exact: Callable[[Tensor], Tensor]  # (b, d) -> (b, m'), which the last unknown's first outputs are compared with
+    test: Tensor  # points where that is done
+    weights: Mapping[str, float] = field(default_factory=dict)  # of the terms
+    anew: bool = False  # whether points are drawn at every step; else once
+    adaptive: str = ""  # the term whose points are drawn anew from time to time where its residual is large
 
     def networks(self, seed: int) -> nn.ModuleList:
         """One perceptron with tanh per unknown."""
@@ -333,21 +321,7 @@ def diffusion() -> BoundaryProblem:
 
 # Burgers' equation with a shock, Allen and Cahn's, and a driven cavity, with solutions by other methods
 
-VISCOSITY = 0.01 / math.pi
 REYNOLDS = 100.0
-
-
-def widen(x: Tensor) -> Tensor:
-    """From the unit square to (-1, 1) x (0, 1)."""
-    return torch.stack([2 * x[:, 0] - 1, x[:, 1]], 1)
-
-
-def solve_burgers(x: Tensor, nodes: int = 4001) -> Tensor:
-    """u(x, t) from -sin(pi x) by Cole and Hopf's formula, by quadrature, (b, 1)."""
-    s = torch.linspace(-12, 12, nodes, dtype=x.dtype)
-    y = x[:, :1] - s * (4 * VISCOSITY * x[:, 1:]).sqrt()
-    weights = torch.softmax(-torch.cos(math.pi * y) / (2 * math.pi * VISCOSITY) - s.square(), 1)
-    return -(weights * torch.sin(math.pi * y)).sum(1, keepdim=True)
 
 
 def burgers() -> BoundaryProblem:
@@ -363,7 +337,7 @@ def burgers() -> BoundaryProblem:
         return HardConstraint(net, lambda x: x[:, 1:] * (1 - x[:, :1] ** 2), start)
 
     test = widen(uniform(1000, 2, torch.Generator().manual_seed(3)))
-    values = solve_burgers(test)
+    values = solve_burgers(test, 4001).unsqueeze(1)
     net = (2, 20, 20, 20, 1, constrain)
     pieces = {"inside": FormulaTerm(inside, ((0,),))}
     draw = lambda g: {"inside": widen(uniform(1200, 2, g))}  # noqa: E731

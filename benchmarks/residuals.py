@@ -42,14 +42,12 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 }
 """Of Adam: the share of its seconds that is spent -> the share of its rate."""
 DAMPINGS = (1e-8, 1e-5)
-MANY = 10
-"""For points that are drawn anew: how many draws L-BFGS has at once, which needs the same ones at every step."""
-EVERY = 20
-"""Steps between new points where residuals are large, of a Gauss-Newton method."""
+MANY = 10  # for points that are drawn anew: how many draws L-BFGS has at once, which needs the same ones at every step
+EVERY = 20  # steps between new points where residuals are large, of a Gauss-Newton method
 ADAM_EVERY, LBFGS_EVERY = 200, 5
 """The same of Adam, and of L-BFGS, whose step has up to twenty iterations: all three draw about as often per second."""
 
-EQUATIONS: dict[str, tuple[Callable[[], BoundaryProblem], float]] = {
+EQUATIONS: dict[str, tuple[Callable[[], BoundaryProblem], float]] = {  # name -> the equation and its CPU seconds
     "poisson2": (lambda: poisson(2, (2, 32, 1)), 6.0),
     "poisson5": (lambda: poisson(5, (5, 40, 40, 1)), 10.0),
     "poisson100": (squares, 10.0),
@@ -61,16 +59,12 @@ EQUATIONS: dict[str, tuple[Callable[[], BoundaryProblem], float]] = {
     "cavity": (cavity, 10.0),
     "diffusion": (diffusion, 10.0),
 }
-"""Name -> the equation and its CPU seconds."""
 
 Contestant = Callable[[BoundaryProblem, nn.ModuleList, float], Iterator[None]]
 
 
 def draw_points(equation: BoundaryProblem, nets: nn.ModuleList, times: int = 1, every: int = EVERY) -> Iterator[Points]:
-    """The points of step after step: the same ones, others, or after so many steps others where residuals are large.
-
-    nets: as they are then.   times: of how many draws, together.   every: steps with adaptive points.
-    """
+    """The points of step after step, of so many draws: the same, others, or after `every` steps where residuals are."""
     generator = torch.Generator().manual_seed(1)
     while True:
         draws = [equation.draw(generator) for _ in range(times)]
@@ -167,9 +161,8 @@ def by_adam(
         yield
 
 
-Variants = Mapping[str, Contestant]
-"""What is chosen -> a contestant with it."""
-CONTESTANTS: dict[str, Variants] = {
+Variants = Mapping[str, Contestant]  # what is chosen -> a contestant with it
+CONTESTANTS: dict[str, Variants] = {  # name -> its variants, of which the best one on the first seed counts
     "ng.residuals": {"": by_library},
     "by hand": {f"damping {damping:g}": partial(by_hand, damping=damping) for damping in DAMPINGS},
     "L-BFGS": {"": by_lbfgs},
@@ -179,7 +172,6 @@ CONTESTANTS: dict[str, Variants] = {
         for name, schedule in SCHEDULES.items()
     },
 }
-"""Name -> its variants, of which the best one on the first seed counts."""
 HEADS = tuple(CONTESTANTS)
 
 
@@ -200,21 +192,13 @@ def train(equation: BoundaryProblem, contestant: Contestant, seed: int, seconds:
 def report(
     seeds: range, names: tuple[str, ...] = (), seconds: float | None = None, methods: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, ...]]:
-    """One row per equation: median, least and largest error of each contestant, and which of its variants that is.
-
-    names: of the equations.   seconds: for each run; None: the equation's own.   methods: of the contestants; "-" for
-    those that are left out.
-    """
+    """One row per equation: median, least and largest error of each contestant, and which of its variants that is."""
     check_names("equations", names, EQUATIONS)
     check_names("methods", methods, HEADS)
     torch.set_num_threads(1)
     for make, usual in (EQUATIONS[name] for name in names or tuple(EQUATIONS)):
         equation, budget = make(), seconds or usual
-        cells = []
-        for name, variants in CONTESTANTS.items():
-            if methods and name not in methods:
-                cells.append("-")
-                continue
-            run = partial(train, equation, seconds=budget)
-            cells.append(write_errors(*race_variants(run, variants, seeds)))
-        yield f"{equation.name}, {budget:g} s", *cells
+        run = partial(train, equation, seconds=budget)
+        chosen = {name: variants for name, variants in CONTESTANTS.items() if name in (methods or HEADS)}
+        cells = {name: write_errors(*race_variants(run, variants, seeds)) for name, variants in chosen.items()}
+        yield f"{equation.name}, {budget:g} s", *(cells.get(name, "-") for name in HEADS)

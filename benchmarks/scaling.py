@@ -116,33 +116,19 @@ WORKLOADS: dict[str, Callable[[], ScalingWorkload]] = {
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of kernels and links, per process. The defaults are assumptions for an H200, none was measured.
+    """Rates of kernels and links, per process. The defaults are assumptions for an H200, none was measured."""
 
-    Args:
-        gemm: Products of the forward and backward pass, in operations a second: 40 % of 989e12 in bfloat16.
-        exact: Products in the statistics' own precision: 40 % of 495e12 in TF32.
-        inverse: n^3 a second for a damped inverse by Cholesky.
-        near: Bytes a second within a node.
-        far: Bytes a second and process between nodes: 400 Gbit/s, 80 % of it.
-        latency: Seconds that a message takes at least, per doubling of the processes.
-        node: Processes in one.
-        weight: Bytes of a parameter and of its gradient.
-        number: Bytes of a statistic.
-        copies: Bytes a second that are copied: messages are put together, and taken apart. A guess of 2e12.
-        fixed: Seconds of a step that nothing here explains.
-    """
-
-    gemm: float = 4e14
-    exact: float = 2e14
-    inverse: float = 5e12
-    near: float = 3.6e11
-    far: float = 4e10
-    latency: float = 2e-5
-    node: int = 8
-    weight: int = 2
-    number: int = 4
-    copies: float = 2e12
-    fixed: float = 0.0
+    gemm: float = 4e14  # operations a second of the forward and backward pass: 40 % of 989e12 in bfloat16
+    exact: float = 2e14  # operations a second in the statistics' own precision: 40 % of 495e12 in TF32
+    inverse: float = 5e12  # n^3 a second for a damped inverse by Cholesky
+    near: float = 3.6e11  # bytes a second within a node
+    far: float = 4e10  # bytes a second and process between nodes: 400 Gbit/s, 80 % of it
+    latency: float = 2e-5  # seconds that a message takes at least, per doubling of the processes
+    node: int = 8  # processes in one
+    weight: int = 2  # bytes of a parameter and of its gradient
+    number: int = 4  # bytes of a statistic
+    copies: float = 2e12  # bytes a second that are copied: messages are put together, and taken apart; a guess
+    fixed: float = 0.0  # seconds of a step that nothing here explains
 
     def exchange(self, size: float, ranks: int, messages: float, factor: float = 1.0) -> float:
         """Seconds for `size` bytes: reduced within the nodes, then between, each process a share. factor: 2 to all."""
@@ -155,37 +141,21 @@ class Machine:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One step's means, of the process that has the most to do.
+    """One step's means in seconds, of the process that has the most to do, and what it keeps and sends in bytes."""
 
-    Attributes:
-        gradient: Seconds of forward and backward pass.
-        averaging: Seconds in which the gradients are averaged; nothing hides them here.
-        statistics: Seconds of the second backward pass and the second moments.
-        summing: Seconds in which statistics are added up.
-        inverting: Seconds of inversions.
-        sending: Seconds in which inverses or directions are sent.
-        directing: Seconds of products with inverses.
-        copying: Seconds of copies into messages and out of them.
-        work: n^3 of this process's inversions, as a share of all.
-        state: Bytes remembered between steps.
-        weights: Bytes of parameters and gradients.
-        update_bytes: In messages, at an update: as `ng.report_sharing` counts statistics and inverses.
-        step_bytes: In messages, at every step beside the gradients: directions.
-    """
-
-    gradient: float
-    averaging: float
-    statistics: float
-    summing: float
+    gradient: float  # forward and backward pass
+    averaging: float  # of the gradients; nothing hides it here
+    statistics: float  # second backward pass and second moments
+    summing: float  # statistics are added up
     inverting: float
-    sending: float
-    directing: float
-    copying: float
-    work: float
-    state: float
-    weights: float
-    update_bytes: float
-    step_bytes: float
+    sending: float  # of inverses or directions
+    directing: float  # products with inverses
+    copying: float  # into messages and out of them
+    work: float  # n^3 of this process's inversions, as a share of all
+    state: float  # bytes remembered between steps
+    weights: float  # bytes of parameters and gradients
+    update_bytes: float  # in messages, at an update: as `ng.report_sharing` counts statistics and inverses
+    step_bytes: float  # in messages, at every step beside the gradients: directions
 
     @property
     def base(self) -> float:
@@ -200,15 +170,10 @@ class Prediction:
 
 @dataclass(frozen=True)
 class PartLayout:
-    """Who has which part of the model.
+    """Who has which part of the model."""
 
-    Args:
-        shards: Processes that parameters and gradients lie on in parts (`fully_shard`).
-        tensor: Processes that share a layer's products (tensor parallelism); the data's are ranks / tensor.
-    """
-
-    shards: int = 1
-    tensor: int = 1
+    shards: int = 1  # processes that parameters and gradients lie on in parts (`fully_shard`)
+    tensor: int = 1  # processes that share a layer's products (tensor parallelism); the data's are ranks / tensor
 
 
 def predict(
@@ -221,19 +186,8 @@ def predict(
     update_every: int = 20,
     invert_every: int = 20,
 ) -> Prediction:
-    """One step.
-
-    Args:
-        load: The model, and examples per process.
-        machine: Its rates.
-        ranks: Processes.
-        share: "speed" or "memory".
-        mesh: Who has which part.
-        update_every: Steps between updates of the statistics.
-        invert_every: Steps between inversions.
-    """
-    costs = load.costs
-    tensor = mesh.tensor
+    """One step. ranks: processes. share: "speed" or "memory". update_every, invert_every: steps between two."""
+    costs, tensor = load.costs, mesh.tensor
     data, memory = max(1, ranks // tensor), share == "memory"
     owners = balance(costs, costs, {}, data, memory)
     heaviest = [sum(costs[k].work for k, o in owners.items() if o == r) for r in range(min(data, len(costs)))]

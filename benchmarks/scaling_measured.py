@@ -18,7 +18,7 @@ from torch import distributed, multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad as ng
-from benchmarks.scaling import Machine, ScalingWorkload, perceptron, predict
+from benchmarks.scaling import Machine, perceptron, predict
 from natgrad.ground.linalg import invert_or_nan
 
 LOAD = perceptron([512] * 9, 64)
@@ -80,17 +80,13 @@ def measure_sum(numbers: int, times: int) -> float:
     return (time.process_time() - start) / times
 
 
-def build(load: ScalingWorkload) -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = [part for m in load.layers for part in (nn.Linear(m.inputs, m.outputs), nn.Tanh())]
-    return nn.Sequential(*layers[:-1])
-
-
 def run(rank: int, ranks: int, share: str, folder: str) -> None:
     """Steps of one process, each with an update and inversions."""
     torch.set_num_threads(1)
     small = large = 0.0
-    model: nn.Module = build(LOAD)
+    torch.manual_seed(0)
+    layers = [part for m in LOAD.layers for part in (nn.Linear(m.inputs, m.outputs), nn.Tanh())]
+    model: nn.Module = nn.Sequential(*layers[:-1])
     if ranks > 1:
         store = f"file://{folder}/store"
         distributed.init_process_group("gloo", store, timedelta(seconds=240), world_size=ranks, rank=rank)

@@ -23,10 +23,7 @@ CASES = {20: tuple(range(1, 25)), 40: tuple(range(1, 25))}
 
 
 class CountedFunction:
-    """A function of the suite, its evaluations, and after how many of them each target was reached.
-
-    number, d, instance: Of the suite.
-    """
+    """A function of the suite, its evaluations, and after how many of them each target was reached."""
 
     def __init__(self, number: int, d: int, instance: int) -> None:
         import ioh  # the suite: only where it is installed

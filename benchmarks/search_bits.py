@@ -43,10 +43,7 @@ def parities(X: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Cut:
-    """A random graph on 16 vertices, each edge there with probability 1/2, and its largest cut by enumeration.
-
-    weighted: edges count for uniform numbers instead of 1.
-    """
+    """A random graph on 16 vertices, each edge there with probability 1/2, and its largest cut by enumeration."""
 
     edges: tuple[tuple[int, int], ...]
     weights: Tensor

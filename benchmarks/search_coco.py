@@ -24,18 +24,13 @@ LARGE = (1, 2, 5, 6, 8, 10, 12, 13, 20)
 
 
 class CocoProblem:
-    """A problem of a suite, its evaluations, the best value, and after how many evaluations it came.
-
-    suite: Of COCO. number, d, instance: Of the suite. per_variable: Evaluations per variable that count.
-    """
+    """A problem of a suite, its evaluations, the best value, and after how many evaluations it came."""
 
     def __init__(self, suite: str, number: int, d: int, instance: int, per_variable: int) -> None:
         import cocoex  # the suites: only where they are installed
 
-        options = f"dimensions:{d} function_indices:{number} instance_indices:{instance}"
-        self.suite = cocoex.Suite(suite, "", options)
-        self.f = self.suite[0]
-        self.d, self.budget = d, per_variable * d
+        self.suite = cocoex.Suite(suite, "", f"dimensions:{d} function_indices:{number} instance_indices:{instance}")
+        self.f, self.budget = self.suite[0], per_variable * d
         self.best, self.found, self.count, self.reached = np.inf, 0, 0, False
 
     def __call__(self, x: np.ndarray) -> float:
@@ -57,13 +52,9 @@ class CocoProblem:
         return self.best, self.found, self.reached
 
 
-def mixed_problem(number: int, d: int, instance: int) -> CocoProblem:
-    return CocoProblem("bbob-mixint", number, d, instance, MIXED_BUDGET)
-
-
 def run_ours_mixed(number: int, d: int, instance: int) -> tuple[float, int, bool]:
     """`ng.minimize` with BIPOP; sigma0 is a quarter of each variable's range."""
-    p = mixed_problem(number, d, instance)
+    p = CocoProblem("bbob-mixint", number, d, instance, MIXED_BUDGET)
     lower, upper = (torch.as_tensor(np.array(b)) for b in (p.f.lower_bounds, p.f.upper_bounds))
     settings: dict[str, Any] = {"integers": range(p.f.number_of_integer_variables), "bounds": (lower, upper)}
     settings |= {"restarts": BIPOP(9), "maxfevals": p.budget, "callback": lambda search: p.over}
@@ -74,7 +65,7 @@ def run_ours_mixed(number: int, d: int, instance: int) -> tuple[float, int, bool
 
 def run_pycma_mixed(number: int, d: int, instance: int) -> tuple[float, int, bool]:
     """`cma.fmin2` with BIPOP and its own treatment of integers, likewise."""
-    p = mixed_problem(number, d, instance)
+    p = CocoProblem("bbob-mixint", number, d, instance, MIXED_BUDGET)
     lower, upper = np.array(p.f.lower_bounds), np.array(p.f.upper_bounds)
     options = {"verbose": -9, "seed": instance + 1, "maxfevals": p.budget, "bounds": [lower.tolist(), upper.tolist()]}
     options |= {"integer_variables": list(range(p.f.number_of_integer_variables)), "CMA_stds": (upper - lower) / 4}

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from benchmarks.bit_contestants import (
-    PEERS,
-    CountedProblem,
-    run_bernoulli,
-    run_learning_markov,
-    run_markov,
-)
+from benchmarks.bit_contestants import PEERS, SEARCHES, CountedProblem
 from benchmarks.kept_results import keep_result
 
 BUDGET = 20_000
 KNOWN = Path("build/benchmarks/search_landscapes.json")
-CONTESTANTS = {"given": run_markov, "learned": run_learning_markov, "bernoulli": run_bernoulli} | PEERS
+CONTESTANTS = SEARCHES | PEERS
 HEADS = ("cliques given", "cliques learned", "BernoulliSearch", "(1+1)-EA", "the same, restarted", "UMDA 50", "cGA")
 
 
@@ -72,10 +66,7 @@ def build_spin_glass(seed: int, side: int) -> CountedProblem:
 
 
 def find_least_energy(rows: np.ndarray, columns: np.ndarray) -> float:
-    """The least energy of a spin glass: row by row, the minimum over all states of the row above.
-
-    rows: couplings within a row, (side, side - 1); columns: between neighbouring rows, (side - 1, side).
-    """
+    """The least energy of a spin glass, row by row. rows, columns: couplings (side, side - 1) and (side - 1, side)."""
     side = len(rows)
     spins = np.array(list(product((-1.0, 1.0), repeat=side)))
     least = np.zeros(len(spins))
@@ -126,17 +117,13 @@ def run(number: int, contestant: str, seed: int) -> tuple[bool, float, int]:
     return problem.has_reached, problem.best, problem.found
 
 
-def kept_run(number: int, contestant: str, seed: int) -> Any:
-    """`run`, or what it gave in an earlier call."""
-    return keep_result(KNOWN, f"{number} {contestant} {seed} {BUDGET}", lambda: run(number, contestant, seed))
-
-
 def figures(seeds: range) -> Iterator[tuple[str, ...]]:
     """A row per problem: how often the minimum was found, and the median evaluations of those runs."""
     for number, build in enumerate(PROBLEMS):
         cells = []
         for contestant in CONTESTANTS:
-            runs = [kept_run(number, contestant, seed) for seed in seeds]
+            keys = {seed: f"{number} {contestant} {seed} {BUDGET}" for seed in seeds}
+            runs = [keep_result(KNOWN, key, partial(run, number, contestant, seed)) for seed, key in keys.items()]
             counts = [count for reached, _, count in runs if reached]
             median = f" in {statistics.median(counts):.0f}" if counts else ""
             cells.append(f"{len(counts)} of {len(runs)}{median}")

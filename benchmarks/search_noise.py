@@ -11,14 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.search import sphere
 from natgrad.search import minimize
 
 HEADS = ("median f at the result (smallest-largest)", "evaluations")
 BUDGET, DIM = 30_000, 10
-
-
-def sphere(X: Tensor) -> Tensor:
-    return X.square().sum(1)
 
 
 def ellipsoid(X: Tensor) -> Tensor:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from benchmarks.bit_contestants import PEERS, CountedProblem, run_bernoulli
+from benchmarks.bit_contestants import PEERS, SEARCHES, CountedProblem
 from benchmarks.kept_results import keep_result
 
 BITS, BUDGET = 64, 20_000
@@ -17,11 +17,12 @@ KNOWN = Path("build/benchmarks/search_pbo.json")
 HEADS = ("BernoulliSearch", "(1+1)-EA", "the same, restarted", "UMDA 50", "cGA", "ours")
 
 
-CONTESTANTS = {"ours": run_bernoulli} | PEERS
+CONTESTANTS = {"ours": SEARCHES["bernoulli"]} | PEERS
 
 
-def build_problem(number: int) -> CountedProblem:
-    """A function of the suite, to be made small."""
+def run(number: int, contestant: str, seed: int) -> tuple[str, float, int]:
+    """The function's name, the best value, and after how many evaluations it came."""
+    # A function of the suite, to be made small
     import ioh  # the suite: only where it is installed
 
     suite = ioh.ProblemClass.PBO  # type: ignore[attr-defined]
@@ -30,20 +31,9 @@ def build_problem(number: int) -> CountedProblem:
     def values(X: np.ndarray) -> np.ndarray:
         return np.array([-float(f(row)) for row in X.astype(int).tolist()])
 
-    return CountedProblem(f"F{number} {f.meta_data.name}", BITS, values, -float(f.optimum.y), BUDGET)
-
-
-def run(number: int, contestant: str, seed: int) -> tuple[str, float, int]:
-    """The function's name, the best value, and after how many evaluations it came."""
-    problem = build_problem(number)
+    problem = CountedProblem(f"F{number} {f.meta_data.name}", BITS, values, -float(f.optimum.y), BUDGET)
     CONTESTANTS[contestant](problem, seed)
     return problem.name, -problem.best, problem.found
-
-
-def kept_run(number: int, contestant: str, seed: int) -> Any:
-    """`run`, or what it gave in an earlier call."""
-    key = f"{number} {contestant} {seed} {BITS} {BUDGET}"
-    return keep_result(KNOWN, key, lambda: run(number, contestant, seed))
 
 
 def figures(seeds: range) -> Iterator[tuple[str, ...]]:
@@ -52,7 +42,8 @@ def figures(seeds: range) -> Iterator[tuple[str, ...]]:
         medians: list[tuple[float, float]] = []
         name = ""
         for contestant in CONTESTANTS:
-            runs = [kept_run(number, contestant, seed) for seed in seeds]
+            keys = {seed: f"{number} {contestant} {seed} {BITS} {BUDGET}" for seed in seeds}
+            runs = [keep_result(KNOWN, key, partial(run, number, contestant, seed)) for seed, key in keys.items()]
             name = runs[0][0]
             medians.append((statistics.median(f[1] for f in runs), statistics.median(f[2] for f in runs)))
         yield name, *(f"{best:.4g} ({count:.0f})" for best, count in medians), judge(medians[0], medians[1:])

@@ -72,7 +72,7 @@ def races(request: Request) -> Iterator[tuple[str, Experiment, Settings]]:
     for word in request.workloads:
         check("workload", word, (*WORKLOADS, *SUITES))
     for word in (*request.methods, *request.redo):
-        check("method", word, (*PEERS, *contestants_of_ours()))
+        check("method", word, (*PEER_RATES, *FAMILY))
     own = {name: length for word in request.workloads for name, length in SUITES.get(word, {}).items()}
     for name in dict.fromkeys(name for word in request.workloads or WORKLOADS for name in SUITES.get(word, (word,))):
         workload = WORKLOADS[name]
@@ -99,16 +99,11 @@ def race_of(name: str, title: str) -> Experiment:
     def tasks(settings: Settings) -> tuple[Task, ...]:
         among = tuple(
             contestant(word, workload.batch, workload.rates.get(word), workload.but, falls=settings.falls)
-            for word in (*contestants_of_ours(), *PEERS)
+            for word in (*FAMILY, *PEER_RATES)
         )
         return (replace(workload.make(), name=name, contestants=among, share=1.0),)
 
     return race(title, f"{name} of the step's races", Settings, tasks)
-
-
-def contestants_of_ours() -> tuple[str, ...]:
-    """All that can be raced with their defaults."""
-    return tuple(FAMILY)
 
 
 PEER_RATES: dict[str, tuple[float, ...]] = {
@@ -120,7 +115,6 @@ PEER_RATES: dict[str, tuple[float, ...]] = {
     "schedule-free": (1e-3, 3e-3, 0.01, 0.02, 0.05),
     "sgd": (0.01, 0.03, 0.1, 0.3, 1.0),
 }
-PEERS = tuple(PEER_RATES)
 BEYOND = 2  # rates below and above the five, each three times further out
 
 
@@ -131,16 +125,11 @@ def widen(rates: Sequence[float]) -> tuple[float, ...]:
     return (*below, *rates, *above)
 
 
-def falling(share: float) -> float:
-    """The factor on everybody's rate: straight down to zero at the end of the run."""
-    return 1 - share
-
-
 def contestant(
     name: str, batch: int, rates: Sequence[float] | None = None, but: Sequence[str] = (), falls: bool = True
 ) -> Contestant:
     """One by its name. but: matrices that are Adam's where Muon has the rest. falls: its rate, to zero."""
-    fall = falling if falls and name != "schedule-free" else None
+    fall = (lambda share: 1 - share) if falls and name != "schedule-free" else None  # straight down
     if name in FAMILY:
         title, recipe = FAMILY[name]
         return replace(apply_recipe(title, recipe, grid(batch=(batch,))), falls=fall)
@@ -185,13 +174,11 @@ def take_packaged(title: str, name: str, choices: list[Choice]) -> Contestant:
 
 
 def carry_out(request: Request, console: Console) -> None:
-    """Run what is missing, race by race, and print each one's table and draw its pictures when it is there.
-
-    Interrupted where Ctrl-C was pressed: the same command goes on.
-    """
+    """Run what is missing, race by race, and show each one when it is there. Interrupted where Ctrl-C was pressed."""
     with interruptible() as stopped:
         for title, experiment, settings in races(request):
-            folder, task = Folder(request.out / title), make_task(experiment, settings)
+            assert experiment.tasks is not None
+            folder, (task,) = Folder(request.out / title), experiment.tasks(settings)
             course, asked = Course(task, settings), choose_contestants(task, request.methods)
             pieces = tuple(course.tuning(c, i) for c in task.contestants for i in range(len(c.grid)))
             pieces += tuple(map(course.racing, task.contestants))
@@ -204,15 +191,9 @@ def carry_out(request: Request, console: Console) -> None:
             show(folder, task, console)
 
 
-def make_task(experiment: Experiment, settings: Settings) -> Task:
-    """The one task of a race."""
-    assert experiment.tasks is not None
-    return experiment.tasks(settings)[0]
-
-
 def choose_contestants(task: Task, words: Sequence[str]) -> tuple[Contestant, ...]:
     """Contestants by the words of the command line."""
-    among = dict(zip((*contestants_of_ours(), *PEERS), task.contestants, strict=True))
+    among = dict(zip((*FAMILY, *PEER_RATES), task.contestants, strict=True))
     return tuple(racer for word, racer in among.items() if word in words)
 
 

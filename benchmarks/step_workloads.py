@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from sklearn import datasets
@@ -14,8 +15,7 @@ from torch.nn import functional
 
 from benchmarks.training import dense
 from natgrad_lab.data import Split, fashion_mnist, mnist, sample_photographs, uci
-from natgrad_lab.experiments import Task, TaskData
-from natgrad_lab.experiments.base import pair_with_labels
+from natgrad_lab.experiments import Experiment, Task
 from natgrad_lab.experiments.models import classify, gaussian_divergence
 from natgrad_lab.networks import autoencoder, char_transformer, fashion_cnn, llama_text, survival, vae_mnist, vit_cifar
 from natgrad_lab.networks.char_transformer import SYMBOLS, documentation, windows
@@ -43,41 +43,25 @@ SINES: Rates = {
 
 @dataclass(frozen=True)
 class StepWorkload:
-    """A task and its budgets.
+    """A task and its budgets."""
 
-    make(): the task; its own contestants are not looked at. but: matrices that are Adam's where Muon has the rest.
-    steps, seconds: the lengths of the races; those of seconds are on one thread. rates: a peer's own five.
-    """
-
-    make: Callable[[], Task]
+    make: Callable[[], Task]  # its own contestants are not looked at
     batch: int
-    steps: tuple[int, ...]
-    seconds: tuple[float, ...] = ()
-    but: tuple[str, ...] = ()
-    rates: Rates = field(default_factory=dict)
+    steps: tuple[int, ...]  # the lengths of the races
+    seconds: tuple[float, ...] = ()  # and of those on equal seconds of one thread
+    but: tuple[str, ...] = ()  # matrices that are Adam's where Muon has the rest
+    rates: Rates = field(default_factory=dict)  # a peer's own five
     looked_at: int = 500
 
 
-def characters(layers: int, width: int) -> Task:
-    return char_transformer.tasks(char_transformer.CharTransformerSettings(methods="adam", layers=layers, width=width))[
-        0
-    ]
-
-
-def llama(tied: bool) -> Task:
-    return llama_text.tasks(llama_text.LlamaTextSettings(methods="adam", tied=tied))[0]
-
-
-def cifar(network: str) -> Task:
-    return vit_cifar.tasks(vit_cifar.VitCifarSettings(methods="adam", networks=network))[0]
-
-
-def deep(data: str, start: str) -> Task:
-    return autoencoder.tasks(autoencoder.AutoencoderSettings(methods="adam", data=data, start=start))[0]
+def task_of(race: Experiment, **settings: Any) -> Task:
+    """The first task of a race of the laboratory."""
+    assert race.tasks is not None
+    return race.tasks(race.settings(methods="adam", **settings))[0]
 
 
 def regress(
-    name: str, title: str, model: Callable[[], nn.Module], data: Callable[[], TaskData], unit: str = "squared error"
+    name: str, title: str, model: Callable[[], nn.Module], data: Callable[[], Split], unit: str = "squared error"
 ) -> Task:
     """Squared error."""
     return Task(name, title, model, data, nn.MSELoss(), unit, gaussian_divergence, ())
@@ -90,7 +74,7 @@ def table(name: str, regression: bool, widths: tuple[int, ...], activation: type
     return make(name, title, partial(dense, widths, activation), rows, unit=unit)
 
 
-def rows_of(name: str, regression: bool) -> TaskData:
+def rows_of(name: str, regression: bool) -> Split:
     """A table by scikit-learn's name for it."""
     x, y = getattr(datasets, f"load_{name}")(return_X_y=True)
     x, y = torch.from_numpy(x).float(), torch.from_numpy(y)
@@ -98,13 +82,16 @@ def rows_of(name: str, regression: bool) -> TaskData:
     x, y, cut = x[order], y[order], len(x) * 4 // 5
     x = (x - x[:cut].mean(0)) / x[:cut].std(0).clamp(min=1e-6)
     y = ((y - y[:cut].mean()) / y[:cut].std()).float().unsqueeze(1) if regression else y.long()
-    return TaskData(x[:cut], y[:cut], x[cut:], y[cut:])
+    return Split(x[:cut], y[:cut], x[cut:], y[cut:])
 
 
-def plain(name: str, images: Callable[[], Split], widths: tuple[int, ...]) -> Task:
+def plain(
+    name: str, images: Callable[[], Split], widths: tuple[int, ...], batch: int, steps: int, looked_at: int
+) -> StepWorkload:
     """Linear layers and rectifiers on images as they are, pixels in [0, 1]."""
     title = f"{name}, {'-'.join(map(str, widths))}"
-    return classify(name, title, partial(dense, widths, nn.ReLU), lambda: pair_with_labels(images().flat()))
+    make = partial(classify, name, title, partial(dense, widths, nn.ReLU), lambda: images().flat())
+    return StepWorkload(make, batch, (steps,), (), ("4.weight",), looked_at=looked_at)
 
 
 def sigmoid() -> Task:
@@ -116,9 +103,9 @@ def sigmoid() -> Task:
 def scaled_blocks(kind: str, gamma: float) -> Task:
     """Blocks x + gamma f(norm(x))."""
 
-    def data() -> TaskData:
+    def data() -> Split:
         x, y = scaled_data(kind, 1280)
-        return TaskData(x[:1024], y[:1024], x[1024:], y[1024:])
+        return Split(x[:1024], y[:1024], x[1024:], y[1024:])
 
     title, dim = f"blocks with a scale of {gamma:g}, {kind}", -1 if kind == "convolution" else 1
     return classify(f"{kind}-{gamma:g}", title, lambda: scaled_net(kind, gamma), data, dim=dim, unit="nats per label")
@@ -241,17 +228,17 @@ class Siren(nn.Module):
 # What they are trained on
 
 
-def standard_table(name: str) -> TaskData:
+def standard_table(name: str) -> Split:
     """One of the UCI tables, inputs and targets standardised by the training part."""
     table = uci(name)
     x, test_x = (part.float() for part in (table.train_x, table.test_x))
     y, test_y = (part.float().reshape(-1, 1) for part in (table.train_y, table.test_y))
     centre, size = x.mean(0), x.std(0).clamp(min=1e-6)
     middle, spread = y.mean(), y.std()
-    return TaskData((x - centre) / size, (y - middle) / spread, (test_x - centre) / size, (test_y - middle) / spread)
+    return Split((x - centre) / size, (y - middle) / spread, (test_x - centre) / size, (test_y - middle) / spread)
 
 
-def coloured_graphs(train: int = 4000, test: int = 500) -> TaskData:
+def coloured_graphs(train: int = 4000, test: int = 500) -> Split:
     """Graphs with the most frequent colour at two steps from each node as its label; one more kind: no neighbour."""
     source, count = torch.Generator().manual_seed(5), train + test
     edges = (torch.rand(count, NODES, NODES, generator=source) < 0.12).float().triu(1)
@@ -261,10 +248,10 @@ def coloured_graphs(train: int = 4000, test: int = 500) -> TaskData:
     most = (beyond @ colours + 0.01 * torch.arange(COLOURS)).argmax(2)
     labels = torch.where(edges.sum(2) == 0, COLOURS, most)
     graphs = torch.cat([colours, edges / 3], 2)
-    return TaskData(graphs[:train], labels[:train], graphs[train:], labels[train:])
+    return Split(graphs[:train], labels[:train], graphs[train:], labels[train:])
 
 
-def noisy_spirals(train: int = 40000, test: int = 3000) -> TaskData:
+def noisy_spirals(train: int = 40000, test: int = 3000) -> Split:
     """Points of a spiral with two arms on their way to pure noise, and that noise."""
     source, count = torch.Generator().manual_seed(5), train + test
     angle = torch.rand(count, 1, generator=source) * ARMS
@@ -273,42 +260,22 @@ def noisy_spirals(train: int = 40000, test: int = 3000) -> TaskData:
     clean = clean + 0.03 * torch.randn(count, 2, generator=source)
     time, noise = torch.rand(count, 1, generator=source), torch.randn(count, 2, generator=source)
     points = torch.cat([(time * math.pi / 2).cos() * clean + (time * math.pi / 2).sin() * noise, time], 1)
-    return TaskData(points[:train], noise[:train], points[train:], noise[train:])
+    return Split(points[:train], noise[:train], points[train:], noise[train:])
 
 
-def photograph() -> TaskData:
+def photograph() -> Split:
     """Every second pixel of a photograph's cut to train on, as on a chess board; the others to test."""
     cut = sample_photographs()[0][100 : 100 + SIDE, 200 : 200 + SIDE]
     grey = ((cut - cut.mean()) / cut.std()).reshape(-1, 1)
     line, numbers = torch.linspace(-1, 1, SIDE), torch.arange(SIDE)
     places = torch.cartesian_prod(line, line)
     even = ((numbers[:, None] + numbers) % 2 == 0).reshape(-1)
-    return TaskData(places[even], grey[even], places[~even], grey[~even])
+    return Split(places[even], grey[even], places[~even], grey[~even])
 
 
-def judge(name: str, title: str, model: Callable[[], nn.Module], data: Callable[[], TaskData], dim: int = -1) -> Task:
+def judge(title: str, model: Callable[[], nn.Module], data: Callable[[], Split], dim: int = -1) -> Task:
     """Classes of whatever has labels."""
-    return classify(name, title, model, data, dim=dim, unit="nats per label")
-
-
-def mixer() -> Task:
-    return judge("mixer", "Fashion-MNIST, MLP-Mixer", Mixer, lambda: pair_with_labels(fashion_mnist().flat()))
-
-
-def gru() -> Task:
-    return judge("gru", "Next character, GRU of 96", Recurrent, lambda: windows(documentation(), 32), dim=1)
-
-
-def gcn() -> Task:
-    return judge("gcn", "Colours at two steps in a graph, three layers", GraphNetwork, coloured_graphs, dim=1)
-
-
-def denoiser() -> Task:
-    return regress("denoiser", "Noise in points of a spiral", Denoiser, noisy_spirals)
-
-
-def siren() -> Task:
-    return regress("siren", "A photograph by sines", Siren, photograph)
+    return classify("", title, model, data, dim=dim, unit="nats per label")
 
 
 def kin8nm() -> Task:
@@ -321,64 +288,60 @@ def protein() -> Task:
     return regress("protein", "protein, a transformer of columns", network, data)
 
 
-TEXT, LLAMA = ("symbol.weight", "place.weight", "head.weight"), ("symbol.weight", "head.weight")
+TEXT, TIED = ("symbol.weight", "place.weight", "head.weight"), ("symbol.weight", "head.weight")
+CHARACTERS, LLAMA = partial(task_of, char_transformer.RACE), partial(task_of, llama_text.RACE)
+CIFAR, DEEP = partial(task_of, vit_cifar.RACE), partial(task_of, autoencoder.RACE)
 WORKLOADS: dict[str, StepWorkload] = {
-    "char": StepWorkload(lambda: characters(2, 128), 32, (200, 400), (30.0,), TEXT, looked_at=64),
-    "char-wide": StepWorkload(lambda: characters(4, 192), 32, (200,), (), TEXT, looked_at=64),
-    "llama": StepWorkload(lambda: llama(False), 32, (200,), (30.0,), LLAMA, looked_at=64),
-    "llama-tied": StepWorkload(lambda: llama(True), 32, (200,), (), LLAMA, looked_at=64),
-    "fashion-cnn": StepWorkload(
-        lambda: fashion_cnn.tasks(fashion_cnn.FashionCnnSettings(methods="adam"))[0],
-        128,
-        (150, 600),
-        (15.0,),
-        ("9.weight",),
-    ),
-    "resnet": StepWorkload(lambda: cifar("resnet"), 64, (150,), (60.0,), ("head.weight",), looked_at=250),
-    "vit": StepWorkload(lambda: cifar("vit"), 64, (200,), (60.0,), ("place", "head.weight"), looked_at=250),
-    "autoencoder": StepWorkload(lambda: deep("mnist", "torch"), 500, (80,), (60.0,), rates=SUMMED),
-    "autoencoder-glorot": StepWorkload(lambda: deep("mnist", "glorot"), 500, (80,), (60.0,), rates=SUMMED),
-    "curves": StepWorkload(lambda: deep("curves", "torch"), 500, (80,), (10.0,), rates=SUMMED),
-    "digits-autoencoder": StepWorkload(lambda: deep("digits", "torch"), 256, (200,), (), rates=SUMMED),
-    "plain-fashion": StepWorkload(
-        lambda: plain("plain-fashion", fashion_mnist, (784, 256, 256, 10)),
-        32,
-        (300,),
-        (),
-        ("4.weight",),
-        looked_at=5000,
-    ),
-    "plain-mnist": StepWorkload(
-        lambda: plain("plain-mnist", mnist, (784, 512, 512, 10)), 64, (300,), (), ("4.weight",), looked_at=5000
-    ),
-    "mnist-16": StepWorkload(
-        lambda: plain("mnist-16", mnist, (784, 128, 128, 10)), 16, (150,), (), ("4.weight",), looked_at=4000
-    ),
-    "mnist-2000": StepWorkload(
-        lambda: plain("mnist-2000", mnist, (784, 128, 128, 10)), 2000, (25,), (), ("4.weight",), looked_at=4000
-    ),
-    "vae": StepWorkload(
-        lambda: vae_mnist.tasks(vae_mnist.VaeSettings(methods="adam"))[0], 128, (300,), (20.0,), rates=SUMMED
-    ),
+    "char": StepWorkload(CHARACTERS, 32, (200, 400), (30.0,), TEXT, looked_at=64),
+    "char-wide": StepWorkload(partial(CHARACTERS, layers=4, width=192), 32, (200,), (), TEXT, looked_at=64),
+    "llama": StepWorkload(LLAMA, 32, (200,), (30.0,), TIED, looked_at=64),
+    "llama-tied": StepWorkload(partial(LLAMA, tied=True), 32, (200,), (), TIED, looked_at=64),
+    "fashion-cnn": StepWorkload(partial(task_of, fashion_cnn.RACE), 128, (150, 600), (15.0,), ("9.weight",)),
+    "resnet": StepWorkload(partial(CIFAR, networks="resnet"), 64, (150,), (60.0,), ("head.weight",), looked_at=250),
+    "vit": StepWorkload(CIFAR, 64, (200,), (60.0,), ("place", "head.weight"), looked_at=250),
+    "autoencoder": StepWorkload(partial(DEEP, data="mnist"), 500, (80,), (60.0,), rates=SUMMED),
+    "autoencoder-glorot": StepWorkload(partial(DEEP, data="mnist", start="glorot"), 500, (80,), (60.0,), rates=SUMMED),
+    "curves": StepWorkload(partial(DEEP, data="curves"), 500, (80,), (10.0,), rates=SUMMED),
+    "digits-autoencoder": StepWorkload(partial(DEEP, data="digits"), 256, (200,), (), rates=SUMMED),
+    "plain-fashion": plain("plain-fashion", fashion_mnist, (784, 256, 256, 10), 32, 300, 5000),
+    "plain-mnist": plain("plain-mnist", mnist, (784, 512, 512, 10), 64, 300, 5000),
+    "mnist-16": plain("mnist-16", mnist, (784, 128, 128, 10), 16, 150, 4000),
+    "mnist-2000": plain("mnist-2000", mnist, (784, 128, 128, 10), 2000, 25, 4000),
+    "vae": StepWorkload(partial(task_of, vae_mnist.RACE), 128, (300,), (20.0,), rates=SUMMED),
     "digits": StepWorkload(lambda: table("digits", False, (64, 128, 128, 10)), 256, (100,), ()),
     "wine": StepWorkload(lambda: table("wine", False, (13, 32, 32, 3)), 64, (60,), ()),
     "cancer": StepWorkload(lambda: table("breast_cancer", False, (30, 32, 32, 2)), 64, (60,), ()),
     "diabetes": StepWorkload(lambda: table("diabetes", True, (10, 32, 32, 1)), 64, (60,), ()),
     "sigmoid": StepWorkload(sigmoid, 256, (300,), ()),
-    "survival": StepWorkload(
-        lambda: survival.tasks(survival.SurvivalSettings(methods="adam"))[0], 128, (200,), (), ("4.weight",)
+    "survival": StepWorkload(partial(task_of, survival.RACE), 128, (200,), (), ("4.weight",)),
+    "mixer": StepWorkload(
+        lambda: judge("Fashion-MNIST, MLP-Mixer", Mixer, lambda: fashion_mnist().flat()),
+        *(24, (100,), (), ("head.weight",)),
     ),
-    "mixer": StepWorkload(mixer, 24, (100,), (), ("head.weight",)),
-    "gru": StepWorkload(gru, 12, (100,), (), ("symbol.weight", "head.weight"), looked_at=64),
-    "gcn": StepWorkload(gcn, 32, (100,), (), ("head.weight",), looked_at=250),
-    "denoiser": StepWorkload(denoiser, 256, (150,), (), ("body.6.weight",), looked_at=3000),
-    "siren": StepWorkload(siren, 1024, (150,), (), ("layers.0.weight", "head.weight"), SINES, looked_at=4608),
+    "gru": StepWorkload(
+        lambda: judge("Next character, GRU of 96", Recurrent, lambda: windows(documentation(), 32), dim=1),
+        *(12, (100,), (), TIED),
+        looked_at=64,
+    ),
+    "gcn": StepWorkload(
+        lambda: judge("Colours at two steps in a graph, three layers", GraphNetwork, coloured_graphs, dim=1),
+        *(32, (100,), (), ("head.weight",)),
+        looked_at=250,
+    ),
+    "denoiser": StepWorkload(
+        lambda: regress("denoiser", "Noise in points of a spiral", Denoiser, noisy_spirals),
+        *(256, (150,), (), ("body.6.weight",)),
+        looked_at=3000,
+    ),
+    "siren": StepWorkload(
+        lambda: regress("siren", "A photograph by sines", Siren, photograph),
+        *(1024, (150,), (), ("layers.0.weight", "head.weight"), SINES),
+        looked_at=4608,
+    ),
     "kin8nm": StepWorkload(kin8nm, 128, (150,), (), ("6.weight",), looked_at=2000),
     "protein": StepWorkload(protein, 64, (100,), (), ("head.weight", "scale", "shift", "answer"), looked_at=1000),
 } | {
-    f"{name}-{gamma:g}": StepWorkload(
-        partial(scaled_blocks, kind, gamma), 64, (150,), (), but=("symbol.weight", "head.weight")
-    )
+    f"{name}-{gamma:g}": StepWorkload(partial(scaled_blocks, kind, gamma), 64, (150,), (), but=TIED)
     for name, kind in (("convnext", "convolution"), ("eva", "attention"), ("mamba", "scan"))
     for gamma in (1e-6, 1e-3, 1.0)
 }

@@ -12,10 +12,7 @@ Variant = TypeVar("Variant")
 def race_variants(
     train: Callable[[Variant, int], float], variants: Mapping[str, Variant], seeds: Sequence[int]
 ) -> tuple[str, list[float]]:
-    """The variant with the least error on the first seed, and its errors on all of them, the least first.
-
-    train: runs a variant from a seed, and gives its error.
-    """
+    """The variant with the least error on the first seed, and its errors on all of them, the least first."""
     tried = {name: train(variant, seeds[0]) for name, variant in variants.items()}
     chosen = min(tried, key=tried.__getitem__)
     return chosen, sorted([tried[chosen], *(train(variants[chosen], seed) for seed in seeds[1:])])

@@ -107,9 +107,7 @@ def application() -> "typer.Typer":
         run_guarded(lambda: run(name, seeds, size, set_ or [], out))
 
     @app.command("report")
-    def report_command(
-        folder: Annotated[Path, typer.Argument(help="A folder that `natgrad run` wrote.")],
-    ) -> None:
+    def report_command(folder: Annotated[Path, typer.Argument(help="A folder that `natgrad run` wrote.")]) -> None:
         """Rebuild the tables, the figures and the page from the records."""
         run_guarded(lambda: report(folder))
 

@@ -23,7 +23,7 @@ import tempfile
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,21 +42,18 @@ class DataError(RuntimeError):
 
 @dataclass(frozen=True)
 class Split:
-    """A data set cut into a training and a test part.
+    """Inputs (n, ...) and targets (n, ...), cut into a part for training, one for testing, and perhaps more.
 
     Args:
-        name: Of the set.
-        train_x: Inputs to train on, shape (n, ...); images in [0, 1].
-        train_y: Their class numbers (int64), or values to regress, shape (n,).
+        train_x: Inputs to train on; images in [0, 1].
+        train_y: Their targets: class numbers (int64), or values.
         test_x: Inputs to test on.
-        test_y: Their classes or values.
-        valid_x: Inputs of a part that the set's authors put aside, else None.
-        valid_y: Its classes or values.
-        unlabelled_x: Further inputs, else None.
-        classes: Their names.
+        test_y: Their targets.
+        valid_x: Inputs of a validation part, if there is one.
+        valid_y: Its targets.
+        unlabelled_x: Inputs without targets.
     """
 
-    name: str
     train_x: Tensor
     train_y: Tensor
     test_x: Tensor
@@ -64,12 +61,15 @@ class Split:
     valid_x: Tensor | None = None
     valid_y: Tensor | None = None
     unlabelled_x: Tensor | None = None
-    classes: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Those with targets."""
+        return ("train", "test") if self.valid_x is None else ("train", "valid", "test")
 
     def flat(self) -> Split:
         """The same set with every input as one row: (n, h, w) -> (n, h w)."""
-        parts = {name: getattr(self, name) for name in ("train_x", "test_x", "valid_x", "unlabelled_x")}
-        return replace(self, **{name: x.flatten(1) for name, x in parts.items() if x is not None})
+        return replace(self, **{k: x.flatten(1) for k, x in vars(self).items() if k.endswith("_x") and x is not None})
 
     def to(self, device: torch.device | str) -> Split:
         """The same set on another device.
@@ -77,7 +77,7 @@ class Split:
         Args:
             device: Where its tensors go.
         """
-        return replace(self, **{k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)})
+        return replace(self, **{name: x.to(device) for name, x in vars(self).items() if x is not None})
 
 
 def digits() -> Split:
@@ -89,7 +89,7 @@ def digits() -> Split:
 
     pixels, labels = load_digits(return_X_y=True)
     x, y = _unit(np.asarray(pixels), 16.0).reshape(-1, 8, 8), _labels(np.asarray(labels))
-    return Split("digits", x[:1437], y[:1437], x[1437:], y[1437:], classes=tuple("0123456789"))
+    return Split(x[:1437], y[:1437], x[1437:], y[1437:])
 
 
 def curves(train: int = 20_000, test: int = 10_000, seed: int = 0) -> Split:
@@ -112,15 +112,11 @@ def curves(train: int = 20_000, test: int = 10_000, seed: int = 0) -> Split:
     points = torch.rand(train + test, 3, 2, generator=torch.Generator().manual_seed(seed))
     x = torch.cat([strokes(5 + 18 * part) for part in points.split(250)])
     order = torch.arange(len(x))
-    return Split("curves", x[:train], order[:train], x[train:], order[train:])
+    return Split(x[:train], order[:train], x[train:], order[train:])
 
 
 def strokes(points: Tensor, size: int = 28, width: float = 0.9, samples: int = 50) -> Tensor:
-    """Images of the parabolas through three points each.
-
-    A pixel's ink is the integral along the curve of a Gaussian around that pixel, scaled to be 1 on a straight line,
-    cut off at 1, and rounded to 256 levels.
-    """
+    """Images of parabolas: the integral of a Gaussian along each, 1 on a straight line and at most, in 256 levels."""
     t = (torch.arange(samples) + 0.5) / samples
     first, second, third = points.unbind(1)
     middle = 2 * second - (first + third) / 2  # the control point of a parabola that passes through `second` at t = 1/2
@@ -130,30 +126,28 @@ def strokes(points: Tensor, size: int = 28, width: float = 0.9, samples: int = 5
     speed = (slopes @ controls).norm(dim=2, keepdim=True) / samples  # length of the curve per sample
     place = (basis @ controls).unsqueeze(3)  # (b, samples, 2, 1)
     distance = (place - torch.arange(size)) / width  # (b, samples, 2, size)
-    ink = torch.exp(
-        (-0.5 * distance * distance).clamp(min=-30)
-    )  # further off it is nothing, but slow: denormal numbers
+    ink = (-0.5 * distance * distance).clamp(min=-30).exp()  # further off it is nothing, but slow: denormal numbers
     total = (speed * ink[:, :, 0]).mT @ ink[:, :, 1] / (2 * torch.pi) ** 0.5 / width
     return (255 * total.clamp(max=1)).round() / 255
 
 
 def mnist() -> Split:
     """MNIST: 60,000 + 10,000 handwritten digits, 28 x 28. LeCun, Bottou, Bengio, Haffner 1998."""
-    return _idx_or_openml("mnist", "mnist_784", MNIST_TEST_COUNTS, tuple("0123456789"))
+    return _idx_or_openml("mnist", "mnist_784", MNIST_TEST_COUNTS)
 
 
 def fashion_mnist() -> Split:
     """Fashion-MNIST: 60,000 + 10,000 pictures of clothes, 28 x 28. Xiao, Rasul, Vollgraf 2017."""
-    return _idx_or_openml("fashion-mnist", "Fashion-MNIST", (1000,) * 10, FASHION_CLASSES)
+    return _idx_or_openml("fashion-mnist", "Fashion-MNIST", (1000,) * 10)
 
 
 def binarized_mnist() -> Split:
     """MNIST in a fixed binarisation, 50,000 / 10,000 / 10,000. Salakhutdinov & Murray 2008."""
     with _archive("binarized_mnist.npz", "binarised MNIST") as table:
-        x = {part: _bits(table[f"{part}_bits"], 784).reshape(-1, 28, 28) for part in ("train", "valid", "test")}
-        y = {part: _labels(table[f"y_{part}"]) for part in ("train", "valid", "test")}
-    classes = tuple("0123456789")
-    return Split("binarized_mnist", x["train"], y["train"], x["test"], y["test"], x["valid"], y["valid"], None, classes)
+        bits = [np.unpackbits(table[f"{part}_bits"], axis=1)[:, :784] for part in ("train", "test", "valid")]
+        labels = [_labels(table[f"y_{part}"]) for part in ("train", "test", "valid")]
+    images = [_unit(part.reshape(-1, 28, 28), 1.0) for part in bits]
+    return Split(*(part for pair in zip(images, labels, strict=True) for part in pair))
 
 
 def cifar10() -> Split:
@@ -167,16 +161,14 @@ def cifar10() -> Split:
         return _published_order("cifar10", x.reshape(-1, 3, 32, 32), y, (1000,) * 10, CIFAR_CLASSES)
     with _archive("cifar10_subset.npz", "CIFAR-10") as table:
         x = {part: _unit(table[f"x_{part}"], 255.0).permute(0, 3, 1, 2).contiguous() for part in ("train", "test")}
-        y_train, y_test = _labels(table["y_train"]), _labels(table["y_test"])
-        return Split("cifar10", x["train"], y_train, x["test"], y_test, classes=_names(table["class_names"]))
+        return Split(x["train"], _labels(table["y_train"]), x["test"], _labels(table["y_test"]))
 
 
 def fer2013() -> Split:
     """Faces 48 x 48 with seven emotions, and more without labels. Goodfellow et al. 2013."""
     with _archive("fer2013_subset.npz", "FER2013") as table:
         x_train, x_test, x_more = (_unit(table[f"x_{part}"], 255.0) for part in ("train", "test", "unlabelled"))
-        y_train, y_test, names = _labels(table["y_train"]), _labels(table["y_test"]), _names(table["class_names"])
-    return Split("fer2013", x_train, y_train, x_test, y_test, unlabelled_x=x_more, classes=names)
+        return Split(x_train, _labels(table["y_train"]), x_test, _labels(table["y_test"]), unlabelled_x=x_more)
 
 
 def omniglot() -> Split:
@@ -187,7 +179,7 @@ def omniglot() -> Split:
     with _archive("omniglot28.npz", "Omniglot") as table:
         x = [_unit(table[f"x_{part}"], 255.0) for part in ("background", "evaluation")]
         y = [_labels(table[f"character_{part}"]) for part in ("background", "evaluation")]
-    return Split("omniglot", x[0], y[0], x[1], y[1])
+    return Split(x[0], y[0], x[1], y[1])
 
 
 def frey_faces() -> Split:
@@ -195,7 +187,7 @@ def frey_faces() -> Split:
     with _archive("frey_faces.npz", "the Frey faces") as table:
         x = _unit(table["x"], 255.0)
     order = torch.arange(len(x))
-    return Split("frey_faces", x[:1565], order[:1565], x[1565:], order[1565:])
+    return Split(x[:1565], order[:1565], x[1565:], order[1565:])
 
 
 def orl_faces() -> Split:
@@ -204,7 +196,7 @@ def orl_faces() -> Split:
         x, person = _unit(table["x"], 255.0), _labels(table["subject"])
     same = person[:, None] == person  # (n, n)
     early = same.tril(-1).sum(1) < 5
-    return Split("orl_faces", x[early], person[early], x[~early], person[~early])
+    return Split(x[early], person[early], x[~early], person[~early])
 
 
 def kodak() -> tuple[Tensor, ...]:
@@ -240,18 +232,11 @@ def uci(name: str, split: int = 0) -> Split:
     if not 0 <= split < len(tests):
         raise DataError(f"split is {split}, expected 0 to {len(tests) - 1}: {name} has {len(tests)} splits")
     test = torch.from_numpy(tests[split])
-    return Split(f"uci_{name}", x[~test], y[~test], x[test], y[test])
+    return Split(x[~test], y[~test], x[test], y[test])
 
 
 MNIST_TEST_COUNTS = (980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009)
-FASHION_CLASSES = (
-    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
-)  # fmt: skip
 CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-SETS: dict[str, Callable[[], Split]] = {
-    set_.__name__: set_
-    for set_ in (digits, mnist, fashion_mnist, binarized_mnist, cifar10, fer2013, omniglot, frey_faces, orl_faces)
-}
 
 
 def read_idx(path: Path) -> np.ndarray:
@@ -274,14 +259,12 @@ def read_idx(path: Path) -> np.ndarray:
     return body.reshape(shape)
 
 
-def _idx_or_openml(folder: str, openml: str, test_counts: Sequence[int], classes: tuple[str, ...]) -> Split:
-    name = folder.replace("-", "_")
+def _idx_or_openml(folder: str, openml: str, test_counts: Sequence[int]) -> Split:
     place = _find(folder)
     if place is None:
         x, y = _openml(openml, f"{folder}/*.gz")
-        return _published_order(name, x.reshape(-1, 28, 28), y, test_counts, classes)
-    train, test = _idx_part(place, "train"), _idx_part(place, "t10k")
-    return Split(name, *train, *test, classes=classes)
+        return _published_order(folder, x.reshape(-1, 28, 28), y, test_counts)
+    return Split(*_idx_part(place, "train"), *_idx_part(place, "t10k"))
 
 
 def _idx_part(place: Path, part: str) -> tuple[Tensor, Tensor]:
@@ -299,22 +282,17 @@ def _idx_part(place: Path, part: str) -> tuple[Tensor, Tensor]:
 
 
 def _published_order(
-    name: str, x: np.ndarray, y: np.ndarray, test_counts: Sequence[int], classes: tuple[str, ...]
+    name: str, x: np.ndarray, y: np.ndarray, test_counts: Sequence[int], classes: tuple[str, ...] = ()
 ) -> Split:
     """OpenML keeps one table, the test part at its end; the counts of its classes tell whether that is so."""
-    numbers = _class_numbers(y, classes)
+    named = {word: number for number, word in enumerate(classes)}
+    numbers = torch.tensor([named[v] if v in named else int(float(v)) for v in map(str, y)], dtype=torch.int64)
     cut = len(numbers) - sum(test_counts)
-    counts = tuple(torch.bincount(numbers[cut:], minlength=len(classes)).tolist())
+    counts = tuple(torch.bincount(numbers[cut:], minlength=len(test_counts)).tolist())
     if counts != tuple(test_counts):
         raise DataError(f"{name} from OpenML has test classes {counts}, expected {tuple(test_counts)}: set {VARIABLE}")
     pixels = _unit(x, 255.0)
-    return Split(name, pixels[:cut], numbers[:cut], pixels[cut:], numbers[cut:], classes=classes)
-
-
-def _class_numbers(y: np.ndarray, classes: tuple[str, ...]) -> Tensor:
-    values = [str(value) for value in y]
-    named = {name: number for number, name in enumerate(classes)}
-    return torch.tensor([named[v] if v in named else int(float(v)) for v in values], dtype=torch.int64)
+    return Split(pixels[:cut], numbers[:cut], pixels[cut:], numbers[cut:])
 
 
 def _openml(name: str, local: str) -> tuple[np.ndarray, np.ndarray]:
@@ -360,13 +338,5 @@ def _unit(pixels: np.ndarray, top: float) -> Tensor:
     return torch.from_numpy(np.asarray(pixels, dtype=np.float32) / np.float32(top))
 
 
-def _bits(packed: np.ndarray, size: int) -> Tensor:
-    return torch.from_numpy(np.unpackbits(packed, axis=1)[:, :size].astype(np.float32))
-
-
 def _labels(values: np.ndarray) -> Tensor:
     return torch.from_numpy(values.astype(np.int64))
-
-
-def _names(values: np.ndarray) -> tuple[str, ...]:
-    return tuple(str(value) for value in values)

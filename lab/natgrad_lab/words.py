@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-VAST = 1e6
-"""Times as much that are told as a ratio, at most."""
+VAST = 1e6  # times as much that are told as a ratio, at most
 
 
 def unique(values: Any) -> tuple[Any, ...]:

@@ -1,11 +1,15 @@
 """A race of seconds for the laboratory's tests: 40 examples, a dozen parameters, contestants of torch and ours."""
 
+import gzip
+import struct
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
-from natgrad_lab.experiments import Task, TaskData
+from natgrad_lab.data import Split
+from natgrad_lab.experiments import Task
 from natgrad_lab.experiments import race as make_race
 from natgrad_lab.experiments.base import Budget
 from natgrad_lab.experiments.contestants import adam, grid, natural_gradient, sgd
@@ -14,6 +18,12 @@ from natgrad_lab.experiments.race_summary import read_runs, result
 from natgrad_lab.experiments.records import read
 
 BUDGET = Budget(seconds=60.0, steps=12)
+
+
+def idx(path, array):
+    """A file of bytes as MNIST is published."""
+    head = b"\x00\x00\x08" + bytes([array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+    path.write_bytes(gzip.compress(head + array.astype(np.uint8).tobytes()))
 
 
 @dataclass(frozen=True)
@@ -32,7 +42,7 @@ def examples():
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(40, 3, generator=generator)
     y = (x.square().sum(1) > 2.5).long()
-    return TaskData(x[:30], y[:30], x[30:], y[30:])
+    return Split(x[:30], y[:30], x[30:], y[30:])
 
 
 def contestants():

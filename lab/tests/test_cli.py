@@ -26,16 +26,10 @@ def natgrad(*words):
     return CliRunner().invoke(cli.application(), list(words), env={"COLUMNS": "200"})
 
 
-def test_list_names_every_experiment():
-    said = natgrad("list")
-    assert said.exit_code == 0
-    assert "digits" in said.output
-    assert "fashion" in said.output
-
-
 def test_list_says_how_many_minutes_each_takes():
     assert all(find(name).minutes for name in EXPERIMENTS)
     said = natgrad("list").output
+    assert all(name in said for name in EXPERIMENTS)
     assert re.search(r"^digits +3 min +A classifier and an autoencoder", said, re.M)
     assert re.search(r"^malago_2023_toy +9 s ", said, re.M)
     assert not re.search(r"(minutes?|hour)( on|\)|$)", said.rpartition("Minutes are")[0])
@@ -229,12 +223,6 @@ def test_out_must_not_be_a_file(tmp_path):
     assert said.exit_code == 2
     assert "notes.txt is a file, expected a folder" in said.output
     assert file.read_text() == "mine"
-
-
-def test_digits_say_what_to_install_without_scikit_learn(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(DataError, match="pip install scikit-learn"):
-        digits()
 
 
 def start(out):

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,8 +38,7 @@ METHOD = (
     "pixel's own mean. Seconds are of processor time on one thread, of the steps alone."
 )
 
-SHOWN = 12
-"""Draws in a row of a picture."""
+SHOWN = 12  # draws in a row of a picture
 FITS = {"pseudo-likelihood, SGD": 0.3, "ratio matching, natural": 0.6}
 """Losses of the fully visible machine and the rates that `boltzmann_ratio` chooses on MNIST."""
 RATES = {PLAIN: (0.1, 0.3, 1.0), NATURAL: (0.01, 0.03, 0.1)}
@@ -106,11 +105,8 @@ def follow_ink(run: PieceRun, machine: ng.Boltzmann, params: dict[str, Tensor], 
 def raise_likelihood(
     run: PieceRun, machine: ng.Boltzmann, params: dict[str, Tensor], shown: Images
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Natural steps of maximum likelihood on all pairs of pixels, chains started at digits; the chains too.
-
-    The Fisher matrix of centred pairs is taken as that of a normal with the data's covariance C: C D C = S, so that the
-    direction is C^-1 S C^-1 off the diagonal.
-    """
+    """Natural steps of maximum likelihood on all pairs of pixels, chains started at digits; the chains too."""
+    # the Fisher matrix of centred pairs as that of a normal with the data's covariance C: C D C = S, off the diagonal
     s: BoltzmannDigitsSettings = run.settings
     generator = torch.Generator().manual_seed(run.seed)
     params = {name: p.detach().clone() for name, p in params.items()}
@@ -139,8 +135,7 @@ LIKELIHOOD_RATE, LIKELIHOOD_DAMPING = 0.003, 0.3
 """Of the natural steps on all pairs; the damping in units of the mean variance. Not tuned."""
 
 
-@dataclass(frozen=True)
-class HiddenRun:
+class HiddenRun(NamedTuple):
     """What a run of the second part ends with."""
 
     curve: list[list[float]]  # seconds, steps, log-likelihood, its error

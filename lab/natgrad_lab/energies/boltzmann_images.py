@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,10 +54,6 @@ class EnergyContestant:
     rates: tuple[float, ...]
     build: Callable[[dict[str, Tensor], ng.Boltzmann, float], torch.optim.Optimizer]
 
-    def criterion(self, machine: ng.Boltzmann) -> Loss:
-        """loss(params, X) of that machine."""
-        return likelihood(machine) if self.loss == "pseudo-likelihood" else matching(machine)
-
 
 def natural(params: dict[str, Tensor], machine: ng.Boltzmann, rate: float, **options: Any) -> torch.optim.Optimizer:
     """Natural steps in the metric of ratio matching."""
@@ -84,14 +81,9 @@ class RowsDescent(torch.optim.Optimizer):
             self.named[name].sub_(d, alpha=self.param_groups[0]["lr"])
 
 
-def build_adam(params: dict[str, Tensor], machine: ng.Boltzmann, rate: float) -> torch.optim.Optimizer:
-    """torch's Adam."""
-    return torch.optim.Adam(params.values(), lr=rate)
-
-
-def build_sgd(params: dict[str, Tensor], machine: ng.Boltzmann, rate: float) -> torch.optim.Optimizer:
-    """torch's SGD with momentum .9."""
-    return torch.optim.SGD(params.values(), lr=rate, momentum=0.9)
+Build = Callable[[dict[str, Tensor], ng.Boltzmann, float], torch.optim.Optimizer]
+ADAM: Build = lambda params, machine, rate: torch.optim.Adam(params.values(), rate)  # noqa: E731
+SGD: Build = lambda params, machine, rate: torch.optim.SGD(params.values(), rate, momentum=0.9)  # noqa: E731
 
 
 DAMPING, ROWS_DAMPING, RIDGE = 1e-3, 1e-2, 3e-4
@@ -107,10 +99,10 @@ CONTESTANTS = {
         lambda p, m, rate: natural(p, m, rate, solver=ng.CG(max_steps=10), warm_start=0.5),
     ),
     "ratio matching, natural by rows": EnergyContestant("ratio matching", (0.03, 0.06, 0.1), RowsDescent),
-    "ratio matching, Adam": EnergyContestant("ratio matching", (0.01, 0.03, 0.1), build_adam),
-    "ratio matching, SGD": EnergyContestant("ratio matching", (0.1, 0.3, 1.0), build_sgd),
-    "pseudo-likelihood, Adam": EnergyContestant("pseudo-likelihood", (0.01, 0.03, 0.1), build_adam),
-    "pseudo-likelihood, SGD": EnergyContestant("pseudo-likelihood", (0.03, 0.1, 0.3), build_sgd),
+    "ratio matching, Adam": EnergyContestant("ratio matching", (0.01, 0.03, 0.1), ADAM),
+    "ratio matching, SGD": EnergyContestant("ratio matching", (0.1, 0.3, 1.0), SGD),
+    "pseudo-likelihood, Adam": EnergyContestant("pseudo-likelihood", (0.01, 0.03, 0.1), ADAM),
+    "pseudo-likelihood, SGD": EnergyContestant("pseudo-likelihood", (0.03, 0.1, 0.3), SGD),
 }
 
 
@@ -123,14 +115,12 @@ def train(
     seed: int,
     evaluations: int = 12,
 ) -> Iterator[Numbers]:
-    """Points (steps, seconds, losses) of one run from zero couplings; the last one holds the parameters too.
+    """Points (steps, seconds of the steps alone, losses) of a run from no couplings; the last one has the parameters.
 
-    The biases start at the logits of the pixels' means, so that nobody spends time on these. The rate falls in a line
-    to zero over the seconds, which are those of the training steps alone, in processor time. A run ends early when a
-    loss is not finite.
+    The rate falls in a line to zero. A run ends early when a loss is not finite.
     """
     machine = ng.Boltzmann(shown.side**2)
-    params, loss = start(machine, shown.train), contestant.criterion(machine)
+    params, loss = start(machine, shown.train), list_losses(machine)[contestant.loss]
     optimizer = contestant.build(params, machine, rate)
     generator = torch.Generator().manual_seed(seed)
     spent, steps, due = 0.0, 0, 0.0
@@ -176,18 +166,14 @@ def losses(machine: ng.Boltzmann, params: dict[str, Tensor], shown: Images) -> d
         return {
             name + part: loss(params, x).item()
             for part, x in {"": shown.test, ", training": some}.items()
-            for name, loss in (("ratio matching", matching(machine)), ("pseudo-likelihood", likelihood(machine)))
+            for name, loss in list_losses(machine).items()
         }
 
 
-def matching(machine: ng.Boltzmann) -> Loss:
-    """Ratio matching as loss(params, X)."""
-    return lambda params, x: ng.ratio_matching_loss(machine, params, x)
-
-
-def likelihood(machine: ng.Boltzmann) -> Loss:
-    """Pseudo-likelihood as loss(params, X)."""
-    return machine.pseudo_likelihood_loss
+def list_losses(machine: ng.Boltzmann) -> dict[str, Loss]:
+    """Name -> loss(params, X)."""
+    matching = partial(ng.ratio_matching_loss, machine)
+    return {"ratio matching": matching, "pseudo-likelihood": machine.pseudo_likelihood_loss}
 
 
 def draw_noise(shown: Images, count: int, generator: torch.Generator) -> Tensor:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 from torch import Tensor
@@ -172,11 +171,7 @@ class ExactMachine:
 def descend(
     exact: ExactMachine, loss: str, rates: Tensor, goal: float, steps: int, heard: Callable[[], None]
 ) -> list[int | None]:
-    """Steps of gradient descent from zero until KL <= goal, for every rate at once; None where that is not in time.
-
-    Stops when the best rate is known. KL is looked at after every step up to 200, then every hundredth of the steps so
-    far, so that the count is at most 1 % too large.
-    """
+    """Steps of gradient descent from zero until KL <= goal at the best rate, at most 1 % too many; None for others."""
     theta = torch.zeros(len(rates), exact.space.size, dtype=torch.float64)
     look = 1
     for step in range(1, steps + 1):
@@ -381,7 +376,18 @@ def _paths(runs: Sequence[Numbers], units: int) -> Callable[[Figure], None]:
             for number, run in reversed(list(enumerate(runs))):
                 for colour, mark, (loss, ways) in zip(PALETTE, "os^", run[scale].items(), strict=False):
                     marked = {"marker": mark, "markersize": 4.5} if number == 0 else {"alpha": 0.3}
-                    _way(axes, ways, loss if number == 0 else None, {"color": colour, **marked})
+                    look = {"color": colour, **marked}
+                    axes.plot(
+                        range(len(ways["natural"])),
+                        ways["natural"],
+                        "-",
+                        linewidth=1.8,
+                        label=loss if number == 0 else None,
+                        **look,
+                    )
+                    if ways["path"]:
+                        steps, gaps = zip(*ways["path"], strict=True)
+                        axes.plot(steps, gaps, "--", linewidth=1.2, markevery=max(len(steps) // 8, 1), **look)
             axes.set_xscale("symlog", linthresh=1)
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
             axes.tick_params(axis="x", labelsize=7)
@@ -394,14 +400,6 @@ def _paths(runs: Sequence[Numbers], units: int) -> Callable[[Figure], None]:
         put_legend_below(figure, figure.axes[0], 3)
 
     return fill
-
-
-def _way(axes: Axes, ways: Numbers, name: str | None, look: dict[str, Any]) -> None:
-    """Natural steps as a solid line, those of gradient descent as a dashed one."""
-    axes.plot(range(len(ways["natural"])), ways["natural"], "-", linewidth=1.8, label=name, **look)
-    if ways["path"]:
-        steps, gaps = zip(*ways["path"], strict=True)
-        axes.plot(steps, gaps, "--", linewidth=1.2, markevery=max(len(steps) // 8, 1), **look)
 
 
 def _field(runs: Sequence[Numbers], examples: int) -> Section:

@@ -36,8 +36,7 @@ LOSS, DISTANCE = 2, 3  # places in a curve's points
 
 TASKS = ("rings", "spiral", "digits", "mnist")
 GRID, HELD_OUT, SHOWN = 60, 1000, 40
-LAST = 0.001
-"""The smallest share of K-FAC's first learning rate."""
+LAST = 0.001  # the smallest share of K-FAC's first learning rate
 
 
 @dataclass(frozen=True)
@@ -214,8 +213,7 @@ def round_numbers(tensor: Tensor) -> list[Any]:
 
 # The exact score of the rings and of the spiral under noise, by sums over a curve: the best that a network can do
 
-SPREAD = 0.05
-"""Standard deviation of a ring's radius, and of an arm's points around it."""
+SPREAD = 0.05  # standard deviation of a ring's radius, and of an arm's points around it
 
 
 @dataclass(frozen=True)
@@ -333,7 +331,10 @@ def _densities(task: str, methods: dict[str, list[Numbers]]) -> Picture:
         _points(grid[0, 0], first["data"], "data")
         for (upper, lower), (method, runs) in zip(grid.T[1:], methods.items(), strict=True):
             height = np.array(runs[0]["map"])
-            highest = _at_data(height, np.array(first["data"])).max()  # where no data are, nothing holds the energy up
+            column, row = np.clip(
+                ((np.array(first["data"]) + 3.8) / 7.6 * (len(height) - 1)).round().astype(int), 0, len(height) - 1
+            ).T
+            highest = height[row, column].max()  # where no data are, nothing holds the energy up
             density = np.exp(np.clip(height - highest, -12.0, 0.0))
             upper.imshow(density, origin="lower", extent=(-3.8, 3.8, -3.8, 3.8), cmap="magma")
             upper.set(xticks=[], yticks=[])
@@ -343,12 +344,6 @@ def _densities(task: str, methods: dict[str, list[Numbers]]) -> Picture:
         figure.suptitle(f"Energy network on {DATA[task]}, first seed:\ndensity, {parts}", fontsize=9)
 
     return Picture(f"{task}-density", "Densities and samples, first seed", fill, (5.4, 4.0))
-
-
-def _at_data(height: np.ndarray, data: np.ndarray) -> np.ndarray:
-    """The map's values in the cells that hold the data."""
-    column, row = np.clip(((data + 3.8) / 7.6 * (len(height) - 1)).round().astype(int), 0, len(height) - 1).T
-    return height[row, column]
 
 
 def _points(axes, points: list[list[float]], title: str) -> None:

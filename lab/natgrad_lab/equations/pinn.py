@@ -31,8 +31,7 @@ Box = tuple[tuple[float, float], tuple[float, float]]
 SQUARE: Box = ((0.0, 1.0), (0.0, 1.0))
 WIDE: Box = ((-1.0, 1.0), (0.0, 1.0))
 VISCOSITY = 0.01 / math.pi
-ROWS = 50
-"""Intervals of time at whose ends the solution of Allen and Cahn's equation is kept."""
+ROWS = 50  # intervals of time at whose ends the solution of Allen and Cahn's equation is kept
 GRID = 51
 CANDIDATES = 6  # draws that are the pool of which points are taken where residuals are large
 EVERY = {"ng.residuals": 20, "Adam": 200}  # steps between such points: about as often per second
@@ -45,7 +44,6 @@ class PinnSettings(StudySettings):
     seconds: float = 6.0  # of CPU time per method
     width: int = 32  # of each hidden layer
     depth: int = 1  # hidden layers
-    redraw: bool = False  # other points at every step
     adam: float = 0.01  # on a cosine to zero
 
     def __post_init__(self) -> None:
@@ -64,25 +62,18 @@ class LayerSettings(PinnSettings):
 
 @dataclass(frozen=True)
 class EquationProblem:
-    """An equation with its conditions.
+    """An equation with its conditions."""
 
-    terms: for `ng.residuals`. draw: a generator -> points of every term. solution: points (b, 2) -> values (b,).
-    axes: names of the two coordinates. coefficient: the true value of a number to be found, None where there is none.
-    box: the rectangle. features: number of inputs of the network behind a first module, which `first` makes.
-    wrap: what makes conditions hold by construction. adaptive: the term whose points are drawn anew from time to time
-    where its residual is large; "": none.
-    """
-
-    terms: Mapping[str, Callable[..., Tensor]]
-    draw: Callable[[torch.Generator], Points]
-    solution: Callable[[Tensor], Tensor]
-    axes: tuple[str, str]
-    coefficient: float | None = None
+    terms: Mapping[str, Callable[..., Tensor]]  # for `ng.residuals`
+    draw: Callable[[torch.Generator], Points]  # points of every term
+    solution: Callable[[Tensor], Tensor]  # points (b, 2) -> values (b,)
+    axes: tuple[str, str]  # names of the two coordinates
+    coefficient: float | None = None  # the true value of a number to be found
     box: Box = SQUARE
-    first: Callable[[], nn.Module] | None = None
+    first: Callable[[], nn.Module] | None = None  # module of the network, and how many features it makes
     features: int = 2
-    wrap: Callable[[nn.Module], nn.Module] | None = None
-    adaptive: str = ""
+    wrap: Callable[[nn.Module], nn.Module] | None = None  # what makes conditions hold by construction
+    adaptive: str = ""  # the term whose points are drawn anew from time to time where its residual is large
 
     def unknowns(self, seed: int, width: int, depth: int = 1) -> dict[str, Any]:
         """A network with tanh, and the coefficient, from a wrong value, where there is one."""
@@ -102,8 +93,9 @@ def solve(make: Callable[[], EquationProblem], method: str, run: PieceRun) -> Nu
     s: PinnSettings = run.settings
     problem, generator = make(), torch.Generator().manual_seed(run.seed)
     unknowns = problem.unknowns(run.seed, s.width, s.depth)
-    points = draw_points(problem, unknowns, s, generator, EVERY[method])
-    x = lay_grid(problem.box)
+    points = draw_points(problem, unknowns, generator, EVERY[method])
+    ticks = [torch.linspace(*side, GRID, dtype=torch.float64) for side in problem.box]
+    x = torch.stack(torch.meshgrid(*ticks, indexing="xy"), -1).view(-1, 2)  # row by row
     exact = problem.solution(x)
     training = METHODS[method](problem, unknowns, s, points)
     look = lambda: (relative_error(unknowns, x, exact),)  # noqa: E731
@@ -163,27 +155,19 @@ def evaluate_term(problem: EquationProblem, unknowns: dict[str, Any], name: str,
 
 
 def draw_points(
-    problem: EquationProblem, unknowns: dict[str, Any], s: PinnSettings, generator: torch.Generator, every: int
+    problem: EquationProblem, unknowns: dict[str, Any], generator: torch.Generator, every: int
 ) -> Iterator[Points]:
-    """The points of step after step: the same, or others; of an adaptive term others after so many steps."""
+    """The points of step after step: the same; of an adaptive term others after so many steps."""
     points = problem.draw(generator)
     while True:
         for _ in range(every):
             yield points
-            if s.redraw:
-                points = problem.draw(generator)
-        if problem.adaptive and not s.redraw:
+        if problem.adaptive:
             name = problem.adaptive
             pool = torch.cat([problem.draw(generator)[name] for _ in range(CANDIDATES)])
             with torch.no_grad():
                 residuals = evaluate_term(problem, unknowns, name, pool)
             points = points | {name: draw_where_large(pool, residuals, len(points[name]), generator=generator)}
-
-
-def lay_grid(box: Box) -> Tensor:
-    """Points of the rectangle, row by row, the first coordinate running fastest."""
-    ticks = [torch.linspace(*side, GRID, dtype=torch.float64) for side in box]
-    return torch.stack(torch.meshgrid(*ticks, indexing="xy"), -1).view(-1, 2)
 
 
 def relative_error(unknowns: dict[str, Any], x: Tensor, exact: Tensor) -> float:
@@ -196,7 +180,6 @@ def tell(summary: str, make: Callable[[], EquationProblem], findings: Findings) 
     """One section, of the methods that are finished."""
     s, methods, problem = findings.settings, findings.collect(METHODS), make()
     points = "points drawn anew where residuals are large" if problem.adaptive else "the same points"
-    points = "the same points, drawn anew at every step" if s.redraw else points
     method = (
         f"A network {'-'.join(map(str, (2, *[s.width] * s.depth, 1)))} with tanh in double precision, {s.seconds:g} "
         f"CPU seconds of one thread for each method, {points}. The error is relative, in L2, on a grid. "
@@ -256,10 +239,7 @@ def solve_burgers(x: Tensor, nodes: int = 1001) -> Tensor:
 
 @lru_cache
 def split_allen_cahn(modes: int = 512, steps: int = 4000) -> Tensor:
-    """Fourier coefficients of u at the times 0, 1 / ROWS, ..., 1, (ROWS + 1, modes / 2 + 1).
-
-    Strang's splitting: both parts of a step are exact, so that its error is O(1 / steps^2).
-    """
+    """Fourier coefficients of u at the times 0, 1 / ROWS, ..., 1, by Strang's splitting: an error of O(1 / steps^2)."""
     x = -1 + 2 * torch.arange(modes, dtype=torch.float64) / modes
     dt, waves = 1 / steps, math.pi * torch.arange(modes // 2 + 1)
     diffuse, u = torch.exp(-1e-4 * waves**2 * dt / 2), x**2 * torch.cos(math.pi * x)

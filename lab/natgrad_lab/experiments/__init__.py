@@ -10,16 +10,8 @@ from __future__ import annotations
 from difflib import get_close_matches
 from importlib import import_module
 
-from natgrad_lab.experiments.base import Choice, Contestant, LabError, Task, TaskData
-from natgrad_lab.experiments.frame import (
-    Experiment,
-    Findings,
-    Interrupted,
-    Piece,
-    PieceRun,
-    execute,
-    interruptible,
-)
+from natgrad_lab.experiments.base import Choice, Contestant, LabError, Task
+from natgrad_lab.experiments.frame import Experiment, Findings, Interrupted, Piece, PieceRun, execute, interruptible
 from natgrad_lab.experiments.metric_data import draw_another_batch, draw_unlabelled, join_unlabelled
 from natgrad_lab.experiments.race import race
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
@@ -40,7 +32,6 @@ __all__ = [
     "Story",
     "Table",
     "Task",
-    "TaskData",
     "draw_another_batch",
     "draw_unlabelled",
     "execute",

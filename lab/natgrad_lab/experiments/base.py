@@ -42,7 +42,7 @@ class Contestant:
     steps: int | None = None
     schedule: Callable[[int], float] | None = None
     falls: Callable[[float], float] | None = None
-    observes: Callable[[TaskData, Rows, int, int], Tensor] | None = None
+    observes: Callable[[Split, Rows, int, int], Tensor] | None = None
 
     @property
     def has_choices(self) -> bool:
@@ -82,7 +82,7 @@ class Task:
     name: str
     title: str
     model: Callable[[], nn.Module]
-    data: Callable[[], TaskData]
+    data: Callable[[], Split]
     criterion: nn.Module
     unit: str
     divergence: Callable[[Tensor, Tensor], Tensor]
@@ -90,7 +90,7 @@ class Task:
     scale: float = 1.0
     error: Callable[[Tensor, Tensor], Tensor] | None = None
     share: float = 1.0
-    draw: Callable[[TaskData, int], TaskData] | None = None
+    draw: Callable[[Split, int], Split] | None = None
     tuned_on: str = "train_loss"
     paper: Mapping[str, tuple[float | None, float | None]] | None = None
     also: Mapping[str, Callable[[Tensor, Tensor], Tensor]] | None = None
@@ -111,7 +111,7 @@ class Task:
         """
         return outputs if self.heard is None else self.heard(outputs)
 
-    def examples(self, pool: TaskData, seed: int) -> TaskData:
+    def examples(self, pool: Split, seed: int) -> Split:
         """What a run trains on.
 
         Args:
@@ -121,63 +121,22 @@ class Task:
         return pool if self.draw is None else self.draw(pool, seed)
 
 
-@dataclass(frozen=True)
-class TaskData:
-    """Inputs (n, ...) and targets (n, ...), for training, testing and validating.
-
-    Args:
-        train_x: Inputs of the training part.
-        train_y: Targets of the training part.
-        test_x: Inputs of the test part.
-        test_y: Targets of the test part.
-        valid_x: Inputs of the validation part, if there is one.
-        valid_y: Targets of the validation part.
-        unlabelled_x: Inputs without targets.
-    """
-
-    train_x: Tensor
-    train_y: Tensor
-    test_x: Tensor
-    test_y: Tensor
-    valid_x: Tensor | None = None
-    valid_y: Tensor | None = None
-    unlabelled_x: Tensor | None = None
-
-    def to(self, device: str) -> TaskData:
-        """The same examples on another device.
-
-        Args:
-            device: Its name, such as "cuda".
-        """
-        return replace(self, **{name: x.to(device) for name, x in vars(self).items() if x is not None})
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Those with targets."""
-        return ("train", "test") if self.valid_x is None else ("train", "valid", "test")
-
-
-def pair_with_labels(split: Split) -> TaskData:
-    """Examples whose targets are the labels."""
-    return TaskData(split.train_x, split.train_y, split.test_x, split.test_y)
-
-
 def add_channel(split: Split) -> Split:
     """Grey images as (n, 1, h, w)."""
     return replace(split, train_x=split.train_x[:, None], test_x=split.test_x[:, None])
 
 
-def standardise_pictures(split: Split, many: int | None = None, side: int = 32) -> TaskData:
+def standardise_pictures(split: Split, many: int | None = None, side: int = 32) -> Split:
     """The first pictures (n, 3, h, h), shrunk, every colour with mean 0 and variance 1 over the training pictures."""
     parts = [avg_pool2d(part, part.shape[-1] // side) for part in (split.train_x[:many], split.test_x)]
     mean, deviation = parts[0].mean((0, 2, 3), keepdim=True), parts[0].std((0, 2, 3), keepdim=True)
     train, test = ((part - mean) / deviation for part in parts)
-    return TaskData(train, split.train_y[:many], test, split.test_y)
+    return Split(train, split.train_y[:many], test, split.test_y)
 
 
-def pair_with_inputs(split: Split) -> TaskData:
+def pair_with_inputs(split: Split) -> Split:
     """Examples whose targets are the inputs themselves."""
-    return TaskData(split.train_x, split.train_x, split.test_x, split.test_x)
+    return Split(split.train_x, split.train_x, split.test_x, split.test_x)
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,8 @@ def krylov_subspace(grid: Iterable[Choice]) -> Contestant:
     """Krylov subspace descent: `ng.krylov_subspace`."""
 
     def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
-        return ng.krylov_subspace(
-            model,
-            criterion,
-            dimension=int(choice["dimension"]),
-            metric_batch=int(choice["metric"]),
-            search_batch=int(choice["search"]),
-        )
+        dimension, metric, search = (int(choice[key]) for key in ("dimension", "metric", "search"))
+        return ng.krylov_subspace(model, criterion, dimension=dimension, metric_batch=metric, search_batch=search)
 
     return Contestant("Krylov subspace", tuple(grid), build)
 
@@ -48,11 +43,6 @@ def apply_recipe(name: str, recipe: Callable[..., torch.optim.Optimizer], grid: 
     return Contestant(name, tuple(grid), build)
 
 
-def kfac(grid: Iterable[Choice]) -> Contestant:
-    """K-FAC as a drop-in: `ng.kfac`."""
-    return apply_recipe("K-FAC", ng.kfac, grid)
-
-
 FAMILY = {
     "kfac": ("K-FAC", ng.kfac),
     "ekfac": ("EKFAC", ng.ekfac),
@@ -62,11 +52,6 @@ FAMILY = {
     "tonga": ("TONGA", ng.tonga),
 }
 GROUPS = {"structures": (*FAMILY, "adam", "muon", "soap", "sgd")}
-
-
-def by_default(batch: int) -> dict[str, Contestant]:
-    """The recipes with one block per layer, as they come."""
-    return {key: apply_recipe(name, recipe, grid(batch=(batch,))) for key, (name, recipe) in FAMILY.items()}
 
 
 def adam(grid: Iterable[Choice], betas: tuple[float, float] = (0.9, 0.999)) -> Contestant:
@@ -87,10 +72,7 @@ def soap(grid: Iterable[Choice]) -> Contestant:
 
 
 def muon(grid: Iterable[Choice], but: Collection[str] = ()) -> Contestant:
-    """Muon on the weight matrices (float32), Adam on the rest.
-
-    Filters of convolutions count as matrices, a row per filter.
-    """
+    """Muon on the weight matrices (float32), filters of convolutions as rows of one; Adam on the rest."""
 
     def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
         named = dict(model.named_parameters())
@@ -102,12 +84,10 @@ def muon(grid: Iterable[Choice], but: Collection[str] = ()) -> Contestant:
 
 
 def line_up(batch: int, but: Collection[str] = (), **axes: Mapping[str, Iterable[float]]) -> dict[str, Contestant]:
-    """The recipes as they come, and others by their names over a grid of these axes.
-
-    but: matrices that are Adam's where Muon has the rest. Grids were narrowed by probes with the tuning seed.
-    """
+    """The recipes as they come, and others over grids, narrowed by probes. but: matrices of Adam's, not Muon's."""
+    recipes = {key: apply_recipe(name, recipe, grid(batch=(batch,))) for key, (name, recipe) in FAMILY.items()}
     tuned = {**TUNED, "muon": lambda choices: muon(choices, but)}
-    return by_default(batch) | {name: tuned[name](grid(**{"batch": (batch,), **of})) for name, of in axes.items()}
+    return recipes | {name: tuned[name](grid(**{"batch": (batch,), **of})) for name, of in axes.items()}
 
 
 TUNED: dict[str, Callable[[Iterable[Choice]], Contestant]] = {
@@ -120,12 +100,9 @@ TUNED: dict[str, Callable[[Iterable[Choice]], Contestant]] = {
 
 
 class Muon(torch.optim.Optimizer):
-    """W <- W - lr max(1, rows / columns)^1/2 O, O the polar factor of the momentum.
+    """W <- W - lr max(1, rows / columns)^1/2 O, O the polar factor of the momentum. K. Jordan et al. 2024.
 
-    torch.optim.Muon without weight decay, in the dtype of W: its bfloat16 products took 3 s per step on a CPU for 2.8
-    million weights, these .2 s.
-
-    K. Jordan et al. 2024.
+    In the dtype of W: torch.optim.Muon's bfloat16 takes 3 s a step on a CPU for 2.8 million weights, this .2 s.
     """
 
     def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.95) -> None:
@@ -209,15 +186,11 @@ def turn(gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None
             continue
         state[side].lerp_(product(), 1 - decay)
         if state["step"] % group["every"] == 0:
-            iterate_power(state, side)
-
-
-def iterate_power(state: dict[str, Any], side: str) -> None:
-    """One orthogonal iteration, eigenvectors sorted by what they explain, and the second moments with them."""
-    factor, basis = state[side], state[f"{side} basis"]
-    order = (basis * (factor @ basis)).sum(0).argsort(descending=True)
-    state["square"] = state["square"].index_select(0 if side == "left" else 1, order)
-    state[f"{side} basis"] = torch.linalg.qr(factor @ basis[:, order])[0]
+            # one orthogonal iteration, eigenvectors sorted by what they explain, and the second moments with them
+            factor, basis = state[side], state[f"{side} basis"]
+            order = (basis * (factor @ basis)).sum(0).argsort(descending=True)
+            state["square"] = state["square"].index_select(0 if side == "left" else 1, order)
+            state[f"{side} basis"] = torch.linalg.qr(factor @ basis[:, order])[0]
 
 
 def into_basis(matrix: Tensor, state: dict[str, Any]) -> Tensor:

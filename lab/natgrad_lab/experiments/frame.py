@@ -6,7 +6,6 @@ unfinished piece when the same command is given again; a long piece may keep a c
 
 from __future__ import annotations
 
-import dataclasses
 import multiprocessing
 import os
 import signal
@@ -15,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby, takewhile
 from pathlib import Path
@@ -40,19 +39,6 @@ class Advance(Protocol):
         """Tell it."""
 
 
-def ignore_progress(fraction: float, note: str = "") -> None:
-    """Nobody watches."""
-
-
-def ignore_state(state: ExperimentState) -> None:
-    """Nobody watches."""
-
-
-def never_stop() -> bool:
-    """Nobody stops."""
-    return False
-
-
 @dataclass(frozen=True)
 class PieceRun:
     """What a piece of work is given.
@@ -71,7 +57,7 @@ class PieceRun:
     settings: Any
     seed: int = 0
     earlier: Mapping[str, Numbers] = field(default_factory=dict)
-    advance: Advance = field(default_factory=lambda: ignore_progress)
+    advance: Advance = field(default=lambda fraction, note="": None)
     checkpoint: Path | None = None
 
 
@@ -205,8 +191,8 @@ def execute(
     settings: Any,
     seeds: Sequence[int],
     path: Path,
-    watcher: Callable[[ExperimentState], None] = ignore_state,
-    stopped: Callable[[], bool] = never_stop,
+    watcher: Callable[[ExperimentState], None] = lambda state: None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Folder:
     """Do what is not yet finished of an experiment.
 
@@ -228,7 +214,12 @@ def execute(
     tuning = getattr(settings, "tuning_seed", None)
     if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0 or tuning in seeds:
         raise LabError(f"seeds are {list(seeds)}, expected different numbers, none below 0, none of them {tuning}")
-    check_device(settings.device)
+    try:
+        torch.empty(0, device=settings.device)
+    except (RuntimeError, AssertionError) as error:
+        raise LabError(
+            f"device is {settings.device!r}, which torch cannot use here: expected cpu, or cuda on a machine with one"
+        ) from error
     pieces = experiment.pieces(settings)
     folder = Folder(path)
     folder.settle(plan(experiment, pieces, settings))
@@ -310,8 +301,8 @@ class Worker:
             piece, seed = tasks[name]
             self.watch(ExperimentState(piece, seed, min(fraction, 0.999), self.done, self.total))
 
-        sent = dataclasses.replace(self, watch=ignore_state, stopped=never_stop)  # what is told and asked stays here
-        work = [WorkerTask(name, partial(sent._alone, *task)) for name, task in tasks.items()]
+        sent = replace(self, watch=lambda state: None, stopped=lambda: False)  # what is told and asked stays here
+        work = {name: partial(sent._alone, *task) for name, task in tasks.items()}
         beside(work, processes, watch, self.stopped)
         if self.stopped():
             raise Interrupted
@@ -376,16 +367,6 @@ def findings(experiment: Experiment, folder: Folder) -> Findings:
     return Findings(settings, finished)
 
 
-def check_device(name: str) -> None:
-    """LabError for a device that torch does not know or cannot use here."""
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise LabError(
-            f"device is {name!r}, which torch cannot use here: expected cpu, or cuda on a machine with one"
-        ) from error
-
-
 @contextmanager
 def threads(number: int | None) -> Iterator[None]:
     """Let torch use so many threads meanwhile; None leaves its own choice."""
@@ -421,33 +402,18 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 
 # Pieces done beside one another, each in a process of its own
 
-POLL = 0.2
-"""Seconds between two looks at the processes."""
+POLL = 0.2  # seconds between two looks at the processes
 
 
-@dataclass(frozen=True)
-class WorkerTask:
-    """work(tell) does the piece and writes its record; tell(fraction) says how far it is."""
-
-    name: str
-    work: Callable[[Callable[[float], None]], None]
+WorkerTask = Callable[[Callable[[float], None]], None]  # does a piece; is given what says how far it is
 
 
 def beside(
-    tasks: Sequence[WorkerTask],
-    processes: int,
-    watch: Callable[[str, float], None],
-    stopped: Callable[[], bool],
-    start: str | None = None,
+    tasks: Mapping[str, WorkerTask], processes: int, watch: Callable[[str, float], None], stopped: Callable[[], bool]
 ) -> None:
-    """Do all tasks, `processes` at a time; as many as fail are left undone.
-
-    watch(name, fraction): called while it is under way. Ends the processes and returns early once `stopped()` is true.
-    start: a start method of multiprocessing; None for a server that has imported this package, on Linux, and for a
-    fresh interpreter elsewhere: a fork would also copy the program's threads' locks and its devices, which no child
-    can use.
-    """
-    context = multiprocessing.get_context(start or ("forkserver" if sys.platform == "linux" else "spawn"))
+    """Do all tasks, `processes` at a time, until `stopped()` is true; as many as fail are left undone."""
+    # no fork, which would also copy the program's threads' locks and its devices, which no child can use
+    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
     context.set_forkserver_preload([__name__])
     fractions = context.Array("d", len(tasks))
     before = set(multiprocessing.active_children())
@@ -457,13 +423,13 @@ def beside(
     try:
         # pieces are closures: cloudpickle sends them, pickle would not
         left: set[Future[None]] = {
-            pool.submit(carry_out, place, cloudpickle.dumps(task.work)) for place, task in enumerate(tasks)
+            pool.submit(carry_out, place, cloudpickle.dumps(work)) for place, work in enumerate(tasks.values())
         }
         while left and not stopped():
             _, left = wait(left, timeout=POLL, return_when=FIRST_COMPLETED)
-            for place, task in enumerate(tasks):
-                if 0 < fractions[place] < 1:
-                    watch(task.name, fractions[place])
+            for name, fraction in zip(tasks, fractions[:], strict=True):
+                if 0 < fraction < 1:
+                    watch(name, fraction)
         finished = not left
     finally:
         if not finished:

@@ -12,9 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from natgrad_lab.experiments.base import LabError, Rows, TaskData
+from natgrad_lab.data import Split
+from natgrad_lab.experiments.base import LabError, Rows
 
-Observes = Callable[[TaskData, Rows, int, int], Tensor]
+Observes = Callable[[Split, Rows, int, int], Tensor]
 
 
 def draw_another_batch(size: int) -> Observes:
@@ -24,7 +25,7 @@ def draw_another_batch(size: int) -> Observes:
         size: How many.
     """
 
-    def observes(examples: TaskData, rows: Rows, seed: int, step: int) -> Tensor:
+    def observes(examples: Split, rows: Rows, seed: int, step: int) -> Tensor:
         others = torch.ones(len(examples.train_x), dtype=torch.bool, device=examples.train_x.device)
         others[rows] = False
         return draw_rows(examples.train_x, others.nonzero()[:, 0], size, seed, step)
@@ -39,7 +40,7 @@ def draw_unlabelled(size: int) -> Observes:
         size: How many.
     """
 
-    def observes(examples: TaskData, rows: Rows, seed: int, step: int) -> Tensor:
+    def observes(examples: Split, rows: Rows, seed: int, step: int) -> Tensor:
         return draw_rows(*_without_labels(examples), size, seed, step)
 
     return observes
@@ -52,7 +53,7 @@ def join_unlabelled(size: int) -> Observes:
         size: How many without labels.
     """
 
-    def observes(examples: TaskData, rows: Rows, seed: int, step: int) -> Tensor:
+    def observes(examples: Split, rows: Rows, seed: int, step: int) -> Tensor:
         return torch.cat([examples.train_x[rows], draw_rows(*_without_labels(examples), size, seed, step)])
 
     return observes
@@ -69,8 +70,8 @@ def draw_rows(inputs: Tensor, among: Tensor, size: int, seed: int, step: int) ->
     return inputs[among[torch.randperm(len(among), generator=generator)[:size].to(among.device)]]
 
 
-def _without_labels(examples: TaskData) -> tuple[Tensor, Tensor]:
+def _without_labels(examples: Split) -> tuple[Tensor, Tensor]:
     inputs = examples.unlabelled_x
     if inputs is None:
-        raise LabError("the metric asks for unlabelled data, and the task has none: expected TaskData.unlabelled_x")
+        raise LabError("the metric asks for unlabelled data, and the task has none: expected Split.unlabelled_x")
     return inputs, torch.arange(len(inputs), device=inputs.device)

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from natgrad_lab.experiments.base import Contestant, Task, TaskData
+from natgrad_lab.data import Split
+from natgrad_lab.experiments.base import Contestant, Task
 
 
 def classify(
     name: str,
     title: str,
     model: Callable[[], nn.Module],
-    data: Callable[[], TaskData],
+    data: Callable[[], Split],
     contestants: tuple[Contestant, ...] = (),
     dim: int = -1,
     unit: str = "nats per image",
@@ -41,10 +42,7 @@ def perceptron(sizes: Sequence[int], activation: type[nn.Module]) -> nn.Sequenti
 def convolutional(
     image: int, convolutions: Sequence[Convolution], dense: Sequence[int], activation: type[nn.Module]
 ) -> nn.Sequential:
-    """Convolutions of grey images (b, 1, image, image), each max-pooled, then a perceptron.
-
-    dense: sizes after the convolutions, the classes last. The first convolution is a `PatchConvolution`.
-    """
+    """Convolutions of grey images (b, 1, image, image), each max-pooled, then a perceptron of the dense sizes."""
     layers: list[nn.Module] = []
     side, channels = image, 1
     for convolution in convolutions:
@@ -75,11 +73,10 @@ class Convolution:
 
 
 class PatchConvolution(nn.Module):
-    """What `nn.Conv2d(1, filters, kernel, stride)` computes, as a matrix product with the image's patches.
+    """What `nn.Conv2d(1, filters, kernel, stride)` computes of data, as a matrix product with the image's patches.
 
-    For a layer that reads data, which need no gradient. A product with the Fisher of the faces' network (12 x 12
-    pixels, stride 3, 240 images) took 0.024 s with it and 0.095 s with Conv2d, whose second derivatives are slow on a
-    CPU; gradients took 0.022 s and 0.015 s (one thread).
+    A product with the Fisher of the faces' network took 0.024 s with it and 0.095 s with Conv2d, whose second
+    derivatives are slow on a CPU.
     """
 
     def __init__(self, filters: int, kernel: int, stride: int) -> None:
@@ -156,10 +153,7 @@ def mistakes(outputs: Tensor, labels: Tensor, dim: int = -1) -> Tensor:
 
 
 def precision(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Macro precision: a mean over the classes that somebody has or gets, of right over all who get the class.
-
-    Nobody gets the class: 0. outputs: logits (b, classes), labels (b,).
-    """
+    """Macro precision: a mean over the classes that somebody has or gets, of right over all who get it, else 0."""
     classes = outputs.shape[-1]
     given = functional.one_hot(outputs.argmax(-1), classes)
     true = functional.one_hot(labels, classes)

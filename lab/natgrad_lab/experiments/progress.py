@@ -45,17 +45,14 @@ class ProgressDisplay:
             self.piece_begun = now
         if self.live is not None and (ended or now - self.drawn > REDRAW):
             self.drawn = now
-            self.live.update(Group(Text(title, style="bold"), Text(state.note), self._bar(state, now)), refresh=True)
+            spent, share = now - self.piece_begun, state.fraction if state.fraction < 1 else 0.0
+            left = f"piece: {share:.0%}, about {spent / share * (1 - share):.0f} s to go" if share > 0.01 else ""
+            words = f"{state.done} of {state.total} pieces"
+            grid = Table.grid(padding=(1, 2, 0, 0))
+            bar = ProgressBar(state.total, state.done + share, width=40)
+            grid.add_row(bar, words, f"{now - self.begun:.0f} s", left)
+            self.live.update(Group(Text(title, style="bold"), Text(state.note), grid), refresh=True)
         elif ended and self.live is None:
             took = "read from its record" if state.seconds is None else f"{state.seconds:.1f} s"
             note = f", {state.note}" if state.note else ""
             self.console.print(Text(f"{state.done}/{state.total} {title}: {took}{note}"), soft_wrap=True)
-
-    def _bar(self, state: ExperimentState, now: float) -> Table:
-        spent, share = now - self.piece_begun, state.fraction if state.fraction < 1 else 0.0
-        left = f"piece: {share:.0%}, about {spent / share * (1 - share):.0f} s to go" if share > 0.01 else ""
-        words = f"{state.done} of {state.total} pieces"
-        grid = Table.grid(padding=(1, 2, 0, 0))
-        bar = ProgressBar(state.total, state.done + share, width=40)
-        grid.add_row(bar, words, f"{now - self.begun:.0f} s", left)
-        return grid

@@ -17,23 +17,19 @@ from typing import Any
 
 import torch
 
-from natgrad_lab.experiments.base import Budget, Contestant, Job, LabError, Task, TaskData, slug
+from natgrad_lab.data import Split
+from natgrad_lab.experiments.base import Budget, Contestant, Job, LabError, Task, slug
 from natgrad_lab.experiments.frame import Experiment, Findings, Interrupted, Piece, PieceRun
 from natgrad_lab.experiments.race_story import tell_race, write_choice
 from natgrad_lab.experiments.race_summary import choose, read_runs
 from natgrad_lab.experiments.records import FinishedPiece, Numbers
-from natgrad_lab.experiments.training import Training, count, warm_up
+from natgrad_lab.experiments.training import Training, warm_up
 
 CHECKPOINT_EVERY = 10.0  # seconds between checkpoints of a run under way
 
 
 def race(
-    name: str,
-    summary: str,
-    settings: type,
-    tasks: Callable[[Any], tuple[Task, ...]],
-    title: str = "",
-    **others: Any,
+    name: str, summary: str, settings: type, tasks: Callable[[Any], tuple[Task, ...]], title: str = "", **others: Any
 ) -> Experiment:
     """An experiment in which contestants minimise the same losses on equal seconds, or on a number of steps each.
 
@@ -84,7 +80,7 @@ class Course:
 
     def __post_init__(self) -> None:
         self.budget = find_budget(self.task, self.settings)
-        self.pool: Callable[[], TaskData] = cache(lambda: self.task.data().to(self.settings.device))
+        self.pool: Callable[[], Split] = cache(lambda: self.task.data().to(self.settings.device))
 
     def pieces(self) -> list[Piece]:
         """Every choice of every grid, contestants taking turns, then everybody's best from every seed."""
@@ -149,7 +145,10 @@ class Course:
             if time.monotonic() - saved > CHECKPOINT_EVERY:
                 save(run, training, rows)
                 saved = time.monotonic()
-        return {"run": describe_run(job, training), "rows": rows, "end": describe_end(training)}
+        in_time = training.budget.steps is not None and training.steps >= training.budget.steps
+        why = "not finite" if not training.finite else "steps" if in_time else "seconds"
+        end = {"end": why, "steps": training.steps, "seconds": training.seconds}
+        return {"run": describe_run(job, training), "rows": rows, "end": end}
 
 
 def save(run: PieceRun, training: Training, rows: list[Numbers]) -> None:
@@ -169,14 +168,7 @@ def describe_run(job: Job, training: Training) -> Numbers:
         "index": job.index,
         "phase": job.phase,
         "seed": job.seed,
-        "parameters": count(training.model),
+        "parameters": sum(p.numel() for p in training.model.parameters() if p.requires_grad),
         "examples": len(training.examples.train_x),
         "budget": training.budget.seconds,
     }
-
-
-def describe_end(training: Training) -> Numbers:
-    """Why a run ended, after how much."""
-    in_time = training.budget.steps is not None and training.steps >= training.budget.steps
-    why = "not finite" if not training.finite else "steps" if in_time else "seconds"
-    return {"end": why, "steps": training.steps, "seconds": training.seconds}

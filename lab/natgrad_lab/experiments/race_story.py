@@ -12,22 +12,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 from scipy.special import stdtr
 
+from natgrad_lab.experiments import race_summary
 from natgrad_lab.experiments.base import LabError, Task
-from natgrad_lab.experiments.race_summary import (
-    DECIDED,
-    Entry,
-    Mean,
-    Pair,
-    Result,
-    Spread,
-    curve,
-    lead,
-    read_runs,
-    result,
-)
 from natgrad_lab.experiments.records import FinishedPiece
 from natgrad_lab.experiments.sections import Cell, Picture, Section, Story, Table
-from natgrad_lab.figures import DASHES, PALETTE, put_legend_below, put_title
+from natgrad_lab.figures import PALETTE, look, put_legend_below, put_title
 from natgrad_lab.words import join_words, plural, short
 
 CROWD = 6  # entries of a legend that stand below one another
@@ -38,18 +27,28 @@ def tell_race(
     name: str, title: str, tasks: Sequence[Task], steps: int | None, pieces: Sequence[FinishedPiece]
 ) -> Story:
     """The story of a race: a section for every task that all contestants have finished from a seed."""
-    runs = read_runs(pieces)
-    results = [numbers for task in tasks if (numbers := result(task, runs)) is not None]
+    runs = race_summary.read_runs(pieces)
+    results = [numbers for task in tasks if (numbers := race_summary.result(task, runs)) is not None]
     if not results:
         raise LabError(f"{name} has no task on which every contestant finished: run the same command again")
     order = [contestant.name for contestant in tasks[0].contestants]
     seeds = plural(len({run.header["seed"] for run in runs if run.header["phase"] == "race"}), "seed")
     files = () if any(numbers.pairs for numbers in results) else (_overview(results, order, title, seeds),)
-    sections = tuple(_section(numbers, order) for numbers in results)
-    return Story(title, lead(results), _method(results[0], steps, seeds), sections, files)
+    sections = tuple(
+        Section(
+            numbers.task.title,
+            numbers.verdict,
+            (_paired_table(numbers), _differences(numbers)) if numbers.pairs else (_ranks(numbers),),
+            tuple(plot.picture(numbers, order) for plot in plots(numbers)),
+            subtitle=f"{numbers.parameters:,} parameters, {numbers.examples:,} training examples",
+            folded=(_grid(numbers),),
+        )
+        for numbers in results
+    )
+    return Story(title, race_summary.lead(results), _method(results[0], steps, seeds), sections, files)
 
 
-def _method(numbers: Result, steps: int | None, seeds: str) -> str:
+def _method(numbers: race_summary.Result, steps: int | None, seeds: str) -> str:
     choices = max(len(entry.grid) for entry in numbers.entries)
     if numbers.pairs:
         by = numbers.task.tuned_on.replace("valid_", "validation ")
@@ -73,18 +72,7 @@ def _method(numbers: Result, steps: int | None, seeds: str) -> str:
     )
 
 
-def _section(numbers: Result, order: Sequence[str]) -> Section:
-    return Section(
-        numbers.task.title,
-        numbers.verdict,
-        (_paired_table(numbers), _differences(numbers)) if numbers.pairs else (_ranks(numbers),),
-        tuple(plot.picture(numbers, order) for plot in plots(numbers)),
-        subtitle=f"{numbers.parameters:,} parameters, {numbers.examples:,} training examples",
-        folded=(_grid(numbers),),
-    )
-
-
-def _ranks(numbers: Result) -> Table:
+def _ranks(numbers: race_summary.Result) -> Table:
     """One row per contestant, best first."""
     with_error, target = any(entry.test_error is not None for entry in numbers.entries), short(numbers.target)
     heads = ("", "training loss", "test loss", *(["test error"] if with_error else []), "steps")
@@ -107,13 +95,13 @@ def _ranks(numbers: Result) -> Table:
     return Table("", heads, tuple(rows), note, words=(len(heads) - 1,), bold=(0,), brief=brief)
 
 
-def _paired_table(numbers: Result) -> Table:
+def _paired_table(numbers: race_summary.Result) -> Table:
     """One row per contestant in the paper's order, with its numbers beside."""
     heads = ("", "training loss", "paper", "test loss", "test error", "paper", "updates", "seconds", "chosen")
     rows = []
     for entry in numbers.entries:
         loss, error = (numbers.task.paper or {}).get(entry.name, (None, None))
-        seconds = Spread(tuple(record.end["seconds"] for record in entry.records))
+        seconds = race_summary.Spread(tuple(record.end["seconds"] for record in entry.records))
         losses = write_mean(entry.train_loss), short(loss), write_mean(entry.test_loss)
         errors = write_mean(entry.test_error, 100, " %"), share(error)
         spent = count(entry.steps), short(seconds.middle)
@@ -125,7 +113,7 @@ def _paired_table(numbers: Result) -> Table:
     return Table("", heads, tuple(rows), note, words=(8,), brief=(0, 1, 2, 4, 5, 6))
 
 
-def _differences(numbers: Result) -> Table:
+def _differences(numbers: race_summary.Result) -> Table:
     """One row per pair of contestants."""
     heads = ("first", "second", "training loss", "test loss", "test error", "paper", "lower test error")
     rows = tuple(_difference(pair) for pair in numbers.pairs)
@@ -140,7 +128,7 @@ def _differences(numbers: Result) -> Table:
     return Table("Paired differences", heads, rows, note, words=(0, 1, 6), bold=bold, brief=())
 
 
-def _difference(pair: Pair) -> tuple[str | Cell, ...]:
+def _difference(pair: race_summary.Pair) -> tuple[str | Cell, ...]:
     paper = "-" if pair.paper is None else f"{100 * pair.paper:+.2f}".replace("-", "−")
     agreed = {None: "", True: ", as in the paper", False: ", not as in the paper"}[pair.agrees]
     lower = "not told apart" if pair.lower is None else pair.lower + agreed
@@ -149,7 +137,7 @@ def _difference(pair: Pair) -> tuple[str | Cell, ...]:
     return pair.first, pair.second, *losses, error, paper, lower
 
 
-def _grid(numbers: Result) -> Table:
+def _grid(numbers: race_summary.Result) -> Table:
     """Every choice of every contestant; the last cell tells which was chosen."""
     validated = ["validation error"] if numbers.pairs else []
     heads = ("contestant", "choice", "training loss", *validated, "steps", "")
@@ -167,19 +155,18 @@ def _grid(numbers: Result) -> Table:
 
 def beyond(seeds: int) -> float:
     """P(|t| > 2) of Student's t with seeds - 1 degrees of freedom; 1 for one seed, which decides nothing."""
-    return float(2 * stdtr(seeds - 1, -DECIDED)) if seeds > 1 else 1.0
+    return float(2 * stdtr(seeds - 1, -race_summary.DECIDED)) if seeds > 1 else 1.0
 
 
-def write_mean(numbers: Spread | None, times: float = 1, unit: str = "") -> Cell:
+def write_mean(numbers: race_summary.Spread | None, times: float = 1, unit: str = "") -> Cell:
     """The mean over seeds, and its standard error."""
-    if numbers is None or len(numbers.known_values) < len(numbers.values):
+    if numbers is None or math.isnan(numbers.mean):
         return "-", ""
-    mean = Mean(tuple(numbers.known_values))
     words = (lambda value: f"{times * value:.2f}") if unit else short
-    return words(mean.mean) + unit, f"± {words(mean.error)}" if math.isfinite(mean.error) else ""
+    return words(numbers.mean) + unit, f"± {words(numbers.error)}" if math.isfinite(numbers.error) else ""
 
 
-def write_difference(numbers: Mean, words: Callable[[float], str]) -> Cell:
+def write_difference(numbers: race_summary.Spread, words: Callable[[float], str]) -> Cell:
     """A difference with its sign, and its standard error."""
     if not math.isfinite(numbers.mean):
         return "-", ""
@@ -192,12 +179,12 @@ def share(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.2f} %"
 
 
-def percent(numbers: Spread | None) -> str:
+def percent(numbers: race_summary.Spread | None) -> str:
     """The median of a share, in percent."""
     return "-" if numbers is None or numbers.middle is None else f"{100 * numbers.middle:.1f} %"
 
 
-def count(numbers: Spread) -> str:
+def count(numbers: race_summary.Spread) -> str:
     """The median of a count."""
     return "-" if numbers.middle is None else f"{numbers.middle:.0f}"
 
@@ -208,7 +195,7 @@ def write_choice(choice: Mapping[str, float]) -> str:
     return ", ".join(words.get(name, lambda v, n=name: f"{n} {v:g}")(value) for name, value in choice.items())
 
 
-def between(numbers: Spread) -> str:
+def between(numbers: race_summary.Spread) -> str:
     """The range over seeds; nothing for one seed."""
     known = numbers.known_values
     return f"{short(min(known))} – {short(max(known))}" if len(known) > 1 else ""
@@ -227,7 +214,7 @@ class Plot:
     log_x: bool = False
     log_y: bool = True
 
-    def picture(self, numbers: Result, order: Sequence[str]) -> Picture:
+    def picture(self, numbers: race_summary.Result, order: Sequence[str]) -> Picture:
         """Medians, and the range of the seeds as a band. order: of the contestants, for their colours."""
 
         def fill(figure: Figure) -> None:
@@ -240,7 +227,7 @@ class Plot:
         return Picture(f"{numbers.task.name}-{self.name}", self.title, fill, SIZE)
 
 
-def plots(numbers: Result) -> list[Plot]:
+def plots(numbers: race_summary.Result) -> list[Plot]:
     """The plots of a task, those for which its records have numbers."""
     paired, unit, seconds, precision = bool(numbers.pairs), numbers.task.unit, "seconds of training", "test_precision"
     updates, update = ("updates", "an update") if paired else ("steps", "a step")
@@ -269,11 +256,11 @@ def plots(numbers: Result) -> list[Plot]:
     return [
         Plot(*words, log_x=x == "step" and y not in plain and (y != "damping" or paired), log_y=y not in plain)
         for words in wanted
-        if any(len(curve(run, x := words[2], y := words[3])[0]) for run in runs)
+        if any(len(race_summary.curve(run, x := words[2], y := words[3])[0]) for run in runs)
     ]
 
 
-def _overview(results: Sequence[Result], order: Sequence[str], title: str, seeds: str) -> Picture:
+def _overview(results: Sequence[race_summary.Result], order: Sequence[str], title: str, seeds: str) -> Picture:
     """The whole race in one figure: a row for each task, its training loss against seconds and against steps."""
 
     def fill(figure: Figure) -> None:
@@ -289,25 +276,19 @@ def _overview(results: Sequence[Result], order: Sequence[str], title: str, seeds
     return Picture("overview", "Overview", fill, (2 * SIZE[0], 2.7 * len(results) + 0.8))
 
 
-def _lines(axes: Axes, plot: Plot, entries: Sequence[Entry], order: Sequence[str]) -> int:
+def _lines(axes: Axes, plot: Plot, entries: Sequence[race_summary.Entry], order: Sequence[str]) -> int:
     """One panel without its title and legend; how many lines it has."""
-    drawn = [_line(axes, plot, e, order.index(e.name)) for e in sorted(entries, key=lambda e: order.index(e.name))]
+    for entry in sorted(entries, key=lambda e: order.index(e.name)):
+        x, low, middle, high = band([race_summary.curve(run, plot.x, plot.y) for run in entry.records], plot)
+        if len(x):
+            style = look(order.index(entry.name) % len(PALETTE), 2.0)
+            axes.fill_between(x, low, high, color=style["color"], alpha=0.16, linewidth=0)
+            axes.plot(x, middle, label=entry.name, **style)
     _scales(axes, plot)
     axes.set(xlabel=plot.x_label, ylabel=plot.y_label)
     axes.grid(visible=True, axis="y")
     axes.set_axisbelow(True)
-    return sum(drawn)
-
-
-def _line(axes: Axes, plot: Plot, entry: Entry, index: int) -> bool:
-    x, low, middle, high = band([curve(run, plot.x, plot.y) for run in entry.records], plot)
-    if not len(x):
-        return False
-    colour = PALETTE[index % len(PALETTE)]
-    axes.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0)
-    dash = DASHES[index % len(DASHES)]
-    axes.plot(x, middle, color=colour, linestyle=dash, linewidth=2.0, label=entry.name)
-    return True
+    return len(axes.lines)
 
 
 def band(

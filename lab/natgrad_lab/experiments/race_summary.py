@@ -41,7 +41,7 @@ def read_runs(pieces: Sequence[FinishedPiece]) -> list[Record]:
 
 @dataclass(frozen=True)
 class Spread:
-    """A number over seeds: its median, lowest and highest value. None stands for a run in which it has no value."""
+    """A number over seeds. None stands for a run in which it has no value; not finite: one that broke down."""
 
     values: tuple[float | None, ...]
 
@@ -55,6 +55,27 @@ class Spread:
     def known_values(self) -> list[float]:
         """The values that are not missing."""
         return [v for v in self.values if v is not None]
+
+    @property
+    def mean(self) -> float:
+        """NaN where a seed has no number."""
+        known = self.known_values
+        return sum(known) / len(known) if known and len(known) == len(self.values) else math.nan
+
+    @property
+    def error(self) -> float:
+        """Of the mean, with n - 1 in the variance; infinite for one seed, which says nothing of the spread."""
+        if len(self.values) < 2:
+            return math.inf
+        variance = sum((value - self.mean) ** 2 for value in self.known_values) / (len(self.values) - 1)
+        return math.sqrt(variance / len(self.values))
+
+    @property
+    def sign(self) -> int:
+        """-1 or 1 where the mean is further than two standard errors from zero, else 0."""
+        if not math.isfinite(self.mean) or abs(self.mean) <= DECIDED * self.error:
+            return 0
+        return -1 if self.mean < 0 else 1
 
 
 @dataclass(frozen=True)
@@ -135,15 +156,15 @@ def result(task: Task, records: Sequence[Record]) -> Result | None:
 def entry(name: str, raced: Sequence[Record], tuned: Sequence[Record], target: float) -> Entry:
     """One contestant's numbers from its finished runs."""
     last = [final_row(run) for run in raced]
-    reached = [first_below(run, target) or {} for run in raced]
+    reached = [first_below(run, target) for run in raced]
     errors = [row.get("test_error") for row in last]
     chosen = raced[0].header["index"]
     return Entry(
         name=name,
         choice=raced[0].header["choice"],
-        grid=tuple(_count_tried(r, chosen) for r in sorted(tuned, key=lambda r: r.header["index"])),
+        grid=tuple(_try(r, r.header["index"] == chosen) for r in sorted(tuned, key=lambda r: r.header["index"])),
         records=tuple(raced),
-        train_loss=Spread(tuple(_finite(final_loss(run)) for run in raced)),
+        train_loss=Spread(tuple(loss if math.isfinite(loss := final_loss(run)) else None for run in raced)),
         test_loss=Spread(tuple(row.get("test_loss") for row in last)),
         test_error=None if all(e is None for e in errors) else Spread(tuple(errors)),
         steps=Spread(tuple(row["step"] for row in last)),
@@ -152,11 +173,11 @@ def entry(name: str, raced: Sequence[Record], tuned: Sequence[Record], target: f
     )
 
 
-def first_below(run: Record, loss: float) -> dict[str, Any] | None:
-    """The first evaluated row, not later than the final one, whose training loss is at most `loss`."""
+def first_below(run: Record, loss: float) -> dict[str, Any]:
+    """The first evaluated row, not later than the final one, whose training loss is at most `loss`; {} for none."""
     end = final_row(run)["step"]
     rows = (row for row in run.rows if row["step"] <= end and row.get("train_loss") is not None)
-    return next((row for row in rows if row["train_loss"] <= loss), None)
+    return next((row for row in rows if row["train_loss"] <= loss), {})
 
 
 def loss_after(run: Record, steps: int) -> float:
@@ -193,10 +214,7 @@ def curve(run: Record, x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def verdict(entries: Sequence[Entry], unit: str, seconds: float | None, steps: int) -> str:
-    """Two or three sentences: who ended lowest and by how much, where natural gradient lost, and how it is per step.
-
-    entries: sorted, best first. "Ahead" needs ranges over seeds that do not overlap; otherwise it is called level.
-    """
+    """Who ended lowest and by how much, where natural gradient lost, how it is per step. entries: best first."""
     best = entries[0]
     if best.train_loss.middle is None:
         return "Every contestant broke down."
@@ -248,9 +266,9 @@ def _per_step(entries: Sequence[Entry], ours: Entry, steps: int) -> str:
     return f"Step for step, after {plural(steps, 'step')}: {both}."
 
 
-def _count_tried(record: Record, chosen: int) -> Tried:
-    header, last = record.header, final_row(record)
-    return Tried(header["choice"], final_loss(record), last["step"], header["index"] == chosen, last.get("valid_error"))
+def _try(record: Record, chosen: bool) -> Tried:
+    last = final_row(record)
+    return Tried(record.header["choice"], final_loss(record), last["step"], chosen, last.get("valid_error"))
 
 
 def _of(records: Sequence[Record], name: str, phase: str) -> list[Record]:
@@ -258,16 +276,9 @@ def _of(records: Sequence[Record], name: str, phase: str) -> list[Record]:
     return sorted(runs, key=lambda r: (r.header["seed"], r.header["index"]))
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def choose(tried: Sequence[Record], by: str = "train_loss") -> int:
-    """Index of the choice with the lowest number of that name at the end of its run; a run that broke down counts last.
-
-    Equal validation errors are told apart by the validation loss.
-    """
-    numbers = by, by.replace("error", "loss")
+    """Index of the choice with the lowest number of that name at the end of its run; a run that broke down is last."""
+    numbers = by, by.replace("error", "loss")  # which tells equal errors apart
     return min(tried, key=lambda record: [final(record, name) for name in numbers]).header["index"]
 
 
@@ -290,41 +301,14 @@ def final_loss(record: Record) -> float:
 
 
 @dataclass(frozen=True)
-class Mean:
-    """A mean over seeds and its standard error (n - 1 in the variance); not finite for a run that broke down."""
-
-    values: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        """NaN where no seed has the number."""
-        return sum(self.values) / len(self.values) if self.values else math.nan
-
-    @property
-    def error(self) -> float:
-        """Infinite for one seed, which says nothing of the spread."""
-        if len(self.values) < 2:
-            return math.inf
-        variance = sum((value - self.mean) ** 2 for value in self.values) / (len(self.values) - 1)
-        return math.sqrt(variance / len(self.values))
-
-    @property
-    def sign(self) -> int:
-        """-1 or 1 where the mean is further than two standard errors from zero, else 0."""
-        if not math.isfinite(self.mean) or abs(self.mean) <= DECIDED * self.error:
-            return 0
-        return -1 if self.mean < 0 else 1
-
-
-@dataclass(frozen=True)
 class Pair:
     """first - second: test error and losses over seeds, and what the paper's table gives for the test error."""
 
     first: str
     second: str
-    test_error: Mean
-    train_loss: Mean
-    test_loss: Mean
+    test_error: Spread
+    train_loss: Spread
+    test_loss: Spread
     paper: float | None
 
     @property
@@ -351,10 +335,10 @@ def pair_all(raced: Mapping[str, Sequence[Record]], paper: Mapping[str, Sequence
     return tuple(pairs)
 
 
-def difference(first: Sequence[Record], second: Sequence[Record], name: str) -> Mean:
+def difference(first: Sequence[Record], second: Sequence[Record], name: str) -> Spread:
     """first - second of a final number, over common seeds."""
     ours, theirs = by_seed(first, name), by_seed(second, name)
-    return Mean(tuple(ours[seed] - theirs[seed] for seed in ours if seed in theirs))
+    return Spread(tuple(ours[seed] - theirs[seed] for seed in ours if seed in theirs))
 
 
 def by_seed(records: Sequence[Record], name: str) -> dict[int, float]:
@@ -364,14 +348,17 @@ def by_seed(records: Sequence[Record], name: str) -> dict[int, float]:
 
 def write_verdict(raced: Mapping[str, Sequence[Record]], pairs: Sequence[Pair]) -> str:
     """The verdict: who has the lowest mean test error, from whom that can be told apart, and how it suits the paper."""
-    means = {name: Mean(tuple(by_seed(records, "test_error").values())) for name, records in raced.items()}
+    means = {name: Spread(tuple(by_seed(records, "test_error").values())) for name, records in raced.items()}
     best = min(means, key=lambda name: means[name].mean)
     if not math.isfinite(means[best].mean):
         return "Every contestant broke down."
-    said = [f"{capital(best)} has the lowest mean test error, {spread(means[best])}."]
+    error = f" ± {100 * means[best].error:.2f}" if math.isfinite(means[best].error) else ""
+    said = [f"{capital(best)} has the lowest mean test error, {100 * means[best].mean:.2f} %{error}."]
     mine = [pair for pair in pairs if best in (pair.first, pair.second)]
-    above = [_other(pair, best) for pair in mine if pair.lower == best]
-    level = [_other(pair, best) for pair in mine if pair.lower is None]
+    above, level = (
+        [pair.second if pair.first == best else pair.first for pair in mine if pair.lower == lower]
+        for lower in (best, None)
+    )
     if above:
         said.append(f"Higher by more than two standard errors of the paired difference: {'; '.join(above)}.")
     if level:
@@ -396,15 +383,3 @@ def _beside_the_paper(pairs: Sequence[Pair]) -> str:
         f"Of the paper's {plural(len(known), 'order')} of two, {same} came out the same, {other} the other way round, "
         f"{len(known) - same - other} undecided."
     )
-
-
-def _other(pair: Pair, name: str) -> str:
-    return pair.second if pair.first == name else pair.first
-
-
-def spread(numbers: Mean) -> str:
-    """A share: 4.91 % +- 0.12."""
-    if not math.isfinite(numbers.mean):
-        return "-"
-    error = f" ± {100 * numbers.error:.2f}" if math.isfinite(numbers.error) else ""
-    return f"{100 * numbers.mean:.2f} %{error}"

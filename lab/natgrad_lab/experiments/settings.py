@@ -84,10 +84,7 @@ def check_counts(settings: Any, *names: str, least: int = 1) -> None:
 
 
 def fill(settings: Any, values: Mapping[str, Any]) -> None:
-    """Give the fields of a frozen dataclass that are None their values: sizes that another setting decides on.
-
-    LabError for a size below 1.
-    """
+    """Give the fields that are None their values: sizes that another setting decides on. LabError for one below 1."""
     for key, value in values.items():
         if getattr(settings, key) is None:
             object.__setattr__(settings, key, value)

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import natgrad as ng
-from natgrad_lab.experiments.base import Budget, Job, Rows, TaskData
+from natgrad_lab.data import Split
+from natgrad_lab.experiments.base import Budget, Job, Rows
 from natgrad_lab.experiments.frame import PieceRun
 from natgrad_lab.experiments.records import Numbers
 
@@ -33,7 +34,7 @@ class Training:
     step, after the step) on the first 1000 training examples.
     """
 
-    def __init__(self, job: Job, budget: Budget, pool: TaskData, device: str = "cpu") -> None:
+    def __init__(self, job: Job, budget: Budget, pool: Split, device: str = "cpu") -> None:
         self.job, self.budget, self.device = job, job.within(budget), device
         self.examples = examples = job.task.examples(pool, job.seed)
         torch.manual_seed(job.seed)
@@ -60,7 +61,8 @@ class Training:
         before = self._probe() if self.evaluated == self.steps else None
         marks = self.budget.marks(self.steps, self.seconds)
         loss = self._step()
-        row = {"step": self.steps, "epoch": self.order.epochs(self.steps), "seconds": self.seconds, "loss": loss}
+        epoch = self.steps / self.order.per_epoch
+        row = {"step": self.steps, "epoch": epoch, "seconds": self.seconds, "loss": loss}
         row |= report(self.optimizer)
         if before is not None:
             self._recalibrate()
@@ -90,7 +92,9 @@ class Training:
         self.finite = math.isfinite(loss)
         if self.finite:
             self._schedule()
-            self._observe(rows)
+            if (observes := self.job.contestant.observes) is not None:
+                assert isinstance(self.optimizer, ng.NaturalGradient)
+                self.optimizer.observe(observes(self.examples, rows, self.job.seed, self.steps))
             self.optimizer.step()
         self.seconds += clock(self.device) - start
         self.steps += 1
@@ -106,12 +110,6 @@ class Training:
             factor *= contestant.falls(min(self.budget.spent_part(self.steps, self.seconds), 1.0))
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
-
-    def _observe(self, rows: Rows) -> None:
-        observes = self.job.contestant.observes
-        if observes is not None:
-            assert isinstance(self.optimizer, ng.NaturalGradient)
-            self.optimizer.observe(observes(self.examples, rows, self.job.seed, self.steps))
 
     def _backward(self, batch: Rows) -> float:
         """The gradient of scale * criterion, but of the criterion itself for natgrad, which knows the loss's units."""
@@ -170,19 +168,12 @@ class Training:
 
 
 class Order:
-    """Which examples a step sees: each epoch a new permutation, drawn from the seed and the epoch's number.
-
-    size: examples per batch, 0 for all of them; what does not fill a batch is left to another epoch's permutation.
-    """
+    """Which examples a step sees: each epoch a permutation of its own, cut into full batches. size: 0 for all."""
 
     def __init__(self, n: int, size: int, seed: int) -> None:
         self.n, self.size, self.seed = n, min(size, n) or n, seed
         self.per_epoch = self.n // self.size
         self.epoch, self.permutation = -1, torch.empty(0, dtype=torch.int64)
-
-    def epochs(self, steps: int) -> float:
-        """How many times the examples were seen after so many steps."""
-        return steps / self.per_epoch
 
     def batch(self, step: int, device: str) -> Rows:
         """Indices (b,) of the examples for step number `step`, counted from 0."""
@@ -195,9 +186,7 @@ class Order:
         return self.permutation[place * self.size : (place + 1) * self.size]
 
 
-def knows_criterion(
-    optimizer: torch.optim.Optimizer,
-) -> TypeGuard[ng.NaturalGradient | ng.StructuredNaturalGradient]:
+def knows_criterion(optimizer: torch.optim.Optimizer) -> TypeGuard[ng.NaturalGradient | ng.StructuredNaturalGradient]:
     """Whether the optimiser computes the loss itself: natgrad's, unless its metric is of no likelihood."""
     if isinstance(optimizer, ng.NaturalGradient):
         return hasattr(optimizer.metric, "criterion")
@@ -212,16 +201,12 @@ def report(optimizer: torch.optim.Optimizer) -> Numbers:
     """What a natgrad optimiser tells of its last step; nothing for others."""
     if not isinstance(optimizer, OURS):
         return {}
-    last = optimizer.state_report()
     names = REPORTED if isinstance(optimizer, ng.NaturalGradient) else OF_STRUCTURES
-    return {name: getattr(last, name) for name in names}
+    return {name: getattr(optimizer.state_report(), name) for name in names}
 
 
 def clock(device: str) -> float:
-    """Seconds: of CPU time where one thread does the work, which other work on the machine then hardly disturbs.
-
-    Of the wall clock for more threads, whose CPU times would add up, and for an accelerator, once it is idle.
-    """
+    """CPU seconds where one thread works; else those of the wall clock, on an accelerator once it is idle."""
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
     return time.process_time() if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
@@ -230,10 +215,7 @@ def clock(device: str) -> float:
 def follow_clock(
     run: PieceRun, seconds: float, looks: int, step: Callable[[float], object], look: Callable[[], tuple[Any, ...]]
 ) -> list[tuple[Any, ...]]:
-    """(CPU seconds, steps, *look()) at the start and so many times while the steps spend their seconds.
-
-    step: is told which share of the seconds is over.
-    """
+    """(CPU seconds, steps, *look()) at the start and so many times; step(share of the seconds that is over)."""
     spent, steps, curve = 0.0, 0, [(0.0, 0, *look())]
     while spent < seconds:
         run.advance(spent / seconds)
@@ -245,13 +227,8 @@ def follow_clock(
     return curve
 
 
-def warm_up(job: Job, budget: Budget, pool: TaskData, device: str) -> None:
+def warm_up(job: Job, budget: Budget, pool: Split, device: str) -> None:
     """Two steps that are thrown away: the first calls of a process are slow, whoever makes them."""
     training = Training(job, budget, pool, device)
     for _ in range(2):
         training.advance()
-
-
-def count(model: nn.Module) -> int:
-    """Number of trainable parameters."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)

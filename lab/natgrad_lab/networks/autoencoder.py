@@ -22,10 +22,7 @@ from natgrad_lab.experiments.models import bernoulli_divergence, glorot, mirror_
 from natgrad_lab.experiments.race import RaceSettings, race
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "relu": nn.ReLU}
-GROUPS = {
-    **contestants.GROUPS,
-    "matrix_free": ("hessian_free", "krylov_subspace", "adam", "muon", "sgd"),
-}
+GROUPS = {**contestants.GROUPS, "matrix_free": ("hessian_free", "krylov_subspace", "adam", "muon", "sgd")}
 GROUPS["all"] = tuple(dict.fromkeys(GROUPS["structures"] + GROUPS["matrix_free"]))
 
 

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from natgrad_lab.data import Split
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import LabError, Task, TaskData
+from natgrad_lab.experiments.base import LabError, Task
 from natgrad_lab.experiments.models import TransformerBlock, classify
 from natgrad_lab.experiments.race import RaceSettings, race
 
@@ -84,8 +85,7 @@ SYMBOLS = "\n" + "".join(map(chr, range(32, 127)))  # what is left of the text: 
 def documentation(library: Path | None = None) -> str:
     """The licence, where the installation has it, and the docstrings of all single-file modules, by their names.
 
-    The modules are read, not imported. The same for one installation of Python; others differ a little. library: the
-    folder to read, by default the running Python's. LabError where there are no sources.
+    They are read, not imported: by default those of the running Python. LabError where there are no sources.
     """
     root = Path(sysconfig.get_path("stdlib")) if library is None else library
     licence = root / "LICENSE.txt"
@@ -112,11 +112,8 @@ def encode_text(text: str) -> Tensor:
     return torch.tensor([place[symbol] for symbol in text if symbol in place])
 
 
-def windows(text: str, length: int, test: float = 0.1) -> TaskData:
-    """Windows that follow one another: inputs (n, length), and at every place the next character as target.
-
-    test: the share of the text, its end, that is kept for testing.
-    """
+def windows(text: str, length: int, test: float = 0.1) -> Split:
+    """Windows (n, length) that follow one another, with the next characters as targets. test: the share at the end."""
     symbols = encode_text(text)
     n = (len(symbols) - 1) // length
     cut = n - int(test * n)
@@ -125,7 +122,7 @@ def windows(text: str, length: int, test: float = 0.1) -> TaskData:
             f"length is {length}: the text has {len(symbols)} characters, too few for windows of that length"
         )
     x, y = symbols[: n * length].view(n, length), symbols[1 : n * length + 1].view(n, length)
-    return TaskData(x[:cut], y[:cut], x[cut:], y[cut:])
+    return Split(x[:cut], y[:cut], x[cut:], y[cut:])
 
 
 RACE = race(

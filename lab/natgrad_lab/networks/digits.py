@@ -11,16 +11,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
+import natgrad as ng
 from natgrad_lab.data import Split, digits, fashion_mnist
-from natgrad_lab.experiments.base import Contestant, Task, pair_with_inputs, pair_with_labels
-from natgrad_lab.experiments.contestants import adam, grid, kfac, natural_gradient, sgd
-from natgrad_lab.experiments.models import (
-    bernoulli_divergence,
-    classify,
-    gaussian_divergence,
-    mirror_sizes,
-    perceptron,
-)
+from natgrad_lab.experiments.base import Contestant, Task, pair_with_inputs
+from natgrad_lab.experiments.contestants import adam, apply_recipe, grid, natural_gradient, sgd
+from natgrad_lab.experiments.models import bernoulli_divergence, classify, gaussian_divergence, mirror_sizes, perceptron
 from natgrad_lab.experiments.race import RaceSettings, race
 
 
@@ -48,7 +43,7 @@ def on_digits(settings: DigitsSettings) -> tuple[Task, ...]:
     classifier = classify_images(
         digits,
         [64, 128, 128, 10],
-        kfac(grid(batch=(128, 256), damping=(0.03, 0.01))),
+        apply_recipe("K-FAC", ng.kfac, grid(batch=(128, 256), damping=(0.03, 0.01))),
         natural_gradient(grid(batch=(0,), metric=(512,), damping=(0.1, 0.01), products=(15, 30))),
         adam(grid(batch=(64, 256), lr=(0.01, 0.03))),
         sgd(grid(batch=(64, 256), lr=(0.1, 0.3))),
@@ -64,7 +59,7 @@ def on_digits(settings: DigitsSettings) -> tuple[Task, ...]:
         unit="half squared error per image",
         divergence=gaussian_divergence,
         contestants=(
-            kfac(grid(batch=(256, 512), damping=(0.03, 0.01))),
+            apply_recipe("K-FAC", ng.kfac, grid(batch=(256, 512), damping=(0.03, 0.01))),
             natural_gradient(grid(batch=(0,), metric=(256,), damping=(0.03, 0.01), products=(30, 50))),
             adam(grid(batch=(256, 512), lr=(0.003, 0.01))),
             sgd(grid(batch=(128, 256), lr=(0.03, 0.05))),
@@ -103,7 +98,7 @@ def on_fashion(settings: FashionSettings) -> tuple[Task, ...]:
 def classify_images(data: Callable[[], Split], sizes: list[int], *among: Contestant, share: float = 1.0) -> Task:
     """Cross-entropy of ten classes: the Fisher of a categorical distribution."""
     title, model = f"Classifier {'-'.join(map(str, sizes))}, tanh", lambda: perceptron(sizes, nn.Tanh)
-    return classify("classifier", title, model, lambda: pair_with_labels(data().flat()), among, share=share)
+    return classify("classifier", title, model, lambda: data().flat(), among, share=share)
 
 
 RACE = race(

@@ -12,7 +12,7 @@ from torch import nn
 
 from natgrad_lab.data import fashion_mnist
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Task, add_channel, pair_with_labels
+from natgrad_lab.experiments.base import Task, add_channel
 from natgrad_lab.experiments.models import classify
 from natgrad_lab.experiments.race import RaceSettings, race
 
@@ -31,7 +31,7 @@ def tasks(settings: FashionCnnSettings) -> tuple[Task, ...]:
     among = contestants.line_up(256, ("9.weight",), **GRIDS)
     title = f"Fashion-MNIST, {settings.filters} and {2 * settings.filters} filters with batch norm"
     raced = contestants.select(settings.methods, among, contestants.GROUPS)
-    data = lambda: pair_with_labels(add_channel(fashion_mnist()))  # noqa: E731
+    data = lambda: add_channel(fashion_mnist())  # noqa: E731
     return (classify("fashion", title, lambda: network(settings.filters), data, raced),)
 
 

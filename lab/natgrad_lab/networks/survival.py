@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Likelihood
+from natgrad_lab.data import Split
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import LabError, Task, TaskData
+from natgrad_lab.experiments.base import LabError, Task
 from natgrad_lab.experiments.models import perceptron
 from natgrad_lab.experiments.race import RaceSettings, race
 
@@ -116,13 +117,13 @@ class ConstantHazard(WeibullHazard):
 HAZARDS = {"weibull": WeibullHazard(), "exponential": ConstantHazard()}
 
 
-def patients(many: int) -> TaskData:
+def patients(many: int) -> Split:
     """Simulated ones, the same for the same number: standard normal covariates, Weibull times."""
     generator = torch.Generator().manual_seed(0)
     total = many + many // 4
     x = torch.randn(total, COVARIATES, generator=generator)
     y = HAZARDS["weibull"].sample(truth(x), generator)
-    return TaskData(x[:many], y[:many], x[many:], y[many:])
+    return Split(x[:many], y[:many], x[many:], y[many:])
 
 
 def truth(x: Tensor) -> Tensor:

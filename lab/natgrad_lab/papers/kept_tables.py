@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from natgrad_lab.experiments.frame import Experiment, findings
+from natgrad_lab.experiments.records import Folder
+from natgrad_lab.experiments.sections import Section, Story
+from natgrad_lab.figures import save_picture
 
 
 def insert(page: str, name: str, tables: str) -> str:
@@ -18,3 +24,14 @@ def write_rows(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table in Markdown."""
     lines = ["| " + " | ".join(cells) + " |" for cells in (heads, *rows)]
     return "\n".join([lines[0], "|" + "---|" * len(heads), *lines[1:]])
+
+
+def tell_kept(experiment: Experiment, folder: Path) -> Story:
+    """The story of records that are kept: nothing runs again."""
+    return experiment.tell(findings(experiment, Folder(folder)))
+
+
+def draw_kept(section: Section, names: Mapping[str, Path]) -> None:
+    """Write the PNGs of a section's pictures; a picture's name -> its file's."""
+    for picture in section.pictures:
+        save_picture(picture.draw, picture.size, names[picture.name], picture.title)

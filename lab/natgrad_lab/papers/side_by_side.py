@@ -72,7 +72,7 @@ def read_row(line: str) -> ComparedRow:
     return ComparedRow(name, None, ours, their_error, our_error, int(paper.removeprefix("place")))
 
 
-PANELS = {
+PANELS = {  # the pictures by the name of their file
     name: read_panels(text)
     for name, text in {
         "pascanu_table1": """
@@ -163,16 +163,14 @@ PANELS = {
         """,
     }.items()
 }
-"""The pictures by the name of their file."""
 
-TITLES = {
+TITLES = {  # data set and contestants, by the name of the file
     "pascanu_table1": "Pascanu & Bengio 2013, table 1: metrics on MNIST and on faces, TFD (paper) and FER2013 (ours)",
     "karakida_table1": "Karakida, Okada & Amari 2016, table 1: two-layer model on ISA data, ours times .943",
     "varady_order": "Várady, Volpi, Malagò & Ay 2022: the abstract's order and our medians of 3 and 5 seeds",
     "koster_order": "Köster & Hyvärinen 2010: 16 x 16 patches of photographs, the abstract's words and our measures",
     "arbel_order": "Arbel, Gretton, Li & Montúfar 2020: kernelised Wasserstein, the abstract's order and our numbers",
 }
-"""Data set and contestants, by the name of the file."""
 
 
 def number(printed: str) -> float:

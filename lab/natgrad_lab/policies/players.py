@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +15,7 @@ import natgrad as ng
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Numbers
 
-RECENT = 20
-"""Episodes that the training return is a mean of."""
+RECENT = 20  # episodes that the training return is a mean of
 
 
 Scene = Any
@@ -30,28 +29,6 @@ class PolicyChoice:
 
     words: str
     arguments: dict[str, Any] = field(default_factory=dict)
-
-
-class Player(Protocol):
-    """A contestant at work."""
-
-    batch: int  # steps per update
-
-    @property
-    def steps(self) -> int:
-        """So far."""
-        ...
-
-    def update(self) -> None:
-        """Collect a batch and learn from it."""
-
-    def act(self, observations: np.ndarray) -> np.ndarray:
-        """Actions without exploration, as the environment takes them."""
-        ...
-
-    def recent(self) -> float:
-        """Mean return of the last training episodes; NaN before the first."""
-        ...
 
 
 class NatgradPlayer:
@@ -79,7 +56,7 @@ class NatgradPlayer:
         return self.agent.predict(observations)[0]
 
     def recent(self) -> float:
-        """Training return."""
+        """Mean return of the last training episodes; NaN before the first."""
         return float(np.mean([episode.ret for episode in self.episodes])) if self.episodes else math.nan
 
 
@@ -119,13 +96,13 @@ class Peer:
         return float(np.mean(returns)) if returns else math.nan
 
 
+Player = NatgradPlayer | Peer
+
+
 def learn_to_marks(
     player: Player, scene: Scene, marks: Sequence[int], advance: Callable[[float], Any] = lambda share: None
 ) -> Iterator[Numbers]:
-    """Learn, and look at the last update before each mark, of steps that rise: no more are taken than the mark says.
-
-    advance: called before each update with the share of the steps that is done.
-    """
+    """Learn, and look at the last update before each mark, of steps that rise. advance(share of the steps)."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     seconds: list[float] = []
     for mark in marks:

@@ -240,7 +240,7 @@ def _race(races: dict[str, list[Numbers]], lead: str) -> Section:
     )
     exact = next(iter(races.values()))[0]["exact"]
     note = f"Medians over seeds; below, the lowest and the highest. Exact: {exact:.6f}."
-    energies, gaps = (lambda figure: _draw_energies(figure, races, exact)), (lambda figure: _draw_gaps(figure, races))
+    energies, gaps = partial(_draw_energies, races, exact), partial(_draw_gaps, races)
     pictures = (
         Picture("energy", "Energy of the first seed, with two standard errors", energies, (7.2, 3.8)),
         Picture("gap", "Distance from the exact energy, medians over seeds", gaps, (7.2, 3.6)),
@@ -248,7 +248,7 @@ def _race(races: dict[str, list[Numbers]], lead: str) -> Section:
     return Section("Race", lead, (Table("Where they ended", heads, rows, note),), pictures)
 
 
-def _draw_energies(figure: Figure, races: dict[str, list[Numbers]], exact: float) -> None:
+def _draw_energies(races: dict[str, list[Numbers]], exact: float, figure: Figure) -> None:
     axes = figure.add_subplot()
     lowest, tops = exact, []
     for name, runs in races.items():
@@ -265,7 +265,7 @@ def _draw_energies(figure: Figure, races: dict[str, list[Numbers]], exact: float
     put_legend_below(figure, axes, columns=4)
 
 
-def _draw_gaps(figure: Figure, races: dict[str, list[Numbers]]) -> None:
+def _draw_gaps(races: dict[str, list[Numbers]], figure: Figure) -> None:
     axes = figure.add_subplot()
     for name, runs in races.items():
         length = min(len(run["curve"]) for run in runs)

@@ -79,7 +79,13 @@ def build(path: Path, experiment: Experiment | None = None) -> tuple[Outcome, Pa
         lstrip_blocks=True,
     )
     environment.globals["replace"] = replace
-    values = {"command": write_command(outcome, asdict(experiment.settings())), "facts": list_facts(outcome)}
+    # the command that gives this report again. defaults: settings that need not be said
+    defaults = asdict(experiment.settings())
+    words = ["natgrad", "run", outcome.experiment, "--seeds", str(len(outcome.seeds))]
+    for key, value in outcome.settings.items():
+        if key not in defaults or defaults[key] != value:
+            words += ["--set", f"{key}={'none' if value is None else value}"]
+    values = {"command": shlex.join(words), "facts": list_facts(outcome)}
     text = environment.get_template("page.j2").render(light=PALETTE, dark=DARK, outcome=outcome, parts=parts, **values)
     page = path / "report.html"
     files.replace(page, text)
@@ -106,15 +112,6 @@ def read_outcome(experiment: Experiment, folder: Folder) -> Outcome:
         missing=planned - len(headers),
         story=story,
     )
-
-
-def write_command(outcome: Outcome, defaults: dict[str, Any]) -> str:
-    """The command that gives this report again. defaults: settings that need not be said."""
-    words = ["natgrad", "run", outcome.experiment, "--seeds", str(len(outcome.seeds))]
-    for key, value in outcome.settings.items():
-        if key not in defaults or defaults[key] != value:
-            words += ["--set", f"{key}={'none' if value is None else value}"]
-    return shlex.join(words)
 
 
 def list_facts(outcome: Outcome) -> list[tuple[str, str]]:

@@ -9,12 +9,7 @@ import torch
 
 import natgrad as ng
 from natgrad.energies import RestrictedBoltzmann
-from natgrad_lab.energies.boltzmann_digits import (
-    STUDY,
-    BoltzmannDigitsSettings,
-    measure_likelihood,
-    raise_likelihood,
-)
+from natgrad_lab.energies.boltzmann_digits import STUDY, BoltzmannDigitsSettings, measure_likelihood, raise_likelihood
 from natgrad_lab.energies.boltzmann_images import Images, find_log_odds
 from natgrad_lab.experiments import LabError, PieceRun, execute, find
 from natgrad_lab.report import build

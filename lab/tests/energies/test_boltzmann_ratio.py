@@ -10,39 +10,26 @@ import torch
 import natgrad as ng
 from natgrad.energies.boltzmann import PairPreconditioner
 from natgrad.ground.spaces import Space
+from natgrad_lab.energies import boltzmann_ratio
 from natgrad_lab.energies.boltzmann_images import CONTESTANTS, Images, images, start, train
-from natgrad_lab.energies.boltzmann_ratio import (
-    LOSSES,
-    STUDY,
-    BoltzmannRatioSettings,
-    ExactMachine,
-    best,
-    count_steps_to_goal,
-    descend,
-    field,
-    laplacian,
-    natural,
-    path,
-    write_range,
-)
 from natgrad_lab.experiments import LabError, PieceRun, execute
 from natgrad_lab.report import build
 
-FEW = BoltzmannRatioSettings(
+FEW = boltzmann_ratio.BoltzmannRatioSettings(
     units=3, more=3, steps=400, field=2, examples=50, seconds=0.05, looked_at=20, sweeps=2, batch=20
 )
 
 
-def known_machine() -> ExactMachine:
-    return ExactMachine(3, 0.7, 0)
+def known_machine() -> boltzmann_ratio.ExactMachine:
+    return boltzmann_ratio.ExactMachine(3, 0.7, 0)
 
 
-def somewhere(exact: ExactMachine) -> torch.Tensor:
+def somewhere(exact: boltzmann_ratio.ExactMachine) -> torch.Tensor:
     generator = torch.Generator().manual_seed(5)
     return 0.5 * torch.randn(2, exact.space.size, dtype=torch.float64, generator=generator)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", boltzmann_ratio.LOSSES)
 def test_gradients_are_those_of_the_losses(loss):
     exact = known_machine()
     for theta, gradient in zip(somewhere(exact), exact.gradient(loss, somewhere(exact)), strict=True):
@@ -55,9 +42,9 @@ def test_gradients_are_those_of_the_losses(loss):
         torch.testing.assert_close(gradient, torch.cat(torch.autograd.grad(value, list(params.values()))))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", boltzmann_ratio.LOSSES)
 def test_metrics_are_the_hessians_at_the_truth(loss):
-    exact = ExactMachine(3, 0.5, 1)
+    exact = boltzmann_ratio.ExactMachine(3, 0.5, 1)
     generator = torch.Generator().manual_seed(1)
     truth = exact.space.flatten(exact.machine.parameters(0.5, generator=generator, dtype=torch.float64)).detach()
     assert float(exact.gap(truth.unsqueeze(0))) == pytest.approx(0, abs=1e-14)
@@ -66,34 +53,34 @@ def test_metrics_are_the_hessians_at_the_truth(loss):
 
 
 def test_steps_are_counted_to_the_goal():
-    exact, rates = ExactMachine(3, 0.3, 0), torch.tensor([0.01, 0.5], dtype=torch.float64)
-    slow, fast = descend(exact, "ratio matching", rates, 1e-4, 1000, lambda: None)
+    exact, rates = boltzmann_ratio.ExactMachine(3, 0.3, 0), torch.tensor([0.01, 0.5], dtype=torch.float64)
+    slow, fast = boltzmann_ratio.descend(exact, "ratio matching", rates, 1e-4, 1000, lambda: None)
     assert slow is None
     assert fast is not None
-    gaps = path(exact, "ratio matching", 0.5, fast)
+    gaps = boltzmann_ratio.path(exact, "ratio matching", 0.5, fast)
     assert gaps[-1][0] == fast
     assert gaps[-1][1] <= 1e-4 < gaps[-2][1]
-    assert descend(exact, "ratio matching", rates, 1e-4, 3, lambda: None) == [None, None]
-    few = natural(exact, "ratio matching", 1e-4, 100)
+    assert boltzmann_ratio.descend(exact, "ratio matching", rates, 1e-4, 3, lambda: None) == [None, None]
+    few = boltzmann_ratio.natural(exact, "ratio matching", 1e-4, 100)
     assert few[-1] <= 1e-4 < few[-2]
     assert len(few) - 1 < fast
 
 
 def test_diverged_runs_are_told_apart():
-    assert count_steps_to_goal([1.0, 0.5, 1e-5]) == 2
-    assert count_steps_to_goal([1.0, 2e4]) is None
-    assert count_steps_to_goal([1.0, None]) is None
-    assert write_range([3, 5, None]) == "3 to 5, 1 of 3 never"
-    assert write_range([None]) == "never"
-    assert best({"0.1": 2.0, "0.3": 1.0, "1.0": None}) == 0.3
+    assert boltzmann_ratio.count_steps_to_goal([1.0, 0.5, 1e-5]) == 2
+    assert boltzmann_ratio.count_steps_to_goal([1.0, 2e4]) is None
+    assert boltzmann_ratio.count_steps_to_goal([1.0, None]) is None
+    assert boltzmann_ratio.write_range([3, 5, None]) == "3 to 5, 1 of 3 never"
+    assert boltzmann_ratio.write_range([None]) == "never"
+    assert boltzmann_ratio.best({"0.1": 2.0, "0.3": 1.0, "1.0": None}) == 0.3
 
 
 def test_one_natural_step_recovers_the_field():
-    numbers = field(PieceRun(FEW))
+    numbers = boltzmann_ratio.field(PieceRun(FEW))
     assert all(cell["natural"] < 1e-9 for cell in numbers.values())
     assert [cell["condition"] for cell in numbers.values()] == sorted(cell["condition"] for cell in numbers.values())
     model = ng.GaussMarkov(4, [(0, 1), (1, 3), (0, 2), (2, 3)])
-    values = torch.linalg.eigvalsh(model.precision(laplacian(model, 0.1)).detach())
+    values = torch.linalg.eigvalsh(model.precision(boltzmann_ratio.laplacian(model, 0.1)).detach())
     assert float(values[0]) == pytest.approx(0.1)
 
 
@@ -131,8 +118,10 @@ def test_rows_alone_are_solved_where_all_weights_are_alike():
 
 
 def test_parts_and_contestants_are_chosen():
-    settings = BoltzmannRatioSettings(parts="images", methods="pseudo-likelihood, SGD;ratio matching, SGD")
-    assert [piece.name for piece in STUDY.pieces(settings)] == ["choice", "race"]
+    settings = boltzmann_ratio.BoltzmannRatioSettings(
+        parts="images", methods="pseudo-likelihood, SGD;ratio matching, SGD"
+    )
+    assert [piece.name for piece in boltzmann_ratio.STUDY.pieces(settings)] == ["choice", "race"]
     assert list(settings.contestants()) == ["pseudo-likelihood, SGD", "ratio matching, SGD"]
 
 
@@ -183,7 +172,7 @@ def test_a_diverging_run_ends():
 
 
 def test_the_study_ends_in_a_page(tmp_path):
-    execute(STUDY, FEW, [0], tmp_path)
+    execute(boltzmann_ratio.STUDY, FEW, [0], tmp_path)
     numbers, page = build(tmp_path)
     text = page.read_text()
     assert numbers.missing == 0
@@ -205,4 +194,4 @@ def test_the_study_ends_in_a_page(tmp_path):
 )
 def test_settings_are_checked(options, words):
     with pytest.raises(LabError, match=words):
-        BoltzmannRatioSettings(**options)
+        boltzmann_ratio.BoltzmannRatioSettings(**options)

@@ -9,7 +9,7 @@ from small_races import examples, runs, task
 from torch import nn
 
 import natgrad as ng
-from natgrad_lab.experiments import Contestant, Interrupted, LabError, Task, execute
+from natgrad_lab.experiments import Contestant, LabError, Task, execute
 from natgrad_lab.experiments import race as make_race
 from natgrad_lab.experiments.base import Budget, Job, slug
 from natgrad_lab.experiments.contestants import sgd
@@ -82,17 +82,6 @@ def test_put_down_and_taken_up_equals_never_stopped(index, tmp_path):
     assert len(rest) == len(uncut) - 3
 
 
-def test_an_interrupted_race_of_steps_goes_on_bit_for_bit(tmp_path):
-    def losses(folder):
-        return {name: [row.get("loss") for row in r.rows] for name, r in runs(folder).items()}
-
-    uncut = losses(execute(race(), Settings(), [0, 1], tmp_path / "whole"))
-    asked = iter(range(10**6))
-    with pytest.raises(Interrupted):
-        execute(race(), Settings(), [0, 1], tmp_path / "parts", stopped=lambda: next(asked) >= 37)
-    assert losses(execute(race(), Settings(), [0, 1], tmp_path / "parts")) == uncut
-
-
 def test_every_contestant_runs_its_own_number_of_steps(tmp_path):
     records = runs(execute(race(), Settings(), [0], tmp_path)).values()
     steps = {(r.header["contestant"], r.end["steps"], r.end["end"]) for r in records}
@@ -144,8 +133,8 @@ def test_the_metric_is_taken_where_the_contestant_says():
     [
         (draw_another_batch(25), pool, "asks for 25 examples besides the gradient's, and there are 22"),
         (draw_unlabelled(13), pool, "there are 12"),
-        (draw_unlabelled(3), examples, "expected TaskData.unlabelled_x"),
-        (join_unlabelled(3), examples, "expected TaskData.unlabelled_x"),
+        (draw_unlabelled(3), examples, "expected Split.unlabelled_x"),
+        (join_unlabelled(3), examples, "expected Split.unlabelled_x"),
     ],
 )
 def test_missing_data_is_refused_in_a_sentence(draw, has, said):

@@ -50,8 +50,7 @@ def test_evaluation_changes_no_loss():
 
 
 def test_all_contestants_start_from_the_same_model():
-    starts = {next(iter(training(contestant=c)))["train_loss"] for c in range(3)}
-    assert len(starts) == 1
+    assert len({next(iter(training(contestant=c)))["train_loss"] for c in range(3)}) == 1
 
 
 def test_rows_count_steps_and_seconds():

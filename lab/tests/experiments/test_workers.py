@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from natgrad_lab.experiments import Experiment, Interrupted, Piece, Section, Story, execute
-from natgrad_lab.experiments.frame import WorkerTask, beside, findings
+from natgrad_lab.experiments.frame import beside, findings
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def test_a_process_is_no_fork_of_this_one(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "test_workers_marker", sys)
     monkeypatch.setenv("NATGRAD_TOLD", "today")
     monkeypatch.chdir(tmp_path)
-    beside([WorkerTask("seven", work)], 2, lambda name, fraction: words.append(name), lambda: False)
+    beside({"seven": work}, 2, lambda name, fraction: words.append(name), lambda: False)
     assert place.read_text() == "7 today"
     assert (tmp_path / "imported").read_text() == "False"
 
@@ -86,7 +86,7 @@ def test_a_stop_ends_a_process_that_is_at_work(tmp_path):
 
     start, children = time.monotonic(), set(multiprocessing.active_children())  # other tests' servers stay alive
     begun = tmp_path / "begun"
-    beside([WorkerTask("long", work)], 2, lambda name, fraction: None, begun.exists)
+    beside({"long": work}, 2, lambda name, fraction: None, begun.exists)
     assert time.monotonic() - start < 50
     assert not (tmp_path / "ended").exists()
     assert set(multiprocessing.active_children()) <= children

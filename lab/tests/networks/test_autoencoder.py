@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from small_races import BUDGET, examples, on_tasks, runs
+from small_races import task as small_task
 from torch import nn
 
 from natgrad_lab.data import curves, strokes
@@ -13,16 +14,7 @@ from natgrad_lab.experiments.base import Job, slug
 from natgrad_lab.experiments.models import squared_error
 from natgrad_lab.experiments.race import find_budget
 from natgrad_lab.experiments.training import Training
-from natgrad_lab.networks.autoencoder import (
-    GROUPS,
-    RACE,
-    STARTS,
-    AutoencoderSettings,
-    ImageSet,
-    network,
-    sparse,
-    task,
-)
+from natgrad_lab.networks.autoencoder import GROUPS, RACE, STARTS, AutoencoderSettings, ImageSet, network, sparse, task
 
 TINY = AutoencoderSettings(steps=2, looked_at=20, seconds=60.0)
 KEYS = {"hessian_free", "krylov_subspace", "adam", "muon", "sgd", *contestants.FAMILY}
@@ -40,7 +32,7 @@ def among():
         contestants.adam(GRID(batch=(20,), lr=(1e-3,))),
         contestants.muon(GRID(batch=(20,), lr=(0.03,), adam_lr=(1e-3,))),
         contestants.sgd(GRID(batch=(20,), lr=(1e-3,))),
-        *contestants.by_default(batch=20).values(),
+        *contestants.line_up(batch=20).values(),
     )
 
 
@@ -48,7 +40,7 @@ def tiny(settings=TINY):
     return replace(task(ImageSet("curves", "Curves", few, (784, 6, 2), 125, 40), settings), contestants=among())
 
 
-STRUCTURED = {contestant.name for contestant in contestants.by_default(batch=20).values()}
+STRUCTURED = {contestant.name for contestant in contestants.line_up(batch=20).values()}
 
 
 # Drawn curves.
@@ -192,9 +184,8 @@ def test_an_unknown_method_is_refused_with_those_that_there_are():
 
 def test_groups_name_contestants():
     (task,) = RACE.tasks(AutoencoderSettings(data="digits", methods="all"))
-    among = task.contestants
     assert set(GROUPS["all"]) >= KEYS
-    assert len({slug(contestant.name) for contestant in among}) == len(among)
+    assert len({slug(contestant.name) for contestant in task.contestants}) == len(task.contestants)
 
 
 def test_every_contestant_runs_on_a_few_curves(tmp_path):
@@ -252,11 +243,7 @@ def test_muon_levels_singular_values(shape):
 
 def test_muon_and_adam_together_go_on_where_they_were_put_down():
     muon = contestants.muon(GRID(batch=(8,), lr=(0.03,), adam_lr=(1e-2,)))
-    changed = replace(tiny(), model=lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), scale=1.0)
-    changed = replace(
-        changed, criterion=nn.CrossEntropyLoss(), also=None, divergence=lambda before, after: (before - after).mean()
-    )
-    job = Job(changed, muon, 0, 0, "race")
+    job = Job(small_task(), muon, 0, 0, "race")
 
     def train(training, steps):
         for _ in range(steps):

@@ -10,12 +10,15 @@ from torch import nn
 
 import natgrad as ng
 from natgrad.testing import check_family
-from natgrad_lab.experiments import LabError, TaskData, execute, find
-from natgrad_lab.networks import llama_text, survival, vae_mnist, vit_cifar
+from natgrad_lab.data import Split
+from natgrad_lab.experiments import LabError, execute, find
+from natgrad_lab.networks import char_transformer, fashion_cnn, llama_text, survival, vae_mnist, vit_cifar
 from natgrad_lab.networks.char_transformer import SYMBOLS, windows
 from natgrad_lab.networks.vit_cifar import resnet
+from natgrad_lab.papers.ang_2020 import cifar
 
 MODULES = {"llama_text": llama_text, "vit_cifar": vit_cifar, "vae_mnist": vae_mnist, "survival": survival}
+MODULES |= {"char_transformer": char_transformer, "fashion_cnn": fashion_cnn, "ang_2020_cifar": cifar}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -112,9 +115,10 @@ def test_every_contestant_sees_pictures_with_both_networks(tmp_path):
     assert {record.header["task"] for record in runs(folder).values()} == {"vit", "resnet"}
 
 
-def test_an_unknown_network_is_refused():
-    with pytest.raises(LabError, match="networks has the word 'lenet', expected words among vit, resnet"):
-        vit_cifar.tasks(vit_cifar.VitCifarSettings(networks="lenet"))
+@pytest.mark.parametrize(("race", "known"), [(vit_cifar, "vit, resnet"), (cifar, "densenet, wide_resnet")])
+def test_an_unknown_network_is_refused(race, known):
+    with pytest.raises(LabError, match=f"networks has the word 'lenet', expected words among {known}"):
+        race.tasks(race.RACE.settings(networks="lenet"))
 
 
 # A variational autoencoder.
@@ -140,15 +144,12 @@ def test_evaluations_of_a_variational_autoencoder_agree_and_training_passes_do_n
 @pytest.mark.filterwarnings("ignore:a large part of the gradient")
 def test_every_contestant_compresses_digits(tmp_path):
     settings = vae_mnist.VaeSettings(**SMALL, methods=ALL, data="digits", hidden=6, code=2)
-    folder = execute(race_of(vae_mnist, settings, eights(), 16), settings, [0], tmp_path)
+    x = torch.rand(48, 64, generator=torch.Generator().manual_seed(0))
+    data = Split(x[:32], x[:32], x[32:], x[32:])
+    folder = execute(race_of(vae_mnist, settings, data, 16), settings, [0], tmp_path)
     assert_all_stepped(folder)
     starts = [record.rows[0]["train_loss"] for record in runs(folder).values()]
     assert starts[0] > 64 * math.log(2) * 0.9  # both parts are there, in nats per image
-
-
-def eights():
-    x = torch.rand(48, 64, generator=torch.Generator().manual_seed(0))
-    return TaskData(x[:32], x[:32], x[32:], x[32:])
 
 
 def test_unknown_images_are_refused():
@@ -166,20 +167,16 @@ def test_a_hazard_is_a_likelihood(hazard):
     check_family(likelihood, outputs)
 
 
-def test_an_exponential_hazard_is_torch_s_distribution():
-    outputs = torch.tensor([[0.3], [-0.4]])
-    targets = torch.tensor([[0.7, 1.0], [survival.END, 0.0]])
-    law = torch.distributions.Exponential(outputs[:, 0].exp())
+@pytest.mark.parametrize("hazard", survival.HAZARDS)
+def test_a_hazard_is_torch_s_distribution(hazard):
+    outputs, targets = torch.tensor([[0.3, 0.2], [-0.4, -0.1]]), torch.tensor([[0.7, 1.0], [survival.END, 0.0]])
+    laws = {
+        "weibull": torch.distributions.Weibull((-outputs[:, 0]).exp(), outputs[:, 1].exp()),
+        "exponential": torch.distributions.Exponential(outputs[:, 0].exp()),
+    }
+    likelihood, law = survival.HAZARDS[hazard], laws[hazard]
     expected = torch.stack([-law.log_prob(targets[0, 0])[0], -(1 - law.cdf(targets[1, 0])[1]).log()])
-    assert torch.allclose(survival.HAZARDS["exponential"].nll(outputs, targets), expected)
-
-
-def test_a_weibull_hazard_is_torch_s_distribution():
-    outputs = torch.tensor([[0.3, 0.2], [-0.4, -0.1]])
-    targets = torch.tensor([[0.7, 1.0], [survival.END, 0.0]])
-    law = torch.distributions.Weibull((-outputs[:, 0]).exp(), outputs[:, 1].exp())
-    expected = torch.stack([-law.log_prob(targets[0, 0])[0], -(1 - law.cdf(targets[1, 0])[1]).log()])
-    assert torch.allclose(survival.HAZARDS["weibull"].nll(outputs, targets), expected, atol=1e-6)
+    assert torch.allclose(likelihood.nll(outputs[:, : likelihood.numbers], targets), expected, atol=1e-6)
 
 
 def test_drawn_patients_die_as_often_as_the_law_says():

@@ -7,7 +7,8 @@ import torch
 from small_races import on_tasks, results, runs
 from torch import nn
 
-from natgrad_lab.experiments import LabError, TaskData, execute, find
+from natgrad_lab.data import Split
+from natgrad_lab.experiments import LabError, execute
 from natgrad_lab.experiments.models import categorical_divergence, mistakes, precision
 from natgrad_lab.experiments.race_story import plots
 from natgrad_lab.networks import char_transformer as char
@@ -23,7 +24,7 @@ SMALL = {"steps": 2, "evaluations": 2, "looked_at": 16}
 def pictures(channels, side, many=40):
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(many, channels, side, side, generator=generator)
-    return TaskData(x[:32], torch.arange(32) % 10, x[32:], torch.arange(8))
+    return Split(x[:32], torch.arange(32) % 10, x[32:], torch.arange(8))
 
 
 def race_of(module, settings, data, batch):
@@ -184,16 +185,6 @@ def assert_all_stepped(folder):
         assert len(starts) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "module"), [("char_transformer", char), ("fashion_cnn", fashion), ("ang_2020_cifar", cifar)]
-)
-def test_the_races_as_they_are_registered(name, module):
-    assert find(name) is module.RACE
-    for task in module.tasks(module.RACE.settings()):
-        tuned = {len(contestant.grid) for contestant in task.contestants if contestant.has_choices}
-        assert len(tuned) == 1
-
-
 def test_an_embedding_and_the_logits_are_not_muon_s():
     settings = char.CharTransformerSettings()
     (task,) = char.tasks(settings)
@@ -216,8 +207,3 @@ def test_an_embedding_and_the_logits_are_not_muon_s():
 def test_bad_sizes_are_refused(given, message):
     with pytest.raises(LabError, match=message):
         cifar.AngCifarSettings(**given)
-
-
-def test_an_unknown_network_is_refused():
-    with pytest.raises(LabError, match="networks has the word 'lenet', expected words among densenet, wide_resnet"):
-        cifar.tasks(cifar.AngCifarSettings(networks="lenet"))

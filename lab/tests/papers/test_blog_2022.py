@@ -8,21 +8,13 @@ import pytest
 import torch
 
 import natgrad as ng
-from natgrad_lab.papers.blog_2022.steepest import (
-    circle,
-    compare_formulas,
-    draw_all,
-    find_lowest,
-    list_angles,
-    make_place,
-    measure_angle,
-)
+from natgrad_lab.papers.blog_2022 import steepest
 
-PLACE = make_place()
+PLACE = steepest.make_place()
 
 
 def test_the_least_loss_on_a_ball_comes_to_the_natural_gradient_as_the_root_of_its_nats():
-    angles = list_angles(PLACE)
+    angles = steepest.list_angles(PLACE)
     natural = [natural for natural, _ in angles.values()]
     for wide, narrow in pairwise(natural):  # a tenth of the nats
         assert wide / narrow == pytest.approx(math.sqrt(10), rel=0.1)
@@ -31,8 +23,8 @@ def test_the_least_loss_on_a_ball_comes_to_the_natural_gradient_as_the_root_of_i
 
 @pytest.mark.parametrize("nats", [1e-2, 1e-4])
 def test_no_point_of_the_ball_has_less_loss(nats):
-    lowest = find_lowest(PLACE, nats)
-    ball = PLACE.on_ball(circle(), nats)
+    lowest = steepest.find_lowest(PLACE, nats)
+    ball = PLACE.on_ball(steepest.circle(), nats)
     assert PLACE.kl(lowest).item() == pytest.approx(nats, rel=1e-10)
     torch.testing.assert_close(PLACE.kl(ball), torch.full_like(ball[:, 0], nats), rtol=1e-9, atol=0)
     assert PLACE.loss(lowest) <= PLACE.loss(ball).min()
@@ -50,13 +42,13 @@ def test_gradient_and_kl_are_those_of_the_model():
 
 def test_angles_have_no_sign_and_the_picture_is_written(tmp_path: Path):
     first = torch.tensor([1.0, 0.0])
-    assert measure_angle(first, torch.tensor([0.0, -2.0])) == pytest.approx(90)
-    draw_all(tmp_path)
+    assert steepest.measure_angle(first, torch.tensor([0.0, -2.0])) == pytest.approx(90)
+    steepest.draw_all(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["blog_formulas.png", "blog_steepest.png"]
 
 
 def test_the_pages_three_formulas_come_to_what_they_stand_for_as_the_root_of_the_nats():
-    numbers = list(compare_formulas(PLACE).values())
+    numbers = list(steepest.compare_formulas(PLACE).values())
     for name in ("nats", "multiplier", "loss"):
         wide, narrow = (abs(given / true - 1) for given, true in (ball[name] for ball in numbers[-2:]))
         assert narrow < 0.03

@@ -15,30 +15,8 @@ from natgrad.energies import TwoLayer
 from natgrad.energies.two_layer import gradients
 from natgrad.ground.spaces import Positive, Square, positive
 from natgrad_lab.experiments import LabError, PieceRun, execute, find, override
+from natgrad_lab.papers.karakida_2016 import runs, two_layer
 from natgrad_lab.papers.karakida_2016.page import count_degraded, draw_all, find_first_steps, find_mean_step
-from natgrad_lab.papers.karakida_2016.runs import (
-    FIGURE1,
-    GAP,
-    TABLE1,
-    KarakidaSettings,
-    learn,
-    place_looks,
-    rank,
-    spread_looks,
-)
-from natgrad_lab.papers.karakida_2016.two_layer import (
-    Adam,
-    DescentLearner,
-    Learner,
-    NatgradLearner,
-    Paper,
-    SingleExample,
-    count_units,
-    draw_mixing,
-    isa,
-    score_gram,
-    starts,
-)
 from natgrad_lab.report import build
 
 SMALL = ["runs=2", "examples=60", "held_out=30", "descent_steps=6", "natural_steps=6", "tuned_steps=20", "batch=4"]
@@ -46,13 +24,13 @@ SMALL += ["our_steps=6", "our_single=10", "dtype=float64"]
 
 
 def three(link: Positive | Square) -> dict[str, Tensor]:
-    return {name: p.clone() for name, p in starts(0, 3, link).items()}
+    return {name: p.clone() for name, p in two_layer.starts(0, 3, link).items()}
 
 
 @pytest.mark.parametrize("link", [positive, Square()], ids=repr)
 def test_the_tight_loop_has_the_gradient_of_the_model(link: Positive | Square) -> None:
     params, x = three(link), draw(3, 1, 8)
-    single, expected = SingleExample(params, link), three(link)
+    single, expected = two_layer.SingleExample(params, link), three(link)
     for ours, general in zip(single.gradient(x), gradients(params["W"], link(params["V"]), x), strict=True):
         assert_close(ours, general, 1e-12)
     rates = torch.tensor([1e-3, 1e-2, 0.0], dtype=F64).view(3, 1, 1)
@@ -68,7 +46,7 @@ def test_the_tight_loop_has_the_gradient_of_the_model(link: Positive | Square) -
 @pytest.mark.parametrize("link", [positive, Square()], ids=repr)
 def test_the_tight_loop_has_the_scores_jacobian_of_the_model(link: Positive | Square) -> None:
     params, model = three(link), TwoLayer(link)
-    single = SingleExample(params, link)
+    single = two_layer.SingleExample(params, link)
     for seed in range(2):
         x = draw(3, 1, 8, seed=seed)
         rows = single.slopes(x)
@@ -82,14 +60,14 @@ def test_the_closed_metric_is_the_mean_of_outer_products(link: Positive | Square
     W, raw = draw(3, 6, 5), 0.5 * draw(3, 4, 6, seed=1)
     x = draw(3, 7, 5, seed=2)
     rows = TwoLayer(link).score_jacobian({"W": W, "V": raw}, x).flatten(1, 2)  # (R, b N, K)
-    assert_close(score_gram(W, link(raw), link.slope(raw), x), rows.mT @ rows / 7, 1e-12)
+    assert_close(two_layer.score_gram(W, link(raw), link.slope(raw), x), rows.mT @ rows / 7, 1e-12)
 
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_ours_side_by_side_is_ng_ang(batch: int) -> None:
     together, model = three(positive), TwoLayer()
     alone = {name: p[1].clone().requires_grad_() for name, p in together.items()}
-    learner, opt = NatgradLearner(model, together), ng.ang(alone, ng.score_metric(model))
+    learner, opt = two_layer.NatgradLearner(model, together), ng.ang(alone, ng.score_metric(model))
     for t in range(12):
         x = 0.5 * draw(batch, 8, seed=t)
         learner.step(x.expand(3, -1, -1))
@@ -105,7 +83,7 @@ def test_the_papers_method_side_by_side_is_its_update(method: ng.FirstOrder | ng
     """xi_t+1 from G_t^-1, and G_t+1^-1 as the structure updates it; eq. 4 refused for some models, not for others."""
     together, model = three(positive), TwoLayer()
     together["W"][2] *= 30
-    learner = Paper(model, together, 1e-4, method)
+    learner = two_layer.Paper(model, together, 1e-4, method)
     memory = {"step": 0, **method.start(ng.operators.DenseOperator(torch.eye(128, dtype=F64)))}
     for t in range(5):
         x = 0.5 * draw(1, 8, seed=t)
@@ -126,7 +104,7 @@ def test_the_papers_method_side_by_side_is_its_update(method: ng.FirstOrder | ng
 def test_adam_is_torchs() -> None:
     together, model = three(positive), TwoLayer()
     alone = {name: p.clone().requires_grad_() for name, p in together.items()}
-    learner, opt = Adam(model, together, 1e-2), torch.optim.Adam(list(alone.values()), lr=1e-2)
+    learner, opt = two_layer.Adam(model, together, 1e-2), torch.optim.Adam(list(alone.values()), lr=1e-2)
     for t in range(5):
         x = draw(3, 4, 8, seed=t)
         learner.step(x)
@@ -140,15 +118,15 @@ def test_adam_is_torchs() -> None:
 def test_a_batch_descends_along_the_mean_gradient() -> None:
     params, x = three(Square()), draw(3, 4, 8)
     expected = {n: p - 1e-2 * TwoLayer(Square()).gradient(params, x)[n] for n, p in params.items()}
-    DescentLearner(TwoLayer(Square()), params, 1e-2).step(x)
+    two_layer.DescentLearner(TwoLayer(Square()), params, 1e-2).step(x)
     for name, p in expected.items():
         assert_close(params[name], p, 1e-12)
 
 
 def test_data_are_independent_subspaces_under_a_rotation() -> None:
     """E[x x^T] = E[u^2] I = I / 3, within six standard errors; equal seeds give equal data."""
-    x = isa(0, 40_000)
-    assert torch.equal(isa(3, 10), isa(3, 10))
+    x = two_layer.isa(0, 40_000)
+    assert torch.equal(two_layer.isa(3, 10), two_layer.isa(3, 10))
     covariance = x.mT @ x / len(x)
     error = (x.unsqueeze(2) * x.unsqueeze(1)).std(0) / math.sqrt(len(x))
     assert bool(((covariance - torch.eye(8, dtype=F64) / 3).abs() <= 6 * error).all())
@@ -156,7 +134,7 @@ def test_data_are_independent_subspaces_under_a_rotation() -> None:
 
 
 def test_starts_are_the_same_model_for_both_links() -> None:
-    task, other = starts(2, 3, positive), starts(2, 3, Square())
+    task, other = two_layer.starts(2, 3, positive), two_layer.starts(2, 3, Square())
     assert torch.equal(task["W"], other["W"])
     assert_close(positive(task["V"]), Square()(other["V"]), 1e-13)
 
@@ -165,8 +143,8 @@ def test_steps_to_the_level_are_read_from_the_record() -> None:
     numbers = {"steps": [0, 10, 20], "errors": [[-1.0, -2.0, None], [-29.0, -3.0, -30.0], [-27.0, -4.0, -31.0]]}
     assert find_first_steps(numbers, -28.0) == [10, None, 10]
     assert count_degraded(numbers, -28.0) == 1
-    assert rank({**numbers, "errors": [[-1.0], [-29.0], [-30.0]]}, -28.0) == (0, 10, -30.0)
-    missed, steps, last = rank({**numbers, "errors": [[-1.0], [math.nan], [math.nan]]}, -28.0)
+    assert runs.rank({**numbers, "errors": [[-1.0], [-29.0], [-30.0]]}, -28.0) == (0, 10, -30.0)
+    missed, steps, last = runs.rank({**numbers, "errors": [[-1.0], [math.nan], [math.nan]]}, -28.0)
     assert (missed, steps, last) == (1, math.inf, math.inf)
 
 
@@ -177,12 +155,12 @@ def test_runs_end_when_all_have_stayed_for_as_long_again() -> None:
         def step(self, examples: Tensor) -> None:
             assert examples.shape == (3, 2, 8)
 
-    still: Learner = Still()
-    settings = override(KarakidaSettings, ["level=1000", "dtype=float64", "examples=20", "held_out=10"])
-    assert learn(PieceRun(settings), still, place_looks(100, 20), 2)["steps"] == [0, 5, 10]
+    still: two_layer.Learner = Still()
+    settings = override(runs.KarakidaSettings, ["level=1000", "dtype=float64", "examples=20", "held_out=10"])
+    assert runs.learn(PieceRun(settings), still, runs.place_looks(100, 20), 2)["steps"] == [0, 5, 10]
 
 
-@pytest.mark.parametrize("study", [TABLE1, FIGURE1, GAP], ids=lambda study: study.name)
+@pytest.mark.parametrize("study", [runs.TABLE1, runs.FIGURE1, runs.GAP], ids=lambda study: study.name)
 def test_the_study_runs_and_its_page_tells(study, tmp_path) -> None:
     assert find(study.name) is study
     settings = override(study.settings, SMALL)
@@ -190,7 +168,7 @@ def test_the_study_runs_and_its_page_tells(study, tmp_path) -> None:
     outcome, page = build(folder.path)
     assert page.exists()
     assert outcome.missing == 0
-    if study is TABLE1:
+    if study is runs.TABLE1:
         tables = [table for section in outcome.story.sections for table in section.tables]
         assert all(row[3].endswith("of 4") for table in tables[:2] for row in table.rows)
     again = execute(study, settings, range(2), tmp_path / "runs")
@@ -198,7 +176,7 @@ def test_the_study_runs_and_its_page_tells(study, tmp_path) -> None:
 
 
 def test_the_page_is_drawn_from_records_alone(tmp_path) -> None:
-    for study in (TABLE1, GAP):
+    for study in (runs.TABLE1, runs.GAP):
         execute(study, override(study.settings, SMALL), range(1), tmp_path / study.name)
     lines = draw_all(tmp_path, tmp_path)
     assert {path.stem for path in tmp_path.glob("*.png")} == {"karakida", "karakida_own"}
@@ -211,7 +189,7 @@ def test_eq_4_as_printed_begins_with_the_whole_first_example() -> None:
     together["W"][0] *= 0.1
     x = 0.5 * draw(1, 8)
     roots = model.score_jacobian(together, x.expand(3, -1, -1)).flatten(1, 2).mT
-    learner = Paper(model, together, 1e-4, None)
+    learner = two_layer.Paper(model, together, 1e-4, None)
     learner.step(x.expand(3, -1, -1))
     assert_close(learner.inverse, 2 * torch.eye(128, dtype=F64) - roots @ roots.mT, 1e-10)
     small = torch.linalg.eigvalsh(learner.inverse)[:, 0] > 0
@@ -229,17 +207,19 @@ def test_runs_see_one_stream_of_examples_or_their_own() -> None:
             self.alike.append(bool((examples == examples[:1]).all()))
 
     for own in (False, True):
-        settings = override(KarakidaSettings, [f"own_examples={own}", "dtype=float64", "examples=20", "held_out=10"])
+        settings = override(
+            runs.KarakidaSettings, [f"own_examples={own}", "dtype=float64", "examples=20", "held_out=10"]
+        )
         seeing = Seeing()
-        learn(PieceRun(settings), seeing, [20], 2)
+        runs.learn(PieceRun(settings), seeing, [20], 2)
         assert len(seeing.alike) == 20
         assert all(seeing.alike) != own
 
 
 def test_looks_end_with_the_last_step() -> None:
-    assert place_looks(25, 5) == [5, 10, 15, 20, 25]
+    assert runs.place_looks(25, 5) == [5, 10, 15, 20, 25]
     for steps in (1, 7, 60_000):
-        looks = spread_looks(steps)
+        looks = runs.spread_looks(steps)
         assert looks[-1] == steps
         assert all(step < other <= max(1.03 * step, step + 1) for step, other in pairwise(looks))
 
@@ -251,8 +231,8 @@ def test_the_mean_of_all_runs_waits_for_those_that_never_arrive() -> None:
 
 
 def test_a_part_is_told_too(tmp_path) -> None:
-    settings = override(KarakidaSettings, SMALL)
-    folder = execute(TABLE1, settings, range(1), tmp_path)
+    settings = override(runs.KarakidaSettings, SMALL)
+    folder = execute(runs.TABLE1, settings, range(1), tmp_path)
     for record in folder.records.glob("*.json"):
         if not record.name.startswith("sgd"):
             record.unlink()
@@ -263,21 +243,21 @@ def test_a_part_is_told_too(tmp_path) -> None:
 @pytest.mark.parametrize("wrong", ["runs=0", "rate=0", "dtype=int8", "tuned_steps=1"])
 def test_wrong_settings_are_told(wrong: str) -> None:
     with pytest.raises(LabError, match=wrong.split("=")[0]):
-        override(KarakidaSettings, [wrong])
+        override(runs.KarakidaSettings, [wrong])
 
 
 def test_a_unit_that_pools_two_subspaces_is_counted_as_merged() -> None:
     """Rows of W along the axes of the subspaces, pairwise: units 0 to 3 pool one pair each, or the first one two."""
-    mixing = draw_mixing(torch.Generator().manual_seed(3))
+    mixing = two_layer.draw_mixing(torch.Generator().manual_seed(3))
     pools = torch.eye(4, dtype=F64).repeat_interleave(2, 1)
     own = torch.cat([pools, 1e-3 * torch.ones(4, 8, dtype=F64)]).clamp(min=1e-6)
     merged = own.clone()
     merged[0, 2:4], merged[1] = 1.0, 1e-6
     params = {"W": mixing.mT.repeat(2, 1, 1), "V": torch.stack([own, merged])}
-    assert count_units({**params, "V": positive.inverse(params["V"])}, positive, 3) == [(4, 0), (2, 1)]
+    assert two_layer.count_units({**params, "V": positive.inverse(params["V"])}, positive, 3) == [(4, 0), (2, 1)]
 
 
 def test_starts_have_the_sizes_that_are_asked_for() -> None:
-    usual, other = starts(2, 3, Square()), starts(2, 3, Square(), 0.6, 0.25)
+    usual, other = two_layer.starts(2, 3, Square()), two_layer.starts(2, 3, Square(), 0.6, 0.25)
     assert_close(other["W"], 2 * usual["W"], 1e-14)
     assert_close(other["V"], usual["V"] / 2, 1e-12)

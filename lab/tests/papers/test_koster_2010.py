@@ -13,18 +13,11 @@ from natgrad.energies import TwoLayer
 from natgrad_lab.data import sample_photographs
 from natgrad_lab.experiments import LabError, PieceRun, find
 from natgrad_lab.experiments.frame import Findings, FinishedPiece
-from natgrad_lab.papers.koster_2010.natural_images import (
-    FeatureBlocks,
-    KosterSettings,
-    coherence,
-    extent,
-    likeness,
-    patches,
-    start,
-    training,
-)
+from natgrad_lab.papers.koster_2010 import natural_images
 
-FEW = KosterSettings(photographs="embedded", size=6, keep=8, patches=1200, batch=20, seconds=0.05, metric_batch=10)
+FEW = natural_images.KosterSettings(
+    photographs="embedded", size=6, keep=8, patches=1200, batch=20, seconds=0.05, metric_batch=10
+)
 
 
 def gratings(*angles: float) -> torch.Tensor:
@@ -34,13 +27,13 @@ def gratings(*angles: float) -> torch.Tensor:
 
 
 def test_patches_are_white_and_the_maps_are_inverse():
-    data = patches(FEW, 0)
+    data = natural_images.patches(FEW, 0)
     rows = torch.cat([data.train, data.test])
     assert_close(rows.mT @ rows / len(rows), torch.eye(8), rtol=2e-4)
     assert_close(data.whitening.mT @ data.dewhitening, torch.eye(8), rtol=1e-4)
     assert data.dewhitening.sum(0).abs().max() < 1e-4 * data.dewhitening.abs().max() * 36  # no mean in any of them
-    assert torch.equal(patches(FEW, 0).train, data.train)
-    assert not torch.equal(patches(FEW, 1).train, data.train)
+    assert torch.equal(natural_images.patches(FEW, 0).train, data.train)
+    assert not torch.equal(natural_images.patches(FEW, 1).train, data.train)
 
 
 def test_photographs_are_grey():
@@ -51,15 +44,15 @@ def test_photographs_are_grey():
 
 def test_measures_know_gratings_and_spots():
     waves = gratings(0.3, 0.3, 0.3 + math.pi / 2)
-    assert coherence(waves).min() > 0.9
+    assert natural_images.coherence(waves).min() > 0.9
     checks = waves[:1] + gratings(0.3 + math.pi / 2)
-    assert coherence(checks).item() < 0.2
+    assert natural_images.coherence(checks).item() < 0.2
     spot = torch.zeros(1, 24, 24).double()
     spot[0, 5:7, 5:7] = 1
-    assert extent(spot).item() < 0.01 < 0.3 < extent(waves).min()
+    assert natural_images.extent(spot).item() < 0.01 < 0.3 < natural_images.extent(waves).min()
     V = torch.ones(1, 2).double()
-    assert_close(likeness(waves[:2], V), torch.tensor(1.0).double(), rtol=1e-6)
-    assert likeness(waves[1:], V) < -0.9
+    assert_close(natural_images.likeness(waves[:2], V), torch.tensor(1.0).double(), rtol=1e-6)
+    assert natural_images.likeness(waves[1:], V) < -0.9
 
 
 def test_every_method_trains_and_the_page_tells_it():
@@ -77,12 +70,12 @@ def test_every_method_trains_and_the_page_tells_it():
 
 
 def test_adam_lowers_the_loss():
-    numbers = training(PieceRun(replace(FEW, seconds=0.5), 0), "Adam")
+    numbers = natural_images.training(PieceRun(replace(FEW, seconds=0.5), 0), "Adam")
     assert numbers["curve"][-1][2] < numbers["curve"][0][2]
 
 
 def test_pooling_starts_near_the_identity():
-    params = start(8, 0)
+    params = natural_images.start(8, 0)
     assert_close(params["W"].detach() @ params["W"].detach().mT, torch.eye(8), rtol=1e-5)
     V = params["V"].detach().exp()
     assert V.diagonal().min() > 10 * (V - torch.diag(V.diagonal())).max()
@@ -105,9 +98,9 @@ def test_settings_say_what_is_wrong(options, words):
 
 
 def test_no_step_of_feature_blocks_raises_the_loss_of_its_batch():
-    params = {name: p.detach().double() for name, p in start(5, 0).items()}
+    params = {name: p.detach().double() for name, p in natural_images.start(5, 0).items()}
     x = torch.randn(40, 5, generator=torch.Generator().manual_seed(1)).double()
-    rule = FeatureBlocks(params, TwoLayer(), lr=1.0, damping=1e-2, radius=0.5, every=2, examples=20)
+    rule = natural_images.FeatureBlocks(params, TwoLayer(), lr=1.0, damping=1e-2, radius=0.5, every=2, examples=20)
     losses = [float(TwoLayer().loss(params, x))]
     for _ in range(8):
         free = {name: p.clone().requires_grad_() for name, p in params.items()}

@@ -1,7 +1,5 @@
 """The experiments of Pascanu & Bengio 2013 on small synthetic sets laid out as the real ones."""
 
-import gzip
-import struct
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_races import on_tasks, results, runs
+from small_races import idx, on_tasks, results, runs
 from torch import nn
 
 import natgrad as ng
@@ -28,11 +26,6 @@ SMALL = {
     "pascanu_2013_faces": {"filters": 1, "first": 3, "second": 2, "validation": 20, "batch": 20, "unlabelled": 5},
 }
 SHORT = {"steps": 1, "evaluations": 1, "threads": None}
-
-
-def idx(path, array):
-    head = b"\x00\x00\x08" + bytes([array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
-    path.write_bytes(gzip.compress(head + array.astype(np.uint8).tobytes()))
 
 
 @pytest.fixture(scope="module")

@@ -6,96 +6,83 @@ import pytest
 import torch
 
 from natgrad_lab.experiments import LabError, PieceRun, execute
-from natgrad_lab.papers.pascanu_2013.figure1 import (
-    RATES,
-    STUDY,
-    AutoencoderUnitSettings,
-    Unit,
-    at_many,
-    ending,
-    gradient,
-    observed_elsewhere,
-    observed_shorter,
-    path,
-    point,
-    starts,
-    step,
-    steps_to_best,
-)
+from natgrad_lab.papers.pascanu_2013 import figure1
 from natgrad_lab.report import build, read_outcome
 
-FEW = AutoencoderUnitSettings(points=5, steps=6, continued=5, lattice=3)
+FEW = figure1.AutoencoderUnitSettings(points=5, steps=6, continued=5, lattice=3)
 
 
 def units():
     x = torch.randn(7, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.5
-    return Unit(x, -1.0), Unit(x, 1.0)
+    return figure1.Unit(x, -1.0), figure1.Unit(x, 1.0)
 
 
 def places():
     return 2 * torch.randn(4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("method", RATES)
+@pytest.mark.parametrize("method", figure1.RATES)
 def test_steps_through_the_metrics_are_those_of_the_definitions(method):
     for unit in units():
-        expected = torch.stack([step(unit, at, method) for at in places()])
-        torch.testing.assert_close(at_many(unit, places(), method), expected, rtol=1e-9, atol=1e-12)
+        expected = torch.stack([figure1.step(unit, at, method) for at in places()])
+        torch.testing.assert_close(figure1.at_many(unit, places(), method), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_the_printed_error_is_that_of_the_paper():
     unit, _ = units()
     b, w = at = torch.tensor([0.3, -1.2], dtype=torch.float64)
     printed = (unit.x - w * torch.sigmoid(w * unit.x + b) + b).square().mean()
-    torch.testing.assert_close(unit.error(point(at)), printed)
+    torch.testing.assert_close(unit.error(figure1.point(at)), printed)
 
 
-@pytest.mark.parametrize("method", RATES)
+@pytest.mark.parametrize("method", figure1.RATES)
 def test_the_readings_are_mirror_images(method):
     """The printed one at (b, w) with data x is the other at (b, -w) with data -x: same error, mirrored steps."""
-    printed, other = units()[0], Unit(-units()[0].x, 1.0)
+    printed, other = units()[0], figure1.Unit(-units()[0].x, 1.0)
     mirror = torch.tensor([1.0, -1.0], dtype=torch.float64)
     for at in places():
-        torch.testing.assert_close(printed.error(point(at)), other.error(point(mirror * at)))
-    torch.testing.assert_close(at_many(printed, places(), method), mirror * at_many(other, mirror * places(), method))
+        torch.testing.assert_close(printed.error(figure1.point(at)), other.error(figure1.point(mirror * at)))
+    torch.testing.assert_close(
+        figure1.at_many(printed, places(), method), mirror * figure1.at_many(other, mirror * places(), method)
+    )
 
 
 def test_saddle_safe_newton_goes_downhill_where_newton_does_not():
     """On symmetric data (0, 0) is a saddle of H + I with an eigenvalue below -1 nearby for wide data."""
     x = torch.tensor([[-4.0], [4.0]], dtype=torch.float64)
-    unit, at = Unit(x, 1.0), torch.tensor([0.0, 0.1], dtype=torch.float64)
-    g = gradient(unit, at)
-    assert g @ step(unit, at, "Newton") < 0
-    assert g @ step(unit, at, "Newton, |H|") > 0
+    unit, at = figure1.Unit(x, 1.0), torch.tensor([0.0, 0.1], dtype=torch.float64)
+    g = figure1.gradient(unit, at)
+    assert g @ figure1.step(unit, at, "Newton") < 0
+    assert g @ figure1.step(unit, at, "Newton, |H|") > 0
 
 
 def test_what_lies_at_the_end_is_named():
     x = torch.tensor([[-1.0], [1.0]], dtype=torch.float64)
-    unit = Unit(x, 1.0)
-    assert ending(unit, torch.zeros(2, dtype=torch.float64)) == "saddle"
-    assert ending(unit, torch.tensor([1.0, 1.0], dtype=torch.float64)) == "still moving"
-    assert path(unit, (1.0, 2.0), "natural gradient", 60)["end"] == "minimum"
-    assert path(unit, (49.9, 49.9), "gradient descent", 2)["end"] == "diverged"
+    unit = figure1.Unit(x, 1.0)
+    assert figure1.ending(unit, torch.zeros(2, dtype=torch.float64)) == "saddle"
+    assert figure1.ending(unit, torch.tensor([1.0, 1.0], dtype=torch.float64)) == "still moving"
+    assert figure1.path(unit, (1.0, 2.0), "natural gradient", 60)["end"] == "minimum"
+    assert figure1.path(unit, (49.9, 49.9), "gradient descent", 2)["end"] == "diverged"
 
 
 def test_length_in_kl_and_errors_belong_to_the_points():
     unit, _ = units()
-    way = path(unit, (1.0, 2.0), "natural gradient", 4)
+    way = figure1.path(unit, (1.0, 2.0), "natural gradient", 4)
     points = torch.tensor(way["points"], dtype=torch.float64)
-    expected = sum((2 * unit.divergence(point(a), point(b))).sqrt() for a, b in pairwise(points))
+    expected = sum((2 * unit.divergence(figure1.point(a), figure1.point(b))).sqrt() for a, b in pairwise(points))
     assert way["length"] == pytest.approx(float(expected))
-    assert way["errors"][-1] == pytest.approx(unit.error(point(points[-1])).item())
+    assert way["errors"][-1] == pytest.approx(unit.error(figure1.point(points[-1])).item())
 
 
 def test_counts_are_shares():
-    counted = starts(PieceRun(FEW), "printed")
+    counted = figure1.starts(PieceRun(FEW), "printed")
     assert counted["starts"] == 9
     assert counted["both"] <= min(counted["shorter"], counted["other error"]) <= 1
-    assert set(counted["methods"]) == set(RATES)
+    assert set(counted["methods"]) == set(figure1.RATES)
 
 
 def test_the_study_ends_in_a_page(tmp_path):
-    execute(STUDY, FEW, [0], tmp_path)
+    execute(figure1.STUDY, FEW, [0], tmp_path)
     numbers, page = build(tmp_path)
     text = page.read_text()
     assert numbers.missing == 0
@@ -106,15 +93,15 @@ def test_the_study_ends_in_a_page(tmp_path):
 
 
 def test_a_half_finished_study_shows_the_reading_that_is_there(tmp_path):
-    folder = execute(STUDY, FEW, [0], tmp_path)
+    folder = execute(figure1.STUDY, FEW, [0], tmp_path)
     (folder.records / "starts-other.json").unlink()
-    assert [section.title[:10] for section in read_outcome(STUDY, folder).story.sections] == ["As printed"]
+    assert [section.title[:10] for section in read_outcome(figure1.STUDY, folder).story.sections] == ["As printed"]
 
 
 @pytest.mark.parametrize(("natural", "newton", "shown"), [(1.0, 3.0, True), (2.5, 3.0, False), (1.0, 1.5, False)])
 def test_the_first_observation_may_fail(natural, newton, shown):
     steps = {"natural gradient": [natural, 0.0], "gradient descent": [0.0, 2.0], "Newton": [newton, 0.0]}
-    assert observed_shorter({"around": {"3": {"steps": steps}}}) is shown
+    assert figure1.observed_shorter({"around": {"3": {"steps": steps}}}) is shown
 
 
 @pytest.mark.parametrize(
@@ -123,12 +110,12 @@ def test_the_first_observation_may_fail(natural, newton, shown):
 def test_the_second_observation_may_fail(end, error, shown):
     task = {"points": [[9.0, 9.0], [0.0, 0.0]], "errors": [9.0, 1.0]}
     other = {"points": [[9.0, 9.0], end], "errors": [9.0, error]}
-    assert observed_elsewhere({"natural gradient": task, "gradient descent": other}) is shown
+    assert figure1.observed_elsewhere({"natural gradient": task, "gradient descent": other}) is shown
 
 
 def test_steps_to_the_best_error_are_counted():
     paths = {"a": {"errors": [9.0, 1.005, 1.0]}, "b": {"errors": [9.0, 5.0, 2.0]}}
-    assert steps_to_best(paths) == {"a": 1, "b": None}
+    assert figure1.steps_to_best(paths) == {"a": 1, "b": None}
 
 
 @pytest.mark.parametrize(
@@ -136,4 +123,4 @@ def test_steps_to_the_best_error_are_counted():
 )
 def test_settings_are_checked(wrong, said):
     with pytest.raises(LabError, match=said):
-        AutoencoderUnitSettings(**wrong)
+        figure1.AutoencoderUnitSettings(**wrong)

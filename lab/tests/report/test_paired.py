@@ -9,7 +9,7 @@ from small_races import contestants, results, task
 
 from natgrad_lab.experiments import execute, race
 from natgrad_lab.experiments.race_story import beyond, write_difference, write_mean
-from natgrad_lab.experiments.race_summary import Mean, Record, Spread, balance, pair_all, write_verdict
+from natgrad_lab.experiments.race_summary import Record, Spread, balance, pair_all, write_verdict
 from natgrad_lab.papers.pascanu_2013.table1 import divide
 from natgrad_lab.report import build, render_terminal
 
@@ -123,7 +123,7 @@ def test_a_run_that_broke_down_is_not_compared():
 
 def test_two_standard_errors_are_passed_by_chance_as_often_as_the_page_says():
     draws = np.random.default_rng(0).standard_normal((20_000, 5))
-    share = np.mean([Mean(tuple(row)).sign != 0 for row in draws[:4000].tolist()])
+    share = np.mean([Spread(tuple(row)).sign != 0 for row in draws[:4000].tolist()])
     assert abs(share - beyond(5)) < 4 * math.sqrt(0.116 * 0.884 / 4000)
 
 

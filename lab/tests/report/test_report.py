@@ -12,9 +12,9 @@ from small_races import Settings, contestants, race, results, task
 import natgrad as ng
 from natgrad_lab.experiments import LabError, execute
 from natgrad_lab.experiments.contestants import apply_recipe, grid, sgd
-from natgrad_lab.experiments.race_story import DASHES, Plot, band
+from natgrad_lab.experiments.race_story import Plot, band
 from natgrad_lab.experiments.race_summary import Record, Spread, entry, final_loss, lead, loss_after, verdict
-from natgrad_lab.figures import DARK, PALETTE
+from natgrad_lab.figures import DARK, DASHES, PALETTE
 from natgrad_lab.report import build
 from natgrad_lab.words import join_words, short
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from natgrad_lab.data import cifar10
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, LabError, Task, standardise_pictures
+from natgrad_lab.experiments.base import LabError, Task, standardise_pictures
 from natgrad_lab.experiments.models import classify, precision
 from natgrad_lab.experiments.race import race
 from natgrad_lab.experiments.settings import StudySettings, fill, require_size
@@ -26,11 +26,9 @@ SMALL = {"images": 2000, "side": 16, "epochs": 8, "dense_depth": 10, "growth": 8
 
 @dataclass(frozen=True)
 class AngCifarSettings(StudySettings):
-    """What `--set` can change. full=true is nearer to the report's size; what stays none is taken from there or here.
+    """What `--set` can change. full=true is nearer to the report's size; what stays none comes from there or here."""
 
-    The report says DenseNet-19, WideResNet and 50 epochs, and nothing of growth, width, batch or augmentation (none
-    here).
-    """
+    # the report says DenseNet-19, WideResNet and 50 epochs, and nothing of growth, width, batch or augmentation
 
     full: bool = False  # nearer to the report's size
     images: int | None = None  # of the training set, its first
@@ -61,48 +59,36 @@ class AngCifarSettings(StudySettings):
 
 def tasks(settings: AngCifarSettings) -> tuple[Task, ...]:
     """One for each network: cross-entropy of ten classes, and the precision that the report plots."""
-    networks = {"densenet": dense, "wide_resnet": wide}
+    dense_depth, growth = require_size(settings.dense_depth), require_size(settings.growth)
+    wide_depth, width = require_size(settings.wide_depth), require_size(settings.width)
+    networks: dict[str, tuple[str, Callable[[], nn.Module]]] = {
+        "densenet": (f"Figure 2: DenseNet-{dense_depth}, growth {growth}", lambda: dense_net(dense_depth, growth)),
+        "wide_resnet": (f"Figure 3: WideResNet-{wide_depth}-{width}", lambda: wide_resnet(wide_depth, width)),
+    }
     words = settings.networks.split(",")
     for word in words:
         if word not in networks:
             raise LabError(f"networks has the word {word!r}, expected words among {', '.join(networks)}")
+    # grids narrowed by probes with the tuning seed
+    among = contestants.line_up(settings.batch, sgd={"lr": (0.02, 0.1)}, adam={"lr": (1e-3, 5e-3)})
     return tuple(
         classify(
             name,
             f"{title}, {settings.images} images of {settings.side} x {settings.side}",
             model,
             lambda: standardise_pictures(cifar10(), require_size(settings.images), require_size(settings.side)),
-            contestants.select(settings.methods, among(settings.batch), {"report": METHODS}),
+            contestants.select(settings.methods, among, {"report": METHODS}),
             also={"precision": precision},
             recalibrated_on=settings.looked_at if settings.recalibrate else 0,
             note="Precision is the mean over classes of the share of images that rightly got the class.",
         )
-        for name, (title, model) in ((name, make(settings)) for name, make in networks.items() if name in words)
+        for name, (title, model) in networks.items()
+        if name in words
     )
 
 
-def dense(settings: AngCifarSettings) -> tuple[str, Callable[[], nn.Module]]:
-    """Figure 2: its title and network."""
-    depth, growth = require_size(settings.dense_depth), require_size(settings.growth)
-    return f"Figure 2: DenseNet-{depth}, growth {growth}", lambda: dense_net(depth, growth)
-
-
-def wide(settings: AngCifarSettings) -> tuple[str, Callable[[], nn.Module]]:
-    """Figure 3: its title and network."""
-    depth, width = require_size(settings.wide_depth), require_size(settings.width)
-    return f"Figure 3: WideResNet-{depth}-{width}", lambda: wide_resnet(depth, width)
-
-
-def among(batch: int) -> dict[str, Contestant]:
-    """Grids narrowed by probes with the tuning seed."""
-    return contestants.line_up(batch, sgd={"lr": (0.02, 0.1)}, adam={"lr": (1e-3, 5e-3)})
-
-
 def dense_net(depth: int, growth: int, classes: int = 10) -> nn.Sequential:
-    """Three blocks in which every convolution sees all the channels before it. Huang et al. 2018, without bottlenecks.
-
-    depth: 3 n + 4, with n convolutions in each block.   growth: channels that each of them adds (k).
-    """
+    """Three blocks in which every convolution sees all the channels before it. Huang et al. 2018, no bottlenecks."""
     if depth < 7 or (depth - 4) % 3:
         raise LabError(f"depth is {depth}, expected 3 n + 4 for a DenseNet: 7, 10, 13, 16, 19, 22 ...")
     channels, layers = 2 * growth, list[nn.Module]()
@@ -115,10 +101,7 @@ def dense_net(depth: int, growth: int, classes: int = 10) -> nn.Sequential:
 
 
 def wide_resnet(depth: int, width: int, classes: int = 10) -> nn.Sequential:
-    """Three groups of residual blocks with 16, 32, 64 times `width` channels. Zagoruyko & Komodakis 2017, no dropout.
-
-    depth: 6 n + 4, with n blocks of two convolutions in each group.
-    """
+    """Three groups of residual blocks with 16, 32, 64 times `width` channels. Zagoruyko & Komodakis 2017."""
     if depth < 10 or (depth - 4) % 6:
         raise LabError(f"depth is {depth}, expected 6 n + 4 for a WideResNet: 10, 16, 22, 28 ...")
     channels, layers = 16, list[nn.Module]()

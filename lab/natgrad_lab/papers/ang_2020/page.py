@@ -6,18 +6,17 @@ its tables. Several folders may be given, such as one per network.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from natgrad_lab.experiments.race_summary import Record, read_runs
+from natgrad_lab.experiments.race_summary import Record, Spread, read_runs
 from natgrad_lab.experiments.records import Folder
 from natgrad_lab.figures import DASHES, INK, PALETTE, put_legend_below, put_title, save_picture
 
@@ -27,35 +26,20 @@ SHARE = 0.95  # of tuned SGD's best precision, which the others are to reach
 SMOOTHED = 15  # batches, whose mean the loss of a step is
 QUANTILES = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # of Student's t, two sides, 95 %, by the number of seeds
 
-Runs = Mapping[str, Sequence[Record]]
-"""Contestant -> its runs from all seeds, in the order of the seeds."""
+Runs = Mapping[str, Sequence[Record]]  # contestant -> its runs from all seeds, in the order of the seeds
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A number of every seed."""
+def measure_half(numbers: Spread) -> float:
+    """Half of the 95 % interval by Student's t; nan for a single seed."""
+    count = len(numbers.values)
+    return QUANTILES.get(count, 2.6) * numbers.error if count > 1 else math.nan
 
-    values: tuple[float, ...]  # one per seed; nan where the run never came there
 
-    @property
-    def mean(self) -> float:
-        """Over the seeds, nan where one is missing."""
-        return float(np.mean(self.values))
-
-    @property
-    def half(self) -> float:
-        """Half of the 95 % interval by Student's t; nan for a single seed."""
-        count = len(self.values)
-        if count < 2:
-            return float("nan")
-        return QUANTILES.get(count, 2.6) * float(np.std(self.values, ddof=1)) / count**0.5
-
-    def show(self, digits: int) -> str:
-        """The mean and its interval, "never" where a run did not come there."""
-        if np.isnan(self.mean):
-            there = sum(not np.isnan(value) for value in self.values)
-            return f"{there} of {len(self.values)}"
-        return f"{self.mean:.{digits}f} ± {self.half:.{digits}f}"
+def write_interval(numbers: Spread, digits: int) -> str:
+    """The mean and its 95 % interval, or how many seeds have a number."""
+    if math.isnan(numbers.mean):
+        return f"{len(numbers.known_values)} of {len(numbers.values)}"
+    return f"{numbers.mean:.{digits}f} ± {measure_half(numbers):.{digits}f}"
 
 
 def collect(folders: Sequence[Path]) -> dict[str, Runs]:
@@ -89,11 +73,11 @@ def smooth_losses(record: Record) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return step, seconds, (sums[1:] - sums[first]) / (np.arange(len(loss)) + 1 - first)
 
 
-def reach(steps: np.ndarray, values: np.ndarray, level: float) -> float:
-    """The first step at which the values come to a level from below, between two by a straight line; nan if never."""
+def reach(steps: np.ndarray, values: np.ndarray, level: float) -> float | None:
+    """The first step at which the values come to a level from below, between two by a straight line; None if never."""
     above = np.flatnonzero(values >= level)
     if not len(above):
-        return float("nan")
+        return None
     place = above[0]
     if not place:
         return float(steps[0])
@@ -101,7 +85,7 @@ def reach(steps: np.ndarray, values: np.ndarray, level: float) -> float:
     return float(steps[place - 1] + share * (steps[place] - steps[place - 1]))
 
 
-def measure(runs: Runs) -> dict[str, dict[str, Measured]]:
+def measure(runs: Runs) -> dict[str, dict[str, Spread]]:
     """Contestant -> what the claims ask -> its numbers."""
     plain = runs["SGD-momentum"]
     best = [SHARE * read_evaluations(record, "test_precision")[2].max() for record in plain]
@@ -109,7 +93,7 @@ def measure(runs: Runs) -> dict[str, dict[str, Measured]]:
     precisions = {name: [read_evaluations(r, "test_precision") for r in records] for name, records in runs.items()}
     smoothed = {name: [smooth_losses(record) for record in records] for name, records in runs.items()}
 
-    def ask(name: str, i: int, record: Record) -> dict[str, float]:
+    def ask(name: str, i: int, record: Record) -> dict[str, float | None]:
         (steps, _, precision), (batches, _, loss) = precisions[name][i], smoothed[name][i]
         return {
             "precision": precision[-1],
@@ -124,13 +108,14 @@ def measure(runs: Runs) -> dict[str, dict[str, Measured]]:
 
     answers = {name: [ask(name, i, record) for i, record in enumerate(records)] for name, records in runs.items()}
     return {
-        name: {key: Measured(tuple(seed[key] for seed in seeds)) for key in seeds[0]} for name, seeds in answers.items()
+        name: {key: Spread(tuple(seed[key] for seed in seeds)) for key in seeds[0]} for name, seeds in answers.items()
     }
 
 
-def subtract(first: Measured, second: Measured) -> Measured:
+def subtract(first: Spread, second: Spread) -> Spread:
     """Seed by seed."""
-    return Measured(tuple(a - b for a, b in zip(first.values, second.values, strict=True)))
+    pairs = zip(first.values, second.values, strict=True)
+    return Spread(tuple(None if a is None or b is None else a - b for a, b in pairs))
 
 
 def fill_curves(runs: Runs, title: str, figure: Figure) -> None:
@@ -142,7 +127,10 @@ def fill_curves(runs: Runs, title: str, figure: Figure) -> None:
         losses = [smooth_losses(record) for record in records]
         for row, parts in zip(panels, (precisions, losses), strict=True):
             for column, axes in enumerate(row):
-                draw_range(axes, [part[column] for part in parts], [part[2] for part in parts], look)
+                across, curves = np.mean([part[column] for part in parts], axis=0), np.array([p[2] for p in parts])
+                axes.plot(across, curves.mean(0), **look)
+                axes.fill_between(across, curves.min(0), curves.max(0), color=look["color"], alpha=0.15, linewidth=0)
+                axes.grid(axis="y")
     panels[0][0].set_ylabel("precision on test images")
     panels[1][0].set_ylabel(f"loss of {SMOOTHED} batches, nats")
     panels[1][0].set_yscale("log")
@@ -150,14 +138,6 @@ def fill_curves(runs: Runs, title: str, figure: Figure) -> None:
     panels[1][1].set_xlabel("CPU seconds")
     put_legend_below(figure, panels[0][0], columns=len(runs))
     put_title(figure, title)
-
-
-def draw_range(axes: Axes, x: Sequence[np.ndarray], y: Sequence[np.ndarray], look: dict[str, Any]) -> None:
-    """The mean of some curves, and the range between the lowest and the highest."""
-    across, curves = np.mean(x, axis=0), np.array(y)
-    axes.plot(across, curves.mean(0), **look)
-    axes.fill_between(across, curves.min(0), curves.max(0), color=look["color"], alpha=0.15, linewidth=0)
-    axes.grid(axis="y")
 
 
 CLAIMS = (  # the number that decides what section 2.4 says, and the places that it gives, low to high
@@ -171,7 +151,7 @@ CLAIMS = (  # the number that decides what section 2.4 says, and the places that
 )
 
 
-def fill_claims(networks: Mapping[str, Mapping[str, Mapping[str, Measured]]], figure: Figure) -> None:
+def fill_claims(networks: Mapping[str, Mapping[str, Mapping[str, Spread]]], figure: Figure) -> None:
     """A row per claim: the report's order on the left, our numbers of each network beside it."""
     grid = figure.subplots(len(CLAIMS), 1 + len(networks), squeeze=False)
     for row, (title, key, places) in zip(grid, CLAIMS, strict=True):
@@ -201,18 +181,18 @@ def draw_order(axes: Axes, places: Mapping[str, int]) -> None:
     axes.grid(axis="x")
 
 
-def draw_numbers(axes: Axes, numbers: Mapping[str, Measured]) -> None:
+def draw_numbers(axes: Axes, numbers: Mapping[str, Spread]) -> None:
     """Our means with their intervals, and the seeds as small points."""
     for height, name in enumerate(NAMES):
         if name not in numbers:
             continue
-        values = [value for value in numbers[name].values if not np.isnan(value)]
+        values = numbers[name].known_values
         axes.plot(values, [height] * len(values), ".", color=INK, markersize=3)
         if len(values) < len(numbers[name].values):
             said = f"{len(values)} of {len(numbers[name].values)}"
             axes.annotate(said, (0.98, height), xycoords=("axes fraction", "data"), ha="right", va="center", fontsize=8)
             continue
-        half = 0.0 if np.isnan(numbers[name].half) else numbers[name].half
+        half = np.nan_to_num(measure_half(numbers[name]))
         axes.errorbar(numbers[name].mean, height, xerr=half, fmt="o", color=PALETTE[0], capsize=3)
     axes.set_ylim(len(NAMES) - 0.5, -0.6)
     axes.set_yticks(range(len(NAMES)), [""] * len(NAMES))
@@ -224,7 +204,7 @@ PAIRS = (*((name, other) for name in NAMES[:3] for other in NAMES[3:]), *((name,
 """Differences that decide: each of ours less SGD and Adam, and the two full metrics less the diagonal one."""
 
 
-def list_lines(networks: Mapping[str, Mapping[str, Mapping[str, Measured]]]) -> list[str]:
+def list_lines(networks: Mapping[str, Mapping[str, Mapping[str, Spread]]]) -> list[str]:
     """The tables of the page and the differences that decide the claims."""
     digits = {"updates to the precision": 0, "updates to the loss": 0, "seconds": 1, "time of a step": 2}
     lines = []
@@ -232,12 +212,13 @@ def list_lines(networks: Mapping[str, Mapping[str, Mapping[str, Measured]]]) -> 
         keys = list(next(iter(measured.values())))
         lines += ["", f"{network}: " + " | ".join(keys)]
         for name, numbers in measured.items():
-            lines.append(f"| {name} | " + " | ".join(numbers[key].show(digits.get(key, 3)) for key in keys) + " |")
+            cells = (write_interval(numbers[key], digits.get(key, 3)) for key in keys)
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
         for key in ("precision", "updates to the precision", "updates to the loss"):
             for name, other in PAIRS:
                 if name in measured and other in measured:
                     gap = subtract(measured[name][key], measured[other][key])
-                    lines.append(f"{key}, {name} less {other}: {gap.show(digits.get(key, 3))}")
+                    lines.append(f"{key}, {name} less {other}: {write_interval(gap, digits.get(key, 3))}")
     return lines
 
 

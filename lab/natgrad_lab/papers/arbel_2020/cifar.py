@@ -22,10 +22,8 @@ from natgrad_lab.experiments.race import RaceSettings, race
 from natgrad_lab.experiments.settings import check_counts, check_positive
 
 METHODS = ("kwng", "kfac", "sgd")
-FEATURES = 64
-"""Inputs of the last layer."""
-RADIUS = 1.0
-"""Half the mean square by which a kernelised step may move the logits, as its metric sees it."""
+FEATURES = 64  # inputs of the last layer
+RADIUS = 1.0  # half the mean square by which a kernelised step may move the logits, as its metric sees it
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ def among(settings: ArbelCifarSettings) -> dict[str, Contestant]:
     rates = (0.003, 0.006, 0.01, 0.015, 0.02)  # .03 leaves the finite numbers without the bound
     rows = {
         "kwng": Contestant("kernelised Wasserstein", tuple(grid(batch=batch, lr=rates)), build),
-        "kfac": contestants.kfac(grid(batch=batch, lr=(0.1, 0.3, 0.6, 1.0, 1.5))),
+        "kfac": contestants.apply_recipe("K-FAC", ng.kfac, grid(batch=batch, lr=(0.1, 0.3, 0.6, 1.0, 1.5))),
         "sgd": contestants.sgd(grid(batch=batch, lr=(0.003, 0.01, 0.03, 0.1, 0.3))),
     }
     return {key: replace(row, falls=lambda spent: 1 - 0.95 * spent) for key, row in rows.items()}

@@ -231,20 +231,17 @@ def tell(findings: Findings) -> Story:
     )
     sections = []
     if errors := findings.of("errors"):
-        sections.append(_errors(errors[0]))
+        dimensions = errors[0]
+        counts = list(next(iter(dimensions.values())))
+        rows = tuple((f"d = {d}", *(f"{median(cells[n]):.3g}" for n in counts)) for d, cells in dimensions.items())
+        table = Table("Relative error of the natural gradient", ("", *(f"{n} samples" for n in counts)), rows)
+        first, last = (max(median(cells[n]) for cells in dimensions.values()) for n in (counts[0], counts[-1]))
+        verdict = f"The largest error over the dimensions falls from {first:.2g} to {last:.2g}."
+        sections.append(Section("Error", verdict, (table,), (_draw_errors(dimensions, counts),)))
     if runs := findings.of("descents"):
         sections.append(_descents(runs, s.level))
     lead = sections[-1].verdict if sections else "Nothing is finished yet."
     return Story("The kernelised Wasserstein metric on normals", lead, method, tuple(sections))
-
-
-def _errors(dimensions: Numbers) -> Section:
-    counts = list(next(iter(dimensions.values())))
-    rows = tuple((f"d = {d}", *(f"{median(cells[n]):.3g}" for n in counts)) for d, cells in dimensions.items())
-    table = Table("Relative error of the natural gradient", ("", *(f"{n} samples" for n in counts)), rows)
-    first, last = (max(median(cells[n]) for cells in dimensions.values()) for n in (counts[0], counts[-1]))
-    verdict = f"The largest error over the dimensions falls from {first:.2g} to {last:.2g}."
-    return Section("Error", verdict, (table,), (_draw_errors(dimensions, counts),))
 
 
 def _draw_errors(dimensions: Numbers, counts: list[str]) -> Picture:

@@ -125,12 +125,7 @@ def list_angles(place: TwoParameters) -> dict[float, tuple[float, float]]:
 
 
 def compare_formulas(place: TwoParameters) -> dict[float, dict[str, tuple[float, float]]]:
-    """Nats of a ball -> quantity -> what the page's formula gives, and what it is.
-
-    "nats": 1/2 d^T F d, and the KL, of the step d = -(1 / lambda) F^-1 g. "multiplier": lambda, which is
-    sqrt(g^T F^-1 g / (2 eps)), and the loss saved by one more nat, from the least losses on balls of (1 ± .01) eps.
-    "loss": -g^T d, and the most that the loss falls on the ball.
-    """
+    """Nats of a ball -> quantity -> what the page's formula gives, and what it is; d = -(1 / lambda) F^-1 g."""
     pairs = {}
     slope = float(place.gradient @ place.natural)  # g^T F^-1 g
     here = place.loss(place.point)
@@ -139,8 +134,8 @@ def compare_formulas(place: TwoParameters) -> dict[float, dict[str, tuple[float,
         step = -place.natural / multiplier
         less, more = (place.loss(find_lowest(place, share * nats)) for share in (0.99, 1.01))
         pairs[nats] = {
-            "nats": (slope / (2 * multiplier**2), float(place.kl(place.point + step))),
-            "multiplier": (multiplier, float((less - more) / (0.02 * nats))),
+            "nats": (slope / (2 * multiplier**2), float(place.kl(place.point + step))),  # 1/2 d^T F d
+            "multiplier": (multiplier, float((less - more) / (0.02 * nats))),  # lambda, loss saved by one more nat
             "loss": (-float(place.gradient @ step), float(here - place.loss(find_lowest(place, nats)))),
         }
     return pairs

@@ -10,8 +10,8 @@ import math
 import statistics
 import sys
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -19,11 +19,9 @@ from matplotlib.figure import Figure
 
 from natgrad_lab.experiments import find
 from natgrad_lab.experiments.frame import Findings, Numbers
-from natgrad_lab.experiments.frame import findings as read_findings
-from natgrad_lab.experiments.records import Folder
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.figures import DASHES, INK, PALETTE, put_legend_below, save_picture
-from natgrad_lab.papers.kept_tables import write_rows
+from natgrad_lab.figures import DASHES, INK, PALETTE, put_legend_below
+from natgrad_lab.papers.kept_tables import draw_kept, tell_kept, write_rows
 
 LINKS = {"square": "v²", "exp": "exp v"}
 OFFSETS = (1.0, 30.0, 100.0)
@@ -73,7 +71,7 @@ class PaperCell:
         return ", ".join(part for part in parts if part)
 
 
-TABLE1_CELLS = tuple(
+TABLE1_CELLS = tuple(  # table 1 like for like: both links, and one schedule for both updates
     PaperCell(learner, link, offset)
     for link in LINKS
     for learner, offset in (
@@ -83,7 +81,6 @@ TABLE1_CELLS = tuple(
         ("ours-single", None),
     )
 )
-"""Table 1 like for like: both links, and one schedule for both updates."""
 FIGURE1_CELLS = tuple(cell for cell in TABLE1_CELLS if cell.offset in (None, 100.0))
 GAP_CELLS = tuple(
     PaperCell(learner, "square", offset, (*size, scale))
@@ -103,8 +100,7 @@ NAMES = {  # piece -> what the table calls it, its entry of the costs
 }
 FREE = ("ours", "ours-single-exp", "tuned-sgd", "tuned-adam", "tuned-sgd-single")
 HIGHEST = -10.0  # of the drawn losses: above, all methods fall alike
-MEAN_LEVEL = -25.0
-"""Which the mean of all runs passes with every schedule: steps to it leave no run out."""
+MEAN_LEVEL = -25.0  # which the mean of all runs passes with every schedule: steps to it leave no run out
 PAPER = {"sgd": ("-33.21 ± 2.25", "216,000", "1"), "literal": ("-32.14 ± 3.58", "19,300", ".34")}
 """Test error, steps to -28 and time that the paper prints."""
 
@@ -179,22 +175,14 @@ def figure1(findings: Findings) -> Story:
 
 def gap(findings: Findings) -> Story:
     """The page of what separates our row from the paper's."""
-    tables = tuple(_rows(findings, cells, _name_start(start)) for start, cells in _by_start().items())
+    tables = tuple(
+        _rows(findings, list(cells), "W ~ {:g} N(0, 1), V uniform on (0, {:g}), data times {:g}".format(*start))
+        for start, cells in groupby(GAP_CELLS, lambda cell: cell.start)
+        if start is not None
+    )
     lead = " ".join(_sentence(findings, cell.name) for cell in GAP_CELLS[-4:] if findings.of(cell.name))
     section = Section("Start, data and schedule in turn", lead, tables)
     return Story("Why the paper's steps are fewer than ours", lead, _method(findings), (section,))
-
-
-def _by_start() -> dict[tuple[float, float, float], list[PaperCell]]:
-    groups: dict[tuple[float, float, float], list[PaperCell]] = {}
-    for cell in GAP_CELLS:
-        if cell.start is not None:
-            groups.setdefault(cell.start, []).append(cell)
-    return groups
-
-
-def _name_start(start: tuple[float, float, float]) -> str:
-    return "W ~ {:g} N(0, 1), V uniform on (0, {:g}), data times {:g}".format(*start)
 
 
 def _lead(findings: Findings) -> str:
@@ -235,7 +223,14 @@ def _sections(findings: Findings) -> tuple[Section, ...]:
         )
         for link in LINKS
     )
-    tables = _rows_free(findings), _costs(findings)
+    costs = findings.of("cost")
+    rows = ()
+    if costs:
+        base = costs[0]["SGD, single"]
+        named = {name: value for name, value in costs[0].items() if name != "rounds"}
+        rows = tuple((name, f"{1e6 * value:,.0f}", f"{value / base:.2f}") for name, value in named.items())
+    note = "Medians over rounds in which the methods take turns; all runs side by side."
+    tables = _rows_free(findings), Table("A step", ("", "microseconds", "of SGD, one example"), rows, note)
     return (*printed, Section("With rates of their own", _against(findings), tables, _curves(findings, FREE)))
 
 
@@ -341,17 +336,6 @@ def _rows_free(findings: Findings) -> Table:
     return Table("With rates of their own", heads, tuple(rows), note)
 
 
-def _costs(findings: Findings) -> Table:
-    costs = findings.of("cost")
-    rows = ()
-    if costs:
-        base = costs[0]["SGD, single"]
-        named = {name: value for name, value in costs[0].items() if name != "rounds"}
-        rows = tuple((name, f"{1e6 * value:,.0f}", f"{value / base:.2f}") for name, value in named.items())
-    note = "Medians over rounds in which the methods take turns; all runs side by side."
-    return Table("A step", ("", "microseconds", "of SGD, one example"), rows, note)
-
-
 def _curves(findings: Findings, pieces: tuple[str, ...]) -> tuple[Picture, ...]:
     there = tuple(piece for piece in pieces if findings.of(piece))
     if not there:
@@ -388,8 +372,13 @@ def _both_links(findings: Findings) -> tuple[Picture, ...]:
 
 def _draw(axes: Axes, findings: Findings, pieces: tuple[str, ...]) -> None:
     for place, piece in enumerate(pieces):
-        colour = INK if piece.startswith("sgd") else PALETTE[place % len(PALETTE)]
-        _lines(axes, findings.of(piece)[0], colour, DASHES[place % len(DASHES)], NAMES[piece][0])
+        colour, dash = INK if piece.startswith("sgd") else PALETTE[place % len(PALETTE)], DASHES[place % len(DASHES)]
+        run = findings.of(piece)[0]
+        errors = np.array([[math.nan if e is None else e for e in point] for point in run["errors"]], dtype=float)
+        steps = np.maximum(run["steps"], 1)
+        axes.plot(steps, errors, color=colour, linestyle="-", linewidth=0.7, alpha=0.35)
+        middle = np.median(errors, axis=1)
+        axes.plot(steps, middle, color=colour, linestyle=dash, linewidth=2.2, label=NAMES[piece][0])
     level = findings.settings.level
     axes.axhline(level, color=INK, linewidth=0.8, linestyle=":", label=f"level {level:g} that steps are counted to")
     drawn = [np.asarray(line.get_xydata(), dtype=float) for line in axes.lines[:-1]]
@@ -401,27 +390,16 @@ def _draw(axes: Axes, findings: Findings, pieces: tuple[str, ...]) -> None:
     axes.grid(visible=True, axis="y")
 
 
-def _lines(axes: Axes, run: Numbers, colour: str, dash: Any, name: str) -> None:
-    errors = np.array([[math.nan if e is None else e for e in point] for point in run["errors"]], dtype=float)
-    steps = np.maximum(run["steps"], 1)
-    axes.plot(steps, errors, color=colour, linestyle="-", linewidth=0.7, alpha=0.35)
-    axes.plot(steps, np.median(errors, axis=1), color=colour, linestyle=dash, linewidth=2.2, label=name)
-
-
 def draw_all(folder: Path, images: Path) -> list[str]:
     """Write the PNGs of the page; its tables, as a page has them."""
     lines = []
     for name in ("karakida_2016_table1", "karakida_2016_gap"):
-        study = find(name)
-        story = study.tell(read_findings(study, Folder(folder / name)))
-        for section in story.sections:
+        for section in tell_kept(find(name), folder / name).sections:
             lines += ["", section.verdict]
             for table in section.tables:
                 rows = [[said for said, _ in cells] for cells in table.cells]
                 lines += ["", table.title, "", *write_rows(table.heads, rows).splitlines()]
-            for picture in section.pictures:
-                stem = images / {"curves-printed": "karakida", "curves-own": "karakida_own"}[picture.name]
-                save_picture(picture.draw, picture.size, stem, picture.title)
+            draw_kept(section, {"curves-printed": images / "karakida", "curves-own": images / "karakida_own"})
     return lines
 
 

@@ -22,18 +22,8 @@ from natgrad.ground.spaces import Positive, Square, positive
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive
-from natgrad_lab.papers.karakida_2016 import page
+from natgrad_lab.papers.karakida_2016 import page, two_layer
 from natgrad_lab.papers.karakida_2016.page import FIGURE1_CELLS, GAP_CELLS, TABLE1_CELLS, PaperCell
-from natgrad_lab.papers.karakida_2016.two_layer import (
-    Adam,
-    DescentLearner,
-    Learner,
-    NatgradLearner,
-    Paper,
-    count_units,
-    isa,
-    starts,
-)
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 LINKS: dict[str, Positive | Square] = {"square": Square(), "exp": positive}
@@ -81,18 +71,18 @@ class KarakidaSettings(StudySettings):
 def many(run: PieceRun, link: Positive | Square, times: int = 1) -> dict[str, Tensor]:
     """The initial conditions of this seed, `times` over."""
     s: KarakidaSettings = run.settings
-    first = starts(run.seed, s.runs, link, s.spread, s.pooling)
+    first = two_layer.starts(run.seed, s.runs, link, s.spread, s.pooling)
     return {name: p.repeat(times, 1, 1).to(s.device, DTYPES[s.dtype]) for name, p in first.items()}
 
 
-def learn(run: PieceRun, learner: Learner, looks: list[int], batch: int) -> Numbers:
+def learn(run: PieceRun, learner: two_layer.Learner, looks: list[int], batch: int) -> Numbers:
     """Train to the last look, or until all reached the level and stayed for as long again; test errors at the looks.
 
     Examples are drawn with replacement, one stream for all models unless `own_examples`. Returns {"steps": [...],
     "errors": [one list per point]}: NaN where a model diverged.
     """
     s: KarakidaSettings = run.settings
-    data = s.scale * isa(run.seed, s.examples + s.held_out).to(s.device, DTYPES[s.dtype])
+    data = s.scale * two_layer.isa(run.seed, s.examples + s.held_out).to(s.device, DTYPES[s.dtype])
     train, test = data[: s.examples], data[s.examples :]
     generator = torch.Generator().manual_seed(run.seed)
     models, points, errors, reached = len(learner.params["W"]), [0], [measure_errors(learner, test)], None
@@ -124,27 +114,27 @@ def spread_looks(steps: int) -> list[int]:
     return looks
 
 
-def measure_errors(learner: Learner, test: Tensor) -> list[float]:
+def measure_errors(learner: two_layer.Learner, test: Tensor) -> list[float]:
     """The mean of l over the test examples, for every model, to a thousandth."""
     errors = learner.model.loss(learner.params, test.expand(len(learner.params["W"]), -1, -1))
     return errors.double().round(decimals=3).tolist()
 
 
-def start_cell(cell: PaperCell, run: PieceRun) -> Learner:
+def start_cell(cell: PaperCell, run: PieceRun) -> two_layer.Learner:
     """The learner of a cell at its start."""
     link, rate = LINKS[cell.link], run.settings.rate
     model, params = TwoLayer(link), many(run, link)
     match cell.learner:
         case "sgd":
-            return DescentLearner(model, params, rate)
+            return two_layer.DescentLearner(model, params, rate)
         case "eq4":
-            return Paper(model, params, rate, ng.FirstOrder(offset=cell.offset or 0.0))
+            return two_layer.Paper(model, params, rate, ng.FirstOrder(offset=cell.offset or 0.0))
         case "exact":
-            return Paper(model, params, rate, ng.Woodbury(offset=cell.offset or 0.0))
+            return two_layer.Paper(model, params, rate, ng.Woodbury(offset=cell.offset or 0.0))
         case "literal":
-            return Paper(model, params, rate, None)
+            return two_layer.Paper(model, params, rate, None)
         case _:
-            return NatgradLearner(model, params, method=replace(ng.Averaged(), every=run.settings.every))
+            return two_layer.NatgradLearner(model, params, method=replace(ng.Averaged(), every=run.settings.every))
 
 
 def run_cell(cell: PaperCell) -> Callable[[PieceRun], Numbers]:
@@ -161,7 +151,7 @@ def run_cell(cell: PaperCell) -> Callable[[PieceRun], Numbers]:
         learner = start_cell(cell, run)
         with torch.inference_mode():
             numbers = learn(run, learner, spread_looks(steps), 1)
-        units = count_units(learner.params, learner.model.link, run.seed)
+        units = two_layer.count_units(learner.params, learner.model.link, run.seed)
         return numbers | {"batch": 1, "refused": getattr(learner, "refused", 0), "units": units}
 
     return work
@@ -170,10 +160,10 @@ def run_cell(cell: PaperCell) -> Callable[[PieceRun], Numbers]:
 def ours(run: PieceRun) -> Numbers:
     """ng.ang on batches."""
     s: KarakidaSettings = run.settings
-    learner = NatgradLearner(TwoLayer(), many(run, positive))
+    learner = two_layer.NatgradLearner(TwoLayer(), many(run, positive))
     with torch.inference_mode():
         numbers = learn(run, learner, place_looks(s.our_steps, 60), s.batch)
-    return numbers | {"batch": s.batch, "units": count_units(learner.params, positive, run.seed)}
+    return numbers | {"batch": s.batch, "units": two_layer.count_units(learner.params, positive, run.seed)}
 
 
 def choose_rate(kind: str) -> Callable[[PieceRun], Numbers]:
@@ -184,7 +174,7 @@ def choose_rate(kind: str) -> Callable[[PieceRun], Numbers]:
         rates, single = RATES[kind], kind.endswith("single")
         each = torch.tensor(rates, dtype=DTYPES[s.dtype], device=s.device).repeat_interleave(s.runs).view(-1, 1, 1)
         link = LINKS["square" if kind.startswith("SGD") else "exp"]
-        learner = (DescentLearner if kind.startswith("SGD") else Adam)(
+        learner = (two_layer.DescentLearner if kind.startswith("SGD") else two_layer.Adam)(
             TwoLayer(link), many(run, link, len(rates)), each
         )
         steps = s.tuned_steps if single else s.tuned_steps // 10
@@ -214,16 +204,16 @@ def rank(numbers: Numbers, level: float) -> tuple[int, float, float]:
 def cost(run: PieceRun) -> Numbers:
     """Seconds per step of every method, all models at once; medians over rounds in which they take turns."""
     s: KarakidaSettings = run.settings
-    data = isa(run.seed, s.examples).to(s.device, DTYPES[s.dtype])
+    data = two_layer.isa(run.seed, s.examples).to(s.device, DTYPES[s.dtype])
     rates = torch.full((s.runs, 1, 1), 1e-6, dtype=DTYPES[s.dtype])
-    learners: dict[str, tuple[Learner, int, int]] = {
+    learners: dict[str, tuple[two_layer.Learner, int, int]] = {
         "SGD, single": (start_cell(PaperCell("sgd", "square"), run), 1, 40),
         "eq. 4": (start_cell(PaperCell("eq4", "square", 100.0), run), 1, 40),
         "exact": (start_cell(PaperCell("exact", "square", 100.0), run), 1, 40),
         "ours, single": (start_cell(PaperCell("ours-single", "square"), run), 1, 40),
         "SGD": (start_cell(PaperCell("sgd", "square"), run), s.batch, 8),
-        "Adam": (Adam(TwoLayer(), many(run, positive), rates), s.batch, 8),
-        "ours": (NatgradLearner(TwoLayer(), many(run, positive)), s.batch, 8),
+        "Adam": (two_layer.Adam(TwoLayer(), many(run, positive), rates), s.batch, 8),
+        "ours": (two_layer.NatgradLearner(TwoLayer(), many(run, positive)), s.batch, 8),
     }
     taken: dict[str, list[float]] = {name: [] for name in learners}
     generator = torch.Generator().manual_seed(run.seed)

@@ -6,7 +6,7 @@ A learner has the parameters {"W", "V"} of R models, (R, 8, 8), and `step(X)`, X
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,18 +28,13 @@ from natgrad.structures.adaptive_inverse import (
 
 SUBSPACES, WIDTH = 4, 2
 N = SUBSPACES * WIDTH
-PURE = 0.9
-"""Share of what a unit pools above which it belongs to one subspace."""
-LARGE = 0.1
-"""Units that pool less than this share of the largest one's have vanished."""
+PURE = 0.9  # share of what a unit pools above which it belongs to one subspace
+LARGE = 0.1  # units that pool less than this share of the largest one's have vanished
 
 
 def isa(seed: int, examples: int) -> Tensor:
-    """x = A (s_1 .. s_4), s_i = u_i N(0, I_2), u_i uniform on (0, 1); (examples, 8) in float64.
-
-    A is a random orthogonal matrix and there is no whitening: the paper says "random mixing matrix" only, and other
-    mixings give test errors between -6 and -1190, none of them the paper's.
-    """
+    """x = A (s_1 .. s_4), s_i = u_i N(0, I_2), u_i uniform on (0, 1); (examples, 8) in float64."""
+    # A is orthogonal, without whitening: other mixings give test errors of -6 to -1190, none of them the paper's
     generator = torch.Generator().manual_seed(seed)
     mixing = draw_mixing(generator)
     scales = torch.rand(examples, SUBSPACES, 1, generator=generator, dtype=torch.float64)
@@ -53,10 +48,8 @@ def draw_mixing(generator: torch.Generator) -> Tensor:
 
 
 def count_units(params: dict[str, Tensor], link: Positive | Square, seed: int) -> list[tuple[int, int]]:
-    """For each model the subspaces that have a unit of their own, and the units that merge subspaces.
-
-    A unit h pools sum_j V_hj |w_j|^2, which the rows w_j of W A split among the subspaces.
-    """
+    """For each model the subspaces that have a unit of their own, and the units that merge subspaces."""
+    # a unit h pools sum_j V_hj |w_j|^2, which the rows w_j of W A split among the subspaces
     mixing = draw_mixing(torch.Generator().manual_seed(seed))
     W, V = params["W"].detach().cpu().double(), link(params["V"].detach().cpu().double())
     rows = (W @ mixing).square().unflatten(-1, (SUBSPACES, WIDTH)).sum(-1)  # (R, J, subspaces)
@@ -72,26 +65,12 @@ def count_units(params: dict[str, Tensor], link: Positive | Square, seed: int) -
 def starts(
     seed: int, runs: int, link: Positive | Square, spread: float = 0.3, pooling: float = 1.0
 ) -> dict[str, Tensor]:
-    """W ~ spread N(0, 1) and V uniform on (0, pooling), whatever the link; {"W", "V"}, (runs, 8, 8) in float64.
-
-    The paper says "randomly chosen initial conditions" only. From V = exp(.5 N(0, 1)) `ng.ang` reached -28 in 27 of 30
-    runs, the paper's methods at its rate in 3 of 10 within 45,000 steps.
-    """
+    """W ~ spread N(0, 1) and V uniform on (0, pooling), whatever the link; {"W", "V"}, (runs, 8, 8) in float64."""
+    # from V = exp(.5 N(0, 1)) `ng.ang` reached -28 in 27 of 30 runs, the paper's methods in 3 of 10
     generator = torch.Generator().manual_seed(1000 + seed)
     W = spread * torch.randn(runs, N, N, generator=generator, dtype=torch.float64)
     V = torch.rand(runs, N, N, generator=generator, dtype=torch.float64).clamp(min=1e-3) * pooling
     return {"W": W, "V": link.inverse(V)}
-
-
-class Learner(Protocol):
-    """R models that learn side by side."""
-
-    model: TwoLayer
-    params: dict[str, Tensor]
-
-    def step(self, examples: Tensor) -> None:
-        """One step from X (R, b, 8), in place."""
-        ...
 
 
 @dataclass
@@ -139,15 +118,12 @@ class Adam:
 
 @dataclass
 class Paper:
-    """xi <- xi - eta G^-1 grad l, then G^-1 by eq. 4 or by Woodbury's formula, in place; eta the paper's, no bound.
-
-    Without a method: eq. 4 as printed, eps = 1 / t from t = 1, and no look at whether G^-1 stays positive.
-    """
+    """xi <- xi - eta G^-1 grad l, then G^-1 by eq. 4 or by Woodbury's formula, in place; eta the paper's, no bound."""
 
     model: TwoLayer
     params: dict[str, Tensor]
     rate: float
-    method: ng.FirstOrder | ng.Woodbury | None
+    method: ng.FirstOrder | ng.Woodbury | None  # None: eq. 4 as printed, 1 / t from t = 1, whatever becomes of G^-1
     count: int = 0
     refused: int = 0
 
@@ -216,7 +192,12 @@ class NatgradLearner:
         self.returned = join_returns(self.returned, examples[0])  # all models see the same
         passes = count_passes(self.returned, self.seen, examples.shape[-1], self.metric.shape[-1])
         if self.count == 1 or self.count % self.method.every == 0:
-            self._factorise(self.method.amount(self.metric, self.seen, unit, passes))
+            # U with U^T U = G + amount I, which LAPACK makes faster than L; the last good one where that fails
+            damped = self.metric.clone()
+            damped.diagonal(dim1=1, dim2=2).add_(self.method.amount(self.metric, self.seen, unit, passes).unsqueeze(1))
+            result = torch.linalg.cholesky_ex(damped, upper=True)
+            failed = result.info != 0
+            self.upper = torch.where(failed.view(-1, 1, 1), self.upper, result.L) if bool(failed.any()) else result.L
         half = torch.linalg.solve_triangular(self.upper.mT, gradient.unsqueeze(-1), upper=False)
         step = torch.linalg.solve_triangular(self.upper, half, upper=True).squeeze(-1)
         length = self.rate * half.squeeze(-1).norm(dim=1, keepdim=True)
@@ -236,13 +217,8 @@ class NatgradLearner:
         self.metric.lerp_(score_gram(self.params["W"], link(raw), link.slope(raw), examples), share)
         return torch.cat([part.flatten(1) for part in self.model.gradient(self.params, examples).values()], 1)
 
-    def _factorise(self, amount: Tensor) -> None:
-        """U with U^T U = G + amount I, which LAPACK makes faster than L; the last good one where that fails."""
-        damped = self.metric.clone()
-        damped.diagonal(dim1=1, dim2=2).add_(amount.unsqueeze(1))
-        result = torch.linalg.cholesky_ex(damped, upper=True)
-        failed = result.info != 0
-        self.upper = torch.where(failed.view(-1, 1, 1), self.upper, result.L) if bool(failed.any()) else result.L
+
+Learner = DescentLearner | Adam | Paper | NatgradLearner
 
 
 def move(params: dict[str, Tensor], step: Tensor, rate: float) -> None:
@@ -258,10 +234,8 @@ def move(params: dict[str, Tensor], step: Tensor, rate: float) -> None:
 
 
 def score_gram(W: Tensor, V: Tensor, slope: Tensor, X: Tensor) -> Tensor:
-    """G = mean over examples of sum_i g_i g_i^T, g_i the slope of psi_i in (W, raw V), shape (R, K, K).
-
-    With J = H = N = 8 it needs an eighth of the multiplications of U U^T, and no U.
-    """
+    """G = mean over examples of sum_i g_i g_i^T, g_i the slope of psi_i in (W, raw V), shape (R, K, K)."""
+    # with J = H = N = 8 an eighth of the multiplications of U U^T, and no U
     a, r = unit_responses(W, V, X)
     c = r @ V
     Q = pool_features(W, V, a)[1] * (r**3).unsqueeze(-1)
@@ -327,11 +301,10 @@ def _sum_pairs(first: Tensor, second: Tensor) -> Tensor:
 
 
 class SingleExample:
-    """`gradients` of natgrad.energies.two_layer for R models and one example each, in buffers made once.
+    """`gradients` of natgrad.energies.two_layer for R models and one example each, W (R, J, N) and V (R, H, J).
 
-    params: {"W", "V"}, (R, J, N) and (R, H, J); `descend` changes them in place. At eight variables the time of a step
-    is that of calling operations: transposed views and results are made once, three times faster than the general form.
-    `slopes` adds the Jacobian of the score, from what the gradient has computed.
+    At eight variables the time of a step is that of calling operations: views and results are made once, three times
+    faster than the general form.
     """
 
     a: Tensor  # W x
@@ -370,10 +343,7 @@ class SingleExample:
         self.V.copy_(self.link(self.raw))
 
     def slopes(self, x: Tensor) -> Tensor:
-        """d psi_i / d params in a row for every variable i, then the gradient of l: (R, N + 1, K), in one buffer.
-
-        The formulas are those of `jacobians` in natgrad.energies.two_layer.
-        """
+        """d psi_i / d params (see `jacobians`) in a row for every variable i, then the gradient of l: (R, N + 1, K)."""
         self.V.copy_(self.link(self.raw))
         by_W, by_V = self.gradient(x)
         slope, a_turned = self.link.slope(self.raw), self.a.mT

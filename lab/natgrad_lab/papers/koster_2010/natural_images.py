@@ -125,17 +125,14 @@ class Graphed(TwoLayer):
 
 
 FEATURES = ({"W": 0, "V": 1},)
-SHARES = (1.0, 0.5, 0.25, 0.0)
-"""Of a step that are tried."""
+SHARES = (1.0, 0.5, 0.25, 0.0)  # of a step that are tried
 
 
 @dataclass
 class FeatureBlocks:
     """Natural steps with G_j = E[sum_i g_ij g_ij^T], g_ij the slope of d_i log p in (w_j, v_1j, ..., v_Hj).
 
-    A feature's own row and its weights in all pools move together: `ng.Blocks` keeps that part of the metric whole, and
-    leaves out what couples two features. A block has N + H rows, whatever the number of features. The blocks are means
-    over some hundred steps, so that a step is tried on its own batch, and shortened where it would raise the loss.
+    The blocks are means over some hundred steps: a step is tried on its batch, and shortened where it raises the loss.
     """
 
     params: dict[str, Tensor]  # {"W": (J, N), "V": (H, J)}, V before the link; changed in place
@@ -158,7 +155,12 @@ class FeatureBlocks:
         """Move W and V."""
         space = ng.Space(self.params)
         if self.count % self.every == 0:
-            self._update_blocks(examples[: self.examples])
+            # the running averages and their damped inverse
+            structure = ng.Blocks(self.decay, units=FEATURES)
+            self.total, self.memory = structure.update(
+                self.memory, ng.score_metric(self.model), self.params, examples[: self.examples]
+            )
+            self.inverse = self.total.inverse(self.damping * float(self.total.trace()) / self.total.size)
         self.count += 1
         flat = space.flatten(gradients)
         self.mean = torch.lerp(self.mean.to(flat), flat, 1 - self.momentum)
@@ -175,12 +177,6 @@ class FeatureBlocks:
                 p.copy_(before[name] - share * step[name])
             if share == 0 or bool(self.model.loss(self.params, examples) <= loss):  # False for a NaN
                 return
-
-    def _update_blocks(self, examples: Tensor) -> None:
-        """The running averages and their damped inverse."""
-        structure = ng.Blocks(self.decay, units=FEATURES)
-        self.total, self.memory = structure.update(self.memory, ng.score_metric(self.model), self.params, examples)
-        self.inverse = self.total.inverse(self.damping * float(self.total.trace()) / self.total.size)
 
 
 def optimizers(s: KosterSettings) -> dict[str, Callable[[dict[str, Tensor], TwoLayer], Any]]:
@@ -310,22 +306,22 @@ def tell(findings: Findings) -> Story:
         Section("Loss", _verdict(methods, best), (_table(methods),), (_curves(methods, 0), _curves(methods, 1))),
         *(_section(name, runs[0], s.size) for name, runs in methods.items()),
     )
-    return Story("Simple cells from photographs", _lead(methods[best][0], best), method, sections)
+    run = methods[best][0]
+    c, e = run["coherence"], run["extent"]
+    return Story(
+        "Simple cells from photographs",
+        f"With the lowest loss ({best}) the slopes of the median feature point one way to {c:.0%} (main components: "
+        f"{run['coherence of components']:.0%}), and {e:.0%} of the pixels hold three quarters of its energy "
+        f"({run['extent of components']:.0%}). Features that one unit pools have like orientations: mean cosine of "
+        f"twice the angle between them {run['likeness']:.2f}, 0 by chance.",
+        method,
+        sections,
+    )
 
 
 def ends(runs: list[Numbers]) -> list[float]:
     """The last losses."""
     return [run["curve"][-1][2] for run in runs]
-
-
-def _lead(run: Numbers, best: str) -> str:
-    c, e = run["coherence"], run["extent"]
-    return (
-        f"With the lowest loss ({best}) the slopes of the median feature point one way to {c:.0%} (main components: "
-        f"{run['coherence of components']:.0%}), and {e:.0%} of the pixels hold three quarters of its energy "
-        f"({run['extent of components']:.0%}). Features that one unit pools have like orientations: mean cosine of "
-        f"twice the angle between them {run['likeness']:.2f}, 0 by chance."
-    )
 
 
 def _verdict(methods: dict[str, list[Numbers]], best: str) -> str:
@@ -354,9 +350,14 @@ def _section(method: str, run: Numbers, size: int) -> Section:
     features, pooling = np.array(run["features"]).reshape(-1, size, size), np.array(run["pooling"])
     stem, rows = method.replace(" ", "-").lower(), -(-len(features) // 10)
     first, second = "First layer: features, the strongest pooled first", "Second layer: one unit a row, what it pools"
+    # The units that pool most, each with its strongest features
+    chosen = np.argsort(-pooling.sum(1))[:10]
+    order = np.concatenate([np.argsort(-pooling[unit])[:10] for unit in chosen])
     pictures = (
         Picture(f"features-{stem}", first, _features(features, pooling, method), (7.0, 0.3 + 0.7 * rows)),
-        Picture(f"pooling-{stem}", second, _pools(features, pooling), (7.0, 7.0)),
+        Picture(
+            f"pooling-{stem}", second, (lambda figure: draw_images(figure.subplots(), features[order], 10)), (7.0, 7.0)
+        ),
     )
     verdict = f"{run['steps']:,} steps; coherence {run['coherence']:.2f}, extent {run['extent']:.2f}."
     return Section(method, verdict, (), pictures)
@@ -372,13 +373,6 @@ def _features(features: np.ndarray, pooling: np.ndarray, method: str) -> Callabl
         axes.set_title(title, loc="left")
 
     return fill
-
-
-def _pools(features: np.ndarray, pooling: np.ndarray, units: int = 10, shown: int = 10) -> Callable[[Figure], None]:
-    """The units that pool most, each with its strongest features."""
-    chosen = np.argsort(-pooling.sum(1))[:units]
-    order = np.concatenate([np.argsort(-pooling[unit])[:shown] for unit in chosen])
-    return lambda figure: draw_images(figure.subplots(), features[order], shown)
 
 
 def pieces(s: KosterSettings) -> tuple[Piece, ...]:

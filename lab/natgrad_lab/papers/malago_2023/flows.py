@@ -10,26 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+import natgrad as ng
 from natgrad.families import ExponentialFamily, Ising, MultivariateNormal
-from natgrad.flows import (
-    Field,
-    FlowCoordinates,
-    Function,
-    destinations,
-    deviation_coordinates,
-    draw_basins,
-    draw_field,
-    draw_levels,
-    draw_trajectory,
-    expectation_coordinates,
-    expected_value,
-    flow,
-    flow_field,
-    lattice,
-    natural_coordinates,
-    paths,
-    probability_coordinates,
-)
 from natgrad.ground.linalg import invert_or_nan, solve_or_nan
 from natgrad_lab.experiments import Experiment, Findings, Picture, Piece, PieceRun, Section, Story, Table
 from natgrad_lab.experiments.records import Numbers
@@ -90,23 +72,23 @@ class FlowCase:
 
     family: ExponentialFamily
     f: Callable[[Tensor], Tensor]
-    chart: FlowCoordinates
+    chart: ng.flows.FlowCoordinates
     view: View = ((0.0, 1.0), (0.0, 1.0))
     maximise: bool = False
     nodes: int | None = None  # of the quadrature, where not the usual number
 
     @property
-    def value(self) -> Function:
+    def value(self) -> ng.flows.Function:
         """E[f] of the natural parameters."""
-        return expected_value(self.family, self.f, **({} if self.nodes is None else {"nodes": self.nodes}))
+        return ng.flows.expected_value(self.family, self.f, **({} if self.nodes is None else {"nodes": self.nodes}))
 
     def at(self, xi: Tensor) -> Tensor:
         """E[f] in the coordinates."""
         return self.value(self.chart.theta(xi))
 
-    def field(self, natural: bool) -> Field:
+    def field(self, natural: bool) -> ng.flows.Field:
         """Where the flow goes."""
-        return flow_field(self.value, self.family, self.chart, natural=natural, maximise=self.maximise)
+        return ng.flows.flow_field(self.value, self.family, self.chart, natural=natural, maximise=self.maximise)
 
     def inside(self, xi: Tensor) -> Tensor:
         """Which points the coordinates have."""
@@ -114,12 +96,12 @@ class FlowCase:
 
 
 TOY_CASES = {
-    "mu": FlowCase(TOY, toy, probability_coordinates(TOY)),
-    "theta": FlowCase(TOY, toy, natural_coordinates(TOY), ((-1.5, 1.5), (-1.5, 1.5))),
+    "mu": FlowCase(TOY, toy, ng.flows.probability_coordinates(TOY)),
+    "theta": FlowCase(TOY, toy, ng.flows.natural_coordinates(TOY), ((-1.5, 1.5), (-1.5, 1.5))),
 }
 LINE_CASES = {
-    "quadratic": FlowCase(LINE, quadratic, deviation_coordinates(), ((-1.0, 1.5), (0.0, 1.2)), True),
-    "quartic": FlowCase(LINE, quartic, deviation_coordinates(), ((-3.0, 3.0), (0.0, 1.8)), True),
+    "quadratic": FlowCase(LINE, quadratic, ng.flows.deviation_coordinates(), ((-1.0, 1.5), (0.0, 1.2)), True),
+    "quartic": FlowCase(LINE, quartic, ng.flows.deviation_coordinates(), ((-3.0, 3.0), (0.0, 1.8)), True),
 }
 
 
@@ -131,8 +113,8 @@ def integrate(run: PieceRun, cases: dict[str, FlowCase], span: float, substeps: 
         ways[name] = {}
         for number, (kind, natural) in enumerate(KINDS.items()):
             run.advance((place + number / 2) / len(cases))
-            starts = lattice(*case.view, s.starts)
-            ways[name][kind] = plain(paths(case.field(natural), starts, times, case.inside, substeps))
+            starts = ng.flows.lattice(*case.view, s.starts)
+            ways[name][kind] = plain(ng.flows.paths(case.field(natural), starts, times, case.inside, substeps))
     return ways
 
 
@@ -148,12 +130,12 @@ def plain(ways: Tensor) -> list[Numbers]:
 
 def toy_same(run: PieceRun) -> Numbers:
     """How far the natural flows in mu, theta and eta are apart, in mu."""
-    value, chart = expected_value(TOY, toy), TOY_CASES["mu"].chart
+    value, chart = ng.flows.expected_value(TOY, toy), TOY_CASES["mu"].chart
     times, mu = (torch.tensor(numbers, dtype=torch.float64) for numbers in ([0.0, 0.25], [0.5, 0.5]))
-    ours = flow(value, TOY, mu, times, chart).points
+    ours = ng.flows.flow(value, TOY, mu, times, chart).points
     others = (
-        torch.sigmoid(2 * flow(value, TOY, chart.theta(mu), times).points),
-        (flow(value, TOY, 2 * mu - 1, times, expectation_coordinates(TOY)).points + 1) / 2,
+        torch.sigmoid(2 * ng.flows.flow(value, TOY, chart.theta(mu), times).points),
+        (ng.flows.flow(value, TOY, 2 * mu - 1, times, ng.flows.expectation_coordinates(TOY)).points + 1) / 2,
     )
     return {"apart": max(float((ours - other).abs().max()) for other in others), "starts": 1}
 
@@ -162,13 +144,15 @@ def line_closed(run: PieceRun) -> Numbers:
     """The quadratic's natural flow beside its closed form, 1 / s^2 = 1 / s0^2 + 6 t."""
     times = torch.tensor([0.0, 0.1, 0.5, 1.0, 5.0], dtype=torch.float64)
     start = torch.tensor([-1.0, 1.0], dtype=torch.float64)
-    points = flow(expected_value(LINE, quadratic), LINE, start, times, deviation_coordinates(), maximise=True).points
+    points = ng.flows.flow(
+        ng.flows.expected_value(LINE, quadratic), LINE, start, times, ng.flows.deviation_coordinates(), maximise=True
+    ).points
     variance = 1 / (1 + 6 * times)
     closed = torch.stack([1 / 6 - 7 / 6 * variance, variance.sqrt()], dim=1)
     return {"times": times.tolist(), "ours": points.tolist(), "closed": closed.tolist()}
 
 
-def moments() -> FlowCoordinates:
+def moments() -> ng.flows.FlowCoordinates:
     """(mean; Sigma_11; Sigma_22; Sigma_12) of normals in two dimensions."""
 
     def matrix(xi: Tensor) -> Tensor:
@@ -182,7 +166,7 @@ def moments() -> FlowCoordinates:
     def inside(xi: Tensor) -> Tensor:
         return (xi[..., 2] > 0) & (xi[..., 2] * xi[..., 3] > xi[..., 4].square())
 
-    return FlowCoordinates("mean and covariance", theta, None, inside)
+    return ng.flows.FlowCoordinates("mean and covariance", theta, None, inside)
 
 
 def plane_flows(run: PieceRun) -> Numbers:
@@ -196,9 +180,9 @@ def plane_flows(run: PieceRun) -> Numbers:
     numbers: Numbers = {"gap": 0.0}
     for number, (kind, natural) in enumerate(KINDS.items()):
         run.advance(number / 3)
-        numbers[kind] = plain(paths(case.field(natural), xi, times, case.inside, 3))
+        numbers[kind] = plain(ng.flows.paths(case.field(natural), xi, times, case.inside, 3))
     for mean, start in zip(starts[:: s.starts], xi[:: s.starts], strict=True):
-        way = flow(case.value, PLANE, start, times[:: s.steps // 8], case.chart, maximise=True)
+        way = ng.flows.flow(case.value, PLANE, start, times[:: s.steps // 8], case.chart, maximise=True)
         numbers["gap"] = max(numbers["gap"], float((way.points[:, :2] - closed_mean(mean, way.times)).abs().max()))
     return numbers
 
@@ -300,11 +284,13 @@ def _toy_pictures(flows: Numbers, count: int) -> tuple[Picture, ...]:
         cases = [(name, case, kind) for name, case in TOY_CASES.items() for kind in KINDS]
         for axes, (name, case, kind) in zip(figure.subplots(1, 4), cases, strict=True):
             span = 8.0 if (name, kind) == ("theta", "Euclidean") else 1.5  # on a plateau all is slow
-            ends = destinations(case.field(KINDS[kind]), lattice(*case.view, count), span, case.inside, 60)
+            ends = ng.flows.destinations(
+                case.field(KINDS[kind]), ng.flows.lattice(*case.view, count), span, case.inside, 60
+            )
             if name == "theta":
                 ends = torch.sigmoid(2 * ends)
-            draw_basins(axes, ends, VERTICES, *case.view, (PALETTE[0], PALETTE[1]))
-            draw_levels(axes, case.at, *shrink(case.view), colors=GRID, levels=15)
+            ng.flows.draw_basins(axes, ends, VERTICES, *case.view, (PALETTE[0], PALETTE[1]))
+            ng.flows.draw_levels(axes, case.at, *shrink(case.view), colors=GRID, levels=15)
             _saddle(axes, name)
             panel(axes, f"{kind} in {GREEK[name][0][0]}", GREEK[name], case.view)
 
@@ -328,11 +314,11 @@ def shrink(view: View) -> View:
 
 
 def _plane(axes: Axes, case: FlowCase, kind: str, ways: Sequence[Numbers], view: View) -> None:
-    draw_levels(axes, case.at, *shrink(view), colors=GRID, linewidths=0.9, levels=28)
+    ng.flows.draw_levels(axes, case.at, *shrink(view), colors=GRID, linewidths=0.9, levels=28)
     inner = tuple((a + 0.03 * (b - a), b - 0.03 * (b - a)) for a, b in view)
-    draw_field(axes, case.field(KINDS[kind]), *inner, count=15, length="root", color=QUIET)
+    ng.flows.draw_field(axes, case.field(KINDS[kind]), *inner, count=15, length="root", color=QUIET)
     for way in ways:
-        draw_trajectory(axes, points(way), color=COLOUR[kind])
+        ng.flows.draw_trajectory(axes, points(way), color=COLOUR[kind])
 
 
 def tell_polynomials(findings: Findings) -> Story:
@@ -389,10 +375,7 @@ PLANE_FORMULA = "f = x₁ + 2 x₂ - 3 x₁² - 2 x₁ x₂ - 2 x₂²"
 
 def tell_quadratic(findings: Findings) -> Story:
     """Means on their way over the level lines of f."""
-    flows, title = findings.of("flows"), "A quadratic over normals in two dimensions"
-    if not flows:
-        return Story(title, "Nothing is finished yet.", METHOD, ())
-    ways_by_kind, optimum = flows[0], solve_or_nan(2 * BOWL, SLOPE)
+    (ways_by_kind,), optimum = findings.of("flows"), solve_or_nan(2 * BOWL, SLOPE)
     far = {kind: max(torch.dist(points(way)[-1, :2], optimum).item() for way in ways_by_kind[kind]) for kind in KINDS}
     verdict = (
         "The natural flow's means agree with the closed form P(t) = P₀ + 2 A t, P μ = P₀ μ₀ + b t to "
@@ -406,49 +389,52 @@ def tell_quadratic(findings: Findings) -> Story:
         x, y = optimum.tolist()
         view = ((x - 2.4, x + 2.4), (y - 2.1, y + 2.1))
         for axes, kind in zip(figure.subplots(1, 2, sharey=True), KINDS, strict=True):
-            draw_levels(axes, bowl, *view, colors=GRID, linewidths=0.9, levels=24)
+            ng.flows.draw_levels(axes, bowl, *view, colors=GRID, linewidths=0.9, levels=24)
             for way in ways_by_kind[kind]:
-                draw_trajectory(axes, points(way)[:, :2], color=COLOUR[kind])
+                ng.flows.draw_trajectory(axes, points(way)[:, :2], color=COLOUR[kind])
             axes.plot(x, y, "*", color=INK, markersize=10, zorder=5)
             panel(axes, f"{kind} gradient", ("μ₁", "μ₂" if kind == "Euclidean" else ""), view)
         figure.suptitle(f"Normals in R², {PLANE_FORMULA}: means, ascent", fontsize=11)
 
     more = " Starts: means on a circle around the optimum, the lectures' covariance (1, -.5; -.5, 2). Ascent."
     picture = Picture("flows", f"{PLANE_FORMULA}: level lines of f, means", fill, (10.0, 4.9))
-    return Story(title, verdict, METHOD + more, (Section("Means", verdict, (), (picture,)),))
+    section = Section("Means", verdict, (), (picture,))
+    return Story("A quadratic over normals in two dimensions", verdict, METHOD + more, (section,))
 
 
-def _study(
-    name: str, summary: str, pieces: tuple[Piece, ...], tell: Callable[[Findings], Story], minutes: float
+def study(
+    name: str,
+    summary: str,
+    settings: type,
+    pieces: tuple[Piece, ...],
+    tell: Callable[[Findings], Story],
+    minutes: float,
+    seeds: int = 1,
 ) -> Experiment:
-    name = f"malago_2023_{name}"
-    return Experiment(name, summary, MalagoFlowSettings, lambda settings: pieces, tell, seeds=1, minutes=minutes)
+    """A figure of the lectures."""
+    return Experiment(f"malago_2023_{name}", summary, settings, lambda _: pieces, tell, seeds=seeds, minutes=minutes)
 
 
-TOY_STUDY = _study(
+TOY_STUDY = study(
     "toy",
     "Flows of f = x1 + 2 x2 + 3 x1 x2 over independent bits, Euclidean and natural, in two coordinates",
+    MalagoFlowSettings,
     (
         Piece("flows", "Flows", lambda run: integrate(run, TOY_CASES, run.settings.span, 2), False),
         Piece("same", "Natural flows in three coordinates", toy_same, False),
     ),
-    tell_toy,
-    0.15,
+    *(tell_toy, 0.15),
 )
-POLYNOMIALS = _study(
-    "polynomials",
-    "Flows of a quadratic and a quartic over univariate normals, Euclidean and natural",
+POLYNOMIALS = study(
+    *("polynomials", "Flows of a quadratic and a quartic over univariate normals, Euclidean and natural"),
+    MalagoFlowSettings,
     (  # over the line all is over sooner
         Piece("flows", "Flows", lambda run: integrate(run, LINE_CASES, run.settings.span / 3, 5), False),
         Piece("closed", "Beside the closed form", line_closed, False),
     ),
-    tell_polynomials,
-    0.33,
+    *(tell_polynomials, 0.33),
 )
-QUADRATIC = _study(
-    "quadratic",
-    "Flows of a quadratic over normals in two dimensions, beside the closed form",
-    (Piece("flows", "Flows", plane_flows, False),),
-    tell_quadratic,
-    0.22,
+QUADRATIC = study(
+    *("quadratic", "Flows of a quadratic over normals in two dimensions, beside the closed form", MalagoFlowSettings),
+    *((Piece("flows", "Flows", plane_flows, False),), tell_quadratic, 0.22),
 )

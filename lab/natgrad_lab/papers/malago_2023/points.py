@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -15,11 +14,11 @@ from natgrad.flows import draw_trajectory, paths
 from natgrad.geometry import HalfPlane, Simplex, level_set
 from natgrad.ground.linalg import solve_or_nan
 from natgrad_lab.experiments.base import LabError
-from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
+from natgrad_lab.experiments.frame import Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
 from natgrad_lab.experiments.settings import StudySettings, check_positive
 from natgrad_lab.figures import GRID, INK, PALETTE
-from natgrad_lab.papers.malago_2023.flows import QUIET, panel
+from natgrad_lab.papers.malago_2023.flows import QUIET, panel, study
 
 
 @dataclass(frozen=True)
@@ -66,38 +65,29 @@ def balls(run: PieceRun) -> Numbers:
 
 def tell_balls(findings: Findings) -> Story:
     """One picture: balls that grow with the deviation."""
-    numbers, radius = findings.of("balls"), findings.settings.radius
-    sections = []
-    if numbers:
-        ones = numbers[0]["balls"]
-        wide = [max(x for x, _ in b["ball"]) - min(x for x, _ in b["ball"]) for b in ones]
-        ratio = [width / b["centre"][1] for width, b in zip(wide, ones, strict=True)]
-        verdict = (
-            f"Every ball is {min(ratio):.3f} to {max(ratio):.3f} deviations wide, wherever it is: near σ = 0 a small "
-            "step in the mean is a large one in nats. On the Fisher-Rao circle of radius sqrt(2 ε) the KL differs from "
-            f"ε by up to {max(b['geodesic'] for b in ones):.0%}."
-        )
-
-        def fill(figure: Figure) -> None:
-            axes = figure.add_subplot()
-            for ball in ones:
-                x, y = zip(*ball["ball"], strict=True)
-                axes.fill(x, y, color=PALETTE[1], alpha=0.18, linewidth=0)
-                axes.plot(x, y, "-", color=PALETTE[1], linewidth=1.6)
-                axes.plot(*ball["centre"], ".", color=INK, markersize=4)
-            panel(
-                axes,
-                f"KL(N(μ₀, σ₀²), N(μ, σ²)) = {radius:g}",
-                ("mean μ", "standard deviation σ"),
-                ((-4.2, 4.2), (0, 3.4)),
-            )
-            axes.set_aspect("equal")
-
-        sections.append(Section("Balls", verdict, (), (Picture("balls", "Balls of constant KL", fill, (8.4, 4.0)),)))
-    lead = sections[0].verdict if sections else "Nothing is finished yet."
-    return Story(
-        "KL balls of the univariate normal", lead, "Exact level lines, by bisection along rays.", tuple(sections)
+    radius, drawn = findings.settings.radius, findings.of("balls")[0]["balls"]
+    wide = [max(x for x, _ in b["ball"]) - min(x for x, _ in b["ball"]) for b in drawn]
+    ratio = [width / b["centre"][1] for width, b in zip(wide, drawn, strict=True)]
+    verdict = (
+        f"Every ball is {min(ratio):.3f} to {max(ratio):.3f} deviations wide, wherever it is: near σ = 0 a small "
+        "step in the mean is a large one in nats. On the Fisher-Rao circle of radius sqrt(2 ε) the KL differs from "
+        f"ε by up to {max(b['geodesic'] for b in drawn):.0%}."
     )
+
+    def fill(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        for ball in drawn:
+            x, y = zip(*ball["ball"], strict=True)
+            axes.fill(x, y, color=PALETTE[1], alpha=0.18, linewidth=0)
+            axes.plot(x, y, "-", color=PALETTE[1], linewidth=1.6)
+            axes.plot(*ball["centre"], ".", color=INK, markersize=4)
+        title, labels = f"KL(N(μ₀, σ₀²), N(μ, σ²)) = {radius:g}", ("mean μ", "standard deviation σ")
+        panel(axes, title, labels, ((-4.2, 4.2), (0, 3.4)))
+        axes.set_aspect("equal")
+
+    section = Section("Balls", verdict, (), (Picture("balls", "Balls of constant KL", fill, (8.4, 4.0)),))
+    method = "Exact level lines, by bisection along rays."
+    return Story("KL balls of the univariate normal", verdict, method, (section,))
 
 
 def polarization(p: Tensor) -> Tensor:
@@ -135,32 +125,33 @@ def flat(p: Tensor) -> Tensor:
 
 def tell_polarization(findings: Findings) -> Story:
     """Triangles of three camps."""
-    flows, sections = findings.of("flows"), []
-    if flows:
-        rows = []
-        for name, ways in flows[0].items():
-            ends = torch.tensor([way[-1] for way in ways], dtype=torch.float64)
-            value = polarization(ends)
-            rows.append(
-                (name, f"{value.min():.3f} to {value.max():.3f}", f"{int((ends < 0.01).any(1).sum())} of {len(ways)}")
-            )
-        table = Table("Where the flows end", ("", "polarization", "with an empty camp (< .01)"), tuple(rows))
-        verdict = (
-            "Two equal camps, (1/2, 1/2, 0), are the most polarized, 1/4; one camp alone is the least, 0; at three "
-            "equal ones, 2/9, the gradient vanishes and the second derivative too. The Euclidean flow runs into an "
-            "edge and needs a projection to go on, the natural one turns along it."
-        )
-        pictures = (Picture("triangles", "Three camps: corners are unanimous", _triangles(flows[0]), (11.0, 3.4)),)
-        sections.append(Section("Three camps", verdict, (table,), pictures))
-    lead = sections[0].verdict if sections else "Nothing is finished yet."
+    (flows,), rows = findings.of("flows"), []
+    for name, ways in flows.items():
+        ends = torch.tensor([way[-1] for way in ways], dtype=torch.float64)
+        value, empty = polarization(ends), int((ends < 0.01).any(1).sum())
+        rows.append((name, f"{value.min():.3f} to {value.max():.3f}", f"{empty} of {len(ways)}"))
+    table = Table("Where the flows end", ("", "polarization", "with an empty camp (< .01)"), tuple(rows))
+    verdict = (
+        "Two equal camps, (1/2, 1/2, 0), are the most polarized, 1/4; one camp alone is the least, 0; at three "
+        "equal ones, 2/9, the gradient vanishes and the second derivative too. The Euclidean flow runs into an "
+        "edge and needs a projection to go on, the natural one turns along it."
+    )
+    pictures = (Picture("triangles", "Three camps: corners are unanimous", _triangles(flows), (11.0, 3.4)),)
     method = "Polarization sum p² (1 - p) over categorical distributions; Runge-Kutta of order 4. Starts are ours."
-    return Story("Polarization", lead, method, tuple(sections))
+    return Story("Polarization", verdict, method, (Section("Three camps", verdict, (table,), pictures),))
 
 
 def _triangles(flows: Numbers) -> Callable[[Figure], None]:
     def fill(figure: Figure) -> None:
         for axes, (name, ways) in zip(figure.subplots(1, 4), flows.items(), strict=True):
-            _levels(axes)
+            ticks = torch.linspace(0, 1, 81, dtype=torch.float64)
+            a, b = torch.meshgrid(ticks, ticks, indexing="ij")
+            keep = (a + b <= 1).flatten()
+            p = torch.stack([a.flatten(), b.flatten(), 1 - a.flatten() - b.flatten()], 1)[keep]
+            across, up = flat(p).T.numpy()
+            axes.tricontour(across, up, polarization(p).numpy(), levels=16, colors=GRID, linewidths=0.9)
+            corners = flat(torch.eye(3, dtype=torch.float64)[[0, 1, 2, 0]])
+            axes.plot(*corners.T.numpy(), "-", color=QUIET, linewidth=1)
             for way in ways:
                 draw_trajectory(
                     axes, flat(torch.tensor(way, dtype=torch.float64)), color=PALETTE[name.startswith("natural")]
@@ -171,17 +162,6 @@ def _triangles(flows: Numbers) -> Callable[[Figure], None]:
         figure.suptitle("Polarization over three camps: level lines and flows", fontsize=11)
 
     return fill
-
-
-def _levels(axes: Axes) -> None:
-    ticks = torch.linspace(0, 1, 81, dtype=torch.float64)
-    a, b = torch.meshgrid(ticks, ticks, indexing="ij")
-    keep = (a + b <= 1).flatten()
-    p = torch.stack([a.flatten(), b.flatten(), 1 - a.flatten() - b.flatten()], 1)[keep]
-    across, up = flat(p).T.numpy()
-    axes.tricontour(across, up, polarization(p).numpy(), levels=16, colors=GRID, linewidths=0.9)
-    corners = flat(torch.eye(3, dtype=torch.float64)[[0, 1, 2, 0]])
-    axes.plot(*corners.T.numpy(), "-", color=QUIET, linewidth=1)
 
 
 def models(bits: int) -> dict[str, Ising]:
@@ -195,11 +175,8 @@ def models(bits: int) -> dict[str, Ising]:
 
 
 def descend(model: Ising, values: Tensor, theta: Tensor, time: float, h: float = 0.05) -> Tensor:
-    """The natural flow of E[f] in theta for rows of f's values (m, 2^n) and starts (m, k), until that time.
-
-    Its direction is minus the regression of f on the statistics under p. A row whose most probable state has .999 is
-    decided and stays.
-    """
+    """The natural flow of E[f] in theta for rows of f's values (m, 2^n) and starts (m, k), until that time."""
+    # its direction is minus the regression of f on the statistics under p
     table = model.statistics(model.states)
 
     def direction(at: Tensor, f: Tensor) -> Tensor:
@@ -213,7 +190,7 @@ def descend(model: Ising, values: Tensor, theta: Tensor, time: float, h: float =
 
     theta = theta.clone()
     for _ in range(round(time / h)):
-        open_ = (theta @ table.mT).softmax(1).amax(1) < 0.999
+        open_ = (theta @ table.mT).softmax(1).amax(1) < 0.999  # the others are decided and stay
         if not bool(open_.any()):
             break
         at, f = theta[open_], values[open_]
@@ -253,52 +230,37 @@ def theorem(run: PieceRun) -> Numbers:
 
 def tell_convergence(findings: Findings) -> Story:
     """A table over models, beside the numbers known before."""
-    runs = findings.of("theorem")
-    s = findings.settings
+    runs, s = findings.of("theorem"), findings.settings
     known = {f"independence, t = {s.time:g}": "43", f"chain, t = {s.time:g}": "54"}
     known |= {"all pairs, t = 40": "95", "all pairs, t = 400": "100"}
-    sections = []
-    if runs:
-        rows, total = [], runs[0]["runs"]
-        for name in runs[0]["counts"]:
-            cells = [run["counts"][name] for run in runs]
-            got = [cell["optimum"] for cell in cells]
-            span = f"{min(got)} to {max(got)}" if min(got) < max(got) else str(got[0])
-            gap = sum(cell["gap"] for cell in cells) / len(cells)
-            earlier = known.get(name, "-") if total == 100 else "-"
-            rows.append((name, str(cells[0]["parameters"]), span, earlier, f"{gap:.2g}"))
-        heads = (
-            "",
-            "parameters",
-            f"of {total} starts end at the optimum",
-            "an earlier check",
-            "E[f] above the minimum",
-        )
-        note = (
-            f"Over {len(runs)} seeds; at the optimum: its probability is above one half. The earlier check had other "
-            "problems."
-        )
-        table = Table("Starts that reach the optimum", heads, tuple(rows), note)
-        verdict = (
-            f"With f in the span of the statistics, {rows[-1][2]} of {total} starts reach the optimum by t = "
-            f"{10 * s.time:g} ({rows[-2][2]} by t = {s.time:g}); the independence model {rows[0][2]}, a chain "
-            f"{rows[1][2]}: they stay in the local minima that they make."
-        )
-        sections.append(
-            Section(
-                "The convergence theorem",
-                verdict,
-                (table,),
-                (Picture("bars", "Starts that reach the optimum", _bars(runs), (6.0, 2.6)),),
-            )
-        )
-    lead = sections[0].verdict if sections else "Nothing is finished yet."
+    rows, total = [], runs[0]["runs"]
+    for name in runs[0]["counts"]:
+        cells = [run["counts"][name] for run in runs]
+        got = [cell["optimum"] for cell in cells]
+        span = f"{min(got)} to {max(got)}" if min(got) < max(got) else str(got[0])
+        gap = sum(cell["gap"] for cell in cells) / len(cells)
+        earlier = known.get(name, "-") if total == 100 else "-"
+        rows.append((name, str(cells[0]["parameters"]), span, earlier, f"{gap:.2g}"))
+    reached = f"of {total} starts end at the optimum"
+    heads = ("", "parameters", reached, "an earlier check", "E[f] above the minimum")
+    note = (
+        f"Over {len(runs)} seeds; at the optimum: its probability is above one half. The earlier check had other "
+        "problems."
+    )
+    table = Table("Starts that reach the optimum", heads, tuple(rows), note)
+    verdict = (
+        f"With f in the span of the statistics, {rows[-1][2]} of {total} starts reach the optimum by t = "
+        f"{10 * s.time:g} ({rows[-2][2]} by t = {s.time:g}); the independence model {rows[0][2]}, a chain "
+        f"{rows[1][2]}: they stay in the local minima that they make."
+    )
+    picture = Picture("bars", "Starts that reach the optimum", _bars(runs), (6.0, 2.6))
     method = (
         f"{s.problems} problems per seed on {s.bits} bits in {{-1, 1}}, f = sum c_i x_i + sum c_ij x_i x_j with all c "
         f"from N(0, 1); {s.starts} starts each, theta from N(0, {s.spread:g}²). Natural flow of E[f] by the midpoint "
         "rule; for all pairs theta(t) = theta(0) - c t, as the theorem has it."
     )
-    return Story("f in the span of the statistics", lead, method, tuple(sections))
+    section = Section("The convergence theorem", verdict, (table,), (picture,))
+    return Story("f in the span of the statistics", verdict, method, (section,))
 
 
 def _bars(runs: Sequence[Numbers]) -> Callable[[Figure], None]:
@@ -324,29 +286,16 @@ def _bars(runs: Sequence[Numbers]) -> Callable[[Figure], None]:
     return fill
 
 
-BALLS = Experiment(
-    "malago_2023_kl_balls",
-    "Balls of constant KL around univariate normals",
-    MalagoPointSettings,
-    lambda settings: (Piece("balls", "Balls", balls, False),),
-    tell_balls,
-    seeds=1,
-    minutes=0.07,
+BALLS = study(
+    *("kl_balls", "Balls of constant KL around univariate normals", MalagoPointSettings),
+    *((Piece("balls", "Balls", balls, False),), tell_balls, 0.07),
 )
-POLARIZATION = Experiment(
-    "malago_2023_polarization",
-    "Flows of the polarization over three camps",
-    MalagoPointSettings,
-    lambda settings: (Piece("flows", "Flows", simplex_flows, False),),
-    tell_polarization,
-    seeds=1,
-    minutes=0.08,
+POLARIZATION = study(
+    *("polarization", "Flows of the polarization over three camps", MalagoPointSettings),
+    *((Piece("flows", "Flows", simplex_flows, False),), tell_polarization, 0.08),
 )
-CONVERGENCE = Experiment(
-    "malago_2023_convergence",
-    "Natural flows on random problems: independent bits, a chain, and a model that holds f",
-    MalagoPointSettings,
-    lambda settings: (Piece("theorem", "Random problems", theorem),),
-    tell_convergence,
-    minutes=0.14,
+CONVERGENCE = study(
+    *("convergence", "Natural flows on random problems: independent bits, a chain, and a model that holds f"),
+    *(MalagoPointSettings, (Piece("theorem", "Random problems", theorem),), tell_convergence, 0.14),
+    seeds=3,
 )

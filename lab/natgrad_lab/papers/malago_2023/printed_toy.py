@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -60,33 +59,25 @@ def fill(figure: Figure) -> None:
     """A row for each coordinate system, the slides on the left."""
     grid = figure.subplots(2, 2)
     for (left, right), name in zip(grid, TOY_CASES, strict=True):
-        draw_printed(left, name)
-        draw_flows(right, name)
+        # Level lines of the slides' formula and gradient vectors of the slides' length
+        draw_levels(left, partial(print_value, name), *shrink(TOY_CASES[name].view), colors=GRID, levels=28)
+        at = lattice(*TOY_CASES[name].view, LATTICE)
+        step = -STEPS[name] * print_gradient(name, at)
+        look = {"angles": "xy", "scale_units": "xy", "scale": 1, "color": PALETTE[0], "width": 0.005}
+        left.quiver(*at.mT.numpy(), *step.mT.numpy(), **look)
+        # Level lines of E[f] by the library, and both kinds of flow
+        case = TOY_CASES[name]
+        draw_levels(right, case.at, *shrink(case.view), colors=GRID, levels=28)
+        times = 4.0 * torch.linspace(0, 1, 50, dtype=torch.float64) ** 2.5
+        for number, natural in enumerate(KINDS.values()):
+            for way in paths(case.field(natural), lattice(*case.view, 4), times, case.inside, 2):
+                draw_trajectory(right, way, color=PALETTE[number])
         for axes in (left, right):
             view, letter = TOY_CASES[name].view, GREEK[name]
             axes.set(xlim=view[0], ylim=view[1], xlabel=f"{letter}₁", ylabel=f"{letter}₂", aspect="equal")
         left.set_title(f"the slides: -λ ∇F({GREEK[name]})", loc="left", fontsize=10)
         right.set_title(f"ours: flows in {GREEK[name]}", loc="left", fontsize=10)
     put_title(figure, TITLE)
-
-
-def draw_printed(axes: Axes, name: str) -> None:
-    """Level lines of the slides' formula and gradient vectors of the slides' length."""
-    draw_levels(axes, partial(print_value, name), *shrink(TOY_CASES[name].view), colors=GRID, levels=28)
-    at = lattice(*TOY_CASES[name].view, LATTICE)
-    step = -STEPS[name] * print_gradient(name, at)
-    look = {"angles": "xy", "scale_units": "xy", "scale": 1, "color": PALETTE[0], "width": 0.005}
-    axes.quiver(*at.mT.numpy(), *step.mT.numpy(), **look)
-
-
-def draw_flows(axes: Axes, name: str) -> None:
-    """Level lines of E[f] by the library, and both kinds of flow."""
-    case = TOY_CASES[name]
-    draw_levels(axes, case.at, *shrink(case.view), colors=GRID, levels=28)
-    times = 4.0 * torch.linspace(0, 1, 50, dtype=torch.float64) ** 2.5
-    for number, natural in enumerate(KINDS.values()):
-        for way in paths(case.field(natural), lattice(*case.view, 4), times, case.inside, 2):
-            draw_trajectory(axes, way, color=PALETTE[number])
 
 
 def draw_all(folder: Path) -> None:

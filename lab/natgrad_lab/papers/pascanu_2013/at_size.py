@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad_lab.data import mnist
-from natgrad_lab.experiments.base import Contestant, Job, Task, TaskData, pair_with_labels
+from natgrad_lab.data import Split, mnist
+from natgrad_lab.experiments.base import Contestant, Job, Task
 from natgrad_lab.experiments.frame import ExperimentState, Interrupted, Piece, Worker, interruptible, plan, threads
 from natgrad_lab.experiments.metric_data import draw_another_batch, draw_unlabelled
 from natgrad_lab.experiments.models import classify, glorot
@@ -31,33 +31,21 @@ from natgrad_lab.experiments.race import Course, race
 from natgrad_lab.experiments.records import Folder, Numbers, dump, read, versions
 from natgrad_lab.experiments.records import replace as write_whole
 from natgrad_lab.experiments.training import Training
-from natgrad_lab.papers.pascanu_2013.table1 import (
-    DIFFERENT,
-    MSGD,
-    SAME,
-    UNLABELLED,
-    Table1Settings,
-    divide,
-    kullback,
-    list_adapted_choices,
-    list_constant_choices,
-    msgd,
-)
+from natgrad_lab.papers.pascanu_2013 import table1
 
 STAGES = (20, 60, 100, 140, 200, 260, 320, 400, 500, 700, 1000, 1400, 2000)
 """Updates to which all contestants go before one goes further; MSGD takes 20 times as many."""
-MSGD_STEPS = 20
-"""Of MSGD for one update of the others, as in the paper's budget."""
-RATES = {MSGD: 1.0, f"{MSGD}, rate .3": 0.3, f"{MSGD}, rate .1": 0.1}
+MSGD_STEPS = 20  # of MSGD for one update of the others, as in the paper's budget
+RATES = {table1.MSGD: 1.0, f"{table1.MSGD}, rate .3": 0.3, f"{table1.MSGD}, rate .1": 0.1}
 """The paper's, at which the loss rises to hundreds of nats in the first steps, and two lower ones."""
-WEAK_UNLABELLED = f"{UNLABELLED}, rate .1"
-ADAPTED_DIFFERENT = f"{DIFFERENT}, rate 5"
-ADAPTED_SAME = f"{SAME}, rate 5"
+WEAK_UNLABELLED = f"{table1.UNLABELLED}, rate .1"
+ADAPTED_DIFFERENT = f"{table1.DIFFERENT}, rate 5"
+ADAPTED_SAME = f"{table1.SAME}, rate 5"
 CURVE = ("train_loss", "train_error", "valid_error", "test_loss", "test_error")
 
 
 @dataclass(frozen=True)
-class AtSizeSettings(Table1Settings):
+class AtSizeSettings(table1.Table1Settings):
     """Everything as in section 8.5, but for what it does not give."""
 
     hidden: int = 1500  # tanh units; the paper does not name the non-linearity
@@ -72,17 +60,17 @@ class AtSizeSettings(Table1Settings):
 def contestants(settings: AtSizeSettings) -> tuple[Contestant, ...]:
     """The paper's four with its rates and dampings, MSGD with lower ones, each metric with the other settings."""
     batch = settings.batch
-    weak, adapted = list_constant_choices(batch, (0.1, 0.01)), list_adapted_choices(batch, (5.0, 2.0))
+    weak, adapted = table1.list_constant_choices(batch, (0.1, 0.01)), table1.list_adapted_choices(batch, (5.0, 2.0))
     given = settings.list_bounds()
     slow = max(1, batch // 10), MSGD_STEPS * settings.steps
     return (
-        *(replace(msgd(slow[0], (rate,), slow[1]), name=name) for name, rate in RATES.items()),
-        kullback(UNLABELLED, adapted, observes=draw_unlabelled(batch), **given),
-        kullback(DIFFERENT, weak, observes=draw_another_batch(batch), **given),
-        kullback(SAME, weak, **given),
-        kullback(WEAK_UNLABELLED, weak, observes=draw_unlabelled(batch), **given),
-        kullback(ADAPTED_DIFFERENT, adapted, observes=draw_another_batch(batch), **given),
-        kullback(ADAPTED_SAME, adapted, **given),
+        *(replace(table1.msgd(slow[0], (rate,), slow[1]), name=name) for name, rate in RATES.items()),
+        table1.kullback(table1.UNLABELLED, adapted, observes=draw_unlabelled(batch), **given),
+        table1.kullback(table1.DIFFERENT, weak, observes=draw_another_batch(batch), **given),
+        table1.kullback(table1.SAME, weak, **given),
+        table1.kullback(WEAK_UNLABELLED, weak, observes=draw_unlabelled(batch), **given),
+        table1.kullback(ADAPTED_DIFFERENT, adapted, observes=draw_another_batch(batch), **given),
+        table1.kullback(ADAPTED_SAME, adapted, **given),
     )
 
 
@@ -97,17 +85,17 @@ def tasks(settings: AtSizeSettings) -> tuple[Task, ...]:
             ),
             sorted_digits,
             contestants(settings),
-            draw=lambda pool, seed: divide(pool, seed, settings.validation, settings.labelled),
+            draw=lambda pool, seed: table1.divide(pool, seed, settings.validation, settings.labelled),
             tuned_on="valid_error",
         ),
     )
 
 
-def sorted_digits() -> TaskData:
+def sorted_digits() -> Split:
     """MNIST as rows, the pixels in the order that `SparsePixels` wants."""
     split = mnist().flat()
     order = sort_pixels(split.train_x)
-    return pair_with_labels(replace(split, train_x=split.train_x[:, order], test_x=split.test_x[:, order]))
+    return replace(split, train_x=split.train_x[:, order], test_x=split.test_x[:, order])
 
 
 RACE = race(
@@ -279,10 +267,7 @@ class TransposedTimes(torch.autograd.Function):
 
 
 class SparsePixels(nn.Module):
-    """What `nn.Linear(inputs, outputs)` computes of images whose pixels come most frequent first.
-
-    dense: how many of the pixels are taken to be frequent. Glorot-uniform weights (inputs, outputs), zero bias.
-    """
+    """What `nn.Linear(inputs, outputs)` computes of images whose `dense` frequent pixels come first; Glorot's start."""
 
     def __init__(self, inputs: int, outputs: int, dense: int) -> None:
         super().__init__()

@@ -18,17 +18,11 @@ from matplotlib.figure import Figure
 
 from natgrad_lab.figures import DASHES, PALETTE, put_legend_below, put_title, save_picture
 from natgrad_lab.papers.kept_tables import insert, write_rows
-from natgrad_lab.papers.pascanu_2013.at_size import (
-    ADAPTED_DIFFERENT,
-    ADAPTED_SAME,
-    CURVE,
-    RATES,
-    WEAK_UNLABELLED,
-)
+from natgrad_lab.papers.pascanu_2013.at_size import ADAPTED_DIFFERENT, ADAPTED_SAME, CURVE, RATES, WEAK_UNLABELLED
 from natgrad_lab.papers.pascanu_2013.table1 import DIFFERENT, MSGD, RESTRICTED, SAME, UNLABELLED
 
 RECORD = Path(__file__).parent / "records" / "at_size.json"
-PAIRS = (
+PAIRS = (  # whose test errors are compared, image by image; MSGD with its best rate by validation error
     (UNLABELLED, SAME),
     (WEAK_UNLABELLED, SAME),
     (DIFFERENT, SAME),
@@ -38,7 +32,6 @@ PAIRS = (
     (DIFFERENT, MSGD),
     (SAME, MSGD),
 )
-"""Whose test errors are compared, image by image; MSGD with its best rate by validation error."""
 
 Record = Mapping[str, Any]
 
@@ -54,11 +47,6 @@ def last(record: Record, name: str) -> dict[str, float]:
     return {"updates": step, **dict(zip(CURVE, numbers, strict=True))}
 
 
-def choose_rate(record: Record) -> str:
-    """The MSGD with the lowest validation error at the record's stage."""
-    return min(RATES, key=lambda name: last(record, name)["valid_error"])
-
-
 def compare(record: Record, ours: str, theirs: str) -> tuple[float, float, int, int]:
     """Difference of two test errors, its standard error by McNemar's count, and the images that one alone has wrong."""
     a, b = (set(record["contestants"][name]["wrong"]) for name in (ours, theirs))
@@ -68,7 +56,7 @@ def compare(record: Record, ours: str, theirs: str) -> tuple[float, float, int, 
 
 def write_tables(record: Record) -> str:
     """The section's tables in Markdown."""
-    stage, best = record["stage"], choose_rate(record)
+    stage, best = record["stage"], min(RATES, key=lambda name: last(record, name)["valid_error"])
     heads = (
         f"after {stage} updates (MSGD {20 * stage:,})",
         "rate, damping",

@@ -322,12 +322,7 @@ def pieces(settings: AutoencoderUnitSettings) -> tuple[Piece, ...]:
 
 # as in the paper: purple, gray, orange, blue
 MARKS = {"gradient descent": "o", "natural gradient": "s", "covariance": "^", "Newton": "D"}
-COLOURS = {
-    "gradient descent": PALETTE[3],
-    "natural gradient": INK,
-    "covariance": PALETTE[0],
-    "Newton": PALETTE[1],
-}
+COLOURS = {"gradient descent": PALETTE[3], "natural gradient": INK, "covariance": PALETTE[0], "Newton": PALETTE[1]}
 LEVELS = "#8a939d"  # of contours: seen on white and in the dark, paler than any path
 LABEL_DISTANCE = 1.1  # from a point to the middle of its label, in units of (b, w)
 TITLES = {
@@ -372,12 +367,6 @@ def length(vector: list[float]) -> float:
     return math.hypot(*vector)
 
 
-def angle(first: list[float], second: list[float]) -> float:
-    """Between two steps, in degrees."""
-    cosine = float(np.dot(first, second)) / max(length(first) * length(second), 1e-300)
-    return math.degrees(math.acos(max(-1.0, min(1.0, cosine))))
-
-
 def observed_shorter(surfaces: Numbers) -> bool:
     """The paper's first observation: at [3] natural < gradient descent < Newton in length."""
     taken = surfaces["around"]["3"]["steps"]
@@ -403,7 +392,15 @@ def _section(reading: str, paths: Numbers, surfaces: Numbers, starts: Numbers, s
     pictures += [
         Picture(f"error-{reading}-{name}", f"Error from [{name}]", _errors(ways)) for name, ways in paths.items()
     ]
-    tables = (*(_ends(name, ways) for name, ways in paths.items()), _counts(starts))
+    rows = tuple(
+        (method, short(counts["error"]), *(f"{100 * counts[key]:.1f} %" for key in ("best", "diverged", "saddle")))
+        for method, counts in starts["methods"].items()
+    )
+    heads = ("", "median error", "within 1 % of the best", "diverged", "ends in a saddle")
+    tables = (
+        *(_ends(name, ways) for name, ways in paths.items()),
+        Table(f"From {starts['starts']} starting points on a lattice", heads, rows),
+    )
     verdict = _verdict(paths, surfaces, starts, settings.continued)
     return Section(TITLES[reading], verdict, tables, tuple(pictures))
 
@@ -427,7 +424,10 @@ def _verdict(paths: Numbers, surfaces: Numbers, starts: Numbers, continued: int)
 
 def _turn(surfaces: Numbers, name: str) -> float:
     taken = surfaces["around"][name]["steps"]
-    return angle(taken["natural gradient"], taken["gradient descent"])
+    first = taken["natural gradient"]
+    second = taken["gradient descent"]
+    cosine = float(np.dot(first, second)) / max(length(first) * length(second), 1e-300)
+    return math.degrees(math.acos(max(-1.0, min(1.0, cosine))))
 
 
 def _goal(ours: Numbers, goal: Numbers, steps: int) -> str:
@@ -471,15 +471,6 @@ def _ends(name: str, paths: Numbers) -> Table:
     return Table(f"From [{name}]", heads, rows, note)
 
 
-def _counts(starts: Numbers) -> Table:
-    rows = tuple(
-        (method, short(counts["error"]), *(f"{100 * counts[key]:.1f} %" for key in ("best", "diverged", "saddle")))
-        for method, counts in starts["methods"].items()
-    )
-    heads = ("", "median error", "within 1 % of the best", "diverged", "ends in a saddle")
-    return Table(f"From {starts['starts']} starting points on a lattice", heads, rows)
-
-
 def _map(paths: Numbers, surfaces: Numbers) -> Callable[[Figure], None]:
     def fill(figure: Figure) -> None:
         grid = figure.add_gridspec(2, 4)
@@ -500,11 +491,25 @@ def _surface(axes: Axes, paths: Numbers, surfaces: Numbers) -> None:
     )
     for ways in paths.values():
         for method, mark in MARKS.items():
-            _path(axes, np.array(ways[method]["points"]), COLOURS[method], mark)
+            points = np.array(ways[method]["points"])
+            colour = COLOURS[method]
+            axes.plot(points[:, 0], points[:, 1], mark, color=colour, linestyle="none", markersize=3)
+            for number in range(len(points) - 1):
+                ends = points[number : number + 2]
+                if np.abs(ends[1] - ends[0]).max() > 1e-3:
+                    axes.plot(
+                        ends[:, 0], ends[:, 1], "-", color=colour, linewidth=1.8, alpha=1.0 if number % 2 else 0.5
+                    )
     drawn = np.concatenate([trace(ways[method]["points"]) for ways in paths.values() for method in MARKS])
     for name, place in surfaces["around"].items():
+        # the place (b, w) around a point that is farthest from all paths and within the window, for a label
+        angles = np.linspace(0.0, 2 * math.pi, 24, endpoint=False)
+        around = np.array(place["at"]) + LABEL_DISTANCE * np.stack([np.cos(angles), np.sin(angles)], 1)
+        around = around[(np.abs(around) < 0.95 * ticks[-1]).all(1)]
+        gaps = np.linalg.norm(around[:, None] - drawn, axis=-1).min(1)
+        b, w = around[gaps.argmax()].tolist()
         axes.annotate(
-            f"[{name}]", place["at"], find_free(place["at"], drawn, ticks[-1]), color=INK, fontsize=11, ha="center",
+            f"[{name}]", place["at"], (b, w), color=INK, fontsize=11, ha="center",
             fontweight="bold", va="center", arrowprops={"arrowstyle": "->", "color": INK, "linewidth": 0.8},
         )  # fmt: skip
     for method, mark in MARKS.items():
@@ -518,25 +523,6 @@ def trace(points: list[list[float]]) -> np.ndarray:
     ends = np.array(points)
     shares = np.linspace(0.0, 1.0, 50)[:, None, None]
     return ((1 - shares) * ends[:-1] + shares * ends[1:]).reshape(-1, 2)
-
-
-def find_free(at: list[float], drawn: np.ndarray, edge: float) -> tuple[float, float]:
-    """The place (b, w) around a point that is farthest from all paths and within the window, for a label."""
-    angles = np.linspace(0.0, 2 * math.pi, 24, endpoint=False)
-    around = np.array(at) + LABEL_DISTANCE * np.stack([np.cos(angles), np.sin(angles)], 1)
-    around = around[(np.abs(around) < 0.95 * edge).all(1)]
-    gaps = np.linalg.norm(around[:, None] - drawn, axis=-1).min(1)
-    b, w = around[gaps.argmax()].tolist()
-    return b, w
-
-
-def _path(axes: Axes, points: np.ndarray, colour: str, mark: str) -> None:
-    """Every other step in a paler shade, as in the paper; marks tell the methods apart in grey."""
-    axes.plot(points[:, 0], points[:, 1], mark, color=colour, linestyle="none", markersize=3)
-    for number in range(len(points) - 1):
-        ends = points[number : number + 2]
-        if np.abs(ends[1] - ends[0]).max() > 1e-3:
-            axes.plot(ends[:, 0], ends[:, 1], "-", color=colour, linewidth=1.8, alpha=1.0 if number % 2 else 0.5)
 
 
 def _around(axes: Axes, name: str, place: Numbers) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import natgrad as ng
-from natgrad_lab.data import mnist, omniglot
+from natgrad_lab.data import Split, mnist, omniglot
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
@@ -82,7 +82,7 @@ class ParallelTraining:
     """R runs side by side, each with its own seed, draws and rate."""
 
     settings: OrderSettings
-    drawn_from: ImageSource
+    drawn_from: Split
     seeds: list[int]
     draws: Draw
     rates: Tensor  # (R,)
@@ -90,7 +90,8 @@ class ParallelTraining:
     def __post_init__(self) -> None:
         s = self.settings
         self.streams = {seed: Stream(self.drawn_from, s.batch, s.side, seed) for seed in set(self.seeds)}
-        self.model = Perceptrons(self.seeds, s.side**2, s.hidden, self.drawn_from.classes)
+        classes = int(self.drawn_from.train_y.max()) + 1
+        self.model = Perceptrons(self.seeds, s.side**2, s.hidden, classes)
 
     def run(self, direction: Direction, advance: Callable[[float], None]) -> None:
         """Through the whole stream."""
@@ -147,10 +148,7 @@ def level(run: PieceRun) -> Numbers:
 
 
 def match(run: PieceRun, direction: NaturalDirection) -> Numbers:
-    """The rate with which a method ends at the level, by interpolation and new runs around it.
-
-    LabError when no rate tried comes as near as the tolerance.
-    """
+    """The rate with which a method ends at the level, by interpolation and new runs around it. LabError for none."""
     s: OrderSettings = run.settings
     target, scale = run.earlier["level"]["loss"], s.rate * direction.damping  # of MSGD, where the damping is all
     rates, tried = [scale * 20 ** (n / 4) / 2 for n in range(5)], {}
@@ -188,22 +186,15 @@ def pieces(settings: OrderSettings) -> tuple[Piece, ...]:
         Piece("rate-paper", f"Matching the rate, damping {paper.damping:g}", lambda run: match(run, paper), False),
         Piece("rate-small", f"Matching the rate, damping {small.damping:g}", lambda run: match(run, small), False),
         Piece("msgd", "MSGD", lambda run: measure(run, gradient, settings.rate)),
-        Piece(
-            "paper",
-            f"Natural gradient, damping {paper.damping:g}",
-            lambda run: measure_direction(run, paper, "rate-paper"),
-        ),
-        Piece(
-            "small",
-            f"Natural gradient, damping {small.damping:g}",
-            lambda run: measure_direction(run, small, "rate-small"),
+        *(
+            Piece(
+                name,
+                f"Natural gradient, damping {direction.damping:g}",
+                lambda run, d=direction, n=name: measure(run, d, run.earlier[f"rate-{n}"]["rate"]),
+            )
+            for name, direction in (("paper", paper), ("small", small))
         ),
     )
-
-
-def measure_direction(run: PieceRun, direction: NaturalDirection, matched: str) -> Numbers:
-    """The protocol at the rate that was matched."""
-    return measure(run, direction, run.earlier[matched]["rate"])
 
 
 # An endless stream of labelled images: random pictures of a set, each deformed anew. A batch is a function of the
@@ -223,60 +214,37 @@ class Deformation:
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """images (b, h, w) -> the same shape, each bent its own way; what comes from outside is 0."""
         b, h, w = images.shape
-        grid = functional.affine_grid(self._affine(b, generator), [b, 1, h, w], align_corners=False)
-        knots = self.elastic * torch.randn(b, 2, 5, 5, generator=generator)
-        field = functional.interpolate(knots, (h, w), mode="bilinear", align_corners=True)
-        bent = functional.grid_sample(images[:, None], grid + field.permute(0, 2, 3, 1), align_corners=False)
-        return bent[:, 0]
-
-    def _affine(self, b: int, generator: torch.Generator) -> Tensor:
-        """(b, 2, 3): from the bent image's coordinates in [-1, 1] to the given one's."""
+        # (b, 2, 3): from the bent image's coordinates in [-1, 1] to the given one's
         turn, wide, high, shear, right, down = (2 * torch.rand(6, b, generator=generator) - 1).unbind()
         turn, shear = turn * math.radians(self.degrees), self.shear * shear
         wide, high = 1 + self.scale * wide, 1 + self.scale * high
         top = torch.stack([wide * turn.cos(), -high * turn.sin() + shear, 2 * self.shift * right], 1)
         bottom = torch.stack([wide * turn.sin(), high * turn.cos(), 2 * self.shift * down], 1)
-        return torch.stack([top, bottom], 1)
+        grid = functional.affine_grid(torch.stack([top, bottom], 1), [b, 1, h, w], align_corners=False)
+        knots = self.elastic * torch.randn(b, 2, 5, 5, generator=generator)
+        field = functional.interpolate(knots, (h, w), mode="bilinear", align_corners=True)
+        bent = functional.grid_sample(images[:, None], grid + field.permute(0, 2, 3, 1), align_corners=False)
+        return bent[:, 0]
 
 
-@dataclass(frozen=True)
-class ImageSource:
-    """Images (n, h, w) in [0, 1] and labels (n,) to draw from, and those held out."""
-
-    images: Tensor
-    labels: Tensor
-    held_images: Tensor
-    held_labels: Tensor
-    classes: int
-
-
-def mnist_digits() -> ImageSource:
-    """MNIST, held out from its test part."""
-    split = mnist()
-    return ImageSource(split.train_x, split.train_y, split.test_x, split.test_y, 10)
-
-
-def omniglot_characters(classes: int = 62) -> ImageSource:
-    """The first characters of Omniglot, four of their twenty writers held out.
-
-    62 is the number of classes of NIST's handwritten characters.
-    """
+def omniglot_characters(classes: int = 62) -> Split:
+    """The first characters of Omniglot, as many as NIST has classes, four of their twenty writers held out."""
     split = omniglot()
     few = split.train_y < classes
     x, y = split.train_x[few], split.train_y[few]
     earlier = (y[:, None] == y).tril(-1).sum(1)  # images of the same character before this one
     held = earlier >= 16
-    return ImageSource(x[~held], y[~held], x[held], y[held], classes)
+    return Split(x[~held], y[~held], x[held], y[held])
 
 
-SOURCES = {"mnist": mnist_digits, "omniglot": omniglot_characters}
+SOURCES = {"mnist": mnist, "omniglot": omniglot_characters}
 
 
 @dataclass(frozen=True)
 class Stream:
     """Batches (b, side^2), (b,) out of a source, deformed and reduced to side x side by averaging."""
 
-    source: ImageSource
+    source: Split
     size: int
     side: int
     seed: int
@@ -284,11 +252,11 @@ class Stream:
 
     def batch(self, step: int, draw: int = 0) -> tuple[Tensor, Tensor]:
         """Batch number `step`; another draw has other pictures, bent in other ways."""
-        return self._draw(self.source.images, self.source.labels, self.size, (0, step, draw))
+        return self._draw(self.source.train_x, self.source.train_y, self.size, (0, step, draw))
 
     def held_out(self, size: int) -> tuple[Tensor, Tensor]:
         """So many deformed pictures of the part that is held out."""
-        return self._draw(self.source.held_images, self.source.held_labels, size, (1, 0, 0))
+        return self._draw(self.source.test_x, self.source.test_y, size, (1, 0, 0))
 
     def _draw(self, images: Tensor, labels: Tensor, size: int, which: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(number(self.seed, *which))
@@ -298,10 +266,7 @@ class Stream:
 
 
 def number(seed: int, part: int, step: int, draw: int) -> int:
-    """A seed for torch's generator, different for different arguments: it looks at 32 bits alone.
-
-    seed < 2048, part < 2, step < 65,536, draw < 16.
-    """
+    """A seed of 32 bits, which is all that torch looks at, for seed < 2048, part < 2, step < 65,536, draw < 16."""
     return ((seed * 2 + part) * 65_536 + step) * 16 + draw
 
 
@@ -409,7 +374,9 @@ def tell(findings: Findings) -> Story:
     """What is finished of the methods, over the seeds from which all of them are."""
     s = findings.settings
     runs = [dict(zip(METHODS, numbers, strict=True)) for numbers in findings.by_seed(*METHODS)]
-    sections = (_variance(runs, findings), _fairness(runs, findings)) if runs else (_waiting(findings),)
+    done = ", ".join(sorted({piece.header["piece"] for piece in findings.finished}))
+    waiting = Section("Under way", f"Finished so far: {done}.")
+    sections = (_variance(runs, findings), _fairness(runs, findings)) if runs else (waiting,)
     lead = _lead(runs, names(s)) if runs else "No seed is finished for every method."
     return Story("How much each part of a stream shapes the model (Fig. 3)", lead, _method(s, len(runs)), sections)
 
@@ -432,11 +399,8 @@ def _method(s: Any, seeds: int) -> str:
 
 def ratios(runs: Sequence[dict[str, Numbers]], method: str, segment: int | None = None) -> list[float]:
     """A method's variance over MSGD's, one per seed: of one segment, or of their mean."""
-    return [_size(run[method], segment) / _size(run["msgd"], segment) for run in runs]
-
-
-def _size(numbers: Numbers, segment: int | None) -> float:
-    return fmean(numbers["variance"]) if segment is None else numbers["variance"][segment]
+    chosen = slice(None) if segment is None else slice(segment, segment + 1)
+    return [fmean(run[method]["variance"][chosen]) / fmean(run["msgd"]["variance"][chosen]) for run in runs]
 
 
 def fading(numbers: Numbers) -> float:
@@ -447,10 +411,7 @@ def fading(numbers: Numbers) -> float:
 
 
 def shows(values: Sequence[float], margin: float = 0.0) -> str:
-    """Whether ratios that a claim says to be above 1 are: the mean logarithm beyond two standard errors over seeds.
-
-    margin: of the logarithm, within which nothing is said.
-    """
+    """Whether ratios that a claim says to be above 1 are: by the mean logarithm, its error, and a margin of it."""
     logs = [math.log(value) for value in values]
     if len(logs) < 2:
         return "one seed"
@@ -575,11 +536,6 @@ def _fairness(runs: Sequence[dict[str, Numbers]], findings: Findings) -> Section
         "is far above the metric the two are the same method."
     )
     return Section("Equal held-out loss", verdict, (Table("Where the runs end", heads, rows),))
-
-
-def _waiting(findings: Findings) -> Section:
-    done = ", ".join(sorted({piece.header["piece"] for piece in findings.finished}))
-    return Section("Under way", f"Finished so far: {done}.")
 
 
 QUICK = {"side": 7, "hidden": 20, "batch": 32, "segments": 4, "runs": 3, "held_out": 500, "tolerance": 0.1, "seeds": 2}

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad_lab.data import fer2013, mnist
-from natgrad_lab.experiments.base import Choice, Contestant, LabError, Task, TaskData, add_channel, pair_with_labels
+from natgrad_lab.data import Split, fer2013, mnist
+from natgrad_lab.experiments.base import Choice, Contestant, LabError, Task, add_channel
 from natgrad_lab.experiments.contestants import grid, sgd
 from natgrad_lab.experiments.metric_data import Observes, draw_another_batch, draw_unlabelled, join_unlabelled
 from natgrad_lab.experiments.models import Convolution, classify, convolutional, perceptron
@@ -79,10 +79,7 @@ def kullback(
     observes: Observes | None = None,
     schedule: Falling | None = None,
 ) -> Contestant:
-    """The Fisher metric, on the data that `observes` draws. products: steps of the solver at most.
-
-    floor: below which Levenberg-Marquardt does not lower the damping.
-    """
+    """The Fisher metric, on the data that `observes` draws. floor: of Levenberg-Marquardt's damping."""
 
     def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
         solver = ng.MinresQLP(rtol=1e-4, max_steps=products)
@@ -118,13 +115,10 @@ def list_adapted_choices(batch: int, *pairs: tuple[float, float]) -> list[Choice
     return [{"batch": batch, "lr": rate, ADAPTED: start} for rate, start in pairs]
 
 
-def divide(pool: TaskData, seed: int, validation: int, labels: int | None = None) -> TaskData:
-    """The training part cut by a seed: so many labelled examples, a validation part, the rest without labels.
-
-    labels: None for all but the validation part; unlabelled inputs that the pool has are kept then.
-    """
+def divide(pool: Split, seed: int, validation: int, labels: int | None = None) -> Split:
+    """The training part cut by a seed: so many labelled examples, a validation part, the rest without labels."""
     number = len(pool.train_x)
-    labelled = number - validation if labels is None else labels
+    labelled = number - validation if labels is None else labels  # None: all others; the pool's unlabelled stay
     if validation < 1 or labelled < 1 or labelled + validation > number:
         raise LabError(
             f"validation is {validation} and labelled examples are to be {labelled}, expected two positive numbers "
@@ -134,7 +128,7 @@ def divide(pool: TaskData, seed: int, validation: int, labels: int | None = None
     trained, held, rest = order.split([labelled, validation, number - labelled - validation])
     x, y = pool.train_x, pool.train_y
     more = pool.unlabelled_x if labels is None else x[rest]
-    return TaskData(x[trained], y[trained], pool.test_x, pool.test_y, x[held], y[held], more)
+    return Split(x[trained], y[trained], pool.test_x, pool.test_y, x[held], y[held], more)
 
 
 # Restricted MNIST: few labelled digits, the rest of the training set without labels, and metrics on different data. The
@@ -193,7 +187,7 @@ def restrict_mnist(settings: RestrictedMnistSettings) -> tuple[Task, ...]:
         "restricted-mnist",
         f"MNIST with {settings.labelled:,} labels, 784-{settings.hidden}-10, tanh",
         lambda: perceptron([784, require_size(settings.hidden), 10], nn.Tanh),
-        lambda: pair_with_labels(mnist().flat()),
+        lambda: mnist().flat(),
         contestants,
         draw=lambda pool, seed: divide(pool, seed, settings.validation, settings.labelled),
         tuned_on="valid_error",
@@ -250,7 +244,7 @@ def learn_mnist(settings: MnistSettings) -> tuple[Task, ...]:
         "mnist",
         f"MNIST, {filters} and {2 * filters} filters 5 x 5, {hidden} hidden units",
         lambda: convolutional(28, convolutions, (hidden, 10), nn.Tanh),
-        lambda: pair_with_labels(add_channel(mnist())),
+        lambda: add_channel(mnist()),
         (
             msgd(max(1, batch // 10), (0.2, 0.1, 0.05), 20 * steps, schedule.slow_down(20)),
             kullback(DIFFERENT, points, observes=draw_another_batch(batch), **given),
@@ -338,12 +332,12 @@ def learn_faces(settings: FacesSettings) -> tuple[Task, ...]:
     return (task,)
 
 
-def faces() -> TaskData:
+def faces() -> Split:
     """Faces as (n, 1, 48, 48), each with mean 0 and variance 1: lighting differs more than expression."""
     split = fer2013()
     assert split.unlabelled_x is not None
     train, test, more = (standardise_images(x) for x in (split.train_x, split.test_x, split.unlabelled_x))
-    return TaskData(train, split.train_y, test, split.test_y, unlabelled_x=more)
+    return Split(train, split.train_y, test, split.test_y, unlabelled_x=more)
 
 
 def standardise_images(images: Tensor) -> Tensor:

@@ -18,11 +18,9 @@ from matplotlib.figure import Figure
 
 from natgrad_lab.experiments import find
 from natgrad_lab.experiments.frame import Findings, Numbers
-from natgrad_lab.experiments.frame import findings as read_findings
-from natgrad_lab.experiments.records import Folder
 from natgrad_lab.experiments.sections import Cell, Picture, Section, Story, Table
-from natgrad_lab.figures import DASHES, PALETTE, put_legend_below, save_picture
-from natgrad_lab.papers.kept_tables import insert, write_rows
+from natgrad_lab.figures import DASHES, PALETTE, put_legend_below
+from natgrad_lab.papers.kept_tables import draw_kept, insert, tell_kept, write_rows
 
 RECORDS = Path(__file__).parent / "records"
 KEPT = {"mnist": "wake_sleep_tuned", "eleven_layers": "wake_sleep_eleven"}
@@ -30,6 +28,7 @@ KEPT = {"mnist": "wake_sleep_tuned", "eleven_layers": "wake_sleep_eleven"}
 NAMES = {"ws": "WS", "rws": "RWS", "rws-adam": "RWS, Adam", "nws": "NWS", "nrws": "NRWS"}
 LOOKS = {name: (PALETTE[at], DASHES[at]) for name, at in zip(NAMES, (7, 1, 3, 2, 0), strict=True)}
 BASELINE = "rws-adam"
+KEYS = ("bound", "mean", "seconds")  # of a point of a curve
 
 
 def tell(findings: Findings) -> Story:
@@ -104,15 +103,12 @@ def _means(races: dict[str, list[Numbers]]) -> tuple[Table, ...]:
         for points in zip(*(run["curve"] for run in runs), strict=False):
             epoch = points[0]["epoch"]
             if "mean" in points[0] and epoch > 0 and epoch == round(epoch):
-                bound, mean, seconds = (_middle([p[key] for p in points]) for key in ("bound", "mean", "seconds"))
+                numbers = [[math.nan if p[key] is None else p[key] for p in points] for key in KEYS]
+                bound, mean, seconds = map(median, numbers)
                 rows.append((NAMES[name], f"{epoch:g}", f"{bound:.2f}", f"{mean:.2f}", f"{seconds:.1f}"))
     heads = ("", "epochs", "bound", "mean of the iterates", "seconds")
     note = "Medians over seeds. The mean has weights 9 / (t + 9); its cost is in the seconds."
     return (Table("Averaged iterates", heads, tuple(rows), note),) if rows else ()
-
-
-def _middle(values: list[float | None]) -> float:
-    return median(math.nan if value is None else value for value in values)
 
 
 def _verdict(races: dict[str, list[Numbers]], level: float | None) -> str:
@@ -226,11 +222,10 @@ def _settings(findings: Findings) -> Section:
     return Section("Settings", f"After {findings.settings.tuning} epochs, on examples held out of training.", (table,))
 
 
-def write_tables(findings: Findings) -> str:
+def write_tables(story: Story) -> str:
     """The learning curves' table and that of the settings, in Markdown."""
-    tables = [table for section in tell(findings).sections for table in section.tables if table.rows]
     parts = []
-    for table in tables:
+    for table in (table for section in story.sections for table in section.tables if table.rows):
         rows = [[f"{said} ({small})" if small else said for said, small in row] for row in table.cells]
         parts.append(write_rows(table.heads, rows))
     return "\n\n".join(parts)
@@ -240,11 +235,9 @@ def main(docs: Path) -> None:
     """Write the tables and the pictures of the kept races."""
     page = docs / "papers" / "varady_2022.md"
     for name, stem in KEPT.items():
-        findings = read_findings(find("varady_2022_mnist"), Folder(RECORDS / name))
-        page.write_text(insert(page.read_text(), name, write_tables(findings)))
-        for picture in tell(findings).sections[0].pictures:
-            path = docs / "images" / f"{stem}_{picture.name}"
-            save_picture(picture.draw, picture.size, path, picture.title)
+        story = tell_kept(find("varady_2022_mnist"), RECORDS / name)
+        page.write_text(insert(page.read_text(), name, write_tables(story)))
+        draw_kept(story.sections[0], {axis: docs / "images" / f"{stem}_{axis}" for axis in ("epochs", "seconds")})
 
 
 if __name__ == "__main__":

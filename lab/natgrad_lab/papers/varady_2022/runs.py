@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -27,10 +28,8 @@ from natgrad_lab.experiments.training import Order, clock
 from natgrad_lab.papers.varady_2022 import page
 
 TUNING_SEED = 1000
-PICTURES = 12
-"""Images drawn at each look."""
-RECENT = 9
-"""The mean of the iterates moves by RECENT / (t + RECENT) to the t-th: about the last ninth counts."""
+PICTURES = 12  # images drawn at each look
+RECENT = 9  # the mean of the iterates moves by RECENT / (t + RECENT) to the t-th: about the last ninth counts
 
 
 @dataclass(frozen=True)
@@ -135,14 +134,12 @@ class WakeSleepContestant:
 
 
 def _plain(algorithm: Any) -> Callable[..., ng.WakeSleep]:
-    return lambda machine, rate, settings, seed: ng.WakeSleep(
-        machine, rate, samples=settings.samples, algorithm=algorithm, seed=seed
-    )
+    return lambda machine, rate, s, seed: ng.WakeSleep(machine, rate, samples=s.samples, algorithm=algorithm, seed=seed)
 
 
 def _natural(algorithm: Any) -> Callable[..., ng.WakeSleep]:
-    return lambda machine, rate, settings, seed: ng.NaturalWakeSleep(
-        machine, rate, samples=settings.samples, damping=settings.damping, algorithm=algorithm, seed=seed
+    return lambda machine, rate, s, seed: ng.NaturalWakeSleep(
+        machine, rate, samples=s.samples, damping=s.damping, algorithm=algorithm, seed=seed
     )
 
 
@@ -178,55 +175,37 @@ def pieces(settings: VaradySettings) -> tuple[Piece, ...]:
     for contestant in running:
         choices = contestant.choices(settings)
         for i, choice in enumerate(choices if len(choices) > 1 else ()):
-            name, tuning = f"tune-{contestant.name}-{i}", WakeSleepTuning(contestant, choice)
-            work.append(Piece(name, f"{contestant.title}, {choice}", tuning, repeated=False))
-    races = (Piece(f"race-{c.name}", f"{c.title} with its best setting", WakeSleepRace(c)) for c in running)
+            tuning = partial(try_choice, contestant, choice)
+            work.append(Piece(f"tune-{contestant.name}-{i}", f"{contestant.title}, {choice}", tuning, repeated=False))
+    races = (Piece(f"race-{c.name}", f"{c.title} with its best setting", partial(run_best, c)) for c in running)
     return (*work, *races)
 
 
-@dataclass(frozen=True)
-class WakeSleepTuning:
-    """One setting of one contestant, judged on what is held out."""
-
-    contestant: WakeSleepContestant
-    choice: WakeSleepChoice
-
-    def __call__(self, run: PieceRun) -> Numbers:
-        settings = replace(run.settings, epochs=run.settings.tuning, averaged=False)  # a whole run, though a short one
-        training = WakeSleepTraining(settings, self.contestant, self.choice, TUNING_SEED)
-        for _ in training.epochs(settings.epochs, run):
-            if not training.sound():
-                break
-        bound = training.estimate_bound(training.bits.valid)
-        return {"choice": str(self.choice), "valid": bound, "seconds": training.seconds}
+def try_choice(contestant: WakeSleepContestant, choice: WakeSleepChoice, run: PieceRun) -> Numbers:
+    """One setting of one contestant, judged on what is held out after a whole run, though a short one."""
+    settings = replace(run.settings, epochs=run.settings.tuning, averaged=False)
+    training = WakeSleepTraining(settings, contestant, choice, TUNING_SEED)
+    for _ in training.epochs(settings.epochs, run):
+        if training.trainer.failures:
+            break
+    return {"choice": str(choice), "valid": training.estimate_bound(training.bits.valid), "seconds": training.seconds}
 
 
-@dataclass(frozen=True)
-class WakeSleepRace:
+def run_best(contestant: WakeSleepContestant, run: PieceRun) -> Numbers:
     """The best setting of one contestant from one seed."""
-
-    contestant: WakeSleepContestant
-
-    def __call__(self, run: PieceRun) -> Numbers:
-        choices = self.contestant.choices(run.settings)
-        best = self._find_best(run, len(choices)) if len(choices) > 1 else 0
-        training = WakeSleepTraining(run.settings, self.contestant, choices[best], run.seed)
-        curve, looks = [training.point(0)], []
-        for epoch in training.epochs(run.settings.epochs, run, run.settings.looks):
-            curve.append(training.point(epoch))
-            if run.seed == 0 and epoch in looked_at(run.settings.epochs):
-                looks.append({"epoch": round(epoch), "images": training.images()})
-        shape = list(training.bits.shape)
-        return {"choice": str(training.choice), "curve": curve, "looks": looks, "shape": shape, "steps": training.steps}
-
-    def _find_best(self, run: PieceRun, many: int) -> int:
-        tuned = [run.earlier[f"tune-{self.contestant.name}-{i}"] for i in range(many)]
-        return max(range(many), key=lambda i: -math.inf if tuned[i]["valid"] is None else tuned[i]["valid"])
-
-
-def looked_at(epochs: int) -> list[int]:
-    """Epochs after which images are drawn."""
-    return sorted({1, max(1, round(epochs**0.5)), epochs})
+    epochs, choices = run.settings.epochs, contestant.choices(run.settings)
+    tuned = [
+        run.earlier[f"tune-{contestant.name}-{i}"]["valid"] for i in range(len(choices) if len(choices) > 1 else 0)
+    ]
+    best = max(range(len(tuned)), key=lambda i: -math.inf if tuned[i] is None else tuned[i], default=0)
+    training = WakeSleepTraining(run.settings, contestant, choices[best], run.seed)
+    curve, looks = [training.point(0)], []
+    for epoch in training.epochs(epochs, run, run.settings.looks):
+        curve.append(training.point(epoch))
+        if run.seed == 0 and epoch in (1, max(1, round(epochs**0.5)), epochs):
+            looks.append({"epoch": round(epoch), "images": training.images()})
+    shape = list(training.bits.shape)
+    return {"choice": str(training.choice), "curve": curve, "looks": looks, "shape": shape, "steps": training.steps}
 
 
 class WakeSleepTraining:
@@ -261,21 +240,13 @@ class WakeSleepTraining:
             group["lr"] = self.choice.find_rate(self.steps, self.settings.epochs * self.order.per_epoch)
         rows = self.order.batch(self.steps, "cpu")
         self.trainer.step(self.bits.train[rows].to(self.settings.device))
-        if self.mean is not None:
-            self._average(self.mean)
+        if self.mean is not None:  # moves to the newest iterate: the first step takes it there
+            share = RECENT / (self.steps + RECENT)
+            with torch.no_grad():
+                for past, new in zip(self.mean.parameters(), self.machine.parameters(), strict=True):
+                    past.lerp_(new, share)
         self.seconds += clock(self.settings.device) - start
         self.steps += 1
-
-    @torch.no_grad()
-    def _average(self, mean: ng.HelmholtzMachine) -> None:
-        """Move the mean of the iterates to the newest one: the first step takes it there."""
-        share = RECENT / (self.steps + RECENT)
-        for past, new in zip(mean.parameters(), self.machine.parameters(), strict=True):
-            past.lerp_(new, share)
-
-    def sound(self) -> bool:
-        """Whether no step failed so far."""
-        return self.trainer.failures == 0
 
     def estimate_bound(self, x: Tensor, machine: ng.HelmholtzMachine | None = None) -> float:
         """Nats per example of a machine, none: the trained one, from the same draws every time."""
@@ -305,8 +276,7 @@ def start_at_means(machine: ng.HelmholtzMachine, x: Tensor) -> None:
 
 # Binary images for Helmholtz machines: lines, digits, clothes, faces
 
-HELD_OUT = 0.1
-"""Share of the training examples that settings are judged on."""
+HELD_OUT = 0.1  # share of the training examples that settings are judged on
 
 
 @dataclass(frozen=True)
@@ -327,10 +297,7 @@ def bits(name: str, train: int | None, test: int | None, signs: bool) -> BitImag
 
 
 def lines() -> BitImages:
-    """3 x 3 lines: rows or columns, each on or off, but neither all nor none: 12 patterns, each as often (50 times).
-
-    They are their own validation and test sets: the likelihood on them is exact, and at most -log 12 = -2.48.
-    """
+    """3 x 3 rows or columns, on or off, neither all nor none: 12 patterns; log p is at most -log 12 = -2.48."""
     rows = [torch.tensor(on).repeat_interleave(3) for on in product((0.0, 1.0), repeat=3) if 0 < sum(on) < 3]
     patterns = torch.stack([*rows, *(row.view(3, 3).mT.flatten() for row in rows)])
     return BitImages(patterns.repeat(50, 1), patterns, patterns, (3, 3))
