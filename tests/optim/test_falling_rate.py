@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_state import blocks_of, change_state, kept_of
+from engine_state import kept_of
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -58,15 +58,6 @@ def test_it_is_the_schedule_that_a_scheduler_would_set(recipe: Any) -> None:
     torch.testing.assert_close(params(one), params(other), rtol=1e-12, atol=1e-12)
 
 
-def test_it_multiplies_the_rate_of_a_group() -> None:
-    one, other = make_model(), make_model()
-    rule = SpectralDescent(falls_after=2)
-    train_on_noise(one, ng.kfac(one, CE, lr=0.5, rule=rule), range(12))
-    rates = [0.5 * min(1.0, math.sqrt(2 / max(k, 1))) for k in range(12)]
-    train_on_noise(other, ng.kfac(other, CE, rule=SpectralDescent()), range(12), rates)
-    torch.testing.assert_close(params(one), params(other), rtol=1e-12, atol=1e-12)
-
-
 def test_steps_that_have_not_turned_are_as_long_as_ever() -> None:
     one, other = make_model(), make_model()
     rules = [NoiseAware(noise=1e-9, spectral=SpectralDescent(falls_after=n)) for n in (1, math.inf)]
@@ -107,11 +98,6 @@ def test_the_users_rule_keeps_its_numbers() -> None:
 
 
 OUTPUTS, INPUTS = 16, 20
-
-
-def mean_positions(numbers: dict[str, Any]) -> float:
-    """Examples times positions of a step; infinite where nothing is known."""
-    return numbers["positions"] / numbers["readings"] if "readings" in numbers else math.inf
 
 
 def draw_rows(*shape: int, seed: int = 0) -> Tensor:
@@ -183,26 +169,6 @@ def test_groups_that_see_some_count_their_mean() -> None:
     seen = Seen(layer, torch.zeros(2, 5, 4, 2), [torch.zeros(2, 5, 4, 3)], counts=torch.tensor([4.0, 6, 2, 0]))  # type: ignore[arg-type]
     assert seen.positions == 3
     assert Seen(layer, torch.zeros(6, 5, 1, 2), [torch.zeros(6, 5, 1, 3)], cotangents=3).positions == 10  # type: ignore[arg-type]
-
-
-def test_rows_are_saved_and_older_checkpoints_learn_them() -> None:
-    x, y = draw_rows(6, INPUTS), torch.arange(6)
-    opt = train_spectral(model := nn.Linear(INPUTS, OUTPUTS, dtype=F64), x, y, steps=2)
-
-    def resume() -> dict[str, Any]:
-        fresh = ng.kfac(other := copy.deepcopy(model), nn.CrossEntropyLoss(), rule=SpectralDescent())
-        fresh.load_state_dict(copy.deepcopy(opt.state_dict()))
-        loaded = kept_of(fresh, other.weight)
-        fresh.loss(other(x), y).backward()
-        fresh.step()
-        return {"loaded": loaded, "stepped": kept_of(fresh, other.weight)}
-
-    assert mean_positions(resume()["loaded"]) == pytest.approx(6)
-    block = blocks_of(opt)[0]
-    change_state(opt, blocks={block.key: replace(block, positions=0.0, readings=0.0)})
-    older = resume()
-    assert mean_positions(older["loaded"]) == math.inf  # the whole length
-    assert mean_positions(older["stepped"]) == pytest.approx(6)
 
 
 @pytest.mark.parametrize("rows", [2, 5, 40, 1000])

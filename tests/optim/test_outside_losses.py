@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import F64, draw, mlp
+from models import draw, mlp
 from optim_models import BLOCK_RECIPES, CE, Closure
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -195,20 +195,6 @@ def test_clipping_by_the_norm_is_no_other_loss():
         assert opt._state.outside.levels == {}
 
 
-@pytest.mark.filterwarnings("ignore:a large part of the gradient")
-def test_training_goes_on_in_another_dtype():
-    torch.manual_seed(0)
-    model = net()
-    opt = ng.kfac(model, CE, update_every=1)
-    train(opt, model, squares(1.0), 3)
-    model.double()
-    for _ in range(3):
-        opt.zero_grad()
-        squares(1.0)(opt, model, draw(40, 16), torch.arange(40) % 3).backward()
-        opt.step()
-    assert all(p.isfinite().all() and p.dtype == F64 for p in model.parameters())
-
-
 # the number that is judged is the number that went backward: penalties beside `opt.loss`, and what closures return
 
 
@@ -278,25 +264,6 @@ def test_a_penalty_beside_the_loss_is_named_and_held(recipe: str, penalty: Any):
         _, values = train_judged(recipe, penalty, closed=False)
     assert values[-1] < 0.8 * values[0]
     assert max(values) < 10 * values[0]  # the curvature is known from the second step on
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_closure_of_the_whole_loss_is_not_asked_again(recipe: str):
-    model, calls = mlp(4, 8, 1), []
-    opt = RECIPES[recipe](model)
-
-    def closure() -> Tensor:
-        calls.append(1)
-        opt.zero_grad()
-        value = opt.loss(model(POINTS), T)
-        value.backward()
-        return value
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(4):
-            opt.step(closure)
-    assert len(calls) == 4
 
 
 def test_a_closure_may_return_the_last_of_several_losses():

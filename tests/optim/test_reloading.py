@@ -140,18 +140,6 @@ def test_a_setting_of_the_optimizer_s_own_that_was_lost_is_named(recipe):
         opt.load_state_dict(state)
 
 
-def test_a_scheduler_built_before_its_optimizer_loads_goes_on():
-    """The state was saved without one: what the scheduler wrote in the groups is still there."""
-    plain = ng.kfac(net(), CE).state_dict()
-    opt = ng.kfac(model := net(), CE)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(opt, 1.0, total_steps=5, cycle_momentum=False)
-    opt.load_state_dict(plain)
-    for k in range(3):
-        iterate(opt, model, X, Y.roll(k))
-        scheduler.step()
-    assert opt.param_groups[0]["lr"] < 1.0
-
-
 @pytest.mark.parametrize("recipe", [*BLOCK_RECIPES, ng.natgrad_cg], ids=lambda r: r.__name__)
 @pytest.mark.filterwarnings("ignore:a large part of the gradient", "ignore:.*did not come from")
 def test_what_is_known_of_another_loss_is_saved(recipe):
