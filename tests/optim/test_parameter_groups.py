@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import assert_close, build_seeded
-from optim_models import CE, X, Y, flat, iterate, net
+from optim_models import CE, X, Y, flat, iterate, net, same
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
@@ -289,6 +289,21 @@ def test_the_state_of_a_renamed_run_is_loaded_by_one_built_so(recipe):
         iterate(opt, model, X, Y)
         iterate(other, twin, X, Y)
     assert_close(flat(twin), flat(model), rtol=1e-6)  # sums over the entries have another order, and so has CG's end
+
+
+@pytest.mark.parametrize("choices", [{}, {"rule": ng.Momentum()}], ids=["", "velocities"])
+def test_what_is_remembered_of_the_other_parameters_stays(recipe, choices):
+    model = net()
+    opt = recipe(model, CE, **choices)
+    for _ in range(2):
+        iterate(opt, model, X, Y)
+    before = copy.deepcopy(opt._by_parameter())
+    CHANGES["prune"](model[0])
+    opt.zero_grad()
+    opt.loss(model(X), Y)
+    after = opt._by_parameter()
+    assert not after.get("0.weight")
+    assert all(same(after[name], before[name]) for name in ("2.weight", "2.bias"))
 
 
 @pytest.mark.parametrize("change", ["replaced", "weight_norm"])
