@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from models import F64, draw
+from models import F64, draw, tensor
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -34,10 +33,6 @@ from natgrad.operators import DenseOperator
 from natgrad.testing import check_exponential_family
 
 NORMAL = ng.MultivariateNormal(3)
-
-
-def tensor(values: Any) -> Tensor:
-    return torch.tensor(values, dtype=F64)
 
 
 def normal_theta(*shape: int) -> Tensor:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import F64, draw
-from torch import Tensor
+from models import F64, draw, tensor
 from torch.testing import assert_close
 
 from natgrad.families import (
@@ -22,10 +21,6 @@ from natgrad.families import (
 )
 
 GENERATOR = torch.Generator().manual_seed(0)
-
-
-def tensor(values) -> Tensor:
-    return torch.tensor(values, dtype=F64)
 
 
 def test_the_scatter_operator_has_its_inverse():

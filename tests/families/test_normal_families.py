@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import F64, draw
+from models import F64, draw, tensor
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -12,10 +12,6 @@ import natgrad as ng
 from natgrad.families import DiagonalNormal, FixedCovarianceNormal, FixedMeanNormal, SparseNormal
 
 GENERATOR = torch.Generator().manual_seed(0)
-
-
-def tensor(values) -> Tensor:
-    return torch.tensor(values, dtype=F64)
 
 
 def graph(d: int) -> list[tuple[int, int]]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import build_seeded, draw, mlp
-from optim_models import CE, X, Y, iterate, net, same, snapshot
+from models import build_seeded, mlp
+from optim_models import CE, net, same, snapshot, train_numbered
 from torch import nn
 
 import natgrad as ng
@@ -57,12 +57,6 @@ def make(name: str) -> tuple[nn.Module, ng.NaturalGradient]:
 NAMES = ["hessian_free", "dropout", "momentum", "averaged", "sampled", "groups"]
 
 
-def train(model: nn.Module, opt: ng.NaturalGradient, steps: range) -> None:
-    """Steps on data that depend on the step's number alone."""
-    for k in steps:
-        iterate(opt, model, X + 0.1 * draw(8, 3, seed=100 + k), Y.roll(k))
-
-
 def save(path: Path, model: nn.Module, opt: ng.NaturalGradient) -> None:
     """What a user would save."""
     torch.save({"model": model.state_dict(), "opt": opt.state_dict(), "random": torch.get_rng_state()}, path)
@@ -84,7 +78,7 @@ def resume_all(folder: str, threads: int) -> None:
     torch.manual_seed(12345)  # another past than the first process had
     for name in NAMES:
         model, opt = resume(name, Path(folder) / f"{name}.pt")
-        train(model, opt, range(4, 7))
+        train_numbered(model, opt, range(4, 7))
         save(Path(folder) / f"{name}.resumed.pt", model, opt)
 
 
@@ -95,9 +89,9 @@ def resumed_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[An
     for name in NAMES:
         torch.manual_seed(1)
         model, opt = make(name)
-        train(model, opt, range(4))
+        train_numbered(model, opt, range(4))
         save(folder / f"{name}.pt", model, opt)
-        train(model, opt, range(4, 7))
+        train_numbered(model, opt, range(4, 7))
         save(folder / f"{name}.straight.pt", model, opt)
         straight[name] = torch.load(folder / f"{name}.straight.pt", weights_only=True)
     paths = [str(HERE), *sys.path]
@@ -126,7 +120,7 @@ FOREIGN = {
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_a_foreign_state_dict_is_refused(kind: str) -> None:
     model, opt = make("momentum")
-    train(model, opt, range(2))
+    train_numbered(model, opt, range(2))
     before = snapshot(opt)
     with pytest.raises(ValueError, match=r"state_dict .*was not saved by natgrad.NaturalGradient"):
         opt.load_state_dict(FOREIGN[kind]())
@@ -145,7 +139,7 @@ def other_model() -> dict[str, Any]:
 @pytest.mark.parametrize("build", [other_groups, other_model])
 def test_a_state_dict_of_other_groups_is_refused(build: Any) -> None:
     model, opt = make("sampled")
-    train(model, opt, range(2))
+    train_numbered(model, opt, range(2))
     before = snapshot(opt)
     with pytest.raises(ValueError, match="param"):
         opt.load_state_dict(build())

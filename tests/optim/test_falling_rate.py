@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_state import kept_of
+from models import draw
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -100,13 +101,9 @@ def test_the_users_rule_keeps_its_numbers() -> None:
 OUTPUTS, INPUTS = 16, 20
 
 
-def draw_rows(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
-
-
 @pytest.mark.parametrize(("positions", "share"), [(8, 0.25), (32, 1.0), (500, 1.0), (math.inf, 1.0)])
 def test_a_direction_is_shorter_by_the_root_of_rows(positions: float, share: float) -> None:
-    n = draw_rows(1, OUTPUTS, INPUTS)
+    n = draw(1, OUTPUTS, INPUTS)
 
     def shape(rows: float) -> Tensor:
         kept = {"inputs": torch.ones(INPUTS, dtype=F64)}
@@ -131,7 +128,7 @@ def train_spectral(model: nn.Module, x: Tensor, y: Tensor, parts: int = 1, steps
 
 @pytest.mark.parametrize("rows", [4, 12, 64])
 def test_a_step_of_few_rows_is_shorter(rows: int) -> None:
-    x, y = draw_rows(rows, INPUTS), torch.arange(rows) % OUTPUTS
+    x, y = draw(rows, INPUTS), torch.arange(rows) % OUTPUTS
     first = nn.Linear(INPUTS, OUTPUTS, dtype=F64)
     moved = dict[float, Tensor]()
     for enough in (1e-9, 2.0):
@@ -145,14 +142,14 @@ def test_a_step_of_few_rows_is_shorter(rows: int) -> None:
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_micro_batches_count_as_one_step(parts: int) -> None:
     model = nn.Linear(INPUTS, OUTPUTS, dtype=F64)
-    opt = train_spectral(model, draw_rows(8, INPUTS), torch.arange(8) % OUTPUTS, parts, steps=3)
+    opt = train_spectral(model, draw(8, INPUTS), torch.arange(8) % OUTPUTS, parts, steps=3)
     numbers = kept_of(opt, model.weight)
     assert numbers["positions"] / numbers["readings"] == pytest.approx(8)
 
 
 def test_positions_of_images_and_texts_count() -> None:
     image = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(5 * 36, 4)).double()
-    opt = train_spectral(image, draw_rows(7, 3, 6, 6), torch.arange(7) % 4)
+    opt = train_spectral(image, draw(7, 3, 6, 6), torch.arange(7) % 4)
     found = [kept_of(opt, image[i].weight) for i in (0, 3)]
     assert [one["positions"] / one["readings"] for one in found] == [7 * 36, 7]
 
@@ -174,7 +171,7 @@ def test_groups_that_see_some_count_their_mean() -> None:
 @pytest.mark.parametrize("rows", [2, 5, 40, 1000])
 def test_inputs_are_whitened_as_far_as_rows_tell(rows: int) -> None:
     damping, scarce = 0.3, 1.5
-    x = draw_rows(rows, INPUTS) @ torch.diag(torch.logspace(-2, 1, INPUTS, dtype=F64))
+    x = draw(rows, INPUTS) @ torch.diag(torch.logspace(-2, 1, INPUTS, dtype=F64))
     model = nn.Linear(INPUTS, OUTPUTS, bias=False, dtype=F64)
     opt = train_spectral(model, x, torch.arange(rows) % OUTPUTS, damping=damping, scarce=scarce)
     kept = kept_of(opt, model.weight)

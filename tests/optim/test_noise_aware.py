@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import draw
 from optim_models import train_batches
 from torch import Tensor, nn
 
@@ -29,10 +30,6 @@ from natgrad.rules.spectral_descent import (
 
 F64 = torch.float64
 SAFE = ng.Relative(0.03, per="block", whole=1.0)
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
 def polar_by_svd(matrix: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import draw
 from optim_models import train_batches
 from torch import Tensor, nn
 
@@ -19,10 +20,6 @@ from natgrad.rules.spectral_progress import FRESH, least_size, unwhiten, whiten,
 
 F64 = torch.float64
 FREE = SpectralProgress(kl_share=math.inf, warm=1)
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
 def polar_by_svd(matrix: Tensor) -> Tensor:
