@@ -182,19 +182,6 @@ class Waiting(ng.Likelihood):
         return torch.diag_embed(torch.ones_like(rows))
 
 
-class Amounts(ng.Likelihood):
-    """Gamma of shape 3 with its rate as output: Fisher information 3 / rate^2, which vanishes for large rates."""
-
-    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (targets * outputs - 3 * outputs.log()).sum(1)
-
-    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        return torch._standard_gamma(torch.full_like(outputs, 3.0), generator=generator) / outputs
-
-    def fisher(self, rows: Tensor) -> Tensor:
-        return torch.diag_embed(3 / rows.square())
-
-
 def count(x: Tensor, eta: Tensor, noise: torch.Generator) -> Tensor:
     return torch.poisson(eta.clamp(max=6).exp(), generator=noise)
 
@@ -222,8 +209,6 @@ PROBLEMS: dict[str, tuple[Any, Callable[[Tensor], Tensor], Callable[..., Tensor]
     "variances behind an exponential": (nn.GaussianNLLLoss(), torch.exp, measure),
     "variances behind softplus": (nn.GaussianNLLLoss(), functional.softplus, measure),
     "waiting times": (Waiting(), same, wait),
-    "amounts behind an exponential": (Amounts(), torch.exp, wait),
-    "amounts behind softplus": (Amounts(), functional.softplus, wait),
     "bits that are nearly certain": (nn.BCEWithLogitsLoss(), lambda outputs: 8 * outputs, toss),
 }
 
