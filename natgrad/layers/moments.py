@@ -546,8 +546,8 @@ def mixed_factors(parts: list[dict[str, Tensor]], share: float, sums: Sums) -> d
     left = add_factors([part["left"] * rights[i] for i, part in enumerate(parts)])
     right = add_factors([part["right"] * lefts[i] for i, part in enumerate(parts)])
     total_trace = lefts @ rights
-    share = totals["share"]
-    return {"left": left / share, "right": right * share / torch.where(total_trace > 0, total_trace, 1)}
+    count = totals["share"]
+    return {"left": left / count, "right": right * count / torch.where(total_trace > 0, total_trace, 1)}
 
 
 def add_factors(parts: list[Tensor]) -> Tensor:

@@ -121,7 +121,30 @@ def outer_rows(rows: LayerRows) -> Tensor:
     return total
 
 
-class StackedRows:
+class ScalableRows(SampleRows, Protocol):
+    """U of named residuals, on one process or on several."""
+
+    space: Space
+
+    @property
+    def is_written(self) -> bool:
+        """Whether U is held as a matrix."""
+        ...
+
+    def rescale(self, scale: Tensor) -> ScalableRows:
+        """diag(scale) U. scale: (n,)."""
+        ...
+
+    def squares(self) -> Tensor:
+        """Diagonal of U U^T, shape (n,)."""
+        ...
+
+    def moment(self) -> Tensor:
+        """U U^T, shape (n, n)."""
+        ...
+
+
+class StackedRows(ScalableRows):
     """diag(scale) U (n, r): one column per residual, term after term, in each component by component.
 
     scale: Of the parameters' entries, (n,); the same for all entries of a parameter where U is not written out.
@@ -278,7 +301,7 @@ def add_tiled_product(total: Tensor, pairs: Tensor, like: Tensor) -> None:
 # Points that lie on several processes: the Gram matrix is that of all of them
 
 
-class JoinedStackedRows:
+class JoinedStackedRows(ScalableRows):
     """U = [U_0, U_1, ...] with the columns U_i of process i, which keeps them."""
 
     def __init__(self, local: StackedRows, processes: Processes, counts: list[int]) -> None:
@@ -399,29 +422,6 @@ def read_pieces(tree: list[dict[str, Any]]) -> list[TermRows]:
         factor = torch.empty(tuple(one["shape"]))
         found.append(TermRows(factor.mT, factor, layers, one["explicit"]))
     return found
-
-
-class ScalableRows(SampleRows, Protocol):
-    """U of named residuals, on one process or on several."""
-
-    space: Space
-
-    @property
-    def is_written(self) -> bool:
-        """Whether U is held as a matrix."""
-        ...
-
-    def rescale(self, scale: Tensor) -> ScalableRows:
-        """diag(scale) U. scale: (n,)."""
-        ...
-
-    def squares(self) -> Tensor:
-        """Diagonal of U U^T, shape (n,)."""
-        ...
-
-    def moment(self) -> Tensor:
-        """U U^T, shape (n, n)."""
-        ...
 
 
 class RowsOperator(Operator):

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from energies import VECTORS, tensor
-from models import F64
+from energies import VECTORS
+from models import F64, tensor
 from models import assert_close as close
 from torch import Tensor
 

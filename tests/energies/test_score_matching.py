@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from boltzmann_states import RATIOS, boltzmann, weighted_states
-from energies import VECTORS, energy_net, gaussian, gaussian_case, table, tensor, two_layers, vector_case
-from models import F64, assert_close, draw
+from energies import VECTORS, energy_net, gaussian, gaussian_case, table, two_layers, vector_case
+from models import F64, assert_close, draw, tensor
 from torch import Tensor, nn
 
 import natgrad as ng

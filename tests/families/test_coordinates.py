@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import F64, draw
+from models import F64, draw, tensor
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -33,10 +33,6 @@ from natgrad.families import (
 from natgrad.testing import check_operator
 
 FULL = ng.MultivariateNormal(3)
-
-
-def tensor(values) -> Tensor:
-    return torch.tensor(values, dtype=F64)
 
 
 def normal_theta(*shape: int) -> Tensor:

@@ -145,32 +145,6 @@ def test_outputs_that_are_no_probabilities_are_refused():
         as_criterion(nn.BCELoss()).value(torch.tensor([-1.0, 2.0]), torch.tensor([0.0, 1.0]))
 
 
-def test_gaussian_nll_is_the_expected_hessian():
-    """Over targets from the model: by Gauss-Hermite quadrature, exact for the polynomials that occur."""
-    mean, variance = draw(2, 3), draw(2, 3, seed=1).exp()
-    criterion = nn.GaussianNLLLoss()
-    nodes, weights = hermite(5)
-    expected = torch.zeros(12, 12, dtype=F64)
-    for node, weight in zip(nodes, weights, strict=True):
-        target = mean + variance.sqrt() * node  # one draw for all entries: the Hessian has no terms between entries
-
-        def value(flat: Tensor, target: Tensor = target) -> Tensor:
-            return criterion(flat[:6].view(2, 3), target, flat[6:].view(2, 3))
-
-        expected += weight * torch.autograd.functional.hessian(
-            value, torch.cat([mean.reshape(-1), variance.reshape(-1)])
-        )
-    found = metric_in_outputs(criterion, (mean, variance), draw(2, 3, seed=2))
-    assert_close(found, expected, 1e-12)
-
-
-def hermite(order: int) -> tuple[Tensor, Tensor]:
-    """Nodes and weights of E[f(z)], z standard normal, exact for polynomials of degree 2 order - 1 (Golub & Welsch)."""
-    off = torch.arange(1, order, dtype=F64).sqrt()
-    nodes, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
-    return nodes, vectors[0].square()
-
-
 REJECTED = {
     "CosineEmbeddingLoss": nn.CosineEmbeddingLoss(),
     "MultiMarginLoss": nn.MultiMarginLoss(),

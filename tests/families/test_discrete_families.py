@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import F64, draw
+from models import F64, draw, tensor
 from torch.testing import assert_close
 
 import natgrad as ng
@@ -14,10 +14,6 @@ from natgrad.testing import check_operator
 
 GENERATOR = torch.Generator().manual_seed(0)
 BOTH = [Bernoulli(), Bernoulli(3), Poisson(), Poisson(3), Categorical(), Categorical(3)]
-
-
-def tensor(values):
-    return torch.tensor(values, dtype=F64)
 
 
 @pytest.mark.parametrize("family", BOTH, ids=repr)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from models import F64, draw
+from models import F64, draw, tensor
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -34,10 +33,6 @@ from natgrad.operators import DenseOperator
 from natgrad.testing import check_exponential_family
 
 NORMAL = ng.MultivariateNormal(3)
-
-
-def tensor(values: Any) -> Tensor:
-    return torch.tensor(values, dtype=F64)
 
 
 def normal_theta(*shape: int) -> Tensor:
@@ -78,7 +73,7 @@ CASES: dict[str, tuple[ng.ExponentialFamily, Callable[..., Tensor]]] = {
     "ising": (ng.Ising(3), lambda *s: 0.5 * draw(*s, 6)),
     "triple": (ng.Ising(3, [(0,), (2, 1), (0, 1, 2)], values=(0, 1)), lambda *s: draw(*s, 3)),
     "chain": (CHAIN, chain),
-    "bits": (ng.Bernoulli(), lambda *s: draw(*s, 3)),
+    "bits": (ng.Bernoulli(3), lambda *s: draw(*s, 3)),
     "classes": (ng.SubModel(ng.Categorical(4), range(3)), lambda *s: draw(*s, 3)),
     "multinomial": (ng.SubModel(ng.Multinomial(5, 3), range(2)), lambda *s: draw(*s, 2)),
     "counts": (ng.Poisson(2), lambda *s: draw(*s, 2)),
@@ -174,6 +169,52 @@ def test_maximum_likelihood_has_the_mean_statistics(name):
     assert_close(family.expectation(theta), family.statistics(x).mean(0), rtol=rtol, atol=1e-9)
     nearby = theta + 1e-3 * draw(*theta.shape)
     assert family.log_prob(theta, x).mean() > family.log_prob(nearby, x).mean()
+
+
+OUTSIDE = {
+    "exponential": (ng.Exponential(), [0.5]),
+    "gamma": (ng.Gamma(), [-1.5, -1.0]),
+    "gamma's rate": (ng.Gamma(), [0.5, 1.0]),
+    "beta": (ng.Beta(), [-1.5, 0.0]),
+    "dirichlet": (ng.Dirichlet(3), [0.0, -1.5, 0.0]),  # where lgamma has finite values
+    "diagonal normal": (DiagonalNormal(1), [1.0, 0.5]),
+    "normal": (ng.MultivariateNormal(2), [0.0, 0.0, -0.5, -0.5, 2.0]),
+    "fixed mean": (FixedMeanNormal(torch.zeros(2).double()), [-0.5, -0.5, 2.0]),
+    "product": (ng.Product((ng.Gamma(), 1), (ng.Poisson(1), 1)), [0.5, 1.0, 0.0]),
+    "log-normal": (LogNormal(), [0.4, 0.5]),
+    "inverse gamma": (InverseGamma(), [0.4, 2.0]),
+    "weibull": (Weibull(1.5), [0.7]),
+    "chi-square": (ChiSquare(), [-1.5]),
+    "inverse gaussian": (InverseGaussian(), [0.7, -1.0]),
+    "negative binomial": (NegativeBinomial(3), [0.7]),
+    "logarithmic": (Logarithmic(), [0.7]),
+    "scatter": (Wishart(2), [-1.5, -0.5, -1.0, 0.3]),
+    "scatter's scale": (Wishart(2), [0.5, -0.5, -1.0, 2.0]),
+    "complex": (ComplexNormal(1), [0.4, -0.5, 1.0]),
+}
+
+
+@pytest.mark.parametrize("case", OUTSIDE)
+def test_the_log_partition_is_infinite_outside(case):
+    family, numbers = OUTSIDE[case]
+    theta = torch.tensor(numbers, dtype=torch.float64)
+    assert float(family.log_partition(theta)) == torch.inf
+    with pytest.raises(ValueError, match="outside"):
+        family.expectation(theta)
+
+
+@every
+def test_theta_that_does_not_fit_is_told_everywhere(name):
+    family, make = CASES[name]
+    theta = make()
+    long = torch.cat([theta, theta[:1]])
+    for ask in (family.log_partition, family.entropy, family.fisher, lambda t: family.kl(t, t)):
+        with pytest.raises(ValueError, match=r"has shape .* expected"):
+            ask(long)
+        with pytest.raises(TypeError, match="ndarray, expected a floating-point tensor"):
+            ask(theta.numpy())
+        with pytest.raises(TypeError, match=r"torch.int64, expected a floating-point tensor"):
+            ask(torch.zeros(len(theta), dtype=torch.long))
 
 
 def test_an_operator_is_of_one_distribution():

@@ -6,18 +6,13 @@ import itertools
 
 import pytest
 import torch
-from models import F64, draw
-from torch import Tensor
+from models import F64, draw, tensor
 from torch.testing import assert_close
 
 from natgrad.families import Gibbs, Ising, MarkovField
 from natgrad.testing import check_operator
 
 GENERATOR = torch.Generator().manual_seed(0)
-
-
-def tensor(values) -> Tensor:
-    return torch.tensor(values, dtype=F64)
 
 
 def chain(n: int) -> list[tuple[int, ...]]:

@@ -120,6 +120,21 @@ def test_fuzz_mle_far_off_the_origin(name, dtype, seed):
     assert_close(covariance.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("alpha", [(1e-3, 1e-3, 1e-3), (1e-3, 1.0, 1e4), (1e4, 1e4, 1e4), (1e4, 1e-3, 2.0)])
+def test_extreme_concentrations(alpha):
+    family, sizes = Dirichlet(3), torch.tensor(alpha, dtype=torch.float64)
+    theta = sizes - 1
+    assert_close(family.natural(family.expectation(theta)) + 1, sizes, rtol=1e-6, atol=0)
+    for dtype in (torch.float64, torch.float32):
+        point = theta.to(dtype)
+        x = family.sample(point, 3000, generator=torch.Generator().manual_seed(0))
+        values = [family.statistics(x), family.log_prob(point, x), family.entropy(point), family.kl(point, 0 * point)]
+        assert all(bool(torch.isfinite(value).all()) for value in values)
+        mean = sizes / sizes.sum()
+        spread = (mean * (1 - mean) / (sum(alpha) + 1) / 3000).sqrt()
+        assert bool(((x.double().mean(0) - mean).abs() < 6 * spread + 1e-6).all())
+
+
 @pytest.mark.parametrize("alpha", [1e5, 1e7, 1e9])
 def test_large_concentrations_do_not_cancel(alpha):
     """KL of neighbours is half their squared distance, whatever the size of log Gamma."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from models import draw
-from torch import Tensor
-from torch.testing import assert_close
 
 from natgrad.families import Ising, MarkovField
 from natgrad.families.gibbs import PairSweep, Sweep, colour_variables
@@ -35,30 +33,6 @@ FIELDS = {
     "a grid": lambda: Ising(6, [(0, 1), (1, 2), (3, 4), (4, 5), (0, 3), (1, 4), (2, 5)], values=(-2, 3)),
     "many values": mixed_field,
 }
-
-
-def sweep_of(family: MarkovField, theta: Tensor, chains: int) -> PairSweep:
-    return PairSweep(family.tables, colour_variables(family.n, family.tables.cliques), theta, chains)
-
-
-@pytest.mark.parametrize("name", FIELDS)
-def test_energies_are_rows_of_a_matrix_times_the_state(name):
-    family = FIELDS[name]()
-    theta = 0.7 * draw(2, family.size)
-    states = family.tables.every_state()
-    energy = theta @ family.tables.statistics(states).mT  # (B, S)
-    sweep = sweep_of(family, theta, len(states))
-    sweep._write(states[:, sweep.order].mT.expand(2, -1, -1), sweep.state)
-    assert torch.equal(sweep.states(), states.repeat_interleave(2, 0))
-    rise = (sweep.constant + sweep.matrix @ sweep.state).unflatten(1, (family.n, sweep.width))
-    place = {tuple(state): k for k, state in enumerate(states.tolist())}
-    for k, state in enumerate(states.tolist()):
-        for rank, variable in enumerate(sweep.order.tolist()):
-            for value in range(1, family.tables.counts[variable]):
-                there, zero = list(state), list(state)
-                there[variable], zero[variable] = value, 0
-                expected = energy[:, place[tuple(there)]] - energy[:, place[tuple(zero)]]
-                assert_close(rise[:, rank, value - 1, k], expected)
 
 
 @pytest.mark.parametrize("name", FIELDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from models import draw
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -21,10 +22,6 @@ from natgrad.families import (
 )
 
 F32, F64 = torch.float32, torch.float64
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
 def positive(z: Tensor) -> Tensor:

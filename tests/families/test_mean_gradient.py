@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import F64, draw
+from models import F64, draw, tensor
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -20,10 +20,6 @@ from natgrad.families import dual_gradient, effective_draws, gradient_of_mean
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "families.json").read_text(encoding="utf-8"))
 PAIR = ng.MultivariateNormal(2)
 BITS = ng.Bernoulli(2)
-
-
-def tensor(values) -> Tensor:
-    return torch.tensor(values, dtype=F64)
 
 
 def normal_pair() -> Tensor:

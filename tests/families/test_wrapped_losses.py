@@ -173,20 +173,6 @@ def test_a_wrapped_function_has_its_hessian_as_metric(name: str):
     assert_close(metric, found)
 
 
-def test_a_function_trains_as_the_module_that_it_computes():
-    ends = []
-    for loss in (nn.CrossEntropyLoss(), functional.cross_entropy, ng.likelihood(mean_nll, ng.Categorical())):
-        model, x = mlp(3, 4), draw(5, 3)
-        opt = ng.kfac(model, loss)
-        for _ in range(3):
-            opt.zero_grad()
-            opt.loss(model(x), CLASSES).backward()
-            opt.step()
-        ends.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
-    assert_close(ends[1], ends[0], rtol=0)
-    assert_close(ends[2], ends[0], rtol=1e-6)
-
-
 REFUSED: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "half": (
         lambda r, t: 0.5 * functional.cross_entropy(r, t),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from models import draw
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -17,10 +18,6 @@ NORMAL, FULL = ng.Normal(), ng.MultivariateNormal(2)
 
 def tensor(*numbers: float) -> Tensor:
     return torch.tensor(numbers, dtype=F64)
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
 def require_shape(x: Tensor, *sizes: int | None) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from models import assert_close, build_seeded, draw
 from optim_models import Interrupt
 from torch import Tensor, nn
-from torch.func import functional_call, hessian
+from torch.func import functional_call
 from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 
@@ -284,43 +284,6 @@ def test_a_function_of_one_example_and_a_regression_of_scores_too():
     for mine, theirs in zip(found[0], found[1], strict=True):
         for a, b in zip(mine, theirs, strict=True):
             assert_close(a, b, 1e-8, scale=1.0)
-
-
-NAMES = {"0.parametrizations.weight.original0": "0.g", "0.parametrizations.weight.original1": "0.v"}
-
-
-class Turned(nn.Module):
-    """A linear layer with its weight g v / |v|, norms over `axes`, by hand."""
-
-    def __init__(self, axes: tuple[int, ...]) -> None:
-        super().__init__()
-        self.axes = axes
-        self.g, self.v = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ (self.v * (self.g / self.v.norm(dim=self.axes, keepdim=True))).mT
-
-
-@pytest.mark.parametrize(("dim", "axes"), [(0, (1,)), (1, (0,)), (None, (0, 1)), (-1, (0, 1))])
-def test_newton_s_matrix_of_a_weight_normed_model(dim, axes):
-    """torch's own second derivative of the parametrisation is wrong by a third of the matrix."""
-    model = build_seeded(
-        lambda: nn.Sequential(
-            nn.utils.parametrizations.weight_norm(nn.Linear(3, 4, bias=False), dim=dim), nn.Tanh(), nn.Linear(4, 2)
-        )
-    )
-    hand = nn.Sequential(Turned(axes), nn.Tanh(), nn.Linear(4, 2))
-    x, t = draw(6, 3), draw(6, 2, seed=1)
-    params = {name: p.detach() for name, p in ng.trainable(model).items()}
-    H = ng.hessian(model, nn.MSELoss()).at(params, (x, t))
-    space = ng.Space(params)
-
-    def loss(v: Tensor) -> Tensor:
-        state = {NAMES.get(name, name): part for name, part in space.unflatten(v).items()}
-        return (functional_call(hand, state, (x,)) - t).square().mean()
-
-    expected = hessian(loss)(space.flatten(params))
-    assert_close(H.dense(), expected, 1e-9)
 
 
 def test_ctrl_c_at_any_line_leaves_later_derivatives_exact():

@@ -6,12 +6,10 @@ import pytest
 import torch
 from models import F64, assert_close, build_seeded, draw, reference_jacobian, reference_outputs
 from torch import Tensor, nn
-from torch.nn import functional
 
 from natgrad.families import Categorical
-from natgrad.ground.derivatives import exact_derivatives
 from natgrad.ground.spaces import trainable
-from natgrad.metrics import fisher, hessian
+from natgrad.metrics import fisher
 
 TOKENS = torch.tensor([[1, 3, 3, 0], [2, 2, 2, 2], [5, 4, 1, 0]])
 FLAT, OFFSETS = torch.tensor([1, 3, 3, 0, 5, 2, 1]), torch.tensor([0, 3, 3, 5])  # the second bag is empty
@@ -59,23 +57,6 @@ def test_the_fisher_of_a_bag_is_its_definition(name, mode, weighted):
     assert_close(metric.at(params, tokens).mv(vector), expected @ vector, 1e-10)
     assert_close(metric.at(params, tokens).dense(), expected, 1e-10)
     assert_close(metric.at(params, tokens).diagonal(), expected.diagonal(), 1e-10)
-
-
-def test_a_bag_has_a_hessian():
-    model = build_seeded(lambda: Bags(False, mode="mean"))
-    params, targets = trainable(model), torch.tensor([0, 1, 1])
-    names = list(params)
-
-    def loss(*values: Tensor) -> Tensor:
-        with exact_derivatives():
-            outputs = torch.func.functional_call(model, dict(zip(names, values, strict=True)), (TOKENS,))
-        return functional.cross_entropy(outputs, targets)
-
-    blocks = torch.autograd.functional.hessian(loss, tuple(p.detach() for p in params.values()))
-    sizes = [p.numel() for p in params.values()]
-    expected = torch.cat([torch.cat([b.reshape(m, -1) for b in row], 1) for m, row in zip(sizes, blocks, strict=True)])
-    found = hessian(model, nn.CrossEntropyLoss()).at(params, (TOKENS, targets)).dense()
-    assert_close(found, expected, 1e-10)
 
 
 def test_gradients_by_frequency_are_refused_at_the_door():

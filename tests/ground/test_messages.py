@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 import natgrad as ng
-from natgrad.ground.messages import CallableModule, Columns
+from natgrad.ground.messages import CallableModule, Columns, describe_call
 
 # not natgrad.testing: in a test's own file pytest would take what is called so, and can be called, for a test
 MODULES = sorted(
@@ -37,3 +38,14 @@ def test_a_history_is_a_dict_of_lists() -> None:
     assert dict(history) == {"loss": [], "kl": []}
     with pytest.raises(KeyError, match="'return' is no list of this history, expected one of loss, kl"):
         history["return"]
+
+
+def test_a_wrong_call_is_shown_whole_where_it_is_short() -> None:
+    def few(data: Any, rate: float = 1.0) -> None: ...
+
+    def many(a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, i: Any, last: Any) -> None: ...
+
+    short, long = (describe_call("made", inspect.signature(f), None, (), {}) for f in (few, many))
+    assert short == "made(): 'data' is missing; expected made(data, rate=...)"
+    assert "made(a, b, " in long
+    assert long.endswith(", ...)")

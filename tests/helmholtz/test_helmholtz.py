@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helmholtz_models import BITS, KINDS, data, machine, tensor
-from models import F64, assert_close
+from helmholtz_models import BITS, KINDS, data, machine
+from models import F64, assert_close, tensor
 from optim_models import pass_through_file
 from torch import Tensor
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helmholtz_models import ALGORITHMS, KINDS, data, fisher, machine, some_rows, tensor
-from models import F64, assert_close
+from helmholtz_models import ALGORITHMS, KINDS, data, fisher, machine, some_rows
+from models import F64, assert_close, tensor
 
 import natgrad as ng
 from natgrad.helmholtz import Classic, Reweighted

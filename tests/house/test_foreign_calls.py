@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -108,10 +106,3 @@ def test_errors_of_the_users_own_code_stay_as_they_are():
 
     with pytest.warns(RuntimeWarning, match=r"len\(\) takes exactly one argument"):
         ng.minimize(raise_inside, [0.0], 1.0, maxfevals=10, vectorized=False)
-
-
-def test_explained_calls_keep_their_signatures():
-    assert list(inspect.signature(ng.fisher).parameters)[:2] == ["model", "family"]
-    assert list(inspect.signature(ng.Categorical).parameters) == ["classes", "dim"]
-    assert "radius" in inspect.signature(ng.TrustRegion).parameters
-    assert pickle.loads(pickle.dumps(ng.TrustRegion(0.1))) == ng.TrustRegion(0.1)

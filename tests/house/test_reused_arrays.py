@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector.utils import batch_space
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -175,42 +174,7 @@ class Clock(gym.Env[Any, Any]):
         return self.look(), self.time, self.time >= self.start + 6, False, {}
 
 
-class Clocks(gym.vector.VectorEnv[Any, Any, Any]):
-    """Clocks whose every array is written over by the next step."""
-
-    def __init__(self, reuse: bool, mode: str) -> None:
-        self.num_envs, self.reuse = 2, reuse
-        self.metadata = {"autoreset_mode": gym.vector.AutoresetMode[mode]}
-        self.single_observation_space, self.single_action_space = Clock.observation_space, Clock.action_space
-        self.observation_space = batch_space(Clock.observation_space, 2)
-        self.action_space = batch_space(Clock.action_space, 2)
-        self.times, self.last, self.rewards = np.zeros((2, 1), np.float32), np.zeros((2, 1), np.float32), np.zeros(2)
-        self.over, self.cut = np.zeros(2, dtype=bool), np.zeros(2, dtype=bool)
-
-    def give(self, array: np.ndarray) -> np.ndarray:
-        return array if self.reuse else array.copy()
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
-        mask = np.ones(2, dtype=bool) if options is None else options["reset_mask"]
-        self.times[mask, 0] = np.arange(2.0)[mask]
-        self.over[mask] = False
-        return self.give(self.times), {}
-
-    def step(self, actions: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        mode = self.metadata["autoreset_mode"].name
-        fresh = self.over.copy() if mode == "NEXT_STEP" else np.zeros(2, dtype=bool)
-        self.times += 1
-        self.times[fresh, 0] = np.arange(2.0)[fresh]
-        self.rewards[:], self.over[:] = self.times[:, 0], self.times[:, 0] >= 6
-        self.last[:] = self.times
-        if mode == "SAME_STEP":
-            self.times[self.over, 0] = np.arange(2.0)[self.over]
-        infos = {"final_obs": self.give(self.last)}
-        return self.give(self.times), self.give(self.rewards), self.give(self.over), self.give(self.cut), infos
-
-
 WORLDS: dict[str, Callable[[bool], Any]] = {
-    **{mode: lambda reuse, mode=mode: Clocks(reuse, mode) for mode in ("NEXT_STEP", "SAME_STEP", "DISABLED")},
     "SyncVectorEnv": lambda reuse: gym.vector.SyncVectorEnv([lambda: Clock(reuse=False)] * 2, copy=not reuse),
     "two environments, one array": lambda reuse: [Clock(0.0, reuse), Clock(10.0, reuse)],
 }

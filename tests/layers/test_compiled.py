@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -122,16 +121,6 @@ def test_one_forward_and_nobody_s_gradients():
     norm = CASES["batch norm, training"].make()[0]
     ng.kfac(norm, CE).loss(compile_quickly(norm)(X), Y % 2)
     assert norm[1].num_batches_tracked == 1
-
-
-def test_an_infinite_first_batch_does_no_harm():
-    model = net()
-    called = compile_quickly(model)
-    opt = ng.kfac(model, CE)
-    iterate(opt, called, X * math.inf)
-    losses = [float(iterate(opt, called)) for _ in range(5)]
-    assert losses[-1] < losses[0]
-    assert {row.structure for row in opt.report()} == {"Kronecker"}
 
 
 def test_a_graph_that_went_backward_for_another_loss_first_is_replayed():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_state import blocks_of, metric_of
 from models import F64, Assembled, assert_close, draw
-from optim_models import CE, deep, flat, iterate
+from optim_models import CE, iterate
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -107,24 +107,6 @@ def test_experts_have_the_blocks_of_linear_layers_of_their_own(way: str):
         order = torch.arange(whole.shape[0]).view(EXPERTS, OUT, IN).mT.reshape(-1)
         whole = whole[order][:, order]
     assert_close(found, whole, 1e-11)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "way"), [(ng.kfac, "bmm"), (ng.ekfac, "einsum"), (ng.unitwise, "linear, one by one")]
-)
-def test_they_are_trained_and_a_checkpoint_goes_on(recipe: Any, way: str):
-    model, twin = make(way), make(way)
-    opt = recipe(model, CE)
-    losses = [float(iterate(opt, model, X, LABELS)) for _ in range(4)]
-    assert losses[-1] < losses[0]
-    twin.load_state_dict(model.state_dict())
-    other = recipe(twin, CE)
-    other.load_state_dict(deep(opt.state_dict()))
-    iterate(opt, model, X, LABELS)
-    iterate(other, twin, X, LABELS)
-    assert torch.equal(flat(model), flat(twin))
-    assert opt.state_report().failures == 0
-    assert {row.structure for row in opt.report()} == {type(opt.structure).__name__}
 
 
 def test_an_expert_without_tokens_stays_finite():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import F64, Assembled, assert_close, draw
+from models import F64, assert_close, draw
 from torch import Tensor, nn
 from torch.func import functional_call, hessian
 
@@ -52,33 +52,6 @@ def test_it_stays_at_its_point_and_is_zero_where_the_loss_is_linear():
     with torch.no_grad():
         next(model.parameters()).add_(1.0)
     assert torch.equal(H.dense(), before)
-
-
-def test_recurrent_and_attention_layers_have_one():
-    def build_attention() -> nn.Module:
-        return Assembled(
-            lambda m, x: m.out(nn.functional.scaled_dot_product_attention(m.q(x), x, x)).mean(1),
-            q=nn.Linear(3, 3),
-            out=nn.Linear(3, 2),
-        )
-
-    def build_last() -> nn.Module:
-        return Assembled(lambda m, x: m.lstm(x)[0][:, -1], lstm=nn.LSTM(3, 2, batch_first=True))
-
-    x = draw(4, 5, 3)
-    for model in (build_attention().double(), build_last().double()):
-        H = ng.hessian(model, nn.MSELoss()).at(ng.trainable(model), (x, T[:4]))
-        v, step = draw(H.size), 1e-5
-        space = ng.Space(ng.trainable(model))
-        theta = space.flatten(ng.trainable(model)).detach()
-
-        def gradient(point: Tensor, model=model, space=space) -> Tensor:
-            params = {n: p.clone().requires_grad_() for n, p in space.unflatten(point).items()}
-            value = nn.functional.mse_loss(functional_call(model, params, (x,)), T[:4])
-            return space.flatten(dict(zip(params, torch.autograd.grad(value, list(params.values())), strict=True)))
-
-        expected = (gradient(theta + step * v) - gradient(theta - step * v)) / (2 * step)
-        assert_close(H.mv(v), expected, 1e-6)
 
 
 def test_auto_takes_solvers_that_stand_negative_eigenvalues():

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from optim_models import Closure
 from torch import Tensor, distributions, nn
 from torch.testing import assert_close
 
@@ -167,24 +166,6 @@ def test_draws_take_distributions_without_a_closed_form_and_without_inputs() -> 
     with pytest.raises(NotImplementedError, match=r"MixtureSameFamily has no closed form here.*sampled_fisher"):
         ng.fisher(mixture, p).at(p, y)
     check_metric(ng.sampled_fisher(mixture, p, samples=3), p, y, draws=True)
-
-
-def test_natural_gradient_takes_the_metric_of_a_function() -> None:
-    p = {name: value.clone().requires_grad_() for name, value in WEIGHTS.items()}
-    opt = ng.NaturalGradient(p, ng.fisher(logistic, p), damping=0.0)
-
-    closure = Closure(opt, lambda: -logistic(p, X).log_prob(BITS).mean())
-
-    opt.observe((X, BITS))
-    before = closure()
-    gradient = p["slopes"].grad
-    assert gradient is not None
-    expected = WEIGHTS["slopes"] - torch.linalg.solve(
-        ng.fisher(logistic, WEIGHTS).at(WEIGHTS, (X, BITS)).dense(), gradient
-    )
-    opt.step(closure)
-    assert_close(p["slopes"].detach(), expected)
-    assert bool(closure() < before)
 
 
 DOORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from boltzmann_states import boltzmann, weighted_states
-from energies import VECTORS, gaussian, gaussian_case, table, table_case, tensor, two_layers, vector_case
-from models import F64, assert_close, draw
+from energies import VECTORS, gaussian, gaussian_case, table, table_case, two_layers, vector_case
+from models import F64, assert_close, draw, tensor
 from torch import Tensor
 
 import natgrad as ng

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import F64, assert_close
-from optim_models import Closure
-from torch import Tensor, nn
+from torch import Tensor
 
 import natgrad as ng
 from natgrad.metrics import RBF
@@ -66,6 +65,15 @@ def test_the_kernelised_metric_is_its_definition():
     assert_close(found.dense(), t.mT @ inner @ t, rtol=1e-7)
 
 
+def test_the_usual_bandwidth_is_the_median_distance():
+    bandwidth = float(torch.pdist(warp(parameters(), Z)).median())
+    usual, told = (
+        ng.transport_metric(warp, kernel=kernel, basis=12, generator=torch.Generator().manual_seed(5))
+        for kernel in (RBF(), RBF(bandwidth))
+    )
+    assert_close(usual.at(parameters(), Z).dense(), told.at(parameters(), Z).dense())
+
+
 def test_a_gaussian_s_mean_and_spread():
     """N(m, s^2) has the Wasserstein metric diag(1, 1) in (m, s)."""
 
@@ -78,30 +86,6 @@ def test_a_gaussian_s_mean_and_spread():
     for kernel in (None, RBF(4.0)):
         found = ng.transport_metric(scale_samples, kernel=kernel, basis=50, regularization=1e-9).at(params, z).dense()
         assert_close(found, torch.eye(2, dtype=F64), rtol=0.02)
-
-
-def test_an_optimizer_takes_it():
-    """A generator is pulled to data by the energy distance; samples in float32, kernel from their median distance."""
-    torch.manual_seed(0)
-    model = nn.Linear(2, 2)
-    data = torch.randn(200, 2) @ torch.tensor([[2.0, 0.0], [1.0, 0.3]]) + 3
-    z = torch.randn(200, 2)
-
-    def distance() -> Tensor:
-        x = model(z)
-        near = torch.nn.functional.pdist(x).mean() + torch.nn.functional.pdist(data).mean()
-        return 2 * torch.cdist(x, data).mean() - near
-
-    opt = ng.NaturalGradient(
-        model, ng.transport_metric(model, kernel=RBF(), basis=40), lr=1.0, damping=1e-3, rule=ng.Rate()
-    )
-    before = distance().item()
-
-    closure = Closure(opt, distance)
-
-    for _ in range(30):
-        opt.step(closure)
-    assert distance().item() < 0.05 * before
 
 
 BAD = {

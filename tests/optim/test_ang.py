@@ -1,4 +1,4 @@
-"""ng.ang: the paper's step, its invariance, its bound, and the two-layer model off its plateau."""
+"""ng.ang: the paper's step, its bound, and the two-layer model off its plateau."""
 
 from __future__ import annotations
 
@@ -53,27 +53,6 @@ def test_a_step_is_the_inverse_of_the_average_times_the_gradient(method: ng.Upda
     assert_close((flat(at) - flat(params)) / 1e-3, expected, tolerance)
 
 
-def test_the_undamped_step_does_not_change_under_reparametrisation() -> None:
-    """theta = A xi: the step in xi, mapped by A, is the step in theta. V is fixed: its scale is that of W's rows."""
-    first, turn, x = start(), draw(9, 9, seed=5) + 3 * torch.eye(9, dtype=F64), draw(30, 3)
-
-    def plain(params: Params, x: Tensor) -> Tensor:
-        return MODEL.log_p({"W": params["theta"].view(3, 3), "V": first["V"].detach()}, x)
-
-    def turn_parameters(params: Params, x: Tensor) -> Tensor:
-        return plain({"theta": turn @ params["xi"]}, x)
-
-    method, steps, W = ng.Averaged(damping=1e-14, decay=1e-14), [], first["W"].detach().flatten()
-    theta, xi = {"theta": W.clone().requires_grad_()}, {"xi": torch.linalg.solve(turn, W).requires_grad_()}
-    for log_p, params in ((plain, theta), (turn_parameters, xi)):
-        opt = ng.ang(params, ng.score_metric(log_p), lr=0.1, method=method, rule=ng.Rate())
-        before = flat(params)
-        ng.score_matching_loss(log_p, params, x).backward()
-        opt.step()
-        steps.append(flat(params) - before)
-    assert_close(turn @ steps[1], steps[0], 1e-7)  # G's condition number times the damping
-
-
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_saved_and_continued_is_never_having_stopped(method: ng.Update) -> None:
     params = start()
@@ -115,11 +94,10 @@ def test_bounds_are_checked(wrong: dict[str, float]) -> None:
 def test_works_with_a_fisher_metric_and_a_module() -> None:
     model = net()
     opt, x = ng.ang(model, ng.fisher(model, CE)), draw(8, 3)
-    losses = []
+    first = float(CE(model(x), Y).detach())
     for _ in range(30):
         iterate(opt, model, x, Y)
-        losses.append(float(CE(model(x), Y).detach()))
-    assert losses[-1] < 0.5 * losses[0]
+    assert float(CE(model(x), Y).detach()) < 0.5 * first
     assert opt.state_report().counts["seen"] == 240
 
 
@@ -202,49 +180,3 @@ def test_the_average_is_over_at_least_as_many_batches_as_asked_for(batch: int) -
         _, memory = ng.AdaptiveInverse(method).update(memory, metric, params, x)
     assert memory is not None
     assert_close(memory["metric"], sum(each) / 4, 1e-12)
-
-
-def laplace(params: Params, x: Tensor) -> Tensor:
-    """Independent components with a density that is nearly Laplace's."""
-    return -torch.log(torch.cosh(x @ params["W"].mT)).sum(-1)
-
-
-def mixture(params: Params, x: Tensor) -> Tensor:
-    gap = x.unsqueeze(-2) - params["m"]
-    logs = torch.log_softmax(params["w"], 0) + 0.5 * params["s"].sum(1)
-    return torch.logsumexp(logs - 0.5 * (gap.square() * params["s"].exp()).sum(-1), -1)
-
-
-@pytest.mark.parametrize("name", ["ica", "mixture"])
-@pytest.mark.parametrize("scale", [1.0, 3.0])
-def test_its_defaults_hold_on_models_that_they_were_not_chosen_on(name: str, scale: float) -> None:
-    """Held out after 80 steps of 30 rows: at least .8 of the loss that the sources' own parameters have."""
-    g = torch.Generator().manual_seed(3)
-    if name == "ica":
-        uniform = torch.rand(2600, 4, generator=g, dtype=F64) - 0.5
-        mix = torch.randn(4, 4, generator=g, dtype=F64)
-        x = -uniform.sign() * torch.log1p(-2 * uniform.abs()) @ mix * scale
-        log_p, params = laplace, {"W": torch.randn(4, 4, generator=g, dtype=F64) / 2 / scale}
-        best = {"W": torch.linalg.inv(mix).mT * 1.2 / scale}
-    else:
-        means = torch.tensor([[3.0, 0], [-2, 2], [0, -3]], dtype=F64) * scale
-        kinds = torch.randint(0, 3, (2600,), generator=g)
-        x = means[kinds] + 0.5 * scale * torch.randn(2600, 2, generator=g, dtype=F64)
-        log_p = mixture
-        wide = math.log(0.3 / scale**2) * torch.ones(3, 2, dtype=F64)
-        params = {
-            "w": torch.zeros(3, dtype=F64),
-            "m": means + scale * torch.randn(3, 2, generator=g, dtype=F64),
-            "s": wide,
-        }
-        best = {"w": torch.zeros(3, dtype=F64), "m": means, "s": torch.full_like(wide, math.log(4 / scale**2))}
-    held_out, train_on = x[:600], x[600:]
-    params = {key: p.clone().requires_grad_() for key, p in params.items()}
-    opt = ng.ang(params, ng.score_metric(log_p))
-    for _ in range(80):
-        opt.zero_grad()
-        ng.score_matching_loss(log_p, params, train_on[torch.randint(0, 2000, (30,), generator=g)]).backward()
-        opt.step()
-    reached, goal = (float(ng.score_matching_loss(log_p, p, held_out).detach()) for p in (params, best))
-    assert goal < 0
-    assert reached < 0.8 * goal

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import subprocess
@@ -12,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import build_seeded, draw, mlp
-from optim_models import CE, X, Y, flat, iterate, net, pass_through_file, same, snapshot
+from models import build_seeded, mlp
+from optim_models import CE, net, same, snapshot, train_numbered
 from torch import nn
 
 import natgrad as ng
@@ -58,12 +57,6 @@ def make(name: str) -> tuple[nn.Module, ng.NaturalGradient]:
 NAMES = ["hessian_free", "dropout", "momentum", "averaged", "sampled", "groups"]
 
 
-def train(model: nn.Module, opt: ng.NaturalGradient, steps: range) -> None:
-    """Steps on data that depend on the step's number alone."""
-    for k in steps:
-        iterate(opt, model, X + 0.1 * draw(8, 3, seed=100 + k), Y.roll(k))
-
-
 def save(path: Path, model: nn.Module, opt: ng.NaturalGradient) -> None:
     """What a user would save."""
     torch.save({"model": model.state_dict(), "opt": opt.state_dict(), "random": torch.get_rng_state()}, path)
@@ -85,7 +78,7 @@ def resume_all(folder: str, threads: int) -> None:
     torch.manual_seed(12345)  # another past than the first process had
     for name in NAMES:
         model, opt = resume(name, Path(folder) / f"{name}.pt")
-        train(model, opt, range(4, 7))
+        train_numbered(model, opt, range(4, 7))
         save(Path(folder) / f"{name}.resumed.pt", model, opt)
 
 
@@ -96,9 +89,9 @@ def resumed_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[An
     for name in NAMES:
         torch.manual_seed(1)
         model, opt = make(name)
-        train(model, opt, range(4))
+        train_numbered(model, opt, range(4))
         save(folder / f"{name}.pt", model, opt)
-        train(model, opt, range(4, 7))
+        train_numbered(model, opt, range(4, 7))
         save(folder / f"{name}.straight.pt", model, opt)
         straight[name] = torch.load(folder / f"{name}.straight.pt", weights_only=True)
     paths = [str(HERE), *sys.path]
@@ -116,33 +109,6 @@ def test_save_load_in_a_new_process_and_continue_is_never_having_stopped(name: s
     assert same(continued["random"], straight["random"])
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "groups"])  # whose state is in the groups
-def test_the_state_is_not_idle(name: str) -> None:
-    # each of these would go elsewhere from parameters alone
-    model, opt = make(name)
-    train(model, opt, range(4))
-    twin, fresh = make(name)
-    twin.load_state_dict(model.state_dict())
-    random = torch.get_rng_state()
-    train(model, opt, range(4, 6))
-    torch.set_rng_state(random)
-    train(twin, fresh, range(4, 6))
-    assert not torch.equal(flat(model), flat(twin))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_state_dict_is_a_snapshot_after_a_round_trip(name: str) -> None:
-    model, opt = make(name)
-    train(model, opt, range(3))
-    saved = pass_through_file(opt.state_dict())
-    assert same(saved, opt.state_dict())
-    twin, fresh = make(name)
-    fresh.load_state_dict(saved)
-    kept = copy.deepcopy(saved)
-    train(twin, fresh, range(3))
-    assert same(saved, kept)  # loading does not tie the optimizer to what was loaded
-
-
 FOREIGN = {
     "SGD": lambda: torch.optim.SGD(net().parameters(), lr=0.1).state_dict(),
     "Adam": lambda: torch.optim.Adam(net().parameters()).state_dict(),
@@ -154,7 +120,7 @@ FOREIGN = {
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_a_foreign_state_dict_is_refused(kind: str) -> None:
     model, opt = make("momentum")
-    train(model, opt, range(2))
+    train_numbered(model, opt, range(2))
     before = snapshot(opt)
     with pytest.raises(ValueError, match=r"state_dict .*was not saved by natgrad.NaturalGradient"):
         opt.load_state_dict(FOREIGN[kind]())
@@ -173,7 +139,7 @@ def other_model() -> dict[str, Any]:
 @pytest.mark.parametrize("build", [other_groups, other_model])
 def test_a_state_dict_of_other_groups_is_refused(build: Any) -> None:
     model, opt = make("sampled")
-    train(model, opt, range(2))
+    train_numbered(model, opt, range(2))
     before = snapshot(opt)
     with pytest.raises(ValueError, match="param"):
         opt.load_state_dict(build())
@@ -211,12 +177,6 @@ def test_a_tree_comes_back_from_tensors_beside_the_text_and_from_within_it(devic
         assert types(found) == types(TREE)
         assert found["strided"].shape == TREE["strided"].shape
         assert math.copysign(1, found["numbers"][2]) == -1
-
-
-def test_tensors_are_not_copied_and_none_is_without_a_dimension():
-    _, *tensors = pack_tree(TREE, torch.device("cpu"))
-    assert all(tensor.dim() for tensor in tensors)
-    assert TREE["scalars"][0].data_ptr() in [tensor.data_ptr() for tensor in tensors]
 
 
 @pytest.mark.parametrize("lost", ["a tensor", "the text", "a part of the text"])

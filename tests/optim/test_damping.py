@@ -10,7 +10,6 @@ from models import CASES, assert_close, draw, mlp
 from torch import nn
 
 import natgrad as ng
-from natgrad.rules.damping import as_damping
 
 LM = ng.LevenbergMarquardt
 
@@ -136,11 +135,6 @@ def test_the_ratio_divides_by_the_quadratic_model_unless_asked_for_the_linear_on
     assert LM().predict_change(change=-0.3, slope=-0.5) == -0.3
     assert LM(linear_model=True).predict_change(change=-0.3, slope=-0.5) == -0.5  # eq. 30
     assert LM().needs_ratio
-
-
-def test_a_number_is_constant_damping() -> None:
-    assert as_damping(1) == ng.Constant(1.0)
-    assert as_damping(LM()) == LM()
 
 
 @pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf, -math.inf])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from models import F64, assert_close, draw
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.families import as_criterion
 from natgrad.ground.densities import as_density
-from natgrad.ground.pure import run_detached
 from natgrad.ground.spaces import Space, trainable
 from natgrad.optim.objective import Replay
 from natgrad.optim.passes import Data
@@ -124,13 +122,6 @@ def test_every_optimiser_that_evaluates_the_loss_again_lowers_it(kind, name):
     assert opt.state_report().failures == 0
 
 
-def test_what_runs_detached_leaves_no_graph_and_is_passed_over_by_listeners():
-    model = build_model(Laplacian)
-    opt = ng.hessian_free(model, nn.MSELoss())
-    assert not run_detached(lambda: model(X.clone())).requires_grad
-    assert opt._live.recall.last is None
-
-
 # the same in other places that call a user's code for its value
 
 
@@ -161,23 +152,3 @@ def test_a_network_predicts_under_draws_of_its_weights_with_derivatives_on():
     found = q.predict(X, 3, generator=torch.Generator().manual_seed(0))
     assert found.shape == (3, len(X))
     assert not found.requires_grad
-
-
-def test_a_policy_that_differentiates_in_its_forward_pass_learns_and_acts():
-    gymnasium = pytest.importorskip("gymnasium")
-
-    class Slope(nn.Module):
-        """Logits as the slope of an energy in the first two observations."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.energy = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-
-        def forward(self, states: Tensor) -> Tensor:
-            states = states.detach().requires_grad_()
-            return torch.autograd.grad(self.energy(states).sum(), states, create_graph=True)[0][:, :2]
-
-    learner = ng.TRPO(Slope(), gymnasium.make("CartPole-v1"), batch=64, seed=0)
-    learner.learn(128)
-    action, _ = learner.predict(np.zeros(4, dtype=np.float32))
-    assert action in (0, 1)

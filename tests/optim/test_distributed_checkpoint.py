@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import draw, mlp
-from optim_models import CE, X, Y, flat, iterate, net, same, snapshot
+from models import mlp
+from optim_models import CE, X, Y, flat, net, same, snapshot, train_numbered
 from torch import distributed, nn
 
 import natgrad as ng
@@ -48,15 +48,10 @@ BUILDS: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 
 
-def train(model: nn.Module, opt: Optimizer, steps: range) -> None:
-    for k in steps:
-        iterate(opt, model, X + 0.1 * draw(8, 3, seed=100 + k), Y.roll(k))
-
-
 def train_net(build: str) -> tuple[nn.Module, Optimizer]:
     model = net()
     opt = BUILDS[build](model)
-    train(model, opt, range(5))
+    train_numbered(model, opt, range(5))
     return model, opt
 
 
@@ -154,8 +149,8 @@ def test_a_fresh_optimizer_goes_on_bit_for_bit(build: str, way: Callable[..., No
     way(model, opt, twin, other, tmp_path)
     before = copy.deepcopy(opt.state_dict())
     assert same(other.state_dict(), before)
-    train(model, opt, range(5, 9))
-    train(twin, other, range(5, 9))
+    train_numbered(model, opt, range(5, 9))
+    train_numbered(twin, other, range(5, 9))
     assert torch.equal(flat(model), flat(twin))
     assert same(opt.state_dict(), other.state_dict())
 
@@ -169,9 +164,9 @@ def test_every_choice_of_options_goes_on_bit_for_bit(build: str):
     for (twin, other), options in zip(pairs, OPTIONS, strict=True):
         hand_over(model, opt, twin, other, options)
         assert same(other.state_dict(), expected), options
-    train(model, opt, range(5, 7))
+    train_numbered(model, opt, range(5, 7))
     for twin, other in (pairs[0], pairs[-2], pairs[-1]):
-        train(twin, other, range(5, 7))
+        train_numbered(twin, other, range(5, 7))
         assert torch.equal(flat(model), flat(twin))
         assert same(opt.state_dict(), other.state_dict())
 
@@ -236,7 +231,7 @@ def test_a_state_that_lost_any_part_is_refused_and_nothing_changes(build: str):
     _, opt = train_net(build)
     state = copy.deepcopy(opt.state_dict())
     _, other = train_net(build)
-    train(other.model, other, range(5, 7))
+    train_numbered(other.model, other, range(5, 7))
     count = 0
     for path in paths(state):
         kept = parent(state, path)
@@ -317,7 +312,7 @@ def test_a_generator_of_another_kind_of_device_draws_anew():
     state["natgrad"]["generator"] = torch.zeros(16, dtype=torch.uint8)  # as on an accelerator
     twin, other = fresh("kfac")
     other.load_state_dict(state)
-    train(twin, other, range(2))
+    train_numbered(twin, other, range(2))
 
 
 def test_parameters_frozen_since_leave_the_rest_as_it_was():
@@ -329,6 +324,6 @@ def test_parameters_frozen_since_leave_the_rest_as_it_was():
     set_state_dict(twin, other, model_state_dict=names, optim_state_dict=state)
     for p in model[0].parameters():
         p.requires_grad_(False)
-    train(model, opt, range(5, 8))
-    train(twin, other, range(5, 8))
+    train_numbered(model, opt, range(5, 8))
+    train_numbered(twin, other, range(5, 8))
     assert torch.equal(flat(model), flat(twin))

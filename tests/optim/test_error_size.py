@@ -103,6 +103,7 @@ def test_size_of_errors_is_in_two_standard_deviations_and_at_least_one() -> None
     nll = float(family.nll(errors, torch.zeros(50, 1)).mean() - family.nll(errors[:1], errors[:1]))
     width = 0.5**0.5  # of the Gaussian that MSELoss stands for
     assert ErrorSize((), 1).scale(nll).size == pytest.approx(float(errors.square().mean().sqrt()) / width / 2)
+    assert ErrorSize((), 3).scale(3 * nll) == ErrorSize((), 1).scale(nll)  # of three outputs
     for loss in (0.0, 1e-3, -5.0, float("nan"), float("inf")):
         assert ErrorSize(("a",), 1).scale(loss) == ErrorScale(1.0, ("a",), squares=True)
 
@@ -123,19 +124,6 @@ def test_bound_that_was_asked_for_is_in_nats() -> None:
     for _ in range(8):
         train_batches(opt, model, [(x, 1e3 * targets(x))])
         assert opt.state_report().kl <= 0.5
-
-
-def test_resumed_run_knows_the_size_of_errors() -> None:
-    x = draw_single(64, 4)
-    y = 1e3 * (targets(x) + 3)
-    model = dense()
-    opt = ng.kfac(model, MSE, update_every=20)
-    train_batches(opt, model, [(x, y)] * 12)
-    twin = dense()
-    twin.load_state_dict(model.state_dict())
-    other = ng.kfac(twin, MSE, update_every=20)
-    other.load_state_dict(opt.state_dict())
-    assert train_batches(opt, model, [(x, y)] * 3) == train_batches(other, twin, [(x, y)] * 3)
 
 
 # losses of absolute errors and of class probabilities train under every recipe, in units of their own too
@@ -181,13 +169,6 @@ def train_falling(
 def test_errors_fall_under_every_recipe(recipe: Any, kind: str):
     criterion = ERRORS[kind]()
     losses = train_falling(recipe, regressor(), criterion, SMOOTH, 40)
-    assert losses[-1] < 0.5 * losses[0]
-
-
-@pytest.mark.parametrize("kind", ["L1Loss", "HuberLoss"])
-def test_targets_in_units_of_a_thousand_are_learnt(kind: str):
-    """The same network in sixty steps; without the size of the errors .95 of the loss is left."""
-    losses = train_falling(ng.kfac, regressor(), ERRORS[kind](), 1e3 * SMOOTH, 60)
     assert losses[-1] < 0.5 * losses[0]
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_state import blocks_of, change_state, kept_of
+from engine_state import kept_of
+from models import draw
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -58,15 +59,6 @@ def test_it_is_the_schedule_that_a_scheduler_would_set(recipe: Any) -> None:
     torch.testing.assert_close(params(one), params(other), rtol=1e-12, atol=1e-12)
 
 
-def test_it_multiplies_the_rate_of_a_group() -> None:
-    one, other = make_model(), make_model()
-    rule = SpectralDescent(falls_after=2)
-    train_on_noise(one, ng.kfac(one, CE, lr=0.5, rule=rule), range(12))
-    rates = [0.5 * min(1.0, math.sqrt(2 / max(k, 1))) for k in range(12)]
-    train_on_noise(other, ng.kfac(other, CE, rule=SpectralDescent()), range(12), rates)
-    torch.testing.assert_close(params(one), params(other), rtol=1e-12, atol=1e-12)
-
-
 def test_steps_that_have_not_turned_are_as_long_as_ever() -> None:
     one, other = make_model(), make_model()
     rules = [NoiseAware(noise=1e-9, spectral=SpectralDescent(falls_after=n)) for n in (1, math.inf)]
@@ -109,18 +101,9 @@ def test_the_users_rule_keeps_its_numbers() -> None:
 OUTPUTS, INPUTS = 16, 20
 
 
-def mean_positions(numbers: dict[str, Any]) -> float:
-    """Examples times positions of a step; infinite where nothing is known."""
-    return numbers["positions"] / numbers["readings"] if "readings" in numbers else math.inf
-
-
-def draw_rows(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
-
-
 @pytest.mark.parametrize(("positions", "share"), [(8, 0.25), (32, 1.0), (500, 1.0), (math.inf, 1.0)])
 def test_a_direction_is_shorter_by_the_root_of_rows(positions: float, share: float) -> None:
-    n = draw_rows(1, OUTPUTS, INPUTS)
+    n = draw(1, OUTPUTS, INPUTS)
 
     def shape(rows: float) -> Tensor:
         kept = {"inputs": torch.ones(INPUTS, dtype=F64)}
@@ -145,7 +128,7 @@ def train_spectral(model: nn.Module, x: Tensor, y: Tensor, parts: int = 1, steps
 
 @pytest.mark.parametrize("rows", [4, 12, 64])
 def test_a_step_of_few_rows_is_shorter(rows: int) -> None:
-    x, y = draw_rows(rows, INPUTS), torch.arange(rows) % OUTPUTS
+    x, y = draw(rows, INPUTS), torch.arange(rows) % OUTPUTS
     first = nn.Linear(INPUTS, OUTPUTS, dtype=F64)
     moved = dict[float, Tensor]()
     for enough in (1e-9, 2.0):
@@ -159,14 +142,14 @@ def test_a_step_of_few_rows_is_shorter(rows: int) -> None:
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_micro_batches_count_as_one_step(parts: int) -> None:
     model = nn.Linear(INPUTS, OUTPUTS, dtype=F64)
-    opt = train_spectral(model, draw_rows(8, INPUTS), torch.arange(8) % OUTPUTS, parts, steps=3)
+    opt = train_spectral(model, draw(8, INPUTS), torch.arange(8) % OUTPUTS, parts, steps=3)
     numbers = kept_of(opt, model.weight)
     assert numbers["positions"] / numbers["readings"] == pytest.approx(8)
 
 
 def test_positions_of_images_and_texts_count() -> None:
     image = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(5 * 36, 4)).double()
-    opt = train_spectral(image, draw_rows(7, 3, 6, 6), torch.arange(7) % 4)
+    opt = train_spectral(image, draw(7, 3, 6, 6), torch.arange(7) % 4)
     found = [kept_of(opt, image[i].weight) for i in (0, 3)]
     assert [one["positions"] / one["readings"] for one in found] == [7 * 36, 7]
 
@@ -185,30 +168,10 @@ def test_groups_that_see_some_count_their_mean() -> None:
     assert Seen(layer, torch.zeros(6, 5, 1, 2), [torch.zeros(6, 5, 1, 3)], cotangents=3).positions == 10  # type: ignore[arg-type]
 
 
-def test_rows_are_saved_and_older_checkpoints_learn_them() -> None:
-    x, y = draw_rows(6, INPUTS), torch.arange(6)
-    opt = train_spectral(model := nn.Linear(INPUTS, OUTPUTS, dtype=F64), x, y, steps=2)
-
-    def resume() -> dict[str, Any]:
-        fresh = ng.kfac(other := copy.deepcopy(model), nn.CrossEntropyLoss(), rule=SpectralDescent())
-        fresh.load_state_dict(copy.deepcopy(opt.state_dict()))
-        loaded = kept_of(fresh, other.weight)
-        fresh.loss(other(x), y).backward()
-        fresh.step()
-        return {"loaded": loaded, "stepped": kept_of(fresh, other.weight)}
-
-    assert mean_positions(resume()["loaded"]) == pytest.approx(6)
-    block = blocks_of(opt)[0]
-    change_state(opt, blocks={block.key: replace(block, positions=0.0, readings=0.0)})
-    older = resume()
-    assert mean_positions(older["loaded"]) == math.inf  # the whole length
-    assert mean_positions(older["stepped"]) == pytest.approx(6)
-
-
 @pytest.mark.parametrize("rows", [2, 5, 40, 1000])
 def test_inputs_are_whitened_as_far_as_rows_tell(rows: int) -> None:
     damping, scarce = 0.3, 1.5
-    x = draw_rows(rows, INPUTS) @ torch.diag(torch.logspace(-2, 1, INPUTS, dtype=F64))
+    x = draw(rows, INPUTS) @ torch.diag(torch.logspace(-2, 1, INPUTS, dtype=F64))
     model = nn.Linear(INPUTS, OUTPUTS, bias=False, dtype=F64)
     opt = train_spectral(model, x, torch.arange(rows) % OUTPUTS, damping=damping, scarce=scarce)
     kept = kept_of(opt, model.weight)

@@ -229,28 +229,6 @@ def test_the_step_does_not_depend_on_the_length_of_sequences(recipe: Callable[..
 # what must not stay behind
 
 
-def test_an_exception_in_the_middle_of_a_step_leaves_nothing_behind():
-    model, twin = net(), net()
-    opt, other = ng.kfac(model, CE), ng.kfac(twin, CE)
-    iterate(opt, model)
-    iterate(other, twin)
-    kept = flat(model)
-
-    def closure() -> Tensor:
-        opt.zero_grad()
-        model(X)
-        raise KeyError("no more data")
-
-    with pytest.raises(KeyError):
-        opt.step(closure)
-    with pytest.raises(ValueError, match="target"):
-        opt.loss(model(X), Y + 7)
-    assert torch.equal(flat(model), kept)
-    iterate(opt, model)
-    iterate(other, twin)
-    assert torch.equal(flat(model), flat(twin))
-
-
 def test_a_hundred_optimizers_leave_nothing_behind():
     def tensors() -> int:
         gc.collect()

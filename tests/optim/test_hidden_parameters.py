@@ -188,19 +188,3 @@ def test_a_stopped_gradient_is_the_users_choice(name: str) -> None:
         warnings.simplefilter("ignore")  # of the other loss
         opt.step()
     assert opt.state_report().step == 1
-
-
-def test_a_function_of_parameters_that_hides_some_is_refused_too() -> None:
-    net = make("openly")
-
-    def function(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        part = nn.Linear(5, 5).double()
-        for name, p in part.named_parameters():
-            p.data = params[f"middle.{name}"].detach()
-        z = nn.functional.linear(x, params["first.weight"], params["first.bias"]).tanh()
-        z = Holding.apply(z, part).tanh()
-        return nn.functional.linear(z, params["last.weight"], params["last.bias"])
-
-    params = ng.trainable(net)
-    with pytest.raises(ValueError, match=r"\['middle.bias', 'middle.weight'\].*leave them out of params"):
-        ng.fisher(function, ng.Categorical()).at(params, X)

@@ -108,19 +108,6 @@ def test_a_pair_without_a_loss_is_its_logits(pack: Callable[..., Any], monkeypat
     assert runs[0] == runs[1]
 
 
-def test_micro_batches_and_evaluation_take_the_model_s_own_loss_too():
-    model, x, y = build_model()
-    opt = ng.kfac(model, LOSS)
-    for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
-        (opt.loss(model(a, b), b) / 2).backward()
-    opt.step()
-    assert opt.state_report().status == "stepped"
-    model.eval()
-    with torch.no_grad():
-        logits, loss = model(x, y)
-        assert opt.loss((logits, loss), y) is loss
-
-
 @pytest.mark.parametrize("smoothing", [0.1, 0.5])
 def test_another_loss_than_the_criterion_is_refused(smoothing: float):
     model, x, y = build_model(smoothing=smoothing)

@@ -14,9 +14,9 @@ from optim_models import CE, X, Y, dropout_net, flat, flat_gradient, net
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.ground.constants import EXAMPLES_PART, FALLS_TO, FEWEST_EXAMPLES, KL_SLACK
+from natgrad.ground.constants import FALLS_TO, KL_SLACK
 from natgrad.layers.hearing import Heard
-from natgrad.optim.block_step import form_along, measure_ratio, sample_examples
+from natgrad.optim.block_step import form_along, measure_ratio
 from natgrad.optim.processes import Processes
 from natgrad.optim.reading import Reading
 from natgrad.optim.state import Length
@@ -70,19 +70,6 @@ def test_the_form_along_a_step_is_the_metrics(name: str):
     targets = case.family.sample(model(case.inputs), torch.Generator().manual_seed(0))
     found, names = form_along(read(opt, model, case.inputs, targets), step, params)
     assert set(names) == set(params)
-    vector = ng.Space(params).flatten(step)
-    assert isinstance(found, Tensor)
-    assert_close(found, vector @ metric.mv(vector), 1e-9)
-
-
-def test_the_padding_token_does_not_move_the_outputs():
-    table = build_seeded(lambda: nn.Embedding(5, 3, padding_idx=0))
-    model = nn.Sequential(table, nn.Flatten())
-    tokens, params = torch.tensor([[0, 1], [4, 0], [2, 2]]), ng.trainable(model)
-    metric = ng.fisher(model, CE).at(params, tokens)
-    opt = ng.kfac(model, CE, estimate=EXACT)
-    step = ng.Space(params).unflatten(draw(metric.size))
-    found, _ = form_along(read(opt, model, tokens, torch.zeros(3, dtype=torch.long)), step, params)
     vector = ng.Space(params).flatten(step)
     assert isinstance(found, Tensor)
     assert_close(found, vector @ metric.mv(vector), 1e-9)
@@ -148,18 +135,6 @@ def build_scaled() -> nn.Module:
     return Assembled(lambda m, x: m.scale * m.linear(x), scale=nn.Parameter(torch.ones(3, dtype=F64)), linear=linear())
 
 
-@pytest.mark.parametrize("estimate", [ng.ExactLabels(), ng.Empirical()])
-def test_squares_of_bare_parameters_are_those_of_examples_on_average(estimate: Any):
-    model = build_seeded(build_scaled).to(F64)
-    metric = ng.empirical_fisher if isinstance(estimate, ng.Empirical) else ng.fisher
-    inputs = (X, Y) if isinstance(estimate, ng.Empirical) else X
-    expected = metric(model, CE).at(ng.trainable(model), inputs).diagonal()[: len(model.scale)]
-    opt = ng.kfac(model, CE, estimate=estimate)
-    drawn = torch.stack([read(opt, model, X, Y).squares["scale"] for _ in range(600)])
-    allowed = 5 * float((drawn.std(0) / 600**0.5).max() / expected.max())
-    assert_close(drawn.mean(0), expected, allowed + 1e-12)  # few examples: exact
-
-
 def test_parameters_without_a_layer_are_measured_by_their_summed_scores():
     model = build_seeded(build_scaled).to(F64)
     params = ng.trainable(model)
@@ -201,24 +176,6 @@ def test_outputs_may_be_rearranged_before_the_loss():
 def space_of(params: Any) -> Callable[[Tensor], Any]:
     """(n,) -> tensors by name."""
     return ng.Space(params).unflatten
-
-
-def test_a_part_of_the_examples_weighs_as_much_as_all():
-    model = linear()
-    opt = ng.kfac(model, CE, estimate=EXACT)
-    half = draw(2 * FEWEST_EXAMPLES, 3)
-    reading = read(
-        opt,
-        model,
-        half.repeat(EXAMPLES_PART // 2 + 1, 1),
-        torch.zeros(len(half) * (EXAMPLES_PART // 2 + 1), dtype=torch.long),
-    )
-    part, params = sample_examples(reading), ng.trainable(model)
-    assert len(part.apart[0].activations) == max(FEWEST_EXAMPLES, len(reading.layers[0].activations) // EXAMPLES_PART)
-    step = space_of(params)(draw(sum(p.numel() for p in params.values())))
-    assert_close(along(part, step, params), along(reading, step, params), 0.5)
-    whole = sample_examples(read(opt, model, X, Y))
-    assert_close(along(whole, step, params), along(read(opt, model, X, Y), step, params), 1e-12)
 
 
 def test_losses_that_can_be_negative_get_a_bound_in_nats():

@@ -1,8 +1,6 @@
-"""Mirror descent: each step minimises its model over its region; a last layer's is the natural gradient in the dual."""
+"""Mirror descent: each step minimises its model over its region."""
 
 from __future__ import annotations
-
-import copy
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import natgrad as ng
-from natgrad.families import ExponentialFamily
 from natgrad.geometry import (
     Ball,
     Box,
@@ -22,7 +19,6 @@ from natgrad.geometry import (
     Potential,
     ProbabilitySimplex,
     SquaredNorm,
-    mirror_step,
 )
 
 ENTROPY, SIMPLEX = NegativeEntropy(), ProbabilitySimplex()
@@ -138,107 +134,6 @@ def test_exponents_of_any_size_leave_probabilities_that_can_grow_again():
     assert bool(w[0] > 0.99)
 
 
-class LastLayer(ExponentialFamily):
-    """Classes given features h (b, k), the last class's logit zero: psi(W) = mean_i log sum_c exp(W h_i)_c."""
-
-    def __init__(self, features: Tensor, classes: int) -> None:
-        self.features, self.classes = features, classes
-        self.size = (classes - 1) * features.shape[1]
-
-    def logits(self, theta: Tensor) -> Tensor:
-        w = theta.view(*theta.shape[:-1], self.classes - 1, -1)
-        return nn.functional.pad(self.features @ w.mT, (0, 1))
-
-    def log_partition(self, theta: Tensor) -> Tensor:
-        return self.logits(theta).logsumexp(-1).mean(-1)
-
-    def statistics(self, x: Tensor) -> Tensor:
-        """Mean of label times feature: x holds one class per row of features."""
-        one_hot = nn.functional.one_hot(x, self.classes)[..., :-1].to(self.features)
-        return (one_hot.mT @ self.features / len(self.features)).flatten(-2)
-
-    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
-        raise NotImplementedError
-
-
-def last_layer():
-    """A network, its last layer's family at the data's features, and W as theta."""
-    torch.manual_seed(0)
-    body, head = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double(), nn.Linear(3, 2, bias=False).double()
-    x, y = draw(60, 4), torch.randint(3, (60,), generator=torch.Generator().manual_seed(1))
-    return body(x).detach(), y, head
-
-
-def test_on_a_network_s_last_layer_it_is_the_natural_gradient_in_the_dual():
-    """eta' = eta - rate I_eta^-1 dL / d eta, and I_theta is the Fisher metric that the network's layer has."""
-    features, labels, head = last_layer()
-    family, rate = LastLayer(features, 3), 0.3
-    theta = head.weight.detach().flatten().clone()
-
-    def loss(at: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(family.logits(at), labels)
-
-    # the layer's own Fisher matrix, from the network
-    def logits(params, x):
-        return nn.functional.pad(x @ params["weight"].mT, (0, 1))
-
-    metric = ng.fisher(logits, ng.Categorical()).at({"weight": head.weight}, features)
-    assert_close(metric.dense(), family.covariance(theta), rtol=1e-9, atol=1e-12)
-
-    eta = family.expectation(theta)
-    slope = torch.func.grad(lambda means: loss(family.natural(means)))(eta)
-    dual_step = eta - rate * torch.linalg.solve(family.fisher_expectation(eta).dense(), slope)
-
-    opt = ng.MirrorDescent([head.weight], LogPartition(Flat(family)), lr=rate)
-    opt.zero_grad()
-    nn.functional.cross_entropy(nn.functional.pad(head(features), (0, 1)), labels).backward()
-    assert head.weight.grad is not None
-    gradient = head.weight.grad.flatten().clone()
-    opt.step()
-    found = head.weight.detach().flatten()
-    assert_close(family.expectation(found), dual_step, rtol=1e-8, atol=1e-10)
-    assert_close(found, mirror_step(family, theta, gradient, rate))
-
-    # in theta it is another step, which agrees to first order in the rate
-    natural = torch.linalg.solve(family.covariance(theta), gradient)
-    gaps = [(mirror_step(family, theta, gradient, r) - theta + r * natural).norm().item() for r in (1e-2, 5e-3)]
-    assert 3.5 < gaps[0] / gaps[1] < 4.5
-
-
-class Flat(ExponentialFamily):
-    """A family whose theta is a weight matrix (c, k), for an optimizer that knows tensors of any shape."""
-
-    def __init__(self, family: LastLayer) -> None:
-        self.family, self.size = family, family.features.shape[1]
-
-    def log_partition(self, theta: Tensor) -> Tensor:
-        return self.family.log_partition(theta.flatten())
-
-    def expectation(self, theta: Tensor) -> Tensor:
-        return self.family.expectation(theta.flatten()).view(theta.shape)
-
-    def natural(self, eta: Tensor) -> Tensor:
-        return self.family.natural(eta.flatten()).view(eta.shape)
-
-    def statistics(self, x: Tensor) -> Tensor:
-        return self.family.statistics(x)
-
-    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
-        raise NotImplementedError
-
-
-def test_on_a_last_layer_a_rate_of_one_is_maximum_likelihood_in_one_step():
-    features, labels, head = last_layer()
-    family = LastLayer(features, 3)
-    opt = ng.MirrorDescent([head.weight], LogPartition(Flat(family)), lr=1.0)
-    for _ in range(2):
-        opt.zero_grad()
-        nn.functional.cross_entropy(nn.functional.pad(head(features), (0, 1)), labels).backward()
-        opt.step()
-    assert head.weight.grad is not None
-    assert_close(head.weight.grad, torch.zeros(2, 3, dtype=F64), rtol=0, atol=1e-12)
-
-
 def test_a_step_beyond_the_possible_means_is_halved():
     rate = torch.zeros(1, dtype=F64, requires_grad=True)  # eta = 1
     opt = ng.MirrorDescent([rate], LogPartition(ng.Poisson(1)), lr=1.0)
@@ -292,6 +187,8 @@ def test_a_checkpoint_of_another_potential_is_refused():
     other = ng.MirrorDescent([{"params": [p]} for p in w])
     with pytest.raises(ValueError, match="potential NegativeEntropy"):
         other.load_state_dict(opt.state_dict())
+    with pytest.raises(ValueError, match=r"not saved by ng\.MirrorDescent"):
+        ng.MirrorDescent(w).load_state_dict(torch.optim.SGD(w, 0.1).state_dict())
 
 
 def test_steps_that_are_not_finite_are_left_out_together():
@@ -337,29 +234,3 @@ def test_errors_name_what_is_wrong(build_one, error, words):
     with pytest.raises(error) as caught:
         build_one(torch.zeros(1, requires_grad=True))
     assert all(word in str(caught.value) for word in words), str(caught.value)
-
-
-def test_a_state_is_loaded_again_and_again_with_keys_that_tools_add():
-    """Back to an earlier state, and on from there as the first time; a foreign state is refused in a sentence."""
-    weights = torch.full((4,), 0.25, dtype=torch.float64, requires_grad=True)
-    opt = ng.MirrorDescent([weights], ng.geometry.NegativeEntropy(), lr=0.5, momentum=0.9)
-    costs = torch.tensor([1.0, 0.5, 2.0, 0.1], dtype=torch.float64)
-
-    def walk(steps: int) -> torch.Tensor:
-        for _ in range(steps):
-            opt.zero_grad()
-            (costs @ weights).square().backward()
-            opt.step()
-        return weights.detach().clone()
-
-    place, state = walk(2), copy.deepcopy(opt.state_dict())
-    end = walk(3)
-    for added in ({}, {"initial_lr": 0.5, "differentiable": False}, {}):
-        with torch.no_grad():
-            weights.copy_(place)
-        state["param_groups"][0].update(added)
-        opt.load_state_dict(copy.deepcopy(state))
-        assert torch.equal(walk(3), end)
-        assert opt.param_groups[0].get("initial_lr") == (0.5 if "initial_lr" in state["param_groups"][0] else None)
-    with pytest.raises(ValueError, match=r"not saved by ng\.MirrorDescent"):
-        opt.load_state_dict(torch.optim.SGD([weights], 0.1).state_dict())

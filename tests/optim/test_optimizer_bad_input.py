@@ -65,6 +65,7 @@ DOORS = {
     "infinite damping": Door(optimizer(damping=math.inf), ValueError, r"damping is inf, expected .* damping"),
     "warm start above one": Door(optimizer(warm_start=1.5), ValueError, "warm_start is 1.5, expected"),
     "negative warm start": Door(optimizer(warm_start=-0.5), ValueError, "warm_start is -0.5, expected"),
+    "unknown policy": Door(optimizer(on_trouble="stop"), ValueError, "on_trouble is 'stop'"),
     "metric class": Door(
         lambda m: ng.NaturalGradient(m, ng.metrics.Fisher), TypeError, "metric is .*expected a natgrad Metric"
     ),
@@ -331,16 +332,6 @@ def test_the_function_refuses_a_metric_and_a_gradient_that_are_not_finite() -> N
         ng.natural_gradient(ng.operators.DenseOperator(NAN * torch.eye(3).double()), g)
     with pytest.raises(ValueError, match=r"(rhs|gradient) is not finite"):
         ng.natural_gradient(G, g * NAN)
-
-
-def test_a_checkpoint_of_another_metric_is_refused_or_fits() -> None:
-    model, twin = net(), net()
-    sampled = ng.NaturalGradient(model, ng.sampled_fisher(model, CE))
-    exact = ng.NaturalGradient(twin, fisher(twin))
-    before = snapshot(exact)
-    with pytest.raises(ValueError, match="generator"):
-        exact.load_state_dict(sampled.state_dict())
-    assert same(snapshot(exact), before)
 
 
 # what people type wrongly in their first training loop is said at once

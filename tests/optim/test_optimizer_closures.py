@@ -83,26 +83,6 @@ def test_reevaluated_closures_put_everything_back() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True))
 
 
-def test_reevaluated_closures_repeat_their_draws() -> None:
-    params, seen = {"w": draw(3, 3).requires_grad_()}, []
-
-    def noisy(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        return nn.functional.dropout(x @ params["w"], 0.5)
-
-    def compute() -> Tensor:
-        x = X + torch.randn_like(X)
-        value = CE(noisy(params, x), Y)
-        seen.append((float(x.sum()), torch.get_rng_state()))
-        return value
-
-    opt = ng.NaturalGradient(params, ng.fisher(noisy, CE), lr=1e3, damping=0.1, rule=ng.LineSearch())
-    opt.observe(X)
-    opt.step(Closure(opt, compute))
-    assert len(seen) > 2
-    assert len({total for total, _ in seen}) == 1
-    assert torch.equal(torch.get_rng_state(), seen[0][1])
-
-
 def test_a_closure_may_return_a_number() -> None:
     found = []
     for convert in (float, torch.Tensor.detach, lambda value: value):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from optim_models import BLOCK_RECIPES, CE, Closure, Interrupt, X, Y, flat, iterate, net, same, snapshot
+from optim_models import BLOCK_RECIPES, CE, Interrupt, X, Y, flat, iterate, net, same, snapshot
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -20,55 +19,6 @@ def fisher(model: nn.Module) -> ng.Metric:
 
 def interrupt_run(*_: Any) -> Any:
     raise KeyboardInterrupt
-
-
-class Interrupted(ng.Rule):
-    """A rule interrupted at its second look at the loss."""
-
-    needs_loss = True
-
-    def step(self, model, loss_at, memory):
-        loss_at(model.proposal.vector)
-        loss_at(model.proposal.scale_by(0.5).vector)
-        return interrupt_run()
-
-
-def by_solver(model: nn.Module) -> ng.NaturalGradient:
-    return ng.NaturalGradient(model, fisher(model), solver=ng.CG(callback=interrupt_run), rule=ng.Momentum())
-
-
-def by_sampling(model: nn.Module) -> ng.NaturalGradient:
-    return ng.NaturalGradient(model, ng.sampled_fisher(model, CE), solver=ng.CG(callback=interrupt_run))
-
-
-def by_rule(model: nn.Module) -> ng.NaturalGradient:
-    return ng.NaturalGradient(model, fisher(model), rule=Interrupted(), damping=ng.LevenbergMarquardt())
-
-
-@pytest.mark.parametrize("way", ["loop", "closure", "closure with opt.loss"])
-@pytest.mark.parametrize("build", [by_solver, by_sampling, by_rule])
-def test_ctrl_c_leaves_the_last_accepted_step_and_a_usable_optimizer(build: Callable, way: str) -> None:
-    model = net()
-    opt = build(model)
-    solver, rule = opt.solver, opt.rule
-    opt.solver, opt.rule = ng.Auto(), ng.Momentum()
-    iterate(opt, model, X, Y)
-    accepted, report = snapshot(opt), opt.state_report()
-    opt.solver, opt.rule = solver, rule
-    loss = CE if way == "closure" else opt.loss
-
-    closure = Closure(opt, lambda: loss(model(X), Y))
-
-    random = torch.get_rng_state()
-    act = partial(iterate, opt, model, X, Y) if way == "loop" else partial(opt.step, closure)
-    with pytest.raises(KeyboardInterrupt):
-        act()
-    assert same(snapshot(opt), accepted)
-    assert opt.state_report() == report
-    assert torch.equal(torch.get_rng_state(), random)
-    opt.solver, opt.rule = ng.Auto(), ng.Momentum()
-    iterate(opt, model, X, Y)
-    assert opt.state_report().step == 2
 
 
 def test_ctrl_c_inside_a_reevaluated_closure_puts_the_parameters_back() -> None:
@@ -141,41 +91,6 @@ def test_a_step_interrupted_at_any_line_happened_whole_or_not_at_all(name: str) 
             opt.step()
             assert same(snapshot(opt), whole), "called again, it takes that step, once"
     assert outcomes == {"nothing", "all"}
-
-
-@pytest.mark.parametrize("recipe", [ng.kfac, ng.hessian_free])
-def test_a_gradient_that_came_after_ctrl_c_has_a_step_of_its_own(recipe: Callable[..., Any]) -> None:
-    """Also one of a loss that the optimizer did not compute."""
-    model = net()
-    opt = recipe(model, CE)
-    for _ in range(2):
-        iterate(opt, model, X, Y)
-
-    def cut_step() -> None:
-        opt.zero_grad()
-        opt.loss(model(X), Y).backward()
-        whole = flat(model)
-        for n in range(lines - 3, 0, -1):  # from the end, until the step is taken before it
-            with Interrupt(n):
-                opt.step()
-            if not torch.equal(flat(model), whole):
-                return
-        raise AssertionError("no line after the step was written")
-
-    saved = snapshot(opt)
-    opt.zero_grad()
-    opt.loss(model(X), Y).backward()
-    with Interrupt() as count:
-        opt.step()
-    lines = count.seen
-    model.load_state_dict(saved[0])
-    opt.load_state_dict(saved[1])
-    cut_step()
-    here = flat(model)
-    opt.step()
-    assert torch.equal(flat(model), here)
-    iterate(opt, model, X, Y)
-    assert not torch.equal(flat(model), here)
 
 
 BATCHES: dict[str, Callable[[nn.Module], Any]] = {

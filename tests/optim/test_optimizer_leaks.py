@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_close, draw
+from models import draw
 from optim_models import (
     CE,
     Closure,
@@ -22,7 +22,6 @@ from optim_models import (
     build,
     flat,
     iterate,
-    move_copy,
     net,
 )
 from torch import Tensor, nn
@@ -58,29 +57,6 @@ def test_hooks_come_off_when_optimizers_die() -> None:
     del opt
     gc.collect()
     assert hooks(model) == 0
-
-
-def test_building_twice_does_not_stack() -> None:
-    model, expected = net(), move_copy(net(), CE, X, Y)
-    opt = build(model)
-    opt = build(model)
-    gc.collect()
-    assert hooks(model) == 1
-    iterate(opt, model, X, Y)
-    assert_close(flat(model), expected, 1e-12)
-
-
-def test_two_optimizers_on_one_model_do_not_disturb_each_other() -> None:
-    model, twin = net(), net()
-    first, second = (ng.trainable(model[i]).values() for i in (0, 2))
-    one, two = build(model, params=list(first)), build(model, params=list(second))
-    one.loss(model(X), Y).backward()
-    two.loss(model(X), Y)
-    one.step()
-    two.step()
-    alone = build(twin, params=list(twin[0].parameters()))
-    iterate(alone, twin, X, Y)
-    assert_close(flat(model[0]), flat(twin[0]), 1e-12)
 
 
 class Mark:
@@ -144,19 +120,6 @@ def test_nothing_of_a_batch_outlives_its_step(choices: str, way: str) -> None:
     batch = one_step()
     assert len(alive) >= 2  # the user's pass, and the metric's
     assert [r() for r in (*batch, *alive)] == [None] * (4 + len(alive))  # at once, without a collector
-
-
-def test_two_optimizers_hold_nothing_between_steps() -> None:
-    model = net()
-    one, two = (build(model, params=list(model[i].parameters())) for i in (0, 2))
-    x = X.clone()
-    one.loss(model(x), Y).backward()
-    two.loss(model(x), Y)
-    one.step()
-    two.step()
-    storage = weakref.ref(x.untyped_storage())
-    del x
-    assert storage() is None
 
 
 def test_no_gradient_means_no_step() -> None:

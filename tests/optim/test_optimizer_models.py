@@ -204,19 +204,6 @@ def test_a_parameter_that_the_loss_does_not_reach_stays(set_to_none: bool) -> No
     assert_step(model.used, before, -expected, 1e-9)
 
 
-@pytest.mark.parametrize("solver", [ng.Direct(), ng.CG(rtol=1e-12, max_steps=100), ng.SampleSpace()], ids=kind)
-def test_an_undamped_step_leaves_an_unreached_parameter_alone(solver: ng.Solver) -> None:
-    model = build_seeded(build_unreached)
-    kept = flat(model.unused)
-    opt = build(model, damping=0.0, solver=solver)
-    opt.zero_grad()
-    opt.loss(model(X), Y % 2).backward()
-    for p in model.unused.parameters():
-        p.grad = torch.zeros_like(p)
-    opt.step()
-    assert_close(flat(model.unused), kept, 1e-12)
-
-
 def test_a_parameter_unfrozen_later_can_be_added() -> None:
     model = net()
     model[0].requires_grad_(False)

@@ -28,14 +28,12 @@ def rank() -> int:
     return distributed.get_rank()
 
 
-def bucket_views() -> dict[str, Any]:
-    return train(DistributedDataParallel(build_seeded(Net), gradient_as_bucket_view=True), part=rank(), **OWN)
-
-
 def other_buckets() -> dict[str, Any]:
-    """Small messages, and a group of its own."""
+    """Small messages, a group of its own, and gradients that are views of the messages."""
     group = distributed.new_group([0, 1])
-    outer = DistributedDataParallel(build_seeded(Net), process_group=group, bucket_cap_mb=0.0005)
+    outer = DistributedDataParallel(
+        build_seeded(Net), process_group=group, bucket_cap_mb=0.0005, gradient_as_bucket_view=True
+    )
     return train(outer, part=rank(), **OWN)
 
 
@@ -225,7 +223,6 @@ def refuse_wrappers() -> dict[str, Any]:
 
 
 SAME: dict[str, Callable[[], dict[str, Any]]] = {
-    "bucket views": bucket_views,
     "other buckets": other_buckets,
     "compiled within": compiled_data_parallel,
     "compiled around": data_parallel_compiled,

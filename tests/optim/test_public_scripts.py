@@ -169,54 +169,6 @@ def test_two_lines_of_the_script_change(name: str, tmp_path: Path, recwarn: pyte
     assert [text for text in said if name not in ALLOWED or "did not come from optimizer.loss" not in text] == []
 
 
-def test_the_whole_loss_of_the_autoencoder_goes_through_the_optimiser():
-    """Two lines too, and no sigmoid at the end: then nothing is said, and the metric knows of all of it."""
-
-    class Logits(scripts.SigmoidVAE):
-        def decode(self, z: Tensor) -> Tensor:
-            return self.fc4(functional.relu(self.fc3(z)))
-
-    class Whole(scripts.Autoencoder):
-        def build(self) -> nn.Module:
-            return Logits(64, 40, 5)
-
-        def ours(self, model: Any) -> Any:
-            return ng.kfac(model, ng.Heads((ng.Bernoulli(), 64), (ng.GaussianPosterior(), 2 * 5)))
-
-        def loss(self, model: Any, loss_of: Any, batch: Any) -> Tensor:
-            logits, mean, log_variance = model(batch)
-            return loss_of((logits, (mean, log_variance)), (batch, None))
-
-    whole = Loop(Whole(read_digits()))
-    whole.train(STEPS)
-    apart = Loop(SCRIPTS["autoencoder"]())
-    with pytest.warns(UserWarning, match=HIDDEN):
-        apart.train(STEPS)
-    assert whole.losses[0] == pytest.approx(apart.losses[0] / 128, rel=1e-5)
-    assert sum(whole.losses[-10:]) / 10 < 0.75 * whole.losses[0]
-
-
-@pytest.mark.parametrize("name", ["words", "adder", "graph"])
-def test_gradients_may_be_cleared_between_the_loss_and_its_backward_pass(name: str, monkeypatch: pytest.MonkeyPatch):
-    """As minGPT clears them, by the model; and as others do, by the optimiser, in front of the loss."""
-
-    def step(script: Any, model: nn.Module, opt: Any, batches: list[Any]) -> float:
-        loss = script.loss(model, opt.loss, *batches)
-        model.zero_grad(set_to_none=True)
-        loss.backward()
-        if script.clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), script.clip)
-        opt.step()
-        return float(loss.detach())
-
-    usual = Loop(SCRIPTS[name]())
-    usual.train(12)
-    other = Loop(SCRIPTS[name]())
-    monkeypatch.setattr(scripts, "take_step", step)
-    other.train(12)
-    assert other.losses == usual.losses
-
-
 def write_rates(largest: float) -> list[float]:
     """nanoGPT's loop: rates are written into the groups, and a scaler that does nothing stands in between."""
     torch.manual_seed(0)
@@ -276,29 +228,3 @@ def test_weights_that_are_cut_do_not_move(name: str, recipe: Any):
         still = cut[parameter] == before[parameter]
         assert bool(still[mask == 0].all())
         assert not bool(still[mask != 0].all())
-
-
-def test_layers_are_pruned_further_and_for_good_within_a_run(tmp_path: Path):
-    """Iterative pruning: 20 % of what is left at a time, a checkpoint in between, and the masks removed at the end."""
-
-    def cut(model: Any) -> None:
-        for layer in (model[1], model[3]):
-            prune.l1_unstructured(layer, "weight", 0.2)
-
-    loop = Loop(Sparse(nn.Linear, lambda *layers: None))
-    for _ in range(3):
-        loop.train(10)
-        cut(loop.model)
-    loop.save(tmp_path / "cut.pt")
-    loop.train(10)
-    other = Loop(Sparse(nn.Linear, lambda *layers: None), seed=1)
-    cut(other.model)
-    other.load(tmp_path / "cut.pt")
-    other.train(10)
-    assert other.losses == loop.losses
-    assert loop.losses[-1] < 0.5 * loop.losses[0]
-    for layer in (loop.model[1], loop.model[3]):  # type: ignore[index]
-        prune.remove(layer, "weight")
-        assert float((layer.weight == 0).float().mean()) == pytest.approx(1 - 0.8**3, abs=0.01)
-    loop.train(5)
-    assert loop.opt.state_report().failures == 0

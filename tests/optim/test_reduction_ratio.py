@@ -17,7 +17,6 @@ from optim_models import (
     X,
     Y,
     deep,
-    dropout_net,
     flat,
     flat_gradient,
     global_random_state_is_untouched,
@@ -184,26 +183,6 @@ def test_micro_batches_are_judged_together_by_the_closure():
     assert len(readings) == 2 * JUDGED_EVERY  # none by the second call
     assert many.state_report().ratio == pytest.approx(one.state_report().ratio, rel=1e-9)
     assert_close(flat(parts), flat(whole), 1e-10)
-
-
-def test_a_closure_with_dropout_is_called_again_with_the_same_masks():
-    models = [dropout_net(), dropout_net()]
-    opts = [judged_next(ng.kfac(m, CE, damping=LM(0.05), measure=False, estimate=EXACT)) for m in models]
-    torch.manual_seed(1)
-    iterate(opts[0], models[0])
-    torch.manual_seed(1)
-
-    def closure() -> Tensor:
-        opts[1].zero_grad()
-        with torch.no_grad():
-            models[1].train()
-        outputs = models[1](X)
-        loss = (opts[1].loss(outputs, Y) + opts[1].loss(outputs, Y)) / 2  # two losses: called again, not replayed
-        loss.backward()
-        return loss.detach()
-
-    opts[1].step(closure)
-    assert opts[1].state_report().ratio == pytest.approx(opts[0].state_report().ratio, rel=1e-9)
 
 
 def test_several_losses_without_a_closure_are_refused():

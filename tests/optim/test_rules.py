@@ -282,21 +282,6 @@ def test_no_step_where_no_length_lowers_the_loss():
     assert not found.any()
 
 
-def test_energy_natural_gradients_without_damping_solve_poisson():
-    """The pseudo-inverse with a cut and a search on a grid, as ENGD and ANaGRAM have it."""
-    net = mlp(1, 8, 1)
-    terms = {
-        "inside": lambda u, x: ng.laplacian(u, x) + math.pi**2 * torch.sin(math.pi * x[0]),
-        "ends": lambda u, x: u(x),
-    }
-    choices = {"acceleration": False, "scaling": False, "damping": 0.0}
-    opt = ng.residuals(net, terms, solver=ng.solvers.PseudoInverse(1e-6), rule=GridSearch(12, 0.25), **choices)
-    points = torch.linspace(0, 1, 40).double().unsqueeze(1)
-    losses = [float(opt.step(inside=points, ends=points[[0, -1]])) for _ in range(25)]
-    assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < 1e-6 * losses[0]
-
-
 @pytest.mark.parametrize(("choices", "said"), [({"trials": 0}, "trials is 0"), ({"shrink": 1.0}, "shrink is 1.0")])
 def test_bad_choices_are_named(choices: dict, said: str):
     with pytest.raises(ValueError, match=said):

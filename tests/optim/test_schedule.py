@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.ground.constants import RAMP, TURNED
-from natgrad.layers.moments import Seen, spread_rows
+from natgrad.layers.moments import spread_rows
 from natgrad.optim.block_step import is_due, is_due_to_measure, part_of_rows
 from natgrad.optim.state import Pace
 from natgrad.rules import BlockStep, Lazy, Parts
@@ -151,16 +151,6 @@ def test_passes_with_few_rows_are_taken_whole() -> None:
     every, some = read_factors(math.inf, model, x, y, 2), read_factors(2, model, x, y, 2)
     for key, factors in every.items():
         torch.testing.assert_close(some[key], factors, rtol=0, atol=0)
-
-
-def test_a_part_of_equal_rows_weighs_as_much_as_all() -> None:
-    a = draw_single(1, 1, 1, 4).double().expand(100, 30, 1, 4)
-    delta = draw_single(1, 1, 1, 3).double().expand(100, 30, 1, 3)
-    layer: Any = type("Layer", (), {"layout": type("Layout", (), {"matrix_shape": (1, 3, 4)}), "is_routed": False})
-    thin = Seen(layer, a, [delta]).thin(600)
-    assert len(thin.activations) == 600
-    squares = thin.deltas[0].flatten(0, 2)
-    torch.testing.assert_close(squares.mT @ squares, delta.flatten(0, 2).mT @ delta.flatten(0, 2), rtol=1e-10, atol=0)
 
 
 def test_rows_are_checked() -> None:

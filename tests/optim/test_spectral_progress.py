@@ -9,22 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from models import draw
 from optim_models import train_batches
 from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.ground.constants import FRESH
-from natgrad.ground.pure import RandomState
 from natgrad.operators import Operator
 from natgrad.rules import BlockPoint, BlockStack, NoiseAware, SpectralProgress
 from natgrad.rules.spectral_progress import least_size, unwhiten, whiten, whitener_of_few
 
 F64 = torch.float64
 FREE = SpectralProgress(kl_share=math.inf, warm=1)
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
 def polar_by_svd(matrix: Tensor) -> Tensor:
@@ -254,38 +250,6 @@ def test_a_step_promises_no_more_than_a_share_of_the_loss(lr: float) -> None:
     assert "kl_share (now 0.01) bounds" in opt.explain()
 
 
-class Remembers(nn.Module):
-    """A model with a state of its own, which a pass that may be done again must keep."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.copied = nn.Linear(6, 3), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
-
-
-def test_what_a_pass_began_with_is_kept_only_where_a_step_may_do_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies = list[int]()
-    capture = RandomState.capture
-    monkeypatch.setattr(
-        RandomState, "capture", lambda *a, **k: copies.append(opt.state_report().step) or capture(*a, **k)
-    )
-    torch.manual_seed(0)
-    model = Remembers()
-    opt = ng.kfac(model, nn.CrossEntropyLoss(), update_every=10)
-    batches = [(draw(30, 6, seed=k).float(), torch.randint(3, (30,))) for k in range(60)]  # labels are noise
-    train_batches(opt, model, batches[:40])
-    turned = opt._live.state.noise.turned
-    late = [step for step in copies if step > turned + 1]
-    assert 0 <= turned < 20
-    assert copies[:turned] == list(range(turned))
-    assert 1 <= len(late) <= 5, "passes that statistics are read from alone"
-    opt.param_groups[0]["max_kl"] = 0.01
-    train_batches(opt, model, batches[40:])
-    assert sorted(set(copies))[-19:] == list(range(41, 60))
-
-
 @pytest.mark.parametrize("scale", [0.1, 100.0])
 def test_a_bound_that_is_set_while_inputs_alone_are_read_holds(scale: float) -> None:
     torch.manual_seed(0)
@@ -336,21 +300,18 @@ def test_the_outputs_of_a_regression_count_as_what_they_must_become() -> None:
 
 
 @pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac])
-@pytest.mark.parametrize("saved", [3, 14])
-def test_a_checkpoint_continues_bit_for_bit(recipe: Callable[..., Any], saved: int) -> None:
+def test_a_checkpoint_continues_bit_for_bit(recipe: Callable[..., Any]) -> None:
     def fresh() -> tuple[nn.Module, Any]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(6, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
         return model, recipe(model, nn.CrossEntropyLoss(), rule=NoiseAware(noise=0.99))
 
     batches = [((torch.arange(i, i + 16) % 6), torch.arange(i, i + 16) % 3) for i in range(24)]
-    model, opt = fresh()
-    train_batches(opt, model, batches[:saved])
-    again, other = fresh()
+    (model, opt), (again, other) = fresh(), fresh()
+    train_batches(opt, model, batches[:3])
     again.load_state_dict(model.state_dict())
     other.load_state_dict(opt.state_dict())
-    assert train_batches(other, again, batches[saved:]) == train_batches(opt, model, batches[saved:])
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+    assert train_batches(other, again, batches[3:]) == train_batches(opt, model, batches[3:])
 
 
 @pytest.mark.parametrize(

@@ -206,21 +206,6 @@ def test_two_passes_with_one_loss_both_count():
     assert_close(flat(model), flat(twin), 1e-12)
 
 
-def test_evaluation_passes_are_ignored():
-    model = net()
-    opt = ng.kfac(model, CE)
-    with torch.no_grad():
-        model(100 * X)
-        value = opt.loss(model(X), Y)
-    assert_close(value, CE(model(X), Y).detach(), 1e-15)
-    model.eval()
-    opt.loss(model(X), Y)
-    assert not blocks_of(opt)
-    model.train()
-    iterate(opt, model)
-    assert opt.state_report().failures == 0
-
-
 def test_micro_batches_count_by_their_rows():
     whole, parts = net(), net()
     one, many = (ng.kfac(m, CE, estimate=EXACT, measure=False) for m in (whole, parts))
@@ -230,13 +215,6 @@ def test_micro_batches_count_by_their_rows():
     one.step()
     many.step()
     assert_close(flat(parts), flat(whole), 1e-12)
-
-
-def test_the_step_does_not_depend_on_the_reduction():
-    means, sums = net(), net()
-    iterate(ng.kfac(means, CE, estimate=EXACT), means)
-    iterate(ng.kfac(sums, nn.CrossEntropyLoss(reduction="sum"), estimate=EXACT), sums)
-    assert_close(flat(sums), flat(means), 1e-12)
 
 
 def test_ignored_targets_weigh_nothing():
@@ -249,35 +227,6 @@ def test_ignored_targets_weigh_nothing():
 
 
 # the rest of the training loop
-
-
-def test_closures_schedulers_groups_and_weight_decay():
-    model = net()
-    weights = [p for p in model.parameters() if p.dim() > 1]
-    biases = [p for p in model.parameters() if p.dim() == 1]
-    opt = ng.kfac(model, CE, lr=0.1, params=[{"params": weights, "weight_decay": 0.5}, {"params": biases, "lr": 0.0}])
-    schedule = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
-    before = [b.detach().clone() for b in biases]
-
-    def closure() -> Tensor:
-        opt.zero_grad()
-        loss = opt.loss(model(X), Y)
-        loss.backward()
-        return loss
-
-    value = opt.step(closure)
-    assert value is not None
-    schedule.step()
-    assert opt.param_groups[0]["lr"] == 0.05
-    assert all(torch.equal(a, b) for a, b in zip(before, biases, strict=True))
-    twin = copy.deepcopy(model)
-    shrunk = ng.kfac(twin, CE, lr=0.1, weight_decay=0.5, momentum=0.0)
-    shrunk.loss(twin(X), Y)
-    for p in twin.parameters():
-        p.grad = torch.zeros_like(p)
-    kept = flat(twin)
-    shrunk.step()
-    assert_close(flat(twin), 0.95 * kept, 1e-14)
 
 
 def test_a_layer_with_two_rates_keeps_its_block():
@@ -309,17 +258,6 @@ def test_autocast_reads_float32_statistics(dtype: torch.dtype):
     assert all(t.dtype == torch.float32 and bool(t.isfinite().all()) for t in held)
 
 
-def test_gradient_scaling_changes_nothing():
-    plain, scaled = net(), net()
-    iterate(ng.kfac(plain, CE, estimate=EXACT), plain)
-    opt = ng.kfac(scaled, CE, estimate=EXACT)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(opt.loss(scaled(X), Y)).backward()
-    scaler.step(opt)
-    scaler.update()
-    assert_close(flat(scaled), flat(plain), 1e-12)
-
-
 def test_frozen_unfrozen_and_unused_parameters():
     model = CASES["not reached"].make()[0]
     model.used.weight.requires_grad_(False)
@@ -344,22 +282,6 @@ def test_sparse_gradients():
 
 
 # failures
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_an_infinite_batch_changes_nothing_and_training_goes_on(recipe: Callable[..., Any]):
-    model = net()
-    opt = recipe(model, CE, lr=0.1)
-    iterate(opt, model)
-    kept = flat(model)
-    for bad in (X * math.inf, X * math.nan):
-        iterate(opt, model, bad)
-    assert torch.equal(flat(model), kept)
-    assert opt.state_report().failures >= 2
-    assert opt.state_report().status == "skipped"
-    losses = [float(iterate(opt, model)) for _ in range(10)]
-    assert all(math.isfinite(loss) for loss in losses)
-    assert losses[-1] < losses[0]
 
 
 def test_a_dead_layer_does_no_harm():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_state import blocks_of
-from models import CASES, Assembled, assert_close, build_seeded, draw
+from models import Assembled, build_seeded
 from optim_models import CE, X, Y, deep, flat, iterate, same
 from optim_models import net as small_net
 from pass_readings import readings
@@ -208,36 +208,7 @@ def test_layers_added_later_are_trained():
     assert {row.structure for row in opt.report()} == {K}
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_sequence_s_step_does_not_depend_on_reduction_batch_or_scale(reduction: str):
-    # twice the same batch, and a loss in other units: the same step
-    def step(times: int, scale: float, reduction: str) -> Tensor:
-        model = build_seeded(lambda: nn.TransformerEncoderLayer(4, 2, 3, 0.0, batch_first=True))
-        opt = ng.kfac(model, nn.CrossEntropyLoss(reduction=reduction), estimate=ng.ExactLabels())
-        x, y = draw(3, 2, 4).repeat(times, 1, 1), torch.tensor([[0, 1], [2, 3], [1, 1]]).repeat(times, 1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        scaler.scale(opt.loss(model(x).transpose(1, 2), y)).backward()
-        scaler.step(opt)
-        return flat(model)
-
-    assert_close(step(2, 512.0, reduction), step(1, 1.0, "mean"), 1e-9)
-
-
 # what it tells, what it refuses
-
-
-def test_the_report_says_what_each_parameter_gets():
-    model = CASES["bare parameter"].make()[0]
-    opt = ng.kfac(model, CE, momentum=0.9)
-    assert {row.structure for row in opt.report()} == {"not read yet"}
-    iterate(opt, model, X, Y % 2)
-    rows = {row.parameter: row for row in opt.report()}
-    assert rows["layer.weight"].structure == "Kronecker"
-    assert rows["scale"].structure == "Diagonal"
-    # two factors, their inverses and the mean of the gradient; the bias has its mean alone
-    assert rows["layer.weight"].memory == 2 * (2 * 2 + 4 * 4) + 6
-    assert rows["layer.bias"].memory == 2
-    assert "Kronecker" in str(opt.report())
 
 
 def optimizer() -> Any:

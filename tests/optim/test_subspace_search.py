@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from models import F64, assert_close, build_seeded, draw, mlp
+from models import F64, assert_close, draw, mlp
 from optim_models import CE, Closure, X, Y, dropout_net, flat, iterate, mean_gradient, net
 from scipy.optimize import minimize
 from torch import Tensor, nn
@@ -225,21 +225,6 @@ def test_trial_points_are_drawn_apart_from_the_metric_and_resume(rule):
     assert third.state_report().loss == pytest.approx(expected, rel=1e-12)
 
 
-def test_search_data_cost_nothing_where_no_trial_point_is_evaluated():
-    net_, passes = net(), []
-    net_.register_forward_hook(lambda *_: passes.append(1))
-    counts = []
-    for size in (None, 4):
-        opt = ng.NaturalGradient(net_, ng.fisher(net_, CE), rule=ng.Rate(), search_batch=size)
-        iterate(opt, net_, X, Y)
-        counts.append(len(passes))
-        opt.zero_grad()
-        CE(net_(X), Y).backward()
-        opt.step()  # no opt.loss: there is nothing to search on, nor a need to
-        passes.clear()
-    assert counts[1] <= counts[0]
-
-
 def test_masks_are_the_same_at_every_trial_point_and_closures_work_too():
     model_ = dropout_net()
     opt = ng.krylov_subspace(model_, CE, dimension=4, steps=3)
@@ -363,12 +348,6 @@ def test_a_batch_that_is_small_enough_is_taken_whole():
     assert torch.equal(flat(part), flat(whole))
 
 
-@pytest.mark.parametrize("size", [0, -3])
-def test_a_size_below_one_is_refused(size):
-    with pytest.raises(ValueError, match="metric_batch"):
-        build_part(mlp(3, 2), metric_batch=size)
-
-
 # the first recipe, truncated Newton with Levenberg-Marquardt damping
 
 
@@ -406,17 +385,6 @@ def test_ten_steps_reach_lower_than_ten_of_plain_gradient_descent_at_its_best_ra
     assert all(b <= a for a, b in pairwise(losses))  # the line search never raises it
 
 
-def test_it_learns_an_autoencoder_of_bits() -> None:
-    x = (draw(100, 16, seed=4) @ torch.diag(torch.ones(16).double()) > 0.3).double()
-    model = mlp(16, 8, 3, 8, 16)
-    criterion = nn.BCEWithLogitsLoss()
-    opt = ng.hessian_free(model, criterion)
-    first = float(criterion(model(x), x).detach())
-    for _ in range(15):
-        iterate(opt, model, x, x)
-    assert float(criterion(model(x), x).detach()) < 0.85 * first
-
-
 def test_its_damping_follows_its_ratio() -> None:
     x, y = clusters()
     model = mlp(16, 6, 5)
@@ -429,23 +397,3 @@ def test_its_damping_follows_its_ratio() -> None:
         ratios.append(told.ratio)
     for before, after, ratio in zip(dampings, dampings[1:], ratios, strict=False):
         assert after == ng.LevenbergMarquardt().update(before, ratio)
-
-
-def test_it_trains_a_convolutional_net_with_dropout_and_batch_norm() -> None:
-    model = build_seeded(
-        lambda: nn.Sequential(
-            nn.Conv2d(1, 4, 3, padding=1),
-            nn.BatchNorm2d(4),
-            nn.ReLU(inplace=True),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Dropout(0.2),
-            nn.Linear(16, 5),
-        )
-    )
-    x, y = clusters(size=60)
-    x = (x / torch.logspace(-1, 1, 16, dtype=torch.float64)).view(-1, 1, 4, 4)
-    opt = ng.hessian_free(model, CE)
-    losses = train_whole(opt, model, x, y, 4)
-    assert losses[-1] < 0.8 * losses[0]
-    assert opt.state_report().failures == 0

@@ -113,20 +113,6 @@ def test_a_function_of_batches_gets_batches(name: str, shape: tuple[int, int]):
     assert calls == [len(X)]  # one call from then on
 
 
-@pytest.mark.parametrize("name", [*POINTS, *BATCHES])
-@pytest.mark.parametrize("d", [2, 6])
-def test_every_call_is_counted(name: str, d: int):
-    """The calls that find out as well: to a function of one point each is one, to one of batches each row is one."""
-    inner = (POINTS | BATCHES)[name]
-    calls: list[Tensor] = []
-    objective = BlackBox(lambda x: (calls.append(x), inner(x))[1])
-    X = torch.randn(6, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for _ in range(3):
-        objective(X)
-    expected = sum(len(x) if objective.vectorized and x.dim() == 2 else 1 for x in calls)
-    assert objective.nfev == expected <= 3 * len(X) + ASKING
-
-
 BATCHES_THAT_RAISE = {
     "always": lambda X: len(X) > 1,
     "with any row beyond 0": lambda X: bool((X[:, 0] > 0).any()),

@@ -12,17 +12,10 @@ from black_boxes import MODELS, list_discrete
 from torch import Tensor
 
 import natgrad as ng
-from natgrad import search as searches
 from natgrad.ground.pure import leaves
 from natgrad.search import CategoricalSearch, ProductSearch, Search
 
 DISCRETE = list_discrete(6, seed=0)
-PLACES = (
-    "relaxation.shrink_slope",
-    "relaxation.natural_slope",
-    "bernoulli.take_ranked_step",
-    "categorical.take_ranked_step",
-)
 
 
 def gaussian(name: str) -> ng.GaussianSearch:
@@ -84,25 +77,6 @@ def test_a_search_that_runs_off_ends_with_a_reason(name: str, value: Callable[[T
     again.load_state_dict(search.state_dict())
     assert again.stop() == search.stop()
     advance(search, value, 40)  # for who does not ask
-
-
-@pytest.mark.parametrize("wrong", [math.inf, math.nan, 1e308])
-@pytest.mark.parametrize("name", DISCRETE)
-def test_a_discrete_search_takes_no_direction_that_is_not_finite(name: str, wrong: float, monkeypatch: Any):
-    search = DISCRETE[name]()
-    advance(search, squares, 3)
-    with monkeypatch.context() as patch:
-        for place in PLACES:
-            module, function = place.split(".")
-            plain = getattr(getattr(searches, module), function)
-
-            def spoil_numbers(*arguments: Any, plain: Any = plain, **options: Any) -> Any:
-                found = plain(*arguments, **options)
-                return found * wrong if isinstance(found, Tensor) else found
-
-            patch.setattr(f"natgrad.search.{place}", spoil_numbers)
-        advance(search, squares, 4)
-    advance(search, squares, 4)
 
 
 @pytest.mark.parametrize("name", [*MODELS, *DISCRETE, "product"])

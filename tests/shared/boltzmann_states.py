@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from energies import VECTORS, tensor
-from models import F64
+from energies import VECTORS
+from models import F64, tensor
 from torch import Tensor
 
 RATIOS = VECTORS["ratio_matching"]

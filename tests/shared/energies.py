@@ -8,14 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import F64, build_seeded, draw
+from models import F64, build_seeded, draw, tensor
 from torch import Tensor, nn
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "scores.json").read_text(encoding="utf-8"))
-
-
-def tensor(values: Any) -> Tensor:
-    return torch.tensor(values, dtype=F64)
 
 
 def two_layers(params: Any, x: Tensor) -> Tensor:

@@ -17,10 +17,6 @@ BITS = torch.tensor([[1.0, 0, 1], [1, 1, 0], [0, 0, 1], [0, 1, 1]])
 ALGORITHMS = [Classic(), Reweighted(), Reweighted(wake_phi=1.0), Reweighted(wake_phi=0.0), Bidirectional()]
 
 
-def tensor(values: Any) -> Tensor:
-    return torch.tensor(values, dtype=F64)
-
-
 def machine(**options: Any) -> ng.HelmholtzMachine:
     torch.manual_seed(0)
     found = ng.HelmholtzMachine([3, 2, 2], **options).double()

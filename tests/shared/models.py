@@ -19,6 +19,11 @@ from natgrad.operators import Operator
 F64 = torch.float64
 
 
+def tensor(values: Any) -> Tensor:
+    """Numbers in float64."""
+    return torch.tensor(values, dtype=F64)
+
+
 def draw(*shape: int, seed: int = 0) -> Tensor:
     """Standard normal numbers, the same for the same seed."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)

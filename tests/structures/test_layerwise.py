@@ -8,7 +8,7 @@ import pytest
 import torch
 from layer_blocks import operator_of, place
 from models import CASES, F64, X3, assert_close, draw
-from optim_models import CE, X, Y, flat, flat_gradient, net, same
+from optim_models import CE, X, Y, net
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -146,20 +146,6 @@ def test_many_row_gradients_are_replaced_by_combinations_with_random_signs(monke
     assert_close(operator.diagonal(), dense.diagonal(), 6 * 2**0.5 / 4000**0.5)
 
 
-@pytest.mark.parametrize("structure", [s for s in STRUCTURES if s.decay == 0], ids=repr)
-def test_the_optimizer_s_step_is_the_dense_formula(structure: ng.Structure):
-    model = net()
-    before, operator = flat(model), structure.update(None, ng.fisher(model, CE), ng.trainable(model), X)[0]
-    opt = ng.NaturalGradient(model, ng.fisher(model, CE), lr=0.3, structure=structure, damping=0.05)
-    opt.loss(model(X), Y).backward()
-    gradient = flat_gradient(model)
-    opt.step()
-    unit = torch.eye(len(gradient), dtype=F64)
-    expected = -0.3 * torch.linalg.solve(operator.dense() + 0.05 * unit, gradient)
-    assert_close(flat(model) - before, expected, 1e-11)
-    assert opt.state_report().status == "converged"
-
-
 def test_one_bad_batch_does_not_poison_the_averages():
     model = net()
     metric, params = ng.fisher(model, ng.Categorical()), ng.trainable(model)
@@ -171,29 +157,6 @@ def test_one_bad_batch_does_not_poison_the_averages():
     assert all(t.isfinite().all() for total in memory["totals"].values() for t in total.values())
     again, _ = structure.update(memory, metric, params, X)
     assert_close(again.dense(), good.dense(), 1e-13)
-
-
-def test_a_checkpoint_continues_bit_for_bit():
-    def build() -> tuple[nn.Module, ng.NaturalGradient]:
-        model = net()
-        metric = ng.fisher(model, CE)
-        return model, ng.NaturalGradient(model, metric, 0.1, structure=ng.EigenKronecker(0.9), damping=0.1)
-
-    def steps(model: nn.Module, opt: ng.NaturalGradient, times: int) -> None:
-        for _ in range(times):
-            opt.zero_grad()
-            opt.loss(model(X), Y).backward()
-            opt.step()
-
-    model, opt = build()
-    steps(model, opt, 2)
-    twin, other = build()
-    twin.load_state_dict(model.state_dict())
-    other.load_state_dict(opt.state_dict())
-    steps(model, opt, 2)
-    steps(twin, other, 2)
-    assert torch.equal(flat(model), flat(twin))
-    assert same(opt.state_dict(), other.state_dict())
 
 
 BAD = {

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine_state import blocks_of, change_state, metric_of
+from engine_state import blocks_of, metric_of
 from layer_blocks import operator_of, place
-from models import CASES, F64, assert_close, build_seeded, draw, mlp
+from models import CASES, F64, assert_close, draw, mlp
 from optim_models import CE, X, Y, flat, flat_gradient, net
 from torch import Tensor, nn
 
@@ -196,53 +196,3 @@ def test_the_leading_directions_are_the_best_of_their_rank():
     assert_close(spike_values(values, vectors, 5).dense(), expected + every[-5] * beside, 1e-12)
     # and not at all while there are fewer directions than there may be
     assert_close(spike_values(*leading(rows[:4], 5), 5).dense(), rows[:4].mT @ rows[:4], 1e-12)
-
-
-# failures, and every module
-
-MODULES = ["sequence, tied", "odd convolutions", "attention", "batch norm, training", "bare parameter", "not reached"]
-MODULES += ["sparse embedding", "twice used", "frozen", "mean and log variance"]
-
-
-@pytest.mark.parametrize("recipe", [ng.online_ng, ng.tonga])
-def test_a_dead_layer_does_no_harm(recipe: Callable[..., Any]):
-    model = build_seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)))
-    model[0].bias.data.fill_(-100.0)
-    opt = recipe(model, CE)
-    for _ in range(5):
-        opt.zero_grad()
-        opt.loss(model(X), Y).backward()
-        opt.step()
-    assert bool(flat(model).isfinite().all())
-    assert opt.state_report().failures == 0
-    model[0].bias.data.fill_(1.0)  # and it comes back
-    kept = flat(model[0])
-    change_state(opt, "pace", updated=-9)
-    opt._flow.reader.taps.armed = True
-    opt.zero_grad()
-    opt.loss(model(X), Y).backward()
-    opt.step()
-    assert bool(flat(model).isfinite().all())
-    assert not torch.equal(flat(model[0]), kept)
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize(
-    ("name", "recipe"), [(name, (ng.online_ng, ng.tonga)[i % 2]) for i, name in enumerate(MODULES)]
-)
-def test_every_module_trains_and_every_parameter_is_reported(recipe: Callable[..., Any], name: str):
-    case = CASES[name]
-    model, params = case.make()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        targets = case.family.sample(model(case.inputs), torch.Generator().manual_seed(1))
-    opt, losses = recipe(model, case.family), []
-    torch.manual_seed(0)
-    for _ in range(10):
-        opt.zero_grad()
-        loss = opt.loss(model(case.inputs), targets)
-        loss.backward()
-        opt.step()
-        losses.append(float(loss.detach()))
-    assert {row.parameter for row in opt.report()} == set(params)
-    assert opt.state_report().failures == 0
-    assert sum(losses[-3:]) < sum(losses[:3])

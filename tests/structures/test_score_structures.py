@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from boltzmann_states import boltzmann, weighted_states
-from energies import VECTORS, energy_net, tensor, two_layers, vector_case
-from models import assert_close, build_seeded, draw
+from energies import VECTORS, energy_net, two_layers, vector_case
+from models import assert_close, build_seeded, draw, tensor
 from torch import Tensor, nn
 
 import natgrad as ng
