@@ -84,7 +84,7 @@ def read_typed_imports(path: Path) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("package", ["natgrad", "natgrad.optim"])
+@pytest.mark.parametrize("package", ["natgrad", "natgrad.families", "natgrad.optim"])
 def test_type_checkers_see_the_names_that_are_loaded_late(package: str):
     module = importlib.import_module(package)
     names = {name for names in module.HOMES.values() for name in names}
@@ -98,7 +98,7 @@ def test_fields_are_loaded_when_they_are_asked_for():
     code = """
 import sys, natgrad as ng
 assert not [name for name in sys.modules if name.startswith("natgrad.") and not name.startswith("natgrad.ground")]
-names = "energies estimation flows helmholtz policy residuals search variational vmc geometry"
+names = "energies estimation flows helmholtz policy residuals search variational vmc geometry families.wishart"
 fields = {f"natgrad.{name}" for name in names.split()}
 ng.kfac
 assert not fields & set(sys.modules)
