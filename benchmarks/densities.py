@@ -155,10 +155,14 @@ class Trainer:
     loss: Callable[[Any, Any, Tensor], Tensor]
 
 
+def build_adam(model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), rate)
+
+
 def list_trainers(task: DensityTask) -> Iterator[Trainer]:
     """Of a task: Adam at each rate, K-FAC as it comes, and with the true Fisher of the bits."""
     for rate in RATES:
-        adam = lambda model, r=rate: torch.optim.Adam(model.parameters(), r)  # noqa: E731
+        adam = partial(build_adam, rate=rate)
         yield Trainer(f"Adam, lr {rate:g}", adam, lambda opt, model, x: -model.log_prob(x).mean())
     options: dict[str, dict[str, Any]] = {f"lr {rate:g}": {"lr": rate} for rate in KFAC_RATES}
     for words, chosen in (options | {"natural first": {"rule": ng.rules.NoiseAware()}}).items():

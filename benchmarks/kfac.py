@@ -28,10 +28,6 @@ Make = Callable[[nn.Module, nn.Module], torch.optim.Optimizer]
 RATE = 1e-4  # small: the networks stay where they are
 
 
-SGD: Make = lambda model, _: torch.optim.SGD(model.parameters(), lr=RATE)  # noqa: E731
-ADAM: Make = lambda model, _: torch.optim.Adam(model.parameters(), lr=RATE, fused=True)  # noqa: E731
-
-
 def muon_single(model: nn.Module, criterion: nn.Module) -> torch.optim.Optimizer:
     """Muon in float32, with Adam on what is not a matrix."""
     matrices = [p for p in model.parameters() if p.dim() == 2]
@@ -47,8 +43,8 @@ def soap(model: nn.Module, criterion: nn.Module) -> torch.optim.Optimizer:
 
 
 CONTESTANTS: dict[str, Make] = {
-    "SGD": SGD,
-    "Adam": ADAM,
+    "SGD": lambda model, _: torch.optim.SGD(model.parameters(), lr=RATE),
+    "Adam": lambda model, _: torch.optim.Adam(model.parameters(), lr=RATE, fused=True),
     "Muon (float32)": muon_single,
     "SOAP": soap,
     "kfac": partial(ng.kfac, lr=RATE),
@@ -108,8 +104,8 @@ def report(work: TrainingCase, repeats: int, names: Iterable[str] = CONTESTANTS)
 FIRST = 100  # steps
 FIRST_HEADS = (f"first {FIRST} steps / SGD steps", "the first ten of them", "the last ten")
 AT_FIRST: dict[str, Make] = {
-    "SGD": SGD,
-    "Adam": ADAM,
+    "SGD": CONTESTANTS["SGD"],
+    "Adam": CONTESTANTS["Adam"],
     "kfac": ng.kfac,
     "ekfac": ng.ekfac,
     "kfac, factors every step": partial(ng.kfac, update_every=1),
@@ -119,7 +115,7 @@ AT_FIRST: dict[str, Make] = {
 def first_steps(work: TrainingCase, names: Iterable[str] = AT_FIRST) -> list[tuple[str, ...]]:
     """Rows (optimizer, its first hundred steps in as many SGD steps, the first and the last ten), at own rates."""
     steps = {name: iteration(work, AT_FIRST[name], late=False) for name in dict.fromkeys(("SGD", *names))}
-    iteration(work, SGD, late=False)()  # products and their kernels are loaded
+    iteration(work, CONTESTANTS["SGD"], late=False)()  # products and their kernels are loaded
     spent = time_in_turn(steps, FIRST, warm=0)
     base = spent.pop("SGD")
     parts = (slice(None), slice(10), slice(-10, None))

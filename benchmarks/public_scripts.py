@@ -119,7 +119,14 @@ class LabelledImages:
     def read() -> LabelledImages:
         """MNIST, of its test part 2000 images."""
         split = mnist()
-        return LabelledImages(split.train_x[:, None], split.train_y, split.test_x[:2000, None], split.test_y[:2000])
+        test_x, test_y = split.test_x[:2000], split.test_y[:2000]
+        return LabelledImages(as_images(split.train_x), split.train_y, as_images(test_x), test_y)
+
+
+def as_images(pixels: Tensor) -> Tensor:
+    """(n, 1, side, side)."""
+    side = math.isqrt(pixels[0].numel())
+    return pixels.reshape(-1, 1, side, side)
 
 
 class Mnist(Script):

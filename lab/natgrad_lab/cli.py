@@ -79,7 +79,14 @@ def application() -> "typer.Typer":
         lengths of the distributions, which are the same in any coordinates. Means of x are exact for polynomials up to
         degree 15.
         """
-        run_guarded(lambda: show(function, family, start, x, y, out))
+
+        def show() -> None:
+            from natgrad_lab.descent import draw_descent
+
+            drawn, place = draw_descent(function, family, start, x, y, out)
+            typer.echo(f"E[{drawn}] by the gradient, left, and by the natural gradient, right: {place}")
+
+        run_guarded(show)
 
     @app.command("list")
     def list_command() -> None:
@@ -158,16 +165,6 @@ def show_settings(name: str) -> None:
     console.print(f"{name}: {experiment.summary}", highlight=False)
     console.print(f"\nIts settings, --set key=value; --seeds {experiment.seeds} by default:", highlight=False)
     console.print(table, highlight=False)
-
-
-def show(function: str | None, family: str, start: str | None, x: str | None, y: str | None, out: Path) -> None:
-    """Draw the descent of a function's mean, and say where the picture is."""
-    import typer
-
-    from natgrad_lab.descent import draw_descent
-
-    drawn, place = draw_descent(function, family, start, x, y, out)
-    typer.echo(f"E[{drawn}] by the gradient, left, and by the natural gradient, right: {place}")
 
 
 def list_experiments() -> None:

@@ -43,12 +43,7 @@ def has_scale(axes: Axes, which: str) -> bool:
     if not axes.axison or not side.get_visible() or not len(axes.get_children()):
         return False
     shown = [label.get_text() for label in side.get_ticklabels() if label.get_visible()]
-    return any(is_number(text) for text in shown)
-
-
-def is_number(text: str) -> bool:
-    """Whether a tick label is a number, rather than a name."""
-    return bool(text) and text.lstrip("-−$\\").startswith(tuple("0123456789.m"))  # \mathdefault{10^{2}}
+    return any(bool(text) and text.lstrip("-−$\\").startswith(tuple("0123456789.m")) for text in shown)
 
 
 def check_names(figure: Figure) -> Iterator[str]:

@@ -81,9 +81,14 @@ class RowsDescent(torch.optim.Optimizer):
             self.named[name].sub_(d, alpha=self.param_groups[0]["lr"])
 
 
-Build = Callable[[dict[str, Tensor], ng.Boltzmann, float], torch.optim.Optimizer]
-ADAM: Build = lambda params, machine, rate: torch.optim.Adam(params.values(), rate)  # noqa: E731
-SGD: Build = lambda params, machine, rate: torch.optim.SGD(params.values(), rate, momentum=0.9)  # noqa: E731
+def build_adam(params: dict[str, Tensor], machine: ng.Boltzmann, rate: float) -> torch.optim.Optimizer:
+    """torch's Adam."""
+    return torch.optim.Adam(params.values(), lr=rate)
+
+
+def build_sgd(params: dict[str, Tensor], machine: ng.Boltzmann, rate: float) -> torch.optim.Optimizer:
+    """torch's SGD with momentum .9."""
+    return torch.optim.SGD(params.values(), lr=rate, momentum=0.9)
 
 
 DAMPING, ROWS_DAMPING, RIDGE = 1e-3, 1e-2, 3e-4
@@ -99,10 +104,10 @@ CONTESTANTS = {
         lambda p, m, rate: natural(p, m, rate, solver=ng.CG(max_steps=10), warm_start=0.5),
     ),
     "ratio matching, natural by rows": EnergyContestant("ratio matching", (0.03, 0.06, 0.1), RowsDescent),
-    "ratio matching, Adam": EnergyContestant("ratio matching", (0.01, 0.03, 0.1), ADAM),
-    "ratio matching, SGD": EnergyContestant("ratio matching", (0.1, 0.3, 1.0), SGD),
-    "pseudo-likelihood, Adam": EnergyContestant("pseudo-likelihood", (0.01, 0.03, 0.1), ADAM),
-    "pseudo-likelihood, SGD": EnergyContestant("pseudo-likelihood", (0.03, 0.1, 0.3), SGD),
+    "ratio matching, Adam": EnergyContestant("ratio matching", (0.01, 0.03, 0.1), build_adam),
+    "ratio matching, SGD": EnergyContestant("ratio matching", (0.1, 0.3, 1.0), build_sgd),
+    "pseudo-likelihood, Adam": EnergyContestant("pseudo-likelihood", (0.01, 0.03, 0.1), build_adam),
+    "pseudo-likelihood, SGD": EnergyContestant("pseudo-likelihood", (0.03, 0.1, 0.3), build_sgd),
 }
 
 

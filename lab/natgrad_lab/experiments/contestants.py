@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.ground.linalg import eigh
-from natgrad_lab.experiments.base import Choice, Contestant, LabError
+from natgrad_lab.experiments.base import Choice, Contestant
+from natgrad_lab.experiments.settings import split_words
 
 
 def natural_gradient(grid: Iterable[Choice]) -> Contestant:
@@ -240,12 +241,5 @@ def grid(**axes: Iterable[float]) -> list[Choice]:
 
 def select(words: str, among: Mapping[str, Contestant], groups: Mapping[str, Sequence[str]]) -> tuple[Contestant, ...]:
     """Contestants by words joined by commas, each once."""
-    wanted: set[str] = set()
-    for word in words.split(","):
-        if word in groups:
-            wanted |= {key for key in groups[word] if key in among}
-        elif word not in among:
-            raise LabError(f"methods has the word {word!r}, expected words among {', '.join([*groups, *among])}")
-        else:
-            wanted.add(word)
+    wanted = [key for word in split_words("methods", words, [*groups, *among]) for key in groups.get(word, (word,))]
     return tuple(contestant for key, contestant in among.items() if key in wanted)

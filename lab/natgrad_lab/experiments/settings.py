@@ -83,6 +83,15 @@ def check_counts(settings: Any, *names: str, least: int = 1) -> None:
             raise LabError(f"{name} is {getattr(settings, name)}, expected a number of at least {least}")
 
 
+def split_words(name: str, text: str, known: Iterable[str]) -> list[str]:
+    """The words of a setting, joined by commas. LabError for one that is not known."""
+    words, known = text.split(","), list(known)
+    for word in words:
+        if word not in known:
+            raise LabError(f"{name} has the word {word!r}, expected words among {', '.join(known)}")
+    return words
+
+
 def fill(settings: Any, values: Mapping[str, Any]) -> None:
     """Give the fields that are None their values: sizes that another setting decides on. LabError for one below 1."""
     for key, value in values.items():

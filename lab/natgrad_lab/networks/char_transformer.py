@@ -1,8 +1,4 @@
-"""A small transformer that guesses the next character of text that every Python has at hand: its documentation.
-
-The natural gradient in blocks per layer, with its defaults, beside Adam, Muon, SOAP and SGD, each tuned over a grid of
-the same size, on equal seconds of one thread.
-"""
+"""A small transformer that guesses the next character of text that every Python has at hand: its documentation."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A small convolutional network with batch norm on Fashion-MNIST.
-
-The natural gradient in blocks per layer, with its defaults, beside Adam, Muon, SOAP and SGD, each tuned over a grid of
-the same size, on equal seconds of one thread.
-"""
+"""A small convolutional network with batch norm on Fashion-MNIST."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A small language model of Llama's blocks on Python's own documentation: RMSNorm, rotations, grouped queries, SwiGLU.
-
-The natural gradient in blocks per layer, with its defaults, beside Adam, Muon, SOAP and SGD, each tuned over a grid of
-the same size, on equal seconds of one thread.
-"""
+"""A small language model of Llama's blocks on Python's documentation: RMSNorm, rotations, grouped queries, SwiGLU."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """How long patients live, some of whom are still alive at the end: a network that gives everyone a hazard of their own.
 
 A likelihood that torch has no loss for, written as a user would write it: `nll` and `sample`, and the natural gradient
-has its metric. The patients are simulated, so that the best possible loss is known. The natural gradient in blocks per
-layer, with its defaults, beside Adam, Muon, SOAP and SGD, each tuned over a grid of the same size.
+has its metric. The patients are simulated, so that the best possible loss is known.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A variational autoencoder on MNIST, 784-400-20-400-784, whose divergence goes past the criterion.
 
 The reconstruction goes through the criterion, the KL from the posterior to the prior is added to it: no metric knows
-of that part. The natural gradient in blocks per layer, with its defaults, beside Adam, Muon, SOAP and SGD, each tuned
-over a grid of the same size, on equal seconds of one thread. Kingma & Welling 2014.
+of that part. Kingma & Welling 2014.
 """
 
 from __future__ import annotations

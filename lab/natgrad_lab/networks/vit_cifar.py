@@ -1,8 +1,4 @@
-"""A small vision transformer and ResNet-20 on CIFAR-10.
-
-The natural gradient in blocks per layer, with its defaults, beside Adam, Muon, SOAP and SGD, each tuned over a grid of
-the same size, on equal seconds of one thread.
-"""
+"""A small vision transformer and ResNet-20 on CIFAR-10."""
 
 from __future__ import annotations
 
@@ -16,9 +12,10 @@ from torch.nn import functional
 
 from natgrad_lab.data import cifar10
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import LabError, Task, standardise_pictures
+from natgrad_lab.experiments.base import Task, standardise_pictures
 from natgrad_lab.experiments.models import TransformerBlock, classify
 from natgrad_lab.experiments.race import RaceSettings, race
+from natgrad_lab.experiments.settings import split_words
 
 
 @dataclass(frozen=True)
@@ -39,32 +36,18 @@ class VitCifarSettings(RaceSettings):
 
 def tasks(settings: VitCifarSettings) -> tuple[Task, ...]:
     """Cross-entropy of ten classes, by the networks that the settings name."""
-    known = {"vit": of_vit, "resnet": of_resnet}
-    words = settings.networks.split(",")
-    for word in words:
-        if word not in known:
-            raise LabError(f"networks has the word {word!r}, expected words among {', '.join(known)}")
-    return tuple(build(settings) for name, build in known.items() if name in words)
-
-
-def of_vit(settings: VitCifarSettings) -> Task:
-    """Patches as tokens."""
-    title = f"vision transformer of {settings.layers} layers, width {settings.width}"
-    return task("vit", title, lambda: ViT(settings), settings, but=("place", "head.weight"))
-
-
-def of_resnet(settings: VitCifarSettings) -> Task:
-    """Convolutions with batch norm and short cuts."""
-    title = f"ResNet-{6 * settings.blocks + 2}"
-    return task("resnet", title, lambda: resnet(settings.filters, settings.blocks), settings, but=("head.weight",))
-
-
-def task(
-    name: str, title: str, model: Callable[[], nn.Module], settings: VitCifarSettings, but: tuple[str, ...]
-) -> Task:
-    """The task of one network. but: the matrices that are Adam's where Muon has the rest."""
-    raced = contestants.select(settings.methods, contestants.line_up(64, but, **GRIDS), contestants.GROUPS)
-    return classify(name, f"CIFAR-10, {title}", model, lambda: standardise_pictures(cifar10()), raced)
+    s, transformer = settings, f"vision transformer of {settings.layers} layers, width {settings.width}"
+    known: dict[str, tuple[str, Callable[[], nn.Module], tuple[str, ...]]] = {  # the last are Adam's, not Muon's
+        "vit": (transformer, lambda: ViT(s), ("place", "head.weight")),
+        "resnet": (f"ResNet-{6 * s.blocks + 2}", lambda: resnet(s.filters, s.blocks), ("head.weight",)),
+    }
+    built = []
+    words = split_words("networks", s.networks, known)
+    for name in (name for name in known if name in words):
+        title, model, but = known[name]
+        raced = contestants.select(s.methods, contestants.line_up(64, but, **GRIDS), contestants.GROUPS)
+        built.append(classify(name, f"CIFAR-10, {title}", model, lambda: standardise_pictures(cifar10()), raced))
+    return tuple(built)
 
 
 GRIDS = {

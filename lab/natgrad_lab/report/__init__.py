@@ -79,13 +79,19 @@ def build(path: Path, experiment: Experiment | None = None) -> tuple[Outcome, Pa
         lstrip_blocks=True,
     )
     environment.globals["replace"] = replace
-    # the command that gives this report again. defaults: settings that need not be said
+    # the command that gives this report again; settings at their defaults need not be said
     defaults = asdict(experiment.settings())
     words = ["natgrad", "run", outcome.experiment, "--seeds", str(len(outcome.seeds))]
     for key, value in outcome.settings.items():
         if key not in defaults or defaults[key] != value:
             words += ["--set", f"{key}={'none' if value is None else value}"]
-    values = {"command": shlex.join(words), "facts": list_facts(outcome)}
+    # what the page lists: versions, threads, device, seeds, settings
+    versions = (", ".join(f"{name} {version}" for name, version in each.items()) for each in outcome.versions)
+    facts = {"versions": "; ".join(versions)}
+    for name in ("threads", "devices", "seeds"):
+        facts[name.replace("devices", "device")] = ", ".join(map(str, getattr(outcome, name)))
+    settings = {name: "none" if v is None else str(v) for name, v in outcome.settings.items() if name not in facts}
+    values = {"command": shlex.join(words), "facts": [*facts.items(), *settings.items()]}
     text = environment.get_template("page.j2").render(light=PALETTE, dark=DARK, outcome=outcome, parts=parts, **values)
     page = path / "report.html"
     files.replace(page, text)
@@ -112,16 +118,6 @@ def read_outcome(experiment: Experiment, folder: Folder) -> Outcome:
         missing=planned - len(headers),
         story=story,
     )
-
-
-def list_facts(outcome: Outcome) -> list[tuple[str, str]]:
-    """Settings, versions, threads, device, seeds: names and values to print."""
-    versions = (", ".join(f"{name} {version}" for name, version in each.items()) for each in outcome.versions)
-    facts = {"versions": "; ".join(versions)}
-    for name in ("threads", "devices", "seeds"):
-        facts[name.replace("devices", "device")] = ", ".join(map(str, getattr(outcome, name)))
-    settings = {name: "none" if v is None else str(v) for name, v in outcome.settings.items() if name not in facts}
-    return [*facts.items(), *settings.items()]
 
 
 def draw_titled(picture: Picture, story: str) -> Figure:

@@ -20,10 +20,6 @@ FEW = boltzmann_ratio.BoltzmannRatioSettings(
 )
 
 
-def known_machine() -> boltzmann_ratio.ExactMachine:
-    return boltzmann_ratio.ExactMachine(3, 0.7, 0)
-
-
 def somewhere(exact: boltzmann_ratio.ExactMachine) -> torch.Tensor:
     generator = torch.Generator().manual_seed(5)
     return 0.5 * torch.randn(2, exact.space.size, dtype=torch.float64, generator=generator)
@@ -31,7 +27,7 @@ def somewhere(exact: boltzmann_ratio.ExactMachine) -> torch.Tensor:
 
 @pytest.mark.parametrize("loss", boltzmann_ratio.LOSSES)
 def test_gradients_are_those_of_the_losses(loss):
-    exact = known_machine()
+    exact = boltzmann_ratio.ExactMachine(3, 0.7, 0)
     for theta, gradient in zip(somewhere(exact), exact.gradient(loss, somewhere(exact)), strict=True):
         params = exact.params(theta)
         value = {

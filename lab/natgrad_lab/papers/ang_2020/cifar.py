@@ -17,7 +17,7 @@ from natgrad_lab.experiments import contestants
 from natgrad_lab.experiments.base import LabError, Task, standardise_pictures
 from natgrad_lab.experiments.models import classify, precision
 from natgrad_lab.experiments.race import race
-from natgrad_lab.experiments.settings import StudySettings, fill, require_size
+from natgrad_lab.experiments.settings import StudySettings, fill, require_size, split_words
 
 METHODS = ("kfac", "online_ng", "diagonal", "sgd", "adam")
 LARGE = {"images": 10_000, "side": 32, "epochs": 50, "dense_depth": 19, "growth": 12, "wide_depth": 16, "width": 4}
@@ -65,10 +65,7 @@ def tasks(settings: AngCifarSettings) -> tuple[Task, ...]:
         "densenet": (f"Figure 2: DenseNet-{dense_depth}, growth {growth}", lambda: dense_net(dense_depth, growth)),
         "wide_resnet": (f"Figure 3: WideResNet-{wide_depth}-{width}", lambda: wide_resnet(wide_depth, width)),
     }
-    words = settings.networks.split(",")
-    for word in words:
-        if word not in networks:
-            raise LabError(f"networks has the word {word!r}, expected words among {', '.join(networks)}")
+    words = split_words("networks", settings.networks, networks)
     # grids narrowed by probes with the tuning seed
     among = contestants.line_up(settings.batch, sgd={"lr": (0.02, 0.1)}, adam={"lr": (1e-3, 5e-3)})
     return tuple(
