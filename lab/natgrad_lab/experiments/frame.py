@@ -39,6 +39,10 @@ class Advance(Protocol):
         """Tell it."""
 
 
+def ignore_progress(fraction: float, note: str = "") -> None:
+    """Nobody watches."""
+
+
 @dataclass(frozen=True)
 class PieceRun:
     """What a piece of work is given.
@@ -57,7 +61,7 @@ class PieceRun:
     settings: Any
     seed: int = 0
     earlier: Mapping[str, Numbers] = field(default_factory=dict)
-    advance: Advance = field(default=lambda fraction, note="": None)
+    advance: Advance = field(default_factory=lambda: ignore_progress)
     checkpoint: Path | None = None
 
 
