@@ -19,14 +19,36 @@ class Stateful:
         """Everything that changes, as plain values and tensors."""
         return {name: write_value(getattr(self, name)) for name in list_names(type(self))}
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        """ValueError for a state that lacks a part of this one's, before anything changes.
+
+        Args:
+            state: What `state_dict` may have given.
+        """
+        check_parts(self, state)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from there.
 
         Args:
             state: What `state_dict` gave.
+
+        Raises:
+            ValueError: If it lacks a part.
         """
+        self.check_state(state)
         for name in list_names(type(self)):
             setattr(self, name, read_value(getattr(self, name), state[name]))
+
+
+def check_parts(owner: Any, state: dict[str, Any]) -> None:
+    """ValueError for a state that lacks a part of what an object's `state_dict()` has."""
+    missing = sorted(owner.state_dict().keys() - state.keys())
+    if missing:
+        raise ValueError(
+            f"the state lacks {missing}: a part was lost, or it is not of today's {type(owner).__name__}.state_dict(). "
+            "Nothing was changed"
+        )
 
 
 def list_names(kind: type) -> list[str]:

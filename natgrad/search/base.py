@@ -94,6 +94,7 @@ class Search(Stateful, Explained):
         Args:
             state: From `state_dict` of a search built with the same arguments.
         """
+        self.check_state(state)
         x, popsize = state["best"][0], state["popsize"]
         if x.shape != self.best.x.shape or popsize != self.popsize:
             raise ValueError(

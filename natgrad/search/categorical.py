@@ -138,6 +138,7 @@ class CategoricalSearch(Relaxation):
         return points, values
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check_state(state)
         if state["theta"].shape != self.theta.shape:
             raise ValueError(
                 f"the state is of a search with {len(state['theta'])} values in all, this one has {len(self.theta)}: "

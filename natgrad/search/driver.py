@@ -280,6 +280,7 @@ class SearchRuns(Stateful):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from there."""
+        self.check_state(state)
         x, popsize = state["best"][0], state["popsize"]
         if x.shape != self.best.x.shape or popsize != self.popsize:
             raise ValueError(

@@ -302,6 +302,7 @@ class GaussianSearch(Search):
         return super().state_dict() | {"state": dict(self._state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check_state(state)
         if set(state["state"]) != set(self._state):
             raise ValueError(f"the state is of another model than {self.model}: build the search with the same model")
         super().load_state_dict(state)

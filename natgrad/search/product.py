@@ -81,6 +81,7 @@ class ProductSearch(Search):
         return super().state_dict() | {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check_state(state)
         if len(state["parts"]) != len(self.parts):
             raise ValueError(f"the state is of {len(state['parts'])} parts, this search has {len(self.parts)}")
         super().load_state_dict(state)

@@ -14,6 +14,7 @@ from natgrad.ground.linalg import eigh
 from natgrad.ground.messages import write_choices
 from natgrad.ground.progress import Callbacks, join_callbacks, run_steps
 from natgrad.ground.pure import keep_gradient_mode
+from natgrad.ground.states import check_parts
 from natgrad.optim import Processes
 from natgrad.vmc.amplitude import LogAmplitude
 from natgrad.vmc.antisymmetric import AntisymmetricNet
@@ -151,7 +152,11 @@ class GroundState:
 
         Args:
             state_dict: What that returned.
+
+        Raises:
+            ValueError: If it lacks a part.
         """
+        check_parts(self, state_dict)
         self.psi.load_state_dict(state_dict["psi"])
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self.sampler.load_state_dict(state_dict["sampler"])

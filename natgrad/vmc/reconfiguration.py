@@ -14,6 +14,7 @@ from natgrad.ground.linalg import all_finite
 from natgrad.ground.messages import write_choices
 from natgrad.ground.pure import check_examples_apart, keep_gradient_mode
 from natgrad.ground.spaces import trainable
+from natgrad.ground.states import check_parts
 from natgrad.ground.typed_torch import measure_norm
 from natgrad.metrics import GeometricTensor, geometric_tensor, lay_out_amplitudes
 from natgrad.operators import Centred, Operator, Pullback
@@ -234,7 +235,11 @@ class StochasticReconfiguration:
 
         Args:
             state_dict: What that returned.
+
+        Raises:
+            ValueError: If it lacks a part.
         """
+        check_parts(self, state_dict)
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self.energies = [EnergyEstimate(*values) for values in state_dict["energies"]]
 

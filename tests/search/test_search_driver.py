@@ -86,6 +86,19 @@ def test_a_given_search_resumes_bit_for_bit(name: str, tmp_path):
     assert parts.history.state_dict() == whole.history.state_dict()
 
 
+@pytest.mark.parametrize("name", SEARCHES)
+def test_a_state_that_lost_a_part_is_refused_and_changes_nothing(name: str):
+    search, other = SEARCHES[name](), SEARCHES[name]()
+    other.tell(X := other.ask(), X.double().sum(1))
+    before, later = search.ask(), other.state_dict()
+    search = SEARCHES[name]()
+    for part in later:
+        with pytest.raises(ValueError, match=part):
+            search.load_state_dict({key: value for key, value in later.items() if key != part})
+    assert search.nfev == 0
+    assert torch.equal(search.ask(), before)
+
+
 # Odd objectives.
 
 
