@@ -26,6 +26,10 @@ class Stateful:
             state: What `state_dict` may have given.
         """
         check_parts(self, state)
+        for name in list_names(type(self)):
+            part = getattr(self, name)
+            if isinstance(part, Stateful) and state[name] is not None:
+                part.check_state(state[name])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from there.
@@ -46,8 +50,7 @@ def check_parts(owner: Any, state: dict[str, Any]) -> None:
     missing = sorted(owner.state_dict().keys() - state.keys())
     if missing:
         raise ValueError(
-            f"the state lacks {missing}: a part was lost, or it is not of today's {type(owner).__name__}.state_dict(). "
-            "Nothing was changed"
+            f"the state lacks {missing}: a part was lost, or it is not of today's {type(owner).__name__}.state_dict()"
         )
 
 

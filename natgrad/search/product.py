@@ -84,8 +84,11 @@ class ProductSearch(Search):
         self.check_state(state)
         if len(state["parts"]) != len(self.parts):
             raise ValueError(f"the state is of {len(state['parts'])} parts, this search has {len(self.parts)}")
+        pairs = list(zip(self.parts, state["parts"], strict=True))
+        for part, own in pairs:
+            part.check_state(own)
         super().load_state_dict(state)
-        for part, own in zip(self.parts, state["parts"], strict=True):
+        for part, own in pairs:
             part.load_state_dict(own)
 
     def _check_candidates(self, X: Any, F: Any) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -68,3 +69,18 @@ def test_an_object_goes_on_from_a_file(tmp_path: Path):
 
 def test_the_names_of_base_classes_count_first():
     assert list(Walk().state_dict())[:2] == ["count", "generator"]
+
+
+@pytest.mark.parametrize("place", ["outer", "inner"])
+def test_a_state_that_lacks_a_part_anywhere_changes_nothing(place: str):
+    walk, other = Walk(Base()), Walk(Base())
+    other.step()
+    state = other.state_dict()
+    short = dict(state if place == "outer" else state["inner"])
+    short.pop("count")
+    state = short if place == "outer" else state | {"inner": short}
+    before = walk.generator.get_state()
+    with pytest.raises(ValueError, match="count"):
+        walk.load_state_dict(state)
+    assert walk.count == 0
+    assert torch.equal(walk.generator.get_state(), before)
