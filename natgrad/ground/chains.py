@@ -130,9 +130,9 @@ class LayerChain:
             else:
                 jets = start_jets(inputs, layout) if jets is None else jets
                 slopes = differentiate_elementwise(part, jets[0], order)
-                kept = layout.select(wish) if number == last and wish != layout else None
-                records += [partial(pull_bend, jets, layout, slopes, kept)] * rows
-                jets, layout = bend_jets(jets, layout, slopes, kept), layout if kept is None else wish
+                chosen = layout.select(wish) if number == last and wish != layout else None
+                records += [partial(pull_bend, jets, layout, slopes, chosen)] * rows
+                jets, layout = bend_jets(jets, layout, slopes, chosen), layout if chosen is None else wish
         assert jets is not None
         return JetPass(jets, layout, records, state)
 

@@ -26,7 +26,7 @@ from natgrad.operators import (
     unpack_operator,
 )
 from natgrad.optim.guard import Guard, are_finite
-from natgrad.optim.processes import Cost, Owners, cost_of
+from natgrad.optim.processes import ArrivingSums, Cost, Owners, cost_of
 from natgrad.optim.reading import Reading, agree_on_parts
 from natgrad.optim.state import Block, Hearing, single
 from natgrad.rules import Parts, Rule, inner_product
@@ -138,7 +138,7 @@ class Averages:
             if not self.owners.holds(key) or are_finite([totals.values()])[0]:
                 self._average(blocks, block, totals, decay, count)
 
-        sums = self.owners.open_sums(self.structure.symmetric, deliver, fit)
+        sums = ArrivingSums(self.owners.processes, self.structure.symmetric, deliver, fit)
         of = self.owners.of if self.owners.apart else {}
         few = Sums(add_few=self.owners.processes.sum_entries)
         for seen, count in self._weigh_layers(reading):

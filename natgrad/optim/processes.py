@@ -931,12 +931,6 @@ class Owners:
             return own
         return self.processes.send_tree(own, self.of[key], "statistics")
 
-    def open_sums(
-        self, symmetric: frozenset[str], deliver: Callable[[str, dict[str, Tensor]], None], fine: bool
-    ) -> ArrivingSums:
-        """Statistics of a pass that are sent in messages of many blocks."""
-        return ArrivingSums(self.processes, symmetric, deliver, fine)
-
     def _sum_statistics(self, owner: int, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
         """Sums for all processes, or for the owner alone."""
         return self.processes.sum_entries(fresh, owner if self.apart else None)

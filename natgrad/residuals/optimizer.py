@@ -290,8 +290,9 @@ class ResidualOptimizer(NaturalGradient):
             Name -> residuals, shape (b, m).
         """
         some = System({n: t for n, t in self.system.terms.items() if n in points}, self.system.weights)
-        found = check_points(some if points else self.system, points, self._find_trained())
-        return {name: self.system.terms[name].values(self._find_trained(), found[name]) for name in found}
+        params = self._find_trained()
+        checked = check_points(some if points else self.system, points, params)
+        return {name: self.system.terms[name].values(params, part) for name, part in checked.items()}
 
     def _find_trained(self) -> dict[str, Tensor]:
         active = {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad}
@@ -391,8 +392,8 @@ class ResidualObjective(Objective):
 
     def _differentiate(self, step: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
         moved = {name: p.detach() + step[name] for name, p in self.params.items()}
-        found = self.system.linearise(moved, self.now.points)
-        return float(found.loss), self.space.unflatten(found.operator.rows.mv(found.residuals))
+        there = self.system.linearise(moved, self.now.points)
+        return float(there.loss), self.space.unflatten(there.operator.rows.mv(there.residuals))
 
 
 def measure_units(operator: Operator) -> Tensor:
