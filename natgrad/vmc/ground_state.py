@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -154,12 +155,20 @@ class GroundState:
             state_dict: What that returned.
 
         Raises:
-            ValueError: If it lacks a part.
+            ValueError: If it lacks a part, or is of another sampler or optimizer. Nothing is changed then.
         """
         check_parts(self, state_dict)
-        self.psi.load_state_dict(state_dict["psi"])
-        self.optimizer.load_state_dict(state_dict["optimizer"])
-        self.sampler.load_state_dict(state_dict["sampler"])
+        before = deepcopy(self.state_dict())
+        try:
+            self._load(state_dict)
+        except Exception:
+            self._load(before)
+            raise
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.psi.load_state_dict(state["psi"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.sampler.load_state_dict(state["sampler"])
 
 
 def lowest_energy(hamiltonian: Hamiltonian, *, steps: int = 200, seed: int = 0) -> float:

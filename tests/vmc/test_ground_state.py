@@ -61,6 +61,10 @@ def test_save_load_and_continue_equals_never_having_stopped(name):
     state = torch.load(file, weights_only=True)
     with pytest.raises(ValueError, match="sampler"):
         later.load_state_dict({name: part for name, part in state.items() if name != "sampler"})
+    fresh = [p.clone() for p in later.psi.parameters()]
+    with pytest.raises(ValueError, match="state"):
+        later.load_state_dict(state | {"optimizer": {"optimizer": {}, "energies": []}})
+    assert all(map(torch.equal, later.psi.parameters(), fresh))
     later.load_state_dict(state)
     later.run(3)
     assert [one.mean for one in later.energies] == [one.mean for one in whole.energies]
