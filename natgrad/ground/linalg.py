@@ -523,9 +523,7 @@ def inverse_psd(matrix: Tensor, damping: float | Tensor = 0.0) -> Tensor:
         damping: A number > 0, or one per matrix (...).
     """
     n, shape = matrix.shape[-1], matrix.shape
-    lower, info = cholesky_over(damp(matrix, damping))
-    pivots = lower.diagonal(dim1=-2, dim2=-1).square()
-    sound = (info == 0) & (pivots.amin(-1) > 100 * safe_cutoff(n, lower.dtype) * pivots.amax(-1))
+    lower, sound = _factor_damped(matrix, damping)
     if bool(sound.all()):
         # symmetric to the bit
         return torch.cholesky_inverse(lower, out=lower if lower.is_cpu else None).to(matrix.dtype)
@@ -533,6 +531,26 @@ def inverse_psd(matrix: Tensor, damping: float | Tensor = 0.0) -> Tensor:
     blocks = zip(lower.reshape(-1, n, n), damp(matrix, damping).reshape(-1, n, n), sound.reshape(-1), strict=True)
     each = [torch.cholesky_inverse(low) if bool(fine) else solve_psd(block, eye) for low, block, fine in blocks]
     return torch.stack(each).view(shape).to(matrix.dtype)
+
+
+def root_psd(matrix: Tensor, damping: float | Tensor) -> Tensor | None:
+    """L (..., n, n) with L L^T = A + damping I for PSD A; None where the pivots of one show a lost rank."""
+    lower, sound = _factor_damped(matrix, damping)
+    return lower if bool(sound.all()) else None
+
+
+def solve_by_root(root: Tensor, block: Tensor, *, left: bool) -> Tensor:
+    """(L L^T)^-1 X, or X (L L^T)^-1, for L (..., n, n) lower."""
+    first, second = (root, root.mT) if left else (root.mT, root)
+    half = torch_linalg.solve_triangular(first, block, upper=not left, left=left)
+    return torch_linalg.solve_triangular(second, half, upper=left, left=left)
+
+
+def _factor_damped(matrix: Tensor, damping: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Cholesky factors of A + damping I, at least in float32, and which of them show no lost rank."""
+    lower, info = cholesky_over(damp(matrix, damping))
+    pivots = lower.diagonal(dim1=-2, dim2=-1).square()
+    return lower, (info == 0) & (pivots.amin(-1) > 100 * safe_cutoff(matrix.shape[-1], lower.dtype) * pivots.amax(-1))
 
 
 def cholesky_over(matrix: Tensor) -> tuple[Tensor, Tensor]:

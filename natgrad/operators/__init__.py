@@ -26,6 +26,7 @@ from natgrad.operators.dense import (
 from natgrad.operators.facts import Facts, combine_facts
 from natgrad.operators.kronecker import (
     KroneckerOperator,
+    KroneckerSolve,
     Spectral,
     Spiked,
     SpikedKronecker,
@@ -56,6 +57,7 @@ __all__ = [
     "InvertedOperator",
     "JoinedRows",
     "KroneckerOperator",
+    "KroneckerSolve",
     "Layout",
     "Linearization",
     "LowRankOperator",

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from natgrad.ground.linalg import KroneckerEigen, inverse_psd, positive_inverse, psd_root, safe_cutoff
+from natgrad.ground.constants import SOLVED_RATIO, SOLVED_ROWS
+from natgrad.ground.linalg import (
+    KroneckerEigen,
+    inverse_psd,
+    positive_inverse,
+    psd_root,
+    root_psd,
+    safe_cutoff,
+    solve_by_root,
+    widen_dtype,
+)
 from natgrad.ground.typed_torch import join_diagonally
 from natgrad.operators.base import Operator
 
@@ -73,7 +83,7 @@ class KroneckerOperator(Operator, packed_as="kronecker"):
             return self.factored_inverse(damping)
         return Spectral(KroneckerEigen.of(self.left, self.right)).inverse(damping)
 
-    def factored_inverse(self, damping: float | Tensor) -> KroneckerOperator:
+    def factored_inverse(self, damping: float | Tensor) -> KroneckerOperator | KroneckerSolve:
         """(A + pi sqrt(l) I)^-1 (x) (B + sqrt(l) / pi I)^-1, pi^2 = (tr A / p) / (tr B / q).
 
         pi makes the two cross terms equally large. It is 1 where a factor is zero, which then does no harm.
@@ -102,28 +112,86 @@ class KroneckerOperator(Operator, packed_as="kronecker"):
         return block_kron(left, right)
 
 
-def stack_products(operators: Sequence[Operator]) -> KroneckerOperator | None:
+class KroneckerSolve(Operator, packed_as="kronecker_solve"):
+    """A^-1 (x) B^-1 with the larger factor as its Cholesky root: a solve in the place of an inverse and a product.
+
+    Args:
+        left: A^-1, shape (p, p), or (k, p, p) for independent blocks; if p > q lower L with A = L L^T.
+        right: B^-1, shape (q, q) or (k, q, q); if p <= q lower L with B = L L^T.
+    """
+
+    has_closed_form = True
+    state = ("left", "right")
+    factored = False
+
+    def __init__(self, left: Tensor, right: Tensor) -> None:
+        self.left, self.right = left, right
+        self.matrix_shape = (*left.shape[:-1], right.shape[-1])
+        self.size = torch.Size(self.matrix_shape).numel()
+        self.dtype, self.device = left.dtype, left.device
+
+    def mv(self, vector: Tensor) -> Tensor:
+        block = vector.reshape(self.matrix_shape)
+        if self.left.shape[-1] > self.right.shape[-1]:
+            return solve_by_root(self.left, block @ self.right, left=True).reshape(-1)
+        return solve_by_root(self.right, self.left @ block, left=False).reshape(-1)
+
+    def product(self) -> KroneckerOperator:
+        """The same as two matrices."""
+        if self.left.shape[-1] > self.right.shape[-1]:
+            return KroneckerOperator(torch.cholesky_inverse(self.left), self.right)
+        return KroneckerOperator(self.left, torch.cholesky_inverse(self.right))
+
+    def root(self) -> Tensor:
+        return self.product().root()
+
+    def inverse(self, damping: float = 0.0) -> Operator:
+        """Exact, in the joint eigenbasis.
+
+        Args:
+            damping: In the units of this operator, >= 0.
+        """
+        return self.product().inverse(damping)
+
+    def diagonal(self) -> Tensor:
+        return self.product().diagonal()
+
+    def trace(self) -> Tensor:
+        return self.product().trace()
+
+    def dense(self) -> Tensor:
+        return self.product().dense()
+
+
+def stack_products(operators: Sequence[Operator]) -> KroneckerOperator | KroneckerSolve | None:
     """Products of one block each and of one shape as one operator with a leading axis; None for anything else.
 
     Args:
         operators: The blocks of diag(G_1, ..., G_k).
     """
-    products = [op for op in operators if type(op) is KroneckerOperator and op.left.dim() == 2 == op.right.dim()]
-    kinds = {(op.left.shape, op.right.shape, op.factored, op.dtype, op.device) for op in products}
+    products = [op for op in operators if type(op) in (KroneckerOperator, KroneckerSolve)]
+    products = cast("list[KroneckerOperator | KroneckerSolve]", products)
+    products = [op for op in products if op.left.dim() == 2 == op.right.dim()]
+    kinds = {(type(op), op.left.shape, op.right.shape, op.factored, op.dtype, op.device) for op in products}
     if len(kinds) != 1 or len(products) != len(operators):
         return None
-    sides = (torch.stack([p.left for p in products]), torch.stack([p.right for p in products]))
-    return KroneckerOperator(*sides, factored=products[0].factored)
+    return renew(products[0], torch.stack([p.left for p in products]), torch.stack([p.right for p in products]))
 
 
-def split_products(stack: KroneckerOperator) -> list[KroneckerOperator]:
+def split_products(stack: KroneckerOperator | KroneckerSolve) -> list[KroneckerOperator | KroneckerSolve]:
     """The blocks that `stack_products` stacked: views.
 
     Args:
         stack: With a leading axis.
     """
-    pairs = zip(stack.left.unbind(), stack.right.unbind(), strict=True)
-    return [KroneckerOperator(left, right, factored=stack.factored) for left, right in pairs]
+    return [renew(stack, *pair) for pair in zip(stack.left.unbind(), stack.right.unbind(), strict=True)]
+
+
+def renew(like: KroneckerOperator | KroneckerSolve, left: Tensor, right: Tensor) -> KroneckerOperator | KroneckerSolve:
+    """Another of the kind."""
+    if isinstance(like, KroneckerSolve):
+        return KroneckerSolve(left, right)
+    return KroneckerOperator(left, right, factored=like.factored)
 
 
 class Spectral(Operator, packed_as="spectral"):
@@ -177,11 +245,25 @@ def diagonal_of(factor: Tensor) -> Tensor:
     return factor if factor.dim() == 1 else factor.diagonal(dim1=-2, dim2=-1)
 
 
-def invert_factors(left: Tensor, right: Tensor, means: Sequence[Tensor], damping: float | Tensor) -> KroneckerOperator:
+def invert_factors(
+    left: Tensor, right: Tensor, means: Sequence[Tensor], damping: float | Tensor
+) -> KroneckerOperator | KroneckerSolve:
     """(A + pi sqrt(l) I)^-1 (x) (B + sqrt(l) / pi I)^-1, pi^2 the ratio of the factors' mean eigenvalues."""
     pi = torch.where((means[0] > 0) & (means[1] > 0), (means[0] / means[1]).sqrt(), 1.0)
-    shift = damping**0.5
-    return KroneckerOperator(inverse_factor(left, shift * pi), inverse_factor(right, shift / pi))
+    sides, shifts = (left, right), (damping**0.5 * pi, damping**0.5 / pi)
+    large = int(left.shape[-1] <= right.shape[-1])
+    root = root_psd(sides[large], shifts[large]) if is_lopsided(sides[large], sides[1 - large]) else None
+    if root is None:
+        return KroneckerOperator(*map(inverse_factor, sides, shifts))
+    small = inverse_factor(sides[1 - large], shifts[1 - large])
+    return KroneckerSolve(small, root) if large else KroneckerSolve(root, small)
+
+
+def is_lopsided(large: Tensor, small: Tensor) -> bool:
+    """Whether the larger factor's inverse costs more than the solves that it saves: ten, and full matrices."""
+    full = min(large.dim(), small.dim()) > 1 and max(large.dim(), small.dim()) < 4
+    size = large.shape[-1]
+    return full and size >= max(SOLVED_ROWS, SOLVED_RATIO * small.shape[-1]) and large.dtype == widen_dtype(large.dtype)
 
 
 def inverse_factor(factor: Tensor, shift: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from natgrad.ground.whole_tensors import gather_whole, zeros_whole
 from natgrad.layers import Layer, Layout, Seen
 from natgrad.operators import (
     DiagonalOperator,
+    KroneckerOperator,
     Operator,
     pack_operator,
     split_products,
@@ -326,7 +327,7 @@ class Averages:
             if len(keys) < 2:
                 continue
             stack = stack_products([self.operator(blocks[key]) for key in keys])
-            if stack is None or not stack.factored:
+            if not isinstance(stack, KroneckerOperator) or not stack.factored:
                 continue
             damping = torch.tensor([levels[key] for key in keys], dtype=stack.dtype, device=stack.device)
             try:

@@ -248,11 +248,11 @@ def whitener_of_few(moment: Tensor, damping: float, rank: int) -> dict[str, Tens
     few of them stand out (on MNIST the 65th of 785 directions has .95). V is (n, rank), by two steps of subspace
     iteration from the columns of the largest entries, a third of the time of a Cholesky factor for n = 785.
     """
-    mean = moment.diagonal().mean()
-    scaled = torch.where(mean > 0, moment / torch.where(mean > 0, mean, 1.0), torch.eye(len(moment)).to(moment))
-    basis = torch_linalg.qr(scaled[:, scaled.diagonal().topk(rank).indices]).Q
-    basis = torch_linalg.qr(scaled @ basis).Q
-    inner, identity = symmetrise(basis.mT @ (scaled @ basis)), torch.eye(rank).to(moment)
+    mean, identity = moment.diagonal().mean(), torch.eye(rank).to(moment)
+    basis = torch_linalg.qr(moment[moment.diagonal().topk(rank).indices].mT).Q
+    basis = torch_linalg.qr(moment @ basis).Q
+    inner = symmetrise(basis.mT @ (moment @ basis))
+    inner = torch.where(mean > 0, inner / torch.where(mean > 0, mean, 1.0), identity)
     rest = ((len(moment) - inner.trace()) / (len(moment) - rank)).clamp(min=0) + damping
     cut = identity - invert_factor_or_nan(inner + damping * identity) * rest.sqrt()
     return {"inputs": basis, "cut": cut, "root": rest.rsqrt()}

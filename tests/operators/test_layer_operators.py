@@ -13,12 +13,17 @@ from natgrad.operators import (
     DenseOperator,
     DiagonalOperator,
     KroneckerOperator,
+    KroneckerSolve,
     Layout,
     QuasiDiagonal,
     SharedBasis,
     SharedRows,
     Spectral,
     Units,
+    pack_operator,
+    split_products,
+    stack_products,
+    unpack_operator,
 )
 from natgrad.testing import check_operator
 
@@ -65,6 +70,8 @@ ALL = {
     "kronecker, both diagonal": lambda: KroneckerOperator(draw(3).square(), draw(4).square()),
     "kronecker, zero": lambda: KroneckerOperator(torch.zeros(2, 2, dtype=F64), spd(3)),
     "inverse of blocks": lambda: KroneckerOperator(spd(2, 3), spd(2, 4)).inverse(0.1),
+    "solve of a large left factor": lambda: KroneckerSolve(torch.linalg.cholesky(spd(5)), spd(2)),
+    "solve of a large right factor, blocks": lambda: KroneckerSolve(spd(3, 2), torch.linalg.cholesky(spd(3, 4))),
     "corrected": lambda: Spectral(KroneckerEigen.of(spd(3), spd(4)), draw(3, 4).square()),
     "corrected, diagonal left": lambda: Spectral(KroneckerEigen.of(draw(3).square(), spd(4)), draw(3, 4).square()),
     "units": lambda: Units(spd(3, 4)),
@@ -104,6 +111,37 @@ def test_the_factored_inverse_damps_both_factors(left: torch.Tensor):
     first = torch.linalg.inv(matrix + 0.2 * pi * torch.eye(3, dtype=F64))
     second = torch.linalg.inv(right.reshape(4, 4) + 0.2 / pi * torch.eye(4, dtype=F64))
     assert_close(inverse.dense(), torch.kron(first, second), 1e-13)
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["right", "left"])
+@pytest.mark.parametrize("rank", [600, 3], ids=["full rank", "of few examples"])
+def test_a_factor_much_larger_than_the_other_is_solved_and_not_inverted(turned: bool, rank: int):
+    rows = draw(rank, 520)
+    small, large = spd(2, 3), torch.stack([rows.mT @ rows / rank, spd(520)])
+    sides = (large, small) if turned else (small, large)
+    damping = torch.tensor([1e-3, 0.5], dtype=F64)
+    solve = KroneckerOperator(*sides, factored=True).factored_inverse(damping)
+    assert isinstance(solve, KroneckerSolve)
+    vector = draw(solve.size, seed=3)
+    for i, (one, part, v) in enumerate(zip(split_products(solve), damping, vector.view(2, -1), strict=True)):
+        a, b = (side[i] for side in sides)
+        pi = (a.diagonal().mean() / b.diagonal().mean()).sqrt()
+        damped = [m + s * torch.eye(len(m), dtype=F64) for m, s in ((a, part.sqrt() * pi), (b, part.sqrt() / pi))]
+        back = damped[0] @ one.mv(v).view(len(a), len(b)) @ damped[1]
+        assert_close(back.reshape(-1), v, 1e-9)
+    again = stack_products([unpack_operator(pack_operator(one)) for one in split_products(solve)])
+    assert again is not None
+    assert_close(again.mv(vector), solve.mv(vector), 1e-12)
+
+
+@pytest.mark.parametrize("damping", [0.0, 1e-40])
+def test_a_large_factor_that_is_singular_is_inverted_by_the_ladder(damping: float):
+    rows = draw(3, 520)
+    operator = KroneckerOperator(spd(2), rows.mT @ rows, factored=True)
+    inverse = operator.inverse(damping)
+    vector = operator.mv(draw(operator.size, seed=5))
+    assert isinstance(inverse, KroneckerOperator)
+    assert_close(operator.mv(inverse.mv(vector)), vector, 1e-6)
 
 
 def test_the_quasi_diagonal_keeps_the_diagonal_and_the_bias_row():
