@@ -16,9 +16,10 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.nn import functional
 
 from natgrad.ground.graph_nodes import FLIPS, SAME, kind_of, read_dim, read_factor, read_index, read_order
+from natgrad.ground.pure import version_of
 from natgrad.layers.kinds import Layer
 from natgrad.layers.moments import Seen
-from natgrad.layers.taps import MatrixProduct, version_of
+from natgrad.layers.taps import MatrixProduct
 
 EXPERTS, ROWS, COLUMNS, NEW = "e", "r", "c", "1"
 

@@ -504,18 +504,18 @@ def layer_factors(seen: Seen, reduce: bool, room: Room) -> dict[str, Tensor]:
     return {"left": total([factor(d, room, 1, columns) for d in deltas])} | layer_inputs(seen, reduce, room)
 
 
-def layer_inputs(seen: Seen, reduce: bool, room: Room, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def layer_inputs(seen: Seen, reduce: bool, room: Room, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """The part of `layer_factors` that takes no derivatives: A = E[a a^T] on the right, of tokens on the left.
 
     Args:
         seen: What the pass recorded of the layer, which has more than one output per group and is not `Mixed`.
         reduce: As for `layer_factors`.
         room: As for `layer_factors`.
-        dtype: Of the frequencies of tokens; None for float32.
+        dtype: Of the frequencies of tokens.
     """
     a = seen.activations
     if seen.by_token:  # the table's rows are tokens: the frequencies stand on the left
-        counts = token_moment(a, seen.layer.layout.outputs, seen.padding, dtype or torch.float32, seen.weights)
+        counts = token_moment(a, seen.layer.layout.outputs, seen.padding, dtype, seen.weights)
         return {"left": seen.share * counts}
     reduce = reduce and not seen.pooled
     a = a.mean(1, keepdim=True) if reduce else a

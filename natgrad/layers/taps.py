@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.ground.pure import is_evaluating, refuse_jagged, run_alone
+from natgrad.ground.pure import is_evaluating, refuse_jagged, run_alone, version_of
 from natgrad.ground.whole_tensors import any_split, gather_whole, is_split
 from natgrad.layers.kinds import Layer
 
@@ -426,8 +426,3 @@ def derivatives(
         at_taps.append(gradients[: len(taps)])
         at_leaves.append(gradients[len(taps) :])
     return at_taps, at_leaves
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written to; tensors of inference mode do not count."""
-    return 0 if tensor.is_inference() else tensor._version

@@ -25,10 +25,11 @@ from natgrad.ground.graph_nodes import (
     read_shape,
     read_tokens,
 )
+from natgrad.ground.pure import version_of
 from natgrad.ground.spaces import Space
 from natgrad.layers.experts import ExpertProduct, ExpertSource, expert_product, find_experts
 from natgrad.layers.kinds import Layer, Layout
-from natgrad.layers.taps import MatrixProduct, version_of
+from natgrad.layers.taps import MatrixProduct
 
 SECOND = "products with "
 

@@ -46,18 +46,17 @@ from natgrad.optim.blocks import (
 )
 from natgrad.optim.checks import check_statistics
 from natgrad.optim.guard import Verdict, least_damping, stay_finite, watch_late
-from natgrad.optim.objective import BatchForm, PooledLoss, judge_step, refuse_nothing
+from natgrad.optim.objective import BatchForm, PooledLoss
 from natgrad.optim.passes import Loss
 from natgrad.optim.processes import Processes
 from natgrad.optim.reading import Reading
 from natgrad.optim.stacks import StackGradient, arrange, remember, split_stack, stack_gradients
 from natgrad.optim.state import Block, Length, Noise, OwnGradients, Pace, Stack, Stacks, State
-from natgrad.optim.step import Batch, Choices, Evidence, Move, Work
+from natgrad.optim.step import Batch, Choices, Evidence, Work
 from natgrad.rules import (
     BlockPoint,
     BlockStack,
     BlockStep,
-    Damping,
     ErrorScale,
     LayerFacts,
     Lazy,
@@ -86,7 +85,7 @@ class BlockEvidence(Evidence):
         losses: Those that they came from, in units of their means.
         nats: Nats per example in one unit of the mean loss.
         scale: What the gradients were multiplied by, under reduction='sum' or to maximise; 0 stands for 1.
-        update: What the passes made of the averages; None where none was read.
+        update: What the passes made of the averages.
         values: The parameters, whole.
         settings: Of the parameter groups.
         late: True if statistics were due and none was read.
@@ -102,7 +101,7 @@ class BlockEvidence(Evidence):
     losses: Sequence[Loss]
     nats: Any
     scale: float
-    update: BatchUpdate | None
+    update: BatchUpdate
     values: WholeTensors
     settings: Settings
     late: bool
@@ -114,8 +113,8 @@ class BlockEvidence(Evidence):
 
     def pool(self, choices: Choices, state: State) -> Batch:
         """The batch of all processes; without a number for a loss where a layer's inputs were far too large."""
-        update, losses, raw = self.read_update(state), self.losses, self.gradients
-        if update.far:
+        losses, raw = self.losses, self.gradients
+        if self.update.far:
             losses = [loss._replace(value=loss.value * math.nan) for loss in losses]
         norms = dict(zip(raw, measure_norms(list(raw.values())), strict=True))
         loss, nats, scale, norm = choices.processes.pool_losses(losses, self.nats, self.scale, norms)
@@ -123,11 +122,11 @@ class BlockEvidence(Evidence):
             raw = {name: gradient / scale for name, gradient in raw.items()}
             norms, norm = {n: size / abs(scale) for n, size in norms.items()}, norm / abs(scale)
         damping = next(iter(self.settings.values()))["damping"]
-        return Batch(raw, norm, loss, update.guard, damping, cuts=True, norms=norms, nats=nats, scale=scale)
+        return Batch(raw, norm, loss, self.update.guard, damping, cuts=True, norms=norms, nats=nats, scale=scale)
 
     def open(self, choices: Choices, state: State, batch: Batch, verdict: Verdict) -> BlockWork:
         """Statistics -> blocks -> damped inverses, when they are due."""
-        update = self.read_update(state)
+        update = self.update
         check_statistics(not update.blocks)
         watch_late(state.guard.late + 1 if self.late else 0, update.bad)
         outside, pace = state.outside, state.pace
@@ -145,22 +144,18 @@ class BlockEvidence(Evidence):
             pace = replace(pace, updated=state.step)
         known = {"blocks": update.blocks, "hearing": update.hearing, "outside": outside, "pace": pace}
         now = replace(state, guard=verdict.guard, **known)
-        work = BlockWork(choices, now, batch, verdict.loss, self, update)
+        work = BlockWork(choices, now, batch, verdict.loss, self)
         updated = pace.updated > pace.inverted
         work.invert(updated and is_due(pace.inverted, now.step, now.is_turned, choices.invert_every))
         return work
 
     def leave(self, choices: Choices, state: State) -> State:
         """What the passes told of the layers is kept."""
-        update = self.read_update(state).fail()
+        update = self.update.fail()
         # skipped steps are counted by themselves
         guard = replace(update.guard, late=state.guard.late if self.late else 0)
         pace = replace(state.pace, updated=state.step) if update.taken else state.pace
         return replace(state, blocks=update.blocks, hearing=update.hearing, guard=guard, pace=pace)
-
-    def read_update(self, state: State) -> BatchUpdate:
-        """What the passes made of the averages; those of the state where none was read."""
-        return self.update or BatchUpdate(state.blocks, state.hearing, state.guard)
 
 
 # inverses, direction, length
@@ -176,19 +171,12 @@ class BlockWork(Work):
     """
 
     def __init__(
-        self,
-        choices: Choices,
-        state: State,
-        batch: Batch,
-        loss: float | None,
-        evidence: BlockEvidence,
-        update: BatchUpdate,
+        self, choices: Choices, state: State, batch: Batch, loss: float | None, evidence: BlockEvidence
     ) -> None:
         super().__init__(choices, state, batch, loss)
-        self.evidence, self.update, self.averages = evidence, update, evidence.averages
+        self.evidence, self.averages, self.sample = evidence, evidence.averages, evidence.update.sample
         self.settings, self.owners, self.processes = evidence.settings, evidence.averages.owners, choices.processes
         self.values, self.device = evidence.values, batch.norm.device
-        self.sample = None if evidence.update is None else evidence.update.sample
         # a rule that turns takes the plain damped inverses until then
         self.turned = self.rule.turns_at is not None and state.is_turned
         self.shapes = self.rule.shapes and (self.rule.turns_at is None or self.turned)
@@ -227,7 +215,7 @@ class BlockWork(Work):
         """The damping of each block, by today's averages."""
         scales = BlockScales(self.averages, self.state.blocks, self.batch.nats)
         if self.owners.apart:
-            scales.of().mean_eigenvalue()  # all processes together, before each looks at its own blocks
+            _ = scales.mean  # all processes together, before each looks at its own blocks
         return partial(self.level, scales, self.batch.list_norms())
 
     def level(self, scales: BlockScales, norms: Mapping[str, float], block: Block) -> float:
@@ -495,7 +483,8 @@ class BlockWork(Work):
     def form_on_sample(self, sample: Reading, vector: Parts) -> Tensor:
         """The form on the sample of a pass, and a penalty's."""
         moves = vector.tensors()
-        return measure_form(sample, moves, self.values, self.processes, self.penalty(moves))
+        form, _ = pool_form(sample, moves, {}, self.values, self.processes)
+        return form / sum_rows(sample) + self.penalty(moves)
 
     def without_penalty(self, levels: Mapping[str, float]) -> dict[str, float]:
         """The damping by name without a penalty, which the measured form has."""
@@ -509,37 +498,43 @@ class BlockWork(Work):
     # 3 length, 4 damping
 
     @contextmanager
-    def open_losses(
-        self, model: Quadratic, judged: bool
-    ) -> Generator[tuple[Quadratic, Objective | None, Callable[[Step], tuple[float, bool]]]]:
+    def open_losses(self, model: Quadratic, judged: bool) -> Generator[tuple[Quadratic, PooledLoss | None]]:
         """The loss of this batch at other parameters, where somebody asks for it."""
         if not (judged or self.rule.needs_loss):
-            yield model, None, refuse_nothing
+            yield model, None
             return
         processes, losses = self.processes, self.evidence.losses
         rows = sum(processes.weight(loss) for loss in losses)
-        with self.evidence.trial(self.rule if self.rule.needs_loss else self.choices.judge) as objective:
+        with self.evidence.trial(self.rule if self.rule.needs_loss else self.choices.damping) as objective:
             before = objective.before if self.loss is None else self.loss
             loss_at = PooledLoss(objective, rows, processes, before, self.values, self.strengths, self.state.outside)
-            yield replace(model, loss=before), loss_at, partial(judge_step, self.choices.damping, model, loss_at)
+            yield replace(model, loss=before), loss_at
+
+    def judge(self, model: Quadratic, step: Step, loss_at: Objective | None) -> tuple[float, bool]:
+        """True over predicted change; a step that raised the loss, or lost it, is refused."""
+        assert isinstance(loss_at, PooledLoss)
+        change = loss_at.change(step.vector)
+        ratio, refused = self.compare(model, step, change)
+        return ratio, refused or change > 0
 
     def settle(self, model: Quadratic, step: Step, memory: Memory, ratio: float | None, refused: bool) -> bool:
         """The step, unless it is refused, and the damping of the next one."""
         if ratio is not None:
             self.told["ratio"] = ratio
-            self.adapt(self.choices.damping, ratio, refused)
+            self.adapt(ratio, refused)
         self.remember(memory, forget=refused)
         if not isinstance(step, BlockStep):
             raise TypeError(f"rule {self.rule} returned {step!r}, expected one made of the model's: proposal, along")
         if not refused:
-            self.move(model, step, self.told)
+            self.move(model, step)
         if self.rule.turns_at and not self.turned and self.state.noise.turned < 0 and self.rule.turns_after(model):
             self.state = turn(self.state)
         return True
 
-    def adapt(self, damping: Damping, ratio: float, refused: bool) -> None:
+    def adapt(self, ratio: float, refused: bool) -> None:
         """The damping of the next steps. After a refusal new inverses have it, and are judged, at once."""
-        self.dampings = {n: damping.update(float(group["damping"]), ratio) for n, group in self.settings.items()}
+        update = self.choices.damping.update
+        self.dampings = {n: update(float(group["damping"]), ratio) for n, group in self.settings.items()}
         state = self.state
         self.state = replace(state, pace=replace(state.pace, judged=state.step))
         if refused:
@@ -561,9 +556,9 @@ class BlockWork(Work):
                 fresh.setdefault(name, {})[key] = torch.zeros_like(part) if forget else part
         self.vectors |= fresh
 
-    def move(self, model: Quadratic, step: BlockStep, report: dict[str, Any]) -> None:
+    def move(self, model: Quadratic, step: BlockStep) -> None:
         """New parameters, and what is told of the step."""
-        form, vector, proposal = step.known_form(), step.vector, model.proposal.vector
+        form, vector, proposal, report = step.known_form(), step.vector, model.proposal.vector, self.told
         assert isinstance(proposal, Parts)
         alike = vector.parts is proposal.parts and vector.shares is proposal.shares  # only scaled
         if isinstance(model.proposal, BlockStep) and model.proposal.ratio is not None:
@@ -572,15 +567,11 @@ class BlockWork(Work):
         report["rate"] = vector.length if alike else vector.norm() / proposal.norm()
         if form is not None:
             report["kl"] = 0.5 * self.batch.nats * form
-        self.moved = self.move_all(vector)
-
-    def move_all(self, vector: Parts) -> Move:
-        """The parameters after the step."""
         starts = [self.values[name].detach() for name in vector]
         decays = [self.rates[name] * self.settings[name]["weight_decay"] for name in vector]
         if any(decays):
             starts = [start * (1 - decay) for start, decay in zip(starts, decays, strict=True)]
-        return dict(zip(vector, torch_plain._foreach_add(starts, vector.list_tensors(starts)), strict=True))
+        self.moved = dict(zip(vector, torch_plain._foreach_add(starts, vector.list_tensors(starts)), strict=True))
 
     def is_sound(self) -> bool:
         """Whether no parameter becomes NaN or infinite, and the length of the step is a number."""
@@ -738,17 +729,6 @@ def measure_ratio(
     return replace(length, ratio=ratio, falls=falls)
 
 
-def measure_form(
-    sample: Reading,
-    moves: Mapping[str, Tensor],
-    named: Mapping[str, Tensor],
-    processes: Processes,
-    penalty: Tensor | float = 0.0,
-) -> Tensor:
-    """moves^T G moves on the sample of a pass, over all processes."""
-    return pool_form(sample, moves, {}, named, processes)[0] / sum_rows(sample) + penalty
-
-
 def pool_form(
     sample: Reading,
     steps: Mapping[str, Tensor],
@@ -798,24 +778,15 @@ def sample_examples(reading: Reading) -> Reading:
     return Reading(Heard([]), reading.rows, layers, reading.scores, span=span)
 
 
-def form_along(
-    reading: Reading, steps: Mapping[str, Tensor], named: Mapping[str, Tensor]
-) -> tuple[Tensor | float, list[str]]:
-    """step^T G step from one pass, and the parameters that it covers: sum_i E[(score_i^T step)^2].
-
-    score_i^T step over all layers of an example together, from the statistics' outer products, which are never written
-    out. Parameters without a layer add the square of their summed scores, whose expectation over labels is the same.
-    0 if nothing moved that was seen.
-    """
-    squares, sums, names = squares_and_sums(reading, steps, named)
-    forms = [*([squares] if isinstance(squares, Tensor) else []), *(slope.square() for slope in sums)]
-    return (torch.stack(forms).sum() if forms else 0.0), names
-
-
 def squares_and_sums(
     reading: Reading, steps: Mapping[str, Tensor], named: Mapping[str, Tensor]
 ) -> tuple[Tensor | float, list[Tensor], list[str]]:
-    """The layers' part of `form_along`, per cotangent score^T step of the other parameters, and all their names."""
+    """sum_i E[(score_i^T step)^2] over the layers, the other parameters' score^T step per cotangent, and all names.
+
+    score_i^T step over all layers of an example together, from the statistics' outer products, which are never written
+    out. The expectation over labels of the square of summed scores is the sum of the squares. 0 if nothing moved that
+    was seen.
+    """
     layers = [seen for seen in reading.apart if any(name in steps for name in seen.layer.layout.names)]
     layers = [seen for seen in layers if len(seen.deltas) == len(layers[0].deltas)]
     squares = form_of(layers, steps, named) if layers else 0.0

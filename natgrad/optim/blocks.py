@@ -28,7 +28,7 @@ from natgrad.operators import (
 )
 from natgrad.optim.guard import Guard, are_finite
 from natgrad.optim.processes import ArrivingSums, Cost, Owners, cost_of
-from natgrad.optim.reading import Reading, agree_on_parts
+from natgrad.optim.reading import Reading
 from natgrad.optim.state import Block, Hearing, single
 from natgrad.rules import Parts, Rule, inner_product
 from natgrad.structures import Layerwise, Statistics, accumulate_statistics, accumulate_weight
@@ -103,11 +103,11 @@ class Averages:
         """
         fit, far, guard = update.guard.accept_inputs(reading.layers, reading.squares)
         update = replace(update, guard=guard)
-        if not agree_on_parts(fit, reading):
+        if not self._agree(fit):
             return update.fail(far=far)
         blocks = self._assign(update.blocks, reading)
         fresh = list[tuple[Block, Statistics, Count]]()
-        for seen, count in self._weigh_layers(reading):
+        for seen, count in self._weigh_layers(reading, update.part):
             past = self._totals(blocks, seen.key)
             before = self.owners.share_past(seen.key, past, self.structure.needs_past(seen))
             totals = self.structure.advance(seen, before, decay, self.owners.sums(seen.key))
@@ -122,7 +122,7 @@ class Averages:
                 self._average(blocks, block, totals, decay, count)
         fine = all(sound)
         if self.owners.apart:
-            fine = not bool(self._sum([0.0 if fine else 1.0])[0])
+            fine = self._agree(fine)
         taken = replace(update, blocks=blocks, taken=update.taken + fine)
         return taken.fail(not fine)
 
@@ -142,7 +142,7 @@ class Averages:
         sums = ArrivingSums(self.owners.processes, self.structure.symmetric, deliver, fit)
         of = self.owners.of if self.owners.apart else {}
         few = Sums(add_few=self.owners.processes.sum_entries)
-        for seen, count in self._weigh_layers(reading):
+        for seen, count in self._weigh_layers(reading, update.part):
             coming[seen.key] = Block(seen.layer.layout, seen.layer), count
             own = self.structure.statistics(seen.add_by(few), None, decay)
             sums.send(seen.key, own, of.get(seen.key))
@@ -158,12 +158,12 @@ class Averages:
 
         return wait
 
-    def _weigh_layers(self, reading: Reading) -> Iterator[tuple[Seen, Count]]:
+    def _weigh_layers(self, reading: Reading, part: float) -> Iterator[tuple[Seen, Count]]:
         """The layers' passes, weighted by rows, and what all processes saw. They are taken out of the reading."""
         share, weight = float(reading.rows), reading.weight
         for seen in (reading.layers.pop() for _ in range(len(reading.layers))):
             rows, positions = reading.weights.get(seen.key, share), reading.positions.get(seen.key, math.inf)
-            needed = max(FEWEST_ROWS, reading.part * self.structure.rows_needed(seen.layer))
+            needed = max(FEWEST_ROWS, part * self.structure.rows_needed(seen.layer))
             yield seen.thin(needed).count_times(share, weight), Count(rows, positions)
 
     def _weigh_squares(self, reading: Reading) -> Iterator[tuple[str, Statistics, Count]]:
@@ -225,6 +225,10 @@ class Averages:
     def cost(self, layout: Layout, layer: Layer | None) -> Cost:
         """What a block costs."""
         return cost_of(layout, None if layer is None else self.structure.inverted_sizes(layer))
+
+    def _agree(self, fine: bool) -> bool:
+        """Whether all processes find their parts fine."""
+        return fine if self.owners.processes.size == 1 else not self._sum([float(not fine)])[0]
 
     def _sum(self, numbers: Sequence[float]) -> list[float]:
         processes = self.owners.processes
@@ -401,7 +405,7 @@ class Averages:
         assert inverse is not None
         matrix = mean.to(inverse.dtype)
         solved = inverse.mv(matrix.reshape(-1)).view(block.layout.matrix_shape)
-        parts = give_back(block.layout, solved, names)
+        parts = {name: part for name, part in block.layout.split(solved).items() if name in names}
         if len(parts) == len(own) and len({rates[n] for n in own}) == 1:  # the usual case, without copies
             return parts, {own[0]: inner_product(matrix, solved)}
         means = block.layout.split(matrix)
@@ -444,7 +448,7 @@ class BlockScales:
 
     def of(self, key: str | None = None) -> KnownScale:
         """The scale of one block, or of all."""
-        return KnownScale(self.nats, lambda: self.mean if key is None else self.means[key])
+        return KnownScale(self.nats, self, key)
 
 
 @dataclass(frozen=True)
@@ -452,11 +456,12 @@ class KnownScale:
     """A part of a metric as a damping sees it."""
 
     nats: Any
-    mean: Callable[[], float]
+    scales: BlockScales
+    key: str | None
 
     def mean_eigenvalue(self) -> float:
         """Trace over n."""
-        return self.mean()
+        return self.scales.mean if self.key is None else self.scales.means[self.key]
 
 
 def numbers_of(block: Block) -> list[Tensor]:
@@ -490,11 +495,6 @@ def robust_inverse(operator: Operator, damping: float) -> Operator | None:
     return None
 
 
-def give_back(layout: Layout, solved: Tensor, names: Collection[str]) -> dict[str, Tensor]:
-    """What was solved, by name, for those that have a part here."""
-    return {name: part for name, part in layout.split(solved).items() if name in names}
-
-
 # gradients
 
 FULL = (torch.float32, torch.float64)
@@ -507,11 +507,6 @@ def dense(p: Tensor) -> Tensor:
     return gradient if gradient.dtype in FULL else gradient.to(torch.promote_types(gradient.dtype, torch.float32))
 
 
-def add_penalty(gradient: Tensor, p: Tensor, l2: float) -> Tensor:
-    """The gradient of loss + l2 / 2 |theta|^2."""
-    return torch.add(gradient, p, alpha=l2) if l2 else gradient
-
-
 @dataclass(frozen=True)
 class Penalised(Mapping[str, Tensor]):
     """The gradients of loss + l2 / 2 |theta|^2 by name, each made when it is asked for."""
@@ -521,7 +516,8 @@ class Penalised(Mapping[str, Tensor]):
     strengths: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __getitem__(self, name: str) -> Tensor:
-        return add_penalty(self.gradients[name], self.named[name], self.strengths.get(name, 0.0))
+        strength, gradient = self.strengths.get(name, 0.0), self.gradients[name]
+        return torch.add(gradient, self.named[name], alpha=strength) if strength else gradient
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.gradients)

@@ -24,7 +24,7 @@ from natgrad.operators import Arranged, Operator
 from natgrad.optim.checks import inputs_of
 from natgrad.optim.guard import NotFiniteError, Verdict, are_finite, stay_finite
 from natgrad.optim.joined import check_in_step, join_choice
-from natgrad.optim.objective import Objective, Proximal, verdict
+from natgrad.optim.objective import Objective, Proximal
 from natgrad.optim.passes import Data
 from natgrad.optim.processes import Processes
 from natgrad.optim.report import read_cuts
@@ -201,16 +201,23 @@ class FlatWork(Work):
         return self.remembered
 
     @contextmanager
-    def open_losses(
-        self, model: Quadratic, judged: bool
-    ) -> Generator[tuple[Quadratic, LossAt | None, Callable[[Step], tuple[float, bool]]]]:
+    def open_losses(self, model: Quadratic, judged: bool) -> Generator[tuple[Quadratic, LossAt | None]]:
         """The objective of the evidence, or what stands for it."""
-        objective = self.evidence.objective
-        trial, seen = objective, model
+        trial, seen = self.evidence.objective, model
         if self.rule.uses_loss and self.evidence.trial is not None:
             trial = self.evidence.trial()
             seen = replace(model, loss=math.nan if trial is None else trial.before)
-        yield seen, trial, partial(judge, self.choices.damping, model, objective)
+        yield seen, trial
+
+    def judge(self, model: Quadratic, step: Step, loss_at: LossAt | None) -> tuple[float, bool]:
+        """True over predicted change of the evidence's own loss, and whether the step is refused.
+
+        The ratio is NaN, and the damping rises, where the model promised no decrease: a rate above 2, a velocity that
+        runs uphill. Such a step is taken all the same if the loss fell.
+        """
+        objective = self.evidence.objective
+        assert objective is not None
+        return self.compare(model, step, objective(step.vector) - objective.before)
 
     def settle(self, model: Quadratic, step: Step, memory: Memory, ratio: float | None, refused: bool) -> bool:
         """The parameters after the step. False where none was taken of this solution, and more damping may help."""
@@ -441,17 +448,6 @@ def flat(step: Step) -> Tensor:
     """The vector (n,) of a step of this flow."""
     assert isinstance(step.vector, Tensor)
     return step.vector
-
-
-def judge(damping: Damping, model: Quadratic, objective: Objective | None, step: Step) -> tuple[float, bool]:
-    """True over predicted change, and whether the step is refused: a loss that is not finite, or that rose.
-
-    The ratio is NaN, and the damping rises, where the model promised no decrease: a rate above 2, a velocity that
-    runs uphill. Such a step is taken all the same if the loss fell.
-    """
-    assert objective is not None
-    predicted = damping.predict_change(float(model.change(step)), float(model.slope(step)))
-    return verdict(predicted, objective(step.vector) - objective.before)
 
 
 def moves_finitely(evidence: SystemEvidence, step: Step) -> bool:

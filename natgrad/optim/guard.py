@@ -114,30 +114,6 @@ class Guard:
     inputs: Mapping[str, float] = field(default_factory=dict[str, float])
     far: int = 0
 
-    def judge(
-        self,
-        gradients: Mapping[str, Tensor],
-        norm: Tensor,
-        loss: Tensor | None,
-        bounded: bool,
-        steps: int,
-        cuts: bool,
-    ) -> Verdict:
-        """Whether a batch is fit for a step, and how much of its gradient: one read of the device.
-
-        norm: of all gradients together. bounded: True if the loss is known to be at least 0. steps: taken so far. cuts:
-        True if a gradient that is far too long is cut.
-        """
-        losses = [] if loss is None else [torch.as_tensor(loss, dtype=torch.float64, device=norm.device)]
-        length, *values = list_numbers(torch.stack([norm.double(), *losses]))
-        value = values[0] if values else None
-        wild = bounded and value is not None and self.is_wild(value, steps)
-        # a loss that is no number bounds no step (a batch without rows: its gradient is zero, but there is momentum)
-        sound = math.isfinite(length) and not (value is not None and math.isnan(value))
-        factor, guard = self.cut_gradient(length, steps) if cuts else (1.0, self)
-        trouble = "" if sound and not wild else describe_trouble(gradients, value, wild)
-        return Verdict(trouble, factor, value, guard)
-
     # the loss
 
     def is_wild(self, loss: float, steps: int) -> bool:

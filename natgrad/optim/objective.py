@@ -27,7 +27,7 @@ from natgrad.optim.checks import inputs_of
 from natgrad.optim.passes import OTHER_BATCH, Data, Linearised, Recall, RecordedLoss, RepeatError
 from natgrad.optim.processes import Processes
 from natgrad.optim.state import Outside
-from natgrad.rules import Damping, Parts, Quadratic, Relative, Step, Vector, as_damping
+from natgrad.rules import Damping, Parts, Relative, Vector, as_damping
 
 
 @dataclass(frozen=True)
@@ -563,19 +563,6 @@ def objective_of_blocks(
     return Reclose(model, called.closure, recall, params, space, called.value, called.random)
 
 
-def judge_step(damping: Damping, model: Quadratic, loss_at: PooledLoss, step: Step) -> tuple[float, bool]:
-    """True over predicted change, and whether the step is refused: it raised the loss, or lost it."""
-    change = loss_at.change(step.vector)
-    predicted = damping.predict_change(float(model.change(step)), float(model.slope(step)))
-    ratio, refused = verdict(predicted, change)
-    return ratio, refused or change > 0
-
-
-def refuse_nothing(step: Step) -> tuple[float, bool]:
-    """What judges a step where nobody asks."""
-    return math.nan, False
-
-
 def replaying(model: nn.Module, recall: Recall) -> AbstractContextManager[Any]:
     """Inside, modules are in the mode of the last pass, and compiled ones run as they were written: no new graph."""
     stack, last = ExitStack(), recall.find_pass()
@@ -591,13 +578,6 @@ def as_block_damping(damping: float | Damping) -> Damping:
         return damping
     as_damping(damping)  # checks it
     return Relative(float(damping), per="block")
-
-
-def verdict(predicted: float, change: float) -> tuple[float, bool]:
-    """The ratio of a change of the loss to the predicted one, NaN where none was, and whether the step is refused."""
-    if predicted < 0:
-        return change / predicted, math.isnan(change)
-    return math.nan, not change <= 0
 
 
 # d^T G d on a step's own batch, exact over labels, from the model's outputs at a point a little further along d

@@ -34,6 +34,7 @@ from natgrad.ground.pure import (
     pure_model,
     refuse_jagged,
     run_detached,
+    version_of,
 )
 from natgrad.ground.typed_torch import hook_gradient
 from natgrad.ground.whole_tensors import any_split, local_part
@@ -246,7 +247,9 @@ def find_route(outputs: Any, key: object, params: Iterable[Tensor]) -> Route | N
     own = {id(p) for p in params}
     if any(id(leaf) in own for leaf in graph.variables):
         return Route(
-            passes, problem=UNKNOWN.format(what="made of the model's outputs alone"), unsure=detach_outputs(outputs)
+            passes,
+            problem=UNKNOWN.format(what="made of the model's outputs alone"),
+            unsure=map_tensors(outputs, torch.detach),
         )
     return linearise_graph(outputs, graph, results, passes)
 
@@ -264,7 +267,7 @@ def linearise_graph(outputs: Any, graph: Graph, results: list[Made], passes: tup
         select = Linearised(outputs, places, values, edges)
     except RuntimeError as error:
         reason = f"made of the model's outputs in a way that can be differentiated twice ({str(error).splitlines()[0]})"
-        return Route(passes, problem=UNKNOWN.format(what=reason), unsure=detach_outputs(outputs))
+        return Route(passes, problem=UNKNOWN.format(what=reason), unsure=map_tensors(outputs, torch.detach))
     problem = NONLINEAR.format(names=", ".join(nonlinear)) if nonlinear else ""
     return Route(passes, select, problem, stale=changed)
 
@@ -349,11 +352,6 @@ def place_of(source: tuple[Made, int], results: Sequence[Made]) -> int:
 def unique(results: Iterable[Made]) -> list[Made]:
     """Each once, in order."""
     return list({id(result): result for result in results}.values())
-
-
-def detach_outputs(outputs: Any) -> Any:
-    """The same without its graph."""
-    return map_tensors(outputs, torch.detach)
 
 
 def check_same(route: Route, outputs: Any, chosen: Select | None) -> None:
@@ -579,7 +577,7 @@ def is_same(given: Tensor, output: Tensor, rounded: float) -> bool:
 
 def versions_of(call: Call) -> tuple[int, ...]:
     """In-place version counters of the inputs; 0 for inference tensors, which have none."""
-    return tuple(0 if t.is_inference() else t._version for t in call.tensors())
+    return tuple(map(version_of, call.tensors()))
 
 
 # What the user's own pass saw: inputs, random state, targets. Nothing of it holds a graph

@@ -646,6 +646,7 @@ def call_roll(
     size = len(layers)
     used, refused, looked, mixed, seen = (counts[i * size : (i + 1) * size] for i in range(5))
     several = [key for key, count in zip(layers, mixed, strict=True) if count]
+    tables = processes.share_numbers([parts.get(key, 1) for key in several], processes.device) if several else []
     return Roll(
         bool(failed),
         {key: count for key, count in zip(layers, used, strict=True) if count},
@@ -653,17 +654,8 @@ def call_roll(
         {name: count for name, count in zip(names, counts[5 * size :], strict=True) if count},
         {key for key, count in zip(layers, refused, strict=True) if count},
         {key for key, count in zip(layers, looked, strict=True) if count},
-        dict(zip(several, find_largest(processes, [parts.get(key, 1) for key in several]), strict=True)),
+        {key: int(max(counts)) for key, *counts in zip(several, *tables, strict=True)},
     )
-
-
-def find_largest(processes: Processes, counts: Sequence[int]) -> list[int]:
-    """The largest of each count over all processes."""
-    if processes.size == 1 or not counts:
-        return list(counts)
-    table = torch.zeros(processes.size, len(counts), dtype=torch.int64, device=processes.device)
-    table[processes.rank] = torch.tensor(counts, dtype=torch.int64, device=processes.device)
-    return list_numbers(processes.sum(table).amax(0))
 
 
 # Statistics on their way: messages of many blocks

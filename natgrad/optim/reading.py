@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 from natgrad.families import Criterion
 from natgrad.ground.graph_nodes import is_empty, leaf_of
 from natgrad.ground.pure import Labelled, leaves, map_tensors, mixes_examples, run_uncompiled
-from natgrad.ground.typed_torch import list_numbers, measure_norm
+from natgrad.ground.typed_torch import list_numbers
 from natgrad.ground.whole_tensors import zeros_whole
 from natgrad.layers import (
     Examples,
@@ -56,9 +56,7 @@ class Reading:
         scores: From those labels, of the parameters without a layer, summed over examples, per cotangent.
         weights: By layer and parameter, the rows of all processes that used it; default this one's.
         positions: By layer, its examples times positions, of all processes.
-        exchange: How the parts of several processes are added up.
         span: Where this part stands in the batch of all processes; None: it is all there is.
-        part: Of the rows that factors need: less where passes are read more often than they have to be.
     """
 
     heard: Heard
@@ -67,9 +65,7 @@ class Reading:
     scores: tuple[dict[str, Tensor], ...] = ()
     weights: Mapping[str, int] = field(default_factory=dict[str, int])
     positions: Mapping[str, int] = field(default_factory=dict[str, int])
-    exchange: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
     span: Span | None = None
-    part: float = 1.0
 
     @property
     def layers(self) -> list[Seen]:
@@ -85,20 +81,6 @@ class Reading:
     def weight(self) -> float:
         """What a row's derivatives weigh beside those of another process, whose mean is over other rows."""
         return 1.0 if self.span is None or not self.rows else self.span.share / self.rows
-
-
-def agree_on_parts(fine: bool, reading: Reading) -> bool:
-    """Whether all processes find their parts of a reading fine."""
-    if reading.exchange is None:
-        return fine
-    like = next(iter(reading.squares.values()), None)
-    like = reading.layers[0].deltas[0] if like is None else like
-    return not bool(reading.exchange({"bad": torch.tensor(float(not fine), device=like.device)})["bad"])
-
-
-def norm(tensor: Tensor) -> Tensor:
-    """Root of the sum of squares, a scalar tensor."""
-    return measure_norm(tensor)
 
 
 def sum_scores(watched: Iterable[str], slopes: Sequence[Tensor | None], known: Container[str]) -> dict[str, Tensor]:
@@ -141,9 +123,8 @@ def line_up(
     """Agree on who has which examples of a reading. Every process calls this once per reading."""
     if processes.size == 1:
         return Span(0, count, count, float(rows), rows, cotangents)
-    table = torch.zeros(processes.size, 4, dtype=torch.float64, device=device)
-    table[processes.rank] = torch.tensor([count, rows, scale, cotangents], dtype=torch.float64, device=device)
-    counts, all_rows, scales, widths = (list_numbers(column) for column in processes.sum(table).T)
+    tables = processes.share_numbers([count, rows, scale, cotangents], device)
+    counts, all_rows, scales, widths = zip(*tables, strict=True)
     total = sum(all_rows)
     share = total * scale / sum(scales) if scale and sum(scales) else float(rows)
     if share == round(share) or abs(share - rows) <= 1e-9 * total:
@@ -507,10 +488,10 @@ class Reader:
             for part in passed
         ]
         squares = {name: own.squares.get(name, self._zeros(name)) for name in roll.names if name not in held}
-        exchange, span = (self.processes.sum_entries, span) if self.processes.size > 1 else (None, None)
         measured = [part for part in own.apart if part.key in shared_layers]
         heard = replace(own.heard, layers=passed, squares=squares)
-        return Reading(heard, own.rows, measured, own.scores, roll.layers | roll.names, roll.positions, exchange, span)
+        own_part = span if self.processes.size > 1 else None
+        return Reading(heard, own.rows, measured, own.scores, roll.layers | roll.names, roll.positions, own_part)
 
     @property
     def _device(self) -> torch.device:

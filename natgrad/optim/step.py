@@ -7,8 +7,9 @@ metric is says the evidence: blocks from a pass (`block_step.py`), or one linear
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,8 +38,7 @@ class Choices:
         processes: The processes.
         bounded: True if the loss is known to be at least 0.
         judged_every: Steps between two at which the damping compares the loss with its promise, where it does.
-        update_every: Most steps between two updates of a metric in blocks.
-        invert_every: Most steps between two inversions of it.
+        invert_every: Most steps between two inversions of a metric in blocks.
         warm_start: The share of the last solution from which a solver starts.
         absolute: True if the solver makes G's eigenvalues positive.
     """
@@ -48,15 +48,9 @@ class Choices:
     processes: Processes
     bounded: bool
     judged_every: int = 1
-    update_every: int = 1
     invert_every: int = 1
     warm_start: float = 0.0
     absolute: bool = False
-
-    @property
-    def judge(self) -> Damping | None:
-        """The damping, where it compares the loss with its promise."""
-        return self.damping if self.damping.needs_ratio else None
 
     def needs_derivatives(self, turned: bool) -> bool:
         """Whether the metric is asked for, and not second moments of inputs alone."""
@@ -118,8 +112,19 @@ class Batch:
         return {name: number for name, number in known.items() if number is not None}
 
     def judge(self, bounded: bool, steps: int) -> Verdict:
-        """Whether it is fit for a step, and how much of its gradient."""
-        return self.guard.judge(self.gradients, self.norm, self.loss, bounded, steps, self.cuts)
+        """Whether it is fit for a step, and how much of its gradient: one read of the device.
+
+        bounded: True if the loss is known to be at least 0. steps: taken so far.
+        """
+        losses = [] if self.loss is None else [torch.as_tensor(self.loss, dtype=torch.float64, device=self.norm.device)]
+        length, *values = list_numbers(torch.stack([self.norm.double(), *losses]))
+        loss = values[0] if values else None
+        wild = bounded and loss is not None and self.guard.is_wild(loss, steps)
+        # a loss that is no number bounds no step (a batch without rows: its gradient is zero, but there is momentum)
+        sound = math.isfinite(length) and not (loss is not None and math.isnan(loss))
+        factor, guard = self.guard.cut_gradient(length, steps) if self.cuts else (1.0, self.guard)
+        trouble = "" if sound and not wild else describe_trouble(self.gradients, loss, wild)
+        return Verdict(trouble, factor, loss, guard)
 
     def list_norms(self) -> dict[str, float]:
         """The gradients' norms by name: one read of the device."""
@@ -177,21 +182,24 @@ class Work(ABC):
 
     def take(self, model: Quadratic) -> bool:
         """The rule's step, unless the loss after it refuses it. False: a solution with more damping is tried."""
-        judged, refused, ratio = self.choices.is_judged(self.state), False, None
-        with self.open_losses(model, judged) as (seen, loss_at, judge):
+        judged = self.choices.is_judged(self.state)
+        with self.open_losses(model, judged) as (seen, loss_at):
             step, memory = self.rule.step(seen, loss_at, self.memory())
-            if judged:
-                ratio, refused = judge(step)
+            ratio, refused = self.judge(model, step, loss_at) if judged else (None, False)
         return self.settle(model, step, memory, ratio, refused)
 
     @abstractmethod
-    def open_losses(
-        self, model: Quadratic, judged: bool
-    ) -> AbstractContextManager[tuple[Quadratic, Objective | None, Callable[[Step], tuple[float, bool]]]]:
-        """The model as a rule sees it, the loss at trial points (None: not to be had), and what judges a step by it.
+    def open_losses(self, model: Quadratic, judged: bool) -> AbstractContextManager[tuple[Quadratic, Objective | None]]:
+        """The model as a rule sees it, and the loss at trial points; None where it is not to be had."""
 
-        A step's judgement: the true change over the promised one, and whether it is refused.
-        """
+    @abstractmethod
+    def judge(self, model: Quadratic, step: Step, loss_at: Objective | None) -> tuple[float, bool]:
+        """The true change of the loss over the promised one, and whether the step is refused."""
+
+    def compare(self, model: Quadratic, step: Step, change: float) -> tuple[float, bool]:
+        """The ratio of a change of the loss to the promised one, NaN where none was; whether the step is refused."""
+        promised = self.choices.damping.predict_change(float(model.change(step)), float(model.slope(step)))
+        return (change / promised, math.isnan(change)) if promised < 0 else (math.nan, not change <= 0)
 
     @abstractmethod
     def memory(self) -> Memory:

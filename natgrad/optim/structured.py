@@ -180,7 +180,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         reader = Reader(self.model, named, structure, processes)
         averages = Averages(structure, named, Owners(processes, *check_share(chosen.share)))
         known = (self.rule, self.damping, processes, bounded_below(loss), self.damping.every or JUDGED_EVERY)
-        self._flow = BlockFlow(loss, reader, averages, Choices(*known, self.update_every, self.invert_every))
+        self._flow = BlockFlow(loss, reader, averages, Choices(*known, invert_every=self.invert_every))
         hook = listen(self.model, recall, traceable=True, in_eval=self.train_in_eval)
         self._live.finalizer = weakref.finalize(self, release, reader, hook)
 
@@ -192,8 +192,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         return self._flow.criterion
 
     def _report_later(self) -> Callable[[], StateReport]:
-        live, update = self._live, self._flow.pending.update
-        guard = live.state.guard if update is None else update.guard
+        live, guard = self._live, self._update_so_far.guard
         return partial(state_report, live.told.numbers, live.state.step, guard.failures, guard.refused)
 
     def _record_loss(self, outputs: Any, targets: Any, value: Tensor, chosen: bool) -> None:
@@ -217,7 +216,7 @@ class StructuredNaturalGradient(ModelOptimizer):
 
     def _describer(self) -> Callable[[str, Tensor], tuple[str, int, int]]:
         self._settle_reading()
-        blocks = self._blocks_so_far
+        blocks = self._update_so_far.blocks
         held = {name: block for block in blocks.values() for name in block.layout.names}
         memory = replace(self._live.state, blocks=blocks).by_parameter()
 
@@ -229,10 +228,10 @@ class StructuredNaturalGradient(ModelOptimizer):
         return describe
 
     @property
-    def _blocks_so_far(self) -> Mapping[str, Block]:
-        """The blocks with what the passes since the last step made of them."""
-        update = self._flow.pending.update
-        return self._live.state.blocks if update is None else update.blocks
+    def _update_so_far(self) -> BatchUpdate:
+        """What the passes since the last step made of the averages."""
+        state = self._live.state
+        return self._flow.pending.update or BatchUpdate(state.blocks, state.hearing, state.guard)
 
     def _follow_parameters(self) -> None:
         """Bring what is remembered to the dtypes and devices of the parameters, after `model.double()` and the like."""
@@ -363,12 +362,12 @@ class StructuredNaturalGradient(ModelOptimizer):
         for those blocks alone that this batch does not reach.
         """
         self._settle_reading()
-        pending, recall, state = self._flow.pending, self._live.recall, self._live.state
+        pending, recall = self._flow.pending, self._live.recall
         if pending.update is not None and pending.batch != recall.batch and not recall.losses:
             pending.discarded, pending.update = {**pending.discarded, **pending.update.blocks}, None
             pending.losses = []
         pending.batch = recall.batch
-        return pending.update or BatchUpdate(state.blocks, state.hearing, state.guard)
+        return self._update_so_far
 
     def _list_inputs(self, update: BatchUpdate) -> set[str] | None:
         """The layers whose inputs alone are read, all that have statistics; None where derivatives are needed too."""
@@ -381,7 +380,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         """Read the statistics of the pass. Several processes add them up while the user's backward pass goes on."""
         state, flow = self._live.state, self._flow
         # labels that a metric was estimated from measure it too short along the direction that it gives
-        measuring = self.measure and (self.rule.measures(state.is_turned) or flow.choices.judge is not None)
+        measuring = self.measure and (self.rule.measures(state.is_turned) or self.damping.needs_ratio)
         every = max(LONGEST, self.update_every)
         measuring = measuring and is_due_to_measure(state.pace, state.step, state.is_turned, every)
         measurement = None if not measuring or isinstance(self.structure.estimate, ExactLabels) else Sampled()
@@ -396,7 +395,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         if not update.taken:
             decay, part = self.structure.decay, part_of_rows(state.pace, state.step, state.is_turned)
         update = replace(update, hearing=hearing, part=part)
-        arrive = flow.averages.start(update, replace(reading, part=part), decay)
+        arrive = flow.averages.start(update, reading, decay)
         flow.pending.coming = arrive, sample, update.taken
 
     def _settle_reading(self) -> None:
@@ -418,7 +417,8 @@ class StructuredNaturalGradient(ModelOptimizer):
 
     def _list_unread(self) -> set[str]:
         """The parameters that have no block yet."""
-        return self._live.named.keys() - {name for block in self._blocks_so_far.values() for name in block.layout.names}
+        blocks = self._update_so_far.blocks.values()
+        return self._live.named.keys() - {name for block in blocks for name in block.layout.names}
 
     def _arm(self) -> None:
         """Listen to the next pass if its statistics are due, or if it may use a parameter that has no block yet."""
@@ -443,7 +443,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         flow.reader.arm(False)  # what follows may call the model again
         strangers = self._list_unread() - flow.warned
         strangers = {n for n, g in evidence.gradients.items() if n in strangers and bool(measure_norm(g) > 0)}
-        if strangers and self._blocks_so_far:
+        if strangers and evidence.update.blocks:
             self._check_followed()
         if not self._take(flow.choices, evidence).trouble:
             flow.warned = warn_of_strangers(strangers, flow.warned)
@@ -451,7 +451,7 @@ class StructuredNaturalGradient(ModelOptimizer):
     def _gather_evidence(self, active: dict[str, Tensor], called: Called) -> BlockEvidence:
         """What this batch told."""
         live, flow, pending = self._live, self._flow, self._flow.pending
-        recall, update = live.recall, pending.update
+        recall, update = live.recall, self._update_so_far
         return BlockEvidence(
             averages=flow.averages,
             gradients={name: dense(p) for name, p in active.items()},
@@ -461,7 +461,7 @@ class StructuredNaturalGradient(ModelOptimizer):
             update=update,
             values=WholeTensors(live.named),
             settings=dict(self._list_settings()),
-            late=flow.reader.due and not (update is not None and update.taken),
+            late=flow.reader.due and not update.taken,
             own=OwnGradients() if recall.is_stale else pending.own,  # the rest is of another batch then
             trial=partial(self._open_trial, active, called),
             batch=BatchForm(self.model, self.criterion, recall, live.named, live.processes, pending.nats),

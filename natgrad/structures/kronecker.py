@@ -205,9 +205,12 @@ class EigenKronecker(Layerwise):
 
 def accumulate_inputs(seen: Seen, before: Statistics | None, decay: float, reduce: bool, room: Room) -> Statistics:
     """The totals of a layer's inputs alone, after a pass that tells nothing of derivatives: these are forgotten."""
-    like = None if before is None else before.get("left")
-    fresh = layer_inputs(seen, reduce, room, None if like is None else like.dtype)
-    return accumulate_statistics(before, seen.sums.total(fresh), decay)
+    past = None if before is None else before.get("left")
+    # tokens have no dtype, and another process may not know the past's
+    fresh = seen.sums.total(layer_inputs(seen, reduce, room, torch.float64))
+    if "left" in fresh:
+        fresh = {"left": fresh["left"].to(torch.float32 if past is None else past.dtype)}
+    return accumulate_statistics(before, fresh, decay)
 
 
 def fill_derivatives(layer: Layer, totals: Statistics, weight: float) -> Statistics:

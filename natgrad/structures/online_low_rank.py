@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from natgrad.ground.checks import check_integer
 from natgrad.ground.exchanges import ALONE, Sums
-from natgrad.ground.linalg import all_finite, eigh
+from natgrad.ground.linalg import eigh
 from natgrad.layers import Layer, Seen, layer_squares, layer_units
 from natgrad.operators import DiagonalOperator, Operator, SpikedKronecker, Spikes, Units
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
@@ -131,67 +130,6 @@ def first(rows: Tensor, rank: int, sums: Sums = ALONE) -> Tracked:
     for _ in range(FIRST):
         state = track_rows(state, rows, 0.0, sums=sums)
     return state
-
-
-def smoothing(state: Tracked, alpha: float) -> Tensor:
-    """W = E^1/2 R with G^-1 = (I - W^T W) / beta: E = d / (beta + d), beta = rho (1 + alpha) + alpha sum(d) / D."""
-    size = state.basis.shape[-1]
-    beta = state.rest * (1 + alpha) + alpha * state.values.sum(-1) / size
-    return (state.values / (beta.unsqueeze(-1) + state.values)).sqrt().unsqueeze(-1) * state.basis
-
-
-def smooth_rows(rows: Tensor, state: Tracked, alpha: float) -> Tensor:
-    """X G^-1 scaled back to X's Frobenius norm, for rows X (N, D): X - (X W^T) W, times a scalar."""
-    weights = smoothing(state, alpha)
-    residual = rows - (rows @ weights.mT) @ weights
-    length = torch.linalg.vector_norm(residual)
-    return residual * torch.where(length > 0, torch.linalg.vector_norm(rows) / length, 1)
-
-
-@dataclass(frozen=True)
-class OnlineSide:
-    """One side of a layer in Kaldi's loop: X in, X G^-1 out, G from the batches before.
-
-    Defaults are as published, the rank's for inputs: min(20, (D + 1) / 2); it is 80 for output derivatives.
-
-    Args:
-        rank: Of F.
-        period: Batches between updates, after the first ten.
-        history: Rows that the running average remembers.
-        alpha: Smoothing.
-    """
-
-    rank: int = 20
-    period: int = 4
-    history: float = 2000.0
-    alpha: float = 4.0
-
-    def precondition(self, rows: Tensor, state: Tracked | None, batches: int) -> tuple[Tensor, Tracked | None]:
-        """Preconditioned rows (N, D), and the state for the next batch.
-
-        Rows that are not finite come back as they are, and leave the state as it was.
-
-        rows: X, (N, D).
-        """
-        if not all_finite(rows):
-            return rows, state
-        size = rows.shape[-1]
-        fresh = state is None
-        for _ in range(FIRST if fresh else 0):
-            before = start(size, min(self.rank, (size + 1) // 2), rows, 1e-10) if state is None else state
-            state = self.update(rows, before)
-        assert state is not None
-        images = smooth_rows(rows, state, self.alpha)
-        due = not fresh and (batches < 10 or batches % self.period == 0)
-        return images, self.update(rows, state) if due else state
-
-    def update(self, rows: Tensor, state: Tracked) -> Tracked:
-        """F' ~ eta X^T X / N + (1 - eta) F, eta = min(.9, 1 - exp(-N / history)).
-
-        rows: X, (N, D).
-        """
-        eta = min(0.9, 1 - math.exp(-len(rows) / self.history))
-        return track_rows(state, (eta / len(rows)) ** 0.5 * rows, 1 - eta, least=1e-10)
 
 
 # Kronecker factors that are never written down: tracked as low rank plus scaled identity (Kaldi's online metric)
