@@ -478,6 +478,14 @@ class ModelOptimizer(Optimizer):
         self._live.named.clear()
         self._live.named.update({renamed.get(name, name): p for name, p in entries})
 
+    def _adopt(self, named: Mapping[str, Tensor]) -> None:
+        """Go on with these parameters. What is remembered under a name that another one has now is forgotten."""
+        replaced = {name: name for name, p in self._live.named.items() if named.get(name, p) is not p}
+        if replaced:
+            self._rename(replaced)
+        self._live.named.clear()
+        self._live.named.update(named)
+
     def _settle(self) -> None:
         """Look, before a step, at what may have happened to the model since the last one."""
 

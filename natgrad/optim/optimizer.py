@@ -216,7 +216,8 @@ class NaturalGradient(ModelOptimizer):
 
     def _follow_groups(self) -> None:
         if isinstance(self.model, nn.Module):
-            self._live.named = dict(self.model.named_parameters())
+            self._follow_names()
+            self._adopt(dict(self.model.named_parameters()))
 
     def _labels(self) -> torch.Generator | None:
         return getattr(self.metric, "generator", None)

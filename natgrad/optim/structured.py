@@ -169,7 +169,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         check_select(chosen.outputs)
         refuse_maximize(chosen.maximize, processes.size)
         recall = Recall(chosen.outputs, maximize=chosen.maximize)
-        recall.begins = weakref.WeakMethod(self._follow_names)
+        recall.begins = weakref.WeakMethod(self._follow_groups)
         named = dict[str, Tensor]()  # what the groups hold, in the model's order
         self._live = Live(named, recall, processes, State())
         momentum = 0.0 if isinstance(self.rule, Momentum) else 0.9
@@ -278,17 +278,19 @@ class StructuredNaturalGradient(ModelOptimizer):
 
     def _follow_groups(self) -> None:
         """Name the parameters that the groups hold and that are trainable, and listen to their layers."""
+        self._follow_names()
         live = self._live
         held = {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad}
         known = {id(p) for p in live.named.values()}
-        if held <= known:
+        if held <= known | live.gone:
             return
         ordered = {name: p for name, p in self.model.named_parameters() if id(p) in held | known}
-        live.named.clear()
-        live.named.update(ordered)
+        live.gone = frozenset(held - {id(p) for p in ordered.values()})  # of layers that were replaced
+        self._adopt(ordered)
         live.recall.watched = list(ordered.values())
         if live.finalizer is not None:  # else nobody listens yet
             self._listen_anew()
+            self._arm()
 
     # checkpoints
 
@@ -434,7 +436,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         live, flow = self._live, self._flow
         self._settle_reading()
         self._drop_unused()
-        self._follow_groups()  # some may have been frozen until now
+        self._follow_groups()
         self._follow_parameters()
         active = {name: p for name, p in self._by_group() if p.grad is not None and id(p) not in live.gone}
         if not active:

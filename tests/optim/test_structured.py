@@ -274,6 +274,56 @@ def test_frozen_unfrozen_and_unused_parameters():
     assert torch.equal(flat(model.unused), before[-8:])
 
 
+@pytest.mark.filterwarnings("error")
+def test_what_is_unfrozen_within_a_group_moves_at_the_first_step():
+    model: Any = net()
+    model[2].requires_grad_(False)
+    opt = ng.kfac(model, CE, params=list(model.parameters()))
+    iterate(opt, model)
+    model[2].requires_grad_(True)
+    before = flat(model[2])
+    iterate(opt, model)
+    assert not torch.equal(flat(model[2]), before)
+
+
+SWAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "a wider head": lambda model: put(model, 2, nn.Linear(4, 7)),
+    "a narrower head": lambda model: put(model, 2, nn.Linear(4, 3, bias=False)),
+    "a head of the same shape": lambda model: put(model, 2, nn.Linear(4, 3)),
+    "a layer more, which renames those behind it": lambda model: put(model, 1, nn.LayerNorm(4), insert=True),
+}
+
+
+def put(model: Any, place: int, layer: nn.Module, insert: bool = False) -> nn.Module:
+    """The layer, now in the model."""
+    layer.to(next(model.parameters()).dtype)
+    if insert:
+        model.insert(place, layer)
+    else:
+        model[place] = layer
+    return layer
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("build", [ng.kfac, ng.ekfac, ng.hessian_free])
+@pytest.mark.parametrize("name", SWAPS)
+def test_a_layer_that_was_put_into_the_model_starts_without_statistics(name: str, build: Callable[..., Any]):
+    model = net()
+    options = {} if build is ng.hessian_free else {"update_every": 50, "invert_every": 50}
+    opt = build(model, CE, **options)
+    for _ in range(3):
+        iterate(opt, model)
+    layer = SWAPS[name](model)
+    opt.add_param_group({"params": layer.parameters()})
+    losses, before = [], flat(layer)
+    for _ in range(30):  # a run whose statistics were due and not read would raise
+        losses.append(float(iterate(opt, model)))
+    assert not torch.equal(flat(layer), before)
+    assert losses[-1] < losses[0]
+    saved = opt.state_dict()
+    opt.load_state_dict(saved)
+
+
 def test_sparse_gradients():
     model = CASES["sparse embedding"].make()[0]
     opt = ng.kfac(model, CE)
