@@ -119,7 +119,8 @@ def check_reduction(loss: Any) -> None:
     if f"'{loss.reduction}'" not in known:
         raise ValueError(
             f"criterion has reduction={loss.reduction!r}, expected {' or '.join(known)}: the metric must be that of "
-            "the number that is minimised"
+            "the number that is minimised; where your examples have weights, call opt.loss(outputs, targets) for the "
+            "statistics, and backward() on your weighted mean"
         )
 
 

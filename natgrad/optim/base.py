@@ -43,6 +43,7 @@ from natgrad.optim.report import (
     explain_steps,
     show,
     state_report,
+    tell_decay,
 )
 from natgrad.optim.state import State
 from natgrad.optim.step import Choices, Evidence, Move, StepReport, leave_out, natural_step
@@ -259,7 +260,7 @@ class ModelOptimizer(Optimizer):
             if self._live.state.step == before:  # else that was written with the step
                 self._forget_batch()
             elif self._live.state.step == KEPT:
-                self._warn_of_rate()
+                self._warn_of_carried()
             return called
         except Exception:
             self._forget_batch()  # nothing of a batch outlives its step, failed or not
@@ -341,12 +342,15 @@ class ModelOptimizer(Optimizer):
             >>> ng.kfac(model, nn.CrossEntropyLoss()).explain()[:12]
             'No step yet:'
         """
+        return explain_steps(self._list_steps())
+
+    def _list_steps(self) -> Steps:
         latest = {report.step: report for report in (make() for make in self._live.history)}
         reports = [report for report in latest.values() if report.step]
         settings = {"lr": min((float(group["lr"]) for group in self.param_groups), default=0.0)} | self._options()
         scheduled = any("initial_lr" in group for group in self.param_groups)  # which torch's schedulers write
         shrinkage = max((float(g["lr"]) * float(g.get("weight_decay", 0.0)) for g in self.param_groups), default=0.0)
-        return explain_steps(Steps(reports, self.rule, settings, scheduled, self._live.state.noise, shrinkage))
+        return Steps(reports, self.rule, settings, scheduled, self._live.state.noise, shrinkage)
 
     def _report_later(self) -> Callable[[], StateReport]:
         """The report of the last step, for later: numbers are not asked for yet."""
@@ -450,8 +454,10 @@ class ModelOptimizer(Optimizer):
                 stacklevel=3,
             )
 
-    def _warn_of_rate(self) -> None:
-        """Warn of a learning rate that is none of natgrad's."""
+    def _warn_of_carried(self) -> None:
+        """Warn of a learning rate and a weight decay that are another optimizer's."""
+        for text in tell_decay(self._list_steps()):
+            warnings.warn(text, stacklevel=3)
         rates = [float(group[key]) for group in self.param_groups for key in ("lr", "initial_lr") if key in group]
         if 0 < max(rates, default=0.0) < SMALL_RATE:
             warn_of_rate(max(rates), (make().cuts.get("lr", 1.0) for make in self._live.history))

@@ -50,7 +50,9 @@ def train(make: Make, steps: int = 20, labels: Tensor = LABELS, batch: int | Non
 
 def test_a_weight_decay_at_the_size_of_the_steps_is_told():
     """AdamW's .1 is multiplied by a rate of 1 here."""
-    strong, text, _ = train(kfac(weight_decay=0.1))
+    with pytest.warns(UserWarning, match=r"shrinks weights by 10\.0% in each step") as records:
+        strong, text, _ = train(kfac(weight_decay=0.1))
+    assert len(records) == 1
     weak, silent, _ = train(kfac(weight_decay=1e-4))
     assert strong > weak
     assert "shrinks weights by 10.0% in each step. Try: a smaller weight_decay" in text
