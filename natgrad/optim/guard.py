@@ -1,7 +1,8 @@
 """All that keeps one bad batch, one dead layer or one wild number from doing harm: one value.
 
-A step looks at three things before it is taken: the loss (`is_wild`), the inputs of the layers (`accept_inputs`) and
-the length of the gradient (`cut_gradient`). What fails is left out and counted; a run that no longer learns says so.
+A pass is looked at before it enters the averages: the inputs of its layers (`accept_inputs`). A batch is looked at
+before its step: its loss (`is_wild`) and the length of its gradient (`cut_gradient`). What fails is left out and
+counted; a run that no longer learns says so.
 """
 
 from __future__ import annotations

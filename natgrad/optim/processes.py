@@ -155,7 +155,8 @@ class Processes:
         device: Where the model is.
         averaged: True if gradients are averaged over them as they arise, by `fully_shard`.
         looking: True while this process alone goes backward in a loss, whose gradient is not the user's.
-        sent: Bytes of messages so far, by what they are: "statistics", "inverses", "directions", "scalars".
+        sent: Bytes of messages so far, by what they are: "statistics", "inverses", "directions", "gradients", "rows",
+            "checkpoints" and "scalars".
         messages: Their number.
     """
 

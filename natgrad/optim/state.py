@@ -1,4 +1,4 @@
-"""What is carried from one step in blocks to the next, and how it is written to and read from a checkpoint."""
+"""What is carried from one step to the next, and how that of blocks is written to and read from a checkpoint."""
 
 from __future__ import annotations
 
