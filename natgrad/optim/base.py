@@ -241,7 +241,7 @@ class ModelOptimizer(Optimizer):
 
     def _run(self, act: Callable[[Called], object], closure: Closure | None = None) -> Called:
         """The frame of a step: what happens before it, in trouble, and after it."""
-        self._follow_names()
+        self._follow_groups()
         self._settle()
         called, before = Called(), self._live.state.step
         try:
@@ -312,7 +312,6 @@ class ModelOptimizer(Optimizer):
         Args:
             set_to_none: False sets them to zero instead of None.
         """
-        self._follow_names()
         super().zero_grad(set_to_none)
         self._live.recall.forget_gradients()
 
@@ -491,6 +490,7 @@ class ModelOptimizer(Optimizer):
             self._rename(replaced)
         self._live.named.clear()
         self._live.named.update(named)
+        self._live.recall.watched = list(named.values())
 
     def _settle(self) -> None:
         """Look, before a step, at what may have happened to the model since the last one."""
@@ -499,7 +499,17 @@ class ModelOptimizer(Optimizer):
         """Bring what is remembered to the dtypes and devices of the parameters."""
 
     def _follow_groups(self) -> None:
-        """A parameter group was added."""
+        """Name the parameters that the groups hold and that are trainable, as the model does now."""
+        self._follow_names()
+        if not isinstance(self.model, nn.Module):
+            return
+        held = {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad}
+        known = {id(p) for p in self._live.named.values()}
+        if held <= known | self._live.gone:
+            return
+        named = {name: p for name, p in self.model.named_parameters() if id(p) in held | known}
+        self._live.gone = frozenset(held - {id(p) for p in named.values()})  # of layers that were replaced
+        self._adopt(named)
 
     @abstractmethod
     def _record_loss(self, outputs: Any, targets: Any, value: Tensor, chosen: bool) -> None:

@@ -214,11 +214,6 @@ class NaturalGradient(ModelOptimizer):
         weight = weigh_loss(self._live.processes, self.criterion, outputs, targets, value)
         self._live.recall.record_loss(self.criterion, outputs, targets, value, rows, weight, chosen=chosen)
 
-    def _follow_groups(self) -> None:
-        if isinstance(self.model, nn.Module):
-            self._follow_names()
-            self._adopt(dict(self.model.named_parameters()))
-
     def _labels(self) -> torch.Generator | None:
         return getattr(self.metric, "generator", None)
 

@@ -276,19 +276,12 @@ class StructuredNaturalGradient(ModelOptimizer):
         update, pending.losses = pending.update, []
         pending.update = update and replace(update, hearing=Hearing(trusted, labels=update.hearing.labels))
 
-    def _follow_groups(self) -> None:
-        """Name the parameters that the groups hold and that are trainable, and listen to their layers."""
-        self._follow_names()
-        live = self._live
-        held = {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad}
-        known = {id(p) for p in live.named.values()}
-        if held <= known | live.gone:
-            return
-        ordered = {name: p for name, p in self.model.named_parameters() if id(p) in held | known}
-        live.gone = frozenset(held - {id(p) for p in ordered.values()})  # of layers that were replaced
-        self._adopt(ordered)
-        live.recall.watched = list(ordered.values())
-        if live.finalizer is not None:  # else nobody listens yet
+    def _adopt(self, named: Mapping[str, Tensor]) -> None:
+        listens = self._live.finalizer is not None
+        if listens:
+            self._settle_reading()
+        super()._adopt(named)
+        if listens:
             self._listen_anew()
             self._arm()
 
@@ -436,7 +429,6 @@ class StructuredNaturalGradient(ModelOptimizer):
         live, flow = self._live, self._flow
         self._settle_reading()
         self._drop_unused()
-        self._follow_groups()
         self._follow_parameters()
         active = {name: p for name, p in self._by_group() if p.grad is not None and id(p) not in live.gone}
         if not active:

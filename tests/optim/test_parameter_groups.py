@@ -135,9 +135,7 @@ def test_a_parameter_that_was_frozen_is_trained_once_it_is_not(recipe: Any):
     train(model, opt)
     assert torch.equal(flat(model.get_submodule("0")), before)
     model.get_submodule("0").requires_grad_(True)
-    with pytest.warns(UserWarning, match="have a gradient but no statistics"):
-        train(model, opt, steps=1)
-    train(model, opt, steps=2)
+    train(model, opt, steps=1)
     assert not torch.equal(flat(model.get_submodule("0")), before)
     assert {row.structure for row in opt.report()} != {"not read yet"}
 
@@ -299,8 +297,8 @@ def test_what_is_remembered_of_the_other_parameters_stays(recipe, choices):
         iterate(opt, model, X, Y)
     before = copy.deepcopy(opt._by_parameter())
     CHANGES["prune"](model[0])
-    opt.zero_grad()
     opt.loss(model(X), Y)
+    opt.state_dict()  # follows the names
     after = opt._by_parameter()
     assert not after.get("0.weight")
     assert all(same(after[name], before[name]) for name in ("2.weight", "2.bias"))

@@ -219,7 +219,7 @@ def test_the_groups_numbers_are_what_is_adapted():
     assert [g["damping"] for g in opt.param_groups] == [LM().update(d, ratio) for d in (0.4, 0.2)]
     plain = ng.kfac(net(), CE, damping=ng.Relative(0.2, per="block"))
     assert plain.param_groups[0]["damping"] == 0.2
-    assert plain._flow.choices.judge is None
+    assert not plain._flow.choices.is_judged(plain._live.state)
 
 
 def test_a_loss_that_was_rounded_is_computed_again():

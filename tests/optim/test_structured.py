@@ -274,18 +274,6 @@ def test_frozen_unfrozen_and_unused_parameters():
     assert torch.equal(flat(model.unused), before[-8:])
 
 
-@pytest.mark.filterwarnings("error")
-def test_what_is_unfrozen_within_a_group_moves_at_the_first_step():
-    model: Any = net()
-    model[2].requires_grad_(False)
-    opt = ng.kfac(model, CE, params=list(model.parameters()))
-    iterate(opt, model)
-    model[2].requires_grad_(True)
-    before = flat(model[2])
-    iterate(opt, model)
-    assert not torch.equal(flat(model[2]), before)
-
-
 SWAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "a wider head": lambda model: put(model, 2, nn.Linear(4, 7)),
     "a narrower head": lambda model: put(model, 2, nn.Linear(4, 3, bias=False)),
