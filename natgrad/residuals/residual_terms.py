@@ -152,20 +152,34 @@ def read_unknowns(given: Any) -> tuple[nn.Module, Mapping[str, nn.Module | nn.Pa
     parts = dict(given.items())
     if not parts:
         raise ValueError("net is empty, expected at least one torch.nn.Module")
+    dtype = find_dtype(parts)
     for name, part in parts.items():
-        check_unknown(name, part)
+        check_unknown(name, part, dtype)
     for part in parts.values():
         if isinstance(part, nn.Module):
             split_complex_parameters(part)
     return Unknowns(parts), parts
 
 
-def check_unknown(name: Any, part: Any) -> None:
-    """TypeError or ValueError unless an unknown is a module or a parameter under a usable name."""
+def find_dtype(parts: Mapping[Any, Any]) -> torch.dtype:
+    """The precision of the first network; of the first coefficient where there is none."""
+    networks_first = sorted(parts.values(), key=lambda part: not isinstance(part, nn.Module))
+    dtypes = (p.dtype.to_real() for part in networks_first for p in list_parameters(part))
+    return next(dtypes, torch.get_default_dtype())
+
+
+def list_parameters(part: Any) -> list[nn.Parameter]:
+    """Those of a module, or the parameter itself."""
+    return list(part.parameters()) if isinstance(part, nn.Module) else [part] * isinstance(part, nn.Parameter)
+
+
+def check_unknown(name: Any, part: Any, dtype: torch.dtype) -> None:
+    """TypeError or ValueError unless an unknown is a module or a parameter, under a usable name and of this dtype."""
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"net has an unknown called {name!r}, expected a name such as 'u'")
     if not isinstance(part, (nn.Module, nn.Parameter)):
-        hint = "; wrap a number: nn.Parameter(torch.tensor(1.0))" if isinstance(part, (Tensor, float, int)) else ""
+        wrapped = f"; wrap a number: nn.Parameter(torch.tensor(1.0, dtype={dtype}))"
+        hint = wrapped if isinstance(part, (Tensor, float, int)) else ""
         raise TypeError(f"net[{name!r}] is {type(part).__name__}, expected a module or a parameter{hint}")
     if isinstance(part, nn.Parameter) and part.is_complex():
         raise ValueError(
@@ -173,10 +187,14 @@ def check_unknown(name: Any, part: Any) -> None:
             "part, and write torch.complex(a, b) in the terms"
         )
     check_precision(f"net[{name!r}]", part)
+    for p in list_parameters(part)[:1]:
+        if p.dtype.to_real() != dtype:
+            like = f"{name} = nn.Parameter({name}.detach().to({dtype}))" if p is part else f"{name}.to({dtype})"
+            raise ValueError(f"net[{name!r}] is {p.dtype}, the first network {dtype}, expected one precision: {like}")
 
 
 def check_precision(name: str, part: nn.Module | nn.Parameter) -> None:
     """ValueError for parameters in half precision, which has no linear algebra of its own."""
-    for p in part.parameters() if isinstance(part, nn.Module) else [part]:
+    for p in list_parameters(part):
         if p.dtype in (torch.float16, torch.bfloat16):
             raise ValueError(f"{name} is {p.dtype}, expected double precision, or single: call {name}.double()")

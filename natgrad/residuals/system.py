@@ -185,22 +185,23 @@ def check_points(system: System, points: Mapping[str, Any], params: Params) -> P
 def check_batch_of_points(name: str, given: Any, like: Tensor, fewest: int) -> tuple[Tensor, ...]:
     """One term's points: tensors with one leading size, in the parameters' dtype and on their device."""
     tensors = tuple(given) if isinstance(given, (tuple, list)) else (given,)
-    for tensor in tensors:
+    for place, tensor in enumerate(tensors):
+        part = name if tensor is given else f"{name}[{place}]"
         if not isinstance(tensor, Tensor) or tensor.dim() == 0:
             came = "a scalar tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
-            advice = f"; convert with torch.as_tensor({name})" if hasattr(tensor, "__array__") else ""
+            advice = f"; convert with torch.as_tensor({part})" if hasattr(tensor, "__array__") else ""
             raise TypeError(
-                f"{name} is {came}, expected points: a tensor (b, d), or a tuple of tensors (b, ...){advice}"
+                f"{part} is {came}, expected points: a tensor (b, d), or a tuple of tensors (b, ...){advice}"
             )
         if tensor.is_floating_point() and tensor.dtype != like.dtype:
+            advice = "" if like.dtype == torch.float64 else "; double precision, net.double(), reaches smaller errors"
             raise ValueError(
-                f"{name} is {tensor.dtype}, the network {like.dtype}: convert with {name}.to({like.dtype}); double "
-                "precision, net.double(), reaches smaller errors"
+                f"{part} is {tensor.dtype}, the network {like.dtype}: convert with {part}.to({like.dtype}){advice}"
             )
         if tensor.device != like.device:
-            raise ValueError(f"{name} is on {tensor.device}, the network on {like.device}; move one to the other")
+            raise ValueError(f"{part} is on {tensor.device}, the network on {like.device}; move one to the other")
         if not all_finite(tensor.detach()):
-            raise ValueError(f"{name} holds a NaN or an infinity; look at how the points are drawn")
+            raise ValueError(f"{part} holds a NaN or an infinity; look at how the points are drawn")
     if len({*map(len, tensors)}) != 1 or len(tensors[0]) < fewest:
         raise ValueError(
             f"{name} has tensors of leading sizes {[*map(len, tensors)]}, expected the same number of points, "

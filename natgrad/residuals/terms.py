@@ -445,7 +445,7 @@ def check_captured(
     """Tell of parameters that a term uses by itself, and not as one of its arguments: they have no derivative."""
     advice = (
         "make it an unknown of its own, ng.residuals({'u': net, 'k': k}, {'inside': lambda u, k, x: ...}) with k = "
-        "nn.Parameter(torch.tensor(1.0))"
+        f"nn.Parameter(torch.tensor(1.0, dtype={next(iter(trained.values())).dtype}))"
     )
     known = {id(p): key for key, p in trained.items()}
     for number, parameter in seen.items():

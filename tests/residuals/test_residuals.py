@@ -283,6 +283,7 @@ def test_a_residual_that_is_not_finite_is_named():
         ({"inside": draw(3).numpy()}, TypeError, "convert with torch.as_tensor"),
         ({"inside": draw(3)[:, 0]}, ValueError, "expected points \\(b, d\\)"),
         ({"inside": draw(3).float()}, ValueError, "convert with"),
+        ({"inside": (draw(3), draw(3).float())}, ValueError, r"convert with inside\[1\]\.to\(torch\.float64\)$"),
         ({"inside": draw(3)[:0]}, ValueError, "at least one"),
         ({"inside": draw(3) / 0}, ValueError, "NaN or an infinity"),
         ({"inside": 3.0}, TypeError, "expected points"),
@@ -300,6 +301,13 @@ def test_unusable_points_are_refused(points, error, words):
     [
         ((3, TERMS), TypeError, "net is int"),
         (({"u": 3.0}, TERMS), TypeError, "wrap a number"),
+        (({"u": perceptron(2, 1), "k": 3.0}, TERMS), TypeError, r"tensor\(1\.0, dtype=torch\.float64\)"),
+        (
+            ({"k": nn.Parameter(torch.ones(2)), "u": perceptron(2, 1)}, TERMS),
+            ValueError,
+            r"net\['k'\] is torch\.float32",
+        ),
+        (({"u": perceptron(2, 1), "v": nn.Linear(2, 1)}, TERMS), ValueError, r"v\.to\(torch\.float64\)"),
         (({}, TERMS), ValueError, "net is empty"),
         ((perceptron(2, 1), {}), TypeError, "expected a dict of functions"),
         ((perceptron(2, 1), {"inside": 3}), TypeError, "expected a function"),
