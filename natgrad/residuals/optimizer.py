@@ -152,6 +152,7 @@ class ResidualOptimizer(NaturalGradient):
         **options: As `ng.NaturalGradient` has them.
 
     Attributes:
+        model: The module, or the unknowns as one: its `state_dict` has the networks and the coefficients.
         losses: Name -> mean square of the term before the last step.
         system: The terms.
     """
