@@ -22,8 +22,8 @@ from natgrad.vmc.antisymmetric import AntisymmetricNet
 from natgrad.vmc.configurations import Configurations
 from natgrad.vmc.continuous import Harmonic, Molecule
 from natgrad.vmc.energy import EnergyEstimate, estimate_jointly
-from natgrad.vmc.hamiltonians import Hamiltonian
-from natgrad.vmc.local_energies import evaluate, take_local_energies
+from natgrad.vmc.hamiltonians import place_elements
+from natgrad.vmc.local_energies import evaluate, has_connections, read_connections, take_local_energies
 from natgrad.vmc.reconfiguration import StochasticReconfiguration
 from natgrad.vmc.samples import Sampler, Samples
 
@@ -171,17 +171,20 @@ class GroundState:
         self.sampler.load_state_dict(state["sampler"])
 
 
-def lowest_energy(hamiltonian: Hamiltonian, *, steps: int = 200, seed: int = 0) -> float:
+def lowest_energy(hamiltonian: Any, *, space: Configurations | None = None, steps: int = 200, seed: int = 0) -> float:
     """The exact ground state energy, by Lanczos over all states: up to some million of them.
 
     Args:
-        hamiltonian: A lattice Hamiltonian, real or complex.
+        hamiltonian: A lattice Hamiltonian, real or complex: an `ng.vmc.Hamiltonian`, or anything with
+            `connected(states)` or NetKet's `get_conn_padded(states)`.
+        space: Its states, such as `ng.vmc.Spins(6)`. None: `hamiltonian.space`.
         steps: Products with H at most; it stops when the energy stands to 12 digits of H's largest eigenvalue, and
             warns where that takes more.
         seed: Of the start.
 
     Raises:
-        ValueError: For too many states, or an H that is not Hermitian.
+        TypeError: For no lattice Hamiltonian, or one that does not say which states it has.
+        ValueError: For too many states, and for an H that leads out of them or is not Hermitian.
 
     Reference:
         Lanczos 1950, without reorthogonalisation: the lowest value is right, though it may come several times.
@@ -190,7 +193,7 @@ def lowest_energy(hamiltonian: Hamiltonian, *, steps: int = 200, seed: int = 0) 
         >>> round(ng.vmc.lowest_energy(ng.vmc.Heisenberg(4)), 10)
         -2.0
     """
-    matrix = hamiltonian.matrix()
+    matrix = write_matrix(hamiltonian, getattr(hamiltonian, "space", None) if space is None else space)
     check_hermitian(hamiltonian, matrix)
     size = matrix.shape[0]
     vector = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(matrix.dtype)
@@ -218,7 +221,20 @@ def lowest_energy(hamiltonian: Hamiltonian, *, steps: int = 200, seed: int = 0) 
     return estimate
 
 
-def check_hermitian(hamiltonian: Hamiltonian, matrix: Tensor) -> None:
+def write_matrix(hamiltonian: Any, space: Any) -> Tensor:
+    """H over all states of a space, sparse, in double precision. TypeError for what is no lattice Hamiltonian."""
+    if not isinstance(space, Configurations) or not has_connections(hamiltonian):
+        raise TypeError(
+            f"hamiltonian is {type(hamiltonian).__name__} over {space}, expected an ng.vmc.Hamiltonian, or something "
+            "with connected(states) or get_conn_padded(states) and a space: lowest_energy(h, space=ng.vmc.Spins(6))"
+        )
+    states = space.all_states(torch.float64)
+    others, values = read_connections(hamiltonian, states)
+    values = values.to(torch.promote_types(values.dtype, torch.float64))
+    return place_elements(hamiltonian, space, states, others, values)
+
+
+def check_hermitian(hamiltonian: Any, matrix: Tensor) -> None:
     """ValueError unless <u|H v> = <H u|v> for two vectors at random: Lanczos believes it."""
     generator = torch.Generator().manual_seed(1)
     u, v = torch.randn(2, len(matrix), dtype=torch.complex128, generator=generator).unbind()
@@ -227,7 +243,7 @@ def check_hermitian(hamiltonian: Hamiltonian, matrix: Tensor) -> None:
     if float(gap) > 1e-10 * float(images[:, 0].norm() * v.norm()):
         raise ValueError(
             f"{hamiltonian} is not Hermitian, <s|H|s'> and the conjugate of <s'|H|s> differ: look at the elements that "
-            "moves(states) returns"
+            "it gives for connected states"
         )
 
 

@@ -118,16 +118,22 @@ class Hamiltonian(Explained):
             ValueError: If there are too many states, or if H leads out of them.
         """
         states = self.space.all_states(dtype)
-        numbers = self.space.number(states)
-        others, values = self.connected(states)
-        targets = self.space.number(others).clamp(max=int(numbers[-1]))
-        columns = torch.searchsorted(numbers, targets)
-        present = values != 0
-        if not torch.equal(others[present], states[columns[present]]):
-            raise ValueError(f"{self} leads out of {self.space}: H does not conserve what its states do")
-        rows = torch.arange(len(states)).unsqueeze(1).expand_as(columns)
-        places = torch.stack([rows[present], columns[present]])
-        return torch.sparse_coo_tensor(places, values[present], (len(states),) * 2, check_invariants=True).coalesce()
+        return place_elements(self, self.space, states, *self.connected(states))
+
+
+def place_elements(hamiltonian: Any, space: Configurations, states: Tensor, others: Tensor, values: Tensor) -> Tensor:
+    """The sparse matrix with these elements. ValueError if H leads out of its states.
+
+    states: All of the space, in order, (b, n). others: What they are connected with, (b, k, n). values: (b, k).
+    """
+    numbers = space.number(states)
+    columns = torch.searchsorted(numbers, space.number(others).clamp(max=int(numbers[-1])))
+    present = values != 0
+    if not torch.equal(others[present], states[columns[present]]):
+        raise ValueError(f"{hamiltonian} leads out of {space}: H does not conserve what its states do")
+    rows = torch.arange(len(states)).unsqueeze(1).expand_as(columns)
+    places = torch.stack([rows[present], columns[present]])
+    return torch.sparse_coo_tensor(places, values[present], (len(states),) * 2, check_invariants=True).coalesce()
 
 
 class EdgeHamiltonian(Hamiltonian):

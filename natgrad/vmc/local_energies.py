@@ -55,7 +55,7 @@ def take_local_energies(
             energies = hamiltonian.diagonal(flat) + sum_ratios(psi, flat, others, values, chunk_size)
         elif hasattr(hamiltonian, "local_energies"):
             energies = hamiltonian.local_energies(psi, flat)
-        elif hasattr(hamiltonian, "connected") or hasattr(hamiltonian, "get_conn_padded"):
+        elif has_connections(hamiltonian):
             others, values = read_connections(hamiltonian, flat)
             check_stays(hamiltonian, space, others, values)
             energies = sum_ratios(psi, flat, others, values, chunk_size)
@@ -111,6 +111,11 @@ def evaluate(psi: LogAmplitude, states: Tensor, chunk_size: int) -> Tensor:
     """log psi without a graph, some states at a time."""
     logs = [run_detached(lambda part=part: psi(part)) for part in states.split(chunk_size)]
     return torch.cat(logs) if len(logs) > 1 else logs[0]
+
+
+def has_connections(hamiltonian: Any) -> bool:
+    """True for what `read_connections` reads."""
+    return hasattr(hamiltonian, "connected") or hasattr(hamiltonian, "get_conn_padded")
 
 
 def read_connections(operator: Any, states: Tensor) -> tuple[Tensor, Tensor]:

@@ -113,6 +113,30 @@ def test_local_energies_are_h_psi_over_psi(name, wrap):
     assert_close(vmc.local_energies(psi, wrap(h), states.view(4, 4, 4)), found.view(4, 4))
 
 
+@pytest.mark.parametrize("wrap", [lambda h: h, Connected, Padded])
+def test_the_lowest_energy_is_that_of_anything_with_connections(wrap):
+    h = vmc.Heisenberg(4, EDGES)
+    assert (
+        abs(vmc.lowest_energy(wrap(h), space=h.space) - float(torch.linalg.eigvalsh(h.matrix().to_dense())[0])) < 1e-12
+    )
+
+
+def test_the_lowest_energy_is_over_the_states_that_a_hamiltonian_has():
+    class Field(Connected):
+        space = vmc.Spins(6)
+
+        def connected(self, states: Tensor) -> tuple[Tensor, Tensor]:
+            return states[:, None, :], states[:, :1]
+
+    h = vmc.TransverseIsing(4)
+    assert vmc.lowest_energy(Field(h)) == -1.0
+    with pytest.raises(ValueError, match="leads out of Spins"):
+        vmc.lowest_energy(h, space=vmc.Spins(4, 2))
+    for other in (Connected(h), vmc.Molecule.helium()):
+        with pytest.raises(TypeError, match=r"over None, expected an ng\.vmc\.Hamiltonian.*space=ng\.vmc\.Spins"):
+            vmc.lowest_energy(other)
+
+
 def test_bad_input_is_named_at_the_door():
     with pytest.raises(ValueError, match=r"edges has \(0, 4\), expected pairs of different sites from 0 to 3"):
         vmc.TransverseIsing(4, [(0, 4)])
