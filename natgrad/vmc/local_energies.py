@@ -62,7 +62,8 @@ def take_local_energies(
         else:
             raise TypeError(
                 f"hamiltonian is {type(hamiltonian).__name__}, expected an ng.vmc.Hamiltonian, or something with "
-                "connected(states), get_conn_padded(states) or local_energies(psi, states)"
+                "connected(states), get_conn_padded(states) or local_energies(psi, states); for particles in a "
+                "potential derive from ng.vmc.Harmonic, with a potential(states) of your own"
             )
     return energies.reshape(states.shape[:-1])
 

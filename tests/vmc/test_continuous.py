@@ -132,3 +132,18 @@ def test_bad_input_is_named_at_the_door():
         vmc.AntisymmetricNet(vmc.Molecule((6.0,), ((0.0, 0.0, 0.0),), up=6, down=0))
     with pytest.raises(ValueError, match="frequency is 0"):
         vmc.Harmonic(2, 0)
+
+
+def test_a_potential_of_ones_own_is_that_of_a_class_below_harmonic():
+    class Quartic(vmc.Harmonic):
+        def potential(self, states: Tensor) -> Tensor:
+            return states.pow(4).sum(1)
+
+    class Alone:
+        potential = Quartic.potential
+
+    psi, h = ng.LogAmplitude(nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()), Quartic(2)
+    x = ng.vmc.Metropolis(h, samples=5).draw(psi).states[:, 0]
+    assert_close(vmc.local_energies(psi, h, x), vmc.kinetic_energies(psi, x).detach() + x.pow(4).sum(1))
+    with pytest.raises(TypeError, match=r"derive from ng\.vmc\.Harmonic"):
+        vmc.local_energies(psi, Alone(), x)
