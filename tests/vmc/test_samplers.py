@@ -111,6 +111,44 @@ def test_walkers_leave_a_node_and_never_enter_one():
     assert bool((states[..., 0] > 0).all())
 
 
+class Table(nn.Module):
+    """log psi of every state of a space, written out; with a parameter that it could do without."""
+
+    def __init__(self, space: vmc.Spins, logs: Tensor) -> None:
+        super().__init__()
+        self.space, self.logs, self.scale = space, logs, nn.Parameter(torch.ones((), dtype=F64))
+
+    def forward(self, s: Tensor) -> Tensor:
+        return (
+            self.scale * self.logs[torch.searchsorted(self.space.number(self.space.all_states()), self.space.number(s))]
+        )
+
+
+def test_walkers_that_rest_at_the_likeliest_states_are_no_trouble():
+    h = vmc.Heisenberg(8, sublattice=range(0, 8, 2))
+    ground = torch.linalg.eigh(h.matrix().to_dense())[1][:, 0]
+    psi, sampler = ng.LogAmplitude(Table(h.space, ground.abs().log())), vmc.Metropolis(h.space, samples=1000)
+    rests = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(100):
+            sampler.draw(psi)
+            rests += len(sampler.stuck)
+    assert rests
+
+
+def test_stuck_walkers_are_told_of_once():
+    space = vmc.Spins(3)
+    psi, sampler = ng.LogAmplitude(Table(space, torch.zeros(8, dtype=F64))), vmc.Metropolis(space, samples=20)
+    sampler.draw(psi)
+    sampler.move = vmc.Flip((1.0, 1.0))  # from 1 to 1
+    sampler.states = torch.ones(20, 3, dtype=F64)
+    with pytest.warns(UserWarning, match="20 of 20 walkers accepted no move for 20 sweeps") as caught:
+        [sampler.draw(psi) for _ in range(25)]
+    assert len(caught) == 1
+    assert len(sampler.stuck) == 20
+
+
 def test_bad_input_is_named_at_the_door():
     with pytest.raises(ValueError, match="samples is 10, expected a multiple of chains, 3"):
         vmc.Metropolis(vmc.Spins(3), samples=10, chains=3)
