@@ -14,6 +14,9 @@ from natgrad.ground.checks import check_integer, check_positive
 class RBM(nn.Module):
     """log psi = sum_i a_i s_i + sum_j log cosh(b_j + sum_i W_ji s_i), real or complex.
 
+    A real one is convex in s, so that no psi of bosons with its peak between 0 and `most` is near: take complex
+    parameters, or another network.
+
     Args:
         count: Variables of a state.
         hidden: Hidden units; default as many.
