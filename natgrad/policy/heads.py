@@ -335,7 +335,8 @@ def choose_head(space: Any, head: Head | None = None) -> Head:
     kind = HEADS.get(type(space).__name__)
     if kind is None:
         raise ValueError(
-            f"the action space is {space}, expected one of {', '.join(HEADS)}; flatten it with a gymnasium wrapper"
+            f"the action space is {space}, expected one of {', '.join(HEADS)}; wrap the environment in "
+            "gymnasium.wrappers.TransformAction(env, function, space), which makes its actions of those of such a space"
         )
     return require_numbers(kind().on(space))
 

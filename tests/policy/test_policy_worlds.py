@@ -338,3 +338,25 @@ def test_observation_spaces():
         assert agent.predict(space.sample())[0] in (0, 1)
     with pytest.raises(ValueError, match=r"observation space is Dict.*FlattenObservation"):
         small(Seen(spaces.Dict({"a": spaces.Discrete(2)})))
+
+
+def test_a_dict_of_parts_is_seen_and_acted_through_the_wrappers_that_the_errors_name():
+    class Parts(Corridor):
+        def __init__(self) -> None:
+            super().__init__(5)
+            self.observation_space = spaces.Dict({"place": spaces.Box(-1, 1, (2,)), "kind": spaces.Discrete(3)})
+            self.action_space = spaces.Dict({"left": spaces.Discrete(2), "right": spaces.Discrete(2)})
+
+        def reset(self, **choices: Any):
+            super().reset(**choices)
+            return self.observation_space.sample(), {}
+
+        def step(self, action):
+            return self.observation_space.sample(), *super().step(int(action["right"] > action["left"]))[1:]
+
+    seen = gym.wrappers.FlattenObservation(Parts())
+    with pytest.raises(ValueError, match=r"action space is Dict.*wrappers\.TransformAction\(env, function, space\)"):
+        small(seen)
+    pair = lambda a: {"left": a[0], "right": a[1]}  # noqa: E731
+    agent = small(gym.wrappers.TransformAction(seen, pair, spaces.MultiDiscrete([2, 2])), batch=16)
+    assert agent.learn(16)["steps"] == [16]
