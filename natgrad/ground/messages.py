@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from abc import ABCMeta
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from difflib import get_close_matches
 from functools import wraps
 from html import escape
@@ -30,6 +30,8 @@ def write_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 class Columns:
     """Lists of equal length by name, with one entry per update or generation: `history["kl"]`, `dict(history)`.
 
+    It is read as a dict of lists is, but for its length: `len(history)` counts the entries.
+
     Args:
         names: Of the lists; the first has an entry for each.
         entries: What an entry is of, for the representation.
@@ -44,9 +46,29 @@ class Columns:
             raise KeyError(f"{name!r} is no list of this history, expected one of {', '.join(self._columns)}")
         return self._columns[name]
 
-    def keys(self) -> list[str]:
-        """The names of the lists, so that `dict(history)` is a dict of them."""
-        return self.names
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def keys(self) -> KeysView[str]:
+        """The names of the lists."""
+        return self._columns.keys()
+
+    def values(self) -> ValuesView[list[Any]]:
+        """The lists."""
+        return self._columns.values()
+
+    def items(self) -> ItemsView[str, list[Any]]:
+        """The names, each with its list."""
+        return self._columns.items()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A list, or something else where there is none of that name.
+
+        Args:
+            name: Of the list.
+            default: What stands for one that is not there.
+        """
+        return self._columns.get(name, default)
 
     def __len__(self) -> int:
         return len(next(iter(self._columns.values())))

@@ -35,7 +35,14 @@ def test_the_call_of_a_fields_folder_is_a_sentence_too() -> None:
 
 def test_a_history_is_a_dict_of_lists() -> None:
     history = Columns(("loss", "kl"), "steps")
-    assert dict(history) == {"loss": [], "kl": []}
+    lists = {"loss": [], "kl": []}
+    assert dict(history) == lists
+    assert [*history] == [*history.keys()] == [*lists]
+    assert dict(history.items()) == lists
+    assert [*history.values()] == [*lists.values()]
+    assert "kl" in history
+    assert "return" not in history
+    assert (history.get("kl"), history.get("return"), history.get("return", 3)) == ([], None, 3)
     with pytest.raises(KeyError, match="'return' is no list of this history, expected one of loss, kl"):
         history["return"]
 
