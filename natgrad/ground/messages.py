@@ -145,6 +145,30 @@ ELSEWHERE = {
 }
 """Names of other packages, by what takes their place here."""
 
+ARGUMENTS = {
+    "EvalCallback": {
+        "log_path": "callback.history has every evaluation",
+        "verbose": "learn(progress=True) shows how far it is",
+        "render": "make the environment with render_mode='human'",
+        "warn": "there is nothing to switch off",
+        "callback_after_eval": "give learn a list of callbacks",
+    },
+    "make_vec_env": {
+        "monitor_dir": "agent.history has the returns of every batch",
+        "monitor_kwargs": "agent.history has the returns of every batch",
+        "vec_env_cls": "it returns a list of environments, as an agent takes them",
+        "vec_env_kwargs": "it returns a list of environments, as an agent takes them",
+        "start_index": "the agent seeds its environments one after the other",
+    },
+    "stochastic_reconfiguration": {
+        "diag_shift": "write damping=",
+        "learning_rate": "write lr=",
+        "variational_state": "write psi=, an ng.LogAmplitude",
+    },
+    "run": {"n_iter": "write steps=", "out": "it returns the energies, and callback= sees each step"},
+}
+"""Arguments of other packages, by our function: what stands here instead."""
+
 
 class Package(ModuleType):
     """A module of natgrad whose call is a sentence: `ng.vmc("ising")` takes a module for a function."""
@@ -335,7 +359,8 @@ def describe_call(
     missing += [p.name for p in own if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in kwargs]
     if unknown:
         near = get_close_matches(unknown[0], [p.name for p in own], 1)
-        reason = f"it has no argument {unknown[0]!r}" + (f", did you mean {near[0]!r}?" if near else "")
+        advice = ARGUMENTS.get(name, {}).get(unknown[0]) or (f"did you mean {near[0]!r}?" if near else "")
+        reason = f"it has no argument {unknown[0]!r}" + f", {advice}" * bool(advice)
     elif missing:
         reason = f"{' and '.join(map(repr, missing))} {'is' if len(missing) == 1 else 'are'} missing"
     elif len(came) > len(ordered):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from natgrad.ground.checks import check_integer
-from natgrad.ground.messages import write_choices
+from natgrad.ground.messages import Explained, explain_calls, write_choices
 from natgrad.ground.progress import Callbacks, join_callbacks
 from natgrad.ground.state_files import read_state_file, write_state_file
 from natgrad.policy.environments import import_gymnasium, make_environment
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BEST = "best_model.pt"
 
 
-class EvalCallback:
+class EvalCallback(Explained):
     """Evaluates a policy now and then and saves the best one: `agent.learn(100_000, ng.policy.EvalCallback(env))`.
 
     Every evaluation has the same seed, so that policies are compared on the same starts. It changes nothing of the
@@ -128,6 +128,7 @@ class EvalCallback:
         return [names, self.n_eval_episodes, self.seed, self.deterministic]
 
 
+@explain_calls
 def make_vec_env(
     env_id: str | Callable[..., Any],
     n_envs: int = 1,

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ from natgrad.policy.advantage import (
 from natgrad.policy.environments import Environments, Episode, take_action
 from natgrad.policy.heads import GaussianHead, Head, choose_head
 from natgrad.policy.rollout import ObservationScale, collect_steps, join_episodes, join_moments
-from natgrad.policy.sb3 import Translation, as_learning, as_policy, check_prediction, per_agent
+from natgrad.policy.sb3 import ATTRIBUTES, Translation, as_learning, as_policy, check_prediction, per_agent
 from natgrad.policy.scalar_log import ScalarLog
 from natgrad.policy.settings import CriticTraining, NaturalStep, Rollouts, choose_damping
 from natgrad.policy.update import Move, Proposal, Surrogate, SurrogateLoss, propose_nothing, take_step
@@ -152,6 +152,12 @@ class PolicyLearner(Explained):
         sizes = {"environments": worlds.count, "batch": self.batch}
         done = {"steps": self.steps, "updates": self.updates}
         return write_choices(self, policy=self.policy, head=self.head, **self._lengths(), **sizes, **how, **done)
+
+    if not TYPE_CHECKING:  # a checker knows the attributes that there are
+
+        def __getattr__(self, name: str) -> Any:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(f"{text}: {ATTRIBUTES[name]}" if name in ATTRIBUTES else text, name=name, obj=self)
 
     @property
     def failures(self) -> int:

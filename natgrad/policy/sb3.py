@@ -170,6 +170,22 @@ def translate_network(caller: str, given: Any) -> tuple[Any, Any]:
 
 # Calls
 
+ATTRIBUTES = {
+    "num_timesteps": "write agent.steps",
+    "_n_updates": "write agent.updates",
+    "logger": "agent.history has the numbers of every update",
+    "ep_info_buffer": "agent.rollout.episodes has the episodes of the last batch",
+    "env": "agent.worlds.envs has the environments",
+    "get_env": "agent.worlds.envs has the environments",
+    "set_env": "build another agent with that environment and load what this one saved",
+    "n_envs": "write agent.worlds.count",
+    "observation_space": "write agent.worlds.observation_space",
+    "action_space": "write agent.worlds.action_space",
+    "get_parameters": "write agent.state_dict()",
+    "set_parameters": "write agent.load_state_dict(state)",
+}
+"""Attributes of its agents, and what stands here instead."""
+
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 ADVICE = {

@@ -12,7 +12,7 @@ from torch import Tensor
 from natgrad.ground.checks import check_integer
 from natgrad.ground.exchanges import any_asks
 from natgrad.ground.linalg import eigh
-from natgrad.ground.messages import write_choices
+from natgrad.ground.messages import explain_calls, write_choices
 from natgrad.ground.progress import Callbacks, join_callbacks, run_steps
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.ground.states import check_parts
@@ -82,6 +82,7 @@ class GroundState:
         return self.optimizer.step(drawn.states, local, drawn.weights, enumerated=drawn.enumerated)
 
     @keep_gradient_mode
+    @explain_calls
     def run(
         self, steps: int, *, callback: Callbacks[GroundState] | None = None, progress: bool | None = None
     ) -> list[EnergyEstimate]:

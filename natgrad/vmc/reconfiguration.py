@@ -11,7 +11,7 @@ from torch import Tensor
 from natgrad.ground.checks import check_number, check_positive, check_share
 from natgrad.ground.exchanges import share_count
 from natgrad.ground.linalg import all_finite
-from natgrad.ground.messages import write_choices
+from natgrad.ground.messages import explain_calls, write_choices
 from natgrad.ground.pure import check_examples_apart, keep_gradient_mode
 from natgrad.ground.spaces import trainable
 from natgrad.ground.states import check_parts
@@ -78,6 +78,7 @@ def measure_length(
 # Stochastic reconfiguration: the natural gradient of the energy of a wave function, for any sampler
 
 
+@explain_calls
 def stochastic_reconfiguration(
     psi: LogAmplitude,
     lr: float = 0.05,

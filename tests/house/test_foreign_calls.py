@@ -70,6 +70,10 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         r"term\(u, x\)",
     ),
     "an argument of another package": (lambda: ng.minimize(lambda x: x.sum(), [0.0], sigma=1.0), "no argument 'sigma'"),
+    "a shift of NetKet's": (
+        lambda: ng.stochastic_reconfiguration(ng.LogAmplitude(ng.vmc.RBM(3)), diag_shift=1e-3),
+        r"no argument 'diag_shift', write damping=; expected stochastic_reconfiguration\(psi",
+    ),
     "an optimizer's loop": (lambda: ng.kfac(NET, CE).fit(X, Y), r"step\(\)"),
 }
 

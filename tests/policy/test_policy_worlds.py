@@ -308,6 +308,14 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "a recurrent policy": (lambda: small(Bandit(), nn.LSTM(2, 3)), ValueError, "policy returned"),
     "observation": (lambda: small().predict(np.zeros(3)), ValueError, r"observation has shape \(3,\), expected \(2,\)"),
     "what reset returns": (lambda: small().predict(Walk().reset()), TypeError, r"env.reset\(\) returns"),
+    "a log of evaluations": (
+        lambda: pg.EvalCallback("CartPole-v1", log_path="logs"),
+        TypeError,
+        "callback.history has",
+    ),
+    "a monitor": (lambda: pg.make_vec_env("CartPole-v1", monitor_dir="logs"), TypeError, "agent.history has"),
+    "steps by another name": (lambda: small().num_timesteps, AttributeError, "'num_timesteps': write agent.steps"),
+    "an attribute of nobody's": (lambda: small().wings, AttributeError, "no attribute 'wings'$"),
     "NaN": (lambda: small().predict(np.array([np.nan, 0])), ValueError, "not finite"),
 }
 
