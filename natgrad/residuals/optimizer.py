@@ -154,6 +154,7 @@ class ResidualOptimizer(NaturalGradient):
     Attributes:
         model: The module, or the unknowns as one: its `state_dict` has the networks and the coefficients.
         losses: Name -> mean square of the term before the last step.
+        history: What the last `fit` returned, or the one under way has so far: callbacks look there.
         system: The terms.
     """
 
@@ -173,6 +174,7 @@ class ResidualOptimizer(NaturalGradient):
         self.detach()  # it reads no pass of the user's
         self.system, self.acceleration, self.scaling = system, acceleration, scaling
         self.losses: dict[str, float] = {}
+        self.history = ResidualHistory(system.terms)
 
     @keep_gradient_mode
     @torch.no_grad()
@@ -246,13 +248,15 @@ class ResidualOptimizer(NaturalGradient):
             >>> len(history["loss"]), history["loss"][-1] < 1e-6
             (60, True)
         """
-        steps, history = check_integer("steps", steps, 0), ResidualHistory(self.system.terms)
+        steps = check_integer("steps", steps, 0)
         call, device = join_callbacks(callback, "the optimizer"), next(iter(self._find_trained().values())).device
         if not isinstance(sample, Mapping) and not callable(sample):
             raise TypeError(
                 f"sample is {type(sample).__name__}, expected a function of a torch.Generator that returns a dict of "
                 "points by term, or such a dict: fit(100, {'inside': x, 'boundary': y})"
             )
+
+        history = self.history = ResidualHistory(self.system.terms)
 
         def step() -> dict[str, float]:
             loss = float(self.step(**self._draw(sample, seed)))
@@ -290,9 +294,8 @@ class ResidualOptimizer(NaturalGradient):
         Returns:
             Name -> residuals, shape (b, m).
         """
-        some = System({n: t for n, t in self.system.terms.items() if n in points}, self.system.weights)
         params = self._find_trained()
-        checked = check_points(some if points else self.system, points, params)
+        checked = check_points(self.system, points, params, "evaluate")
         return {name: self.system.terms[name].values(params, part) for name, part in checked.items()}
 
     def _find_trained(self) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from natgrad.ground.checks import check_positive
 from natgrad.ground.exchanges import share_count, sum_numbers, sum_tensors
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.pure import RandomState
@@ -166,20 +167,23 @@ class ResidualMetric(Metric):
         return self.system.linearise(params, inputs).operator
 
 
-def check_points(system: System, points: Mapping[str, Any], params: Params) -> Points:
+def check_points(system: System, points: Mapping[str, Any], params: Params, caller: str = "step") -> Points:
     """Points as tuples of tensors. TypeError or ValueError for anything but a batch of points for each term.
 
-    One process of several may lack them.
+    One process of several may lack them. caller: "step", or "evaluate", which takes points of some terms too.
     """
+    step = caller == "step"
     unknown, missing = sorted(points.keys() - system.terms.keys()), sorted(system.terms.keys() - points.keys())
+    missing = missing if step or not points else []
     if unknown or missing:
         parts = [f"no points for {missing}"] * bool(missing)
         parts += [f"points for {unknown}, which is no term"] * bool(unknown)
         call = ", ".join(f"{name}=..." for name in system.terms)
-        raise ValueError(f"step got {', and '.join(parts)}: call step({call}) with the points of each term")
+        which = "of each term" if step else "of those that are wanted"
+        raise ValueError(f"{caller} got {', and '.join(parts)}: call {caller}({call}) with the points {which}")
     like = next(iter(params.values()))
-    fewest = int(system.processes.size == 1)
-    return {name: check_batch_of_points(name, points[name], like, fewest) for name in system.terms}
+    fewest = int(not step or system.processes.size == 1)
+    return {name: check_batch_of_points(name, points[name], like, fewest) for name in system.terms if name in points}
 
 
 def check_batch_of_points(name: str, given: Any, like: Tensor, fewest: int) -> tuple[Tensor, ...]:
@@ -276,13 +280,12 @@ def read_terms(
     if unknown:
         raise ValueError(f"weights has {unknown}, which is no term: the terms are {list(terms)}")
     for name, weight in weights.items():
-        if isinstance(weight, Tensor) and weight.dim():
+        if isinstance(weight, Tensor) and (weight.dim() or weight.requires_grad):
             raise ValueError(
                 f"weights[{name!r}] is a tensor {tuple(weight.shape)}, expected a number; weights of points are data "
                 "of the term: lambda u, x, w: w.sqrt() * ..., step(inside=(x, w))"
             )
-        if not isinstance(weight, (int, float)) or not 0 < weight < float("inf"):
-            raise ValueError(f"weights[{name!r}] is {weight!r}, expected a finite number > 0")
+        check_positive(f"weights[{name!r}]", weight)
     for name, chosen in (point_weights or {}).items():
         if name not in terms:
             raise ValueError(f"point_weights has {name!r}, which is no term: the terms are {list(terms)}")

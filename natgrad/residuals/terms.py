@@ -39,6 +39,10 @@ ONE_BY_ONE = (
     "({error}): build it of torch operations, torch.where in place of if and torch.sin of math.sin, and take "
     "derivatives with ng.grad(u, x) and ng.laplacian(u, x)"
 )
+COMPLEX = (
+    "A complex network takes a real point as a complex one: write self.net(x.to(torch.complex128)) in the forward of a "
+    "module around it."
+)
 
 
 class Unplanned(Exception):
@@ -148,6 +152,8 @@ class Term:
             error.add_note(f"This came up in the term {self.name!r}, at the first of its points, {describe(point)}.")
             if isinstance(error, (IndexError, TypeError)):
                 error.add_note(ORDER)
+            if isinstance(error, RuntimeError) and "complex" in str(error).lower():
+                error.add_note(COMPLEX)
             raise
         idle = all(not asked.plans and not asked.elsewhere for asked in notes.values())
         if idle and all(isinstance(part, nn.Module) for part in self.unknowns.values()):

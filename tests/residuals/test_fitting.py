@@ -156,3 +156,10 @@ def test_processes_draw_points_of_their_own_and_end_together(tmp_path: Path):
 def test_what_cannot_be_fitted_is_refused(arguments: tuple[Any, ...], error: type[Exception], words: str):
     with pytest.raises(error, match=words):
         build()[1].fit(*arguments)
+
+
+def test_a_callback_sees_the_history_so_far():
+    opt, lengths = build()[1], list[int]()
+    history = opt.fit(3, sample, callback=lambda opt: lengths.append(len(opt.history["loss"])))
+    assert lengths == [1, 2, 3]
+    assert opt.history is history

@@ -208,3 +208,10 @@ def test_a_complex_network_takes_the_step_of_its_real_and_imaginary_parts():
     moved = torch.cat([(parts[name] - p.detach()).flatten() for name, p in net.named_parameters()])
     assert_close(loss, r.square().sum() / 2)
     assert_close(moved, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_complex_network_of_real_points_is_told_to_convert_them():
+    opt = ng.residuals(ComplexWave().layers, {"inside": lambda u, x: u(x)})
+    with pytest.raises(RuntimeError) as caught:
+        opt.step(inside=draw(4, 1))
+    assert any("x.to(torch.complex128)" in note for note in caught.value.__notes__)

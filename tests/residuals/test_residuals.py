@@ -322,6 +322,19 @@ def test_unusable_systems_are_refused(arguments, error, words):
         ng.residuals(*arguments)
 
 
+def test_evaluate_is_told_the_terms_that_there_are():
+    opt = ng.residuals(perceptron(2, 1), {"inside": TERMS["Poisson"], "edge": TERMS["value"]})
+    assert list(opt.evaluate(edge=draw(3))) == ["edge"]
+    for points in ({}, {"other": draw(3)}):
+        with pytest.raises(ValueError, match=r"evaluate got .*: call evaluate\(inside=\.\.\., edge=\.\.\.\)"):
+            opt.evaluate(**points)
+
+
+def test_a_weight_may_be_a_scalar_tensor():
+    opt = ng.residuals(perceptron(2, 1), {"inside": TERMS["Poisson"]}, {"inside": torch.tensor(3.0)})
+    assert opt.system.weights == {"inside": 3.0}
+
+
 def test_a_term_of_deepxde_s_order_is_told_the_order():
     opt = ng.residuals(perceptron(2, 1), {"inside": lambda x, u: ng.laplacian(u, x)})
     with pytest.raises(TypeError, match="called as term\\(u, x\\): first its unknowns"):
