@@ -25,8 +25,8 @@ class Rollouts:
         batch: Steps per update, all environments together.
         gamma: Discount of rewards, in [0, 1].
         gae_lambda: GAE's weight, in [0, 1]: 0 takes one step's advantage, 1 the whole return's.
-        normalize_observations: Scale observations by running moments, saved, and frozen in `predict`.
-        normalize_rewards: Scale rewards by the standard deviation of their running discounted sum.
+        normalize_observations: Scale observations by running moments, saved, and frozen in `predict`; False does not.
+        normalize_rewards: Scale rewards by the standard deviation of their running discounted sum; False does not.
         max_episode_steps: Longer episodes are truncated; math.inf for a task without an end; None for the
             environment's own limit.
         seed: Of all draws and of the environments; the global generators are never used.

@@ -54,8 +54,8 @@ class TRPO(PolicyLearner):
         batch: Steps per update, all environments together.
         gamma: Discount of rewards, in [0, 1].
         gae_lambda: GAE's weight, in [0, 1].
-        normalize_observations: Scale observations by running moments, saved, and frozen in `predict`.
-        normalize_rewards: Scale rewards by the standard deviation of their running discounted sum.
+        normalize_observations: Scale observations by running moments, saved, and frozen in `predict`; False does not.
+        normalize_rewards: Scale rewards by the standard deviation of their running discounted sum; False does not.
         max_episode_steps: Longer episodes are truncated; math.inf for a task without an end.
         seed: Of all draws and of the environments; the global generators are never used.
         group: The processes of `torch.distributed` that each have environments of their own; `batch` counts the steps
