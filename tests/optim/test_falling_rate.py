@@ -49,13 +49,13 @@ def params(model: nn.Module) -> Tensor:
 def test_it_is_the_schedule_that_a_scheduler_would_set(recipe: Any) -> None:
     """The bounds on a step and the decay of weights follow as well."""
     one, other = make_model(), make_model()
-    opt = recipe(one, CE, rate="auto", weight_decay=0.01)
+    opt = recipe(one, CE, rate="auto", weight_decay=0.004)
     train_on_noise(one, opt, range(60))
     turned = opt._live.state.noise.turned
     assert 0 <= turned < 20
     rates = [1.0 if k <= turned else min(1.0, math.sqrt(20 / (k - turned))) for k in range(60)]
     assert rates[-1] < 0.7
-    train_on_noise(other, recipe(other, CE, weight_decay=0.01), range(60), rates)
+    train_on_noise(other, recipe(other, CE, weight_decay=0.004), range(60), rates)
     torch.testing.assert_close(params(one), params(other), rtol=1e-12, atol=1e-12)
 
 
