@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass
+from textwrap import shorten
+from types import MappingProxyType
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from natgrad.ground.checks import check_integer
+from natgrad.ground.checks import check_integer, is_real
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.messages import Explained, write_choices
 from natgrad.ground.states import Stateful
 from natgrad.search.domain import as_tensor
+
+START = ("x0", "sigma0", "seed")
+"""Arguments that say where a search begins, which a state overrides."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,7 @@ class Search(Stateful, Explained):
         popsize: Candidates per generation.
         nfev: Evaluations told so far.
         nit: Generations told so far.
+        arguments: What the search was built with, as words: by them a state knows whether it is of the same problem.
     """
 
     STATE = ("best", "popsize", "nfev", "nit")
@@ -49,6 +56,7 @@ class Search(Stateful, Explained):
     popsize: int
     nfev: int
     nit: int
+    arguments: Mapping[str, str] = MappingProxyType({})
 
     def __repr__(self) -> str:
         model = getattr(self, "model", None)
@@ -86,22 +94,26 @@ class Search(Stateful, Explained):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that changes, for `load_state_dict` of a search built with the same arguments."""
-        return super().state_dict()
+        return super().state_dict() | {"arguments": dict(self.arguments)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where the search that gave `state` was, bit for bit.
 
         Args:
-            state: From `state_dict` of a search built with the same arguments.
+            state: From `state_dict` of a search built with the same arguments; x0, sigma0 and seed are the state's.
+
+        Raises:
+            ValueError: If the state lacks a part, or an argument differs.
         """
-        self.check_state(state)
-        x, popsize = state["best"][0], state["popsize"]
-        if x.shape != self.best.x.shape or popsize != self.popsize:
-            raise ValueError(
-                f"the state is of a search with {len(x)} variables and popsize {popsize}, "
-                f"this one has {self._dim()} and {self.popsize}: build it with the same arguments"
-            )
         super().load_state_dict(state)
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        super().check_state(state)
+        saved, present = (
+            {name: words for name, words in arguments.items() if name.split(" ")[0] not in START}
+            for arguments in (state["arguments"], self.arguments)
+        )
+        check_arguments("the state", saved, present, "build the search with the same arguments")
 
     @abstractmethod
     def measures(self) -> dict[str, float]:
@@ -158,6 +170,32 @@ class Search(Stateful, Explained):
         i = int(values.argmin())
         if float(values[i]) < self.best.fun:
             self.best = Best(points[i].clone(), float(values[i]), self.nfev - len(values) + i + 1)
+
+
+def spell_arguments(**arguments: Any) -> dict[str, str]:
+    """Arguments as words, which are equal where the values are: of tensors by their numbers, of choices by theirs."""
+    return {name: spell_value(value) for name, value in arguments.items()}
+
+
+def spell_value(value: Any) -> str:
+    """A value in words."""
+    if isinstance(value, Tensor):
+        return str(value.tolist())
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(spell_value, cast('list[Any]', value)))})"
+    known = value is None or isinstance(value, (str, bool)) or is_real(value) or is_dataclass(value)
+    return str(value) if known else type(value).__name__  # other objects print their address
+
+
+def check_arguments(owner: str, saved: Mapping[str, str], present: Mapping[str, str], hint: str) -> None:
+    """ValueError that names the arguments which differ from those of a state."""
+    names = [name for name in {**present, **saved} if saved.get(name) != present.get(name)]
+    if names:
+        there, here = (shorten(words.get(names[0], "no argument"), 80) for words in (saved, present))
+        raise ValueError(
+            f"{owner} differs in {', '.join(f'{name}=' for name in names)}: {names[0]} is {there} there and {here} "
+            f"here; {hint}"
+        )
 
 
 def as_values(values: Any, name: str) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.checks import check_range
-from natgrad.search.base import derive_seed
+from natgrad.search.base import derive_seed, spell_arguments
 from natgrad.search.bits import LEAST, SECOND, BitSearch, as_bit_popsize, as_bits
 from natgrad.search.monomials import Monomials
 from natgrad.search.ranking import CGA, PBIL, renew_update
@@ -69,6 +69,7 @@ class BernoulliSearch(BitSearch):
         size = as_bit_popsize(popsize if update is None or popsize is not None else update.popsize(n), n)
         limit = 0.5 * math.log((1 - self._margin) / self._margin)  # p = sigmoid(2 theta)
         super().__init__(n, Monomials.within(n, []), size, seed, limit, climbs=update is None)
+        self.arguments = spell_arguments(n=n, popsize=size, update=update, margin=self._margin, seed=seed)
 
     @property
     def margin(self) -> float:

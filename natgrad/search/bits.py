@@ -217,7 +217,6 @@ class BitSearch(Relaxation):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.check_state(state)
-        self.popsize = state["popsize"] if state["_size"] == self._size else self._size
         self._second = None if state["_second"] is None else Climb(self._main.parent)
         super().load_state_dict(state)
         self.monomials = Monomials.of(self._dim(), [tuple(s) for s in state["sets"]])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.checks import check_integer
-from natgrad.search.base import as_popsize, derive_seed
+from natgrad.search.base import as_popsize, derive_seed, spell_arguments
 from natgrad.search.ranking import CGA, PBIL, renew_update
 from natgrad.search.relaxation import Relaxation, take_ranked_step
 
@@ -60,6 +60,8 @@ class CategoricalSearch(Relaxation):
         self._start = counts.cumsum(0) - counts  # first column of each variable
         entropy = float(counts.to(torch.float64).log().sum())
         super().__init__(n, total, as_popsize(popsize, default), seed, entropy)
+        settings = {"sizes": self.sizes, "popsize": self.popsize, "update": update, "margin": margin}
+        self.arguments = spell_arguments(**settings, seed=seed)
 
     def renew(self, popsize: int, run: int) -> CategoricalSearch:
         update, size = renew_update(self.update, popsize, self.popsize)
@@ -136,15 +138,6 @@ class CategoricalSearch(Relaxation):
         if not bool(((points == points.floor()) & (points >= 0) & (points < torch.tensor(self.sizes))).all()):
             raise ValueError("X has entries that are no numbers of values, expected what ask() gave: 0 to sizes_i - 1")
         return points, values
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.check_state(state)
-        if state["theta"].shape != self.theta.shape:
-            raise ValueError(
-                f"the state is of a search with {len(state['theta'])} values in all, this one has {len(self.theta)}: "
-                "build it with the same sizes"
-            )
-        super().load_state_dict(state)
 
 
 def choose_least_probabilities(counts: Tensor, margin: float | None) -> Tensor:

@@ -18,8 +18,8 @@ from natgrad.ground.messages import Columns, explain_calls
 from natgrad.ground.progress import Callbacks, Progress, join_callbacks
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.ground.state_files import FORMAT, read_state_file, write_state_file
-from natgrad.ground.states import Stateful
-from natgrad.search.base import Best, Search, build_generator
+from natgrad.ground.states import Stateful, check_parts
+from natgrad.search.base import Best, Search, build_generator, check_arguments, spell_arguments
 from natgrad.search.black_box import AheadEvaluations, BlackBox, Function, Pool
 from natgrad.search.gaussian import Bounds, GaussianSearch, Tolerances, build_alike
 from natgrad.search.model import GaussianModel
@@ -100,7 +100,8 @@ def minimize(
         ahead: Points that the workers have beyond those of a generation, so that none waits for the slowest: the
             number of workers is a good choice. The order of the answers decides then, and a seed repeats no run.
         checkpoint: A file that is written every `checkpoint_every` generations and at the end. The same call continues
-            from it, bit for bit.
+            from it, bit for bit. Budgets, tolerances, restarts and callbacks may differ; f, which is not compared, may
+            not.
         checkpoint_every: Generations between two writes.
 
     Returns:
@@ -108,7 +109,8 @@ def minimize(
 
     Raises:
         TypeError: If f is no function, or cannot be pickled and the executor's processes need that.
-        ValueError: If an argument does not fit, such as inverted bounds or a budget below one generation.
+        ValueError: If an argument does not fit, such as inverted bounds or a budget below one generation, or if it
+            differs from that of the checkpoint.
 
     Example:
         >>> result = ng.minimize(lambda X: (X - 1).square().sum(1), [3.0, -2.0], sigma0=1.0, seed=0)
@@ -156,7 +158,7 @@ class SearchRuns(Stateful):
 
     STATE = (
         "search", "past", "run", "nfev", "nit", "_began", "best", "_level", "_settled", "popsize", "generator",
-        "objective", "repeated", "surrogate", "history",
+        "objective", "repeated", "surrogate", "history", "arguments",
     )  # fmt: skip
 
     def __init__(
@@ -179,6 +181,8 @@ class SearchRuns(Stateful):
         self.ahead = AheadEvaluations(objective, ahead) if ahead else None
         self.surrogate = None if surrogate is None else SurrogateEvaluations(objective, surrogate)
         self.history = SearchHistory()
+        choices = spell_arguments(search=first, noise=handling is not None, surrogate=surrogate is not None)
+        self.arguments = choices | dict(first.arguments)
         self.past: list[tuple[Run, int]] = []
         self.run, self.search = Run(first.popsize, 1.0, None, "first"), first
         self.best = Best(self.search.best.x, torch.inf, 0)
@@ -280,16 +284,9 @@ class SearchRuns(Stateful):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from there."""
-        self.check_state(state)
-        x, popsize = state["best"][0], state["popsize"]
-        if x.shape != self.best.x.shape or popsize != self.popsize:
-            raise ValueError(
-                f"the checkpoint is of a search with {len(x)} variables and popsize {popsize}, this one has "
-                f"{len(self.best.x)} and {self.popsize}: choose another file"
-            )
-        for name, part in (("noise", self.repeated), ("surrogate", self.surrogate)):
-            if (state["repeated" if name == "noise" else name] is None) != (part is None):
-                raise ValueError(f"the checkpoint differs in {name}=: choose another file, or the same argument")
+        check_parts(self, state)
+        hint = "delete the file to begin anew, choose another one, or give the same arguments"
+        check_arguments("the checkpoint", state["arguments"], self.arguments, hint)
         run = Run(*state["run"])
         self.search = self._build(run, len(state["past"]))
         super().load_state_dict(state)

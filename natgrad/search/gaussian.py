@@ -16,7 +16,7 @@ from natgrad.ground.checks import check_number
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.pure import leaves
 from natgrad.ground.states import Stateful
-from natgrad.search.base import Best, Search, as_popsize, build_generator, derive_seed
+from natgrad.search.base import Best, Search, as_popsize, build_generator, derive_seed, spell_arguments
 from natgrad.search.cma import Full
 from natgrad.search.domain import (
     Domain,
@@ -100,6 +100,8 @@ class GaussianSearch(Search):
         self.model = Full() if model is None else model
         self.model.check(len(start))
         self.popsize = as_popsize(popsize, self.model.popsize(len(start)))
+        fixed = {"popsize": self.popsize, "bounds": (lower, upper), "integers": integer, "model": self.model}
+        self.arguments = spell_arguments(x0=start, sigma0=self._arguments[1], **fixed, seed=seed, d=len(start))
         self.nfev, self.nit, self._overflown = 0, 0, False
         inside = torch.where(integer, start.round().clamp(self.domain.lower, self.domain.upper), start)
         self.best = Best(inside, torch.inf, 0)
@@ -302,9 +304,6 @@ class GaussianSearch(Search):
         return super().state_dict() | {"state": dict(self._state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.check_state(state)
-        if set(state["state"]) != set(self._state):
-            raise ValueError(f"the state is of another model than {self.model}: build the search with the same model")
         super().load_state_dict(state)
         self._state = dict(state["state"])
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from natgrad.families import Slope
 from natgrad.ground.checks import check_integer
 from natgrad.ground.linalg import cholesky, shift_diagonal
-from natgrad.search.base import derive_seed
+from natgrad.search.base import derive_seed, spell_arguments
 from natgrad.search.bits import LEAST, WAIT, BitSearch, as_bit_popsize, as_bits
 from natgrad.search.monomials import Clique, Monomials, draw_signs, index_sets, multiply_signs
 from natgrad.search.relaxation import MORE, Relaxation, replace_infinite_values, scale_to_unit_range
@@ -84,6 +84,7 @@ class MarkovSearch(BitSearch):
         self._given = given
         monomials = Monomials.within(n, given or [])
         super().__init__(n, monomials, as_bit_popsize(popsize, n), seed, STRENGTH)
+        self.arguments = spell_arguments(n=n, cliques=given, popsize=self.popsize, largest=largest, seed=seed)
 
     def renew(self, popsize: int, run: int) -> MarkovSearch:
         seed = derive_seed(self._generator, run)

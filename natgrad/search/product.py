@@ -50,6 +50,10 @@ class ProductSearch(Search):
         start = torch.cat([part.best.x.to(torch.float64) for part in parts])
         self.best = Best(start, torch.inf, 0)
         self._widths = [len(part.best.x) for part in parts]
+        owned = [
+            (f"{name} of part {k}", words) for k, part in enumerate(parts) for name, words in part.arguments.items()
+        ]
+        self.arguments = dict(owned)
 
     def renew(self, popsize: int, run: int) -> ProductSearch:
         return ProductSearch(*(part.renew(popsize, run) for part in self.parts))

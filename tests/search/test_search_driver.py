@@ -15,6 +15,7 @@ from natgrad.search import (
     CategoricalSearch,
     ProductSearch,
     Separable,
+    Tolerances,
 )
 
 
@@ -97,6 +98,49 @@ def test_a_state_that_lost_a_part_is_refused_and_changes_nothing(name: str):
             search.load_state_dict({key: value for key, value in later.items() if key != part})
     assert search.nfev == 0
     assert torch.equal(search.ask(), before)
+
+
+OTHERS = {
+    "x0": {"x0": [0.0, 1.0]},
+    "sigma0": {"sigma0": 1.0},
+    "seed": {"seed": 2},
+    "bounds": {"bounds": (-0.5, 0.5)},
+    "integers": {"integers": [1]},
+    "model": {"model": Separable()},
+    "popsize": {"popsize": 12},
+    "noise": {"noise": True},
+    "surrogate": {"surrogate": True},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_checkpoint_of_another_problem_is_refused(name: str, tmp_path):
+    call = {"x0": [0.0, 0.0], "sigma0": 0.5, "seed": 1, "checkpoint": tmp_path / "search", "vectorized": True}
+    first = ng.minimize(sphere, **call, maxfevals=60)
+    with pytest.raises(ValueError, match=f"the checkpoint differs in {name}=: .*delete the file"):
+        ng.minimize(sphere, **call | OTHERS[name])
+    same = call | {"x0": torch.zeros(2), "sigma0": torch.tensor(0.5), "tolerances": Tolerances(tolx=1e-3)}
+    assert ng.minimize(sphere, **same, maxfevals=120).nfev > first.nfev
+
+
+CHANGED = {
+    "bounds": (ng.GaussianSearch, ([0.0], 1.0), {"bounds": (0, 1)}, {"bounds": (0, 2)}),
+    "cliques": (ng.MarkovSearch, (3,), {"cliques": [(0, 1)]}, {"cliques": [(1, 2)]}),
+    "margin": (ng.BernoulliSearch, (3,), {}, {"margin": 0.1}),
+    "sizes": (CategoricalSearch, (), {"sizes": (2, 3)}, {"sizes": (3, 2)}),
+    "update": (CategoricalSearch, ((2, 3),), {"update": PBIL(0.1)}, {"update": PBIL(0.2)}),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("kind", ["alone", "part"])
+def test_a_state_is_refused_by_a_search_with_another_argument(name: str, kind: str):
+    build, arguments, before, after = CHANGED[name]
+    wrap = ProductSearch if kind == "part" else lambda search: search
+    state = wrap(build(*arguments, seed=1, **before)).state_dict()
+    with pytest.raises(ValueError, match=f"differs in {name}"):
+        wrap(build(*arguments, seed=1, **after)).load_state_dict(state)
+    wrap(build(*arguments, seed=2, **before)).load_state_dict(state)  # the state has the draws
 
 
 # Odd objectives.
