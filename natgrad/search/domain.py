@@ -287,6 +287,11 @@ def as_integer_mask(integers: Any, x0: Tensor) -> Tensor:
     if len(chosen) and not bool(((chosen >= -len(x0)) & (chosen < len(x0))).all()):
         raise ValueError(f"integers is {integers!r}, expected indices below {len(x0)}, the number of variables")
     mask[chosen] = True
+    if int(mask.sum()) < len(chosen):
+        raise ValueError(
+            f"integers is {integers!r}, which names a variable twice, expected different indices, or a mask of "
+            f"{len(x0)} booleans: torch.tensor(integers).bool() makes one of zeros and ones"
+        )
     return mask
 
 

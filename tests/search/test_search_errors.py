@@ -67,6 +67,8 @@ VALUES: dict[str, tuple[Callable[[], Any], str]] = {
     "bounds NaN": (least(bounds=(math.nan, 1)), "NaN is no bound"),
     "integers beyond": (at([0.0, 0.0], integers=[2]), "expected indices below 2"),
     "integers' mask": (at([0.0, 0.0], integers=[True]), "integers is a mask of shape"),
+    "a mask of numbers": (at([0.0] * 4, integers=[1, 0, 1, 0]), r"names a variable twice.*a mask of 4 booleans"),
+    "an integer twice": (at([0.0] * 4, integers=[3, -1]), "names a variable twice"),
     "half an integer": (at([0.0, 0.0], integers=[0.5]), "expected indices of variables or a mask"),
     "no integer": (at([0.5], bounds=(0.2, 0.8), integers=[0]), "no integer lies within"),
     "integers' model": (at([0.5], integers=[0], model=LowRank()), "does not know its variances"),
