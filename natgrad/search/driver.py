@@ -222,7 +222,7 @@ class SearchRuns(Stateful):
         if silence := objective.silence:
             return f"failed: {silence}"
         if objective.points >= HOPELESS * self.popsize and (failure := objective.hopeless):
-            return f"failed: none of {self.nfev} evaluations had a value; {failure}"
+            return f"failed: no evaluation had a value; {failure}"
         why = self.search.stop()
         if why is None and self.run.budget is not None and self.nfev - self._began >= self.run.budget:
             why = "budget: of a small run"
@@ -231,7 +231,7 @@ class SearchRuns(Stateful):
         elif goal is not None and self.repeated is None and self.search.settles_above(goal):
             self._restart("target: values settle above it")  # without a further run, this one goes on
         if why is None and self.maxfevals is not None and self.nfev + self._next_cost() > self.maxfevals:
-            return f"maxfevals: {self.nfev} evaluations, the next generation would take more than {self.maxfevals:g}"
+            return f"maxfevals: with the next generation, evaluations would be more than {self.maxfevals:g}"
         return why
 
     def _restart(self, why: str) -> str | None:

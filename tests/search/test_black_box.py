@@ -184,7 +184,7 @@ def test_an_objective_without_any_value_is_a_clear_end(name: str):
     with pytest.warns(RuntimeWarning):
         result = ng.minimize(lambda x: NOTHING[name], [2.0, 2.0, 1.0, 0.0], 1.0, seed=0, restarts=3)
     assert not result.success
-    assert result.message.startswith("failed: none of")
+    assert result.message.startswith("failed: no evaluation")
     assert result.fun == math.inf
     assert result.failures > 0
     assert result.nit == 20  # and no restart

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from black_boxes import sphere
@@ -56,6 +58,12 @@ def test_noise_handling_comes_nearer_than_going_on(f):
         for on in (True, False)
     )
     assert sum(with_it) < 0.8 * sum(without)
+
+
+def test_the_message_counts_as_the_result_does():
+    result = ng.minimize(noisy(sphere, 1.0, 0), torch.ones(3), 1.0, noise=True, maxfevals=4000, seed=0)
+    assert result.message.startswith("maxfevals")
+    assert set(re.findall(r"(\d+) evaluations", result.message)) <= {str(result.nfev)}
 
 
 def test_a_resumed_noisy_search_is_the_uninterrupted_one(tmp_path):
