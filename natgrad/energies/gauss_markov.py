@@ -13,14 +13,17 @@ from natgrad.ground.densities import Density, check_continuous, check_density, c
 from natgrad.ground.linalg import require_factor, symmetrise
 from natgrad.ground.spaces import Params
 
+OFF_CENTRE = 0.1  # deviations of a variable by which its mean may miss zero: 1 % of its second moment
+SURE = 6.0  # standard errors that its mean may have by chance
+
 
 class GaussMarkov(Density):
     """log p(x) = -1/2 x^T P x + constant, P symmetric, P_ij = 0 unless i = j or (i, j) is an edge.
 
-    Parameters: {"diagonal": (N,), "edges": (E,)}, the entries of P. The scores -P x are linear in them, so the
-    score-matching loss is a quadratic whose Hessian is the score metric everywhere. One natural step at rate 1 ends at
-    the optimum, from anywhere, and `fit` solves for it. With all edges it is maximum likelihood; without some of them
-    it is not, but both find the same P as the data grow.
+    The mean of x is zero: subtract that of the data. Parameters: {"diagonal": (N,), "edges": (E,)}, the entries of
+    P. The scores -P x are linear in them, so the score-matching loss is a quadratic whose Hessian is the score
+    metric everywhere. One natural step at rate 1 ends at the optimum, from anywhere, and `fit` solves for it. With
+    all edges it is maximum likelihood; without some of them it is not, but both find the same P as the data grow.
 
     Args:
         size: N.
@@ -108,7 +111,8 @@ class GaussMarkov(Density):
             X: Examples, shape (b, N).
 
         Raises:
-            ValueError: If X does not determine P: too few examples, or a variable that is always zero.
+            ValueError: If X does not determine P: too few examples, or a variable that is always zero. If the mean of a
+                variable is not zero: by a tenth of its standard deviation, and by more than chance gives.
         """
         check_continuous(X)
         start = self.parameters(torch.zeros(self.size, self.size, dtype=X.dtype, device=X.device))
@@ -121,6 +125,7 @@ class GaussMarkov(Density):
             f"X has {len(X)} examples of {self.size} variables and leaves some of the {len(slope)} entries of P "
             "undetermined: give more examples, or take the variables out that never move",
         )
+        check_centred(X)
         entries = torch.cholesky_solve(slope.unsqueeze(1), factor).squeeze(1).split([self.size, len(self.edges)])
         return {name: value.clone().requires_grad_() for name, value in zip(start, entries, strict=True)}
 
@@ -192,6 +197,19 @@ class GaussMarkov(Density):
 
     def __repr__(self) -> str:
         return f"GaussMarkov({self.size}, {len(self.edges)} edges)"
+
+
+def check_centred(X: Tensor) -> None:
+    """Check that no mean of a variable is OFF_CENTRE deviations and SURE standard errors away from zero; X (b, N)."""
+    mean, deviation = X.mean(0), X.std(0, correction=0)
+    off = mean.abs() > deviation * max(OFF_CENTRE, SURE / len(X) ** 0.5)
+    if bool(off.any()):
+        i = int(off.nonzero()[0])
+        raise ValueError(
+            f"X[:, {i}] has the mean {float(mean[i]):.3g} and the standard deviation {float(deviation[i]):.3g}, "
+            "expected the mean zero, without which all variables seem to depend on one another: subtract it, "
+            "field.fit(X - X.mean(0))"
+        )
 
 
 def ring(size: int) -> list[tuple[int, int]]:

@@ -108,3 +108,13 @@ def test_errors_name_what_is_wrong(call, words):
     with pytest.raises(ValueError) as caught:
         call()
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_data_whose_mean_is_not_zero_are_refused():
+    field = GaussMarkov(3, [(0, 1), (1, 2), (0, 2)])
+    x = draw(2000, 3)
+    with pytest.raises(ValueError, match=r"X\[:, 1\] has the mean .*X - X.mean\(0\)"):
+        field.fit(x + torch.tensor([0.0, 2.0, 2.0]))
+    centred = x - x.mean(0)
+    precision = field.precision(field.fit(centred))
+    assert_close(precision, torch.linalg.inv(centred.mT @ centred / len(x)), rtol=1e-10)
