@@ -35,6 +35,16 @@ NO_MAXIMUM = (
     "log p has no maximum: the bound rose from {:.3g} to {:.3g}, and q went on outwards. The target is the logarithm "
     "of a density; a loss is minus that, and needs its sign changed"
 )
+WIDE = 1e2
+"""Times its width at the start that a q which did not converge has no end in sight."""
+NO_END = (
+    "q is {:.1g} times as wide as at its start, and did not converge: log p does not fall in some direction, where it "
+    "is the density of nothing. Give every variable a prior; if log p has one, start with a larger covariance"
+)
+NO_RATE = (
+    "only rates far below lr bring a gain, and q has not converged: log p has no maximum, or its gradient is not that "
+    "of its values, as behind detach(), a rounding or a jump"
+)
 
 ENOUGH, HALVINGS = 0.4, 30
 """Share of the promised gain that a move must bring, and how often it is shortened for it."""
@@ -233,17 +243,20 @@ class Fitted(ABC):
             optimum it was, its `error` how exactly the bound is known.
 
         Warns:
-            RuntimeWarning: If the steps have come to rest, but other points show that the bound is not known to the
-                tolerance, and not to .1 nats: `converged` is False then.
+            RuntimeWarning: If log p has no maximum, or does not fall in some direction, as far as the steps show. If
+                only rates far below `lr` bring a gain and q has not converged. If the steps have come to rest, but
+                other points show that the bound is not known to the tolerance, and not to .1 nats: `converged` is False
+                then.
         """
         call = join_callbacks(callback, "q")
         bounds, rate, past, risen = Bounds(), self.lr, self.snapshot(), 0
+        width = self._measure_width()
         here = past
         try:
             with Progress("steps", steps, progress) as shown:
                 while len(bounds) < steps and not bounds.converged and self.lr > rate * SMALLEST:
                     here = self.snapshot()
-                    bound, gap = self._advance_from(bounds)
+                    bound, gap = self._advance_from(bounds, width)
                     if self._has_fallen(bounds, bound, tolerance):
                         self._go_back(past)
                         bounds.pop()  # the bound at `past`, which the next step measures again
@@ -259,8 +272,11 @@ class Fitted(ABC):
                         break
                 if self.target.steady and self._has_fallen(bounds, self.elbo(), tolerance):
                     self._go_back(past)
-                if runs_away(bounds):
-                    warnings.warn(NO_MAXIMUM.format(*bounds[:: len(bounds) - 1]), RuntimeWarning, stacklevel=2)
+                trouble = self._explain_end(bounds, width)
+                if not trouble and not bounds.converged and self.lr < rate * SMALLEST**0.5:
+                    trouble = NO_RATE
+                if trouble:
+                    warnings.warn(trouble, RuntimeWarning, stacklevel=3)  # beyond the wrapper
                 self._measure_error(bounds, tolerance)
         except KeyboardInterrupt:
             self.restore(here)
@@ -269,14 +285,30 @@ class Fitted(ABC):
         return bounds
 
     @torch.no_grad()
-    def _advance_from(self, bounds: Bounds) -> tuple[float, float]:
-        """A step; where it fails since log p has no maximum, that is said."""
+    def _advance_from(self, bounds: Bounds, width: float) -> tuple[float, float]:
+        """A step; where it fails since log p has no maximum, that is said. width: Of q at the start of the fit."""
         try:
             return self.advance(())
         except ValueError as error:
-            if runs_away(bounds):
-                raise ValueError(NO_MAXIMUM.format(*bounds[:: len(bounds) - 1]) + "; q is as it was") from error
+            if trouble := self._explain_end(bounds, width):
+                raise ValueError(f"{trouble}; q is as it was") from error
             raise
+
+    def _explain_end(self, bounds: Bounds, width: float) -> str:
+        """That log p has no maximum, or no end, in words; empty where nothing shows it."""
+        if runs_away(bounds):
+            return NO_MAXIMUM.format(*bounds[:: len(bounds) - 1])
+        try:
+            grown = 0.0 if bounds.converged or not bounds else self._measure_width() / width
+        except ValueError:  # a precision that has become singular, of which the step says more
+            return ""
+        return NO_END.format(grown) if grown > WIDE else ""
+
+    @torch.no_grad()
+    def _measure_width(self) -> float:
+        """The largest standard deviation of a variable over some draws."""
+        draws = self.draw(64, torch.Generator(device=self.mean.device).manual_seed(0))
+        return float(draws.std(0).max())
 
     def _measure_error(self, bounds: Bounds, tolerance: float) -> None:
         """The error of the bound. A fit whose bound is hardly known has not converged."""
@@ -297,7 +329,7 @@ class Fitted(ABC):
                 "is fitted to its points. Give more of them, such as points=Sobol(1024), or say that this is enough, "
                 f"tolerance={bounds.error:.1g}",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def _has_fallen(self, bounds: list[float], bound: float, tolerance: float) -> bool:

@@ -58,6 +58,14 @@ class Projected(Target):
         if bool((torch.as_tensor(self.variance) < 0).any()):
             raise ValueError("variance has negative entries; for a Gaussian process, add jitter to the diagonal of Kmm")
 
+    def check(self, d: int) -> None:
+        if self.rows.shape[1] != d:
+            turned = "; it looks transposed: pass rows.mT" if len(self.rows) == d else ""
+            raise ValueError(
+                f"rows has shape {tuple(self.rows.shape)}, expected A (N, {d}), since z has {d} entries, the start's "
+                f"number{turned}"
+            )
+
     @property
     def steady(self) -> bool:
         return True

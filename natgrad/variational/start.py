@@ -110,6 +110,7 @@ def read_density(
     if isinstance(target, Target):
         if points is not None:
             raise TypeError("points belong to a log joint or a network; Projected has its own order")
+        target.check(len(mean))
         return target, mean
     if not callable(target):
         raise TypeError(f"target is {type(target).__name__}, expected a function z -> log p(z, data), or a module")

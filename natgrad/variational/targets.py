@@ -18,6 +18,8 @@ from natgrad.variational.quadrature import Points, default_points
 
 LogJoint = Callable[[Tensor], Tensor]
 LOG_2PI = math.log(2 * math.pi)
+LEAVING = ("numpy()", "data pointer", "vmap: It looks like", "data-dependent control flow")
+"""Words of torch's errors where a function of z calls others than torch's."""
 
 
 class Moments(NamedTuple):
@@ -51,6 +53,13 @@ class Target(ABC):
             root: L (d, d) with L L^T the covariance of q, or standard deviations (d,) where q is diagonal.
             step: Number of the step, for points that are drawn anew.
             batch: The arguments of the step: inputs and targets for a network.
+        """
+
+    def check(self, d: int) -> None:
+        """ValueError if z cannot have d entries.
+
+        Args:
+            d: Number of variables.
         """
 
     def value(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Tensor:
@@ -134,12 +143,14 @@ class DensityTarget(SlopeTarget):
         values = torch.cat([self.values(part).detach() for part in parts])
         gradients, bends = zip(*(self._derivatives(part) for part in parts), strict=True)
         slopes = torch.cat(gradients)
+        check_slopes(values, slopes)
         curvatures = None if any(bend is None for bend in bends) else torch.cat(bends)
         return Moments(weights @ values, weights @ slopes, expected_hessian(slopes, curvatures, z, weights, root))
 
     def slopes(self, places: Tensor, batch: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         require_no_batch(batch)
         slopes, values = map_rows(torch.func.grad_and_value(self._evaluate), places)
+        check_slopes(values, slopes)
         return values.detach(), slopes.detach()
 
     def elsewhere(self, d: int) -> Sequence[DensityTarget]:
@@ -177,6 +188,15 @@ def require_no_batch(batch: tuple[Any, ...]) -> None:
         raise TypeError("step takes no data here: a log joint has them inside; only networks are trained in batches")
 
 
+def check_slopes(values: Tensor, slopes: Tensor) -> None:
+    """Check that log p has gradients (s, d) where its values (s,) differ."""
+    if len(slopes) and not bool(slopes.any()) and bool((values != values[0]).any()):
+        raise ValueError(
+            "log p differs between points, and its gradient is zero at all of them: it is cut off, as by detach(), "
+            "or made of steps. Write it with torch's functions of z, and smoothly"
+        )
+
+
 def _rows_at_once(d: int) -> int:
     return max(1, 2**22 // max(1, d * d))
 
@@ -188,7 +208,15 @@ def map_rows(function: Callable[[Tensor], Any], z: Tensor) -> Any:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop")
-        return torch.func.vmap(function)(z)
+        try:
+            return torch.func.vmap(function)(z)
+        except RuntimeError as error:
+            if not any(word in str(error) for word in LEAVING):
+                raise
+            raise ValueError(
+                f"log p leaves torch: {error}. Its derivatives are needed: write it with torch's functions of z, "
+                "without numpy(), item(), or a branch on values of z"
+            ) from error
 
 
 def is_batched(log_joint: LogJoint, start: Tensor) -> bool:
