@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from natgrad.families import ExponentialFamily
 from natgrad.geometry.stable_functions import safe_sqrt
 from natgrad.ground.messages import Explained
 
@@ -245,3 +247,13 @@ class Manifold(Explained):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
+
+
+def require_family(family: Any) -> ExponentialFamily:
+    """The family as it is; TypeError for anything else, such as a distribution of torch with its parameters inside."""
+    if not isinstance(family, ExponentialFamily):
+        raise TypeError(
+            f"family is {family!r}, expected an exponential family of natgrad, such as ng.Normal(): it holds no "
+            "parameters, theta says which distribution is meant, as family.from_mean_std(mean, std) gives it"
+        )
+    return family

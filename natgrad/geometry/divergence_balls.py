@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families import ExponentialFamily
+from natgrad.geometry.base import require_family
 from natgrad.ground.checks import check_positive
 
 DOUBLINGS, BISECTIONS = 200, 100
@@ -44,7 +45,7 @@ def kl_ball(
         value = family.kl(safe, theta.expand_as(safe)) if reverse else family.kl(theta.expand_as(safe), safe)
         return torch.where(inside, value, torch.inf)
 
-    return level_set(divergence, family.single(theta, "theta"), radius, directions)
+    return level_set(divergence, require_family(family).single(theta, "theta"), radius, directions)
 
 
 def level_set(

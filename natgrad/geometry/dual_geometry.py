@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families import ExponentialFamily, SubModel
+from natgrad.geometry.base import require_family
 from natgrad.ground.checks import check_positive
 from natgrad.ground.linalg import all_finite, require_solution, solve_or_nan
 
@@ -33,7 +34,7 @@ def e_geodesic(family: ExponentialFamily, theta: Tensor, other: Tensor, t: Tenso
         >>> ng.geometry.e_geodesic(ng.Bernoulli(1), torch.tensor([0.0]), torch.tensor([4.0]), 0.5)
         tensor([2.])
     """
-    family.check(theta)
+    require_family(family).check(theta)
     return _interpolate(theta, family.check(other), t)
 
 
@@ -53,7 +54,7 @@ def m_geodesic(family: ExponentialFamily, theta: Tensor, other: Tensor, t: Tenso
         >>> ng.geometry.m_geodesic(ng.Bernoulli(1), torch.tensor([-1.0]), torch.tensor([1.0]), 0.5)
         tensor([0.])
     """
-    return family.natural(_interpolate(family.expectation(theta), family.expectation(other), t))
+    return require_family(family).natural(_interpolate(family.expectation(theta), family.expectation(other), t))
 
 
 def _interpolate(start: Tensor, end: Tensor, t: Tensor | float) -> Tensor:
@@ -149,6 +150,7 @@ def tilt(family: ExponentialFamily, theta: Tensor, positions: list[int], means: 
         >>> ng.geometry.tilt(ng.Bernoulli(2), torch.zeros(2), [0], torch.tensor([0.5**0.5]))
         tensor([0.8814, 0.0000])
     """
+    require_family(family)
     point, places = theta.detach().clone(), torch.tensor(positions, device=theta.device)
 
     def dual(at: Tensor) -> Tensor:
@@ -191,7 +193,7 @@ def mirror_step(
         ValueError: If the step leaves the means that are possible.
     """
     check_positive("rate", rate)
-    eta = family.expectation(theta)
+    eta = require_family(family).expectation(theta)
     for count in range(backtracks + 1):
         try:
             return family.natural(eta - rate * gradient)

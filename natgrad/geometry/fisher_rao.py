@@ -24,7 +24,7 @@ from natgrad.families import (
     Product,
     SubModel,
 )
-from natgrad.geometry.base import Manifold
+from natgrad.geometry.base import Manifold, require_family
 from natgrad.geometry.boundary_mesh import Shooting, connect
 from natgrad.geometry.flat_manifold import Location, Scales, Straightened
 from natgrad.geometry.normal_manifold import Normals
@@ -62,7 +62,7 @@ def fisher_rao(family: ExponentialFamily) -> Manifold:
         >>> manifold.distance(torch.tensor([0.0]), torch.tensor([2.0]))  # 2 |arcsin sqrt a - arcsin sqrt b|
         tensor(0.8658)
     """
-    if isinstance(family, Product):
+    if isinstance(require_family(family), Product):
         return ProductManifold(*((fisher_rao(part), part.size) for part in family.families))
     if isinstance(family, SubModel):
         full = family.family

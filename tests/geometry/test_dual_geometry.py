@@ -12,6 +12,7 @@ from natgrad.geometry import (
     Wasserstein,
     e_geodesic,
     e_projection,
+    fisher_rao,
     kl_ball,
     level_set,
     m_geodesic,
@@ -177,3 +178,20 @@ def test_fisher_rao_of_normals_does_not_change_under_affine_maps_and_wasserstein
     moved = [fisher.join(a @ m + 1, a @ s @ a.mT), fisher.join(a @ n + 1, a @ t @ a.mT)]
     assert_close(fisher.distance(*moved), fisher.distance(*points), rtol=1e-9, atol=1e-9)
     assert abs(float(wasserstein.distance(*moved) - wasserstein.distance(*points))) > 0.01
+
+
+POINT = torch.zeros(2, dtype=torch.float64)
+DOORS = {
+    "fisher_rao": fisher_rao,
+    "e_geodesic": lambda family: e_geodesic(family, POINT, POINT, 0.5),
+    "m_geodesic": lambda family: m_geodesic(family, POINT, POINT, 0.5),
+    "tilt": lambda family: tilt(family, POINT, [0], POINT[:1]),
+    "mirror_step": lambda family: mirror_step(family, POINT, POINT, 0.1),
+    "kl_ball": lambda family: kl_ball(family, POINT, 0.1, 4),
+}
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_a_distribution_of_torch_is_no_family(name: str):
+    with pytest.raises(TypeError, match=r"family is Normal.*expected an exponential family of natgrad"):
+        DOORS[name](torch.distributions.Normal(0.0, 1.0))
