@@ -10,7 +10,15 @@ from torch import Tensor
 
 from natgrad.families.cancellation import in_double, log_ratio
 from natgrad.families.diagonal_normal import Normal
-from natgrad.families.event_checks import centre, check_varies, check_width, read_positive, root_mean_square, widen
+from natgrad.families.event_checks import (
+    centre,
+    check_above,
+    check_varies,
+    check_width,
+    read_positive,
+    root_mean_square,
+    widen,
+)
 from natgrad.families.log_gamma import EULER
 from natgrad.families.positive_families import Exponential, Gamma
 from natgrad.families.product_families import Embedded
@@ -178,11 +186,13 @@ class Weibull(ChangedVariable):
         """theta of a scale.
 
         Args:
-            scale: Positive, shape (..., 1).
+            scale: Positive, a number or of shape (..., 1).
 
         Returns:
             Shape (..., 1).
         """
+        scale = torch.atleast_1d(torch.as_tensor(scale))
+        check_above(scale, 0.0, "scale")
         return self.check(-scale.pow(-self.shape))
 
     def scale(self, theta: Tensor) -> Tensor:

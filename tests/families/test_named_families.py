@@ -15,6 +15,7 @@ from natgrad.families import (
     Logarithmic,
     LogNormal,
     NegativeBinomial,
+    Rayleigh,
     VonMisesFisher,
     Weibull,
     Wishart,
@@ -32,6 +33,24 @@ def test_the_scatter_operator_has_its_inverse():
     assert inverse is not None
     assert_close(inverse @ (operator @ vector), vector, rtol=1e-8, atol=1e-9)
     assert_close(family.natural(family.expectation(theta)), theta, rtol=1e-9, atol=1e-9)
+
+
+def test_degrees_and_scale_come_back():
+    root = torch.eye(3, dtype=F64) + 0.2 * draw(2, 3, 3)
+    scale, degrees = root @ root.mT, tensor([2.5, 40.0])
+    for found, given in zip(
+        Wishart(3).degrees_scale(Wishart(3).from_degrees_scale(degrees, scale)), (degrees, scale), strict=True
+    ):
+        assert_close(found, given)
+
+
+@pytest.mark.parametrize("family", [Rayleigh(), Weibull(0.7)])
+def test_a_scale_may_be_a_number(family):
+    theta = family.from_scale(tensor(3.0))
+    assert_close(family.scale(theta), tensor([3.0]))
+    assert_close(family.from_scale(tensor([3.0])), theta)
+    with pytest.raises(ValueError, match="scale is -1"):
+        family.from_scale(tensor(-1.0))
 
 
 def test_complex_moments_come_back():
