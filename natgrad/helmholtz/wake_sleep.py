@@ -39,7 +39,7 @@ MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 class WakeSleep:
     """Trains a Helmholtz machine by plain gradients: `bound = trainer.step(x)`.
 
-    `trainer.optimizer` is the torch optimizer that takes the steps: schedulers attach to it.
+    `trainer.optimizer` is the torch optimizer that takes the steps: schedulers attach to it. `trainer.lr` is its rate.
 
     Args:
         machine: What is trained.
@@ -110,9 +110,20 @@ class WakeSleep:
         self.steps, self.accidents = 0, Accidents(on_trouble)
 
     def __repr__(self) -> str:
-        lr, optimizer = self.optimizer.param_groups[0]["lr"], type(self.optimizer).__name__
-        choices = {"sizes": self.machine.sizes, "lr": lr, "samples": self.samples, "algorithm": self.algorithm}
+        optimizer = type(self.optimizer).__name__
+        choices = {"sizes": self.machine.sizes, "lr": self.lr, "samples": self.samples, "algorithm": self.algorithm}
         return write_choices(self, **choices, optimizer=optimizer, steps=self.steps)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of all parameters; it may be changed between steps."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @lr.setter
+    def lr(self, rate: float) -> None:
+        check_positive("lr", rate)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
 
     @property
     def failures(self) -> int:

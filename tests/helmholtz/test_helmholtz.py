@@ -241,3 +241,35 @@ def test_errors_name_what_is_wrong(name):
     with pytest.raises(kind) as caught:
         call()
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_reconstructions_are_the_visible_units_given_draws_of_the_hidden_ones():
+    """Rows are P(x = 1 | h) of the joint distribution, and their mean is that over q(h | x)."""
+    model, x = reference()
+    (visible, first, _), logs = model.joint()
+    table = {}
+    for h in torch.unique(first, dim=0):
+        chances = (first == h).all(1) * logs.exp()
+        table[tuple(h.tolist())] = chances @ (visible == visible.max()).to(F64) / chances.sum()
+    rows = torch.stack(list(table.values()))
+    count, generator = 4000, torch.Generator().manual_seed(0)
+    found = model.reconstruct(x[:1].expand(count, -1), generator)
+    assert float((found.unsqueeze(1) - rows).abs().amax(2).min(1).values.max()) < 1e-12
+    drawn = model.recognise(x[:1], count, torch.Generator().manual_seed(1))[1][:, 0]
+    expected = torch.stack([table[tuple(h.tolist())] for h in drawn])
+    error = (2 * expected.var(0) / count).sqrt()
+    assert ((found.mean(0) - expected.mean(0)).abs() <= 4.5 * error + 1e-12).all()
+
+
+@pytest.mark.parametrize("trainer", [ng.WakeSleep, ng.NaturalWakeSleep])
+def test_the_rate_follows_a_scheduler_and_may_be_set(trainer):
+    model, x = reference()
+    wake = trainer(model, lr=0.4)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(wake.optimizer, 0.5)
+    wake.step(x)
+    scheduler.step()
+    assert wake.lr == 0.2
+    wake.lr = 0.1
+    assert wake.optimizer.param_groups[0]["lr"] == 0.1
+    with pytest.raises(ValueError, match="lr is 0"):
+        wake.lr = 0
