@@ -265,3 +265,13 @@ def test_errors_name_what_is_wrong(call, words):
     with pytest.raises(ValueError) as caught:
         call()
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_the_bregman_divergence_of_psi_is_the_kl_with_its_arguments_swapped():
+    theta = normal_theta()
+    other = NORMAL.from_mean_covariance(torch.ones(3, dtype=F64), 2 * torch.eye(3, dtype=F64))
+    gap = theta - other
+    expected = NORMAL.log_partition(theta) - NORMAL.log_partition(other) - (NORMAL.expectation(other) * gap).sum(-1)
+    assert_close(NORMAL.bregman(theta, other), expected)
+    assert_close(NORMAL.bregman(theta, other), NORMAL.kl(other, theta))
+    assert abs(float(NORMAL.bregman(theta, other) - NORMAL.kl(theta, other))) > 1e-3
