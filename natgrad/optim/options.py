@@ -129,8 +129,9 @@ class FlatOptions(SharedOptions, total=False):
         structure: How G is stored; default `ng.Exact()`.
         solver: Of (G + damping I) x = g; default `ng.Auto()`, by shape and cost.
         damping: A strategy; a number is short for `ng.Constant(number)`, in nats per example.
-        rule: How the solution becomes a step; default
-            `natgrad.rules.SafeRate()`, the learning rate, halved where it would raise the loss of the step's own batch.
+        rule: How the solution becomes a step; default `natgrad.rules.SafeRate()`, the learning rate, halved where it
+            would raise the loss of the step's own batch, as far as `opt.loss` or a closure tells it. Recipes have rules
+            of their own.
         warm_start: The fraction of the last solution that an iterative solver starts from, in [0, 1].
         metric_batch: Take the metric on this many of the pass's examples, drawn anew at every step; default all.
             Products then cost that much less, while the gradient keeps every example.

@@ -244,8 +244,9 @@ def ang(
         metric: Any with a root, `ng.score_metric(log_p)` in the paper.
         lr: The share of G^-1 g that is taken, where the bound allows it.
         method: How the average is inverted, default `ng.Averaged()`; the paper's eq. 4 is `ng.FirstOrder()`.
-        bound: lr * sqrt(g^T G^-1 g) stays below bound * unit * sqrt(b) for b examples a step: `ng.OnlineRadius`. The
-            unit is N / sqrt(tr Cov x) for N variables x of a score metric, 5 for a metric in nats.
+        bound: lr * sqrt(g^T G^-1 g) stays below bound * unit * sqrt(b) for b examples a step, from step b / 50 on, and
+            below a share of it before, and where the same rows come again: `ng.OnlineRadius`. The unit is N / sqrt(tr
+            Cov x) for N variables x of a score metric, 5 for a metric in nats.
         hold: Examples after which the bound falls as 1 / seen.
         **options: What `ng.NaturalGradient` takes too: `natgrad.optim.FlatOptions`.
 

@@ -273,7 +273,9 @@ def tell_course(steps: Steps) -> Iterator[str]:
     """Whether the loss falls."""
     last, course = steps.last, steps.course()
     if course is None:
-        yield f"Step {last.step}: {last.status}. Too few steps to say where the loss goes."
+        unknown = len(steps.reports) >= FEW
+        why = "the losses of steps are not known: opt.step(closure) tells them" if unknown else "too few steps"
+        yield f"Step {last.step}: where the loss goes cannot be said, {why}."
         return
     before, _, after = course
     change = (after - before) / max(abs(before), abs(after), 1e-30)

@@ -251,11 +251,17 @@ class TrustRegion(Rule):
         return backtrack(self, step, model, loss_at, self.backtracks, self.shrink, 0.0), memory
 
 
+AT_ONCE = 50
+"""Examples of which the first step of `OnlineRadius` may have its whole length."""
+
+
 @dataclass(frozen=True)
 class OnlineRadius(Rule):
     """The proposal, shortened to sqrt(d^T G d) <= bound * unit * sqrt(b), from `hold` examples on times hold / seen.
 
-    For learning from a stream, as in `ng.ang`. Where noise dominates, lr * sqrt(g^T G^-1 g) is about lr * sqrt(n / b)
+    For learning from a stream, as in `ng.ang`. Over the first b / 50 steps it rises in proportion to them, since the
+    metric of few steps does not say how soon it changes: at full length the first steps on 500 rows raised the loss of
+    an energy by hundreds. Where noise dominates, lr * sqrt(g^T G^-1 g) is about lr * sqrt(n / b)
     for b examples a step, whatever the gradient's signal; a bound that grows with sqrt(b) lets the same number of
     examples move the parameters as far for every b, and 1 / seen averages the noise away in the end (Amari 1998).
     The unit is N / sqrt(tr Cov x) with `ng.AdaptiveInverse` and `ng.score_metric`, so that the step is the same
@@ -288,9 +294,9 @@ class OnlineRadius(Rule):
             seen: So far, with these.
             passes: Over the same rows, weighed by how few they are; 1 for a stream.
         """
-        return (
-            self.bound * math.sqrt(examples) * min(1.0, self.hold / max(seen, 1)) * min(1.0, FEW_PASSES / passes) ** 2
-        )
+        begun = min(1.0, AT_ONCE * seen / examples**2)
+        fallen = min(1.0, self.hold / max(seen, 1)) * min(1.0, FEW_PASSES / passes) ** 2
+        return self.bound * math.sqrt(examples) * begun * fallen
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
         counts = dict(model.run.counts) | dict({} if model.operator is None else model.operator.counts)
