@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.checks import check_integer, check_range
-from natgrad.ground.linalg import eigh
+from natgrad.ground.linalg import eigh, gram, take_absolute
 from natgrad.ground.messages import explain_calls, write_table
-from natgrad.ground.pure import keep_gradient_mode
+from natgrad.ground.pure import Call, keep_gradient_mode
 from natgrad.ground.spaces import Params, Space, name_parameters
+from natgrad.ground.typed_torch import measure_norm
 from natgrad.metrics import (
     Information,
     Metric,
@@ -26,11 +27,9 @@ from natgrad.metrics import (
     observed_fisher,
 )
 from natgrad.operators import Operator
-from natgrad.optim import NaturalGradient, natural_gradient
-from natgrad.rules import LineSearch
-from natgrad.solvers import Direct
 
-Status = Literal["converged", "round_off", "saddle", "stalled", "unbounded", "max_steps"]
+Status = Literal["converged", "round_off", "kink", "flat", "saddle", "stalled", "unbounded", "max_steps"]
+SETTLED: tuple[Status, ...] = ("converged", "round_off", "kink")
 Estimate = Params | Tensor
 """Parameters as a log likelihood takes them: a dict of tensors, or one tensor."""
 
@@ -39,6 +38,20 @@ TOLERANCE = {torch.float64: 1e-6}
 COARSE = 1e-2
 SINGULAR = 100.0
 """Times n eps: share of the largest eigenvalue that round-off is told from."""
+TINY = 1e-30
+"""Share of the largest squared score, below which one is round-off."""
+NOISE = 10.0
+"""Times eps: round-off of a mean log likelihood, as a share of 1 + the mean size of its rows'."""
+ENOUGH = 0.1
+"""Share of the gain that the slope promises, for a step to be taken."""
+LONGEST = 2.0**40
+"""Of a step along which the log likelihood never bends."""
+RESTLESS = 0.3
+"""Change of log sqrt(information) along a step, above which the fit is not near a maximum."""
+FEW = 5
+"""Such steps, after which a fit that goes no further is on its way to infinity."""
+IDLE = 3
+"""Steps in a row without a gain or a shorter distance, after which a fit ends."""
 
 
 @explain_calls
@@ -51,11 +64,13 @@ def maximize_likelihood(
     tolerance: float | None = None,
     max_steps: int = 100,
 ) -> MaximumLikelihood:
-    """theta <- theta + G^-1 (mean score), with step halving, until the step is a small share of a standard error.
+    """theta <- theta + a G^-1 (mean score), a by a line search, until a step is a small share of a standard error.
 
     With the expected information this is Fisher scoring, with the observed one Newton's method on the absolute values
     of its eigenvalues, which saddle points do not attract, and with the empirical one it is the algorithm of Berndt,
-    Hall, Hall & Hausman. Directions that the data do not identify are left where they started.
+    Hall, Hall & Hausman. All is solved and judged in units of the information's diagonal, so that the parameters' own
+    do not count. Directions that the data do not identify are left where they started. A step where a
+    `torch.distributions` object refuses its parameters is shortened.
 
     Args:
         log_likelihood: A function log_likelihood(params, *row) -> scalar of one row of the data, or a function
@@ -69,8 +84,8 @@ def maximize_likelihood(
         max_steps: Most steps.
 
     Returns:
-        A `MaximumLikelihood`: the estimate, `.status`, `.standard_errors()`. A status other than "converged" and
-        "round_off" comes with a warning.
+        A `MaximumLikelihood`: the estimate, `.status`, `.standard_errors()`. "saddle", "stalled", "unbounded" and
+        "max_steps" come with a warning.
 
     Raises:
         ValueError: For a log likelihood that is not finite at the start, a metric of another function, and what
@@ -96,21 +111,15 @@ def maximize_likelihood(
             f"metric is {chosen!r}, expected one of the same function: ng.fisher(f, params), ng.sampled_fisher(f, "
             "params), ng.observed_fisher(f, params) or ng.empirical_fisher(f, params)"
         )
-    search = Ascent(chosen, params, data)
-    bound = TOLERANCE.get(search.space.dtype, COARSE) if tolerance is None else tolerance
-    status, before = "max_steps", math.inf
-    while search.steps < max_steps and status == "max_steps":
-        distance, length = search.step()
-        if distance is None:
-            status = search.tell_end(bound)
-        elif distance <= bound:
-            # a maximum at infinity: the likelihood levels off, and the steps do not
-            status = "unbounded" if length > 0.9 * before and length > 0 else "converged"
-        else:
-            before = length
-    if status == "converged" and search.is_saddle():
-        status = "saddle"
-    result = MaximumLikelihood(search.estimate, status, search.steps, search.distance, search.log_p, chosen, data)
+    ascent = Ascent(chosen, params, data)
+    bound = TOLERANCE.get(ascent.space.dtype, COARSE) if tolerance is None else tolerance
+    status: Status | None = None
+    while status is None and ascent.steps < max_steps:
+        status = ascent.step(bound)
+    status = ascent.judge(status or "max_steps")
+    result = MaximumLikelihood(
+        ascent.estimate, status, ascent.steps, ascent.distance, ascent.value * ascent.count, chosen, data
+    )
     if status in ADVICE:
         warnings.warn(f"{result}: {ADVICE[status]}", stacklevel=3)
     return result
@@ -118,23 +127,25 @@ def maximize_likelihood(
 
 ADVICE = {
     "max_steps": "the estimate had not settled; start from there with more max_steps, or from a better start",
-    "stalled": "no step raised the likelihood any more; the log likelihood may not be smooth there, so start elsewhere",
+    "stalled": "no step raised the likelihood any more; it has kinks, or its rounding hides the rest: start "
+    "elsewhere, take float64, or shift the data to zero",
     "saddle": "the log likelihood curves upwards along a direction there, as where two components start alike; start "
     "elsewhere",
     "unbounded": (
-        "the likelihood rises for ever as the parameters grow, as with classes that a line separates, or a variance "
-        "that falls to 0; there is no maximum: leave a parameter out, or add a penalty as a prior's log density"
+        "the likelihood rises for ever, or up to the edge of where it is defined, as with classes that a line "
+        "separates, or a variance that falls to 0; there is no maximum: leave a parameter out, or add a penalty as a "
+        "prior's log density, and look at the sign, which is that of log p and not of a loss"
     ),
 }
 
 
 def check_start(log_likelihood: Callable[..., Any], params: Estimate, data: Any) -> None:
     """ValueError for a log likelihood that is not finite at the start."""
-    likelihood, named = observed_fisher(log_likelihood, params).likelihood, name_parameters(params)
+    named, likelihood = name_parameters(params), observed_fisher(log_likelihood, params).likelihood
     rows = likelihood.check_rows(data)
     likelihood.check_support(named, rows)
     with torch.no_grad():
-        value = likelihood.log_p(named, *rows.args).sum()
+        value = likelihood.evaluate(named, rows).sum()
     if not bool(value.isfinite()):
         raise ValueError(
             f"the log likelihood is {float(value)} at the start: look for a scale that is not positive or a NaN in the "
@@ -153,69 +164,186 @@ def choose_metric(log_likelihood: Callable[..., Any], params: Estimate, data: An
 
 
 class Ascent:
-    """Steps of `NaturalGradient` with halving, and how long each was."""
+    """A point, and the steps from it; all is solved and judged in units of the information's diagonal."""
 
     def __init__(self, metric: Information, params: Estimate, data: Any) -> None:
-        self.named = {name: p.detach().clone().requires_grad_() for name, p in name_parameters(params).items()}
         self.metric, self.data, self.single = metric, data, isinstance(params, Tensor)
-        self.space, self.rows = Space(self.named), metric.likelihood.check_rows(data)
-        self.optimizer = NaturalGradient(
-            self.named,
-            metric,
-            solver=Direct(absolute=True),
-            damping=0.0,
-            rule=LineSearch(backtracks=50),
-            on_trouble="raise",
-        )
-        self.steps, self.distance, self.log_p = 0, math.inf, math.nan
+        named = name_parameters(params)
+        self.space, self.rows = Space(named), metric.likelihood.check_rows(data)
+        self.theta = self.space.flatten({name: p.detach().clone() for name, p in named.items()})
+        self.count, self.steps, self.restless, self.idle = self.rows.batch(), 0, 0, 0
+        self.distance, self.value, self.edge = math.inf, math.nan, False
+        self.read()
+
+    @property
+    def params(self) -> Params:
+        """Theta by name."""
+        return self.space.unflatten(self.theta)
 
     @property
     def estimate(self) -> Estimate:
         """As the user gave the start."""
-        values = {name: p.detach().clone() for name, p in self.named.items()}
+        values = {name: p.clone() for name, p in self.params.items()}
         return values["params"] if self.single else values
 
     @keep_gradient_mode
-    def step(self) -> tuple[float | None, float]:
-        """One step: how many standard errors a whole one has, None where none was taken, and the length of theta's."""
-        before = self.space.flatten({name: p.detach().clone() for name, p in self.named.items()})
-        self.optimizer.observe(self.data)
-        self.optimizer.step(self._evaluate)
-        report = self.optimizer.state_report()
-        self.steps += 1
-        if not report.rate > 0:
-            return None, 0.0
-        # whole steps have d^T G d = 2 kl / rate^2, and theta's covariance is (n G)^-1
-        self.distance = math.sqrt(max(0.0, 2 * self.rows.batch() * report.kl)) / report.rate
-        after = self.space.flatten({name: p.detach() for name, p in self.named.items()})
-        self.log_p = -float(self._loss().detach()) * self.rows.batch()
-        return self.distance, float((after - before).norm())
+    def read(self) -> None:
+        """The mean log likelihood, its gradient, the information and the units of the parameters at theta."""
+        operator = self.metric.at(self.params, self.data)
+        each, pull = differentiate(self.metric, self.params, self.rows)
+        self.value = float(each.mean())
+        self.noise = NOISE * torch.finfo(each.dtype).eps * (1 + float(each.abs().mean()))
+        self.gradient = pull(torch.full_like(each, 1 / len(each))).detach()
+        self.matrix = operator.dense()
+        self.scales = find_units(operator, self.matrix, self.metric, self.params, self.rows)
 
-    def tell_end(self, bound: float) -> Status:
-        """Why no step was taken: none is needed, none can be told from round-off, or none goes up."""
-        loss = self._evaluate()
-        gradient = self.space.flatten({name: p.grad for name, p in self.named.items()})
-        operator = self.metric.at(self.named, self.data)
-        direction = natural_gradient(operator, gradient, solver=Direct(absolute=True)).value
-        gain = max(0.0, float(gradient @ direction))
-        self.distance, self.log_p = math.sqrt(gain * self.rows.batch()), -float(loss.detach()) * self.rows.batch()
+    def propose(self) -> tuple[Tensor, float]:
+        """|G|^+ gradient, and its slope. By the scores' own matrix where G is nothing along the gradient."""
+        direction, rest = solve_in_units(self.matrix, self.gradient, self.scales)
+        if bool(rest.any()):
+            scores = read_scores(self.metric, self.params, self.rows)
+            units = take_root(scores.diagonal())
+            # as on a plateau: the expected information of bits that are nearly certain
+            if float((rest / units).abs().max()) * math.sqrt(self.count) > COARSE:
+                direction, _ = solve_in_units(scores, self.gradient, units)
+        return direction, float(self.gradient @ direction)
+
+    def step(self, bound: float) -> Status | None:
+        """One step; why it is the last, or None."""
+        before = self.distance
+        direction, slope = self.propose()
+        self.distance = math.sqrt(max(self.count * slope, 0.0))
+        length, rise = self.search(direction, slope)
+        self.steps += 1
+        if length == math.inf:
+            return "unbounded"
+        if length == 0:
+            return self.explain(slope, bound)
+        scales, change = self.scales, length * direction
+        self.theta = self.theta + change
+        self.read()
+        # towards a maximum at infinity the likelihood levels off, and the information with it
+        if abs(float((measure_norm(self.scales * change) / measure_norm(scales * change)).log())) > RESTLESS:
+            self.restless += 1
+        elif self.distance < 0.9 * before:
+            self.restless = 0
+        self.idle = self.idle + 1 if rise <= self.noise and self.distance > before / 2 else 0
+        return self.explain(slope, bound) if self.idle == IDLE or self.distance <= bound else None
+
+    def explain(self, slope: float, bound: float) -> Status:
+        """Why the fit goes no further."""
         if self.distance <= bound:
             return "converged"
-        return "round_off" if gain <= 100 * torch.finfo(loss.dtype).eps * (1 + abs(float(loss))) else "stalled"
+        if self.edge:
+            return "unbounded"
+        if slope <= 100 * self.noise and self.distance <= 10 * COARSE:
+            return "round_off"
+        return "kink" if self.distance <= len(self.theta) / math.sqrt(self.count) else "stalled"
 
-    def is_saddle(self) -> bool:
-        """Whether the log likelihood curves upwards along some direction."""
-        values = eigh(ObservedInformation(self.metric.likelihood).at(self.named, self.data).dense())[0]
-        return float(values[0]) < -SINGULAR * len(values) * torch.finfo(values.dtype).eps * float(values.abs().max())
+    def search(self, direction: Tensor, slope: float) -> tuple[float, float]:
+        """The length and its gain: halved while that is too little, or less; doubled while it grows as a line does.
 
-    def _loss(self) -> Tensor:
-        return -self.metric.likelihood.log_p(self.named, *self.rows.args).mean()
+        A length of 0 where none gains, inf where the gain has no end.
+        """
 
-    def _evaluate(self) -> Tensor:
-        self.optimizer.zero_grad()
-        loss = self._loss()
-        loss.backward()
-        return loss
+        def gain(length: float) -> float:
+            return self.evaluate(self.theta + length * direction) - self.value
+
+        length, rise = 1.0, gain(1.0)
+        while not rise >= ENOUGH * length * slope - self.noise:
+            self.edge = not math.isfinite(rise)
+            length /= 2
+            if not length * slope > self.noise or bool((self.theta + length * direction == self.theta).all()):
+                if not self.edge:  # what is left at no length at all
+                    self.noise = max(self.noise, abs(rise))
+                return 0.0, 0.0
+            rise = gain(length)
+        self.edge = False
+        while length < 1 and (nearer := gain(length / 2)) > rise + self.noise:
+            length, rise = length / 2, nearer
+        while length < LONGEST and math.isfinite(rise):
+            further = gain(2 * length)
+            if not further - rise >= length * slope / 2 > self.noise:
+                return length, rise
+            length, rise = 2 * length, further
+        return math.inf, rise
+
+    @keep_gradient_mode
+    def evaluate(self, theta: Tensor) -> float:
+        """The mean log likelihood; NaN outside of the domain of a distribution's parameters."""
+        with torch.no_grad():
+            return float(self.metric.likelihood.evaluate(self.space.unflatten(theta), self.rows).mean())
+
+    def judge(self, status: Status) -> Status:
+        """The status, seen from where the fit ended."""
+        if status != "max_steps" and self.restless >= (1 if status in SETTLED else FEW):
+            return "unbounded"
+        if status not in ("converged", "round_off"):  # on a kink the second derivative is not that of the function
+            return status
+        curvature = ObservedInformation(self.metric.likelihood).at(self.params, self.data).dense()
+        observed, given = (part / self.scales / self.scales.unsqueeze(1) for part in (curvature, self.matrix))
+        values = eigh(observed)[0]
+        round_off = SINGULAR * len(values) * torch.finfo(values.dtype).eps
+        if float(values[0]) < -round_off * float(values.abs().max()):
+            return "saddle"
+        return "flat" if float(eigh(take_absolute(observed) + take_absolute(given))[0][0]) <= round_off else status
+
+
+def differentiate(metric: Information, params: Params, rows: Call) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """log p of every row (b,), and the function u -> J^T u (n,) of weights of the rows."""
+    leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
+    with torch.enable_grad():
+        each = metric.likelihood.log_p(leaves, *rows.args)
+
+    def pull(weights: Tensor) -> Tensor:
+        parts = torch.autograd.grad(
+            each, list(leaves.values()), weights, create_graph=weights.requires_grad, materialize_grads=True
+        )
+        return Space(params).flatten(dict(zip(leaves, parts, strict=True)))
+
+    return each.detach(), pull
+
+
+@keep_gradient_mode
+def read_scores(metric: Information, params: Params, rows: Call) -> Tensor:
+    """The mean outer product of the rows' scores, (n, n)."""
+    each, pull = differentiate(metric, params, rows)
+    with torch.enable_grad():
+        weights = torch.zeros_like(each).requires_grad_()
+        columns = [  # of J: the derivatives of J^T u, which is linear in u
+            torch.autograd.grad(part, weights, retain_graph=True, materialize_grads=True)[0]
+            if part.requires_grad
+            else torch.zeros_like(each)
+            for part in pull(weights).unbind()
+        ]
+    return gram(torch.stack(columns, 1).detach(), 1 / len(each))
+
+
+def find_units(operator: Operator, matrix: Tensor, metric: Information, params: Params, rows: Call) -> Tensor:
+    """Units (n,) of the parameters: sqrt(G_ii), with the scores' squares where G is of second derivatives.
+
+    The diagonal of these may vanish where they do not, and has their round-off.
+    """
+    sizes = matrix.diagonal().abs()
+    if operator.indefinite:
+        scores = read_scores(metric, params, rows).diagonal()
+        sizes = torch.where(scores > TINY * scores.max(), scores + sizes, 0)
+    return take_root(sizes)
+
+
+def take_root(sizes: Tensor) -> Tensor:
+    """sqrt(size), 1 where there is but round-off."""
+    return torch.where(sizes > TINY * sizes.max(), sizes, 1).sqrt()
+
+
+def solve_in_units(matrix: Tensor, rhs: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """x = |A|^+ b with D = diag(scales): D^-1 |D^-1 A D^-1|^+ D^-1 b, and b - |A| x; the same in all units."""
+    values, vectors = eigh(matrix / scales / scales.unsqueeze(1))
+    sizes = values.abs()
+    keep = sizes > SINGULAR * len(values) * torch.finfo(values.dtype).eps * sizes.max()
+    parts = vectors.mT @ (rhs / scales)
+    solution = vectors @ torch.where(keep, parts / torch.where(keep, sizes, 1), 0) / scales
+    return solution, scales * (vectors @ torch.where(keep, 0, parts))
 
 
 @dataclass(frozen=True, repr=False)
@@ -224,8 +352,9 @@ class MaximumLikelihood:
 
     Args:
         params: The estimate, as the start was given.
-        status: "converged"; "round_off" where the log likelihood's own rounding hides what is left; "saddle",
-            "stalled", "unbounded" or "max_steps" otherwise.
+        status: "converged"; "round_off" where the log likelihood's own rounding hides what is left; "kink" where no
+            step gains and what is left is a row's share, as at Laplace's median; "flat" where a direction is not
+            identified; "saddle", "stalled", "unbounded" or "max_steps" otherwise.
         steps: Steps that it took.
         distance: Length of the last whole step, in standard errors.
         log_likelihood: The sum over rows at the estimate.
@@ -297,7 +426,10 @@ def standard_errors(metric: Metric, params: Estimate, data: Any, *, robust: bool
         )
     named = name_parameters(params)
     operator, names = metric.at(named, data), name_entries(named)
-    inverse = invert_information(operator, names)
+    matrix, units = operator.dense(), None
+    if isinstance(metric, Information):
+        units = find_units(operator, matrix, metric, named, metric.likelihood.check_rows(data))
+    inverse = invert_information(matrix * operator.nats, names, units, indefinite=operator.indefinite)
     count = metric.count_examples(data)
     if not robust:
         return StandardErrors(params, inverse / count, names)
@@ -445,16 +577,15 @@ def name_entries(params: Params) -> tuple[str, ...]:
     )
 
 
-def invert_information(operator: Operator, names: Sequence[str]) -> Tensor:
+def invert_information(matrix: Tensor, names: Sequence[str], units: Tensor | None, *, indefinite: bool) -> Tensor:
     """G^-1, in nats. ValueError with the direction where G is singular or has negative curvature.
 
-    In the parameters' own standard deviations, so that their units do not count.
+    In the units of the parameters, None: their own standard deviations, so that the user's do not count.
     """
-    matrix = operator.dense() * operator.nats
     round_off = SINGULAR * len(matrix) * torch.finfo(matrix.dtype).eps
-    sizes = matrix.diagonal().abs()
+    sizes = matrix.diagonal().abs() if units is None else units.square()
     # a sum of squares has no round-off of its own; second derivatives may cancel to it
-    flat = sizes <= (round_off * sizes.max() if operator.indefinite else 0.0)
+    flat = sizes <= (round_off * sizes.max() if indefinite and units is None else 0.0)
     scales = torch.where(flat, sizes.max().clamp(min=1e-30), sizes).sqrt()
     values, vectors = eigh(matrix / scales / scales.unsqueeze(1))
     least = round_off * float(values.abs().max())
@@ -464,7 +595,7 @@ def invert_information(operator: Operator, names: Sequence[str]) -> Tensor:
         if float(values[0]) < -least:
             raise ValueError(
                 f"the information is indefinite: along {spelled} the log likelihood curves upwards, so that params "
-                "are no maximum; go on with ng.maximize_likelihood"
+                "are no maximum; start ng.maximize_likelihood elsewhere, such as a step along this direction away"
             )
         raise ValueError(
             f"the information is singular: the data do not identify {spelled}, along which the log likelihood is flat. "

@@ -242,7 +242,7 @@ class OwnLikelihood:
             return self.log_prob(self.distribution(params, *row[:-1]), row[-1])
         each = torch.func.vmap(self._one, in_dims=(None, *[0] * len(row)), randomness="same")
         try:
-            with without_validation():
+            with set_validation(False):
                 return each(params, *row)
         except RuntimeError as error:
             if "data-dependent control flow" not in str(error) and ".item()" not in str(error):
@@ -251,6 +251,20 @@ class OwnLikelihood:
                 f"{self.name} branches on the numbers of a row, and all rows are computed at once: write the branch "
                 "with torch.where(condition, a, b)"
             ) from error
+
+    def evaluate(self, params: Params, rows: Call) -> Tensor:
+        """log p of every row (b,), NaN where torch's distributions refuse their parameters.
+
+        Of a log likelihood of one row they are asked at the first row alone: under vmap nothing can look at numbers.
+        """
+        batched = self.arguments is not None and len(rows.args) == self.arguments + 1
+        try:
+            with set_validation(True):
+                self._call(params, *(rows.args[:-1] if batched else [part[0] for part in rows.args]))
+        except ValueError as error:
+            if "Expected parameter" in str(error):  # not an observation that torch.where may leave out
+                return torch.full((rows.batch(),), torch.nan)
+        return self.log_p(params, *rows.args)
 
     def _one(self, params: Params, *row: Tensor) -> Tensor:
         value = self._call(params, *row)
@@ -269,7 +283,7 @@ class OwnLikelihood:
 
     def distribution(self, params: Params, *inputs: Tensor) -> Distribution:
         """Of the observations of all rows."""
-        with without_validation():
+        with set_validation(False):
             density = self._call(params, *inputs)
         if not isinstance(density, Distribution):
             raise TypeError(
@@ -285,7 +299,7 @@ class OwnLikelihood:
     def log_prob(self, density: Distribution, observed: Tensor) -> Tensor:
         """log p of each row (b,), the sum over its independent entries."""
         try:
-            with without_validation():
+            with set_validation(False):
                 log_p = density.log_prob(observed)
         except RuntimeError as error:
             raise ValueError(
@@ -329,11 +343,11 @@ def has_rows(density: Distribution, observed: Tensor) -> bool:
 
 
 @contextmanager
-def without_validation() -> Generator[None]:
-    """Inside, torch's distributions do not look at their arguments, which nothing can under vmap."""
+def set_validation(validate: bool) -> Generator[None]:
+    """Inside, torch's distributions look at their arguments, or not, which nothing can under vmap."""
     open_type: Any = Distribution
     before = open_type._validate_args
-    Distribution.set_default_validate_args(False)
+    Distribution.set_default_validate_args(validate)
     try:
         yield
     finally:
