@@ -22,6 +22,7 @@ from natgrad.metrics import (
     Information,
     Metric,
     ObservedInformation,
+    SampledInformation,
     empirical_fisher,
     fisher,
     observed_fisher,
@@ -46,8 +47,10 @@ ENOUGH = 0.1
 """Share of the gain that the slope promises, for a step to be taken."""
 LONGEST = 2.0**40
 """Of a step along which the log likelihood never bends."""
-RESTLESS = 0.3
+RESTLESS = 0.25
 """Change of log sqrt(information) along a step, above which the fit is not near a maximum."""
+DRAWN = 0.4
+"""The same for an information over draws, which changes by itself."""
 FEW = 5
 """Such steps, after which a fit that goes no further is on its way to infinity."""
 IDLE = 3
@@ -223,7 +226,8 @@ class Ascent:
         self.theta = self.theta + change
         self.read()
         # towards a maximum at infinity the likelihood levels off, and the information with it
-        if abs(float((measure_norm(self.scales * change) / measure_norm(scales * change)).log())) > RESTLESS:
+        fall = (measure_norm(self.scales * change) / measure_norm(scales * change)).log().abs()
+        if float(fall) > (DRAWN if isinstance(self.metric, SampledInformation) else RESTLESS):
             self.restless += 1
         elif self.distance < 0.9 * before:
             self.restless = 0
