@@ -62,7 +62,8 @@ def fisher_rao(family: ExponentialFamily) -> Manifold:
         >>> manifold.distance(torch.tensor([0.0]), torch.tensor([2.0]))  # 2 |arcsin sqrt a - arcsin sqrt b|
         tensor(0.8658)
     """
-    if isinstance(require_family(family), Product):
+    require_family(family)
+    if isinstance(family, Product):
         return ProductManifold(*((fisher_rao(part), part.size) for part in family.families))
     if isinstance(family, SubModel):
         full = family.family
