@@ -220,6 +220,12 @@ def test_all_contestants_go_to_one_stage_before_one_goes_to_the_next(data, monke
         assert end["test_error"] == pytest.approx(len(uncut["contestants"][name]["wrong"]) / 20)
     said = capsys.readouterr().out
     assert all(f"{name}: training loss" in said for name in names)
+    at_size.main(tmp_path / "parts", settings, (6,), names[-1:])
+    further = at_size_page.read_record(tmp_path / "parts" / "at_size.json")
+    assert [at_size_page.last(further, name)["updates"] for name in names] == [4] * (len(names) - 1) + [6]
+    assert f"less {names[-1]} |" not in at_size_page.write_tables(further)  # never at unequal updates
+    with pytest.raises(SystemExit, match="no contestant is called 'KL'"):
+        at_size.main(tmp_path / "parts", settings, (6,), ["KL"])
 
 
 @pytest.mark.parametrize("updates", [30, 130])  # of MSGD's 40 to the first stage, and of a later contestant

@@ -1,9 +1,10 @@
 """Restricted MNIST at the paper's size and settings: 1500 hidden units, batches of 2500 (MSGD 250), one seed.
 
 `python -m natgrad_lab.papers.pascanu_2013.at_size runs/at_size` takes all contestants to 20 updates, then all to 60,
-and so on to 2000, so that whenever it is stopped they compare at equal updates. Ctrl-C stops it after the update under
-way, and the same command goes on from there. After every stage it writes `at_size.json` into the folder: the curves,
-and which test images each contestant has wrong. `at_size_page` makes the page's table and picture of that file.
+and so on to 2000, so that whenever it is stopped they compare at equal updates; names behind the folder ("KL, same
+batch") take these alone further. Ctrl-C stops it after the update under way, and the same command goes on from there.
+After every stage it writes `at_size.json` into the folder: the curves, and which test images each contestant has wrong.
+`at_size_page` makes the page's table and picture of that file.
 
 Rates and dampings are those of section 8.5, which the paper chose by a grid search. It gives the unlabelled metric
 other ones than the two that it is compared with; so each of the three runs with both.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -118,11 +119,12 @@ class StagedRuns:
         self.runs = {c.name: (c, self.course.racing(c)) for c in task.contestants}
         folder.settle(plan(RACE, [piece for _, piece in self.runs.values()], settings))
 
-    def carry_out(self, stages: tuple[int, ...] = STAGES) -> None:
-        """All runs to each stage in turn. Interrupted when asked to stop."""
+    def carry_out(self, stages: tuple[int, ...] = STAGES, names: Collection[str] = ()) -> None:
+        """All runs, or those of these names, to each stage in turn. Interrupted when asked to stop."""
         for stage in stages:
             for name, (_, piece) in self.runs.items():
-                self.advance(name, piece, stage)
+                if not names or name in names:
+                    self.advance(name, piece, stage)
             write_whole(self.folder.path / "at_size.json", dump(self.summarise(stage)) + "\n")
 
     def advance(self, name: str, piece: Piece, stage: int) -> None:
@@ -152,8 +154,8 @@ class StagedRuns:
 
     def summarise(self, stage: int) -> Numbers:
         """Curves of all contestants up to a stage, and the test images that each has wrong there."""
-        curves = {name: self._summarise(*run, stage) for name, run in self.runs.items()}
-        return {"settings": vars(self.settings), "seed": SEED, "stage": stage, "contestants": curves} | versions()
+        curves = {name: self._summarise(*run, stage) for name, run in self.runs.items() if self.load(run[1])[0]}
+        return {"settings": vars(self.settings), "seed": SEED, "contestants": curves} | versions()
 
     def _summarise(self, contestant: Contestant, piece: Piece, stage: int) -> Numbers:
         each, (rows, state) = scale(contestant.name), self.load(piece)
@@ -195,12 +197,20 @@ def scale(name: str) -> int:
     return MSGD_STEPS if name in RATES else 1
 
 
-def main(folder: Path, settings: AtSizeSettings | None = None, stages: tuple[int, ...] = STAGES) -> None:
-    """Run, or go on with what was stopped, by default at the paper's settings."""
+def main(
+    folder: Path,
+    settings: AtSizeSettings | None = None,
+    stages: tuple[int, ...] = STAGES,
+    names: Collection[str] = (),
+) -> None:
+    """Run, or go on with what was stopped, by default at the paper's settings; of these names alone, or of all."""
     settings = settings or AtSizeSettings()
+    known = [contestant.name for contestant in contestants(settings)]
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"no contestant is called {unknown[0]!r}; there are {', '.join(map(repr, known))}")
     with interruptible() as stopped, threads(settings.threads):
         try:
-            StagedRuns(Folder(folder), settings, stopped).carry_out(stages)
+            StagedRuns(Folder(folder), settings, stopped).carry_out(stages, names)
         except Interrupted:
             sys.stdout.write("stopped; the same command goes on from here\n")
 
@@ -287,4 +297,4 @@ def sort_pixels(images: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), names=sys.argv[2:])

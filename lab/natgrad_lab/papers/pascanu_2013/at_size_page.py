@@ -42,7 +42,7 @@ def read_record(path: Path = RECORD) -> Record:
 
 
 def last(record: Record, name: str) -> dict[str, float]:
-    """The numbers of a contestant at the record's stage."""
+    """The numbers of a contestant at its last stage."""
     step, *numbers = record["contestants"][name]["curve"][-1]
     return {"updates": step, **dict(zip(CURVE, numbers, strict=True))}
 
@@ -56,9 +56,10 @@ def compare(record: Record, ours: str, theirs: str) -> tuple[float, float, int, 
 
 def write_tables(record: Record) -> str:
     """The section's tables in Markdown."""
-    stage, best = record["stage"], min(RATES, key=lambda name: last(record, name)["valid_error"])
+    best = min(RATES, key=lambda name: last(record, name)["valid_error"])
     heads = (
-        f"after {stage} updates (MSGD {20 * stage:,})",
+        "",
+        "updates",
         "rate, damping",
         "training loss",
         "test error",
@@ -74,6 +75,7 @@ def write_tables(record: Record) -> str:
         products = "-" if contestant["products"] is None else f"{contestant['products']:.0f}"
         cells = (
             name,
+            f"{end['updates']:,.0f}" + (f" (steps: {20 * end['updates']:,.0f})" if name in RATES else ""),
             write_choice(contestant["choice"]),
             f"{end['train_loss']:.2g}",
             f"{end['test_error']:.2%}".replace("%", " %"),
@@ -86,6 +88,8 @@ def write_tables(record: Record) -> str:
     pairs = []
     for ours, theirs in PAIRS:
         rival = best if theirs == MSGD else theirs
+        if last(record, ours)["updates"] != last(record, rival)["updates"]:
+            continue
         difference, error, alone, other = compare(record, ours, rival)
         pairs.append((f"{ours} less {rival}", f"{100 * difference:+.2f} ± {100 * error:.2f}", f"{alone} and {other}"))
     under = ("test error of one less the other", "points", "images that one alone has wrong")
