@@ -115,7 +115,7 @@ class BlockEvidence(Evidence):
         """The batch of all processes; without a number for a loss where a layer's inputs were far too large."""
         losses, raw = self.losses, self.gradients
         if self.update.far:
-            losses = [loss._replace(value=loss.value * math.nan) for loss in losses]
+            losses = [replace(loss, value=loss.value * math.nan) for loss in losses]
         norms = dict(zip(raw, measure_norms(list(raw.values())), strict=True))
         loss, nats, scale, norm = choices.processes.pool_losses(losses, self.nats, self.scale, norms)
         if not (isinstance(scale, float) and scale == 1):

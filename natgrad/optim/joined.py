@@ -20,8 +20,8 @@ from natgrad.operators import Centred, Facts, JoinedRows, Operator, Pullback, Ro
 from natgrad.optim.checks import dense_gradient
 from natgrad.optim.guard import NotFiniteError
 from natgrad.optim.objective import Objective, Reclose, SumOverData, Total
-from natgrad.optim.passes import Data, Recall, RecordedLoss
-from natgrad.optim.processes import Processes, describe_settings, meet, refuse_join
+from natgrad.optim.passes import Data, Loss, Recall
+from natgrad.optim.processes import Processes
 from natgrad.structures import Layerwise, Structure, StructurePreconditioner
 
 
@@ -279,19 +279,6 @@ DRIFTED = 1e-6
 """Of the step's length: how far the steps of two processes may lie apart, for round-off on unlike processors."""
 
 
-def settle_ranks(optimizer: Any) -> None:
-    """Look once more before the first step, as the model may have been wrapped; then compare it with the others'."""
-    processes, structure = optimizer._live.processes, optimizer.structure
-    if not processes.settled:
-        if processes.group is None:
-            processes.adopt(meet(optimizer.model, None)[1])
-        if isinstance(structure, Layerwise):
-            processes.check(structure)
-        processes.compare(optimizer._live.named, describe_settings(structure, *optimizer._list_settings()))
-        processes.settled = True
-    refuse_join(processes.wrappers)
-
-
 def read_gradients(
     processes: Processes, named: Mapping[str, Tensor], active: set[int], recall: Recall
 ) -> tuple[dict[str, Tensor], Space, Tensor] | None:
@@ -399,7 +386,7 @@ def join_weights(processes: Processes, weights: Sequence[float], recall: Recall,
     ]
 
 
-def rows_of(loss: RecordedLoss | None) -> float | None:
+def rows_of(loss: Loss | None) -> float | None:
     """What a loss is a mean over, if that is known."""
     return None if loss is None or math.isnan(loss.count) else loss.count
 

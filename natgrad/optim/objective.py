@@ -24,7 +24,7 @@ from natgrad.ground.whole_tensors import any_split
 from natgrad.metrics import Covariance, Fisher, GaussNewton, Metric, PullbackMetric, SampledFisher
 from natgrad.operators import Operator, Scaled, Sum
 from natgrad.optim.checks import inputs_of
-from natgrad.optim.passes import OTHER_BATCH, Data, Linearised, Recall, RecordedLoss, RepeatError
+from natgrad.optim.passes import OTHER_BATCH, Data, Linearised, Loss, Recall, RepeatError
 from natgrad.optim.processes import Processes
 from natgrad.optim.state import Outside
 from natgrad.rules import Damping, Parts, Relative, Vector, as_damping
@@ -53,7 +53,7 @@ def metric_of_step(metric: Metric, recall: Recall, model: Any, params: Mapping[s
     used, last = recall.used_losses(), recall.last_told
     if last is None or not isinstance(model, nn.Module):
         return metric
-    group = [loss for loss in used if loss.route.passes == last.route.passes]
+    group = [loss for loss in used if loss.passes == last.passes]
     metrics = [choose_outputs(metric, loss.settle(model, params, recall.outputs)) for loss in group]
     if recall.observed is not None:
         if any(isinstance(chosen_outputs(part), Linearised) for part in metrics):
@@ -86,12 +86,12 @@ def choose_outputs(metric: Metric, select: Select | None) -> Metric:
     )
 
 
-def weights_of(used: Sequence[RecordedLoss], scale: float) -> list[float]:
+def weights_of(used: Sequence[Loss], scale: float) -> list[float]:
     """What each loss, as a mean, weighs in the gradient. ValueError where a gradient scaler hides it.
 
     scale: what the gradient is divided by.
     """
-    weights = [1.0 if loss.weight is None else float(loss.weight) for loss in used]
+    weights = [1.0 if loss.slope is None else float(loss.slope) for loss in used]
     if len(used) > 1 and min(weights) >= SCALER:
         raise ValueError(
             f"the step has {len(used)} losses with weights {weights}, as from a GradScaler: what each weighs in the "
@@ -436,7 +436,7 @@ def objective_of(
             raise ValueError(OTHER_BATCH)
         return Replay(model, criterion(), searched, None, params, space, select)
     if isinstance(model, nn.Module) and used and recall.find_pass() is not None:
-        problem = next((loss.route.problem for loss in used if loss.route.problem), "") if needed else ""
+        problem = next((loss.problem for loss in used if loss.problem), "") if needed else ""
         if not problem:
             return replay_losses(model, criterion(), recall, params, space)
         if called.closure is None:
@@ -548,7 +548,7 @@ def objective_of_blocks(
 ) -> Objective:
     """The loss of this step at other parameters: its one pass replayed, or the closure called again."""
     space, used = Space(params), recall.used_losses()
-    problem = next((loss.route.problem for loss in used if loss.route.problem), "")
+    problem = next((loss.problem for loss in used if loss.problem), "")
     if len(used) == 1 and recall.find_pass() is not None and not problem:
         exact = used[0].dtype == space.dtype  # under autocast the loss was rounded, and a replay is not
         replayed = replay_losses(model, criterion, recall, params, space, exact)
@@ -672,8 +672,8 @@ class BatchForm:
         }
         with replaying(self.model, self.recall):
             for loss in self.recall.used_losses():
-                if loss.route.problem:
-                    raise ValueError(loss.route.problem)
+                if loss.problem:
+                    raise ValueError(loss.problem)
                 forms.append(self._form(loss, moved, share))
                 weights.append(float(loss.rows) if math.isnan(loss.count) else loss.count)
         rows = sum(weights)
@@ -681,7 +681,7 @@ class BatchForm:
             return 0.0, 0.0
         return sum(w * form for w, form in zip(weights, forms, strict=True)) / rows, rows
 
-    def _form(self, loss: RecordedLoss, moved: Mapping[str, Tensor], share: float) -> float:
+    def _form(self, loss: Loss, moved: Mapping[str, Tensor], share: float) -> float:
         """Of one loss: sum_i w_i (J_i d)^T M_i (J_i d)."""
         select, data = loss.settle(self.model, self.named, self.recall.outputs), loss.data()
         pure = pure_model(self.model, data.inputs, data.random)

@@ -41,7 +41,6 @@ from natgrad.optim.joined import (
     join_metric,
     join_objective,
     read_gradients,
-    settle_ranks,
     unwrap_models,
 )
 from natgrad.optim.objective import (
@@ -379,7 +378,7 @@ class NaturalGradient(ModelOptimizer):
         if objective is None:
             return False
         replayed = not isinstance(getattr(objective, "part", objective), Reclose)
-        return not (replayed and any(loss.route.problem for loss in self._live.recall.used_losses()))
+        return not (replayed and any(loss.problem for loss in self._live.recall.used_losses()))
 
     def _look_outside(
         self, params: dict[str, Tensor], space: Space, gradient: Tensor, objective: Objective | None
@@ -392,7 +391,7 @@ class NaturalGradient(ModelOptimizer):
         known = bool(recall.gone) and recall.searched is None and self.search_batch is None and not recall.is_stale
         if objective is None or not known or not self._can_try(objective):
             return objective, before
-        if any(passed.is_behind() for loss in recall.gone for passed in loss.route.passes):
+        if any(passed.is_behind() for loss in recall.gone for passed in loss.passes):
             return objective, before  # another optimizer's step came between
         if isinstance(getattr(objective, "part", objective), Reclose):
             return objective, before
@@ -442,12 +441,9 @@ class NaturalGradient(ModelOptimizer):
     # the step of any evidence
 
     def _settle(self) -> None:
-        settle_ranks(self)
-
-    def _list_settings(self) -> tuple[object, ...]:
-        """What must be alike on all processes, for the same sums to be made everywhere."""
         kind, alike = type(self.metric).__name__, getattr(self.metric, "alike", ())
-        return (self.solver, self.damping, self.rule, self.preconditioner, kind, *alike)
+        settings = self.solver, self.damping, self.rule, self.preconditioner, kind, *alike
+        self._live.processes.settle(self.model, self._live.named, self.structure, settings)
 
     def _choose(self) -> Choices:
         absolute = getattr(self.solver, "absolute", False)

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -457,48 +457,68 @@ class RecordedPass:
 
 
 @dataclass(eq=False)
-class RecordedLoss:
-    """One loss of a training pass.
+class Loss:
+    """One loss in units of its mean.
 
     Attributes:
-        route: How what it was computed on came from the passes' outputs.
-        outputs: What it was computed on, detached.
-        targets: Its targets.
-        target_versions: Of these tensors, at that time.
-        value: Its value as a mean.
-        scale: What that was divided by.
-        dtype: Of the outputs.
-        rows: What it weighs.
+        value: Of the mean.
+        rows: What it weighs: its rows; 0 where no target counts.
+        scale: What the criterion's value was divided by to be a mean.
+        summed: True if that is what reduction='sum' multiplied it by.
         count: What it is a mean over; NaN where nobody asked.
+        outputs: What it was computed on, detached; None in evaluation mode.
+        targets: Its targets.
+        versions: Of these tensors, at that time.
+        route: How what it was computed on came from the passes' outputs; None in evaluation mode.
         followed: True if the graph was asked for the route; else the route is a guess.
-        weight: The derivative of what went backward in it; None until it did.
+        slope: The derivative of what went backward in it; None until it did.
         repeated: True once its passes were done again, and gave what they had given.
     """
 
-    route: Route
-    outputs: Any
-    targets: Any
-    target_versions: tuple[int, ...]
-    value: Tensor = field(default_factory=lambda: torch.tensor(torch.nan))
-    scale: float = 1.0
-    dtype: torch.dtype = torch.float32
-    rows: int = 0
+    value: Tensor
+    rows: int
+    scale: float
+    summed: bool
     count: float = math.nan
+    outputs: Any = None
+    targets: Any = None
+    versions: tuple[int, ...] = ()
+    route: Route | None = None
     followed: bool = True
-    weight: Tensor | None = None
+    slope: Tensor | None = None
     repeated: bool = False
+
+    @property
+    def passes(self) -> tuple[RecordedPass, ...]:
+        """Those that it was made of."""
+        return () if self.route is None else self.route.passes
+
+    @property
+    def problem(self) -> str:
+        """What keeps it from being evaluated at other parameters; empty where nothing does."""
+        return "" if self.route is None else self.route.problem
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the outputs."""
+        return next(leaves(self.outputs)).dtype
+
+    @property
+    def divisor(self) -> float:
+        """What reduction='sum' multiplied it by, else 0."""
+        return self.scale if self.summed else 0.0
 
     def check(self) -> None:
         """ValueError if inputs or targets were changed in place since."""
-        for passed in self.route.passes:
+        for passed in self.passes:
             passed.check()
-        if self.target_versions != versions_of(Call((self.targets,))):
+        if self.versions != versions_of(Call((self.targets,))):
             raise ValueError("the targets of the last loss were changed in place before step(); copy them")
 
     def data(self) -> Data:
         """Its inputs and targets. ValueError if they changed."""
         self.check()
-        passes = self.route.passes
+        passes = self.passes
         if any(passed.random is None for passed in passes):
             raise ValueError("the last forward pass was not kept to be done again: no step asked for it")
         if len(passes) == 1:
@@ -519,7 +539,8 @@ class RecordedLoss:
         chosen: the optimizer's own `outputs`, for a loss that was not followed through its graph. ValueError where that
         is another thing.
         """
-        route = self.route if self.followed else replace(self.route, unsure=self.outputs)
+        route = self.route or Route(())
+        route = route if self.followed else replace(route, unsure=self.outputs)
         if self.repeated or not route.passes:
             return route.select
         data = self.data()
@@ -588,27 +609,13 @@ BATCHES = itertools.count()
 """One for each time that gradients were cleared."""
 
 
-class Loss(NamedTuple):
-    """One loss in units of its mean, the rows that it weighs, and what reduction='sum' multiplied it by, else 0.
-
-    Besides that what it weighs among the losses of several processes; 0 where nobody asked.
-    """
-
-    value: Tensor
-    rows: int
-    count: float  # pyright: ignore[reportIncompatibleMethodOverride] (nobody counts the entries of one)
-    weight: float = 0.0
-
-
 class Recall:
     """What happened since the last step: the last training pass, the losses, data to observe.
 
     Attributes:
         last: The last training pass.
-        latest: The last loss.
-        gone: The losses that `backward` went through since the gradients were cleared. A loss that was only looked at
-            (validation, logging) is none of them.
-        losses: The same in units of their means, with those in evaluation mode.
+        losses: Those that `backward` went through since the gradients were cleared, as often as it did. A loss that was
+            only looked at (validation, logging) is none of them.
         computed: All training losses since the last step.
         outputs: The optimizer's own choice among the model's outputs.
         batch: Another number each time that the gradients were cleared.
@@ -643,7 +650,6 @@ class Recall:
         """Forget everything, so that nothing of a batch outlives its step, but the gradients that `moved` followed."""
         self._stepped = [(weakref.ref(p.grad), p.grad._version) for p in moved if p.grad is not None]
         self.last: RecordedPass | None = None
-        self.latest: RecordedLoss | None = None
         self.computed: list[Loss] = []
         self.forget_gradients()
         self.observed: Data | None = None
@@ -654,7 +660,6 @@ class Recall:
         """The gradients are cleared: forget the losses that they came from."""
         self.batch = next(BATCHES)
         self.losses: list[Loss] = []
-        self.gone: list[RecordedLoss] = []
         self._going = False  # whether a backward pass that reached a loss is under way
         self._left: set[tuple[int, int]] = set()  # the marks of the gradients at its end
         self._kept_back = False  # whether `fully_shard` then had them aside, to be averaged after a later one
@@ -667,7 +672,7 @@ class Recall:
 
         Where another optimizer's loss went backward, that of the losses computed here counts.
         """
-        total = sum(loss.count for loss in self.losses or self.computed)
+        total = sum(loss.divisor for loss in self.losses or self.computed)
         return total or (-1.0 if self.maximize else 0.0)
 
     def mean_loss(self) -> Tensor | None:
@@ -679,12 +684,17 @@ class Recall:
         parts = [loss.value * loss.rows for loss in losses if loss.rows]
         return torch.stack(parts).sum() / rows if parts else losses[0].value * math.nan
 
-    def used_losses(self) -> list[RecordedLoss]:
+    @property
+    def gone(self) -> list[Loss]:
+        """The training losses that went backward, once each."""
+        return [*dict.fromkeys(loss for loss in self.losses if loss.route is not None)]
+
+    def used_losses(self) -> list[Loss]:
         """The losses of this step: those that went backward, or the last one if none is known to have."""
-        return self.gone or ([] if self.latest is None else [self.latest])
+        return self.gone or self.computed[-1:]
 
     @property
-    def last_told(self) -> RecordedLoss | None:
+    def last_told(self) -> Loss | None:
         """The last of the losses of this step."""
         used = self.used_losses()
         return used[-1] if used else None
@@ -692,7 +702,7 @@ class Recall:
     def find_pass(self) -> RecordedPass | None:
         """The pass that the gradient belongs to: the last loss's, else the last one. ValueError if its data changed."""
         loss = self.last_told
-        chosen = loss.route.passes[0] if loss is not None and loss.route.passes else self.last
+        chosen = loss.passes[0] if loss is not None and loss.passes else self.last
         if loss is not None:
             loss.check()
         if chosen is not None:
@@ -715,13 +725,13 @@ class Recall:
                 "evaluation mode on purpose, build the optimizer with train_in_eval=True"
             )
         loss = self.last_told
-        if loss is not None and loss.route.passes:
+        if loss is not None and loss.passes:
             return loss.data()
         return Data(last.call, None if loss is None else loss.targets, last.random)
 
     def count_examples(self) -> int:
         """Examples of the passes that the gradient belongs to."""
-        passes = {id(passed): passed for loss in self.used_losses() for passed in loss.route.passes}
+        passes = {id(passed): passed for loss in self.used_losses() for passed in loss.passes}
         known = list(passes.values()) or ([] if self.last is None else [self.last])
         counted = sum(passed.call.batch() for passed in known if any(t.dim() for t in passed.call.tensors()))
         # a method of the model's made the outputs, or what its call returned did
@@ -795,19 +805,17 @@ class Recall:
         """Keep the targets and units of a loss."""
         known = map_tensors(outputs, torch.detach)
         route = self._route(outputs, known, chosen) if needed else self._last_route(chosen)
-        targets = keep(targets)
-        self.latest = record = RecordedLoss(route, known, targets, versions_of(Call((targets,))))
-        loss, record.scale = self.count_loss(criterion, outputs, targets, value, rows, record, weight or 0.0)
-        record.count = math.nan if weight is None else weight
-        record.value, record.dtype, record.rows = loss.value, next(leaves(known)).dtype, rows
-        record.followed = needed
+        loss = self.count_loss(criterion, outputs, targets, value, rows)
+        loss.count = math.nan if weight is None else weight
+        loss.outputs, loss.targets, loss.route, loss.followed = known, keep(targets), route, needed
+        loss.versions = versions_of(Call((loss.targets,)))
         self.computed = [*self.computed, loss]
 
-    def follow(self, outputs: Any) -> RecordedLoss:
+    def follow(self, outputs: Any) -> Loss:
         """The loss just told, on these outputs, with how they came from the passes."""
-        assert self.latest is not None
-        chosen = self.latest.route.select is not None
-        return replace(self.latest, route=self._route(outputs, self.latest.outputs, chosen))
+        last = self.computed[-1]
+        assert last.route is not None
+        return replace(last, route=self._route(outputs, last.outputs, last.route.select is not None))
 
     def _route(self, outputs: Any, known: Any, chosen: bool) -> Route:
         if chosen:
@@ -818,28 +826,19 @@ class Recall:
     def _last_route(self, chosen: bool) -> Route:
         return Route(() if self.last is None else (self.last,), self.outputs if chosen else None)
 
-    def count_loss(
-        self,
-        criterion: Criterion,
-        outputs: Any,
-        targets: Any,
-        value: Tensor,
-        rows: int = 0,
-        record: RecordedLoss | None = None,
-        weight: float = 0.0,
-    ) -> tuple[Loss, float]:
-        """Count a loss once it goes backward, whatever mode its pass was in; the loss, and what it was divided by."""
+    def count_loss(self, criterion: Criterion, outputs: Any, targets: Any, value: Tensor, rows: int = 0) -> Loss:
+        """Count a loss once it goes backward, whatever mode its pass was in."""
         scale = float(criterion.scale(map_tensors(outputs, torch.detach), targets))
         # without a single target that counts, reduction='sum' adds nothing to the gradient, and nothing to the mean
-        loss = Loss(value.detach() / scale, rows if scale else 0, scale if criterion.summed else 0.0, weight)
+        loss = Loss(value.detach() / scale, rows if scale else 0, scale, criterion.summed)
         self._going = False  # an error may have ended it
         if self._were_cleared():
             self.forget_gradients()
         if value.requires_grad:
-            hook_gradient(value, Counter(self, loss, record))
-        return loss, scale
+            hook_gradient(value, Counter(self, loss))
+        return loss
 
-    def goes_backward(self, loss: Loss, record: RecordedLoss | None, gradient: Tensor) -> None:
+    def goes_backward(self, loss: Loss, gradient: Tensor) -> None:
         """`backward` reached a loss: its gradient is about to be added to those that are there."""
         if not self._going:
             if self._were_cleared():
@@ -850,11 +849,9 @@ class Recall:
             # as torch's own data parallelism hears that a backward pass is over; there is no public name for it
             engine: Any = getattr(Variable, "_execution_engine")  # noqa: B009
             engine.queue_callback(lambda: end_backward(me()))
+        gradient, before = gradient.detach(), loss.slope if loss in self.losses else None
+        loss.slope = gradient if before is None else before + gradient
         self.losses = [*self.losses, loss]
-        if record is not None:
-            fresh = record not in self.gone
-            record.weight = gradient.detach() if fresh or record.weight is None else record.weight + gradient.detach()
-            self.gone = [*self.gone, record] if fresh else self.gone
 
     def _is_left_over(self) -> bool:
         """Whether a gradient of the last step is still there, just as that step left it; a warning, the first time."""
@@ -906,13 +903,13 @@ def holds_anything(gradient: Tensor) -> bool:
 class Counter:
     """Tensor hook that counts a loss when `backward` reaches it. Keeps no recall alive."""
 
-    def __init__(self, recall: Recall, loss: Loss, record: RecordedLoss | None) -> None:
-        self.recall, self.loss, self.record = weakref.ref(recall), loss, record
+    def __init__(self, recall: Recall, loss: Loss) -> None:
+        self.recall, self.loss = weakref.ref(recall), loss
 
     def __call__(self, gradient: Tensor) -> None:
         recall = self.recall()
         if recall is not None:
-            recall.goes_backward(self.loss, self.record, gradient)
+            recall.goes_backward(self.loss, gradient)
 
 
 class Listener:

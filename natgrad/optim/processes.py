@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import math
 import re
 import sys
 from collections import deque
@@ -171,36 +172,39 @@ class Processes:
     sent: dict[str, int] = field(default_factory=dict[str, int])
     messages: dict[str, int] = field(default_factory=dict[str, int])
 
-    def settle(self, model: nn.Module, structure: Layerwise, leaves: GraphLeaves) -> None:
-        """Look once more, before the first statistics: the model may have been wrapped since, which `meet` reads.
+    def settle(
+        self,
+        model: Any,
+        named: Mapping[str, Tensor],
+        structure: object,
+        settings: Sequence[object],
+        leaves: GraphLeaves | None = None,
+    ) -> None:
+        """Look once more, before the first step, as the model may have been wrapped since; then compare all processes.
 
         Args:
             model: That is trained.
+            named: Its parameters.
             structure: How its metric is stored.
-            leaves: Its parameters, as they are in the graph of a pass.
+            settings: What else must be alike on all processes, for the same sums to be made everywhere.
+            leaves: The parameters as they are in the graph of a pass, of a model that may lie in parts.
         """
-        self.device = next(iter(leaves.named.values())).device
+        self.device = next(iter(named.values())).device
         if not self.settled:
             if self.group is None:
-                refuse_recut(model, leaves.named)
-                processes = meet(model, None, parts=True)[1]
-                group = find_data_group(leaves)
-                if group is not None:
-                    processes = Processes(group, distributed.get_world_size(group), distributed.get_rank(group))
-                    self.averaged = True
-                self.adopt(processes)
-            self.check(structure)
-            self.compare(leaves.named)
+                if leaves is not None:
+                    refuse_recut(model, named)
+                others = meet(model, None, parts=leaves is not None)[1]
+                self.group, self.wrappers = others.group, others.wrappers
+                parts = None if leaves is None else find_data_group(leaves)
+                self.group, self.averaged = parts or self.group, parts is not None
+                if self.group is not None:
+                    self.size, self.rank = distributed.get_world_size(self.group), distributed.get_rank(self.group)
+            if isinstance(structure, Layerwise):
+                self.check(structure)
+            self.compare(named, describe_settings(structure, *settings))
             self.settled = True
         refuse_join(self.wrappers)
-
-    def adopt(self, others: Processes) -> None:
-        """Be these from now on.
-
-        Args:
-            others: Processes that were found since.
-        """
-        self.group, self.size, self.rank, self.wrappers = others.group, others.size, others.rank, others.wrappers
 
     def sum(self, tensor: Tensor, kind: str = "scalars", owner: int | None = None) -> Tensor:
         """The sum over all processes, the same bits on each.
@@ -308,7 +312,9 @@ class Processes:
         Args:
             loss: One that went backward.
         """
-        return loss.weight or loss.count or loss.rows if self.size > 1 and loss.rows else loss.rows
+        if self.size == 1 or not loss.rows:
+            return loss.rows
+        return (0.0 if math.isnan(loss.count) else loss.count) or loss.divisor or loss.rows
 
     @property
     def averages(self) -> bool:

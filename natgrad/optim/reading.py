@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -310,14 +311,14 @@ class Reader:
         if criterion.errors is not None:
             self.errors = find_error_size(criterion, outputs, taken)
         calls = [c.gather() for c in [*(c for c in taken if not self._refuses(c.layer)), *self._products(rows)]]
-        loss = recall.latest
-        self.counts = len(rows), 0.0 if loss is None else loss.scale if criterion.summed else recall.computed[-1].weight
+        loss = recall.computed[-1]
+        self.counts = len(rows), loss.divisor or (0.0 if math.isnan(loss.count) else loss.count)
         if known is not None and self._hears_all(known, calls):
             layers = collect_inputs(calls)
             self._line_up(len(rows), 0)
             return Reading(Heard(layers), len(rows)), {seen.key: True for seen in layers}
         asking = self._asks()
-        if self.processes.size > 1 and recall.computed[-1].rows == 0:  # an empty batch adds nothing to the others' sums
+        if self.processes.size > 1 and loss.rows == 0:  # an empty batch adds nothing to the others' sums
             return self._pass_over(measurement), {}
         try:
             passed, own, slopes = self._pass(criterion, outputs, targets, rows, calls, recall, measurement, asking)

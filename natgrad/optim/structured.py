@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -197,7 +197,8 @@ class StructuredNaturalGradient(ModelOptimizer):
 
     def _record_loss(self, outputs: Any, targets: Any, value: Tensor, chosen: bool) -> None:
         live, flow, pending = self._live, self._flow, self._flow.pending
-        live.processes.settle(self.model, self.structure, flow.reader.leaves)
+        settings = self.rule, self.damping, self.update_every, self.invert_every, self.measure
+        live.processes.settle(self.model, live.named, self.structure, settings, flow.reader.leaves)
         rows, state = count_rows(self.criterion, outputs), live.state
         needed = flow.choices.is_judged(state) or self.rule.needs_loss or is_watched(state.length, state.step)
         weight = weigh_loss(live.processes, self.criterion, outputs, targets, value, live.processes.averages)
@@ -205,7 +206,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         pending.nats = self.criterion.nats(outputs)
         if flow.reader.taps.armed:
             update = self._begin_update()
-            if pending.losses and is_among(pending.losses[-1][0], live.recall.losses):
+            if pending.losses and pending.losses[-1][0] in live.recall.losses:
                 pending.losses = []  # those before it count: their averages need not be held
             pending.losses.append((live.recall.computed[-1], pending.update))
             wanted, hearing = flow.reader.wants(update.hearing, self._list_unread(), outputs)
@@ -407,7 +408,7 @@ class StructuredNaturalGradient(ModelOptimizer):
     def _drop_unused(self) -> None:
         """Forget what was read last of losses that did not go backward, where others did."""
         gone, pending = self._live.recall.losses, self._flow.pending
-        while gone and pending.losses and not is_among(pending.losses[-1][0], gone):
+        while gone and pending.losses and pending.losses[-1][0] not in gone:
             pending.update = pending.losses.pop()[1]
 
     def _list_unread(self) -> set[str]:
@@ -500,11 +501,6 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._flow.reader.taps.take()
         self._flow.pending = Pending(nats=self._flow.pending.nats)
         self._arm()
-
-
-def is_among(loss: Loss, others: Sequence[Loss]) -> bool:
-    """Whether it is one of these: two losses may be equal."""
-    return any(loss is other for other in others)
 
 
 # How several processes share out one optimizer's blocks: exact counts of work, state and bytes

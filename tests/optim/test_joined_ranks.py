@@ -206,6 +206,7 @@ def apart() -> dict[str, Any]:
         (lambda m: ng.natgrad_cg(m, CE, solver=TIGHT), leave, False),
         (lambda m: ng.natgrad_cg(m, CE, solver=TIGHT), break_metric, True),
         (lambda m: ng.natgrad_cg(nested, CE), leave, True),
+        (lambda m: ng.kfac(m, CE, damping=0.1 + distributed.get_rank()), leave, True),
     ]
     for build, prepare, averaged in cases:
         model = net()
@@ -282,11 +283,12 @@ def test_one_bad_batch_skips_the_step_on_all_processes_and_the_run_goes_on(ranks
 
 def test_processes_that_disagree_end_with_an_error_on_all_and_change_nothing(ranks: list[dict[str, Any]]):
     for i, rank in enumerate(ranks):
-        drifted, settings, inside, failed, nested = rank["apart"]["words"]
+        drifted, settings, inside, failed, nested, blocks = rank["apart"]["words"]
         assert "found different steps" in drifted
         assert "max_steps=2" in settings
         assert "max_steps=3" in settings
         assert "call the DistributedDataParallel" in inside
         assert "not finite" in failed if i == 1 else "process 1 of 4" in failed
         assert "wrap the whole model" in nested
+        assert "build the optimizer alike" in blocks
         assert rank["apart"]["stayed"]
