@@ -48,6 +48,7 @@ KL_SLACK = 0.02  # of a bound on the KL that is left over: a measurement is a di
 RADIUS_SLACK = 0.001  # of a radius that is left over: another order of a sum finds the KL within it too
 MOST_NATS = 10.0  # per example, of a step where nothing else was asked for
 SAME_LOSS = 1e-6  # share of a loss by which it may rise: round-off in float32
+AT_ONCE = 50  # examples of which the first step of `OnlineRadius` may have its whole length
 FEW_PASSES = 1.5  # over few rows, from which on the bound of `OnlineRadius` falls
 
 # errors of a regression, losses that the metric does not know (`natgrad.optim.state`)

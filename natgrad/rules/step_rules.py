@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.checks import check_integer, check_share
-from natgrad.ground.constants import FEW_PASSES, MOST_NATS, RADIUS_SLACK, SAME_LOSS
+from natgrad.ground.constants import AT_ONCE, FEW_PASSES, MOST_NATS, RADIUS_SLACK, SAME_LOSS
 from natgrad.operators import Facts
 from natgrad.rules.base import Objective, Rule, require_loss
 from natgrad.rules.quadratic import FlatStep, Memory, Quadratic, Step, Vector, hold_kl, share_of_rate
@@ -249,10 +249,6 @@ class TrustRegion(Rule):
         if self.backtracks == 0:
             return step, memory
         return backtrack(self, step, model, loss_at, self.backtracks, self.shrink, 0.0), memory
-
-
-AT_ONCE = 50
-"""Examples of which the first step of `OnlineRadius` may have its whole length."""
 
 
 @dataclass(frozen=True)
