@@ -173,14 +173,14 @@ class BlockWork(Work):
     def __init__(
         self, choices: Choices, state: State, batch: Batch, loss: float | None, evidence: BlockEvidence
     ) -> None:
-        super().__init__(choices, state, batch, loss)
+        super().__init__(choices, state, batch, loss, evidence.examples)
         self.evidence, self.averages, self.sample = evidence, evidence.averages, evidence.update.sample
         self.settings, self.owners, self.processes = evidence.settings, evidence.averages.owners, choices.processes
         self.values, self.device = evidence.values, batch.norm.device
         # a rule that turns takes the plain damped inverses until then
         self.turned = self.rule.turns_at is not None and state.is_turned
         self.shapes = self.rule.shapes and (self.rule.turns_at is None or self.turned)
-        self.inverts = self.rule.needs_inverse and not self.turned
+        self.inverts = self.rule.needs_inverse or not self.shapes
         self.fall = self.rule.rate_at(state.step, state.noise.turned)
         self.strengths = {name: float(group["l2"]) for name, group in self.settings.items()}
         self.rates = {name: float(group["lr"]) * self.fall for name, group in self.settings.items()}
@@ -271,7 +271,7 @@ class BlockWork(Work):
                 self.state.step,
                 self.choices.bounded,
                 {key: min(float(group[key]) for group in settings) for key in self.rule.options},
-                self.count_examples() if self.rule.needs_counts else {},
+                lambda: self.counts,
                 self.turned,
                 errors,
             ),
@@ -330,7 +330,7 @@ class BlockWork(Work):
 
     def shape_directions(self) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Stack]]:
         """The rule's directions by name, no slopes, and the stacks after them."""
-        steps, parts, examples = dict[str, Tensor](), list[Stack](), float(self.sum_examples())
+        steps, parts, examples = dict[str, Tensor](), list[Stack](), float(self.counts.get("examples", 0))
         shaped = self.rule.shape_stacks([self.view(stack, examples) for stack in self.stacks])
         for stack, (directions, memory) in zip(self.stacks, shaped, strict=True):
             steps |= split_stack(stack.after, directions)
@@ -419,19 +419,6 @@ class BlockWork(Work):
         self.state = replace(self.state, noise=noise)
         if is_low:
             self.state = turn(self.state)
-
-    def count_examples(self) -> dict[str, int]:
-        """Examples of this step over all processes, and seen so far with it."""
-        examples = self.sum_examples()
-        self.state = replace(self.state, seen=self.state.seen + examples)
-        return {"examples": examples, "seen": self.state.seen}
-
-    def sum_examples(self) -> int:
-        """Examples of this step over all processes, who must all ask."""
-        own = self.evidence.examples()
-        return (
-            own if self.processes.size == 1 else int(self.processes.sum(torch.tensor(float(own), device=self.device)))
-        )
 
     # the metric along a vector
 

@@ -20,7 +20,7 @@ from natgrad.ground.typed_torch import is_mapping
 from natgrad.metrics import Covariance, Hessian, Metric, MetricSum, PullbackMetric, sum_metrics
 from natgrad.optim.guard import NotFiniteError
 from natgrad.optim.passes import Data
-from natgrad.rules import LineSearch, MeasuredLength, Rule, refuse_measured_kl
+from natgrad.rules import LineSearch, MeasuredLength, Rule, SubspaceSearch, refuse_measured_kl
 from natgrad.solvers import CG, Auto, Direct, MinresQLP, SampleSpace, Solver
 from natgrad.structures import Layerwise, Structure
 
@@ -100,7 +100,7 @@ def check_rule(rule: Rule, solver: Solver) -> None:
     if rule.shapes:
         raise ValueError(f"rule {rule} shapes the directions of layers: use ng.kfac or another of its like")
     refuse_measured_kl(rule)
-    if rule.needs_solver and isinstance(solver, WITHOUT_BASIS):
+    if isinstance(rule, SubspaceSearch) and isinstance(solver, WITHOUT_BASIS):
         raise ValueError(f"rule {rule} searches the solver's space: use solver=ng.KrylovSubspace(dimension=...)")
     keeps = isinstance(solver, CG) and solver.keep is not None
     if isinstance(rule, LineSearch) and rule.iterates and isinstance(solver, WITHOUT_BASIS) and not keeps:
@@ -321,7 +321,7 @@ def settle_rule(rule: Rule | None, max_kl: float | None, kl_share: float | None)
         raise TypeError(describe_wrong_choice("rule", rule, Rule))
     if bounds:
         raise ValueError(f"{bounds} are settings of rule=ng.MeasuredLength(...): give them to the rule")
-    if rule.needs_solver or getattr(rule, "iterates", False):
+    if isinstance(rule, SubspaceSearch) or (isinstance(rule, LineSearch) and rule.iterates):
         raise ValueError(
             f"rule {rule} needs the search space of an iterative solver: use ng.NaturalGradient, ng.hessian_free"
         )

@@ -156,10 +156,9 @@ class FlatWork(Work):
     def __init__(
         self, choices: Choices, state: State, batch: Batch, loss: float | None, evidence: SystemEvidence
     ) -> None:
-        super().__init__(choices, state, batch, loss)
+        super().__init__(choices, state, batch, loss, evidence.examples)
         self.evidence, self.space = evidence, evidence.space
         self.system = evidence.system(state)
-        self.counts = count_examples(choices, state, evidence, self.system.operator)
         vectors = state.gather(self.space)
         last = vectors.pop(SOLUTION, None)
         self.guess = None if last is None or choices.warm_start == 0 else choices.warm_start * last
@@ -185,7 +184,7 @@ class FlatWork(Work):
             proposal=make(solution.value, solution.image, solution.bend),
             nats=operator.nats,
             loss=math.nan if objective is None else objective.before,
-            run=RunFacts(self.state.step, choices.bounded, evidence.options, self.counts),
+            run=RunFacts(self.state.step, choices.bounded, evidence.options, lambda: self.counts),
             system=SystemFacts(
                 full=solution.value @ evidence.gradient,
                 basis=solution.basis,
@@ -300,7 +299,6 @@ class FlatWork(Work):
         return replace(
             self.state,
             step=self.state.step + 1,
-            seen=int(self.counts.get("seen", self.state.seen)),
             vectors=self.vectors,
             system=SystemMemory(self.level, self.system.memory, self.solved.prepared),
             outside=self.evidence.outside or self.state.outside,
@@ -401,16 +399,6 @@ def check_asks(choices: Choices, state: State, objective: Objective | None) -> N
             "optimizer.loss(outputs, targets), or call optimizer.step(closure)"
         )
     require_loss(choices.rule, objective)
-
-
-def count_examples(choices: Choices, state: State, evidence: SystemEvidence, operator: Operator) -> dict[str, float]:
-    """Examples of this step and seen so far with it: as the structure counted them, else here; {} if nobody asks."""
-    if not choices.rule.needs_counts:
-        return {}
-    if "seen" in operator.counts:
-        return dict(operator.counts)
-    examples = int(choices.processes.sum(torch.tensor(evidence.examples(), device=operator.device)))
-    return {"examples": examples, "seen": state.seen + examples}
 
 
 def shift_blocks(operator: Operator, amount: Callable[[Operator], float]) -> tuple[Operator, float | Tensor]:

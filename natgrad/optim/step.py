@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -140,7 +141,13 @@ class Batch:
 
 
 class Evidence(ABC):
-    """What a batch told, whoever made it: a pass of the user's, a metric, a field that knows its linear system."""
+    """What a batch told, whoever made it: a pass of the user's, a metric, a field that knows its linear system.
+
+    Attributes:
+        examples: Counts the batch's, on this process; 0 where nobody knows them.
+    """
+
+    examples: Callable[[], int]
 
     @abstractmethod
     def pool(self, choices: Choices, state: State) -> Batch:
@@ -171,8 +178,11 @@ class Work(ABC):
         loss: The batch's, as it was read; None where none was told.
     """
 
-    def __init__(self, choices: Choices, state: State, batch: Batch, loss: float | None) -> None:
+    def __init__(
+        self, choices: Choices, state: State, batch: Batch, loss: float | None, examples: Callable[[], int]
+    ) -> None:
         self.choices, self.batch, self.loss, self.rule = choices, batch, loss, choices.rule
+        self.examples = examples
         self.state: State = state
         self.moved, self.told, self.dampings = Move(), batch.numbers, dict[str, float]()
 
@@ -200,6 +210,15 @@ class Work(ABC):
         """The ratio of a change of the loss to the promised one, NaN where none was; whether the step is refused."""
         promised = self.choices.damping.predict_change(float(model.change(step)), float(model.slope(step)))
         return (change / promised, math.isnan(change)) if promised < 0 else (math.nan, not change <= 0)
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """Examples of this step over all processes, who must all ask, and those seen so far with it."""
+        own, processes = self.examples(), self.choices.processes
+        if processes.size > 1:
+            own = int(processes.sum(torch.tensor(float(own), device=self.batch.norm.device)))
+        self.state = replace(self.state, seen=self.state.seen + own)
+        return {"examples": own, "seen": self.state.seen} if own else {}
 
     @abstractmethod
     def memory(self) -> Memory:

@@ -1,7 +1,7 @@
 """From a direction to a step: the quadratic model of the loss, and the rules that bound and shape what it proposes."""
 
 from natgrad.ground.messages import find_name
-from natgrad.rules.base import BlockPoint, BlockStack, Objective, Rule, refuse_measured_kl, require_loss
+from natgrad.rules.base import BlockPoint, BlockStack, Objective, Rule, require_loss
 from natgrad.rules.damping import Constant, Damping, LevenbergMarquardt, Relative, as_damping
 from natgrad.rules.noise_aware import NoiseAware
 from natgrad.rules.quadratic import (
@@ -36,6 +36,7 @@ from natgrad.rules.step_rules import (
     TrustRegion,
     check_backtracking,
     leads_down,
+    refuse_measured_kl,
     shorten,
 )
 from natgrad.rules.subspace_search import Differentiable, SubspaceSearch

@@ -136,17 +136,8 @@ class Rule(Explained):
     `prepare` where that needs more of a block's metric than its damped inverse.
     """
 
-    needs_inverse: ClassVar[bool] = True
-    """False if `shape` does without `block.inverse`: none is computed then."""
     needs_form: ClassVar[bool] = True
     """False if the rule never asks for `Quadratic.kl` or another form along a step: nothing is measured then."""
-    needs_counts: ClassVar[bool] = False
-    """True if the rule uses `Quadratic.counts`, the examples of the step and those seen so far."""
-    needs_solver: ClassVar[bool] = False
-    """True if the rule needs what a solver of a flat system found: `Quadratic.basis` or `Quadratic.earlier`."""
-
-    needs_kl: ClassVar[bool] = False
-    """True if the rule needs an objective that measures the KL at trial points, as those of policies do."""
 
     @property
     def needs_loss(self) -> bool:
@@ -170,6 +161,11 @@ class Rule(Explained):
     def shapes(self) -> bool:
         """Whether the rule makes directions of its own."""
         return type(self).shape is not Rule.shape
+
+    @property
+    def needs_inverse(self) -> bool:
+        """Whether its directions are made of `block.inverse`: not those that moments of inputs were prepared for."""
+        return type(self).prepare_inputs is Rule.prepare_inputs
 
     @property
     def turns_at(self) -> float | None:
@@ -282,17 +278,4 @@ def require_loss(rule: Rule, loss_at: Objective | None) -> None:
     if rule.needs_loss and loss_at is None:
         raise ValueError(
             f"{rule} re-evaluates the loss: call optimizer.step(closure), or compute the loss with optimizer.loss(...)"
-        )
-
-
-def refuse_measured_kl(rule: Rule) -> None:
-    """ValueError for a rule that measures the KL at trial points, which a loss does not give.
-
-    Args:
-        rule: Which.
-    """
-    if rule.needs_kl:
-        raise ValueError(
-            f"rule {rule} measures the KL at trial points, which only policies give (ng.TRPO): bound the KL of a step "
-            "with rule=ng.TrustRegion(radius), or with max_kl= for ng.kfac and its like"
         )

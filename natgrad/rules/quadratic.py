@@ -433,7 +433,7 @@ class RunFacts:
         steps: Taken so far.
         bounded: True if the loss is at least 0, so that a share of it says how much is left to gain.
         options: Settings of the rule that a parameter group has changed, by name: the least over the groups.
-        counts: `examples` of this step and `seen` so far, where they are known.
+        counts: Counts the `examples` of this step and those `seen` so far with it; {} where nobody knows them.
         turned: True once directions are the rule's own, for a rule that turns to them (`Rule.turns_at`).
         errors: How far a regression's targets lie away.
     """
@@ -441,7 +441,7 @@ class RunFacts:
     steps: int = 0
     bounded: bool = False
     options: Mapping[str, float] = field(default_factory=dict[str, float])
-    counts: Mapping[str, float] = field(default_factory=dict[str, float])
+    counts: Callable[[], Mapping[str, float]] = dict
     turned: bool = False
     errors: ErrorScale = ErrorScale()
 

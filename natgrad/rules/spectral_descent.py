@@ -91,8 +91,6 @@ class SpectralDescent(Rule):
     iterations: int = 5
     falls_after: float = math.inf
 
-    needs_inverse = False
-
     def __post_init__(self) -> None:
         for name in ("length", "damping", "vectors", "rows", "enough", "renewed", "kl_share", "falls_after"):
             if not getattr(self, name) > 0:

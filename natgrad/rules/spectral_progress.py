@@ -86,7 +86,6 @@ class SpectralProgress(Rule):
     warm: int = 5
     falls_after: float = math.inf
 
-    needs_inverse = False
     needs_form = False
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -272,7 +273,6 @@ class OnlineRadius(Rule):
         ValueError: Unless bound, hold > 0.
     """
 
-    needs_counts = True
     bound: float = 0.033
     hold: float = 6000.0
 
@@ -295,7 +295,8 @@ class OnlineRadius(Rule):
         return self.bound * math.sqrt(examples) * begun * fallen
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
-        counts = dict(model.run.counts) | dict({} if model.operator is None else model.operator.counts)
+        counts: Mapping[str, float] = {} if model.operator is None else model.operator.counts
+        counts = counts if "seen" in counts else {**model.run.counts(), **counts}
         unit = Facts().length_unit if model.operator is None else model.operator.length_unit
         if "seen" not in counts:
             raise ValueError(f"{self} counts examples: use structure=ng.AdaptiveInverse(), or rule=ng.TrustRegion(...)")
@@ -551,7 +552,6 @@ class MeasuredTrustRegion(Rule):
         Schulman et al. 2015, appendix C.
     """
 
-    needs_kl = True
     radius: float
     backtracks: int = 10
     shrink: float = 0.8
@@ -615,6 +615,19 @@ class NormalisedRate(Rule):
         if not leads_down(model):
             return model.nothing(), memory
         return model.proposal.scale_by(math.sqrt(2 * self.radius / -float(model.slope(model.proposal)))), memory
+
+
+def refuse_measured_kl(rule: Rule) -> None:
+    """ValueError for a rule that measures the KL at trial points, which a loss does not give.
+
+    Args:
+        rule: Which.
+    """
+    if isinstance(rule, MeasuredTrustRegion):
+        raise ValueError(
+            f"rule {rule} measures the KL at trial points, which only policies give (ng.TRPO): bound the KL of a step "
+            "with rule=ng.TrustRegion(radius), or with max_kl= for ng.kfac and its like"
+        )
 
 
 def leads_down(model: Quadratic) -> bool:

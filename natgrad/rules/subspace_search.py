@@ -56,7 +56,6 @@ class SubspaceSearch(Rule):
         Vinyals & Povey 2012.
     """
 
-    needs_solver = True
     needs_form = False
     steps: int = 10
     progress: float = 1e-3

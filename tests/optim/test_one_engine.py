@@ -121,7 +121,6 @@ class Spectral(ng.Rule):
 
     rate: float = 0.05
 
-    needs_inverse = False
     needs_form = False
 
     def prepare(self, metric: ng.Operator, level: float) -> dict[str, Tensor]:
