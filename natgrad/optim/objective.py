@@ -6,7 +6,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
@@ -563,13 +563,12 @@ def objective_of_blocks(
     return Reclose(model, called.closure, recall, params, space, called.value, called.random)
 
 
-def replaying(model: nn.Module, recall: Recall) -> AbstractContextManager[Any]:
+@contextmanager
+def replaying(model: nn.Module, recall: Recall) -> Generator[None]:
     """Inside, modules are in the mode of the last pass, and compiled ones run as they were written: no new graph."""
-    stack, last = ExitStack(), recall.find_pass()
-    if last is not None:
-        stack.enter_context(last.modes_of(model))
-    stack.enter_context(run_uncompiled())
-    return stack
+    last = recall.find_pass()
+    with nullcontext() if last is None else last.modes_of(model), run_uncompiled():
+        yield
 
 
 def as_block_damping(damping: float | Damping) -> Damping:

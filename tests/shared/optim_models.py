@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from traceback import clear_frames
 from types import FrameType
 from typing import Any
 
@@ -189,5 +190,6 @@ class Interrupt:
 
     def __exit__(self, *error: Any) -> bool:
         sys.settrace(self.before)
+        clear_frames(error[2])  # of a generator that is left in one: what it puts back at its end, it puts back now
         renew_lock()  # at the line that ends a `with lock:` Python itself raises no interrupt, and tracing does
         return isinstance(error[1], KeyboardInterrupt)
