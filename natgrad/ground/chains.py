@@ -102,12 +102,9 @@ class JetPass:
 
 @dataclass(frozen=True, eq=False)
 class LayerChain:
-    """Affine maps and elementwise functions, one after the other: (b, d) -> (b, m).
+    """Affine maps and elementwise functions, one after the other: (b, d) -> (b, m)."""
 
-    Args:
-        parts: In order; the first may be features of the points, the last ones constraints.
-    """
-
+    # in order; the first may be features of the points, the last ones constraints
     parts: tuple[Affine | Function | Features | Constraint, ...]
 
     @torch.no_grad()

@@ -17,16 +17,11 @@ Solve = Callable[[Callable[[], Tensor], Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Sums:
-    """How what one process's pass gives becomes that of all; as it is where there is only one.
+    """How what one process's pass gives becomes that of all; as it is where there is only one."""
 
-    Attributes:
-        add: This process's sums, by name -> those of all.
-        add_few: The same of a few numbers that these sums are made with.
-        solve: A function of totals and a tensor like its result -> the result, computed by one process for all.
-    """
-
-    add: Exchange | None = None
-    add_few: Exchange | None = None
+    add: Exchange | None = None  # this process's sums, by name -> those of all
+    add_few: Exchange | None = None  # the same of a few numbers that these sums are made with
+    # a function of totals and a tensor like its result -> the result, computed by one process for all
     solve: Solve | None = None
 
     def total(self, fresh: dict[str, Tensor]) -> dict[str, Tensor]:

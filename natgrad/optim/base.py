@@ -54,14 +54,10 @@ CHOICES = ("structure", "solver", "rule", "damping", "update_every", "invert_eve
 
 @dataclass(frozen=True)
 class TakenGradients:
-    """Gradients whose step was taken before Ctrl-C came, so that it is not taken a second time.
+    """Gradients whose step was taken before Ctrl-C came, so that it is not taken a second time."""
 
-    Attributes:
-        batch: Of the `Recall`.
-        known: Each gradient by its parameter's name, with what changes when it is written.
-    """
-
-    batch: int
+    batch: int  # of the `Recall`
+    # each gradient by its parameter's name, with what changes when it is written
     known: Mapping[str, tuple[weakref.ref[Tensor], tuple[int, int]]]
 
     @staticmethod
@@ -86,36 +82,23 @@ def build_again(kind: type[ModelOptimizer], args: Any, options: dict[str, Any], 
 
 @dataclass
 class Live:
-    """What an optimizer's steps change. One object, so that a wrapper that borrows its attributes shares it.
+    """What an optimizer's steps change. One object, so that a wrapper that borrows its attributes shares it."""
 
-    Attributes:
-        named: The parameters that it trains, by name.
-        recall: What it remembers of the passes since the last step.
-        processes: The processes.
-        state: All that the next step depends on.
-        settings: The keys of a parameter group that a step reads; torch adds to its defaults while it loads.
-        finalizer: Takes the hooks off the model; None where there are none.
-        told: What is told of the last step.
-        history: Makes the reports of the last steps.
-        taken: The gradients of a step that Ctrl-C met after it was taken; None otherwise.
-        agreed: Losses of the model's own that were seen to be the criterion's.
-        idle: Names of parameters that had no gradient, or are the model's no more.
-        gone: The ids of the latter.
-        places: Where the model held its modules and parameters when they were named.
-    """
-
-    named: dict[str, Tensor]
-    recall: Recall
-    processes: Processes
-    state: State
+    named: dict[str, Tensor]  # the parameters that it trains, by name
+    recall: Recall  # what it remembers of the passes since the last step
+    processes: Processes  # the processes
+    state: State  # all that the next step depends on
+    # the keys of a parameter group that a step reads; torch adds to its defaults while it loads
     settings: tuple[str, ...] = ()
-    finalizer: weakref.finalize[..., Any] | None = None
-    told: StepReport = field(default_factory=StepReport)
+    finalizer: weakref.finalize[..., Any] | None = None  # takes the hooks off the model; None where there are none
+    told: StepReport = field(default_factory=StepReport)  # what is told of the last step
+    # makes the reports of the last steps
     history: deque[Callable[[], StateReport]] = field(default_factory=lambda: deque(maxlen=KEPT))
-    taken: TakenGradients | None = None
-    agreed: int = 0
-    idle: frozenset[str] = frozenset()
-    gone: frozenset[int] = frozenset()
+    taken: TakenGradients | None = None  # the gradients of a step that Ctrl-C met after it was taken; None otherwise
+    agreed: int = 0  # losses of the model's own that were seen to be the criterion's
+    idle: frozenset[str] = frozenset()  # names of parameters that had no gradient, or are the model's no more
+    gone: frozenset[int] = frozenset()  # the ids of the latter
+    # where the model held its modules and parameters when they were named
     places: Sequence[tuple[Mapping[str, Any], str, Any]] = ()
 
 

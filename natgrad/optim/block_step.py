@@ -77,38 +77,23 @@ Settings = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class BlockEvidence(Evidence):
-    """What a pass of the user's told of a metric in blocks.
+    """What a pass of the user's told of a metric in blocks."""
 
-    Attributes:
-        averages: The structure of the blocks, the parameters, and who owns which block.
-        gradients: As backward passes left them, dense, by name.
-        losses: Those that they came from, in units of their means.
-        nats: Nats per example in one unit of the mean loss.
-        scale: What the gradients were multiplied by, under reduction='sum' or to maximise; 0 stands for 1.
-        update: What the passes made of the averages.
-        values: The parameters, whole.
-        settings: Of the parameter groups.
-        late: True if statistics were due and none was read.
-        own: What `opt.loss` put into the gradients.
-        trial: Opens the loss at other parameters, for whoever asks; raises ValueError where it cannot be had.
-        batch: Measures steps on the batch itself.
-        examples: Counts the batch's.
-        check_followed: ValueError where a gradient that the statistics lack comes from the outputs all the same.
-    """
-
-    averages: Averages
-    gradients: dict[str, Tensor]
-    losses: Sequence[Loss]
-    nats: Any
-    scale: float
-    update: BatchUpdate
-    values: WholeTensors
-    settings: Settings
-    late: bool
-    own: OwnGradients
+    averages: Averages  # the structure of the blocks, the parameters, and who owns which block
+    gradients: dict[str, Tensor]  # as backward passes left them, dense, by name
+    losses: Sequence[Loss]  # those that they came from, in units of their means
+    nats: Any  # nats per example in one unit of the mean loss
+    scale: float  # what the gradients were multiplied by, under reduction='sum' or to maximise; 0 stands for 1
+    update: BatchUpdate  # what the passes made of the averages
+    values: WholeTensors  # the parameters, whole
+    settings: Settings  # of the parameter groups
+    late: bool  # True if statistics were due and none was read
+    own: OwnGradients  # what `opt.loss` put into the gradients
+    # opens the loss at other parameters, for whoever asks; raises ValueError where it cannot be had
     trial: Callable[[object], AbstractContextManager[Any]]
-    batch: BatchForm
-    examples: Callable[[], int]
+    batch: BatchForm  # measures steps on the batch itself
+    examples: Callable[[], int]  # counts the batch's
+    # ValueError where a gradient that the statistics lack comes from the outputs all the same
     check_followed: Callable[[], None]
 
     def pool(self, choices: Choices, state: State) -> Batch:

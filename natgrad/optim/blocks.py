@@ -45,26 +45,17 @@ class Count(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchUpdate:
-    """What the passes since the last step made of the averages. It is bound with the step that it was for.
+    """What the passes since the last step made of the averages. It is bound with the step that it was for."""
 
-    Attributes:
-        blocks: By key.
-        hearing: Which layers are trusted, and the source of labels.
-        guard: What is known of the batches.
-        taken: Passes in it.
-        sample: A part of the last one, to measure a step with; None where nothing is to be measured.
-        part: Of the rows that a pass must have, as it came sooner or later than it was due.
-        bad: True if a pass came to nothing.
-        far: True if that was for a layer's inputs: the step is left out too, since the gradient would stay in the mean.
-    """
-
-    blocks: Mapping[str, Block]
-    hearing: Hearing
-    guard: Guard
-    taken: int = 0
+    blocks: Mapping[str, Block]  # by key
+    hearing: Hearing  # which layers are trusted, and the source of labels
+    guard: Guard  # what is known of the batches
+    taken: int = 0  # passes in it
+    # a part of the last one, to measure a step with; None where nothing is to be measured
     sample: Reading | None = None
-    part: float = 1.0
-    bad: bool = False
+    part: float = 1.0  # of the rows that a pass must have, as it came sooner or later than it was due
+    bad: bool = False  # True if a pass came to nothing
+    # True if that was for a layer's inputs: the step is left out too, since the gradient would stay in the mean
     far: bool = False
 
     def fail(self, bad: bool = True, far: bool = False) -> BatchUpdate:
@@ -77,17 +68,11 @@ class BatchUpdate:
 
 @dataclass(frozen=True)
 class Averages:
-    """How passes become averages.
+    """How passes become averages."""
 
-    Args:
-        structure: The statistics of a layer, and the operator that they make.
-        named: The parameters.
-        owners: Who holds which block.
-    """
-
-    structure: Layerwise
-    named: Mapping[str, Tensor]
-    owners: Owners
+    structure: Layerwise  # the statistics of a layer, and the operator that they make
+    named: Mapping[str, Tensor]  # the parameters
+    owners: Owners  # who holds which block
 
     def start(self, update: BatchUpdate, reading: Reading, decay: float) -> Callable[[], BatchUpdate]:
         """`take`, with several processes while other work goes on. What comes back waits for it."""

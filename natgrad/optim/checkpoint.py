@@ -228,36 +228,23 @@ Named = Sequence[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class Format:
-    """What a kind of optimizer saves.
+    """What a kind of optimizer saves."""
 
-    Attributes:
-        savers: Who writes it, for the error message.
-        needed: Entries without which the rest is no state.
-        alike: What is kept for every entry of a parameter; None: all that is kept by parameter.
-        older: Whether labels may be drawn anew where no generator was saved, as in older checkpoints.
-    """
-
-    savers: str
-    needed: frozenset[str]
+    savers: str  # who writes it, for the error message
+    needed: frozenset[str]  # entries without which the rest is no state
+    # what is kept for every entry of a parameter; None: all that is kept by parameter
     alike: frozenset[str] | None = None
-    older: bool = False
+    older: bool = False  # whether labels may be drawn anew where no generator was saved, as in older checkpoints
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `read_checkpoint` found to fit, in copies of its own.
+    """What `read_checkpoint` found to fit, in copies of its own."""
 
-    Attributes:
-        groups: The groups' values.
-        state: By parameter.
-        extra: What is not kept by parameter.
-        labels: The state of the source of labels; None where this device's has another form.
-    """
-
-    groups: list[dict[str, Any]]
-    state: dict[Tensor, dict[str, Any]]
-    extra: dict[str, Any]
-    labels: Tensor | None
+    groups: list[dict[str, Any]]  # the groups' values
+    state: dict[Tensor, dict[str, Any]]  # by parameter
+    extra: dict[str, Any]  # what is not kept by parameter
+    labels: Tensor | None  # the state of the source of labels; None where this device's has another form
 
 
 def name_positions(optimizer: Any) -> Named:

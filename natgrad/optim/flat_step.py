@@ -310,21 +310,13 @@ class FlatWork(Work):
 
 @dataclass(frozen=True)
 class SystemChoices:
-    """How a metric is stored, damped and inverted.
+    """How a metric is stored, damped and inverted."""
 
-    Attributes:
-        structure: How the metric is stored.
-        solver: What solves.
-        preconditioner: What helps it; None for nothing.
-        damping: How the damping follows from its number.
-        processes: The processes.
-    """
-
-    structure: Structure
-    solver: Solver
-    preconditioner: Preconditioner | None
-    damping: Damping
-    processes: Processes
+    structure: Structure  # how the metric is stored
+    solver: Solver  # what solves
+    preconditioner: Preconditioner | None  # what helps it; None for nothing
+    damping: Damping  # how the damping follows from its number
+    processes: Processes  # the processes
 
 
 class MetricSystem:

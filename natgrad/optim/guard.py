@@ -66,19 +66,12 @@ UNMOVED = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a batch is good for.
+    """What a batch is good for."""
 
-    Attributes:
-        trouble: Why it is left out, a sentence; empty where it is not.
-        factor: What its gradient is multiplied by, at most 1.
-        loss: Its loss; None where none was told.
-        guard: What is known with it.
-    """
-
-    trouble: str
-    factor: float
-    loss: float | None
-    guard: Guard
+    trouble: str  # why it is left out, a sentence; empty where it is not
+    factor: float  # what its gradient is multiplied by, at most 1
+    loss: float | None  # its loss; None where none was told
+    guard: Guard  # what is known with it
 
 
 class NotFiniteError(ValueError):
@@ -87,33 +80,19 @@ class NotFiniteError(ValueError):
 
 @dataclass(frozen=True)
 class Guard:
-    """What is known of the batches so far, and how many of them came to nothing.
+    """What is known of the batches so far, and how many of them came to nothing."""
 
-    Attributes:
-        failures: Steps, readings and inverses that came to nothing.
-        refused: Steps that were not taken because they would have raised the loss.
-        skipped: Steps in a row, up to now, that were left out.
-        late: Steps in a row, up to now, whose statistics were due and not read.
-        unmoved: Steps in a row, up to now, that a search made of length 0.
-        highest: The highest loss of a step that was taken; None before the first.
-        wild: Batches in a row, up to now, that were left out.
-        square: Running mean of |g|^2 without its correction.
-        weight: What the weights of that mean add up to.
-        inputs: Running mean square of each layer's inputs.
-        far: Readings in a row, up to now, that were left out for their inputs.
-    """
-
-    failures: int = 0
-    refused: int = 0
-    skipped: int = 0
-    late: int = 0
-    unmoved: int = 0
-    highest: float | None = None
-    wild: int = 0
-    square: float = 0.0
-    weight: float = 0.0
-    inputs: Mapping[str, float] = field(default_factory=dict[str, float])
-    far: int = 0
+    failures: int = 0  # steps, readings and inverses that came to nothing
+    refused: int = 0  # steps that were not taken because they would have raised the loss
+    skipped: int = 0  # steps in a row, up to now, that were left out
+    late: int = 0  # steps in a row, up to now, whose statistics were due and not read
+    unmoved: int = 0  # steps in a row, up to now, that a search made of length 0
+    highest: float | None = None  # the highest loss of a step that was taken; None before the first
+    wild: int = 0  # batches in a row, up to now, that were left out
+    square: float = 0.0  # running mean of |g|^2 without its correction
+    weight: float = 0.0  # what the weights of that mean add up to
+    inputs: Mapping[str, float] = field(default_factory=dict[str, float])  # running mean square of each layer's inputs
+    far: int = 0  # readings in a row, up to now, that were left out for their inputs
 
     # the loss
 

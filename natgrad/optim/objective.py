@@ -112,17 +112,11 @@ NOT_REPEATED = (
 
 @dataclass(frozen=True)
 class Called:
-    """How `step` was called.
+    """How `step` was called."""
 
-    Attributes:
-        closure: The user's, None for a step without one.
-        value: What its first call returned.
-        random: The random state before that call.
-    """
-
-    closure: Closure | None = None
-    value: Tensor | None = None
-    random: RandomState | None = None
+    closure: Closure | None = None  # the user's, None for a step without one
+    value: Tensor | None = None  # what its first call returned
+    random: RandomState | None = None  # the random state before that call
 
 
 class Objective(ABC):

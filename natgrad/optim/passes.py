@@ -58,19 +58,12 @@ OTHER_BATCH = (
 
 @dataclass(frozen=True)
 class Made:
-    """What a pass returned.
+    """What a pass returned."""
 
-    Attributes:
-        passed: The pass.
-        values: The tensors that it returned, detached.
-        versions: Of these tensors, at that time.
-        is_tensor: True for a tensor itself, False for one or several in a container.
-    """
-
-    passed: Any
-    values: list[Tensor]
-    versions: tuple[int, ...]
-    is_tensor: bool
+    passed: Any  # the pass
+    values: list[Tensor]  # the tensors that it returned, detached
+    versions: tuple[int, ...]  # of these tensors, at that time
+    is_tensor: bool  # True for a tensor itself, False for one or several in a container
 
 
 def mark(outputs: Any, passed: Any, key: object) -> None:
@@ -85,13 +78,9 @@ def mark(outputs: Any, passed: Any, key: object) -> None:
 
 @dataclass(frozen=True)
 class Picked:
-    """Tensors of the outputs as they are.
+    """Tensors of the outputs as they are."""
 
-    Attributes:
-        tree: What was given to the loss, with a tensor's place for each tensor.
-    """
-
-    tree: Any
+    tree: Any  # what was given to the loss, with a tensor's place for each tensor
 
     def __call__(self, outputs: Any) -> Any:
         values = list(leaves(outputs))
@@ -204,22 +193,15 @@ class Pull(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Route:
-    """How what a loss was computed on came from the outputs of passes.
+    """How what a loss was computed on came from the outputs of passes."""
 
-    Attributes:
-        passes: Those that the loss was made of.
-        select: From their outputs to what the loss was computed on; None for the outputs themselves.
-        problem: What keeps the loss from being evaluated at other parameters, a sentence; empty where nothing does.
-        unsure: What was given to the loss, where the graph does not tell how it came from the outputs: compare before
-            you believe it.
-        stale: True if the outputs were changed in place since.
-    """
-
-    passes: tuple[Any, ...]
-    select: Select | None = None
+    passes: tuple[Any, ...]  # those that the loss was made of
+    select: Select | None = None  # from their outputs to what the loss was computed on; None for the outputs themselves
+    # what keeps the loss from being evaluated at other parameters, a sentence; empty where nothing does
     problem: str = ""
+    # what was given to the loss, where the graph does not tell how it came from the outputs: to be compared with them
     unsure: Any = None
-    stale: bool = False
+    stale: bool = False  # True if the outputs were changed in place since
 
     def renew(self, outputs: Any) -> None:
         """Take the passes' outputs from a pass that was done again: the user has written over them since."""
@@ -274,19 +256,12 @@ def linearise_graph(outputs: Any, graph: Graph, results: list[Made], passes: tup
 
 @dataclass(frozen=True)
 class Graph:
-    """The part of an autograd graph that lies between marked outputs and a loss.
+    """The part of an autograd graph that lies between marked outputs and a loss."""
 
-    Attributes:
-        sources: Marked outputs by node and number.
-        nodes: What lies above them.
-        reaching: Nodes that lead to one of them.
-        variables: Leaves that are reached otherwise.
-    """
-
-    sources: Mapping[tuple[Node, int], tuple[Made, int]]
-    nodes: list[Node]
-    reaching: set[Node]
-    variables: list[Tensor]
+    sources: Mapping[tuple[Node, int], tuple[Made, int]]  # marked outputs by node and number
+    nodes: list[Node]  # what lies above them
+    reaching: set[Node]  # nodes that lead to one of them
+    variables: list[Tensor]  # leaves that are reached otherwise
 
     def affine(self, node: Node) -> bool:
         """Whether a node's operation is affine in what leads to the sources."""
@@ -458,35 +433,20 @@ class RecordedPass:
 
 @dataclass(eq=False)
 class Loss:
-    """One loss in units of its mean.
+    """One loss in units of its mean."""
 
-    Attributes:
-        value: Of the mean.
-        rows: What it weighs: its rows; 0 where no target counts.
-        scale: What the criterion's value was divided by to be a mean.
-        summed: True if that is what reduction='sum' multiplied it by.
-        count: What it is a mean over; NaN where nobody asked.
-        outputs: What it was computed on, detached; None in evaluation mode.
-        targets: Its targets.
-        versions: Of these tensors, at that time.
-        route: How what it was computed on came from the passes' outputs; None in evaluation mode.
-        followed: True if the graph was asked for the route; else the route is a guess.
-        slope: The derivative of what went backward in it; None until it did.
-        repeated: True once its passes were done again, and gave what they had given.
-    """
-
-    value: Tensor
-    rows: int
-    scale: float
-    summed: bool
-    count: float = math.nan
-    outputs: Any = None
-    targets: Any = None
-    versions: tuple[int, ...] = ()
-    route: Route | None = None
-    followed: bool = True
-    slope: Tensor | None = None
-    repeated: bool = False
+    value: Tensor  # of the mean
+    rows: int  # what it weighs: its rows; 0 where no target counts
+    scale: float  # what the criterion's value was divided by to be a mean
+    summed: bool  # True if that is what reduction='sum' multiplied it by
+    count: float = math.nan  # what it is a mean over; NaN where nobody asked
+    outputs: Any = None  # what it was computed on, detached; None in evaluation mode
+    targets: Any = None  # its targets
+    versions: tuple[int, ...] = ()  # of these tensors, at that time
+    route: Route | None = None  # how what it was computed on came from the passes' outputs; None in evaluation mode
+    followed: bool = True  # True if the graph was asked for the route; else the route is a guess
+    slope: Tensor | None = None  # the derivative of what went backward in it; None until it did
+    repeated: bool = False  # True once its passes were done again, and gave what they had given
 
     @property
     def passes(self) -> tuple[RecordedPass, ...]:

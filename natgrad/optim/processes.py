@@ -602,24 +602,15 @@ def refuse_join(wrappers: Sequence[DistributedDataParallel]) -> None:
 
 @dataclass(frozen=True)
 class Roll:
-    """Who heard what in one pass, over all processes.
+    """Who heard what in one pass, over all processes."""
 
-    Attributes:
-        failed: True if the pass of some process was not finite.
-        layers: Rows by layer.
-        positions: Examples times positions by layer.
-        names: Rows by parameter without a layer.
-        refused: Layers that did not explain the gradients of some process.
-        tokens: Matrices that some process looked rows up in, and did nothing else with.
-        parts: How many passes a matrix had where it was used most, of those that were used more than once.
-    """
-
-    failed: bool
-    layers: dict[str, int]
-    positions: dict[str, int]
-    names: dict[str, int]
-    refused: set[str]
-    tokens: set[str]
+    failed: bool  # True if the pass of some process was not finite
+    layers: dict[str, int]  # rows by layer
+    positions: dict[str, int]  # examples times positions by layer
+    names: dict[str, int]  # rows by parameter without a layer
+    refused: set[str]  # layers that did not explain the gradients of some process
+    tokens: set[str]  # matrices that some process looked rows up in, and did nothing else with
+    # how many passes a matrix had where it was used most, of those that were used more than once
     parts: Mapping[str, int]
 
 
@@ -681,19 +672,13 @@ Wait = Callable[[], Tensor]
 
 @dataclass
 class Message:
-    """Entries of one dtype and device for one owner, or for all.
+    """Entries of one dtype and device for one owner, or for all."""
 
-    Attributes:
-        kind: The owner (None: all), the dtype and the device.
-        entries: Block, entry, the shape that comes out, and its numbers in this message.
-        parts: What is sent, in pieces that follow one another.
-        numbers: How many there are.
-    """
-
-    kind: tuple[int | None, torch.dtype, torch.device]
+    kind: tuple[int | None, torch.dtype, torch.device]  # the owner (None: all), the dtype and the device
+    # block, entry, the shape that comes out, and its numbers in this message
     entries: list[tuple[str, str, torch.Size, int]] = field(default_factory=list[tuple[str, str, torch.Size, int]])
-    parts: list[Tensor] = field(default_factory=list[Tensor])
-    numbers: int = 0
+    parts: list[Tensor] = field(default_factory=list[Tensor])  # what is sent, in pieces that follow one another
+    numbers: int = 0  # how many there are
 
     @property
     def size(self) -> int:
@@ -846,38 +831,24 @@ WAYS = ("auto", "speed", "memory")
 
 @dataclass(frozen=True)
 class Cost:
-    """What a block takes.
+    """What a block takes."""
 
-    Args:
-        work: The sum of n^3 over the matrices that are inverted; its entries where nothing is.
-        state: Numbers that are remembered between steps.
-    """
-
-    work: float
-    state: float
+    work: float  # the sum of n^3 over the matrices that are inverted; its entries where nothing is
+    state: float  # numbers that are remembered between steps
 
 
 @dataclass
 class Owners:
-    """Every block has an owner, who alone inverts it.
+    """Every block has an owner, who alone inverts it."""
 
-    Attributes:
-        processes: The processes.
-        share: "speed" sends the inverses to all, so that nothing is sent between updates; "memory" leaves a block's
-            statistics, inverse and mean gradient with its owner, who sends its direction at every step; "auto" is one
-            of them, by the budget.
-        budget: Most bytes of state per process with "speed", where share is "auto".
-        costs: By block.
-        of: The owner's number by block.
-        done: Sum of n^3 over all inversions that this process made so far.
-    """
-
-    processes: Processes
+    processes: Processes  # the processes
+    # "speed" sends inverses to all, and nothing between updates; "memory" leaves a block's statistics, inverse and mean
+    # gradient with its owner, who sends its direction at every step; "auto" is one of them, by the budget
     share: str = "auto"
-    budget: int = BUDGET
-    costs: dict[str, Cost] = field(default_factory=dict[str, Cost])
-    of: dict[str, int] = field(default_factory=dict[str, int])
-    done: float = 0.0
+    budget: int = BUDGET  # most bytes of state per process with "speed", where share is "auto"
+    costs: dict[str, Cost] = field(default_factory=dict[str, Cost])  # by block
+    of: dict[str, int] = field(default_factory=dict[str, int])  # the owner's number by block
+    done: float = 0.0  # sum of n^3 over all inversions that this process made so far
 
     @property
     def is_shared(self) -> bool:

@@ -48,25 +48,19 @@ from natgrad.structures import Empirical, Estimate, ExactLabels, Layerwise, Outp
 
 @dataclass(frozen=True)
 class Reading:
-    """What one pass tells. With several processes: this one's part.
+    """What one pass tells. With several processes: this one's part."""
 
-    Attributes:
-        heard: The layers, and squares for the parameters without a layer.
-        rows: The number of its rows.
-        apart: The layers again, with labels drawn apart, for measuring what the statistics were fitted to.
-        scores: From those labels, of the parameters without a layer, summed over examples, per cotangent.
-        weights: By layer and parameter, the rows of all processes that used it; default this one's.
-        positions: By layer, its examples times positions, of all processes.
-        span: Where this part stands in the batch of all processes; None: it is all there is.
-    """
-
-    heard: Heard
-    rows: int
+    heard: Heard  # the layers, and squares for the parameters without a layer
+    rows: int  # the number of its rows
+    # the layers again, with labels drawn apart, for measuring what the statistics were fitted to
     apart: list[Seen] = field(default_factory=list[Seen])
+    # from those labels, of the parameters without a layer, summed over examples, per cotangent
     scores: tuple[dict[str, Tensor], ...] = ()
+    # by layer and parameter, the rows of all processes that used it; default this one's
     weights: Mapping[str, int] = field(default_factory=dict[str, int])
+    # by layer, its examples times positions, of all processes
     positions: Mapping[str, int] = field(default_factory=dict[str, int])
-    span: Span | None = None
+    span: Span | None = None  # where this part stands in the batch of all processes; None: it is all there is
 
     @property
     def layers(self) -> list[Seen]:
@@ -92,24 +86,15 @@ def sum_scores(watched: Iterable[str], slopes: Sequence[Tensor | None], known: C
 
 @dataclass(frozen=True)
 class Span:
-    """This process's part of one reading, counted in the batch of all processes.
+    """This process's part of one reading, counted in the batch of all processes."""
 
-    Attributes:
-        first: The place of its first example.
-        count: Its examples.
-        total: The examples of all.
-        share: What its statistics weigh: its rows, or, of a summed loss, its part of what all are divided by, times
-            the rows of all.
-        rows: The rows of all.
-        cotangents: The most that a process has.
-    """
-
-    first: int
-    count: int
-    total: int
+    first: int  # the place of its first example
+    count: int  # its examples
+    total: int  # the examples of all
+    # what its statistics weigh: its rows; of a summed loss its part of what all are divided by, times the rows of all
     share: float
-    rows: int
-    cotangents: int
+    rows: int  # the rows of all
+    cotangents: int  # the most that a process has
 
     def count_kept(self, unit: int, fewest: int, part: int) -> tuple[int, int, int]:
         """The first examples of all: how many of this process's, how many of all processes', and out of how many."""

@@ -179,23 +179,15 @@ ALL = 0.99  # of the system along a step, or of the gradient: as good as all of 
 
 @dataclass(frozen=True)
 class Steps:
-    """The last steps, and the settings that they were taken with.
+    """The last steps, and the settings that they were taken with."""
 
-    Attributes:
-        reports: One a step, oldest first.
-        rule: How a direction becomes a step.
-        settings: Numbers that the parameter groups have, such as lr and kl_share: the least over the groups.
-        scheduled: True if a scheduler lowers the learning rate.
-        noise: Whether the rule turned to directions of its own, and how much of the gradients is signal.
-        shrinkage: lr times weight_decay, the largest over the groups.
-    """
-
-    reports: Sequence[StateReport]
-    rule: Rule
+    reports: Sequence[StateReport]  # one a step, oldest first
+    rule: Rule  # how a direction becomes a step
+    # numbers that the parameter groups have, such as lr and kl_share: the least over the groups
     settings: Mapping[str, float]
-    scheduled: bool = False
-    noise: Noise = Noise()
-    shrinkage: float = 0.0
+    scheduled: bool = False  # True if a scheduler lowers the learning rate
+    noise: Noise = Noise()  # whether the rule turned to directions of its own, and how much of the gradients is signal
+    shrinkage: float = 0.0  # lr times weight_decay, the largest over the groups
 
     @property
     def last(self) -> StateReport:

@@ -23,17 +23,11 @@ from natgrad.optim.state import Block, Place, Stack, Stacks
 
 @dataclass(frozen=True)
 class StackGradient:
-    """A stack with the gradients of a step, (k, groups, outputs, columns).
+    """A stack with the gradients of a step, (k, groups, outputs, columns)."""
 
-    Attributes:
-        gradient: This step's.
-        mean: The running mean with it, corrected for its start.
-        after: The stack with that mean.
-    """
-
-    gradient: Tensor
-    mean: Tensor
-    after: Stack
+    gradient: Tensor  # this step's
+    mean: Tensor  # the running mean with it, corrected for its start
+    after: Stack  # the stack with that mean
 
 
 # which blocks are alike

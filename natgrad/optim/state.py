@@ -36,16 +36,11 @@ class ErrorSize:
 
     Squared errors stand for a Gaussian of fixed width, absolute ones for Laplace's density. Targets in units of their
     own (prices, grams) may lie a thousand widths away, and layers that start at a size of one have as far to go.
-
-    Args:
-        names: Parameters of the layers whose outputs are the model's.
-        entries: Outputs of one row of the likelihood.
-        density: Of the errors.
     """
 
-    names: tuple[str, ...]
-    entries: int
-    density: Density = Gaussian()
+    names: tuple[str, ...]  # parameters of the layers whose outputs are the model's
+    entries: int  # outputs of one row of the likelihood
+    density: Density = Gaussian()  # of the errors
 
     def scale(self, loss: Tensor | float) -> ErrorScale:
         """The root of the mean squared error in units of two standard deviations of the likelihood, at least 1."""
@@ -103,19 +98,15 @@ class Outside:
     The step (G + damping I)^-1 m is as long as 1 / damping along directions that only another loss depends on, where G
     is zero. A block that such a loss reaches gets an absolute damping besides: its own in units of the mean eigenvalue
     over all blocks, and the other loss's curvature along the way of the parameters between two measurements.
-
-    Attributes:
-        levels: The curvature by parameter of the blocks that another loss reaches; those of a block are equal.
-        updates: Updates of the statistics so far; at some of them it is asked whether there is such a loss, and once
-            there is, at all.
-        last: The parameters and the other loss's gradient at the last measurement, by parameter.
-        warned: True once the user was told.
     """
 
+    # the curvature by parameter of the blocks that another loss reaches; those of a block are equal
     levels: Mapping[str, float] = field(default_factory=dict[str, float])
+    # updates of the statistics so far: some of them ask for such a loss, and all once there is one
     updates: int = 0
+    # the parameters and the other loss's gradient at the last measurement, by parameter
     last: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict[str, tuple[Tensor, Tensor]])
-    warned: bool = False
+    warned: bool = False  # True once the user was told
 
     @property
     def asks(self) -> bool:
@@ -351,31 +342,19 @@ MISFIT = "the statistics in state_dict do not fit the block of {}"
 
 @dataclass(frozen=True)
 class Block:
-    """One layer, or one parameter without a layer, between steps.
+    """One layer, or one parameter without a layer, between steps."""
 
-    Attributes:
-        layout: Its matrix.
-        layer: None for a parameter without one.
-        totals: Running sums of its statistics; None where another process has them.
-        weight: What the sums are divided by.
-        positions: Running sum of the examples times positions that it saw.
-        readings: What that is divided by; 0 where nothing is known.
-        inverse: Its damped inverse.
-        level: The damping of the last inversion; None before.
-        prepared: What the rule made of the block's metric then.
-        fresh: True until it was to be inverted once.
-    """
-
-    layout: Layout
-    layer: Layer | None = None
-    totals: Mapping[str, Tensor] | None = None
-    weight: float = 0.0
-    positions: float = 0.0
-    readings: float = 0.0
-    inverse: Operator | None = None
-    level: float | None = None
+    layout: Layout  # its matrix
+    layer: Layer | None = None  # None for a parameter without one
+    totals: Mapping[str, Tensor] | None = None  # running sums of its statistics; None where another process has them
+    weight: float = 0.0  # what the sums are divided by
+    positions: float = 0.0  # running sum of the examples times positions that it saw
+    readings: float = 0.0  # what that is divided by; 0 where nothing is known
+    inverse: Operator | None = None  # its damped inverse
+    level: float | None = None  # the damping of the last inversion; None before
+    # what the rule made of the block's metric then
     prepared: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    fresh: bool = True
+    fresh: bool = True  # True until it was to be inverted once
 
     @property
     def key(self) -> str:
@@ -423,27 +402,19 @@ Place = tuple[tuple[int, ...], tuple[int, ...], int]
 
 @dataclass(frozen=True)
 class Stack:
-    """k blocks whose matrices are alike, with what changes at every step: tensors with a leading axis of k.
+    """k blocks whose matrices are alike, with what changes at every step: tensors with a leading axis of k."""
 
-    Attributes:
-        blocks: As they were arranged.
-        names: Those of their parameters that have gradients, block after block.
-        mean: The running means of their gradients, without the correction for its start; None before.
-        counts: Gradients in that mean, by parameter.
-        prepared: What the rule made of the blocks' metrics.
-        memory: What the rule remembers of them.
-        places: Where the parameters lie in the memory of such a tensor; None where they are copied.
-        inverse: The blocks' inverses as one operator; None where each is by itself.
-    """
-
-    blocks: tuple[Block, ...]
-    names: tuple[str, ...] = ()
+    blocks: tuple[Block, ...]  # as they were arranged
+    names: tuple[str, ...] = ()  # those of their parameters that have gradients, block after block
+    # the running means of their gradients, without the correction for its start; None before
     mean: Tensor | None = None
-    counts: Mapping[str, int] = field(default_factory=dict[str, int])
+    counts: Mapping[str, int] = field(default_factory=dict[str, int])  # gradients in that mean, by parameter
+    # what the rule made of the blocks' metrics
     prepared: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    memory: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    memory: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # what the rule remembers of them
+    # where the parameters lie in the memory of such a tensor; None where they are copied
     places: Sequence[Place] | None = None
-    inverse: Operator | None = None
+    inverse: Operator | None = None  # the blocks' inverses as one operator; None where each is by itself
 
     def split(self) -> Iterator[Stack]:
         """The blocks one by one."""
@@ -477,21 +448,13 @@ class Stack:
 
 @dataclass(frozen=True)
 class Stacks:
-    """The blocks in stacks.
+    """The blocks in stacks."""
 
-    Attributes:
-        parts: Those that take part in steps.
-        rest: Those of which nothing can be done yet, or that have no gradient, one by one.
-        blocks: What they were arranged from; None where they must be arranged anew.
-        key: What else that depended on.
-        levels: The damping of the parts, by parameter.
-    """
-
-    parts: tuple[Stack, ...] = ()
-    rest: tuple[Stack, ...] = ()
-    blocks: Mapping[str, Block] | None = None
-    key: tuple[Any, ...] = ()
-    levels: Mapping[str, float] = field(default_factory=dict[str, float])
+    parts: tuple[Stack, ...] = ()  # those that take part in steps
+    rest: tuple[Stack, ...] = ()  # those of which nothing can be done yet, or that have no gradient, one by one
+    blocks: Mapping[str, Block] | None = None  # what they were arranged from; None where they must be arranged anew
+    key: tuple[Any, ...] = ()  # what else that depended on
+    levels: Mapping[str, float] = field(default_factory=dict[str, float])  # the damping of the parts, by parameter
 
     def by_key(self) -> dict[str, Stack]:
         """The blocks one by one, by their keys."""
@@ -513,50 +476,32 @@ OWNED = (*BLOCK_ENTRIES, "mean", "count")
 
 @dataclass(frozen=True)
 class Pace:
-    """The steps at which what is not done at every step was done last, -1 before.
+    """The steps at which what is not done at every step was done last, -1 before."""
 
-    Attributes:
-        updated: Statistics were read.
-        inverted: Blocks were inverted.
-        measured: The length of a step was measured on a pass.
-        judged: The damping compared the loss with its promise.
-    """
-
-    updated: int = -1
-    inverted: int = -1
-    measured: int = -1
-    judged: int = -1
+    updated: int = -1  # statistics were read
+    inverted: int = -1  # blocks were inverted
+    measured: int = -1  # the length of a step was measured on a pass
+    judged: int = -1  # the damping compared the loss with its promise
 
 
 @dataclass(frozen=True)
 class Length:
-    """What is known of the metric along steps.
+    """What is known of the metric along steps."""
 
-    Attributes:
-        ratio: The true d^T G d over what the blocks promise of it, as it was measured last; None before.
-        falls: True if that measurement found far less than the ratio that it left.
-        fallen: The metric as measured over its running averages, at most 1.
-        doubt: How many times the estimate of a step's KL may be too small.
-        compared: The step at which a step's KL was measured on its own batch last.
-    """
-
+    # the true d^T G d over what the blocks promise of it, as it was measured last; None before
     ratio: Tensor | None = None
-    falls: bool = False
-    fallen: float = 1.0
-    doubt: float = UNKNOWN
-    compared: int = 0
+    falls: bool = False  # True if that measurement found far less than the ratio that it left
+    fallen: float = 1.0  # the metric as measured over its running averages, at most 1
+    doubt: float = UNKNOWN  # how many times the estimate of a step's KL may be too small
+    compared: int = 0  # the step at which a step's KL was measured on its own batch last
 
 
 @dataclass(frozen=True)
 class Noise:
-    """What a rule knows that turns to directions of its own, as where mini-batch noise exceeds the gradient.
+    """What a rule knows that turns to directions of its own, as where mini-batch noise exceeds the gradient."""
 
-    Attributes:
-        turned: The step of the turn, -1 before.
-        signal: Running sums of |m|^2, |g|^2 and of what |m|^2 would be for gradients that are noise alone.
-    """
-
-    turned: int = -1
+    turned: int = -1  # the step of the turn, -1 before
+    # running sums of |m|^2, |g|^2 and of what |m|^2 would be for gradients that are noise alone
     signal: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     @property
@@ -568,27 +513,17 @@ class Noise:
 
 @dataclass(frozen=True)
 class Hearing:
-    """Which layers explain their parameters' gradients, and where the drawing of labels stands.
+    """Which layers explain their parameters' gradients, and where the drawing of labels stands."""
 
-    Attributes:
-        trusted: Claims of the layers that do.
-        refused: Claims of those that do not.
-        tried: Parameters without statistics for whose sake a pass was read that was not due: once each.
-        readings: Passes that were read so far.
-        unsure: True if a layer met a zero gradient, which explains anything.
-        labels: The state of the generator that draws labels; None before the first draw.
-        errors: What is known of the unit of a regression's targets.
-        error: The highest loss of a regression.
-    """
-
-    trusted: frozenset[str] = frozenset()
-    refused: frozenset[str] = frozenset()
+    trusted: frozenset[str] = frozenset()  # claims of the layers that do
+    refused: frozenset[str] = frozenset()  # claims of those that do not
+    # parameters without statistics for whose sake a pass was read that was not due: once each
     tried: frozenset[str] = frozenset()
-    readings: int = 0
-    unsure: bool = False
-    labels: Tensor | None = None
-    errors: ErrorSize | None = None
-    error: float = 0.0
+    readings: int = 0  # passes that were read so far
+    unsure: bool = False  # True if a layer met a zero gradient, which explains anything
+    labels: Tensor | None = None  # the state of the generator that draws labels; None before the first draw
+    errors: ErrorSize | None = None  # what is known of the unit of a regression's targets
+    error: float = 0.0  # the highest loss of a regression
 
 
 @dataclass(frozen=True)

@@ -31,27 +31,16 @@ Move = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Choices:
-    """What does not change between steps.
+    """What does not change between steps."""
 
-    Attributes:
-        rule: From a quadratic model to a step.
-        damping: How the damping follows from its number.
-        processes: The processes.
-        bounded: True if the loss is known to be at least 0.
-        judged_every: Steps between two at which the damping compares the loss with its promise, where it does.
-        invert_every: Most steps between two inversions of a metric in blocks.
-        warm_start: The share of the last solution from which a solver starts.
-        absolute: True if the solver makes G's eigenvalues positive.
-    """
-
-    rule: Rule
-    damping: Damping
-    processes: Processes
-    bounded: bool
-    judged_every: int = 1
-    invert_every: int = 1
-    warm_start: float = 0.0
-    absolute: bool = False
+    rule: Rule  # from a quadratic model to a step
+    damping: Damping  # how the damping follows from its number
+    processes: Processes  # the processes
+    bounded: bool  # True if the loss is known to be at least 0
+    judged_every: int = 1  # steps between two at which the damping compares the loss with its promise, where it does
+    invert_every: int = 1  # most steps between two inversions of a metric in blocks
+    warm_start: float = 0.0  # the share of the last solution from which a solver starts
+    absolute: bool = False  # True if the solver makes G's eigenvalues positive
 
     def needs_derivatives(self, turned: bool) -> bool:
         """Whether the metric is asked for, and not second moments of inputs alone."""
@@ -65,46 +54,29 @@ class Choices:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What is told of a step.
+    """What is told of a step."""
 
-    Attributes:
-        numbers: As scalar tensors, which nobody has asked for yet.
-        trouble: Why it was left out; empty where it was taken.
-        dampings: Of the next step, by parameter; empty where they stay.
-    """
-
+    # as scalar tensors, which nobody has asked for yet
     numbers: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    trouble: str = ""
+    trouble: str = ""  # why it was left out; empty where it was taken
+    # of the next step, by parameter; empty where they stay
     dampings: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The gradient and loss of a batch over all processes.
+    """The gradient and loss of a batch over all processes."""
 
-    Attributes:
-        gradients: Of the mean loss, by name.
-        norm: Of all together.
-        loss: The mean over all rows; None where none was told.
-        guard: What is known of the batches before it.
-        damping: Its number, as the first parameter group has it; None where no group does.
-        cuts: True if a gradient that is far too long is cut.
-        norms: The gradients', by name, scalar tensors.
-        nats: Nats per example in one unit of the loss.
-        scale: What the gradients were divided by.
-        uncut: The gradients before they were cut; None where they were not.
-    """
-
-    gradients: Mapping[str, Tensor]
-    norm: Tensor
-    loss: Tensor | None
-    guard: Guard
-    damping: float | None = None
-    cuts: bool = False
-    norms: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    nats: Any = 1.0
-    scale: Any = 1.0
-    uncut: Mapping[str, Tensor] | None = None
+    gradients: Mapping[str, Tensor]  # of the mean loss, by name
+    norm: Tensor  # of all together
+    loss: Tensor | None  # the mean over all rows; None where none was told
+    guard: Guard  # what is known of the batches before it
+    damping: float | None = None  # its number, as the first parameter group has it; None where no group does
+    cuts: bool = False  # True if a gradient that is far too long is cut
+    norms: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # the gradients', by name, scalar tensors
+    nats: Any = 1.0  # nats per example in one unit of the loss
+    scale: Any = 1.0  # what the gradients were divided by
+    uncut: Mapping[str, Tensor] | None = None  # the gradients before they were cut; None where they were not
 
     @property
     def numbers(self) -> dict[str, Any]:

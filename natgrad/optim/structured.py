@@ -60,49 +60,34 @@ SAVED = frozenset({"clock", "blocks", "trusted", "refused", "generator", "ratio"
 
 @dataclass
 class Pending:
-    """What the passes since the last step told: it is bound with the next step, or thrown away with its batch.
+    """What the passes since the last step told: it is bound with the next step, or thrown away with its batch."""
 
-    Attributes:
-        update: What they made of the averages; None where none was read.
-        losses: Those that were read, each with the update before it.
-        batch: The number of the gradients that they belong to.
-        discarded: Blocks of a batch that was thrown away, of layers that this one does not reach.
-        coming: What waits for a reading that is on its way, the sample of it, and how many were taken before.
-        own: What `opt.loss` put into the gradients.
-        nats: Nats per example in one unit of the last loss.
-    """
-
-    update: BatchUpdate | None = None
+    update: BatchUpdate | None = None  # what they made of the averages; None where none was read
+    # those that were read, each with the update before it
     losses: list[tuple[Loss, BatchUpdate | None]] = field(default_factory=list[tuple[Loss, BatchUpdate | None]])
-    batch: int = -1
+    batch: int = -1  # the number of the gradients that they belong to
+    # blocks of a batch that was thrown away, of layers that this one does not reach
     discarded: dict[str, Block] = field(default_factory=dict[str, Block])
+    # what waits for a reading that is on its way, the sample of it, and how many were taken before
     coming: tuple[Callable[[], BatchUpdate], Any, int] | None = None
-    own: OwnGradients = field(default_factory=OwnGradients)
-    nats: Any = 1.0
+    own: OwnGradients = field(default_factory=OwnGradients)  # what `opt.loss` put into the gradients
+    nats: Any = 1.0  # nats per example in one unit of the last loss
 
 
 @dataclass
 class BlockFlow:
-    """What the flow in blocks has besides: who reads a pass, what becomes of it, and what it told so far.
+    """What the flow in blocks has besides: who reads a pass, what becomes of it, and what it told so far."""
 
-    Attributes:
-        criterion: The loss that the metric belongs to.
-        reader: Reads passes.
-        averages: How they become blocks.
-        choices: What does not change between steps.
-        pending: What the passes since the last step told.
-        kinds: Dtypes and devices of the parameters when they were looked at last.
-        warned: Parameters of whose gradients it was said that the statistics lack them.
-    """
-
-    criterion: Criterion
-    reader: Reader
-    averages: Averages
-    choices: Choices
-    pending: Pending = field(default_factory=Pending)
+    criterion: Criterion  # the loss that the metric belongs to
+    reader: Reader  # reads passes
+    averages: Averages  # how they become blocks
+    choices: Choices  # what does not change between steps
+    pending: Pending = field(default_factory=Pending)  # what the passes since the last step told
+    # dtypes and devices of the parameters when they were looked at last
     kinds: dict[str, tuple[torch.dtype, torch.device]] = field(
         default_factory=dict[str, tuple[torch.dtype, torch.device]]
     )
+    # parameters of whose gradients it was said that the statistics lack them
     warned: set[str] = field(default_factory=set[str])
 
 

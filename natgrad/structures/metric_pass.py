@@ -40,17 +40,11 @@ LARGEST = 2**25  # entries of row gradients that are written out for parameters 
 
 @dataclass(frozen=True)
 class Collected:
-    """What a metric's own pass gave, and the metric that it came from.
+    """What a metric's own pass gave, and the metric that it came from."""
 
-    Args:
-        metric: The metric at the point.
-        heard: What hooks recorded of the layers.
-        meet: True if all rows are one example's.
-    """
-
-    metric: Pullback
-    heard: Heard
-    meet: bool = False
+    metric: Pullback  # the metric at the point
+    heard: Heard  # what hooks recorded of the layers
+    meet: bool = False  # True if all rows are one example's
 
     @property
     def layers(self) -> list[Seen]:

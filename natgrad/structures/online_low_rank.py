@@ -22,17 +22,11 @@ FIRST = 3
 
 @dataclass(frozen=True)
 class Tracked:
-    """F = R^T diag(d) R + rho I.
+    """F = R^T diag(d) R + rho I."""
 
-    Args:
-        basis: R, shape (..., r, D), with orthonormal rows.
-        values: d, shape (..., r).
-        rest: rho, shape (...,).
-    """
-
-    basis: Tensor
-    values: Tensor
-    rest: Tensor
+    basis: Tensor  # R, shape (..., r, D), with orthonormal rows
+    values: Tensor  # d, shape (..., r)
+    rest: Tensor  # rho, shape (...,)
 
     def trace(self) -> Tensor:
         """sum(d) + D rho, (...,)."""
