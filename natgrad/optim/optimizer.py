@@ -388,10 +388,10 @@ class NaturalGradient(ModelOptimizer):
         A loss that `opt.loss` was not told of is judged by its slope and curvature, and damps the step besides.
         """
         before, recall = self._live.state.outside, self._live.recall
-        known = bool(recall.gone) and recall.searched is None and self.search_batch is None and not recall.is_stale
-        if objective is None or not known or not self._can_try(objective):
+        replaced = recall.searched is not None or self.search_batch is not None or recall.is_stale
+        if objective is None or replaced or not recall.backward_losses or not self._can_try(objective):
             return objective, before
-        if any(passed.is_behind() for loss in recall.gone for passed in loss.passes):
+        if any(passed.is_behind() for loss in recall.backward_losses for passed in loss.passes):
             return objective, before  # another optimizer's step came between
         if isinstance(getattr(objective, "part", objective), Reclose):
             return objective, before

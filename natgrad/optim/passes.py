@@ -645,13 +645,13 @@ class Recall:
         return torch.stack(parts).sum() / rows if parts else losses[0].value * math.nan
 
     @property
-    def gone(self) -> list[Loss]:
+    def backward_losses(self) -> list[Loss]:
         """The training losses that went backward, once each."""
         return [*dict.fromkeys(loss for loss in self.losses if loss.route is not None)]
 
     def used_losses(self) -> list[Loss]:
         """The losses of this step: those that went backward, or the last one if none is known to have."""
-        return self.gone or self.computed[-1:]
+        return self.backward_losses or self.computed[-1:]
 
     @property
     def last_told(self) -> Loss | None:
