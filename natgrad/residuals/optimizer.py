@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,10 +15,8 @@ from natgrad.ground.exchanges import any_asks
 from natgrad.ground.messages import Columns, explain_calls
 from natgrad.ground.progress import Callbacks, join_callbacks, run_steps
 from natgrad.ground.pure import keep_gradient_mode
-from natgrad.ground.spaces import Space
-from natgrad.operators import Operator
 from natgrad.optim import NaturalGradient, Objective, Solved, State, SystemEvidence
-from natgrad.residuals.stacked_rows import RowsOperator
+from natgrad.residuals.stacked_rows import RowsOperator, ScalableRows
 from natgrad.residuals.system import (
     LinearisedTerms,
     ResidualMetric,
@@ -27,82 +25,60 @@ from natgrad.residuals.system import (
     check_points,
 )
 from natgrad.rules import Damping
-from natgrad.solvers import FactorisedSystem, RowSolver, Solution, Solver
+from natgrad.solvers import RowSolver, Solution, Solver
 
 
-@dataclass(frozen=True, eq=False)
 class DampedSystem:
-    """(G + level D) x = U w with G = U U^T."""
+    """(G + level D) x = U w with G = U U^T, solved as S G S with S = D^(-1/2); units: D (n,), None for the identity."""
 
-    solver: Solver
-    operator: Operator  # S G S, S = D^(-1/2)
-    units: Tensor | None  # the diagonal of D, (n,), or None for the identity
-    scale: Tensor | None  # that of S
-    level: float
-    factorised: FactorisedSystem | None  # where the solver keeps its factors for several right-hand sides
+    def __init__(self, solver: Solver, operator: RowsOperator, units: Tensor | None, level: float) -> None:
+        self.solver, self.level = solver, level
+        self.scale = None if units is None else units.rsqrt()
+        self.operator = operator if self.scale is None else RowsOperator(operator.rows.rescale(self.scale))
+        # a solver may keep its factors for several right-hand sides
+        self.factorised = solver.factorise(self.operator, level) if isinstance(solver, RowSolver) else None
 
-    @staticmethod
-    def of(solver: Solver, operator: Operator, units: Tensor | None, level: float) -> DampedSystem:
-        """The system, factorised where its solver does that.
-
-        units: D, (n,), or None for the identity.
-        """
-        scale = None
-        if units is not None and isinstance(operator, RowsOperator):
-            scale = units.rsqrt()
-            operator = RowsOperator(operator.rows.rescale(scale))
-        factorised = None
-        if isinstance(solver, RowSolver) and operator.sample_rows is not None:
-            factorised = solver.factorise(operator, level)
-        return DampedSystem(solver, operator, units, scale, level, factorised)
-
-    def change_damping(self, level: float) -> DampedSystem:
-        """The same system at another level."""
-        factorised = None if self.factorised is None else self.factorised.change_damping(level)
-        return replace(self, level=level, factorised=factorised)
+    def change_damping(self, level: float) -> None:
+        """Go to another level."""
+        self.level = level
+        self.factorised = None if self.factorised is None else self.factorised.change_damping(level)
 
     def solve(self, weights: Tensor, before: Tensor | None = None) -> Solution:
-        """x, or with x_0 given the solution of (G + level D) x = U w + level D x_0.
+        """x, or with x_0 given the solution of (G + level D) x = U w + level D x_0, w (r,), x_0 (n,).
 
         That minimises |w - U^T x|^2 + level |x - x_0|^2 in D's norm: the momentum of SPRING (Goldshlager et al. 2024).
-
-        weights: w, (r,). before: x_0, (n,), or None.
         """
         if before is None or not bool(before.any()):
             return self._restore(self._solve(weights))
-        start = before if self.scale is None else before / self.scale
-        rows = self.operator.sample_rows
-        assert rows is not None
+        start, rows = before if self.scale is None else before / self.scale, self.operator.rows
         seen = rows.rmv(start)
-        found = self._solve(weights - seen)
-        image = found.image + rows.mv(seen) + self.level * start
-        return self._restore(replace(found, value=found.value + start, image=image))
+        rest = self._solve(weights - seen)
+        image = rest.image + rows.mv(seen) + self.level * start
+        return self._restore(replace(rest, value=rest.value + start, image=image))
 
-    def accelerate(self, found: Solution, bend: Tensor, limit: float) -> Solution:
+    def accelerate(self, solution: Solution, bend: Tensor, limit: float) -> Solution:
         """x with the bend a / 2, (G + level D) a = U r'', unless a is longer than `limit` times x in D's norm.
 
         bend: r'', the second derivative of the residuals along x, (r,).
         """
         more = self._solve(bend).value if self.factorised is None else self.factorised.find_value(bend)
-        length = found.value if self.scale is None else found.value / self.scale
+        length = solution.value if self.scale is None else solution.value / self.scale
         if not bool(more.norm() <= limit * length.norm()):  # False for a NaN
-            return found
-        return replace(found, bend=more / 2 if self.scale is None else more * self.scale / 2)
+            return solution
+        return replace(solution, bend=more / 2 if self.scale is None else more * self.scale / 2)
 
     def _solve(self, weights: Tensor) -> Solution:
         if self.factorised is not None:
             return self.factorised.solve(weights)
-        rows = self.operator.sample_rows
-        assert rows is not None
-        return self.solver.solve(self.operator, rows.mv(weights), damping=self.level)
+        return self.solver.solve(self.operator, self.operator.rows.mv(weights), damping=self.level)
 
-    def _restore(self, found: Solution) -> Solution:
+    def _restore(self, solution: Solution) -> Solution:
+        """x from S^-1 x."""
         if self.scale is None:
-            return found
-        return replace(found, value=found.value * self.scale, image=found.image / self.scale, basis=None, iterates=())
+            return solution
+        value, image = solution.value * self.scale, solution.image / self.scale
+        return replace(solution, value=value, image=image, basis=None, iterates=())
 
-
-# Nonlinear least squares over named terms: the flat flow of the engine on residuals at points
 
 PROBE = 0.1
 """The step of the finite difference along the direction, as a share of it (Transtrum & Sethna 2012, section 4)."""
@@ -310,7 +286,7 @@ class ResidualOptimizer(NaturalGradient):
         self.losses = {name: float(value) for name, value in now.losses.items()}
         gradient = now.operator.rows.mv(now.residuals)
         check_derivatives(now, gradient)
-        objective = ResidualObjective(self.system, now, params, now.operator.rows.space)
+        objective = ResidualObjective(self.system, now, params)
 
         def system(state: State) -> ResidualSystem:
             chosen = (self.solver, self.damping, self.acceleration, self.scaling)
@@ -332,56 +308,42 @@ class ResidualSystem:
         largest: Tensor | None,
     ) -> None:
         self.solver, self.damping, self.acceleration, self.there = solver, damping, acceleration, there
-        self.operator: Operator = there.now.operator
-        self.memory = dict[str, Any]()
-        self.largest = None
+        self.operator, self.memory = there.now.operator, dict[str, Any]()
+        self.largest = self.units = None  # the largest diagonal of G so far, and D
         if scaling:
-            diagonal = measure_units(self.operator)
+            diagonal = measure_units(self.operator.rows)
             self.largest = diagonal if largest is None else torch.maximum(diagonal, largest)
+            mean = self.largest.mean()
+            self.units = self.largest + torch.where(mean > 0, IDLE * mean, 1.0)
         self._damped: DampedSystem | None = None
 
     def solve(self, level: float, guess: Tensor | None) -> Solved:
         """The solution with the damping's number at `level`, from a guess (n,)."""
         level = self.damping.amount(level, self.operator)
         if self._damped is None:
-            self._damped = DampedSystem.of(self.solver, self.operator, self.units, level)
+            self._damped = DampedSystem(self.solver, self.operator, self.units, level)
         else:
-            self._damped = self._damped.change_damping(level)
-        found = self._damped.solve(self.there.now.residuals, guess)
+            self._damped.change_damping(level)
+        solution = self._damped.solve(self.there.now.residuals, guess)
         if self.acceleration:
-            found = self._accelerate(self._damped, found)
-        units = self._damped.units
+            solution = self._accelerate(self._damped, solution)
         kept = {} if self.largest is None else {"units": self.largest}
-        return Solved(found, level if units is None else level * units, kept=kept)
+        return Solved(solution, level if self.units is None else level * self.units, kept=kept)
 
-    @property
-    def units(self) -> Tensor | None:
-        """D: the largest diagonal of G so far, with a share of its mean where an entry does nothing."""
-        if self.largest is None:
-            return None
-        mean = self.largest.mean()
-        return self.largest + torch.where(mean > 0, IDLE * mean, 1.0)
-
-    def _accelerate(self, system: DampedSystem, found: Solution) -> Solution:
+    def _accelerate(self, system: DampedSystem, solution: Solution) -> Solution:
         """The step with half the acceleration of the geodesic through it (Transtrum & Sethna 2012)."""
         now, space = self.there.now, self.there.space
-        moved = space.unflatten(space.flatten(self.there.params) - PROBE * found.value)
-        slope = -now.operator.rows.rmv(found.value)
+        moved = space.unflatten(space.flatten(self.there.params) - PROBE * solution.value)
+        slope = -now.operator.rows.rmv(solution.value)
         bend = (2 / PROBE) * ((self.there.residuals(moved) - now.residuals) / PROBE - slope)
-        return system.accelerate(found, bend, BEND) if bool(torch.isfinite(bend).all()) else found
+        return system.accelerate(solution, bend, BEND) if bool(torch.isfinite(bend).all()) else solution
 
 
 class ResidualObjective(Objective):
     """d -> the loss at theta + d on the step's points."""
 
-    def __init__(
-        self,
-        system: System,
-        now: LinearisedTerms,
-        params: dict[str, Tensor],
-        space: Space,
-    ) -> None:
-        super().__init__(params, space, float(now.loss))
+    def __init__(self, system: System, now: LinearisedTerms, params: dict[str, Tensor]) -> None:
+        super().__init__(params, now.operator.rows.space, float(now.loss))
         self.system, self.now = system, now
 
     def residuals(self, params: dict[str, Tensor]) -> Tensor:
@@ -391,20 +353,20 @@ class ResidualObjective(Objective):
     def _evaluate(self, step: dict[str, Tensor]) -> float:
         if not any(bool(part.any()) for part in step.values()):
             return self.before
-        moved = {name: p.detach() + step[name] for name, p in self.params.items()}
-        return float(self.residuals(moved).square().sum() / 2)
+        return float(self.residuals(self._move(step)).square().sum() / 2)
 
     def _differentiate(self, step: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
-        moved = {name: p.detach() + step[name] for name, p in self.params.items()}
-        there = self.system.linearise(moved, self.now.points)
+        there = self.system.linearise(self._move(step), self.now.points)
         return float(there.loss), self.space.unflatten(there.operator.rows.mv(there.residuals))
 
+    def _move(self, step: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: p.detach() + step[name] for name, p in self.params.items()}
 
-def measure_units(operator: Operator) -> Tensor:
+
+def measure_units(rows: ScalableRows) -> Tensor:
     """The diagonal of G; of a G whose root is not written out, its mean over each parameter."""
-    diagonal = operator.diagonal()
-    if not isinstance(operator, RowsOperator) or operator.rows.is_written:
+    diagonal = rows.squares()
+    if rows.is_written:
         return diagonal
-    space = operator.rows.space
-    means = {name: part.mean().expand(part.shape) for name, part in space.unflatten(diagonal).items()}
-    return space.flatten(means)
+    means = {name: part.mean().expand(part.shape) for name, part in rows.space.unflatten(diagonal).items()}
+    return rows.space.flatten(means)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import product
 from typing import Any, ClassVar, Protocol, cast
 
 import torch
@@ -44,42 +44,29 @@ class TermRows:
 
     def write(self, space: Space, out: Tensor) -> None:
         """The rows as a matrix, added to `out` (m b, n)."""
-        for layer_rows in self.layers:
-            weight, bias = layer_rows.layer.weight, layer_rows.layer.bias
-            if weight in space.blocks:
-                view_block(space, out, weight).add_(outer_rows(layer_rows).reshape(self.count, -1))
-            if bias in space.blocks:
-                view_block(space, out, bias).add_(layer_rows.deltas[:, 0].reshape(self.count, -1))
+        for rows in self.layers:
+            add_block(space, out, rows.layer.weight, outer_rows(rows))
+            add_block(space, out, rows.layer.bias, rows.deltas[:, 0])
         for name, rows in self.explicit.items():
-            view_block(space, out, name).add_(rows.reshape(self.count, -1))
+            add_block(space, out, name, rows)
 
     def add_squares(self, space: Space, total: Tensor) -> None:
         """The sums over the rows of the squares of their entries, added to `total` (n,)."""
-        for layer_rows in self.layers:
-            weight, bias = layer_rows.layer.weight, layer_rows.layer.bias
-            if weight in space.blocks:
-                view_block(space, total, weight).add_(sum_of_outer_squares(layer_rows).reshape(-1))
-            if bias in space.blocks:
-                view_block(space, total, bias).add_(layer_rows.deltas[:, 0].square().sum((0, 1)))
+        for rows in self.layers:
+            add_block(space, total, rows.layer.weight, sum_of_outer_squares(rows))
+            add_block(space, total, rows.layer.bias, rows.deltas[:, 0].square().sum((0, 1)))
         for name, rows in self.explicit.items():
-            view_block(space, total, name).add_(rows.square().sum((0, 1)))
+            add_block(space, total, name, rows.square().sum((0, 1)))
 
-    def combine(self, weights: Tensor) -> dict[str, Tensor]:
-        """sum over rows of w times the row, by name."""
-        sums: dict[str, Tensor] = {}
-
-        def add(name: str, part: Tensor) -> None:
-            sums[name] = sums[name] + part if name in sums else part
-
+    def add_combination(self, space: Space, weights: Tensor, total: Tensor) -> None:
+        """The sum over the rows of w (m b,) times the row, added to `total` (n,)."""
         each = weights.view(self.factor.shape)
-        for layer_rows in self.layers:
-            weighted = (layer_rows.deltas * each[:, None, :, None]).sum(0)  # (T, b, o)
-            add(layer_rows.layer.weight, weighted.flatten(0, 1).mT @ layer_rows.inputs.flatten(0, 1))
-            if layer_rows.layer.bias is not None:
-                add(layer_rows.layer.bias, weighted[0].sum(0))
+        for rows in self.layers:
+            weighted = (rows.deltas * each[:, None, :, None]).sum(0)  # (T, b, o)
+            add_block(space, total, rows.layer.weight, weighted.flatten(0, 1).mT @ rows.inputs.flatten(0, 1))
+            add_block(space, total, rows.layer.bias, weighted[0].sum(0))
         for name, rows in self.explicit.items():
-            add(name, torch.einsum("kb,kbn->n", each, rows))
-        return sums
+            add_block(space, total, name, torch.einsum("kb,kbn->n", each, rows))
 
     def along(self, tangents: dict[str, Tensor]) -> Tensor:
         """Every row's inner product with a tangent, shape (m b,)."""
@@ -96,18 +83,18 @@ class TermRows:
 
     def find_broken_point(self) -> int | None:
         """The first point whose rows are not finite; None where all are."""
-        bad = [~layer_rows.deltas.isfinite().all(3).all(1).all(0) for layer_rows in self.layers]
-        bad += [~layer_rows.inputs.isfinite().all(2).all(0) for layer_rows in self.layers]
-        bad += [~rows.isfinite().all(2).all(0) for rows in self.explicit.values()]
-        if not bad or not bool((places := torch.stack(bad).any(0)).any()):
-            return None
-        return int(places.nonzero()[0])
+        parts = [(rows.deltas, (0, 1, 3)) for rows in self.layers] + [(rows.inputs, (0, 2)) for rows in self.layers]
+        parts += [(rows, (0, 2)) for rows in self.explicit.values()]
+        broken = sum(~part.isfinite().all(dim) for part, dim in parts)  # how often, (b,)
+        places = broken.nonzero() if isinstance(broken, Tensor) else ()
+        return int(places[0]) if len(places) else None
 
 
-def view_block(space: Space, matrix: Tensor, name: str) -> Tensor:
-    """A parameter's entries of vectors (..., n)."""
-    block = space.blocks[name]
-    return matrix[..., block.start : block.stop]
+def add_block(space: Space, vectors: Tensor, name: str | None, part: Tensor) -> None:
+    """Add to a parameter's entries of vectors (..., n), where it is trained."""
+    if name in space.blocks:
+        block = space.blocks[name]
+        vectors[..., block.start : block.stop].add_(part.reshape(*vectors.shape[:-1], -1))
 
 
 def outer_rows(rows: LayerRows) -> Tensor:
@@ -128,11 +115,11 @@ class ScalableRows(SampleRows, Protocol):
 
     @property
     def is_written(self) -> bool:
-        """Whether U is held as a matrix."""
+        """Whether U is held as a matrix, on each process its columns."""
         ...
 
     def rescale(self, scale: Tensor) -> ScalableRows:
-        """diag(scale) U. scale: (n,)."""
+        """diag(scale) U, scale (n,)."""
         ...
 
     def squares(self) -> Tensor:
@@ -147,8 +134,8 @@ class ScalableRows(SampleRows, Protocol):
 class StackedRows(ScalableRows):
     """diag(scale) U (n, r): one column per residual, term after term, in each component by component.
 
-    scale: Of the parameters' entries, (n,); the same for all entries of a parameter where U is not written out.
-    columns: Of the U that these columns are a part of; None: these are all.
+    Where U is not written out, `scale` (n,) is the same for all entries of a parameter. `columns`: how many those of
+    all processes are.
     """
 
     # numbers of U up to which it is written out: then every product is one of matrices
@@ -161,12 +148,7 @@ class StackedRows(ScalableRows):
         self.rank = sum(term.count for term in self.terms)
         self.columns = self.rank if columns is None else columns
 
-    def settle(self, columns: int) -> StackedRows:
-        """The same rows, as a part of a larger U."""
-        return StackedRows(self.space, self.terms, self.scale, columns)
-
     def rescale(self, scale: Tensor) -> StackedRows:
-        """diag(scale) U. scale: (n,)."""
         scaled = StackedRows(self.space, self.terms, scale, self.columns)
         if self.is_written:
             scaled.matrix = self.matrix * scale
@@ -174,7 +156,6 @@ class StackedRows(ScalableRows):
 
     @property
     def is_written(self) -> bool:
-        """Whether U is held as a matrix."""
         return self.columns * self.space.size <= self.WRITTEN
 
     @cached_property
@@ -186,28 +167,23 @@ class StackedRows(ScalableRows):
         return out if self.scale is None else out.mul_(self.scale)
 
     def mv(self, weights: Tensor) -> Tensor:
-        """U w, shape (n,). weights: w, (r,)."""
         if self.is_written:
             return self.matrix.mT @ weights
         total = self.space.zeros()
         for term, part in zip(self.terms, weights.split([term.count for term in self.terms]), strict=True):
-            known = {name: t for name, t in term.combine(part).items() if name in self.space.blocks}
-            total += self.space.flatten({n: t.view(self.space.blocks[n].shape) for n, t in known.items()})
+            term.add_combination(self.space, part, total)
         return total if self.scale is None else total * self.scale
 
     def rmv(self, vector: Tensor) -> Tensor:
-        """U^T v, shape (r,). vector: v, (n,)."""
         if self.is_written:
             return self.matrix @ vector
         tangents = self.space.unflatten(vector if self.scale is None else vector * self.scale)
         return torch.cat([term.along(tangents) for term in self.terms])
 
     def dense(self) -> Tensor:
-        """U written out, (n, r)."""
         return self.matrix.mT
 
     def squares(self) -> Tensor:
-        """Diagonal of U U^T, shape (n,)."""
         if self.is_written:
             parts = self.matrix.split(max(1, CACHED // self.space.size))
             return torch.stack([part.square().sum(0) for part in parts]).sum(0)
@@ -217,26 +193,19 @@ class StackedRows(ScalableRows):
         return total if self.scale is None else total * self.scale.square()
 
     def moment(self) -> Tensor:
-        """U U^T, shape (n, n): term by term where U is too large to be written out."""
         if self.is_written:
             return gram(self.matrix)
         total = torch.zeros(self.space.size, self.space.size, dtype=self.space.dtype, device=self.space.device)
-        for term in self.terms:
-            part = self._write(term)
+        for term in self.terms:  # U is too large to be written out
+            part = StackedRows(self.space, [term], self.scale).matrix
             total.addmm_(part.mT, part)
         return total
 
     def lower_gram(self) -> Tensor:
-        """U^T U (r, r), valid in its lower triangle."""
         if self.is_written:
             return gram(self.matrix.mT)
         total = torch.zeros(self.rank, self.rank, dtype=self.space.dtype, device=self.space.device)
-        squares = self.find_squares()
-        starts = list(accumulate((term.count for term in self.terms), initial=0))
-        for i, term in enumerate(self.terms):
-            for j, earlier in enumerate(self.terms[: i + 1]):
-                corner = total[starts[i] : starts[i + 1], starts[j] : starts[j + 1]]
-                add_products(term, earlier, squares, corner)
+        add_gram(self, self, total)
         return total
 
     def find_squares(self) -> dict[str, float]:
@@ -244,11 +213,6 @@ class StackedRows(ScalableRows):
         if self.scale is None:
             return dict.fromkeys(self.space, 1.0)
         return {name: float(self.scale[block.start]) ** 2 for name, block in self.space.blocks.items()}
-
-    def _write(self, term: TermRows) -> Tensor:
-        out = torch.zeros(term.count, self.space.size, dtype=self.space.dtype, device=self.space.device)
-        term.write(self.space, out)
-        return out if self.scale is None else out * self.scale
 
 
 def sum_of_outer_squares(rows: LayerRows) -> Tensor:
@@ -304,60 +268,37 @@ def add_tiled_product(total: Tensor, pairs: Tensor, like: Tensor) -> None:
 class JoinedStackedRows(ScalableRows):
     """U = [U_0, U_1, ...] with the columns U_i of process i, which keeps them."""
 
-    def __init__(self, local: StackedRows, processes: Processes, counts: list[int]) -> None:
-        self.local, self.processes, self.counts = local, processes, counts
-        self.space: Space = local.space
-        self.starts = [0, *accumulate(counts)]
-        self.rank = self.starts[-1]
+    def __init__(self, local: StackedRows, processes: Processes, counts: list[int] | None = None) -> None:
+        counts = share_count(processes, local.rank, local.space.device) if counts is None else counts
+        self.local = StackedRows(local.space, local.terms, local.scale, sum(counts))
+        self.processes, self.counts, self.space = processes, counts, local.space
+        self.rank = sum(counts)
         # the factors of the rows know the number of all points
-        self.joined = JoinedRows(cast("Any", local), self.space, counts, [1.0] * len(counts), processes)
-
-    @staticmethod
-    def over(local: StackedRows, processes: Processes) -> JoinedStackedRows:
-        """The rows of all processes."""
-        counts = share_count(processes, local.rank, local.space.device)
-        return JoinedStackedRows(local.settle(sum(counts)), processes, counts)
+        self.joined = JoinedRows(cast("Any", self.local), self.space, counts, [1.0] * len(counts), processes)
 
     def rescale(self, scale: Tensor) -> JoinedStackedRows:
-        """diag(scale) U.
-
-        scale: (n,).
-        """
         return JoinedStackedRows(self.local.rescale(scale), self.processes, self.counts)
 
     @property
     def is_written(self) -> bool:
-        """Whether every process holds its columns as a matrix."""
         return self.local.is_written
 
     def mv(self, weights: Tensor) -> Tensor:
-        """U w, shape (n,).
-
-        weights: w, (r,), the same on all processes.
-        """
         return self.joined.mv(weights)
 
     def rmv(self, vector: Tensor) -> Tensor:
-        """U^T v, shape (r,).
-
-        vector: v, (n,), the same on all processes.
-        """
         return self.joined.rmv(vector)
 
     def dense(self) -> Tensor:
-        """U written out on every process, (n, r)."""
         return self.joined.dense()
 
     def squares(self) -> Tensor:
-        """Diagonal of U U^T, shape (n,)."""
         return self.joined.squares()
 
     def moment(self) -> Tensor:
-        """U U^T, shape (n, n)."""
         return self.processes.sum(self.local.moment())
 
     def lower_gram(self) -> Tensor:
-        """U^T U (r, r), valid in its lower triangle."""
         total = torch.zeros(self.rank, self.rank, dtype=self.space.dtype, device=self.space.device)
         pieces = sum(share_count(self.processes, count_pieces(self.local.terms), self.space.device))
         if self.is_written and self.space.size * self.rank <= self.processes.size * pieces:
@@ -371,13 +312,12 @@ class JoinedStackedRows(ScalableRows):
 
     def _add_blocks(self, total: Tensor, source: int) -> None:
         """Add the block between this process's rows and another's, if it falls to this one."""
-        mine = source == self.processes.rank
-        tree = self.processes.send_tree(write_pieces(self.local.terms) if mine else None, source, "rows")
-        if not (self.local.rank and computes_block(self.processes.rank, source, self.processes.size)):
+        rank, starts = self.processes.rank, self.joined.starts
+        tree = self.processes.send_tree(write_pieces(self.local.terms) if source == rank else None, source, "rows")
+        if not (self.local.rank and computes_block(rank, source, self.processes.size)):
             return
         other = StackedRows(self.space, read_pieces(tree), self.local.scale)
-        rank = self.processes.rank
-        here, there = (slice(self.starts[i], self.starts[i + 1]) for i in (rank, source))
+        here, there = (slice(starts[i], starts[i + 1]) for i in (rank, source))
         if source <= rank:
             add_gram(self.local, other, total[here, there])
         else:
@@ -385,21 +325,21 @@ class JoinedStackedRows(ScalableRows):
 
 
 def add_gram(left: StackedRows, right: StackedRows, total: Tensor) -> None:
-    """total += U_left^T U_right, pair of terms by pair of terms."""
+    """total += U_left^T U_right, pair of terms by pair of terms; of rows with themselves, the lower triangle."""
     squares, row = left.find_squares(), 0
     for term in left.terms:
         column = 0
         for other in right.terms:
-            add_products(term, other, squares, total[row : row + term.count, column : column + other.count])
+            if left is not right or column <= row:
+                add_products(term, other, squares, total[row : row + term.count, column : column + other.count])
             column += other.count
         row += term.count
 
 
 def count_pieces(terms: list[TermRows]) -> int:
     """The numbers that rows are made of."""
-    layers = [one for term in terms for one in term.layers]
-    own = sum(one.inputs.numel() + one.deltas.numel() for one in layers)
-    return own + sum(rows.numel() for term in terms for rows in term.explicit.values())
+    layers = sum(rows.inputs.numel() + rows.deltas.numel() for term in terms for rows in term.layers)
+    return layers + sum(rows.numel() for term in terms for rows in term.explicit.values())
 
 
 def write_pieces(terms: list[TermRows]) -> list[dict[str, Any]]:
@@ -407,7 +347,7 @@ def write_pieces(terms: list[TermRows]) -> list[dict[str, Any]]:
     return [
         {
             "shape": list(term.factor.shape),
-            "layers": [[one.layer.weight, one.layer.bias, one.inputs, one.deltas] for one in term.layers],
+            "layers": [[rows.layer.weight, rows.layer.bias, rows.inputs, rows.deltas] for rows in term.layers],
             "explicit": dict(term.explicit),
         }
         for term in terms
@@ -416,12 +356,12 @@ def write_pieces(terms: list[TermRows]) -> list[dict[str, Any]]:
 
 def read_pieces(tree: list[dict[str, Any]]) -> list[TermRows]:
     """Rows from what `write_pieces` gave. Their products need no residuals."""
-    found: list[TermRows] = []
-    for one in tree:
-        layers = [LayerRows(Affine(weight, bias), a, d) for weight, bias, a, d in one["layers"]]
-        factor = torch.empty(tuple(one["shape"]))
-        found.append(TermRows(factor.mT, factor, layers, one["explicit"]))
-    return found
+    terms: list[TermRows] = []
+    for part in tree:
+        layers = [LayerRows(Affine(weight, bias), a, d) for weight, bias, a, d in part["layers"]]
+        factor = torch.empty(tuple(part["shape"]))
+        terms.append(TermRows(factor.mT, factor, layers, part["explicit"]))
+    return terms
 
 
 class RowsOperator(Operator):

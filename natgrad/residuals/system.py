@@ -87,7 +87,7 @@ class System:
         factors = {name: part.factor for name, part in zip(self.terms, parts, strict=True)}
         if self.processes.size == 1:
             return LinearisedTerms(placed, RowsOperator(local), losses, factors, own)
-        rows = JoinedStackedRows.over(local, self.processes)
+        rows = JoinedStackedRows(local, self.processes)
         return LinearisedTerms(self.processes.gather_rows(placed), RowsOperator(rows), losses, factors, own)
 
     def _weigh_jointly(self, name: str, squares: Tensor, points: Tensor) -> Tensor:

@@ -268,6 +268,7 @@ class Term:
             row
             for jet_pass, cotangents in zip(passes.values(), columns, strict=False)
             for row in jet_pass.pull_back(cotangents * factor[:, None, :, None])
+            if row.layer.weight in params or row.layer.bias in params
         ]
         explicit = {
             name: cotangents.reshape(*cotangents.shape[:2], -1) * factor.unsqueeze(2)

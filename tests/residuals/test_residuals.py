@@ -187,7 +187,7 @@ def test_the_system_is_that_of_its_equation(scaled: bool, momentum: float):
         matrix = operator.dense() + 0.1 * metric
         right = operator.rows.matrix.mT @ w + 0.1 * metric @ before
         for solver in (ng.LeastSquares(), ng.Direct()):
-            found = DampedSystem.of(solver, operator, units, 0.1).solve(w, before)
+            found = DampedSystem(solver, operator, units, 0.1).solve(w, before)
             assert_close(matrix @ found.value, right)
             assert_close(found.image, right)
 
@@ -196,7 +196,7 @@ def test_acceleration_is_half_the_second_derivative_along_the_step():
     """a / 2 with (G + level) a = U r''."""
     opt, points = two_terms()
     operator = opt.metric.at(ng.trainable(opt.model), points)
-    system = DampedSystem.of(ng.LeastSquares(), operator, None, 1e3)
+    system = DampedSystem(ng.LeastSquares(), operator, None, 1e3)
     w, bend = torch.randn(operator.rows.rank).double(), 1e-3 * torch.randn(operator.rows.rank).double()
     plain = system.solve(w)
     found = system.accelerate(plain, bend, 1.0)
