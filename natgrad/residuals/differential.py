@@ -109,10 +109,11 @@ def laplacian(u: Field | Function, x: Tensor, dims: Iterable[int] | None = None)
     """
     chosen = choose_dims(x, dims)
     if isinstance(u, Field):
-        sums = u.read_second(x, chosen)
+        group = tuple(sorted(chosen))
+        sums = u._read(x, Derivatives((), (group,)), lambda layout, jets: jets[layout.place_of_sum(group)])
         if sums is not None:
             return sums
-        u = u.plain_at(x)
+        u = u._plain_at(x)
 
     def second(unit: Tensor) -> Tensor:
         return differentiate_along(lambda y: differentiate_along(u, y, unit), x, unit)
@@ -160,10 +161,10 @@ def time_derivative(u: Field | Function, x: Tensor, time: int = -1) -> Tensor:
 def first_derivatives(u: Field | Function, x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """du/dx_i for each of the coordinates, (len(dims), *shape of u)."""
     if isinstance(u, Field):
-        slopes = u.read_first(x, dims)
+        slopes = u._read(x, Derivatives(tuple(sorted(dims))), lambda layout, jets: jets[layout.places_of(dims)])
         if slopes is not None:
             return slopes
-        u = u.plain_at(x)
+        u = u._plain_at(x)
     return torch.func.vmap(lambda unit: differentiate_along(u, x, unit))(unit_vectors(x, dims))
 
 
@@ -192,19 +193,10 @@ def choose_dims(x: Any, dims: Iterable[int] | None) -> tuple[int, ...]:
 
 @dataclass(eq=False)
 class Notes:
-    """What a term asked of an unknown at its points.
+    """What a term asked of an unknown at its points."""
 
-    Attributes:
-        plans: The position of the point among the term's arguments -> what was asked there.
-        elsewhere: Whether it was evaluated anywhere else.
-    """
-
-    plans: dict[int, Derivatives] = field(default_factory=dict)
-    elsewhere: bool = False
-
-    def note(self, place: int, plan: Derivatives) -> None:
-        """Add a wish."""
-        self.plans[place] = self.plans.get(place, Derivatives()).merge(plan)
+    plans: dict[int, Derivatives] = field(default_factory=dict)  # the point's position -> what was asked there
+    elsewhere: bool = False  # true if it was evaluated anywhere else
 
 
 ORDER = (
@@ -251,43 +243,22 @@ class Field:
         value = self._read(args[0], Derivatives(), lambda layout, jets: jets[0]) if len(args) == 1 else None
         if value is not None:
             return value
-        if len(args) != 1 or self._place(args[0]) is None:
-            self._note_elsewhere()
+        if self.notes is not None and (len(args) != 1 or self._place(args[0]) is None):
+            self.notes.elsewhere = True
         return self.evaluate(*args)
 
-    def read_first(self, x: Tensor, dims: tuple[int, ...]) -> Tensor | None:
-        """du/dx_i, shape (len(dims), m), where a table has them.
-
-        Args:
-            x: The point.
-            dims: The coordinates.
-        """
-        return self._read(x, Derivatives(tuple(sorted(dims))), lambda layout, jets: jets[layout.places_of(dims)])
-
-    def read_second(self, x: Tensor, dims: tuple[int, ...]) -> Tensor | None:
-        """sum_i d^2u/dx_i^2, shape (m,), where a table has it.
-
-        Args:
-            x: The point.
-            dims: The coordinates.
-        """
-        group = tuple(sorted(dims))
-        return self._read(x, Derivatives((), (group,)), lambda layout, jets: jets[layout.place_of_sum(group)])
-
-    def plain_at(self, x: Tensor) -> Callable[..., Tensor]:
-        """What to differentiate at a point where no table helps: derivatives there do not count as other points.
-
-        Args:
-            x: The point.
-        """
+    def _plain_at(self, x: Tensor) -> Callable[..., Tensor]:
+        """What to differentiate at a point where no table helps: derivatives there do not count as other points."""
         return self if self._place(x) is None else self.evaluate
 
     def _read(self, x: Any, wish: Derivatives, pick: Callable[[Derivatives, Tensor], Tensor]) -> Tensor | None:
+        """What to pick from the table of a point, where it has what is wished for."""
         place = self._place(x)
         if place is None:
             return None
         if self.notes is not None:
-            self.notes.note(place, wish)
+            plans = self.notes.plans
+            plans[place] = plans.get(place, Derivatives()).merge(wish)
         if place not in self.tables:
             return None
         layout, jets = self.tables[place]
@@ -300,10 +271,6 @@ class Field:
 
         def __getattr__(self, name: str) -> NoReturn:
             raise AttributeError(f"an unknown has no {name!r}: {ORDER}")
-
-    def _note_elsewhere(self) -> None:
-        if self.notes is not None:
-            self.notes.elsewhere = True
 
 
 def refuse_as_tensor(*args: Any, **kwargs: Any) -> NoReturn:

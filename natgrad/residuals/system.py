@@ -74,13 +74,13 @@ class System:
             raise ValueError(f"step got no points for {lacking} on any process; give at least one of them a point")
         weights = {name: self._weigh_jointly(name, values, own[name][0]) for name, values in squares.items()}
         with self.processes.failing_together(space.device):
-            parts, residuals = [], []
+            parts = list[TermRows]()
             for name, term in self.terms.items():
                 weigh = partial(self._weigh, name, own[name], counts[name], weights.get(name))
                 rows = term.rows(params, own[name], weigh) if len(own[name][0]) else lack_points(params)
                 parts.append(rows)
-                residuals.append((rows.values.mT * rows.factor).reshape(-1))
-            self._tell_idle_terms(space, parts, residuals)
+            residuals = [(part.values.mT * part.factor).reshape(-1) for part in parts]
+            self._tell_idle_terms(space, parts)
         means = [part.values.square().sum() / counts[name] for name, part in zip(self.terms, parts, strict=True)]
         losses = dict(zip(self.terms, sum_tensors(self.processes, means), strict=True))
         local, placed = StackedRows(space, parts), torch.cat(residuals).to(space.dtype)
@@ -97,24 +97,21 @@ class System:
         counts = share_count(self.processes, len(squares), squares.device)
         return weights[sum(counts[: self.processes.rank]) :][: len(squares)]
 
-    def _tell_idle_terms(self, space: Space, parts: list[TermRows], residuals: list[Tensor]) -> None:
+    def _tell_idle_terms(self, space: Space, parts: list[TermRows]) -> None:
         """A warning at the first step for a term that no parameter changes."""
-        for name, part, values in zip(self.terms, parts, residuals, strict=True):
+        for name, part in zip(self.terms, parts, strict=True):
             if name in self._looked or not part.count:
                 continue
             self._looked.add(name)
             squares = space.zeros()
             part.add_squares(space, squares)
-            if bool(values.any()) and not bool(squares.any()):
+            if bool((part.values.mT * part.factor).any()) and not bool(squares.any()):
                 warnings.warn(NO_DERIVATIVE.format(name=name), stacklevel=2)
 
     def _weigh(
         self, name: str, points: tuple[Tensor, ...], count: int, weights: Tensor | None, values: Tensor
     ) -> Tensor:
-        """The factors of a term's rows (m, b), sqrt(2 w / count) times the root of the point's weight.
-
-        Its residuals (b, m) are known to be finite then.
-        """
+        """The factors of a term's rows (m, b): sqrt(2 w / count) times the root of the point's weight."""
         check_residuals(name, values, points)
         # half the sum of the squares of all rows is then sum_k w_k mean |r_k|^2
         plain = torch.full_like(values.mT, (2 * self.weights[name] / count) ** 0.5)
@@ -168,10 +165,7 @@ class ResidualMetric(Metric):
 
 
 def check_points(system: System, points: Mapping[str, Any], params: Params, caller: str = "step") -> Points:
-    """Points as tuples of tensors. TypeError or ValueError for anything but a batch of points for each term.
-
-    One process of several may lack them. caller: "step", or "evaluate", which takes points of some terms too.
-    """
+    """Points as tuples of tensors. TypeError or ValueError for anything but a batch for each term ("step") or some."""
     step = caller == "step"
     unknown, missing = sorted(points.keys() - system.terms.keys()), sorted(system.terms.keys() - points.keys())
     missing = missing if step or not points else []
@@ -182,7 +176,7 @@ def check_points(system: System, points: Mapping[str, Any], params: Params, call
         which = "of each term" if step else "of those that are wanted"
         raise ValueError(f"{caller} got {', and '.join(parts)}: call {caller}({call}) with the points {which}")
     like = next(iter(params.values()))
-    fewest = int(not step or system.processes.size == 1)
+    fewest = int(not step or system.processes.size == 1)  # one process of several may lack them
     return {name: check_batch_of_points(name, points[name], like, fewest) for name in system.terms if name in points}
 
 
@@ -233,10 +227,7 @@ def check_residuals(name: str, values: Tensor, points: tuple[Tensor, ...]) -> No
 
 
 def check_derivatives(now: LinearisedTerms, gradient: Tensor) -> None:
-    """NotFiniteError with the term and its first point where the derivative of a residual is NaN or infinite.
-
-    gradient: Of the loss, (n,): finite unless some derivative is not.
-    """
+    """NotFiniteError with the term and its first point where a derivative is not finite; gradient (n,) of the loss."""
     if all_finite(gradient):
         return
     rows = now.operator.rows

@@ -76,10 +76,7 @@ class Term:
             return (run_detached(lambda: self._plainly(params, points)) if values is None else values).detach()
 
     def rows(self, params: Params, points: tuple[Tensor, ...], weigh: Callable[[Tensor], Tensor]) -> TermRows:
-        """The residuals with the rows of their Jacobian in the parameters.
-
-        points: Tensors (b, ...). weigh: From the residuals (b, m) to the factors of the rows (m, b).
-        """
+        """The residuals with the rows of their Jacobian; weigh: from residuals (b, m) to factors of the rows (m, b)."""
         self.settle(params, points)
         if self.is_random:  # the trials of this step see the same draws
             self._noise = RandomState.capture(points[0].device)
@@ -91,10 +88,7 @@ class Term:
         return TermRows(values, factor, [], {name: part * factor.unsqueeze(2) for name, part in explicit.items()})
 
     def settle(self, params: Params, points: tuple[Tensor, ...]) -> None:
-        """Look at the unknowns: what is asked of them, and whether they are layers. Once, and whenever they change.
-
-        points: Tensors (b, ...).
-        """
+        """Look at the unknowns: what is asked of them, and whether they are layers. Once, and whenever they change."""
         networks = {name: part for name, part in self.unknowns.items() if isinstance(part, nn.Module)}
         signature = [sign(part) for part in networks.values()]
         if signature == self._signature:
@@ -125,10 +119,18 @@ class Term:
                 self.is_plain, self.networks = True, None
         return None
 
-    def _go_by_rows(self, error: RuntimeError) -> None:
-        self.by_rows = True
-        shown = str(error).partition("\n")[0]
-        warnings.warn(ONE_BY_ONE.format(name=self.name, error=shown[:100]), stacklevel=3)
+    def _all_at_once(self, make: Callable[[], T]) -> T | None:
+        """What it makes of all points at once; None, with a warning the first time, where torch.func cannot."""
+        if self.by_rows:
+            return None
+        try:
+            return make()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self.by_rows, shown = True, str(error).partition("\n")[0]
+            warnings.warn(ONE_BY_ONE.format(name=self.name, error=shown[:100]), stacklevel=3)
+            return None
 
     def _wishes(self) -> list[tuple[dict[int, Derivatives], bool]]:
         return [(dict(asked.plans), asked.elsewhere) for asked in self.notes.values()]
@@ -186,21 +188,18 @@ class Term:
 
     def _find_networks(self) -> dict[str, LayerChain] | None:
         """The unknowns that are asked for, as layers; None where one is not made of them, or asked elsewhere."""
-        chains = {}
-        if self.is_plain or self.by_rows or self.is_tracked:  # a table has no graph back to the point
-            return None
-        if self.aliases:  # rows of a parameter in two networks are one
+        chains = dict[str, LayerChain]()
+        # a table has no graph back to the point, and rows of a parameter in two networks are one
+        if self.is_plain or self.by_rows or self.is_tracked or self.aliases:
             return None
         for name, asked in self.notes.items():
-            if asked.elsewhere:
+            module = self.unknowns[name]
+            assert isinstance(module, nn.Module)
+            chain = network_of(module, f"{name}." if name else "") if asked.plans else None
+            if asked.elsewhere or (asked.plans and chain is None):
                 return None
-            if asked.plans:
-                module = self.unknowns[name]
-                assert isinstance(module, nn.Module)
-                network = network_of(module, f"{name}." if name else "")
-                if network is None:
-                    return None
-                chains[name] = network
+            if chain is not None:
+                chains[name] = chain
         return chains or None  # a term of coefficients alone has no network
 
     # through tables of derivatives
@@ -226,9 +225,10 @@ class Term:
 
     def _coefficients(self, params: Params, points: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Coefficients, one copy per point."""
-        parts = {name: part for name, part in self.unknowns.items() if isinstance(part, nn.Parameter)}
         return {
-            name: params.get(name, part).detach().expand(len(points[0]), *part.shape) for name, part in parts.items()
+            name: params.get(name, part).detach().expand(len(points[0]), *part.shape)
+            for name, part in self.unknowns.items()
+            if isinstance(part, nn.Parameter)
         }
 
     def _from_tables(
@@ -313,15 +313,9 @@ class Term:
     def _plainly(self, params: Params, points: tuple[Tensor, ...]) -> Tensor:
         """The residuals (b, m): all points at once, or one after the other where torch.func cannot."""
         with exact_derivatives():
-            if not self.by_rows:
-                try:
-                    each = torch.func.vmap(self._at, in_dims=(None, 0), randomness="different")
-                    return each(dict(params), points)
-                except torch.OutOfMemoryError:
-                    raise
-                except RuntimeError as error:
-                    self._go_by_rows(error)
-            return torch.stack(self._point_by_point(params, points))
+            each = torch.func.vmap(self._at, in_dims=(None, 0), randomness="different")
+            values = self._all_at_once(lambda: each(dict(params), points))
+            return torch.stack(self._point_by_point(params, points)) if values is None else values
 
     def _point_by_point(self, params: Params, points: tuple[Tensor, ...]) -> list[Tensor]:
         return [self._at(params, point) for point in zip(*points, strict=True)]
@@ -329,13 +323,9 @@ class Term:
     def _explicit_rows(self, params: Params, points: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
         """The residuals (b, m), and the rows (m, b, size) by name."""
         leaves = {name: p.detach() for name, p in params.items()}
-        if not self.by_rows:
-            try:
-                return self._rows_by_points(leaves, points)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                self._go_by_rows(error)
+        rows = self._all_at_once(lambda: self._rows_by_points(leaves, points))
+        if rows is not None:
+            return rows
         with torch.enable_grad(), mark_evaluation():
             leaves = {name: p.requires_grad_() for name, p in leaves.items()}
             with exact_derivatives():
@@ -355,16 +345,11 @@ class Term:
     def _rows_by_points(
         self, leaves: dict[str, Tensor], points: tuple[Tensor, ...]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        def both(point: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
-            def twice(chosen: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-                value = self._at(chosen, point)
-                return value, value
-
-            jacobian, value = torch.func.jacrev(twice, has_aux=True)(leaves)
-            return value, jacobian
+        def differentiate(point: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], Tensor]:
+            return torch.func.jacrev(lambda chosen: (self._at(chosen, point),) * 2, has_aux=True)(leaves)
 
         with torch.enable_grad(), mark_evaluation(), exact_derivatives():
-            values, jacobians = torch.func.vmap(both, randomness="different")(points)
+            jacobians, values = torch.func.vmap(differentiate, randomness="different")(points)
         b, m = values.shape
         return values.detach(), {n: j.detach().transpose(0, 1).reshape(m, b, -1) for n, j in jacobians.items()}
 
@@ -426,17 +411,12 @@ def sign(module: nn.Module) -> list[tuple[int, bool, int]]:
 
 
 class CallWatch(TorchFunctionMode):
-    """Inside, notes what torch functions are given that a term has from elsewhere than its arguments.
-
-    Attributes:
-        seen: Every `nn.Parameter` that requires a gradient, by identity.
-        differentiates: True after a call of `torch.autograd.grad`.
-    """
+    """Inside, notes what torch functions are given that a term has from elsewhere than its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: dict[int, nn.Parameter] = {}
-        self.differentiates = False
+        self.seen: dict[int, nn.Parameter] = {}  # every one that requires a gradient, by identity
+        self.differentiates = False  # true after a call of `torch.autograd.grad`
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.differentiates |= func is torch.autograd.grad
