@@ -133,8 +133,8 @@ class LogAmplitude(nn.Module):
         outputs = self.net(states)
         value = self.head(outputs)
         # a real sign makes log psi complex, and its imaginary part constant
-        self.signed = self.head is read_sign and not has_complex_sign(outputs)
-        self.signed = self.signed or (self.head is read_amplitude and not outputs.is_complex())
+        first = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
+        self.signed = (self.head is read_sign or self.head is read_amplitude) and not first.is_complex()
         return value
 
     def take_moving(self, value: Tensor) -> Tensor:
@@ -154,8 +154,3 @@ class LogAmplitude(nn.Module):
     def device(self) -> torch.device:
         """Where the parameters lie."""
         return next(self.parameters()).device
-
-
-def has_complex_sign(outputs: Any) -> bool:
-    """True if the sign of (sign, log |psi|) is complex."""
-    return isinstance(outputs, (tuple, list)) and outputs[0].is_complex()

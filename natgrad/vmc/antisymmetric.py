@@ -69,14 +69,9 @@ class AntisymmetricNet(nn.Module):
         self.molecule, self.determinants = molecule, determinants
         kind, count = dtype or torch.get_default_dtype(), molecule.electrons
         charges, places = molecule.nuclei(torch.zeros(1, dtype=kind))
-        self.charges: Tensor
-        self.places: Tensor
-        self.cusps: Tensor
-        self.register_buffer("charges", charges)
-        self.register_buffer("places", places)
+        self.charges, self.places = nn.Buffer(charges), nn.Buffer(places)
         spins = torch.arange(count) < molecule.up
-        cusps = torch.where(spins.unsqueeze(1) == spins, 0.25, 0.5).to(kind)
-        self.register_buffer("cusps", cusps.triu(1))
+        self.cusps = nn.Buffer(torch.where(spins.unsqueeze(1) == spins, 0.25, 0.5).to(kind).triu(1))
         inputs, pair = 4 * len(charges), hidden // 2
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -104,19 +99,15 @@ class AntisymmetricNet(nn.Module):
         between = x.unsqueeze(2) - x.unsqueeze(1)  # (b, n, n, 3)
         features = self._stream(offsets, squares, between)
         tables = self.orbitals(features).unflatten(2, (2, self.determinants, -1))  # (b, n, 2, k, orbital)
-        envelope = torch.exp(-torch.einsum("skoa,bna->bnskoa", self._find_decays(), (1 + squares).sqrt()))
+        decays = SLOWEST + nn.functional.softplus(self.decays)  # below zero |psi|^2 could not be sampled
+        envelope = torch.exp(-torch.einsum("skoa,bna->bnskoa", decays, (1 + squares).sqrt()))
         tables = tables * (envelope * self.shares).sum(5)
-        up = self.molecule.up
+        up, down = self.molecule.up, self.molecule.down
         psi = determinant(tables[:, :up, 0, :, :up].movedim(2, 1))
-        if self.molecule.down:
-            down = self.molecule.down
+        if down:
             psi = psi * determinant(tables[:, up:, 1, :, :down].movedim(2, 1))
         total = psi.sum(1)
         return total.sign().detach(), total.abs().log() + self._cusp(squares, between)
-
-    def _find_decays(self) -> Tensor:
-        """Rates of the envelopes, at least `SLOWEST`: below zero psi would grow, and |psi|^2 could not be sampled."""
-        return SLOWEST + nn.functional.softplus(self.decays)
 
     def _stream(self, offsets: Tensor, squares: Tensor, between: Tensor) -> Tensor:
         """Features of every electron, (b, n, hidden)."""
@@ -124,19 +115,15 @@ class AntisymmetricNet(nn.Module):
         now = torch.cat([offsets / far, far.log()], dim=3).flatten(2)
         reach = (1 + between.square().sum(3, keepdim=True)).sqrt()
         pairs = torch.tanh(self.pairs(torch.cat([between / reach, reach.log()], dim=3)))  # (b, n, n, pair)
+        up, down = self.molecule.up, self.molecule.down
+        spins = [slice(0, up), slice(up, None)] if down else [slice(0, up)]
         for layer in self.streams:
-            means = [part for spin in self._spins() for part in self._means(now, pairs, spin)]
-            after = torch.tanh(layer(torch.cat([now, *means], dim=2)))
+            parts = [now]  # and of every spin the means of the electrons' features and of their pairs'
+            for spin in spins:
+                parts += [now[:, spin].mean(1, keepdim=True).expand_as(now), pairs[:, :, spin].mean(2)]
+            after = torch.tanh(layer(torch.cat(parts, dim=2)))
             now = after + now if after.shape == now.shape else after
         return now
-
-    def _spins(self) -> list[slice]:
-        up = self.molecule.up
-        return [slice(0, up), slice(up, None)] if self.molecule.down else [slice(0, up)]
-
-    def _means(self, now: Tensor, pairs: Tensor, spin: slice) -> list[Tensor]:
-        """Means over the electrons of a spin: of their features, and of their pairs with each electron."""
-        return [now[:, spin].mean(1, keepdim=True).expand_as(now), pairs[:, :, spin].mean(2)]
 
     def _cusp(self, squares: Tensor, between: Tensor) -> Tensor:
         """J: the kinks of log |psi| where particles meet."""
@@ -151,10 +138,7 @@ class AntisymmetricNet(nn.Module):
 
 
 def determinant(matrix: Tensor) -> Tensor:
-    """The determinant as its sum over permutations: right in derivatives of every order and mode.
-
-    matrix: (..., n, n), n small.
-    """
+    """The determinant of (..., n, n) as its sum over permutations: right in derivatives of every order and mode."""
     size, total = matrix.shape[-1], torch.zeros_like(matrix[..., 0, 0])
     for order in permutations(range(size)):
         turns = sum(order[i] > order[j] for i in range(size) for j in range(i + 1, size))

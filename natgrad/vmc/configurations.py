@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
-from operator import or_
 from typing import ClassVar
 
 import torch
@@ -61,10 +59,8 @@ class LatticeStates:
             raise ValueError(
                 f"there are {self.size} states, expected at most {LARGEST} to enumerate: sample with Metropolis"
             )
-        digits, sums = (
-            torch.zeros(1, 0, dtype=torch.long, device=device),
-            torch.zeros(1, dtype=torch.long, device=device),
-        )
+        digits = torch.zeros(1, 0, dtype=torch.long, device=device)
+        sums = digits.sum(1)
         each = torch.arange(self.most + 1, device=device)
         for left in range(self.count - 1, -1, -1):
             sums = (sums.unsqueeze(1) + each).flatten()
@@ -117,7 +113,7 @@ class LatticeStates:
         """
         if states.shape[-1] != self.count:
             return torch.zeros(states.shape[:-1], dtype=torch.bool, device=states.device)
-        inside = reduce(or_, (states == value for value in self.values)).all(-1)
+        inside = torch.isin(states, torch.tensor(self.values, device=states.device)).all(-1)
         if self.total is None:
             return inside
         return inside & (states.sum(-1) == self.low * self.count + self.step * self.total)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,25 +43,17 @@ def kinetic_energies(psi: LogAmplitude, states: Tensor) -> Tensor:
 
 
 def differentiate_log(psi: LogAmplitude, states: Tensor) -> tuple[Tensor, Tensor]:
-    """d_i log psi, shape (d, b), and the Laplacian of log psi, shape (b,), in the cheaper way that is right."""
-    if not torch.is_grad_enabled() and carries(psi, states):
-        try:
-            return carry_log(psi, states)
-        except NotCarriedError:  # a branch of the network that the walkers before did not take
-            TRUSTED[psi] = TRUSTED[psi][0], False
+    """d_i log psi, shape (d, b), and its Laplacian (b,), in one pass where that is right for the first two walkers."""
+    if not torch.is_grad_enabled():
+        network = (id(psi.net), psi.head)
+        if psi not in TRUSTED or TRUSTED[psi][0] != network:
+            TRUSTED[psi] = network, agrees(psi, states[:2])
+        if TRUSTED[psi][1]:
+            try:
+                return carry_log(psi, states)
+            except NotCarriedError:  # a branch of the network that the walkers before did not take
+                TRUSTED[psi] = network, False
     return differentiate_twice(psi, states)
-
-
-def carries(psi: LogAmplitude, states: Tensor) -> bool:
-    """Whether derivatives go through the network of a wave function: it is tried on a few walkers, once.
-
-    states: (b, d).
-    """
-    network = (id(psi.net), psi.head)
-    known = TRUSTED.get(psi)
-    if known is None or known[0] != network:
-        known = TRUSTED[psi] = network, agrees(psi, states[:2])
-    return known[1]
 
 
 def agrees(psi: LogAmplitude, states: Tensor) -> bool:
@@ -113,8 +106,39 @@ def differentiate_real(log: Tensor, x: Tensor, graph: bool) -> tuple[Tensor, Ten
     return slopes.mT, laplacian
 
 
+class ParticleSystem(ABC):
+    """H = sum -1/2 Laplace + V(x) for particles of mass one, with `count` coordinates in all."""
+
+    @abstractmethod
+    def potential(self, states: Tensor) -> Tensor:
+        """V(x), shape (b,).
+
+        Args:
+            states: x, shape (b, count).
+        """
+
+    def local_energies(self, psi: LogAmplitude, states: Tensor) -> Tensor:
+        """(H psi)(x) / psi(x), shape (b,).
+
+        Args:
+            psi: The wave function.
+            states: x, shape (b, count).
+        """
+        return kinetic_energies(psi, states) + self.potential(states)
+
+    @abstractmethod
+    def draw(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+        """Where walkers start, near where the ground state has them, shape (*shape, count).
+
+        Args:
+            shape: How many.
+            generator: Source of the draws; the states lie on its device.
+            dtype: Of the states.
+        """
+
+
 @dataclass(frozen=True)
-class Harmonic:
+class Harmonic(ParticleSystem):
     """H = sum -1/2 Laplace + 1/2 omega^2 x^2: `count` coordinates, ground state energy omega count / 2.
 
     Args:
@@ -137,40 +161,18 @@ class Harmonic:
         check_positive("frequency", self.frequency)
 
     def potential(self, states: Tensor) -> Tensor:
-        """1/2 omega^2 |x|^2.
-
-        Args:
-            states: Shape (b, count).
-        """
         return self.frequency**2 * states.square().sum(1) / 2
 
-    def local_energies(self, psi: LogAmplitude, states: Tensor) -> Tensor:
-        """(H psi)(x) / psi(x).
-
-        Args:
-            psi: The wave function.
-            states: x, shape (b, count).
-        """
-        return kinetic_energies(psi, states) + self.potential(states)
-
     def draw(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-        """Where walkers start: normal with the ground state's width.
-
-        Args:
-            shape: How many.
-            generator: Source of the draws.
-            dtype: Of the states.
-
-        Returns:
-            Shape (*shape, count).
-        """
         kind = {"generator": generator, "dtype": dtype, "device": generator.device}
-        return torch.randn(*shape, self.count, **kind) / (2 * self.frequency) ** 0.5
+        return torch.randn(*shape, self.count, **kind) / (2 * self.frequency) ** 0.5  # the ground state's width
 
 
 @dataclass(frozen=True)
-class Molecule:
+class Molecule(ParticleSystem):
     """Electrons around fixed nuclei, in hartree and bohr; states are (b, 3 electrons), spin up first.
+
+    V is the attraction of the nuclei, the repulsion of the electrons, and that of the nuclei.
 
     Args:
         charges: Of the nuclei.
@@ -257,45 +259,15 @@ class Molecule:
         return torch.tensor(self.charges, **kind), torch.tensor(self.positions, **kind)
 
     def potential(self, states: Tensor) -> Tensor:
-        """Attraction of the nuclei, repulsion of the electrons, repulsion of the nuclei.
-
-        Args:
-            states: Shape (b, 3 electrons).
-
-        Returns:
-            Shape (b,).
-        """
         x = states.unflatten(1, (-1, 3))
         charges, places = self.nuclei(states)
-        total = -(charges / (x.unsqueeze(2) - places).norm(dim=3)).sum((1, 2))
-        for i in range(self.electrons):
-            for j in range(i):
-                total = total + 1 / (x[:, i] - x[:, j]).norm(dim=1)
-        for a in range(len(charges)):
-            for b in range(a):
-                total = total + charges[a] * charges[b] / (places[a] - places[b]).norm()
-        return total
-
-    def local_energies(self, psi: LogAmplitude, states: Tensor) -> Tensor:
-        """(H psi)(x) / psi(x).
-
-        Args:
-            psi: The wave function.
-            states: x, shape (b, 3 electrons).
-        """
-        return kinetic_energies(psi, states) + self.potential(states)
+        attraction = (charges / (x.unsqueeze(2) - places).norm(dim=3)).sum((1, 2))
+        i, j = torch.triu_indices(self.electrons, self.electrons, 1)
+        a, b = torch.triu_indices(len(charges), len(charges), 1)
+        constant = (charges[a] * charges[b] / (places[a] - places[b]).norm(dim=1)).sum()
+        return (1 / (x[:, i] - x[:, j]).norm(dim=2)).sum(1) - attraction + constant
 
     def draw(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-        """Where walkers start: every electron near a nucleus, as many as its charge attracts.
-
-        Args:
-            shape: How many.
-            generator: Source of the draws.
-            dtype: Of the states.
-
-        Returns:
-            Shape (*shape, 3 electrons).
-        """
         kind = {"generator": generator, "dtype": dtype, "device": generator.device}
         x = torch.randn(*shape, self.electrons, 3, **kind)
         _, places = self.nuclei(x)
@@ -304,10 +276,8 @@ class Molecule:
     def assign_electrons(self) -> list[int]:
         """The nucleus at which each electron starts: both spins are spread over the nuclei by their charges."""
         left = [float(charge) for charge in self.charges]
-        order = sorted(range(self.electrons), key=lambda i: (i if i < self.up else i - self.up, i))
         chosen = dict[int, int]()
-        for electron in order:
-            nucleus = max(range(len(left)), key=lambda a: left[a])
-            left[nucleus] -= 1
-            chosen[electron] = nucleus
+        for electron in sorted(range(self.electrons), key=lambda i: (i if i < self.up else i - self.up, i)):
+            chosen[electron] = max(range(len(left)), key=left.__getitem__)
+            left[chosen[electron]] -= 1
         return [chosen[i] for i in range(self.electrons)]

@@ -101,17 +101,17 @@ def measure_error(gaps: Tensor) -> tuple[float, float, bool]:
     chains, length = gaps.shape
     if gaps.numel() < 2:
         return math.inf, 1.0, False
-    naive, size, error = block_error(gaps), 1, block_error(gaps)
+    naive, size = block_error(gaps), 1
     if naive == 0:
         return 0.0, 1.0, True
-    largest = error
-    while length >= 2 * size and chains * (length // (2 * size)) >= 8:
-        if size**3 > 2 * length * (error / naive) ** 4:
-            return error, (error / naive) ** 2, True
+    error = largest = naive
+    while not (settled := size**3 > 2 * length * (error / naive) ** 4):
         size *= 2
+        if length < size or chains * (length // size) < 8:
+            settled = length == 1
+            break
         error = block_error(gaps[:, : length // size * size].unflatten(1, (-1, size)).mean(2))
         largest = max(largest, error)
-    settled = length == 1 or size**3 > 2 * length * (error / naive) ** 4
     chosen = error if settled else largest
     return chosen, (chosen / naive) ** 2, settled
 
@@ -122,11 +122,9 @@ def block_error(means: Tensor) -> float:
 
 
 def compare_chains(values: Tensor) -> float | None:
-    """Split R-hat, ((n - 1) / n + B / (n W))^(1/2) of the halves of chains, n samples each.
+    """Split R-hat, ((n - 1) / n + B / (n W))^(1/2) of the halves of chains (chains, L); None where noise hides it.
 
-    W is the mean of their variances, B is n times the variance of their means. None where noise hides it.
-
-    values: (chains, L).
+    Of halves of n samples, W is the mean of their variances and B n times the variance of their means.
     """
     length = values.shape[1] // 2
     parts = values[:, values.shape[1] - 2 * length :].reshape(-1, max(1, length))
@@ -184,14 +182,7 @@ def extrapolate_variance(energies: list[EnergyEstimate]) -> EnergyEstimate:
 def estimate_jointly(
     processes: Processes, local_energies: Tensor, weights: Tensor | None, *, enumerated: bool = False
 ) -> EnergyEstimate:
-    """`estimate_energy` over the walkers of all processes.
-
-    Chains of one length, or numbers of a chain each, are taken together; from chains of different lengths the processes
-    estimate apart, and what they found is joined.
-
-    local_energies: Of this process's walkers, (b,) or (chains, b). weights: Of them, same shape, or None; over all
-    processes they count relative to one another.
-    """
+    """`estimate_energy` over the walkers of all processes, whose weights count relative to one another."""
     if processes.size == 1:
         return estimate_energy(local_energies, weights, enumerated=enumerated)
     everyone = gather_numbers(processes, local_energies.reshape(-1))
@@ -201,6 +192,7 @@ def estimate_jointly(
     lengths = share_count(processes, local_energies.shape[-1], local_energies.device)
     if len(set(lengths)) == 1:
         return estimate_energy(everyone.view(-1, lengths[0]), enumerated=enumerated)
+    # chains of different lengths cannot be one table
     own = vars(estimate_energy(local_energies, enumerated=enumerated))
     return combine_estimates([EnergyEstimate(*values) for values in processes.share_objects(list(own.values()))])
 

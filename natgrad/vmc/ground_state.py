@@ -140,7 +140,7 @@ class GroundState:
         """The processes that have walkers, each with draws of its own."""
         processes = self.optimizer.processes
         if not self._met:
-            check_draws(processes, self.sampler)
+            check_draws(processes, self.sampler.generator)
             self._met = True
         return processes
 
@@ -199,16 +199,17 @@ def lowest_energy(hamiltonian: Any, *, space: Configurations | None = None, step
     size = matrix.shape[0]
     vector = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(matrix.dtype)
     vector, before = vector / vector.norm(), torch.zeros_like(vector)
-    diagonal, side, estimate, scale = list[Tensor](), list[Tensor](), float("inf"), 0.0
+    diagonal, side, estimate, scale = list[float](), list[float](), float("inf"), 0.0
     for step in range(min(steps, size)):
         image = (matrix @ vector.unsqueeze(1)).squeeze(1)
-        diagonal.append(torch.vdot(vector, image).real)
+        diagonal.append(float(torch.vdot(vector, image).real))
         image = image - diagonal[-1] * vector - (side[-1] * before if side else 0)
-        side.append(image.norm())
-        scale = max(scale, float(diagonal[-1].abs()), float(side[-1]))  # near H's largest eigenvalue
-        ended = float(side[-1]) <= 1e-12 * scale  # the vectors so far span all that the start has a part in
+        side.append(float(image.norm()))
+        scale = max(scale, abs(diagonal[-1]), side[-1])  # near H's largest eigenvalue
+        ended = side[-1] <= 1e-12 * scale  # the vectors so far span all that the start has a part in
         if step % 5 == 4 or step == min(steps, size) - 1 or ended:
-            lowest = float(eigh(tridiagonal(diagonal, side))[0][0])
+            centre, off = (torch.tensor(part, dtype=torch.float64) for part in (diagonal, side[:-1]))
+            lowest = float(eigh(torch.diag(centre) + torch.diag(off, 1) + torch.diag(off, -1))[0][0])
             if abs(lowest - estimate) <= 1e-12 * scale or ended:
                 return lowest
             estimate = lowest
@@ -248,16 +249,10 @@ def check_hermitian(hamiltonian: Any, matrix: Tensor) -> None:
         )
 
 
-def tridiagonal(diagonal: list[Tensor], side: list[Tensor]) -> Tensor:
-    """The matrix with these entries on and beside its diagonal."""
-    matrix = torch.diag(torch.stack(diagonal))
-    off = torch.stack(side[: len(diagonal) - 1]) if len(diagonal) > 1 else matrix.new_zeros(0)
-    return matrix + torch.diag(off, 1) + torch.diag(off, -1)
-
-
 def check_spaces(hamiltonian: Any, sampler: Sampler, psi: LogAmplitude) -> None:
     """ValueError unless Hamiltonian, sampler and psi are over the same states, as far as they say which."""
-    own, drawn = find_space(hamiltonian), getattr(sampler, "space", None)
+    own, drawn = (getattr(part, "space", None) for part in (hamiltonian, sampler))
+    own = hamiltonian if own is None and callable(getattr(hamiltonian, "draw", None)) else own
     lattice = [isinstance(space, Configurations) for space in (own, drawn)]
     if all(lattice):
         fits = own == drawn
@@ -277,12 +272,6 @@ def check_spaces(hamiltonian: Any, sampler: Sampler, psi: LogAmplitude) -> None:
     check_network(psi, own if hasattr(own, "draw") else drawn)
 
 
-def find_space(hamiltonian: Any) -> Any:
-    """What a Hamiltonian is over: its `space`, or itself where walkers start from it; None where it does not say."""
-    known = getattr(hamiltonian, "space", None)
-    return hamiltonian if known is None and callable(getattr(hamiltonian, "draw", None)) else known
-
-
 def check_network(psi: LogAmplitude, space: Any) -> None:
     """ValueError if the network does not take a state of the space."""
     if space is None or not callable(getattr(space, "draw", None)):
@@ -296,9 +285,8 @@ def check_network(psi: LogAmplitude, space: Any) -> None:
         ) from error
 
 
-def check_draws(processes: Processes, sampler: Sampler) -> None:
+def check_draws(processes: Processes, generator: Any) -> None:
     """ValueError if samplers of two processes would draw the same walkers, which would count them twice."""
-    generator = getattr(sampler, "generator", None)
     if processes.size == 1 or not isinstance(generator, torch.Generator):
         return
     states = processes.share_objects(generator.get_state().tolist())

@@ -30,8 +30,7 @@ def chain_edges(count: int, distance: int = 1, *, periodic: bool = True) -> list
         >>> ng.vmc.chain_edges(3)
         [(0, 1), (1, 2), (0, 2)]
     """
-    pairs = [(i, (i + distance) % count) for i in range(count if periodic else count - distance)]
-    return keep_once(pairs)
+    return keep_once([(i, (i + distance) % count) for i in range(count if periodic else count - distance)])
 
 
 def square_edges(rows: int, columns: int, *, diagonal: bool = False, periodic: bool = True) -> list[tuple[int, int]]:
@@ -122,10 +121,7 @@ class Hamiltonian(Explained):
 
 
 def place_elements(hamiltonian: Any, space: Configurations, states: Tensor, others: Tensor, values: Tensor) -> Tensor:
-    """The sparse matrix with these elements. ValueError if H leads out of its states.
-
-    states: All of the space, in order, (b, n). others: What they are connected with, (b, k, n). values: (b, k).
-    """
+    """H over all states (b, n), from those that they are connected with (b, k, n), with their elements (b, k)."""
     numbers = space.number(states)
     columns = torch.searchsorted(numbers, space.number(others).clamp(max=int(numbers[-1])))
     present = values != 0
@@ -146,10 +142,16 @@ class EdgeHamiltonian(Hamiltonian):
         """The edges in use."""
         return chain_edges(self.space.count) if self.edges is None else self.edges
 
-    def _settle(self, name: str, count: int, coupling: float | Sequence[float]) -> None:
+    def _settle(self, name: str, count: int, coupling: Any) -> None:
+        """Read and check the edges, and that the coupling is one number or one per edge."""
         check_integer(name, count)
         object.__setattr__(self, "edges", read_edges(self.edges))
-        check_edges(self.edges_or_chain, count, coupling)
+        edges = self.edges_or_chain
+        for pair in edges:
+            if not all(0 <= site < count for site in pair) or pair[0] == pair[1]:
+                raise ValueError(f"edges has {pair}, expected pairs of different sites from 0 to {count - 1}")
+        if hasattr(coupling, "__len__") and len(coupling) != len(edges):
+            raise ValueError(f"coupling has {len(coupling)} numbers, expected one, or one per edge: {len(edges)}")
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,12 @@ class Heisenberg(EdgeHamiltonian):
 
     def __post_init__(self) -> None:
         self._settle("count", self.count, self.coupling)
-        check_sites("sublattice", self.sublattice, self.count)
+        sites, count = self.sublattice, self.count
+        if len({*sites}) < len(sites) or not all(0 <= site < count for site in sites):
+            raise ValueError(
+                f"sublattice is {list(sites)}, expected different sites from 0 to {count - 1}: all of one sublattice, "
+                f"range(0, {count}, 2) for a chain"
+            )
 
     @property
     def space(self) -> Spins:  # type: ignore[override]
@@ -227,12 +234,14 @@ class Heisenberg(EdgeHamiltonian):
 
     def moves(self, states: Tensor) -> tuple[Tensor, Tensor]:
         first, second = split_edges(self.edges_or_chain, states)
-        others = swap_pairs(states, first, second)
+        edges = torch.arange(len(first), device=states.device)
+        order = torch.arange(self.count, device=states.device).repeat(len(first), 1)
+        order[edges, first], order[edges, second] = second, first
         turned = torch.zeros(self.count, dtype=torch.bool, device=states.device)
         turned[list(self.sublattice)] = True
         signs = 1 - 2 * (turned[first] != turned[second]).to(states.dtype)
         different = (states[:, first] != states[:, second]).to(states.dtype)
-        return others, different * signs * as_weights(self.coupling, states) / 2
+        return states[:, order], different * signs * as_weights(self.coupling, states) / 2
 
 
 @dataclass(frozen=True)
@@ -292,14 +301,6 @@ def split_edges(edges: Edges, like: Tensor) -> tuple[Tensor, Tensor]:
     return pairs[:, 0], pairs[:, 1]
 
 
-def swap_pairs(states: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """The states with sites first[k] and second[k] exchanged, (b, k, n)."""
-    order = torch.arange(states.shape[1], device=states.device).repeat(len(first), 1)
-    places = torch.arange(len(first), device=states.device)
-    order[places, first], order[places, second] = second, first
-    return states[:, order]
-
-
 def as_weights(coupling: float | Sequence[float], like: Tensor) -> Tensor:
     """One number per edge, or one for all, as a tensor."""
     return torch.as_tensor(coupling, dtype=choose_kind(like), device=like.device)
@@ -311,10 +312,7 @@ def choose_kind(states: Tensor) -> torch.dtype:
 
 
 def read_edges(edges: Any) -> list[tuple[int, int]] | None:
-    """Pairs of numbers from anything that lists them. ValueError for anything else.
-
-    edges: A list, a tensor or an array (edges, 2), networkx's `graph.edges`, or None.
-    """
+    """Pairs of numbers from a list, a tensor or an array (edges, 2), or networkx's `graph.edges`; None from None."""
     if edges is None:
         return None
     try:
@@ -324,21 +322,3 @@ def read_edges(edges: Any) -> list[tuple[int, int]] | None:
             f"edges is {edges!r}, expected pairs of sites numbered from 0, [(0, 1), (1, 2)]; of a networkx graph with "
             "other names: networkx.convert_node_labels_to_integers(graph).edges"
         ) from error
-
-
-def check_sites(name: str, sites: Sequence[int], count: int) -> None:
-    """ValueError unless these are different sites."""
-    if len({*sites}) < len(sites) or not all(0 <= site < count for site in sites):
-        raise ValueError(
-            f"{name} is {list(sites)}, expected different sites from 0 to {count - 1}: all of one sublattice, "
-            f"range(0, {count}, 2) for a chain"
-        )
-
-
-def check_edges(edges: Edges, count: int, coupling: Any) -> None:
-    """ValueError unless edges are pairs of different sites, with one coupling or one per edge."""
-    for pair in edges:
-        if len(pair) != 2 or not all(0 <= site < count for site in pair) or pair[0] == pair[1]:
-            raise ValueError(f"edges has {tuple(pair)}, expected pairs of different sites from 0 to {count - 1}")
-    if hasattr(coupling, "__len__") and len(coupling) != len(edges):
-        raise ValueError(f"coupling has {len(coupling)} numbers, expected one, or one per edge: {len(edges)}")

@@ -80,10 +80,7 @@ def check_variables(hamiltonian: Any, states: Tensor) -> None:
 
 
 def check_stays(hamiltonian: Any, space: Configurations | None, others: Tensor, values: Tensor) -> None:
-    """ValueError if H leads from a sampler's states to one that the sampler never draws.
-
-    others: The states that H connects with samples, (b, k, n). values: Their elements, (b, k).
-    """
+    """ValueError if H leads from samples to a state (b, k, n) that the sampler never draws; its elements (b, k)."""
     if space is None or bool((space.contains(others) | (values == 0)).all()):
         return
     raise ValueError(

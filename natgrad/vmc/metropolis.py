@@ -35,7 +35,7 @@ class WalkerSpace(Protocol):
 class MarkovMove(Protocol):
     """A symmetric proposal: s -> s' as likely as s' -> s."""
 
-    tuned: bool
+    tuned: bool = False
     """Whether it has a width that is tuned to the acceptance."""
 
     def propose(self, states: Tensor, generator: torch.Generator, width: float) -> Tensor:
@@ -61,7 +61,6 @@ class Flip(MarkovMove):
     """
 
     values: tuple[float, ...] = (-1.0, 1.0)
-    tuned = False
 
     def propose(self, states: Tensor, generator: torch.Generator, width: float) -> Tensor:
         place = torch.randint(states.shape[1], (len(states), 1), generator=generator).to(states.device)
@@ -83,7 +82,6 @@ class Exchange(MarkovMove):
     """
 
     edges: Sequence[tuple[int, int]] | None = None
-    tuned = False
 
     def propose(self, states: Tensor, generator: torch.Generator, width: float) -> Tensor:
         pair = draw_pairs(self.edges, len(states), states.shape[1], generator).to(states.device)
@@ -101,7 +99,6 @@ class Hop(MarkovMove):
 
     most: int
     edges: Sequence[tuple[int, int]] | None = None
-    tuned = False
 
     def propose(self, states: Tensor, generator: torch.Generator, width: float) -> Tensor:
         pair = draw_pairs(self.edges, len(states), states.shape[1], generator)

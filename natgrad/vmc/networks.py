@@ -119,10 +119,8 @@ class AutoregressiveNet(nn.Module):
         self.first_bias = nn.Parameter(torch.zeros(width, dtype=kind))
         self.last_bias = nn.Parameter(torch.zeros(count, dtype=kind))
         groups = torch.arange(count).repeat_interleave(hidden)  # unit k of group i sees s_1 ... s_i
-        self.sees: Tensor
-        self.tells: Tensor
-        self.register_buffer("sees", (groups.unsqueeze(1) >= torch.arange(count)).to(kind))
-        self.register_buffer("tells", (torch.arange(count).unsqueeze(1) > groups).to(kind))
+        self.sees = nn.Buffer((groups.unsqueeze(1) >= torch.arange(count)).to(kind))
+        self.tells = nn.Buffer((torch.arange(count).unsqueeze(1) > groups).to(kind))
         self.phase: nn.Module | None = None
         if phase:
             with torch.random.fork_rng(devices=[]):
@@ -235,8 +233,7 @@ class SymmetricNet(nn.Module):
                 "ng.vmc.chain_translations(n)"
             )
         self.net = net
-        self.permutations: Tensor
-        self.register_buffer("permutations", torch.tensor([list(order) for order in permutations]), persistent=False)
+        self.permutations = nn.Buffer(torch.tensor([list(order) for order in permutations]), persistent=False)
 
     def forward(self, states: Tensor) -> Tensor:
         """log psi.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -27,27 +27,16 @@ from natgrad.vmc.energy import EnergyEstimate, estimate_jointly, gather_numbers
 from natgrad.vmc.local_energies import check_integers, read_numbers, read_states
 
 
-@dataclass(frozen=True)
 class MeasuredSystem:
-    """The system of a structure by layers, whose solutions take their length from S itself.
+    """The system of a structure by layers, whose solutions take their length from S at the samples, centred.
 
     Blocks leave out what layers, and the positions of a convolution, have in common: along a translation S is as many
     times larger than its blocks as there are sites, and their own step would be as many times too long.
     """
 
-    blocks: LinearSystem  # the structure's system
-    metric: Operator  # S at the samples, centred
-    gradient: Tensor  # F, shape (n,)
-
-    @property
-    def operator(self) -> Operator:
-        """G, of the blocks."""
-        return self.blocks.operator
-
-    @property
-    def memory(self) -> dict[str, Any]:
-        """The structure's."""
-        return self.blocks.memory
+    def __init__(self, blocks: LinearSystem, metric: Operator, gradient: Tensor) -> None:
+        self.blocks, self.metric, self.gradient = blocks, metric, gradient
+        self.operator, self.memory = blocks.operator, blocks.memory
 
     def solve(self, level: float, guess: Tensor | None) -> Solved:
         """The solution with the damping's number at `level`, from a guess (n,)."""
@@ -59,10 +48,7 @@ class MeasuredSystem:
 def measure_length(
     operator: Operator, rhs: Tensor, solution: Solution, damping: float | Tensor, guess: Tensor | None
 ) -> Solution:
-    """a x with the a that minimises 1/2 a^2 x^T (S + damping I) x - a x^T (b + damping x_0): one product with S.
-
-    rhs: b, (n,). damping: A number, or one per entry (n,). guess: x_0, to which damping pulls, (n,); None: to zero.
-    """
+    """a x with the a that minimises 1/2 a^2 x^T (S + damping I) x - a x^T (b + damping x_0): one product with S."""
     value = solution.value
     image = operator.mv(value) + damping * value
     pulled = rhs if guess is None else rhs + damping * guess
@@ -73,9 +59,6 @@ def measure_length(
     return replace(
         solution, value=value, image=image, residual=residual, steps=solution.steps + 1, basis=None, iterates=()
     )
-
-
-# Stochastic reconfiguration: the natural gradient of the energy of a wave function, for any sampler
 
 
 @explain_calls
@@ -297,10 +280,7 @@ def check_needs_no_loss(damping: Damping, rule: Rule | None) -> None:
 
 
 def find_gaps(local_energies: Tensor, weights: Tensor | None, clip: float | None) -> Tensor:
-    """w (e - E e), so that F = Re E[O* (e - E e)] is the sum of their pullbacks on the rows of log psi.
-
-    local_energies: e, (b,), real or complex. weights: (b,), or None.
-    """
+    """w (e - E e), so that F = Re E[O* (e - E e)] is the sum of their pullbacks on the rows of log psi."""
     values = lay_out_amplitudes(local_energies)
     if clip is not None:
         values = clip_outliers(values, clip)
@@ -310,10 +290,7 @@ def find_gaps(local_energies: Tensor, weights: Tensor | None, clip: float | None
 
 
 def pull_back(moment: Pullback, cotangents: Tensor) -> Tensor:
-    """J^T w, shape (n,), from the rows sqrt(w_i) O_i of the moment, which S needs as well: no backward pass for it.
-
-    cotangents: On the rows of log psi, (b, m); zero where a sample has no weight.
-    """
+    """J^T w for cotangents w (b, m), from the rows sqrt(w_i) O_i that S needs as well: no backward pass for it."""
     rows = moment.rows
     assert rows is not None  # of the identity form
     roots = moment.weights.sqrt().unsqueeze(1)
@@ -321,10 +298,7 @@ def pull_back(moment: Pullback, cotangents: Tensor) -> Tensor:
 
 
 def fit_columns(gaps: Tensor, rows: Tensor) -> Tensor:
-    """Gaps as cotangents of the rows of log psi: in their dtype, with as many columns.
-
-    gaps: (b, 1) or (b, 2). rows: log psi, (b, m).
-    """
+    """Gaps (b, 1) or (b, 2) as cotangents of the rows of log psi (b, m): in their dtype, with as many columns."""
     gaps = gaps.to(rows)
     if gaps.shape[1] < rows.shape[1]:  # real energies of a complex psi
         gaps = torch.cat([gaps, torch.zeros_like(gaps)], dim=1)
@@ -332,13 +306,7 @@ def fit_columns(gaps: Tensor, rows: Tensor) -> Tensor:
 
 
 def clip_outliers(values: Tensor, width: float) -> Tensor:
-    """Numbers within `width` mean absolute deviations of their median, column by column.
-
-    Reference:
-        Pfau et al. 2020; median and deviation as in their code.
-
-    values: (b, m).
-    """
+    """Numbers (b, m) within `width` mean absolute deviations of their column's median, as in the code of Pfau et al."""
     centre = values.median(dim=0).values
     reach = width * (values - centre).abs().mean(0)
     return values.clamp(centre - reach, centre + reach)

@@ -38,6 +38,9 @@ class Samples:
 class Sampler(Stateful, Explained):
     """Draws states from |psi|^2. What it remembers between draws is in its `state_dict`."""
 
+    STATE = ("generator",)
+    generator: Any = None
+    """Source of the draws, a `torch.Generator`."""
     continues: ClassVar[bool] = False
     """True if a draw goes on from where the chains of the last one ended."""
 
@@ -52,21 +55,6 @@ class Sampler(Stateful, Explained):
     def __repr__(self) -> str:
         own = vars(self)
         return write_choices(self, **{name: own[name] for name in SHOWN if name in own})
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the next draw depends on: plain values and tensors."""
-        generator = getattr(self, "generator", None)
-        return super().state_dict() | ({} if generator is None else {"generator": generator.get_state()})
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from `state_dict()`.
-
-        Args:
-            state_dict: What that returned.
-        """
-        super().load_state_dict(state_dict)
-        if "generator" in state_dict:
-            self.generator.set_state(state_dict["generator"])  # type: ignore[attr-defined]
 
     def report(self) -> str:
         """How the last draw went, in one line."""

@@ -163,7 +163,7 @@ def test_heads_and_networks_are_carried(name):
     psi = WAVES[name]()
     compare(psi, draw())
     with torch.no_grad():
-        assert continuous.carries(psi, draw())
+        assert continuous.agrees(psi, draw()[:2])
         slopes, laplacian = continuous.differentiate_twice(psi, draw())
         found = vmc.kinetic_energies(psi, draw())
     torch.testing.assert_close(found, -(laplacian + slopes.square().sum(0)) / 2, rtol=1e-9, atol=1e-9)
@@ -182,7 +182,7 @@ UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
 def test_what_is_not_carried_is_differentiated(name):
     psi = ng.LogAmplitude(Formula(UNKNOWN[name]))
     with torch.no_grad():
-        assert not continuous.carries(psi, draw())
+        assert not continuous.agrees(psi, draw()[:2])
         slopes, laplacian = continuous.differentiate_twice(psi, draw())
         torch.testing.assert_close(vmc.kinetic_energies(psi, draw()), -(laplacian + slopes.square().sum(0)) / 2)
 
