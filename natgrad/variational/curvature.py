@@ -22,9 +22,8 @@ def expected_hessian(slopes: Tensor, curvatures: Tensor | None, z: Tensor, weigh
     Reference:
         Price 1958; Stein 1981.
 
-    slopes: grad log p at every point, (s, d). curvatures: Hess log p at every point, (s, d, d); None where torch has no
-    second derivatives. z: The points before L, (s, d): a grid, or pairs whose second half is minus the first. weights:
-    Of the points, (s,), with the sum 1. root: L (d, d), or standard deviations (d,).
+    slopes: grad log p at every point, (s, d). curvatures: Hess log p there, (s, d, d); None where torch has no second
+    derivatives. z: (s, d), a grid, or pairs whose second half is minus the first. root: L, or standard deviations (d,).
     """
     if curvatures is None:
         return stein_hessian(slopes, z, weights, root)
@@ -39,11 +38,7 @@ def expected_hessian(slopes: Tensor, curvatures: Tensor | None, z: Tensor, weigh
 
 
 def stein_hessian(slopes: Tensor, z: Tensor, weights: Tensor, root: Tensor) -> Tensor:
-    """E[grad log p(m + L z) z^T] L^-1, symmetric (d, d); its diagonal (d,) where q is diagonal.
-
-    slopes: grad log p at every point, (s, d). z: The points before L, (s, d). weights: Of the points, (s,), with the
-    sum 1. root: L (d, d), or standard deviations (d,).
-    """
+    """E[grad log p(m + L z) z^T] L^-1, symmetric (d, d); its diagonal (d,) where q is diagonal."""
     if root.dim() == 1:
         return weights @ _stein_diagonals(slopes, z, root)
     crossed = torch.einsum("s,si,sj->ij", weights, slopes, z)
@@ -52,10 +47,9 @@ def stein_hessian(slopes: Tensor, z: Tensor, weights: Tensor, root: Tensor) -> T
 
 
 def misses_kinks(rest: Tensor, diagonals: Tensor, weights: Tensor) -> bool:
-    """True if second derivatives do not account for the change of the slopes, in some variable.
+    """True if second derivatives `diagonals` (s, d) do not account for the change of the slopes, in some variable.
 
-    rest: Stein's diagonal at every point, of the slopes less the mean curvature's share, (s, d). diagonals: The second
-    derivatives d^2 log p / dx_i^2 at every point, (s, d). weights: Of the points, (s,).
+    rest: Stein's diagonal at every point, of the slopes less the mean curvature's share, (s, d).
     """
     mean, gap = weights @ diagonals, (weights @ rest).abs()
     share = gap / (mean + weights @ rest).abs().clamp(min=torch.finfo(gap.dtype).tiny)
@@ -69,10 +63,7 @@ def misses_kinks(rest: Tensor, diagonals: Tensor, weights: Tensor) -> bool:
 
 
 def standard_error(each: Tensor, weights: Tensor) -> Tensor:
-    """Standard error (d,) of the weighted mean of rows, as of independent draws. A point and its negative count as one.
-
-    each: The rows, (s, d). weights: (s,), with the sum 1.
-    """
+    """Standard error (d,) of the weighted mean of rows (s, d), as of draws; a point and its negative are one."""
     half = len(each) // 2
     if len(each) % 2 == 0 and half > 1:
         each, weights = (each[:half] + each[half:]) / 2, weights[:half] + weights[half:]

@@ -35,8 +35,8 @@ NO_MAXIMUM = (
     "log p has no maximum: the bound rose from {:.3g} to {:.3g}, and q went on outwards. The target is the logarithm "
     "of a density; a loss is minus that, and needs its sign changed"
 )
-WIDE = 1e2
-"""Times its width at the start that a q which did not converge has no end in sight."""
+ENDLESS = 1e2
+"""Times its width at the start from which a q that did not converge has no end in sight."""
 NO_END = (
     "q is {:.1g} times as wide as at its start, and did not converge: log p does not fall in some direction, where it "
     "is the density of nothing. Give every variable a prior; if log p has one, start with a larger covariance"
@@ -62,8 +62,9 @@ class Fitted(ABC):
     """Names of the tensors that make q what it is."""
     mean: Any
 
-    def __init__(self, target: Target, lr: float, **choices: Any) -> None:
-        self.target, self.lr, self.steps, self.choices = target, lr, 0, choices
+    def __init__(self, target: Target, lr: float) -> None:
+        self.target, self.lr, self.steps = target, lr, 0
+        self.choices: dict[str, Any] = {}  # what `repr` shows
 
     def __repr__(self) -> str:
         return write_choices(self, **self.choices, lr=self.lr, steps=self.steps)
@@ -302,7 +303,7 @@ class Fitted(ABC):
             grown = 0.0 if bounds.converged or not bounds else self._measure_width() / width
         except ValueError:  # a precision that has become singular, of which the step says more
             return ""
-        return NO_END.format(grown) if grown > WIDE else ""
+        return NO_END.format(grown) if grown > ENDLESS else ""
 
     @torch.no_grad()
     def _measure_width(self) -> float:
@@ -342,10 +343,7 @@ class Fitted(ABC):
 
 
 def search_rate(measure_gain: Callable[[float], float], promise: float, rate: float, value: Tensor) -> float:
-    """The first rate that gains `ENOUGH` of what the slope promises there, less round-off; 0 where none does.
-
-    measure_gain: Of a rate, over the points of the value. promise: Slope of the gain in the rate. value: Before it.
-    """
+    """The first rate that gains `ENOUGH` of promise * rate, less round-off of the value before; 0 where none does."""
     slack = 8 * torch.finfo(value.dtype).eps * (1 + abs(float(value)))
     for _ in range(HALVINGS):
         gain = measure_gain(rate)
@@ -358,7 +356,7 @@ def search_rate(measure_gain: Callable[[float], float], promise: float, rate: fl
 
 
 def refuse_infinite(mean: Tensor) -> ValueError:
-    """The error of a log p that is not finite where q is. mean: Of q, (d,)."""
+    """The error of a log p that is not finite where q is."""
     return ValueError(
         f"log p or a derivative is not finite near z = {format_few(mean)}; q is as it was. Start nearer, with a "
         "smaller covariance, or write log p over unconstrained z"
@@ -366,7 +364,7 @@ def refuse_infinite(mean: Tensor) -> ValueError:
 
 
 def format_few(values: Tensor) -> str:
-    """The first three numbers as text. values: (d,)."""
+    """The first three numbers as text."""
     shown = ", ".join(f"{float(v):.3g}" for v in values[:3])
     return f"({shown}{', ...' if len(values) > 3 else ''})"
 
@@ -395,10 +393,8 @@ class Bounds(list[float]):
 
 
 def has_ended(bounds: Bounds, tolerance: float) -> bool:
-    """True if the gap is below the tolerance, or below `LEFT` while `WINDOW` steps gained less than it each.
-
-    The second case is how fits over points end where log p has kinks: the gap jumps when a point crosses one.
-    """
+    """True if the gap is below the tolerance, or below `LEFT` while `WINDOW` steps gained less than it each."""
+    # the second is how fits over points end where log p has kinks: the gap jumps when a point crosses one
     still = len(bounds) > WINDOW and abs(bounds[-1] - bounds[-1 - WINDOW]) < WINDOW * tolerance
     return bounds.gap < tolerance or (still and bounds.gap < LEFT)
 
@@ -421,17 +417,13 @@ def measure_error(bound: float, others: Sequence[float]) -> float:
 
 
 def squared_length(moments: Moments, root: Tensor) -> float:
-    """|natural gradient|^2 of the bound in the Fisher metric: g^T P^-1 g + |L^T E[Hess] L + I|^2 / 2, in nats.
-
-    root: L (d, d) with L L^T the covariance, or standard deviations (d,) where q is diagonal.
-    """
+    """|natural gradient|^2 of the bound in the Fisher metric: g^T P^-1 g + |L^T E[Hess] L + I|^2 / 2, in nats."""
     if root.dim() == 1:
-        return float(
-            (root * moments.gradient).square().sum() + (root.square() * moments.hessian + 1).square().sum() / 2
-        )
-    turned = root.mT @ moments.hessian @ root
-    turned.diagonal().add_(1)
-    return float((root.mT @ moments.gradient).square().sum() + turned.square().sum() / 2)
+        slope, bend = root * moments.gradient, root.square() * moments.hessian + 1
+    else:
+        slope, bend = root.mT @ moments.gradient, root.mT @ moments.hessian @ root
+        bend.diagonal().add_(1)
+    return float(slope.square().sum() + bend.square().sum() / 2)
 
 
 def runs_away(bounds: Sequence[float]) -> bool:

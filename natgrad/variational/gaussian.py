@@ -172,9 +172,10 @@ class Variational(Fitted):
         )
 
     def _update_precision(self, moments: Moments) -> Tensor:
-        """(1 - lr) P - lr E[Hess log p], inside the cone."""
+        """(1 - lr) P - lr E[Hess log p], inside the cone: a direction in which it would leave keeps a half."""
         if self.diagonal:
-            return self.precision * keep_in_cone((1 - self.lr) - self.lr * moments.hessian / self.precision)
+            ratios = (1 - self.lr) - self.lr * moments.hessian / self.precision
+            return self.precision * torch.where(ratios > EDGE, ratios, KEPT)
         # in units of the old P = F F^T: F^-1 P_new F^-T has to stay above 0
         plain = (1 - self.lr) * self.precision - self.lr * (moments.hessian + moments.hessian.mT) / 2
         factor = self._factor(self.precision)
@@ -183,12 +184,4 @@ class Variational(Fitted):
         if bool((ratios > EDGE).all()):
             return plain  # to the bit what a conjugate problem asks for
         turned = factor @ vectors
-        return (turned * keep_in_cone(ratios)) @ turned.mT
-
-
-def keep_in_cone(ratios: Tensor) -> Tensor:
-    """New precisions in units of the old: as they are where positive, a half otherwise.
-
-    ratios: Of new to old precision, (d,).
-    """
-    return torch.where(ratios > EDGE, ratios, KEPT)
+        return (turned * torch.where(ratios > EDGE, ratios, KEPT)) @ turned.mT

@@ -73,15 +73,14 @@ class FactoredCovariance:
         """Lower factor of I + B^T diag(s)^-2 B."""
         inner = self._relative.mT @ self._relative
         inner.diagonal().add_(1)
-        return require_factor(
-            inner, "q's covariance is not finite: take a smaller lr or a start with a smaller covariance"
-        )
+        message = "q's covariance is not finite: take a smaller lr or a start with a smaller covariance"
+        return require_factor(inner, message)
 
 
 class FactorFisher(Operator):
-    """Fisher matrix of N(0, Sigma) in (log s, diag(s)^-1 B): 1/2 tr(Sigma^-1 dSigma Sigma^-1 dSigma) as a form.
+    """Fisher matrix of N(0, Sigma) in (log s, diag(s)^-1 B), 1/2 tr(Sigma^-1 dSigma Sigma^-1 dSigma): d r^2 a product.
 
-    It is singular along rotations of B's columns, which leave Sigma as it is. A product costs d r^2 operations.
+    It is singular along rotations of B's columns, which leave Sigma as it is.
     """
 
     def __init__(self, covariance: FactoredCovariance) -> None:
@@ -105,8 +104,6 @@ class FactorFisher(Operator):
         """(I - V V^T) block: Sigma^-1 in units of s."""
         return block - self.thin @ (self.thin.mT @ block)
 
-
-# A Gaussian q of many dimensions whose covariance is diagonal plus low rank, fitted by natural gradient steps
 
 OWN = ("target", "start", "rank", "covariance", "lr", "points", "seed", "group")
 GROUPS = {"data": Group(NetworkData())}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -134,7 +134,7 @@ class VariationalMixture(Fitted):
         return own + (gaps.mT * self.weights) @ gaps
 
     def advance(self, batch: tuple[Any, ...]) -> tuple[float, float]:
-        before, frozen = self.snapshot(), self._freeze()
+        before, frozen = self.snapshot(), FrozenMixture(self)
         steps = []
         try:
             for place, part in enumerate(self.components):
@@ -153,20 +153,17 @@ class VariationalMixture(Fitted):
         return float(bound), float(gap)
 
     def measure_bound(self, target: Target, batch: tuple[Any, ...]) -> float:
-        frozen = self._freeze()
+        frozen = FrozenMixture(self)
         worth = [part.measure_bound(frozen.without(target, c), batch) for c, part in enumerate(self.components)]
         return float(self.weights @ torch.tensor(worth, dtype=torch.float64).to(self.weights))
 
     def log_density(self, z: Tensor) -> Tensor:
-        """log q(z).
+        """log q(z), shape (...).
 
         Args:
             z: Shape (..., d).
-
-        Returns:
-            Shape (...).
         """
-        return self._freeze().log_density(z)
+        return FrozenMixture(self).log_density(z)
 
     def draw(self, n: int, generator: torch.Generator | None) -> Tensor:
         labels = torch.multinomial(self.weights, n, replacement=True, generator=generator)
@@ -193,24 +190,18 @@ class VariationalMixture(Fitted):
         for part, own in zip(self.components, parts, strict=True):
             part.load_state_dict(own)
 
-    def _freeze(self) -> FrozenMixture:
-        precisions = torch.stack([part.precision for part in self.components])
-        if precisions.dim() == 2:
-            halves = precisions.log().sum(1) / 2
-        else:
-            message = "a component's precision has become singular: take a smaller lr, or fewer components"
-            halves = require_factor(precisions, message).diagonal(dim1=1, dim2=2).log().sum(1)
-        return FrozenMixture(self.log_weights, self.means, precisions, halves)
 
-
-@dataclass(frozen=True)
 class FrozenMixture:
     """q as it is before a step."""
 
-    log_weights: Tensor  # shape (K,)
-    means: Tensor  # shape (K, d)
-    precisions: Tensor  # shape (K, d, d), or (K, d) where components have independent entries
-    halves: Tensor  # half of the logarithm of each precision's determinant, shape (K,)
+    def __init__(self, q: VariationalMixture) -> None:
+        self.log_weights, self.means = q.log_weights, q.means
+        self.precisions = torch.stack([part.precision for part in q.components])
+        if q.components[0].diagonal:
+            self.halves = self.precisions.log().sum(1) / 2  # of the logarithms of determinants, (K,)
+        else:
+            message = "a component's precision has become singular: take a smaller lr, or fewer components"
+            self.halves = require_factor(self.precisions, message).diagonal(dim1=1, dim2=2).log().sum(1)
 
     def log_components(self, z: Tensor) -> Tensor:
         """log N(z; m_c, P_c^-1), shape (..., K). z: (..., d)."""
@@ -223,16 +214,13 @@ class FrozenMixture:
         """log q(z), shape (...). z: (..., d)."""
         return (self.log_weights + self.log_components(z)).logsumexp(-1)
 
-    def without(self, target: Target, place: int) -> Target:
-        """log p - log q + log q_c: what a Gaussian's own step takes for its target.
+    def without(self, target: Target, place: int, parts: int = 1) -> Target:
+        """log p - log q + log q_c: what a Gaussian's own step takes for its target, of each process its part.
 
         Its expected Hessian is E_c[Hess r] - P_c, its expected gradient E_c[grad r], and its bound E_c[r].
         """
         if isinstance(target, JoinedTarget):
-            return replace(target, own=self._without(target.own, place, target.processes.size))
-        return self._without(target, place, 1)
-
-    def _without(self, target: Target, place: int, parts: int) -> DensityTarget:
+            return replace(target, own=self.without(target.own, place, target.processes.size))
         assert isinstance(target, DensityTarget)
         log_joint = target.log_joint
 

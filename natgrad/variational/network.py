@@ -44,10 +44,7 @@ class NetworkOptions(TypedDict, total=False):
 
 
 class Network(SlopeTarget):
-    """A network's weights: data_size times the mean log-likelihood of a batch, plus log N(weights; 0, 1 / precision).
-
-    The Hessian is that of the Gauss-Newton form: minus the Fisher metric of `ng.fisher`, so it is never positive.
-    """
+    """data_size times the mean log-likelihood of a batch, plus log N(weights; 0, 1 / precision); Hessian: - Fisher."""
 
     def __init__(self, model: nn.Module, criterion: Any, data_size: int, precision: float, points: Points) -> None:
         self.model, self.data_size, self.precision, self.points = model, data_size, precision, points
@@ -74,10 +71,8 @@ class Network(SlopeTarget):
         return values, gradients
 
     def values_at(self, places: Tensor, batch: tuple[Any, ...]) -> Tensor:
-        inputs, targets = require_batch(batch)
-        if self._has_none(inputs):
-            return torch.stack([self._log_joint(place.new_zeros(()), place) for place in places])
-        return torch.stack([self._log_joint(self._loss(place, inputs, targets)[0], place) for place in places])
+        losses = [self._loss(self.space.unflatten(place), *require_batch(batch))[0] for place in places]
+        return torch.stack([self._log_joint(loss, place) for loss, place in zip(losses, places, strict=True)])
 
     def take_part(self, parts: int, total: int | None = None) -> Network:
         part = copy.copy(self)
@@ -118,9 +113,10 @@ class Network(SlopeTarget):
         """True where other processes have examples and this one has none."""
         return self.total is not None and as_call(inputs).batch() == 0
 
-    def _loss(self, place: Tensor | Params, inputs: Any, targets: Any) -> tuple[Tensor, float]:
+    def _loss(self, params: Params, inputs: Any, targets: Any) -> tuple[Tensor, float]:
         """-log p(data | weights), scaled to the whole set from a batch; rows of the outputs that the set has."""
-        params = self.space.unflatten(place) if isinstance(place, Tensor) else place
+        if self._has_none(inputs):
+            return next(iter(params.values())).new_zeros(()), 0.0
         call = as_call(inputs)
         size = call.batch() if self.total is None else self.total
         outputs = PureModel(self.model, call)(params)

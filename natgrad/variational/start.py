@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -26,7 +27,8 @@ def as_mean(start: Any) -> Tensor:
     if isinstance(start, (int, np.integer)) and start >= 1:
         return torch.zeros(int(start), dtype=torch.float64)
     if isinstance(start, (list, tuple, np.ndarray)):
-        start = _as_array(start)
+        with suppress(TypeError, ValueError, RuntimeError):
+            start = torch.as_tensor(start, dtype=torch.float64)
     if not isinstance(start, Tensor) or start.dim() != 1 or len(start) == 0 or not start.is_floating_point():
         came = f"{start.dtype} {tuple(start.shape)}" if isinstance(start, Tensor) else repr(start)
         raise ValueError(f"start is {came}, expected the mean of q, a floating-point vector (d,), or d")
@@ -35,19 +37,8 @@ def as_mean(start: Any) -> Tensor:
     return start.detach()
 
 
-def _as_array(start: Any) -> Any:
-    """A vector of numbers that is no tensor, in float64; anything else is returned as it came."""
-    try:
-        return torch.as_tensor(start, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError):
-        return start
-
-
 def match_dtype(log_joint: LogJoint, mean: Tensor) -> Tensor:
-    """The mean in float64, or in the default dtype where the function has tensors of that inside.
-
-    log_joint: z -> log p(z, data). mean: In float64, (d,).
-    """
+    """The mean (d,) in float64, or in the default dtype where the function has tensors of that inside."""
     try:
         is_batched(log_joint, mean)
     except ValueError as error:
@@ -59,10 +50,7 @@ def match_dtype(log_joint: LogJoint, mean: Tensor) -> Tensor:
 
 
 def as_precision(covariance: Tensor | float, mean: Tensor, diagonal: bool) -> Tensor:
-    """The precision of q at the start, shape (d, d), or (d,) where q is diagonal.
-
-    covariance: A number, (d,) or (d, d). mean: Of q, (d,).
-    """
+    """The precision of q at the start, shape (d, d), or (d,) where q is diagonal."""
     given, d = as_tensor_like(covariance, mean), len(mean)
     if given.shape not in ((), (d,), (d, d)) or (diagonal and given.dim() == 2):
         wanted = f"a number or ({d},)" + ("" if diagonal else f" or ({d}, {d})")
@@ -102,10 +90,7 @@ def read_target(
 def read_density(
     target: LogJoint | Target, start: Tensor | Sequence[float] | int, points: Points | None
 ) -> tuple[Target, Tensor]:
-    """A log joint density as a target, and the mean of q at the start (d,) in a dtype that it takes.
-
-    target: z -> log p(z, data), or a target. start: The mean of q (d,), or d for zeros.
-    """
+    """A log joint density as a target, and the mean of q at the start (d,) in a dtype that it takes."""
     mean = as_mean(start)
     if isinstance(target, Target):
         if points is not None:
@@ -119,7 +104,6 @@ def read_density(
 
 
 # A target whose data lie on several processes
-
 
 AnyTarget = TypeVar("AnyTarget", bound=Target)
 
@@ -145,15 +129,12 @@ class JoinedTarget(Target):
         return self._sum(lambda part: [part.value(mean, root, step, batch)], mean, batch)[0]
 
     def slopes(self, places: Tensor, batch: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        """log p (s,) and its gradient (s, d) at every place, of a function or a network.
-
-        places: (s, d), the same on all processes.
-        """
+        """log p (s,) and its gradient (s, d) at places (s, d), the same on all processes."""
         values, slopes = self._sum(lambda part: part.slopes(places, batch), places, batch)
         return values, slopes
 
     def values_at(self, places: Tensor, batch: tuple[Any, ...]) -> Tensor:
-        """log p at every place, shape (s,), of a function or a network. places: (s, d), the same on all processes."""
+        """log p (s,) at places (s, d), the same on all processes."""
         return self._sum(lambda part: [part.values_at(places, batch)], places, batch)[0]
 
     def _sum(self, work: Callable[[Any], Sequence[Tensor]], like: Tensor, batch: tuple[Any, ...]) -> list[Tensor]:

@@ -97,13 +97,9 @@ def apply_root(root: Tensor, z: Tensor) -> Tensor:
 
 
 class SlopeTarget(Target):
-    """A target that is known at single places: a function, or a network's weights.
+    """A target that is known at single places: a function, or a network's weights."""
 
-    Attributes:
-        points: How expectations are taken; None for the default of the dimension.
-    """
-
-    points: Points | None
+    points: Points | None  # how expectations are taken; None for the default of the dimension
 
     @abstractmethod
     def slopes(self, places: Tensor, batch: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -128,8 +124,8 @@ class SlopeTarget(Target):
 class DensityTarget(SlopeTarget):
     """log p(z, data) as a function."""
 
-    log_joint: LogJoint  # z -> log p(z, data)
-    points: Points | None  # how expectations are taken; None for the default of the dimension
+    log_joint: LogJoint
+    points: Points | None
     batched: bool  # true if it takes (s, d) to (s,), False if it takes (d,) to a scalar
 
     @property
@@ -137,10 +133,9 @@ class DensityTarget(SlopeTarget):
         return self.points is None or self.points.steady
 
     def moments(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Moments:
-        require_no_batch(batch)
         z, weights = self.place_points(mean, step)
-        parts = (mean + apply_root(root, z)).split(_rows_at_once(len(mean)))
-        values = torch.cat([self.values(part).detach() for part in parts])
+        places = mean + apply_root(root, z)
+        values, parts = self.values_at(places, batch), places.split(_rows_at_once(len(mean)))
         gradients, bends = zip(*(self._derivatives(part) for part in parts), strict=True)
         slopes = torch.cat(gradients)
         check_slopes(values, slopes)
@@ -202,10 +197,7 @@ def _rows_at_once(d: int) -> int:
 
 
 def map_rows(function: Callable[[Tensor], Any], z: Tensor) -> Any:
-    """The function of every row at once. torch's warning of a loop inside, as for prod(), is silenced.
-
-    function: Of one row (d,). z: (s, d).
-    """
+    """The function of every row of z (s, d) at once. torch's warning of a loop inside, as for prod(), is silenced."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop")
         try:
@@ -220,10 +212,7 @@ def map_rows(function: Callable[[Tensor], Any], z: Tensor) -> Any:
 
 
 def is_batched(log_joint: LogJoint, start: Tensor) -> bool:
-    """True if log_joint takes rows (s, d) to (s,) or (s, 1), False if it takes one z (d,) to a scalar: by trying.
-
-    log_joint: z -> log p(z, data). start: A z, (d,).
-    """
+    """True if log_joint takes rows (s, d) to (s,) or (s, 1), False if it takes one z (d,) to a scalar: by trying."""
     rows = start + torch.linspace(0, 1e-3, 3, dtype=start.dtype, device=start.device).unsqueeze(1)
     try:
         together, alone = log_joint(rows), log_joint(rows[1:2])
