@@ -22,8 +22,6 @@ from natgrad.structures import accumulate_total, accumulate_weight
 
 Taught = list[tuple[str, Tensor, LogisticRows]]
 """Name, weight and rows of every layer that is trained."""
-
-
 ROWS = 256
 """Rows that a refresh takes at most where the unit's inputs are fewer."""
 EXACT = 128
@@ -149,29 +147,17 @@ def is_wide(layer: Conditional) -> bool:
 
 @dataclass
 class UnitBlocks:
-    """What is remembered of one layer's Fisher: blocks with their weight, or the rows of the last refreshes.
+    """What is remembered of one layer's Fisher: blocks with their weight, or the rows of the last refreshes."""
 
-    Attributes:
-        decay: Weight of the past in the running average.
-        state: The blocks' or the rows' sums; {} before the first refresh.
-        mask: Columns that each unit sees, shape (size, columns); None for all.
-        exact: True if every unit's own block is inverted; else all are diagonal in one basis, made from the rows.
-        inverse: (1 + level) (F_j + level I)^-1; None before the first refresh.
-        level: The damping that the inverse was made with.
-    """
-
-    decay: float
-    state: dict[str, Any]
-    mask: Tensor | None = None
-    exact: bool = True
-    inverse: Operator | None = None
-    level: float = 0.0
+    decay: float  # weight of the past in the running average
+    state: dict[str, Any]  # the blocks' or the rows' sums; {} before the first refresh
+    mask: Tensor | None = None  # columns that each unit sees, (size, columns); None for all
+    exact: bool = True  # if every unit's own block is inverted; else all are diagonal in one basis, made from the rows
+    inverse: Operator | None = None  # (1 + level) (F_j + level I)^-1; None before the first refresh
+    level: float = 0.0  # the damping that the inverse was made with
 
     def average(self, rows: LogisticRows) -> dict[str, Any]:
-        """The running average with a batch more, as `state` keeps it; nothing changes here.
-
-        What is kept stays of its kind, but rows that became many become blocks.
-        """
+        """The running average with a batch more, as `state` has it; rows that became many become blocks."""
         fresh = fisher_rows(thin_rows(rows, most_rows(rows)))
         few = 2 * len(fresh.rows) <= fresh.rows.shape[1]
         if not self.exact or (few and "blocks" not in self.state):
@@ -196,11 +182,6 @@ class UnitBlocks:
         self.state, self.inverse, self.level = state, Scaled(inverse, 1 + level), level
         return True
 
-    def refresh(self, rows: LogisticRows, level: float) -> bool:
-        """Take in a batch and invert. False, with everything as it was, if that fails."""
-        state = self.average(rows)
-        return self.commit(state, self.operator(state), level)
-
     def follow(self, like: Tensor) -> None:
         """Bring all to the dtype and the device of the layer, where it went elsewhere."""
         if self.inverse is not None and (self.inverse.dtype, self.inverse.device) != (like.dtype, like.device):
@@ -212,15 +193,6 @@ class UnitBlocks:
         self.inverse, self.level = None, level
         if self.state:
             self.commit(self.state, self.operator(self.state), level)
-
-    def _window(self, fresh: SharedRows) -> int:
-        """Refreshes that a running average with this decay sees, as far as their rows may be kept.
-
-        For exact blocks half as many rows as columns, beyond which Woodbury costs more than the blocks do.
-        """
-        columns = fresh.rows.shape[1]
-        room = (columns // 2 if self.exact else KEPT * max(ROWS, columns)) // len(fresh.rows)
-        return max(1, min(room, round(1 / (1 - self.decay))))
 
     def _average_blocks(self, fresh: SharedRows) -> dict[str, Any]:
         past = self.state
@@ -234,7 +206,10 @@ class UnitBlocks:
         rows, weights = [fresh.rows], [fresh.weights]
         counts, shares = [len(fresh.rows)], [1.0]
         if "rows" in self.state:
-            older = self._window(fresh) - 1
+            columns = fresh.rows.shape[1]
+            # beyond half as many rows as columns Woodbury costs more than exact blocks do
+            room = (columns // 2 if self.exact else KEPT * max(ROWS, columns)) // len(fresh.rows)
+            older = max(1, min(room, round(1 / (1 - self.decay)))) - 1
             past = self.state["counts"][:older]
             rows.append(self.state["rows"][: sum(past)])
             weights.append(self.decay * self.state["weights"][:, : sum(past)])
@@ -254,14 +229,12 @@ def fits_layer(state: dict[str, Any], weight: Tensor) -> bool:
 
 
 def shorten_directions(radius: float, direction: Tensor, rows: LogisticRows, rate: float) -> Tensor:
-    """Every unit's direction, shortened where `rate` times it is too far.
+    """Every unit's direction d_j, the rows (size, columns), shortened where `rate` times it is too far.
 
     A step moves a unit's distribution by KL <= E[(rate d_j . a)^2] / 8 nats in the mean over its inputs a, since the
     log-partition log(1 + e^z) has no second derivative above 1/4; this is held to `radius`, as FEW of the rows show it,
     or SCREEN of them where the unit's step is short.
     The Fisher matrix cannot bound it: that of a unit which is wrong and sure of it vanishes, and its step is then long.
-
-    direction: d_j in its rows, (size, columns).
     """
     if len(rows.inputs) <= FEW:
         shares = rows.weights / rows.weights.sum()
@@ -279,10 +252,7 @@ def shorten_directions(radius: float, direction: Tensor, rows: LogisticRows, rat
 
 
 def find_shortening(radius: float, direction: Tensor, inputs: Tensor, shares: Tensor, rate: float) -> Tensor:
-    """min(1, sqrt(radius / KL)) of every unit for KL = E[(rate d_j . a)^2] / 8, shape (size, 1).
-
-    direction: d_j in its rows, (size, columns). inputs: a, (s, columns). shares: Of the rows in the mean, (s,).
-    """
+    """min(1, sqrt(radius / KL)) of every unit for KL = E[(rate d_j . a)^2] / 8, shape (size, 1)."""
     kl = shares @ (inputs @ direction.mT).square_() * (rate**2 / 8)
     return (radius / kl).sqrt().clamp(max=1).unsqueeze(1)
 

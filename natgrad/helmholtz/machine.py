@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,13 +16,13 @@ from natgrad.helmholtz.units import (
     Activations,
     Conditional,
     States,
-    activate_generation,
-    activate_recognition,
+    activate_layers,
     each_layer,
     fisher_rows,
-    generation_rows,
-    recognition_rows,
+    pair_generation,
+    pair_recognition,
     sum_log_chances,
+    teach_layers,
 )
 
 ENUMERABLE = 20
@@ -60,9 +61,7 @@ class HelmholtzMachine(nn.Module):
         super().__init__()
         self.sizes = check_sizes(sizes)
         self.units, self.autoregressive = check_units(units), autoregressive
-        below, low = self.sizes[:-1], self.units[0]
-        above = self.sizes[1:]
-        pairs = list(zip(below, above, strict=True))
+        low, pairs = self.units[0], list(pairwise(self.sizes))
         top = Conditional(0, self.sizes[-1], low, autoregressive and prior is None)
         self.generation = nn.ModuleList([*(Conditional(m, n, low, autoregressive) for n, m in pairs), top])
         self.recognition = nn.ModuleList([Conditional(n, m, low, autoregressive) for n, m in pairs])
@@ -100,7 +99,7 @@ class HelmholtzMachine(nn.Module):
         return states
 
     def sample(self, n: int, generator: torch.Generator | None = None, *, means: bool = False) -> Tensor:
-        """n visible states (n, size); means: the probabilities of being up instead, which look smoother.
+        """n visible states, (n, size).
 
         Args:
             n: Number of draws.
@@ -119,7 +118,7 @@ class HelmholtzMachine(nn.Module):
 
         Args:
             x: Examples, shape (b, visible).
-            samples: Draws of h per example; None, where it is allowed, for the exact sum over all states.
+            samples: Draws of h per example.
             generator: Of the draws; None for the global one.
         """
         return self.recognise_with_activations(x, samples, generator)[0]
@@ -162,7 +161,8 @@ class HelmholtzMachine(nn.Module):
         Args:
             states: One tensor (..., size) per layer, visible first.
         """
-        return sum_log_chances(activate_generation(self.generation, states), states)
+        pairs = pair_generation(states)
+        return sum_log_chances(activate_layers(self.generation, pairs), pairs)
 
     def log_posterior(self, states: States) -> Tensor:
         """log q(h | x) of states, (...).
@@ -170,25 +170,28 @@ class HelmholtzMachine(nn.Module):
         Args:
             states: One tensor (..., size) per layer, visible first.
         """
-        return sum_log_chances(activate_recognition(self.recognition, states), states[1:])
+        pairs = pair_recognition(states)
+        return sum_log_chances(activate_layers(self.recognition, pairs), pairs)
 
     @torch.no_grad()
     def log_likelihood(self, x: Any, samples: int | None = 100, generator: torch.Generator | None = None) -> Tensor:
         """log p(x) of every example, (b,), in nats: log of the mean of p(x, h) / q(h | x) over `samples` draws from q.
 
-        A lower bound in expectation that rises with samples (Burda et al. 2016). samples=None: exact, by summing over
-        all states of the hidden units. ValueError for more than 20 hidden units then.
+        A lower bound in expectation that rises with samples (Burda et al. 2016).
 
         Args:
             x: Examples, shape (b, visible).
-            samples: Draws of h per example; None, where it is allowed, for the exact sum over all states.
+            samples: Draws of h per example; None for the exact sum over all states of at most 20 hidden units.
             generator: Of the draws; None for the global one.
         """
         x = self.check(x)
         if samples is None:
-            return self._enumerate_hidden(x)
+            parts = x.split(max(1, 2**22 // (2 ** sum(self.sizes[1:]) * self.sizes[0])))
+            return torch.cat([self.log_joint(self._pair_with_hidden(part)).logsumexp(0) for part in parts])
         samples = as_samples(samples)
-        logs = [self.weights_of(self.recognise(x, part, generator)) for part in split_samples(samples, x)]
+        size = max(1, 2**15 // len(x))  # samples at a time, so that few rows are in memory
+        parts = [min(size, samples - start) for start in range(0, samples, size)]
+        logs = [self.weights_of(self.recognise(x, part, generator)) for part in parts]
         return torch.cat(logs).logsumexp(0) - math.log(samples)
 
     def weights_of(self, states: States) -> Tensor:
@@ -207,58 +210,55 @@ class HelmholtzMachine(nn.Module):
 
         By layer ("generation.0", ..., "recognition.0", ...): (size, columns, columns), F_j = E[s' (W_j a) a a^T], a the
         unit's inputs with a 1 as last; of p over its own draws, of q over the examples x and q's draws given them.
-        samples: draws of h per example, and as many dreams; None: exact, by summing over all states, for at most 20
-        units in all (ValueError otherwise).
 
         Args:
             x: Examples, shape (b, visible).
-            samples: Draws of h per example; None, where it is allowed, for the exact sum over all states.
+            samples: Draws of h per example, and as many dreams; None for the exact sum over all states, of at most 20
+                units in all.
             generator: Of the draws; None for the global one.
         """
         x = self.check(x)
         if samples is None:
             states, logs = self.joint()
-            hidden = self.hidden()
-            seen = [x.expand(len(hidden[0]), *x.shape), *(h.unsqueeze(1).expand(-1, len(x), -1) for h in hidden)]
+            seen = self._pair_with_hidden(x)
             shares = logs.exp(), self.log_posterior(seen).exp() / len(x)
         else:
             samples = as_samples(samples)
             states, seen = self.dream(samples * len(x), generator), self.recognise(x, samples, generator)
             shares = tuple(s[0].new_full(s[0].shape[:-1], 1 / (samples * len(x))) for s in (states, seen))
-        networks = {"generation": generation_rows(self.generation, states, shares[0])}
-        networks["recognition"] = recognition_rows(self.recognition, seen, shares[1])
-        return {f"{name}.{i}": fisher_rows(r).blocks() for name, rows in networks.items() for i, r in enumerate(rows)}
+        blocks = dict[str, Tensor]()
+        for name, layers, pairs, weights in (
+            ("generation", self.generation, pair_generation(states), shares[0]),
+            ("recognition", self.recognition, pair_recognition(seen), shares[1]),
+        ):
+            taught = teach_layers(layers, pairs, activate_layers(layers, pairs), weights)
+            blocks |= {f"{name}.{i}": fisher_rows(rows).blocks() for i, rows in enumerate(taught)}
+        return blocks
 
     @torch.no_grad()
     def joint(self) -> tuple[States, Tensor]:
         """Every state of the machine, (s, size) per layer, and log p of each (s,). For at most 20 units in all."""
-        self._require_few(sum(self.sizes), "units")
-        tops = list(each_layer(self.generation))
-        table = torch.cartesian_prod(*[unit_values(tops[0])] * sum(self.sizes)).view(-1, sum(self.sizes))
-        states = list(table.split(self.sizes, dim=1))
+        states = self._list_states(self.sizes, "units")
         return states, self.log_joint(states)
 
     def hidden(self) -> States:
         """Every state of the hidden units, (s, size) per hidden layer."""
-        total = sum(self.sizes[1:])
-        self._require_few(total, "hidden units")
-        values = unit_values(next(each_layer(self.generation)))
-        return list(torch.cartesian_prod(*[values] * total).view(-1, total).split(self.sizes[1:], dim=1))
+        return self._list_states(self.sizes[1:], "hidden units")
 
-    def _enumerate_hidden(self, x: Tensor) -> Tensor:
-        hidden = self.hidden()
-        tops = [h.unsqueeze(1) for h in hidden]
-        logs = []
-        for part in x.split(max(1, 2**22 // max(1, len(hidden[0]) * self.sizes[0]))):
-            states = [part.expand(len(hidden[0]), *part.shape), *(t.expand(-1, len(part), -1) for t in tops)]
-            logs.append(self.log_joint(states).logsumexp(0))
-        return torch.cat(logs)
-
-    def _require_few(self, units: int, kind: str) -> None:
+    def _list_states(self, sizes: list[int], kind: str) -> States:
+        """Every state of some layers. ValueError for more than 20 units."""
+        layer, units = next(each_layer(self.generation)), sum(sizes)
         if units > ENUMERABLE:
             raise ValueError(
                 f"the machine has {units} {kind}, too many to enumerate (at most {ENUMERABLE}); use samples"
             )
+        values = torch.tensor([layer.low, 1], dtype=layer.weight.dtype, device=layer.weight.device)
+        return list(torch.cartesian_prod(*[values] * units).view(-1, units).split(sizes, dim=1))
+
+    def _pair_with_hidden(self, x: Tensor) -> States:
+        """Every example with every state of the hidden units, (s, b, size) per layer."""
+        hidden = self.hidden()
+        return [x.expand(len(hidden[0]), *x.shape), *(h.unsqueeze(1).expand(-1, len(x), -1) for h in hidden)]
 
     def check(self, x: Any) -> Tensor:
         """x, a tensor or an array, as the machine's parameters are. ValueError for another shape, or other entries.
@@ -280,12 +280,6 @@ class HelmholtzMachine(nn.Module):
                 "or (0, 1) as your data are"
             )
         return x.to(next(self.parameters()))
-
-
-def split_samples(samples: int, x: Tensor) -> list[int]:
-    """Samples at a time, so that few rows are in memory."""
-    step = max(1, 2**15 // max(1, len(x)))
-    return [min(step, samples - start) for start in range(0, samples, step)]
 
 
 def as_samples(samples: Any) -> int:
@@ -324,8 +318,3 @@ def check_prior(prior: Any, size: int) -> Tensor:
     if not bool(((chances > 0) & (chances < 1)).all()):
         raise ValueError(f"prior is {prior!r}, expected probabilities between 0 and 1: a number or a tensor ({size},)")
     return chances
-
-
-def unit_values(layer: Conditional) -> Tensor:
-    """The two values of a layer's units, (2,)."""
-    return torch.tensor([layer.low, 1], dtype=layer.weight.dtype, device=layer.weight.device)

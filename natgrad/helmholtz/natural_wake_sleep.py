@@ -9,7 +9,16 @@ from torch import Tensor
 from torch.optim import SGD
 
 from natgrad.ground.checks import Group, read_groups
-from natgrad.helmholtz.blocks import FEW, RADIUS, MachineBlocks, UnitFisher, count_refresh, is_wide, shorten_directions
+from natgrad.helmholtz.blocks import (
+    FEW,
+    RADIUS,
+    MachineBlocks,
+    UnitFisher,
+    count_refresh,
+    is_wide,
+    most_rows,
+    shorten_directions,
+)
 from natgrad.helmholtz.machine import HelmholtzMachine
 from natgrad.helmholtz.phases import Algorithm
 from natgrad.helmholtz.units import each_layer
@@ -97,13 +106,11 @@ class NaturalWakeSleep(WakeSleep):
         if self.fisher.exact is not None and not self.fisher.exact and machine.autoregressive:
             raise ValueError("exact is False, but the machine's units see different inputs: leave exact=None")
         self.damping = as_damping(self.fisher.damping)
-        self.radius = self._choose_radius() if self.fisher.radius is None else float(self.fisher.radius)
+        wide = any(is_wide(layer) for part in (machine.generation, machine.recognition) for layer in each_layer(part))
+        usual = RADIUS if wide else math.inf
+        self.radius = usual if self.fisher.radius is None else float(self.fisher.radius)
         self.blocks = MachineBlocks(machine, self.fisher)
         self._refreshed = -1
-
-    def _choose_radius(self) -> float:
-        layers = *each_layer(self.machine.generation), *each_layer(self.machine.recognition)
-        return RADIUS if any(is_wide(layer) for layer in layers) else math.inf
 
     def _parts(self) -> dict[str, Any]:
         return {"blocks": self.blocks, **super()._parts(), "refreshed": Attributes(self, "_refreshed")}
@@ -111,11 +118,15 @@ class NaturalWakeSleep(WakeSleep):
     def _directions(self, lesson: JoinedLesson) -> tuple[list[tuple[Tensor, Tensor]], bool]:
         fresh = True
         if self._is_due(lesson):
-            fresh = self.blocks.refresh(lesson.gather_for_blocks(), self.damping)
+            # as many rows of all processes as a Fisher block is estimated from
+            taught = [(name, weight, lesson.gather(rows, most_rows(rows))) for name, weight, rows in lesson.taught]
+            fresh = self.blocks.refresh(taught, self.damping)
             self._refreshed = self.steps
         rates, directions = self._read_rates(), list[tuple[Tensor, Tensor]]()
         for (name, weight, rows), ascent in zip(lesson.taught, lesson.ascents(), strict=True):
-            direction = self._natural(name, ascent)
+            inverse = self.blocks.keep(name).inverse
+            # (1 + damping) (F_j + damping I)^-1 g_j, unit by unit
+            direction = ascent if inverse is None else inverse.mv(ascent.flatten()).view_as(ascent)
             if not math.isinf(self.radius):
                 seen = lesson.gather(rows, FEW)
                 direction = shorten_directions(self.radius, direction, seen, rates.get(weight, 0.0))
@@ -128,11 +139,6 @@ class NaturalWakeSleep(WakeSleep):
             return {}
         groups = self.optimizer.param_groups
         return {p: float(group["lr"]) / (1 - group["momentum"]) for group in groups for p in group["params"]}
-
-    def _natural(self, name: str, ascent: Tensor) -> Tensor:
-        inverse = self.blocks.keep(name).inverse
-        # (1 + damping) (F_j + damping I)^-1 g_j, unit by unit
-        return ascent if inverse is None else inverse.mv(ascent.flatten()).view_as(ascent)
 
     def _is_due(self, lesson: JoinedLesson) -> bool:
         if self._refreshed < 0 or any(name not in self.blocks.layers for name, _, _ in lesson.taught):

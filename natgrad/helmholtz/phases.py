@@ -15,11 +15,12 @@ from natgrad.helmholtz.units import (
     Activations,
     LogisticRows,
     States,
-    activate_generation,
-    generation_rows,
+    activate_layers,
     join_rows,
-    recognition_rows,
+    pair_generation,
+    pair_recognition,
     sum_log_chances,
+    teach_layers,
 )
 
 
@@ -39,26 +40,35 @@ class WeighedDraws:
     All that a step needs is computed once: log-probabilities, gradients and Fisher blocks are read off the logits.
     """
 
+    machine: HelmholtzMachine
     states: States
     generation: list[Activations]
     recognition: list[Activations]
     logs: Tensor
 
-    def teach_generation(self, machine: HelmholtzMachine, weights: Tensor) -> list[LogisticRows]:
+    def teach_generation(self, weights: Tensor) -> list[LogisticRows]:
         """Rows of p, weights (samples, b)."""
-        return generation_rows(machine.generation, self.states, weights, self.generation)
+        return teach_layers(self.machine.generation, pair_generation(self.states), self.generation, weights)
 
-    def teach_recognition(self, machine: HelmholtzMachine, weights: Tensor) -> list[LogisticRows]:
+    def teach_recognition(self, weights: Tensor) -> list[LogisticRows]:
         """Rows of q, weights (samples, b)."""
-        return recognition_rows(machine.recognition, self.states, weights, self.recognition)
+        return teach_layers(self.machine.recognition, pair_recognition(self.states), self.recognition, weights)
 
 
 def draw_weighed(machine: HelmholtzMachine, x: Tensor, samples: int, generator: torch.Generator | None) -> WeighedDraws:
     """`samples` draws from q(h | x) of every example (b, visible)."""
     states, recognition = machine.recognise_with_activations(x, samples, generator)
-    generation = activate_generation(machine.generation, states)
-    logs = sum_log_chances(generation, states) - sum_log_chances(recognition, states[1:])
-    return WeighedDraws(states, generation, recognition, logs)
+    pairs = pair_generation(states)
+    generation = activate_layers(machine.generation, pairs)
+    logs = sum_log_chances(generation, pairs) - sum_log_chances(recognition, pair_recognition(states))
+    return WeighedDraws(machine, states, generation, recognition, logs)
+
+
+def teach_by_dreams(machine: HelmholtzMachine, count: int, generator: torch.Generator | None) -> list[LogisticRows]:
+    """Rows of q from draws of p, all of equal weight."""
+    dreams = machine.dream(count, generator)
+    pairs, weights = pair_recognition(dreams), dreams[0].new_full((count,), 1 / count)
+    return teach_layers(machine.recognition, pairs, activate_layers(machine.recognition, pairs), weights)
 
 
 class Algorithm(ABC):
@@ -83,12 +93,8 @@ class Classic(Algorithm):
     def lesson(self, machine: HelmholtzMachine, x: Tensor, samples: int, generator: torch.Generator | None) -> Lesson:
         draws = draw_weighed(machine, x, samples, generator)
         weights = torch.full_like(draws.logs, 1 / draws.logs.numel())
-        dreams = machine.dream(len(x), generator)
-        return Lesson(
-            draws.teach_generation(machine, weights),
-            recognition_rows(machine.recognition, dreams, weigh_equally(dreams)),
-            estimate_bound(draws.logs),
-        )
+        dreamt = teach_by_dreams(machine, len(x), generator)
+        return Lesson(draws.teach_generation(weights), dreamt, estimate_bound(draws.logs))
 
 
 @dataclass(frozen=True)
@@ -110,26 +116,16 @@ class Reweighted(Algorithm):
     def lesson(self, machine: HelmholtzMachine, x: Tensor, samples: int, generator: torch.Generator | None) -> Lesson:
         draws = draw_weighed(machine, x, samples, generator)
         weights = draws.logs.softmax(0) / len(x)  # normalised over the draws of an example, in the logs
-        return Lesson(
-            draws.teach_generation(machine, weights),
-            self._recognition(machine, draws, weights, generator),
-            estimate_bound(draws.logs),
-        )
-
-    def _recognition(
-        self, machine: HelmholtzMachine, draws: WeighedDraws, weights: Tensor, generator: torch.Generator | None
-    ) -> list[LogisticRows]:
         if self.wake_phi == 1:
-            return draws.teach_recognition(machine, weights)
-        dreams = machine.dream(weights.shape[1], generator)
-        sleep = recognition_rows(machine.recognition, dreams, weigh_equally(dreams))
-        if self.wake_phi == 0:
-            return sleep
-        wake = draws.teach_recognition(machine, weights)
-        return [
-            join_rows(w.scale_by(self.wake_phi), s.scale_by(1 - self.wake_phi))
-            for w, s in zip(wake, sleep, strict=True)
-        ]
+            recognition = draws.teach_recognition(weights)
+        else:
+            recognition = teach_by_dreams(machine, len(x), generator)
+        if 0 < self.wake_phi < 1:
+            recognition = [
+                join_rows(wake.scale_by(self.wake_phi), sleep.scale_by(1 - self.wake_phi))
+                for wake, sleep in zip(draws.teach_recognition(weights), recognition, strict=True)
+            ]
+        return Lesson(draws.teach_generation(weights), recognition, estimate_bound(draws.logs))
 
 
 @dataclass(frozen=True)
@@ -144,18 +140,9 @@ class Bidirectional(Algorithm):
         draws = draw_weighed(machine, x, samples, generator)
         logs = 0.5 * draws.logs
         weights = logs.softmax(0) / len(x)
-        return Lesson(
-            draws.teach_generation(machine, weights),
-            draws.teach_recognition(machine, weights),
-            2 * estimate_bound(logs),
-        )
+        return Lesson(draws.teach_generation(weights), draws.teach_recognition(weights), 2 * estimate_bound(logs))
 
 
 def estimate_bound(logs: Tensor) -> Tensor:
     """log of the mean weight of every example: (samples, b) -> (b,)."""
     return logs.logsumexp(0) - math.log(len(logs))
-
-
-def weigh_equally(states: States) -> Tensor:
-    """Weights of the rows of dreams, (n,), that sum to 1."""
-    return states[0].new_full(states[0].shape[:-1], 1 / len(states[0]))

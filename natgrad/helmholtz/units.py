@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -14,20 +15,16 @@ from natgrad.operators import SharedRows
 
 @dataclass(frozen=True)
 class Activations:
-    """What the units of a layer see and what they make of it: a (..., columns) and W a (..., size).
-
-    Where all draws of an example see the same, both are of the examples alone.
-    """
+    """a (..., columns) and W a (..., size) of a layer's units; of the examples alone, where all draws see the same."""
 
     inputs: Tensor
     logits: Tensor
 
 
 class Conditional(nn.Module):
-    """p(h | parents) of `size` binary units: p(h_j is up | .) = sigmoid(W_j a), a = [parents, earlier units, 1].
+    """p(h_j is up | .) = sigmoid(W_j a) of `size` units of `low` (0 or -1) and 1, a = [parents, earlier units, 1].
 
-    weight: (size, columns), the bias as last column.   autoregressive: unit j also sees the units before it in its own
-    layer.   low: the value of a unit that is down, 0 or -1; up is 1.
+    weight: (size, columns), the bias as last column. In an autoregressive layer unit j sees the units before it.
     """
 
     def __init__(self, parents: int, size: int, low: int, autoregressive: bool) -> None:
@@ -117,21 +114,20 @@ def each_layer(layers: nn.ModuleList) -> Iterator[Conditional]:
 
 States = list[Tensor]
 """One tensor (..., size) per layer, visible first."""
+Pairs = list[tuple[Tensor | None, Tensor]]
+"""Parents (..., m) and own units (..., size) of every layer of a network."""
 PARTS = ("inputs", "residuals", "logits", "weights")
 
 
 @dataclass(frozen=True)
 class LogisticRows:
-    """What one layer learns from: a (s, columns), y - sigmoid and W a (s, size), weights (s,) that sum to 1.
-
-    mask: (size, columns), the columns that a unit sees; None: all.
-    """
+    """What one layer learns from: a (s, columns), y - sigmoid and W a (s, size), weights (s,) that sum to 1."""
 
     inputs: Tensor
     residuals: Tensor
     logits: Tensor
     weights: Tensor
-    mask: Tensor | None
+    mask: Tensor | None  # the columns that a unit sees, (size, columns); None: all
 
     @property
     def slopes(self) -> Tensor:
@@ -152,42 +148,35 @@ class LogisticRows:
         return replace(self, **{part: getattr(self, part)[:0] for part in PARTS})
 
 
-def activate_generation(layers: nn.ModuleList, states: States) -> list[Activations]:
-    """What every layer of p sees in states (..., size)."""
-    parents: list[Tensor | None] = [*states[1:], None]
-    return [layer.activate(p, own) for layer, p, own in zip(each_layer(layers), parents, states, strict=True)]
+def pair_generation(states: States) -> Pairs:
+    """What the layers of p see and are in states (..., size)."""
+    return list(zip([*states[1:], None], states, strict=True))
 
 
-def activate_recognition(layers: nn.ModuleList, states: States) -> list[Activations]:
-    """What every layer of q sees in states (..., size)."""
-    each = zip(each_layer(layers), states[:-1], states[1:], strict=True)
-    return [layer.activate(below, own) for layer, below, own in each]
+def pair_recognition(states: States) -> Pairs:
+    """What the layers of q see and are in states (..., size)."""
+    return list(pairwise(states))
 
 
-def sum_log_chances(seen: list[Activations], states: States) -> Tensor:
+def activate_layers(layers: nn.ModuleList, pairs: Pairs) -> list[Activations]:
+    """a and W a of every layer."""
+    return [layer.activate(parents, own) for layer, (parents, own) in zip(each_layer(layers), pairs, strict=True)]
+
+
+def sum_log_chances(seen: list[Activations], pairs: Pairs) -> Tensor:
     """log of the product over layers of p(own | parents), (...)."""
-    return torch.stack([log_chances(s.logits, own) for s, own in zip(seen, states, strict=True)]).sum(0)
+    return torch.stack([log_chances(s.logits, own) for s, (_, own) in zip(seen, pairs, strict=True)]).sum(0)
 
 
-def generation_rows(
-    layers: nn.ModuleList, states: States, weights: Tensor, seen: list[Activations] | None = None
-) -> list[LogisticRows]:
-    """Rows of every layer of p on states (..., size), weights (...); seen: what `activate_generation` says."""
-    seen = activate_generation(layers, states) if seen is None else seen
-    each = zip(each_layer(layers), seen, states, strict=True)
-    return [make_rows(layer, activations, own, weights) for layer, activations, own in each]
-
-
-def recognition_rows(
-    layers: nn.ModuleList, states: States, weights: Tensor, seen: list[Activations] | None = None
-) -> list[LogisticRows]:
-    """Rows of every layer of q on states (..., size), weights (...); seen: what `activate_recognition` says."""
-    seen = activate_recognition(layers, states) if seen is None else seen
-    all_rows = []
-    for layer, activations, below, own in zip(each_layer(layers), seen, states[:-1], states[1:], strict=True):
-        same = is_shared(below) and not layer.autoregressive
-        all_rows.append(merge_draws(activations, own, weights) if same else make_rows(layer, activations, own, weights))
-    return all_rows
+def teach_layers(layers: nn.ModuleList, pairs: Pairs, seen: list[Activations], weights: Tensor) -> list[LogisticRows]:
+    """Rows of every layer, from what it sees and makes of it; weights (...)."""
+    each = zip(each_layer(layers), pairs, seen, strict=True)
+    return [
+        merge_draws(activations, own, weights)
+        if parents is not None and is_shared(parents) and not layer.autoregressive
+        else make_rows(layer, activations, own, weights)
+        for layer, (parents, own), activations in each
+    ]
 
 
 def make_rows(layer: Conditional, seen: Activations, own: Tensor, weights: Tensor) -> LogisticRows:

@@ -18,7 +18,7 @@ from natgrad.ground.messages import write_choices
 from natgrad.ground.progress import Callbacks, join_callbacks, run_steps
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.ground.typed_torch import as_tensor_like
-from natgrad.helmholtz.blocks import Taught, most_rows, thin_rows
+from natgrad.helmholtz.blocks import Taught, thin_rows
 from natgrad.helmholtz.machine import HelmholtzMachine
 from natgrad.helmholtz.phases import Algorithm, Lesson, Reweighted
 from natgrad.helmholtz.units import LogisticRows
@@ -268,28 +268,16 @@ class WakeSleep:
 
 @dataclass(frozen=True)
 class JoinedLesson:
-    """A step's rows, and what the processes add to one another's.
+    """A step's rows, and what the processes add to one another's."""
 
-    Args:
-        taught: Name, weight and rows of every layer that is trained. The rows' weights sum to this process's share of
-            all examples.
-        counts: Rows of each layer on all processes.
-        bound: The mean over all examples, in nats.
-        processes: What exchanges the sums.
-    """
-
-    taught: Taught
-    counts: list[int]
-    bound: float
+    taught: Taught  # the rows' weights sum to this process's share of all examples
+    counts: list[int]  # rows of each layer on all processes
+    bound: float  # the mean over all examples, in nats
     processes: Processes
 
     def ascents(self) -> list[Tensor]:
         """Every layer's gradient over the rows of all processes."""
         return sum_tensors(self.processes, [rows.ascent() for _, _, rows in self.taught])
-
-    def gather_for_blocks(self) -> Taught:
-        """The layers with as many rows of all processes as a Fisher block is estimated from."""
-        return [(name, weight, self.gather(rows, most_rows(rows))) for name, weight, rows in self.taught]
 
     def gather(self, rows: LogisticRows, most: int) -> LogisticRows:
         """Rows of all processes, at most as many of each; what a Fisher block is made of, without residuals."""
@@ -319,10 +307,7 @@ def join_lesson(lesson: Lesson, taught: Taught, processes: Processes) -> JoinedL
 def draw_lesson(
     machine: HelmholtzMachine, algorithm: Algorithm, x: Tensor, samples: int, generator: torch.Generator
 ) -> Lesson:
-    """What a batch teaches both networks; nothing, in the same shapes, if it has no examples.
-
-    x: Examples, (b, visible), b >= 0.
-    """
+    """What a batch (b, visible) teaches both networks; nothing, in the same shapes, if it has no examples."""
     if len(x):
         return algorithm.lesson(machine, x, samples, generator)
     stand_in = x.new_full((1, x.shape[1]), machine.units[0])

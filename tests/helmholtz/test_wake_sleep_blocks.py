@@ -22,8 +22,14 @@ from natgrad.helmholtz.blocks import (
     spread_evenly,
     thin_rows,
 )
-from natgrad.helmholtz.units import generation_rows
+from natgrad.helmholtz.units import LogisticRows, activate_layers, pair_generation, teach_layers
 from natgrad.operators import SharedRows, Units
+
+
+def refresh(blocks: UnitBlocks, rows: LogisticRows, level: float) -> bool:
+    """Take in a batch and invert."""
+    state = blocks.average(rows)
+    return blocks.commit(state, blocks.operator(state), level)
 
 
 @torch.no_grad()
@@ -60,7 +66,7 @@ def test_the_running_average_is_that_of_the_blocks_whether_rows_or_blocks_are_ke
         lessons.append(Classic().lesson(wide, x, 1, generator).recognition[0])
     kept = UnitBlocks(0.5, {})
     for rows in lessons:
-        assert kept.refresh(rows, 0.1)
+        assert refresh(kept, rows, 0.1)
     assert "rows" in kept.state  # two refreshes of at most four rows are kept, fewer than the columns
     blocks = [SharedRows(r.inputs, (r.slopes * r.weights.unsqueeze(1)).mT).blocks() for r in lessons]
     expected = Units((blocks[-1] + 0.5 * blocks[-2]) / 1.5).inverse(0.1)
@@ -70,9 +76,11 @@ def test_the_running_average_is_that_of_the_blocks_whether_rows_or_blocks_are_ke
 
     narrow = UnitBlocks(0.5, {})
     up = [torch.ones(9, 60, dtype=F64), torch.ones(9, 2, dtype=F64)]
-    every = [generation_rows(wide.generation, up, torch.full((9,), w, dtype=F64)) for w in (1.0, 2.0)]
+    pairs = pair_generation(up)
+    seen = activate_layers(wide.generation, pairs)
+    every = [teach_layers(wide.generation, pairs, seen, torch.full((9,), w, dtype=F64)) for w in (1.0, 2.0)]
     for rows in every:
-        assert narrow.refresh(rows[0], 0.1)
+        assert refresh(narrow, rows[0], 0.1)
     assert narrow.state["weight"] == 1.5
     first, second = (SharedRows(r[0].inputs, (r[0].slopes * r[0].weights.unsqueeze(1)).mT).blocks() for r in every)
     assert_close(narrow.state["blocks"], 0.5 * first + second)
