@@ -104,29 +104,15 @@ class Boltzmann(Density):
         return v @ params["h"] + 0.5 * (v @ self.matrix(params) * v).sum(1)
 
     def ratios(self, params: Params, inputs: Tensor, dims: Sequence[int] | None = None) -> Tensor:
-        """(v_i - v_i') (h_i + sum_j J_ij v_j), v' the flipped unit: the diagonal of J is zero.
-
-        Args:
-            params: h and J.
-            inputs: Bits, shape (b, N).
-            dims: Units i; None for all.
-        """
+        """(v_i - v_i') (h_i + sum_j J_ij v_j), v' the flipped unit: the diagonal of J is zero."""
         ratios = self._jumps(inputs) * self.fields(params, inputs)
         return ratios if dims is None else ratios[:, torch.as_tensor(dims, device=ratios.device)]
 
     def ratio_jacobian(self, params: Params, inputs: Tensor) -> Tensor:
-        """The derivative in h_i is the jump of v_i, that in J_ij the jump times the other unit's v.
-
-        Args:
-            params: h and J.
-            inputs: Bits, shape (b, N).
-        """
+        """The derivative in h_i is the jump of v_i, that in J_ij the jump times the other unit's v."""
         self.check(params)
-        v, jumps, count = self.values(inputs), self._jumps(inputs), params["J"].numel()
-        first, second = torch.triu_indices(self.units, self.units, 1, device=v.device)
-        pairs, columns = v.new_zeros(len(v), self.units, count), torch.arange(count, device=v.device)
-        pairs[:, first, columns] = v[:, second]
-        pairs[:, second, columns] = v[:, first]
+        v, jumps = self.values(inputs), self._jumps(inputs)
+        pairs = place_pairs(v, torch.triu_indices(self.units, self.units, 1, device=v.device))
         parts = {"h": torch.diag_embed(jumps), "J": jumps.unsqueeze(2) * pairs}
         return torch.cat([parts[name] for name in params], dim=2)
 
@@ -243,6 +229,15 @@ class Boltzmann(Density):
         return f"Boltzmann({self.units}{', spins=True' if self.spins else ''})"
 
 
+def place_pairs(v: Tensor, ends: Sequence[Tensor] | Tensor) -> Tensor:
+    """d (J v)_i / dJ_e for couplings J_e = J_ij = J_ji of pairs e of variables: v_j at i and v_i at j, (b, N, E)."""
+    first, second = ends
+    pairs, columns = v.new_zeros(*v.shape, len(first)), torch.arange(len(first), device=v.device)
+    pairs[:, first, columns] = v[:, second]
+    pairs[:, second, columns] = v[:, first]
+    return pairs
+
+
 def list_bit_states(count: int) -> Tensor:
     """All states of some bits, shape (2^count, count), the last one changing fastest, as float64."""
     numbers = torch.arange(2**count).unsqueeze(1)
@@ -291,20 +286,6 @@ class PairPreconditioner(Preconditioner):
         operator: Operator | None,
         random: RandomState | None = None,
     ) -> tuple[Operator, Memory]:
-        """The preconditioner of a step, and what is kept for the next one.
-
-        Args:
-            memory: From the last step; None at first.
-            metric: `ng.ratio_metric` of the machine.
-            params: h and J.
-            inputs: Bits, shape (b, N).
-            damping: Of the metric, at least 0.
-            operator: The metric at these inputs; not used.
-            random: The state of random generators; not used.
-
-        Raises:
-            TypeError: If the metric is another, or of another machine.
-        """
         if not isinstance(metric, RatioMetric) or metric.density is not self.machine:
             raise TypeError("PairPreconditioner(machine) goes with ng.ratio_metric(machine), of the same machine")
         age = memory["age"] if memory else 0
@@ -335,10 +316,7 @@ class PairPreconditioner(Preconditioner):
 
 
 def add_split_damping(weights: Tensor, covariance: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """W + delta I and C + epsilon I with 2 delta epsilon = damping, split by their mean eigenvalues (K-FAC's pi).
-
-    weights: The diagonal of W, (N,). covariance: C, (N, N).
-    """
+    """W + delta I and C + epsilon I with 2 delta epsilon = damping, split by their mean eigenvalues (K-FAC's pi)."""
     pi = (weights.mean() / covariance.diagonal().mean().clamp(min=1e-30)).clamp(1e-6, 1e6).sqrt()
     root = (max(damping, 1e-12) / 2) ** 0.5
     shifted = covariance.clone()

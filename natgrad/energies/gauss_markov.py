@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from natgrad.energies.boltzmann import place_pairs
 from natgrad.ground.checks import check_integer
 from natgrad.ground.densities import Density, check_continuous, check_density, check_entries
 from natgrad.ground.linalg import require_factor, symmetrise
@@ -97,11 +98,7 @@ class GaussMarkov(Density):
     def score_jacobian(self, params: Params, inputs: Tensor) -> Tensor:
         """The derivative of -(P x)_i in P_ii is -x_i, that in P_ij is -x_j."""
         self.check(params)
-        (first, second), count = self._ends, len(self.edges)
-        pairs, columns = inputs.new_zeros(len(inputs), self.size, count), torch.arange(count)
-        pairs[:, first, columns] = -inputs[:, second]
-        pairs[:, second, columns] = -inputs[:, first]
-        parts = {"diagonal": torch.diag_embed(-inputs), "edges": pairs}
+        parts = {"diagonal": torch.diag_embed(-inputs), "edges": place_pairs(-inputs, self._ends)}
         return torch.cat([parts[name] for name in params], dim=2)
 
     def fit(self, X: Tensor) -> dict[str, Tensor]:

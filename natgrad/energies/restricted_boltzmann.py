@@ -279,13 +279,9 @@ class PersistentLikelihood:
 
     def _update_moments(self, drawn: Tensor, shares: Tensor) -> None:
         """Running means and covariances of x and h over the chains, and inverses."""
-        for name, states, extra in (
-            ("x", self.chains, None),
-            ("h", drawn, shares @ (drawn - drawn.square())),  # the variance of h given x
-        ):
+        for name, states in (("x", self.chains), ("h", drawn)):
             second = (states * shares.unsqueeze(1)).mT @ states
-            if extra is not None:
-                second.diagonal().add_(extra)
+            second.diagonal().add_(shares @ (states - states.square()))  # the variance of h given x; of bits x none
             for key, new in ((name, shares @ states), (f"{name} squared", second)):
                 past = self.decay**self.refresh if key in self.memory else 0.0
                 self.memory[key] = new if past == 0 else torch.lerp(new, self.memory[key], past)

@@ -246,19 +246,16 @@ class _Chunks(torch.autograd.Function):
                 value = term(dict(zip(names, leaves, strict=True)), dims)
             total = total + value.detach()
             if value.requires_grad:
-                wanted = [leaf for leaf in leaves if leaf.requires_grad]
-                slopes = iter(torch.autograd.grad(value, wanted, materialize_grads=True))
-                for leaf, gradient in zip(leaves, gradients, strict=True):
-                    if leaf.requires_grad:
-                        gradient += next(slopes)
+                moved = [(leaf, slope) for leaf, slope in zip(leaves, gradients, strict=True) if leaf.requires_grad]
+                slopes = torch.autograd.grad(value, [leaf for leaf, _ in moved], materialize_grads=True)
+                torch._foreach_add_([gradient for _, gradient in moved], slopes)
         ctx.save_for_backward(*gradients)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        wanted = zip(ctx.saved_tensors, ctx.needs_input_grad[3:], strict=True)
-        return None, None, None, *(gradient * part if need else None for part, need in wanted)
+        return None, None, None, *(gradient * part for part in ctx.saved_tensors)
 
 
 def read_continuous(
@@ -272,10 +269,7 @@ def read_continuous(
 
 
 def check_smooth(scores: Tensor, curvatures: Tensor) -> None:
-    """Check that a second derivative in x is not zero: the objective has no lower bound where all are.
-
-    scores: d_i log p, (b, N). curvatures: d_i^2 log p, (b, k).
-    """
+    """Check that a second derivative in x is not zero: the objective has no lower bound where all are."""
     if is_concrete(curvatures) and not bool(curvatures.detach().any()):
         if not bool(scores.detach().any()):
             raise ValueError("log_p does not depend on x: its derivatives in x are zero at every example")

@@ -52,12 +52,6 @@ class TwoLayer(Density):
         return scores, curvatures if dims is None else curvatures[..., list(dims)]
 
     def score_jacobian(self, params: Params, inputs: Tensor) -> Tensor:
-        """d psi_i / d params, shape (..., b, N, K), params in their own order.
-
-        Args:
-            params: W and V before the link.
-            inputs: Examples, shape (..., b, N).
-        """
         W, V = self.matrices(params)
         by_W, by_V = jacobians(W, V, inputs)
         parts: dict[str, Tensor] = {"W": by_W, "V": by_V * self.link.slope(params["V"])[..., None, None, :, :]}
@@ -105,25 +99,19 @@ class TwoLayer(Density):
 
 
 def unit_responses(W: Tensor, V: Tensor, X: Tensor) -> tuple[Tensor, Tensor]:
-    """a = W x, shape (..., b, J), and r = (1 + V a^2)^-1/2, shape (..., b, H).
-
-    W: (..., J, N). V: (..., H, J). X: (..., b, N).
-    """
+    """a = W x, shape (..., b, J), and r = (1 + V a^2)^-1/2, shape (..., b, H)."""
     a = X @ W.mT
     return a, (1 + a.square() @ V.mT).rsqrt()
 
 
 def pool_features(W: Tensor, V: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-    """V_hj a_j, shape (..., b, H, J), and B, shape (..., b, H, N), its product with W.
-
-    W: (..., J, N). V: (..., H, J). a: W x, (..., b, J).
-    """
+    """V_hj a_j, shape (..., b, H, J), and B, shape (..., b, H, N), its product with W."""
     weighted = V.unsqueeze(-3) * a.unsqueeze(-2)
     return weighted, (weighted.flatten(-3, -2) @ W).unflatten(-2, weighted.shape[-3:-1])
 
 
 def derivatives(W: Tensor, V: Tensor, X: Tensor) -> tuple[Tensor, Tensor]:
-    """psi and d_i psi_i, both (..., b, N). W: (..., J, N). V: (..., H, J). X: (..., b, N)."""
+    """psi and d_i psi_i, both (..., b, N)."""
     a, r = unit_responses(W, V, X)
     c = r @ V
     _, B = pool_features(W, V, a)
@@ -135,8 +123,6 @@ def gradients(W: Tensor, V: Tensor, X: Tensor) -> tuple[Tensor, Tensor]:
     """The mean loss's gradient in W and V: the chain rule through a, r and B, which enter by the Gram matrix W W^T.
 
     With z = W W^T (c o a), T = (V o a) W W^T and n the diagonal of W W^T: W psi = -z, |B_h|^2 = T_h . (V_h o a).
-
-    W: (..., J, N). V: (..., H, J). X: (..., b, N).
     """
     a, r = unit_responses(W, V, X)
     r3, c = r**3, r @ V
@@ -162,8 +148,6 @@ def jacobians(W: Tensor, V: Tensor, X: Tensor) -> tuple[Tensor, Tensor]:
 
     d psi_i / dW_kl = x_l (a_k sum_h r_h^3 V_hk B_hi - c_k W_ki) - c_k a_k [i = l]; d psi_i / dV_hk = 1/2 r_h^3 B_hi
     a_k^2 - r_h a_k W_ki.
-
-    W: (..., J, N). V: (..., H, J). X: (..., b, N).
     """
     a, r = unit_responses(W, V, X)
     c = r @ V
