@@ -55,8 +55,6 @@ class NaturalWakeSleep(WakeSleep):
     Each unit's gradient is multiplied by (1 + damping) (F_j + damping I)^-1, F_j = E[s'(W_j a) a a^T] over the samples
     that the gradient is taken over, with their importance weights.
 
-    `trainer.optimizer` is the torch optimizer that takes the steps: schedulers attach to it. `trainer.lr` is its rate.
-
     A refresh takes at most 256 rows, or as many as a unit has inputs, drawn by their weights. Exact inverses are
     batched over the units of a layer: by Woodbury where the rows are at most half as many as a unit's inputs (of the
     past as many are kept as this allows), by Cholesky otherwise. One that fails is made with more damping; where that

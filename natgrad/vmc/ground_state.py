@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -15,8 +14,7 @@ from natgrad.ground.linalg import eigh
 from natgrad.ground.messages import explain_calls, write_choices
 from natgrad.ground.progress import Callbacks, join_callbacks, run_steps
 from natgrad.ground.pure import keep_gradient_mode
-from natgrad.ground.states import check_parts
-from natgrad.optim import Processes
+from natgrad.optim import Processes, read_parts, write_parts
 from natgrad.vmc.amplitude import LogAmplitude
 from natgrad.vmc.antisymmetric import AntisymmetricNet
 from natgrad.vmc.configurations import Configurations
@@ -77,7 +75,6 @@ class GroundState:
     @keep_gradient_mode
     def step(self) -> EnergyEstimate:
         """One step: the energy before it, with its error."""
-        self._meet()
         drawn, local = self._draw()
         return self.optimizer.step(drawn.states, local, drawn.weights, enumerated=drawn.enumerated)
 
@@ -115,7 +112,7 @@ class GroundState:
         Args:
             draws: How many times the sampler draws.
         """
-        parts, processes = [], self._meet()
+        parts, processes = [], self.optimizer.processes
         for _ in range(check_integer("draws", draws)):
             drawn, local = self._draw()
             if drawn.weights is not None:
@@ -125,6 +122,9 @@ class GroundState:
 
     def _draw(self) -> tuple[Samples, Tensor]:
         """Samples with their local energies."""
+        if not self._met:  # with the other processes
+            check_draws(self.optimizer.processes, self.sampler.generator)
+            self._met = True
         drawn = self.sampler.draw(self.psi)
         own, space = (getattr(part, "space", None) for part in (self.sampler, self.hamiltonian))
         own = own if isinstance(own, Configurations) else None
@@ -136,18 +136,9 @@ class GroundState:
             )
         return drawn, local
 
-    def _meet(self) -> Processes:
-        """The processes that have walkers, each with draws of its own."""
-        processes = self.optimizer.processes
-        if not self._met:
-            check_draws(processes, self.sampler.generator)
-            self._met = True
-        return processes
-
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, psi's parameters included: plain values and tensors."""
-        parts = {"psi": self.psi, "optimizer": self.optimizer, "sampler": self.sampler}
-        return {name: part.state_dict() for name, part in parts.items()}
+        return write_parts(self._parts())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict()`: on the CPU bit for bit as if never stopped.
@@ -158,18 +149,10 @@ class GroundState:
         Raises:
             ValueError: If it lacks a part, or is of another sampler or optimizer. Nothing is changed then.
         """
-        check_parts(self, state_dict)
-        before = deepcopy(self.state_dict())
-        try:
-            self._load(state_dict)
-        except Exception:
-            self._load(before)
-            raise
+        read_parts(self._parts(), state_dict, "GroundState.state_dict()")
 
-    def _load(self, state: dict[str, Any]) -> None:
-        self.psi.load_state_dict(state["psi"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.sampler.load_state_dict(state["sampler"])
+    def _parts(self) -> dict[str, Any]:
+        return {"psi": self.psi, "optimizer": self.optimizer, "sampler": self.sampler}
 
 
 def lowest_energy(hamiltonian: Any, *, space: Configurations | None = None, steps: int = 200, seed: int = 0) -> float:

@@ -49,16 +49,14 @@ def take_local_energies(
     check_variables(hamiltonian, flat)
     check_integers(psi, flat)
     with torch.no_grad():
-        if isinstance(hamiltonian, Hamiltonian):
-            others, values = hamiltonian.moves(flat)
-            check_stays(hamiltonian, space, others, values)
-            energies = hamiltonian.diagonal(flat) + sum_ratios(psi, flat, others, values, chunk_size)
-        elif hasattr(hamiltonian, "local_energies"):
+        own = isinstance(hamiltonian, Hamiltonian)
+        if not own and hasattr(hamiltonian, "local_energies"):
             energies = hamiltonian.local_energies(psi, flat)
-        elif has_connections(hamiltonian):
-            others, values = read_connections(hamiltonian, flat)
+        elif own or has_connections(hamiltonian):
+            others, values = hamiltonian.moves(flat) if own else read_connections(hamiltonian, flat)
             check_stays(hamiltonian, space, others, values)
             energies = sum_ratios(psi, flat, others, values, chunk_size)
+            energies = hamiltonian.diagonal(flat) + energies if own else energies
         else:
             raise TypeError(
                 f"hamiltonian is {type(hamiltonian).__name__}, expected an ng.vmc.Hamiltonian, or something with "

@@ -252,13 +252,11 @@ class Metropolis(Sampler):
         return f"{self.chains} chains, acceptance {self.accepted:.2f}{width}, {len(self.stuck)} stuck"
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        held = state_dict["states"]
+        held, lattice = state_dict["states"], isinstance(self.space, Configurations)
         if held is not None and len(held) != self.chains:
             raise ValueError(f"state_dict has {len(held)} chains, expected {self.chains}")
-        if held is not None and (
-            held.shape[1] != self.space.count
-            or (isinstance(self.space, Configurations) and not bool(self.space.contains(held).all()))
-        ):
+        fits = held is None or held.shape[1] == self.space.count
+        if not fits or (lattice and held is not None and not bool(self.space.contains(held).all())):
             raise ValueError(f"state_dict has chains at states that are not of {self.space}: build the same sampler")
         super().load_state_dict(state_dict)
 
