@@ -150,6 +150,7 @@ class ResidualOptimizer(NaturalGradient):
         self.detach()  # it reads no pass of the user's
         self.system, self.acceleration, self.scaling = system, acceleration, scaling
         self.losses: dict[str, float] = {}
+        self._loss = torch.full((), math.nan)  # the last step's
         self.history = ResidualHistory(system.terms)
 
     @keep_gradient_mode
@@ -173,15 +174,8 @@ class ResidualOptimizer(NaturalGradient):
         """
         if closure is not None:
             raise TypeError("step takes points and no closure: step(inside=x, boundary=y)")
-        losses = list[Tensor]()
-
-        def gather() -> SystemEvidence:
-            evidence, loss = self._gather_evidence(points)
-            losses.append(loss)
-            return evidence
-
-        super().step(evidence=gather)
-        return losses[0] if losses and self.state_report().status != "skipped" else torch.full((), math.nan)
+        super().step(evidence=lambda: self._gather_evidence(points))
+        return torch.full((), math.nan) if self.state_report().status == "skipped" else self._loss
 
     @keep_gradient_mode
     @explain_calls
@@ -279,11 +273,11 @@ class ResidualOptimizer(NaturalGradient):
         named = self.model.named_parameters() if isinstance(self.model, nn.Module) else self.model.items()
         return {name: p for name, p in named if id(p) in active}
 
-    def _gather_evidence(self, points: Any) -> tuple[SystemEvidence, Tensor]:
-        """What these points tell, and the loss there."""
+    def _gather_evidence(self, points: Any) -> SystemEvidence:
+        """What these points tell."""
         params, self.system.processes = self._find_trained(), self.processes
         now = self.system.linearise(params, points)
-        self.losses = {name: float(value) for name, value in now.losses.items()}
+        self._loss, self.losses = now.loss, {name: float(value) for name, value in now.losses.items()}
         gradient = now.operator.rows.mv(now.residuals)
         check_derivatives(now, gradient)
         objective = ResidualObjective(self.system, now, params)
@@ -292,7 +286,7 @@ class ResidualOptimizer(NaturalGradient):
             chosen = (self.solver, self.damping, self.acceleration, self.scaling)
             return ResidualSystem(*chosen, objective, state.gather(objective.space).get("units"))
 
-        return self.evidence(params, gradient, system, objective=objective, attempts=ATTEMPTS), now.loss
+        return self.evidence(params, gradient, system, objective=objective, attempts=ATTEMPTS)
 
 
 class ResidualSystem:

@@ -123,20 +123,10 @@ def default_damping(model: nn.Module) -> LevenbergMarquardt:
 # What is solved for: networks and physical coefficients, under names
 
 
-class Unknowns(nn.Module):
-    """Several networks and coefficients as one module, whose parameters an optimizer trains."""
-
-    def __init__(self, parts: Mapping[str, nn.Module | nn.Parameter]) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-
 def read_unknowns(given: Any) -> tuple[nn.Module, Mapping[str, nn.Module | nn.Parameter]]:
-    """The module whose parameters are trained, and the unknowns in the order of a term's arguments, by name.
+    """What is trained as one module, and the unknowns in a term's order by name, "" for a module alone.
 
-    The name is what the unknown's parameters start with: "" for a module alone. Complex parameters of modules become
-    their real and imaginary parts, in place.
+    Complex parameters of modules become their real and imaginary parts, in place.
     """
     if isinstance(given, nn.Module) and not isinstance(given, (nn.ModuleDict, nn.ModuleList)):
         check_precision("net", given)
@@ -158,7 +148,10 @@ def read_unknowns(given: Any) -> tuple[nn.Module, Mapping[str, nn.Module | nn.Pa
     for part in parts.values():
         if isinstance(part, nn.Module):
             split_complex_parameters(part)
-    return Unknowns(parts), parts
+    model = nn.Module()  # all of them as one, whose parameters an optimizer trains
+    for name, part in parts.items():
+        setattr(model, name, part)
+    return model, parts
 
 
 def find_dtype(parts: Mapping[Any, Any]) -> torch.dtype:

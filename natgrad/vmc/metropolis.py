@@ -239,7 +239,16 @@ class Metropolis(Sampler):
                 f"move {self.move} leads out of {self.space}: take a move that conserves what the space does, such as "
                 f"{choose_move(self.space)}"
             )
-        self._warn_once()
+        stuck = self.stuck
+        if not self._warned and len(stuck) > STUCK * self.chains:
+            self._warned = True
+            few = ", ".join(map(str, stuck[:5])) + (", ..." if len(stuck) > 5 else "")
+            warnings.warn(
+                f"{len(stuck)} of {self.chains} walkers accepted no move for {self.patience} sweeps (chains {few}): "
+                "their samples repeat one state; look at psi there, take another move, or more sweeps. This is said "
+                "once; sampler.stuck has their numbers after every draw",
+                stacklevel=2,
+            )
         return Samples(drawn)
 
     @property
@@ -286,18 +295,6 @@ class Metropolis(Sampler):
         self.states = torch.where(taken.unsqueeze(1), proposed, self.states)
         self.idle = torch.where(moved.cpu(), 0, self.idle + 1)
         return torch.where(taken, fresh, log), moved
-
-    def _warn_once(self) -> None:
-        if self._warned or len(self.stuck) <= STUCK * self.chains:
-            return
-        self._warned = True
-        few = ", ".join(map(str, self.stuck[:5])) + (", ..." if len(self.stuck) > 5 else "")
-        warnings.warn(
-            f"{len(self.stuck)} of {self.chains} walkers accepted no move for {self.patience} sweeps (chains {few}): "
-            "their samples repeat one state; look at psi there, take another move, or more sweeps. This is said once; "
-            "sampler.stuck has their numbers after every draw",
-            stacklevel=3,
-        )
 
 
 def choose_move(space: WalkerSpace) -> MarkovMove:

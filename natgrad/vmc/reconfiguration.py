@@ -245,7 +245,11 @@ class StochasticReconfiguration:
             moment = operator.moment
             assert isinstance(moment, Pullback)
             check_amplitudes(moment.outputs, states)
-        metric = operator if processes.size == 1 else join_moment(processes, moment, share, operator.counted)
+        metric: Operator = operator
+        if processes.size > 1:  # S over the walkers of all processes, about their common mean
+            joined = join_operator(processes, moment, moment.linearization.space, share)
+            counted = processes.gather_rows(joined.shares[processes.rank] ** 0.5 * operator.counted)
+            metric = Centred(cast("Any", joined), counted)
         shares = None if weights is None else processes.gather_rows(weights)
         gaps = find_gaps(gather_numbers(processes, local_energies), shares, self.clip)
         place = sum(share_count(processes, len(states), states.device)[: processes.rank])
@@ -258,12 +262,6 @@ class StochasticReconfiguration:
             return blocks if known is not None else MeasuredSystem(blocks, metric, gradient)
 
         return opt.evidence(params, gradient, system, examples=lambda: len(states))
-
-
-def join_moment(processes: Processes, moment: Pullback, share: float, counted: Tensor) -> Operator:
-    """S over the walkers of all processes, about their common mean."""
-    joined = join_operator(processes, moment, moment.linearization.space, share)
-    return Centred(cast("Any", joined), processes.gather_rows(joined.shares[processes.rank] ** 0.5 * counted))
 
 
 def check_needs_no_loss(damping: Damping, rule: Rule | None) -> None:
