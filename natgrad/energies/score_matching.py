@@ -246,9 +246,10 @@ class _Chunks(torch.autograd.Function):
                 value = term(dict(zip(names, leaves, strict=True)), dims)
             total = total + value.detach()
             if value.requires_grad:
-                moved = [(leaf, slope) for leaf, slope in zip(leaves, gradients, strict=True) if leaf.requires_grad]
-                slopes = torch.autograd.grad(value, [leaf for leaf, _ in moved], materialize_grads=True)
-                torch._foreach_add_([gradient for _, gradient in moved], slopes)
+                moved = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
+                slopes = torch.autograd.grad(value, [leaves[i] for i in moved], materialize_grads=True)
+                for i, slope in zip(moved, slopes, strict=True):
+                    gradients[i] += slope
         ctx.save_for_backward(*gradients)
         return total
 

@@ -56,6 +56,14 @@ class Sampler(Stateful, Explained):
         own = vars(self)
         return write_choices(self, **{name: own[name] for name in SHOWN if name in own})
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from `state_dict()`.
+
+        Args:
+            state_dict: What that returned.
+        """
+        super().load_state_dict(state_dict)
+
     def report(self) -> str:
         """How the last draw went, in one line."""
         return type(self).__name__
