@@ -62,7 +62,7 @@ class Sampler(Stateful, Explained):
         Args:
             state_dict: What that returned.
         """
-        super().load_state_dict(state_dict)
+        super().load_state_dict({"generator": None, **state_dict})  # which older states of none lack
 
     def report(self) -> str:
         """How the last draw went, in one line."""
