@@ -14,9 +14,15 @@ import numpy as np
 import torch
 from torch import nn
 
+from natgrad.ground.states import Stateful
+
 Array = np.ndarray
 PATIENCE = 1000
 """Steps without the end of any episode, after which environments without a time limit are taken for endless."""
+
+
+FINAL = ("final_obs", "final_observation")
+"""Where gymnasium's versions have the last observation of an episode that was reset within the step."""
 
 
 class EnvironmentFault(RuntimeError, ValueError):
@@ -60,8 +66,10 @@ class Episode:
     terminated: bool = True
 
 
-class Environments:
+class Environments(Stateful):
     """n environments in step, of whatever kind, cut after `max_episode_steps` where that is said."""
+
+    STATE = ("returns", "lengths", "resetting", "steps", "patient")
 
     def __init__(self, env: Any, max_episode_steps: float | None = None) -> None:
         env = make_environment(env)
@@ -72,7 +80,8 @@ class Environments:
         self.observation_space = getattr(self.envs[0], f"{prefix}observation_space")
         self.action_space = getattr(self.envs[0], f"{prefix}action_space")
         self.encode, self.shape, self.scalable = choose_encoder(self.observation_space)
-        self.mode = read_autoreset(self.vector)
+        mode = "" if self.vector is None else self.vector.metadata.get("autoreset_mode", "NEXT_STEP")  # the default
+        self.mode = str(getattr(mode, "name", mode)).upper().replace("_", "")  # a name or a member
         self.limit = math.inf if max_episode_steps is None else max_episode_steps
         limited = any(map(has_limit, [*self.envs, *getattr(self.vector, "envs", [])]))
         self.patient = max_episode_steps is not None or limited
@@ -119,10 +128,6 @@ class Environments:
         self.observations = stepped.following
         return stepped
 
-    def shares_any(self, other: Environments) -> bool:
-        """Whether some environment is in both."""
-        return any(mine is theirs for mine in self.envs for theirs in other.envs)
-
     def take_episodes(self) -> list[Episode]:
         """The episodes that ended since the last call."""
         episodes, self.finished = self.finished, []
@@ -136,15 +141,7 @@ class Environments:
             inner = [encode_value(env) for env in self.envs]
         except Unknown:
             inner = None
-        return {
-            "inner": inner,
-            "observations": encode_value(self.observations),
-            "returns": torch.tensor(self.returns),
-            "lengths": torch.tensor(self.lengths),
-            "resetting": torch.tensor(self.resetting),
-            "steps": self.steps,
-            "patient": self.patient,
-        }
+        return super().state_dict() | {"inner": inner, "observations": encode_value(self.observations)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with these episodes where the environments could be read and are built alike, else begin anew."""
@@ -155,10 +152,8 @@ class Environments:
         for env, attributes in owners:
             for name, value in attributes.items():
                 setattr(env, name, decode_value(value))
+        super().load_state_dict(state)
         self.observations = decode_value(state["observations"])
-        self.returns, self.lengths = state["returns"].numpy().copy(), state["lengths"].numpy().copy()
-        self.resetting = state["resetting"].numpy().copy()
-        self.steps, self.patient = state["steps"], state["patient"]
 
     def _step_each(self, actions: Array) -> Stepped:
         answers = [read_step(env.step(take_action(actions, i))) for i, env in enumerate(self.envs)]
@@ -181,16 +176,21 @@ class Environments:
         cut = np.asarray(cut, dtype=bool) & valid
         truncated, ended = self._truncate(cut, valid), terminated | cut
         successors = following = self._encode(raw)
-        if self.mode == "SAME_STEP" and ended.any():
+        if self.mode == "SAMESTEP" and ended.any():
             following, successors = successors, successors.copy()
             for i in np.flatnonzero(ended):
-                successors[i] = self._encode(np.asarray(find_final_observation(infos, i))[None])[0]
+                last = next((infos[k][i] for k in FINAL if k in infos and infos[k][i] is not None), None)
+                if last is None:
+                    raise EnvironmentFault(
+                        "a vector environment in SAME_STEP mode gave no final_obs for an episode that ended"
+                    )
+                successors[i] = self._encode(np.asarray(last)[None])[0]
         overdue = (truncated & ~ended) | (ended & (self.mode == "DISABLED"))
         if overdue.any():
             following = following.copy()
             fresh = self._encode(self.vector.reset(options={"reset_mask": overdue})[0])
             following[overdue] = fresh[overdue]
-        self.resetting = ended & (self.mode == "NEXT_STEP")
+        self.resetting = ended & (self.mode == "NEXTSTEP")
         return Stepped(rewards, terminated, truncated, successors, following, valid)
 
     def _truncate(self, truncated: Array, valid: Array) -> Array:
@@ -250,23 +250,6 @@ def make_environment(env: Any) -> Any:
     if isinstance(env, nn.Module):
         raise TypeError(f"env is {type(env).__name__}, a network, expected an environment: TRPO(policy, env)")
     return env() if callable(env) and not isinstance(env, (gym.Env, gym.vector.VectorEnv)) else env
-
-
-def read_autoreset(vector: Any) -> str:
-    """The name of a vector environment's autoreset mode; NEXT_STEP, gymnasium's default, where it does not say."""
-    if vector is None:
-        return ""
-    mode = vector.metadata.get("autoreset_mode", "NEXT_STEP")
-    name = str(getattr(mode, "name", mode)).upper()
-    return {"NEXTSTEP": "NEXT_STEP", "SAMESTEP": "SAME_STEP"}.get(name, name)
-
-
-def find_final_observation(infos: dict[str, Any], index: Any) -> Any:
-    """The last observation of an episode that was reset within the step."""
-    for key in ("final_obs", "final_observation"):
-        if key in infos and infos[key][index] is not None:
-            return infos[key][index]
-    raise EnvironmentFault("a vector environment in SAME_STEP mode gave no final_obs for an episode that ended")
 
 
 def has_limit(env: Any) -> bool:

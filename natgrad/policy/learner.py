@@ -26,11 +26,10 @@ from natgrad.ground.linalg import all_finite
 from natgrad.ground.messages import Columns, Explained, explain_calls, write_choices
 from natgrad.ground.progress import Callbacks, Progress, join_callbacks
 from natgrad.ground.pure import keep_gradient_mode, leaves, run_detached
-from natgrad.ground.spaces import Space
 from natgrad.ground.state_files import read_state_file, write_state_file
 from natgrad.ground.states import Stateful
 from natgrad.metrics import fisher
-from natgrad.operators import Operator
+from natgrad.operators import DiagonalOperator, Operator
 from natgrad.optim import (
     Accidents,
     Attributes,
@@ -57,8 +56,9 @@ from natgrad.policy.rollout import ObservationScale, collect_steps, join_episode
 from natgrad.policy.sb3 import ATTRIBUTES, Translation, as_learning, as_policy, check_prediction, per_agent
 from natgrad.policy.scalar_log import ScalarLog
 from natgrad.policy.settings import CriticTraining, NaturalStep, Rollouts, choose_damping
-from natgrad.policy.update import Move, Proposal, Surrogate, SurrogateLoss, propose_nothing, take_step
+from natgrad.policy.update import Move, Surrogate, take_step
 from natgrad.rules import FlatStep, Quadratic, Rule
+from natgrad.solvers import Solution
 from natgrad.structures import Exact
 
 SEED_DISTANCE = 1_000_003  # between the seeds of two processes
@@ -227,8 +227,9 @@ class PolicyLearner(Explained):
     def _advance(self) -> dict[str, Any]:
         rollout = self._collect()
         part = BatchPart.of(self.processes, len(rollout))
-        surrogate = Surrogate(self.actor, rollout, part, self.natural_step.entropy_weight)
-        move = self._move(surrogate, self._choose_metric_states(rollout, part))
+        surrogate = Surrogate(self.actor, self.params, rollout, part, self.natural_step.entropy_weight)
+        proposal = self._propose(surrogate, self._choose_metric_states(rollout, part))
+        move = take_step(self.rule, *proposal, surrogate)
         self._amount = self.damping.update(self._amount, move.ratio)
         explained = explain_variance(*map(self.processes.gather_rows, (rollout.returns, rollout.values)))
         loss, fitted = self.critic.fit(rollout, part, self.generator)
@@ -240,17 +241,6 @@ class PolicyLearner(Explained):
         counts = {"update": self.updates, "steps": self.steps}
         judged = {"entropy": entropy, "explained_variance": explained, "critic_loss": loss}
         return describe_update(counts, rollout.episodes, move, **judged)
-
-    def _move(self, surrogate: Surrogate, states: Tensor) -> Move:
-        """Take the policy along its natural gradient as far as the rule says, or leave it where it is."""
-        proposal = self._propose(surrogate, states)
-        loss_at = SurrogateLoss(surrogate, self.params, proposal.space)
-        point, move = take_step(self.rule, proposal, loss_at)
-        if point is not None:
-            with torch.no_grad():
-                for name, value in point.items():
-                    self.params[name].copy_(value)
-        return move
 
     def _set_share(self, share: float) -> None:
         """What one unit of the policy's outputs is, as a share of half the bounds."""
@@ -269,14 +259,13 @@ class PolicyLearner(Explained):
         discounts = self.rollouts.gamma, self.rollouts.gae_lambda
         return estimate_advantages(collected, self.critic, self.reward_scale, *discounts, episodes)
 
-    def _propose(self, surrogate: Surrogate, states: Tensor) -> Proposal:
+    def _propose(self, surrogate: Surrogate, states: Tensor) -> tuple[Quadratic, Solution | None]:
         """The step -(F + damping I)^-1 of the loss's gradient, with the exact Fisher along it."""
-        gradient = surrogate.gradient(self.params)
-        space = Space({name: self.params[name] for name in gradient})
-        g = space.flatten(gradient)
+        space, g = surrogate.space, surrogate.gradient
         if not all_finite(g):
-            return propose_nothing(space, self._amount)
-        params = {name: self.params[name] for name in gradient}
+            zeros = space.zeros()
+            return Quadratic(zeros, DiagonalOperator(zeros), self._amount, FlatStep(zeros, zeros)), None
+        params = {name: self.params[name] for name in space}
         known = self._memory, self.metric, params, states
         operator, memory = update_jointly(self.processes, self.structure, *known)
         if all(map(all_finite, leaves(memory))):
@@ -292,7 +281,7 @@ class PolicyLearner(Explained):
             exact = update_jointly(self.processes, Exact(), None, self.metric, params, states)[0]
             image = exact.mv(x)
         step = FlatStep(x, image).scale_by(self.rate)
-        return Proposal(space, Quadratic(-g, exact, amount, step, exact.nats, loss=0.0), solution)
+        return Quadratic(-g, exact, amount, step, exact.nats, loss=0.0), solution
 
     def _choose_metric_states(self, rollout: Rollout, part: BatchPart) -> Tensor:
         """The states that the metric is taken over: all, or a draw of `metric_batch` of all processes' states."""
@@ -362,7 +351,7 @@ class PolicyLearner(Explained):
         worlds = Environments(env, None if self.worlds.limit == math.inf else self.worlds.limit)
         if worlds.shape != self.worlds.shape:
             raise ValueError(f"env has observations of shape {worlds.shape}, expected {self.worlds.shape}")
-        if worlds.shares_any(self.worlds):
+        if any(mine is theirs for mine in worlds.envs for theirs in self.worlds.envs):
             self.worlds.begin_anew()
         observations, returns = worlds.start(seed), []
         share, extra = divmod(episodes, worlds.count)

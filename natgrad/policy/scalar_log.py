@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 TAGS = {
@@ -20,55 +19,14 @@ TAGS = {
 
 
 class ScalarLog:
-    """What `tensorboard_log=` says: written inside of a `with` block, into one folder per agent.
-
-    Args:
-        parent: The folder of several runs; None to write nothing.
-        name: Of the run: its folder is the first of name_1, name_2, ... that does not exist.
-
-    Raises:
-        ImportError: Without tensorboard.
-    """
+    """What `tensorboard_log=` says, into one folder per agent; outside of a `with` block nothing is written."""
 
     def __init__(self, parent: str | Path | None, name: str) -> None:
         self.parent, self.name = None if parent is None else Path(parent), name
-        self.folder: Path | None = None
+        self.folder: Path | None = None  # the first of name_1, name_2, ... that does not exist
         self._writer: Any = None
-        if parent is not None:
-            self._import()
-
-    def __enter__(self) -> ScalarLog:
-        if self.parent is not None:
-            if self.folder is None:
-                names = (self.parent / f"{self.name}_{i}" for i in itertools.count(1))
-                self.folder = next(place for place in names if not place.exists())
-            self._writer = self._import()(str(self.folder))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
-
-    def write_update(self, row: Mapping[str, Any]) -> None:
-        """Write a row of the history.
-
-        row: A value, or None, for every column.
-        """
-        numbers = {TAGS.get(name, f"train/{name}"): value for name, value in row.items() if name != "steps"}
-        self.write(numbers, row["steps"])
-
-    def write(self, numbers: Mapping[str, float | None], step: int) -> None:
-        """Write numbers by tag; nothing for a None, and nothing at all outside of the block."""
-        if self._writer is None:
+        if parent is None:
             return
-        for tag, value in numbers.items():
-            if value is not None:
-                self._writer.add_scalar(tag, float(value), step)
-
-    def _import(self) -> Any:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -76,4 +34,29 @@ class ScalarLog:
                 f"tensorboard_log is {str(self.parent)!r}, which needs tensorboard: pip install tensorboard, or leave "
                 "tensorboard_log out and take the numbers from the history that learn returns"
             ) from error
-        return SummaryWriter
+        self._open = SummaryWriter
+
+    def __enter__(self) -> ScalarLog:
+        if self.parent is not None:
+            if self.folder is None:
+                names = (self.parent / f"{self.name}_{i}" for i in itertools.count(1))
+                self.folder = next(place for place in names if not place.exists())
+            self._writer = self._open(str(self.folder))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def write_update(self, row: Mapping[str, Any]) -> None:
+        """Write a row of the history."""
+        numbers = {TAGS.get(name, f"train/{name}"): value for name, value in row.items() if name != "steps"}
+        self.write(numbers, row["steps"])
+
+    def write(self, numbers: Mapping[str, float | None], step: int) -> None:
+        """Write numbers by tag; nothing for a None."""
+        if self._writer is not None:
+            for tag, value in numbers.items():
+                if value is not None:
+                    self._writer.add_scalar(tag, float(value), step)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 from natgrad.ground.linalg import all_finite, stays_finite
 from natgrad.ground.pure import call_with, run_detached
 from natgrad.ground.spaces import Params, Space
-from natgrad.operators import DiagonalOperator
 from natgrad.policy.actor import Actor
 from natgrad.policy.advantage import BatchPart, Rollout
 from natgrad.rules import FlatStep, Quadratic, Rule, Step, Vector, leads_down
@@ -36,42 +34,25 @@ class Move:
     trouble: str | None = None  # what was not finite, so that the policy stays as it was; None where all was well
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """A natural step before it has a length."""
+def take_step(rule: Rule, model: Quadratic, solution: Solution | None, surrogate: Surrogate) -> Move:
+    """Move the policy's parameters to where the rule ends, or leave them where they are.
 
-    space: Space  # the parameters that the surrogate L depends on
-    model: Quadratic  # of the loss -L, with x = (F + damping I)^-1 dL/dtheta at its rate as the proposal
-    solution: Solution | None  # the solver's; None where the gradient was not finite
-
-    @property
-    def residual(self) -> float:
-        """|g - (F + damping I) x| / |g|, NaN where nothing was solved."""
-        norm = self.model.gradient.norm()
-        if self.solution is None:
-            return math.nan
-        return float(self.solution.residual / norm) if bool(norm > 0) else 0.0
-
-
-def propose_nothing(space: Space, damping: float) -> Proposal:
-    """What stands for a step where the gradient is not finite: none."""
-    zeros = space.zeros()
-    return Proposal(space, Quadratic(zeros, DiagonalOperator(zeros), damping, FlatStep(zeros, zeros)), None)
-
-
-def take_step(rule: Rule, proposal: Proposal, loss_at: SurrogateLoss) -> tuple[Mapping[str, Tensor] | None, Move]:
-    """The policy's parameters where the rule ends, or None where it stays, and what was moved."""
+    solution: the solver's, of the model's proposal; None where the gradient is not finite.
+    """
     # A step after which the policy, or what it gives, is not finite is not taken.
-    model = proposal.model
-    step = rule.step(model, loss_at, {})[0] if leads_down(model) else model.nothing()
-    point, trouble, vector = None, find_trouble(proposal), as_flat_step(step).vector
+    step = rule.step(model, surrogate, {})[0] if leads_down(model) else model.nothing()
+    point, trouble, vector = None, find_trouble(model, solution), as_flat_step(step).vector
     if bool(vector.any()):
-        trial, point = loss_at.look_at(vector), loss_at.move(vector)
-        if not trial.is_finite or not all(stays_finite(loss_at.params[name], p) for name, p in point.items()):
+        trial, point = surrogate.look_at(vector), surrogate.move(vector)
+        if not trial.is_finite or not all(stays_finite(surrogate.params[name], p) for name, p in point.items()):
             point, trouble = None, "the policy after the step is not finite"
-    elif loss_at.trials and not any(trial.is_finite for trial in loss_at.trials):
+    elif surrogate.trials and not any(trial.is_finite for trial in surrogate.trials):
         trouble = "the policy was not finite at any trial of the step"
-    return point, describe_move(proposal, loss_at.trials, accepted=point is not None, trouble=trouble)
+    if point is not None:
+        with torch.no_grad():
+            for name, value in point.items():
+                surrogate.params[name].copy_(value)
+    return describe_move(model, solution, surrogate.trials, accepted=point is not None, trouble=trouble)
 
 
 def as_flat_step(step: Step) -> FlatStep:
@@ -80,32 +61,33 @@ def as_flat_step(step: Step) -> FlatStep:
     return step
 
 
-def find_trouble(proposal: Proposal) -> str | None:
+def find_trouble(model: Quadratic, solution: Solution | None) -> str | None:
     """What is not finite in a proposal."""
-    if proposal.solution is None:
+    if solution is None:
         return "the gradient of the surrogate is not finite"
-    step = as_flat_step(proposal.model.proposal)
-    if proposal.solution.status is Status.NON_FINITE or not all_finite(step.vector):
+    step = as_flat_step(model.proposal)
+    if solution.status is Status.NON_FINITE or not all_finite(step.vector):
         return "the solver's step is not finite"
     return None if all_finite(step.image) else "the metric along the step is not finite"
 
 
-def describe_move(proposal: Proposal, trials: list[Trial], *, accepted: bool, trouble: str | None) -> Move:
+def describe_move(
+    model: Quadratic, solution: Solution | None, trials: list[Trial], *, accepted: bool, trouble: str | None
+) -> Move:
     """The record of the last trial, or of no move."""
-    ratio = measure_ratio(proposal.model, trials[0]) if trials and trials[0].is_finite else math.nan
-    steps = 0 if proposal.solution is None else proposal.solution.steps
-    level = float(torch.as_tensor(proposal.model.damping).mean())  # of blocks of their own: in the mean
-    solved = proposal.residual, steps, level
+    ratio = residual = math.nan
+    if trials and trials[0].is_finite:
+        gain, kl = predict_move(model, trials[0].vector)
+        ratio = min(trials[0].gain / gain, kl / trials[0].kl if trials[0].kl > 0 else 1.0)
+    if solution is not None:
+        norm = model.gradient.norm()
+        residual = float(solution.residual / norm) if bool(norm > 0) else 0.0
+    level = float(torch.as_tensor(model.damping).mean())  # of blocks of their own: in the mean
+    solved = ratio, residual, 0 if solution is None else solution.steps, level
     if not accepted:
-        return Move(False, 0.0, 0.0, 0.0, 0.0, ratio, *solved, len(trials), trouble)
-    gain, kl = predict_move(proposal.model, trials[-1].vector)
-    return Move(True, trials[-1].kl, kl, trials[-1].gain, gain, ratio, *solved, len(trials) - 1)
-
-
-def measure_ratio(model: Quadratic, trial: Trial) -> float:
-    """The smaller of real over predicted gain and predicted over real KL."""
-    gain, kl = predict_move(model, trial.vector)
-    return min(trial.gain / gain, kl / trial.kl if trial.kl > 0 else 1.0)
+        return Move(False, 0.0, 0.0, 0.0, 0.0, *solved, len(trials), trouble)
+    gain, kl = predict_move(model, trials[-1].vector)
+    return Move(True, trials[-1].kl, kl, trials[-1].gain, gain, *solved, len(trials) - 1)
 
 
 def predict_move(model: Quadratic, vector: Tensor) -> tuple[float, float]:
@@ -113,53 +95,6 @@ def predict_move(model: Quadratic, vector: Tensor) -> tuple[float, float]:
     # the vector is s times the proposal: its gain is s times, its KL s^2 times that of the proposal
     gain, proposed = -float(model.slope(FlatStep(vector, vector))), -float(model.slope(model.proposal))
     return gain, (gain / proposed) ** 2 * float(model.kl(model.proposal))
-
-
-# The surrogate of the expected return on a rollout, as the loss that a rule lowers
-
-
-class Surrogate:
-    """L(theta) = mean of p_theta(a|s) / p(a|s) A(s, a) + weight * entropy, and KL(p, p_theta), on a rollout.
-
-    Advantages are standardised. Schulman et al. 2015, eq. 14; the expectation is over the rollout's states.
-    """
-
-    def __init__(self, actor: Actor, rollout: Rollout, part: BatchPart, entropy_weight: float = 0.0) -> None:
-        self.actor, self.rollout, self.part, self.entropy_weight = actor, rollout, part, entropy_weight
-        with torch.no_grad():
-            rows = rollout.rows
-            self.log_prob = actor.head.log_prob(rows, rollout.draws)
-            self.rows = rows.double()  # KL of a small step is a difference of near-equals
-        self.advantages = standardise_values(rollout.advantages, part)
-        self.value = self._value(rollout.rows)  # here, as all that is a mean over this process's states
-
-    def at(self, params: Params) -> Tensor:
-        """The action parameters of another policy, (B, width)."""
-        return call_with(self.actor, params, self.rollout.states)
-
-    def gradient(self, params: Params) -> dict[str, Tensor]:
-        """dL / d theta at the policy that acted; parameters that it does not depend on are left out."""
-        leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
-        with torch.enable_grad():
-            value = self._value(self.at(leaves))
-            gradients = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
-        return {name: self.part.mean(g) for name, g in zip(leaves, gradients, strict=True) if g is not None}
-
-    @torch.no_grad()
-    def measure(self, params: Params) -> tuple[float, float]:
-        """(gain, mean KL) of another policy, in nats per state."""
-        rows = run_detached(lambda: self.at(params))
-        kl = self.part.mean(self.actor.head.kl(self.rows, rows.double()).mean())
-        gain = float(self.part.mean(self._value(rows) - self.value))
-        return gain, max(float(kl), 0.0) if math.isfinite(float(kl)) else math.nan
-
-    def _value(self, rows: Tensor) -> Tensor:
-        # eq. 14, with the states of the rollout: E_a~p [p_theta / p A]
-        ratio = (self.actor.head.log_prob(rows, self.rollout.draws) - self.log_prob).exp()
-        value = (ratio * self.advantages).mean()
-        if self.entropy_weight:
-            value = value + self.entropy_weight * self.actor.head.entropy(rows).mean()
-        return value
 
 
 @dataclass(frozen=True)
@@ -176,23 +111,46 @@ class Trial:
         return math.isfinite(self.gain) and math.isfinite(self.kl)
 
 
-class SurrogateLoss:
-    """d -> L(theta) - L(theta + d), the loss that a rule lowers, with the KL that d moves; keeps every trial."""
+class Surrogate:
+    """d -> L(theta) - L(theta + d), the loss that a rule lowers, with the KL that d moves; keeps every trial.
 
-    def __init__(self, surrogate: Surrogate, params: Params, space: Space) -> None:
-        self.surrogate, self.params, self.space = surrogate, params, space
+    L(theta) = mean of p_theta(a|s) / p(a|s) A(s, a) + weight * entropy over a rollout's states, with standardised
+    advantages: Schulman et al. 2015, eq. 14.
+    """
+
+    def __init__(
+        self, actor: Actor, params: Params, rollout: Rollout, part: BatchPart, entropy_weight: float = 0.0
+    ) -> None:
+        self.actor, self.params, self.rollout, self.part = actor, params, rollout, part
+        self.entropy_weight = entropy_weight
         self.trials: list[Trial] = []
+        with torch.no_grad():
+            self.log_prob = actor.head.log_prob(rollout.rows, rollout.draws)
+        self.rows = rollout.rows.double()  # KL of a small step is a difference of near-equals
+        self.advantages = standardise_values(rollout.advantages, part)
+        self.value = self._value(rollout.rows)  # here, as all that is a mean over this process's states
+        # dL / d theta at the policy that acted; parameters that it does not depend on are left out
+        leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
+        with torch.enable_grad():
+            value = self._value(call_with(actor, leaves, rollout.states))
+            gradients = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+        gradient = {name: part.mean(g) for name, g in zip(leaves, gradients, strict=True) if g is not None}
+        self.space = Space({name: params[name] for name in gradient})
+        self.gradient = self.space.flatten(gradient)
 
     def __call__(self, vector: Vector) -> float:
         """The loss at theta + d, NaN where it is not finite."""
         return self.measure(vector)[0]
 
+    @torch.no_grad()
     def measure(self, vector: Vector) -> tuple[float, float]:
         """The loss at theta + d, and the mean KL that d moves in nats per state."""
         assert isinstance(vector, Tensor)
-        gain, kl = self.surrogate.measure(self.move(vector))
-        self.trials.append(Trial(vector, gain, kl))
-        return -gain, kl
+        rows = run_detached(lambda: call_with(self.actor, self.move(vector), self.rollout.states))
+        kl = float(self.part.mean(self.actor.head.kl(self.rows, rows.double()).mean()))
+        gain = float(self.part.mean(self._value(rows) - self.value))
+        self.trials.append(Trial(vector, gain, max(kl, 0.0) if math.isfinite(kl) else math.nan))
+        return -gain, self.trials[-1].kl
 
     def look_at(self, vector: Tensor) -> Trial:
         """The trial at d; what was measured last is not measured again."""
@@ -204,6 +162,14 @@ class SurrogateLoss:
         """theta + d."""
         step = self.space.unflatten(vector)
         return {name: self.params[name].detach() + step[name] for name in self.space}
+
+    def _value(self, rows: Tensor) -> Tensor:
+        # eq. 14, with the states of the rollout: E_a~p [p_theta / p A]
+        ratio = (self.actor.head.log_prob(rows, self.rollout.draws) - self.log_prob).exp()
+        value = (ratio * self.advantages).mean()
+        if self.entropy_weight:
+            value = value + self.entropy_weight * self.actor.head.entropy(rows).mean()
+        return value
 
 
 def standardise_values(values: Tensor, part: BatchPart) -> Tensor:
