@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +18,10 @@ from natgrad.ground.states import Stateful
 from natgrad.optim import Processes, guard_steps
 from natgrad.policy.actor import Actor, call_module, describe_outputs, find_channel_order, is_column
 from natgrad.policy.environments import Array, Episode
-from natgrad.policy.rollout import CollectedSteps, RunningMoments
+from natgrad.policy.rollout import CollectedSteps, RunningMoments, join_moments
 from natgrad.policy.settings import CriticTraining
 
 Value = Callable[[Tensor], Tensor]
-Join = Callable[[RunningMoments, RunningMoments], RunningMoments]
 
 
 @dataclass(frozen=True)
@@ -127,8 +126,8 @@ class RewardScale(Stateful):
 
     STATE = ("moments", "running")
 
-    def __init__(self, count: int, gamma: float, on: bool, join: Join | None = None) -> None:
-        self.on, self.gamma, self.join = on, gamma, join
+    def __init__(self, count: int, gamma: float, on: bool, processes: Processes | None = None) -> None:
+        self.on, self.gamma, self.processes = on, gamma, processes
         self.moments, self.running = RunningMoments(()), np.zeros(count)
 
     def __call__(self, rewards: Array, ended: Array, valid: Array) -> Array:
@@ -142,8 +141,8 @@ class RewardScale(Stateful):
             self.running = np.where(ended[t], 0.0, self.running)
         before = copy(self.moments)
         self.moments.update(seen[valid])
-        if self.join is not None:
-            self.moments = self.join(before, self.moments)
+        if self.processes is not None:
+            self.moments = join_moments(self.processes, before, self.moments)
         return np.clip(rewards / self.moments.std, -10.0, 10.0)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -168,18 +167,9 @@ class BatchPart:
         counts = [int(count) for (count,) in processes.share_numbers([count], torch.device("cpu"))]
         return BatchPart(processes, sum(counts[: processes.rank]), count, sum(counts))
 
-    @property
-    def share(self) -> float:
-        """What a mean over these weighs in the mean over all."""
-        return self.count / self.total
-
     def mean(self, own: Tensor) -> Tensor:
-        """The mean over all transitions."""
-        return self.sum(own * self.share)
-
-    def sum(self, own: Tensor) -> Tensor:
-        """The sum over all processes."""
-        return self.processes.sum(own)
+        """The mean over all transitions, from the one over these."""
+        return self.processes.sum(own * (self.count / self.total))
 
     def choose(self, places: Tensor) -> Tensor:
         """Of some places in the whole batch, those that are here, counted from this process's first."""
@@ -191,24 +181,21 @@ class BatchPart:
 
 
 class Critic:
-    """V(states) -> (b,), and how it is trained: passes of Adam over minibatches, squared error.
-
-    Only parameters that the policy's actions do not depend on are trained. A trunk that both share moves by the natural
-    step alone, so that fitting values never changes the policy's KL.
-    """
+    """V(states) -> (b,), and how it is trained: passes of Adam over minibatches, squared error."""
 
     def __init__(
         self,
         module: nn.Module | None,
         actor: Actor,
-        reached: set[str],
+        acting: Collection[Tensor],
         training: CriticTraining,
         order: tuple[int, ...],
     ) -> None:
         self.module, self.actor, self.training, self.order = module, actor, training, order
-        acting = {id(p) for name, p in actor.named_parameters() if name in reached}
+        # A trunk that policy and critic share moves by the natural step alone: fitting values moves no action.
+        reached = set(map(id, acting))
         own = (actor if module is None else module).named_parameters()
-        self.named = {name: p for name, p in own if p.requires_grad and id(p) not in acting}
+        self.named = {name: p for name, p in own if p.requires_grad and id(p) not in reached}
         self.params = list(self.named.values())
         if not self.params:
             raise ValueError("the critic has no trainable parameter of its own: every one also moves the actions")
@@ -263,7 +250,7 @@ class Critic:
             (torch.zeros_like(p) if g is None else share * g).reshape(-1).double()
             for p, g in zip(self.params, gradients, strict=True)
         ]
-        sums = part.sum(torch.cat([(share * loss.detach()).reshape(1).double(), *parts]))
+        sums = part.processes.sum(torch.cat([(share * loss.detach()).reshape(1).double(), *parts]))
         pieces = sums[1:].split([p.numel() for p in self.params])
         return sums[0].to(loss), [piece.view_as(p).to(p) for piece, p in zip(pieces, self.params, strict=True)]
 

@@ -327,24 +327,20 @@ def choose_head(space: Any, head: Head | None = None) -> Head:
     """The head of an action space, or the given one on it."""
     if not isinstance(space, import_gymnasium().Space):
         raise TypeError(f"the action space is {type(space).__name__}, expected a gymnasium space")
-    if head is not None:
-        if not isinstance(head, Head):
-            hint = "; did you forget the parentheses?" if isinstance(head, type) else ""
-            raise TypeError(f"head is {head!r}, expected a Head such as SquashedGaussianHead(){hint}")
-        return require_numbers(head.on(space))
-    kind = HEADS.get(type(space).__name__)
-    if kind is None:
-        raise ValueError(
-            f"the action space is {space}, expected one of {', '.join(HEADS)}; wrap the environment in "
-            "gymnasium.wrappers.TransformAction(env, function, space), which makes its actions of those of such a space"
-        )
-    return require_numbers(kind().on(space))
-
-
-def require_numbers(head: Head) -> Head:
-    """The head as it is. ValueError if an action of its space holds nothing."""
+    if head is None:
+        kind = HEADS.get(type(space).__name__)
+        if kind is None:
+            raise ValueError(
+                f"the action space is {space}, expected one of {', '.join(HEADS)}; wrap the environment in gymnasium."
+                "wrappers.TransformAction(env, function, space), which makes its actions of those of such a space"
+            )
+        head = kind()
+    elif not isinstance(head, Head):
+        hint = "; did you forget the parentheses?" if isinstance(head, type) else ""
+        raise TypeError(f"head is {head!r}, expected a Head such as SquashedGaussianHead(){hint}")
+    head = head.on(space)
     if not head.width:
-        raise ValueError(f"the action space {head.space} holds no number, expected one at least: nothing is to choose")
+        raise ValueError(f"the action space {space} holds no number, expected one at least: nothing is to choose")
     return head
 
 

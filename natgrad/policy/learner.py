@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -52,11 +52,11 @@ from natgrad.policy.advantage import (
 )
 from natgrad.policy.environments import Environments, Episode, take_action
 from natgrad.policy.heads import GaussianHead, Head, choose_head
-from natgrad.policy.rollout import ObservationScale, collect_steps, join_episodes, join_moments
+from natgrad.policy.rollout import ObservationScale, collect_steps, join_moments
 from natgrad.policy.sb3 import ATTRIBUTES, Translation, as_learning, as_policy, check_prediction, per_agent
 from natgrad.policy.scalar_log import ScalarLog
 from natgrad.policy.settings import CriticTraining, NaturalStep, Rollouts, choose_damping
-from natgrad.policy.update import Move, Surrogate, take_step
+from natgrad.policy.update import Surrogate, take_step
 from natgrad.rules import FlatStep, Quadratic, Rule
 from natgrad.solvers import Solution
 from natgrad.structures import Exact
@@ -93,23 +93,25 @@ class PolicyLearner(Explained):
         if choices.steps is not None:
             self.batch = self.worlds.count * check_integer("n_steps", choices.steps, 1)
         self.head = choose_head(self.worlds.action_space, head)
-        self.radius = choices.find_radius(self.head)
-        self.natural_step: NaturalStep = choices.find_step(groups["natural_step"], self.head)
+        self.radius = self.head.entries * choices.target if choices.radius is None else choices.radius
+        self.natural_step: NaturalStep = groups["natural_step"]
+        if choices.cg_damping is not None:
+            self.natural_step = replace(self.natural_step, damping=self.head.entries * choices.cg_damping)
         self.structure = self.natural_step.structure or Exact()
         self.damping = choose_damping(self.natural_step.damping, self.head)
         self.verbose, self.accidents = choices.verbose, Accidents(self.natural_step.on_trouble)
         self.generator = torch.Generator().manual_seed(self.rollouts.seed)
         self._build(policy, critic, groups["critic_training"], choices)
-        untouched = as_policy(policy) is None and head is None
-        self.width = WidthTrial(self._set_share, untouched and is_wide(self.head))
+        untouched = as_policy(policy) is None and head is None and isinstance(self.head, GaussianHead)
+        self.width = WidthTrial(self._set_share, untouched and bool((SHARE * self.head.units >= UNIT).all()))
         modules = nn.ModuleList([self.actor, *([self.critic.module] if self.critic.module is not None else [])])
         settings = self.rollouts.batch, self.natural_step, groups["critic_training"], self.rule
         self.processes = meet_processes(dict(modules.named_parameters()), self.rollouts.group, *settings)
         self._draws = torch.Generator(self.device).manual_seed(self.rollouts.seed + SEED_DISTANCE * self.processes.rank)
         self._predictions = torch.Generator(self.device).manual_seed(self.rollouts.seed + 1)
         self.scale = ObservationScale(self.worlds.shape, self.rollouts.normalize_observations and self.worlds.scalable)
-        join = partial(join_moments, self.processes)
-        self.reward_scale = RewardScale(self.worlds.count, self.rollouts.gamma, self.rollouts.normalize_rewards, join)
+        scaled = self.rollouts.normalize_rewards
+        self.reward_scale = RewardScale(self.worlds.count, self.rollouts.gamma, scaled, self.processes)
         self.history = LearningHistory()
         self.log = ScalarLog(choices.log if self.processes.rank == 0 else None, type(self).__name__)
         self.rollout: Rollout | None = None
@@ -123,7 +125,10 @@ class PolicyLearner(Explained):
             if not isinstance(module, (nn.Module, type(None))):
                 raise TypeError(f"{name} is {type(module).__name__}, expected a torch.nn.Module or None")
             refuse_processes(module, name)
-        check_defaults(choices, policy)
+        if policy is not None and choices.device is not None:
+            raise TypeError("device is of the default network, but a policy was given: write policy.to(device) before")
+        if policy is not None and (choices.hidden or choices.activation):
+            raise TypeError("policy_kwargs is of the default network, but a policy was given: build it as it shall be")
         like = torch.zeros((), device=choices.device) if policy is None else next(policy.parameters(), None)
         if like is None:
             raise ValueError("policy has no parameter to train")
@@ -143,7 +148,7 @@ class PolicyLearner(Explained):
         if critic is not None:
             with use_eval_mode(critic):
                 order = check_values(critic, example, choose_probe_size(self.head))
-        self.critic = Critic(critic, self.actor, set(self.params), training, order)
+        self.critic = Critic(critic, self.actor, self.params.values(), training, order)
         self.metric = fisher(self.actor, self.head.family)
 
     def __repr__(self) -> str:
@@ -237,10 +242,18 @@ class PolicyLearner(Explained):
         self.width.look_at(rollout.episodes)
         self.rollout = rollout
         self.steps, self.updates = self.steps + part.total, self.updates + 1
-        entropy = float(part.mean(self.head.entropy(rollout.rows).mean()))
-        counts = {"update": self.updates, "steps": self.steps}
-        judged = {"entropy": entropy, "explained_variance": explained, "critic_loss": loss}
-        return describe_update(counts, rollout.episodes, move, **judged)
+        episodes = rollout.episodes
+        return {
+            "update": self.updates,
+            "steps": self.steps,
+            "episodes": len(episodes),
+            "return": float(np.mean([episode.ret for episode in episodes])) if episodes else None,
+            "length": float(np.mean([episode.length for episode in episodes])) if episodes else None,
+            **{name: getattr(move, name) for name in COLUMNS if hasattr(move, name)},
+            "entropy": float(part.mean(self.head.entropy(rollout.rows).mean())),
+            "explained_variance": explained,
+            "critic_loss": loss,
+        }
 
     def _set_share(self, share: float) -> None:
         """What one unit of the policy's outputs is, as a share of half the bounds."""
@@ -255,7 +268,8 @@ class PolicyLearner(Explained):
         with self.processes.failing_together(self.device):
             collected = collect_steps(self.actor, self.worlds, self.scale, size, seed, self._draws)
         self.scale.moments = join_moments(self.processes, before, self.scale.moments)
-        episodes = join_episodes(self.processes, self.worlds.take_episodes())
+        shared = self.processes.share_objects([astuple(episode) for episode in self.worlds.take_episodes()])
+        episodes = [Episode(*values) for part in shared for values in part]
         discounts = self.rollouts.gamma, self.rollouts.gae_lambda
         return estimate_advantages(collected, self.critic, self.reward_scale, *discounts, episodes)
 
@@ -471,21 +485,6 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def describe_update(
-    counts: Mapping[str, int], episodes: Sequence[Episode], move: Move, **more: float
-) -> dict[str, Any]:
-    """A row of the history, all but its seconds."""
-    measured = {name: getattr(move, name) for name in COLUMNS if hasattr(move, name)}
-    return {
-        **counts,
-        "episodes": len(episodes),
-        "return": float(np.mean([episode.ret for episode in episodes])) if episodes else None,
-        "length": float(np.mean([episode.length for episode in episodes])) if episodes else None,
-        **measured,
-        **more,
-    }
-
-
 class LearningHistory(Columns):
     """Lists of equal length, one entry per update: `history["return"]`, `history["kl"]`, ...
 
@@ -557,14 +556,6 @@ class LearningHistory(Columns):
 HIDDEN = ((64, 64), (64, 64))  # sizes of the policy's layers and of the critic's
 
 
-def check_defaults(choices: Translation, policy: nn.Module | None) -> None:
-    """TypeError for keywords of the default network beside a policy, which is as it is."""
-    if policy is not None and choices.device is not None:
-        raise TypeError("device is of the default network, but a policy was given: write policy.to(device) before")
-    if policy is not None and (choices.hidden or choices.activation):
-        raise TypeError("policy_kwargs is of the default network, but a policy was given: build it as it shall be")
-
-
 def build_perceptron(
     sizes: list[int], gain: float, activation: type[nn.Module], generator: torch.Generator, like: Tensor
 ) -> nn.Sequential:
@@ -628,11 +619,6 @@ class WidthTrial(Stateful):
     def _choose(self, share: float) -> None:
         self.share = share
         self.set_share(share)
-
-
-def is_wide(head: Head) -> bool:
-    """True if a third of every entry's width is one unit of the environment or more."""
-    return isinstance(head, GaussianHead) and bool((SHARE * head.units >= UNIT).all())
 
 
 def is_higher(returns: Sequence[float], others: Sequence[float]) -> bool:

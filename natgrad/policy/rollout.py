@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from natgrad.ground.pure import run_detached
 from natgrad.ground.states import Stateful
 from natgrad.optim import Processes
 from natgrad.policy.actor import Actor
-from natgrad.policy.environments import Array, Environments, Episode
+from natgrad.policy.environments import Array, Environments
 
 Change = Callable[[Tensor], Tensor]
 
@@ -160,14 +160,7 @@ class RunningMoments(Stateful):
         return np.sqrt(self.var + 1e-8) if self.count > 1 else np.ones_like(self.var)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint.
-
-        Args:
-            state: What `state_dict` returned.
-
-        Raises:
-            ValueError: For moments of another shape.
-        """
+        """Go on from a checkpoint; ValueError for moments of another shape."""
         if tuple(state["mean"].shape) != self.mean.shape:
             raise ValueError(
                 f"the saved moments have shape {tuple(state['mean'].shape)}, expected {self.mean.shape}: was it saved "
@@ -192,9 +185,3 @@ def join_moments(processes: Processes, before: RunningMoments, after: RunningMom
         joined.mean = before.mean + shift
         joined.var = scatter + before.count / joined.count * before.var - shift**2
     return joined
-
-
-def join_episodes(processes: Processes, episodes: Sequence[Episode]) -> list[Episode]:
-    """Those of all processes."""
-    shared: list[list[Any]] = processes.share_objects([astuple(episode) for episode in episodes])
-    return [Episode(*values) for part in shared for values in part]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any, TypeVar, cast
 
@@ -11,8 +11,6 @@ import numpy as np
 from torch import nn
 
 from natgrad.ground.checks import check_positive
-from natgrad.policy.heads import Head
-from natgrad.policy.settings import NaturalStep
 from natgrad.solvers import CG
 
 SAME = {
@@ -21,11 +19,12 @@ SAME = {
     "line_search_shrinking_factor": "backtrack",
     "line_search_max_iter": "backtracks",
     "ent_coef": "entropy_weight",
+    "cg_max_steps": "solver",
+    "learning_rate": "critic_lr",
 }
-"""Keywords of its constructors that mean what ours do."""
+"""Keywords of its constructors that mean what ours do; the solver is CG with as many steps."""
 
 RADIUS = 0.01
-"""Nats per state, and for real actions per entry of an action."""
 
 OFF: dict[str, tuple[Any, str]] = {
     "use_sde": (False, "draws are independent from step to step"),
@@ -51,9 +50,9 @@ class Translation:
     """What a constructor's keywords mean here."""
 
     choices: dict[str, Any]  # our keywords
-    radius: float | None = None  # of an update, in nats per state; None where it was not said
-    target: float | None = None
-    cg_damping: float | None = None  # likewise
+    radius: float | None = None  # of an update, in nats per state; None for `target`
+    target: float = RADIUS  # nats per state, and for real actions per entry of an action
+    cg_damping: float | None = None  # per entry of an action; None where it was not said
     steps: int | None = None  # per environment and update, of `n_steps`; None where it was not said
     verbose: bool | None = None  # whether learning shows its progress; None where it was not said
     device: Any = None  # of the default network; None where it was not said
@@ -61,31 +60,25 @@ class Translation:
     activation: type[nn.Module] | None = None  # between them; None where it was not said
     log: Any = None  # folder of what TensorBoard shows; None for no such thing
 
-    def find_radius(self, head: Head) -> float:
-        """The bound on an update's mean KL, in nats per state."""
-        if self.radius is not None:
-            return self.radius
-        return head.entries * (RADIUS if self.target is None else self.target)
-
-    def find_step(self, step: NaturalStep, head: Head) -> NaturalStep:
-        """The group with the damping of `cg_damping`, where that was said."""
-        return step if self.cg_damping is None else replace(step, damping=head.entries * self.cg_damping)
-
 
 def translate_choices(caller: str, radius: float | None, choices: dict[str, Any]) -> Translation:
     """Keywords of a stable-baselines3 constructor in our words; the others as they came."""
     ours = dict(choices)
+    if "learning_rate" in ours:
+        check_rate(caller, ours["learning_rate"])
+    for theirs, own in (SAME | {"cg_damping": "damping"}).items():
+        if theirs in ours and own in ours:
+            raise TypeError(f"{caller} was given {own} and {theirs}, which mean the same: give one of them")
     for theirs, own in SAME.items():
         if theirs in ours:
-            rename_choice(caller, ours, theirs, own, ours[theirs])
-    if "cg_max_steps" in ours:
-        rename_choice(caller, ours, "cg_max_steps", "solver", CG(rtol=1e-3, max_steps=ours["cg_max_steps"]))
-    if "learning_rate" in ours:
-        translate_rate(caller, ours)
-    if "cg_damping" in ours and "damping" in ours:
-        raise TypeError(f"{caller} was given damping and cg_damping, which mean the same: give one of them")
+            value = ours.pop(theirs)
+            ours[own] = CG(rtol=1e-3, max_steps=value) if own == "solver" else value
     target = ours.pop("target_kl", None)
-    check_radius(radius, target)
+    if target is not None and radius is not None:
+        raise TypeError("radius and target_kl were given, which mean the same: give one of them")
+    for name, bound in (("radius", radius), ("target_kl", target)):
+        if bound is not None:
+            check_positive(name, bound)
     if "n_steps" in ours and "batch" in ours:
         raise TypeError(f"{caller} was given n_steps and batch, which both count an update's steps: give one of them")
     for name in OFF.keys() & ours.keys():
@@ -97,7 +90,7 @@ def translate_choices(caller: str, radius: float | None, choices: dict[str, Any]
     return Translation(
         ours,
         radius=radius,
-        target=target,
+        target=RADIUS if target is None else target,
         cg_damping=ours.pop("cg_damping", None),
         steps=ours.pop("n_steps", None),
         verbose=None if verbose is None else bool(verbose),
@@ -108,26 +101,8 @@ def translate_choices(caller: str, radius: float | None, choices: dict[str, Any]
     )
 
 
-def rename_choice(caller: str, choices: dict[str, Any], theirs: str, own: str, value: Any) -> None:
-    """Put a value under our word. TypeError where both were given."""
-    del choices[theirs]
-    if own in choices:
-        raise TypeError(f"{caller} was given {own} and {theirs}, which mean the same: give one of them")
-    choices[own] = value
-
-
-def check_radius(radius: Any, target: Any) -> None:
-    """TypeError where the bound on the KL came under both names, ValueError unless it is positive."""
-    if target is not None and radius is not None:
-        raise TypeError("radius and target_kl were given, which mean the same: give one of them")
-    for name, bound in (("radius", radius), ("target_kl", target)):
-        if bound is not None:
-            check_positive(name, bound)
-
-
-def translate_rate(caller: str, choices: dict[str, Any]) -> None:
-    """`learning_rate` as the critic's rate, as in its TRPO. TypeError for a schedule, and in other algorithms."""
-    rate = choices["learning_rate"]
+def check_rate(caller: str, rate: Any) -> None:
+    """TypeError for a `learning_rate` that is a schedule, or not of TRPO, where it is the critic's."""
     if caller != "TRPO":
         raise TypeError(
             f"{caller} takes no 'learning_rate': critic_lr= is the critic's rate, and the policy's step is as long as "
@@ -137,7 +112,6 @@ def translate_rate(caller: str, choices: dict[str, Any]) -> None:
         raise TypeError(
             "learning_rate is a schedule: give a number, and change agent.critic.optimizer.param_groups in callback="
         )
-    rename_choice(caller, choices, "learning_rate", "critic_lr", rate)
 
 
 def translate_network(caller: str, given: Any) -> tuple[Any, Any]:

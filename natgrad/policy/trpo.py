@@ -118,14 +118,13 @@ class NaturalPolicyGradient(PolicyLearner):
     not finite is not taken.
 
     Args:
-        policy: A module from observations (b, ...) to the action parameters, or to (parameters, value) for a shared
-            critic; None or "MlpPolicy" for two tanh layers of 64.
+        policy: As for `TRPO`, as are env, critic and head.
         env: A gymnasium environment, vector environment, registered name, or a sequence of them.
         radius: Bound on the quadratic model of an update's mean KL, in nats; None for .01, times the entries of a real
             action.
         lr: A rate instead of that.
-        critic: A module from observations to (b,) or (b, 1); None for two tanh layers of 64.
-        head: The distribution of actions, where the space's own will not do.
+        critic: A module from observations to (b,) or (b, 1).
+        head: The distribution of actions.
         **settings: As for `TRPO`, the line search's left out.
 
     Raises:
