@@ -135,11 +135,7 @@ class Head(ABC):
 
 @dataclass(frozen=True)
 class DiscreteHead(Head):
-    """One of n actions, by logits (b, n).
-
-    Args:
-        space: Of one environment's actions; filled in by `on`.
-    """
+    """One of n actions, by logits (b, n)."""
 
     kind: ClassVar[str] = "Discrete"
 
@@ -160,11 +156,7 @@ class DiscreteHead(Head):
 
 @dataclass(frozen=True)
 class MultiDiscreteHead(Head):
-    """Several choices at once, independent given the state: their logits side by side, (b, sum of nvec).
-
-    Args:
-        space: Of one environment's actions; filled in by `on`.
-    """
+    """Several choices at once, independent given the state: their logits side by side, (b, sum of nvec)."""
 
     kind: ClassVar[str] = "MultiDiscrete"
 
@@ -196,11 +188,7 @@ class MultiDiscreteHead(Head):
 
 @dataclass(frozen=True)
 class MultiBinaryHead(Head):
-    """Bits, independent given the state: logits (b, n).
-
-    Args:
-        space: Of one environment's actions; filled in by `on`.
-    """
+    """Bits, independent given the state: logits (b, n)."""
 
     kind: ClassVar[str] = "MultiBinary"
 
@@ -224,7 +212,6 @@ class GaussianHead(Head):
     """Real actions from N(mean, diag(std^2)), clipped to the space's bounds.
 
     Args:
-        space: Of the actions; filled in by `on`.
         log_std: Where the standard deviation begins, for a policy that returns means (b, d) alone: then it does not
             depend on the state and is trained with the policy. A policy that returns (b, 2 d), or a tuple (mean,
             log_std), says it itself.
@@ -296,8 +283,6 @@ class SquashedGaussianHead(GaussianHead):
     (the Jacobian of tanh cancels in every ratio).
 
     Args:
-        space: Of the actions; filled in by `on`.
-        log_std: As in `GaussianHead`.
         scaled: Without effect here: tanh's range is stretched over the bounds.
         share: Without effect here.
 

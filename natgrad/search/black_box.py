@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,24 +21,8 @@ SILENT = 20  # times in a row that no worker answered in time, after which none 
 ASKING = 4  # evaluations beyond a generation that finding out how f takes points needs at most, where f answers
 
 
-@dataclass(frozen=True)
-class Reply:
-    """What one call of f gave."""
-
-    values: Tensor | None  # the values, shape (k,); None if there are none
-    why: str = ""  # why there are none
-
-
 class BlackBox(Stateful):
-    """F (popsize,) for X (popsize, d), whatever f does: evaluations are counted, and failed ones are infinitely bad.
-
-    A failed evaluation is one that gives NaN, None, a tuple, a string or another thing that is no number, an array of
-    the wrong shape, or an exception. It is counted and ranked last, and one warning shows the first.
-
-    Where `vectorized` is None, it is found out how f takes points: f gets a batch of one point, then the whole batch,
-    and two of its rows must have the values that they have by themselves; otherwise f gets a point alone. All of these
-    calls count.
-    """
+    """F (popsize,) for X (popsize, d), whatever f does: evaluations are counted, and failed ones are infinitely bad."""
 
     STATE = ("vectorized", "nfev", "failures", "points", "_first", "_unsure", "_refused")
 
@@ -89,16 +72,16 @@ class BlackBox(Stateful):
 
     def evaluate(self, points: Tensor) -> Tensor:
         """Values (popsize,), NaN where f has none."""
-        values = None
+        values: Tensor | str = ""
         if self.vectorized is None:
             values = self._find_out(points)
         elif self.vectorized and self.workers is None:
             self.nfev += len(points)
-            reply = self._ask_batch(points)
-            values = reply.values
-            if values is None:
-                self._warn_once(reply.why)  # the other points still have values
-        values = self._evaluate_each(points) if values is None else values
+            values = read_reply(points, self._at(points.clone()))
+        if isinstance(values, str):
+            if values:
+                self._warn_once(values)  # the other points still have values
+            values = self._evaluate_each(points)
         self._count_failures(points, values)
         return values
 
@@ -153,29 +136,26 @@ class BlackBox(Stateful):
         values = self._read_values(self._ask_rows(rows)) + [math.nan] * (len(points) - count)
         return torch.tensor(values, dtype=torch.float64, device=points.device)
 
-    def _read_values(self, replies: Iterable[Reply]) -> list[float]:
+    def _read_values(self, replies: Iterable[Tensor | str]) -> list[float]:
         """The value of each point, NaN for none."""
         values: list[float] = []
         for reply in replies:
-            if reply.values is None:
-                self._warn_once(reply.why)
-            values.append(math.nan if reply.values is None else float(reply.values))
+            if isinstance(reply, str):
+                self._warn_once(reply)
+            values.append(math.nan if isinstance(reply, str) else float(reply))
         return values
 
     def _shape_row(self, row: Tensor) -> Tensor:
         return row.clone().unsqueeze(0) if self.vectorized else row.clone()
 
-    def _ask_rows(self, rows: Sequence[Tensor]) -> list[Reply]:
+    def _ask_rows(self, rows: Sequence[Tensor]) -> list[Tensor | str]:
         """What f gave for each, read before f is called again: it may return one array that it writes into."""
         if self.workers is None:
             return [read_reply(row, self._at(row)) for row in rows]
         return [read_reply(row, outcome) for row, outcome in zip(rows, self.workers.evaluate(rows), strict=True)]
 
-    def _ask_batch(self, points: Tensor) -> Reply:
-        """f on a whole batch, here; not counted."""
-        return read_reply(points, self._at(points.clone()))
-
-    # How f takes points.
+    # How f takes points: it gets a batch of one, then the whole batch, and two of its rows must have the values that
+    # they have by themselves; otherwise f gets a point alone. All of these calls count.
 
     def _find_out(self, points: Tensor) -> Tensor:
         """Values (popsize,), found while asking until one point has an answer; NaN for the points that have none."""
@@ -195,20 +175,22 @@ class BlackBox(Stateful):
     def _ask_about(self, points: Tensor, k: int) -> Tensor | None:
         """The values of all points or of point k, once `vectorized` is decided; None if f answers neither way."""
         row = self._ask_point(points[k : k + 1])
-        batch = self._ask_counted_batch(points) if row.values is not None and self.workers is None else Reply(None)
-        if row.values is not None and batch.values is not None and self._agrees(batch.values, row, points, k):
-            return self._decide(True, batch.values)
+        batch = self._ask_batch(points) if isinstance(row, Tensor) and self.workers is None else ""
+        if isinstance(batch, Tensor) and isinstance(row, Tensor) and self._agrees(batch, row, points, k):
+            return self._decide(True, batch)
         point = self._ask_point(points[k])
-        if point.values is not None:
-            self.nfev -= 0 if batch.values is None else len(points) - 1  # to f it was one point
-            return self._decide(False, point.values)
-        if batch.values is not None:  # f compares the points of a batch with one another
-            return self._decide(True, batch.values)
-        sure = self.workers is not None or len(points) == 1 or self._refused  # twice, for an f that fails by chance
-        if row.values is not None and sure:
-            return self._decide(True, row.values)
-        self._refused = row.values is not None
-        self._warn_once(f"{point.why} for a point (d,), and for a batch of one (1, d): {row.why or batch.why}")
+        if isinstance(point, Tensor):
+            self.nfev -= len(points) - 1 if isinstance(batch, Tensor) else 0  # to f it was one point
+            return self._decide(False, point)
+        if isinstance(batch, Tensor):  # f compares the points of a batch with one another
+            return self._decide(True, batch)
+        if isinstance(row, str):
+            self._refused, why = False, row
+        elif self.workers is not None or len(points) == 1 or self._refused:  # twice, for an f that fails by chance
+            return self._decide(True, row)
+        else:
+            self._refused, why = True, batch
+        self._warn_once(f"{point} for a point (d,), and for a batch of one (1, d): {why}")
         return None
 
     def _decide(self, vectorized: bool, values: Tensor) -> Tensor:
@@ -216,32 +198,30 @@ class BlackBox(Stateful):
         self.nfev -= 0 if vectorized else self._unsure
         return values
 
-    def _ask_point(self, x: Tensor) -> Reply:
+    def _ask_point(self, x: Tensor) -> Tensor | str:
         """f at one point: as (d,), or as a batch of one (1, d)."""
         self.nfev += 1
         return self._ask_rows([x.clone()])[0]
 
-    def _ask_counted_batch(self, points: Tensor) -> Reply:
+    def _ask_batch(self, points: Tensor) -> Tensor | str:
         """f on the batch; a function of one point fails here or gives one value, in one call."""
         if len(points) == 1 or self.limit - self.nfev < len(points):
-            return Reply(None, "the budget is too small to ask f about a batch")
+            return "the budget is too small to ask f about a batch"
         self.nfev += len(points)
-        reply = self._ask_batch(points)
-        self._unsure += len(points) - 1 if reply.values is None else 0
+        reply = read_reply(points, self._at(points.clone()))
+        self._unsure += len(points) - 1 if isinstance(reply, str) else 0
         return reply
 
-    def _agrees(self, batch: Tensor, reply: Reply, points: Tensor, k: int) -> bool:
+    def _agrees(self, batch: Tensor, row: Tensor, points: Tensor, k: int) -> bool:
         """True if two rows have the values that f gives for them alone, up to round-off and noise."""
         # two rows are tried, since f may relate all others to one of them, such as the row with the largest entry
-        for row, first in ((k, reply), ((k + 1) % len(points), None)):
-            alone = self._ask_point(points[row : row + 1]) if first is None else first
-            if alone.values is None or is_near(batch[row], alone.values[0], batch):
+        for i in (k, (k + 1) % len(points)):
+            alone = row if i == k else self._ask_point(points[i : i + 1])
+            if isinstance(alone, str) or is_near(batch[i], alone[0], batch):
                 continue
-            again = self._ask_point(points[row : row + 1])
-            return again.values is None or not is_near(again.values[0], alone.values[0], batch)  # f always differs
+            again = self._ask_point(points[i : i + 1])
+            return isinstance(again, str) or not is_near(again[0], alone[0], batch)  # f always differs
         return True
-
-    # What is said.
 
     def _warn_once(self, what: str) -> None:
         """Remember the first failure, and warn of it."""
@@ -259,12 +239,10 @@ class BlackBox(Stateful):
 
 
 class AheadEvaluations:
-    """Keeps popsize + `ahead` points with the workers, and gives out the first popsize that have an answer.
+    """Keeps popsize + `ahead` points with the workers, and gives out the first popsize that have an answer."""
 
-    Points beyond the generation are drawn from the distribution before it moves. The search is told them with the next
-    one, as points that it did not ask for, and shortens their steps where they are too long (Hansen 2011,
-    arXiv:1110.4181). Which points a generation has depends on who answers first: two runs differ even with one seed.
-    """
+    # Points beyond the generation are drawn from the distribution before it moves. The search is told them with the
+    # next one, as points that it did not ask for, and shortens their steps where they are too long: Hansen 2011.
 
     def __init__(self, objective: BlackBox, ahead: int) -> None:
         self.objective, self.ahead = objective, ahead
@@ -291,41 +269,33 @@ class AheadEvaluations:
 WORDS = (str, bytes, bytearray)
 
 
-def read_reply(x: Tensor, outcome: Any) -> Reply:
-    """The values of a point or of a batch, from what f gave."""
+def read_reply(x: Tensor, outcome: Any) -> Tensor | str:
+    """What f gave at a point (d,) as (1,), or at a batch (b, d) as (b,), NaN for no number; or why it has no values."""
     if isinstance(outcome, Raised):
-        return Reply(None, f"f raised {outcome.kind}: {outcome.message}")
+        return f"f raised {outcome.kind}: {outcome.message}"
     if isinstance(outcome, Exception):
-        return Reply(None, f"the executor gave no value, but {type(outcome).__name__}: {outcome}")
-    try:
-        return Reply(read_values(x, outcome))
-    except NoNumberError as error:
-        return Reply(None, str(error))
-
-
-class NoNumberError(ValueError):
-    """What f gave is no number; the message says what it is."""
-
-
-def read_values(x: Tensor, answer: Any) -> Tensor:
-    """The value (1,) of a point (d,), or the values (b,) of a batch (b, d), where an entry that is no number is NaN."""
+        return f"the executor gave no value, but {type(outcome).__name__}: {outcome}"
     name = "f(x)" if x.dim() == 1 else "f(X)"
-    if x.dim() == 1 and isinstance(answer, tuple):
-        raise NoNumberError(f"f(x) is a tuple of {len(answer)}, expected a number")
-    numbers = read_numbers(answer, name)
+    if x.dim() == 1 and isinstance(outcome, tuple):
+        return f"f(x) is a tuple of {len(outcome)}, expected a number"
+    numbers = read_numbers(outcome)
+    if numbers is None:
+        return f"{name} is {type(outcome).__name__}, expected numbers, lower is better"
+    if numbers.is_complex():
+        return f"{name} is complex, expected real values: lower is better"
     if x.dim() == 1 and numbers.numel() != 1:
-        raise NoNumberError(f"f(x) has shape {tuple(numbers.shape)} for one point, expected a number")
+        return f"f(x) has shape {tuple(numbers.shape)} for one point, expected a number"
     alone = (x.dim() == 1 or len(x) == 1) and numbers.numel() == 1
     if not alone and numbers.shape not in ((len(x),), (len(x), 1)):
-        raise NoNumberError(
+        return (
             f"f(X) has shape {tuple(numbers.shape)} for X of shape {tuple(x.shape)}, expected ({len(x)},): "
             "a value per row; pass vectorized=False if f takes one point"
         )
-    return numbers.reshape(-1).to(x.device)
+    return numbers.to(torch.float64, copy=True).reshape(-1).to(x.device)
 
 
-def read_numbers(answer: Any, name: str) -> Tensor:
-    """A float64 tensor of any shape and of its own memory."""
+def read_numbers(answer: Any) -> Tensor | None:
+    """The numbers of an answer, of any shape; None if there are none."""
     if isinstance(answer, np.ndarray) and answer.dtype == object:
         answer = answer.tolist()
     if isinstance(answer, (list, tuple)):
@@ -333,17 +303,12 @@ def read_numbers(answer: Any, name: str) -> Tensor:
     if isinstance(answer, (int, float)):
         return torch.tensor(read_entry(answer), dtype=torch.float64)
     if answer is None or isinstance(answer, WORDS):
-        raise NoNumberError(f"{name} is {type(answer).__name__}, expected numbers, lower is better")
+        return None
     try:
-        numbers = torch.as_tensor(answer)
-    except Exception as error:
-        value = read_entry(answer)  # a fraction, a decimal: what float() takes
-        if math.isnan(value):
-            raise NoNumberError(f"{name} is {type(answer).__name__}, expected numbers, lower is better") from error
-        return torch.tensor(value, dtype=torch.float64)
-    if numbers.is_complex():
-        raise NoNumberError(f"{name} is complex, expected real values: lower is better")
-    return numbers.detach().to(torch.float64, copy=True)
+        return torch.as_tensor(answer).detach()
+    except Exception:  # noqa: BLE001 what is no array may still be a number: a fraction, a decimal
+        value = read_entry(answer)
+        return None if math.isnan(value) else torch.tensor(value, dtype=torch.float64)
 
 
 def read_entry(entry: Any) -> float:

@@ -38,13 +38,8 @@ class Pool(Protocol):
 class Workers:
     """f at points by an executor; a point whose worker does not answer within `timeout` seconds is given up.
 
-    A worker that dies or does not answer takes its points with it. They are submitted once more, and if they are lost
-    again, evaluated here. Where processes died, the point may be what kills them: a fresh pool evaluates the lost
-    points one after another and stays in use; a point that kills its process a second time has no value. An executor
-    that lost points and then answers nothing, as a client whose connection was reset, is not asked again.
-
-    Every point is submitted with a name of its own: a pool that remembers what it evaluated, such as Dask's, would give
-    a noisy f's first value again where it is asked about a point again.
+    Points that are lost with their worker are submitted once more, and then evaluated here. Where processes died, the
+    point may be what kills them: a fresh pool evaluates the lost points one after another and stays in use.
     """
 
     def __init__(self, f: Callable[[Tensor], Any], executor: Pool, timeout: float | None = None) -> None:
@@ -57,10 +52,11 @@ class Workers:
             check_pickles(f)
         self.f, self.executor, self.timeout = f, executor, timeout
         self.silent = 0  # times in a row that no worker answered within the timeout
-        self._points: dict[int, Tensor] = {}  # those that were started, by number
-        self._flight = PointsInFlight(timeout)
-        self._number, self._name = 0, uuid4().hex
-        kinds = read_parameters(executor.submit)
+        self._flight = PointsInFlight(timeout)  # those that were started
+        try:
+            kinds = {name: parameter.kind for name, parameter in signature(executor.submit).parameters.items()}
+        except (TypeError, ValueError):  # it does not tell
+            kinds = {}
         self._options = {"pure": False} if "pure" in kinds else {}  # which spares Dask to hash f
         self._takes_names = not kinds or Parameter.VAR_POSITIONAL in kinds.values()
         self._at, self._keeps_tensors = AtPoint(f), isinstance(executor, ThreadPoolExecutor)
@@ -76,32 +72,28 @@ class Workers:
 
     def start(self, point: Tensor) -> None:
         """Have a point evaluated, and do not wait."""
-        future = fail_future(BrokenExecutor("no pool works")) if self._here else self._submit(point)
-        self._number += 1
-        self._points[self._number] = point
-        self._flight.add(self._number, future)
+        self._flight.add(point, fail_future(BrokenExecutor("no pool works")) if self._here else self._submit(point))
 
     @property
     def count(self) -> int:
         """Points that were started and not taken."""
-        return len(self._points)
+        return len(self._flight.points)
 
     def take(self) -> list[tuple[Tensor, Any]]:
         """The next started point that is answered, or those that are late, with outcomes as of `evaluate`."""
         answers = self._flight.take_next()
-        points = [self._points.pop(number) for number in answers]
-        if None not in answers.values():
+        if all(future is not None for _, future in answers):
             self.silent = 0
-        elif not self._points:
+        elif not self._flight.points:
             self.silent += 1
-        futures = zip(points, answers.values(), strict=True)
-        outcomes = [self._at(x) if self._here and future is not None else self._read(future) for x, future in futures]
+        outcomes = [self._at(x) if self._here and future is not None else self._read(future) for x, future in answers]
+        points = [point for point, _ in answers]
         return list(zip(points, self._replace_lost(points, outcomes), strict=True))
 
     def give_up(self) -> int:
         """Forget the points that were started. Returns how many of them no worker had begun."""
-        cancelled = sum(map(cancel_future, self._flight.futures.values()))
-        self._points, self._flight = {}, PointsInFlight(self.timeout)
+        cancelled = sum(cancel_future(future) for _, future in self._flight.points.values())
+        self._flight = PointsInFlight(self.timeout)
         return cancelled
 
     def close(self) -> None:
@@ -115,8 +107,8 @@ class Workers:
         """The future of f at a point, or of another function."""
         # tensors are sent to processes by files that they share, which takes longer than a few numbers do
         as_tensor = self._keeps_tensors or point.device.type != "cpu" or point.dtype == torch.bfloat16
-        self._number += 1
-        name = [f"{self._name} {self._number}"] if self._takes_names else []
+        # a pool that remembers what it evaluated, such as Dask's, would give a noisy f's first value again
+        name = [uuid4().hex] if self._takes_names else []
         try:
             return self.executor.submit(at or self._at, point if as_tensor else point.numpy(), *name, **self._options)
         except (TypeError, ValueError, AttributeError, pickle.PickleError):  # what cannot be sent
@@ -125,23 +117,22 @@ class Workers:
             return fail_future(LostError(error))
 
     def _wait_for_all(self, futures: Sequence[Any]) -> list[Any]:
-        """The outcomes; points that are late have a `NoAnswerError`."""
+        """The outcomes; of points that are late, a TimeoutError."""
         if self.timeout is None:
             return [self._read(future) for future in futures]
         flight = PointsInFlight(self.timeout)
         for number, future in enumerate(futures):
             flight.add(number, future)
-        outcomes: dict[int, Any] = {}
-        while flight.futures:
-            outcomes |= {number: self._read(future) for number, future in flight.take_next().items()}
-        late = all(isinstance(outcome, NoAnswerError) for outcome in outcomes.values())
-        self.silent = self.silent + 1 if late else 0
-        return [outcomes[number] for number in range(len(futures))]
+        answers: dict[int, Any] = {}
+        while flight.points:
+            answers |= flight.take_next()
+        self.silent = 0 if any(future is not None for future in answers.values()) else self.silent + 1
+        return [self._read(answers[number]) for number in range(len(futures))]
 
     def _read(self, future: Any) -> Any:
         """The outcome of a future, which is None for a point that is late."""
         if future is None:
-            return NoAnswerError(self.timeout or 0.0)
+            return TimeoutError(f"no worker answered for {self.timeout:g} seconds, and the point was given up")
         try:
             return future.result()
         except LostError as error:
@@ -188,7 +179,7 @@ class Workers:
         if callable(getattr(future, "add_done_callback", None)):
             flight = PointsInFlight(PATIENCE)
             flight.add(0, future)
-            if flight.take_next()[0] is None:
+            if flight.take_next() == [(0, None)]:
                 self._here = True
                 return False
         return not isinstance(self._read(future), Exception)
@@ -211,18 +202,18 @@ class Workers:
 
 
 class PointsInFlight:
-    """Futures of points, and since when these are known to run: pools begin them in their order.
+    """Points with the workers. Pools begin them in their order: as a later one is answered, an earlier one runs.
 
-    As a later one is answered, an earlier one runs; `timeout` seconds after that it is late. None: never.
+    `timeout` seconds after that it is late. None: never.
     """
 
     def __init__(self, timeout: float | None) -> None:
-        self.timeout, self.answered = timeout, monotonic()
-        self.futures: dict[int, Any] = {}
-        self._since: dict[int, float] = {}  # number of a point -> when, infinite if it may still be waiting
+        self.timeout, self.answered, self._number = timeout, monotonic(), 0
+        self.points: dict[int, tuple[Any, Any]] = {}  # by number in order of their submission, each with its future
+        self._since: dict[int, float] = {}  # when it was known to run, infinite if it may still be waiting
         self._answers: SimpleQueue[int] = SimpleQueue()  # numbers of points whose futures are done
 
-    def add(self, number: int, future: Any) -> None:
+    def add(self, point: Any, future: Any) -> None:
         """A point was submitted, after all those that were added before."""
         listen = getattr(future, "add_done_callback", None)
         if not callable(listen):
@@ -230,52 +221,43 @@ class PointsInFlight:
                 "timeout= and ahead= need futures that tell when they are done, by add_done_callback(), which "
                 f"{type(future).__name__} does not have"
             )
-        if not self.futures:
+        if not self.points:
             self.answered = monotonic()
-        self.futures[number], self._since[number] = future, math.inf
+        self._number = number = self._number + 1
+        self.points[number], self._since[number] = (point, future), math.inf
         listen(lambda _: self._answers.put(number))
 
-    def take_next(self) -> dict[int, Any]:
+    def take_next(self) -> list[tuple[Any, Any]]:
         """The next point that is answered, with its future, or those that are late, with None."""
         while True:
-            late = self.find_late() if self._answers.empty() else []
-            try:
-                number = None if late else self._answers.get(timeout=self.seconds_left())
-            except Empty:
-                number, late = None, self.find_late()
-            for point in late:
-                cancel_future(self.remove(point))
+            late, seconds = self.find_late() if self._answers.empty() else ([], 0.0)
             if late:
-                return dict.fromkeys(late)
-            if number in self.futures:
-                return {number: self.record(number)}
+                points = [self._remove(number) for number in late]
+                for _, future in points:
+                    cancel_future(future)
+                return [(point, None) for point, _ in points]
+            try:
+                number = self._answers.get(timeout=seconds)
+            except Empty:
+                continue
+            if number in self.points:
+                self.answered = monotonic()
+                for earlier in self._since:
+                    if earlier < number:
+                        self._since[earlier] = min(self._since[earlier], self.answered)
+                return [self._remove(number)]
 
-    def remove(self, number: int) -> Any:
-        """The future of a point that nobody waits for any more."""
+    def _remove(self, number: int) -> tuple[Any, Any]:
         self._since.pop(number)
-        return self.futures.pop(number)
+        return self.points.pop(number)
 
-    def record(self, number: int) -> Any:
-        """The future of a point that was answered just now."""
-        self.answered = monotonic()
-        future = self.remove(number)
-        for earlier in self._since:
-            if earlier < number:
-                self._since[earlier] = min(self._since[earlier], self.answered)
-        return future
-
-    def seconds_left(self) -> float | None:
-        """How long to wait until some point is late; None: for ever."""
+    def find_late(self) -> tuple[list[int], float | None]:
+        """The points that have taken too long, all if no worker has answered for so long; seconds to the next one."""
         if self.timeout is None:
-            return None
-        return max(0.0, min([self.answered, *self._since.values()]) + self.timeout - monotonic())
-
-    def find_late(self) -> list[int]:
-        """The points that have taken too long; all of them, if no worker has answered for so long."""
-        if self.timeout is None:
-            return []
+            return [], None
         start = monotonic() - self.timeout
-        return [number for number, since in self._since.items() if self.answered <= start or since <= start]
+        late = [number for number, since in self._since.items() if self.answered <= start or since <= start]
+        return late, max(0.0, min([self.answered, *self._since.values()]) - start)
 
 
 @dataclass(frozen=True)
@@ -316,13 +298,6 @@ class LostError(Exception):
         self.error = error
 
 
-class NoAnswerError(TimeoutError):
-    """Stands for the value of a point that no worker gave in time."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(f"no worker answered for {seconds:g} seconds (timeout=), and the point was given up")
-
-
 def fail_future(error: BaseException) -> Future[Any]:
     """A future that has failed."""
     future: Future[Any] = Future()
@@ -347,13 +322,9 @@ def can_run(pool: ProcessPoolExecutor, function: Callable[..., Any], *arguments:
 
 def copy_pool(executor: Any) -> ProcessPoolExecutor:
     """A pool of as many processes, started in the same way if the broken one was of this class too."""
-    if not isinstance(executor, ProcessPoolExecutor):
-        return ProcessPoolExecutor(getattr(executor, "_max_workers", None))
+    names = ("mp_context", "initializer", "initargs") if isinstance(executor, ProcessPoolExecutor) else ()
     return ProcessPoolExecutor(
-        getattr(executor, "_max_workers", None),
-        mp_context=getattr(executor, "_mp_context", None),
-        initializer=getattr(executor, "_initializer", None),
-        initargs=getattr(executor, "_initargs", ()),
+        getattr(executor, "_max_workers", None), **{name: getattr(executor, f"_{name}") for name in names}
     )
 
 
@@ -378,14 +349,6 @@ def check_pickles(f: Any) -> None:
                 f"f cannot be pickled, which sending it to the executor's processes needs ({error}): define it with "
                 "def at the top of a module, not as a lambda or inside of a function, or pass a ThreadPoolExecutor"
             ) from error
-
-
-def read_parameters(function: Callable[..., Any]) -> dict[str, Any]:
-    """The kinds of a function's parameters by their names; empty if it does not tell."""
-    try:
-        return {name: parameter.kind for name, parameter in signature(function).parameters.items()}
-    except (TypeError, ValueError):
-        return {}
 
 
 # Ray, which has no `submit` of its own

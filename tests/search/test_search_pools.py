@@ -128,20 +128,24 @@ def test_a_straggler_is_late_though_others_answer(monkeypatch: pytest.MonkeyPatc
     """Points begin in their order: one is late `timeout` seconds after a later one was answered, not after the last."""
     now = [0.0]
     monkeypatch.setattr(workers, "monotonic", lambda: now[0])
-    flight = workers.PointsInFlight(1.5)
+    flight, futures = workers.PointsInFlight(1.5), [Future[float]() for _ in range(9)]
     for number in range(1, 9):
-        flight.add(number, Future())
-    for number in (1, 3, 4):  # the second one hangs
+        flight.add(number, futures[number])
+
+    def answer_next(number: int) -> None:
         now[0] += 0.6
-        flight.record(number)
-    assert flight.find_late() == []  # known to run since 1.2
+        futures[number].set_result(0.0)
+        assert flight.take_next() == [(number, futures[number])]
+
+    for number in (1, 3, 4):  # the second one hangs, known to run since 1.2
+        answer_next(number)
+    assert flight.find_late()[0] == []
     for number in (5, 6):
-        now[0] += 0.6
-        flight.record(number)
-    assert flight.take_next() == {2: None}
-    assert flight.seconds_left() == pytest.approx(1.5)
-    now[0] += 1.5
-    assert flight.take_next() == {7: None, 8: None}  # nobody answers
+        answer_next(number)
+    assert flight.take_next() == [(2, None)]
+    assert flight.find_late() == ([], pytest.approx(1.5))
+    now[0] += 2.0
+    assert flight.take_next() == [(7, None), (8, None)]  # nobody answers
 
 
 def test_a_connection_that_f_loses_is_a_failed_evaluation():
