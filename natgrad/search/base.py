@@ -147,9 +147,9 @@ class Search(Stateful, Explained):
     def _move(self, points: Tensor, values: Tensor) -> None:
         """Update the distribution by points (popsize, d) and values (popsize,), which are already checked."""
 
-    @abstractmethod
     def _dim(self) -> int:
         """The number of variables d."""
+        return len(self.best.x)
 
     def _check_candidates(self, X: Any, F: Any) -> tuple[Tensor, Tensor]:
         points = as_tensor(X, "X").to(self.best.x.device)

@@ -80,11 +80,7 @@ class CategoricalSearch(Relaxation):
         return torch.stack(columns, 1).to(torch.float64)
 
     def statistics(self, points: Tensor) -> Tensor:
-        """Indicators of the values, shape (N, total): one column per value of each variable.
-
-        Args:
-            points: Numbers of values, shape (N, n).
-        """
+        """Indicators of the values (N, total), a column per value of each variable, at numbers of values (N, n)."""
         return points.new_zeros(len(points), len(self._owner)).scatter_(1, points.long() + self._start, 1.0)
 
     def _count_free(self) -> int:
@@ -156,9 +152,8 @@ def choose_least_probabilities(counts: Tensor, margin: float | None) -> Tensor:
 
 def as_sizes(sizes: Any) -> list[int]:
     """How many values each variable has, as a list."""
-    if not isinstance(sizes, Sequence) and not hasattr(sizes, "tolist"):
-        raise ValueError(f"sizes is {sizes!r}, expected how many values each variable has, such as (3, 3, 5)")
-    counts = [check_integer("sizes", size, 2, hint=": how many values a variable has") for size in sizes]
-    if not counts:
-        raise ValueError("sizes is empty, expected how many values each variable has, such as (3, 3, 5)")
-    return counts
+    listed = isinstance(sizes, Sequence) or hasattr(sizes, "tolist")
+    if not listed or not len(sizes):
+        came = "empty" if listed else repr(sizes)
+        raise ValueError(f"sizes is {came}, expected how many values each variable has, such as (3, 3, 5)")
+    return [check_integer("sizes", size, 2, hint=": how many values a variable has") for size in sizes]

@@ -16,12 +16,7 @@ ROUNDED = 1e-6  # of a number: what float32 leaves out of it, with room
 
 @dataclass(frozen=True)
 class Domain:
-    """Boxes and scales: x = fold(scale u), within lower <= x <= upper.
-
-    The fold is the identity, except in a margin beside each bound, where it is a parabola that is flat on the bound.
-    Beyond the bound it is mirrored. So every point of the space has an image in the box, and a minimum on the bound
-    looks like a smooth one.
-    """
+    """Boxes and scales: x = fold(scale u), within lower <= x <= upper; a minimum on a bound looks like a smooth one."""
 
     scale: Tensor  # of each variable, shape (d,)
     lower: Tensor  # lower bounds, shape (d,); -infinity for none
@@ -154,12 +149,7 @@ def as_bounds(bounds: Any, x0: Tensor) -> tuple[Tensor, Tensor]:
         if bool(bound.isnan().any()):
             raise ValueError(f"bounds: {name} is {side}, NaN is no bound; infinity or None is no limit")
         sides.append(bound.expand_as(x0).clone())
-    check_bounds(sides[0], sides[1], x0)
-    return sides[0], sides[1]
-
-
-def check_bounds(lower: Tensor, upper: Tensor, x0: Tensor) -> None:
-    """Check that lower < upper and that x0 lies between."""
+    lower, upper = sides
     wrong = (~(lower < upper)).nonzero()
     if len(wrong):
         i = int(wrong[0])
@@ -173,6 +163,7 @@ def check_bounds(lower: Tensor, upper: Tensor, x0: Tensor) -> None:
         raise ValueError(
             f"x0[{i}] is {float(x0[i])}, outside its bounds [{float(lower[i])}, {float(upper[i])}]: start inside"
         )
+    return lower, upper
 
 
 # Integers among the variables: a chance for each of them, and an end that is a minimum

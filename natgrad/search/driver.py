@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from natgrad.search.noise import NoiseHandling, Repeated
 from natgrad.search.relaxation import Relaxation
 from natgrad.search.surrogate import QuadraticSurrogate, SurrogateEvaluations
 
+Choice = TypeVar("Choice")
 HOPELESS = 20  # generations without any value, of the first one's size, after which no more come
 CONVERGED = ("ftarget", "tolfun", "tolx", "precision", "converged")
 
@@ -122,20 +123,31 @@ def minimize(
         restarts = 0 if not isinstance(x0, Relaxation) or ftarget is None or maxfevals is None else IPOP()
     first, generator = build_first(x0, {"sigma0": sigma0, "seed": seed, **others})
     check_workers(executor, timeout, ahead, noise)
-    model_of_f = as_surrogate(surrogate, first, noise, ahead)
+    model_of_f, handling = (
+        as_choice("surrogate", surrogate, QuadraticSurrogate),
+        as_choice("noise", noise, NoiseHandling),
+    )
+    if model_of_f is not None:
+        check_surrogate(surrogate, first, noise, ahead)
     objective = BlackBox(f, vectorized, executor, timeout)
     check_goals(ftarget, maxfevals, first.popsize, objective.asking)
     call = join_callbacks(callback, "the search")
     check_integer("checkpoint_every", checkpoint_every, 1, hint=": a number of generations")
     again = as_restarts(restarts)
-    runs = SearchRuns(first, again, generator, objective, as_handling(noise), ahead, model_of_f, ftarget, maxfevals)
-    file = None if checkpoint is None else CheckpointFile(runs, Path(checkpoint), checkpoint_every)
+    runs = SearchRuns(first, again, generator, objective, handling, ahead, model_of_f, ftarget, maxfevals)
+    path = None if checkpoint is None else Path(checkpoint)
+    if path is not None and path.exists():
+        runs.load_state_dict(read_state_file(path))
+    # of the last whole generation: one that is interrupted leaves half of a state, which is never written
+    state = None if path is None else deepcopy(runs.state_dict())
     try:
         with Progress("evaluations", maxfevals, progress) as shown:
             while (ending := runs.find_ending()) is None:
                 runs.tell(*runs.ask_and_evaluate())
-                if file is not None:
-                    file.keep()
+                if path is not None:
+                    state = deepcopy(runs.state_dict())
+                    if runs.nit % checkpoint_every == 0:
+                        write_state_file({"format": FORMAT, **state}, path)
                 shown.update(runs.nfev, {"generation": runs.nit, "best": float(runs.best.fun)})
                 if call(runs.search):
                     ending = "callback: it returned True"
@@ -144,8 +156,8 @@ def minimize(
         ending = "interrupted: the result is what was found so far"
     finally:
         objective.close()
-    if file is not None:
-        file.write()
+    if path is not None and state is not None:
+        write_state_file({"format": FORMAT, **state}, path)
     return runs.describe_result(ending)
 
 
@@ -291,29 +303,6 @@ class SearchRuns(Stateful):
         self.search = self._build(run, len(state["past"]))
         super().load_state_dict(state)
         self.past = [(Run(*past), used) for past, used in state["past"]]
-
-
-class CheckpointFile:
-    """The state after the last whole generation, in memory and now and then in a file, from which `runs` continue.
-
-    A generation that is interrupted leaves half of a state, which is never written.
-    """
-
-    def __init__(self, runs: SearchRuns, path: Path, every: int) -> None:
-        self.runs, self.path, self.every = runs, path, every
-        if path.exists():
-            runs.load_state_dict(read_state_file(path))
-        self.state = deepcopy(runs.state_dict())
-
-    def keep(self) -> None:
-        """Note the state, and write it where that is due."""
-        self.state = deepcopy(self.runs.state_dict())
-        if self.runs.nit % self.every == 0:
-            self.write()
-
-    def write(self) -> None:
-        """Write the noted state; a crash in between leaves the old file."""
-        write_state_file({"format": FORMAT, **self.state}, self.path)
 
 
 # Starting again: the search of each run, with populations that grow (IPOP), or are large and small in turn (BIPOP)
@@ -534,21 +523,17 @@ def as_restarts(restarts: Restarts | int | str) -> Restarts:
     return IPOP(check_integer("restarts", restarts, 0, hint=": or IPOP(times), BIPOP(times), 'IPOP', 'BIPOP'"))
 
 
-def as_handling(noise: bool | NoiseHandling) -> NoiseHandling | None:
-    """How noise is handled; None if there is none."""
-    if isinstance(noise, NoiseHandling):
-        return noise
-    if not isinstance(noise, bool):
-        raise TypeError(f"noise is {noise!r}, expected True, False or NoiseHandling(...)")
-    return NoiseHandling() if noise else None
+def as_choice(name: str, value: Any, kind: type[Choice]) -> Choice | None:
+    """The choice, for which True stands with its defaults; None for False."""
+    if not isinstance(value, (bool, kind)):
+        raise TypeError(f"{name} is {value!r}, expected True, False or {kind.__name__}(...)")
+    if isinstance(value, bool):
+        return kind() if value else None
+    return value
 
 
-def as_surrogate(surrogate: Any, first: Search, noise: Any, ahead: int) -> QuadraticSurrogate | None:
-    """When a model of f is believed; None if there is none."""
-    if not isinstance(surrogate, (bool, QuadraticSurrogate)):
-        raise TypeError(f"surrogate is {surrogate!r}, expected True, False or QuadraticSurrogate(...)")
-    if surrogate is False:
-        return None
+def check_surrogate(surrogate: Any, first: Search, noise: Any, ahead: int) -> None:
+    """Check that nothing else chooses what to evaluate."""
     if not isinstance(first, GaussianSearch):
         raise ValueError(f"surrogate={surrogate!r} is given with a {type(first).__name__}: it needs a GaussianSearch")
     if noise is not False or ahead > 0:
@@ -556,7 +541,6 @@ def as_surrogate(surrogate: Any, first: Search, noise: Any, ahead: int) -> Quadr
         raise ValueError(
             f"{name} is {value!r} with surrogate={surrogate!r}: only one of the two can choose what to evaluate"
         )
-    return QuadraticSurrogate() if surrogate is True else surrogate
 
 
 def check_goals(ftarget: Any, maxfevals: Any, popsize: int, asking: int) -> None:

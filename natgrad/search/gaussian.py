@@ -170,30 +170,26 @@ class GaussianSearch(Search):
             self._state = before
         if self.domain.has_integers:
             self._keep_margin()
-        self._monitor.record(values, self._largest_deviation(), self._state)
+        self._monitor.record(values, float(self._deviations().max()), self._state)
         if self._neighbours is not None:
             self._watch_neighbours(self._neighbours, points)
 
     def _recover_draws(self, points: Tensor) -> tuple[Tensor, Tensor]:
         """z and A z behind the points; points that were not asked for are treated as injected."""
-        if self._asked is not None:
-            asked, normals, steps = self._asked
-            if torch.equal(points, asked):
-                return normals, steps
-            same = (points == asked).all(1, keepdim=True)
-            z, y = self._shorten_foreign_steps(points)
-            return torch.where(same, normals, z), torch.where(same, steps, y)
-        return self._shorten_foreign_steps(points)
-
-    def _shorten_foreign_steps(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        """z and A z of points from elsewhere, shortened to the length of typical draws: Hansen 2011."""
+        if self._asked is not None and torch.equal(points, self._asked[0]):
+            return self._asked[1:]
         steps = (self.domain.latent(points) - self._state["mean"]) / self.sigma
         if self.domain.has_integers:
             steps = steps / self._state["stretch"]
         normals = self.model.whiten(self._state, steps)
         d = points.shape[1]
+        # shortened to the length of typical draws: Hansen 2011
         shrink = ((d**0.5 + 2 * d / (d + 2)) / normals.norm(dim=1, keepdim=True)).clamp(max=1)
-        return normals * shrink, steps * shrink
+        normals, steps = normals * shrink, steps * shrink
+        if self._asked is None:
+            return normals, steps
+        same = (points == self._asked[0]).all(1, keepdim=True)
+        return torch.where(same, self._asked[1], normals), torch.where(same, self._asked[2], steps)
 
     def _measure_rounded_steps(self, points: Tensor, normals: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
         """z and A z with the steps to the integers that were evaluated, where these differ from those of the centre."""
@@ -228,11 +224,6 @@ class GaussianSearch(Search):
         mean[rows], stretch[rows] = means / scale, deviations / unit
         self._state = self._state | {"mean": mean, "stretch": stretch}
 
-    def _largest_deviation(self) -> float:
-        """The largest standard deviation, in the search's own coordinates."""
-        variances = self.model.variances(self._state)
-        return self.sigma * (1.0 if variances is None else float(variances.max()) ** 0.5)
-
     def _watch_neighbours(self, neighbours: TriedNeighbours, points: Tensor) -> None:
         """Note whether the search of integers stalls: it ends when no neighbour is better, and goes on from one."""
         if self._stalled is not None:
@@ -244,9 +235,6 @@ class GaussianSearch(Search):
         if why is not None and why.split(":")[0] in STALLED:
             self._stalled = why
             neighbours.start(self.best.x)
-
-    def _dim(self) -> int:
-        return len(self.best.x)
 
     def centre(self) -> Tensor:
         return self.mean
@@ -268,6 +256,7 @@ class GaussianSearch(Search):
         return self.domain.points(self._state["mean"] + self._deviations() * places)
 
     def _deviations(self) -> Tensor:
+        """Standard deviations (d,), in the search's own coordinates."""
         variances = self.model.variances(self._state)
         return self.sigma * (torch.ones_like(self._state["mean"]) if variances is None else variances.sqrt())
 
@@ -282,9 +271,6 @@ class GaussianSearch(Search):
         """True if the run ends at a value above the target: its last values are much closer to one another than to it.
 
         Where integers are among the variables this is never said: their steps come late.
-
-        Args:
-            target: The value that is wanted.
         """
         return not self.domain.has_integers and self._monitor.has_settled(self.best.fun - target)
 

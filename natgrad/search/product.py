@@ -50,10 +50,9 @@ class ProductSearch(Search):
         start = torch.cat([part.best.x.to(torch.float64) for part in parts])
         self.best = Best(start, torch.inf, 0)
         self._widths = [len(part.best.x) for part in parts]
-        owned = [
-            (f"{name} of part {k}", words) for k, part in enumerate(parts) for name, words in part.arguments.items()
-        ]
-        self.arguments = dict(owned)
+        self.arguments = {
+            f"{name} of part {k}": part.arguments[name] for k, part in enumerate(parts) for name in part.arguments
+        }
 
     def renew(self, popsize: int, run: int) -> ProductSearch:
         return ProductSearch(*(part.renew(popsize, run) for part in self.parts))
@@ -103,6 +102,3 @@ class ProductSearch(Search):
     def _move(self, points: Tensor, values: Tensor) -> None:
         for part, own in zip(self.parts, self.split(points), strict=True):
             part.tell(own, values)
-
-    def _dim(self) -> int:
-        return sum(self._widths)

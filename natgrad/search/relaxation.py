@@ -97,9 +97,6 @@ class Relaxation(Search):
         explained = 0.0 if self.slope is None else self.slope.explained
         return {"explained": explained, "statistics": float(len(self.theta))}
 
-    def _dim(self) -> int:
-        return len(self.best.x)
-
     def _move(self, points: Tensor, values: Tensor) -> None:
         self._count_equal_values(points, values)
         draws = points, values, self.statistics(points) @ self.theta, torch.full((len(values),), self.nit)
@@ -121,7 +118,9 @@ class Relaxation(Search):
             *merge_repeated_points(self._archive.points, statistics, values, weights), ridges=SEARCHED
         )
         self.theta = self._take_step(statistics, values, weights, self.slope)
-        self._forget_light_draws(statistics)
+        weights = self._weigh_draws(statistics)
+        heavy = (weights > LIGHT * weights.max()) | (self._archive.born == self.nit)
+        self._archive = Archive(*(column[heavy] for column in self._archive))
 
     def _rescale_exact_slope(self, statistics: Tensor, values: Tensor) -> Slope | None:
         """The last slope in the present unit, if it predicts every draw: f lies in the span, and it stays exact."""
@@ -171,11 +170,6 @@ class Relaxation(Search):
     def _drop_limited(self, direction: Tensor) -> Tensor:
         """The direction without the parameters that it pushes against their limit: they would use up the step."""
         return direction
-
-    def _forget_light_draws(self, statistics: Tensor) -> None:
-        weights = self._weigh_draws(statistics)
-        heavy = (weights > LIGHT * weights.max()) | (self._archive.born == self.nit)
-        self._archive = Archive(*(column[heavy] for column in self._archive))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
