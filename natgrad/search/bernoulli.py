@@ -22,14 +22,10 @@ class BernoulliSearch(BitSearch):
     """Minimum over x in {0, 1}^n by independent bits: bit i is 1 with probability p_i.
 
     The natural gradient by regression trusts the values of f. One candidate of each generation is the point at which
-    the regression is least, which does not count as a draw.
-
-    Where single bits explain less than nine tenths of f and no better value came for long, a climb begins: a (1 + 1)-EA
-    from the best point, of which no child repeats its parent; that is PBIL's step at rate 1, with the means at the best
-    point up to the margin. Where it is stuck, half of the evaluations go elsewhere: first back to the regression, and
-    once this stands still too, to climbs from random points. The better climb is gone on with. Before the first climb
-    the best point is evaluated again; where its value is another one, f is noisy, and all further steps are those of
-    `PBIL(.3)`. `probabilities` (n,) is the present distribution; `popsize` differs between generations.
+    the regression is least, which does not count as a draw. Where single bits explain less than nine tenths of f and no
+    better value came for long, the climbs of `BitSearch` begin: PBIL's step at rate 1, with the means at the best point
+    up to the margin. Before, the best point is evaluated again; where its value is another one, f is noisy, and all
+    further steps are those of `PBIL(.3)`. `popsize` differs between generations.
 
     Args:
         n: Number of bits.
@@ -62,19 +58,14 @@ class BernoulliSearch(BitSearch):
         margin: float | None = None,
     ) -> None:
         n = as_bits(n)
-        self._margin = min(0.25, 1 / n) if margin is None else margin
-        check_range("margin", self._margin, "(0, .5)", hint=": how far from certainty bits stay")
+        margin = min(0.25, 1 / n) if margin is None else margin
+        check_range("margin", margin, "(0, .5)", hint=": how far from certainty bits stay")
         self.update = update
         self._tried = self._pending = torch.zeros(0, n, dtype=torch.float64)  # candidates that p did not draw
         size = as_bit_popsize(popsize if update is None or popsize is not None else update.popsize(n), n)
-        limit = 0.5 * math.log((1 - self._margin) / self._margin)  # p = sigmoid(2 theta)
-        super().__init__(n, Monomials.within(n, []), size, seed, limit, climbs=update is None)
-        self.arguments = spell_arguments(n=n, popsize=size, update=update, margin=self._margin, seed=seed)
-
-    @property
-    def margin(self) -> float:
-        """How far from certainty probabilities stay."""
-        return self._margin
+        limit = 0.5 * math.log((1 - margin) / margin)  # p = sigmoid(2 theta)
+        super().__init__(n, Monomials.within(n, []), size, seed, limit, margin, climbs=update is None)
+        self.arguments = spell_arguments(n=n, popsize=size, update=update, margin=margin, seed=seed)
 
     def renew(self, popsize: int, run: int) -> BernoulliSearch:
         update, size = renew_update(self.update, popsize, self._size)
@@ -103,7 +94,15 @@ class BernoulliSearch(BitSearch):
 
     def _move_field(self, points: Tensor, values: Tensor) -> None:
         if self.update is None and not self._noisy:
-            self._regress(points, values)
+            drawn = torch.ones(len(values), dtype=torch.bool)
+            for row in self._pending:
+                places = (points == row).all(1).nonzero()
+                if len(places):  # p may have drawn it too
+                    drawn[places[0]] = False
+                    self._pending = self._pending[(self._pending != row).any(1)]
+            if bool(drawn.any()):
+                self._note_draws(values[drawn])
+                Relaxation._move(self, points[drawn], values[drawn])
             return
         self._count_equal_values(points, values)
         update = PBIL(NOISY, max(1, self.popsize // 4)) if self.update is None else self.update
@@ -116,17 +115,3 @@ class BernoulliSearch(BitSearch):
         if bool((self._tried == self.best.x).all(1).any()):
             return self._stands_still(self._draws - self._drawn_at, SECOND)
         return self._stands_still(self.nfev - self.best.nfev, LEAST)
-
-    def _regress(self, points: Tensor, values: Tensor) -> None:
-        """A step of the regression on the points that p drew."""
-        drawn = torch.ones(len(values), dtype=torch.bool)
-        for row in self._pending:
-            places = (points == row).all(1).nonzero()
-            if len(places):  # p may have drawn it too
-                drawn[places[0]] = False
-                self._pending = self._pending[(self._pending != row).any(1)]
-        points, values = points[drawn], values[drawn]
-        if not len(values):
-            return
-        self._note_draws(values)
-        Relaxation._move(self, points, values)

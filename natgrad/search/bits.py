@@ -41,6 +41,7 @@ class BitSearch(Relaxation):
         popsize: Candidates per generation; one in climbs.
         seed: Of the search's own generator.
         limit: Largest absolute value of any parameter.
+        margin: The chance with which a child differs from its parent in a bit.
         climbs: False for the field alone.
     """
 
@@ -50,10 +51,17 @@ class BitSearch(Relaxation):
     )  # fmt: skip
 
     def __init__(
-        self, n: int, monomials: Monomials, popsize: int, seed: int | None, limit: float, *, climbs: bool = True
+        self,
+        n: int,
+        monomials: Monomials,
+        popsize: int,
+        seed: int | None,
+        limit: float,
+        margin: float,
+        *,
+        climbs: bool = True,
     ) -> None:
-        self.limit = limit
-        self.monomials = monomials
+        self.limit, self.margin, self.monomials = limit, margin, monomials
         self.sweeps = 20
         self._size, self._climbs, self._climbing = popsize, climbs, False
         self._noisy: bool | None = None if climbs else True  # unknown until the best point has been evaluated again
@@ -85,11 +93,6 @@ class BitSearch(Relaxation):
     def _asks_field(self) -> bool:
         """True where the evaluations that go elsewhere are the field's."""
         return self._elsewhere and self._regressing
-
-    @property
-    @abstractmethod
-    def margin(self) -> float:
-        """The chance with which a child differs from its parent in a bit."""
 
     @abstractmethod
     def _draw_field(self) -> Tensor:
@@ -142,10 +145,18 @@ class BitSearch(Relaxation):
                 self._main.begin_counts()
                 self._draws = self._drawn_at = 0
         elif self._noisy is None:
-            self._compare_again(points, values)
+            again = values[(points == self._main.parent).all(1)]
+            if len(again):  # the best point has its value again, or f is noisy
+                self._noisy = bool((again != self._main.value).any())
+                self.popsize = self.popsize if self._noisy else min(self.popsize, CHILDREN)
+            self._main.accept(points, values)
         else:
             self._climb(points, values)
-            self._choose_turn()
+            # half of the evaluations go elsewhere where the main climb waits for much longer than it ever had to
+            lonely = self._main.since > max(LONELY * self._dim(), GAPS * self._main.gap)
+            self._shared = self._shared if lonely else 0
+            self._elsewhere = lonely and self._shared >= 0
+            self.popsize = self._size if self._asks_field else min(self._size, CHILDREN)
 
     def _note_draws(self, values: Tensor) -> None:
         """Count values of points that the field drew."""
@@ -173,22 +184,6 @@ class BitSearch(Relaxation):
         if self._second is not None and self._second.value < self._main.value:
             self._main, self._second = self._second, None
             self._main.begin_counts()
-
-    def _choose_turn(self) -> None:
-        """Half of the evaluations go elsewhere where the main climb waits for much longer than it ever had to."""
-        lonely = self._main.since > max(LONELY * self._dim(), GAPS * self._main.gap)
-        if not lonely:
-            self._shared = 0
-        self._elsewhere = lonely and self._shared >= 0
-        self.popsize = self._size if self._asks_field else min(self._size, CHILDREN)
-
-    def _compare_again(self, points: Tensor, values: Tensor) -> None:
-        """Note whether the best point has its value again."""
-        again = values[(points == self._main.parent).all(1)]
-        if len(again):
-            self._noisy = bool((again != self._main.value).any())
-            self.popsize = self.popsize if self._noisy else min(self.popsize, CHILDREN)
-        self._main.accept(points, values)
 
     def _stands_still(self, since: int, least: float) -> bool:
         """True if the field leaves much of f unexplained and has found nothing better for long."""

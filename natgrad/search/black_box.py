@@ -96,26 +96,31 @@ class BlackBox(Stateful):
 
     # Points that nobody waits for; `vectorized` is known by then.
 
+    def evaluate_ahead(self, search: Search, ahead: int) -> tuple[Tensor, Tensor]:
+        """The first popsize points (popsize, d) with an answer, and their values, while workers have `ahead` more."""
+        # Points beyond the generation are drawn from the distribution before it moves. The search is told them with the
+        # next one, as points that it did not ask for, and shortens their steps where they are too long: Hansen 2011.
+        assert self.workers is not None
+        answers: list[tuple[Tensor, float]] = []
+        while len(answers) < search.popsize:
+            missing = search.popsize - len(answers) + ahead - self.in_flight
+            if missing > 0:
+                draws = [search.ask() for _ in range(-(-missing // search.popsize))]
+                for row in torch.cat(draws)[:missing]:
+                    self.nfev += 1
+                    self.workers.start(self._shape_row(row))
+            rows, outcomes = zip(*self.workers.take(), strict=True)
+            values = self._read_values(map(read_reply, rows, outcomes))
+            points = [row.reshape(-1) for row in rows]
+            self._count_failures(torch.stack(points), torch.tensor(values, dtype=torch.float64))
+            answers += zip(points, values, strict=True)
+        points, values = zip(*answers[: search.popsize], strict=True)  # more only where several were given up at once
+        return torch.stack(points), torch.tensor(values, dtype=torch.float64, device=points[0].device)
+
     @property
     def in_flight(self) -> int:
         """Points that workers have, and that were not taken."""
-        return 0 if self.workers is None else self.workers.count
-
-    def start(self, points: Tensor) -> None:
-        """Have points evaluated by the workers, and do not wait."""
-        assert self.workers is not None
-        for row in points:
-            self.nfev += 1
-            self.workers.start(self._shape_row(row))
-
-    def take_answered(self) -> list[tuple[Tensor, float]]:
-        """The next point (d,) that was answered and its value, NaN for none; or those that are late."""
-        assert self.workers is not None
-        rows, outcomes = zip(*self.workers.take(), strict=True)
-        values = self._read_values(map(read_reply, rows, outcomes))
-        points = [row.reshape(-1) for row in rows]
-        self._count_failures(torch.stack(points), torch.tensor(values, dtype=torch.float64))
-        return list(zip(points, values, strict=True))
+        return 0 if self.workers is None else len(self.workers.flight.points)
 
     def drop_started(self) -> None:
         """Forget points that nobody needs any more."""
@@ -236,32 +241,6 @@ class BlackBox(Stateful):
         said = self.vectorized
         super().load_state_dict(state)
         self.vectorized = self.vectorized if said is None else said
-
-
-class AheadEvaluations:
-    """Keeps popsize + `ahead` points with the workers, and gives out the first popsize that have an answer."""
-
-    # Points beyond the generation are drawn from the distribution before it moves. The search is told them with the
-    # next one, as points that it did not ask for, and shortens their steps where they are too long: Hansen 2011.
-
-    def __init__(self, objective: BlackBox, ahead: int) -> None:
-        self.objective, self.ahead = objective, ahead
-        self._search: Search | None = None
-
-    def evaluate_generation(self, search: Search) -> tuple[Tensor, Tensor]:
-        """Points (popsize, d) and values (popsize,) of the next generation, NaN where f had none."""
-        if search is not self._search:
-            self.objective.drop_started()
-            self._search = search
-        answers: list[tuple[Tensor, float]] = []
-        while len(answers) < search.popsize:
-            missing = search.popsize - len(answers) + self.ahead - self.objective.in_flight
-            if missing > 0:
-                draws = [search.ask() for _ in range(-(-missing // search.popsize))]
-                self.objective.start(torch.cat(draws)[:missing])
-            answers += self.objective.take_answered()
-        points, values = zip(*answers[: search.popsize], strict=True)  # more only where several were given up at once
-        return torch.stack(points), torch.tensor(values, dtype=torch.float64, device=points[0].device)
 
 
 # What f gave, as numbers

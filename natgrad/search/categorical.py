@@ -71,7 +71,7 @@ class CategoricalSearch(Relaxation):
     @property
     def probabilities(self) -> list[Tensor]:
         """P(x_i = k), a tensor (sizes_i,) per variable."""
-        return list(self._flat_probabilities().split(self.sizes))
+        return list(self._softmax(self.theta).split(self.sizes))
 
     def ask(self) -> Tensor:
         columns = [
@@ -91,7 +91,7 @@ class CategoricalSearch(Relaxation):
             super()._move(points, values)
             return
         self._count_equal_values(points, values)
-        mean, samples = self._flat_probabilities(), self.statistics(points)
+        mean, samples = self._softmax(self.theta), self.statistics(points)
         moved = take_ranked_step(mean, samples, values, self.update, len(self.sizes)).clamp(min=0)
         self.theta = self._raise_to_least(moved).log()
 
@@ -100,7 +100,7 @@ class CategoricalSearch(Relaxation):
 
     def _drop_limited(self, direction: Tensor) -> Tensor:
         """A value at its least probability stays there where the step would lower it: it moves as the others do."""
-        probabilities = self._flat_probabilities()
+        probabilities = self._softmax(self.theta)
         least, held = probabilities <= self._least * (1 + 1e-9), torch.zeros_like(direction, dtype=torch.bool)
         while True:  # without those that are held the mean moves, and others may fall below it
             free = torch.where(held, 0.0, probabilities)
@@ -109,9 +109,6 @@ class CategoricalSearch(Relaxation):
             if torch.equal(lowered, held):
                 return torch.where(held, mean, direction)
             held = lowered
-
-    def _flat_probabilities(self) -> Tensor:
-        return self._softmax(self.theta)
 
     def _softmax(self, theta: Tensor) -> Tensor:
         """Probabilities (total,) of logits, variable by variable."""

@@ -20,7 +20,7 @@ from natgrad.ground.pure import keep_gradient_mode
 from natgrad.ground.state_files import FORMAT, read_state_file, write_state_file
 from natgrad.ground.states import Stateful, check_parts
 from natgrad.search.base import Best, Search, build_generator, check_arguments, spell_arguments
-from natgrad.search.black_box import AheadEvaluations, BlackBox, Function, Pool
+from natgrad.search.black_box import BlackBox, Function, Pool
 from natgrad.search.gaussian import Bounds, GaussianSearch, Tolerances, build_alike
 from natgrad.search.model import GaussianModel
 from natgrad.search.noise import NoiseHandling, Repeated
@@ -190,7 +190,7 @@ class SearchRuns(Stateful):
         self.objective, self.ftarget, self.maxfevals = objective, ftarget, maxfevals
         objective.limit = math.inf if maxfevals is None else float(maxfevals)
         self.repeated = None if handling is None else Repeated(objective, handling)
-        self.ahead = AheadEvaluations(objective, ahead) if ahead else None
+        self.ahead = ahead  # points that workers have beyond a generation
         self.surrogate = None if surrogate is None else SurrogateEvaluations(objective, surrogate)
         self.history = SearchHistory()
         choices = spell_arguments(search=first, noise=handling is not None, surrogate=surrogate is not None)
@@ -206,8 +206,8 @@ class SearchRuns(Stateful):
         """Points (popsize, d) of the next generation and their values (popsize,)."""
         if self.surrogate is not None and isinstance(self.search, GaussianSearch):
             return self.surrogate.evaluate_generation(self.search)
-        if self.ahead is not None and self.objective.vectorized is not None:
-            return self.ahead.evaluate_generation(self.search)
+        if self.ahead and self.objective.vectorized is not None:
+            return self.objective.evaluate_ahead(self.search, self.ahead)
         points = self.search.ask()
         return points, self.objective(points) if self.repeated is None else self.repeated(points)
 
@@ -255,6 +255,7 @@ class SearchRuns(Stateful):
         if run is None:
             return why
         self._settled = self._settle()
+        self.objective.drop_started()
         self.past, self.run, self.search = past, run, self._build(run, len(past))
         self._began = self.nfev = self.objective.nfev
         return None
@@ -263,7 +264,7 @@ class SearchRuns(Stateful):
         """Evaluations of the next generation, and where f is noisy, of the centre at the end."""
         size, asking = self.search.popsize, self.objective.asking
         if self.repeated is None:
-            return asking + size + (0 if self.ahead is None else self.ahead.ahead - self.objective.in_flight)
+            return asking + size + self.ahead - self.objective.in_flight
         return asking + self.repeated.cost(size) + self._count_repeats(self.repeated.handling.growth)
 
     def _count_repeats(self, growth: float = 1.0) -> int:

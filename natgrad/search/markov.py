@@ -80,10 +80,9 @@ class MarkovSearch(BitSearch):
         self.settled = cliques is not None
         self._next = 0
         self._learner: StructureLearner | None = None  # what it keeps follows from draws and structure
-        given = None if cliques is None else as_cliques(cliques, n)
-        self._given = given
+        self._given = given = None if cliques is None else as_cliques(cliques, n)
         monomials = Monomials.within(n, given or [])
-        super().__init__(n, monomials, as_bit_popsize(popsize, n), seed, STRENGTH)
+        super().__init__(n, monomials, as_bit_popsize(popsize, n), seed, STRENGTH, margin=min(0.25, 1 / n))
         self.arguments = spell_arguments(n=n, cliques=given, popsize=self.popsize, largest=largest, seed=seed)
 
     def renew(self, popsize: int, run: int) -> MarkovSearch:
@@ -96,11 +95,6 @@ class MarkovSearch(BitSearch):
         """The largest sets of bits that are joined."""
         sets = [set(s) for s in self.monomials.sets]
         return [s for s in self.monomials.sets if not any(set(s) < other for other in sets)]
-
-    @property
-    def margin(self) -> float:
-        """The chance with which a child of a climb differs from its parent in a bit."""
-        return min(0.25, 1 / self._dim())
 
     def stop(self) -> str | None:
         why = super().stop()
@@ -199,12 +193,10 @@ RIDGE = 1e-10  # of the Gram matrix, in its diagonal's unit: products that are e
 
 
 class StructureLearner:
-    """Statistics that explain f at uniform draws; each call starts from those of the last one.
+    """Statistics that explain f at uniform draws; each call starts from those of the last one."""
 
-    Products that correlate with the part of f that is not explained are tried together, and those whose coefficients
-    are no more than noise are left out again. The Gram matrix of the statistics is kept and extended by new draws and
-    by new statistics. Its entries are sums of signs, which are exact whatever their order.
-    """
+    # The Gram matrix of the statistics is kept, and extended by new draws and new statistics: sums of signs are exact
+    # whatever their order.
 
     def __init__(self, n: int, largest: int, sets: Iterable[Clique] = ()) -> None:
         self.n, self.largest = n, largest
@@ -234,7 +226,13 @@ class StructureLearner:
             if float(residual.square().sum()) > 0.98 * left:
                 break
         self._grows = set(self.sets) != before
-        return self._conclude(coefficients, residual, total)
+        # what is explained, by generalised cross-validation
+        count, size = len(residual), len(self.sets)
+        error = float(residual.square().sum()) * (count / max(1, count - size)) ** 2
+        explained = 1 - error / total if total > 0 else 0.0
+        order = sorted(range(size), key=lambda k: (len(self.sets[k]), self.sets[k]))  # as a learner is built from sets
+        self._select(order)
+        return Monomials.of(self.n, self.sets[1:]), Slope(coefficients[order[1:]], explained, 0.0)
 
     def has_settled(self, explained: float) -> bool:
         """True if the structure is exact, or explains enough and did not change in the last call."""
@@ -304,15 +302,6 @@ class StructureLearner:
             return coefficients, residual
         self._select(places)
         return self._fit(target)
-
-    def _conclude(self, coefficients: Tensor, residual: Tensor, total: float) -> tuple[Monomials, Slope]:
-        """The statistics with their slope; what is explained by generalised cross-validation."""
-        count, size = len(residual), len(self.sets)
-        error = float(residual.square().sum()) * (count / max(1, count - size)) ** 2
-        explained = 1 - error / total if total > 0 else 0.0
-        order = sorted(range(size), key=lambda k: (len(self.sets[k]), self.sets[k]))  # as a learner is built from sets
-        self._select(order)
-        return Monomials.of(self.n, self.sets[1:]), Slope(coefficients[order[1:]], explained, 0.0)
 
     def _select(self, places: list[int]) -> None:
         self.sets = [self.sets[k] for k in places]

@@ -98,21 +98,15 @@ def draw_signs(monomials: Monomials, theta: Tensor, start: Tensor, sweeps: int, 
     """Signs (N, n) from p(s) ~ exp(theta T(s))."""
     # components of at most `ENUMERATED` signs are drawn exactly, from the list of their states; the others by Gibbs
     # sampling, while theta is brought up from zero
-    signs = start.clone()
+    signs, groups = start.clone(), monomials.gibbs_sites
     for components in monomials.small_components:
         signs[:, components.sites.flatten()] = components.draw(theta, len(start), generator).to(signs.dtype)
-    return draw_by_gibbs(monomials, theta, signs, sweeps, generator) if monomials.gibbs_sites else signs
-
-
-def draw_by_gibbs(
-    monomials: Monomials, theta: Tensor, start: Tensor, sweeps: int, generator: torch.Generator
-) -> Tensor:
-    """Signs (N, n) after Gibbs sampling of `monomials.gibbs_sites`, while theta is brought up from zero."""
+    if not groups:
+        return signs
     # signs that share no set do not depend on one another given the rest: they are drawn at once
-    groups = monomials.gibbs_sites
     sizes = [len(group.sites) for group in groups]
     weights = [group.read_weights(theta) for group in groups]
-    padded, unit = torch.cat([start, torch.ones_like(start[:, :1])], 1), start.new_ones(())
+    padded, unit = torch.cat([signs, torch.ones_like(start[:, :1])], 1), start.new_ones(())
     for sweep in range(sweeps):
         heat = min(1.0, (sweep + 1) / max(1, sweeps - 2))
         # P(s_i = 1) = sigmoid(2 h_i): s_i = 1 where h_i exceeds half the logit of a uniform draw

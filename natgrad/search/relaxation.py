@@ -158,14 +158,12 @@ class Relaxation(Search):
         variance = float(share @ (image - share @ image).square())
         if not variance > 0:
             return self.theta
-        rate = math.sqrt(2 * self._find_radius(slope.explained) / variance)  # so that 1/2 rate^2 Var(b T) = radius
-        return self._limit_parameters(self.theta - rate * direction)
-
-    def _find_radius(self, explained: float) -> float:
-        """Nats of a step; at least those at which nothing is explained, or symmetric functions would have no step."""
-        left = 1 - min(1.0, max(0.0, explained))
+        left = 1 - min(1.0, max(0.0, slope.explained))
         nats = NATS * self.popsize / self._count_free() * (1 - left) / max(left, 1e-12)
-        return self.entropy * min(math.exp(-6 * left), max(math.exp(-6), nats / self.entropy))
+        # at least the step at which nothing is explained, or symmetric functions would have none
+        radius = self.entropy * min(math.exp(-6 * left), max(math.exp(-6), nats / self.entropy))
+        rate = math.sqrt(2 * radius / variance)  # so that 1/2 rate^2 Var(b T) = radius
+        return self._limit_parameters(self.theta - rate * direction)
 
     def _drop_limited(self, direction: Tensor) -> Tensor:
         """The direction without the parameters that it pushes against their limit: they would use up the step."""

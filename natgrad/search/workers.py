@@ -52,7 +52,7 @@ class Workers:
             check_pickles(f)
         self.f, self.executor, self.timeout = f, executor, timeout
         self.silent = 0  # times in a row that no worker answered within the timeout
-        self._flight = PointsInFlight(timeout)  # those that were started
+        self.flight = PointsInFlight(timeout)  # those that were started
         try:
             kinds = {name: parameter.kind for name, parameter in signature(executor.submit).parameters.items()}
         except (TypeError, ValueError):  # it does not tell
@@ -72,19 +72,14 @@ class Workers:
 
     def start(self, point: Tensor) -> None:
         """Have a point evaluated, and do not wait."""
-        self._flight.add(point, fail_future(BrokenExecutor("no pool works")) if self._here else self._submit(point))
-
-    @property
-    def count(self) -> int:
-        """Points that were started and not taken."""
-        return len(self._flight.points)
+        self.flight.add(point, fail_future(BrokenExecutor("no pool works")) if self._here else self._submit(point))
 
     def take(self) -> list[tuple[Tensor, Any]]:
         """The next started point that is answered, or those that are late, with outcomes as of `evaluate`."""
-        answers = self._flight.take_next()
+        answers = self.flight.take_next()
         if all(future is not None for _, future in answers):
             self.silent = 0
-        elif not self._flight.points:
+        elif not self.flight.points:
             self.silent += 1
         outcomes = [self._at(x) if self._here and future is not None else self._read(future) for x, future in answers]
         points = [point for point, _ in answers]
@@ -92,8 +87,8 @@ class Workers:
 
     def give_up(self) -> int:
         """Forget the points that were started. Returns how many of them no worker had begun."""
-        cancelled = sum(cancel_future(future) for _, future in self._flight.points.values())
-        self._flight = PointsInFlight(self.timeout)
+        cancelled = sum(cancel_future(future) for _, future in self.flight.points.values())
+        self.flight = PointsInFlight(self.timeout)
         return cancelled
 
     def close(self) -> None:

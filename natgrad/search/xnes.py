@@ -63,11 +63,14 @@ class XNES(GaussianModel):
         moment = (normals.mT * weights) @ normals - weights.sum() * build_identity(state["mean"])
         rate = 0.6 * (3 + math.log(d)) / (d * math.sqrt(d)) if self.rate is None else self.rate
         trace = moment.trace() / d
-        rest = moment - trace * build_identity(state["mean"])
+        # exp(M / 2), a factor of e^10 at most in any direction, scaled to determinant 1
+        values, vectors = eigh(rate * (moment - trace * build_identity(state["mean"])))
+        logs = (values / 2).clamp(-10, 10)
+        growth = (vectors * (logs - logs.mean()).exp()) @ vectors.mT
         return {
             "mean": torch.add(state["mean"], weights @ steps, alpha=state["sigma"] * self.rate_mean),
             "sigma": state["sigma"] * math.exp(max(-10.0, min(10.0, rate / 2 * float(trace)))),
-            "shape": state["shape"] @ exponentiate_half(rate * rest),
+            "shape": state["shape"] @ growth,
         }
 
 
@@ -75,10 +78,3 @@ def weigh_places(popsize: int) -> Tensor:
     """u_i = max(0, ln(popsize / 2 + 1) - ln i), normalised to 1, minus 1 / popsize. Glasmachers et al. 2010."""
     raw = (math.log(popsize / 2 + 1) - torch.arange(1, popsize + 1, dtype=torch.float64).log()).clamp(min=0)
     return raw / raw.sum() - 1 / popsize
-
-
-def exponentiate_half(matrix: Tensor) -> Tensor:
-    """exp(M / 2), a factor of e^10 at most in any direction, scaled to determinant 1."""
-    values, vectors = eigh(matrix)
-    logs = (values / 2).clamp(-10, 10)
-    return (vectors * (logs - logs.mean()).exp()) @ vectors.mT
