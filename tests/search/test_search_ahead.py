@@ -21,16 +21,21 @@ class Waiting:
     """Answers nothing before `count` points wait, and then the last of them.
 
     silent: numbers of points that are never answered.   lost: numbers of points whose worker dies.
+    running: points run from the beginning, so that none can be cancelled.
     """
 
-    def __init__(self, count: int, silent: tuple[int, ...] = (), lost: tuple[int, ...] = ()) -> None:
-        self.count, self.silent, self.lost = count, silent, lost
+    def __init__(
+        self, count: int, silent: tuple[int, ...] = (), lost: tuple[int, ...] = (), running: bool = False
+    ) -> None:
+        self.count, self.silent, self.lost, self.running = count, silent, lost, running
         self.waiting: list[tuple[Future[Any], Any, Any]] = []
         self.number = 0
 
     def submit(self, fn: Any, *args: Any) -> Future[Any]:
         future: Future[Any] = Future()
         self.number += 1
+        if self.running:
+            future.set_running_or_notify_cancel()
         if self.number in self.lost:
             future.set_exception(BrokenExecutor("a worker died"))
         elif self.number not in self.silent:
@@ -93,6 +98,15 @@ def test_every_call_of_f_counts_and_the_budget_holds(vectorized: bool | None, re
         )
     assert len(calls) == result.nfev <= 150
     assert result.failures == 0
+
+
+@pytest.mark.parametrize("budget", range(80, 92))
+def test_points_that_run_while_a_search_starts_again_are_within_the_budget(budget: int):
+    """Those of the last run are given up and counted; the next run has as many of its own."""
+    pool, short = Waiting(5, running=True), ng.search.Tolerances(maxiter=3)
+    settings = {"popsize": 6, "executor": pool, "ahead": 4, "restarts": 8, "tolerances": short}
+    result = ng.minimize(one_value, [1.0, 2.0], 1.0, maxfevals=budget, **settings, **SETTINGS)
+    assert pool.number == result.nfev <= budget
 
 
 # Ray: a stand-in with the part of its interface that is used.
