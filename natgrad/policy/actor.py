@@ -12,12 +12,10 @@ from natgrad.policy.heads import GaussianHead, Head, MultiDiscreteHead
 
 
 class Actor(nn.Module):
-    """states (b, ...) -> rows (b, width) of action parameters, by a policy module.
+    """states (b, ...) -> rows (b, width) of action parameters, by a policy module."""
 
-    The policy returns the rows, or (rows, value) with value (b,) or (b, 1); rows may come in parts: a tuple of logits
-    for a multi-discrete space, (mean, log_std) for a Gaussian one, or the mean alone, and then `log_std` is a parameter
-    of the actor. A pair whose second part is (b,) or (b, 1) is (rows, value). ValueError for other shapes.
-    """
+    # The policy returns the rows, or (rows, value) with value (b,) or (b, 1), None for none; rows may come in parts, a
+    # tuple of logits or (mean, log_std). Where it returns the mean alone, `log_std` is a parameter of the actor.
 
     log_std: nn.Parameter | None
 
@@ -35,7 +33,16 @@ class Actor(nn.Module):
         rows = outputs[0] if self.valued else outputs
         if isinstance(head, GaussianHead) and isinstance(rows, Tensor) and rows.shape[1:] == (head.dimensions,):
             self.log_std = nn.Parameter(rows.new_full((head.dimensions,), head.log_std))
-        self._check(rows, batch)
+        wrong = ValueError(
+            f"policy returned {describe_outputs(rows)}, expected rows ({batch}, {head.width}) for {batch} states, as "
+            f"{type(head).__name__} on {head.space} needs"
+        )
+        try:
+            rows = self.rows(rows)
+        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise wrong from error
+        if rows.shape != (batch, head.width) or not rows.is_floating_point():
+            raise wrong
 
     def forward(self, states: Tensor) -> Tensor:
         outputs = self.policy(states.permute(self.order))
@@ -53,18 +60,6 @@ class Actor(nn.Module):
             return torch.cat(list(outputs), dim=1)
         mean, log_std = outputs
         return join_gaussian(mean, log_std)
-
-    def _check(self, outputs: Any, batch: int) -> None:
-        wrong = ValueError(
-            f"policy returned {describe_outputs(outputs)}, expected rows ({batch}, {self.head.width}) for {batch} "
-            f"states, as {type(self.head).__name__} on {self.head.space} needs"
-        )
-        try:
-            rows = self.rows(outputs)
-        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-            raise wrong from error
-        if rows.shape != (batch, self.head.width) or not rows.is_floating_point():
-            raise wrong
 
 
 def call_module(module: nn.Module, states: Tensor) -> Any:

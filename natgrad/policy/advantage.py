@@ -246,13 +246,10 @@ class Critic:
         self, part: BatchPart, share: float, loss: Tensor, gradients: Sequence[Tensor | None]
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """Those of the rows of all processes, from a mean over this one's that weighs `share`."""
-        parts = [
-            (torch.zeros_like(p) if g is None else share * g).reshape(-1).double()
-            for p, g in zip(self.params, gradients, strict=True)
-        ]
-        sums = part.processes.sum(torch.cat([(share * loss.detach()).reshape(1).double(), *parts]))
-        pieces = sums[1:].split([p.numel() for p in self.params])
-        return sums[0].to(loss), [piece.view_as(p).to(p) for piece, p in zip(pieces, self.params, strict=True)]
+        named = zip(self.named, self.params, gradients, strict=True)
+        own = {name: (torch.zeros_like(p) if g is None else share * g).double() for name, p, g in named}
+        sums = part.processes.sum_entries({"": share * loss.detach().double(), **own})
+        return sums[""].to(loss), [sums[name].to(p) for name, p in self.named.items()]
 
     def state_dict(self) -> dict[str, Any]:
         """The module, where it is one of its own, and the optimiser."""

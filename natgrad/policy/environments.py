@@ -353,8 +353,11 @@ def encode_value(value: Any) -> Any:
         return value
     if isinstance(value, int):
         return value if abs(value) < 2**62 else {"int": str(value)}
-    if isinstance(value, (np.ndarray, np.generic)):
-        return encode_array(value)
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufSU":
+        kind = "array" if isinstance(value, np.ndarray) else "number"
+        # bytes: torch lacks some of NumPy's dtypes
+        flat = np.frombuffer(np.ascontiguousarray(value).tobytes(), dtype=np.uint8).copy()
+        return {kind: torch.from_numpy(flat), "dtype": value.dtype.str, "shape": list(np.shape(value))}
     if isinstance(value, np.random.Generator):
         return {"generator": encode_value(value.bit_generator.state)}
     if isinstance(value, (list, tuple, deque)):
@@ -369,38 +372,26 @@ def encode_value(value: Any) -> Any:
     raise Unknown(type(value).__name__)
 
 
-def encode_array(value: Any) -> dict[str, Any]:
-    """An array or a NumPy number, with its dtype."""
-    if value.dtype.kind not in "biufSU":
-        raise Unknown(str(value.dtype))
-    kind = "array" if isinstance(value, np.ndarray) else "number"
-    # bytes: torch lacks some of NumPy's dtypes
-    flat = np.frombuffer(np.ascontiguousarray(value).tobytes(), dtype=np.uint8).copy()
-    return {kind: torch.from_numpy(flat), "dtype": value.dtype.str, "shape": list(np.shape(value))}
-
-
 def decode_value(value: Any) -> Any:
     """The inverse of `encode_value`, environments excepted."""
     if not isinstance(value, dict):
         return value
-    if "int" in value:
-        return int(value["int"])
-    if "array" in value or "number" in value:
-        raw = value["array" if "array" in value else "number"].numpy().tobytes()
-        array = np.frombuffer(raw, dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()
-        return array if "array" in value else array[()]
-    if "generator" in value:
-        state = decode_value(value["generator"])
+    tag, inner = next(iter(value.items()))
+    if tag in ("array", "number"):
+        array = np.frombuffer(inner.numpy().tobytes(), dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()
+        return array if tag == "array" else array[()]
+    if tag == "generator":
+        state = decode_value(inner)
         bits = getattr(np.random, state["bit_generator"])()
         bits.state = state
         return np.random.Generator(bits)
-    if "dict" in value:
-        return {decode_value(key): decode_value(entry) for key, entry in value["dict"]}
-    if "tensor" in value:
-        return value["tensor"].clone()
-    if "deque" in value:
-        return deque(map(decode_value, value["deque"]), value["maxlen"])
-    return tuple(map(decode_value, value["tuple"])) if "tuple" in value else list(map(decode_value, value["list"]))
+    if tag == "dict":
+        return {decode_value(key): decode_value(entry) for key, entry in inner}
+    if tag == "deque":
+        return deque(map(decode_value, inner), value["maxlen"])
+    if tag in ("tuple", "list"):
+        return (tuple if tag == "tuple" else list)(map(decode_value, inner))
+    return int(inner) if tag == "int" else inner.clone()
 
 
 def match_states(envs: Any, states: Any) -> list[tuple[Any, dict[str, Any]]] | None:

@@ -53,8 +53,7 @@ from natgrad.policy.advantage import (
 from natgrad.policy.environments import Environments, Episode, take_action
 from natgrad.policy.heads import GaussianHead, Head, choose_head
 from natgrad.policy.rollout import ObservationScale, collect_steps, join_moments
-from natgrad.policy.sb3 import ATTRIBUTES, Translation, as_learning, as_policy, check_prediction, per_agent
-from natgrad.policy.scalar_log import ScalarLog
+from natgrad.policy.sb3 import ATTRIBUTES, ScalarLog, Translation, as_learning, as_policy, check_prediction, per_agent
 from natgrad.policy.settings import CriticTraining, NaturalStep, Rollouts, choose_damping
 from natgrad.policy.update import Surrogate, take_step
 from natgrad.rules import FlatStep, Quadratic, Rule
@@ -448,10 +447,7 @@ def use_eval_mode(*modules: nn.Module | None) -> Generator[None]:
 
 
 class CallbackStates:
-    """What the callbacks of `learn` remember, each under its kind and its place among its kind.
-
-    A loaded state waits until `learn` is given callbacks again.
-    """
+    """What the callbacks of `learn` remember, each under its kind and its place among its kind."""
 
     def __init__(self) -> None:
         self._callbacks = dict[str, Any]()
@@ -473,7 +469,7 @@ class CallbackStates:
         return {name: each.state_dict() for name, each in self._callbacks.items()} | self._waiting
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have these states wait."""
+        """Have these states wait until `learn` is given callbacks again."""
         self._waiting = dict(state)
 
 
@@ -582,11 +578,10 @@ FEWEST = 5
 
 
 class WidthTrial(Stateful):
-    """Tries a third of the width in the second batch, if the task ended all episodes of the first; keeps the better.
+    """Tries a third of the width in the second batch, if the task ended all episodes of the first; keeps the better."""
 
-    A wide start throws a balanced pendulum over. A task whose episodes last until a time limit is left alone: there a
-    wide start is what swings it up.
-    """
+    # A wide start throws a balanced pendulum over. A task whose episodes last until a time limit is left alone: there a
+    # wide start is what swings it up.
 
     STATE = ("share", "left", "wide")
 
@@ -597,16 +592,13 @@ class WidthTrial(Stateful):
 
     def look_at(self, episodes: Sequence[Episode]) -> None:
         """Take in the episodes of a batch, and choose the width of the next one."""
-        if not self.left:
-            return
-        self.left -= 1
         returns = [episode.ret for episode in episodes]
-        if self.left and len(returns) >= FEWEST and all(episode.terminated for episode in episodes):
-            self.wide = returns
+        first, second = self.left == 2, self.left == 1
+        self.left = 0
+        if first and len(returns) >= FEWEST and all(episode.terminated for episode in episodes):
+            self.left, self.wide = 1, returns
             self._choose(SHARE)
-        elif self.left:
-            self.left = 0
-        elif not is_higher(returns, self.wide):
+        elif second and not is_higher(returns, self.wide):
             self._choose(1.0)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ LATE = {
     "lab/natgrad_lab/data.py": "scikit-learn takes seconds, and most data sets do without it",
     "natgrad/layers/taps.py": "DTensor takes seconds, and models in one part do without it",
     "natgrad/ground/whole_tensors.py": "the same",
-    "natgrad/policy/scalar_log.py": "torch's writer imports tensorboard, which few need",
+    "natgrad/policy/sb3.py": "torch's writer imports tensorboard, which few need",
 }
 # of benchmarks: they import optional packages at the top
 NEEDY = re.compile("search(_bbob|_coco|_costs|_noise)?|policy")
