@@ -54,13 +54,14 @@ from natgrad.policy.environments import Environments, Episode, take_action
 from natgrad.policy.heads import GaussianHead, Head, choose_head
 from natgrad.policy.rollout import ObservationScale, collect_steps, join_moments
 from natgrad.policy.sb3 import ATTRIBUTES, ScalarLog, Translation, as_learning, as_policy, check_prediction, per_agent
-from natgrad.policy.settings import CriticTraining, NaturalStep, Rollouts, choose_damping
+from natgrad.policy.settings import CriticTraining, NaturalStep, Rollouts
 from natgrad.policy.update import Surrogate, take_step
-from natgrad.rules import FlatStep, Quadratic, Rule
+from natgrad.rules import FlatStep, LevenbergMarquardt, Quadratic, Rule, as_damping
 from natgrad.solvers import Solution
 from natgrad.structures import Exact
 
 SEED_DISTANCE = 1_000_003  # between the seeds of two processes
+LEAST = 0.1  # damping per entry of an action: below, a batch's noise leads the step, which no ratio tells
 SHOWN = {"return": "return", "KL": "kl", "entropy": "entropy"}  # by `learn`, and where the history has it
 
 
@@ -77,6 +78,7 @@ class PolicyLearner(Explained):
     """
 
     rate = 1.0  # of the step that the rule is given
+    _lengths: tuple[str, ...] = ("radius",)  # attributes that say how long a step is, for the representation
 
     def __init__(
         self,
@@ -97,11 +99,14 @@ class PolicyLearner(Explained):
         if choices.cg_damping is not None:
             self.natural_step = replace(self.natural_step, damping=self.head.entries * choices.cg_damping)
         self.structure = self.natural_step.structure or Exact()
-        self.damping = choose_damping(self.natural_step.damping, self.head)
+        given, least = self.natural_step.damping, LEAST * self.head.entries
+        adaptive = LevenbergMarquardt(least, floor=least, ceiling=100 * least)
+        self.damping = adaptive if given is None else as_damping(given)
         self.verbose, self.accidents = choices.verbose, Accidents(self.natural_step.on_trouble)
         self.generator = torch.Generator().manual_seed(self.rollouts.seed)
+        policy = as_policy(policy)
         self._build(policy, critic, groups["critic_training"], choices)
-        untouched = as_policy(policy) is None and head is None and isinstance(self.head, GaussianHead)
+        untouched = policy is None and head is None and isinstance(self.head, GaussianHead)
         self.width = WidthTrial(self._set_share, untouched and bool((SHARE * self.head.units >= UNIT).all()))
         modules = nn.ModuleList([self.actor, *([self.critic.module] if self.critic.module is not None else [])])
         settings = self.rollouts.batch, self.natural_step, groups["critic_training"], self.rule
@@ -119,7 +124,6 @@ class PolicyLearner(Explained):
 
     def _build(self, policy: Any, critic: nn.Module | None, training: CriticTraining, choices: Translation) -> None:
         """The networks, checked on an example state; those not given are perceptrons drawn from the generator."""
-        policy = as_policy(policy)
         for name, module in (("policy", policy), ("critic", critic)):
             if not isinstance(module, (nn.Module, type(None))):
                 raise TypeError(f"{name} is {type(module).__name__}, expected a torch.nn.Module or None")
@@ -153,9 +157,10 @@ class PolicyLearner(Explained):
     def __repr__(self) -> str:
         step, worlds = self.natural_step, self.worlds
         how = {"solver": step.solver, "structure": self.structure, "damping": self.damping}
+        lengths = {name: getattr(self, name) for name in self._lengths}
         sizes = {"environments": worlds.count, "batch": self.batch}
         done = {"steps": self.steps, "updates": self.updates}
-        return write_choices(self, policy=self.policy, head=self.head, **self._lengths(), **sizes, **how, **done)
+        return write_choices(self, policy=self.policy, head=self.head, **lengths, **sizes, **how, **done)
 
     if not TYPE_CHECKING:  # a checker knows the attributes that there are
 
@@ -172,10 +177,6 @@ class PolicyLearner(Explained):
     @abstractmethod
     def rule(self) -> Rule:
         """What gives a step its length."""
-
-    def _lengths(self) -> dict[str, Any]:
-        """What was chosen of that, for the representation."""
-        return {}
 
     @keep_gradient_mode
     def learn(
@@ -232,8 +233,11 @@ class PolicyLearner(Explained):
         rollout = self._collect()
         part = BatchPart.of(self.processes, len(rollout))
         surrogate = Surrogate(self.actor, self.params, rollout, part, self.natural_step.entropy_weight)
-        proposal = self._propose(surrogate, self._choose_metric_states(rollout, part))
-        move = take_step(self.rule, *proposal, surrogate)
+        states, most = rollout.states, self.natural_step.metric_batch
+        if most is not None and most < part.total:  # a draw of all processes' states
+            chosen = part.choose(torch.randperm(part.total, generator=self.generator)[:most])
+            states = states[chosen.to(states.device)]
+        move = take_step(self.rule, *self._propose(surrogate, states), surrogate)
         self._amount = self.damping.update(self._amount, move.ratio)
         explained = explain_variance(*map(self.processes.gather_rows, (rollout.returns, rollout.values)))
         loss, fitted = self.critic.fit(rollout, part, self.generator)
@@ -295,14 +299,6 @@ class PolicyLearner(Explained):
             image = exact.mv(x)
         step = FlatStep(x, image).scale_by(self.rate)
         return Quadratic(-g, exact, amount, step, exact.nats, loss=0.0), solution
-
-    def _choose_metric_states(self, rollout: Rollout, part: BatchPart) -> Tensor:
-        """The states that the metric is taken over: all, or a draw of `metric_batch` of all processes' states."""
-        most = self.natural_step.metric_batch
-        if most is None or most >= part.total:
-            return rollout.states
-        chosen = part.choose(torch.randperm(part.total, generator=self.generator)[:most])
-        return rollout.states[chosen.to(rollout.states.device)]
 
     def fisher(self, observations: Any = None) -> Operator:
         """The exact Fisher of the policy, a mean over states.

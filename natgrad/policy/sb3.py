@@ -186,9 +186,8 @@ def as_policy(policy: Any) -> nn.Module | None:
 
 def as_learning(total_steps: Any, progress: Any, spelled: dict[str, Any]) -> tuple[float, bool | None]:
     """What `learn` was given, in its own words. TypeError for what it does not take, or twice."""
-    for theirs, ours in (("total_timesteps", total_steps), ("progress_bar", progress)):
-        if theirs in spelled and ours is not None:
-            own = "total_steps" if theirs == "total_timesteps" else "progress"
+    for theirs, own, value in (("total_timesteps", "total_steps", total_steps), ("progress_bar", "progress", progress)):
+        if theirs in spelled and value is not None:
             raise TypeError(f"learn was given {own} and {theirs}, which mean the same: give one of them")
     total_steps, progress = spelled.pop("total_timesteps", total_steps), spelled.pop("progress_bar", progress)
     for name in spelled:

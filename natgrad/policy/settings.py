@@ -8,13 +8,9 @@ from typing import Any, TypedDict
 
 from natgrad.ground.checks import check_integer, check_positive, check_range, is_real
 from natgrad.optim import Accidents, OnTrouble
-from natgrad.policy.heads import Head
-from natgrad.rules import Damping, LevenbergMarquardt, as_damping
+from natgrad.rules import Damping, as_damping
 from natgrad.solvers import CG, Solver
 from natgrad.structures import Structure
-
-LEAST = 0.1
-"""Damping per entry of an action: below, a batch's noise leads the step, which no ratio tells."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +95,6 @@ class NaturalStep:
         if not is_real(self.entropy_weight) or not math.isfinite(self.entropy_weight):
             raise ValueError(f"entropy_weight is {self.entropy_weight!r}, expected a finite number")
         Accidents(self.on_trouble)
-
-
-def choose_damping(given: float | Damping | None, head: Head) -> Damping:
-    """The damping that was given, or the one of the head's actions."""
-    if given is not None:
-        return as_damping(given)
-    least = LEAST * head.entries
-    return LevenbergMarquardt(least, floor=least, ceiling=100 * least)
 
 
 @dataclass(frozen=True)

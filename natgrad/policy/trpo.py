@@ -99,15 +99,13 @@ class TRPO(PolicyLearner):
         groups = read_groups("TRPO", TRPO_GROUPS, choices.choices, OWN)
         search: Backtracking = groups["backtracking"]
         self.backtrack, self.backtracks = search.backtrack, search.backtracks
+        self._lengths = ("radius", "backtracks")
         super().__init__(policy, env, critic, head, choices, groups)
 
     @property
     def rule(self) -> Rule:
         """The measured KL within the radius, by backtracking."""
         return MeasuredTrustRegion(self.radius, self.backtracks, self.backtrack)
-
-    def _lengths(self) -> dict[str, Any]:
-        return {"radius": self.radius, "backtracks": self.backtracks}
 
 
 class NaturalPolicyGradient(PolicyLearner):
@@ -152,16 +150,14 @@ class NaturalPolicyGradient(PolicyLearner):
         groups = read_groups("NaturalPolicyGradient", GROUPS, choices.choices, (*OWN, "lr"))
         if lr is not None:
             check_positive("lr", lr)
-        self.lr, self.rate = lr, 1.0 if lr is None else lr
+            self.rate, self._lengths = lr, ("lr",)
+        self.lr = lr
         super().__init__(policy, env, critic, head, choices, groups)
 
     @property
     def rule(self) -> Rule:
         """The rate, or the length at which the damped form is the radius."""
         return NormalisedRate(self.radius) if self.lr is None else Rate()
-
-    def _lengths(self) -> dict[str, Any]:
-        return {"radius": self.radius} if self.lr is None else {"lr": self.lr}
 
 
 def acktr(

@@ -127,7 +127,9 @@ class Surrogate:
         with torch.no_grad():
             self.log_prob = actor.head.log_prob(rollout.rows, rollout.draws)
         self.rows = rollout.rows.double()  # KL of a small step is a difference of near-equals
-        self.advantages = standardise_values(rollout.advantages, part)
+        centred = rollout.advantages - part.mean(rollout.advantages.mean())
+        spread = part.mean(centred.square().mean()).sqrt() + torch.finfo(centred.dtype).tiny
+        self.advantages = centred / spread.clamp(min=1e-8)  # zeros where all are equal
         self.value = self._value(rollout.rows)  # here, as all that is a mean over this process's states
         # dL / d theta at the policy that acted; parameters that it does not depend on are left out
         leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
@@ -170,9 +172,3 @@ class Surrogate:
         if self.entropy_weight:
             value = value + self.entropy_weight * self.actor.head.entropy(rows).mean()
         return value
-
-
-def standardise_values(values: Tensor, part: BatchPart) -> Tensor:
-    """(v - mean) / std over all processes' values, (B,); zeros where all are equal."""
-    centred = values - part.mean(values.mean())
-    return centred / (part.mean(centred.square().mean()).sqrt() + torch.finfo(values.dtype).tiny).clamp(min=1e-8)

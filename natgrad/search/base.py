@@ -200,10 +200,10 @@ def check_arguments(owner: str, saved: Mapping[str, str], present: Mapping[str, 
 
 def as_values(values: Any, name: str) -> Tensor:
     """Objective values as a float64 tensor of its own memory, without a graph."""
-    if isinstance(values, (list, tuple)) and any(isinstance(v, (str, bytes)) for v in values):
-        raise ValueError(f"{name} has strings, expected numbers, lower is better; NaN for an evaluation that failed")
     try:
-        numbers = torch.as_tensor([float(v) for v in values] if isinstance(values, (list, tuple)) else values)
+        if isinstance(values, (list, tuple)):
+            values = [v if isinstance(v, (str, bytes)) else float(v) for v in values]  # torch refuses strings
+        numbers = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(
             f"{name} is {type(values).__name__}, expected numbers, lower is better, and NaN for an evaluation that "

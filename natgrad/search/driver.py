@@ -162,11 +162,7 @@ def minimize(
 
 
 class SearchRuns(Stateful):
-    """The present run of one `minimize`, those before it, and the best point of all.
-
-    Each run is like the first one. With a generator, of which `minimize` has one for its own Gaussian searches, they
-    begin anywhere in a finite box.
-    """
+    """The present run of one `minimize`, those before it, and the best point of all."""
 
     STATE = (
         "search", "past", "run", "nfev", "nit", "_began", "best", "_level", "_settled", "popsize", "generator",
@@ -282,6 +278,7 @@ class SearchRuns(Stateful):
 
     def _build(self, run: Run, number: int) -> Search:
         """The search of run `number`, or one of its kind whose state is loaded afterwards."""
+        # each is like the first one; the Gaussian searches of `minimize` itself begin anywhere in a finite box
         if self.generator is None or not isinstance(self.first, GaussianSearch):
             return self.first if run.kind == "first" else self.first.renew(run.popsize, number)
         seed = int(torch.randint(2**62, (), generator=self.generator))
