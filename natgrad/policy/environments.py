@@ -21,6 +21,10 @@ PATIENCE = 1000
 """Steps without the end of any episode, after which environments without a time limit are taken for endless."""
 
 
+ANSWERS = {
+    "reset": ("observation", "info"),
+    "step": ("observation", "reward", "terminated", "truncated", "info"),
+}
 FINAL = ("final_obs", "final_observation")
 """Where gymnasium's versions have the last observation of an episode that was reset within the step."""
 
@@ -103,7 +107,9 @@ class Environments(Stateful):
                 if self.vector is not None:
                     raw = self.vector.reset(seed=seed)[0]
                 else:
-                    raw = np.stack([read_reset(env.reset(seed=seed + i)) for i, env in enumerate(self.envs)])
+                    raw = np.stack(
+                        [read_answer("reset", env.reset(seed=seed + i))[0] for i, env in enumerate(self.envs)]
+                    )
             self.observations = self._encode(raw)
         return self.observations
 
@@ -156,7 +162,7 @@ class Environments(Stateful):
         self.observations = decode_value(state["observations"])
 
     def _step_each(self, actions: Array) -> Stepped:
-        answers = [read_step(env.step(take_action(actions, i))) for i, env in enumerate(self.envs)]
+        answers = [read_answer("step", env.step(take_action(actions, i))) for i, env in enumerate(self.envs)]
         observations, rewards, terminated, truncated, _ = zip(*answers, strict=True)
         successors = following = self._encode(np.stack(observations))
         valid = np.ones(self.count, dtype=bool)
@@ -166,7 +172,7 @@ class Environments(Stateful):
         if ended.any():
             following = successors.copy()
             for i in np.flatnonzero(ended):
-                following[i] = self._encode(read_reset(self.envs[i].reset())[None])[0]
+                following[i] = self._encode(read_answer("reset", self.envs[i].reset())[0][None])[0]
         return Stepped(np.array(list(map(as_reward, rewards))), terminated, truncated, successors, following, valid)
 
     def _step_vector(self, actions: Array) -> Stepped:
@@ -271,8 +277,8 @@ def choose_encoder(space: Any) -> tuple[Callable[[Any], Array], tuple[int, ...],
     if kind in ("Box", "MultiBinary") and 0 in space.shape:
         raise ValueError(f"the observation space {space} holds no number, expected one at least: a constant will do")
     if kind == "Box":
-        whole = np.issubdtype(space.dtype, np.integer)
-        bytewise = bool(whole and (np.asarray(space.low) == 0).all() and (np.asarray(space.high) == 255).all())
+        integral = np.issubdtype(space.dtype, np.integer)
+        bytewise = bool(integral and (np.asarray(space.low) == 0).all() and (np.asarray(space.high) == 255).all())
 
         def encode_box(raw: Any) -> Array:
             numbers = np.array(raw, dtype=np.float32 if bytewise else None)
@@ -295,22 +301,12 @@ def choose_encoder(space: Any) -> tuple[Callable[[Any], Array], tuple[int, ...],
     )
 
 
-def read_reset(answer: Any) -> Array:
-    """A copy of the observation that reset() returned. EnvironmentFault unless that is (observation, info)."""
-    if not isinstance(answer, tuple) or len(answer) != 2:
-        raise EnvironmentFault(
-            f"the environment's reset() returned {type(answer).__name__}, expected (observation, info) as gymnasium "
-            "says"
-        )
-    return np.array(answer[0])
-
-
-def read_step(answer: Any) -> Any:
-    """What step() returned, with a copy of the observation. EnvironmentFault unless that is gymnasium's five values."""
-    if not isinstance(answer, (tuple, list)) or len(answer) != 5:
+def read_answer(call: str, answer: Any) -> Any:
+    """What a call returned, with a copy of the observation. EnvironmentFault unless it has gymnasium's values."""
+    if not isinstance(answer, (tuple, list)) or len(answer) != len(ANSWERS[call]):
         came = f"{len(answer)} values" if isinstance(answer, (tuple, list)) else type(answer).__name__
         raise EnvironmentFault(
-            f"the environment's step() returned {came}, expected (observation, reward, terminated, truncated, info)"
+            f"the environment's {call}() returned {came}, expected ({', '.join(ANSWERS[call])}) as gymnasium says"
         )
     return np.array(answer[0]), *answer[1:]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
@@ -451,14 +450,12 @@ class CallbackStates:
 
     def attach(self, callback: Any) -> None:
         """Name those that have a state, and give them what waits for them."""
-        self._callbacks, counts = {}, Counter[str]()
-        for each in callback if isinstance(callback, (list, tuple)) else [callback]:
-            if hasattr(each, "state_dict") and hasattr(each, "load_state_dict"):
-                kind = type(each).__name__
-                name, counts[kind] = f"{kind} {counts[kind]}", counts[kind] + 1
-                self._callbacks[name] = each
-                if name in self._waiting:
-                    each.load_state_dict(self._waiting.pop(name))
+        listed = callback if isinstance(callback, (list, tuple)) else [callback]
+        stateful = [each for each in listed if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")]
+        kinds = [type(each).__name__ for each in stateful]
+        self._callbacks = {f"{kind} {kinds[:i].count(kind)}": stateful[i] for i, kind in enumerate(kinds)}
+        for name in self._callbacks.keys() & self._waiting.keys():
+            self._callbacks[name].load_state_dict(self._waiting.pop(name))
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each by its name."""

@@ -122,13 +122,9 @@ def minimize(
     if restarts is None:
         restarts = 0 if not isinstance(x0, Relaxation) or ftarget is None or maxfevals is None else IPOP()
     first, generator = build_first(x0, {"sigma0": sigma0, "seed": seed, **others})
-    check_workers(executor, timeout, ahead, noise)
-    model_of_f, handling = (
-        as_choice("surrogate", surrogate, QuadraticSurrogate),
-        as_choice("noise", noise, NoiseHandling),
-    )
-    if model_of_f is not None:
-        check_surrogate(surrogate, first, noise, ahead)
+    model_of_f = as_choice("surrogate", surrogate, QuadraticSurrogate)
+    handling = as_choice("noise", noise, NoiseHandling)
+    check_evaluations(first, executor, timeout, ahead, noise, surrogate)
     objective = BlackBox(f, vectorized, executor, timeout)
     check_goals(ftarget, maxfevals, first.popsize, objective.asking)
     call = join_callbacks(callback, "the search")
@@ -530,17 +526,6 @@ def as_choice(name: str, value: Any, kind: type[Choice]) -> Choice | None:
     return value
 
 
-def check_surrogate(surrogate: Any, first: Search, noise: Any, ahead: int) -> None:
-    """Check that nothing else chooses what to evaluate."""
-    if not isinstance(first, GaussianSearch):
-        raise ValueError(f"surrogate={surrogate!r} is given with a {type(first).__name__}: it needs a GaussianSearch")
-    if noise is not False or ahead > 0:
-        name, value = ("noise", noise) if noise is not False else ("ahead", ahead)
-        raise ValueError(
-            f"{name} is {value!r} with surrogate={surrogate!r}: only one of the two can choose what to evaluate"
-        )
-
-
 def check_goals(ftarget: Any, maxfevals: Any, popsize: int, asking: int) -> None:
     """Check the target and the budget."""
     if ftarget is not None and (not is_real(ftarget) or math.isnan(ftarget)):
@@ -555,8 +540,8 @@ def check_goals(ftarget: Any, maxfevals: Any, popsize: int, asking: int) -> None
         )
 
 
-def check_workers(executor: Any, timeout: Any, ahead: Any, noise: Any) -> None:
-    """Check what is said of workers."""
+def check_evaluations(first: Search, executor: Any, timeout: Any, ahead: Any, noise: Any, surrogate: Any) -> None:
+    """Check what is said of workers, and that one thing alone chooses what to evaluate."""
     check_integer("ahead", ahead, 0, hint=": points that workers have beyond a generation")
     if timeout is not None and not (is_real(timeout) and float(timeout) > 0):
         raise ValueError(f"timeout is {timeout!r}, expected seconds above 0, or None to wait for ever")
@@ -565,3 +550,12 @@ def check_workers(executor: Any, timeout: Any, ahead: Any, noise: Any) -> None:
             raise ValueError(f"{name} is given without an executor, whose workers it is about: pass executor=pool")
     if ahead > 0 and noise is not False:
         raise ValueError(f"ahead is {ahead} with noise={noise!r}, which evaluates points again: use ahead=0")
+    if surrogate is False:
+        return
+    if not isinstance(first, GaussianSearch):
+        raise ValueError(f"surrogate={surrogate!r} is given with a {type(first).__name__}: it needs a GaussianSearch")
+    if noise is not False or ahead > 0:
+        name, value = ("noise", noise) if noise is not False else ("ahead", ahead)
+        raise ValueError(
+            f"{name} is {value!r} with surrogate={surrogate!r}: only one of the two can choose what to evaluate"
+        )
