@@ -93,21 +93,11 @@ class Search(Stateful, Explained):
         """Why the search should end, as `word: sentence`, or None while it should go on."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that changes, for `load_state_dict` of a search built with the same arguments."""
+        """Everything that changes, for a search built with the same arguments; x0, sigma0 and seed are the state's."""
         return super().state_dict() | {"arguments": dict(self.arguments)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the search that gave `state` was, bit for bit.
-
-        Args:
-            state: From `state_dict` of a search built with the same arguments; x0, sigma0 and seed are the state's.
-
-        Raises:
-            ValueError: If the state lacks a part, or an argument differs.
-        """
-        super().load_state_dict(state)
-
     def check_state(self, state: dict[str, Any]) -> None:
+        """ValueError for a state that lacks a part, or is of a search with another argument."""
         super().check_state(state)
         saved, present = (
             {name: words for name, words in arguments.items() if name.split(" ")[0] not in START}

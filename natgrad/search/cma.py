@@ -26,10 +26,7 @@ FASTER = 1.3  # c_1 and c_mu beside the tutorial's: orthogonal draws know the co
 
 @dataclass(frozen=True)
 class Constants:
-    """Rates and weights of covariance matrix adaptation.
-
-    Hansen 2016, table 1.
-    """
+    """Rates and weights of covariance matrix adaptation: Hansen 2016, table 1."""
 
     recombination: Tensor  # weights of the mean, shape (popsize,): positive with sum 1, then zeros
     weights: Tensor  # weights of the covariance, shape (popsize,), with negative ones
