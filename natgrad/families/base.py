@@ -37,14 +37,11 @@ class Likelihood(Explained, hint="; a likelihood holds no parameters, they are a
 
     @abstractmethod
     def nll(self, outputs: Any, targets: Any) -> Tensor:
-        """-log p(targets | outputs), one number per row, constants included.
+        """-log p(targets | outputs) in nats, one number per row (R,), constants included.
 
         Args:
             outputs: What the model returns.
             targets: As the likelihood takes them.
-
-        Returns:
-            In nats, shape (R,).
         """
 
     @abstractmethod
@@ -68,13 +65,10 @@ class Likelihood(Explained, hint="; a likelihood holds no parameters, they are a
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def fisher(self, rows: Tensor) -> Tensor:
-        """E[s s^T] of the score s = d log p / d row, for every row.
+        """E[s s^T] of the score s = d log p / d row, for every row, shape (R, m, m).
 
         Args:
             rows: Outputs laid out as rows, shape (R, m).
-
-        Returns:
-            Shape (R, m, m).
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no fisher(rows) -> (R, m, m), which the exact metric needs; write it, or use "
@@ -82,37 +76,28 @@ class Likelihood(Explained, hint="; a likelihood holds no parameters, they are a
         )
 
     def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
-        """Fisher form times tangents, row by row.
+        """Fisher form times tangents, row by row, shape (R, m).
 
         Args:
             outputs: Outputs laid out as rows, shape (R, m).
             tangents: Shape (R, m).
-
-        Returns:
-            Shape (R, m).
         """
         return torch.einsum("imn,in->im", self.fisher(outputs), tangents)
 
     def root(self, outputs: Tensor) -> Tensor:
-        """F with E[s s^T] = F F^T for every row.
+        """F with E[s s^T] = F F^T for every row, shape (R, m, q).
 
         Args:
             outputs: Outputs laid out as rows, shape (R, m).
-
-        Returns:
-            Shape (R, m, q).
         """
         return psd_root(self.fisher(outputs))
 
     def score(self, outputs: Any, targets: Any) -> Tensor:
-        """d log p(targets | outputs) / d row.
+        """d log p(targets | outputs) / d row, shape (R, m).
 
         Args:
             outputs: What the model returns.
             targets: As `nll` takes them.
-
-        Returns:
-            Shape (R, m).
         """
         with torch.enable_grad():
             points = map_tensors(outputs, lambda t: t.detach().requires_grad_())
@@ -121,14 +106,11 @@ class Likelihood(Explained, hint="; a likelihood holds no parameters, they are a
         return self.rows(map_tensors(points, lambda _: next(gradients))).detach()
 
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
-        """KL(p(. | outputs), p(. | other)) for every row, in nats.
+        """KL(p(. | outputs), p(. | other)) for every row, in nats, shape (R,).
 
         Args:
             outputs: Outputs laid out as rows, shape (R, m).
             other: Other outputs, shape (R, m).
-
-        Returns:
-            Shape (R,).
         """
         raise NotImplementedError(f"{type(self).__name__} has no kl(outputs, other); write it to measure divergences")
 
@@ -149,13 +131,10 @@ class DiagonalForm(Likelihood):
 
     @abstractmethod
     def curvature(self, outputs: Tensor) -> Tensor:
-        """The form's diagonal: Fisher information of every output.
+        """The form's diagonal: Fisher information of every output, shape (R, m).
 
         Args:
             outputs: Outputs laid out as rows, shape (R, m).
-
-        Returns:
-            Shape (R, m).
         """
 
     def fisher(self, rows: Tensor) -> Tensor:
@@ -173,14 +152,11 @@ class SeparableLikelihood(DiagonalForm):
 
     @abstractmethod
     def entry_nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """-log p of every entry.
+        """-log p of every entry in nats, in their shape.
 
         Args:
             outputs: Shape (b, ...).
             targets: The same shape.
-
-        Returns:
-            In nats, the same shape.
         """
 
     def rows(self, outputs: Any) -> Tensor:

@@ -98,14 +98,11 @@ class LogNormal(ChangedVariable):
         return self.inner._from_moments(mean, centred.square().mean(0))
 
     def from_mean_std(self, mean: Tensor, std: Tensor) -> Tensor:
-        """theta of the mean and the standard deviation of log x.
+        """theta of the mean and the standard deviation of log x, shape (..., 2).
 
         Args:
             mean: Shape (...).
             std: Positive, shape (...).
-
-        Returns:
-            Shape (..., 2).
         """
         return self.inner.from_mean_std(mean, std)
 
@@ -183,13 +180,10 @@ class Weibull(ChangedVariable):
         return math.log(self.shape) + (self.shape - 1) * mean_log
 
     def from_scale(self, scale: Tensor) -> Tensor:
-        """theta of a scale.
+        """theta of a scale, shape (..., 1).
 
         Args:
             scale: Positive, a number or of shape (..., 1).
-
-        Returns:
-            Shape (..., 1).
         """
         scale = torch.atleast_1d(torch.as_tensor(scale))
         check_above(scale, 0.0, "scale")

@@ -85,14 +85,11 @@ class ComplexNormal(Embedded):
         return torch.cat([covector[..., : 2 * d], self._pack(real, imag, 2.0)], dim=-1)
 
     def from_mean_covariance(self, mean: Tensor, covariance: Tensor) -> Tensor:
-        """theta of a mean and a covariance.
+        """theta of a mean and a covariance, shape (..., n).
 
         Args:
             mean: mu, complex, shape (..., d).
             covariance: Gamma, Hermitian and positive definite, shape (..., d, d).
-
-        Returns:
-            Shape (..., n).
         """
         for each, what in ((mean, "mean"), (covariance, "covariance")):
             if not isinstance(each, Tensor) or not each.is_complex():

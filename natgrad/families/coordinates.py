@@ -32,24 +32,18 @@ class Coordinates(ABC):
 
     @abstractmethod
     def natural(self, xi: Tensor) -> Tensor:
-        """theta of xi.
+        """theta of xi, shape (..., n).
 
         Args:
             xi: These coordinates, shape (..., n).
-
-        Returns:
-            Shape (..., n).
         """
 
     @abstractmethod
     def of(self, theta: Tensor) -> Tensor:
-        """xi of theta.
+        """xi of theta, shape (..., n).
 
         Args:
             theta: Natural parameters, shape (..., n).
-
-        Returns:
-            Shape (..., n).
         """
 
     def fisher(self, xi: Tensor) -> Operator:
@@ -71,13 +65,10 @@ class Coordinates(ABC):
         )
 
     def covariance(self, xi: Tensor) -> Tensor:
-        """The Fisher matrix in xi as matrices, with gradients.
+        """The Fisher matrix in xi as matrices, with gradients, shape (..., n, n).
 
         Args:
             xi: These coordinates, shape (..., n).
-
-        Returns:
-            Shape (..., n, n).
         """
         flat = xi.reshape(-1, xi.shape[-1])
         jacobian = torch.func.vmap(torch.func.jacrev(self.natural))(flat)
@@ -85,62 +76,47 @@ class Coordinates(ABC):
         return matrices.view(*xi.shape, xi.shape[-1])
 
     def vector_to_natural(self, xi: Tensor, vector: Tensor) -> Tensor:
-        """d theta = J d xi.
+        """d theta = J d xi, shape (..., n).
 
         Args:
             xi: Where, shape (..., n).
             vector: d xi, shape (..., n).
-
-        Returns:
-            Shape (..., n).
         """
         return Change.at(self.natural, xi).push(vector)
 
     def vector_from_natural(self, xi: Tensor, vector: Tensor) -> Tensor:
-        """d xi = J^-1 d theta.
+        """d xi = J^-1 d theta, shape (..., n).
 
         Args:
             xi: Where, shape (..., n).
             vector: d theta, shape (..., n).
-
-        Returns:
-            Shape (..., n).
         """
         return Change.at(self.of, self.natural(xi)).push(vector)
 
     def covector_from_natural(self, xi: Tensor, covector: Tensor) -> Tensor:
-        """dF / d xi = J^T dF / d theta.
+        """dF / d xi = J^T dF / d theta, shape (..., n).
 
         Args:
             xi: Where, shape (..., n).
             covector: dF / d theta, shape (..., n).
-
-        Returns:
-            Shape (..., n).
         """
         return Change.at(self.natural, xi).pull(covector)
 
     def covector_to_natural(self, xi: Tensor, covector: Tensor) -> Tensor:
-        """dF / d theta = J^-T dF / d xi.
+        """dF / d theta = J^-T dF / d xi, shape (..., n).
 
         Args:
             xi: Where, shape (..., n).
             covector: dF / d xi, shape (..., n).
-
-        Returns:
-            Shape (..., n).
         """
         return Change.at(self.of, self.natural(xi)).pull(covector)
 
     def natural_gradient(self, xi: Tensor, gradient: Tensor) -> Tensor:
-        """I_xi^-1 dF / d xi: the same direction in every system of coordinates.
+        """I_xi^-1 dF / d xi, shape (n,): the same direction in every system of coordinates.
 
         Args:
             xi: Where, shape (n,).
             gradient: dF / d xi, shape (n,).
-
-        Returns:
-            Shape (n,).
         """
         fisher = self.fisher(xi)
         inverse = fisher.inverse(0.0)
@@ -381,14 +357,11 @@ class MeanCovariance(Coordinates):
         return self.family.check_shape(xi, "xi")[..., :d], self.family.unpack(xi[..., d:])
 
     def join(self, mean: Tensor, covariance: Tensor) -> Tensor:
-        """xi of a mean and a covariance.
+        """xi of a mean and a covariance, shape (..., n).
 
         Args:
             mean: mu, shape (..., d).
             covariance: Sigma, shape (..., d, d).
-
-        Returns:
-            Shape (..., n).
         """
         check_moments(mean, covariance, self.family.d)
         return torch.cat([mean, self.family.pack(covariance)], dim=-1)

@@ -163,14 +163,11 @@ class Criterion:
         return slopes * torch.where(known, torch.where(known, shares, 1).rsqrt(), 0).unsqueeze(1), shares
 
     def weights(self, outputs: Any, targets: Any = None) -> Tensor:
-        """Row weights w of the mean loss; equal where targets are unknown (a metric on unlabelled data).
+        """Row weights w (R,) of the mean loss; equal where targets are unknown (a metric on unlabelled data).
 
         Args:
             outputs: What the model returns.
             targets: As the loss takes them, or None.
-
-        Returns:
-            Shape (R,).
         """
         rows = self.family.rows(outputs)
         uniform = torch.full((len(rows),), 1 / max(len(rows), 1), dtype=rows.dtype, device=rows.device)

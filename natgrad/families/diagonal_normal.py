@@ -89,14 +89,11 @@ class DiagonalNormal(ExponentialFamily):
         return mean + variance.sqrt() * z
 
     def from_mean_std(self, mean: Tensor, std: Tensor) -> Tensor:
-        """theta of means and standard deviations.
+        """theta of means and standard deviations, shape (..., 2 d).
 
         Args:
             mean: Shape (..., d).
             std: Positive, shape (..., d).
-
-        Returns:
-            Shape (..., 2 d).
         """
         mean, std = torch.broadcast_tensors(check_width(mean, self.d), check_width(std, self.d))
         if is_concrete(std) and not bool(((std > 0) & torch.isfinite(std) & torch.isfinite(mean)).all()):
@@ -173,14 +170,11 @@ class Normal(DiagonalNormal):
         super().__init__(1)
 
     def from_mean_std(self, mean: Tensor, std: Tensor) -> Tensor:
-        """theta of means and standard deviations.
+        """theta of means and standard deviations, shape (..., 2).
 
         Args:
             mean: Shape (...).
             std: Positive, shape (...).
-
-        Returns:
-            Shape (..., 2).
         """
         return super().from_mean_std(torch.as_tensor(mean).unsqueeze(-1), torch.as_tensor(std).unsqueeze(-1))
 

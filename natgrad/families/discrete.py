@@ -330,13 +330,10 @@ class Categorical(NaturalLikelihood):
         return are_logits(theta)
 
     def statistics(self, x: Tensor) -> Tensor:
-        """Indicators of class numbers; indicators or class probabilities (..., C) are taken as they are.
+        """Indicators (..., C) of class numbers; indicators or class probabilities are taken as they are.
 
         Args:
             x: Class numbers (...,), or indicators (..., C).
-
-        Returns:
-            Shape (..., C).
         """
         x = read_class_numbers(x, self.size)
         if x.is_floating_point():

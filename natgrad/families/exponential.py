@@ -67,27 +67,21 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
 
     @abstractmethod
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Independent draws x; what a subclass writes. `sample` checks theta and calls it.
+        """Independent draws x (count, ..., event); what a subclass writes. `sample` checks theta and calls it.
 
         Args:
             theta: Natural parameters, shape (..., n).
             count: How many for every theta.
             generator: Source of the draws. None: the global one.
-
-        Returns:
-            Shape (count, ..., event).
         """
 
     def sample(self, theta: Tensor, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """Independent draws for every theta, without gradients.
+        """Independent draws for every theta, without gradients, shape (n, ..., event).
 
         Args:
             theta: Natural parameters, shape (..., size).
             n: How many for every theta.
             generator: Source of the draws. None: the global one.
-
-        Returns:
-            Shape (n, ..., event).
         """
         n = check_integer("n", n, of="the number of draws")
         with torch.no_grad():
@@ -118,14 +112,11 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
         return theta.new_zeros(theta.shape[:-1])
 
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
-        """log p(x; theta), constants included; batch shapes broadcast.
+        """log p(x; theta) in nats, shape (...), constants included; batch shapes broadcast.
 
         Args:
             theta: Natural parameters, shape (..., n).
             x: Shape (..., event).
-
-        Returns:
-            In nats, shape (...).
         """
         theta, x = self.check(theta), self.as_numbers(x, theta.dtype)
         return (theta * self.statistics(x)).sum(-1) - self.log_partition(theta) + self.log_base(x)
@@ -140,13 +131,10 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
         return x if not isinstance(x, Tensor) or x.is_floating_point() else x.to(dtype)
 
     def outcomes(self, theta: Tensor) -> Tensor:
-        """All x that can come, where they are few.
+        """All x that can come, where they are few, shape (S, event).
 
         Args:
             theta: Natural parameters, shape (..., n), which tell the size.
-
-        Returns:
-            Shape (S, event).
 
         Raises:
             ValueError: Where they are too many.
@@ -154,24 +142,18 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
         raise ValueError(f"{self!r} has no list of outcomes: they are infinitely many; draw with sample(theta, n)")
 
     def expectation(self, theta: Tensor) -> Tensor:
-        """eta = E[T(x)] = grad psi(theta).
+        """eta = E[T(x)] = grad psi(theta), shape (..., n).
 
         Args:
             theta: Natural parameters, shape (..., n).
-
-        Returns:
-            Shape (..., n).
         """
         return torch.func.grad(lambda t: self.log_partition(t).sum())(self.check(theta))
 
     def natural(self, eta: Tensor) -> Tensor:
-        """theta with E[T] = eta. Default: Newton's method, which stays inside the domain.
+        """theta with E[T] = eta, shape (..., n). Default: Newton's method, which stays inside the domain.
 
         Args:
             eta: Expectation parameters, shape (..., n).
-
-        Returns:
-            Shape (..., n).
 
         Raises:
             ValueError: Where Newton's method does not arrive: eta is then on the boundary of what expectations can be,
@@ -181,35 +163,26 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
         return find_natural(self, flat).view(eta.shape)
 
     def invert(self, eta: Tensor) -> Tensor:
-        """theta of eta, without gradients: Newton's method from `guess`, unless a family knows better.
+        """theta of eta, shape (b, n), without gradients: Newton's method from `guess`, unless a family knows better.
 
         Args:
             eta: Expectation parameters, shape (b, n).
-
-        Returns:
-            Shape (b, n).
         """
         return maximise_by_newton(self, eta, self.guess(eta))
 
     def guess(self, eta: Tensor) -> Tensor:
-        """Where Newton's method starts, inside the domain. Default: zero.
+        """Where Newton's method starts, inside the domain: a new tensor (b, n). Default: zero.
 
         Args:
             eta: Expectation parameters, shape (b, n).
-
-        Returns:
-            A new tensor, shape (b, n).
         """
         return torch.zeros_like(eta)
 
     def covariance(self, theta: Tensor) -> Tensor:
-        """Cov(T) = Hess psi(theta) as matrices.
+        """Cov(T) = Hess psi(theta) as matrices, shape (..., n, n).
 
         Args:
             theta: Natural parameters, shape (..., n).
-
-        Returns:
-            Shape (..., n, n).
         """
         theta = self.check(theta)
         if not theta.numel():
@@ -252,14 +225,11 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
         return None
 
     def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
-        """Cov(T) times tangents, row by row: the family as a form on a model's outputs.
+        """Cov(T) times tangents, row by row, (R, n): the family as a form on a model's outputs.
 
         Args:
             outputs: Natural parameters, shape (R, n).
             tangents: Shape (R, n).
-
-        Returns:
-            Shape (R, n).
         """
         products = self.find_products(outputs)
         if products is not None:
@@ -267,18 +237,15 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
         return (self.covariance(outputs) @ tangents.unsqueeze(-1)).squeeze(-1)
 
     def root(self, outputs: Tensor) -> Tensor:
-        """F with Cov(T) = F F^T for every row.
+        """F with Cov(T) = F F^T for every row, shape (R, n, n).
 
         Args:
             outputs: Natural parameters, shape (R, n).
-
-        Returns:
-            Shape (R, n, n).
         """
         return psd_root(self.covariance(outputs))
 
     def kl(self, theta: Tensor, other: Tensor) -> Tensor:
-        """KL(p(.; theta), p(.; other)) in nats: the Bregman divergence of psi.
+        """KL(p(.; theta), p(.; other)) in nats, shape (...): the Bregman divergence of psi.
 
         The default subtracts values of psi from one another, and loses the digits in which these agree; families that
         know a form without cancellation override it.
@@ -286,9 +253,6 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
         Args:
             theta: Natural parameters, shape (..., n).
             other: Other natural parameters, shape (..., n).
-
-        Returns:
-            Shape (...).
         """
         theta, other = self.check(theta), self.check(other)
         slope = self.expectation(theta)
@@ -300,20 +264,14 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
         Args:
             theta: Natural parameters, shape (..., n).
             other: Other natural parameters, shape (..., n).
-
-        Returns:
-            Shape (...).
         """
         return self.kl(other, theta)
 
     def conjugate(self, eta: Tensor) -> Tensor:
-        """phi(eta) = theta . eta - psi(theta) = -H - E[log h], the Legendre transform of psi.
+        """phi(eta) = theta . eta - psi(theta) = -H - E[log h], the Legendre transform of psi, shape (...).
 
         Args:
             eta: Expectation parameters, shape (..., n).
-
-        Returns:
-            Shape (...).
         """
         theta = self.natural(eta)
         return -self.entropy(theta) - self.mean_log_base(theta)
@@ -328,13 +286,10 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
         return self.log_partition(theta) - (theta * self.expectation(theta)).sum(-1) - self.mean_log_base(theta)
 
     def mle(self, x: Tensor) -> Tensor:
-        """Maximum likelihood over the first dimension of x: the theta whose E[T] is the mean of T.
+        """Maximum likelihood over the first dimension of x: the theta (..., n) whose E[T] is the mean of T.
 
         Args:
             x: Examples, shape (b, ..., event).
-
-        Returns:
-            Shape (..., n).
 
         Raises:
             ValueError: For no examples, or for those that no distribution with a density fits best, as they do not

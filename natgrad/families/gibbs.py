@@ -33,16 +33,13 @@ class Gibbs:
         check_integer("thinning", self.thinning, of="the number of sweeps")
 
     def draw(self, tables: Tables, theta: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
-        """States: draws from one chain are count / chains apart, and depend on one another.
+        """States (count, ..., n): draws from one chain are count / chains apart, and depend on one another.
 
         Args:
             tables: The field's functions.
             theta: Natural parameters, shape (..., m).
             count: How many for every theta.
             generator: Source of the draws. None: the global one.
-
-        Returns:
-            Positions of the values, shape (count, ..., n).
         """
         flat = theta.reshape(-1, theta.shape[-1])
         chains = min(self.chains, count)

@@ -145,7 +145,7 @@ class MarkovField(ExponentialFamily):
         start: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """theta from examples without a sum over states: for dense fields of any number of variables.
+        """theta (m,) from examples without a sum over states: for dense fields of any number of variables.
 
         Args:
             x: Examples, shape (b, n).
@@ -153,9 +153,6 @@ class MarkovField(ExponentialFamily):
                 likelihood, by chains. All three take fields of singles and pairs.
             start: Where it starts, shape (m,). None: zero.
             generator: Source of the chains' draws. None: the global one.
-
-        Returns:
-            Shape (m,).
 
         Raises:
             ValueError: Where a variable takes one value in all examples and the method has no `ridge`: its theta is
@@ -194,9 +191,6 @@ class MarkovField(ExponentialFamily):
             chains: Independent runs.
             generator: Source of the draws. None: the global one.
 
-        Returns:
-            `value`, `error` and `effective`, how many equally weighted runs are worth as much.
-
         Example:
             >>> field = ng.Ising(40)
             >>> found = field.estimate_log_partition(torch.zeros(820), steps=2, chains=4)
@@ -209,13 +203,10 @@ class MarkovField(ExponentialFamily):
             return anneal(self.tables, self.check(self.single(theta, "theta")).detach(), steps, chains, generator)
 
     def probabilities(self, theta: Tensor) -> Tensor:
-        """p of all states, in the order of `states`.
+        """p of all states, in the order of `states`, shape (..., S).
 
         Args:
             theta: Natural parameters, shape (..., m).
-
-        Returns:
-            Shape (..., S).
         """
         if self._table is not None:
             return (self.check(theta) @ self._table.to(theta).mT).softmax(-1)
@@ -494,16 +485,13 @@ class FieldFit(ABC):
 
     @abstractmethod
     def find(self, tables: Tables, places: Tensor, start: Tensor, generator: torch.Generator | None) -> Tensor:
-        """theta.
+        """theta, shape (m,).
 
         Args:
             tables: The field's functions.
             places: Examples as positions of values, shape (b, n).
             start: Where it starts, shape (m,), float64.
             generator: Source of draws.
-
-        Returns:
-            Shape (m,).
         """
 
 

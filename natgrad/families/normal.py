@@ -110,48 +110,36 @@ class GraphNormal(ExponentialFamily):
         return torch.isfinite(theta).all(-1) & is_positive_definite(self.precision(theta))
 
     def pack(self, matrix: Tensor, factor: float = 1.0) -> Tensor:
-        """Diagonal, then `factor` times the other entries.
+        """Diagonal, then `factor` times the other entries, shape (..., n - d).
 
         Args:
             matrix: A symmetric matrix, shape (..., d, d).
             factor: What the entries off the diagonal are multiplied by.
-
-        Returns:
-            Shape (..., n - d).
         """
         return self.pairs.pack(matrix, factor)
 
     def unpack(self, entries: Tensor, factor: float = 1.0) -> Tensor:
-        """The symmetric matrix of which `pack` made the entries.
+        """The symmetric matrix of which `pack` made the entries, shape (..., d, d).
 
         Args:
             entries: Shape (..., n - d).
             factor: As it was for `pack`.
-
-        Returns:
-            Shape (..., d, d).
         """
         return self.pairs.unpack(entries, factor)
 
     def precision(self, theta: Tensor) -> Tensor:
-        """P.
+        """P, shape (..., d, d).
 
         Args:
             theta: Natural parameters, shape (..., n).
-
-        Returns:
-            Shape (..., d, d).
         """
         return -2 * self.pairs.unpack(theta[..., self.d :])
 
     def factor(self, theta: Tensor) -> Tensor:
-        """L with L L^T = P.
+        """L with L L^T = P, shape (..., d, d).
 
         Args:
             theta: Natural parameters, shape (..., n).
-
-        Returns:
-            Shape (..., d, d).
 
         Raises:
             ValueError: Where P is not positive definite.
@@ -190,14 +178,11 @@ class GraphNormal(ExponentialFamily):
         return torch.cat([moved.squeeze(-1), self.pairs.pack(sigma @ turned @ sigma + outer + outer.mT, 2.0)], dim=-1)
 
     def join(self, mean: Tensor, precision: Tensor) -> Tensor:
-        """theta of a mean and a precision.
+        """theta of a mean and a precision, shape (..., n).
 
         Args:
             mean: mu, shape (..., d).
             precision: P, shape (..., d, d).
-
-        Returns:
-            Shape (..., n).
         """
         linear = (precision @ mean.unsqueeze(-1)).squeeze(-1)
         return torch.cat([linear, self.pairs.pack(-precision / 2).expand(*linear.shape[:-1], -1)], dim=-1)
@@ -232,14 +217,11 @@ class MultivariateNormal(GraphNormal):
         super().__init__(Pairs(d))
 
     def from_mean_covariance(self, mean: Tensor, covariance: Tensor) -> Tensor:
-        """theta of a mean and a covariance.
+        """theta of a mean and a covariance, shape (..., n).
 
         Args:
             mean: mu, shape (..., d).
             covariance: Sigma, shape (..., d, d).
-
-        Returns:
-            Shape (..., n).
 
         Raises:
             ValueError: Unless Sigma is positive definite.
@@ -298,14 +280,11 @@ class SparseNormal(GraphNormal):
         super().__init__(Pairs(d, edges))
 
     def from_mean_precision(self, mean: Tensor, precision: Tensor) -> Tensor:
-        """theta of a mean and a precision.
+        """theta of a mean and a precision, shape (..., n).
 
         Args:
             mean: mu, shape (..., d).
             precision: P, shape (..., d, d).
-
-        Returns:
-            Shape (..., n).
 
         Raises:
             ValueError: Unless P is positive definite and zero beside the graph.
@@ -380,13 +359,10 @@ class FixedMeanNormal(Embedded):
         return self.mean.to(theta) + super().draw(theta, count, generator)
 
     def factor(self, theta: Tensor) -> Tensor:
-        """L with L L^T = P.
+        """L with L L^T = P, shape (..., d, d).
 
         Args:
             theta: Natural parameters, shape (..., n).
-
-        Returns:
-            Shape (..., d, d).
 
         Raises:
             ValueError: Where P is not positive definite.
@@ -394,13 +370,10 @@ class FixedMeanNormal(Embedded):
         return factor_covariance(self.precision(self.check_shape(theta, "theta")), explain_outside(self))
 
     def precision(self, theta: Tensor) -> Tensor:
-        """P.
+        """P, shape (..., d, d).
 
         Args:
             theta: Natural parameters, shape (..., n).
-
-        Returns:
-            Shape (..., d, d).
         """
         return -2 * self.pairs.unpack(theta)
 
@@ -413,13 +386,10 @@ class FixedMeanNormal(Embedded):
         return self.mean.to(theta).expand(*theta.shape[:-1], self.d), inverse_from(self.factor(theta))
 
     def from_covariance(self, covariance: Tensor) -> Tensor:
-        """theta of a covariance.
+        """theta of a covariance, shape (..., n).
 
         Args:
             covariance: Sigma, shape (..., d, d), of which only the entries on the graph count.
-
-        Returns:
-            Shape (..., n).
         """
         check_moments(self.mean, covariance, self.d)
         return self.natural(self.pairs.pack(covariance, 2.0))

@@ -470,14 +470,11 @@ class InverseGaussian(ExponentialFamily):
         return (mean * torch.where(lower, small, 1 / small)).clamp(limits.tiny, limits.max).unsqueeze(-1)
 
     def from_mean_shape(self, mean: Tensor, shape: Tensor) -> Tensor:
-        """theta of a mean and a shape.
+        """theta of a mean and a shape, shape (..., 2).
 
         Args:
             mean: mu, positive, shape (...).
             shape: lambda, positive, shape (...).
-
-        Returns:
-            Shape (..., 2).
         """
         mean, shape = torch.broadcast_tensors(torch.as_tensor(mean), torch.as_tensor(shape))
         check_above(mean, 0.0, "mean")

@@ -193,13 +193,10 @@ class SubModel(Embedded):
             raise ValueError("base must be zero outside of free")
 
     def whole(self, theta: Tensor) -> Tensor:
-        """theta of the whole family, zeros and all.
+        """theta of the whole family, zeros and all, shape (..., n).
 
         Args:
             theta: This family's natural parameters, shape (..., k).
-
-        Returns:
-            Shape (..., n).
         """
         places = torch.tensor(self.free, device=theta.device).expand(theta.shape)
         return theta.new_zeros(*theta.shape[:-1], self.family.size).scatter(-1, places, theta)

@@ -234,14 +234,11 @@ class Wishart(ExponentialFamily):
         return lift_singular(root @ root.mT)
 
     def from_degrees_scale(self, degrees: Tensor, scale: Tensor) -> Tensor:
-        """theta of degrees of freedom and a scale.
+        """theta of degrees of freedom and a scale, shape (..., n).
 
         Args:
             degrees: nu above d - 1, shape (...).
             scale: V, positive definite, shape (..., d, d).
-
-        Returns:
-            Shape (..., n).
         """
         degrees = torch.as_tensor(degrees, dtype=scale.dtype, device=scale.device)
         rate = inverse_from(factor_covariance(scale, "scale is not positive definite")) / 2

@@ -33,27 +33,21 @@ class Manifold(Explained):
 
     @abstractmethod
     def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        """The metric: <first, second> at the point.
+        """The metric: <first, second> at the point, shape (...).
 
         Args:
             point: Shape (..., event).
             first: A tangent at the point.
             second: A tangent at the point.
-
-        Returns:
-            Shape (...).
         """
 
     @abstractmethod
     def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
-        """The natural gradient G^-1 g of a function.
+        """The natural gradient G^-1 g of a function, a tangent at the point.
 
         Args:
             point: Shape (..., event).
             gradient: g, the partial derivatives in these coordinates.
-
-        Returns:
-            A tangent at the point.
         """
 
     @abstractmethod
@@ -67,74 +61,56 @@ class Manifold(Explained):
 
     @abstractmethod
     def log(self, point: Tensor, other: Tensor) -> Tensor:
-        """The velocity with which the geodesic from `point` reaches `other` at time 1.
+        """The velocity with which the geodesic from `point` reaches `other` at time 1, a tangent at `point`.
 
         Args:
             point: Where it starts, shape (..., event).
             other: Where it arrives.
-
-        Returns:
-            A tangent at `point`.
         """
 
     @abstractmethod
     def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
-        """A tangent carried in parallel along the geodesic from `point` to `other`: lengths and angles stay.
+        """A tangent carried in parallel from `point` along the geodesic to `other`: lengths and angles stay.
 
         Args:
             point: Where the geodesic starts, shape (..., event).
             other: Where it arrives.
             vector: A tangent at `point`.
-
-        Returns:
-            A tangent at `other`.
         """
 
     @abstractmethod
     def inside(self, point: Tensor) -> Tensor:
-        """Whether the point is one of the open manifold.
+        """Whether the point is one of the open manifold, shape (...) of bool.
 
         Args:
             point: Shape (..., event).
-
-        Returns:
-            Booleans, shape (...).
         """
 
     def norm(self, point: Tensor, tangent: Tensor) -> Tensor:
-        """sqrt(<v, v>), in units of sqrt(2 KL).
+        """sqrt(<v, v>), in units of sqrt(2 KL), shape (...).
 
         Args:
             point: Shape (..., event).
             tangent: v, a tangent at the point.
-
-        Returns:
-            Shape (...).
         """
         return safe_sqrt(self.inner(point, tangent, tangent))
 
     def distance(self, point: Tensor, other: Tensor) -> Tensor:
-        """Length of the geodesic between two points.
+        """Length of the geodesic between two points, shape (...).
 
         Args:
             point: Where it starts, shape (..., event).
             other: Where it arrives.
-
-        Returns:
-            Shape (...).
         """
         return self.norm(point, self.log(point, other))
 
     def geodesic(self, point: Tensor, other: Tensor, t: Tensor | float) -> Tensor:
-        """The point at time t of the geodesic from `point` (t = 0) to `other` (t = 1).
+        """The point at time t of the geodesic from `point` (t = 0) to `other` (t = 1), (T, ..., event) for T times.
 
         Args:
             point: Where it starts, shape (..., event).
             other: Where it is at time 1.
             t: A number, or a tensor (T,) for T points along a new first dimension.
-
-        Returns:
-            Shape (..., event), or (T, ..., event).
         """
         velocity = self.log(point, other)
         if not isinstance(t, Tensor) or t.dim() == 0:
@@ -160,9 +136,6 @@ class Manifold(Explained):
         Args:
             point: Where the step starts, shape (..., event).
             tangent: Its velocity.
-
-        Returns:
-            A point inside.
 
         Raises:
             ValueError: For a point that is not inside or a tangent that is not finite.
@@ -195,9 +168,6 @@ class Manifold(Explained):
             point: Where the vector is, shape (..., event).
             other: Where it goes.
             vector: A tangent at `point`.
-
-        Returns:
-            A tangent at `other`.
         """
         moved = self.project(other, vector)
         before, after = self.norm(point, vector), self.norm(other, moved)

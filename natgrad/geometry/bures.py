@@ -77,14 +77,11 @@ class Wasserstein(NormalPoints):
         return self.join(end - mean, pull @ sigma + sigma @ pull)
 
     def plan(self, covariance: Tensor, other: Tensor) -> Tensor:
-        """A, symmetric, with A S A = S': x -> m' + A (x - m) moves the one to the other at least cost.
+        """A (..., d, d), symmetric, with A S A = S': x -> m' + A (x - m) moves the one to the other at least cost.
 
         Args:
             covariance: S, shape (..., d, d).
             other: S', shape (..., d, d).
-
-        Returns:
-            Shape (..., d, d).
         """
         factor = require_factor(covariance, f"covariance of shape {tuple(covariance.shape)} is not positive definite")
         require_factor(other, f"the other covariance, of shape {tuple(other.shape)}, is not positive definite")

@@ -50,15 +50,12 @@ class Descent:
         check_choice("transport", self.transport, ("cheap", "parallel"))
 
     def step(self, point: Tensor, gradient: Tensor, velocity: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """One step from partial derivatives at the point.
+        """One step from partial derivatives at the point: the new point and the new velocity.
 
         Args:
             point: Shape (..., event).
             gradient: Partial derivatives at the point, the same shape.
             velocity: What the last step returned, None at first.
-
-        Returns:
-            The new point and the new velocity.
         """
         if not bool(torch.isfinite(gradient).all()):
             raise ValueError("gradient is not finite: look for a NaN in the loss")

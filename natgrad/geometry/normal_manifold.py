@@ -39,14 +39,11 @@ class NormalPoints(Manifold):
         self.d, self.size = self.family.d, self.family.size
 
     def join(self, mean: Tensor, covariance: Tensor) -> Tensor:
-        """The point of a mean and a symmetric matrix; of a tangent too.
+        """The point (..., d + d (d + 1) / 2) of a mean and a symmetric matrix; of a tangent too.
 
         Args:
             mean: Shape (..., d).
             covariance: Shape (..., d, d).
-
-        Returns:
-            Shape (..., d + d (d + 1) / 2).
         """
         entries = self.family.pack(covariance)
         batch = torch.broadcast_shapes(mean.shape[:-1], entries.shape[:-1])

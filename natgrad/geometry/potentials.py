@@ -149,15 +149,12 @@ class Potential(Explained):
         return point if region is None else self.project(point, region)
 
     def step(self, point: Tensor, change: Tensor, region: Region | None = None) -> Tensor:
-        """The step of mirror descent.
+        """w', the step of mirror descent.
 
         Args:
             point: w.
             change: rate g, in the shape of w.
             region: The convex set, or None.
-
-        Returns:
-            w'.
         """
         return self.land(self.dual(point) - change, region)
 
