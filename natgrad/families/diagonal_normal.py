@@ -201,13 +201,13 @@ class FixedCovarianceNormal(ExponentialFamily):
         self.d = self.size = len(covariance)
         # in float64, so that a theta in float64 is not served with the factor of float32
         self._factor = factor_covariance(covariance if covariance.device.type == "mps" else covariance.double())
-        self._sigma, self._precision = covariance, inverse_from(self._factor)
+        self.known_covariance, self._precision = covariance, inverse_from(self._factor)
 
     def statistics(self, x: Tensor) -> Tensor:
-        return check_width(self.as_numbers(x, self._sigma.dtype), self.d)
+        return check_width(self.as_numbers(x, self.known_covariance.dtype), self.d)
 
     def log_partition(self, theta: Tensor) -> Tensor:
-        return 0.5 * (self.check_shape(theta, "theta") * self._times(self._sigma, theta)).sum(-1)
+        return 0.5 * (self.check_shape(theta, "theta") * self._times(self.known_covariance, theta)).sum(-1)
 
     def log_base(self, x: Tensor) -> Tensor:
         return -0.5 * (x * self._times(self._precision, x)).sum(-1) - self._constant(x)
@@ -237,10 +237,10 @@ class FixedCovarianceNormal(ExponentialFamily):
             theta: Natural parameters, shape (..., d).
         """
         mean = self.expectation(theta)
-        return mean, self._sigma.to(mean).expand(*mean.shape, self.d)
+        return mean, self.known_covariance.to(mean).expand(*mean.shape, self.d)
 
     def expectation(self, theta: Tensor) -> Tensor:
-        return self._times(self._sigma, self.check(theta))
+        return self._times(self.known_covariance, self.check(theta))
 
     def natural(self, eta: Tensor) -> Tensor:
         return self._times(self._precision, self.check_finite(eta, "eta"))
@@ -250,16 +250,11 @@ class FixedCovarianceNormal(ExponentialFamily):
 
     def find_products(self, theta: Tensor) -> tuple[Map, Map]:
         """The same everywhere."""
-        return partial(self._times, self._sigma), partial(self._times, self._precision)
+        return partial(self._times, self.known_covariance), partial(self._times, self._precision)
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
         z = torch.randn(count, *theta.shape, generator=generator, dtype=theta.dtype, device=theta.device)
-        return self._times(self._sigma, theta) + z @ self._factor.to(theta).mT
-
-    @property
-    def known_covariance(self) -> Tensor:
-        """Sigma (d, d)."""
-        return self._sigma
+        return self._times(self.known_covariance, theta) + z @ self._factor.to(theta).mT
 
     def _times(self, matrix: Tensor, vector: Tensor) -> Tensor:
         return vector @ matrix.to(vector)

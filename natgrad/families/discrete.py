@@ -52,30 +52,17 @@ class NaturalLikelihood(Likelihood, ExponentialFamily):
     """
 
     @property
+    @abstractmethod
     def _fixed_size(self) -> int | None:
         """n where the family has been told, else None: any."""
-        return None
 
     @property
     def size(self) -> int:  # type: ignore[override]
         """n. AttributeError where the family takes any number of parameters."""
         if self._fixed_size is None:
-            raise AttributeError(f"{self!r} takes any number of parameters; say how many, as in {self._sized}")
+            example = f"{type(self).__name__}(3)"
+            raise AttributeError(f"{self!r} takes any number of parameters; say how many, as in {example}")
         return self._fixed_size
-
-    _sized = "Bernoulli(3)"
-    least = 1
-    """The smallest n."""
-
-    def check_shape(self, value: Tensor, name: str) -> Tensor:
-        if self._fixed_size is not None:
-            return super().check_shape(value, name)
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            came = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"{name} is {came}, expected a floating-point tensor (..., n)")
-        if value.dim() == 0 or value.shape[-1] < self.least:
-            raise ValueError(f"{name} has shape {tuple(value.shape)}, expected (..., n) with n >= {self.least}")
-        return value
 
     def fisher(self, rows: Tensor) -> Any:
         """Of theta (n,): the Fisher operator. Of rows (R, n): matrices (R, n, n).
@@ -231,7 +218,7 @@ class Poisson(Entries):
         tensor([1.0000, 2.7183])
     """
 
-    of, _sized = "counts", "Poisson(3)"
+    of = "counts"
 
     def statistics(self, x: Tensor) -> Tensor:
         x = check_width(x, self.n, "counts")
@@ -324,7 +311,7 @@ class Categorical(NaturalLikelihood):
     def _fixed_size(self) -> int | None:
         return self.classes
 
-    _sized, domain = "Categorical(3)", LOGITS
+    domain = LOGITS
 
     def inside(self, theta: Tensor) -> Tensor:
         return are_logits(theta)

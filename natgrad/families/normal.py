@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from natgrad.families.event_checks import (
     widen,
 )
 from natgrad.families.exponential import ExponentialFamily
-from natgrad.families.newton import find_natural
 from natgrad.families.product_families import Embedded
 from natgrad.families.symmetric_matrices import (
     Pairs,
@@ -38,17 +37,37 @@ from natgrad.ground.linalg import is_concrete, is_positive_definite
 from natgrad.ground.typed_torch import Map
 
 LOG_2PI = math.log(2 * math.pi)
-POSITIVE = "the precision must be positive definite: theta_ii and theta_ij are those of -P / 2"
 
 
-class GraphNormal(ExponentialFamily):
+class PrecisionNormal(ExponentialFamily):
+    """Normals whose theta ends with -P / 2, P the precision with the entries that `pairs` has."""
+
+    pairs: Pairs
+    domain = "the precision must be positive definite: theta_ii and theta_ij are those of -P / 2"
+
+    def precision(self, theta: Tensor) -> Tensor:
+        """P, shape (..., d, d).
+
+        Args:
+            theta: Natural parameters, shape (..., n).
+        """
+        return -2 * self.pairs.unpack(theta[..., -self.pairs.size :])
+
+    def factor(self, theta: Tensor) -> Tensor:
+        """L (..., d, d) with L L^T = P. ValueError where P is not positive definite.
+
+        Args:
+            theta: Natural parameters, shape (..., n).
+        """
+        return factor_covariance(self.precision(self.check_shape(theta, "theta")), self.explain_outside())
+
+
+class GraphNormal(PrecisionNormal):
     """N(mu, P^-1) with the entries of P that `pairs` has: what the full and the sparse family share.
 
     Args:
         pairs: Which entries of P are kept.
     """
-
-    domain = POSITIVE
 
     def __init__(self, pairs: Pairs) -> None:
         self.pairs, self.d, self.size = pairs, pairs.d, pairs.d + pairs.size
@@ -126,25 +145,6 @@ class GraphNormal(ExponentialFamily):
             factor: As it was for `pack`.
         """
         return self.pairs.unpack(entries, factor)
-
-    def precision(self, theta: Tensor) -> Tensor:
-        """P, shape (..., d, d).
-
-        Args:
-            theta: Natural parameters, shape (..., n).
-        """
-        return -2 * self.pairs.unpack(theta[..., self.d :])
-
-    def factor(self, theta: Tensor) -> Tensor:
-        """L with L L^T = P, shape (..., d, d).
-
-        Args:
-            theta: Natural parameters, shape (..., n).
-
-        Raises:
-            ValueError: Where P is not positive definite.
-        """
-        return factor_covariance(self.precision(self.check_shape(theta, "theta")), explain_outside(self))
 
     def mean_covariance(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """mu (..., d) and Sigma (..., d, d).
@@ -291,15 +291,13 @@ class SparseNormal(GraphNormal):
         """
         check_moments(mean, precision, self.d, "precision")
         factor_covariance(precision, "precision is not positive definite, which a distribution with a density needs")
-        if is_concrete(precision) and not bool((precision[..., self._missing(precision)] == 0).all()):
+        missing = self.pairs.unpack(precision.new_ones(self.pairs.size)) == 0
+        if is_concrete(precision) and not bool((precision[..., missing] == 0).all()):
             raise ValueError("precision has entries that are not zero beside the edges")
         return self.join(mean, precision)
 
     def _from_spread(self, mean: Tensor, covariance: Tensor) -> Tensor:
         return self._complete(mean, self.pairs.pack(covariance, 2.0))
-
-    def _missing(self, precision: Tensor) -> Tensor:
-        return self.pairs.unpack(torch.ones(self.pairs.size, dtype=precision.dtype, device=precision.device)) == 0
 
     def natural(self, eta: Tensor) -> Tensor:
         mean, second = widen(self.check_finite(eta, "eta")).tensor_split([self.d], dim=-1)
@@ -307,20 +305,16 @@ class SparseNormal(GraphNormal):
         check_rest(spread[..., :d], second[..., :d], eta.dtype, "eta has variances <= 0", "E[x_i^2] > E[x_i]^2")
         return self._complete(mean, spread).to(eta.dtype)
 
-    @cached_property
-    def zero_mean(self) -> FixedMeanNormal:
-        """The distributions of mean zero."""
-        return FixedMeanNormal(torch.zeros(self.d), self.pairs.edges)
-
     def _complete(self, mean: Tensor, spread: Tensor) -> Tensor:
         """theta (..., n) of a mean and the covariance on the graph (Sigma_ii; 2 Sigma_ij)."""
-        return self.join(mean, self.precision(torch.cat([mean, self.zero_mean.natural(spread)], dim=-1)))
+        centred = FixedMeanNormal(torch.zeros(self.d), self.pairs.edges)
+        return self.join(mean, self.precision(centred.natural(spread)))
 
     def __repr__(self) -> str:
         return f"SparseNormal({self.d}, {len(self.pairs.edges)} edges)"
 
 
-class FixedMeanNormal(Embedded):
+class FixedMeanNormal(PrecisionNormal, Embedded):
     """N(m, Sigma) with a known mean m, such as zero: n = d (d + 1) / 2 parameters.
 
     With z = x - m: T = (z_i^2; 2 z_i z_j), theta = (-P_ii / 2; -P_ij / 2), eta = (Sigma_ii; 2 Sigma_ij).
@@ -329,8 +323,6 @@ class FixedMeanNormal(Embedded):
         mean: m, shape (d,).
         edges: Those of a sparse precision, as in `SparseNormal`. None: all.
     """
-
-    domain = POSITIVE
 
     def __init__(self, mean: Tensor, edges: Iterable[Iterable[int]] | None = None) -> None:
         if not isinstance(mean, Tensor) or mean.dim() != 1 or not mean.is_floating_point():
@@ -358,25 +350,6 @@ class FixedMeanNormal(Embedded):
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
         return self.mean.to(theta) + super().draw(theta, count, generator)
 
-    def factor(self, theta: Tensor) -> Tensor:
-        """L with L L^T = P, shape (..., d, d).
-
-        Args:
-            theta: Natural parameters, shape (..., n).
-
-        Raises:
-            ValueError: Where P is not positive definite.
-        """
-        return factor_covariance(self.precision(self.check_shape(theta, "theta")), explain_outside(self))
-
-    def precision(self, theta: Tensor) -> Tensor:
-        """P, shape (..., d, d).
-
-        Args:
-            theta: Natural parameters, shape (..., n).
-        """
-        return -2 * self.pairs.unpack(theta)
-
     def mean_covariance(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """m (..., d) and Sigma (..., d, d).
 
@@ -394,9 +367,6 @@ class FixedMeanNormal(Embedded):
         check_moments(self.mean, covariance, self.d)
         return self.natural(self.pairs.pack(covariance, 2.0))
 
-    def expectation(self, theta: Tensor) -> Tensor:
-        return self.pairs.pack(self.mean_covariance(theta)[1], 2.0)
-
     def natural(self, eta: Tensor) -> Tensor:
         """By inversion, or where the graph has gaps by Newton's method on correlations: every scale is then one."""
         self.check_finite(eta, "eta")
@@ -407,7 +377,7 @@ class FixedMeanNormal(Embedded):
             raise ValueError("eta has variances <= 0, expected E[x_i^2] > E[x_i]^2")
         scale = variances.sqrt()
         both = scale[..., self.pairs.first] * scale[..., self.pairs.second]
-        return find_natural(self, (eta / both).reshape(-1, self.size)).view(eta.shape) / both
+        return super().natural(eta / both) / both
 
     def guess(self, eta: Tensor) -> Tensor:
         """Independent variables of variance one."""
@@ -416,10 +386,6 @@ class FixedMeanNormal(Embedded):
     def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
         second = measure_spread(self.pairs, widen(x) - widen(self.mean).to(x.device), x)
         return self.natural(self.pairs.pack(second, 2.0))
-
-    def covariance(self, theta: Tensor) -> Tensor:
-        mean, sigma = self.mean_covariance(theta)
-        return self.pairs.moments(torch.zeros_like(mean), sigma)[1]
 
     def find_products(self, theta: Tensor) -> tuple[Map, Map | None]:
         """Both in O(d^3); the second one where all pairs are edges."""
@@ -430,11 +396,6 @@ class FixedMeanNormal(Embedded):
 
     def __repr__(self) -> str:
         return f"FixedMeanNormal({self.d}{'' if self.pairs.complete else f', {len(self.pairs.edges)} edges'})"
-
-
-def explain_outside(family: ExponentialFamily) -> str:
-    """What is said of a theta whose precision is not positive definite."""
-    return f"theta is outside the natural parameters of {family!r}: {family.domain}"
 
 
 def measure_spread(pairs: Pairs, away: Tensor, x: Tensor) -> Tensor:

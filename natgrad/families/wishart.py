@@ -21,7 +21,6 @@ from natgrad.families.log_gamma import (
     stirling_rest,
     trigamma,
 )
-from natgrad.families.normal import explain_outside
 from natgrad.families.positive_families import log_gamma_draws
 from natgrad.families.symmetric_matrices import (
     Pairs,
@@ -109,7 +108,7 @@ class Wishart(ExponentialFamily):
     def _factor(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """theta_0 + 1 (...) and the Cholesky factor of M (..., d, d)."""
         edge, rate = self._split(self.check(theta))
-        return edge, factor_covariance(rate, explain_outside(self))
+        return edge, factor_covariance(rate, self.explain_outside())
 
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
         return self._log_density(theta, self._check_data(x))
