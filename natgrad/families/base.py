@@ -202,20 +202,6 @@ def require_tensor_targets(targets: Any) -> Tensor:
     return targets
 
 
-def check_order(outputs: Any, targets: Any) -> None:
-    """ValueError if the targets came first: they depend on parameters, and the outputs do not."""
-    if needs_gradient(targets) and not needs_gradient(outputs):
-        raise ValueError(
-            "the targets require a gradient and the outputs do not, expected the model's outputs first: call "
-            "optimizer.loss(outputs, targets)"
-        )
-
-
-def needs_gradient(tree: Any) -> bool:
-    """Whether any tensor in it requires a gradient."""
-    return any(leaf.requires_grad for leaf in leaves(tree))
-
-
 def check_same_shape(outputs: Tensor, targets: Tensor) -> None:
     """ValueError unless outputs and targets have one shape: broadcasting would silently change the likelihood."""
     require_tensor_targets(targets)

@@ -14,7 +14,6 @@ from torch.nn import functional
 from natgrad.families.base import (
     Likelihood,
     SeparableLikelihood,
-    check_order,
     check_range,
     check_same_shape,
     flatten_rows,
@@ -91,7 +90,18 @@ class Criterion:
         Returns:
             The logits, or the outputs as they are, and the loss that the model computed itself, None without one.
         """
-        return pick_logits(self.family, outputs)
+        if isinstance(outputs, Tensor) or not isinstance(self.family, (Entrywise, SeparableLikelihood, Categorical)):
+            return outputs, None
+        if type(outputs) in (tuple, list):
+            pair = sorted(outputs[:2], key=lambda part: part is None or (isinstance(part, Tensor) and part.dim() == 0))
+            if len(pair) < 2 or not isinstance(pair[0], Tensor) or pair[0].dim() == 0:
+                return outputs, None
+            known = pair[1] is None or (isinstance(pair[1], Tensor) and pair[1].dim() == 0)
+            return (pair[0], pair[1]) if known else (outputs, None)
+        logits, loss = getattr(outputs, "logits", None), getattr(outputs, "loss", None)
+        if not isinstance(logits, Tensor):
+            return outputs, None
+        return logits, loss if isinstance(loss, Tensor) and loss.dim() == 0 else None
 
     def value(self, outputs: Any, targets: Any) -> Tensor:
         """The loss as the user wrote it, a scalar tensor.
@@ -103,7 +113,12 @@ class Criterion:
         Raises:
             ValueError: For targets that the likelihood cannot produce, or that are given in place of the outputs.
         """
-        check_order(outputs, targets)
+        required = [any(leaf.requires_grad for leaf in leaves(tree)) for tree in (outputs, targets)]
+        if required == [False, True]:
+            raise ValueError(
+                "the targets require a gradient and the outputs do not, expected the model's outputs first: call "
+                "optimizer.loss(outputs, targets)"
+            )
         self.check(outputs, targets)
         return self.loss(outputs, targets)
 
@@ -264,22 +279,6 @@ class Entrywise(Likelihood):
         self.family.check_targets(outputs, targets)
 
 
-def pick_logits(family: Likelihood, outputs: Any) -> tuple[Any, Tensor | None]:
-    """The logits in a record or a pair (logits, loss or None) of a model, and that loss; other outputs, and None."""
-    if isinstance(outputs, Tensor) or not isinstance(family, (Entrywise, SeparableLikelihood, Categorical)):
-        return outputs, None
-    if type(outputs) in (tuple, list):
-        pair = sorted(outputs[:2], key=lambda part: part is None or (isinstance(part, Tensor) and part.dim() == 0))
-        if len(pair) < 2 or not isinstance(pair[0], Tensor) or pair[0].dim() == 0:
-            return outputs, None
-        known = pair[1] is None or (isinstance(pair[1], Tensor) and pair[1].dim() == 0)
-        return (pair[0], pair[1]) if known else (outputs, None)
-    logits, loss = getattr(outputs, "logits", None), getattr(outputs, "loss", None)
-    if not isinstance(logits, Tensor):
-        return outputs, None
-    return logits, loss if isinstance(loss, Tensor) and loss.dim() == 0 else None
-
-
 @dataclass(frozen=True)
 class PoissonRate(Likelihood):
     """Poisson counts with the rate as output, as `PoissonNLLLoss(log_input=False)` has it: form 1 / (rate + eps)."""
@@ -403,59 +402,36 @@ def class_rows(targets: Tensor, ignore_index: int, weight: Tensor) -> tuple[Tens
     return valid.to(weight.dtype), weight[flat.masked_fill(~valid, 0)] * valid
 
 
-def bce_with_logits(criterion: nn.BCEWithLogitsLoss) -> Criterion:
-    """Bits with logits, each entry a row: mean over all entries, `weight` and `pos_weight` broadcast."""
+def read_bits(criterion: nn.BCEWithLogitsLoss | nn.BCELoss) -> Criterion:
+    """Bits, each entry a row: mean over all entries, `weight` and `pos_weight` broadcast."""
+    weight, pos_weight = criterion.weight, getattr(criterion, "pos_weight", None)
 
     def weigh(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         weights = torch.ones_like(outputs)
-        if criterion.weight is not None:
-            weights = weights * criterion.weight
-        if (
-            criterion.pos_weight is not None
-        ):  # -(p t log y + (1 - t) log(1 - y)) has curvature (1 + (p - 1) t) y (1 - y)
-            weights = weights * (1 + (criterion.pos_weight - 1) * targets)
+        if weight is not None:
+            weights = weights * weight
+        if pos_weight is not None:  # -(p t log y + (1 - t) log(1 - y)) has curvature (1 + (p - 1) t) y (1 - y)
+            weights = weights * (1 + (pos_weight - 1) * targets)
         return weights.reshape(-1), outputs.new_tensor(float(outputs.numel()))
 
-    plain = criterion.weight is None and criterion.pos_weight is None
-    return Criterion(Entrywise(Bernoulli()), criterion, None if plain else weigh, criterion.reduction == "sum")
+    family = BitProbability() if isinstance(criterion, nn.BCELoss) else Bernoulli()
+    plain = weight is None and pos_weight is None
+    return Criterion(Entrywise(family), criterion, None if plain else weigh, criterion.reduction == "sum")
 
 
-def bce(criterion: nn.BCELoss) -> Criterion:
-    """Bits with probabilities, each entry a row: mean over all entries, `weight` broadcast."""
-
-    def weigh(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        assert criterion.weight is not None
-        return (torch.ones_like(outputs) * criterion.weight).reshape(-1), outputs.new_tensor(float(outputs.numel()))
-
-    weights = None if criterion.weight is None else weigh
-    return Criterion(Entrywise(BitProbability()), criterion, weights, criterion.reduction == "sum")
-
-
-def mse(criterion: nn.MSELoss) -> Criterion:
-    """(r - t)^2 = -log N(t; r, 1/2) + const: curvature 2 in every entry (mends Pascanu & Bengio eq. 15, 16)."""
-    return Criterion(Entrywise(Gaussian(math.sqrt(0.5))), criterion, None, criterion.reduction == "sum")
-
-
-def l1(criterion: nn.L1Loss) -> Criterion:
-    """|r - t| = -log p + const of Laplace's density of scale 1, in every entry."""
-    return weigh_errors(Laplace(), criterion)
-
-
-def huber(criterion: nn.HuberLoss) -> Criterion:
-    """Huber's density of scale 1, in every entry."""
-    return weigh_errors(Huber(criterion.delta), criterion)
-
-
-def smooth_l1(criterion: nn.SmoothL1Loss) -> Criterion:
-    """(r - t)^2 / (2 beta) up to beta is z^2 / 2 up to sqrt(beta), z = (r - t) / sqrt(beta); |r - t| for beta = 0."""
-    root = math.sqrt(criterion.beta)
-    return weigh_errors(Huber(root, root) if root > 0 else Laplace(), criterion)
-
-
-def weigh_errors(family: Laplace | Huber, loss: Any) -> Criterion:
-    """A mean or a sum over entries, at the temperature of the batch."""
+def read_errors(criterion: nn.MSELoss | nn.L1Loss | nn.HuberLoss | nn.SmoothL1Loss) -> Criterion:
+    """Errors r - t of a density of a fixed width, entry by entry, but for squares at the temperature of the batch."""
+    if isinstance(criterion, nn.MSELoss):
+        # (r - t)^2 = -log N(t; r, 1/2) + const: curvature 2 (mends Pascanu & Bengio eq. 15, 16)
+        return Criterion(Entrywise(Gaussian(math.sqrt(0.5))), criterion, None, criterion.reduction == "sum")
+    family: Laplace | Huber = Laplace()
+    if isinstance(criterion, nn.HuberLoss):
+        family = Huber(criterion.delta)
+    elif isinstance(criterion, nn.SmoothL1Loss) and criterion.beta > 0:
+        # (r - t)^2 / (2 beta) up to beta is z^2 / 2 up to sqrt(beta), z = (r - t) / sqrt(beta)
+        family = Huber(math.sqrt(criterion.beta), math.sqrt(criterion.beta))
     tau, weigh = temper(family)
-    return Criterion(Entrywise(family), loss, weigh, loss.reduction == "sum", temperature=tau)
+    return Criterion(Entrywise(family), criterion, weigh, criterion.reduction == "sum", temperature=tau)
 
 
 def gaussian_nll(criterion: nn.GaussianNLLLoss) -> Criterion:

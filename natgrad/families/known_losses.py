@@ -21,18 +21,14 @@ from natgrad.families.criteria import (
     Criterion,
     Entrywise,
     IgnoringCategorical,
-    bce,
-    bce_with_logits,
     cross_entropy,
     gaussian_nll,
-    huber,
     kl_div,
-    l1,
-    mse,
     nll_loss,
     poisson_nll,
+    read_bits,
+    read_errors,
     remake_with,
-    smooth_l1,
 )
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
@@ -44,14 +40,14 @@ from natgrad.ground.pure import leaves, map_tensors
 KNOWN: dict[type[nn.Module], tuple[Any, Callable[[Any], Criterion]]] = {
     nn.CrossEntropyLoss: (functional.cross_entropy, cross_entropy),
     nn.NLLLoss: (functional.nll_loss, nll_loss),
-    nn.BCEWithLogitsLoss: (functional.binary_cross_entropy_with_logits, bce_with_logits),
-    nn.BCELoss: (functional.binary_cross_entropy, bce),
-    nn.MSELoss: (functional.mse_loss, mse),
+    nn.BCEWithLogitsLoss: (functional.binary_cross_entropy_with_logits, read_bits),
+    nn.BCELoss: (functional.binary_cross_entropy, read_bits),
+    nn.MSELoss: (functional.mse_loss, read_errors),
     nn.GaussianNLLLoss: (functional.gaussian_nll_loss, gaussian_nll),
     nn.PoissonNLLLoss: (functional.poisson_nll_loss, poisson_nll),
-    nn.L1Loss: (functional.l1_loss, l1),
-    nn.SmoothL1Loss: (functional.smooth_l1_loss, smooth_l1),
-    nn.HuberLoss: (functional.huber_loss, huber),
+    nn.L1Loss: (functional.l1_loss, read_errors),
+    nn.SmoothL1Loss: (functional.smooth_l1_loss, read_errors),
+    nn.HuberLoss: (functional.huber_loss, read_errors),
     nn.KLDivLoss: (functional.kl_div, kl_div),
 }
 """The losses of torch.nn, their functions, and what reads them."""
@@ -202,7 +198,7 @@ def class_bits(loss: Any, options: dict[str, Any]) -> Criterion:
             targets = targets * (1 - loss.smoothing) + 0.5 * loss.smoothing
         return targets if loss.target_threshold is None else targets.gt(loss.target_threshold).to(outputs.dtype)
 
-    base = bce_with_logits(nn.BCEWithLogitsLoss(weight=loss.weight, pos_weight=loss.pos_weight))
+    base = read_bits(nn.BCEWithLogitsLoss(weight=loss.weight, pos_weight=loss.pos_weight))
     if not loss.sum_classes:
         return Criterion(base.family, loss, base.weigh, loss.reduction == "sum", prepare=bits)
     if base.weigh is None:
