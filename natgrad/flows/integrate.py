@@ -102,7 +102,7 @@ class Integrator:
         check_integer("evaluations", self.evaluations)
 
     def solve(self, field: Any, end: float, start: np.ndarray, wanted: np.ndarray | None, rest: Any) -> SolverPath:
-        """SciPy's solution of dx/dt = field(t, x), as far as it comes.
+        """SciPy's solution of dx/dt = field(t, x), as far as it comes: to the end, to rest, or until a step fails.
 
         Args:
             field: A function of the time and a point, in NumPy; NaN where a step must not go.
@@ -122,56 +122,43 @@ class Integrator:
         methods = {each.__name__: each for each in (DOP853, RK45, RK23, LSODA, Radau, BDF)}
         if self.method not in methods:
             raise ValueError(f"method is {self.method!r}, expected one of {', '.join(methods)}")
-        solved = SolverPath([0.0], [start]) if wanted is None or 0.0 in wanted else SolverPath([], [])
+        path = SolverPath([0.0], [start]) if wanted is None or 0.0 in wanted else SolverPath([], [])
         with np.errstate(all="ignore"):
-            solver = methods[self.method](field, 0.0, start, end, rtol=self.rtol, atol=self.atol)
-            solved.follow(solver, wanted, rest)
-        return solved
+            solver: Any = methods[self.method](field, 0.0, start, end, rtol=self.rtol, atol=self.atol)
+            before = rest(solver.t, solver.y)
+            while solver.status == "running" and path.status == "end":
+                try:
+                    path.message = solver.step() or ""
+                except (ValueError, np.linalg.LinAlgError) as error:  # how implicit methods take a field that is NaN
+                    if np.isfinite(solver.fun(solver.t, solver.y)).all() and "infs or NaNs" not in str(error):
+                        raise
+                    solver.status, path.message = "failed", str(error)
+                if solver.status == "failed" or not np.isfinite(solver.y).all():
+                    path.status = "stuck"
+                    break
+                after, path.last = rest(solver.t, solver.y), solver.t
+                if before > 0 >= after:
+                    between = solver.dense_output()
+                    path.last = find_root(lambda t, x=between: rest(t, x(t)), solver.t_old, solver.t)
+                    path.status = "rest"
+                due = wanted if wanted is not None else np.array([path.last])
+                due = due[(due > solver.t_old) & (due <= path.last)]
+                path.times += due.tolist()
+                if len(due):
+                    path.points += list(solver.dense_output()(due).T) if due[0] < solver.t else [solver.y]
+                before = after
+        return path
 
 
 @dataclass
 class SolverPath:
-    """The steps of a solver so far.
-
-    Attributes:
-        times: At which points are kept.
-        points: There, shape (n,) each.
-        last: The time of the last step, or of coming to rest.
-        status: As that of a `Trajectory`, as far as the solver knows.
-        message: The solver's own.
-    """
+    """Where a solver came: times, points (n,), the last time, the status as that of a `Trajectory`, SciPy's message."""
 
     times: list[float]
     points: list[np.ndarray]
     last: float = 0.0
     status: str = "end"
     message: str = ""
-
-    def follow(self, solver: Any, wanted: np.ndarray | None, rest: Any) -> None:
-        """SolverPath to the end, to where the flow rests, or until a step fails."""
-        before = rest(solver.t, solver.y)
-        while solver.status == "running":
-            try:
-                self.message = solver.step() or ""
-            except (ValueError, np.linalg.LinAlgError) as error:  # how implicit methods take a field that is NaN
-                if np.isfinite(solver.fun(solver.t, solver.y)).all() and "infs or NaNs" not in str(error):
-                    raise
-                solver.status, self.message = "failed", str(error)
-            if solver.status == "failed" or not np.isfinite(solver.y).all():
-                self.status = "stuck"
-                return
-            after, self.last = rest(solver.t, solver.y), solver.t
-            if before > 0 >= after:
-                between = solver.dense_output()
-                self.last, self.status = find_root(lambda t, x=between: rest(t, x(t)), solver.t_old, solver.t), "rest"
-            due = wanted if wanted is not None else np.array([self.last])
-            due = due[(due > solver.t_old) & (due <= self.last)]
-            self.times += due.tolist()
-            if len(due):
-                self.points += list(solver.dense_output()(due).T) if due[0] < solver.t else [solver.y]
-            if self.status == "rest":
-                return
-            before = after
 
 
 def find_root(function: Any, low: float, high: float) -> float:
@@ -278,11 +265,18 @@ def flow(
     status = troubles[-1] if solved.status == "stuck" and troubles else solved.status
     if bool((~torch.isfinite(values)).any()):
         status = "not finite"
-    message = _describe_ending(status, solved, end)
+    last = solved.last
+    message = {
+        "end": f"reached the last time, {end:g}",
+        "rest": f"came to rest by t = {last:g}",
+        "edge": f"came to the edge of the domain after t = {last:g}",
+        "not finite": f"the field or the function was not finite after t = {last:g}",
+        "stuck": f"the solver gave up after t = {last:g}: {solved.message}",
+    }[status]
     if status == "stuck" and asked > integrator.evaluations:
         message = (
-            f"the field was evaluated {integrator.evaluations} times by t = {solved.last:g}, which is all that is "
-            f"allowed: {_advise(field, points[-1] if len(points) else start, integrator)}"
+            f"the field was evaluated {integrator.evaluations} times by t = {last:g}, which is all that is allowed: "
+            f"{_advise(field, points[-1] if len(points) else start, integrator)}"
         )
     return Trajectory(as_tensor_like(np.array(solved.times), start), points, values, status, message)
 
@@ -300,16 +294,6 @@ def _is_inside(family: ExponentialFamily, chart: FlowCoordinates, xi: Tensor) ->
     if not bool(torch.isfinite(xi).all()):
         return torch.zeros((), dtype=torch.bool)
     return chart.inside(xi) if chart.inside is not None else family.inside(chart.theta(xi))
-
-
-def _describe_ending(status: str, solved: SolverPath, end: float) -> str:
-    last = solved.last
-    return {
-        "end": f"reached the last time, {end:g}",
-        "rest": f"came to rest by t = {last:g}",
-        "edge": f"came to the edge of the domain after t = {last:g}",
-        "not finite": f"the field or the function was not finite after t = {last:g}",
-    }.get(status, f"the solver gave up after t = {last:g}: {solved.message}")
 
 
 # Flows from many starts at once, as exactly as a picture needs

@@ -1,10 +1,11 @@
 """Distributions as points of a curved space, with geodesics, transport, retractions and the dual geometry."""
 
 from natgrad.geometry.base import Manifold
+from natgrad.geometry.boundary_mesh import NaturalParameters
 from natgrad.geometry.bures import Wasserstein
 from natgrad.geometry.divergence_balls import kl_ball, level_set
 from natgrad.geometry.dual_geometry import e_geodesic, e_projection, m_geodesic, m_projection, mirror_step, tilt
-from natgrad.geometry.fisher_rao import HalfPlane, NaturalParameters, ProductManifold, fisher_rao
+from natgrad.geometry.fisher_rao import HalfPlane, ProductManifold, fisher_rao
 from natgrad.geometry.flat_manifold import Bits, Location, Rates, Scales
 from natgrad.geometry.momentum import Descent
 from natgrad.geometry.normal_manifold import Normals

@@ -7,14 +7,16 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import torch
 from numpy.polynomial import legendre
 from torch import Tensor
 
+from natgrad.families import ExponentialFamily
 from natgrad.geometry.base import Manifold
-from natgrad.ground.linalg import factor_or_nan, fit_or_nan, invert_or_nan, solve_or_nan
+from natgrad.geometry.ode import integrate
+from natgrad.ground.derivatives import exact_derivatives
+from natgrad.ground.linalg import factor_or_nan, fit_or_nan, invert_or_nan, require_solution, solve_or_nan
 
 DEGREE = 8
 """Nodes of an element, those of Gauss."""
@@ -36,22 +38,8 @@ ENOUGH, SETTLED = 1e-11, 1e-7
 """Misfits of the equation over |x'|^2 at which Newton's method ends, and that are believed where round-off stops it."""
 WIDTH = 1e-4
 """Of differences, in units of the metric."""
-
-
-class Equation(Protocol):
-    """x'' = f(x, x') for k pairs of points, f quadratic in x', and the metric in which |x'| is constant."""
-
-    def bend(self, at: Tensor, speed: Tensor) -> Tensor:
-        """f, (..., k, N, n); NaN outside of the domain."""
-        ...
-
-    def metric(self, at: Tensor) -> Tensor:
-        """(..., k, N, n, n); NaN outside of the domain."""
-        ...
-
-    def path(self, part: Tensor) -> Tensor:
-        """A smooth way to begin with, at the parts (k, N) from 0 (the start) to 1 (the end): (k, N, n)."""
-        ...
+FEW = 8
+"""Statistics of a family whose matrix of second derivatives is taken column by column."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +53,7 @@ class Mesh:
     refined: Tensor  # to x'' at the nodes of a mesh twice as fine
 
 
-def connect(equation: Callable[[Tensor], Equation], start: Tensor, end: Tensor) -> Tensor:
+def connect(equation: Callable[[Tensor], Geodesics], start: Tensor, end: Tensor) -> Tensor:
     """x'(0) (b, n) of solutions from start at time 0 to end at time 1; NaN in rows where none was found."""
     # near points by sweeps on a coarse mesh; where these do not settle, by Newton's method from the equation's first
     # path, gone at an even pace; then the mesh is refined until |x'| is constant along the way
@@ -126,7 +114,7 @@ def _widen(rows: Tensor, like: Tensor) -> Tensor:
     return rows.view(-1, *(1,) * (like.dim() - 1))
 
 
-def space_evenly(equation: Equation, start: Tensor, time: Tensor) -> Tensor:
+def space_evenly(equation: Geodesics, start: Tensor, time: Tensor) -> Tensor:
     """The parts (k, N) of an equation's first path where times (N,) lie, 0 < t < 1, if it is gone at an even pace."""
     even = torch.linspace(0, 1, GRID + 1, dtype=start.dtype, device=start.device).expand(len(start), -1)
     grid = even
@@ -155,7 +143,7 @@ def interpolate(x: Tensor, places: Tensor, values: Tensor) -> Tensor:
 class Path:
     """Ways from start (k, n) with the mean velocity away (k, n) as functions of x'' at the nodes, u (k, N, n)."""
 
-    def __init__(self, equation: Equation, mesh: Mesh, start: Tensor, away: Tensor) -> None:
+    def __init__(self, equation: Geodesics, mesh: Mesh, start: Tensor, away: Tensor) -> None:
         self.equation, self.mesh, self.away = equation, mesh, away.unsqueeze(1)
         self.line = start.unsqueeze(1) + mesh.nodes.view(1, -1, 1) * self.away
 
@@ -335,17 +323,13 @@ class Shooting(Manifold):
         if point.device.type != "mps":
             flat, goal = flat.double(), goal.double()
         velocity = self.aim(flat, goal)
-        self._tell_lost(torch.isnan(velocity).any(1))
-        return velocity.to(point.dtype).view(point.shape)
-
-    def _tell_lost(self, lost: Tensor) -> None:
-        """A warning where some rows are lost, ValueError where all are."""
-        count, many = int(lost.sum()), len(lost)
-        words = f"no geodesic of {self!r} was found between {count} of {many} pairs of points within the work allowed"
-        if count and count == many:
+        lost, many = int(torch.isnan(velocity).any(1).sum()), len(velocity)
+        words = f"no geodesic of {self!r} was found between {lost} of {many} pairs of points within the work allowed"
+        if lost and lost == many:
             raise ValueError(f"{words}: they are too far apart; go by a point between them")
-        if count:
-            warnings.warn(f"{words}: NaN there; they are too far apart, go by points between them", stacklevel=4)
+        if lost:
+            warnings.warn(f"{words}: NaN there; they are too far apart, go by points between them", stacklevel=3)
+        return velocity.to(point.dtype).view(point.shape)
 
     def distance(self, point: Tensor, other: Tensor) -> Tensor:
         """With gradients by the first variation: -G v / d at the start, G v' / d at the end."""
@@ -360,3 +344,145 @@ class Shooting(Manifold):
 
     def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
         return self.carry(point, self.log(point, other), vector)[1]
+
+
+class NaturalParameters(Shooting):
+    """Any exponential family, points theta, by the equations of its geodesics.
+
+    theta'' = -1/2 I^-1 (D_theta' I) theta': the Christoffel symbols are half the third derivatives of psi, raised.
+    Integrated adaptively, to 1e-11; NaN where a geodesic leaves the domain; `log` on a mesh,
+    coarse to fine.
+
+    Args:
+        family: The exponential family.
+    """
+
+    def __init__(self, family: ExponentialFamily) -> None:
+        self.family, self.size = family, family.size
+        self.domain = family.domain
+
+    def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return (first * (self.family.covariance(point) @ second.unsqueeze(-1)).squeeze(-1)).sum(-1)
+
+    def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
+        metric = self.family.covariance(point)
+        return require_solution(metric, gradient.unsqueeze(-1), self.family.explain_singular()).squeeze(-1)
+
+    def inside(self, point: Tensor) -> Tensor:
+        return torch.isfinite(point).all(-1) & self.family.inside(point.nan_to_num())
+
+    def arrive(self, point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+        return self._travel(point, tangent, tangent[..., :0])[:2]
+
+    def carry(self, point: Tensor, tangent: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+        end, _, carried = self._travel(point, tangent, vector)
+        return end, carried
+
+    def aim(self, point: Tensor, other: Tensor) -> Tensor:
+        return connect(lambda rows: Geodesics(self, point[rows], other[rows]), point, other)
+
+    def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
+        """The straight line in theta, an e-geodesic: right to first order, shortened at the edge of the domain."""
+        return point + tangent
+
+    def _travel(self, point: Tensor, tangent: Tensor, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        n, width = self.size, vector.shape[-1]
+        batch = torch.broadcast_shapes(point.shape[:-1], tangent.shape[:-1], vector.shape[:-1])
+        start = torch.cat([x.expand(*batch, x.shape[-1]) for x in (point, tangent, vector)], dim=-1)
+        anchor = start[..., :n].reshape(-1, n)
+
+        def field(state: Tensor) -> Tensor:
+            at, speed, carried = state.split([n, n, width], dim=-1)
+            inside = self.inside(at).unsqueeze(-1)
+            safe = torch.where(inside, at, anchor)
+            both = (speed, carried) if width else (speed,)
+            bends = contract_christoffel(self.family, safe, speed, both)
+            return torch.where(inside, torch.cat([speed, *bends], dim=-1), torch.nan)
+
+        end = integrate(field, start.reshape(-1, start.shape[-1])).view(start.shape)
+        squares = []  # |theta'|^2, which no geodesic changes: a step over the edge, where it is infinite, ends anywhere
+        for at, speed in (x.detach().split(n, -1)[:2] for x in (start, end)):
+            inside = self.inside(at)
+            squares.append(speed.new_full(inside.shape, torch.nan))
+            squares[-1][inside] = self.inner(at[inside], speed[inside], speed[inside])
+        same = (squares[1] - squares[0]).abs() <= 1e-6 * squares[0]
+        end = torch.where(same.unsqueeze(-1), end, torch.nan)
+        return end[..., :n], end[..., n : 2 * n], end[..., 2 * n :]
+
+    def __repr__(self) -> str:
+        return f"NaturalParameters({self.family!r})"
+
+
+class Geodesics:
+    """x'' = f(x, x') for k pairs of points (k, n), f quadratic in x', and the metric in which |x'| is constant."""
+
+    def __init__(self, space: NaturalParameters, start: Tensor, end: Tensor) -> None:
+        self.space, self.anchors, self.ends = space, start.unsqueeze(1), end.unsqueeze(1)
+
+    def path(self, part: Tensor) -> Tensor:
+        """A smooth way to begin with, at the parts (k, N) from 0 (the start) to 1 (the end): (k, N, n)."""
+        # the mean of the straight lines in theta and in the expectations, which bends as a geodesic does
+        family, part = self.space.family, part.unsqueeze(-1)
+        straight = self.anchors + part * (self.ends - self.anchors)
+        first, last = family.expectation(self.anchors), family.expectation(self.ends)
+        try:
+            mixed = family.natural(first + part * (last - first))
+        except ValueError:  # means so near the edge that Newton's method does not know them
+            return straight
+        return torch.where(part * (1 - part) > 0, (straight + mixed) / 2, straight)
+
+    def bend(self, at: Tensor, speed: Tensor) -> Tensor:
+        """f, (..., k, N, n); NaN outside of the domain."""
+        inside = self.space.inside(at).unsqueeze(-1)
+        safe, n = torch.where(inside, at, self.anchors), at.shape[-1]
+        flat = speed.reshape(-1, n)
+        bend = contract_christoffel(self.space.family, safe.reshape(-1, n), flat, (flat,))[0]
+        return torch.where(inside, bend.view(at.shape), torch.nan)
+
+    def metric(self, at: Tensor) -> Tensor:
+        """Shape (..., k, N, n, n); NaN outside of the domain."""
+        inside = self.space.inside(at).unsqueeze(-1)
+        metric = self.space.family.covariance(torch.where(inside, at, self.anchors))
+        return torch.where(inside.unsqueeze(-1), metric, torch.nan)
+
+
+def contract_christoffel(
+    family: ExponentialFamily, point: Tensor, speed: Tensor, vectors: tuple[Tensor, ...]
+) -> list[Tensor]:
+    """-1/2 I^-1 (D_speed I) v for every v (b, n), at points (b, n)."""
+    with exact_derivatives():  # of a psi with a determinant inside, torch's own are wrong
+        metric, turned = turn_metric(family, point, speed, torch.stack(vectors, dim=-1))
+    return list((-solve_or_nan(metric, turned) / 2).unbind(-1))
+
+
+def turn_metric(family: ExponentialFamily, point: Tensor, speed: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """I, and (D_speed I) v for the columns v, from I where it is closed, else from derivatives of psi."""
+    if type(family).covariance is not ExponentialFamily.covariance:
+        metric, moved, *_ = torch.func.jvp(family.covariance, (point,), (speed,))
+        return metric, moved @ vectors
+    if family.size > FEW:
+        return turn_large_metric(family, point, speed, vectors)
+    metric, pull, *_ = torch.func.vjp(lambda theta: differentiate_twice(family, theta), point)
+    turned = [pull(speed.unsqueeze(-1) * v.unsqueeze(-2))[0] for v in vectors.unbind(-1)]
+    return metric, torch.stack(turned, dim=-1)
+
+
+def differentiate_twice(family: ExponentialFamily, point: Tensor) -> Tensor:
+    """I by a backward pass per column: for few statistics cheaper than batched transforms."""
+    _, pull, *_ = torch.func.vjp(torch.func.grad(lambda theta: family.log_partition(theta).sum()), point)
+    units = torch.eye(family.size, dtype=point.dtype, device=point.device)
+    return torch.stack([pull(unit.expand_as(point))[0] for unit in units], dim=-1)
+
+
+def turn_large_metric(
+    family: ExponentialFamily, point: Tensor, speed: Tensor, vectors: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `turn_metric`: third derivatives of psi as the gradient of its second ones, with no matrix but I."""
+    psi, jvp = family.log_partition, torch.func.jvp
+    metric = family.covariance(point)  # first: a family may build its tables now, not inside a derivative
+
+    def second(at: Tensor, v: Tensor) -> Tensor:
+        return jvp(lambda t: jvp(psi, (t,), (v,))[1], (at,), (speed,))[1].sum()
+
+    turned = [torch.func.grad(second)(point, v) for v in vectors.unbind(-1)]
+    return metric, torch.stack(turned, dim=-1)

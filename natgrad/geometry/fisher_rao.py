@@ -25,25 +25,19 @@ from natgrad.families import (
     SubModel,
 )
 from natgrad.geometry.base import Manifold, require_family
-from natgrad.geometry.boundary_mesh import Shooting, connect
-from natgrad.geometry.flat_manifold import Location, Scales, Straightened
+from natgrad.geometry.boundary_mesh import NaturalParameters
+from natgrad.geometry.flat_manifold import Location, Scales
 from natgrad.geometry.normal_manifold import Normals
-from natgrad.geometry.ode import integrate
 from natgrad.geometry.positive_definite import PositiveDefinite
 from natgrad.geometry.stable_functions import arc_over_hyperbolic_sine, arc_over_sine, safe_sqrt, sinc, sinhc
-from natgrad.ground.derivatives import exact_derivatives
 from natgrad.ground.linalg import (
     invert_or_nan,
     is_concrete,
     require_inverse,
-    require_solution,
-    solve_or_nan,
     symmetrise,
 )
 
 Chart = Callable[[Tensor], Tensor]
-FEW = 8
-"""Statistics of a family whose matrix of second derivatives is taken column by column."""
 
 
 def fisher_rao(family: ExponentialFamily) -> Manifold:
@@ -69,185 +63,28 @@ def fisher_rao(family: ExponentialFamily) -> Manifold:
         full = family.family
         if isinstance(full, Categorical | Multinomial) and family.size == full.size - 1:
             return Charted(family, fisher_rao(full), family.whole, partial(hold_logit, family))
-        return NaturalParameters(family)
-    return _find_normal(family) or _find_discrete(family) or NaturalParameters(family)
-
-
-def _find_discrete(family: ExponentialFamily) -> Manifold | None:
     if isinstance(family, Bernoulli):
         return Logits()
+    if isinstance(family, Ising) and all(len(clique) == 1 for clique in family.cliques):
+        return Logits(family.values[1] - family.values[0])
     if isinstance(family, Poisson):
         return LogRates()
     if isinstance(family, Categorical | Multinomial):
         return ClassLogits(family.n_trials if isinstance(family, Multinomial) else 1)
-    if isinstance(family, Ising) and all(len(clique) == 1 for clique in family.cliques):
-        return Logits(family.values[1] - family.values[0])
-    return None
-
-
-def _find_normal(family: ExponentialFamily) -> Manifold | None:
     if isinstance(family, Exponential):
         return Charted(family, Scales(), torch.neg, torch.neg)
     if isinstance(family, MultivariateNormal):
         if family.d == 1:  # T = (x, x^2), as `Normal` has it
             return Charted(family, HalfPlane(), read_deviations, join_deviations)
-        full = Normals(family.d)
-        return Charted(family, full, partial(read_moments, family, full), partial(join_moments, family, full))
+        moments = Normals(family.d)
+        return Charted(family, moments, partial(read_moments, family, moments), partial(join_moments, family, moments))
     if isinstance(family, DiagonalNormal):
         return Charted(family, ProductManifold(*[(HalfPlane(), 2)] * family.d), read_deviations, join_deviations)
     if isinstance(family, FixedCovarianceNormal):  # theta = Sigma^-1 mu, whose metric is Sigma everywhere
         return Location(require_inverse(family.known_covariance, f"{family!r} has a covariance without an inverse"))
-    if isinstance(family, FixedMeanNormal) and family.size == family.d * (family.d + 1) // 2:
+    if isinstance(family, FixedMeanNormal) and family.pairs.complete:
         return Charted(family, PositiveDefinite(), family.precision, lambda point: family.pairs.pack(-point / 2))
-    return None
-
-
-class NaturalParameters(Shooting):
-    """Any exponential family, points theta, by the equations of its geodesics.
-
-    theta'' = -1/2 I^-1 (D_theta' I) theta': the Christoffel symbols are half the third derivatives of psi, raised.
-    Integrated adaptively, to 1e-11; NaN where a geodesic leaves the domain; `log` on a mesh,
-    coarse to fine.
-
-    Args:
-        family: The exponential family.
-    """
-
-    def __init__(self, family: ExponentialFamily) -> None:
-        self.family, self.size = family, family.size
-        self.domain = family.domain
-
-    def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        return (first * (self.family.covariance(point) @ second.unsqueeze(-1)).squeeze(-1)).sum(-1)
-
-    def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
-        metric = self.family.covariance(point)
-        return require_solution(metric, gradient.unsqueeze(-1), self.family.explain_singular()).squeeze(-1)
-
-    def inside(self, point: Tensor) -> Tensor:
-        return torch.isfinite(point).all(-1) & self.family.inside(point.nan_to_num())
-
-    def arrive(self, point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
-        end, speed, _ = self._travel(point, tangent, tangent[..., :0])
-        return end, speed
-
-    def carry(self, point: Tensor, tangent: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
-        end, _, carried = self._travel(point, tangent, vector)
-        return end, carried
-
-    def aim(self, point: Tensor, other: Tensor) -> Tensor:
-        return connect(lambda rows: Geodesics(self, point[rows], other[rows]), point, other)
-
-    def _speed(self, at: Tensor, speed: Tensor) -> Tensor:
-        """|theta'|^2, (..., n) -> (...), which no geodesic changes; NaN outside of the domain."""
-        inside = self.inside(at)
-        squares = speed.new_full(inside.shape, torch.nan)
-        squares[inside] = self.inner(at[inside], speed[inside], speed[inside])
-        return squares
-
-    def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
-        """The straight line in theta, an e-geodesic: right to first order, shortened at the edge of the domain."""
-        return point + tangent
-
-    def _travel(
-        self, point: Tensor, tangent: Tensor, vector: Tensor, steps: int = 2000
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        n, width = self.size, vector.shape[-1]
-        batch = torch.broadcast_shapes(point.shape[:-1], tangent.shape[:-1], vector.shape[:-1])
-        start = torch.cat([x.expand(*batch, x.shape[-1]) for x in (point, tangent, vector)], dim=-1)
-        anchor = start[..., :n].reshape(-1, n)
-
-        def field(state: Tensor) -> Tensor:
-            at, speed, carried = state.split([n, n, width], dim=-1)
-            inside = self.inside(at).unsqueeze(-1)
-            safe = torch.where(inside, at, anchor)
-            both = (speed, carried) if width else (speed,)
-            bends = contract_christoffel(self.family, safe, speed, both)
-            return torch.where(inside, torch.cat([speed, *bends], dim=-1), torch.nan)
-
-        end = integrate(field, start.reshape(-1, start.shape[-1]), steps=steps).view(start.shape)
-        end = torch.where(self._has_kept_speed(start, end).unsqueeze(-1), end, torch.nan)
-        return end[..., :n], end[..., n : 2 * n], end[..., 2 * n :]
-
-    def _has_kept_speed(self, start: Tensor, end: Tensor) -> Tensor:
-        """Whether |theta'| is what it was: a step over the edge, where theta' is infinite, comes out anywhere."""
-        before, after = (self._speed(*x.detach().split(self.size, -1)[:2]) for x in (start, end))
-        return (after - before).abs() <= 1e-6 * before
-
-    def __repr__(self) -> str:
-        return f"NaturalParameters({self.family!r})"
-
-
-class Geodesics:
-    """The equation of k geodesics for a mesh, see `Equation`: anchors (k, n) stand in for points outside."""
-
-    def __init__(self, space: NaturalParameters, start: Tensor, end: Tensor) -> None:
-        self.space, self.anchors, self.ends = space, start.unsqueeze(1), end.unsqueeze(1)
-
-    def path(self, part: Tensor) -> Tensor:
-        """The mean of the straight lines in theta and in the expectations, which bends as a geodesic does."""
-        family, part = self.space.family, part.unsqueeze(-1)
-        straight = self.anchors + part * (self.ends - self.anchors)
-        first, last = family.expectation(self.anchors), family.expectation(self.ends)
-        try:
-            mixed = family.natural(first + part * (last - first))
-        except ValueError:  # means so near the edge that Newton's method does not know them
-            return straight
-        return torch.where(part * (1 - part) > 0, (straight + mixed) / 2, straight)
-
-    def bend(self, at: Tensor, speed: Tensor) -> Tensor:
-        inside = self.space.inside(at).unsqueeze(-1)
-        safe, n = torch.where(inside, at, self.anchors), at.shape[-1]
-        flat = speed.reshape(-1, n)
-        bend = contract_christoffel(self.space.family, safe.reshape(-1, n), flat, (flat,))[0]
-        return torch.where(inside, bend.view(at.shape), torch.nan)
-
-    def metric(self, at: Tensor) -> Tensor:
-        inside = self.space.inside(at).unsqueeze(-1)
-        metric = self.space.family.covariance(torch.where(inside, at, self.anchors))
-        return torch.where(inside.unsqueeze(-1), metric, torch.nan)
-
-
-def contract_christoffel(
-    family: ExponentialFamily, point: Tensor, speed: Tensor, vectors: tuple[Tensor, ...]
-) -> list[Tensor]:
-    """-1/2 I^-1 (D_speed I) v for every v (b, n), at points (b, n)."""
-    with exact_derivatives():  # of a psi with a determinant inside, torch's own are wrong
-        metric, turned = turn_metric(family, point, speed, torch.stack(vectors, dim=-1))
-    return list((-solve_or_nan(metric, turned) / 2).unbind(-1))
-
-
-def turn_metric(family: ExponentialFamily, point: Tensor, speed: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """I, and (D_speed I) v for the columns v, from I where it is closed, else from derivatives of psi."""
-    if type(family).covariance is not ExponentialFamily.covariance:
-        metric, moved, *_ = torch.func.jvp(family.covariance, (point,), (speed,))
-        return metric, moved @ vectors
-    if family.size > FEW:
-        return turn_large_metric(family, point, speed, vectors)
-    metric, pull, *_ = torch.func.vjp(lambda theta: differentiate_twice(family, theta), point)
-    turned = [pull(speed.unsqueeze(-1) * v.unsqueeze(-2))[0] for v in vectors.unbind(-1)]
-    return metric, torch.stack(turned, dim=-1)
-
-
-def differentiate_twice(family: ExponentialFamily, point: Tensor) -> Tensor:
-    """I by a backward pass per column: for few statistics cheaper than batched transforms."""
-    _, pull, *_ = torch.func.vjp(torch.func.grad(lambda theta: family.log_partition(theta).sum()), point)
-    units = torch.eye(family.size, dtype=point.dtype, device=point.device)
-    return torch.stack([pull(unit.expand_as(point))[0] for unit in units], dim=-1)
-
-
-def turn_large_metric(
-    family: ExponentialFamily, point: Tensor, speed: Tensor, vectors: Tensor
-) -> tuple[Tensor, Tensor]:
-    """As `turn_metric`: third derivatives of psi as the gradient of its second ones, with no matrix but I."""
-    psi, jvp = family.log_partition, torch.func.jvp
-    metric = family.covariance(point)  # first: a family may build its tables now, not inside a derivative
-
-    def second(at: Tensor, v: Tensor) -> Tensor:
-        return jvp(lambda t: jvp(psi, (t,), (v,))[1], (at,), (speed,))[1].sum()
-
-    turned = [torch.func.grad(second)(point, v) for v in vectors.unbind(-1)]
-    return metric, torch.stack(turned, dim=-1)
+    return NaturalParameters(family)
 
 
 class Charted(Manifold):
@@ -478,19 +315,21 @@ def _shape_point(manifold: Manifold, flat: Tensor) -> Tensor:
 # Discrete distributions in their natural parameters: the arcs, square roots and spheres of `Bits`, `Rates`, `Simplex`
 
 
-class LogRates(Straightened):
+class LogRates(Manifold):
     """Independent Poisson counts, points log rates (..., n): metric rate d theta^2, distance 2 |sqrt a - sqrt b|."""
 
     domain = "log rates (..., n) whose rates are numbers above zero"
 
-    def straighten(self, point: Tensor) -> Tensor:
-        return 2 * (point / 2).exp()
-
-    def bend(self, line: Tensor) -> Tensor:
-        return 2 * (line / 2).abs().log()
-
     def slope(self, point: Tensor) -> Tensor:
+        """Root of the metric, entry by entry."""
         return (point / 2).exp()
+
+    def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        slope = self.slope(point)
+        return (slope * first * (slope * second)).sum(-1)
+
+    def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
+        return gradient / self.slope(point).square()
 
     def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
         return point + 2 * log_one_plus(tangent / 2)
@@ -515,12 +354,6 @@ class Logits(LogRates):
 
     def __init__(self, width: float = 1.0) -> None:
         self.width = width
-
-    def straighten(self, point: Tensor) -> Tensor:
-        return 2 * (self.width * point / 2).exp().atan()
-
-    def bend(self, line: Tensor) -> Tensor:
-        return 2 * (line / 2).tan().abs().log() / self.width
 
     def slope(self, point: Tensor) -> Tensor:
         return self.width / (2 * (self.width * point / 2).cosh())

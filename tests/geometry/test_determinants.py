@@ -10,7 +10,7 @@ from models import assert_close
 from torch import Tensor
 
 from natgrad.families import ExponentialFamily
-from natgrad.geometry.fisher_rao import contract_christoffel
+from natgrad.geometry.boundary_mesh import contract_christoffel
 from natgrad.ground.linalg import factor_or_nan
 
 

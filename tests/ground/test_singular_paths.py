@@ -15,8 +15,16 @@ import natgrad as ng
 from natgrad import flows
 from natgrad.families import Expectation, FixedCovarianceNormal, FixedMeanNormal, MeanCovariance, Natural
 from natgrad.families.mean_gradient import solve_least_norm
-from natgrad.geometry import Location, Normals, PositiveDefinite, Wasserstein, e_projection, fisher_rao, tilt
-from natgrad.geometry.fisher_rao import NaturalParameters
+from natgrad.geometry import (
+    Location,
+    NaturalParameters,
+    Normals,
+    PositiveDefinite,
+    Wasserstein,
+    e_projection,
+    fisher_rao,
+    tilt,
+)
 from natgrad.ground.linalg import (
     cholesky,
     inverse_psd,
