@@ -48,9 +48,6 @@ class Gaussian(SeparableLikelihood):
     def curvature(self, outputs: Tensor) -> Tensor:
         return torch.full_like(outputs, self.std**-2)
 
-    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
-        return tangents * self.std**-2
-
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
         return ((outputs - other) / self.std).square().sum(1) / 2
 

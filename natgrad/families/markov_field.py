@@ -60,18 +60,8 @@ class MarkovField(ExponentialFamily):
     ) -> None:
         listed = [(tuple(clique), function) for clique, function in terms]
         check_field(values, [clique for clique, _ in listed])
-        ordered = [(tuple(sorted(clique)), function) for clique, function in listed]
-        self._build(values, [c for c, _ in ordered], [f for _, f in ordered], gibbs)
-
-    def _build(
-        self,
-        values: Sequence[Sequence[float]],
-        cliques: Sequence[Clique],
-        functions: Sequence[Callable[[Tensor], Tensor]],
-        gibbs: Gibbs | None,
-    ) -> None:
-        self.n, self.cliques, self.size = len(values), tuple(cliques), len(cliques)
-        self.tables, self.gibbs = Tables(values, cliques, functions), gibbs
+        self.n, self.cliques, self.size = len(values), tuple(tuple(sorted(c)) for c, _ in listed), len(listed)
+        self.tables, self.gibbs = Tables(values, self.cliques, [function for _, function in listed]), gibbs
         few = self.tables.states * self.size <= ENTRIES
         # built here: a tensor that is first made within a transform of torch.func does not outlive it
         self._table = self.tables.statistics(self.tables.every_state()) if few else None
@@ -183,7 +173,7 @@ class MarkovField(ExponentialFamily):
     def estimate_log_partition(
         self, theta: Tensor, *, steps: int = 500, chains: int = 500, generator: torch.Generator | None = None
     ) -> LogPartitionEstimate:
-        """log Z by annealed importance sampling, with its standard error: for fields whose sums are too large.
+        """log Z by annealed importance sampling (Neal 2001), with its error: for fields whose sums are too large.
 
         Args:
             theta: Natural parameters, shape (m,).
@@ -199,8 +189,23 @@ class MarkovField(ExponentialFamily):
         """
         steps = check_integer("steps", steps)
         chains = check_integer("chains", chains, 2)
-        with torch.no_grad():
-            return anneal(self.tables, self.check(self.single(theta, "theta")).detach(), steps, chains, generator)
+        theta = self.check(self.single(theta, "theta")).detach()
+        with torch.no_grad():  # annealed importance sampling from independent uniform variables, beta = 0, to beta = 1
+            sweep, energy = (
+                build_sweep(self.tables, torch.zeros_like(theta).unsqueeze(0), chains),
+                Energies(self.tables, theta),
+            )
+            sweep.start(generator)
+            log_weights = theta.new_full((chains,), sum(math.log(count) for count in self.tables.counts))
+            for k in range(1, steps + 1):
+                log_weights = log_weights + energy(sweep.states()) / steps
+                if k < steps:
+                    sweep.replace_weights((k / steps * theta).unsqueeze(0))
+                    sweep.run(generator)
+        value = log_weights.logsumexp(0) - math.log(chains)
+        weights = (log_weights - value).exp()
+        effective = weights.sum().square() / weights.square().sum()
+        return LogPartitionEstimate(value, weights.std() / chains**0.5, effective)
 
     def probabilities(self, theta: Tensor) -> Tensor:
         """p of all states, in the order of `states`, shape (..., S).
@@ -298,15 +303,14 @@ class Ising(MarkovField):
         gibbs: Gibbs | None = None,
     ) -> None:
         check_integer("n", n, of="the number of variables")
-        if n is None or len(values) != 2 or not values[0] < values[1]:
+        if len(values) != 2 or not values[0] < values[1]:
             raise ValueError(f"values are {values}, expected two numbers, the lower first, such as (-1, 1) or (0, 1)")
         every = (*((i,) for i in range(n)), *itertools.combinations(range(n), 2))
         chosen = every if cliques is None else tuple(tuple(sorted(clique)) for clique in cliques)
-        check_field([values] * n, chosen)
         if len(set(chosen)) < len(chosen):
             raise ValueError("cliques must be given only once each: a double has no parameter of its own")
         self.values = (float(values[0]), float(values[1]))
-        self._build([self.values] * n, chosen, [partial(torch.prod, dim=-1)] * len(chosen), gibbs)
+        super().__init__([self.values] * n, [(clique, partial(torch.prod, dim=-1)) for clique in chosen], gibbs)
 
     def __repr__(self) -> str:
         return f"Ising({self.n}, {self.size} cliques, values={self.values})"
@@ -376,14 +380,13 @@ class Tempering(Gibbs):
         flat = theta.reshape(-1, theta.shape[-1])
         if not len(flat):
             return torch.empty(count, 0, len(tables.counts), dtype=torch.long, device=theta.device)
-        states = [self._draw_one(tables, row, count, generator) for row in flat]
+        chains, betas = (
+            min(self.chains, count),
+            torch.linspace(0, 1, self.levels, dtype=theta.dtype, device=theta.device),
+        )
+        ladders = [Ladder(tables, row, betas, chains) for row in flat]
+        states = [torch.cat(self.collect_states(each, -(-count // chains), generator))[:count] for each in ladders]
         return torch.stack(states, dim=1).view(count, *theta.shape[:-1], -1)
-
-    def _draw_one(self, tables: Tables, theta: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
-        chains = min(self.chains, count)
-        betas = torch.linspace(0, 1, self.levels, dtype=theta.dtype, device=theta.device)
-        ladder = Ladder(tables, theta, betas, chains)
-        return torch.cat(self.collect_states(ladder, -(-count // chains), generator))[:count]
 
 
 class Ladder:
@@ -456,24 +459,6 @@ class LogPartitionEstimate:
     effective: Tensor
 
 
-def anneal(
-    tables: Tables, theta: Tensor, steps: int, chains: int, generator: torch.Generator | None
-) -> LogPartitionEstimate:
-    """log Z by annealed importance sampling (Neal 2001) from independent uniform variables, beta = 0, to beta = 1."""
-    sweep, energy = build_sweep(tables, torch.zeros_like(theta).unsqueeze(0), chains), Energies(tables, theta)
-    sweep.start(generator)
-    log_weights = theta.new_full((chains,), sum(math.log(count) for count in tables.counts))
-    for k in range(1, steps + 1):
-        log_weights = log_weights + energy(sweep.states()) / steps
-        if k < steps:
-            sweep.replace_weights((k / steps * theta).unsqueeze(0))
-            sweep.run(generator)
-    value = log_weights.logsumexp(0) - math.log(chains)
-    weights = (log_weights - value).exp()
-    effective = weights.sum().square() / weights.square().sum()
-    return LogPartitionEstimate(value, weights.std() / chains**0.5, effective)
-
-
 # Fits of fields whose sums are too large: pseudo-likelihood, ratio matching, stochastic maximum likelihood
 
 SMALL_GRADIENT = 1e-4
@@ -512,8 +497,29 @@ class PenalisedFit(FieldFit):
         check_integer("steps", self.steps)
 
     def find(self, tables: Tables, places: Tensor, start: Tensor, generator: torch.Generator | None) -> Tensor:
-        conditionals = Conditionals(tables, places)
-        return minimise(partial(self.loss, conditionals), start, self.ridge, self.steps)
+        """The minimum of the loss + ridge / 2 |theta|^2; a warning where L-BFGS does not arrive."""
+        conditionals, theta = Conditionals(tables, places), start.detach().clone().requires_grad_()
+        solver = torch.optim.LBFGS(
+            [theta], max_iter=self.steps, tolerance_grad=1e-9, tolerance_change=1e-14, line_search_fn="strong_wolfe"
+        )
+
+        def evaluate() -> Tensor:
+            solver.zero_grad()
+            with torch.enable_grad():
+                value = self.loss(conditionals, theta) + 0.5 * self.ridge * theta.square().sum()
+                value.backward()
+            return value
+
+        solver.step(evaluate)
+        evaluate()
+        assert theta.grad is not None
+        largest = float(theta.grad.abs().max())
+        if not largest <= SMALL_GRADIENT:
+            warnings.warn(
+                f"the fit stopped after {self.steps} steps with a gradient of {largest:.2g}: give more, or a ridge",
+                stacklevel=3,
+            )
+        return theta.detach()
 
     @abstractmethod
     def loss(self, conditionals: Conditionals, theta: Tensor) -> Tensor:
@@ -645,29 +651,3 @@ class Conditionals:
         constant, matrix = pair_energies(self.tables, self.order, theta.unsqueeze(0), self.width)
         energy = (self.columns @ matrix[0] + constant[0, :, 0]).unflatten(1, (-1, self.width))
         return torch.nn.functional.pad(energy, (1, 0)).masked_fill(self.missing, -torch.inf)
-
-
-def minimise(loss: Callable[[Tensor], Tensor], start: Tensor, ridge: float, steps: int) -> Tensor:
-    """The minimum of loss(theta) + ridge / 2 |theta|^2 by L-BFGS; a warning where it does not arrive."""
-    theta = start.detach().clone().requires_grad_()
-    solver = torch.optim.LBFGS(
-        [theta], max_iter=steps, tolerance_grad=1e-9, tolerance_change=1e-14, line_search_fn="strong_wolfe"
-    )
-
-    def evaluate() -> Tensor:
-        solver.zero_grad()
-        with torch.enable_grad():
-            value = loss(theta) + 0.5 * ridge * theta.square().sum()
-            value.backward()
-        return value
-
-    solver.step(evaluate)
-    evaluate()
-    assert theta.grad is not None
-    largest = float(theta.grad.abs().max())
-    if not largest <= SMALL_GRADIENT:
-        warnings.warn(
-            f"the fit stopped after {steps} steps with a gradient of {largest:.2g}: give more steps, or a ridge",
-            stacklevel=4,
-        )
-    return theta.detach()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -69,15 +69,16 @@ def natural_gradient_of_mean(
     draws = WeightedDraws.of(family, theta, f_values, x, sampled_from, log_weights)
     if method not in (None, *METHODS):
         raise ValueError(f"method is {method!r}, expected one of {', '.join(METHODS)}, or None to choose by the draws")
-    if method == "regression" and draws.count <= draws.size:
+    count, size = draws.statistics.shape[1:]
+    if method == "regression" and count <= size:
         raise ValueError(
-            f"method 'regression' has {draws.count} draws for {draws.size} statistics, expected more draws than that; "
+            f"method 'regression' has {count} draws for {size} statistics, expected more draws than that; "
             "draw more, or take method='fisher' or 'ridge'"
         )
     if baseline is not None and method in ("regression", "ridge"):
         raise ValueError(f"baseline is for method 'fisher'; {method!r} subtracts the mean of f by itself")
     rows = [_estimate_slope(family, each, method, baseline) for each in draws.each()]
-    return torch.stack(rows).view(*draws.shape, draws.size)
+    return torch.stack(rows).view(*draws.shape, size)
 
 
 def gradient_of_mean(
@@ -108,7 +109,7 @@ def gradient_of_mean(
     """
     draws = WeightedDraws.of(family, theta, f_values, x, sampled_from, log_weights)
     rows = [_covariance(family, each, baseline) for each in draws.each()]
-    return torch.stack(rows).view(*draws.shape, draws.size)
+    return torch.stack(rows).view(*draws.shape, theta.shape[-1])
 
 
 def exact_natural_gradient_of_mean(
@@ -231,23 +232,13 @@ class WeightedDraws:
             (*batch, *inner),
         )
 
-    @property
-    def count(self) -> int:
-        """N."""
-        return self.statistics.shape[1]
-
-    @property
-    def size(self) -> int:
-        """n."""
-        return self.statistics.shape[2]
-
     def each(self) -> list[WeightedDraws]:
         """One by one, T (N, n), f (N, k), shares (N,). ValueError where too few draws are left in effect."""
         effective = 1 / self.shares.square().sum(1)
         if bool(effective.min() < LEAST):
             raise ValueError(
-                f"of {self.count} draws {float(effective.min()):.3g} are left in effect by their weights, expected at "
-                "least 2: theta has moved too far from where they were drawn; draw anew"
+                f"of {self.shares.shape[1]} draws {float(effective.min()):.3g} are left in effect by their weights, "
+                "expected at least 2: theta has moved too far from where they were drawn; draw anew"
             )
         rows = zip(self.theta, self.statistics, self.values, self.shares, strict=True)
         return [WeightedDraws(*row, self.shape) for row in rows]
@@ -284,17 +275,13 @@ def _covariance(family: ExponentialFamily, draws: WeightedDraws, baseline: float
     if isinstance(baseline, str):
         if baseline != "optimal":
             raise ValueError(f"baseline is {baseline!r}, expected None, 'optimal' or a number")
-        return _with_optimal_baseline(values, moved, share)
+        # b_i = E[f t_i^2] / E[t_i^2], over the other draws so that nothing is biased
+        weight = (share * moved).square()  # (N, n)
+        both = values.unsqueeze(2) * weight.unsqueeze(1)  # (N, k, n)
+        rest = (weight.sum(0) - weight).clamp(min=torch.finfo(values.dtype).tiny).unsqueeze(1)
+        best = (both.sum(0) - both) / rest
+        return (share.unsqueeze(2) * (values.unsqueeze(2) - best) * moved.unsqueeze(1)).sum(0)
     return (share * (values - baseline)).mT @ moved
-
-
-def _with_optimal_baseline(values: Tensor, moved: Tensor, share: Tensor) -> Tensor:
-    """sum_k w_k (f_k - b_i) t_ki with b_i = E[f t_i^2] / E[t_i^2], over the other draws so that nothing is biased."""
-    weight = (share * moved).square()  # (N, n)
-    both = values.unsqueeze(2) * weight.unsqueeze(1)  # (N, k, n)
-    rest = (weight.sum(0) - weight).clamp(min=torch.finfo(values.dtype).tiny).unsqueeze(1)
-    best = (both.sum(0) - both) / rest
-    return (share.unsqueeze(2) * (values.unsqueeze(2) - best) * moved.unsqueeze(1)).sum(0)
 
 
 def _log_weights(
@@ -382,24 +369,18 @@ def natural_slope(
     left, sizes, right = thin_svd(centred)
     coordinates = left.mT @ target
     scale = float(sizes.square().sum()) / statistics.shape[1]
-    k, error = choose_ridge(left, sizes, target, share, [ridge * scale for ridge in ridges])
-    slope = right.mT @ (sizes / (sizes.square() + ridges[k] * scale) * coordinates)
-    return Slope(slope, 1 - error / total, ridges[k])
-
-
-def choose_ridge(
-    left: Tensor, sizes: Tensor, target: Tensor, share: Tensor, ridges: Sequence[float]
-) -> tuple[int, float]:
-    """The ridge whose predictions of left-out draws err least, and the sum of their squared errors; left: U (N, r)."""
-    # all ridges in two products with U and its squares: a pass for each took longer than the Gram matrix
+    # errors of the left-out: all ridges in two products with U and its squares, a pass for each took longer than U
     powers = sizes.square().unsqueeze(1)
-    shrink = powers / (powers + torch.tensor(ridges, dtype=powers.dtype, device=powers.device))  # (r, ridges)
-    predicted = left @ (shrink * (left.mT @ target).unsqueeze(1))
+    shifts = torch.tensor([ridge * scale for ridge in ridges], dtype=powers.dtype, device=powers.device)
+    shrink = powers / (powers + shifts)  # (r, ridges)
+    predicted = left @ (shrink * coordinates.unsqueeze(1))
     leverage = left.square() @ shrink + share.unsqueeze(1)
     residual = (target.unsqueeze(1) - predicted) / (1 - leverage).clamp(min=1e-12)
     errors = [error if error == error else math.inf for error in residual.square().sum(0).tolist()]
-    least = min(errors)
-    return (errors.index(least) if math.isfinite(least) else len(errors) - 1), least
+    error = min(errors)
+    ridge = ridges[errors.index(error)] if math.isfinite(error) else ridges[-1]
+    slope = right.mT @ (sizes / (sizes.square() + ridge * scale) * coordinates)
+    return Slope(slope, 1 - error / total, ridge)
 
 
 def thin_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -50,9 +50,6 @@ class Laplace(SeparableLikelihood):
     def curvature(self, outputs: Tensor) -> Tensor:
         return torch.full_like(outputs, self.scale**-2)
 
-    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
-        return tangents * self.scale**-2
-
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
         return exp_gap(-measure_size((outputs - other) / self.scale)).sum(1)  # |d| + exp(-|d|) - 1
 
@@ -123,9 +120,6 @@ class Huber(SeparableLikelihood):
 
     def curvature(self, outputs: Tensor) -> Tensor:
         return torch.full_like(outputs, self.core / self.scale**2)
-
-    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
-        return tangents * (self.core / self.scale**2)
 
     @in_double
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
