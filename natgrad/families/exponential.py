@@ -54,6 +54,8 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
     """n."""
     domain: str = "every finite theta is inside, so look for a NaN"
     """What `inside` asks for, in words."""
+    bounds: tuple[float, float] = (-torch.inf, torch.inf)
+    """Two numbers that all of theta lies between."""
     shown: tuple[str, ...] = ()
     """Arguments of the constructor that `repr` shows; those that are None are left out."""
 
@@ -96,12 +98,12 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
             return self.draw(self.check(theta), n, generator)
 
     def inside(self, theta: Tensor) -> Tensor:
-        """Whether psi(theta) is finite, shape (...). Default: for every finite theta.
+        """Whether psi(theta) is finite, shape (...). Default: for every finite theta between the `bounds`.
 
         Args:
             theta: Natural parameters, shape (..., n).
         """
-        return torch.isfinite(theta).all(-1)
+        return ((theta > self.bounds[0]) & (theta < self.bounds[1])).all(-1)
 
     def log_base(self, x: Tensor) -> Tensor:
         """log h(x), shape (...). Default: zero.

@@ -43,17 +43,11 @@ class Gibbs:
         """
         flat = theta.reshape(-1, theta.shape[-1])
         chains = min(self.chains, count)
-        states = self.collect_states(build_sweep(tables, flat, chains), -(-count // chains), generator)
+        states = self._collect_states(build_sweep(tables, flat, chains), -(-count // chains), generator)
         return torch.stack(states).view(len(states) * chains, *theta.shape[:-1], -1)[:count]
 
-    def collect_states(self, sweep: AnySweep, times: int, generator: torch.Generator | None) -> list[Tensor]:
-        """States after the burn-in, and so many times less one after some more sweeps.
-
-        Args:
-            sweep: The chains.
-            times: How often the states are read.
-            generator: Source of the draws. None: the global one.
-        """
+    def _collect_states(self, sweep: AnySweep, times: int, generator: torch.Generator | None) -> list[Tensor]:
+        """States after the burn-in, and `times` less one after some more sweeps."""
         sweep.start(generator)
         states: list[Tensor] = []
         for time in range(times):

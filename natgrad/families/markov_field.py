@@ -168,7 +168,7 @@ class MarkovField(ExponentialFamily):
             )
         zero = torch.zeros(self.size, dtype=torch.float64, device=x.device)
         begin = zero if start is None else self.single(start, "start").to(zero)
-        return method.find(self.tables, places, begin, generator).to(floating_dtype(x))
+        return method._find(self.tables, places, begin, generator).to(floating_dtype(x))
 
     def estimate_log_partition(
         self, theta: Tensor, *, steps: int = 500, chains: int = 500, generator: torch.Generator | None = None
@@ -385,7 +385,7 @@ class Tempering(Gibbs):
             torch.linspace(0, 1, self.levels, dtype=theta.dtype, device=theta.device),
         )
         ladders = [Ladder(tables, row, betas, chains) for row in flat]
-        states = [torch.cat(self.collect_states(each, -(-count // chains), generator))[:count] for each in ladders]
+        states = [torch.cat(self._collect_states(each, -(-count // chains), generator))[:count] for each in ladders]
         return torch.stack(states, dim=1).view(count, *theta.shape[:-1], -1)
 
 
@@ -469,15 +469,8 @@ class FieldFit(ABC):
     """A way from examples to theta that takes no sum over states: `PseudoLikelihood` and its like."""
 
     @abstractmethod
-    def find(self, tables: Tables, places: Tensor, start: Tensor, generator: torch.Generator | None) -> Tensor:
-        """theta, shape (m,).
-
-        Args:
-            tables: The field's functions.
-            places: Examples as positions of values, shape (b, n).
-            start: Where it starts, shape (m,), float64.
-            generator: Source of draws.
-        """
+    def _find(self, tables: Tables, places: Tensor, start: Tensor, generator: torch.Generator | None) -> Tensor:
+        """theta (m,) of examples (b, n) as positions of values, from a start (m,) in float64."""
 
 
 @dataclass(frozen=True)
@@ -496,7 +489,7 @@ class PenalisedFit(FieldFit):
         check_number("ridge", self.ridge)
         check_integer("steps", self.steps)
 
-    def find(self, tables: Tables, places: Tensor, start: Tensor, generator: torch.Generator | None) -> Tensor:
+    def _find(self, tables: Tables, places: Tensor, start: Tensor, generator: torch.Generator | None) -> Tensor:
         """The minimum of the loss + ridge / 2 |theta|^2; a warning where L-BFGS does not arrive."""
         conditionals, theta = Conditionals(tables, places), start.detach().clone().requires_grad_()
         solver = torch.optim.LBFGS(
@@ -506,7 +499,7 @@ class PenalisedFit(FieldFit):
         def evaluate() -> Tensor:
             solver.zero_grad()
             with torch.enable_grad():
-                value = self.loss(conditionals, theta) + 0.5 * self.ridge * theta.square().sum()
+                value = self._loss(conditionals, theta) + 0.5 * self.ridge * theta.square().sum()
                 value.backward()
             return value
 
@@ -522,13 +515,8 @@ class PenalisedFit(FieldFit):
         return theta.detach()
 
     @abstractmethod
-    def loss(self, conditionals: Conditionals, theta: Tensor) -> Tensor:
-        """The mean over the examples, a scalar tensor.
-
-        Args:
-            conditionals: log p(x_i = v | the others) of the examples, up to constants.
-            theta: Shape (m,).
-        """
+    def _loss(self, conditionals: Conditionals, theta: Tensor) -> Tensor:
+        """The mean over the examples, a scalar tensor."""
 
 
 class PseudoLikelihood(PenalisedFit):
@@ -539,7 +527,7 @@ class PseudoLikelihood(PenalisedFit):
         steps: Steps of L-BFGS, at most.
     """
 
-    def loss(self, conditionals: Conditionals, theta: Tensor) -> Tensor:
+    def _loss(self, conditionals: Conditionals, theta: Tensor) -> Tensor:
         return -conditionals.logits(theta).log_softmax(-1).gather(-1, conditionals.chosen).sum((1, 2)).mean()
 
 
@@ -553,7 +541,7 @@ class RatioMatching(PenalisedFit):
         steps: Steps of L-BFGS, at most.
     """
 
-    def loss(self, conditionals: Conditionals, theta: Tensor) -> Tensor:
+    def _loss(self, conditionals: Conditionals, theta: Tensor) -> Tensor:
         logits = conditionals.logits(theta)
         others = torch.ones_like(logits, dtype=torch.bool).scatter(-1, conditionals.chosen, False)
         ratios = (logits - logits.gather(-1, conditionals.chosen)).sigmoid()
@@ -593,8 +581,8 @@ class StochasticLikelihood(FieldFit):
         check_positive("damping", self.damping)
         check_number("ridge", self.ridge)
 
-    def find(self, tables: Tables, places: Tensor, start: Tensor, generator: torch.Generator | None) -> Tensor:
-        theta = PseudoLikelihood(self.ridge).find(tables, places, start, generator)
+    def _find(self, tables: Tables, places: Tensor, start: Tensor, generator: torch.Generator | None) -> Tensor:
+        theta = PseudoLikelihood(self.ridge)._find(tables, places, start, generator)
         seen = tables.statistics(places).to(theta)
         means, metric = seen.mean(0), ExamplesMetric(seen, self.damping)
         sweep = build_sweep(tables, theta.unsqueeze(0), self.chains)

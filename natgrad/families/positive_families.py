@@ -50,6 +50,7 @@ class Exponential(ExponentialFamily):
 
     size = 1
     domain = "theta = -rate must be negative"
+    bounds = (-torch.inf, 0.0)
 
     def statistics(self, x: Tensor) -> Tensor:
         return check_support(check_width(x, 1), x >= 0, "x >= 0")
@@ -57,9 +58,6 @@ class Exponential(ExponentialFamily):
     def log_partition(self, theta: Tensor) -> Tensor:
         rate = -self.check_shape(theta, "theta")[..., 0]
         return torch.where(self.inside(theta), -rate.log(), torch.inf)
-
-    def inside(self, theta: Tensor) -> Tensor:
-        return ((theta < 0) & torch.isfinite(theta)).all(-1)
 
     @in_double
     def kl(self, theta: Tensor, other: Tensor) -> Tensor:
@@ -220,6 +218,7 @@ class Dirichlet(ExponentialFamily):
     shown = ("size",)
 
     domain = "theta = concentration - 1 must be above -1"
+    bounds = (-1.0, torch.inf)
 
     def covariance(self, theta: Tensor) -> Tensor:
         """diag(trigamma(alpha)) - trigamma(sum alpha), (..., k) -> (..., k, k)."""
@@ -290,9 +289,6 @@ class Dirichlet(ExponentialFamily):
         self.check_shape(theta, "theta")
         psi = log_gamma(theta + 1).sum(-1) - log_gamma((theta + 1).sum(-1))
         return torch.where(self.inside(theta), psi, torch.inf)  # lgamma has values below zero, psi has not
-
-    def inside(self, theta: Tensor) -> Tensor:
-        return ((theta > -1) & torch.isfinite(theta)).all(-1)
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
         # as logarithms: at concentrations of .001 all gamma draws underflow together
@@ -384,6 +380,7 @@ class InverseGaussian(ExponentialFamily):
 
     size = 2
     domain = "theta = (-shape / (2 mean^2), -shape / 2): both must be negative"
+    bounds = (-torch.inf, 0.0)
 
     def statistics(self, x: Tensor) -> Tensor:
         x = read_positive(x)
@@ -402,9 +399,6 @@ class InverseGaussian(ExponentialFamily):
         first, second = (torch.where(inside, part, -1.0) for part in (first, second))
         psi = -2 * (first * second).sqrt() - 0.5 * (-2 * second).log()
         return torch.where(inside, psi, torch.inf)
-
-    def inside(self, theta: Tensor) -> Tensor:
-        return ((theta < 0) & torch.isfinite(theta)).all(-1)
 
     @in_double
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:

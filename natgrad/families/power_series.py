@@ -33,15 +33,13 @@ class PowerSeries(ExponentialFamily):
 
     size = 1
     domain = "theta = log p, p a probability below one, must be negative"
+    bounds = (-torch.inf, 0.0)
     least = 0
     """The smallest count."""
 
     def statistics(self, x: Tensor) -> Tensor:
         x = check_width(x, 1)
         return check_support(x, (x >= self.least) & (x == x.floor()), f"whole numbers >= {self.least}")
-
-    def inside(self, theta: Tensor) -> Tensor:
-        return ((theta < 0) & torch.isfinite(theta)).all(-1)
 
     def _split(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """p and 1 - p, (..., 1) -> (...) each."""

@@ -55,8 +55,9 @@ class VonMisesFisher(ExponentialFamily):
         square = self.check_shape(theta, "theta").square().sum(-1)
         near = square < 1
         kappa = torch.where(near, 1.0, square).sqrt()
-        far = kappa + self._log_ring + log_scaled_integral(self.alpha, kappa)
-        series = torch.log1p(power_sum(self.alpha, torch.where(near, square, 0.0))) + self._log_sphere
+        far = kappa + self._log_ring + weigh_cosines(self.alpha, kappa)[0]
+        small = torch.where(near, square, 0.0)
+        series = divide_power_sum(self.alpha, small, small)[0].log() + self._log_sphere
         return torch.where(self.inside(theta), torch.where(near, series, far), torch.inf)
 
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
@@ -72,8 +73,8 @@ class VonMisesFisher(ExponentialFamily):
         square = self.check(theta).square().sum(-1)
         near = square < 1
         kappa = torch.where(near, 1.0, square).sqrt()
-        scaled = log_scaled_integral(self.alpha, kappa) + self._log_ring
-        _, share, short = weigh_cosines(self.alpha, kappa)
+        log_integral, share, short = weigh_cosines(self.alpha, kappa)
+        scaled = log_integral + self._log_ring
         return torch.where(near, super().entropy(theta), scaled + kappa * (share * short).sum(-1))
 
     @in_double
@@ -94,7 +95,7 @@ class VonMisesFisher(ExponentialFamily):
         near = step.abs() < 0.25 * kappa.clamp(min=1.0)
         moved = torch.where(near, step, 0.0).unsqueeze(-1) * (mean.unsqueeze(-1) - short)
         gap = torch.log1p((share * exp_gap(moved.clamp(max=LARGEST_EXPONENT))).sum(-1))
-        difference = log_scaled_integral(self.alpha, goal) - start + step * mean
+        difference = weigh_cosines(self.alpha, goal)[0] - start + step * mean
         directions = theta / kappa.unsqueeze(-1) - other / goal.unsqueeze(-1)
         return torch.where(near, gap, difference) + (1 - mean) * goal * directions.square().sum(-1) / 2
 
@@ -182,13 +183,8 @@ class VonMisesFisher(ExponentialFamily):
         return drawn
 
 
-def log_scaled_integral(alpha: float, kappa: Tensor) -> Tensor:
-    """log of the integral of exp(-kappa (1 - t)) (1 - t^2)^(alpha - 1) over -1 < t < 1, kappa >= 0."""
-    return weigh_cosines(alpha, kappa)[0]
-
-
 def weigh_cosines(alpha: float, kappa: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`log_scaled_integral`, and the distribution of 1 - t as shares (..., m) of nodes (..., m)."""
+    """log of the integral of exp(-kappa (1 - t)) (1 - t^2)^(alpha - 1) over -1 < t < 1; 1 - t as shares of nodes."""
     # the trapezoid rule in the logit z of s = (1 - t) / 2: the integrand 1/2 exp(-2 kappa s) (4 s (1 - s))^alpha is
     # taken around its peak, with steps for which the error is that of round-off, for every alpha and kappa
     at = kappa.detach()
@@ -206,28 +202,16 @@ def weigh_cosines(alpha: float, kappa: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return total + math.log(step / 2), (logs - total.unsqueeze(-1)).exp(), short
 
 
-def series_coefficients(alpha: float) -> list[float]:
-    """c_1, c_2, ... of G(s) = 1 + sum_m c_m s^m = E[exp(theta . x)] for uniform x, s = |theta|^2."""
-    coefficients, last = [], 1.0
-    for m in range(1, TERMS + 1):
-        last /= 4 * m * (alpha + m - 0.5)
-        coefficients.append(last)
-    return coefficients
-
-
-def power_sum(alpha: float, square: Tensor) -> Tensor:
-    """G(s) - 1."""
-    total = torch.zeros_like(square)
-    for coefficient in reversed(series_coefficients(alpha)):
-        total = (total + coefficient) * square
-    return total
-
-
 def divide_power_sum(alpha: float, s: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """G(s), G'(s), [G(s') - G(s)] / (s' - s) and ([...] - G'(s)) / (s' - s): sums of positive terms."""
+    """G(s), G'(s), [G(s') - G(s)] / (s' - s) and ([...] - G'(s)) / (s' - s): sums of positive terms.
+
+    G(s) = 1 + sum_m c_m s^m = E[exp(theta . x)] for uniform x, s = |theta|^2.
+    """
     value, slope, first, second = torch.ones_like(s), torch.zeros_like(s), torch.zeros_like(s), torch.zeros_like(s)
     power, lower, ratio, bend = torch.ones_like(s), torch.zeros_like(s), torch.zeros_like(s), torch.zeros_like(s)
-    for m, coefficient in enumerate(series_coefficients(alpha), 1):
+    coefficient = 1.0
+    for m in range(1, TERMS + 1):
+        coefficient /= 4 * m * (alpha + m - 0.5)  # c_m
         # of s^m: its derivative, its divided differences of first and second order
         bend = other * bend + lower
         ratio = other * ratio + power

@@ -204,15 +204,11 @@ class Manifold(Explained):
             came = point.dtype if isinstance(point, Tensor) else type(point).__name__
             raise TypeError(f"a point of {self!r} is {came}, expected a floating-point tensor")
         if point.dim() < self.event or not bool(self.inside(point.detach()).all()):
-            raise ValueError(self.refusal(point))
+            raise ValueError(self._refusal(point))
         return point
 
-    def refusal(self, point: Tensor) -> str:
-        """What an error message says of a point that is not inside.
-
-        Args:
-            point: Shape (..., event).
-        """
+    def _refusal(self, point: Tensor) -> str:
+        """What an error message says of a point that is not inside."""
         return f"a point of shape {tuple(point.shape)} is not of {self!r}: expected {self.domain}"
 
     def __repr__(self) -> str:

@@ -282,28 +282,18 @@ def build_mesh(elements: int, like: Tensor) -> Mesh:
 
 
 class Shooting(Manifold):
-    """`arrive` gives a geodesic's end and velocity; `log` solves for the start. `distance` has exact gradients."""
+    """`_arrive` gives a geodesic's end and velocity; `log` solves for the start. `distance` has exact gradients."""
 
     @abstractmethod
-    def arrive(self, point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
-        """The geodesic at time 1: where it is, and its velocity there.
-
-        Args:
-            point: Where it starts, shape (..., n).
-            tangent: Its velocity there.
-        """
+    def _arrive(self, point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+        """The geodesic at time 1: where it is, and its velocity there."""
 
     @abstractmethod
-    def aim(self, point: Tensor, other: Tensor) -> Tensor:
-        """`log`, for detached points, in float64 where there is one; NaN in rows without a way.
-
-        Args:
-            point: Where the geodesics start, shape (b, n).
-            other: Where they arrive, shape (b, n).
-        """
+    def _aim(self, point: Tensor, other: Tensor) -> Tensor:
+        """`log`, for detached points (b, n), in float64 where there is one; NaN in rows without a way."""
 
     def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
-        return self.arrive(point, tangent)[0]
+        return self._arrive(point, tangent)[0]
 
     def log(self, point: Tensor, other: Tensor) -> Tensor:
         """The velocity with which the geodesic from `point` reaches `other`, without gradients, computed in float64.
@@ -322,7 +312,7 @@ class Shooting(Manifold):
         flat, goal = (x.reshape(-1, point.shape[-1]) for x in (point, other))
         if point.device.type != "mps":
             flat, goal = flat.double(), goal.double()
-        velocity = self.aim(flat, goal)
+        velocity = self._aim(flat, goal)
         lost, many = int(torch.isnan(velocity).any(1).sum()), len(velocity)
         words = f"no geodesic of {self!r} was found between {lost} of {many} pairs of points within the work allowed"
         if lost and lost == many:
@@ -337,7 +327,7 @@ class Shooting(Manifold):
         length = self.norm(point.detach(), velocity)
         if not (point.requires_grad or other.requires_grad):
             return length
-        end = self.arrive(point.detach(), velocity)[1].detach()
+        end = self._arrive(point.detach(), velocity)[1].detach()
         moved = self.inner(other.detach(), end, other - other.detach())
         moved = moved - self.inner(point.detach(), velocity, point - point.detach())
         return length + moved / torch.where(length > 0, length, 1.0)
@@ -371,14 +361,14 @@ class NaturalParameters(Shooting):
     def inside(self, point: Tensor) -> Tensor:
         return torch.isfinite(point).all(-1) & self.family.inside(point.nan_to_num())
 
-    def arrive(self, point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+    def _arrive(self, point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
         return self._travel(point, tangent, tangent[..., :0])[:2]
 
     def carry(self, point: Tensor, tangent: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
         end, _, carried = self._travel(point, tangent, vector)
         return end, carried
 
-    def aim(self, point: Tensor, other: Tensor) -> Tensor:
+    def _aim(self, point: Tensor, other: Tensor) -> Tensor:
         return connect(lambda rows: Geodesics(self, point[rows], other[rows]), point, other)
 
     def curve(self, point: Tensor, tangent: Tensor) -> Tensor:

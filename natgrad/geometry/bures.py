@@ -62,7 +62,7 @@ class Wasserstein(NormalPoints):
     def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
         """(g; 2 (S G + G S)), where G has the partial derivatives, those off the diagonal halved."""
         sigma = self.split(point)[1]
-        slope, curve = self.covector(gradient)
+        slope, curve = self._covector(gradient)
         return self.join(slope, 2 * (sigma @ curve + curve @ sigma))
 
     def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class Wasserstein(NormalPoints):
 
     def distance(self, point: Tensor, other: Tensor) -> Tensor:
         (mean, sigma), (end, goal) = self.split(point), self.split(other)
-        factor = require_factor(sigma, self.refusal(point))
+        factor = require_factor(sigma, self._refusal(point))
         pull = self.plan(sigma, goal) - torch.eye(self.d, dtype=point.dtype, device=point.device)
         return safe_sqrt(
             (end - mean).square().sum(-1) + (pull @ factor).square().sum((-2, -1))
@@ -104,7 +104,7 @@ class Wasserstein(NormalPoints):
         """
         (_, sigma), (_, goal) = self.split(point), self.split(other)
         u, v = self.split(vector)
-        back = require_inverse(self.plan(sigma, goal), self.refusal(other))
+        back = require_inverse(self.plan(sigma, goal), self._refusal(other))
         moved = lyapunov(sigma, v) @ back  # the velocity at x' = A x is L A^-1 x'
         return self.join(u, moved @ goal + goal @ moved.mT)
 

@@ -320,16 +320,16 @@ class LogRates(Manifold):
 
     domain = "log rates (..., n) whose rates are numbers above zero"
 
-    def slope(self, point: Tensor) -> Tensor:
+    def _slope(self, point: Tensor) -> Tensor:
         """Root of the metric, entry by entry."""
         return (point / 2).exp()
 
     def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        slope = self.slope(point)
+        slope = self._slope(point)
         return (slope * first * (slope * second)).sum(-1)
 
     def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
-        return gradient / self.slope(point).square()
+        return gradient / self._slope(point).square()
 
     def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
         return point + 2 * log_one_plus(tangent / 2)
@@ -355,21 +355,21 @@ class Logits(LogRates):
     def __init__(self, width: float = 1.0) -> None:
         self.width = width
 
-    def slope(self, point: Tensor) -> Tensor:
+    def _slope(self, point: Tensor) -> Tensor:
         return self.width / (2 * (self.width * point / 2).cosh())
 
     def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
         """tan(a + b) from tan a = exp(logit / 2), over tan a: the tangent's part alone, so that no digit is lost."""
-        half, turn = (self.width * point / 2).exp(), (self.slope(point) * tangent / 2).tan()
+        half, turn = (self.width * point / 2).exp(), (self._slope(point) * tangent / 2).tan()
         return point + 2 * (log_one_plus(turn / half) - log_one_plus(-turn * half)) / self.width
 
     def log(self, point: Tensor, other: Tensor) -> Tensor:
         """2 atan(sinh((b - a) / 4) / cosh((a + b) / 4)) is the arc between two logits, exact however far out."""
         a, b = self.width * point / 4, self.width * other / 4
-        return 2 * ((b - a).sinh() / (a + b).cosh()).atan() / self.slope(point)
+        return 2 * ((b - a).sinh() / (a + b).cosh()).atan() / self._slope(point)
 
     def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
-        return vector * self.slope(point) / self.slope(other)
+        return vector * self._slope(point) / self._slope(other)
 
     def inside(self, point: Tensor) -> Tensor:
         return super().inside(self.width * point)

@@ -20,68 +20,47 @@ class Straightened(Manifold):
     """Independent coordinates (..., n), each with a map y(x) in which the metric is dy^2."""
 
     @abstractmethod
-    def straighten(self, point: Tensor) -> Tensor:
-        """y(x), entry by entry.
-
-        Args:
-            point: x, shape (..., n).
-        """
+    def _straighten(self, point: Tensor) -> Tensor:
+        """y(x), entry by entry."""
 
     @abstractmethod
-    def bend(self, line: Tensor) -> Tensor:
-        """x(y), entry by entry.
-
-        Args:
-            line: y, shape (..., n).
-        """
+    def _bend(self, line: Tensor) -> Tensor:
+        """x(y), entry by entry."""
 
     @abstractmethod
-    def slope(self, point: Tensor) -> Tensor:
-        """dy/dx > 0, entry by entry.
-
-        Args:
-            point: x, shape (..., n).
-        """
+    def _slope(self, point: Tensor) -> Tensor:
+        """dy/dx > 0, entry by entry."""
 
     def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        return (self.lift(point, first) * self.lift(point, second)).sum(-1)
+        return (self._lift(point, first) * self._lift(point, second)).sum(-1)
 
     def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
-        return gradient / self.slope(point).square()
+        return gradient / self._slope(point).square()
 
     def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
-        held = self.is_edge(point) & (tangent == 0)  # there is nothing to bend, and no derivative to be had
+        held = self._is_edge(point) & (tangent == 0)  # there is nothing to bend, and no derivative to be had
         inside = torch.where(held, INSIDE, point)
-        return torch.where(held, point, self.bend(self.straighten(inside) + self.lift(inside, tangent)))
+        return torch.where(held, point, self._bend(self._straighten(inside) + self._lift(inside, tangent)))
 
     def log(self, point: Tensor, other: Tensor) -> Tensor:
-        held = self.is_edge(point) & (point == other)
+        held = self._is_edge(point) & (point == other)
         start, end = (torch.where(held, INSIDE, each) for each in (point, other))
-        rise = (self.straighten(end) - self.straighten(start)) / self.slope(start)
+        rise = (self._straighten(end) - self._straighten(start)) / self._slope(start)
         return torch.where(held, 2 * (point.detach() - point), rise)  # sqrt(a b) - a, twice, at the edges that are
 
     def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
-        lifted = self.lift(point, vector)
-        held = self.is_edge(other) & (lifted == 0)
-        return torch.where(held, 0.0, lifted / self.slope(torch.where(held, INSIDE, other)))
+        lifted = self._lift(point, vector)
+        held = self._is_edge(other) & (lifted == 0)
+        return torch.where(held, 0.0, lifted / self._slope(torch.where(held, INSIDE, other)))
 
-    def lift(self, point: Tensor, tangent: Tensor) -> Tensor:
-        """dy = y'(x) dx, entry by entry; 0 for no dx, also on an edge where y' is infinite.
+    def _lift(self, point: Tensor, tangent: Tensor) -> Tensor:
+        """dy = y'(x) dx, entry by entry; 0 for no dx, also on an edge where y' is infinite."""
+        held = self._is_edge(point) & (tangent == 0)
+        return torch.where(held, 0.0, self._slope(torch.where(held, INSIDE, point)) * tangent)
 
-        Args:
-            point: x, shape (..., n).
-            tangent: dx, shape (..., n).
-        """
-        held = self.is_edge(point) & (tangent == 0)
-        return torch.where(held, 0.0, self.slope(torch.where(held, INSIDE, point)) * tangent)
-
-    def is_edge(self, point: Tensor) -> Tensor:
-        """Where y' is infinite.
-
-        Args:
-            point: x, shape (..., n).
-        """
-        return torch.isinf(self.slope(point.detach()))
+    def _is_edge(self, point: Tensor) -> Tensor:
+        """Where y' is infinite."""
+        return torch.isinf(self._slope(point.detach()))
 
 
 class Rates(Straightened):
@@ -92,13 +71,13 @@ class Rates(Straightened):
 
     domain = "positive rates (..., n)"
 
-    def straighten(self, point: Tensor) -> Tensor:
+    def _straighten(self, point: Tensor) -> Tensor:
         return 2 * point.sqrt()
 
-    def bend(self, line: Tensor) -> Tensor:
+    def _bend(self, line: Tensor) -> Tensor:
         return (line / 2).square()
 
-    def slope(self, point: Tensor) -> Tensor:
+    def _slope(self, point: Tensor) -> Tensor:
         return point.rsqrt()
 
     def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
@@ -129,13 +108,13 @@ class Scales(Straightened):
         check_positive("shape", shape, hint="; 1 for the Exponential")
         self.root = shape**0.5
 
-    def straighten(self, point: Tensor) -> Tensor:
+    def _straighten(self, point: Tensor) -> Tensor:
         return self.root * point.log()
 
-    def bend(self, line: Tensor) -> Tensor:
+    def _bend(self, line: Tensor) -> Tensor:
         return (line / self.root).exp()
 
-    def slope(self, point: Tensor) -> Tensor:
+    def _slope(self, point: Tensor) -> Tensor:
         return self.root / point
 
     def inside(self, point: Tensor) -> Tensor:
@@ -150,13 +129,13 @@ class Bits(Straightened):
 
     domain = "probabilities strictly between 0 and 1, (..., n)"
 
-    def straighten(self, point: Tensor) -> Tensor:
+    def _straighten(self, point: Tensor) -> Tensor:
         return 2 * torch.atan2(point.sqrt(), (1 - point).sqrt())
 
-    def bend(self, line: Tensor) -> Tensor:
+    def _bend(self, line: Tensor) -> Tensor:
         return (line / 2).sin().square()
 
-    def slope(self, point: Tensor) -> Tensor:
+    def _slope(self, point: Tensor) -> Tensor:
         return (point * (1 - point)).rsqrt()
 
     def natural(self, point: Tensor, gradient: Tensor) -> Tensor:

@@ -57,12 +57,8 @@ class NormalPoints(Manifold):
         """
         return point[..., : self.d], self.family.unpack(point[..., self.d :])
 
-    def covector(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """(g, G) with dF = g . d mean + tr(G dSigma).
-
-        Args:
-            gradient: Partial derivatives in these coordinates, shape (..., n).
-        """
+    def _covector(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """(g, G) with dF = g . d mean + tr(G dSigma), from partial derivatives (..., n)."""
         slope, curve = self.split(gradient)
         return slope, (curve + torch.diag_embed(curve.diagonal(dim1=-2, dim2=-1))) / 2
 
@@ -87,24 +83,24 @@ class Normals(NormalPoints, Shooting):
 
     def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
         factor = self._factor(point)
-        (u, v), (w, z) = self.whiten(factor, first), self.whiten(factor, second)
+        (u, v), (w, z) = self._whiten(factor, first), self._whiten(factor, second)
         return (u * w).sum(-1) + (v * z).sum((-2, -1)) / 2
 
     def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
         """(Sigma g; 2 Sigma G Sigma), where G has the partial derivatives, those off the diagonal halved."""
         _, sigma = self.split(point)
-        slope, curve = self.covector(gradient)
+        slope, curve = self._covector(gradient)
         return self.join((sigma @ slope.unsqueeze(-1)).squeeze(-1), 2 * sigma @ curve @ sigma)
 
-    def arrive(self, point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+    def _arrive(self, point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
         mean, factor = self.split(point)[0], self._factor(point)
-        end, spread, speed, growth = self._from_standard(*self.whiten(factor, tangent))
+        end, spread, speed, growth = self._from_standard(*self._whiten(factor, tangent))
         return (
             self.join(mean + _times(factor, end), symmetrise(factor @ spread @ factor.mT)),
             self.join(_times(factor, speed), symmetrise(factor @ growth @ factor.mT)),
         )
 
-    def aim(self, point: Tensor, other: Tensor) -> Tensor:
+    def _aim(self, point: Tensor, other: Tensor) -> Tensor:
         """In the coordinates where the start is N(0, I), along N(s m, I + s (S - I))."""
         mean, factor = self.split(point)[0], self._factor(point)
         away, spread = self.split(other)
@@ -143,7 +139,7 @@ class Normals(NormalPoints, Shooting):
     def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
         mean, sigma = self.split(point)
         factor = factor_or_nan(sigma)
-        u, v = self.whiten(factor, tangent)
+        u, v = self._whiten(factor, tangent)
         eye = torch.eye(self.d, dtype=point.dtype, device=point.device)
         precision = eye - v + (v @ v + u.unsqueeze(-1) * u.unsqueeze(-2)) / 2  # P' = -v where Sigma = I
         sound = are_positive_definite(symmetrise(precision))
@@ -154,15 +150,10 @@ class Normals(NormalPoints, Shooting):
 
     def _factor(self, point: Tensor) -> Tensor:
         """L with L L^T the covariance of a point that a user gave."""
-        return require_factor(self.split(point)[1], self.refusal(point))
+        return require_factor(self.split(point)[1], self._refusal(point))
 
-    def whiten(self, factor: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
-        """(L^-1 u, L^-1 V L^-T) of a tangent (u, V), L L^T = Sigma.
-
-        Args:
-            factor: L, shape (..., d, d).
-            tangent: (u, V) as coordinates, shape (..., n).
-        """
+    def _whiten(self, factor: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+        """(L^-1 u, L^-1 V L^-T) of a tangent (u, V), L L^T = Sigma."""
         u, v = self.split(tangent)
         return _solve(factor, u), whiten(factor, v)
 

@@ -73,7 +73,7 @@ class PositiveDefinite(Manifold):
         return symmetrise(vector)
 
     def _factor(self, point: Tensor) -> Tensor:
-        return require_factor(point, self.refusal(point))
+        return require_factor(point, self._refusal(point))
 
     def __repr__(self) -> str:
         return f"PositiveDefinite(scale={self.scale:g})"

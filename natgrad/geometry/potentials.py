@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from natgrad.families import ExponentialFamily
+from natgrad.geometry.dual_geometry import mirror_step
 from natgrad.ground.checks import check_integer, check_number, check_positive
 from natgrad.ground.messages import Explained
 
-HALVINGS = 30
+HALVINGS = 29
 """How often `LogPartition` halves a step that leaves the means that are possible."""
 
 
@@ -304,13 +305,12 @@ class LogPartition(Potential):
     def step(self, point: Tensor, change: Tensor, region: Region | None = None) -> Tensor:
         if region is not None:
             return self.project(point, region)
-        dual, scale = self.dual(point), 1.0
-        for _ in range(HALVINGS):
-            try:
-                return self.primal(dual - scale * change)
-            except ValueError:
-                scale /= 2
-        raise ValueError(f"no step of {self!r} stays at means that are possible; is the gradient finite?")
+        try:
+            return mirror_step(self.family, point, change, 1.0, backtracks=HALVINGS)
+        except ValueError as error:
+            raise ValueError(
+                f"no step of {self!r} stays at means that are possible; is the gradient finite?"
+            ) from error
 
 
 def norm_gradient(point: Tensor, p: float) -> Tensor:
