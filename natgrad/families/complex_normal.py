@@ -41,7 +41,11 @@ class ComplexNormal(Embedded):
         self._signs = signs - signs.mT
 
     def _source(self, y: Tensor) -> Tensor:
-        y = self._check_complex(y)
+        if not isinstance(y, Tensor) or not y.is_complex() or y.shape[-1:] != (self.d,):
+            came = f"is {y.dtype} of shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"is {type(y).__name__}"
+            raise ValueError(f"x {came}, expected a complex tensor (..., {self.d})")
+        if is_concrete(y.real) and not bool(torch.isfinite(y.detach()).all()):
+            raise ValueError("x has entries that are not finite")
         return torch.cat([y.real, y.imag], dim=-1)
 
     def as_numbers(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -60,7 +64,11 @@ class ComplexNormal(Embedded):
         mean, centred = centre(widen(x))
         rows = centred.movedim(0, -2)
         covariance, size = rows.mT @ rows.conj() / len(x), x.detach().abs().amax(0)
-        check_spreads(self._embed_covariance(covariance), torch.cat([size, size], dim=-1), floating_dtype(x))
+        check_spreads(
+            embed_hermitian(covariance.real / 2, covariance.imag / 2),
+            torch.cat([size, size], dim=-1),
+            floating_dtype(x),
+        )
         return self.from_mean_covariance(mean, covariance)
 
     def find_products(self, theta: Tensor) -> tuple[Map, Map | None]:
@@ -73,9 +81,8 @@ class ComplexNormal(Embedded):
 
     def _embed(self, theta: Tensor) -> Tensor:
         """Those of (Re z, Im z), a linear map: the precision there is 2 (Re P, -Im P; Im P, Re P)."""
-        first, second, (real, imag) = self._split(theta, 1.0)
-        half = torch.cat([torch.cat([real, -imag], -1), torch.cat([imag, real], -1)], -2)  # minus half of the precision
-        return torch.cat([first, second, self.real.pack(half)], dim=-1)
+        first, second, minus_half = self._split(theta, 1.0)
+        return torch.cat([first, second, self.real.pack(embed_hermitian(*minus_half))], dim=-1)
 
     def _pull(self, covector: Tensor) -> Tensor:
         """The transpose of `_embed`: expectation parameters of (Re z, Im z) to those of z."""
@@ -95,16 +102,10 @@ class ComplexNormal(Embedded):
             if not isinstance(each, Tensor) or not each.is_complex():
                 came = each.dtype if isinstance(each, Tensor) else type(each).__name__
                 raise TypeError(f"{what} is {came}, expected a complex tensor; convert it with .to(torch.complex64)")
-        theta = self.real.from_mean_covariance(
-            torch.cat([mean.real, mean.imag], dim=-1), self._embed_covariance(covariance)
-        )
+        spread = embed_hermitian(covariance.real / 2, covariance.imag / 2)  # of (Re z, Im z)
+        theta = self.real.from_mean_covariance(torch.cat([mean.real, mean.imag], dim=-1), spread)
         half, d = self.real.unpack(theta[..., 2 * self.d :]), self.d
         return torch.cat([theta[..., : 2 * d], self._pack(half[..., :d, :d], half[..., d:, :d], 1.0)], dim=-1)
-
-    def _embed_covariance(self, covariance: Tensor) -> Tensor:
-        """The covariance (..., 2 d, 2 d) of (Re z, Im z) for Gamma (..., d, d)."""
-        real, imag = covariance.real / 2, covariance.imag / 2
-        return torch.cat([torch.cat([real, -imag], -1), torch.cat([imag, real], -1)], -2)
 
     def mean_covariance(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """mu (..., d) and Gamma (..., d, d), complex.
@@ -128,11 +129,7 @@ class ComplexNormal(Embedded):
         """(..., d^2) of a Hermitian matrix: diagonal, then `factor` times the real and the imaginary pairs."""
         return torch.cat([self._pairs.pack(real, factor), self._pairs.pack(imag, factor)[..., self.d :]], dim=-1)
 
-    def _check_complex(self, x: Tensor) -> Tensor:
-        """x as it is. ValueError unless it is complex, of shape (..., d), and finite."""
-        if not isinstance(x, Tensor) or not x.is_complex() or x.shape[-1:] != (self.d,):
-            came = f"is {x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is {type(x).__name__}"
-            raise ValueError(f"x {came}, expected a complex tensor (..., {self.d})")
-        if is_concrete(x.real) and not bool(torch.isfinite(x.detach()).all()):
-            raise ValueError("x has entries that are not finite")
-        return x
+
+def embed_hermitian(real: Tensor, imag: Tensor) -> Tensor:
+    """[[Re A, -Im A], [Im A, Re A]], (..., d, d) -> (..., 2 d, 2 d)."""
+    return torch.cat([torch.cat([real, -imag], -1), torch.cat([imag, real], -1)], -2)

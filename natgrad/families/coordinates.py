@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from natgrad.families.normal import MultivariateNormal
 from natgrad.families.positive_families import Beta, Dirichlet, Exponential, Gamma
 from natgrad.families.symmetric_matrices import factor_covariance, inverse_from
 from natgrad.ground.linalg import is_concrete, require_solution
+from natgrad.ground.typed_torch import Map
 from natgrad.operators import Closed, Operator
 
 
@@ -57,11 +57,11 @@ class Coordinates(ABC):
         theta = self.natural(self.single(xi)).detach()
         inner = self.family.fisher(theta)
         back = inner.inverse(0.0)
-        forward, backward = Change.at(self.natural, xi.detach()), Change.at(self.of, theta)
+        (push, pull), (push_back, pull_back) = differentiate(self.natural, xi.detach()), differentiate(self.of, theta)
         return Closed(
             xi,
-            lambda v: forward.pull(_rows(inner, forward.push(v))),
-            None if back is None else lambda v: backward.push(_rows(back, backward.pull(v))),
+            lambda v: pull(_rows(inner, push(v))),
+            None if back is None else lambda v: push_back(_rows(back, pull_back(v))),
         )
 
     def covariance(self, xi: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class Coordinates(ABC):
             xi: Where, shape (..., n).
             vector: d xi, shape (..., n).
         """
-        return Change.at(self.natural, xi).push(vector)
+        return differentiate(self.natural, xi)[0](vector)
 
     def vector_from_natural(self, xi: Tensor, vector: Tensor) -> Tensor:
         """d xi = J^-1 d theta, shape (..., n).
@@ -91,7 +91,7 @@ class Coordinates(ABC):
             xi: Where, shape (..., n).
             vector: d theta, shape (..., n).
         """
-        return Change.at(self.of, self.natural(xi)).push(vector)
+        return differentiate(self.of, self.natural(xi))[0](vector)
 
     def covector_from_natural(self, xi: Tensor, covector: Tensor) -> Tensor:
         """dF / d xi = J^T dF / d theta, shape (..., n).
@@ -100,7 +100,7 @@ class Coordinates(ABC):
             xi: Where, shape (..., n).
             covector: dF / d theta, shape (..., n).
         """
-        return Change.at(self.natural, xi).pull(covector)
+        return differentiate(self.natural, xi)[1](covector)
 
     def covector_to_natural(self, xi: Tensor, covector: Tensor) -> Tensor:
         """dF / d theta = J^-T dF / d xi, shape (..., n).
@@ -109,7 +109,7 @@ class Coordinates(ABC):
             xi: Where, shape (..., n).
             covector: dF / d xi, shape (..., n).
         """
-        return Change.at(self.of, self.natural(xi)).pull(covector)
+        return differentiate(self.of, self.natural(xi))[1](covector)
 
     def natural_gradient(self, xi: Tensor, gradient: Tensor) -> Tensor:
         """I_xi^-1 dF / d xi, shape (n,): the same direction in every system of coordinates.
@@ -141,32 +141,22 @@ class Coordinates(ABC):
         return xi
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.family!r})"
+        flags = "".join(f", {name}=True" for name, value in vars(self).items() if value is True)
+        return f"{type(self).__name__}({self.family!r}{flags})"
 
 
-class Change:
-    """The derivative of a map of coordinates at a point (..., n), row by row: J v, and J^T v."""
+def differentiate(change: Map, point: Tensor) -> tuple[Map, Map]:
+    """v -> J v and u -> J^T u of a map of coordinates at a point (..., n), row by row; more dimensions are batches."""
+    value, pull = torch.func.vjp(change, point)
 
-    def __init__(self, push: Callable[[Tensor], Tensor], pull: Callable[[Tensor], Tensor]) -> None:
-        self.push, self.pull = push, pull
+    def push_one(v: Tensor) -> Tensor:
+        # J v is linear in v: the derivative of J^T u in u, which spares forward rules that some operations lack
+        return torch.func.vjp(lambda u: pull(u)[0], torch.zeros_like(value))[1](v)[0]
 
-    @classmethod
-    def at(cls, change: Callable[[Tensor], Tensor], point: Tensor) -> Change:
-        """The derivative at a point (..., n), asked there once; more dimensions of vectors are batches."""
-        derivative = torch.func.vjp(change, point)
-        value = derivative[0]
-
-        def pull_one(u: Tensor) -> Tensor:
-            return derivative[1](u)[0]
-
-        def push_one(v: Tensor) -> Tensor:
-            # J v is linear in v: the derivative of J^T u in u, which spares forward rules that some operations lack
-            return torch.func.vjp(pull_one, torch.zeros_like(value))[1](v)[0]
-
-        return cls(_for_batches(push_one, point, value), _for_batches(pull_one, value, point))
+    return _for_batches(push_one, point, value), _for_batches(lambda u: pull(u)[0], value, point)
 
 
-def _for_batches(linear: Callable[[Tensor], Tensor], source: Tensor, target: Tensor) -> Callable[[Tensor], Tensor]:
+def _for_batches(linear: Map, source: Tensor, target: Tensor) -> Map:
     """A linear map from tensors like `source` to tensors like `target`, for those with more dimensions in front too."""
 
     def apply(v: Tensor) -> Tensor:
@@ -234,9 +224,7 @@ class Mapped(Coordinates):
         of: Its inverse, theta -> xi.
     """
 
-    def __init__(
-        self, family: ExponentialFamily, natural: Callable[[Tensor], Tensor], of: Callable[[Tensor], Tensor]
-    ) -> None:
+    def __init__(self, family: ExponentialFamily, natural: Map, of: Map) -> None:
         self.family, self._natural, self._of = family, natural, of
 
     def natural(self, xi: Tensor) -> Tensor:
@@ -278,7 +266,7 @@ def convert_vector(xi: Tensor, vector: Tensor, source: Coordinates, target: Coor
     Returns:
         d xi', shape (..., n).
     """
-    return Change.at(lambda at: convert(at, source, target), xi).push(vector)
+    return differentiate(lambda at: convert(at, source, target), xi)[0](vector)
 
 
 def convert_covector(xi: Tensor, covector: Tensor, source: Coordinates, target: Coordinates) -> Tensor:
@@ -293,14 +281,14 @@ def convert_covector(xi: Tensor, covector: Tensor, source: Coordinates, target: 
     Returns:
         dF / d xi', shape (..., n).
     """
-    return Change.at(lambda at: convert(at, target, source), convert(xi, source, target)).pull(covector)
+    return differentiate(lambda at: convert(at, target, source), convert(xi, source, target))[1](covector)
 
 
 def fisher_in(
     family: ExponentialFamily,
-    natural: Callable[[Tensor], Tensor],
+    natural: Map,
     xi: Tensor,
-    of: Callable[[Tensor], Tensor] | None = None,
+    of: Map | None = None,
 ) -> Operator:
     """J^T I_theta J of any differentiable map from xi to theta; with m <= n it is that of a curved sub-family.
 
@@ -322,8 +310,8 @@ def fisher_in(
     if of is not None:
         return Mapped(family, natural, of).fisher(xi)
     inner = family.fisher(natural(xi.detach()).detach())
-    change = Change.at(natural, xi.detach())
-    return Closed(xi, lambda v: change.pull(_rows(inner, change.push(v))))
+    push, pull = differentiate(natural, xi.detach())
+    return Closed(xi, lambda v: pull(_rows(inner, push(v))))
 
 
 def _rows(operator: Operator, vectors: Tensor) -> Tensor:
@@ -424,9 +412,6 @@ class MeanCholesky(Coordinates):
         entries = self.family.pack(factor.mT)[..., self.family.d :]
         return torch.cat([mean, diagonal.log() if self.log_diagonal else diagonal, entries], dim=-1)
 
-    def __repr__(self) -> str:
-        return f"MeanCholesky({self.family!r}{', log_diagonal=True' if self.log_diagonal else ''})"
-
 
 class MeanStd(Coordinates):
     """(mu_i; s_i) of a `Normal`, a `DiagonalNormal` or MultivariateNormal(1); Fisher matrix diag(1 / s_i^2; 2 / s_i^2).
@@ -470,9 +455,6 @@ class MeanStd(Coordinates):
         spread = torch.full_like(std, 2.0) if self.log_std else 2 / std.square()
         values = torch.cat([1 / std.square(), spread])
         return Closed(xi, lambda v: values * v, lambda v: v / values)
-
-    def __repr__(self) -> str:
-        return f"MeanStd({self.family!r}{', log_std=True' if self.log_std else ''})"
 
 
 class ShapeRate(Mapped):

@@ -334,35 +334,28 @@ class BitProbability(SeparableLikelihood):
             )
 
 
-def cross_entropy(criterion: nn.CrossEntropyLoss) -> Criterion:
-    """Class logits (b, C, ...), targets as class numbers or class probabilities."""
-    smoothing = criterion.label_smoothing
+def read_classes(criterion: nn.CrossEntropyLoss | nn.NLLLoss) -> Criterion:
+    """Class logits or log-probabilities l (b, C, ...), targets as class numbers or, for logits, class probabilities.
+
+    As softmax(l) = exp(l), the form on log-softmax outputs is the logits' one.
+    """
+    plain = isinstance(criterion, nn.NLLLoss)
+    smoothing = 0.0 if plain else criterion.label_smoothing
 
     def weigh(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         classes = outputs.shape[1]
-        weight = class_weights(criterion.weight, outputs)
+        weight = outputs.new_ones(classes) if criterion.weight is None else criterion.weight.to(outputs)
         if targets.is_floating_point():  # sum_c w_c q_c (-log p_c): curvature (sum_c w_c q_c)(diag p - p p^T)
             smoothed = (1 - smoothing) * targets + smoothing / classes
             rows = Categorical(dim=1).rows(smoothed.to(outputs.dtype)) @ weight
             return rows, rows.new_tensor(float(len(rows)))
-        valid, chosen = class_rows(targets, criterion.ignore_index, weight)
+        flat = targets.reshape(-1)
+        valid = flat != criterion.ignore_index
+        chosen = weight[flat.masked_fill(~valid, 0)] * valid
         return valid * ((1 - smoothing) * chosen + smoothing / classes * weight.sum()), chosen.sum()
 
-    return Criterion(
-        IgnoringCategorical(dim=1, ignore_index=criterion.ignore_index), criterion, weigh, criterion.reduction == "sum"
-    )
-
-
-def nll_loss(criterion: nn.NLLLoss) -> Criterion:
-    """Log-probabilities l (b, C, ...): softmax(l) = exp(l), and on log-softmax outputs the form is the logits' one."""
-
-    def weigh(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        _, chosen = class_rows(targets, criterion.ignore_index, class_weights(criterion.weight, outputs))
-        return chosen, chosen.sum()
-
-    return Criterion(
-        LogProbabilities(dim=1, ignore_index=criterion.ignore_index), criterion, weigh, criterion.reduction == "sum"
-    )
+    family = (LogProbabilities if plain else IgnoringCategorical)(dim=1, ignore_index=criterion.ignore_index)
+    return Criterion(family, criterion, weigh, criterion.reduction == "sum")
 
 
 @dataclass(frozen=True)
@@ -388,18 +381,6 @@ class LogProbabilities(IgnoringCategorical):
                 "outputs are not log-probabilities, as NLLLoss expects: exp(outputs) does not sum to 1 over the "
                 "classes. Take CrossEntropyLoss on logits, or end the model with torch.nn.LogSoftmax(dim=1)"
             )
-
-
-def class_weights(weight: Tensor | None, outputs: Tensor) -> Tensor:
-    """(C,) class weights, ones by default."""
-    return outputs.new_ones(outputs.shape[1]) if weight is None else weight.to(outputs)
-
-
-def class_rows(targets: Tensor, ignore_index: int, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Which rows count (R,), as numbers, and the class weight of each, zero where ignored."""
-    flat = targets.reshape(-1)
-    valid = flat != ignore_index
-    return valid.to(weight.dtype), weight[flat.masked_fill(~valid, 0)] * valid
 
 
 def read_bits(criterion: nn.BCEWithLogitsLoss | nn.BCELoss) -> Criterion:

@@ -35,6 +35,7 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
     Attributes:
         size: n.
         domain: What an error message says of the theta that are inside.
+        bounds: Two numbers that all of theta lies between.
 
     Example:
         >>> class Laplace(ng.ExponentialFamily):  # p(x) = exp(theta |x|) (-theta / 2), theta < 0

@@ -7,7 +7,7 @@ is not known can be wrapped: `natgrad.likelihood`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,12 +21,11 @@ from natgrad.families.criteria import (
     Criterion,
     Entrywise,
     IgnoringCategorical,
-    cross_entropy,
     gaussian_nll,
     kl_div,
-    nll_loss,
     poisson_nll,
     read_bits,
+    read_classes,
     read_errors,
     remake_with,
 )
@@ -38,8 +37,8 @@ from natgrad.ground.linalg import is_concrete
 from natgrad.ground.pure import leaves, map_tensors
 
 KNOWN: dict[type[nn.Module], tuple[Any, Callable[[Any], Criterion]]] = {
-    nn.CrossEntropyLoss: (functional.cross_entropy, cross_entropy),
-    nn.NLLLoss: (functional.nll_loss, nll_loss),
+    nn.CrossEntropyLoss: (functional.cross_entropy, read_classes),
+    nn.NLLLoss: (functional.nll_loss, read_classes),
     nn.BCEWithLogitsLoss: (functional.binary_cross_entropy_with_logits, read_bits),
     nn.BCELoss: (functional.binary_cross_entropy, read_bits),
     nn.MSELoss: (functional.mse_loss, read_errors),
@@ -98,10 +97,22 @@ def read_criterion(criterion: Any) -> Criterion:
     function, options = split_partial(criterion)
     kind = next((kind for kind, (known, _) in KNOWN.items() if known is function), None)
     if kind is not None:
-        criterion = build_module(kind, function, options)
-    elif origin(function) in FOREIGN:
-        known, build = FOREIGN[origin(function)]
-        refuse_options(function, options, known)
+        try:
+            criterion = kind(**options)
+        except TypeError as error:
+            raise TypeError(
+                f"criterion is {function.__name__} with the options {sorted(options)}, expected those of "
+                f"nn.{kind.__name__} ({error}); for others use ng.likelihood(loss, family)"
+            ) from None
+    named = function if hasattr(function, "__qualname__") else type(function)
+    origin = (getattr(named, "__module__", None) or "", named.__qualname__)
+    if origin in FOREIGN:
+        known, build = FOREIGN[origin]
+        if strange := sorted(set(options) - set(known)):
+            raise TypeError(
+                f"criterion is {describe(function)} with the options {strange}, expected none but {sorted(known)}; "
+                "wrap your own function with ng.likelihood(loss, family)"
+            )
         return build(function, options)
     if type(criterion) not in KNOWN:
         raise TypeError(describe_unknown(criterion))
@@ -151,33 +162,6 @@ def split_partial(loss: Any) -> tuple[Any, dict[str, Any]]:
             "options by name: outputs and targets come first"
         )
     return loss.func, dict(loss.keywords)
-
-
-def build_module(kind: type[nn.Module], function: Any, options: dict[str, Any]) -> nn.Module:
-    """The loss of `torch.nn` that a function with these options stands for."""
-    try:
-        return kind(**options)
-    except TypeError as error:
-        raise TypeError(
-            f"criterion is {function.__name__} with the options {sorted(options)}, expected those of "
-            f"nn.{kind.__name__} ({error}); for others use ng.likelihood(loss, family)"
-        ) from None
-
-
-def origin(function: Any) -> tuple[str, str]:
-    """The module and the name of a function, or of the class of an instance."""
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return getattr(named, "__module__", None) or "", named.__qualname__
-
-
-def refuse_options(function: Any, options: Mapping[str, Any], known: Sequence[str]) -> None:
-    """TypeError for options that change a loss in a way that is not understood."""
-    strange = sorted(set(options) - set(known))
-    if strange:
-        raise TypeError(
-            f"criterion is {describe(function)} with the options {strange}, expected none but {sorted(known)}; wrap "
-            "your own function with ng.likelihood(loss, family)"
-        )
 
 
 # timm
@@ -264,7 +248,7 @@ class TokenCrossEntropy:
 
     def criterion(self) -> Criterion:
         """The loss as a likelihood."""
-        weigh = cross_entropy(self.plain()).weigh
+        weigh = read_classes(self.plain()).weigh
         assert weigh is not None
         family = IgnoringCategorical(dim=-1, ignore_index=self.ignore_index)
         return Criterion(
@@ -308,9 +292,9 @@ TIMM, TRANSFORMERS, TOKENS = "timm.loss.", "transformers.loss.loss_utils", ("voc
 FOREIGN: dict[tuple[str, str], tuple[tuple[str, ...], Callable[[Any, dict[str, Any]], Criterion]]] = {
     (TIMM + "cross_entropy", "LabelSmoothingCrossEntropy"): (
         (),
-        lambda loss, _: cross_entropy(nn.CrossEntropyLoss(label_smoothing=loss.smoothing)),
+        lambda loss, _: read_classes(nn.CrossEntropyLoss(label_smoothing=loss.smoothing)),
     ),
-    (TIMM + "cross_entropy", "SoftTargetCrossEntropy"): ((), lambda *_: cross_entropy(nn.CrossEntropyLoss())),
+    (TIMM + "cross_entropy", "SoftTargetCrossEntropy"): ((), lambda *_: read_classes(nn.CrossEntropyLoss())),
     (TIMM + "binary_cross_entropy", "BinaryCrossEntropy"): ((), class_bits),
     (TRANSFORMERS, "ForCausalLMLoss"): (TOKENS, partial(token_loss, shift=True)),
     **{
