@@ -24,11 +24,12 @@ class Coordinates(ABC):
     A subclass writes `natural` (xi -> theta) and `of` (theta -> xi), both differentiable; it overrides what it knows in
     closed form. Vectors are velocities (d xi / dt: steps, natural gradients), covectors are derivatives (dF / d xi).
 
-    Attributes:
+    Args:
         family: The exponential family.
     """
 
-    family: ExponentialFamily
+    def __init__(self, family: ExponentialFamily) -> None:
+        self.family = family
 
     @abstractmethod
     def natural(self, xi: Tensor) -> Tensor:
@@ -125,13 +126,10 @@ class Coordinates(ABC):
         return require_solution(fisher.dense(), gradient, self.family.explain_singular())
 
     def single(self, xi: Tensor) -> Tensor:
-        """xi as it is, checked to be one point.
+        """xi as it is. ValueError unless it is one point (n,).
 
         Args:
             xi: These coordinates.
-
-        Raises:
-            ValueError: Unless its shape is (n,).
         """
         if not isinstance(xi, Tensor) or not xi.is_floating_point() or xi.dim() != 1:
             came = f"has shape {tuple(xi.shape)}, {xi.dtype}" if isinstance(xi, Tensor) else f"is {type(xi).__name__}"
@@ -171,14 +169,7 @@ def _for_batches(linear: Map, source: Tensor, target: Tensor) -> Map:
 
 
 class Natural(Coordinates):
-    """The natural parameters theta themselves.
-
-    Args:
-        family: The exponential family.
-    """
-
-    def __init__(self, family: ExponentialFamily) -> None:
-        self.family = family
+    """The natural parameters theta themselves."""
 
     def natural(self, xi: Tensor) -> Tensor:
         return self.family.check(xi)
@@ -193,17 +184,11 @@ class Natural(Coordinates):
 class Expectation(Coordinates):
     """eta = E[T]: probabilities of bits and classes, rates of counts, means of x and its products.
 
-    Args:
-        family: The exponential family.
-
     Example:
         >>> coordinates = ng.families.Expectation(ng.Bernoulli(2))
         >>> coordinates.of(torch.zeros(2))
         tensor([0.5000, 0.5000])
     """
-
-    def __init__(self, family: ExponentialFamily) -> None:
-        self.family = family
 
     def natural(self, xi: Tensor) -> Tensor:
         return self.family.natural(xi)

@@ -170,12 +170,7 @@ class Normal(DiagonalNormal):
         super().__init__(1)
 
     def from_mean_std(self, mean: Tensor, std: Tensor) -> Tensor:
-        """theta of means and standard deviations, shape (..., 2).
-
-        Args:
-            mean: Shape (...).
-            std: Positive, shape (...).
-        """
+        """theta (..., 2) of means (...) and standard deviations (...)."""
         return super().from_mean_std(torch.as_tensor(mean).unsqueeze(-1), torch.as_tensor(std).unsqueeze(-1))
 
     def mean_std(self, theta: Tensor) -> tuple[Tensor, Tensor]:

@@ -65,11 +65,7 @@ class NaturalLikelihood(Likelihood, ExponentialFamily):
         return self._fixed_size
 
     def fisher(self, rows: Tensor) -> Any:
-        """Of theta (n,): the Fisher operator. Of rows (R, n): matrices (R, n, n).
-
-        Args:
-            rows: Natural parameters, shape (n,) or (R, n).
-        """
+        """Of theta (n,): the Fisher operator. Of rows (R, n): matrices (R, n, n)."""
         rows = self.check_shape(rows, "theta")
         return self._operator(self.check(rows)) if rows.dim() == 1 else self._forms(rows)
 
@@ -85,13 +81,7 @@ class NaturalLikelihood(Likelihood, ExponentialFamily):
         return self._forms(self.check(theta))
 
     def sample(self, outputs: Any, n: Any = None, generator: torch.Generator | None = None) -> Any:
-        """n draws for every theta (..., size), (n, ..., event); without n one target for every row of outputs.
-
-        Args:
-            outputs: Natural parameters, or what a model returns.
-            n: How many draws. None: one target per row.
-            generator: Source of the draws. None: the global one.
-        """
+        """n draws for every theta (..., size), (n, ..., event); without n one target for every row of outputs."""
         if n is None or isinstance(n, torch.Generator):
             return self._targets(outputs, generator if n is None else n)
         return ExponentialFamily.sample(self, outputs, n, generator=generator)
@@ -317,11 +307,7 @@ class Categorical(NaturalLikelihood):
         return are_logits(theta)
 
     def statistics(self, x: Tensor) -> Tensor:
-        """Indicators (..., C) of class numbers; indicators or class probabilities are taken as they are.
-
-        Args:
-            x: Class numbers (...,), or indicators (..., C).
-        """
+        """Indicators (..., C) of class numbers (...,); indicators or class probabilities are taken as they are."""
         x = read_class_numbers(x, self.size)
         if x.is_floating_point():
             return x

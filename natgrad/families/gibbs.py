@@ -176,7 +176,6 @@ class PairSweep:
         self.slices = [(slice(a, b), slice(a * self.width, b * self.width)) for a, b in itertools.pairwise(ends)]
         # made once: a sweep over 30 spins is 60 calls, and views would double them
         self.views = [(self.base[:, c], self.matrix[:, c], self.state[:, c]) for _, c in self.slices]
-        self.flat_views = [(base[0], rows[0], mine[0]) for base, rows, mine in self.views] if len(theta) else []
 
     def start(self, generator: torch.Generator | None) -> None:
         """Independent uniform states."""
@@ -212,10 +211,6 @@ class PairSweep:
     def _run_bits(self, generator: torch.Generator | None) -> None:
         """The second value where its energy passes the logit of a uniform number."""
         torch.sub(self.constant, torch.logit(self.noise.uniform_(generator=generator)), out=self.base)
-        if len(self.state) == 1:
-            for base, rows, mine in self.flat_views:
-                torch.ge(torch.addmm(base, rows, self.state[0]), 0, out=mine)
-            return
         for base, rows, mine in self.views:
             torch.ge(torch.baddbmm(base, rows, self.state), 0, out=mine)
 
