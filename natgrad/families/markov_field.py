@@ -20,6 +20,7 @@ from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.gibbs import Gibbs, build_sweep, fits_pairs, pair_energies
 from natgrad.ground.checks import check_integer, check_number, check_positive
 from natgrad.ground.linalg import require_inverse, symmetrise
+from natgrad.ground.typed_torch import Map
 from natgrad.operators import Closed, DenseOperator, Operator
 
 ENTRIES = 2**22
@@ -191,10 +192,8 @@ class MarkovField(ExponentialFamily):
         chains = check_integer("chains", chains, 2)
         theta = self.check(self.single(theta, "theta")).detach()
         with torch.no_grad():  # annealed importance sampling from independent uniform variables, beta = 0, to beta = 1
-            sweep, energy = (
-                build_sweep(self.tables, torch.zeros_like(theta).unsqueeze(0), chains),
-                Energies(self.tables, theta),
-            )
+            sweep = build_sweep(self.tables, torch.zeros_like(theta).unsqueeze(0), chains)
+            energy = build_energy(self.tables, theta)
             sweep.start(generator)
             log_weights = theta.new_full((chains,), sum(math.log(count) for count in self.tables.counts))
             for k in range(1, steps + 1):
@@ -394,7 +393,7 @@ class Ladder:
 
     def __init__(self, tables: Tables, theta: Tensor, betas: Tensor, chains: int) -> None:
         self.sweep = build_sweep(tables, betas.unsqueeze(1) * theta, chains)
-        self.energy = Energies(tables, theta)
+        self.energy = build_energy(tables, theta)
         self.betas, self.chains, self.odd = betas, chains, 0
 
     def start(self, generator: torch.Generator | None) -> None:
@@ -421,26 +420,20 @@ class Ladder:
         return self.sweep.states().view(self.chains, len(self.betas), -1)[:, -1]
 
 
-class Energies:
-    """theta . T(x), theta (m,), of states as positions of values."""
+def build_energy(tables: Tables, theta: Tensor) -> Map:
+    """theta . T(x), theta (m,), of states as positions of values, (..., n) -> (...)."""
+    if not fits_pairs(tables):
+        return lambda places: tables.statistics(places).to(theta) @ theta
+    width, order = max(tables.counts) - 1, torch.arange(len(tables.counts), device=theta.device)
+    constant, matrix = (each[0] for each in pair_energies(tables, order, theta.unsqueeze(0), width))
+    first = tables.statistics(torch.zeros_like(order)).to(theta) @ theta
 
-    def __init__(self, tables: Tables, theta: Tensor) -> None:
-        self.tables, self.theta, self.width = tables, theta, max(tables.counts) - 1
-        self.pairs = None
-        if fits_pairs(tables):
-            order = torch.arange(len(tables.counts), device=theta.device)
-            constant, matrix = pair_energies(tables, order, theta.unsqueeze(0), self.width)
-            first = tables.statistics(torch.zeros_like(order)).to(theta) @ theta
-            self.pairs = (first, constant[0, :, 0], matrix[0])
-
-    def __call__(self, places: Tensor) -> Tensor:
-        """Shape (...) of states (..., n)."""
-        if self.pairs is None:
-            return self.tables.statistics(places).to(self.theta) @ self.theta
-        first, constant, matrix = self.pairs
-        values = torch.arange(1, self.width + 1, device=places.device)
+    def measure(places: Tensor) -> Tensor:
+        values = torch.arange(1, width + 1, device=places.device)
         columns = (places.unsqueeze(-1) == values).flatten(-2).to(matrix)
-        return first + columns @ constant + 0.5 * (columns @ matrix * columns).sum(-1)
+        return first + columns @ constant[:, 0] + 0.5 * (columns @ matrix * columns).sum(-1)
+
+    return measure
 
 
 @dataclass(frozen=True)
@@ -584,7 +577,7 @@ class StochasticLikelihood(FieldFit):
     def _find(self, tables: Tables, places: Tensor, start: Tensor, generator: torch.Generator | None) -> Tensor:
         theta = PseudoLikelihood(self.ridge)._find(tables, places, start, generator)
         seen = tables.statistics(places).to(theta)
-        means, metric = seen.mean(0), ExamplesMetric(seen, self.damping)
+        means, solve = seen.mean(0), invert_examples(seen, self.damping)
         sweep = build_sweep(tables, theta.unsqueeze(0), self.chains)
         sweep.start(generator)
         for _ in range(50):
@@ -592,7 +585,7 @@ class StochasticLikelihood(FieldFit):
         total, count = torch.zeros_like(theta), 0
         for k in range(self.steps):
             drawn = tables.statistics(sweep.states()).to(theta).mean(0)
-            theta = theta + self.rate / (1 + k / self.steady) * metric.solve(means - drawn)
+            theta = theta + self.rate / (1 + k / self.steady) * solve(means - drawn)
             if k >= self.steps // 2:
                 total, count = total + theta, count + 1
             sweep.replace_weights(theta.unsqueeze(0))
@@ -601,22 +594,17 @@ class StochasticLikelihood(FieldFit):
         return total / count
 
 
-class ExamplesMetric:
-    """g -> (C + damping v I)^-1 g, C the covariance of statistics (b, m) and v its mean diagonal entry."""
-
-    def __init__(self, statistics: Tensor, damping: float) -> None:
-        root = (statistics - statistics.mean(0)) / max(1, len(statistics) - 1) ** 0.5
-        self.ridge = damping * root.square().sum(0).mean().clamp(min=torch.finfo(root.dtype).eps)
-        self.wide = root.shape[1] > len(root)
-        inner = root @ root.mT if self.wide else root.mT @ root
-        shift = self.ridge * torch.eye(len(inner), dtype=root.dtype, device=root.device)
-        self.root, self.inverse = root, require_inverse(inner + shift, "the examples' covariance has no inverse")
-
-    def solve(self, gradient: Tensor) -> Tensor:
-        """In O(min(b, m) m)."""
-        if not self.wide:
-            return self.inverse @ gradient
-        return (gradient - self.root.mT @ (self.inverse @ (self.root @ gradient))) / self.ridge
+def invert_examples(statistics: Tensor, damping: float) -> Map:
+    """g -> (C + damping v I)^-1 g, C the covariance of statistics (b, m) and v its mean variance, in O(min(b, m) m)."""
+    root = (statistics - statistics.mean(0)) / max(1, len(statistics) - 1) ** 0.5
+    ridge = damping * root.square().sum(0).mean().clamp(min=torch.finfo(root.dtype).eps)
+    wide = root.shape[1] > len(root)
+    inner = root @ root.mT if wide else root.mT @ root
+    shift = ridge * torch.eye(len(inner), dtype=root.dtype, device=root.device)
+    inverse = require_inverse(inner + shift, "the examples' covariance has no inverse")
+    if wide:
+        return lambda gradient: (gradient - root.mT @ (inverse @ (root @ gradient))) / ridge
+    return lambda gradient: inverse @ gradient
 
 
 class Conditionals:
