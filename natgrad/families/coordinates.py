@@ -126,17 +126,12 @@ class Coordinates(ABC):
         return require_solution(fisher.dense(), gradient, self.family.explain_singular())
 
     def single(self, xi: Tensor) -> Tensor:
-        """xi as it is. ValueError unless it is one point (n,).
+        """xi as it is. TypeError or ValueError unless it is one point (n,).
 
         Args:
             xi: These coordinates.
         """
-        if not isinstance(xi, Tensor) or not xi.is_floating_point() or xi.dim() != 1:
-            came = f"has shape {tuple(xi.shape)}, {xi.dtype}" if isinstance(xi, Tensor) else f"is {type(xi).__name__}"
-            raise ValueError(
-                f"xi {came}, expected a floating-point tensor (n,): an operator is that of one distribution"
-            )
-        return xi
+        return self.family.single(xi, "xi")
 
     def __repr__(self) -> str:
         flags = "".join(f", {name}=True" for name, value in vars(self).items() if value is True)

@@ -327,10 +327,8 @@ class Categorical(NaturalLikelihood):
         log_p = log_p.expand(*torch.broadcast_shapes(log_p.shape[:-1], x.shape), theta.shape[-1])
         return log_p.gather(-1, x.expand(log_p.shape[:-1]).unsqueeze(-1)).squeeze(-1)
 
-    def mle(self, x: Tensor) -> Tensor:
-        if len(x) == 0:
-            raise ValueError("x is empty, expected at least one example")
-        return self.natural(self.statistics(x).to(torch.float64).mean(0).to(torch.get_default_dtype()))
+    def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
+        return self.natural(statistics.to(torch.float64).mean(0).to(statistics.dtype))
 
     def expectation(self, theta: Tensor) -> Tensor:
         return self.check(theta).softmax(-1)

@@ -42,23 +42,18 @@ def expected_value(family: ExponentialFamily, f: Callable[[Tensor], Tensor], nod
         values = f(states)
         return lambda theta: family.probabilities(theta) @ values.to(theta)
     if isinstance(family, MultivariateNormal):
-        z, weights = _hermite(family.d, nodes)
-        return lambda theta: _quadrature(family, f, theta, z.to(theta), weights.to(theta))
+        points, weights = (torch.from_numpy(each) for each in np.polynomial.hermite_e.hermegauss(nodes))
+        z = torch.cartesian_prod(*[points] * family.d).view(-1, family.d)
+        shares = torch.cartesian_prod(*[weights / weights.sum()] * family.d).view(-1, family.d).prod(1)
+
+        def average(theta: Tensor) -> Tensor:
+            covariance = invert_or_nan(family.precision(theta))
+            mean = (covariance @ theta[..., : family.d].unsqueeze(-1)).squeeze(-1)
+            x = mean.unsqueeze(-2) + z.to(theta) @ factor_or_nan(covariance).mT  # (..., m, d)
+            return f(x.reshape(-1, family.d)).view(x.shape[:-1]) @ shares.to(theta)
+
+        return average
     raise ValueError(
         f"expected_value knows Ising and MultivariateNormal, not {family!r}: take MultivariateNormal(1) for normals, "
         "or write F(theta) as a function"
     )
-
-
-def _hermite(d: int, nodes: int) -> tuple[Tensor, Tensor]:
-    points, weights = (torch.from_numpy(x) for x in np.polynomial.hermite_e.hermegauss(nodes))
-    grid = torch.cartesian_prod(*[points] * d).view(-1, d)
-    product = torch.cartesian_prod(*[weights / weights.sum()] * d).view(-1, d).prod(1)
-    return grid, product
-
-
-def _quadrature(family: MultivariateNormal, f: Callable, theta: Tensor, z: Tensor, weights: Tensor) -> Tensor:
-    covariance = invert_or_nan(family.precision(theta))
-    mean = (covariance @ theta[..., : family.d].unsqueeze(-1)).squeeze(-1)
-    x = mean.unsqueeze(-2) + z @ factor_or_nan(covariance).mT  # (..., m, d)
-    return f(x.reshape(-1, family.d)).view(x.shape[:-1]) @ weights

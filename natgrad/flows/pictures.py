@@ -60,10 +60,9 @@ def show_descent(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("show_descent draws with matplotlib: pip install 'natgrad[plots]'") from error
-    single = isinstance(family, Ising) and all(len(clique) == 1 for clique in family.cliques)
     chart = coordinates or choose_chart(family)
     names = LABELS.get(chart.name, (f"{chart.name}[0]", f"{chart.name}[1]"))
-    usual = (0.02, 0.98) if single and coordinates is None else (-3.0, 3.0)
+    usual = (0.02, 0.98) if chart.name == "mu" and coordinates is None else (-3.0, 3.0)
     x, y = x or usual, y or ((-2.0, 1.0) if chart.name in LABELS and usual[0] < 0 else usual)
     point = torch.tensor(start or [0.9 * x[0] + 0.1 * x[1], 0.1 * y[0] + 0.9 * y[1]], dtype=torch.float64)
     value, times = expected_value(family, f), torch.logspace(-4, 1.5, 100).tolist()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.geometry.base import Manifold
-from natgrad.ground.checks import check_choice, check_positive
+from natgrad.ground.checks import check_choice, check_positive, check_share
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,7 @@ class Descent:
 
     def __post_init__(self) -> None:
         check_positive("lr", self.lr)
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum is {self.momentum}, expected at least 0 and below 1")
+        check_share("momentum", self.momentum)
         check_choice("transport", self.transport, ("cheap", "parallel"))
 
     def step(self, point: Tensor, gradient: Tensor, velocity: Tensor | None = None) -> tuple[Tensor, Tensor]:
