@@ -171,7 +171,14 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
                 or beyond.
         """
         flat = self.check_finite(eta, "eta").reshape(-1, eta.shape[-1])
-        return find_natural(self, flat).view(eta.shape)
+        if is_concrete(flat):
+            return Inversion.apply(flat, self).view(eta.shape)
+        # within torch.func by a few more steps, right to the seventh order: torch takes the derivative of a custom
+        # `jvp` for zero where a second forward mode asks for it
+        theta = Inversion.apply(flat.detach(), self)
+        for _ in range(EXACT_STEPS):
+            theta = theta + solve_covariance(self, theta, flat - self.expectation(theta))
+        return theta.view(eta.shape)
 
     def invert(self, eta: Tensor) -> Tensor:
         """theta of eta, shape (b, n), without gradients: Newton's method from `guess`, unless a family knows better.
@@ -403,18 +410,6 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
 NEWTON_STEPS = 100
 FLAT_HALVINGS = 3  # so near the maximum Newton's whole step is right, or round-off leaves nothing
 EXACT_STEPS = 3  # k steps from a solution have its derivatives up to the order 2^k - 1
-
-
-def find_natural(family: ExponentialFamily, eta: Tensor) -> Tensor:
-    """The inverse of grad psi at eta (b, n), with its derivatives."""
-    if is_concrete(eta):
-        return Inversion.apply(eta, family)
-    # within torch.func by a few more steps, right to the seventh order: torch takes the derivative of a custom `jvp`
-    # for zero where a second forward mode asks for it
-    theta = Inversion.apply(eta.detach(), family)
-    for _ in range(EXACT_STEPS):
-        theta = theta + solve_covariance(family, theta, eta - family.expectation(theta))
-    return theta
 
 
 class Inversion(torch.autograd.Function):

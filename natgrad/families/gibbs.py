@@ -184,10 +184,19 @@ class PairSweep:
 
     def run(self, generator: torch.Generator | None) -> None:
         """Every variable once."""
-        if self.width == 1:
-            self._run_bits(generator)
-        else:
-            self._run_values(generator)
+        if self.width == 1:  # the second value where its energy passes the logit of a uniform number
+            torch.sub(self.constant, torch.logit(self.noise.uniform_(generator=generator)), out=self.base)
+            for base, rows, mine in self.views:
+                torch.ge(torch.baddbmm(base, rows, self.state), 0, out=mine)
+            return
+        # the largest of the energies perturbed by Gumbel's noise
+        values = torch.arange(self.width + 1, device=self.state.device)
+        for (members, columns), (_, rows, mine) in zip(self.slices, self.views, strict=True):
+            energy = torch.baddbmm(self.constant[:, columns], rows, self.state).unflatten(1, (-1, self.width))
+            energy = torch.cat([torch.zeros_like(energy[:, :, :1]), energy], dim=2)  # (B, members, values, chains)
+            energy = energy.masked_fill((values >= self.counts[members].unsqueeze(1)).unsqueeze(-1), -torch.inf)
+            uniform = torch.rand(energy.shape, generator=generator, dtype=torch.float64, device=energy.device)
+            self._write((energy - torch.log(-torch.log(uniform.clamp(min=1e-300)))).argmax(2), mine)
 
     def states(self) -> Tensor:
         """The positions of the values, (chains * B, n)."""
@@ -207,25 +216,6 @@ class PairSweep:
         constant, matrix = pair_energies(self.tables, self.order, theta, self.width)
         self.constant.copy_(constant)
         self.matrix.copy_(matrix)
-
-    def _run_bits(self, generator: torch.Generator | None) -> None:
-        """The second value where its energy passes the logit of a uniform number."""
-        torch.sub(self.constant, torch.logit(self.noise.uniform_(generator=generator)), out=self.base)
-        for base, rows, mine in self.views:
-            torch.ge(torch.baddbmm(base, rows, self.state), 0, out=mine)
-
-    def _run_values(self, generator: torch.Generator | None) -> None:
-        """The largest of the energies perturbed by Gumbel's noise."""
-        for (members, columns), (_, rows, mine) in zip(self.slices, self.views, strict=True):
-            energy = torch.baddbmm(self.constant[:, columns], rows, self.state).unflatten(1, (-1, self.width))
-            energy = torch.cat([torch.zeros_like(energy[:, :, :1]), energy], dim=2)  # (B, members, values, chains)
-            energy = energy.masked_fill(self._missing(members), -torch.inf)
-            uniform = torch.rand(energy.shape, generator=generator, dtype=torch.float64, device=energy.device)
-            self._write((energy - torch.log(-torch.log(uniform.clamp(min=1e-300)))).argmax(2), mine)
-
-    def _missing(self, members: slice) -> Tensor:
-        values = torch.arange(self.width + 1, device=self.state.device)
-        return (values >= self.counts[members].unsqueeze(1)).unsqueeze(-1)
 
     def _write(self, places: Tensor, columns: Tensor) -> None:
         """Positions (B, k, chains) into the columns (B, k * width, chains) of k variables."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families.class_logits import classes_kl
-from natgrad.families.discrete_tables import LARGEST, Clique, Tables
+from natgrad.families.discrete_tables import LARGEST, Tables
 from natgrad.families.event_checks import floating_dtype
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.gibbs import Gibbs, build_sweep, fits_pairs, pair_energies
@@ -60,7 +60,15 @@ class MarkovField(ExponentialFamily):
         gibbs: Gibbs | None = None,
     ) -> None:
         listed = [(tuple(clique), function) for clique, function in terms]
-        check_field(values, [clique for clique, _ in listed])
+        for place, each in enumerate(values):
+            if len(each) < 2 or len(set(each)) < len(each):
+                came = f"values of variable {place} are {tuple(each)}"
+                raise ValueError(f"{came}, expected at least two different numbers")
+        if not values or not listed:
+            raise ValueError("a field needs at least one variable and one clique")
+        for clique, _ in listed:
+            if not clique or len(set(clique)) < len(clique) or not all(0 <= i < len(values) for i in clique):
+                raise ValueError(f"cliques hold {clique}, expected different variables from 0 to {len(values) - 1}")
         self.n, self.cliques, self.size = len(values), tuple(tuple(sorted(c)) for c, _ in listed), len(listed)
         self.tables, self.gibbs = Tables(values, self.cliques, [function for _, function in listed]), gibbs
         few = self.tables.states * self.size <= ENTRIES
@@ -332,18 +340,6 @@ class MomentEstimate:
     def fisher(self) -> Operator:
         """The estimated Fisher matrix; singular where there were fewer draws than statistics."""
         return DenseOperator(self.covariance)
-
-
-def check_field(values: Sequence[Sequence[float]], cliques: Sequence[Clique]) -> None:
-    """ValueError for variables without a choice, and cliques of variables that do not exist."""
-    for place, each in enumerate(values):
-        if len(each) < 2 or len(set(each)) < len(each):
-            raise ValueError(f"values of variable {place} are {tuple(each)}, expected at least two different numbers")
-    if not values or not cliques:
-        raise ValueError("a field needs at least one variable and one clique")
-    for clique in cliques:
-        if not clique or len(set(clique)) < len(clique) or not all(0 <= i < len(values) for i in clique):
-            raise ValueError(f"cliques hold {clique}, expected different variables from 0 to {len(values) - 1}")
 
 
 # Draws of fields with several modes, and the sum over states from them
