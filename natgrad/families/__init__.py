@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # loaded when it is first asked for: see `HOMES`
         fisher_in,
     )
     from natgrad.families.diagonal_normal import DiagonalNormal, FixedCovarianceNormal, Normal
-    from natgrad.families.gibbs import Gibbs
+    from natgrad.families.gibbs import Gibbs, Tempering
     from natgrad.families.markov_field import (
         Ising,
         LogPartitionEstimate,
@@ -44,7 +44,6 @@ if TYPE_CHECKING:  # loaded when it is first asked for: see `HOMES`
         PseudoLikelihood,
         RatioMatching,
         StochasticLikelihood,
-        Tempering,
     )
     from natgrad.families.mean_gradient import (
         Slope,
@@ -163,7 +162,7 @@ HOMES = {
         "fisher_in",
     ),
     "natgrad.families.diagonal_normal": ("DiagonalNormal", "FixedCovarianceNormal", "Normal"),
-    "natgrad.families.gibbs": ("Gibbs",),
+    "natgrad.families.gibbs": ("Gibbs", "Tempering"),
     "natgrad.families.markov_field": (
         "Ising",
         "LogPartitionEstimate",
@@ -172,7 +171,6 @@ HOMES = {
         "PseudoLikelihood",
         "RatioMatching",
         "StochasticLikelihood",
-        "Tempering",
     ),
     "natgrad.families.mean_gradient": (
         "Slope",

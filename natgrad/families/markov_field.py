@@ -17,7 +17,7 @@ from natgrad.families.class_logits import classes_kl
 from natgrad.families.discrete_tables import LARGEST, Tables
 from natgrad.families.event_checks import floating_dtype
 from natgrad.families.exponential import ExponentialFamily
-from natgrad.families.gibbs import Gibbs, build_sweep, fits_pairs, pair_energies
+from natgrad.families.gibbs import Gibbs, build_energy, build_sweep, pair_energies
 from natgrad.ground.checks import check_integer, check_number, check_positive
 from natgrad.ground.linalg import require_inverse, symmetrise
 from natgrad.ground.typed_torch import Map
@@ -340,96 +340,6 @@ class MomentEstimate:
     def fisher(self) -> Operator:
         """The estimated Fisher matrix; singular where there were fewer draws than statistics."""
         return DenseOperator(self.covariance)
-
-
-# Draws of fields with several modes, and the sum over states from them
-
-
-@dataclass(frozen=True)
-class Tempering(Gibbs):
-    """Gibbs sampling of a field and of copies with smaller theta side by side, which exchange their states.
-
-    The copies have the parameters beta theta with beta = 0, ..., 1 at equal distances. The first has independent
-    variables, so that chains reach modes which a plain sweep never finds. Draws come from the last.
-
-    Args:
-        burn_in: Sweeps over all variables before the first draw, each followed by exchanges.
-        chains: Ladders of copies, at most.
-        thinning: Sweeps between draws of one ladder.
-        levels: How many betas. Exchanges get rare where there are too few: about as many as the root of the number of
-            variables times the strength of their couplings.
-
-    Example:
-        >>> field = ng.Ising(40, gibbs=ng.families.Tempering(burn_in=20, chains=20, levels=6))
-        >>> field.sample(torch.zeros(820), 20).shape
-        torch.Size([20, 40])
-    """
-
-    levels: int = 12
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_integer("levels", self.levels, 2, of="the number of temperatures")
-
-    def draw(self, tables: Tables, theta: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
-        flat = theta.reshape(-1, theta.shape[-1])
-        if not len(flat):
-            return torch.empty(count, 0, len(tables.counts), dtype=torch.long, device=theta.device)
-        chains, betas = (
-            min(self.chains, count),
-            torch.linspace(0, 1, self.levels, dtype=theta.dtype, device=theta.device),
-        )
-        ladders = [Ladder(tables, row, betas, chains) for row in flat]
-        states = [torch.cat(self._collect_states(each, -(-count // chains), generator))[:count] for each in ladders]
-        return torch.stack(states, dim=1).view(count, *theta.shape[:-1], -1)
-
-
-class Ladder:
-    """Chains of beta theta, theta (m,), for ascending betas (L,), which exchange states between neighbours."""
-
-    def __init__(self, tables: Tables, theta: Tensor, betas: Tensor, chains: int) -> None:
-        self.sweep = build_sweep(tables, betas.unsqueeze(1) * theta, chains)
-        self.energy = build_energy(tables, theta)
-        self.betas, self.chains, self.odd = betas, chains, 0
-
-    def start(self, generator: torch.Generator | None) -> None:
-        """Independent uniform states."""
-        self.sweep.start(generator)
-
-    def run(self, generator: torch.Generator | None) -> None:
-        """A sweep, then exchanges of every second pair of neighbours, the others the next time."""
-        self.sweep.run(generator)
-        states = self.sweep.states().view(self.chains, len(self.betas), -1)
-        energies = self.energy(states)
-        low = torch.arange(self.odd, len(self.betas) - 1, 2, device=states.device)
-        gain = (self.betas[low + 1] - self.betas[low]) * (energies[:, low] - energies[:, low + 1])
-        uniform = torch.rand(gain.shape, generator=generator, dtype=gain.dtype, device=gain.device)
-        order = torch.arange(len(self.betas), device=states.device).repeat(self.chains, 1)
-        chosen = uniform.log() < gain
-        order[:, low] += chosen.long()
-        order[:, low + 1] -= chosen.long()
-        self.sweep.replace_states(states.gather(1, order.unsqueeze(-1).expand_as(states)).flatten(0, 1))
-        self.odd = 1 - self.odd
-
-    def states(self) -> Tensor:
-        """The states of the last beta, (chains, n)."""
-        return self.sweep.states().view(self.chains, len(self.betas), -1)[:, -1]
-
-
-def build_energy(tables: Tables, theta: Tensor) -> Map:
-    """theta . T(x), theta (m,), of states as positions of values, (..., n) -> (...)."""
-    if not fits_pairs(tables):
-        return lambda places: tables.statistics(places).to(theta) @ theta
-    width, order = max(tables.counts) - 1, torch.arange(len(tables.counts), device=theta.device)
-    constant, matrix = (each[0] for each in pair_energies(tables, order, theta.unsqueeze(0), width))
-    first = tables.statistics(torch.zeros_like(order)).to(theta) @ theta
-
-    def measure(places: Tensor) -> Tensor:
-        values = torch.arange(1, width + 1, device=places.device)
-        columns = (places.unsqueeze(-1) == values).flatten(-2).to(matrix)
-        return first + columns @ constant[:, 0] + 0.5 * (columns @ matrix * columns).sum(-1)
-
-    return measure
 
 
 @dataclass(frozen=True)
