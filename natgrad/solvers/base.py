@@ -15,7 +15,7 @@ from torch import Tensor
 from natgrad.ground.linalg import all_finite, symmetrise
 from natgrad.ground.messages import Explained, write_choices
 from natgrad.ground.typed_torch import measure_norm
-from natgrad.operators import Operator, SampleRows
+from natgrad.operators import Operator, SampleRows, WrittenColumns
 
 Product = Callable[[Tensor], Tensor]
 
@@ -49,24 +49,18 @@ class Subspace:
     images: Tensor
 
     def at(self, weights: Tensor) -> Tensor:
-        """sum_i w_i v_i.
+        """sum_i w_i v_i, shape (n,).
 
         Args:
             weights: w, shape (k,).
-
-        Returns:
-            Shape (n,).
         """
         return self.vectors.mT @ weights
 
     def image_at(self, weights: Tensor) -> Tensor:
-        """G sum_i w_i v_i, from the images, without a product.
+        """G sum_i w_i v_i, shape (n,), from the images.
 
         Args:
             weights: w, shape (k,).
-
-        Returns:
-            Shape (n,).
         """
         return self.images.mT @ weights
 
@@ -173,20 +167,17 @@ def measure_solution(product: Product, rhs: Tensor, damping: float, value: Tenso
     """The solution of a direct method with its residual measured by one product v -> G v."""
     image = product(value) + damping * value
     if not (all_finite(value) and all_finite(image)):
-        zero = torch.zeros_like(rhs)
-        return Solution(zero, measure_norm(rhs), steps, Status.NON_FINITE, zero)
+        return return_zero(rhs, steps)
     residual = measure_norm(rhs - image)
     tolerance = torch.finfo(rhs.dtype).eps ** 0.5 * measure_norm(rhs)
     status = Status.CONVERGED if bool(residual <= tolerance) else Status.INACCURATE
     return Solution(value, residual, steps + 1, status, image)
 
 
-def trust_inverse(rhs: Tensor, value: Tensor) -> Solution:
-    """The solution G^-1 b of an operator that is held as its inverse: b is its image by definition."""
-    if not all_finite(value):
-        zero = torch.zeros_like(rhs)
-        return Solution(zero, measure_norm(rhs), 0, Status.NON_FINITE, zero)
-    return Solution(value, torch.zeros_like(rhs.sum()), 0, Status.CONVERGED, rhs.clone())
+def return_zero(rhs: Tensor, steps: int, status: Status = Status.NON_FINITE) -> Solution:
+    """x = 0, where nothing better is known."""
+    zero = torch.zeros_like(rhs)
+    return Solution(zero, measure_norm(rhs), steps, status, zero)
 
 
 def find_power_of_two(rhs: Tensor) -> float:
@@ -210,11 +201,8 @@ def restore_units(solution: Solution, scale: float, operator: Operator, rhs: Ten
 def check_representable(solution: Solution, scale: float, operator: Operator, rhs: Tensor, damping: float) -> Solution:
     """The solution for b = rhs (n,) as its dtype can hold it."""
     if not (all_finite(solution.value) and all_finite(solution.image)):
-        zero = torch.zeros_like(rhs)
-        residual = scale * measure_norm(rhs / scale)
-        return replace(
-            solution, value=zero, image=zero.clone(), residual=residual, status=Status.NON_FINITE, iterates=()
-        )
+        zero = return_zero(rhs / scale, solution.steps)
+        return replace(zero, residual=scale * zero.residual, extra=solution.extra, basis=solution.basis)
     kind = torch.finfo(rhs.dtype)
     largest = solution.value.abs().max() if len(rhs) else 1.0
     if solution.status is Status.NON_FINITE or largest >= kind.tiny / kind.eps or not bool(rhs.any()):
@@ -274,6 +262,16 @@ class RowSolver(Solver):
         Raises:
             ValueError: For an operator without rows.
         """
+
+
+def write_rows(operator: Operator) -> SampleRows:
+    """U by its products, from the root where the operator has no rows. ValueError for one without a root."""
+    if operator.sample_rows is not None:
+        return operator.sample_rows
+    root = operator.root()
+    if root is None:
+        raise ValueError(f"operator {operator!r} has no root U with G = U U^T: use ng.CG() or ng.Direct()")
+    return WrittenColumns(root)
 
 
 def require_rows(operator: Operator) -> SampleRows:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from natgrad.ground.linalg import solve_psd, solve_symmetric, take_absolute
+from natgrad.ground.linalg import all_finite, solve_psd, solve_symmetric, take_absolute
 from natgrad.operators import DenseOperator, Operator
 from natgrad.solvers.base import (
     Solution,
     Solver,
+    Status,
     check_system,
     find_power_of_two,
     measure_solution,
     restore_units,
-    trust_inverse,
+    return_zero,
 )
 
 
@@ -53,7 +55,9 @@ class Direct(Solver):
         """For b of entries near 1."""
         inverse = operator.inverse(damping) if operator.closed_form else None
         if inverse is not None and operator.inverse_kept and damping == 0:
-            return trust_inverse(rhs, inverse.mv(rhs))
+            value = inverse.mv(rhs)  # its image is b by definition
+            solution = Solution(value, torch.zeros_like(rhs.sum()), 0, Status.CONVERGED, rhs.clone())
+            return solution if all_finite(value) else return_zero(rhs, 0)
         if inverse is not None:
             return measure_solution(operator.mv, rhs, damping, inverse.mv(rhs), 0)
         solve = solve_symmetric if operator.indefinite else solve_psd

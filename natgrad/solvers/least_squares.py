@@ -15,14 +15,13 @@ from natgrad.solvers.base import (
     RowSolver,
     Solution,
     Solver,
-    Status,
     check_system,
-    measure_solution,
     require_rows,
+    return_zero,
 )
 from natgrad.solvers.direct import Direct
 from natgrad.solvers.nystrom import Nystrom
-from natgrad.solvers.sample_space import SampleSpace
+from natgrad.solvers.sample_space import SampleSpace, measure_rows
 
 
 @dataclass(frozen=True)
@@ -112,9 +111,8 @@ class Factorised:
         """
         rhs = self.rows.mv(weights)
         if self.factor.failed:
-            zero = rhs.new_zeros(rhs.shape)
-            return Solution(zero, rhs.norm(), 0, Status.NON_FINITE, zero)
-        return measure_solution(self.product, rhs, self.damping, self._invert(weights, rhs), 0)
+            return return_zero(rhs, 0)
+        return measure_rows(self.rows, rhs, self.damping, self._invert(weights, rhs), 0)
 
     def find_value(self, weights: Tensor) -> Tensor:
         """The value alone; NaN where there is no factor.
@@ -135,14 +133,6 @@ class Factorised:
         gram = self.matrix.clone()
         gram.diagonal().copy_(self.diagonal)
         return factorise_gram(self.operator, gram, damping, self.direct)
-
-    def product(self, vector: Tensor) -> Tensor:
-        """G v.
-
-        Args:
-            vector: Shape (n,).
-        """
-        return self.rows.mv(self.rows.rmv(vector))
 
     def _invert(self, weights: Tensor, rhs: Tensor) -> Tensor:
         right = rhs if self.direct else weights

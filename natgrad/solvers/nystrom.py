@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from natgrad.ground.checks import check_integer, check_positive
-from natgrad.ground.linalg import all_finite, factor_or_nan, svd
+from natgrad.ground.linalg import all_finite, factor_or_nan, svd, symmetrise
 from natgrad.ground.typed_torch import measure_norm, torch_linalg
-from natgrad.operators import Operator, SampleRows, WrittenColumns
-from natgrad.solvers.base import RowSolver, Solution, Status, check_system, measure_solution, require_rows
+from natgrad.operators import Closed, Operator, SampleRows
+from natgrad.solvers.base import (
+    RowSolver,
+    Solution,
+    Status,
+    check_system,
+    measure_solution,
+    require_rows,
+    return_zero,
+    write_rows,
+)
 from natgrad.solvers.cg import CG
 
 
@@ -33,8 +44,8 @@ class Nystrom(RowSolver):
 
     Example:
         >>> G = ng.operators.LowRankOperator(torch.eye(4, 3).double())
-        >>> found = ng.solvers.Nystrom(rank=2).solve(G + G, torch.ones(4).double(), damping=1.0)
-        >>> found.value  # 1 / (2 + 1), and 1 / 1 where G is zero
+        >>> solution = ng.solvers.Nystrom(rank=2).solve(G + G, torch.ones(4).double(), damping=1.0)
+        >>> solution.value  # 1 / (2 + 1), and 1 / 1 where G is zero
         tensor([0.3333, 0.3333, 0.3333, 1.0000], dtype=torch.float64)
     """
 
@@ -50,37 +61,23 @@ class Nystrom(RowSolver):
 
     def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
         check_system(operator, rhs, damping, guess)
-        known = operator if operator.sample_rows is not None else WrittenRoot(operator)
-        system = self.factorise(known, damping)
+        system = self._approximate(operator, write_rows, damping)
         y, steps, status = system.invert(system.rows.rmv(rhs))
         if status is Status.NON_FINITE:
-            return Solution(torch.zeros_like(rhs), measure_norm(rhs), steps, status, torch.zeros_like(rhs))
+            return return_zero(rhs, steps)
         solution = measure_solution(operator.mv, rhs, damping, (rhs - system.rows.mv(y)) / damping, steps)
         return replace(solution, status=merge_status(status, solution.status))
 
     def factorise(self, operator: Operator, damping: float) -> NystromSystem:
+        return self._approximate(operator, require_rows, damping)
+
+    def _approximate(
+        self, operator: Operator, read_rows: Callable[[Operator], SampleRows], damping: float
+    ) -> NystromSystem:
         if not damping > 0:
             raise ValueError(f"damping is {damping}, expected a number > 0: {self} solves (K + damping I) y = w")
-        rows = require_rows(operator)
+        rows = read_rows(operator)
         return NystromSystem(self, operator, rows, approximate_kernel(rows, operator, self.rank, self.seed), damping)
-
-
-class WrittenRoot(Operator):
-    """An operator with a root, seen by its columns."""
-
-    def __init__(self, operator: Operator) -> None:
-        root = operator.root()
-        if root is None:
-            raise ValueError(f"operator {operator!r} has no root U with G = U U^T; use ng.CG() or ng.Direct()")
-        self.columns, self.rank = root, root.shape[1]
-        self.size, self.dtype, self.device, self.facts = operator.size, operator.dtype, operator.device, operator.facts
-
-    @property
-    def sample_rows(self) -> SampleRows:
-        return WrittenColumns(self.columns)
-
-    def mv(self, vector: Tensor) -> Tensor:
-        return self.columns @ (self.columns.mT @ vector)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,34 +111,19 @@ class NystromSystem:
         if not (all_finite(weights) and all_finite(sizes)):
             return torch.zeros_like(weights), 0, Status.NON_FINITE
         if self.choices.max_steps == 0:
-            return SpectralInverse(vectors, sizes + self.damping, self.damping).mv(weights), 0, Status.MAX_STEPS
+            return invert_spectrum(vectors, sizes + self.damping, self.damping, weights), 0, Status.MAX_STEPS
         least = float(sizes[-1]) if len(sizes) < self.rows.rank else 0.0
-        guide = SpectralInverse(vectors, sizes + self.damping, least + self.damping)
-        solver = CG(rtol=self.choices.rtol, max_steps=self.choices.max_steps, progress=None, preconditioner=guide)
-        solution = solver.solve(KernelOperator(self.rows, self.operator), weights, damping=self.damping)
+        inverse = partial(invert_spectrum, vectors, sizes + self.damping, least + self.damping)
+        solver = CG(self.choices.rtol, self.choices.max_steps, preconditioner=Closed(weights, inverse))
+        kernel = Closed(weights, lambda w: self.rows.rmv(self.rows.mv(w)))
+        solution = solver.solve(kernel, weights, damping=self.damping)
         return solution.value, solution.steps, solution.status
 
 
-class KernelOperator(Operator):
-    """K = U^T U, by products with U, in the dtype of an operator."""
-
-    def __init__(self, rows: SampleRows, like: Operator) -> None:
-        self.rows, self.size, self.dtype, self.device = rows, rows.rank, like.dtype, like.device
-
-    def mv(self, vector: Tensor) -> Tensor:
-        return self.rows.rmv(self.rows.mv(vector))
-
-
-class SpectralInverse(Operator):
-    """V diag(1 / s) V^T + (I - V V^T) / rest for V (r, k) with V^T V = I, s (k,) and a number, all > 0."""
-
-    def __init__(self, vectors: Tensor, sizes: Tensor, rest: float) -> None:
-        self.vectors, self.sizes, self.rest = vectors, sizes, rest
-        self.size, self.dtype, self.device = len(vectors), vectors.dtype, vectors.device
-
-    def mv(self, vector: Tensor) -> Tensor:
-        inside = self.vectors.mT @ vector
-        return vector / self.rest + self.vectors @ (inside / self.sizes - inside / self.rest)
+def invert_spectrum(vectors: Tensor, sizes: Tensor, rest: float, weights: Tensor) -> Tensor:
+    """V diag(1 / s) V^T w + (I - V V^T) w / rest for V (r, k) with V^T V = I, s (k,) and a number, all > 0."""
+    inside = vectors.mT @ weights
+    return weights / rest + vectors @ (inside / sizes - inside / rest)
 
 
 def approximate_kernel(rows: SampleRows, operator: Operator, rank: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -156,8 +138,7 @@ def approximate_kernel(rows: SampleRows, operator: Operator, rank: int, seed: in
         return omega, torch.full_like(omega[0], torch.nan)
     shift = torch.finfo(image.dtype).eps * float(measure_norm(image))
     image = image + shift * omega
-    inner = omega.mT @ image
-    factor = factor_or_nan((inner + inner.mT) / 2)
+    factor = factor_or_nan(symmetrise(omega.mT @ image))
     if not all_finite(factor):  # K = 0, or nearly so
         return omega, torch.zeros_like(omega[0])
     vectors, sizes, _ = svd(torch_linalg.solve_triangular(factor, image.mT, upper=False).mT)

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from natgrad.ground.linalg import cholesky, pseudo_solve, pseudo_square
 from natgrad.ground.typed_torch import measure_norm
-from natgrad.operators import Operator
+from natgrad.operators import Operator, SampleRows
 from natgrad.solvers.base import (
-    Product,
     Solution,
     Solver,
     check_system,
     find_power_of_two,
     measure_solution,
     restore_units,
+    write_rows,
 )
 
 
@@ -46,51 +46,40 @@ class SampleSpace(Solver):
 
     def _solve(self, operator: Operator, rhs: Tensor, damping: float) -> Solution:
         """For b of entries near 1."""
-        gram, up, down = find_factor_products(operator)
-
-        def product(vector: Tensor) -> Tensor:
-            return up(down(vector))
-
+        rows = write_rows(operator)
+        gram = rows.lower_gram()
         if damping == 0:
-            return solve_minimum_norm(gram, up, down, rhs)
+            return solve_minimum_norm(rows, gram, rhs)
         gram.diagonal().add_(damping)
         factor = cholesky(gram)
 
         def once(right: Tensor) -> Tensor:
-            return (right - up(factor.solve(down(right)))) / damping
+            return (right - rows.mv(factor.solve(rows.rmv(right)))) / damping
 
-        solution = measure_solution(product, rhs, damping, once(rhs), 1)
+        solution = measure_rows(rows, rhs, damping, once(rhs), 1)
         if bool(solution.residual <= 1e3 * torch.finfo(rhs.dtype).eps * measure_norm(rhs)):
             return solution
         refined = solution.value + once(rhs - solution.image)
-        solution = measure_solution(product, rhs, damping, refined, solution.steps + 1)
+        solution = measure_rows(rows, rhs, damping, refined, solution.steps + 1)
         if bool(solution.residual <= measure_norm(rhs)):
             return solution
         gram.diagonal().sub_(damping)
-        in_range = up(factor.solve(pseudo_solve(gram, down(rhs))))  # for b = U w it is U (K + l I)^-1 w
-        return measure_solution(product, rhs, damping, in_range, solution.steps + 1)
+        in_range = rows.mv(factor.solve(pseudo_solve(gram, rows.rmv(rhs))))  # for b = U w it is U (K + l I)^-1 w
+        return measure_rows(rows, rhs, damping, in_range, solution.steps + 1)
 
 
-def solve_minimum_norm(gram: Tensor, up: Product, down: Product, rhs: Tensor) -> Solution:
+def solve_minimum_norm(rows: SampleRows, gram: Tensor, rhs: Tensor) -> Solution:
     """U (U^T U)^+2 U^T b by the lower triangle of U^T U, refined once: squaring costs half the digits at first."""
     vectors, weights = pseudo_square(gram)
 
     def once(right: Tensor) -> Tensor:
-        return up(vectors @ (weights * (vectors.mT @ down(right))))
+        return rows.mv(vectors @ (weights * (vectors.mT @ rows.rmv(right))))
 
-    first = measure_solution(lambda v: up(down(v)), rhs, 0.0, once(rhs), 1)
-    refined = measure_solution(lambda v: up(down(v)), rhs, 0.0, first.value + once(rhs - first.image), first.steps + 1)
+    first = measure_rows(rows, rhs, 0.0, once(rhs), 1)
+    refined = measure_rows(rows, rhs, 0.0, first.value + once(rhs - first.image), first.steps + 1)
     return refined if bool(refined.residual <= first.residual) else first
 
 
-def find_factor_products(operator: Operator) -> tuple[Tensor, Product, Product]:
-    """A fresh U^T U (r, r), valid in its lower triangle, w -> U w and v -> U^T v for an operator G = U U^T."""
-    rows = operator.sample_rows
-    if rows is not None:
-        return rows.lower_gram(), rows.mv, rows.rmv
-    root = operator.root()
-    if root is None:
-        raise ValueError(
-            f"operator {operator!r} has no root U with G = U U^T, which SampleSpace needs; use CG() or Direct()"
-        )
-    return root.mT @ root, lambda weights: root @ weights, lambda vector: root.mT @ vector
+def measure_rows(rows: SampleRows, rhs: Tensor, damping: float, value: Tensor, steps: int) -> Solution:
+    """`measure_solution` with products v -> U U^T v."""
+    return measure_solution(lambda vector: rows.mv(rows.rmv(vector)), rhs, damping, value, steps)

@@ -68,16 +68,15 @@ class KrylovSubspace(Solver):
 
     def _solve_within(self, basis: _Basis, rhs: Tensor, damping: float, scale: Tensor) -> Solution:
         """Galerkin: x = V y with V^T (b - A x) = 0, for b = scale * rhs."""
-        space = basis.subspace()
+        space = Subspace(basis.vectors[: basis.count], basis.images[: basis.count])
         if not len(space.vectors):
             zero = torch.zeros_like(rhs)
             status = Status.NON_FINITE if basis.broken else Status.CONVERGED
             return Solution(zero, scale * measure_norm(rhs), basis.products, status, zero, basis=space)
-        weights, curved_down = solve_within_space(space.project_operator(), space.vectors @ rhs, damping, self.absolute)
+        matrix = space.project_operator()
+        weights, curved_down = solve_within_space(matrix, space.vectors @ rhs, damping, self.absolute)
         value = space.at(weights)
-        inner = (
-            space.at(take_absolute(space.project_operator()) @ weights) if self.absolute else space.image_at(weights)
-        )
+        inner = space.at(take_absolute(matrix) @ weights) if self.absolute else space.image_at(weights)
         image = torch.add(inner, value, alpha=damping)
         residual = measure_norm(rhs - image)
         status = self._status(bool(residual <= self.rtol * measure_norm(rhs)), basis, curved_down)
@@ -108,22 +107,14 @@ class _Basis:
         """The Krylov vectors, then the guess."""
         added = self._add(self._precondition(rhs))
         while added and self.count < self.choices.dimension:
-            added = self._add(self._precondition(self._shifted_image()))
+            image = self.images[self.count - 1]
+            if self.choices.preconditioner is not None:  # P (G + damping I) spans another space than P G
+                image = torch.add(image, self.vectors[self.count - 1], alpha=self.damping)
+            added = self._add(self._precondition(image))
         self.complete = not (added or self.broken)  # nothing new: the space is invariant
         if guess is not None and not self.broken:
             self._add(guess)
         self.complete = self.complete or self.count == self.operator.size
-
-    def subspace(self) -> Subspace:
-        """What was found, without the unused rows."""
-        return Subspace(self.vectors[: self.count], self.images[: self.count])
-
-    def _shifted_image(self) -> Tensor:
-        """The last vector's image under G; under G + damping I where a preconditioner makes that another space."""
-        image = self.images[self.count - 1]
-        if self.choices.preconditioner is None:
-            return image
-        return torch.add(image, self.vectors[self.count - 1], alpha=self.damping)
 
     def _precondition(self, vector: Tensor) -> Tensor:
         return vector if self.choices.preconditioner is None else self.choices.preconditioner.mv(vector)

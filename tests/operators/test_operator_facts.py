@@ -31,7 +31,6 @@ from natgrad.operators import (
 from natgrad.optim.joined import JoinedOperator
 from natgrad.optim.processes import Processes
 from natgrad.rules import FlatStep, Quadratic, SystemFacts
-from natgrad.solvers.nystrom import WrittenRoot
 
 SIZE = 6
 
@@ -57,11 +56,6 @@ def arrange_one(operator: Operator) -> Operator:
     return Arranged(Space({"a": torch.zeros(SIZE, dtype=F64)}), [(Layout("a", None, 1, 1, SIZE, (SIZE,)), operator)])
 
 
-def write_root(operator: Operator) -> Operator:
-    object.__setattr__(operator, "root", lambda: torch.eye(SIZE, dtype=F64))
-    return WrittenRoot(operator)
-
-
 WRAPPERS: dict[type, Callable[[Operator], Operator]] = {
     Sum: lambda operator: operator + operator,
     Scaled: lambda operator: 2.0 * operator,
@@ -73,7 +67,6 @@ WRAPPERS: dict[type, Callable[[Operator], Operator]] = {
     JoinedOperator: lambda operator: JoinedOperator(
         operator, Space({"a": torch.zeros(SIZE, dtype=F64)}), [1.0], None, operator.facts, Processes()
     ),
-    WrittenRoot: write_root,
 }
 
 
