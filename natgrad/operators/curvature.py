@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.derivatives import exact_derivatives
-from natgrad.ground.pure import check_followed
+from natgrad.ground.pure import check_followed, run_alone
 from natgrad.ground.spaces import Params, Space
 from natgrad.operators.base import Operator
 from natgrad.operators.facts import Facts
@@ -37,9 +37,10 @@ class Curvature(Operator):
         self.space = Space(params)
         self.size, self.dtype, self.device = self.space.size, self.space.dtype, self.space.device
         self.leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
-        # cuDNN's recurrent layers have no second derivative
-        with torch.enable_grad(), exact_derivatives(), torch.backends.cudnn.flags(enabled=False):
-            value = function(self.leaves)
+        with torch.enable_grad(), exact_derivatives():
+            # cuDNN's recurrent layers have no second derivative; the setting is one for all threads
+            with run_alone(), torch.backends.cudnn.flags(enabled=False):
+                value = function(self.leaves)
             check_value(value)
             check_followed(value, self.leaves, model, function)
             points = list(self.leaves.values())

@@ -76,6 +76,7 @@ def test_two_threads_at_two_points_of_one_model(ask: Callable[..., Tensor]):
     for place, of_thread in enumerate(answers):
         assert all(torch.equal(answer, expected[place]) for answer in of_thread)
     assert not torch.equal(*expected)
+    assert torch.backends.cudnn.enabled
     for name, p in model.named_parameters():
         assert p is own[name][0]
         assert torch.equal(p, own[name][1])
