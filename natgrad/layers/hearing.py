@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from natgrad.ground.spaces import Space
 from natgrad.ground.typed_torch import list_numbers, measure_norm
@@ -27,13 +26,7 @@ IMAGES = 32
 """Examples that a convolution's patches are made of at the least: neighbouring patches tell much the same."""
 GATHERED = 3
 """Times as many patches that `unfold` makes in the time of one that is gathered by itself."""
-CONVOLVE = (functional.conv1d, functional.conv2d, functional.conv3d)
-SPREAD: tuple[Callable[..., Tensor], ...] = (
-    functional.conv_transpose1d,
-    functional.conv_transpose2d,
-    functional.conv_transpose3d,
-)
-WEIGHT_GRADIENT = (conv1d_weight, conv2d_weight, conv3d_weight)
+convolve: Any = torch.convolution
 
 
 class SeenImages(Seen):
@@ -86,7 +79,7 @@ class SeenImages(Seen):
         return len(self.inputs)
 
     def bound_inputs(self) -> Tensor:
-        padded = self.inputs if self._is_transposed else pad_as(self.layer.module, self.inputs)
+        padded = self._arguments()[0]
         taps = prod(self.layer.module.kernel_size)  # an entry is in no more patches than that
         ones = padded.new_tensor(self.positions).sqrt()
         return torch.hypot(taps**0.5 * measure_norm(padded), ones)
@@ -128,15 +121,13 @@ class SeenImages(Seen):
         return SeenImages(self.layer, self.inputs, self.derivatives[which], self.size, self.share)
 
     def gradient(self) -> Tensor:
-        layout, module, first = self.layer.layout, self.layer.module, self.derivatives[0]
+        layout, first = self.layer.layout, self.derivatives[0]
         gradients = dict[str, Tensor]()
         if layout.weight is not None:
-            find = WEIGHT_GRADIENT[len(module.kernel_size) - 1]
-            if self._is_transposed:  # the adjoint of a convolution of the outputs: the two change places
-                options = self._strides() | {"padding": module.padding}
-                gradients[layout.weight] = find(first, layout.shape, self.inputs, **options)
-            else:
-                gradients[layout.weight] = find(pad_as(module, self.inputs), layout.shape, first, **self._strides())
+            inputs, options = self._arguments()
+            weight = inputs.new_empty(1).expand(layout.shape)  # its shape is all that counts
+            backward: Any = torch.ops.aten.convolution_backward
+            gradients[layout.weight] = backward(first, inputs, weight, None, *options, [False, True, False])[1]
         if layout.bias is not None:
             gradients[layout.bias] = first.flatten(2).sum((0, 2))
         return layout.join(gradients)
@@ -146,29 +137,23 @@ class SeenImages(Seen):
         parts = layout.split(matrix)
         slopes = torch.zeros(len(self.derivatives), examples, dtype=matrix.dtype, device=matrix.device)
         if layout.weight is not None:
-            image = self._convolve(parts[layout.weight])
+            inputs, options = self._arguments()
+            image = convolve(inputs, parts[layout.weight], None, *options)
             slopes += torch.stack([(image * each).reshape(examples, -1).sum(1) for each in self.derivatives])
         if layout.bias is not None:
             sums = torch.stack([each.flatten(2).sum(2) for each in self.derivatives])
             slopes += (sums @ parts[layout.bias].reshape(-1)).reshape(len(sums), examples, -1).sum(2)
         return slopes
 
-    @property
-    def _is_transposed(self) -> bool:
-        return isinstance(self.layer.module, TRANSPOSED)
-
-    def _convolve(self, weight: Tensor) -> Tensor:
-        """The convolution without its bias, of another weight."""
-        module = self.layer.module
-        if self._is_transposed:
-            options = self._strides() | {"padding": module.padding, "output_padding": module.output_padding}
-            return SPREAD[len(module.kernel_size) - 1](self.inputs, weight, **options)
-        convolve: Any = CONVOLVE[len(module.kernel_size) - 1]
-        return convolve(pad_as(module, self.inputs), weight, **self._strides())
-
-    def _strides(self) -> dict[str, Any]:
-        module = self.layer.module
-        return {"stride": module.stride, "dilation": module.dilation, "groups": module.groups}
+    def _arguments(self) -> tuple[Tensor, tuple[Any, ...]]:
+        """The inputs and, as torch has them, stride, padding, dilation, transposed, output padding and groups."""
+        module: Any = self.layer.module
+        if isinstance(module, TRANSPOSED):
+            padding, transposed, inputs = (module.padding, module.output_padding), True, self.inputs
+        else:
+            none = [0] * len(module.kernel_size)
+            padding, transposed, inputs = (none, none), False, pad_as(module, self.inputs)
+        return inputs, (module.stride, padding[0], module.dilation, transposed, padding[1], module.groups)
 
 
 def has_usual_size(module: Any, inputs: Tensor, outputs: Sequence[int]) -> bool:

@@ -139,10 +139,6 @@ class UnitLayout:
         if len(set(counts.values())) > 1:
             raise ValueError(f"units has {counts} along the given dimensions, expected one number of units")
 
-    @property
-    def _sides(self) -> list[tuple[int, tuple[int, ...]]]:
-        return list(zip(self.dims, self.shapes, strict=True))
-
     @cached_property
     def matrix_shape(self) -> tuple[int, int, int]:
         """(1, units, columns)."""
@@ -166,7 +162,8 @@ class UnitLayout:
         Args:
             matrix: Shape (1, units, columns).
         """
-        moved = [torch.Size((shape[dim], *shape[:dim], *shape[dim + 1 :])) for dim, shape in self._sides]
+        sides = zip(self.dims, self.shapes, strict=True)
+        moved = [torch.Size((shape[dim], *shape[:dim], *shape[dim + 1 :])) for dim, shape in sides]
         parts = matrix[0].split([size[1:].numel() for size in moved], dim=1)
         return {
             name: part.reshape(size).movedim(0, dim)
@@ -383,13 +380,11 @@ def layout_of(module: Any, weight: str | None, bias: str | None) -> Layout:
     if type_of(module) in TRANSPOSED:
         inputs = module.in_channels // groups * prod(module.kernel_size) if weight else 0
         return Layout(weight, bias, groups, module.out_channels // groups, inputs, shape, transposed=True)
-    outputs = len(module.weight) if isinstance(module, nn.Embedding) else module_outputs(module)
+    if isinstance(module, nn.Embedding):
+        outputs = len(module.weight)
+    else:
+        outputs = module.out_features if isinstance(module, nn.Linear) else module.out_channels
     return Layout(weight, bias, groups, outputs // groups, prod(shape[1:]) if weight else 0, shape)
-
-
-def module_outputs(module: Any) -> int:
-    """Channels or features that a linear layer or convolution puts out."""
-    return module.out_features if isinstance(module, nn.Linear) else module.out_channels
 
 
 def positions(tensor: Tensor) -> Tensor:
@@ -398,56 +393,37 @@ def positions(tensor: Tensor) -> Tensor:
 
 
 def patches_of(module: Any, inputs: Tensor) -> Tensor:
-    """What every output position of a convolution sees, (b, channels * taps, positions), channels slowest.
-
-    `unfold`, of spread inputs where the convolution is transposed; it has no third dimension. There the convolution
-    itself with a one-hot kernel per channel and tap is as exact.
-    """
-    transposed, dimensions = isinstance(module, TRANSPOSED), len(module.kernel_size)
-    laid = spread_inputs(module, inputs) if transposed else pad_as(module, inputs)
-    stride = (1,) * dimensions if transposed else module.stride
-    channels, taps = inputs.shape[1], prod(module.kernel_size)
-    if dimensions < 3:
-        patches = unfold_patches(laid, module.kernel_size, stride, module.dilation)
-    else:
-        kernel = torch.eye(taps, dtype=inputs.dtype, device=inputs.device).view(taps, 1, *module.kernel_size)
-        kernel = kernel.repeat(channels, 1, *[1] * dimensions)
-        patches = functional.conv3d(laid, kernel, None, stride, 0, module.dilation, channels).flatten(2)
-    return patches.unflatten(1, (channels, taps)).flip(2).flatten(1, 2) if transposed else patches
+    """What every output position of a convolution sees, (b, channels * taps, positions), channels slowest."""
+    windows, dimensions = windows_of(module, inputs), len(module.kernel_size)
+    last = 2 + dimensions
+    patches = windows.permute(0, 1, *range(last, last + dimensions), *range(2, last))
+    return patches.flatten(last).flatten(1, last - 1)
 
 
 def patches_at(module: Any, inputs: Tensor, numbers: Tensor) -> Tensor:
-    """Some of `patches_of`, without the others: (r, channels * taps), by number among examples times positions.
-
-    inputs: (b, channels, ...).
-    """
-    transposed = isinstance(module, TRANSPOSED)
-    windows = spread_inputs(module, inputs) if transposed else pad_as(module, inputs)
-    for axis, (size, dilation) in enumerate(zip(module.kernel_size, module.dilation, strict=True)):
-        reach, stride = (size - 1) * dilation + 1, 1 if transposed else module.stride[axis]
-        windows = windows.unfold(axis + 2, reach, stride)[..., ::dilation]  # a view: (b, channels, ..., taps)
-    if transposed:
-        windows = windows.flip(tuple(range(-len(module.kernel_size), 0)))
+    """Some of `patches_of`, without the others: (r, channels * taps), by number among examples times positions."""
+    windows = windows_of(module, inputs)
     places = unravel(numbers, (len(windows), *windows.shape[2 : 2 + len(module.kernel_size)]))
     return windows.movedim(1, len(places))[places].flatten(1)
 
 
+def windows_of(module: Any, inputs: Tensor) -> Tensor:
+    """The same as (b, channels, *positions, *taps): a view unless the convolution is transposed."""
+    transposed = isinstance(module, TRANSPOSED)
+    windows = spread_inputs(module, inputs) if transposed else pad_as(module, inputs)
+    for axis, (size, dilation) in enumerate(zip(module.kernel_size, module.dilation, strict=True)):
+        reach, stride = (size - 1) * dilation + 1, 1 if transposed else module.stride[axis]
+        windows = windows.unfold(axis + 2, reach, stride)[..., ::dilation]
+    return windows.flip(tuple(range(-len(module.kernel_size), 0))) if transposed else windows
+
+
 def unravel(numbers: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Indices by dimension of entries that are numbered row-major."""
+    """Indices by dimension of entries that are numbered row-major; `torch.unravel_index` takes half as long again."""
     indices = list[Tensor]()
     for size in reversed(shape):
         indices.append(numbers % size)
         numbers = numbers // size
     return tuple(reversed(indices))
-
-
-def unfold_patches(
-    padded: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]
-) -> Tensor:
-    """Patches of a padded 1-d or 2-d input."""
-    if padded.dim() == 3:  # a 1-d convolution is a 2-d one on images of height 1
-        padded, kernel, stride, dilation = padded.unsqueeze(2), (1, *kernel), (1, *stride), (1, *dilation)
-    return functional.unfold(padded, kernel, dilation, 0, stride)
 
 
 def spread_inputs(module: Any, inputs: Tensor) -> Tensor:
