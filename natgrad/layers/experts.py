@@ -6,8 +6,8 @@ expert. Rows that are zero, or where no derivative arrives, are empty slots and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from natgrad.layers.moments import Seen
 from natgrad.layers.taps import MatrixProduct
 
 EXPERTS, ROWS, COLUMNS, NEW = "e", "r", "c", "1"
+MOVES = FLIPS | {"Unsqueeze", "Select", "Unbind"}
 
 
 @dataclass(frozen=True)
@@ -64,53 +65,30 @@ def find_experts(child: Node, number: int, leaves: Mapping[Node, Layer]) -> Expe
     node: Any = child
     chain = list[tuple[Node, int]]()
     while node not in leaves:
-        if node is None or kind_of(node) not in SAME | MOVES.keys():
+        if node is None or kind_of(node) not in SAME | MOVES:
             return None
         chain.append((node, number))
         node, number = node.next_functions[0]
     source: ExpertSource | None = ExpertSource(leaves[node], EXPERTS + ROWS + COLUMNS)
     for step, output in reversed(chain):
         if source is not None and kind_of(step) in MOVES:
-            source = MOVES[kind_of(step)](step, output, source)
+            source = move_source(step, output, source)
     return source
 
 
-def turn(node: Node, output: int, source: ExpertSource) -> ExpertSource:
-    """The dimensions in another order."""
-    order = "".join(source.order[dim] for dim in read_order(node, len(source.order)))
-    return ExpertSource(source.layer, order, source.expert)
-
-
-def unsqueeze(node: Node, output: int, source: ExpertSource) -> ExpertSource:
-    """A new dimension."""
-    at = read_dim(node, len(source.order) + 1)
-    return ExpertSource(source.layer, source.order[:at] + NEW + source.order[at:], source.expert)
-
-
-def select(node: Node, output: int, source: ExpertSource) -> ExpertSource | None:
-    """One expert."""
-    index = read_index(node, source.layer.layout.groups)
-    return choose(source, read_dim(node, len(source.order)), index)
-
-
-def unbind(node: Node, output: int, source: ExpertSource) -> ExpertSource | None:
-    """One expert of all that were taken apart."""
-    return choose(source, read_dim(node, len(source.order)), output)
-
-
-def choose(source: ExpertSource, dim: int, expert: int) -> ExpertSource | None:
-    """One index of a dimension; None if that is not the experts'."""
-    if source.order[dim] != EXPERTS:
+def move_source(node: Node, output: int, source: ExpertSource) -> ExpertSource | None:
+    """What a node makes of the matrices: dimensions in another order, a new one, one expert; None for other cuts."""
+    kind, order = kind_of(node), source.order
+    if kind in FLIPS:
+        return replace(source, order="".join(order[dim] for dim in read_order(node, len(order))))
+    if kind == "Unsqueeze":
+        at = read_dim(node, len(order) + 1)
+        return replace(source, order=order[:at] + NEW + order[at:])
+    dim = read_dim(node, len(order))
+    if order[dim] != EXPERTS:
         return None
-    return ExpertSource(source.layer, source.order[:dim] + source.order[dim + 1 :], expert)
-
-
-MOVES: dict[str, Callable[[Node, int, ExpertSource], ExpertSource | None]] = {
-    **dict.fromkeys(FLIPS, turn),
-    "Unsqueeze": unsqueeze,
-    "Select": select,
-    "Unbind": unbind,
-}
+    expert = output if kind == "Unbind" else read_index(node, source.layer.layout.groups)
+    return replace(source, order=order[:dim] + order[dim + 1 :], expert=expert)
 
 
 def expert_product(node: Any, place: int, source: ExpertSource) -> ExpertProduct | None:

@@ -15,7 +15,7 @@ from natgrad.ground.densities import Density, Energy
 from natgrad.ground.spaces import Space
 from natgrad.ground.whole_tensors import is_split
 from natgrad.layers.kinds import Layer, known_layers, type_of
-from natgrad.layers.taps import Taps, resume, tap
+from natgrad.layers.taps import Resume, Taps, tap
 from natgrad.layers.traced import Traced, matrices_of, second_layers, traced_layers
 
 # their flags() also sets the precision of products, and warns where it cannot
@@ -56,17 +56,6 @@ class Unroll:
 
     def __reduce__(self) -> tuple[type[Unroll], tuple[()]]:
         return Unroll, ()
-
-
-def unroll_recurrence(modules: Iterable[nn.Module], owner: Any) -> list[RemovableHandle]:
-    """Run the recurrent ones among the modules in products, in the passes that `owner.listens()` to."""
-    handles = []
-    for module in dict.fromkeys(modules):
-        if type_of(module) in (nn.RNN, nn.LSTM, nn.GRU):
-            hook = Unroll(owner)
-            handles.append(module.register_forward_pre_hook(hook.before))
-            handles.append(module.register_forward_hook(hook.after, always_call=True))
-    return handles
 
 
 # What there is to listen to in a model: layers, matrices that no layer's own call explains, and the graph's leaves
@@ -134,7 +123,13 @@ class ModelLayers:
         Returns:
             Handles, whose `remove()` takes the hooks off.
         """
-        return unroll_recurrence((layer.module for layer in self.matrices if layer.module is not None), owner)
+        handles = []
+        for module in dict.fromkeys(layer.module for layer in self.matrices if layer.module is not None):
+            if type_of(module) in (nn.RNN, nn.LSTM, nn.GRU):
+                hook = Unroll(owner)
+                handles.append(module.register_forward_pre_hook(hook.before))
+                handles.append(module.register_forward_hook(hook.after, always_call=True))
+        return handles
 
     def hook(self, model: nn.Module, taps: Taps, leaves: GraphLeaves) -> list[RemovableHandle]:
         """Record the calls of the user's own passes.
@@ -147,7 +142,8 @@ class ModelLayers:
         Returns:
             Handles, whose `remove()` takes the hooks off.
         """
-        return [*tap(taps, self.known), resume(model, taps), *self.unroll(taps), *leaves.listen(model)]
+        resuming = model.register_forward_pre_hook(Resume(taps))
+        return [*tap(taps, self.known), resuming, *self.unroll(taps), *leaves.listen(model)]
 
 
 class GraphLeaves(Mapping[str, Tensor]):

@@ -62,18 +62,10 @@ class Recorder:
 
 
 def make_dummy(device: torch.device | None = None) -> Tensor:
-    """A number that a backward pass leaves no gradient at.
-
-    That gradient is a `DTensor` where the layers are in parts, and the compiler takes no plain tensor with such a one.
-    """
+    """A number that a backward pass leaves no gradient at: the compiler takes no plain tensor whose is a `DTensor`."""
     dummy = torch.zeros((), device=device, requires_grad=True)
-    dummy.register_post_accumulate_grad_hook(forget_gradient)
+    dummy.register_post_accumulate_grad_hook(lambda tensor: setattr(tensor, "grad", None))
     return dummy
-
-
-def forget_gradient(tensor: Tensor) -> None:
-    """Hook after a gradient was accumulated."""
-    tensor.grad = None
 
 
 NUMBERS = itertools.count()
@@ -120,11 +112,6 @@ class Fused(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         inputs, dummy = ctx.saved_tensors
         return gradients[0], None, hear_delta(inputs, gradients[0], dummy, ctx.number, ctx.place), None, None
-
-
-def tap_output(output: Tensor, inputs: Tensor, recorder: Recorder, place: int) -> Tensor:
-    """The output of a layer, tapped."""
-    return Fused.apply(output, inputs, recorder.dummy, recorder.number, place)  # type: ignore[return-value]
 
 
 # Listening to layers: what goes into each, and the place in the graph where the derivative of its output arrives
@@ -288,15 +275,11 @@ class Taps:
             with self.recorder.recording() as records:
                 deltas, slopes = derivatives(outputs, calls, [cotangent], [*leaves, self.recorder.dummy])
             if not at_calls:
-                everywhere += [self._tap_record(record) for record in records]
+                for place, inputs, delta in records:  # in compiled graphs, where the input is a copy
+                    everywhere.append(Tap(self.places[place], inputs, None, delta.dtype, inputs._version))
             at_calls.append([*deltas[0], *(delta for _, _, delta in records)])
             at_leaves.append(slopes[0][:-1])
         return everywhere, at_calls, at_leaves
-
-    def _tap_record(self, record: Record) -> Tap:
-        """The tap of a call in a compiled graph. Its input is a copy."""
-        place, inputs, delta = record
-        return Tap(self.places[place], inputs, None, delta.dtype, inputs._version)
 
 
 class Tapped:
@@ -320,7 +303,10 @@ class Tapped:
         if taps is None or not taps.armed:
             return None
         if torch.compiler.is_compiling():  # the compiler guards on what was asked above: two graphs, armed and not
-            return None if torch.compiler.is_exporting() else tap_output(output, args[0], taps.recorder, self.place)
+            if torch.compiler.is_exporting():
+                return None
+            recorder = taps.recorder
+            return Fused.apply(output, args[0], recorder.dummy, recorder.number, self.place)  # type: ignore[return-value]
         layer = None if self.layer is None else self.layer()
         if layer is not None and not taps.paused and not is_evaluating():
             refuse_jagged([args[0]], f"the input of the layer of {layer.layout.names[0]!r}")
@@ -379,11 +365,6 @@ class Resume:
 
     def __reduce__(self) -> tuple[type[Resume], tuple[()]]:
         return Resume, ()
-
-
-def resume(model: nn.Module, taps: Taps) -> RemovableHandle:
-    """Go on recording, after a pause, when the model is called."""
-    return model.register_forward_pre_hook(Resume(taps))
 
 
 class Release:

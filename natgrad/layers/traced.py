@@ -250,16 +250,11 @@ def source_of(child: Node, number: int, leaves: Leaves) -> Source | None:
     for cut, i, above in reversed(cuts):
         if (flips - above) % 2:  # of the transposed matrix: its columns
             return None
-        piece = part_of(cut, i, *piece)
-        if piece is None:
+        rows = read_cut(cut, i, piece[1] - piece[0]) if read_dim(cut, 2) == 0 else None
+        if rows is None:  # it cuts columns
             return None
+        piece = piece[0] + rows[0], piece[0] + rows[1]
     return Source(layer, dtype, piece, bool(flips % 2))
-
-
-def part_of(cut: Node, number: int, start: int, stop: int) -> tuple[int, int] | None:
-    """Which of the rows from start to stop an output of a split or slice holds; None where it cuts columns."""
-    piece = read_cut(cut, number, stop - start) if read_dim(cut, 2) == 0 else None
-    return None if piece is None else (start + piece[0], start + piece[1])
 
 
 def product_of(node: Any, place: int, source: Source | ExpertSource) -> TracedProduct | ExpertProduct | None:
