@@ -87,7 +87,7 @@ def alternating(count: int, like: Tensor) -> Examples:
 
 
 def together(like: Tensor) -> Examples:
-    """All rows are one example's: right whatever the model does."""
+    """All rows are one example's."""
     return Examples(1, torch.zeros_like(like, dtype=torch.long))
 
 
@@ -140,11 +140,7 @@ def along_second(tree: Any, rows: Tensor, lay: Callable[[Any], Tensor]) -> Examp
 
 
 def keeps_apart(form_mv: Callable[[Tensor, Tensor], Tensor], rows: Tensor, examples: Examples) -> bool:
-    """True if M is zero between entries of different examples.
-
-    A softmax over an axis that holds the examples couples them, for example. Then M (n v) differs from n (M v), where n
-    holds one random number per example.
-    """
+    """True if M (n v) = n (M v) for a number n per example: M is zero between different ones, unlike a softmax's."""
     if examples.by_row is not None:  # M acts within a row
         return True
     generator = torch.Generator(rows.device).manual_seed(0)
@@ -233,9 +229,9 @@ class KnownPlaces:
 
 
 def shorten(examples: Examples, candidates: Sequence[Examples]) -> Examples | int:
-    """A partition with one number per row, to be kept; its place among the candidates where a row has several.
+    """A partition with one number per row, to be kept; its place among the candidates where rows have several.
 
-    A number per entry takes twice the memory of the outputs, for each of the shapes that are kept.
+    A number per entry takes twice the memory of the outputs.
     """
     by_row = examples.by_row
     if by_row is None:

@@ -219,8 +219,7 @@ def merge_calls(layer: Layer, calls: Calls, dtype: torch.dtype | None, examples:
     laid_out = ([arrange_call(layer, layer.deltas, d, examples, call.place) for d in deltas] for call, deltas in calls)
     columns = zip(*laid_out, strict=True)
     joint_deltas = [join_parts(list(parts), along) for parts in columns]
-    fits = joint_deltas[0].shape[:2] == activations.shape[:2]  # not so for output_size=... of a transposed convolution
-    if not fits:
+    if joint_deltas[0].shape[:2] != activations.shape[:2]:  # output_size=... of a transposed convolution
         return None
     if norm and activations.shape[1] > len(joint_deltas):
         return sum_positions(layer, activations, joint_deltas)
@@ -412,21 +411,15 @@ def token_part(layer: Traced, calls: Products, fold: Fold, dtype: torch.dtype) -
 
 
 def gather_derivatives(calls: Products, fold: Fold, rows: int | None = None) -> list[Tensor]:
-    """Per cotangent, the derivatives at all products, (b, t, o)."""
+    """Per cotangent, the derivatives at all products, (b, t, o); with zeros up to so many rows of the matrix."""
+
+    def lay(delta: Tensor, call: TracedProduct) -> Tensor:
+        derivative = fold(delta.mT if call.columns else delta.flatten(0, -2), call)
+        return derivative if rows is None else pad_rows(derivative, call.piece, rows)
+
     columns = zip(*(deltas for _, deltas in calls), strict=True)
-    return [
-        join_parts(
-            [lay_derivative(delta, call, fold, rows) for (call, _), delta in zip(calls, column, strict=True)],
-            fold.along,
-        )
-        for column in columns
-    ]
-
-
-def lay_derivative(delta: Tensor, call: TracedProduct, fold: Fold, rows: int | None) -> Tensor:
-    """The derivative at one product."""
-    derivative = fold(delta.mT if call.columns else delta.flatten(0, -2), call)
-    return derivative if rows is None else pad_rows(derivative, call.piece, rows)
+    each = ([lay(delta, call) for (call, _), delta in zip(calls, column, strict=True)] for column in columns)
+    return [join_parts(parts, fold.along) for parts in each]
 
 
 def pad_rows(part: Tensor, piece: tuple[int, int], rows: int) -> Tensor:
@@ -507,10 +500,32 @@ class Pass:
     def judge(self, layers: Sequence[Seen]) -> list[bool | None]:
         """Of each layer whether it gives its parameters' whole gradient; None where that cannot be told.
 
+        By one read of the device.
+
         Args:
             layers: Their passes.
         """
-        return judge_layers(layers, self.gradients, self.eps)
+        gaps, tolerances = list[Tensor](), list[float | None]()
+        for seen in layers:
+            gradient = seen.gradient()
+            reached = {name: g for name in seen.layer.layout.names if (g := self.gradients.get(name)) is not None}
+            tolerances.append(max(self.eps, torch.finfo(gradient.dtype).eps) ** 0.5 if reached else None)
+            if reached:
+                parts = seen.layer.layout.split(torch.zeros_like(gradient))  # the bias of an energy moves no score
+                parts |= {name: g.to_dense().to(gradient.dtype) for name, g in reached.items()}
+                expected = seen.layer.layout.join(parts)
+                gaps.append(torch.stack([measure_norm(expected), measure_norm(gradient - expected)]))
+        table = torch.stack([gap.to(gaps[0].device, torch.float64) for gap in gaps]).flatten() if gaps else None
+        numbers = iter([] if table is None else list_numbers(table))
+        answers = list[bool | None]()
+        for tolerance in tolerances:
+            if tolerance is None:
+                answers.append(False)
+                continue
+            size, gap = next(numbers), next(numbers)
+            finite = math.isfinite(size) and math.isfinite(gap)
+            answers.append(gap <= tolerance * size if finite and max(size, gap) > 0 else None)
+        return answers
 
 
 def hear(
@@ -548,34 +563,6 @@ def hear(
     more = one.collect_products(spare(answers))
     answers |= {each.key: answer is True and takes(each) for each, answer in zip(more, one.judge(more), strict=True)}
     return Heard([each for each in [*seen, *more] if answers[each.key]], {}, answers, sure)
-
-
-def judge_layers(layers: Sequence[Seen], gradients: Mapping[str, Tensor | None], eps: float) -> list[bool | None]:
-    """Of each layer whether its activations and deltas give its parameters' whole gradient; None where nobody can tell.
-
-    By one read of the device. eps: of the coarsest dtype on the way.
-    """
-    gaps, known = list[Tensor](), list[float | None]()
-    for seen in layers:
-        gradient = seen.gradient()
-        reached = {name: g for name in seen.layer.layout.names if (g := gradients.get(name)) is not None}
-        known.append(max(eps, torch.finfo(gradient.dtype).eps) ** 0.5 if reached else None)
-        if reached:
-            parts = seen.layer.layout.split(torch.zeros_like(gradient))  # the bias of an energy moves no score
-            parts |= {name: g.to_dense().to(gradient.dtype) for name, g in reached.items()}
-            expected = seen.layer.layout.join(parts)
-            gaps.append(torch.stack([measure_norm(expected), measure_norm(gradient - expected)]))
-    table = torch.stack([gap.to(gaps[0].device, torch.float64) for gap in gaps]).flatten() if gaps else torch.zeros(0)
-    numbers = iter(list_numbers(table))
-    answers = list[bool | None]()
-    for tolerance in known:
-        if tolerance is None:
-            answers.append(False)
-            continue
-        size, gap = next(numbers), next(numbers)
-        finite = math.isfinite(size) and math.isfinite(gap)
-        answers.append(gap <= tolerance * size if finite and max(size, gap) > 0 else None)
-    return answers
 
 
 def is_asking(readings: int) -> bool:
@@ -626,15 +613,10 @@ def hear_rows(recording: Recording, dtype: torch.dtype, cotangents: Sequence[Ten
     Returns:
         The layers whose inputs and derivatives fit together; no embeddings, whose rows are better not written out.
     """
-    deltas = fill_zeros(derivatives(recording.outputs, recording.taps, cotangents)[0])
+    deltas = derivatives(recording.outputs, recording.taps, cotangents)[0]
+    for column in range(len(recording.taps)):
+        like = next((row[column] for row in deltas if row[column] is not None), None)
+        for row in deltas:  # zeros where a cotangent's derivative does not arrive at a tap that others' reach
+            if row[column] is None and like is not None:
+                row[column] = torch.zeros_like(like)
     return [seen for seen in collect_passes(recording.taps, deltas, dtype, batch) if not seen.by_token]
-
-
-def fill_zeros(deltas: list[list[Tensor | None]]) -> list[list[Tensor | None]]:
-    """Zeros where a cotangent's derivative does not arrive at a tap that others' reach."""
-    like = [next((delta for delta in column if delta is not None), None) for column in zip(*deltas, strict=True)]
-
-    def fill(delta: Tensor | None, other: Tensor | None) -> Tensor | None:
-        return torch.zeros_like(other) if delta is None and other is not None else delta
-
-    return [[fill(delta, other) for delta, other in zip(row, like, strict=True)] for row in deltas]

@@ -299,11 +299,6 @@ def output_moment(deltas: Tensor, scale: float = 1.0) -> Tensor:
     return gram(flat[0], scale) if len(flat) == 1 else scale * (flat.mT @ flat)
 
 
-def diagonal_moment(deltas: Tensor) -> Tensor:
-    """The diagonal of S for one group, (o,)."""
-    return deltas.square().sum((0, 1, 2))
-
-
 def token_moment(
     tokens: Tensor, size: int, padding: int | None, dtype: torch.dtype, weights: Tensor | None = None
 ) -> Tensor:
@@ -337,11 +332,7 @@ def rotated_squares(a: Tensor, deltas: Tensor, eigen: KroneckerEigen) -> Tensor:
 
 
 def turn_into_basis(tensor: Tensor, vectors: Tensor | None) -> Tensor:
-    """The tensor in the basis of the vectors.
-
-    tensor: (b, t, G, d). vectors: (d, d) or (G, d, d); for a cut factor's blocks (..., s, s), with four
-    dimensions. None: the tensor as it is.
-    """
+    """The tensor (b, t, G, d) in the basis (d, d), (G, d, d) or, of a cut factor, (k, m, s, s); None: as it is."""
     if vectors is None:
         return tensor
     if vectors.dim() == 4:
@@ -391,17 +382,13 @@ def token_blocks(tokens: Tensor, deltas: Tensor, size: int, padding: int | None)
     return deltas.new_zeros(size, rows.shape[1], rows.shape[1]).index_add_(0, row_tokens, outer)
 
 
-# some rows of many, spread so that no period in their order is met at one phase alone
-
+# some rows of many, spread so that no period in their order (pairs, classes in turn) is met at one phase alone
 
 PRIME = 7919
 
 
 def spread_rows(count: int, some: float, device: torch.device) -> Tensor:
-    """About `some` of `count` rows, one from each stretch of equal length, at another place in every stretch.
-
-    No period in the order of rows (pairs, classes in turn, places in a sentence) is met at one phase alone.
-    """
+    """About `some` of `count` rows, one from each stretch of equal length, at another place in every stretch."""
     stretch = max(1, round(count / some))
     starts = torch.arange(count // stretch, device=device)
     return starts * stretch + starts * PRIME % stretch
@@ -564,15 +551,14 @@ def trace(factor: Tensor) -> Tensor:
 
 
 def factor(deltas: Tensor, room: Room, axis: int, other: int) -> Tensor:
-    """The deltas' second moment, or blocks of it or its diagonal where that is too large.
-
-    axis: 1 for left factors (k, 1, s, s), 0 for right ones (1, m, t, t). other: rows of the layer's other factor.
-    """
+    """The deltas' second moment, or its diagonal, or blocks (k, 1, s, s) for axis 1, (1, m, t, t) for axis 0."""
     size = deltas.shape[3]
     pieces = room.pieces(size, deltas.element_size(), other) if deltas.shape[2] == 1 else 1
     if pieces == 1:
         return output_moment(deltas)
-    return diagonal_moment(deltas) if pieces == size else output_moment(cut(deltas, pieces)).unsqueeze(axis)
+    if pieces == size:  # its diagonal
+        return deltas.square().sum((0, 1, 2))
+    return output_moment(cut(deltas, pieces)).unsqueeze(axis)
 
 
 def layer_spectrum(seen: Seen, eigen: KroneckerEigen) -> Tensor:
