@@ -15,7 +15,7 @@ from natgrad.ground.densities import Density, Energy
 from natgrad.ground.spaces import Space
 from natgrad.ground.whole_tensors import is_split
 from natgrad.layers.kinds import Layer, known_layers, type_of
-from natgrad.layers.taps import Resume, Taps, tap
+from natgrad.layers.taps import Resume, Taps, refer_weakly, tap
 from natgrad.layers.traced import Traced, matrices_of, second_layers, traced_layers
 
 # their flags() also sets the precision of products, and warns where it cannot
@@ -34,12 +34,12 @@ class Unroll:
     """
 
     def __init__(self, owner: Any = None) -> None:
-        self.owner = None if owner is None else weakref.ref(owner)
+        self.owner = refer_weakly(owner)
         self.flags: list[list[bool]] = []
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Do without the fused kernels, in passes that are listened to."""
-        owner = None if self.owner is None else self.owner()
+        owner = self.owner()
         if owner is None or torch.compiler.is_compiling() or not torch.is_grad_enabled() or not owner.listens():
             return
         if torch.backends.flags_frozen():  # torch.backends.disable_global_flags() was called
@@ -199,11 +199,11 @@ class LeafListener:
     """
 
     def __init__(self, leaves: GraphLeaves | None = None, held: Iterable[tuple[nn.Module, str, str]] = ()) -> None:
-        self.leaves = None if leaves is None else weakref.ref(leaves)
+        self.leaves = refer_weakly(leaves)
         self.held = [(weakref.ref(module), key, name) for module, key, name in held]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        leaves = None if self.leaves is None else self.leaves()
+        leaves = self.leaves()
         if leaves is None:
             return
         for part, key, name in self.held:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -81,8 +82,11 @@ def recalibrate(
         for number in range(passes):
             listeners = [NormListener(norm, by_batch=number == 0) for norm in norms.values()]
             try:
-                with failing_together(group, place):
-                    count = run_batches(inner, loader, run, batches)
+                with failing_together(group, place), torch.no_grad():
+                    count = 0
+                    for batch in islice(loader, batches):
+                        run(inner, batch)
+                        count += 1
             finally:
                 for listener in listeners:
                     listener.detach()
@@ -92,7 +96,7 @@ def recalibrate(
                 raise ValueError(f"loader has no batches in pass {number + 1}{again}")
             for listener in listeners:
                 listener.write()
-        missing = [name for name, heard in zip(norms, listeners, strict=True) if heard.moments is None]
+        missing = [name for name, listener in zip(norms, listeners, strict=True) if not listener.moments.count]
         if len(missing) == len(norms):
             raise ValueError("no batch norm was called; give the module itself and not a compiled or traced one")
         commit()
@@ -142,34 +146,13 @@ def join_moments(listeners: Sequence[NormListener], count: int, group: Any) -> i
     """Give listeners the moments of all processes' batches, the same bits on each; how many batches there were."""
     if group is None:
         return count
-    sizes = [2 * len(listener.norm.running_mean) + 1 for listener in listeners]
-    device = listeners[0].norm.running_mean.device
-    parts = [
-        listener.norm.running_mean.new_zeros(size).double() for listener, size in zip(listeners, sizes, strict=True)
-    ]
-    for part, listener in zip(parts, listeners, strict=True):
-        if listener.moments is not None:
-            own = listener.moments
-            part.copy_(torch.cat([own.mean.new_tensor([own.count]), own.mean, own.scatter]))
-    table = gather_numbers(torch.cat([torch.tensor([count], dtype=torch.float64, device=device), *parts]), group)
-    for listener, columns in zip(listeners, table[:, 1:].split(sizes, dim=1), strict=True):
-        listener.moments = None
-        for row in columns:
-            mean, scatter = row[1:].chunk(2)
-            if row[0] > 0:
-                moments = ChannelMoments(int(row[0]), mean, scatter)
-                listener.moments = moments if listener.moments is None else listener.moments.add(moments)
+    each = [listener.moments for listener in listeners]
+    parts = [torch.cat([own.mean.new_tensor([own.count]), own.mean, own.scatter]) for own in each]
+    table = gather_numbers(torch.cat([parts[0].new_tensor([count]), *parts]), group)
+    for listener, columns in zip(listeners, table[:, 1:].split([len(part) for part in parts], dim=1), strict=True):
+        rows = [ChannelMoments(int(row[0]), *row[1:].chunk(2)) for row in columns]
+        listener.moments = reduce(ChannelMoments.add, rows)
     return int(table[:, 0].sum())
-
-
-def run_batches(model: Any, loader: Iterable[Any], run: Callable[[Any, Any], Any], batches: int | None) -> int:
-    """Runs batches through the model, without gradients; how many."""
-    count = 0
-    with torch.no_grad():
-        for batch in islice(loader, batches):
-            run(model, batch)
-            count += 1
-    return count
 
 
 def run_batch(model: nn.Module, batch: Any) -> Any:
@@ -231,20 +214,17 @@ class ChannelMoments:
         """Those of inputs (b, channels, ...), in float64 where there is one."""
         wide = inputs.detach() if inputs.device.type == "mps" else inputs.detach().double()
         rows = wide.movedim(1, -1).reshape(-1, inputs.shape[1])
-        mean = rows.mean(0)
+        mean = rows.mean(0) if len(rows) else rows.sum(0)
         return cls(len(rows), mean, (rows - mean).square().sum(0))
 
     def add(self, other: ChannelMoments) -> ChannelMoments:
         """Those of both together (Chan, Golub & LeVeque 1979)."""
+        if not other.count:
+            return self
         count = self.count + other.count
         away = other.mean - self.mean
         scatter = self.scatter + other.scatter + away.square() * (self.count * other.count / count)
         return ChannelMoments(count, self.mean + away * (other.count / count), scatter)
-
-    @property
-    def variance(self) -> Tensor:
-        """With the divisor n - 1, as torch's running variance."""
-        return self.scatter / max(1, self.count - 1)
 
 
 class NormListener:
@@ -258,7 +238,7 @@ class NormListener:
 
     def __init__(self, norm: Any, *, by_batch: bool) -> None:
         self.norm, self.by_batch = norm, by_batch
-        self.moments: ChannelMoments | None = None
+        self.moments = ChannelMoments.read(norm.running_mean.new_empty(0, len(norm.running_mean)))
         self._handle = norm.register_forward_pre_hook(self._read)
 
     def _read(self, norm: Any, args: tuple[Any, ...]) -> None:
@@ -266,18 +246,17 @@ class NormListener:
         if moments.count == 0:
             norm.training = False
             return
-        self.moments = moments if self.moments is None else self.moments.add(moments)
+        self.moments = self.moments.add(moments)
         norm.training = self.by_batch and moments.count > 1
         if self.by_batch and moments.count == 1 and self.moments.count > 1:
             self.write()
 
     def write(self) -> None:
-        """Writes the running statistics, where anything was recorded."""
-        if self.moments is None:
-            return
-        with torch.no_grad():
-            self.norm.running_mean.copy_(self.moments.mean)
-            self.norm.running_var.copy_(self.moments.variance)
+        """Writes the running statistics, with the divisor n - 1 as torch, where anything was recorded."""
+        if self.moments.count:
+            with torch.no_grad():
+                self.norm.running_mean.copy_(self.moments.mean)
+                self.norm.running_var.copy_(self.moments.scatter / max(1, self.moments.count - 1))
 
     def detach(self) -> None:
         """No longer listens."""

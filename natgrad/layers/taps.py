@@ -11,11 +11,11 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from natgrad.ground.pure import is_evaluating, refuse_jagged, run_alone, version
 from natgrad.ground.whole_tensors import any_split, gather_whole, is_split
 from natgrad.layers.kinds import Layer
 
+T = TypeVar("T")
 Record = tuple[int, Tensor, Tensor]
 
 
@@ -282,6 +283,11 @@ class Taps:
         return everywhere, at_calls, at_leaves
 
 
+def refer_weakly(thing: T | None) -> Callable[[], T | None]:
+    """What gives the thing as long as somebody else holds it; None gives None."""
+    return (lambda: None) if thing is None else weakref.ref(thing)
+
+
 class Tapped:
     """Forward hook of one module. That of a copied or pickled model records nothing.
 
@@ -292,14 +298,12 @@ class Tapped:
     """
 
     def __init__(self, taps: Taps | None = None, layer: Layer | None = None, place: int = 0) -> None:
-        self.taps = None if taps is None else weakref.ref(taps)
-        self.layer = None if layer is None else weakref.ref(layer)
-        self.place = place
+        self.taps, self.layer, self.place = refer_weakly(taps), refer_weakly(layer), place
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
         if not (isinstance(output, Tensor) and output.requires_grad and args and isinstance(args[0], Tensor)):
             return None
-        taps = None if self.taps is None else self.taps()
+        taps = self.taps()
         if taps is None or not taps.armed:
             return None
         if torch.compiler.is_compiling():  # the compiler guards on what was asked above: two graphs, armed and not
@@ -307,7 +311,7 @@ class Tapped:
                 return None
             recorder = taps.recorder
             return Fused.apply(output, args[0], recorder.dummy, recorder.number, self.place)  # type: ignore[return-value]
-        layer = None if self.layer is None else self.layer()
+        layer = self.layer()
         if layer is not None and not taps.paused and not is_evaluating():
             refuse_jagged([args[0]], f"the input of the layer of {layer.layout.names[0]!r}")
             taps.calls.append(Tap.of(layer, args[0], output))
@@ -354,12 +358,12 @@ class Resume:
     """Forward pre-hook of the model: a new pass begins. A copied or pickled model carries one that does nothing."""
 
     def __init__(self, taps: Taps | None = None) -> None:
-        self.taps = None if taps is None else weakref.ref(taps)
+        self.taps = refer_weakly(taps)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
             return
-        taps = None if self.taps is None else self.taps()
+        taps = self.taps()
         if taps is not None and not is_evaluating():
             taps.resume()
 
