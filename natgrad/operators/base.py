@@ -468,11 +468,7 @@ class Closed(Operator):
         return self.product(block.mT).mT  # leading dimensions are batches
 
     def inverse(self, damping: float = 0.0) -> Operator | None:
-        """The other product; None where it is not known, and with damping.
-
-        Args:
-            damping: In G's units, >= 0.
-        """
+        """The other product; None where it is not known, and with damping."""
         if damping or self.inverse_product is None:
             return None
         return Closed(torch.empty(self.size, dtype=self.dtype, device=self.device), self.inverse_product, self.product)

@@ -164,11 +164,7 @@ class Factored(Operator):
         return self.lower
 
     def inverse(self, damping: float = 0.0) -> Operator | None:
-        """At damping 0 by two triangular solves per vector; else a new factorisation, O(n^3).
-
-        Args:
-            damping: In G's units, >= 0.
-        """
+        """At damping 0 by two triangular solves per vector; else a new factorisation, O(n^3)."""
         return FactoredInverse(self.lower) if damping == 0 else DenseOperator(self.dense()).inverse(damping)
 
     def diagonal(self) -> Tensor:
@@ -233,11 +229,7 @@ class InvertedOperator(Operator, packed_as="Inverted"):
         return torch_linalg.solve_triangular(self._factor.lower.to(self.dtype), eye, upper=False).mT
 
     def inverse(self, damping: float = 0.0) -> Operator | None:
-        """P itself at damping 0; else (I + damping P)^-1 P, O(n^3).
-
-        Args:
-            damping: In G's units, >= 0.
-        """
+        """P itself at damping 0; else (I + damping P)^-1 P, O(n^3)."""
         return DenseOperator.from_symmetric(self.matrix if damping == 0 else damped_inverse(self.matrix, damping))
 
 

@@ -74,11 +74,7 @@ class KroneckerOperator(Operator, packed_as="kronecker"):
         return block_kron(left, right)
 
     def inverse(self, damping: float = 0.0) -> Operator:
-        """Exact damping in the joint eigenbasis, unless `factored`.
-
-        Args:
-            damping: In G's units, >= 0.
-        """
+        """Exact damping in the joint eigenbasis, unless `factored`."""
         if self.factored:
             return self.factored_inverse(damping)
         return Spectral(KroneckerEigen.of(self.left, self.right)).inverse(damping)
@@ -146,11 +142,7 @@ class KroneckerSolve(Operator, packed_as="kronecker_solve"):
         return self.product().root()
 
     def inverse(self, damping: float = 0.0) -> Operator:
-        """Exact, in the joint eigenbasis.
-
-        Args:
-            damping: In the units of this operator, >= 0.
-        """
+        """Exact, in the joint eigenbasis."""
         return self.product().inverse(damping)
 
     def diagonal(self) -> Tensor:
@@ -347,11 +339,7 @@ class Tiled(Operator, packed_as="tiled"):
         return self.tiles.closed_form
 
     def inverse(self, damping: float = 0.0) -> Tiled | None:
-        """For `factored` tiles K-FAC's, with the pi of the whole factors, so that cutting changes no damping.
-
-        Args:
-            damping: In G's units, >= 0.
-        """
+        """For `factored` tiles K-FAC's, with the pi of the whole factors, so that cutting changes no damping."""
         if isinstance(self.tiles, KroneckerOperator) and self.tiles.factored:
             sides = self.tiles.left, self.tiles.right
             means = [diagonal_of(side).sum() / size for side, size in zip(sides, self.matrix_shape, strict=True)]
@@ -469,11 +457,7 @@ class Spiked(Operator, packed_as="spiked"):
         return image.reshape(-1)
 
     def inverse(self, damping: float = 0.0) -> Spiked:
-        """Exact: 1 / (spectrum + damping); at damping 0 the pseudo-inverse.
-
-        Args:
-            damping: In G's units, >= 0.
-        """
+        """Exact: 1 / (spectrum + damping); at damping 0 the pseudo-inverse."""
         cutoff = 10 * safe_cutoff(max(self.matrix_shape[-2:]), self.dtype) * self.spectrum.max() if damping == 0 else 0
         return Spiked(self.left, self.right, positive_inverse(self.spectrum + damping, cutoff))
 

@@ -86,11 +86,7 @@ class Rows(SampleRows):
         return torch.einsum("imq,iq->im", self.factor, columns)
 
     def mv(self, weights: Tensor) -> Tensor:
-        """U w, shape (n,): a third of a gradient from the layers' rows.
-
-        Args:
-            weights: w, shape (r,).
-        """
+        """U w, shape (n,): a third of a gradient from the layers' rows."""
         return self._flatten(part.mv(weights) for part in self.parts)
 
     def rmv(self, vector: Tensor) -> Tensor:

@@ -295,11 +295,7 @@ class QuasiDiagonal(Operator):
         return join_diagonally(torch.cat([diagonals[..., :-1], ends.unsqueeze(-1)], dim=2))
 
     def inverse(self, damping: float = 0.0) -> QuasiDiagonalInverse:
-        """Exact; at damping 0 a generalised inverse X with G X G = G, not the one of least norm.
-
-        Args:
-            damping: In G's units, >= 0.
-        """
+        """Exact; at damping 0 a generalised inverse X with G X G = G, not the one of least norm."""
         return QuasiDiagonalInverse(self, damping)
 
     def diagonal(self) -> Tensor:
