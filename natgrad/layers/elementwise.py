@@ -19,17 +19,11 @@ from natgrad.layers.examples import Examples
 
 @dataclass(frozen=True)
 class Use:
-    """A sum or a product that a parameter is in, spread over the examples: position embeddings, layer scales.
+    """A sum or a product that a parameter is in, spread over the examples: position embeddings, layer scales."""
 
-    Args:
-        edge: Where the derivative of what comes out arrives.
-        other: What the parameter is multiplied by; None: it is added.
-        path: The views that lie between, the parameter's own first: `positions[:length]` is a slice of it.
-    """
-
-    edge: GradientEdge
-    other: Tensor | None
-    path: tuple[Any, ...] = ()
+    edge: GradientEdge  # where the derivative of what comes out arrives
+    other: Tensor | None  # what the parameter is multiplied by; None: it is added
+    path: tuple[Any, ...] = ()  # the views between, the parameter's own first: `positions[:length]` is a slice of it
 
 
 def square_elementwise(

@@ -27,17 +27,11 @@ MOVES = FLIPS | {"Unsqueeze", "Select", "Unbind"}
 
 @dataclass(frozen=True)
 class ExpertSource:
-    """What an edge of the graph carries: all experts' matrices, or one's.
-
-    Args:
-        layer: The parameter's.
-        order: What its dimensions are: experts, rows, columns, or new ones of size 1.
-        expert: The one that was taken; None for all.
-    """
+    """What an edge of the graph carries: all experts' matrices, or one's."""
 
     layer: Any
-    order: str
-    expert: int | None = None
+    order: str  # what its dimensions are: experts, rows, columns, or new ones of size 1
+    expert: int | None = None  # the one that was taken; None for all
 
     @property
     def matrix(self) -> str:
@@ -47,17 +41,10 @@ class ExpertSource:
 
 @dataclass(frozen=True)
 class ExpertProduct(MatrixProduct):
-    """y = W_e x for the rows x of every expert, (experts, n, d), or of one, (n, d).
+    """y = W_e x for the rows x of every expert, (experts, n, d), or of one, (n, d)."""
 
-    Arguments that are not listed here are those of `MatrixProduct`.
-
-    Args:
-        loose: True: which example a row comes from is not known.
-        expert: The one; None for all.
-    """
-
-    loose: bool = True
-    expert: int | None = None
+    loose: bool = True  # which example a row comes from is not known
+    expert: int | None = None  # the one; None for all
 
 
 def find_experts(child: Node, number: int, leaves: Mapping[Node, Layer]) -> ExpertSource | None:

@@ -191,12 +191,7 @@ class GraphLeaves(Mapping[str, Tensor]):
 
 
 class LeafListener:
-    """Forward pre-hook of one module. That of a copied or pickled model does nothing.
-
-    Args:
-        leaves: Told; not kept alive.
-        held: Modules, what they call a parameter of theirs, and its name in the model.
-    """
+    """Forward pre-hook of one module, of modules, their keys and the names of their parameters in the model."""
 
     def __init__(self, leaves: GraphLeaves | None = None, held: Iterable[tuple[nn.Module, str, str]] = ()) -> None:
         self.leaves = refer_weakly(leaves)

@@ -197,17 +197,11 @@ def keep_statistics(norms: list[nn.Module]) -> Iterator[Callable[[], None]]:
 
 @dataclass(frozen=True)
 class ChannelMoments:
-    """How many values each channel had, their mean, and the sum of their squared deviations from it.
-
-    Args:
-        count: A number.
-        mean: Shape (channels,).
-        scatter: Shape (channels,).
-    """
+    """How many values each channel had, their mean, and the sum of their squared deviations from it."""
 
     count: int
-    mean: Tensor
-    scatter: Tensor
+    mean: Tensor  # (channels,)
+    scatter: Tensor  # (channels,)
 
     @classmethod
     def read(cls, inputs: Tensor) -> ChannelMoments:
@@ -228,12 +222,9 @@ class ChannelMoments:
 
 
 class NormListener:
-    """Reads what a batch norm gets.
+    """Reads what a batch norm gets until `detach`, and lets it normalise by its batch or by its running statistics.
 
-    Args:
-        norm: The module, whose inputs are recorded until `detach`.
-        by_batch: Let it normalise by its batch, and not by its running statistics. A batch with one value per channel
-            has none, and is normalised by the data until then.
+    A batch with one value per channel has no variance, and is normalised by the data until then.
     """
 
     def __init__(self, norm: Any, *, by_batch: bool) -> None:

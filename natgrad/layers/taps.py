@@ -120,21 +120,13 @@ class Fused(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Place:
-    """Where the examples run in a call's input and output: a dimension, or the rows of the first one.
+    """Where the examples run in a call's input and output: a dimension, or the rows of the first one."""
 
-    Args:
-        axis: The dimension. Where it holds more than the examples, an example's positions lie together in it.
-        fast: True if the first dimension runs over positions, and within each over examples, (t b, ...).
-    """
-
-    axis: int = 0
-    fast: bool = False
+    axis: int = 0  # where it holds more than the examples, an example's positions lie together in it
+    fast: bool = False  # the first dimension runs over positions, and within each over examples, (t b, ...)
 
     def spread(self, numbers: Tensor, like: Tensor) -> Tensor:
-        """One number per example, where the example runs in `like`.
-
-        numbers: (b,).
-        """
+        """One number per example (b,), where the example runs in `like`."""
         times = like.shape[self.axis] // len(numbers)
         spread = numbers.repeat(times) if self.fast else numbers.repeat_interleave(times)
         return spread.view([-1 if i == self.axis else 1 for i in range(like.dim())])
@@ -289,13 +281,7 @@ def refer_weakly(thing: T | None) -> Callable[[], T | None]:
 
 
 class Tapped:
-    """Forward hook of one module. That of a copied or pickled model records nothing.
-
-    Args:
-        taps: Where calls are recorded; not kept alive. None: nowhere.
-        layer: The module's; not kept alive.
-        place: The layer's number in compiled graphs.
-    """
+    """Forward hook of one module, the layer number `place` of the taps. That of a copied model records nothing."""
 
     def __init__(self, taps: Taps | None = None, layer: Layer | None = None, place: int = 0) -> None:
         self.taps, self.layer, self.place = refer_weakly(taps), refer_weakly(layer), place

@@ -83,17 +83,12 @@ class TracedProduct(MatrixProduct):
     """One product with a traced matrix: y = W x for every row x (R, d) of the inputs, or a look-up of tokens.
 
     With `columns`, y is laid out as (o, R). Rows are `loose` where the other factor is a parameter too (W + B A), or
-    sequences are packed. Arguments that are not listed here are those of `MatrixProduct`.
-
-    Args:
-        piece: The rows of the matrix that take part, (start, stop).
-        padding: The token that a look-up does not train.
-        shape: Of the inputs before they were laid out as rows, where the graph tells; else ().
+    sequences are packed.
     """
 
-    piece: tuple[int, int] = (0, 0)
-    padding: int | None = None
-    shape: tuple[int, ...] = ()
+    piece: tuple[int, int] = (0, 0)  # the rows of the matrix that take part, (start, stop)
+    padding: int | None = None  # the token that a look-up does not train
+    shape: tuple[int, ...] = ()  # of the inputs before they were laid out as rows, where the graph tells
 
     def rows(self, delta: Tensor) -> int:
         """R, the number of rows."""
@@ -194,19 +189,12 @@ Leaves = Mapping[Node, tuple[Traced, torch.dtype]]
 
 @dataclass(frozen=True)
 class Source:
-    """What an edge of the graph carries: some rows of a traced matrix.
-
-    Args:
-        layer: The matrix's.
-        dtype: Of the parameter.
-        piece: The rows, (start, stop).
-        flipped: True if they are transposed.
-    """
+    """What an edge of the graph carries: some rows of a traced matrix."""
 
     layer: Traced
-    dtype: torch.dtype
-    piece: tuple[int, int]
-    flipped: bool
+    dtype: torch.dtype  # of the parameter
+    piece: tuple[int, int]  # the rows, (start, stop)
+    flipped: bool  # they are transposed
 
 
 def uses(root: Node | None, leaves: Leaves) -> Iterator[tuple[Node, int, Source | ExpertSource]]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, reduce
 from itertools import accumulate
-from typing import Any, ClassVar, Protocol, Self, cast
+from typing import Any, ClassVar, Protocol, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from natgrad.ground.messages import write_choices, write_table
 from natgrad.ground.typed_torch import Map, split_tensor
 from natgrad.operators.facts import NAMES, Facts, combine_facts
 
+T = TypeVar("T")
 PACKABLE: dict[str, type[Any]] = {}
 """The operator classes that checkpoints may name."""
 
@@ -238,6 +239,16 @@ class Operator(ABC):
         return write_table(("", type(self).__name__), [(name, str(value)) for name, value in known.items()])
 
 
+def list_all(parts: Iterable[T | None]) -> list[T] | None:
+    """All parts; None where one is."""
+    known = list[T]()
+    for part in parts:
+        if part is None:
+            return None
+        known.append(part)
+    return known
+
+
 class Added(Operator):
     """G_1 + G_2 + ..., whose terms are at hand one after the other."""
 
@@ -256,8 +267,8 @@ class Added(Operator):
         return self._sum(lambda term: term.mm(block))
 
     def root(self) -> Tensor | None:
-        roots = list(self.each(lambda term: term.root()))
-        return None if any(root is None for root in roots) else torch.cat(roots, dim=1)
+        roots = list_all(self.each(lambda term: term.root()))
+        return None if roots is None else torch.cat(roots, dim=1)
 
     def diagonal(self) -> Tensor:
         return self._sum(lambda term: term.diagonal())
@@ -302,14 +313,13 @@ class Sum(Added):
 
     @property
     def sample_rank(self) -> int | None:
-        ranks = [term.sample_rank for term in self.terms]
-        known = [rank for rank in ranks if rank is not None]
-        return sum(known) if len(known) == len(ranks) else None
+        ranks = list_all(term.sample_rank for term in self.terms)
+        return None if ranks is None else sum(ranks)
 
     @property
     def sample_rows(self) -> SampleRows | None:
-        known = [rows for rows in (term.sample_rows for term in self.terms) if rows is not None]
-        return StackedColumns(known) if len(known) == len(self.terms) else None
+        rows = list_all(term.sample_rows for term in self.terms)
+        return None if rows is None else StackedColumns(rows)
 
     def trace(self) -> Tensor:
         return self._sum(lambda term: term.trace())
@@ -543,8 +553,8 @@ class StackedColumns(SampleRows):
 
     def __init__(self, parts: Sequence[SampleRows], factors: Sequence[float] | None = None) -> None:
         given = zip(parts, [1.0] * len(parts) if factors is None else factors, strict=True)
-        apart = ((part.parts if isinstance(part, StackedColumns) else [(part, 1.0)], c) for part, c in given)
-        self.parts: list[tuple[SampleRows, float]] = [(each, c * own) for pairs, c in apart for each, own in pairs]
+        split = ((part.parts if isinstance(part, StackedColumns) else [(part, 1.0)], c) for part, c in given)
+        self.parts: list[tuple[SampleRows, float]] = [(each, c * own) for pairs, c in split for each, own in pairs]
         self.starts = [0, *accumulate(part.rank for part, _ in self.parts)]
         self.rank = self.starts[-1]
 

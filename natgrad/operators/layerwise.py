@@ -10,7 +10,7 @@ from torch import Tensor
 from natgrad.ground.spaces import Space
 from natgrad.ground.typed_torch import join_diagonally, split_tensor
 from natgrad.layers import Layout, UnitLayout
-from natgrad.operators.base import Operator
+from natgrad.operators.base import Operator, list_all
 from natgrad.operators.facts import combine_facts
 
 
@@ -46,13 +46,12 @@ class Arranged(Operator):
         return self.space.flatten(images)
 
     def root(self) -> Tensor | None:
-        roots = [operator.root() for _, operator in self.parts]
-        known = [root for root in roots if root is not None]
-        if len(known) < len(roots):
+        roots = list_all(operator.root() for _, operator in self.parts)
+        if roots is None:
             return None
-        columns = torch.zeros(self.size, sum(root.shape[1] for root in known), dtype=self.dtype, device=self.device)
+        columns = torch.zeros(self.size, sum(root.shape[1] for root in roots), dtype=self.dtype, device=self.device)
         stop = 0
-        for place, root in zip(self._places(), known, strict=True):
+        for place, root in zip(self._places(), roots, strict=True):
             start, stop = stop, stop + root.shape[1]
             columns[place, start:stop] = root
         return columns
@@ -62,9 +61,10 @@ class Arranged(Operator):
         return all(operator.closed_form for _, operator in self.parts)
 
     def inverse(self, damping: float = 0.0) -> Arranged | None:
-        inverses = [(layout, operator.inverse(damping)) for layout, operator in self.parts]
-        known = [(layout, inverse) for layout, inverse in inverses if inverse is not None]
-        return Arranged(self.space, known) if len(known) == len(inverses) else None
+        inverses = list_all(operator.inverse(damping) for _, operator in self.parts)
+        if inverses is None:
+            return None
+        return Arranged(self.space, [(part[0], inverse) for part, inverse in zip(self.parts, inverses, strict=True)])
 
     def diagonal(self) -> Tensor:
         entries = torch.zeros(self.size, dtype=self.dtype, device=self.device)
@@ -115,18 +115,16 @@ class BlockOperator(Operator, packed_as="Block"):
         return torch.cat([b.mm(part) for b, part in zip(self.blocks, split_tensor(block, self.sizes), strict=True)])
 
     def root(self) -> Tensor | None:
-        roots = [block.root() for block in self.blocks]
-        known = [root for root in roots if root is not None]
-        return join_diagonally(known) if len(known) == len(roots) else None
+        roots = list_all(block.root() for block in self.blocks)
+        return None if roots is None else join_diagonally(roots)
 
     @property
     def closed_form(self) -> bool:
         return all(block.closed_form for block in self.blocks)
 
     def inverse(self, damping: float = 0.0) -> BlockOperator | None:
-        inverses = [block.inverse(damping) for block in self.blocks]
-        known = [inverse for inverse in inverses if inverse is not None]
-        return BlockOperator(known) if len(known) == len(inverses) else None
+        inverses = list_all(block.inverse(damping) for block in self.blocks)
+        return None if inverses is None else BlockOperator(inverses)
 
     def diagonal(self) -> Tensor:
         return torch.cat([block.diagonal() for block in self.blocks])

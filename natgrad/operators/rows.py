@@ -192,7 +192,7 @@ class Rows(SampleRows):
         heard = hear_rows(recording, self.space.dtype, cotangents, self.batch)
         if not heard or any(len(seen.activations) != self.batch for seen in heard):
             return None
-        parts = [part_of(seen) for seen in heard]
+        parts = [read_part(seen) for seen in heard]
         known = {name for seen in heard for name in seen.layer.layout.names}
         rest = [name for name in self.space if name not in known]
         if not rest:
@@ -424,7 +424,7 @@ def add_cross_gram(left: Part, right: Part, total: Tensor) -> None:
         total.addmm_(torch.cat([rows[n] for n in shared], 1), torch.cat([others[n] for n in shared], 1).mT)
 
 
-def part_of(seen: Seen) -> Part:
+def read_part(seen: Seen) -> Part:
     """A layer's rows from its pass, whose deltas are one per cotangent of an example."""
     layout, a = seen.layer.layout, seen.activations
     deltas = torch.stack(seen.deltas, dim=1)  # (b, k, t, G, o)
