@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 
-from natgrad.ground.checks import is_real
+from natgrad.ground.checks import check_positive
 from natgrad.ground.pure import RandomState
 from natgrad.ground.spaces import Params
 from natgrad.ground.typed_torch import is_mapping
@@ -37,8 +36,8 @@ def sum_metrics(metrics: Mapping[str, Metric], weights: Mapping[str, float] | No
 
     Example:
         >>> net, x, y = nn.Linear(2, 1), torch.randn(6, 2), torch.randn(3, 2)
-        >>> one = ng.fisher(net, ng.Gaussian())
-        >>> both = ng.metrics.sum_metrics({"inside": one, "boundary": one}, weights={"boundary": 10.0})
+        >>> metric = ng.fisher(net, ng.Gaussian())
+        >>> both = ng.metrics.sum_metrics({"inside": metric, "boundary": metric}, weights={"boundary": 10.0})
         >>> both.at(ng.trainable(net), {"inside": x, "boundary": y}).dense().shape
         torch.Size([3, 3])
     """
@@ -55,8 +54,7 @@ def sum_metrics(metrics: Mapping[str, Metric], weights: Mapping[str, float] | No
     if unknown:
         raise ValueError(f"weights has {unknown}, which is no term: the terms are {list(metrics)}")
     for name, weight in weights.items():
-        if not is_real(weight) or not 0 < weight < math.inf:
-            raise ValueError(f"weights[{name!r}] is {weight!r}, expected a finite number > 0")
+        check_positive(f"weights[{name!r}]", weight)
     return MetricSum(share_generator(metrics), {name: float(weights.get(name, 1.0)) for name in metrics})
 
 
@@ -75,7 +73,7 @@ class MetricSum(Metric):
     @property
     def generator(self) -> torch.Generator | None:
         """The source of labels of the terms that draw them."""
-        return next((own for own in map(generator_of, self.terms.values()) if own is not None), None)
+        return find_generator(self.terms)
 
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
         data = self.check_data(inputs)
@@ -111,18 +109,17 @@ class MetricSum(Metric):
         return inputs
 
 
-def generator_of(metric: Metric) -> torch.Generator | None:
-    """A metric's source of labels, if it draws any."""
-    return getattr(metric, "generator", None)
+def find_generator(metrics: Mapping[str, Metric]) -> torch.Generator | None:
+    """The source of labels of the first metric that draws any."""
+    return next((own for metric in metrics.values() if (own := getattr(metric, "generator", None)) is not None), None)
 
 
 def share_generator(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """The same metrics with one source of labels: a checkpoint has one generator."""
-    shared = next((own for own in map(generator_of, metrics.values()) if own is not None), None)
+    shared = find_generator(metrics)
     sharing = dict[str, Metric]()
     for name, metric in metrics.items():
-        own = generator_of(metric)
-        if own is None or own is shared:
+        if getattr(metric, "generator", None) in (None, shared):
             sharing[name] = metric
         elif is_dataclass(metric) and "generator" in {field.name for field in fields(metric) if field.init}:
             sharing[name] = replace(metric, generator=shared)  # type: ignore[call-arg]

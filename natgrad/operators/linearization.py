@@ -100,7 +100,8 @@ class Linearization:
         # copies: the operator stays that of this point when the parameters move on
         self.leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
         self.recording = self._record() if recorded else None
-        self.graph = self._build(function) if self.recording is None else self.recording.outputs
+        with torch.enable_grad():
+            self.graph = function(self.leaves) if self.recording is None else self.recording.outputs
         check_outputs(self.graph)
         check_followed(self.graph, self.leaves, None if self.origin is None else self.origin.pure.model, function)
         self.outputs = self.graph.detach()
@@ -206,10 +207,6 @@ class Linearization:
         )
         return image
 
-    def _build(self, function: Callable[[Params], Tensor]) -> Tensor:
-        with torch.enable_grad():
-            return function(self.leaves)
-
     def _record(self) -> Recording | None:
         """The forward pass with its layers' calls; None where the function is not a module's."""
         model = None if self.origin is None else self.origin.pure.model
@@ -225,7 +222,8 @@ class Linearization:
                 f"({str(error).splitlines()[0]}); products use plain kernels or forward mode instead"
             )
         self.function, self.recording = PlainKernels(self.function), None
-        self.graph, self._pulled = self._build(self.function), None
+        with torch.enable_grad():
+            self.graph, self._pulled = self.function(self.leaves), None
         try:
             return self._double_backward(vector)
         except RuntimeError:
