@@ -17,7 +17,6 @@ from natgrad.ground.linalg import eigh, gram, take_absolute
 from natgrad.ground.messages import explain_calls, write_table
 from natgrad.ground.pure import Call, keep_gradient_mode
 from natgrad.ground.spaces import Params, Space, name_parameters
-from natgrad.ground.typed_torch import measure_norm
 from natgrad.metrics import (
     Information,
     Metric,
@@ -174,7 +173,7 @@ class Ascent:
         named = name_parameters(params)
         self.space, self.rows = Space(named), metric.likelihood.check_rows(data)
         self.theta = self.space.flatten({name: p.detach().clone() for name, p in named.items()})
-        self.count, self.steps, self.restless, self.idle = self.rows.batch(), 0, 0, 0
+        self.count, self.steps, self.restless, self.idle, self.rank = self.rows.batch(), 0, 0, 0, 0
         self.distance, self.value, self.edge = math.inf, math.nan, False
         self.read()
 
@@ -199,16 +198,18 @@ class Ascent:
         self.gradient = pull(torch.full_like(each, 1 / len(each))).detach()
         self.matrix = operator.dense()
         self.scales = find_units(operator, self.matrix, self.metric, self.params, self.rows)
+        self.axes = Axes(self.matrix, self.scales)
+        self.rank = max(self.rank, self.axes.rank)
 
     def propose(self) -> tuple[Tensor, float]:
         """|G|^+ gradient, and its slope. By the scores' own matrix where G is nothing along the gradient."""
-        direction, rest = solve_in_units(self.matrix, self.gradient, self.scales)
+        direction, rest = self.axes.solve(self.gradient)
         if bool(rest.any()):
             scores = read_scores(self.metric, self.params, self.rows)
             units = take_root(scores.diagonal())
             # as on a plateau: the expected information of bits that are nearly certain
             if float((rest / units).abs().max()) * math.sqrt(self.count) > COARSE:
-                direction, _ = solve_in_units(scores, self.gradient, units)
+                direction, _ = Axes(scores, units).solve(self.gradient)
         return direction, float(self.gradient @ direction)
 
     def step(self, bound: float) -> Status | None:
@@ -222,14 +223,14 @@ class Ascent:
             return "unbounded"
         if length == 0:
             return self.explain(slope, bound)
-        scales, change = self.scales, length * direction
-        self.theta = self.theta + change
+        change = length * direction
+        old, self.theta = self.axes, self.theta + change
         self.read()
-        # towards a maximum at infinity the likelihood levels off, and the information with it
-        fall = (measure_norm(self.scales * change) / measure_norm(scales * change)).log().abs()
+        # towards a maximum at infinity the likelihood levels off, and the information along the way with it
+        fall = (self.axes.measure(change) / old.measure(change)).log().abs()
         if float(fall) > (DRAWN if isinstance(self.metric, SampledInformation) else RESTLESS):
             self.restless += 1
-        elif self.distance < 0.9 * before:
+        elif self.distance < 0.9 * before and self.axes.rank == self.rank:
             self.restless = 0
         self.idle = self.idle + 1 if rise <= self.noise and self.distance > before / 2 else 0
         return self.explain(slope, bound) if self.idle == IDLE or self.distance <= bound else None
@@ -280,16 +281,19 @@ class Ascent:
 
     def judge(self, status: Status) -> Status:
         """The status, seen from where the fit ended."""
-        if status != "max_steps" and self.restless >= (1 if status in SETTLED else FEW):
-            return "unbounded"
-        if status not in ("converged", "round_off"):  # on a kink the second derivative is not that of the function
-            return status
+        if status not in SETTLED:
+            return "unbounded" if status != "max_steps" and self.restless >= FEW else status
+        level = "unbounded" if self.restless else status
+        if status == "kink":  # there the second derivative is not that of the function
+            return level
         curvature = ObservedInformation(self.metric.likelihood).at(self.params, self.data).dense()
         observed, given = (part / self.scales / self.scales.unsqueeze(1) for part in (curvature, self.matrix))
         values = eigh(observed)[0]
         round_off = SINGULAR * len(values) * torch.finfo(values.dtype).eps
         if float(values[0]) < -round_off * float(values.abs().max()):
             return "saddle"
+        if level == "unbounded":
+            return level
         return "flat" if float(eigh(take_absolute(observed) + take_absolute(given))[0][0]) <= round_off else status
 
 
@@ -340,14 +344,24 @@ def take_root(sizes: Tensor) -> Tensor:
     return torch.where(sizes > TINY * sizes.max(), sizes, 1).sqrt()
 
 
-def solve_in_units(matrix: Tensor, rhs: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """x = |A|^+ b with D = diag(scales): D^-1 |D^-1 A D^-1|^+ D^-1 b, and b - |A| x; the same in all units."""
-    values, vectors = eigh(matrix / scales / scales.unsqueeze(1))
-    sizes = values.abs()
-    keep = sizes > SINGULAR * len(values) * torch.finfo(values.dtype).eps * sizes.max()
-    parts = vectors.mT @ (rhs / scales)
-    solution = vectors @ torch.where(keep, parts / torch.where(keep, sizes, 1), 0) / scales
-    return solution, scales * (vectors @ torch.where(keep, 0, parts))
+class Axes:
+    """Eigenvectors of D^-1 A D^-1, D = diag(scales): |A|, its inverse and its rank, the same in all units."""
+
+    def __init__(self, matrix: Tensor, scales: Tensor) -> None:
+        values, self.vectors = eigh(matrix / scales / scales.unsqueeze(1))
+        self.scales, self.sizes = scales, values.abs()
+        self.keep = self.sizes > SINGULAR * len(values) * torch.finfo(values.dtype).eps * self.sizes.max()
+        self.rank = int(self.keep.sum())
+
+    def solve(self, rhs: Tensor) -> tuple[Tensor, Tensor]:
+        """x = |A|^+ b, D^-1 |D^-1 A D^-1|^+ D^-1 b, and b - |A| x."""
+        parts = self.vectors.mT @ (rhs / self.scales)
+        solution = self.vectors @ torch.where(self.keep, parts / torch.where(self.keep, self.sizes, 1), 0) / self.scales
+        return solution, self.scales * (self.vectors @ torch.where(self.keep, 0, parts))
+
+    def measure(self, change: Tensor) -> Tensor:
+        """sqrt(v^T |A| v) of a change v."""
+        return (self.sizes * (self.vectors.mT @ (self.scales * change)).square()).sum().sqrt()
 
 
 @dataclass(frozen=True, repr=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -100,6 +101,20 @@ def test_columns_of_any_scale_give_the_same_estimate_and_errors(function: Any, d
     assert_close(errors, plain.standard_errors().values["slopes"], rtol=tolerance, atol=tolerance)
 
 
+SECOND = (torch.arange(100) % 2).to(F64)  # of two groups
+GROUPS = {
+    "as a dummy": torch.stack([torch.ones(100, dtype=F64), SECOND, X[:100, 1]], 1),
+    "as an effect": torch.stack([torch.ones(100, dtype=F64), 2 * SECOND - 1, X[:100, 1]], 1),
+    "as a shifted number": torch.stack([torch.ones(100, dtype=F64), SECOND + 100, X[:100, 1]], 1),
+}
+
+
+def fit_groups(function: Any, columns: Tensor, metric: Any) -> Any:
+    """Bits that are all 1 in one of two groups, which one direction separates and no column does by itself."""
+    bits = torch.where(SECOND == 1, 1.0, BITS[:100]).to(F64)
+    return fit_quietly(function, START, (columns, bits), metric=metric(function, START))
+
+
 NO_MAXIMUM: dict[str, tuple[Callable[[], Any], str]] = {
     "a variance that falls to 0": (
         lambda: fit_quietly(normal, dict.fromkeys(BOTH, ZERO), torch.ones(50, dtype=F64)),
@@ -133,6 +148,15 @@ NO_MAXIMUM: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: fit_quietly(logistic, {"slopes": torch.tensor([0.0, 3e3, 0.0], dtype=F64)}, (X, (X[:, 1] > 0).to(F64))),
         "unbounded",
     ),
+    **{
+        f"a group with ones alone, {code}, {kind}": (partial(fit_groups, function, columns, metric), "unbounded")
+        for code, columns in GROUPS.items()
+        for kind, function, metric in (
+            ("expected", logistic, ng.fisher),
+            ("observed", logistic_log_p, ng.observed_fisher),
+            ("empirical", logistic_log_p, ng.empirical_fisher),
+        )
+    },
     "nothing": (lambda: fit_quietly(lambda p, x: (0 * p["slopes"]).sum() * x, START, (NOISE,)), "flat"),
     "a column that comes twice": (
         lambda: fit_quietly(logistic, START, (torch.stack([X[:, 0], X[:, 1], X[:, 1]], 1), BITS)),
