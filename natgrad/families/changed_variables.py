@@ -201,7 +201,7 @@ class Weibull(ChangedVariable):
 class Rayleigh(Weibull):
     """The length of a normal vector in the plane with standard deviation s: T = x^2, theta = -1 / (2 s^2).
 
-    This is `Weibull(2)`, with the scale s sqrt(2).
+    This is `Weibull(2)`, whose scale is s sqrt(2); the scale of a Rayleigh is s.
 
     Example:
         >>> ng.families.Rayleigh().expectation(torch.tensor([-0.5]))  # s = 1
@@ -214,3 +214,22 @@ class Rayleigh(Weibull):
 
     def __init__(self) -> None:
         super().__init__(2.0)
+
+    def from_scale(self, scale: Tensor) -> Tensor:
+        """theta of s.
+
+        Args:
+            scale: s, the standard deviation of one coordinate; positive, a number or of shape (..., 1).
+
+        Returns:
+            Shape (..., 1).
+        """
+        return super().from_scale(torch.as_tensor(scale) * math.sqrt(2))
+
+    def scale(self, theta: Tensor) -> Tensor:
+        """s of theta, shape (..., 1).
+
+        Args:
+            theta: Natural parameters, shape (..., 1).
+        """
+        return super().scale(theta) / math.sqrt(2)

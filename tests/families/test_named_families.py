@@ -53,6 +53,12 @@ def test_a_scale_may_be_a_number(family):
         family.from_scale(tensor(-1.0))
 
 
+def test_the_scale_of_a_rayleigh_is_the_deviation_of_one_coordinate():
+    theta = Rayleigh().from_scale(tensor(3.0))
+    assert_close(theta, tensor([-1 / (2 * 3.0**2)]))
+    assert_close(Rayleigh().expectation(theta), tensor([2 * 3.0**2]))  # of the squared length
+
+
 def test_complex_moments_come_back():
     covariance = torch.tensor([[2.0, 0.5 - 0.8j], [0.5 + 0.8j, 1.5]], dtype=torch.complex128)
     mean = torch.tensor([1.0 + 2.0j, -0.5j], dtype=torch.complex128)
