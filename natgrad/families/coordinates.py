@@ -445,7 +445,11 @@ class ShapeRate(Mapped):
     """
 
     def __init__(self, family: Gamma) -> None:
-        super().__init__(family, shape_rate, lambda theta: shape_rate_of(family.check(theta)))
+        super().__init__(
+            family,
+            lambda xi: family.check(shape_rate(family.check_shape(xi, "xi"))),
+            lambda theta: shape_rate_of(family.check(theta)),
+        )
 
 
 class ShapeScale(Mapped):
@@ -460,7 +464,9 @@ class ShapeScale(Mapped):
             return torch.stack([xi[..., 0], 1 / xi[..., 1]], dim=-1)
 
         super().__init__(
-            family, lambda xi: shape_rate(swap_rate(xi)), lambda theta: swap_rate(shape_rate_of(family.check(theta)))
+            family,
+            lambda xi: family.check(shape_rate(swap_rate(family.check_shape(xi, "xi")))),
+            lambda theta: swap_rate(shape_rate_of(family.check(theta))),
         )
 
 
@@ -472,7 +478,9 @@ class ExponentialRate(Mapped):
     """
 
     def __init__(self, family: Exponential) -> None:
-        super().__init__(family, lambda xi: family.check(-xi), lambda theta: -family.check(theta))
+        super().__init__(
+            family, lambda xi: family.check(-family.check_shape(xi, "xi")), lambda theta: -family.check(theta)
+        )
 
 
 class Concentration(Mapped):
@@ -483,7 +491,9 @@ class Concentration(Mapped):
     """
 
     def __init__(self, family: Beta | Dirichlet) -> None:
-        super().__init__(family, lambda xi: family.check(xi - 1), lambda theta: family.check(theta) + 1)
+        super().__init__(
+            family, lambda xi: family.check(family.check_shape(xi, "xi") - 1), lambda theta: family.check(theta) + 1
+        )
 
 
 def shape_rate(xi: Tensor) -> Tensor:

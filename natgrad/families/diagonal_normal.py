@@ -209,7 +209,8 @@ class FixedCovarianceNormal(ExponentialFamily):
 
     @in_double
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
-        away = self.statistics(x).to(theta) - self.expectation(theta)
+        mean = self.expectation(theta)
+        away = self.statistics(x).to(mean) - mean
         half = torch.linalg.solve_triangular(self._factor.to(theta), away.unsqueeze(-1), upper=False).squeeze(-1)
         return -0.5 * half.square().sum(-1) - self._constant(theta)
 

@@ -356,7 +356,8 @@ class FixedMeanNormal(PrecisionNormal, Embedded):
         Args:
             theta: Natural parameters, shape (..., n).
         """
-        return self.mean.to(theta).expand(*theta.shape[:-1], self.d), inverse_from(self.factor(theta))
+        covariance = inverse_from(self.factor(theta))
+        return self.mean.to(theta).expand(*theta.shape[:-1], self.d), covariance
 
     def from_covariance(self, covariance: Tensor) -> Tensor:
         """theta of a covariance, shape (..., n).

@@ -281,7 +281,8 @@ class Dirichlet(ExponentialFamily):
         self.size = check_integer("k", k, 2, of="the number of proportions")
 
     def statistics(self, x: Tensor) -> Tensor:
-        slack = 1e3 * torch.finfo(check_width(x, self.size).dtype).eps
+        x = self.as_numbers(check_width(x, self.size), torch.get_default_dtype())
+        slack = 1e3 * torch.finfo(x.dtype).eps
         fits = (x > 0) & ((x.sum(-1, keepdim=True) - 1).abs() < slack)
         return check_support(x, fits, "proportions > 0 with the sum 1").log()
 

@@ -7,14 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from natgrad.families.event_checks import check_width
 from natgrad.families.exponential import ExponentialFamily
+from natgrad.ground.checks import check_integer, is_integer
 
 
 class Product(ExponentialFamily):
     """Independent families side by side: theta, T and x are joined along their last dimension.
 
     Args:
-        *families: (family, width of its x) each.
+        *families: (family, width of its x) each. x has to have a last axis, so take `Multinomial(1, C)` in place of
+            `Categorical(C)`.
 
     Example:
         >>> pair = ng.Product((ng.Bernoulli(1), 1), (ng.Poisson(1), 1))
@@ -24,11 +27,16 @@ class Product(ExponentialFamily):
 
     def __init__(self, *families: tuple[ExponentialFamily, int]) -> None:
         if not families or not all(
-            isinstance(f, ExponentialFamily) and isinstance(w, int) and w > 0 for f, w in families
+            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], ExponentialFamily) for pair in families
         ):
-            raise ValueError("Product takes pairs (family, width of its x), at least one")
-        self.families, self.widths = tuple(f for f, _ in families), [w for _, w in families]
+            raise ValueError(
+                f"families are {list(families)!r}, expected pairs (family, width of its x), at least one: "
+                "Product((Gamma(), 1), (Bernoulli(3), 3))"
+            )
+        self.families = tuple(family for family, _ in families)
+        self.widths = [check_integer("a width", width, of="the width of a family's x") for _, width in families]
         self.size = sum(family.size for family in self.families)
+        self.domain = "; ".join(f"{family!r}: {family.domain}" for family in self.families)
 
     def parts(self, theta: Tensor) -> tuple[Tensor, ...]:
         """theta of every family.
@@ -38,8 +46,16 @@ class Product(ExponentialFamily):
         """
         return theta.split([family.size for family in self.families], dim=-1)
 
+    def pieces(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x of every family.
+
+        Args:
+            x: Shape (..., widths).
+        """
+        return check_width(x, sum(self.widths)).split(self.widths, dim=-1)
+
     def statistics(self, x: Tensor) -> Tensor:
-        pieces = zip(self.families, x.split(self.widths, dim=-1), strict=True)
+        pieces = zip(self.families, self.pieces(x), strict=True)
         return torch.cat([family.statistics(piece) for family, piece in pieces], dim=-1)
 
     def log_partition(self, theta: Tensor) -> Tensor:
@@ -49,13 +65,13 @@ class Product(ExponentialFamily):
         return torch.stack([family.inside(part) for family, part in self._each(theta)]).all(0)
 
     def log_base(self, x: Tensor) -> Tensor:
-        return self._sum("log_base", x.split(self.widths, dim=-1))
+        return self._sum("log_base", self.pieces(x))
 
     def mean_log_base(self, theta: Tensor) -> Tensor:
         return self._sum("mean_log_base", self.parts(theta))
 
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
-        return self._sum("log_prob", self.parts(theta), x.split(self.widths, dim=-1))
+        return self._sum("log_prob", self.parts(self.check(theta)), self.pieces(x))
 
     def entropy(self, theta: Tensor) -> Tensor:
         return self._sum("entropy", self.parts(self.check(theta)))
@@ -70,13 +86,13 @@ class Product(ExponentialFamily):
         return torch.cat([family.natural(part) for family, part in self._each(self.check_shape(eta, "eta"))], dim=-1)
 
     def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
-        pieces = zip(self.families, x.split(self.widths, dim=-1), self.parts(statistics), strict=True)
+        pieces = zip(self.families, self.pieces(x), self.parts(statistics), strict=True)
         thetas = [family.maximise_likelihood(piece, part) for family, piece, part in pieces]
         return torch.cat([theta.to(statistics.dtype) for theta in thetas], dim=-1)
 
     def covariance(self, theta: Tensor) -> Tensor:
-        blocks, start = theta.new_zeros(*theta.shape, self.size), 0
-        for family, part in self._each(self.check(theta)):
+        blocks, start = self.check(theta).new_zeros(*theta.shape, self.size), 0
+        for family, part in self._each(theta):
             stop = start + family.size
             pad = (start, self.size - stop, start, self.size - stop)
             blocks = blocks + torch.nn.functional.pad(family.covariance(part), pad)
@@ -179,16 +195,17 @@ class SubModel(Embedded):
 
     def __init__(self, family: ExponentialFamily, free: Sequence[int], base: Tensor | None = None) -> None:
         self.inner = self.family = family
-        self.free = tuple(free)
+        self.free = tuple(free) if isinstance(free, Sequence) else ()
         if (
             not self.free
+            or not all(map(is_integer, self.free))
             or len(set(self.free)) < len(self.free)
             or not 0 <= min(self.free) <= max(self.free) < family.size
         ):
-            raise ValueError(f"free is {list(free)}, expected different positions from 0 to {family.size - 1}")
+            raise ValueError(f"free is {free!r}, expected a list of different positions from 0 to {family.size - 1}")
         self.size, self.base, self.domain = len(self.free), base, family.domain
-        if base is not None and base.shape != (family.size,):
-            raise ValueError(f"base has shape {tuple(base.shape)}, expected ({family.size},)")
+        if base is not None:
+            family.single(base, "base")
         if base is not None and bool(base[[i for i in range(family.size) if i not in self.free]].any()):
             raise ValueError("base must be zero outside of free")
 

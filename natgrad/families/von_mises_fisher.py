@@ -61,11 +61,11 @@ class VonMisesFisher(ExponentialFamily):
         return torch.where(self.inside(theta), torch.where(near, series, far), torch.inf)
 
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
-        return self._log_density(theta, self.statistics(x))  # refuses other lengths by the digits that x has
+        return self._log_density(self.check(theta), self.statistics(x))  # refuses lengths by the digits that x has
 
     @in_double
     def _log_density(self, theta: Tensor, x: Tensor) -> Tensor:
-        return (theta * x).sum(-1) - self.log_partition(self.check(theta))
+        return (theta * x).sum(-1) - self.log_partition(theta)
 
     @in_double
     def entropy(self, theta: Tensor) -> Tensor:

@@ -193,7 +193,7 @@ class Wishart(ExponentialFamily):
         return torch.cat([(edge - 1).unsqueeze(-1), -self.pairs.pack(rate)], dim=-1)
 
     def covariance(self, theta: Tensor) -> Tensor:
-        unit = torch.eye(self.size, dtype=theta.dtype, device=theta.device)
+        unit = torch.eye(self.size, dtype=self.check(theta).dtype, device=theta.device)
         return self._forward(theta.unsqueeze(-2), unit)
 
     def find_products(self, theta: Tensor) -> tuple[Map, Map]:

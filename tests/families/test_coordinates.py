@@ -174,6 +174,8 @@ def test_a_curved_family_has_a_metric_too():
         (lambda: ExponentialRate(ng.Exponential()).natural(tensor([-1.0])), ("outside", "negative")),
         (lambda: Concentration(ng.Beta()).natural(tensor([0.5, 0.0])), ("outside", "concentration")),
         (lambda: ShapeRate(ng.Gamma()).of(tensor([0.0, 1.0])), ("outside",)),
+        (lambda: ShapeRate(ng.Gamma()).natural(tensor([-1.0, 2.0])), ("outside", "first above -1")),
+        (lambda: ShapeScale(ng.Gamma()).natural(tensor([1.0, -2.0])), ("outside", "second negative")),
     ],
 )
 def test_errors_name_what_is_wrong(call, words):

@@ -207,14 +207,24 @@ def test_the_log_partition_is_infinite_outside(case):
 def test_theta_that_does_not_fit_is_told_everywhere(name):
     family, make = CASES[name]
     theta = make()
-    long = torch.cat([theta, theta[:1]])
-    for ask in (family.log_partition, family.entropy, family.fisher, lambda t: family.kl(t, t)):
+    long, x = torch.cat([theta, theta[:1]]), family.sample(theta, 2)
+    calls = (family.log_partition, family.expectation, family.entropy, family.fisher, family.covariance)
+    for ask in (*calls, lambda t: family.kl(t, t), lambda t: family.log_prob(t, x)):
         with pytest.raises(ValueError, match=r"has shape .* expected"):
             ask(long)
         with pytest.raises(TypeError, match="ndarray, expected a floating-point tensor"):
             ask(theta.numpy())
         with pytest.raises(TypeError, match=r"torch.int64, expected a floating-point tensor"):
             ask(torch.zeros(len(theta), dtype=torch.long))
+
+
+@every
+@pytest.mark.parametrize("x", [torch.ones(4, 99, dtype=F64), torch.full((4, 99), 7), [1.0]])
+def test_x_that_does_not_fit_is_told_everywhere(name, x):
+    family, make = CASES[name]
+    for ask in (family.statistics, family.mle, lambda y: family.log_prob(make(), y)):
+        with pytest.raises((ValueError, TypeError), match=r"^x .*expected|^x has values"):
+            ask(x)
 
 
 def test_an_operator_is_of_one_distribution():
@@ -245,6 +255,13 @@ def test_an_operator_is_of_one_distribution():
         (lambda: ng.Gamma().sample(tensor([1.0, -1.0]), 0), ("n is 0", ">= 1")),
         (lambda: ng.Ising(2).natural(tensor([1.0, 1.0, 1.0])), ("eta", "edge")),
         (lambda: ng.SubModel(NORMAL, [0, 9]), ("free", "0 to 8")),
+        (lambda: ng.SubModel(NORMAL, [0.0, 1]), ("free", "0 to 8")),
+        (lambda: ng.SubModel(NORMAL, 3), ("free is 3", "0 to 8")),
+        (lambda: ng.SubModel(NORMAL, [0], base=torch.ones(8)), ("base has shape (8,)",)),
+        (lambda: ng.Product(ng.Gamma(), NORMAL), ("families are [Gamma(), MultivariateNormal(3)]", "pairs")),
+        (lambda: ng.Product((ng.Gamma(), 0)), ("width is 0", ">= 1")),
+        (lambda: PAIR.entropy(torch.ones(5)), ("outside", "Gamma(): theta = (shape - 1, -rate)")),
+        (lambda: ng.Dirichlet(2).statistics(torch.tensor([1, 0])), ("sum 1",)),
         (lambda: ng.SubModel(NORMAL, [0], base=torch.ones(9)), ("base", "zero")),
         (lambda: ng.Gamma().mle(torch.ones(0, 1)), ("empty",)),
         (lambda: ng.Exponential().log_prob(tensor([-1.0]), tensor([-0.1])), ("x >= 0",)),
