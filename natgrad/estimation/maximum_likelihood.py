@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from natgrad.ground.checks import check_integer, check_range
+from natgrad.ground.checks import check_integer, check_number, check_range
 from natgrad.ground.linalg import eigh, gram, take_absolute
 from natgrad.ground.messages import explain_calls, write_table
 from natgrad.ground.pure import Call, keep_gradient_mode
@@ -106,6 +106,8 @@ def maximize_likelihood(
         ('converged', 0.51)
     """
     check_integer("max_steps", max_steps)
+    if tolerance is not None:
+        check_number("tolerance", tolerance, hint=" of standard errors")
     check_start(log_likelihood, params, data)
     chosen = choose_metric(log_likelihood, params, data) if metric is None else metric
     if not isinstance(chosen, Information) or chosen.likelihood.function is not log_likelihood:

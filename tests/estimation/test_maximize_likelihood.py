@@ -152,6 +152,11 @@ def test_what_has_no_maximum_is_said() -> None:
 
 
 DOORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "a tolerance that is no length": (
+        lambda: ng.maximize_likelihood(logistic, START, (X, BITS), tolerance=-1.0),
+        ValueError,
+        "tolerance is -1.0, expected a number >= 0 of standard errors",
+    ),
     "a start that is not finite": (
         lambda: ng.maximize_likelihood(
             lambda p: Normal(p["mean"], p["scale"]),
