@@ -396,7 +396,8 @@ def has_ended(bounds: Bounds, tolerance: float) -> bool:
     """True if the gap is below the tolerance, or below `LEFT` while `WINDOW` steps gained less than it each."""
     # the second is how fits over points end where log p has kinks: the gap jumps when a point crosses one
     still = len(bounds) > WINDOW and abs(bounds[-1] - bounds[-1 - WINDOW]) < WINDOW * tolerance
-    return bounds.gap < tolerance or (still and bounds.gap < LEFT)
+    gap = abs(bounds.gap)  # below zero where a system was not solved
+    return gap < tolerance or (still and gap < LEFT)
 
 
 def has_settled(bounds: Bounds, tolerance: float) -> bool:

@@ -109,8 +109,11 @@ OWN = ("target", "start", "rank", "covariance", "lr", "points", "seed", "group")
 GROUPS = {"data": Group(NetworkData())}
 SHARE = 0.25
 """Share of each variance that the low-rank part has at the start, at most."""
-SOLVER = MinresQLP(rtol=1e-4, max_steps=100)
-"""The bound over a few points depends a little on rotations of B: what no step can follow is left out."""
+SOLVER = MinresQLP(rtol=1e-4, max_steps=100, max_condition=1e5)
+"""The bound over a few points depends a little on rotations of B: what no step can follow is left out.
+
+Near-rotations count as well, or their steps of 1e7 leave no length for the others.
+"""
 LONGEST = 1.0
 """Most that a step changes the logarithm of a scale."""
 Sloped = SlopeTarget | JoinedTarget

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import natgrad as ng
 from natgrad.variational import Draws, Sobol
+from natgrad.variational.fitting import Bounds, has_ended
 from natgrad.variational.low_rank import FactoredCovariance, FactorFisher
 
 G = torch.Generator().manual_seed(0)
@@ -86,6 +87,29 @@ def test_a_posterior_of_the_family_is_found(covariance):
     assert_close(q.mean, centre, rtol=1e-5)
     assert_close(q.variances, q.covariance.diagonal())
     assert bounds[-1] == pytest.approx(float(0.5 * torch.logdet(2 * torch.pi * truth.dense())), abs=1e-6)
+
+
+@pytest.mark.parametrize("covariance", [1.0, 0.01])
+def test_a_start_far_wider_than_a_correlated_posterior_arrives(covariance):
+    """Rotations of B that are nearly free have steps of 1e7, which are left out: the others go on."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(200, 6, dtype=F64, generator=generator) @ torch.randn(6, 6, dtype=F64, generator=generator)
+    signs = (
+        x @ torch.randn(6, dtype=F64, generator=generator) + torch.randn(200, dtype=F64, generator=generator)
+    ).sign()
+
+    def correlated(z: Tensor) -> Tensor:
+        return functional.logsigmoid(signs * (z @ x.mT)).sum(-1) - z.square().sum(-1) / 200
+
+    bounds = ng.variational_low_rank(correlated, 6, rank=3, covariance=covariance).fit(150)
+    assert bounds.converged
+    assert abs(bounds[-1] - ng.variational(correlated, 6).fit()[-1]) < 0.5
+
+
+def test_a_system_that_was_not_solved_is_no_end():
+    bounds = Bounds([1.0])
+    bounds.gap = -1e8
+    assert not has_ended(bounds, 1e-6)
 
 
 def test_a_network_is_fitted_by_gradients_alone_and_continues_from_a_checkpoint():
