@@ -231,7 +231,7 @@ def flow(
     field = flow_field(function, family, chart, natural=natural, maximise=maximise)
     first = float(field(start).abs().max())
     wanted = None if isinstance(span, (int, float)) else torch.as_tensor(span, dtype=start.dtype)
-    end = float(span) if isinstance(span, (int, float)) else float(torch.as_tensor(span)[-1])
+    end = float(span) if wanted is None else float(wanted[-1])
     check_positive("span", end, hint=", the last time")
     troubles: list[str] = []
     asked = 0

@@ -92,6 +92,16 @@ def test_univariate_quadratic_ascent_is_the_closed_form(one):
     assert_close(plain, torch.stack([1 / 6 - 7 / 6 * decay, decay], 1), rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("end", [0.02, 0.1, 0.3, 0.5])
+def test_points_come_at_all_times_that_are_asked_for(end):
+    """Whatever torch's default dtype makes of them."""
+    bits = Ising(2, [(0,), (1,)])
+    value = expected_value(bits, lambda x: x[:, 0] + 2 * x[:, 1] + 3 * x[:, 0] * x[:, 1])
+    path = flow(value, bits, torch.zeros(2, dtype=torch.float64), [0.0, end / 2, end])
+    assert path.times.tolist() == [0.0, end / 2, end]
+    assert path.points.shape == (3, 2)
+
+
 def test_expected_values():
     family = MultivariateNormal(2)
     theta = family.from_mean_covariance(point(0.3, -0.2), torch.tensor([[1.0, 0.4], [0.4, 2.0]], dtype=torch.float64))
