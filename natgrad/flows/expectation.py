@@ -39,7 +39,7 @@ def expected_value(family: ExponentialFamily, f: Callable[[Tensor], Tensor], nod
     """
     if isinstance(family, Ising):
         states = family.states
-        values = f(states)
+        values = evaluate_rows(f, states)
         return lambda theta: family.probabilities(theta) @ values.to(theta)
     if isinstance(family, MultivariateNormal):
         points, weights = (torch.from_numpy(each) for each in np.polynomial.hermite_e.hermegauss(nodes))
@@ -50,10 +50,23 @@ def expected_value(family: ExponentialFamily, f: Callable[[Tensor], Tensor], nod
             covariance = invert_or_nan(family.precision(theta))
             mean = (covariance @ theta[..., : family.d].unsqueeze(-1)).squeeze(-1)
             x = mean.unsqueeze(-2) + z.to(theta) @ factor_or_nan(covariance).mT  # (..., m, d)
-            return f(x.reshape(-1, family.d)).view(x.shape[:-1]) @ shares.to(theta)
+            values = evaluate_rows(f, x.reshape(-1, family.d)).view(x.shape[:-1])
+            return values.to(theta) @ shares.to(theta)
 
         return average
     raise ValueError(
         f"expected_value knows Ising and MultivariateNormal, not {family!r}: take MultivariateNormal(1) for normals, "
         "or write F(theta) as a function"
     )
+
+
+def evaluate_rows(f: Callable, x: Tensor) -> Tensor:
+    """f(x) (m,) of x (m, d). ValueError unless it is a tensor of a number per row."""
+    values = f(x)
+    if not isinstance(values, Tensor) or values.numel() != len(x):
+        came = f"a tensor {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+        raise ValueError(
+            f"f returned {came} for x of shape {tuple(x.shape)}, expected a tensor ({len(x)},), a number per row: "
+            "lambda x: (x[:, 0] - 1) ** 2"
+        )
+    return values.reshape(-1)

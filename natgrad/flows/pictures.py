@@ -64,6 +64,10 @@ def show_descent(
     names = LABELS.get(chart.name, (f"{chart.name}[0]", f"{chart.name}[1]"))
     usual = (0.02, 0.98) if chart.name == "mu" and coordinates is None else (-3.0, 3.0)
     x, y = x or usual, y or ((-2.0, 1.0) if chart.name in LABELS and usual[0] < 0 else usual)
+    if not callable(f):
+        raise TypeError(f"f is {type(f).__name__}, expected a function of rows: lambda x: (x[:, 0] - 1) ** 2")
+    if start is not None and len(start) != 2:
+        raise ValueError(f"start is {start}, expected two numbers, in the coordinates of the picture")
     point = torch.tensor(start or [0.9 * x[0] + 0.1 * x[1], 0.1 * y[0] + 0.9 * y[1]], dtype=torch.float64)
     value, times = expected_value(family, f), torch.logspace(-4, 1.5, 100).tolist()
     figure = Figure(figsize=(9, 4.2), layout="constrained")

@@ -192,3 +192,18 @@ def test_a_plane_has_two_parameters():
         ng.show_descent(lambda x: x[:, 0], MultivariateNormal(2))
     with pytest.raises(TypeError, match=r"family is Tensor.*where the path starts is start="):
         ng.show_descent(lambda x: x[:, 0], torch.zeros(2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: ng.show_descent(lambda x: x.sum()), "a number per row"),
+        (lambda: ng.show_descent(lambda x: x[:, 0].tolist()), "f returned list"),
+        (lambda: ng.show_descent(lambda x: x.sum(), Ising(2, [(0,), (1,)])), "a number per row"),
+        (lambda: ng.show_descent("x^2"), "f is str"),
+        (lambda: ng.show_descent(lambda x: x[:, 0], start=(0.0, 1.0, 2.0)), "two numbers"),
+    ],
+)
+def test_what_is_no_descent_is_told(call, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        call()
