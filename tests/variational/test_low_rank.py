@@ -98,12 +98,12 @@ def test_a_start_far_wider_than_a_correlated_posterior_arrives(covariance):
         x @ torch.randn(6, dtype=F64, generator=generator) + torch.randn(200, dtype=F64, generator=generator)
     ).sign()
 
-    def correlated(z: Tensor) -> Tensor:
+    def weigh_correlated(z: Tensor) -> Tensor:
         return functional.logsigmoid(signs * (z @ x.mT)).sum(-1) - z.square().sum(-1) / 200
 
-    bounds = ng.variational_low_rank(correlated, 6, rank=3, covariance=covariance).fit(150)
+    bounds = ng.variational_low_rank(weigh_correlated, 6, rank=3, covariance=covariance).fit(150)
     assert bounds.converged
-    assert abs(bounds[-1] - ng.variational(correlated, 6).fit()[-1]) < 0.5
+    assert abs(bounds[-1] - ng.variational(weigh_correlated, 6).fit()[-1]) < 0.5
 
 
 def test_a_system_that_was_not_solved_is_no_end():
