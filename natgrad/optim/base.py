@@ -100,6 +100,10 @@ class Live:
     gone: frozenset[int] = frozenset()  # the ids of the latter
     # where the model held its modules and parameters when they were named
     places: Sequence[tuple[Mapping[str, Any], str, Any]] = ()
+    # dtypes and devices of the parameters when they were looked at last
+    kinds: dict[str, tuple[torch.dtype, torch.device]] = field(
+        default_factory=dict[str, tuple[torch.dtype, torch.device]]
+    )
 
 
 LOOPS = ("fit", "train", "learn", "run", "minimize", "optimize", "solve", "compile")
@@ -394,11 +398,14 @@ class ModelOptimizer(Optimizer):
                 The optimizer is as before then.
         """
         self._follow_names()
+        self._follow_parameters()
         saved = read_checkpoint(self.FORMAT, state_dict, self, name_positions(self), self._labels())
         restore = self._fit(saved)
         # all of it fits
         super().load_state_dict({"param_groups": saved.groups, "state": {}})
         restore()
+        if saved.moved:
+            self._move_memory(saved.moved)
         self._live.history.clear()  # `explain` tells of one run
 
     def __copy__(self) -> NoReturn:
@@ -479,7 +486,17 @@ class ModelOptimizer(Optimizer):
         """Look, before a step, at what may have happened to the model since the last one."""
 
     def _follow_parameters(self) -> None:
-        """Bring what is remembered to the dtypes and devices of the parameters."""
+        """Bring what is remembered to the dtypes and devices of the parameters, after `model.double()` and the like."""
+        live = self._live
+        kinds = {name: (p.dtype, p.device) for name, p in live.named.items()}
+        before, live.kinds = live.kinds, kinds
+        changed = [name for name, kind in before.items() if kinds.get(name, kind) != kind]
+        if changed:
+            self._move_memory(changed)
+
+    @abstractmethod
+    def _move_memory(self, changed: Sequence[str]) -> None:
+        """Bring what is remembered to the dtypes and devices that these parameters have now."""
 
     def _follow_groups(self) -> None:
         """Name the parameters that the groups hold and that are trainable, as the model does now."""

@@ -245,6 +245,7 @@ class Checkpoint:
     state: dict[Tensor, dict[str, Any]]  # by parameter
     extra: dict[str, Any]  # what is not kept by parameter
     labels: Tensor | None  # the state of the source of labels; None where this device's has another form
+    moved: list[str]  # the parameters whose dtype is another than it was when they were saved
 
 
 def name_positions(optimizer: Any) -> Named:
@@ -257,7 +258,8 @@ def name_positions(optimizer: Any) -> Named:
 
 def write_checkpoint(plain: dict[str, Any], named: Named, extra: Mapping[str, Any]) -> dict[str, Any]:
     """A state_dict with all that is ours beside what torch wrote."""
-    extra = {"format": FORMAT, **extra, "shapes": {name: list(p.shape) for name, p in named}}
+    shapes, dtypes = {name: list(p.shape) for name, p in named}, {name: str(p.dtype) for name, p in named}
+    extra = {"format": FORMAT, **extra, "shapes": shapes, "dtypes": dtypes}
     state: dict[str, Any] = {named[i][0]: numbers for i, numbers in plain["state"].items()}
     groups = list(plain["param_groups"])
     first = next((i for i, group in enumerate(groups) if group["params"]), 0)
@@ -306,7 +308,9 @@ def read_checkpoint(
     settings = ("params", *optimizer._live.settings)
     added = [{k: v for k, v in group.items() if k not in settings} for group in optimizer.param_groups]
     groups = [{**own, **group, EXTRA: ()} for own, group in zip(added, came_groups, strict=True)]
-    return Checkpoint(groups, memory, dict(extra), check_generator(extra["generator"], generator, form.older))
+    labels, dtypes = check_generator(extra["generator"], generator, form.older), extra.get("dtypes", {})
+    moved = [name for name, p in named if dtypes.get(name, str(p.dtype)) != str(p.dtype)]
+    return Checkpoint(groups, memory, dict(extra), labels, moved)
 
 
 def name_numbers(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from natgrad.families import Criterion
 from natgrad.ground.constants import UNKNOWN_SHARE
-from natgrad.ground.pure import as_call, copy_tensors, keep_gradient_mode
+from natgrad.ground.pure import as_call, copy_tensors, keep_gradient_mode, map_tensors
 from natgrad.ground.spaces import Space
 from natgrad.ground.typed_torch import measure_norm
 from natgrad.metrics import Metric
@@ -276,9 +276,24 @@ class NaturalGradient(ModelOptimizer):
 
         return restore
 
+    def _move_memory(self, changed: Sequence[str]) -> None:
+        live = self._live
+        space, system = Space(live.named), live.state.system
+
+        def follow(tree: Any, dtype: torch.dtype, device: torch.device) -> Any:
+            return map_tensors(tree, lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype))
+
+        vectors = {
+            name: follow(part, live.named[name].dtype, live.named[name].device) if name in changed else part
+            for name, part in live.state.vectors.items()
+        }
+        whole = (follow(part, space.dtype, space.device) for part in (system.structure, system.preconditioner))
+        live.state = replace(live.state, vectors=vectors, system=SystemMemory(system.level, *whole))
+
     # one step
 
     def _step(self, called: Called) -> None:
+        self._follow_parameters()
         active = {id(p) for group in self.param_groups for p in group["params"]}
         gradients = read_gradients(self._live.processes, self._live.named, active - self._live.gone, self._live.recall)
         if gradients is None:

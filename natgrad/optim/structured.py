@@ -83,10 +83,6 @@ class BlockFlow:
     averages: Averages  # how they become blocks
     choices: Choices  # what does not change between steps
     pending: Pending = field(default_factory=Pending)  # what the passes since the last step told
-    # dtypes and devices of the parameters when they were looked at last
-    kinds: dict[str, tuple[torch.dtype, torch.device]] = field(
-        default_factory=dict[str, tuple[torch.dtype, torch.device]]
-    )
     # parameters of whose gradients it was said that the statistics lack them
     warned: set[str] = field(default_factory=set[str])
 
@@ -219,23 +215,18 @@ class StructuredNaturalGradient(ModelOptimizer):
         state = self._live.state
         return self._flow.pending.update or BatchUpdate(state.blocks, state.hearing, state.guard)
 
-    def _follow_parameters(self) -> None:
-        """Bring what is remembered to the dtypes and devices of the parameters, after `model.double()` and the like."""
+    def _move_memory(self, changed: Sequence[str]) -> None:
         live, flow = self._live, self._flow
-        kinds = {name: (p.dtype, p.device) for name, p in live.named.items()}
-        before, flow.kinds = flow.kinds, kinds
-        changed = [name for name, kind in before.items() if kinds.get(name, kind) != kind]
-        if changed:
-            update = flow.pending.update
-            live.state, flow.pending.losses = move_state(live.state, live.named, changed), []
-            if update is not None:
-                moved = move_state(State(blocks=update.blocks), live.named, changed)
-                flow.pending.update = replace(update, blocks=moved.blocks)
+        update = flow.pending.update
+        live.state, flow.pending.losses = move_state(live.state, live.named, changed), []
+        if update is not None:
+            moved = move_state(State(blocks=update.blocks), live.named, changed)
+            flow.pending.update = replace(update, blocks=moved.blocks)
 
     def _rename(self, renamed: Mapping[str, str]) -> None:
         """Nothing is remembered of renamed parameters: what they stand for is something else now."""
         self._settle_reading()
-        flow, pending, state = self._flow, self._flow.pending, self._live.state
+        pending, state = self._flow.pending, self._live.state
 
         def others(entries: Mapping[str, Any]) -> dict[str, Any]:
             return {name: value for name, value in entries.items() if name not in renamed}
@@ -246,7 +237,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         stacks = state.stacks.select(lambda block: renamed.keys().isdisjoint(block.layout.names))
         self._live.state = replace(state, blocks=drop(state.blocks), stacks=stacks, vectors=others(state.vectors))
         pending.update = pending.update and replace(pending.update, blocks=drop(pending.update.blocks))
-        pending.discarded, flow.kinds = drop(pending.discarded), others(flow.kinds)
+        pending.discarded, self._live.kinds = drop(pending.discarded), others(self._live.kinds)
         super()._rename(renamed)
         self._listen_anew()
 

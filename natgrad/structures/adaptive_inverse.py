@@ -398,7 +398,7 @@ class AdaptiveInverse(Structure):
         now = metric.at(params, inputs, random=random)
         if now.indefinite:
             raise ValueError("the metric may be indefinite: an inverse is kept of positive semi-definite ones only")
-        shapes = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in params.items()]
+        shapes = [f"{name} {tuple(p.shape)}" for name, p in params.items()]
         if memory is None or memory["parameters"] != shapes:
             memory = {"parameters": shapes, "step": 0, "seen": 0, "kept": 0, **self.method.start(now)}
         spread = measure_spread(memory, now, metric, inputs)
