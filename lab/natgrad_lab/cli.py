@@ -131,7 +131,8 @@ def command_with_settings() -> "type[TyperCommand]":
 
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
             """Looks for an experiment's name beside `--help`."""
-            if "--help" in args and needs_torch(args) and (named := list_named(args)):
+            first = [word for word in args[:1] if not word.startswith("-")]  # a name that nobody knows is refused
+            if "--help" in args and needs_torch(args) and (named := list_named(args) or first):
                 typer.echo(self.get_help(ctx), nl=False)
                 run_guarded(lambda: show_settings(named[0]))
                 ctx.exit()
@@ -235,6 +236,11 @@ def run_guarded(work: "Callable[[], None]") -> None:
         work()
     except (LabError, DataError) as error:
         typer.echo(f"natgrad: {error}", err=True)
+        raise typer.Exit(2) from error
+    except OSError as error:
+        if error.filename is None:
+            raise
+        typer.echo(f"natgrad: {error.filename}: {error.strerror}; give a place that can be read and written", err=True)
         raise typer.Exit(2) from error
     except Interrupted as error:
         typer.echo("natgrad: stopped; the same command goes on from here", err=True)

@@ -120,6 +120,7 @@ def test_run_digits_ends_in_a_report(tmp_path):
     ("words", "said"),
     [
         (("run", "digit"), "did you mean digits?"),
+        (("run", "digit", "--help"), "did you mean digits?"),
         (("run", "zzz"), "see `natgrad list`"),
         (("run", "digits", "--set", "second=1"), "expected one of seconds, steps"),
         (("run", "digits", "--set", "seconds=soon"), "expected a number"),

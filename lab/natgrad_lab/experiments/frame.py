@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import reprlib
 import signal
 import sys
 import time
@@ -217,7 +218,12 @@ def execute(
     """
     tuning = getattr(settings, "tuning_seed", None)
     if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0 or tuning in seeds:
-        raise LabError(f"seeds are {list(seeds)}, expected different numbers, none below 0, none of them {tuning}")
+        raise LabError(
+            f"seeds are {reprlib.repr(list(seeds))}, expected different numbers, none below 0"
+            + ("" if tuning is None else f", none of them the tuning seed {tuning}: --set tuning_seed is another")
+        )
+    if settings.threads is not None and settings.threads < 1:
+        raise LabError(f"threads is {settings.threads}, expected a number of at least 1, or none for torch's own")
     try:
         torch.empty(0, device=settings.device)
     except (RuntimeError, AssertionError) as error:

@@ -40,17 +40,20 @@ class Folder:
     def plan(self) -> Numbers:
         """The plan these records were made under. LabError when there is none or it cannot be read."""
         try:
-            return json.loads(self.plan_path.read_text())
+            plan = json.loads(self.plan_path.read_text())
         except (FileNotFoundError, NotADirectoryError) as error:
             raise LabError(f"{self.path} holds no experiment.json: give the folder that `natgrad run` wrote") from error
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # no JSON, or no text
             raise LabError(f"{self.plan_path} is damaged ({error}): run the experiment into another folder") from error
+        if not isinstance(plan, dict) or not isinstance(plan.get("experiment"), str):
+            raise LabError(f"{self.plan_path} names no experiment: run the experiment into another folder")
+        return plan
 
     def settle(self, plan: Numbers) -> None:
         """Write the plan, or check that the folder holds the same: pieces done under two plans are not compared."""
         plan = json.loads(dump(plan))
-        if not self.plan_path.exists():
-            self.records.mkdir(parents=True, exist_ok=True)
+        self.records.mkdir(parents=True, exist_ok=True)
+        if not self.plan_path.exists() or not any(self.records.iterdir()):  # a plan under which nothing was done
             replace(self.plan_path, json.dumps(plan, indent=2) + "\n")
         elif (before := self.plan()) != plan:
             raise LabError(

@@ -1,6 +1,7 @@
 """Studies: pieces done once, resumed where they were put down, and told from the records alone."""
 
 import json
+import shutil
 
 import pytest
 import small_study
@@ -154,6 +155,40 @@ def test_a_plan_of_another_version_or_kind_is_refused(tmp_path, know_walks):
         build(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "content", [b"[]", b"{}", b'{"experiment": 3}', b'{"experiment": ', b"\xff\xfe", b"null"], ids=repr
+)
+def test_a_damaged_plan_is_named(content, tmp_path, know_walks):
+    folder = execute(STUDY, Settings(), [0], tmp_path)
+    folder.plan_path.write_bytes(content)
+    for words in (("run", "walks", "--out", str(tmp_path)), ("report", str(tmp_path))):
+        answer = natgrad(*words)
+        assert answer.exit_code == 2
+        assert "into another folder" in answer.output
+
+
+def test_a_plan_under_which_nothing_was_done_gives_way(tmp_path):
+    """So that a run that failed at its start leaves nothing behind that refuses the next."""
+    folder = execute(STUDY, Settings(), [0], tmp_path)
+    shutil.rmtree(folder.records)
+    execute(STUDY, Settings(steps=5), [0], tmp_path)
+    assert folder.plan()["settings"]["steps"] == 5
+    assert len(list(folder.records.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    ("file", "out"), [("notes", "notes/below"), ("records", ""), ("plots", ""), ("report.html/notes", "")]
+)
+def test_a_place_that_cannot_be_written_is_named(file, out, tmp_path, know_walks):
+    """Below a file, and where a file stands in place of a folder or the other way round."""
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("mine")
+    answer = natgrad("run", "walks", "--out", str(tmp_path / out))
+    assert answer.exit_code == 2, answer.output
+    assert f"natgrad: {tmp_path / out}" in answer.output
+    assert "give a place that can be read and written" in answer.output
+
+
 def test_pictures_have_different_names(tmp_path, monkeypatch, know_walks):
     section = small_study.tell(findings(STUDY, execute(STUDY, Settings(), [0], tmp_path))).sections[0]
     twice = Section("", "", (), section.pictures * 2)
@@ -184,6 +219,8 @@ def test_the_command_runs_and_resumes(tmp_path, know_walks):
         (("--set", "step=1"), "expected one of steps, threads, device"),
         (("--set", "device=abacus"), "abacus"),
         (("--seeds", "0"), "seeds"),
+        (("--set", "threads=0"), "threads is 0, expected a number of at least 1"),
+        (("--set", "threads=-1"), "threads is -1, expected a number of at least 1"),
     ],
 )
 def test_bad_input_is_refused_at_the_door(words, said, tmp_path, know_walks):

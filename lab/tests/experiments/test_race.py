@@ -79,7 +79,7 @@ def test_grids_of_different_sizes_are_refused(tmp_path):
 
 
 def test_the_tuning_seed_does_not_race(tmp_path):
-    with pytest.raises(LabError, match="none of them 100"):
+    with pytest.raises(LabError, match="none of them the tuning seed 100"):
         execute(race(), Settings(), [0, 100], tmp_path)
 
 
