@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,18 @@ def draw_descent(
     names, usual = FAMILIES[family]
     text = usual if text is None else text
     f = read_function(text, names)
-    points = torch.linspace(-12, 12, 241).double()[:, None] if family == "normal" else torch.tensor(SIGNS).double()
+    points = torch.arange(-120, 121).double()[:, None] / 10 if family == "normal" else torch.tensor(SIGNS).double()
     if not bool(torch.isfinite(f(points)).all()):
         bad = points[~torch.isfinite(f(points))][0].tolist()
         raise LabError(f"{text} is not finite at {', '.join(f'{v:g}' for v in bad)}: the picture needs its mean")
     distributions = ng.families.MultivariateNormal(1) if family == "normal" else ng.families.Ising(2, [(0,), (1,)])
-    figure = ng.show_descent(
-        f, distributions, start=read_pair("start", start), x=read_pair("x", x), y=read_pair("y", y)
-    )
+    if bool((f(points) == f(points[:1])).all()):
+        raise LabError(f"{text} is the same everywhere: nothing falls; write a formula such as '{usual}'")
+    window = {"start": read_pair("start", start), "x": read_pair("x", x), "y": read_pair("y", y)}
+    try:
+        figure = ng.show_descent(f, distributions, **window)
+    except ValueError as error:
+        raise LabError(f"E[{text}] cannot be drawn there ({error}): give another --start, --x or --y") from error
     figure.suptitle(f"E[{text}]")
     save(figure, out)
     return text, out
@@ -85,6 +90,8 @@ def read_pair(name: str, given: str | None) -> tuple[float, float] | None:
         first, second = (float(part) for part in given.split(","))
     except ValueError as error:
         raise LabError(f"--{name} is {given!r}, expected two numbers with a comma: --{name} -3,3") from error
+    if not (math.isfinite(first) and math.isfinite(second)):
+        raise LabError(f"--{name} is {given!r}, expected two finite numbers")
     if name != "start" and not first < second:
         raise LabError(f"--{name} is {given!r}, expected the smaller number first")
     return first, second

@@ -137,7 +137,15 @@ def test_run_digits_ends_in_a_report(tmp_path):
         (("show", "--family", "gamma"), "expected normal or signs"),
         (("show", "--x", "3,-3"), "expected the smaller number first"),
         (("show", "--start", "3"), "expected two numbers with a comma"),
+        (("show", "--start", "nan,1"), "expected two finite numbers"),
         (("show", "--out", "a.doc"), "ends in .doc, expected .png"),
+        (("show", "5"), "is the same everywhere: nothing falls"),
+        (("show", "1/x"), "1/x is not finite at 0"),
+        (("show", "x^40"), "give another --start, --x or --y"),
+        (("show", "--y", "1000,2000"), "give another --start, --x or --y"),
+        (("show", "x1", "--family", "signs", "--start", "2,.7"), "give another --start, --x or --y"),
+        (("show", "x1", "--family", "signs", "--x", "-1,2"), "give another --start, --x or --y"),
+        (("show", "--out", f"{__file__}/a.png"), "give a place that can be read and written"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(words, said, tmp_path, monkeypatch):

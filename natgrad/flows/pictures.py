@@ -135,7 +135,7 @@ def draw_field(
         **style: Of `axes.quiver`.
 
     Raises:
-        ValueError: If the length is another word.
+        ValueError: If the length is another word, and if no arrow has one.
     """
     powers = {"true": 1.0, "root": 0.5, "same": 0.0}
     if length not in powers:
@@ -144,6 +144,8 @@ def draw_field(
     arrows = field(points)
     size = torch.stack([arrows[:, 0] / (x[1] - x[0]), arrows[:, 1] / (y[1] - y[0])], 1).norm(dim=1, keepdim=True)
     keep = (torch.isfinite(size) & (size > 0)).squeeze(1)
+    if not keep.any():
+        raise ValueError(f"field is 0 or not finite at all points of x {x} and y {y}, expected arrows: look elsewhere")
     arrows, size = arrows[keep] / size[keep], size[keep] ** powers[length]
     arrows = arrows * size / size.max() * 0.95 / (len(a) - 1)
     style = {"width": 0.0026, "color": "0.45", **style}
