@@ -26,7 +26,7 @@ from natgrad_lab.data import digits, mnist
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.settings import StudySettings, check_positive
+from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive
 from natgrad_lab.experiments.training import follow_clock
 from natgrad_lab.figures import INK, draw_images, fill_lines, take_columns
 
@@ -60,7 +60,10 @@ class ScoreEnergySettings(StudySettings):
         unknown = [name for name in self.names if name not in TASKS]
         if unknown:
             raise LabError(f"tasks has {unknown}, expected some of {', '.join(TASKS)}")
-        check_positive(self, "seconds", "noise", "image_noise", "fall")
+        check_counts(self, "batch", "width")
+        check_positive(self, "seconds", "noise", "image_noise", "kfac", "fall", "move", "whitening", "adam")
+        if not 0 <= self.signal < 1:
+            raise LabError(f"signal is {self.signal}, expected a share of at least 0 and below 1")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from natgrad_lab.data import Split
-from natgrad_lab.experiments.base import Contestant, Task
+from natgrad_lab.experiments.base import Contestant, LabError, Task
 
 
 def classify(
@@ -105,6 +105,8 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
+        if width % heads:
+            raise LabError(f"width is {width}, heads {heads}: expected heads that divide the width")
         self.heads, self.causal = heads, causal
         self.before, self.asked, self.mixed = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.perceptron = nn.Sequential(

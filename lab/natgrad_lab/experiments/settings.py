@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -120,10 +121,26 @@ def parse(key: str, text: str, hint: Any) -> Any:
         raise LabError(f"--set {key}={text}: expected {wanted}") from error
 
 
+def read_count(text: str) -> int:
+    """A whole number; ValueError below 0: no setting has a use for one."""
+    number = int(text)
+    if number < 0:
+        raise ValueError(text)
+    return number
+
+
+def read_number(text: str) -> float:
+    """A number; ValueError for nan, which passes comparisons and spoils a run in silence."""
+    number = float(text)
+    if math.isnan(number):
+        raise ValueError(text)
+    return number
+
+
 _READERS: dict[type, Callable[[str], Any]] = {
-    int: int,
-    float: float,
+    int: read_count,
+    float: read_number,
     str: str,
     bool: lambda text: {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text.lower()],
 }
-_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+_WORDS = {int: "a whole number of at least 0", float: "a number", str: "text", bool: "true or false"}

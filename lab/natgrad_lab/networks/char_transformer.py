@@ -17,6 +17,7 @@ from natgrad_lab.experiments import contestants
 from natgrad_lab.experiments.base import LabError, Task
 from natgrad_lab.experiments.models import TransformerBlock, classify
 from natgrad_lab.experiments.race import RaceSettings, race
+from natgrad_lab.experiments.settings import check_counts
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,9 @@ class CharTransformerSettings(RaceSettings):
     width: int = 128  # of the transformer
     heads: int = 4  # of attention
     length: int = 64  # characters of a window
+
+    def __post_init__(self) -> None:
+        check_counts(self, "layers", "width", "heads", "length")
 
 
 def tasks(settings: CharTransformerSettings) -> tuple[Task, ...]:

@@ -11,6 +11,7 @@ from natgrad_lab.experiments import contestants
 from natgrad_lab.experiments.base import Task, add_channel
 from natgrad_lab.experiments.models import classify
 from natgrad_lab.experiments.race import RaceSettings, race
+from natgrad_lab.experiments.settings import check_counts
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,9 @@ class FashionCnnSettings(RaceSettings):
     looked_at: int = 5000  # the first of the training and of the test images
     methods: str = "structures"  # or names of contestants such as kfac,adam
     filters: int = 16  # of the first convolution; the second has twice as many
+
+    def __post_init__(self) -> None:
+        check_counts(self, "filters")
 
 
 def tasks(settings: FashionCnnSettings) -> tuple[Task, ...]:

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from natgrad_lab.experiments.base import LabError, Task
 from natgrad_lab.experiments.race import RaceSettings, race
+from natgrad_lab.experiments.settings import check_counts
 from natgrad_lab.networks.char_transformer import SYMBOLS, predict_text
 
 
@@ -25,6 +26,9 @@ class LlamaTextSettings(RaceSettings):
     groups: int = 2  # of keys and values: heads / groups queries share one
     length: int = 64  # characters of a window
     tied: bool = False  # whether the logits' matrix is the embedding's
+
+    def __post_init__(self) -> None:
+        check_counts(self, "layers", "width", "heads", "groups", "length")
 
 
 def tasks(settings: LlamaTextSettings) -> tuple[Task, ...]:

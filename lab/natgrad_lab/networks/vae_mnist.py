@@ -16,6 +16,7 @@ from natgrad_lab.experiments import contestants
 from natgrad_lab.experiments.base import LabError, Task, pair_with_inputs
 from natgrad_lab.experiments.models import bernoulli_divergence
 from natgrad_lab.experiments.race import RaceSettings, race
+from natgrad_lab.experiments.settings import check_counts
 
 DATA = {"mnist": mnist, "digits": digits}
 
@@ -29,6 +30,9 @@ class VaeSettings(RaceSettings):
     hidden: int = 400  # units of the hidden layers
     code: int = 20  # dimensions of the code
     data: str = "mnist"  # or digits, which need no file
+
+    def __post_init__(self) -> None:
+        check_counts(self, "hidden", "code")
 
 
 def tasks(settings: VaeSettings) -> tuple[Task, ...]:

@@ -15,7 +15,7 @@ from natgrad_lab.experiments import contestants
 from natgrad_lab.experiments.base import Task, standardise_pictures
 from natgrad_lab.experiments.models import TransformerBlock, classify
 from natgrad_lab.experiments.race import RaceSettings, race
-from natgrad_lab.experiments.settings import split_words
+from natgrad_lab.experiments.settings import check_counts, split_words
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,9 @@ class VitCifarSettings(RaceSettings):
     patch: int = 4  # pixels of a patch's side
     filters: int = 16  # of ResNet's first stage
     blocks: int = 3  # of each of ResNet's three stages: 6 blocks + 2 layers, so that 3 makes ResNet-20
+
+    def __post_init__(self) -> None:
+        check_counts(self, "layers", "width", "heads", "patch", "filters", "blocks")
 
 
 def tasks(settings: VitCifarSettings) -> tuple[Task, ...]:

@@ -59,7 +59,16 @@ class KarakidaSettings(StudySettings):
 
     def __post_init__(self) -> None:
         check_counts(
-            self, "runs", "examples", "held_out", "descent_steps", "natural_steps", "batch", "our_steps", "every"
+            self,
+            "runs",
+            "examples",
+            "held_out",
+            "descent_steps",
+            "natural_steps",
+            "batch",
+            "our_steps",
+            "every",
+            "processes",
         )
         if self.tuned_steps < 10 or self.our_single < 10:
             raise LabError("tuned_steps and our_single: expected at least 10")

@@ -23,7 +23,7 @@ from natgrad_lab.data import kodak, sample_photographs
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.settings import StudySettings
+from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive
 from natgrad_lab.experiments.training import follow_clock
 from natgrad_lab.figures import draw_images, fill_lines, take_columns
 from natgrad_lab.words import short
@@ -70,8 +70,9 @@ class KosterSettings(StudySettings):
         unknown = set(self.methods.split(",")) - set(METHODS)
         if unknown:
             raise LabError(f"methods has {sorted(unknown)}, expected some of {', '.join(METHODS)}")
-        if not self.seconds > 0:
-            raise LabError(f"seconds is {self.seconds}, expected a positive number")
+        check_counts(self, "batch", "products", "metric_batch", "feature_every", "feature_examples")
+        check_positive(self, "seconds", "adam", "sgd", "natural", "damping", "radius")
+        check_positive(self, "feature_rate", "feature_damping", "feature_radius")
 
 
 @dataclass(frozen=True)

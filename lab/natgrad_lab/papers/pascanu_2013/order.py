@@ -57,6 +57,7 @@ class OrderSettings(StudySettings):
             raise LabError(f"data is {self.data!r}, expected {' or '.join(SOURCES)}")
         check_counts(self, "side", "hidden", "batch", "segments", "steps", "held_out", "products")
         check_positive(self, "rate", "damping", "small_damping", "tolerance")
+        check_counts(self, "rtol", least=0)
         if not 2 <= self.runs <= 15:
             raise LabError(f"runs is {self.runs}, expected 2 to 15: a variance needs two")
         if self.total > 65_536:

@@ -22,7 +22,7 @@ from natgrad_lab.experiments.contestants import grid, sgd
 from natgrad_lab.experiments.metric_data import Observes, draw_another_batch, draw_unlabelled, join_unlabelled
 from natgrad_lab.experiments.models import Convolution, classify, convolutional, perceptron
 from natgrad_lab.experiments.race import race
-from natgrad_lab.experiments.settings import StudySettings, fill, require_size
+from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive, fill, require_size
 
 MSGD = "MSGD"
 UNLABELLED = "KL, unlabelled"
@@ -44,6 +44,10 @@ class Table1Settings(StudySettings):
     evaluations: int = 10  # at equal distances of updates
     looked_at: int = 10_000
     tuning_seed: int = 100
+
+    def __post_init__(self) -> None:
+        check_counts(self, "products")
+        check_counts(self, "floor", least=0)
 
     def list_bounds(self) -> dict[str, Any]:
         """What the metrics of Fisher have in common."""
@@ -163,6 +167,7 @@ class RestrictedMnistSettings(Table1Settings):
     evaluations: int = 15  # at equal distances of updates
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         paper = {"hidden": 1500, "labelled": 10_000, "batch": 2500, "steps": 2000}
         fill(self, paper if self.full else {"hidden": 300, "labelled": 1000, "batch": 500, "steps": 100})
         if self.choice is not None and not 0 <= self.choice < len(POINTS):
@@ -228,6 +233,8 @@ class MnistSettings(Table1Settings):
     looked_at: int = 5000  # the first images of each part, the test images too: evaluations took half of the time
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "fall")
         paper = {"filters": 32, "hidden": 750, "batch": 10_000, "steps": 2000, "hold": 200}
         fill(self, paper if self.full else {"filters": 8, "hidden": 128, "batch": 200, "steps": 40, "hold": 20})
 
@@ -292,6 +299,8 @@ class FacesSettings(Table1Settings):
     fall: float = 20.0  # after them l / (1 + (t - hold) / fall)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "fall")
         names = "filters", "stride", "pooling", "first", "second", "batch", "unlabelled", "steps", "hold"
         sizes = (300, 1, 4, 2048, 1024, 960, 480, 2000, 200) if self.full else (16, 3, 2, 128, 64, 240, 120, 50, 25)
         fill(self, dict(zip(names, sizes, strict=True)))

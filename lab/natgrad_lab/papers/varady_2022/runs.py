@@ -57,7 +57,8 @@ class VaradySettings(StudySettings):
             raise LabError(f"data is {self.data}, expected one of {', '.join(SETS)}")
         if self.units not in ("01", "signs"):
             raise LabError(f"units is {self.units}, expected 01 or signs")
-        check_counts(self, "epochs", "batch", "samples", "tuning", "looks")
+        given = [name for name in ("train", "test") if getattr(self, name) is not None]
+        check_counts(self, "epochs", "batch", "samples", "tuning", "looks", *given)
         if self.evaluation < 0:
             raise LabError(f"evaluation is {self.evaluation}, expected a number of draws, or 0 for the exact sum")
         check_positive(self, "damping")
