@@ -317,26 +317,36 @@ def as_words(text: str) -> tuple[str, ...]:
 def as_seeds(text: str) -> range:
     """`10` for 0 to 9, `10:30` for 10 to 29."""
     first, last = text.split(":") if ":" in text else ("0", text)
-    return range(int(first), int(last))
+    seeds = range(int(first), int(last))
+    if not seeds or seeds[0] < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no seed, expected 10 for 0 to 9, or 10:30 for 10 to 29")
+    return seeds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     names = [*TABLES, *STREAMS, "search", *SEARCHES, *RACES]
-    tables = f"of {', '.join(names)}; all but step by default; search is all search-..."
+    races = f"{', '.join(RACES)} are races and run only where they are named"
+    tables = f"of {', '.join(names)}; {races}; search is all search-..."
     parser.add_argument("tables", nargs="*", help=tables)
     parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--seeds", type=as_seeds, help="of searches: 10, or 10:30 [10]; of step: how many [3]")
+    parser.add_argument("--seeds", type=as_seeds, help="of searches and races: 10, or 10:30; of step: how many [3]")
     parser.add_argument(
-        "--workloads", type=as_words, default=(), help="of step: char,vit, or the suites chosen,judged [all]"
+        "--workloads", type=as_words, default=(), help="of races; of step: char,vit, or suites chosen,judged [all]"
     )
-    parser.add_argument("--methods", type=as_words, default=(), help="of step [kfac,adam,muon,soap,sgd]")
+    parser.add_argument("--methods", type=as_words, default=(), help="of races; of step [kfac,adam,muon,soap,sgd]")
     parser.add_argument("--redo", type=as_words, default=(), help="of step: whose finished runs are thrown away")
-    parser.add_argument("--steps", type=int, help="of step: one race of that many [each workload's own]")
-    parser.add_argument("--seconds", type=float, help="of step: one race of that many CPU seconds")
+    parser.add_argument("--steps", type=int, help="of races: of that many [each workload's own]")
+    parser.add_argument("--seconds", type=float, help="of races: of that many CPU seconds")
     parser.add_argument("--constant", action="store_true", help="of step: rates that do not fall")
     parser.add_argument("--threads", type=int, default=1)
     choices = ChosenTables(**vars(parser.parse_args()))
+    for name, least in (("repeats", 2), ("threads", 1), ("steps", 1)):
+        number = getattr(choices, name)
+        if number is not None and number < least:
+            parser.error(f"--{name} is {number}, expected at least {least}")
+    if choices.seconds is not None and not choices.seconds > 0:
+        parser.error(f"--seconds is {choices.seconds}, expected a number above 0")
     unknown = set(choices.tables) - set(names)
     if unknown:
         parser.error(f"tables {sorted(unknown)} are not known, expected some of {', '.join(names)}")

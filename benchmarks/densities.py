@@ -195,7 +195,11 @@ def train(task: DensityTask, trainer: Trainer, seed: int, falls: bool, steps: in
 
 def report(seeds: range, steps: int | None = None, workloads: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """A row per task, optimiser and schedule; rates stay, or fall by a cosine."""
-    for task in tasks():
+    among = list(tasks())
+    unknown = [word for word in workloads if not any(word in task.name for task in among)]
+    if unknown:
+        raise SystemExit(f"workloads {', '.join(unknown)}: expected words of {'; '.join(task.name for task in among)}")
+    for task in among:
         if workloads and not any(word in task.name for word in workloads):
             continue
         for falls in (False, True):

@@ -30,6 +30,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 import natgrad as ng
+from benchmarks.variants import check_names
 from natgrad_lab.data import mnist
 from natgrad_lab.networks.char_transformer import documentation, encode_text
 
@@ -601,6 +602,7 @@ def spread(runs: list[ScriptRun]) -> str:
 
 def rows(seeds: range, names: tuple[str, ...], steps: int | None) -> Iterator[tuple[str, ...]]:
     """One for each script."""
+    check_names("scripts", names, SCRIPTS)
     for name in names or SCRIPTS:
         script = SCRIPTS[name]()
         yield compare(script, seeds, steps or script.steps)
