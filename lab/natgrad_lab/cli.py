@@ -60,7 +60,10 @@ def application() -> "typer.Typer":
     @app.command("show")
     def show_command(
         function: Annotated[
-            str | None, typer.Argument(help="A formula in x, or in x1 and x2 for signs; (x - 1)^2 by default.")
+            str | None,
+            typer.Argument(
+                help="A formula in x, or in x1 and x2 for signs; (x - 1)^2 by default. Put -- before one with a minus first."
+            ),
         ] = None,
         family: Annotated[
             str, typer.Option(help="normal: mean and deviation of x; signs: x1 and x2 are -1 or 1.")

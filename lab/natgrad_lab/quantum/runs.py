@@ -284,11 +284,11 @@ def search_ground_state(name: str, summary: str, minutes: float, quick: dict[str
 
 
 ISING = search_ground_state(
-    "ising", "Transverse Ising chain: natural gradient beside Adam, five minutes", 2, {"seeds": 1}, system="ising"
+    "ising", "Transverse Ising chain: natural gradient beside Adam", 2, {"seeds": 1}, system="ising"
 )
 HELIUM = search_ground_state(
     "helium",
-    "Helium by an antisymmetric network: natural gradient beside Adam, forty minutes",
+    "Helium by an antisymmetric network: natural gradient beside Adam",
     60,
     {"seeds": 1, "steps": 200, "seconds": 10.0, "samples": 200, "draws": 20, "rates": "0.003"},
     system="helium",
