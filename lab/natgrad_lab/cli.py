@@ -62,7 +62,7 @@ def application() -> "typer.Typer":
         function: Annotated[
             str | None,
             typer.Argument(
-                help="A formula in x, or in x1 and x2 for signs; (x - 1)^2 by default. Put -- before one with a minus first."
+                help="A formula in x, or in x1 and x2 for signs; (x - 1)^2 by default. Put -- before a minus."
             ),
         ] = None,
         family: Annotated[

@@ -42,9 +42,9 @@ def draw_descent(
     distributions = ng.families.MultivariateNormal(1) if family == "normal" else ng.families.Ising(2, [(0,), (1,)])
     if bool((f(points) == f(points[:1])).all()):
         raise LabError(f"{text} is the same everywhere: nothing falls; write a formula such as '{usual}'")
-    window = {"start": read_pair("start", start), "x": read_pair("x", x), "y": read_pair("y", y)}
+    point, across, up = read_pair("start", start), read_pair("x", x), read_pair("y", y)
     try:
-        figure = ng.show_descent(f, distributions, **window)
+        figure = ng.show_descent(f, distributions, point, x=across, y=up)
     except ValueError as error:
         raise LabError(f"E[{text}] cannot be drawn there ({error}): give another --start, --x or --y") from error
     figure.suptitle(f"E[{text}]")
