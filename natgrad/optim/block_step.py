@@ -48,7 +48,7 @@ from natgrad.optim.checks import check_statistics
 from natgrad.optim.guard import Verdict, least_damping, stay_finite, watch_late
 from natgrad.optim.objective import BatchForm, PooledLoss
 from natgrad.optim.passes import Loss
-from natgrad.optim.processes import Processes
+from natgrad.optim.processes import Processes, describe_groups
 from natgrad.optim.reading import Reading
 from natgrad.optim.stacks import StackGradient, arrange, remember, split_stack, stack_gradients
 from natgrad.optim.state import Block, Length, Noise, OwnGradients, Pace, Stack, Stacks, State
@@ -102,7 +102,10 @@ class BlockEvidence(Evidence):
         if self.update.far:
             losses = [replace(loss, value=loss.value * math.nan) for loss in losses]
         norms = dict(zip(raw, measure_norms(list(raw.values())), strict=True))
-        loss, nats, scale, norm = choices.processes.pool_losses(losses, self.nats, self.scale, norms)
+        groups = {id(group): group for group in self.settings.values()}.values()
+        keys = "lr", "momentum", "weight_decay", "l2", *choices.rule.options
+        described = partial(describe_groups, groups, *keys)
+        loss, nats, scale, norm = choices.processes.pool_losses(losses, self.nats, self.scale, norms, described)
         if not (isinstance(scale, float) and scale == 1):
             raw = {name: gradient / scale for name, gradient in raw.items()}
             norms, norm = {n: size / abs(scale) for n, size in norms.items()}, norm / abs(scale)

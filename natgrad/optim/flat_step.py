@@ -26,7 +26,7 @@ from natgrad.optim.guard import NotFiniteError, Verdict, are_finite, stay_finite
 from natgrad.optim.joined import check_in_step, join_choice
 from natgrad.optim.objective import Objective, Proximal
 from natgrad.optim.passes import Data
-from natgrad.optim.processes import Processes
+from natgrad.optim.processes import Processes, describe_groups
 from natgrad.optim.report import read_cuts
 from natgrad.optim.state import Outside, State, SystemMemory
 from natgrad.optim.step import Batch, Choices, Evidence, Work, bounded_below
@@ -226,7 +226,7 @@ class FlatWork(Work):
         if failed or refused:
             step = model.nothing()
             memory = Memory(dict.fromkeys(memory, torch.zeros_like(self.evidence.gradient)))  # a fresh start
-        check_in_step(self.choices.processes, flat(step))
+        check_in_step(self.choices.processes, flat(step), self.describe_groups())
         failed = failed or self.solved.solution.status is Status.NON_FINITE
         level = self.level if ratio is None else self.choices.damping.update(self.level, ratio)
         guard = state.guard
@@ -245,6 +245,13 @@ class FlatWork(Work):
         self.follow(ratio, rate, failed, refused)
         self.tell(model, step, ratio, rate)
         return True
+
+    def describe_groups(self) -> str:
+        """The numbers of the parameter groups that this step is made with."""
+        evidence = self.evidence
+        groups = dict.fromkeys(zip(evidence.rates.values(), evidence.decays.values(), strict=True))
+        known = [{"lr": lr, "weight_decay": decay, **evidence.options} for lr, decay in groups]
+        return describe_groups(known, "lr", "weight_decay", *evidence.options)
 
     def move(self, vector: Tensor, memory: Memory, taken: bool) -> None:
         """The parameters after the step, and what is kept for each of them."""

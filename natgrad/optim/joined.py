@@ -21,7 +21,7 @@ from natgrad.optim.checks import dense_gradient
 from natgrad.optim.guard import NotFiniteError
 from natgrad.optim.objective import Objective, Reclose, SumOverData, Total
 from natgrad.optim.passes import Data, Loss, Recall
-from natgrad.optim.processes import Processes
+from natgrad.optim.processes import Processes, mark_text
 from natgrad.structures import Layerwise, Structure, StructurePreconditioner
 
 
@@ -518,18 +518,20 @@ def join_objective(processes: Processes, objective: Objective | None, recall: Re
     return JoinedLoss(processes, objective, rows or 1.0, averaged=bool(recall.computed or processes.wrappers))
 
 
-def check_in_step(processes: Processes, vector: Tensor) -> None:
+def check_in_step(processes: Processes, vector: Tensor, groups: str) -> None:
     """Check that all processes are about to take the same step.
 
-    vector: The step, (n,).
+    vector: The step, (n,). groups: The numbers of the parameter groups.
     """
     if processes.size == 1:
         return
     probe = torch.cos(torch.arange(len(vector), dtype=torch.float64, device=vector.device))
-    numbers = [float(vector.double() @ probe), float(measure_norm(vector.double()))]
+    numbers = [float(vector.double() @ probe), float(measure_norm(vector.double())), mark_text(groups)]
     table = processes.share_numbers(
         [number if math.isfinite(number) else math.inf for number in numbers], vector.device
     )
+    if any(row[2] != table[0][2] for row in table):
+        processes.refuse_groups(groups)
     most = max(row[1] for row in table)
     if any(abs(a - b) > DRIFTED * most for row in table for a, b in zip(row, table[0], strict=True) if a != b):
         raise RuntimeError(

@@ -457,7 +457,9 @@ class NaturalGradient(ModelOptimizer):
 
     def _settle(self) -> None:
         kind, alike = type(self.metric).__name__, getattr(self.metric, "alike", ())
-        settings = self.solver, self.damping, self.rule, self.preconditioner, kind, *alike
+        rest = {name: getattr(self, name) for name in ("warm_start", "train_in_eval", "on_trouble")}
+        rest["search_batch"] = "none" if self.search_batch is None else "a number of each process's own"
+        settings = self.solver, self.damping, self.rule, self.preconditioner, kind, *alike, rest
         self._live.processes.settle(self.model, self._live.named, self.structure, settings)
 
     def _choose(self) -> Choices:

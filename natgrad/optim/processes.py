@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -31,6 +31,8 @@ from natgrad.structures import Layerwise, Statistics
 # Processes that train one model together hold the same one: compared once, before they add anything up
 
 MODULUS = 2**61 - 1
+ROUNDED = 1e-12
+"""Of the square of a sum over processes: the variance below which all of them have the same number."""
 
 
 def check_equal_models(named: Mapping[str, Tensor], group: Any, *, values: bool = False, settings: str = "") -> None:
@@ -59,9 +61,10 @@ def check_equal_models(named: Mapping[str, Tensor], group: Any, *, values: bool 
     if rank is not None:
         texts: list[Any] = [None] * len(rows)
         torch_distributed.all_gather_object(texts, settings, group=group)
+        first, other = list_differences(texts[0], texts[rank])
         raise ValueError(
-            f"the {len(rows)} processes were given different settings, {texts[0]} on rank 0 and {texts[rank]} on rank "
-            f"{rank}: build the optimizer alike on all of them"
+            f"the {len(rows)} processes were given different settings, {first} on rank 0 and {other} on rank {rank}: "
+            "build the optimizer alike on all of them"
         )
     rank = next((i for i, row in enumerate(hashes) if row[1] != hashes[0][1]), None)
     if rank is not None:
@@ -89,8 +92,25 @@ def hash_text(text: str) -> int:
 
 
 def describe_settings(*settings: object) -> str:
-    """Choices as they are printed, without the addresses of functions, which differ between processes."""
-    return re.sub(r" at 0x[0-9a-f]+", "", ", ".join(map(repr, settings)))
+    """Choices as they are printed, one a line, without addresses of functions, which differ between processes."""
+    return re.sub(r" at 0x[0-9a-f]+", "", "\n".join(map(repr, settings)))
+
+
+def describe_groups(groups: Iterable[Mapping[str, Any]], *keys: str) -> str:
+    """The numbers of parameter groups that every process must have alike, one group a line."""
+    return "\n".join(", ".join(f"{key}={float(group[key])}" for key in keys) for group in groups)
+
+
+def list_differences(first: str, other: str) -> list[str]:
+    """The lines of either text that the other has not, in one line each."""
+    texts = first.splitlines(), other.splitlines()
+    pairs = (texts, texts[::-1])
+    return [", ".join([line for line in own if line not in others] or own) for own, others in pairs]
+
+
+def mark_text(text: str) -> float:
+    """A number in [1, 2) that differs where a text does, the same in every process."""
+    return 1.0 + hash_text(text) / MODULUS
 
 
 def hash_values(named: Mapping[str, Tensor]) -> int:
@@ -274,7 +294,7 @@ class Processes:
             )
 
     def pool_losses(
-        self, losses: Sequence[Loss], nats: float, scale: float, norms: Mapping[str, Tensor]
+        self, losses: Sequence[Loss], nats: float, scale: float, norms: Mapping[str, Tensor], groups: Callable[[], str]
     ) -> tuple[Tensor | None, Any, Any, Tensor]:
         """The mean loss over all rows (None: there was none), nats per unit of it, and what the gradient is divided by.
 
@@ -286,6 +306,7 @@ class Processes:
             nats: Per example in one unit of the mean loss.
             scale: What this process's gradient is multiplied by.
             norms: Of its gradients, by name.
+            groups: Describes the numbers of the step's parameter groups.
         """
         norm = torch.stack(list(norms.values())).square().sum().sqrt()
         rows = sum(self.weight(loss) for loss in losses)
@@ -293,9 +314,14 @@ class Processes:
         total = torch.stack(parts).sum() if parts else torch.zeros(())
         if self.size == 1:
             return total / rows if losses else None, nats, scale or 1.0, norm
-        own = torch.tensor([nats * rows if rows else 0.0, rows, scale], dtype=torch.float64, device=norm.device)
+        numbers_of_groups = groups()
+        mark = mark_text(numbers_of_groups)
+        few = [nats * rows if rows else 0.0, rows, scale, mark, mark**2]
+        own = torch.tensor(few, dtype=torch.float64, device=norm.device)
         numbers = [total.reshape(1).to(own), own, torch.stack([norm, norm.square()]).double()]
-        loss, nats_rows, all_rows, scales, sizes, squares = self.sum(torch.cat(numbers))
+        loss, nats_rows, all_rows, scales, marks, mark_squares, sizes, squares = self.sum(torch.cat(numbers))
+        if bool(self.size * mark_squares - marks.square() > ROUNDED * marks.square()):
+            self.refuse_groups(numbers_of_groups)
         self._check_gradients(sizes / self.size, squares / self.size)
         scale_mean = torch.where(scales > 0, scales / self.size, 1.0)
         # without rows the loss says nothing: infinite
@@ -320,6 +346,21 @@ class Processes:
     def averages(self) -> bool:
         """True if somebody is known to take the mean over the processes of their gradients."""
         return self.averaged or bool(self.wrappers)
+
+    def refuse_groups(self, groups: str) -> NoReturn:
+        """ValueError, on all processes, for parameter groups that differ between them.
+
+        Args:
+            groups: `describe_groups`, of this process's.
+        """
+        texts = self.share_objects(groups)
+        rank = next(i for i, text in enumerate(texts) if text != texts[0])
+        first, other = list_differences(texts[0], texts[rank])
+        raise ValueError(
+            f"the {self.size} processes have other numbers in their parameter groups, {first} on rank 0 and {other} on "
+            f"rank {rank}, and their parameters would drift apart; nothing was changed. Set them alike on all: a "
+            "scheduler that reads the loss takes opt.state_report().loss, which is that of all rows"
+        )
 
     def _check_gradients(self, norm: Tensor, square: Tensor) -> None:
         """Check that all processes have the same gradient."""

@@ -178,7 +178,9 @@ class StructuredNaturalGradient(ModelOptimizer):
 
     def _record_loss(self, outputs: Any, targets: Any, value: Tensor, chosen: bool) -> None:
         live, flow, pending = self._live, self._flow, self._flow.pending
-        settings = self.rule, self.damping, self.update_every, self.invert_every, self.measure
+        names, owners = ("update_every", "invert_every", "measure", "train_in_eval", "on_trouble"), flow.averages.owners
+        rest = {name: getattr(self, name) for name in names} | {"share": owners.share, "budget": owners.budget}
+        settings = self.rule, self.damping, rest
         live.processes.settle(self.model, live.named, self.structure, settings, flow.reader.leaves)
         rows, state = count_rows(self.criterion, outputs), live.state
         needed = flow.choices.is_judged(state) or self.rule.needs_loss or is_watched(state.length, state.step)

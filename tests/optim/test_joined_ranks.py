@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -208,6 +209,8 @@ def apart() -> dict[str, Any]:
         (lambda m: ng.natgrad_cg(nested, CE), leave, True),
         (lambda m: ng.kfac(m, CE, damping=0.1 + distributed.get_rank()), leave, True),
     ]
+    cases += [(partial(build_unlike, *choice), leave, True) for choice in UNLIKE]
+    cases += [(lambda m, r=recipe: r(m, CE), slow_down, True) for recipe in (ng.natgrad_cg, ng.kfac)]
     for build, prepare, averaged in cases:
         model = net()
         outer, before = wrap_model(model), flat(model)
@@ -220,6 +223,31 @@ def apart() -> dict[str, Any]:
             words.append(str(error))
         stayed &= torch.equal(before, flat(model))
     return {"words": words, "stayed": stayed}
+
+
+UNLIKE: list[tuple[Any, str, Any, Any]] = [
+    (ng.natgrad_cg, "weight_decay", 0.0, 0.1),
+    (ng.natgrad_cg, "search_batch", None, 3),
+    (ng.natgrad_cg, "warm_start", 0.0, 0.5),
+    (ng.natgrad_cg, "on_trouble", "skip", "raise"),
+    (ng.kfac, "lr", 1.0, 0.5),
+    (ng.kfac, "momentum", 0.9, 0.5),
+    (ng.kfac, "weight_decay", 0.0, 0.1),
+    (ng.kfac, "l2", 0.0, 0.1),
+    (ng.kfac, "share", "speed", "memory"),
+    (ng.kfac, "share", 1000, 2000),
+    (ng.kfac, "on_trouble", "skip", "raise"),
+]
+"""A recipe, an option, and its values on the first process and on the others."""
+
+
+def build_unlike(recipe: Any, option: str, first: Any, others: Any, model: nn.Module) -> Any:
+    return recipe(model, CE, **{option: others if distributed.get_rank() else first})
+
+
+def slow_down(opt: Any) -> None:
+    """As a scheduler does that reads the loss of each process by itself."""
+    opt.param_groups[0]["lr"] *= 0.5 if distributed.get_rank() == 1 else 1.0
 
 
 def flat_kfac(model: nn.Module, criterion: nn.Module) -> Any:
@@ -283,8 +311,13 @@ def test_one_bad_batch_skips_the_step_on_all_processes_and_the_run_goes_on(ranks
 
 def test_processes_that_disagree_end_with_an_error_on_all_and_change_nothing(ranks: list[dict[str, Any]]):
     for i, rank in enumerate(ranks):
-        drifted, settings, inside, failed, nested, blocks = rank["apart"]["words"]
-        assert "found different steps" in drifted
+        drifted, settings, inside, failed, nested, blocks, *unlike, slow, slow_blocks = rank["apart"]["words"]
+        for text in (drifted, slow, slow_blocks):
+            assert "other numbers in their parameter groups" in text
+            assert text.count("lr=") == 2
+        for text, (_, option, first, others) in zip(unlike, UNLIKE, strict=True):
+            assert option in text
+            assert option == "search_batch" or (str(first) in text and str(others) in text)
         assert "max_steps=2" in settings
         assert "max_steps=3" in settings
         assert "call the DistributedDataParallel" in inside
