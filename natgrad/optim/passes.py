@@ -765,7 +765,7 @@ class Recall:
         """Keep the targets and units of a loss."""
         known = map_tensors(outputs, torch.detach)
         route = self._route(outputs, known, chosen) if needed else self._last_route(chosen)
-        loss = self.count_loss(criterion, outputs, targets, value, rows)
+        loss = self.count_loss(criterion, outputs, targets, value, 0 if weight == 0 else rows)
         loss.count = math.nan if weight is None else weight
         loss.outputs, loss.targets, loss.route, loss.followed = known, keep(targets), route, needed
         loss.versions = versions_of(Call((loss.targets,)))

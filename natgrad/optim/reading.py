@@ -112,7 +112,7 @@ def line_up(
     tables = processes.share_numbers([count, rows, scale, cotangents], device)
     counts, all_rows, scales, widths = zip(*tables, strict=True)
     total = sum(all_rows)
-    share = total * scale / sum(scales) if scale and sum(scales) else float(rows)
+    share = total * scale / sum(scales) if sum(scales) else float(rows)
     if share == round(share) or abs(share - rows) <= 1e-9 * total:
         share = float(round(share))
     first = int(sum(counts[: processes.rank]))
@@ -173,7 +173,8 @@ class Reader:
         due: True if the next passes are read whoever is in them.
         places: Where the examples run, by the shapes of a pass's calls.
         span: Where this process's examples of the reading stand among all.
-        counts: The rows of the reading, and what the loss is a mean over; 0 where that is its rows.
+        counts: The rows of the reading, and what the loss is a mean over; 0 on one process, where that is its rows.
+        silent: True where no target counts on this process: what it tells are inputs of layers alone.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class Reader:
         self._begin(Hearing(), self._device)
         self.places = KnownPlaces()
         self.span: Span | None = None
-        self.counts = 0, 0.0
+        self.counts, self.silent = (0, 0.0), False
         self.leaves = GraphLeaves(self.named)
         self.handles = self.layers.hook(self.model, self.taps, self.leaves)
         self.arm(True)
@@ -303,7 +304,8 @@ class Reader:
             self._line_up(len(rows), 0)
             return Reading(Heard(layers), len(rows)), {seen.key: True for seen in layers}
         asking = self._asks()
-        if self.processes.size > 1 and loss.rows == 0:  # an empty batch adds nothing to the others' sums
+        self.silent = self.processes.size > 1 and loss.rows == 0
+        if self.silent and not len(rows):  # an empty batch adds nothing to the others' sums
             return self._pass_over(measurement), {}
         try:
             passed, own, slopes = self._pass(criterion, outputs, targets, rows, calls, recall, measurement, asking)
@@ -441,8 +443,9 @@ class Reader:
         if rest := [name for name in names if squares[name] is None]:
             groups, params = examples.count if exact else None, [self.leaves[name] for name in rest]
             squares |= zip(rest, example_squares(rows, params, cotangents, examples, generator, groups), strict=True)
-        # who tells nothing keeps what it has, as a layer without rows does
-        return {name: square for name, square in squares.items() if square is not None and bool(square.any())}
+        # who tells nothing keeps what it has, as a layer without rows does; rows whose targets do not count tell zeros
+        known = {name: square for name, square in squares.items() if square is not None}
+        return {name: square for name, square in known.items() if self.silent or bool(square.any())}
 
     def _forsaken(self, spare: Traced, heard: Mapping[str, bool]) -> bool:
         """Whether a layer was just found not to explain its matrix, which this one may."""
@@ -499,11 +502,13 @@ class Reader:
         tree = map_tensors(outputs, lambda t: t.detach().to(torch.promote_types(t.dtype, torch.float32)))
         family = criterion.family
 
-        def scores() -> Tensor:
-            return criterion.scores(tree, targets)[0]
-
-        weights = criterion.weights(tree, targets)
         rows = family.rows(tree)
+
+        def scores() -> Tensor:
+            return torch.zeros_like(rows) if self.silent else criterion.scores(tree, targets)[0]
+
+        # where no target counts, the others' do: the layers' inputs are told, and slopes are zero
+        weights = rows.new_zeros(len(rows)) if self.silent else criterion.weights(tree, targets)
         with torch.no_grad():
             shared = self.generator
             # these draw nothing: the shared source stands where that of one process would

@@ -12,7 +12,7 @@ import torch
 from models import Assembled, assert_close, build_seeded, draw
 from optim_models import flat
 from process_ranks import count_ranks, own_rank, run_ranks
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad as ng
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 X = draw(160, 6)
 Y = X[:, :4].argmax(1)
+MASKED = torch.where(torch.arange(160) < 120, Y, -100)  # no target counts on the last of four equal parts
 EVEN, UNEVEN, EMPTY = (40, 40, 40, 40), (90, 49, 20, 1), (70, 60, 30, 0)
 WEIGHTS = torch.tensor([1.0, 3.0, 0.5, 2.0], dtype=torch.float64)
 SUMMED, MEAN = nn.CrossEntropyLoss(reduction="sum"), nn.CrossEntropyLoss()
@@ -78,12 +79,13 @@ def train(
     steps: int = 8,
     criterion: nn.Module = SUMMED,
     weighted: bool = False,
+    targets: Tensor = Y,
     **options: Any,
 ) -> dict[str, Any]:
     """Steps on the whole data, split in another way at each. weighted: True where the loop weights means by rows."""
     model = build_seeded(build_net)
     outer = DistributedDataParallel(model) if count_ranks() > 1 else model
-    y = nn.functional.one_hot(Y, 4).to(X) if isinstance(criterion, nn.MSELoss) else Y
+    y = nn.functional.one_hot(Y, 4).to(X) if isinstance(criterion, nn.MSELoss) else targets
     opt = recipe(outer, criterion, estimate=ng.ExactLabels(), **options)
     for step in range(steps):
         own = shard(splits[step % len(splits)])
@@ -132,6 +134,9 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "means, weighted by the loop": partial(train, ng.kfac, [UNEVEN, EMPTY], criterion=MEAN, weighted=True),
     "means over classes": partial(train, ng.ekfac, [UNEVEN, EMPTY], criterion=IGNORING),
     "means of squares": partial(train, ng.unitwise, [UNEVEN, EMPTY], criterion=nn.MSELoss()),
+    "no target counts": partial(train, ng.kfac, [EVEN, UNEVEN], criterion=MEAN, targets=MASKED),
+    "no target counts, judged": partial(train, ng.ekfac, [EVEN], criterion=MEAN, targets=MASKED, **JUDGED),
+    "no target counts in a sum": partial(train, ng.unitwise, [EVEN, UNEVEN], targets=MASKED),
     "means, judged": partial(train, ng.kfac, [UNEVEN, EMPTY], criterion=IGNORING, **JUDGED),
     "judged": partial(train, ng.kfac, [EMPTY], **JUDGED),
     "means in micro-batches": partial(in_micro_batches, ng.kfac),
