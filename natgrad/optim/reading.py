@@ -271,16 +271,22 @@ class Reader:
 
     def skip(self, value: Tensor) -> None:
         """Read nothing of a loss, and tell the others. A compiled graph's first backward allows for a second."""
-        dummy, like = self.taps.recorder.dummy, torch.ones_like(value)
         self.processes.looking = True  # the others do not go backward now
         try:
-            torch.autograd.grad(value, [dummy], like, retain_graph=True, allow_unused=True)
+            self._go_backward(value)
         finally:
             self.processes.looking = False
         if self.processes.size > 1:
             self.span = None
             self._line_up(0, 0)
             call_roll(self.processes, list(self.layers.by_key), list(self.named), None)
+
+    def _go_backward(self, value: Tensor) -> None:
+        """Go backward for nothing: what `fully_shard` gathers ahead in the pass after it is then alike everywhere."""
+        sources, like = [self.taps.recorder.dummy], torch.ones_like(value)
+        if self.processes.averaged:
+            sources += [leaf for leaf in self.leaves.values() if leaf.requires_grad]
+        torch.autograd.grad(value, sources, like, retain_graph=True, allow_unused=True)
 
     def _own(
         self,
@@ -306,6 +312,7 @@ class Reader:
         asking = self._asks()
         self.silent = self.processes.size > 1 and loss.rows == 0
         if self.silent and not len(rows):  # an empty batch adds nothing to the others' sums
+            self._go_backward(rows)
             return self._pass_over(measurement), {}
         try:
             passed, own, slopes = self._pass(criterion, outputs, targets, rows, calls, recall, measurement, asking)

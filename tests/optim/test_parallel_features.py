@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -159,13 +159,13 @@ def accumulated_parts() -> dict[str, Any]:
     return accumulate(fully_shard(build_seeded(Net), mesh=mesh(2)), slice(16 * rank(), 16 * rank() + 16))
 
 
-def unlike_parts(reduction: str = "sum") -> dict[str, Any]:
+def unlike_parts(reduction: str = "sum", layers: Sequence[str] = ()) -> dict[str, Any]:
     """Numbers of backward passes that differ: unequal parts, an empty one, and one that is not finite."""
     from torch.distributed.fsdp import fully_shard
 
     model, alone = build_seeded(Net), not distributed.is_initialized()
-    if not alone:
-        fully_shard(model, mesh=mesh(2))
+    for module in [*(getattr(model, name) for name in layers), model] if not alone else []:
+        fully_shard(module, mesh=mesh(2))
     opt = ng.kfac(model, nn.CrossEntropyLoss(reduction=reduction), estimate=ng.ExactLabels())
     for i, first in enumerate((20, 32, 16, 9)):
         x = torch.where(torch.arange(32) >= 16, torch.nan, 1.0).view(-1, 1, 1) * X if i == 2 else X
@@ -240,6 +240,7 @@ APART = {
     "go apart": go_apart,
 }
 APART |= {"unlike parts": unlike_parts, "unlike parts, means": partial(unlike_parts, "mean")}
+APART["unlike parts in layers"] = partial(unlike_parts, layers=("into", "out"))
 SCENES = SAME | APART
 
 
