@@ -197,6 +197,10 @@ class KnownPlaces:
     def __init__(self) -> None:
         self.found: dict[Any, tuple[Examples | int, list[Place | None]]] = {}
 
+    def key(self, outputs: Tensor, taps: Sequence[Tap], shapes: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
+        """What `found` has its entries under."""
+        return (tuple(outputs.shape), *shapes, *((tap.layer.key, tuple(tap.inputs.shape)) for tap in taps))
+
     def find(
         self,
         outputs: Tensor,
@@ -216,7 +220,7 @@ class KnownPlaces:
             strict: As `find_examples` has it; then it asks also where shapes leave no doubt.
             afresh: True to ask again.
         """
-        key = (tuple(outputs.shape), *shapes, *((tap.layer.key, tuple(tap.inputs.shape)) for tap in taps))
+        key = self.key(outputs, taps, shapes)
         if key in self.found and not afresh:
             partition, places = self.found[key]
             examples = known()[partition] if isinstance(partition, int) else partition

@@ -423,6 +423,9 @@ class Reader:
         known = partial(partitions, tree, rows.detach(), family.rows, family.mv, batch, inputs)
         shapes = [tuple(t.shape) for t in (*leaves(tree), *inputs)]
         strict = isinstance(self.estimate, ExactLabels) and not mixes_examples(self.model)
+        # it goes backward to find out, for shapes that another process may have met before
+        fresh = self.places.key(rows, calls, shapes) not in self.places.found
+        self.passes.align(1.0 + sum(call.inputs.numel() for call in calls) if fresh else 0.0)
         return self.places.find(rows, calls, known, shapes, strict, afresh=self.readings % 64 == 0)
 
     def _squares(
