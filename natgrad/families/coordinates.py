@@ -140,7 +140,7 @@ class Coordinates(ABC):
 
 def differentiate(change: Map, point: Tensor) -> tuple[Map, Map]:
     """v -> J v and u -> J^T u of a map of coordinates at a point (..., n), row by row; more dimensions are batches."""
-    value, pull = torch.func.vjp(change, point)
+    value, pull, *_ = torch.func.vjp(change, point)
 
     def push_one(v: Tensor) -> Tensor:
         # J v is linear in v: the derivative of J^T u in u, which spares forward rules that some operations lack

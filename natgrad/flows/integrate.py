@@ -230,8 +230,11 @@ def flow(
         raise ValueError(f"start {start.tolist()} is not one point inside the domain of the coordinates {chart.name!r}")
     field = flow_field(function, family, chart, natural=natural, maximise=maximise)
     first = float(field(start).abs().max())
-    wanted = None if isinstance(span, (int, float)) else torch.as_tensor(span, dtype=start.dtype)
-    end = float(span) if wanted is None else float(wanted[-1])
+    if isinstance(span, (int, float)):
+        wanted, end = None, float(span)
+    else:
+        wanted = torch.as_tensor(span, dtype=start.dtype)
+        end = float(wanted[-1])
     check_positive("span", end, hint=", the last time")
     troubles: list[str] = []
     asked = 0

@@ -105,8 +105,9 @@ class PolicyLearner(Explained):
         self.generator = torch.Generator().manual_seed(self.rollouts.seed)
         policy = as_policy(policy)
         self._build(policy, critic, groups["critic_training"], choices)
-        untouched = policy is None and head is None and isinstance(self.head, GaussianHead)
-        self.width = WidthTrial(self._set_share, untouched and bool((SHARE * self.head.units >= UNIT).all()))
+        own = self.head if policy is None and head is None else None
+        untouched = isinstance(own, GaussianHead) and bool((SHARE * own.units >= UNIT).all())
+        self.width = WidthTrial(self._set_share, untouched)
         modules = nn.ModuleList([self.actor, *([self.critic.module] if self.critic.module is not None else [])])
         settings = self.rollouts.batch, self.natural_step, groups["critic_training"], self.rule
         self.processes = meet_processes(dict(modules.named_parameters()), self.rollouts.group, *settings)

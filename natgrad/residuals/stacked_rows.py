@@ -86,8 +86,8 @@ class TermRows:
         parts = [(rows.deltas, (0, 1, 3)) for rows in self.layers] + [(rows.inputs, (0, 2)) for rows in self.layers]
         parts += [(rows, (0, 2)) for rows in self.explicit.values()]
         broken = sum(~part.isfinite().all(dim) for part, dim in parts)  # how often, (b,)
-        places = broken.nonzero() if isinstance(broken, Tensor) else ()
-        return int(places[0]) if len(places) else None
+        places = broken.nonzero().tolist() if isinstance(broken, Tensor) else []
+        return places[0][0] if places else None
 
 
 def add_block(space: Space, vectors: Tensor, name: str | None, part: Tensor) -> None:

@@ -261,12 +261,14 @@ class Metropolis(Sampler):
         return f"{self.chains} chains, acceptance {self.accepted:.2f}{width}, {len(self.stuck)} stuck"
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        held, lattice = state_dict["states"], isinstance(self.space, Configurations)
+        held, space = state_dict["states"], self.space
         if held is not None and len(held) != self.chains:
             raise ValueError(f"state_dict has {len(held)} chains, expected {self.chains}")
-        fits = held is None or held.shape[1] == self.space.count
-        if not fits or (lattice and held is not None and not bool(self.space.contains(held).all())):
-            raise ValueError(f"state_dict has chains at states that are not of {self.space}: build the same sampler")
+        fits = held is None or held.shape[1] == space.count
+        if fits and held is not None and isinstance(space, Configurations):
+            fits = bool(space.contains(held).all())
+        if not fits:
+            raise ValueError(f"state_dict has chains at states that are not of {space}: build the same sampler")
         super().load_state_dict(state_dict)
 
     def _run(self, psi: LogAmplitude, length: int) -> Tensor:
