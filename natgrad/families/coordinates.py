@@ -225,12 +225,20 @@ def convert(xi: Tensor, source: Coordinates, target: Coordinates) -> Tensor:
     Returns:
         Shape (..., n).
 
+    Raises:
+        ValueError: For coordinates of two families.
+
     Example:
         >>> normal = ng.Normal()
         >>> theta = normal.from_mean_std(torch.tensor(1.0), torch.tensor(2.0))
         >>> ng.families.convert(theta, ng.families.Natural(normal), ng.families.MeanStd(normal))
         tensor([1., 2.])
     """
+    if repr(source.family) != repr(target.family):
+        raise ValueError(
+            f"source has coordinates of {source.family!r} and target of {target.family!r}, expected the same family: "
+            "the numbers of one mean nothing in the other"
+        )
     return target.of(source.natural(xi))
 
 

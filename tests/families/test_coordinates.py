@@ -176,6 +176,7 @@ def test_a_curved_family_has_a_metric_too():
         (lambda: ShapeRate(ng.Gamma()).of(tensor([0.0, 1.0])), ("outside",)),
         (lambda: ShapeRate(ng.Gamma()).natural(tensor([-1.0, 2.0])), ("outside", "first above -1")),
         (lambda: ShapeScale(ng.Gamma()).natural(tensor([1.0, -2.0])), ("outside", "second negative")),
+        (lambda: convert(tensor([1.0, 2.0]), ShapeRate(ng.Gamma()), MeanStd(ng.Normal())), ("Gamma", "same family")),
     ],
 )
 def test_errors_name_what_is_wrong(call, words):

@@ -38,6 +38,9 @@ def make_jagged() -> torch.Tensor:
     return torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=torch.jagged)
 
 
+COUNTED = nn.Embedding(5, 3, scale_grad_by_freq=True)
+
+
 def pde(x: Any, u: Any) -> Any:
     return u[:, 0] - x
 
@@ -50,6 +53,11 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "criteria as heads": (lambda: ng.Heads(CE, nn.MSELoss()), r"\(ng.Categorical\(\), 10\)"),
     "a scripted model": (lambda: ng.kfac(torch.jit.script(NET), CE), "torch.jit.script"),
     "a scripted model's metric": (lambda: ng.fisher(torch.jit.script(NET), CE).at(ng.trainable(NET), X), "jit.script"),
+    "a gradient over counts": (lambda: ng.kfac(COUNTED, CE), "scale_grad_by_freq"),
+    "a gradient over counts, its metric": (
+        lambda: ng.fisher(COUNTED, CE).at(ng.trainable(COUNTED), torch.zeros(4, dtype=torch.long)),
+        "scale_grad_by_freq",
+    ),
     "parameters alone": (lambda: ng.kfac(NET.parameters(), CE), "give the model itself"),
     "a list of parameters": (lambda: ng.kfac(list(NET.parameters()), CE), "parameters alone"),
     "groups of parameters": (lambda: ng.hessian_free([{"params": NET.parameters()}], CE), "parameters alone"),
