@@ -596,6 +596,11 @@ def is_evaluating() -> bool:
     return _EVALUATING.get()
 
 
+def is_transformed() -> bool:
+    """Whether the pass under way is inside of `torch.func.vmap`, `grad` or their like: its tensors end with them."""
+    return torch._C._functorch.maybe_current_level() is not None  # type: ignore[attr-defined]
+
+
 def check_examples_apart(name: str, net: nn.Module) -> None:
     """ValueError for a network whose output for an example depends on the batch around it, or on a dropout's mask."""
     for path, part in cast("Iterator[tuple[str, nn.Module]]", net.named_modules()):

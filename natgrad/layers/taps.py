@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.ground.pure import is_evaluating, refuse_jagged, run_alone, version_of
+from natgrad.ground.pure import is_evaluating, is_transformed, refuse_jagged, run_alone, version_of
 from natgrad.ground.whole_tensors import any_split, gather_whole, is_split
 from natgrad.layers.kinds import Layer
 
@@ -233,7 +233,7 @@ class Taps:
 
     def listens(self) -> bool:
         """True if the calls of the pass under way are recorded."""
-        return self.armed and not self.paused and not is_evaluating()
+        return self.armed and not self.paused and not is_evaluating() and not is_transformed()
 
     def resume(self) -> None:
         """A new pass begins."""
@@ -298,7 +298,7 @@ class Tapped:
             recorder = taps.recorder
             return Fused.apply(output, args[0], recorder.dummy, recorder.number, self.place)  # type: ignore[return-value]
         layer = self.layer()
-        if layer is not None and not taps.paused and not is_evaluating():
+        if layer is not None and taps.listens():
             refuse_jagged([args[0]], f"the input of the layer of {layer.layout.names[0]!r}")
             taps.calls.append(Tap.of(layer, args[0], output))
         return None
@@ -350,7 +350,7 @@ class Resume:
         if torch.compiler.is_compiling():
             return
         taps = self.taps()
-        if taps is not None and not is_evaluating():
+        if taps is not None and not is_evaluating() and not is_transformed():
             taps.resume()
 
     def __reduce__(self) -> tuple[type[Resume], tuple[()]]:

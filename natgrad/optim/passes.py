@@ -26,6 +26,7 @@ from natgrad.ground.pure import (
     Select,
     count_writes,
     is_evaluating,
+    is_transformed,
     keep,
     leaves,
     list_modules,
@@ -43,6 +44,11 @@ from natgrad.metrics import Metric
 UNKNOWN = (
     "optimizer.loss was given a tensor that is not {what}: the metric and the trial losses would be those of another "
     "problem; move what lies between into the model's forward, or give the optimizer outputs=lambda out: ... with it"
+)
+COMPUTED = (
+    "optimizer.loss was given outputs of the model at other parameters than its own, which were computed from them: "
+    "the metric and the trial losses would be those of another problem; write the whole computation as a function "
+    "f(params, x) and give its metric to ng.NaturalGradient(model, ng.gauss_newton(f, criterion)), or take ng.kfac"
 )
 NONLINEAR = (
     "optimizer.loss was given a nonlinear function of the model's outputs ({names}), which cannot be evaluated at "
@@ -374,8 +380,9 @@ class Data:
 class RecordedPass:
     """One training-mode forward pass: its inputs, and the random state that it started from.
 
-    random: None for a pass that nobody does again. rounded: the precision of autocast, 0 without. returned: what it
-    gave, with the tensors' versions; empty until then.
+    random: None for a pass that nobody does again. rounded: the precision of autocast, 0 without. computed: True if a
+    parameter was the result of a computation, by `torch.func.functional_call`. returned: what it gave, with the
+    tensors' versions; empty until then.
     """
 
     call: Call
@@ -383,6 +390,7 @@ class RecordedPass:
     versions: tuple[int, ...]
     modes: tuple[bool, ...] | None
     rounded: float = 0.0
+    computed: bool = False
     returned: list[tuple[Tensor, int]] = field(default_factory=list[tuple[Tensor, int]])
 
     def keep_outputs(self, outputs: Any) -> None:
@@ -681,8 +689,9 @@ class Recall:
                 )
             raise ValueError(
                 "no inputs for the metric: the model has had no forward pass in training mode since the last step; "
-                "call model.train() and the model itself (not a copy of it), or optimizer.observe(inputs); to train in "
-                "evaluation mode on purpose, build the optimizer with train_in_eval=True"
+                "call model.train() and the model itself (not a copy of it, and outside of torch.func.vmap, grad and "
+                "their like), or optimizer.observe(inputs); to train in evaluation mode on purpose, build the "
+                "optimizer with train_in_eval=True"
             )
         loss = self.last_told
         if loss is not None and loss.passes:
@@ -727,7 +736,9 @@ class Recall:
             return
         random = RandomState.capture(*{t.device for t in call.tensors()}, model=model, last=self._held)
         self._held = random.held
-        self.last = RecordedPass(inputs, random, versions_of(inputs), modes_of(model), rounding(call.tensors()))
+        computed = any(p.grad_fn is not None for p in model.parameters())
+        precision = rounding(call.tensors())
+        self.last = RecordedPass(inputs, random, versions_of(inputs), modes_of(model), precision, computed)
 
     def hear(self, log_p: object, inputs: Tensor) -> None:
         """A loss of a density went backward on X: the metric of that density is taken there."""
@@ -781,7 +792,10 @@ class Recall:
         if chosen:
             return self._last_route(chosen)
         passes = self._last_route(chosen).passes
-        return find_route(outputs, self.key, self.watched) or Route(passes, unsure=known)
+        route = find_route(outputs, self.key, self.watched) or Route(passes, unsure=known)
+        if any(passed.computed for passed in route.passes):
+            return replace(route, problem=COMPUTED, unsure=map_tensors(outputs, torch.detach))
+        return route
 
     def _last_route(self, chosen: bool) -> Route:
         return Route(() if self.last is None else (self.last,), self.outputs if chosen else None)
@@ -890,7 +904,7 @@ class Listener:
         if self.traceable and torch.compiler.is_compiling():
             return
         recall = None if self.recall is None else self.recall()
-        if recall is None or is_evaluating():
+        if recall is None or is_evaluating() or is_transformed():
             return
         heard = (module.training or self.in_eval) and torch.is_grad_enabled()
         if heard:

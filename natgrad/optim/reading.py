@@ -555,9 +555,9 @@ class Reader:
         if last is None:
             raise ValueError(
                 "no statistics: no layer of the model ran in training mode since the last step; call "
-                "model.train() and the model itself (not a copy of it) before optimizer.loss(outputs, targets); if it "
-                "was compiled and called before the optimizer was built, give the optimizer the compiled model, or "
-                "call torch.compiler.reset() once"
+                "model.train() and the model itself (not a copy of it, and outside of torch.func.vmap, grad and their "
+                "like) before optimizer.loss(outputs, targets); if it was compiled and called before the optimizer was "
+                "built, give the optimizer the compiled model, or call torch.compiler.reset() once"
             )
         with last.modes_of(self.model), run_uncompiled():
             loss = recall.follow(outputs)
