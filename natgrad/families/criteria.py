@@ -111,7 +111,8 @@ class Criterion:
             targets: As the loss takes them.
 
         Raises:
-            ValueError: For targets that the likelihood cannot produce, or that are given in place of the outputs.
+            ValueError: For targets that the likelihood cannot produce, of a dtype that the loss does not take, or that
+                are given in place of the outputs.
         """
         required = [any(leaf.requires_grad for leaf in leaves(tree)) for tree in (outputs, targets)]
         if required == [False, True]:
@@ -120,7 +121,18 @@ class Criterion:
                 "optimizer.loss(outputs, targets)"
             )
         self.check(outputs, targets)
-        return self.loss(outputs, targets)
+        try:
+            return self.loss(outputs, targets)
+        except RuntimeError as error:
+            if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+                raise
+            alike = outputs.shape == targets.shape  # else class numbers
+            if targets.dtype == (outputs.dtype if alike else torch.int64):
+                raise
+            raise ValueError(
+                f"targets are {targets.dtype}, the outputs {outputs.dtype}, and torch's loss does not take them so: "
+                f"convert them with {'targets.to(outputs.dtype)' if alike else 'targets.long()'}"
+            ) from error
 
     def events(self, outputs: Any, targets: Any) -> Any:
         """The targets as the likelihood takes them: labels moved to the places that predict them, bits of a class.
@@ -349,7 +361,7 @@ def read_classes(criterion: nn.CrossEntropyLoss | nn.NLLLoss) -> Criterion:
             smoothed = (1 - smoothing) * targets + smoothing / classes
             rows = Categorical(dim=1).rows(smoothed.to(outputs.dtype)) @ weight
             return rows, rows.new_tensor(float(len(rows)))
-        flat = targets.reshape(-1)
+        flat = targets.reshape(-1).long()  # eight bits would be a mask
         valid = flat != criterion.ignore_index
         chosen = weight[flat.masked_fill(~valid, 0)] * valid
         return valid * ((1 - smoothing) * chosen + smoothing / classes * weight.sum()), chosen.sum()
