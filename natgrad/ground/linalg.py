@@ -362,11 +362,17 @@ def take_absolute(matrix: Tensor) -> Tensor:
     return symmetrise(matrix + (vectors * torch.where(values < -cut, -2 * values, 0)) @ vectors.mT)
 
 
-def pseudo_square(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """A^+2 of PSD A (n, n) as its eigenvectors V (n, n) and 1 / lambda^2 (n,), 0 where lambda <= n eps lambda_max."""
+def pseudo_square(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A^+2 = V diag(w) V^T / s^2 of PSD A (n, n): eigenvectors (n, n), w (n,), 0 where lambda <= n eps lambda_max; s.
+
+    s is a power of two near lambda_max: 1 / lambda^2 itself overflows float32 where lambda is below 1e-19.
+    """
     values, vectors = eigh(matrix)
+    largest = values[-1].abs() if len(values) else values.sum()
+    scale = torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent), 1)
+    values = values / scale
     keep = values > safe_cutoff(len(values), values.dtype) * values[-1].abs() if len(values) else values > 0
-    return vectors, torch.where(keep, 1 / torch.where(keep, values, 1).square(), 0)
+    return vectors, torch.where(keep, 1 / torch.where(keep, values, 1).square(), 0), scale
 
 
 def solve_psd(matrix: Tensor, rhs: Tensor, damping: float | Tensor = 0.0) -> Tensor:

@@ -289,11 +289,12 @@ class LowRankInverse(Operator):
     def mv(self, vector: Tensor) -> Tensor:
         if self.damping > 0:
             return woodbury_solve(self.factor, vector, self.damping)
-        vectors, weights = pseudo_square(self.factor.mT @ self.factor)
+        vectors, weights, scale = pseudo_square(self.factor.mT @ self.factor)
 
         def once(right: Tensor) -> Tensor:
             coordinates = vectors.mT @ (self.factor.mT @ right)
-            return self.factor @ (vectors @ (weights.view(-1, *[1] * (right.dim() - 1)) * coordinates))
+            image = self.factor @ (vectors @ (weights.view(-1, *[1] * (right.dim() - 1)) * coordinates))
+            return image / scale / scale
 
         value = once(vector)
         return value + once(vector - self.factor @ (self.factor.mT @ value))  # squared eigenvalues cost half the digits

@@ -92,7 +92,8 @@ def natural_gradient(
     solution = (solver or Auto()).solve(operator, gradient, damping=amount)
     if solution.status is Status.NON_FINITE and not bool(solution.value.any()):
         raise ValueError(
-            f"operator is not finite: {operator!r} gave no finite product; look for an overflow in the metric"
+            f"operator is not finite, or the solution is not: {operator!r} gave no finite product, or x overflows "
+            f"{operator.dtype}; look for an overflow in the metric, or give damping where it nearly vanishes"
         )
     return solution
 

@@ -127,7 +127,7 @@ class _CGRun:
         ad = self.image(self.d)
         dad, length = float(self.d @ ad), float(measure_norm(self.d))
         dd = length * length
-        if not dad < float("inf"):
+        if not dad < float("inf") or abs(self.rz) > abs(dad) * torch.finfo(self.rhs.dtype).max:
             self.status = Status.NON_FINITE
             return
         self.curvature = max(self.curvature, dad / dd if dd > 0 else 0.0)

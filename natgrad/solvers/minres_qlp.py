@@ -10,9 +10,14 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.checks import check_integer, check_number
-from natgrad.ground.typed_torch import measure_norm
+from natgrad.ground.typed_torch import measure_norm as measure_in_dtype
 from natgrad.operators import Operator
 from natgrad.solvers.base import Solution, Solver, Status, check_system, find_power_of_two, restore_units
+
+
+def measure_norm(x: Tensor) -> Tensor:
+    """|x| with squares in float64: those of A v overflow float32 where |A| is beyond 1e19, and vanish below 1e-23."""
+    return measure_in_dtype(x, dtype=torch.float64)
 
 
 class Reflection(NamedTuple):
@@ -329,7 +334,7 @@ class _System:
     def at(self, value: Tensor, image: Tensor) -> _Point:
         """The point x, its A x being known."""
         r = self.rhs - image
-        residual = measure_norm(r)
+        residual = measure_norm(r).to(r.dtype)
         return _Point(value, image, r, residual, float(residual))
 
     def start(self, guess: Tensor | None) -> _Point:

@@ -18,8 +18,10 @@ from natgrad.solvers.base import (
     Solution,
     Status,
     check_system,
+    find_power_of_two,
     measure_solution,
     require_rows,
+    restore_units,
     return_zero,
     write_rows,
 )
@@ -61,12 +63,14 @@ class Nystrom(RowSolver):
 
     def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
         check_system(operator, rhs, damping, guess)
-        system = self._approximate(operator, write_rows, damping)
-        y, steps, status = system.invert(system.rows.rmv(rhs))
+        system, scale = self._approximate(operator, write_rows, damping), find_power_of_two(rhs)
+        unit = rhs / scale
+        y, steps, status = system.invert(system.rows.rmv(unit))
         if status is Status.NON_FINITE:
             return return_zero(rhs, steps)
-        solution = measure_solution(operator.mv, rhs, damping, (rhs - system.rows.mv(y)) / damping, steps)
-        return replace(solution, status=merge_status(status, solution.status))
+        solution = measure_solution(operator.mv, unit, damping, (unit - system.rows.mv(y)) / damping, steps)
+        solution = replace(solution, status=merge_status(status, solution.status))
+        return restore_units(solution, scale, operator, rhs, damping)
 
     def factorise(self, operator: Operator, damping: float) -> NystromSystem:
         return self._approximate(operator, require_rows, damping)

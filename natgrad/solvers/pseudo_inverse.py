@@ -10,7 +10,16 @@ from torch import Tensor
 from natgrad.ground.checks import check_number
 from natgrad.ground.linalg import eigh, svd
 from natgrad.operators import Operator
-from natgrad.solvers.base import RowSolver, Solution, Status, check_system, measure_solution, require_rows
+from natgrad.solvers.base import (
+    RowSolver,
+    Solution,
+    Status,
+    check_system,
+    find_power_of_two,
+    measure_solution,
+    require_rows,
+    restore_units,
+)
 
 
 @dataclass(frozen=True)
@@ -50,8 +59,10 @@ class PseudoInverse(RowSolver):
             vectors, sizes, _ = svd(rows.dense())
         large = keep_above(sizes, cut)
         shares = torch.where(large, 1 / torch.where(large, sizes.square() + damping, 1), 0)
-        value = vectors @ (shares * (vectors.mT @ rhs))
-        return say_least_squares(measure_solution(operator.mv, rhs, damping, value, 0))
+        scale = find_power_of_two(rhs)
+        value = vectors @ (shares * (vectors.mT @ (rhs / scale)))
+        solution = say_least_squares(measure_solution(operator.mv, rhs / scale, damping, value, 0))
+        return restore_units(solution, scale, operator, rhs, damping)
 
     def factorise(self, operator: Operator, damping: float) -> SingularValues:
         return SingularValues(operator, *svd(require_rows(operator).dense()), self.cut, damping)

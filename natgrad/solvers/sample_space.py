@@ -70,10 +70,10 @@ class SampleSpace(Solver):
 
 def solve_minimum_norm(rows: SampleRows, gram: Tensor, rhs: Tensor) -> Solution:
     """U (U^T U)^+2 U^T b by the lower triangle of U^T U, refined once: squaring costs half the digits at first."""
-    vectors, weights = pseudo_square(gram)
+    vectors, weights, scale = pseudo_square(gram)
 
     def once(right: Tensor) -> Tensor:
-        return rows.mv(vectors @ (weights * (vectors.mT @ rows.rmv(right))))
+        return rows.mv(vectors @ (weights * (vectors.mT @ rows.rmv(right)))) / scale / scale
 
     first = measure_rows(rows, rhs, 0.0, once(rhs), 1)
     refined = measure_rows(rows, rhs, 0.0, first.value + once(rhs - first.image), first.steps + 1)
