@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.checks import check_integer, check_positive
-from natgrad.ground.linalg import all_finite, cholesky, cholesky_over, damp, psd_root
+from natgrad.ground.linalg import all_finite, cholesky, cholesky_over, damp, psd_root, widen_dtype
 from natgrad.ground.messages import Explained
 from natgrad.ground.pure import RandomState
 from natgrad.ground.returning_rows import count_passes, join_returns
@@ -398,6 +398,11 @@ class AdaptiveInverse(Structure):
         now = metric.at(params, inputs, random=random)
         if now.indefinite:
             raise ValueError("the metric may be indefinite: an inverse is kept of positive semi-definite ones only")
+        if now.dtype != widen_dtype(now.dtype):
+            raise ValueError(
+                f"the parameters are {now.dtype}, in which no inverse is kept: train them in float32, and compute the "
+                "loss under torch.autocast"
+            )
         shapes = [f"{name} {tuple(p.shape)}" for name, p in params.items()]
         if memory is None or memory["parameters"] != shapes:
             memory = {"parameters": shapes, "step": 0, "seen": 0, "kept": 0, **self.method.start(now)}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from natgrad.ground.checks import check_integer
 from natgrad.ground.exchanges import ALONE, Sums
-from natgrad.ground.linalg import eigh
+from natgrad.ground.linalg import eigh, widen_dtype
 from natgrad.layers import Layer, Seen, layer_squares, layer_units
 from natgrad.operators import DiagonalOperator, Operator, SpikedKronecker, Spikes, Units
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
@@ -115,7 +115,7 @@ def orthonormal(basis: Tensor) -> Tensor:
     R' is orthonormal but for round-off, floored directions and directions that saw nothing. By Householder's
     reflections always, instead of by Cholesky where the condition is bad: no decision that a device has to wait for.
     """
-    return torch.linalg.qr(basis.mT)[0].mT.contiguous()
+    return torch.linalg.qr(basis.mT.to(widen_dtype(basis.dtype)))[0].mT.to(basis.dtype).contiguous()
 
 
 def first(rows: Tensor, rank: int, sums: Sums = ALONE) -> Tracked:

@@ -90,3 +90,16 @@ def test_another_dtype_goes_on_with_what_is_remembered(name: str, before: torch.
     for each in (model, loaded, late):
         distance = (flat(each) - flat(unmoved)).norm() / (flat(unmoved) - start).norm()
         assert distance < 1e-2, f"{name}: {float(distance):.1e} of the way beside the run in {before}"  # float32
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_model_in_half_precision_learns_or_is_refused_by_its_dtype(name: str) -> None:
+    model = build().to(torch.bfloat16)
+    try:
+        optimizer = OPTIMIZERS[name](model)
+        train(model, optimizer, 3)
+    except ValueError as error:
+        assert "torch.bfloat16" in str(error)  # noqa: PT017
+    else:
+        assert not torch.equal(flat(model), flat(build().to(torch.bfloat16)))
+        assert bool(flat(model).isfinite().all())
