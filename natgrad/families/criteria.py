@@ -351,6 +351,7 @@ def read_classes(criterion: nn.CrossEntropyLoss | nn.NLLLoss) -> Criterion:
 
     As softmax(l) = exp(l), the form on log-softmax outputs is the logits' one.
     """
+    check_weights(criterion)
     plain = isinstance(criterion, nn.NLLLoss)
     smoothing = 0.0 if plain else criterion.label_smoothing
 
@@ -395,8 +396,20 @@ class LogProbabilities(IgnoringCategorical):
             )
 
 
+def check_weights(criterion: nn.Module) -> None:
+    """ValueError for weights below zero: the loss falls without end along their targets, and has no metric."""
+    for name in ("weight", "pos_weight"):
+        weight: Tensor | None = getattr(criterion, name, None)
+        if weight is not None and not bool((weight >= 0).all()):
+            raise ValueError(
+                f"{name} of {type(criterion).__name__} has entries down to {float(weight.min()):.4g}, expected numbers "
+                ">= 0: with others the loss is no likelihood's, and has no metric"
+            )
+
+
 def read_bits(criterion: nn.BCEWithLogitsLoss | nn.BCELoss) -> Criterion:
     """Bits, each entry a row: mean over all entries, `weight` and `pos_weight` broadcast."""
+    check_weights(criterion)
     weight, pos_weight = criterion.weight, getattr(criterion, "pos_weight", None)
 
     def weigh(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

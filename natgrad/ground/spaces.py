@@ -220,7 +220,11 @@ def check_parameters(params: Params) -> None:
     for name, p in params.items():
         if not isinstance(p, Tensor) or not p.is_floating_point():
             kind = p.dtype if isinstance(p, Tensor) else type(p).__name__
-            raise ValueError(f"params[{name!r}] is {kind}, expected a real floating-point tensor")
+            split = isinstance(p, Tensor) and p.is_complex()
+            raise ValueError(
+                f"params[{name!r}] is {kind}, expected a real floating-point tensor"
+                + "; keep real and imaginary parts as two, and join them with torch.complex in the model" * split
+            )
     devices = {str(p.device) for p in params.values()}
     if len(devices) > 1:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from models import F64, assert_close, draw, mlp
 from torch import Tensor, nn
 
+import natgrad as ng
 from natgrad.families import as_criterion
 from natgrad.ground.spaces import trainable
 from natgrad.metrics import gauss_newton
@@ -178,3 +180,19 @@ def test_targets_that_are_no_tensor_are_refused(criterion: nn.Module, convert):
     targets = torch.tensor([0, 1]) if classes else torch.ones(2, 3)
     with pytest.raises(TypeError, match=r"targets is (ndarray|list), expected a tensor: .*torch\.as_tensor"):
         as_criterion(criterion).value(torch.zeros(2, 3), convert(targets))
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        nn.CrossEntropyLoss(weight=torch.tensor([-1.0, 1, 1])),
+        nn.NLLLoss(weight=torch.tensor([1.0, float("nan"), 1])),
+        nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0, -0.1, 1])),
+        nn.BCEWithLogitsLoss(weight=torch.tensor([1.0, -0.1, 1])),
+        nn.BCELoss(weight=torch.tensor([1.0, -0.1, 1])),
+    ],
+)
+@pytest.mark.parametrize("build", [ng.kfac, ng.hessian_free, ng.fisher, ng.gauss_newton])
+def test_weights_below_zero_are_refused_by_name(criterion: nn.Module, build: Callable[..., object]) -> None:
+    with pytest.raises(ValueError, match=f"weight of {type(criterion).__name__} has entries down to"):
+        build(nn.Linear(4, 3), criterion)
