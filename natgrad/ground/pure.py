@@ -596,9 +596,18 @@ def is_evaluating() -> bool:
     return _EVALUATING.get()
 
 
-def is_transformed() -> bool:
-    """Whether the pass under way is inside of `torch.func.vmap`, `grad` or their like: its tensors end with them."""
-    return torch._C._functorch.maybe_current_level() is not None  # type: ignore[attr-defined]
+def is_transformed(tensors: Iterable[Tensor]) -> bool:
+    """Whether a tensor is inside of `torch.func.vmap`, `grad` or their like, and ends with them: it has no memory."""
+    return any(type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided and not has_memory(t) for t in tensors)
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether torch tells where its numbers lie."""
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def check_examples_apart(name: str, net: nn.Module) -> None:

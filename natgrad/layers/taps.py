@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -233,7 +234,7 @@ class Taps:
 
     def listens(self) -> bool:
         """True if the calls of the pass under way are recorded."""
-        return self.armed and not self.paused and not is_evaluating() and not is_transformed()
+        return self.armed and not self.paused and not is_evaluating()
 
     def resume(self) -> None:
         """A new pass begins."""
@@ -298,7 +299,7 @@ class Tapped:
             recorder = taps.recorder
             return Fused.apply(output, args[0], recorder.dummy, recorder.number, self.place)  # type: ignore[return-value]
         layer = self.layer()
-        if layer is not None and taps.listens():
+        if layer is not None and taps.listens() and not is_transformed((args[0], output)):
             refuse_jagged([args[0]], f"the input of the layer of {layer.layout.names[0]!r}")
             taps.calls.append(Tap.of(layer, args[0], output))
         return None
@@ -350,7 +351,7 @@ class Resume:
         if torch.compiler.is_compiling():
             return
         taps = self.taps()
-        if taps is not None and not is_evaluating() and not is_transformed():
+        if taps is not None and not is_evaluating() and not is_transformed(islice(module.parameters(), 1)):
             taps.resume()
 
     def __reduce__(self) -> tuple[type[Resume], tuple[()]]:

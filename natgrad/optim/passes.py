@@ -904,14 +904,17 @@ class Listener:
         if self.traceable and torch.compiler.is_compiling():
             return
         recall = None if self.recall is None else self.recall()
-        if recall is None or is_evaluating() or is_transformed():
+        if recall is None or is_evaluating():
+            return
+        call = Call(args, dict(kwargs))
+        if is_transformed([*call.tensors(), *itertools.islice(module.parameters(), 1)]):  # the others are alike
             return
         heard = (module.training or self.in_eval) and torch.is_grad_enabled()
         if heard:
             begin = None if recall.begins is None else recall.begins()
             if begin is not None:
                 begin()
-            recall.record_pass(module, Call(args, dict(kwargs)))
+            recall.record_pass(module, call)
         if (heard or recall.outputs is not None) and not torch.compiler.is_compiling():
             self.remove()  # a pass that raised has left it
             self.ending = module.register_forward_hook(Ending(self, recall, recall.last if heard else None))
