@@ -93,13 +93,9 @@ class NaturalLikelihood(Likelihood, ExponentialFamily):
 
 @dataclass(frozen=True, repr=False)
 class Entries(NaturalLikelihood, SeparableLikelihood):
-    """Independent entries with one natural parameter each: diagonal Fisher.
+    """Independent entries with one natural parameter each: diagonal Fisher."""
 
-    Args:
-        n: How many. None takes what theta has.
-    """
-
-    n: int | None = None
+    n: int | None = None  # how many. None takes what theta has
     shown = ("n",)
     of: ClassVar[str] = "entries"
     """What n counts, in words."""

@@ -374,15 +374,10 @@ class FieldFit(ABC):
 
 @dataclass(frozen=True)
 class PenalisedFit(FieldFit):
-    """The minimum of a mean loss per example, by L-BFGS.
+    """The minimum of a mean loss per example, by L-BFGS."""
 
-    Args:
-        ridge: Adds ridge / 2 |theta|^2 to the mean loss per example, for few examples.
-        steps: Steps of L-BFGS, at most.
-    """
-
-    ridge: float = 0.0
-    steps: int = 300
+    ridge: float = 0.0  # adds ridge / 2 |theta|^2 to the mean loss per example, for few examples
+    steps: int = 300  # steps of L-BFGS, at most
 
     def __post_init__(self) -> None:
         check_number("ridge", self.ridge)
