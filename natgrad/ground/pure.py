@@ -626,15 +626,10 @@ def check_examples_apart(name: str, net: nn.Module) -> None:
             )
 
 
-def refuse_unknown_gradients(model: object) -> None:
-    """TypeError for trainable parameters inside of TorchScript, ValueError for a gradient that is no derivative."""
+def refuse_scripted(model: object) -> None:
+    """TypeError for a module with trainable parameters inside of TorchScript, which is no function of them."""
     parts = model.modules() if isinstance(model, nn.Module) else ()
     for part in parts:
-        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.scale_grad_by_freq and part.weight.requires_grad:
-            raise ValueError(
-                f"{part} divides its gradient by how often a row was read, which is the derivative of no loss: leave "
-                "out scale_grad_by_freq=True; the metric counts how often each row is read"
-            )
         if isinstance(part, torch.jit.ScriptModule) and any(p.requires_grad for p in part.parameters()):
             raise TypeError(
                 "model is made by torch.jit.script or torch.jit.trace, or a part of it that is trained is: TorchScript "
@@ -653,9 +648,16 @@ def refuse_jagged(tensors: Iterable[Tensor], where: str) -> None:
 
 def check_call(model: Model, call: Call, params: Params) -> None:
     """ValueError if params has names that the model lacks, or if an input lies on another device."""
-    refuse_unknown_gradients(model)
+    refuse_scripted(model)
     refuse_jagged(call.tensors(), "an input of the model")
     if isinstance(model, nn.Module):
+        for part in model.modules():
+            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.scale_grad_by_freq:
+                raise ValueError(
+                    f"{part} divides its gradient by how often a row was read, which is the derivative of no function: "
+                    "leave out scale_grad_by_freq=True; the metric counts how often each row is read. ng.kfac and its "
+                    "like take it, with a diagonal"
+                )
         known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         unknown = set(params) - known
         if unknown:

@@ -198,7 +198,13 @@ class KnownPlaces:
         self.found: dict[Any, tuple[Examples | int, list[Place | None]]] = {}
 
     def key(self, outputs: Tensor, taps: Sequence[Tap], shapes: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
-        """What `found` has its entries under."""
+        """What `found` has its entries under.
+
+        Args:
+            outputs: Rows of the outputs, shape (R, m).
+            taps: The calls of layers and the products with matrices.
+            shapes: Of the pass's inputs and outputs.
+        """
         return (tuple(outputs.shape), *shapes, *((tap.layer.key, tuple(tap.inputs.shape)) for tap in taps))
 
     def find(

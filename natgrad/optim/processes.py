@@ -20,7 +20,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from natgrad.families import Criterion
 from natgrad.ground.exchanges import ALONE, Sums
-from natgrad.ground.pure import leaves, map_tensors, refuse_unknown_gradients
+from natgrad.ground.pure import leaves, map_tensors, refuse_scripted
 from natgrad.ground.typed_torch import hook_gradient, is_mapping, list_numbers, split_tensor, torch_distributed
 from natgrad.ground.whole_tensors import any_split, is_fully_sharded, is_split, listen_for_questions, naming_lost
 from natgrad.layers import GraphLeaves, Layout, Seen
@@ -1083,7 +1083,7 @@ FLAT = (
 def refuse_sharded(model: Any, name: str = "model", parts: bool = False) -> None:
     """TypeError for a module with parameters that are not whole tensors here, and for one that is copied to devices."""
     own = type(model).__name__
-    refuse_unknown_gradients(model)
+    refuse_scripted(model)
     if isinstance(model, nn.Module):
         members: list[Any] = [*model.modules(), *model.parameters()]
     elif isinstance(model, Mapping):

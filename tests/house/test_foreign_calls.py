@@ -53,8 +53,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "criteria as heads": (lambda: ng.Heads(CE, nn.MSELoss()), r"\(ng.Categorical\(\), 10\)"),
     "a scripted model": (lambda: ng.kfac(torch.jit.script(NET), CE), "torch.jit.script"),
     "a scripted model's metric": (lambda: ng.fisher(torch.jit.script(NET), CE).at(ng.trainable(NET), X), "jit.script"),
-    "a gradient over counts": (lambda: ng.kfac(COUNTED, CE), "scale_grad_by_freq"),
-    "a gradient over counts, its metric": (
+    "a gradient over counts": (
         lambda: ng.fisher(COUNTED, CE).at(ng.trainable(COUNTED), torch.zeros(4, dtype=torch.long)),
         "scale_grad_by_freq",
     ),

@@ -220,7 +220,7 @@ def test_the_command_runs_and_resumes(tmp_path, know_walks):
         (("--set", "device=abacus"), "abacus"),
         (("--seeds", "0"), "seeds"),
         (("--set", "threads=0"), "threads is 0, expected a number of at least 1"),
-        (("--set", "threads=-1"), "threads is -1, expected a number of at least 1"),
+        (("--set", "threads=-1"), "threads=-1: expected a whole number"),
     ],
 )
 def test_bad_input_is_refused_at_the_door(words, said, tmp_path, know_walks):
