@@ -207,6 +207,8 @@ def run(name: str, seeds: int | None, size: str | None, assignments: list[str], 
     out = out or Path("runs") / (name if size is None else f"{name}-{size}")
     if out.exists() and not out.is_dir():
         raise LabError(f"--out {out} is a file, expected a folder: it holds the records and the report")
+    if size is not None and not chosen:
+        Console(stderr=True).print(f"{name} has no settings of its own for --size {size}: its defaults are taken")
     usual = chosen.pop("seeds", experiment.seeds)
     many = range(usual if seeds is None else seeds)
     settings = override(experiment.settings, assignments, chosen)

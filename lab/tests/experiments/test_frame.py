@@ -210,6 +210,8 @@ def test_the_command_runs_and_resumes(tmp_path, know_walks):
     again = natgrad("run", "walks", "--set", "steps=3", "--out", str(tmp_path))
     assert "read from its record" in again.output
     assert natgrad("report", str(tmp_path)).exit_code == 0
+    sized = natgrad("run", "walks", "--size", "paper", "--set", "steps=3", "--out", str(tmp_path / "paper"))
+    assert "walks has no settings of its own for --size paper" in sized.output
 
 
 @pytest.mark.parametrize(
