@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import os
 import sys
@@ -184,12 +185,15 @@ class Interrupt:
         return self
 
     def __enter__(self) -> Interrupt:
-        self.before = sys.gettrace()
+        self.before, self.collects = sys.gettrace(), gc.isenabled()
+        gc.disable()  # another optimizer's finalizer would swallow the interrupt
         sys.settrace(self)
         return self
 
     def __exit__(self, *error: Any) -> bool:
         sys.settrace(self.before)
+        if self.collects:
+            gc.enable()
         clear_frames(error[2])  # of a generator that is left in one: what it puts back at its end, it puts back now
         renew_lock()  # at the line that ends a `with lock:` Python itself raises no interrupt, and tracing does
         return isinstance(error[1], KeyboardInterrupt)
