@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from natgrad.ground.checks import check_share
+from natgrad.ground.linalg import symmetrise
 from natgrad.ground.spaces import Params
 from natgrad.operators import DenseOperator, Operator
 from natgrad.structures.base import Memory, OperatorStructure, average_tensor
@@ -56,6 +57,7 @@ class Dense(OperatorStructure):
 
     def average(self, memory: Memory | None, operator: Operator, params: Params) -> tuple[Operator, Memory]:
         average, state = average_tensor(memory, operator.dense(), self.decay, list(params))
+        average = symmetrise(average)  # what was kept in float32 is symmetric to its round-off alone
         return DenseOperator(average, indefinite=operator.indefinite).declare(nats=operator.nats), state
 
     def count_numbers(self, size: int, total: int) -> int:
