@@ -287,8 +287,8 @@ class NaturalGradient(ModelOptimizer):
             name: follow(part, live.named[name].dtype, live.named[name].device) if name in changed else part
             for name, part in live.state.vectors.items()
         }
-        whole = (follow(part, space.dtype, space.device) for part in (system.structure, system.preconditioner))
-        live.state = replace(live.state, vectors=vectors, system=SystemMemory(system.level, *whole))
+        memories = (follow(part, space.dtype, space.device) for part in (system.structure, system.preconditioner))
+        live.state = replace(live.state, vectors=vectors, system=SystemMemory(system.level, *memories))
 
     # one step
 
