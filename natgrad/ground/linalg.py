@@ -54,11 +54,10 @@ def invert_factor_or_nan(matrix: Tensor) -> Tensor:
     return torch_linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
 
 
-def resolvent(matrix: Tensor, shift: float) -> Tensor:
-    """(A + shift I)^-1 for positive semi-definite A (..., n, n), by one Cholesky factor; nothing is checked."""
-    shifted = matrix.clone(memory_format=torch.contiguous_format)
-    shifted.diagonal(dim1=-2, dim2=-1).add_(shift)
-    lower, _ = cholesky_over(shifted)
+def invert_shifted(matrix: Tensor, shift: float) -> Tensor:
+    """(A + shift I)^-1 for positive semi-definite A (..., n, n), which is written over; nothing is checked."""
+    matrix.diagonal(dim1=-2, dim2=-1).add_(shift)
+    lower, _ = cholesky_over(matrix)
     return torch.cholesky_inverse(lower, out=lower if lower.is_cpu else None)
 
 

@@ -542,7 +542,7 @@ class BlockWork(Work):
         report["rate"] = vector.length if alike else vector.norm() / proposal.norm()
         if form is not None:
             report["kl"] = 0.5 * self.batch.nats * form
-        starts = [self.values[name].detach() for name in vector]
+        starts = [self.values[name] for name in vector]
         decays = [self.rates[name] * self.settings[name]["weight_decay"] for name in vector]
         if any(decays):
             starts = [start * (1 - decay) for start, decay in zip(starts, decays, strict=True)]
@@ -555,8 +555,7 @@ class BlockWork(Work):
     def finish(self) -> State:
         """The state after a step that is taken."""
         now = self.state
-        guard = now.guard.follow_loss(self.loss, taken=True)
-        guard = replace(guard, skipped=0, late=now.guard.late + 1 if self.evidence.late else 0)
+        guard = now.guard.follow_step(self.loss, taken=True, late=now.guard.late + 1 if self.evidence.late else 0)
         return replace(now, step=now.step + 1, vectors=self.vectors, guard=guard)
 
 

@@ -273,8 +273,7 @@ class FlatWork(Work):
         state, unmoved = self.state, self.state.guard.unmoved
         if self.rule.needs_loss and not (failed or refused):
             unmoved = unmoved + 1 if rate == 0 and bool(self.evidence.gradient.any()) else 0
-        guard = state.guard.follow_loss(self.loss, taken=not failed)
-        guard = replace(guard, skipped=guard.skipped + 1 if failed else 0, unmoved=unmoved)
+        guard = state.guard.follow_step(self.loss, taken=not failed, unmoved=unmoved)
         pace = state.pace if ratio is None else replace(state.pace, judged=state.step)
         self.state = replace(state, guard=guard, pace=pace)
 

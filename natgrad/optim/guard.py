@@ -106,12 +106,14 @@ class Guard:
         """True for a loss whose batch may enter the averages: finite, and not wild where it is known to be >= 0."""
         return math.isfinite(loss) and not (bounded and self.is_wild(loss, steps))
 
-    def follow_loss(self, loss: float | None, taken: bool) -> Guard:
-        """The same after a step with this loss."""
-        if loss is None or not taken:
-            return replace(self, wild=self.wild + (not taken))
+    def follow_step(self, loss: float | None, taken: bool, **counts: int) -> Guard:
+        """The same after a step with this loss. counts: what else was counted."""
+        if not taken:
+            return replace(self, wild=self.wild + 1, skipped=self.skipped + 1, **counts)
+        if loss is None:
+            return replace(self, skipped=0, **counts)
         known = [value for value in (self.highest, loss) if value is not None and not math.isnan(value)]
-        return replace(self, highest=max(known, default=math.nan), wild=0)
+        return replace(self, highest=max(known, default=math.nan), wild=0, skipped=0, **counts)
 
     # the gradient
 
@@ -231,7 +233,7 @@ def stay_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], size:
     # Euclidean norms cost a tenth of the largest entries; one that overflows is looked at entry by entry
     sizes = measure_norms(list(after.values()))
     known = sizes if size is None else [*sizes, size]
-    if not sizes or bool(torch.isfinite(torch.stack([number.to(sizes[0]) for number in known]).sum())):
+    if not sizes or math.isfinite(float(torch.stack([number.to(sizes[0]) for number in known]).sum())):
         return True
     return (size is None or bool(torch.isfinite(size))) and all(
         stays_finite(before[name], new) for name, new in after.items()

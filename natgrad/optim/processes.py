@@ -21,7 +21,14 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from natgrad.families import Criterion
 from natgrad.ground.exchanges import ALONE, Sums
 from natgrad.ground.pure import leaves, map_tensors, refuse_scripted
-from natgrad.ground.typed_torch import hook_gradient, is_mapping, list_numbers, split_tensor, torch_distributed
+from natgrad.ground.typed_torch import (
+    hook_gradient,
+    is_mapping,
+    list_numbers,
+    measure_norm,
+    split_tensor,
+    torch_distributed,
+)
 from natgrad.ground.whole_tensors import any_split, is_fully_sharded, is_split, listen_for_questions, naming_lost
 from natgrad.layers import GraphLeaves, Layout, Seen
 from natgrad.optim.guard import NotFiniteError
@@ -308,7 +315,7 @@ class Processes:
             norms: Of its gradients, by name.
             groups: Describes the numbers of the step's parameter groups.
         """
-        norm = torch.stack(list(norms.values())).square().sum().sqrt()
+        norm = measure_norm(torch.stack(list(norms.values())))
         rows = sum(self.weight(loss) for loss in losses)
         parts = [loss.value * self.weight(loss) for loss in losses if loss.rows]
         total = torch.stack(parts).sum() if parts else torch.zeros(())

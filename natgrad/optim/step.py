@@ -233,8 +233,7 @@ def natural_step(choices: Choices, state: State, evidence: Evidence) -> tuple[Mo
 
 def leave_out(state: State, numbers: Mapping[str, Any], trouble: str) -> tuple[Move, State, StepReport]:
     """No step, and the batch is counted."""
-    guard = state.guard.follow_loss(None, taken=False)
-    after = replace(state, step=state.step + 1, guard=replace(guard, skipped=guard.skipped + 1))
+    after = replace(state, step=state.step + 1, guard=state.guard.follow_step(None, taken=False))
     return {}, after, StepReport(numbers, trouble)
 
 

@@ -111,14 +111,15 @@ class NoiseAware(Rule):
         return self.spectral.shape_stacks(stacks)
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
-        natural = MeasuredLength(self.max_kl, self.kl_share, self.warm)
         if not model.run.turned:
+            natural = MeasuredLength(self.max_kl, self.kl_share, self.warm)
             return natural.hold(model, limit_moves(model, natural.find_length(model), self.move, self.floor)), memory
         step, memory = self.spectral.step(model, loss_at, memory)
         if "kl_share" in model.cuts:
             model.cuts["spectral.kl_share"] = model.cuts.pop("kl_share")
         max_kl = model.run.options.get("max_kl", self.max_kl)
-        return (step if max_kl == MOST_NATS else natural.hold(model, step)), memory
+        held = MeasuredLength(self.max_kl, self.kl_share, self.warm).hold
+        return (step if max_kl == MOST_NATS else held(model, step)), memory
 
 
 def limit_moves(model: Quadratic, step: Step, most: float, floor: float) -> Step:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.constants import KEPT_DIRECTIONS, OBLONG, WIDEST
-from natgrad.ground.linalg import BLOCK, gram, invert_factor_or_nan, resolvent
+from natgrad.ground.linalg import BLOCK, gram, invert_factor_or_nan, invert_shifted
 from natgrad.ground.typed_torch import as_tensor_like, torch_linalg
 from natgrad.operators import Operator
 from natgrad.rules.base import BlockPoint, Objective, Rule
@@ -297,14 +297,14 @@ def polar(matrix: Tensor, iterations: int = len(POLISH)) -> Tensor:
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if tall else matrix
     size = torch_linalg.matrix_norm(x, keepdim=True)
-    x = x / (1.01 * size).clamp(min=torch.finfo(x.dtype).tiny)
+    x = x / size.clamp_(min=torch.finfo(x.dtype).tiny)
     if x.shape[-2] == 1:
-        return 1.01 * (x.mT if tall else x)
-    if x.is_cpu and iterations == FIVE:
+        pass
+    elif x.is_cpu and iterations == FIVE:
         x = polish_by_resolvent(x)
-        return x.mT if tall else x
-    wide = x.shape[-1] >= OBLONG * x.shape[-2]
-    x = polish_by_gram(x, iterations) if wide else polish(x, iterations)
+    else:
+        wide = x.shape[-1] >= OBLONG * x.shape[-2]
+        x = (polish_by_gram if wide else polish)(x / 1.01, iterations)
     return x.mT if tall else x
 
 
@@ -312,8 +312,8 @@ def polish_by_resolvent(x: Tensor) -> Tensor:
     """(s I + w (K + c I)^-1) X / k^(1/2) for X (..., p, q), K = X X^T / k of norm 1."""
     start, shift, weight = RESOLVENT
     square = self_product(x)
-    size = torch_linalg.matrix_norm(square, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
-    root = resolvent(square.div_(size), shift).mul_(weight)
+    size = torch_linalg.matrix_norm(square, keepdim=True).clamp_(min=torch.finfo(x.dtype).tiny)
+    root = invert_shifted(square.div_(size), shift).mul_(weight)
     root.diagonal(dim1=-2, dim2=-1).add_(start)
     return root.div_(size.sqrt()) @ x
 

@@ -128,12 +128,14 @@ class SpectralProgress(Rule):
         nothing: Sequence[Tensor] = ()
         scales, squares = self._follow(stacks, ahead[0]) if self.progress else (nothing, nothing)
         for i, (stack, n, d) in enumerate(zip(stacks, ahead, directions, strict=True)):
-            length, sizes = self._measure_lengths(stack, d)
-            memory = {} if sizes is None else {"size": sizes}
+            factor, sizes = self._measure_lengths(stack, d)
+            length, memory = warm * factor, dict[str, Tensor]()
+            if sizes is not None:
+                length, memory = length * sizes, {"size": sizes}
             if self.progress:
                 memory |= {"direction": d, "slope": inner_products(n, d), "square": squares[i], "scale": scales[i]}
                 length = length * scales[i].to(d).view(-1, 1, 1, 1)
-            moves.append((d * (warm * length), memory))
+            moves.append((length * d, memory))
         return moves
 
     def _follow(self, stacks: Sequence[BlockStack], home: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -179,7 +181,7 @@ class SpectralProgress(Rule):
         return self._scale_entries(n)
 
     def _measure_lengths(self, stack: BlockStack, d: Tensor) -> tuple[Tensor | float, Tensor | None]:
-        """The blocks' usual lengths in units of their directions, and their sizes where these are needed again."""
+        """The blocks' usual lengths in units of their directions and sizes, and these where they are needed again."""
         alike = len(set(stack.units)) == 1
         unit = stack.units[0] if alike else as_tensor_like(stack.units, d).view(-1, 1, 1, 1)
         if (rows := table_rows(stack.shape)) is not None:
@@ -196,7 +198,7 @@ class SpectralProgress(Rule):
             size = self._size_of(unwhiten(values, roots).view(d.shape), d.shape[-2], unit)
         else:
             size = stack.memory["size"].to(d)
-        return size * (self.share / min(d.shape[-2:]) ** 0.5), size
+        return self.share / min(d.shape[-2:]) ** 0.5, size
 
     def _size_of(self, values: Tensor, outputs: int, unit: Tensor | float) -> Tensor:
         """max(|theta|, floor sqrt(outputs)) of each group, shape (k, groups, 1, 1)."""
@@ -224,10 +226,8 @@ class SpectralProgress(Rule):
         proposal = model.proposal
         if not model.run.bounded or math.isinf(self.kl_share):
             return proposal, memory
-        promise = -model.slope(proposal)
-        loss = as_tensor_like(model.loss, promise).clamp(min=0)
-        rate = torch.where(promise > 0, (self.kl_share * loss / promise.clamp(min=TINY)).clamp(max=1), 1.0)
-        rate = torch.where(loss.isnan(), 1.0, rate)
+        promise, most = -model.slope(proposal), self.kl_share * max(float(model.loss), 0.0)
+        rate = torch.where(promise > (math.inf if math.isnan(most) else most), most / promise, 1.0)
         model.cuts["kl_share"] = partial(torch.reciprocal, rate)
         return proposal.scale_by(rate), memory
 
