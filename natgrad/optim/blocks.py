@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from natgrad.ground.constants import FEWEST_ROWS, RAISES
+from natgrad.ground.constants import FEWEST_ROWS, MOMENTS, RAISES
 from natgrad.ground.exchanges import Sums
 from natgrad.ground.pure import leaves
 from natgrad.ground.typed_torch import list_numbers
@@ -275,8 +275,9 @@ class Averages:
             levels = {key: level_of(block) for key, block in own.items()}
             levels = {key: level for key, level in levels.items() if level > 0}  # else no derivative has reached it yet
         tried, solved = dict[str, Block](), self.invert_alike(own, levels) if inverts else {}
+        prepared = {} if shaper is None else self.prepare_alike({key: own[key] for key in levels}, shaper)
         for key, level in levels.items():
-            candidate = self.invert_block(own[key], level, inverts, shaper, known=solved.get(key))
+            candidate = self.invert_block(own[key], level, inverts, shaper, solved.get(key), prepared.get(key))
             self.owners.done += self.cost(candidate.layout, candidate.layer).work
             tried[key] = candidate
         sound = are_finite([numbers_of(block) for block in tried.values()])
@@ -310,8 +311,7 @@ class Averages:
         for key in levels:
             block = blocks[key]
             if block.layer is not None and block.totals is not None:
-                shapes = tuple((name, total.shape, total.dtype) for name, total in block.totals.items())
-                alike.setdefault((shapes, next(iter(block.totals.values())).device), []).append(key)
+                alike.setdefault(describe_totals(block.totals), []).append(key)
         for keys in alike.values():
             if len(keys) < 2:
                 continue
@@ -331,19 +331,20 @@ class Averages:
         level: float,
         inverts: bool,
         shaper: Rule | None,
+        inverse: Operator | None = None,
+        prepared: Mapping[str, Tensor] | None = None,
         raised: float = 1.0,
-        known: Operator | None = None,
     ) -> Block:
         """The block with (G + damping I)^-1, and with what a rule prepares; NaN for both where they cannot be computed.
 
-        raised: what the damping of the inverse is multiplied by. known: the inverse, where it is computed already.
+        inverse, prepared: where they are known already. raised: what the damping of the inverse is multiplied by.
         TypeError where G has no closed-form inverse, or one that cannot be kept (`Operator.pack`).
         """
         try:
-            inverse = known
-            if inverts and known is None:
+            if inverts and inverse is None:
                 inverse = self.operator(block).inverse(raised * level)
-            prepared = {} if shaper is None else self.prepare(block, level, shaper)
+            if prepared is None:
+                prepared = {} if shaper is None else self.prepare(block, level, shaper)
         except RuntimeError:  # torch.linalg.LinAlgError is one
             return replace(block, level=math.nan)
         if inverts and inverse is None:
@@ -353,18 +354,46 @@ class Averages:
         inverse = None if inverse is None else unpack_operator(pack_operator(inverse))
         return replace(block, inverse=inverse, level=level, prepared=prepared or block.prepared)
 
+    def prepare_alike(self, blocks: Mapping[str, Block], shaper: Rule) -> dict[str, Mapping[str, Tensor]]:
+        """What the rule's directions need of the inputs of blocks, whose moments are matrices of one size, at once."""
+        alike, prepared = dict[Any, list[str]](), dict[str, Mapping[str, Tensor]]()
+        for key, block in blocks.items():
+            if block.totals is not None:
+                alike.setdefault((block.mean_positions, describe_totals(block.totals)), []).append(key)
+        for keys in alike.values():
+            largest = max(total.numel() for total in (blocks[keys[0]].totals or {}).values())
+            many = max(1, MOMENTS // largest)
+            for part in (keys[i : i + many] for i in range(0, len(keys), many)):
+                known = [pair for key in part if (pair := self.inputs(blocks[key])) is not None]
+                moments = [moment for moment, tokens in known if moment.dim() > 1 and not tokens]
+                if len(moments) < max(2, len(part)):
+                    continue
+                shape = moments[0].shape  # what a rule does with the groups of a layer it does with these
+                stack = torch.stack(moments).view(-1, *shape[-2:])
+                try:
+                    roots = shaper.prepare_inputs(stack, False, blocks[part[0]].mean_positions)
+                except RuntimeError:  # torch.linalg.LinAlgError is one: each by itself
+                    continue
+                rows = {n: t.view(len(part), *shape[:-2], *t.shape[1:]).unbind() for n, t in (roots or {}).items()}
+                prepared |= {key: {n: row[i] for n, row in rows.items()} for i, key in enumerate(part) if rows}
+        return prepared
+
     def prepare(self, block: Block, level: float, shaper: Rule) -> dict[str, Tensor]:
         """What the rule's directions need of a block: of its inputs where they are known, else of its metric."""
-        known = None
-        if block.layer is not None and block.totals is not None:
-            known = self.structure.inputs(block.layer, dict(block.totals), block.weight)
+        known = self.inputs(block)
         prepared = None if known is None else shaper.prepare_inputs(*known, block.mean_positions)
         return shaper.prepare(self.operator(block), level) if prepared is None else prepared
+
+    def inputs(self, block: Block) -> tuple[Tensor, bool] | None:
+        """The second moment of a layer's inputs, and True for tokens; None where it is not known."""
+        if block.layer is None or block.totals is None:
+            return None
+        return self.structure.inputs(block.layer, dict(block.totals), block.weight)
 
     def climb(self, block: Block, level: float, inverts: bool, shaper: Rule | None) -> Block | None:
         """The block with an inverse of more damping, up to 1e4 times; None where nothing helps."""
         for raised in RAISES[1:] if inverts else ():
-            candidate = self.invert_block(block, level, inverts, shaper, raised)
+            candidate = self.invert_block(block, level, inverts, shaper, raised=raised)
             if are_finite([numbers_of(candidate)])[0]:
                 return candidate
         return None
@@ -447,6 +476,11 @@ class KnownScale:
     def mean_eigenvalue(self) -> float:
         """Trace over n."""
         return self.scales.mean if self.key is None else self.scales.means[self.key]
+
+
+def describe_totals(totals: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """What is equal of blocks whose totals can be stacked."""
+    return tuple((name, total.shape, total.dtype, total.device) for name, total in totals.items())
 
 
 def numbers_of(block: Block) -> list[Tensor]:

@@ -479,14 +479,15 @@ class Reader:
         passed = [
             seen[key]
             if key in seen
-            else make_empty_pass(layer, cotangents, self._zeros(layer.layout.names[0]), key in roll.tokens)
+            else make_empty_pass(layer, cotangents, self._like(layer.layout.names[0]), key in roll.tokens)
             for key, layer in shared_layers.items()
         ]
         passed = [
-            match_parts(part, roll.parts.get(part.key, 1), cotangents, self._zeros(part.layer.layout.names[0]))
+            match_parts(part, roll.parts.get(part.key, 1), cotangents, self._like(part.layer.layout.names[0]))
             for part in passed
         ]
-        squares = {name: own.squares.get(name, self._zeros(name)) for name in roll.names if name not in held}
+        names = [name for name in roll.names if name not in held]
+        squares = {name: own.squares[name] if name in own.squares else self._zeros(name) for name in names}
         measured = [part for part in own.apart if part.key in shared_layers]
         heard = replace(own.heard, layers=passed, squares=squares)
         own_part = span if self.processes.size > 1 else None
@@ -496,9 +497,13 @@ class Reader:
     def _device(self) -> torch.device:
         return next(iter(self.named.values())).device
 
-    def _zeros(self, name: str) -> Tensor:
+    def _like(self, name: str) -> Tensor:
+        """Nothing, of the dtype and on the device of a parameter's statistics."""
         p = self.named[name]
-        return zeros_whole(p, torch.promote_types(p.dtype, torch.float32))
+        return torch.empty(0, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+
+    def _zeros(self, name: str) -> Tensor:
+        return zeros_whole(self.named[name], self._like(name).dtype)
 
     def _refuses(self, layer: Layer) -> bool:
         return not self.refused.isdisjoint(layer.claims)

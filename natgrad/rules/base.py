@@ -232,7 +232,8 @@ class Rule(Explained):
         A rule that supplies it, and measures nothing, needs no derivatives: they are read no more.
 
         Args:
-            moment: A, shape (n, n) or (groups, n, n), or a diagonal (n,).
+            moment: A, shape (n, n), or a diagonal (n,); (k, n, n) for the groups of a layer and for layers that are
+                alike, of each of which the tensors that are returned have a row.
             tokens: True for an embedding, whose A has the frequencies of the tokens (n,).
             positions: Examples times positions of a step that the layer sees; infinite where nobody knows.
         """

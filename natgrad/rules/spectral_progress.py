@@ -105,10 +105,10 @@ class SpectralProgress(Rule):
     def prepare_inputs(self, moment: Tensor, tokens: bool, positions: float) -> dict[str, Tensor]:
         positions = max(positions, 1.0)
         least = self.damping if tokens else max(self.damping, moment.shape[-1] / positions)
-        if not tokens and moment.dim() == 2 and WIDE <= len(moment) > positions:
-            roots = whitener_of_few(
-                moment, least, min(math.ceil(DIRECTIONS_PER_ROW * positions), len(moment) // INPUTS_PER_DIRECTION)
-            )
+        inputs = moment.shape[-1]
+        if not tokens and moment.dim() > 1 and WIDE <= inputs > positions:
+            rank = min(math.ceil(DIRECTIONS_PER_ROW * positions), inputs // INPUTS_PER_DIRECTION)
+            roots = whitener_of_few(moment, least, rank)
         else:
             roots = whitener(moment, tokens, least)
         longer = ((1 + least) / (1 + self.damping)) ** 0.5  # directions of mean size move as before
@@ -241,19 +241,21 @@ def least_size(floor: float, outputs: int, unit: Tensor | float) -> Any:
 
 
 def whitener_of_few(moment: Tensor, damping: float, rank: int) -> dict[str, Tensor]:
-    """W = s (I - V C V^T), W^T W = (A / mean A + damping I)^-1 on the largest directions V of A (n, n), C triangular.
+    """W = s (I - V C V^T), W^T W = (A / mean A + damping I)^-1 on the largest directions V of A, C triangular.
 
     The others count as equal, of their mean size: with fewer rows T than inputs the damping n / T is at least 1, and
-    few of them stand out (on MNIST the 65th of 785 directions has .95). V is (n, rank), by two steps of subspace
-    iteration from the columns of the largest entries, a third of the time of a Cholesky factor for n = 785.
+    few of them stand out (on MNIST the 65th of 785 directions has .95). A is (..., n, n) and V (..., n, rank), by two
+    steps of subspace iteration from the columns of the largest entries, a third of the time of a Cholesky factor for
+    n = 785.
     """
-    mean, identity = moment.diagonal().mean(), torch.eye(rank).to(moment)
-    basis = torch_linalg.qr(moment[moment.diagonal().topk(rank).indices].mT).Q
+    sizes, identity, inputs = moment.diagonal(dim1=-2, dim2=-1), torch.eye(rank).to(moment), moment.shape[-1]
+    basis = torch_linalg.qr(moment.take_along_dim(sizes.topk(rank).indices[..., None], -2).mT).Q
     basis = torch_linalg.qr(moment @ basis).Q
-    inner = symmetrise(basis.mT @ (moment @ basis))
+    inner, mean = symmetrise(basis.mT @ (moment @ basis)), sizes.mean(-1)[..., None, None]
     inner = torch.where(mean > 0, inner / torch.where(mean > 0, mean, 1.0), identity)
-    rest = ((len(moment) - inner.trace()) / (len(moment) - rank)).clamp(min=0) + damping
-    cut = identity - invert_factor_or_nan(inner + damping * identity) * rest.sqrt()
+    taken = inner.diagonal(dim1=-2, dim2=-1).sum(-1)
+    rest = ((inputs - taken) / (inputs - rank)).clamp(min=0) + damping
+    cut = identity - invert_factor_or_nan(inner + damping * identity) * rest.sqrt()[..., None, None]
     return {"inputs": basis, "cut": cut, "root": rest.rsqrt()}
 
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.ground.constants import FRESH
 from natgrad.operators import Operator
-from natgrad.rules import BlockPoint, BlockStack, NoiseAware, SpectralProgress
+from natgrad.optim import blocks
+from natgrad.rules import BlockPoint, BlockStack, NoiseAware, Rule, SpectralDescent, SpectralProgress
 from natgrad.rules.spectral_progress import least_size, unwhiten, whiten, whitener_of_few
 
 F64 = torch.float64
@@ -333,3 +334,36 @@ def test_a_checkpoint_continues_bit_for_bit(recipe: Callable[..., Any]) -> None:
 def test_settings_are_checked(settings: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(settings))} is"):
         SpectralProgress(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rule", [SpectralProgress(), SpectralDescent(), NoiseAware()], ids=repr)
+@pytest.mark.parametrize("rows", [10.0, 1000.0])
+def test_layers_that_are_alike_are_prepared_together_as_each_alone(rule: Rule, rows: float) -> None:
+    inputs = 300
+    draws = [draw(2 * inputs, inputs) * torch.logspace(0, -i, inputs, dtype=F64) for i in (1, 2)]
+    moments = torch.stack([x.mT @ x for x in draws])
+    together = rule.prepare_inputs(moments, False, rows)
+    assert together
+    for i, moment in enumerate(moments):
+        torch.testing.assert_close({n: t[i] for n, t in together.items()}, rule.prepare_inputs(moment, False, rows))
+
+
+def test_layers_that_are_alike_train_as_those_whose_moments_are_factored_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def train() -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.Tanh())]).to(F64)
+        grouped = nn.Sequential(nn.Unflatten(1, (6, 1)), nn.Conv1d(6, 6, 1, groups=2), nn.Conv1d(6, 6, 1, groups=2))
+        model = nn.Sequential(model, grouped.to(F64), nn.Flatten())
+        opt = ng.kfac(model, nn.MSELoss(), rule=SpectralProgress())
+        for _ in range(6):
+            x = draw(20, 6)
+            opt.zero_grad()
+            opt.loss(model(x), x.sin()).backward()
+            opt.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    together = train()
+    monkeypatch.setattr(blocks, "MOMENTS", 1)
+    torch.testing.assert_close(together, train())
