@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.ground.typed_torch import torch_linalg
+from natgrad.ground.typed_torch import list_numbers, torch_linalg
 
 
 def invert_or_nan(matrix: Tensor) -> Tensor:
@@ -529,12 +529,13 @@ def inverse_psd(matrix: Tensor, damping: float | Tensor = 0.0) -> Tensor:
     """
     n, shape = matrix.shape[-1], matrix.shape
     lower, sound = _factor_damped(matrix, damping)
-    if bool(sound.all()):
+    fine: list[bool] = list_numbers(sound.reshape(-1))
+    if all(fine):
         # symmetric to the bit
         return torch.cholesky_inverse(lower, out=lower if lower.is_cpu else None).to(matrix.dtype)
     eye = torch.eye(n, dtype=lower.dtype, device=lower.device)
-    blocks = zip(lower.reshape(-1, n, n), damp(matrix, damping).reshape(-1, n, n), sound.reshape(-1), strict=True)
-    each = [torch.cholesky_inverse(low) if bool(fine) else solve_psd(block, eye) for low, block, fine in blocks]
+    blocks = zip(lower.reshape(-1, n, n), damp(matrix, damping).reshape(-1, n, n), fine, strict=True)
+    each = [torch.cholesky_inverse(low) if is_fine else solve_psd(block, eye) for low, block, is_fine in blocks]
     return torch.stack(each).view(shape).to(matrix.dtype)
 
 

@@ -7,7 +7,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,7 +18,7 @@ from natgrad.ground.constants import KEEPS, ROUND_OFF, STANDARD, UNKNOWN, UNKNOW
 from natgrad.ground.graph_nodes import RESHAPES, kind_of
 from natgrad.ground.pure import leaves, map_tensors
 from natgrad.ground.spaces import Space
-from natgrad.ground.typed_torch import hook_gradient, list_numbers
+from natgrad.ground.typed_torch import hook_gradient, list_numbers, measure_norms
 from natgrad.ground.whole_tensors import gather_whole, wait_for_all, zeros_whole
 from natgrad.layers import Layer, Tap, is_asking
 from natgrad.operators import Layout, Operator, pack_operator, unpack_operator
@@ -278,14 +277,13 @@ class Overlap(NamedTuple):
 
 def measure_overlaps(own: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Overlap]:
     """The overlaps by parameter, by one read of the device."""
-    rows = list[Tensor]()
-    for name, g in gradients.items():
-        k = own[name]
-        sums = [k.square(), g.square(), k * g, torch.where(g == 0, k, 0).square()]
-        rows.append(torch.stack([part.sum() for part in sums]))
-    table = torch.stack([row.to(rows[0].device, torch.float64) for row in rows]).flatten() if rows else torch.zeros(0)
-    numbers = iter(list_numbers(table))
-    return {name: Overlap(*islice(numbers, 4)) for name in gradients}
+    pairs = [(own[name], g) for name, g in gradients.items()]
+    norms = measure_norms([k for k, _ in pairs] + [g for _, g in pairs])
+    norms += measure_norms([torch.where(g == 0, k, 0) for k, g in pairs]) + [(k * g).sum() for k, g in pairs]
+    table = [norm.to(norms[0].device) for norm in norms]
+    rows = list_numbers(torch.stack(table).view(4, -1).mT) if table else []
+    parts = zip(gradients, rows, strict=True)
+    return {name: Overlap(k * k, g * g, inner, lost * lost) for name, (k, g, lost, inner) in parts}
 
 
 def fit_scale(overlaps: Mapping[str, Overlap]) -> float:
