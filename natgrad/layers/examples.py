@@ -7,8 +7,9 @@ numbers exactly where that example runs, and by no such pattern where the exampl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -192,12 +193,20 @@ def find_examples(
 
 
 class KnownPlaces:
-    """Where the examples run in passes of known shapes, so that it is not asked at every one."""
+    """Where the examples run in passes of known shapes, so that it is not asked at every one.
+
+    Attributes:
+        found: By `key`, the number of the partition among the candidates, -1 for all rows together, and each tap's
+            place as [axis, fast] or None. Asked at other parameters the answer may be another, so that it is a part of
+            the optimiser's state.
+        partitions: Those of rows that were used, by key and number.
+    """
 
     def __init__(self) -> None:
-        self.found: dict[Any, tuple[Examples | int, list[Place | None]]] = {}
+        self.found: Mapping[str, Found] = {}
+        self.partitions: dict[tuple[str, int], Examples] = {}
 
-    def key(self, outputs: Tensor, taps: Sequence[Tap], shapes: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
+    def key(self, outputs: Tensor, taps: Sequence[Tap], shapes: Sequence[tuple[int, ...]]) -> str:
         """What `found` has its entries under.
 
         Args:
@@ -205,7 +214,8 @@ class KnownPlaces:
             taps: The calls of layers and the products with matrices.
             shapes: Of the pass's inputs and outputs.
         """
-        return (tuple(outputs.shape), *shapes, *((tap.layer.key, tuple(tap.inputs.shape)) for tap in taps))
+        calls = [(tap.layer.key, tuple(tap.inputs.shape)) for tap in taps]
+        return sha256(repr((tuple(outputs.shape), *shapes, *calls)).encode()).hexdigest()
 
     def find(
         self,
@@ -228,25 +238,26 @@ class KnownPlaces:
         """
         key = self.key(outputs, taps, shapes)
         if key in self.found and not afresh:
-            partition, places = self.found[key]
-            examples = known()[partition] if isinstance(partition, int) else partition
-            return examples, [replace(tap, place=place) for tap, place in zip(taps, places, strict=True)]
+            number, places = self.found[key]
+            if (examples := self.partitions.get((key, number))) is None:
+                examples = together(outputs) if number < 0 else known()[number]
+                self._keep(key, number, examples)
+            pairs = zip(taps, places, strict=True)
+            return examples, [replace(tap, place=None if at is None else Place(*at)) for tap, at in pairs]
         examples, placed = find_examples(outputs, taps, candidates := known(), strict, ask=strict)
         if not any(has_no_place(tap) and (strict or doubtful(tap, examples.count)) for tap in placed):
-            self.found = self.found if len(self.found) < SHAPES else {}
-            self.found[key] = shorten(examples, candidates), [tap.place for tap in placed]
+            number = next((i for i, candidate in enumerate(candidates) if candidate is examples), -1)
+            places = [None if tap.place is None else [tap.place.axis, tap.place.fast] for tap in placed]
+            self.found = {**(self.found if len(self.found) < SHAPES else {}), key: [number, places]}
+            self._keep(key, number, examples)
         return examples, placed
 
-
-def shorten(examples: Examples, candidates: Sequence[Examples]) -> Examples | int:
-    """A partition with one number per row, to be kept; its place among the candidates where rows have several.
-
-    A number per entry takes twice the memory of the outputs.
-    """
-    by_row = examples.by_row
-    if by_row is None:
-        return next(i for i, candidate in enumerate(candidates) if candidate is examples)
-    return Examples(examples.count, by_row.clone().unsqueeze(1).expand_as(examples.labels))
+    def _keep(self, key: str, number: int, examples: Examples) -> None:
+        """A partition of rows; a number per entry would take twice the memory of the outputs."""
+        if (by_row := examples.by_row) is not None:
+            self.partitions = self.partitions if len(self.partitions) < SHAPES else {}
+            labels = by_row.clone().unsqueeze(1).expand_as(examples.labels)
+            self.partitions[key, number] = Examples(examples.count, labels)
 
 
 def lowest(taps: Iterable[Tap], dtype: torch.dtype) -> torch.dtype:
@@ -306,6 +317,8 @@ def places(tensor: Tensor, positional: int, count: int) -> Iterator[Place]:
         yield Place(fast=True)
 
 
+Found = list[Any]
+"""The number of a partition, and the places."""
 SHAPES = 64
 """Of passes for which the examples' places are kept."""
 GROUPS = 16

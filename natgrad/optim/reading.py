@@ -171,7 +171,7 @@ class Reader:
 
     Attributes:
         due: True if the next passes are read whoever is in them.
-        places: Where the examples run, by the shapes of a pass's calls.
+        places: Where the examples run, by the shapes of a pass's calls; what it found is part of the `Hearing`.
         span: Where this process's examples of the reading stand among all.
         counts: The rows of the reading, and what the loss is a mean over; 0 on one process, where that is its rows.
         silent: True where no target counts on this process: what it tells are inputs of layers alone.
@@ -189,8 +189,8 @@ class Reader:
         """Listen to the layers of these parameters."""
         self.named = dict(named)
         self.layers = ModelLayers.of(self.model, self.named)
-        self._begin(Hearing(), self._device)
         self.places = KnownPlaces()
+        self._begin(Hearing(), self._device)
         self.span: Span | None = None
         self.counts, self.silent = (0, 0.0), False
         self.leaves = GraphLeaves(self.named)
@@ -215,6 +215,7 @@ class Reader:
     def _begin(self, hearing: Hearing, device: torch.device) -> None:
         self.trusted, self.refused = set(hearing.trusted), set(hearing.refused)
         self.readings, self.unsure, self.errors = hearing.readings, hearing.unsure, hearing.errors
+        self.places.found = hearing.places
         self.generator = torch.Generator(device).manual_seed(self.seed)  # labels are drawn where the outputs lie
         if hearing.labels is not None:
             self.generator.set_state(hearing.labels)
@@ -247,7 +248,7 @@ class Reader:
         reading = self._agree_on_reading(own, answers)
         labels = hearing.labels if reading is None else self.generator.get_state()
         trusted, refused = frozenset(self.trusted), frozenset(self.refused)
-        after = replace(hearing, trusted=trusted, refused=refused, labels=labels)
+        after = replace(hearing, trusted=trusted, refused=refused, labels=labels, places=self.places.found)
         return reading, replace(after, readings=self.readings, unsure=self.unsure, errors=self.errors)
 
     def wants(self, hearing: Hearing, unread: Set[str], outputs: Any) -> tuple[bool, Hearing]:

@@ -522,6 +522,7 @@ class Hearing:
     labels: Tensor | None = None  # the state of the generator that draws labels; None before the first draw
     errors: ErrorSize | None = None  # what is known of the unit of a regression's targets
     error: float = 0.0  # the highest loss of a regression
+    places: Mapping[str, Any] = field(default_factory=dict[str, Any])  # where examples run, as `KnownPlaces` found
 
 
 @dataclass(frozen=True)
@@ -616,6 +617,7 @@ class State:
             "trusted": sorted(hearing.trusted),
             "refused": sorted(hearing.refused),
             "tried": sorted(hearing.tried),
+            "places": [[key, *found] for key, found in hearing.places.items()],
             "heard": [hearing.readings, hearing.unsure, self.outside.updates, self.outside.warned],
             # always a tensor, which a fresh one's can take
             "ratio": torch.zeros(()) if ratio is None else ratio,
@@ -651,6 +653,7 @@ class State:
             labels,
             ErrorSize.load(extra.get("errors"), criterion),
             clock.get("error", 0.0),
+            {key: found for key, *found in extra.get("places", ())},
         )
         return State(
             clock["step"],

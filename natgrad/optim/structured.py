@@ -295,6 +295,7 @@ class StructuredNaturalGradient(ModelOptimizer):
 
         def restore() -> None:
             flow.averages, self._live.state, self._live.told = averages, state, StepReport()
+            flow.reader.taps.take()
             flow.pending = Pending(nats=flow.pending.nats)
             self._arm()
 

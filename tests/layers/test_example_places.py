@@ -296,6 +296,52 @@ def test_a_second_use_that_was_hidden_at_first_is_found(structure, gate, bias):
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
 
 
+class Mixing(nn.Module):
+    """Tokens that see the ones before them by a share of `mix`, and positions that all examples have in common.
+
+    No partition fits all layers: examples meet in the positions, positions in the sum. What comes nearest depends on
+    `mix`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(7, E), nn.Embedding(H, E)
+        self.inner, self.norm, self.out = nn.Linear(E, E), nn.LayerNorm(E), nn.Linear(E, 7)
+        self.mix = 1e-3
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.norm(self.inner(self.token(tokens) + self.position(torch.arange(H)[None])))
+        return self.out((hidden + self.mix * hidden.cumsum(1)).tanh())
+
+
+@pytest.mark.parametrize("structure", [ng.Kronecker, ng.EigenKronecker, ng.Diagonal, ng.UnitWise])
+@pytest.mark.parametrize("examples", [H, H + 1])
+def test_a_resumed_run_takes_the_examples_for_what_the_run_itself_took(structure, examples):
+    tokens = torch.arange(examples * H).view(examples, H) % 7
+
+    def build() -> tuple[Mixing, StructuredNaturalGradient]:
+        model = build_seeded(Mixing)
+        assert isinstance(model, Mixing)
+        return model, StructuredNaturalGradient(model, "token_cross_entropy", structure(0.9), update_every=1)
+
+    def go_on(model: Mixing, optimizer: StructuredNaturalGradient) -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            optimizer.loss(model(tokens), tokens).backward()
+            optimizer.step()
+
+    model, optimizer = build()
+    go_on(model, optimizer)
+    model.mix = 10.0
+    other, resumed = build()
+    other.load_state_dict(model.state_dict())
+    other.mix = 10.0
+    resumed.load_state_dict(optimizer.state_dict())
+    for pair in ((model, optimizer), (other, resumed)):
+        go_on(*pair)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
 # parameters without a layer
 
 
