@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, distributed
 from torch.utils.hooks import RemovableHandle
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 torch_linalg: Any = torch.linalg
 """torch.linalg, of which torch declares no types."""
@@ -34,6 +37,12 @@ def hook_gradient(x: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
     """Call the hook with the tensor's gradient once it is there."""
     register: Callable[..., RemovableHandle] = getattr(x, "register_hook")  # noqa: B009
     return register(hook)
+
+
+def keep_uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, which compiled code calls as it is written."""
+    disable: Callable[[Callable[P, T]], Callable[P, T]] = getattr(torch.compiler, "disable")  # noqa: B009
+    return disable(function)
 
 
 def measure_norm(

@@ -37,7 +37,7 @@ from natgrad.ground.pure import (
     run_detached,
     version_of,
 )
-from natgrad.ground.typed_torch import hook_gradient
+from natgrad.ground.typed_torch import hook_gradient, keep_uncompiled
 from natgrad.ground.whole_tensors import any_split, local_part
 from natgrad.metrics import Metric
 
@@ -898,6 +898,7 @@ class Listener:
     def __init__(self, recall: Recall | None = None, traceable: bool = False, in_eval: bool = False) -> None:
         self.recall = None if recall is None else weakref.ref(recall)
         self.traceable, self.in_eval = traceable, in_eval
+        self.record = keep_uncompiled(Recall.record_pass)  # it looks into attributes of any kind
         self.ending: Any = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -914,7 +915,7 @@ class Listener:
             begin = None if recall.begins is None else recall.begins()
             if begin is not None:
                 begin()
-            recall.record_pass(module, call)
+            self.record(recall, module, call)
         if (heard or recall.outputs is not None) and not torch.compiler.is_compiling():
             self.remove()  # a pass that raised has left it
             self.ending = module.register_forward_hook(Ending(self, recall, recall.last if heard else None))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,10 +51,27 @@ def test_activation_checkpointing_changes_nothing(solver: ng.Solver) -> None:
     assert_close(move_copy(build_saving(), CE, X, Y, solver=solver, rule=ng.LineSearch()), expected, 1e-10)
 
 
-def test_a_compiled_model_takes_the_same_step() -> None:
+def compile_around(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def compile_in_place(model: nn.Module) -> Any:
+    model.compile(backend="eager")
+    return model
+
+
+def compile_function(model: nn.Module) -> Any:
+    return torch.compile(lambda x: model(x), backend="eager")
+
+
+@pytest.mark.parametrize("attribute", [None, SimpleNamespace(width=3), torch.tanh, [{"a": 1}], random.Random(0)])
+@pytest.mark.parametrize("compiled", [compile_around, compile_in_place, compile_function])
+def test_a_compiled_model_takes_the_same_step(compiled: Any, attribute: Any) -> None:
+    """Calls go through the model that the optimizer knows, whatever else it holds."""
     expected, model = move_copy(net(), CE, X, Y), net()
-    compiled = torch.compile(model, backend="eager")
-    iterate(build(model), compiled, X, Y)  # calls go through the model that the optimizer knows
+    model.attribute = attribute
+    torch.compiler.reset()
+    iterate(build(model), compiled(model), X, Y)
     assert_close(flat(model), expected, 1e-12)
 
 
