@@ -28,8 +28,8 @@ RESHAPES = (VIEWS | SAME | {"Reshape"}) - {"Slice", "Select", "Expand"}
 LINEAR = VIEWS | SAME | CUTS | {
     "Add", "Sub", "Rsub", "Neg", "Reshape", "Index", "IndexSelect", "Gather", "Take", "MaskedSelect", "Repeat", "Cat",
     "Stack", "UnsafeSplit", "Unbind", "Flip", "Roll", "Sum", "Mean", "Diagonal", "Tril", "Triu", "Unfold", "AsStrided",
-    "MaskedFill", "ConstantPadNd", "Cumsum", "Trace", "Copy", "CopySlices", "_DDPSink", "Conj", "Real", "IndexAdd",
-    "IndexPut", "Scatter",
+    "MaskedFill", "ConstantPadNd", "Cumsum", "Trace", "Copy", "CopySlices", "_DDPSink", "BackwardHookFunction", "Conj",
+    "Real", "IndexAdd", "IndexPut", "Scatter",
 }
 # fmt: on
 """Linear in all tensors. Masks and indices count as data."""

@@ -23,6 +23,16 @@ X, X2, Y = draw(8, 3), draw(8, 3, seed=1), torch.arange(8) % 3
 MASK = torch.tensor([True, False, True, True, False, True, True, True])
 
 Case = tuple[Callable[[nn.Module], Tensor], nn.Module, Tensor]
+
+
+def watch_backward(outputs: Tensor) -> Tensor:
+    """As a model gives them that has a full backward hook."""
+    part = nn.Identity()
+    part.register_full_backward_hook(lambda *_: None)
+    watched: Tensor = part(outputs)
+    return watched
+
+
 AFFINE: dict[str, Case] = {
     "temperature": (lambda m: m(X) / 0.3, CE, Y),
     "scaled": (lambda m: 2.5 * m(X) + 1, CE, Y),
@@ -47,6 +57,7 @@ AFFINE: dict[str, Case] = {
     "offset": (lambda m: m(X) + draw(8, 3, seed=7), CE, Y),
     "in place": (lambda m: m(X).div_(0.3), CE, Y),
     "residual": (lambda m: X + m(X), MSE, draw(8, 3, seed=5)),
+    "watched": (lambda m: watch_backward(m(X)), CE, Y),
 }
 NONLINEAR: dict[str, Case] = {
     "bounded": (lambda m: 3 * torch.tanh(m(X)), CE, Y),
