@@ -85,6 +85,22 @@ def test_a_state_is_loaded_in_the_middle_of_a_batch(build, runs, reached):
     assert same(save(model, opt), runs[1][1])
 
 
+def test_a_layer_that_is_frozen_meanwhile_keeps_its_state(build):
+    """As where a part of a network rests for some epochs, and the run is resumed in them."""
+    model, resumed = net(), net()
+    opt, other = build(model), build(resumed)
+    train_numbered(model, opt, range(2))
+    for m in (model, resumed):
+        m.get_submodule("0").requires_grad_(False)
+    train_numbered(model, opt, range(2, 3))
+    load(resumed, other, save(model, opt))
+    for first, last in ((3, 4), (4, 6)):
+        for m, o in ((model, opt), (resumed, other)):
+            train_numbered(m, o, range(first, last))
+            m.get_submodule("0").requires_grad_(True)
+        assert same(save(resumed, other), save(model, opt))
+
+
 def test_a_tool_that_loads_an_optimizer_s_own_state_at_once_changes_nothing(build, runs):
     """As accelerate does in `prepare`."""
     model = net()
