@@ -10,6 +10,7 @@ from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.gaussian import DiagonalGaussian, Gaussian, GaussianPosterior, HeteroscedasticGaussian
 from natgrad.families.known_losses import LOSSES, TokenCrossEntropy, as_criterion, likelihood
 from natgrad.families.log_density import LogDensity
+from natgrad.families.masked import Masked
 from natgrad.families.output_heads import Heads
 from natgrad.families.robust_errors import Huber, Laplace
 from natgrad.ground.messages import find_name
@@ -101,6 +102,7 @@ __all__ = [
     "Logarithmic",
     "Mapped",
     "MarkovField",
+    "Masked",
     "MeanCholesky",
     "MeanCovariance",
     "MeanStd",

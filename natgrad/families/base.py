@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +35,9 @@ class Likelihood(Explained, hint="; a likelihood holds no parameters, they are a
 
     note: ClassVar[str] = ""
     """What `optimizer.report()` says of the metric beside its rows."""
+
+    masks: bool = False
+    """Whether targets may be missing."""
 
     @abstractmethod
     def nll(self, outputs: Any, targets: Any) -> Tensor:
@@ -125,6 +129,51 @@ class Likelihood(Explained, hint="; a likelihood holds no parameters, they are a
             ValueError: If they cannot.
         """
 
+    def fill(self, outputs: Any, targets: Any) -> tuple[Any, Tensor | None]:
+        """Targets without gaps, and which of them came. Default: all of them.
+
+        Args:
+            outputs: What the model returns.
+            targets: As `nll` takes them.
+
+        Returns:
+            The targets, any number in the gaps, and a mask (R, 1) of rows or (R, m) of their entries. None: no gap.
+        """
+        return targets, None
+
+    def weigh(
+        self, outputs: Any, targets: Any, weight: Any, add: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Any, Tensor]:
+        """Targets without gaps, and what each counts in the mean over rows: w / mean(w), and 0 for a missing one.
+
+        Args:
+            outputs: What the model returns.
+            targets: As `nll` takes them.
+            weight: w of the examples (b,) or of the rows (R,). None: equal weights.
+            add: Sums over processes. None: there is one.
+
+        Returns:
+            The targets, and shape (R, 1), or (R, m) where the entries of a row differ. NaN where no target counts.
+        """
+        (filled, came), rows = self.fill(outputs, targets), self.rows(outputs).detach()
+        shares = rows.new_ones(len(rows), 1, dtype=torch.promote_types(rows.dtype, torch.float32))
+        shares = shares if came is None else shares * came
+        if weight is not None:
+            shares = shares * read_weight(weight, len(next(leaves(outputs))), shares)
+        sums = torch.stack([shares.double().mean(1).sum(), shares.new_tensor(len(rows)).double()])
+        total, count = sums if add is None else add(sums)
+        return filled, shares * (count / total).to(shares.dtype)
+
+    def weighted_nll(self, outputs: Any, targets: Any, weights: Tensor) -> Tensor:
+        """`nll` with what `weigh` gave, one number per row (R,).
+
+        Args:
+            outputs: What the model returns.
+            targets: Without gaps.
+            weights: Shape (R, 1), or (R, m), equal within a row unless its entries are independent.
+        """
+        return self.nll(outputs, targets) * weights[:, 0]
+
 
 class DiagonalForm(Likelihood):
     """A likelihood whose Fisher form is diagonal in its outputs."""
@@ -166,10 +215,57 @@ class SeparableLikelihood(DiagonalForm):
         check_same_shape(outputs, targets)
         return flatten_rows(self.entry_nll(outputs, targets)).sum(1)
 
+    def weighted_nll(self, outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        check_same_shape(outputs, targets)
+        return (flatten_rows(self.entry_nll(outputs, targets)) * weights).sum(1)
+
     def check_targets(self, outputs: Any, targets: Any) -> None:
         outputs = require_one_tensor(outputs)
         check_same_shape(outputs, targets)
         check_range(targets, torch.finfo(outputs.dtype).min, torch.finfo(outputs.dtype).max, "finite numbers")
+
+
+class Wrapper(Likelihood):
+    """A likelihood around another one, with its draws and its form."""
+
+    family: Likelihood
+
+    def rows(self, outputs: Any) -> Tensor:
+        return self.family.rows(outputs)
+
+    def sample(self, outputs: Any, generator: torch.Generator | None = None) -> Any:
+        return self.family.sample(outputs, generator)
+
+    def fisher(self, rows: Tensor) -> Tensor:
+        return self.family.fisher(rows)
+
+    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
+        return self.family.mv(outputs, tangents)
+
+    def root(self, outputs: Tensor) -> Tensor:
+        return self.family.root(outputs)
+
+    def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
+        return self.family.kl(outputs, other)
+
+    def check_targets(self, outputs: Any, targets: Any) -> None:
+        self.family.check_targets(outputs, targets)
+
+
+def read_weight(weight: Any, examples: int, like: Tensor) -> Tensor:
+    """Weights of the examples, or of the rows, as (R, 1). ValueError or TypeError for anything else.
+
+    like: (R, m).
+    """
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"weight is {type(weight).__name__}, expected a tensor with a number >= 0 for each example")
+    rows, weight = len(like), weight.detach().to(like)
+    if weight.numel() not in (examples, rows) or weight.shape[:1] not in ((examples,), (rows,)):
+        raise ValueError(f"weight has shape {tuple(weight.shape)}, expected ({examples},), one number per example")
+    if not bool((weight.isfinite() & (weight >= 0)).all()):
+        raise ValueError(f"weight has entries down to {float(weight.min()):.4g}, expected finite numbers >= 0")
+    each = weight.reshape(-1)
+    return (each if len(each) == rows else each.repeat_interleave(rows // examples)).unsqueeze(1)
 
 
 def flatten_rows(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch.nn import functional
 from natgrad.families.base import (
     Likelihood,
     SeparableLikelihood,
+    Wrapper,
     check_range,
     check_same_shape,
     flatten_rows,
@@ -24,13 +25,59 @@ from natgrad.families.cancellation import divergence_terms, exp_gap
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
 from natgrad.families.robust_errors import Huber, Laplace, temper
+from natgrad.ground.linalg import as_columns
 from natgrad.ground.messages import write_choices
 from natgrad.ground.pure import leaves, map_tensors
 
+IGNORED = "targets: every one is ignored or has weight zero, so that the mean loss is 0 / 0"
 CERTAIN = 1e-12
 """Least p (1 - p) that `BCELoss` divides by."""
 ROUNDING = 0.1
 """Of the logarithm of a sum of probabilities; log-softmax in half precision is within .03."""
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """Targets without gaps, and what each counts in the mean over rows, as `Likelihood.weigh` gives them."""
+
+    targets: Any
+    by_example: Tensor  # (b, R / b, 1) or (b, R / b, m), so that examples can be picked
+
+    @property
+    def weights(self) -> Tensor:
+        """Of the rows, (R, 1) or (R, m)."""
+        return self.by_example.flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class MeanNLL:
+    """The mean over rows of a likelihood's -log p, with what its targets count."""
+
+    family: Likelihood
+
+    def __call__(self, outputs: Any, targets: Any) -> Tensor:
+        """The loss, a scalar tensor."""
+        targets = self.weigh(outputs, targets)
+        if isinstance(targets, Weighed):
+            return self.family.weighted_nll(outputs, targets.targets, targets.weights).mean()
+        return self.family.nll(outputs, targets).mean()
+
+    def weigh(
+        self, outputs: Any, targets: Any, weight: Any = None, add: Callable[[Tensor], Tensor] | None = None
+    ) -> Any:
+        """The targets with what they count, where they do not all count alike.
+
+        Args:
+            outputs: What the model returns.
+            targets: As the likelihood takes them; None where they are not known.
+            weight: Of the examples. None: equal weights.
+            add: Sums over processes. None: there is one.
+        """
+        if isinstance(targets, Weighed) or (weight is None and not (self.family.masks and targets is not None)):
+            return targets
+        filled, weights = self.family.weigh(outputs, targets, weight, add)
+        examples = len(next(leaves(outputs)))
+        return Weighed(filled, weights.reshape(examples, len(weights) // max(examples, 1), weights.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -76,9 +123,14 @@ class Criterion:
         return write_choices(self, family=self.family, **kinds)
 
     @property
+    def bare(self) -> Likelihood:
+        """The likelihood without what is around it."""
+        return self.family.family if isinstance(self.family, Wrapper) else self.family
+
+    @property
     def errors(self) -> Gaussian | Laplace | Huber | None:
         """The density of errors of a fixed width that the loss stands for, None for other losses."""
-        family = self.family.family if isinstance(self.family, Entrywise) else self.family
+        family = self.bare
         return family if isinstance(family, (Gaussian, Laplace, Huber)) and not self.maximize else None
 
     def pick_logits(self, outputs: Any) -> tuple[Any, Tensor | None]:
@@ -90,7 +142,8 @@ class Criterion:
         Returns:
             The logits, or the outputs as they are, and the loss that the model computed itself, None without one.
         """
-        if isinstance(outputs, Tensor) or not isinstance(self.family, (Entrywise, SeparableLikelihood, Categorical)):
+        of_one = isinstance(self.family, Entrywise) or isinstance(self.bare, (SeparableLikelihood, Categorical))
+        if isinstance(outputs, Tensor) or not of_one:
             return outputs, None
         if type(outputs) in (tuple, list):
             pair = sorted(outputs[:2], key=lambda part: part is None or (isinstance(part, Tensor) and part.dim() == 0))
@@ -141,7 +194,32 @@ class Criterion:
             outputs: What the model returns.
             targets: As the loss takes them.
         """
+        if isinstance(targets, Weighed):
+            return targets.targets
         return targets if self.prepare is None else self.prepare(outputs, targets)
+
+    def weigh_targets(
+        self, outputs: Any, targets: Any, weight: Any = None, add: Callable[[Tensor], Tensor] | None = None
+    ) -> Any:
+        """The targets with what each counts in the loss, where some are missing or examples have weights.
+
+        Args:
+            outputs: What the model returns.
+            targets: As the loss takes them.
+            weight: Of the examples. None: equal weights.
+            add: Sums over processes. None: there is one.
+
+        Raises:
+            ValueError: For weights of a loss that is no `ng` likelihood's own.
+        """
+        if isinstance(self.loss, MeanNLL):
+            return self.loss.weigh(outputs, targets, weight, add)
+        if weight is not None:
+            raise ValueError(
+                f"weight is for ng likelihoods, and this criterion is {self!r}: build the optimizer with the "
+                "likelihood itself, ng.Categorical() for nn.CrossEntropyLoss(), ng.Gaussian(0.5**0.5) for nn.MSELoss()"
+            )
+        return targets
 
     def check(self, outputs: Any, targets: Any) -> None:
         """Check that targets can have come from the likelihood.
@@ -179,7 +257,7 @@ class Criterion:
             targets: As the loss takes them.
 
         Returns:
-            Shapes (R, m) and (R,). Rows whose targets do not count have zeros.
+            Shapes (R, m), and (R,) or as `weights`. Rows whose targets do not count have zeros.
         """
         slopes = self.family.rows(self.slope(outputs, targets))
         if self.temperature is None:
@@ -187,10 +265,13 @@ class Criterion:
         else:
             shares = self.temperature(outputs, targets).to(slopes).expand(len(slopes)) / len(slopes)
         known = shares > 0
-        return slopes * torch.where(known, torch.where(known, shares, 1).rsqrt(), 0).unsqueeze(1), shares
+        roots = torch.where(known, torch.where(known, shares, 1).rsqrt(), 0)
+        return slopes * as_columns(roots), shares
 
     def weights(self, outputs: Any, targets: Any = None) -> Tensor:
         """Row weights w (R,) of the mean loss; equal where targets are unknown (a metric on unlabelled data).
+
+        Where targets are missing, or examples have weights, (R, 1), or (R, m) of the entries of rows.
 
         Args:
             outputs: What the model returns.
@@ -198,11 +279,16 @@ class Criterion:
         """
         rows = self.family.rows(outputs)
         uniform = torch.full((len(rows),), 1 / max(len(rows), 1), dtype=rows.dtype, device=rows.device)
+        targets = self.weigh_targets(outputs, targets)
+        if isinstance(targets, Weighed):
+            if bool(targets.weights.isnan().any()):
+                raise ValueError(IGNORED)
+            return targets.weights.to(rows) / max(len(rows), 1)
         if targets is None or self.weigh is None:
             return uniform
         weights, total = self.weigh(outputs, self.events(outputs, targets))
         if not bool(total > 0):
-            raise ValueError("targets: every one is ignored or has weight zero, so that the mean loss is 0 / 0")
+            raise ValueError(IGNORED)
         return weights / total
 
     def scale(self, outputs: Any, targets: Any) -> Tensor | float:
@@ -257,7 +343,7 @@ def remake_with(criterion: Criterion, make: Callable[..., Criterion], *args: Any
 
 
 @dataclass(frozen=True)
-class Entrywise(Likelihood):
+class Entrywise(Wrapper):
     """A separable likelihood with every entry as a row of its own, so that each can carry a weight.
 
     Args:
@@ -271,24 +357,6 @@ class Entrywise(Likelihood):
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self.family.nll(outputs.reshape(-1, 1), targets.reshape(-1, 1))
-
-    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        return self.family.sample(outputs, generator)
-
-    def fisher(self, rows: Tensor) -> Tensor:
-        return self.family.fisher(rows)
-
-    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
-        return self.family.mv(outputs, tangents)
-
-    def root(self, outputs: Tensor) -> Tensor:
-        return self.family.root(outputs)
-
-    def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
-        return self.family.kl(outputs, other)
-
-    def check_targets(self, outputs: Any, targets: Any) -> None:
-        self.family.check_targets(outputs, targets)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from natgrad.families.criteria import (
     Criterion,
     Entrywise,
     IgnoringCategorical,
+    MeanNLL,
     gaussian_nll,
     kl_div,
     poisson_nll,
@@ -93,7 +94,7 @@ def read_criterion(criterion: Any) -> Criterion:
     if isinstance(criterion, TokenCrossEntropy):
         return criterion.criterion()
     if isinstance(criterion, Likelihood):
-        return Criterion(criterion, lambda outputs, targets: criterion.nll(outputs, targets).mean())
+        return Criterion(criterion, MeanNLL(criterion))
     function, options = split_partial(criterion)
     kind = next((kind for kind, (known, _) in KNOWN.items() if known is function), None)
     if kind is not None:
@@ -126,8 +127,8 @@ def check_reduction(loss: Any) -> None:
     if f"'{loss.reduction}'" not in known:
         raise ValueError(
             f"criterion has reduction={loss.reduction!r}, expected {' or '.join(known)}: the metric must be that of "
-            "the number that is minimised; where your examples have weights, call opt.loss(outputs, targets) for the "
-            "statistics, and backward() on your weighted mean"
+            "the number that is minimised; where your examples have weights, build the optimizer with an ng "
+            "likelihood, and call opt.loss(outputs, targets, weight=w)"
         )
 
 
@@ -367,6 +368,11 @@ def likelihood(loss: Any, family: Any = None, *, probe: tuple[Any, Any] | None =
         return as_criterion(loss)
     if not callable(loss) or isinstance(loss, type):
         raise TypeError(f"loss is {loss!r}, expected a function loss(outputs, targets) -> scalar tensor")
+    if isinstance(family, Likelihood) and family.masks:
+        raise ValueError(
+            f"family is {family}, whose targets may be missing, and a function's own way with those is not known: give "
+            "the optimizer the likelihood itself as its criterion"
+        )
     reading = choose_reading(loss, family, probe)
     return remake_with(
         replace(reading, loss=CheckedLoss(loss, reading)), partial(likelihood, probe=probe), loss, family

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ class Heads(Likelihood):
     """Independent heads: Heads((Categorical(), 10), (Gaussian(), 2)) for a model that returns a tuple of outputs.
 
     One tensor (b, sum of widths) is cut into its heads. Targets are a tuple in the same order. The negative
-    log-likelihoods add up, the form is block diagonal.
+    log-likelihoods add up, the form is block diagonal. A head with `ng.Masked(likelihood)` has targets that may be
+    missing: its loss is the mean over those that are there, and a head with none in a batch adds nothing.
 
     Args:
         *heads: (likelihood, width) per output, width: the number of parameters in a row of that head.
@@ -78,6 +79,28 @@ class Heads(Likelihood):
         for family, part, target in zip(self.families, self._values(outputs), self._values(targets), strict=True):
             family.check_targets(part, target)
 
+    @property
+    def masks(self) -> bool:  # type: ignore[override]
+        """Whether targets of a head may be missing."""
+        return any(family.masks for family in self.families)
+
+    def weigh(
+        self, outputs: Any, targets: Any, weight: Any, add: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Any, Tensor]:
+        """As each head does, with a weight of its own where `weight` has one for each."""
+        each = [weight] * len(self.families) if weight is None or isinstance(weight, Tensor) else self._values(weight)
+        heads = zip(self.families, self._values(outputs), self._values(targets), each, strict=True)
+        pairs = [family.weigh(part, target, own, add) for family, part, target, own in heads]
+        shares = [share.expand(-1, width) for (_, share), width in zip(pairs, self.widths, strict=True)]
+        weights = torch.cat(shares, dim=1)
+        none = weights.isnan()
+        return tuple(filled for filled, _ in pairs), weights if bool(none.all()) else weights.masked_fill(none, 0)
+
+    def weighted_nll(self, outputs: Any, targets: Any, weights: Tensor) -> Tensor:
+        parts = weights.split(self.widths, dim=1)
+        heads = zip(self.families, self._values(outputs), self._values(targets), parts, strict=True)
+        return torch.stack([family.weighted_nll(part, target, own) for family, part, target, own in heads]).sum(0)
+
     def __repr__(self) -> str:
         return f"Heads({', '.join(f'({f}, {w})' for f, w in zip(self.families, self.widths, strict=True))})"
 
@@ -114,6 +137,7 @@ def check_head(place: int, head: Any) -> None:
         return
     ready = STANDS_FOR.get(type(family), "ng.Categorical()")
     instead = f": for {type(family).__name__} it is {ready}" if type(family) in STANDS_FOR else ""
+    instead += f", with labels missing ng.Masked({ready})" if hasattr(family, "ignore_index") else ""
     raise TypeError(
         f"heads[{place}] is {head!r}, expected a pair of an ng likelihood and the width of its output, ({ready}, 10)"
         f"{instead}; Heads((ng.Categorical(), 10), (ng.Gaussian(), 1)) is the criterion of two outputs"

@@ -588,3 +588,8 @@ def damped_inverse(inverse: Tensor, damping: float) -> Tensor:
     """
     factor = cholesky(shift_diagonal(damping * inverse, 1.0))
     return symmetrise(factor.solve(inverse))
+
+
+def as_columns(weights: Tensor) -> Tensor:
+    """Weights of rows (R,) as (R, 1); those of their entries (R, m) as they are."""
+    return weights.unsqueeze(1) if weights.dim() == 1 else weights

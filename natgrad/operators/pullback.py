@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from natgrad.ground.linalg import as_columns
 from natgrad.ground.typed_torch import measure_norm
 from natgrad.operators.base import Operator, SampleRows
 from natgrad.operators.facts import Facts
@@ -42,7 +43,8 @@ class Pullback(Operator):
     Args:
         linearization: The outputs (R, m) near a point, with J.
         form: M.
-        weights: Of the rows, shape (R,), with sum one for a mean. Default: 1 / R each.
+        weights: Of the rows, shape (R,), with sum one for a mean. Default: 1 / R each. Or (R, 1), or (R, m) of their
+            entries, equal where M couples these: M counts as w^1/2 M w^1/2.
         facts: What else is known of the operator, such as its unit.
 
     Raises:
@@ -64,15 +66,16 @@ class Pullback(Operator):
         count = len(self.outputs)
         if weights is None:
             weights = torch.full((count,), 1 / count, dtype=self.outputs.dtype, device=self.outputs.device)
-        if weights.shape != (count,):
+        if weights.shape not in ((count,), (count, 1), self.outputs.shape):
             raise ValueError(f"weights has shape {tuple(weights.shape)}, expected ({count},), one per row of outputs")
         self.weights = weights.to(self.outputs.dtype)
+        self.scales = as_columns(self.weights.sqrt())
         space = linearization.space
         self.size, self.dtype, self.device = space.size, space.dtype, space.device
 
     def mv(self, vector: Tensor) -> Tensor:
-        tangents = self.form.mv(self.outputs, self.linearization.jvp(vector))
-        return self.linearization.vjp(self.weights.unsqueeze(1) * tangents)
+        tangents = self.form.mv(self.outputs, self.scales * self.linearization.jvp(vector))
+        return self.linearization.vjp(self.scales * tangents)
 
     @property
     def rank(self) -> int | None:
@@ -91,7 +94,7 @@ class Pullback(Operator):
     def output_root(self) -> Tensor | None:
         """F (R, m, q) with w_i M_i = F_i F_i^T, or None."""
         root = self.form.root(self.outputs)
-        return None if root is None else root * self.weights.sqrt().view(-1, 1, 1)
+        return None if root is None else root * self.scales.unsqueeze(2)
 
     @cached_property
     def rows(self) -> Rows | None:

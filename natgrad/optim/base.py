@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from natgrad.families import Criterion
 from natgrad.ground.constants import COMPARED, SMALL_RATE
 from natgrad.ground.messages import explain_calls, write_table
-from natgrad.ground.pure import keep_gradient_mode, map_tensors
+from natgrad.ground.pure import keep_gradient_mode, leaves, map_tensors
 from natgrad.ground.whole_tensors import any_split, write_all
 from natgrad.optim.checkpoint import EXTRA, Checkpoint, Format, name_positions, read_checkpoint, write_checkpoint
 from natgrad.optim.checks import LIMITS, agree_on_loss, checked_group, evaluate_loss
@@ -163,7 +163,7 @@ class ModelOptimizer(Optimizer):
 
     @keep_gradient_mode
     @explain_calls
-    def loss(self, outputs: Any, targets: Any = None) -> Tensor:
+    def loss(self, outputs: Any, targets: Any = None, *, weight: Any = None) -> Tensor:
         """The criterion's value, for you to call `.backward()` on; what the step needs to know of it is remembered.
 
         In evaluation mode, under `torch.no_grad()` and on detached outputs it is the value alone. Several losses of one
@@ -175,6 +175,9 @@ class ModelOptimizer(Optimizer):
                 models return, and of a pair (logits, loss), a criterion of one tensor takes the logits; a loss that the
                 model computed is the one that counts, once it was seen to be the criterion's.
             targets: As the criterion takes them; none for `ng.LogDensity()`.
+            weight: Of the examples, shape (b,), numbers >= 0, for an `ng` likelihood: the loss is the weighted mean,
+                over all processes' examples of the call, and the metric is weighted alike. For `ng.Heads` a tuple with
+                one for each head is taken too; None in it stands for equal weights.
 
         Returns:
             A scalar tensor.
@@ -187,6 +190,11 @@ class ModelOptimizer(Optimizer):
         self._follow_parameters()
         outputs, chosen = self._live.recall.choose(outputs)
         outputs, own = self.criterion.pick_logits(outputs)
+        training = not isinstance(self.model, nn.Module) or self.model.training or self.train_in_eval
+        if weight is not None or self.criterion.family.masks:
+            goes_on = training and torch.is_grad_enabled() and any(t.requires_grad for t in leaves(outputs))
+            add = self.processes.sum if goes_on else None
+            own, targets = None, self.criterion.weigh_targets(outputs, targets, weight, add)
         if own is not None and self._live.agreed >= COMPARED:
             value = own
         else:
@@ -195,7 +203,7 @@ class ModelOptimizer(Optimizer):
             self._live.agreed += agree_on_loss(own, value, self.criterion)
             value = own
         if torch.is_grad_enabled() and value.requires_grad:
-            if not isinstance(self.model, nn.Module) or self.model.training or self.train_in_eval:
+            if training:
                 self._record_loss(outputs, targets, value, chosen)
             else:
                 rows = count_rows(self.criterion, outputs)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from natgrad.families import Criterion, Likelihood
 from natgrad.ground.constants import DRAWS, SCALER, TOO_FAR, TRIALS
+from natgrad.ground.linalg import as_columns
 from natgrad.ground.pure import RandomState, Select, map_tensors, pure_model, run_detached, run_uncompiled
 from natgrad.ground.spaces import Params, Space
 from natgrad.ground.typed_torch import list_numbers, measure_norms
@@ -675,7 +676,7 @@ class BatchForm:
         return sum(w * form for w, form in zip(weights, forms, strict=True)) / rows, rows
 
     def _form(self, loss: Loss, moved: Mapping[str, Tensor], share: float) -> float:
-        """Of one loss: sum_i w_i (J_i d)^T M_i (J_i d)."""
+        """Of one loss: sum_i (J_i d)^T w_i^1/2 M_i w_i^1/2 (J_i d)."""
         select, data = loss.settle(self.model, self.named, self.recall.outputs), loss.data()
         pure = pure_model(self.model, data.inputs, data.random)
 
@@ -690,7 +691,8 @@ class BatchForm:
         before = loss.outputs if same else outputs_at(self.named)
         start, end = (map_tensors(tree, widen) for tree in (before, outputs_at(moved)))
         change = (self.criterion.family.rows(end) - self.criterion.family.rows(start)) / share
-        return float(self.criterion.weights(start, data.targets) @ squares_of(self.criterion.family, start, change))
+        scales = as_columns(self.criterion.weights(start, data.targets).sqrt())
+        return float(squares_of(self.criterion.family, start, scales * change).sum())
 
 
 def squares_of(family: Likelihood, outputs: Any, change: Tensor) -> Tensor:

@@ -243,11 +243,12 @@ def bounded_below(criterion: Criterion) -> bool:
         return False
     if isinstance(criterion.loss, (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss)):
         return True  # a loss of torch counts no normalising constant
-    return is_never_negative(getattr(criterion.family, "family", criterion.family))
+    return is_never_negative(criterion.family)
 
 
 def is_never_negative(family: Any) -> bool:
     """Whether -log p of a family is, as that of events that are counted, or a divergence; of all heads of several."""
+    family = getattr(family, "family", family)
     if isinstance(family, Heads):
         return all(map(is_never_negative, family.families))
     return isinstance(family, (Bernoulli, Categorical, GaussianPosterior))

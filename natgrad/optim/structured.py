@@ -176,12 +176,16 @@ class StructuredNaturalGradient(ModelOptimizer):
         live, guard = self._live, self._update_so_far.guard
         return partial(state_report, live.told.numbers, live.state.step, guard.failures, guard.refused)
 
-    def _record_loss(self, outputs: Any, targets: Any, value: Tensor, chosen: bool) -> None:
-        live, flow, pending = self._live, self._flow, self._flow.pending
+    def _settle(self) -> None:
+        live, flow = self._live, self._flow
         names, owners = ("update_every", "invert_every", "measure", "train_in_eval", "on_trouble"), flow.averages.owners
         rest = {name: getattr(self, name) for name in names} | {"share": owners.share, "budget": owners.budget}
         settings = self.rule, self.damping, rest
         live.processes.settle(self.model, live.named, self.structure, settings, flow.reader.leaves)
+
+    def _record_loss(self, outputs: Any, targets: Any, value: Tensor, chosen: bool) -> None:
+        self._settle()
+        live, flow, pending = self._live, self._flow, self._flow.pending
         rows, state = count_rows(self.criterion, outputs), live.state
         needed = flow.choices.is_judged(state) or self.rule.needs_loss or is_watched(state.length, state.step)
         weight = weigh_loss(live.processes, self.criterion, outputs, targets, value, live.processes.averages)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from natgrad.families import Likelihood
 from natgrad.ground.checks import check_integer
+from natgrad.ground.linalg import as_columns
 from natgrad.ground.messages import Explained
 from natgrad.layers import Examples
 from natgrad.metrics import Diagonals
@@ -26,7 +27,7 @@ class Outputs:
         tree: As the model returned them.
         rows: Laid out as (R, m).
         form: M on each row.
-        weights: Of the rows in the mean loss, shape (R,).
+        weights: Of the rows in the mean loss, shape (R,); or (R, 1), or (R, m) of their entries.
         examples: Which entries of the rows belong to which example.
         scores: Gives those of the targets times the root of what they weigh in the mean loss, shape (R, m). None where
             the targets are not known.
@@ -91,7 +92,7 @@ class Sampled(Estimate):
         check_integer("samples", self.samples)
 
     def cotangents(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Tensor]:
-        weights = (outputs.weights / self.samples).sqrt().unsqueeze(1)
+        weights = as_columns((outputs.weights / self.samples).sqrt())
         for _ in range(self.samples):
             yield weights * drawn_score(outputs, generator)
 
@@ -101,8 +102,8 @@ class ExactLabels(Estimate):
     """Every column of the form's root: exact. One backward pass per column and row of an example."""
 
     def cotangents(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Tensor]:
-        weights = outputs.weights.sqrt().view(-1, 1, 1)
-        yield from outputs.examples.cotangents(weights * root_of(outputs))
+        weights = as_columns(outputs.weights.sqrt())
+        yield from outputs.examples.cotangents(weights.unsqueeze(2) * root_of(outputs))
 
 
 @dataclass(frozen=True)

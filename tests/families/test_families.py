@@ -48,6 +48,11 @@ FAMILIES: dict[str, tuple[ng.Likelihood, Any]] = {
     "heads in one tensor": (ng.Heads((ng.Categorical(), 3), (ng.Bernoulli(), 1)), X),
     "two heads": (ng.Heads((ng.Categorical(), 4), (ng.Gaussian(0.5), 2)), (X, draw(3, 2, seed=1))),
     "three heads": (ng.Heads((ng.Bernoulli(), 4), (ng.Poisson(), 1), (ng.Bernoulli(), 2)), (X, X[:, :1], X[:, 2:])),
+    "targets that may be missing": (ng.Masked(ng.Gaussian(0.5)), X),
+    "heads that may be missing": (
+        ng.Heads((ng.Masked(ng.Categorical()), 4), (ng.Masked(ng.HeteroscedasticGaussian()), 2)),
+        (X, draw(3, 2, seed=1)),
+    ),
     "CrossEntropyLoss": (as_criterion(torch.nn.CrossEntropyLoss()).family, draw(2, 4, 3)),
     "BCEWithLogitsLoss": (as_criterion(torch.nn.BCEWithLogitsLoss()).family, X),
     "BCELoss": (as_criterion(torch.nn.BCELoss()).family, X.sigmoid()),

@@ -1,0 +1,390 @@
+"""Targets that are missing and weights of examples: loss, gradient, metric and step are those of what is there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from engine_state import blocks_of, metric_of
+from models import assert_close, build_seeded, draw, mlp
+from optim_models import flat, flat_gradient, iterate
+from process_ranks import count_ranks, own_rank, run_ranks
+from torch import Tensor, distributed, nn
+from torch.func import functional_call
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import natgrad as ng
+from natgrad.ground.spaces import trainable
+from natgrad.rules import MeasuredLength
+
+X = draw(6, 3)
+LABELS = torch.tensor([0, 2, 1, 1, 2, 0])
+GAPS = torch.tensor([0, -100, 1, -100, -100, 0])  # three labels
+NUMBERS = draw(6, 2, seed=1)
+BROKEN = NUMBERS.masked_fill(torch.tensor([[0, 0], [1, 1], [1, 0], [0, 0], [0, 0], [0, 1]]).bool(), torch.nan)
+BITS = (draw(6, 5, seed=2) > 0).double().masked_fill(draw(6, 5, seed=3) > 0.3, torch.nan)
+W = torch.tensor([1.0, 0.0, 2.5, 0.5, 3.0, 1.0], dtype=torch.float64)
+NONE = torch.full((6,), -100)
+CLASSES, MASKED_CLASSES = (ng.Categorical(), 3), (ng.Masked(ng.Categorical()), 3)
+REALS, MASKED_REALS = (ng.Gaussian(0.5), 2), (ng.Masked(ng.Gaussian(0.5)), 2)
+
+EXACT: Any = {"estimate": ng.ExactLabels()}
+
+
+def count_numbers(outputs: Tensor, targets: Tensor, weight: Tensor | None = None) -> Tensor:
+    """-log N(t; r, 1/4) of what is there: the mean over it, times two numbers in a row."""
+    there = ~targets.isnan() * (torch.ones(6, 1) if weight is None else weight.unsqueeze(1))
+    entries = 2 * (outputs - targets.nan_to_num()).square() + math.log(0.5 * math.sqrt(2 * math.pi))
+    return 2 * (entries * there).sum() / there.sum()
+
+
+def count_classes(outputs: Tensor, weight: Tensor, labels: Tensor = LABELS) -> Tensor:
+    """The weighted mean of the labels that are there."""
+    each, weight = functional.cross_entropy(outputs, labels, reduction="none"), weight * (labels >= 0)
+    return (each * weight).sum() / weight.sum()
+
+
+def count_bits(outputs: Tensor) -> Tensor:
+    """The mean over the bits that are there, times five bits in a row."""
+    there = ~BITS.isnan()
+    return 5 * functional.binary_cross_entropy_with_logits(outputs[there], BITS[there])
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A criterion, what `opt.loss` is given, and the loss by definition, of outputs (6, 5)."""
+
+    criterion: Any
+    targets: Any
+    loss: Callable[[Tensor], Tensor]
+    weight: Any = None
+
+
+def both(a: Callable[[Tensor], Tensor], b: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda outputs: a(outputs[:, :3]) + b(outputs[:, 3:])
+
+
+def classes(labels: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda outputs: functional.cross_entropy(outputs, labels)
+
+
+def reals(targets: Tensor, weight: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+    return lambda outputs: count_numbers(outputs, targets, weight)
+
+
+SCENES_HERE = {
+    "labels of a head": Scene(ng.Heads(MASKED_CLASSES, REALS), (GAPS, NUMBERS), both(classes(GAPS), reals(NUMBERS))),
+    "numbers of a head": Scene(ng.Heads(CLASSES, MASKED_REALS), (LABELS, BROKEN), both(classes(LABELS), reals(BROKEN))),
+    "of both heads": Scene(ng.Heads(MASKED_CLASSES, MASKED_REALS), (GAPS, BROKEN), both(classes(GAPS), reals(BROKEN))),
+    "all labels of a head": Scene(
+        ng.Heads(MASKED_CLASSES, MASKED_REALS), (NONE, BROKEN), lambda outputs: count_numbers(outputs[:, 3:], BROKEN)
+    ),
+    "nothing": Scene(ng.Heads(MASKED_CLASSES, MASKED_REALS), (LABELS, NUMBERS), both(classes(LABELS), reals(NUMBERS))),
+    "another ignore_index": Scene(
+        ng.Heads((ng.Masked(ng.Categorical(), -1), 3), REALS),
+        (GAPS.clamp(min=-1), NUMBERS),
+        both(classes(GAPS), reals(NUMBERS)),
+    ),
+    "one likelihood": Scene(ng.Masked(ng.Bernoulli()), BITS, count_bits),
+    "weights": Scene(ng.Categorical(), LABELS, lambda outputs: count_classes(outputs, W), W),
+    "weights of all heads": Scene(
+        ng.Heads(CLASSES, MASKED_REALS),
+        (LABELS, BROKEN),
+        both(lambda outputs: count_classes(outputs, W), reals(BROKEN, W)),
+        W,
+    ),
+    "weights of a head": Scene(
+        ng.Heads(MASKED_CLASSES, REALS),
+        (GAPS, NUMBERS),
+        both(lambda outputs: count_classes(outputs, W, GAPS), reals(NUMBERS)),
+        (W, None),
+    ),
+    "a mask as weights": Scene(
+        ng.Heads(CLASSES, REALS),
+        (LABELS, NUMBERS),
+        both(classes(GAPS), reals(NUMBERS)),
+        (GAPS >= 0, None),
+    ),
+}
+
+
+def define(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, its gradient and G = J^T H J by definition: H is the loss's Hessian in all outputs."""
+    params = {name: p.detach() for name, p in model.named_parameters()}
+
+    def outputs_at(vector: Tensor) -> Tensor:
+        parts = vector.split([p.numel() for p in params.values()])
+        named = {name: part.view_as(p) for (name, p), part in zip(params.items(), parts, strict=True)}
+        return functional_call(model, named, (x,)).reshape(-1)
+
+    theta = torch.cat([p.reshape(-1) for p in params.values()])
+    outputs, jacobian = outputs_at(theta), torch.autograd.functional.jacobian(outputs_at, theta)
+    of_outputs = lambda flat: loss(flat.view(len(x), -1))  # noqa: E731
+    slope = torch.autograd.functional.jacobian(of_outputs, outputs)
+    hessian = torch.autograd.functional.hessian(of_outputs, outputs)
+    return of_outputs(outputs), jacobian.mT @ slope, jacobian.mT @ hessian @ jacobian
+
+
+@pytest.mark.parametrize("name", SCENES_HERE)
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac, ng.hessian_free, ng.online_ng])
+def test_loss_and_gradient_are_those_of_what_is_there(recipe: Any, name: str):
+    scene, model = SCENES_HERE[name], mlp(3, 4, 5)
+    value, gradient, _ = define(model, X, scene.loss)
+    opt = recipe(model, scene.criterion)
+    loss = opt.loss(model(X), scene.targets, weight=scene.weight)
+    loss.backward()
+    assert_close(loss.detach(), value, 1e-13)
+    assert_close(flat_gradient(model), gradient, 1e-12)
+    opt.step()
+    assert opt.state_report().loss == pytest.approx(float(value), rel=1e-12)
+    with torch.no_grad():
+        assert_close(opt.loss(model(X), scene.targets, weight=scene.weight), scene.loss(model(X)), 1e-13)
+
+
+@pytest.mark.parametrize("name", SCENES_HERE)
+@pytest.mark.parametrize("metric", [ng.fisher, ng.gauss_newton])
+def test_the_flat_step_is_that_of_the_weighted_metric(metric: Any, name: str):
+    scene, model = SCENES_HERE[name], mlp(3, 4, 5)
+    before, (_, gradient, dense) = flat(model), define(model, X, scene.loss)
+    options: Any = {"lr": 1.0, "solver": ng.Direct(), "damping": ng.Constant(0.1), "rule": ng.Rate()}
+    opt = ng.NaturalGradient(model, metric(model, scene.criterion), **options)
+    opt.loss(model(X), scene.targets, weight=scene.weight).backward()
+    opt.step()
+    expected = -torch.linalg.solve(dense + 0.1 * torch.eye(len(dense)).to(dense), gradient)
+    assert_close(flat(model) - before, expected, 1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name, scene in SCENES_HERE.items() if scene.weight is None])
+def test_a_metric_of_data_with_gaps_is_the_definition(name: str):
+    scene, model = SCENES_HERE[name], mlp(3, 4, 5)
+    dense = define(model, X, scene.loss)[2]
+    metric = ng.gauss_newton(model, scene.criterion).at(trainable(model), (X, scene.targets))
+    assert_close(metric.dense(), dense, 1e-12)
+    assert_close(metric @ flat(model), dense @ flat(model), 1e-12)
+
+
+@pytest.mark.parametrize("name", SCENES_HERE)
+def test_hessian_free_solves_with_the_weighted_metric(name: str):
+    scene, model = SCENES_HERE[name], mlp(3, 4, 5)
+    before, (_, gradient, dense) = flat(model), define(model, X, scene.loss)
+    options: Any = {"lr": 1.0, "solver": ng.CG(1e-13, 500), "damping": ng.Constant(0.1), "rule": ng.Rate()}
+    opt = ng.hessian_free(model, scene.criterion, **options)
+    opt.loss(model(X), scene.targets, weight=scene.weight).backward()
+    opt.step()
+    expected = -torch.linalg.solve(dense + 0.1 * torch.eye(len(dense)).to(dense), gradient)
+    assert_close(flat(model) - before, expected, 1e-8)
+
+
+@pytest.mark.parametrize("name", SCENES_HERE)
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac])
+def test_a_block_is_the_weighted_metric_where_factors_are_exact(recipe: Any, name: str):
+    # one input for all rows: the mean of a Kronecker product is the product of the means
+    scene, layer = SCENES_HERE[name], build_seeded(partial(nn.Linear, 3, 5, bias=False))
+    x = X[:1].expand(6, 3)
+    dense = define(layer, x, scene.loss)[2]
+    opt = recipe(layer, scene.criterion, **EXACT)
+    opt.loss(layer(x), scene.targets, weight=scene.weight).backward()
+    (block,) = blocks_of(opt)
+    assert_close(metric_of(opt, block).dense(), dense, 1e-9)
+
+
+@pytest.mark.parametrize("name", SCENES_HERE)
+def test_a_diagonal_is_that_of_the_weighted_metric(name: str):
+    scene, model = SCENES_HERE[name], mlp(3, 4, 5)
+    expected = define(model, X, scene.loss)[2].diagonal()
+    opt = ng.diagonal(model, scene.criterion, **EXACT)
+    opt.loss(model(X), scene.targets, weight=scene.weight).backward()
+    found = {}
+    for block in blocks_of(opt):
+        matrix = metric_of(opt, block).diagonal().view(block.layout.matrix_shape)[0]
+        found |= {block.layout.names[0]: matrix[:, : matrix.shape[1] - (len(block.layout.names) > 1)]}
+    sizes = [p.numel() for p in model.parameters()]
+    parts = dict(zip(trainable(model), expected.split(sizes), strict=True))
+    for key, matrix in found.items():
+        assert_close(matrix.reshape(-1), parts[key], 1e-10)
+
+
+@pytest.mark.parametrize("name", SCENES_HERE)
+def test_a_measured_step_ends_at_the_minimum_of_the_weighted_model(name: str):
+    scene, layer = SCENES_HERE[name], build_seeded(partial(nn.Linear, 3, 5))
+    before, (_, gradient, dense) = flat(layer), define(layer, X, scene.loss)
+    rule = MeasuredLength(math.inf, math.inf)
+    opt = ng.kfac(layer, scene.criterion, damping=1e-3, rule=rule, **EXACT)
+    opt.loss(layer(X), scene.targets, weight=scene.weight).backward()
+    opt.step()
+    step = flat(layer) - before
+    if opt.state_report().rate < 1:  # at 1, the step is the damped one of the blocks
+        assert_close(-step @ gradient, step @ dense @ step, 1e-7)
+    assert step @ dense @ step <= -step @ gradient * (1 + 1e-7)
+
+
+def test_positions_may_be_missing_in_a_part_of_the_batch():
+    model, x = build_seeded(partial(nn.Linear, 3, 5)), draw(6, 4, 3)
+    labels = torch.where(x[..., 0] > 0, x.argmax(2), -100)
+    own = ng.kfac(model, ng.Masked(ng.Categorical())).loss(model(x), labels, weight=W)
+    each = functional.cross_entropy(model(x).movedim(2, 1), labels, reduction="none") * W.unsqueeze(1)
+    assert_close(own.detach(), (each.sum() / ((labels >= 0) * W.unsqueeze(1)).sum()).detach(), 1e-13)
+    opt = ng.hessian_free(model, ng.Masked(ng.Categorical()), metric_batch=2, search_batch=3)
+    losses = []
+    for _ in range(5):
+        opt.zero_grad()
+        losses.append(opt.loss(model(x), labels, weight=W))
+        losses[-1].backward()
+        opt.step()
+    assert losses[-1].item() < losses[0].item()
+    assert opt.state_report().failures == 0
+
+
+def test_an_empirical_metric_is_of_the_scores_that_are_there():
+    scene, model = SCENES_HERE["of both heads"], mlp(3, 4, 5)
+    metric = ng.empirical_fisher(model, scene.criterion).at(trainable(model), (X, scene.targets))
+    there = ~BROKEN.isnan()
+    shares = torch.cat([(GAPS >= 0).double().unsqueeze(1).expand(6, 3) / 3, 2 * there.double() / there.sum()], 1)
+    outputs = model(X)
+    heads = [(outputs[:, :3].softmax(1) - functional.one_hot(GAPS.clamp(min=0), 3)), 4 * (outputs[:, 3:] - NUMBERS)]
+    scores = torch.cat(heads, 1) * shares.sqrt()
+    rows = [torch.autograd.grad(outputs[i], list(model.parameters()), scores[i], retain_graph=True) for i in range(6)]
+    root = torch.stack([torch.cat([part.reshape(-1) for part in row]) for row in rows])
+    assert_close(metric.dense(), root.mT @ root, 1e-12)
+
+
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.hessian_free])
+def test_a_batch_without_any_target_is_left_out(recipe: Any):
+    model, criterion = mlp(3, 4, 5), ng.Heads(MASKED_CLASSES, MASKED_REALS)
+    opt = recipe(model, criterion)
+    before = flat(model)
+    iterate(opt, model, X, (NONE, torch.full((6, 2), torch.nan, dtype=torch.float64)))
+    assert torch.equal(flat(model), before)
+    assert opt.state_report().failures == 1
+    iterate(opt, model, X, (GAPS, BROKEN))
+    assert not torch.equal(flat(model), before)
+
+
+def test_heads_may_take_turns():
+    model, criterion = mlp(3, 4, 5), ng.Heads(MASKED_CLASSES, MASKED_REALS)
+    opt, nothing = ng.kfac(model, criterion), torch.full((6, 2), torch.nan, dtype=torch.float64)
+    start = criterion.nll(model(X), (LABELS, NUMBERS)).mean().item()
+    for _ in range(20):
+        iterate(opt, model, X, (LABELS, nothing))
+        iterate(opt, model, X, (NONE, NUMBERS))
+    assert criterion.nll(model(X), (LABELS, NUMBERS)).mean().item() < start - 0.5
+
+
+def test_micro_batches_have_means_of_their_own():
+    model, criterion = mlp(3, 4, 5), ng.Heads(MASKED_CLASSES, MASKED_REALS)
+    opt = ng.kfac(model, criterion)
+    parts = [slice(0, 3), slice(3, 6)]
+    for part in parts:
+        (opt.loss(model(X[part]), (GAPS[part], BROKEN[part]), weight=W[part] + 1) / 2).backward()
+    gradient = flat_gradient(model)
+    opt.step()
+    twin, sums = mlp(3, 4, 5), []
+    for part in parts:
+        other = ng.kfac(twin, criterion)
+        other.loss(twin(X[part]), (GAPS[part], BROKEN[part]), weight=W[part] + 1).backward()
+        sums.append(flat_gradient(twin))
+        twin.zero_grad()
+    assert_close(gradient, sum(sums, torch.zeros(())) / 2, 1e-13)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "a weight per output": (
+        lambda: ng.kfac(mlp(3, 5), ng.Categorical()).loss(mlp(3, 5)(X), LABELS, weight=torch.ones(6, 5)),
+        ValueError,
+        r"weight has shape \(6, 5\), expected \(6,\)",
+    ),
+    "a negative weight": (
+        lambda: ng.kfac(mlp(3, 5), ng.Categorical()).loss(mlp(3, 5)(X), LABELS, weight=-W),
+        ValueError,
+        "weight has entries down to -3",
+    ),
+    "a list": (
+        lambda: ng.kfac(mlp(3, 5), ng.Categorical()).loss(mlp(3, 5)(X), LABELS, weight=[1.0] * 6),
+        TypeError,
+        "weight is list",
+    ),
+    "weights of a loss of torch": (
+        lambda: ng.kfac(mlp(3, 5), nn.CrossEntropyLoss()).loss(mlp(3, 5)(X), LABELS, weight=W),
+        ValueError,
+        r"ng.Categorical\(\) for nn.CrossEntropyLoss",
+    ),
+    "a function of one's own": (
+        lambda: ng.likelihood(functional.cross_entropy, ng.Masked(ng.Categorical())),
+        ValueError,
+        "give the optimizer the likelihood itself",
+    ),
+    "a part of a row": (
+        lambda: ng.Masked(ng.DiagonalGaussian()).nll(draw(6, 4), BROKEN),
+        ValueError,
+        "missing in a part of a row",
+    ),
+    "a loss of torch": (lambda: ng.Masked(nn.CrossEntropyLoss()), TypeError, "ignore_index="),  # type: ignore[arg-type]
+    "a gap where none may be": (
+        lambda: ng.kfac(mlp(3, 5), ng.Heads(CLASSES, MASKED_REALS)).loss(mlp(3, 5)(X), (GAPS, BROKEN)),
+        ValueError,
+        "class numbers from 0 to 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_weighted_is_refused(name: str):
+    call, kind, text = REFUSED[name]
+    with pytest.raises(kind, match=text):
+        call()
+
+
+# Several processes: the labels of a head may all be on one of them
+
+ROWS = draw(40, 3, seed=4)
+MANY = torch.where(torch.arange(40) % 3 == 0, ROWS.argmax(1), -100)
+MANY[20:] = -100  # no label on the second half
+WIDE = (ROWS[:, :2] * 2).masked_fill(torch.arange(40).unsqueeze(1) % 4 > 1, torch.nan)
+WIDE[:8] = torch.nan
+SHARE = 1 + torch.arange(40, dtype=torch.float64) % 5
+PARTS = ((20, 20), (28, 12), (40, 0), (8, 32))
+
+
+def train_jointly(recipe: Callable[..., Any], weighted: bool = False, **options: Any) -> dict[str, Any]:
+    """Steps on all rows, cut in another way at each."""
+    model = mlp(3, 4, 5)
+    outer = DistributedDataParallel(model) if count_ranks() > 1 else model
+    opt = recipe(outer, ng.Heads(MASKED_CLASSES, MASKED_REALS), **options)
+    for sizes in PARTS:
+        first = sum(sizes[: own_rank()]) if count_ranks() > 1 else 0
+        own = slice(first, first + sizes[own_rank()] if count_ranks() > 1 else None)
+        opt.zero_grad()
+        loss = opt.loss(outer(ROWS[own]), (MANY[own], WIDE[own]), weight=SHARE[own] if weighted else None)
+        loss.backward()
+        opt.step()
+    report = opt.state_report()
+    return {"flat": flat(model), "loss": report.loss, "kl": report.kl}
+
+
+JUDGED: Any = {"damping": ng.LevenbergMarquardt(0.1, per="block"), "rule": MeasuredLength()}
+SCENES: dict[str, Callable[[], dict[str, Any]]] = {
+    "kfac": partial(train_jointly, ng.kfac, **EXACT),
+    "kfac, judged": partial(train_jointly, ng.kfac, **EXACT, **JUDGED),
+    "ekfac, weights": partial(train_jointly, ng.ekfac, weighted=True, **EXACT),
+    "unitwise, weights, judged": partial(train_jointly, ng.unitwise, weighted=True, **EXACT, **JUDGED),
+    "CG": partial(train_jointly, ng.hessian_free, solver=ng.CG(1e-13, 500)),
+    "CG, weights": partial(train_jointly, ng.hessian_free, weighted=True, solver=ng.CG(1e-13, 500)),
+}
+
+
+@pytest.mark.skipif(
+    not (distributed.is_available() and distributed.is_gloo_available()), reason="torch was built without gloo"
+)
+@pytest.mark.parametrize("name", SCENES)
+def test_two_processes_step_as_one_with_all_rows(tmp_path_factory: pytest.TempPathFactory, name: str):
+    alone, two = SCENES[name](), run_ranks(__name__, 2, tmp_path_factory)
+    assert torch.equal(two[0][name]["flat"], two[1][name]["flat"])
+    assert_close(two[0][name]["flat"], alone["flat"], 1e-8)
+    for number in ("loss", "kl"):
+        assert two[0][name][number] == pytest.approx(alone[number], rel=1e-7)
