@@ -901,9 +901,9 @@ class Listener:
         self.record = keep_uncompiled(Recall.record_pass)  # it looks into attributes of any kind
         self.ending: Any = None
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self.traceable and torch.compiler.is_compiling():
-            return
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
+        if kwargs is None or (self.traceable and torch.compiler.is_compiling()):
+            return  # torch calls a hook without them that came off while it went through the hooks
         recall = None if self.recall is None else self.recall()
         if recall is None or is_evaluating():
             return

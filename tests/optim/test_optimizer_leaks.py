@@ -48,6 +48,21 @@ def test_detach_takes_the_hook_off() -> None:
     opt.step()
 
 
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.hessian_free])
+def test_an_optimizer_may_die_while_a_pass_goes_through_the_hooks(recipe: Any) -> None:
+    model, held = net(), dict[str, Any]()
+
+    def drop(module: nn.Module, args: Any) -> None:  # as the collector may, at any allocation
+        held.clear()
+        gc.collect()
+
+    model.register_forward_pre_hook(drop)
+    held["opt"] = recipe(model, CE)
+    model(X)
+    assert not held
+    assert hooks(model) == 1
+
+
 def test_hooks_come_off_when_optimizers_die() -> None:
     model = net()
     for _ in range(100):
