@@ -124,7 +124,7 @@ class BlockEvidence(Evidence):
                 batch.gradients if batch.uncut is None else batch.uncut,
                 self.values,
                 [block.layout.names for block in update.blocks.values()],
-                len([loss for loss in self.losses if loss.rows or choices.processes.size == 1]),
+                len([loss for loss in self.losses if loss.rows]),
                 float(batch.scale),
                 choices.processes,
                 self.check_followed,
@@ -479,7 +479,7 @@ class BlockWork(Work):
             yield model, None
             return
         processes, losses = self.processes, self.evidence.losses
-        rows = sum(processes.weight(loss) for loss in losses)
+        rows = sum(loss.weight for loss in losses)
         with self.evidence.trial(self.rule if self.rule.needs_loss else self.choices.damping) as objective:
             before = objective.before if self.loss is None else self.loss
             loss_at = PooledLoss(objective, rows, processes, before, self.values, self.strengths, self.state.outside)

@@ -458,7 +458,7 @@ def join_mean_loss(processes: Processes, recall: Recall, device: torch.device) -
     own = recall.mean_loss()
     if processes.size == 1:
         return own
-    rows = sum(loss.rows for loss in recall.losses or recall.computed)
+    rows = recall.weight
     part = 0.0 if own is None or not rows else float(own) * rows
     reports = processes.share_numbers([own is not None, rows, part], device)
     if not any(report[0] for report in reports):

@@ -668,8 +668,9 @@ class BatchForm:
             for loss in self.recall.used_losses():
                 if loss.problem:
                     raise ValueError(loss.problem)
-                forms.append(self._form(loss, moved, share))
-                weights.append(float(loss.rows) if math.isnan(loss.count) else loss.count)
+                if loss.rows:
+                    forms.append(self._form(loss, moved, share))
+                    weights.append(loss.weight)
         rows = sum(weights)
         if not rows:  # a batch without rows, beside those of other processes
             return 0.0, 0.0

@@ -17,7 +17,7 @@ from natgrad.families import Criterion
 from natgrad.ground.constants import UNKNOWN_SHARE
 from natgrad.ground.pure import as_call, copy_tensors, keep_gradient_mode, map_tensors
 from natgrad.ground.spaces import Space
-from natgrad.ground.typed_torch import measure_norm
+from natgrad.ground.typed_torch import list_numbers, measure_norm
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
 from natgrad.optim.base import Called, Live, ModelOptimizer, count_rows
@@ -212,6 +212,7 @@ class NaturalGradient(ModelOptimizer):
         rows = count_rows(self.criterion, outputs)
         weight = weigh_loss(self._live.processes, self.criterion, outputs, targets, value)
         self._live.recall.record_loss(self.criterion, outputs, targets, value, rows, weight, chosen=chosen)
+        self._live.recall.computed[-1].ask_count(self.criterion)
 
     def _labels(self) -> torch.Generator | None:
         return getattr(self.metric, "generator", None)
@@ -294,6 +295,7 @@ class NaturalGradient(ModelOptimizer):
 
     def _step(self, called: Called) -> None:
         self._follow_parameters()
+        self._drop_silent()
         active = {id(p) for group in self.param_groups for p in group["params"]}
         gradients = read_gradients(self._live.processes, self._live.named, active - self._live.gone, self._live.recall)
         if gradients is None:
@@ -305,6 +307,16 @@ class NaturalGradient(ModelOptimizer):
         evidence = replace(evidence, complete=partial(self._complete, called))
         with self._replaying():
             self._take(self._choose(), evidence)
+
+    def _drop_silent(self) -> None:
+        """Forget the losses in which no target counts on any process, where others are left: they tell nothing."""
+        recall, used = self._live.recall, self._live.recall.backward_losses
+        if len(used) < 2:
+            return
+        rows = torch.tensor([float(loss.rows) for loss in used], device=next(iter(self._live.named.values())).device)
+        silent = {loss for loss, n in zip(used, list_numbers(self._live.processes.sum(rows)), strict=True) if not n}
+        if len(silent) < len(used):
+            recall.losses = [loss for loss in recall.losses if loss not in silent]
 
     def _complete(self, called: Called, evidence: SystemEvidence) -> SystemEvidence:
         """The loss at trial points, and what is known of losses besides, for a batch that is fit for a step."""

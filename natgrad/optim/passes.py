@@ -476,6 +476,19 @@ class Loss:
         """What reduction='sum' multiplied it by, else 0."""
         return self.scale if self.summed else 0.0
 
+    @property
+    def weight(self) -> float:
+        """What it weighs beside others: what it is a mean over, as far as that is known; 0 where no target counts."""
+        if not self.rows:
+            return 0.0
+        return (0.0 if math.isnan(self.count) else self.count) or self.divisor or float(self.rows)
+
+    def ask_count(self, criterion: Criterion) -> None:
+        """Count the targets that it is a mean over, where nobody did. Those written over since stay uncounted."""
+        if math.isnan(self.count) and self.outputs is not None and self.versions == versions_of(Call((self.targets,))):
+            self.count = criterion.count(self.outputs, self.targets)
+            self.rows = self.rows if self.count else 0
+
     def check(self) -> None:
         """ValueError if inputs or targets were changed in place since."""
         for passed in self.passes:
@@ -648,9 +661,13 @@ class Recall:
         losses = self.losses or self.computed
         if not losses:
             return None
-        rows = sum(loss.rows for loss in losses)
-        parts = [loss.value * loss.rows for loss in losses if loss.rows]
-        return torch.stack(parts).sum() / rows if parts else losses[0].value * math.nan
+        parts = [loss.value * loss.weight for loss in losses if loss.rows]
+        return torch.stack(parts).sum() / self.weight if parts else losses[0].value * math.nan
+
+    @property
+    def weight(self) -> float:
+        """What the losses of this step are a mean over."""
+        return sum(loss.weight for loss in self.losses or self.computed)
 
     @property
     def backward_losses(self) -> list[Loss]:

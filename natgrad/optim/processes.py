@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import math
 import re
 import sys
 from collections import deque
@@ -316,8 +315,8 @@ class Processes:
             groups: Describes the numbers of the step's parameter groups.
         """
         norm = measure_norm(torch.stack(list(norms.values())))
-        rows = sum(self.weight(loss) for loss in losses)
-        parts = [loss.value * self.weight(loss) for loss in losses if loss.rows]
+        rows = sum(loss.weight for loss in losses)
+        parts = [loss.value * loss.weight for loss in losses if loss.rows]
         total = torch.stack(parts).sum() if parts else torch.zeros(())
         if self.size == 1:
             return total / rows if losses else None, nats, scale or 1.0, norm
@@ -338,16 +337,6 @@ class Processes:
             scale_mean,
             sizes / self.size,
         )
-
-    def weight(self, loss: Loss) -> float:
-        """What a loss weighs: its rows; over several processes, what it is a mean over.
-
-        Args:
-            loss: One that went backward.
-        """
-        if self.size == 1 or not loss.rows:
-            return loss.rows
-        return (0.0 if math.isnan(loss.count) else loss.count) or loss.divisor or loss.rows
 
     @property
     def averages(self) -> bool:

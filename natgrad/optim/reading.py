@@ -95,6 +95,7 @@ class Span:
     share: float
     rows: int  # the rows of all
     cotangents: int  # the most that a process has
+    silent: bool = False  # True where no target counts on any process
 
     def count_kept(self, unit: int, fewest: int, part: int) -> tuple[int, int, int]:
         """The first examples of all: how many of this process's, how many of all processes', and out of how many."""
@@ -116,7 +117,7 @@ def line_up(
     if share == round(share) or abs(share - rows) <= 1e-9 * total:
         share = float(round(share))
     first = int(sum(counts[: processes.rank]))
-    return Span(first, count, int(sum(counts)), share, int(total), int(max(widths)))
+    return Span(first, count, int(sum(counts)), share, int(total), int(max(widths)), not sum(scales))
 
 
 def sign_examples(cotangent: Tensor, examples: Examples, generator: torch.Generator, span: Span) -> Tensor:
@@ -240,12 +241,14 @@ class Reader:
         statistics' own do. known: the layers that have statistics, where new ones of their inputs alone will do: then
         no labels are drawn and nothing goes backward, if all of them were heard. With several processes: this one's
         part of them. No reading where another process's loss was not finite: a process that could not read drew
-        nothing.
+        nothing. Nor where no target counts on any of them.
         """
         self.span = None
         self._begin(hearing, next(leaves(outputs)).device)
         own, answers = self._own(criterion, outputs, targets, recall, measurement, known)
         reading = self._agree_on_reading(own, answers)
+        if self.is_silent:
+            return None, hearing
         labels = hearing.labels if reading is None else self.generator.get_state()
         trusted, refused = frozenset(self.trusted), frozenset(self.refused)
         after = replace(hearing, trusted=trusted, refused=refused, labels=labels, places=self.places.found)
@@ -264,6 +267,11 @@ class Reader:
             flags = self.processes.sum(torch.tensor([float(name in used) for name in names], device=self._device))
             used = {name for name, flag in zip(names, list_numbers(flags), strict=True) if flag}
         return bool(used), replace(hearing, tried=hearing.tried | used)
+
+    @property
+    def is_silent(self) -> bool:
+        """True where no target of the last reading counts on any process: it tells nothing."""
+        return self.span is not None and self.span.silent
 
     def forgo(self, value: Tensor, reusable: bool) -> None:
         """Let a pass go that is not read. reusable: True if another loss of it may follow."""

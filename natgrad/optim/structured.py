@@ -318,6 +318,8 @@ class StructuredNaturalGradient(ModelOptimizer):
         state, reader, pending = self._live.state, self._flow.reader, self._flow.pending
         own, alone = self._live.recall.computed[-1], self._live.processes.size == 1
         fit = update.guard.is_fit(float(own.value), state.step, self._flow.choices.bounded)
+        if not fit:
+            own.ask_count(self.criterion)
         with reader.passes.run(fit, own.rows):
             # NaN too where no target counts; the other processes go on without this one's rows then
             if fit or not (alone or own.rows):
@@ -325,11 +327,11 @@ class StructuredNaturalGradient(ModelOptimizer):
                 with full_precision(self._live.named):
                     known = self._list_inputs(update)
                     self._start_reading(update, outputs, targets, known)
-                    if (own.rows or alone) and known is None and state.outside.asks:
+                    if own.rows and known is None and state.outside.asks:
                         pending.own.listen(self.criterion, outputs, targets, value, reader.leaves)
             else:
                 reader.skip(value)
-                pending.update = update.fail()
+                pending.update = update.fail(own.rows > 0)
         reader.taps.release_with(value)
         if alone:
             self._settle_reading()
@@ -366,7 +368,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         sources = self.criterion, outputs, targets, self._live.recall
         reading, hearing = flow.reader.read(update.hearing, *sources, measurement, known)
         if reading is None:
-            flow.pending.update = replace(update, hearing=hearing).fail()
+            flow.pending.update = replace(update, hearing=hearing).fail(not flow.reader.is_silent)
             return
         sample = sample_examples(reading) if measuring else None
         reading.apart.clear()
@@ -430,10 +432,13 @@ class StructuredNaturalGradient(ModelOptimizer):
         """What this batch told."""
         live, flow, pending = self._live, self._flow, self._flow.pending
         recall, update = live.recall, self._update_so_far
+        if len(losses := recall.losses or recall.computed) > 1:
+            for loss in losses:
+                loss.ask_count(self.criterion)
         return BlockEvidence(
             averages=flow.averages,
             gradients={name: dense(p) for name, p in active.items()},
-            losses=recall.losses or recall.computed,
+            losses=losses,
             nats=pending.nats,
             scale=recall.scale,
             update=update,

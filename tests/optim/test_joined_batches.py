@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(
 X = draw(160, 6)
 Y = X[:, :4].argmax(1)
 MASKED = torch.where(torch.arange(160) < 120, Y, -100)  # no target counts on the last of four equal parts
+SILENT = torch.full_like(Y, -100)
 EVEN, UNEVEN, EMPTY = (40, 40, 40, 40), (90, 49, 20, 1), (70, 60, 30, 0)
 WEIGHTS = torch.tensor([1.0, 3.0, 0.5, 2.0], dtype=torch.float64)
 SUMMED, MEAN = nn.CrossEntropyLoss(reduction="sum"), nn.CrossEntropyLoss()
@@ -80,9 +81,13 @@ def train(
     criterion: nn.Module = SUMMED,
     weighted: bool = False,
     targets: Tensor = Y,
+    silent: int = -1,
     **options: Any,
 ) -> dict[str, Any]:
-    """Steps on the whole data, split in another way at each. weighted: True where the loop weights means by rows."""
+    """Steps on the whole data, split in another way at each. weighted: True where the loop weights means by rows.
+
+    silent: the step at which no target counts.
+    """
     model = build_seeded(build_net)
     outer = DistributedDataParallel(model) if count_ranks() > 1 else model
     y = nn.functional.one_hot(Y, 4).to(X) if isinstance(criterion, nn.MSELoss) else targets
@@ -90,26 +95,27 @@ def train(
     for step in range(steps):
         own = shard(splits[step % len(splits)])
         opt.zero_grad()
-        loss = opt.loss(outer(X[own]), y[own])
+        loss = opt.loss(outer(X[own]), (SILENT if step == silent else y)[own])
         (loss * len(X[own]) * count_ranks() / len(X) if weighted else loss).backward()
         opt.step()
     report = opt.state_report()
-    return {"flat": flat(model), "loss": report.loss, "kl": report.kl}
+    return {"flat": flat(model), "loss": report.loss, "kl": report.kl, "failures": report.failures}
 
 
-def in_micro_batches(recipe: Callable[..., Any]) -> dict[str, Any]:
+def in_micro_batches(recipe: Callable[..., Any], targets: Sequence[Tensor] = (Y, Y), **options: Any) -> dict[str, Any]:
     """Two means a step, over parts that are unequal in another way each; the first is not averaged by itself."""
     model = build_seeded(build_net)
     outer = DistributedDataParallel(model) if count_ranks() > 1 else model
-    opt = recipe(outer, MEAN, estimate=ng.ExactLabels(), measure=False)
+    opt = recipe(outer, MEAN, **options)
     for step in range(4):
         opt.zero_grad()
         for i, split in enumerate((UNEVEN, EMPTY if step % 2 else EVEN)):
             own = shard(split)
             with outer.no_sync() if isinstance(outer, DistributedDataParallel) and i == 0 else nullcontext():
-                (opt.loss(outer(X[own] + i), Y[own]) / 2).backward()
+                (opt.loss(outer(X[own] + i), targets[i][own]) / 2).backward()
         opt.step()
-    return {"flat": flat(model)}
+    report = opt.state_report()
+    return {"flat": flat(model), "loss": report.loss, "failures": report.failures}
 
 
 def with_outside_loss() -> dict[str, Any]:
@@ -124,6 +130,8 @@ def with_outside_loss() -> dict[str, Any]:
     return {"flat": flat(model), "levels": sorted(opt._live.state.outside.levels)}
 
 
+EXACT: dict[str, Any] = {"estimate": ng.ExactLabels(), "measure": False}
+TIGHT = ng.CG(rtol=1e-14, max_steps=200)
 JUDGED: dict[str, Any] = {"damping": ng.LevenbergMarquardt(0.1, per="block"), "rule": MeasuredLength()}
 FEW = SpectralDescent(enough=200.0, renewed=200.0)  # all rows are few: directions are kept for some steps
 SCENES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -139,8 +147,13 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "no target counts in a sum": partial(train, ng.unitwise, [EVEN, UNEVEN], targets=MASKED),
     "means, judged": partial(train, ng.kfac, [UNEVEN, EMPTY], criterion=IGNORING, **JUDGED),
     "judged": partial(train, ng.kfac, [EMPTY], **JUDGED),
-    "means in micro-batches": partial(in_micro_batches, ng.kfac),
-    "means in micro-batches, ekfac": partial(in_micro_batches, ng.ekfac),
+    "means in micro-batches": partial(in_micro_batches, ng.kfac, **EXACT),
+    "means in micro-batches, ekfac": partial(in_micro_batches, ng.ekfac, **EXACT),
+    "targets of some": partial(in_micro_batches, ng.kfac, (Y, MASKED), **EXACT),
+    "targets of one micro-batch": partial(in_micro_batches, ng.kfac, (Y, SILENT), **EXACT),
+    "targets of one micro-batch, by products": partial(in_micro_batches, ng.hessian_free, (Y, SILENT), solver=TIGHT),
+    "a batch without targets": partial(train, ng.kfac, [EVEN], criterion=MEAN, silent=3),
+    "no target counts, a tight bound": partial(train, ng.kfac, [EVEN], criterion=MEAN, targets=MASKED, max_kl=1e-4),
     "spectral steps": partial(train, ng.kfac, [UNEVEN, EMPTY], rule=SpectralDescent(), momentum=0.5),
     "steps in shares": partial(train, ng.kfac, [UNEVEN, EMPTY], rule=SpectralProgress(few=1.0), momentum=0.5),
     "kept directions": partial(train, ng.kfac, [UNEVEN, EMPTY], rule=FEW, momentum=0.5),
@@ -163,6 +176,6 @@ def test_four_processes_step_as_one_with_all_examples(four: list[dict[str, Any]]
     for rank in four:
         assert torch.equal(rank[scene]["flat"], four[0][scene]["flat"])
     assert_close(four[0][scene]["flat"], alone["flat"], 1e-9)
-    for number in {"loss", "kl"} & alone.keys():
+    for number in {"loss", "kl", "failures"} & alone.keys():
         assert four[0][scene][number] == pytest.approx(alone[number], rel=1e-8, nan_ok=True)
     assert four[0][scene].get("levels") == alone.get("levels")

@@ -167,19 +167,24 @@ def test_a_sum_takes_the_steps_of_a_mean(recipe: Any, name: str):
     assert also_told.failures == told.failures == 0
 
 
-@pytest.mark.parametrize("recipe", STRUCTURED)
-def test_a_micro_batch_without_targets_adds_nothing_to_a_sum(recipe: Any):
+@pytest.mark.parametrize("silent", ["ignored", "empty"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("recipe", [*STRUCTURED, *MATRIX_FREE])
+def test_a_micro_batch_without_targets_adds_nothing(recipe: Any, reduction: str, silent: str):
+    nothing = (OTHER, torch.full_like(LABELS, -100)) if silent == "ignored" else (OTHER[:0], LABELS[:0])
     ends = []
-    for parts in ([(X, Y)], [(OTHER, torch.full_like(LABELS, -100)), (X, Y)]):
-        loop = Loop(recipe, "sum")
-        loop.step()
-        loop.opt._flow.reader.arm(False)  # the same statistics: labels are drawn per reading
-        loop.opt.zero_grad()
-        for x, y in parts:
-            loop.loss(x, y).backward()
-        loop.opt.step()
-        ends.append(flat(loop.model))
-    assert_close(ends[1], ends[0], 1e-12)
+    for parts in ([(X, Y)], [nothing, (X, Y)], [(X, Y), nothing]):
+        loop = Loop(recipe, reduction)
+        for _ in range(3):
+            loop.opt.zero_grad()
+            for x, y in parts:
+                loop.loss(x, y).backward()
+            loop.opt.step()
+        ends.append((flat(loop.model), loop.opt.state_report()))
+    for end, told in ends[1:]:
+        assert_close(end, ends[0][0], 1e-12)
+        assert told.loss == pytest.approx(ends[0][1].loss, rel=1e-12)
+        assert told.failures == 0
 
 
 def test_gradients_that_are_zero_by_themselves_were_not_cleared():
