@@ -174,6 +174,21 @@ class Criterion:
                 "optimizer.loss(outputs, targets)"
             )
         self.check(outputs, targets)
+        return self.evaluate(outputs, targets)
+
+    def evaluate(self, outputs: Any, targets: Any) -> Tensor:
+        """The same of targets that were looked at already.
+
+        Args:
+            outputs: What the model returns.
+            targets: As the loss takes them.
+
+        Raises:
+            ValueError: For targets of a dtype that the loss does not take.
+        """
+        if isinstance(self.loss, (nn.HuberLoss, nn.SmoothL1Loss)):  # torch's derivatives of these take one dtype alone
+            dtype = torch.promote_types(outputs.dtype, targets.dtype)
+            outputs, targets = outputs.to(dtype), targets.to(dtype)
         try:
             return self.loss(outputs, targets)
         except RuntimeError as error:

@@ -145,6 +145,7 @@ def temper(family: Laplace | Huber) -> Tempered:
     # the same at each; Laplace's is 1 / tau, and that of Huber P(|z| < delta / sqrt tau). By parts E[z rho'(z)] = tau,
     # so that the mean over a batch tells tau. At tau = 1 a step moves by about 1: targets in thousands take thousands.
     def find_temperature(outputs: Tensor, targets: Tensor) -> Tensor:
+        targets = targets.to(torch.promote_types(outputs.dtype, targets.dtype))
         z = ((targets - outputs).detach() / family.scale).abs()
         return (z if isinstance(family, Laplace) else z * z.clamp(max=family.delta)).mean().clamp(min=1)
 

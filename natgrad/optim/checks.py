@@ -276,7 +276,7 @@ def evaluate_loss(criterion: Criterion, outputs: Any, targets: Any, skips: bool)
         if not skips or all(all_finite(t) for t in floats):
             raise
     criterion.check(outputs, map_tensors(targets, lambda t: torch.where(torch.isfinite(t), t, 0)))
-    return criterion.loss(outputs, targets)
+    return criterion.evaluate(outputs, targets)
 
 
 ALIKE = 1e-3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,10 @@ LOSSES: dict[str, tuple[Any, Tensor]] = {
     "squares": (nn.MSELoss(), BITS),
     "Gaussian": (ng.Gaussian(), BITS),
     "absolute": (nn.L1Loss(), BITS),
+    "Huber's": (nn.HuberLoss(), BITS),
+    "a function": (partial(nn.functional.huber_loss, delta=0.5), BITS),
+    "smooth": (nn.SmoothL1Loss(beta=0.5), BITS),
+    "Huber": (ng.families.Huber(), BITS),
     "counts": (nn.PoissonNLLLoss(), BITS),
 }
 
