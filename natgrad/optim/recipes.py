@@ -167,6 +167,9 @@ def krylov_subspace(
     `opt.search_on(inputs, targets)`. The damping is that of the solution which BFGS starts from, and of its first
     matrix; the step itself is not bounded by it, so that `ng.LevenbergMarquardt` goes on raising it.
 
+    It needs large batches, some thousand examples: a step ends where the loss of its own batch is lowest within the
+    space, however far that is. On few examples the parameters run away, while each batch's loss falls.
+
     Args:
         model: The network.
         criterion: Its loss from `torch.nn`, an `ng` likelihood, or its name: "cross_entropy".
