@@ -289,18 +289,18 @@ def read_checkpoint(
     if not is_mapping(extra) or form.needed.isdisjoint(extra):
         raise ValueError(f"state_dict has no {EXTRA!r} entry of its kind: it was not saved by {form.savers}")
     check_format(extra)
-    kept = {name for name, p in named if p.requires_grad}
+    remembered = {name for name, p in named if p.requires_grad}
     saved: dict[str, Any] = bundle.get("state", {})
-    arrays = {name: keep_arrays(numbers) for name, numbers in saved.items() if name in kept}
+    arrays = {name: keep_arrays(numbers) for name, numbers in saved.items() if name in remembered}
     require("state_dict", state_dict, dict.fromkeys(ENTRIES if any(arrays.values()) or not bundle else ENTRIES[1:]))
     came_groups: list[dict[str, Any]] = state_dict["param_groups"]
     check_groups(came_groups, optimizer)
     numbers: list[Any] = [state_dict.get("state", {}).get(i) for group in came_groups for i in group["params"]]
     came = name_numbers(numbers, [name for name, _ in named], list(bundle.get("extra", {}).get("shapes", ())), arrays)
     # torch.distributed.checkpoint leaves the state of frozen parameters behind, others bring it
-    kept |= {name for name, own in came.items() if own}
-    arrays = {name: keep_arrays(numbers) for name, numbers in saved.items() if name in kept}
-    state, extra = fill({name: came[name] for name in kept}, extra, bundle)
+    remembered |= {name for name, own in came.items() if own}
+    arrays = {name: keep_arrays(numbers) for name, numbers in saved.items() if name in remembered}
+    state, extra = fill({name: came[name] for name in remembered}, extra, bundle)
     require(f"state_dict[{EXTRA!r}]", extra, dict.fromkeys(form.needed) | bundle.get("extra", {}))
     check_kind(extra, optimizer.structure)
     check_shapes(extra.get("shapes"), named)

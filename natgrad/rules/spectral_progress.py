@@ -253,8 +253,8 @@ def whitener_of_few(moment: Tensor, damping: float, rank: int) -> dict[str, Tens
     basis = torch_linalg.qr(moment @ basis).Q
     inner, mean = symmetrise(basis.mT @ (moment @ basis)), sizes.mean(-1)[..., None, None]
     inner = torch.where(mean > 0, inner / torch.where(mean > 0, mean, 1.0), identity)
-    taken = inner.diagonal(dim1=-2, dim2=-1).sum(-1)
-    rest = ((inputs - taken) / (inputs - rank)).clamp(min=0) + damping
+    trace = inner.diagonal(dim1=-2, dim2=-1).sum(-1)
+    rest = ((inputs - trace) / (inputs - rank)).clamp(min=0) + damping
     cut = identity - invert_factor_or_nan(inner + damping * identity) * rest.sqrt()[..., None, None]
     return {"inputs": basis, "cut": cut, "root": rest.rsqrt()}
 
