@@ -24,7 +24,7 @@ from natgrad.families.base import (
 from natgrad.families.cancellation import divergence_terms, exp_gap
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
-from natgrad.families.robust_errors import Huber, Laplace, temper
+from natgrad.families.robust_errors import Huber, Laplace, find_temperature, sum_errors
 from natgrad.ground.linalg import as_columns
 from natgrad.ground.messages import write_choices
 from natgrad.ground.pure import leaves, map_tensors
@@ -47,6 +47,14 @@ class Weighed:
     def weights(self) -> Tensor:
         """Of the rows, (R, 1) or (R, m)."""
         return self.by_example.flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Tempered:
+    """Targets, and the temperature of their loss over all processes' errors."""
+
+    targets: Any
+    temperature: float
 
 
 @dataclass(frozen=True)
@@ -97,8 +105,7 @@ class Criterion:
         prepare: (outputs, targets) -> the targets as the likelihood takes them, where the loss takes others. None:
             they are the same.
         over_classes: The mean runs over the entries of a row too.
-        temperature: (outputs, targets) -> tau, a scalar tensor: the loss of a row is tau times -log p of a density as
-            wide as the batch's errors, which `weigh` counts in. None: 1.
+        tempered: The density at tau = 1, if the loss of a row is tau times -log p of one as wide as the batch's errors.
         maximize: True if the loss is to rise: what is minimised, and the mean form is of, is minus it.
     """
 
@@ -109,7 +116,7 @@ class Criterion:
     entrywise: bool = False
     prepare: Callable[[Any, Any], Any] | None = None
     over_classes: bool = False
-    temperature: Callable[[Any, Any], Tensor] | None = None
+    tempered: Laplace | Huber | None = None
     maximize: bool = False
     recipe: tuple[Callable[..., Criterion], tuple[Any, ...]] | None = field(
         default=None, init=False, repr=False, compare=False
@@ -186,6 +193,8 @@ class Criterion:
         Raises:
             ValueError: For targets of a dtype that the loss does not take.
         """
+        if isinstance(targets, Tempered):
+            targets = targets.targets
         if isinstance(self.loss, (nn.HuberLoss, nn.SmoothL1Loss)):  # torch's derivatives of these take one dtype alone
             dtype = torch.promote_types(outputs.dtype, targets.dtype)
             outputs, targets = outputs.to(dtype), targets.to(dtype)
@@ -209,7 +218,7 @@ class Criterion:
             outputs: What the model returns.
             targets: As the loss takes them.
         """
-        if isinstance(targets, Weighed):
+        if isinstance(targets, (Weighed, Tempered)):
             return targets.targets
         return targets if self.prepare is None else self.prepare(outputs, targets)
 
@@ -217,6 +226,8 @@ class Criterion:
         self, outputs: Any, targets: Any, weight: Any = None, add: Callable[[Tensor], Tensor] | None = None
     ) -> Any:
         """The targets with what each counts in the loss, where some are missing or examples have weights.
+
+        Of a tempered loss with the temperature of all processes' errors.
 
         Args:
             outputs: What the model returns.
@@ -234,7 +245,21 @@ class Criterion:
                 f"weight is for ng likelihoods, and this criterion is {self!r}: build the optimizer with the "
                 "likelihood itself, ng.Categorical() for nn.CrossEntropyLoss(), ng.Gaussian(0.5**0.5) for nn.MSELoss()"
             )
+        if self.tempered and add is not None and outputs.shape == targets.shape:  # others are refused later
+            return Tempered(targets, float(find_temperature(add(sum_errors(self.tempered, outputs, targets)))))
         return targets
+
+    def temperature(self, outputs: Tensor, targets: Any) -> Tensor:
+        """tau of a tempered loss, a scalar tensor.
+
+        Args:
+            outputs: What the model returns.
+            targets: As the loss takes them, or as `weigh_targets` returned them.
+        """
+        if isinstance(targets, Tempered):
+            return outputs.new_tensor(targets.temperature)
+        assert self.tempered is not None
+        return find_temperature(sum_errors(self.tempered, outputs, targets)).to(outputs.dtype)
 
     def check(self, outputs: Any, targets: Any) -> None:
         """Check that targets can have come from the likelihood.
@@ -275,7 +300,7 @@ class Criterion:
             Shapes (R, m), and (R,) or as `weights`. Rows whose targets do not count have zeros.
         """
         slopes = self.family.rows(self.slope(outputs, targets))
-        if self.temperature is None:
+        if self.tempered is None:
             shares = self.weights(outputs, targets).to(slopes)
         else:
             shares = self.temperature(outputs, targets).to(slopes).expand(len(slopes)) / len(slopes)
@@ -299,6 +324,8 @@ class Criterion:
             if bool(targets.weights.isnan().any()):
                 raise ValueError(IGNORED)
             return targets.weights.to(rows) / max(len(rows), 1)
+        if self.tempered and targets is not None:
+            return uniform * self.tempered.cool(self.temperature(outputs, targets))
         if targets is None or self.weigh is None:
             return uniform
         weights, total = self.weigh(outputs, self.events(outputs, targets))
@@ -519,8 +546,7 @@ def read_errors(criterion: nn.MSELoss | nn.L1Loss | nn.HuberLoss | nn.SmoothL1Lo
     elif isinstance(criterion, nn.SmoothL1Loss) and criterion.beta > 0:
         # (r - t)^2 / (2 beta) up to beta is z^2 / 2 up to sqrt(beta), z = (r - t) / sqrt(beta)
         family = Huber(math.sqrt(criterion.beta), math.sqrt(criterion.beta))
-    tau, weigh = temper(family)
-    return Criterion(Entrywise(family), criterion, weigh, criterion.reduction == "sum", temperature=tau)
+    return Criterion(Entrywise(family), criterion, None, criterion.reduction == "sum", tempered=family)
 
 
 def gaussian_nll(criterion: nn.GaussianNLLLoss) -> Criterion:

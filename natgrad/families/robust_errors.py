@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -52,6 +51,14 @@ class Laplace(SeparableLikelihood):
 
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
         return exp_gap(-measure_size((outputs - other) / self.scale)).sum(1)  # |d| + exp(-|d|) - 1
+
+    def cool(self, tau: Tensor) -> Tensor:
+        """The Fisher information of an entry at temperature tau, over that at 1.
+
+        Args:
+            tau: >= 1, any shape.
+        """
+        return 1 / tau
 
     def error_of(self, nats: float) -> float:
         """The size of an error in standard deviations of a score, 1 / sqrt(Fisher), by what it adds to -log p.
@@ -125,6 +132,14 @@ class Huber(SeparableLikelihood):
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
         return huber_divergence(measure_size((outputs - other) / self.scale), self.delta).sum(1)
 
+    def cool(self, tau: Tensor) -> Tensor:
+        """The Fisher information of an entry at temperature tau, over that at 1.
+
+        Args:
+            tau: >= 1, any shape.
+        """
+        return core_mass(self.delta / tau.sqrt()) / core_mass(torch.full_like(tau, self.delta))
+
     def error_of(self, nats: float) -> float:
         """The size of an error in units of 1 / sqrt(Fisher), by what it adds to -log p.
 
@@ -135,29 +150,22 @@ class Huber(SeparableLikelihood):
         return math.sqrt(self.core) * (math.sqrt(2 * nats) if inside else nats / self.delta + self.delta / 2)
 
 
-Tempered = tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]]
+# At every temperature tau a loss rho(z) is tau times -log p of p = exp(-rho / tau) / Z. The metric of squares is the
+# same at each; Laplace's is 1 / tau, and that of Huber P(|z| < delta / sqrt tau). By parts E[z rho'(z)] = tau, so that
+# the mean over a batch tells tau. At tau = 1 a step moves by about 1: targets in thousands take thousands.
 
 
-def temper(family: Laplace | Huber) -> Tempered:
-    """The temperature, and row weights whose metric is that of a density as wide as the errors, or wider."""
+def sum_errors(family: Laplace | Huber, outputs: Tensor, targets: Tensor) -> Tensor:
+    """The sum of z rho'(z) over errors, and their number: (2,), double precision."""
+    targets = targets.to(torch.promote_types(outputs.dtype, targets.dtype))
+    z = ((targets - outputs).detach() / family.scale).abs().double()
+    terms = z if isinstance(family, Laplace) else z * z.clamp(max=family.delta)
+    return torch.stack([terms.sum(), terms.new_tensor(float(terms.numel()))])
 
-    # At every temperature tau a loss rho(z) is tau times -log p of p = exp(-rho / tau) / Z. The metric of squares is
-    # the same at each; Laplace's is 1 / tau, and that of Huber P(|z| < delta / sqrt tau). By parts E[z rho'(z)] = tau,
-    # so that the mean over a batch tells tau. At tau = 1 a step moves by about 1: targets in thousands take thousands.
-    def find_temperature(outputs: Tensor, targets: Tensor) -> Tensor:
-        targets = targets.to(torch.promote_types(outputs.dtype, targets.dtype))
-        z = ((targets - outputs).detach() / family.scale).abs()
-        return (z if isinstance(family, Laplace) else z * z.clamp(max=family.delta)).mean().clamp(min=1)
 
-    def weigh(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        tau = find_temperature(outputs, targets)
-        if isinstance(family, Laplace):
-            weight = 1 / tau
-        else:
-            weight = core_mass(family.delta / tau.sqrt()) / core_mass(torch.full_like(tau, family.delta))
-        return weight.expand(outputs.numel()), outputs.new_tensor(float(outputs.numel()))
-
-    return find_temperature, weigh
+def find_temperature(sums: Tensor) -> Tensor:
+    """tau >= 1, from `sum_errors` of all errors: the metric is that of a density as wide as these, or wider."""
+    return (sums[0] / sums[1]).clamp(min=1)
 
 
 def core_mass(delta: Tensor) -> Tensor:

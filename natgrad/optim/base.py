@@ -191,10 +191,11 @@ class ModelOptimizer(Optimizer):
         outputs, chosen = self._live.recall.choose(outputs)
         outputs, own = self.criterion.pick_logits(outputs)
         training = not isinstance(self.model, nn.Module) or self.model.training or self.train_in_eval
-        if weight is not None or self.criterion.family.masks:
+        weighs = weight is not None or self.criterion.family.masks
+        if weighs or (self.criterion.tempered and self.processes.size > 1):
             goes_on = training and torch.is_grad_enabled() and any(t.requires_grad for t in leaves(outputs))
             add = self.processes.sum if goes_on else None
-            own, targets = None, self.criterion.weigh_targets(outputs, targets, weight, add)
+            own, targets = None if weighs else own, self.criterion.weigh_targets(outputs, targets, weight, add)
         if own is not None and self._live.agreed >= COMPARED:
             value = own
         else:

@@ -340,7 +340,7 @@ def test_what_cannot_be_weighted_is_refused(name: str):
         call()
 
 
-# Several processes: the labels of a head may all be on one of them
+# Several processes: the labels of a head may all be on one of them, and the errors of one may be larger
 
 ROWS = draw(40, 3, seed=4)
 MANY = torch.where(torch.arange(40) % 3 == 0, ROWS.argmax(1), -100)
@@ -351,16 +351,22 @@ SHARE = 1 + torch.arange(40, dtype=torch.float64) % 5
 PARTS = ((20, 20), (28, 12), (40, 0), (8, 32))
 
 
-def train_jointly(recipe: Callable[..., Any], weighted: bool = False, **options: Any) -> dict[str, Any]:
+FAR = 100.0 * torch.cat([ROWS[:8] + ROWS[:8].sign(), ROWS[8:].tanh()]) @ torch.eye(3, 5, dtype=torch.float64)
+
+
+def train_jointly(
+    recipe: Callable[..., Any], weighted: bool = False, criterion: Any = None, **options: Any
+) -> dict[str, Any]:
     """Steps on all rows, cut in another way at each."""
     model = mlp(3, 4, 5)
     outer = DistributedDataParallel(model) if count_ranks() > 1 else model
-    opt = recipe(outer, ng.Heads(MASKED_CLASSES, MASKED_REALS), **options)
+    opt = recipe(outer, criterion or ng.Heads(MASKED_CLASSES, MASKED_REALS), **options)
     for sizes in PARTS:
         first = sum(sizes[: own_rank()]) if count_ranks() > 1 else 0
         own = slice(first, first + sizes[own_rank()] if count_ranks() > 1 else None)
         opt.zero_grad()
-        loss = opt.loss(outer(ROWS[own]), (MANY[own], WIDE[own]), weight=SHARE[own] if weighted else None)
+        targets = FAR[own] if criterion else (MANY[own], WIDE[own])
+        loss = opt.loss(outer(ROWS[own]), targets, weight=SHARE[own] if weighted else None)
         loss.backward()
         opt.step()
     report = opt.state_report()
@@ -375,6 +381,10 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "unitwise, weights, judged": partial(train_jointly, ng.unitwise, weighted=True, **EXACT, **JUDGED),
     "CG": partial(train_jointly, ng.hessian_free, solver=ng.CG(1e-13, 500)),
     "CG, weights": partial(train_jointly, ng.hessian_free, weighted=True, solver=ng.CG(1e-13, 500)),
+    "kfac, sizes of errors": partial(train_jointly, ng.kfac, criterion=nn.L1Loss(), **EXACT),
+    "kfac, Huber, judged": partial(train_jointly, ng.kfac, criterion=nn.HuberLoss(delta=2.0), **EXACT, **JUDGED),
+    "kfac, summed": partial(train_jointly, ng.kfac, criterion=nn.SmoothL1Loss(reduction="sum"), **EXACT),
+    "CG, sizes of errors": partial(train_jointly, ng.hessian_free, criterion=nn.L1Loss(), solver=ng.CG(1e-13, 500)),
 }
 
 
