@@ -80,7 +80,8 @@ def _ranks(numbers: race_summary.Result) -> Table:
     rows = []
     for entry in numbers.entries:
         losses = [(short(loss.middle), between(loss)) for loss in (entry.train_loss, entry.test_loss)]
-        error = [percent(entry.test_error)] if with_error else []
+        middle = None if entry.test_error is None else entry.test_error.middle
+        error = ["-" if middle is None else f"{100 * middle:.1f} %"] if with_error else []
         reached = count(entry.steps), count(entry.steps_to_target), short(entry.seconds_to_target.middle)
         rows.append((entry.name, *losses, *error, *reached, write_choice(entry.choice)))
     over = (
@@ -116,7 +117,14 @@ def _paired_table(numbers: race_summary.Result) -> Table:
 def _differences(numbers: race_summary.Result) -> Table:
     """One row per pair of contestants."""
     heads = ("first", "second", "training loss", "test loss", "test error", "paper", "lower test error")
-    rows = tuple(_difference(pair) for pair in numbers.pairs)
+    rows = []
+    for pair in numbers.pairs:
+        paper = "-" if pair.paper is None else f"{100 * pair.paper:+.2f}".replace("-", "−")
+        agreed = {None: "", True: ", as in the paper", False: ", not as in the paper"}[pair.agrees]
+        lower = "not told apart" if pair.lower is None else pair.lower + agreed
+        losses = (write_difference(loss, lambda value: short(abs(value))) for loss in (pair.train_loss, pair.test_loss))
+        error = write_difference(pair.test_error, lambda value: f"{100 * abs(value):.2f}")
+        rows.append((pair.first, pair.second, *losses, error, paper, lower))
     seeds = len(numbers.entries[0].records)
     note = (
         f"First less second, seed by seed, over {plural(seeds, 'seed')}: the mean, and its standard error in small "
@@ -125,16 +133,7 @@ def _differences(numbers: race_summary.Result) -> Table:
         "lines are medians and bands reach from the lowest to the highest seed."
     )
     bold = tuple(place for place, row in enumerate(rows) if row[-1] != "not told apart")
-    return Table("Paired differences", heads, rows, note, words=(0, 1, 6), bold=bold, brief=())
-
-
-def _difference(pair: race_summary.Pair) -> tuple[str | Cell, ...]:
-    paper = "-" if pair.paper is None else f"{100 * pair.paper:+.2f}".replace("-", "−")
-    agreed = {None: "", True: ", as in the paper", False: ", not as in the paper"}[pair.agrees]
-    lower = "not told apart" if pair.lower is None else pair.lower + agreed
-    losses = (write_difference(loss, lambda value: short(abs(value))) for loss in (pair.train_loss, pair.test_loss))
-    error = write_difference(pair.test_error, lambda value: f"{100 * abs(value):.2f}")
-    return pair.first, pair.second, *losses, error, paper, lower
+    return Table("Paired differences", heads, tuple(rows), note, words=(0, 1, 6), bold=bold, brief=())
 
 
 def _grid(numbers: race_summary.Result) -> Table:
@@ -144,9 +143,10 @@ def _grid(numbers: race_summary.Result) -> Table:
     rows = []
     for entry in numbers.entries:
         for tried in entry.grid:
-            error = [share(tried.valid_error)] if validated else []
-            ends = short(tried.loss), *error, str(tried.steps)
-            rows.append((entry.name, write_choice(tried.choice), *ends, "chosen" if tried.chosen else ""))
+            last, chosen = race_summary.final_row(tried), tried.header["index"] == entry.records[0].header["index"]
+            error = [share(last.get("valid_error"))] if validated else []
+            ends = short(race_summary.final(tried)), *error, str(last["step"])
+            rows.append((entry.name, write_choice(tried.header["choice"]), *ends, "chosen" if chosen else ""))
     dashes = ("-",) * (len(heads) - 3)
     rows += [(e.name, write_choice(e.choice), *dashes, "not tuned") for e in numbers.entries if not e.grid]
     bold, title = tuple(place for place, row in enumerate(rows) if row[-1]), "The grid, and what each choice gave"
@@ -177,11 +177,6 @@ def write_difference(numbers: race_summary.Spread, words: Callable[[float], str]
 def share(value: float | None) -> str:
     """A share in percent."""
     return "-" if value is None else f"{100 * value:.2f} %"
-
-
-def percent(numbers: race_summary.Spread | None) -> str:
-    """The median of a share, in percent."""
-    return "-" if numbers is None or numbers.middle is None else f"{100 * numbers.middle:.1f} %"
 
 
 def count(numbers: race_summary.Spread) -> str:
@@ -295,8 +290,8 @@ def band(
     curves: Sequence[tuple[np.ndarray, np.ndarray]], plot: Plot
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(x, lowest, median, highest) over curves, interpolated onto common points where all of them are known."""
-    positive = [_positive(x, y, plot) for x, y in curves]
-    positive = [(x, y) for x, y in positive if len(x)]
+    kept = [np.isfinite(y) & ((y > 0) | (not plot.log_y)) & ((x > 0) | (not plot.log_x)) for x, y in curves]
+    positive = [(x[keep], y[keep]) for (x, y), keep in zip(curves, kept, strict=True) if keep.any()]
     if not positive:
         return np.empty(0), np.empty(0), np.empty(0), np.empty(0)
     first, last = max(x[0] for x, _ in positive), min(x[-1] for x, _ in positive)
@@ -306,11 +301,6 @@ def band(
     low, middle, high = values.min(0), np.median(values, 0), values.max(0)
     back = np.exp if plot.log_y else np.asarray
     return points, back(low), back(middle), back(high)
-
-
-def _positive(x: np.ndarray, y: np.ndarray, plot: Plot) -> tuple[np.ndarray, np.ndarray]:
-    keep = np.isfinite(y) & ((y > 0) | (not plot.log_y)) & ((x > 0) | (not plot.log_x))
-    return x[keep], y[keep]
 
 
 def _scales(axes: Axes, plot: Plot) -> None:

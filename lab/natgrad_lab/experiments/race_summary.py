@@ -79,24 +79,13 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Tried:
-    """One point of a grid: what was tried and what it ended with."""
-
-    choice: dict[str, float]
-    loss: float  # of training
-    steps: int
-    chosen: bool
-    valid_error: float | None = None
-
-
-@dataclass(frozen=True)
 class Entry:
     """One contestant on one task."""
 
     name: str
     choice: dict[str, float]
-    grid: tuple[Tried, ...]
-    records: tuple[Record, ...]
+    grid: tuple[Record, ...]  # a run for each choice, from the tuning seed
+    records: tuple[Record, ...]  # of the race
     train_loss: Spread
     test_loss: Spread
     test_error: Spread | None
@@ -142,7 +131,7 @@ def result(task: Task, records: Sequence[Record]) -> Result | None:
     raced = {c.name: _of(mine, c.name, "race") for c in task.contestants}
     if not all(raced.values()):
         return None
-    losses = sorted(median(final_loss(run) for run in runs) for runs in raced.values())
+    losses = sorted(median(map(final, runs)) for runs in raced.values())
     target = losses[min(1, len(losses) - 1)]
     entries = [entry(name, runs, _of(mine, name, "tune"), target) for name, runs in raced.items()]
     header = mine[0].header
@@ -158,13 +147,12 @@ def entry(name: str, raced: Sequence[Record], tuned: Sequence[Record], target: f
     last = [final_row(run) for run in raced]
     reached = [first_below(run, target) for run in raced]
     errors = [row.get("test_error") for row in last]
-    chosen = raced[0].header["index"]
     return Entry(
         name=name,
         choice=raced[0].header["choice"],
-        grid=tuple(_try(r, r.header["index"] == chosen) for r in sorted(tuned, key=lambda r: r.header["index"])),
+        grid=tuple(sorted(tuned, key=lambda run: run.header["index"])),
         records=tuple(raced),
-        train_loss=Spread(tuple(loss if math.isfinite(loss := final_loss(run)) else None for run in raced)),
+        train_loss=Spread(tuple(loss if math.isfinite(loss := final(run)) else None for run in raced)),
         test_loss=Spread(tuple(row.get("test_loss") for row in last)),
         test_error=None if all(e is None for e in errors) else Spread(tuple(errors)),
         steps=Spread(tuple(row["step"] for row in last)),
@@ -180,15 +168,14 @@ def first_below(run: Record, loss: float) -> dict[str, Any]:
     return next((row for row in rows if row["train_loss"] <= loss), {})
 
 
-def loss_after(run: Record, steps: int) -> float:
-    """Training loss after so many steps: of the last evaluation not later than that."""
-    loss = [row["train_loss"] for row in run.rows if "train_loss" in row and row["step"] <= steps][-1]
-    return math.inf if loss is None else loss
-
-
 def after_steps(entries: Sequence[Entry], steps: int) -> dict[str, float]:
-    """Each contestant's training loss after so many steps, medians over seeds."""
-    return {entry.name: median(loss_after(run, steps) for run in entry.records) for entry in entries}
+    """Each contestant's training loss at the last evaluation within so many steps, medians over seeds."""
+
+    def loss(run: Record) -> float:
+        last = [row["train_loss"] for row in run.rows if "train_loss" in row and row["step"] <= steps][-1]
+        return math.inf if last is None else last
+
+    return {entry.name: median(map(loss, entry.records)) for entry in entries}
 
 
 def lead(results: Sequence[Result]) -> str:
@@ -224,8 +211,11 @@ def verdict(entries: Sequence[Entry], unit: str, seconds: float | None, steps: i
     for other in entries:
         if other is not ours and (other is best or ours is best):
             said.append(_compare_entries(ours, other))
-    if seconds is not None:
-        said.append(_per_step(entries, ours, steps))
+    if seconds is not None and len(entries) > 1 and steps > 0:
+        after = after_steps(entries, steps)
+        name = min((other for other in after if other != ours.name), key=lambda other: after[other])
+        both = f"{ours.name} {short(after[ours.name])}, {name} {short(after[name])}"
+        said.append(f"Step for step, after {plural(steps, 'step')}: {both}.")
     said.append(_find_test_winner(entries))
     return " ".join(sentence for sentence in said if sentence)
 
@@ -256,21 +246,6 @@ def _compare_entries(ours: Entry, other: Entry) -> str:
     return f"{capital(ours.name)} loses here: it ends {more} ({short(mine)}{certainty})."
 
 
-def _per_step(entries: Sequence[Entry], ours: Entry, steps: int) -> str:
-    after = after_steps(entries, steps)
-    others = {name: loss for name, loss in after.items() if name != ours.name}
-    if not others or steps < 1:
-        return ""
-    name = min(others, key=lambda key: others[key])
-    both = f"{ours.name} {short(after[ours.name])}, {name} {short(others[name])}"
-    return f"Step for step, after {plural(steps, 'step')}: {both}."
-
-
-def _try(record: Record, chosen: bool) -> Tried:
-    last = final_row(record)
-    return Tried(record.header["choice"], final_loss(record), last["step"], chosen, last.get("valid_error"))
-
-
 def _of(records: Sequence[Record], name: str, phase: str) -> list[Record]:
     runs = [r for r in records if r.header["contestant"] == name and r.header["phase"] == phase]
     return sorted(runs, key=lambda r: (r.header["seed"], r.header["index"]))
@@ -289,15 +264,10 @@ def final_row(record: Record) -> Numbers:
     return [row for row in in_time if "train_loss" in row][-1]
 
 
-def final(record: Record, name: str) -> float:
+def final(record: Record, name: str = "train_loss") -> float:
     """A number at the end of the budget, infinite if the run broke down."""
     value = final_row(record).get(name)
     return math.inf if value is None or record.end["end"] == "not finite" else value
-
-
-def final_loss(record: Record) -> float:
-    """Training loss at the end of the budget, infinite if the run broke down."""
-    return final(record, "train_loss")
 
 
 @dataclass(frozen=True)
@@ -328,17 +298,13 @@ def pair_all(raced: Mapping[str, Sequence[Record]], paper: Mapping[str, Sequence
     """Every two contestants, over the seeds that both have. paper: contestant -> (training loss, test error)."""
     pairs = []
     for a, b in combinations(raced, 2):
-        names = "test_error", "train_loss", "test_loss"
-        error, train, test = (difference(raced[a], raced[b], name) for name in names)
+        spreads = []
+        for name in ("test_error", "train_loss", "test_loss"):
+            first, second = by_seed(raced[a], name), by_seed(raced[b], name)
+            spreads.append(Spread(tuple(first[seed] - second[seed] for seed in first if seed in second)))
         ours, theirs = (paper.get(name, (None, None))[1] for name in (a, b))
-        pairs.append(Pair(a, b, error, train, test, None if ours is None or theirs is None else ours - theirs))
+        pairs.append(Pair(a, b, *spreads, None if ours is None or theirs is None else ours - theirs))
     return tuple(pairs)
-
-
-def difference(first: Sequence[Record], second: Sequence[Record], name: str) -> Spread:
-    """first - second of a final number, over common seeds."""
-    ours, theirs = by_seed(first, name), by_seed(second, name)
-    return Spread(tuple(ours[seed] - theirs[seed] for seed in ours if seed in theirs))
 
 
 def by_seed(records: Sequence[Record], name: str) -> dict[int, float]:

@@ -12,7 +12,7 @@ from natgrad_lab.experiments import Interrupted, LabError, execute
 from natgrad_lab.experiments.base import Job
 from natgrad_lab.experiments.contestants import adam, apply_recipe, grid, sgd
 from natgrad_lab.experiments.race import Course
-from natgrad_lab.experiments.race_summary import choose, final_loss
+from natgrad_lab.experiments.race_summary import choose, final
 from natgrad_lab.experiments.training import Training
 
 
@@ -40,7 +40,7 @@ def test_the_choice_with_the_lowest_training_loss_races(tmp_path):
     records = runs(execute(race(), Settings(), [0], tmp_path))
     tried = [r for r in records.values() if r.header["phase"] == "tune" and r.header["contestant"] == "Adam"]
     raced = records["rings-adam.seed-0"]
-    assert raced.header["index"] == choose(tried) == min(tried, key=final_loss).header["index"]
+    assert raced.header["index"] == choose(tried) == min(tried, key=final).header["index"]
 
 
 @pytest.mark.parametrize("steps", [1, 4, 9, 23, 40])
@@ -89,7 +89,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
     folder = execute(wild, Settings(), [0], tmp_path)
     record = runs(folder)["rings-sgd-momentum.seed-0"]
     assert record.end["end"] == "not finite"
-    assert final_loss(record) == float("inf")
+    assert final(record) == float("inf")
     assert "NaN" not in (folder.records / "rings-sgd-momentum.seed-0.json").read_text()
     json.loads(folder.plan_path.read_text())
 

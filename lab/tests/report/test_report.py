@@ -13,7 +13,7 @@ import natgrad as ng
 from natgrad_lab.experiments import LabError, execute
 from natgrad_lab.experiments.contestants import apply_recipe, grid, sgd
 from natgrad_lab.experiments.race_story import Plot, band
-from natgrad_lab.experiments.race_summary import Record, Spread, entry, final_loss, lead, loss_after, verdict
+from natgrad_lab.experiments.race_summary import Record, Spread, after_steps, entry, final, lead, verdict
 from natgrad_lab.figures import DARK, DASHES, PALETTE
 from natgrad_lab.report import build
 from natgrad_lab.words import join_words, short
@@ -46,8 +46,7 @@ def test_numbers_are_medians_over_the_seeds(folder):
 def test_every_choice_of_the_grid_is_shown(folder):
     for row in results(folder, *TASKS)[0].entries:
         assert len(row.grid) == 2
-        assert [t.choice for t in row.grid if t.chosen] == [row.choice]
-        assert min(row.grid, key=lambda t: t.loss).chosen
+        assert min(row.grid, key=final).header["choice"] == row.choice
 
 
 def test_plots_are_written_twice(folder, page):
@@ -181,7 +180,7 @@ def test_step_for_step_is_told_beside_second_for_second():
     entries = [make_record("Adam", (1.0, 1.1), steps=400), make_record("natural gradient", (3.0, 3.2), steps=60)]
     said = verdict(entries, "nats", 1.0, 60)
     assert "Step for step, after 60 steps: natural gradient 3.1, Adam 5" in said
-    assert loss_after(entries[0].records[0], 60) == 5.0
+    assert after_steps(entries, 60)["Adam"] == 5.0
 
 
 def test_the_verdict_says_who_is_ahead_on_the_test_part():
@@ -199,16 +198,16 @@ def test_a_contestant_that_broke_down_is_named():
 def test_a_choice_that_broke_down_in_the_tuning_leaves_the_race_on_equal_seconds(tmp_path):
     sample = task(among=(sgd(grid(batch=(8,), lr=(0.1, 3e38))), contestants()[1]))
     (result,) = results(execute(race(sample), Settings(seconds=0.05, steps=None), [0], tmp_path), sample)
-    broken = next(sample for entry in result.entries for sample in entry.grid if sample.choice.get("lr") == 3e38)
-    assert broken.loss == float("inf")
-    assert not broken.chosen
+    (descent,) = (entry for entry in result.entries if entry.name == "SGD-momentum")
+    assert [final(tried) == float("inf") for tried in descent.grid] == [False, True]
+    assert descent.choice["lr"] == 0.1
     assert result.seconds == 0.05
 
 
 def test_what_came_after_the_budget_does_not_count():
     late = make_record("natural gradient", (1.0, 1.0)).records[0]
     rows = (*late.rows[:-1], {**late.rows[-1], "seconds": 1.5})
-    assert final_loss(Record(late.header, rows, late.end)) == 5.0
+    assert final(Record(late.header, rows, late.end)) == 5.0
 
 
 def test_the_lead_counts_the_tasks_won(folder):
