@@ -20,11 +20,10 @@ from torch import Tensor
 import natgrad as ng
 from natgrad.energies import PersistentLikelihood, RestrictedBoltzmann
 from natgrad.ground.linalg import require_inverse
-from natgrad_lab.energies.boltzmann_images import CONTESTANTS, Images, draw_noise, find_log_odds, images, train
-from natgrad_lab.experiments.base import LabError
+from natgrad_lab.energies.boltzmann_images import CONTESTANTS, SETS, Images, draw_noise, find_log_odds, images, train
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive
+from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive, check_word
 from natgrad_lab.figures import fill_lines, fill_strips, take_columns
 
 PLAIN, NATURAL = "plain gradient", "natural gradient"
@@ -63,8 +62,7 @@ class BoltzmannDigitsSettings(StudySettings):
     tuning_seed: int = 100
 
     def __post_init__(self) -> None:
-        if self.data not in ("digits", "mnist"):
-            raise LabError(f"data is {self.data!r}, expected digits or mnist")
+        check_word(self, "data", SETS)
         check_counts(self, "hidden", "batch", "chains", "sweeps", "levels", "looked_at", least=2)
         check_positive(self, "fit", "likelihood", "seconds", "tuning", "damping")
 

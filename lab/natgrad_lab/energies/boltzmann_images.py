@@ -15,7 +15,6 @@ from torch import Tensor
 import natgrad as ng
 from natgrad.energies.boltzmann import PairPreconditioner
 from natgrad_lab import data
-from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Numbers
 
 Loss = Callable[[Any, Tensor], Tensor]
@@ -35,15 +34,16 @@ class Images:
         return Images(self.train[:-held], self.train[-held:], self.side)
 
 
+SETS = ("digits", "mnist")
+
+
 def images(name: str, looked_at: int) -> Images:
     """The fixed binarisation of MNIST, or the embedded 8 x 8 digits, black where the ink is above 7 of 16."""
     if name == "mnist":
         split = data.binarized_mnist().flat()
         return Images(split.train_x, split.test_x[:: max(1, len(split.test_x) // looked_at)][:looked_at], 28)
-    if name == "digits":
-        split = data.digits().flat()
-        return Images((split.train_x > 7.5 / 16).float(), (split.test_x > 7.5 / 16).float(), 8)
-    raise LabError(f"data is {name!r}, expected mnist or digits")
+    split = data.digits().flat()
+    return Images((split.train_x > 7.5 / 16).float(), (split.test_x > 7.5 / 16).float(), 8)
 
 
 @dataclass(frozen=True)

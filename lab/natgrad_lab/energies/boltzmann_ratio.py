@@ -21,11 +21,10 @@ import natgrad as ng
 from natgrad.energies.gauss_markov import lattice
 from natgrad.ground.linalg import eigh
 from natgrad.ground.spaces import Space
-from natgrad_lab.energies.boltzmann_images import CONTESTANTS, EnergyContestant, draws, images, train
-from natgrad_lab.experiments.base import LabError
+from natgrad_lab.energies.boltzmann_images import CONTESTANTS, SETS, EnergyContestant, draws, images, train
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive
+from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive, check_word, split_words
 from natgrad_lab.figures import PALETTE, fill_lines, fill_strips, put_legend_below
 from natgrad_lab.words import short
 
@@ -70,28 +69,21 @@ class BoltzmannRatioSettings(StudySettings):
     tuning_seed: int = 100
 
     def __post_init__(self) -> None:
-        if not 2 <= self.units <= 10 or not 2 <= self.more <= 20:
-            raise LabError(f"units is {self.units} and more {self.more}, expected 2 to 10 and 2 to 20")
+        check_counts(self, "units", least=2, most=10)
+        check_counts(self, "more", least=2, most=20)
+        check_counts(self, "field", least=2)
         check_counts(self, "steps", "examples", "batch", "looked_at", "sweeps")
-        check_positive(self, "goal", "seconds")
-        if self.field < 2:
-            raise LabError(f"field is {self.field}, expected at least 2")
-        if not 0 < self.tuning <= 1:
-            raise LabError(f"tuning is {self.tuning}, expected a part of the seconds, above 0 and at most 1")
-        if self.data not in ("digits", "mnist"):
-            raise LabError(f"data is {self.data!r}, expected digits or mnist")
-        if not set(self.parts.split(",")) <= set(PARTS):
-            raise LabError(f"parts is {self.parts!r}, expected some of {', '.join(PARTS)}, comma-separated")
+        check_positive(self, "goal", "seconds", "tuning")
+        check_counts(self, "tuning", least=0, most=1)
+        check_word(self, "data", SETS)
+        split_words("parts", self.parts, PARTS)
         self.contestants()
 
     def contestants(self) -> dict[str, EnergyContestant]:
         """Who runs on images."""
         if self.methods == "all":
             return CONTESTANTS
-        names = self.methods.split(";")
-        if not set(names) <= set(CONTESTANTS):
-            raise LabError(f"methods is {self.methods!r}, expected some of {'; '.join(CONTESTANTS)}")
-        return {name: CONTESTANTS[name] for name in names}
+        return {name: CONTESTANTS[name] for name in split_words("methods", self.methods, CONTESTANTS, ";")}
 
 
 def exact(run: PieceRun) -> Numbers:
@@ -488,7 +480,8 @@ def pieces(settings: BoltzmannRatioSettings) -> tuple[Piece, ...]:
         "field": (Piece("field", "Gauss-Markov field", field),),
         "images": (Piece("choice", "Rates on images", choice, repeated=False), Piece("race", "Images", race)),
     }
-    return tuple(piece for part in PARTS if part in settings.parts.split(",") for piece in of[part])
+    wanted = split_words("parts", settings.parts, PARTS)
+    return tuple(piece for part in PARTS if part in wanted for piece in of[part])
 
 
 STUDY = Experiment(

@@ -26,7 +26,7 @@ from natgrad_lab.data import digits, mnist
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive
+from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive, split_words
 from natgrad_lab.experiments.training import follow_clock
 from natgrad_lab.figures import INK, draw_images, fill_lines, take_columns
 
@@ -57,18 +57,16 @@ class ScoreEnergySettings(StudySettings):
     adam: float = 0.01  # falls linearly to a twentieth; .0025 to .04 were tried, and .04 is better on the spiral
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.names if name not in TASKS]
-        if unknown:
-            raise LabError(f"tasks has {unknown}, expected some of {', '.join(TASKS)}")
+        _ = self.names  # refuses unknown ones
         check_counts(self, "batch", "width")
         check_positive(self, "seconds", "noise", "image_noise", "kfac", "fall", "move", "whitening", "adam")
         if not 0 <= self.signal < 1:
             raise LabError(f"signal is {self.signal}, expected a share of at least 0 and below 1")
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def names(self) -> list[str]:
         """The tasks to do."""
-        return tuple(self.tasks.split(","))
+        return split_words("tasks", self.tasks, TASKS)
 
 
 def rings(count: int, generator: torch.Generator) -> Tensor:

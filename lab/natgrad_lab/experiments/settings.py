@@ -77,16 +77,23 @@ def check_positive(settings: Any, *names: str) -> None:
             raise LabError(f"{name} is {getattr(settings, name)}, expected a positive number")
 
 
-def check_counts(settings: Any, *names: str, least: int = 1) -> None:
-    """LabError for a field below the least number that it may be."""
+def check_counts(settings: Any, *names: str, least: float = 1, most: float = math.inf) -> None:
+    """LabError for a field that is not within the least and the most that it may be."""
     for name in names:
-        if getattr(settings, name) < least:
-            raise LabError(f"{name} is {getattr(settings, name)}, expected a number of at least {least}")
+        if not least <= getattr(settings, name) <= most:
+            end = f" and at most {most:g}" if most < math.inf else ""
+            raise LabError(f"{name} is {getattr(settings, name)}, expected a number of at least {least:g}{end}")
 
 
-def split_words(name: str, text: str, known: Iterable[str]) -> list[str]:
+def check_word(settings: Any, name: str, known: Iterable[str]) -> None:
+    """LabError for a field that is none of the known words."""
+    if getattr(settings, name) not in known:
+        raise LabError(f"{name} is {getattr(settings, name)!r}, expected one of {', '.join(known)}")
+
+
+def split_words(name: str, text: str, known: Iterable[str], between: str = ",") -> list[str]:
     """The words of a setting, joined by commas. LabError for one that is not known."""
-    words, known = text.split(","), list(known)
+    words, known = [word.strip() for word in text.split(between)], list(known)
     for word in words:
         if word not in known:
             raise LabError(f"{name} has the word {word!r}, expected words among {', '.join(known)}")

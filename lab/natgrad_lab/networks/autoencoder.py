@@ -17,9 +17,10 @@ from torch import nn
 
 from natgrad_lab.data import Split, curves, digits, mnist
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import LabError, Task, pair_with_inputs
+from natgrad_lab.experiments.base import Task, pair_with_inputs
 from natgrad_lab.experiments.models import bernoulli_divergence, glorot, mirror_sizes, squared_error
 from natgrad_lab.experiments.race import RaceSettings, race
+from natgrad_lab.experiments.settings import check_counts, check_word, split_words
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "relu": nn.ReLU}
 GROUPS = {**contestants.GROUPS, "matrix_free": ("hessian_free", "krylov_subspace", "adam", "muon", "sgd")}
@@ -38,16 +39,17 @@ class AutoencoderSettings(RaceSettings):
     methods: str = "structures"  # or matrix_free, all, or names of contestants such as kfac,adam
     choices: int | None = None  # the first of every grid that are tried; none for all
 
+    def __post_init__(self) -> None:
+        check_word(self, "activation", ACTIVATIONS)
+        check_word(self, "start", STARTS)
+        split_words("data", self.data, IMAGE_SETS)
+        if self.choices is not None:
+            check_counts(self, "choices")
+
 
 def tasks(settings: AutoencoderSettings) -> tuple[Task, ...]:
     """Those of the data that the settings name."""
-    words = settings.data.split(",")
-    check("activation", settings.activation, ACTIVATIONS)
-    check("start", settings.start, STARTS)
-    for word in words:
-        check("data", word, IMAGE_SETS)
-    if settings.choices is not None and settings.choices < 1:
-        raise LabError(f"choices is {settings.choices}, expected at least 1, or none for the whole grids")
+    words = split_words("data", settings.data, IMAGE_SETS)
     return tuple(task(images, settings) for name, images in IMAGE_SETS.items() if name in words)
 
 
@@ -146,12 +148,6 @@ def sparse(linear: nn.Linear, inputs: int = 15) -> None:
 
 
 STARTS = {"torch": own, "glorot": glorot, "sparse": sparse}
-
-
-def check(name: str, word: str, known: Mapping[str, object]) -> None:
-    """LabError for a word that no setting knows."""
-    if word not in known:
-        raise LabError(f"{name} is {word!r}, expected one of {', '.join(known)}: use --set {name}={next(iter(known))}")
 
 
 RACE = race(

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from natgrad.families import Likelihood
 from natgrad_lab.data import Split
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import LabError, Task
+from natgrad_lab.experiments.base import Task
 from natgrad_lab.experiments.models import perceptron
 from natgrad_lab.experiments.race import RaceSettings, race
+from natgrad_lab.experiments.settings import check_counts, check_word
 
 END = 3.0  # of the study: who lives longer is counted as alive then
 COVARIATES = 12
@@ -35,13 +36,13 @@ class SurvivalSettings(RaceSettings):
     hazard: str = "weibull"  # or exponential, which does not change with time
     patients: int = 8000  # to train on; a quarter as many to test
 
+    def __post_init__(self) -> None:
+        check_word(self, "hazard", HAZARDS)
+        check_counts(self, "patients", least=4)
+
 
 def tasks(settings: SurvivalSettings) -> tuple[Task, ...]:
     """One task: the negative log likelihood of times and events."""
-    if settings.hazard not in HAZARDS:
-        raise LabError(f"hazard is {settings.hazard!r}, expected one of {', '.join(HAZARDS)}")
-    if settings.patients < 4:
-        raise LabError(f"patients is {settings.patients}, expected at least 4")
     likelihood = HAZARDS[settings.hazard]
     best, among = compute_true_loss(settings.patients), contestants.line_up(128, ("4.weight",), **GRIDS)
     return (

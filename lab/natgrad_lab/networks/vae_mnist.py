@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from natgrad_lab.data import digits, mnist
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import LabError, Task, pair_with_inputs
+from natgrad_lab.experiments.base import Task, pair_with_inputs
 from natgrad_lab.experiments.models import bernoulli_divergence
 from natgrad_lab.experiments.race import RaceSettings, race
-from natgrad_lab.experiments.settings import check_counts
+from natgrad_lab.experiments.settings import check_counts, check_word
 
 DATA = {"mnist": mnist, "digits": digits}
 
@@ -32,13 +32,12 @@ class VaeSettings(RaceSettings):
     data: str = "mnist"  # or digits, which need no file
 
     def __post_init__(self) -> None:
+        check_word(self, "data", DATA)
         check_counts(self, "hidden", "code")
 
 
 def tasks(settings: VaeSettings) -> tuple[Task, ...]:
     """One task: the negative evidence lower bound."""
-    if settings.data not in DATA:
-        raise LabError(f"data is {settings.data!r}, expected one of {', '.join(DATA)}: use --set data=digits")
     pixels = 784 if settings.data == "mnist" else 64
     return (
         Task(

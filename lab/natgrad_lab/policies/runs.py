@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Cell, Picture, Section, Story, Table
-from natgrad_lab.experiments.settings import StudySettings, change_defaults, check_counts
+from natgrad_lab.experiments.settings import StudySettings, change_defaults, check_counts, check_word
 from natgrad_lab.figures import INK, draw_band, look, put_legend_below
 from natgrad_lab.policies.players import NatgradPlayer, Peer, Player, PolicyChoice, learn_to_marks
 
@@ -47,8 +47,7 @@ class PolicyRaceSettings(StudySettings):
     peers: bool = True  # run sb3-contrib's agents too, where it is installed
 
     def __post_init__(self) -> None:
-        if self.env not in CHOICES:
-            raise LabError(f"env is {self.env}, expected one of {', '.join(CHOICES)}")
+        check_word(self, "env", CHOICES)
         check_counts(self, "steps", "tuning", "envs", "episodes")
         self.looks(self.steps)
 

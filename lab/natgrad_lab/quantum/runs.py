@@ -23,7 +23,7 @@ import natgrad as ng
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.settings import StudySettings, change_defaults, check_positive
+from natgrad_lab.experiments.settings import StudySettings, change_defaults, check_positive, check_word
 from natgrad_lab.figures import INK, look, put_legend_below
 from natgrad_lab.words import span
 
@@ -47,8 +47,7 @@ class GroundStateSettings(StudySettings):
     rates: str = "0.001,0.003,0.01,0.03"  # of Adam that are tried, comma-separated
 
     def __post_init__(self) -> None:
-        if self.system not in SYSTEMS:
-            raise LabError(f"system is {self.system}, expected one of {', '.join(SYSTEMS)}")
+        check_word(self, "system", SYSTEMS)
         check_positive(self, "spins", "samples", "steps", "seconds", "draws")
         self.adam_rates()
 

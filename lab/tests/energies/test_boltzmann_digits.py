@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 
 import natgrad as ng
 from natgrad.energies import RestrictedBoltzmann
 from natgrad_lab.energies.boltzmann_digits import STUDY, BoltzmannDigitsSettings, measure_likelihood, raise_likelihood
 from natgrad_lab.energies.boltzmann_images import Images, find_log_odds
-from natgrad_lab.experiments import LabError, PieceRun, execute, find
+from natgrad_lab.experiments import PieceRun, execute, find
 from natgrad_lab.report import build
 
 FEW = BoltzmannDigitsSettings(
@@ -51,11 +50,3 @@ def test_a_machine_that_is_lost_has_no_likelihood():
     base = find_log_odds(x)
     params = {"b": base, "c": torch.full((2,), math.nan), "W": torch.zeros(2, 4)}
     assert measure_likelihood(FEW, RestrictedBoltzmann(4, 2), params, base, x) == (-math.inf, math.inf)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"), [({"data": "faces"}, "digits or mnist"), ({"fit": 0.0}, "fit"), ({"chains": 1}, "chains")]
-)
-def test_settings_are_checked(options, words):
-    with pytest.raises(LabError, match=words):
-        BoltzmannDigitsSettings(**options)

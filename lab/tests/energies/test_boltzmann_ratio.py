@@ -12,7 +12,7 @@ from natgrad.energies.boltzmann import PairPreconditioner
 from natgrad.ground.spaces import Space
 from natgrad_lab.energies import boltzmann_ratio
 from natgrad_lab.energies.boltzmann_images import CONTESTANTS, Images, images, start, train
-from natgrad_lab.experiments import LabError, PieceRun, execute
+from natgrad_lab.experiments import PieceRun, execute
 from natgrad_lab.report import build
 
 FEW = boltzmann_ratio.BoltzmannRatioSettings(
@@ -175,19 +175,3 @@ def test_the_study_ends_in_a_page(tmp_path):
     assert text.count("<svg role") == 4
     for words in ("3 spins, known exactly", "Gauss-Markov", "pseudo-likelihood, Adam", "Draws"):
         assert words in text
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"units": 30}, "units"),
-        ({"data": "faces"}, "digits or mnist"),
-        ({"tuning": 0.0}, "tuning"),
-        ({"goal": 0}, "goal"),
-        ({"parts": "faces"}, "exact, field, images"),
-        ({"methods": "SGD"}, "pseudo-likelihood, SGD"),
-    ],
-)
-def test_settings_are_checked(options, words):
-    with pytest.raises(LabError, match=words):
-        boltzmann_ratio.BoltzmannRatioSettings(**options)

@@ -8,10 +8,8 @@ import torch
 from small_races import BUDGET, contestants, examples, task
 from torch import nn
 
-from natgrad_lab.experiments import LabError, find, override
 from natgrad_lab.experiments.base import Budget, Job
 from natgrad_lab.experiments.models import bernoulli_divergence, categorical_divergence, gaussian_divergence
-from natgrad_lab.experiments.settings import parse
 from natgrad_lab.experiments.training import Order, Training
 
 
@@ -107,65 +105,6 @@ def test_divergences_are_the_kl_of_the_family(divergence, family):
     p, q = torch.randn(2, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).mul(3)
     expected = torch.distributions.kl_divergence(family(p), family(q)).mean()
     torch.testing.assert_close(divergence(p, q), expected, rtol=1e-12, atol=0)
-
-
-def test_settings_take_the_type_they_are_annotated_with():
-    settings = override(find("digits").settings, ["seconds=3", "steps=20", "steps=7", "device=cuda"])
-    assert (settings.seconds, settings.steps, settings.device) == (3.0, 7, "cuda")
-    assert override(find("digits").settings, ["steps=none"]).steps is None
-    assert parse("flag", "yes", bool) is True
-
-
-@pytest.mark.parametrize(
-    ("assignment", "said"),
-    [
-        ("second=3", "expected one of seconds, steps"),
-        ("seconds=fast", "--set seconds=fast: expected a number"),
-        ("seconds=nan", "--set seconds=nan: expected a number"),
-        ("steps=1.5", "expected a whole number of at least 0 or none"),
-        ("steps=-1", "expected a whole number of at least 0 or none"),
-        ("steps", "has no equals sign"),
-    ],
-)
-def test_wrong_settings_say_what_is_expected(assignment, said):
-    with pytest.raises(LabError, match=said):
-        override(find("digits").settings, [assignment])
-
-
-@pytest.mark.parametrize(
-    "assignment",
-    [
-        "fashion_cnn filters=0",
-        *(f"char_transformer {size}=0" for size in ("layers", "width", "heads", "length")),
-        *(f"llama_text {size}=0" for size in ("layers", "width", "heads", "groups", "length")),
-        *(f"vit_cifar {size}=0" for size in ("layers", "width", "heads", "patch", "filters", "blocks")),
-        *("vae_mnist hidden=0", "vae_mnist code=0"),
-        *(f"koster_2010_natural_images {size}=0" for size in ("batch", "products", "feature_every", "damping", "adam")),
-        *(
-            "score_energy_net batch=0",
-            "score_energy_net kfac=-1",
-            "score_energy_net signal=1",
-            "score_energy_net move=0",
-        ),
-        *("varady_2022_lines train=0", "varady_2022_lines test=0", "pascanu_2013_order rtol=-1"),
-        *(
-            f"pascanu_2013_{name} {size}"
-            for name in ("faces", "mnist")
-            for size in ("products=0", "floor=-1", "fall=0")
-        ),
-        *("pascanu_2013_restricted_mnist products=0", "karakida_2016_table1 processes=0"),
-    ],
-)
-def test_sizes_that_no_run_can_have_are_refused(assignment):
-    name, _, wrong = assignment.partition(" ")
-    with pytest.raises(LabError, match=f"{wrong.partition('=')[0]} is .*expected a"):
-        override(find(name).settings, [wrong])
-
-
-@pytest.mark.parametrize("wrong", [{"seconds": 0.0}, {"seconds": float("nan")}, {"steps": 0}, {"evaluations": 0}])
-def test_impossible_budgets_are_refused(wrong):
-    with pytest.raises(LabError, match="expected"):
-        Budget(**{"seconds": 1.0, **wrong})
 
 
 @pytest.mark.parametrize("index", range(3))

@@ -193,17 +193,3 @@ def test_an_embedding_and_the_logits_are_not_muon_s():
     optimizer = muon.build(model, task.criterion, muon.grid[0])
     left = {id(p) for p in optimizer.param_groups[1]["params"]}
     assert {id(p) for p in (model.symbol.weight, model.place.weight, model.head.weight)} <= left
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"batch": 0}, "batch is 0, expected 1 to 2000"),
-        ({"batch": 3000}, "batch is 3000, expected 1 to 2000"),
-        ({"side": 20}, "side is 20, expected 8, 16 or 32"),
-        ({"epochs": 0}, "epochs is 0, expected a number of at least 1"),
-    ],
-)
-def test_bad_sizes_are_refused(given, message):
-    with pytest.raises(LabError, match=message):
-        cifar.AngCifarSettings(**given)

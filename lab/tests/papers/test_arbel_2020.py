@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 from torch.testing import assert_close
 
 from natgrad.families import MeanCovariance, MultivariateNormal
 from natgrad.geometry import Wasserstein
-from natgrad_lab.experiments import LabError, PieceRun, find
+from natgrad_lab.experiments import PieceRun, find
 from natgrad_lab.experiments.frame import Findings, FinishedPiece
 from natgrad_lab.papers.arbel_2020 import toy
 
@@ -72,9 +71,3 @@ def test_the_page_tells_both_parts():
     story = study.tell(Findings(FEW, tuple(pieces)))
     assert [section.title for section in story.sections] == ["Error", "Descent"]
     assert study.tell(Findings(FEW, ())).lead == "Nothing is finished yet."
-
-
-@pytest.mark.parametrize(("options", "words"), [({"condition": 0.5}, "condition"), ({"samples": 3}, "samples")])
-def test_settings_say_what_is_wrong(options, words):
-    with pytest.raises(LabError, match=words):
-        replace(FEW, **options)

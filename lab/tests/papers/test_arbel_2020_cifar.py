@@ -8,7 +8,7 @@ from small_races import race, runs, task
 
 import natgrad as ng
 from natgrad.metrics import RBF
-from natgrad_lab.experiments import Contestant, LabError, execute, find
+from natgrad_lab.experiments import Contestant, execute, find
 from natgrad_lab.experiments.training import knows_criterion
 from natgrad_lab.papers.arbel_2020.cifar import RACE, ArbelCifarSettings, FixedMatrix, network, tasks
 
@@ -60,11 +60,3 @@ def test_a_race_goes_with_a_metric_of_no_likelihood(tmp_path):
     contestant = Contestant("transport", ({"batch": 8, "lr": 0.05},), build)
     (record,) = runs(execute(race(task(among=(contestant,))), race().settings(), [0], tmp_path)).values()
     assert record.rows[-1]["train_loss"] < record.rows[0]["train_loss"]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"), [({"side": 20}, "side"), ({"condition": 0.5}, "condition"), ({"damping": 0.0}, "damping")]
-)
-def test_settings_say_what_is_wrong(options, words):
-    with pytest.raises(LabError, match=words):
-        ArbelCifarSettings(**options)

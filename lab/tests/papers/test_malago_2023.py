@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from natgrad.families import Ising, MultivariateNormal
-from natgrad_lab.experiments import LabError, PieceRun, execute, find
+from natgrad_lab.experiments import PieceRun, execute, find
 from natgrad_lab.papers.malago_2023 import flows, points
 from natgrad_lab.papers.malago_2023.printed_toy import measure_difference, print_value
 from natgrad_lab.report import build
@@ -93,12 +93,3 @@ def test_every_figure_has_a_page(name, tmp_path):
     assert outcome.story.title in text
     assert "<svg" in text
     assert list((tmp_path / name / "plots").glob("*.png"))
-
-
-def test_bad_settings_are_told():
-    with pytest.raises(LabError, match="starts"):
-        flows.MalagoFlowSettings(starts=1)
-    with pytest.raises(LabError, match="radius"):
-        points.MalagoPointSettings(radius=0.0)
-    with pytest.raises(LabError, match="bits"):
-        points.MalagoPointSettings(bits=20)

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from natgrad_lab.experiments import LabError, PieceRun, execute
+from natgrad_lab.experiments import PieceRun, execute
 from natgrad_lab.papers.pascanu_2013 import figure1
 from natgrad_lab.report import build, read_outcome
 
@@ -116,11 +116,3 @@ def test_the_second_observation_may_fail(end, error, shown):
 def test_steps_to_the_best_error_are_counted():
     paths = {"a": {"errors": [9.0, 1.005, 1.0]}, "b": {"errors": [9.0, 5.0, 2.0]}}
     assert figure1.steps_to_best(paths) == {"a": 1, "b": None}
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"), [({"std": 0.0}, "positive"), ({"steps": 1}, "at least 2"), ({"later": 0}, "1 to 100")]
-)
-def test_settings_are_checked(wrong, said):
-    with pytest.raises(LabError, match=said):
-        figure1.AutoencoderUnitSettings(**wrong)

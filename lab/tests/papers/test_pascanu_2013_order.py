@@ -262,21 +262,6 @@ def test_what_the_matching_leaves_open_is_not_a_finding():
     assert order.shows([1.03, 1.031]) == "shows"
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"data": "nist"}, "expected mnist or omniglot"),
-        ({"runs": 1}, "a variance needs two"),
-        ({"batch": 0}, "at least 1"),
-        ({"damping": -1.0}, "positive"),
-        ({"steps": 5000}, "at most 3276"),
-    ],
-)
-def test_settings_are_checked(wrong, said):
-    with pytest.raises(LabError, match=said):
-        order.OrderSettings(**wrong)
-
-
 def test_omniglot_s_stream_holds_out_writers(monkeypatch):
     x, y = torch.rand(80, 28, 28), torch.arange(80) // 20
     monkeypatch.setattr(order, "omniglot", lambda: Split(x, y, x[:1], y[:1]))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from natgrad_lab.experiments import EXPERIMENTS, LabError, PieceRun, find, override
+from natgrad_lab.experiments import EXPERIMENTS, PieceRun, find, override
 from natgrad_lab.policies import runs
 
 pytest.importorskip("gymnasium")
@@ -17,7 +17,7 @@ from natgrad_lab.experiments import execute
 from natgrad_lab.experiments.frame import findings
 from natgrad_lab.figures import draw
 from natgrad_lab.policies.players import NatgradPlayer, Peer, PolicyChoice, learn_to_marks, look
-from natgrad_lab.policies.runs import CHOICES, PENDULUM, PolicyRaceSettings, at, run_best, tell, try_choice
+from natgrad_lab.policies.runs import CHOICES, PENDULUM, at, run_best, tell, try_choice
 
 SMALL = replace(PENDULUM.settings(), steps=200, tuning=100, envs=2, marks="150", episodes=1, peers=False)
 QUICK = PolicyChoice("quick", {"batch": 64, "critic_epochs": 1})
@@ -33,12 +33,6 @@ def test_every_study_is_found_with_its_own_environment():
     names = [name for name in EXPERIMENTS if name.startswith("policy_")]
     assert [find(name).settings().env for name in names] == ["CartPole-v1", "Acrobot-v1", "Pendulum-v1"]
     assert override(PENDULUM.settings, ["marks=5,9"]).looks(7) == [5, 7]
-
-
-@pytest.mark.parametrize("change", [{"env": "Hopper"}, {"steps": 0}, {"episodes": 0}, {"marks": "soon"}])
-def test_settings_that_will_not_do(change: dict):
-    with pytest.raises(LabError, match=next(iter(change))):
-        replace(PolicyRaceSettings(), **change)
 
 
 def test_all_contestants_have_as_many_settings():

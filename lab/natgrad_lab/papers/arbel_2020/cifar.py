@@ -45,9 +45,7 @@ class ArbelCifarSettings(RaceSettings):
     def __post_init__(self) -> None:
         if self.side not in (8, 16, 32):
             raise LabError(f"side is {self.side}, expected 8, 16 or 32")
-        if not self.condition >= 1:
-            raise LabError(f"condition is {self.condition}, expected a number >= 1")
-        check_counts(self, "images", "batch", "basis", "metric_batch")
+        check_counts(self, "condition", "images", "batch", "basis", "metric_batch")
         check_positive(self, "seconds", "damping")
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 import natgrad as ng
 from natgrad.ground.linalg import eigh, invert_or_nan, solve_or_nan
 from natgrad.metrics import RBF
-from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
 from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive
@@ -50,11 +49,8 @@ class ArbelSettings(StudySettings):
     level: float = 1e-3  # of the loss, as a share of that at the start
 
     def __post_init__(self) -> None:
-        check_counts(self, "draws", "d", "steps")
-        if self.samples < 10:
-            raise LabError(f"samples is {self.samples}, expected at least 10")
-        if not self.condition >= 1:
-            raise LabError(f"condition is {self.condition}, expected a number >= 1")
+        check_counts(self, "draws", "d", "steps", "condition")
+        check_counts(self, "samples", least=10)
         check_positive(self, "bandwidth", "regularization", "level")
 
 

@@ -58,18 +58,9 @@ class KarakidaSettings(StudySettings):
     processes: int = 2  # pieces at a time, but for the costs
 
     def __post_init__(self) -> None:
-        check_counts(
-            self,
-            "runs",
-            "examples",
-            "held_out",
-            "descent_steps",
-            "natural_steps",
-            "batch",
-            "our_steps",
-            "every",
-            "processes",
-        )
+        check_counts(self, "runs", "examples", "held_out", "descent_steps", "natural_steps", "batch", "our_steps")
+        check_counts(self, "every", "processes")
+        check_counts(self, "tuned_steps", "our_single", least=10)
         if self.tuned_steps < 10 or self.our_single < 10:
             raise LabError("tuned_steps and our_single: expected at least 10")
         check_positive(self, "rate", "spread", "pooling", "scale")

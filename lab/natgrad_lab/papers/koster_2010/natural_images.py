@@ -20,10 +20,9 @@ import natgrad as ng
 from natgrad.energies import TwoLayer
 from natgrad.ground.linalg import eigh
 from natgrad_lab.data import kodak, sample_photographs
-from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive
+from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive, check_word, split_words
 from natgrad_lab.experiments.training import follow_clock
 from natgrad_lab.figures import draw_images, fill_lines, take_columns
 from natgrad_lab.words import short
@@ -61,15 +60,10 @@ class KosterSettings(StudySettings):
     feature_examples: int = 10  # of a batch, for an update
 
     def __post_init__(self) -> None:
-        if self.photographs not in PHOTOGRAPHS:
-            raise LabError(f"photographs is {self.photographs!r}, expected one of {', '.join(PHOTOGRAPHS)}")
-        if not 2 <= self.keep < self.size**2:
-            raise LabError(f"keep is {self.keep}, expected 2 to {self.size**2 - 1}: a patch has {self.size**2} pixels")
-        if self.patches < 2 * HELD_OUT:
-            raise LabError(f"patches is {self.patches}, expected at least {2 * HELD_OUT}")
-        unknown = set(self.methods.split(",")) - set(METHODS)
-        if unknown:
-            raise LabError(f"methods has {sorted(unknown)}, expected some of {', '.join(METHODS)}")
+        check_word(self, "photographs", PHOTOGRAPHS)
+        check_counts(self, "keep", least=2, most=self.size**2 - 1)  # a patch has no mean
+        check_counts(self, "patches", least=2 * HELD_OUT)
+        split_words("methods", self.methods, METHODS)
         check_counts(self, "batch", "products", "metric_batch", "feature_every", "feature_examples")
         check_positive(self, "seconds", "adam", "sgd", "natural", "damping", "radius")
         check_positive(self, "feature_rate", "feature_damping", "feature_radius")
@@ -378,7 +372,7 @@ def _features(features: np.ndarray, pooling: np.ndarray, method: str) -> Callabl
 
 def pieces(s: KosterSettings) -> tuple[Piece, ...]:
     """One per method."""
-    names = s.methods.split(",")
+    names = split_words("methods", s.methods, METHODS)
     return tuple(Piece(name, f"{name}, {s.seconds:g} s", lambda run, n=name: training(run, n)) for name in names)
 
 

@@ -13,10 +13,9 @@ from natgrad.families import Ising
 from natgrad.flows import draw_trajectory, paths
 from natgrad.geometry import HalfPlane, Simplex, level_set
 from natgrad.ground.linalg import solve_or_nan
-from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.settings import StudySettings, check_positive
+from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive
 from natgrad_lab.figures import GRID, INK, PALETTE
 from natgrad_lab.papers.malago_2023.flows import QUIET, panel, study
 
@@ -34,8 +33,8 @@ class MalagoPointSettings(StudySettings):
 
     def __post_init__(self) -> None:
         check_positive(self, "radius", "spread", "time")
-        if min(self.problems, self.starts) < 1 or not 2 <= self.bits <= 10:
-            raise LabError("problems and starts are counts, and bits is 2 to 10")
+        check_counts(self, "problems", "starts")
+        check_counts(self, "bits", least=2, most=10)
 
 
 def normal_kl(point: Tensor, others: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.ground.linalg import eigh, solve_or_nan
-from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
 from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive
@@ -55,8 +54,7 @@ class AutoencoderUnitSettings(StudySettings):
     def __post_init__(self) -> None:
         check_counts(self, "points", "steps", "continued", "lattice", least=2)
         check_positive(self, "std", "window")
-        if not 1 <= self.later <= self.steps:
-            raise LabError(f"later is {self.later}, expected 1 to {self.steps}, a step of the path")
+        check_counts(self, "later", most=self.steps)
 
     @property
     def starts(self) -> dict[str, tuple[float, float]]:

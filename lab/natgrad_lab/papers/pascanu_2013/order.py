@@ -25,7 +25,7 @@ from natgrad_lab.data import Split, mnist, omniglot
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive
+from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive, check_word
 from natgrad_lab.figures import PALETTE, put_legend_below, put_title
 from natgrad_lab.words import plural, short
 
@@ -53,15 +53,12 @@ class OrderSettings(StudySettings):
     tuning_seed: int = 100  # and the next two: rates are matched on them; the measured runs have seeds 0, 1, 2 ...
 
     def __post_init__(self) -> None:
-        if self.data not in SOURCES:
-            raise LabError(f"data is {self.data!r}, expected {' or '.join(SOURCES)}")
+        check_word(self, "data", SOURCES)
         check_counts(self, "side", "hidden", "batch", "segments", "steps", "held_out", "products")
         check_positive(self, "rate", "damping", "small_damping", "tolerance")
         check_counts(self, "rtol", least=0)
-        if not 2 <= self.runs <= 15:
-            raise LabError(f"runs is {self.runs}, expected 2 to 15: a variance needs two")
-        if self.total > 65_536:
-            raise LabError(f"steps is {self.steps}, expected at most {32_768 // self.segments} with these segments")
+        check_counts(self, "runs", least=2, most=15)  # a variance needs two, and `number` has room for 15 draws
+        check_counts(self, "steps", most=32_768 // self.segments)  # and for 65,536 steps of the whole stream
 
     @property
     def total(self) -> int:

@@ -170,8 +170,8 @@ class RestrictedMnistSettings(Table1Settings):
         super().__post_init__()
         paper = {"hidden": 1500, "labelled": 10_000, "batch": 2500, "steps": 2000}
         fill(self, paper if self.full else {"hidden": 300, "labelled": 1000, "batch": 500, "steps": 100})
-        if self.choice is not None and not 0 <= self.choice < len(POINTS):
-            raise LabError(f"choice is {self.choice}, expected none or 0 to {len(POINTS) - 1}")
+        if self.choice is not None:
+            check_counts(self, "choice", least=0, most=len(POINTS) - 1)
 
 
 def restrict_mnist(settings: RestrictedMnistSettings) -> tuple[Task, ...]:

@@ -23,7 +23,14 @@ from natgrad.helmholtz import Classic, Reweighted
 from natgrad_lab.data import Split, binarized_mnist, digits, fashion_mnist, fer2013
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Numbers, Piece, PieceRun
-from natgrad_lab.experiments.settings import StudySettings, change_defaults, check_counts, check_positive
+from natgrad_lab.experiments.settings import (
+    StudySettings,
+    change_defaults,
+    check_counts,
+    check_positive,
+    check_word,
+    split_words,
+)
 from natgrad_lab.experiments.training import Order, clock
 from natgrad_lab.papers.varady_2022 import page
 
@@ -53,10 +60,8 @@ class VaradySettings(StudySettings):
     averaged: bool = False  # whether the mean of the iterates, with weights 9 / (t + 9), is judged as well
 
     def __post_init__(self) -> None:
-        if self.data not in SETS:
-            raise LabError(f"data is {self.data}, expected one of {', '.join(SETS)}")
-        if self.units not in ("01", "signs"):
-            raise LabError(f"units is {self.units}, expected 01 or signs")
+        check_word(self, "data", SETS)
+        check_word(self, "units", ("01", "signs"))
         given = [name for name in ("train", "test") if getattr(self, name) is not None]
         check_counts(self, "epochs", "batch", "samples", "tuning", "looks", *given)
         if self.evaluation < 0:
@@ -68,11 +73,7 @@ class VaradySettings(StudySettings):
 
     def names(self) -> list[str]:
         """The contestants' names."""
-        names = [name.strip() for name in self.contestants.split(",")]
-        if not set(names) <= set(page.NAMES):
-            known = ", ".join(page.NAMES)
-            raise LabError(f"contestants is {self.contestants}, expected some of {known}, comma-separated")
-        return names
+        return split_words("contestants", self.contestants, page.NAMES)
 
     def rules(self) -> dict[str, list[tuple[float, float]]]:
         """Rates and falls over a whole run of each contestant whose settings are given."""
