@@ -296,14 +296,16 @@ class Pair:
 
 def pair_all(raced: Mapping[str, Sequence[Record]], paper: Mapping[str, Sequence[float | None]]) -> tuple[Pair, ...]:
     """Every two contestants, over the seeds that both have. paper: contestant -> (training loss, test error)."""
+
+    def subtract(first: str, second: str, number: str) -> Spread:
+        ours, theirs = by_seed(raced[first], number), by_seed(raced[second], number)
+        return Spread(tuple(ours[seed] - theirs[seed] for seed in ours if seed in theirs))
+
     pairs = []
     for a, b in combinations(raced, 2):
-        spreads = []
-        for name in ("test_error", "train_loss", "test_loss"):
-            first, second = by_seed(raced[a], name), by_seed(raced[b], name)
-            spreads.append(Spread(tuple(first[seed] - second[seed] for seed in first if seed in second)))
+        error, train, test = (subtract(a, b, number) for number in ("test_error", "train_loss", "test_loss"))
         ours, theirs = (paper.get(name, (None, None))[1] for name in (a, b))
-        pairs.append(Pair(a, b, *spreads, None if ours is None or theirs is None else ours - theirs))
+        pairs.append(Pair(a, b, error, train, test, None if ours is None or theirs is None else ours - theirs))
     return tuple(pairs)
 
 

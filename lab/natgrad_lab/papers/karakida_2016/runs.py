@@ -19,9 +19,8 @@ from torch import Tensor
 import natgrad as ng
 from natgrad.energies import TwoLayer
 from natgrad.ground.spaces import Positive, Square, positive
-from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Numbers, Piece, PieceRun
-from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive
+from natgrad_lab.experiments.settings import StudySettings, change_defaults, check_counts, check_positive, check_word
 from natgrad_lab.papers.karakida_2016 import page, two_layer
 from natgrad_lab.papers.karakida_2016.page import FIGURE1_CELLS, GAP_CELLS, TABLE1_CELLS, PaperCell
 
@@ -61,11 +60,8 @@ class KarakidaSettings(StudySettings):
         check_counts(self, "runs", "examples", "held_out", "descent_steps", "natural_steps", "batch", "our_steps")
         check_counts(self, "every", "processes")
         check_counts(self, "tuned_steps", "our_single", least=10)
-        if self.tuned_steps < 10 or self.our_single < 10:
-            raise LabError("tuned_steps and our_single: expected at least 10")
         check_positive(self, "rate", "spread", "pooling", "scale")
-        if self.dtype not in DTYPES:
-            raise LabError(f"dtype is {self.dtype!r}, expected {' or '.join(DTYPES)}")
+        check_word(self, "dtype", DTYPES)
 
 
 def many(run: PieceRun, link: Positive | Square, times: int = 1) -> dict[str, Tensor]:
@@ -180,17 +176,18 @@ def choose_rate(kind: str) -> Callable[[PieceRun], Numbers]:
         steps = s.tuned_steps if single else s.tuned_steps // 10
         with torch.inference_mode():
             together = learn(run, learner, place_looks(steps, 60), 1 if single else s.batch)
-        by_rate = [of_models(together, n * s.runs, (n + 1) * s.runs) for n in range(len(rates))]
+        by_rate = [
+            {
+                "steps": together["steps"],
+                "errors": [point[n * s.runs : (n + 1) * s.runs] for point in together["errors"]],
+            }
+            for n in range(len(rates))
+        ]
         best = min(range(len(rates)), key=lambda n: rank(by_rate[n], s.level))
         tried = {f"{rate:g}": list(rank(numbers, s.level)) for rate, numbers in zip(rates, by_rate, strict=True)}
         return by_rate[best] | {"rate": rates[best], "tried": tried, "batch": 1 if single else s.batch}
 
     return work
-
-
-def of_models(numbers: Numbers, start: int, stop: int) -> Numbers:
-    """The errors of some of the models."""
-    return {"steps": numbers["steps"], "errors": [point[start:stop] for point in numbers["errors"]]}
 
 
 def rank(numbers: Numbers, level: float) -> tuple[int, float, float]:
@@ -230,36 +227,12 @@ def cost(run: PieceRun) -> Numbers:
     return {name: statistics.median(seconds[5:]) for name, seconds in taken.items()} | {"rounds": rounds - 5}
 
 
-def beside_others(name: str, title: str, work: Callable[[PieceRun], Numbers]) -> Piece:
-    """A piece that needs no other."""
-    return Piece(name, title, work, independent=True)
-
-
 COST = Piece("cost", "Seconds per step", cost, False)
 
 
 def make_pieces(cells: tuple[PaperCell, ...]) -> tuple[Piece, ...]:
     """A piece for every cell."""
-    return tuple(beside_others(cell.name, cell.title, run_cell(cell)) for cell in cells)
-
-
-def table1_pieces(settings: KarakidaSettings) -> tuple[Piece, ...]:
-    """The longest first, beside one another; the costs last, while nothing else runs."""
-    return (
-        *make_pieces(TABLE1_CELLS),
-        beside_others("tuned-adam", "Adam, tuned", choose_rate("Adam")),
-        beside_others("tuned-sgd", "SGD, tuned", choose_rate("SGD")),
-        beside_others("tuned-sgd-single", "SGD, tuned, single examples", choose_rate("SGD, single")),
-        beside_others("ours", "ng.ang, batches", ours),
-        COST,
-    )
-
-
-@dataclass(frozen=True)
-class GapSettings(KarakidaSettings):
-    """Those of Table 1, with time for gradient descent to end."""
-
-    descent_steps: int = 500_000
+    return tuple(Piece(cell.name, cell.title, run_cell(cell), independent=True) for cell in cells)
 
 
 QUICK = {"runs": 3, "descent_steps": 20_000, "natural_steps": 3000, "tuned_steps": 3000, "our_steps": 200}
@@ -269,7 +242,14 @@ TABLE1 = Experiment(
     "karakida_2016_table1",
     "Natural gradient of score matching against SGD and Adam, plain and tuned (Table 1)",
     KarakidaSettings,
-    table1_pieces,
+    lambda settings: (  # the longest first, beside one another; the costs last, while nothing else runs
+        *make_pieces(TABLE1_CELLS),
+        Piece("tuned-adam", "Adam, tuned", choose_rate("Adam"), independent=True),
+        Piece("tuned-sgd", "SGD, tuned", choose_rate("SGD"), independent=True),
+        Piece("tuned-sgd-single", "SGD, tuned, single examples", choose_rate("SGD, single"), independent=True),
+        Piece("ours", "ng.ang, batches", ours, independent=True),
+        COST,
+    ),
     page.table1,
     seeds=1,
     minutes=10,
@@ -290,7 +270,7 @@ FIGURE1 = Experiment(
 GAP = Experiment(
     "karakida_2016_gap",
     "Which starts, data and schedule give Table 1's steps: SGD and adaptive natural gradient with V = v²",
-    GapSettings,
+    change_defaults(KarakidaSettings, descent_steps=500_000),  # time for gradient descent to end
     lambda settings: (*make_pieces(GAP_CELLS), COST),
     page.gap,
     seeds=3,
