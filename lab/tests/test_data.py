@@ -1,7 +1,9 @@
-"""Data sets: what the loaders promise, on small files laid out as the real ones."""
+"""Data sets: what the loaders promise, on small files laid out as the real ones, and the downloads that are kept."""
 
 import gzip
 import os
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,12 +11,13 @@ import torch
 from small_races import idx
 
 from natgrad_lab import data
-from natgrad_lab.data import DataError
+from natgrad_lab.data import DataError, cache_folder, hash_file, read_cached
 
 
 @pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("NATGRAD_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -198,3 +201,71 @@ def test_real_sets_where_they_are(load):
     assert split.train_x.min() >= 0
     assert split.train_x.max() <= 1
     assert split.train_x.std() > 0.05
+
+
+# Downloads are kept, and a file that is not what was kept is fetched again.
+
+
+class Source:
+    """Counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self) -> dict[str, np.ndarray]:
+        self.asked += 1
+        return {"x": np.arange(6, dtype=np.uint8).reshape(2, 3), "y": np.array(["a", "b"])}
+
+
+def test_a_set_is_downloaded_once(cache):
+    source = Source()
+    for _ in range(3):
+        arrays = read_cached("letters", source)
+        assert arrays["x"].tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert arrays["y"].tolist() == ["a", "b"]
+    assert source.asked == 1
+    noted, name = (cache / "letters.npz.sha256").read_text().split()
+    assert noted == hash_file(cache / "letters.npz")
+    assert name == "letters.npz"
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "no note"])
+def test_a_damaged_file_is_downloaded_again(cache, damage):
+    source = Source()
+    read_cached("letters", source)
+    file = cache / "letters.npz"
+    content = file.read_bytes()
+    if damage == "no note":
+        (cache / "letters.npz.sha256").unlink()
+    else:
+        file.write_bytes(content[:40] if damage == "cut" else content[:-1] + bytes([content[-1] ^ 1]))
+    assert read_cached("letters", source)["y"].tolist() == ["a", "b"]
+    assert source.asked == 2
+    assert read_cached("letters", source)["y"].tolist() == ["a", "b"]
+    assert source.asked == 2
+
+
+def test_a_folder_that_cannot_be_written_is_no_trouble(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NATGRAD_CACHE", str(tmp_path / "file" / "below"))
+    assert read_cached("letters", Source())["y"].tolist() == ["a", "b"]
+
+
+def test_the_folder_is_the_platform_s(monkeypatch, tmp_path):
+    monkeypatch.delenv("NATGRAD_CACHE", raising=False)
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "natgrad"
+    monkeypatch.setattr("sys.platform", "win32")
+    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
+    assert cache_folder() == tmp_path / "local" / "natgrad"
+
+
+def test_a_user_without_a_home_has_a_folder_all_the_same(monkeypatch):
+    def refuse() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("NATGRAD_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", refuse)
+    assert cache_folder().is_relative_to(tempfile.gettempdir())

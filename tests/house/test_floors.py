@@ -55,7 +55,6 @@ LAB = House(
     "natgrad_lab",
     {
         "words": 0,
-        "cache": 0,
         "figures": 0,
         "data": 0,
         "experiments": 1,
