@@ -22,7 +22,7 @@ import natgrad as ng
 from natgrad.ground.chains import Constraint
 from natgrad.ground.jets import Derivatives
 from natgrad.residuals import HardConstraint, Periodic, draw_where_large
-from natgrad_lab.equations.pinn import VISCOSITY, solve_burgers, widen
+from natgrad_lab.equations.pinn import VISCOSITY, solve_allen_cahn, solve_burgers, widen
 
 F64 = torch.float64
 Points = dict[str, Tensor]
@@ -344,23 +344,6 @@ def burgers() -> BoundaryProblem:
     return BoundaryProblem("Burgers with a shock", (net,), pieces, draw, lambda x: values, test, adaptive="inside")
 
 
-@lru_cache
-def solve_allen_cahn(modes: int = 512, steps: int = 4000, keep: int = 20) -> tuple[Tensor, Tensor]:
-    """Points and values by Strang's splitting: both parts of a step are exact, so that its error is O(step^2)."""
-    x = -1 + 2 * np.arange(modes) / modes
-    dt, waves = 1 / steps, math.pi * np.fft.rfftfreq(modes, 1 / modes)
-    diffuse, u = np.exp(-1e-4 * waves**2 * dt / 2), x**2 * np.cos(math.pi * x)
-    points, values = [], []
-    for step in range(1, steps + 1):
-        u = np.fft.irfft(diffuse * np.fft.rfft(u), modes)
-        u = u / np.sqrt(u**2 + (1 - u**2) * math.exp(-10 * dt))  # u' = 5 u - 5 u^3
-        u = np.fft.irfft(diffuse * np.fft.rfft(u), modes)
-        if step % (steps // keep) == 0:
-            points.append(np.stack([x[::8], np.full(modes // 8, step * dt)], 1))
-            values.append(u[::8])
-    return torch.from_numpy(np.concatenate(points)), torch.from_numpy(np.concatenate(values)).unsqueeze(1)
-
-
 def allen_cahn() -> BoundaryProblem:
     """u_t = .0001 u_xx + 5 u - 5 u^3 from x^2 cos(pi x), periodic in x by the first layer, u = start + t net."""
 
@@ -373,7 +356,9 @@ def allen_cahn() -> BoundaryProblem:
     def constrain(net: nn.Module) -> nn.Module:
         return HardConstraint(net, lambda x: x[:, 1:], start)
 
-    test, values = solve_allen_cahn()
+    x = torch.linspace(-1, 1, 65, dtype=F64)[:-1]
+    test = torch.stack(torch.meshgrid(x, torch.arange(1, 21, dtype=F64) / 20, indexing="xy"), -1).view(-1, 2)
+    values = solve_allen_cahn(test).unsqueeze(1)
     net = (Periodic({0: 2.0}), 3, 24, 24, 24, 1, constrain)
     pieces = {"inside": FormulaTerm(inside, ((0,),))}
     draw = lambda g: {"inside": widen(uniform(1200, 2, g))}  # noqa: E731

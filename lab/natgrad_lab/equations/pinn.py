@@ -31,7 +31,7 @@ Box = tuple[tuple[float, float], tuple[float, float]]
 SQUARE: Box = ((0.0, 1.0), (0.0, 1.0))
 WIDE: Box = ((-1.0, 1.0), (0.0, 1.0))
 VISCOSITY = 0.01 / math.pi
-ROWS = 50  # intervals of time at whose ends the solution of Allen and Cahn's equation is kept
+ROWS = 100  # intervals of time at whose ends the solution of Allen and Cahn's equation is kept
 GRID = 51
 CANDIDATES = 6  # draws that are the pool of which points are taken where residuals are large
 EVERY = {"ng.residuals": 20, "Adam": 200}  # steps between such points: about as often per second
@@ -241,7 +241,7 @@ def solve_burgers(x: Tensor, nodes: int = 1001) -> Tensor:
 def split_allen_cahn(modes: int = 512, steps: int = 4000) -> Tensor:
     """Fourier coefficients of u at the times 0, 1 / ROWS, ..., 1, by Strang's splitting: an error of O(1 / steps^2)."""
     x = -1 + 2 * torch.arange(modes, dtype=torch.float64) / modes
-    dt, waves = 1 / steps, math.pi * torch.arange(modes // 2 + 1)
+    dt, waves = 1 / steps, math.pi * torch.arange(modes // 2 + 1, dtype=torch.float64)
     diffuse, u = torch.exp(-1e-4 * waves**2 * dt / 2), x**2 * torch.cos(math.pi * x)
     rows = [torch.fft.rfft(u)]
     for step in range(1, steps + 1):
