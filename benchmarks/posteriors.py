@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,10 @@ JITTER = 1e-6
 Moments = tuple[Tensor, Tensor]  # mean (d,) and a root (d, d) of the covariance
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Posterior:
     """sum_n E[log p(y_n | f_n)] + log N(z; 0, I) with f_n = (A z)_n + noise of a known variance."""
 
-    name: str
     rows: Tensor
     variance: Tensor
     targets: Tensor
@@ -96,13 +95,13 @@ def table(name: str) -> tuple[Tensor, Tensor]:
     return standardise(x.double()), y.reshape(-1)
 
 
-def regression(name: str, x: Tensor, signs: Tensor) -> Posterior:
+def regression(x: Tensor, signs: Tensor) -> Posterior:
     """Logistic regression with an intercept."""
     rows = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1)
-    return Posterior(name, rows, rows.new_zeros(len(x)), signs, "logistic")
+    return Posterior(rows, rows.new_zeros(len(x)), signs, "logistic")
 
 
-def process(name: str, x: Tensor, y: Tensor, likelihood: str, count: int) -> Posterior:
+def process(x: Tensor, y: Tensor, likelihood: str, count: int) -> Posterior:
     """A Gaussian process with inducing points at examples."""
     places = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:count]]
 
@@ -111,7 +110,7 @@ def process(name: str, x: Tensor, y: Tensor, likelihood: str, count: int) -> Pos
 
     own = kernel(places, places) + JITTER * torch.eye(count, dtype=x.dtype)
     rows, variance = inducing(own, kernel(places, x), x.new_ones(len(x)))
-    return Posterior(name, rows, variance, y, likelihood, x, places)
+    return Posterior(rows, variance, y, likelihood, x, places)
 
 
 def cancer() -> tuple[Tensor, Tensor]:
@@ -124,22 +123,17 @@ def wine() -> tuple[Tensor, Tensor]:
     return x, torch.where(y > 5, 1.0, -1.0).double()
 
 
-def concrete() -> tuple[Tensor, Tensor]:
-    x, y = table("concrete")
-    return x, standardise(y.unsqueeze(1)).squeeze(1)
-
-
-def diabetes() -> tuple[Tensor, Tensor]:
-    x, y = scikit("diabetes")
+def level(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The inputs, and the targets with unit variance."""
     return x, standardise(y.unsqueeze(1)).squeeze(1)
 
 
 PROBLEMS: dict[str, Callable[[], Posterior]] = {
-    "logistic, cancer (569 x 31)": lambda: regression("logistic, cancer (569 x 31)", *cancer()),
-    "logistic, red wine (1599 x 12)": lambda: regression("logistic, red wine (1599 x 12)", *wine()),
-    "process, cancer, 50 points": lambda: process("process, cancer, 50 points", *cancer(), "probit", 50),
-    "process, Student's t, diabetes, 50 points": lambda: process("process, diabetes", *diabetes(), "student", 50),
-    "process, Student's t, concrete, 100 points": lambda: process("process, concrete", *concrete(), "student", 100),
+    "logistic, cancer (569 x 31)": lambda: regression(*cancer()),
+    "logistic, red wine (1599 x 12)": lambda: regression(*wine()),
+    "process, cancer, 50 points": lambda: process(*cancer(), "probit", 50),
+    "process, Student's t, diabetes, 50 points": lambda: process(*level(*scikit("diabetes")), "student", 50),
+    "process, Student's t, concrete, 100 points": lambda: process(*level(*table("concrete")), "student", 100),
 }
 Steps = Iterator[Callable[[], Moments]]  # one per step, or per few: how to read q, which is not timed
 
@@ -299,18 +293,10 @@ def by_gpytorch(problem: Posterior, seed: int, *, natural: bool, rate: float) ->
 
 def by_blackjax(problem: Posterior, seed: int, *, rate: float, draws: int, length: int) -> Steps:
     """Its full-rank fit by Adam with a rate that falls to zero as a cosine, compiled, some steps a call."""
-    import blackjax
     import jax
-    import optax
 
-    opt = optax.adam(optax.cosine_decay_schedule(rate, length))
-    fit = blackjax.fullrank_vi(log_joint_of_jax(problem), opt, num_samples=draws)
+    fit, many = compile_steps(problem, rate, draws, length)
     state = fit.init(jax.numpy.zeros(problem.rows.shape[1]))
-
-    def step(carried: Any, key: Any) -> Any:
-        return fit.step(key, carried)[0], None
-
-    many = compile_once(problem, (rate, draws, length), lambda: jax.jit(lambda s, keys: jax.lax.scan(step, s, keys)[0]))
     key = jax.random.key(seed)
     for _ in range(length // TOGETHER):
         key, own = jax.random.split(key)
@@ -319,16 +305,20 @@ def by_blackjax(problem: Posterior, seed: int, *, rate: float, draws: int, lengt
         yield lambda now=state: read_blackjax(now)
 
 
-COMPILED: dict[Any, Any] = {}
+@lru_cache(maxsize=1)  # so that the time of compiling is in the first call alone
+def compile_steps(problem: Posterior, rate: float, draws: int, length: int) -> tuple[Any, Any]:
+    """The fit, and its steps along a row of keys."""
+    import blackjax
+    import jax
+    import optax
 
+    opt = optax.adam(optax.cosine_decay_schedule(rate, length))
+    fit = blackjax.fullrank_vi(log_joint_of_jax(problem), opt, num_samples=draws)
 
-def compile_once(problem: Posterior, settings: Any, make: Callable[[], Any]) -> Any:
-    """A function that was compiled once, so that the time of compiling is in the first call alone."""
-    key = (problem.name, settings)
-    if key not in COMPILED:
-        COMPILED.clear()
-        COMPILED[key] = make()
-    return COMPILED[key]
+    def step(carried: Any, key: Any) -> Any:
+        return fit.step(key, carried)[0], None
+
+    return fit, jax.jit(lambda state, keys: jax.lax.scan(step, state, keys)[0])
 
 
 def read_blackjax(state: Any) -> Any:

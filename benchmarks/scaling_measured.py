@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -37,37 +38,24 @@ class ProcessCost:
     rates: dict[str, float]
 
 
-def measure_inverse(n: int = 513, times: int = 10) -> float:
-    """Processor seconds of a damped inverse, for each of n^3."""
-    root = torch.randn(n, 2 * n)
+def measure_calls(work: Callable[[], object], times: int) -> float:
+    """Processor seconds of one call, after one that is not counted."""
+    work()
+    start = time.process_time()
+    for _ in range(times):
+        work()
+    return (time.process_time() - start) / times
+
+
+def measure_rates(n: int = 513) -> dict[str, float]:
+    """What a processor second holds: n^3 of damped inverses, operations of products, bytes out of no cache, copied."""
+    root, square, large = torch.randn(n, 2 * n), torch.randn(512, 512), torch.randn(2**22)
     matrix = root @ root.T / n + torch.eye(n)
-    start = 0.0
-    for k in range(times + 1):
-        start = time.process_time() if k == 1 else start
-        invert_or_nan(matrix)
-    return (time.process_time() - start) / times / n**3
-
-
-def measure_products(n: int = 512, times: int = 20) -> float:
-    """Operations in a processor second of matrix products."""
-    matrix = torch.randn(n, n)
-    for _ in range(2):
-        start = time.process_time()
-        for _ in range(times):
-            matrix @ matrix
-        seconds = time.process_time() - start
-    return 2 * times * n**3 / seconds
-
-
-def measure_copies(numbers: int = 2**22, times: int = 10) -> float:
-    """Bytes that a processor second copies, out of a tensor that is not in its caches into a fresh one."""
-    tensor = torch.randn(numbers)
-    for _ in range(2):
-        start = time.process_time()
-        for _ in range(times):
-            tensor.clone()
-        seconds = time.process_time() - start
-    return 4 * numbers * times / seconds
+    return {
+        "inverse": n**3 / measure_calls(lambda: invert_or_nan(matrix), 10),
+        "exact": 2 * 512**3 / measure_calls(lambda: square @ square, 20),
+        "copies": 4 * 2**22 / measure_calls(large.clone, 10),
+    }
 
 
 def measure_sum(numbers: int, times: int) -> float:
@@ -93,7 +81,7 @@ def run(rank: int, ranks: int, share: str, folder: str) -> None:
         small, large = measure_sum(10, 100), measure_sum(2**20, 10)
         model = DistributedDataParallel(model)
     # while the other processes do the same: they share caches, memory and cores
-    rates = {"inverse": 1 / measure_inverse(), "exact": measure_products(), "copies": measure_copies()}
+    rates = measure_rates()
     opt = ng.kfac(model, nn.CrossEntropyLoss(), update_every=1, invert_every=1, measure=False, share=share)
     x, y = torch.randn(LOAD.batch, 512), torch.randint(0, 512, (LOAD.batch,))
     start, before = 0.0, dict[str, int]()
