@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
-from rich.console import Console
 
 from benchmarks import (
     accelerator,
@@ -35,56 +33,11 @@ from benchmarks import (
     training,
     wake_sleep,
 )
+from benchmarks.tables import ChosenTables, Shown, Table, print_table, stream
 from natgrad_lab.data import DataError
 from natgrad_lab.experiments import Interrupted, LabError
 
 COSTS = ("time / gradient", "memory / gradient")
-Rows = Iterable[tuple[str, ...]]
-Shown = tuple[str, Rows, tuple[str, ...]]  # title, rows, heads of a table
-
-
-@dataclass(frozen=True)
-class ChosenTables:
-    """What the command line says."""
-
-    tables: list[str]
-    repeats: int
-    seeds: range | None  # None: as many as the table usually takes
-    workloads: tuple[str, ...]
-    methods: tuple[str, ...]
-    redo: tuple[str, ...]
-    steps: int | None
-    seconds: float | None
-    constant: bool
-    threads: int
-
-    @property
-    def cycles(self) -> int:
-        """Repeats of what takes long."""
-        return max(3, self.repeats // 4)
-
-    def show(self, title: str, usual: range, figures: Callable[[range], Rows], heads: tuple[str, ...]) -> Shown:
-        """A table over seeds, those asked for or the usual ones; {} in its title says which."""
-        seeds = self.seeds or usual
-        return title.format(f"seeds {seeds[0]} to {seeds[-1]}"), figures(seeds), heads
-
-
-Table = Callable[[ChosenTables], Iterable[Shown]]
-
-
-def print_table(title: str, rows: Rows, heads: tuple[str, ...]) -> None:
-    print(f"\n{title}")
-    lines = [("", *heads), *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(heads) + 1)]
-    for line in lines:
-        print("  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
-
-
-def stream(title: str, rows: Rows, heads: tuple[str, ...]) -> None:
-    """A table whose rows take long: each is printed when it is there."""
-    print(f"\n{title}\n  {'':<48}" + " | ".join(heads), flush=True)
-    for name, *cells in rows:
-        print(f"  {name:<48}" + " | ".join(cells), flush=True)
 
 
 def product_tables(choices: ChosenTables) -> Iterator[Shown]:
@@ -93,9 +46,9 @@ def product_tables(choices: ChosenTables) -> Iterator[Shown]:
 
 
 def step_tables(choices: ChosenTables) -> Iterator[Shown]:
-    for setting in products.settings():
-        title = f"{setting.work.name}, batch {len(setting.work.inputs)}: one step with {products.PRODUCTS} CG steps"
-        yield title, products.report_steps(setting, choices.repeats), products.HEADS
+    for work in (products.mlp(), products.cnn(), products.autoencoder()):
+        title = f"{work.name}, batch {len(work.inputs)}: one step with {products.PRODUCTS} CG steps"
+        yield title, products.report_steps(work, choices.repeats), products.HEADS
 
 
 def kfac_tables(choices: ChosenTables) -> Iterator[Shown]:
@@ -236,17 +189,8 @@ def race_densities(choices: ChosenTables) -> Iterator[Shown]:
 
 
 def race_steps(choices: ChosenTables) -> Iterator[Shown]:
-    request = step.Request(
-        choices.workloads,
-        choices.methods or step.Request.methods,
-        choices.steps,
-        choices.seconds,
-        3 if choices.seeds is None else len(choices.seeds),
-        falls=not choices.constant,
-        redo=choices.redo,
-    )
     try:
-        step.carry_out(request, Console())
+        step.carry_out(choices)
     except Interrupted as error:
         raise SystemExit("stopped; the same command goes on from here") from error
     except (LabError, DataError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 import natgrad as ng
+from benchmarks.tables import write_spread
 from benchmarks.training import classifier
 from natgrad_lab.data import fashion_mnist
 from natgrad_lab.experiments.contestants import JoinedOptimizers, Muon
@@ -77,11 +77,6 @@ def report() -> list[tuple[str, ...]]:
             [run[-1][1] for run in runs],
             [min(test for _, _, test in run) for run in runs],
         )
-        rows.append((name, *(spread(values) for values in figures)))
+        rows.append((name, *(write_spread(values, ".3g") for values in figures)))
         print("  ".join(rows[-1]), flush=True)  # progress
     return rows
-
-
-def spread(values: list[float]) -> str:
-    """Median (lowest-highest)."""
-    return f"{statistics.median(values):.3g} ({min(values):.3g}-{max(values):.3g})"

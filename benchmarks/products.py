@@ -18,18 +18,20 @@ from natgrad.operators import Linearization, OutputMap, Pullback
 
 @dataclass(frozen=True)
 class ProductWorkload:
-    """A network, a batch and its loss."""
+    """A network, a batch and its loss, and on how many of the examples a smaller metric is taken."""
 
     name: str
     model: nn.Module
     inputs: Tensor
     targets: Tensor
+    some: int
+    criterion: nn.Module = nn.CrossEntropyLoss()
 
 
 def mlp(batch: int = 500) -> ProductWorkload:
     """784-1000-500-250-30 with tanh, classes out."""
     net = dense([784, 1000, 500, 250, 30], nn.Tanh)
-    return ProductWorkload("MLP 784-1000-500-250-30", net, torch.rand(batch, 784), labels(batch, 30))
+    return ProductWorkload("MLP 784-1000-500-250-30", net, torch.rand(batch, 784), labels(batch, 30), 125)
 
 
 def cnn(batch: int = 128) -> ProductWorkload:
@@ -44,7 +46,7 @@ def cnn(batch: int = 128) -> ProductWorkload:
         nn.Flatten(),
         nn.Linear(32 * 49, 10),
     )
-    return ProductWorkload("CNN 16-32 on 28x28", model, torch.rand(batch, 1, 28, 28), labels(batch, 10))
+    return ProductWorkload("CNN 16-32 on 28x28", model, torch.rand(batch, 1, 28, 28), labels(batch, 10), 32)
 
 
 def labels(batch: int, classes: int) -> Tensor:
@@ -52,10 +54,10 @@ def labels(batch: int, classes: int) -> Tensor:
     return torch.randint(0, classes, (batch,))
 
 
-def gradient_of(work: ProductWorkload, loss: nn.Module = nn.CrossEntropyLoss()) -> Callable[[], object]:
+def gradient_of(work: ProductWorkload) -> Callable[[], object]:
     """One forward and backward pass."""
     params = list(work.model.parameters())
-    return lambda: torch.autograd.grad(loss(work.model(work.inputs), work.targets), params)
+    return lambda: torch.autograd.grad(work.criterion(work.model(work.inputs), work.targets), params)
 
 
 def pullback(work: ProductWorkload, linearise_after: int | None) -> Pullback:
@@ -135,33 +137,15 @@ PRODUCTS = 10
 HEADS = ("step / gradient", "products", "their share of it")
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A workload, its loss, and on how many of its examples a smaller metric is taken."""
-
-    work: ProductWorkload
-    criterion: nn.Module
-    some: int
-
-
 def autoencoder(batch: int = 1000) -> ProductWorkload:
     """784-1000-500-250-30-250-500-1000-784 with tanh, on random grey pixels."""
     images, net = torch.rand(batch, 784), dense([784, 1000, 500, 250, 30, 250, 500, 1000, 784], nn.Tanh)
-    return ProductWorkload("Autoencoder 784-1000-500-250-30-...", net, images, images)
+    return ProductWorkload("Autoencoder 784-1000-500-250-30-...", net, images, images, 125, nn.BCEWithLogitsLoss())
 
 
-def settings() -> list[Setting]:
-    """The networks of the other tables, and a deep autoencoder."""
-    return [
-        Setting(mlp(), nn.CrossEntropyLoss(), 125),
-        Setting(cnn(), nn.CrossEntropyLoss(), 32),
-        Setting(autoencoder(), nn.BCEWithLogitsLoss(), 125),
-    ]
-
-
-def step_of(setting: Setting, optimizer: ng.NaturalGradient) -> Callable[[], object]:
+def step_of(work: ProductWorkload, optimizer: ng.NaturalGradient) -> Callable[[], object]:
     """A whole iteration: forward, backward, step. The model is put back, so that every one starts from one point."""
-    work, model = setting.work, setting.work.model
+    model = work.model
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
 
     def iteration() -> None:
@@ -175,19 +159,18 @@ def step_of(setting: Setting, optimizer: ng.NaturalGradient) -> Callable[[], obj
     return iteration
 
 
-def product_of(setting: Setting, count: int) -> Callable[[], Tensor]:
+def product_of(work: ProductWorkload, count: int) -> Callable[[], Tensor]:
     """One product with the metric on `count` examples, its graph kept."""
-    work = setting.work
-    metric = ng.gauss_newton(work.model, setting.criterion)
+    metric = ng.gauss_newton(work.model, work.criterion)
     operator = metric.at(ng.trainable(work.model), (work.inputs[:count], work.targets[:count]))
     vector = torch.randn(operator.size)
     operator.mv(vector)
     return lambda: operator.mv(vector)
 
 
-def optimizers(setting: Setting) -> dict[str, tuple[ng.NaturalGradient, int]]:
+def optimizers(work: ProductWorkload) -> dict[str, tuple[ng.NaturalGradient, int]]:
     """Steps with a fixed number of products, and the examples that each of them is on."""
-    model, criterion, batch = setting.work.model, setting.criterion, len(setting.work.inputs)
+    model, criterion, batch = work.model, work.criterion, len(work.inputs)
     cg = ng.CG(rtol=0.0, max_steps=PRODUCTS)
 
     def freely(**options: int) -> ng.NaturalGradient:
@@ -196,17 +179,17 @@ def optimizers(setting: Setting) -> dict[str, tuple[ng.NaturalGradient, int]]:
     return {
         "natgrad_cg": (ng.natgrad_cg(model, criterion, solver=cg), batch),
         "hessian_free": (freely(), batch),
-        f"hessian_free, metric on {setting.some}": (freely(metric_batch=setting.some), setting.some),
+        f"hessian_free, metric on {work.some}": (freely(metric_batch=work.some), work.some),
     }
 
 
-def report_steps(setting: Setting, repeats: int) -> list[tuple[str, str, str, str]]:
+def report_steps(work: ProductWorkload, repeats: int) -> list[tuple[str, str, str, str]]:
     """Rows (which step, its cost in gradients, that of its products, their share)."""
-    chosen = optimizers(setting)
-    works = {name: step_of(setting, optimizer) for name, (optimizer, _) in chosen.items()}
+    chosen = optimizers(work)
+    works = {name: step_of(work, optimizer) for name, (optimizer, _) in chosen.items()}
     counts = sorted({count for _, count in chosen.values()})
-    products = {f"product on {count}": product_of(setting, count) for count in counts}
-    times = ratios(gradient_of(setting.work, setting.criterion), {**works, **products}, repeats)
+    products = {f"product on {count}": product_of(work, count) for count in counts}
+    times = ratios(gradient_of(work), {**works, **products}, repeats)
     rows = []
     for name, (optimizer, count) in chosen.items():
         cost = optimizer.state_report().solver_steps * times[f"product on {count}"].median

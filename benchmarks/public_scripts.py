@@ -21,7 +21,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
@@ -30,12 +30,10 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 import natgrad as ng
+from benchmarks.tables import ChosenTables
 from benchmarks.variants import check_names
 from natgrad_lab.data import mnist
 from natgrad_lab.networks.char_transformer import documentation, encode_text
-
-if TYPE_CHECKING:
-    from benchmarks.__main__ import ChosenTables
 
 LossOf = Callable[[Any, Any], Tensor]
 HEADS = (

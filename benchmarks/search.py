@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from cma import bbobbenchmarks
 from torch import Tensor
 
 from benchmarks.kept_results import keep_result
+from benchmarks.tables import write_spread
 from natgrad.search import BIPOP, IPOP, XNES, GaussianModel, SearchResult, minimize
 
 HEADS = ("reached", "median evaluations (smallest-largest)", "pycma's median", "goal")
@@ -100,7 +100,7 @@ def solve(problem: Problem, seed: int, **settings: Any) -> SearchResult:
 
 def spread(counts: list[int]) -> str:
     """Median, smallest and largest."""
-    return f"{statistics.median(counts):.0f} ({min(counts)}-{max(counts)})" if counts else "none"
+    return write_spread(counts, ".0f") if counts else "none"
 
 
 def goal(name: str, factor: float) -> str:

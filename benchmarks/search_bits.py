@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.tables import write_spread
 from natgrad.search import (
     CGA,
     PBIL,
@@ -223,5 +223,5 @@ def figures(seeds: range) -> Iterator[tuple[str, ...]]:
             yield name, f"needs {error.name}", "", peer, goal
             continue
         reached = [count for count in counts if count is not None]
-        numbers = f"{statistics.median(reached):.0f} ({min(reached)}-{max(reached)})" if reached else "none"
+        numbers = write_spread(reached, ".0f") if reached else "none"
         yield name, f"{len(reached)} of {len(counts)}", numbers, peer, goal

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.search import sphere
+from benchmarks.tables import write_spread
 from natgrad.search import minimize
 
 HEADS = ("median f at the result (smallest-largest)", "evaluations")
@@ -75,6 +76,5 @@ def figures(seeds: range) -> Iterator[tuple[str, ...]]:
     for title, f in (("sphere", sphere), ("ellipsoid 1e3", ellipsoid)):
         for name, run in cases.items():
             runs = [run(f, seed) for seed in seeds]
-            values = sorted(value for value, _ in runs)
-            spread = f"{statistics.median(values):.3f} ({values[0]:.3f}-{values[-1]:.3f})"
+            spread = write_spread([value for value, _ in runs], ".3f")
             yield f"{title}, {name}", spread, f"{statistics.median(n for _, n in runs):.0f}"

@@ -23,17 +23,20 @@ from rich.console import Console
 from torch import nn
 
 from benchmarks.step_workloads import SUITES, WORKLOADS
+from benchmarks.tables import ChosenTables, print_table, write_spread
+from benchmarks.variants import check_names
 from natgrad_lab.experiments import Choice, Contestant, Experiment, LabError, Task, contestants, interruptible, race
 from natgrad_lab.experiments.contestants import FAMILY, apply_recipe, grid
 from natgrad_lab.experiments.frame import Worker, plan, threads
 from natgrad_lab.experiments.progress import ProgressDisplay
 from natgrad_lab.experiments.race import Course
 from natgrad_lab.experiments.race_story import plots
-from natgrad_lab.experiments.race_summary import Record, choose, final_row, read_runs, result
+from natgrad_lab.experiments.race_summary import Record, choose, final, read_runs, result
 from natgrad_lab.experiments.records import FinishedPiece, Folder
 from natgrad_lab.figures import draw, save
 
-OURS = ("kfac",)
+METHODS = ("kfac", "adam", "muon", "soap", "sgd")  # who races where nobody is named
+OUT = Path("runs/step")
 HEADS = ("rate", "loss of the last batches", "training loss", "test loss", "steps", "seconds")
 LAST = 20  # batches that the first of the losses is a mean of
 TITLES = {"Muon and Adam": "Muon", "SGD-momentum": "SGD"}
@@ -53,43 +56,23 @@ class Settings:
     falls: bool = True
 
 
-@dataclass(frozen=True)
-class Request:
-    """What the command line asks for. None and (): all that a workload has."""
-
-    workloads: tuple[str, ...] = ()
-    methods: tuple[str, ...] = (*OURS, "adam", "muon", "soap", "sgd")
-    steps: int | None = None
-    seconds: float | None = None
-    seeds: int = 3
-    out: Path = Path("runs/step")
-    falls: bool = True  # everybody's rate, to zero
-    redo: tuple[str, ...] = ()  # contestants whose finished runs are thrown away: natgrad's, after a change
-
-
-def races(request: Request) -> Iterator[tuple[str, Experiment, Settings]]:
-    """(folder's name, race, settings) of every race asked for. LabError for an unknown workload or method."""
-    for word in request.workloads:
-        check("workload", word, (*WORKLOADS, *SUITES))
-    for word in (*request.methods, *request.redo):
-        check("method", word, (*PEER_RATES, *FAMILY))
+def races(request: ChosenTables) -> Iterator[tuple[str, Experiment, Settings]]:
+    """(folder's name, race, settings) of every race asked for. SystemExit for an unknown workload or method."""
+    check_names("workloads", request.workloads, (*WORKLOADS, *SUITES))
+    check_names("methods", (*request.methods, *request.redo), (*PEER_RATES, *FAMILY))
     own = {name: length for word in request.workloads for name, length in SUITES.get(word, {}).items()}
     for name in dict.fromkeys(name for word in request.workloads or WORKLOADS for name in SUITES.get(word, (word,))):
         workload = WORKLOADS[name]
-        usual = [(value,) for value in own[name]] if name in own else (workload.steps, workload.seconds)
-        for steps, seconds in lengths(request, *usual):
+        counts, spans = ((own[name][0],), (own[name][1],)) if name in own else (workload.steps, workload.seconds)
+        if request.steps is not None or request.seconds is not None:
+            counts = () if request.steps is None else (request.steps,)
+            spans = () if request.seconds is None else (request.seconds,)
+        lengths: list[tuple[int | None, float]] = [(count, math.inf) for count in counts]
+        for steps, seconds in lengths + [(None, span) for span in spans]:
             title = f"{name}-{steps}-steps" if steps is not None else f"{name}-{seconds:g}-seconds"
-            title += "" if request.falls else "-constant"
-            settings = Settings(steps, seconds, workload.looked_at, falls=request.falls)
+            title += "-constant" if request.constant else ""
+            settings = Settings(steps, seconds, workload.looked_at, falls=not request.constant)
             yield title, race_of(name, title), settings
-
-
-def lengths(request: Request, steps: Sequence[int], seconds: Sequence[float]) -> Sequence[tuple[int | None, float]]:
-    """(steps, seconds) of the races on one workload."""
-    if request.steps is None and request.seconds is None:
-        return [(many, math.inf) for many in steps] + [(None, length) for length in seconds]
-    asked = [] if request.steps is None else [(request.steps, math.inf)]
-    return asked + ([] if request.seconds is None else [(None, request.seconds)])
 
 
 def race_of(name: str, title: str) -> Experiment:
@@ -173,44 +156,37 @@ def take_packaged(title: str, name: str, choices: list[Choice]) -> Contestant:
     return Contestant(title, tuple(choices), build)
 
 
-def carry_out(request: Request, console: Console) -> None:
+def carry_out(request: ChosenTables) -> None:
     """Run what is missing, race by race, and show each one when it is there. Interrupted where Ctrl-C was pressed."""
+    seeds = 3 if request.seeds is None else len(request.seeds)
     with interruptible() as stopped:
         for title, experiment, settings in races(request):
             assert experiment.tasks is not None
-            folder, (task,) = Folder(request.out / title), experiment.tasks(settings)
-            course, asked = Course(task, settings), choose_contestants(task, request.methods)
+            folder, (task,) = Folder(OUT / title), experiment.tasks(settings)
+            course, asked = Course(task, settings), choose_contestants(task, request.methods or METHODS)
             pieces = tuple(course.tuning(c, i) for c in task.contestants for i in range(len(c.grid)))
             pieces += tuple(map(course.racing, task.contestants))
             folder.settle(plan(experiment, pieces, settings))
-            throw_away(folder, task, course, request)
-            many = sum((len(c.grid) - 2 * BEYOND if c.has_choices else 0) + request.seeds for c in asked)
+            for again in choose_contestants(task, request.redo):  # finished runs of who is to run again
+                for piece in (*(course.tuning(again, i) for i in range(len(again.grid))), course.racing(again)):
+                    for seed in range(seeds if piece.repeated else 1):
+                        (folder.records / piece.file(seed)).unlink(missing_ok=True)
+            many = sum((len(c.grid) - 2 * BEYOND if c.has_choices else 0) + seeds for c in asked)
             with ProgressDisplay(Console(stderr=True)) as display, threads(settings.threads):
                 worker = Worker(experiment, settings, folder, pieces, 0, display, stopped, many)
-                run(worker, course, asked, request.seeds)
-            show(folder, task, console)
+                best = {racer.name: tune(worker, course, racer) if racer.has_choices else 0 for racer in asked}
+                for seed in range(seeds):
+                    for racer in asked:
+                        worker.carry_out(course.racing(racer, best[racer.name]), seed)
+            records = read_runs(folder.read_all())
+            print_table(f"{folder.path.name}: {task.title}, {task.unit}", figures(records), HEADS)
+            picture(folder, task, records)
 
 
 def choose_contestants(task: Task, words: Sequence[str]) -> tuple[Contestant, ...]:
     """Contestants by the words of the command line."""
     among = dict(zip((*FAMILY, *PEER_RATES), task.contestants, strict=True))
     return tuple(racer for word, racer in among.items() if word in words)
-
-
-def throw_away(folder: Folder, task: Task, course: Course, request: Request) -> None:
-    """Delete the finished runs of those who are to run again."""
-    for again in choose_contestants(task, request.redo):
-        for piece in (*(course.tuning(again, i) for i in range(len(again.grid))), course.racing(again)):
-            for seed in range(request.seeds if piece.repeated else 1):
-                (folder.records / piece.file(seed)).unlink(missing_ok=True)
-
-
-def run(worker: Worker, course: Course, asked: Sequence[Contestant], seeds: int) -> None:
-    """Tune those who are tuned, then race everybody from every seed."""
-    best = {racer.name: tune(worker, course, racer) if racer.has_choices else 0 for racer in asked}
-    for seed in range(seeds):
-        for racer in asked:
-            worker.carry_out(course.racing(racer, best[racer.name]), seed)
 
 
 def tune(worker: Worker, course: Course, racer: Contestant) -> int:
@@ -231,19 +207,6 @@ def tune(worker: Worker, course: Course, racer: Contestant) -> int:
         attempt(further)
 
 
-def show(folder: Folder, task: Task, console: Console) -> None:
-    """Print the table of one race, from its records alone, and draw loss against steps and seconds beside them."""
-    records = read_runs(folder.read_all())
-    console.print(f"\n{folder.path.name}: {task.title}, {task.unit}", highlight=False, soft_wrap=True)
-    rows = list(figures(records))
-    widths = [max(map(len, column)) for column in zip(("", *HEADS), *rows, strict=True)]
-    for row in [("", *HEADS), *rows]:
-        console.print(
-            "  " + "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)), highlight=False, soft_wrap=True
-        )
-    picture(folder, task, records)
-
-
 def figures(records: Sequence[Record]) -> Iterator[tuple[str, ...]]:
     """Rows of HEADS, the lowest test loss first: medians over the seeds, lowest and highest behind them."""
     raced: dict[str, list[Record]] = {}
@@ -254,7 +217,7 @@ def figures(records: Sequence[Record]) -> Iterator[tuple[str, ...]]:
     for record in records:
         if record.header["phase"] == "tune":
             tuned.setdefault(record.header["contestant"], set()).add(record.header["choice"]["lr"])
-    for name in sorted(raced, key=lambda name: median(number(r, "test_loss") for r in raced[name])):
+    for name in sorted(raced, key=lambda name: median(final(r, "test_loss") for r in raced[name])):
         runs = raced[name]
         rate = runs[0].header["choice"].get("lr")
         words = "defaults" if rate is None else f"{rate:g}"
@@ -262,27 +225,16 @@ def figures(records: Sequence[Record]) -> Iterator[tuple[str, ...]]:
             words += " (at the edge)"
         columns = [
             [last_batches(r) for r in runs],
-            *([number(r, n) for r in runs] for n in ("train_loss", "test_loss")),
+            *([final(r, n) for r in runs] for n in ("train_loss", "test_loss")),
         ]
         ends = (f"{median(r.end[key] for r in runs):.4g}" for key in ("steps", "seconds"))
-        yield (TITLES.get(name, name), words, *(spread(values) for values in columns), *ends)
+        yield (TITLES.get(name, name), words, *map(write_spread, columns), *ends)
 
 
 def last_batches(record: Record) -> float:
     """The mean loss of the last batches, each before its step."""
     losses = [row["loss"] for row in record.rows if row.get("loss") is not None][-LAST:]
     return math.inf if record.end["end"] == "not finite" or not losses else sum(losses) / len(losses)
-
-
-def number(record: Record, name: str) -> float:
-    """A number at the end of the run, infinite where it broke down."""
-    value = final_row(record).get(name)
-    return math.inf if value is None or record.end["end"] == "not finite" else value
-
-
-def spread(values: Sequence[float]) -> str:
-    """Median (lowest-highest)."""
-    return f"{median(values):.4g} ({min(values):.4g}-{max(values):.4g})"
 
 
 def picture(folder: Folder, task: Task, records: Sequence[Record]) -> None:
@@ -300,9 +252,3 @@ def picture(folder: Folder, task: Task, records: Sequence[Record]) -> None:
             title = f"{task.title}, {folder.path.name}: {plot.title.lower()}, median and range of {seeds} seeds"
             drawn = plot.picture(replace(numbers, task=replace(there, title=title)), order)
             save(draw(drawn.draw, drawn.size), folder.path / "plots" / drawn.name)
-
-
-def check(kind: str, word: str, known: Any) -> None:
-    """LabError for a word that nothing is named by."""
-    if word not in known:
-        raise LabError(f"{kind} {word!r} is not known, expected some of {', '.join(known)}")
