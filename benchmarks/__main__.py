@@ -85,11 +85,6 @@ def score_tables(choices: ChosenTables) -> Iterator[Shown]:
     yield title, scores.report(), scores.HEADS
 
 
-def wake_sleep_table(choices: ChosenTables) -> Iterator[Shown]:
-    title = f"One step of reweighted wake-sleep, 5 draws, from {choices.cycles} cycles of {wake_sleep.CYCLE}"
-    yield title, wake_sleep.report(choices.cycles), wake_sleep.HEADS
-
-
 def search_functions(choices: ChosenTables) -> Iterator[Shown]:
     from benchmarks import search  # needs cma
 
@@ -134,16 +129,6 @@ def race_large(choices: ChosenTables) -> Iterator[Shown]:
     yield choices.show(title, range(1, 2), coco.large_figures, coco.LARGE_HEADS)
 
 
-def race_pbo(choices: ChosenTables) -> Iterator[Shown]:
-    title = f"{search_pbo.BITS} bits, {search_pbo.BUDGET} evaluations, {{}}; kept in {search_pbo.KNOWN}"
-    yield choices.show(title, range(10), search_pbo.figures, search_pbo.HEADS)
-
-
-def race_landscapes(choices: ChosenTables) -> Iterator[Shown]:
-    title = f"{search_landscapes.BUDGET} evaluations, {{}}; kept in {search_landscapes.KNOWN}"
-    yield choices.show(title, range(10), search_landscapes.figures, search_landscapes.HEADS)
-
-
 def search_noise(choices: ChosenTables) -> Iterator[Shown]:
     from benchmarks import search_noise  # needs cma
 
@@ -157,29 +142,6 @@ def search_cost(choices: ChosenTables) -> Iterator[Shown]:
     rows = search_costs.overheads(max(3, choices.repeats // 3))
     yield "One generation of ask and tell", rows, search_costs.HEADS
     yield "Memory and time of a generation", search_costs.memory(), search_costs.MEMORY_HEADS
-
-
-def race_residuals(choices: ChosenTables) -> Iterator[Shown]:
-    title = "Relative error, {}: median (least to largest) at equal CPU seconds of one thread, float64"
-    asked = choices.workloads, choices.seconds, choices.methods
-    yield choices.show(title, range(5), lambda seeds: residuals.report(seeds, *asked), residuals.HEADS)
-
-
-def race_ground_states(choices: ChosenTables) -> Iterator[Shown]:
-    title = "Relative error of the energy, {}: median (least to largest) at equal CPU seconds"
-    asked = choices.workloads, choices.seconds, choices.methods
-    yield choices.show(title, range(5), lambda seeds: ground_states.report(seeds, *asked), ground_states.HEADS)
-
-
-def race_policies(choices: ChosenTables) -> Iterator[Shown]:
-    title = f"Returns, {{}}, mean ± standard deviation; kept in {policy_races.KNOWN}"
-    asked = choices.workloads, choices.methods, choices.steps or 100_000
-    yield choices.show(title, range(5), lambda seeds: policy_races.figures(seeds, *asked), policy_races.HEADS)
-
-
-def race_posteriors(choices: ChosenTables) -> Iterator[Shown]:
-    title = f"A normal q, {{}}, CPU seconds of one thread; kept in {posteriors.KNOWN}"
-    yield choices.show(title, range(3), lambda seeds: posteriors.figures(seeds, choices.seconds), posteriors.HEADS)
 
 
 def race_densities(choices: ChosenTables) -> Iterator[Shown]:
@@ -220,7 +182,9 @@ TABLES: dict[str, Table] = {
     "scores": score_tables,
     "conversions": lambda choices: [(conversions.TITLE, conversions.report(choices.repeats), conversions.HEADS)],
     "policy": policy_table,
-    "wake-sleep": wake_sleep_table,
+    "wake-sleep": lambda choices: [
+        (wake_sleep.TITLE.format(choices.cycles), wake_sleep.report(choices.cycles), wake_sleep.HEADS)
+    ],
 }
 SEARCHES: dict[str, Table] = {
     "search-functions": search_functions,
@@ -232,8 +196,10 @@ SEARCHES: dict[str, Table] = {
     "search-bits": lambda choices: [
         choices.show("Bits and categories, {}", range(10), search_bits.figures, search_bits.HEADS)
     ],
-    "search-pbo": race_pbo,
-    "search-landscapes": race_landscapes,
+    "search-pbo": lambda choices: [choices.show(search_pbo.TITLE, range(10), search_pbo.figures, search_pbo.HEADS)],
+    "search-landscapes": lambda choices: [
+        choices.show(search_landscapes.TITLE, range(10), search_landscapes.figures, search_landscapes.HEADS)
+    ],
     "search-noise": search_noise,
     "search-cost": search_cost,
 }
@@ -246,10 +212,10 @@ RACES: dict[str, Table] = {  # minutes to hours: only where they are named
     "step": race_steps,
     "scripts": public_scripts.race_scripts,
     "densities": race_densities,
-    "residuals": race_residuals,
-    "ground-states": race_ground_states,
-    "posteriors": race_posteriors,
-    "policy-races": race_policies,
+    "residuals": lambda choices: [choices.race(range(5), residuals)],
+    "ground-states": lambda choices: [choices.race(range(5), ground_states)],
+    "posteriors": lambda choices: [choices.race(range(3), posteriors)],
+    "policy-races": lambda choices: [choices.race(range(5), policy_races)],
 }
 
 

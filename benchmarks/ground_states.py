@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 import natgrad as ng
+from benchmarks.tables import ChosenTables
 from benchmarks.variants import check_names, race_variants, write_errors
 
 vmc = ng.vmc
@@ -180,6 +181,7 @@ CONTESTANTS: dict[str, Variants] = {  # name -> its variants, of which the best 
     "Adam": {f"{rate:g}": partial(by_adam, rate=rate) for rate in ADAM_RATES},
 }
 HEADS = tuple(CONTESTANTS)
+TITLE = "Relative error of the energy, {}: median (least to largest) at equal CPU seconds"
 
 
 def train(lattice: Lattice, contestant: Contestant, seed: int, seconds: float) -> float:
@@ -195,17 +197,15 @@ def train(lattice: Lattice, contestant: Contestant, seed: int, seconds: float) -
     return error if math.isfinite(error) else math.inf
 
 
-def report(
-    seeds: range, names: tuple[str, ...] = (), seconds: float | None = None, methods: tuple[str, ...] = ()
-) -> Iterator[tuple[str, ...]]:
+def figures(seeds: range, choices: ChosenTables) -> Iterator[tuple[str, ...]]:
     """One row per lattice: median, least and largest error of each contestant, and which of its variants that is."""
-    check_names("lattices", names, LATTICES)
-    check_names("methods", methods, HEADS)
+    check_names("lattices", choices.workloads, LATTICES)
+    check_names("methods", choices.methods, HEADS)
     torch.set_num_threads(1)
-    for make in (LATTICES[name] for name in names or tuple(LATTICES)):
+    for make in (LATTICES[name] for name in choices.workloads or LATTICES):
         lattice = make()
-        budget = seconds or lattice.seconds
-        cells = [race(lattice, name, seeds, budget) if name in (methods or HEADS) else "-" for name in HEADS]
+        budget = choices.seconds or lattice.seconds
+        cells = [race(lattice, name, seeds, budget) if name in (choices.methods or HEADS) else "-" for name in HEADS]
         yield f"{lattice.name}, {lattice.samples} samples, {budget:g} s", *cells
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.kept_results import keep_result
+from benchmarks.tables import ChosenTables
 from benchmarks.variants import check_names
 from natgrad.ground.progress import Progress
 from natgrad_lab.policies.players import NatgradPlayer, Peer, PolicyChoice, learn_to_marks
 
 KNOWN = Path("build/benchmarks/policies.json")
+TITLE = f"Returns, {{}}, mean ± standard deviation; kept in {KNOWN}"
 HEADS = ("without exploration", "lowest to highest", "while training", "CPU seconds")
 MARKS = (30_000, 100_000, 200_000, 300_000)
 MISSING = {"mujoco": 'pip install mujoco "gymnasium[mujoco]"', "sb3_contrib": "pip install sb3-contrib"}
@@ -62,32 +65,29 @@ TASKS = {
 }
 
 
-def figures(seeds: range, names: Sequence[str], methods: Sequence[str], steps: int) -> Iterator[tuple[str, ...]]:
+def figures(seeds: range, choices: ChosenTables) -> Iterator[tuple[str, ...]]:
     """A row per task, contestant and mark, as soon as all seeds are there."""
-    check_names("tasks", names, TASKS)
-    check_names("methods", methods, PLAYERS)
+    check_names("tasks", choices.workloads, TASKS)
+    check_names("methods", choices.methods, PLAYERS)
     if find_spec("mujoco") is None:
         yield "all tasks", MISSING["mujoco"], "", "", ""
         return
-    for name in names or TASKS:
-        for method in methods or PLAYERS:
+    for name in choices.workloads or TASKS:
+        for method in choices.methods or PLAYERS:
             title = f"{TASKS[name].env}, {method}"
             if method == "sb3-contrib" and find_spec("sb3_contrib") is None:
                 yield title, MISSING["sb3_contrib"], "", "", ""
                 continue
-            curves = [keep_run(name, method, seed, steps) for seed in seeds]
+            task, choice, steps = TASKS[name], TASKS[name].choices[method], choices.steps or 100_000
+            curves = []
+            for seed in seeds:
+                key = f"{task.env} {method} {choice.words} {choice.arguments} seed {seed} steps {steps}"
+                curves.append(keep_result(KNOWN, key, partial(run, task, method, seed, steps)))
             for looks in zip(*curves, strict=True):
                 test, train, seconds = ([look[key] for look in looks] for key in ("test", "train", "seconds"))
-                words = f"{title}, {TASKS[name].choices[method].words}, {looks[0]['mark']:,} steps"
+                words = f"{title}, {choice.words}, {looks[0]['mark']:,} steps"
                 extremes = f"{min(test):.0f} to {max(test):.0f}"
                 yield words, write_spread(test), extremes, write_spread(train), f"{np.mean(seconds):.1f}"
-
-
-def keep_run(name: str, method: str, seed: int, steps: int) -> list[dict[str, Any]]:
-    """What one contestant showed at the marks; from the file where it is known."""
-    choice = TASKS[name].choices[method]
-    key = f"{TASKS[name].env} {method} {choice.words} {choice.arguments} seed {seed} steps {steps}"
-    return keep_result(KNOWN, key, lambda: run(TASKS[name], method, seed, steps))
 
 
 def run(task: PolicyTask, method: str, seed: int, steps: int) -> list[dict[str, Any]]:

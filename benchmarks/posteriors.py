@@ -23,6 +23,7 @@ from torch.distributions import StudentT
 
 import natgrad as ng
 from benchmarks.kept_results import keep_result
+from benchmarks.tables import ChosenTables
 from natgrad.ground.linalg import cholesky
 from natgrad.variational import GaussHermite, Projected, Sobol, inducing
 from natgrad_lab.data import uci
@@ -358,12 +359,13 @@ def log_joint_of_jax(problem: Posterior) -> Callable[[Any], Any]:
 # The race: a row per problem and contestant
 
 KNOWN = Path("build/benchmarks/posteriors.json")
+TITLE = f"A normal q, {{}}, CPU seconds of one thread; kept in {KNOWN}"
 HEADS = ("to .01 nats of the best bound, CPU seconds: median (least to largest)", "settings")
 
 
-def figures(seeds: range, seconds: float | None) -> Iterator[tuple[str, ...]]:
+def figures(seeds: range, choices: ChosenTables) -> Iterator[tuple[str, ...]]:
     """A row per problem and contestant: each has as many settings as it has knobs, of which the fastest counts."""
-    limit = seconds or 15.0
+    limit = choices.seconds or 15.0
     for name, build in PROBLEMS.items():
         problem = build()
         best = problem.best()

@@ -31,6 +31,7 @@ from benchmarks.residual_equations import (
     poisson,
     squares,
 )
+from benchmarks.tables import ChosenTables
 from benchmarks.variants import check_names, race_variants, write_errors
 from natgrad.ground.linalg import cholesky
 
@@ -173,6 +174,7 @@ CONTESTANTS: dict[str, Variants] = {  # name -> its variants, of which the best 
     },
 }
 HEADS = tuple(CONTESTANTS)
+TITLE = "Relative error, {}: median (least to largest) at equal CPU seconds of one thread, float64"
 
 
 def train(equation: BoundaryProblem, contestant: Contestant, seed: int, seconds: float) -> float:
@@ -189,16 +191,14 @@ def train(equation: BoundaryProblem, contestant: Contestant, seed: int, seconds:
     return error if math.isfinite(error) else math.inf
 
 
-def report(
-    seeds: range, names: tuple[str, ...] = (), seconds: float | None = None, methods: tuple[str, ...] = ()
-) -> Iterator[tuple[str, ...]]:
+def figures(seeds: range, choices: ChosenTables) -> Iterator[tuple[str, ...]]:
     """One row per equation: median, least and largest error of each contestant, and which of its variants that is."""
-    check_names("equations", names, EQUATIONS)
-    check_names("methods", methods, HEADS)
+    check_names("equations", choices.workloads, EQUATIONS)
+    check_names("methods", choices.methods, HEADS)
     torch.set_num_threads(1)
-    for make, usual in (EQUATIONS[name] for name in names or tuple(EQUATIONS)):
-        equation, budget = make(), seconds or usual
+    for make, usual in (EQUATIONS[name] for name in choices.workloads or EQUATIONS):
+        equation, budget = make(), choices.seconds or usual
         run = partial(train, equation, seconds=budget)
-        chosen = {name: variants for name, variants in CONTESTANTS.items() if name in (methods or HEADS)}
+        chosen = {name: variants for name, variants in CONTESTANTS.items() if name in (choices.methods or HEADS)}
         cells = {name: write_errors(*race_variants(run, variants, seeds)) for name, variants in chosen.items()}
         yield f"{equation.name}, {budget:g} s", *(cells.get(name, "-") for name in HEADS)

@@ -16,6 +16,7 @@ from benchmarks.kept_results import keep_result
 BUDGET = 20_000
 KNOWN = Path("build/benchmarks/search_landscapes.json")
 CONTESTANTS = SEARCHES | PEERS
+TITLE = f"{BUDGET} evaluations, {{}}; kept in {KNOWN}"
 HEADS = ("cliques given", "cliques learned", "BernoulliSearch", "(1+1)-EA", "the same, restarted", "UMDA 50", "cGA")
 
 

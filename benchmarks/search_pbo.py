@@ -14,6 +14,7 @@ from benchmarks.kept_results import keep_result
 
 BITS, BUDGET = 64, 20_000
 KNOWN = Path("build/benchmarks/search_pbo.json")
+TITLE = f"{BITS} bits, {BUDGET} evaluations, {{}}; kept in {KNOWN}"
 HEADS = ("BernoulliSearch", "(1+1)-EA", "the same, restarted", "UMDA 50", "cGA", "ours")
 
 

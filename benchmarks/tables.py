@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 Rows = Iterable[tuple[str, ...]]
 Shown = tuple[str, Rows, tuple[str, ...]]  # title, rows, heads of a table
@@ -34,6 +35,10 @@ class ChosenTables:
         """A table over seeds, those asked for or the usual ones; {} in its title says which."""
         seeds = self.seeds or usual
         return title.format(f"seeds {seeds[0]} to {seeds[-1]}"), figures(seeds), heads
+
+    def race(self, usual: range, module: Any) -> Shown:
+        """The table of a module with TITLE, HEADS and `figures`, of seeds and of what the command line says."""
+        return self.show(module.TITLE, usual, lambda seeds: module.figures(seeds, self), module.HEADS)
 
 
 Table = Callable[[ChosenTables], Iterable[Shown]]

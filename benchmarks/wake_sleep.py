@@ -10,6 +10,7 @@ from benchmarks.timing import Work, ratios
 CYCLE = 60  # steps that are timed together: a few times those between two refreshes
 WARM = 100  # steps before, since refreshes are rarer later
 SIZES = (([64, 32, 16], 50), ([784, 200, 200, 10], 100), ([784, 300, 200, 100, 75, 50, 35, 25, 20, 15, 10, 10], 100))
+TITLE = f"One step of reweighted wake-sleep, 5 draws, from {{}} cycles of {CYCLE}"
 HEADS = ("Adam / plain", "natural / plain", "exact blocks / plain")
 
 
