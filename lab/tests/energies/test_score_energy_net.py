@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
+from small_study import finish
 
 import natgrad as ng
 from natgrad_lab.energies import score_energy_net
-from natgrad_lab.experiments import PieceRun, find
-from natgrad_lab.experiments.frame import Findings, FinishedPiece
+from natgrad_lab.experiments import find
+from natgrad_lab.experiments.frame import Findings
 
 FEW = score_energy_net.ScoreEnergySettings(tasks="rings,digits", seconds=0.05, batch=20, width=8)
 
@@ -61,12 +61,8 @@ def test_steps_lower_the_loss(method):
 
 def test_the_page_tells_every_task():
     study = find("score_energy_net")
-    pieces = []
-    for piece in study.pieces(FEW):
-        numbers = piece.work(PieceRun(FEW, 0))
-        assert all(math.isfinite(loss) for _, _, loss, _ in numbers["curve"])
-        pieces.append(FinishedPiece({"piece": piece.name, "seed": 0}, numbers))
-    story = study.tell(Findings(FEW, tuple(pieces)))
+    pieces = finish(study, FEW)
+    story = study.tell(Findings(FEW, pieces))
     assert [section.title for section in story.sections] == ["rings", "digits"]
     assert "of 2 tasks" in story.lead
-    assert len(study.tell(Findings(FEW, tuple(pieces[:1]))).sections) == 1
+    assert len(study.tell(Findings(FEW, pieces[:1])).sections) == 1

@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from small_study import finish
 from torch.func import vmap
 
 import natgrad as ng
 from natgrad_lab.equations import pinn
-from natgrad_lab.experiments import PieceRun, find
-from natgrad_lab.experiments.frame import Findings, FinishedPiece
+from natgrad_lab.experiments import find
+from natgrad_lab.experiments.frame import Findings
 
 FEW = pinn.PinnSettings(seconds=0.05, width=8)
 CLOSED = {
@@ -67,13 +68,10 @@ def test_both_methods_have_one_loss():
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_the_page_tells_what_is_finished(name: str):
-    study, pieces = find(name), []
-    for piece in study.pieces(FEW):
-        numbers = piece.work(PieceRun(FEW, 0))
-        assert all(math.isfinite(error) for _, _, error in numbers["curve"])
-        assert ("k" in numbers) == (name == "pinn_inverse")
-        pieces.append(FinishedPiece({"piece": piece.name, "seed": 0}, numbers))
-    story = study.tell(Findings(FEW, tuple(pieces)))
+    study = find(name)
+    pieces = finish(study, FEW)
+    assert all(("k" in piece.numbers) == (name == "pinn_inverse") for piece in pieces)
+    story = study.tell(Findings(FEW, pieces))
     assert "ng.residuals" in story.lead
     assert "Adam" in story.lead
     assert len(story.sections) == 1

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from small_study import finish
 from torch.testing import assert_close
 
 from natgrad.families import MeanCovariance, MultivariateNormal
 from natgrad.geometry import Wasserstein
-from natgrad_lab.experiments import PieceRun, find
-from natgrad_lab.experiments.frame import Findings, FinishedPiece
+from natgrad_lab.experiments import find
+from natgrad_lab.experiments.frame import Findings
 from natgrad_lab.papers.arbel_2020 import toy
 
 FEW = toy.ArbelSettings(draws=2, samples=40, steps=3)
@@ -65,9 +66,6 @@ def test_runs_that_break_off_rank_last():
 
 def test_the_page_tells_both_parts():
     study = find("arbel_2020_toy")
-    pieces = [
-        FinishedPiece({"piece": piece.name, "seed": 0}, piece.work(PieceRun(FEW, 0))) for piece in study.pieces(FEW)
-    ]
-    story = study.tell(Findings(FEW, tuple(pieces)))
+    story = study.tell(Findings(FEW, finish(study, FEW)))
     assert [section.title for section in story.sections] == ["Error", "Descent"]
     assert study.tell(Findings(FEW, ())).lead == "Nothing is finished yet."

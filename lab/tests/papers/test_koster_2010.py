@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import torch
 from models import assert_close
+from small_study import finish
 
 from natgrad.energies import TwoLayer
 from natgrad_lab.data import sample_photographs
 from natgrad_lab.experiments import PieceRun, find
-from natgrad_lab.experiments.frame import Findings, FinishedPiece
+from natgrad_lab.experiments.frame import Findings
 from natgrad_lab.papers.koster_2010 import natural_images
 
 FEW = natural_images.KosterSettings(
@@ -56,16 +57,12 @@ def test_measures_know_gratings_and_spots():
 
 def test_every_method_trains_and_the_page_tells_it():
     study = find("koster_2010_natural_images")
-    pieces = []
-    for piece in study.pieces(FEW):
-        numbers = piece.work(PieceRun(FEW, 0))
-        assert numbers["steps"] >= 1
-        assert all(math.isfinite(loss) for _, _, loss in numbers["curve"])
-        pieces.append(FinishedPiece({"piece": piece.name, "seed": 0}, numbers))
-    story = study.tell(Findings(FEW, tuple(pieces)))
+    pieces = finish(study, FEW)
+    assert all(piece.numbers["steps"] >= 1 for piece in pieces)
+    story = study.tell(Findings(FEW, pieces))
     assert "orientations" in story.lead
     assert len(story.sections) == 5
-    assert len(study.tell(Findings(FEW, tuple(pieces[:1]))).sections) == 2
+    assert len(study.tell(Findings(FEW, pieces[:1])).sections) == 2
 
 
 def test_adam_lowers_the_loss():
