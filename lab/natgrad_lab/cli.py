@@ -182,17 +182,12 @@ def list_experiments() -> None:
     table.columns[1].justify = "right"
     for name in EXPERIMENTS:
         experiment = find(name)
-        table.add_row(f"[bold]{name}[/]", describe_minutes(experiment.minutes), experiment.summary)
+        minutes = experiment.minutes or 0  # 0 where it was not measured
+        took = f"{minutes:.0f} min" if minutes >= 1 else f"{minutes * 60:.0f} s" if minutes else ""
+        table.add_row(f"[bold]{name}[/]", took, experiment.summary)
     console = Console()
     console.print(table)
     console.print("Minutes are those of one core with the defaults; `natgrad run NAME --help` lists the settings.")
-
-
-def describe_minutes(minutes: float | None) -> str:
-    """`3 min`; `20 s` below one; nothing where it was not measured."""
-    if minutes is None:
-        return ""
-    return f"{minutes * 60:.0f} s" if minutes < 1 else f"{minutes:.0f} min"
 
 
 def run(name: str, seeds: int | None, size: str | None, assignments: list[str], out: Path | None) -> None:

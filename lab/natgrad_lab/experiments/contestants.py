@@ -169,10 +169,10 @@ def direction(gradient: Tensor, state: dict[str, Any], group: dict[str, Any], ro
         turn(gradient, state, group)
     first, second = group["betas"]
     state["mean"].lerp_(gradient, 1 - first)
-    state["square"].lerp_(into_basis(gradient, state).square(), 1 - second)
-    mean = into_basis(state["mean"], state) / (1 - first ** state["step"])
+    state["square"].lerp_(rotate(gradient, state).square(), 1 - second)
+    mean = rotate(state["mean"], state) / (1 - first ** state["step"])
     root = (state["square"] / (1 - second ** state["step"])).sqrt()
-    return out_of_basis(mean / (root + group["eps"]), state)
+    return rotate(mean / (root + group["eps"]), state, back=True)
 
 
 def turn(gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -194,18 +194,11 @@ def turn(gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None
             state[f"{side} basis"] = torch.linalg.qr(factor @ basis[:, order])[0]
 
 
-def into_basis(matrix: Tensor, state: dict[str, Any]) -> Tensor:
-    """Q_L^T X Q_R."""
+def rotate(matrix: Tensor, state: dict[str, Any], back: bool = False) -> Tensor:
+    """Q_L^T X Q_R; back: Q_L X Q_R^T."""
     left, right = state.get("left basis"), state.get("right basis")
-    matrix = matrix if left is None else left.mT @ matrix
-    return matrix if right is None else matrix @ right
-
-
-def out_of_basis(matrix: Tensor, state: dict[str, Any]) -> Tensor:
-    """Q_L X Q_R^T."""
-    left, right = state.get("left basis"), state.get("right basis")
-    matrix = matrix if left is None else left @ matrix
-    return matrix if right is None else matrix @ right.mT
+    matrix = matrix if left is None else (left if back else left.mT) @ matrix
+    return matrix if right is None else matrix @ (right.mT if back else right)
 
 
 class JoinedOptimizers(torch.optim.Optimizer):

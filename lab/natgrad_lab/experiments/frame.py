@@ -40,10 +40,6 @@ class Advance(Protocol):
         """Tell it."""
 
 
-def ignore_progress(fraction: float, note: str = "") -> None:
-    """Nobody watches."""
-
-
 @dataclass(frozen=True)
 class PieceRun:
     """What a piece of work is given.
@@ -62,7 +58,7 @@ class PieceRun:
     settings: Any
     seed: int = 0
     earlier: Mapping[str, Numbers] = field(default_factory=dict)
-    advance: Advance = field(default_factory=lambda: ignore_progress)
+    advance: Advance = field(default_factory=lambda: lambda fraction, note="": None)
     checkpoint: Path | None = None
 
 
@@ -233,22 +229,17 @@ def execute(
     pieces = experiment.pieces(settings)
     folder = Folder(path)
     folder.settle(plan(experiment, pieces, settings))
-    todo = list_work(pieces, seeds)
+    # every piece with its seeds; of repeated ones that follow one another, all from one seed before the next
+    todo: list[tuple[Piece, int]] = []
+    for repeated, group in groupby(pieces, lambda piece: piece.repeated):
+        row = list(group)
+        todo += [(piece, seed) for seed in (seeds if repeated else (0,)) for piece in row]
     worker = Worker(experiment, settings, folder, pieces, seeds[0], watcher, stopped, len(todo))
     with threads(settings.threads):
         worker.carry_out_beside(todo, getattr(settings, "processes", 1))
         for piece, seed in todo:
             worker.carry_out(piece, seed)
     return folder
-
-
-def list_work(pieces: Sequence[Piece], seeds: Sequence[int]) -> list[tuple[Piece, int]]:
-    """Every piece with its seeds; of repeated ones that follow one another, all from one seed before the next."""
-    work: list[tuple[Piece, int]] = []
-    for repeated, group in groupby(pieces, lambda piece: piece.repeated):
-        row = list(group)
-        work += [(piece, seed) for seed in (seeds if repeated else (0,)) for piece in row]
-    return work
 
 
 def plan(experiment: Experiment, pieces: Iterable[Piece], settings: Any) -> Numbers:
@@ -335,18 +326,16 @@ class Worker:
             self.watch(ExperimentState(piece, seed, min(fraction, 0.999), self.done, self.total, note=note))
 
         advance(0.0)
+        before = takewhile(lambda other: other.name != piece.name, self.pieces)
+        shared = seed if piece.repeated else self.first
+        places = {p.name: self.folder.records / p.file(shared if p.repeated else 0) for p in before}
+        earlier = Earlier({name: place for name, place in places.items() if place.exists()})
         start, checkpoint = time.perf_counter(), place.with_suffix(".checkpoint")
-        numbers = piece.work(PieceRun(self.settings, seed, self._earlier(piece, seed), advance, checkpoint))
+        numbers = piece.work(PieceRun(self.settings, seed, earlier, advance, checkpoint))
         seconds = time.perf_counter() - start
         write(place, self._header(piece, seed, seconds), numbers)
         checkpoint.unlink(missing_ok=True)
         return seconds, latest
-
-    def _earlier(self, piece: Piece, seed: int) -> Earlier:
-        before = takewhile(lambda other: other.name != piece.name, self.pieces)
-        shared = seed if piece.repeated else self.first
-        places = {p.name: self.folder.records / p.file(shared if p.repeated else 0) for p in before}
-        return Earlier({name: place for name, place in places.items() if place.exists()})
 
     def _header(self, piece: Piece, seed: int, seconds: float) -> Numbers:
         return {

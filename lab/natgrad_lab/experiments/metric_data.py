@@ -41,7 +41,10 @@ def draw_unlabelled(size: int) -> Observes:
     """
 
     def observes(examples: Split, rows: Rows, seed: int, step: int) -> Tensor:
-        return draw_rows(*_without_labels(examples), size, seed, step)
+        inputs = examples.unlabelled_x
+        if inputs is None:
+            raise LabError("the metric asks for unlabelled data, and the task has none: expected Split.unlabelled_x")
+        return draw_rows(inputs, torch.arange(len(inputs), device=inputs.device), size, seed, step)
 
     return observes
 
@@ -52,11 +55,8 @@ def join_unlabelled(size: int) -> Observes:
     Args:
         size: How many without labels.
     """
-
-    def observes(examples: Split, rows: Rows, seed: int, step: int) -> Tensor:
-        return torch.cat([examples.train_x[rows], draw_rows(*_without_labels(examples), size, seed, step)])
-
-    return observes
+    others = draw_unlabelled(size)
+    return lambda examples, rows, seed, step: torch.cat([examples.train_x[rows], others(examples, rows, seed, step)])
 
 
 def draw_rows(inputs: Tensor, among: Tensor, size: int, seed: int, step: int) -> Tensor:
@@ -68,10 +68,3 @@ def draw_rows(inputs: Tensor, among: Tensor, size: int, seed: int, step: int) ->
         )
     generator = torch.Generator().manual_seed(((seed + 1) * 1_000_003 + step) * 2 + 1)  # never the seed of an `Order`
     return inputs[among[torch.randperm(len(among), generator=generator)[:size].to(among.device)]]
-
-
-def _without_labels(examples: Split) -> tuple[Tensor, Tensor]:
-    inputs = examples.unlabelled_x
-    if inputs is None:
-        raise LabError("the metric asks for unlabelled data, and the task has none: expected Split.unlabelled_x")
-    return inputs, torch.arange(len(inputs), device=inputs.device)

@@ -118,12 +118,6 @@ class Result:
             return write_verdict({entry.name: entry.records for entry in self.entries}, self.pairs)
         return verdict(self.entries, self.task.unit, self.seconds, self.steps)
 
-    @property
-    def ahead_after_steps(self) -> str:
-        """Who has the lowest training loss after equal steps."""
-        after = after_steps(self.entries, self.steps)
-        return min(after, key=lambda name: after[name])
-
 
 def result(task: Task, records: Sequence[Record]) -> Result | None:
     """One task's numbers; None while a contestant has no finished run."""
@@ -187,7 +181,8 @@ def lead(results: Sequence[Result]) -> str:
     first = sum(result.entries[0].name == name for result in results)
     if any(result.seconds is None for result in results):
         return f"{capital(name)} had the lowest training loss on {first} of {of}."
-    per_step = sum(result.ahead_after_steps == name for result in results)
+    after = [after_steps(result.entries, result.steps) for result in results]
+    per_step = sum(min(losses, key=lambda key: losses[key]) == name for losses in after)
     return (
         f"{capital(name)} had the lowest training loss on {first} of {of} after equal seconds, and on {per_step} after "
         "equal steps."

@@ -9,6 +9,7 @@ import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, make_dataclass
+from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from natgrad_lab.experiments.base import LabError
@@ -128,25 +129,17 @@ def parse(key: str, text: str, hint: Any) -> Any:
         raise LabError(f"--set {key}={text}: expected {wanted}") from error
 
 
-def read_count(text: str) -> int:
-    """A whole number; ValueError below 0: no setting has a use for one."""
-    number = int(text)
-    if number < 0:
-        raise ValueError(text)
-    return number
-
-
-def read_number(text: str) -> float:
-    """A number; ValueError for nan, which passes comparisons and spoils a run in silence."""
-    number = float(text)
-    if math.isnan(number):
+def read_number(kind: type[int | float], least: float, text: str) -> float:
+    """A number; ValueError below the least, and for nan, which passes comparisons and spoils a run in silence."""
+    number = kind(text)
+    if not number >= least:
         raise ValueError(text)
     return number
 
 
 _READERS: dict[type, Callable[[str], Any]] = {
-    int: read_count,
-    float: read_number,
+    int: partial(read_number, int, 0),  # no setting has a use for a negative one
+    float: partial(read_number, float, -math.inf),
     str: str,
     bool: lambda text: {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text.lower()],
 }

@@ -67,7 +67,9 @@ class Training:
         if before is not None:
             self._recalibrate()
             row["kl_measured"] = self.job.task.divergence(before, self._probe()).item()
-        return self._add_evaluation(row) if self._due(marks) else row
+        passed = self.budget.marks(self.steps, self.seconds) > marks
+        due = self.is_finished or passed or self.steps >= max(1, self.evaluated * self.budget.growth)
+        return self._add_evaluation(row) if due else row
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next step depends on, as tensors and plain values."""
@@ -124,10 +126,6 @@ class Training:
             loss = loss + task.besides(outputs) / unit
         loss.backward()
         return unit * loss.item()
-
-    def _due(self, marks: int) -> bool:
-        passed = self.budget.marks(self.steps, self.seconds) > marks
-        return self.is_finished or passed or self.steps >= max(1, self.evaluated * self.budget.growth)
 
     def _add_evaluation(self, row: Numbers) -> Numbers:
         self.evaluated = self.steps
