@@ -28,7 +28,7 @@ class CharTransformerSettings(RaceSettings):
     methods: str = "structures"  # or names of contestants such as kfac,adam
     layers: int = 2  # of the transformer
     width: int = 128  # of the transformer
-    heads: int = 4  # of attention
+    heads: int = 4  # of attention: of its queries
     length: int = 64  # characters of a window
 
     def __post_init__(self) -> None:

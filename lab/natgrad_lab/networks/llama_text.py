@@ -9,26 +9,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from natgrad_lab.experiments.base import LabError, Task
-from natgrad_lab.experiments.race import RaceSettings, race
+from natgrad_lab.experiments.race import race
 from natgrad_lab.experiments.settings import check_counts
-from natgrad_lab.networks.char_transformer import SYMBOLS, predict_text
+from natgrad_lab.networks.char_transformer import SYMBOLS, CharTransformerSettings, predict_text
 
 
 @dataclass(frozen=True)
-class LlamaTextSettings(RaceSettings):
+class LlamaTextSettings(CharTransformerSettings):
     """What `--set` can change."""
 
-    looked_at: int = 500  # windows of the training and of the test text
-    methods: str = "structures"  # or names of contestants such as kfac,adam
-    layers: int = 2  # of the transformer
-    width: int = 128  # of the transformer
-    heads: int = 4  # of queries
     groups: int = 2  # of keys and values: heads / groups queries share one
-    length: int = 64  # characters of a window
     tied: bool = False  # whether the logits' matrix is the embedding's
 
     def __post_init__(self) -> None:
-        check_counts(self, "layers", "width", "heads", "groups", "length")
+        super().__post_init__()
+        check_counts(self, "groups")
 
 
 def tasks(settings: LlamaTextSettings) -> tuple[Task, ...]:
