@@ -275,7 +275,13 @@ def _write_ink(pair: list[float]) -> str:
 
 def _hidden(runs: list[Numbers]) -> Section:
     names = list(runs[0]["runs"])
-    rows = tuple(_row(name, [run["runs"][name] for run in runs]) for name in names)
+    rows = []
+    for name in names:
+        mine = [run["runs"][name] for run in runs]
+        steps, values = ([run["curve"][-1][place] for run in mine] for place in (1, 2))
+        likelihood = f"{median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+        ink = f"{median(run['ink'][0] for run in mine):.0f}"
+        rows.append((name, f"{mine[0]['rate']:g}", f"{median(steps):,.0f}", likelihood, ink))
     heads = ("", "rate", "steps", "log p of a test image, nats", "ink of fresh draws")
     note = f"Medians over {len(runs)} seeds, ranges in brackets. Ink of test images: {_write_ink(runs[0]['data'])}."
     shown: dict[str, Any] = {"test images": runs[0]["real"]}
@@ -285,19 +291,7 @@ def _hidden(runs: list[Numbers]) -> Section:
     ends = {name: median(run["runs"][name]["curve"][-1][2] for run in runs) for name in names}
     said = ", ".join(f"{name} {value:.1f}" for name, value in ends.items())
     pictures = (_curves(runs), _draws("hidden", "Draws of machines with hidden bits", shown, runs[0]["side"]))
-    return Section("Hidden bits", f"log p in nats: {said}.", (Table("At the end", heads, rows, note),), pictures)
-
-
-def _row(name: str, runs: list[Numbers]) -> tuple[str, ...]:
-    ends = [run["curve"][-1] for run in runs]
-    values = [end[2] for end in ends]
-    return (
-        name,
-        f"{runs[0]['rate']:g}",
-        f"{median(end[1] for end in ends):,.0f}",
-        f"{median(values):.1f} ({min(values):.1f} to {max(values):.1f})",
-        f"{median(run['ink'][0] for run in runs):.0f}",
-    )
+    return Section("Hidden bits", f"log p in nats: {said}.", (Table("At the end", heads, tuple(rows), note),), pictures)
 
 
 def _curves(runs: list[Numbers]) -> Picture:

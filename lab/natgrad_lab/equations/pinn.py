@@ -187,10 +187,8 @@ def tell(summary: str, make: Callable[[], EquationProblem], findings: Findings) 
     )
     ends = {name: [run["curve"][-1][2] for run in runs] for name, runs in methods.items()}
     lead = f"Relative error at the end: {', '.join(f'{name} {median(errors):.1e}' for name, errors in ends.items())}."
-    return Story(summary, lead, method, (_section(methods, ends, problem),) if methods else ())
-
-
-def _section(methods: dict[str, list[Numbers]], ends: dict[str, list[float]], problem: EquationProblem) -> Section:
+    if not methods:
+        return Story(summary, lead, method, ())
     known = problem.coefficient is not None
     rows = []
     for name, runs in methods.items():
@@ -204,7 +202,7 @@ def _section(methods: dict[str, list[Numbers]], ends: dict[str, list[float]], pr
     curves = Picture("error-seconds", "Error against CPU seconds, a line per seed", fill_lines(lines, axis))
     size = (8.0, 3.3 * max(1, len(methods)))
     fields = Picture("fields", "The solution and its error, first seed", _fields(methods, problem), size)
-    return Section("Errors", "", (table,), (curves, fields))
+    return Story(summary, lead, method, (Section("Errors", "", (table,), (curves, fields)),))
 
 
 def _fields(methods: dict[str, list[Numbers]], problem: EquationProblem) -> Callable[[Figure], None]:

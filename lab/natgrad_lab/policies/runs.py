@@ -127,16 +127,16 @@ def run_best(name: str, run: PieceRun) -> Numbers:
     """The best setting of one contestant from one seed."""
     s: PolicyRaceSettings = run.settings
     choices = CHOICES[s.env][name]
-    best = max(range(len(choices)), key=lambda i: judge_tuning_run(run.earlier[f"tune-{name}-{i}"]))
+
+    def judge(place: int) -> float:  # by the last look, and by the training return where looks are equal
+        tuned = run.earlier[f"tune-{name}-{place}"]
+        test, train = (-math.inf if tuned[key] is None else tuned[key] for key in ("test", "train"))
+        return test + 1e-3 * max(train, -1e6)
+
+    best = max(range(len(choices)), key=judge)
     player = PLAYERS[name](s, choices[best], run.seed)
     curve = list(learn_to_marks(player, s, s.looks(s.steps), run.advance))
     return {"choice": choices[best].words, "batch": player.batch, "curve": curve}
-
-
-def judge_tuning_run(tuned: Numbers) -> float:
-    """What a tuning run is worth: its last look, and the training return where looks are equal."""
-    test, train = (-math.inf if tuned[key] is None else tuned[key] for key in ("test", "train"))
-    return test + 1e-3 * max(train, -1e6)
 
 
 def tell(findings: Findings) -> Story:
@@ -189,21 +189,18 @@ def _race(env: str, races: dict[str, list[Numbers]]) -> Section:
     titles = {"test": "Return without exploration: median and quartiles over seeds"}
     titles["train"] = "Return of the training episodes: median and quartiles"
     pictures = tuple(Picture(key, title, _curves(env, races, key), (4.5, 3.6)) for key, title in titles.items())
-    return Section("Learning", _verdict(races, last), (Table("Contestants", heads, tuple(rows), note),), pictures)
-
-
-def _verdict(races: dict[str, list[Numbers]], mark: int) -> str:
-    """Both beside each other at the last mark, in return and in time."""
     if len(races) < len(NAMES):
-        return f"{', '.join(NAMES[name] for name in NAMES if name not in races)} has not run."
-    said = [f"{NAMES[name]} {mean(at(run, mark) for run in runs):.1f}" for name, runs in races.items()]
-    each = {
-        name: median(1000 * run["curve"][-1]["update"] / run["batch"] for run in runs) for name, runs in races.items()
-    }
-    return (
-        f"At {mark:,} steps: {', '.join(said)}. For a thousand steps we take {each['natgrad'] / each['sb3']:.2f} of "
-        "the other's time, each with its best setting; a fair clock is `python -m benchmarks policy`."
-    )
+        verdict = f"{', '.join(NAMES[name] for name in NAMES if name not in races)} has not run."
+    else:  # both beside each other at the last mark, in return and in time
+        said = ", ".join(f"{NAMES[name]} {mean(at(run, last) for run in runs):.1f}" for name, runs in races.items())
+        ours, theirs = (
+            median(run["curve"][-1]["update"] / run["batch"] for run in races[name]) for name in ("natgrad", "sb3")
+        )
+        verdict = (
+            f"At {last:,} steps: {said}. For a thousand steps we take {ours / theirs:.2f} of the other's time, each "
+            "with its best setting; a fair clock is `python -m benchmarks policy`."
+        )
+    return Section("Learning", verdict, (Table("Contestants", heads, tuple(rows), note),), pictures)
 
 
 def _spread(values: list[float]) -> Cell:

@@ -264,20 +264,19 @@ def _draw_errors(dimensions: Numbers, counts: list[str]) -> Picture:
 
 
 def _descents(runs: list[Numbers], level: float) -> Section:
-    rows = tuple((name, *_cells([run[name] for run in runs])) for name in METHODS)
+    rows = []
+    for name in METHODS:
+        steps = sorted(run[name]["reached"] for run in runs if run[name]["reached"] is not None)
+        span = f"{median(steps):g} ({steps[0]} to {steps[-1]})" if steps else "never"
+        if steps and len(steps) < len(runs):
+            span += f", {len(steps)} of {len(runs)}"
+        ends = [run[name]["losses"][-1] / run[name]["losses"][0] for run in runs]
+        rates = sorted({run[name]["rate"] for run in runs})
+        rows.append((name, span, f"{median(ends):.2g}", ", ".join(f"{rate:g}" for rate in rates)))
     heads = ("", f"steps to {level:g} of the first loss", "loss at the end, of the first", "rates")
-    table = Table("At the best rate of each", heads, rows, f"Medians over {len(runs)} seeds, and ranges.")
+    table = Table("At the best rate of each", heads, tuple(rows), f"Medians over {len(runs)} seeds, and ranges.")
     said = ", ".join(f"{name} {row[0]}" for name, *row in rows)
     return Section("Descent", f"Steps to the level: {said}.", (table,), (_curves(runs), _paths(runs[0])))
-
-
-def _cells(runs: list[Numbers]) -> tuple[str, str, str]:
-    steps = sorted(run["reached"] for run in runs if run["reached"] is not None)
-    span = f"{median(steps):g} ({steps[0]} to {steps[-1]})" if steps else "never"
-    if steps and len(steps) < len(runs):
-        span += f", {len(steps)} of {len(runs)}"
-    ends = [run["losses"][-1] / run["losses"][0] for run in runs]
-    return span, f"{median(ends):.2g}", ", ".join(f"{rate:g}" for rate in sorted({run["rate"] for run in runs}))
 
 
 def _curves(runs: list[Numbers]) -> Picture:

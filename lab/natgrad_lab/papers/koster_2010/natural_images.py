@@ -203,19 +203,14 @@ def training(run: PieceRun, method: str) -> Numbers:
 
     def step(share: float) -> None:
         x = data.train[torch.randint(len(data.train), (s.batch,), generator=generator)]
-        lower_rate(opt, s, 1 - 0.95 * share)
+        if isinstance(opt, FeatureBlocks):  # the two rates that were tuned fall with the time that is left
+            opt.lr = s.feature_rate * (1 - 0.95 * share)
+        elif isinstance(opt, torch.optim.Adam):
+            opt.param_groups[0]["lr"] = s.adam * (1 - 0.95 * share)
         move(opt, model, params, x, s.metric_batch)
 
     curve = follow_clock(run, s.seconds, 20, step, lambda: (held_out(model, params, data),))
     return {"curve": curve, "steps": curve[-1][1], **looks(params, data, s)}
-
-
-def lower_rate(opt: Any, s: KosterSettings, share: float) -> None:
-    """The two rates that were tuned fall with the time that is left."""
-    if isinstance(opt, FeatureBlocks):
-        opt.lr = s.feature_rate * share
-    elif isinstance(opt, torch.optim.Adam):
-        opt.param_groups[0]["lr"] = s.adam * share
 
 
 def move(opt: Any, model: TwoLayer, params: dict[str, Tensor], x: Tensor, metric_batch: int) -> None:

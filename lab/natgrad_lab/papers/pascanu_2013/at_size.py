@@ -125,7 +125,9 @@ class StagedRuns:
             for name, (_, piece) in self.runs.items():
                 if not names or name in names:
                     self.advance(name, piece, stage)
-            write_whole(self.folder.path / "at_size.json", dump(self.summarise(stage)) + "\n")
+            curves = {name: self.summarise(*run, stage) for name, run in self.runs.items() if self.load(run[1])[0]}
+            record = {"settings": vars(self.settings), "seed": SEED, "contestants": curves} | versions()
+            write_whole(self.folder.path / "at_size.json", dump(record) + "\n")
 
     def advance(self, name: str, piece: Piece, stage: int) -> None:
         """One run to a stage, from where it is; its checkpoint is then the state of that stage."""
@@ -152,12 +154,8 @@ class StagedRuns:
         state = torch.load(checkpoint, weights_only=True)
         return state["rows"], state["training"]
 
-    def summarise(self, stage: int) -> Numbers:
-        """Curves of all contestants up to a stage, and the test images that each has wrong there."""
-        curves = {name: self._summarise(*run, stage) for name, run in self.runs.items() if self.load(run[1])[0]}
-        return {"settings": vars(self.settings), "seed": SEED, "contestants": curves} | versions()
-
-    def _summarise(self, contestant: Contestant, piece: Piece, stage: int) -> Numbers:
+    def summarise(self, contestant: Contestant, piece: Piece, stage: int) -> Numbers:
+        """The curve of a contestant up to a stage, and the test images that it has wrong there."""
         each, (rows, state) = scale(contestant.name), self.load(piece)
         seen = [row for row in rows if "test_error" in row and row["step"] <= stage * each]
         products = [row["solver_steps"] for row in rows if "solver_steps" in row]

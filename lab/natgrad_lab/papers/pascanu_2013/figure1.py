@@ -292,14 +292,10 @@ def _covariance(unit: Unit, at: Tensor) -> Tensor:
     return centred.T @ centred / len(unit.x)
 
 
-def _hessian(unit: Unit, at: Tensor) -> Tensor:
-    return torch.func.hessian(lambda a: unit.error(point(a)))(at)
-
-
 CLOSED: dict[str, Callable[[Unit, Tensor], Tensor]] = {
     "natural gradient": _fisher,
     "covariance": _covariance,
-    "Newton": _hessian,
+    "Newton": lambda unit, at: torch.func.hessian(lambda a: unit.error(point(a)))(at),
 }
 
 
@@ -407,25 +403,25 @@ def _verdict(paths: Numbers, surfaces: Numbers, starts: Numbers, continued: int)
     taken = surfaces["around"]["3"]["steps"]
     said = ", ".join(f"{method} {length(step):.2g}" for method, step in taken.items())
     first = "shows" if observed_shorter(surfaces) else "does not show"
-    turned = [f"[{n}] {_turn(surfaces, n):.0f}°" for n in ("3", "4")]
+    turned = []
+    for name in ("3", "4"):
+        natural, plain = (surfaces["around"][name]["steps"][m] for m in ("natural gradient", "gradient descent"))
+        cosine = float(np.dot(natural, plain)) / max(length(natural) * length(plain), 1e-300)
+        turned.append(f"[{name}] {math.degrees(math.acos(max(-1.0, min(1.0, cosine)))):.0f}°")
     ours, theirs = (paths["3"][m] for m in ("natural gradient", "gradient descent"))
     second = "shows" if observed_elsewhere(paths["3"]) else "does not show"
+    newton = " and ".join(f"[{name}]: {ways['Newton']['end']}" for name, ways in paths.items())
+    many = starts["methods"]["Newton"]
     return (
         f"The first observation (at [3] the natural step is shorter than gradient descent's, Newton's longer) {first}: "
         f"lengths {said}. It holds at {starts['shorter']:.1%} of {starts['starts']} starting points. Natural and plain "
         f"direction differ by {' and '.join(turned)}. The second observation (another end than gradient descent from "
         f"[3]) {second}: error {short(ours['errors'][-1])} ({ours['end']}) against {short(theirs['errors'][-1])} "
         f"({theirs['end']}); the ends are apart from {starts['other error']:.0%} of the starting points, and both "
-        f"observations hold for {starts['both']:.1%}. {_goal(ours, theirs['goal'], continued)} {_newton(paths, starts)}"
+        f"observations hold for {starts['both']:.1%}. {_goal(ours, theirs['goal'], continued)} Newton's "
+        f"method ends from {newton}; of all starting points {many['diverged']:.1%} diverge and {many['saddle']:.1%} "
+        "end in a saddle."
     )
-
-
-def _turn(surfaces: Numbers, name: str) -> float:
-    taken = surfaces["around"][name]["steps"]
-    first = taken["natural gradient"]
-    second = taken["gradient descent"]
-    cosine = float(np.dot(first, second)) / max(length(first) * length(second), 1e-300)
-    return math.degrees(math.acos(max(-1.0, min(1.0, cosine))))
 
 
 def _goal(ours: Numbers, goal: Numbers, steps: int) -> str:
@@ -437,15 +433,6 @@ def _goal(ours: Numbers, goal: Numbers, steps: int) -> str:
     if goal["end"] == "still moving":
         return f"Continued for {steps:,} steps, gradient descent is still on its way, at {where}."
     return f"Continued, gradient descent comes to another end: {where}."
-
-
-def _newton(paths: Numbers, starts: Numbers) -> str:
-    ends = " and ".join(f"[{name}]: {ways['Newton']['end']}" for name, ways in paths.items())
-    many = starts["methods"]["Newton"]
-    return (
-        f"Newton's method ends from {ends}; of all starting points {many['diverged']:.1%} diverge and "
-        f"{many['saddle']:.1%} end in a saddle."
-    )
 
 
 def _ends(name: str, paths: Numbers) -> Table:

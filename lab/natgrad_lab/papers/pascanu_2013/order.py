@@ -375,7 +375,10 @@ def tell(findings: Findings) -> Story:
     done = ", ".join(sorted({piece.header["piece"] for piece in findings.finished}))
     waiting = Section("Under way", f"Finished so far: {done}.")
     sections = (_variance(runs, findings), _fairness(runs, findings)) if runs else (waiting,)
-    lead = _lead(runs, names(s)) if runs else "No seed is finished for every method."
+    lead = "No seed is finished for every method."
+    if runs:
+        said = [f"{fmean(ratios(runs, m)):.2f} times with the {names(s)[m]}" for m in ("paper", "small")]
+        lead = f"At equal held-out loss the outputs' variance is that of MSGD {' and '.join(said)}."
     return Story("How much each part of a stream shapes the model (Fig. 3)", lead, _method(s, len(runs)), sections)
 
 
@@ -433,11 +436,6 @@ def spread(values: Sequence[float]) -> tuple[str, str]:
     """Mean, and in small type the range over seeds."""
     among = f"{short(min(values))} – {short(max(values))}" if len(values) > 1 else ""
     return short(fmean(values)), among
-
-
-def _lead(runs: Sequence[dict[str, Numbers]], called: dict[str, str]) -> str:
-    said = [f"{fmean(ratios(runs, m)):.2f} times with the {called[m]}" for m in ("paper", "small")]
-    return f"At equal held-out loss the outputs' variance is that of MSGD {' and '.join(said)}."
 
 
 def _variance(runs: Sequence[dict[str, Numbers]], findings: Findings) -> Section:

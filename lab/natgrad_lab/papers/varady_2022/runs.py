@@ -222,7 +222,10 @@ class WakeSleepTraining:
         width = self.bits.train.shape[1]
         values = (-1, 1) if settings.units == "signs" else (0, 1)
         self.machine = ng.HelmholtzMachine([width, *settings.hidden_widths()], units=values).to(settings.device)
-        start_at_means(self.machine, self.bits.train)
+        with torch.no_grad():  # visible biases at the data's log-odds: no contestant spends its first steps on these
+            up = ((self.bits.train > 0).float().sum(0) + 1) / (len(self.bits.train) + 2)
+            layer: Any = self.machine.generation[0]
+            layer.weight[:, -1] = up.logit().to(layer.weight.device)
         self.trainer = contestant.build(self.machine, choice.rate, settings, seed)
         self.order = Order(len(self.bits.train), settings.batch, seed)
         self.steps, self.seconds = 0, 0.0
@@ -266,14 +269,6 @@ class WakeSleepTraining:
         generator = torch.Generator(self.settings.device).manual_seed(1)
         chances = self.machine.sample(PICTURES, generator, means=True)
         return [[round(v, 3) for v in image] for image in chances.tolist()]
-
-
-@torch.no_grad()
-def start_at_means(machine: ng.HelmholtzMachine, x: Tensor) -> None:
-    """Visible biases at the data's log-odds, so that no contestant spends its first steps on finding these."""
-    up = ((x > 0).float().sum(0) + 1) / (len(x) + 2)
-    layer: Any = machine.generation[0]
-    layer.weight[:, -1] = up.logit().to(layer.weight.device)
 
 
 # Binary images for Helmholtz machines: lines, digits, clothes, faces
