@@ -232,7 +232,9 @@ def grid(**axes: Iterable[float]) -> list[Choice]:
     return list(choices)
 
 
-def select(words: str, among: Mapping[str, Contestant], groups: Mapping[str, Sequence[str]]) -> tuple[Contestant, ...]:
+def select(
+    words: str, among: Mapping[str, Contestant], groups: Mapping[str, Sequence[str]] = GROUPS
+) -> tuple[Contestant, ...]:
     """Contestants by words joined by commas, each once."""
     wanted = [key for word in split_words("methods", words, [*groups, *among]) for key in groups.get(word, (word,))]
     return tuple(contestant for key, contestant in among.items() if key in wanted)

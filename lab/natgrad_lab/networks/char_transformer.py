@@ -50,7 +50,7 @@ def predict_text(name: str, title: str, model: Callable[[], nn.Module], settings
         f"Next character, {title}",
         model,
         lambda: windows(documentation(), settings.length),
-        contestants.select(settings.methods, among, contestants.GROUPS),
+        contestants.select(settings.methods, among),
         dim=1,
         unit="nats per character",
     )

@@ -30,7 +30,7 @@ def tasks(settings: FashionCnnSettings) -> tuple[Task, ...]:
     """One task: cross-entropy of ten classes. The layer of the logits is Adam's where Muon has the rest."""
     among = contestants.line_up(256, ("9.weight",), **GRIDS)
     title = f"Fashion-MNIST, {settings.filters} and {2 * settings.filters} filters with batch norm"
-    raced = contestants.select(settings.methods, among, contestants.GROUPS)
+    raced = contestants.select(settings.methods, among)
     data = lambda: add_channel(fashion_mnist())  # noqa: E731
     return (classify("fashion", title, lambda: network(settings.filters), data, raced),)
 

@@ -54,7 +54,7 @@ def tasks(settings: SurvivalSettings) -> tuple[Task, ...]:
             criterion=likelihood,  # type: ignore[arg-type]
             unit="nats per patient",
             divergence=lambda before, after: sampled_divergence(likelihood, before, after),
-            contestants=contestants.select(settings.methods, among, contestants.GROUPS),
+            contestants=contestants.select(settings.methods, among),
             note=f"The distribution that the patients were drawn from scores {best:.3f} nats on the test part.",
         ),
     )

@@ -49,7 +49,7 @@ def tasks(settings: VaeSettings) -> tuple[Task, ...]:
             scale=float(pixels),  # from the mean over pixels to the cross-entropy of an image
             unit="nats per image",
             divergence=bernoulli_divergence,
-            contestants=contestants.select(settings.methods, contestants.line_up(128, **GRIDS), contestants.GROUPS),
+            contestants=contestants.select(settings.methods, contestants.line_up(128, **GRIDS)),
             heard=lambda outputs: outputs[:, :pixels],
             besides=lambda outputs: divergence_from_prior(outputs[:, pixels:]),
             note="The divergence from the prior is added to the criterion's value, and no metric knows of it.",

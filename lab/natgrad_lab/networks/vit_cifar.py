@@ -48,7 +48,7 @@ def tasks(settings: VitCifarSettings) -> tuple[Task, ...]:
     words = split_words("networks", s.networks, known)
     for name in (name for name in known if name in words):
         title, model, but = known[name]
-        raced = contestants.select(s.methods, contestants.line_up(64, but, **GRIDS), contestants.GROUPS)
+        raced = contestants.select(s.methods, contestants.line_up(64, but, **GRIDS))
         built.append(classify(name, f"CIFAR-10, {title}", model, lambda: standardise_pictures(cifar10()), raced))
     return tuple(built)
 
