@@ -292,8 +292,16 @@ def tell(findings: Findings) -> Story:
         f"matching, batches of {s.batch}, {s.seconds:g} s of CPU time each. Features are drawn as W times the "
         "inverse of the whitening: what the model finds in patches."
     )
+    rows = []
+    for name, runs in methods.items():
+        numbers = (f"{median(run[key] for run in runs):.2f}" for key in ("coherence", "extent", "likeness"))
+        rows.append((name, short(median(ends(runs))), f"{median(run['steps'] for run in runs):,}", *numbers))
+    heads = ("", "held-out loss", "steps", "coherence", "extent", "likeness of pooled features")
+    table = Table("At the end, medians over seeds", heads, tuple(rows))
+    said = ", ".join(f"{name} {loss}" for name, loss, *_ in rows)
+    verdict = f"Held-out loss after the same CPU time: {said}. {best} is lowest."
     sections = (
-        Section("Loss", _verdict(methods, best), (_table(methods),), (_curves(methods, 0), _curves(methods, 1))),
+        Section("Loss", verdict, (table,), (_curves(methods, 0), _curves(methods, 1))),
         *(_section(name, runs[0], s.size) for name, runs in methods.items()),
     )
     run = methods[best][0]
@@ -312,20 +320,6 @@ def tell(findings: Findings) -> Story:
 def ends(runs: list[Numbers]) -> list[float]:
     """The last losses."""
     return [run["curve"][-1][2] for run in runs]
-
-
-def _verdict(methods: dict[str, list[Numbers]], best: str) -> str:
-    said = ", ".join(f"{method} {short(median(ends(runs)))}" for method, runs in methods.items())
-    return f"Held-out loss after the same CPU time: {said}. {best} is lowest."
-
-
-def _table(methods: dict[str, list[Numbers]]) -> Table:
-    rows = []
-    for method, runs in methods.items():
-        numbers = (f"{median(run[key] for run in runs):.2f}" for key in ("coherence", "extent", "likeness"))
-        rows.append((method, short(median(ends(runs))), f"{median(run['steps'] for run in runs):,}", *numbers))
-    heads = ("", "held-out loss", "steps", "coherence", "extent", "likeness of pooled features")
-    return Table("At the end, medians over seeds", heads, tuple(rows))
 
 
 def _curves(methods: dict[str, list[Numbers]], axis: int) -> Picture:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from matplotlib.axes import Axes
@@ -234,7 +235,16 @@ def tell_toy(findings: Findings) -> Story:
         )
         heads = ("", "flows", "at (1, 0)", "at (0, 1)", "elsewhere", "how they ended")
         table = Table("Where descent ends", heads, rows, "At: within .05 in mu, by the last time.")
-        lead = _toy_lead(flows[0])
+        in_vertices = ", ".join(
+            f"{kind} in {name} {sum(count_vertices(name, ways)[:2]) / len(ways):.0%}"
+            for name, ways_by_kind in flows[0].items()
+            for kind, ways in ways_by_kind.items()
+        )
+        lead = (
+            f"Flows that end in one of the two vertices that are local minima, by the last time: {in_vertices}. The "
+            "saddle between the basins is at mu = (1/6, 1/3) in all of them; only the natural flow has the same basins "
+            "in both coordinates."
+        )
         sections.append(Section("Flows", lead, (table,), _toy_pictures(flows[0], findings.settings.lattice)))
     if same:
         verdict = (
@@ -255,19 +265,6 @@ def count_vertices(name: str, ways: Sequence[Numbers]) -> list[int]:
     near = torch.cdist(torch.sigmoid(2 * ends) if name == "theta" else ends, VERTICES) < 0.05
     counts = near.sum(0).tolist()
     return [*counts, len(ways) - sum(counts)]
-
-
-def _toy_lead(flows: Numbers) -> str:
-    said = ", ".join(
-        f"{kind} in {name} {sum(count_vertices(name, ways)[:2]) / len(ways):.0%}"
-        for name, ways_by_kind in flows.items()
-        for kind, ways in ways_by_kind.items()
-    )
-    return (
-        f"Flows that end in one of the two vertices that are local minima, by the last time: {said}. The saddle "
-        "between the basins is at mu = (1/6, 1/3) in all of them; only the natural flow has the same basins in both "
-        "coordinates."
-    )
 
 
 def _toy_pictures(flows: Numbers, count: int) -> tuple[Picture, ...]:
@@ -327,7 +324,7 @@ def tell_polynomials(findings: Findings) -> Story:
     for name, ways_by_kind in flows[0].items() if flows else ():
         title, heads = FORMULAS[name], ("", "deviation left, median", "how the flows ended")
         rows = tuple((f"{k} gradient", f"{_spread(ways):.2g}", statuses(ways)) for k, ways in ways_by_kind.items())
-        picture = Picture(f"flows-{name}", title, _line_picture(name, ways_by_kind), (10.0, 4.2))
+        picture = Picture(f"flows-{name}", title, partial(_draw_line, name, ways_by_kind), (10.0, 4.2))
         table = Table("At the last time", heads, rows)
         sections.append(Section(title, _line_verdict(name, ways_by_kind), (table,), (picture,)))
     if closed:
@@ -356,17 +353,13 @@ def _line_verdict(name: str, ways_by_kind: Numbers) -> str:
     return f"Two local maxima, at x = -√2 and √2, the right one global. Where the flows end: {said}."
 
 
-def _line_picture(name: str, ways_by_kind: Numbers) -> Callable[[Figure], None]:
+def _draw_line(name: str, ways_by_kind: Numbers, figure: Figure) -> None:
     case = LINE_CASES[name]
-
-    def fill(figure: Figure) -> None:
-        for axes, (kind, ways) in zip(figure.subplots(1, 2, sharey=True), ways_by_kind.items(), strict=True):
-            _plane(axes, case, kind, ways, (case.view[0], (0.02, case.view[1][1])))
-            deviation = "standard deviation σ" if kind == "Euclidean" else ""
-            panel(axes, f"{kind} gradient", ("mean μ", deviation), case.view)
-        figure.suptitle(f"Normals in R, {FORMULAS[name]}: level lines of E[f], field, ascent", fontsize=11)
-
-    return fill
+    for axes, (kind, ways) in zip(figure.subplots(1, 2, sharey=True), ways_by_kind.items(), strict=True):
+        _plane(axes, case, kind, ways, (case.view[0], (0.02, case.view[1][1])))
+        deviation = "standard deviation σ" if kind == "Euclidean" else ""
+        panel(axes, f"{kind} gradient", ("mean μ", deviation), case.view)
+    figure.suptitle(f"Normals in R, {FORMULAS[name]}: level lines of E[f], field, ascent", fontsize=11)
 
 
 FORMULAS = {"quadratic": "f = x - 3 x²", "quartic": "f = 6 x + 8 x² - x³ - 2 x⁴"}
