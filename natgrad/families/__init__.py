@@ -10,7 +10,6 @@ if TYPE_CHECKING:  # loaded when it is first asked for: see `HOMES`
     from natgrad.families.changed_variables import LogNormal as LogNormal
     from natgrad.families.changed_variables import Rayleigh as Rayleigh
     from natgrad.families.changed_variables import Weibull as Weibull
-    from natgrad.families.class_logits import Multinomial as Multinomial
     from natgrad.families.complex_normal import ComplexNormal as ComplexNormal
     from natgrad.families.coordinates import Concentration as Concentration
     from natgrad.families.coordinates import Coordinates as Coordinates
@@ -34,6 +33,7 @@ if TYPE_CHECKING:  # loaded when it is first asked for: see `HOMES`
     from natgrad.families.diagonal_normal import Normal as Normal
     from natgrad.families.discrete import Bernoulli as Bernoulli
     from natgrad.families.discrete import Categorical as Categorical
+    from natgrad.families.discrete import Multinomial as Multinomial
     from natgrad.families.discrete import Poisson as Poisson
     from natgrad.families.exponential import ExponentialFamily as ExponentialFamily
     from natgrad.families.gaussian import DiagonalGaussian as DiagonalGaussian
@@ -88,7 +88,6 @@ HOMES = {
     for module, names in {
         "base": "Likelihood",
         "changed_variables": "InverseGamma LogNormal Rayleigh Weibull",
-        "class_logits": "Multinomial",
         "complex_normal": "ComplexNormal",
         "coordinates": (
             "Concentration Coordinates Expectation ExponentialRate Mapped MeanCholesky MeanCovariance MeanStd "
@@ -96,7 +95,7 @@ HOMES = {
         ),
         "criteria": "Criterion Entrywise",
         "diagonal_normal": "DiagonalNormal FixedCovarianceNormal Normal",
-        "discrete": "Bernoulli Categorical Poisson",
+        "discrete": "Bernoulli Categorical Multinomial Poisson",
         "exponential": "ExponentialFamily",
         "gaussian": "DiagonalGaussian Gaussian GaussianPosterior HeteroscedasticGaussian",
         "gibbs": "Gibbs Tempering",

@@ -1,7 +1,8 @@
-"""Discrete outputs in natural parameters: Bernoulli logits, class logits, Poisson log rates."""
+"""Discrete outputs and counts in natural parameters: logits of bits and of classes, log rates."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -20,16 +21,6 @@ from natgrad.families.base import (
     require_tensor_targets,
 )
 from natgrad.families.cancellation import divergence_terms, exp_gap
-from natgrad.families.class_logits import (
-    LOGITS,
-    SimplexFisher,
-    are_logits,
-    centre_logits,
-    classes_entropy,
-    classes_kl,
-    simplex_forms,
-    weigh_logs,
-)
 from natgrad.families.event_checks import check_support, check_width
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.log_gamma import HALF_LOG_2PI, stirling_rest
@@ -39,8 +30,8 @@ from natgrad.operators import DiagonalOperator, Operator
 
 # Both faces at once: a likelihood of outputs whose rows are the natural parameters of an exponential family
 
-ENUMERATED = 20
-"""Bits up to which all outcomes are listed."""
+ENUMERATED, OUTCOMES = 20, 2**20
+"""Bits, and outcomes of counts, up to which all are listed."""
 
 
 class NaturalLikelihood(Likelihood, ExponentialFamily):
@@ -67,15 +58,11 @@ class NaturalLikelihood(Likelihood, ExponentialFamily):
     def fisher(self, rows: Tensor) -> Any:
         """Of theta (n,): the Fisher operator. Of rows (R, n): matrices (R, n, n)."""
         rows = self.check_shape(rows, "theta")
-        return self._operator(self.check(rows)) if rows.dim() == 1 else self._forms(rows)
+        return ExponentialFamily.fisher(self, rows) if rows.dim() == 1 else self._forms(rows)
 
     @abstractmethod
     def _forms(self, rows: Tensor) -> Tensor:
         """Cov(T) of every row, unchecked, (..., n) -> (..., n, n)."""
-
-    @abstractmethod
-    def _operator(self, theta: Tensor) -> Operator:
-        """The Fisher matrix in the natural parameters theta (n,) of one distribution."""
 
     def covariance(self, theta: Tensor) -> Tensor:
         return self._forms(self.check(theta))
@@ -112,11 +99,7 @@ class Entries(NaturalLikelihood, SeparableLikelihood):
         return torch.diag_embed(self.curvature(rows))
 
     def _operator(self, theta: Tensor) -> Operator:
-        return DiagonalOperator(self.curvature(theta).detach())
-
-    def fisher_expectation(self, eta: Tensor) -> Operator:
-        theta = self.natural(self.single(eta, "eta"))
-        return DiagonalOperator(1 / self.curvature(theta).detach())
+        return DiagonalOperator(self.curvature(theta))
 
 
 @dataclass(frozen=True, repr=False)
@@ -261,8 +244,47 @@ class Poisson(Entries):
         check_range(targets, 0, torch.inf, "counts >= 0")
 
 
+class Logits(ExponentialFamily):
+    """Classes by their logits theta, overcomplete: what Categorical and Multinomial share.
+
+    `fisher_expectation` is the pseudo-inverse of the Fisher matrix in theta: eta moves with its sum unchanged.
+    """
+
+    domain = "logits are finite numbers, or -inf for classes that cannot come; at least one must be finite"
+
+    @property
+    def _trials(self) -> int:
+        """How many draws eta counts."""
+        return 1
+
+    def inside(self, theta: Tensor) -> Tensor:
+        finite = torch.isfinite(theta)
+        return (finite | (theta == -torch.inf)).all(-1) & finite.any(-1)
+
+    def log_partition(self, theta: Tensor) -> Tensor:
+        return self._trials * self.check_shape(theta, "theta").logsumexp(-1)
+
+    def entropy(self, theta: Tensor) -> Tensor:
+        return self._trials * classes_entropy(self.check(theta)) - self.mean_log_base(theta)
+
+    def kl(self, theta: Tensor, other: Tensor) -> Tensor:
+        return self._trials * classes_kl(self.check(theta), self.check(other))
+
+    def expectation(self, theta: Tensor) -> Tensor:
+        return self._trials * self.check(theta).softmax(-1)
+
+    def natural(self, eta: Tensor) -> Tensor:
+        return centre_logits(self.check_finite(eta, "eta"), self._trials)
+
+    def covariance(self, theta: Tensor) -> Tensor:
+        return self._trials * simplex_forms(self.check(theta))
+
+    def _operator(self, theta: Tensor) -> Operator:
+        return SimplexFisher(theta.softmax(-1), self._trials)
+
+
 @dataclass(frozen=True, repr=False)
-class Categorical(NaturalLikelihood):
+class Categorical(Logits, NaturalLikelihood):
     """One of C classes with logits r: Fisher form diag(y) - y y^T, y = softmax(r).
 
     A row is one position. Targets are class numbers, shaped like the outputs without the class axis, or class
@@ -297,11 +319,6 @@ class Categorical(NaturalLikelihood):
     def _fixed_size(self) -> int | None:
         return self.classes
 
-    domain = LOGITS
-
-    def inside(self, theta: Tensor) -> Tensor:
-        return are_logits(theta)
-
     def statistics(self, x: Tensor) -> Tensor:
         """Indicators (..., C) of class numbers (...,); indicators or class probabilities are taken as they are."""
         x = read_class_numbers(x, self.size)
@@ -311,9 +328,6 @@ class Categorical(NaturalLikelihood):
 
     def as_numbers(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x
-
-    def log_partition(self, theta: Tensor) -> Tensor:
-        return self.check_shape(theta, "theta").logsumexp(-1)
 
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
         log_p = self.check(theta).log_softmax(-1)
@@ -326,22 +340,8 @@ class Categorical(NaturalLikelihood):
     def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
         return self.natural(statistics.to(torch.float64).mean(0).to(statistics.dtype))
 
-    def expectation(self, theta: Tensor) -> Tensor:
-        return self.check(theta).softmax(-1)
-
-    def natural(self, eta: Tensor) -> Tensor:
-        return centre_logits(self.check_finite(eta, "eta"))
-
     def _forms(self, rows: Tensor) -> Tensor:
         return simplex_forms(rows)
-
-    def _operator(self, theta: Tensor) -> Operator:
-        return SimplexFisher(theta.detach().softmax(-1))
-
-    def fisher_expectation(self, eta: Tensor) -> Operator:
-        """The pseudo-inverse of the Fisher matrix in theta: eta moves with its sum unchanged."""
-        theta = self.natural(self.single(eta, "eta"))
-        return SimplexFisher(theta.detach().softmax(-1), dual=True)
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
         p = theta.softmax(-1).reshape(-1, theta.shape[-1])
@@ -381,9 +381,6 @@ class Categorical(NaturalLikelihood):
 
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
         return classes_kl(self.check_shape(outputs, "theta"), self.check_shape(other, "other"))
-
-    def entropy(self, theta: Tensor) -> Tensor:
-        return classes_entropy(self.check(theta))
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
         outputs = require_one_tensor(outputs)
@@ -436,6 +433,168 @@ def read_class_numbers(x: Tensor, classes: int) -> Tensor:
             )
         return check_support(x, (x >= 0) & (x <= 1), "indicators or class probabilities")
     return check_support(x.long(), (x >= 0) & (x < classes), f"class numbers from 0 to {classes - 1}")
+
+
+@dataclass(frozen=True)
+class Multinomial(Logits):
+    """Counts x of n_trials draws of C classes: T = x, theta = logits, psi = n_trials logsumexp(theta).
+
+    A constant added to all logits changes nothing: the Fisher matrix has rank C - 1, and `natural(eta)` gives the
+    logits whose sum is zero. `SubModel(Multinomial(n, C), range(C - 1))` is the minimal family, the last logit at zero.
+    A logit of -inf rules its class out.
+
+    Args:
+        n_trials: How many draws are counted.
+        classes: C.
+
+    Example:
+        >>> family = ng.Multinomial(10, 3)
+        >>> family.expectation(torch.zeros(3))
+        tensor([3.3333, 3.3333, 3.3333])
+    """
+
+    n_trials: int
+    classes: int
+
+    def __post_init__(self) -> None:
+        check_integer("n_trials", self.n_trials, of="the number of draws")
+        check_integer("classes", self.classes, 2, of="the number of classes")
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        """C."""
+        return self.classes
+
+    @property
+    def _trials(self) -> int:
+        return self.n_trials
+
+    def statistics(self, x: Tensor) -> Tensor:
+        check_width(x, self.classes, "counts")
+        fits = (x >= 0) & (x == x.round()) & (x.sum(-1, keepdim=True) == self.n_trials)
+        return check_support(x, fits, f"counts >= 0 with the sum {self.n_trials}")
+
+    def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
+        log_p = self.check(theta).log_softmax(-1)
+        x = self.statistics(self.as_numbers(x, theta.dtype))
+        return weigh_logs(x, log_p.expand(torch.broadcast_shapes(x.shape, log_p.shape))) + self.log_base(x)
+
+    def log_base(self, x: Tensor) -> Tensor:
+        return math.lgamma(self.n_trials + 1) - torch.lgamma(x + 1).sum(-1)
+
+    def mean_log_base(self, theta: Tensor) -> Tensor:
+        """log n! - sum_i E[log x_i!], every x_i binomial."""
+        counts = torch.arange(self.n_trials + 1, dtype=theta.dtype, device=theta.device)
+        factorials = torch.lgamma(counts + 1)
+        choose = math.lgamma(self.n_trials + 1) - factorials - factorials.flip(0)
+        log_p = theta.log_softmax(-1).unsqueeze(-1)
+        log_q = log_complement(theta).unsqueeze(-1)
+        none = counts == 0  # of an impossible class: 0 log 0 = 0
+        seen = counts * log_p.masked_fill(none, 0.0) + counts.flip(0) * log_q.masked_fill(none.flip(0), 0.0)
+        share = (choose + seen).exp()
+        return math.lgamma(self.n_trials + 1) - (share * factorials).sum((-1, -2))
+
+    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+        p = theta.softmax(-1).reshape(-1, self.classes)
+        drawn = torch.multinomial(p, count * self.n_trials, replacement=True, generator=generator)
+        drawn = drawn.view(len(p), count, self.n_trials)
+        counts = theta.new_zeros(len(p), count, self.classes).scatter_add(-1, drawn, theta.new_ones(drawn.shape))
+        return counts.transpose(0, 1).reshape(count, *theta.shape)
+
+    def outcomes(self, theta: Tensor) -> Tensor:
+        number = math.comb(self.n_trials + self.classes - 1, self.classes - 1)
+        if number > OUTCOMES:
+            raise ValueError(f"{self!r} has {number} outcomes, of which at most {OUTCOMES} are listed")
+        bars = itertools.combinations(range(self.n_trials + self.classes - 1), self.classes - 1)
+        places = torch.tensor(list(bars), dtype=theta.dtype, device=theta.device)
+        last = places.new_full((len(places), 1), float(self.n_trials + self.classes - 1))
+        return torch.cat([places, last], 1).diff(dim=1, prepend=-torch.ones_like(last)) - 1
+
+
+class SimplexFisher(Operator):
+    """n (diag(y) - y y^T), or (dual) its pseudo-inverse P diag(1 / y) P / n with P = I - 1 1^T / C, in O(C)."""
+
+    def __init__(self, y: Tensor, trials: int = 1, dual: bool = False) -> None:
+        self.y, self.trials, self.dual = y, trials, dual
+        # a class of probability 0 has rows of zeros in both, and P is that of the others
+        self.possible = y >= torch.finfo(y.dtype).tiny
+        self.size, self.dtype, self.device = len(y), y.dtype, y.device
+
+    def mv(self, vector: Tensor) -> Tensor:
+        return self.mm(vector.unsqueeze(1)).squeeze(1)
+
+    def mm(self, block: Tensor) -> Tensor:
+        if self.dual:
+            return self._centre(self._centre(block) / (self.trials * self._positive()).unsqueeze(1))
+        weighted = self.y.unsqueeze(1) * block
+        return self.trials * (weighted - self.y.unsqueeze(1) * weighted.sum(0))
+
+    def root(self) -> Tensor | None:
+        if self.dual:
+            return self._centre(torch.diag((self.trials * self._positive()).rsqrt()))
+        s = self.y.sqrt()
+        return self.trials**0.5 * (torch.diag(s) - self.y.unsqueeze(1) * s)
+
+    def inverse(self, damping: float = 0.0) -> Operator | None:
+        """The pseudo-inverse; None with damping."""
+        return None if damping else SimplexFisher(self.y, self.trials, not self.dual)
+
+    def _positive(self) -> Tensor:
+        return torch.where(self.possible, self.y, 1.0)
+
+    def _centre(self, block: Tensor) -> Tensor:
+        """Columns (C, k) without their mean over the classes that can come, 0 at the others."""
+        possible = torch.where(self.possible.unsqueeze(1), block, 0.0)
+        return torch.where(self.possible.unsqueeze(1), possible - possible.sum(0) / self.possible.sum(), 0.0)
+
+
+def weigh_logs(share: Tensor, log_p: Tensor) -> Tensor:
+    """sum share log p, (..., C) -> (...), where a share of 0 of an impossible class counts as 0."""
+    return (share * log_p.masked_fill(share == 0, 0.0)).sum(-1)
+
+
+def classes_kl(logits: Tensor, other: Tensor) -> Tensor:
+    """KL(softmax(logits), softmax(other)), (..., C) -> (...); infinite where `other` rules out what can come."""
+    return divergence_terms(logits.log_softmax(-1), other.log_softmax(-1)).sum(-1)
+
+
+def classes_entropy(logits: Tensor) -> Tensor:
+    """-sum p log p of p = softmax(logits), (..., C) -> (...); to all digits where one class is nearly certain."""
+    log_p = logits.log_softmax(-1)
+    top = torch.zeros_like(log_p, dtype=torch.bool).scatter(-1, log_p.argmax(-1, keepdim=True), True)
+    log_p = log_p.masked_fill(log_p == -torch.inf, -torch.finfo(log_p.dtype).max)
+    p = log_p.exp().masked_fill(top, 0.0)
+    rest = p.sum(-1)
+    return -(p * log_p).sum(-1) - (1 - rest) * torch.log1p(-rest)
+
+
+def simplex_forms(theta: Tensor) -> Tensor:
+    """diag(y) - y y^T, y = softmax(theta), (..., C) -> (..., C, C)."""
+    y = theta.softmax(-1)
+    return torch.diag_embed(y) - y.unsqueeze(-1) * y.unsqueeze(-2)
+
+
+def centre_logits(eta: Tensor, total: int) -> Tensor:
+    """The logits with sum zero of mean counts eta (..., C). ValueError unless they are positive with the given sum."""
+    if is_concrete(eta):
+        slack = 100 * torch.finfo(eta.dtype).eps * eta.shape[-1] * total
+        if not bool((eta > 0).all()):
+            raise ValueError("eta has entries <= 0, expected the means of all classes to be positive: no finite logit")
+        if not bool(((eta.sum(-1) - total).abs() <= slack).all()):
+            raise ValueError(f"eta has a sum other than {total}, expected means of counts of {total} in all")
+    log = eta.log()
+    return log - log.mean(-1, keepdim=True)
+
+
+def log_complement(theta: Tensor) -> Tensor:
+    """log(1 - softmax(theta)), each entry from the others: exact where a probability is nearly 1."""
+    classes = theta.shape[-1]
+    others = theta.unsqueeze(-2).expand(*theta.shape[:-1], classes, classes)
+    itself = torch.eye(classes, dtype=torch.bool, device=theta.device)
+    others = others.masked_fill(itself, -torch.inf)
+    none = (others == -torch.inf).all(-1)  # of the only class that can come; logsumexp has no derivative there
+    log_sum = others.masked_fill(none.unsqueeze(-1), 0.0).logsumexp(-1).masked_fill(none, -torch.inf)
+    return log_sum - theta.logsumexp(-1, keepdim=True)
 
 
 def softplus(theta: Tensor) -> Tensor:

@@ -215,9 +215,12 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
         Args:
             theta: Natural parameters, shape (n,).
         """
-        at = self.check(self.single(theta, "theta")).detach()
-        products = self.find_products(at)
-        return DenseOperator(symmetrise(self.covariance(at)).detach()) if products is None else Closed(at, *products)
+        return self._operator(self.check(self.single(theta, "theta")).detach())
+
+    def _operator(self, theta: Tensor) -> Operator:
+        """That of one theta (n,), inside and without gradients: by products where they are known, else a matrix."""
+        products = self.find_products(theta)
+        return DenseOperator(symmetrise(self.covariance(theta))) if products is None else Closed(theta, *products)
 
     def fisher_expectation(self, eta: Tensor) -> Operator:
         """The Fisher matrix in the expectation parameters: the inverse of that in the natural ones.
@@ -226,10 +229,11 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
             eta: Expectation parameters, shape (n,).
         """
         theta = self.natural(self.single(eta, "eta")).detach()
-        forward, backward = self.find_products(theta) or (None, None)
-        if backward is not None:
-            return Closed(theta, backward, forward)
-        return DenseOperator(symmetrise(require_inverse(self.covariance(theta), self.explain_singular())).detach())
+        operator = self._operator(theta)
+        inverse = None if isinstance(operator, DenseOperator) else operator.inverse(0.0)
+        if inverse is not None:
+            return inverse
+        return DenseOperator(symmetrise(require_inverse(self.covariance(theta), self.explain_singular())))
 
     def find_products(self, theta: Tensor) -> tuple[Map, Map | None] | None:
         """d theta -> d eta = Cov(T) d theta and its inverse, where they need no matrix. Default: None.

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from natgrad.families.class_logits import classes_kl
+from natgrad.families.discrete import classes_kl
 from natgrad.families.discrete_tables import LARGEST, Tables
 from natgrad.families.event_checks import floating_dtype
 from natgrad.families.exponential import ExponentialFamily
@@ -112,18 +112,17 @@ class MarkovField(ExponentialFamily):
         table = self._table.to(theta).mT
         return classes_kl(theta @ table, other @ table)
 
-    def fisher(self, theta: Tensor) -> Operator:
-        """Cov(T) at theta (n,): a matrix up to 512 statistics, beyond by products of derivatives alone."""
-        point = self.check(self.single(theta, "theta")).detach()
+    def _operator(self, theta: Tensor) -> Operator:
+        """A matrix up to 512 statistics, beyond by products of derivatives alone."""
         if self.size <= MATRIX:
-            return DenseOperator(symmetrise(self.covariance(point)))
+            return super()._operator(theta)
         self._need_sums("fisher")
-        pull = torch.func.vjp(self.expectation, point)[1]
+        pull = torch.func.vjp(self.expectation, theta)[1]
 
         def product(v: Tensor) -> Tensor:
             return torch.func.vmap(lambda row: pull(row)[0])(v.reshape(-1, self.size)).view(v.shape)
 
-        return Closed(point, product)
+        return Closed(theta, product)
 
     def mle(self, x: Tensor) -> Tensor:
         """Maximum likelihood from x (b, n). ValueError where it needs sums that are too large."""
