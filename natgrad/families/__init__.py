@@ -6,11 +6,7 @@ from natgrad.ground.messages import find_name
 
 if TYPE_CHECKING:  # loaded when it is first asked for: see `HOMES`
     from natgrad.families.base import Likelihood as Likelihood
-    from natgrad.families.changed_variables import InverseGamma as InverseGamma
-    from natgrad.families.changed_variables import LogNormal as LogNormal
-    from natgrad.families.changed_variables import Rayleigh as Rayleigh
-    from natgrad.families.changed_variables import Weibull as Weibull
-    from natgrad.families.complex_normal import ComplexNormal as ComplexNormal
+    from natgrad.families.base import LogDensity as LogDensity
     from natgrad.families.coordinates import Concentration as Concentration
     from natgrad.families.coordinates import Coordinates as Coordinates
     from natgrad.families.coordinates import Expectation as Expectation
@@ -28,9 +24,6 @@ if TYPE_CHECKING:  # loaded when it is first asked for: see `HOMES`
     from natgrad.families.coordinates import fisher_in as fisher_in
     from natgrad.families.criteria import Criterion as Criterion
     from natgrad.families.criteria import Entrywise as Entrywise
-    from natgrad.families.diagonal_normal import DiagonalNormal as DiagonalNormal
-    from natgrad.families.diagonal_normal import FixedCovarianceNormal as FixedCovarianceNormal
-    from natgrad.families.diagonal_normal import Normal as Normal
     from natgrad.families.discrete import Bernoulli as Bernoulli
     from natgrad.families.discrete import Categorical as Categorical
     from natgrad.families.discrete import Multinomial as Multinomial
@@ -46,7 +39,6 @@ if TYPE_CHECKING:  # loaded when it is first asked for: see `HOMES`
     from natgrad.families.known_losses import TokenCrossEntropy as TokenCrossEntropy
     from natgrad.families.known_losses import as_criterion as as_criterion
     from natgrad.families.known_losses import likelihood as likelihood
-    from natgrad.families.log_density import LogDensity as LogDensity
     from natgrad.families.markov_field import Ising as Ising
     from natgrad.families.markov_field import LogPartitionEstimate as LogPartitionEstimate
     from natgrad.families.markov_field import MarkovField as MarkovField
@@ -54,7 +46,6 @@ if TYPE_CHECKING:  # loaded when it is first asked for: see `HOMES`
     from natgrad.families.markov_field import PseudoLikelihood as PseudoLikelihood
     from natgrad.families.markov_field import RatioMatching as RatioMatching
     from natgrad.families.markov_field import StochasticLikelihood as StochasticLikelihood
-    from natgrad.families.masked import Masked as Masked
     from natgrad.families.mean_gradient import Slope as Slope
     from natgrad.families.mean_gradient import dual_gradient as dual_gradient
     from natgrad.families.mean_gradient import effective_draws as effective_draws
@@ -63,16 +54,25 @@ if TYPE_CHECKING:  # loaded when it is first asked for: see `HOMES`
     from natgrad.families.mean_gradient import natural_gradient_of_mean as natural_gradient_of_mean
     from natgrad.families.mean_gradient import natural_slope as natural_slope
     from natgrad.families.mean_gradient import regress as regress
+    from natgrad.families.normal import ComplexNormal as ComplexNormal
+    from natgrad.families.normal import DiagonalNormal as DiagonalNormal
+    from natgrad.families.normal import FixedCovarianceNormal as FixedCovarianceNormal
     from natgrad.families.normal import FixedMeanNormal as FixedMeanNormal
     from natgrad.families.normal import MultivariateNormal as MultivariateNormal
+    from natgrad.families.normal import Normal as Normal
     from natgrad.families.normal import SparseNormal as SparseNormal
     from natgrad.families.output_heads import Heads as Heads
+    from natgrad.families.output_heads import Masked as Masked
     from natgrad.families.positive_families import Beta as Beta
     from natgrad.families.positive_families import ChiSquare as ChiSquare
     from natgrad.families.positive_families import Dirichlet as Dirichlet
     from natgrad.families.positive_families import Exponential as Exponential
     from natgrad.families.positive_families import Gamma as Gamma
+    from natgrad.families.positive_families import InverseGamma as InverseGamma
     from natgrad.families.positive_families import InverseGaussian as InverseGaussian
+    from natgrad.families.positive_families import LogNormal as LogNormal
+    from natgrad.families.positive_families import Rayleigh as Rayleigh
+    from natgrad.families.positive_families import Weibull as Weibull
     from natgrad.families.power_series import Geometric as Geometric
     from natgrad.families.power_series import Logarithmic as Logarithmic
     from natgrad.families.power_series import NegativeBinomial as NegativeBinomial
@@ -86,32 +86,31 @@ if TYPE_CHECKING:  # loaded when it is first asked for: see `HOMES`
 HOMES = {
     f"natgrad.families.{module}": names.split()
     for module, names in {
-        "base": "Likelihood",
-        "changed_variables": "InverseGamma LogNormal Rayleigh Weibull",
-        "complex_normal": "ComplexNormal",
+        "base": "Likelihood LogDensity",
         "coordinates": (
             "Concentration Coordinates Expectation ExponentialRate Mapped MeanCholesky MeanCovariance MeanStd "
             "Natural ShapeRate ShapeScale convert convert_covector convert_vector fisher_in"
         ),
         "criteria": "Criterion Entrywise",
-        "diagonal_normal": "DiagonalNormal FixedCovarianceNormal Normal",
         "discrete": "Bernoulli Categorical Multinomial Poisson",
         "exponential": "ExponentialFamily",
         "gaussian": "DiagonalGaussian Gaussian GaussianPosterior HeteroscedasticGaussian",
         "gibbs": "Gibbs Tempering",
         "known_losses": "LOSSES TokenCrossEntropy as_criterion likelihood",
-        "log_density": "LogDensity",
         "markov_field": (
             "Ising LogPartitionEstimate MarkovField MomentEstimate PseudoLikelihood RatioMatching StochasticLikelihood"
         ),
-        "masked": "Masked",
         "mean_gradient": (
             "Slope dual_gradient effective_draws exact_natural_gradient_of_mean gradient_of_mean "
             "natural_gradient_of_mean natural_slope regress"
         ),
-        "normal": "FixedMeanNormal MultivariateNormal SparseNormal",
-        "output_heads": "Heads",
-        "positive_families": "Beta ChiSquare Dirichlet Exponential Gamma InverseGaussian",
+        "normal": (
+            "ComplexNormal DiagonalNormal FixedCovarianceNormal FixedMeanNormal MultivariateNormal Normal SparseNormal"
+        ),
+        "output_heads": "Heads Masked",
+        "positive_families": (
+            "Beta ChiSquare Dirichlet Exponential Gamma InverseGamma InverseGaussian LogNormal Rayleigh Weibull"
+        ),
         "power_series": "Geometric Logarithmic NegativeBinomial",
         "product_families": "Product SubModel",
         "robust_errors": "Huber Laplace",

@@ -7,10 +7,9 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from natgrad.families.diagonal_normal import DiagonalNormal
 from natgrad.families.event_checks import check_moments
 from natgrad.families.exponential import ExponentialFamily
-from natgrad.families.normal import MultivariateNormal
+from natgrad.families.normal import DiagonalNormal, MultivariateNormal
 from natgrad.families.positive_families import Beta, Dirichlet, Exponential, Gamma
 from natgrad.families.symmetric_matrices import factor_covariance, inverse_from
 from natgrad.ground.linalg import is_concrete, require_solution

@@ -21,10 +21,10 @@ from natgrad.families.base import (
     require_one_tensor,
     require_tensor_targets,
 )
-from natgrad.families.cancellation import divergence_terms, exp_gap
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
 from natgrad.families.robust_errors import Huber, Laplace, find_temperature, sum_errors
+from natgrad.families.special_functions import divergence_terms, exp_gap
 from natgrad.ground.linalg import as_columns
 from natgrad.ground.messages import write_choices
 from natgrad.ground.pure import leaves, map_tensors

@@ -20,10 +20,9 @@ from natgrad.families.base import (
     require_one_tensor,
     require_tensor_targets,
 )
-from natgrad.families.cancellation import divergence_terms, exp_gap
 from natgrad.families.event_checks import check_support, check_width
 from natgrad.families.exponential import ExponentialFamily
-from natgrad.families.log_gamma import HALF_LOG_2PI, stirling_rest
+from natgrad.families.special_functions import HALF_LOG_2PI, divergence_terms, exp_gap, stirling_rest
 from natgrad.ground.checks import check_integer
 from natgrad.ground.linalg import is_concrete
 from natgrad.operators import DiagonalOperator, Operator

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families.base import DiagonalForm, SeparableLikelihood, check_same_shape
-from natgrad.families.cancellation import exp_gap, ratio_gap
+from natgrad.families.special_functions import exp_gap, ratio_gap
 from natgrad.ground.checks import check_positive
 
 

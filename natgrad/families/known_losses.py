@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from natgrad.families.base import Likelihood, require_one_tensor
+from natgrad.families.base import Likelihood, LogDensity, require_one_tensor
 from natgrad.families.criteria import (
     Criterion,
     Entrywise,
@@ -32,7 +32,6 @@ from natgrad.families.criteria import (
 )
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
-from natgrad.families.log_density import LogDensity
 from natgrad.ground.choices import Names, read_choice
 from natgrad.ground.linalg import is_concrete
 from natgrad.ground.pure import leaves, map_tensors

@@ -1,13 +1,13 @@
-"""Families over positive numbers and proportions: Exponential, Gamma, ChiSquare, Beta, Dirichlet, InverseGaussian."""
+"""Families over positive numbers and proportions, and those of y = g(x) where x has one of them."""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
 
-from natgrad.families.cancellation import in_double, log_ratio, ratio_gap
 from natgrad.families.event_checks import (
     centre,
     centre_varying,
@@ -17,27 +17,32 @@ from natgrad.families.event_checks import (
     check_varies,
     check_width,
     read_positive,
+    root_mean_square,
     widen,
 )
 from natgrad.families.exponential import ExponentialFamily
-from natgrad.families.log_gamma import (
+from natgrad.families.normal import Normal
+from natgrad.families.product_families import Embedded
+from natgrad.families.special_functions import (
     EULER,
     HALF_LOG_2PI,
     digamma,
     digamma_inverse,
+    in_double,
     log_gamma,
     log_gamma_bregman,
     log_minus_digamma,
+    log_ratio,
+    ratio_gap,
     stirling_rest,
     trigamma,
 )
-from natgrad.families.product_families import Embedded
-from natgrad.ground.checks import check_integer
+from natgrad.ground.checks import check_integer, check_positive
+from natgrad.ground.typed_torch import Map
 
 GAMMA_STEPS = 8
 LEAST_GAP = 1e4
 """Gaps of proportions, in units of round-off, that are known to four digits: below, their concentration is not."""
-LOG_2 = math.log(2.0)
 
 
 class Exponential(ExponentialFamily):
@@ -103,6 +108,10 @@ class Gamma(ExponentialFamily):
 
     def inside(self, theta: Tensor) -> Tensor:
         return (theta[..., 0] > -1) & (theta[..., 1] < 0) & torch.isfinite(theta).all(-1)
+
+    def expectation(self, theta: Tensor) -> Tensor:
+        shape, rate = self._split(theta)
+        return torch.stack([digamma(shape) - rate.log(), shape / rate], dim=-1)
 
     def covariance(self, theta: Tensor) -> Tensor:
         """[[trigamma(shape), 1 / rate], [1 / rate, shape / rate^2]], (..., 2) -> (..., 2, 2)."""
@@ -190,18 +199,8 @@ class ChiSquare(Embedded):
     def mean_log_base(self, theta: Tensor) -> Tensor:
         return -(self.check(theta)[..., 0] + 1)
 
-    @in_double
-    def kl(self, theta: Tensor, other: Tensor) -> Tensor:
-        return log_gamma_bregman(self.check(other) + 1, self.check(theta) + 1).squeeze(-1)
-
-    def expectation(self, theta: Tensor) -> Tensor:
-        return digamma(self.check(theta) + 1) + LOG_2
-
-    def covariance(self, theta: Tensor) -> Tensor:
-        return trigamma(self.check(theta) + 1).unsqueeze(-1)
-
     def invert(self, eta: Tensor) -> Tensor:
-        return digamma_inverse(eta - LOG_2) - 1
+        return digamma_inverse(eta - math.log(2)) - 1
 
 
 class Dirichlet(ExponentialFamily):
@@ -219,6 +218,20 @@ class Dirichlet(ExponentialFamily):
 
     domain = "theta = concentration - 1 must be above -1"
     bounds = (-1.0, torch.inf)
+
+    def __init__(self, k: int) -> None:
+        self.size = check_integer("k", k, 2, of="the number of proportions")
+
+    def statistics(self, x: Tensor) -> Tensor:
+        x = self.as_numbers(check_width(x, self.size), torch.get_default_dtype())
+        slack = 1e3 * torch.finfo(x.dtype).eps
+        fits = (x > 0) & ((x.sum(-1, keepdim=True) - 1).abs() < slack)
+        return check_support(x, fits, "proportions > 0 with the sum 1").log()
+
+    def log_partition(self, theta: Tensor) -> Tensor:
+        self.check_shape(theta, "theta")
+        psi = log_gamma(theta + 1).sum(-1) - log_gamma((theta + 1).sum(-1))
+        return torch.where(self.inside(theta), psi, torch.inf)  # lgamma has values below zero, psi has not
 
     def covariance(self, theta: Tensor) -> Tensor:
         """diag(trigamma(alpha)) - trigamma(sum alpha), (..., k) -> (..., k, k)."""
@@ -276,20 +289,6 @@ class Dirichlet(ExponentialFamily):
             above = digamma_inverse(eta + torch.digamma(middle.exp())).sum(1, keepdim=True) > middle.exp()
             low, high = torch.where(above, middle, low), torch.where(above, high, middle)
         return digamma_inverse(eta + torch.digamma(((low + high) / 2).exp())) - 1
-
-    def __init__(self, k: int) -> None:
-        self.size = check_integer("k", k, 2, of="the number of proportions")
-
-    def statistics(self, x: Tensor) -> Tensor:
-        x = self.as_numbers(check_width(x, self.size), torch.get_default_dtype())
-        slack = 1e3 * torch.finfo(x.dtype).eps
-        fits = (x > 0) & ((x.sum(-1, keepdim=True) - 1).abs() < slack)
-        return check_support(x, fits, "proportions > 0 with the sum 1").log()
-
-    def log_partition(self, theta: Tensor) -> Tensor:
-        self.check_shape(theta, "theta")
-        psi = log_gamma(theta + 1).sum(-1) - log_gamma((theta + 1).sum(-1))
-        return torch.where(self.inside(theta), psi, torch.inf)  # lgamma has values below zero, psi has not
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
         # as logarithms: at concentrations of .001 all gamma draws underflow together
@@ -498,3 +497,197 @@ def scaled_exponential_integral(x: Tensor) -> Tensor:
     for k in range(FRACTION_TERMS, 0, -1):
         fraction = large + 2 * k - 1 - k**2 / fraction
     return torch.where(near, below, 1 / fraction)
+
+
+# y = g(x) > 0, where x has a family of its own
+
+
+class ChangedVariable(Embedded):
+    """y = g(x) > 0 of one positive or real x: T(y) = T(g^-1(y)), and theta, psi, Fisher matrix and KL are those of x.
+
+    Only densities and entropies change, by h(y) = |d x / d y|. A subclass sets `inner`, the family of x, and
+    writes `_source`, g^-1, `_image`, g, `log_base` and `mean_log_base`.
+    """
+
+    @abstractmethod
+    def _image(self, x: Tensor) -> Tensor:
+        """y = g(x), (..., 1) -> (..., 1)."""
+
+    def statistics(self, x: Tensor) -> Tensor:
+        return super().statistics(read_positive(x))
+
+    @in_double
+    def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
+        x = read_positive(self.as_numbers(x, theta.dtype))
+        return super().log_prob(theta, x) + self.log_base(x)
+
+    @in_double
+    def entropy(self, theta: Tensor) -> Tensor:
+        return super().entropy(theta) - self.mean_log_base(theta)
+
+    def natural(self, eta: Tensor) -> Tensor:
+        return self.inner.natural(self.check_finite(eta, "eta"))
+
+    def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
+        return self.inner.maximise_likelihood(self._source(x), statistics)
+
+    def find_products(self, theta: Tensor) -> tuple[Map, Map | None] | None:
+        return self.inner.find_products(theta)
+
+    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+        drawn = self._image(self.inner.draw(theta, count, generator))
+        limits = torch.finfo(drawn.dtype)
+        return drawn.clamp(min=limits.tiny, max=limits.max)  # a density on x > 0, where log x is a number
+
+
+class LogNormal(ChangedVariable):
+    """log x is normal with mean mu and standard deviation s: T = (log x, log^2 x), theta = (mu / s^2, -1 / (2 s^2)).
+
+    Example:
+        >>> family = ng.families.LogNormal()
+        >>> theta = family.from_mean_std(torch.tensor(0.0), torch.tensor(1.0))
+        >>> family.log_prob(theta, torch.tensor([1.0]))
+        tensor(-0.9189)
+    """
+
+    size = 2
+    inner: Normal = Normal()
+    domain = Normal.domain
+
+    def _source(self, y: Tensor) -> Tensor:
+        return y.log()
+
+    def _image(self, x: Tensor) -> Tensor:
+        return x.exp()
+
+    def log_base(self, x: Tensor) -> Tensor:
+        return -check_width(x, 1).log().squeeze(-1)
+
+    def mean_log_base(self, theta: Tensor) -> Tensor:
+        return -self.expectation(theta)[..., 0]
+
+    def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
+        first, rest = widen(x[:1]), widen(x)
+        mean, centred = centre(log_ratio(rest, first, rest - first))  # near numbers have near logarithms, to all digits
+        mean = first[0].log() + mean
+        check_varies(root_mean_square(centred), 1 + mean.detach().abs(), x.dtype)
+        return self.inner._from_moments(mean, centred.square().mean(0))
+
+    def from_mean_std(self, mean: Tensor, std: Tensor) -> Tensor:
+        """theta of the mean and the standard deviation of log x, shape (..., 2).
+
+        Args:
+            mean: Shape (...).
+            std: Positive, shape (...).
+        """
+        return self.inner.from_mean_std(mean, std)
+
+    def mean_std(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of log x, (...) each.
+
+        Args:
+            theta: Natural parameters, shape (..., 2).
+        """
+        return self.inner.mean_std(self.check(theta))
+
+
+class InverseGamma(ChangedVariable):
+    """1 / x is a gamma variable of shape alpha and rate beta: T = (-log x, 1 / x), theta = (alpha - 1, -beta).
+
+    p(x) = beta^alpha / Gamma(alpha) x^(-alpha - 1) exp(-beta / x). theta and eta are those of `Gamma`, whose x is the
+    reciprocal; textbooks with h = 1 write (-alpha - 1, -beta) for T = (log x, 1 / x).
+
+    Example:
+        >>> ng.families.InverseGamma().expectation(torch.tensor([1.0, -4.0]))  # E[1 / x] = alpha / beta
+        tensor([-0.9635,  0.5000])
+    """
+
+    size = 2
+    inner = Gamma()
+    domain = Gamma.domain
+
+    def _source(self, y: Tensor) -> Tensor:
+        return 1 / y
+
+    def _image(self, x: Tensor) -> Tensor:
+        return 1 / x
+
+    def log_base(self, x: Tensor) -> Tensor:
+        return -2 * check_width(x, 1).log().squeeze(-1)
+
+    def mean_log_base(self, theta: Tensor) -> Tensor:
+        return 2 * self.expectation(theta)[..., 0]
+
+
+class Weibull(ChangedVariable):
+    """x^k is a waiting time, the shape k known: T = x^k, theta = -1 / scale^k < 0, eta = scale^k.
+
+    p(x) = k / scale (x / scale)^(k - 1) exp(-(x / scale)^k).
+
+    Args:
+        shape: k, positive.
+
+    Example:
+        >>> ng.families.Weibull(2.0).expectation(torch.tensor([-0.25]))  # scale 2
+        tensor([4.])
+    """
+
+    shown = ("shape",)
+
+    size = 1
+    inner = Exponential()
+    domain = "theta = -1 / scale^shape must be negative"
+    _unit = 1.0  # scales of this family in one of those that `from_scale` takes
+
+    def __init__(self, shape: float) -> None:
+        check_positive("shape", shape)
+        self.shape = float(shape)
+
+    def _source(self, y: Tensor) -> Tensor:
+        return y.pow(self.shape)
+
+    def _image(self, x: Tensor) -> Tensor:
+        return x.pow(1 / self.shape)
+
+    def log_base(self, x: Tensor) -> Tensor:
+        return math.log(self.shape) + (self.shape - 1) * check_width(x, 1).log().squeeze(-1)
+
+    def mean_log_base(self, theta: Tensor) -> Tensor:
+        mean_log = -(EULER + (-self.check(theta)[..., 0]).log()) / self.shape
+        return math.log(self.shape) + (self.shape - 1) * mean_log
+
+    def from_scale(self, scale: Tensor) -> Tensor:
+        """theta of a scale, shape (..., 1).
+
+        Args:
+            scale: Positive, a number or of shape (..., 1).
+        """
+        scale = torch.atleast_1d(torch.as_tensor(scale))
+        return self.check(-(self._unit * check_above(scale, 0.0, "scale")).pow(-self.shape))
+
+    def scale(self, theta: Tensor) -> Tensor:
+        """The scale of theta, shape (..., 1).
+
+        Args:
+            theta: Natural parameters, shape (..., 1).
+        """
+        return (-self.check(theta)).pow(-1 / self.shape) / self._unit
+
+
+class Rayleigh(Weibull):
+    """The length of a normal vector in the plane with standard deviation s: T = x^2, theta = -1 / (2 s^2).
+
+    This is `Weibull(2)`, whose scale is s sqrt(2); the scale of a Rayleigh is s, that of one coordinate.
+
+    Example:
+        >>> ng.families.Rayleigh().expectation(torch.tensor([-0.5]))  # s = 1
+        tensor([2.])
+    """
+
+    shown = ()
+
+    domain = "theta = -1 / (2 s^2) must be negative"
+    _unit = math.sqrt(2)
+
+    def __init__(self) -> None:
+        super().__init__(2.0)

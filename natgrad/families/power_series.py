@@ -12,11 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from natgrad.families.cancellation import exp_gap, in_double, ratio_gap
 from natgrad.families.event_checks import check_above, check_support, check_width
 from natgrad.families.exponential import ExponentialFamily
-from natgrad.families.log_gamma import HALF_LOG_2PI, stirling_rest
 from natgrad.families.positive_families import log_gamma_draws
+from natgrad.families.special_functions import HALF_LOG_2PI, exp_gap, in_double, ratio_gap, stirling_rest
 from natgrad.ground.checks import check_positive
 
 NODES = 480

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from natgrad.families.base import SeparableLikelihood
-from natgrad.families.cancellation import NEAR, exp_gap, in_double
+from natgrad.families.special_functions import NEAR, exp_gap, in_double
 from natgrad.ground.checks import check_positive
 
 ROOT_2PI = math.sqrt(2 * math.pi)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from natgrad.families.cancellation import ratio_gap
+from natgrad.families.special_functions import ratio_gap
 from natgrad.ground.checks import check_integer
 from natgrad.ground.linalg import factor_or_nan, invert_or_nan, is_positive_definite, require_factor
 

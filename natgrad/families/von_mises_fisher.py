@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from natgrad.families.cancellation import exp_gap, in_double, ratio_gap
 from natgrad.families.event_checks import centre, check_support, check_varies, check_width, widen
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.positive_families import log_gamma_draws
+from natgrad.families.special_functions import exp_gap, in_double, ratio_gap
 from natgrad.ground.checks import check_integer
 
 TERMS = 16

@@ -9,19 +9,20 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from natgrad.families.cancellation import in_double, log_ratio
 from natgrad.families.event_checks import centre, check_rest, check_support, check_varies, widen
 from natgrad.families.exponential import ExponentialFamily
-from natgrad.families.log_gamma import (
+from natgrad.families.positive_families import log_gamma_draws
+from natgrad.families.special_functions import (
     HALF_LOG_2PI,
     digamma,
+    in_double,
     log_gamma,
     log_gamma_bregman,
     log_minus_digamma,
+    log_ratio,
     stirling_rest,
     trigamma,
 )
-from natgrad.families.positive_families import log_gamma_draws
 from natgrad.families.symmetric_matrices import (
     Pairs,
     factor_covariance,

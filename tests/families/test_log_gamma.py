@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from natgrad.families import Beta, Dirichlet, ExponentialFamily, Gamma
-from natgrad.families.log_gamma import log_gamma
+from natgrad.families.special_functions import log_gamma
 
 mp.mp.dps = 50
 X = torch.cat([torch.logspace(-8, 8, 161, dtype=F64), torch.linspace(0.5, 30, 119, dtype=F64)])
