@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,10 +67,10 @@ def natural_gradient_of_mean(
         >>> ng.natural_gradient_of_mean(family, theta, x @ torch.tensor([1.0, 2.0, 3.0]), x)
         tensor([1.0000, 2.0000, 3.0000])
     """
-    draws = WeightedDraws.of(family, theta, f_values, x, sampled_from, log_weights)
+    draws, shape = lay_out_draws(family, theta, f_values, x, sampled_from, log_weights)
     if method not in (None, *METHODS):
         raise ValueError(f"method is {method!r}, expected one of {', '.join(METHODS)}, or None to choose by the draws")
-    count, size = draws.statistics.shape[1:]
+    count, size = len(x), theta.shape[-1]
     if method == "regression" and count <= size:
         raise ValueError(
             f"method 'regression' has {count} draws for {size} statistics, expected more draws than that; "
@@ -77,8 +78,7 @@ def natural_gradient_of_mean(
         )
     if baseline is not None and method in ("regression", "ridge"):
         raise ValueError(f"baseline is for method 'fisher'; {method!r} subtracts the mean of f by itself")
-    rows = [_estimate_slope(family, each, method, baseline) for each in draws.each()]
-    return torch.stack(rows).view(*draws.shape, size)
+    return torch.stack([estimate_slope(family, each, method, baseline) for each in draws]).view(*shape, size)
 
 
 def gradient_of_mean(
@@ -107,9 +107,8 @@ def gradient_of_mean(
     Returns:
         Shape (n,), or (k, n) for k functions.
     """
-    draws = WeightedDraws.of(family, theta, f_values, x, sampled_from, log_weights)
-    rows = [_covariance(family, each, baseline) for each in draws.each()]
-    return torch.stack(rows).view(*draws.shape, theta.shape[-1])
+    draws, shape = lay_out_draws(family, theta, f_values, x, sampled_from, log_weights)
+    return torch.stack([estimate_covariance(family, each, baseline) for each in draws]).view(*shape, theta.shape[-1])
 
 
 def exact_natural_gradient_of_mean(
@@ -136,7 +135,7 @@ def exact_natural_gradient_of_mean(
         raise ValueError(f"f gives {came}, expected a tensor ({len(x)},) or ({len(x)}, k): one row per outcome")
     flat = theta.reshape(-1, theta.shape[-1])
     values, statistics = values.to(theta), family.statistics(x).to(theta)
-    columns = _require_finite(values.reshape(len(x), -1), "f")
+    columns = require_finite(values.reshape(len(x), -1), "f")
     shares = torch.softmax(torch.stack([family.log_prob(row, x) for row in flat]), dim=-1)
     slopes = torch.stack([regress(statistics, columns, share) for share in shares])
     return slopes.view(*theta.shape[:-1], *values.shape[1:], theta.shape[-1])
@@ -187,65 +186,53 @@ def effective_draws(log_weights: Tensor) -> Tensor:
     return 1 / torch.softmax(log_weights, dim=0).square().sum(0)
 
 
-@dataclass(frozen=True)
-class WeightedDraws:
-    """Statistics (B, N, n), values (B, N, k) and shares (B, N) of draws at theta (B, n), and the shape of results."""
+class Draws(NamedTuple):
+    """Of one distribution: theta (n,), statistics (N, n), values (N, k) and shares (N,)."""
 
     theta: Tensor
     statistics: Tensor
     values: Tensor
     shares: Tensor
-    shape: tuple[int, ...]
 
-    @classmethod
-    def of(
-        cls,
-        family: ExponentialFamily,
-        theta: Tensor,
-        f_values: Tensor,
-        x: Tensor,
-        sampled_from: Tensor | None,
-        log_weights: Tensor | None,
-    ) -> WeightedDraws:
-        """Checked and laid out."""
-        batch, n = family.check(theta).shape[:-1], theta.shape[-1]
-        statistics = family.statistics(family.as_numbers(x, theta.dtype)).to(theta.dtype)
-        count = len(statistics)
-        if statistics.shape != (count, *batch, n):
-            raise ValueError(
-                f"x has shape {tuple(x.shape)}, whose statistics have {tuple(statistics.shape)}; expected "
-                f"({count}, {', '.join(map(str, (*batch, n)))}): draws first, then the batch of theta"
-            )
-        if not isinstance(f_values, Tensor) or f_values.shape[: 1 + len(batch)] != (count, *batch):
-            came = tuple(f_values.shape) if isinstance(f_values, Tensor) else type(f_values).__name__
-            raise ValueError(f"f_values is {came}, expected ({', '.join(map(str, (count, *batch)))}) or one more: f(x)")
-        if count < LEAST:
-            raise ValueError(f"x has {count} draws, expected at least 2: a covariance")
-        values, inner = _require_finite(f_values.to(theta.dtype), "f_values"), f_values.shape[1 + len(batch) :]
-        log_share = _log_weights(family, theta, statistics, sampled_from, log_weights)
-        shares = torch.softmax(log_share.expand(count, *batch), dim=0)
-        return cls(
-            theta.reshape(-1, n),
-            statistics.reshape(count, -1, n).transpose(0, 1),
-            values.reshape(count, batch.numel(), -1).transpose(0, 1),
-            shares.reshape(count, -1).mT,
-            (*batch, *inner),
+
+def lay_out_draws(
+    family: ExponentialFamily,
+    theta: Tensor,
+    f_values: Tensor,
+    x: Tensor,
+    sampled_from: Tensor | None,
+    log_weights: Tensor | None,
+) -> tuple[list[Draws], tuple[int, ...]]:
+    """The draws of each theta, checked, and the shape of what is asked of them, less the last axis."""
+    batch, n = family.check(theta).shape[:-1], theta.shape[-1]
+    statistics = family.statistics(family.as_numbers(x, theta.dtype)).to(theta.dtype)
+    count = len(statistics)
+    if statistics.shape != (count, *batch, n):
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}, whose statistics have {tuple(statistics.shape)}; expected "
+            f"({count}, {', '.join(map(str, (*batch, n)))}): draws first, then the batch of theta"
         )
+    if not isinstance(f_values, Tensor) or f_values.shape[: 1 + len(batch)] != (count, *batch):
+        came = tuple(f_values.shape) if isinstance(f_values, Tensor) else type(f_values).__name__
+        raise ValueError(f"f_values is {came}, expected ({', '.join(map(str, (count, *batch)))}) or one more: f(x)")
+    if count < LEAST:
+        raise ValueError(f"x has {count} draws, expected at least 2: a covariance")
+    values = require_finite(f_values.to(theta.dtype), "f_values")
+    log_share = read_log_weights(family, theta, statistics, sampled_from, log_weights)
+    shares = torch.softmax(log_share.expand(count, *batch), dim=0).reshape(count, -1).mT
+    effective = 1 / shares.square().sum(1)
+    if bool(effective.min() < LEAST):
+        raise ValueError(
+            f"of {count} draws {float(effective.min()):.3g} are left in effect by their weights, expected at least 2: "
+            "theta has moved too far from where they were drawn; draw anew"
+        )
+    columns = (each.reshape(count, batch.numel(), -1).transpose(0, 1) for each in (statistics, values))
+    rows = zip(theta.reshape(-1, n), *columns, shares, strict=True)
+    return [Draws(*row) for row in rows], (*batch, *f_values.shape[1 + len(batch) :])
 
-    def each(self) -> list[WeightedDraws]:
-        """One by one, T (N, n), f (N, k), shares (N,). ValueError where too few draws are left in effect."""
-        effective = 1 / self.shares.square().sum(1)
-        if bool(effective.min() < LEAST):
-            raise ValueError(
-                f"of {self.shares.shape[1]} draws {float(effective.min()):.3g} are left in effect by their weights, "
-                "expected at least 2: theta has moved too far from where they were drawn; draw anew"
-            )
-        rows = zip(self.theta, self.statistics, self.values, self.shares, strict=True)
-        return [WeightedDraws(*row, self.shape) for row in rows]
 
-
-def _estimate_slope(
-    family: ExponentialFamily, draws: WeightedDraws, method: str | None, baseline: float | str | Tensor | None
+def estimate_slope(
+    family: ExponentialFamily, draws: Draws, method: str | None, baseline: float | str | Tensor | None
 ) -> Tensor:
     """(k, n) of one distribution."""
     if method is None:
@@ -257,14 +244,14 @@ def _estimate_slope(
         slopes = [natural_slope(draws.statistics, column, draws.shares).value for column in draws.values.unbind(1)]
         return torch.stack(slopes)
     operator = family.fisher(draws.theta)
-    gradient = _covariance(family, draws, baseline)
+    gradient = estimate_covariance(family, draws, baseline)
     inverse = operator.inverse(0.0)
     if inverse is not None:
         return (inverse @ gradient.mT).mT
     return require_solution(operator.dense(), gradient.mT, family.explain_singular()).mT
 
 
-def _covariance(family: ExponentialFamily, draws: WeightedDraws, baseline: float | str | Tensor | None) -> Tensor:
+def estimate_covariance(family: ExponentialFamily, draws: Draws, baseline: float | str | Tensor | None) -> Tensor:
     """Cov(f, T), (k, n), of one distribution."""
     share, values = draws.shares.unsqueeze(1), draws.values
     if baseline is None:
@@ -284,7 +271,7 @@ def _covariance(family: ExponentialFamily, draws: WeightedDraws, baseline: float
     return (share * (values - baseline)).mT @ moved
 
 
-def _log_weights(
+def read_log_weights(
     family: ExponentialFamily,
     theta: Tensor,
     statistics: Tensor,
@@ -300,7 +287,7 @@ def _log_weights(
                 f"log_weights has shape {tuple(log_weights.shape)}, expected {tuple(statistics.shape[:-1])}"
             )
         trailing = statistics.dim() - 1 - log_weights.dim()
-        return _require_finite(log_weights.to(theta.dtype), "log_weights").view(*log_weights.shape, *[1] * trailing)
+        return require_finite(log_weights.to(theta.dtype), "log_weights").view(*log_weights.shape, *[1] * trailing)
     if sampled_from is None:
         return statistics.new_zeros(statistics.shape[:-1])
     family.check(sampled_from)
@@ -314,7 +301,8 @@ def _log_weights(
     return logs if sampled_from.dim() == theta.dim() else logs + family.log_partition(sampled_from)
 
 
-def _require_finite(values: Tensor, name: str) -> Tensor:
+def require_finite(values: Tensor, name: str) -> Tensor:
+    """The values as they are. ValueError for entries that are not finite."""
     if not bool(torch.isfinite(values.detach()).all()):
         raise ValueError(
             f"{name} has entries that are not finite, expected numbers; replace them, by the worst of the others say"
