@@ -54,15 +54,7 @@ class Coordinates(ABC):
         Args:
             xi: One point, shape (n,).
         """
-        theta = self.natural(self.single(xi)).detach()
-        inner = self.family.fisher(theta)
-        back = inner.inverse(0.0)
-        (push, pull), (push_back, pull_back) = differentiate(self.natural, xi.detach()), differentiate(self.of, theta)
-        return Closed(
-            xi,
-            lambda v: pull(_rows(inner, push(v))),
-            None if back is None else lambda v: push_back(_rows(back, pull_back(v))),
-        )
+        return fisher_in(self.family, self.natural, self.single(xi), self.of)
 
     def covariance(self, xi: Tensor) -> Tensor:
         """The Fisher matrix in xi as matrices, with gradients, shape (..., n, n).
@@ -145,10 +137,10 @@ def differentiate(change: Map, point: Tensor) -> tuple[Map, Map]:
         # J v is linear in v: the derivative of J^T u in u, which spares forward rules that some operations lack
         return torch.func.vjp(lambda u: pull(u)[0], torch.zeros_like(value))[1](v)[0]
 
-    return _for_batches(push_one, point, value), _for_batches(lambda u: pull(u)[0], value, point)
+    return map_batches(push_one, point, value), map_batches(lambda u: pull(u)[0], value, point)
 
 
-def _for_batches(linear: Map, source: Tensor, target: Tensor) -> Map:
+def map_batches(linear: Map, source: Tensor, target: Tensor) -> Map:
     """A linear map from tensors like `source` to tensors like `target`, for those with more dimensions in front too."""
 
     def apply(v: Tensor) -> Tensor:
@@ -207,10 +199,10 @@ class Mapped(Coordinates):
         self.family, self._natural, self._of = family, natural, of
 
     def natural(self, xi: Tensor) -> Tensor:
-        return self._natural(xi)
+        return self.family.check(self._natural(self.family.check_shape(xi, "xi")))
 
     def of(self, theta: Tensor) -> Tensor:
-        return self._of(theta)
+        return self._of(self.family.check(theta))
 
 
 def convert(xi: Tensor, source: Coordinates, target: Coordinates) -> Tensor:
@@ -271,12 +263,7 @@ def convert_covector(xi: Tensor, covector: Tensor, source: Coordinates, target: 
     return differentiate(lambda at: convert(at, target, source), convert(xi, source, target))[1](covector)
 
 
-def fisher_in(
-    family: ExponentialFamily,
-    natural: Map,
-    xi: Tensor,
-    of: Map | None = None,
-) -> Operator:
+def fisher_in(family: ExponentialFamily, natural: Map, xi: Tensor, of: Map | None = None) -> Operator:
     """J^T I_theta J of any differentiable map from xi to theta; with m <= n it is that of a curved sub-family.
 
     Args:
@@ -294,14 +281,19 @@ def fisher_in(
         >>> ng.families.fisher_in(normal, path, torch.tensor([0.0])).dense()  # 1 / std^2 + 2
         tensor([[3.]])
     """
-    if of is not None:
-        return Mapped(family, natural, of).fisher(xi)
-    inner = family.fisher(natural(xi.detach()).detach())
+    theta = natural(xi.detach()).detach()
+    inner = family.fisher(theta)
+    back = None if of is None else inner.inverse(0.0)
     push, pull = differentiate(natural, xi.detach())
-    return Closed(xi, lambda v: pull(_rows(inner, push(v))))
+    if of is None or back is None:
+        return Closed(xi, lambda v: pull(multiply_rows(inner, push(v))))
+    push_back, pull_back = differentiate(of, theta)
+    return Closed(
+        xi, lambda v: pull(multiply_rows(inner, push(v))), lambda v: push_back(multiply_rows(back, pull_back(v)))
+    )
 
 
-def _rows(operator: Operator, vectors: Tensor) -> Tensor:
+def multiply_rows(operator: Operator, vectors: Tensor) -> Tensor:
     """G v for every row of v (..., n)."""
     flat = vectors.reshape(-1, vectors.shape[-1])
     return operator.mm(flat.mT).mT.reshape(vectors.shape)
@@ -452,11 +444,7 @@ class ShapeRate(Mapped):
     """
 
     def __init__(self, family: Gamma) -> None:
-        super().__init__(
-            family,
-            lambda xi: family.check(shape_rate(family.check_shape(xi, "xi"))),
-            lambda theta: shape_rate_of(family.check(theta)),
-        )
+        super().__init__(family, from_shape_rate, to_shape_rate)
 
 
 class ShapeScale(Mapped):
@@ -467,13 +455,11 @@ class ShapeScale(Mapped):
     """
 
     def __init__(self, family: Gamma) -> None:
-        def swap_rate(xi: Tensor) -> Tensor:
+        def invert_rate(xi: Tensor) -> Tensor:
             return torch.stack([xi[..., 0], 1 / xi[..., 1]], dim=-1)
 
         super().__init__(
-            family,
-            lambda xi: family.check(shape_rate(swap_rate(family.check_shape(xi, "xi")))),
-            lambda theta: swap_rate(shape_rate_of(family.check(theta))),
+            family, lambda xi: from_shape_rate(invert_rate(xi)), lambda theta: invert_rate(to_shape_rate(theta))
         )
 
 
@@ -485,9 +471,7 @@ class ExponentialRate(Mapped):
     """
 
     def __init__(self, family: Exponential) -> None:
-        super().__init__(
-            family, lambda xi: family.check(-family.check_shape(xi, "xi")), lambda theta: -family.check(theta)
-        )
+        super().__init__(family, torch.neg, torch.neg)
 
 
 class Concentration(Mapped):
@@ -498,17 +482,15 @@ class Concentration(Mapped):
     """
 
     def __init__(self, family: Beta | Dirichlet) -> None:
-        super().__init__(
-            family, lambda xi: family.check(family.check_shape(xi, "xi") - 1), lambda theta: family.check(theta) + 1
-        )
+        super().__init__(family, lambda xi: xi - 1, lambda theta: theta + 1)
 
 
-def shape_rate(xi: Tensor) -> Tensor:
+def from_shape_rate(xi: Tensor) -> Tensor:
     """theta = (shape - 1, -rate)."""
     return torch.stack([xi[..., 0] - 1, -xi[..., 1]], dim=-1)
 
 
-def shape_rate_of(theta: Tensor) -> Tensor:
+def to_shape_rate(theta: Tensor) -> Tensor:
     """(shape, rate)."""
     return torch.stack([theta[..., 0] + 1, -theta[..., 1]], dim=-1)
 
