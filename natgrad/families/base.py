@@ -104,11 +104,7 @@ class Likelihood(Explained, hint="; a likelihood holds no parameters, they are a
             outputs: What the model returns.
             targets: As `nll` takes them.
         """
-        with torch.enable_grad():
-            points = map_tensors(outputs, lambda t: t.detach().requires_grad_())
-            total = -self.nll(points, targets).sum()
-            gradients = iter(torch.autograd.grad(total, list(leaves(points)), materialize_grads=True))
-        return self.rows(map_tensors(points, lambda _: next(gradients))).detach()
+        return self.rows(differentiate_outputs(lambda at: -self.nll(at, targets).sum(), outputs)).detach()
 
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
         """KL(p(. | outputs), p(. | other)) for every row, in nats, shape (R,).
@@ -318,6 +314,14 @@ def read_weight(weight: Any, examples: int, like: Tensor) -> Tensor:
         raise ValueError(f"weight has entries down to {float(weight.min()):.4g}, expected finite numbers >= 0")
     each = weight.reshape(-1)
     return (each if len(each) == rows else each.repeat_interleave(rows // examples)).unsqueeze(1)
+
+
+def differentiate_outputs(function: Callable[[Any], Tensor], outputs: Any) -> Any:
+    """Gradient of a scalar tensor in a model's outputs, in their own layout."""
+    with torch.enable_grad():
+        points = map_tensors(outputs, lambda t: t.detach().requires_grad_())
+        gradients = iter(torch.autograd.grad(function(points), list(leaves(points)), materialize_grads=True))
+    return map_tensors(points, lambda _: next(gradients).detach())
 
 
 def flatten_rows(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from natgrad.families.base import (
     Wrapper,
     check_range,
     check_same_shape,
-    flatten_rows,
+    differentiate_outputs,
     require_one_tensor,
     require_tensor_targets,
 )
@@ -27,7 +27,7 @@ from natgrad.families.robust_errors import Huber, Laplace, find_temperature, sum
 from natgrad.families.special_functions import divergence_terms, exp_gap
 from natgrad.ground.linalg import as_columns
 from natgrad.ground.messages import write_choices
-from natgrad.ground.pure import leaves, map_tensors
+from natgrad.ground.pure import leaves
 
 IGNORED = "targets: every one is ignored or has weight zero, so that the mean loss is 0 / 0"
 CERTAIN = 1e-12
@@ -152,12 +152,14 @@ class Criterion:
         of_one = isinstance(self.family, Entrywise) or isinstance(self.bare, (SeparableLikelihood, Categorical))
         if isinstance(outputs, Tensor) or not of_one:
             return outputs, None
+
+        def may_be_loss(part: Any) -> bool:
+            return part is None or (isinstance(part, Tensor) and part.dim() == 0)
+
         if type(outputs) in (tuple, list):
-            pair = sorted(outputs[:2], key=lambda part: part is None or (isinstance(part, Tensor) and part.dim() == 0))
-            if len(pair) < 2 or not isinstance(pair[0], Tensor) or pair[0].dim() == 0:
-                return outputs, None
-            known = pair[1] is None or (isinstance(pair[1], Tensor) and pair[1].dim() == 0)
-            return (pair[0], pair[1]) if known else (outputs, None)
+            pair = sorted(outputs[:2], key=may_be_loss)
+            told = len(pair) == 2 and isinstance(pair[0], Tensor) and pair[0].dim() > 0 and may_be_loss(pair[1])
+            return (pair[0], pair[1]) if told else (outputs, None)
         logits, loss = getattr(outputs, "logits", None), getattr(outputs, "loss", None)
         if not isinstance(logits, Tensor):
             return outputs, None
@@ -280,11 +282,7 @@ class Criterion:
             outputs: What the model returns.
             targets: As the loss takes them.
         """
-        with torch.enable_grad():
-            points = map_tensors(outputs, lambda t: t.detach().requires_grad_())
-            total = self.value(points, targets) / self.scale(outputs, targets)
-            gradients = iter(torch.autograd.grad(total, list(leaves(points)), materialize_grads=True))
-        return map_tensors(points, lambda _: next(gradients).detach())
+        return differentiate_outputs(lambda at: self.value(at, targets) / self.scale(outputs, targets), outputs)
 
     def scores(self, outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
         """sqrt(v_i) s_i: s_i the score of row i, and v_i what -log p of the row is multiplied by in the mean loss.
@@ -402,20 +400,19 @@ class Entrywise(Wrapper):
 
 
 @dataclass(frozen=True)
-class PoissonRate(Likelihood):
+class PoissonRate(SeparableLikelihood):
     """Poisson counts with the rate as output, as `PoissonNLLLoss(log_input=False)` has it: form 1 / (rate + eps)."""
 
     eps: float = 1e-8
 
-    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        entries = outputs - targets * (outputs + self.eps).log() + torch.lgamma(targets.to(outputs.dtype) + 1)
-        return flatten_rows(entries).sum(1)
+    def entry_nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs - targets * (outputs + self.eps).log() + torch.lgamma(targets.to(outputs.dtype) + 1)
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return torch.poisson(outputs.detach(), generator=generator)
 
-    def fisher(self, rows: Tensor) -> Tensor:
-        return torch.diag_embed(1 / (rows + self.eps))
+    def curvature(self, outputs: Tensor) -> Tensor:
+        return 1 / (outputs + self.eps)
 
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
         start, end = outputs + self.eps, other + self.eps

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from natgrad.families.base import Likelihood, LogDensity, require_one_tensor
+from natgrad.families.base import Likelihood, LogDensity, differentiate_outputs, require_one_tensor
 from natgrad.families.criteria import (
     Criterion,
     Entrywise,
@@ -34,7 +34,7 @@ from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
 from natgrad.ground.choices import Names, read_choice
 from natgrad.ground.linalg import is_concrete
-from natgrad.ground.pure import leaves, map_tensors
+from natgrad.ground.pure import leaves
 
 KNOWN: dict[type[nn.Module], tuple[Any, Callable[[Any], Criterion]]] = {
     nn.CrossEntropyLoss: (functional.cross_entropy, read_classes),
@@ -185,14 +185,10 @@ def class_bits(loss: Any, options: dict[str, Any]) -> Criterion:
     base = read_bits(nn.BCEWithLogitsLoss(weight=loss.weight, pos_weight=loss.pos_weight))
     if not loss.sum_classes:
         return Criterion(base.family, loss, base.weigh, loss.reduction == "sum", prepare=bits)
-    if base.weigh is None:
-        return Criterion(Bernoulli(), loss, prepare=bits)
     weigh = base.weigh
-
-    def per_example(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return weigh(outputs, targets)[0], outputs.new_tensor(float(len(outputs)))
-
-    return Criterion(Entrywise(Bernoulli()), loss, per_example, prepare=bits)
+    if weigh is None:
+        return Criterion(Bernoulli(), loss, prepare=bits)
+    return Criterion(base.family, loss, lambda r, t: (weigh(r, t)[0], r.new_tensor(float(len(r)))), prepare=bits)
 
 
 # transformers
@@ -466,14 +462,15 @@ def draw_probes(family: Likelihood) -> Iterator[tuple[Any, Any]]:
 
 def slope_of(loss: Loss, outputs: Any, targets: Any) -> Tensor:
     """d loss / d outputs, all of it as one vector."""
-    with torch.enable_grad():
-        points = map_tensors(outputs, lambda t: t.detach().requires_grad_())
-        value = loss(points, targets)
+
+    def evaluate(at: Any) -> Tensor:
+        value = loss(at, targets)
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
             came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"loss returned {came}, expected one number that depends on the outputs; reduce it")
-        slopes = torch.autograd.grad(value.reshape(()), list(leaves(points)), materialize_grads=True)
-    return torch.cat([slope.reshape(-1) for slope in slopes])
+        return value.reshape(())
+
+    return torch.cat([slope.reshape(-1) for slope in leaves(differentiate_outputs(evaluate, outputs))])
 
 
 def slope_in_units(reading: Criterion, outputs: Any, targets: Any) -> Tensor:

@@ -49,7 +49,7 @@ class Heads(Likelihood):
         self.widths = [width for _, width in heads]
 
     def rows(self, outputs: Any) -> Tensor:
-        parts = [family.rows(part) for family, part in zip(self.families, self._values(outputs), strict=True)]
+        parts = [family.rows(part) for family, part in self._heads(outputs)]
         widths = [part.shape[1] for part in parts]
         if widths != self.widths:
             raise ValueError(f"the heads' rows have widths {widths}, expected {self.widths} as given to Heads")
@@ -58,33 +58,28 @@ class Heads(Likelihood):
         return torch.cat(parts, dim=1)
 
     def nll(self, outputs: Any, targets: Any) -> Tensor:
-        triples = zip(self.families, self._values(outputs), self._values(targets), strict=True)
-        return torch.stack([family.nll(part, target) for family, part, target in triples]).sum(0)
+        return torch.stack([family.nll(*pair) for family, *pair in self._heads(outputs, targets)]).sum(0)
 
     def sample(self, outputs: Any, generator: torch.Generator | None = None) -> tuple[Any, ...]:
-        pairs = zip(self.families, self._values(outputs), strict=True)
-        return tuple(family.sample(part, generator) for family, part in pairs)
+        return tuple(family.sample(part, generator) for family, part in self._heads(outputs))
 
     def score(self, outputs: Any, targets: Any) -> Tensor:
-        triples = zip(self.families, self._values(outputs), self._values(targets), strict=True)
-        return torch.cat([family.score(part, target) for family, part, target in triples], dim=1)
+        return torch.cat([family.score(*pair) for family, *pair in self._heads(outputs, targets)], dim=1)
 
     def fisher(self, rows: Tensor) -> Tensor:
-        return block_diagonal([family.fisher(part) for family, part in self._split(rows)])
+        return block_diagonal([family.fisher(part) for family, part in self._heads(rows)])
 
     def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
-        pairs = zip(self._split(outputs), tangents.split(self.widths, dim=1), strict=True)
-        return torch.cat([family.mv(part, tangent) for (family, part), tangent in pairs], dim=1)
+        return torch.cat([family.mv(*pair) for family, *pair in self._heads(outputs, tangents)], dim=1)
 
     def root(self, outputs: Tensor) -> Tensor:
-        return block_diagonal([family.root(part) for family, part in self._split(outputs)])
+        return block_diagonal([family.root(part) for family, part in self._heads(outputs)])
 
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
-        pairs = zip(self._split(outputs), self._split(other), strict=True)
-        return torch.stack([family.kl(part, moved) for (family, part), (_, moved) in pairs]).sum(0)
+        return torch.stack([family.kl(*pair) for family, *pair in self._heads(outputs, other)]).sum(0)
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
-        for family, part, target in zip(self.families, self._values(outputs), self._values(targets), strict=True):
+        for family, part, target in self._heads(outputs, targets):
             family.check_targets(part, target)
 
     @property
@@ -96,24 +91,23 @@ class Heads(Likelihood):
         self, outputs: Any, targets: Any, weight: Any, add: Callable[[Tensor], Tensor] | None
     ) -> tuple[Any, Tensor]:
         """As each head does, with a weight of its own where `weight` has one for each."""
-        each = [weight] * len(self.families) if weight is None or isinstance(weight, Tensor) else self._values(weight)
-        heads = zip(self.families, self._values(outputs), self._values(targets), each, strict=True)
-        pairs = [family.weigh(part, target, own, add) for family, part, target, own in heads]
+        each = [weight] * len(self.families) if weight is None or isinstance(weight, Tensor) else weight
+        pairs = [family.weigh(*parts, add) for family, *parts in self._heads(outputs, targets, each)]
         shares = [share.expand(-1, width) for (_, share), width in zip(pairs, self.widths, strict=True)]
         weights = torch.cat(shares, dim=1)
         none = weights.isnan()
         return tuple(filled for filled, _ in pairs), weights if bool(none.all()) else weights.masked_fill(none, 0)
 
     def weighted_nll(self, outputs: Any, targets: Any, weights: Tensor) -> Tensor:
-        parts = weights.split(self.widths, dim=1)
-        heads = zip(self.families, self._values(outputs), self._values(targets), parts, strict=True)
-        return torch.stack([family.weighted_nll(part, target, own) for family, part, target, own in heads]).sum(0)
+        heads = self._heads(outputs, targets, weights)
+        return torch.stack([family.weighted_nll(*parts) for family, *parts in heads]).sum(0)
 
     def __repr__(self) -> str:
         return f"Heads({', '.join(f'({f}, {w})' for f, w in zip(self.families, self.widths, strict=True))})"
 
-    def _split(self, rows: Tensor) -> Iterator[tuple[Likelihood, Tensor]]:
-        return zip(self.families, rows.split(self.widths, dim=1), strict=True)
+    def _heads(self, *values: Any) -> Iterator[tuple[Any, ...]]:
+        """Every likelihood with its parts of outputs, rows, targets or weights."""
+        return zip(self.families, *map(self._values, values), strict=True)
 
     def _values(self, outputs: Any) -> list[Any]:
         if isinstance(outputs, Tensor) and outputs.dim() == 2 and outputs.shape[1] == sum(self.widths):
