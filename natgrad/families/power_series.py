@@ -19,7 +19,6 @@ from natgrad.families.special_functions import HALF_LOG_2PI, exp_gap, in_double,
 from natgrad.ground.checks import check_positive
 
 NODES = 480
-LOG_2 = math.log(2.0)
 DIGITS = 40.0
 """The integrand is left out where it is below exp(-DIGITS)."""
 
@@ -44,6 +43,14 @@ class PowerSeries(ExponentialFamily):
         """p and 1 - p, (..., 1) -> (...) each."""
         log_p = self.check(theta)[..., 0]
         return log_p.exp(), -torch.expm1(log_p)
+
+    @in_double
+    def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
+        return super().log_prob(theta, x)
+
+    @in_double
+    def entropy(self, theta: Tensor) -> Tensor:
+        return super().entropy(theta)
 
     def _keep_inside(self, theta: Tensor) -> Tensor:
         """theta where it is inside, -1 elsewhere, (..., 1) -> (...)."""
@@ -76,8 +83,20 @@ class NegativeBinomial(PowerSeries):
         return torch.lgamma(x + self.failures) - torch.lgamma(x + 1) - math.lgamma(self.failures)
 
     def mean_log_base(self, theta: Tensor) -> Tensor:
-        p, rest = self._split(theta)
-        return mean_log_coefficient(self.failures, p / rest) - math.lgamma(self.failures)
+        """E[log Gamma(x + r) - log Gamma(x + 1)] - log Gamma(r), where the expectation is an integral.
+
+        That of e^-t [(r - 1) - (1 - e^(-(r - 1) t)) / (1 - e^-t) E[e^(-x t)]] / t over t > 0, with E[e^(-x t)] =
+        (1 + p / q (1 - e^-t))^-r.
+        """
+        (p, rest), r, slow = self._split(theta), self.failures, min(self.failures, 1.0)
+        odds = p / rest
+
+        def integrand(t: Tensor) -> Tensor:
+            part = -torch.expm1(-t)  # 1 - e^-t
+            spread = (-slow * t).exp() * -torch.expm1(-abs(r - 1) * t) / part * math.copysign(1.0, r - 1)
+            return (r - 1) * (-t).exp() - spread * (-r * torch.log1p(odds.unsqueeze(-1) * part)).exp()
+
+        return integrate_over_logs(integrand, 1 + r * odds, 1 / slow) - math.lgamma(r)
 
     def log_partition(self, theta: Tensor) -> Tensor:
         psi = -self.failures * log_one_minus_exp(self._keep_inside(theta))
@@ -94,10 +113,6 @@ class NegativeBinomial(PowerSeries):
         rests = [stirling_rest(each, torch.lgamma) for each in (total, r, some)]
         logs = 0.5 * (r.log() - total.log() - some.log()) - HALF_LOG_2PI + rests[0] - rests[1] - rests[2] - main
         return torch.where(x > 0, logs, r * log_one_minus_exp(theta[..., 0]))
-
-    @in_double
-    def entropy(self, theta: Tensor) -> Tensor:
-        return super().entropy(theta)
 
     @in_double
     def kl(self, theta: Tensor, other: Tensor) -> Tensor:
@@ -158,8 +173,13 @@ class Logarithmic(PowerSeries):
         return -check_width(x, 1).squeeze(-1).log()
 
     def mean_log_base(self, theta: Tensor) -> Tensor:
-        p, rest = self._split(theta)
-        return -mean_log_count(p, rest, log_one_minus_exp(theta[..., 0]))
+        """-E[log x] = integral of (E[e^(-x t)] - e^-t) / t over t > 0, E[e^(-x t)] = log(1 - p e^-t) / log(1 - p)."""
+        (p, rest), log_rest = self._split(theta), log_one_minus_exp(theta[..., 0])
+
+        def integrand(t: Tensor) -> Tensor:
+            return torch.log1p(-p.unsqueeze(-1) * (-t).exp()) / log_rest.unsqueeze(-1) - (-t).exp()
+
+        return integrate_over_logs(integrand, 1 / rest, 1.0)
 
     def log_partition(self, theta: Tensor) -> Tensor:
         """theta + log(-log(1 - p) / p): the ratio is one where p is lost."""
@@ -170,14 +190,6 @@ class Logarithmic(PowerSeries):
         far = torch.where(small, -1.0, log_p)
         psi = torch.where(small, log_p + series, (-log_one_minus_exp(far)).log())
         return torch.where(self.inside(theta), psi, torch.inf)
-
-    @in_double
-    def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
-        return super().log_prob(theta, x)
-
-    @in_double
-    def entropy(self, theta: Tensor) -> Tensor:
-        return super().entropy(theta)
 
     @in_double
     def kl(self, theta: Tensor, other: Tensor) -> Tensor:
@@ -211,33 +223,10 @@ class Logarithmic(PowerSeries):
 
 def log_one_minus_exp(log_p: Tensor) -> Tensor:
     """log(1 - p) of log p < 0, to all digits of a small p and of a small 1 - p."""
-    small = log_p < -LOG_2
-    near = (-torch.expm1(torch.where(small, -LOG_2, log_p))).log()
-    return torch.where(small, torch.log1p(-torch.where(small, log_p, -LOG_2).exp()), near)
-
-
-def mean_log_coefficient(failures: float, odds: Tensor) -> Tensor:
-    """E[log Gamma(x + r) - log Gamma(x + 1)] of negative binomial counts x, odds = p / q = p / (1 - p)."""
-    # the integral of e^-t [(r - 1) - (1 - e^(-(r - 1) t)) / (1 - e^-t) E[e^(-x t)]] / t over t > 0, with E[e^(-x t)] =
-    # (1 + p / q (1 - e^-t))^-r
-    r, slow = failures, min(failures, 1.0)
-
-    def integrand(t: Tensor) -> Tensor:
-        part = -torch.expm1(-t)  # 1 - e^-t
-        spread = (-slow * t).exp() * -torch.expm1(-abs(r - 1) * t) / part * math.copysign(1.0, r - 1)
-        return (r - 1) * (-t).exp() - spread * (-r * torch.log1p(odds.unsqueeze(-1) * part)).exp()
-
-    return integrate_over_logs(integrand, 1 + failures * odds, 1 / slow)
-
-
-def mean_log_count(p: Tensor, rest: Tensor, log_rest: Tensor) -> Tensor:
-    """E[log x] of logarithmic counts: the integral of (e^-t - E[e^(-x t)]) / t over t > 0; rest: 1 - p."""
-
-    def integrand(t: Tensor) -> Tensor:
-        shrunk = p.unsqueeze(-1) * (-t).exp()
-        return (-t).exp() - torch.log1p(-shrunk) / log_rest.unsqueeze(-1)  # E[e^(-x t)] = log(1 - p e^-t) / log(1 - p)
-
-    return integrate_over_logs(integrand, 1 / rest, 1.0)
+    half = -math.log(2)
+    small = log_p < half
+    near = (-torch.expm1(torch.where(small, half, log_p))).log()
+    return torch.where(small, torch.log1p(-torch.where(small, log_p, half).exp()), near)
 
 
 def integrate_over_logs(integrand: Callable[[Tensor], Tensor], slope: Tensor, decay: float) -> Tensor:
