@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from natgrad.families.event_checks import check_width
+from natgrad.families.event_checks import check_width, show_shape
 
 Clique = tuple[int, ...]
 LARGEST = 2**22
@@ -132,10 +132,9 @@ class Tables:
         x = torch.cartesian_prod(*(self.values[i] for i in clique)).view(-1, len(clique))
         table = function(x)
         if not isinstance(table, Tensor) or table.shape != x.shape[:1] or not bool(torch.isfinite(table).all()):
-            came = tuple(table.shape) if isinstance(table, Tensor) else type(table).__name__
             raise ValueError(
-                f"the function of clique {clique} gives {came} for x {tuple(x.shape)}, expected finite numbers "
-                f"({len(x)},): one for every row"
+                f"the function of clique {clique} gives {show_shape(table)} for x {tuple(x.shape)}, expected finite "
+                f"numbers ({len(x)},): one for every row"
             )
         return table.to(torch.float64)
 

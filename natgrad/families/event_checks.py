@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from natgrad.ground.linalg import factor_or_nan, is_concrete
 
 
+def show_shape(value: Any) -> str:
+    """The shape of a tensor, the type of anything else."""
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+
+
+def show_dtype(value: Any) -> str:
+    """The dtype of a tensor, the type of anything else."""
+    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+
+
 def check_width(x: Tensor, width: int | None, what: str = "") -> Tensor:
     """x as it is, checked to be a tensor (..., width)."""
     if not isinstance(x, Tensor) or x.dim() == 0 or (width is not None and x.shape[-1] != width):
-        came = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is {type(x).__name__}"
+        came = f"{'has shape' if isinstance(x, Tensor) else 'is'} {show_shape(x)}"
         advice = "; for numbers, x[:, None]" if width == 1 and isinstance(x, Tensor) else ""
         raise ValueError(
             f"x {came}, expected {what}{' ' if what else ''}(..., {'n' if width is None else width}){advice}"
@@ -42,8 +54,7 @@ def check_moments(mean: Tensor, matrix: Tensor, d: int, name: str = "covariance"
     """ValueError unless the shapes are (..., d) and (..., d, d), of finite floating-point numbers."""
     for each, what in ((mean, "mean"), (matrix, name)):
         if not isinstance(each, Tensor) or not each.is_floating_point():
-            came = each.dtype if isinstance(each, Tensor) else type(each).__name__
-            raise TypeError(f"{what} is {came}, expected a floating-point tensor")
+            raise TypeError(f"{what} is {show_dtype(each)}, expected a floating-point tensor")
     if mean.shape[-1:] != (d,) or matrix.shape[-2:] != (d, d):
         raise ValueError(
             f"mean and {name} have shapes {tuple(mean.shape)} and {tuple(matrix.shape)}, expected (..., {d}) and "

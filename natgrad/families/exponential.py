@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from natgrad.families.event_checks import show_dtype
 from natgrad.ground.checks import check_integer
 from natgrad.ground.derivatives import exact_derivatives
 from natgrad.ground.linalg import (
@@ -360,8 +361,7 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
         """
         size = getattr(self, "size", None)  # None: any number of parameters
         if not isinstance(value, Tensor) or not value.is_floating_point():
-            came = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"{name} is {came}, expected a floating-point tensor (..., {size or 'n'})")
+            raise TypeError(f"{name} is {show_dtype(value)}, expected a floating-point tensor (..., {size or 'n'})")
         if value.dim() == 0 or value.shape[-1] != (size or max(1, value.shape[-1])):
             wanted = f"(..., {size}): the parameters of {self!r}" if size else "(..., n) with n >= 1"
             raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {wanted}")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from natgrad.families.event_checks import show_shape
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.ground.linalg import eigh, gram, require_solution, svd
 
@@ -131,8 +132,9 @@ def exact_natural_gradient_of_mean(
     x = family.outcomes(family.check(theta))
     values = f(x) if callable(f) else f
     if not isinstance(values, Tensor) or values.dim() == 0 or len(values) != len(x):
-        came = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        raise ValueError(f"f gives {came}, expected a tensor ({len(x)},) or ({len(x)}, k): one row per outcome")
+        raise ValueError(
+            f"f gives {show_shape(values)}, expected a tensor ({len(x)},) or ({len(x)}, k): one row per outcome"
+        )
     flat = theta.reshape(-1, theta.shape[-1])
     values, statistics = values.to(theta), family.statistics(x).to(theta)
     columns = require_finite(values.reshape(len(x), -1), "f")
@@ -213,8 +215,8 @@ def lay_out_draws(
             f"({count}, {', '.join(map(str, (*batch, n)))}): draws first, then the batch of theta"
         )
     if not isinstance(f_values, Tensor) or f_values.shape[: 1 + len(batch)] != (count, *batch):
-        came = tuple(f_values.shape) if isinstance(f_values, Tensor) else type(f_values).__name__
-        raise ValueError(f"f_values is {came}, expected ({', '.join(map(str, (count, *batch)))}) or one more: f(x)")
+        wanted = ", ".join(map(str, (count, *batch)))
+        raise ValueError(f"f_values is {show_shape(f_values)}, expected ({wanted}) or one more: f(x)")
     if count < LEAST:
         raise ValueError(f"x has {count} draws, expected at least 2: a covariance")
     values = require_finite(f_values.to(theta.dtype), "f_values")

@@ -55,65 +55,59 @@ class Product(ExponentialFamily):
         return check_width(x, sum(self.widths)).split(self.widths, dim=-1)
 
     def statistics(self, x: Tensor) -> Tensor:
-        pieces = zip(self.families, self.pieces(x), strict=True)
-        return torch.cat([family.statistics(piece) for family, piece in pieces], dim=-1)
+        return torch.cat(self._ask("statistics", self.pieces(x)), dim=-1)
 
     def log_partition(self, theta: Tensor) -> Tensor:
-        return self._sum("log_partition", self.parts(self.check_shape(theta, "theta")))
+        return torch.stack(self._ask("log_partition", self.parts(self.check_shape(theta, "theta")))).sum(0)
 
     def inside(self, theta: Tensor) -> Tensor:
-        return torch.stack([family.inside(part) for family, part in self._each(theta)]).all(0)
+        return torch.stack(self._ask("inside", self.parts(theta))).all(0)
 
     def log_base(self, x: Tensor) -> Tensor:
-        return self._sum("log_base", self.pieces(x))
+        return torch.stack(self._ask("log_base", self.pieces(x))).sum(0)
 
     def mean_log_base(self, theta: Tensor) -> Tensor:
-        return self._sum("mean_log_base", self.parts(theta))
+        return torch.stack(self._ask("mean_log_base", self.parts(theta))).sum(0)
 
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
-        return self._sum("log_prob", self.parts(self.check(theta)), self.pieces(x))
+        return torch.stack(self._ask("log_prob", self.parts(self.check(theta)), self.pieces(x))).sum(0)
 
     def entropy(self, theta: Tensor) -> Tensor:
-        return self._sum("entropy", self.parts(self.check(theta)))
+        return torch.stack(self._ask("entropy", self.parts(self.check(theta)))).sum(0)
 
     def kl(self, theta: Tensor, other: Tensor) -> Tensor:
-        return self._sum("kl", self.parts(self.check(theta)), self.parts(self.check(other)))
+        return torch.stack(self._ask("kl", self.parts(self.check(theta)), self.parts(self.check(other)))).sum(0)
 
     def expectation(self, theta: Tensor) -> Tensor:
-        return torch.cat([family.expectation(part) for family, part in self._each(self.check(theta))], dim=-1)
+        return torch.cat(self._ask("expectation", self.parts(self.check(theta))), dim=-1)
 
     def natural(self, eta: Tensor) -> Tensor:
-        return torch.cat([family.natural(part) for family, part in self._each(self.check_shape(eta, "eta"))], dim=-1)
+        return torch.cat(self._ask("natural", self.parts(self.check_shape(eta, "eta"))), dim=-1)
 
     def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
-        pieces = zip(self.families, self.pieces(x), self.parts(statistics), strict=True)
-        thetas = [family.maximise_likelihood(piece, part) for family, piece, part in pieces]
+        thetas = self._ask("maximise_likelihood", self.pieces(x), self.parts(statistics))
         return torch.cat([theta.to(statistics.dtype) for theta in thetas], dim=-1)
 
     def covariance(self, theta: Tensor) -> Tensor:
         blocks, start = self.check(theta).new_zeros(*theta.shape, self.size), 0
-        for family, part in self._each(theta):
-            stop = start + family.size
+        for block in self._ask("covariance", self.parts(theta)):
+            stop = start + block.shape[-1]
             pad = (start, self.size - stop, start, self.size - stop)
-            blocks = blocks + torch.nn.functional.pad(family.covariance(part), pad)
-            start = stop
+            blocks, start = blocks + torch.nn.functional.pad(block, pad), stop
         return blocks
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
-        return torch.cat([family.draw(part, count, generator) for family, part in self._each(theta)], dim=-1)
+        pairs = zip(self.families, self.parts(theta), strict=True)
+        return torch.cat([family.draw(part, count, generator) for family, part in pairs], dim=-1)
 
     def outcomes(self, theta: Tensor) -> Tensor:
-        parts = [family.outcomes(part) for family, part in self._each(theta)]
+        parts = self._ask("outcomes", self.parts(theta))
         places = torch.cartesian_prod(*(torch.arange(len(part)) for part in parts)).view(-1, len(parts)).unbind(1)
         return torch.cat([part[place] for part, place in zip(parts, places, strict=True)], dim=-1)
 
-    def _sum(self, method: str, *arguments: Sequence[Tensor]) -> Tensor:
-        """What a method of every family gives for its part of the arguments, added up."""
-        each = zip(self.families, *arguments, strict=True)
-        return torch.stack([getattr(family, method)(*parts) for family, *parts in each]).sum(0)
-
-    def _each(self, theta: Tensor) -> list[tuple[ExponentialFamily, Tensor]]:
-        return list(zip(self.families, self.parts(theta), strict=True))
+    def _ask(self, method: str, *arguments: Sequence[Tensor]) -> list[Tensor]:
+        """What a method of every family gives for its part of the arguments."""
+        return [getattr(family, method)(*parts) for family, *parts in zip(self.families, *arguments, strict=True)]
 
     def __repr__(self) -> str:
         return f"Product{self.families!r}"

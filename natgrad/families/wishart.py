@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from natgrad.families.event_checks import centre, check_rest, check_support, check_varies, widen
+from natgrad.families.event_checks import centre, check_rest, check_support, check_varies, show_dtype, show_shape, widen
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.positive_families import log_gamma_draws
 from natgrad.families.special_functions import (
@@ -73,8 +72,8 @@ class Wishart(ExponentialFamily):
     def _check_data(self, x: Tensor) -> Tensor:
         """x (..., d, d) as it is. ValueError unless it is symmetric, by the digits that it has."""
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.shape[-2:] != (self.d, self.d):
-            came = f"is {x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is {type(x).__name__}"
-            raise ValueError(f"x {came}, expected floating-point matrices (..., {self.d}, {self.d})")
+            shape = f" of shape {show_shape(x)}" * isinstance(x, Tensor)
+            raise ValueError(f"x is {show_dtype(x)}{shape}, expected floating-point matrices (..., {self.d}, {self.d})")
         slack = 1e4 * torch.finfo(x.dtype).eps * x.abs().amax((-2, -1))
         return check_support(x, (x - x.mT).abs().amax((-2, -1)) <= slack, "symmetric matrices")
 
@@ -162,7 +161,7 @@ class Wishart(ExponentialFamily):
 
     def invert(self, eta: Tensor) -> Tensor:
         """a by bisection of sum_i log a - digamma(a - i / 2) = log|E[W]| - E[log|W|]; then M = a E[W]^-1."""
-        return cast(Tensor, self._invert_in_double(eta, eta.dtype))
+        return self._invert_in_double(eta, eta.dtype)
 
     @in_double
     def _invert_in_double(self, eta: Tensor, dtype: torch.dtype) -> Tensor:
