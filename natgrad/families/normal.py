@@ -20,6 +20,8 @@ from natgrad.families.event_checks import (
     check_width,
     floating_dtype,
     root_mean_square,
+    show_dtype,
+    show_shape,
     widen,
 )
 from natgrad.families.exponential import ExponentialFamily
@@ -39,7 +41,22 @@ from natgrad.ground.linalg import is_concrete, is_positive_definite
 from natgrad.ground.typed_torch import Map
 
 
-class DiagonalNormal(ExponentialFamily):
+class NormalFamily(ExponentialFamily):
+    """Normal distributions of d variables: what all kinds of them tell."""
+
+    shown = ("d",)
+    d: int
+
+    @abstractmethod
+    def mean_covariance(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """mu (..., d) and Sigma (..., d, d).
+
+        Args:
+            theta: Natural parameters, shape (..., n).
+        """
+
+
+class DiagonalNormal(NormalFamily):
     """Independent normals in d dimensions: n = 2 d parameters, everything closed and linear in d.
 
     T = (x_i; x_i^2), theta = (mu_i / s_i^2; -1 / (2 s_i^2)), eta = (mu_i; s_i^2 + mu_i^2), s_i the standard deviations.
@@ -57,8 +74,6 @@ class DiagonalNormal(ExponentialFamily):
         >>> normal.mean_std(theta)
         (tensor([0., 1.]), tensor([1., 2.]))
     """
-
-    shown = ("d",)
 
     domain = "theta = (mean / variance; -1 / (2 variance)): the second half must be negative"
 
@@ -120,7 +135,7 @@ class DiagonalNormal(ExponentialFamily):
         mean, std = torch.broadcast_tensors(check_width(mean, self.d), check_width(std, self.d))
         if is_concrete(std) and not bool(((std > 0) & torch.isfinite(std) & torch.isfinite(mean)).all()):
             raise ValueError("mean and std must be finite numbers, std > 0: a distribution with a density")
-        return torch.cat([mean / std.square(), -0.5 / std.square()], dim=-1)
+        return self._from_moments(mean, std.square())
 
     def mean_std(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Means and standard deviations, (..., d) each.
@@ -132,11 +147,6 @@ class DiagonalNormal(ExponentialFamily):
         return mean, variance.sqrt()
 
     def mean_covariance(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """mu (..., d) and the diagonal Sigma (..., d, d).
-
-        Args:
-            theta: Natural parameters, shape (..., 2 d).
-        """
         mean, variance = self._moments(self.check(theta))
         return mean, torch.diag_embed(variance)
 
@@ -201,19 +211,16 @@ class Normal(DiagonalNormal):
         return mean.squeeze(-1), std.squeeze(-1)
 
 
-class FixedCovarianceNormal(ExponentialFamily):
+class FixedCovarianceNormal(NormalFamily):
     """N(mu, Sigma) with a known covariance Sigma: T = x, theta = Sigma^-1 mu, eta = mu, Fisher matrix Sigma.
 
     Args:
         covariance: Sigma, positive definite, shape (d, d).
     """
 
-    shown = ("d",)
-
     def __init__(self, covariance: Tensor) -> None:
         if not isinstance(covariance, Tensor) or covariance.dim() != 2:
-            came = tuple(covariance.shape) if isinstance(covariance, Tensor) else type(covariance).__name__
-            raise ValueError(f"covariance is {came}, expected a tensor (d, d)")
+            raise ValueError(f"covariance is {show_shape(covariance)}, expected a tensor (d, d)")
         check_moments(covariance[0], covariance, len(covariance))
         self.d = self.size = len(covariance)
         # in float64, so that a theta in float64 is not served with the factor of float32
@@ -249,11 +256,6 @@ class FixedCovarianceNormal(ExponentialFamily):
         return -0.5 * self.d - self.log_partition(theta) - self._constant(theta)  # E[x^T P x] = d + mu^T P mu
 
     def mean_covariance(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """mu (..., d) and Sigma (..., d, d).
-
-        Args:
-            theta: Natural parameters, shape (..., d).
-        """
         mean = self.expectation(theta)
         return mean, self.known_covariance.to(mean).expand(*mean.shape, self.d)
 
@@ -284,7 +286,7 @@ class FixedCovarianceNormal(ExponentialFamily):
 LOG_2PI = math.log(2 * math.pi)
 
 
-class PrecisionNormal(ExponentialFamily):
+class PrecisionNormal(NormalFamily):
     """Normals whose theta ends with -P / 2, P the precision with the entries that `pairs` has."""
 
     pairs: Pairs
@@ -355,11 +357,18 @@ class GraphNormal(PrecisionNormal):
 
     def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
         mean, centred = centre(widen(x))
-        return self._from_spread(mean, measure_spread(self.pairs, centred, x))
+        return self._from_spread(mean, self.pairs.pack(measure_spread(self.pairs, centred, x), 2.0))
+
+    def natural(self, eta: Tensor) -> Tensor:
+        mean, second = widen(self.check_finite(eta, "eta")).tensor_split([self.d], dim=-1)
+        spread, d = second - self.pairs.products(mean), self.d
+        words = "covariance is not positive definite: eta has variances <= 0"
+        check_rest(spread[..., :d], second[..., :d], eta.dtype, words, "E[x_i^2] > E[x_i]^2")
+        return self._from_spread(mean, spread).to(eta.dtype)
 
     @abstractmethod
-    def _from_spread(self, mean: Tensor, covariance: Tensor) -> Tensor:
-        """theta of the maximum of likelihood, from the examples' mean (..., d) and covariance (..., d, d)."""
+    def _from_spread(self, mean: Tensor, spread: Tensor) -> Tensor:
+        """theta of a mean (..., d) and the covariance on the graph (Sigma_ii; 2 Sigma_ij), (..., n - d)."""
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
         factor = self.factor(theta)
@@ -392,11 +401,6 @@ class GraphNormal(PrecisionNormal):
         return self.pairs.unpack(entries, factor)
 
     def mean_covariance(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """mu (..., d) and Sigma (..., d, d).
-
-        Args:
-            theta: Natural parameters, shape (..., n).
-        """
         covariance = inverse_from(self.factor(theta))
         return (covariance @ theta[..., : self.d].unsqueeze(-1)).squeeze(-1), covariance
 
@@ -456,8 +460,6 @@ class MultivariateNormal(GraphNormal):
         tensor([1., 1., 2., 2., 4.])
     """
 
-    shown = ("d",)
-
     def __init__(self, d: int) -> None:
         super().__init__(Pairs(d))
 
@@ -474,17 +476,8 @@ class MultivariateNormal(GraphNormal):
         check_moments(mean, covariance, self.d)
         return self.join(mean, inverse_from(factor_covariance(covariance)))
 
-    def _from_spread(self, mean: Tensor, covariance: Tensor) -> Tensor:
-        return self.from_mean_covariance(mean, covariance)
-
-    def natural(self, eta: Tensor) -> Tensor:
-        wide = widen(self.check_finite(eta, "eta"))
-        mean = wide[..., : self.d]
-        covariance = self.pairs.unpack(wide[..., self.d :], 2.0) - mean.unsqueeze(-1) * mean.unsqueeze(-2)
-        variance = covariance.diagonal(dim1=-2, dim2=-1)
-        words = "covariance is not positive definite: eta has variances <= 0"
-        check_rest(variance, wide[..., self.d : 2 * self.d], eta.dtype, words, "E[x_i^2] > E[x_i]^2")
-        return self.from_mean_covariance(mean, covariance).to(eta.dtype)
+    def _from_spread(self, mean: Tensor, spread: Tensor) -> Tensor:
+        return self.from_mean_covariance(mean, self.pairs.unpack(spread, 2.0))
 
     def find_products(self, theta: Tensor) -> tuple[Map, Map]:
         """Both in O(d^3)."""
@@ -541,17 +534,7 @@ class SparseNormal(GraphNormal):
             raise ValueError("precision has entries that are not zero beside the edges")
         return self.join(mean, precision)
 
-    def _from_spread(self, mean: Tensor, covariance: Tensor) -> Tensor:
-        return self._complete(mean, self.pairs.pack(covariance, 2.0))
-
-    def natural(self, eta: Tensor) -> Tensor:
-        mean, second = widen(self.check_finite(eta, "eta")).tensor_split([self.d], dim=-1)
-        spread, d = second - self.pairs.products(mean), self.d
-        check_rest(spread[..., :d], second[..., :d], eta.dtype, "eta has variances <= 0", "E[x_i^2] > E[x_i]^2")
-        return self._complete(mean, spread).to(eta.dtype)
-
-    def _complete(self, mean: Tensor, spread: Tensor) -> Tensor:
-        """theta (..., n) of a mean and the covariance on the graph (Sigma_ii; 2 Sigma_ij)."""
+    def _from_spread(self, mean: Tensor, spread: Tensor) -> Tensor:
         centred = FixedMeanNormal(torch.zeros(self.d), self.pairs.edges)
         return self.join(mean, self.precision(centred.natural(spread)))
 
@@ -596,11 +579,6 @@ class FixedMeanNormal(PrecisionNormal, Embedded):
         return self.mean.to(theta) + super().draw(theta, count, generator)
 
     def mean_covariance(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """m (..., d) and Sigma (..., d, d).
-
-        Args:
-            theta: Natural parameters, shape (..., n).
-        """
         covariance = inverse_from(self.factor(theta))
         return self.mean.to(theta).expand(*theta.shape[:-1], self.d), covariance
 
@@ -655,7 +633,7 @@ def measure_spread(pairs: Pairs, away: Tensor, x: Tensor) -> Tensor:
     return covariance
 
 
-class ComplexNormal(Embedded):
+class ComplexNormal(NormalFamily, Embedded):
     """CN(mu, Gamma): circularly symmetric complex vectors z (d,), E[(z - mu)(z - mu)^T] = 0.
 
     T = (Re z_i; Im z_i; |z_i|^2; 2 Re z_i z_j*; 2 Im z_i z_j* for i < j), theta = (2 Re b; 2 Im b; -P_ii; -Re P_ij; -Im
@@ -672,8 +650,6 @@ class ComplexNormal(Embedded):
         tensor([1., 1., 4.])
     """
 
-    shown = ("d",)
-
     domain = "the precision must be Hermitian and positive definite: theta_ii and theta_ij are those of -P"
 
     def __init__(self, d: int) -> None:
@@ -685,8 +661,8 @@ class ComplexNormal(Embedded):
 
     def _source(self, y: Tensor) -> Tensor:
         if not isinstance(y, Tensor) or not y.is_complex() or y.shape[-1:] != (self.d,):
-            came = f"is {y.dtype} of shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"is {type(y).__name__}"
-            raise ValueError(f"x {came}, expected a complex tensor (..., {self.d})")
+            shape = f" of shape {show_shape(y)}" * isinstance(y, Tensor)
+            raise ValueError(f"x is {show_dtype(y)}{shape}, expected a complex tensor (..., {self.d})")
         if is_concrete(y.real) and not bool(torch.isfinite(y.detach()).all()):
             raise ValueError("x has entries that are not finite")
         return torch.cat([y.real, y.imag], dim=-1)
@@ -743,7 +719,7 @@ class ComplexNormal(Embedded):
         """
         for each, what in ((mean, "mean"), (covariance, "covariance")):
             if not isinstance(each, Tensor) or not each.is_complex():
-                came = each.dtype if isinstance(each, Tensor) else type(each).__name__
+                came = show_dtype(each)
                 raise TypeError(f"{what} is {came}, expected a complex tensor; convert it with .to(torch.complex64)")
         spread = embed_hermitian(covariance.real / 2, covariance.imag / 2)  # of (Re z, Im z)
         theta = self.real.from_mean_covariance(torch.cat([mean.real, mean.imag], dim=-1), spread)
@@ -751,11 +727,6 @@ class ComplexNormal(Embedded):
         return torch.cat([theta[..., : 2 * d], self._pack(half[..., :d, :d], half[..., d:, :d], 1.0)], dim=-1)
 
     def mean_covariance(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """mu (..., d) and Gamma (..., d, d), complex.
-
-        Args:
-            theta: Natural parameters, shape (..., n).
-        """
         mean, covariance = self.real.mean_covariance(self._embed(self.check(theta)))
         d = self.d
         return torch.complex(*mean.split(d, -1)), 2 * torch.complex(covariance[..., :d, :d], covariance[..., d:, :d])
