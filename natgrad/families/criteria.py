@@ -315,21 +315,25 @@ class Criterion:
             outputs: What the model returns.
             targets: As the loss takes them, or None.
         """
-        rows = self.family.rows(outputs)
-        uniform = torch.full((len(rows),), 1 / max(len(rows), 1), dtype=rows.dtype, device=rows.device)
         targets = self.weigh_targets(outputs, targets)
         if isinstance(targets, Weighed):
             if bool(targets.weights.isnan().any()):
                 raise ValueError(IGNORED)
+            rows = self.family.rows(outputs)
             return targets.weights.to(rows) / max(len(rows), 1)
-        if self.tempered and targets is not None:
-            return uniform * self.tempered.cool(self.temperature(outputs, targets))
-        if targets is None or self.weigh is None:
-            return uniform
-        weights, total = self.weigh(outputs, self.events(outputs, targets))
-        if not bool(total > 0):
+        weights, total = self._weigh_rows(outputs, targets)
+        if isinstance(total, Tensor) and not bool(total > 0):
             raise ValueError(IGNORED)
+        if self.tempered and targets is not None:
+            weights = weights * self.tempered.cool(self.temperature(outputs, targets))
         return weights / total
+
+    def _weigh_rows(self, outputs: Any, targets: Any) -> tuple[Tensor, Tensor | int]:
+        """Row weights (R,) and what the mean divides their sum by."""
+        if targets is not None and self.weigh is not None:
+            return self.weigh(outputs, self.events(outputs, targets))
+        rows = self.family.rows(outputs)
+        return rows.new_ones(len(rows)), len(rows)
 
     def scale(self, outputs: Any, targets: Any) -> Tensor | float:
         """Loss as the user wrote it over its mean form: 1, or the normaliser under reduction='sum'; minus it, to rise.
@@ -339,12 +343,7 @@ class Criterion:
             targets: As the loss takes them.
         """
         sign = -1.0 if self.maximize else 1.0
-        if not self.summed:
-            return sign
-        rows = self.family.rows(outputs)
-        if self.weigh is None:
-            return sign * len(rows)
-        return sign * self.weigh(outputs, self.events(outputs, targets))[1]
+        return sign * self._weigh_rows(outputs, targets)[1] if self.summed else sign
 
     def count(self, outputs: Any, targets: Any = None) -> float:
         """What the mean runs over: the rows, or the sum of their weights where targets are ignored or weighted.
@@ -355,9 +354,7 @@ class Criterion:
             outputs: What the model returns.
             targets: As the loss takes them, or None.
         """
-        if targets is None or self.weigh is None:
-            return float(len(self.family.rows(outputs)))
-        return float(self.weigh(outputs, self.events(outputs, targets))[1])
+        return float(self._weigh_rows(outputs, targets)[1])
 
     def nats(self, outputs: Any) -> float:
         """Nats per example in one unit of the mean loss.
