@@ -408,9 +408,7 @@ class InverseGaussian(ExponentialFamily):
 
     @in_double
     def entropy(self, theta: Tensor) -> Tensor:
-        mean, shape = self.mean_shape(theta)
-        mean_log = mean.log() - scaled_exponential_integral(2 * shape / mean)
-        return 0.5 - 0.5 * shape.log() + HALF_LOG_2PI + 1.5 * mean_log
+        return 0.5 - 0.5 * self.mean_shape(theta)[1].log() - self.mean_log_base(theta)
 
     @in_double
     def kl(self, theta: Tensor, other: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import wraps
+from functools import reduce, wraps
 from typing import Any
 
 import torch
@@ -25,9 +25,7 @@ def in_double(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
         floats = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
         if not floats or any(x.device.type == "mps" for x in floats):
             return method(self, *args)
-        dtype = floats[0].dtype
-        for each in floats[1:]:
-            dtype = torch.promote_types(dtype, each.dtype)
+        dtype = reduce(torch.promote_types, (x.dtype for x in floats))
         wide = (x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
         return method(self, *wide).to(dtype)
 

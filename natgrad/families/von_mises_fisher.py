@@ -69,13 +69,8 @@ class VonMisesFisher(ExponentialFamily):
 
     @in_double
     def entropy(self, theta: Tensor) -> Tensor:
-        """log Z - kappa + kappa E[1 - t], t = mu . x; as it stands where kappa is small."""
-        square = self.check(theta).square().sum(-1)
-        near = square < 1
-        kappa = torch.where(near, 1.0, square).sqrt()
-        log_integral, share, short = weigh_cosines(self.alpha, kappa)
-        scaled = log_integral + self._log_ring
-        return torch.where(near, super().entropy(theta), scaled + kappa * (share * short).sum(-1))
+        """log of the sphere's area less the divergence from the uniform distribution."""
+        return self._log_sphere - self.kl(self.check(theta), torch.zeros_like(theta))
 
     @in_double
     def kl(self, theta: Tensor, other: Tensor) -> Tensor:
