@@ -243,7 +243,7 @@ class Poisson(Entries):
         check_range(targets, 0, torch.inf, "counts >= 0")
 
 
-class Logits(ExponentialFamily):
+class LogitFamily(ExponentialFamily):
     """Classes by their logits theta, overcomplete: what Categorical and Multinomial share.
 
     `fisher_expectation` is the pseudo-inverse of the Fisher matrix in theta: eta moves with its sum unchanged.
@@ -283,7 +283,7 @@ class Logits(ExponentialFamily):
 
 
 @dataclass(frozen=True, repr=False)
-class Categorical(Logits, NaturalLikelihood):
+class Categorical(LogitFamily, NaturalLikelihood):
     """One of C classes with logits r: Fisher form diag(y) - y y^T, y = softmax(r).
 
     A row is one position. Targets are class numbers, shaped like the outputs without the class axis, or class
@@ -435,7 +435,7 @@ def read_class_numbers(x: Tensor, classes: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Multinomial(Logits):
+class Multinomial(LogitFamily):
     """Counts x of n_trials draws of C classes: T = x, theta = logits, psi = n_trials logsumexp(theta).
 
     A constant added to all logits changes nothing: the Fisher matrix has rank C - 1, and `natural(eta)` gives the

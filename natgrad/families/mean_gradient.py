@@ -188,7 +188,7 @@ def effective_draws(log_weights: Tensor) -> Tensor:
     return 1 / torch.softmax(log_weights, dim=0).square().sum(0)
 
 
-class Draws(NamedTuple):
+class WeightedDraws(NamedTuple):
     """Of one distribution: theta (n,), statistics (N, n), values (N, k) and shares (N,)."""
 
     theta: Tensor
@@ -204,7 +204,7 @@ def lay_out_draws(
     x: Tensor,
     sampled_from: Tensor | None,
     log_weights: Tensor | None,
-) -> tuple[list[Draws], tuple[int, ...]]:
+) -> tuple[list[WeightedDraws], tuple[int, ...]]:
     """The draws of each theta, checked, and the shape of what is asked of them, less the last axis."""
     batch, n = family.check(theta).shape[:-1], theta.shape[-1]
     statistics = family.statistics(family.as_numbers(x, theta.dtype)).to(theta.dtype)
@@ -230,11 +230,11 @@ def lay_out_draws(
         )
     columns = (each.reshape(count, batch.numel(), -1).transpose(0, 1) for each in (statistics, values))
     rows = zip(theta.reshape(-1, n), *columns, shares, strict=True)
-    return [Draws(*row) for row in rows], (*batch, *f_values.shape[1 + len(batch) :])
+    return [WeightedDraws(*row) for row in rows], (*batch, *f_values.shape[1 + len(batch) :])
 
 
 def estimate_slope(
-    family: ExponentialFamily, draws: Draws, method: str | None, baseline: float | str | Tensor | None
+    family: ExponentialFamily, draws: WeightedDraws, method: str | None, baseline: float | str | Tensor | None
 ) -> Tensor:
     """(k, n) of one distribution."""
     if method is None:
@@ -253,7 +253,9 @@ def estimate_slope(
     return require_solution(operator.dense(), gradient.mT, family.explain_singular()).mT
 
 
-def estimate_covariance(family: ExponentialFamily, draws: Draws, baseline: float | str | Tensor | None) -> Tensor:
+def estimate_covariance(
+    family: ExponentialFamily, draws: WeightedDraws, baseline: float | str | Tensor | None
+) -> Tensor:
     """Cov(f, T), (k, n), of one distribution."""
     share, values = draws.shares.unsqueeze(1), draws.values
     if baseline is None:
