@@ -137,6 +137,20 @@ class Solver(Explained):
         """
 
 
+class UnitSolver(Solver):
+    """A solver that sees b with entries near 1: |b|^2 then neither overflows (float32: beyond 1e19) nor vanishes."""
+
+    def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
+        check_system(operator, rhs, damping, guess)
+        scale = find_power_of_two(rhs)
+        start = None if guess is None else guess / scale
+        return restore_units(self._solve(operator, rhs / scale, damping, start, scale), scale, operator, rhs, damping)
+
+    @abstractmethod
+    def _solve(self, operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None, scale: float) -> Solution:
+        """The solution for b / scale, from x_0 / scale."""
+
+
 def check_system(operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None = None) -> None:
     """Check that (G + damping I) x = rhs, with rhs (n,) and a guess of its shape, is a well-formed system."""
     if not isinstance(operator, Operator):
@@ -182,7 +196,6 @@ def return_zero(rhs: Tensor, steps: int, status: Status = Status.NON_FINITE) -> 
 
 def find_power_of_two(rhs: Tensor) -> float:
     """A power of two near the largest entry of b, a normal number of its dtype; 1 for b = 0."""
-    # dividing by it rounds nothing, and |b|^2 neither overflows (in float32 beyond 1e19) nor vanishes (below 1e-23)
     largest = float(rhs.detach().abs().max()) if len(rhs) else 0.0
     if not largest:
         return 1.0
@@ -192,26 +205,21 @@ def find_power_of_two(rhs: Tensor) -> float:
 
 
 def restore_units(solution: Solution, scale: float, operator: Operator, rhs: Tensor, damping: float) -> Solution:
-    """The solution for b = rhs (n,), from that for b / scale."""
-    value, image = scale * solution.value, scale * solution.image
-    restored = replace(solution, value=value, image=image, residual=scale * solution.residual)
-    return check_representable(restored, scale, operator, rhs, damping)
-
-
-def check_representable(solution: Solution, scale: float, operator: Operator, rhs: Tensor, damping: float) -> Solution:
-    """The solution for b = rhs (n,) as its dtype can hold it."""
-    if not (all_finite(solution.value) and all_finite(solution.image)):
+    """The solution for b = rhs (n,), from that for b / scale, as its dtype can hold it."""
+    value, image, kind = scale * solution.value, scale * solution.image, torch.finfo(rhs.dtype)
+    if not (all_finite(value) and all_finite(image)):
         zero = return_zero(rhs / scale, solution.steps)
         return replace(zero, residual=scale * zero.residual, extra=solution.extra, basis=solution.basis)
-    kind = torch.finfo(rhs.dtype)
-    largest = solution.value.abs().max() if len(rhs) else 1.0
+    restored = replace(solution, value=value, image=image, residual=scale * solution.residual)
+    largest = value.abs().max() if len(rhs) else 1.0
     if solution.status is Status.NON_FINITE or largest >= kind.tiny / kind.eps or not bool(rhs.any()):
-        return solution
-    image = operator.mv(solution.value).detach() + damping * solution.value if largest > 0 else torch.zeros_like(rhs)
+        return restored
+    # round-off of numbers so small is large: measured once more
+    image = operator.mv(value).detach() + damping * value if largest > 0 else torch.zeros_like(rhs)
     relative = measure_norm((rhs - image) / scale)
-    converged = solution.status is Status.CONVERGED and bool(relative > kind.eps**0.5 * measure_norm(rhs / scale))
-    status = Status.INACCURATE if converged else solution.status
-    return replace(solution, image=image, residual=scale * relative, steps=solution.steps + 1, status=status)
+    missed = solution.status is Status.CONVERGED and bool(relative > kind.eps**0.5 * measure_norm(rhs / scale))
+    status = Status.INACCURATE if missed else solution.status
+    return replace(restored, image=image, residual=scale * relative, steps=solution.steps + 1, status=status)
 
 
 # b = U w, known by its weights w, as nonlinear least squares knows it

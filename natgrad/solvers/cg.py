@@ -12,13 +12,13 @@ from torch import Tensor
 from natgrad.ground.checks import check_integer, check_number
 from natgrad.ground.typed_torch import measure_norm
 from natgrad.operators import Operator
-from natgrad.solvers.base import Iterate, Solution, Solver, Status, check_representable, check_system
+from natgrad.solvers.base import Iterate, Solution, Status, UnitSolver
 
 Callback = Callable[[int, Tensor, float], None]
 
 
 @dataclass(frozen=True)
-class CG(Solver):
+class CG(UnitSolver):
     """Preconditioned conjugate gradients on A x = b with A = G + damping I.
 
     A direction without curvature, d^T A d <= 0 up to round-off, ends the run with NEGATIVE_CURVATURE and the iterate of
@@ -68,28 +68,27 @@ class CG(Solver):
         for name in ("max_steps", "refresh"):
             check_integer(name, getattr(self, name))
 
-    def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
-        check_system(operator, rhs, damping, guess)
-        run = _CGRun(self, operator, rhs.detach(), damping, None if guess is None else guess.detach())
+    def _solve(self, operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None, scale: float) -> Solution:
+        run = _CGRun(self, operator, rhs.detach(), damping, None if guess is None else guess.detach(), scale)
         while run.status is None:
             run.advance()
-        return check_representable(run.solution(), float(run.scale), operator, rhs.detach(), damping)
+        return run.solution()
 
 
 class _CGRun:
     """One solve: x iterate, r residual, z = P r, d direction, A = G + damping I."""
 
-    def __init__(self, choices: CG, operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None) -> None:
+    def __init__(
+        self, choices: CG, operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None, scale: float
+    ) -> None:
         # vectors are written over: a fresh one of 11 MB costs twice its arithmetic, for the pages that it touches first
-        self.choices, self.operator, self.damping = choices, operator, damping
-        self.scale = rhs.abs().max() if bool(rhs.any()) else torch.ones_like(rhs.sum())
-        self.rhs = rhs / self.scale  # |b|^2 overflows float32 where |b| is beyond 1e19
-        self.x, self.r = torch.zeros_like(rhs), self.rhs.clone()
+        self.choices, self.operator, self.damping, self.rhs, self.scale = choices, operator, damping, rhs, scale
+        self.x, self.r = torch.zeros_like(rhs), rhs.clone()
         self.spare = torch.empty_like(rhs)
         self.pairs: list[tuple[Tensor, Tensor]] = []  # memory for (x, r): the current one, the best, the next
         self.products = 0
         if guess is not None:
-            self.start_at(guess / self.scale)
+            self.start_at(guess)
         self.step = 0
         self.status: Status | None = None
         self.tolerance = choices.rtol * float(measure_norm(self.rhs))
@@ -160,7 +159,7 @@ class _CGRun:
     def _compare_with_best(self) -> None:
         self.norm = float(measure_norm(self.r))
         if self.choices.callback is not None:
-            self.choices.callback(self.step, self.scale * self.x, float(self.scale) * self.norm)
+            self.choices.callback(self.step, self.scale * self.x, self.scale * self.norm)
         if not self.norm < float("inf"):
             self.status = Status.NON_FINITE
             return
@@ -169,7 +168,7 @@ class _CGRun:
         if self.choices.keep is not None and (
             not self.iterates or self.step >= self.choices.keep * self.iterates[-1][0]
         ):
-            # copies: the pair's memory is written over
+            # copies, in the units of b: the pair's memory is written over
             self.iterates.append((self.step, Iterate(self.scale * self.x, self.scale * (self.rhs - self.r))))
         if self.norm <= self.tolerance:
             self.status = Status.CONVERGED
@@ -208,12 +207,9 @@ class _CGRun:
         return (self.models[-1] - self.models[-1 - window]) / self.models[-1] < window * self.choices.progress
 
     def solution(self) -> Solution:
-        """In the units of b: the last iterate, of lowest phi; after a breakdown the one of smallest residual."""
+        """The last iterate, of lowest phi; after a breakdown the one of smallest residual."""
         broken = self.status in (Status.NEGATIVE_CURVATURE, Status.NON_FINITE)
         _, x, r = self.best if broken else (self.norm, self.x, self.r)
         assert self.status is not None
-        image = self.scale * (self.rhs - r)
         iterates = () if broken else tuple(iterate for step, iterate in self.iterates if step < self.step)
-        return Solution(
-            self.scale * x, self.scale * measure_norm(r), self.products, self.status, image, iterates=iterates
-        )
+        return Solution(x, measure_norm(r), self.products, self.status, self.rhs - r, iterates=iterates)

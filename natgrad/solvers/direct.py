@@ -9,20 +9,11 @@ from torch import Tensor
 
 from natgrad.ground.linalg import all_finite, solve_psd, solve_symmetric, take_absolute
 from natgrad.operators import DenseOperator, Operator
-from natgrad.solvers.base import (
-    Solution,
-    Solver,
-    Status,
-    check_system,
-    find_power_of_two,
-    measure_solution,
-    restore_units,
-    return_zero,
-)
+from natgrad.solvers.base import Solution, Status, UnitSolver, check_system, measure_solution, return_zero
 
 
 @dataclass(frozen=True)
-class Direct(Solver):
+class Direct(UnitSolver):
     """The operator's closed-form inverse (diagonal, low rank, Kronecker, blocks), else Cholesky of the matrix.
 
     A numerically singular system gets its minimum-norm solution, by eigenvalues. Without a closed form the (n, n)
@@ -45,14 +36,12 @@ class Direct(Solver):
     absolute: bool = False
 
     def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
-        check_system(operator, rhs, damping, guess)
         if self.absolute:
+            check_system(operator, rhs, damping, guess)
             operator = DenseOperator.from_symmetric(take_absolute(operator.dense()))
-        scale = find_power_of_two(rhs)
-        return restore_units(self._solve(operator, rhs / scale, damping), scale, operator, rhs, damping)
+        return super().solve(operator, rhs, damping=damping, guess=guess)
 
-    def _solve(self, operator: Operator, rhs: Tensor, damping: float) -> Solution:
-        """For b of entries near 1."""
+    def _solve(self, operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None, scale: float) -> Solution:
         inverse = operator.inverse(damping) if operator.closed_form else None
         if inverse is not None and operator.inverse_kept and damping == 0:
             value = inverse.mv(rhs)  # its image is b by definition

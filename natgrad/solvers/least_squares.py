@@ -5,20 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from natgrad.ground.linalg import Factor, cholesky, pseudo_solve
 from natgrad.operators import Operator
-from natgrad.solvers.base import (
-    FactorisedSystem,
-    RowSolver,
-    Solution,
-    Solver,
-    check_system,
-    require_rows,
-    return_zero,
-)
+from natgrad.solvers.base import FactorisedSystem, RowSolver, Solution, Solver, check_system, require_rows
 from natgrad.solvers.direct import Direct
 from natgrad.solvers.nystrom import Nystrom
 from natgrad.solvers.sample_space import SampleSpace, measure_rows
@@ -110,9 +101,7 @@ class Factorised:
             weights: w, shape (r,).
         """
         rhs = self.rows.mv(weights)
-        if self.factor.failed:
-            return return_zero(rhs, 0)
-        return measure_rows(self.rows, rhs, self.damping, self._invert(weights, rhs), 0)
+        return measure_rows(self.rows, rhs, self.damping, self._invert(rhs if self.direct else weights), 0)
 
     def find_value(self, weights: Tensor) -> Tensor:
         """The value alone; NaN where there is no factor.
@@ -120,9 +109,7 @@ class Factorised:
         Args:
             weights: w, shape (r,).
         """
-        if self.factor.failed:
-            return weights.new_full((self.operator.size,), torch.nan)
-        return self._invert(weights, self.rows.mv(weights) if self.direct else weights)
+        return self._invert(self.rows.mv(weights) if self.direct else weights)
 
     def change_damping(self, damping: float) -> Factorised:
         """The same Gram matrix with another l, factorised anew.
@@ -134,8 +121,8 @@ class Factorised:
         gram.diagonal().copy_(self.diagonal)
         return factorise_gram(self.operator, gram, damping, self.direct)
 
-    def _invert(self, weights: Tensor, rhs: Tensor) -> Tensor:
-        right = rhs if self.direct else weights
+    def _invert(self, right: Tensor) -> Tensor:
+        """x from U w (n,) or w (r,); NaN where there is no factor."""
         solved = self.factor.solve(right)
         if self.damping == 0 and self.factor.rung > 0:  # singular: the minimum-norm solution
             lower = self.matrix.tril()

@@ -12,7 +12,7 @@ from torch import Tensor
 from natgrad.ground.checks import check_integer, check_number
 from natgrad.ground.typed_torch import measure_norm as measure_in_dtype
 from natgrad.operators import Operator
-from natgrad.solvers.base import Solution, Solver, Status, check_system, find_power_of_two, restore_units
+from natgrad.solvers.base import Solution, Status, UnitSolver
 
 
 def measure_norm(x: Tensor) -> Tensor:
@@ -203,13 +203,11 @@ def divide_or_zero(a: float, b: float) -> float:
     return a / b if b else 0.0
 
 
-# MINRES-QLP: symmetric systems, indefinite, singular and inconsistent ones too, to their minimum-length solution
-
 GROWTH = 0.01  # of |r|, allowed where a direction is taken from x
 
 
 @dataclass(frozen=True)
-class MinresQLP(Solver):
+class MinresQLP(UnitSolver):
     """min |b - A x| over growing Krylov spaces of A = G + damping I, and of all minimisers the shortest.
 
     A may be indefinite or singular, and b may lie outside its range: then the run ends with LEAST_SQUARES, at A^+ b.
@@ -273,18 +271,10 @@ class MinresQLP(Solver):
             if came is not None:
                 check_number(name, came, least)
 
-    def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
-        check_system(operator, rhs, damping, guess)
-        scale = find_power_of_two(rhs)
-        scaled = replace(self, max_norm=self.max_norm / scale)
-        solution = scaled._solve(operator, rhs / scale, float(damping), None if guess is None else guess / scale)
-        extra = {name: scale * size if name in SIZES else size for name, size in solution.extra.items()}
-        return restore_units(replace(solution, extra=extra), scale, operator, rhs, damping)
-
-    def _solve(self, operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None) -> Solution:
-        system = _System(operator, rhs.detach(), damping)
+    def _solve(self, operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None, scale: float) -> Solution:
+        choices, system = replace(self, max_norm=self.max_norm / scale), _System(operator, rhs.detach(), float(damping))
         point = system.start(guess)
-        run = _LanczosRun(self, system, point)
+        run = _LanczosRun(choices, system, point)
         left, status = self.max_steps, None
         while status is None:
             claim = run.run_until_stop(left)
@@ -294,14 +284,12 @@ class MinresQLP(Solver):
             if reached.norm <= point.norm:
                 point = reached
             if status is None:
-                run = _LanczosRun(self, system, point, run.factors)
+                run = _LanczosRun(choices, system, point, run.factors)
         extra = run.estimates(status)
         if status is Status.LEAST_SQUARES:
             point, extra["normal_residual"] = system.shorten(point, self.preconditioner)
+        extra |= {name: scale * extra[name] for name in ("value_norm", "residual_norm", "normal_residual")}
         return Solution(point.value, point.residual, system.products, status, point.image, extra)
-
-
-SIZES = ("value_norm", "residual_norm", "normal_residual")  # estimates that grow with b
 
 
 class _Point(NamedTuple):

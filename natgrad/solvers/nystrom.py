@@ -17,11 +17,9 @@ from natgrad.solvers.base import (
     RowSolver,
     Solution,
     Status,
-    check_system,
-    find_power_of_two,
+    UnitSolver,
     measure_solution,
     require_rows,
-    restore_units,
     return_zero,
     write_rows,
 )
@@ -29,7 +27,7 @@ from natgrad.solvers.cg import CG
 
 
 @dataclass(frozen=True)
-class Nystrom(RowSolver):
+class Nystrom(UnitSolver, RowSolver):
     """(K + l I) y = w for the kernel K = U^T U (r, r) of G = U U^T, without K: for points too many to factorise it.
 
     K Omega for a drawn Omega (r, rank) gives K ~ V diag(s) V^T, whose damped inverse preconditions conjugate gradients.
@@ -61,16 +59,12 @@ class Nystrom(RowSolver):
         check_positive("rtol", self.rtol)
         check_integer("max_steps", self.max_steps, 0)
 
-    def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
-        check_system(operator, rhs, damping, guess)
-        system, scale = self._approximate(operator, write_rows, damping), find_power_of_two(rhs)
-        unit = rhs / scale
-        y, steps, status = system.invert(system.rows.rmv(unit))
+    def _solve(self, operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None, scale: float) -> Solution:
+        system = self._approximate(operator, write_rows, damping)
+        y, steps, status = system.invert(system.rows.rmv(rhs))
         if status is Status.NON_FINITE:
             return return_zero(rhs, steps)
-        solution = measure_solution(operator.mv, unit, damping, (unit - system.rows.mv(y)) / damping, steps)
-        solution = replace(solution, status=merge_status(status, solution.status))
-        return restore_units(solution, scale, operator, rhs, damping)
+        return measure_run(operator, rhs, damping, (rhs - system.rows.mv(y)) / damping, steps, status)
 
     def factorise(self, operator: Operator, damping: float) -> NystromSystem:
         return self._approximate(operator, require_rows, damping)
@@ -97,8 +91,7 @@ class NystromSystem:
     def solve(self, weights: Tensor) -> Solution:
         """x of (U U^T + l I) x = U w, w (r,)."""
         y, steps, status = self.invert(weights)
-        solution = measure_solution(self.operator.mv, self.rows.mv(weights), self.damping, self.rows.mv(y), steps)
-        return replace(solution, status=merge_status(status, solution.status))
+        return measure_run(self.operator, self.rows.mv(weights), self.damping, self.rows.mv(y), steps, status)
 
     def find_value(self, weights: Tensor) -> Tensor:
         """The value of that solution alone."""
@@ -133,11 +126,13 @@ def invert_spectrum(vectors: Tensor, sizes: Tensor, rest: float, weights: Tensor
 def approximate_kernel(rows: SampleRows, operator: Operator, rank: int, seed: int) -> tuple[Tensor, Tensor]:
     """V (r, k) and s (k,) with K ~ V diag(s) V^T from K Omega: the stable way of Frangella et al., algorithm 2.1."""
     generator, shape = torch.Generator().manual_seed(seed), (rows.rank, min(rank, rows.rank))
-    drawn = torch.randn(shape, generator=generator, dtype=torch.float64).to(
-        dtype=operator.dtype, device=operator.device
-    )
-    omega = svd(drawn)[0]
-    image = multiply_kernel(rows, omega)
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+    omega = svd(drawn.to(dtype=operator.dtype, device=operator.device))[0]
+    if getattr(rows, "is_written", False):  # two products of matrices; else column by column
+        columns = rows.dense()
+        image = columns.mT @ (columns @ omega)
+    else:
+        image = torch.stack([rows.rmv(rows.mv(column)) for column in omega.unbind(1)], dim=1)
     if not all_finite(image):
         return omega, torch.full_like(omega[0], torch.nan)
     shift = torch.finfo(image.dtype).eps * float(measure_norm(image))
@@ -149,14 +144,8 @@ def approximate_kernel(rows: SampleRows, operator: Operator, rank: int, seed: in
     return vectors, (sizes.square() - shift).clamp(min=0)
 
 
-def multiply_kernel(rows: SampleRows, block: Tensor) -> Tensor:
-    """U^T U times a block (r, k): by two products of matrices where U is held as one, else column by column."""
-    if getattr(rows, "is_written", False):
-        columns = rows.dense()
-        return columns.mT @ (columns @ block)
-    return torch.stack([rows.rmv(rows.mv(column)) for column in block.unbind(1)], dim=1)
-
-
-def merge_status(inner: Status, outer: Status) -> Status:
-    """The status of a solution: CG's where that is not its convergence, else what the whole residual says."""
-    return outer if inner is Status.CONVERGED or outer is Status.NON_FINITE else inner
+def measure_run(operator: Operator, rhs: Tensor, damping: float, value: Tensor, steps: int, status: Status) -> Solution:
+    """The solution with CG's status where that is not its convergence, else with what the whole residual says."""
+    solution = measure_solution(operator.mv, rhs, damping, value, steps)
+    done = status is Status.CONVERGED or solution.status is Status.NON_FINITE
+    return solution if done else replace(solution, status=status)

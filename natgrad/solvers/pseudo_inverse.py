@@ -10,20 +10,11 @@ from torch import Tensor
 from natgrad.ground.checks import check_number
 from natgrad.ground.linalg import eigh, svd
 from natgrad.operators import Operator
-from natgrad.solvers.base import (
-    RowSolver,
-    Solution,
-    Status,
-    check_system,
-    find_power_of_two,
-    measure_solution,
-    require_rows,
-    restore_units,
-)
+from natgrad.solvers.base import RowSolver, Solution, Status, UnitSolver, measure_solution, require_rows
 
 
 @dataclass(frozen=True)
-class PseudoInverse(RowSolver):
+class PseudoInverse(UnitSolver, RowSolver):
     """x = V (S^2 + l I)^-1 V^T b over the singular values S of U above `cut` times the largest, G = U U^T.
 
     Singular values come from U itself where it is known: their squares would lose those below 1e-8 of the largest. The
@@ -48,8 +39,7 @@ class PseudoInverse(RowSolver):
         if self.cut == 1:
             raise ValueError("cut is 1, expected less: nothing would be left")
 
-    def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
-        check_system(operator, rhs, damping, guess)
+    def _solve(self, operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None, scale: float) -> Solution:
         rows, cut = operator.sample_rows, self.cut
         if rows is None:
             values, vectors = eigh(operator.dense())
@@ -59,10 +49,8 @@ class PseudoInverse(RowSolver):
             vectors, sizes, _ = svd(rows.dense())
         large = keep_above(sizes, cut)
         shares = torch.where(large, 1 / torch.where(large, sizes.square() + damping, 1), 0)
-        scale = find_power_of_two(rhs)
-        value = vectors @ (shares * (vectors.mT @ (rhs / scale)))
-        solution = say_least_squares(measure_solution(operator.mv, rhs / scale, damping, value, 0))
-        return restore_units(solution, scale, operator, rhs, damping)
+        value = vectors @ (shares * (vectors.mT @ rhs))
+        return say_least_squares(measure_solution(operator.mv, rhs, damping, value, 0))
 
     def factorise(self, operator: Operator, damping: float) -> SingularValues:
         return SingularValues(operator, *svd(require_rows(operator).dense()), self.cut, damping)

@@ -10,19 +10,11 @@ from torch import Tensor
 from natgrad.ground.linalg import cholesky, pseudo_solve, pseudo_square
 from natgrad.ground.typed_torch import measure_norm
 from natgrad.operators import Operator, SampleRows
-from natgrad.solvers.base import (
-    Solution,
-    Solver,
-    check_system,
-    find_power_of_two,
-    measure_solution,
-    restore_units,
-    write_rows,
-)
+from natgrad.solvers.base import Solution, UnitSolver, measure_solution, write_rows
 
 
 @dataclass(frozen=True)
-class SampleSpace(Solver):
+class SampleSpace(UnitSolver):
     """Exact solve through the Gram matrix U^T U (r, r) of G = U U^T: cheap where outputs are fewer than parameters.
 
     For a pulled-back metric the Gram matrix is summed layer by layer and the Jacobian is never formed. For any other
@@ -39,13 +31,7 @@ class SampleSpace(Solver):
         tensor(0.0010)
     """
 
-    def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
-        check_system(operator, rhs, damping, guess)
-        scale = find_power_of_two(rhs)
-        return restore_units(self._solve(operator, rhs / scale, damping), scale, operator, rhs, damping)
-
-    def _solve(self, operator: Operator, rhs: Tensor, damping: float) -> Solution:
-        """For b of entries near 1."""
+    def _solve(self, operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None, scale: float) -> Solution:
         rows = write_rows(operator)
         gram = rows.lower_gram()
         if damping == 0:

@@ -11,11 +11,11 @@ from natgrad.ground.checks import check_integer, check_number
 from natgrad.ground.linalg import all_finite, eigh, safe_cutoff, take_absolute
 from natgrad.ground.typed_torch import measure_norm
 from natgrad.operators import Operator
-from natgrad.solvers.base import Solution, Solver, Status, Subspace, check_representable, check_system
+from natgrad.solvers.base import Solution, Status, Subspace, UnitSolver
 
 
 @dataclass(frozen=True)
-class KrylovSubspace(Solver):
+class KrylovSubspace(UnitSolver):
     """The solution within span{b, G b, ..., G^(K-1) b}, from an orthonormal basis that comes with it.
 
     The result is CG's K-th iterate. `Solution.basis` holds the basis and its images for rules that search in it
@@ -58,29 +58,28 @@ class KrylovSubspace(Solver):
         check_integer("dimension", self.dimension)
         check_number("rtol", self.rtol)
 
-    def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
-        check_system(operator, rhs, damping, guess)
+    def _solve(self, operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None, scale: float) -> Solution:
+        """Galerkin: x = V y with V^T (b - A x) = 0."""
         basis = _Basis(self, operator, damping)
         basis.fill(rhs, guess)
-        scale = rhs.abs().max() if bool(rhs.any()) else torch.ones_like(rhs.sum())
-        solution = self._solve_within(basis, rhs / scale, damping, scale)
-        return check_representable(solution, float(scale), operator, rhs, damping)
-
-    def _solve_within(self, basis: _Basis, rhs: Tensor, damping: float, scale: Tensor) -> Solution:
-        """Galerkin: x = V y with V^T (b - A x) = 0, for b = scale * rhs."""
         space = Subspace(basis.vectors[: basis.count], basis.images[: basis.count])
         if not len(space.vectors):
             zero = torch.zeros_like(rhs)
             status = Status.NON_FINITE if basis.broken else Status.CONVERGED
-            return Solution(zero, scale * measure_norm(rhs), basis.products, status, zero, basis=space)
+            return Solution(zero, measure_norm(rhs), basis.products, status, zero, basis=space)
         matrix = space.project_operator()
-        weights, curved_down = solve_within_space(matrix, space.vectors @ rhs, damping, self.absolute)
+        values, turn = eigh(matrix)
+        values = (values.abs() if self.absolute else values) + damping
+        cutoff = safe_cutoff(len(values), values.dtype) * values.abs().max()
+        keep = values > cutoff
+        weights = turn @ torch.where(keep, turn.mT @ (space.vectors @ rhs) / torch.where(keep, values, 1), 0)
         value = space.at(weights)
         inner = space.at(take_absolute(matrix) @ weights) if self.absolute else space.image_at(weights)
         image = torch.add(inner, value, alpha=damping)
         residual = measure_norm(rhs - image)
-        status = self._status(bool(residual <= self.rtol * measure_norm(rhs)), basis, curved_down)
-        return Solution(scale * value, scale * residual, basis.products, status, scale * image, basis=space)
+        small, curved_down = bool(residual <= self.rtol * measure_norm(rhs)), bool((values < -10 * cutoff).any())
+        status = self._status(small, basis, curved_down)
+        return Solution(value, residual, basis.products, status, image, basis=space)
 
     def _status(self, small: bool, basis: _Basis, curved_down: bool) -> Status:
         if basis.broken:
@@ -142,13 +141,3 @@ class _Basis:
         self.vectors[self.count], self.images[self.count] = unit, image
         self.count += 1
         return True
-
-
-def solve_within_space(matrix: Tensor, rhs: Tensor, damping: float, absolute: bool) -> tuple[Tensor, bool]:
-    """(T + damping I)^+ c for T (k, k), and whether a direction of negative curvature was left out."""
-    values, vectors = eigh(matrix)
-    values = (values.abs() if absolute else values) + damping
-    cutoff = safe_cutoff(len(values), values.dtype) * values.abs().max()
-    keep = values > cutoff
-    weights = vectors @ torch.where(keep, vectors.mT @ rhs / torch.where(keep, values, 1), 0)
-    return weights, bool((values < -10 * cutoff).any())
