@@ -112,23 +112,15 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _decompose(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    return _try_decomposing(matrix, matrix) or _try_decomposing(matrix.double(), matrix) or _decompose_each(matrix)
-
-
-def _try_decomposing(matrix: Tensor, like: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Eigenvalues and eigenvectors in the dtype of `like`; None where LAPACK gives up, or gives NaN."""
-    try:
-        values, vectors = torch_linalg.eigh(matrix)
-    except RuntimeError:  # torch.linalg.LinAlgError is one
-        return None
-    if is_concrete(vectors) and not all_finite(vectors.detach()):
-        return None
-    return values.to(like.dtype), vectors.to(like.dtype)
-
-
-def _decompose_each(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """A batch one by one, and NaN for a matrix that LAPACK decomposes in no dtype."""
-    if matrix.dim() == 2:
+    """`eigh` of finite matrices: in float64 where LAPACK gives up or gives NaN, and then one by one."""
+    for dtype in (matrix.dtype, torch.float64):
+        try:
+            values, vectors = torch_linalg.eigh(matrix.to(dtype))
+        except RuntimeError:  # torch.linalg.LinAlgError is one
+            continue
+        if not is_concrete(vectors) or all_finite(vectors.detach()):
+            return values.to(matrix.dtype), vectors.to(matrix.dtype)
+    if matrix.dim() == 2:  # LAPACK decomposes it in no dtype
         return torch.full_like(matrix[0], torch.nan), torch.full_like(matrix, torch.nan)
     pairs = [_decompose(block) for block in matrix.flatten(0, -3)]
     values, vectors = (torch.stack(parts) for parts in zip(*pairs, strict=True))
@@ -211,9 +203,7 @@ class Factor:
             rhs: Shape (n,) or (n, k).
         """
         block = rhs.unsqueeze(-1) if rhs.dim() == 1 else rhs
-        # two triangular solves: torch.cholesky_solve copies the factor first, 4 to 15 times slower for one vector
-        half = torch_linalg.solve_triangular(self.lower, block.to(self.lower.dtype), upper=False)
-        value = torch_linalg.solve_triangular(self.lower.mT, half, upper=True).to(rhs.dtype)
+        value = solve_by_root(self.lower, block.to(self.lower.dtype), left=True).to(rhs.dtype)
         return value.squeeze(-1) if rhs.dim() == 1 else value
 
 
@@ -336,22 +326,22 @@ def solve_symmetric(matrix: Tensor, rhs: Tensor, damping: float = 0.0) -> Tensor
     """
     if not len(matrix):
         return torch.zeros_like(rhs)
-    values, vectors = eigh(matrix)
-    values = values + damping
-    keep = values.abs() > safe_cutoff(len(values), values.dtype) * values.abs().max()
-    return vectors @ torch.where(keep, vectors.mT @ rhs / torch.where(keep, values, 1), 0)
+    weights, vectors = _invert_spectrum(matrix, damping)
+    return vectors @ (weights * (vectors.mT @ rhs))
 
 
 def inverse_symmetric(matrix: Tensor, damping: float = 0.0) -> Tensor:
-    """(A + damping I)^+ for symmetric A with eigenvalues of both signs, by eigendecomposition.
+    """(A + damping I)^+, (..., n, n), as in `solve_symmetric`."""
+    weights, vectors = _invert_spectrum(matrix, damping)
+    return symmetrise((vectors * weights.unsqueeze(-2)) @ vectors.mT)
 
-    Sums lambda + damping below n * eps of the largest count as zero.
-    """
+
+def _invert_spectrum(matrix: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """1 / (lambda + damping), 0 where that is round-off, and the eigenvectors."""
     values, vectors = eigh(matrix)
     values = values + damping
     keep = values.abs() > safe_cutoff(matrix.shape[-1], values.dtype) * values.abs().amax(-1, keepdim=True)
-    weights = torch.where(keep, 1 / torch.where(keep, values, 1), 0)
-    return symmetrise((vectors * weights.unsqueeze(-2)) @ vectors.mT)
+    return torch.where(keep, 1 / torch.where(keep, values, 1), 0), vectors
 
 
 def take_absolute(matrix: Tensor) -> Tensor:
@@ -367,10 +357,10 @@ def pseudo_square(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     s is a power of two near lambda_max: 1 / lambda^2 itself overflows float32 where lambda is below 1e-19.
     """
     values, vectors = eigh(matrix)
-    largest = values[-1].abs() if len(values) else values.sum()
+    largest = values[-1:].abs().sum()
     scale = torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent), 1)
     values = values / scale
-    keep = values > safe_cutoff(len(values), values.dtype) * values[-1].abs() if len(values) else values > 0
+    keep = values > safe_cutoff(len(values), values.dtype) * values[-1:].abs()
     return vectors, torch.where(keep, 1 / torch.where(keep, values, 1).square(), 0), scale
 
 
@@ -394,9 +384,8 @@ def solve_psd(matrix: Tensor, rhs: Tensor, damping: float | Tensor = 0.0) -> Ten
     if factor.failed and not bool(damped.any()):
         return 0 * rhs
     if factor.failed:  # negative eigenvalues, unless it is not finite
-        return (
-            solve_symmetric(damped, rhs) if rhs.dim() == 1 and all_finite(damped) else torch.full_like(rhs, torch.nan)
-        )
+        indefinite = rhs.dim() == 1 and all_finite(damped)
+        return solve_symmetric(damped, rhs) if indefinite else torch.full_like(rhs, torch.nan)
     pivots = factor.lower.diagonal().square()
     # a lost rank shows as a pivot at round-off level (100: pivots of singular matrices were seen up to 30 n eps)
     singular = pivots.min() <= 100 * safe_cutoff(len(matrix), matrix.dtype) * pivots.max()
@@ -547,6 +536,7 @@ def root_psd(matrix: Tensor, damping: float | Tensor) -> Tensor | None:
 
 def solve_by_root(root: Tensor, block: Tensor, *, left: bool) -> Tensor:
     """(L L^T)^-1 X, or X (L L^T)^-1, for L (..., n, n) lower."""
+    # two triangular solves: torch.cholesky_solve copies the factor first, 4 to 15 times slower for one vector
     first, second = (root, root.mT) if left else (root.mT, root)
     half = torch_linalg.solve_triangular(first, block, upper=not left, left=left)
     return torch_linalg.solve_triangular(second, half, upper=left, left=left)
