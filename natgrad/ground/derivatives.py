@@ -91,45 +91,30 @@ def measure_length(x: Tensor, dim: Any = None, *, keepdim: bool = False, order: 
     return (size.sqrt() if order == 2 else size.pow(1 / order)) * (~zero).to(total.dtype)
 
 
-def is_written(order: Any) -> bool:
-    """Whether a norm of this order is written out here."""
-    return isinstance(order, (int, float)) and 1 <= order < math.inf
-
-
-def vector_norm(
-    x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, out: Any = None
-) -> Tensor:
+def vector_norm(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     """`torch.linalg.vector_norm`."""
-    if not is_written(ord) or out is not None:
-        return torch_linalg.vector_norm(x, ord, dim, keepdim, dtype=dtype, out=out)
+    if not 1 <= ord < math.inf:
+        return torch_linalg.vector_norm(x, ord, dim, keepdim, dtype=dtype)
     return measure_length(x if dtype is None else x.to(dtype), dim, keepdim=keepdim, order=ord)
 
 
-def linalg_norm(
-    A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, out: Any = None, dtype: Any = None
-) -> Tensor:
+def linalg_norm(A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     """`torch.linalg.norm`."""
-    single = isinstance(dim, int) or (dim is None and A.dim() == 1)
-    if out is None and (ord is None or single):
+    if ord is None or isinstance(dim, int) or (dim is None and A.dim() == 1):
         return vector_norm(A, 2 if ord is None else ord, dim, keepdim, dtype=dtype)
-    return torch_linalg.norm(A, ord, dim, keepdim, out=out, dtype=dtype)
+    return torch_linalg.norm(A, ord, dim, keepdim, dtype=dtype)
 
 
-def norm(
-    input: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None
-) -> Tensor:
+def norm(input: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
     """`torch.norm` and `torch.Tensor.norm`."""
-    order = 2 if p in (None, "fro") else p
-    if out is not None or not is_written(order):
-        return torch_plain.norm(input, p, dim, keepdim, out, dtype)
-    return vector_norm(input, order, dim, keepdim, dtype=dtype)
+    if p == "nuc":
+        return torch_plain.norm(input, p, dim, keepdim, dtype=dtype)
+    return vector_norm(input, 2 if p in (None, "fro") else p, dim, keepdim, dtype=dtype)
 
 
-def normalize(input: Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Tensor:
+def normalize(input: Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12) -> Tensor:
     """`torch.nn.functional.normalize`."""
-    if out is not None or not is_written(p):
-        return functional.normalize(input, p, dim, eps, out)
-    return input / measure_length(input, dim, keepdim=True, order=p).clamp(min=eps)
+    return input / vector_norm(input, p, dim, True).clamp(min=eps)
 
 
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
@@ -177,14 +162,12 @@ def logdet(input: Tensor) -> Tensor:
     return torch.where(sign < 0, torch.nan, log)
 
 
-def solve(A: Tensor, B: Tensor, *, left: bool = True, out: Any = None) -> Tensor:
+def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
     """`torch.linalg.solve`, by the inverse; NaN where A is singular."""
     inverse = invert_or_nan(A)
     if B.dim() == 1 or (B.dim() == A.dim() - 1 and B.shape == A.shape[:-1]):
-        solution = (inverse @ B.unsqueeze(-1)).squeeze(-1)
-    else:
-        solution = inverse @ B if left else B @ inverse
-    return solution if out is None else out.resize_(solution.shape).copy_(solution)
+        return (inverse @ B.unsqueeze(-1)).squeeze(-1)
+    return inverse @ B if left else B @ inverse
 
 
 def cholesky_inverse(input: Tensor, upper: bool = False) -> Tensor:
@@ -301,7 +284,10 @@ class _WrittenOut(TorchFunctionMode):
         cast("Any", super()).__exit__(*error)
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return REPLACED.get(func, func)(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func not in REPLACED or kwargs.get("out") is not None:  # what is written into `out` has no derivatives
+            return func(*args, **kwargs)
+        return REPLACED[func](*args, **{name: value for name, value in kwargs.items() if name != "out"})
 
 
 def _drop_dead_modes() -> None:
@@ -360,12 +346,10 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """`torch.nn.functional.batch_norm`: over the batch and positions in training, which updates the running values."""
-    plain = functional.batch_norm
+    known, plain = (running_mean, running_var), functional.batch_norm
     if not training and running_mean is not None:  # affine, which torch gets right
-        return plain(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    if running_mean is not None or running_var is not None:
-        with torch.no_grad():
-            plain(input.detach(), running_mean, running_var, None, None, training, momentum, eps)
+        return plain(input, *known, weight, bias, training, momentum, eps)
+    _renew(plain, input, known, training, momentum, eps)
     return _by_channel(input, (0, *range(2, input.dim())), weight, bias, eps)
 
 
@@ -380,13 +364,18 @@ def instance_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """`torch.nn.functional.instance_norm`: over each example's positions; or with the running values, as given."""
-    plain = functional.instance_norm
+    known, plain = (running_mean, running_var), functional.instance_norm
     if not use_input_stats:
-        return plain(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
-    if running_mean is not None or running_var is not None:
-        with torch.no_grad():
-            plain(input.detach(), running_mean, running_var, None, None, use_input_stats, momentum, eps)
+        return plain(input, *known, weight, bias, use_input_stats, momentum, eps)
+    _renew(plain, input, known, use_input_stats, momentum, eps)
     return _by_channel(input, tuple(range(2, input.dim())), weight, bias, eps)
+
+
+def _renew(plain: Any, input: Tensor, known: tuple[Tensor | None, Tensor | None], *settings: Any) -> None:
+    """Update the running values, as torch does."""
+    if any(value is not None for value in known):
+        with torch.no_grad():
+            plain(input.detach(), *known, None, None, *settings)
 
 
 def reorder_arguments(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -416,16 +405,12 @@ def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 
 def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Tensor:
     """`torch.cdist`, which has no second derivative."""
-    gaps = x1.unsqueeze(-2) - x2.unsqueeze(-3)
-    return vector_norm(gaps, p, -1)
+    return vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
 
 
 def _by_channel(x: Tensor, dims: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Normalised over dims; weight and bias by channel, the second axis."""
-    count = 1
-    for axis in dims:
-        count *= x.shape[axis]
-    if count <= 1:
+    if math.prod(x.shape[axis] for axis in dims) <= 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
     shape = (-1, *[1] * (x.dim() - 2))
     weight, bias = (None if part is None else part.view(shape) for part in (weight, bias))

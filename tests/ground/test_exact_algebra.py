@@ -110,8 +110,22 @@ def test_signs_and_singular_matrices_are_torch_s():
 
 
 def test_a_singular_system_is_nan_on_every_processor():
-    a, out = torch.zeros(2, 2, dtype=F64), torch.empty(0, dtype=F64)
     with ng.exact_derivatives():
-        assert torch.linalg.solve(a, torch.ones(2, dtype=F64)).isnan().all()
-        assert torch.linalg.solve(matrix(POINTS[0]), SIDE[..., 0], out=out) is out
-    assert_close(matrix(POINTS[0]) @ out, SIDE[..., 0], 1e-12)
+        assert torch.linalg.solve(torch.zeros(2, 2, dtype=F64), torch.ones(2, dtype=F64)).isnan().all()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda **out: torch.linalg.solve(matrix(POINTS[0]), SIDE[..., 0], **out),
+        lambda **out: torch.linalg.norm(SIDE[..., 0], **out),
+        lambda **out: torch.linalg.vector_norm(SIDE[..., 0], **out),
+        lambda **out: torch.norm(SIDE[..., 0], **out),
+        lambda **out: functional.normalize(SIDE[..., 0], **out),
+    ],
+)
+def test_a_result_is_written_where_it_is_asked_for(call):
+    out = torch.empty(0, dtype=F64)
+    with ng.exact_derivatives():
+        assert call(out=out) is out
+        assert_close(call(out=None), out, 1e-12)
