@@ -88,14 +88,11 @@ class Density(Explained, hint="; a function log_p(params, x) or a module of ener
             dims: The variables i of the curvatures. None: all.
         """
         scores, pull = vjp(lambda x: self.scores(params, x), inputs)
-        chosen = torch.arange(scores.shape[1]) if dims is None else torch.as_tensor(dims)
-        units = torch.eye(scores.shape[1], dtype=scores.dtype, device=scores.device)[chosen.to(scores.device)]
 
         def second(unit: Tensor) -> Tensor:
-            (image,) = pull(unit.expand_as(scores))
-            return image.flatten(1) @ unit
+            return pull(unit.expand_as(scores))[0].flatten(1) @ unit
 
-        return scores, torch.func.vmap(second, randomness="same")(units).mT
+        return scores, torch.func.vmap(second, randomness="same")(unit_vectors(scores, dims)).mT
 
     def score_jacobian(self, params: Params, inputs: Tensor) -> Tensor | None:
         """d score_i / d params, params flat in their own order; None where no closed form is known.
@@ -121,13 +118,11 @@ class Density(Explained, hint="; a function log_p(params, x) or a module of ener
             Shape (b, len(dims)).
         """
         flat = inputs.flatten(1)
-        chosen = torch.arange(flat.shape[1]) if dims is None else torch.as_tensor(dims)
-        units = torch.eye(flat.shape[1], dtype=flat.dtype, device=flat.device)[chosen.to(flat.device)]
 
         def flip_unit(unit: Tensor) -> Tensor:
             return self.log_p(params, (flat + unit * (1 - 2 * flat)).view(inputs.shape))
 
-        there = torch.func.vmap(flip_unit, randomness="same")(units)
+        there = torch.func.vmap(flip_unit, randomness="same")(unit_vectors(flat, dims))
         return self.log_p(params, inputs).unsqueeze(1) - there.mT
 
     def ratio_jacobian(self, params: Params, inputs: Tensor) -> Tensor | None:
@@ -141,6 +136,12 @@ class Density(Explained, hint="; a function log_p(params, x) or a module of ener
             Shape (b, N, K), or None.
         """
         return None
+
+
+def unit_vectors(like: Tensor, dims: Sequence[int] | None) -> Tensor:
+    """e_i of the variables i of a batch (b, N), (len(dims), N)."""
+    units = torch.eye(like.shape[1], dtype=like.dtype, device=like.device)
+    return units if dims is None else units[torch.as_tensor(dims, device=like.device)]
 
 
 class Plain(Density):
@@ -318,15 +319,13 @@ def check_density(density: Density, params: Params, inputs: Any) -> Tensor:
         raise ValueError(f"X is {came}, expected a tensor of examples (b, N); one example is X.unsqueeze(0)")
     if inputs.shape[0] == 0 or inputs[0].numel() == 0:
         raise ValueError(f"X has shape {tuple(inputs.shape)}: it is empty; give at least one example of one variable")
-    if isinstance(density, Energy):
-        check_call(density.module, Call((inputs,)), params)
-        if mixes_examples(density.module):
-            raise ValueError(
-                "the energy network has a batch norm in training mode: one example's energy depends on the others, and "
-                "log_p(x) is not a function of x; use model.eval(), or a layer or group norm"
-            )
-    else:
-        check_call(density.log_p, Call((inputs,)), params)
+    model = density.module if isinstance(density, Energy) else density.log_p
+    check_call(model, Call((inputs,)), params)
+    if mixes_examples(model):
+        raise ValueError(
+            "the energy network has a batch norm in training mode: one example's energy depends on the others, and "
+            "log_p(x) is not a function of x; use model.eval(), or a layer or group norm"
+        )
     if is_concrete(inputs) and not all_finite(inputs):
         raise ValueError("X holds a NaN or an infinity; remove these examples first, or mask the variables they are in")
     return inputs

@@ -138,11 +138,6 @@ def name_function(func: Any) -> str:
     return name[2:-2] if name.startswith("__") and name.endswith("__") else name
 
 
-def is_carried(value: Any) -> bool:
-    """Whether it is a tensor with derivatives."""
-    return isinstance(value, Jet)
-
-
 def read_value(value: Any) -> Any:
     """The value alone, without derivatives; anything else as it is."""
     return value.jets[0] if isinstance(value, Jet) else value
@@ -152,7 +147,7 @@ def hold_plain(*parts: Any) -> None:
     """NotCarriedError if one of them has derivatives, where the rule knows of none."""
     for part in parts:
         inner = part.values() if isinstance(part, dict) else part if isinstance(part, (tuple, list)) else (part,)
-        if any(is_carried(value) for value in inner):
+        if any(isinstance(value, Jet) for value in inner):
             refuse("this argument")
 
 
@@ -168,20 +163,18 @@ def map_linear(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 
 def map_shaped(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A linear map of its first argument that takes a shape from the others."""
-    return map_linear(func, [args[0], *map(read_value, args[1:])], kwargs) if is_carried(args[0]) else refuse("a shape")
+    return (
+        map_linear(func, [args[0], *map(read_value, args[1:])], kwargs)
+        if isinstance(args[0], Jet)
+        else refuse("a shape")
+    )
 
 
 def map_together(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`torch.cat` or `torch.stack`: linear in all the tensors of a list."""
-    layout = find_layout(args[0])
+    layout = next(tensor.derivatives for tensor in args[0] if isinstance(tensor, Jet))
     parts = [fill_jets(tensor, layout) for tensor in args[0]]
     return wrap_jets(torch.func.vmap(lambda *given: func(given, *args[1:], **kwargs))(*parts), layout)
-
-
-def join_complex(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`torch.complex(a, b)`."""
-    layout = find_layout(args)
-    return wrap_jets(torch.complex(*(fill_jets(part, layout) for part in args)), layout)
 
 
 def map_affine(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -200,14 +193,9 @@ def map_layer(jets: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-def find_layout(parts: Sequence[Any]) -> Derivatives:
-    """Which derivatives the parts carry that carry any."""
-    return next(part.derivatives for part in parts if is_carried(part))
-
-
 def fill_jets(value: Any, layout: Derivatives) -> Tensor:
     """Values and derivatives, the latter zero for a constant."""
-    if is_carried(value):
+    if isinstance(value, Jet):
         return value.jets
     zeros = value.new_zeros(layout.count, *value.shape)
     zeros[0] = value
@@ -224,7 +212,7 @@ def choose(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if len(args) != 3 or kwargs:
         refuse("torch.where of other arguments")
     condition, *parts = args
-    like = next(part for part in parts if is_carried(part))
+    like = next(part for part in parts if isinstance(part, Jet))
     plain = [part if isinstance(part, Tensor) else like.jets.new_full((), part) for part in parts]
     sides = [fill_jets(part, like.derivatives) for part in plain]
     dims = max(condition.dim(), *(part.dim() - 1 for part in sides))
@@ -245,10 +233,10 @@ def add(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if kwargs:
         refuse("alpha")
     a, b = args
-    if is_carried(a) and is_carried(b):
+    if isinstance(a, Jet) and isinstance(b, Jet):
         dims = max(a.jets.dim(), b.jets.dim()) - 1
         return wrap_jets(lift(a.jets, dims) + lift(b.jets, dims), a.derivatives)
-    jet, constant = (a, b) if is_carried(a) else (b, a)
+    jet, constant = (a, b) if isinstance(a, Jet) else (b, a)
     value = jet.jets[0] + constant
     rest = lift(jet.jets[1:], value.dim()).expand(-1, *value.shape).to(value.dtype)
     return wrap_jets(torch.cat([value.unsqueeze(0), rest]), jet.derivatives)
@@ -259,11 +247,10 @@ def multiply(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     if kwargs:
         refuse("a keyword")
     a, b = args
-    if not (is_carried(a) and is_carried(b)):
-        jet, constant = (a, b) if is_carried(a) else (b, a)
-        return wrap_jets(
-            lift(jet.jets, constant.dim() if isinstance(constant, Tensor) else 0) * constant, jet.derivatives
-        )
+    if not (isinstance(a, Jet) and isinstance(b, Jet)):
+        jet, constant = (a, b) if isinstance(a, Jet) else (b, a)
+        dims = constant.dim() if isinstance(constant, Tensor) else 0
+        return wrap_jets(lift(jet.jets, dims) * constant, jet.derivatives)
     dims = max(a.jets.dim(), b.jets.dim()) - 1
     left, right = lift(a.jets, dims), lift(b.jets, dims)
     out = left[0] * right + right[0] * left
@@ -275,7 +262,7 @@ def multiply(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
 
 def map_bilinear(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`torch.matmul` and `torch.einsum`, of one or two tensors with derivatives."""
-    places = [i for i, argument in enumerate(args) if is_carried(argument)]
+    places = [i for i, argument in enumerate(args) if isinstance(argument, Jet)]
     hold_plain(kwargs, *(argument for i, argument in enumerate(args) if i not in places))
     if len(places) not in (1, 2):
         refuse("a product of many")
@@ -355,7 +342,7 @@ def map_elementwise(func: Function, args: Sequence[Any], kwargs: dict[str, Any])
 def raise_power(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """z^p with a number p."""
     jet, power = args if len(args) == 2 else (args[0], kwargs["exponent"])
-    if not is_carried(jet) or not isinstance(power, (int, float)) or power in (0, 1):
+    if not isinstance(jet, Jet) or not isinstance(power, (int, float)) or power in (0, 1):
         refuse("this power")
     if power == 2:
         return jet.square()
@@ -579,7 +566,7 @@ RULES: dict[str, Callable[[Function, Sequence[Any], dict[str, Any]], Any]] = {
     **dict.fromkeys(("mul", "multiply"), multiply),
     "pow": raise_power,
     "linear": map_affine,
-    "complex": join_complex,
+    "complex": lambda func, args, kwargs: map_together(lambda parts: func(*parts), (args,), kwargs),
     "where": choose,
     "linalg_slogdet": split_determinant,
     "slogdet": split_determinant,
