@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial, wraps
 from types import FrameType
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,61 +30,6 @@ from natgrad.ground.typed_torch import measure_norm
 
 T = TypeVar("T")
 P = ParamSpec("P")
-
-
-class ScopedValue(Generic[T]):
-    """A value for the time of a `with` block, per thread and task, as a `ContextVar` with a cleanup that cannot fail.
-
-    Ctrl-C inside the very cleanup of a block leaves a plain context variable set for good. A value from here holds only
-    as long as the function that has the block runs, so that the block must not stand in a generator.
-    """
-
-    def __init__(self, name: str, default: T) -> None:
-        self.default = default
-        self.entered: ContextVar[Holding[T] | None] = ContextVar(name, default=None)
-
-    def get(self) -> T:
-        """The value of the innermost block that is under way, or the default."""
-        entered = self.innermost()
-        return self.default if entered is None else entered.value
-
-    def innermost(self) -> Holding[T] | None:
-        """The innermost block that is under way; None outside of all."""
-        entered = self.entered.get()
-        while entered is not None and not entered.lives():
-            entered = entered.outer
-        return entered
-
-    def holding(self, value: T) -> Holding[T]:
-        """A context manager: inside, `get` returns this."""
-        return Holding(self, value)
-
-
-class Holding(Generic[T]):
-    """The `with` block of a `ScopedValue`: its value holds while the function that has the block runs."""
-
-    def __init__(self, scope: ScopedValue[T], value: T) -> None:
-        self.scope, self.value, self.thread = scope, value, threading.get_ident()
-        self.outer: Holding[T] | None = None
-        self.frame: FrameType | None = None  # stays None in compiled code, where frames cannot be seen
-
-    def __enter__(self) -> None:
-        self.outer = self.scope.innermost()
-        if not torch.compiler.is_compiling():
-            self.frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage] (no public way)
-        self.scope.entered.set(self)
-
-    def __exit__(self, *error: object) -> None:
-        self.scope.entered.set(self.outer)
-
-    def lives(self) -> bool:
-        """Whether the frame is on this thread's stack; that of another thread, which lent its context, counts."""
-        if self.frame is None or self.thread != threading.get_ident():
-            return True
-        here: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage] (no public way)
-        while here is not None and here is not self.frame:
-            here = here.f_back
-        return here is self.frame
 
 
 def keep_gradient_mode(function: Callable[P, T]) -> Callable[P, T]:
@@ -203,21 +148,17 @@ class AttributeWalk:
             if not value.requires_grad:  # neither a parameter nor what a pass computed
                 self.copy(value)
         elif isinstance(value, (list, dict, set, deque, tuple)):
-            self._look_at_container(value, package)
+            container: Any = cast("Any", value)
+            if not isinstance(value, tuple):
+                self.contents.append(contents_of(container))
+            for entry in container.values() if hasattr(container, "values") else container:
+                if len(container) <= LONGEST and type(entry) not in PLAIN:
+                    self.look_at(entry, package)
         elif (restore := generator_state(value)) is not None:
             self.contents.append(restore)
         elif type(value).__module__.partition(".")[0] == package not in FOREIGN and hasattr(value, "__dict__"):
             own = cast("dict[str, Any]", vars(value))
             self.look_into(own, INTERNAL if isinstance(value, nn.Module) else frozenset(), package)
-
-    def _look_at_container(self, value: Any, package: str) -> None:
-        if not isinstance(value, tuple):
-            self.contents.append(contents_of(value))
-        container: Any = cast("Any", value)
-        if len(container) <= LONGEST:
-            for entry in container.values() if hasattr(container, "values") else container:
-                if type(entry) not in PLAIN:
-                    self.look_at(entry, package)
 
     def copy(self, tensor: Tensor) -> Tensor | None:
         """What a tensor holds; None for one that is too large, or not a plain one."""
@@ -291,8 +232,6 @@ def generator_state(value: Any) -> Callable[[], None] | None:
 Model = nn.Module | Callable[..., Any]
 Select = Callable[[Any], Any]
 """What is taken of a model's outputs."""
-
-_EVALUATING = ScopedValue("natgrad_evaluating", False)
 
 _passes = threading.RLock()
 
@@ -586,14 +525,55 @@ def run_uncompiled() -> Generator[None]:
         yield
 
 
-def mark_evaluation() -> Holding[bool]:
+class Evaluation:
+    """The `with` block of a pass of the library's own: a mark per thread and task that no interrupt leaves for good.
+
+    Ctrl-C inside the very cleanup of a block leaves a context variable set. So a mark holds only as long as the
+    function that has the block runs, and the block must not stand in a generator.
+    """
+
+    entered: ClassVar[ContextVar[Evaluation | None]] = ContextVar("natgrad_evaluation", default=None)
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.outer: Evaluation | None = None
+        self.frame: FrameType | None = None  # stays None in compiled code, where frames cannot be seen
+
+    def __enter__(self) -> None:
+        self.outer = Evaluation.innermost()
+        if not torch.compiler.is_compiling():
+            self.frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage] (no public way)
+        Evaluation.entered.set(self)
+
+    def __exit__(self, *error: object) -> None:
+        Evaluation.entered.set(self.outer)
+
+    @staticmethod
+    def innermost() -> Evaluation | None:
+        """The innermost block that is under way; None outside of all."""
+        mark = Evaluation.entered.get()
+        while mark is not None and not mark.lives():
+            mark = mark.outer
+        return mark
+
+    def lives(self) -> bool:
+        """Whether the frame is on this thread's stack; that of another thread, which lent its context, counts."""
+        if self.frame is None or self.thread != threading.get_ident():
+            return True
+        here: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage] (no public way)
+        while here is not None and here is not self.frame:
+            here = here.f_back
+        return here is self.frame
+
+
+def mark_evaluation() -> Evaluation:
     """Inside, `is_evaluating()` holds: a forward pass that belongs to the library and not to the user."""
-    return _EVALUATING.holding(True)
+    return Evaluation()
 
 
 def is_evaluating() -> bool:
     """Whether the pass under way is a metric's or a trial loss's, which listeners on the model pass over."""
-    return _EVALUATING.get()
+    return Evaluation.innermost() is not None
 
 
 def is_transformed(tensors: Iterable[Tensor]) -> bool:
@@ -772,19 +752,11 @@ def _set_state(device: torch.device, state: Tensor) -> None:
 # Who hears of a loss: a structure or an optimiser may want the examples that a loss of a density went backward on
 
 
-class LossListener(Protocol):
-    """Who wants to know which examples a loss of a density went backward on."""
-
-    def hear(self, log_p: object, inputs: Tensor) -> None:
-        """Told at a backward pass."""
-        ...
-
-
 _LISTENERS: weakref.WeakKeyDictionary[object, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 
 
-def listen_to(log_p: object, listener: LossListener) -> None:
-    """Tell `listener` at every backward of a loss of log_p. Neither is kept alive."""
+def listen_to(log_p: object, listener: Any) -> None:
+    """Call `listener.hear(log_p, X)` at every backward of a loss of log_p on X. Neither is kept alive."""
     try:
         _LISTENERS.setdefault(_source(log_p), weakref.WeakSet()).add(listener)
     except TypeError:  # unhashable, or no weak references: the optimizer then asks for observe(X)
@@ -852,13 +824,12 @@ def check_followed(
     own = dict(model.named_parameters(remove_duplicate=False)) if isinstance(model, nn.Module) else {}
     with run_alone():  # `.grad` of the model's own parameters is taken away for a while
         hidden = compare_backward(outputs, leaves, own, graph) if own or graph.opaque else []
-    if not (hidden or own) and graph.opaque and evaluate is not None:
-        hidden = [name for name in missing if moves_outputs(name, leaves, outputs, evaluate)]
-        meant = MEANT
-    else:
-        meant = ""
     if hidden:
-        raise ValueError(HIDDEN.format(names=sorted(hidden)) + meant)
+        raise ValueError(HIDDEN.format(names=sorted(hidden)))
+    if not own and graph.opaque and evaluate is not None:
+        moved = [name for name in missing if moves_outputs(name, leaves, outputs, evaluate)]
+        if moved:
+            raise ValueError(HIDDEN.format(names=sorted(moved)) + MEANT)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from optim_models import CE, Interrupt, X, Y, flat, iterate, net, same, snapshot
 from torch import nn
 
 import natgrad as ng
-from natgrad.ground.pure import ScopedValue, is_evaluating, mark_evaluation
+from natgrad.ground.pure import is_evaluating, mark_evaluation
 
 LM = ng.LevenbergMarquardt(start=0.03, per="block")
 CASES: dict[str, Callable[[nn.Module], Any]] = {
@@ -171,24 +171,21 @@ def test_ctrl_c_at_any_line_of_a_mark_leaves_none_for_later_passes():
 
 
 def test_ctrl_c_in_an_inner_mark_keeps_the_outer_one():
-    scope = ScopedValue("test", 0)
-
     def inner() -> None:
-        with scope.holding(2):
-            assert scope.get() == 2
+        with mark_evaluation():
+            assert is_evaluating()
 
-    with scope.holding(1):
+    with mark_evaluation():
         with Interrupt(0) as whole:
             inner()
         for n in range(1, whole.seen + 1):
             with Interrupt(n):
                 inner()
-            assert scope.get() == 1, f"line {n}"
-    assert scope.get() == 0
+            assert is_evaluating(), f"line {n}"
+    assert not is_evaluating()
 
 
 def test_a_thread_that_runs_in_a_lent_context_sees_the_mark():
-    scope = ScopedValue("test", 0)
-    with scope.holding(1), ThreadPoolExecutor(1) as pool:
-        assert pool.submit(contextvars.copy_context().run, scope.get).result() == 1
-        assert pool.submit(scope.get).result() == 0
+    with mark_evaluation(), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(contextvars.copy_context().run, is_evaluating).result()
+        assert not pool.submit(is_evaluating).result()
