@@ -45,8 +45,7 @@ def check_range(name: str, value: Any, interval: str, *, hint: str = "") -> None
 
 def check_share(name: str, value: Any, *, hint: str = "") -> None:
     """Check that a value is a number in [0, 1), such as the weight of the past."""
-    if not is_real(value) or not 0 <= value < 1:
-        raise ValueError(f"{name} is {value!r}, expected a number in [0, 1){hint}")
+    check_range(name, value, "[0, 1)", hint=hint)
 
 
 def check_choice(name: str, value: Any, choices: Collection[Any], *, hint: str = "") -> None:

@@ -87,10 +87,15 @@ class Space:
         Returns:
             Shape (n,).
         """
-        unknown = set(tensors) - set(self.blocks)
-        if unknown:
-            raise ValueError(f"tensors has {sorted(unknown)}, which this space does not hold; its names: {list(self)}")
-        parts = [self._part(block, tensors.get(name)) for name, block in self.blocks.items()]
+        self._check_names("tensors", tensors)
+        parts: list[Tensor] = []
+        for name, block in self.blocks.items():
+            tensor = tensors.get(name)
+            if tensor is None:
+                tensor = torch.zeros(block.shape, dtype=self.dtype, device=self.device)
+            if tensor.shape != block.shape:
+                raise ValueError(f"tensors[{name!r}] has shape {tuple(tensor.shape)}, expected {tuple(block.shape)}")
+            parts.append((tensor.to_dense() if tensor.is_sparse else tensor).reshape(-1).to(self.dtype))
         return torch.cat(parts)
 
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
@@ -114,11 +119,9 @@ class Space:
         Raises:
             ValueError: For unknown names.
         """
-        wanted = set(names)
-        unknown = wanted - set(self.blocks)
-        if unknown:
-            raise ValueError(f"names has {sorted(unknown)}, which this space does not hold; its names: {list(self)}")
-        return Space({name: self._meta(block) for name, block in self.blocks.items() if name in wanted})
+        wanted, number = set(names), torch.empty(1, device=self.device)
+        self._check_names("names", wanted)
+        return Space({b.name: number.to(b.dtype).expand(b.shape) for b in self.blocks.values() if b.name in wanted})
 
     def indices(self, names: Iterable[str]) -> Tensor:
         """Positions of the named parameters' entries in the flat vector.
@@ -152,15 +155,10 @@ class Space:
                 f"{self.size} entries; flatten a dict of tensors with space.flatten(...)"
             )
 
-    def _part(self, block: ParameterBlock, tensor: Tensor | None) -> Tensor:
-        if tensor is None:
-            return torch.zeros(block.size, dtype=self.dtype, device=self.device)
-        if tensor.shape != block.shape:
-            raise ValueError(f"tensors[{block.name!r}] has shape {tuple(tensor.shape)}, expected {tuple(block.shape)}")
-        return (tensor.to_dense() if tensor.is_sparse else tensor).reshape(-1).to(self.dtype)
-
-    def _meta(self, block: ParameterBlock) -> Tensor:
-        return torch.empty(1, dtype=block.dtype, device=self.device).expand(block.shape)
+    def _check_names(self, what: str, names: Iterable[str]) -> None:
+        unknown = set(names) - set(self.blocks)
+        if unknown:
+            raise ValueError(f"{what} has {sorted(unknown)}, which this space does not hold; its names: {list(self)}")
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

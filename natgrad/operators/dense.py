@@ -85,10 +85,9 @@ class DenseOperator(Operator, packed_as="Dense"):
     def inverse(self, damping: float = 0.0) -> DenseOperator:
         if self.indefinite:
             return DenseOperator(inverse_symmetric(self.matrix, damping), indefinite=True)
-        identity = torch.eye(self.size, dtype=self.dtype, device=self.device)
-        if damping == 0:
-            return DenseOperator(symmetrise(pseudo_solve(self.matrix, identity)))
-        return DenseOperator(symmetrise(solve_psd(self.matrix, identity, damping)))
+        unit = torch.eye(self.size, dtype=self.dtype, device=self.device)
+        inverse = solve_psd(self.matrix, unit, damping) if damping else pseudo_solve(self.matrix, unit)
+        return DenseOperator.from_symmetric(symmetrise(inverse))
 
     def diagonal(self) -> Tensor:
         return self.matrix.diagonal().clone()

@@ -99,11 +99,14 @@ class Linearization:
         self.linearise_after = linearise_after
         # copies: the operator stays that of this point when the parameters move on
         self.leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
-        self.recording = self._record() if recorded else None
+        model = None if self.origin is None else self.origin.pure.model
+        self.recording: Recording | None = None
+        if recorded and isinstance(model, nn.Module):
+            self.recording = record_pass(model, self.space, lambda: function(self.leaves))
         with torch.enable_grad():
             self.graph = function(self.leaves) if self.recording is None else self.recording.outputs
         check_outputs(self.graph)
-        check_followed(self.graph, self.leaves, None if self.origin is None else self.origin.pure.model, function)
+        check_followed(self.graph, self.leaves, model, function)
         self.outputs = self.graph.detach()
         self.products = 0
         self._pulled: tuple[Tensor, dict[str, Tensor]] | None = None
@@ -206,13 +209,6 @@ class Linearization:
             list(reached.values()), dummy, [tangents[name] for name in reached], retain_graph=True
         )
         return image
-
-    def _record(self) -> Recording | None:
-        """The forward pass with its layers' calls; None where the function is not a module's."""
-        model = None if self.origin is None else self.origin.pure.model
-        if not isinstance(model, nn.Module):
-            return None
-        return record_pass(model, self.space, lambda: self.function(self.leaves))
 
     def _fall_back(self, vector: Tensor, error: RuntimeError) -> Tensor:
         """A graph without the fused kernels that lack second derivatives; then forward mode; then an error."""

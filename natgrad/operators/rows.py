@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from natgrad.ground.exchanges import SumExchange
 from natgrad.ground.messages import write_choices
 from natgrad.ground.pure import INSTEAD, Ancestors, Call, PureModel, mixes_examples
 from natgrad.ground.spaces import Space
@@ -63,18 +64,13 @@ class Rows(SampleRows):
     CHUNK = 2**22
 
     def __init__(self, linearization: Linearization, factor: Tensor) -> None:
-        self.linearization, self.factor = linearization, factor
+        self.linearization, self.factor, self.space = linearization, factor, linearization.space
         self.rank = factor.shape[0] * factor.shape[2]
         self.batch = linearization.examples
         self.columns = self.rank // self.batch  # cotangents per example: backward passes of the layer-wise way
 
     def __repr__(self) -> str:
         return write_choices(self, size=self.space.size, rank=self.rank, examples=self.batch)
-
-    @property
-    def space(self) -> Space:
-        """The space of the parameters."""
-        return self.linearization.space
 
     def combine(self, weights: Tensor) -> Tensor:
         """F w, a cotangent on the outputs, shape (R, m).
@@ -150,12 +146,7 @@ class Rows(SampleRows):
     @cached_property
     def _separate_rows(self) -> list[Part] | None:
         """The row gradients by a way that tells the examples apart; None where none proves right."""
-        ways: tuple[Callable[[], list[Part] | None], ...] = (
-            self._layerwise,
-            self._per_example,
-            lambda: self._per_example(axis=1),
-        )
-        for way in ways:
+        for way in (self._layerwise, self._per_example, partial(self._per_example, axis=1)):
             try:
                 parts = way()
                 if parts is not None and self._agrees(parts):
@@ -171,13 +162,9 @@ class Rows(SampleRows):
         generator = torch.Generator(self.factor.device).manual_seed(0)
         dtype, device = self.space.dtype, self.factor.device
         probe = torch.randn(self.rank, generator=generator, dtype=dtype, device=device)
-        combined = self._flatten(part.mv(probe) for part in parts)
-        expected = self.backward(probe)
-        tolerance = 1e3 * torch.finfo(expected.dtype).eps
-        return bool(
-            measure_norm(combined - expected)
-            <= tolerance * measure_norm(expected).clamp(min=torch.finfo(expected.dtype).tiny)
-        )
+        combined, expected = self._flatten(part.mv(probe) for part in parts), self.backward(probe)
+        kind = torch.finfo(expected.dtype)
+        return bool(measure_norm(combined - expected) <= 1e3 * kind.eps * measure_norm(expected).clamp(min=kind.tiny))
 
     def _layerwise(self) -> list[Part] | None:
         origin = self.linearization.origin
@@ -442,21 +429,12 @@ def blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
 # The columns over the examples of all processes, and their Gram matrix without anyone's Jacobian
 
 
-class RowExchange(Protocol):
+class RowExchange(SumExchange, Protocol):
     """What processes send one another. All of them make the same calls in the same order."""
 
     @property
     def rank(self) -> int:
         """This process's number."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-        ...
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all processes, the same bits on each."""
         ...
 
     def share_objects(self, thing: Any) -> list[Any]:
@@ -491,11 +469,9 @@ class JoinedRows(SampleRows):
     def __init__(
         self, local: Rows | None, space: Space, counts: Sequence[int], shares: Sequence[float], exchange: RowExchange
     ) -> None:
-        self.local, self.space, self.exchange, self.counts = local, space, exchange, list(counts)
-        self.starts = [0, *accumulate(counts)]
-        self.rank = self.starts[-1]
-        self.shares = list(shares)
-        self.own = self._slice(exchange.rank)
+        self.local, self.space, self.exchange = local, space, exchange
+        self.counts, self.shares, self.starts = list(counts), list(shares), [0, *accumulate(counts)]
+        self.rank, self.own = self.starts[-1], self._slice(exchange.rank)
         self.scale = shares[exchange.rank] ** 0.5
 
     def __repr__(self) -> str:

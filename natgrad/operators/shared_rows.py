@@ -67,8 +67,7 @@ class SharedRows(Operator):
 
     def blocks(self) -> Tensor:
         """The blocks themselves, (k, d, d)."""
-        step = max(1, CHUNK // max(1, self.rows.numel()))
-        blocks = torch.cat([(self.rows.mT * w.unsqueeze(1)) @ self.rows for w in split_tensor(self.weights, step)])
+        blocks = weigh_rows(self.rows, self.weights)
         return blocks if self.mask is None else blocks * self.mask.unsqueeze(2) * self.mask.unsqueeze(1)
 
     def spectral(self, rank: int) -> SharedBasis:
@@ -98,11 +97,7 @@ class SharedRows(Operator):
     def grams(self) -> Tensor:
         """B_j B_j^T for B_j = diag(sqrt w_j) A_j, (k, s, s)."""
         scales = self.weights.sqrt()
-        if self.mask is None:
-            inner = (self.rows @ self.rows.mT).expand(len(scales), -1, -1)
-        else:
-            step = max(1, CHUNK // max(1, self.rows.numel()))
-            inner = torch.cat([(self.rows * m.unsqueeze(1)) @ self.rows.mT for m in split_tensor(self.mask, step)])
+        inner = self.rows @ self.rows.mT if self.mask is None else weigh_rows(self.rows.mT, self.mask)
         return inner * scales.unsqueeze(2) * scales.unsqueeze(1)
 
     def root(self) -> Tensor:
@@ -120,6 +115,12 @@ class SharedRows(Operator):
 
     def dense(self) -> Tensor:
         return join_diagonally(self.blocks())
+
+
+def weigh_rows(rows: Tensor, weights: Tensor) -> Tensor:
+    """A^T diag(w_j) A for A (s, d) and w (k, s), (k, d, d)."""
+    step = max(1, CHUNK // max(1, rows.numel()))
+    return torch.cat([(rows.mT * w.unsqueeze(1)) @ rows for w in split_tensor(weights, step)])
 
 
 class SharedRowsInverse(Operator):
@@ -143,9 +144,8 @@ class SharedRowsInverse(Operator):
         block = vector.reshape(len(self.scales), -1)
         along = (self.operator.mask_unseen(block) @ self.operator.rows.mT) * self.scales  # (k, s)
         inside = torch.bmm(self.inner, along.unsqueeze(2)).squeeze(2)
-        return (
-            (block - self.operator.mask_unseen((inside * self.scales) @ self.operator.rows)) / self.damping
-        ).reshape(-1)
+        image = self.operator.mask_unseen((inside * self.scales) @ self.operator.rows)
+        return ((block - image) / self.damping).reshape(-1)
 
 
 class SharedBasis(Operator):
@@ -191,11 +191,8 @@ class SharedBasis(Operator):
         return join_diagonally(roots + self.rest.sqrt()[:, None, None] * outside)
 
     def inverse(self, damping: float = 0.0) -> SharedBasis:
-        cutoff = 0.0
-        if damping == 0:
-            cutoff = safe_cutoff(len(self.basis), self.dtype) * float(
-                torch.cat([self.spectrum.flatten(), self.rest]).max()
-            )
+        largest = torch.cat([self.spectrum.flatten(), self.rest]).max()
+        cutoff = safe_cutoff(len(self.basis), self.dtype) * float(largest) if damping == 0 else 0.0
         spectrum, rest = (positive_inverse(part + damping, cutoff) for part in (self.spectrum, self.rest))
         return SharedBasis(self.basis, spectrum, rest)
 
