@@ -122,7 +122,9 @@ class LayerChain:
             elif isinstance(part, Constraint):
                 jets = start_jets(inputs, layout) if jets is None else jets
                 push = partial(part.push, inputs, layout)
-                records += [pull_map(push, jets)] * rows
+                if rows:
+                    pull = torch.func.vjp(push, jets)[1]
+                    records.append(torch.func.vmap(lambda cotangents, pull=pull: pull(cotangents)[0]))
                 jets = push(jets)
             else:
                 jets = start_jets(inputs, layout) if jets is None else jets
@@ -178,12 +180,6 @@ class LayerChain:
             if number < last:
                 jacobian = slope.unsqueeze(1) * jacobian
         return bends
-
-
-def pull_map(function: Function, jets: Tensor) -> Function:
-    """Cotangents (k, ...) of what a function gives there -> those of its argument."""
-    pull = torch.func.vjp(function, jets)[1]
-    return torch.func.vmap(lambda cotangents: pull(cotangents)[0])
 
 
 def map_affine(layer: Affine, state: Params, inputs: Tensor, jets: Tensor | None, layout: Derivatives) -> Tensor:

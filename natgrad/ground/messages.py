@@ -178,11 +178,10 @@ class Package(ModuleType):
         names = [name for name, thing in things.items() if callable(thing) and not isinstance(thing, ModuleType)]
         subject = (self.__doc__ or "").strip().partition("\n")[0].rstrip(".")
         name = "ng" + self.__name__.removeprefix("natgrad")
-        lines = [line.strip() for line in (self.__doc__ or "").splitlines() if line.strip().startswith(">>> ")]
         raise TypeError(
             f"{name} is a module and no function ({subject})"
             + f": call one of its names, {', '.join(names[:FEW])}{', ...' * (len(names) > FEW)}" * bool(names)
-            + "".join(f", as in {line.removeprefix('>>> ')}" for line in lines[-1:])
+            + "".join(f", as in {line}" for line in list_prompts(self.__doc__)[-1:])
             + f"; help({name}) shows them"
         )
 
@@ -373,14 +372,13 @@ def describe_call(
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     takes = [stars.get(p.kind, "") + p.name + "=..." * (p.default is not p.empty) for p in own]
     takes = takes if len(takes) <= FEW else [*takes[: FEW - 1], "..."]
-    example = find_example(name, doc or "")
-    return f"{name}({', '.join(shown)}): {reason}; expected {name}({', '.join(takes)})" + f", as in {example}" * bool(
-        example
-    )
-
-
-def find_example(name: str, doc: str) -> str:
-    """The first line of a docstring's example that makes a call."""
-    lines = [line.strip().removeprefix(">>> ") for line in doc.splitlines() if line.strip().startswith(">>> ")]
+    lines = list_prompts(doc)
     calls = [line.partition("  #")[0] for line in lines if f"{name}(" in line and line.count("(") == line.count(")")]
-    return calls[0] if calls else ""
+    example = "".join(f", as in {call}" for call in calls[:1])
+    return f"{name}({', '.join(shown)}): {reason}; expected {name}({', '.join(takes)}){example}"
+
+
+def list_prompts(doc: str | None) -> list[str]:
+    """The lines to type in a docstring's example."""
+    lines = [line.strip() for line in (doc or "").splitlines()]
+    return [line.removeprefix(">>> ") for line in lines if line.startswith(">>> ")]

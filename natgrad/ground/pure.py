@@ -272,7 +272,7 @@ class Call:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor among the arguments, depth first."""
-        return list(leaves((self.args, dict(self.kwargs))))
+        return list(leaves(self))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Call:
         """The same call with every tensor changed.
@@ -280,7 +280,7 @@ class Call:
         Args:
             change: A function of a tensor.
         """
-        return Call(map_tensors(self.args, change), map_tensors(dict(self.kwargs), change))
+        return map_tensors(self, change)
 
     def unwrap(self) -> Any:
         """As users write it: the one argument, a tuple of several, or a dict of keywords."""
@@ -311,11 +311,7 @@ class Call:
             return self
         order = torch.randperm(batch, generator=torch.Generator().manual_seed(seed))
         drawn = order[-size:] if last else order[:size]
-
-        def pick(tensor: Tensor) -> Tensor:
-            return tensor[drawn.to(tensor.device)] if tensor.dim() > 0 and tensor.shape[0] == batch else tensor
-
-        return self.map(pick)
+        return self._pick(lambda t: t[drawn.to(t.device)])
 
     def chunks(self, size: int) -> Iterator[Call]:
         """The call over some examples at a time: tensors of the batch's leading size are cut, others passed whole.
@@ -323,12 +319,13 @@ class Call:
         Args:
             size: Examples at a time.
         """
+        starts = range(0, self.batch(), size)
+        return (self._pick(lambda t, start=start: t[start : start + size]) for start in starts)
+
+    def _pick(self, pick: Callable[[Tensor], Tensor]) -> Call:
+        """Some examples: of the tensors of the batch's leading size."""
         batch = self.batch()
-
-        def cut(start: int) -> Callable[[Tensor], Tensor]:
-            return lambda t: t[start : start + size] if t.dim() > 0 and t.shape[0] == batch else t
-
-        return (self.map(cut(start)) for start in range(0, batch, size))
+        return self.map(lambda t: pick(t) if t.dim() > 0 and t.shape[0] == batch else t)
 
 
 @dataclass(frozen=True)
@@ -478,9 +475,13 @@ class PureModel:
         with self.random.replay(), mark_evaluation(), full_precision(params):
             if not isinstance(self.model, nn.Module):
                 return self.model(params, *self.call.args, **self.call.kwargs)
-            held = self.random.held
-            state = frozen_state(self.model, set(params), {} if held is None else held.buffers) | dict(params)
-            return call_with(self.model, state, *self.call.args, **self.call.kwargs)
+            named = dict(self.model.named_parameters(remove_duplicate=False))
+            tied = {id(named[name]) for name in params if name in named}
+            state = {name: p.detach() for name, p in self.model.named_parameters() if id(p) not in tied}
+            held = {} if self.random.held is None else self.random.held.buffers
+            # clones: what the model writes into them has no consequence
+            state |= {name: held.get(name, buffer).clone() for name, buffer in self.model.named_buffers()}
+            return call_with(self.model, state | dict(params), *self.call.args, **self.call.kwargs)
 
 
 class SeveralPure(PureModel):
@@ -661,13 +662,6 @@ def full_precision(params: Params) -> torch.autocast:
     return torch.autocast(next(iter(params.values())).device.type, enabled=False)
 
 
-def frozen_state(model: nn.Module, given: set[str], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Detached parameters and cloned buffers: what a pure call may read, and write without consequence."""
-    tied = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in given}
-    params = {name: p.detach() for name, p in model.named_parameters() if id(p) not in tied}
-    return params | {name: buffers.get(name, buffer).clone() for name, buffer in model.named_buffers()}
-
-
 def mixes_examples(model: Model) -> bool:
     """True if a batch norm in training mode makes one example's output depend on the others."""
     if not isinstance(model, nn.Module):
@@ -679,8 +673,6 @@ def leaves(tree: Any) -> Iterator[Tensor]:
     """The tensors in nested tuples, lists, dicts and dataclasses, depth first."""
     if isinstance(tree, Tensor):
         yield tree
-    elif isinstance(tree, Call):
-        yield from leaves((tree.args, tree.kwargs))
     elif isinstance(tree, Mapping):
         for branch in cast("Mapping[Any, Any]", tree).values():
             yield from leaves(branch)
@@ -696,8 +688,6 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same nesting of tuples, lists, dicts and dataclasses with every tensor changed; anything else is kept."""
     if isinstance(tree, Tensor):
         return change(tree)
-    if isinstance(tree, Call):
-        return tree.map(change)
     if isinstance(tree, Mapping):
         changed = {key: map_tensors(branch, change) for key, branch in cast("Mapping[Any, Any]", tree).items()}
         # Hugging Face's outputs are dataclasses and mappings

@@ -41,7 +41,14 @@ class Curvature(Operator):
             # cuDNN's recurrent layers have no second derivative; the setting is one for all threads
             with run_alone(), torch.backends.cudnn.flags(enabled=False):
                 value = function(self.leaves)
-            check_value(value)
+            if not isinstance(value, Tensor) or value.dim() != 0:
+                came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(f"the loss has {came}, expected a scalar tensor, the mean over the batch")
+            if not value.requires_grad:
+                raise ValueError("the loss does not depend on params: look for a detach() in the model or the loss")
+            if not bool(torch.isfinite(value)):
+                came = float(value.detach())
+                raise ValueError(f"the loss is {came} at params: look for a NaN in the inputs, or an overflow")
             check_followed(value, self.leaves, model, function)
             points = list(self.leaves.values())
             gradients = torch.autograd.grad(value, points, create_graph=True, materialize_grads=True)
@@ -63,14 +70,3 @@ class Curvature(Operator):
             materialize_grads=True,
         )
         return self.space.flatten(dict(zip(self.leaves, images, strict=True)))
-
-
-def check_value(value: object) -> None:
-    """Check that f gave a finite scalar tensor that depends on the parameters."""
-    if not isinstance(value, Tensor) or value.dim() != 0:
-        came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"the loss has {came}, expected a scalar tensor, the mean over the batch")
-    if not value.requires_grad:
-        raise ValueError("the loss does not depend on params: look for a detach() in the model or the loss")
-    if not bool(torch.isfinite(value)):
-        raise ValueError(f"the loss is {float(value.detach())} at params: look for a NaN in the inputs, or an overflow")

@@ -77,18 +77,17 @@ class KrylovSubspace(UnitSolver):
         inner = space.at(take_absolute(matrix) @ weights) if self.absolute else space.image_at(weights)
         image = torch.add(inner, value, alpha=damping)
         residual = measure_norm(rhs - image)
-        small, curved_down = bool(residual <= self.rtol * measure_norm(rhs)), bool((values < -10 * cutoff).any())
-        status = self._status(small, basis, curved_down)
-        return Solution(value, residual, basis.products, status, image, basis=space)
-
-    def _status(self, small: bool, basis: _Basis, curved_down: bool) -> Status:
         if basis.broken:
-            return Status.NON_FINITE
-        if curved_down:
-            return Status.NEGATIVE_CURVATURE
-        if small and (basis.complete or not self.absolute):  # |T| stands for |G| on an invariant space alone
-            return Status.CONVERGED
-        return Status.LEAST_SQUARES if basis.complete and not self.absolute else Status.MAX_STEPS
+            status = Status.NON_FINITE
+        elif bool((values < -10 * cutoff).any()):
+            status = Status.NEGATIVE_CURVATURE
+        elif not basis.complete and self.absolute:  # |T| stands for |G| on an invariant space alone
+            status = Status.MAX_STEPS
+        elif bool(residual <= self.rtol * measure_norm(rhs)):
+            status = Status.CONVERGED
+        else:
+            status = Status.LEAST_SQUARES if basis.complete and not self.absolute else Status.MAX_STEPS
+        return Solution(value, residual, basis.products, status, image, basis=space)
 
 
 class _Basis:
