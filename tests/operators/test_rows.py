@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import (
-    CASES,
-    F64,
-    X3,
-    Assembled,
-    Case,
-    assert_close,
-    build_seeded,
-    draw,
-    reference_jacobian,
-    reference_metric,
-    reference_outputs,
-)
+from models import CASES, F64, X3, Assembled, Case, assert_close, draw, reference_jacobian, reference_outputs
 from torch import Tensor, nn
 
 from natgrad.families import Categorical, Gaussian
+from natgrad.ground.pure import Call, PureModel
 from natgrad.ground.spaces import trainable
 from natgrad.metrics import empirical_fisher, fisher
-from natgrad.operators.rows import Rows
+from natgrad.operators import Linearization, OutputMap, Rows
 
 
 def reference_rows(case: Case, model, params) -> Tensor:
@@ -39,28 +28,12 @@ def rows_of(case: Case) -> tuple[Rows, Tensor]:
     return rows, reference_rows(case, model, params)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_rows_gram_and_squares_are_those_of_plain_backward_passes(name):
-    rows, expected = rows_of(CASES[name])
-    assert_close(rows.dense(), expected, 1e-12)
-    assert_close(rows.gram(), expected.mT @ expected, 1e-12)
-    assert_close(rows.squares(), expected.square().sum(1), 1e-12)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_products_with_the_rows_are_those_with_u(name):
-    rows, expected = rows_of(CASES[name])
-    weights, vector = draw(rows.rank, seed=1), draw(rows.space.size, seed=2)
-    assert_close(rows.mv(weights), expected @ weights, 1e-12)
-    assert_close(rows.rmv(vector), expected.mT @ vector, 1e-12)
-
-
 CONVOLUTIONS = {
     "stride": nn.Conv2d(2, 3, 3, stride=2),
     "padding": nn.Conv2d(2, 3, 3, padding=2),
     "dilation": nn.Conv2d(2, 3, 2, dilation=2),
     "all, unequal": nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 3)),
-    "without bias": nn.Conv2d(2, 3, 3, bias=False),
+    "convolution without bias": nn.Conv2d(2, 3, 3, bias=False),
     "groups": nn.Conv2d(2, 4, 3, groups=2),
     "same": nn.Conv2d(2, 3, 3, padding="same"),
     "valid": nn.Conv2d(2, 3, 3, padding="valid"),
@@ -71,16 +44,14 @@ CONVOLUTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_every_kind_of_convolution(name):
+def behind(convolution: nn.Module) -> Case:
+    """A small network on images."""
+
     def build() -> nn.Module:
-        convolution = CONVOLUTIONS[name].double()
-        size = convolution(torch.zeros(1, 2, 6, 5, dtype=F64)).numel()
+        size = convolution.double()(torch.zeros(1, 2, 6, 5, dtype=F64)).numel()
         return nn.Sequential(convolution, nn.Tanh(), nn.Flatten(), nn.Linear(size, 2))
 
-    rows, expected = rows_of(Case(build, draw(3, 2, 6, 5, seed=1), Gaussian()))
-    assert_close(rows.gram(), expected.mT @ expected, 1e-12)
-    assert_close(rows.dense(), expected, 1e-12)
+    return Case(build, draw(3, 2, 6, 5, seed=1), Gaussian())
 
 
 class AcrossExamples(nn.Module):
@@ -159,14 +130,43 @@ TRAPS = {
 }
 
 
-@pytest.mark.parametrize("name", TRAPS)
-def test_what_the_layers_do_not_know_is_found_out(name):
-    """The tapped rows are compared with a backward pass, and given up where a parameter is used otherwise."""
-    build, inputs = TRAPS[name]
-    rows, expected = rows_of(Case(build, inputs, Gaussian()))
-    assert_close(rows.dense(), expected, 1e-11)
-    assert_close(rows.gram(), expected.mT @ expected, 1e-11)
-    assert_close(rows.squares(), expected.square().sum(1), 1e-11)
+def frozen_weight(layer: nn.Linear) -> nn.Linear:
+    layer.weight.requires_grad_(False)
+    return layer
+
+
+KNOWN = {
+    "layer norm": ((5, 3), lambda: (nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))),
+    "group norm of one dimension": (
+        (5, 2, 3),
+        lambda: (nn.Conv1d(2, 4, 2), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(8, 2)),
+    ),
+    "groups of one dimension": ((5, 4, 3), lambda: (nn.Conv1d(4, 4, 2, groups=2), nn.Flatten(), nn.Linear(8, 2))),
+    "same, small": ((5, 1, 3, 3), lambda: (nn.Conv2d(1, 2, 3, padding="same"), nn.Flatten(), nn.Linear(18, 2))),
+    "transposed of one dimension": ((5, 2, 3), lambda: (nn.ConvTranspose1d(2, 2, 2), nn.Flatten(), nn.Linear(8, 2))),
+    "a bias alone": ((5, 3), lambda: (frozen_weight(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2))),
+}
+ALL = {
+    **CASES,
+    **{name: behind(convolution) for name, convolution in CONVOLUTIONS.items()},
+    **{name: Case(build, inputs, Gaussian()) for name, (build, inputs) in TRAPS.items()},
+    **{
+        name: Case(lambda build=build: nn.Sequential(*build()), draw(*shape), Gaussian())
+        for name, (shape, build) in KNOWN.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_rows_and_their_products_are_those_of_plain_backward_passes(name):
+    """Rows of layers are compared with a backward pass, and given up where a parameter is used otherwise."""
+    rows, expected = rows_of(ALL[name])
+    weights, vector = draw(rows.rank, seed=1), draw(rows.space.size, seed=2)
+    assert_close(rows.dense(), expected, 1e-12)
+    assert_close(rows.gram(), expected.mT @ expected, 1e-12)
+    assert_close(rows.squares(), expected.square().sum(1), 1e-12)
+    assert_close(rows.mv(weights), expected @ weights, 1e-12)
+    assert_close(rows.rmv(vector), expected.mT @ vector, 1e-12)
 
 
 @pytest.mark.parametrize("name", ["mlp", "conv2d", "sequence, tied", "plain function", "batch norm, training"])
@@ -183,35 +183,38 @@ def test_the_gram_matrix_of_the_empirical_fisher_is_that_of_example_gradients(na
     assert_close(rows.gram(), gradients @ gradients.mT / len(gradients), 1e-12)
 
 
-def stack(*layers: nn.Module, shape: tuple[int, ...] = (5, 3)) -> tuple[nn.Module, tuple[int, ...]]:
-    return nn.Sequential(*layers), shape
+# rows from the pass that the linearisation has recorded
 
 
-KNOWN = {
-    "layer norm": lambda: stack(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)),
-    "group norm": lambda: stack(nn.Conv1d(2, 4, 2), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(8, 2), shape=(5, 2, 3)),
-    "groups": lambda: stack(nn.Conv1d(4, 4, 2, groups=2), nn.Flatten(), nn.Linear(8, 2), shape=(5, 4, 3)),
-    "same": lambda: stack(nn.Conv2d(1, 2, 3, padding="same"), nn.Flatten(), nn.Linear(18, 2), shape=(5, 1, 3, 3)),
-    "transposed": lambda: stack(nn.ConvTranspose1d(2, 2, 2), nn.Flatten(), nn.Linear(8, 2), shape=(5, 2, 3)),
-    "a bias alone": lambda: stack(frozen_weight(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)),
+def build_tied() -> nn.Module:
+    """A weight is used outside of its layer too, which taps do not tell."""
+    return Assembled(
+        lambda m, x: m.outer((m.inner(x).tanh() @ m.inner.weight).tanh()),
+        inner=nn.Linear(3, 3, dtype=F64),
+        outer=nn.Linear(3, 1, dtype=F64),
+    )
+
+
+RECORDED = {
+    "layers": lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(),
+    "in place": lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 1)).double(),
+    "a weight used outside of its layer": build_tied,
+    "dropout": lambda: nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double(),
+    "mixed examples": lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double(),
 }
 
 
-def frozen_weight(layer: nn.Linear) -> nn.Linear:
-    layer.weight.requires_grad_(False)
-    return layer
-
-
-@pytest.mark.parametrize("name", KNOWN)
-def test_every_kind_of_layer_has_its_rows(name):
-    model, x = build_seeded(lambda: KNOWN[name]()[0]), draw(*KNOWN[name]()[1])
-    params = dict(trainable(model))
-    operator = fisher(model, Gaussian()).at(params, x)
-    expected = reference_metric(Case(lambda: model, x, Gaussian()), model, params)
-    root = operator.root()
-    assert root is not None
-    assert_close(root @ root.mT, expected, 1e-11)
-    assert_close(operator.rows.gram(), root.mT @ root, 1e-11)
-    assert_close(operator.diagonal(), expected.diagonal(), 1e-11)
-    vector = draw(len(expected), seed=4)
-    assert_close(operator.rows.mv(operator.rows.rmv(vector)), expected @ vector, 1e-11)
+@pytest.mark.parametrize("name", RECORDED)
+def test_they_are_the_derivatives_of_the_recorded_outputs(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = RECORDED[name](), torch.randn(6, 3, dtype=F64)
+    function = OutputMap(PureModel(model, Call((x,))), lambda outputs: outputs)
+    linearization = Linearization(function, trainable(model), recorded=True)
+    factor = torch.rand(6, 1, 1, dtype=F64) + 0.5
+    expected = [
+        linearization.vjp(factor[i, 0, 0] * unit.unsqueeze(1)) for i, unit in enumerate(torch.eye(6, dtype=F64))
+    ]
+    rows = Rows(linearization, factor)
+    assert_close(rows.dense(), torch.stack(expected, dim=1), rtol=1e-9)
+    probe = torch.randn(linearization.space.size, dtype=F64)
+    assert_close(rows.rmv(probe), factor.view(-1) * linearization.jvp(probe).view(-1), rtol=1e-9)
