@@ -13,7 +13,6 @@ from torch import Tensor
 
 from natgrad.operators import DiagonalOperator, Operator
 from natgrad.solvers import MinresQLP, Status
-from natgrad.testing import check_solver
 
 CASES = json.loads((Path(__file__).parents[1] / "vectors" / "minimum_length.json").read_text(encoding="utf-8"))
 PHASES = {"both phases": None, "QLP from the start": 1.0, "MINRES only": math.inf}
@@ -310,8 +309,3 @@ def test_overflow_returns_the_last_finite_vector() -> None:
     assert bool(found.value.isfinite().all())
     assert float(found.residual) < float(b.norm())
     torch.testing.assert_close(found.residual, (b - a.matrix @ found.value).norm())
-
-
-def test_keeps_the_contract_of_a_solver() -> None:
-    check_solver(MinresQLP(rtol=1e-10, max_steps=500), minimum_norm=True)
-    check_solver(MinresQLP(rtol=1e-10, max_steps=500, transfer=1.0), minimum_norm=True)

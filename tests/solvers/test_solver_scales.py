@@ -1,4 +1,4 @@
-"""A solver says "converged" only where the true relative residual is small, whatever the size of b and of G."""
+"""Solvers whatever the size of b and of G: the same numbers in every unit, and "converged" only where that is true."""
 
 from __future__ import annotations
 
@@ -9,8 +9,21 @@ import torch
 from models import F64, draw
 from torch import Tensor
 
+from natgrad import natural_gradient
 from natgrad.operators import DenseOperator, DiagonalOperator, LowRankOperator, Operator
-from natgrad.solvers import CG, Auto, Direct, KrylovSubspace, MinresQLP, SampleSpace, Solver, Status
+from natgrad.solvers import (
+    CG,
+    Auto,
+    Direct,
+    KrylovSubspace,
+    LeastSquares,
+    MinresQLP,
+    Nystrom,
+    PseudoInverse,
+    SampleSpace,
+    Solver,
+    Status,
+)
 from natgrad.solvers.base import find_power_of_two
 
 SIZE = 12
@@ -97,3 +110,45 @@ def test_the_unit_of_a_vector_is_a_normal_number_of_its_dtype(dtype):
         assert kind.tiny <= unit <= kind.max
         assert torch.equal(vector / unit * unit, vector)
     assert find_power_of_two(torch.zeros(2, dtype=dtype)) == 1.0
+
+
+# every solver gives the same numbers in every unit of G and of b that float32 can hold
+
+TIGHT = {
+    "Direct": Direct(),
+    "CG": CG(rtol=1e-6, max_steps=100),
+    "MinresQLP": MinresQLP(rtol=1e-6, max_steps=100),
+    "KrylovSubspace": KrylovSubspace(12),
+    "SampleSpace": SampleSpace(),
+    "LeastSquares": LeastSquares(),
+    "Nystrom": Nystrom(4, max_steps=100),
+    "PseudoInverse": PseudoInverse(1e-5),
+    "Auto": Auto(),
+}
+UNITS = (1e-25, 1e-15, 1e15, 1e25)
+CASES = [(name, damping) for name in TIGHT for damping in (0.0, 0.01) if damping or name != "Nystrom"]
+
+
+def root(size: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(size)
+    basis = torch.linalg.qr(torch.randn(size, size, generator=generator))[0][:, :rank]
+    return basis * torch.logspace(0, -1, rank)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize(("name", "damping"), CASES)
+@pytest.mark.parametrize("rank", [3, 7])
+def test_solutions_do_not_depend_on_the_units(name: str, rank: int, damping: float, unit: float) -> None:
+    solver, u = TIGHT[name], root(7, rank)
+    matrix = u.double() @ u.double().mT
+    rhs = matrix @ torch.linspace(-1, 1, 7).double()
+    damped = matrix + damping * torch.eye(7).double()
+    expected = (torch.linalg.pinv(matrix, rtol=1e-6, hermitian=True) @ rhs) if damping == 0 else damped.inverse() @ rhs
+    operators = [LowRankOperator(unit**0.5 * u)]
+    if name != "LeastSquares":  # a root is what it is for
+        operators.append(DenseOperator((unit * matrix).float()))
+    for operator in operators:
+        for scale in (1.0, unit):
+            solution = natural_gradient(operator, scale * rhs.float(), solver=solver, damping=unit * damping)
+            value = solution.value.double() * unit / scale
+            assert (value - expected).norm() < 1e-3 * expected.norm(), f"{solution.status} for {operator}, b {scale:g}"

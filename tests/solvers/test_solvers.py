@@ -18,7 +18,18 @@ from natgrad.operators import (
     LowRankOperator,
     Operator,
 )
-from natgrad.solvers import CG, Auto, Direct, KrylovSubspace, MinresQLP, Nystrom, PseudoInverse, SampleSpace, Status
+from natgrad.solvers import (
+    CG,
+    Auto,
+    Direct,
+    KrylovSubspace,
+    MinresQLP,
+    Nystrom,
+    PseudoInverse,
+    SampleSpace,
+    Spring,
+    Status,
+)
 from natgrad.structures import DiagonalPreconditioner, EmpiricalPreconditioner
 from natgrad.testing import check_solver
 
@@ -60,6 +71,22 @@ def test_an_inconsistent_system_gets_the_least_squares_solution_and_says_so(solv
 def test_sample_space_needs_a_root():
     with pytest.raises(ValueError, match="no root U with G = U U\\^T"):
         SampleSpace().solve(DenseOperator(spd(3)).shift(0.1), draw(3))
+
+
+SOUND = {
+    "KrylovSubspace": (KrylovSubspace(dimension=200), 1e-8, False),
+    "Spring": (Spring(), 1e-9, True),
+    "PseudoInverse": (PseudoInverse(cut=0.0), 1e-9, True),
+    "Nystrom": (Nystrom(rank=2, rtol=1e-12), 1e-8, False),
+    "MinresQLP": (MinresQLP(rtol=1e-10, max_steps=500), 1e-6, True),
+    "MinresQLP, over orthonormal directions": (MinresQLP(rtol=1e-10, max_steps=500, transfer=1.0), 1e-6, True),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_every_solver_keeps_its_promises(name):
+    solver, rtol, minimum_norm = SOUND[name]
+    check_solver(solver, rtol=rtol, minimum_norm=minimum_norm)
 
 
 OPERATORS = {

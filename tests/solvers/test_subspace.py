@@ -9,16 +9,11 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.operators import DenseOperator, DiagonalOperator
-from natgrad.testing import check_solver
 
 
 def spd(n: int, condition: float = 100.0, seed: int = 0) -> Tensor:
     q, _ = torch.linalg.qr(draw(n, n, seed=seed))
     return (q * torch.logspace(0, torch.log10(torch.tensor(condition)), n, dtype=F64)) @ q.mT
-
-
-def test_it_is_a_sound_solver():
-    check_solver(ng.KrylovSubspace(dimension=200), rtol=1e-8)
 
 
 @pytest.mark.parametrize("damping", [0.0, 0.3])
