@@ -25,28 +25,15 @@ class Sums:
     solve: Solve | None = None
 
     def total(self, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Statistics that add over examples, over those of all processes.
-
-        Args:
-            fresh: This process's, by name.
-        """
+        """Statistics that add over examples, by name, over those of all processes."""
         return fresh if self.add is None else self.add(fresh)
 
     def total_few(self, numbers: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A few numbers that add over examples, over all processes, before this one's statistics are made.
-
-        Args:
-            numbers: This process's, by name.
-        """
+        """A few numbers that add over examples, over all processes, before this one's statistics are made."""
         return numbers if self.add_few is None else self.add_few(numbers)
 
     def solve_once(self, make: Callable[[], Tensor], like: Tensor) -> Tensor:
-        """What `make` gives, computed by one of the processes for all.
-
-        Args:
-            make: Computes it from totals.
-            like: A tensor of its shape and dtype.
-        """
+        """What `make` computes from totals, a tensor like `like`, by one of the processes for all."""
         return make() if self.solve is None else self.solve(make, like)
 
     def of_whole(self) -> Sums:

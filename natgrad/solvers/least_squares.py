@@ -70,7 +70,7 @@ def factorise_gram(operator: Operator, gram: Tensor, damping: float, direct: boo
 
 
 @dataclass(frozen=True, eq=False)
-class Factorised:
+class Factorised(FactorisedSystem):
     """A factorised system (U U^T + l I) x = U w.
 
     Args:
@@ -95,28 +95,13 @@ class Factorised:
         return self.operator.sample_rows
 
     def solve(self, weights: Tensor) -> Solution:
-        """The solution for b = U w.
-
-        Args:
-            weights: w, shape (r,).
-        """
         rhs = self.rows.mv(weights)
         return measure_rows(self.rows, rhs, self.damping, self._invert(rhs if self.direct else weights), 0)
 
     def find_value(self, weights: Tensor) -> Tensor:
-        """The value alone; NaN where there is no factor.
-
-        Args:
-            weights: w, shape (r,).
-        """
         return self._invert(self.rows.mv(weights) if self.direct else weights)
 
     def change_damping(self, damping: float) -> Factorised:
-        """The same Gram matrix with another l, factorised anew.
-
-        Args:
-            damping: l >= 0.
-        """
         gram = self.matrix.clone()
         gram.diagonal().copy_(self.diagonal)
         return factorise_gram(self.operator, gram, damping, self.direct)

@@ -14,6 +14,7 @@ from natgrad.ground.linalg import all_finite, factor_or_nan, svd, symmetrise
 from natgrad.ground.typed_torch import measure_norm, torch_linalg
 from natgrad.operators import Closed, Operator, SampleRows
 from natgrad.solvers.base import (
+    FactorisedSystem,
     RowSolver,
     Solution,
     Status,
@@ -79,7 +80,7 @@ class Nystrom(UnitSolver, RowSolver):
 
 
 @dataclass(frozen=True, eq=False)
-class NystromSystem:
+class NystromSystem(FactorisedSystem):
     """(K + l I) y = w for G = U U^T, K = U^T U ~ V diag(s) V^T: kernel is V (r, k) and s (k,), descending."""
 
     choices: Nystrom
@@ -89,17 +90,14 @@ class NystromSystem:
     damping: float
 
     def solve(self, weights: Tensor) -> Solution:
-        """x of (U U^T + l I) x = U w, w (r,)."""
         y, steps, status = self.invert(weights)
         return measure_run(self.operator, self.rows.mv(weights), self.damping, self.rows.mv(y), steps, status)
 
     def find_value(self, weights: Tensor) -> Tensor:
-        """The value of that solution alone."""
         y, _, status = self.invert(weights)
         return self.rows.mv(y) if status is not Status.NON_FINITE else self.rows.mv(y) * torch.nan
 
     def change_damping(self, damping: float) -> NystromSystem:
-        """The same approximation with another l."""
         return replace(self, damping=damping)
 
     def invert(self, weights: Tensor) -> tuple[Tensor, int, Status]:

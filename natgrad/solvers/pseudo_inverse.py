@@ -10,7 +10,15 @@ from torch import Tensor
 from natgrad.ground.checks import check_number
 from natgrad.ground.linalg import eigh, svd
 from natgrad.operators import Operator
-from natgrad.solvers.base import RowSolver, Solution, Status, UnitSolver, measure_solution, require_rows
+from natgrad.solvers.base import (
+    FactorisedSystem,
+    RowSolver,
+    Solution,
+    Status,
+    UnitSolver,
+    measure_solution,
+    require_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,7 @@ class PseudoInverse(UnitSolver, RowSolver):
 
 
 @dataclass(frozen=True, eq=False)
-class SingularValues:
+class SingularValues(FactorisedSystem):
     """U = left diag(sizes) right, ready to solve (U U^T + l I) x = U w; sizes below cut of the largest are zero."""
 
     operator: Operator
@@ -68,18 +76,15 @@ class SingularValues:
     damping: float
 
     def solve(self, weights: Tensor) -> Solution:
-        """The solution for b = U w, w (r,)."""
         rhs = require_rows(self.operator).mv(weights)
         return say_least_squares(measure_solution(self.operator.mv, rhs, self.damping, self.find_value(weights), 0))
 
     def find_value(self, weights: Tensor) -> Tensor:
-        """The value of that solution alone."""
         large = keep_above(self.sizes, self.cut)
         shares = torch.where(large, self.sizes / torch.where(large, self.sizes.square() + self.damping, 1), 0)
         return self.left @ (shares * (self.right @ weights))
 
     def change_damping(self, damping: float) -> SingularValues:
-        """The same singular values with another l."""
         return replace(self, damping=damping)
 
 
