@@ -5,12 +5,14 @@ from natgrad.layers import Layout
 from natgrad.operators.base import (
     Chunked,
     Closed,
+    Facts,
     Operator,
     SampleRows,
     Scaled,
     Shifted,
     Sum,
     WrittenColumns,
+    combine_facts,
     pack_operator,
     unpack_operator,
 )
@@ -23,7 +25,6 @@ from natgrad.operators.dense import (
     InvertedOperator,
     LowRankOperator,
 )
-from natgrad.operators.facts import Facts, combine_facts
 from natgrad.operators.kronecker import (
     KroneckerOperator,
     KroneckerSolve,

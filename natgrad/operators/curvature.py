@@ -10,8 +10,7 @@ from torch import Tensor
 from natgrad.ground.derivatives import exact_derivatives
 from natgrad.ground.pure import check_followed, run_alone
 from natgrad.ground.spaces import Params, Space
-from natgrad.operators.base import Operator
-from natgrad.operators.facts import Facts
+from natgrad.operators.base import Facts, Operator
 
 
 class Curvature(Operator):

@@ -22,8 +22,7 @@ from natgrad.ground.linalg import (
     woodbury_solve,
 )
 from natgrad.ground.typed_torch import torch_linalg
-from natgrad.operators.base import Operator
-from natgrad.operators.facts import Facts
+from natgrad.operators.base import Facts, Operator
 
 
 class DenseOperator(Operator, packed_as="Dense"):

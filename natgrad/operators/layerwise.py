@@ -10,8 +10,7 @@ from torch import Tensor
 from natgrad.ground.spaces import Space
 from natgrad.ground.typed_torch import join_diagonally, split_tensor
 from natgrad.layers import Layout, UnitLayout
-from natgrad.operators.base import Operator, list_all
-from natgrad.operators.facts import combine_facts
+from natgrad.operators.base import Operator, combine_facts, list_all
 
 
 class Arranged(Operator):

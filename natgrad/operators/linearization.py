@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -220,20 +220,14 @@ class Linearization:
         self.function, self.recording = PlainKernels(self.function), None
         with torch.enable_grad():
             self.graph, self._pulled = self.function(self.leaves), None
-        try:
+        with suppress(RuntimeError):
             return self._double_backward(vector)
-        except RuntimeError:
-            self._forward = self._fresh_products(vector, error)
-            return self._forward(vector)
-
-    def _fresh_products(self, vector: Tensor, error: RuntimeError) -> Callable[[Tensor], Tensor]:
-        """Forward mode, with a fresh graph each time: the universal fallback."""
 
         def product(tangent: Tensor) -> Tensor:
             return torch.func.jvp(self.function, (self._point(),), (self.space.unflatten(tangent),))[1].detach()
 
         try:
-            product(vector)
+            image = product(vector)
         except (RuntimeError, NotImplementedError) as other:
             own = sorted(Ancestors.of(self.graph).opaque)
             also = f". {own} are autograd.Functions of its own: {INSTEAD}" if own else ""
@@ -241,7 +235,8 @@ class Linearization:
                 f"the model supports neither double backward ({error}) nor forward-mode derivatives ({other}); "
                 f"replace the operation named there, or use a structure that needs gradients only{also}"
             ) from error
-        return product
+        self._forward = product  # with a fresh graph each time
+        return image
 
     def _linearise(self) -> None:
         """Take over with a linearised form, if it exists and agrees with double backward on random vectors."""

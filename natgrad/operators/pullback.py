@@ -10,8 +10,7 @@ from torch import Tensor
 
 from natgrad.ground.linalg import as_columns
 from natgrad.ground.typed_torch import measure_norm
-from natgrad.operators.base import Operator, SampleRows
-from natgrad.operators.facts import Facts
+from natgrad.operators.base import Facts, Operator, SampleRows
 from natgrad.operators.linearization import Linearization
 from natgrad.operators.rows import Rows
 

@@ -17,8 +17,7 @@ from natgrad.ground.linalg import (
     safe_cutoff,
 )
 from natgrad.ground.typed_torch import join_diagonally, split_tensor
-from natgrad.operators.base import Operator
-from natgrad.operators.facts import Facts
+from natgrad.operators.base import Facts, Operator
 
 CHUNK = 2**24
 """Numbers in a temporary at most: units are taken as many at a time."""
