@@ -269,11 +269,6 @@ class _WrittenOut(TorchFunctionMode):
         super().__init__()
         self.block = ref(block)
 
-    @property
-    def is_dead(self) -> bool:
-        """Whether the block has ended or never began."""
-        return not self.on or self.block() is None
-
     def __enter__(self) -> _WrittenOut:
         super().__enter__()
         self.on = True
@@ -293,7 +288,7 @@ class _WrittenOut(TorchFunctionMode):
 def _drop_dead_modes() -> None:
     """Take modes from torch's stack that an interrupt left on top of it."""
     stack: Any = overrides  # what it says of modes, torch keeps to itself
-    while isinstance(top := stack._get_current_function_mode(), _WrittenOut) and top.is_dead:
+    while isinstance(top := stack._get_current_function_mode(), _WrittenOut) and not (top.on and top.block()):
         stack._pop_mode()
 
 

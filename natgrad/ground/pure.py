@@ -579,16 +579,13 @@ def is_evaluating() -> bool:
 
 def is_transformed(tensors: Iterable[Tensor]) -> bool:
     """Whether a tensor is inside of `torch.func.vmap`, `grad` or their like, and ends with them: it has no memory."""
-    return any(type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided and not has_memory(t) for t in tensors)
-
-
-def has_memory(tensor: Tensor) -> bool:
-    """Whether torch tells where its numbers lie."""
     try:
-        tensor.data_ptr()
+        for tensor in tensors:
+            if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided:
+                tensor.data_ptr()
     except RuntimeError:
-        return False
-    return True
+        return True
+    return False
 
 
 def check_examples_apart(name: str, net: nn.Module) -> None:
