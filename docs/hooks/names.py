@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"natgrad": ROOT / "natgrad", "natgrad_lab": ROOT / "lab" / "natgrad_lab"}
 REFERENCE = re.compile(r"((?:natgrad|lab/natgrad_lab)/[\w/]+\.py)(?:: ([\w.]+))?")
-"""`natgrad/solvers/cg.py: CG.solve`, or the file alone."""
+"""`natgrad/solvers/base.py: Solver.solve`, or the file alone."""
 
 
 def find_line(file: str, dotted: str) -> int | None:
