@@ -2,20 +2,20 @@
 
 from natgrad.ground.messages import find_name
 from natgrad.metrics.base import Metric, PullbackMetric
-from natgrad.metrics.covariance import Covariance, covariance
 from natgrad.metrics.divergence import DivergenceMetric, divergence, kl
 from natgrad.metrics.fisher import (
+    Covariance,
     EmpiricalFisher,
     Fisher,
     SampledFisher,
+    covariance,
     empirical_fisher,
     fisher,
     observed_fisher,
     sampled_fisher,
 )
-from natgrad.metrics.gauss_newton import GaussNewton, LossGaussNewton, gauss_newton
+from natgrad.metrics.gauss_newton import GaussNewton, Hessian, LossGaussNewton, gauss_newton, hessian
 from natgrad.metrics.geometric_tensor import GeometricTensor, geometric_tensor, lay_out_amplitudes
-from natgrad.metrics.hessian import Hessian, hessian
 from natgrad.metrics.information import (
     EmpiricalInformation,
     ExpectedInformation,
@@ -23,10 +23,9 @@ from natgrad.metrics.information import (
     ObservedInformation,
     SampledInformation,
 )
-from natgrad.metrics.langevin import Langevin
 from natgrad.metrics.metric_sum import MetricSum, sum_metrics
 from natgrad.metrics.ratio import RatioMetric, ratio_metric
-from natgrad.metrics.score import Diagonals, ScoreMetric, score_metric
+from natgrad.metrics.score import Diagonals, Langevin, ScoreMetric, score_metric
 from natgrad.metrics.transport import RBF, TransportMetric, transport_metric
 
 __all__ = [

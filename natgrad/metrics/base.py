@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Criterion
+from natgrad.ground.checks import check_integer
 from natgrad.ground.messages import Explained, explain_calls, write_choices
 from natgrad.ground.pure import (
     Labelled,
@@ -131,13 +132,8 @@ class PullbackMetric(Metric):
     outputs: Select | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not callable(self.model):
-            raise TypeError(
-                f"model is {type(self.model).__name__}, expected a torch.nn.Module or a function f(params, x)"
-                f"{hint_at_parameters(self.model)}"
-            )
-        if self.chunk_size is not None and self.chunk_size < 1:
-            raise ValueError(f"chunk_size is {self.chunk_size}, expected an integer >= 1 or None")
+        check_model(self.model)
+        check_chunks(self.chunk_size)
         check_select(self.outputs)
 
     @abstractmethod
@@ -202,12 +198,23 @@ class PullbackMetric(Metric):
         builders: list[Callable[[], Operator]] = []
         for call, seed in zip(calls, self.seeds(len(calls)), strict=True):
             term = partial(self._term, params, PureModel(self.model, call, pure.random), None, seed)
-            builders.append(partial(_weigh_term, term, call.batch() / pure.call.batch()))
+            builders.append(lambda term=term, share=call.batch() / pure.call.batch(): Scaled(term(), share))
         return Chunked(builders)
 
 
-def _weigh_term(term: Any, share: float) -> Operator:
-    return Scaled(term(), share)
+def check_model(model: Any, inputs: str = "x") -> None:
+    """TypeError for what is no model."""
+    if not callable(model):
+        raise TypeError(
+            f"model is {type(model).__name__}, expected a torch.nn.Module or a function f(params, {inputs})"
+            f"{hint_at_parameters(model)}"
+        )
+
+
+def check_chunks(chunk_size: int | None) -> None:
+    """ValueError unless None or an integer >= 1."""
+    if chunk_size is not None:
+        check_integer("chunk_size", chunk_size, hint=" or None")
 
 
 def check_has_outputs(outputs: Any) -> None:
@@ -223,12 +230,11 @@ def check_has_outputs(outputs: Any) -> None:
 
 def split_targets(inputs: Any) -> tuple[Any, Any]:
     """(inputs, targets) as users pass them to a metric that needs targets; the targets copied, as inputs are later."""
-    pair: Any = inputs
-    if not isinstance(inputs, tuple) or len(pair) != 2:
+    if not isinstance(inputs, tuple) or len(inputs) != 2:
         raise ValueError(
-            f"inputs is {type(pair).__name__}, expected a tuple (inputs, targets): this metric depends on targets"
+            f"inputs is {type(inputs).__name__}, expected a tuple (inputs, targets): this metric depends on targets"
         )
-    return pair[0], copy_tensors(pair[1])
+    return inputs[0], copy_tensors(inputs[1])
 
 
 def build_pure_model(model: Model, params: Params, inputs: Any, random: RandomState | None) -> PureModel:
@@ -240,6 +246,21 @@ def build_pure_model(model: Model, params: Params, inputs: Any, random: RandomSt
         raise ValueError("inputs is an empty batch; give at least one example")
     # copies, as of the parameters: the operator stays that of these inputs when the next batch is written over them
     return pure_model(model, copy_tensors(inputs), random)
+
+
+def linearise(
+    model: Model,
+    params: Params,
+    inputs: Any,
+    random: RandomState | None,
+    layout: Callable[[Any], Tensor],
+    outputs: Select | None = None,
+    *,
+    recorded: bool = False,
+) -> Linearization:
+    """The model's outputs as rows, linear in the parameters, checked at the door."""
+    pure = build_pure_model(model, params, inputs, random)
+    return Linearization(OutputMap(pure, layout, outputs), params, linearise_after(model), recorded=recorded)
 
 
 def linearise_after(model: Model) -> int | None:

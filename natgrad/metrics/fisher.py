@@ -1,4 +1,4 @@
-"""The Fisher information of a model: exact over labels, over sampled labels, and the empirical one over the data's."""
+"""The Fisher information of a model: exact over labels, over sampled labels, and moments of the data's gradients."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from natgrad.families import Criterion, Entrywise, Likelihood, LogDensity, as_criterion
 from natgrad.ground.checks import check_integer
 from natgrad.ground.messages import explain_calls
-from natgrad.ground.pure import Model, Select
+from natgrad.ground.pure import Model, RandomState, Select
 from natgrad.ground.spaces import Params
-from natgrad.metrics.base import PullbackMetric, Scores, check_has_outputs
+from natgrad.metrics.base import Metric, PullbackMetric, Scores, check_has_outputs, explain_at
 from natgrad.metrics.information import (
     EmpiricalInformation,
     ExpectedInformation,
@@ -23,7 +23,7 @@ from natgrad.metrics.information import (
     SampledInformation,
     is_own,
 )
-from natgrad.operators import Form, Linearization
+from natgrad.operators import Centred, Form, Linearization, Operator, Pullback
 
 
 @overload
@@ -94,7 +94,8 @@ def fisher(
         return ExpectedInformation(OwnLikelihood(model, isinstance(family, Tensor)))
     criterion = as_criterion(family)
     refuse_log_density(criterion.family)
-    require_fisher(criterion.family)
+    if (type(criterion.family).fisher, type(criterion.family).mv) == (Likelihood.fisher, Likelihood.mv):
+        criterion.family.fisher(torch.empty(0, 0))  # NotImplementedError, with what to do
     return Fisher(model, criterion, chunk_size, outputs=outputs)
 
 
@@ -207,6 +208,42 @@ def empirical_fisher(
 
 
 @explain_calls
+def covariance(
+    model: Model, family: Likelihood | nn.Module | Criterion, *, centred: bool = False, outputs: Select | None = None
+) -> Covariance:
+    """U = E[g g^T], or C = U - gbar gbar^T, of the per-example gradients g of -log p, in the unit of the loss.
+
+    U is that of `ng.empirical_fisher`: the Fisher on average where targets are the model's own. The metric takes
+    targets: `.at(params, (inputs, targets))`. It is kept in sample space, so the number of parameters is no obstacle:
+    `ng.SampleSpace()` solves with it. With gradient and covariance from one batch (U + lambda)^-1 g and
+    (C + lambda)^-1 g are exactly parallel, of length ratio 1 / (1 - n g^T (U + lambda)^-1 g), n the entries of an
+    example that the loss averages over: centring changes the length alone, and can make it explode.
+
+    Args:
+        model: A module, or a function f(params, x).
+        family: An `ng` likelihood, or a `torch.nn` loss that stands for one.
+        centred: C instead of U.
+        outputs: As in `fisher`.
+
+    Returns:
+        A metric; `.at(params, (inputs, targets))` gives the operator.
+
+    Reference:
+        Le Roux, Manzagol & Bengio 2008 (TONGA); Pascanu & Bengio 2013, eq. 12, 13, with the per-example gradients that
+        the printed formulas lack.
+
+    Example:
+        >>> model, x, y = nn.Linear(4, 3), torch.randn(10, 4), torch.randint(3, (10,))
+        >>> metric = ng.covariance(model, nn.CrossEntropyLoss(), centred=True)
+        >>> opt = ng.NaturalGradient(model, metric, solver=ng.SampleSpace(), damping=0.1)
+        >>> opt.zero_grad()
+        >>> opt.loss(model(x), y).backward()
+        >>> opt.step()
+    """
+    return Covariance(EmpiricalFisher(model, as_criterion(family), outputs=outputs), centred)
+
+
+@explain_calls
 def observed_fisher(log_likelihood: LogLikelihood, params: Params | Tensor) -> ObservedInformation:
     """The observed information of one row, -d^2/dtheta^2 of the mean log likelihood: what standard errors are made of.
 
@@ -260,17 +297,10 @@ def refuse_options(**options: Any) -> None:
 
 @dataclass(frozen=True, repr=False)
 class Fisher(PullbackMetric):
-    """What `fisher` gives: E_x[J^T M J], exact over labels.
-
-    Args:
-        model: A module, or a function f(params, x).
-        criterion: What the outputs mean.
-        chunk_size: Examples per graph, to bound memory. None: all at once.
-        outputs: A function that picks what the criterion is of, where the model returns more than that.
-    """
+    """What `fisher` gives: E_x[J^T M J], exact over labels."""
 
     def form(self, linearization: Linearization, outputs: Any, targets: Any, seed: int) -> tuple[Form, Tensor | None]:
-        return self.criterion.family, weigh_rows(self.criterion, outputs, targets)
+        return self.criterion.family, None if targets is None else self.criterion.weights(outputs, targets)
 
 
 @dataclass(frozen=True, repr=False)
@@ -278,10 +308,6 @@ class SampledFisher(PullbackMetric):
     """What `sampled_fisher` gives: the Fisher over sampled labels.
 
     Args:
-        model: A module, or a function f(params, x).
-        criterion: What the outputs mean.
-        chunk_size: Examples per graph, to bound memory. None: all at once.
-        outputs: A function that picks what the criterion is of, where the model returns more than that.
         samples: Draws per row.
         generator: Private source of the draws, default a new one, seeded 0.
     """
@@ -298,19 +324,12 @@ class SampledFisher(PullbackMetric):
         generator = torch.Generator(linearization.outputs.device).manual_seed(seed)
         drawn = [family.score(outputs, family.sample(outputs, generator)) for _ in range(self.samples)]
         scores = Scores(torch.stack(drawn, dim=2) / self.samples**0.5)
-        return scores, weigh_rows(self.criterion, outputs, targets)
+        return scores, None if targets is None else self.criterion.weights(outputs, targets)
 
 
 @dataclass(frozen=True, repr=False)
 class EmpiricalFisher(PullbackMetric):
-    """What `empirical_fisher` gives: U = E[g g^T] over the data's targets.
-
-    Args:
-        model: A module, or a function f(params, x).
-        criterion: What the outputs mean.
-        chunk_size: Examples per graph, to bound memory. None: all at once.
-        outputs: A function that picks what the criterion is of, where the model returns more than that.
-    """
+    """What `empirical_fisher` gives: U = E[g g^T] over the data's targets."""
 
     @property
     def needs_targets(self) -> bool:  # type: ignore[override]
@@ -335,13 +354,28 @@ class EmpiricalFisher(PullbackMetric):
         return Scores(scores.reshape(rows, -1).unsqueeze(2), counted), torch.ones_like(counted)
 
 
-def weigh_rows(criterion: Criterion, outputs: Any, targets: Any) -> Tensor | None:
-    """Each row's weight in the mean loss where its targets are known (ignored, class weights), None for uniform."""
-    return None if targets is None else criterion.weights(outputs, targets)
+@dataclass(frozen=True, repr=False)
+class Covariance(Metric):
+    """What `covariance` gives: U = E[g g^T], or C = U - gbar gbar^T.
 
+    Args:
+        moment: The uncentred moment U.
+        centred: C instead of U.
+    """
 
-def require_fisher(family: Likelihood) -> None:
-    """NotImplementedError, with what to do, unless the likelihood knows its Fisher form."""
-    known = (type(family).fisher, type(family).mv)
-    if known == (Likelihood.fisher, Likelihood.mv):
-        family.fisher(torch.empty(0, 0))
+    moment: EmpiricalFisher
+    centred: bool = False
+    needs_targets = True
+
+    @property
+    def criterion(self) -> Criterion:
+        """The loss that the gradients are of."""
+        return self.moment.criterion
+
+    @explain_at
+    def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
+        operator = self.moment.at(params, inputs, random=random)
+        if not self.centred or not isinstance(operator, Pullback):
+            return operator
+        assert isinstance(operator.form, Scores)
+        return Centred(operator, operator.form.counted)

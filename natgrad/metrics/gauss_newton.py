@@ -1,11 +1,11 @@
-"""The extended Gauss-Newton matrix: the loss's Hessian in the outputs, pulled back."""
+"""The curvature of a loss: its Hessian in the outputs, pulled back (Gauss-Newton), or in the parameters."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from natgrad.families import Criterion, Likelihood, as_criterion
 from natgrad.ground.messages import explain_calls
-from natgrad.ground.pure import Model, Select, leaves
-from natgrad.metrics.base import PullbackMetric
+from natgrad.ground.pure import Model, RandomState, Select, check_select
+from natgrad.ground.spaces import Params
+from natgrad.metrics.base import Metric, PullbackMetric, build_pure_model, explain_at, split_targets
 from natgrad.operators import Form, Linearization
+from natgrad.operators.curvature import Curvature
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -57,6 +59,37 @@ def gauss_newton(
     return kind(model, criterion, outputs=outputs)
 
 
+@explain_calls
+def hessian(model: Model, loss: Likelihood | nn.Module | Criterion | Loss, *, outputs: Select | None = None) -> Hessian:
+    """H = d^2 L / d theta^2 of the mean loss: Newton's method in place of the natural gradient.
+
+    H = G_N + sum_i (dL/dr_i) d^2 r_i / d theta^2 with the extended Gauss-Newton matrix G_N (`gauss_newton`). The second
+    part makes it indefinite away from a minimum, and plain Newton steps go uphill along negative curvature. Solve with
+    `ng.MinresQLP()`, which takes indefinite systems. To move away from saddle points, solve with the absolute values of
+    the eigenvalues: `ng.Direct(absolute=True)` for small models, `ng.KrylovSubspace(absolute=True)` for any.
+
+    Args:
+        model: A module, or a function f(params, x).
+        loss: A `torch.nn` criterion, an `ng` likelihood, or any twice differentiable function loss(outputs, targets) ->
+            scalar.
+        outputs: What the loss is of, as in `fisher`.
+
+    Returns:
+        A metric; `.at(params, (inputs, targets))` gives the operator.
+
+    Reference:
+        Pascanu & Bengio 2013, section 3 and Fig. 1; absolute values: Dauphin et al. 2014.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+        >>> x, y = torch.randn(10, 2), torch.randn(10, 1)
+        >>> H = ng.hessian(model, nn.MSELoss()).at(ng.trainable(model), (x, y))
+        >>> (H @ torch.ones(13)).shape
+        torch.Size([13])
+    """
+    return Hessian(model, read_loss(loss), outputs=outputs)
+
+
 def read_loss(loss: Any) -> Criterion:
     """A loss as a likelihood, or where it is none that is known as a plain function."""
     try:
@@ -72,12 +105,6 @@ class GaussNewton(PullbackMetric):
     """What `gauss_newton` gives for a loss that is a likelihood.
 
     Targets may be None (unlabelled data): then all rows weigh the same.
-
-    Args:
-        model: A module, or a function f(params, x).
-        criterion: What the outputs mean.
-        chunk_size: Examples per graph, to bound memory. None: all at once.
-        outputs: A function that picks what the criterion is of, where the model returns more than that.
     """
 
     needs_targets = True
@@ -91,20 +118,50 @@ class GaussNewton(PullbackMetric):
 
 @dataclass(frozen=True, repr=False)
 class LossGaussNewton(PullbackMetric):
-    """What `gauss_newton` gives for any twice differentiable loss(outputs, targets) -> scalar.
-
-    Args:
-        model: A module, or a function f(params, x).
-        criterion: What the outputs mean.
-        chunk_size: Examples per graph, to bound memory. None: all at once.
-        outputs: A function that picks what the criterion is of, where the model returns more than that.
-    """
+    """What `gauss_newton` gives for any twice differentiable loss(outputs, targets) -> scalar."""
 
     needs_targets = True
 
     def form(self, linearization: Linearization, outputs: Any, targets: Any, seed: int) -> tuple[Form, Tensor | None]:
         form = LossHessian(self.criterion.loss, outputs, targets)
         return form, torch.ones_like(linearization.outputs[:, 0])  # the loss holds its own mean
+
+
+@dataclass(frozen=True, repr=False)
+class Hessian(Metric):
+    """What `hessian` gives: H = d^2 L / d theta^2 of the mean loss.
+
+    Args:
+        model: A module, or a function f(params, x).
+        criterion: The loss, as a likelihood or as a plain function.
+        outputs: What the loss is of, as in `fisher`.
+    """
+
+    model: Model
+    criterion: Criterion
+    needs_targets = True
+    outputs: Select | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_select(self.outputs)
+
+    @explain_at
+    def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Curvature:
+        data, targets = split_targets(inputs)
+        if targets is None:
+            raise ValueError(
+                "targets is None: the Hessian of the loss needs them; pass (inputs, targets), compute the loss with "
+                "optimizer.loss(outputs, targets), or use ng.fisher, which needs none"
+            )
+        pure = build_pure_model(self.model, params, data, random)
+        nats: list[float] = []
+
+        def value(point: Params) -> Tensor:
+            outputs = pure(point) if self.outputs is None else self.outputs(pure(point))
+            nats.append(self.criterion.nats(outputs))
+            return self.criterion.value(outputs, targets) / self.criterion.scale(outputs, targets)
+
+        return Curvature(value, params, self.model).declare(nats=nats[0])
 
 
 class LossHessian:
@@ -137,7 +194,7 @@ class PlainOutputs(Likelihood):
     """Outputs of an arbitrary loss: one tensor, laid out as (b, m)."""
 
     def rows(self, outputs: Any) -> Tensor:
-        if len(list(leaves(outputs))) != 1 or not isinstance(outputs, Tensor):
+        if not isinstance(outputs, Tensor):
             raise ValueError(
                 f"the model returned {type(outputs).__name__}, expected one tensor for a plain loss function"
             )

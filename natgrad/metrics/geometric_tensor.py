@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.pure import Model, RandomState, Select, check_select
 from natgrad.ground.spaces import Params
-from natgrad.metrics.base import Metric, build_pure_model, check_has_outputs, linearise_after, split_targets
+from natgrad.metrics.base import Metric, check_has_outputs, check_model, linearise, split_targets
 from natgrad.metrics.score import Diagonals
-from natgrad.operators import Centred, Facts, Linearization, Operator, OutputMap, Pullback
+from natgrad.operators import Centred, Facts, Operator, Pullback
 
 NATS = 4.0
 """Fisher information of |psi|^2 in one unit of the covariance of d log |psi|."""
@@ -45,8 +45,7 @@ def geometric_tensor(model: Model, *, centred: bool = True, outputs: Select | No
         >>> bool(S.diagonal()[-1] < 1e-12)  # the last bias multiplies psi by a number: no change of the state
         True
     """
-    if not isinstance(model, nn.Module) and not callable(model):
-        raise TypeError(f"model is {type(model).__name__}, expected a torch.nn.Module or a function f(params, states)")
+    check_model(model, "states")
     check_select(outputs)
     return GeometricTensor(model, centred, outputs)
 
@@ -69,9 +68,8 @@ class GeometricTensor(Metric):
 
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
         states, weights = split_targets(inputs)
-        pure = build_pure_model(self.model, params, states, random)
-        function = OutputMap(pure, lay_out_amplitudes, self.outputs)
-        linearization = Linearization(function, params, linearise_after(self.model), recorded=self.centred)
+        read = (lay_out_amplitudes, self.outputs)
+        linearization = linearise(self.model, params, states, random, *read, recorded=self.centred)
         rows = linearization.outputs
         weights = check_weights(weights, rows)
         moment = Pullback(linearization, Diagonals(torch.ones_like(rows)), weights, Facts(nats=NATS))

@@ -53,9 +53,6 @@ class Information(Metric):
             inputs: The data: a tensor (b, ...), or a tuple (x, ..., y) of such, the observations last.
             random: The random state at which draws of the function are replayed, default the state now.
 
-        Returns:
-            A mean over rows, of size n, the number of entries of `params`.
-
         Raises:
             TypeError: For data of another kind, or a function that returns neither a tensor nor a distribution.
             ValueError: For rows that are missing or of unequal number, a log likelihood that is no scalar or is not
@@ -79,11 +76,7 @@ class Information(Metric):
 
 @dataclass(frozen=True, repr=False)
 class ExpectedInformation(Information):
-    """What `ng.fisher(distribution, params)` gives: E_y[s s^T] of the scores s, exact, as J^T M J.
-
-    Args:
-        likelihood: The function.
-    """
+    """What `ng.fisher(distribution, params)` gives: E_y[s s^T] of the scores s, exact, as J^T M J."""
 
     def build(self, params: Params, rows: Call, random: RandomState | None) -> Operator:
         inputs, observed = self.likelihood.split(rows)
@@ -95,7 +88,6 @@ class SampledInformation(Information):
     """What `ng.sampled_fisher(distribution, params)` gives: s s^T averaged over draws y of the distribution itself.
 
     Args:
-        likelihood: The function.
         samples: Draws per row, k.
         generator: Private source of the draws, default a new one, seeded 0.
     """
@@ -105,8 +97,14 @@ class SampledInformation(Information):
 
     def build(self, params: Params, rows: Call, random: RandomState | None) -> Operator:
         likelihood, (inputs, observed) = self.likelihood, self.likelihood.split(rows)
+        seed = int(torch.randint(2**62, (), generator=self.generator, device=self.generator.device))
+        accelerators = (torch.device("cuda", i) for i in range(torch.cuda.device_count()))
         with torch.no_grad():
-            drawn = self._draw(likelihood.distribution(params, *inputs.args), observed)
+            density = likelihood.distribution(params, *inputs.args)
+            by_row = likelihood.arguments != 0 or has_rows(density, observed)
+            with RandomState.capture(*accelerators).replay():
+                torch_plain.manual_seed(seed)  # torch's distributions draw from the global source alone
+                drawn = density.sample(torch.Size((self.samples,) if by_row else (self.samples, len(observed))))
 
         def log_p(params: Params, *row: Tensor) -> Tensor:
             density = likelihood.distribution(params, *row[:-1])
@@ -114,38 +112,18 @@ class SampledInformation(Information):
 
         return pull_back(log_p, params, Call((*inputs.args, drawn.movedim(0, 1))), random)
 
-    def _draw(self, density: Distribution, observed: Tensor) -> Tensor:
-        """Shape (k, b, ...); torch's distributions draw from the global source alone."""
-        seed = int(torch.randint(2**62, (), generator=self.generator, device=self.generator.device))
-        by_row = self.likelihood.arguments != 0 or has_rows(density, observed)
-        shape = torch.Size((self.samples,) if by_row else (self.samples, len(observed)))
-        with RandomState.capture(*(torch.device("cuda", i) for i in range(torch.cuda.device_count()))).replay():
-            torch_plain.manual_seed(seed)
-            return density.sample(shape)
-
 
 @dataclass(frozen=True, repr=False)
 class EmpiricalInformation(Information):
-    """What `ng.empirical_fisher(log_likelihood, params)` gives: s s^T averaged over the data's own rows.
-
-    Args:
-        likelihood: The function.
-    """
+    """What `ng.empirical_fisher(log_likelihood, params)` gives: s s^T averaged over the data's own rows."""
 
     def build(self, params: Params, rows: Call, random: RandomState | None) -> Operator:
-        def log_p(params: Params, *row: Tensor) -> Tensor:
-            return self.likelihood.log_p(params, *row).unsqueeze(1)
-
-        return pull_back(log_p, params, rows, random)
+        return pull_back(lambda params, *row: self.likelihood.log_p(params, *row).unsqueeze(1), params, rows, random)
 
 
 @dataclass(frozen=True, repr=False)
 class ObservedInformation(Information):
-    """What `ng.observed_fisher(log_likelihood, params)` gives: minus the mean second derivative of the log likelihood.
-
-    Args:
-        likelihood: The function.
-    """
+    """What `ng.observed_fisher(log_likelihood, params)` gives: minus the mean Hessian of the log likelihood."""
 
     def build(self, params: Params, rows: Call, random: RandomState | None) -> Operator:
         pure = PureModel(self.likelihood.log_p, rows, random)
@@ -186,6 +164,10 @@ class OwnLikelihood:
             return None
         return sum(p.default is p.empty and p.kind is not p.KEYWORD_ONLY for p in own)
 
+    def gives_distribution(self, tensors: int) -> bool:
+        """Whether the last of so many tensors are observations, of a distribution that it gives of the others."""
+        return self.arguments is not None and tensors == self.arguments + 1
+
     def check_rows(self, data: Any) -> Call:
         """The data, one tensor per argument of the function, and the observations where it gives a distribution."""
         rows, takes = as_call(data), self.arguments
@@ -209,7 +191,7 @@ class OwnLikelihood:
 
     def check_support(self, params: Params, rows: Call) -> None:
         """ValueError for observations that the distribution cannot have given."""
-        if self.arguments is None or len(rows.args) == self.arguments:
+        if not self.gives_distribution(len(rows.args)):
             return
         with torch.no_grad():
             density = self.distribution(params, *rows.args[:-1])
@@ -217,9 +199,9 @@ class OwnLikelihood:
                 support: Any = density.support
             except NotImplementedError:
                 return
-            valid = support.check(rows.args[-1])
-        if not bool(valid.all()):
             y = rows.args[-1]
+            valid = support.check(y)
+        if not bool(valid.all()):
             raise ValueError(
                 f"the observations, the last of the data, range from {float(y.min()):.4g} to {float(y.max()):.4g}, and "
                 f"some lie outside of the support of {type(density).__name__}, {support}; look at how they are coded"
@@ -227,7 +209,7 @@ class OwnLikelihood:
 
     def split(self, rows: Call) -> tuple[Call, Tensor]:
         """What the distribution depends on, and the observations."""
-        if self.arguments is None or len(rows.args) == self.arguments:
+        if not self.gives_distribution(len(rows.args)):
             raise NotImplementedError(
                 f"{self.name} takes all of the data, so that no observations are left that a distribution were of: the "
                 "expected information needs distribution(params, *inputs) -> torch.distributions.Distribution, with "
@@ -238,7 +220,7 @@ class OwnLikelihood:
 
     def log_p(self, params: Params, *row: Tensor) -> Tensor:
         """log p of every row, shape (b,)."""
-        if self.arguments is not None and len(row) == self.arguments + 1:
+        if self.gives_distribution(len(row)):
             return self.log_prob(self.distribution(params, *row[:-1]), row[-1])
         each = torch.func.vmap(self._one, in_dims=(None, *[0] * len(row)), randomness="same")
         try:
@@ -257,7 +239,7 @@ class OwnLikelihood:
 
         Of a log likelihood of one row they are asked at the first row alone: under vmap nothing can look at numbers.
         """
-        batched = self.arguments is not None and len(rows.args) == self.arguments + 1
+        batched = self.gives_distribution(len(rows.args))
         try:
             with set_validation(True):
                 self._call(params, *(rows.args[:-1] if batched else [part[0] for part in rows.args]))
@@ -315,9 +297,9 @@ class OwnLikelihood:
                 f"{self.name} returned a distribution of batch shape {tuple(density.batch_shape)}, and the "
                 f"observations have shape {tuple(observed.shape)}: nothing is broadcast; take [:, 0] of one of them"
             )
-        if log_p.dim() == 0 or len(log_p) != len(observed):
+        if log_p.dim() == 0 or len(log_p) != count:
             raise ValueError(
-                f"log_prob of {len(observed)} observations has shape {tuple(log_p.shape)}, expected a row for each: "
+                f"log_prob of {count} observations has shape {tuple(log_p.shape)}, expected a row for each: "
                 "look at the shapes of the distribution's parameters"
             )
         return log_p.flatten(1).sum(1) if log_p.dim() > 1 else log_p
@@ -325,15 +307,13 @@ class OwnLikelihood:
     def coordinates(self, observed: Tensor, params: Params, *inputs: Tensor) -> Tensor:
         """`find_coordinates` by rows (b, m), or (1, m) where all rows have one distribution."""
         density = self.distribution(params, *inputs)
-        outputs = find_coordinates(density)
-        if not inputs:
-            return outputs.reshape(len(observed) if has_rows(density, observed) else 1, -1)
-        if density.batch_shape[:1] != (len(inputs[0]),):
+        outputs, rows = find_coordinates(density), len(observed) if inputs or has_rows(density, observed) else 1
+        if inputs and density.batch_shape[:1] != (rows,):
             raise ValueError(
-                f"{self.name} returned a distribution of batch shape {tuple(density.batch_shape)} for {len(inputs[0])} "
-                "rows of inputs, expected one for each row"
+                f"{self.name} returned a distribution of batch shape {tuple(density.batch_shape)} for {rows} rows of "
+                "inputs, expected one for each row"
             )
-        return outputs.reshape(len(inputs[0]), -1)
+        return outputs.reshape(rows, -1)
 
 
 def has_rows(density: Distribution, observed: Tensor) -> bool:
@@ -377,9 +357,7 @@ def find_coordinates(density: Distribution) -> Tensor:
 
 def of_location(density: Any, of_scale: float) -> Tensor:
     """diag(1, c) / scale^2 in (loc, scale)."""
-    loc: Tensor = density.loc
-    scale: Tensor = density.scale
-    return torch.stack([loc / scale.detach(), math.sqrt(of_scale) * scale.log()], -1)
+    return torch.stack([density.loc / density.scale.detach(), math.sqrt(of_scale) * density.scale.log()], -1)
 
 
 def of_logits(density: Any, information: Callable[[Tensor], Tensor]) -> Tensor:
@@ -394,8 +372,7 @@ def of_classes(density: Any) -> Tensor:
 
 def of_gamma(density: Any) -> Tensor:
     """[[psi'(a), -1/b], [-1/b, a/b^2]] in concentration a and rate b, by its Cholesky factor."""
-    a: Tensor = density.concentration
-    rate: Tensor = density.rate
+    a, rate = density.concentration, density.rate
     fixed = a.detach()
     remainder = (fixed.polygamma(1) - 1 / fixed).clamp(min=0).sqrt()
     return torch.stack([remainder * a, fixed.sqrt() * rate.log() - a / fixed.sqrt()], -1)
@@ -410,10 +387,9 @@ def of_concentrations(c: Tensor) -> Tensor:
 
 def of_normal(density: Any) -> Tensor:
     """|L^-1 dmu|^2 + |A + A^T|^2 / 2 with A = L^-1 dL, Sigma = L L^T."""
-    loc: Tensor = density.loc
     root: Tensor = density.scale_tril
     fixed = root.detach()
-    mean = torch_linalg.solve_triangular(fixed, loc.unsqueeze(-1), upper=False).squeeze(-1)
+    mean = torch_linalg.solve_triangular(fixed, density.loc.unsqueeze(-1), upper=False).squeeze(-1)
     share = torch_linalg.solve_triangular(fixed, root, upper=False)
     return torch.cat([mean, ((share + share.mT) / ROOT_2).flatten(-2)], -1)
 

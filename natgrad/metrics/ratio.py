@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,14 +16,13 @@ from natgrad.ground.densities import (
     check_density,
     check_mask,
     check_weights,
-    guard_derivatives,
 )
 from natgrad.ground.messages import explain_calls
 from natgrad.ground.pure import Call, RandomState, copy_tensors, unwrap_examples
 from natgrad.ground.spaces import Params
-from natgrad.metrics.base import Metric, explain_at
-from natgrad.metrics.score import LARGEST_ROOT, Diagonals, average_chunks, check_chunks, pull_back
-from natgrad.operators import Form, LowRankOperator, Operator
+from natgrad.metrics.base import check_chunks
+from natgrad.metrics.score import DensityMetric, Diagonals, pull_back
+from natgrad.operators import Operator
 
 
 @explain_calls
@@ -66,7 +64,7 @@ def ratio_metric(
 
 
 @dataclass(frozen=True, repr=False)
-class RatioMetric(Metric):
+class RatioMetric(DensityMetric):
     """What `ratio_metric` gives: G = 2 E_x sum_i [s_i (1 - s_i)]^2 grad r_i grad r_i^T.
 
     Args:
@@ -83,25 +81,20 @@ class RatioMetric(Metric):
     weights: Tensor | None = field(default=None, compare=False)
     chunk_size: int | None = None
 
-    @explain_at
-    def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
+    def _read(self, params: Params, inputs: Any) -> Tensor:
         checked = copy_tensors(check_density(self.density, params, unwrap_examples(inputs)))
-        examples = check_binary(checked, next(iter(params.values())).dtype)
-        with guard_derivatives(self.density, params, examples):
-            return average_chunks(examples, self.mask, self.chunk_size, partial(self._build_term, params, random))
+        return check_binary(checked, next(iter(params.values())).dtype)
 
-    def _build_term(
-        self, params: Params, random: RandomState | None, examples: Tensor, mask: Tensor | None
-    ) -> Operator:
-        own = replace(self, mask=mask)
-        closed = own._find_closed_form(params, examples)
-        if closed is not None:
-            return closed
+    def _find_rows(self, params: Params, examples: Tensor) -> Tensor | None:
+        jacobian = self.density.ratio_jacobian(params, examples)  # (b, N, K)
+        if jacobian is None:
+            return None
+        entries = self.entries(examples, self.density.ratios(params, examples)) / len(examples)
+        return entries.sqrt().unsqueeze(2) * jacobian
 
-        def form(ratios: Tensor) -> Form:
-            return Diagonals(own.entries(examples, ratios))
-
-        return pull_back(self.density.ratios, params, Call((examples,)), random, form)
+    def _pull_back(self, params: Params, random: RandomState | None, examples: Tensor) -> Operator:
+        ratios = (self.density.ratios, params, Call((examples,)), random)
+        return pull_back(*ratios, lambda ratios: Diagonals(self.entries(examples, ratios)))
 
     def entries(self, examples: Tensor, ratios: Tensor) -> Tensor:
         """What grad r_i grad r_i^T counts with, shape (b, N).
@@ -115,14 +108,3 @@ class RatioMetric(Metric):
         counted, shares = check_mask(self.mask, examples), check_weights(self.weights, examples)
         entries = entries if counted is None else entries * counted
         return entries if shares is None else entries * (len(examples) * shares.to(entries)).unsqueeze(1)
-
-    def _find_closed_form(self, params: Params, examples: Tensor) -> LowRankOperator | None:
-        """The root from the density's own Jacobian of the ratios, where it has one and it is small enough."""
-        if sum(p.numel() for p in params.values()) * examples.numel() > LARGEST_ROOT:
-            return None
-        with torch.no_grad():
-            jacobian = self.density.ratio_jacobian(params, examples)  # (b, N, K)
-            if jacobian is None:
-                return None
-            entries = self.entries(examples, self.density.ratios(params, examples)) / len(examples)
-        return LowRankOperator((entries.sqrt().unsqueeze(2) * jacobian).flatten(0, 1).mT)

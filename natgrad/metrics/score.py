@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.ground.checks import check_integer
+from natgrad.ground.checks import check_integer, check_positive
 from natgrad.ground.densities import (
     Density,
     LogP,
@@ -21,10 +23,9 @@ from natgrad.ground.densities import (
     guard_derivatives,
 )
 from natgrad.ground.messages import explain_calls, write_choices
-from natgrad.ground.pure import Call, PureModel, RandomState, copy_tensors, unwrap_examples
+from natgrad.ground.pure import Call, PureModel, RandomState, copy_tensors, run_detached, unwrap_examples
 from natgrad.ground.spaces import Params
-from natgrad.metrics.base import Metric, Scores, explain_at
-from natgrad.metrics.langevin import Langevin
+from natgrad.metrics.base import Metric, Scores, check_chunks, explain_at
 from natgrad.operators import Chunked, Form, Linearization, LowRankOperator, Operator, OutputMap, Pullback, Scaled
 
 LARGEST_ROOT = 2**24
@@ -77,8 +78,55 @@ def score_metric(
     return ScoreMetric(as_density(log_p), log_p, slices, langevin, mask, chunk_size)
 
 
+class DensityMetric(Metric):
+    """A metric of a density at examples: by the density's own Jacobian where it has one, else through one graph."""
+
+    density: Density
+    mask: Tensor | None
+    chunk_size: int | None
+
+    @explain_at
+    def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
+        examples, size = self._read(params, inputs), self.chunk_size
+        with guard_derivatives(self.density, params, examples):
+            if size is None or size >= len(examples):
+                return self._build_term(params, random, examples, self.mask)
+            check_mask(self.mask, examples)
+            by_example = self.mask is not None and self.mask.dim() > 1 and len(self.mask) == len(examples)
+
+            def build(start: int) -> Operator:
+                part = examples[start : start + size]
+                mask = self.mask[start : start + size] if self.mask is not None and by_example else self.mask
+                return Scaled(self._build_term(params, random, part, mask), len(part) / len(examples))
+
+            return Chunked([partial(build, start) for start in range(0, len(examples), size)])
+
+    def _build_term(
+        self, params: Params, random: RandomState | None, examples: Tensor, mask: Tensor | None
+    ) -> Operator:
+        own: DensityMetric = replace(cast("Any", self), mask=mask)
+        if sum(p.numel() for p in params.values()) * examples.numel() <= LARGEST_ROOT:
+            with torch.no_grad():
+                rows = own._find_rows(params, examples)
+            if rows is not None:
+                return LowRankOperator(rows.flatten(0, 1).mT)
+        return own._pull_back(params, random, examples)
+
+    @abstractmethod
+    def _read(self, params: Params, inputs: Any) -> Tensor:
+        """The examples (b, N), checked."""
+
+    @abstractmethod
+    def _find_rows(self, params: Params, examples: Tensor) -> Tensor | None:
+        """U^T in closed form, (b, N, K), with G = U U^T; None where there is none."""
+
+    @abstractmethod
+    def _pull_back(self, params: Params, random: RandomState | None, examples: Tensor) -> Operator:
+        """G through one graph."""
+
+
 @dataclass(frozen=True, repr=False)
-class ScoreMetric(Metric):
+class ScoreMetric(DensityMetric):
     """What `score_metric` gives: G = sum_i E_x[grad d_i log p(x) grad d_i log p(x)^T].
 
     Args:
@@ -98,12 +146,6 @@ class ScoreMetric(Metric):
     mask: Tensor | None = field(default=None, compare=False)
     chunk_size: int | None = None
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0), compare=False)
-
-    @explain_at
-    def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
-        examples = self._examples(params, inputs)
-        with guard_derivatives(self.density, params, examples):
-            return average_chunks(examples, self.mask, self.chunk_size, partial(self._build_term, params, random))
 
     def read_examples(self, inputs: Any) -> Tensor | None:
         """The data, flat; what is masked counts as the mean of what was observed of its variable."""
@@ -125,24 +167,17 @@ class ScoreMetric(Metric):
             inputs: X, shape (b, N).
             random: The random state at which dropout is replayed, default the state now.
         """
-        examples = self._examples(params, inputs)
+        examples = self._read(params, inputs)
         with guard_derivatives(self.density, params, examples):
             return self._pull_back(params, random, examples)
 
-    def _examples(self, params: Params, inputs: Any) -> Tensor:
+    def _read(self, params: Params, inputs: Any) -> Tensor:
         examples = copy_tensors(check_density(self.density, params, unwrap_examples(inputs)))
         check_continuous(examples)
         if self.langevin is None:
             return examples
         with guard_derivatives(self.density, params, examples):
             return self.langevin.draw(self.density, params, examples, self.generator)
-
-    def _build_term(
-        self, params: Params, random: RandomState | None, examples: Tensor, mask: Tensor | None
-    ) -> Operator:
-        own = replace(self, mask=mask)
-        closed = own._find_closed_form(params, examples)
-        return own._pull_back(params, random, examples) if closed is None else closed
 
     def _pull_back(self, params: Params, random: RandomState | None, examples: Tensor) -> Pullback:
         seed = int(torch.randint(2**62, (), generator=self.generator)) if self.slices else 0
@@ -160,18 +195,73 @@ class ScoreMetric(Metric):
         signs = signs if weights is None else signs * weights.unsqueeze(2)
         return Scores(signs / self.slices**0.5)
 
-    def _find_closed_form(self, params: Params, examples: Tensor) -> LowRankOperator | None:
-        """The root from the density's own Jacobian of the score, where it has one and it is small enough."""
-        size = sum(p.numel() for p in params.values()) * examples.numel()
-        if self.slices is not None or size > LARGEST_ROOT:
-            return None
-        with torch.no_grad():
-            jacobian = self.density.score_jacobian(params, examples)  # (b, N, K)
+    def _find_rows(self, params: Params, examples: Tensor) -> Tensor | None:
+        jacobian = None if self.slices is not None else self.density.score_jacobian(params, examples)  # (b, N, K)
         if jacobian is None:
             return None
         weights = check_mask(self.mask, examples)
-        jacobian = jacobian if weights is None else jacobian * weights.unsqueeze(2)
-        return LowRankOperator(jacobian.flatten(0, 1).mT / len(examples) ** 0.5)
+        return (jacobian if weights is None else jacobian * weights.unsqueeze(2)) / len(examples) ** 0.5
+
+
+@dataclass(frozen=True)
+class Langevin:
+    """x <- x + step grad log p(x) + sqrt(2 step) z, z ~ N(0, I), `steps` times from where it starts.
+
+    Args:
+        steps: Number of moves.
+        step: Step length, in squared units of x.
+        adjusted: Accept or refuse each move (Metropolis; MALA), so that the draws are from p for every step length.
+            False accepts every move, with a bias of order `step`.
+
+    Raises:
+        ValueError: For steps < 1 or step <= 0.
+    """
+
+    steps: int = 20
+    step: float = 0.01
+    adjusted: bool = True
+
+    def __post_init__(self) -> None:
+        check_integer("steps", self.steps)
+        check_positive("step", self.step)
+
+    @torch.no_grad()
+    def draw(self, density: Density, params: Params, start: Tensor, generator: torch.Generator) -> Tensor:
+        """One draw per example of `start`.
+
+        Args:
+            density: log p.
+            params: Its parameters, name -> tensor.
+            start: Where the chains start, shape (b, ...).
+            generator: Source of the noise.
+
+        Returns:
+            Shape (b, ...).
+        """
+        point = {name: p.detach() for name, p in params.items()}
+        x, (here, slope) = start, self._at(density, point, start)
+        for _ in range(self.steps):
+            noise = torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
+            moved = x + self.step * slope + math.sqrt(2 * self.step) * noise
+            there, bent = self._at(density, point, moved)
+            if self.adjusted:
+                # Metropolis and Hastings: log u < log p(y) + log q(x | y) - log p(x) - log q(y | x); a NaN is a refusal
+                gain = there - here + self._log_q(x, moved, bent) - self._log_q(moved, x, slope)
+                drawn = torch.rand(len(x), generator=generator, dtype=x.dtype).to(x.device)
+                accepted = drawn.log() < gain
+                wide = accepted.view(-1, *[1] * (x.dim() - 1))
+                moved, bent = torch.where(wide, moved, x), torch.where(wide, bent, slope)
+                there = torch.where(accepted, there, here)
+            x, here, slope = moved, there, bent
+        return x
+
+    def _at(self, density: Density, params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
+        """log p (b,) and its gradient (b, ...)."""
+        return run_detached(lambda: density.log_p(params, x)), density.scores(params, x).view(x.shape)
+
+    def _log_q(self, to: Tensor, origin: Tensor, slope: Tensor) -> Tensor:
+        """log density (b,) of a move from `origin`, where log p has this slope."""
+        return -(to - origin - self.step * slope).flatten(1).square().sum(1) / (4 * self.step)
 
 
 class Diagonals:
@@ -221,26 +311,3 @@ def pull_back(
     """A form on the rows (R, m) of function(params, *inputs), pulled back to the parameters, as a mean over rows."""
     linearization = Linearization(OutputMap(PureModel(function, inputs, random), lambda rows: rows), params)
     return Pullback(linearization, form(linearization.outputs))
-
-
-def average_chunks(
-    examples: Tensor, mask: Tensor | None, size: int | None, term: Callable[[Tensor, Tensor | None], Operator]
-) -> Operator:
-    """The mean over examples, in one graph or in chunks of them that are rebuilt for every product."""
-    if size is None or size >= len(examples):
-        return term(examples, mask)
-    check_mask(mask, examples)
-    by_example = mask is not None and mask.shape[0] == len(examples) and mask.dim() > 1
-
-    def share(start: int) -> Operator:
-        part = examples[start : start + size]
-        rows = mask[start : start + size] if mask is not None and by_example else mask
-        return Scaled(term(part, rows), len(part) / len(examples))
-
-    return Chunked([partial(share, start) for start in range(0, len(examples), size)])
-
-
-def check_chunks(chunk_size: int | None) -> None:
-    """ValueError unless None or an integer >= 1."""
-    if chunk_size is not None:
-        check_integer("chunk_size", chunk_size, hint=" or None")

@@ -14,9 +14,9 @@ from natgrad.ground.linalg import eigh
 from natgrad.ground.messages import explain_calls
 from natgrad.ground.pure import Model, RandomState
 from natgrad.ground.spaces import Params
-from natgrad.metrics.base import Metric, build_pure_model, check_has_outputs, explain_at, linearise_after
+from natgrad.metrics.base import Metric, check_has_outputs, check_model, explain_at, linearise
 from natgrad.metrics.score import Diagonals
-from natgrad.operators import Linearization, LowRankOperator, Operator, OutputMap, Pullback
+from natgrad.operators import Linearization, LowRankOperator, Operator, Pullback
 
 Kernel = Callable[[Tensor, Tensor], Tensor]
 
@@ -68,8 +68,7 @@ def transport_metric(
         raise TypeError(f"kernel is {kernel!r}, expected natgrad.metrics.RBF(), a function k(x, y), or None")
     basis = check_integer("basis", basis)
     check_positive("regularization", regularization)
-    if not isinstance(model, nn.Module) and not callable(model):
-        raise TypeError(f"model is {type(model).__name__}, expected a torch.nn.Module or a function f(params, z)")
+    check_model(model, "z")
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     return TransportMetric(model, kernel, basis, regularization, generator)
 
@@ -152,16 +151,17 @@ class TransportMetric(Metric):
 
     @explain_at
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
-        pure = build_pure_model(self.model, params, getattr(inputs, "inputs", inputs), random)
-        lines = Linearization(OutputMap(pure, _samples), params, linearise_after(self.model))
+        lines = linearise(self.model, params, getattr(inputs, "inputs", inputs), random, lay_out_samples)
         if self.kernel is None:
             return Pullback(lines, Diagonals(torch.ones_like(lines.outputs)))
         return self._build_kernelised(lines)
 
     def _build_kernelised(self, lines: Linearization) -> LowRankOperator:
-        samples = lines.outputs
-        points, axes = self._basis(samples)
-        count = len(samples)
+        samples, device = lines.outputs, self.generator.device
+        count, d = samples.shape
+        # points among the samples with an axis for each, no pair twice
+        pairs = torch.randperm(count * d, generator=self.generator, device=device)[: self.basis].to(samples.device)
+        points, axes = samples[pairs // d], pairs % d  # (M, d), (M,)
         mixed = self._derivatives(samples)
         slopes = mixed(points, axes, samples)  # C, (M, N, d)
         each = torch.arange(len(points), device=points.device)
@@ -169,16 +169,9 @@ class TransportMetric(Metric):
         flat = slopes.flatten(1).double()  # smooth kernels are nearly dependent: float32 loses what is small
         values, vectors = eigh(self.regularization * (kernel + kernel.mT).double() / 2 + flat @ flat.mT / count)
         cut = len(points) * torch.finfo(values.dtype).eps * values[-1]
-        scale = torch.where(values > cut, values.clamp(min=cut).rsqrt(), torch.zeros_like(values))
+        scale = torch.where(values > cut, values.clamp(min=cut).rsqrt(), 0.0)
         turned = ((vectors * scale).mT @ flat / count).to(slopes.dtype).reshape(-1, *samples.shape)
         return LowRankOperator(torch.stack([lines.vjp(row) for row in turned], dim=1))
-
-    def _basis(self, samples: Tensor) -> tuple[Tensor, Tensor]:
-        """Points (M, d) among the samples and an axis (M,) for each, no pair twice."""
-        count, d = samples.shape
-        device = self.generator.device
-        pairs = torch.randperm(count * d, generator=self.generator, device=device)[: self.basis].to(samples.device)
-        return samples[pairs // d], pairs % d
 
     def _derivatives(self, samples: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         kernel = self.kernel
@@ -188,14 +181,10 @@ class TransportMetric(Metric):
         assert kernel is not None
         both = torch.func.jacrev(torch.func.grad(kernel), argnums=1)  # (d, d): d/dy_i d/dx_j
         table = torch.func.vmap(torch.func.vmap(both, (None, 0)), (0, None))
-
-        def differentiate(points: Tensor, axes: Tensor, x: Tensor) -> Tensor:
-            return table(points, x)[torch.arange(len(points), device=x.device), :, axes]
-
-        return differentiate
+        return lambda points, axes, x: table(points, x)[torch.arange(len(points), device=x.device), :, axes]
 
 
-def _samples(outputs: Any) -> Tensor:
+def lay_out_samples(outputs: Any) -> Tensor:
     """A model's samples as rows (b, d)."""
     check_has_outputs(outputs)
     if not isinstance(outputs, Tensor):
