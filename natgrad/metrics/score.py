@@ -227,16 +227,13 @@ class Langevin:
 
     @torch.no_grad()
     def draw(self, density: Density, params: Params, start: Tensor, generator: torch.Generator) -> Tensor:
-        """One draw per example of `start`.
+        """One draw per example of `start`, shape (b, ...).
 
         Args:
             density: log p.
             params: Its parameters, name -> tensor.
             start: Where the chains start, shape (b, ...).
             generator: Source of the noise.
-
-        Returns:
-            Shape (b, ...).
         """
         point = {name: p.detach() for name, p in params.items()}
         x, (here, slope) = start, self._at(density, point, start)
@@ -278,25 +275,19 @@ class Diagonals:
         return write_choices(self, shape=tuple(self.entries.shape))
 
     def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
-        """d o t, entry by entry.
+        """d o t, entry by entry, shape (R, m).
 
         Args:
             outputs: Shape (R, m).
             tangents: t, shape (R, m).
-
-        Returns:
-            Shape (R, m).
         """
         return self.entries * tangents
 
     def root(self, outputs: Tensor) -> Tensor:
-        """diag(sqrt d).
+        """diag(sqrt d), shape (R, m, m).
 
         Args:
             outputs: Shape (R, m).
-
-        Returns:
-            Shape (R, m, m).
         """
         return torch.diag_embed(self.entries[: len(outputs)].sqrt())
 

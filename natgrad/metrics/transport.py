@@ -99,16 +99,13 @@ class RBF:
         return float(torch.pdist(few).median()) or 1.0 if len(few) > 1 else 1.0
 
     def differentiate_twice(self, points: Tensor, axes: Tensor, samples: Tensor, width: float) -> Tensor:
-        """d/dy_i d/dx_j k(y, x) for every j.
+        """d/dy_i d/dx_j k(y, x) for every j, shape (M, N, d).
 
         Args:
             points: y, shape (M, d).
             axes: The axis i of every point, shape (M,).
             samples: x, shape (N, d).
             width: The bandwidth.
-
-        Returns:
-            Shape (M, N, d).
         """
         gap = points.unsqueeze(1) - samples
         values = (-gap.square().sum(2) / (2 * width**2)).exp() / width**2  # (M, N)

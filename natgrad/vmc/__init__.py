@@ -1,7 +1,7 @@
 """Variational Monte Carlo: ground states of quantum systems by stochastic reconfiguration.
 
-`hamiltonians` and `continuous` have the systems, `networks`, `symmetric` and `antisymmetric` wave functions, `samples`
-and `metropolis` draws from them. `reconfiguration` takes the step, `ground_state` has the whole job.
+`hamiltonians` and `continuous` have the systems, `networks` wave functions, `samples` and `metropolis` draws from them.
+`reconfiguration` takes the step, `ground_state` has the whole job.
 
 Example:
     >>> h, psi = ng.vmc.TransverseIsing(4), ng.LogAmplitude(ng.vmc.RBM(4))
@@ -11,7 +11,6 @@ Example:
 
 from natgrad.ground.messages import find_name
 from natgrad.vmc.amplitude import LogAmplitude, read_amplitude, read_log, read_phase, read_sign
-from natgrad.vmc.antisymmetric import AntisymmetricNet
 from natgrad.vmc.configurations import Bosons, Spins
 from natgrad.vmc.continuous import Harmonic, Molecule, kinetic_energies
 from natgrad.vmc.energy import EnergyEstimate, estimate_energy, extrapolate_variance
@@ -26,7 +25,14 @@ from natgrad.vmc.hamiltonians import (
 )
 from natgrad.vmc.local_energies import local_energies
 from natgrad.vmc.metropolis import Exchange, Flip, Hop, Metropolis, Shift, WidthTuning
-from natgrad.vmc.networks import RBM, AutoregressiveNet, SymmetricNet, chain_translations, square_translations
+from natgrad.vmc.networks import (
+    RBM,
+    AntisymmetricNet,
+    AutoregressiveNet,
+    SymmetricNet,
+    chain_translations,
+    square_translations,
+)
 from natgrad.vmc.reconfiguration import StochasticReconfiguration, stochastic_reconfiguration
 from natgrad.vmc.samples import AncestralSampler, Enumerated, ExactSampler, Sampler, Samples
 

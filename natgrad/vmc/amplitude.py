@@ -9,8 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from natgrad.ground.pure import run_detached
 from natgrad.ground.spaces import split_complex_parameters
 from natgrad.optim import refuse_processes
+
+CHUNK = 2**16
+"""Amplitudes that are computed at a time."""
 
 Head = Callable[[Any], Tensor]
 """What turns a network's outputs into log psi, shape (b,)."""
@@ -122,13 +126,10 @@ class LogAmplitude(nn.Module):
         split_complex_parameters(net)
 
     def forward(self, states: Tensor) -> Tensor:
-        """log psi.
+        """log psi, shape (b,), real or complex.
 
         Args:
             states: Shape (b, ...), as the network takes them.
-
-        Returns:
-            Shape (b,), real or complex.
         """
         outputs = self.net(states)
         value = self.head(outputs)
@@ -154,3 +155,9 @@ class LogAmplitude(nn.Module):
     def device(self) -> torch.device:
         """Where the parameters lie."""
         return next(self.parameters()).device
+
+
+def evaluate(psi: LogAmplitude, states: Tensor, chunk_size: int = CHUNK) -> Tensor:
+    """log psi without a graph, some states at a time."""
+    logs = [run_detached(lambda part=part: psi(part)) for part in states.split(chunk_size)]
+    return torch.cat(logs) if len(logs) > 1 else logs[0]

@@ -72,7 +72,7 @@ class LatticeStates:
         return self._place(digits, dtype or torch.get_default_dtype())
 
     def draw(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-        """States at random: variables alone where nothing is conserved, units on places with room where it is.
+        """Random states (*shape, n): variables alone where nothing is conserved, units on places with room where it is.
 
         All states of spins are equally likely, and all of bosons whose number is free.
 
@@ -80,9 +80,6 @@ class LatticeStates:
             shape: How many.
             generator: Source of the draws; the states lie on its device.
             dtype: Of the states.
-
-        Returns:
-            Shape (*shape, n).
         """
         kind = {"generator": generator, "device": generator.device}
         if self.total is None:
@@ -111,12 +108,20 @@ class LatticeStates:
         Args:
             states: Shape (..., n).
         """
-        if states.shape[-1] != self.count:
-            return torch.zeros(states.shape[:-1], dtype=torch.bool, device=states.device)
-        inside = torch.isin(states, torch.tensor(self.values, device=states.device)).all(-1)
+        inside = self.has_values(states)
         if self.total is None:
             return inside
         return inside & (states.sum(-1) == self.low * self.count + self.step * self.total)
+
+    def has_values(self, states: Tensor) -> Tensor:
+        """True for states (..., n) of n variables with these values, whatever is conserved, shape (...,).
+
+        Args:
+            states: Shape (..., n).
+        """
+        if states.shape[-1] != self.count:
+            return torch.zeros(states.shape[:-1], dtype=torch.bool, device=states.device)
+        return torch.isin(states, torch.tensor(self.values, device=states.device)).all(-1)
 
     def _place(self, digits: Tensor, dtype: torch.dtype) -> Tensor:
         return digits.to(dtype) if self.step == 1 else (self.low + self.step * digits).to(dtype)
@@ -192,8 +197,3 @@ class Bosons(LatticeStates):
 
 
 Configurations = Spins | Bosons
-
-
-def without_sector(space: Configurations) -> Configurations:
-    """The same variables with the same values, and nothing conserved."""
-    return Spins(space.count) if isinstance(space, Spins) else Bosons(space.sites, None, space.most)

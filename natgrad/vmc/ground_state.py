@@ -15,13 +15,13 @@ from natgrad.ground.messages import explain_calls, write_choices
 from natgrad.ground.progress import Callbacks, join_callbacks, run_steps
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.optim import Processes, read_parts, write_parts
-from natgrad.vmc.amplitude import LogAmplitude
-from natgrad.vmc.antisymmetric import AntisymmetricNet
+from natgrad.vmc.amplitude import LogAmplitude, evaluate
 from natgrad.vmc.configurations import Configurations
 from natgrad.vmc.continuous import Harmonic, Molecule
 from natgrad.vmc.energy import EnergyEstimate, estimate_jointly
 from natgrad.vmc.hamiltonians import place_elements
-from natgrad.vmc.local_energies import evaluate, has_connections, read_connections, take_local_energies
+from natgrad.vmc.local_energies import has_connections, read_connections, take_local_energies
+from natgrad.vmc.networks import AntisymmetricNet
 from natgrad.vmc.reconfiguration import StochasticReconfiguration
 from natgrad.vmc.samples import Sampler, Samples
 
@@ -177,7 +177,16 @@ def lowest_energy(hamiltonian: Any, *, space: Configurations | None = None, step
         >>> round(ng.vmc.lowest_energy(ng.vmc.Heisenberg(4)), 10)
         -2.0
     """
-    matrix = write_matrix(hamiltonian, getattr(hamiltonian, "space", None) if space is None else space)
+    over: Any = getattr(hamiltonian, "space", None) if space is None else space
+    if not isinstance(over, Configurations) or not has_connections(hamiltonian):
+        raise TypeError(
+            f"hamiltonian is {type(hamiltonian).__name__} over {over}, expected an ng.vmc.Hamiltonian, or something "
+            "with connected(states) or get_conn_padded(states) and a space: lowest_energy(h, space=ng.vmc.Spins(6))"
+        )
+    states = over.all_states(torch.float64)
+    others, values = read_connections(hamiltonian, states)
+    values = values.to(torch.promote_types(values.dtype, torch.float64))
+    matrix = place_elements(hamiltonian, over, states, others, values)
     check_hermitian(hamiltonian, matrix)
     size = matrix.shape[0]
     vector = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(matrix.dtype)
@@ -206,19 +215,6 @@ def lowest_energy(hamiltonian: Any, *, space: Configurations | None = None, step
     return estimate
 
 
-def write_matrix(hamiltonian: Any, space: Any) -> Tensor:
-    """H over all states of a space, sparse, in double precision. TypeError for what is no lattice Hamiltonian."""
-    if not isinstance(space, Configurations) or not has_connections(hamiltonian):
-        raise TypeError(
-            f"hamiltonian is {type(hamiltonian).__name__} over {space}, expected an ng.vmc.Hamiltonian, or something "
-            "with connected(states) or get_conn_padded(states) and a space: lowest_energy(h, space=ng.vmc.Spins(6))"
-        )
-    states = space.all_states(torch.float64)
-    others, values = read_connections(hamiltonian, states)
-    values = values.to(torch.promote_types(values.dtype, torch.float64))
-    return place_elements(hamiltonian, space, states, others, values)
-
-
 def check_hermitian(hamiltonian: Any, matrix: Tensor) -> None:
     """ValueError unless <u|H v> = <H u|v> for two vectors at random: Lanczos believes it."""
     generator = torch.Generator().manual_seed(1)
@@ -233,7 +229,10 @@ def check_hermitian(hamiltonian: Any, matrix: Tensor) -> None:
 
 
 def check_spaces(hamiltonian: Any, sampler: Sampler, psi: LogAmplitude) -> None:
-    """ValueError unless Hamiltonian, sampler and psi are over the same states, as far as they say which."""
+    """ValueError unless Hamiltonian, sampler and psi are over the same states, as far as they say which.
+
+    The network is tried on two of them.
+    """
     own, drawn = (getattr(part, "space", None) for part in (hamiltonian, sampler))
     own = hamiltonian if own is None and callable(getattr(hamiltonian, "draw", None)) else own
     lattice = [isinstance(space, Configurations) for space in (own, drawn)]
@@ -252,16 +251,12 @@ def check_spaces(hamiltonian: Any, sampler: Sampler, psi: LogAmplitude) -> None:
     for net in psi.net.modules():
         if isinstance(net, AntisymmetricNet) and isinstance(own, Molecule) and not net.molecule.equals(own):
             raise ValueError(f"psi is of {net.molecule} and hamiltonian is {own}: take a network of the hamiltonian")
-    check_network(psi, own if hasattr(own, "draw") else drawn)
-
-
-def check_network(psi: LogAmplitude, space: Any) -> None:
-    """ValueError if the network does not take a state of the space."""
+    space: Any = own if hasattr(own, "draw") else drawn
     if space is None or not callable(getattr(space, "draw", None)):
         return
     states = space.draw((2,), torch.Generator().manual_seed(0), psi.dtype).to(psi.device)
     try:
-        evaluate(psi, states, 2)
+        evaluate(psi, states)
     except (RuntimeError, IndexError) as error:
         raise ValueError(
             f"psi's network does not take the states of {space}, {tuple(states.shape)} of {states.dtype}: {error}"

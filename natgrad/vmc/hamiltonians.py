@@ -74,34 +74,25 @@ class Hamiltonian(Explained):
 
     @abstractmethod
     def diagonal(self, states: Tensor) -> Tensor:
-        """<s|H|s>.
+        """<s|H|s>, shape (b,).
 
         Args:
             states: s, shape (b, n).
-
-        Returns:
-            Shape (b,).
         """
 
     @abstractmethod
     def moves(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """The other states s' with their <s|H|s'>. An element of zero fills places.
+        """The other states s' (b, k, n) with their <s|H|s'> (b, k). An element of zero fills places.
 
         Args:
             states: s, shape (b, n).
-
-        Returns:
-            s' (b, k, n) and the elements (b, k).
         """
 
     def connected(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """All states s' with <s|H|s'>, s itself first.
+        """All states s' (b, k, n) with their <s|H|s'> (b, k), s itself first.
 
         Args:
             states: s, shape (b, n).
-
-        Returns:
-            s' (b, k, n) and the elements (b, k).
         """
         others, values = self.moves(states)
         here = self.diagonal(states).unsqueeze(1)
@@ -145,7 +136,15 @@ class EdgeHamiltonian(Hamiltonian):
     def _settle(self, name: str, count: int, coupling: Any) -> None:
         """Read and check the edges, and that the coupling is one number or one per edge."""
         check_integer(name, count)
-        object.__setattr__(self, "edges", read_edges(self.edges))
+        if self.edges is not None:
+            try:
+                pairs = [(operator.index(a), operator.index(b)) for a, b in self.edges]
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"edges is {self.edges!r}, expected pairs of sites numbered from 0, [(0, 1), (1, 2)]; of a "
+                    "networkx graph with other names: networkx.convert_node_labels_to_integers(graph).edges"
+                ) from error
+            object.__setattr__(self, "edges", pairs)
         edges = self.edges_or_chain
         for pair in edges:
             if not all(0 <= site < count for site in pair) or pair[0] == pair[1]:
@@ -309,16 +308,3 @@ def as_weights(coupling: float | Sequence[float], like: Tensor) -> Tensor:
 def choose_kind(states: Tensor) -> torch.dtype:
     """The dtype of matrix elements: that of the states, or double precision where these are integers."""
     return states.dtype if states.is_floating_point() else torch.float64
-
-
-def read_edges(edges: Any) -> list[tuple[int, int]] | None:
-    """Pairs of numbers from a list, a tensor or an array (edges, 2), or networkx's `graph.edges`; None from None."""
-    if edges is None:
-        return None
-    try:
-        return [(operator.index(a), operator.index(b)) for a, b in edges]
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"edges is {edges!r}, expected pairs of sites numbered from 0, [(0, 1), (1, 2)]; of a networkx graph with "
-            "other names: networkx.convert_node_labels_to_integers(graph).edges"
-        ) from error

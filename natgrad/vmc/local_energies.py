@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.pure import run_detached
-from natgrad.vmc.amplitude import LogAmplitude
-from natgrad.vmc.configurations import Configurations, without_sector
+from natgrad.vmc.amplitude import CHUNK, LogAmplitude, evaluate
+from natgrad.vmc.configurations import Configurations
 from natgrad.vmc.hamiltonians import Hamiltonian, choose_kind
 
 
-def local_energies(psi: LogAmplitude, hamiltonian: Any, states: Any, *, chunk_size: int = 2**16) -> Tensor:
+def local_energies(psi: LogAmplitude, hamiltonian: Any, states: Any, *, chunk_size: int = CHUNK) -> Tensor:
     """e(s) = sum_s' <s|H|s'> psi(s') / psi(s).
 
     Args:
@@ -41,7 +41,7 @@ def local_energies(psi: LogAmplitude, hamiltonian: Any, states: Any, *, chunk_si
 
 
 def take_local_energies(
-    psi: LogAmplitude, hamiltonian: Any, states: Any, chunk_size: int = 2**16, *, space: Configurations | None = None
+    psi: LogAmplitude, hamiltonian: Any, states: Any, chunk_size: int = CHUNK, *, space: Configurations | None = None
 ) -> Tensor:
     """`local_energies`; ValueError where H leads out of the states that a sampler has, `space`."""
     states = read_states(psi, states)
@@ -54,7 +54,12 @@ def take_local_energies(
             energies = hamiltonian.local_energies(psi, flat)
         elif own or has_connections(hamiltonian):
             others, values = hamiltonian.moves(flat) if own else read_connections(hamiltonian, flat)
-            check_stays(hamiltonian, space, others, values)
+            if space is not None and not bool((space.contains(others) | (values == 0)).all()):
+                raise ValueError(
+                    f"hamiltonian leads out of {space}, the sampler's states: {hamiltonian} does not conserve what "
+                    "these do, and without the other states the energy is that of no wave function; take a sampler "
+                    "over all states that it connects"
+                )
             energies = sum_ratios(psi, flat, others, values, chunk_size)
             energies = hamiltonian.diagonal(flat) + energies if own else energies
         else:
@@ -69,23 +74,12 @@ def take_local_energies(
 def check_variables(hamiltonian: Any, states: Tensor) -> None:
     """ValueError unless states (b, n) have the variables of a lattice Hamiltonian, with their values."""
     space = getattr(hamiltonian, "space", None)
-    if isinstance(space, Configurations) and not bool(without_sector(space).contains(states).all()):
+    if isinstance(space, Configurations) and not bool(space.has_values(states).all()):
         came = f"{states.shape[-1]} variables" if states.shape[-1] != space.count else "other values"
         raise ValueError(
             f"states have {came}, expected {space.count} variables with the values {list(space.values)}, those of "
             f"hamiltonian.space, {space}: take a sampler and a network over hamiltonian.space"
         )
-
-
-def check_stays(hamiltonian: Any, space: Configurations | None, others: Tensor, values: Tensor) -> None:
-    """ValueError if H leads from samples to a state (b, k, n) that the sampler never draws; its elements (b, k)."""
-    if space is None or bool((space.contains(others) | (values == 0)).all()):
-        return
-    raise ValueError(
-        f"hamiltonian leads out of {space}, the sampler's states: {hamiltonian} does not conserve what these do, and "
-        "without the other states the energy is that of no wave function; take a sampler over all states that it "
-        "connects"
-    )
 
 
 def sum_ratios(psi: LogAmplitude, states: Tensor, others: Tensor, values: Tensor, chunk_size: int) -> Tensor:
@@ -103,12 +97,6 @@ def sum_ratios(psi: LogAmplitude, states: Tensor, others: Tensor, values: Tensor
     return torch.zeros(len(states), dtype=kind, device=states.device).index_add(0, rows, terms)
 
 
-def evaluate(psi: LogAmplitude, states: Tensor, chunk_size: int) -> Tensor:
-    """log psi without a graph, some states at a time."""
-    logs = [run_detached(lambda part=part: psi(part)) for part in states.split(chunk_size)]
-    return torch.cat(logs) if len(logs) > 1 else logs[0]
-
-
 def has_connections(hamiltonian: Any) -> bool:
     """True for what `read_connections` reads."""
     return hasattr(hamiltonian, "connected") or hasattr(hamiltonian, "get_conn_padded")
@@ -118,25 +106,19 @@ def read_connections(operator: Any, states: Tensor) -> tuple[Tensor, Tensor]:
     """States and elements of a Hamiltonian that is not ours: as tensors, or as NetKet's operators give them."""
     if hasattr(operator, "connected"):
         others, values = operator.connected(states)
-        check_connections(operator, others, values, states)
+        b, n = states.shape
+        fits = isinstance(others, Tensor) and isinstance(values, Tensor) and others.dim() == 3
+        if not fits or others.shape != (b, others.shape[1], n) or values.shape != others.shape[:2]:
+            came = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in (others, values)]
+            raise ValueError(
+                f"{type(operator).__name__}.connected(states) returned {came[0]} and {came[1]} for states {(b, n)}, "
+                f"expected tensors: the connected states ({b}, k, {n}) and their elements ({b}, k), padded with zeros"
+            )
         return others, values
-    others, values = operator.get_conn_padded(states.cpu().numpy())
-    others, values = (torch.as_tensor(as_array(part)).to(states.device) for part in (others, values))
+    pair = operator.get_conn_padded(states.cpu().numpy())
+    others, values = (torch.as_tensor(as_array(part)).to(states.device) for part in pair)
     kind = choose_kind(states)
-    kind = torch.promote_types(kind, values.dtype) if values.is_complex() else kind
-    return others.to(states.dtype), values.to(kind)
-
-
-def check_connections(operator: Any, others: Any, values: Any, states: Tensor) -> None:
-    """ValueError unless these are states (b, k, n) and their elements (b, k)."""
-    came = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in (others, values)]
-    b, n = states.shape
-    fits = isinstance(others, Tensor) and isinstance(values, Tensor) and others.dim() == 3
-    if not fits or others.shape != (b, others.shape[1], n) or values.shape != others.shape[:2]:
-        raise ValueError(
-            f"{type(operator).__name__}.connected(states) returned {came[0]} and {came[1]} for states {(b, n)}, "
-            f"expected tensors: the connected states ({b}, k, {n}) and their elements ({b}, k), padded with zeros"
-        )
+    return others.to(states.dtype), values.to(torch.promote_types(kind, values.dtype) if values.is_complex() else kind)
 
 
 def read_states(psi: LogAmplitude, states: Any) -> Tensor:

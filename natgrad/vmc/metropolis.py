@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.checks import Group, check_integer, check_positive, check_range, read_groups
-from natgrad.vmc.amplitude import LogAmplitude
+from natgrad.vmc.amplitude import LogAmplitude, evaluate
 from natgrad.vmc.configurations import Bosons, Configurations, Spins
 from natgrad.vmc.continuous import Harmonic, Molecule
-from natgrad.vmc.local_energies import evaluate
-from natgrad.vmc.samples import CHUNK, Sampler, Samples
+from natgrad.vmc.samples import Sampler, Samples
 
 
 class WalkerSpace(Protocol):
@@ -39,15 +38,12 @@ class MarkovMove(Protocol):
     """Whether it has a width that is tuned to the acceptance."""
 
     def propose(self, states: Tensor, generator: torch.Generator, width: float) -> Tensor:
-        """One proposal per state; the state itself where a proposal leads nowhere.
+        """One proposal per state, shape (chains, n); the state itself where a proposal leads nowhere.
 
         Args:
             states: Shape (chains, n).
             generator: Source of the draws.
             width: Standard deviation of the steps, where the move is tuned.
-
-        Returns:
-            Shape (chains, n).
         """
         ...
 
@@ -274,7 +270,7 @@ class Metropolis(Sampler):
     def _run(self, psi: LogAmplitude, length: int) -> Tensor:
         """`length` states of every chain, (chains, length, n), a sweep apart. The width is tuned afterwards."""
         assert self.states is not None
-        log, visited, count = evaluate(psi, self.states, CHUNK).real, list[Tensor](), list[Tensor]()
+        log, visited, count = evaluate(psi, self.states).real, list[Tensor](), list[Tensor]()
         for _ in range(length):
             for _ in range(self.sweep):
                 log, moved = self._move(psi, log)
@@ -289,7 +285,7 @@ class Metropolis(Sampler):
         """One proposal per chain: log |psi| afterwards, and which chains moved."""
         assert self.states is not None
         proposed = self.move.propose(self.states.clone(), self.generator, self.width)  # a move may change what it gets
-        fresh = evaluate(psi, proposed, CHUNK).real
+        fresh = evaluate(psi, proposed).real
         chance = torch.rand(self.chains, generator=self.generator, dtype=torch.float64).to(log.device)
         # a start at psi = 0 goes anywhere with psi, and a NaN, as log 0 - log 0 is one, is less than nothing
         taken = chance.log_() < 2 * (fresh.double() - log.double())

@@ -20,7 +20,7 @@ from natgrad.metrics import GeometricTensor, geometric_tensor, lay_out_amplitude
 from natgrad.operators import Centred, Operator, Pullback
 from natgrad.optim import LinearSystem, NaturalGradient, Processes, Solved, State, SystemEvidence, join_operator
 from natgrad.rules import Constant, Damping, Rule, TrustRegion
-from natgrad.solvers import Auto, Solution, Solver, Spring
+from natgrad.solvers import Auto, Solver, Spring
 from natgrad.structures import Dense, Exact, Structure
 from natgrad.vmc.amplitude import LogAmplitude
 from natgrad.vmc.energy import EnergyEstimate, estimate_jointly, gather_numbers
@@ -39,26 +39,17 @@ class MeasuredSystem:
         self.operator, self.memory = blocks.operator, blocks.memory
 
     def solve(self, level: float, guess: Tensor | None) -> Solved:
-        """The solution with the damping's number at `level`, from a guess (n,)."""
+        """a x with the a that minimises 1/2 a^2 x^T (S + damping I) x - a x^T (g + damping x_0): one product with S."""
         solved = self.blocks.solve(level, guess)
-        solution = measure_length(self.metric, self.gradient, solved.solution, solved.damping, guess)
+        solution, damping, value = solved.solution, solved.damping, solved.solution.value
+        image = self.metric.mv(value) + damping * value
+        pulled = self.gradient if guess is None else self.gradient + damping * guess
+        form = value @ image
+        length = torch.where(form > 0, (value @ pulled) / form, 1.0).clamp(min=0)
+        value, image = length * value, length * image
+        known = {"residual": measure_norm(self.gradient - image), "steps": solution.steps + 1}
+        solution = replace(solution, value=value, image=image, basis=None, iterates=(), **known)
         return replace(solved, solution=solution)
-
-
-def measure_length(
-    operator: Operator, rhs: Tensor, solution: Solution, damping: float | Tensor, guess: Tensor | None
-) -> Solution:
-    """a x with the a that minimises 1/2 a^2 x^T (S + damping I) x - a x^T (b + damping x_0): one product with S."""
-    value = solution.value
-    image = operator.mv(value) + damping * value
-    pulled = rhs if guess is None else rhs + damping * guess
-    form = value @ image
-    length = torch.where(form > 0, (value @ pulled) / form, 1.0).clamp(min=0)
-    value, image = length * value, length * image
-    residual = measure_norm(rhs - image)
-    return replace(
-        solution, value=value, image=image, residual=residual, steps=solution.steps + 1, basis=None, iterates=()
-    )
 
 
 @explain_calls
@@ -121,7 +112,15 @@ def stochastic_reconfiguration(
         damping = Constant(damping, per="loss")
     if momentum and damping.per_block:
         raise ValueError(f"damping is {damping}, expected one number for the whole of S: SPRING's momentum uses it")
-    check_needs_no_loss(damping, rule)
+    for name, chosen, other, needs in (
+        ("damping", damping, "a number or ng.Relative(1e-3)", damping.needs_ratio),
+        ("rule", rule, "ng.TrustRegion(radius) or ng.Rate()", rule is not None and rule.needs_loss),
+    ):
+        if needs:
+            raise ValueError(
+                f"{name} is {chosen}, which compares the loss at several points, and the samples of a step belong to "
+                f"one psi: take {other}"
+            )
     inner = solver or Auto()
     centred = structure is None or isinstance(structure, (Exact, Dense))
     optimizer = NaturalGradient(
@@ -264,24 +263,13 @@ class StochasticReconfiguration:
         return opt.evidence(params, gradient, system, examples=lambda: len(states))
 
 
-def check_needs_no_loss(damping: Damping, rule: Rule | None) -> None:
-    """ValueError for a damping or a rule that compares the loss before and after a step."""
-    for name, chosen, other, needs in (
-        ("damping", damping, "a number or ng.Relative(1e-3)", damping.needs_ratio),
-        ("rule", rule, "ng.TrustRegion(radius) or ng.Rate()", rule is not None and rule.needs_loss),
-    ):
-        if needs:
-            raise ValueError(
-                f"{name} is {chosen}, which compares the loss at several points, and the samples of a step belong to "
-                f"one psi: take {other}"
-            )
-
-
 def find_gaps(local_energies: Tensor, weights: Tensor | None, clip: float | None) -> Tensor:
     """w (e - E e), so that F = Re E[O* (e - E e)] is the sum of their pullbacks on the rows of log psi."""
     values = lay_out_amplitudes(local_energies)
-    if clip is not None:
-        values = clip_outliers(values, clip)
+    if clip is not None:  # to so many mean absolute deviations from the column's median, as in the code of Pfau et al.
+        centre = values.median(dim=0).values
+        reach = clip * (values - centre).abs().mean(0)
+        values = values.clamp(centre - reach, centre + reach)
     shares = torch.full_like(values[:, 0], 1 / len(values)) if weights is None else weights.to(values)
     shares = (shares / shares.sum()).unsqueeze(1)
     return shares * (values - (shares * values).sum(0))
@@ -301,13 +289,6 @@ def fit_columns(gaps: Tensor, rows: Tensor) -> Tensor:
     if gaps.shape[1] < rows.shape[1]:  # real energies of a complex psi
         gaps = torch.cat([gaps, torch.zeros_like(gaps)], dim=1)
     return gaps[:, : rows.shape[1]]
-
-
-def clip_outliers(values: Tensor, width: float) -> Tensor:
-    """Numbers (b, m) within `width` mean absolute deviations of their column's median, as in the code of Pfau et al."""
-    centre = values.median(dim=0).values
-    reach = width * (values - centre).abs().mean(0)
-    return values.clamp(centre - reach, centre + reach)
 
 
 def check_samples(states: Tensor, local_energies: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,11 +12,9 @@ from torch import Tensor
 from natgrad.ground.checks import check_integer
 from natgrad.ground.messages import Explained, write_choices
 from natgrad.ground.states import Stateful
-from natgrad.vmc.amplitude import LogAmplitude
+from natgrad.vmc.amplitude import LogAmplitude, evaluate
 from natgrad.vmc.configurations import Configurations
-from natgrad.vmc.local_energies import evaluate
 
-CHUNK = 2**16
 SHOWN = ("space", "samples", "chains", "sweep", "burn_in", "move", "width")
 
 
@@ -90,7 +88,7 @@ class Enumerated(Sampler):
     def draw(self, psi: LogAmplitude) -> Samples:
         if self.states is None or (self.states.dtype, self.states.device) != (psi.dtype, psi.device):
             self.states = self.space.all_states(psi.dtype, psi.device)
-        logs = evaluate(psi, self.states, CHUNK).real
+        logs = evaluate(psi, self.states).real
         nodes = logs == -torch.inf
         states, logs = (self.states[~nodes], logs[~nodes]) if bool(nodes.any()) else (self.states, logs)
         if not len(states):
