@@ -46,13 +46,10 @@ class HardConstraint(nn.Module):
         return ", ".join(f"{name}={show_choice(function)}" for name, function in known.items() if function is not None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """u at points.
+        """u at points, shape (b, m), or (m,).
 
         Args:
             x: Shape (b, d), or one point (d,).
-
-        Returns:
-            Shape (b, m), or (m,).
 
         Raises:
             ValueError: If the distance is not one number per point.
@@ -100,13 +97,10 @@ class Periodic(nn.Module):
         return f"periods={self.periods}, harmonics={self.harmonics}"
 
     def forward(self, x: Tensor) -> Tensor:
-        """The features of points.
+        """The features of points, shape (b, features).
 
         Args:
             x: Shape (b, d).
-
-        Returns:
-            Shape (b, features).
         """
         if self.periods and max(self.periods) >= x.shape[-1]:
             raise ValueError(f"periods names coordinate {max(self.periods)}, and the points have {x.shape[-1]}")

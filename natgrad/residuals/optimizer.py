@@ -16,15 +16,8 @@ from natgrad.ground.messages import Columns, explain_calls
 from natgrad.ground.progress import Callbacks, join_callbacks, run_steps
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.optim import NaturalGradient, Objective, Solved, State, SystemEvidence
-from natgrad.residuals.stacked_rows import RowsOperator, ScalableRows
-from natgrad.residuals.system import (
-    LinearisedTerms,
-    ResidualMetric,
-    System,
-    check_derivatives,
-    check_points,
-)
-from natgrad.rules import Damping
+from natgrad.residuals.stacked_rows import RowsOperator
+from natgrad.residuals.system import LinearisedTerms, ResidualMetric, System, check_derivatives, check_points
 from natgrad.solvers import RowSolver, Solution, Solver
 
 
@@ -33,8 +26,8 @@ class DampedSystem:
 
     def __init__(self, solver: Solver, operator: RowsOperator, units: Tensor | None, level: float) -> None:
         self.solver, self.level = solver, level
-        self.scale = None if units is None else units.rsqrt()
-        self.operator = operator if self.scale is None else RowsOperator(operator.rows.rescale(self.scale))
+        self.scale: Tensor | float = 1.0 if units is None else units.rsqrt()
+        self.operator = RowsOperator(operator.rows.rescale(self.scale)) if isinstance(self.scale, Tensor) else operator
         # a solver may keep its factors for several right-hand sides
         self.factorised = solver.factorise(self.operator, level) if isinstance(solver, RowSolver) else None
 
@@ -50,7 +43,7 @@ class DampedSystem:
         """
         if before is None or not bool(before.any()):
             return self._restore(self._solve(weights))
-        start, rows = before if self.scale is None else before / self.scale, self.operator.rows
+        start, rows = before / self.scale, self.operator.rows
         seen = rows.rmv(start)
         rest = self._solve(weights - seen)
         image = rest.image + rows.mv(seen) + self.level * start
@@ -62,10 +55,9 @@ class DampedSystem:
         bend: r'', the second derivative of the residuals along x, (r,).
         """
         more = self._solve(bend).value if self.factorised is None else self.factorised.find_value(bend)
-        length = solution.value if self.scale is None else solution.value / self.scale
-        if not bool(more.norm() <= limit * length.norm()):  # False for a NaN
+        if not bool(more.norm() <= limit * (solution.value / self.scale).norm()):  # False for a NaN
             return solution
-        return replace(solution, bend=more / 2 if self.scale is None else more * self.scale / 2)
+        return replace(solution, bend=more * self.scale / 2)
 
     def _solve(self, weights: Tensor) -> Solution:
         if self.factorised is not None:
@@ -74,7 +66,7 @@ class DampedSystem:
 
     def _restore(self, solution: Solution) -> Solution:
         """x from S^-1 x."""
-        if self.scale is None:
+        if not isinstance(self.scale, Tensor):
             return solution
         value, image = solution.value * self.scale, solution.image / self.scale
         return replace(solution, value=value, image=image, basis=None, iterates=())
@@ -256,13 +248,10 @@ class ResidualOptimizer(NaturalGradient):
         return points
 
     def evaluate(self, /, **points: Any) -> dict[str, Tensor]:
-        """The residuals of the terms, without a step.
+        """The residuals of the terms by name, shape (b, m) each, without a step.
 
         Args:
             **points: As for `step`, of the terms that are wanted.
-
-        Returns:
-            Name -> residuals, shape (b, m).
         """
         params = self._find_trained()
         checked = check_points(self.system, points, params, "evaluate")
@@ -283,8 +272,7 @@ class ResidualOptimizer(NaturalGradient):
         objective = ResidualObjective(self.system, now, params)
 
         def system(state: State) -> ResidualSystem:
-            chosen = (self.solver, self.damping, self.acceleration, self.scaling)
-            return ResidualSystem(*chosen, objective, state.gather(objective.space).get("units"))
+            return ResidualSystem(self, objective, state.gather(objective.space).get("units"))
 
         return self.evidence(params, gradient, system, objective=objective, attempts=ATTEMPTS)
 
@@ -292,20 +280,16 @@ class ResidualOptimizer(NaturalGradient):
 class ResidualSystem:
     """(G + level D) x = g + level D x_0, with the acceleration of its solution."""
 
-    def __init__(
-        self,
-        solver: Solver,
-        damping: Damping,
-        acceleration: bool,
-        scaling: bool,
-        there: ResidualObjective,
-        largest: Tensor | None,
-    ) -> None:
-        self.solver, self.damping, self.acceleration, self.there = solver, damping, acceleration, there
+    def __init__(self, optimizer: ResidualOptimizer, there: ResidualObjective, largest: Tensor | None) -> None:
+        self.optimizer, self.there = optimizer, there
         self.operator, self.memory = there.now.operator, dict[str, Any]()
         self.largest = self.units = None  # the largest diagonal of G so far, and D
-        if scaling:
-            diagonal = measure_units(self.operator.rows)
+        if optimizer.scaling:
+            rows, space = self.operator.rows, there.space
+            diagonal = rows.squares()
+            if not rows.is_written:  # a root that is not written out has one factor for a parameter: the mean
+                named = space.unflatten(diagonal)
+                diagonal = space.flatten({name: part.mean().expand(part.shape) for name, part in named.items()})
             self.largest = diagonal if largest is None else torch.maximum(diagonal, largest)
             mean = self.largest.mean()
             self.units = self.largest + torch.where(mean > 0, IDLE * mean, 1.0)
@@ -313,24 +297,21 @@ class ResidualSystem:
 
     def solve(self, level: float, guess: Tensor | None) -> Solved:
         """The solution with the damping's number at `level`, from a guess (n,)."""
-        level = self.damping.amount(level, self.operator)
+        level = self.optimizer.damping.amount(level, self.operator)
         if self._damped is None:
-            self._damped = DampedSystem(self.solver, self.operator, self.units, level)
+            self._damped = DampedSystem(self.optimizer.solver, self.operator, self.units, level)
         else:
             self._damped.change_damping(level)
         solution = self._damped.solve(self.there.now.residuals, guess)
-        if self.acceleration:
-            solution = self._accelerate(self._damped, solution)
+        if self.optimizer.acceleration:  # with half that of the geodesic through the step (Transtrum & Sethna 2012)
+            now, space = self.there.now, self.there.space
+            moved = space.unflatten(space.flatten(self.there.params) - PROBE * solution.value)
+            slope = -now.operator.rows.rmv(solution.value)
+            bend = (2 / PROBE) * ((self.there.system.residuals(moved, now) - now.residuals) / PROBE - slope)
+            if bool(torch.isfinite(bend).all()):
+                solution = self._damped.accelerate(solution, bend, BEND)
         kept = {} if self.largest is None else {"units": self.largest}
         return Solved(solution, level if self.units is None else level * self.units, kept=kept)
-
-    def _accelerate(self, system: DampedSystem, solution: Solution) -> Solution:
-        """The step with half the acceleration of the geodesic through it (Transtrum & Sethna 2012)."""
-        now, space = self.there.now, self.there.space
-        moved = space.unflatten(space.flatten(self.there.params) - PROBE * solution.value)
-        slope = -now.operator.rows.rmv(solution.value)
-        bend = (2 / PROBE) * ((self.there.residuals(moved) - now.residuals) / PROBE - slope)
-        return system.accelerate(solution, bend, BEND) if bool(torch.isfinite(bend).all()) else solution
 
 
 class ResidualObjective(Objective):
@@ -340,14 +321,10 @@ class ResidualObjective(Objective):
         super().__init__(params, now.operator.rows.space, float(now.loss))
         self.system, self.now = system, now
 
-    def residuals(self, params: dict[str, Tensor]) -> Tensor:
-        """Of all terms at other parameters, (r,), with this step's weights of points."""
-        return self.system.residuals(params, self.now)
-
     def _evaluate(self, step: dict[str, Tensor]) -> float:
         if not any(bool(part.any()) for part in step.values()):
             return self.before
-        return float(self.residuals(self._move(step)).square().sum() / 2)
+        return float(self.system.residuals(self._move(step), self.now).square().sum() / 2)
 
     def _differentiate(self, step: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
         there = self.system.linearise(self._move(step), self.now.points)
@@ -355,12 +332,3 @@ class ResidualObjective(Objective):
 
     def _move(self, step: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: p.detach() + step[name] for name, p in self.params.items()}
-
-
-def measure_units(rows: ScalableRows) -> Tensor:
-    """The diagonal of G; of a G whose root is not written out, its mean over each parameter."""
-    diagonal = rows.squares()
-    if rows.is_written:
-        return diagonal
-    means = {name: part.mean().expand(part.shape) for name, part in rows.space.unflatten(diagonal).items()}
-    return rows.space.flatten(means)

@@ -97,6 +97,9 @@ def residuals(
     """
     model, unknowns = read_unknowns(net)
     system = read_terms(terms, unknowns, weights, point_weights)
+    if damping is None:  # with a floor at 1e-12, or at the round-off of the parameters
+        floor = max(1e-12, max(torch.finfo(p.dtype).eps for p in trainable(model).values()) * 8)
+        damping = LevenbergMarquardt(1e-3, raise_by=3.0, lower_by=1 / 3, floor=floor, per="loss")
     return ResidualOptimizer(
         model,
         system,
@@ -104,7 +107,7 @@ def residuals(
         acceleration,
         scaling,
         momentum,
-        damping=default_damping(model) if damping is None else damping,
+        damping=damping,
         solver=LeastSquares() if solver is None else solver,
         rule=LineSearch(backtracks=1, sufficient=0.0) if rule is None else rule,
         weight_decay=weight_decay,
@@ -112,12 +115,6 @@ def residuals(
         group=group,
         on_trouble=on_trouble,
     )
-
-
-def default_damping(model: nn.Module) -> LevenbergMarquardt:
-    """Levenberg-Marquardt's with a floor at 1e-12, or at the round-off of the parameters."""
-    least = max(1e-12, max(torch.finfo(p.dtype).eps for p in trainable(model).values()) * 8)
-    return LevenbergMarquardt(1e-3, raise_by=3.0, lower_by=1 / 3, floor=least, per="loss")
 
 
 # What is solved for: networks and physical coefficients, under names
@@ -142,7 +139,9 @@ def read_unknowns(given: Any) -> tuple[nn.Module, Mapping[str, nn.Module | nn.Pa
     parts = dict(given.items())
     if not parts:
         raise ValueError("net is empty, expected at least one torch.nn.Module")
-    dtype = find_dtype(parts)
+    networks_first = sorted(parts.values(), key=lambda part: not isinstance(part, nn.Module))
+    dtypes = (p.dtype.to_real() for part in networks_first for p in list_parameters(part))
+    dtype = next(dtypes, torch.get_default_dtype())  # of the first network, or coefficient where there is none
     for name, part in parts.items():
         check_unknown(name, part, dtype)
     for part in parts.values():
@@ -152,13 +151,6 @@ def read_unknowns(given: Any) -> tuple[nn.Module, Mapping[str, nn.Module | nn.Pa
     for name, part in parts.items():
         setattr(model, name, part)
     return model, parts
-
-
-def find_dtype(parts: Mapping[Any, Any]) -> torch.dtype:
-    """The precision of the first network; of the first coefficient where there is none."""
-    networks_first = sorted(parts.values(), key=lambda part: not isinstance(part, nn.Module))
-    dtypes = (p.dtype.to_real() for part in networks_first for p in list_parameters(part))
-    return next(dtypes, torch.get_default_dtype())
 
 
 def list_parameters(part: Any) -> list[nn.Parameter]:

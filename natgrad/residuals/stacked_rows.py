@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
-from typing import Any, ClassVar, Protocol, cast
+from itertools import chain, product
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -108,30 +108,7 @@ def outer_rows(rows: LayerRows) -> Tensor:
     return total
 
 
-class ScalableRows(SampleRows, Protocol):
-    """U of named residuals, on one process or on several."""
-
-    space: Space
-
-    @property
-    def is_written(self) -> bool:
-        """Whether U is held as a matrix, on each process its columns."""
-        ...
-
-    def rescale(self, scale: Tensor) -> ScalableRows:
-        """diag(scale) U, scale (n,)."""
-        ...
-
-    def squares(self) -> Tensor:
-        """Diagonal of U U^T, shape (n,)."""
-        ...
-
-    def moment(self) -> Tensor:
-        """U U^T, shape (n, n)."""
-        ...
-
-
-class StackedRows(ScalableRows):
+class StackedRows(SampleRows):
     """diag(scale) U (n, r): one column per residual, term after term, in each component by component.
 
     Where U is not written out, `scale` (n,) is the same for all entries of a parameter. `columns`: how many those of
@@ -149,6 +126,7 @@ class StackedRows(ScalableRows):
         self.columns = self.rank if columns is None else columns
 
     def rescale(self, scale: Tensor) -> StackedRows:
+        """diag(scale) U, scale (n,)."""
         scaled = StackedRows(self.space, self.terms, scale, self.columns)
         if self.is_written:
             scaled.matrix = self.matrix * scale
@@ -156,6 +134,7 @@ class StackedRows(ScalableRows):
 
     @property
     def is_written(self) -> bool:
+        """Whether U is held as a matrix, on each process its columns."""
         return self.columns * self.space.size <= self.WRITTEN
 
     @cached_property
@@ -184,6 +163,7 @@ class StackedRows(ScalableRows):
         return self.matrix.mT
 
     def squares(self) -> Tensor:
+        """Diagonal of U U^T, shape (n,)."""
         if self.is_written:
             parts = self.matrix.split(max(1, CACHED // self.space.size))
             return torch.stack([part.square().sum(0) for part in parts]).sum(0)
@@ -193,6 +173,7 @@ class StackedRows(ScalableRows):
         return total if self.scale is None else total * self.scale.square()
 
     def moment(self) -> Tensor:
+        """U U^T, shape (n, n)."""
         if self.is_written:
             return gram(self.matrix)
         total = torch.zeros(self.space.size, self.space.size, dtype=self.space.dtype, device=self.space.device)
@@ -207,12 +188,6 @@ class StackedRows(ScalableRows):
         total = torch.zeros(self.rank, self.rank, dtype=self.space.dtype, device=self.space.device)
         add_gram(self, self, total)
         return total
-
-    def find_squares(self) -> dict[str, float]:
-        """The squared factor of each parameter, where it is one for all of its entries."""
-        if self.scale is None:
-            return dict.fromkeys(self.space, 1.0)
-        return {name: float(self.scale[block.start]) ** 2 for name, block in self.space.blocks.items()}
 
 
 def sum_of_outer_squares(rows: LayerRows) -> Tensor:
@@ -265,7 +240,7 @@ def add_tiled_product(total: Tensor, pairs: Tensor, like: Tensor) -> None:
 # Points that lie on several processes: the Gram matrix is that of all of them
 
 
-class JoinedStackedRows(ScalableRows):
+class JoinedStackedRows(SampleRows):
     """U = [U_0, U_1, ...] with the columns U_i of process i, which keeps them."""
 
     def __init__(self, local: StackedRows, processes: Processes, counts: list[int] | None = None) -> None:
@@ -300,7 +275,10 @@ class JoinedStackedRows(ScalableRows):
 
     def lower_gram(self) -> Tensor:
         total = torch.zeros(self.rank, self.rank, dtype=self.space.dtype, device=self.space.device)
-        pieces = sum(share_count(self.processes, count_pieces(self.local.terms), self.space.device))
+        tensors = (part for term in self.local.terms for rows in term.layers for part in (rows.inputs, rows.deltas))
+        explicit = (rows for term in self.local.terms for rows in term.explicit.values())
+        own = sum(part.numel() for part in chain(tensors, explicit))
+        pieces = sum(share_count(self.processes, own, self.space.device))  # numbers that rows are made of
         if self.is_written and self.space.size * self.rank <= self.processes.size * pieces:
             for slab in self.processes.share_columns(self.local.matrix, self.counts):
                 total += gram(slab.mT)
@@ -326,7 +304,9 @@ class JoinedStackedRows(ScalableRows):
 
 def add_gram(left: StackedRows, right: StackedRows, total: Tensor) -> None:
     """total += U_left^T U_right, pair of terms by pair of terms; of rows with themselves, the lower triangle."""
-    squares, row = left.find_squares(), 0
+    scale, row = left.scale, 0
+    # of each parameter: where U is not written out its entries have one factor
+    squares = {n: 1.0 if scale is None else float(scale[b.start]) ** 2 for n, b in left.space.blocks.items()}
     for term in left.terms:
         column = 0
         for other in right.terms:
@@ -334,12 +314,6 @@ def add_gram(left: StackedRows, right: StackedRows, total: Tensor) -> None:
                 add_products(term, other, squares, total[row : row + term.count, column : column + other.count])
             column += other.count
         row += term.count
-
-
-def count_pieces(terms: list[TermRows]) -> int:
-    """The numbers that rows are made of."""
-    layers = sum(rows.inputs.numel() + rows.deltas.numel() for term in terms for rows in term.layers)
-    return layers + sum(rows.numel() for term in terms for rows in term.explicit.values())
 
 
 def write_pieces(terms: list[TermRows]) -> list[dict[str, Any]]:
@@ -356,10 +330,10 @@ def write_pieces(terms: list[TermRows]) -> list[dict[str, Any]]:
 
 def read_pieces(tree: list[dict[str, Any]]) -> list[TermRows]:
     """Rows from what `write_pieces` gave. Their products need no residuals."""
-    terms: list[TermRows] = []
+    terms = list[TermRows]()
     for part in tree:
-        layers = [LayerRows(Affine(weight, bias), a, d) for weight, bias, a, d in part["layers"]]
         factor = torch.empty(tuple(part["shape"]))
+        layers = [LayerRows(Affine(weight, bias), a, d) for weight, bias, a, d in part["layers"]]
         terms.append(TermRows(factor.mT, factor, layers, part["explicit"]))
     return terms
 
@@ -367,12 +341,12 @@ def read_pieces(tree: list[dict[str, Any]]) -> list[TermRows]:
 class RowsOperator(Operator):
     """G = U U^T from rows that are known by their products."""
 
-    def __init__(self, rows: ScalableRows) -> None:
+    def __init__(self, rows: StackedRows | JoinedStackedRows) -> None:
         self.rows, space = rows, rows.space
         self.size, self.dtype, self.device = space.size, space.dtype, space.device
 
     @property
-    def sample_rows(self) -> ScalableRows:
+    def sample_rows(self) -> StackedRows | JoinedStackedRows:
         return self.rows
 
     @property

@@ -74,21 +74,18 @@ class System:
             raise ValueError(f"step got no points for {lacking} on any process; give at least one of them a point")
         weights = {name: self._weigh_jointly(name, values, own[name][0]) for name, values in squares.items()}
         with self.processes.failing_together(space.device):
-            parts = list[TermRows]()
+            parts, none = list[TermRows](), space.zeros().view(1, -1)[:, :0]
             for name, term in self.terms.items():
                 weigh = partial(self._weigh, name, own[name], counts[name], weights.get(name))
-                rows = term.rows(params, own[name], weigh) if len(own[name][0]) else lack_points(params)
-                parts.append(rows)
+                parts.append(term.rows(params, own[name], weigh) if len(own[name][0]) else TermRows(none.mT, none))
             residuals = [(part.values.mT * part.factor).reshape(-1) for part in parts]
             self._tell_idle_terms(space, parts)
         means = [part.values.square().sum() / counts[name] for name, part in zip(self.terms, parts, strict=True)]
         losses = dict(zip(self.terms, sum_tensors(self.processes, means), strict=True))
-        local, placed = StackedRows(space, parts), torch.cat(residuals).to(space.dtype)
+        rows, placed = StackedRows(space, parts), self.processes.gather_rows(torch.cat(residuals).to(space.dtype))
         factors = {name: part.factor for name, part in zip(self.terms, parts, strict=True)}
-        if self.processes.size == 1:
-            return LinearisedTerms(placed, RowsOperator(local), losses, factors, own)
-        rows = JoinedStackedRows(local, self.processes)
-        return LinearisedTerms(self.processes.gather_rows(placed), RowsOperator(rows), losses, factors, own)
+        joined = rows if self.processes.size == 1 else JoinedStackedRows(rows, self.processes)
+        return LinearisedTerms(placed, RowsOperator(joined), losses, factors, own)
 
     def _weigh_jointly(self, name: str, squares: Tensor, points: Tensor) -> Tensor:
         """The weights of this process's points, which follow the residuals at all of them."""
@@ -140,12 +137,6 @@ class System:
         values = self.terms[name].values(params, points)
         check_residuals(name, values, points)
         return values.square().sum(1)
-
-
-def lack_points(params: Params) -> TermRows:
-    """The rows of a term that has no points here: none."""
-    none = next(iter(params.values())).detach().new_zeros(1, 0)
-    return TermRows(none.mT, none)
 
 
 @dataclass(frozen=True, eq=False)

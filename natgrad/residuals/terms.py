@@ -90,7 +90,10 @@ class Term:
     def settle(self, params: Params, points: tuple[Tensor, ...]) -> None:
         """Look at the unknowns: what is asked of them, and whether they are layers. Once, and whenever they change."""
         networks = {name: part for name, part in self.unknowns.items() if isinstance(part, nn.Module)}
-        signature = [sign(part) for part in networks.values()]
+        signature = [  # what the layers are and how they are set
+            [(id(m), m.training, len(m._forward_hooks) + len(m._forward_pre_hooks)) for m in part.modules()]
+            for part in networks.values()
+        ]
         if signature == self._signature:
             return
         for name, part in networks.items():
@@ -157,15 +160,14 @@ class Term:
             if isinstance(error, RuntimeError) and "complex" in str(error).lower():
                 error.add_note(COMPLEX)
             raise
-        idle = all(not asked.plans and not asked.elsewhere for asked in notes.values())
-        if idle and all(isinstance(part, nn.Module) for part in self.unknowns.values()):
+        used = any(asked.plans or asked.elsewhere for asked in notes.values())
+        if not used and all(isinstance(part, nn.Module) for part in self.unknowns.values()):
             raise ValueError(
                 f"term {self.name!r} does not use its unknowns: write it with the function's own arguments, "
                 "lambda u, x: ng.laplacian(u, x) + f(x), where u is the network at one point x"
             )
         check_captured(self.name, watch.seen, self.unknowns, params)
-        after = RandomState.capture(point[0].device)
-        self.is_random = before.differs_from(after)
+        self.is_random = before.differs_from(RandomState.capture(point[0].device))
         return notes
 
     def _try_both_ways(self, watch: CallWatch, run: Callable[[], Any]) -> None:
@@ -400,11 +402,6 @@ def call_tracked(call: Callable[..., Tensor], point: tuple[Tensor, ...]) -> Tens
 def refuse_evaluation(*args: Any) -> Tensor:
     """In place of a network whose values come from tables: whatever is not in them is planned for, next time."""
     raise Unplanned
-
-
-def sign(module: nn.Module) -> list[tuple[int, bool, int]]:
-    """What a network's layers are and how they are set, to see whether it changed."""
-    return [(id(m), m.training, len(m._forward_hooks) + len(m._forward_pre_hooks)) for m in module.modules()]
 
 
 # What a term may not do, said before the first step: its networks, and the parameters that it uses past them
