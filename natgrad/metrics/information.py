@@ -149,11 +149,6 @@ class OwnLikelihood:
             )
 
     def __repr__(self) -> str:
-        return self.name
-
-    @property
-    def name(self) -> str:
-        """As a user knows it."""
         return getattr(self.function, "__name__", type(self.function).__name__)
 
     @property
@@ -183,7 +178,7 @@ class OwnLikelihood:
             raise ValueError(f"the data have shapes {shapes}, expected one number of rows, and at least one row")
         if takes is not None and len(rows.args) not in (takes, takes + 1):
             raise ValueError(
-                f"{self.name} takes {takes} argument(s) after params and the data are {len(rows.args)} tensor(s): give "
+                f"{self} takes {takes} argument(s) after params and the data are {len(rows.args)} tensor(s): give "
                 "as many for a function that returns a scalar, or one more, the observations, last, for one that "
                 "returns a distribution"
             )
@@ -211,7 +206,7 @@ class OwnLikelihood:
         """What the distribution depends on, and the observations."""
         if not self.gives_distribution(len(rows.args)):
             raise NotImplementedError(
-                f"{self.name} takes all of the data, so that no observations are left that a distribution were of: the "
+                f"{self} takes all of the data, so that no observations are left that a distribution were of: the "
                 "expected information needs distribution(params, *inputs) -> torch.distributions.Distribution, with "
                 "data (*inputs, y); of a log likelihood of numbers there are ng.observed_fisher(log_likelihood, "
                 "params) and ng.empirical_fisher(log_likelihood, params)"
@@ -230,7 +225,7 @@ class OwnLikelihood:
             if "data-dependent control flow" not in str(error) and ".item()" not in str(error):
                 raise
             raise ValueError(
-                f"{self.name} branches on the numbers of a row, and all rows are computed at once: write the branch "
+                f"{self} branches on the numbers of a row, and all rows are computed at once: write the branch "
                 "with torch.where(condition, a, b)"
             ) from error
 
@@ -252,14 +247,13 @@ class OwnLikelihood:
         value = self._call(params, *row)
         if isinstance(value, Distribution):
             raise ValueError(
-                f"{self.name} returned the distribution {type(value).__name__}, whose observations are missing: give "
+                f"{self} returned the distribution {type(value).__name__}, whose observations are missing: give "
                 "them last in the data, (*inputs, y)"
             )
         if not isinstance(value, Tensor) or value.dim() != 0:
             came = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
-                f"{self.name}(params, *row) returned {came} for one row, expected a scalar tensor: the library batches "
-                "it"
+                f"{self}(params, *row) returned {came} for one row, expected a scalar tensor: the library batches it"
             )
         return value
 
@@ -269,7 +263,7 @@ class OwnLikelihood:
             density = self._call(params, *inputs)
         if not isinstance(density, Distribution):
             raise TypeError(
-                f"{self.name}(params{', inputs' * bool(inputs)}) returned {type(density).__name__}, expected a "
+                f"{self}(params{', inputs' * bool(inputs)}) returned {type(density).__name__}, expected a "
                 "torch.distributions.Distribution: a log likelihood takes the observation too, "
                 "log_likelihood(params, *row) -> scalar"
             )
@@ -285,7 +279,7 @@ class OwnLikelihood:
                 log_p = density.log_prob(observed)
         except RuntimeError as error:
             raise ValueError(
-                f"{self.name} returned a distribution of batch shape {tuple(density.batch_shape)} and event shape "
+                f"{self} returned a distribution of batch shape {tuple(density.batch_shape)} and event shape "
                 f"{tuple(density.event_shape)}, which does not take observations of shape "
                 f"{tuple(observed.shape)}: {error}"
                 + "; convert them with .double()"
@@ -294,7 +288,7 @@ class OwnLikelihood:
         count = len(observed)
         if log_p.shape[1:2] == (count,) and count > 1 and (count, 1) in (observed.shape, density.batch_shape):
             raise ValueError(
-                f"{self.name} returned a distribution of batch shape {tuple(density.batch_shape)}, and the "
+                f"{self} returned a distribution of batch shape {tuple(density.batch_shape)}, and the "
                 f"observations have shape {tuple(observed.shape)}: nothing is broadcast; take [:, 0] of one of them"
             )
         if log_p.dim() == 0 or len(log_p) != count:
@@ -310,7 +304,7 @@ class OwnLikelihood:
         outputs, rows = find_coordinates(density), len(observed) if inputs or has_rows(density, observed) else 1
         if inputs and density.batch_shape[:1] != (rows,):
             raise ValueError(
-                f"{self.name} returned a distribution of batch shape {tuple(density.batch_shape)} for {rows} rows of "
+                f"{self} returned a distribution of batch shape {tuple(density.batch_shape)} for {rows} rows of "
                 "inputs, expected one for each row"
             )
         return outputs.reshape(rows, -1)
