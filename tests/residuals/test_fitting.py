@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from process_ranks import call_ranks
+from residual_nets import perceptron
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -18,8 +19,7 @@ TERMS = {"inside": lambda u, x: ng.laplacian(u, x) + 1, "boundary": lambda u, x:
 
 
 def build(**options: Any) -> tuple[nn.Module, ResidualOptimizer]:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    net = perceptron(1, 6, 1)
     return net, ng.residuals(net, TERMS, weights={"boundary": 3.0}, **options)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import pytest
 import torch
+from residual_nets import draw, perceptron
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -14,16 +14,6 @@ import natgrad as ng
 from natgrad.residuals import Field, HardConstraint, Periodic, draw_where_large
 from natgrad.residuals.stacked_rows import StackedRows
 from natgrad.residuals.system import LinearisedTerms
-
-
-def perceptron(*sizes: int, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), activation())]
-    return nn.Sequential(*layers[:-1]).double()
-
-
-def draw(count: int, dims: int = 2, seed: int = 1) -> Tensor:
-    return torch.rand(count, dims, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def written_rows(now: LinearisedTerms) -> Tensor:
@@ -70,15 +60,6 @@ def test_features_and_constraints_are_part_of_the_forward_pass(net: nn.Module, m
     assert_close(found.residuals, expected.residuals, rtol=1e-10, atol=1e-12)
     assert_close(written_rows(found), written_rows(expected), rtol=1e-9, atol=1e-10)
     assert_close(opt.system.residuals(params, found), found.residuals)
-
-
-@pytest.mark.parametrize(
-    ("weights", "words"),
-    [({"inside": torch.ones(3)}, "data of the term"), ({"inside": -1.0}, "expected a finite number > 0")],
-)
-def test_weights_are_numbers(weights: dict[str, float], words: str):
-    with pytest.raises(ValueError, match=words):
-        ng.residuals(perceptron(2, 3, 1), {"inside": poisson}, weights)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 from models import Assembled
+from residual_nets import draw, perceptron
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 from torch.testing import assert_close
@@ -35,14 +37,7 @@ class Gated(nn.Module):
         return self.out(torch.tanh(self.one(x)) * torch.sigmoid(self.two(x)))
 
 
-def perceptron(inputs: int, outputs: int, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = [nn.Linear(inputs, 6), activation(), nn.Linear(6, 5), activation(), nn.Linear(5, outputs)]
-    return nn.Sequential(*layers).double()
-
-
-def draw(count: int, dims: int = 2, seed: int = 1) -> Tensor:
-    return torch.rand(count, dims, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+build_net = partial(perceptron, 2, 6, 5)
 
 
 def burgers(u, x: Tensor) -> Tensor:
@@ -63,16 +58,16 @@ TERMS = {
     "biharmonic": lambda u, x: ng.biharmonic(u, x),
 }
 NETS = {
-    "tanh": lambda: perceptron(2, 1),
-    "softplus": lambda: perceptron(2, 1, nn.Softplus),
-    "one's own sine": lambda: perceptron(2, 1, Sine),
+    "tanh": lambda: build_net(1),
+    "softplus": lambda: build_net(1, activation=nn.Softplus),
+    "one's own sine": lambda: build_net(1, activation=Sine),
     "no chain": lambda: Gated(2).double(),
     "constrained linear": lambda: HardConstraint(nn.Linear(2, 1).double(), lambda x: x[:, :1] * (1 - x[:, 1:])),
     "activations at both ends": lambda: nn.Sequential(
         nn.Tanh(), nn.Linear(2, 4), nn.GELU(), nn.Linear(4, 1), nn.Tanh()
     ).double(),
-    "constrained": lambda: HardConstraint(perceptron(2, 1), lambda x: x[:, :1] * (1 - x[:, 1:]), lambda x: x[:, 1:]),
-    "periodic": lambda: nn.Sequential(Periodic({0: 1.0}, harmonics=2), *perceptron(5, 1)),
+    "constrained": lambda: HardConstraint(build_net(1), lambda x: x[:, :1] * (1 - x[:, 1:]), lambda x: x[:, 1:]),
+    "periodic": lambda: nn.Sequential(Periodic({0: 1.0}, harmonics=2), *perceptron(5, 6, 5, 1)),
 }
 
 
@@ -109,7 +104,7 @@ def test_residuals_and_jacobian_are_those_of_the_term(name: str, kind: str):
 
 
 def two_terms(net: nn.Module | None = None) -> tuple[ng.residuals.ResidualOptimizer, dict[str, Tensor]]:
-    net = perceptron(2, 1) if net is None else net
+    net = build_net(1) if net is None else net
     opt = ng.residuals(net, {"inside": burgers, "edge": TERMS["value"]}, weights={"edge": 10.0})
     return opt, {"inside": draw(4), "edge": draw(3, seed=2)}
 
@@ -117,11 +112,13 @@ def two_terms(net: nn.Module | None = None) -> tuple[ng.residuals.ResidualOptimi
 def build_scaled() -> nn.Module:
     """A perceptron times a parameter that lies in no layer."""
     return Assembled(
-        lambda m, x: m.net(x * m.scale), net=perceptron(2, 1), scale=nn.Parameter(torch.tensor([1.5, -0.5]).double())
+        lambda m, x: m.net(x * m.scale),
+        net=build_net(1),
+        scale=nn.Parameter(torch.tensor([1.5, -0.5]).double()),
     )
 
 
-@pytest.mark.parametrize("build", [lambda: perceptron(2, 1), build_scaled], ids=["layers", "a parameter besides"])
+@pytest.mark.parametrize("build", [lambda: build_net(1), build_scaled], ids=["layers", "a parameter besides"])
 def test_layer_by_layer_equals_the_jacobian_written_out(build, monkeypatch: pytest.MonkeyPatch):
     opt, points = two_terms(build())
     params = ng.trainable(opt.model)
@@ -146,7 +143,11 @@ def test_operator_passes_its_checks():
 
 
 def test_networks_and_coefficients_in_one_call():
-    net, flow, k = perceptron(2, 1), perceptron(2, 2), nn.Parameter(torch.tensor([0.3, 2.0], dtype=torch.float64))
+    net, flow, k = (
+        build_net(1),
+        build_net(2),
+        nn.Parameter(torch.tensor([0.3, 2.0], dtype=torch.float64)),
+    )
     term = lambda u, v, k, x: k[0] * ng.laplacian(u, x) + k[1] * ng.divergence_of(v, x) * u(x)  # noqa: E731
     opt = ng.residuals({"u": net, "v": flow, "k": k}, {"inside": term})
     x, params = draw(3), ng.trainable(opt.model)
@@ -166,7 +167,7 @@ def test_networks_and_coefficients_in_one_call():
 
 
 def test_a_term_with_data_beside_its_points():
-    net, x = perceptron(2, 1), draw(4)
+    net, x = build_net(1), draw(4)
     y = torch.arange(4.0).double()
     opt = ng.residuals(net, {"data": lambda u, x, y: u(x) - y})
     assert_close(opt.evaluate(data=(x, y))["data"], net(x).detach() - y[:, None])
@@ -177,7 +178,7 @@ def test_a_term_with_data_beside_its_points():
 def test_the_system_is_that_of_its_equation(scaled: bool, momentum: float):
     """(G + level D) x = U w + level D x_0: in parameters and in points, by the default solver and by another."""
     for count in (2, 30):
-        net = perceptron(2, 1)
+        net = build_net(1)
         rows = ng.residuals(net, TERMS["Poisson"]).system.linearise(ng.trainable(net), {"residual": (draw(count),)})
         operator, w = rows.operator, torch.randn(count, dtype=torch.float64)
         n = operator.size
@@ -207,7 +208,7 @@ def test_acceleration_is_half_the_second_derivative_along_the_step():
 
 
 def test_the_loss_never_rises_on_the_same_points_and_falls_far():
-    net = perceptron(2, 1)
+    net = build_net(1)
     opt = ng.residuals(net, {"inside": TERMS["Poisson"], "edge": lambda u, x: u(x)}, weights={"edge": 10.0})
     inside, edge = draw(60), torch.cat([draw(20) * torch.tensor([1.0, 0.0]), draw(20) * torch.tensor([0.0, 1.0])])
     losses = [float(opt.step(inside=inside, edge=edge)) for _ in range(60)]
@@ -223,7 +224,7 @@ def test_a_step_that_would_raise_the_loss_is_solved_again_with_more_damping(monk
 
     def first_step(attempts: int) -> tuple[Tensor, ng.optim.StateReport, int]:
         monkeypatch.setattr("natgrad.residuals.optimizer.ATTEMPTS", attempts)
-        net, models = perceptron(2, 1), []
+        net, models = build_net(1), []
         opt = ng.residuals(net, {"inside": TERMS["Poisson"], "edge": lambda u, x: u(x)}, weights={"edge": 10.0})
         linearise = opt.system.linearise
         monkeypatch.setattr(opt.system, "linearise", lambda *a: models.append(1) or linearise(*a))
@@ -245,7 +246,7 @@ def test_a_run_goes_on_bit_for_bit():
             opt.step(inside=draw(8, seed=i), edge=draw(4, seed=100 + i))
 
     def fresh():
-        unknowns = {"u": perceptron(2, 1), "k": nn.Parameter(torch.ones((), dtype=torch.float64))}
+        unknowns = {"u": build_net(1), "k": nn.Parameter(torch.ones((), dtype=torch.float64))}
         terms = {"inside": lambda u, k, x: k * burgers(u, x) - 1, "edge": lambda u, k, x: TERMS["value"](u, x)}
         return ng.residuals(unknowns, terms, momentum=0.5)
 
@@ -263,7 +264,7 @@ def test_a_run_goes_on_bit_for_bit():
 
 
 def test_a_residual_that_is_not_finite_is_named():
-    net = perceptron(2, 1)
+    net = build_net(1)
     x = draw(4)
     x[2, 0] = 0.0
     opt = ng.residuals(net, {"root": lambda u, x: u(x) / x[0]})
@@ -292,7 +293,7 @@ def test_a_residual_that_is_not_finite_is_named():
     ],
 )
 def test_unusable_points_are_refused(points, error, words):
-    opt = ng.residuals(perceptron(2, 1), {"inside": TERMS["Poisson"]})
+    opt = ng.residuals(build_net(1), {"inside": TERMS["Poisson"]})
     with pytest.raises(error, match=words):
         opt.step(**points)
 
@@ -302,19 +303,20 @@ def test_unusable_points_are_refused(points, error, words):
     [
         ((3, TERMS), TypeError, "net is int"),
         (({"u": 3.0}, TERMS), TypeError, "wrap a number"),
-        (({"u": perceptron(2, 1), "k": 3.0}, TERMS), TypeError, r"tensor\(1\.0, dtype=torch\.float64\)"),
+        (({"u": build_net(1), "k": 3.0}, TERMS), TypeError, r"tensor\(1\.0, dtype=torch\.float64\)"),
         (
-            ({"k": nn.Parameter(torch.ones(2)), "u": perceptron(2, 1)}, TERMS),
+            ({"k": nn.Parameter(torch.ones(2)), "u": build_net(1)}, TERMS),
             ValueError,
             r"net\['k'\] is torch\.float32",
         ),
-        (({"u": perceptron(2, 1), "v": nn.Linear(2, 1)}, TERMS), ValueError, r"v\.to\(torch\.float64\)"),
+        (({"u": build_net(1), "v": nn.Linear(2, 1)}, TERMS), ValueError, r"v\.to\(torch\.float64\)"),
         (({}, TERMS), ValueError, "net is empty"),
-        ((perceptron(2, 1), {}), TypeError, "expected a dict of functions"),
-        ((perceptron(2, 1), {"inside": 3}), TypeError, "expected a function"),
-        ((perceptron(2, 1), TERMS, {"outside": 1.0}), ValueError, "which is no term"),
-        ((perceptron(2, 1), TERMS, [1, 10]), TypeError, "weights is list, expected a dict from names of terms"),
-        ((perceptron(2, 1), TERMS, {"value": -1.0}), ValueError, "expected a finite number > 0"),
+        ((build_net(1), {}), TypeError, "expected a dict of functions"),
+        ((build_net(1), {"inside": 3}), TypeError, "expected a function"),
+        ((build_net(1), TERMS, {"outside": 1.0}), ValueError, "which is no term"),
+        ((build_net(1), TERMS, [1, 10]), TypeError, "weights is list, expected a dict from names of terms"),
+        ((build_net(1), TERMS, {"value": -1.0}), ValueError, "expected a finite number > 0"),
+        ((build_net(1), TERMS, {"value": torch.ones(3)}), ValueError, "data of the term"),
     ],
 )
 def test_unusable_systems_are_refused(arguments, error, words):
@@ -323,7 +325,7 @@ def test_unusable_systems_are_refused(arguments, error, words):
 
 
 def test_evaluate_is_told_the_terms_that_there_are():
-    opt = ng.residuals(perceptron(2, 1), {"inside": TERMS["Poisson"], "edge": TERMS["value"]})
+    opt = ng.residuals(build_net(1), {"inside": TERMS["Poisson"], "edge": TERMS["value"]})
     assert list(opt.evaluate(edge=draw(3))) == ["edge"]
     for points in ({}, {"other": draw(3)}):
         with pytest.raises(ValueError, match=r"evaluate got .*: call evaluate\(inside=\.\.\., edge=\.\.\.\)"):
@@ -331,18 +333,18 @@ def test_evaluate_is_told_the_terms_that_there_are():
 
 
 def test_a_weight_may_be_a_scalar_tensor():
-    opt = ng.residuals(perceptron(2, 1), {"inside": TERMS["Poisson"]}, {"inside": torch.tensor(3.0)})
+    opt = ng.residuals(build_net(1), {"inside": TERMS["Poisson"]}, {"inside": torch.tensor(3.0)})
     assert opt.system.weights == {"inside": 3.0}
 
 
 def test_a_term_of_deepxde_s_order_is_told_the_order():
-    opt = ng.residuals(perceptron(2, 1), {"inside": lambda x, u: ng.laplacian(u, x)})
+    opt = ng.residuals(build_net(1), {"inside": lambda x, u: ng.laplacian(u, x)})
     with pytest.raises(TypeError, match="called as term\\(u, x\\): first its unknowns"):
         opt.step(inside=draw(3))
 
 
 def test_a_wrong_argument_of_fit_is_told_the_right_ones():
-    opt = ng.residuals(perceptron(2, 1), {"inside": TERMS["Poisson"]})
+    opt = ng.residuals(build_net(1), {"inside": TERMS["Poisson"]})
     with pytest.raises(TypeError, match="it has no argument 'iterations'; expected fit\\(steps, sample"):
         opt.fit(iterations=5, sample={"inside": draw(3)})
     with pytest.raises(TypeError, match="sample is called with a"):
@@ -350,16 +352,16 @@ def test_a_wrong_argument_of_fit_is_told_the_right_ones():
 
 
 def test_an_error_in_a_term_names_the_term():
-    opt = ng.residuals(perceptron(2, 1), {"inside": lambda u, x: x[5]})
+    opt = ng.residuals(build_net(1), {"inside": lambda u, x: x[5]})
     with pytest.raises(IndexError) as caught:
         opt.step(inside=draw(3))
     assert any("the term 'inside'" in note for note in caught.value.__notes__)
     with pytest.raises(TypeError, match="term 'residual' returned float"):
-        ng.residuals(perceptron(2, 1), lambda u, x: 1.0).step(residual=draw(3))
+        ng.residuals(build_net(1), lambda u, x: 1.0).step(residual=draw(3))
     with pytest.raises(ValueError, match=r"ng\.jacobian"):
-        ng.residuals(perceptron(2, 2), ng.grad).step(residual=draw(3))
+        ng.residuals(build_net(2), ng.grad).step(residual=draw(3))
     with pytest.raises(ValueError, match="one component per coordinate"):
-        ng.residuals(perceptron(2, 1), ng.divergence_of).step(residual=draw(3))
+        ng.residuals(build_net(1), ng.divergence_of).step(residual=draw(3))
 
 
 def test_constraints_and_periods_hold_for_any_weights():
@@ -370,7 +372,7 @@ def test_constraints_and_periods_hold_for_any_weights():
     x = draw(5)
     assert_close(periodic(x), periodic(x + torch.tensor([3.0, 0.0]).double()))
     with pytest.raises(ValueError, match="expected one number for each"):
-        HardConstraint(perceptron(2, 1), lambda x: x)(x)
+        HardConstraint(build_net(1), lambda x: x)(x)
     with pytest.raises(ValueError, match="a period > 0"):
         Periodic({0: 0.0})
     with pytest.raises(ValueError, match="names coordinate 7"):
@@ -378,7 +380,7 @@ def test_constraints_and_periods_hold_for_any_weights():
 
 
 def test_weights_of_points_are_those_of_their_equations():
-    net, x = perceptron(2, 1), draw(5)
+    net, x = build_net(1), draw(5)
     x[3, 1] = x[1, 1]  # two points of one time
     term = TERMS["Poisson"]
     values = ng.residuals(net, term).evaluate(residual=x)["residual"][:, 0]

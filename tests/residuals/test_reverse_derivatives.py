@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from residual_nets import draw, perceptron
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -16,15 +17,6 @@ import natgrad as ng
 from natgrad.residuals.system import LinearisedTerms
 
 Term = Callable[..., Any]
-
-
-def build_net(outputs: int = 1) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, outputs)).double()
-
-
-def draw(count: int, seed: int = 1) -> Tensor:
-    return torch.rand(count, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def slope(y: Tensor, x: Tensor) -> Tensor:
@@ -76,7 +68,7 @@ def check_same(net: nn.Module, term: Term, own: Term) -> None:
 
 @pytest.mark.parametrize("term", [in_place, on_a_copy, without_asking, without_a_graph, by_coordinate])
 def test_second_derivatives_are_those_of_the_laplacian(term: Term):
-    check_same(build_net(), term, lambda u, x: ng.laplacian(u, x) + torch.sin(x[0]))
+    check_same(perceptron(2, 6, 1), term, lambda u, x: ng.laplacian(u, x) + torch.sin(x[0]))
 
 
 def test_mixed_and_third_derivatives_and_several_components():
@@ -91,11 +83,11 @@ def test_mixed_and_third_derivatives_and_several_components():
         third = ng.grad(lambda y: ng.laplacian(u, y, [0])[0], x)[0]
         return torch.stack([mixed, third, first[1, 1] * u(x)[0]])
 
-    check_same(build_net(2), theirs, ours)
+    check_same(perceptron(2, 6, 2), theirs, ours)
 
 
 def test_coefficients_are_trained_through_them():
-    net, k = build_net(), nn.Parameter(torch.tensor(0.5).double())
+    net, k = perceptron(2, 6, 1), nn.Parameter(torch.tensor(0.5).double())
     unknowns, points = {"u": net, "k": k}, draw(6)
     steps = []
     for derivative in (without_asking, lambda u, x: ng.laplacian(u, x) + torch.sin(x[0])):
@@ -113,7 +105,7 @@ class Force(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.energy = build_net()
+        self.energy = perceptron(2, 6, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -133,7 +125,7 @@ def test_a_term_that_cannot_be_batched_has_the_same_rows_and_says_so():
     def branches(u: Any, x: Tensor) -> Tensor:
         return without_asking(u, x) * (2 if x[0] > 0.5 else 1)
 
-    net = build_net()
+    net = perceptron(2, 6, 1)
     opt = ng.residuals(net, {"inside": branches})
     with pytest.warns(UserWarning, match="term 'inside' takes one backward pass per residual"):
         found = opt.system.linearise(ng.trainable(net), {"inside": (draw(5),)})
@@ -143,7 +135,9 @@ def test_a_term_that_cannot_be_batched_has_the_same_rows_and_says_so():
 
 
 def test_what_is_not_in_the_graph_is_said_as_torch_says_it():
-    opt = ng.residuals(build_net(), {"inside": lambda u, x: slope(u(x), torch.ones(2).double().requires_grad_())})
+    opt = ng.residuals(
+        perceptron(2, 6, 1), {"inside": lambda u, x: slope(u(x), torch.ones(2).double().requires_grad_())}
+    )
     with pytest.raises(RuntimeError, match="not have been used") as caught:
         opt.step(inside=draw(3))
     assert any("the term 'inside'" in note for note in caught.value.__notes__)
@@ -153,7 +147,7 @@ def test_a_training_goes_as_with_own_derivatives():
     edge = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]).double()
     losses = []
     for term in (without_asking, lambda u, x: ng.laplacian(u, x) + torch.sin(x[0])):
-        opt = ng.residuals(build_net(), {"inside": term, "edge": lambda u, x: u(x)})
+        opt = ng.residuals(perceptron(2, 6, 1), {"inside": term, "edge": lambda u, x: u(x)})
         losses.append([float(opt.step(inside=draw(20), edge=edge)) for _ in range(6)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert losses[0][-1] < losses[0][0] / 10

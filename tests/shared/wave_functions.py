@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from models import F64
@@ -49,6 +50,17 @@ class SignedNet(nn.Module):
         if self.complex_sign:
             return torch.polar(torch.ones_like(out[:, 0]), 3 * out[:, 0]), out[:, 1]
         return out[:, 0].sign(), out[:, 0].abs().log() + out[:, 1]
+
+
+class Formula(nn.Module):
+    """log psi as a function of a parameter and the coordinates."""
+
+    def __init__(self, log: Callable[[Tensor, Tensor], Tensor], start: float = 1.0) -> None:
+        super().__init__()
+        self.log, self.a = log, nn.Parameter(torch.tensor(start, dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.log(self.a, x)
 
 
 def tanh_net(outputs: int = 1, n: int = SPINS) -> nn.Sequential:

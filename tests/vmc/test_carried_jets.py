@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from models import Assembled
 from torch import Tensor, nn
 from torch.nn import functional
+from wave_functions import Formula
 
 import natgrad as ng
 from natgrad import vmc
@@ -22,17 +22,6 @@ PLACES = torch.randn(3, 2, 3, generator=torch.Generator().manual_seed(4), dtype=
 
 def draw(count: int = 7) -> Tensor:
     return torch.randn(count, 6, generator=torch.Generator().manual_seed(1), dtype=F64)
-
-
-class Formula(nn.Module):
-    """log psi as a function of the coordinates."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function, self.shift = function, nn.Parameter(torch.zeros((), dtype=F64))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(x)
 
 
 def spread(x: Tensor) -> Tensor:
@@ -120,7 +109,7 @@ def compare(psi: ng.LogAmplitude, x: Tensor) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_derivatives_that_are_carried_are_those_of_nested_derivatives(name):
-    compare(ng.LogAmplitude(Formula(CASES[name])), draw())
+    compare(ng.LogAmplitude(Formula(lambda _, x: CASES[name](x))), draw())
 
 
 def build_complex_net() -> nn.Module:
@@ -180,7 +169,7 @@ UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_is_not_carried_is_differentiated(name):
-    psi = ng.LogAmplitude(Formula(UNKNOWN[name]))
+    psi = ng.LogAmplitude(Formula(lambda _, x: UNKNOWN[name](x)))
     with torch.no_grad():
         assert not continuous.agrees(psi, draw()[:2])
         slopes, laplacian = continuous.differentiate_twice(psi, draw())

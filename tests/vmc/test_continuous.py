@@ -6,21 +6,10 @@ import pytest
 import torch
 from models import F64, assert_close, draw
 from torch import Tensor, nn
-from wave_functions import tanh_net
+from wave_functions import Formula, tanh_net
 
 import natgrad as ng
 from natgrad import vmc
-
-
-class Formula(nn.Module):
-    """log psi as written, with a parameter that it could do without."""
-
-    def __init__(self, log: object, start: float = 1.0) -> None:
-        super().__init__()
-        self.log, self.a = log, nn.Parameter(torch.tensor(start, dtype=F64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.log(self.a, x)
 
 
 def distances(x: Tensor) -> Tensor:
