@@ -301,13 +301,14 @@ class OwnLikelihood:
     def coordinates(self, observed: Tensor, params: Params, *inputs: Tensor) -> Tensor:
         """`find_coordinates` by rows (b, m), or (1, m) where all rows have one distribution."""
         density = self.distribution(params, *inputs)
-        outputs, rows = find_coordinates(density), len(observed) if inputs or has_rows(density, observed) else 1
+        # of inputs as many rows as came: of one example at a time there is one
+        rows = len(inputs[0]) if inputs else len(observed) if has_rows(density, observed) else 1
         if inputs and density.batch_shape[:1] != (rows,):
             raise ValueError(
                 f"{self} returned a distribution of batch shape {tuple(density.batch_shape)} for {rows} rows of "
                 "inputs, expected one for each row"
             )
-        return outputs.reshape(rows, -1)
+        return find_coordinates(density).reshape(rows, -1)
 
 
 def has_rows(density: Distribution, observed: Tensor) -> bool:

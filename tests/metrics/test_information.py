@@ -249,3 +249,12 @@ def test_a_distribution_that_closes_over_its_inputs_has_a_row_for_each_of_them()
 
     assert_close(ng.fisher(entries, WEIGHTS).at(WEIGHTS, draw(6, 2)).dense(), torch.eye(2, dtype=torch.float64))
     assert_close(ng.fisher(entries, WEIGHTS).at(WEIGHTS, draw(2, 2)).dense(), torch.eye(2, dtype=torch.float64))
+
+
+def test_rows_of_a_distribution_s_inputs_are_told_apart():
+    params, x = {"slope": torch.tensor(0.7, dtype=torch.float64)}, torch.arange(5.0, dtype=torch.float64)
+    operator: Any = ng.fisher(lambda params, x: torch.distributions.Normal(params["slope"] * x, 1.0), params).at(
+        params, (x, x)
+    )
+    assert operator.rows.separable
+    assert operator.dense() == pytest.approx(6.0)
