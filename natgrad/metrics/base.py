@@ -230,11 +230,12 @@ def check_has_outputs(outputs: Any) -> None:
 
 def split_targets(inputs: Any) -> tuple[Any, Any]:
     """(inputs, targets) as users pass them to a metric that needs targets; the targets copied, as inputs are later."""
-    if not isinstance(inputs, tuple) or len(inputs) != 2:
+    pair: Any = inputs
+    if not isinstance(inputs, tuple) or len(pair) != 2:
         raise ValueError(
-            f"inputs is {type(inputs).__name__}, expected a tuple (inputs, targets): this metric depends on targets"
+            f"inputs is {type(pair).__name__}, expected a tuple (inputs, targets): this metric depends on targets"
         )
-    return inputs[0], copy_tensors(inputs[1])
+    return pair[0], copy_tensors(pair[1])
 
 
 def build_pure_model(model: Model, params: Params, inputs: Any, random: RandomState | None) -> PureModel:

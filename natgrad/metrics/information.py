@@ -118,7 +118,10 @@ class EmpiricalInformation(Information):
     """What `ng.empirical_fisher(log_likelihood, params)` gives: s s^T averaged over the data's own rows."""
 
     def build(self, params: Params, rows: Call, random: RandomState | None) -> Operator:
-        return pull_back(lambda params, *row: self.likelihood.log_p(params, *row).unsqueeze(1), params, rows, random)
+        def log_p(params: Params, *row: Tensor) -> Tensor:
+            return self.likelihood.log_p(params, *row).unsqueeze(1)
+
+        return pull_back(log_p, params, rows, random)
 
 
 @dataclass(frozen=True, repr=False)
