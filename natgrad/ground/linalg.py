@@ -550,11 +550,12 @@ def _factor_damped(matrix: Tensor, damping: float | Tensor) -> tuple[Tensor, Ten
 
 
 def cholesky_over(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Cholesky factors of symmetric (..., n, n) and LAPACK's info; on a CPU in the matrix's own storage.
+    """Cholesky factors of symmetric (..., n, n) and LAPACK's info; large ones on a CPU in the matrix's own storage.
 
-    There its transpose, the same matrix, has the column order that LAPACK writes; two more matrices would be made.
+    There its transpose, the same matrix, has the column order that LAPACK writes; two more matrices would be made. For
+    50 rows the views cost more than those.
     """
-    if not matrix.is_cpu:
+    if not matrix.is_cpu or matrix.shape[-1] <= BLOCK:
         factor, info = torch_linalg.cholesky_ex(matrix)
         return factor, info
     info = torch.empty(matrix.shape[:-2], dtype=torch.int32)
