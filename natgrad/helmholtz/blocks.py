@@ -14,7 +14,7 @@ from natgrad.ground.checks import check_integer, check_share, is_real
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.pure import map_tensors
 from natgrad.helmholtz.machine import HelmholtzMachine
-from natgrad.helmholtz.units import Conditional, LogisticRows, fisher_rows
+from natgrad.helmholtz.units import Conditional, LogisticRows
 from natgrad.operators import BlockOperator, Operator, Scaled, SharedRows, Units
 from natgrad.optim import robust_inverse
 from natgrad.rules import Constant, Damping, as_damping
@@ -71,7 +71,14 @@ class UnitFisher:
     radius: float | None = None
 
     def __post_init__(self) -> None:
-        check_damping(self.damping)
+        damping = as_damping(self.damping)
+        if damping.needs_ratio:
+            raise ValueError(
+                f"damping is {self.damping!r}, which compares with the loss at trial points, and wake-sleep has none: "
+                "expected a number > 0 or ng.Relative(0.1)"
+            )
+        if isinstance(damping, Constant) and not damping.value > 0:
+            raise ValueError(f"damping is {self.damping!r}, expected a number > 0: a unit's block may be singular")
         if self.refresh is not None:
             object.__setattr__(self, "refresh", check_integer("refresh", self.refresh, hint=", or None"))
         check_share("decay", self.decay)
@@ -100,15 +107,14 @@ class MachineBlocks:
 
     def refresh(self, taught: Taught, damping: Damping) -> bool:
         """Take a batch into every layer's average and invert it. False where a layer keeps its last inverse."""
-        blocks = {name: self.keep(name) for name, _, _ in taught}
-        states = {name: blocks[name].average(rows) for name, _, rows in taught}
-        operators = {name: blocks[name].operator(state) for name, state in states.items()}
+        states = {name: self.keep(name).average(rows) for name, _, rows in taught}
+        operators = {name: self.layers[name].operator(state) for name, state in states.items()}
         if not operators:
             return True
         number, together = damping.initial(), BlockOperator(list(operators.values()))
         levels = {n: damping.amount(number, part if damping.per_block else together) for n, part in operators.items()}
-        failed = sum(not blocks[name].commit(states[name], operators[name], level) for name, level in levels.items())
-        return failed == 0
+        fresh = [self.layers[n].commit(states[n], operators[n], level) for n, level in levels.items()]
+        return all(fresh)
 
     def state_dict(self) -> dict[str, Any]:
         """Every layer's average, and the damping of its inverse."""
@@ -123,18 +129,6 @@ class MachineBlocks:
         self.layers = {}
         for name, (part, level) in state.items():
             self.keep(name).load(part, level, self.machine.find_layer(name).weight)
-
-
-def check_damping(damping: Any) -> None:
-    """ValueError unless it needs no loss at trial points, and keeps a singular block invertible."""
-    strategy = as_damping(damping)
-    if strategy.needs_ratio:
-        raise ValueError(
-            f"damping is {damping!r}, which compares with the loss at trial points, and wake-sleep has none: expected "
-            "a number > 0 or ng.Relative(0.1)"
-        )
-    if isinstance(strategy, Constant) and not strategy.value > 0:
-        raise ValueError(f"damping is {damping!r}, expected a number > 0: a unit's block may be singular")
 
 
 def is_wide(layer: Conditional) -> bool:
@@ -158,7 +152,7 @@ class UnitBlocks:
 
     def average(self, rows: LogisticRows) -> dict[str, Any]:
         """The running average with a batch more, as `state` has it; rows that became many become blocks."""
-        fresh = fisher_rows(thin_rows(rows, most_rows(rows)))
+        fresh = thin_rows(rows, most_rows(rows)).fisher()
         few = 2 * len(fresh.rows) <= fresh.rows.shape[1]
         if not self.exact or (few and "blocks" not in self.state):
             return self._average_rows(fresh)
@@ -238,28 +232,25 @@ def shorten_directions(radius: float, direction: Tensor, rows: LogisticRows, rat
     """
     if len(rows.inputs) <= FEW:
         shares = rows.weights / rows.weights.sum()
-        return direction * find_shortening(radius, direction, rows.inputs, shares, rate)
+        return direction * find_shortening(radius, direction, rows.inputs, rate, shares)
     inputs = rows.inputs[draw_places(rows.weights, FEW)]
     if direction.device.type != "cpu":  # asking would halt an accelerator
-        return direction * find_shortening(radius, direction, inputs, spread_evenly(inputs), rate)
-    screen = inputs[:: FEW // SCREEN]
-    unsure = find_shortening(radius / 4, direction, screen, spread_evenly(screen), rate).squeeze(1) < 1
+        return direction * find_shortening(radius, direction, inputs, rate)
+    unsure = find_shortening(radius / 4, direction, inputs[:: FEW // SCREEN], rate).squeeze(1) < 1
     if not unsure.any():
         return direction
     shortened = direction.clone()
-    shortened[unsure] *= find_shortening(radius, direction[unsure], inputs, spread_evenly(inputs), rate)
+    shortened[unsure] *= find_shortening(radius, direction[unsure], inputs, rate)
     return shortened
 
 
-def find_shortening(radius: float, direction: Tensor, inputs: Tensor, shares: Tensor, rate: float) -> Tensor:
-    """min(1, sqrt(radius / KL)) of every unit for KL = E[(rate d_j . a)^2] / 8, shape (size, 1)."""
+def find_shortening(
+    radius: float, direction: Tensor, inputs: Tensor, rate: float, shares: Tensor | None = None
+) -> Tensor:
+    """min(1, sqrt(radius / KL)) of every unit for KL = E[(rate d_j . a)^2] / 8, shape (size, 1); all rows alike."""
+    shares = inputs.new_full((len(inputs),), 1 / len(inputs)) if shares is None else shares
     kl = shares @ (inputs @ direction.mT).square_() * (rate**2 / 8)
     return (radius / kl).sqrt().clamp(max=1).unsqueeze(1)
-
-
-def spread_evenly(rows: Tensor) -> Tensor:
-    """Equal shares of so many rows, (s,)."""
-    return rows.new_full((len(rows),), 1 / len(rows))
 
 
 def most_rows(rows: LogisticRows) -> int:

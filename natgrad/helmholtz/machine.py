@@ -11,18 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.ground.checks import check_integer
-from natgrad.ground.linalg import all_finite
 from natgrad.helmholtz.units import (
-    Activations,
     Conditional,
     States,
-    activate_layers,
+    activate_generation,
+    activate_recognition,
     each_layer,
-    fisher_rows,
-    pair_generation,
-    pair_recognition,
+    sample_recognition,
     sum_log_chances,
-    teach_layers,
 )
 
 ENUMERABLE = 20
@@ -95,7 +91,7 @@ class HelmholtzMachine(nn.Module):
         """
         states: States = []
         for layer in reversed(list(each_layer(self.generation))):
-            states.insert(0, layer.sample(states[0] if states else None, (n,), generator)[0])
+            states.insert(0, layer.sample(states[0] if states else None, (n,), generator).own)
         return states
 
     def sample(self, n: int, generator: torch.Generator | None = None, *, means: bool = False) -> Tensor:
@@ -107,10 +103,7 @@ class HelmholtzMachine(nn.Module):
             means: True for the probabilities of being up instead, which look smoother.
         """
         states = self.dream(check_integer("n", n), generator)
-        if not means:
-            return states[0]
-        with torch.no_grad():
-            return torch.sigmoid(next(each_layer(self.generation)).logits(states[1], states[0]))
+        return self._visible_means(states) if means else states[0]
 
     @torch.no_grad()
     def recognise(self, x: Any, samples: int = 1, generator: torch.Generator | None = None) -> States:
@@ -121,26 +114,8 @@ class HelmholtzMachine(nn.Module):
             samples: Draws of h per example.
             generator: Of the draws; None for the global one.
         """
-        return self.recognise_with_activations(x, samples, generator)[0]
-
-    @torch.no_grad()
-    def recognise_with_activations(
-        self, x: Any, samples: int = 1, generator: torch.Generator | None = None
-    ) -> tuple[States, list[Activations]]:
-        """`recognise`, and what every layer of q saw.
-
-        Args:
-            x: Examples, shape (b, visible).
-            samples: Draws of h per example.
-            generator: Of the draws; None for the global one.
-        """
         x, samples = self.check(x), check_integer("samples", samples)
-        states, seen = [x.expand(samples, *x.shape)], list[Activations]()
-        for layer in each_layer(self.recognition):
-            drawn, activations = layer.sample(states[-1], (samples, len(x)), generator)
-            states.append(drawn)
-            seen.append(activations)
-        return states, seen
+        return sample_recognition(self.recognition, x.expand(samples, *x.shape), generator)[0]
 
     @torch.no_grad()
     def reconstruct(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
@@ -150,8 +125,11 @@ class HelmholtzMachine(nn.Module):
             x: Examples, shape (b, visible).
             generator: Of the draws; None for the global one.
         """
-        states = self.recognise(x, 1, generator)
-        return torch.sigmoid(next(each_layer(self.generation)).logits(states[1][0], states[0][0]))
+        return self._visible_means([state[0] for state in self.recognise(x, 1, generator)])
+
+    @torch.no_grad()
+    def _visible_means(self, states: States) -> Tensor:
+        return torch.sigmoid(next(each_layer(self.generation)).activate(states[1], states[0]).logits)
 
     # likelihoods
 
@@ -161,8 +139,7 @@ class HelmholtzMachine(nn.Module):
         Args:
             states: One tensor (..., size) per layer, visible first.
         """
-        pairs = pair_generation(states)
-        return sum_log_chances(activate_layers(self.generation, pairs), pairs)
+        return sum_log_chances(activate_generation(self.generation, states))
 
     def log_posterior(self, states: States) -> Tensor:
         """log q(h | x) of states, (...).
@@ -170,8 +147,7 @@ class HelmholtzMachine(nn.Module):
         Args:
             states: One tensor (..., size) per layer, visible first.
         """
-        pairs = pair_recognition(states)
-        return sum_log_chances(activate_layers(self.recognition, pairs), pairs)
+        return sum_log_chances(activate_recognition(self.recognition, states))
 
     @torch.no_grad()
     def log_likelihood(self, x: Any, samples: int | None = 100, generator: torch.Generator | None = None) -> Tensor:
@@ -226,14 +202,15 @@ class HelmholtzMachine(nn.Module):
             samples = as_samples(samples)
             states, seen = self.dream(samples * len(x), generator), self.recognise(x, samples, generator)
             shares = tuple(s[0].new_full(s[0].shape[:-1], 1 / (samples * len(x))) for s in (states, seen))
-        blocks = dict[str, Tensor]()
-        for name, layers, pairs, weights in (
-            ("generation", self.generation, pair_generation(states), shares[0]),
-            ("recognition", self.recognition, pair_recognition(seen), shares[1]),
-        ):
-            taught = teach_layers(layers, pairs, activate_layers(layers, pairs), weights)
-            blocks |= {f"{name}.{i}": fisher_rows(rows).blocks() for i, rows in enumerate(taught)}
-        return blocks
+        networks = {
+            "generation": activate_generation(self.generation, states),
+            "recognition": activate_recognition(self.recognition, seen),
+        }
+        return {
+            f"{name}.{i}": layer.teach(weights).fisher().blocks()
+            for (name, layers), weights in zip(networks.items(), shares, strict=True)
+            for i, layer in enumerate(layers)
+        }
 
     @torch.no_grad()
     def joint(self) -> tuple[States, Tensor]:
@@ -274,7 +251,7 @@ class HelmholtzMachine(nn.Module):
         if x.dim() != 2 or x.shape[1] != width or len(x) == 0:
             raise ValueError(f"x is {tuple(x.shape)}, expected examples (b, {width}), b >= 1: flatten images first")
         low, high = self.units
-        if not all_finite(x) or not bool(((x == low) | (x == high)).all()):
+        if not bool(((x == low) | (x == high)).all()):  # a NaN is neither
             raise ValueError(
                 f"x has entries other than {low} and {high}: binarise it, or build the machine with units={(-1, 1)!r} "
                 "or (0, 1) as your data are"

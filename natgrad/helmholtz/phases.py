@@ -14,61 +14,40 @@ from natgrad.helmholtz.machine import HelmholtzMachine
 from natgrad.helmholtz.units import (
     Activations,
     LogisticRows,
-    States,
-    activate_layers,
-    join_rows,
-    pair_generation,
-    pair_recognition,
+    activate_generation,
+    activate_recognition,
+    sample_recognition,
     sum_log_chances,
-    teach_layers,
 )
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """Rows per layer of each network, None where a phase does not teach it, and the bound in nats (b,)."""
+    """Rows per layer of each network, and the bound in nats (b,)."""
 
     generation: list[LogisticRows]
     recognition: list[LogisticRows]
     bound: Tensor
 
 
-@dataclass(frozen=True)
-class WeighedDraws:
-    """Draws of h given examples, every layer's inputs and logits in them, and log p(x, h) - log q(h | x) (samples, b).
-
-    All that a step needs is computed once: log-probabilities, gradients and Fisher blocks are read off the logits.
-    """
-
-    machine: HelmholtzMachine
-    states: States
-    generation: list[Activations]
-    recognition: list[Activations]
-    logs: Tensor
-
-    def teach_generation(self, weights: Tensor) -> list[LogisticRows]:
-        """Rows of p, weights (samples, b)."""
-        return teach_layers(self.machine.generation, pair_generation(self.states), self.generation, weights)
-
-    def teach_recognition(self, weights: Tensor) -> list[LogisticRows]:
-        """Rows of q, weights (samples, b)."""
-        return teach_layers(self.machine.recognition, pair_recognition(self.states), self.recognition, weights)
+def draw_weighed(
+    machine: HelmholtzMachine, x: Tensor, samples: int, generator: torch.Generator | None
+) -> tuple[list[Activations], list[Activations], Tensor]:
+    """Draws of h from q(h | x): what p and q make of them, and log p(x, h) - log q(h | x) (samples, b)."""
+    states, recognition = sample_recognition(machine.recognition, x.expand(samples, *x.shape), generator)
+    generation = activate_generation(machine.generation, states)
+    return generation, recognition, sum_log_chances(generation) - sum_log_chances(recognition)
 
 
-def draw_weighed(machine: HelmholtzMachine, x: Tensor, samples: int, generator: torch.Generator | None) -> WeighedDraws:
-    """`samples` draws from q(h | x) of every example (b, visible)."""
-    states, recognition = machine.recognise_with_activations(x, samples, generator)
-    pairs = pair_generation(states)
-    generation = activate_layers(machine.generation, pairs)
-    logs = sum_log_chances(generation, pairs) - sum_log_chances(recognition, pair_recognition(states))
-    return WeighedDraws(machine, states, generation, recognition, logs)
+def teach(network: list[Activations], weights: Tensor) -> list[LogisticRows]:
+    """Rows of every layer, weights (...)."""
+    return [layer.teach(weights) for layer in network]
 
 
 def teach_by_dreams(machine: HelmholtzMachine, count: int, generator: torch.Generator | None) -> list[LogisticRows]:
     """Rows of q from draws of p, all of equal weight."""
     dreams = machine.dream(count, generator)
-    pairs, weights = pair_recognition(dreams), dreams[0].new_full((count,), 1 / count)
-    return teach_layers(machine.recognition, pairs, activate_layers(machine.recognition, pairs), weights)
+    return teach(activate_recognition(machine.recognition, dreams), dreams[0].new_full((count,), 1 / count))
 
 
 class Algorithm(ABC):
@@ -91,10 +70,9 @@ class Classic(Algorithm):
     """Wake-sleep (Hinton et al. 1995): p learns from q's draws with equal weights, q from p's dreams."""
 
     def lesson(self, machine: HelmholtzMachine, x: Tensor, samples: int, generator: torch.Generator | None) -> Lesson:
-        draws = draw_weighed(machine, x, samples, generator)
-        weights = torch.full_like(draws.logs, 1 / draws.logs.numel())
+        generation, _, logs = draw_weighed(machine, x, samples, generator)
         dreamt = teach_by_dreams(machine, len(x), generator)
-        return Lesson(draws.teach_generation(weights), dreamt, estimate_bound(draws.logs))
+        return Lesson(teach(generation, torch.full_like(logs, 1 / logs.numel())), dreamt, estimate_bound(logs))
 
 
 @dataclass(frozen=True)
@@ -114,18 +92,18 @@ class Reweighted(Algorithm):
         check_range("wake_phi", self.wake_phi, "[0, 1]", hint=": a share between 0 and 1")
 
     def lesson(self, machine: HelmholtzMachine, x: Tensor, samples: int, generator: torch.Generator | None) -> Lesson:
-        draws = draw_weighed(machine, x, samples, generator)
-        weights = draws.logs.softmax(0) / len(x)  # normalised over the draws of an example, in the logs
+        generation, recognition, logs = draw_weighed(machine, x, samples, generator)
+        weights = logs.softmax(0) / len(x)  # normalised over the draws of an example, in the logs
         if self.wake_phi == 1:
-            recognition = draws.teach_recognition(weights)
+            taught = teach(recognition, weights)
         else:
-            recognition = teach_by_dreams(machine, len(x), generator)
+            taught = teach_by_dreams(machine, len(x), generator)
         if 0 < self.wake_phi < 1:
-            recognition = [
-                join_rows(wake.scale_by(self.wake_phi), sleep.scale_by(1 - self.wake_phi))
-                for wake, sleep in zip(draws.teach_recognition(weights), recognition, strict=True)
+            taught = [
+                wake.scale_by(self.wake_phi).join(sleep.scale_by(1 - self.wake_phi))
+                for wake, sleep in zip(teach(recognition, weights), taught, strict=True)
             ]
-        return Lesson(draws.teach_generation(weights), recognition, estimate_bound(draws.logs))
+        return Lesson(teach(generation, weights), taught, estimate_bound(logs))
 
 
 @dataclass(frozen=True)
@@ -137,10 +115,9 @@ class Bidirectional(Algorithm):
     """
 
     def lesson(self, machine: HelmholtzMachine, x: Tensor, samples: int, generator: torch.Generator | None) -> Lesson:
-        draws = draw_weighed(machine, x, samples, generator)
-        logs = 0.5 * draws.logs
-        weights = logs.softmax(0) / len(x)
-        return Lesson(draws.teach_generation(weights), draws.teach_recognition(weights), 2 * estimate_bound(logs))
+        generation, recognition, logs = draw_weighed(machine, x, samples, generator)
+        weights = (0.5 * logs).softmax(0) / len(x)
+        return Lesson(teach(generation, weights), teach(recognition, weights), 2 * estimate_bound(0.5 * logs))
 
 
 def estimate_bound(logs: Tensor) -> Tensor:

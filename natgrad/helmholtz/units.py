@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -12,13 +12,8 @@ from torch.nn import functional
 
 from natgrad.operators import SharedRows
 
-
-@dataclass(frozen=True)
-class Activations:
-    """a (..., columns) and W a (..., size) of a layer's units; of the examples alone, where all draws see the same."""
-
-    inputs: Tensor
-    logits: Tensor
+States = list[Tensor]
+"""One tensor (..., size) per layer, visible first."""
 
 
 class Conditional(nn.Module):
@@ -45,62 +40,74 @@ class Conditional(nn.Module):
         own = ", autoregressive=True" if self.autoregressive else ""
         return f"parents={self.parents}, size={self.size}{own}"
 
-    def inputs(self, parents: Tensor | None, own: Tensor) -> Tensor:
-        """a of every row: parents (..., m), own (..., size) -> (..., columns)."""
-        parts = [] if parents is None else [parents]
-        parts += [own] if self.autoregressive else []
-        return torch.cat([*parts, torch.ones_like(own[..., :1])], dim=-1)
-
-    def activate(self, parents: Tensor | None, own: Tensor) -> Activations:
-        """a and W a of parents (..., m) and own units (..., size)."""
-        if parents is not None and is_shared(parents) and not self.autoregressive:
-            return self.activate(parents[0], own[0])
-        inputs = self.inputs(parents, own)
-        # an entry for a unit that is not seen has no slope
-        weight = self.weight * self.get_buffer("mask") if self.autoregressive else self.weight
-        return Activations(inputs, functional.linear(inputs, weight))
-
-    def logits(self, parents: Tensor | None, own: Tensor) -> Tensor:
-        """W a, (..., size)."""
-        return self.activate(parents, own).logits.expand(own.shape)
-
-    def sample(
-        self, parents: Tensor | None, shape: tuple[int, ...], generator: torch.Generator | None
-    ) -> tuple[Tensor, Activations]:
-        """Units drawn given parents (*shape, m), (*shape, size), and what they saw."""
-        own = self.weight.new_full((), self.low).expand(*shape, self.size)
-        if self.autoregressive:
-            own = self._sample_in_turn(parents, own.clone(), generator)
-            return own, self.activate(parents, own)
-        seen = self.activate(parents, own)
-        return self._draw_bits(torch.sigmoid(seen.logits).expand(own.shape), generator), seen
-
-    def _sample_in_turn(self, parents: Tensor | None, own: Tensor, generator: torch.Generator | None) -> Tensor:
-        columns = slice(self.parents, self.parents + self.size)
-        fixed = functional.linear(self.inputs(parents, torch.zeros_like(own)), self.weight)
-        for j in range(self.size):
-            logit = fixed[..., j] + own[..., :j] @ self.weight[j, columns][:j]
-            own[..., j] = self._draw_bits(torch.sigmoid(logit), generator)
-        return own
-
     def seen_columns(self) -> Tensor | None:
         """The columns that each unit sees, (size, columns); None: all."""
         return self.get_buffer("mask") if self.autoregressive else None
+
+    def activate(self, parents: Tensor | None, own: Tensor) -> Activations:
+        """What units (..., size) with parents (..., m) see, and make of it."""
+        if parents is not None and is_shared(parents) and not self.autoregressive:
+            return replace(self.activate(parents[0], own[0]), own=own)
+        inputs, mask = self._join_inputs(parents, own), self.seen_columns()
+        # an entry for a unit that is not seen has no slope
+        weight = self.weight if mask is None else self.weight * mask
+        return Activations(self, own, inputs, functional.linear(inputs, weight))
+
+    def sample(self, parents: Tensor | None, shape: Sequence[int], generator: torch.Generator | None) -> Activations:
+        """Units drawn given parents (*shape, m)."""
+        own = self.weight.new_full((), self.low).expand(*shape, self.size)
+        if not self.autoregressive:
+            seen = self.activate(parents, own)
+            return replace(seen, own=self._draw_bits(torch.sigmoid(seen.logits).expand(own.shape), generator))
+        own, columns = own.clone(), slice(self.parents, self.parents + self.size)
+        fixed = functional.linear(self._join_inputs(parents, torch.zeros_like(own)), self.weight)
+        for j in range(self.size):  # each given those before it
+            logit = fixed[..., j] + own[..., :j] @ self.weight[j, columns][:j]
+            own[..., j] = self._draw_bits(torch.sigmoid(logit), generator)
+        return self.activate(parents, own)
+
+    def _join_inputs(self, parents: Tensor | None, own: Tensor) -> Tensor:
+        """a of every row, (..., columns)."""
+        parts = [] if parents is None else [parents]
+        parts += [own] if self.autoregressive else []
+        return torch.cat([*parts, torch.ones_like(own[..., :1])], dim=-1)
 
     def _draw_bits(self, chances: Tensor, generator: torch.Generator | None) -> Tensor:
         up = torch.bernoulli(chances, generator=generator)
         return up if self.low == 0 else 2 * up - 1
 
 
+@dataclass(frozen=True)
+class Activations:
+    """A layer's units (..., size), a (..., columns) and W a; the last two of examples alone, where draws see the same.
+
+    All that a step needs is computed once: log-probabilities, gradients and Fisher blocks are read off the logits.
+    """
+
+    layer: Conditional
+    own: Tensor
+    inputs: Tensor
+    logits: Tensor
+
+    def log_chances(self) -> Tensor:
+        """log p(own | a), summed over units, (...)."""
+        up = self.own[0] > 0 if is_shared(self.own) else self.own > 0
+        return -functional.softplus(self.logits * (1 - 2 * up.to(self.logits.dtype))).sum(-1)
+
+    def teach(self, weights: Tensor) -> LogisticRows:
+        """What the layer learns, weights (...); one row for all draws of an example that see the same."""
+        up, logits = (self.own > 0).to(self.logits.dtype), self.logits
+        if logits.dim() < up.dim():
+            total = weights.sum(0)  # (b,)
+            mean = torch.einsum("kb,kbj->bj", weights, up) / total.unsqueeze(1)
+            return LogisticRows(self.inputs, mean - torch.sigmoid(logits), logits, total, None)
+        inputs, residuals, logits = (p.flatten(0, -2) for p in (self.inputs, up - torch.sigmoid(logits), logits))
+        return LogisticRows(inputs, residuals, logits, weights.flatten(), self.layer.seen_columns())
+
+
 def is_shared(states: Tensor) -> bool:
     """True if all draws of an example are one: states (samples, b, size) that were expanded."""
     return states.dim() == 3 and states.stride(0) == 0
-
-
-def log_chances(logits: Tensor, own: Tensor) -> Tensor:
-    """log p(own) of units with these logits, summed over units; logits (..., size) may lack the draws' axis."""
-    up = own[0] > 0 if is_shared(own) else own > 0
-    return -functional.softplus(logits * (1 - 2 * up.to(logits.dtype))).sum(-1)
 
 
 def each_layer(layers: nn.ModuleList) -> Iterator[Conditional]:
@@ -110,12 +117,34 @@ def each_layer(layers: nn.ModuleList) -> Iterator[Conditional]:
         yield layer
 
 
-# Samples as rows of logistic regressions: what each layer's gradient and Fisher are made of
+@torch.no_grad()
+def sample_recognition(
+    layers: nn.ModuleList, x: Tensor, generator: torch.Generator | None
+) -> tuple[States, list[Activations]]:
+    """Draws of every layer of q from examples (samples, b, visible) on: all states, x first, and what layers saw."""
+    states, seen = [x], list[Activations]()
+    for layer in each_layer(layers):
+        seen.append(layer.sample(states[-1], x.shape[:-1], generator))
+        states.append(seen[-1].own)
+    return states, seen
 
-States = list[Tensor]
-"""One tensor (..., size) per layer, visible first."""
-Pairs = list[tuple[Tensor | None, Tensor]]
-"""Parents (..., m) and own units (..., size) of every layer of a network."""
+
+def activate_generation(layers: nn.ModuleList, states: States) -> list[Activations]:
+    """What the layers of p make of states (..., size)."""
+    given = zip(each_layer(layers), [*states[1:], None], states, strict=True)
+    return [layer.activate(parents, own) for layer, parents, own in given]
+
+
+def activate_recognition(layers: nn.ModuleList, states: States) -> list[Activations]:
+    """What the layers of q make of states (..., size)."""
+    return [layer.activate(*pair) for layer, pair in zip(each_layer(layers), pairwise(states), strict=True)]
+
+
+def sum_log_chances(network: list[Activations]) -> Tensor:
+    """log of the product over layers of p(own | parents), (...)."""
+    return torch.stack([layer.log_chances() for layer in network]).sum(0)
+
+
 PARTS = ("inputs", "residuals", "logits", "weights")
 
 
@@ -139,6 +168,10 @@ class LogisticRows:
         gradient = (self.residuals * self.weights.unsqueeze(1)).mT @ self.inputs
         return gradient if self.mask is None else gradient * self.mask
 
+    def fisher(self) -> SharedRows:
+        """F_j = E[s' (W_j a) a a^T] of every unit j of the layer (Varady, Volpi, Malago & Ay 2022)."""
+        return SharedRows(self.inputs, (self.slopes * self.weights.unsqueeze(1)).mT, self.mask)
+
     def scale_by(self, factor: float) -> LogisticRows:
         """The same rows with weights that sum to `factor`."""
         return replace(self, weights=factor * self.weights)
@@ -147,60 +180,6 @@ class LogisticRows:
         """No rows, in the same shapes."""
         return replace(self, **{part: getattr(self, part)[:0] for part in PARTS})
 
-
-def pair_generation(states: States) -> Pairs:
-    """What the layers of p see and are in states (..., size)."""
-    return list(zip([*states[1:], None], states, strict=True))
-
-
-def pair_recognition(states: States) -> Pairs:
-    """What the layers of q see and are in states (..., size)."""
-    return list(pairwise(states))
-
-
-def activate_layers(layers: nn.ModuleList, pairs: Pairs) -> list[Activations]:
-    """a and W a of every layer."""
-    return [layer.activate(parents, own) for layer, (parents, own) in zip(each_layer(layers), pairs, strict=True)]
-
-
-def sum_log_chances(seen: list[Activations], pairs: Pairs) -> Tensor:
-    """log of the product over layers of p(own | parents), (...)."""
-    return torch.stack([log_chances(s.logits, own) for s, (_, own) in zip(seen, pairs, strict=True)]).sum(0)
-
-
-def teach_layers(layers: nn.ModuleList, pairs: Pairs, seen: list[Activations], weights: Tensor) -> list[LogisticRows]:
-    """Rows of every layer, from what it sees and makes of it; weights (...)."""
-    each = zip(each_layer(layers), pairs, seen, strict=True)
-    return [
-        merge_draws(activations, own, weights)
-        if parents is not None and is_shared(parents) and not layer.autoregressive
-        else make_rows(layer, activations, own, weights)
-        for layer, (parents, own), activations in each
-    ]
-
-
-def make_rows(layer: Conditional, seen: Activations, own: Tensor, weights: Tensor) -> LogisticRows:
-    """Rows of one layer, flattened."""
-    residuals = (own > 0).to(seen.logits.dtype) - torch.sigmoid(seen.logits)
-    inputs, residuals, logits = (part.flatten(0, -2) for part in (seen.inputs, residuals, seen.logits))
-    return LogisticRows(inputs, residuals, logits, weights.flatten(), layer.seen_columns())
-
-
-def merge_draws(seen: Activations, own: Tensor, weights: Tensor) -> LogisticRows:
-    """One row per example in place of one per draw: inputs and logits are the same, residuals are averaged."""
-    total = weights.sum(0)  # (b,)
-    mean = torch.einsum("kb,kbj->bj", weights, (own > 0).to(weights.dtype)) / total.unsqueeze(1)
-    return LogisticRows(seen.inputs, mean - torch.sigmoid(seen.logits), seen.logits, total, None)
-
-
-def join_rows(first: LogisticRows, second: LogisticRows) -> LogisticRows:
-    """Both, one after the other."""
-    inputs, residuals, logits, weights = (
-        torch.cat([getattr(rows, part) for rows in (first, second)]) for part in PARTS
-    )
-    return LogisticRows(inputs, residuals, logits, weights, first.mask)
-
-
-def fisher_rows(rows: LogisticRows) -> SharedRows:
-    """F_j = E[s' (W_j a) a a^T] of every unit j of a layer (Varady, Volpi, Malago & Ay 2022)."""
-    return SharedRows(rows.inputs, (rows.slopes * rows.weights.unsqueeze(1)).mT, rows.mask)
+    def join(self, other: LogisticRows) -> LogisticRows:
+        """These and others, one after the other."""
+        return replace(self, **{part: torch.cat([getattr(self, part), getattr(other, part)]) for part in PARTS})

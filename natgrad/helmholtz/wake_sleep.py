@@ -252,8 +252,7 @@ class WakeSleep:
 
     def _directions(self, lesson: JoinedLesson) -> tuple[list[tuple[Tensor, Tensor]], bool]:
         """Every trained weight with the way that it is to go, and whether what that was made with is up to date."""
-        ascents = lesson.ascents()
-        return [(weight, ascent) for (_, weight, _), ascent in zip(lesson.taught, ascents, strict=True)], True
+        return [(weight, ascent) for (_, weight, _), ascent in zip(lesson.taught, lesson.ascents(), strict=True)], True
 
     def _read_lesson(self, lesson: Lesson) -> Taught:
         """Name, weight and rows of every layer that is trained."""

@@ -19,10 +19,9 @@ from natgrad.helmholtz.blocks import (
     draw_places,
     find_shortening,
     shorten_directions,
-    spread_evenly,
     thin_rows,
 )
-from natgrad.helmholtz.units import LogisticRows, activate_layers, pair_generation, teach_layers
+from natgrad.helmholtz.units import LogisticRows, activate_generation
 from natgrad.operators import SharedRows, Units
 
 
@@ -76,13 +75,12 @@ def test_the_running_average_is_that_of_the_blocks_whether_rows_or_blocks_are_ke
 
     narrow = UnitBlocks(0.5, {})
     up = [torch.ones(9, 60, dtype=F64), torch.ones(9, 2, dtype=F64)]
-    pairs = pair_generation(up)
-    seen = activate_layers(wide.generation, pairs)
-    every = [teach_layers(wide.generation, pairs, seen, torch.full((9,), w, dtype=F64)) for w in (1.0, 2.0)]
+    seen = activate_generation(wide.generation, up)[0]
+    every = [seen.teach(torch.full((9,), w, dtype=F64)) for w in (1.0, 2.0)]
     for rows in every:
-        assert refresh(narrow, rows[0], 0.1)
+        assert refresh(narrow, rows, 0.1)
     assert narrow.state["weight"] == 1.5
-    first, second = (SharedRows(r[0].inputs, (r[0].slopes * r[0].weights.unsqueeze(1)).mT).blocks() for r in every)
+    first, second = (SharedRows(r.inputs, (r.slopes * r.weights.unsqueeze(1)).mT).blocks() for r in every)
     assert_close(narrow.state["blocks"], 0.5 * first + second)
 
 
@@ -149,7 +147,7 @@ def test_units_that_few_rows_show_to_be_short_are_left_alone_and_all_others_meas
     inputs = rows.inputs[draw_places(rows.weights, FEW)]
     direction = torch.randn(30, 40, dtype=F64, generator=generator)
     direction *= torch.logspace(-3, 1, 30, dtype=F64).unsqueeze(1)  # from far below the radius to far above it
-    factors = find_shortening(0.02, direction, inputs, spread_evenly(inputs), rate=0.5)
+    factors = find_shortening(0.02, direction, inputs, rate=0.5)
     assert 5 < int((factors < 1).sum()) < 25
     assert_close(shorten_directions(0.02, direction, rows, rate=0.5), direction * factors, rtol=1e-12)
     short = direction[:5]
