@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.checks import check_integer
-from natgrad.ground.exchanges import any_asks
+from natgrad.ground.exchanges import any_asks, sum_numbers, sum_tensors
 from natgrad.ground.messages import write_choices
 from natgrad.ground.progress import Callbacks, Progress, join_callbacks
-from natgrad.ground.pure import keep_gradient_mode, run_detached
-from natgrad.optim import Processes, meet_processes
-from natgrad.variational.network import Network
-from natgrad.variational.start import JoinedTarget
-from natgrad.variational.targets import Moments, Target
+from natgrad.ground.pure import as_call, keep_gradient_mode, run_detached
+from natgrad.optim import Processes
+from natgrad.variational.network import Network, require_batch
+from natgrad.variational.targets import Target
 
 WINDOW, LEFT, UNKNOWN = 10, 1e-2, 0.1
 """Steps over which bounds are compared; nats that a converged q may lack, and to which its bound must be known: a tenth
@@ -62,22 +61,13 @@ class Fitted(ABC):
     """Names of the tensors that make q what it is."""
     mean: Any
 
-    def __init__(self, target: Target, lr: float) -> None:
-        self.target, self.lr, self.steps = target, lr, 0
+    def __init__(self, target: Target, lr: float, processes: Processes | None) -> None:
+        self.target, self.lr, self.steps = target, lr, 0  # of several processes each one's part of the target
+        self.processes = processes or Processes()
         self.choices: dict[str, Any] = {}  # what `repr` shows
 
     def __repr__(self) -> str:
         return write_choices(self, **self.choices, lr=self.lr, steps=self.steps)
-
-    @property
-    def local_target(self) -> Target:
-        """The target, or this process's part of it."""
-        return self.target.own if isinstance(self.target, JoinedTarget) else self.target
-
-    @property
-    def processes(self) -> Processes:
-        """The processes that fit q together; one alone exchanges nothing."""
-        return self.target.processes if isinstance(self.target, JoinedTarget) else meet_processes({}, None)
 
     @abstractmethod
     def advance(self, batch: tuple[Any, ...]) -> tuple[float, float]:
@@ -170,11 +160,27 @@ class Fitted(ABC):
         Raises:
             TypeError: If the target is no network.
         """
-        target = self.local_target
-        if not isinstance(target, Network):
+        if not isinstance(self.target, Network):
             raise TypeError("predict is for networks; use sample(n) and your own function of z")
         draws = self.sample(samples, generator=generator)
-        return torch.stack([run_detached(partial(target.predict, z, inputs)) for z in draws])
+        return torch.stack([run_detached(partial(self.target.predict, z, inputs)) for z in draws])
+
+    def _add_parts(
+        self, target: Target, batch: tuple[Any, ...], work: Callable[[Any], Sequence[Tensor]]
+    ) -> Sequence[Tensor]:
+        """What `work` makes of the target; of several processes the sums of what each makes of its part."""
+        if self.processes.size == 1:
+            return work(target)
+        device, total = self.mean.device, None
+        if isinstance(target, Network):
+            with self.processes.failing_together(device):
+                rows = as_call(require_batch(batch)[0]).batch()
+            total = int(sum_numbers(self.processes, [rows], device)[0])
+            if not total:
+                raise ValueError("inputs is an empty batch on every process; give at least one of them an example")
+        with self.processes.failing_together(device):
+            terms = work(target.take_part(self.processes.size, total))
+        return sum_tensors(self.processes, terms)
 
     def snapshot(self) -> dict[str, Any]:
         """What q is now, for `restore`."""
@@ -321,7 +327,9 @@ class Fitted(ABC):
         if not others:
             return
         bound = self.elbo()
-        bounds.error = measure_error(bound, others)
+        values = torch.tensor([bound, *others], dtype=torch.float64)
+        gap = (values[0] - values[1:].mean()).abs() + 2 * values[1:].std() / len(others) ** 0.5
+        bounds.error = float(gap) if bool(torch.isfinite(values).all()) else math.inf
         bounds.known = bounds.error <= tolerance
         if bounds.converged and bounds.error > max(tolerance, UNKNOWN):
             bounds.converged = False
@@ -407,24 +415,6 @@ def has_settled(bounds: Bounds, tolerance: float) -> bool:
     before, after = torch.tensor(bounds[-2 * WINDOW :], dtype=torch.float64).view(2, WINDOW)
     error = ((before.var() + after.var()) / WINDOW).sqrt()
     return float((after.mean() - before.mean()).abs() + 2 * error) < tolerance
-
-
-def measure_error(bound: float, others: Sequence[float]) -> float:
-    """How far a bound may be from the expectation that others estimate: their difference and two standard errors."""
-    values = torch.tensor([bound, *others], dtype=torch.float64)
-    if not bool(torch.isfinite(values).all()):
-        return math.inf
-    return float((values[0] - values[1:].mean()).abs() + 2 * values[1:].std() / len(others) ** 0.5)
-
-
-def squared_length(moments: Moments, root: Tensor) -> float:
-    """|natural gradient|^2 of the bound in the Fisher metric: g^T P^-1 g + |L^T E[Hess] L + I|^2 / 2, in nats."""
-    if root.dim() == 1:
-        slope, bend = root * moments.gradient, root.square() * moments.hessian + 1
-    else:
-        slope, bend = root.mT @ moments.gradient, root.mT @ moments.hessian @ root
-        bend.diagonal().add_(1)
-    return float(slope.square().sum() + bend.square().sum() / 2)
 
 
 def runs_away(bounds: Sequence[float]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -12,10 +13,11 @@ from natgrad.families import MultivariateNormal
 from natgrad.ground.checks import Group, read_groups
 from natgrad.ground.linalg import all_finite, eigh, factor_or_nan, require_factor
 from natgrad.ground.messages import explain_calls
-from natgrad.variational.fitting import Fitted, format_few, refuse_infinite, search_rate, squared_length
+from natgrad.optim import Processes
+from natgrad.variational.fitting import Fitted, format_few, refuse_infinite, search_rate
 from natgrad.variational.network import NetworkData, NetworkOptions
 from natgrad.variational.quadrature import Points
-from natgrad.variational.start import as_precision, join_target, read_target
+from natgrad.variational.start import as_precision, meet_targets, read_target
 from natgrad.variational.targets import LOG_2PI, LogJoint, Moments, Target, apply_root
 
 OWN = ("target", "start", "covariance", "diagonal", "lr", "points", "group")
@@ -79,8 +81,8 @@ def variational(
     """
     data: NetworkData = read_groups("variational", GROUPS, network, OWN)["data"]
     density, mean, spread = read_target(target, start, covariance, points, data, lr)
-    joined = join_target(density, group, mean, spread, data, diagonal, lr, points)
-    return Variational(joined, mean, spread, diagonal, lr)
+    processes = meet_targets(density, group, mean, spread, data, diagonal, lr, points)
+    return Variational(density, mean, spread, diagonal, lr, processes)
 
 
 class Variational(Fitted):
@@ -92,6 +94,7 @@ class Variational(Fitted):
         covariance: Of q at the start: a number, (d,) or (d, d).
         diagonal: True for a q with independent entries.
         lr: Rate in natural parameters; it may be changed between steps.
+        processes: What fits q together, each with its part of the target; None for this one alone.
 
     Attributes:
         precision: Shape (d, d), or (d,) where q is diagonal.
@@ -100,15 +103,24 @@ class Variational(Fitted):
 
     STATE = ("mean", "precision")
 
-    def __init__(self, target: Target, mean: Tensor, covariance: Tensor | float, diagonal: bool, lr: float) -> None:
-        super().__init__(target, lr)
-        self.choices = {"d": len(mean), "target": type(self.local_target).__name__, "diagonal": diagonal}
+    def __init__(
+        self,
+        target: Target,
+        mean: Tensor,
+        covariance: Tensor | float,
+        diagonal: bool,
+        lr: float,
+        processes: Processes | None = None,
+    ) -> None:
+        super().__init__(target, lr, processes)
+        self.choices = {"d": len(mean), "target": type(target).__name__, "diagonal": diagonal}
         self.mean, self.diagonal = mean.clone(), diagonal
         self.precision = as_precision(covariance, mean, diagonal)
 
     def advance(self, batch: tuple[Any, ...]) -> tuple[float, float]:
         before, root = self.mean, self.root()
-        moments = self.target.moments(before, root, self.steps, batch)
+        ask = partial(self._add_parts, self.target, batch)
+        moments = Moments(*ask(lambda part: part.moments(before, root, self.steps, batch)))
         if not all(map(all_finite, moments)):
             raise refuse_infinite(before)
         precision = self._update_precision(moments)
@@ -121,16 +133,18 @@ class Variational(Fitted):
             raise ValueError(f"the step overflows from z = {format_few(before)}; q is as it was. Take a smaller lr")
 
         def measure_gain(rate: float) -> float:
-            return float(self.target.value(before + rate * move, root, self.steps, batch) - moments.value)
+            (value,) = ask(lambda part: [part.value(before + rate * move, root, self.steps, batch)])
+            return float(value - moments.value)
 
         rate = search_rate(measure_gain, float(moments.gradient @ move), 1.0, moments.value)
         self.mean, self.precision = before + rate * move, precision
         self.steps += 1
-        return float(moments.value + self.entropy(root)), squared_length(moments, root) / 2
+        return float(moments.value + self.entropy(root)), measure_square(moments, root) / 2
 
     def measure_bound(self, target: Target, batch: tuple[Any, ...]) -> float:
         root = self.root()
-        return float(target.value(self.mean, root, self.steps, batch) + self.entropy(root))
+        (value,) = self._add_parts(target, batch, lambda part: [part.value(self.mean, root, self.steps, batch)])
+        return float(value + self.entropy(root))
 
     def draw(self, n: int, generator: torch.Generator | None) -> Tensor:
         z = torch.randn(n, len(self.mean), generator=generator, dtype=self.mean.dtype, device=self.mean.device)
@@ -185,3 +199,13 @@ class Variational(Fitted):
             return plain  # to the bit what a conjugate problem asks for
         turned = factor @ vectors
         return (turned * torch.where(ratios > EDGE, ratios, KEPT)) @ turned.mT
+
+
+def measure_square(moments: Moments, root: Tensor) -> float:
+    """|natural gradient|^2 of the bound in the Fisher metric: g^T P^-1 g + |L^T E[Hess] L + I|^2 / 2, in nats."""
+    if root.dim() == 1:
+        slope, bend = root * moments.gradient, root.square() * moments.hessian + 1
+    else:
+        slope, bend = root.mT @ moments.gradient, root.mT @ moments.hessian @ root
+        bend.diagonal().add_(1)
+    return float(slope.square().sum() + bend.square().sum() / 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Unpack
 
 import torch
@@ -14,11 +14,12 @@ from natgrad.ground.checks import Group, check_integer, read_groups
 from natgrad.ground.linalg import all_finite, require_factor
 from natgrad.ground.messages import explain_calls
 from natgrad.operators import Operator
+from natgrad.optim import Processes
 from natgrad.solvers import MinresQLP
 from natgrad.variational.fitting import Fitted, refuse_infinite, search_rate
 from natgrad.variational.network import NetworkData, NetworkOptions
 from natgrad.variational.quadrature import Points
-from natgrad.variational.start import JoinedTarget, as_precision, join_target, read_target
+from natgrad.variational.start import as_precision, meet_targets, read_target
 from natgrad.variational.targets import LOG_2PI, LogJoint, SlopeTarget, Target
 
 
@@ -116,8 +117,6 @@ Near-rotations count as well, or their steps of 1e7 leave no length for the othe
 """
 LONGEST = 1.0
 """Most that a step changes the logarithm of a scale."""
-Sloped = SlopeTarget | JoinedTarget
-"""What tells log p and its gradient at given places."""
 
 
 @explain_calls
@@ -182,8 +181,8 @@ def variational_low_rank(
     if rank > len(mean):
         raise ValueError(f"rank is {rank}, expected 1 to d = {len(mean)}; ng.variational has whole covariances")
     variances = 1 / as_precision(spread, mean, True)
-    joined = join_target(density, group, mean, variances, data, rank, lr, points, seed)
-    return LowRankVariational(joined, mean, variances, int(rank), lr, seed)
+    processes = meet_targets(density, group, mean, variances, data, rank, lr, points, seed)
+    return LowRankVariational(density, mean, variances, int(rank), lr, seed, processes)
 
 
 class LowRankVariational(Fitted):
@@ -196,6 +195,7 @@ class LowRankVariational(Fitted):
         rank: Columns of the factor.
         lr: Rate; it may be changed between steps.
         seed: Of the factor's directions at the start.
+        processes: What fits q together, each with its part of the target; None for this one alone.
 
     Attributes:
         scales: s, shape (d,).
@@ -204,11 +204,20 @@ class LowRankVariational(Fitted):
     """
 
     STATE = ("mean", "scales", "factor")
-    target: Sloped
+    target: SlopeTarget
 
-    def __init__(self, target: Sloped, mean: Tensor, variances: Tensor, rank: int, lr: float, seed: int) -> None:
-        super().__init__(target, lr)
-        self.choices = {"d": len(mean), "target": type(self.local_target).__name__, "rank": rank}
+    def __init__(
+        self,
+        target: SlopeTarget,
+        mean: Tensor,
+        variances: Tensor,
+        rank: int,
+        lr: float,
+        seed: int,
+        processes: Processes | None = None,
+    ) -> None:
+        super().__init__(target, lr, processes)
+        self.choices = {"d": len(mean), "target": type(target).__name__, "rank": rank}
         self.mean, self.rank = mean.clone(), rank
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randn(len(mean), rank, generator=generator, dtype=torch.float64)
@@ -231,9 +240,10 @@ class LowRankVariational(Fitted):
         return FactoredCovariance(self.scales, self.factor)
 
     def advance(self, batch: tuple[Any, ...]) -> tuple[float, float]:
-        z, weights = self._points(self.local_target)
+        z, weights = self.target.place_points(self.mean, self.steps, self.count_dimensions())
+        ask = partial(self._add_parts, self.target, batch)
         before, covariance, d = self.mean, self._covariance, len(self.mean)
-        values, slopes = self.target.slopes(before + covariance.spread(z), batch)
+        values, slopes = ask(lambda part: part.slopes(before + covariance.spread(z), batch))
         bound, gradient = self._add_entropy(weights @ values, covariance), weights @ slopes
         if not all_finite(slopes) or not all_finite(bound):
             raise refuse_infinite(before)
@@ -251,7 +261,7 @@ class LowRankVariational(Fitted):
 
         def measure_gain(rate: float) -> float:
             place, tried = move(rate)
-            values = self.target.values_at(place + tried.spread(z), batch)
+            (values,) = ask(lambda part: [part.values_at(place + tried.spread(z), batch)])
             return float(self._add_entropy(weights @ values, tried) - bound)
 
         rate = search_rate(measure_gain, length, min(self.lr, LONGEST / max(float(shape.abs().max()), 1e-30)), bound)
@@ -262,9 +272,10 @@ class LowRankVariational(Fitted):
         return float(bound), length / 2
 
     def measure_bound(self, target: Target, batch: tuple[Any, ...]) -> float:
-        assert isinstance(target, Sloped)
-        z, weights = self._points(target)
-        values = target.values_at(self.mean + self._covariance.spread(z), batch)
+        assert isinstance(target, SlopeTarget)
+        z, weights = target.place_points(self.mean, self.steps, self.count_dimensions())
+        places = self.mean + self._covariance.spread(z)
+        (values,) = self._add_parts(target, batch, lambda part: [part.values_at(places, batch)])
         return float(self._add_entropy(weights @ values, self._covariance))
 
     def draw(self, n: int, generator: torch.Generator | None) -> Tensor:
@@ -274,11 +285,6 @@ class LowRankVariational(Fitted):
 
     def count_dimensions(self) -> int:
         return len(self.mean) + self.rank
-
-    def _points(self, target: Target) -> tuple[Tensor, Tensor]:
-        own = target.own if isinstance(target, JoinedTarget) else target
-        assert isinstance(own, SlopeTarget)
-        return own.place_points(self.mean, self.steps, self.count_dimensions())
 
     def _add_entropy(self, value: Tensor, covariance: FactoredCovariance) -> Tensor:
         return value + covariance.half_logdet() + 0.5 * len(self.mean) * (1 + LOG_2PI)

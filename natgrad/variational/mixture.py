@@ -16,7 +16,7 @@ from natgrad.ground.messages import explain_calls
 from natgrad.variational.fitting import Fitted
 from natgrad.variational.gaussian import Variational
 from natgrad.variational.quadrature import Points
-from natgrad.variational.start import JoinedTarget, join_target, read_density
+from natgrad.variational.start import meet_targets, read_density
 from natgrad.variational.targets import LOG_2PI, DensityTarget, LogJoint, Target
 
 LEAST = -50.0
@@ -83,9 +83,9 @@ def variational_mixture(
     if not isinstance(density, DensityTarget):
         raise TypeError(f"target is {type(target).__name__}, expected a function z -> log p(z, data)")
     means = given.detach().to(first)
-    joined = join_target(density, group, means, covariance, diagonal, lr, points)
-    parts = [Variational(joined, mean, covariance, diagonal, lr) for mean in means]
-    return VariationalMixture(joined, parts, lr)
+    processes = meet_targets(density, group, means, covariance, diagonal, lr, points)
+    parts = [Variational(density, mean, covariance, diagonal, lr, processes) for mean in means]
+    return VariationalMixture(density, parts, lr)
 
 
 class VariationalMixture(Fitted):
@@ -105,9 +105,9 @@ class VariationalMixture(Fitted):
     STATE = ("log_weights",)
 
     def __init__(self, target: Target, components: Sequence[Variational], lr: float) -> None:
-        super().__init__(target, lr)
+        first = components[0]
+        super().__init__(target, lr, first.processes)
         self.components = list(components)
-        first = self.components[0]
         self.choices = {"components": len(self.components), "d": len(first.mean), "diagonal": first.diagonal}
         self.log_weights = first.mean.new_full((len(self.components),), -math.log(len(self.components)))
 
@@ -195,6 +195,7 @@ class FrozenMixture:
     """q as it is before a step."""
 
     def __init__(self, q: VariationalMixture) -> None:
+        self.parts = q.processes.size
         self.log_weights, self.means = q.log_weights, q.means
         self.precisions = torch.stack([part.precision for part in q.components])
         if q.components[0].diagonal:
@@ -214,19 +215,17 @@ class FrozenMixture:
         """log q(z), shape (...). z: (..., d)."""
         return (self.log_weights + self.log_components(z)).logsumexp(-1)
 
-    def without(self, target: Target, place: int, parts: int = 1) -> Target:
+    def without(self, target: Target, place: int) -> Target:
         """log p - log q + log q_c: what a Gaussian's own step takes for its target, of each process its part.
 
         Its expected Hessian is E_c[Hess r] - P_c, its expected gradient E_c[grad r], and its bound E_c[r].
         """
-        if isinstance(target, JoinedTarget):
-            return replace(target, own=self.without(target.own, place, target.processes.size))
         assert isinstance(target, DensityTarget)
         log_joint = target.log_joint
 
         def log_rest(z: Tensor) -> Tensor:
             own = self.log_components(z)
             rest = own[..., place] - (self.log_weights + own).logsumexp(-1)
-            return log_joint(z).reshape(rest.shape) + rest / parts
+            return log_joint(z).reshape(rest.shape) + rest / self.parts
 
         return replace(target, log_joint=log_rest)

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Criterion, as_criterion
-from natgrad.ground.checks import check_integer, check_positive
 from natgrad.ground.pure import PureModel, as_call, check_followed
 from natgrad.ground.spaces import Params, Space, trainable
 from natgrad.metrics import fisher
-from natgrad.variational.quadrature import Draws, Points
+from natgrad.variational.quadrature import Points
 from natgrad.variational.targets import LOG_2PI, Moments, SlopeTarget, apply_root
 
 
@@ -133,17 +132,3 @@ def require_batch(batch: tuple[Any, ...]) -> tuple[Any, Any]:
     if len(batch) != 2:
         raise TypeError(f"step got {len(batch)} arguments, expected inputs and targets: q.step(x, y)")
     return batch[0], batch[1]
-
-
-def count_examples(batch: tuple[Any, ...]) -> int:
-    """Rows of a step's inputs."""
-    return as_call(require_batch(batch)[0]).batch()
-
-
-def build_network(model: nn.Module, data: NetworkData, points: Points | None) -> Network:
-    """A network as a target, with its data checked."""
-    if data.criterion is None:
-        raise ValueError("criterion is None, expected a torch.nn loss or an ng likelihood: what the outputs mean")
-    size = check_integer("data_size", data.data_size, of="the number of examples in the whole set")
-    check_positive("prior_precision", data.prior_precision)
-    return Network(model, data.criterion, size, data.prior_precision, points or Draws(2))

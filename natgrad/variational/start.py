@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from natgrad.ground.checks import check_positive
-from natgrad.ground.exchanges import sum_numbers, sum_tensors
+from natgrad.ground.checks import check_integer, check_positive
 from natgrad.ground.linalg import all_finite, require_factor
 from natgrad.ground.spaces import trainable
 from natgrad.ground.typed_torch import as_tensor_like
 from natgrad.optim import Processes, meet_processes, refuse_processes
-from natgrad.variational.network import Network, NetworkData, build_network, count_examples
-from natgrad.variational.quadrature import Points
-from natgrad.variational.targets import DensityTarget, LogJoint, Moments, Target, is_batched
+from natgrad.variational.network import Network, NetworkData
+from natgrad.variational.quadrature import Draws, Points
+from natgrad.variational.targets import DensityTarget, LogJoint, Target, is_batched
 
 
 def as_mean(start: Any) -> Tensor:
@@ -35,18 +33,6 @@ def as_mean(start: Any) -> Tensor:
     if not all_finite(start):
         raise ValueError("start is not finite")
     return start.detach()
-
-
-def match_dtype(log_joint: LogJoint, mean: Tensor) -> Tensor:
-    """The mean (d,) in float64, or in the default dtype where the function has tensors of that inside."""
-    try:
-        is_batched(log_joint, mean)
-    except ValueError as error:
-        if error.__cause__ is None:
-            raise
-        # torch does not mix dtypes in products
-        return mean.to(torch.get_default_dtype())
-    return mean
 
 
 def as_precision(covariance: Tensor | float, mean: Tensor, diagonal: bool) -> Tensor:
@@ -76,7 +62,11 @@ def read_target(
         raise TypeError(f"points is {points!r}, expected Sobol(), GaussHermite() or Draws()")
     if isinstance(target, nn.Module):
         refuse_processes(target, "target")
-        net = build_network(target, data, points)
+        if data.criterion is None:
+            raise ValueError("criterion is None, expected a torch.nn loss or an ng likelihood: what the outputs mean")
+        size = check_integer("data_size", data.data_size, of="the number of examples in the whole set")
+        check_positive("prior_precision", data.prior_precision)
+        net = Network(target, data.criterion, size, data.prior_precision, points or Draws(2))
         spread = 1e-2 / data.prior_precision if covariance is None else covariance
         return net, net.start if start is None else as_mean(start), spread
     if data.criterion is not None or data.data_size is not None:
@@ -99,70 +89,19 @@ def read_density(
         return target, mean
     if not callable(target):
         raise TypeError(f"target is {type(target).__name__}, expected a function z -> log p(z, data), or a module")
-    mean = mean if isinstance(start, Tensor) else match_dtype(target, mean)
-    return DensityTarget(target, points, is_batched(target, mean)), mean
+    try:
+        batched = is_batched(target, mean)
+    except ValueError as error:
+        if isinstance(start, Tensor) or error.__cause__ is None:
+            raise
+        # torch does not mix dtypes in products: the function has tensors of the default one inside
+        mean = mean.to(torch.get_default_dtype())
+        batched = is_batched(target, mean)
+    return DensityTarget(target, points, batched), mean
 
 
-# A target whose data lie on several processes
-
-AnyTarget = TypeVar("AnyTarget", bound=Target)
-
-
-@dataclass(frozen=True)
-class JoinedTarget(Target):
-    """log p(z, data) as the sum over processes of each one's part; all of them make the same calls."""
-
-    own: Target  # this process's target. Of a network and of `Projected` the prior counts once, not once per process
-    processes: Processes  # what exchanges the sums
-
-    @property
-    def steady(self) -> bool:
-        return self.own.steady
-
-    def elsewhere(self, d: int) -> Sequence[JoinedTarget]:
-        return [replace(self, own=target) for target in self.own.elsewhere(d)]
-
-    def moments(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Moments:
-        return Moments(*self._sum(lambda part: part.moments(mean, root, step, batch), mean, batch))
-
-    def value(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Tensor:
-        return self._sum(lambda part: [part.value(mean, root, step, batch)], mean, batch)[0]
-
-    def slopes(self, places: Tensor, batch: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        """log p (s,) and its gradient (s, d) at places (s, d), the same on all processes."""
-        values, slopes = self._sum(lambda part: part.slopes(places, batch), places, batch)
-        return values, slopes
-
-    def values_at(self, places: Tensor, batch: tuple[Any, ...]) -> Tensor:
-        """log p (s,) at places (s, d), the same on all processes."""
-        return self._sum(lambda part: [part.values_at(places, batch)], places, batch)[0]
-
-    def _sum(self, work: Callable[[Any], Sequence[Tensor]], like: Tensor, batch: tuple[Any, ...]) -> list[Tensor]:
-        """The sums over processes of what each one's target gives, in one exchange."""
-        part = self._take_part(like, batch)
-        with self.processes.failing_together(like.device):
-            terms = work(part)
-        return sum_tensors(self.processes, terms)
-
-    def _take_part(self, mean: Tensor, batch: tuple[Any, ...]) -> Target:
-        """This process's target with its share of the prior, and of a network with the examples of all processes."""
-        if not isinstance(self.own, Network):
-            return self.own.take_part(self.processes.size)
-        with self.processes.failing_together(mean.device):
-            rows = count_examples(batch)
-        total = int(sum_numbers(self.processes, [rows], mean.device)[0])
-        if not total:
-            raise ValueError("inputs is an empty batch on every process; give at least one of them an example")
-        return self.own.take_part(self.processes.size, total)
-
-
-def join_target(
-    target: AnyTarget, group: Any, mean: Tensor, covariance: Tensor | float, *settings: object
-) -> AnyTarget | JoinedTarget:
-    """The target over the processes of a group, which all call this; the same where there is no group."""
-    if group is None:
-        return target
+def meet_targets(target: Target, group: Any, mean: Tensor, covariance: Tensor | float, *settings: object) -> Processes:
+    """The processes of a group, which all call this with their part of the target; this one alone for no group."""
     start = trainable(target.model) if isinstance(target, Network) else {}
     numbers = covariance if isinstance(covariance, Tensor) else torch.tensor(float(covariance), dtype=torch.float64)
-    start = {**start, "mean": mean, "covariance": numbers}
-    return JoinedTarget(target, meet_processes(start, group, type(target).__name__, *settings))
+    return meet_processes({**start, "mean": mean, "covariance": numbers}, group, type(target).__name__, *settings)
