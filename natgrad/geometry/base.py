@@ -22,14 +22,12 @@ class Manifold(Explained):
     `log`), Levi-Civita transport, and which points are inside. Angles, lengths and times follow.
 
     Attributes:
-        event: How many trailing dimensions a point has.
-        domain: What an error message says of the points that are inside.
+        event: Trailing dimensions of a point: 1 for a vector, 2 for a matrix.
+        domain: What `inside` asks for, in the words of an error message.
     """
 
     event: int = 1
-    """Trailing dimensions of a point: 1 for a vector, 2 for a matrix."""
     domain: str = "inside the manifold"
-    """What `inside` asks for, in words."""
 
     @abstractmethod
     def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 from numpy.polynomial import legendre
 from torch import Tensor
@@ -122,7 +123,7 @@ def space_evenly(equation: Geodesics, start: Tensor, time: Tensor) -> Tensor:
         at = equation.path(grid)
         chord, metric = at.diff(dim=1), equation.metric(at)
         middle = (metric[:, 1:] + metric[:, :-1]) / 2
-        length = ((middle @ chord.unsqueeze(-1)).squeeze(-1) * chord).sum(-1).clamp(min=0).sqrt()
+        length = measure_square(middle, chord).clamp(min=0).sqrt()
         total = torch.nn.functional.pad(length.cumsum(1), (1, 0))
         grid = interpolate(even, total / total[:, -1:], grid)
     grid = torch.where(torch.isfinite(grid).all(1, keepdim=True), grid, even)
@@ -131,6 +132,11 @@ def space_evenly(equation: Geodesics, start: Tensor, time: Tensor) -> Tensor:
     slope = torch.cat([grid[:, 1:2] - grid[:, :1], (grid[:, 2:] - grid[:, :-2]) / 2, grid[:, -1:] - grid[:, -2:-1]], 1)
     (a, b), (c, d) = ((each.gather(1, left), each.gather(1, left + 1)) for each in (grid, slope))
     return (a + t * (c + t * (3 * (b - a) - 2 * c - d + t * (2 * (a - b) + c + d)))).clamp(0, 1)  # cubic: a way bends
+
+
+def measure_square(metric: Tensor, vector: Tensor) -> Tensor:
+    """v^T G v, (..., n) -> (...)."""
+    return ((metric @ vector.unsqueeze(-1)).squeeze(-1) * vector).sum(-1)
 
 
 def interpolate(x: Tensor, places: Tensor, values: Tensor) -> Tensor:
@@ -158,7 +164,7 @@ class Path:
     def keeps_speed(self, u: Tensor) -> Tensor:
         """True where |x'|^2 changes by `DRIFT` of itself at most along the way, (k,); false for NaN."""
         at, speed = self._way(u)
-        squares = ((self.equation.metric(at) @ speed.unsqueeze(-1)).squeeze(-1) * speed).sum(-1)
+        squares = measure_square(self.equation.metric(at), speed)
         return squares.amax(1) - squares.amin(1) <= DRIFT * squares.amax(1)
 
     def sweep(self, u: Tensor) -> Tensor:
@@ -191,22 +197,19 @@ class Path:
         """u - f at the nodes, and its length over |x'|^2: neither has a unit."""
         at, speed = self._way(u)
         residual, metric = u - self.equation.bend(at, speed), self.equation.metric(at)
-        lengths = [((metric @ v.unsqueeze(-1)).squeeze(-1) * v).sum(-1).mean(1) for v in (residual, speed)]
-        return residual, lengths[0].sqrt() / lengths[1]
+        misfit, pace = (measure_square(metric, v).mean(1) for v in (residual, speed))
+        return residual, misfit.sqrt() / pace
 
     def _find_step(self, u: Tensor, residual: Tensor) -> Tensor:
-        by_place, by_speed = self._slopes(u)
-        chunk = max(1, int(ENTRIES / u[0].numel() ** 2))
-        parts = zip(*(each.split(chunk) for each in (by_place, by_speed, residual)), strict=True)
-        return torch.cat([self._solve_linear(*part) for part in parts])
-
-    def _solve_linear(self, by_place: Tensor, by_speed: Tensor, residual: Tensor) -> Tensor:
-        """The step s with s - f_x (place s) - f_v (speed s) = -residual."""
-        size = residual[0].numel()
-        matrix = torch.einsum("kiab,ij->kiajb", by_place, self.mesh.place)
-        matrix = matrix + torch.einsum("kiab,ij->kiajb", by_speed, self.mesh.speed)
-        matrix = torch.eye(size, dtype=residual.dtype, device=residual.device) - matrix.reshape(-1, size, size)
-        return -solve_or_nan(matrix, residual.reshape(-1, size, 1)).view_as(residual)
+        """The steps s with s - f_x (place s) - f_v (speed s) = -residual, of a few ways at a time."""
+        size, steps = u[0].numel(), []
+        chunk = max(1, int(ENTRIES / size**2))
+        for by_place, by_speed, left in zip(*(each.split(chunk) for each in (*self._slopes(u), residual)), strict=True):
+            matrix = torch.einsum("kiab,ij->kiajb", by_place, self.mesh.place)
+            matrix = matrix + torch.einsum("kiab,ij->kiajb", by_speed, self.mesh.speed)
+            matrix = torch.eye(size, dtype=u.dtype, device=u.device) - matrix.reshape(-1, size, size)
+            steps.append(-solve_or_nan(matrix, left.reshape(-1, size, 1)).view_as(left))
+        return torch.cat(steps)
 
     def _slopes(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """f_x and f_v at the nodes, (k, N, n, n) each, by central differences along directions of length one."""
@@ -214,7 +217,7 @@ class Path:
         metric = self.equation.metric(at)
         factor = factor_or_nan(metric)
         basis = invert_or_nan(factor).movedim(-2, 0)  # rows of L^-1 are columns of L^-T: (n, k, N, n)
-        length = ((metric @ speed.unsqueeze(-1)).squeeze(-1) * speed).sum(-1, keepdim=True).sqrt()
+        length = measure_square(metric, speed).unsqueeze(-1).sqrt()
         places = self.equation.bend(
             torch.cat([at + WIDTH * basis, at - WIDTH * basis]), speed.expand(2 * len(basis), *speed.shape)
         )
@@ -245,32 +248,26 @@ def _matrices(elements: int) -> tuple[Tensor, ...]:
     """`Mesh`'s tensors on the CPU."""
     roots, _ = legendre.leggauss(DEGREE)
     to_coefficients = invert_or_nan(torch.from_numpy(legendre.legvander(roots, DEGREE - 1)))
-    rise, way, value = [], [], []
-    ends = torch.cat([torch.from_numpy(roots), torch.ones(1, dtype=torch.float64)]).numpy()
-    halves = torch.cat([torch.from_numpy((roots - 1) / 2), torch.from_numpy((roots + 1) / 2)]).numpy()
-    for k in range(DEGREE):
-        unit = [0.0] * k + [1.0]
-        once = legendre.legint(unit, scl=0.5, lbnd=-1)  # d/dt = 2 d/ds on an element of length one
-        rise.append(torch.from_numpy(legendre.legval(ends, once)))
-        way.append(torch.from_numpy(legendre.legval(ends, legendre.legint(once, scl=0.5, lbnd=-1))))
-        value.append(torch.from_numpy(legendre.legval(halves, unit)))
-    within, beneath, finer = (torch.stack(each, dim=1) @ to_coefficients for each in (rise, way, value))
+    ends, halves = np.append(roots, 1.0), np.concatenate([(roots - 1) / 2, (roots + 1) / 2])
+    unit = np.eye(DEGREE)
+    once = legendre.legint(unit, scl=0.5, lbnd=-1)  # d/dt = 2 d/ds on an element of length one
+    twice = legendre.legint(once, scl=0.5, lbnd=-1)
+    values = (legendre.legval(*each) for each in ((ends, once), (ends, twice), (halves, unit)))
+    within, beneath, finer = (torch.from_numpy(each).mT @ to_coefficients for each in values)
     h, n = 1 / elements, elements * DEGREE
     inner = torch.from_numpy((roots + 1) / 2)
     nodes = ((torch.arange(elements, dtype=torch.float64).view(-1, 1) + inner) * h).flatten()
     gap = torch.arange(elements).view(-1, 1) - torch.arange(elements) - 1  # elements between, -1 for the same
     before = (gap >= 0).double()
     same = torch.eye(elements, dtype=torch.float64)
-    speed = torch.einsum("ef,i,j->eifj", before, torch.ones(DEGREE, dtype=torch.float64), within[-1])
-    speed = h * (speed + torch.einsum("ef,ij->eifj", same, within[:-1])).reshape(n, n)
+    before_ends, before_ways = (torch.kron(before, each[-1].expand(DEGREE, -1)) for each in (within, beneath))
+    speed = h * (before_ends + torch.kron(same, within[:-1]))
     rest = gap.view(elements, 1, elements) + inner.view(1, -1, 1)  # from the end of f to the node, in elements
-    place = torch.einsum("ef,eif,j->eifj", before, rest, within[-1])
-    place = place + torch.einsum("ef,i,j->eifj", before, torch.ones(DEGREE, dtype=torch.float64), beneath[-1])
-    place = h**2 * (place + torch.einsum("ef,ij->eifj", same, beneath[:-1])).reshape(n, n)
+    place = torch.einsum("ef,eif,j->eifj", before, rest, within[-1]).reshape(n, n)
+    place = h**2 * (place + before_ways + torch.kron(same, beneath[:-1]))
     left = (elements - 1 - torch.arange(elements, dtype=torch.float64)).view(-1, 1)
     total = h**2 * (beneath[-1] + left * within[-1]).flatten()  # x(1) - x(0) - x'(0)
-    refined = torch.einsum("ef,ij->eifj", same, finer).reshape(2 * n, n)
-    return nodes, place - nodes.view(-1, 1) * total, speed - total, -total, refined
+    return nodes, place - nodes.view(-1, 1) * total, speed - total, -total, torch.kron(same, finer)
 
 
 def build_mesh(elements: int, like: Tensor) -> Mesh:

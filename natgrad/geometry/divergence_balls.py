@@ -66,27 +66,23 @@ def level_set(
         Shape (m, n). NaN where a ray does not get there.
     """
     check_positive("radius", radius, hint=": a positive number of nats")
-    rays = spread_directions(directions, centre) if isinstance(directions, int) else directions
-    if rays.dim() != 2 or rays.shape[1] != len(centre):
-        raise ValueError(f"directions have shape {tuple(rays.shape)}, expected (m, {len(centre)})")
-    low, high = rays.new_zeros(len(rays), 1), rays.new_full((len(rays), 1), 1e-6)
+    if isinstance(directions, int):
+        if len(centre) != 2:
+            raise ValueError(f"directions is a number, which serves 2 dimensions; expected a tensor (m, {len(centre)})")
+        angles = torch.linspace(0, 2 * math.pi, directions, dtype=centre.dtype, device=centre.device)
+        directions = torch.stack([angles.cos(), angles.sin()], dim=1)  # the last is the first: a line drawn is closed
+    if directions.dim() != 2 or directions.shape[1] != len(centre):
+        raise ValueError(f"directions have shape {tuple(directions.shape)}, expected (m, {len(centre)})")
+    low, high = directions.new_zeros(len(directions), 1), directions.new_full((len(directions), 1), 1e-6)
     for _ in range(DOUBLINGS):
-        short = (divergence(centre + high * rays) < radius).unsqueeze(1)
+        short = (divergence(centre + high * directions) < radius).unsqueeze(1)
         if not bool(short.any()):
             break
         low, high = torch.where(short, high, low), torch.where(short, 2 * high, high)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        short = (divergence(centre + middle * rays) < radius).unsqueeze(1)
+        short = (divergence(centre + middle * directions) < radius).unsqueeze(1)
         low, high = torch.where(short, middle, low), torch.where(short, high, middle)
-    points = centre + low * rays
+    points = centre + low * directions
     reached = torch.isfinite(points).all(1) & ((divergence(points) - radius).abs() <= 1e-6 * radius)
     return torch.where(reached.unsqueeze(1), points, torch.nan)
-
-
-def spread_directions(count: int, centre: Tensor) -> Tensor:
-    """Directions (count, 2), evenly spread; the last is the first again, so that a line drawn is closed."""
-    if len(centre) != 2:
-        raise ValueError(f"directions is a number, which serves 2 dimensions; expected a tensor (m, {len(centre)})")
-    angles = torch.linspace(0, 2 * math.pi, count, dtype=centre.dtype, device=centre.device)
-    return torch.stack([angles.cos(), angles.sin()], dim=1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.geometry.base import Manifold
-from natgrad.geometry.stable_functions import arc_over_sine, safe_sqrt, squared_root_gap
+from natgrad.geometry.stable_functions import largest_log, log_one_plus, safe_sqrt, squared_arc, squared_root_gap
 from natgrad.ground.checks import check_positive
 from natgrad.ground.linalg import require_factor
 
@@ -16,8 +16,35 @@ INSIDE = 0.5
 """A coordinate that is on no edge."""
 
 
-class Straightened(Manifold):
-    """Independent coordinates (..., n), each with a map y(x) in which the metric is dy^2."""
+class IndependentEntries(Manifold):
+    """Independent coordinates (..., n), each with the metric y'(x)^2 dx^2."""
+
+    @abstractmethod
+    def _slope(self, point: Tensor) -> Tensor:
+        """y'(x) > 0, entry by entry; infinite on an edge that is at a finite distance."""
+
+    def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return (self._lift(point, first) * self._lift(point, second)).sum(-1)
+
+    def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
+        return gradient / self._slope(point).square()
+
+    def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
+        lifted = self._lift(point, vector)
+        held = self._is_edge(other) & (lifted == 0)
+        return torch.where(held, 0.0, lifted / self._slope(torch.where(held, INSIDE, other)))
+
+    def _lift(self, point: Tensor, tangent: Tensor) -> Tensor:
+        """dy = y'(x) dx; 0 for no dx, also on an edge."""
+        held = self._is_edge(point) & (tangent == 0)
+        return torch.where(held, 0.0, self._slope(torch.where(held, INSIDE, point)) * tangent)
+
+    def _is_edge(self, point: Tensor) -> Tensor:
+        return torch.isinf(self._slope(point.detach()))
+
+
+class Straightened(IndependentEntries):
+    """Where y(x) and its inverse lose no digits: geodesics are straight lines in y."""
 
     @abstractmethod
     def _straighten(self, point: Tensor) -> Tensor:
@@ -26,16 +53,6 @@ class Straightened(Manifold):
     @abstractmethod
     def _bend(self, line: Tensor) -> Tensor:
         """x(y), entry by entry."""
-
-    @abstractmethod
-    def _slope(self, point: Tensor) -> Tensor:
-        """dy/dx > 0, entry by entry."""
-
-    def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        return (self._lift(point, first) * self._lift(point, second)).sum(-1)
-
-    def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
-        return gradient / self._slope(point).square()
 
     def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
         held = self._is_edge(point) & (tangent == 0)  # there is nothing to bend, and no derivative to be had
@@ -47,20 +64,6 @@ class Straightened(Manifold):
         start, end = (torch.where(held, INSIDE, each) for each in (point, other))
         rise = (self._straighten(end) - self._straighten(start)) / self._slope(start)
         return torch.where(held, 2 * (point.detach() - point), rise)  # sqrt(a b) - a, twice, at the edges that are
-
-    def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
-        lifted = self._lift(point, vector)
-        held = self._is_edge(other) & (lifted == 0)
-        return torch.where(held, 0.0, lifted / self._slope(torch.where(held, INSIDE, other)))
-
-    def _lift(self, point: Tensor, tangent: Tensor) -> Tensor:
-        """dy = y'(x) dx, entry by entry; 0 for no dx, also on an edge where y' is infinite."""
-        held = self._is_edge(point) & (tangent == 0)
-        return torch.where(held, 0.0, self._slope(torch.where(held, INSIDE, point)) * tangent)
-
-    def _is_edge(self, point: Tensor) -> Tensor:
-        """Where y' is infinite."""
-        return torch.isinf(self._slope(point.detach()))
 
 
 class Rates(Straightened):
@@ -143,20 +146,62 @@ class Bits(Straightened):
 
     def distance(self, point: Tensor, other: Tensor) -> Tensor:
         chord = (squared_root_gap(point, other) + squared_root_gap(1 - point, 1 - other)) / 4  # sin^2(phi / 2)
-        far = chord > 0.25
-        near = torch.where(far, 0.0, chord)
-        squares = torch.where(
-            far,
-            4 * torch.where(far, chord, 0.5).sqrt().asin().square(),
-            4 * near * (1 - near) * arc_over_sine(near).square(),
-        )
-        return 2 * safe_sqrt(squares.sum(-1))
+        return 2 * safe_sqrt(squared_arc(chord).sum(-1))
 
     def inside(self, point: Tensor) -> Tensor:
         return ((point > 0) & (point < 1)).all(-1)
 
     def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
         return torch.sigmoid(point.logit() + tangent / (point * (1 - point)))
+
+
+# The same in natural parameters, where probabilities and rates may be far closer to an edge than they are exact
+
+
+class LogRates(IndependentEntries):
+    """Independent Poisson counts, points log rates (..., n): metric rate d theta^2, distance 2 |sqrt a - sqrt b|."""
+
+    domain = "log rates (..., n) whose rates are numbers above zero"
+
+    def _slope(self, point: Tensor) -> Tensor:
+        return (point / 2).exp()
+
+    def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
+        return point + 2 * log_one_plus(tangent / 2)
+
+    def log(self, point: Tensor, other: Tensor) -> Tensor:
+        return 2 * torch.expm1((other - point) / 2)
+
+    def inside(self, point: Tensor) -> Tensor:
+        return (torch.isfinite(point) & (point.abs() < largest_log(point))).all(-1)
+
+    def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
+        return point + tangent
+
+
+class Logits(LogRates):
+    """Independent bits, points logits (..., n) over `width`: metric p (1 - p) d theta^2, distances those of `Bits`."""
+
+    domain = "logits (..., n) whose probabilities are above zero, and below one, as numbers"
+
+    def __init__(self, width: float = 1.0) -> None:
+        self.width = width
+
+    def _slope(self, point: Tensor) -> Tensor:
+        return self.width / (2 * (self.width * point / 2).cosh())
+
+    def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
+        """tan(a + b) from tan a = exp(logit / 2), over tan a: the tangent's part alone, so that no digit is lost."""
+        half, turn = (self.width * point / 2).exp(), (self._slope(point) * tangent / 2).tan()
+        return point + 2 * (log_one_plus(turn / half) - log_one_plus(-turn * half)) / self.width
+
+    def log(self, point: Tensor, other: Tensor) -> Tensor:
+        """2 atan(sinh((b - a) / 4) / cosh((a + b) / 4)) is the arc between two logits, exact however far out."""
+        a, b = self.width * point / 4, self.width * other / 4
+        return 2 * ((b - a).sinh() / (a + b).cosh()).atan() / self._slope(point)
+
+    def inside(self, point: Tensor) -> Tensor:
+        return super().inside(self.width * point)
 
 
 class Location(Manifold):

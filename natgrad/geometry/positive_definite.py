@@ -31,9 +31,8 @@ class PositiveDefinite(Manifold):
 
     def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
         factor = self._factor(point)
-        return self.scale * (torch.cholesky_solve(first, factor) * torch.cholesky_solve(second, factor).mT).sum(
-            (-2, -1)
-        )
+        products = torch.cholesky_solve(first, factor) * torch.cholesky_solve(second, factor).mT
+        return self.scale * products.sum((-2, -1))
 
     def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
         return point @ symmetrise(gradient) @ point / self.scale
@@ -54,13 +53,12 @@ class PositiveDefinite(Manifold):
     def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
         """E V E^T with E = (other S^-1)^1/2."""
         factor = self._factor(point)
-        inner = matrix_sqrt(whiten(factor, other)) @ whiten(factor, vector) @ matrix_sqrt(whiten(factor, other))
-        return factor @ inner @ factor.mT
+        root = matrix_sqrt(whiten(factor, other))
+        return factor @ root @ whiten(factor, vector) @ root @ factor.mT
 
     def inside(self, point: Tensor) -> Tensor:
-        same = (point - point.mT).abs().amax((-2, -1)) <= 1e3 * torch.finfo(point.dtype).eps * point.abs().amax(
-            (-2, -1)
-        )
+        gap, size = (each.abs().amax((-2, -1)) for each in (point - point.mT, point))
+        same = gap <= 1e3 * torch.finfo(point.dtype).eps * size
         return same & are_positive_definite(point)
 
     def curve(self, point: Tensor, tangent: Tensor) -> Tensor:

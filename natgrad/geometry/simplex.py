@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from natgrad.geometry.base import Manifold
-from natgrad.geometry.stable_functions import arc_over_sine, safe_sqrt, sinc, squared_root_gap
+from natgrad.geometry.stable_functions import (
+    arc_over_sine,
+    largest_log,
+    log_one_plus,
+    safe_sqrt,
+    sinc,
+    squared_root_gap,
+)
 from natgrad.ground.checks import check_integer
 
 
@@ -79,7 +86,79 @@ class Simplex(Manifold):
         return f"Simplex(trials={self.trials})"
 
 
+class ClassLogits(Manifold):
+    """One of C classes, or counts of `trials`, points logits (..., C): `Simplex` in theta."""
+
+    # a constant added to all logits is of no length: the metric is singular along it; geodesics change it evenly, so
+    # that `exp` undoes `log`, and tangents have the sum zero elsewhere
+    domain = "logits (..., C) whose probabilities are above zero as numbers"
+
+    def __init__(self, trials: int = 1) -> None:
+        self.trials = trials
+
+    def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        p = point.softmax(-1)
+        return self.trials * (p * centre(p, first) * centre(p, second)).sum(-1)
+
+    def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
+        """The pseudo-inverse of trials (diag p - p p^T): of a derivative, whose sum is zero, one with the sum zero."""
+        scaled = self.project(point, gradient) / (self.trials * point.softmax(-1))
+        return self.project(point, scaled)
+
+    def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
+        p = point.softmax(-1)
+        turn = centre(p, tangent) / 2  # sqrt p moves by turn * sqrt p
+        square = (p * turn.square()).sum(-1, keepdim=True)
+        cosine_less_one = -square / 2 * sinc(square / 4).square()
+        moved = 2 * log_one_plus(cosine_less_one + sinc(square) * turn)
+        return point + self.project(point, moved) + tangent.mean(-1, keepdim=True)
+
+    def log(self, point: Tensor, other: Tensor) -> Tensor:
+        rise, chord = self._chord(point, other)
+        along = 2 * arc_over_sine(chord) * (rise + 2 * chord)  # root'/root - cos phi, without its digits lost
+        constant = (other - point).mean(-1, keepdim=True)
+        return self.project(point, along) + constant
+
+    def distance(self, point: Tensor, other: Tensor) -> Tensor:
+        return 4 * self.trials**0.5 * safe_sqrt(self._chord(point, other)[1].squeeze(-1)).asin()
+
+    def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
+        p, gap = point.softmax(-1), (point.log_softmax(-1) - other.log_softmax(-1)) / 2
+        _, chord = self._chord(point, other)
+        turn = centre(p, vector)
+        along = (p * (-gap).exp() * turn).sum(-1, keepdim=True) / (2 - 2 * chord)
+        moved = gap.exp() * turn - along * (gap.exp() + 1)
+        return self.project(other, moved) + vector.mean(-1, keepdim=True)
+
+    def inside(self, point: Tensor) -> Tensor:
+        finite = torch.isfinite(point).all(-1)
+        return finite & (point.nan_to_num().log_softmax(-1) > -largest_log(point)).all(-1)
+
+    def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
+        return point + tangent
+
+    def project(self, point: Tensor, vector: Tensor) -> Tensor:
+        return vector - vector.mean(-1, keepdim=True)
+
+    def _chord(self, point: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        """root'/root - 1 and sin^2(phi / 2) of the roots of the probabilities, phi between them."""
+        log_p = point.log_softmax(-1)
+        log_q = other.log_softmax(-1)
+        none = (log_p == -torch.inf) & (log_q == -torch.inf)  # a class that neither has
+        log_p, log_q = (torch.where(none, 0.0, each) for each in (log_p, log_q))
+        rise = torch.expm1((log_q - log_p) / 2)
+        return rise, ((log_p / 2).exp() * rise).square().sum(-1, keepdim=True) / 4
+
+    def __repr__(self) -> str:
+        return f"ClassLogits(trials={self.trials})"
+
+
 def cosine(square: Tensor) -> Tensor:
     """cos(r) as a function of r^2, smooth at zero."""
     half = sinc(square / 4)
     return 1 - square / 2 * half.square()
+
+
+def centre(p: Tensor, vector: Tensor) -> Tensor:
+    """v - E_p[v]."""
+    return vector - (p * vector).sum(-1, keepdim=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -42,6 +43,12 @@ def arc_over_sine(half_chord: Tensor) -> Tensor:
     return torch.where(half_chord > SMALL, phi / phi.sin(), 1 + half_chord * (2 / 3 + half_chord * 8 / 15))
 
 
+def squared_arc(half_chord: Tensor) -> Tensor:
+    """phi^2 for q = sin^2(phi / 2), smooth at q = 0."""
+    series = 4 * half_chord * (1 + half_chord * (1 / 3 + half_chord * 8 / 45))
+    return torch.where(half_chord > SMALL, 4 * _root(half_chord).asin().square(), series)
+
+
 def arc_over_hyperbolic_sine(half_chord: Tensor) -> Tensor:
     """r / sinh(r) for q = sinh^2(r / 2), smooth at q = 0."""
     s = _root(half_chord)
@@ -55,6 +62,18 @@ SMALL = 1e-5  # below, two terms of the series are exact to 1e-16
 def _root(square: Tensor) -> Tensor:
     """sqrt where it will be used, 1 elsewhere, so that no gradient is infinite."""
     return torch.where(square > SMALL, square, 1.0).sqrt()
+
+
+def log_one_plus(x: Tensor) -> Tensor:
+    """log |1 + x|: beyond the edge, where 1 + x is negative, geodesics come back."""
+    small = x > -0.5
+    far = torch.where(small, -2.0, x)
+    return torch.where(small, torch.log1p(torch.where(small, x, 0.0)), (1 + far).abs().log())
+
+
+def largest_log(like: Tensor) -> float:
+    """The largest |log p| of which p, and its inverse, are ordinary numbers: 708 in float64, 87 in float32."""
+    return -math.log(torch.finfo(like.dtype).tiny) - 0.5
 
 
 def apply_to_matrix(function: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor], matrix: Tensor) -> Tensor:
