@@ -209,11 +209,6 @@ def check_centred(X: Tensor) -> None:
         )
 
 
-def ring(size: int) -> list[tuple[int, int]]:
-    """Edges of a circle of variables."""
-    return [(i, (i + 1) % size) for i in range(size)]
-
-
 def lattice(rows: int, columns: int) -> list[tuple[int, int]]:
     """Edges of a rectangle of variables numbered row by row, each joined to its right and lower neighbour."""
     right = [(columns * r + c, columns * r + c + 1) for r in range(rows) for c in range(columns - 1)]

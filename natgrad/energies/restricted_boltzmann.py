@@ -127,9 +127,14 @@ class RestrictedBoltzmann(Density):
         if base.shape != (self.units,):
             raise ValueError(f"base has shape {tuple(base.shape)}, expected the visible biases ({self.units},)")
         x = torch.bernoulli(base.sigmoid().expand(chains, -1), generator=generator)
-        before, weights = between(params, base, 0.0), base.new_zeros(chains)
+
+        def temper(beta: float) -> dict[str, Tensor]:
+            """The machine between independent bits (beta = 0) and the one of `params` (beta = 1)."""
+            return {"b": base.lerp(params["b"], beta), "c": beta * params["c"], "W": beta * params["W"]}
+
+        before, weights = temper(0.0), base.new_zeros(chains)
         for beta in torch.linspace(0, 1, levels + 1)[1:].tolist():
-            after = between(params, base, beta)
+            after = temper(beta)
             weights += self.log_p(after, x) - self.log_p(before, x)
             x, before = self.gibbs(after, x, generator=generator), after
         start = functional.softplus(base).sum() + self.hidden * torch.log(base.new_tensor(2.0))
@@ -171,11 +176,6 @@ class RestrictedBoltzmann(Density):
 
     def __repr__(self) -> str:
         return f"RestrictedBoltzmann({self.units}, {self.hidden})"
-
-
-def between(params: Params, base: Tensor, beta: float) -> dict[str, Tensor]:
-    """The machine on the way from independent bits (beta = 0) to the one of `params` (beta = 1)."""
-    return {"b": base.lerp(params["b"], beta), "c": beta * params["c"], "W": beta * params["W"]}
 
 
 @dataclass

@@ -52,9 +52,22 @@ class TwoLayer(Density):
         return scores, curvatures if dims is None else curvatures[..., list(dims)]
 
     def score_jacobian(self, params: Params, inputs: Tensor) -> Tensor:
+        """d psi_i / dW_kl = x_l (a_k sum_h r_h^3 V_hk B_hi - c_k W_ki) - c_k a_k [i = l]; d psi_i / dV_hk.
+
+        The latter is 1/2 r_h^3 B_hi a_k^2 - r_h a_k W_ki, times the link's slope.
+        """
         W, V = self.matrices(params)
-        by_W, by_V = jacobians(W, V, inputs)
-        parts: dict[str, Tensor] = {"W": by_W, "V": by_V * self.link.slope(params["V"])[..., None, None, :, :]}
+        a, r = unit_responses(W, V, inputs)
+        c = r @ V
+        _, B = pool_features(W, V, a)
+        B = (r**3).unsqueeze(-1) * B
+        along = a.unsqueeze(-1) * (V.mT.unsqueeze(-3) @ B) - c.unsqueeze(-1) * W.unsqueeze(-3)  # (..., b, J, N)
+        by_W = along.mT.unsqueeze(-1) * inputs[..., None, None, :]  # (..., b, N, J, N)
+        by_W.diagonal(dim1=-3, dim2=-1).sub_((c * a).unsqueeze(-1))
+        features = (a.unsqueeze(-1) * W.unsqueeze(-3)).mT.unsqueeze(-2)  # a_k W_ki, (..., b, N, 1, J)
+        by_V = B.mT.unsqueeze(-1) * (0.5 * a.square())[..., None, None, :]  # (..., b, N, H, J)
+        by_V = by_V.addcmul_(r[..., None, :, None], features, value=-1)
+        parts = {"W": by_W, "V": by_V * self.link.slope(params["V"])[..., None, None, :, :]}
         return torch.cat([parts[name].flatten(-2) for name in params], -1)
 
     def loss(self, params: Params, inputs: Tensor) -> Tensor:
@@ -141,21 +154,3 @@ def gradients(W: Tensor, V: Tensor, X: Tensor) -> tuple[Tensor, Tensor]:
     inner.diagonal(dim1=-2, dim2=-1).sub_(2 * c.sum(-2))
     by_W = inner @ W + by_a.mT @ X
     return by_W / X.shape[-2], by_V / X.shape[-2]
-
-
-def jacobians(W: Tensor, V: Tensor, X: Tensor) -> tuple[Tensor, Tensor]:
-    """d psi_i / dW, shape (..., b, N, J, N), and d psi_i / dV, shape (..., b, N, H, J).
-
-    d psi_i / dW_kl = x_l (a_k sum_h r_h^3 V_hk B_hi - c_k W_ki) - c_k a_k [i = l]; d psi_i / dV_hk = 1/2 r_h^3 B_hi
-    a_k^2 - r_h a_k W_ki.
-    """
-    a, r = unit_responses(W, V, X)
-    c = r @ V
-    _, B = pool_features(W, V, a)
-    B = (r**3).unsqueeze(-1) * B
-    along = a.unsqueeze(-1) * (V.mT.unsqueeze(-3) @ B) - c.unsqueeze(-1) * W.unsqueeze(-3)  # (..., b, J, N)
-    by_W = along.mT.unsqueeze(-1) * X[..., None, None, :]
-    by_W.diagonal(dim1=-3, dim2=-1).sub_((c * a).unsqueeze(-1))
-    features = (a.unsqueeze(-1) * W.unsqueeze(-3)).mT.unsqueeze(-2)  # a_k W_ki, (..., b, N, 1, J)
-    by_V = B.mT.unsqueeze(-1) * (0.5 * a.square())[..., None, None, :]
-    return by_W, by_V.addcmul_(r[..., None, :, None], features, value=-1)

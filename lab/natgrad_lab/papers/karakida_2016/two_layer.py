@@ -343,7 +343,7 @@ class SingleExample:
         self.V.copy_(self.link(self.raw))
 
     def slopes(self, x: Tensor) -> Tensor:
-        """d psi_i / d params (see `jacobians`) in a row for every variable i, then the gradient of l: (R, N + 1, K)."""
+        """d psi_i / d params (`score_jacobian`) in a row for each variable i, then the gradient of l: (R, N + 1, K)."""
         self.V.copy_(self.link(self.raw))
         by_W, by_V = self.gradient(x)
         slope, a_turned = self.link.slope(self.raw), self.a.mT
