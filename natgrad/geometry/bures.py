@@ -68,12 +68,12 @@ class Wasserstein(NormalPoints):
     def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
         mean, sigma = self.split(point)
         u, v = self.split(tangent)
-        factor = torch.eye(self.d, dtype=point.dtype, device=point.device) + lyapunov(sigma, v)
+        factor = torch.eye(self.d).to(point) + lyapunov(sigma, v)
         return self.join(mean + u, symmetrise(factor @ sigma @ factor))
 
     def log(self, point: Tensor, other: Tensor) -> Tensor:
         (mean, sigma), (end, goal) = self.split(point), self.split(other)
-        pull = self.plan(sigma, goal) - torch.eye(self.d, dtype=point.dtype, device=point.device)
+        pull = self.plan(sigma, goal) - torch.eye(self.d).to(point)
         return self.join(end - mean, pull @ sigma + sigma @ pull)
 
     def plan(self, covariance: Tensor, other: Tensor) -> Tensor:
@@ -92,10 +92,9 @@ class Wasserstein(NormalPoints):
     def distance(self, point: Tensor, other: Tensor) -> Tensor:
         (mean, sigma), (end, goal) = self.split(point), self.split(other)
         factor = require_factor(sigma, self._refusal(point))
-        pull = self.plan(sigma, goal) - torch.eye(self.d, dtype=point.dtype, device=point.device)
-        return safe_sqrt(
-            (end - mean).square().sum(-1) + (pull @ factor).square().sum((-2, -1))
-        )  # tr((A - I) S (A - I))
+        pull = self.plan(sigma, goal) - torch.eye(self.d).to(point)
+        spread = (pull @ factor).square().sum((-2, -1))  # tr((A - I) S (A - I))
+        return safe_sqrt((end - mean).square().sum(-1) + spread)
 
     def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
         """By the projection onto the gradients at the other point of the field of velocities carried along by matter.

@@ -10,15 +10,18 @@ from natgrad.geometry.base import Manifold
 from natgrad.geometry.boundary_mesh import Shooting, descend
 from natgrad.geometry.ode import integrate
 from natgrad.geometry.positive_definite import whiten
-from natgrad.geometry.stable_functions import are_positive_definite, matrix_log, safe_sqrt
-from natgrad.ground.linalg import factor_or_nan, invert_or_nan, require_factor, solve_or_nan, symmetrise
+from natgrad.geometry.stable_functions import matrix_log, safe_sqrt
+from natgrad.ground.linalg import (
+    factor_or_nan,
+    invert_or_nan,
+    is_positive_definite,
+    require_factor,
+    solve_or_nan,
+    symmetrise,
+)
 
-SHORTEST = 2.0**-12
-"""The part of a way that must be within reach of a next one."""
-ROUNDS = 60
-"""Parts of ways that are tried at most."""
-
-
+SHORTEST, ROUNDS = 2.0**-12, 60
+"""The part of a way that must be within reach of a next one, and parts that are tried at most."""
 ARRIVED = 1e-11
 """Misfit at which shooting has arrived."""
 TAME = 300.0
@@ -63,7 +66,7 @@ class NormalPoints(Manifold):
         return slope, (curve + torch.diag_embed(curve.diagonal(dim1=-2, dim2=-1))) / 2
 
     def inside(self, point: Tensor) -> Tensor:
-        return torch.isfinite(point).all(-1) & are_positive_definite(self.split(point)[1])
+        return torch.isfinite(point).all(-1) & is_positive_definite(self.split(point)[1])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.d})"
@@ -142,7 +145,7 @@ class Normals(NormalPoints, Shooting):
         u, v = self._whiten(factor, tangent)
         eye = torch.eye(self.d, dtype=point.dtype, device=point.device)
         precision = eye - v + (v @ v + u.unsqueeze(-1) * u.unsqueeze(-2)) / 2  # P' = -v where Sigma = I
-        sound = are_positive_definite(symmetrise(precision))
+        sound = is_positive_definite(symmetrise(precision))
         safe = torch.where(sound[..., None, None], symmetrise(precision), eye)
         half = factor @ invert_or_nan(factor_or_nan(safe)).mT
         end = self.join(mean + _times(factor, u + _times(v, u) / 2), half @ half.mT)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from natgrad.geometry.base import Manifold
-from natgrad.geometry.stable_functions import are_positive_definite, matrix_log, matrix_sqrt, safe_sqrt
+from natgrad.geometry.stable_functions import matrix_log, matrix_sqrt, safe_sqrt
 from natgrad.ground.checks import check_positive
-from natgrad.ground.linalg import eigh, factor_or_nan, require_factor, symmetrise
+from natgrad.ground.linalg import eigh, factor_or_nan, is_positive_definite, require_factor, symmetrise
 
 
 class PositiveDefinite(Manifold):
@@ -59,7 +59,7 @@ class PositiveDefinite(Manifold):
     def inside(self, point: Tensor) -> Tensor:
         gap, size = (each.abs().amax((-2, -1)) for each in (point - point.mT, point))
         same = gap <= 1e3 * torch.finfo(point.dtype).eps * size
-        return same & are_positive_definite(point)
+        return same & is_positive_definite(point)
 
     def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
         """S + V + V S^-1 V / 2 = (S + (S + V) S^-1 (S + V)) / 2: positive definite for every V."""

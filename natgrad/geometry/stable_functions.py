@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from natgrad.ground.linalg import eigh, is_positive_definite, symmetrise
+from natgrad.ground.linalg import eigh, symmetrise
 
 
 def safe_sqrt(square: Tensor) -> Tensor:
@@ -99,8 +99,3 @@ def matrix_log(matrix: Tensor) -> Tensor:
 def matrix_sqrt(matrix: Tensor) -> Tensor:
     """A^1/2 of positive definite A (..., d, d)."""
     return apply_to_matrix(torch.sqrt, lambda x: 0.5 / x.sqrt(), matrix)
-
-
-def are_positive_definite(matrix: Tensor) -> Tensor:
-    """Whether a symmetric matrix is finite and positive definite, (..., d, d) -> (...)."""
-    return torch.isfinite(matrix.detach()).all(-1).all(-1) & is_positive_definite(matrix)
