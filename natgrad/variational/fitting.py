@@ -255,30 +255,31 @@ class Fitted(ABC):
                 other points show that the bound is not known to the tolerance, and not to .1 nats: `converged` is False
                 then.
         """
-        call = join_callbacks(callback, "q")
-        bounds, rate, past, risen = Bounds(), self.lr, self.snapshot(), 0
-        width = self._measure_width()
-        here = past
+        call, steady = join_callbacks(callback, "q"), self.target.steady
+        bounds, rate, width, risen = Bounds(), self.lr, self._measure_width(), 0
+        here = past = self.snapshot()
         try:
             with Progress("steps", steps, progress) as shown:
                 while len(bounds) < steps and not bounds.converged and self.lr > rate * SMALLEST:
                     here = self.snapshot()
                     bound, gap = self._advance_from(bounds, width)
-                    if self._has_fallen(bounds, bound, tolerance):
-                        self._go_back(past)
+                    if steady and bounds and bound < bounds[-1] - tolerance:
+                        self.restore(past)
+                        self.lr /= 2
                         bounds.pop()  # the bound at `past`, which the next step measures again
                         risen, steps = 0, steps - 1
                         continue
                     bounds.append(bound)
                     bounds.gap, past, here, risen = gap, here, self.snapshot(), risen + 1
-                    bounds.converged = (has_ended if self.target.steady else has_settled)(bounds, tolerance)
+                    bounds.converged = (has_ended if steady else has_settled)(bounds, tolerance)
                     if risen % 2 == 0:
                         self.lr = min(rate, 2 * self.lr)
                     shown.update(len(bounds), {"bound": bound, "gap": gap})
                     if any_asks(self.processes, call(self), self.processes.device):
                         break
-                if self.target.steady and self._has_fallen(bounds, self.elbo(), tolerance):
-                    self._go_back(past)
+                if steady and bounds and self.elbo() < bounds[-1] - tolerance:
+                    self.restore(past)
+                    self.lr /= 2
                 trouble = self._explain_end(bounds, width)
                 if not trouble and not bounds.converged and self.lr < rate * SMALLEST**0.5:
                     trouble = NO_RATE
@@ -340,14 +341,6 @@ class Fitted(ABC):
                 RuntimeWarning,
                 stacklevel=4,
             )
-
-    def _has_fallen(self, bounds: list[float], bound: float, tolerance: float) -> bool:
-        return bool(bounds) and self.target.steady and bound < bounds[-1] - tolerance
-
-    def _go_back(self, place: Any) -> None:
-        """To q as it was, with half of the rate."""
-        self.restore(place)
-        self.lr /= 2
 
 
 def search_rate(measure_gain: Callable[[float], float], promise: float, rate: float, value: Tensor) -> float:

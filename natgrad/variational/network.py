@@ -70,7 +70,8 @@ class Network(SlopeTarget):
         return values, gradients
 
     def values_at(self, places: Tensor, batch: tuple[Any, ...]) -> Tensor:
-        losses = [self._loss(self.space.unflatten(place), *require_batch(batch))[0] for place in places]
+        data = require_batch(batch)
+        losses = [self._loss(self.space.unflatten(place), *data)[0] for place in places]
         return torch.stack([self._log_joint(loss, place) for loss, place in zip(losses, places, strict=True)])
 
     def take_part(self, parts: int, total: int | None = None) -> Network:
@@ -87,37 +88,32 @@ class Network(SlopeTarget):
         own = torch.full_like(place, self.precision / self.parts)
         prior = own if diagonal else torch.diag(own)
         value, gradient, share = self._differentiate(place, inputs, targets)
-        if share is None:
+        if not share:
             return value, gradient, -prior
         metric = self.metric.at(self._leaves(place), inputs)
         curvature = (metric.diagonal() if diagonal else metric.dense()) * share
         return value, gradient, -(curvature + prior)
 
-    def _differentiate(self, place: Tensor, inputs: Any, targets: Any) -> tuple[Tensor, Tensor, float | None]:
-        """log p and its gradient at the weights z (d,); the rows of outputs in the whole set, None for no rows."""
-        params, precision = self._leaves(place), self.precision / self.parts
-        if self._has_none(inputs):
-            return self._log_joint(place.new_zeros(()), place), -precision * place, None
+    def _differentiate(self, place: Tensor, inputs: Any, targets: Any) -> tuple[Tensor, Tensor, float]:
+        """log p and its gradient at the weights z (d,); the rows of outputs in the whole set, 0 for no rows here."""
+        params, gradient = self._leaves(place), self.precision / self.parts * place
         with torch.enable_grad():
             loss, share = self._loss(params, inputs, targets)
-        check_followed(loss, params, self.model)
-        slopes = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
-        gradient = self.space.flatten(dict(zip(params, slopes, strict=True))) + precision * place
+        if share:
+            check_followed(loss, params, self.model)
+            slopes = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+            gradient = self.space.flatten(dict(zip(params, slopes, strict=True))) + gradient
         return self._log_joint(loss.detach(), place), -gradient, share
 
     def _leaves(self, place: Tensor) -> dict[str, Tensor]:
         return {name: part.clone().requires_grad_() for name, part in self.space.unflatten(place).items()}
 
-    def _has_none(self, inputs: Any) -> bool:
-        """True where other processes have examples and this one has none."""
-        return self.total is not None and as_call(inputs).batch() == 0
-
     def _loss(self, params: Params, inputs: Any, targets: Any) -> tuple[Tensor, float]:
         """-log p(data | weights), scaled to the whole set from a batch; rows of the outputs that the set has."""
-        if self._has_none(inputs):
-            return next(iter(params.values())).new_zeros(()), 0.0
         call = as_call(inputs)
         size = call.batch() if self.total is None else self.total
+        if self.total is not None and call.batch() == 0:  # the examples are all on other processes
+            return next(iter(params.values())).new_zeros(()), 0.0
         outputs = PureModel(self.model, call)(params)
         rows = self.criterion.family.nll(outputs, self.criterion.events(outputs, targets))
         return rows.sum() * (self.data_size / size), self.data_size * len(rows) / size
