@@ -147,7 +147,7 @@ class WakeSleep:
         """
         generator = self.processes.generator(self.generator)
         with self.processes.failing_together(self.generator.device):
-            lesson = draw_lesson(self.machine, self.algorithm, self._check(x), self.samples, generator)
+            lesson = self._draw_lesson(self._check(x), generator)
         joined = join_lesson(lesson, self._read_lesson(lesson), self.processes)
         directions, fresh = self._directions(joined)
         trouble = None if all(all_finite(direction) for _, direction in directions) else "a direction is not finite"
@@ -215,6 +215,15 @@ class WakeSleep:
         if self.processes.size > 1 and shape == (0, self.machine.sizes[0]):
             return as_tensor_like(x, next(self.machine.parameters()))
         return self.machine.check(x)
+
+    def _draw_lesson(self, x: Tensor, generator: torch.Generator) -> Lesson:
+        """What a batch (b, visible) teaches both networks; nothing, in the same shapes, if it has no examples."""
+        stand_in = x if len(x) else x.new_full((1, x.shape[1]), self.machine.units[0])
+        lesson = self.algorithm.lesson(self.machine, stand_in, self.samples, generator)
+        if len(x):
+            return lesson
+        p, q = ([rows.drop_all() for rows in network] for network in (lesson.generation, lesson.recognition))
+        return Lesson(p, q, lesson.bound[:0])
 
     def _follow(self, directions: list[tuple[Tensor, Tensor]]) -> bool:
         """Let the optimizer take a step uphill along the directions. False, and nothing moved, if it overflows."""
@@ -301,15 +310,3 @@ def join_lesson(lesson: Lesson, taught: Taught, processes: Processes) -> JoinedL
     share = len(lesson.bound) / examples
     weighed = [(name, weight, part.scale_by(share)) for name, weight, part in taught]
     return JoinedLesson(weighed, [int(count) for count in rows], bound / examples, processes)
-
-
-def draw_lesson(
-    machine: HelmholtzMachine, algorithm: Algorithm, x: Tensor, samples: int, generator: torch.Generator
-) -> Lesson:
-    """What a batch (b, visible) teaches both networks; nothing, in the same shapes, if it has no examples."""
-    if len(x):
-        return algorithm.lesson(machine, x, samples, generator)
-    stand_in = x.new_full((1, x.shape[1]), machine.units[0])
-    lesson = algorithm.lesson(machine, stand_in, samples, generator)
-    generation, recognition = ([rows.drop_all() for rows in part] for part in (lesson.generation, lesson.recognition))
-    return Lesson(generation, recognition, lesson.bound[:0])

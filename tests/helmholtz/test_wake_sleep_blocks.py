@@ -22,7 +22,7 @@ from natgrad.helmholtz.blocks import (
     thin_rows,
 )
 from natgrad.helmholtz.units import LogisticRows, activate_generation
-from natgrad.operators import SharedRows, Units
+from natgrad.operators import Units
 
 
 def refresh(blocks: UnitBlocks, rows: LogisticRows, level: float) -> bool:
@@ -47,8 +47,8 @@ def test_one_natural_step_is_the_damped_solve_of_its_own_rows(kind, algorithm):
         if not found.get_submodule(name).weight.requires_grad:
             assert torch.equal(old, new)
             continue
-        fisher = SharedRows(rows.inputs, (rows.slopes * rows.weights.unsqueeze(1)).mT, rows.mask).dense()
-        solved = torch.linalg.solve(fisher + 0.2 * torch.eye(len(fisher), dtype=F64), rows.ascent().flatten())
+        blocks = fisher(rows).dense()
+        solved = torch.linalg.solve(blocks + 0.2 * torch.eye(len(blocks), dtype=F64), rows.ascent().flatten())
         assert_close(new - old, 0.1 * 1.2 * solved.view_as(old), rtol=1e-9)
         mask = found.get_submodule(name).mask
         assert not bool(new[~mask].any())
@@ -67,7 +67,7 @@ def test_the_running_average_is_that_of_the_blocks_whether_rows_or_blocks_are_ke
     for rows in lessons:
         assert refresh(kept, rows, 0.1)
     assert "rows" in kept.state  # two refreshes of at most four rows are kept, fewer than the columns
-    blocks = [SharedRows(r.inputs, (r.slopes * r.weights.unsqueeze(1)).mT).blocks() for r in lessons]
+    blocks = [fisher(r).blocks() for r in lessons]
     expected = Units((blocks[-1] + 0.5 * blocks[-2]) / 1.5).inverse(0.1)
     vector = torch.randn(122, dtype=F64)
     assert kept.inverse is not None
@@ -80,7 +80,7 @@ def test_the_running_average_is_that_of_the_blocks_whether_rows_or_blocks_are_ke
     for rows in every:
         assert refresh(narrow, rows, 0.1)
     assert narrow.state["weight"] == 1.5
-    first, second = (SharedRows(r.inputs, (r.slopes * r.weights.unsqueeze(1)).mT).blocks() for r in every)
+    first, second = (fisher(r).blocks() for r in every)
     assert_close(narrow.state["blocks"], 0.5 * first + second)
 
 

@@ -47,4 +47,4 @@ def some_rows(count: int, columns: int) -> LogisticRows:
 
 
 def fisher(rows: LogisticRows) -> SharedRows:
-    return SharedRows(rows.inputs, (rows.slopes * rows.weights.unsqueeze(1)).mT)
+    return SharedRows(rows.inputs, (rows.slopes * rows.weights.unsqueeze(1)).mT, rows.mask)
