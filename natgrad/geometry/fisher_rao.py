@@ -96,20 +96,20 @@ class Charted(Manifold):
         self.to_chart, self.from_chart = to_chart, from_chart  # theta -> the known manifold's point, and back
 
     def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        at, u = self._push(point, first)
-        return self.manifold.inner(at, u, self._push(point, second)[1])
+        at, u = push(self.to_chart, point, first)
+        return self.manifold.inner(at, u, push(self.to_chart, point, second)[1])
 
     def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
         at = self.to_chart(point)
         pulled = torch.func.vjp(self.from_chart, at)[1](gradient.expand(point.shape))[0]
-        return self._pull(at, self.manifold.natural(at, pulled))[1]
+        return push(self.from_chart, at, self.manifold.natural(at, pulled))[1]
 
     def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
-        return self.from_chart(self.manifold.exp(*self._push(point, tangent)))
+        return self.from_chart(self.manifold.exp(*push(self.to_chart, point, tangent)))
 
     def log(self, point: Tensor, other: Tensor) -> Tensor:
         at = self.to_chart(point)
-        return self._pull(at, self.manifold.log(at, self.to_chart(other)))[1]
+        return push(self.from_chart, at, self.manifold.log(at, self.to_chart(other)))[1]
 
     def distance(self, point: Tensor, other: Tensor) -> Tensor:
         for theta in (point, other):
@@ -118,13 +118,13 @@ class Charted(Manifold):
         return self.manifold.distance(self.to_chart(point), self.to_chart(other))
 
     def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
-        at, pushed = self._push(point, vector)
+        at, pushed = push(self.to_chart, point, vector)
         end = self.to_chart(other)
-        return self._pull(end, self.manifold.transport(at, end, pushed))[1]
+        return push(self.from_chart, end, self.manifold.transport(at, end, pushed))[1]
 
     def carry(self, point: Tensor, tangent: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
-        at, pushed = self._push(point, tangent)
-        return self._pull(*self.manifold.carry(at, pushed, self._push(point, vector)[1]))
+        at, pushed = push(self.to_chart, point, tangent)
+        return push(self.from_chart, *self.manifold.carry(at, pushed, push(self.to_chart, point, vector)[1]))
 
     def inside(self, point: Tensor) -> Tensor:
         """On both sides of the chart: a nearly singular precision has an inverse that round-off leaves indefinite."""
@@ -132,23 +132,20 @@ class Charted(Manifold):
         return known & self.manifold.inside(self.to_chart(point.nan_to_num()))
 
     def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
-        end = self.manifold.curve(*self._push(point, tangent))
+        end = self.manifold.curve(*push(self.to_chart, point, tangent))
         inside = self.manifold.inside(end)
         safe = torch.where(self.manifold.widen(inside), end, self.to_chart(point))
         return torch.where(inside.unsqueeze(-1), self.from_chart(safe), torch.nan)
 
-    def _push(self, point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
-        point, tangent = (x.contiguous() for x in torch.broadcast_tensors(point, tangent))  # jvp writes into them
-        at, moved, *_ = torch.func.jvp(self.to_chart, (point,), (tangent,))
-        return at, moved
-
-    def _pull(self, at: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
-        at, tangent = (x.contiguous() for x in torch.broadcast_tensors(at, tangent))
-        theta, moved, *_ = torch.func.jvp(self.from_chart, (at,), (tangent,))
-        return theta, moved
-
     def __repr__(self) -> str:
         return f"Charted({self.family!r})"
+
+
+def push(chart: Chart, point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+    """A point and a tangent in other coordinates."""
+    point, tangent = (x.contiguous() for x in torch.broadcast_tensors(point, tangent))  # jvp writes into them
+    at, moved, *_ = torch.func.jvp(chart, (point,), (tangent,))
+    return at, moved
 
 
 def hold_logit(family: SubModel, point: Tensor) -> Tensor:

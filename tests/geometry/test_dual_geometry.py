@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from models import F64, draw, tensor
 from torch.testing import assert_close
 
 from natgrad.families import Gamma, Ising, MultivariateNormal, SubModel
@@ -23,13 +24,9 @@ from natgrad.geometry import (
 from natgrad.testing import check_operator
 
 
-def draws(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def moments(d, seed):
-    root = draws(d, d, seed=seed)
-    return draws(d, seed=seed + 50), root @ root.mT + 0.5 * torch.eye(d, dtype=torch.float64)
+    root = draw(d, d, seed=seed)
+    return draw(d, seed=seed + 50), root @ root.mT + 0.5 * torch.eye(d, dtype=F64)
 
 
 def thetas(d=2, seed=0):
@@ -42,8 +39,8 @@ SPARSE = SubModel(
     MultivariateNormal(3), [0, 1, 2, 3, 4, 5, 6, 8], base=thetas(3).new_tensor([0, 0, 0, -1, -1, -1, 0, 0, 0])
 )
 SUBS = {
-    "independent spins": (INDEPENDENT, 0.5 * draws(6), draws(3, seed=1)),
-    "sparse precision": (SPARSE, thetas(3), SPARSE.mle(draws(20, 3, seed=3))),
+    "independent spins": (INDEPENDENT, 0.5 * draw(6), draw(3, seed=1)),
+    "sparse precision": (SPARSE, thetas(3), SPARSE.mle(draw(20, 3, seed=3))),
 }
 
 
@@ -56,14 +53,14 @@ def test_pythagoras_for_the_m_projection(case):
 
 
 def test_pythagoras_for_tilting():
-    theta, positions = 0.5 * draws(6), [0, 3]
-    means = torch.tensor([0.2, -0.3], dtype=torch.float64)
+    theta, positions = 0.5 * draw(6), [0, 3]
+    means = tensor([0.2, -0.3])
     found = tilt(FIELD, theta, positions, means)
     assert_close(FIELD.expectation(found)[positions], means)
-    other = tilt(FIELD, draws(6, seed=4), positions, means)
+    other = tilt(FIELD, draw(6, seed=4), positions, means)
     assert_close(FIELD.kl(other, theta), FIELD.kl(other, found) + FIELD.kl(found, theta), rtol=1e-9, atol=1e-10)
     with pytest.raises(ValueError, match="not reached"):
-        tilt(FIELD, theta, [0], torch.tensor([1.5], dtype=torch.float64))
+        tilt(FIELD, theta, [0], tensor([1.5]))
 
 
 @pytest.mark.parametrize("case", SUBS)
@@ -72,13 +69,13 @@ def test_e_projection_is_a_minimum_within_the_sub_model(case):
     found = e_projection(sub, theta)
     least = sub.family.kl(sub.whole(found), theta)
     for seed in range(5):
-        near = sub.whole(found + 1e-2 * draws(sub.size, seed=seed))
+        near = sub.whole(found + 1e-2 * draw(sub.size, seed=seed))
         assert float(sub.family.kl(near, theta)) > float(least)
 
 
 def test_straight_lines():
     family, a, b = MultivariateNormal(2), thetas(seed=1), thetas(seed=2)
-    t = torch.tensor([0.0, 0.25, 1.0], dtype=torch.float64)
+    t = tensor([0.0, 0.25, 1.0])
     e, m = e_geodesic(family, a, b, t), m_geodesic(family, a, b, t)
     assert_close(e[1], 0.75 * a + 0.25 * b)
     assert_close(family.expectation(m[1]), 0.75 * family.expectation(a) + 0.25 * family.expectation(b))
@@ -90,11 +87,11 @@ def test_straight_lines():
 @pytest.mark.parametrize("case", ["spins", "normal", "gamma"])
 def test_mirror_descent_is_the_natural_gradient_in_the_expectations(case):
     family, theta = {
-        "spins": (FIELD, 0.3 * draws(6)),
+        "spins": (FIELD, 0.3 * draw(6)),
         "normal": (MultivariateNormal(2), thetas()),
-        "gamma": (Gamma(), torch.tensor([1.0, -2.0], dtype=torch.float64)),
+        "gamma": (Gamma(), tensor([1.0, -2.0])),
     }[case]
-    gradient = draws(family.size, seed=2)
+    gradient = draw(family.size, seed=2)
     found = mirror_step(family, theta, gradient, 0.01)
     eta = family.expectation(theta)
     assert_close(family.expectation(found), eta - 0.01 * gradient, rtol=1e-10, atol=1e-12)
@@ -106,7 +103,7 @@ def test_mirror_descent_is_the_natural_gradient_in_the_expectations(case):
 
 
 def test_mirror_steps_that_leave_are_told_or_shortened():
-    theta, gradient = torch.zeros(6, dtype=torch.float64), torch.tensor([1.0, 0, 0, 0, 0, 0], dtype=torch.float64)
+    theta, gradient = torch.zeros(6, dtype=F64), tensor([1.0, 0, 0, 0, 0, 0])
     with pytest.raises(ValueError, match="lower it or give backtracks"):
         mirror_step(FIELD, theta, gradient, 3.0)
     found = mirror_step(FIELD, theta, gradient, 3.0, backtracks=5)
@@ -116,20 +113,20 @@ def test_mirror_steps_that_leave_are_told_or_shortened():
 @pytest.mark.parametrize("reverse", [False, True])
 def test_balls_have_their_radius(reverse):
     family = MultivariateNormal(1)
-    theta = family.from_mean_covariance(torch.tensor([0.5]).double(), torch.tensor([[2.0]]).double())
+    theta = family.from_mean_covariance(tensor([0.5]), tensor([[2.0]]))
     ball = kl_ball(family, theta, 0.02, 50, reverse=reverse)
     assert ball.shape == (50, 2)
     ends = (ball, theta.expand_as(ball)) if reverse else (theta.expand_as(ball), ball)
-    assert_close(family.kl(*ends), torch.full((50,), 0.02, dtype=torch.float64), rtol=1e-9, atol=0)
+    assert_close(family.kl(*ends), torch.full((50,), 0.02, dtype=F64), rtol=1e-9, atol=0)
     assert_close(ball[0], ball[-1])
-    many = kl_ball(FIELD, torch.zeros(6, dtype=torch.float64), 0.1, draws(7, 6))
-    assert_close(FIELD.kl(torch.zeros(7, 6).double(), many), torch.full((7,), 0.1, dtype=torch.float64))
+    many = kl_ball(FIELD, torch.zeros(6, dtype=F64), 0.1, draw(7, 6))
+    assert_close(FIELD.kl(torch.zeros(7, 6).double(), many), torch.full((7,), 0.1, dtype=F64))
 
 
 def test_rays_that_never_arrive_are_nan():
-    centre, rays = torch.zeros(1, dtype=torch.float64), torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+    centre, rays = torch.zeros(1, dtype=F64), tensor([[1.0], [-1.0]])
     found = level_set(lambda x: torch.where(x[:, 0] > 0, x[:, 0], torch.tanh(-x[:, 0]) / 2), centre, 1.0, rays)
-    assert_close(found[0], torch.ones(1, dtype=torch.float64))
+    assert_close(found[0], torch.ones(1, dtype=F64))
     assert bool(torch.isnan(found[1]))
     with pytest.raises(ValueError, match="directions"):
         level_set(lambda x: x.square().sum(1), torch.zeros(3), 1.0)
@@ -152,7 +149,7 @@ def test_wasserstein_metric_is_half_the_second_derivative(d):
     metric = space.metric(point)
     check_operator(metric)
     h, n = 1e-4, space.size  # the distance itself by differences
-    eye = h * torch.eye(n, dtype=torch.float64)
+    eye = h * torch.eye(n, dtype=F64)
 
     def half(x):
         return w2(space, point, x) / 2
@@ -166,21 +163,21 @@ def test_wasserstein_metric_is_half_the_second_derivative(d):
         ]
     ) / (4 * h**2)
     assert_close(metric.dense(), differences, rtol=1e-4, atol=1e-5)
-    g = draws(n, seed=3)
+    g = draw(n, seed=3)
     assert_close(metric.inverse().mv(metric @ g), g)
     assert_close(space.natural(point, metric @ g), g)
 
 
 def test_fisher_rao_of_normals_does_not_change_under_affine_maps_and_wasserstein_does():
     fisher, wasserstein = Normals(2), Wasserstein(2)
-    (m, s), (n, t), a = moments(2, 1), moments(2, 2), draws(2, 2, seed=9)
+    (m, s), (n, t), a = moments(2, 1), moments(2, 2), draw(2, 2, seed=9)
     points = [fisher.join(m, s), fisher.join(n, t)]
     moved = [fisher.join(a @ m + 1, a @ s @ a.mT), fisher.join(a @ n + 1, a @ t @ a.mT)]
     assert_close(fisher.distance(*moved), fisher.distance(*points), rtol=1e-9, atol=1e-9)
     assert abs(float(wasserstein.distance(*moved) - wasserstein.distance(*points))) > 0.01
 
 
-POINT = torch.zeros(2, dtype=torch.float64)
+POINT = torch.zeros(2, dtype=F64)
 DOORS = {
     "fisher_rao": fisher_rao,
     "e_geodesic": lambda family: e_geodesic(family, POINT, POINT, 0.5),

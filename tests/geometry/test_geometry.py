@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from models import F64, draw, tensor
 from torch.testing import assert_close
 
 import natgrad as ng
@@ -29,78 +30,74 @@ from natgrad.geometry import (
 from natgrad.ground.linalg import symmetrise
 
 
-def draws(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def spd(*batch, d=2, seed=0):
-    root = draws(*batch, d, d, seed=seed)
-    return root @ root.mT + 0.5 * torch.eye(d, dtype=torch.float64)
+    root = draw(*batch, d, d, seed=seed)
+    return root @ root.mT + 0.5 * torch.eye(d, dtype=F64)
 
 
 def normals(d):
     manifold = Normals(d)
-    return manifold.join(draws(3, d, seed=1), spd(3, d=d, seed=2)), manifold.join(
-        draws(3, d, seed=3), spd(3, d=d, seed=4)
+    return manifold.join(draw(3, d, seed=1), spd(3, d=d, seed=2)), manifold.join(
+        draw(3, d, seed=3), spd(3, d=d, seed=4)
     )
 
 
 def thetas(d, seed):
-    return ng.MultivariateNormal(d).from_mean_covariance(draws(3, d, seed=seed), spd(3, d=d, seed=seed + 1))
+    return ng.MultivariateNormal(d).from_mean_covariance(draw(3, d, seed=seed), spd(3, d=d, seed=seed + 1))
 
 
 PAIR = ng.Product((ng.Exponential(), 1), (ng.MultivariateNormal(1), 1))
 FIELD = ng.Ising(2)
 CASES = {
-    "rates": (Rates(), draws(3, 2).exp(), draws(3, 2, seed=1).exp()),
-    "scales": (Scales(2.5), draws(3, 2).exp(), draws(3, 2, seed=1).exp()),
-    "bits": (Bits(), draws(3, 2).sigmoid(), draws(3, 2, seed=1).sigmoid()),
-    "location": (Location(spd()), draws(3, 2), draws(3, 2, seed=1)),
-    "simplex": (Simplex(4), draws(3, 4).softmax(-1), draws(3, 4, seed=1).softmax(-1)),
-    "half plane": (HalfPlane(), *(torch.stack([draws(3, seed=s), draws(3, seed=s + 1).exp()], -1) for s in (0, 2))),
+    "rates": (Rates(), draw(3, 2).exp(), draw(3, 2, seed=1).exp()),
+    "scales": (Scales(2.5), draw(3, 2).exp(), draw(3, 2, seed=1).exp()),
+    "bits": (Bits(), draw(3, 2).sigmoid(), draw(3, 2, seed=1).sigmoid()),
+    "location": (Location(spd()), draw(3, 2), draw(3, 2, seed=1)),
+    "simplex": (Simplex(4), draw(3, 4).softmax(-1), draw(3, 4, seed=1).softmax(-1)),
+    "half plane": (HalfPlane(), *(torch.stack([draw(3, seed=s), draw(3, seed=s + 1).exp()], -1) for s in (0, 2))),
     "cone": (PositiveDefinite(), spd(3, d=3, seed=1), spd(3, d=3, seed=2)),
     "normals": (Normals(2), *normals(2)),
     "wasserstein": (Wasserstein(2), *normals(2)),
     "together": (
         ProductManifold((Rates(), 2), (PositiveDefinite(), 4)),
-        torch.cat([draws(3, 2).exp(), spd(3, seed=1).flatten(-2)], -1),
-        torch.cat([draws(3, 2, seed=1).exp(), spd(3, seed=2).flatten(-2)], -1),
+        torch.cat([draw(3, 2).exp(), spd(3, seed=1).flatten(-2)], -1),
+        torch.cat([draw(3, 2, seed=1).exp(), spd(3, seed=2).flatten(-2)], -1),
     ),
     "theta of normals in 1": (fisher_rao(ng.MultivariateNormal(1)), thetas(1, 1), thetas(1, 3)),
     "theta of normals in 2": (fisher_rao(ng.MultivariateNormal(2)), thetas(2, 1), thetas(2, 3)),
     "theta of a product": (
         fisher_rao(PAIR),
-        *(torch.cat([-draws(3, 1, seed=s).exp(), thetas(1, s)], -1) for s in (1, 3)),
+        *(torch.cat([-draw(3, 1, seed=s).exp(), thetas(1, s)], -1) for s in (1, 3)),
     ),
-    "theta of independent spins": (fisher_rao(ng.Ising(2, [(0,), (1,)])), draws(3, 2), draws(3, 2, seed=1)),
-    "theta of bits": (fisher_rao(ng.Bernoulli(2)), 3 * draws(3, 2), 3 * draws(3, 2, seed=1)),
-    "theta of counts": (fisher_rao(ng.Poisson(2)), draws(3, 2), draws(3, 2, seed=1)),
-    "theta of classes": (fisher_rao(ng.Categorical(4)), draws(3, 4), draws(3, 4, seed=1)),
-    "theta of draws": (fisher_rao(ng.Multinomial(5, 3)), draws(3, 3), draws(3, 3, seed=1)),
+    "theta of independent spins": (fisher_rao(ng.Ising(2, [(0,), (1,)])), draw(3, 2), draw(3, 2, seed=1)),
+    "theta of bits": (fisher_rao(ng.Bernoulli(2)), 3 * draw(3, 2), 3 * draw(3, 2, seed=1)),
+    "theta of counts": (fisher_rao(ng.Poisson(2)), draw(3, 2), draw(3, 2, seed=1)),
+    "theta of classes": (fisher_rao(ng.Categorical(4)), draw(3, 4), draw(3, 4, seed=1)),
+    "theta of draws": (fisher_rao(ng.Multinomial(5, 3)), draw(3, 3), draw(3, 3, seed=1)),
     "theta of classes, one held": (
         fisher_rao(ng.SubModel(ng.Categorical(3), [0, 2])),
-        draws(3, 2),
-        draws(3, 2, seed=1),
+        draw(3, 2),
+        draw(3, 2, seed=1),
     ),
     "theta of independent normals": (
         fisher_rao(DiagonalNormal(2)),
-        *(torch.cat([draws(3, 2, seed=s), -draws(3, 2, seed=s + 1).exp()], -1) for s in (0, 5)),
+        *(torch.cat([draw(3, 2, seed=s), -draw(3, 2, seed=s + 1).exp()], -1) for s in (0, 5)),
     ),
     "theta of a known mean": (
         fisher_rao(FixedMeanNormal(torch.zeros(2).double())),
         *(ng.MultivariateNormal(2).pack(-spd(3, seed=s) / 2) for s in (1, 2)),
     ),
-    "theta of a known covariance": (fisher_rao(FixedCovarianceNormal(spd())), draws(3, 2), draws(3, 2, seed=1)),
-    "equations of a field": (NaturalParameters(FIELD), 0.4 * draws(3, 3), 0.4 * draws(3, 3, seed=1)),
+    "theta of a known covariance": (fisher_rao(FixedCovarianceNormal(spd())), draw(3, 2), draw(3, 2, seed=1)),
+    "equations of a field": (NaturalParameters(FIELD), 0.4 * draw(3, 3), 0.4 * draw(3, 3, seed=1)),
     "equations of gamma": (
         NaturalParameters(ng.Gamma()),
-        *(torch.stack([1 + draws(3, seed=s).sigmoid(), -2 - draws(3, seed=s + 1).sigmoid()], -1) for s in (0, 5)),
+        *(torch.stack([1 + draw(3, seed=s).sigmoid(), -2 - draw(3, seed=s + 1).sigmoid()], -1) for s in (0, 5)),
     ),
 }
 
 
 def tangent(manifold, point, seed):
-    vector = 0.3 * draws(*point.shape, seed=seed)
+    vector = 0.3 * draw(*point.shape, seed=seed)
     if isinstance(manifold, ProductManifold):
         vector = torch.cat(
             [v.flatten(-m.event) for m, v in zip(manifold.manifolds, _parts(manifold, vector), strict=True)], -1
@@ -129,7 +126,7 @@ def test_log_undoes_exp(case):
 @pytest.mark.parametrize("case", CASES)
 def test_geodesics_have_constant_speed(case):
     manifold, point, other = CASES[case]
-    way = manifold.geodesic(point, other, torch.tensor([0.0, 0.3, 0.7, 1.0], dtype=torch.float64))
+    way = manifold.geodesic(point, other, tensor([0.0, 0.3, 0.7, 1.0]))
     assert way.shape == (4, *point.shape)
     whole = manifold.distance(point, other)
     assert_close(manifold.distance(way[0], way[1]), 0.3 * whole, rtol=1e-8, atol=1e-8)
@@ -153,7 +150,7 @@ def test_transport_keeps_products_and_the_geodesic_s_velocity(case):
 @pytest.mark.parametrize("case", CASES)
 def test_natural_gradient_represents_the_derivative(case):
     manifold, point, _ = CASES[case]
-    weights = draws(*point.shape, seed=9)
+    weights = draw(*point.shape, seed=9)
     if manifold.event == 2:
         weights = symmetrise(weights)
     v = tangent(manifold, point, 7)
@@ -189,22 +186,22 @@ def test_distances_have_gradients(case):
     end = other.clone().requires_grad_()
     (slope,) = torch.autograd.grad(manifold.distance(other, end).sum(), end)
     assert bool(torch.isfinite(slope).all())
-    assert_close(manifold.distance(other, other), torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-6)
+    assert_close(manifold.distance(other, other), torch.zeros(3, dtype=F64), rtol=0, atol=1e-6)
 
 
 PAIRS = {
     "half plane": (ng.MultivariateNormal(1), thetas(1, 1), thetas(1, 3)),
     "normals": (ng.MultivariateNormal(2), thetas(2, 1), thetas(2, 3)),
-    "exponential": (ng.Exponential(), -draws(3, 1).exp(), -draws(3, 1, seed=1).exp()),
-    "independent": (ng.Ising(2, [(0,), (1,)]), draws(3, 2), draws(3, 2, seed=1)),
-    "counts": (ng.Poisson(1), draws(3, 1), draws(3, 1, seed=1)),
-    "classes": (ng.SubModel(ng.Categorical(3), [0, 2]), draws(3, 2), draws(3, 2, seed=1)),
+    "exponential": (ng.Exponential(), -draw(3, 1).exp(), -draw(3, 1, seed=1).exp()),
+    "independent": (ng.Ising(2, [(0,), (1,)]), draw(3, 2), draw(3, 2, seed=1)),
+    "counts": (ng.Poisson(1), draw(3, 1), draw(3, 1, seed=1)),
+    "classes": (ng.SubModel(ng.Categorical(3), [0, 2]), draw(3, 2), draw(3, 2, seed=1)),
     "deviation": (DiagonalNormal(1), thetas(1, 1), thetas(1, 3)),
     "known mean": (
         FixedMeanNormal(torch.zeros(2).double()),
         *(ng.MultivariateNormal(2).pack(-spd(3, seed=s) / 2) for s in (1, 2)),
     ),
-    "known covariance": (FixedCovarianceNormal(spd()), draws(3, 2), draws(3, 2, seed=1)),
+    "known covariance": (FixedCovarianceNormal(spd()), draw(3, 2), draw(3, 2, seed=1)),
 }
 
 
@@ -213,7 +210,7 @@ def test_closed_forms_agree_with_the_geodesic_equation(case):
     family, theta, other = PAIRS[case]
     closed, general = fisher_rao(family), NaturalParameters(family)
     v = 0.2 * closed.log(theta, other)  # short: within theta, curvature of the chart is all that is asked
-    w = 0.3 * draws(*theta.shape, seed=5)
+    w = 0.3 * draw(*theta.shape, seed=5)
     assert_close(closed.exp(theta, v), general.exp(theta, v), rtol=1e-8, atol=1e-9)
     for ours, theirs in zip(closed.carry(theta, v, w), general.carry(theta, v, w), strict=True):
         assert_close(ours, theirs, rtol=1e-7, atol=1e-8)
@@ -223,18 +220,18 @@ def test_closed_forms_agree_with_the_geodesic_equation(case):
 
 
 def test_known_distances():
-    one = torch.tensor([0.0, 1.0], dtype=torch.float64)
-    wide = torch.tensor([0.0, math.e], dtype=torch.float64)
-    assert_close(HalfPlane().distance(one, wide), torch.tensor(math.sqrt(2), dtype=torch.float64))
-    far = torch.tensor([2.0, 1.0], dtype=torch.float64)  # sqrt 2 arccosh(1 + 4 / 4)
-    assert_close(HalfPlane().distance(one, far), torch.tensor(math.sqrt(2) * math.acosh(2), dtype=torch.float64))
-    p, q = torch.tensor([0.2, 0.8]).double(), torch.tensor([0.5, 0.5]).double()
+    one = tensor([0.0, 1.0])
+    wide = tensor([0.0, math.e])
+    assert_close(HalfPlane().distance(one, wide), tensor(math.sqrt(2)))
+    far = tensor([2.0, 1.0])  # sqrt 2 arccosh(1 + 4 / 4)
+    assert_close(HalfPlane().distance(one, far), tensor(math.sqrt(2) * math.acosh(2)))
+    p, q = tensor([0.2, 0.8]), tensor([0.5, 0.5])
     angle = 2 * math.acos(math.sqrt(0.1) + math.sqrt(0.4))
     assert_close(Simplex().distance(p, q).item(), angle)
     assert_close(Bits().distance(p[:1], q[:1]).item(), angle)
     assert_close(Rates().distance(4 * one[1:], 9 * one[1:]).item(), 2.0)
     assert_close(Scales().distance(one[1:], wide[1:]).item(), 1.0)
-    eye = torch.eye(2, dtype=torch.float64)
+    eye = torch.eye(2, dtype=F64)
     assert_close(PositiveDefinite().distance(eye, math.e**2 * eye).item(), 2.0)  # sqrt(1/2 (4 + 4))
     assert_close(Location(4 * eye).distance(one, far).item(), 1.0)
 
@@ -258,7 +255,7 @@ def test_natural_parameters_are_the_known_manifold_s(case):
     """Distances, ways, transport, and steps beyond the edge, from which both come back."""
     family, known, there = KNOWN[case]
     manifold = fisher_rao(family)
-    theta, other, v, w = (draws(4, family.size, seed=s) for s in range(4))
+    theta, other, v, w = (draw(4, family.size, seed=s) for s in range(4))
     (p, moved), carried = (torch.func.jvp(there, (theta,), (x,)) for x in (v, w))
     assert_close(manifold.distance(theta, other), known.distance(p, there(other)))
     assert_close(there(manifold.geodesic(theta, other, 0.3)), known.geodesic(p, there(other), 0.3))
@@ -271,7 +268,7 @@ def test_natural_parameters_are_the_known_manifold_s(case):
 
 def test_logits_lose_no_digits_where_probabilities_are_one():
     """At logits of 60, sqrt p is 1 - 4e-27: the arc to the edge is 2 exp(-30)."""
-    theta, other = (torch.tensor([x, -x], dtype=torch.float64) for x in (60.0, 62.0))
+    theta, other = (tensor([x, -x]) for x in (60.0, 62.0))
     arc = 2 * (math.exp(-30) - math.exp(-31)) * math.sqrt(2)
     manifold = fisher_rao(ng.Bernoulli())
     assert_close(float(manifold.distance(theta, other)), arc, rtol=1e-12, atol=0)
@@ -284,14 +281,14 @@ def test_logits_lose_no_digits_where_probabilities_are_one():
 def test_geodesics_that_leave_the_domain_are_nan_and_the_others_are_not():
     """A count's edge, the log rate of minus infinity, is 2 from a rate of one."""
     manifold = NaturalParameters(ng.Poisson(1))
-    theta = torch.zeros(2, 1, dtype=torch.float64)
-    end = manifold.exp(theta, torch.tensor([[-3.0], [0.5]], dtype=torch.float64))
+    theta = torch.zeros(2, 1, dtype=F64)
+    end = manifold.exp(theta, tensor([[-3.0], [0.5]]))
     assert bool(torch.isnan(end[0]).all())
-    assert_close(end[1], fisher_rao(manifold.family).exp(theta[1], torch.tensor([0.5], dtype=torch.float64)))
+    assert_close(end[1], fisher_rao(manifold.family).exp(theta[1], tensor([0.5])))
 
 
 def test_integration_is_exact_to_its_tolerance_and_has_gradients():
-    start = torch.tensor([[1.0], [2.0]], dtype=torch.float64, requires_grad=True)
+    start = torch.tensor([[1.0], [2.0]], dtype=F64, requires_grad=True)
     end = integrate(lambda x: x, start)
     assert_close(end, math.e * start, rtol=1e-10, atol=0)
     (slope,) = torch.autograd.grad(end.sum(), start)
@@ -302,7 +299,7 @@ def test_integration_is_exact_to_its_tolerance_and_has_gradients():
 
 def test_bad_points_are_told():
     with pytest.raises(ValueError, match="positive probabilities"):
-        Simplex().retract(torch.tensor([0.5, 0.6]).double(), torch.zeros(2).double())
+        Simplex().retract(tensor([0.5, 0.6]), torch.zeros(2).double())
     with pytest.raises(ValueError, match="not finite"):
         Rates().retract(torch.ones(1).double(), torch.full((1,), torch.nan).double())
     with pytest.raises(ValueError, match="trials"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 import torch
+from models import F64, draw
 from torch.testing import assert_close
 
 from natgrad.families import Beta, Categorical, DiagonalNormal, MultivariateNormal, Poisson
@@ -15,27 +16,23 @@ if not hasattr(numpy, "trapz"):
 pytest.importorskip("geomstats", reason="geomstats is not installed: pip install geomstats")
 
 
-def draws(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def spd(*batch, seed=0):
-    root = draws(*batch, 3, 3, seed=seed)
-    return root @ root.mT + 0.5 * torch.eye(3, dtype=torch.float64)
+    root = draw(*batch, 3, 3, seed=seed)
+    return root @ root.mT + 0.5 * torch.eye(3, dtype=F64)
 
 
 def theirs(value):
-    return torch.as_tensor(value, dtype=torch.float64)
+    return torch.as_tensor(value, dtype=F64)
 
 
 def test_univariate_normals():
     from geomstats.information_geometry.normal import UnivariateNormalDistributions
 
     metric, plane = UnivariateNormalDistributions().metric, HalfPlane()
-    point, other = (torch.stack([draws(4, seed=s), draws(4, seed=s + 1).exp()], -1) for s in (0, 2))
+    point, other = (torch.stack([draw(4, seed=s), draw(4, seed=s + 1).exp()], -1) for s in (0, 2))
     assert_close(plane.distance(point, other), theirs(metric.dist(point.numpy(), other.numpy())))
     assert_close(plane.log(point, other), theirs(metric.log(other.numpy(), point.numpy())), rtol=1e-6, atol=1e-8)
-    velocity = 0.3 * draws(4, 2, seed=5)
+    velocity = 0.3 * draw(4, 2, seed=5)
     ends = metric.exp(velocity.numpy(), point.numpy())
     assert_close(plane.exp(point, velocity), theirs(ends), rtol=1e-6, atol=1e-8)
     for family in (DiagonalNormal(1), MultivariateNormal(1)):
@@ -62,7 +59,7 @@ def test_positive_definite_matrices():
 def test_categorical_distributions():
     from geomstats.information_geometry.categorical import CategoricalDistributions
 
-    theta, other = draws(4, 3), draws(4, 3, seed=1)
+    theta, other = draw(4, 3), draw(4, 3, seed=1)
     metric = CategoricalDistributions(2).metric
     p, q = theta.softmax(-1), other.softmax(-1)
     distance = theirs(metric.dist(p.numpy(), q.numpy()))
@@ -73,7 +70,7 @@ def test_categorical_distributions():
 def test_poisson_distributions():
     from geomstats.information_geometry.poisson import PoissonDistributions
 
-    theta, other = draws(4, 1), draws(4, 1, seed=1)
+    theta, other = draw(4, 1), draw(4, 1, seed=1)
     distance = PoissonDistributions().metric.squared_dist(theta.exp().numpy(), other.exp().numpy())
     assert_close(fisher_rao(Poisson(1)).distance(theta, other).square(), theirs(distance).reshape(4))
 
