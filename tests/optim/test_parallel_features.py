@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from models import Assembled, assert_close, build_seeded
-from process_ranks import run_ranks
+from models import Assembled, build_seeded
+from optim_models import iterate
+from process_ranks import assert_joined, catch, count_ranks, flat_whole, needs_gloo, own_rank, run_ranks, take_part
 from test_sharded_training import CE, Net, X, Y, mesh, train
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,15 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 import natgrad as ng
 from natgrad.rules import MeasuredLength
 
-pytestmark = pytest.mark.skipif(
-    not (distributed.is_available() and distributed.is_gloo_available()), reason="torch was built without gloo"
-)
+pytestmark = needs_gloo
 FULL: dict[str, Any] = {"rule": MeasuredLength(), "steps": 3}
 OWN: dict[str, Any] = {"parts": 2, **FULL}
-
-
-def rank() -> int:
-    return distributed.get_rank()
 
 
 def other_buckets() -> dict[str, Any]:
@@ -34,7 +29,7 @@ def other_buckets() -> dict[str, Any]:
     outer = DistributedDataParallel(
         build_seeded(Net), process_group=group, bucket_cap_mb=0.0005, gradient_as_bucket_view=True
     )
-    return train(outer, part=rank(), **OWN)
+    return train(outer, part=own_rank(), **OWN)
 
 
 def compress_gradients() -> dict[str, Any]:
@@ -45,16 +40,16 @@ def compress_gradients() -> dict[str, Any]:
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     outer.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     before = CE(outer(X), Y).item()
-    found = train(outer, part=rank(), parts=2, steps=8)
+    found = train(outer, part=own_rank(), parts=2, steps=8)
     return found | {"before": before, "after": CE(outer(X), Y).item()}
 
 
 def compiled_data_parallel() -> dict[str, Any]:
-    return train(DistributedDataParallel(torch.compile(build_seeded(Net), backend="eager")), part=rank(), **OWN)
+    return train(DistributedDataParallel(torch.compile(build_seeded(Net), backend="eager")), part=own_rank(), **OWN)
 
 
 def data_parallel_compiled() -> dict[str, Any]:
-    return train(torch.compile(DistributedDataParallel(build_seeded(Net)), backend="eager"), part=rank(), **OWN)
+    return train(torch.compile(DistributedDataParallel(build_seeded(Net)), backend="eager"), part=own_rank(), **OWN)
 
 
 def compiled_parts() -> dict[str, Any]:
@@ -64,7 +59,7 @@ def compiled_parts() -> dict[str, Any]:
     for module in [*model.blocks, model]:  # type: ignore[misc]
         fully_shard(module, mesh=mesh(2))
     model.compile(backend="eager")
-    return train(model, part=rank(), **OWN)
+    return train(model, part=own_rank(), **OWN)
 
 
 def parts_on_the_cpu() -> dict[str, Any]:
@@ -72,7 +67,7 @@ def parts_on_the_cpu() -> dict[str, Any]:
 
     model = build_seeded(Net)
     fully_shard(model, mesh=mesh(2), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    return train(model, part=rank(), **OWN)
+    return train(model, part=own_rank(), **OWN)
 
 
 def checkpointed_parts() -> dict[str, Any]:
@@ -83,7 +78,7 @@ def checkpointed_parts() -> dict[str, Any]:
     model = build_seeded(Net)
     model.blocks[0] = checkpoint_wrapper(model.blocks[0])  # type: ignore[index, operator]
     fully_shard(model, mesh=mesh(2))
-    return train(model, part=rank(), **OWN)
+    return train(model, part=own_rank(), **OWN)
 
 
 def build_rows() -> nn.Module:
@@ -97,11 +92,6 @@ def build_rows() -> nn.Module:
     )
 
 
-def build_four() -> nn.Module:
-    """As many positions as two processes can share."""
-    return Assembled(lambda m, x: m.inner(x[:, :4]), inner=build_rows())
-
-
 def sequence_parts() -> dict[str, Any]:
     """Positions shared out between the layers that are shared out by columns and rows."""
     from torch.distributed.tensor import Replicate, Shard
@@ -112,7 +102,7 @@ def sequence_parts() -> dict[str, Any]:
         parallelize_module,
     )
 
-    model = build_seeded(build_four)
+    model = build_seeded(MODELS["sequence parts"])
     plan = {
         "inner.into": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "inner.norm": SequenceParallel(),
@@ -135,7 +125,7 @@ def build_attends() -> nn.Module:
 def attention_parts() -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard
 
-    return train(fully_shard(build_seeded(build_attends), mesh=mesh(2)), part=rank(), **OWN)
+    return train(fully_shard(build_seeded(build_attends), mesh=mesh(2)), part=own_rank(), **OWN)
 
 
 def accumulate(model: nn.Module, own: slice = slice(None)) -> dict[str, Any]:
@@ -144,54 +134,40 @@ def accumulate(model: nn.Module, own: slice = slice(None)) -> dict[str, Any]:
     for _ in range(3):
         opt.zero_grad()
         for i in range(2):
-            if distributed.is_initialized():
+            if count_ranks() > 1:
                 model.set_requires_gradient_sync(i == 1)  # type: ignore[operator]
                 model.set_reshard_after_backward(i == 1)  # type: ignore[operator]
             (opt.loss(model(X[own][i::2]), Y[own][i::2]) / 2).backward()
         opt.step()
-    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in map(torch.Tensor.detach, model.parameters())]
-    return {"flat": torch.cat([p.reshape(-1) for p in whole]), "loss": opt.state_report().loss}
+    return {"flat": flat_whole(model), "loss": opt.state_report().loss}
 
 
-def accumulated_parts() -> dict[str, Any]:
+def accumulate_in_parts() -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard
 
-    return accumulate(fully_shard(build_seeded(Net), mesh=mesh(2)), slice(16 * rank(), 16 * rank() + 16))
+    return accumulate(fully_shard(build_seeded(Net), mesh=mesh(2)), take_part((16, 16)))
 
 
-def unlike_parts(reduction: str = "sum", layers: Sequence[str] = ()) -> dict[str, Any]:
-    """Numbers of backward passes that differ: unequal parts, an empty one, and one that is not finite."""
+def unlike_parts(
+    reduction: str = "sum",
+    layers: Sequence[str] = (),
+    sizes: Sequence[tuple[int, int]] = ((20, 12), (32, 0), (16, 16), (9, 23)),
+) -> dict[str, Any]:
+    """Numbers of backward passes that differ: unequal parts, an empty one, and one that is not finite.
+
+    sizes: Of two processes, step by step; what one has met before, the other has not.
+    """
     from torch.distributed.fsdp import fully_shard
 
-    model, alone = build_seeded(Net), not distributed.is_initialized()
-    for module in [*(getattr(model, name) for name in layers), model] if not alone else []:
+    model = build_seeded(Net)
+    for module in [*(getattr(model, name) for name in layers), model] if count_ranks() > 1 else []:
         fully_shard(module, mesh=mesh(2))
     opt = ng.kfac(model, nn.CrossEntropyLoss(reduction=reduction), estimate=ng.ExactLabels())
-    for i, first in enumerate((20, 32, 16, 9)):
+    for i, split in enumerate(sizes):
+        own = take_part(split) if count_ranks() > 1 else slice(0, sum(split))
         x = torch.where(torch.arange(32) >= 16, torch.nan, 1.0).view(-1, 1, 1) * X if i == 2 else X
-        own = slice(None) if alone else [slice(0, first), slice(first, 32)][rank()]
-        opt.zero_grad()
-        opt.loss(model(x[own]), Y[own]).backward()
-        opt.step()
-    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in map(torch.Tensor.detach, model.parameters())]
-    return {"flat": torch.cat([p.reshape(-1) for p in whole]), "failures": opt.state_report().failures}
-
-
-def meet_shapes() -> dict[str, Any]:
-    """Parts of equal sizes, which one process had before, and the other had not."""
-    from torch.distributed.fsdp import fully_shard
-
-    model, alone = build_seeded(Net), not distributed.is_initialized()
-    for module in [model.into, model.out, model] if not alone else []:  # type: ignore[list-item]
-        fully_shard(module, mesh=mesh(2))
-    opt = ng.kfac(model, CE, estimate=ng.ExactLabels())
-    for middle, last in ((8, 32), (8, 16)):
-        own = slice(0, last) if alone else [slice(0, middle), slice(middle, last)][rank()]
-        opt.zero_grad()
-        opt.loss(model(X[own]), Y[own]).backward()
-        opt.step()
-    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in map(torch.Tensor.detach, model.parameters())]
-    return {"flat": torch.cat([p.reshape(-1) for p in whole]), "failures": opt.state_report().failures}
+        iterate(opt, model, x[own], Y[own])
+    return {"flat": flat_whole(model), "failures": opt.state_report().failures}
 
 
 def go_apart() -> dict[str, Any]:
@@ -199,44 +175,32 @@ def go_apart() -> dict[str, Any]:
     from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
     from torch.distributed.fsdp import fully_shard
 
-    alone = DistributedDataParallel(build_seeded(Net))
+    alone, part = DistributedDataParallel(build_seeded(Net)), build_seeded(Net)
     alone.register_comm_hook(None, noop_hook)
-    part = build_seeded(Net)
     fully_shard(part.out, mesh=mesh(2))  # type: ignore[arg-type]
-    words = []
-    for model in (alone, part):
-        try:
-            train(model, part=rank(), **OWN)
-        except ValueError as error:
-            words.append(str(error))
+    words = [catch(ValueError, lambda m=model: train(m, part=own_rank(), **OWN)) for model in (alone, part)]
     outer = DistributedDataParallel(build_seeded(Net))
     opt = ng.kfac(outer, CE)
     for step in range(3):
         opt.zero_grad()
         opt.loss(outer(X), Y).backward()
-        if (step, rank()) == (1, 1):
+        if (step, own_rank()) == (1, 1):
             outer.module.out.weight.grad[0, 0] = torch.nan  # type: ignore[index, union-attr]
         opt.step()
-    flat = torch.cat([p.detach().reshape(-1) for p in outer.parameters()])
-    return {"words": words, "flat": flat, "failures": opt.state_report().failures}
+    return {"words": words, "flat": flat_whole(outer), "failures": opt.state_report().failures}
 
 
-def refuse_wrappers() -> dict[str, Any]:
+def refuse_wrappers() -> list[str]:
     """An optimizer of parameters alone, and what is no module."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.distributed.pipelining import PipelineStage
 
-    part, words = nn.Linear(3, 3), []
-    build: Any = ng.kfac
-    for call in (
-        lambda: ZeroRedundancyOptimizer(part.parameters(), optimizer_class=build, criterion=CE),
-        lambda: build(PipelineStage(part, rank(), 2, torch.device("cpu")), CE),
-    ):
-        try:
-            call()
-        except TypeError as error:
-            words.append(str(error))
-    return {"words": words}
+    part, build = nn.Linear(3, 3), cast(Any, ng.kfac)
+    stage = PipelineStage(part, own_rank(), 2, torch.device("cpu"))
+    return [
+        catch(TypeError, lambda: ZeroRedundancyOptimizer(part.parameters(), optimizer_class=build, criterion=CE)),
+        catch(TypeError, lambda: build(stage, CE)),
+    ]
 
 
 SAME: dict[str, Callable[[], dict[str, Any]]] = {
@@ -249,16 +213,23 @@ SAME: dict[str, Callable[[], dict[str, Any]]] = {
     "sequence parts": sequence_parts,
     "attention parts": attention_parts,
 }
-MODELS = {"sequence parts": build_four, "attention parts": build_attends}
-APART = {
+MODELS = {
+    "sequence parts": lambda: Assembled(lambda m, x: m.inner(x[:, :4]), inner=build_rows()),  # two processes share 4
+    "attention parts": build_attends,
+}
+UNLIKE: dict[str, Callable[[], dict[str, Any]]] = {
+    "unlike parts": unlike_parts,
+    "unlike parts, means": partial(unlike_parts, "mean"),
+    "unlike parts in layers": partial(unlike_parts, layers=("into", "out")),
+    "met shapes": partial(unlike_parts, "mean", layers=("into", "out"), sizes=((8, 24), (8, 8))),
+}
+SCENES: dict[str, Callable[[], Any]] = SAME | UNLIKE
+SCENES |= {
     "compressed": compress_gradients,
     "refused": refuse_wrappers,
-    "accumulated parts": accumulated_parts,
+    "accumulated": accumulate_in_parts,
     "go apart": go_apart,
 }
-APART |= {"unlike parts": unlike_parts, "unlike parts, means": partial(unlike_parts, "mean")}
-APART |= {"unlike parts in layers": partial(unlike_parts, layers=("into", "out")), "met shapes": meet_shapes}
-SCENES = SAME | APART
 
 
 @pytest.fixture(scope="module")
@@ -268,24 +239,18 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("scene", SAME)
 def test_the_steps_are_those_of_one_process(both: list[dict[str, Any]], scene: str):
-    alone = train(build_seeded(MODELS.get(scene, Net)), **FULL)
-    assert torch.equal(both[0][scene]["flat"], both[1][scene]["flat"])
-    assert both[0][scene]["structures"] == alone["structures"]
-    assert_close(both[0][scene]["flat"], alone["flat"], 1e-9)
+    assert_joined([rank[scene] for rank in both], train(build_seeded(MODELS.get(scene, Net)), **FULL))
 
 
 def test_gradients_that_are_kept_back_belong_to_the_step_that_averages_them(both: list[dict[str, Any]]):
-    alone, found = accumulate(build_seeded(Net)), both[0]["accumulated parts"]
-    assert_close(found["flat"], alone["flat"], 1e-9)
-    assert found["loss"] == pytest.approx(alone["loss"], rel=1e-8)
+    assert_joined([rank["accumulated"] for rank in both], accumulate(build_seeded(Net)))
 
 
-@pytest.mark.parametrize("scene", ["unlike parts", "unlike parts, means", "unlike parts in layers", "met shapes"])
+@pytest.mark.parametrize("scene", UNLIKE)
 def test_processes_with_other_numbers_of_passes_do_not_wait_for_each_other(both: list[dict[str, Any]], scene: str):
-    alone = APART[scene]()
-    for rank in both:
-        assert_close(rank[scene]["flat"], alone["flat"], 1e-9)
-        assert rank[scene]["failures"] == alone["failures"] == (scene != "met shapes")
+    alone = UNLIKE[scene]()
+    assert_joined([rank[scene] for rank in both], alone)
+    assert alone["failures"] == (scene != "met shapes")
 
 
 def test_gradients_that_differ_are_an_error_and_one_that_is_not_finite_a_skipped_step(both: list[dict[str, Any]]):
@@ -303,6 +268,6 @@ def test_gradients_that_are_not_the_mean_keep_processes_in_step(both: list[dict[
 
 
 def test_what_shares_out_something_else_is_refused_with_what_to_do(both: list[dict[str, Any]]):
-    zero, stage = both[0]["refused"]["words"]
+    zero, stage = both[0]["refused"]
     assert 'share="memory"' in zero
     assert "fully_shard" in stage

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from optim_models import CE, X, Y, flat, iterate, net
+from process_ranks import needs_gloo
 from torch import distributed, nn
 
 import natgrad as ng
 
-pytestmark = pytest.mark.skipif(
-    not (distributed.is_available() and distributed.is_gloo_available()), reason="torch was built without gloo"
-)
+pytestmark = needs_gloo
 
 LAYERS = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
 FLAT = [

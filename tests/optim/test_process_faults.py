@@ -15,15 +15,13 @@ from typing import Any
 import pytest
 from fault_runs import Accident
 from optim_models import CE, X, Y, net
-from process_ranks import call_apart
+from process_ranks import call_apart, needs_gloo
 from torch import distributed, multiprocessing
 
 import natgrad as ng
 from natgrad.ground import whole_tensors as lost_processes
 
-pytestmark = pytest.mark.skipif(
-    not (distributed.is_available() and distributed.is_gloo_available()), reason="torch was built without gloo"
-)
+pytestmark = needs_gloo
 
 
 def disturb(rank: int, folder: str, how: str) -> None:

@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import torch
 from models import build_seeded, draw
-from process_ranks import call_ranks, count_ranks, own_rank
+from process_ranks import call_ranks, count_ranks, needs_gloo, own_rank
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad as ng
 from natgrad.ground import whole_tensors as lost_processes
 
-pytestmark = pytest.mark.skipif(
-    not (distributed.is_available() and distributed.is_gloo_available()), reason="torch was built without gloo"
-)
+pytestmark = needs_gloo
 if distributed.is_available():
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,9 +12,8 @@ import pytest
 import torch
 from models import assert_close, build_seeded, draw
 from optim_models import flat
-from process_ranks import count_ranks, own_rank, run_ranks
-from torch import Tensor, distributed, nn
-from torch.nn.parallel import DistributedDataParallel
+from process_ranks import count_ranks, needs_gloo, run_ranks, take_part, wrap_model
+from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.ground.pure import leaves
@@ -23,9 +22,7 @@ from natgrad.operators import DiagonalOperator, Operator
 from natgrad.rules import SpectralProgress
 from natgrad.structures import Layerwise, Statistics, accumulate_statistics
 
-pytestmark = pytest.mark.skipif(
-    not (distributed.is_available() and distributed.is_gloo_available()), reason="torch was built without gloo"
-)
+pytestmark = needs_gloo
 
 X = draw(40, 9)
 Y = X[:, :4].argmax(1)
@@ -102,16 +99,10 @@ ASKING = ["ekfac", "online_ng", "EigenKronecker, stale"]
 CASES = [(name, way) for name in BUILT for way in (WAYS if name in ASKING else ("speed", "memory"))]
 
 
-def take_part(sizes: Sequence[int]) -> slice:
-    """This process's examples."""
-    first = sum(sizes[: own_rank()])
-    return slice(first, first + sizes[own_rank()])
-
-
 def train(build: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
     """Four steps, on the whole data split in another way at each. The last one has two micro-batches."""
     model, splits = build_seeded(Net), SPLITS[count_ranks()]
-    outer = DistributedDataParallel(model) if count_ranks() > 1 else model
+    outer = wrap_model(model)
     opt = build(outer, nn.CrossEntropyLoss(reduction="sum"), update_every=1, invert_every=1, **options)
     for step in range(4):
         opt.zero_grad()
@@ -146,20 +137,15 @@ def alone() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("name", "way"), CASES)
-def test_the_steps_are_those_of_one_process(
+def test_the_steps_and_the_states_are_those_of_one_process(
     ranks: list[dict[str, Any]], alone: dict[str, dict[str, Any]], name: str, way: str
 ):
     found = [rank[f"{name}, {way}"] for rank in ranks]
     for one in found:
         assert one["share"] == CHOSEN.get(way, way)
         assert torch.equal(one["flat"], found[0]["flat"])
+        assert torch.equal(one["state"], found[0]["state"])
     by_inputs = name.endswith("by inputs alone")
     # frequencies of tokens, of which nothing tells the dtype, are sent in single precision
     assert_close(found[0]["flat"], alone[name]["flat"], 1e-8 if by_inputs else 1e-9)
     assert by_inputs or math.isclose(found[0]["kl"], alone[name]["kl"], rel_tol=1e-8)
-
-
-@pytest.mark.parametrize(("name", "way"), CASES)
-def test_all_processes_save_the_same_state(ranks: list[dict[str, Any]], name: str, way: str):
-    for rank in ranks:
-        assert torch.equal(rank[f"{name}, {way}"]["state"], ranks[0][f"{name}, {way}"]["state"])

@@ -7,6 +7,7 @@ import gc
 import io
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from traceback import clear_frames
@@ -26,6 +27,20 @@ Y = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
 CE = nn.CrossEntropyLoss()
 BLOCK_RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
 """Those that keep a block per layer."""
+FREE_RECIPES = [ng.hessian_free, ng.natgrad_cg, ng.krylov_subspace]
+"""Those that solve by products with the metric."""
+RECIPES = [*BLOCK_RECIPES, *FREE_RECIPES]
+Build = Callable[[nn.Module, Any], Any]
+LOOKING: dict[str, Build] = {
+    "hessian_free": ng.hessian_free,
+    "krylov_subspace": lambda m, loss: ng.krylov_subspace(m, loss, dimension=4, steps=3, damping=0.1),
+    "natgrad_cg": lambda m, loss: ng.natgrad_cg(m, loss, damping=ng.LevenbergMarquardt()),
+    "line search": lambda m, loss: ng.NaturalGradient(m, ng.fisher(m, loss), rule=ng.LineSearch(), damping=0.1),
+    "kfac, judged": lambda m, loss: ng.kfac(
+        m, loss, damping=ng.LevenbergMarquardt(0.1, per="block", every=1), update_every=1
+    ),
+}
+"""Optimizers that evaluate the loss again, at every step."""
 
 
 def net() -> nn.Module:
@@ -53,9 +68,19 @@ def iterate(opt: Any, model: nn.Module, x: Any = X, y: Any = Y) -> Tensor:
     return loss.detach()
 
 
-def train_batches(opt: Any, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
+def train_batches(opt: Any, model: nn.Module, batches: Iterable[tuple[Any, Any]]) -> list[float]:
     """The loss at each batch (inputs, targets), before the step on it."""
     return [float(iterate(opt, model, x, y)) for x, y in batches]
+
+
+def train(opt: Any, model: nn.Module, steps: int, x: Any = X, y: Any = Y) -> list[float]:
+    """The loss before each step on one batch."""
+    return train_batches(opt, model, [(x, y)] * steps)
+
+
+def is_finite(model: nn.Module) -> bool:
+    """Whether all parameters and buffers are."""
+    return all(bool(t.isfinite().all()) for t in model.state_dict().values())
 
 
 def fisher_step(model: nn.Module, x: Tensor, family: Likelihood, gradient: Tensor, damping: float) -> Tensor:
@@ -76,12 +101,12 @@ def deep(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def pass_through_file(value: Any) -> Any:
-    """What a file of it gives back to who trusts no code in it."""
+def pass_through_file(value: Any, weights_only: bool = True) -> Any:
+    """What a file of it gives back, to who trusts no code in it."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
-    return torch.load(file, weights_only=True)
+    return torch.load(file, weights_only=weights_only)
 
 
 def train_numbered(model: nn.Module, opt: Any, steps: range) -> None:
@@ -139,6 +164,19 @@ def dropout_net() -> nn.Module:
             nn.Linear(3, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 6), nn.Dropout(0.3), nn.Linear(6, 3)
         )
     )
+
+
+def count_hooks(model: nn.Module) -> int:
+    """Those that a forward pass goes through, of all its modules."""
+    return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) + len(m._backward_hooks) for m in model.modules())
+
+
+def collect_warnings(act: Callable[[], Any]) -> list[str]:
+    """What an action warns of, each time that it does."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        act()
+    return [str(warning.message) for warning in found]
 
 
 class Closure:

@@ -11,7 +11,7 @@ import fcntl
 import gc
 import os
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
@@ -21,10 +21,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed, multiprocessing
+from models import assert_close
+from torch import Tensor, distributed, multiprocessing, nn
 
 PATIENCE = 240
 """Seconds that a process waits for another."""
+needs_gloo = pytest.mark.skipif(
+    not (distributed.is_available() and distributed.is_gloo_available()), reason="torch was built without gloo"
+)
 
 
 def run_ranks(module: str, size: int, factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
@@ -43,6 +47,46 @@ def run_ranks(module: str, size: int, factory: pytest.TempPathFactory) -> list[d
         if not all(file.exists() for file in files):
             call_apart(__name__, "start_ranks", size, str(folder), __name__, "play", (module,), needed=[module])
         return [torch.load(file) for file in files]
+
+
+def wrap_model(model: nn.Module, **options: Any) -> nn.Module:
+    """As users train on several processes; the same model where there is one."""
+    return nn.parallel.DistributedDataParallel(model, **options) if count_ranks() > 1 else model
+
+
+def take_part(sizes: Sequence[int]) -> slice:
+    """This process's examples, of parts of these sizes; all where there is one process."""
+    if count_ranks() == 1:
+        return slice(None)
+    first = sum(sizes[: own_rank()])
+    return slice(first, first + sizes[own_rank()])
+
+
+def flat_whole(model: nn.Module) -> Tensor:
+    """All parameters, put together where processes hold parts of them."""
+    found = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in map(Tensor.detach, model.parameters())]
+    return torch.cat([p.reshape(-1) for p in found]).double()
+
+
+def catch(error: type[Exception] | tuple[type[Exception], ...], action: Callable[[], Any]) -> str:
+    """The words of the error that an action ends with; none where it ends well."""
+    try:
+        action()
+    except error as trouble:
+        return str(trouble)
+    return ""
+
+
+def assert_joined(ranks: list[dict[str, Any]], alone: dict[str, Any], rtol: float = 1e-9) -> None:
+    """All processes have the same parameters bit for bit, and found what one process with all examples did."""
+    for rank in ranks:
+        assert torch.equal(rank["flat"], ranks[0]["flat"])
+    assert_close(ranks[0]["flat"], alone["flat"], rtol)
+    for name in alone.keys() - {"flat"}:
+        if isinstance(alone[name], float):
+            assert ranks[0][name] == pytest.approx(alone[name], rel=1e-7, nan_ok=True)
+        else:
+            assert all(rank[name] == alone[name] for rank in ranks)
 
 
 def play(module: str) -> dict[str, Any]:
