@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 from models import F64, assert_close, draw
-from optim_models import CE, Y, iterate, net, pass_through_file
+from optim_models import CE, Y, flat, net, pass_through_file
+from optim_models import train as train_net
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -23,10 +24,6 @@ MODEL = TwoLayer()
 def start(seed: int = 0, size: int = 3) -> dict[str, Tensor]:
     params = {"W": 0.5 * draw(size, size, seed=seed), "V": 0.3 * draw(size, size, seed=seed + 1)}
     return {name: p.requires_grad_() for name, p in params.items()}
-
-
-def flat(params: dict[str, Tensor]) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in params.values()])
 
 
 def train(opt: ng.NaturalGradient, log_p: object, params: dict[str, Tensor], steps: range) -> None:
@@ -94,11 +91,9 @@ def test_bounds_are_checked(wrong: dict[str, float]) -> None:
 def test_works_with_a_fisher_metric_and_a_module() -> None:
     model = net()
     opt, x = ng.ang(model, ng.fisher(model, CE)), draw(8, 3)
-    first = float(CE(model(x), Y).detach())
-    for _ in range(30):
-        iterate(opt, model, x, Y)
-    assert float(CE(model(x), Y).detach()) < 0.5 * first
-    assert opt.state_report().counts["seen"] == 240
+    losses = train_net(opt, model, 31, x)
+    assert losses[-1] < 0.5 * losses[0]
+    assert opt.state_report().counts["seen"] == 31 * len(Y)
 
 
 def test_leaves_the_plateau_where_gradient_descent_stays() -> None:
@@ -146,7 +141,7 @@ def test_steps_are_the_same_whatever_the_data_are_measured_in(scale: float, batc
     assert_close(ends[1], ends[0], 1e-6)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_first_steps_on_many_rows_do_not_leap(seed: int) -> None:
     torch.manual_seed(seed)
     layers = nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)
