@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,18 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import natgrad as ng
 from natgrad.rules import SpectralProgress
 
-VIEWS = (
-    "view",
-    "unbind",
-    "select",
-    "slice",
-    "transpose",
-    "as_strided",
-    "squeeze",
-    "expand",
-    "detach",
-    "diagonal",
-    "split",
+FREE = (
+    "view unbind select slice transpose as_strided squeeze expand detach diagonal split alias t.default promote_types"
 )
 
 
@@ -35,11 +24,9 @@ class Launches(TorchDispatchMode):
         self.computed = self.read = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__
-        self.read += "_local_scalar" in name
-        self.computed += not any(
-            view in name for view in (*VIEWS, "alias", "t.default", "promote_types", "_local_scalar")
-        )
+        reads = "_local_scalar" in func.__name__
+        self.read += reads
+        self.computed += not reads and not any(view in func.__name__ for view in FREE.split())
         return func(*args, **(kwargs or {}))
 
 
@@ -64,9 +51,8 @@ def count_launches(layers: int) -> tuple[Launches, Launches]:
     return late[0], late[-1]
 
 
-@pytest.mark.parametrize("layers", [8, 16])
-def test_a_step_of_a_deep_model_launches_and_reads_as_often_as_of_a_shallow_one(layers: int) -> None:
-    (shallow, few), (deep, many) = count_launches(4), count_launches(layers)
+def test_a_step_of_a_deep_model_launches_and_reads_as_often_as_of_a_shallow_one() -> None:
+    (shallow, few), (deep, many) = count_launches(4), count_launches(8)
     assert deep.computed == shallow.computed
     assert deep.read == shallow.read <= 3
     assert many.computed > few.computed  # an update goes layer by layer, but for what the host reads

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from optim_models import CE, flat
+from optim_models import CE, collect_warnings, flat, iterate, train_batches
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -34,18 +33,15 @@ def fisher_steps(**choices: Any) -> Make:
     return lambda model: ng.NaturalGradient(model, ng.fisher(model, CE), **choices)
 
 
-def train(make: Make, steps: int = 20, labels: Tensor = LABELS, batch: int | None = None, schedule: Any = None) -> Any:
-    """The loss on all of the data after some steps, what the optimizer says then, and the optimizer."""
+def train(make: Make, steps: int = 20, schedule: Any = None) -> Any:
+    """The loss after some steps, what the optimizer says then, and the optimizer."""
     opt = make(model := net())
     scheduler = schedule(opt) if schedule else None
-    for i in range(steps):
-        rows = slice(None) if batch is None else torch.arange(i * batch, (i + 1) * batch) % len(INPUTS)
-        opt.zero_grad()
-        opt.loss(model(INPUTS[rows]), labels[rows]).backward()
-        opt.step()
+    for _ in range(steps):
+        iterate(opt, model, INPUTS, LABELS)
         if scheduler:
             scheduler.step()
-    return float(CE(model(INPUTS), labels).detach()), opt.explain(), opt
+    return float(CE(model(INPUTS), LABELS).detach()), opt.explain(), opt
 
 
 def test_a_weight_decay_at_the_size_of_the_steps_is_told():
@@ -88,12 +84,10 @@ def test_a_bound_is_told_by_how_much_longer_the_step_is_without_it(name: str, bo
 
 LARGER = [
     ("lr", kfac(lr=0.05), kfac(lr=0.5)),
-    ("lr", kfac(lr=0.02), kfac(lr=0.2)),
     ("lr", kfac(lr=0.1, rule=ng.MeasuredLength()), kfac(lr=1.0, rule=ng.MeasuredLength())),
     ("kl_share", kfac(kl_share=1e-3), kfac(kl_share=2e-3)),
     ("max_kl", kfac(max_kl=1e-4), kfac(max_kl=2e-4)),
     ("move", kfac(), kfac(rule=NoiseAware(move=0.24))),
-    ("move", kfac(rule=NoiseAware(move=0.01)), kfac(rule=NoiseAware(move=0.02))),
     ("kl_share", kfac(rule=SpectralDescent(kl_share=1e-4)), kfac(rule=SpectralDescent(kl_share=2e-4))),
     ("radius", fisher_steps(rule=ng.TrustRegion(1e-3)), fisher_steps(rule=ng.TrustRegion(2e-3))),
     ("radius", fisher_steps(rule=ng.Momentum(radius=1e-3)), fisher_steps(rule=ng.Momentum(radius=2e-3))),
@@ -110,21 +104,13 @@ def test_more_of_the_setting_that_bounds_the_steps_helps(name: str, make: Make, 
 
 def test_a_lower_rate_helps_where_whole_steps_raise_the_loss():
     """A step of 2.5 times the way to the minimum of a parabola ends 1.5 times as far from it."""
-    x, y = INPUTS, INPUTS.sum(1, keepdim=True)
 
     def fit(lr: float) -> tuple[float, str]:
         torch.manual_seed(0)
         model = nn.Linear(6, 1).double()
         metric = ng.fisher(model, ng.Gaussian())
         opt = ng.NaturalGradient(model, metric, lr=lr, damping=1e-9, rule=ng.Rate(), on_trouble="raise")
-        losses = list[float]()
-        for _ in range(5):
-            opt.zero_grad()
-            loss = opt.loss(model(x), y)
-            loss.backward()
-            opt.step()
-            losses.append(float(loss.detach()))
-        return losses[-1], opt.explain()
+        return train_batches(opt, model, [(INPUTS, INPUTS.sum(1, keepdim=True))] * 5)[-1], opt.explain()
 
     loss, text = fit(2.5)
     assert "Try: a smaller lr (now 2.5)." in text
@@ -205,10 +191,7 @@ def test_on_trouble_shows_the_batch_that_was_left_out():
 
     def meet(**choices: Any) -> str:
         opt = kfac(**choices)(model := net())
-        for x in (INPUTS, INPUTS, math.nan * INPUTS, INPUTS):
-            opt.zero_grad()
-            opt.loss(model(x), LABELS).backward()
-            opt.step()
+        train_batches(opt, model, [(x, LABELS) for x in (INPUTS, INPUTS, math.nan * INPUTS, INPUTS)])
         return opt.explain()
 
     assert "1 of the last 4 steps were skipped" in (text := meet())
@@ -221,19 +204,13 @@ def test_on_trouble_shows_the_batch_that_was_left_out():
 # what is told without advice
 
 
-def test_before_the_first_step():
-    assert ng.kfac(net(), CE).explain().startswith("No step yet")
-
-
 def test_a_loss_at_its_minimum_gets_no_advice():
     model = nn.Linear(6, 1).double()
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
     opt = ng.NaturalGradient(model, ng.fisher(model, ng.Gaussian()))
-    for _ in range(4):
-        opt.zero_grad()
-        opt.loss(model(INPUTS), torch.zeros(len(INPUTS), 1, dtype=torch.float64)).backward()
-        opt.step()
+    assert opt.explain().startswith("No step yet")
+    train_batches(opt, model, [(INPUTS, torch.zeros(len(INPUTS), 1, dtype=torch.float64))] * 4)
     assert "The gradient is zero" in opt.explain()
     assert "Try:" not in opt.explain()
 
@@ -253,30 +230,24 @@ def test_an_optimizer_shows_what_it_holds_and_how_its_last_step_went(recipe):
     assert "lr " in page
 
 
-def test_a_spectral_step_is_not_told_as_a_skipped_one():
-    opt = ng.kfac(model := net(), CE, rule="spectral")
-    opt.loss(model(INPUTS), LABELS).backward()
-    opt.step()
-    assert (opt.state_report().status, opt.state_report().rate) == ("stepped", 1)
-
-
 # gradients that were not cleared
 
 RECIPES: list[Callable[..., Any]] = [ng.kfac, ng.natgrad_cg, ng.hessian_free]
 
 
-def loop(recipe: Callable[..., Any], before: Callable[[nn.Module, Any], Any], *, accumulate: int = 1) -> list[str]:
+def loop(recipe: Callable[..., Any], before: Callable[[nn.Module, Any], Any], accumulate: int = 1) -> list[str]:
     """What a few steps warn of, with something done before each."""
     opt = recipe(model := net(), CE)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+
+    def run() -> None:
         for _ in range(6):
             before(model, opt)
             for i in range(accumulate):
                 (opt.loss(model(INPUTS[i::accumulate]), LABELS[i::accumulate]) / accumulate).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             opt.step()
-    return [str(one.message) for one in caught]
+
+    return collect_warnings(run)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -285,16 +256,16 @@ def test_gradients_that_were_not_cleared_are_told_once_and_nothing_else_is_blame
     assert "call optimizer.zero_grad() before loss.backward()" in text
 
 
+CLEAR: list[Callable[[nn.Module, Any], Any]] = [
+    lambda model, opt: opt.zero_grad(),
+    lambda model, opt: opt.zero_grad(set_to_none=False),
+    lambda model, opt: model.zero_grad(),
+    lambda model, opt: (opt.zero_grad(), sum(1e-9 * p.square().sum() for p in model.parameters()).backward()),
+]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(
-    "clear",
-    [
-        lambda model, opt: opt.zero_grad(),
-        lambda model, opt: opt.zero_grad(set_to_none=False),
-        lambda model, opt: model.zero_grad(),
-        lambda model, opt: (opt.zero_grad(), sum(1e-9 * p.square().sum() for p in model.parameters()).backward()),
-    ],
-)
+@pytest.mark.parametrize("clear", CLEAR)
 def test_gradients_that_were_cleared_are_not_told_of(recipe: Callable[..., Any], clear: Any):
     assert loop(recipe, clear) == []
-    assert loop(recipe, clear, accumulate=2) == []
+    assert loop(recipe, clear, 2) == []

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from models import assert_close, build_seeded, draw
-from optim_models import Closure
+from optim_models import RECIPES, Closure, flat, same, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -99,29 +98,18 @@ class Net(nn.Module):
 
 HIDDEN = ("reentrant", "function", "openly_and_not", "hook")
 METRICS: dict[str, Callable[[nn.Module], Any]] = {
-    "fisher": lambda net: ng.fisher(net, ng.Categorical()).at(ng.trainable(net), X),
-    "sampled_fisher": lambda net: ng.sampled_fisher(net, ng.Categorical()).at(ng.trainable(net), X),
-    "gauss_newton": lambda net: ng.gauss_newton(net, CE).at(ng.trainable(net), (X, Y)),
-    "empirical_fisher": lambda net: ng.empirical_fisher(net, ng.Categorical()).at(ng.trainable(net), (X, Y)),
-    "covariance": lambda net: ng.covariance(net, ng.Categorical()).at(ng.trainable(net), (X, Y)),
-    "hessian": lambda net: ng.hessian(net, CE).at(ng.trainable(net), (X, Y)),
+    "fisher": lambda net: ng.fisher(net, CE).at(ng.trainable(net), X),
+    "sampled_fisher": lambda net: ng.sampled_fisher(net, CE).at(ng.trainable(net), X),
     "transport": lambda net: ng.transport_metric(net).at(ng.trainable(net), X),
+    **{
+        metric.__name__: lambda net, metric=metric: metric(net, CE).at(ng.trainable(net), (X, Y))
+        for metric in (ng.gauss_newton, ng.empirical_fisher, ng.covariance, ng.hessian)
+    },
 }
-OPTIMIZERS = ("kfac", "ekfac", "diagonal", "unitwise", "online_ng", "hessian_free", "krylov_subspace", "natgrad_cg")
 
 
-def make(way: str) -> Net:
-    net = build_seeded(lambda: Net(way))
-    assert isinstance(net, Net)
-    return net
-
-
-def optimizer(name: str, net: nn.Module) -> Any:
-    return getattr(ng, name)(net, CE)
-
-
-def gradients(net: nn.Module) -> list[Tensor | None]:
-    return [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+def make(way: str) -> Any:
+    return build_seeded(lambda: Net(way))
 
 
 @pytest.mark.parametrize("way", [*HIDDEN, "list_beside"])
@@ -129,62 +117,51 @@ def gradients(net: nn.Module) -> list[Tensor | None]:
 def test_metrics_name_parameters_whose_derivative_is_hidden(metric: str, way: str) -> None:
     net = make(way)
     CE(net(X), Y).backward()
-    before = gradients(net)
+    before = {name: None if p.grad is None else p.grad.clone() for name, p in net.named_parameters()}
     with pytest.raises(ValueError, match=r"\['middle.bias', 'middle.weight'\]"):
         METRICS[metric](net)
-    for now, old in zip(gradients(net), before, strict=True):
-        assert (now is None and old is None) or (now is not None and old is not None and torch.equal(now, old))
+    assert same({name: p.grad for name, p in net.named_parameters()}, before)
 
 
 @pytest.mark.parametrize("way", HIDDEN)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_name_parameters_whose_derivative_is_hidden(name: str, way: str) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_optimizers_name_parameters_whose_derivative_is_hidden(recipe: Any, way: str) -> None:
     net = make(way)
-    opt, before = optimizer(name, net), [p.detach().clone() for p in net.parameters()]
-
+    opt, before = recipe(net, CE), flat(net)
     closure = Closure(opt, lambda: opt.loss(net(X), Y))
-
     with pytest.raises(ValueError, match=r"\['middle.bias', 'middle.weight'\]"):
         opt.step(closure)
-    assert all(torch.equal(p, old) for p, old in zip(net.parameters(), before, strict=True))
+    assert torch.equal(flat(net), before)
     net.way = "openly"
     opt.step(closure)  # goes on once nothing is hidden
-    assert not any(torch.equal(p, old) for p, old in zip(net.parameters(), before, strict=True))
+    assert not torch.equal(flat(net), before)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_derivative_that_is_hidden_later_is_named_too(name: str) -> None:
-    net, raised = make("openly"), False
-    opt = ng.kfac(net, CE, update_every=1) if name == "kfac" else optimizer(name, net)
-    for step in range(40):
-        net.way = "openly" if step < 2 else "reentrant"
-        opt.zero_grad()
-        opt.loss(net(X), Y).backward()
-        try:
-            opt.step()
-        except ValueError as error:
-            raised = "middle.weight" in str(error)
-            break
-    assert raised
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_derivative_that_is_hidden_later_is_named_too(recipe: Any) -> None:
+    net = make("openly")
+    opt = recipe(net, CE, **({"update_every": 1} if recipe is ng.kfac else {}))
+    train(opt, net, 2, X, Y)
+    net.way = "reentrant"
+    with pytest.raises(ValueError, match=r"middle.weight"):
+        train(opt, net, 38, X, Y)
 
 
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize(
+    "metric", sorted(METRICS.keys() - {"sampled_fisher", "hessian"})
+)  # drawn; no second derivative
 def test_a_function_that_takes_its_parameters_as_arguments_gives_the_same_matrix(metric: str) -> None:
-    if metric in ("sampled_fisher", "hessian"):
-        return  # labels are drawn; no second derivative
     expected, found = METRICS[metric](make("openly")), METRICS[metric](make("by_arguments"))
     assert_close(found.diagonal(), expected.diagonal(), 1e-12)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_stopped_gradient_is_the_users_choice(name: str) -> None:
-    # a codebook behind a straight-through estimator: its gradient comes from a loss of its own
+@pytest.mark.filterwarnings("ignore")  # of the other loss
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_stopped_gradient_is_the_users_choice(recipe: Any) -> None:
+    """A codebook behind a straight-through estimator: its gradient comes from a loss of its own."""
     net = make("stop")
-    opt = optimizer(name, net)
+    opt = recipe(net, CE)
     opt.zero_grad()
-    loss = opt.loss(net(X), Y)
-    (loss + net.middle.weight.square().sum()).backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the other loss
-        opt.step()
+    (opt.loss(net(X), Y) + net.middle.weight.square().sum()).backward()
+    opt.step()
     assert opt.state_report().step == 1

@@ -12,12 +12,11 @@ import pytest
 import torch
 from engine_state import blocks_of, metric_of
 from models import assert_close, build_seeded, draw, mlp
-from optim_models import flat, flat_gradient, iterate
-from process_ranks import count_ranks, own_rank, run_ranks
-from torch import Tensor, distributed, nn
+from optim_models import flat, flat_gradient, iterate, train_batches
+from process_ranks import assert_joined, needs_gloo, run_ranks, take_part, wrap_model
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 import natgrad as ng
 from natgrad.ground.spaces import trainable
@@ -66,51 +65,32 @@ class Scene:
     weight: Any = None
 
 
-def both(a: Callable[[Tensor], Tensor], b: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda outputs: a(outputs[:, :3]) + b(outputs[:, 3:])
+def heads(
+    labels: Tensor, numbers: Tensor, weights: tuple[Tensor | None, Tensor | None] = (None, None)
+) -> Callable[[Tensor], Tensor]:
+    """The sum of both heads' losses."""
+    ones, (first, second) = torch.ones(6, dtype=torch.float64), weights
+    return lambda out: (
+        count_classes(out[:, :3], ones if first is None else first, labels) + count_numbers(out[:, 3:], numbers, second)
+    )
 
 
-def classes(labels: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda outputs: functional.cross_entropy(outputs, labels)
-
-
-def reals(targets: Tensor, weight: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-    return lambda outputs: count_numbers(outputs, targets, weight)
-
-
-SCENES_HERE = {
-    "labels of a head": Scene(ng.Heads(MASKED_CLASSES, REALS), (GAPS, NUMBERS), both(classes(GAPS), reals(NUMBERS))),
-    "numbers of a head": Scene(ng.Heads(CLASSES, MASKED_REALS), (LABELS, BROKEN), both(classes(LABELS), reals(BROKEN))),
-    "of both heads": Scene(ng.Heads(MASKED_CLASSES, MASKED_REALS), (GAPS, BROKEN), both(classes(GAPS), reals(BROKEN))),
-    "all labels of a head": Scene(
-        ng.Heads(MASKED_CLASSES, MASKED_REALS), (NONE, BROKEN), lambda outputs: count_numbers(outputs[:, 3:], BROKEN)
-    ),
-    "nothing": Scene(ng.Heads(MASKED_CLASSES, MASKED_REALS), (LABELS, NUMBERS), both(classes(LABELS), reals(NUMBERS))),
-    "another ignore_index": Scene(
-        ng.Heads((ng.Masked(ng.Categorical(), -1), 3), REALS),
-        (GAPS.clamp(min=-1), NUMBERS),
-        both(classes(GAPS), reals(NUMBERS)),
-    ),
+MASKED, GIVEN = ng.Heads(MASKED_CLASSES, MASKED_REALS), ng.Heads(CLASSES, REALS)
+SHIFTED = ng.Heads((ng.Masked(ng.Categorical(), -1), 3), REALS)
+DATA = {
+    "labels of a head": Scene(ng.Heads(MASKED_CLASSES, REALS), (GAPS, NUMBERS), heads(GAPS, NUMBERS)),
+    "numbers of a head": Scene(ng.Heads(CLASSES, MASKED_REALS), (LABELS, BROKEN), heads(LABELS, BROKEN)),
+    "of both heads": Scene(MASKED, (GAPS, BROKEN), heads(GAPS, BROKEN)),
+    "all labels of a head": Scene(MASKED, (NONE, BROKEN), lambda out: count_numbers(out[:, 3:], BROKEN)),
+    "nothing": Scene(MASKED, (LABELS, NUMBERS), heads(LABELS, NUMBERS)),
+    "another ignore_index": Scene(SHIFTED, (GAPS.clamp(min=-1), NUMBERS), heads(GAPS, NUMBERS)),
     "one likelihood": Scene(ng.Masked(ng.Bernoulli()), BITS, count_bits),
-    "weights": Scene(ng.Categorical(), LABELS, lambda outputs: count_classes(outputs, W), W),
-    "weights of all heads": Scene(
-        ng.Heads(CLASSES, MASKED_REALS),
-        (LABELS, BROKEN),
-        both(lambda outputs: count_classes(outputs, W), reals(BROKEN, W)),
-        W,
-    ),
+    "weights": Scene(ng.Categorical(), LABELS, lambda out: count_classes(out, W), W),
+    "weights of all heads": Scene(ng.Heads(CLASSES, MASKED_REALS), (LABELS, BROKEN), heads(LABELS, BROKEN, (W, W)), W),
     "weights of a head": Scene(
-        ng.Heads(MASKED_CLASSES, REALS),
-        (GAPS, NUMBERS),
-        both(lambda outputs: count_classes(outputs, W, GAPS), reals(NUMBERS)),
-        (W, None),
+        ng.Heads(MASKED_CLASSES, REALS), (GAPS, NUMBERS), heads(GAPS, NUMBERS, (W, None)), (W, None)
     ),
-    "a mask as weights": Scene(
-        ng.Heads(CLASSES, REALS),
-        (LABELS, NUMBERS),
-        both(classes(GAPS), reals(NUMBERS)),
-        (GAPS >= 0, None),
-    ),
+    "a mask as weights": Scene(GIVEN, (LABELS, NUMBERS), heads(GAPS, NUMBERS), (GAPS >= 0, None)),
 }
 
 
@@ -131,10 +111,10 @@ def define(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> tup
     return of_outputs(outputs), jacobian.mT @ slope, jacobian.mT @ hessian @ jacobian
 
 
-@pytest.mark.parametrize("name", SCENES_HERE)
+@pytest.mark.parametrize("name", DATA)
 @pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac, ng.hessian_free, ng.online_ng])
 def test_loss_and_gradient_are_those_of_what_is_there(recipe: Any, name: str):
-    scene, model = SCENES_HERE[name], mlp(3, 4, 5)
+    scene, model = DATA[name], mlp(3, 4, 5)
     value, gradient, _ = define(model, X, scene.loss)
     opt = recipe(model, scene.criterion)
     loss = opt.loss(model(X), scene.targets, weight=scene.weight)
@@ -147,45 +127,38 @@ def test_loss_and_gradient_are_those_of_what_is_there(recipe: Any, name: str):
         assert_close(opt.loss(model(X), scene.targets, weight=scene.weight), scene.loss(model(X)), 1e-13)
 
 
-@pytest.mark.parametrize("name", SCENES_HERE)
-@pytest.mark.parametrize("metric", [ng.fisher, ng.gauss_newton])
-def test_the_flat_step_is_that_of_the_weighted_metric(metric: Any, name: str):
-    scene, model = SCENES_HERE[name], mlp(3, 4, 5)
+FLAT: dict[str, Callable[..., Any]] = {
+    metric.__name__: lambda m, c, metric=metric, **o: ng.NaturalGradient(m, metric(m, c), solver=ng.Direct(), **o)
+    for metric in (ng.fisher, ng.gauss_newton)
+} | {"hessian_free": partial(ng.hessian_free, solver=ng.CG(1e-13, 500))}
+
+
+@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize("build", FLAT)
+def test_the_flat_step_is_that_of_the_weighted_metric(build: str, name: str):
+    scene, model = DATA[name], mlp(3, 4, 5)
     before, (_, gradient, dense) = flat(model), define(model, X, scene.loss)
-    options: Any = {"lr": 1.0, "solver": ng.Direct(), "damping": ng.Constant(0.1), "rule": ng.Rate()}
-    opt = ng.NaturalGradient(model, metric(model, scene.criterion), **options)
-    opt.loss(model(X), scene.targets, weight=scene.weight).backward()
-    opt.step()
-    expected = -torch.linalg.solve(dense + 0.1 * torch.eye(len(dense)).to(dense), gradient)
-    assert_close(flat(model) - before, expected, 1e-9)
-
-
-@pytest.mark.parametrize("name", [name for name, scene in SCENES_HERE.items() if scene.weight is None])
-def test_a_metric_of_data_with_gaps_is_the_definition(name: str):
-    scene, model = SCENES_HERE[name], mlp(3, 4, 5)
-    dense = define(model, X, scene.loss)[2]
-    metric = ng.gauss_newton(model, scene.criterion).at(trainable(model), (X, scene.targets))
-    assert_close(metric.dense(), dense, 1e-12)
-    assert_close(metric @ flat(model), dense @ flat(model), 1e-12)
-
-
-@pytest.mark.parametrize("name", SCENES_HERE)
-def test_hessian_free_solves_with_the_weighted_metric(name: str):
-    scene, model = SCENES_HERE[name], mlp(3, 4, 5)
-    before, (_, gradient, dense) = flat(model), define(model, X, scene.loss)
-    options: Any = {"lr": 1.0, "solver": ng.CG(1e-13, 500), "damping": ng.Constant(0.1), "rule": ng.Rate()}
-    opt = ng.hessian_free(model, scene.criterion, **options)
+    opt = FLAT[build](model, scene.criterion, lr=1.0, damping=ng.Constant(0.1), rule=ng.Rate())
     opt.loss(model(X), scene.targets, weight=scene.weight).backward()
     opt.step()
     expected = -torch.linalg.solve(dense + 0.1 * torch.eye(len(dense)).to(dense), gradient)
     assert_close(flat(model) - before, expected, 1e-8)
 
 
-@pytest.mark.parametrize("name", SCENES_HERE)
+@pytest.mark.parametrize("name", [name for name, scene in DATA.items() if scene.weight is None])
+def test_a_metric_of_data_with_gaps_is_the_definition(name: str):
+    scene, model = DATA[name], mlp(3, 4, 5)
+    dense = define(model, X, scene.loss)[2]
+    metric = ng.gauss_newton(model, scene.criterion).at(trainable(model), (X, scene.targets))
+    assert_close(metric.dense(), dense, 1e-12)
+    assert_close(metric @ flat(model), dense @ flat(model), 1e-12)
+
+
+@pytest.mark.parametrize("name", DATA)
 @pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac])
 def test_a_block_is_the_weighted_metric_where_factors_are_exact(recipe: Any, name: str):
     # one input for all rows: the mean of a Kronecker product is the product of the means
-    scene, layer = SCENES_HERE[name], build_seeded(partial(nn.Linear, 3, 5, bias=False))
+    scene, layer = DATA[name], build_seeded(partial(nn.Linear, 3, 5, bias=False))
     x = X[:1].expand(6, 3)
     dense = define(layer, x, scene.loss)[2]
     opt = recipe(layer, scene.criterion, **EXACT)
@@ -194,9 +167,9 @@ def test_a_block_is_the_weighted_metric_where_factors_are_exact(recipe: Any, nam
     assert_close(metric_of(opt, block).dense(), dense, 1e-9)
 
 
-@pytest.mark.parametrize("name", SCENES_HERE)
+@pytest.mark.parametrize("name", DATA)
 def test_a_diagonal_is_that_of_the_weighted_metric(name: str):
-    scene, model = SCENES_HERE[name], mlp(3, 4, 5)
+    scene, model = DATA[name], mlp(3, 4, 5)
     expected = define(model, X, scene.loss)[2].diagonal()
     opt = ng.diagonal(model, scene.criterion, **EXACT)
     opt.loss(model(X), scene.targets, weight=scene.weight).backward()
@@ -210,9 +183,9 @@ def test_a_diagonal_is_that_of_the_weighted_metric(name: str):
         assert_close(matrix.reshape(-1), parts[key], 1e-10)
 
 
-@pytest.mark.parametrize("name", SCENES_HERE)
+@pytest.mark.parametrize("name", DATA)
 def test_a_measured_step_ends_at_the_minimum_of_the_weighted_model(name: str):
-    scene, layer = SCENES_HERE[name], build_seeded(partial(nn.Linear, 3, 5))
+    scene, layer = DATA[name], build_seeded(partial(nn.Linear, 3, 5))
     before, (_, gradient, dense) = flat(layer), define(layer, X, scene.loss)
     rule = MeasuredLength(math.inf, math.inf)
     opt = ng.kfac(layer, scene.criterion, damping=1e-3, rule=rule, **EXACT)
@@ -226,11 +199,11 @@ def test_a_measured_step_ends_at_the_minimum_of_the_weighted_model(name: str):
 
 def test_positions_may_be_missing_in_a_part_of_the_batch():
     model, x = build_seeded(partial(nn.Linear, 3, 5)), draw(6, 4, 3)
-    labels = torch.where(x[..., 0] > 0, x.argmax(2), -100)
-    own = ng.kfac(model, ng.Masked(ng.Categorical())).loss(model(x), labels, weight=W)
+    labels, criterion = torch.where(x[..., 0] > 0, x.argmax(2), -100), ng.Masked(ng.Categorical())
+    own = ng.kfac(model, criterion).loss(model(x), labels, weight=W)
     each = functional.cross_entropy(model(x).movedim(2, 1), labels, reduction="none") * W.unsqueeze(1)
     assert_close(own.detach(), (each.sum() / ((labels >= 0) * W.unsqueeze(1)).sum()).detach(), 1e-13)
-    opt = ng.hessian_free(model, ng.Masked(ng.Categorical()), metric_batch=2, search_batch=3)
+    opt = ng.hessian_free(model, criterion, metric_batch=2, search_batch=3)
     losses = []
     for _ in range(5):
         opt.zero_grad()
@@ -242,7 +215,7 @@ def test_positions_may_be_missing_in_a_part_of_the_batch():
 
 
 def test_an_empirical_metric_is_of_the_scores_that_are_there():
-    scene, model = SCENES_HERE["of both heads"], mlp(3, 4, 5)
+    scene, model = DATA["of both heads"], mlp(3, 4, 5)
     metric = ng.empirical_fisher(model, scene.criterion).at(trainable(model), (X, scene.targets))
     there = ~BROKEN.isnan()
     shares = torch.cat([(GAPS >= 0).double().unsqueeze(1).expand(6, 3) / 3, 2 * there.double() / there.sum()], 1)
@@ -254,63 +227,31 @@ def test_an_empirical_metric_is_of_the_scores_that_are_there():
     assert_close(metric.dense(), root.mT @ root, 1e-12)
 
 
-@pytest.mark.parametrize("recipe", [ng.kfac, ng.hessian_free])
-def test_a_batch_without_any_target_is_left_out(recipe: Any):
-    model, criterion = mlp(3, 4, 5), ng.Heads(MASKED_CLASSES, MASKED_REALS)
-    opt = recipe(model, criterion)
-    before = flat(model)
-    iterate(opt, model, X, (NONE, torch.full((6, 2), torch.nan, dtype=torch.float64)))
+def test_heads_may_take_turns_and_a_batch_without_any_target_is_left_out():
+    model, nothing = mlp(3, 4, 5), torch.full((6, 2), torch.nan, dtype=torch.float64)
+    opt, before = ng.kfac(model, MASKED), flat(model)
+    iterate(opt, model, X, (NONE, nothing))
     assert torch.equal(flat(model), before)
     assert opt.state_report().failures == 1
-    iterate(opt, model, X, (GAPS, BROKEN))
-    assert not torch.equal(flat(model), before)
+    start = MASKED.nll(model(X), (LABELS, NUMBERS)).mean().item()
+    train_batches(opt, model, [(X, (LABELS, nothing)), (X, (NONE, NUMBERS))] * 20)
+    assert MASKED.nll(model(X), (LABELS, NUMBERS)).mean().item() < start - 0.5
 
 
-def test_heads_may_take_turns():
-    model, criterion = mlp(3, 4, 5), ng.Heads(MASKED_CLASSES, MASKED_REALS)
-    opt, nothing = ng.kfac(model, criterion), torch.full((6, 2), torch.nan, dtype=torch.float64)
-    start = criterion.nll(model(X), (LABELS, NUMBERS)).mean().item()
-    for _ in range(20):
-        iterate(opt, model, X, (LABELS, nothing))
-        iterate(opt, model, X, (NONE, NUMBERS))
-    assert criterion.nll(model(X), (LABELS, NUMBERS)).mean().item() < start - 0.5
-
-
-def test_micro_batches_have_means_of_their_own():
-    model, criterion = mlp(3, 4, 5), ng.Heads(MASKED_CLASSES, MASKED_REALS)
-    opt = ng.kfac(model, criterion)
-    parts = [slice(0, 3), slice(3, 6)]
-    for part in parts:
-        (opt.loss(model(X[part]), (GAPS[part], BROKEN[part]), weight=W[part] + 1) / 2).backward()
-    gradient = flat_gradient(model)
-    opt.step()
-    twin, sums = mlp(3, 4, 5), []
-    for part in parts:
-        other = ng.kfac(twin, criterion)
-        other.loss(twin(X[part]), (GAPS[part], BROKEN[part]), weight=W[part] + 1).backward()
-        sums.append(flat_gradient(twin))
-        twin.zero_grad()
-    assert_close(gradient, sum(sums, torch.zeros(())) / 2, 1e-13)
+def tell(criterion: Any, targets: Any, weight: Any = None) -> Callable[[], Any]:
+    return lambda: ng.kfac(model := mlp(3, 5), criterion).loss(model(X), targets, weight=weight)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a weight per output": (
-        lambda: ng.kfac(mlp(3, 5), ng.Categorical()).loss(mlp(3, 5)(X), LABELS, weight=torch.ones(6, 5)),
+        tell(ng.Categorical(), LABELS, torch.ones(6, 5)),
         ValueError,
         r"weight has shape \(6, 5\), expected \(6,\)",
     ),
-    "a negative weight": (
-        lambda: ng.kfac(mlp(3, 5), ng.Categorical()).loss(mlp(3, 5)(X), LABELS, weight=-W),
-        ValueError,
-        "weight has entries down to -3",
-    ),
-    "a list": (
-        lambda: ng.kfac(mlp(3, 5), ng.Categorical()).loss(mlp(3, 5)(X), LABELS, weight=[1.0] * 6),
-        TypeError,
-        "weight is list",
-    ),
+    "a negative weight": (tell(ng.Categorical(), LABELS, -W), ValueError, "weight has entries down to -3"),
+    "a list": (tell(ng.Categorical(), LABELS, [1.0] * 6), TypeError, "weight is list"),
     "weights of a loss of torch": (
-        lambda: ng.kfac(mlp(3, 5), nn.CrossEntropyLoss()).loss(mlp(3, 5)(X), LABELS, weight=W),
+        tell(nn.CrossEntropyLoss(), LABELS, W),
         ValueError,
         r"ng.Categorical\(\) for nn.CrossEntropyLoss",
     ),
@@ -326,7 +267,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "a loss of torch": (lambda: ng.Masked(nn.CrossEntropyLoss()), TypeError, "ignore_index="),  # type: ignore[arg-type]
     "a gap where none may be": (
-        lambda: ng.kfac(mlp(3, 5), ng.Heads(CLASSES, MASKED_REALS)).loss(mlp(3, 5)(X), (GAPS, BROKEN)),
+        tell(ng.Heads(CLASSES, MASKED_REALS), (GAPS, BROKEN)),
         ValueError,
         "class numbers from 0 to 2",
     ),
@@ -359,11 +300,10 @@ def train_jointly(
 ) -> dict[str, Any]:
     """Steps on all rows, cut in another way at each."""
     model = mlp(3, 4, 5)
-    outer = DistributedDataParallel(model) if count_ranks() > 1 else model
-    opt = recipe(outer, criterion or ng.Heads(MASKED_CLASSES, MASKED_REALS), **options)
+    outer = wrap_model(model)
+    opt = recipe(outer, criterion or MASKED, **options)
     for sizes in PARTS:
-        first = sum(sizes[: own_rank()]) if count_ranks() > 1 else 0
-        own = slice(first, first + sizes[own_rank()] if count_ranks() > 1 else None)
+        own = take_part(sizes)
         opt.zero_grad()
         targets = FAR[own] if criterion else (MANY[own], WIDE[own])
         loss = opt.loss(outer(ROWS[own]), targets, weight=SHARE[own] if weighted else None)
@@ -388,13 +328,8 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.skipif(
-    not (distributed.is_available() and distributed.is_gloo_available()), reason="torch was built without gloo"
-)
+@needs_gloo
 @pytest.mark.parametrize("name", SCENES)
 def test_two_processes_step_as_one_with_all_rows(tmp_path_factory: pytest.TempPathFactory, name: str):
-    alone, two = SCENES[name](), run_ranks(__name__, 2, tmp_path_factory)
-    assert torch.equal(two[0][name]["flat"], two[1][name]["flat"])
-    assert_close(two[0][name]["flat"], alone["flat"], 1e-8)
-    for number in ("loss", "kl"):
-        assert two[0][name][number] == pytest.approx(alone[number], rel=1e-7)
+    two = run_ranks(__name__, 2, tmp_path_factory)
+    assert_joined([rank[name] for rank in two], SCENES[name](), 1e-8)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from models import draw
 from optim_models import train_batches
+from spectral_points import describe_fit, draw_layers, join_bias, make_point, polar_by_svd, refuse_metric
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.operators import Operator
 from natgrad.optim.block_step import follow_signal, signal_sums
 from natgrad.optim.state import Noise
-from natgrad.rules import BlockPoint, MeasuredLength, NoiseAware, SpectralDescent
+from natgrad.rules import BlockPoint, MeasuredLength, NoiseAware, SpectralDescent, SpectralProgress
 from natgrad.rules.spectral_descent import (
     apply_root,
     polar,
@@ -30,11 +30,6 @@ from natgrad.rules.spectral_descent import (
 
 F64 = torch.float64
 SAFE = ng.Relative(0.03, per="block", whole=1.0)
-
-
-def polar_by_svd(matrix: Tensor) -> Tensor:
-    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
-    return left @ right
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (3, 9), (9, 3), (2, 4, 6)])
@@ -99,7 +94,7 @@ def test_a_spectral_step_of_a_table_without_a_layer_is_its_polar_factor(shape: t
     """All directions of positions move alike, by the root of entries per row, and not the one that they share alone."""
     rows, entries = (side for side in shape if side > 1)
     mean = draw(1, 1, rows * entries)
-    point = BlockPoint(("place",), "Diagonal", mean, lambda: mean, None, no_metric, 0.0, shape=shape)
+    point = BlockPoint(("place",), "Diagonal", mean, lambda: mean, None, refuse_metric, 0.0, shape=shape)
     found, _ = SpectralDescent(iterations=7).shape(point)
     expected = max(1.0, entries / rows) ** 0.5 * polar_by_svd(mean.view(rows, entries))
     assert torch.allclose(found.view(rows, entries), expected, atol=1e-6)
@@ -110,28 +105,15 @@ def test_what_is_no_table_or_a_large_one_moves_by_entries(shape: tuple[int, ...]
     assert table_rows(shape) is None
 
 
-def no_metric() -> Operator:
-    """Nobody asks for it."""
-    raise AssertionError
-
-
 @pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac])
 def test_a_spectral_step_is_the_written_out_one(recipe: Any) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3).double()
-    x, y = draw(50, 4), draw(50, 3, seed=1)
+    model, x, y = draw_layers(4, 3), draw(50, 4), draw(50, 3, seed=1)
+    before = join_bias(model[0])
     rule = SpectralDescent(length=0.1, damping=0.2, ahead=0.25, iterations=7)
-    opt = recipe(model, nn.MSELoss(), rule=rule, lr=0.5)
-    before = torch.cat([model.weight, model.bias[:, None]], 1).detach().clone()
-    train_batches(opt, model, [(x, y)])
-    after = torch.cat([model.weight, model.bias[:, None]], 1).detach()
-    ones = torch.cat([x, torch.ones(50, 1, dtype=F64)], 1)
-    gradient = 2 * (ones @ before.mT - y).mT @ ones / 150
-    moment = ones.mT @ ones / 50
-    values, vectors = torch.linalg.eigh(moment / moment.diagonal().mean() + 0.2 * torch.eye(5, dtype=F64))
-    root = (vectors * values.rsqrt()) @ vectors.mT
+    train_batches(recipe(model, nn.MSELoss(), rule=rule, lr=0.5), model, [(x, y)])
+    gradient, _, root = describe_fit(before, x, y, 0.2)
     expected = polar_by_svd(gradient @ root) @ root  # 3 outputs, 5 inputs: no factor
-    torch.testing.assert_close(before - after, 0.5 * 0.1 * expected, atol=2e-4, rtol=0)
+    torch.testing.assert_close(before - join_bias(model[0]), 0.5 * 0.1 * expected, atol=2e-4, rtol=0)
 
 
 def test_a_spectral_step_of_an_embedding_changes_its_outputs_by_as_much_as_asked() -> None:
@@ -172,21 +154,7 @@ def test_a_direction_is_kept_until_as_many_rows_were_seen_as_it_has_singular_val
     """A step of 16 x 20 needs 32 rows, two per singular value: with 16 every second has a direction of its own."""
     rule, memory, found = SpectralDescent(), dict[str, Tensor](), list[Tensor]()
     for step in range(24):
-        mean = draw(1, 16, 20, seed=step)
-        point = BlockPoint(
-            names=("weight",),
-            kind="Kronecker",
-            mean=mean,
-            gradient=lambda mean=mean: mean,
-            inverse=None,
-            metric=lambda: ng.operators.DiagonalOperator(torch.ones(320)),
-            level=0.1,
-            prepared={"inputs": torch.eye(20, dtype=F64)},
-            memory=memory,
-            steps=step,
-            positions=rows,
-        )
-        direction, memory = rule.shape(point)
+        direction, memory = rule.shape(make_point(draw(1, 16, 20, seed=step), memory, steps=step, positions=rows))
         found.append(direction)
     changes = sum(not torch.equal(a, b) for a, b in pairwise(found)) + 1
     # the first one may come between two of its turns
@@ -194,30 +162,22 @@ def test_a_direction_is_kept_until_as_many_rows_were_seen_as_it_has_singular_val
 
 
 def test_the_move_of_a_layer_is_a_share_of_it() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    model = draw_layers(6, 8, 3)
     with torch.no_grad():
         model[2].weight.mul_(1e-3)  # so small a layer counts as a fresh one
         model[2].bias.zero_()
     opt = ng.kfac(model, nn.CrossEntropyLoss(), rule=NoiseAware(move=0.01, kl_share=1e6), damping=1e-6)
-    before = [p.detach().clone() for p in model.parameters()]
+    before = [join_bias(model[i]) for i in (0, 2)]
     train_batches(opt, model, [(draw(30, 6), torch.arange(30) % 3)])
-    for first in (0, 2):
-        moved = sum(
-            (p.detach() - q).square().sum()
-            for p, q in list(zip(model.parameters(), before, strict=True))[first : first + 2]
-        )
-        size = math.sqrt(sum(float(q.square().sum()) for q in before[first : first + 2]))
-        bound = 0.01 * max(size, 0.05 * math.sqrt(len(before[first])))
-        assert float(moved) ** 0.5 == pytest.approx(bound, rel=1e-6)
+    for old, now in zip(before, [join_bias(model[i]) for i in (0, 2)], strict=True):
+        bound = 0.01 * max(float(old.norm()), 0.05 * math.sqrt(len(old)))
+        assert float((now - old).norm()) == pytest.approx(bound, rel=1e-6)
 
 
 def test_without_its_bounds_the_rule_is_the_measured_length() -> None:
     found = []
     for rule in (MeasuredLength(), NoiseAware(kl_share=0.05, move=math.inf, noise=0.0)):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-        opt = ng.kfac(model, nn.CrossEntropyLoss(), rule=rule)
+        opt = ng.kfac(model := draw_layers(6, 8, 3), nn.CrossEntropyLoss(), rule=rule)
         found.append(train_batches(opt, model, [(draw(30, 6, seed=k), torch.arange(30) % 3) for k in range(15)]))
     assert found[0] == found[1]
 
@@ -242,24 +202,21 @@ def test_the_turn_comes_after_ten_steps_at_the_least() -> None:
     assert turns == [False] * 9 + [True]
 
 
-def test_natural_steps_far_beyond_their_layers_give_way_to_spectral_ones() -> None:
+@pytest.mark.parametrize(("damping", "far", "turned"), [(0.03, 1.5, -1), (1e-6, 1.5, 0), (1e-6, 1e9, -1)])
+def test_natural_steps_far_beyond_their_layers_give_way_to_spectral_ones(damping: float, far: float, turned: int):
     """Without damping, directions that the loss hardly depends on take a step many times as far as the layers are."""
     x = draw(64, 6).float()
-    y = x[:, :3].argmax(1)
-    for damping, far, turned in ((0.03, 1.5, -1), (1e-6, 1.5, 0), (1e-6, 1e9, -1)):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-        opt = ng.kfac(model, nn.CrossEntropyLoss(), damping=damping, rule=NoiseAware(far=far))
-        cuts = list[float]()
-        for _ in range(3):
-            opt.zero_grad()
-            opt.loss(model(x), y).backward()
-            opt.step()
-            cuts.append(opt.state_report().cuts.get("move", 0.0))
-        assert (cuts[0] * 0.12 > 1.5) == (damping < 0.03)
-        assert (max(cuts[1:]) == 0) == (turned == 0)  # spectral steps have bounds of their own
-        text = opt.explain()
-        assert ("Since step 0 a natural step would move layers by more than 1.5 of their size" in text) == (turned == 0)
+    opt = ng.kfac(
+        model := draw_layers(6, 8, 3, dtype=x.dtype), nn.CrossEntropyLoss(), damping=damping, rule=NoiseAware(far=far)
+    )
+    cuts = list[float]()
+    for _ in range(3):
+        train_batches(opt, model, [(x, x[:, :3].argmax(1))])
+        cuts.append(opt.state_report().cuts.get("move", 0.0))
+    assert (cuts[0] * 0.12 > 1.5) == (damping < 0.03)
+    assert (max(cuts[1:]) == 0) == (turned == 0)  # spectral steps have bounds of their own
+    said = "Since step 0 a natural step would move layers by more than 1.5 of their size"
+    assert (said in opt.explain()) == (turned == 0)
 
 
 def test_steps_turn_spectral_where_labels_are_noise_and_a_checkpoint_keeps_that() -> None:
@@ -284,18 +241,28 @@ def test_steps_turn_spectral_where_labels_are_noise_and_a_checkpoint_keeps_that(
     assert train_batches(other, again, batches[30:]) == train_batches(opt, model, batches[30:])
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"move": 0.0}, {"floor": 0.0}, {"noise": 1.0}, {"noise": -0.1}, {"max_kl": 0.0}, {"kl_share": -1.0}, {"warm": 0}],
-)
-def test_settings_are_checked(settings: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        NoiseAware(**settings)  # type: ignore[arg-type]
+WRONG: list[tuple[Any, str, float]] = [
+    *[(NoiseAware, name, 0.0) for name in ("move", "floor", "max_kl", "warm")],
+    *[(NoiseAware, "noise", value) for value in (1.0, -0.1)],
+    (NoiseAware, "kl_share", -1.0),
+    *[(SpectralDescent, name, 0.0) for name in ("length", "damping", "enough", "renewed", "falls_after")],
+    *[(SpectralDescent, "falls_after", value) for value in (-1.0, math.nan)],
+    *[(SpectralDescent, "scarce", value) for value in (-1.0, math.inf)],
+    (SpectralDescent, "ahead", 1.5),
+    (SpectralDescent, "vectors", -1.0),
+    (SpectralDescent, "iterations", 8),
+    *[
+        (SpectralProgress, name, 0.0)
+        for name in ("share", "damping", "fades", "few", "kl_share", "warm", "falls_after")
+    ],
+    (SpectralProgress, "floor", -1.0),
+    (SpectralProgress, "ahead", 1.5),
+    (SpectralProgress, "vectors", math.nan),
+    (SpectralProgress, "progress", -0.1),
+]
 
 
-@pytest.mark.parametrize(
-    "settings", [{"length": 0.0}, {"damping": 0.0}, {"ahead": 1.5}, {"vectors": -1.0}, {"iterations": 8}]
-)
-def test_settings_of_spectral_steps_are_checked(settings: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        SpectralDescent(**settings)
+@pytest.mark.parametrize(("rule", "name", "value"), WRONG)
+def test_settings_are_checked(rule: Any, name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} is"):
+        rule(**{name: value})

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from models import Assembled, draw, mlp
-from optim_models import CE, X, Y, flat, iterate, kind, net, same, snapshot
+from models import Assembled, mlp
+from optim_models import CE, X, Y, count_hooks, flat, iterate, kind, net, same, snapshot
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -27,89 +24,104 @@ def fisher(model: nn.Module) -> ng.Metric:
 # at construction
 
 
-@dataclass(frozen=True)
-class Door:
-    """A way to build an optimizer wrongly, the error's type, and what its message must hold."""
-
-    build: Callable[[nn.Module], Any]
-    error: type[Exception]
-    message: str
-
-
-def optimizer(**choices: Any) -> Callable[[nn.Module], Any]:
-    """NaturalGradient with one wrong choice."""
+def flat_choice(**choices: Any) -> Callable[[nn.Module], Any]:
+    """`ng.NaturalGradient` with one wrong choice."""
     return lambda model: ng.NaturalGradient(model, fisher(model), **choices)
 
 
-def freeze_model(model: nn.Module) -> Any:
-    metric = fisher(model)
-    return ng.NaturalGradient(model.requires_grad_(False), metric)
+def kfac_choice(**choices: Any) -> Callable[[nn.Module], Any]:
+    return lambda model: ng.kfac(model, CE, **choices)
 
 
-def halfway_to_meta(model: nn.Module) -> Any:
-    model[2].to("meta")
-    return ng.NaturalGradient(model, fisher(model))
-
-
-DOORS = {
-    "negative lr": Door(optimizer(lr=-0.1), ValueError, "lr is -0.1, expected"),
-    "lr not a number": Door(optimizer(lr=NAN), ValueError, "lr is nan, expected"),
-    "infinite lr": Door(optimizer(lr=math.inf), ValueError, "lr is inf, expected"),
-    "negative lr in a group": Door(
+RECIPE: Any = ng.kfac  # of which the type checker does not know the arguments
+WRONG: dict[str, tuple[Callable[[nn.Module], Any], str]] = {  # how to build it, and the words of a ValueError
+    "negative lr": (flat_choice(lr=-0.1), "lr is -0.1, expected"),
+    "lr not a number": (flat_choice(lr=NAN), "lr is nan, expected"),
+    "infinite lr": (flat_choice(lr=math.inf), "lr is inf, expected"),
+    "negative lr in a group": (
         lambda m: ng.NaturalGradient(m, fisher(m), params=[{"params": m.parameters(), "lr": -1.0}]),
-        ValueError,
         "lr is -1.0, expected",
     ),
-    "negative weight decay": Door(optimizer(weight_decay=-1.0), ValueError, "weight_decay is -1.0, expected"),
-    "negative damping": Door(optimizer(damping=-1e-3), ValueError, r"damping is -0.001, expected .* damping"),
-    "infinite damping": Door(optimizer(damping=math.inf), ValueError, r"damping is inf, expected .* damping"),
-    "warm start above one": Door(optimizer(warm_start=1.5), ValueError, "warm_start is 1.5, expected"),
-    "negative warm start": Door(optimizer(warm_start=-0.5), ValueError, "warm_start is -0.5, expected"),
-    "unknown policy": Door(optimizer(on_trouble="stop"), ValueError, "on_trouble is 'stop'"),
-    "metric class": Door(
-        lambda m: ng.NaturalGradient(m, ng.metrics.Fisher), TypeError, "metric is .*expected a natgrad Metric"
+    "negative weight decay": (flat_choice(weight_decay=-1.0), "weight_decay is -1.0, expected"),
+    "negative damping": (flat_choice(damping=-1e-3), r"damping is -0.001, expected .* damping"),
+    "infinite damping": (flat_choice(damping=math.inf), r"damping is inf, expected .* damping"),
+    "warm start above one": (flat_choice(warm_start=1.5), "warm_start is 1.5, expected"),
+    "negative warm start": (flat_choice(warm_start=-0.5), "warm_start is -0.5, expected"),
+    "unknown policy": (flat_choice(on_trouble="stop"), "on_trouble is 'stop'"),
+    "unknown structure": (flat_choice(structure="dens"), "structure is 'dens', .* mean 'dense'"),
+    "unknown loss": (lambda m: ng.kfac(m, "cros_entropy"), "criterion is .* mean 'cross_entropy'"),
+    "a model without parameters": (lambda m: ng.kfac(nn.Tanh(), CE), "it has no parameters at all"),
+    "no trainable parameters": (
+        lambda m: ng.NaturalGradient(m.requires_grad_(False), ng.fisher(net(), CE)),
+        "model has no trainable parameters.*unfreeze",
     ),
-    "metric is a criterion": Door(lambda m: ng.NaturalGradient(m, CE), TypeError, "metric is CrossEntropyLoss"),
-    "no metric": Door(lambda m: ng.NaturalGradient(m, None), TypeError, "metric is None, expected"),
-    "metric function": Door(lambda m: ng.NaturalGradient(m, ng.fisher), TypeError, "metric is .*expected"),
-    "rule class": Door(optimizer(rule=ng.LineSearch), TypeError, "rule is .*did you forget the parentheses"),
-    "solver class": Door(optimizer(solver=ng.CG), TypeError, "solver is .*did you forget the parentheses"),
-    "unknown structure": Door(optimizer(structure="dens"), ValueError, "structure is 'dens', .* mean 'dense'"),
-    "unknown loss": Door(lambda m: ng.kfac(m, "cros_entropy"), ValueError, "criterion is .* mean 'cross_entropy'"),
-    "a model without parameters": Door(lambda m: ng.kfac(nn.Tanh(), CE), ValueError, "it has no parameters at all"),
-    "model class": Door(
-        lambda m: ng.NaturalGradient(nn.Linear, fisher(m)), TypeError, "params is type, expected a dict of tensors"
+    "a dict of constants": (
+        lambda m: ng.NaturalGradient({"w": torch.ones(2)}, fisher(m)), r"call .requires_grad_\(\)",
     ),
-    "list of parameters": Door(
-        lambda m: ng.NaturalGradient(list(m.parameters()), fisher(m)), TypeError, "params is list, expected a dict"
+    "an empty dict": (lambda m: ng.NaturalGradient({}, fisher(m)), "params is empty"),
+    "parameters of another model": (
+        flat_choice(params=list(mlp(3, 4, 3).parameters())), "params holds tensors .* not parameters of the model",
     ),
-    "no trainable parameters": Door(freeze_model, ValueError, "model has no trainable parameters.*unfreeze"),
-    "a dict of constants": Door(
-        lambda m: ng.NaturalGradient({"w": torch.ones(2)}, fisher(m)), ValueError, r"call .requires_grad_\(\)"
+    "parameters of another model, by name": (
+        kfac_choice(params=mlp(3, 4, 3).named_parameters()), "not parameters of the model",
     ),
-    "an empty dict": Door(lambda m: ng.NaturalGradient({}, fisher(m)), ValueError, "params is empty"),
-    "parameters of another model": Door(
-        optimizer(params=list(mlp(3, 4, 3).parameters())),
-        ValueError,
-        "params holds tensors .* not parameters of the model",
+    "a group of a stranger": (
+        lambda m: ng.kfac(m, CE).add_param_group({"params": nn.Parameter(X)}), "not parameters of the model",
     ),
-    "mixed devices": Door(halfway_to_meta, ValueError, r"several devices.*model.to\(device\)"),
-    "lazy parameters": Door(
-        lambda m: ng.NaturalGradient(nn.LazyLinear(2), fisher(m)), ValueError, "lazy: run one forward"
+    "mixed devices": (lambda m: m[2].to("meta") and flat_choice()(m), r"several devices.*model.to\(device\)"),
+    "no numbers": (lambda m: ng.kfac(m.to("meta"), CE), "lie on the meta device"),
+    "no numbers, flat": (lambda m: ng.hessian_free(m.to("meta"), CE), "lie on the meta device"),
+    "lazy parameters": (lambda m: ng.NaturalGradient(nn.LazyLinear(2), fisher(m)), "lazy: run one forward"),
+    "lazy parameters of layers": (lambda m: ng.kfac(nn.LazyLinear(2), CE), "lazy: run one forward"),
+    "hessian_free: negative lr": (lambda m: ng.hessian_free(m, CE, lr=-1.0), "lr is -1.0"),
+    "kfac: negative lr": (kfac_choice(lr=-1.0), "lr is -1.0"),
+    "momentum of one": (kfac_choice(momentum=1.0), "momentum is 1"),
+    "no damping": (kfac_choice(damping=0.0), "damping is 0"),
+    "no radius": (kfac_choice(max_kl=0.0), "max_kl is 0"),
+    "an interval of half a step": (kfac_choice(update_every=0.5), "update_every is 0.5"),
+    "another optimizer's state": (lambda m: ng.kfac(m, CE).load_state_dict({"state": {}}), "not saved by"),
+    "a metric that is not finite": (
+        lambda m: ng.natural_gradient(ng.operators.DenseOperator(NAN * torch.eye(3)), torch.ones(3)),
+        "operator is not finite, or",
     ),
-    "AdamW's betas": Door(lambda m: ng.kfac(m, CE, betas=(0.9, 0.99)), TypeError, r"betas\[0\] is momentum="),
-    "hessian_free: negative lr": Door(lambda m: ng.hessian_free(m, CE, lr=-1.0), ValueError, "lr is -1.0"),
-}
+    "a gradient that is not finite": (
+        lambda m: ng.natural_gradient(ng.operators.DenseOperator(torch.eye(3)), NAN * torch.ones(3)),
+        r"(rhs|gradient) is not finite",
+    ),
+}  # fmt: skip
+OF_A_WRONG_TYPE: dict[str, tuple[Callable[[nn.Module], Any], str]] = {  # the same with a TypeError
+    "metric class": (lambda m: ng.NaturalGradient(m, ng.metrics.Fisher), "metric is .*expected a natgrad Metric"),
+    "metric is a criterion": (lambda m: ng.NaturalGradient(m, CE), "metric is CrossEntropyLoss"),
+    "no metric": (lambda m: ng.NaturalGradient(m, None), "metric is None, expected"),
+    "metric function": (lambda m: ng.NaturalGradient(m, ng.fisher), "metric is .*expected"),
+    "rule class": (flat_choice(rule=ng.LineSearch), "rule is .*did you forget the parentheses"),
+    "solver class": (flat_choice(solver=ng.CG), "solver is .*did you forget the parentheses"),
+    "model class": (lambda m: ng.NaturalGradient(nn.Linear, fisher(m)), "params is type, expected a dict of tensors"),
+    "list of parameters": (
+        lambda m: ng.NaturalGradient(list(m.parameters()), fisher(m)), "params is list, expected a dict",
+    ),
+    "a list of numbers": (kfac_choice(params=[1.0]), ""),
+    "AdamW's betas": (kfac_choice(betas=(0.9, 0.99)), r"betas\[0\] is momentum="),
+    "no distant keyword": (kfac_choice(quux=3), "'quux'; it takes criterion, "),
+    "no criterion": (lambda m: RECIPE(m, lr=0.1), r"kfac\(\) lacks 'criterion', expected kfac\(model, criterion\)"),
+    "parameters without a criterion": (lambda m: RECIPE(m.parameters(), lr=0.1), r"kfac\(\) lacks 'criterion'"),
+    "neither": (lambda m: RECIPE(lr=0.1), r"kfac\(\) lacks 'model' and 'criterion', expected kfac\(model, criterion\)"),
+    "parameters": (lambda m: RECIPE(m.parameters(), CE), r"give the model itself, not model\.parameters\(\)"),
+    "no module": (lambda m: RECIPE({"w": X}, CE), "model is dict"),
+    "no likelihood": (lambda m: ng.kfac(m, nn.MultiMarginLoss()), "not a likelihood"),
+    "a structure of the whole": (lambda m: ng.StructuredNaturalGradient(m, CE, ng.Dense()), "blocks per layer"),
+}  # fmt: skip
+DOORS = [(build, ValueError, words) for build, words in WRONG.values()]
+DOORS += [(build, TypeError, words) for build, words in OF_A_WRONG_TYPE.values()]
 
 
-@pytest.mark.parametrize("name", DOORS)
-def test_a_wrong_choice_is_refused_at_the_door(name: str) -> None:
-    door, model = DOORS[name], net()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # lazy modules announce themselves
-        with pytest.raises(door.error, match=f"(?s){door.message}"):
-            door.build(model)
-    assert not model._forward_pre_hooks
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize(("build", "error", "words"), DOORS, ids=[*WRONG, *OF_A_WRONG_TYPE])
+def test_a_wrong_choice_is_refused_at_the_door(build: Any, error: type[Exception], words: str) -> None:
+    model = net()
+    with pytest.raises(error, match=f"(?s){words}"):
+        build(model)
+    assert count_hooks(model) == 0
 
 
 def test_added_parameters_are_checked_before_they_are_added() -> None:
@@ -131,15 +143,6 @@ def test_added_parameters_are_checked_before_they_are_added() -> None:
 # at loss and step
 
 
-@dataclass(frozen=True)
-class Trouble:
-    """What goes wrong in an iteration."""
-
-    act: Callable[[nn.Module, ng.NaturalGradient], Any]
-    error: type[Exception]
-    message: str
-
-
 def ordinary(x: Any = X, y: Any = Y) -> Callable[[nn.Module, ng.NaturalGradient], Any]:
     return lambda model, opt: iterate(opt, model, x, y)
 
@@ -154,28 +157,6 @@ def with_gradient(value: float) -> Callable[[nn.Module, ng.NaturalGradient], Any
     return act
 
 
-def gradients_without_forward(model: nn.Module, opt: ng.NaturalGradient) -> None:
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    opt.step()
-
-
-def forward_in_evaluation_mode(model: nn.Module, opt: ng.NaturalGradient) -> None:
-    model.eval()
-    try:
-        iterate(opt, model, X, Y)
-    finally:
-        model.train()
-
-
-def inputs_changed_in_place(model: nn.Module, opt: ng.NaturalGradient) -> None:
-    x = X.clone()
-    opt.zero_grad()
-    opt.loss(model(x), Y).backward()
-    x.mul_(2.0)
-    opt.step()
-
-
 def observing(inputs: Any) -> Callable[[nn.Module, ng.NaturalGradient], Any]:
     def act(model: nn.Module, opt: ng.NaturalGradient) -> None:
         opt.observe(inputs)
@@ -184,21 +165,40 @@ def observing(inputs: Any) -> Callable[[nn.Module, ng.NaturalGradient], Any]:
     return act
 
 
-TROUBLES = {
-    "gradient not a number": Trouble(with_gradient(NAN), ValueError, "gradient of '2.weight' is not finite"),
-    "infinite gradient": Trouble(with_gradient(math.inf), ValueError, "gradient of '2.weight' is not finite"),
-    "inputs not a number": Trouble(ordinary(X * NAN), ValueError, "not finite"),
-    "observed inputs not a number": Trouble(
-        observing(X * NAN), ValueError, "outputs are not finite.*NaN in the inputs"
-    ),
-    "observed inputs of a wrong width": Trouble(observing(draw(4, 5)), RuntimeError, "shapes cannot be multiplied"),
-    "observed nothing": Trouble(observing(X[:0]), ValueError, "empty batch; give at least one example"),
-    "observed inputs elsewhere": Trouble(observing(X.to("meta")), ValueError, "inputs lie on .*meta.*move both to one"),
-    "empty batch": Trouble(ordinary(X[:0], Y[:0]), ValueError, "empty"),
-    "class out of range": Trouble(ordinary(y=Y + 1), ValueError, "targets range from 1 to 3, expected class numbers"),
-    "no forward": Trouble(gradients_without_forward, ValueError, r"no inputs for the metric.*call model.train\(\)"),
-    "forward in evaluation mode": Trouble(forward_in_evaluation_mode, ValueError, r"call model.train\(\)"),
-    "inputs changed in place": Trouble(inputs_changed_in_place, ValueError, "changed in place.*copy them"),
+def step_without_forward(model: nn.Module, opt: ng.NaturalGradient) -> None:
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    opt.step()
+
+
+def evaluate_forward(model: nn.Module, opt: ng.NaturalGradient) -> None:
+    model.eval()
+    try:
+        iterate(opt, model, X, Y)
+    finally:
+        model.train()
+
+
+def change_inputs(model: nn.Module, opt: ng.NaturalGradient) -> None:
+    x = X.clone()
+    opt.zero_grad()
+    opt.loss(model(x), Y).backward()
+    x.mul_(2.0)
+    opt.step()
+
+
+TROUBLES: dict[str, tuple[Callable[[nn.Module, ng.NaturalGradient], Any], str]] = {  # and the words of a ValueError
+    "gradient not a number": (with_gradient(NAN), "gradient of '2.weight' is not finite"),
+    "infinite gradient": (with_gradient(math.inf), "gradient of '2.weight' is not finite"),
+    "inputs not a number": (ordinary(X * NAN), "not finite"),
+    "observed inputs not a number": (observing(X * NAN), "outputs are not finite.*NaN in the inputs"),
+    "observed nothing": (observing(X[:0]), "empty batch; give at least one example"),
+    "observed inputs elsewhere": (observing(X.to("meta")), "inputs lie on .*meta.*move both to one"),
+    "empty batch": (ordinary(X[:0], Y[:0]), "empty"),
+    "class out of range": (ordinary(y=Y + 1), "targets range from 1 to 3, expected class numbers"),
+    "no forward": (step_without_forward, r"no inputs for the metric.*call model.train\(\)"),
+    "forward in evaluation mode": (evaluate_forward, r"call model.train\(\)"),
+    "inputs changed in place": (change_inputs, "changed in place.*copy them"),
 }
 
 BUILDS = {
@@ -214,17 +214,15 @@ BUILDS = {
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("name", TROUBLES)
 def test_after_an_error_nothing_has_changed_and_training_goes_on(name: str, build: str) -> None:
-    trouble, model = TROUBLES[name], net()
-    opt = BUILDS[build](model)
+    (act, words), model, twin = TROUBLES[name], net(), net()
+    opt, spared = BUILDS[build](model), BUILDS[build](twin)
     iterate(opt, model, X, Y)  # so that there is a state to spoil
     before, report = snapshot(opt), opt.state_report()
-    with pytest.raises(trouble.error, match=f"(?s){trouble.message}"):
-        trouble.act(model, opt)
+    with pytest.raises(ValueError, match=f"(?s){words}"):
+        act(model, opt)
     assert same(snapshot(opt), before)
     assert opt.state_report() == report
-    twin = net()
     twin.load_state_dict(model.state_dict())
-    spared = BUILDS[build](twin)
     spared.load_state_dict(opt.state_dict())
     iterate(opt, model, X, Y)
     iterate(spared, twin, X, Y)
@@ -256,22 +254,27 @@ def test_a_choice_that_needs_the_loss_says_how_to_give_it(choices: dict[str, Any
     assert opt.state_report().step == 1
 
 
-def test_the_empirical_metric_asks_for_targets() -> None:
-    model = net()
-    opt = ng.NaturalGradient(model, ng.empirical_fisher(model, CE))
+def test_what_a_metric_lacks_is_asked_for_and_nothing_moves() -> None:
+    model, other = net(), nn.ModuleDict({"layer": nn.Linear(3, 3)}).double()
+    before = flat(model)
+    empirical = ng.NaturalGradient(model, ng.empirical_fisher(model, CE))
     CE(model(X), Y).backward()
     with pytest.raises(ValueError, match=r"targets is None.*optimizer.loss\(outputs, targets\)"):
-        opt.step()
-    opt.observe(X)
+        empirical.step()
+    empirical.observe(X)
     with pytest.raises(ValueError, match=r"targets is None"):
-        opt.step()
-
-
-def test_a_metric_without_a_criterion_has_no_loss() -> None:
-    model = net()
-    opt = ng.NaturalGradient(model, ng.divergence(ng.kl(model, ng.Categorical())))
+        empirical.step()
+    divergence = ng.NaturalGradient(model, ng.divergence(ng.kl(model, ng.Categorical())))
     with pytest.raises(TypeError, match="DivergenceMetric has no criterion; compute your loss yourself"):
-        opt.loss(model(X), Y)
+        divergence.loss(model(X), Y)
+    strange = ng.NaturalGradient(model, fisher(other))
+    CE(model(X), Y).backward()
+    with pytest.raises(ValueError, match="which the model lacks"):
+        strange.step()
+    layers = ng.kfac(model, CE)
+    with pytest.raises(ValueError, match=r"optimizer\.loss\(outputs, targets\)"):
+        layers.step()
+    assert torch.equal(flat(model), before)
 
 
 def test_a_model_that_returns_its_loss_is_refused() -> None:
@@ -283,14 +286,6 @@ def test_a_model_that_returns_its_loss_is_refused() -> None:
     with pytest.raises(ValueError, match=r"outputs are a scalar.*not the loss"):
         opt.step()
     assert same(snapshot(opt), before)
-
-
-def test_a_metric_of_a_model_with_other_names_is_refused() -> None:
-    model, other = net(), nn.ModuleDict({"layer": nn.Linear(3, 3)}).double()
-    opt = ng.NaturalGradient(model, fisher(other))
-    CE(model(X), Y).backward()
-    with pytest.raises(ValueError, match="which the model lacks"):
-        opt.step()
 
 
 class Overflow(ng.Metric):
@@ -326,36 +321,22 @@ def test_a_metric_that_is_not_finite_neither_moves_parameters_nor_poisons_state(
     assert not torch.equal(flat(model), before)
 
 
-def test_the_function_refuses_a_metric_and_a_gradient_that_are_not_finite() -> None:
-    G, g = ng.operators.DenseOperator(torch.eye(3).double()), torch.ones(3).double()
-    with pytest.raises(ValueError, match="operator is not finite, or"):
-        ng.natural_gradient(ng.operators.DenseOperator(NAN * torch.eye(3).double()), g)
-    with pytest.raises(ValueError, match=r"(rhs|gradient) is not finite"):
-        ng.natural_gradient(G, g * NAN)
-
-
 # what people type wrongly in their first training loop is said at once
 
 
-MSE = nn.MSELoss()
-RECIPE: Any = ng.kfac
-OPTIMISERS = [ng.kfac, ng.hessian_free]
-
-
-@pytest.mark.parametrize("build", OPTIMISERS)
+@pytest.mark.parametrize("build", [ng.kfac, ng.hessian_free])
 def test_a_step_without_backward_is_said(build: Any):
     model = net()
-    opt = build(model, CE)
-    before = [p.detach().clone() for p in model.parameters()]
+    opt, before = build(model, CE), flat(model)
     opt.loss(model(X), Y)
     with pytest.warns(UserWarning, match=r"this step does nothing.*loss\.backward\(\) before optimizer\.step\(\)"):
         opt.step()
-    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert torch.equal(flat(model), before)
     opt.step()  # no loss, no gradient: as in torch, nothing to say
 
 
-@pytest.mark.parametrize("build", OPTIMISERS)
-@pytest.mark.parametrize("criterion", [CE, MSE])
+@pytest.mark.parametrize("build", [ng.kfac, ng.hessian_free])
+@pytest.mark.parametrize("criterion", [CE, nn.MSELoss()])
 def test_targets_in_place_of_outputs_are_said(build: Any, criterion: nn.Module):
     model = net()
     opt = build(model, criterion)
@@ -363,18 +344,6 @@ def test_targets_in_place_of_outputs_are_said(build: Any, criterion: nn.Module):
     targets = Y if criterion is CE else torch.zeros_like(outputs)
     with pytest.raises(ValueError, match=r"outputs first: call optimizer\.loss\(outputs, targets\)"):
         opt.loss(targets, outputs)
-
-
-@pytest.mark.parametrize("given", [(), (net(),), (net().parameters(),)])
-def test_a_missing_criterion_is_shown_in_its_place(given: tuple[Any, ...]):
-    missing = "'criterion'" if given else "'model' and 'criterion'"
-    with pytest.raises(TypeError, match=re.escape(f"kfac() lacks {missing}, expected kfac(model, criterion)")):
-        RECIPE(*given, lr=0.1)
-
-
-def test_parameters_in_place_of_the_model_are_said():
-    with pytest.raises(TypeError, match=r"give the model itself, not model\.parameters\(\)"):
-        RECIPE(net().parameters(), CE)
 
 
 @pytest.mark.parametrize(
@@ -388,8 +357,3 @@ def test_outputs_and_targets_are_those_of_the_criterion(criterion: nn.Module, ta
     model = net()
     with pytest.raises(ValueError, match=words):
         ng.kfac(model, criterion).loss(model(X), targets)
-
-
-def test_no_distant_keyword_is_proposed():
-    with pytest.raises(TypeError, match="'quux'; it takes criterion, "):
-        RECIPE(net(), CE, quux=3)

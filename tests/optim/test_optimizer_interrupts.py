@@ -7,23 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from optim_models import BLOCK_RECIPES, CE, Interrupt, X, Y, flat, iterate, net, same, snapshot
+from optim_models import BLOCK_RECIPES, CE, X, Y, assert_whole_or_nothing, flat, iterate, net, same, snapshot
 from torch import Tensor, nn
 
 import natgrad as ng
 
 
-def fisher(model: nn.Module) -> ng.Metric:
-    return ng.fisher(model, CE)
-
-
-def interrupt_run(*_: Any) -> Any:
-    raise KeyboardInterrupt
-
-
 def test_ctrl_c_inside_a_reevaluated_closure_puts_the_parameters_back() -> None:
     model, calls = net(), []
-    opt = ng.NaturalGradient(model, fisher(model), rule=ng.LineSearch(), lr=100.0)
+    opt = ng.NaturalGradient(model, ng.fisher(model, CE), rule=ng.LineSearch(), lr=100.0)
     before = flat(model)
 
     def closure() -> Tensor:
@@ -31,7 +23,9 @@ def test_ctrl_c_inside_a_reevaluated_closure_puts_the_parameters_back() -> None:
         value = CE(model(X), Y)
         value.backward()
         calls.append(flat(model))
-        return interrupt_run() if len(calls) == 3 else value
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return value
 
     with pytest.raises(KeyboardInterrupt):
         opt.step(closure)
@@ -43,12 +37,12 @@ def test_ctrl_c_inside_a_reevaluated_closure_puts_the_parameters_back() -> None:
 
 WHOLE: dict[str, Callable[[nn.Module], ng.NaturalGradient]] = {
     "adapted, momentum, decay": lambda model: ng.NaturalGradient(
-        model, fisher(model), damping=ng.LevenbergMarquardt(0.1), rule=ng.Momentum(), weight_decay=1e-2, lr=0.3
+        model, ng.fisher(model, CE), damping=ng.LevenbergMarquardt(0.1), rule=ng.Momentum(), weight_decay=1e-2, lr=0.3
     ),
     "sampled labels, warm start": lambda model: ng.NaturalGradient(
         model, ng.sampled_fisher(model, CE), solver=ng.CG(max_steps=4), warm_start=0.9
     ),
-    "remembered": lambda model: ng.NaturalGradient(model, fisher(model), structure=ng.Kronecker(0.9), lr=0.1),
+    "remembered": lambda model: ng.NaturalGradient(model, ng.fisher(model, CE), structure=ng.Kronecker(0.9), lr=0.1),
     "searched, preconditioned": lambda model: ng.NaturalGradient(
         model,
         ng.sampled_fisher(model, CE),
@@ -59,7 +53,9 @@ WHOLE: dict[str, Callable[[nn.Module], ng.NaturalGradient]] = {
         warm_start=1.0,
         search_batch=4,
     ),
-    "refused": lambda model: ng.NaturalGradient(model, fisher(model), damping=ng.LevenbergMarquardt(1e-9), lr=1e4),
+    "refused": lambda model: ng.NaturalGradient(
+        model, ng.fisher(model, CE), damping=ng.LevenbergMarquardt(1e-9), lr=1e4
+    ),
 }
 
 
@@ -69,28 +65,15 @@ def test_a_step_interrupted_at_any_line_happened_whole_or_not_at_all(name: str) 
     iterate(first, first.model, X, Y)
     saved = snapshot(first)
 
-    def interrupt_run(n: int) -> tuple[Any, Any, Interrupt]:
+    def prepare() -> Any:
         model = net()
         opt = WHOLE[name](model)
         model.load_state_dict(saved[0])
         opt.load_state_dict(saved[1])
-        opt.zero_grad()
-        opt.loss(model(X), Y).backward()
-        before = snapshot(opt)
-        with Interrupt(n) as interrupt:
-            opt.step()
-        return opt, before, interrupt
+        return opt
 
-    opt, _, count = interrupt_run(0)
-    whole, lines, outcomes = snapshot(opt), count.seen, set()
-    for n in [*range(1, lines - 50, lines // 8), *range(lines - 50, lines + 1, 2)]:  # written at the end
-        opt, before, _ = interrupt_run(n)
-        now = snapshot(opt)
-        outcomes.add("nothing" if same(now, before) else "all" if same(now, whole) else f"a part, line {n} of {lines}")
-        if n <= lines - 3:  # in the last ones the step has returned already
-            opt.step()
-            assert same(snapshot(opt), whole), "called again, it takes that step, once"
-    assert outcomes == {"nothing", "all"}
+    _, lines = assert_whole_or_nothing(prepare, 1, 501, range(-50, 1, 3))
+    assert lines > 100
 
 
 BATCHES: dict[str, Callable[[nn.Module], Any]] = {

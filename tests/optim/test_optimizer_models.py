@@ -12,6 +12,7 @@ from models import (
     TOKENS,
     Assembled,
     Tied,
+    affine,
     assert_close,
     build_seeded,
     build_twice,
@@ -41,37 +42,33 @@ from torch.utils.checkpoint import checkpoint
 import natgrad as ng
 
 
+def solve_damped(matrix: Tensor, gradient: Tensor) -> Tensor:
+    """(G + 0.1 I)^-1 g."""
+    return torch.linalg.solve(matrix + 0.1 * torch.eye(len(gradient)).to(gradient), gradient)
+
+
 @pytest.mark.parametrize("solver", [ng.Auto(), ng.Direct(), ng.CG(rtol=1e-13, max_steps=200)], ids=kind)
 def test_activation_checkpointing_changes_nothing(solver: ng.Solver) -> None:
-    def build_saving() -> nn.Module:
-        """Computes its activations again on the way back."""
-        return Assembled(lambda m, x: checkpoint(m.inner, x, use_reentrant=False), inner=net())
-
+    saving = Assembled(lambda m, x: checkpoint(m.inner, x, use_reentrant=False), inner=net())
     expected = move_copy(net(), CE, X, Y, solver=solver, rule=ng.LineSearch())
-    assert_close(move_copy(build_saving(), CE, X, Y, solver=solver, rule=ng.LineSearch()), expected, 1e-10)
+    assert_close(move_copy(saving, CE, X, Y, solver=solver, rule=ng.LineSearch()), expected, 1e-10)
 
 
-def compile_around(model: nn.Module) -> Any:
-    return torch.compile(model, backend="eager")
-
-
-def compile_in_place(model: nn.Module) -> Any:
-    model.compile(backend="eager")
-    return model
-
-
-def compile_function(model: nn.Module) -> Any:
-    return torch.compile(lambda x: model(x), backend="eager")
+COMPILED: dict[str, Any] = {
+    "around": lambda model: torch.compile(model, backend="eager"),
+    "in place": lambda model: model.compile(backend="eager") or model,
+    "a function": lambda model: torch.compile(lambda x: model(x), backend="eager"),
+}
 
 
 @pytest.mark.parametrize("attribute", [None, SimpleNamespace(width=3), torch.tanh, [{"a": 1}], random.Random(0)])
-@pytest.mark.parametrize("compiled", [compile_around, compile_in_place, compile_function])
-def test_a_compiled_model_takes_the_same_step(compiled: Any, attribute: Any) -> None:
+@pytest.mark.parametrize("way", COMPILED)
+def test_a_compiled_model_takes_the_same_step(way: str, attribute: Any) -> None:
     """Calls go through the model that the optimizer knows, whatever else it holds."""
     expected, model = move_copy(net(), CE, X, Y), net()
     model.attribute = attribute
     torch.compiler.reset()
-    iterate(build(model), compiled(model), X, Y)
+    iterate(build(model), COMPILED[way](model), X, Y)
     assert_close(flat(model), expected, 1e-12)
 
 
@@ -88,78 +85,47 @@ def test_half_precision_parameters_can_be_trained(solver: ng.Solver, dtype: torc
 
 
 def test_parameters_may_have_different_dtypes() -> None:
-    class Mixed(nn.Module):
-        """A single-precision layer below a double-precision one."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            first, _, last = net()
-            self.first, self.last = first.float(), last
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(torch.tanh(self.first(x.float())).double())
-
-    model = Mixed()
+    """A single-precision layer below a double-precision one."""
+    first, _, last = net()
+    run = lambda m, x: m.last(torch.tanh(m.first(x.float())).double())  # noqa: E731
+    model = Assembled(run, first=first.float(), last=last)
     iterate(build(model), model, X, Y)
     assert [p.dtype for p in model.parameters()] == [torch.float32] * 2 + [torch.float64] * 2
-    assert_close(
-        torch.cat([p.detach().double().reshape(-1) for p in model.parameters()]), move_copy(net(), CE, X, Y), 1e-6
-    )
-
-
-class Keywords(nn.Module):
-    """A dict of tensors, a second argument and a number by keyword."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = mlp(3, 3), mlp(2, 3)
-
-    def forward(self, batch: dict[str, Tensor], extra: Tensor, *, scale: float = 1.0) -> Tensor:
-        return scale * torch.tanh(self.a(batch["x"])) + self.b(extra)
+    assert_close(flat(model).double(), move_copy(net(), CE, X, Y), 1e-6)
 
 
 def test_arguments_may_be_dicts_tuples_and_keywords() -> None:
-    model, extra = build_seeded(Keywords), draw(8, 2, seed=3)
+    run = lambda m, batch, extra, *, scale=1.0: scale * torch.tanh(m.a(batch["x"])) + m.b(extra)  # noqa: E731
+    model, extra = Assembled(run, a=mlp(3, 3), b=mlp(2, 3)), draw(8, 2, seed=3)
     opt, before = build(model, lr=1.0, rule=ng.LineSearch()), flat(model)
-    params = ng.trainable(model)
 
     def rows(p: dict[str, Tensor], x: Tensor, e: Tensor) -> Tensor:
         return torch.func.functional_call(model, p, ({"x": x}, e), {"scale": 0.7})
 
-    matrix = ng.fisher(rows, ng.Categorical()).at(params, (X, extra)).dense()
+    matrix = ng.fisher(rows, ng.Categorical()).at(ng.trainable(model), (X, extra)).dense()
     opt.loss(model({"x": X}, extra=extra, scale=0.7), Y).backward()
-    g = flat_gradient(model)
+    step = -solve_damped(matrix, flat_gradient(model))
     opt.step()
-    assert_step(model, before, -torch.linalg.solve(matrix + 0.1 * torch.eye(len(g)).to(g), g), 1e-9)
-
-
-class MeanAndVariance(nn.Module):
-    """A tuple of outputs, the second positive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp(3, 4, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        mean, spread = self.inner(x).chunk(2, dim=1)
-        return mean, spread.exp()
+    assert_step(model, before, step, 1e-9)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_model_may_return_a_tuple(reduction: str) -> None:
-    model, targets = build_seeded(MeanAndVariance), draw(8, 2, seed=6)
+    """A mean and a positive variance."""
+
+    def run(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, spread = m.inner(x).chunk(2, dim=1)
+        return mean, spread.exp()
+
+    model, targets = Assembled(run, inner=mlp(3, 4, 4)), draw(8, 2, seed=6)
     criterion = nn.GaussianNLLLoss(reduction=reduction, eps=1e-12)
     damping = ng.Constant(0.1, per="loss")
     opt, before = build(model, criterion, lr=1.0, damping=damping, rule=ng.Rate()), flat(model)
     matrix = ng.fisher(model, ng.HeteroscedasticGaussian(log_variance=False)).at(ng.trainable(model), X).dense()
     opt.loss(model(X), targets).backward()
-    g = flat_gradient(model) / (1 if reduction == "mean" else targets.numel())
+    step = -solve_damped(matrix, flat_gradient(model) / (1 if reduction == "mean" else targets.numel()))
     opt.step()
-    assert_step(model, before, -torch.linalg.solve(matrix + 0.1 * torch.eye(len(g)).to(g), g), 1e-9)
-
-
-def affine(params: dict[str, Tensor], x: Tensor) -> Tensor:
-    return torch.tanh(x @ params["w"]) + params["b"]
+    assert_step(model, before, step, 1e-9)
 
 
 def test_a_function_of_a_dict_of_tensors_is_a_model() -> None:
@@ -170,7 +136,7 @@ def test_a_function_of_a_dict_of_tensors_is_a_model() -> None:
     opt.loss(affine(params, X), Y).backward()
     g = torch.cat([p.grad.reshape(-1) for p in params.values()])
     opt.step()
-    assert_close(flat(params) - before, -torch.linalg.solve(matrix + 0.1 * torch.eye(len(g)).to(g), g), 1e-10)
+    assert_close(flat(params) - before, -solve_damped(matrix, g), 1e-10)
     assert [row.parameter for row in opt.report()] == ["w", "b"]
 
 
@@ -183,16 +149,11 @@ def test_awkward_models_take_the_dense_step(make: Any) -> None:
     labels = Y % 2
     g, before = mean_gradient(model, X, labels), flat(model)
     expected = fisher_step(model, X, ng.Categorical(), g, 0.1)
-    iterate(build(model, lr=1.0, rule=ng.LineSearch()), model, X, labels)
+    opt = build(model, lr=1.0, rule=ng.LineSearch())
+    iterate(opt, model, X, labels)
     assert_step(model, before, -expected, 1e-9)
-
-
-def test_tied_parameters_stay_one_and_are_counted_once() -> None:
-    model = build_seeded(Tied)
-    opt = build(model)
-    iterate(opt, model, X, Y)
-    assert model.decode.weight is model.encode.weight
-    assert [row.parameter for row in opt.report()] == ["encode.weight", "encode.bias", "decode.bias"]
+    names = [name for name, _ in model.named_parameters()]  # a tied one is one, and is counted once
+    assert [row.parameter for row in opt.report()] == names
 
 
 def test_frozen_parameters_do_not_move() -> None:

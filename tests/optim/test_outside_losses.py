@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import draw, mlp
-from optim_models import BLOCK_RECIPES, CE, Closure
+from models import Assembled, draw, mlp
+from optim_models import BLOCK_RECIPES, CE, LOOKING, Closure, collect_warnings, flat
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -19,27 +19,26 @@ from natgrad.optim.state import OwnGradients
 K = 4
 
 
-class VAE(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 2 * K))
-        self.decoder = nn.Sequential(nn.Linear(K, 24), nn.Tanh(), nn.Linear(24, 16))
+def build_vae() -> nn.Module:
+    """Outputs, and the mean and the logarithm of the variance that they were drawn from."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        mean, log_variance = self.encoder(x).chunk(2, dim=1)
-        return self.decoder(mean + (log_variance / 2).exp() * torch.randn_like(mean)), (mean, log_variance)
+    def run(m: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        mean, log_variance = m.encoder(x).chunk(2, dim=1)
+        return m.decoder(mean + (log_variance / 2).exp() * torch.randn_like(mean)), (mean, log_variance)
+
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 2 * K))
+    return Assembled(run, encoder=encoder, decoder=nn.Sequential(nn.Linear(K, 24), nn.Tanh(), nn.Linear(24, 16)))
 
 
 def net() -> nn.Sequential:
+    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 3))
 
 
-def divergence(beta: float) -> Callable[..., Tensor]:
-    def whole(opt: Any, model: Any, x: Tensor, y: Tensor) -> Tensor:
-        logits, posterior = model(x)
-        return opt.loss(logits, x) + beta * ng.GaussianPosterior().nll(posterior).mean() / 16
-
-    return whole
+def divergence(opt: Any, model: Any, x: Tensor, y: Tensor) -> Tensor:
+    logits, posterior = model(x)
+    return opt.loss(logits, x) + ng.GaussianPosterior().nll(posterior).mean() / 16
 
 
 def squares(strength: float) -> Callable[..., Tensor]:
@@ -64,12 +63,11 @@ def train(opt: Any, model: nn.Module, whole: Callable[..., Tensor], steps: int) 
 
 
 @pytest.mark.filterwarnings("ignore:a large part of the gradient")
-@pytest.mark.parametrize("rate", [0.03, 0.3, 1.0])
+@pytest.mark.parametrize("rate", [0.03, 1.0])
 @pytest.mark.parametrize("recipe", BLOCK_RECIPES)
 def test_every_structure_is_bounded_at_every_rate(recipe, rate):
-    torch.manual_seed(0)
-    model = VAE()
-    losses = torch.tensor(train(recipe(model, nn.BCEWithLogitsLoss(), lr=rate), model, divergence(1.0), 60))
+    model = build_vae()
+    losses = torch.tensor(train(recipe(model, nn.BCEWithLogitsLoss(), lr=rate), model, divergence, 60))
     assert losses.max() < 1.2 * losses[0]
     assert losses[-10:].mean() < losses[0]
 
@@ -77,7 +75,6 @@ def test_every_structure_is_bounded_at_every_rate(recipe, rate):
 @pytest.mark.filterwarnings("ignore:a large part of the gradient")
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_curvature_of_a_penalty_on_squares_is_found(reduction):
-    torch.manual_seed(0)
     model = net()
     opt = ng.kfac(model, nn.CrossEntropyLoss(reduction=reduction), lr=0.1)
     train(opt, model, squares(0.2 if reduction == "mean" else 128 * 0.2), 40)
@@ -87,29 +84,20 @@ def test_the_curvature_of_a_penalty_on_squares_is_found(reduction):
 
 @pytest.mark.filterwarnings("ignore:a large part of the gradient")
 def test_only_the_blocks_that_are_reached_are_damped_until_the_loss_ends():
-    torch.manual_seed(0)
-    model, strength = net(), [1.0]
-
-    def whole(opt: Any, model: Any, x: Tensor, y: Tensor) -> Tensor:
-        return opt.loss(model(x), y) + strength[0] * model[0].weight.square().sum()
-
+    model = net()
     opt = ng.kfac(model, CE, update_every=1, lr=0.1)
-    train(opt, model, whole, 5)
+    train(opt, model, lambda opt, m, x, y: opt.loss(m(x), y) + m[0].weight.square().sum(), 5)
     assert set(opt._live.state.outside.levels) == {"0.weight", "0.bias"}
-    strength[0] = 0.0
-    train(opt, model, whole, 2)
+    train(opt, model, ALONE["one loss"], 2)
     assert opt._live.state.outside.levels == {}
 
 
 def test_it_is_said_once_and_names_what_to_do():
-    torch.manual_seed(0)
     model = net()
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        train(ng.kfac(model, CE, update_every=1), model, squares(1.0), 5)
-    said = [str(one.message) for one in heard if "large part of the gradient" in str(one.message)]
-    assert len(said) == 1
-    assert all(word in said[0] for word in ("ng.Heads", "0.weight", "l2="))
+    opt = ng.kfac(model, CE, update_every=1)
+    texts = collect_warnings(lambda: train(opt, model, squares(1.0), 5))
+    (said,) = [text for text in texts if "large part of the gradient" in text]
+    assert all(word in said for word in ("ng.Heads", "0.weight", "l2="))
 
 
 def micro(opt: Any, model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -152,12 +140,11 @@ def test_where_all_goes_through_the_loss_no_step_changes(name, reduction, monkey
         opt = ng.kfac(model, nn.CrossEntropyLoss(reduction=reduction), update_every=1)
         train(opt, model, ALONE[name], 5)
         assert opt._live.state.outside.levels == {}
-        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        ends.append(flat(model))
     assert torch.equal(*ends)
 
 
 def test_clipping_by_the_norm_is_no_other_loss():
-    torch.manual_seed(0)
     model = net().double()
     opt = ng.kfac(model, CE, update_every=1)
     for seed in range(3):
@@ -194,20 +181,13 @@ def away(model: nn.Module) -> Tensor:
 
 
 PENALTIES = {"slopes": slopes, "sizes": sizes, "one layer": away}
-RECIPES: dict[str, Callable[[nn.Module], Any]] = {
-    "hessian_free": lambda model: ng.hessian_free(model, BITS),
-    "natgrad_cg": lambda model: ng.natgrad_cg(model, BITS),
-    "krylov_subspace": lambda model: ng.krylov_subspace(model, BITS, dimension=8),
-    "NaturalGradient": lambda model: ng.NaturalGradient(model, ng.fisher(model, BITS)),
-    "kfac": lambda model: ng.kfac(model, BITS, damping=ng.LevenbergMarquardt(per="block", every=1)),
-}
 
 
 def train_judged(
     recipe: str, penalty: Callable[[nn.Module], Tensor], closed: bool, steps: int = 20
 ) -> tuple[Any, list[float]]:
     model = mlp(4, 8, 1)
-    opt, values = RECIPES[recipe](model), list[float]()
+    opt, values = LOOKING[recipe](model, BITS), list[float]()
 
     closure = Closure(opt, lambda: opt.loss(model(POINTS), T) + penalty(model))
 
@@ -220,7 +200,7 @@ def train_judged(
 
 
 @pytest.mark.parametrize("penalty", PENALTIES.values(), ids=PENALTIES)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", LOOKING)
 def test_what_a_closure_returns_is_what_falls(recipe: str, penalty: Any):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*did not come from")  # where the metric is told of it
@@ -231,7 +211,7 @@ def test_what_a_closure_returns_is_what_falls(recipe: str, penalty: Any):
         assert opt.state_report().loss == pytest.approx(values[-1])
 
 
-@pytest.mark.parametrize(("recipe", "penalty"), [(r, list(PENALTIES.values())[i % 3]) for i, r in enumerate(RECIPES)])
+@pytest.mark.parametrize(("recipe", "penalty"), [(r, list(PENALTIES.values())[i % 3]) for i, r in enumerate(LOOKING)])
 def test_a_penalty_beside_the_loss_is_named_and_held(recipe: str, penalty: Any):
     with pytest.warns(UserWarning, match=OUTSIDE):
         _, values = train_judged(recipe, penalty, closed=False)

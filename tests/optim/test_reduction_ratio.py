@@ -10,20 +10,9 @@ from typing import Any
 import pytest
 import torch
 from engine_state import blocks_of, change_state
-from models import F64, assert_close, build_seeded, draw
+from models import F64, Assembled, assert_close, build_seeded, draw
 from optim_models import BLOCK_RECIPES as RECIPES
-from optim_models import (
-    CE,
-    X,
-    Y,
-    deep,
-    flat,
-    flat_gradient,
-    global_random_state_is_untouched,
-    iterate,
-    net,
-    same,
-)
+from optim_models import CE, X, Y, deep, flat, flat_gradient, global_random_state_is_untouched, iterate, net, same
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -32,12 +21,7 @@ from natgrad.optim.objective import Replay
 
 LM = partial(ng.LevenbergMarquardt, per="block")
 EXACT = ng.ExactLabels()
-WILD: dict[str, Any] = {
-    "lr": 300.0,
-    "measure": False,
-    "rule": ng.MeasuredLength(math.inf, math.inf),
-    "momentum": 0.0,
-}
+WILD: dict[str, Any] = {"lr": 300.0, "measure": False, "momentum": 0.0, "rule": ng.MeasuredLength(math.inf, math.inf)}
 
 
 def value(model: nn.Module, x: Any = X) -> float:
@@ -56,10 +40,6 @@ def judged_next(opt: Any) -> Any:
     """The same optimizer, whose next step is judged."""
     change_state(opt, "pace", judged=-JUDGED_EVERY)
     return opt
-
-
-def linear() -> nn.Module:
-    return build_seeded(lambda: nn.Linear(X.shape[1], 3)).to(F64)
 
 
 @pytest.mark.parametrize("rule", [None, ng.MeasuredLength()])
@@ -84,16 +64,9 @@ def test_the_ratio_is_the_true_change_over_the_promised_one(recipe: Callable[...
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("l2", [0.0, 0.3])
 def test_the_ratio_of_a_quadratic_loss_is_one(l2: float, reduction: str):
-    model, targets = linear(), draw(len(X), 3, seed=1)
-    opt = ng.diagonal(
-        model,
-        nn.MSELoss(reduction=reduction),
-        damping=LM(0.01),
-        estimate=EXACT,
-        l2=l2,
-        kl_share=math.inf,
-        max_kl=math.inf,
-    )
+    model, targets, criterion = linear(), draw(len(X), 3, seed=1), nn.MSELoss(reduction=reduction)
+    free = {"kl_share": math.inf, "max_kl": math.inf}
+    opt = ng.diagonal(model, criterion, damping=LM(0.01), estimate=EXACT, l2=l2, **free)
     iterate(judged_next(opt), model, X, targets)
     assert opt._live.state.length.ratio > 1  # the measured form is the step's, not the blocks'
     # the model of the loss has the damping, the loss has not
@@ -133,20 +106,16 @@ def test_a_step_that_raises_the_loss_is_not_taken(recipe: Callable[..., Any]):
     assert opt.param_groups[0]["damping"] != raised
 
 
-class Steep(nn.Module):
-    """Logits that overflow a little away from the start."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-        self.register_buffer("start", self.linear.weight.detach().clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * torch.exp(1e6 * (self.linear.weight - self.start).square().sum())
+def linear() -> nn.Module:
+    return build_seeded(lambda: nn.Linear(X.shape[1], 3))
 
 
 def test_a_step_whose_loss_is_not_finite_is_not_taken():
-    model = Steep()
+    """Logits that overflow a little away from the start."""
+    start = linear().weight.detach()
+    model = Assembled(
+        lambda m, x: m.linear(x) * torch.exp(1e6 * (m.linear.weight - start).square().sum()), linear=linear()
+    )
     opt = judged_next(ng.kfac(model, CE, damping=LM(0.1)))
     before = flat(model)
     iterate(opt, model)
@@ -155,31 +124,25 @@ def test_a_step_whose_loss_is_not_finite_is_not_taken():
     assert opt.param_groups[0]["damping"] == pytest.approx(0.15)
 
 
-def closure_of(opt: Any, model: nn.Module, parts: list[slice]) -> Callable[[], Tensor]:
-    """The mean loss, in micro-batches."""
-
-    def closure() -> Tensor:
-        opt.zero_grad()
-        total = torch.zeros((), dtype=F64)
-        for rows in parts:
-            loss = opt.loss(model(X[rows]), Y[rows]) * len(X[rows]) / len(X)
-            loss.backward()
-            total += loss.detach()
-        return total
-
-    return closure
-
-
 def test_micro_batches_are_judged_together_by_the_closure():
     whole, parts = net(), net()
     rule = ng.MeasuredLength()  # takes both along the same path, refusals included
     one, many = (ng.kfac(m, CE, damping=LM(0.05), estimate=EXACT, measure=False, rule=rule) for m in (whole, parts))
-    readings = []
-    read = many._read
+    readings, read = [], many._read
     many._read = lambda *a: readings.append(1) or read(*a)
+
+    def closure() -> Tensor:
+        many.zero_grad()
+        total = torch.zeros((), dtype=F64)
+        for rows in (slice(0, 6), slice(6, 8)):
+            loss = many.loss(parts(X[rows]), Y[rows]) * len(X[rows]) / len(X)
+            loss.backward()
+            total += loss.detach()
+        return total
+
     for _ in range(JUDGED_EVERY):
         iterate(one, whole)
-        many.step(closure_of(many, parts, [slice(0, 6), slice(6, 8)]))
+        many.step(closure)
     assert len(readings) == 2 * JUDGED_EVERY  # none by the second call
     assert many.state_report().ratio == pytest.approx(one.state_report().ratio, rel=1e-9)
     assert_close(flat(parts), flat(whole), 1e-10)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import warnings
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import assert_close, build_seeded, draw
-from optim_models import Closure
+from models import Assembled, assert_close, build_seeded, draw
+from optim_models import LOOKING, Closure, flat, train
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -126,24 +125,10 @@ KNOWN = (
 UNKNOWN = "draw_elsewhere", "count_elsewhere"
 
 
-class Fixed(nn.Module):
+def build_fixed(factor: float) -> nn.Module:
     """The same network with a factor that is given."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.first, self.last, self.factor = nn.Linear(4, 5), nn.Linear(5, 3), factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.factor * self.first(x).tanh())
-
-
-REPEATING: dict[str, Callable[[nn.Module], Any]] = {
-    "hessian_free": lambda net: ng.hessian_free(net, CE),
-    "natgrad_cg": lambda net: ng.natgrad_cg(net, CE),
-    "krylov_subspace": lambda net: ng.krylov_subspace(net, CE),
-    "line search": lambda net: ng.NaturalGradient(net, ng.fisher(net, CE), rule=ng.LineSearch()),
-    "kfac, judged": lambda net: ng.kfac(net, CE, damping=ng.LevenbergMarquardt(per="block", every=1)),
-}
+    first, last = nn.Linear(4, 5), nn.Linear(5, 3)
+    return Assembled(lambda m, x: m.last(factor * m.first(x).tanh()), first=first, last=last).double()
 
 
 def snapshot(value: Any) -> Any:
@@ -185,17 +170,13 @@ def make(source: str) -> tuple[Net, list[float]]:
     return net, factors
 
 
-def parameters(net: nn.Module) -> Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in net.parameters()])
-
-
 @pytest.mark.parametrize("source", KNOWN)
-@pytest.mark.parametrize("name", REPEATING)
+@pytest.mark.parametrize("name", LOOKING)
 def test_a_step_is_that_of_the_function_that_the_users_pass_was(name: str, source: str) -> None:
     net, factors = make(source)
-    opt = REPEATING[name](net)
+    opt = LOOKING[name](net, CE)
     for _ in range(3):
-        start, used = parameters(net), len(factors)
+        start, used = flat(net), len(factors)
         opt.zero_grad()
         opt.loss(net(X), Y).backward()
         before = all_states(net)
@@ -204,23 +185,23 @@ def test_a_step_is_that_of_the_function_that_the_users_pass_was(name: str, sourc
         assert len(set(factors[used:])) == 1  # every pass had the user's
         if used == 0:  # nothing is remembered yet
             assert len(factors) > 1
-            twin = Fixed(factors[0]).double()
+            twin = build_fixed(factors[0])
             torch.nn.utils.vector_to_parameters(start, twin.parameters())
-            other = REPEATING[name](twin)
+            other = LOOKING[name](twin, CE)
             other.loss(twin(X), Y).backward()
             other.step()
-            assert_close(parameters(net), parameters(twin), 1e-10)
+            assert_close(flat(net), flat(twin), 1e-10)
 
 
 @pytest.mark.parametrize("source", UNKNOWN)
-@pytest.mark.parametrize("name", REPEATING)
+@pytest.mark.parametrize("name", LOOKING)
 def test_a_model_that_is_no_function_is_refused(name: str, source: str) -> None:
     net, _ = make(source)
-    opt, before = REPEATING[name](net), parameters(net)
+    opt, before = LOOKING[name](net, CE), flat(net)
     opt.loss(net(X), Y).backward()
     with pytest.raises(ValueError, match="gave other outputs when its last pass was done again"):
         opt.step()
-    assert torch.equal(parameters(net), before)
+    assert torch.equal(flat(net), before)
 
 
 @pytest.mark.parametrize("source", UNKNOWN)
@@ -256,15 +237,18 @@ def test_a_closure_is_called_again_from_the_same_state(source: str) -> None:
 def test_a_bound_that_cannot_be_measured_says_so() -> None:
     net, _ = make("draw_elsewhere")
     opt = ng.kfac(net, CE, max_kl=1e-4)
-
-    def train() -> None:
-        for _ in range(5):
-            opt.zero_grad()
-            opt.loss(net(X), Y).backward()
-            opt.step()
-
     with pytest.warns(UserWarning, match="measured on averages"):
-        train()
+        train(opt, net, 5, X, Y)
+
+
+def test_other_optimizers_may_move_the_parameters_in_between(recwarn: pytest.WarningsRecorder) -> None:
+    net, _ = make("count")
+    one, two = (ng.hessian_free(net, CE, params=list(part.parameters())) for part in (net.first, net.last))
+    one.loss(net(X), Y).backward()
+    two.loss(net(X), Y).backward()
+    one.step()
+    two.step()
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize("source", KNOWN)
@@ -276,14 +260,3 @@ def test_a_metric_leaves_the_model_as_it_was(source: str) -> None:
     assert all_states(net) == before
     assert len(set(factors)) == 1
     assert_close(second, first, 1e-12)
-
-
-def test_other_optimizers_may_move_the_parameters_in_between() -> None:
-    net, _ = make("count")
-    one, two = (ng.hessian_free(net, CE, params=list(part.parameters())) for part in (net.first, net.last))
-    one.loss(net(X), Y).backward()
-    two.loss(net(X), Y).backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        one.step()
-        two.step()

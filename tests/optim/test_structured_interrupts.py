@@ -12,11 +12,12 @@ import pytest
 import torch
 from models import build_seeded
 from optim_models import BLOCK_RECIPES as RECIPES
-from optim_models import CE, Interrupt, X, Y, flat, iterate, net, same, snapshot
+from optim_models import CE, Interrupt, X, Y, assert_whole_or_nothing, flat, is_finite, iterate, net, snapshot, train
 from torch import nn
 
 import natgrad as ng
 from natgrad.ground.pure import is_evaluating, mark_evaluation
+from natgrad.optim.blocks import Averages
 
 LM = ng.LevenbergMarquardt(start=0.03, per="block")
 CASES: dict[str, Callable[[nn.Module], Any]] = {
@@ -31,47 +32,23 @@ CASES: dict[str, Callable[[nn.Module], Any]] = {
 STEPS = 4  # the fifth is judged
 
 
-def prepare(name: str, saved: Any) -> tuple[Any, nn.Module]:
+def prepare(name: str, saved: Any) -> Any:
     """The optimizer before its fifth step, which measures, inverts and judges."""
     model = net()
     opt = CASES[name](model)
     if saved is None:
-        for _ in range(STEPS):
-            iterate(opt, model)
+        train(opt, model, STEPS)
     else:
         model.load_state_dict(saved[0])
         opt.load_state_dict(saved[1])
-    return opt, model
+    return opt
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_interrupted_at_any_line_happened_whole_or_not_at_all(name: str):
-    saved = snapshot(prepare(name, None)[0])
-
-    def interrupt_step(n: int) -> tuple[Any, Any, Interrupt]:
-        opt, model = prepare(name, saved)
-        opt.zero_grad()
-        opt.loss(model(X), Y).backward()
-        before = snapshot(opt)
-        with Interrupt(n) as interrupt:
-            opt.step()
-        return opt, before, interrupt
-
-    opt, _, count = interrupt_step(0)
-    whole, lines = snapshot(opt), count.seen
+    saved, place = snapshot(prepare(name, None)), list(CASES).index(name)
+    opt, _ = assert_whole_or_nothing(lambda: prepare(name, saved), 1 + 17 * place, 211, range(-60 + place, 1, 7))
     assert opt.state_report().refused == ("refused" in name)
-    start = list(CASES).index(name)
-    outcomes = set()
-    for n in [*range(1 + 17 * start, lines - 60, 83), *range(lines - 60 + start, lines + 1, 5)]:  # written at the end
-        opt, before, _ = interrupt_step(n)
-        now = snapshot(opt)
-        outcomes.add("nothing" if same(now, before) else "all" if same(now, whole) else f"a part, line {n}")
-        if n <= lines - 3:  # in the last ones the step has returned already
-            opt.step()
-            assert same(snapshot(opt), whole), "called again, it takes that step, once"
-        assert torch.isfinite(iterate(opt, opt.model))
-        assert bool(flat(opt.model).isfinite().all())
-    assert outcomes == {"nothing", "all"}
 
 
 # nothing that is not finite
@@ -84,12 +61,12 @@ def test_a_batch_that_is_fitted_exactly_moves_nothing_by_itself(recipe: Any, bou
     for first in (0, 2):  # from the first step on, and after others
         model = build_seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
         opt = recipe(model, nn.MSELoss(), momentum=momentum, **bound)
-        for step in range(first + 2):
+        train(opt, model, first, X, X[:, :2])
+        for _ in range(2):
             before = flat(model)
-            iterate(opt, model, X, model(X).detach() if step >= first else X[:, :2])
-            assert bool(flat(model).isfinite().all())
-            if step >= first and (momentum == 0 or first == 0):
-                assert torch.equal(flat(model), before)
+            iterate(opt, model, X, model(X).detach())
+            assert is_finite(model)
+            assert torch.equal(flat(model), before) or (momentum > 0 and first > 0)
         assert opt.state_report().failures == 0
 
 
@@ -99,39 +76,29 @@ def test_a_value_head_that_starts_at_zero_learns_once_there_are_rewards(recipe: 
     nn.init.zeros_(model[2].weight)
     nn.init.zeros_(model[2].bias)
     opt, rewards = recipe(model, nn.MSELoss()), torch.zeros(len(X), 1).to(X)
-    for _ in range(7):
-        iterate(opt, model, X, rewards)
-    start = flat(model)
-    assert bool(start.isfinite().all())
+    train(opt, model, 7, X, rewards)
+    assert is_finite(model)
     rewards[::4] = 1.0
-    losses = [float(iterate(opt, model, X, rewards)) for _ in range(30)]
+    losses = train(opt, model, 30, X, rewards)
     assert losses[-1] < 0.8 * losses[0]
-    assert not torch.equal(flat(model), start)
 
 
-def spoil(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make one part of a step give what is not finite, or too large for the dtype."""
-    factor = {"inf": math.inf, "nan": math.nan, "overflow": 1e300}[what]
-    direction = ng.optim.blocks.Averages.direction
+@pytest.mark.parametrize("factor", [math.inf, math.nan, 1e300])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_that_is_not_finite_leaves_the_last_good_state(recipe: Any, factor: float, monkeypatch: Any):
+    """Or that is too large for the dtype."""
+    model = net() if factor != 1e300 else net().float()
+    x, direction = X.to(next(model.parameters()).dtype), Averages.direction
+    opt = recipe(model, CE, measure=False)
+    train(opt, model, 3, x)
+    kept, means = flat(model), [stack.mean for stack in opt._live.state.stacks.parts]
 
     def spoil_direction(*arguments: Any) -> Any:
         steps, slopes = direction(*arguments)
         return {name: step * factor for name, step in steps.items()}, slopes
 
-    monkeypatch.setattr("natgrad.optim.blocks.Averages.direction", spoil_direction)
-
-
-@pytest.mark.parametrize("what", ["inf", "nan", "overflow"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_step_that_is_not_finite_leaves_the_last_good_state(recipe: Any, what: str, monkeypatch: Any):
-    model = net().double() if what != "overflow" else net().float()
-    x = X.to(next(model.parameters()).dtype)
-    opt = recipe(model, CE, measure=False)
-    for _ in range(3):
-        iterate(opt, model, x)
-    kept, means = flat(model), [stack.mean for stack in opt._live.state.stacks.parts]
     with monkeypatch.context() as patch:
-        spoil(what, patch)
+        patch.setattr(Averages, "direction", spoil_direction)
         iterate(opt, model, x)
     assert torch.equal(flat(model), kept)
     assert all(s.mean is m for s, m in zip(opt._live.state.stacks.parts, means, strict=True))

@@ -235,3 +235,40 @@ class Interrupt:
         clear_frames(error[2])  # of a generator that is left in one: what it puts back at its end, it puts back now
         renew_lock()  # at the line that ends a `with lock:` Python itself raises no interrupt, and tracing does
         return isinstance(error[1], KeyboardInterrupt)
+
+
+def assert_whole_or_nothing(prepare: Callable[[], Any], first: int, stride: int, last: range) -> tuple[Any, int]:
+    """A step that is interrupted at any line has happened whole or not at all, and is taken once if it is called again.
+
+    Args:
+        prepare: An optimizer before that step.
+        first: The first line that is tried.
+        stride: How many lines lie between two that are tried.
+        last: The lines that are tried at the end, where the state is written, counted from the last one.
+
+    Returns:
+        The optimizer after a whole step, and its number of lines.
+    """
+
+    def interrupt_step(n: int) -> tuple[Any, Any, Interrupt]:
+        opt = prepare()
+        opt.zero_grad()
+        opt.loss(opt.model(X), Y).backward()
+        before = snapshot(opt)
+        with Interrupt(n) as interrupt:
+            opt.step()
+        return opt, before, interrupt
+
+    done, _, count = interrupt_step(0)
+    whole, lines, outcomes = snapshot(done), count.seen, set()
+    for n in [*range(first, lines + last.start, stride), *(lines + k for k in last)]:
+        opt, before, _ = interrupt_step(n)
+        now = snapshot(opt)
+        outcomes.add("nothing" if same(now, before) else "all" if same(now, whole) else f"a part, line {n} of {lines}")
+        if n <= lines - 3:  # in the last ones the step has returned already
+            opt.step()
+            assert same(snapshot(opt), whole), "called again, it takes that step, once"
+        assert torch.isfinite(iterate(opt, opt.model))
+        assert is_finite(opt.model)
+    assert outcomes == {"nothing", "all"}
+    return done, lines
