@@ -9,12 +9,11 @@ import pytest
 import torch
 from engine_state import change_state
 from models import assert_close, draw
-from optim_models import X, Y, flat, net
+from optim_models import BLOCK_RECIPES, Closure, X, Y, flat, net
 from torch import Tensor, nn
 
 import natgrad as ng
 
-STRUCTURED = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
 MATRIX_FREE = [ng.hessian_free, ng.natgrad_cg]  # of a Krylov subspace round-off decides after some steps
 OTHER, LABELS = draw(24, 3, seed=5), torch.arange(24) % 3
 
@@ -35,22 +34,6 @@ class Loop:
         self.opt.step()
 
 
-def train(loop: Loop) -> None:
-    loop.step(OTHER, LABELS)
-
-
-def evaluate_between(loop: Loop) -> None:
-    loop.model.eval()
-    loop.loss(OTHER, LABELS)
-    loop.model.train()
-
-
-def stay_in_evaluation(loop: Loop) -> None:
-    loop.model.eval()
-    loop.step()
-    loop.model.train()
-
-
 def skip(clear: Callable[[Loop], Any]) -> Callable[[Loop], None]:
     """A batch goes backward and is thrown away."""
 
@@ -61,11 +44,6 @@ def skip(clear: Callable[[Loop], Any]) -> Callable[[Loop], None]:
         loop.opt.step()
 
     return act
-
-
-def clear_by_hand(loop: Loop) -> None:
-    for p in loop.model.parameters():
-        p.grad = None
 
 
 def clear_between_loss_and_backward(loop: Loop) -> None:
@@ -97,17 +75,16 @@ def accumulate(loop: Loop) -> None:
     loop.opt.step()
 
 
-def accumulate_after_a_skip(loop: Loop) -> None:
-    loop.loss(OTHER, LABELS).backward()
-    loop.model.zero_grad(set_to_none=False)
-    accumulate(loop)
-
-
 def add_losses_of_one_pass(loop: Loop) -> None:
     outputs = loop.model(X)
     first, second = loop.opt.loss(outputs, Y), loop.opt.loss(outputs, Y.flip(0))
     ((first + second) / (2 if loop.mean else 1)).backward()
     loop.opt.step()
+
+
+def clear_by_hand(loop: Loop) -> None:
+    for p in loop.model.parameters():
+        p.grad = None
 
 
 def scale(loop: Loop) -> None:
@@ -117,19 +94,18 @@ def scale(loop: Loop) -> None:
     scaler.update()
 
 
-def step_by_closure(loop: Loop) -> None:
-    def closure() -> Tensor:
-        loop.model.zero_grad()
-        loss = loop.loss()
-        loss.backward()
-        return loss
+def in_evaluation(act: Callable[[Loop], Any]) -> Callable[[Loop], None]:
+    def run(loop: Loop) -> None:
+        loop.model.eval()
+        act(loop)
+        loop.model.train()
 
-    loop.opt.step(closure)
+    return run
 
 
-ANYWHERE = {
-    "training": train,
-    "an evaluation between": evaluate_between,
+ANYWHERE: dict[str, Callable[[Loop], Any]] = {
+    "training": lambda loop: loop.step(OTHER, LABELS),
+    "an evaluation between": in_evaluation(lambda loop: loop.loss(OTHER, LABELS)),
     "a skipped batch, cleared by the model": skip(lambda loop: loop.model.zero_grad()),
     "a skipped batch, zeroed by the model": skip(lambda loop: loop.model.zero_grad(set_to_none=False)),
     "a skipped batch, cleared by the optimizer": skip(lambda loop: loop.opt.zero_grad()),
@@ -138,15 +114,19 @@ ANYWHERE = {
     "differentiated first": differentiate_first,
     "a penalty after a skipped batch": penalise,
     "a gradient scaler": scale,
-    "a closure": step_by_closure,
+    "a closure": lambda loop: loop.opt.step(Closure(loop.opt, loop.loss)),
 }
 BY_LAYERS = ANYWHERE | {
-    "evaluation mode": stay_in_evaluation,
+    "evaluation mode": in_evaluation(lambda loop: loop.step()),
     "micro-batches": accumulate,
-    "micro-batches after a skipped batch": accumulate_after_a_skip,
+    "micro-batches after a skipped batch": lambda loop: (
+        loop.loss(OTHER, LABELS).backward(),
+        loop.model.zero_grad(set_to_none=False),
+        accumulate(loop),
+    ),
     "two losses of one pass": add_losses_of_one_pass,
 }
-CASES = [(recipe, name) for recipe in STRUCTURED for name in BY_LAYERS]
+CASES = [(recipe, name) for recipe in BLOCK_RECIPES for name in BY_LAYERS]
 CASES += [(recipe, name) for recipe in MATRIX_FREE for name in ANYWHERE]
 
 
@@ -169,7 +149,7 @@ def test_a_sum_takes_the_steps_of_a_mean(recipe: Any, name: str):
 
 @pytest.mark.parametrize("silent", ["ignored", "empty"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("recipe", [*STRUCTURED, *MATRIX_FREE])
+@pytest.mark.parametrize("recipe", [*BLOCK_RECIPES, *MATRIX_FREE])
 def test_a_micro_batch_without_targets_adds_nothing(recipe: Any, reduction: str, silent: str):
     nothing = (OTHER, torch.full_like(LABELS, -100)) if silent == "ignored" else (OTHER[:0], LABELS[:0])
     ends = []
@@ -197,7 +177,7 @@ def test_gradients_that_are_zero_by_themselves_were_not_cleared():
     assert opt.state_report().gradient == pytest.approx(float(expected.norm()), rel=1e-12)
 
 
-@pytest.mark.parametrize("recipe", STRUCTURED)
+@pytest.mark.parametrize("recipe", BLOCK_RECIPES)
 def test_a_bad_batch_counts_once(recipe: Any):
     loop = Loop(recipe, "mean")
     loop.step()
