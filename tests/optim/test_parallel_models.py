@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from optim_models import CE, X, Y, flat, iterate, net
+from optim_models import BLOCK_RECIPES, CE, FREE_RECIPES, X, Y, flat, iterate, net
 from process_ranks import needs_gloo
 from torch import distributed, nn
 
@@ -16,13 +16,10 @@ import natgrad as ng
 
 pytestmark = needs_gloo
 
-LAYERS = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
-FLAT = [
-    ng.hessian_free,
-    ng.krylov_subspace,
-    ng.natgrad_cg,
-    lambda model, criterion, **options: ng.NaturalGradient(model, ng.fisher(model, criterion), **options),
-]
+
+LAYERS = BLOCK_RECIPES
+FLAT = [*FREE_RECIPES, lambda model, loss, **options: ng.NaturalGradient(model, ng.fisher(model, loss), **options)]
+wrap = nn.parallel.DistributedDataParallel
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -127,27 +124,31 @@ def test_a_model_that_is_cut_into_parts_after_the_optimizer_was_built_is_refused
 @pytest.mark.parametrize("recipe", FLAT)
 def test_a_wrapper_inside_of_the_model_is_refused_by_what_calls_it_as_a_function(recipe: Callable[..., Any]):
     with pytest.raises(TypeError, match="DistributedDataParallel in it, which is no function of parameters"):
-        recipe(nn.Sequential(nn.parallel.DistributedDataParallel(net())), CE)
+        recipe(nn.Sequential(wrap(net())), CE)
 
 
-def test_a_variational_posterior_is_of_one_process():
-    wrapped = nn.parallel.DistributedDataParallel(net())
-    for model in (wrapped, nn.Sequential(wrapped)):
-        with pytest.raises(TypeError, match="target is a DistributedDataParallel, or has one in it"):
-            ng.variational(model, criterion=CE, data_size=8)
+OF_ONE_PROCESS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "a posterior": (lambda m: ng.variational(m, criterion=CE, data_size=8), "target is a DistributedDataParallel"),
+    "a posterior of a part": (
+        lambda m: ng.variational(nn.Sequential(m), criterion=CE, data_size=8),
+        "target is a DistributedDataParallel, or has one in it",
+    ),
+    "a policy": (lambda m: ng.TRPO(m, "CartPole-v1"), "policy is a DistributedDataParallel"),
+    "a critic": (lambda m: ng.TRPO(None, "CartPole-v1", critic=m), "critic is a DistributedDataParallel"),
+    "a wave function": (
+        lambda m: ng.LogAmplitude(nn.Sequential(nn.Flatten(), m)),
+        "net is a DistributedDataParallel, or has one in it",
+    ),
+}
 
 
-def test_policies_and_their_critics_are_those_of_one_process():
-    pytest.importorskip("gymnasium")
-    for name in ("policy", "critic"):
-        given = {"policy": None, name: nn.parallel.DistributedDataParallel(nn.Linear(4, 2))}
-        with pytest.raises(TypeError, match=f"{name} is a DistributedDataParallel"):
-            ng.TRPO(env="CartPole-v1", **given)
-
-
-def test_a_wave_function_is_that_of_one_process():
-    with pytest.raises(TypeError, match="net is a DistributedDataParallel, or has one in it"):
-        ng.LogAmplitude(nn.Sequential(nn.Flatten(), nn.parallel.DistributedDataParallel(nn.Linear(4, 1))))
+@pytest.mark.parametrize("name", OF_ONE_PROCESS)
+def test_what_is_trained_by_one_process_takes_no_wrapper(name: str):
+    if "polic" in name or "critic" in name:
+        pytest.importorskip("gymnasium")
+    build, words = OF_ONE_PROCESS[name]
+    with pytest.raises(TypeError, match=words):
+        build(wrap(nn.Linear(4, 2)))
 
 
 def test_a_copy_on_no_device_is_the_model_itself():
@@ -173,21 +174,13 @@ def test_every_recipe_takes_a_group_and_refuses_what_is_none(recipe: Callable[..
         recipe(net(), CE, group="gloo")
 
 
-def test_a_group_other_than_the_wrappers_is_refused():
-    model = nn.parallel.DistributedDataParallel(net())
+def test_a_group_other_than_the_wrappers_or_of_no_processes_is_refused(monkeypatch: pytest.MonkeyPatch):
+    model = wrap(net())
     with pytest.raises(ValueError, match="other processes than group"):
         ng.kfac(model, CE, group=distributed.new_group([0]))
     ng.kfac(model, CE, group=model.process_group)
-
-
-def test_parameters_outside_of_the_wrapper_are_named():
-    inside, outside = net(), nn.Linear(3, 3).double()
-    nn_wrapped = nn.parallel.DistributedDataParallel(inside)
     with pytest.raises(ValueError, match=r"parameters \['1.weight', '1.bias'\] lie outside"):
-        ng.kfac(nn.Sequential(nn_wrapped, outside), CE)
-
-
-def test_a_group_without_processes_is_refused(monkeypatch: pytest.MonkeyPatch):
+        ng.kfac(nn.Sequential(wrap(net()), nn.Linear(3, 3).double()), CE)
     monkeypatch.setattr(distributed, "is_initialized", lambda: False)
     with pytest.raises(ValueError, match="init_process_group"):
         ng.kfac(net(), CE, group=object())

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from engine_state import blocks_of
-from optim_models import CE, X, Y, net
+from models import draw
+from optim_models import BLOCK_RECIPES, CE, X, Y, net, same, train
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -42,7 +43,7 @@ def gaps(steps: list[int]) -> list[int]:
     return [b - a for a, b in pairwise(steps)]
 
 
-@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga])
+@pytest.mark.parametrize("recipe", BLOCK_RECIPES)
 def test_statistics_are_read_ever_more_rarely(recipe: Callable[..., Any]):
     found = updates(recipe, rule=ng.TrustRegion(0.1))
     assert found[:RAMP] == [step for step in range(STEPS) if step < RAMP]
@@ -65,10 +66,6 @@ def test_intervals_grow_where_noise_has_hidden_the_gradient():
 # factors from a part of a pass's rows, lengths that are measured now and then, forms that are believed for a while
 
 
-def draw_single(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.mark.parametrize(("count", "some"), [(1000, 100), (2048, 1026), (997, 512), (640, 64)])
 def test_rows_are_spread_over_the_pass_and_over_every_period_in_it(count: int, some: int) -> None:
     kept = spread_rows(count, some, torch.device("cpu"))
@@ -80,20 +77,25 @@ def test_rows_are_spread_over_the_pass_and_over_every_period_in_it(count: int, s
     assert int(phases.max() - phases.min()) <= 1
 
 
+Factors = dict[str, dict[str, Tensor]]
+
+
 def read_factors(
     rows: float, model: nn.Module, x: Tensor, y: Tensor, steps: int = 4, update_every: int = 20
-) -> dict[str, dict[str, Tensor]]:
+) -> Factors:
     """The running averages' factors by layer, after some steps at one point."""
     structure = ng.Kronecker(0.95, rows=rows)
     opt = ng.StructuredNaturalGradient(model, CE, structure, lr=0.0, measure=False, update_every=update_every)
-    for _ in range(steps):
-        opt.zero_grad()
-        opt.loss(model(x), y).backward()
-        opt.step()
-    found = {}
-    for block in blocks_of(opt):
-        found[block.key] = {side: t / block.weight for side, t in block.totals.items()}
-    return found
+    train(opt, model, steps, x, y)
+    return {b.key: {side: total / b.weight for side, total in b.totals.items()} for b in blocks_of(opt)}
+
+
+def assert_near(some: Factors, every: Factors) -> None:
+    """Factors of a part of the rows are not those of all, but up to chance."""
+    assert any(not torch.equal(every[key]["left"], some[key]["left"]) for key in every)
+    for key, factors in every.items():
+        for side, factor in factors.items():
+            assert (some[key][side] - factor).norm() < 0.2 * factor.norm(), (key, side)
 
 
 def sequence_model() -> nn.Module:
@@ -107,15 +109,16 @@ def image_model() -> nn.Module:
 @pytest.mark.parametrize("name", ["sequence", "image"])
 def test_factors_of_a_part_of_the_rows_are_those_of_all_up_to_chance(name: str) -> None:
     torch.manual_seed(0)
-    if name == "sequence":
-        model, x, y = sequence_model(), draw_single(60, 40, 6), torch.randint(3, (2400,))
-    else:
-        model, x, y = image_model(), draw_single(300, 2, 8, 8), torch.randint(3, (300,))
-    every, some = read_factors(math.inf, model, x, y), read_factors(2, model, x, y)
-    assert any(not torch.equal(every[key]["left"], some[key]["left"]) for key in every)
-    for key, factors in every.items():
-        for side, factor in factors.items():
-            assert (some[key][side] - factor).norm() < 0.2 * factor.norm(), (key, side)
+    model, shape, count = (
+        (sequence_model(), (60, 40, 6), 2400) if name == "sequence" else (image_model(), (300, 2, 8, 8), 300)
+    )
+    x, y = draw(*shape).float(), torch.randint(3, (count,))
+    assert_near(read_factors(2, model, x, y), read_factors(math.inf, model, x, y))
+    if name == "sequence":  # a pass with few rows is taken whole
+        few = model, x[:15], y[:600]
+        assert same(read_factors(2, *few, 2), read_factors(math.inf, *few, 2))
+    with pytest.raises(ValueError, match="rows is 0"):
+        ng.Kronecker(rows=0)
 
 
 def test_an_update_that_comes_before_it_is_due_needs_as_many_fewer_rows() -> None:
@@ -135,32 +138,15 @@ def test_an_update_that_comes_before_it_is_due_needs_as_many_fewer_rows() -> Non
 
 def test_factors_on_every_step_come_from_fewer_rows_and_are_those_of_all_up_to_chance() -> None:
     torch.manual_seed(0)
-    model, x, y = sequence_model(), draw_single(60, 80, 6), torch.randint(3, (4800,))
+    model, x, y = sequence_model(), draw(60, 80, 6).float(), torch.randint(3, (4800,))
     every = read_factors(math.inf, model, x, y, 30)
     for often in (1, 20):
-        some = read_factors(2, model, x, y, 30, update_every=often)
-        assert any(not torch.equal(every[key]["left"], some[key]["left"]) for key in every)
-        for key, factors in every.items():
-            for side, factor in factors.items():
-                assert (some[key][side] - factor).norm() < 0.2 * factor.norm(), (often, key, side)
-
-
-def test_passes_with_few_rows_are_taken_whole() -> None:
-    torch.manual_seed(0)
-    model, x, y = sequence_model(), draw_single(15, 40, 6), torch.randint(3, (600,))
-    every, some = read_factors(math.inf, model, x, y, 2), read_factors(2, model, x, y, 2)
-    for key, factors in every.items():
-        torch.testing.assert_close(some[key], factors, rtol=0, atol=0)
-
-
-def test_rows_are_checked() -> None:
-    with pytest.raises(ValueError, match="rows is 0"):
-        ng.Kronecker(rows=0)
+        assert_near(read_factors(2, model, x, y, 30, update_every=often), every)
 
 
 def test_layers_of_a_step_are_scaled_without_a_product() -> None:
     forms = ("a", "c"), torch.tensor([2.0, 5.0])
-    vector = Parts({"a": draw_single(3), "b": draw_single(2), "c": draw_single(4)}, length=0.5)
+    vector = Parts({"a": draw(3).float(), "b": draw(2).float(), "c": draw(4).float()}, length=0.5)
     whole = Lazy(value=torch.tensor(7.0))
     step = BlockStep(vector, whole.scale_by(3.0), whole, torch.tensor(3.0), {}, forms).scale_by(0.1)
     factors = torch.tensor([0.5, 0.5, 1.0])
@@ -178,22 +164,19 @@ def test_layers_of_a_step_are_scaled_without_a_product() -> None:
 
 
 def test_lengths_are_measured_ever_more_seldom() -> None:
-    pace, measured = Pace(), []
-    for step in range(100):
-        if is_due_to_measure(pace, step, False, 20):
-            pace = Pace(measured=step)
-            measured.append(step)
+    def list_measured(steps: range, spectral: bool) -> list[int]:
+        pace, found = Pace(), list[int]()
+        for step in steps:
+            if is_due_to_measure(pace, step, spectral, 20):
+                pace = Pace(measured=step)
+                found.append(step)
+        return found
+
+    measured = list_measured(range(100), False)
     assert measured[:5] == [0, 1, 2, 3, 5]
-    assert max(b - a for a, b in pairwise(measured)) == 20
-
-
-def test_spectral_steps_are_measured_at_the_turn_and_then_four_times_more_seldom() -> None:
-    pace, found = Pace(), list[int]()
-    for step in range(40, 260):
-        if is_due_to_measure(pace, step, True, 20):
-            pace = Pace(measured=step)
-            found.append(step)
-    assert found == [40, 120, 200]
+    assert max(gaps(measured)) == 20
+    # of spectral steps, at the turn and then four times more seldom
+    assert list_measured(range(40, 260), True) == [40, 120, 200]
 
 
 @pytest.mark.parametrize(("estimate", "some"), [(ng.Sampled(), True), (ng.ExactLabels(), False)])
