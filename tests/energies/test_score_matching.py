@@ -6,8 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from boltzmann_states import RATIOS, boltzmann, weighted_states
-from energies import VECTORS, energy_net, gaussian, gaussian_case, table, two_layers, vector_case
+from energies import (
+    RATIOS,
+    VECTORS,
+    boltzmann,
+    energy_net,
+    gaussian,
+    gaussian_case,
+    table,
+    two_layers,
+    vector_case,
+    weighted_states,
+)
 from models import F64, assert_close, draw, tensor
 from torch import Tensor, nn
 

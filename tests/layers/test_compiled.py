@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_state import change_state, record_readings
+from engine_state import change_state, readings
 from models import CASES, Assembled, Case, assert_close, build_seeded
-from optim_models import CE, X, Y, dropout_net, flat, flat_gradient, iterate, net
+from optim_models import CE, X, Y, dropout_net, flat, flat_gradient, iterate, net, train
 from torch import nn
 
 import natgrad as ng
-from natgrad.optim.reading import Reading
 
 # torch's own tracing of any autograd function makes an instance of the base class, which warns
 # and reads .grad of the inputs of a compiled part
@@ -22,8 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
 EXACT = ng.ExactLabels()
-KINDS = ["odd convolutions", "checkpointed"]
-KINDS += ["twice used", "batch norm, training"]
+KINDS = ["odd convolutions", "checkpointed", "twice used", "batch norm, training"]
 
 
 @pytest.fixture(autouse=True)
@@ -38,14 +36,6 @@ def compile_quickly(model: nn.Module, backend: Any = "aot_eager") -> Any:
     return torch.compile(model, backend=backend, fullgraph=True)
 
 
-def reading(opt: Any, model: Any, inputs: Any, targets: Any) -> Reading:
-    """What the optimizer reads in one pass."""
-    found: list[Reading] = []
-    record_readings(opt, found)
-    opt.loss(model(inputs), targets)
-    return found[0]
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_a_compiled_model_is_read_as_the_plain_one(name: str):
     case: Case = CASES[name]
@@ -53,8 +43,8 @@ def test_a_compiled_model_is_read_as_the_plain_one(name: str):
     plain, model = case.make()[0], case.make()[0]
     targets = plain(inputs).argmax(-1)
     criterion = ng.Categorical()
-    expected = reading(ng.kfac(plain, criterion, estimate=EXACT), plain, inputs, targets)
-    found = reading(ng.kfac(model, criterion, estimate=EXACT), compile_quickly(model), inputs, targets)
+    expected = readings(ng.kfac(plain, criterion, estimate=EXACT), plain, inputs, targets)
+    found = readings(ng.kfac(model, criterion, estimate=EXACT), compile_quickly(model), inputs, targets)
     assert {one.key for one in found.layers} == {one.key for one in expected.layers}
     by_key = {one.key: one for one in found.layers}
     for one in expected.layers:
@@ -66,20 +56,20 @@ def test_a_compiled_model_is_read_as_the_plain_one(name: str):
 # how the model is compiled
 
 
-def whole(model: nn.Module) -> tuple[Any, Any]:
+def compile_outside(model: nn.Module) -> tuple[Any, Any]:
     return (outer := compile_quickly(model)), outer
 
 
-def raw(model: nn.Module) -> tuple[Any, Any]:
-    return model, compile_quickly(model)
-
-
-def in_place(model: nn.Module) -> tuple[Any, Any]:
+def compile_in_place(model: nn.Module) -> tuple[Any, Any]:
     model.compile(backend="aot_eager", fullgraph=True)
     return model, model
 
 
-WAYS = {"the optimizer gets the compiled model": whole, "the optimizer gets the plain model": raw, "in place": in_place}
+WAYS = {
+    "the optimizer gets the compiled model": compile_outside,
+    "the optimizer gets the plain model": lambda model: (model, compile_quickly(model)),
+    "in place": compile_in_place,
+}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -87,9 +77,8 @@ def test_training_does_not_depend_on_how_the_model_is_compiled(way: str):
     plain, model = net(), net()
     given, called = WAYS[way](model)
     opt, other = ng.kfac(given, CE, lr=0.1, estimate=EXACT), ng.kfac(plain, CE, lr=0.1, estimate=EXACT)
-    for _ in range(3):
-        iterate(opt, called)
-        iterate(other, plain)
+    train(opt, called, 3)
+    train(other, plain, 3)
     assert_close(flat(model), flat(plain), 1e-12)
     assert {row.structure for row in opt.report()} == {"Kronecker"}
     assert opt.state_report().failures == 0

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from engine_state import blocks_of, metric_of
 from models import F64, Assembled, assert_close, build_seeded, draw, reference_jacobian
+from optim_models import flat, is_finite, train
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -17,26 +21,14 @@ from natgrad.structures import ExactLabels, Layerwise
 E, H = 4, 3
 
 
-class Head(nn.Module):
+def build_head(body: nn.Module, first: bool, pool: bool = False) -> nn.Module:
     """Something over positions, then outputs; `first`: examples come first."""
 
-    def __init__(self, body: nn.Module, first: bool, pool: bool = False) -> None:
-        super().__init__()
-        self.body, self.out, self.first, self.pool = body, nn.Linear(E, 3), first, pool
+    def run(m: Any, x: Tensor) -> Tensor:
+        found = take_first(m.body(x))
+        return m.out(found.mean(1 if first else 0) if pool else found)
 
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.body(x)
-        found = found[0] if isinstance(found, tuple) else found
-        return self.out(found.mean(1 if self.first else 0) if self.pool else found)
-
-
-class SelfAttention(nn.Module):
-    def __init__(self, first: bool) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(E, 2, batch_first=first)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, x, need_weights=False)[0]
+    return Assembled(run, body=body, out=nn.Linear(E, 3))
 
 
 class Running(nn.Module):
@@ -50,45 +42,50 @@ class Running(nn.Module):
         return self.norm(torch.tanh(self.inner(x)).cumsum(self.axis))
 
 
-class Turned(nn.Module):
-    """Examples first outside, second within: mixed layouts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.inner, self.after = nn.Linear(E, E), nn.RNN(E, E), nn.Linear(E, E)
-
-    def forward(self, x: Tensor) -> Tensor:
-        inside = self.inner(self.before(x).transpose(0, 1))[0]
-        return self.after(inside.transpose(0, 1))
-
-
-def build_flattened() -> nn.Module:
-    """Positions and examples as one dimension within, (t b, d)."""
-    return Assembled(
-        lambda m, x: m.mix(torch.tanh(m.inner(x.flatten(0, 1))).view(x.shape)),
-        inner=nn.Linear(E, E),
-        mix=Running(False),
-    )
-
-
 def encoder(first: bool) -> nn.Module:
     return nn.TransformerEncoderLayer(E, 2, 5, dropout=0.0, batch_first=first)
 
 
-BODIES = {
+def take_first(outputs: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return outputs[0] if isinstance(outputs, tuple) else outputs
+
+
+def build_attention(first: bool) -> nn.Module:
+    attention = nn.MultiheadAttention(E, 2, batch_first=first)
+    return Assembled(lambda m, x: m.attention(x, x, x, need_weights=False)[0], attention=attention)
+
+
+def build_turned() -> nn.Module:
+    """Examples first outside, second within: mixed layouts."""
+    parts = {"before": nn.Linear(E, E), "inner": nn.RNN(E, E), "after": nn.Linear(E, E)}
+    return Assembled(lambda m, x: m.after(m.inner(m.before(x).transpose(0, 1))[0].transpose(0, 1)), **parts)
+
+
+def build_flattened() -> nn.Module:
+    """Positions and examples as one dimension within, (t b, d)."""
+    run = lambda m, x: m.mix(torch.tanh(m.inner(x.flatten(0, 1))).view(x.shape))  # noqa: E731
+    return Assembled(run, inner=nn.Linear(E, E), mix=Running(False))
+
+
+BODIES: dict[str, Callable[[bool], nn.Module]] = {
     "LSTM": lambda first: nn.LSTM(E, E, batch_first=first),
     "GRU, two layers": lambda first: nn.GRU(E, E, num_layers=2, batch_first=first),
-    "attention": SelfAttention,
+    "attention": build_attention,
     "encoder": encoder,
     "running sum": Running,
 }
 MODELS = {
-    **{f"{name}, examples second": (lambda build=build: Head(build(False), False)) for name, build in BODIES.items()},
-    **{f"{name}, examples first": (lambda build=build: Head(build(True), True)) for name, build in BODIES.items()},
-    "pooled, examples second": lambda: Head(encoder(False), False, pool=True),
-    "pooled, examples first": lambda: Head(encoder(True), True, pool=True),
-    "turned": lambda: Head(Turned(), True),
-    "flattened": lambda: Head(build_flattened(), False),
+    **{
+        f"{name}, examples second": (lambda build=build: build_head(build(False), False))
+        for name, build in BODIES.items()
+    },
+    **{
+        f"{name}, examples first": (lambda build=build: build_head(build(True), True)) for name, build in BODIES.items()
+    },
+    "pooled, examples second": lambda: build_head(encoder(False), False, pool=True),
+    "pooled, examples first": lambda: build_head(encoder(True), True, pool=True),
+    "turned": lambda: build_head(build_turned(), True),
+    "flattened": lambda: build_head(build_flattened(), False),
 }
 SIZES = [(2, 3), (3, 3), (3, 2)]  # also as many positions as examples
 
@@ -136,15 +133,9 @@ def test_entrywise_outputs_are_told_apart_too(name, criterion):
         assert blocks_error(structure.update(None, metric, params, x)[0], expected, False) < 1e-10
 
 
-def optimizer_on(
-    model: nn.Module, structure: Layerwise, criterion: nn.Module | None = None
-) -> StructuredNaturalGradient:
-    return StructuredNaturalGradient(model, criterion or nn.CrossEntropyLoss(), structure)
-
-
 def read_diagonal(model: nn.Module, structure: Layerwise, x: Tensor, criterion: nn.Module | None = None) -> Tensor:
     """The diagonal that an optimizer has after one reading, in the order of the parameters."""
-    optimizer = optimizer_on(model, structure, criterion or nn.MSELoss())
+    optimizer = StructuredNaturalGradient(model, criterion or nn.MSELoss(), structure)
     outputs = model(x)
     classes = isinstance(criterion, nn.CrossEntropyLoss)
     optimizer.loss(outputs, torch.zeros_like(outputs.movedim(1, -1)[..., 0].long() if classes else outputs)).backward()
@@ -183,16 +174,14 @@ def test_cotangents_of_a_partition_are_all_columns_one_example_at_a_time(partiti
 # examples that meet: in the model, or in the loss
 
 
-class Graph(nn.Module):
+def build_graph() -> nn.Module:
     """Nodes of one graph as rows, (b, d): two dimensions everywhere, and every node sees its neighbours."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.out = nn.Linear(E, E), nn.Linear(E, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def run(m: Any, x: Tensor) -> Tensor:
         edges = torch.linspace(0.1, 0.9, len(x) ** 2, dtype=x.dtype).view(len(x), len(x)).softmax(1)
-        return self.out(edges @ torch.tanh(self.inner(x)))
+        return m.out(edges @ torch.tanh(m.inner(x)))
+
+    return Assembled(run, inner=nn.Linear(E, E), out=nn.Linear(E, 3))
 
 
 def build_compared() -> nn.Module:
@@ -200,25 +189,22 @@ def build_compared() -> nn.Module:
     return Assembled(lambda m, x: m.out(m.inner(x).softmax(0)), inner=nn.Linear(E, E), out=nn.Linear(E, 3))
 
 
-class Exchanged(nn.Module):
+def exchange(body: nn.Module) -> nn.Module:
     """Outputs (t, b, c) as (b, t, c), or the other way round."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x).transpose(0, 1)
+    return Assembled(lambda m, x: m.body(x).transpose(0, 1), body=body)
 
 
 MEETING = {
-    "graph": (Graph, (4,)),
+    "graph": (build_graph, (4,)),
     "compared": (build_compared, (4,)),
-    **{f"{name}, first": (lambda build=build: Head(build(True), True), (2, 3)) for name, build in BODIES.items()},
-    **{f"{name}, second": (lambda build=build: Head(build(False), False), (3, 2)) for name, build in BODIES.items()},
-    "square": (lambda: Head(SelfAttention(False), False), (2, 2)),
-    "exchanged": (lambda: Exchanged(Head(encoder(True), True)), (2, 3)),
-    "exchanged, second": (lambda: Exchanged(Head(encoder(False), False)), (2, 2)),
+    **{f"{name}, first": (lambda build=build: build_head(build(True), True), (2, 3)) for name, build in BODIES.items()},
+    **{
+        f"{name}, second": (lambda build=build: build_head(build(False), False), (3, 2))
+        for name, build in BODIES.items()
+    },
+    "square": (lambda: build_head(build_attention(False), False), (2, 2)),
+    "exchanged": (lambda: exchange(build_head(encoder(True), True)), (2, 3)),
+    "exchanged, second": (lambda: exchange(build_head(encoder(False), False)), (2, 2)),
 }
 
 
@@ -243,7 +229,7 @@ def test_examples_that_meet_in_the_model_or_the_loss_are_taken_together(name):
 
 
 def test_a_head_that_starts_at_zero_hides_no_examples_that_meet():
-    model, x = build_seeded(Graph), draw(4, E, seed=5)
+    model, x = build_seeded(build_graph), draw(4, E, seed=5)
     nn.init.zeros_(model.out.weight)
     params, metric = dict(ng.trainable(model)), ng.fisher(model, nn.CrossEntropyLoss())
     structure = ng.Diagonal(estimate=ExactLabels())
@@ -257,28 +243,18 @@ def test_a_head_that_starts_at_zero_hides_no_examples_that_meet():
 # asked on gradients that are not zero, and again
 
 
-class Shared(nn.Module):
+def build_shared(gate: bool, bias: bool = True) -> nn.Module:
     """A layer whose weight is used once more, behind a head or a gate that starts at zero."""
 
-    def __init__(self, gate: bool, bias: bool = True) -> None:
-        super().__init__()
-        self.inner, self.out = nn.Linear(E, E, bias=bias), nn.Linear(E, 3)
-        self.gate = nn.Parameter(torch.zeros(())) if gate else None
-        if not gate:
-            nn.init.zeros_(self.out.weight)
+    def run(m: Any, x: Tensor) -> Tensor:
+        hidden = torch.tanh(m.inner(x))
+        again = torch.tanh(torch.einsum("bi,oi->bo", hidden, m.inner.weight * 1.0))
+        return m.out(hidden + m.gate * again if gate else again)
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.inner(x))
-        again = torch.tanh(torch.einsum("bi,oi->bo", hidden, self.inner.weight * 1.0))
-        return self.out(again if self.gate is None else hidden + self.gate * again)
-
-
-def train(model: nn.Module, optimizer: StructuredNaturalGradient, steps: int) -> None:
-    labels = torch.tensor([0, 1, 2, 0, 1])
-    for _ in range(steps):
-        optimizer.zero_grad()
-        optimizer.loss(model(draw(5, E)), labels).backward()
-        optimizer.step()
+    inner, out = nn.Linear(E, E, bias=bias), nn.Linear(E, 3)
+    if not gate:
+        nn.init.zeros_(out.weight)
+    return Assembled(run, inner=inner, out=out, gate=nn.Parameter(torch.zeros(())) if gate else None)
 
 
 @pytest.mark.parametrize(
@@ -286,14 +262,14 @@ def train(model: nn.Module, optimizer: StructuredNaturalGradient, steps: int) ->
     [(ng.Kronecker, True, True), (ng.Kronecker, False, False), (ng.Diagonal, True, False)],
 )
 def test_a_second_use_that_was_hidden_at_first_is_found(structure, gate, bias):
-    model = build_seeded(lambda: Shared(gate, bias))
-    optimizer = optimizer_on(model, structure(0.9))
-    train(model, optimizer, 1)
+    model = build_seeded(lambda: build_shared(gate, bias))
+    optimizer = StructuredNaturalGradient(model, nn.CrossEntropyLoss(), structure(0.9))
+    train(optimizer, model, 1, draw(5, E), torch.tensor([0, 1, 2, 0, 1]))
     assert "inner.weight" in {name for block in blocks_of(optimizer) for name in block.layout.names}
-    train(model, optimizer, 8)
+    train(optimizer, model, 8, draw(5, E), torch.tensor([0, 1, 2, 0, 1]))
     held = {block.layer.layout.names for block in blocks_of(optimizer) if block.layer is not None}
     assert not any("inner.weight" in names for names in held)
-    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+    assert is_finite(model)
 
 
 class Mixing(nn.Module):
@@ -317,29 +293,16 @@ class Mixing(nn.Module):
 @pytest.mark.parametrize("structure", [ng.Kronecker, ng.EigenKronecker, ng.Diagonal, ng.UnitWise])
 @pytest.mark.parametrize("examples", [H, H + 1])
 def test_a_resumed_run_takes_the_examples_for_what_the_run_itself_took(structure, examples):
-    tokens = torch.arange(examples * H).view(examples, H) % 7
-
-    def build() -> tuple[Mixing, StructuredNaturalGradient]:
-        model = build_seeded(Mixing)
-        assert isinstance(model, Mixing)
-        return model, StructuredNaturalGradient(model, "token_cross_entropy", structure(0.9), update_every=1)
-
-    def go_on(model: Mixing, optimizer: StructuredNaturalGradient) -> None:
-        for _ in range(2):
-            optimizer.zero_grad()
-            optimizer.loss(model(tokens), tokens).backward()
-            optimizer.step()
-
-    model, optimizer = build()
-    go_on(model, optimizer)
-    model.mix = 10.0
-    other, resumed = build()
+    tokens, (model, other) = torch.arange(examples * H).view(examples, H) % 7, (build_seeded(Mixing) for _ in range(2))
+    optimizer, resumed = (
+        StructuredNaturalGradient(m, "token_cross_entropy", structure(0.9), update_every=1) for m in (model, other)
+    )
+    train(optimizer, model, 2, tokens, tokens)
     other.load_state_dict(model.state_dict())
-    other.mix = 10.0
+    model.mix = other.mix = 10.0
     resumed.load_state_dict(optimizer.state_dict())
-    for pair in ((model, optimizer), (other, resumed)):
-        go_on(*pair)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    assert train(optimizer, model, 2, tokens, tokens) == train(resumed, other, 2, tokens, tokens)
+    assert torch.equal(flat(model), flat(other))
 
 
 # parameters without a layer

@@ -43,50 +43,37 @@ STORED_AS_COLUMNS: dict[str, Way] = {
 WAYS = STORED_AS_ROWS | STORED_AS_COLUMNS
 
 
-class Batched(nn.Module):
+def draw_weight() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(EXPERTS, OUT, IN)
+
+
+def build_batched(way: str) -> nn.Module:
     """Tokens sorted into slots, one matrix per expert, back to the tokens' places, a linear layer."""
 
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        weight = torch.randn(EXPERTS, OUT, IN)
-        self.experts = nn.Parameter(weight if way in STORED_AS_ROWS else weight.mT.contiguous())
-        self.out, self.way = nn.Linear(OUT, 3), WAYS[way]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(TOKENS, IN) -> (TOKENS, 3)."""
+    def run(m: Any, x: Tensor) -> Tensor:
         slots = torch.stack([functional.pad(x[route], (0, 0, 0, SLOTS - len(route))) for route in ROUTES])
-        found = self.way(slots, self.experts)
+        found = WAYS[way](slots, m.experts)
         parts = torch.cat([part[: len(route)] for part, route in zip(found, ROUTES, strict=True)])
-        return self.out(torch.tanh(parts[ORDER]))
+        return m.out(torch.tanh(parts[ORDER]))
+
+    weight = draw_weight()
+    experts = nn.Parameter(weight if way in STORED_AS_ROWS else weight.mT.contiguous())
+    return Assembled(run, experts=experts, out=nn.Linear(OUT, 3)).double()
 
 
-class Apart(nn.Module):
+def build_apart() -> nn.Module:
     """The same with a linear layer per expert."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        weight = torch.randn(EXPERTS, OUT, IN)
-        self.out = nn.Linear(OUT, 3)
-        self.experts = nn.ModuleList(nn.Linear(IN, OUT, bias=False) for _ in range(EXPERTS))
-        for layer, one in zip(self.experts, weight, strict=True):
-            layer.weight.data = one.clone()
+    def run(m: Any, x: Tensor) -> Tensor:
+        parts = torch.cat([expert(x[route]) for expert, route in zip(m.experts, ROUTES, strict=True)])
+        return m.out(torch.tanh(parts[ORDER]))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(TOKENS, IN) -> (TOKENS, 3)."""
-        parts = torch.cat([expert(x[route]) for expert, route in zip(self.experts, ROUTES, strict=True)])
-        return self.out(torch.tanh(parts[ORDER]))
-
-
-def make(way: str) -> Batched:
-    return Batched(way).double()
-
-
-def apart() -> Apart:
-    twin = Apart().double()
-    twin.out.load_state_dict(make("bmm").out.state_dict())
-    return twin
+    weight, out = draw_weight(), nn.Linear(OUT, 3)
+    experts = nn.ModuleList(nn.Linear(IN, OUT, bias=False) for _ in range(EXPERTS))
+    for layer, one in zip(experts, weight, strict=True):
+        layer.weight.data = one.clone()
+    return Assembled(run, out=out, experts=experts).double()
 
 
 def blocks(opt: Any) -> dict[str, Tensor]:
@@ -96,7 +83,7 @@ def blocks(opt: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_experts_have_the_blocks_of_linear_layers_of_their_own(way: str):
-    model, twin = make(way), apart()
+    model, twin = build_batched(way), build_apart()
     opt, other = ng.kfac(model, CE), ng.kfac(twin, CE)
     for one, net in ((opt, model), (other, twin)):
         iterate(one, net, X, LABELS)
@@ -110,20 +97,12 @@ def test_experts_have_the_blocks_of_linear_layers_of_their_own(way: str):
 
 
 def test_an_expert_without_tokens_stays_finite():
-    structure = ng.Kronecker(0.5)
+    def run(m: Any, x: Tensor) -> Tensor:
+        mask = torch.zeros(EXPERTS, 1, 1, dtype=F64).index_fill(0, torch.tensor(m.used), 1.0)
+        return torch.bmm(mask * x, m.experts).sum(0)
 
-    class Routed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts, self.used = nn.Parameter(torch.randn(EXPERTS, IN, 3)), [0, 1]
-
-        def forward(self, x: Tensor) -> Tensor:
-            """(b, IN) -> (b, 3)."""
-            mask = torch.zeros(EXPERTS, 1, 1, dtype=F64).index_fill(0, torch.tensor(self.used), 1.0)
-            return torch.bmm(mask * x, self.experts).sum(0)
-
-    model = Routed().double()
-    opt = ng.StructuredNaturalGradient(model, CE, structure)
+    model = Assembled(run, experts=nn.Parameter(torch.randn(EXPERTS, IN, 3)), used=[0, 1]).double()
+    opt = ng.StructuredNaturalGradient(model, CE, ng.Kronecker(0.5))
     iterate(opt, model, X, LABELS)
     before = metric_of(opt, blocks_of(opt)[0]).right.clone()
     model.used = [0, 2]

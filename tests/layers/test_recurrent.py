@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_close, draw
+from engine_state import assert_same_reading, readings
+from models import Assembled, assert_close, draw
 from optim_models import CE, iterate
-from pass_readings import readings
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -21,35 +21,32 @@ X, LABELS = draw(4, 3, 4), torch.tensor([0, 2, 1, 1])
 FUSED = torch.backends.mkldnn.is_available()  # an LSTM in float32 is one node of the graph
 
 
-class Recurrent(nn.Module):
+def build_recurrent(build: Callable[..., Any], lengths: list[int] | None = None, **choices: Any) -> nn.Module:
     """A recurrent module over (b, t, 4), then the sum over positions and a linear layer."""
 
-    def __init__(self, build: Callable[..., Any], lengths: list[int] | None = None, **choices: Any) -> None:
-        super().__init__()
-        self.inner, self.lengths = build(4, 3, **choices), lengths
-        self.out = nn.Linear(choices.get("proj_size", 3) * (2 if choices.get("bidirectional") else 1), 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, t, 4) -> (b, 3)."""
-        first = self.inner.batch_first
+    def run(m: Any, x: Tensor) -> Tensor:
+        first = m.inner.batch_first
         x = x if first else x.transpose(0, 1)
-        if self.lengths is not None:
-            x = pack_padded_sequence(x, torch.tensor(self.lengths), batch_first=first)
-        found = self.inner(x)[0]
-        if self.lengths is not None:
-            found = pad_packed_sequence(found, batch_first=first)[0]
-        return self.out(found.sum(1 if first else 0))
+        if lengths is None:
+            found = m.inner(x)[0]
+        else:
+            packed = m.inner(pack_padded_sequence(x, torch.tensor(lengths), batch_first=first))[0]
+            found = pad_packed_sequence(packed, batch_first=first)[0]
+        return m.out(found.sum(1 if first else 0))
+
+    width = choices.get("proj_size", 3) * (2 if choices.get("bidirectional") else 1)
+    return Assembled(run, inner=build(4, 3, **choices), out=nn.Linear(width, 3))
 
 
 CASES: dict[str, Callable[[], nn.Module]] = {
-    "lstm": lambda: Recurrent(nn.LSTM),
-    "lstm, batch first": lambda: Recurrent(nn.LSTM, batch_first=True),
-    "lstm, two layers, both ways": lambda: Recurrent(nn.LSTM, num_layers=2, bidirectional=True, batch_first=True),
-    "lstm, no biases": lambda: Recurrent(nn.LSTM, bias=False),
-    "lstm, projected": lambda: Recurrent(nn.LSTM, proj_size=2),
-    "lstm, packed": lambda: Recurrent(nn.LSTM, [3, 3, 2, 1], batch_first=True),
-    "gru": lambda: Recurrent(nn.GRU, num_layers=2),
-    "rnn": lambda: Recurrent(nn.RNN, nonlinearity="relu", batch_first=True),
+    "lstm": lambda: build_recurrent(nn.LSTM),
+    "lstm, batch first": lambda: build_recurrent(nn.LSTM, batch_first=True),
+    "lstm, two layers, both ways": lambda: build_recurrent(nn.LSTM, num_layers=2, bidirectional=True, batch_first=True),
+    "lstm, no biases": lambda: build_recurrent(nn.LSTM, bias=False),
+    "lstm, projected": lambda: build_recurrent(nn.LSTM, proj_size=2),
+    "lstm, packed": lambda: build_recurrent(nn.LSTM, [3, 3, 2, 1], batch_first=True),
+    "gru": lambda: build_recurrent(nn.GRU, num_layers=2),
+    "rnn": lambda: build_recurrent(nn.RNN, nonlinearity="relu", batch_first=True),
 }
 
 
@@ -75,15 +72,11 @@ def test_single_precision_reads_what_double_precision_does(name: str):
     for dtype in (torch.float32, torch.float64):
         model = make(name, dtype)
         opt = ng.kfac(model, CE, estimate=ng.ExactLabels() if "packed" not in name else ng.Sampled())
-        found[dtype] = {seen.key: seen for seen in readings(opt, model, X.to(dtype), LABELS).layers}
+        found[dtype] = readings(opt, model, X.to(dtype), LABELS)
         if dtype is torch.float32:
             iterate(opt, model, X.to(dtype), LABELS)
             assert {row.structure for row in opt.report()} == {"Kronecker"}
-    assert found[torch.float32].keys() == found[torch.float64].keys()
-    for key, seen in found[torch.float64].items():
-        assert_close(found[torch.float32][key].activations.double(), seen.activations, 1e-5)
-        for delta, other in zip(found[torch.float32][key].deltas, seen.deltas, strict=True):
-            assert_close(delta.double(), other, 1e-4)
+    assert_same_reading(found[torch.float32], found[torch.float64].layers, 1e-4)
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru"])

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from layer_blocks import assert_blocks
-from models import Case, assert_close, draw, reference_metric
-from optim_models import CE, iterate
+from models import Assembled, Case, assert_close, draw, reference_metric
+from optim_models import CE, iterate, train
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -46,16 +46,9 @@ class Grouped(nn.Module):
         return found.flatten(-2)
 
 
-class Net(nn.Module):
-    """A layer of one's own at every position, the sum over positions, a linear layer."""
-
-    def __init__(self, kind: Callable[[int, int], nn.Module]) -> None:
-        super().__init__()
-        self.own, self.out = kind(4, 6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, t, 4) -> (b, 3)."""
-        return self.out(torch.tanh(self.own(x)).sum(1))
+def build_net(kind: Callable[[int, int], nn.Module]) -> nn.Module:
+    """A layer of one's own at every position, the sum over positions, a linear layer: (b, t, 4) -> (b, 3)."""
+    return Assembled(lambda m, x: m.out(torch.tanh(m.own(x)).sum(1)), own=kind(4, 6), out=nn.Linear(6, 3))
 
 
 def groups(module: Any, tensor: Tensor) -> Tensor:
@@ -83,7 +76,7 @@ def register_kinds() -> Iterator[None]:
 
 
 def operator_of(structure: ng.Structure, kind: type, inputs: Tensor) -> tuple[Arranged, Tensor]:
-    case = Case(lambda: Net(kind), inputs)
+    case = Case(lambda: build_net(kind), inputs)
     model, params = case.make()
     operator, _ = structure.update(None, ng.fisher(model, case.family), params, inputs)
     assert isinstance(operator, Arranged)
@@ -105,16 +98,16 @@ def test_blocks_of_one_example_at_one_position_are_the_fisher_s(build: Any, kind
 @pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac, ng.unitwise])
 def test_an_optimizer_reads_and_trains_them(recipe: Any, kind: type):
     torch.manual_seed(0)
-    model = Net(kind).double()
+    model = build_net(kind).double()
     opt = recipe(model, CE)
-    losses = [float(iterate(opt, model, X, LABELS)) for _ in range(8)]
+    losses = train(opt, model, 8, X, LABELS)
     assert {row.structure for row in opt.report()} == {type(opt.structure).__name__}
     assert losses[-1] < losses[0]
 
 
 def test_a_wrong_registration_keeps_the_diagonal():
     ng.layers.register(Grouped, **(RULES[Grouped] | {"activations": groups}))  # forgets the square
-    model = Net(Grouped).double()
+    model = build_net(Grouped).double()
     opt = ng.kfac(model, CE)
     iterate(opt, model, X, LABELS)
     kinds = {row.parameter: row.structure for row in opt.report()}
@@ -128,7 +121,7 @@ def test_arguments_are_checked():
     with pytest.raises(TypeError, match="deltas is 3, expected a function"):
         ng.layers.register(Turned, deltas=3)  # type: ignore[arg-type]
     ng.layers.register(Turned, **RULES[Turned], activations=lambda module, x: x.flatten())
-    model = Net(Turned).double()
+    model = build_net(Turned).double()
     opt = ng.kfac(model, CE)
     with pytest.raises(ValueError, match=r"activations gave a tensor of shape .*expected \(b, t, d\)"):
         opt.loss(model(X), LABELS)

@@ -15,17 +15,22 @@ from natgrad.layers.hearing import SeenImages, hear_rows, record_pass
 from natgrad.layers.kinds import known_layers
 from natgrad.layers.moments import Seen
 
-CALLS = {
+
+def freeze(module: nn.Module) -> nn.Module:
+    """Its bias alone is trained."""
+    module.get_parameter("weight").requires_grad_(False)
+    return module
+
+
+CIRCULAR = {"padding": "same", "padding_mode": "circular", "groups": 2, "bias": False}
+CALLS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "plain": (lambda: nn.Conv2d(3, 4, 3, padding=1), (5, 3, 6, 6)),
     "stride": (lambda: nn.Conv2d(3, 4, 3, stride=2), (5, 3, 7, 8)),
-    "groups": (
-        lambda: nn.Conv2d(4, 6, 3, padding="same", padding_mode="circular", groups=2, bias=False),
-        (5, 4, 6, 6),
-    ),
+    "groups": (lambda: nn.Conv2d(4, 6, 3, **CIRCULAR), (5, 4, 6, 6)),
     "line": (lambda: nn.Conv1d(3, 4, 3, stride=2, padding=1, dilation=2), (5, 3, 15)),
     "volume": (lambda: nn.Conv3d(2, 3, 2), (5, 2, 3, 4, 3)),
     "by channel": (lambda: nn.Conv2d(4, 4, 3, groups=4, padding=1), (5, 4, 6, 6)),
-    "bias alone": (lambda: freeze_weight(nn.Conv2d(3, 4, 3)), (5, 3, 6, 6)),
+    "bias alone": (lambda: freeze(nn.Conv2d(3, 4, 3)), (5, 3, 6, 6)),
     "transposed": (lambda: nn.ConvTranspose2d(3, 4, 4, 2, 1), (5, 3, 4, 5)),
     "transposed, groups": (lambda: nn.ConvTranspose2d(4, 6, (3, 2), 2, 1, 1, 2, dilation=(1, 2)), (5, 4, 4, 3)),
     "transposed, few taps": (lambda: nn.ConvTranspose2d(3, 4, 2, 3, bias=False), (5, 3, 4, 3)),
@@ -33,48 +38,34 @@ CALLS = {
     "transposed, stride 1": (lambda: nn.ConvTranspose2d(3, 4, 3, 1, 1), (5, 3, 4, 4)),
     "transposed line": (lambda: nn.ConvTranspose1d(4, 2, 3, 2, 1, 1), (5, 4, 6)),
     "transposed volume": (lambda: nn.ConvTranspose3d(2, 3, 3, 2, 1), (5, 2, 3, 2, 3)),
-    "transposed, bias alone": (lambda: freeze_weight(nn.ConvTranspose2d(3, 4, 4, 2)), (5, 3, 3, 3)),
+    "transposed, bias alone": (lambda: freeze(nn.ConvTranspose2d(3, 4, 4, 2)), (5, 3, 3, 3)),
 }
 
 
-def freeze_weight(module: nn.Module) -> nn.Module:
-    module.weight.requires_grad_(False)
-    return module
-
-
-@pytest.fixture(params=CALLS)
-def passes(request: pytest.FixtureRequest):
-    """The pass without and with patches, its convolution, and the output."""
+@pytest.mark.parametrize("name", CALLS)
+def test_a_pass_without_patches_tells_what_the_pass_with_them_does(name: str):
+    """Its gradient is autograd's, and patches that are picked are rows of all."""
     torch.manual_seed(0)
-    build, shape = CALLS[request.param]
+    build, shape = CALLS[name]
     module = build().double()
-    (layer,) = known_layers(module, Space(ng.trainable(module))).values()
+    trained = ng.trainable(module)
+    (layer,) = known_layers(module, Space(trained)).values()
     x = torch.randn(shape, dtype=torch.float64)
     y = module(x)
     derivatives = [torch.randn_like(y) for _ in range(2)]
     assert SeenImages.fits(layer, x, derivatives, 5)
     seen = Seen(layer, layer.activations(x), [layer.deltas(d) for d in derivatives])
-    return SeenImages(layer, x, derivatives, y.shape[2:]), seen, module, y
-
-
-def test_its_gradient_is_autograds(passes):
-    images, seen, module, y = passes
-    trained = ng.trainable(module)
+    images = SeenImages(layer, x, derivatives, y.shape[2:])
     found = images.layer.layout.split(images.gradient())
     expected = torch.autograd.grad(y, list(trained.values()), images.derivatives[0])
     assert_close(list(found.values()), [dict(zip(trained, expected, strict=True))[name] for name in found])
     assert_close(images.gradient(), seen.gradient())
-
-
-def test_patches_that_are_picked_are_rows_of_all(passes):
-    images, seen, _, _ = passes
     t = seen.activations.shape[1]
     kept = torch.tensor([0, 3, 4 * t + 1, 2 * t])
     thin = images._pick_patches(kept, t)
     assert_close(thin.activations.flatten(0, 1), seen.activations.flatten(0, 1)[kept])
-    scale = (5 * t / 4) ** 0.5
-    for found, whole in zip(thin.deltas, seen.deltas, strict=True):
-        assert_close(found.flatten(0, 1), scale * whole.flatten(0, 1)[kept])
+    for few, whole in zip(thin.deltas, seen.deltas, strict=True):
+        assert_close(few.flatten(0, 1), (5 * t / 4) ** 0.5 * whole.flatten(0, 1)[kept])
 
 
 def test_thinned_to_some_images_they_weigh_as_much_as_all():
@@ -107,16 +98,11 @@ def test_outputs_of_an_unusual_size_are_left_to_patches(module, size):
 
 NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "batch norm": (lambda: nn.BatchNorm2d(3), (4, 3, 5, 2)),
-    "its shift alone": (lambda: freeze(nn.BatchNorm2d(3), "weight"), (4, 3, 5, 2)),
+    "its shift alone": (lambda: freeze(nn.BatchNorm2d(3)), (4, 3, 5, 2)),
     "layer norm": (lambda: nn.LayerNorm(3), (4, 6, 3)),
     "root mean square": (lambda: nn.RMSNorm(3), (4, 6, 3)),
     "as many positions as cotangents": (lambda: nn.LayerNorm(3), (4, 2, 3)),
 }
-
-
-def freeze(norm: nn.Module, name: str) -> nn.Module:
-    norm.get_parameter(name).requires_grad_(False)
-    return norm
 
 
 @pytest.mark.parametrize("case", NORMS)

@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from engine_state import kept_of, state_of
-from layer_blocks import assert_blocks, place
+from engine_state import assert_same_reading, kept_of, readings, state_of
+from layer_blocks import assert_blocks, assert_units
 from models import CASES as ALL_CASES
 from models import TOKENS, Assembled, Case, assert_close, draw, reference_metric
 from optim_models import CE, deep, iterate, same
-from pass_readings import readings
 from torch import Tensor, nn
 from torch.nn import functional
 
 import natgrad as ng
-from natgrad.operators import Arranged, Units
+from natgrad.operators import Arranged
 from natgrad.structures import hear_metric
 
 EXACT = ng.ExactLabels()
@@ -66,31 +65,46 @@ class Coder(nn.Module):
         return self.out(seen.mean(1 if self.first else 0))
 
 
-class Bare(nn.Module):
+def build_bare() -> nn.Module:
     """Matrices as bare parameters, each used in a way of its own: F.linear, x @ W, W @ x, a cut, a tied transpose."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.randn(5, E))
-        self.second = nn.Parameter(torch.randn(5, 3))
-        self.third = nn.Parameter(torch.randn(3, 3))
-        self.cut = nn.Parameter(torch.randn(7, 3))
-        self.shift = nn.Parameter(torch.randn(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, t, E) -> (b, 3)."""
-        x = torch.tanh(functional.linear(x, self.first)) @ self.second + self.shift
-        x = torch.tanh(x).mean(1)
-        x = (self.third @ x.mT).mT
-        left, right = self.cut[:3], self.cut.split([3, 4])[1]
+    def run(m: Any, x: Tensor) -> Tensor:
+        x = torch.tanh(functional.linear(x, m.first)) @ m.second + m.shift
+        x = (m.third @ torch.tanh(x).mean(1).mT).mT
+        left, right = m.cut[:3], m.cut.split([3, 4])[1]
         return functional.linear(torch.tanh(functional.linear(x, right)), right.mT) + functional.linear(x, left)
+
+    shapes = {"first": (5, E), "second": (5, 3), "third": (3, 3), "cut": (7, 3), "shift": (3,)}
+    return Assembled(run, **{name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()})
 
 
 def build_tied_code() -> nn.Module:
     """An autoencoder with one matrix, W^T tanh(W x)."""
-    return Assembled(
-        lambda m, x: functional.linear(torch.tanh(m.code(x)), m.code.weight.mT).mean(1), code=nn.Linear(E, 2)
-    )
+    run = lambda m, x: functional.linear(torch.tanh(m.code(x)), m.code.weight.mT).mean(1)  # noqa: E731
+    return Assembled(run, code=nn.Linear(E, 2))
+
+
+def build_recurrent(build: Callable[..., Any], **choices: Any) -> nn.Module:
+    """A recurrent module over (b, t, E), then the sum over positions and a linear layer."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        found = m.inner(x if m.inner.batch_first else x.transpose(0, 1))[0]
+        return m.out(found.sum(1 if m.inner.batch_first else 0))
+
+    width = choices.get("proj_size", 2) * (2 if choices.get("bidirectional") else 1)
+    return Assembled(run, inner=build(E, 2, **choices), out=nn.Linear(width, 3))
+
+
+def build_cells(build: Callable[..., Any]) -> nn.Module:
+    """A cell called once per position."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        state: Any = None
+        for row in x.unbind(1):
+            state = m.cell(row, state)
+        return state[0] if isinstance(state, tuple) else state
+
+    return Assembled(run, cell=build(E, 3))
 
 
 def build_turned() -> nn.Module:
@@ -100,35 +114,6 @@ def build_turned() -> nn.Module:
         return m.inner(x) + (x.mean(1).tanh().repeat(1, 3) @ m.inner.attention.in_proj_weight)[:, :3]
 
     return Assembled(forward, inner=Attended(batch_first=True))
-
-
-class Recurrent(nn.Module):
-    """A recurrent module over (b, t, E), then a linear layer at the last position."""
-
-    def __init__(self, build: Callable[..., Any], **choices: Any) -> None:
-        super().__init__()
-        self.inner = build(E, 2, **choices)
-        self.out = nn.Linear(choices.get("proj_size", 2) * (2 if choices.get("bidirectional") else 1), 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, t, E) -> (b, 3)."""
-        found = self.inner(x if self.inner.batch_first else x.transpose(0, 1))[0]
-        return self.out(found.sum(1 if self.inner.batch_first else 0))
-
-
-class Cells(nn.Module):
-    """A cell called once per position."""
-
-    def __init__(self, build: Callable[..., Any]) -> None:
-        super().__init__()
-        self.cell = build(E, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, t, E) -> (b, 3)."""
-        state: Any = None
-        for row in x.unbind(1):
-            state = self.cell(row, state)
-        return state[0] if isinstance(state, tuple) else state
 
 
 CASES: dict[str, Callable[[], nn.Module]] = {
@@ -142,15 +127,15 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "attention, turned": build_turned,
     "transformer": lambda: Coder(True),
     "transformer, positions first": lambda: Coder(False),
-    "bare parameters": Bare,
-    "recurrent": lambda: Recurrent(nn.RNN, batch_first=True),
-    "lstm, two layers": lambda: Recurrent(nn.LSTM, num_layers=2),
-    "lstm, projected": lambda: Recurrent(nn.LSTM, proj_size=1, batch_first=True),
-    "gru, both ways": lambda: Recurrent(nn.GRU, bidirectional=True, batch_first=True),
+    "bare parameters": build_bare,
+    "recurrent": lambda: build_recurrent(nn.RNN, batch_first=True),
+    "lstm, two layers": lambda: build_recurrent(nn.LSTM, num_layers=2),
+    "lstm, projected": lambda: build_recurrent(nn.LSTM, proj_size=1, batch_first=True),
+    "gru, both ways": lambda: build_recurrent(nn.GRU, bidirectional=True, batch_first=True),
     "tied code": build_tied_code,
-    "cells": lambda: Cells(nn.RNNCell),
-    "lstm cells": lambda: Cells(nn.LSTMCell),
-    "gru cells": lambda: Cells(nn.GRUCell),
+    "cells": lambda: build_cells(nn.RNNCell),
+    "lstm cells": lambda: build_cells(nn.LSTMCell),
+    "gru cells": lambda: build_cells(nn.GRUCell),
 }
 INPUTS = draw(4, 3, E)
 LABELS = torch.tensor([0, 2, 1, 1])
@@ -173,23 +158,10 @@ def operator_of(structure: ng.Structure, name: str, inputs: Tensor = INPUTS) -> 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_diagonal_is_the_fisher_s(name: str):
+def test_diagonals_and_unit_blocks_are_the_fisher_s(name: str):
     operator, dense = operator_of(ng.Diagonal(estimate=EXACT), name)
     assert_close(operator.dense(), torch.diag(dense.diagonal()), 1e-11)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_unit_blocks_are_the_fisher_s(name: str):
-    operator, dense = operator_of(ng.UnitWise(estimate=EXACT), name)
-    for layout, part in operator.parts:
-        where = place(operator, layout)
-        expected = dense[where][:, where]
-        if isinstance(part, Units):
-            for i, block in enumerate(part.matrices):
-                own = slice(i * len(block), (i + 1) * len(block))
-                assert_close(block, expected[own, own], 1e-11, scale=dense.abs().max())
-        else:
-            assert_close(part.diagonal(), expected.diagonal(), 1e-11)
+    assert_units(operator_of(ng.UnitWise(estimate=EXACT), name)[0], dense, 1e-11)
 
 
 DIAGONALS: dict[str, set[str]] = {
@@ -208,11 +180,8 @@ def test_only_what_is_no_product_gets_its_diagonal(name: str):
     iterate(opt, model, INPUTS, LABELS)
     found = {row.parameter for row in opt.report() if row.structure != "Kronecker"}
     assert found == DIAGONALS.get(name, set())
-    assert found == {
-        n
-        for n in params
-        if n not in {m for layer in opt._flow.reader.layers_by_names(state_of(opt).hearing.trusted) for m in layer}
-    }
+    explained = opt._flow.reader.layers_by_names(state_of(opt).hearing.trusted)
+    assert found == set(params) - {n for layer in explained for n in layer}
 
 
 @pytest.mark.parametrize("name", ["recurrent", "lstm, projected", "gru, both ways", "cells", "lstm cells", "gru cells"])
@@ -244,6 +213,12 @@ class ByHand(nn.Module):
         return self.out(torch.tanh(self.proj(found).mean(1)))
 
 
+def parts_of(operator: ng.Operator) -> dict[str, Any]:
+    """The operators by their first parameter."""
+    assert isinstance(operator, Arranged)
+    return {layout.names[0]: part for layout, part in operator.parts}
+
+
 @pytest.mark.parametrize("reduce", [False, True])
 def test_attention_s_factors_are_those_of_its_projections(reduce: bool):
     model, params, case = make("attention to memory")
@@ -259,12 +234,6 @@ def test_attention_s_factors_are_those_of_its_projections(reduce: bool):
     assert_close(proj.right, expected["proj.weight"].right, 1e-12)
 
 
-def parts_of(operator: ng.Operator) -> dict[str, Any]:
-    """The operators by their first parameter."""
-    assert isinstance(operator, Arranged)
-    return {layout.names[0]: part for layout, part in operator.parts}
-
-
 # in an optimizer
 
 
@@ -275,26 +244,16 @@ def test_an_optimizer_reads_what_a_pass_of_its_own_would(name: str):
     expected = hear_metric(metric, params, INPUTS, EXACT, torch.Generator().manual_seed(0))
     opt = ng.kfac(model, case.family, estimate=EXACT)
     opt._flow.reader._named_by_layers = lambda: True  # no random signs on the examples, for parameters without a layer
-    found = {seen.key: seen for seen in readings(opt, model, INPUTS, LABELS).layers}
-    assert found.keys() == {seen.key for seen in expected.layers}
-    for seen in expected.layers:
-        assert_close(found[seen.key].activations, seen.activations, 1e-13)
-        for delta, other in zip(found[seen.key].deltas, seen.deltas, strict=True):
-            assert_close(delta, other, 1e-12, scale=seen.deltas[0].abs().max())
+    assert_same_reading(readings(opt, model, INPUTS, LABELS), expected.layers)
 
 
 def test_a_matrix_with_another_use_keeps_what_it_has():
-    class Other(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.matrix = nn.Parameter(torch.randn(3, E))
-            self.twice = False
+    def build() -> Any:
+        """Twice: one more use, which is no product."""
+        run = lambda m, x: functional.linear(x * m.matrix.sum() if m.twice else x, m.matrix).mean(1)  # noqa: E731
+        return Assembled(run, matrix=nn.Parameter(torch.randn(3, E)), twice=False).double()
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = x * self.matrix.sum() if self.twice else x  # one more use, which is no product
-            return functional.linear(y, self.matrix).mean(1)
-
-    model, other = Other().double(), Other().double()
+    model, other = build(), build()
     opt = ng.kfac(model, CE)
     iterate(opt, model, INPUTS, LABELS)
     kept = deep(kept_of(opt, model.matrix)["totals"])

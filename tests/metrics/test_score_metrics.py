@@ -6,8 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from boltzmann_states import boltzmann, weighted_states
-from energies import VECTORS, gaussian, gaussian_case, table, table_case, two_layers, vector_case
+from energies import (
+    VECTORS,
+    boltzmann,
+    gaussian,
+    gaussian_case,
+    table,
+    table_case,
+    two_layers,
+    vector_case,
+    weighted_states,
+)
 from models import F64, assert_close, draw, tensor
 from torch import Tensor
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine_state import readings
 from models import Assembled, assert_close, build_seeded, draw
 from optim_models import CE, X, Y, count_hooks, flat, iterate, net
-from pass_readings import readings
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -25,35 +25,29 @@ LABELS = torch.tensor([0, 2, 1, 1, 0, 2])
 # packed sequences
 
 
-class Packed(nn.Module):
-    """A recurrent module on packed sequences, then a mean over each one's steps: (b, t, 3), lengths (b,) -> (b, 3)."""
+def build_packed(build: Callable[..., Any], packs: bool = True, **choices: Any) -> nn.Module:
+    """A recurrent module on packed sequences, then a mean over each one's steps: (b, t, 3), lengths (b,) -> (b, 3).
 
-    def __init__(self, build: Callable[..., Any], **choices: Any) -> None:
-        super().__init__()
-        self.inner = build(3, choices.pop("hidden_size", 2), batch_first=True, **choices)
-        self.out = nn.Linear(4 if choices.get("bidirectional") else 2, 3)
+    packs: False for the same on whole sequences of one length, where lengths do not count.
+    """
 
-    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Examples in any order of lengths."""
+    def run(m: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, lengths = batch
+        if not packs:
+            return m.out(torch.tanh(m.inner(x)[0].mean(1)))
         packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        found, _ = pad_packed_sequence(self.inner(packed)[0], batch_first=True)
-        return self.out(torch.tanh(found.sum(1) / lengths.unsqueeze(1)))
+        found, _ = pad_packed_sequence(m.inner(packed)[0], batch_first=True)
+        return m.out(torch.tanh(found.sum(1) / lengths.unsqueeze(1)))
 
-
-class Padded(Packed):
-    """The same on whole sequences of one length."""
-
-    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Lengths do not count."""
-        return self.out(torch.tanh(self.inner(batch[0])[0].mean(1)))
+    inner = build(3, choices.pop("hidden_size", 2), batch_first=True, **choices)
+    return Assembled(run, inner=inner, out=nn.Linear(4 if choices.get("bidirectional") else 2, 3))
 
 
 PACKED: dict[str, Callable[[], nn.Module]] = {
-    "rnn": lambda: Packed(nn.RNN),
-    "lstm, two layers": lambda: Packed(nn.LSTM, num_layers=2),
-    "lstm, projected": lambda: Packed(nn.LSTM, hidden_size=4, proj_size=2),
-    "gru, both ways": lambda: Packed(nn.GRU, bidirectional=True),
+    "rnn": lambda: build_packed(nn.RNN),
+    "lstm, two layers": lambda: build_packed(nn.LSTM, num_layers=2),
+    "lstm, projected": lambda: build_packed(nn.LSTM, hidden_size=4, proj_size=2),
+    "gru, both ways": lambda: build_packed(nn.GRU, bidirectional=True),
 }
 
 
@@ -99,7 +93,7 @@ def test_packed_sequences_of_different_lengths_count_by_example(name: str):
 
 def test_packed_sequences_of_one_length_are_read_as_whole_ones():
     for build in (nn.RNN, nn.LSTM, nn.GRU):
-        models = build_seeded(lambda build=build: Packed(build)), build_seeded(lambda build=build: Padded(build))
+        models = [build_seeded(lambda build=build, packs=packs: build_packed(build, packs)) for packs in (True, False)]
         batch = draw(4, 3, 3), torch.full((4,), 3)
         found, expected = (readings(ng.kfac(m, CE), m, batch, LABELS[:4]).layers for m in models)
         by_key = {one.key: one for one in found}

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from optim_models import CE, flat, is_finite, train
+from saved_runs import load, save
+from spectral_points import draw_layers
 from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.structures import OnlineLowRank
 
-CE = nn.CrossEntropyLoss()
 EXACT = ng.ExactLabels()
 
 
@@ -24,11 +26,10 @@ def join(**choices: Any) -> Callable[[nn.Module], Any]:
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
-    "kfac": lambda model: ng.kfac(model, CE, estimate=EXACT),
-    "ekfac": lambda model: ng.ekfac(model, CE, estimate=EXACT),
-    "diagonal": lambda model: ng.diagonal(model, CE, estimate=EXACT),
-    "unitwise": lambda model: ng.unitwise(model, CE, estimate=EXACT),
-    "online_ng": lambda model: ng.online_ng(model, CE, estimate=EXACT),
+    **{
+        recipe.__name__: lambda model, recipe=recipe: recipe(model, CE, estimate=EXACT)
+        for recipe in (ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng)
+    },
     "hessian_free": lambda model: ng.hessian_free(model, CE),
     "Dense": join(structure=ng.Dense(0.9)),
     "AdaptiveInverse": join(structure=ng.AdaptiveInverse(), damping=0.0),
@@ -43,21 +44,13 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def build() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    return draw_layers(4, 6, 3, dtype=torch.float32)
 
 
-def train(model: nn.Module, optimizer: Any, steps: int) -> None:
+def train_here(model: nn.Module, optimizer: Any, steps: int) -> None:
     x = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
     y = (x @ torch.tensor([[1.0, 0, -1], [0, 1, 0], [1, 0, 1], [0, -1, 1]])).argmax(1)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        optimizer.loss(model(x.to(next(model.parameters()).dtype)), y).backward()
-        optimizer.step()
-
-
-def flat(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().double().flatten() for p in model.parameters()])
+    train(optimizer, model, steps, x.to(next(model.parameters()).dtype), y)
 
 
 @pytest.mark.parametrize(("before", "after"), [(torch.float32, torch.float64), (torch.float64, torch.float32)])
@@ -65,41 +58,34 @@ def flat(model: nn.Module) -> Tensor:
 def test_another_dtype_goes_on_with_what_is_remembered(name: str, before: torch.dtype, after: torch.dtype) -> None:
     model = build().to(before)
     optimizer = OPTIMIZERS[name](model)
-    train(model, optimizer, 3)
-    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    train_here(model, optimizer, 3)
+    saved, start = save(model, optimizer), flat(model).double()
 
-    loaded = build().to(after)
-    other = OPTIMIZERS[name](loaded)
-    loaded.load_state_dict(weights)
-    other.load_state_dict(state)
-    late = build().to(before)
-    mover = OPTIMIZERS[name](late)
-    late.load_state_dict(weights)
-    mover.load_state_dict(state)
-    late.to(after)
-    unmoved = build().to(before)
-    keeper = OPTIMIZERS[name](unmoved)
-    unmoved.load_state_dict(weights)
-    keeper.load_state_dict(state)
-    model.to(after)
-    pairs = ((model, optimizer), (loaded, other), (late, mover), (unmoved, keeper))
-    for each, own in pairs:
-        train(each, own, 2)
-        assert {p.dtype for p in each.parameters()} == {before if each is unmoved else after}
-    start = torch.cat([weight.double().flatten() for weight in weights.values()])
-    for each in (model, loaded, late):
-        distance = (flat(each) - flat(unmoved)).norm() / (flat(unmoved) - start).norm()
+    def resume(built: torch.dtype, moved: torch.dtype) -> Tensor:
+        """Where the run goes on to, in a model of one dtype that is moved to another."""
+        twin = build().to(built)
+        other = OPTIMIZERS[name](twin)
+        load(twin, other, copy.deepcopy(saved))
+        twin.to(moved)
+        train_here(twin, other, 2)
+        assert {p.dtype for p in twin.parameters()} == {moved}
+        return flat(twin).double()
+
+    unmoved, ends = resume(before, before), [resume(after, after), resume(before, after)]
+    train_here(model.to(after), optimizer, 2)
+    for end in (*ends, flat(model).double()):
+        distance = (end - unmoved).norm() / (unmoved - start).norm()
         assert distance < 1e-2, f"{name}: {float(distance):.1e} of the way beside the run in {before}"  # float32
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_model_in_half_precision_learns_or_is_refused_by_its_dtype(name: str) -> None:
     model = build().to(torch.bfloat16)
+    before = flat(model)
     try:
-        optimizer = OPTIMIZERS[name](model)
-        train(model, optimizer, 3)
+        train_here(model, OPTIMIZERS[name](model), 3)
     except ValueError as error:
         assert "torch.bfloat16" in str(error)  # noqa: PT017
     else:
-        assert not torch.equal(flat(model), flat(build().to(torch.bfloat16)))
-        assert bool(flat(model).isfinite().all())
+        assert not torch.equal(flat(model), before)
+        assert is_finite(model)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import draw
+from models import Assembled, draw
 from optim_models import CE, RECIPES, Closure, X, Y, build, count_hooks, flat, iterate, net, pass_through_file, train
 from torch import Tensor, nn
 from torch.nn import functional
@@ -77,17 +77,15 @@ class Marked(torch.autograd.Function):
         return gradients[0], None
 
 
-class Watched(nn.Module):
+def build_watched(record: Callable[[Any], None]) -> nn.Module:
     """A network that hands out weak references to what its graphs hold; its own attributes a step leaves alone."""
 
-    def __init__(self, record: Callable[[Any], None]) -> None:
-        super().__init__()
-        self.layers, self.record = net(), record
-
-    def forward(self, x: Tensor) -> Tensor:
+    def run(m: Any, x: Tensor) -> Tensor:
         mark = Mark()
-        self.record(weakref.ref(mark))
-        return Marked.apply(self.layers(x), mark)
+        record(weakref.ref(mark))
+        return Marked.apply(m.layers(x), mark)
+
+    return Assembled(run, layers=net())
 
 
 FORGETFUL = {
@@ -102,7 +100,7 @@ FORGETFUL = {
 @pytest.mark.parametrize("choices", FORGETFUL)
 def test_nothing_of_a_batch_outlives_its_step(choices: str, way: str) -> None:
     alive = list[Any]()
-    model = Watched(alive.append)
+    model = build_watched(alive.append)
     opt = build(model, **FORGETFUL[choices])
 
     def one_step() -> list[Any]:

@@ -133,11 +133,6 @@ def write_rates(largest: float) -> list[float]:
     return losses
 
 
-def test_rates_that_the_loop_writes_are_factors():
-    losses = write_rates(1.0)
-    assert losses[-1] < 0.5 * losses[0]
-
-
 def test_a_rate_of_adam_s_that_was_left_in_the_loop_is_told_once():
     with pytest.warns(
         UserWarning, match=r"lr is 0.000.*, .* the last 20 steps were at least 1\d+ times shorter than at lr=1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from fuzz_nets import Net, nets
+from hypothesis import given, settings
 from models import Assembled, build_seeded, draw
 from optim_models import flat, flat_gradient, train_batches
 from spectral_points import describe_fit, draw_layers, join_bias, make_point, polar_by_svd
@@ -19,6 +22,7 @@ from natgrad.ground.constants import FRESH
 from natgrad.optim import blocks
 from natgrad.rules import BlockPoint, BlockStack, NoiseAware, Rule, SpectralDescent, SpectralProgress
 from natgrad.rules.spectral_progress import least_size, unwhiten, whiten, whitener_of_few
+from natgrad.structures import Layerwise
 
 F64 = torch.float64
 FREE = SpectralProgress(kl_share=math.inf, warm=1)
@@ -293,3 +297,46 @@ def test_layers_that_are_alike_train_as_those_whose_moments_are_factored_one_by_
     together = train()
     monkeypatch.setattr(blocks, "MOMENTS", 1)
     torch.testing.assert_close(together, train())
+
+
+# steps from second moments of inputs alone are those of the statistics with derivatives, on random networks
+
+STEPS = 4
+
+
+def call(model: nn.Module, inputs: Any) -> Tensor:
+    outputs = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    assert isinstance(outputs, Tensor)
+    return outputs
+
+
+def train(net: Net, recipe: Any, separates: bool) -> tuple[nn.Module, Any]:
+    """Some steps with the same inputs, where the structure says that it can do without derivatives, or does not."""
+    model = copy.deepcopy(net.model)
+    opt = recipe(model, nn.MSELoss(), rule=SpectralProgress(), update_every=1, decay=0.5)
+    y = torch.ones_like(call(copy.deepcopy(model), net.inputs).detach())
+    with pytest.MonkeyPatch.context() as patch:
+        if not separates:
+            patch.setattr(Layerwise, "separates", False)
+        for _ in range(STEPS):
+            opt.zero_grad()
+            opt.loss(call(model, net.inputs), y).backward()
+            opt.step()
+    return model, opt
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac])
+@given(net=nets())
+@settings(deadline=None)
+def test_inputs_alone_give_the_steps_of_all_statistics(recipe: Any, net: Net) -> None:
+    model, opt = train(net, recipe, separates=True)
+    other, _ = train(net, recipe, separates=False)
+    assert torch.isfinite(flat(model)).all()
+    layered = [
+        block for block in opt._live.state.blocks.values() if block.layer is not None and block.totals is not None
+    ]
+    known = [set(block.totals) & {"left", "right"} for block in layered]
+    if any(len(sides) > 1 for sides in known):  # a matrix in several roles keeps what it has
+        return
+    torch.testing.assert_close(flat(model), flat(other), rtol=1e-7, atol=1e-9)

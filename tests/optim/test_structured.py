@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_state import blocks_of, kept_of, record_readings
-from models import CASES, F64, Case, assert_close, build_seeded
+from engine_state import assert_same_reading, blocks_of, kept_of, readings, record_readings
+from models import CASES, F64, assert_close, build_seeded
 from optim_models import BLOCK_RECIPES as RECIPES
 from optim_models import (
     CE,
@@ -21,11 +21,11 @@ from optim_models import (
     flat_gradient,
     global_random_state_is_untouched,
     is_finite,
+    iterate,
     net,
     train,
 )
-from pass_readings import iterate, readings
-from torch import Tensor, nn
+from torch import nn
 
 import natgrad as ng
 from natgrad.ground.constants import KL_SLACK
@@ -120,26 +120,14 @@ SAME = ["mlp", "sequence", "conv2d", "odd convolutions", "group norm", "in-place
 
 @pytest.mark.parametrize("name", [*SAME, "attention", "twice used", "linear over positions", "batch norm, training"])
 def test_taps_read_what_a_pass_of_its_own_would(name: str):
-    case = CASES[name]
+    case, criterion = CASES[name], ng.Categorical()
     model, params = case.make()
-    inputs = case.inputs.requires_grad_(False) if case.inputs.is_floating_point() else case.inputs
-    criterion = ng.Categorical()
-    metric = ng.fisher(model, criterion)
-    expected = hear_metric(metric, params, inputs, EXACT, torch.Generator().manual_seed(0), random=None)
-    opt = ng.kfac(model, criterion, estimate=EXACT)
-    reading = readings(opt, model, inputs, labels_for(model, case))
-    found = {seen.key: seen for seen in reading.layers}
-    assert found.keys() == {seen.key for seen in expected.layers}
-    for seen in expected.layers:
-        assert_close(found[seen.key].activations.to(F64), seen.activations.to(F64), 1e-13)
-        for delta, other in zip(found[seen.key].deltas, seen.deltas, strict=True):
-            assert_close(delta, other, 1e-12, scale=seen.deltas[0].abs().max())
-
-
-def labels_for(model: nn.Module, case: Case) -> Tensor:
-    """Targets of the right shape."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        return copy.deepcopy(model)(case.inputs).argmax(-1)
+        targets = copy.deepcopy(model)(case.inputs).argmax(-1)
+    metric, generator = ng.fisher(model, criterion), torch.Generator().manual_seed(0)
+    expected = hear_metric(metric, params, case.inputs, EXACT, generator, random=None)
+    reading = readings(ng.kfac(model, criterion, estimate=EXACT), model, case.inputs, targets)
+    assert_same_reading(reading, expected.layers)
 
 
 @pytest.mark.parametrize("name", ["tied", "behind a layer's back", "bare parameter"])

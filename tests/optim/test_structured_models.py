@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine_state import blocks_of
+from engine_state import blocks_of, readings
 from models import Assembled, build_seeded
-from optim_models import CE, X, Y, deep, flat, iterate, same
+from optim_models import CE, X, Y, deep, iterate, same
 from optim_models import net as small_net
-from pass_readings import readings
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
@@ -126,41 +125,9 @@ def test_a_product_of_two_parameters_has_no_examples():
     assert not seen["out.weight out.bias"].pooled
 
 
-def build_late() -> nn.Module:
-    """A branch that is switched on later."""
-    return Assembled(
-        lambda m, x: m.always(x) + (m.scale * m.later(x) @ m.bare if m.on else 0),
-        always=nn.Linear(3, 3),
-        later=nn.Linear(3, 3),
-        bare=nn.Parameter(torch.randn(3, 3)),
-        scale=nn.Parameter(torch.ones(3)),
-        on=False,
-    )
-
-
-def test_a_branch_that_is_used_later_gets_its_blocks_then():
-    model: Any = build_seeded(build_late)
-    twin: Any = build_seeded(build_late)
-    opt = ng.kfac(model, CE)
-    iterate(opt, model)
-    waiting = {row.parameter for row in opt.report() if row.structure == "not read yet"}
-    assert waiting == {"later.weight", "later.bias", "bare", "scale"}
-    twin.load_state_dict(model.state_dict())
-    other = ng.kfac(twin, CE)
-    other.load_state_dict(deep(opt.state_dict()))
-    model.on = twin.on = True
-    for _ in range(3):
-        iterate(opt, model)
-        iterate(other, twin)
-    kinds = {row.parameter: row.structure for row in opt.report()}
-    assert [name for name, kind in kinds.items() if kind != K] == ["scale"]
-    assert torch.equal(flat(model), flat(twin))
-    assert same(deep(opt.state_dict()), deep(other.state_dict()))
-
-
 def test_parameters_that_are_frozen_later_stay_where_they_are():
-    model: Any = build_seeded(build_late)
-    model.on = True
+    parts = {"later": nn.Linear(3, 3), "bare": nn.Parameter(torch.randn(3, 3)), "scale": nn.Parameter(torch.ones(3))}
+    model: Any = Assembled(lambda m, x: m.scale * m.later(x) @ m.bare, **parts).double()
     opt = ng.kfac(model, CE)
     iterate(opt, model)
     for p in (model.later.weight, model.bare, model.scale):

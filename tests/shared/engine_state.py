@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+from models import F64, assert_close
+from torch import Tensor, nn
 
+from natgrad.layers import Seen
 from natgrad.operators import Operator
 from natgrad.optim.reading import Reading
 from natgrad.optim.state import Block, State
@@ -58,3 +61,21 @@ def record_readings(opt: Any, found: list[Reading]) -> None:
 
     averages = opt._flow.averages
     object.__setattr__(averages, "start", keep)
+
+
+def readings(opt: Any, model: nn.Module, inputs: Any, targets: Any) -> Reading:
+    """What the optimizer read in one pass."""
+    found: list[Reading] = []
+    record_readings(opt, found)
+    opt.loss(model(inputs), targets)
+    return found[0]
+
+
+def assert_same_reading(reading: Reading, layers: Sequence[Seen], rtol: float = 1e-12) -> None:
+    """The same layers, with the same activations and derivatives."""
+    found = {seen.key: seen for seen in reading.layers}
+    assert found.keys() == {seen.key for seen in layers}
+    for seen in layers:
+        assert_close(found[seen.key].activations.to(F64), seen.activations.to(F64), rtol / 10)
+        for delta, other in zip(found[seen.key].deltas, seen.deltas, strict=True):
+            assert_close(delta.to(F64), other, rtol, scale=seen.deltas[0].abs().max())

@@ -9,7 +9,7 @@ from models import CASES, assert_close, reference_metric
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.operators import Arranged
+from natgrad.operators import Arranged, Units
 
 
 def operator_of(structure: ng.Structure, name: str) -> tuple[Arranged, Tensor, ng.Operator]:
@@ -36,3 +36,16 @@ def assert_blocks(operator: Arranged, dense: Tensor) -> None:
     for layout, part in operator.parts:
         where = place(operator, layout)
         assert_close(part.dense(), dense[where][:, where], 1e-11, scale=dense.abs().max())
+
+
+def assert_units(operator: Arranged, dense: Tensor, rtol: float) -> None:
+    """Each unit's block is that of the dense metric, and of a parameter without a layer the diagonal is."""
+    for layout, part in operator.parts:
+        where = place(operator, layout)
+        expected = dense[where][:, where]
+        if isinstance(part, Units):
+            for i, block in enumerate(part.matrices):
+                own = slice(i * len(block), (i + 1) * len(block))
+                assert_close(block, expected[own, own], rtol, scale=dense.abs().max())
+        else:
+            assert_close(part.diagonal(), expected.diagonal(), rtol)

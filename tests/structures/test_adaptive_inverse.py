@@ -150,29 +150,23 @@ def test_a_metric_without_a_root_is_written_out() -> None:
             assert_close(found.dense(), expected.dense(), 1e-10)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: ng.AdaptiveInverse("woodbury"),  # type: ignore[arg-type]
-            "method is 'woodbury', expected ng.Averaged",
-        ),
-        (
-            lambda: ng.AdaptiveInverse(ng.Woodbury),  # type: ignore[arg-type]
-            "did you forget the parentheses",
-        ),
-        (lambda: ng.Woodbury(offset=0.0), "offset is 0.0, expected a finite number > 0"),
-        (lambda: ng.FirstOrder(floor=1.0), "floor is 1.0, expected a number in"),
-        (lambda: ng.FirstOrder(start_at=-1.0), "start_at is -1.0"),
-        (lambda: ng.Averaged(every=0), "every is 0, expected an integer >= 1"),
-        (lambda: ng.Averaged(damping=0.0), "damping is 0.0"),
-        (lambda: ng.Averaged(batches=0), "batches is 0, expected an integer >= 1"),
-        (lambda: ng.Averaged(batches=2.5), "batches is 2.5, expected an integer >= 1"),
-        (lambda: ng.Averaged(hold=0.0), "hold is 0.0"),
-        (lambda: ng.Averaged(late=float("inf")), "late is inf"),
-        (lambda: ng.Averaged(horizon=float("nan")), "horizon is nan"),
-    ],
-)
+WRONG: list[tuple[Any, str]] = [
+    (lambda: ng.AdaptiveInverse("woodbury"), "method is 'woodbury', expected ng.Averaged"),  # type: ignore[arg-type]
+    (lambda: ng.AdaptiveInverse(ng.Woodbury), "did you forget the parentheses"),  # type: ignore[arg-type]
+    (lambda: ng.Woodbury(offset=0.0), "offset is 0.0, expected a finite number > 0"),
+    (lambda: ng.FirstOrder(floor=1.0), "floor is 1.0, expected a number in"),
+    (lambda: ng.FirstOrder(start_at=-1.0), "start_at is -1.0"),
+    (lambda: ng.Averaged(every=0), "every is 0, expected an integer >= 1"),
+    (lambda: ng.Averaged(damping=0.0), "damping is 0.0"),
+    (lambda: ng.Averaged(batches=0), "batches is 0, expected an integer >= 1"),
+    (lambda: ng.Averaged(batches=2.5), "batches is 2.5, expected an integer >= 1"),
+    (lambda: ng.Averaged(hold=0.0), "hold is 0.0"),
+    (lambda: ng.Averaged(late=float("inf")), "late is inf"),
+    (lambda: ng.Averaged(horizon=float("nan")), "horizon is nan"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), WRONG)
 def test_wrong_choices_are_told_at_the_door(make: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         make()

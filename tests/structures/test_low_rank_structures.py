@@ -12,8 +12,7 @@ import torch
 from engine_state import blocks_of, metric_of
 from layer_blocks import operator_of, place
 from models import CASES, F64, assert_close, draw, mlp
-from optim_models import CE, X, Y, flat, flat_gradient, net
-from torch import Tensor, nn
+from optim_models import CE, X, Y, flat, flat_gradient, iterate, net
 
 import natgrad as ng
 from natgrad.operators import KroneckerOperator, Spiked, SpikedKronecker, Spikes
@@ -38,16 +37,12 @@ def spikes(size: int, rank: int, groups: tuple[int, ...] = (), seed: int = 0) ->
     return Spikes(vectors, 0.1 + draw(*groups, rank + 1, seed=seed + 1).square())
 
 
-def one_sided() -> Spiked:
-    return Spiked(spikes(7, 3).vectors, torch.zeros(1, 0, dtype=F64), draw(4, 1).square())
-
-
 OPERATORS: dict[str, Callable[[], ng.Operator]] = {
     "both sides": lambda: SpikedKronecker(spikes(5, 2), spikes(6, 3)),
     "groups": lambda: SpikedKronecker(spikes(5, 2, (3,)), spikes(4, 1, (3,))),
     "a side of one entry": lambda: SpikedKronecker(spikes(1, 0), spikes(6, 3)),
     "two sides of one entry": lambda: SpikedKronecker(spikes(1, 0), spikes(1, 0)),
-    "one side": one_sided,
+    "one side": lambda: Spiked(spikes(7, 3).vectors, torch.zeros(1, 0, dtype=F64), draw(4, 1).square()),
     "nothing": lambda: Spiked(draw(4, 0), draw(1, 0), torch.zeros(1, 1, dtype=F64)),
     "inverse": lambda: SpikedKronecker(spikes(5, 2), spikes(6, 3)).inverse(0.1),
     "factored inverse": lambda: SpikedKronecker(spikes(5, 2), spikes(6, 3), factored=True).inverse(0.1),
@@ -57,6 +52,8 @@ OPERATORS: dict[str, Callable[[], ng.Operator]] = {
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_operator_is_sound(name: str):
     check_operator(OPERATORS[name]())
+    with pytest.raises(ValueError, match=r"spectrum has shape \(2, 2\), expected \(3, 2\)"):
+        Spiked(draw(5, 2), draw(4, 1), torch.ones(2, 2, dtype=F64))
 
 
 def test_factored_damping_is_kfac_s_and_the_smoothing_of_the_online_natural_gradient():
@@ -70,26 +67,17 @@ def test_factored_damping_is_kfac_s_and_the_smoothing_of_the_online_natural_grad
     assert_close(found, torch.linalg.inv(torch.kron(*sides)), 1e-12)
 
 
-def test_shapes_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"spectrum has shape \(2, 2\), expected \(3, 2\)"):
-        Spiked(draw(5, 2), draw(4, 1), torch.ones(2, 2, dtype=F64))
-
-
 # both structures
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
-def test_structures_pass_the_public_check(structure: ng.Structure):
+def test_structures_pass_the_public_checks(structure: ng.Structure):
     model = net()
     check_structure(structure, ng.fisher(model, ng.Categorical()), ng.trainable(model), draw(5, 3))
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("name", ["sequence", "tied", "batch norm, training", "frozen"])
-@pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
-def test_every_case_gets_a_sound_operator(structure: ng.Structure, name: str):
-    operator = operator_of(structure, name)[0]
-    check_operator(operator.shift(0.1 * float(operator.mean_eigenvalue())), rtol=1e-8)
+    for name in ("sequence", "tied", "batch norm, training", "frozen"):
+        operator = operator_of(structure, name)[0]
+        check_operator(operator.shift(0.1 * float(operator.mean_eigenvalue())), rtol=1e-8)
 
 
 @pytest.mark.parametrize("structure", [s for s in STRUCTURES if not s.decay], ids=repr)
@@ -112,20 +100,13 @@ def test_the_optimizer_s_step_is_the_dense_formula(structure: Any):
 # online factors
 
 
-def wide(outputs: int = 9) -> tuple[nn.Module, dict[str, Tensor]]:
-    """(b, 12) -> outputs logits; three examples leave half of every side unseen."""
-    model = mlp(12, outputs)
-    return model, dict(ng.trainable(model))
-
-
 def test_factors_of_few_examples_are_kfac_s():
-    # three examples and one draw of the labels: rank 3 on both sides, which the ranks 7 and 5 hold
-    model, params = wide()
-    metric, x = ng.fisher(model, ng.Categorical()), draw(3, 12)
+    """Three examples and one draw of the labels: rank 3 on both sides, which the ranks 7 and 5 hold."""
+    model, x = mlp(12, 9), draw(3, 12)
+    metric, params = ng.fisher(model, ng.Categorical()), ng.trainable(model)
     found, _ = ng.OnlineLowRank().update(None, metric, params, x)
     expected, _ = ng.Kronecker().update(None, metric, params, x)
-    # directions that no example has are floored
-    assert_close(found.dense(), expected.dense(), 2e-3)
+    assert_close(found.dense(), expected.dense(), 2e-3)  # directions that no example has are floored
     exact = ng.OnlineLowRank(rank_in=3, rank_out=3).update(None, metric, params, x)[0]
     assert_close(exact.dense(), expected.dense(), 1e-12)
 
@@ -164,22 +145,15 @@ def test_the_covariance_is_exact_where_the_rank_suffices(name: str):
 def test_in_the_optimizer_it_is_the_second_moment_of_the_data_s_gradients():
     model = net()
     opt = ng.tonga(model, CE, rank=100, decay=0.9, lr=0.0, update_every=1)
-    params = ng.trainable(model)
-    expected = torch.zeros(31, 31, dtype=F64)
+    params, expected = ng.trainable(model), torch.zeros(31, 31, dtype=F64)
     for shift in range(3):
         y = (Y + shift) % 3
-        opt.zero_grad()
-        opt.loss(model(X), y).backward()
-        opt.step()
+        iterate(opt, model, X, y)
         expected = 0.9 * expected + ng.covariance(model, CE).at(params, (X, y)).dense()
     expected /= 1 + 0.9 + 0.81
-    place = {"0.weight": range(12), "0.bias": range(12, 16), "2.weight": range(16, 28), "2.bias": range(28, 31)}
+    places = ng.Space(params).unflatten(torch.arange(31.0).double())
     for block in blocks_of(opt):
-        whole = torch.cat([torch.tensor(place[name]) for name in block.layout.names])
-        order = block.layout.join(
-            {name: torch.tensor(place[name]).view(params[name].shape) for name in block.layout.names}
-        ).reshape(-1)
-        assert sorted(order.tolist()) == sorted(whole.tolist())
+        order = block.layout.join({name: places[name] for name in block.layout.names}).reshape(-1).long()
         assert_close(metric_of(opt, block).dense(), expected[order][:, order], 1e-12)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import F64, assert_close, build_seeded, draw, mlp
+from models import F64, Assembled, assert_close, build_seeded, draw, mlp
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -55,33 +55,25 @@ def test_damped_steps_of_a_linear_softmax_layer(name: str):
 # curvlinops
 
 
-class Mean(nn.Module):
-    """The mean over positions."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, t, d) -> (b, d)."""
-        return x.mean(1)
+# enough examples for factors of full rank: in a null space the eigenbasis, and so EKFAC, is not unique
+IMAGES, SEQUENCES = draw(12, 2, 4, 4), draw(4, 5, 3)
 
 
-def net() -> nn.Module:
-    return mlp(3, 4, 3)
-
-
-def images() -> nn.Module:
+def build_images() -> nn.Module:
     return build_seeded(lambda: nn.Sequential(nn.Conv2d(2, 3, 2, 2, 1), nn.ReLU(), nn.Flatten(), nn.Linear(27, 3)))
 
 
-def sequences() -> nn.Module:
-    return build_seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Mean(), nn.Linear(4, 3)))
+def build_sequences() -> nn.Module:
+    run = lambda m, x: m.out(m.inner(x).tanh().mean(1))  # noqa: E731
+    return build_seeded(lambda: Assembled(run, inner=nn.Linear(3, 4), out=nn.Linear(4, 3)))
 
 
-# enough examples for factors of full rank: in a null space the eigenbasis, and so EKFAC, is not unique
 CASES: dict[str, tuple[Any, Tensor, bool]] = {
-    "mlp": (net, draw(6, 3), False),
-    "convolution": (images, draw(12, 2, 4, 4), False),
-    "convolution, reduce": (images, draw(12, 2, 4, 4), True),
-    "sequence": (sequences, draw(4, 5, 3), False),
-    "sequence, reduce": (sequences, draw(4, 5, 3), True),
+    "mlp": (lambda: mlp(3, 4, 3), draw(6, 3), False),
+    "convolution": (build_images, IMAGES, False),
+    "convolution, reduce": (build_images, IMAGES, True),
+    "sequence": (build_sequences, SEQUENCES, False),
+    "sequence, reduce": (build_sequences, SEQUENCES, True),
 }
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from models import F64, assert_close, draw
+from models import F64, assert_close, draw, mlp
+from optim_models import flat, pass_through_file, train
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -64,38 +64,25 @@ class OwnKronecker(Layerwise):
         return self.kind_of_block(ng.Kronecker().operator(layer, totals, weight).dense() / 2, 2.0)
 
 
-def train(structure: Layerwise, steps: int, saved: bytes | None = None, start: Any = None) -> tuple[nn.Module, Any]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-    opt = ng.StructuredNaturalGradient(model, nn.CrossEntropyLoss(), structure, lr=0.1)
-    if saved is not None:
-        kept = torch.load(io.BytesIO(saved), weights_only=True)
-        model.load_state_dict(kept["model"])
-        opt.load_state_dict(kept["opt"])
-    x, y = draw(8, 3), torch.arange(8) % 3
-    for _ in range(steps):
-        opt.zero_grad()
-        opt.loss(model(x), y).backward()
-        opt.step()
-    return model, opt
+def build_own(structure: Layerwise) -> tuple[nn.Module, Any]:
+    model = mlp(3, 4, 3)
+    return model, ng.StructuredNaturalGradient(model, nn.CrossEntropyLoss(), structure, lr=0.1)
 
 
-def test_blocks_of_ones_own_step_as_natgrads_do():
-    own, opt = train(OwnKronecker(0.9), 5)
-    known, _ = train(ng.Kronecker(0.9), 5)
-    for p, q in zip(own.parameters(), known.parameters(), strict=True):
-        assert_close(p.detach(), q.detach(), rtol=1e-8)
+def test_blocks_of_ones_own_step_as_natgrads_do_and_come_back_from_a_checkpoint():
+    (own, opt), (known, other) = build_own(OwnKronecker(0.9)), build_own(ng.Kronecker(0.9))
+    train(opt, own, 3)
+    saved = pass_through_file({"model": own.state_dict(), "opt": opt.state_dict()})
+    train(opt, own, 2)
+    train(other, known, 5)
+    assert_close(flat(own), flat(known), rtol=1e-8)
     assert {row.structure for row in opt.report()} == {"OwnKronecker"}
     assert opt.state_report().failures == 0
-
-
-def test_a_checkpoint_of_ones_own_operators_goes_on_as_if_never_stopped():
-    model, opt = train(OwnKronecker(0.9), 3)
-    buffer = io.BytesIO()
-    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, buffer)
-    resumed, _ = train(OwnKronecker(0.9), 2, buffer.getvalue())
-    straight, _ = train(OwnKronecker(0.9), 5)
-    assert all(torch.equal(p, q) for p, q in zip(resumed.parameters(), straight.parameters(), strict=True))
+    resumed, later = build_own(OwnKronecker(0.9))
+    resumed.load_state_dict(saved["model"])
+    later.load_state_dict(saved["opt"])
+    train(later, resumed, 2)
+    assert torch.equal(flat(resumed), flat(own))
 
 
 @pytest.mark.parametrize(
@@ -103,8 +90,9 @@ def test_a_checkpoint_of_ones_own_operators_goes_on_as_if_never_stopped():
     [(Forgetful, "give its class state = "), (Stubborn, r"whose inverse\(.*\) is None: a block needs one")],
 )
 def test_blocks_that_cannot_be_kept_or_inverted_are_named_at_the_first_step(kind: type, sentence: str):
+    model, opt = build_own(OwnKronecker(0.9, kind_of_block=kind))
     with pytest.raises(TypeError, match=sentence):
-        train(OwnKronecker(0.9, kind_of_block=kind), 1)
+        train(opt, model, 1)
 
 
 def test_operators_within_operators_come_back_with_their_facts():
@@ -114,12 +102,8 @@ def test_operators_within_operators_come_back_with_their_facts():
     assert_close(found.dense(), block.dense())
     assert found.nats == 2.0
     assert [type(part) for part in vars(found)["blocks"]] == [OwnMatrix, Scaled]
-
-
-def test_a_class_that_nobody_defined_here_is_named():
-    packed = pack_operator(OwnMatrix(torch.eye(2, dtype=F64))) | {"kind": "FromElsewhere"}
     with pytest.raises(ValueError, match=r"'FromElsewhere' is known.*import the module that"):
-        unpack_operator(packed)
+        unpack_operator(pack_operator(inner) | {"kind": "FromElsewhere"})
 
 
 def test_natgrads_own_names_are_not_taken():

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from boltzmann_states import boltzmann, weighted_states
-from energies import VECTORS, energy_net, two_layers, vector_case
+from energies import VECTORS, boltzmann, energy_net, two_layers, vector_case, weighted_states
 from models import assert_close, build_seeded, draw, tensor
 from torch import Tensor, nn
 

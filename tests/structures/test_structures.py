@@ -22,9 +22,16 @@ def fix_case() -> tuple[nn.Module, ng.Metric]:
 
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
-def test_structures_pass_the_public_check(structure: ng.Structure) -> None:
+def test_structures_pass_the_public_check_and_have_a_plain_memory(structure: ng.Structure) -> None:
     model, metric = fix_case()
-    check_structure(structure, metric, ng.trainable(model), BATCHES[0])
+    params = ng.trainable(model)
+    check_structure(structure, metric, params, BATCHES[0])
+    _, memory = structure.update(None, metric, params, BATCHES[0])
+    kept = deep(memory)
+    first, _ = structure.update(memory, metric, params, BATCHES[1])
+    assert same(memory, kept)
+    second, _ = structure.update(pass_through_file(memory), metric, params, BATCHES[1])
+    assert torch.equal(first.dense(), second.dense())
 
 
 @pytest.mark.parametrize("name", ["mlp", "tied", "frozen", "in-place rectifier", "batch norm, training", "dropout"])
@@ -49,19 +56,6 @@ def test_dense_is_the_bias_corrected_running_average(decay: float) -> None:
         weights = torch.tensor([decay ** (t - s) for s in range(t + 1)], dtype=torch.float64)
         expected = torch.einsum("s,sab->ab", weights / weights.sum(), torch.stack(matrices))
         assert_close(operator.dense(), expected, 1e-13)
-
-
-@pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
-def test_the_memory_passed_in_is_not_changed_and_is_plain(structure: ng.Structure) -> None:
-    model, metric = fix_case()
-    params = ng.trainable(model)
-    _, memory = structure.update(None, metric, params, BATCHES[0])
-    kept = deep(memory)
-    first, _ = structure.update(memory, metric, params, BATCHES[1])
-    assert same(memory, kept)
-    read = pass_through_file(memory)
-    second, _ = structure.update(read, metric, params, BATCHES[1])
-    assert torch.equal(first.dense(), second.dense())
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0, 2.0, float("nan")])
