@@ -58,6 +58,24 @@ def convolutional() -> nn.Module:
     )
 
 
+def take_steps(optimizer: Any, params: Iterable[Tensor], evaluate: Callable[[], Tensor], closed: bool = False) -> Any:
+    """The parameters after each step on the loss that is evaluated; closed: by a closure."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = evaluate()
+        loss.backward()
+        return loss
+
+    while True:
+        if closed:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+        yield list(params)
+
+
 def train_structured(recipe: Callable[..., Any], **options: Any) -> Problem:
     """A drop-in on images of 4 by 4, with sampled labels."""
 
@@ -65,34 +83,35 @@ def train_structured(recipe: Callable[..., Any], **options: Any) -> Problem:
         model = convolutional()
         x, y = torch.randn(300, 1, 4, 4), torch.randint(3, (300,))
         optimizer = recipe(model, nn.CrossEntropyLoss(), **options)
-        while True:
-            optimizer.zero_grad()
-            optimizer.loss(model(x), y).backward()
-            optimizer.step()
-            yield list(model.parameters())
+        return take_steps(optimizer, list(model.parameters()), lambda: optimizer.loss(model(x), y))
 
     return run
 
 
-def train_matrix_free(recipe: Callable[..., Any], **options: Any) -> Problem:
+def train_regression(build: Callable[..., Any], closed: bool = True, **options: Any) -> Problem:
     """A matrix-free optimiser on a regression."""
 
     def run() -> Iterator[list[Tensor]]:
         model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
         x, y = torch.randn(100, 3), torch.randn(100, 2)
-        optimizer = recipe(model, nn.MSELoss(), **options)
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = optimizer.loss(model(x), y)
-            loss.backward()
-            return loss
-
-        while True:
-            optimizer.step(closure)
-            yield list(model.parameters())
+        optimizer = build(model, nn.MSELoss(), **options)
+        return take_steps(optimizer, list(model.parameters()), lambda: optimizer.loss(model(x), y), closed)
 
     return run
+
+
+def train_metric(metric: Callable[..., Any], **options: Any) -> Problem:
+    """`ng.NaturalGradient` with a metric, without a closure."""
+    return train_regression(lambda m, loss, **o: ng.NaturalGradient(m, metric(m, loss), **o), closed=False, **options)
+
+
+def train_boltzmann() -> Iterator[list[Tensor]]:
+    """A Boltzmann machine by ratio matching with the adaptive natural gradient."""
+    machine = ng.Boltzmann(4)
+    params = machine.parameters(0.1, generator=torch.Generator().manual_seed(0))
+    data = (torch.rand(60, 4) < 0.4).double()
+    optimizer = ng.NaturalGradient(params, ng.ratio_metric(machine), damping=0.1)
+    return take_steps(optimizer, list(params.values()), lambda: ng.ratio_matching_loss(machine, params, data))
 
 
 def train_ang() -> Iterator[list[Tensor]]:
@@ -133,22 +152,6 @@ def train_machine() -> Iterator[list[Tensor]]:
             yield list(machine.parameters())
 
 
-def train_metric(metric: Callable[[nn.Module], Any], **options: Any) -> Problem:
-    """`ng.NaturalGradient` on a regression, without a closure."""
-
-    def run() -> Iterator[list[Tensor]]:
-        model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
-        x, y = torch.randn(100, 3), torch.randn(100, 2)
-        optimizer = ng.NaturalGradient(model, metric(model), **options)
-        while True:
-            optimizer.zero_grad()
-            optimizer.loss(model(x), y).backward()
-            optimizer.step()
-            yield list(model.parameters())
-
-    return run
-
-
 def train_residuals(**options: Any) -> Problem:
     """Poisson's equation on an interval."""
 
@@ -186,20 +189,6 @@ def train_posterior() -> Iterator[list[Tensor]]:
         yield [posterior.mean, posterior.covariance]
 
 
-def train_boltzmann() -> Iterator[list[Tensor]]:
-    """A Boltzmann machine by ratio matching with the adaptive natural gradient."""
-    machine = ng.Boltzmann(4)
-    params = machine.parameters(0.1, generator=torch.Generator().manual_seed(0))
-    data = (torch.rand(60, 4) < 0.4).double()
-    optimizer = ng.NaturalGradient(params, ng.ratio_metric(machine), damping=0.1)
-    while True:
-        optimizer.zero_grad()
-        ng.ratio_matching_loss(machine, params, data).backward()
-        optimizer.step()
-        yield list(params.values())
-
-
-CE = nn.CrossEntropyLoss()
 RULES = {
     "rate": {"rule": ng.Rate(), "lr": 0.1},
     "measured length": {"rule": ng.MeasuredLength()},
@@ -219,48 +208,41 @@ CHOICES: dict[str, dict[str, Any]] = {
     "data's labels": {"estimate": ng.Empirical(), "rule": ng.MeasuredLength()},
     "not measured": {"measure": False},
 }
-FLAT: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any]]] = {
-    "Fisher, dense": (lambda m: ng.fisher(m, nn.MSELoss()), {"structure": ng.Dense(0.9), "damping": 0.1}),
-    "Fisher, blocks": (
-        lambda m: ng.fisher(m, nn.MSELoss()),
-        {"structure": ng.Blocks(0.9), "damping": ng.Relative(0.1), "rule": ng.Rate()},
-    ),
-    "Fisher, Kronecker": (
-        lambda m: ng.fisher(m, nn.MSELoss()),
-        {"structure": ng.Kronecker(0.9), "damping": ng.Relative(0.1, per="block"), "lr": 0.5, "rule": ng.Rate()},
+FLAT: dict[str, Problem] = {
+    "Fisher, dense": train_metric(ng.fisher, structure=ng.Dense(0.9), damping=0.1),
+    "Fisher, blocks": train_metric(ng.fisher, structure=ng.Blocks(0.9), damping=ng.Relative(0.1), rule=ng.Rate()),
+    "Fisher, Kronecker": train_metric(
+        ng.fisher, structure=ng.Kronecker(0.9), damping=ng.Relative(0.1, per="block"), lr=0.5, rule=ng.Rate()
     ),
     # twice the covariance that the recorded engine took for the mean over two outputs
-    "covariance": (lambda m: ng.covariance(m, nn.MSELoss()), {"solver": ng.SampleSpace(), "damping": 0.2, "lr": 2.0}),
-    "Gauss-Newton, adapted": (
-        lambda m: ng.gauss_newton(m, nn.MSELoss()),
-        {"solver": ng.MinresQLP(), "damping": ng.LevenbergMarquardt(), "rule": ng.LineSearch()},
+    "covariance": train_metric(ng.covariance, solver=ng.SampleSpace(), damping=0.2, lr=2.0),
+    "Gauss-Newton, adapted": train_metric(
+        ng.gauss_newton, solver=ng.MinresQLP(), damping=ng.LevenbergMarquardt(), rule=ng.LineSearch()
     ),
-    "Hessian": (lambda m: ng.hessian(m, nn.MSELoss()), {"damping": 1.0, "rule": ng.TrustRegion(0.1)}),
-    "some examples": (lambda m: ng.fisher(m, nn.MSELoss()), {"metric_batch": 40, "damping": 0.1, "weight_decay": 0.01}),
+    "Hessian": train_metric(ng.hessian, damping=1.0, rule=ng.TrustRegion(0.1)),
+    "some examples": train_metric(ng.fisher, metric_batch=40, damping=0.1, weight_decay=0.01),
 }
 
 
 ADAPTIVE = ng.LevenbergMarquardt(start=0.03, per="block")
+
+
 PROBLEMS: dict[str, tuple[Problem, tuple[int, ...]]] = {
     "kfac": (train_structured(ng.kfac), FEWER),
-    "kfac, Levenberg-Marquardt": (
-        train_structured(ng.kfac, damping=ng.LevenbergMarquardt(start=0.03, per="block")),
-        FEWER,
-    ),
+    "kfac, Levenberg-Marquardt": (train_structured(ng.kfac, damping=ADAPTIVE), FEWER),
     "ekfac": (train_structured(ng.ekfac), FEWER),
     "unitwise": (train_structured(ng.unitwise), STEPS),
     "diagonal": (train_structured(ng.diagonal), STEPS),
     "online_ng": (train_structured(ng.online_ng), STEPS),
-    "hessian_free": (train_matrix_free(ng.hessian_free), (1, 5)),
-    "natgrad_cg": (train_matrix_free(ng.natgrad_cg, damping=0.2), (1, 10)),
+    "hessian_free": (train_regression(ng.hessian_free), (1, 5)),
+    "natgrad_cg": (train_regression(ng.natgrad_cg, damping=0.2), (1, 10)),
     "ang": (train_ang, STEPS),
     "TRPO": (train_policy, (1, 4)),
     "wake-sleep": (train_machine, STEPS),
     "tonga": (train_structured(ng.tonga), STEPS),
-    "krylov_subspace": (train_matrix_free(ng.krylov_subspace, dimension=6), (1, 5)),
-    **{f"kfac, {name}": (train_structured(ng.kfac, **options), (1, 10)) for name, options in RULES.items()},
-    **{f"kfac, {name}": (train_structured(ng.kfac, **options), (1, 10)) for name, options in CHOICES.items()},
-    **{name: (train_metric(metric, **options), (1, 10)) for name, (metric, options) in FLAT.items()},
+    "krylov_subspace": (train_regression(ng.krylov_subspace, dimension=6), (1, 5)),
+    **{f"kfac, {name}": (train_structured(ng.kfac, **options), (1, 10)) for name, options in (RULES | CHOICES).items()},
+    **{name: (problem, (1, 10)) for name, problem in FLAT.items()},
     "residuals": (train_residuals(), (1, 10)),
     "residuals, plain": (train_residuals(acceleration=False, scaling=False, momentum=0.5), (1, 10)),
     "amplitude": (train_amplitude(), (1, 10)),
