@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 
 from natgrad.ground.typed_torch import as_tensor_like
@@ -16,25 +15,16 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("natgrad", "lab/natgrad_lab", "benchmarks")
 HOME = "natgrad/ground/linalg.py"
 INSTEAD = {
-    "inv": "invert_or_nan or require_inverse",
-    "inverse": "invert_or_nan or require_inverse",
+    **dict.fromkeys(("inv", "inverse"), "invert_or_nan or require_inverse"),
     "solve": "solve_or_nan or require_solution",
     "cholesky": "factor_or_nan, require_factor or linalg.cholesky",
-    "eigh": "eigh",
-    "eigvalsh": "eigh",
-    "eig": "eigh, of a symmetric matrix",
-    "eigvals": "eigh, of a symmetric matrix",
-    "svd": "svd",
-    "svdvals": "svd",
-    "pinv": "pseudo_solve or svd",
-    "pinverse": "pseudo_solve or svd",
+    **dict.fromkeys(("eigh", "eigvalsh"), "eigh"),
+    **dict.fromkeys(("eig", "eigvals"), "eigh, of a symmetric matrix"),
+    **dict.fromkeys(("svd", "svdvals", "matrix_rank", "cond"), "svd"),
+    **dict.fromkeys(("pinv", "pinverse"), "pseudo_solve or svd"),
     "lstsq": "fit_or_nan",
-    "matrix_rank": "svd",
-    "cond": "svd",
     "tensorinv": "invert_or_nan",
-    "tensorsolve": "solve_or_nan",
-    "ldl_factor": "solve_or_nan",
-    "lu_factor": "solve_or_nan",
+    **dict.fromkeys(("tensorsolve", "ldl_factor", "lu_factor"), "solve_or_nan"),
 }
 TORCH = ("torch", "torch.linalg", "linalg")
 INFO = {"inv_ex", "solve_ex", "cholesky_ex", "lu_factor_ex", "ldl_factor_ex"}
@@ -67,54 +57,39 @@ def _reads_info(node: ast.expr) -> bool:
 
 
 def test_no_call_depends_on_the_processor():
-    found = [
-        f"{path.relative_to(ROOT)}:{sentence}"
-        for folder in FOLDERS
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        if path.relative_to(ROOT).as_posix() != HOME
-        for sentence in bare_calls(path.read_text(encoding="utf-8"))
-    ]
+    files = [(path, source) for path, source in read_files(*FOLDERS) if path != HOME]
+    found = [f"{path}:{sentence}" for path, source in files for sentence in bare_calls(source)]
     assert not found, "\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "x = torch.linalg.inv(a)",
-        "x = torch.inverse(a)",
-        "x = torch.linalg.solve(a, b, left=False)",
-        "x = f(torch.linalg.cholesky)(a)",
-        "x = torch.linalg.eigvalsh(a)[0]",
-        "x = torch.linalg.pinv(a, hermitian=True)",
-        "x = torch.linalg.inv_ex(a)[0]",
-        "x = torch.linalg.cholesky_ex(a).L",
-        "from torch.linalg import inv",
-        "from torch import linalg\nx = linalg.solve(a, b)",
-    ],
-)
-def test_each_kind_of_bare_call_is_found(line: str):
-    assert len(list(bare_calls(line))) == 1
+BARE = """
+torch.linalg.inv(a)
+torch.inverse(a)
+torch.linalg.solve(a, b, left=False)
+f(torch.linalg.cholesky)(a)
+torch.linalg.eigvalsh(a)[0]
+torch.linalg.pinv(a, hermitian=True)
+torch.linalg.inv_ex(a)[0]
+torch.linalg.cholesky_ex(a).L
+from torch.linalg import inv
+linalg.solve(a, b)
+"""
+FINE = """
+x, info = torch.linalg.inv_ex(a)
+fine = torch.linalg.cholesky_ex(a).info == 0
+torch.linalg.solve_triangular(l, b, upper=False)
+operator.inverse(0.0)
+solver.solve(operator, rhs)
+torch.linalg.qr(a)
+"""
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "x, info = torch.linalg.inv_ex(a)",
-        "fine = torch.linalg.cholesky_ex(a).info == 0",
-        "x = torch.linalg.solve_triangular(l, b, upper=False)",
-        "x = operator.inverse(0.0)",
-        "x = solver.solve(operator, rhs)",
-        "x = torch.linalg.qr(a)",
-    ],
-)
-def test_what_does_not_raise_is_allowed(line: str):
-    assert not list(bare_calls(line))
+def test_each_kind_of_bare_call_is_found_and_what_does_not_raise_is_allowed():
+    assert [len(list(bare_calls(line))) for line in BARE.strip().splitlines()] == [1] * 10
+    assert not list(bare_calls(FINE))
 
 
 # no number of double precision is rounded to single precision on its way into a tensor of doubles
-
-
-FILES = sorted(path for folder in ("natgrad", "lab/natgrad_lab") for path in (ROOT / folder).rglob("*.py"))
 
 
 def find_rounded_numbers(source: str) -> Iterator[str]:
@@ -132,16 +107,18 @@ def find_rounded_numbers(source: str) -> Iterator[str]:
             yield f"{node.lineno}: {ast.unparse(node)}; use natgrad.ground.typed_torch.as_tensor_like"
 
 
+def read_files(*folders: str) -> Iterator[tuple[str, str]]:
+    """Path and source of every Python file."""
+    for path in (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))):
+        yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+
+
 def test_no_number_is_rounded_on_its_way():
-    found = [f"{path.relative_to(ROOT)}:{line}" for path in FILES for line in find_rounded_numbers(path.read_text())]
-    assert found == []
+    files = read_files("natgrad", "lab/natgrad_lab")
+    assert [f"{path}:{line}" for path, source in files for line in find_rounded_numbers(source)] == []
 
 
-@pytest.mark.parametrize("call", ["torch.as_tensor(rate).to(p)", "torch.tensor([a, b]).to(torch.float64)"])
-def test_the_search_finds_them(call: str):
-    assert len(list(find_rounded_numbers(f"x = {call}"))) == 1
-
-
-def test_numbers_keep_their_digits():
-    like = torch.zeros((), dtype=torch.float64)
-    assert float(as_tensor_like(0.1, like)) == 0.1
+def test_the_search_finds_them_and_numbers_keep_their_digits():
+    for call in ("torch.as_tensor(rate).to(p)", "torch.tensor([a, b]).to(torch.float64)"):
+        assert len(list(find_rounded_numbers(f"x = {call}"))) == 1
+    assert float(as_tensor_like(0.1, torch.zeros((), dtype=torch.float64))) == 0.1

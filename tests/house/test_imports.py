@@ -53,35 +53,22 @@ def may_be_late(module: str) -> bool:
 
 
 def test_imports_stand_at_the_top():
-    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     found: dict[str, list[str]] = {}
-    for path in paths:
-        if late := [
-            module for module in find_late_imports(path.read_text(encoding="utf-8")) if not may_be_late(module)
-        ]:
+    for path in (path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))):
+        if late := [name for name in find_late_imports(path.read_text(encoding="utf-8")) if not may_be_late(name)]:
             found[path.relative_to(ROOT).as_posix()] = late
     assert set(found) == set(LATE), f"{found}, expected only {sorted(LATE)}"
-
-
-def test_a_late_import_is_found():
-    late = list(
-        find_late_imports("import os\ndef f():\n    import scipy.linalg\n    from natgrad.ground.pure import trainable")
-    )
-    assert late == ["scipy.linalg", "natgrad.ground.pure.trainable"]
-    assert [may_be_late(module) for module in late] == [True, False]
+    example = "import os\ndef f():\n    import scipy.linalg\n    from natgrad.ground.pure import trainable"
+    assert list(find_late_imports(example)) == ["scipy.linalg", "natgrad.ground.pure.trainable"]
+    assert [may_be_late(module) for module in find_late_imports(example)] == [True, False]
 
 
 def read_typed_imports(path: Path) -> set[str]:
     """What a file imports for type checkers alone."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    return {
-        alias.name
-        for block in blocks
-        for part in block.body
-        if isinstance(part, ast.ImportFrom)
-        for alias in part.names
-    }
+    parts = [part for block in blocks for part in block.body if isinstance(part, ast.ImportFrom)]
+    return {alias.name for part in parts for alias in part.names}
 
 
 @pytest.mark.parametrize("package", ["natgrad", "natgrad.families", "natgrad.optim"])

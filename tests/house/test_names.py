@@ -13,10 +13,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("natgrad", "lab/natgrad_lab", "benchmarks")  # one search runs over all of them
-TESTS = (
-    "tests",
-    "lab/tests",
-)  # their functions are verbs too; a small class of one test's own may be named as it likes
+# their functions are verbs too; a small class of one test's own may be named as it likes
+TESTS = ("tests", "lab/tests")
+DEFINITION = r"^ *(?:async )?def (\w+)"
 
 IRREGULAR = re.compile(
     "beaten|begun|bent|bound|broken|brought|built|caught|chosen|done|drawn|driven|fallen|felt|forgotten|found|frozen|given|"
@@ -24,18 +23,15 @@ IRREGULAR = re.compile(
     "stuck|taken|thrown|told|torn|(un|over|re)?written|worn"
 )
 VERBS = frozenset({"embed", "exceed", "feed", "need", "run", "seed", "shed", "speed"})
-FIELD = frozenset(
-    {"connected", "hidden", "stuck"}
-)  # of a Hamiltonian, units, walkers: public names, as the field has them
+# of a Hamiltonian, units, walkers: public names, as the field has them
+FIELD = frozenset({"connected", "hidden", "stuck"})
 
 
 def read_sources(*packages: str) -> dict[str, str]:
     """Dotted module name -> its source."""
-    found = {}
-    for path in (path for package in packages for path in sorted((ROOT / package).rglob("*.py"))):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        found[".".join(parts).removesuffix(".__init__")] = path.read_text(encoding="utf-8")
-    return found
+    paths = [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
+    names = (".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths)
+    return {name: path.read_text(encoding="utf-8") for name, path in zip(names, paths, strict=True)}
 
 
 def hidden_imports(trees: Mapping[str, ast.Module], public: Mapping[str, set[str]]) -> Iterator[tuple[str, str]]:
@@ -61,13 +57,9 @@ def namesakes(sources: Mapping[str, str]) -> set[str]:
 
 
 def participles(sources: Mapping[str, str]) -> list[str]:
-    """Functions and methods whose whole name is a participle."""
-    return [
-        f"{module}.{name}"
-        for module, source in sources.items()
-        for name in re.findall(r"^ *(?:async )?def (\w+)", source, re.MULTILINE)
-        if is_participle(name.strip("_"))
-    ]
+    """Functions and methods whose whole name is a participle: one word in -ed, or an irregular one."""
+    pairs = [(m, name) for m, source in sources.items() for name in re.findall(DEFINITION, source, re.MULTILINE)]
+    return [f"{module}.{name}" for module, name in pairs if is_participle(name.strip("_"))]
 
 
 def is_participle(word: str) -> bool:

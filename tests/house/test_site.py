@@ -19,6 +19,7 @@ import name_links
 import names
 import page_formulas
 import self_contained
+from docstring_formulas import typeset_docstring
 from mkdocs.exceptions import PluginError
 
 ROOT = Path(__file__).parents[2]
@@ -67,65 +68,59 @@ def test_keywords_stand_one_by_one_where_the_source_has_options(place: str):
     assert function.parameters["train_in_eval"].default == "False"
 
 
-@pytest.mark.parametrize(
-    ("written", "place"),
-    [
-        ("ng.kfac", "api/optim/kfac.html#natgrad.optim.recipes.kfac"),
-        ("ng.kfac(model, criterion)", "api/optim/kfac.html#natgrad.optim.recipes.kfac"),
-        ("natgrad.rules.NoiseAware", "api/rules.html#natgrad.rules.NoiseAware"),
-        ("ng.rules", "api/rules.html"),
-        ("ng.no_such_name", None),
-        ("kfac", None),
-    ],
-)
-def test_a_name_in_code_leads_to_its_explanation(written: str, place: str | None):
-    assert names.find_anchor(written) == place
+PLACES = {
+    "ng.kfac": "api/optim/kfac.html#natgrad.optim.recipes.kfac",
+    "ng.kfac(model, criterion)": "api/optim/kfac.html#natgrad.optim.recipes.kfac",
+    "natgrad.rules.NoiseAware": "api/rules.html#natgrad.rules.NoiseAware",
+    "ng.rules": "api/rules.html",
+    "ng.no_such_name": None,
+    "kfac": None,
+}
+UNTOUCHED = ("<a href='x'><code>ng.kfac</code></a>", "<h2><code>ng.kfac</code></h2>", "<pre><code>ng.kfac</code></pre>")
 
 
 def test_names_become_links_outside_of_links_headings_and_blocks():
+    for written, place in PLACES.items():
+        assert names.find_anchor(written) == place
     page = "<p><code>ng.kfac</code> and <code>natgrad/rules/damping.py: Constant</code></p>"
     linked = name_links.SPAN.sub(lambda found: name_links.link_code(found, "theory/step.html"), page)
     assert 'href="../api/optim/kfac.html#natgrad.optim.recipes.kfac"' in linked
     line = names.find_line("natgrad/rules/damping.py", "Constant")
     assert f'href="../source/natgrad/rules/damping.py.html#L-{line}"' in linked
-    for untouched in (
-        "<a href='x'><code>ng.kfac</code></a>",
-        "<h2><code>ng.kfac</code></h2>",
-        "<pre><code>ng.kfac</code></pre>",
-    ):
+    for untouched in UNTOUCHED:
         assert name_links.SPAN.sub(lambda found: name_links.link_code(found, "index.html"), untouched) == untouched
     assert f'id="L-{line}"' in name_links.show_source("natgrad/rules/damping.py")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '<script src="https://cdn.example/x.js"></script>',
-        "<img src=//cdn.example/x.png>",
-        '<link rel="stylesheet" href="https://cdn.example/x.css">',
-        '<link href="https://cdn.example" rel=preconnect>',
-        "@import url('https://cdn.example/x.css');",
-        "src: url(https://cdn.example/font.woff2)",
-    ],
-)
+REQUESTS = """
+<script src="https://cdn.example/x.js"></script>
+<img src=//cdn.example/x.png>
+<link rel="stylesheet" href="https://cdn.example/x.css">
+<link href="https://cdn.example" rel=preconnect>
+@import url('https://cdn.example/x.css');
+src: url(https://cdn.example/font.woff2)
+"""
+
+
+@pytest.mark.parametrize("text", REQUESTS.strip().splitlines())
 def test_requests_to_elsewhere_are_seen(text: str):
     assert self_contained.find_requests(text)
 
 
-@pytest.mark.parametrize(
-    ("plain", "typeset"),
-    [
-        ("the step (G + damping I)^-1 g is", r"the step $( G + \mathrm{damping} \, I ) ^{- 1} g$ is"),
-        ("| `x` | U U^T | 2 x_i x_j |", r"| `x` | $U U ^{T}$ | $2 x_{i} x_{j}$ |"),
-        ("in `U U^T`, $U U^T$ and [a](x.md#u-u^t)", None),
-        ("```python\ny = x^2 + a_i\n```", None),
-        ("## What U U^T is", None),
-        ("at least 1/2 d^T |H| d", r"at least $1 / 2 d ^{T} | H | d$"),
-        ("x - 3 x² and d √N", None),
-        ("on Rosenbrock, 10-d, a (1+1)-EA of rank 3", None),
-        ("- a *model* says *no*, **x = 1**", None),
-    ],
-)
+FORMULAS: dict[str, str | None] = {
+    "the step (G + damping I)^-1 g is": r"the step $( G + \mathrm{damping} \, I ) ^{- 1} g$ is",
+    "| `x` | U U^T | 2 x_i x_j |": r"| `x` | $U U ^{T}$ | $2 x_{i} x_{j}$ |",
+    "in `U U^T`, $U U^T$ and [a](x.md#u-u^t)": None,
+    "```python\ny = x^2 + a_i\n```": None,
+    "## What U U^T is": None,
+    "at least 1/2 d^T |H| d": r"at least $1 / 2 d ^{T} | H | d$",
+    "x - 3 x² and d √N": None,
+    "on Rosenbrock, 10-d, a (1+1)-EA of rank 3": None,
+    "- a *model* says *no*, **x = 1**": None,
+}
+
+
+@pytest.mark.parametrize(("plain", "typeset"), FORMULAS.items())
 def test_formulas_of_pages_are_typeset(plain: str, typeset: str | None):
     assert page_formulas.typeset_page(plain) == (typeset or plain)
 
@@ -143,3 +138,43 @@ def test_a_formula_that_would_be_shown_as_source_stops_the_site(content):
     with pytest.raises(PluginError, match=r"vert|does not know"):
         equations.on_page_content(content, SimpleNamespace(url="theory/page.html"))
     equations.on_page_content(r"<code>$\min</code> \(x\)", SimpleNamespace(url="theory/page.html"))
+
+
+# formulas in docstrings are found in plain text, and the rest stays as it is
+
+
+def write_without_spaces(text: str) -> str:
+    return re.sub(r"\s+(?=[^A-Za-z])|(?<=[^A-Za-z])\s+", "", text)
+
+
+TYPESET = {
+    "Largest a with 1/2 (a d)^T G (a d) <= radius, so": r"with$1/2(a d)^{T}G(a d)\le\mathrm{radius}$,so",
+    "so a = sqrt(2 radius / d^T G d).": r"so$a=\sqrt{2\,\mathrm{radius}/d^{T}G d}$.",
+    "E_x E_{y ~ p(y|x)} [grad log p]": r"$\mathrm{E}_{x}\mathrm{E}_{y \sim p(y|x)}[\nabla\,\log\,p]$",
+    "a root U (n, r), G = U U^T.": "U(n,r),$G=U U^{T}$.",
+    "D = 2 <l> + const of <s|H|s>": "D = 2 &lt;l> + const of &lt;s|H|s>",
+    "v <- decay * v + proposal; v": r"$v\leftarrow\mathrm{decay}\cdot v+\mathrm{proposal}$;v",
+    "S (x) A per layer, KL(q || p)": r"$S\otimes A$per layer,$\mathrm{KL}(q\|p)$",
+    "sum_{i < j} J_ij w'_i, A^-1/2": r"$\sum_{i < j}J_{ij}w'_{i}$,$A^{-1/2}$",
+    "of lambda_max / 2, dx_i and (t - s)^(n + 1)": r"$\lambda_{\max}/2$,$d x_{i}$and$(t-s)^{n+1}$",
+}
+
+
+@pytest.mark.parametrize(("written", "shown"), TYPESET.items())
+def test_formulas_are_typeset(written: str, shown: str):
+    assert write_without_spaces(shown) in write_without_spaces(typeset_docstring(written))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A step is v, of shape (n,) or (n, k).",
+        "As in K-FAC, lr=0.1, log_p(params, x) and opt.step(); a lattice of 3 by 4.",
+        "Half of model(x) / 2 and p(x | the others)^2: what is not understood stays whole.",
+        "`x_i = 2 y`\n\nExample:\n    >>> a = b + c\n    >>> a - 2 * b\n    3",
+        "Args:\n    x: A number > 0.\n    x_i: The layer's.",
+        "With two derivatives\n\n    G = U U^T\n    x = G^-1 b\n\nby rows.",
+    ],
+)
+def test_prose_and_code_stay(text: str):
+    assert typeset_docstring(text) == text
