@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from models import build_seeded, draw
-from process_ranks import call_ranks, count_ranks, needs_gloo, own_rank
-from torch import Tensor, distributed, nn
+from optim_models import same, train_batches
+from process_ranks import call_ranks, catch, count_ranks, flat_whole, needs_gloo, own_rank, take_part
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad as ng
@@ -43,17 +44,8 @@ def build(way: Way, first: float = 0.0) -> tuple[nn.Module, Any]:
 
 
 def train(model: nn.Module, opt: Any, steps: int) -> None:
-    own = slice(32 // count_ranks() * own_rank(), 32 // count_ranks() * (own_rank() + 1))
-    for _ in range(steps):
-        opt.zero_grad()
-        opt.loss(model(X[own]), Y[own]).backward()
-        opt.step()
-
-
-def whole(model: nn.Module) -> Tensor:
-    """All parameters, put together."""
-    found = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in map(Tensor.detach, model.parameters())]
-    return torch.cat([p.reshape(-1) for p in found])
+    own = take_part([32 // count_ranks()] * count_ranks())
+    train_batches(opt, model, [(X[own], Y[own])] * steps)
 
 
 def everything(model: nn.Module, opt: Any) -> dict[str, Any]:
@@ -70,7 +62,7 @@ def begin(way: Way, folder: str) -> dict[str, Any]:
     checkpoint.save({"m": model_state, "o": state}, checkpoint_id=folder)
     found = everything(model, opt)
     train(model, opt, 3)
-    return found | {"end": whole(model)}
+    return found | {"end": flat_whole(model)}
 
 
 def pass_on(way: Way, folder: str, next_folder: str, steps: int) -> dict[str, Any]:
@@ -85,14 +77,7 @@ def pass_on(way: Way, folder: str, next_folder: str, steps: int) -> dict[str, An
         checkpoint.async_save({"m": model_state, "o": state}, checkpoint_id=next_folder).result()
     kept = everything(model, opt)
     train(model, opt, steps)
-    return kept | {"end": whole(model)}
-
-
-def same(a: Any, b: Any) -> bool:
-    """The same keys, and the same bits."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return torch.equal(a, b) if isinstance(a, Tensor) else a == b
+    return kept | {"end": flat_whole(model)}
 
 
 DATA, PARTS = ("data parallel", "memory"), ("fully_shard", "memory")
@@ -122,14 +107,8 @@ def save_alone() -> str:
     """The error where the first process alone asks for the state."""
     model, opt = build(DATA)
     train(model, opt, 1)
-    ask, lost_processes.wait_for_all.__kwdefaults__ = own_rank() == 0, None
-    lost_processes.wait_for_all.__defaults__ = (0.5,)
-    if ask:
-        try:
-            opt.state_dict()
-        except RuntimeError as error:
-            return str(error)
-    return ""
+    lost_processes.wait_for_all.__kwdefaults__, lost_processes.wait_for_all.__defaults__ = None, (0.5,)
+    return catch(RuntimeError, opt.state_dict) if own_rank() == 0 else ""
 
 
 def test_a_state_in_parts_is_not_saved_by_one_process_alone(tmp_path: Path):
