@@ -10,6 +10,8 @@ import pytest
 import torch
 from foreign_packages import declare_image_operators
 from models import draw
+from optim_models import CE, flat
+from spectral_points import draw_layers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,11 +19,8 @@ import natgrad as ng
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs; sent between test processes, they would be imported there
 
-CE = nn.CrossEntropyLoss()
-RECIPES = [ng.kfac, ng.hessian_free]
 
-
-@pytest.fixture(params=RECIPES, ids=lambda recipe: recipe.__name__)
+@pytest.fixture(params=[ng.kfac, ng.hessian_free])
 def recipe(request: pytest.FixtureRequest) -> Any:
     return request.param
 
@@ -36,22 +35,13 @@ def need(package: str) -> Any:
     return pytest.importorskip(package)
 
 
-def build_net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+def draw_net() -> nn.Module:
+    return draw_layers(4, 6, 3, dtype=torch.float32)
 
 
 def load_batches() -> DataLoader[Any]:
     x = draw(32, 4).float()
     return DataLoader(TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()), 8)
-
-
-def values_of(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def assert_same_end(first: list[Tensor], second: list[Tensor]) -> None:
-    assert [torch.equal(p, q) for p, q in zip(first, second, strict=True)] == [True] * len(first)
 
 
 def test_transformers_trainer_goes_on_from_its_checkpoint(recipe):
@@ -61,7 +51,7 @@ def test_transformers_trainer_goes_on_from_its_checkpoint(recipe):
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     plain = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "max_grad_norm": 0.0}
 
-    def run(resume: str | None) -> tuple[list[Tensor], int]:
+    def run(resume: str | None) -> tuple[Tensor, int]:
         torch.manual_seed(0)
         config = transformers.BertConfig(vocab_size=11, max_position_embeddings=8, num_labels=3, **small)
         model = transformers.BertForSequenceClassification(config)
@@ -77,28 +67,28 @@ def test_transformers_trainer_goes_on_from_its_checkpoint(recipe):
             compute_loss_func=ng.callbacks.trainer_loss(opt),
         )
         trainer.train(resume_from_checkpoint=resume)
-        return values_of(model), opt.state_report().step
+        return flat(model), opt.state_report().step
 
     end, steps = run(None)
     again, counted = run("runs/checkpoint-2")
     assert steps == counted == 4
-    assert_same_end(end, again)
+    assert torch.equal(end, again)
 
 
 def test_accelerate_loads_the_state_that_it_saved(recipe):
     accelerate = need("accelerate")
 
     def build() -> tuple[Any, Any, nn.Module, Any]:
-        accelerator, net = accelerate.Accelerator(cpu=True), build_net()
+        accelerator, net = accelerate.Accelerator(cpu=True), draw_net()
         opt = recipe(net, CE)
         return accelerator, opt, *accelerator.prepare(net, opt)
 
-    def train(accelerator: Any, opt: Any, model: nn.Module, prepared: Any) -> list[Tensor]:
+    def train(accelerator: Any, opt: Any, model: nn.Module, prepared: Any) -> Tensor:
         for inputs, targets in load_batches():
             accelerator.backward(opt.loss(model(inputs), targets))
             prepared.step()
             prepared.zero_grad()
-        return values_of(model)
+        return flat(model)
 
     first = build()
     train(*first)
@@ -107,7 +97,7 @@ def test_accelerate_loads_the_state_that_it_saved(recipe):
     fresh = build()
     for parts in (first, fresh, first, fresh):  # the same objects, and new ones, again and again
         parts[0].load_state("saved")
-        assert_same_end(train(*parts), end)
+        assert torch.equal(train(*parts), end)
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
@@ -119,7 +109,7 @@ def test_lightning_fits_on_from_a_checkpoint(recipe, by_hand):
 
         def __init__(self) -> None:
             super().__init__()
-            self.net = build_net()
+            self.net = draw_net()
 
         def configure_optimizers(self) -> Any:
             opt = recipe(self.net, CE)
@@ -136,15 +126,15 @@ def test_lightning_fits_on_from_a_checkpoint(recipe, by_hand):
 
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
 
-    def run(epochs: int, checkpoint: str | None = None, save: str | None = None) -> list[Tensor]:
+    def run(epochs: int, checkpoint: str | None = None, save: str | None = None) -> Tensor:
         trainer, model = L.Trainer(max_epochs=epochs, enable_model_summary=False, **quiet), Classifier()
         trainer.fit(model, load_batches(), ckpt_path=checkpoint)
         if save is not None:
             trainer.save_checkpoint(save)
-        return values_of(model)
+        return flat(model)
 
     run(1, save="one.ckpt")
-    assert_same_end(run(2), run(2, checkpoint="one.ckpt"))
+    assert torch.equal(run(2), run(2, checkpoint="one.ckpt"))
 
 
 def test_ignite_loads_its_objects(recipe):
@@ -152,7 +142,7 @@ def test_ignite_loads_its_objects(recipe):
     handlers = need("ignite.handlers")
 
     def build() -> dict[str, Any]:
-        model = build_net()
+        model = draw_net()
         opt = recipe(model, CE)
         return {"model": model, "optimizer": opt, "trainer": ignite.create_supervised_trainer(model, opt, opt.loss)}
 
@@ -160,17 +150,17 @@ def test_ignite_loads_its_objects(recipe):
     saver = handlers.Checkpoint(parts, handlers.DiskSaver("saved", create_dir=True), n_saved=None)
     parts["trainer"].add_event_handler(ignite.Events.EPOCH_COMPLETED, saver)
     parts["trainer"].run(load_batches(), max_epochs=2)
-    end, first = values_of(parts["model"]), min(Path("saved").iterdir())
+    end, first = flat(parts["model"]), min(Path("saved").iterdir())
     fresh = build()
     for _ in range(2):
         handlers.Checkpoint.load_objects(fresh, torch.load(first, weights_only=True))
         fresh["trainer"].run(load_batches(), max_epochs=2)
         assert fresh["trainer"].state.iteration == 8
-        assert_same_end(values_of(fresh["model"]), end)
+        assert torch.equal(flat(fresh["model"]), end)
 
 
 @pytest.mark.parametrize("finished", [False, True], ids=["not fitted", "fitted"])
-def test_skorch_goes_to_other_processes(recipe, finished):
+def test_skorch_goes_to_other_processes_and_loads_its_parameters(recipe, finished):
     """As `GridSearchCV(n_jobs=2)` sends an estimator, and `cross_validate` one back that was fitted."""
     x, y = load_batches().dataset.tensors  # type: ignore[attr-defined]
     net = natural_classifier(recipe)
@@ -182,7 +172,15 @@ def test_skorch_goes_to_other_processes(recipe, finished):
         torch.manual_seed(0)
         estimator.partial_fit(x, y)
     assert other.optimizer_.model is other.module_
-    assert_same_end(values_of(net.module_), values_of(other.module_))
+    assert torch.equal(flat(net.module_), flat(other.module_))
+    files = {"f_params": "net.pt", "f_optimizer": "opt.pt"}
+    net.save_params(**files)
+    net.partial_fit(x, y)
+    end, fresh = flat(net.module_), natural_classifier(recipe).initialize()
+    for estimator in (net, fresh, net, fresh):
+        estimator.load_params(**files)
+        estimator.partial_fit(x, y)
+        assert torch.equal(flat(estimator.module_), end)
 
 
 def natural_classifier(recipe: Callable[..., Any]) -> Any:
@@ -197,20 +195,5 @@ def natural_classifier(recipe: Callable[..., Any]) -> Any:
             return self.optimizer_.loss(y_pred, y_true)
 
     return NaturalClassifier(
-        build_net, criterion=nn.CrossEntropyLoss, lr=1.0, batch_size=8, train_split=None, verbose=0, max_epochs=1
+        draw_net, criterion=nn.CrossEntropyLoss, lr=1.0, batch_size=8, train_split=None, verbose=0, max_epochs=1
     )
-
-
-def test_skorch_loads_its_parameters(recipe):
-    x, y = load_batches().dataset.tensors  # type: ignore[attr-defined]
-    files = {"f_params": "net.pt", "f_optimizer": "opt.pt"}
-    net = natural_classifier(recipe)
-    net.fit(x, y)
-    net.save_params(**files)
-    net.partial_fit(x, y)
-    end = values_of(net.module_)
-    fresh = natural_classifier(recipe).initialize()
-    for estimator in (net, fresh, net, fresh):
-        estimator.load_params(**files)
-        estimator.partial_fit(x, y)
-        assert_same_end(values_of(estimator.module_), end)
