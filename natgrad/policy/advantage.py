@@ -55,16 +55,16 @@ def estimate_advantages(
     collected: CollectedSteps, value: Value, scale: RewardScale, gamma: float, lam: float, episodes: list[Episode]
 ) -> Rollout:
     """Advantages by GAE under the critic, invalid steps left out."""
-    *tensors, rewards, terminated, ended, valid = zip(*collected.steps, strict=True)
+    steps, ends = collected
+    *tensors, rewards, terminated, ended, valid = zip(*steps, strict=True)
     states, draws, rows = (torch.stack(column).flatten(0, 1) for column in tensors)
     rewards, terminated, ended, valid = map(np.stack, (rewards, terminated, ended, valid))  # (steps, n)
-    after = list(collected.ends.values())
-    all_values = run_detached(lambda: value(torch.cat([states, *after]))).split([len(states), len(after)])
+    all_values = run_detached(lambda: value(torch.cat([states, *ends.values()]))).split([len(states), len(ends)])
     values, bootstraps = (part.double().cpu().numpy() for part in all_values)
     values = values.reshape(rewards.shape)
     following = np.zeros_like(values)
     following[:-1] = values[1:]
-    for place, bootstrap in zip(collected.ends, bootstraps, strict=True):
+    for place, bootstrap in zip(ends, bootstraps, strict=True):
         following[place] = bootstrap
     advantages = gae(scale(rewards, ended, valid), values, following, terminated, ended, gamma, lam)
     mask = torch.from_numpy(valid.reshape(-1)).to(states.device)

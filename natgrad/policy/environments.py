@@ -43,14 +43,10 @@ class Stepped:
     rewards: Array  # as they came, shape (n,)
     terminated: Array  # True where the task ended the episode, shape (n,)
     truncated: Array  # True where a time limit ended the episode, shape (n,)
+    over: Array  # True where either did, shape (n,)
     successors: Array  # the observations after the step and before any reset, shape (n, ...)
     following: Array  # the observations that the next action is taken on, shape (n, ...)
     valid: Array  # False where nothing happened but a reset (vector environments in NEXT_STEP mode), shape (n,)
-
-    @property
-    def is_over(self) -> Array:
-        """Whether the episode is over, (n,)."""
-        return self.terminated | self.truncated
 
 
 @dataclass(frozen=True)
@@ -77,14 +73,14 @@ class Environments(Stateful):
 
     def __init__(self, env: Any, max_episode_steps: float | None = None) -> None:
         env = make_environment(env)
-        self.vector: Any = env if isinstance(env, import_gymnasium().vector.VectorEnv) else None
-        self.envs: list[Any] = list_environments(env) if self.vector is None else [env]
-        self.count = len(self.envs) if self.vector is None else self.vector.num_envs
-        prefix = "" if self.vector is None else "single_"
-        self.observation_space = getattr(self.envs[0], f"{prefix}observation_space")
-        self.action_space = getattr(self.envs[0], f"{prefix}action_space")
+        joined = isinstance(env, import_gymnasium().vector.VectorEnv)
+        self.envs: list[Any] = [env] if joined else list_environments(env)
+        self.vector: Any = env if joined else EnvironmentList(self.envs)
+        self.count = self.vector.num_envs
+        self.observation_space = self.vector.single_observation_space
+        self.action_space = self.vector.single_action_space
         self.encode, self.shape, self.scalable = choose_encoder(self.observation_space)
-        mode = "" if self.vector is None else self.vector.metadata.get("autoreset_mode", "NEXT_STEP")  # the default
+        mode = self.vector.metadata.get("autoreset_mode", "NEXT_STEP")  # the default
         self.mode = str(getattr(mode, "name", mode)).upper().replace("_", "")  # a name or a member
         self.limit = math.inf if max_episode_steps is None else max_episode_steps
         limited = any(map(has_limit, [*self.envs, *getattr(self.vector, "envs", [])]))
@@ -104,25 +100,20 @@ class Environments(Stateful):
         if self.observations is None:
             self.begin_anew()
             with name_faults("reset", self.steps):
-                if self.vector is not None:
-                    raw = self.vector.reset(seed=seed)[0]
-                else:
-                    raw = np.stack(
-                        [read_answer("reset", env.reset(seed=seed + i))[0] for i, env in enumerate(self.envs)]
-                    )
+                raw = self.vector.reset(seed=seed)[0]
             self.observations = self._encode(raw)
         return self.observations
 
     def step(self, actions: Array) -> Stepped:
         """Act in every environment; resets those whose episode ended."""
         with name_faults("step", self.steps):
-            stepped = self._step_each(actions) if self.vector is None else self._step_vector(actions)
+            stepped = self._advance(actions)
         self.steps += 1
         if not np.isfinite(stepped.rewards).all():
             raise EnvironmentFault(f"the environment returned the reward {stepped.rewards} at step {self.steps}")
         self.returns += stepped.rewards * stepped.valid
         self.lengths += stepped.valid
-        for i in np.flatnonzero(stepped.is_over):
+        for i in np.flatnonzero(stepped.over):
             over = bool(stepped.terminated[i])
             self.finished.append(Episode(float(self.returns[i]), int(self.lengths[i]), int(i), over))
             self.returns[i], self.lengths[i], self.patient = 0.0, 0, True
@@ -161,28 +152,17 @@ class Environments(Stateful):
         super().load_state_dict(state)
         self.observations = decode_value(state["observations"])
 
-    def _step_each(self, actions: Array) -> Stepped:
-        answers = [read_answer("step", env.step(take_action(actions, i))) for i, env in enumerate(self.envs)]
-        observations, rewards, terminated, truncated, _ = zip(*answers, strict=True)
-        successors = following = self._encode(np.stack(observations))
-        valid = np.ones(self.count, dtype=bool)
-        terminated = np.array(list(map(bool, terminated)))
-        truncated = self._truncate(np.array(list(map(bool, truncated))), valid)
-        ended = terminated | truncated
-        if ended.any():
-            following = successors.copy()
-            for i in np.flatnonzero(ended):
-                following[i] = self._encode(read_answer("reset", self.envs[i].reset())[0][None])[0]
-        return Stepped(np.array(list(map(as_reward, rewards))), terminated, truncated, successors, following, valid)
-
-    def _step_vector(self, actions: Array) -> Stepped:
+    def _advance(self, actions: Array) -> Stepped:
         raw, rewards, terminated, cut, infos = self.vector.step(actions)
         valid = ~self.resetting
         rewards, terminated = np.array(rewards, dtype=np.float64), np.asarray(terminated, dtype=bool) & valid
         cut = np.asarray(cut, dtype=bool) & valid
-        truncated, ended = self._truncate(cut, valid), terminated | cut
+        truncated, ended = cut | ((self.lengths + 1 >= self.limit) & valid), terminated | cut
+        over = ended | truncated
         successors = following = self._encode(raw)
-        if self.mode == "SAMESTEP" and ended.any():
+        if self.mode == "NEXTSTEP":
+            self.resetting = ended
+        elif self.mode == "SAMESTEP" and ended.any():
             following, successors = successors, successors.copy()
             for i in np.flatnonzero(ended):
                 last = next((infos[k][i] for k in FINAL if k in infos and infos[k][i] is not None), None)
@@ -191,16 +171,11 @@ class Environments(Stateful):
                         "a vector environment in SAME_STEP mode gave no final_obs for an episode that ended"
                     )
                 successors[i] = self._encode(np.asarray(last)[None])[0]
-        overdue = (truncated & ~ended) | (ended & (self.mode == "DISABLED"))
-        if overdue.any():
+        if over.any() and (overdue := over if self.mode == "DISABLED" else truncated & ~ended).any():
             following = following.copy()
             fresh = self._encode(self.vector.reset(options={"reset_mask": overdue})[0])
             following[overdue] = fresh[overdue]
-        self.resetting = ended & (self.mode == "NEXTSTEP")
-        return Stepped(rewards, terminated, truncated, successors, following, valid)
-
-    def _truncate(self, truncated: Array, valid: Array) -> Array:
-        return truncated | ((self.lengths + 1 >= self.limit) & valid)
+        return Stepped(rewards, terminated, truncated, over, successors, following, valid)
 
     def _encode(self, raw: Any) -> Array:
         rows = self.encode(raw)
@@ -212,6 +187,32 @@ class Environments(Stateful):
         if not np.isfinite(rows).all():
             raise EnvironmentFault(f"the environment returned an observation that is not finite at step {self.steps}")
         return rows
+
+
+class EnvironmentList:
+    """Single environments as one of gymnasium's vector environments, which resets those that it is told to."""
+
+    def __init__(self, envs: list[Any]) -> None:
+        self.metadata = {"autoreset_mode": "DISABLED"}
+        self.members, self.num_envs = envs, len(envs)
+        self.single_observation_space, self.single_action_space = envs[0].observation_space, envs[0].action_space
+        self.seen: list[Array] = [np.empty(0)] * len(envs)
+
+    def reset(self, seed: int | None = None, options: Any = None) -> tuple[Array, dict[str, Any]]:
+        """The observations (n, ...) after a reset of all, each with a seed of its own, or of a part without one."""
+        for i, env in enumerate(self.members):
+            if options is None:
+                self.seen[i] = read_answer("reset", env.reset(seed=None if seed is None else seed + i))[0]
+            elif options["reset_mask"][i]:
+                self.seen[i] = read_answer("reset", env.reset())[0]
+        return np.stack(self.seen), {}
+
+    def step(self, actions: Array) -> tuple[Any, ...]:
+        """What gymnasium says, each (n, ...)."""
+        answers = [read_answer("step", env.step(take_action(actions, i))) for i, env in enumerate(self.members)]
+        self.seen, rewards, terminated, truncated, _ = map(list, zip(*answers, strict=True))
+        ends = [list(map(bool, end)) for end in (terminated, truncated)]
+        return np.stack(self.seen), list(map(as_reward, rewards)), *ends, {}
 
 
 @contextmanager

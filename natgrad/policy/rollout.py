@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,6 +22,10 @@ from natgrad.policy.environments import Array, Environments
 
 Change = Callable[[Tensor], Tensor]
 
+CollectedSteps = tuple[list[tuple[Any, ...]], dict[tuple[int, int], Tensor]]
+"""Raw steps: states, draws, rows, rewards, whether terminated, over and valid, each (n, ...); and by step and
+environment the successors where nothing follows in the batch."""
+
 
 @torch.no_grad()
 def collect_steps(
@@ -33,7 +36,8 @@ def collect_steps(
     # be endless. So nothing is learned from a task that never ends. Observations enter the running moments as they
     # come, and are scaled by the moments of then.
     like = next(actor.parameters())
-    collected = CollectedSteps([], {})
+    steps: list[tuple[Any, ...]] = []
+    ends: dict[tuple[int, int], Tensor] = {}
     fresh = worlds.observations is None
     observations = worlds.start(seed)
     if fresh:
@@ -46,24 +50,16 @@ def collect_steps(
             raise ValueError("the policy's outputs are not finite: look for a NaN in its parameters, or in a layer")
         draws = actor.head.draw(rows, generator)
         stepped = worlds.step(actor.head.actions(draws))
-        over = stepped.is_over
-        time, count = len(collected.steps), count + int(np.count_nonzero(stepped.valid))
+        over = stepped.over
+        count += int(np.count_nonzero(stepped.valid))
         last = count >= size and worlds.patient
         if last or over.any():
             for i in np.flatnonzero((stepped.truncated & ~stepped.terminated) | (last & ~over)):
-                collected.ends[time, int(i)] = scale.states(stepped.successors[i : i + 1], like)
-        collected.steps.append((states, draws, rows, stepped.rewards, stepped.terminated, over, stepped.valid))
+                ends[len(steps), int(i)] = scale.states(stepped.successors[i : i + 1], like)
+        steps.append((states, draws, rows, stepped.rewards, stepped.terminated, over, stepped.valid))
         observations = stepped.following
         scale.learn(observations)
-    return collected
-
-
-@dataclass
-class CollectedSteps:
-    """Raw steps: states, draws, rows, rewards, whether terminated, over and valid, each (n, ...)."""
-
-    steps: list[tuple[Any, ...]]
-    ends: dict[tuple[int, int], Tensor]  # (step, environment) -> the successor where nothing follows in the batch
+    return steps, ends
 
 
 def prepare_acting(actor: Actor) -> Change:

@@ -13,7 +13,7 @@ from natgrad.ground.pure import call_with, run_detached
 from natgrad.ground.spaces import Params, Space
 from natgrad.policy.actor import Actor
 from natgrad.policy.advantage import BatchPart, Rollout
-from natgrad.rules import FlatStep, Quadratic, Rule, Step, Vector, leads_down
+from natgrad.rules import FlatStep, Quadratic, Rule, Vector, leads_down
 from natgrad.solvers import Solution, Status
 
 
@@ -40,10 +40,17 @@ def take_step(rule: Rule, model: Quadratic, solution: Solution | None, surrogate
     solution: the solver's, of the model's proposal; None where the gradient is not finite.
     """
     # A step after which the policy, or what it gives, is not finite is not taken.
-    step = rule.step(model, surrogate, {})[0] if leads_down(model) else model.nothing()
-    point, trouble, vector = None, find_trouble(model, solution), as_flat_step(step).vector
-    if bool(vector.any()):
-        trial, point = surrogate.look_at(vector), surrogate.move(vector)
+    step, proposal = rule.step(model, surrogate, {})[0] if leads_down(model) else model.nothing(), model.proposal
+    assert isinstance(step, FlatStep) and isinstance(proposal, FlatStep)  # noqa: PT018 a vector (n,) with policies
+    point = trouble = None
+    if solution is None:
+        trouble = "the gradient of the surrogate is not finite"
+    elif solution.status is Status.NON_FINITE or not all_finite(proposal.vector):
+        trouble = "the solver's step is not finite"
+    elif not all_finite(proposal.image):
+        trouble = "the metric along the step is not finite"
+    if bool(step.vector.any()):
+        trial, point = surrogate.look_at(step.vector), surrogate.move(step.vector)
         if not trial.is_finite or not all(stays_finite(surrogate.params[name], p) for name, p in point.items()):
             point, trouble = None, "the policy after the step is not finite"
     elif surrogate.trials and not any(trial.is_finite for trial in surrogate.trials):
@@ -53,22 +60,6 @@ def take_step(rule: Rule, model: Quadratic, solution: Solution | None, surrogate
             for name, value in point.items():
                 surrogate.params[name].copy_(value)
     return describe_move(model, solution, surrogate.trials, accepted=point is not None, trouble=trouble)
-
-
-def as_flat_step(step: Step) -> FlatStep:
-    """The step, which is a vector (n,) with policies."""
-    assert isinstance(step, FlatStep)
-    return step
-
-
-def find_trouble(model: Quadratic, solution: Solution | None) -> str | None:
-    """What is not finite in a proposal."""
-    if solution is None:
-        return "the gradient of the surrogate is not finite"
-    step = as_flat_step(model.proposal)
-    if solution.status is Status.NON_FINITE or not all_finite(step.vector):
-        return "the solver's step is not finite"
-    return None if all_finite(step.image) else "the metric along the step is not finite"
 
 
 def describe_move(
