@@ -19,7 +19,7 @@ from torch import Tensor
 from natgrad.ground.checks import check_positive
 from natgrad.ground.linalg import eigh, solve_psd, symmetrise
 from natgrad.search.model import GaussianModel, State, build_identity
-from natgrad.search.ranking import Ranking, count_effective, weigh_by_logarithm
+from natgrad.search.ranking import Ranking, count_effective, weigh_better_half, weigh_by_logarithm
 
 FASTER = 1.3  # c_1 and c_mu beside the tutorial's: orthogonal draws know the covariance better than independent ones
 
@@ -45,8 +45,7 @@ def choose_constants(d: int, popsize: int, statistics: int, rate: float = 1.0) -
     # C_1 and c_mu are `FASTER` times as large as in the tutorial. With fewer than d (d + 1) / 2 learned entries they
     # grow further: by (d + 2) / 3 for the d entries of a diagonal, and in inverse proportion between the two.
     raw = weigh_by_logarithm(popsize)
-    positive = raw.clamp(min=0) / raw.clamp(min=0).sum()
-    mueff = count_effective(positive)
+    positive, mueff = weigh_better_half(popsize)
     faster = FASTER * rate * max(1.0, (d + 2) / 3 * d / statistics)
     c_1 = min(0.5, faster * 2 / ((d + 1.3) ** 2 + mueff))
     c_mu = min(1 - c_1, faster * 2 * (0.25 + mueff + 1 / mueff - 2) / ((d + 2) ** 2 + mueff))
@@ -83,6 +82,9 @@ class Adaptation(GaussianModel):
     """
 
     rate: float
+
+    def __post_init__(self) -> None:
+        check_rate(self.rate)
 
     @abstractmethod
     def statistics(self, d: int) -> int:
@@ -171,9 +173,6 @@ class Full(Adaptation):
 
     rate: float = 1.0
 
-    def __post_init__(self) -> None:
-        check_rate(self.rate)
-
     def statistics(self, d: int) -> int:
         return d * (d + 1) // 2
 
@@ -208,9 +207,8 @@ class Full(Adaptation):
 def take_root(covariance: Tensor) -> State:
     """C and its symmetric root C^1/2, with eigenvalues of at least lambda_max / 1e15."""
     values, vectors = eigh(covariance)
-    largest = float(values[-1])
+    smallest, largest = float(values[0]), float(values[-1])
     floor = largest / (10 * CONDITION)
-    smallest = float(values[0])
     if smallest < floor:  # round-off
         values = values.clamp(min=floor)
         covariance = symmetrise((vectors * values) @ vectors.mT)
@@ -235,9 +233,6 @@ class Separable(Adaptation):
     """
 
     rate: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_rate(self.rate)
 
     def statistics(self, d: int) -> int:
         return d

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from natgrad.ground.checks import check_integer
 from natgrad.search.model import GaussianModel, State
-from natgrad.search.ranking import Ranking, count_effective, weigh_by_logarithm
+from natgrad.search.ranking import Ranking, weigh_better_half
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,7 @@ class LowRank(GaussianModel):
 
     def advance(self, state: State, normals: Tensor, steps: Tensor, ranking: Ranking) -> State:
         popsize, d = normals.shape
-        positive = weigh_by_logarithm(popsize).clamp(min=0)
-        positive = positive / positive.sum()
-        mueff = count_effective(positive)
+        positive, mueff = weigh_better_half(popsize)
         weights = ranking.share(positive.to(normals.device))
         step = weights @ normals
         # paths of length 1 / c: p <- (1 - c) p + sqrt(c (2 - c) mueff) sum_i w_i z_i, one for sigma, one per direction

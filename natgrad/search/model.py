@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from natgrad.search.ranking import Ranking, choose_popsize
+from natgrad.search.ranking import Ranking
 
 State = dict[str, Any]
 """What changes between generations: tensors and numbers, with `mean` (d,) and `sigma` among them."""
@@ -65,7 +66,7 @@ class GaussianModel(ABC):
         Args:
             d: Number of variables.
         """
-        return choose_popsize(d)
+        return 4 + int(3 * math.log(d))  # Hansen's
 
     def variances(self, state: State) -> Tensor | None:
         """Diagonal of A A^T, shape (d,), or None if the model does not have it.

@@ -11,11 +11,6 @@ from torch import Tensor
 from natgrad.ground.checks import check_integer, check_positive, check_range
 
 
-def choose_popsize(d: int) -> int:
-    """4 + floor(3 ln d), Hansen's default."""
-    return 4 + int(3 * math.log(d))
-
-
 def weigh_by_logarithm(popsize: int) -> Tensor:
     """w'_i = ln((popsize + 1) / 2) - ln i, shape (popsize,), best first; the worse half is negative."""
     # Hansen 2016, eq. 49.
@@ -25,6 +20,12 @@ def weigh_by_logarithm(popsize: int) -> Tensor:
 def count_effective(weights: Tensor) -> float:
     """mu_eff = (sum |w|)^2 / sum w^2: how many equally weighted candidates are worth as much."""
     return float(weights.abs().sum().square() / weights.square().sum())
+
+
+def weigh_better_half(popsize: int) -> tuple[Tensor, float]:
+    """The positive weights, with sum 1 and zeros for the worse half, and their mu_eff."""
+    positive = weigh_by_logarithm(popsize).clamp(min=0)
+    return positive / positive.sum(), count_effective(positive / positive.sum())
 
 
 @dataclass(frozen=True)

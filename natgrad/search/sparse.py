@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.linalg import inverse_psd
-from natgrad.search.cma import Adaptation, check_rate
+from natgrad.search.cma import Adaptation
 from natgrad.search.model import State, build_identity
 
 Edges = tuple[tuple[int, int], ...]
@@ -38,13 +38,12 @@ class SparsePrecision(Adaptation):
     rate: float = 1.0
 
     def __init__(self, edges: Iterable[tuple[int, int]], rate: float = 1.0) -> None:
-        check_rate(rate)
         pairs = {(min(i, j), max(i, j)) for i, j in ((int(i), int(j)) for i, j in edges)}
-        wrong = [pair for pair in pairs if pair[0] == pair[1] or pair[0] < 0]
-        if wrong:
-            raise ValueError(f"edges has {wrong[0]}, expected pairs of different variables numbered from 0")
+        for pair in (pair for pair in pairs if pair[0] == pair[1] or pair[0] < 0):
+            raise ValueError(f"edges has {pair}, expected pairs of different variables numbered from 0")
         object.__setattr__(self, "edges", tuple(sorted(pairs)))
         object.__setattr__(self, "rate", rate)
+        self.__post_init__()
 
     def check(self, d: int) -> None:
         if self.edges and max(max(pair) for pair in self.edges) >= d:
