@@ -59,8 +59,7 @@ class Search(Stateful, Explained):
     arguments: Mapping[str, str] = MappingProxyType({})
 
     def __repr__(self) -> str:
-        model = getattr(self, "model", None)
-        best = float(self.best.fun)
+        model, best = getattr(self, "model", None), float(self.best.fun)
         return write_choices(self, d=len(self.best.x), popsize=self.popsize, model=model, nfev=self.nfev, best=best)
 
     @abstractmethod
@@ -144,14 +143,11 @@ class Search(Stateful, Explained):
     def _check_candidates(self, X: Any, F: Any) -> tuple[Tensor, Tensor]:
         points = as_tensor(X, "X").to(self.best.x.device)
         values = as_values(F, "F").to(points.device)
-        if points.dim() != 2 or points.shape[1] != self._dim():
-            raise ValueError(
-                f"X has shape {tuple(points.shape)}, expected (popsize, {self._dim()}): the points asked for"
-            )
-        if len(points) != self.popsize:
-            raise ValueError(f"X has {len(points)} rows, expected {self.popsize}: tell all points of one ask() at once")
-        if values.shape != (len(points),):
-            raise ValueError(f"F has shape {tuple(values.shape)}, expected ({len(points)},): a value per row of X")
+        whole = self.popsize, self._dim()
+        if points.shape != whole:
+            raise ValueError(f"X has shape {tuple(points.shape)}, expected {whole}: all points of one ask() at once")
+        if values.shape != whole[:1]:
+            raise ValueError(f"F has shape {tuple(values.shape)}, expected {whole[:1]}: a value per row of X")
         if not all_finite(points):
             raise ValueError("X has entries that are not finite, expected the points that ask() gave")
         return points, torch.where(values.isnan(), torch.inf, values)
@@ -190,17 +186,15 @@ def check_arguments(owner: str, saved: Mapping[str, str], present: Mapping[str, 
 
 def as_values(values: Any, name: str) -> Tensor:
     """Objective values as a float64 tensor of its own memory, without a graph."""
+    expected = "expected real numbers, lower is better, and NaN for an evaluation that failed"
     try:
         if isinstance(values, (list, tuple)):
             values = [v if isinstance(v, (str, bytes)) else float(v) for v in values]  # torch refuses strings
         numbers = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ValueError(
-            f"{name} is {type(values).__name__}, expected numbers, lower is better, and NaN for an evaluation that "
-            f"failed: {error}"
-        ) from error
+        raise ValueError(f"{name} is {type(values).__name__}, {expected}: {error}") from error
     if numbers.is_complex():
-        raise ValueError(f"{name} is complex, expected real values: lower is better")
+        raise ValueError(f"{name} is complex, {expected}")
     return numbers.detach().to(torch.float64, copy=True)
 
 
@@ -218,9 +212,6 @@ def derive_seed(generator: torch.Generator, run: int) -> int:
 
 def build_generator(seed: int | None, device: torch.device) -> torch.Generator:
     """A generator that belongs to one search."""
-    generator = torch.Generator(device=device)
-    if seed is None:
-        return generator.manual_seed(int(torch.randint(2**62, ()).item()))
-    return generator.manual_seed(
-        check_integer("seed", seed, -(2**63), hint=": or None, for one that differs every time")
-    )
+    hint = ": or None, for one that differs every time"
+    start = int(torch.randint(2**62, ())) if seed is None else check_integer("seed", seed, -(2**63), hint=hint)
+    return torch.Generator(device=device).manual_seed(start)

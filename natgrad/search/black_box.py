@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,15 +72,15 @@ class BlackBox(Stateful):
 
     def evaluate(self, points: Tensor) -> Tensor:
         """Values (popsize,), NaN where f has none."""
-        values: Tensor | str = ""
         if self.vectorized is None:
             values = self._find_out(points)
         elif self.vectorized and self.workers is None:
             self.nfev += len(points)
             values = read_reply(points, self._at(points.clone()))
-        if isinstance(values, str):
-            if values:
+            if isinstance(values, str):
                 self._warn_once(values)  # the other points still have values
+                values = self._evaluate_each(points)
+        else:
             values = self._evaluate_each(points)
         self._count_failures(points, values)
         return values
@@ -110,7 +110,7 @@ class BlackBox(Stateful):
                     self.nfev += 1
                     self.workers.start(self._shape_row(row))
             rows, outcomes = zip(*self.workers.take(), strict=True)
-            values = self._read_values(map(read_reply, rows, outcomes))
+            values = list(map(self._read_value, map(read_reply, rows, outcomes)))
             points = [row.reshape(-1) for row in rows]
             self._count_failures(torch.stack(points), torch.tensor(values, dtype=torch.float64))
             answers += zip(points, values, strict=True)
@@ -122,33 +122,27 @@ class BlackBox(Stateful):
         """Points that workers have, and that were not taken."""
         return 0 if self.workers is None else len(self.workers.flight.points)
 
-    def drop_started(self) -> None:
-        """Forget points that nobody needs any more."""
+    def drop_started(self, close: bool = False) -> None:
+        """Forget points that nobody needs any more; at the end, release what was started to evaluate points."""
         if self.workers is not None:
             self.nfev -= self.workers.give_up()
-
-    def close(self) -> None:
-        """Release what was started to evaluate points."""
-        self.drop_started()
-        if self.workers is not None:
-            self.workers.close()
+            if close:
+                self.workers.close()
 
     def _evaluate_each(self, points: Tensor) -> Tensor:
         """One by one, as far as the limit allows."""
         count = int(min(len(points), max(0.0, self.limit - self.nfev)))
         rows = [self._shape_row(row) for row in points[:count]]
         self.nfev += count
-        values = self._read_values(self._ask_rows(rows)) + [math.nan] * (len(points) - count)
+        values = list(map(self._read_value, self._ask_rows(rows))) + [math.nan] * (len(points) - count)
         return torch.tensor(values, dtype=torch.float64, device=points.device)
 
-    def _read_values(self, replies: Iterable[Tensor | str]) -> list[float]:
-        """The value of each point, NaN for none."""
-        values: list[float] = []
-        for reply in replies:
-            if isinstance(reply, str):
-                self._warn_once(reply)
-            values.append(math.nan if isinstance(reply, str) else float(reply))
-        return values
+    def _read_value(self, reply: Tensor | str) -> float:
+        """The value of a point, NaN for none."""
+        if isinstance(reply, str):
+            self._warn_once(reply)
+            return math.nan
+        return float(reply)
 
     def _shape_row(self, row: Tensor) -> Tensor:
         return row.clone().unsqueeze(0) if self.vectorized else row.clone()
@@ -157,7 +151,7 @@ class BlackBox(Stateful):
         """What f gave for each, read before f is called again: it may return one array that it writes into."""
         if self.workers is None:
             return [read_reply(row, self._at(row)) for row in rows]
-        return [read_reply(row, outcome) for row, outcome in zip(rows, self.workers.evaluate(rows), strict=True)]
+        return list(map(read_reply, rows, self.workers.evaluate(rows)))
 
     # How f takes points: it gets a batch of one, then the whole batch, and two of its rows must have the values that
     # they have by themselves; otherwise f gets a point alone. All of these calls count.

@@ -55,11 +55,16 @@ class CategoricalSearch(Relaxation):
         self.update, self.margin = update, margin
         default = max(20, total // 4) if update is None else update.popsize(n)
         counts = torch.tensor(self.sizes)
-        self._least = choose_least_probabilities(counts, margin)  # (total,)
+        each = counts.to(torch.float64)
+        if margin is not None and not 0 < margin * float(each.max()) < 1:
+            most = int(counts.max())
+            raise ValueError(f"margin is {margin}, expected a probability > 0 and below 1 / {most}, the most values")
+        usual = torch.minimum(1 / (n * (each - 1)), 1 / (2 * each))
+        least = usual if margin is None else torch.full_like(each, margin)
+        self._least = torch.repeat_interleave(least, counts)  # the least probability of every value, (total,)
         self._owner = torch.repeat_interleave(torch.arange(n), counts)  # variable of each column
         self._start = counts.cumsum(0) - counts  # first column of each variable
-        entropy = float(counts.to(torch.float64).log().sum())
-        super().__init__(n, total, as_popsize(popsize, default), seed, entropy)
+        super().__init__(n, total, as_popsize(popsize, default), seed, float(each.log().sum()))
         settings = {"sizes": self.sizes, "popsize": self.popsize, "update": update, "margin": margin}
         self.arguments = spell_arguments(**settings, seed=seed)
 
@@ -131,20 +136,6 @@ class CategoricalSearch(Relaxation):
         if not bool(((points == points.floor()) & (points >= 0) & (points < torch.tensor(self.sizes))).all()):
             raise ValueError("X has entries that are no numbers of values, expected what ask() gave: 0 to sizes_i - 1")
         return points, values
-
-
-def choose_least_probabilities(counts: Tensor, margin: float | None) -> Tensor:
-    """The least probability of every value, shape (total,)."""
-    each = counts.to(torch.float64)
-    if margin is None:
-        least = torch.minimum(1 / (len(counts) * (each - 1).clamp(min=1)), 1 / (2 * each))
-    else:
-        if not 0 < margin * float(each.max()) < 1:
-            raise ValueError(
-                f"margin is {margin}, expected a probability > 0 and below 1 / {int(counts.max())}, the most values"
-            )
-        least = torch.full_like(each, margin)
-    return torch.repeat_interleave(least, counts)
 
 
 def as_sizes(sizes: Any) -> list[int]:

@@ -45,9 +45,7 @@ class Domain:
     def admit(self, points: Tensor) -> Tensor:
         """The points (N, d), brought back to bounds and integers where they miss them by the round-off of float32."""
         admitted = torch.where(self.integer, points.round(), points).clamp(self.lower, self.upper)
-        wrong = ((points - admitted).abs() > ROUNDED * (1 + admitted.abs())).nonzero()
-        if len(wrong):
-            row, i = wrong[0].tolist()
+        for row, i in ((points - admitted).abs() > ROUNDED * (1 + admitted.abs())).nonzero().tolist():
             kind = "an integer" if bool(self.integer[i]) else "a number"
             raise ValueError(
                 f"X[{row}, {i}] is {float(points[row, i]):g}, expected {kind} within the bounds "
@@ -102,8 +100,7 @@ def as_point(value: Any, name: str) -> Tensor:
     point = as_tensor(value, name)
     if point.dim() != 1 or not len(point):
         raise ValueError(f"{name} has shape {tuple(point.shape)}, expected a vector (d,) with d >= 1")
-    if not bool(torch.isfinite(point).all()):
-        bad = int((~torch.isfinite(point)).nonzero()[0])
+    for bad in (~torch.isfinite(point)).nonzero().flatten().tolist():
         raise ValueError(f"{name}[{bad}] is {float(point[bad])}, expected finite numbers: where does the search start?")
     return point
 
@@ -150,19 +147,13 @@ def as_bounds(bounds: Any, x0: Tensor) -> tuple[Tensor, Tensor]:
             raise ValueError(f"bounds: {name} is {side}, NaN is no bound; infinity or None is no limit")
         sides.append(bound.expand_as(x0).clone())
     lower, upper = sides
-    wrong = (~(lower < upper)).nonzero()
-    if len(wrong):
-        i = int(wrong[0])
+    for i in (~(lower < upper)).nonzero().flatten().tolist():
         raise ValueError(
             f"bounds are inverted at variable {i}: lower {float(lower[i])}, upper {float(upper[i])}, expected "
             f"lower < upper; leave a constant variable out of x; {PAIRS}"
         )
-    outside = ((x0 < lower) | (x0 > upper)).nonzero()
-    if len(outside):
-        i = int(outside[0])
-        raise ValueError(
-            f"x0[{i}] is {float(x0[i])}, outside its bounds [{float(lower[i])}, {float(upper[i])}]: start inside"
-        )
+    for i in ((x0 < lower) | (x0 > upper)).nonzero().flatten().tolist():
+        raise ValueError(f"x0[{i}] is {float(x0[i])}, outside its bounds [{float(lower[i])}, {float(upper[i])}]")
     return lower, upper
 
 
@@ -177,18 +168,7 @@ def keep_integer_margin(
     # present one get a chance of margin / 2 each; at a bound, those on the other side get `margin`. Hamano et al. 2022.
     mode = mean.round().clamp(lower, upper)
     low, high = mode - 0.5, mode + 0.5
-    inner_mean, inner_deviation = keep_inner_margin(mean, deviation, low, high, margin)
-    reach = -find_quantile(torch.full_like(mean, margin)) * deviation
-    at_lower, at_upper = mode <= lower, mode >= upper
-    edge_mean = torch.where(at_lower, torch.maximum(mean, high - reach), torch.minimum(mean, low + reach))
-    edge = at_lower | at_upper
-    return torch.where(edge, edge_mean, inner_mean), torch.where(edge, deviation, inner_deviation)
-
-
-def keep_inner_margin(
-    mean: Tensor, deviation: Tensor, low: Tensor, high: Tensor, margin: float
-) -> tuple[Tensor, Tensor]:
-    """The case between bounds: P(x < low) and P(x > high) of at least margin / 2, by mean and deviation together."""
+    # between the bounds: P(x < low) and P(x > high) of at least margin / 2, by mean and deviation together
     below = torch.special.ndtr((low - mean) / deviation)
     above = torch.special.ndtr((mean - high) / deviation)
     least = margin / 2
@@ -199,12 +179,15 @@ def keep_inner_margin(
     left, right = (-find_quantile(chance + share * (chance - least)) for chance in raised)
     changed = (below < least) | (above < least)
     wide = (high - low) / (left + right).clamp(min=1e-12)
-    return torch.where(changed, low + left * wide, mean), torch.where(changed, wide, deviation)
+    inner_mean, inner_deviation = torch.where(changed, low + left * wide, mean), torch.where(changed, wide, deviation)
+    reach = -find_quantile(torch.full_like(mean, margin)) * deviation
+    at_lower, at_upper = mode <= lower, mode >= upper
+    edge_mean = torch.where(at_lower, torch.maximum(mean, high - reach), torch.minimum(mean, low + reach))
+    edge = at_lower | at_upper
+    return torch.where(edge, edge_mean, inner_mean), torch.where(edge, deviation, inner_deviation)
 
 
-def move_repeats(
-    points: Tensor, centre: Tensor, integer: Tensor, lower: Tensor, upper: Tensor, generator: torch.Generator | None
-) -> Tensor:
+def move_repeats(points: Tensor, centre: Tensor, domain: Domain, generator: torch.Generator) -> Tensor:
     """Candidates of which every second one that repeats the centre has one integer variable moved."""
     # By one step at a chance of 1/2, by two at 1/4, and so on: the margin reaches the next integer only, and a search
     # would end where a better one lies two steps away. Nothing repeats the centre where a variable is real.
@@ -212,14 +195,13 @@ def move_repeats(
     moved = repeats & (repeats.cumsum(0) % 2 == 0)
     if not bool(moved.any()):
         return points
-    place, length, side = torch.rand(
-        3, len(points), generator=generator, dtype=points.dtype, device=points.device
-    ).unbind()
-    columns = integer.nonzero().squeeze(1)
+    draws = torch.rand(3, len(points), generator=generator, dtype=points.dtype, device=points.device)
+    place, length, side = draws.unbind()
+    columns = domain.integer.nonzero().squeeze(1)
     column = columns[(place * len(columns)).long().clamp(max=len(columns) - 1)]
     steps = 1 - length.clamp(min=2.0**-30).log2().ceil()
     goal = centre[column] + torch.where(side < 0.5, -steps, steps)
-    goal = goal.clamp(lower[column], upper[column]).unsqueeze(1)
+    goal = goal.clamp(domain.lower[column], domain.upper[column]).unsqueeze(1)
     return torch.where(moved.unsqueeze(1), points.scatter(1, column.unsqueeze(1), goal), points)
 
 
@@ -272,12 +254,10 @@ def as_integer_mask(integers: Any, x0: Tensor) -> Tensor:
         if chosen.shape != x0.shape:
             raise ValueError(f"integers is a mask of shape {tuple(chosen.shape)}, expected {tuple(x0.shape)}")
         return chosen.clone()
-    if chosen.is_floating_point() and len(chosen):
-        raise ValueError(f"integers is {integers!r}, expected indices of variables or a mask of {len(x0)} booleans")
-    chosen = chosen.long()
-    if len(chosen) and not bool(((chosen >= -len(x0)) & (chosen < len(x0))).all()):
-        raise ValueError(f"integers is {integers!r}, expected indices below {len(x0)}, the number of variables")
-    mask[chosen] = True
+    inside = bool(((chosen >= -len(x0)) & (chosen < len(x0))).all())
+    if len(chosen) and (chosen.is_floating_point() or not inside):
+        raise ValueError(f"integers is {integers!r}, expected indices below {len(x0)} or a mask of {len(x0)} booleans")
+    mask[chosen.long()] = True
     if int(mask.sum()) < len(chosen):
         raise ValueError(
             f"integers is {integers!r}, which names a variable twice, expected different indices, or a mask of "
@@ -289,7 +269,6 @@ def as_integer_mask(integers: Any, x0: Tensor) -> Tensor:
 def round_bounds(lower: Tensor, upper: Tensor, integer: Tensor) -> tuple[Tensor, Tensor]:
     """Bounds of integer variables moved inwards to integers."""
     lower, upper = torch.where(integer, lower.ceil(), lower), torch.where(integer, upper.floor(), upper)
-    wrong = (integer & (lower > upper)).nonzero()
-    if len(wrong):
-        raise ValueError(f"integers: no integer lies within the bounds of variable {int(wrong[0])}")
+    for i in (integer & (lower > upper)).nonzero().flatten().tolist():
+        raise ValueError(f"integers: no integer lies within the bounds of variable {i}")
     return lower, upper

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from natgrad.ground.checks import check_integer, check_range, is_real
+from natgrad.ground.checks import check_integer, check_number, check_range, is_real
 from natgrad.ground.messages import Columns, explain_calls
 from natgrad.ground.progress import Callbacks, Progress, join_callbacks
 from natgrad.ground.pure import keep_gradient_mode
@@ -122,15 +122,13 @@ def minimize(
     if restarts is None:
         restarts = 0 if not isinstance(x0, Relaxation) or ftarget is None or maxfevals is None else IPOP()
     first, generator = build_first(x0, {"sigma0": sigma0, "seed": seed, **others})
-    model_of_f = as_choice("surrogate", surrogate, QuadraticSurrogate)
-    handling = as_choice("noise", noise, NoiseHandling)
+    choices = as_choice("noise", noise, NoiseHandling), as_choice("surrogate", surrogate, QuadraticSurrogate)
     check_evaluations(first, executor, timeout, ahead, noise, surrogate)
     objective = BlackBox(f, vectorized, executor, timeout)
     check_goals(ftarget, maxfevals, first.popsize, objective.asking)
     call = join_callbacks(callback, "the search")
     check_integer("checkpoint_every", checkpoint_every, 1, hint=": a number of generations")
-    again = as_restarts(restarts)
-    runs = SearchRuns(first, again, generator, objective, handling, ahead, model_of_f, ftarget, maxfevals)
+    runs = SearchRuns(first, as_restarts(restarts), generator, objective, *choices, ahead, ftarget, maxfevals)
     path = None if checkpoint is None else Path(checkpoint)
     if path is not None and path.exists():
         runs.load_state_dict(read_state_file(path))
@@ -151,7 +149,7 @@ def minimize(
     except KeyboardInterrupt:
         ending = "interrupted: the result is what was found so far"
     finally:
-        objective.close()
+        objective.drop_started(close=True)
     if path is not None and state is not None:
         write_state_file({"format": FORMAT, **state}, path)
     return runs.describe_result(ending)
@@ -172,21 +170,20 @@ class SearchRuns(Stateful):
         generator: torch.Generator | None,
         objective: BlackBox,
         handling: NoiseHandling | None,
-        ahead: int,
         surrogate: QuadraticSurrogate | None,
+        ahead: int,
         ftarget: float | None,
         maxfevals: float | None,
     ) -> None:
         self.first, self.restarts, self.generator = first, restarts, generator
-        self.popsize = first.popsize  # that of bits changes later on
         self.objective, self.ftarget, self.maxfevals = objective, ftarget, maxfevals
+        self.popsize, self.ahead = first.popsize, ahead  # that of bits changes later on
         objective.limit = math.inf if maxfevals is None else float(maxfevals)
         self.repeated = None if handling is None else Repeated(objective, handling)
-        self.ahead = ahead  # points that workers have beyond a generation
         self.surrogate = None if surrogate is None else SurrogateEvaluations(objective, surrogate)
         self.history = SearchHistory()
-        choices = spell_arguments(search=first, noise=handling is not None, surrogate=surrogate is not None)
-        self.arguments = choices | dict(first.arguments)
+        own = spell_arguments(search=first, noise=handling is not None, surrogate=surrogate is not None)
+        self.arguments = own | dict(first.arguments)
         self.past: list[tuple[Run, int]] = []
         self.run, self.search = Run(first.popsize, 1.0, None, "first"), first
         self.best = Best(self.search.best.x, torch.inf, 0)
@@ -494,9 +491,8 @@ class SearchHistory(Columns):
 def build_first(x0: Any, chosen: dict[str, Any]) -> tuple[Search, torch.Generator | None]:
     """The search that was given as x0, or a Gaussian one with a source of draws for those after it."""
     if isinstance(x0, Search):
-        for name, value in chosen.items():
-            if value is not None:
-                raise ValueError(f"{name} is given beside a {type(x0).__name__}, to whose arguments it belongs")
+        for name in (name for name, value in chosen.items() if value is not None):
+            raise ValueError(f"{name} is given beside a {type(x0).__name__}, to whose arguments it belongs")
         return x0, None
     if chosen["sigma0"] is None:
         raise ValueError("sigma0 is missing: about a third of the distance at which the minimum may lie")
@@ -509,53 +505,45 @@ def build_first(x0: Any, chosen: dict[str, Any]) -> tuple[Search, torch.Generato
 
 def as_restarts(restarts: Restarts | int | str) -> Restarts:
     """The restarts that a number or a name stands for."""
-    if isinstance(restarts, Restarts):
-        return restarts
-    named = {"ipop": IPOP, "bipop": BIPOP}
-    if isinstance(restarts, str) and restarts.lower() in named:
-        return named[restarts.lower()]()
+    named = {"ipop": IPOP(), "bipop": BIPOP()}
+    choice = named.get(restarts.lower(), restarts) if isinstance(restarts, str) else restarts
+    if isinstance(choice, Restarts):
+        return choice
     return IPOP(check_integer("restarts", restarts, 0, hint=": or IPOP(times), BIPOP(times), 'IPOP', 'BIPOP'"))
 
 
 def as_choice(name: str, value: Any, kind: type[Choice]) -> Choice | None:
     """The choice, for which True stands with its defaults; None for False."""
-    if not isinstance(value, (bool, kind)):
-        raise TypeError(f"{name} is {value!r}, expected True, False or {kind.__name__}(...)")
     if isinstance(value, bool):
         return kind() if value else None
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is {value!r}, expected True, False or {kind.__name__}(...)")
     return value
 
 
 def check_goals(ftarget: Any, maxfevals: Any, popsize: int, asking: int) -> None:
     """Check the target and the budget."""
-    if ftarget is not None and (not is_real(ftarget) or math.isnan(ftarget)):
-        came = "NaN" if isinstance(ftarget, float) else repr(ftarget)
-        raise ValueError(f"ftarget is {came}, expected a number, or None for no target")
-    if maxfevals is not None and not (is_real(maxfevals) and float(maxfevals) >= popsize):
-        raise ValueError(f"maxfevals is {maxfevals!r}, expected at least {popsize}, the evaluations of one generation")
-    if maxfevals is not None and float(maxfevals) < popsize + asking:
+    if ftarget is not None:
+        check_number("ftarget", ftarget, -math.inf, hint=", or None for no target")
+    if maxfevals is not None and not (is_real(maxfevals) and float(maxfevals) >= popsize + asking):
+        more = f", and {asking} to find out whether f takes a batch or a point; vectorized=True or False says it"
         raise ValueError(
-            f"maxfevals is {maxfevals!r}, expected at least {popsize + asking}: one generation, and {asking} to find "
-            "out whether f takes a batch or a point; vectorized=True or False says it"
+            f"maxfevals is {maxfevals!r}, expected at least {popsize + asking}: one generation" + more * (asking > 0)
         )
 
 
 def check_evaluations(first: Search, executor: Any, timeout: Any, ahead: Any, noise: Any, surrogate: Any) -> None:
     """Check what is said of workers, and that one thing alone chooses what to evaluate."""
     check_integer("ahead", ahead, 0, hint=": points that workers have beyond a generation")
-    if timeout is not None and not (is_real(timeout) and float(timeout) > 0):
-        raise ValueError(f"timeout is {timeout!r}, expected seconds above 0, or None to wait for ever")
+    if timeout is not None:
+        check_range("timeout", timeout, "(0, inf]", hint=": seconds, or None to wait for ever")
     for name, given in (("timeout", timeout is not None), ("ahead", ahead > 0)):
         if given and executor is None:
             raise ValueError(f"{name} is given without an executor, whose workers it is about: pass executor=pool")
-    if ahead > 0 and noise is not False:
-        raise ValueError(f"ahead is {ahead} with noise={noise!r}, which evaluates points again: use ahead=0")
-    if surrogate is False:
-        return
-    if not isinstance(first, GaussianSearch):
+    chosen = {"noise": noise, "surrogate": surrogate, "ahead": ahead if ahead > 0 else False}
+    chosen = {name: value for name, value in chosen.items() if value is not False}
+    if len(chosen) > 1:
+        words = " and ".join(f"{name}={value!r}" for name, value in chosen.items())
+        raise ValueError(f"{words} are given: only one of these can choose what to evaluate")
+    if surrogate is not False and not isinstance(first, GaussianSearch):
         raise ValueError(f"surrogate={surrogate!r} is given with a {type(first).__name__}: it needs a GaussianSearch")
-    if noise is not False or ahead > 0:
-        name, value = ("noise", noise) if noise is not False else ("ahead", ahead)
-        raise ValueError(
-            f"{name} is {value!r} with surrogate={surrogate!r}: only one of the two can choose what to evaluate"
-        )

@@ -143,8 +143,7 @@ class GaussianSearch(Search):
         spread = steps * self._state["stretch"] if self.domain.has_integers else steps
         points = self.domain.points(torch.add(mean, spread, alpha=self.sigma))
         if self.domain.has_integers:
-            domain = self.domain
-            points = move_repeats(points, self.mean, domain.integer, domain.lower, domain.upper, self._generator)
+            points = move_repeats(points, self.mean, self.domain, self._generator)
         if self._neighbours is not None and self.asks_for_neighbours:
             points = self._neighbours.put_untried(points)
         self._asked = (points, normals, steps)
@@ -215,8 +214,8 @@ class GaussianSearch(Search):
             raise ValueError(
                 f"{self.model} does not know its variances, which integers need: choose Full() or Separable()"
             )
-        rows = self.domain.integer
-        scale, lower, upper = (bound[rows] for bound in (self.domain.scale, self.domain.lower, self.domain.upper))
+        domain, rows = self.domain, self.domain.integer
+        scale, lower, upper = (each[rows] for each in (domain.scale, domain.lower, domain.upper))
         mean, stretch = self._state["mean"].clone(), self._state["stretch"].clone()
         unit = self.sigma * variances.sqrt()[rows] * scale
         margin = 1 / (self.popsize * self._dim())

@@ -166,10 +166,11 @@ def as_cliques(cliques: Iterable[Sequence[int]], n: int) -> list[list[int]]:
     for clique in cliques:
         try:
             members = [operator.index(i) for i in clique]
-        except TypeError as error:
-            raise ValueError(f"cliques has {clique!r}, expected groups of bits, such as [(0, 1), (1, 2)]") from error
+        except TypeError:
+            members = []
         if not members or not all(0 <= i < n for i in members):
-            raise ValueError(f"cliques has {tuple(members)}, expected groups of bits numbered 0 to {n - 1}")
+            came = tuple(members) or repr(clique)
+            raise ValueError(f"cliques has {came}, expected groups of bits from 0 to {n - 1}, such as [(0, 1), (1, 2)]")
         if len(set(members)) > 12:
             raise ValueError(
                 f"cliques has a group of {len(members)} bits, with 2^{len(members)} products; expected at most 12: "

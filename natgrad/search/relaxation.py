@@ -242,10 +242,8 @@ def scale_to_unit_range(values: Tensor) -> Tensor:
 def replace_infinite_values(values: Tensor) -> Tensor:
     """Infinitely bad values replaced by one standard deviation above the worst finite one."""
     finite = torch.isfinite(values)
-    if bool(finite.all()):
-        return values
-    if not bool(finite.any()):
-        return torch.zeros_like(values)
     fine = values[finite]
+    if not len(fine) or len(fine) == len(values):
+        return torch.where(finite, values, 0.0)
     worst = fine.max() + (fine.std() if len(fine) > 1 else 1.0)
     return torch.where(finite, values, torch.where(values > 0, worst, fine.min()))

@@ -61,18 +61,15 @@ class Workers:
         self._takes_names = not kinds or Parameter.VAR_POSITIONAL in kinds.values()
         self._at, self._keeps_tensors = AtPoint(f), isinstance(executor, ThreadPoolExecutor)
         self._own: ProcessPoolExecutor | None = None
-        self._here = self._warned = False
+        self._warned = False
 
     def evaluate(self, points: Sequence[Tensor]) -> list[Any]:
         """What f gave at each point; `Raised` where it raised, and an exception where the executor did."""
-        if self._here:
-            return [self._at(point) for point in points]
-        outcomes = self._wait_for_all([self._submit(point) for point in points])
-        return self._replace_lost(points, outcomes)
+        return self._replace_lost(points, self._wait_for_all([self._submit(point) for point in points]))
 
     def start(self, point: Tensor) -> None:
         """Have a point evaluated, and do not wait."""
-        self.flight.add(point, fail_future(BrokenExecutor("no pool works")) if self._here else self._submit(point))
+        self.flight.add(point, self._submit(point))
 
     def take(self) -> list[tuple[Tensor, Any]]:
         """The next started point that is answered, or those that are late, with outcomes as of `evaluate`."""
@@ -81,9 +78,9 @@ class Workers:
             self.silent = 0
         elif not self.flight.points:
             self.silent += 1
-        outcomes = [self._at(x) if self._here and future is not None else self._read(future) for x, future in answers]
         points = [point for point, _ in answers]
-        return list(zip(points, self._replace_lost(points, outcomes), strict=True))
+        outcomes = self._replace_lost(points, [self._read(future) for _, future in answers])
+        return list(zip(points, outcomes, strict=True))
 
     def give_up(self) -> int:
         """Forget the points that were started. Returns how many of them no worker had begun."""
@@ -93,7 +90,6 @@ class Workers:
 
     def close(self) -> None:
         """Shut down the pool that replaced a broken one; the given one belongs to its owner."""
-        self.give_up()
         if self._own is not None:
             self._own.shutdown(wait=False, cancel_futures=True)
             self._own = None
@@ -109,7 +105,9 @@ class Workers:
         except (TypeError, ValueError, AttributeError, pickle.PickleError):  # what cannot be sent
             raise
         except Exception as error:  # noqa: BLE001 a pool that was closed raises what it likes
-            return fail_future(LostError(error))
+            failed: Future[Any] = Future()
+            failed.set_exception(LostError(error))
+            return failed
 
     def _wait_for_all(self, futures: Sequence[Any]) -> list[Any]:
         """The outcomes; of points that are late, a TimeoutError."""
@@ -157,16 +155,18 @@ class Workers:
         ]
 
     def _evaluate_elsewhere(self, point: Tensor, error: BaseException) -> Any:
-        if isinstance(error, BrokenProcessPool) and can_pickle(self.f):
-            return self._evaluate_in_fresh_pool(point)
-        if self._here or not (isinstance(error, TimeoutError) or self._still_answers(point)):
+        broken = isinstance(error, BrokenProcessPool) and find_pickle_error(self.f) is None
+        if broken and not self._renew_pool():
+            return self._at(point)
+        if not broken and not (isinstance(error, TimeoutError) or self._still_answers(point)):
             return self._at(point)
         (outcome,) = self._wait_for_all([self._submit(point)])
         if not isinstance(outcome, LostError):
             return outcome
-        if isinstance(outcome.error, TimeoutError):  # here it would take as long, and nobody would stop it
-            return outcome.error
-        return self._at(point)
+        if broken:  # in a pool that works, where the point was alone
+            return RuntimeError(f"the process that evaluates this point dies: {outcome.error}")
+        # a point that is late would take as long here, and nobody would stop it
+        return outcome.error if isinstance(outcome.error, TimeoutError) else self._at(point)
 
     def _still_answers(self, point: Tensor) -> bool:
         """Whether a worker answers a question that takes no time. If none does, the executor is not asked again."""
@@ -175,25 +175,35 @@ class Workers:
             flight = PointsInFlight(PATIENCE)
             flight.add(0, future)
             if flight.take_next() == [(0, None)]:
-                self._here = True
+                self.executor, self._options = Here(), {}
                 return False
         return not isinstance(self._read(future), Exception)
 
-    def _evaluate_in_fresh_pool(self, point: Tensor) -> Any:
-        """The outcome in a pool that works, where the point is alone."""
-        if self._own is None or not can_run(self._own, int):
-            self.executor = fresh = copy_pool(self.executor)
-            if self._own is not None:
-                self._own.shutdown(wait=False, cancel_futures=True)
-            self._own = fresh
-            if not can_run(fresh, callable, self.f):  # its processes cannot even receive f
-                fresh.shutdown(wait=False, cancel_futures=True)
-                self._own, self._here = None, True
-                return self._at(point)
-        (outcome,) = self._wait_for_all([self._submit(point)])
-        if isinstance(outcome, LostError):
-            return RuntimeError(f"the process that evaluates this point dies: {outcome.error}")
-        return outcome
+    def _renew_pool(self) -> bool:
+        """Take a fresh pool where the present one is broken. False if its processes cannot even receive f."""
+        if self._own is not None and can_run(self._own, int):
+            return True
+        if self._own is not None:
+            self._own.shutdown(wait=False, cancel_futures=True)
+        # as many processes, started in the same way if the broken pool was of this class too
+        names = ("mp_context", "initializer", "initargs") if isinstance(self.executor, ProcessPoolExecutor) else ()
+        own = {name: getattr(self.executor, f"_{name}") for name in names}
+        self._own = self.executor = fresh = ProcessPoolExecutor(getattr(self.executor, "_max_workers", None), **own)
+        if can_run(fresh, callable, self.f):
+            return True
+        fresh.shutdown(wait=False, cancel_futures=True)
+        self._own, self.executor, self._options = None, Here(), {}
+        return False
+
+
+class Here:
+    """In the place of an executor that works no more: evaluates where it is asked."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
+        """A future of fn(*args), which is done; what f raises, fn gives as a value."""
+        done: Future[Any] = Future()
+        done.set_result(fn(*args))
+        return done
 
 
 class PointsInFlight:
@@ -293,13 +303,6 @@ class LostError(Exception):
         self.error = error
 
 
-def fail_future(error: BaseException) -> Future[Any]:
-    """A future that has failed."""
-    future: Future[Any] = Future()
-    future.set_exception(error)
-    return future
-
-
 def cancel_future(future: Any) -> bool:
     """Cancel what no worker has begun; what runs goes on, and nobody waits for it. True if it was in time."""
     cancel = getattr(future, "cancel", None)
@@ -315,35 +318,26 @@ def can_run(pool: ProcessPoolExecutor, function: Callable[..., Any], *arguments:
     return True
 
 
-def copy_pool(executor: Any) -> ProcessPoolExecutor:
-    """A pool of as many processes, started in the same way if the broken one was of this class too."""
-    names = ("mp_context", "initializer", "initargs") if isinstance(executor, ProcessPoolExecutor) else ()
-    return ProcessPoolExecutor(
-        getattr(executor, "_max_workers", None), **{name: getattr(executor, f"_{name}") for name in names}
-    )
-
-
-def can_pickle(f: Any) -> bool:
-    """True if f can be sent to another process."""
-    try:
-        check_pickles(f)
-    except TypeError:
-        return False
-    return True
+def find_pickle_error(f: Any) -> Exception | None:
+    """Why f cannot be sent to another process, or None."""
+    wrong = None
+    for dumps in (pickle.dumps, ForkingPickler.dumps):  # the second knows more kinds, such as locks and connections
+        try:
+            dumps(f)
+        except Exception as error:  # noqa: BLE001 objects raise what they like here
+            wrong = error
+        else:
+            return None
+    return wrong
 
 
 def check_pickles(f: Any) -> None:
     """Check that f can be sent to another process."""
-    try:
-        pickle.dumps(f)
-    except Exception:  # noqa: BLE001 objects raise what they like here
-        try:
-            ForkingPickler.dumps(f)  # knows more kinds of objects, such as locks and connections
-        except Exception as error:
-            raise TypeError(
-                f"f cannot be pickled, which sending it to the executor's processes needs ({error}): define it with "
-                "def at the top of a module, not as a lambda or inside of a function, or pass a ThreadPoolExecutor"
-            ) from error
+    if (error := find_pickle_error(f)) is not None:
+        raise TypeError(
+            f"f cannot be pickled, which sending it to the executor's processes needs ({error}): define it with def at "
+            "the top of a module, not as a lambda or inside of a function, or pass a ThreadPoolExecutor"
+        ) from error
 
 
 # Ray, which has no `submit` of its own
