@@ -11,13 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import natgrad as ng
-from natgrad.search import (
-    BIPOP,
-    IPOP,
-    XNES,
-    SparsePrecision,
-    Tolerances,
-)
+from natgrad.search import IPOP, XNES, SparsePrecision
 from natgrad.search.cma import choose_constants
 from natgrad.search.domain import fold, unfold
 from natgrad.search.gaussian import draw_orthogonal_normals
@@ -191,21 +185,6 @@ def test_a_raising_objective_is_a_worst_value(vectorized: bool):
         result = ng.minimize(angry, [1.0, 1.0], 0.5, seed=0, maxfevals=600, vectorized=vectorized)
     assert len(caught) == 1
     assert 0.01 <= result.fun < 0.0101
-
-
-@pytest.mark.parametrize("restarts", [0, BIPOP(3)])
-def test_a_resumed_search_is_the_uninterrupted_one(restarts, tmp_path):
-    def rough(X: Tensor) -> Tensor:
-        return sphere(X) + 3 * (1 - torch.cos(6 * X)).sum(1)
-
-    settings = {"seed": 5, "restarts": restarts, "bounds": (-4.0, 4.0), "tolerances": Tolerances(tolfun=1e-6)}
-    whole = ng.minimize(rough, [3.0, 2.0], 0.5, maxfevals=3000, **settings)
-    file = tmp_path / "search.pt"
-    for budget in (300, 1700, 3000):
-        parts = ng.minimize(rough, [3.0, 2.0], 0.5, maxfevals=budget, checkpoint=file, checkpoint_every=7, **settings)
-    assert torch.equal(parts.x, whole.x)
-    assert (parts.nfev, parts.nit, parts.message) == (whole.nfev, whole.nit, whole.message)
-    assert parts.history["sigma"] == whole.history["sigma"]
 
 
 def test_restarts_find_what_one_run_misses():

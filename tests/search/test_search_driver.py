@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from black_boxes import list_discrete, one_value, sphere
+from black_boxes import list_discrete, one_value, rosenbrock, sphere
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.search import (
-    PBIL,
-    CategoricalSearch,
-    ProductSearch,
-    Separable,
-    Tolerances,
-)
+from natgrad.search import BIPOP, PBIL, CategoricalSearch, NoiseHandling, ProductSearch, Separable, Tolerances
 
 
 def zeros(X: Tensor) -> Tensor:
@@ -27,15 +24,8 @@ def zeros(X: Tensor) -> Tensor:
 class LaterPool:
     """As little as Dask's client offers: submit, and futures with result()."""
 
-    class Future:
-        def __init__(self, fn, args) -> None:
-            self.fn, self.args = fn, args
-
-        def result(self):
-            return self.fn(*self.args)
-
     def submit(self, fn, *args):
-        return self.Future(fn, args)
+        return SimpleNamespace(result=lambda: fn(*args))
 
 
 # Pools.
@@ -74,16 +64,44 @@ def test_a_given_search_is_driven(name: str):
     assert float(f(result.x.unsqueeze(0))) == result.fun == result.history["best"][-1]
 
 
-@pytest.mark.parametrize("name", SEARCHES)
-def test_a_given_search_resumes_bit_for_bit(name: str, tmp_path):
-    def f(X: Tensor) -> Tensor:
-        return sphere(X + 0.3 * torch.arange(X.shape[1]))
+def shifted(X: Tensor) -> Tensor:
+    return sphere(X + 0.3 * torch.arange(X.shape[1]))
 
-    whole = ng.minimize(f, SEARCHES[name](), maxfevals=240, checkpoint=tmp_path / "whole")
-    for budget in (96, 240):
-        parts = ng.minimize(f, SEARCHES[name](), maxfevals=budget, checkpoint=tmp_path / "parts")
+
+def rough(X: Tensor) -> Tensor:
+    return sphere(X) + 3 * (1 - torch.cos(6 * X)).sum(1)
+
+
+def wavy(X: Tensor) -> Tensor:
+    """It looks like noise, and repeats."""
+    return sphere(X) + torch.sin(1e4 * X).sum(1)
+
+
+ROUGH = {"seed": 5, "bounds": (-4.0, 4.0), "tolerances": Tolerances(tolfun=1e-6), "checkpoint_every": 7}
+RESUMED: dict[
+    str, tuple[Callable[[Tensor], Tensor], Callable[[], tuple[Any, ...]], dict[str, Any], tuple[int, ...]]
+] = {
+    **{name: (shifted, lambda name=name: (SEARCHES[name](),), {}, (96, 240)) for name in SEARCHES},
+    "one run": (rough, lambda: ([3.0, 2.0], 0.5), ROUGH, (300, 1700, 3000)),
+    "BIPOP": (rough, lambda: ([3.0, 2.0], 0.5), ROUGH | {"restarts": BIPOP(3)}, (300, 1700, 3000)),
+    "noise": (wavy, lambda: ([2.0] * 3, 1.0), {"seed": 1, "noise": NoiseHandling(most=4)}, (400, 900)),
+    "surrogate": (
+        rosenbrock,
+        lambda: ([0.0] * 3, 0.5),
+        {"seed": 3, "surrogate": True, "checkpoint_every": 2},
+        (60, 120),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_search_is_the_uninterrupted_one(name: str, tmp_path):
+    f, start, settings, budgets = RESUMED[name]
+    whole = ng.minimize(f, *start(), maxfevals=budgets[-1], **settings)
+    for budget in budgets:
+        parts = ng.minimize(f, *start(), maxfevals=budget, checkpoint=tmp_path / "search", **settings)
     assert torch.equal(parts.x, whole.x)
-    assert (parts.nfev, parts.nit, parts.message) == (whole.nfev, whole.nit, whole.message)
+    assert (parts.fun, parts.nfev, parts.nit, parts.message) == (whole.fun, whole.nfev, whole.nit, whole.message)
     assert parts.history.state_dict() == whole.history.state_dict()
 
 

@@ -10,7 +10,7 @@ from black_boxes import sphere
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.search import NoiseHandling, Repeated
+from natgrad.search import Repeated
 from natgrad.search.noise import measure_place_change
 
 
@@ -64,18 +64,3 @@ def test_the_message_counts_as_the_result_does():
     result = ng.minimize(noisy(sphere, 1.0, 0), torch.ones(3), 1.0, noise=True, maxfevals=4000, seed=0)
     assert result.message.startswith("maxfevals")
     assert set(re.findall(r"(\d+) evaluations", result.message)) <= {str(result.nfev)}
-
-
-def test_a_resumed_noisy_search_is_the_uninterrupted_one(tmp_path):
-    def wavy(X: Tensor) -> Tensor:  # looks like noise, and repeats
-        return sphere(X) + torch.sin(1e4 * X).sum(1)
-
-    start, settings = torch.full((3,), 2.0), {"seed": 1, "noise": NoiseHandling(most=4)}
-    whole = ng.minimize(wavy, start, 1.0, maxfevals=900, **settings)
-    for budget in (400, 900):
-        parts = ng.minimize(wavy, start, 1.0, maxfevals=budget, checkpoint=tmp_path / "s", **settings)
-    assert torch.equal(parts.x, whole.x)
-    assert (parts.fun, parts.nit, parts.message) == (whole.fun, whole.nit, whole.message)
-    assert parts.history.state_dict() == whole.history.state_dict()
-    with pytest.raises(ValueError, match="differs in noise="):
-        ng.minimize(wavy, start, 1.0, seed=1, checkpoint=tmp_path / "s")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from black_boxes import ellipsoid, rosenbrock
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -11,14 +12,6 @@ import natgrad as ng
 from natgrad.search import QuadraticSurrogate
 from natgrad.search.black_box import BlackBox
 from natgrad.search.surrogate import SurrogateEvaluations
-
-
-def ellipsoid(X: Tensor) -> Tensor:
-    return (X.square() * 1e6 ** (torch.arange(5, dtype=X.dtype) / 4)).sum(1)
-
-
-def rosenbrock(X: Tensor) -> Tensor:
-    return (100 * (X[:, 1:] - X[:, :-1].square()).square() + (1 - X[:, :-1]).square()).sum(1)
 
 
 def test_a_quadratic_function_takes_as_many_evaluations_as_it_has_coefficients():
@@ -73,16 +66,3 @@ def test_the_model_of_a_quadratic_function_is_the_function():
 def test_functions_without_a_model_end(f):
     result = ng.minimize(f, torch.ones(3), 1.0, surrogate=True, maxfevals=1200, seed=0, vectorized=True)
     assert result.message
-
-
-def test_a_resumed_search_is_the_uninterrupted_one(tmp_path):
-    settings = {"surrogate": True, "seed": 3, "vectorized": True, "checkpoint_every": 2}
-    whole = ng.minimize(rosenbrock, torch.zeros(3), 0.5, maxfevals=120, **settings)
-    for budget in (60, 120):
-        parts = ng.minimize(
-            rosenbrock, torch.zeros(3), 0.5, maxfevals=budget, checkpoint=tmp_path / "search", **settings
-        )
-    assert (parts.nfev, parts.fun) == (whole.nfev, whole.fun)
-    assert torch.equal(parts.x, whole.x)
-    with pytest.raises(ValueError, match="surrogate"):
-        ng.minimize(rosenbrock, torch.zeros(3), 0.5, checkpoint=tmp_path / "search", vectorized=True, maxfevals=120)
