@@ -52,32 +52,37 @@ class Translation:
     """What a constructor's keywords mean here."""
 
     choices: dict[str, Any]  # our keywords
-    radius: float | None = None  # of an update, in nats per state; None for `target`
-    target: float = RADIUS  # nats per state, and for real actions per entry of an action
-    cg_damping: float | None = None  # per entry of an action; None where it was not said
-    steps: int | None = None  # per environment and update, of `n_steps`; None where it was not said
-    verbose: bool | None = None  # whether learning shows its progress; None where it was not said
-    device: Any = None  # of the default network; None where it was not said
-    hidden: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    activation: type[nn.Module] | None = None  # between them; None where it was not said
-    log: Any = None  # folder of what TensorBoard shows; None for no such thing
+    radius: float | None  # of an update, in nats per state; None for `target`
+    target: float  # nats per state, and for real actions per entry of an action
+    cg_damping: float | None  # per entry of an action; None where it was not said
+    steps: int | None  # per environment and update, of `n_steps`; None where it was not said
+    verbose: bool | None  # whether learning shows its progress; None where it was not said
+    device: Any  # of the default network; None where it was not said
+    hidden: tuple[tuple[int, ...], tuple[int, ...]] | None  # sizes of the layers of policy and critic, likewise
+    activation: type[nn.Module] | None  # between them; None where it was not said
+    log: Any  # folder of what TensorBoard shows; None for no such thing
 
 
 def translate_choices(caller: str, radius: float | None, choices: dict[str, Any]) -> Translation:
     """Keywords of a stable-baselines3 constructor in our words; the others as they came."""
     ours = dict(choices)
-    if "learning_rate" in ours:
-        check_rate(caller, ours["learning_rate"])
+    if "learning_rate" in ours and caller != "TRPO":
+        raise TypeError(
+            f"{caller} takes no 'learning_rate': critic_lr= is the critic's rate, and the policy's step is as long as "
+            "radius= says, or lr= where that is given"
+        )
+    if callable(ours.get("learning_rate")):
+        raise TypeError(
+            "learning_rate is a schedule: give a number, and change agent.critic.optimizer.param_groups in callback="
+        )
+    target = ours.pop("target_kl", None)
+    refuse_twice(caller, "radius", radius, "target_kl", target)
     for theirs, own in (SAME | {"cg_damping": "damping"}).items():
-        if theirs in ours and own in ours:
-            raise TypeError(f"{caller} was given {own} and {theirs}, which mean the same: give one of them")
+        refuse_twice(caller, own, own in ours or None, theirs, theirs in ours or None)
     for theirs, own in SAME.items():
         if theirs in ours:
             value = ours.pop(theirs)
             ours[own] = CG(rtol=1e-3, max_steps=value) if own == "solver" else value
-    target = ours.pop("target_kl", None)
-    if target is not None and radius is not None:
-        raise TypeError("radius and target_kl were given, which mean the same: give one of them")
     for name, bound in (("radius", radius), ("target_kl", target)):
         if bound is not None:
             check_positive(name, bound)
@@ -87,33 +92,19 @@ def translate_choices(caller: str, radius: float | None, choices: dict[str, Any]
         neutral, advice = OFF[name]
         if ours.pop(name) != neutral:
             raise TypeError(f"{caller} takes no {name!r}: {advice}")
-    hidden, activation = translate_network(caller, ours.pop("policy_kwargs", None))
-    verbose, device, log = (ours.pop(name, None) for name in ("verbose", "device", "tensorboard_log"))
+    network = translate_network(caller, ours.pop("policy_kwargs", None))
+    read = ("cg_damping", "n_steps", "verbose", "device", "tensorboard_log")
+    damping, steps, verbose, device, log = (ours.pop(name, None) for name in read)
+    verbose, device = None if verbose is None else bool(verbose), None if device == "auto" else device
     return Translation(
-        ours,
-        radius=radius,
-        target=RADIUS if target is None else target,
-        cg_damping=ours.pop("cg_damping", None),
-        steps=ours.pop("n_steps", None),
-        verbose=None if verbose is None else bool(verbose),
-        device=None if device == "auto" else device,
-        hidden=hidden,
-        activation=activation,
-        log=log,
+        ours, radius, RADIUS if target is None else target, damping, steps, verbose, device, *network, log
     )
 
 
-def check_rate(caller: str, rate: Any) -> None:
-    """TypeError for a `learning_rate` that is a schedule, or not of TRPO, where it is the critic's."""
-    if caller != "TRPO":
-        raise TypeError(
-            f"{caller} takes no 'learning_rate': critic_lr= is the critic's rate, and the policy's step is as long as "
-            "radius= says, or lr= where that is given"
-        )
-    if callable(rate):
-        raise TypeError(
-            "learning_rate is a schedule: give a number, and change agent.critic.optimizer.param_groups in callback="
-        )
+def refuse_twice(caller: str, own: str, ours: Any, theirs: str, other: Any) -> None:
+    """TypeError where a keyword of ours and the one of theirs that means the same both have a value."""
+    if ours is not None and other is not None:
+        raise TypeError(f"{caller} was given {own} and {theirs}, which mean the same: give one of them")
 
 
 def translate_network(caller: str, given: Any) -> tuple[Any, Any]:
@@ -186,9 +177,8 @@ def as_policy(policy: Any) -> nn.Module | None:
 
 def as_learning(total_steps: Any, progress: Any, spelled: dict[str, Any]) -> tuple[float, bool | None]:
     """What `learn` was given, in its own words. TypeError for what it does not take, or twice."""
-    for theirs, own, value in (("total_timesteps", "total_steps", total_steps), ("progress_bar", "progress", progress)):
-        if theirs in spelled and value is not None:
-            raise TypeError(f"learn was given {own} and {theirs}, which mean the same: give one of them")
+    refuse_twice("learn", "total_steps", total_steps, "total_timesteps", spelled.get("total_timesteps"))
+    refuse_twice("learn", "progress", progress, "progress_bar", spelled.get("progress_bar"))
     total_steps, progress = spelled.pop("total_timesteps", total_steps), spelled.pop("progress_bar", progress)
     for name in spelled:
         raise TypeError(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from models import F64, assert_close, draw
-from policy_worlds import Bandit, Corridor, Walk
+from policy_worlds import Bandit, Corridor, Walk, small
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -23,11 +23,6 @@ from natgrad.policy.heads import choose_head
 def net(inputs: int, outputs: int, seed: int = 0, dtype: torch.dtype = F64) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(inputs, 4), nn.Tanh(), nn.Linear(4, outputs)).to(dtype)
-
-
-def small(env: Any = None, policy: Any = None, kind: Any = ng.TRPO, **choices: Any) -> Any:
-    settings = {"batch": 64, "critic_epochs": 2, "seed": 0} | choices
-    return kind(policy, Walk() if env is None else env, **settings)
 
 
 class WithStd(nn.Module):

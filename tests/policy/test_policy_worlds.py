@@ -16,7 +16,7 @@ gym = pytest.importorskip("gymnasium")
 
 from gymnasium import spaces  # noqa: E402
 from gymnasium.vector import AutoresetMode, SyncVectorEnv  # noqa: E402
-from policy_worlds import Bandit, Clock, Corridor, Walk  # noqa: E402
+from policy_worlds import Bandit, Clock, Corridor, Walk, small  # noqa: E402
 
 from natgrad import policy as pg  # noqa: E402
 from natgrad.policy.actor import Actor  # noqa: E402
@@ -29,11 +29,6 @@ MODES = {
     "list": lambda makers: [make() for make in makers],
     **{mode.name: (lambda makers, mode=mode: SyncVectorEnv(makers, autoreset_mode=mode)) for mode in AutoresetMode},
 }
-
-
-def small(env: Any = None, policy: Any = None, kind: Any = ng.TRPO, **choices: Any) -> Any:
-    settings = {"batch": 64, "critic_epochs": 2, "critic_batch": 64, "seed": 0} | choices
-    return kind(policy, Walk() if env is None else env, **settings)
 
 
 def batch_of(env: Any, size: int, value: Any, limit: float | None = None) -> pg.Rollout:
@@ -325,27 +320,6 @@ def test_bad_input_is_told_at_the_door(name: str):
     make, kind, words = BAD[name]
     with pytest.raises(kind, match=words):
         make()
-
-
-def test_observation_spaces():
-    class Seen(Corridor):
-        def __init__(self, space: Any) -> None:
-            super().__init__(5)
-            self.observation_space = space
-
-        def reset(self, **choices: Any):
-            super().reset(**choices)
-            return self.observation_space.sample(), {}
-
-        def step(self, action):
-            return self.observation_space.sample(), *super().step(action)[1:]
-
-    for space in (spaces.MultiDiscrete([2, 3]), spaces.MultiBinary(4), spaces.Box(0, 255, (2, 3), np.uint8)):
-        agent = small(Seen(space), batch=16)
-        agent.learn(16)
-        assert agent.predict(space.sample())[0] in (0, 1)
-    with pytest.raises(ValueError, match=r"observation space is Dict.*FlattenObservation"):
-        small(Seen(spaces.Dict({"a": spaces.Discrete(2)})))
 
 
 def test_a_dict_of_parts_is_seen_and_acted_through_the_wrappers_that_the_errors_name():

@@ -62,7 +62,7 @@ def test_settings_that_mean_the_same_give_the_same_agent(name: str):
 
 TRANSLATED: dict[str, tuple[dict[str, Any], str]] = {
     "schedule": ({"learning_rate": lambda left: left}, "learning_rate is a schedule: give a number"),
-    "twice": ({"target_kl": 0.02, "radius": 0.03}, "radius and target_kl were given"),
+    "twice": ({"target_kl": 0.02, "radius": 0.03}, "radius and target_kl, which mean the same"),
     "both dampings": ({"cg_damping": 0.1, "damping": 0.1}, "damping and cg_damping, which mean the same"),
     "both batches": ({"n_steps": 32, "batch": 64}, "n_steps and batch, which both count"),
     "both names": ({"ent_coef": 0.0, "entropy_weight": 0.0}, "entropy_weight and ent_coef, which mean the same"),

@@ -1,4 +1,4 @@
-"""The smallest spaces: one action, one choice among several, a single number, one step per episode."""
+"""Spaces of every kind, above all the smallest: one action, one choice among several, a single number."""
 
 from __future__ import annotations
 
@@ -33,6 +33,9 @@ OBSERVATIONS = {
     "one state": spaces.Discrete(1, start=2),
     "states of one and two": spaces.MultiDiscrete([1, 2]),
     "a bit": spaces.MultiBinary(1),
+    "choices": spaces.MultiDiscrete([2, 3]),
+    "bits": spaces.MultiBinary(4),
+    "a table of bytes": spaces.Box(0, 255, (2, 3), np.uint8),
 }
 
 
@@ -72,7 +75,7 @@ def test_every_action_space_of_one_is_learnt_and_acted_in(name):
 
 
 @pytest.mark.parametrize("name", OBSERVATIONS)
-def test_every_observation_space_of_one_is_learnt(name):
+def test_every_observation_space_is_learnt(name):
     env = World(OBSERVATIONS[name])
     agent = learn(env)
     seen = [env.observation_space.sample() for _ in range(3)]
@@ -85,8 +88,9 @@ def test_every_observation_space_of_one_is_learnt(name):
     [
         (World(spaces.Box(-1, 1, (0,))), "observation space .* holds no number"),
         (World(actions=spaces.Box(-1, 1, (0,))), "action space .* holds no number"),
+        (World(spaces.Dict({"a": spaces.Discrete(2)})), "observation space is Dict.*FlattenObservation"),
     ],
 )
-def test_spaces_of_nothing_are_refused(env, words):
+def test_spaces_of_nothing_and_of_parts_are_refused(env, words):
     with pytest.raises(ValueError, match=words):
         ng.TRPO(None, env, batch=16)

@@ -8,6 +8,14 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+import natgrad as ng
+
+
+def small(env: Any = None, policy: Any = None, kind: Any = ng.TRPO, **choices: Any) -> Any:
+    """An agent with small batches."""
+    settings = {"batch": 64, "critic_epochs": 2, "seed": 0} | choices
+    return kind(policy, Walk() if env is None else env, **settings)
+
 
 class Bandit(gym.Env):
     """One step, reward 1 for the last arm and 0 for the others."""
