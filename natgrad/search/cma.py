@@ -68,8 +68,6 @@ def choose_constants(d: int, popsize: int, statistics: int, rate: float = 1.0) -
 def bound_negative_weights(raw: Tensor, d: int, mueff: float, c_1: float, c_mu: float) -> Tensor:
     """The weights of the worse half, as large as keeps the covariance positive. Hansen 2016, eq. 50-53."""
     negative = raw.clamp(max=0)
-    if not bool(negative.any()) or c_mu == 0:
-        return negative
     bounds = (1 + c_1 / c_mu, 1 + 2 * count_effective(negative) / (mueff + 2), (1 - c_1 - c_mu) / (d * c_mu))
     return negative / negative.abs().sum() * min(bounds)
 

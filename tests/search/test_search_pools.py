@@ -109,10 +109,17 @@ class DeafPool:
 
 @pytest.mark.parametrize("settings", [{}, {"ahead": 2}, {"timeout": 60.0}], ids=str)
 def test_a_pool_whose_connection_is_reset_ends_no_search_and_holds_up_none(settings, monkeypatch: pytest.MonkeyPatch):
+    calls = []
+
+    def count_call(x: Tensor) -> float:
+        calls.append(1)
+        return one_value(x)
+
     monkeypatch.setattr(workers, "PATIENCE", 0.05)
     with pytest.warns(RuntimeWarning, match="lost 1 points .ConnectionResetError: reset by peer"):
-        there = ng.minimize(one_value, [1.0, 2.0], 1.0, popsize=6, executor=DeafPool(12), **settings, **SETTINGS)
+        there = ng.minimize(count_call, [1.0, 2.0], 1.0, popsize=6, executor=DeafPool(12), **settings, **SETTINGS)
     assert there.failures == 0
+    assert there.nfev == len(calls)
     assert there.fun < 1e-3
 
 
