@@ -64,7 +64,7 @@ def test_a_given_search_is_driven(name: str):
     assert float(f(result.x.unsqueeze(0))) == result.fun == result.history["best"][-1]
 
 
-def shifted(X: Tensor) -> Tensor:
+def sphere_elsewhere(X: Tensor) -> Tensor:
     return sphere(X + 0.3 * torch.arange(X.shape[1]))
 
 
@@ -81,7 +81,7 @@ ROUGH = {"seed": 5, "bounds": (-4.0, 4.0), "tolerances": Tolerances(tolfun=1e-6)
 RESUMED: dict[
     str, tuple[Callable[[Tensor], Tensor], Callable[[], tuple[Any, ...]], dict[str, Any], tuple[int, ...]]
 ] = {
-    **{name: (shifted, lambda name=name: (SEARCHES[name](),), {}, (96, 240)) for name in SEARCHES},
+    **{name: (sphere_elsewhere, lambda name=name: (SEARCHES[name](),), {}, (96, 240)) for name in SEARCHES},
     "one run": (rough, lambda: ([3.0, 2.0], 0.5), ROUGH, (300, 1700, 3000)),
     "BIPOP": (rough, lambda: ([3.0, 2.0], 0.5), ROUGH | {"restarts": BIPOP(3)}, (300, 1700, 3000)),
     "noise": (wavy, lambda: ([2.0] * 3, 1.0), {"seed": 1, "noise": NoiseHandling(most=4)}, (400, 900)),
