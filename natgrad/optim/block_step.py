@@ -555,8 +555,18 @@ class BlockWork(Work):
     def finish(self) -> State:
         """The state after a step that is taken."""
         now = self.state
-        guard = now.guard.follow_step(self.loss, taken=True, late=now.guard.late + 1 if self.evidence.late else 0)
+        late = now.guard.late + 1 if self.evidence.late else 0
+        guard = now.guard.follow_step(self.loss, taken=True, late=late, unmoved=self.count_unmoved())
         return replace(now, step=now.step + 1, vectors=self.vectors, guard=guard)
+
+    def count_unmoved(self) -> int:
+        """Steps in a row that a loss held still: read only where a rule goes by trial losses, or a share of nothing."""
+        guard, rate = self.state.guard, self.told.get("rate")
+        if rate is None:  # nothing was proposed, or the damping refused the step
+            return guard.unmoved
+        if not (self.rule.uses_loss or self.loss == 0):
+            return 0
+        return guard.count_unmoved(float(rate), bool(self.batch.norm > 0))
 
 
 def signal_sums(

@@ -271,8 +271,8 @@ class FlatWork(Work):
     def follow(self, ratio: float | None, rate: float, failed: bool, refused: bool) -> None:
         """What the guard knows of the step, and when it was judged."""
         state, unmoved = self.state, self.state.guard.unmoved
-        if self.rule.needs_loss and not (failed or refused):
-            unmoved = unmoved + 1 if rate == 0 and bool(self.evidence.gradient.any()) else 0
+        if self.rule.uses_loss and not (failed or refused):
+            unmoved = state.guard.count_unmoved(rate, bool(self.evidence.gradient.any()))
         guard = state.guard.follow_step(self.loss, taken=not failed, unmoved=unmoved)
         pace = state.pace if ratio is None else replace(state.pace, judged=state.step)
         self.state = replace(state, guard=guard, pace=pace)

@@ -39,6 +39,7 @@ from natgrad.ground.typed_torch import list_numbers, measure_norms
 from natgrad.layers import Seen
 
 OnTrouble = Literal["skip", "raise"]
+HARDLY = 1e-6  # of the proposal: as good as nothing; no length that a loss allows comes near it in a run that learns
 Result = TypeVar("Result")
 
 OVERDUE = (
@@ -59,8 +60,9 @@ SKIPPED = (
 )
 UNMOVED = (
     "none of the last {count} steps moved anything, though the gradient is not zero: the rule found no length at which "
-    "the loss is lower. Either it is at its minimum, or the proposal is far too long or points nowhere: raise the "
-    "damping, or let the rule search shorter lengths"
+    "the loss is lower. Either it is at its minimum; or the proposal is far too long or points nowhere: raise the "
+    "damping, or let the rule search shorter lengths; or the gradient is of another loss than optimizer.loss computed, "
+    "whose value bounds steps or judges them: give that one the loss, or let optimizer.step(closure) return it"
 )
 
 
@@ -86,7 +88,7 @@ class Guard:
     refused: int = 0  # steps that were not taken because they would have raised the loss
     skipped: int = 0  # steps in a row, up to now, that were left out
     late: int = 0  # steps in a row, up to now, whose statistics were due and not read
-    unmoved: int = 0  # steps in a row, up to now, that a search made of length 0
+    unmoved: int = 0  # steps in a row, up to now, that a loss held at hardly any length
     highest: float | None = None  # the highest loss of a step that was taken; None before the first
     wild: int = 0  # batches in a row, up to now, that were left out
     square: float = 0.0  # running mean of |g|^2 without its correction
@@ -114,6 +116,10 @@ class Guard:
             return replace(self, skipped=0, **counts)
         known = [value for value in (self.highest, loss) if value is not None and not math.isnan(value)]
         return replace(self, highest=max(known, default=math.nan), wild=0, skipped=0, **counts)
+
+    def count_unmoved(self, rate: float, gradient: bool) -> int:
+        """`unmoved` after a step of this share of the proposal. gradient: False where there is nothing to follow."""
+        return self.unmoved + 1 if rate < HARDLY and gradient else 0
 
     # the gradient
 

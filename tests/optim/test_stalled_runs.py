@@ -81,6 +81,32 @@ def test_statistics_that_can_never_be_used_warn_once_and_then_raise(recipe: Any,
     assert warn_in(opt, model, iterate, WARN) == []
 
 
+def lower_another_loss(opt: Any, model: nn.Module) -> None:
+    opt.zero_grad()
+    outputs = model(X)
+    opt.loss(outputs, outputs.detach())  # for the metric alone: it is 0 wherever the parameters are
+    outputs[:, 0].mean().backward()
+    opt.step()
+
+
+@pytest.mark.parametrize("recipe", [*BLOCK_RECIPES, ng.natgrad_cg, ng.hessian_free])
+def test_steps_that_a_loss_of_nothing_holds_are_told_once(recipe: Any):
+    model = net()
+    opt, kept = recipe(model, nn.MSELoss()), flat(model)
+    assert warn_in(opt, model, lower_another_loss, STOP - 1) == []
+    (text,) = warn_in(opt, model, lower_another_loss, STOP)
+    assert "none of the last 25 steps moved anything" in text
+    assert "another loss than optimizer.loss computed" in text
+    torch.testing.assert_close(flat(model), kept, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("recipe", BLOCK_RECIPES)
+def test_a_data_set_that_is_fitted_exactly_says_nothing(recipe: Any):
+    model = net()
+    opt, targets = recipe(model, nn.MSELoss()), model(X).detach()
+    assert warn_in(opt, model, lambda o, m: iterate(o, m, X, targets), STOP + 1) == []
+
+
 def test_statistics_that_are_not_due_are_not_late():
     model = net()
     opt = ng.kfac(model, CE, lr=0.01)
