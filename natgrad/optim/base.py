@@ -244,6 +244,7 @@ class ModelOptimizer(Optimizer):
             if closure is not None:
                 device = next(iter(self._live.named.values())).device
                 called = call_closure(closure, device, self._live.recall, self.model)
+            self._live.recall.warn_of_left_over()
             try:
                 act(called)
             except NotFiniteError as trouble:

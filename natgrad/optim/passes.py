@@ -620,7 +620,7 @@ class Recall:
         self.outputs, self.key = outputs, f"natgrad.{next(KEYS)}"
         self.watched: list[Tensor] = list(watched)
         self.returned: tuple[type, list[weakref.ref[Tensor]]] | None = None
-        self.is_stale = self._warned = self.repeats = False
+        self._warned = self.repeats = False
         self.density = ""
         self.begins: weakref.WeakMethod[Callable[[], None]] | None = None
         self._held: HeldState | None = None
@@ -640,6 +640,7 @@ class Recall:
     def forget_gradients(self) -> None:
         """The gradients are cleared: forget the losses that they came from."""
         self.batch = next(BATCHES)
+        self.is_stale = False
         self.losses: list[Loss] = []
         self._going = False  # whether a backward pass that reached a loss is under way
         self._left: set[tuple[int, int]] = set()  # the marks of the gradients at its end
@@ -845,18 +846,23 @@ class Recall:
         self.losses = [*self.losses, loss]
 
     def _is_left_over(self) -> bool:
-        """Whether a gradient of the last step is still there, just as that step left it; a warning, the first time."""
+        """Whether a gradient of the last step is still there, just as that step left it."""
         left = [grad for ref, version in self._stepped if (grad := ref()) is not None and grad._version == version]
         there = {id(p.grad) for p in self.watched}
-        stale = any(id(grad) in there and holds_anything(grad) for grad in left)
-        if stale and not self._warned:
+        return any(id(grad) in there and holds_anything(grad) for grad in left)
+
+    def warn_of_left_over(self) -> None:
+        """Warn, the first time, of a step whose gradient is a sum with that of the one before.
+
+        Before the step nobody knows: gradients of inputs, for an attack, may go backward before the others are cleared.
+        """
+        if self.is_stale and not self._warned and not self._were_cleared():
             self._warned = True
             warnings.warn(
                 "the gradients of the last step were not cleared, so that those of this batch are added to them: call "
                 "optimizer.zero_grad() before loss.backward(), once for each step",
-                stacklevel=2,
+                stacklevel=3,
             )
-        return stale
 
     def end_backward(self) -> None:
         """A backward pass is over: remember what its gradients are."""

@@ -260,6 +260,8 @@ CLEAR: list[Callable[[nn.Module, Any], Any]] = [
     lambda model, opt: opt.zero_grad(),
     lambda model, opt: opt.zero_grad(set_to_none=False),
     lambda model, opt: model.zero_grad(),
+    lambda model, opt: (opt.loss(model(INPUTS), LABELS).backward(), opt.zero_grad()),  # of inputs, for an attack
+    lambda model, opt: (opt.loss(model(INPUTS), LABELS).backward(), model.zero_grad()),
     lambda model, opt: (opt.zero_grad(), sum(1e-9 * p.square().sum() for p in model.parameters()).backward()),
 ]
 
