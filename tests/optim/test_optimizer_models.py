@@ -54,6 +54,32 @@ def test_activation_checkpointing_changes_nothing(solver: ng.Solver) -> None:
     assert_close(move_copy(saving, CE, X, Y, solver=solver, rule=ng.LineSearch()), expected, 1e-10)
 
 
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.hessian_free])
+def test_a_compiled_loop_takes_the_same_steps_without_a_word(recipe: Any, recwarn: pytest.WarningsRecorder) -> None:
+    def run(compiled: Any) -> Any:
+        torch.compiler.reset()
+        model = net()
+        opt = recipe(model, CE)
+
+        def find_loss() -> Any:
+            return opt.loss(model(X), Y)
+
+        def train() -> None:
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+
+        find_loss, train = compiled(find_loss), compiled(train)
+        for _ in range(3):
+            loss = find_loss()
+            train()
+        return flat(model)
+
+    expected = run(lambda function: function)
+    assert_close(run(lambda function: torch.compile(function, backend="eager")), expected, 1e-12)
+    assert [str(warning.message) for warning in recwarn if "Dynamo" in str(warning.message)] == []
+
+
 COMPILED: dict[str, Any] = {
     "around": lambda model: torch.compile(model, backend="eager"),
     "in place": lambda model: model.compile(backend="eager") or model,
