@@ -45,6 +45,10 @@ UNKNOWN = (
     "optimizer.loss was given a tensor that is not {what}: the metric and the trial losses would be those of another "
     "problem; move what lies between into the model's forward, or give the optimizer outputs=lambda out: ... with it"
 )
+COMPILED = (
+    "if it, or a model of the same layers, was compiled and called before the optimizer was built, call "
+    "torch.compiler.reset() once"
+)
 COMPUTED = (
     "optimizer.loss was given outputs of the model at other parameters than its own, which were computed from them: "
     "the metric and the trial losses would be those of another problem; write the whole computation as a function "
@@ -709,7 +713,7 @@ class Recall:
                 "no inputs for the metric: the model has had no forward pass in training mode since the last step; "
                 "call model.train() and the model itself (not a copy of it, and outside of torch.func.vmap, grad and "
                 "their like), or optimizer.observe(inputs); to train in evaluation mode on purpose, build the "
-                "optimizer with train_in_eval=True"
+                f"optimizer with train_in_eval=True; {COMPILED}"
             )
         loss = self.last_told
         if loss is not None and loss.passes:

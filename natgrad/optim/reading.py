@@ -40,7 +40,7 @@ from natgrad.layers import (
     square_elementwise,
 )
 from natgrad.metrics import fisher
-from natgrad.optim.passes import Recall
+from natgrad.optim.passes import COMPILED, Recall
 from natgrad.optim.processes import AlignedPasses, Processes, call_roll
 from natgrad.optim.state import Hearing, find_error_size
 from natgrad.structures import Empirical, Estimate, ExactLabels, Layerwise, Outputs, Sampled, hear_metric
@@ -570,8 +570,7 @@ class Reader:
             raise ValueError(
                 "no statistics: no layer of the model ran in training mode since the last step; call "
                 "model.train() and the model itself (not a copy of it, and outside of torch.func.vmap, grad and their "
-                "like) before optimizer.loss(outputs, targets); if it was compiled and called before the optimizer was "
-                "built, give the optimizer the compiled model, or call torch.compiler.reset() once"
+                f"like) before optimizer.loss(outputs, targets); {COMPILED}, or give the optimizer the compiled model"
             )
         with last.modes_of(self.model), run_uncompiled():
             loss = recall.follow(outputs)

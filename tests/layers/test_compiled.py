@@ -126,3 +126,17 @@ def test_a_graph_that_went_backward_for_another_loss_first_is_replayed():
     iterate(opt, called)
     iterate(ng.kfac(plain, CE, estimate=EXACT), plain)
     assert_close(flat(model), flat(plain), 1e-12)
+
+
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.hessian_free])
+def test_code_that_was_compiled_for_another_model_of_the_same_layers_is_told(recipe: Any):
+    """The compiler goes on with what it made when nobody listened."""
+    other, model = net(), net()
+    CE(torch.compile(other, backend="eager")(X), Y).backward()
+    opt = recipe(model, CE)
+    with pytest.raises(ValueError, match=r"call torch\.compiler\.reset\(\) once"):
+        iterate(opt, torch.compile(model, backend="eager"), X, Y)
+    torch.compiler.reset()
+    before = flat(model)
+    iterate(opt, torch.compile(model, backend="eager"), X, Y)
+    assert not torch.equal(flat(model), before)
