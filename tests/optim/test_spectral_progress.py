@@ -223,7 +223,7 @@ def test_a_bound_that_is_set_while_inputs_alone_are_read_holds(scale: float) -> 
         train_batches(opt, model, [(x, y)])
         after = model(x).detach().log_softmax(1)
         kl = (before.exp() * (before - after)).sum(1).mean()
-        assert float(kl) < 3e-4  # the bound holds to second order
+        assert float(kl) < 5e-4  # the bound holds to second order
         assert float(kl) > 1e-6 or step < 2  # the first pass was not kept to be done again
 
 
