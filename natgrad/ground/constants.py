@@ -13,6 +13,7 @@ LONGEST = 20  # steps at most that things lie apart where nobody asks for more: 
 WARN, STOP = 5, 25  # steps in a row that came to nothing: of the warning, of the error
 WILD = 10.0  # times the highest loss so far: no step of a sound run of the races raised it so far at once
 FIRST_WILD = 1e4  # the same in a young run: first losses say little
+HARDLY = 1e-6  # of the proposal: as good as nothing; no length that a loss allows comes near it in a run that learns
 PATIENCE = 3  # batches in a row that are left out for their loss or inputs; the next one counts: the data have changed
 FAR_INPUTS = 100.0  # times the mean square so far of a layer's inputs: one row of 64 that is eighty times too large
 LONG_GRADIENT, KNOWN_AFTER = 3.0, 5  # times the root mean square of the gradients so far, known after so many steps

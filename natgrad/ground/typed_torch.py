@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import torch
@@ -43,6 +44,20 @@ def keep_uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     """The function, which compiled code calls as it is written."""
     disable: Callable[[Callable[P, T]], Callable[P, T]] = getattr(torch.compiler, "disable")  # noqa: B009
     return disable(function)
+
+
+def call_uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, which compiled code calls as it is written: traced, a loss took minutes and warned from within.
+
+    The compiler is loaded at the first such call alone.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        plain = keep_uncompiled(function) if torch.compiler.is_compiling() else function
+        return plain(*args, **kwargs)
+
+    return call
 
 
 def measure_norm(

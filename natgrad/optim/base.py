@@ -8,8 +8,8 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, ParamSpec, Self, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from natgrad.families import Criterion
 from natgrad.ground.constants import COMPARED, SMALL_RATE
 from natgrad.ground.messages import explain_calls, write_table
 from natgrad.ground.pure import keep_gradient_mode, leaves, map_tensors
-from natgrad.ground.typed_torch import keep_uncompiled
+from natgrad.ground.typed_torch import call_uncompiled
 from natgrad.ground.whole_tensors import any_split, write_all
 from natgrad.optim.checkpoint import EXTRA, Checkpoint, Format, name_positions, read_checkpoint, write_checkpoint
 from natgrad.optim.checks import LIMITS, agree_on_loss, checked_group, evaluate_loss
@@ -51,23 +51,6 @@ from natgrad.optim.step import Choices, Evidence, Move, StepReport, leave_out, n
 from natgrad.rules import Rule
 
 CHOICES = ("structure", "solver", "rule", "damping", "update_every", "invert_every", "train_in_eval", "on_trouble")
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def call_uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which compiled code calls as it is written: traced, a loss took minutes and warned from within.
-
-    The compiler is loaded at the first such call alone.
-    """
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        plain = keep_uncompiled(function) if torch.compiler.is_compiling() else function
-        return plain(*args, **kwargs)
-
-    return call
 
 
 @dataclass(frozen=True)

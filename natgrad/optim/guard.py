@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from natgrad.ground.constants import (
     FAR_INPUTS,
     FIRST_WILD,
+    HARDLY,
     HEADROOM,
     KEEPS,
     KNOWN_AFTER,
@@ -39,7 +40,6 @@ from natgrad.ground.typed_torch import list_numbers, measure_norms
 from natgrad.layers import Seen
 
 OnTrouble = Literal["skip", "raise"]
-HARDLY = 1e-6  # of the proposal: as good as nothing; no length that a loss allows comes near it in a run that learns
 Result = TypeVar("Result")
 
 OVERDUE = (
