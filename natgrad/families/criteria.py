@@ -158,8 +158,9 @@ class Criterion:
 
         if type(outputs) in (tuple, list):
             pair = sorted(outputs[:2], key=may_be_loss)
-            told = len(pair) == 2 and isinstance(pair[0], Tensor) and pair[0].dim() > 0 and may_be_loss(pair[1])
-            return (pair[0], pair[1]) if told else (outputs, None)
+            if len(pair) == 2 and isinstance(pair[0], Tensor) and pair[0].dim() > 0 and may_be_loss(pair[1]):
+                return pair[0], pair[1]
+            return outputs, None
         logits, loss = getattr(outputs, "logits", None), getattr(outputs, "loss", None)
         if not isinstance(logits, Tensor):
             return outputs, None

@@ -143,11 +143,11 @@ class Search(Stateful, Explained):
     def _check_candidates(self, X: Any, F: Any) -> tuple[Tensor, Tensor]:
         points = as_tensor(X, "X").to(self.best.x.device)
         values = as_values(F, "F").to(points.device)
-        whole = self.popsize, self._dim()
-        if points.shape != whole:
-            raise ValueError(f"X has shape {tuple(points.shape)}, expected {whole}: all points of one ask() at once")
-        if values.shape != whole[:1]:
-            raise ValueError(f"F has shape {tuple(values.shape)}, expected {whole[:1]}: a value per row of X")
+        shape = self.popsize, self._dim()
+        if points.shape != shape:
+            raise ValueError(f"X has shape {tuple(points.shape)}, expected {shape}: all points of one ask() at once")
+        if values.shape != shape[:1]:
+            raise ValueError(f"F has shape {tuple(values.shape)}, expected {shape[:1]}: a value per row of X")
         if not all_finite(points):
             raise ValueError("X has entries that are not finite, expected the points that ask() gave")
         return points, torch.where(values.isnan(), torch.inf, values)

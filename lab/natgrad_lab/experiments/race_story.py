@@ -290,8 +290,8 @@ def band(
     curves: Sequence[tuple[np.ndarray, np.ndarray]], plot: Plot
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(x, lowest, median, highest) over curves, interpolated onto common points where all of them are known."""
-    kept = [np.isfinite(y) & ((y > 0) | (not plot.log_y)) & ((x > 0) | (not plot.log_x)) for x, y in curves]
-    positive = [(x[keep], y[keep]) for (x, y), keep in zip(curves, kept, strict=True) if keep.any()]
+    shown = [np.isfinite(y) & ((y > 0) | (not plot.log_y)) & ((x > 0) | (not plot.log_x)) for x, y in curves]
+    positive = [(x[keep], y[keep]) for (x, y), keep in zip(curves, shown, strict=True) if keep.any()]
     if not positive:
         return np.empty(0), np.empty(0), np.empty(0), np.empty(0)
     first, last = max(x[0] for x, _ in positive), min(x[-1] for x, _ in positive)
