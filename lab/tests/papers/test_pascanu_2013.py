@@ -198,13 +198,13 @@ def test_all_contestants_go_to_one_stage_before_one_goes_to_the_next(data, monke
     monkeypatch.setenv("NATGRAD_DATA", str(data))
     settings = at_size.AtSizeSettings(**AT_SIZE, steps=8, evaluations=4)
     at_size.main(tmp_path / "parts", settings, (2,))
-    record = at_size_page.read_record(tmp_path / "parts" / "at_size.json")
+    (record,) = at_size_page.read_records(tmp_path / "parts")
     names = [contestant.name for contestant in at_size.contestants(settings)]
     assert [*record["contestants"]] == names
     assert {at_size_page.last(record, name)["updates"] for name in names} == {2}
     at_size.main(tmp_path / "parts", settings, (2, 4))
     at_size.main(tmp_path / "whole", settings, (4,))
-    parts, uncut = (at_size_page.read_record(tmp_path / name / "at_size.json") for name in ("parts", "whole"))
+    (parts,), (uncut,) = (at_size_page.read_records(tmp_path / name) for name in ("parts", "whole"))
     for name in names:
         assert parts["contestants"][name]["curve"] == uncut["contestants"][name]["curve"]
         assert parts["contestants"][name]["wrong"] == uncut["contestants"][name]["wrong"]
@@ -213,9 +213,9 @@ def test_all_contestants_go_to_one_stage_before_one_goes_to_the_next(data, monke
     said = capsys.readouterr().out
     assert all(f"{name}: training loss" in said for name in names)
     at_size.main(tmp_path / "parts", settings, (6,), names[-1:])
-    further = at_size_page.read_record(tmp_path / "parts" / "at_size.json")
+    (further,) = at_size_page.read_records(tmp_path / "parts")
     assert [at_size_page.last(further, name)["updates"] for name in names] == [4] * (len(names) - 1) + [6]
-    assert f"less {names[-1]} |" not in at_size_page.write_tables(further)  # never at unequal updates
+    assert f"less {names[-1]} |" not in at_size_page.write_tables([further])  # never at unequal updates
     with pytest.raises(SystemExit, match="no contestant is called 'KL'"):
         at_size.main(tmp_path / "parts", settings, (6,), ["KL"])
 
@@ -227,18 +227,32 @@ def test_a_stage_goes_on_after_an_interrupt_with_equal_numbers(updates, data, mo
     asked = iter(range(1000))
     with pytest.raises(Interrupted):
         at_size.StagedRuns(Folder(tmp_path / "parts"), settings, lambda: next(asked) >= updates).carry_out((2,))
-    assert not (tmp_path / "parts" / "at_size.json").exists()
+    assert not at_size_page.read_records(tmp_path / "parts")
     for name in ("parts", "whole"):
         at_size.main(tmp_path / name, settings, (2,))
-    parts, uncut = (at_size_page.read_record(tmp_path / name / "at_size.json") for name in ("parts", "whole"))
+    (parts,), (uncut,) = (at_size_page.read_records(tmp_path / name) for name in ("parts", "whole"))
     for name, contestant in uncut["contestants"].items():
         assert parts["contestants"][name]["curve"] == contestant["curve"]
         assert parts["contestants"][name]["wrong"] == contestant["wrong"]
 
 
-def test_the_page_holds_the_record_of_the_paper_s_size():
-    record = at_size_page.read_record()
+def test_another_seed_is_another_run_in_the_same_folder(data, monkeypatch, tmp_path):
+    monkeypatch.setenv("NATGRAD_DATA", str(data))
+    settings = at_size.AtSizeSettings(**AT_SIZE, steps=8, evaluations=4)
+    names = [contestant.name for contestant in at_size.contestants(settings)][-2:]
+    for seed, raced in ((0, names), (1, names[:1])):
+        at_size.main(tmp_path, settings, (2,), raced, seed)
+    first, second = at_size_page.read_records(tmp_path)
+    assert (first["seed"], second["seed"]) == (0, 1)
+    assert ([*first["contestants"]], [*second["contestants"]]) == (names, names[:1])
+    assert first["contestants"][names[0]]["curve"] != second["contestants"][names[0]]["curve"]
+    assert f"| {names[0]} | 1 | 2 |" in at_size_page.write_tables([first, second])
+    assert len(draw(partial(at_size_page.fill, [first, second]), (9.0, 4.6)).axes[0].lines) == 3
+
+
+def test_the_page_holds_the_records_of_the_paper_s_size():
+    records = at_size_page.read_records()
     page = (Path(__file__).parents[3] / "docs" / "papers" / "pascanu_2013.md").read_text()
-    assert insert(page, "at size", at_size_page.write_tables(record)) == page
-    assert record["settings"] == vars(at_size.AtSizeSettings())
-    assert draw(partial(at_size_page.fill, record), (9.0, 4.6)).axes
+    assert insert(page, "at size", at_size_page.write_tables(records)) == page
+    assert all(record["settings"] == vars(at_size.AtSizeSettings()) for record in records)
+    assert draw(partial(at_size_page.fill, records), (9.0, 4.6)).axes

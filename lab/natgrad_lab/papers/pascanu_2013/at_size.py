@@ -1,10 +1,11 @@
-"""Restricted MNIST at the paper's size and settings: 1500 hidden units, batches of 2500 (MSGD 250), one seed.
+"""Restricted MNIST at the paper's size and settings: 1500 hidden units, batches of 2500 (MSGD 250).
 
 `python -m natgrad_lab.papers.pascanu_2013.at_size runs/at_size` takes all contestants to 20 updates, then all to 60,
 and so on to 2000, so that whenever it is stopped they compare at equal updates; names behind the folder ("KL, same
 batch") take these alone further. Ctrl-C stops it after the update under way, and the same command goes on from there.
-After every stage it writes `at_size.json` into the folder: the curves, and which test images each contestant has wrong.
-`at_size_page` makes the page's table and picture of that file.
+`--seed 1` is another start, on another choice of labels. After every stage it writes `at_size_seed_0.json`, or that of
+the other seed, into the folder: the curves, and which test images each contestant has wrong. `at_size_page` makes the
+page's tables and picture of these files.
 
 Rates and dampings are those of section 8.5, which the paper chose by a grid search. It gives the unlabelled metric
 other ones than the two that it is compared with; so each of the three runs with both.
@@ -12,6 +13,7 @@ other ones than the two that it is compared with; so each of the three runs with
 
 from __future__ import annotations
 
+import argparse
 import sys
 import warnings
 from collections.abc import Callable, Collection
@@ -106,14 +108,13 @@ RACE = race(
     tasks,
     seeds=1,
 )
-SEED = 0
 
 
 class StagedRuns:
     """The runs of one seed, a stage at a time; `stopped` is whether to stop."""
 
-    def __init__(self, folder: Folder, settings: AtSizeSettings, stopped: Callable[[], bool]) -> None:
-        self.folder, self.settings, self.stopped = folder, settings, stopped
+    def __init__(self, folder: Folder, settings: AtSizeSettings, stopped: Callable[[], bool], seed: int = 0) -> None:
+        self.folder, self.settings, self.stopped, self.seed = folder, settings, stopped, seed
         (task,) = tasks(settings)
         self.course = Course(task, settings)
         self.runs = {c.name: (c, self.course.racing(c)) for c in task.contestants}
@@ -126,8 +127,8 @@ class StagedRuns:
                 if not names or name in names:
                     self.advance(name, piece, stage)
             curves = {name: self.summarise(*run, stage) for name, run in self.runs.items() if self.load(run[1])[0]}
-            record = {"settings": vars(self.settings), "seed": SEED, "contestants": curves} | versions()
-            write_whole(self.folder.path / "at_size.json", dump(record) + "\n")
+            record = {"settings": vars(self.settings), "seed": self.seed, "contestants": curves} | versions()
+            write_whole(self.folder.path / name_record(self.seed), dump(record) + "\n")
 
     def advance(self, name: str, piece: Piece, stage: int) -> None:
         """One run to a stage, from where it is; its checkpoint is then the state of that stage."""
@@ -136,16 +137,16 @@ class StagedRuns:
             return
         watch = partial(end_at_part, stage / self.settings.steps)
         pieces = tuple(piece for _, piece in self.runs.values())
-        worker = Worker(RACE, self.settings, self.folder, pieces, SEED, watch, self.stopped, len(pieces))
+        worker = Worker(RACE, self.settings, self.folder, pieces, self.seed, watch, self.stopped, len(pieces))
         try:
-            worker.carry_out(piece, SEED)
+            worker.carry_out(piece, self.seed)
         except Interrupted:
             if self.stopped():
                 raise
 
     def load(self, piece: Piece) -> tuple[list[Numbers], dict[str, Any] | None]:
         """The rows of a run so far, and the state of its training; None where it is finished or not begun."""
-        record = self.folder.records / piece.file(SEED)
+        record = self.folder.records / piece.file(self.seed)
         if record.exists():
             return read(record).numbers["rows"], None
         checkpoint = record.with_suffix(".checkpoint")
@@ -170,7 +171,7 @@ class StagedRuns:
 
     def list_mistakes(self, contestant: Contestant, state: dict[str, Any]) -> list[int]:
         """Places of the test images that a run has wrong in that state."""
-        job = Job(self.course.task, contestant, 0, SEED, "race")
+        job = Job(self.course.task, contestant, 0, self.seed, "race")
         training = Training(job, self.course.budget, self.course.pool(), self.settings.device)
         training.load_state_dict(state)
         outputs = training._outputs(training.examples.test_x)
@@ -183,6 +184,11 @@ def end_at_part(part: float, state: ExperimentState) -> None:
         sys.stdout.write(f"{state.piece.title}: {state.note}\n")
         sys.stdout.flush()
         raise Interrupted
+
+
+def name_record(seed: int | str) -> str:
+    """The file of a seed's curves; `*` for all."""
+    return f"at_size_seed_{seed}.json"
 
 
 def shorten(number: float | None) -> float | None:
@@ -200,6 +206,7 @@ def main(
     settings: AtSizeSettings | None = None,
     stages: tuple[int, ...] = STAGES,
     names: Collection[str] = (),
+    seed: int = 0,
 ) -> None:
     """Run, or go on with what was stopped, by default at the paper's settings; of these names alone, or of all."""
     settings = settings or AtSizeSettings()
@@ -208,7 +215,7 @@ def main(
         raise SystemExit(f"no contestant is called {unknown[0]!r}; there are {', '.join(map(repr, known))}")
     with interruptible() as stopped, threads(settings.threads):
         try:
-            StagedRuns(Folder(folder), settings, stopped).carry_out(stages, names)
+            StagedRuns(Folder(folder), settings, stopped, seed).carry_out(stages, names)
         except Interrupted:
             sys.stdout.write("stopped; the same command goes on from here\n")
 
@@ -295,4 +302,9 @@ def sort_pixels(images: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), names=sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where runs and curves are kept")
+    parser.add_argument("names", nargs="*", help="of contestants; all by default")
+    parser.add_argument("--seed", type=int, default=0, help="of start, labels and batches")
+    given = parser.parse_intermixed_args()  # --seed may stand before the names
+    main(given.folder, names=given.names, seed=given.seed)

@@ -1,7 +1,7 @@
-"""The page's table, its differences and its picture of restricted MNIST at the paper's size, from the kept record.
+"""The page's tables and its picture of restricted MNIST at the paper's size, from the kept records, one for each seed.
 
 `python -m natgrad_lab.papers.pascanu_2013.at_size_page docs` writes them into `docs/papers/pascanu_2013.md`, between
-two comments, and `docs/images/pascanu_at_size.png`; nothing runs again. `at_size` writes the record.
+two comments, and `docs/images/pascanu_at_size.png`; nothing runs again. `at_size` writes the records.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,17 @@ from matplotlib.figure import Figure
 
 from natgrad_lab.figures import DASHES, PALETTE, put_legend_below, put_title, save_picture
 from natgrad_lab.papers.kept_tables import insert, write_rows
-from natgrad_lab.papers.pascanu_2013.at_size import ADAPTED_DIFFERENT, ADAPTED_SAME, CURVE, RATES, WEAK_UNLABELLED
+from natgrad_lab.papers.pascanu_2013.at_size import (
+    ADAPTED_DIFFERENT,
+    ADAPTED_SAME,
+    CURVE,
+    RATES,
+    WEAK_UNLABELLED,
+    name_record,
+)
 from natgrad_lab.papers.pascanu_2013.table1 import DIFFERENT, MSGD, RESTRICTED, SAME, UNLABELLED
 
-RECORD = Path(__file__).parent / "records" / "at_size.json"
+RECORDS = Path(__file__).parent / "records"
 PAIRS = (  # whose test errors are compared, image by image; MSGD with its best rate by validation error
     (UNLABELLED, SAME),
     (WEAK_UNLABELLED, SAME),
@@ -36,9 +43,10 @@ PAIRS = (  # whose test errors are compared, image by image; MSGD with its best 
 Record = Mapping[str, Any]
 
 
-def read_record(path: Path = RECORD) -> Record:
-    """The kept record."""
-    return json.loads(path.read_text())
+def read_records(folder: Path = RECORDS) -> list[Record]:
+    """The kept records by their seeds."""
+    records = [json.loads(path.read_text()) for path in folder.glob(name_record("*"))]
+    return sorted(records, key=lambda record: record["seed"])
 
 
 def last(record: Record, name: str) -> dict[str, float]:
@@ -54,11 +62,11 @@ def compare(record: Record, ours: str, theirs: str) -> tuple[float, float, int, 
     return (len(a) - len(b)) / many, math.sqrt(len(a ^ b)) / many, len(a - b), len(b - a)
 
 
-def write_tables(record: Record) -> str:
+def write_tables(records: Sequence[Record]) -> str:
     """The section's tables in Markdown."""
-    best = min(RATES, key=lambda name: last(record, name)["valid_error"])
     heads = (
         "",
+        "seed",
         "updates",
         "rate, damping",
         "training loss",
@@ -68,6 +76,14 @@ def write_tables(record: Record) -> str:
         "products an update",
         "CPU seconds",
     )
+    rows = [row for record in records for row in list_ends(record)]
+    under = ("test error of one less the other", "seed", "updates", "points", "images that one alone has wrong")
+    pairs = [row for pair in PAIRS for record in records for row in list_differences(record, *pair)]
+    return f"{write_rows(heads, rows)}\n\n{write_rows(under, pairs)}"
+
+
+def list_ends(record: Record) -> list[tuple[str, ...]]:
+    """A row for each contestant, at its last stage."""
     rows = []
     for name, contestant in record["contestants"].items():
         end = last(record, name)
@@ -75,6 +91,7 @@ def write_tables(record: Record) -> str:
         products = "-" if contestant["products"] is None else f"{contestant['products']:.0f}"
         cells = (
             name,
+            f"{record['seed']}",
             f"{end['updates']:,.0f}" + (f" (steps: {20 * end['updates']:,.0f})" if name in RATES else ""),
             write_choice(contestant["choice"]),
             f"{end['train_loss']:.2g}",
@@ -85,15 +102,19 @@ def write_tables(record: Record) -> str:
             f"{contestant['seconds']:,.0f}",
         )
         rows.append(cells)
-    pairs = []
-    for ours, theirs in PAIRS:
-        rival = best if theirs == MSGD else theirs
-        if last(record, ours)["updates"] != last(record, rival)["updates"]:
-            continue
-        difference, error, alone, other = compare(record, ours, rival)
-        pairs.append((f"{ours} less {rival}", f"{100 * difference:+.2f} ± {100 * error:.2f}", f"{alone} and {other}"))
-    under = ("test error of one less the other", "points", "images that one alone has wrong")
-    return f"{write_rows(heads, rows)}\n\n{write_rows(under, pairs)}"
+    return rows
+
+
+def list_differences(record: Record, ours: str, theirs: str) -> list[tuple[str, ...]]:
+    """A row of the difference between two contestants; none where one was not run, or not to as many updates."""
+    raced = record["contestants"]
+    rates = [name for name in RATES if name in raced]
+    rival = min(rates, key=lambda name: last(record, name)["valid_error"]) if theirs == MSGD and rates else theirs
+    if not {ours, rival} <= set(raced) or last(record, ours)["updates"] != last(record, rival)["updates"]:
+        return []
+    difference, error, alone, other = compare(record, ours, rival)
+    points, images = f"{100 * difference:+.2f} ± {100 * error:.2f}", f"{alone} and {other}"
+    return [(f"{ours} less {rival}", f"{record['seed']}", f"{last(record, ours)['updates']:,.0f}", points, images)]
 
 
 def write_choice(choice: Mapping[str, float]) -> str:
@@ -109,31 +130,33 @@ def shorten(number: float) -> str:
     return f"{number:g}".removeprefix("0")
 
 
-def fill(record: Record, figure: Figure) -> None:
-    """Training loss and test error against updates, as in the paper's Fig. 4."""
-    axes = figure.subplots(1, 2)
-    for place, (name, contestant) in enumerate(record["contestants"].items()):
-        points = [point for point in contestant["curve"] if point[0] >= 1]
-        for panel, key, factor in ((axes[0], "train_loss", 1.0), (axes[1], "test_error", 100.0)):
-            values = [factor * point[1 + CURVE.index(key)] for point in points]
-            look = {"color": PALETTE[place], "linestyle": DASHES[place], "linewidth": 1.8, "label": name}
-            panel.plot([point[0] for point in points], values, **look)
+def fill(records: Sequence[Record], figure: Figure) -> None:
+    """Training loss and test error against updates, as in the paper's Fig. 4; further seeds in thin lines."""
+    axes, names = figure.subplots(1, 2), list(records[0]["contestants"])
+    for order, record in enumerate(records):
+        for name, contestant in record["contestants"].items():
+            points = [point for point in contestant["curve"] if point[0] >= 1]
+            look = {"color": PALETTE[names.index(name)], "linestyle": DASHES[names.index(name)]}
+            look |= {"label": name, "linewidth": 1.8} if order == 0 else {"linewidth": 0.7}
+            for panel, key, factor in ((axes[0], "train_loss", 1.0), (axes[1], "test_error", 100.0)):
+                values = [factor * point[1 + CURVE.index(key)] for point in points]
+                panel.plot([point[0] for point in points], values, **look)
     for panel in axes:
         panel.set(xlabel="updates (MSGD: twentieths of its own)", xscale="log")
         panel.grid(visible=True, axis="y")
     axes[0].set(ylabel="training loss, nats per image", yscale="log")
-    lowest = min(last(record, name)["test_error"] for name in record["contestants"])
+    lowest = min(last(record, name)["test_error"] for record in records for name in record["contestants"])
     axes[1].set(ylabel="test error, %", ylim=(100 * lowest - 0.5, 15))
     put_legend_below(figure, axes[0], 3)
-    put_title(figure, "Restricted MNIST, 10,000 labels, 784-1500-10: metrics at the paper's settings, one seed")
+    put_title(figure, "Restricted MNIST, 10,000 labels, 784-1500-10: metrics at the paper's settings")
 
 
 def main(docs: Path) -> None:
     """Write the page's tables and its picture."""
-    record = read_record()
+    records = read_records()
     page = docs / "papers" / "pascanu_2013.md"
-    page.write_text(insert(page.read_text(), "at size", write_tables(record)))
-    save_picture(partial(fill, record), (9.0, 4.6), docs / "images" / "pascanu_at_size")
+    page.write_text(insert(page.read_text(), "at size", write_tables(records)))
+    save_picture(partial(fill, records), (9.0, 4.6), docs / "images" / "pascanu_at_size")
 
 
 if __name__ == "__main__":
