@@ -71,7 +71,6 @@ TINY = 1e-30  # stands for zero where something is divided by it
 ITERATIONS = 5  # of the polar factor: singular values between .87 and 1.13
 WIDE = 256  # inputs from which on a part of the directions is enough for a whitener, with fewer rows than inputs
 INPUTS_PER_DIRECTION, DIRECTIONS_PER_ROW = 12, 2  # of that part, and at most of a step's rows
-OBLONG = 2  # times as many columns as rows from which on products of rows are cheaper
 WIDEST = 1024  # the most rows or columns, whichever are fewer, of a table without a layer that gets a polar factor
 MOMENTS = 2**24  # numbers of layers' second moments that are factored at once: 64 MB of memory in float32
 KEPT_DIRECTIONS = 8  # steps that a direction is kept for at most
