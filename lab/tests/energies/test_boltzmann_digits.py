@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import time
 
 import torch
 
@@ -28,7 +30,9 @@ def test_the_study_ends_in_a_page(tmp_path):
         assert words in text
 
 
-def test_maximum_likelihood_matches_what_pairs_do():
+def test_maximum_likelihood_matches_what_pairs_do(monkeypatch):
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "process_time", lambda: next(ticks) / 1000)  # .3 seconds are 300 steps on all machines
     x = torch.tensor([[0, 0, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0]]).float().repeat(40, 1)
     shown, machine = Images(x, x, 2), ng.Boltzmann(4)
     params = machine.parameters()
