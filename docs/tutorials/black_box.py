@@ -86,7 +86,7 @@ print("ng.minimize", sorted(ours))
 print("pycma      ", sorted(theirs) if cma else "not installed")
 
 # %% [markdown]
-# Both are the same algorithm with the same defaults, and so the numbers are alike. [The
+# Both are CMA-ES; `ng.minimize` also makes its draws [orthogonal](../theory/search.md#orthogonal-draws). [The
 # tables](../benchmarks/search_tables.md) compare them on more functions.
 #
 # ## What pycma does not have

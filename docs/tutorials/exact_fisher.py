@@ -51,8 +51,8 @@ assert torch.allclose(definition, matrix, atol=1e-12)
 # %% [markdown]
 # ## What it looks like
 #
-# Lines mark the four parameters: the weight and bias of the first layer, and of the second. K-FAC keeps the blocks of
-# each layer and drops what lies between the two. The eigenvalues fall over many powers of ten, down to zeros: three
+# Lines mark the four parameters: the weight and bias of the first layer, and of the second.
+# [K-FAC](../glossary.md#kronecker-factor) approximates the block of each layer and drops what lies between the two. The eigenvalues fall over many powers of ten, down to zeros: three
 # outputs of a softmax only matter up to a constant.
 
 # %%

@@ -49,9 +49,9 @@ assert healthy[-1].loss < 0.1 * healthy[0].loss
 # |---|---|---|
 # | `loss` | mean loss of the batch before the step | falls |
 # | `kl` | how far the step moved the model, in nats per example | positive, and not always at its bound |
-# | `rate` | length of the step, relative to the natural gradient | above zero |
+# | `rate` | length of the step, relative to the [proposed one](../glossary.md#proposed-step) | above zero |
 # | `status` | `stepped`, `skipped` or `refused` | `stepped` |
-# | `failures` | steps that were left out because a number was not finite | 0 |
+# | `failures` | batches left out: a number was not finite, or the loss far above all others | 0 |
 # | `refused` | steps that were not taken because they raised the loss | few |
 # | `gradient` | norm of the gradient of the mean loss | falls at the end |
 
