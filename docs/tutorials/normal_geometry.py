@@ -2,7 +2,8 @@
 # # Information geometry of the normal, in pictures
 #
 # The normal distributions of one variable form a curved surface whose distance is measured in nats. This page draws
-# its shortest paths, its two kinds of straight lines, balls of constant KL divergence, and two gradient flows.
+# its shortest paths, its two kinds of straight lines, balls of constant KL divergence, and two gradient flows. SciPy
+# integrates flows: `pip install scipy`.
 
 # %% [markdown]
 # ## Distance

@@ -2,7 +2,8 @@
 # # Reproducing a paper
 #
 # Take one figure of a paper, find its equations, write them in some lines, and check the numbers. The figure here is
-# Malagò's (2023): gradient flows of two bits, natural and Euclidean, in two coordinates.
+# Malagò's (2023): gradient flows of two bits, natural and Euclidean, in two coordinates. SciPy integrates flows:
+# `pip install scipy`.
 
 # %% [markdown]
 # ## From symbols to names
