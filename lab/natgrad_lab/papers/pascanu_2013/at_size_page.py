@@ -71,9 +71,9 @@ def write_tables(records: Sequence[Record]) -> str:
         "rate, damping",
         "training loss",
         "test error",
-        "validation error",
+        "vali&shy;dation error",
         "the paper's test error, after 2000",
-        "products an update",
+        "pro&shy;ducts an update",
         "CPU seconds",
     )
     rows = [row for record in records for row in list_ends(record)]
