@@ -18,6 +18,8 @@ KEPT = re.compile(
 """Code, examples, blocks, the names of arguments, the ends of paragraphs."""
 TAG = re.compile(r"<(?=[A-Za-z])(?!https?:)")
 """What Markdown would take for HTML, as in `D = 2 <l>`."""
+QUOTE = re.compile(r"^( *)>", re.M)
+"""What Markdown would take for a quotation, as in `tau: >= 1`."""
 
 
 def typeset_docstring(text: str) -> str:
@@ -40,6 +42,7 @@ def typeset_text(text: str) -> str:
     """
     if not SIGNS.search(text):
         return text
+    text = QUOTE.sub(r"\1&gt;", text)
     done, last = "", 0
     for run in find_formulas(text):
         done += TAG.sub("&lt;", text[last : run[0].start]) + f"${write_latex(run)}$"

@@ -216,7 +216,7 @@ def covariance(
     U is that of `ng.empirical_fisher`: the Fisher on average where targets are the model's own. The metric takes
     targets: `.at(params, (inputs, targets))`. It is kept in sample space, so the number of parameters is no obstacle:
     `ng.SampleSpace()` solves with it. With gradient and covariance from one batch (U + lambda)^-1 g and
-    (C + lambda)^-1 g are exactly parallel, of length ratio 1 / (1 - n g^T (U + lambda)^-1 g), n the entries of an
+    (C + lambda)^-1 g are exactly parallel, of length ratio 1 / (1 - e g^T (U + lambda)^-1 g), e the entries of an
     example that the loss averages over: centring changes the length alone, and can make it explode.
 
     Args:

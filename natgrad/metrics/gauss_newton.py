@@ -29,9 +29,9 @@ def gauss_newton(
     """G_N = E[J^T H J], H the Hessian of the loss in the outputs.
 
     For a `torch.nn` loss or an `ng` likelihood H is the Fisher form. In natural parameters that is the Hessian. For
-    predicted variances, for PoissonNLLLoss(log_input=False), and for L1Loss, SmoothL1Loss and HuberLoss it is not: pass
-    a plain function there. The metric is in
-    the units of the mean loss, with its class weights and its ignored and weighted targets.
+    predicted variances, for PoissonNLLLoss(log_input=False) and BCELoss, and for L1Loss, SmoothL1Loss and HuberLoss it
+    is not: pass a plain function there. The metric is in the units of the mean loss, with its class weights and its
+    ignored and weighted targets.
 
     Args:
         model: A module, or a function f(params, x).

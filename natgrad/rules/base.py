@@ -220,8 +220,8 @@ class Rule(Explained):
         Called when a block is inverted. Tensors by name: they are kept in the optimizer's state, and saved.
 
         Args:
-            metric: G of the block, on its matrix flattened row-major: a `Kronecker` (`.left`, `.right`), a `Spectral`
-                (`.eigen`, `.spectrum`), a `Tiled` of either, `Units`, or a `Diagonal`.
+            metric: G of the block, on its matrix flattened row-major: a `KroneckerOperator` (`.left`, `.right`), a
+                `Spectral` (`.eigen`, `.spectrum`), a `Tiled` of either, `Units`, or a `DiagonalOperator`.
             level: The damping of the block.
         """
         return {}

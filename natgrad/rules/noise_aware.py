@@ -30,12 +30,12 @@ class NoiseAware(Rule):
     A layer's step is at most `move` of the layer: |d| <= move * max(|theta|, floor sqrt(outputs)) in Frobenius norm,
     times the learning rate where that is below 1. Scales and shifts count as at least .5 per root of an entry.
 
-    The signal is |m|^2 / E|g|^2 for the running mean m of the gradient g, less what pure noise has there:
-    (1 - b) / (1 + b) for a momentum b. It is 1 where all gradients agree and 0 where they are noise; averaged over ten
-    steps. Once it is below `noise`, steps are spectral ones from there on. So they are once a whole natural step would
-    move the layers that `move` shortens by more than `far` of their size, since what is left of it says little: inputs
-    that hardly vary, as the borders of images, ask for such steps. Where a regression's targets lie far away, `far`
-    counts in their unit.
+    The signal is (|m|^2 - z |g|^2) / (|g|^2 - z |g|^2) for the running mean m of the gradient g, with the z = E|m|^2 /
+    E|g|^2 of pure noise: (1 - b) / (1 + b) for a momentum b. It is 1 where all gradients agree and 0 where they are
+    noise; its norms are averaged over ten steps. Once it is below `noise`, steps are spectral ones from there on. So
+    they are once a whole natural step would move the layers that `move` shortens by more than `far` of their size,
+    since what is left of it says little: inputs that hardly vary, as the borders of images, ask for such steps. Where a
+    regression's targets lie far away, `far` counts in their unit.
 
     Args:
         max_kl: Most nats per example of a natural step, to second order on its own batch; math.inf for no bound.

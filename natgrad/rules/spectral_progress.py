@@ -36,7 +36,7 @@ from natgrad.rules.spectral_descent import (
 
 @dataclass(frozen=True)
 class SpectralProgress(Rule):
-    """d = -s polar(n R) R for each layer, R R^T = (A / mean A + damping I)^-1 of its inputs' second moment A.
+    """d = -s polar(n R) R for each layer, R = (A / mean(A) + damping I)^(-1/2) of its inputs' second moment A.
 
     polar(X) = U V^T for X = U S V^T: all directions of a layer move alike, so that neither noise nor a few steep
     directions take the whole step. n = (1 - ahead) m + ahead g, of the running mean m and today's gradient g. A step

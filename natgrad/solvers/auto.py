@@ -18,8 +18,8 @@ from natgrad.solvers.sample_space import SampleSpace
 class Auto(Solver):
     """Direct, sample space or CG, whichever is cheapest for the operator at hand.
 
-    1. A closed-form inverse: `Direct`.
-    2. Fewer columns r of the root than parameters, and r <= `gram`: `SampleSpace` (the r x r Gram matrix).
+    1. Fewer columns r of the root than parameters, and r <= `gram`: `SampleSpace` (the r x r Gram matrix).
+    2. A closed-form inverse: `Direct`.
     3. n <= `dense`: `Direct` (the n x n matrix, one Cholesky).
     4. Otherwise `iterative`.
 

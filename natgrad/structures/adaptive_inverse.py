@@ -171,7 +171,7 @@ class Update(Explained):
 
 @dataclass(frozen=True)
 class FirstOrder(Update):
-    """Eq. 4 as printed: G^-1 <- (1 + eps) G^-1 - eps (G^-1 U)(G^-1 U)^T, eps = max(1 / (t + offset), floor).
+    """Eq. 4: G^-1 <- (1 + eps) G^-1 - eps (G^-1 U)(G^-1 U)^T, eps = max(1 / (t + offset), floor).
 
     Where eq. 4 would lose positivity (eps lambda_max(U^T G^-1 U) >= 1 + eps, tested exactly) the exact update is taken
     instead, and counted as "refused".
@@ -361,12 +361,12 @@ class AdaptiveInverse(Structure):
 
     For any metric; one without a root is written out, O(n^3). Solve with damping=0, as `ng.ang` does: the updates hold
     what they need, and more of it costs a factorisation per step. Numbers that are not finite leave the last inverse in
-    place, which `opt.state_report().counts` counts as "kept", and updates of eq. 4 that were left out as "refused".
+    place, which `opt.state_report().counts` counts as "kept", and exact updates in the place of eq. 4 as "refused".
     Parameters that come or go start the average anew. Memory: n^2 numbers, 2 n^2 for `Averaged`. A step writes at most
     two more. An update raises a ValueError for a metric that may be indefinite.
 
     Args:
-        method: `ng.Averaged()` (default), `ng.Woodbury()` or `ng.FirstOrder()`, eq. 4 as printed.
+        method: `ng.Averaged()` (default), `ng.Woodbury()` or `ng.FirstOrder()`, eq. 4.
 
     Raises:
         TypeError: For a method that is none of these.

@@ -134,9 +134,8 @@ class OnlineLowRank(Layerwise):
     """S (x) A per layer as in K-FAC, each factor a low rank plus a multiple of the identity.
 
     A is the second moment of the inputs with a 1 appended, S that of the output derivatives. The first batch is
-    iterated
-    upon three times; later ones once. Norms and depthwise convolutions get their exact blocks, embeddings the diagonal.
-    Memory: rank * (size + 1) + 1 numbers per side. Neither factor is ever formed.
+    iterated upon three times; later ones once. Norms and depthwise convolutions get their exact blocks, embeddings the
+    diagonal. Memory: rank * (size + 1) + 1 numbers per side. Neither factor is ever formed.
 
     Args:
         decay: Weight of the past in the running averages, in [0, 1). The first batch counts as itself.

@@ -153,6 +153,7 @@ TYPESET = {
     "E_x E_{y ~ p(y|x)} [grad log p]": r"$\mathrm{E}_{x}\mathrm{E}_{y \sim p(y|x)}[\nabla\,\log\,p]$",
     "a root U (n, r), G = U U^T.": "U(n,r),$G=U U^{T}$.",
     "D = 2 <l> + const of <s|H|s>": "D = 2 &lt;l> + const of &lt;s|H|s>",
+    "Args:\n    tau: >= 1, any\n        > 0.": "tau: &gt;= 1, any\n        &gt; 0.",
     "v <- decay * v + proposal; v": r"$v\leftarrow\mathrm{decay}\cdot v+\mathrm{proposal}$;v",
     "S (x) A per layer, KL(q || p)": r"$S\otimes A$per layer,$\mathrm{KL}(q\|p)$",
     "sum_{i < j} J_ij w'_i, A^-1/2": r"$\sum_{i < j}J_{ij}w'_{i}$,$A^{-1/2}$",
