@@ -246,13 +246,13 @@ class BlockWork(Work):
             if self.sample is not None:  # a common rate cancels: no copies
                 rated = slopes if even else dict(zip(slopes, forms[1].unbind(), strict=True))
                 self.measure(directions if even else vector.tensors(), rated)
-        ratio, settings = self.state.length.ratio, self.settings.values()
-        true = self.form_of_blocks(vector) if ratio is None else promise.scale_by(ratio.to(self.device))
+        excess, settings = self.state.length.excess, self.settings.values()
+        true = self.form_of_blocks(vector) if excess is None else promise.scale_by(excess.to(self.device))
         return Quadratic(
             gradient=Parts(self.penalise(self.batch.gradients)),
             operator=None,
             damping=float(next(iter(settings))["damping"]),
-            proposal=BlockStep(vector, true, promise, ratio, self.without_penalty(levels), forms, slope),
+            proposal=BlockStep(vector, true, promise, excess, self.without_penalty(levels), forms, slope),
             nats=self.batch.nats,
             loss=math.nan if self.loss is None else self.loss,
             run=RunFacts(
@@ -414,15 +414,15 @@ class BlockWork(Work):
         """Measure the metric along the proposal on the pass of the step."""
         assert self.sample is not None
         step, pace = self.state.step, self.state.pace
-        length = measure_ratio(
+        length = measure_excess(
             self.state.length, self.sample, moves, promised, self.values, self.processes, self.penalty(moves)
         )
-        # a ratio far from what was measured falls on: ask again at the next update
+        # an excess far from what was measured falls on: ask again at the next update
         pace = replace(pace, measured=-1 if length.falls else step)
-        if not self.shapes and length.ratio is not None:
-            measured = averaged = float(length.ratio * sum_scalars(promised).to(length.ratio))
+        if not self.shapes and length.excess is not None:
+            measured = averaged = float(length.excess * sum_scalars(promised).to(length.excess))
             # what today's inverses promise is damped, and no less than the averages alone: they need not be asked
-            if not (pace.inverted == step and length.ratio >= 1.0):
+            if not (pace.inverted == step and length.excess >= 1.0):
                 averaged = float(self.promise(Parts(moves), self.strengths))
             length = follow_fall(length, measured, averaged)
         self.state = replace(self.state, length=length, pace=pace)
@@ -434,12 +434,12 @@ class BlockWork(Work):
     def step_along(self, levels: Mapping[str, float], vector: Vector) -> BlockStep:
         """The step with this vector: on the pass of a measurement what is measured, else in proportion to the last."""
         assert isinstance(vector, Parts)
-        promise, ratio = Lazy(partial(self.promise, vector, levels)), self.state.length.ratio
+        promise, excess = Lazy(partial(self.promise, vector, levels)), self.state.length.excess
         if self.sample is not None:
             true = Lazy(partial(self.form_on_sample, self.sample, vector))
         else:
-            true = self.form_of_blocks(vector) if ratio is None else promise.scale_by(ratio.to(self.device))
-        return BlockStep(vector, true, promise, ratio, self.without_penalty(levels))
+            true = self.form_of_blocks(vector) if excess is None else promise.scale_by(excess.to(self.device))
+        return BlockStep(vector, true, promise, excess, self.without_penalty(levels))
 
     def step_on_batch(self, step: Step) -> BlockStep | None:
         """The step with d^T G d as it is on its own batch; None where that cannot be known."""
@@ -485,17 +485,17 @@ class BlockWork(Work):
             loss_at = PooledLoss(objective, rows, processes, before, self.values, self.strengths, self.state.outside)
             yield replace(model, loss=before), loss_at
 
-    def judge(self, model: Quadratic, step: Step, loss_at: Objective | None) -> tuple[float, bool]:
+    def compare_losses(self, model: Quadratic, step: Step, loss_at: Objective | None) -> tuple[float, bool]:
         """True over predicted change; a step that raised the loss, or lost it, is refused."""
         assert isinstance(loss_at, PooledLoss)
         change = loss_at.change(step.vector)
-        ratio, refused = self.compare(model, step, change)
+        ratio, refused = self.find_ratio(model, step, change)
         return ratio, refused or change > 0
 
     def settle(self, model: Quadratic, step: Step, memory: Memory, ratio: float | None, refused: bool) -> bool:
         """The step, unless it is refused, and the damping of the next one."""
         if ratio is not None:
-            self.told["ratio"] = ratio
+            self.report["ratio"] = ratio
             self.adapt(ratio, refused)
         self.remember(memory, forget=refused)
         if not isinstance(step, BlockStep):
@@ -533,7 +533,7 @@ class BlockWork(Work):
 
     def move(self, model: Quadratic, step: BlockStep) -> None:
         """New parameters, and what is told of the step."""
-        form, vector, proposal, report = step.known_form(), step.vector, model.proposal.vector, self.told
+        form, vector, proposal, report = step.known_form(), step.vector, model.proposal.vector, self.report
         assert isinstance(proposal, Parts)
         alike = vector.parts is proposal.parts and vector.shares is proposal.shares  # only scaled
         if isinstance(model.proposal, BlockStep) and model.proposal.ratio is not None:
@@ -550,7 +550,7 @@ class BlockWork(Work):
 
     def is_sound(self) -> bool:
         """Whether no parameter becomes NaN or infinite, and the length of the step is a number."""
-        return stay_finite(self.values, self.moved, self.told.get("kl"))
+        return stay_finite(self.values, self.moved, self.report.get("kl"))
 
     def finish(self) -> State:
         """The state after a step that is taken."""
@@ -561,7 +561,7 @@ class BlockWork(Work):
 
     def count_unmoved(self) -> int:
         """Steps in a row that a loss held still: read only where a rule goes by trial losses, or a share of nothing."""
-        guard, rate = self.state.guard, self.told.get("rate")
+        guard, rate = self.state.guard, self.report.get("rate")
         if rate is None:  # nothing was proposed, or the damping refused the step
             return guard.unmoved
         if not (self.rule.uses_loss or self.loss == 0):
@@ -680,7 +680,7 @@ def follow_signal(noise: Noise, step: int, sums: Sequence[float], least: float) 
 # how far the quadratic model is trusted
 
 
-def measure_ratio(
+def measure_excess(
     length: Length,
     sample: Reading,
     steps: Mapping[str, Tensor],
@@ -693,7 +693,7 @@ def measure_ratio(
 
     Blocks leave out what layers do to each other, and factors what inputs and derivatives have in common: on
     classifiers and autoencoders the true form was .2 to 190 times the promised one, and not the same at the end as at
-    the start. The minimum of the quadratic model along d is at m^T d / d^T G d = 1 / ratio. A form that is not finite
+    the start. The minimum of the quadratic model along d is at m^T d / d^T G d = 1 / excess. A form that is not finite
     makes the steps from here on shorter by a factor of ten.
 
     sample: a part of the step's pass. steps: d, by name. promised: the steps' d^T m, by parameter as they are. penalty:
@@ -701,7 +701,7 @@ def measure_ratio(
     """
     form, promise = pool_form(sample, steps, promised, named, processes)
     form = form + sum_rows(sample) * penalty
-    before, fresh = length.ratio, form / promise
+    before, fresh = length.excess, form / promise
     falls = before is not None and bool(fresh < FALLS_TO**2 * before)
     if before is not None:
         # a few examples carry the metric of a network that is nearly right, and a pass may miss them
@@ -709,8 +709,8 @@ def measure_ratio(
     last = torch.ones_like(promise) if before is None else before
     fresh = torch.where(torch.isfinite(fresh), fresh, 10 * last.clamp(min=1.0))
     # derivatives that vanish in the dtype at hand, steps of length 0: nothing was measured
-    ratio = torch.where((form == 0) | ~(promise > 0), last, fresh).clamp(max=LARGEST_RATIO)
-    return replace(length, ratio=ratio, falls=falls)
+    excess = torch.where((form == 0) | ~(promise > 0), last, fresh).clamp(max=LARGEST_RATIO)
+    return replace(length, excess=excess, falls=falls)
 
 
 def pool_form(

@@ -95,6 +95,7 @@ class Averages:
         for seen, count in self._weigh_layers(reading, update.part):
             past = self._totals(blocks, seen.key)
             before = self.owners.share_past(seen.key, past, self.structure.needs_past(seen))
+            # totals <- decay totals + what this pass gives; the average is that / weight (Martens & Grosse, section 5)
             totals = self.structure.advance(seen, before, decay, self.owners.sums(seen.key))
             fresh.append((Block(seen.layer.layout, seen.layer), totals, count))
         for name, squares, count in self._weigh_squares(reading):
@@ -166,7 +167,7 @@ class Averages:
         decay: float,
         count: Count,
     ) -> None:
-        """One block's new totals."""
+        """One block's new totals, and what they are divided by."""
         key, layered = fresh.key, fresh.layer is not None
         if key not in blocks or (blocks[key].layer is not None) != layered:
             # new, or of a layer and a parameter by turns: blocks that shared a parameter with it are forgotten
@@ -270,7 +271,7 @@ class Averages:
         """
         blocks = {key: replace(block, fresh=False) if key in keys else block for key, block in blocks.items()}
         own = {key: blocks[key] for key in blocks if key in keys and self.owners.solves(key) and blocks[key].weight}
-        levels = dict.fromkeys(own, 0.0)
+        levels = dict.fromkeys(own, 0.0)  # lambda of each block
         if level_of is not None:
             levels = {key: level_of(block) for key, block in own.items()}
             levels = {key: level for key, level in levels.items() if level > 0}  # else no derivative has reached it yet
@@ -342,6 +343,7 @@ class Averages:
         """
         try:
             if inverts and inverse is None:
+                # here lambda joins G; K-FAC's factors take pi sqrt(lambda) and sqrt(lambda) / pi (section 6.3)
                 inverse = self.operator(block).inverse(raised * level)
             if prepared is None:
                 prepared = {} if shaper is None else self.prepare(block, level, shaper)

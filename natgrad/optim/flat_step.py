@@ -47,13 +47,13 @@ class Solved:
         solution: Of (G + damping I) x = g.
         damping: A number, or one per entry (n,).
         prepared: The preconditioner's memory.
-        kept: Vectors (n,) that the system remembers.
+        vectors: What the system remembers, (n,) each.
     """
 
     solution: Solution
     damping: float | Tensor
     prepared: dict[str, Any] | None = None
-    kept: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    vectors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
 class LinearSystem(Protocol):
@@ -208,7 +208,7 @@ class FlatWork(Work):
             seen = replace(model, loss=math.nan if trial is None else trial.before)
         yield seen, trial
 
-    def judge(self, model: Quadratic, step: Step, loss_at: LossAt | None) -> tuple[float, bool]:
+    def compare_losses(self, model: Quadratic, step: Step, loss_at: LossAt | None) -> tuple[float, bool]:
         """True over predicted change of the evidence's own loss, and whether the step is refused.
 
         The ratio is NaN, and the damping rises, where the model promised no decrease: a rate above 2, a velocity that
@@ -216,7 +216,7 @@ class FlatWork(Work):
         """
         objective = self.evidence.objective
         assert objective is not None
-        return self.compare(model, step, objective(step.vector) - objective.before)
+        return self.find_ratio(model, step, objective(step.vector) - objective.before)
 
     def settle(self, model: Quadratic, step: Step, memory: Memory, ratio: float | None, refused: bool) -> bool:
         """The parameters after the step. False where none was taken of this solution, and more damping may help."""
@@ -257,7 +257,7 @@ class FlatWork(Work):
         """The parameters after the step, and what is kept for each of them."""
         evidence, solution, space = self.evidence, self.solved.solution, self.space
         taken = taken and bool(vector.any())  # no step, no decay either
-        vectors = {key: value for key, value in memory.items() if isinstance(value, Tensor)} | dict(self.solved.kept)
+        vectors = {key: value for key, value in memory.items() if isinstance(value, Tensor)} | dict(self.solved.vectors)
         if self.choices.warm_start > 0:
             # a space that was searched goes on from where the search ended (Vinyals & Povey 2012)
             vectors[SOLUTION] = -vector if taken and solution.basis is not None else solution.value
@@ -281,8 +281,8 @@ class FlatWork(Work):
         """What is told of the step."""
         solution, damping, norm = self.solved.solution, self.solved.damping, float(self.batch.norm)
         if self.evidence.objective is not None:
-            self.told["loss"] = model.loss
-        self.told |= {
+            self.report["loss"] = model.loss
+        self.report |= {
             "kl": model.kl(step),
             "damping": damping.mean() if isinstance(damping, Tensor) else damping,
             "solver_steps": solution.steps,
@@ -294,7 +294,7 @@ class FlatWork(Work):
             "counts": dict(self.system.operator.counts),
         }
         if ratio is not None:
-            self.told["ratio"] = ratio
+            self.report["ratio"] = ratio
 
     def is_sound(self) -> bool:
         """Whether the step can be taken: it was looked at already."""
@@ -373,6 +373,7 @@ class MetricSystem:
         else:
             amount = rest = self.bound(damping.amount(level, system))
         solver, prepared = self._prepare(system, rest)
+        # here lambda joins G; what blocks have of their own is in the system already
         return Solved(solver.solve(system, self.gradient, damping=rest, guess=guess), amount, prepared)
 
     def _prepare(self, system: Operator, damping: float) -> tuple[Solver, dict[str, Any] | None]:

@@ -383,11 +383,13 @@ class Reader:
         held = set[str]() if asking else {name for names in self.layers_by_names(self.trusted) for name in names}
         watched = {name: p for name, p in self.leaves.items() if name not in held and p.requires_grad}
         examples, calls = self._place_calls(criterion, outputs, rows, calls, recall)
+        # labels y ~ p(y | outputs), and their scores s with E[s s^T] = M (Martens & Grosse 2015, section 5)
         drawn = [self._cotangents(self.estimate, criterion, outputs, targets, examples)]
         span = self._line_up(examples.count, len(drawn[0]))
         drawn[0] = self._share_signs(drawn[0], examples, span)
         drawn += [] if measurement is None else [self._cotangents(measurement, criterion, outputs, targets, examples)]
         cotangents = [c.to(rows.dtype) for part in drawn for c in part]
+        # delta = J^T s at every layer, by one backward pass a draw
         calls, deltas, slopes = self.taps.reach(rows, calls, cotangents, list(watched.values()))
         gradients = dict(zip(watched, slopes[0], strict=True))
         eps = max((torch.finfo(call.dtype).eps for call in calls), default=0.0)

@@ -486,9 +486,9 @@ class Pace:
 class Length:
     """What is known of the metric along steps."""
 
-    # the true d^T G d over what the blocks promise of it, as it was measured last; None before
-    ratio: Tensor | None = None
-    falls: bool = False  # True if that measurement found far less than the ratio that it left
+    # d^T G d over what the blocks promise of it, as it was measured last, `Step.excess`; None before
+    excess: Tensor | None = None
+    falls: bool = False  # True if that measurement was far below the excess that it left
     fallen: float = 1.0  # the metric as measured over its running averages, at most 1
     doubt: float = UNKNOWN  # how many times the estimate of a step's KL may be too small
     compared: int = 0  # the step at which a step's KL was measured on its own batch last
@@ -608,9 +608,9 @@ class State:
         """The rest: plain values and tensors."""
         counts = {name: getattr(self.guard, name) for name in ("failures", "refused", "late", "skipped")}
         clock = {"step": self.step, "seen": self.seen, **counts, **vars(self.pace), **vars(self.noise)}
-        clock |= {name: value for name, value in vars(self.length).items() if name not in ("ratio", "falls")}
+        clock |= {name: value for name, value in vars(self.length).items() if name not in ("excess", "falls")}
         clock |= {"error": self.hearing.error, "sizes": [self.guard.square, self.guard.weight]}
-        hearing, ratio = self.hearing, self.length.ratio
+        hearing, excess = self.hearing, self.length.excess
         return {
             "clock": clock | {"signal": list(self.noise.signal)},
             "blocks": {key: list(block.layout.names) for key, block in self.blocks.items()},
@@ -620,7 +620,7 @@ class State:
             "places": [[key, *found] for key, found in hearing.places.items()],
             "heard": [hearing.readings, hearing.unsure, self.outside.updates, self.outside.warned],
             # always a tensor, which a fresh one's can take
-            "ratio": torch.zeros(()) if ratio is None else ratio,
+            "ratio": torch.zeros(()) if excess is None else excess,
             "errors": None if hearing.errors is None else hearing.errors.save(),
             "outside": self.outside.save(),
             **self.guard.save(),
@@ -643,7 +643,7 @@ class State:
 
         counts = {name: clock[name] for name in ("failures", "refused", "late", "skipped") if name in clock}
         square, weight = clock.get("sizes", (0.0, 0.0))
-        ratio, (readings, unsure, updates, warned) = extra["ratio"], extra.get("heard", (0, False, 0, False))
+        excess, (readings, unsure, updates, warned) = extra["ratio"], extra.get("heard", (0, False, 0, False))
         hearing = Hearing(
             frozenset(extra["trusted"]),
             frozenset(extra["refused"]),
@@ -659,7 +659,7 @@ class State:
             clock["step"],
             clock.get("seen", 0),
             pace=part(Pace),
-            length=part(Length, ratio=ratio if ratio is not None and bool(ratio > 0) else None),
+            length=part(Length, excess=excess if excess is not None and bool(excess > 0) else None),
             noise=part(Noise, signal=tuple(clock.get("signal", (0.0, 0.0, 0.0)))),
             hearing=hearing,
             outside=Outside.load(extra.get("outside"), named, updates, warned),

@@ -145,7 +145,7 @@ class Work(ABC):
     Attributes:
         state: As it is so far.
         moved: The parameters after the step.
-        told: What is told of it.
+        report: Numbers of it, by name.
         dampings: The damping of the next step, by parameter; empty where it stays.
         loss: The batch's, as it was read; None where none was told.
     """
@@ -156,7 +156,7 @@ class Work(ABC):
         self.choices, self.batch, self.loss, self.rule = choices, batch, loss, choices.rule
         self.examples = examples
         self.state: State = state
-        self.moved, self.told, self.dampings = Move(), batch.numbers, dict[str, float]()
+        self.moved, self.report, self.dampings = Move(), batch.numbers, dict[str, float]()
 
     @abstractmethod
     def propose(self) -> Quadratic | None:
@@ -166,8 +166,10 @@ class Work(ABC):
         """The rule's step, unless the loss after it refuses it. False: a solution with more damping is tried."""
         judged = self.choices.is_judged(self.state)
         with self.open_losses(model, judged) as (seen, loss_at):
+            # 3 length: the rule's; Martens & Grosse 2015, section 6.4 go to the minimum of the quadratic model
             step, memory = self.rule.step(seen, loss_at, self.memory())
-            ratio, refused = self.judge(model, step, loss_at) if judged else (None, False)
+            # 4 damping: the true change over the promised one, by which `settle` adapts it (section 6.5)
+            ratio, refused = self.compare_losses(model, step, loss_at) if judged else (None, False)
         return self.settle(model, step, memory, ratio, refused)
 
     @abstractmethod
@@ -175,10 +177,10 @@ class Work(ABC):
         """The model as a rule sees it, and the loss at trial points; None where it is not to be had."""
 
     @abstractmethod
-    def judge(self, model: Quadratic, step: Step, loss_at: Objective | None) -> tuple[float, bool]:
+    def compare_losses(self, model: Quadratic, step: Step, loss_at: Objective | None) -> tuple[float, bool]:
         """The true change of the loss over the promised one, and whether the step is refused."""
 
-    def compare(self, model: Quadratic, step: Step, change: float) -> tuple[float, bool]:
+    def find_ratio(self, model: Quadratic, step: Step, change: float) -> tuple[float, bool]:
         """The ratio of a change of the loss to the promised one, NaN where none was; whether the step is refused."""
         promised = self.choices.damping.predict_change(float(model.change(step)), float(model.slope(step)))
         return (change / promised, math.isnan(change)) if promised < 0 else (math.nan, not change <= 0)
@@ -228,7 +230,7 @@ def natural_step(choices: Choices, state: State, evidence: Evidence) -> tuple[Mo
     if not work.is_sound():
         trouble = describe_trouble(batch.gradients, verdict.loss, wild=False)
         return leave_out(evidence.leave(choices, state), batch.numbers, trouble)
-    return work.moved, work.finish(), StepReport(work.told, dampings=work.dampings)
+    return work.moved, work.finish(), StepReport(work.report, dampings=work.dampings)
 
 
 def leave_out(state: State, numbers: Mapping[str, Any], trouble: str) -> tuple[Move, State, StepReport]:

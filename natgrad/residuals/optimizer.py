@@ -310,8 +310,8 @@ class ResidualSystem:
             bend = (2 / PROBE) * ((self.there.system.residuals(moved, now) - now.residuals) / PROBE - slope)
             if bool(torch.isfinite(bend).all()):
                 solution = self._damped.accelerate(solution, bend, BEND)
-        kept = {} if self.largest is None else {"units": self.largest}
-        return Solved(solution, level if self.units is None else level * self.units, kept=kept)
+        vectors = {} if self.largest is None else {"units": self.largest}
+        return Solved(solution, level if self.units is None else level * self.units, vectors=vectors)
 
 
 class ResidualObjective(Objective):

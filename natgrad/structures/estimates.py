@@ -94,7 +94,7 @@ class Sampled(Estimate):
     def cotangents(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Tensor]:
         weights = as_columns((outputs.weights / self.samples).sqrt())
         for _ in range(self.samples):
-            yield weights * drawn_score(outputs, generator)
+            yield weights * draw_score(outputs, generator)
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ NO_ROOT = (
 )
 
 
-def drawn_score(outputs: Outputs, generator: torch.Generator) -> Tensor:
+def draw_score(outputs: Outputs, generator: torch.Generator) -> Tensor:
     """One draw s (R, m) with E[s s^T] = M in every row."""
     form = outputs.form
     if isinstance(form, Likelihood):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.ground.constants import FALLS_TO, KL_SLACK
 from natgrad.layers.hearing import Heard
-from natgrad.optim.block_step import measure_ratio, pool_form, squares_and_sums, sum_rows
+from natgrad.optim.block_step import measure_excess, pool_form, squares_and_sums, sum_rows
 from natgrad.optim.processes import Processes
 from natgrad.optim.reading import Reading
 from natgrad.optim.state import Length
@@ -88,7 +88,7 @@ def test_blocks_that_promise_too_little_are_seen_through():
     opt = ng.kfac(model, nn.MSELoss(), estimate=EXACT, momentum=0.0, rule=ng.MeasuredLength(math.inf, math.inf))
     metric = ng.fisher(model, nn.MSELoss()).at(ng.trainable(model), x)
     step = move(opt, model, x, y)
-    assert opt._live.state.length.ratio > 2
+    assert opt._live.state.length.excess > 2
     assert_close(-step @ flat_gradient(model), step @ metric.mv(step), 1e-8)
 
 
@@ -104,7 +104,7 @@ def test_the_bound_on_the_kl_is_met(recipe: Callable[..., Any]):
         allowed *= 1 if "kl_share" in bound else 1 - KL_SLACK
         assert_close(torch.tensor(opt.state_report().kl), torch.tensor(allowed), 1e-4)
         assert 0.5 * step @ metric.mv(step) <= allowed * (1 + 1e-4)
-        if opt._live.state.length.ratio > 1:
+        if opt._live.state.length.excess > 1:
             assert_close(0.5 * step @ metric.mv(step), torch.tensor(allowed, dtype=F64), 1e-4)
 
 
@@ -135,7 +135,7 @@ def test_measuring_makes_no_pass_of_its_own():
     for _ in range(3):
         move(opt, model)
     assert len(calls) == 3
-    assert opt._live.state.length.ratio is not None
+    assert opt._live.state.length.excess is not None
 
 
 def test_outputs_may_be_rearranged_before_the_loss():
@@ -161,16 +161,16 @@ def learn_ratio(length: Length, form: float, promised: float = 1.0) -> Length:
     """What is known after a measurement, made up as one parameter's summed score."""
     step = {"w": torch.ones((), dtype=F64)}
     sample = Reading(Heard([]), 1, [], ({"w": torch.tensor(form, dtype=F64).sqrt()},))
-    return measure_ratio(length, sample, step, {"w": torch.tensor(promised, dtype=F64)}, step, Processes())
+    return measure_excess(length, sample, step, {"w": torch.tensor(promised, dtype=F64)}, step, Processes())
 
 
 def assert_ratio(length: Length, expected: float) -> None:
-    assert length.ratio is not None
-    assert float(length.ratio) == pytest.approx(expected)
+    assert length.excess is not None
+    assert float(length.excess) == pytest.approx(expected)
 
 
 def test_the_ratio_rises_at_once_and_falls_slowly():
-    assert Length().ratio is None
+    assert Length().excess is None
     length = learn_ratio(Length(), 8.0)
     assert_ratio(length, 8.0)
     length = learn_ratio(length, 20.0)

@@ -56,8 +56,8 @@ def test_the_ratio_is_the_true_change_over_the_promised_one(recipe: Callable[...
     assert report.ratio == pytest.approx((value(model) - loss) / promised, rel=1e-9)
     assert opt.param_groups[0]["damping"] == LM().update(0.05, report.ratio)
     exact = 0.5 * step @ metric.mv(step)
-    assert 0.5 * exact < report.kl < 2 * exact or opt._live.state.length.ratio <= 1
-    if rule is not None and opt._live.state.length.ratio > 1:
+    assert 0.5 * exact < report.kl < 2 * exact or opt._live.state.length.excess <= 1
+    if rule is not None and opt._live.state.length.excess > 1:
         assert_close(torch.tensor(report.kl, dtype=F64), exact, 1e-8)
 
 
@@ -68,7 +68,7 @@ def test_the_ratio_of_a_quadratic_loss_is_one(l2: float, reduction: str):
     free = {"kl_share": math.inf, "max_kl": math.inf}
     opt = ng.diagonal(model, criterion, damping=LM(0.01), estimate=EXACT, l2=l2, **free)
     iterate(judged_next(opt), model, X, targets)
-    assert opt._live.state.length.ratio > 1  # the measured form is the step's, not the blocks'
+    assert opt._live.state.length.excess > 1  # the measured form is the step's, not the blocks'
     # the model of the loss has the damping, the loss has not
     assert 1 < opt.state_report().ratio < 1.1
     assert opt.param_groups[0]["damping"] == pytest.approx(0.01 * 2 / 3)
