@@ -78,7 +78,7 @@ def hessian(model: Model, loss: Likelihood | nn.Module | Criterion | Loss, *, ou
         A metric; `.at(params, (inputs, targets))` gives the operator.
 
     Reference:
-        Pascanu & Bengio 2013, section 3 and Fig. 1; absolute values: Dauphin et al. 2014.
+        Pascanu & Bengio 2013, section 4.2 and Fig. 1; absolute values: Dauphin et al. 2014.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))

@@ -147,10 +147,10 @@ class NaturalGradient(ModelOptimizer):
         raise TypeError(f"{type(self.metric).__name__} has no criterion; compute your loss yourself")
 
     def observe(self, inputs: Any, targets: Any = None, *, floor: float = 0.0) -> None:
-        """Take the next step's metric on these inputs instead of the gradient's (unlabelled data, another batch).
+        """Take the next step's metric on these inputs instead of the gradient's: unlabelled data, another batch.
 
         On other data than the gradient's, part of the gradient lies outside the metric's range and the step grows like
-        1 / damping (Pascanu & Bengio, section 4); `state_report().outside` shows how large that part is.
+        1 / damping; `state_report().outside` shows how large that part is. Pascanu & Bengio 2013, section 5, compare.
 
         Args:
             inputs: As the model takes them; copied. For `metrics` a dict by their names.

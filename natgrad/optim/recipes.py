@@ -304,7 +304,7 @@ def kfac(
     no tuning. While the gradient is larger than mini-batch noise, steps are natural ones that change a layer by a share
     of its size at most. Afterwards all directions of a layer move alike, which is called a spectral step:
     `natgrad.rules.NoiseAware` explains both. With `ng.LogDensity()` steps are spectral from the first on, since the
-    empirical Fisher is too long along the gradient of a model far from its data. K-FAC as in the papers has
+    empirical Fisher is too large along the gradient of a model far from its data. K-FAC as in the papers has
     `rule=natgrad.rules.MeasuredLength()` and `damping=ng.Relative(0.03, per="block")`.
 
     Args:
@@ -553,7 +553,7 @@ def heed_noise(options: BlockOptions, usual: NoiseAware = NoiseAware()) -> Block
 def start_spectral(criterion: Criterion, options: BlockOptions) -> BlockOptions:
     """The options with spectral steps from the first on for log densities, where the user gave no rule and no bound.
 
-    E[s s^T] >= E[s] E[s]^T: while the mean gradient is large it is the empirical Fisher, and natural steps crawl. An
+    E[s s^T] >= E[s] E[s]^T: while the mean gradient is large, so is the empirical Fisher, and natural steps crawl. An
     autoregressive model of 64 bits stood at 43 nats after 300 natural steps and was at 20 after as many of these.
     """
     density = isinstance(replace_name("criterion", criterion), LogDensity)

@@ -32,7 +32,7 @@ class BernoulliSearch(BitSearch):
         popsize: Candidates per generation; default n / 4, at least 20.
         seed: Of the search's own generator; None for another one each time.
         update: `PBIL(rate)` or `CGA(population)`, which use ranks from the beginning; None for the regression.
-        margin: Probabilities stay within [margin, 1 - margin]; default 1 / n.
+        margin: Probabilities stay within [margin, 1 - margin]; default 1 / n, and 1/4 at most.
 
     Raises:
         ValueError: If n or popsize is too small, or the margin is not between 0 and 1/2.
