@@ -80,6 +80,10 @@ class NotFiniteError(ValueError):
     """A loss, a gradient or a metric that is not finite: what `on_trouble` decides about."""
 
 
+COUNTS = ("failures", "refused", "skipped", "late", "unmoved")
+"""What a guard counts of a run, all of which a checkpoint has: a run that goes on is warned when it would have been."""
+
+
 @dataclass(frozen=True)
 class Guard:
     """What is known of the batches so far, and how many of them came to nothing."""

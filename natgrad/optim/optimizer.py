@@ -34,7 +34,7 @@ from natgrad.optim.checks import (
     refuse_maximize,
 )
 from natgrad.optim.flat_step import LinearSystem, MetricSystem, SystemChoices, SystemEvidence, is_bounded
-from natgrad.optim.guard import Guard, check_trouble
+from natgrad.optim.guard import COUNTS, Guard, check_trouble
 from natgrad.optim.joined import (
     JoinedMetric,
     join_mean_loss,
@@ -244,8 +244,7 @@ class NaturalGradient(ModelOptimizer):
             "memory": state.system.structure or {},
             "preconditioner": state.system.preconditioner or {},
             "steps": state.step,
-            "failures": state.guard.failures,
-            "refused": state.guard.refused,
+            **{name: getattr(state.guard, name) for name in COUNTS},
             "judged": state.pace.judged,
             "seen": state.seen,
             "wild": state.guard.save()["wild"],
@@ -266,7 +265,7 @@ class NaturalGradient(ModelOptimizer):
             vectors={name: dict(saved.state[p]) for name, p in self._live.named.items() if p in saved.state},
             pace=Pace(judged=extra.get("judged", -1)),
             outside=Outside.load(extra.get("outside"), self._live.named, extra["steps"], False),
-            guard=Guard.load(extra.get("wild"), None, failures=extra["failures"], refused=extra["refused"]),
+            guard=Guard.load(extra.get("wild"), None, **{name: extra[name] for name in COUNTS if name in extra}),
         )
 
         def restore() -> None:

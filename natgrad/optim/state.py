@@ -22,7 +22,7 @@ from natgrad.ground.typed_torch import hook_gradient, list_numbers, measure_norm
 from natgrad.ground.whole_tensors import gather_whole, wait_for_all, zeros_whole
 from natgrad.layers import Layer, Tap, is_asking
 from natgrad.operators import Layout, Operator, pack_operator, unpack_operator
-from natgrad.optim.guard import Guard
+from natgrad.optim.guard import COUNTS, Guard
 from natgrad.optim.processes import Owners, Processes
 from natgrad.rules import ErrorScale
 
@@ -606,7 +606,7 @@ class State:
 
     def save(self) -> Numbers:
         """The rest: plain values and tensors."""
-        counts = {name: getattr(self.guard, name) for name in ("failures", "refused", "late", "skipped")}
+        counts = {name: getattr(self.guard, name) for name in COUNTS}
         clock = {"step": self.step, "seen": self.seen, **counts, **vars(self.pace), **vars(self.noise)}
         clock |= {name: value for name, value in vars(self.length).items() if name not in ("excess", "falls")}
         clock |= {"error": self.hearing.error, "sizes": [self.guard.square, self.guard.weight]}
@@ -641,7 +641,7 @@ class State:
         def part(kind: type, **known: Any) -> Any:
             return kind(**{entry.name: clock[entry.name] for entry in fields(kind) if entry.name in clock} | known)
 
-        counts = {name: clock[name] for name in ("failures", "refused", "late", "skipped") if name in clock}
+        counts = {name: clock[name] for name in COUNTS if name in clock}
         square, weight = clock.get("sizes", (0.0, 0.0))
         excess, (readings, unsure, updates, warned) = extra["ratio"], extra.get("heard", (0, False, 0, False))
         hearing = Hearing(

@@ -62,6 +62,25 @@ def test_save_load_in_a_new_process_and_continue_is_never_having_stopped(tmp_pat
         assert same(torch.load(tmp_path / f"{name}.resumed.pt", weights_only=True), expected), name
 
 
+@pytest.mark.parametrize("build", ["kfac", "hessian_free"])
+def test_steps_that_come_to_nothing_are_counted_on_after_a_checkpoint(build: str) -> None:
+    def skip_steps(model: nn.Module, opt: Any, count: int) -> None:
+        for _ in range(count):
+            opt.zero_grad()
+            opt.loss(model(torch.ones(4, 3, dtype=torch.float64)), torch.arange(4) % 3).backward()
+            next(model.parameters()).grad.fill_(math.nan)  # type: ignore[union-attr]
+            opt.step()
+
+    model, opt = run_build(build, 2)
+    skip_steps(model, opt, 3)
+    saved = save(model, opt)
+    model, opt = run_build(build, 1)
+    load(model, opt, saved)
+    with pytest.warns(UserWarning, match="the last 5 steps were skipped"):
+        skip_steps(model, opt, 2)
+    assert opt.state_report().failures == 5
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "SGD": (lambda: torch.optim.SGD(net().parameters(), lr=0.1), "was not saved by natgrad.NaturalGradient"),
     "Adam": (lambda: torch.optim.Adam(net().parameters()), "was not saved by natgrad.NaturalGradient"),
