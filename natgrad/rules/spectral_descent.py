@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.ground.constants import KEPT_DIRECTIONS, WIDEST
+from natgrad.ground.constants import ITERATIONS, KEPT_DIRECTIONS, WIDEST
 from natgrad.ground.linalg import BLOCK, gram, invert_factor_or_nan, invert_shifted
 from natgrad.ground.typed_torch import as_tensor_like, torch_linalg
 from natgrad.operators import Operator
@@ -28,8 +28,6 @@ POLISH = (
 )
 """a, b, c of X <- a X + (b X X^T + c (X X^T)^2) X, one after the other. Amsel et al. 2025 (Polar Express)."""
 
-FIVE = 5
-"""Iterations whose place is taken by an inverse on a CPU."""
 RESOLVENT = (1.10778854, 0.00322849, 0.13367532)
 """s, c and w of s + w / (k + c), nearest to k^(-1/2) for k in [.02^2, 1]: to .24 of it (Zolotarev)."""
 
@@ -300,7 +298,7 @@ def polar(matrix: Tensor, iterations: int = len(POLISH)) -> Tensor:
     x = x / size.clamp_(min=torch.finfo(x.dtype).tiny)
     if x.shape[-2] == 1:
         pass
-    elif x.is_cpu and iterations == FIVE:
+    elif x.is_cpu and iterations == ITERATIONS:
         x = polish_by_resolvent(x)
     else:
         x = polish(x / 1.01, iterations)
