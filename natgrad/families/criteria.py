@@ -67,7 +67,9 @@ class MeanNLL:
         """The loss, a scalar tensor."""
         targets = self.weigh(outputs, targets)
         if isinstance(targets, Weighed):
-            return self.family.weighted_nll(outputs, targets.targets, targets.weights).mean()
+            weights = targets.weights
+            known = weights.masked_fill(weights.isnan(), 0)  # none counts: the loss is NaN, and its gradient zero
+            return self.family.weighted_nll(outputs, targets.targets, known).mean() + (0 * weights).sum()
         return self.family.nll(outputs, targets).mean()
 
     def weigh(
@@ -355,6 +357,10 @@ class Criterion:
             outputs: What the model returns.
             targets: As the loss takes them, or None.
         """
+        if targets is not None:
+            targets = self.weigh_targets(outputs, targets)
+        if isinstance(targets, Weighed) and bool(targets.weights.isnan().any()):
+            return 0.0
         return float(self._weigh_rows(outputs, targets)[1])
 
     def nats(self, outputs: Any) -> float:
@@ -472,8 +478,16 @@ def read_classes(criterion: nn.CrossEntropyLoss | nn.NLLLoss) -> Criterion:
         chosen = weight[flat.masked_fill(~valid, 0)] * valid
         return valid * ((1 - smoothing) * chosen + smoothing / classes * weight.sum()), chosen.sum()
 
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        if criterion.weight is None or smoothing or targets.dtype not in (torch.int64, torch.uint8):
+            return criterion(outputs, targets)
+        # where all targets have weight zero, torch's gradient is 0 / 0, and zero where all are ignored
+        labels = targets.long()
+        weightless = criterion.weight[labels.masked_fill(labels == criterion.ignore_index, 0)] == 0
+        return criterion(outputs, labels.masked_fill(weightless, criterion.ignore_index))
+
     family = (LogProbabilities if plain else IgnoringCategorical)(dim=1, ignore_index=criterion.ignore_index)
-    return Criterion(family, criterion, weigh, criterion.reduction == "sum")
+    return Criterion(family, loss, weigh, criterion.reduction == "sum")
 
 
 @dataclass(frozen=True)

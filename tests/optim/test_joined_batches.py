@@ -28,6 +28,8 @@ WEIGHTS = torch.tensor([1.0, 3.0, 0.5, 2.0], dtype=torch.float64)
 SUMMED, MEAN = nn.CrossEntropyLoss(reduction="sum"), nn.CrossEntropyLoss()
 WEIGHTED = nn.CrossEntropyLoss(weight=WEIGHTS, reduction="sum")
 IGNORING = nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=2)
+WEIGHTLESS = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 0.0, 0.5, 2.0], dtype=torch.float64))
+ONE_CLASS = torch.where(torch.arange(160) < 120, Y, 1)  # on the last of four equal parts
 
 
 def build_net() -> nn.Module:
@@ -92,12 +94,12 @@ def train_tied(recipe: Callable[..., Any], **options: Any) -> dict[str, Any]:
 
 
 def train_in_micro_batches(
-    recipe: Callable[..., Any], targets: Sequence[Tensor] = (Y, Y), **options: Any
+    recipe: Callable[..., Any], targets: Sequence[Tensor] = (Y, Y), criterion: nn.Module = MEAN, **options: Any
 ) -> dict[str, Any]:
     """Two means a step, over parts that are unequal in another way each; the first is not averaged by itself."""
     model = build_seeded(build_net)
     outer = wrap_model(model)
-    opt = recipe(outer, MEAN, **options)
+    opt = recipe(outer, criterion, **options)
     for step in range(4):
         opt.zero_grad()
         for i, split in enumerate((UNEVEN, EMPTY if step % 2 else EVEN)):
@@ -135,6 +137,10 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "means over classes": partial(train, ng.ekfac, [UNEVEN, EMPTY], criterion=IGNORING),
     "means of squares": partial(train, ng.unitwise, [UNEVEN, EMPTY], criterion=nn.MSELoss()),
     "no target counts": partial(train, ng.kfac, [EVEN, UNEVEN], criterion=MEAN, targets=MASKED),
+    "a class that does not count": partial(train, ng.kfac, [EVEN], criterion=WEIGHTLESS, targets=ONE_CLASS),
+    "a class that does not count, by products": partial(
+        train_in_micro_batches, ng.hessian_free, (Y, ONE_CLASS), criterion=WEIGHTLESS, solver=TIGHT
+    ),
     "no target counts, judged": partial(train, ng.ekfac, [EVEN], criterion=MEAN, targets=MASKED, **JUDGED),
     "no target counts in a sum": partial(train, ng.unitwise, [EVEN, UNEVEN], targets=MASKED),
     "means, judged": partial(train, ng.kfac, [UNEVEN, EMPTY], criterion=IGNORING, **JUDGED),

@@ -21,9 +21,9 @@ OTHER, LABELS = draw(24, 3, seed=5), torch.arange(24) % 3
 class Loop:
     """An optimizer in a loop, and its loss in units of the mean or of the sum."""
 
-    def __init__(self, recipe: Any, reduction: str) -> None:
+    def __init__(self, recipe: Any, reduction: str = "mean", criterion: Any = None) -> None:
         self.model, self.mean = net(), reduction == "mean"
-        self.opt = recipe(self.model, nn.CrossEntropyLoss(reduction=reduction))
+        self.opt = recipe(self.model, criterion or nn.CrossEntropyLoss(reduction=reduction))
 
     def loss(self, x: Tensor = X, y: Tensor = Y) -> Tensor:
         return self.opt.loss(self.model(x), y)
@@ -147,14 +147,29 @@ def test_a_sum_takes_the_steps_of_a_mean(recipe: Any, name: str):
     assert also_told.failures == told.failures == 0
 
 
-@pytest.mark.parametrize("silent", ["ignored", "empty"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+IGNORED, LAST, WEIGHTS = torch.full_like(LABELS, -100), torch.full_like(LABELS, 2), torch.tensor([1.0, 3.0, 0.0])
+SILENT: dict[str, tuple[Any, Tensor]] = {
+    "ignored": (nn.CrossEntropyLoss(), IGNORED),
+    "ignored in a sum": (nn.CrossEntropyLoss(reduction="sum"), IGNORED),
+    "empty": (nn.CrossEntropyLoss(), IGNORED[:0]),
+    "empty, of a sum": (nn.CrossEntropyLoss(reduction="sum"), IGNORED[:0]),
+    "a class that does not count": (nn.CrossEntropyLoss(weight=WEIGHTS.double()), LAST),
+    "classes that do not count, some ignored": (
+        nn.CrossEntropyLoss(weight=WEIGHTS.double(), ignore_index=0),
+        torch.tensor([0, 2] * 12),
+    ),
+    "eight bits": (nn.CrossEntropyLoss(weight=WEIGHTS.double(), ignore_index=255), LAST.byte()),
+    "missing": (ng.Masked(ng.Categorical()), IGNORED),
+}
+
+
+@pytest.mark.parametrize("silent", SILENT)
 @pytest.mark.parametrize("recipe", [*BLOCK_RECIPES, *MATRIX_FREE])
-def test_a_micro_batch_without_targets_adds_nothing(recipe: Any, reduction: str, silent: str):
-    nothing = (OTHER, torch.full_like(LABELS, -100)) if silent == "ignored" else (OTHER[:0], LABELS[:0])
-    ends = []
+def test_a_micro_batch_without_targets_adds_nothing(recipe: Any, silent: str):
+    criterion, targets = SILENT[silent]
+    nothing, ends = (OTHER[: len(targets)], targets), []
     for parts in ([(X, Y)], [nothing, (X, Y)], [(X, Y), nothing]):
-        loop = Loop(recipe, reduction)
+        loop = Loop(recipe, criterion=criterion)
         for _ in range(3):
             loop.opt.zero_grad()
             for x, y in parts:
