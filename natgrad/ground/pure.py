@@ -504,7 +504,30 @@ def pure_model(model: Model, inputs: Any, random: RandomState | None = None) -> 
 def call_with(module: nn.Module, state: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
     """module(*args, **kwargs) with these tensors in the place of its parameters and buffers."""
     with run_alone():
-        return torch.func.functional_call(module, dict(state), args, kwargs)
+        return torch.func.functional_call(module, place_tensors(module, state), args, kwargs, tie_weights=False)
+
+
+def place_tensors(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors under a name for each place that they have in the module, once each.
+
+    torch's own search for tied weights writes twice into a module that has two names, and then puts the wrong tensor
+    back: the module would keep the state as its own. ValueError for two values of one parameter.
+    """
+    both = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    values, placed = dict[int, Tensor](), dict[str, Tensor]()
+    for name, value in state.items():
+        if name not in both:
+            placed[name] = value
+        elif values.setdefault(id(both[name]), value) is not value:
+            others = [other for other in state if both.get(other) is both[name] and other != name]
+            raise ValueError(
+                f"params has {name!r} and {others[0]!r} for one tensor of the model: leave one of them out"
+            )
+    for prefix, part in module.named_modules():  # each once
+        own = [*part.named_parameters(recurse=False, remove_duplicate=False)]
+        own += [*part.named_buffers(recurse=False, remove_duplicate=False)]
+        placed |= {f"{prefix}.{name}".lstrip("."): values[id(t)] for name, t in own if id(t) in values}
+    return placed
 
 
 def run_detached(call: Callable[[], Any]) -> Any:

@@ -31,6 +31,27 @@ def test_a_tied_parameter_moves_everywhere():
     assert_close(found, model(X3).detach())
 
 
+def test_a_block_at_two_places_moves_at_both_and_stays_the_models_own():
+    block = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model = build_seeded(lambda: nn.Sequential(block, nn.Tanh(), nn.Sequential(block), block[0]))
+    own = [*model.parameters(), *model.buffers()]
+    kept = [t.detach().clone() for t in own]
+    found = pure(model)({name: 2 * p.detach() for name, p in trainable(model).items()})
+    assert all(a is b for a, b in zip([*model.parameters(), *model.buffers()], own, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(own, kept, strict=True))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+    assert_close(found, model(X3).detach())
+
+
+def test_two_values_of_one_parameter_are_refused():
+    model, p = build_seeded(Tied), torch.ones(3, 3, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"'decode.weight' and 'encode.weight' for one tensor of the model"):
+        pure(model)({"encode.weight": p, "decode.weight": 2 * p})
+    assert_close(pure(model)({"encode.weight": p, "decode.weight": p}), pure(model)({"decode.weight": p}))
+
+
 def test_buffers_are_read_and_never_written():
     model = build_seeded(lambda: batch_norm(True))
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}

@@ -14,6 +14,7 @@ from models import (
     Tied,
     affine,
     assert_close,
+    build_named_twice,
     build_seeded,
     build_twice,
     build_unreached,
@@ -169,9 +170,13 @@ def test_a_function_of_a_dict_of_tensors_is_a_model() -> None:
 # every trainable parameter is trained, and no other
 
 
-@pytest.mark.parametrize("make", [in_place, Tied, build_twice], ids=["in-place rectifier", "tied", "twice used"])
-def test_awkward_models_take_the_dense_step(make: Any) -> None:
-    model = build_seeded(make)
+AWKWARD = {"in-place rectifier": in_place, "tied": Tied, "twice used": build_twice, "named twice": build_named_twice}
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_awkward_models_take_the_dense_step(name: str) -> None:
+    model = build_seeded(AWKWARD[name])
+    own = list(model.parameters())
     labels = Y % 2
     g, before = mean_gradient(model, X, labels), flat(model)
     expected = fisher_step(model, X, ng.Categorical(), g, 0.1)
@@ -180,6 +185,7 @@ def test_awkward_models_take_the_dense_step(make: Any) -> None:
     assert_step(model, before, -expected, 1e-9)
     names = [name for name, _ in model.named_parameters()]  # a tied one is one, and is counted once
     assert [row.parameter for row in opt.report()] == names
+    assert all(a is b for a, b in zip(model.parameters(), own, strict=True))
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

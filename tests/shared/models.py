@@ -104,6 +104,12 @@ def build_twice() -> nn.Module:
     return Assembled(lambda m, x: m.out(m.inner(torch.tanh(m.inner(x)))), inner=nn.Linear(3, 3), out=nn.Linear(3, 2))
 
 
+def build_named_twice() -> nn.Module:
+    """The same block at two places of the model, so that all its parameters have two names."""
+    block = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    return nn.Sequential(block, block, nn.Linear(3, 2))
+
+
 class Tied(nn.Module):
     """Encoder and decoder with one weight, (b, 3) -> (b, 3)."""
 
