@@ -210,14 +210,18 @@ def combine_estimates(parts: Sequence[EnergyEstimate]) -> EnergyEstimate:
     shares = [part.samples / samples for part in parts]
     pairs = list(zip(shares, parts, strict=True))
     mean = sum(share * part.mean for share, part in pairs)
+    imaginary = sum(share * part.imaginary for share, part in pairs)
     error = math.sqrt(sum((share * part.error) ** 2 for share, part in pairs))
     return EnergyEstimate(
         mean=mean,
         error=error,
-        variance=sum(share * (part.variance + (part.mean - mean) ** 2) for share, part in pairs),
+        variance=sum(
+            share * (part.variance + (part.mean - mean) ** 2 + (part.imaginary - imaginary) ** 2)
+            for share, part in pairs
+        ),
         correlation=max(part.correlation for part in parts),
         samples=samples,
         settled=all(part.settled for part in parts),
-        imaginary=sum(share * part.imaginary for share, part in pairs),
+        imaginary=imaginary,
         r_hat=max((part.r_hat for part in parts if part.r_hat is not None), default=None),
     )

@@ -189,7 +189,7 @@ class StochasticReconfiguration:
         weights = None if weights is None else read_numbers(self.psi, weights, "weights")
         with processes.failing_together(self.psi.device):
             check_examples_apart("psi.net", self.psi.net)
-            states, flat = check_samples(states, local_energies)
+            states, flat = check_samples(states, local_energies, weights)
             check_integers(self.psi, states)
             if weights is not None and processes.size > 1 and not self.metric.centred:
                 raise ValueError("weights is given, and a structure by layers on several processes takes equal ones")
@@ -238,7 +238,7 @@ class StochasticReconfiguration:
         processes, params, opt = self.processes, trainable(self.psi), self.optimizer
         share = float(len(states)) if weights is None or processes.size == 1 else float(weights.sum())
         with processes.failing_together(self.psi.device):
-            own = weights if weights is None or processes.size == 1 else weights / share
+            own = weights if processes.size == 1 else (weights / share if share and weights is not None else None)
             operator = replace(self.metric, centred=True).at(params, (states, own))
             assert isinstance(operator, Centred)
             moment = operator.moment
@@ -291,7 +291,7 @@ def fit_columns(gaps: Tensor, rows: Tensor) -> Tensor:
     return gaps[:, : rows.shape[1]]
 
 
-def check_samples(states: Tensor, local_energies: Tensor) -> tuple[Tensor, Tensor]:
+def check_samples(states: Tensor, local_energies: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
     """States (b, ...) and local energies (b,), chains one after the other. ValueError where they do not fit."""
     shape = local_energies.shape
     if local_energies.dim() not in (1, 2) or states.shape[: len(shape)] != shape or not shape.numel():
@@ -301,6 +301,10 @@ def check_samples(states: Tensor, local_energies: Tensor) -> tuple[Tensor, Tenso
         )
     if states.dim() == len(shape):
         raise ValueError(f"states has shape {tuple(states.shape)}, expected an axis for the variables of a state too")
+    if weights is not None and weights.shape != shape:
+        raise ValueError(f"weights has shape {tuple(weights.shape)}, expected {tuple(shape)}, that of local_energies")
+    if weights is not None and not bool((weights >= 0).all()):
+        raise ValueError(f"weights has entries down to {float(weights.min()):.4g}, expected numbers >= 0 with sum one")
     flat, states = local_energies.detach().reshape(-1), states.detach().flatten(0, len(shape) - 1)
     if not all_finite(flat):
         worst = int((~flat.isfinite()).nonzero()[0])

@@ -108,6 +108,7 @@ def one_bad_point() -> list[str]:
 CHAIN = ng.vmc.TransverseIsing(5)
 STATES = CHAIN.space.all_states(torch.float64, torch.device("cpu"))[torch.arange(24) * 7 % 32]
 WEIGHTS = draw(24, 1).square().reshape(-1)
+ON_ONE = WEIGHTS * (torch.arange(24) < 7)  # the others' walkers have no probability
 
 
 def amplitude(complex_valued: bool = False) -> ng.LogAmplitude:
@@ -117,14 +118,16 @@ def amplitude(complex_valued: bool = False) -> ng.LogAmplitude:
     return ng.LogAmplitude(net, head=ng.vmc.read_phase)
 
 
-def reconfigure(complex_valued: bool = False, weighted: bool = False, **options: Any) -> dict[str, Any]:
+def reconfigure(complex_valued: bool = False, weights: Tensor | None = None, **options: Any) -> dict[str, Any]:
     psi = amplitude(complex_valued)
     sr = ng.stochastic_reconfiguration(psi, lr=0.2, damping=1e-2, group=everyone(), **options)
     states = walkers(STATES)
     for _ in range(4):
-        shares = walkers(WEIGHTS) / (1.0 if distributed.is_initialized() else WEIGHTS.sum()) if weighted else None
+        total = 1.0 if weights is None or distributed.is_initialized() else weights.sum()
+        shares = None if weights is None else walkers(weights) / total
         sr.step(states, ng.vmc.local_energies(psi, CHAIN, states), shares)
-    return {"flat": flat(psi), "energies": [e.mean for e in sr.energies], "kl": sr.state_report().kl}
+    energies = [(e.mean, e.imaginary, e.variance) for e in sr.energies]
+    return {"flat": flat(psi), "energies": sum(energies, ()), "kl": sr.state_report().kl}
 
 
 def walkers(rows: Tensor) -> Tensor:
@@ -136,7 +139,9 @@ def walkers(rows: Tensor) -> Tensor:
 WAVES: dict[str, Callable[[], dict[str, Any]]] = {
     "walkers": reconfigure,
     "walkers in their own space": lambda: reconfigure(solver=ng.SampleSpace(), momentum=0.8, clip=1.0),
-    "walkers of a complex psi with weights": lambda: reconfigure(True, weighted=True),
+    "walkers of a complex psi": lambda: reconfigure(True),
+    "walkers of a complex psi with weights": lambda: reconfigure(True, WEIGHTS),
+    "walkers with weights on one process": lambda: reconfigure(weights=ON_ONE),
     "walkers and layers": lambda: reconfigure(structure=ng.Kronecker(estimate=ng.ExactLabels())),
 }
 
@@ -267,7 +272,7 @@ def test_walkers_on_processes_step_as_all_walkers(ranks: list[dict[str, Any]], n
         assert torch.equal(rank[name]["flat"], ranks[0][name]["flat"])
     found = ranks[0][name]
     assert_close(found["flat"], alone["flat"], 1e-9)
-    assert found["energies"] == pytest.approx(alone["energies"], rel=1e-9)
+    assert found["energies"] == pytest.approx(alone["energies"], rel=1e-9, abs=1e-12)
     assert found["kl"] == pytest.approx(alone["kl"], rel=1e-7)
 
 

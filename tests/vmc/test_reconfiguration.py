@@ -211,6 +211,10 @@ def test_bad_input_is_named_at_the_door():
         sr.step(states, local.index_fill(0, torch.tensor([2]), torch.nan))
     with pytest.raises(ValueError, match=r"weights add up to 16.0"):
         sr.step(states, local, local)
+    with pytest.raises(ValueError, match=r"weights has shape \(15,\), expected \(16,\)"):
+        sr.step(states, local, local[1:] / 15)
+    with pytest.raises(ValueError, match=r"weights has entries down to -0\.5"):
+        sr.step(states, local, torch.cat([-local[:1] / 2, local[1:] / 10]))
     with pytest.raises(TypeError, match=r"psi is Sequential, expected ng.LogAmplitude"):
         ng.stochastic_reconfiguration(tanh_net())
     with pytest.raises(ValueError, match=r"momentum is 1.0"):
