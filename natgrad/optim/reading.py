@@ -152,6 +152,12 @@ def match_parts(seen: Seen, count: int, cotangents: int, like: Tensor) -> Seen:
 
 # Statistics from the user's own pass: taps in the forward, and a backward pass of sampled labels before the user's
 
+RUNS_ONCE = (
+    "the compiled model lets one backward pass through, and statistics need another: torch makes such code where "
+    "shapes are dynamic, which it takes them to be from the second batch size on, and where another loss went backward "
+    "first. Give the optimizer the compiled model, ng.kfac(torch.compile(model), criterion), which reads one more pass "
+    "then; or keep shapes static, by torch.compile(model, dynamic=False) or DataLoader(..., drop_last=True)"
+)
 REENTRANT = (
     "the model checkpoints activations with use_reentrant=True, and the backward pass of the statistics, which leaves "
     ".grad alone, cannot go through that: call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
@@ -283,6 +289,9 @@ class Reader:
         self.processes.looking = True  # the others do not go backward now
         try:
             self._go_backward(value)
+        except RuntimeError as error:
+            if not runs_once(error):
+                raise
         finally:
             self.processes.looking = False
         if self.processes.size > 1:
@@ -328,9 +337,10 @@ class Reader:
         except RuntimeError as error:
             if "use_reentrant" in str(error):
                 raise ValueError(REENTRANT) from error
-            if "donated" not in str(error) or not self.layers.known:
+            if not runs_once(error) or not self.layers.known:
                 raise
-            # a compiled backward that ran for the user first does not run twice
+            if recall.find_pass() is None:
+                raise ValueError(RUNS_ONCE) from error
             return self._replay_pass(criterion, outputs, recall, len(rows))
         if self.layers.known and not taken and all(isinstance(call, MatrixProduct) for call in passed.taps):
             return self._replay_pass(criterion, outputs, recall, len(rows))
@@ -588,6 +598,14 @@ class Reader:
             )
         measured = [part for seen in statistics.layers for part in seen.split_parts()]
         return Reading(statistics.heard, rows, measured), {seen.key: True for seen in statistics.layers}
+
+
+def runs_once(error: RuntimeError) -> bool:
+    """True where a compiled backward pass refuses to leave its graph for another.
+
+    Torch decides so when it makes the code: where shapes are dynamic, ahead of any backward pass; else at the first.
+    """
+    return "donated" in str(error)
 
 
 def find_used(roots: Iterable[Node | None], asked: Mapping[str, Tensor]) -> set[str]:

@@ -31,9 +31,9 @@ def fresh() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def compile_quickly(model: nn.Module, backend: Any = "aot_eager") -> Any:
+def compile_quickly(model: nn.Module, backend: Any = "aot_eager", dynamic: bool | None = None) -> Any:
     """Traced and differentiated ahead of time, without the slow last part of the compiler."""
-    return torch.compile(model, backend=backend, fullgraph=True)
+    return torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -126,6 +126,29 @@ def test_a_graph_that_went_backward_for_another_loss_first_is_replayed():
     iterate(opt, called)
     iterate(ng.kfac(plain, CE, estimate=EXACT), plain)
     assert_close(flat(model), flat(plain), 1e-12)
+
+
+def test_code_for_many_sizes_trains_as_the_plain_model_and_leaves_out_a_bad_batch():
+    """Its backward is made before it is known that two will run, which torch refuses."""
+    plain, model = net(), net()
+    called = compile_quickly(model, dynamic=True)
+    runs = [(ng.kfac(called, CE, estimate=EXACT), called), (ng.kfac(plain, CE, estimate=EXACT), plain)]
+    for rows in (len(X), len(X) - 1, len(X), len(X) - 2):
+        for opt, network in runs:
+            iterate(opt, network, X[:rows], Y[:rows])
+            iterate(opt, network, X * torch.nan, Y)
+    assert_close(flat(model), flat(plain), 1e-12)
+    assert [opt.state_report().failures for opt, _ in runs] == [4, 4]
+
+
+def test_code_for_many_sizes_that_the_optimizer_does_not_know_is_told():
+    model = net()
+    opt, called = ng.kfac(model, CE), compile_quickly(model)
+    iterate(opt, called)
+    before = flat(model)
+    with pytest.raises(ValueError, match="Give the optimizer the compiled model"):
+        iterate(opt, called, X[:-1], Y[:-1])  # the compiler takes the second size for one of many
+    assert torch.equal(flat(model), before)
 
 
 @pytest.mark.parametrize("recipe", [ng.kfac, ng.hessian_free])
