@@ -45,9 +45,10 @@ class SpectralProgress(Rule):
     step d' and the mean n' that it was made of is 1 where the slope along d' is still what it was, and below 0 where
     the step went past the lowest point. The logarithm of the layer's length grows by progress * clip(r / rms r, -1, 1)
     / (1 + (k / fades)^2) at step k; to at most sqrt(examples / few), since noise falls by that. (2) The loss: together
-    the steps promise no more than `kl_share` of a loss that is at least 0, as Polyak's step does. (3) Rows: inputs of
-    little variance are scaled up only as far as the T rows of a step tell them from noise: inputs / T takes the place
-    of the damping where that is more, and R is longer then, so that inputs of mean size move as before.
+    the steps change a loss that is at least 0 by no more than `kl_share` of it to first order, up or down, as Polyak's
+    step lets it fall. (3) Rows: inputs of little variance are scaled up only as far as the T rows of a step tell them
+    from noise: inputs / T takes the place of the damping where that is more, and R is longer then, so that inputs of
+    mean size move as before.
 
     An embedding moves along R n, by `share` / 3 of a unit in the root mean square of its outputs. A table that no layer
     reads (positions or queries that are parameters of the model) moves along polar(n). Other parameters without a
@@ -62,7 +63,7 @@ class SpectralProgress(Rule):
         progress: Largest change of the logarithm of a length in one step; 0 for fixed lengths.
         fades: Steps after which progress counts half.
         few: Examples of a step up to which lengths do not grow.
-        kl_share: Most decrease that a step promises, as a share of a loss that is at least 0; math.inf for no bound.
+        kl_share: Most change that a step promises, as a share of a loss that is at least 0; math.inf for no bound.
         warm: Steps over which lengths grow to their whole size.
         falls_after: Steps from which on the learning rate falls by itself; math.inf for never.
 
@@ -226,8 +227,9 @@ class SpectralProgress(Rule):
         proposal = model.proposal
         if not model.run.bounded or math.isinf(self.kl_share):
             return proposal, memory
-        promise, most = -model.slope(proposal), self.kl_share * max(float(model.loss), 0.0)
-        rate = torch.where(promise > (math.inf if math.isnan(most) else most), most / promise, 1.0)
+        # the mean of other batches may lead uphill on today's, where a loss near 0 would set no length
+        change, most = model.slope(proposal).abs(), self.kl_share * max(float(model.loss), 0.0)
+        rate = torch.where(change > (math.inf if math.isnan(most) else most), most / change, 1.0)
         model.cuts["kl_share"] = partial(torch.reciprocal, rate)
         return proposal.scale_by(rate), memory
 

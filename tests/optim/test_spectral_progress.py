@@ -210,6 +210,17 @@ def test_a_step_promises_no_more_than_a_share_of_the_loss(lr: float) -> None:
     assert "kl_share (now 0.01) bounds" in opt.explain()
 
 
+def test_a_step_that_other_batches_lead_uphill_is_bounded_by_the_loss_of_its_own() -> None:
+    """g . d = kl_share * loss, where the running mean points the other way and the loss is near 0."""
+    model, x = draw_layers(6, 20, 3), draw(40, 6)
+    opt = ng.kfac(model, nn.MSELoss(), rule=SpectralProgress())
+    for _ in range(10):
+        train_batches(opt, model, [(x, model(x).detach() + 1)])
+    before = flat(model)
+    (loss,) = train_batches(opt, model, [(x, model(x).detach() - 1e-3)])
+    assert float((flat(model) - before) @ flat_gradient(model)) == pytest.approx(0.3 * loss, rel=1e-9)
+
+
 @pytest.mark.parametrize("scale", [0.1, 100.0])
 def test_a_bound_that_is_set_while_inputs_alone_are_read_holds(scale: float) -> None:
     model = draw_layers(6, 16, 3)
