@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.backend_bases import FigureCanvasBase
 from torch import Tensor
 
 import natgrad as ng
@@ -32,6 +33,7 @@ def draw_descent(
     """The function that was drawn and the file that holds the picture. LabError for what cannot be drawn."""
     if family not in FAMILIES:
         raise LabError(f"--family is {family!r}, expected {' or '.join(FAMILIES)}")
+    check_place(out)
     names, usual = FAMILIES[family]
     text = usual if text is None else text
     f = read_function(text, names)
@@ -43,12 +45,13 @@ def draw_descent(
     if bool((f(points) == f(points[:1])).all()):
         raise LabError(f"{text} is the same everywhere: nothing falls; write a formula such as '{usual}'")
     point, across, up = read_pair("start", start), read_pair("x", x), read_pair("y", y)
+    out.parent.mkdir(parents=True, exist_ok=True)  # an error here comes before what takes seconds
     try:
         figure = ng.show_descent(f, distributions, point, x=across, y=up)
     except ValueError as error:
         raise LabError(f"E[{text}] cannot be drawn there ({error}): give another --start, --x or --y") from error
     figure.suptitle(f"E[{text}]")
-    save(figure, out)
+    figure.savefig(out, dpi=150)
     return text, out
 
 
@@ -97,12 +100,9 @@ def read_pair(name: str, given: str | None) -> tuple[float, float] | None:
     return first, second
 
 
-def save(figure: Any, out: Path) -> None:
-    """Write the picture, by the ending of the file's name. LabError for an unknown one."""
-    kinds = figure.canvas.get_supported_filetypes()
-    if out.suffix[1:] not in kinds:
+def check_place(out: Path) -> None:
+    """LabError unless the file's name has the ending of a kind of picture, before anything is computed."""
+    if out.suffix[1:] not in FigureCanvasBase.get_supported_filetypes():
         raise LabError(f"--out {out} ends in {out.suffix or 'nothing'}, expected .png, .svg or .pdf")
     if out.is_dir():
         raise LabError(f"--out {out} is a folder, expected a file")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=150)

@@ -96,7 +96,12 @@ def choose_chart(family: ExponentialFamily) -> FlowCoordinates:
         mean, variance = point[..., 0], (2 * point[..., 1]).exp()
         return torch.stack([mean / variance, -0.5 / variance], dim=-1)
 
-    return FlowCoordinates("mean and log deviation", theta, None, lambda point: torch.isfinite(point).all(-1))
+    def jacobian(point: Tensor) -> Tensor:
+        mean, precision = point[..., 0], (-2 * point[..., 1]).exp()
+        rows = precision, -2 * mean * precision, torch.zeros_like(precision), precision
+        return torch.stack(rows, dim=-1).view(*point.shape, 2)
+
+    return FlowCoordinates("mean and log deviation", theta, jacobian, lambda point: torch.isfinite(point).all(-1))
 
 
 def draw_levels(axes: Any, function: Function, x: tuple[float, float], y: tuple[float, float], **style: Any) -> None:

@@ -23,6 +23,7 @@ from natgrad.flows import (
     lattice,
     probability_coordinates,
 )
+from natgrad.flows.pictures import choose_chart
 
 pytest.importorskip("scipy")
 
@@ -207,3 +208,9 @@ def test_a_plane_has_two_parameters():
 def test_what_is_no_descent_is_told(call, words):
     with pytest.raises((ValueError, TypeError), match=words):
         call()
+
+
+def test_the_slope_of_mean_and_log_deviation_is_the_derivative():
+    chart = choose_chart(MultivariateNormal(1))
+    points = torch.stack([point(0.3, -0.7), point(-2.0, 0.4)])
+    assert_close(chart.slope(points), torch.func.vmap(torch.func.jacrev(chart.theta))(points))
