@@ -319,7 +319,7 @@ def polish(x: Tensor, iterations: int) -> Tensor:
     """The polar factor of X (..., p, q), all singular values at most 1.
 
     Products of X X^T alone would be fewer where q is far more than p, but rounding in them makes eigenvalues negative,
-    which the polynomials blow up: to singular values of 13 in TF32, the usual precision of products on a GPU.
+    which the polynomials blow up: with factors rounded to TF32 to singular values of 25 in place of 1.12.
     """
     for a, b, c in POLISH[:iterations]:
         square = self_product(x)
