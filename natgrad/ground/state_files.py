@@ -17,7 +17,7 @@ try:
 except ImportError:  # Windows, where no file can be removed that is open somewhere
     fcntl = None
 
-FORMAT = 2
+FORMAT = 3
 """Of all that natgrad saves. It grows when older versions could no longer read what newer ones write."""
 
 

@@ -393,7 +393,9 @@ class ModelOptimizer(Optimizer):
             ExchangeError: If some process does not call it then within five minutes.
         """
         self._follow_names()
-        extra = {"structure": type(self.structure).__name__, **self._write_extra()}
+        labels = self._labels()
+        extra = {"kind": self.FORMAT.kind, "structure": type(self.structure).__name__, **self._live.state.save()}
+        extra |= {"generator": None if labels is None else labels.get_state()}
         named, plain, memory = name_positions(self), super().state_dict(), self._by_parameter()
         plain["state"] = {i: memory.get(name, {}) for i, (name, _) in enumerate(named)}
         return write_checkpoint(plain, named, extra)
@@ -569,10 +571,6 @@ class ModelOptimizer(Optimizer):
     @abstractmethod
     def _describer(self) -> Callable[[str, Tensor], tuple[str, int, int]]:
         """Of a parameter: the structure that it gets, its entries, and the numbers remembered for it."""
-
-    @abstractmethod
-    def _write_extra(self) -> dict[str, Any]:
-        """What the next step depends on that is not kept by parameter: plain values and tensors."""
 
     @abstractmethod
     def _by_parameter(self) -> dict[str, dict[str, Any]]:

@@ -230,6 +230,7 @@ Named = Sequence[tuple[str, Tensor]]
 class Format:
     """What a kind of optimizer saves."""
 
+    kind: str  # of its state: of a metric in blocks, or of one that is a linear system
     savers: str  # who writes it, for the error message
     needed: frozenset[str]  # entries without which the rest is no state
     # what is kept for every entry of a parameter; None: all that is kept by parameter
@@ -286,7 +287,7 @@ def read_checkpoint(
     """What `write_checkpoint` wrote, after any way of saving and loading; nothing of the optimizer is touched."""
     bundle = find_whole(state_dict)
     extra: Any = state_dict.get(EXTRA, bundle.get("extra", {})) if is_mapping(state_dict) else {}
-    if not is_mapping(extra) or form.needed.isdisjoint(extra):
+    if not is_mapping(extra) or find_kind(extra) != form.kind:
         raise ValueError(f"state_dict has no {EXTRA!r} entry of its kind: it was not saved by {form.savers}")
     check_format(extra)
     remembered = {name for name, p in named if p.requires_grad}
@@ -314,6 +315,12 @@ def read_checkpoint(
     labels, dtypes = check_generator(extra["generator"], generator, form.older), extra.get("dtypes", {})
     moved = [name for name, p in named if dtypes.get(name, str(p.dtype)) != str(p.dtype)]
     return Checkpoint(groups, memory, dict(extra), labels, moved)
+
+
+def find_kind(extra: Mapping[str, Any]) -> str | None:
+    """The kind of state that this is a part of: up to format 2 by the entries that it has."""
+    known = "blocks" if "clock" in extra else "system" if "steps" in extra else None
+    return extra.get("kind", known)
 
 
 def name_numbers(
@@ -371,7 +378,8 @@ def came_empty(state: Any, saved: Any) -> bool:
     """Whether a mapping that was not empty is so now, or all in it."""
     if not is_mapping(state) or not is_mapping(saved):
         return False
-    return all(value == {} for value in state.values()) and any(value != {} for value in saved.values())
+    whole = not state or state.keys() == saved.keys()  # else a part was lost
+    return whole and all(value == {} for value in state.values()) and any(value != {} for value in saved.values())
 
 
 def require(where: str, state: Any, template: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from natgrad.ground.typed_torch import list_numbers, measure_norm
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
 from natgrad.optim.base import Called, Live, ModelOptimizer, count_rows
-from natgrad.optim.checkpoint import Checkpoint, Format, own_copy
+from natgrad.optim.checkpoint import Checkpoint, Format
 from natgrad.optim.checks import (
     check_batches,
     check_choices,
@@ -34,7 +34,7 @@ from natgrad.optim.checks import (
     refuse_maximize,
 )
 from natgrad.optim.flat_step import LinearSystem, MetricSystem, SystemChoices, SystemEvidence, is_bounded
-from natgrad.optim.guard import COUNTS, Guard, check_trouble
+from natgrad.optim.guard import check_trouble
 from natgrad.optim.joined import (
     JoinedMetric,
     join_mean_loss,
@@ -58,13 +58,11 @@ from natgrad.optim.objective import (
 from natgrad.optim.options import FlatOptions, FlatSettings, read_settings, with_options
 from natgrad.optim.passes import Data, Recall, listen, overhear
 from natgrad.optim.processes import Processes, meet, refuse_nested, weigh_loss
-from natgrad.optim.state import Outside, OwnGradients, Pace, State, SystemMemory
+from natgrad.optim.state import Outside, OwnGradients, State, SystemMemory
 from natgrad.optim.step import Choices, StepReport
 from natgrad.rules import SafeRate, as_damping
 from natgrad.solvers import Auto
 from natgrad.structures import Exact, as_preconditioner
-
-SAVED = frozenset({"damping", "memory", "steps", "failures", "refused", "generator"})
 
 
 class NaturalGradient(ModelOptimizer):
@@ -96,7 +94,7 @@ class NaturalGradient(ModelOptimizer):
         >>> opt.step()
     """
 
-    FORMAT = Format("natgrad.NaturalGradient", SAVED)
+    FORMAT = Format("system", "natgrad.NaturalGradient", frozenset({"damping", "memory", "generator"}))
     LIMITS = dict.fromkeys(("lr", "weight_decay"), math.inf)
 
     @with_options(FlatOptions, FlatSettings)
@@ -237,36 +235,12 @@ class NaturalGradient(ModelOptimizer):
 
     # checkpoints
 
-    def _write_extra(self) -> dict[str, Any]:
-        generator, state = self._labels(), self._live.state
-        return {
-            "damping": state.system.level,
-            "memory": state.system.structure or {},
-            "preconditioner": state.system.preconditioner or {},
-            "steps": state.step,
-            **{name: getattr(state.guard, name) for name in COUNTS},
-            "judged": state.pace.judged,
-            "seen": state.seen,
-            "wild": state.guard.save()["wild"],
-            "outside": state.outside.save(),
-            "generator": None if generator is None else generator.get_state(),
-        }
-
     def _by_parameter(self) -> dict[str, dict[str, Any]]:
         return {name: dict(vectors) for name, vectors in self._live.state.vectors.items()}
 
     def _fit(self, saved: Checkpoint) -> Callable[[], None]:
-        extra, first = saved.extra, next(iter(self._live.named.values()))
-        memory, prepared = (own_copy(extra.get(key) or {}, first) or None for key in ("memory", "preconditioner"))
-        state = State(
-            step=extra["steps"],
-            seen=extra.get("seen", 0),
-            system=SystemMemory(extra["damping"], memory, prepared),
-            vectors={name: dict(saved.state[p]) for name, p in self._live.named.items() if p in saved.state},
-            pace=Pace(judged=extra.get("judged", -1)),
-            outside=Outside.load(extra.get("outside"), self._live.named, extra["steps"], False),
-            guard=Guard.load(extra.get("wild"), None, **{name: extra[name] for name in COUNTS if name in extra}),
-        )
+        vectors = {name: dict(saved.state[p]) for name, p in self._live.named.items() if p in saved.state}
+        state = replace(State.load(saved.extra, None, None, self._live.named), vectors=vectors)
 
         def restore() -> None:
             self._live.state, self._live.told = state, StepReport()

@@ -22,6 +22,7 @@ from natgrad.ground.typed_torch import hook_gradient, list_numbers, measure_norm
 from natgrad.ground.whole_tensors import gather_whole, wait_for_all, zeros_whole
 from natgrad.layers import Layer, Tap, is_asking
 from natgrad.operators import Layout, Operator, pack_operator, unpack_operator
+from natgrad.optim.checkpoint import own_copy
 from natgrad.optim.guard import COUNTS, Guard
 from natgrad.optim.processes import Owners, Processes
 from natgrad.rules import ErrorScale
@@ -623,6 +624,9 @@ class State:
             "ratio": torch.zeros(()) if excess is None else excess,
             "errors": None if hearing.errors is None else hearing.errors.save(),
             "outside": self.outside.save(),
+            "damping": self.system.level,
+            "memory": self.system.structure or {},
+            "preconditioner": self.system.preconditioner or {},
             **self.guard.save(),
         }
 
@@ -636,17 +640,20 @@ class State:
             labels: The state of the generator that draws labels.
             named: The parameters.
         """
-        clock: Mapping[str, Any] = extra["clock"]
+        # up to format 2 a linear system had no clock of its own
+        clock: Mapping[str, Any] = extra["clock"] if "clock" in extra else {"step": extra["steps"], **extra}
+        step, first = clock["step"], next(iter(named.values()))
+        memory, prepared = (own_copy(extra.get(key) or {}, first) or None for key in ("memory", "preconditioner"))
 
         def part(kind: type, **known: Any) -> Any:
             return kind(**{entry.name: clock[entry.name] for entry in fields(kind) if entry.name in clock} | known)
 
         counts = {name: clock[name] for name in COUNTS if name in clock}
         square, weight = clock.get("sizes", (0.0, 0.0))
-        excess, (readings, unsure, updates, warned) = extra["ratio"], extra.get("heard", (0, False, 0, False))
+        excess, (readings, unsure, updates, warned) = extra.get("ratio"), extra.get("heard", (0, False, step, False))
         hearing = Hearing(
-            frozenset(extra["trusted"]),
-            frozenset(extra["refused"]),
+            frozenset(extra.get("trusted", ())),
+            frozenset(extra["refused"]) if "clock" in extra else frozenset(),
             frozenset(extra.get("tried", ())),
             readings,
             unsure,
@@ -656,8 +663,9 @@ class State:
             {key: found for key, *found in extra.get("places", ())},
         )
         return State(
-            clock["step"],
+            step,
             clock.get("seen", 0),
+            system=SystemMemory(extra.get("damping", 0.0), memory, prepared),
             pace=part(Pace),
             length=part(Length, excess=excess if excess is not None and bool(excess > 0) else None),
             noise=part(Noise, signal=tuple(clock.get("signal", (0.0, 0.0, 0.0)))),

@@ -55,8 +55,6 @@ from natgrad.optim.step import Choices, StepReport, bounded_below
 from natgrad.rules import Momentum
 from natgrad.structures import ExactLabels, Layerwise, Sampled
 
-SAVED = frozenset({"clock", "blocks", "trusted", "refused", "generator", "ratio"})
-
 
 @dataclass
 class Pending:
@@ -122,7 +120,13 @@ class StructuredNaturalGradient(ModelOptimizer):
         >>> opt.step()
     """
 
-    FORMAT = Format("ng.kfac or its like", SAVED, frozenset({"mean"}), older=True)
+    FORMAT = Format(
+        "blocks",
+        "ng.kfac or its like",
+        frozenset({"clock", "blocks", "trusted", "refused", "generator", "ratio"}),
+        frozenset({"mean"}),
+        older=True,
+    )
 
     _flow: BlockFlow
 
@@ -269,9 +273,6 @@ class StructuredNaturalGradient(ModelOptimizer):
             self._arm()
 
     # checkpoints
-
-    def _write_extra(self) -> dict[str, Any]:
-        return {**self._live.state.save(), "generator": self._labels().get_state()}
 
     def _by_parameter(self) -> dict[str, dict[str, Any]]:
         memory = self._live.state.by_parameter()

@@ -71,6 +71,11 @@ def older(opt: Optimizer) -> dict[str, Any]:
     """The state as it was saved before it survived `get_state_dict`."""
     state = copy.deepcopy(opt.state_dict())
     extra = {key: value for key, value in state["natgrad"].items() if key not in ("shapes", "structure", "format")}
+    if extra.pop("kind") == "system":  # up to format 2 with entries of its own
+        clock = extra.pop("clock")
+        counts = {key: clock[key] for key in ("failures", "refused", "skipped", "late", "unmoved", "judged", "seen")}
+        extra = {key: extra[key] for key in ("damping", "memory", "preconditioner", "wild", "outside", "generator")}
+        extra |= {"steps": clock["step"], **counts}
     groups = [{key: value for key, value in group.items() if key != "natgrad"} for group in state["param_groups"]]
     plain = copy.deepcopy(opt._by_parameter())
     kept = {i: plain[name] for i, (name, _) in enumerate(name_positions(opt)) if plain.get(name)}
@@ -81,7 +86,8 @@ def first_format(opt: Optimizer) -> dict[str, Any]:
     """The state as format 1 had it: numbers and words by parameter, and one mapping in a tuple."""
     state = older(opt)
     names = [name for name, _ in name_positions(opt)]
-    state["natgrad"] = copy.deepcopy(opt.state_dict()["natgrad"]) | {"format": 1}
+    named, kind = copy.deepcopy(opt.state_dict()["natgrad"]), type(opt.structure).__name__
+    state["natgrad"] |= {"format": 1, "structure": kind, "shapes": named["shapes"], "dtypes": named["dtypes"]}
     whole = {"extra": state["natgrad"], "state": {names[i]: numbers for i, numbers in state["state"].items()}}
     state["param_groups"][0]["natgrad"] = (copy.deepcopy(whole),)
     return state
