@@ -37,7 +37,6 @@ SOLVED_ROWS, SOLVED_RATIO = 512, 4  # of a factor that is kept as its Cholesky r
 
 # how far the quadratic model is trusted (`natgrad.optim.block_step`)
 BEFORE = 2  # a measurement waits for as many steps as a run has had, over this
-SELDOM = 4  # times more seldom a length is measured once steps are spectral
 FEWEST_EXAMPLES, EXAMPLES_PART = 64, 4  # of a measurement, if the pass has as many; of a larger one, one in so many
 FALLS_TO = 0.5  # that the ratio falls to, per measurement: a few examples carry the metric of a net that is right
 LARGEST_RATIO = 1e8  # that a measurement gives

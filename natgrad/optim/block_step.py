@@ -28,7 +28,6 @@ from natgrad.ground.constants import (
     MARGIN,
     MARGIN_KEEPS,
     RAMP,
-    SELDOM,
     TURNED,
     UNKNOWN,
     YOUNG,
@@ -629,14 +628,9 @@ def start_afresh(pace: Pace) -> Pace:
 # lengths
 
 
-def is_due_to_measure(pace: Pace, step: int, turned: bool, every: int) -> bool:
-    """Whether a step's length is to be measured: at the first steps, then ever more seldom, at most `every` apart.
-
-    After a turn to directions whose length does not follow the gradient's, this only sharpens what is compared with a
-    bound: at the turn, and then four times more seldom.
-    """
-    rare = SELDOM if turned and pace.measured >= 0 else 1
-    return step - pace.measured >= rare * min(every, max(1, step // BEFORE))
+def is_due_to_measure(pace: Pace, step: int, every: int) -> bool:
+    """Whether a step's length is to be measured: at the first steps, then ever more seldom, at most `every` apart."""
+    return step - pace.measured >= min(every, max(1, step // BEFORE))
 
 
 def follow_fall(length: Length, measured: float, averaged: float) -> Length:

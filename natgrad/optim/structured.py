@@ -364,7 +364,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         # labels that a metric was estimated from measure it too short along the direction that it gives
         measuring = self.measure and (self.rule.measures(state.is_turned) or self.damping.needs_ratio)
         every = max(LONGEST, self.update_every)
-        measuring = measuring and is_due_to_measure(state.pace, state.step, state.is_turned, every)
+        measuring = measuring and is_due_to_measure(state.pace, state.step, every)
         measurement = None if not measuring or isinstance(self.structure.estimate, ExactLabels) else Sampled()
         sources = self.criterion, outputs, targets, self._live.recall
         reading, hearing = flow.reader.read(update.hearing, *sources, measurement, known)

@@ -164,19 +164,13 @@ def test_layers_of_a_step_are_scaled_without_a_product() -> None:
 
 
 def test_lengths_are_measured_ever_more_seldom() -> None:
-    def list_measured(steps: range, spectral: bool) -> list[int]:
-        pace, found = Pace(), list[int]()
-        for step in steps:
-            if is_due_to_measure(pace, step, spectral, 20):
-                pace = Pace(measured=step)
-                found.append(step)
-        return found
-
-    measured = list_measured(range(100), False)
+    pace, measured = Pace(), list[int]()
+    for step in range(100):
+        if is_due_to_measure(pace, step, 20):
+            pace = Pace(measured=step)
+            measured.append(step)
     assert measured[:5] == [0, 1, 2, 3, 5]
     assert max(gaps(measured)) == 20
-    # of spectral steps, at the turn and then four times more seldom
-    assert list_measured(range(40, 260), True) == [40, 120, 200]
 
 
 @pytest.mark.parametrize(("estimate", "some"), [(ng.Sampled(), True), (ng.ExactLabels(), False)])
