@@ -305,6 +305,8 @@ WORKLOADS: dict[str, StepWorkload] = {
     "digits-autoencoder": StepWorkload(partial(DEEP, data="digits"), 256, (200,), (), rates=SUMMED),
     "plain-fashion": plain("plain-fashion", fashion_mnist, (784, 256, 256, 10), 32, 300, 5000),
     "plain-mnist": plain("plain-mnist", mnist, (784, 512, 512, 10), 64, 300, 5000),
+    "mnist-1": plain("mnist-1", mnist, (784, 128, 128, 10), 1, 600, 4000),
+    "mnist-4": plain("mnist-4", mnist, (784, 128, 128, 10), 4, 600, 4000),
     "mnist-16": plain("mnist-16", mnist, (784, 128, 128, 10), 16, 150, 4000),
     "mnist-2000": plain("mnist-2000", mnist, (784, 128, 128, 10), 2000, 25, 4000),
     "vae": StepWorkload(partial(task_of, vae_mnist.RACE), 128, (300,), (20.0,), rates=SUMMED),

@@ -44,11 +44,11 @@ class SpectralProgress(Rule):
     sqrt(outputs)) in Frobenius norm. Three things change that length. (1) Progress: r = <g, d'> / <n', d'> of the last
     step d' and the mean n' that it was made of is 1 where the slope along d' is still what it was, and below 0 where
     the step went past the lowest point. The logarithm of the layer's length grows by progress * clip(r / rms r, -1, 1)
-    / (1 + (k / fades)^2) at step k; to at most sqrt(examples / few), since noise falls by that. (2) The loss: together
-    the steps change a loss that is at least 0 by no more than `kl_share` of it to first order, up or down, as Polyak's
-    step lets it fall. (3) Rows: inputs of little variance are scaled up only as far as the T rows of a step tell them
-    from noise: inputs / T takes the place of the damping where that is more, and R is longer then, so that inputs of
-    mean size move as before.
+    / (1 + (k / fades)^2) at step k, and it is at most sqrt(examples / few) of its usual one, since noise falls by that.
+    (2) The loss: together the steps change a loss that is at least 0 by no more than `kl_share` of it to first order,
+    up or down, as Polyak's step lets it fall. (3) Rows: inputs of little variance are scaled up only as far as the T
+    rows of a step tell them from noise: inputs / T takes the place of the damping where that is more, and R is longer
+    then, so that inputs of mean size move as before.
 
     An embedding moves along R n, by `share` / 3 of a unit in the root mean square of its outputs. A table that no layer
     reads (positions or queries that are parameters of the model) moves along polar(n). Other parameters without a
@@ -62,7 +62,7 @@ class SpectralProgress(Rule):
         vectors: Root mean square of the move of entries without a Kronecker product.
         progress: Largest change of the logarithm of a length in one step; 0 for fixed lengths.
         fades: Steps after which progress counts half.
-        few: Examples of a step up to which lengths do not grow.
+        few: Examples of a step with which a length is at most its usual one.
         kl_share: Most change that a step promises, as a share of a loss that is at least 0; math.inf for no bound.
         warm: Steps over which lengths grow to their whole size.
         falls_after: Steps from which on the learning rate falls by itself; math.inf for never.
@@ -82,7 +82,7 @@ class SpectralProgress(Rule):
     vectors: float = 0.003
     progress: float = 0.2
     fades: float = 20.0
-    few: float = 64.0
+    few: float = 32.0
     kl_share: float = 0.3
     warm: int = 5
     falls_after: float = math.inf
@@ -126,21 +126,21 @@ class SpectralProgress(Rule):
         ahead = [stack.mean.lerp(stack.gradient, self.ahead) for stack in stacks]
         directions = [self._direct(stack, n) for stack, n in zip(stacks, ahead, strict=True)]
         warm, moves = min(1.0, (stacks[0].steps + 1) / self.warm), list[tuple[Tensor, Mapping[str, Tensor]]]()
-        nothing: Sequence[Tensor] = ()
-        scales, squares = self._follow(stacks, ahead[0]) if self.progress else (nothing, nothing)
+        scales = self._follow(stacks, ahead[0]) if self.progress else ()
         for i, (stack, n, d) in enumerate(zip(stacks, ahead, directions, strict=True)):
             factor, sizes = self._measure_lengths(stack, d)
             length, memory = warm * factor, dict[str, Tensor]()
             if sizes is not None:
                 length, memory = length * sizes, {"size": sizes}
-            if self.progress:
-                memory |= {"direction": d, "slope": inner_products(n, d), "square": squares[i], "scale": scales[i]}
-                length = length * scales[i].to(d).view(-1, 1, 1, 1)
+            if scales:
+                now, scale, square = (parts[i] for parts in scales)
+                memory |= {"direction": d, "slope": inner_products(n, d), "square": square, "scale": scale}
+                length = length * now.to(d).view(-1, 1, 1, 1)
             moves.append((length * d, memory))
         return moves
 
-    def _follow(self, stacks: Sequence[BlockStack], home: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """The scales of the blocks by their progress, and its running mean squares: (k,) of each stack."""
+    def _follow(self, stacks: Sequence[BlockStack], home: Tensor) -> tuple[Sequence[Tensor], ...]:
+        """Today's scales of the blocks, those that are kept, and running mean squares of progress: (k,) by stack."""
 
         def gather(name: str, start: float) -> Tensor:
             parts = [
@@ -161,11 +161,13 @@ class SpectralProgress(Rule):
         square = ratio.square()
         square = torch.where(past > 0, past.lerp(square, PROGRESS_FORGETS), square)
         sure = (ratio / square.sqrt().clamp(min=TINY)).clamp(-1, 1)
-        most = max(1.0, (stacks[0].examples / self.few) ** 0.5)
+        most = ((stacks[0].examples or self.few) / self.few) ** 0.5
         growth = self.progress / (1 + ((stacks[0].steps + 1) / self.fades) ** 2)
-        scale = (gather("scale", 1.0) * torch.exp(growth * sure)).clamp(max=most)
+        before = gather("scale", min(1.0, most))
+        # one batch of a few examples, as at the end of an epoch, makes its own step shorter and no other
+        scale = torch.minimum(before * torch.exp(growth * sure), before.clamp(min=most))
         counts = [len(stack.mean) for stack in stacks]
-        return split_tensor(scale, counts), split_tensor(square, counts)
+        return tuple(split_tensor(part, counts) for part in (scale.clamp(max=most), scale, square))
 
     def _direct(self, stack: BlockStack, n: Tensor) -> Tensor:
         """The directions of blocks that are alike, (k, groups, p, q)."""

@@ -134,13 +134,25 @@ def test_lengths_grow_while_the_slope_stays_and_shrink_where_it_turned() -> None
     assert follow(0.0) == 1
 
 
-def test_lengths_grow_to_the_root_of_the_examples_over_few_and_no_further() -> None:
+def test_lengths_go_to_the_root_of_the_examples_over_few_and_no_further() -> None:
     rule, gradient = SpectralProgress(fades=1e6), draw(1, 4, 6)
-    for examples, most in ((16.0, 1.0), (256.0, 2.0)):
+    for examples, most in ((2.0, 0.25), (32.0, 1.0), (128.0, 2.0), (0.0, 1.0)):  # 0 where nobody counts them
         memory = dict[str, Tensor]()
         for step in range(30):
             _, memory = rule.shape(make_point(gradient, memory, steps=step, examples=examples))
         assert float(memory["scale"]) == pytest.approx(most)
+
+
+def test_a_batch_of_a_few_examples_makes_its_own_step_shorter_and_no_other() -> None:
+    rule, gradient, memory = SpectralProgress(), draw(1, 4, 6), dict[str, Tensor]()
+    norms, scales = list[float](), list[float]()
+    for step, examples in enumerate((64.0,) * 30 + (2.0,) + (64.0,) * 2):
+        direction, memory = rule.shape(make_point(gradient, memory, steps=step, examples=examples))
+        norms.append(float(direction.norm()))
+        scales.append(float(memory["scale"]))
+    assert norms[30] == pytest.approx(norms[29] / 32**0.5)
+    assert norms[31] == norms[29]
+    assert scales[29] == scales[30] == scales[32] == pytest.approx(2**0.5)
 
 
 def test_a_layer_without_a_gradient_stays_and_has_its_length_later() -> None:
