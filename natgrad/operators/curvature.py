@@ -10,7 +10,7 @@ from torch import Tensor
 from natgrad.ground.derivatives import exact_derivatives
 from natgrad.ground.pure import check_followed, run_alone
 from natgrad.ground.spaces import Params, Space
-from natgrad.operators.base import Facts, Operator
+from natgrad.operators.base import Facts, Operator, apply_linear
 
 
 class Curvature(Operator):
@@ -58,6 +58,9 @@ class Curvature(Operator):
 
     def mv(self, vector: Tensor) -> Tensor:
         self.space.check(vector)
+        return apply_linear(self._push, self._push, vector)
+
+    def _push(self, vector: Tensor) -> Tensor:
         tangents = self.space.unflatten(vector)
         if not self.curved:
             return torch.zeros_like(vector)

@@ -18,6 +18,7 @@ from natgrad.ground.messages import write_choices
 from natgrad.ground.pure import INSTEAD, Ancestors, PureModel, check_followed, map_tensors
 from natgrad.ground.spaces import Params, Space
 from natgrad.layers import Recording, record_pass
+from natgrad.operators.base import apply_linear
 
 UNREACHED = (
     "the model's outputs do not depend on params: a metric needs outputs that move with them; look for a detach(), or "
@@ -139,6 +140,9 @@ class Linearization:
         Raises:
             ValueError: If the outputs do not depend on the parameters.
         """
+        return apply_linear(self._pull, self._push, cotangent)
+
+    def _pull(self, cotangent: Tensor) -> Tensor:
         gradients = torch.autograd.grad(
             self.graph, list(self.leaves.values()), cotangent.to(self.graph.dtype), retain_graph=True, allow_unused=True
         )
@@ -181,6 +185,9 @@ class Linearization:
             RuntimeError: If the model supports neither double backward nor forward-mode derivatives.
         """
         self.space.check(vector)
+        return apply_linear(self._push, self._pull, vector)
+
+    def _push(self, vector: Tensor) -> Tensor:
         self.products += 1
         if self._forward is not None:
             return self._forward(vector)

@@ -14,6 +14,7 @@ from natgrad.operators import (
     Arranged,
     BlockOperator,
     Chunked,
+    Curvature,
     DenseOperator,
     DiagonalOperator,
     KroneckerOperator,
@@ -162,6 +163,26 @@ def test_every_operator_is_sound(name):
     check_operator(ALL[name]())
 
 
+@pytest.mark.parametrize("name", [*ALL, "curvature"])
+def test_products_are_differentiable_in_the_vector(name):
+    """v^T G v has the gradient 2 G v, also where a product is a backward pass, whose graph ends at v."""
+    operator = ALL[name]() if name in ALL else Curvature(lambda p: p["w"].square().sum().square(), {"w": draw(3)})
+    matrix, point = operator.dense(), draw(operator.size).to(operator.dtype)
+    tolerance = 1e-12 if operator.dtype == F64 else 1e-5
+
+    def measure(vector: torch.Tensor) -> torch.Tensor:
+        return vector @ (operator @ vector)
+
+    v = point.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(measure(v), v, create_graph=True)
+    assert_close(gradient.detach(), 2 * matrix @ point, tolerance)
+    (second,) = torch.autograd.grad(gradient.square().sum() / 2, v)
+    assert_close(second, 4 * matrix @ matrix @ point, tolerance)
+    if name != "chunked":  # whose graphs are built anew at each product
+        assert_close(torch.func.grad(measure)(point), 2 * matrix @ point, tolerance)
+        assert_close(torch.func.hessian(measure)(point), 2 * matrix, tolerance)
+
+
 DENSE = {
     "sum": (
         lambda: DenseOperator(spd(3)) + DiagonalOperator(torch.ones(3, dtype=F64)),
@@ -227,6 +248,10 @@ BAD = {
     "a vector too long": (
         lambda: DenseOperator(spd(2)) @ draw(3),
         "the right-hand side of @ has shape (3,), expected (2,)",
+    ),
+    "a complex vector": (
+        lambda: pullback() @ draw(pullback().size).to(torch.complex128),
+        "complex128, expected real numbers",
     ),
     "three dimensions": (lambda: DenseOperator(spd(2)) @ draw(2, 2, 2), "has shape (2, 2, 2)"),
     "no term": (lambda: Sum(()), "terms"),
