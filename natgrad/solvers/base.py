@@ -7,7 +7,8 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -87,7 +88,7 @@ class Solution:
     """What a solver found. `value` is its best vector, whatever the status.
 
     Args:
-        value: x, shape (n,).
+        value: x, shape (n,), differentiable in b where that requires a gradient; what follows is not.
         residual: |b - (G + damping I) x|, a scalar tensor.
         steps: Number of products with G.
         status: Why the solver stopped.
@@ -142,13 +143,36 @@ class UnitSolver(Solver):
 
     def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
         check_system(operator, rhs, damping, guess)
-        scale = find_power_of_two(rhs)
-        start = None if guess is None else guess / scale
-        return restore_units(self._solve(operator, rhs / scale, damping, start, scale), scale, operator, rhs, damping)
+        scale, b = find_power_of_two(rhs), rhs.detach()
+        start = None if guess is None else guess.detach() / scale
+        with torch.autocast(rhs.device.type, enabled=False):  # products of two operands would be rounded
+            solution = self._solve(operator, b / scale, damping, start, scale)
+            solution = restore_units(solution, scale, operator, b, damping)
+        if not (rhs.requires_grad and torch.is_grad_enabled()):
+            return solution
+        solve = partial(self.solve, operator, damping=damping)
+        value = cast(Tensor, InverseMap.apply(rhs, solution.value, solve))  # type: ignore[reportUnknownMemberType]
+        return replace(solution, value=value)
 
     @abstractmethod
     def _solve(self, operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None, scale: float) -> Solution:
         """The solution for b / scale, from x_0 / scale."""
+
+
+class InverseMap(torch.autograd.Function):
+    """x with the derivative (G + damping I)^-1 in b: symmetric, so that a backward pass is another solve."""
+
+    @staticmethod
+    def forward(rhs: Tensor, value: Tensor, solve: Callable[[Tensor], Solution]) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Callable[[Tensor], Solution]], output: Tensor) -> None:
+        ctx.solve = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        return ctx.solve(gradients[0]).value, gradients[0], None
 
 
 def check_system(operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None = None) -> None:

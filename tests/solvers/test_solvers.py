@@ -89,6 +89,36 @@ def test_every_solver_keeps_its_promises(name):
     check_solver(solver, rtol=rtol, minimum_norm=minimum_norm)
 
 
+EVERY = SOLVERS | {name: solver for name, (solver, _, _) in SOUND.items()}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_solution_is_differentiable_in_the_right_hand_side(name):
+    """x = A^-1 b, so that |x|^2 / 2 has the gradient A^-1 x, whatever route the solver took to x."""
+    operator, point = LowRankOperator(draw(5, 5)), draw(5, seed=4)
+    inverse = torch.linalg.inv(operator.dense() + 0.3 * torch.eye(5, dtype=F64))
+
+    def halve_square(rhs: Tensor) -> Tensor:
+        return EVERY[name].solve(operator, rhs, damping=0.3).value.square().sum() / 2
+
+    rhs = point.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(halve_square(rhs), rhs, create_graph=True)
+    assert_close(gradient.detach(), inverse @ inverse @ point, 1e-6)
+    (second,) = torch.autograd.grad(gradient.square().sum() / 2, rhs)
+    assert_close(second, inverse @ inverse @ inverse @ inverse @ point, 1e-6)
+    assert_close(torch.func.grad(halve_square)(point), inverse @ inverse @ point, 1e-6)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_solve_under_autocast_is_that_without(name):
+    operator, rhs = LowRankOperator(draw(5, 5).float()), draw(5, seed=4).float()
+    expected = EVERY[name].solve(operator, rhs, damping=0.3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        solution = EVERY[name].solve(operator, rhs, damping=0.3)
+    assert torch.equal(solution.value, expected.value)
+    assert solution.status is expected.status
+
+
 OPERATORS = {
     "dense, zero": lambda: DenseOperator(torch.zeros(3, 3, dtype=F64)),
     "diagonal with zeros": lambda: DiagonalOperator(torch.tensor([1.0, 0.0, 2.0], dtype=F64)),
