@@ -15,7 +15,7 @@ from torch import Tensor
 from natgrad.ground.checks import check_integer, check_number, check_range
 from natgrad.ground.linalg import eigh, gram, take_absolute
 from natgrad.ground.messages import explain_calls, write_table
-from natgrad.ground.pure import Call, keep_gradient_mode
+from natgrad.ground.pure import Call, copy_tensors, keep_gradient_mode
 from natgrad.ground.spaces import Params, Space, name_parameters
 from natgrad.metrics import (
     Information,
@@ -121,8 +121,9 @@ def maximize_likelihood(
     while status is None and ascent.steps < max_steps:
         status = ascent.step(bound)
     status = ascent.judge(status or "max_steps")
+    kept = copy_tensors(data)  # standard errors are those of these rows, whatever is written over them later
     result = MaximumLikelihood(
-        ascent.estimate, status, ascent.steps, ascent.distance, ascent.value * ascent.count, chosen, data
+        ascent.estimate, status, ascent.steps, ascent.distance, ascent.value * ascent.count, chosen, kept
     )
     if status in ADVICE:
         warnings.warn(f"{result}: {ADVICE[status]}", stacklevel=3)

@@ -74,6 +74,13 @@ def test_standard_errors_of_a_regression_are_those_of_its_weighted_gram_matrix()
     assert math.isclose(fit.log_likelihood, float(log_p), rel_tol=1e-12)
 
 
+def test_standard_errors_are_those_of_the_rows_of_the_fit() -> None:
+    x, bits = X.clone(), BITS.clone()
+    fit = ng.maximize_likelihood(logistic, START, (x, bits))
+    x.zero_()
+    assert_close(fit.standard_errors().covariance, torch.linalg.inv(weighted_gram(fit.params["slopes"])))
+
+
 def test_the_robust_covariance_is_the_sandwich_and_knows_a_wrong_model() -> None:
     y = 2 * X[:, 1] + (1 + 3 * X[:, 2].abs()) * draw(200, seed=3)  # the noise grows, which the model does not know
 
