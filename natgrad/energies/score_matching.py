@@ -27,7 +27,7 @@ from natgrad.ground.messages import explain_calls
 from natgrad.ground.pure import announce
 from natgrad.ground.spaces import Params
 
-Term = Callable[[Params, list[int]], Tensor]
+Term = Callable[[Params, Tensor, list[int]], Tensor]  # of params, X and variables
 
 
 @explain_calls
@@ -48,10 +48,10 @@ def score_matching_loss(
         log_p: A function log_p(params, x) of one example x (N,), up to a constant; or a module of energies E(X)
             (b,), with log p = -E.
         params: A dict of tensors, such as `ng.trainable(module)`.
-        X: Continuous examples, shape (b, N).
+        X: Continuous examples, shape (b, N). The loss is differentiable in them too, as an encoder before log_p needs.
         mask: The variables i that the sum runs over, shape (N,) or (b, N): the conditional density of these given the
             others is matched.
-        chunk_size: Variables at a time, to bound memory; the value then has gradients in params, but no second ones.
+        chunk_size: Variables at a time, to bound memory; the value then has gradients, but no second ones.
 
     Raises:
         ValueError: If the data are zeros and ones or NaN, X or the mask has the wrong shape, or the second derivatives
@@ -69,8 +69,8 @@ def score_matching_loss(
     """
     density, inputs, weights = read_continuous(log_p, params, X, mask)
 
-    def term(point: Params, dims: list[int]) -> Tensor:
-        scores, curvatures = density.scores_and_curvatures(point, inputs, dims)
+    def term(point: Params, examples: Tensor, dims: list[int]) -> Tensor:
+        scores, curvatures = density.scores_and_curvatures(point, examples, dims)
         check_smooth(scores, curvatures)
         entries = 0.5 * scores[:, dims].square() + curvatures
         return (entries if weights is None else entries * weights[:, dims]).sum(1).mean()
@@ -158,7 +158,7 @@ def denoising_score_matching_loss(
         Vincent 2011.
     """
     density = as_density(log_p)
-    inputs = check_density(density, params, X).detach()
+    inputs = check_density(density, params, X)
     if not inputs.is_floating_point():
         raise ValueError(f"X is {inputs.dtype}, expected floating point")
     weights = check_mask(mask, inputs)
@@ -194,7 +194,7 @@ def ratio_matching_loss(
         mask: The variables that the sum runs over, shape (N,) or (b, N).
         weights: How often each example came, or its probability, shape (b,): the mean is then weighted, and X may be a
             table of distinct states.
-        chunk_size: Variables at a time, to bound memory; the value then has gradients in params, but no second ones.
+        chunk_size: Variables at a time, to bound memory; the value then has gradients, but no second ones.
 
     Raises:
         ValueError: If the data are not binary, or a shape does not fit.
@@ -213,8 +213,8 @@ def ratio_matching_loss(
     inputs = check_binary(check_density(density, params, X).detach(), dtype)
     counted, shares = check_mask(mask, inputs), check_weights(weights, inputs)
 
-    def term(point: Params, dims: list[int]) -> Tensor:
-        entries = torch.sigmoid(-density.ratios(point, inputs, dims)).square()
+    def term(point: Params, examples: Tensor, dims: list[int]) -> Tensor:
+        entries = torch.sigmoid(-density.ratios(point, examples, dims)).square()
         each = (entries if counted is None else entries * counted[:, dims]).sum(1)
         return each.mean() if shares is None else shares.to(each.dtype) @ each
 
@@ -228,9 +228,9 @@ def _sum_in_chunks(density: Density, term: Term, params: Params, inputs: Tensor,
         check_integer("chunk_size", chunk_size, hint=" or None")
     with guard_derivatives(density, params, inputs):
         if chunk_size is None or chunk_size >= size:
-            return term(params, list(range(size)))
+            return term(params, inputs, list(range(size)))
         chunks = [list(range(start, min(start + chunk_size, size))) for start in range(0, size, chunk_size)]
-        return _Chunks.apply(term, chunks, list(params), *params.values())
+        return _Chunks.apply(term, chunks, list(params), *params.values(), inputs)
 
 
 class _Chunks(torch.autograd.Function):
@@ -243,7 +243,7 @@ class _Chunks(torch.autograd.Function):
         for dims in chunks:
             with torch.enable_grad():
                 leaves = [t.detach().requires_grad_(wanted) for t, wanted in zip(tensors, needed, strict=True)]
-                value = term(dict(zip(names, leaves, strict=True)), dims)
+                value = term(dict(zip(names, leaves[:-1], strict=True)), leaves[-1], dims)
             total = total + value.detach()
             if value.requires_grad:
                 moved = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
@@ -264,7 +264,7 @@ def read_continuous(
 ) -> tuple[Density, Tensor, Tensor | None]:
     """The density, continuous examples, and which of their variables count."""
     density = as_density(log_p)
-    inputs = check_density(density, params, X).detach()
+    inputs = check_density(density, params, X)
     check_continuous(inputs)
     return density, inputs, check_mask(mask, inputs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -50,6 +51,33 @@ def test_a_mask_leaves_the_conditional_objective():
     for given in (mask, mask.expand(2, 8), mask.double()):
         assert_close(ng.score_matching_loss(two_layers, params, x, mask=given).detach(), expected)
     assert_close(ng.score_matching_loss(two_layers, params, x, mask=mask, chunk_size=3).detach(), expected)
+
+
+LOSSES = {
+    "whole": ng.score_matching_loss,
+    "in chunks": partial(ng.score_matching_loss, chunk_size=2),
+    "sliced": ng.sliced_score_matching_loss,
+    "denoising": partial(ng.denoising_score_matching_loss, noise=0.3),
+}
+DENSITIES = {
+    "a function": lambda: (two_layers, vector_case("score_matching_n3")[0]),
+    "layers": lambda: (model := energy_net(), ng.trainable(model)),
+    "other layers": lambda: (model := nn.Sequential(nn.LayerNorm(3), *energy_net()).double(), ng.trainable(model)),
+}
+
+
+@pytest.mark.parametrize("density", DENSITIES)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_are_differentiable_in_the_examples(loss, density):
+    """What an encoder, or a scale of the data, in front of the density learns by."""
+    log_p, params = DENSITIES[density]()
+
+    def evaluate(x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return LOSSES[loss](log_p, params, x)
+
+    assert torch.autograd.gradcheck(evaluate, draw(4, 3).requires_grad_())
 
 
 @pytest.mark.parametrize("variance_reduced", [True, False])
