@@ -11,7 +11,7 @@ from torch.nn import functional
 from natgrad.ground.checks import check_integer, check_positive, check_share
 from natgrad.ground.densities import Density, check_binary, check_density, check_entries
 from natgrad.ground.linalg import all_finite, require_inverse
-from natgrad.ground.pure import keep_gradient_mode
+from natgrad.ground.pure import set_modes_aside
 from natgrad.ground.spaces import Params
 
 
@@ -234,7 +234,7 @@ class PersistentLikelihood:
             check_integer(name, getattr(self, name))
         self.machine.check(self.params)
 
-    @keep_gradient_mode
+    @set_modes_aside
     @torch.no_grad()
     def step(self, X: Tensor) -> None:
         """Move the chains, then the parameters.

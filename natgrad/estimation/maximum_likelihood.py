@@ -15,7 +15,7 @@ from torch import Tensor
 from natgrad.ground.checks import check_integer, check_number, check_range
 from natgrad.ground.linalg import eigh, gram, take_absolute
 from natgrad.ground.messages import explain_calls, write_table
-from natgrad.ground.pure import Call, copy_tensors, keep_gradient_mode
+from natgrad.ground.pure import Call, copy_tensors, keep_gradient_mode, set_modes_aside
 from natgrad.ground.spaces import Params, Space, name_parameters
 from natgrad.metrics import (
     Information,
@@ -56,6 +56,7 @@ IDLE = 3
 """Steps in a row without a gain or a shorter distance, after which a fit ends."""
 
 
+@set_modes_aside
 @explain_calls
 def maximize_likelihood(
     log_likelihood: Callable[..., Any],
@@ -126,7 +127,7 @@ def maximize_likelihood(
         ascent.estimate, status, ascent.steps, ascent.distance, ascent.value * ascent.count, chosen, kept
     )
     if status in ADVICE:
-        warnings.warn(f"{result}: {ADVICE[status]}", stacklevel=3)
+        warnings.warn(f"{result}: {ADVICE[status]}", stacklevel=4)
     return result
 
 
@@ -407,6 +408,7 @@ class MaximumLikelihood:
         return standard_errors(self.metric if metric is None else metric, self.params, self.data, robust=robust)
 
 
+@set_modes_aside
 @explain_calls
 def standard_errors(metric: Metric, params: Estimate, data: Any, *, robust: bool = False) -> StandardErrors:
     """The covariance (n G)^-1 of the maximum likelihood estimate from n rows; robust: H^-1 J H^-1 / n.

@@ -20,6 +20,7 @@ from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.gibbs import Gibbs, build_energy, build_sweep, pair_energies
 from natgrad.ground.checks import check_integer, check_number, check_positive
 from natgrad.ground.linalg import require_inverse, symmetrise
+from natgrad.ground.pure import set_modes_aside
 from natgrad.ground.typed_torch import Map
 from natgrad.operators import Closed, DenseOperator, Operator
 
@@ -135,6 +136,7 @@ class MarkovField(ExponentialFamily):
             )
         return super().mle(x)
 
+    @set_modes_aside
     def fit(
         self,
         x: Tensor,

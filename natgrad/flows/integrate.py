@@ -16,6 +16,7 @@ from natgrad.flows.coordinates import FlowCoordinates, natural_coordinates
 from natgrad.flows.expectation import Function
 from natgrad.ground.checks import Group, check_integer, check_positive, read_groups
 from natgrad.ground.linalg import solve_or_nan
+from natgrad.ground.pure import set_modes_aside
 from natgrad.ground.typed_torch import as_tensor_like
 
 Field = Callable[[Tensor], Tensor]  # of points (..., n) -> (..., n)
@@ -183,6 +184,7 @@ OWN = ("function", "family", "start", "span", "coordinates", "natural", "maximis
 GROUPS = {"integrator": Group(Integrator())}
 
 
+@set_modes_aside
 def flow(
     function: Function,
     family: ExponentialFamily,

@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial, wraps
@@ -30,6 +30,31 @@ from natgrad.ground.typed_torch import measure_norm
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+
+AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+
+def set_modes_aside(function: Callable[P, T]) -> Callable[P, T]:
+    """The function outside of its caller's no_grad, inference_mode and autocast: it takes derivatives of its own.
+
+    Gradients are on or off after it as before it, as with `keep_gradient_mode`.
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        enabled = torch.is_grad_enabled()
+        try:
+            with ExitStack() as modes:
+                modes.enter_context(torch.inference_mode(False))
+                modes.enter_context(torch.enable_grad())
+                for device in filter(torch.is_autocast_enabled, AUTOCAST_DEVICES):
+                    modes.enter_context(torch.autocast(device, enabled=False))
+                return function(*args, **kwargs)
+        finally:
+            torch.set_grad_enabled(enabled)
+
+    return run
 
 
 def keep_gradient_mode(function: Callable[P, T]) -> Callable[P, T]:

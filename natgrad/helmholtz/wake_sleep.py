@@ -16,7 +16,7 @@ from natgrad.ground.exchanges import any_asks, share_count, sum_numbers, sum_ten
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.messages import write_choices
 from natgrad.ground.progress import Callbacks, join_callbacks, run_steps
-from natgrad.ground.pure import keep_gradient_mode
+from natgrad.ground.pure import set_modes_aside
 from natgrad.ground.typed_torch import as_tensor_like
 from natgrad.helmholtz.blocks import Taught, thin_rows
 from natgrad.helmholtz.machine import HelmholtzMachine
@@ -130,7 +130,7 @@ class WakeSleep:
         """Steps in which a number was not finite; they were left out, or taken with an earlier inverse."""
         return self.accidents.count
 
-    @keep_gradient_mode
+    @set_modes_aside
     @torch.no_grad()
     def step(self, x: Any) -> float:
         """One step: draw, teach both networks. A step that would not be finite is left out.
@@ -159,7 +159,7 @@ class WakeSleep:
             self.accidents.count += 1
         return joined.bound
 
-    @keep_gradient_mode
+    @set_modes_aside
     def fit(
         self,
         x: Tensor,

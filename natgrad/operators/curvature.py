@@ -11,6 +11,7 @@ from natgrad.ground.derivatives import exact_derivatives
 from natgrad.ground.pure import check_followed, run_alone
 from natgrad.ground.spaces import Params, Space
 from natgrad.operators.base import Facts, Operator, apply_linear
+from natgrad.operators.linearization import UNRECORDED
 
 
 class Curvature(Operator):
@@ -43,6 +44,8 @@ class Curvature(Operator):
             if not isinstance(value, Tensor) or value.dim() != 0:
                 came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(f"the loss has {came}, expected a scalar tensor, the mean over the batch")
+            if torch.is_inference_mode_enabled():
+                raise ValueError(UNRECORDED)
             if not value.requires_grad:
                 raise ValueError("the loss does not depend on params: look for a detach() in the model or the loss")
             if not bool(torch.isfinite(value)):

@@ -25,6 +25,8 @@ UNREACHED = (
     "for checkpoint(..., use_reentrant=True), whose graph hides the parameters (use_reentrant=False works)"
 )
 
+UNRECORDED = "torch.inference_mode() records no derivatives, of which a metric is made: use torch.no_grad() there"
+
 
 class OutputMap:
     """params -> outputs as rows (R, m): a pure model followed by a family's layout of its outputs.
@@ -300,6 +302,6 @@ def check_outputs(outputs: Tensor) -> None:
     if outputs.numel() == 0:
         raise ValueError(f"outputs have shape {tuple(outputs.shape)}: the batch is empty; give at least one example")
     if not outputs.requires_grad:
-        raise ValueError(UNREACHED)
+        raise ValueError(UNREACHED if not torch.is_inference_mode_enabled() else UNRECORDED)
     if not all_finite(outputs) and not bool((outputs < torch.inf).all()):  # a NaN is not below either
         raise ValueError("the model's outputs are not finite: look for a NaN in the inputs, or lower the learning rate")

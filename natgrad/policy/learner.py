@@ -24,7 +24,7 @@ from natgrad.ground.exchanges import any_asks
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.messages import Columns, Explained, explain_calls, write_choices
 from natgrad.ground.progress import Callbacks, Progress, join_callbacks
-from natgrad.ground.pure import keep_gradient_mode, leaves, run_detached
+from natgrad.ground.pure import leaves, run_detached, set_modes_aside
 from natgrad.ground.state_files import read_state_file, write_state_file
 from natgrad.ground.states import Stateful
 from natgrad.metrics import fisher
@@ -178,7 +178,7 @@ class PolicyLearner(Explained):
     def rule(self) -> Rule:
         """What gives a step its length."""
 
-    @keep_gradient_mode
+    @set_modes_aside
     def learn(
         self,
         total_steps: float | None = None,
@@ -300,6 +300,7 @@ class PolicyLearner(Explained):
         step = FlatStep(x, image).scale_by(self.rate)
         return Quadratic(-g, exact, amount, step, exact.nats, loss=0.0), solution
 
+    @set_modes_aside
     def fisher(self, observations: Any = None) -> Operator:
         """The exact Fisher of the policy, a mean over states.
 

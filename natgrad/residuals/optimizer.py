@@ -14,7 +14,7 @@ from natgrad.ground.checks import check_integer, check_share
 from natgrad.ground.exchanges import any_asks
 from natgrad.ground.messages import Columns, explain_calls
 from natgrad.ground.progress import Callbacks, join_callbacks, run_steps
-from natgrad.ground.pure import keep_gradient_mode
+from natgrad.ground.pure import set_modes_aside
 from natgrad.optim import NaturalGradient, Objective, Solved, State, SystemEvidence
 from natgrad.residuals.stacked_rows import RowsOperator
 from natgrad.residuals.system import LinearisedTerms, ResidualMetric, System, check_derivatives, check_points
@@ -145,7 +145,7 @@ class ResidualOptimizer(NaturalGradient):
         self._loss = torch.full((), math.nan)  # the last step's
         self.history = ResidualHistory(system.terms)
 
-    @keep_gradient_mode
+    @set_modes_aside
     @torch.no_grad()
     def step(self, closure: None = None, /, **points: Any) -> Tensor:  # type: ignore[override]
         """One step on these points.
@@ -169,7 +169,7 @@ class ResidualOptimizer(NaturalGradient):
         super().step(evidence=lambda: self._gather_evidence(points))
         return torch.full((), math.nan) if self.state_report().status == "skipped" else self._loss
 
-    @keep_gradient_mode
+    @set_modes_aside
     @explain_calls
     def fit(
         self,
@@ -247,6 +247,7 @@ class ResidualOptimizer(NaturalGradient):
             )
         return points
 
+    @set_modes_aside
     def evaluate(self, /, **points: Any) -> dict[str, Tensor]:
         """The residuals of the terms by name, shape (b, m) each, without a step.
 

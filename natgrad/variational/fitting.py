@@ -17,7 +17,7 @@ from natgrad.ground.checks import check_integer
 from natgrad.ground.exchanges import any_asks, sum_numbers, sum_tensors
 from natgrad.ground.messages import write_choices
 from natgrad.ground.progress import Callbacks, Progress, join_callbacks
-from natgrad.ground.pure import as_call, keep_gradient_mode, run_detached
+from natgrad.ground.pure import as_call, run_detached, set_modes_aside
 from natgrad.optim import Processes
 from natgrad.variational.network import Network, require_batch
 from natgrad.variational.targets import Target
@@ -95,7 +95,7 @@ class Fitted(ABC):
             generator: Of the draws.
         """
 
-    @keep_gradient_mode
+    @set_modes_aside
     @torch.no_grad()
     def step(self, *batch: Any) -> float:
         """One natural gradient step.
@@ -217,7 +217,7 @@ class Fitted(ABC):
             setattr(self, name, state[name].to(here[name]).clone())
         self.steps, self.lr = state["steps"], state["lr"]
 
-    @keep_gradient_mode
+    @set_modes_aside
     def fit(
         self,
         steps: int = 100,

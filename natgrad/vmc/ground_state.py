@@ -13,7 +13,7 @@ from natgrad.ground.exchanges import any_asks
 from natgrad.ground.linalg import eigh
 from natgrad.ground.messages import explain_calls, write_choices
 from natgrad.ground.progress import Callbacks, join_callbacks, run_steps
-from natgrad.ground.pure import keep_gradient_mode
+from natgrad.ground.pure import set_modes_aside
 from natgrad.optim import Processes, read_parts, write_parts
 from natgrad.vmc.amplitude import LogAmplitude, evaluate
 from natgrad.vmc.configurations import Configurations
@@ -72,13 +72,13 @@ class GroundState:
         """The energy at every step so far, each with its error."""
         return self.optimizer.energies
 
-    @keep_gradient_mode
+    @set_modes_aside
     def step(self) -> EnergyEstimate:
         """One step: the energy before it, with its error."""
         drawn, local = self._draw()
         return self.optimizer.step(drawn.states, local, drawn.weights, enumerated=drawn.enumerated)
 
-    @keep_gradient_mode
+    @set_modes_aside
     @explain_calls
     def run(
         self, steps: int, *, callback: Callbacks[GroundState] | None = None, progress: bool | None = None
@@ -105,7 +105,7 @@ class GroundState:
         run_steps(step, "steps", steps, progress, lambda: any_asks(processes, call(self), self.psi.device))
         return energies
 
-    @keep_gradient_mode
+    @set_modes_aside
     def measure(self, draws: int = 1) -> EnergyEstimate:
         """The energy of psi as it is, without a step.
 

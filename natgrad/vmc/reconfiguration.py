@@ -12,7 +12,7 @@ from natgrad.ground.checks import check_number, check_positive, check_share
 from natgrad.ground.exchanges import share_count
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.messages import explain_calls, write_choices
-from natgrad.ground.pure import check_examples_apart, keep_gradient_mode
+from natgrad.ground.pure import check_examples_apart, set_modes_aside
 from natgrad.ground.spaces import trainable
 from natgrad.ground.states import check_parts
 from natgrad.ground.typed_torch import measure_norm
@@ -158,7 +158,7 @@ class StochasticReconfiguration:
         lr, steps = self.optimizer.param_groups[0]["lr"], len(self.energies)
         return write_choices(self, psi=self.psi.net, lr=lr, **chosen, clip=self.clip, steps=steps)
 
-    @keep_gradient_mode
+    @set_modes_aside
     def step(
         self, states: Any, local_energies: Any, weights: Any = None, *, enumerated: bool = False
     ) -> EnergyEstimate:
