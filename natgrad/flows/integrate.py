@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, cast
 
 import numpy as np
 import torch
@@ -85,22 +85,37 @@ class Integrator:
     """SciPy's adaptive solver, and when a flow has come to rest.
 
     Args:
-        rtol: Relative tolerance.
-        atol: Absolute tolerance.
+        rtol: Relative tolerance. None: 1e-10 in double precision, 1e-5 in single.
+        atol: Absolute tolerance. None: a hundredth of that.
         method: Of `scipy.integrate.solve_ivp`; "LSODA" for stiff flows.
         rest: The flow has come to rest where the field's largest entry is below this part of what it was at first.
+            None: 1e-9 in double precision, 1e-4 in single.
         evaluations: Of the field, at most. Near the edge of a family its Fisher matrix is nearly singular, and the
             natural field is not known to the tolerance: steps that reach it would have no end.
     """
 
-    rtol: float = 1e-10
-    atol: float = 1e-12
+    rtol: float | None = None
+    atol: float | None = None
     method: str = "DOP853"
-    rest: float = 1e-9
+    rest: float | None = None
     evaluations: int = 5000
 
     def __post_init__(self) -> None:
         check_integer("evaluations", self.evaluations)
+
+    def fit_to(self, dtype: torch.dtype) -> Integrator:
+        """The same with numbers in place of None: a field in single precision is known to some 1e-6 of itself.
+
+        Args:
+            dtype: Of the points.
+        """
+        rtol, rest = (1e-10, 1e-9) if dtype == torch.float64 else (1e-5, 1e-4)
+        return replace(
+            self,
+            rtol=rtol if self.rtol is None else self.rtol,
+            atol=rtol / 100 if self.atol is None else self.atol,
+            rest=rest if self.rest is None else self.rest,
+        )
 
     def solve(self, field: Any, end: float, start: np.ndarray, wanted: np.ndarray | None, rest: Any) -> SolverPath:
         """SciPy's solution of dx/dt = field(t, x), as far as it comes: to the end, to rest, or until a step fails.
@@ -123,9 +138,10 @@ class Integrator:
         methods = {each.__name__: each for each in (DOP853, RK45, RK23, LSODA, Radau, BDF)}
         if self.method not in methods:
             raise ValueError(f"method is {self.method!r}, expected one of {', '.join(methods)}")
+        known: Any = self.fit_to(torch.float64)
         path = SolverPath([0.0], [start]) if wanted is None or 0.0 in wanted else SolverPath([], [])
         with np.errstate(all="ignore"):
-            solver: Any = methods[self.method](field, 0.0, start, end, rtol=self.rtol, atol=self.atol)
+            solver: Any = methods[self.method](field, 0.0, start, end, rtol=known.rtol, atol=known.atol)
             before = rest(solver.t, solver.y)
             while solver.status == "running" and path.status == "end":
                 try:
@@ -173,10 +189,10 @@ class IntegratorOptions(TypedDict, total=False):
     """Keywords of `flow` for its solver."""
 
     integrator: Integrator
-    rtol: float
-    atol: float
+    rtol: float | None
+    atol: float | None
     method: str
-    rest: float
+    rest: float | None
     evaluations: int
 
 
@@ -207,16 +223,16 @@ def flow(
         natural: True for the natural gradient; False for the Euclidean one.
         maximise: True to ascend.
         **solver: The five that follow, one by one or as `integrator=Integrator(...)`.
-        rtol: Relative tolerance of the solver, default 1e-10.
-        atol: Absolute tolerance of the solver, default 1e-12.
+        rtol: Relative tolerance of the solver, default 1e-10, and 1e-5 from a start in single precision.
+        atol: Absolute tolerance of the solver, default a hundredth of that.
         method: Of SciPy, default "DOP853"; "LSODA" for stiff flows.
         rest: The flow has come to rest where the field's largest entry is below this part of what it was at first;
-            default 1e-9.
+            default 1e-9, and 1e-4 in single precision.
         evaluations: Of the field, at most, default 5000; a flow that would need more ends as "stuck".
 
     Raises:
         TypeError: If a keyword is none of these.
-        ValueError: If the start is outside of the domain, or the last time is not positive.
+        ValueError: If the start is outside of the domain, the last time is not positive, or times do not increase.
         ImportError: If SciPy is not installed.
 
     Example:
@@ -226,7 +242,9 @@ def flow(
         >>> path.status, bool(path.values[-1] < path.values[0])
         ('end', True)
     """
-    integrator: Integrator = read_groups("flow", GROUPS, solver, OWN)["integrator"]
+    start, chosen = start.detach(), read_groups("flow", GROUPS, solver, OWN)["integrator"]
+    integrator: Integrator = chosen.fit_to(start.dtype)
+    rtol, rest = cast(float, integrator.rtol), cast(float, integrator.rest)
     chart = coordinates or natural_coordinates(family)
     if start.dim() != 1 or not bool(_is_inside(family, chart, start)):
         raise ValueError(f"start {start.tolist()} is not one point inside the domain of the coordinates {chart.name!r}")
@@ -236,6 +254,8 @@ def flow(
         wanted, end = None, float(span)
     else:
         wanted = torch.as_tensor(span, dtype=start.dtype)
+        if wanted.dim() != 1 or not len(wanted) or not bool((wanted.diff() > 0).all() and wanted[0] >= 0):
+            raise ValueError(f"span is {span}, expected times that increase from 0 on, or the last time")
         end = float(wanted[-1])
     check_positive("span", end, hint=", the last time")
     troubles: list[str] = []
@@ -261,7 +281,7 @@ def flow(
 
     def at_rest(t: float, x: np.ndarray) -> float:
         velocity = right_hand_side(t, x)
-        return float(np.abs(velocity).max() - integrator.rest * first) if np.isfinite(velocity).all() else 1.0
+        return float(np.abs(velocity).max() - rest * first) if np.isfinite(velocity).all() else 1.0
 
     times = None if wanted is None else wanted.numpy()
     solved = integrator.solve(right_hand_side, end, start.numpy(), times, at_rest)
@@ -281,17 +301,17 @@ def flow(
     if status == "stuck" and asked > integrator.evaluations:
         message = (
             f"the field was evaluated {integrator.evaluations} times by t = {last:g}, which is all that is allowed: "
-            f"{_advise(field, points[-1] if len(points) else start, integrator)}"
+            f"{_advise(field, points[-1] if len(points) else start, rtol)}"
         )
     return Trajectory(as_tensor_like(np.array(solved.times), start), points, values, status, message)
 
 
-def _advise(field: Field, point: Tensor, integrator: Integrator) -> str:
+def _advise(field: Field, point: Tensor, rtol: float) -> str:
     """What helps: a looser tolerance where the field changes by more than that within round-off of a point."""
     here, eps = field(point), torch.finfo(point.dtype).eps
     noise = max(float((field(point * (1 + k * eps)) - here).abs().max() / here.abs().max()) for k in range(1, 5))
-    if noise > integrator.rtol:
-        return f"the field is known to {noise:.1g} of itself there, take a larger rtol than {integrator.rtol:g}"
+    if noise > rtol:
+        return f"the field is known to {noise:.1g} of itself there, take a larger rtol than {rtol:g}"
     return 'give more evaluations=, or method="LSODA" if the flow is stiff'
 
 

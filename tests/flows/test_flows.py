@@ -103,6 +103,27 @@ def test_points_come_at_all_times_that_are_asked_for(end):
     assert path.points.shape == (3, 2)
 
 
+def test_a_flow_in_single_precision_is_that_in_double():
+    """With the defaults, from a start that also asks for a gradient; and it comes to rest as the other does."""
+    start = torch.tensor([0.5, 0.4], requires_grad=True)
+    for chart in (MU, None):
+        single = flow(F, TOY, start, [0.0, 0.1, 0.5], chart)
+        double = flow(F, TOY, start.detach().double(), [0.0, 0.1, 0.5], chart)
+        assert (single.status, single.points.dtype) == ("end", torch.float32)
+        assert_close(single.points.double(), double.points, rtol=1e-4, atol=1e-4)
+
+    def square(theta):
+        return theta.square().sum(-1)
+
+    assert flow(square, TOY, start, 100.0, natural=False).status == "rest"
+
+
+@pytest.mark.parametrize("span", [[], [0.5, 0.25], [0.0, 0.0, 1.0], [-0.5, 1.0], [[0.0, 1.0]]])
+def test_times_that_do_not_increase_are_refused(span):
+    with pytest.raises(ValueError, match="expected times that increase from 0 on"):
+        flow(F, TOY, point(0.5, 0.5), span, MU)
+
+
 def test_expected_values():
     family = MultivariateNormal(2)
     theta = family.from_mean_covariance(point(0.3, -0.2), torch.tensor([[1.0, 0.4], [0.4, 2.0]], dtype=torch.float64))
