@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -455,12 +456,7 @@ class ShapeScale(Mapped):
     """
 
     def __init__(self, family: Gamma) -> None:
-        def invert_rate(xi: Tensor) -> Tensor:
-            return torch.stack([xi[..., 0], 1 / xi[..., 1]], dim=-1)
-
-        super().__init__(
-            family, lambda xi: from_shape_rate(invert_rate(xi)), lambda theta: invert_rate(to_shape_rate(theta))
-        )
+        super().__init__(family, from_shape_scale, to_shape_scale)
 
 
 class ExponentialRate(Mapped):
@@ -482,7 +478,7 @@ class Concentration(Mapped):
     """
 
     def __init__(self, family: Beta | Dirichlet) -> None:
-        super().__init__(family, lambda xi: xi - 1, lambda theta: theta + 1)
+        super().__init__(family, partial(torch.add, other=-1), partial(torch.add, other=1))
 
 
 def from_shape_rate(xi: Tensor) -> Tensor:
@@ -493,6 +489,16 @@ def from_shape_rate(xi: Tensor) -> Tensor:
 def to_shape_rate(theta: Tensor) -> Tensor:
     """(shape, rate)."""
     return torch.stack([theta[..., 0] + 1, -theta[..., 1]], dim=-1)
+
+
+def from_shape_scale(xi: Tensor) -> Tensor:
+    """theta = (shape - 1, -1 / scale)."""
+    return torch.stack([xi[..., 0] - 1, -1 / xi[..., 1]], dim=-1)
+
+
+def to_shape_scale(theta: Tensor) -> Tensor:
+    """(shape, scale)."""
+    return torch.stack([theta[..., 0] + 1, -1 / theta[..., 1]], dim=-1)
 
 
 def full_normal(family: MultivariateNormal) -> MultivariateNormal:

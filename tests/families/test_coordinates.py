@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -76,6 +77,13 @@ CASES: dict[str, tuple[Coordinates, Callable[..., Tensor]]] = {
     "one's own": (log_mean(ng.Exponential()), lambda *s: -draw(*s, 1).exp()),
 }
 every = pytest.mark.parametrize("name", CASES)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "one's own"])
+def test_coordinates_go_to_another_process(name):
+    coordinates, make = CASES[name]
+    xi = coordinates.of(make())
+    assert torch.equal(pickle.loads(pickle.dumps(coordinates)).natural(xi), coordinates.natural(xi))
 
 
 @every
