@@ -156,7 +156,7 @@ class MarkovField(ExponentialFamily):
 
         Raises:
             ValueError: Where a variable takes one value in all examples and the method has no `ridge`: its theta is
-                infinite.
+                infinite. Where the others tell a variable in all examples it is too, and a warning says so.
 
         Example:
             >>> field = ng.Ising(30)
@@ -385,8 +385,29 @@ class PenalisedFit(FieldFit):
         check_integer("steps", self.steps)
 
     def _find(self, tables: Tables, places: Tensor, start: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The minimum of the loss + ridge / 2 |theta|^2; a warning where L-BFGS does not arrive."""
-        conditionals, theta = Conditionals(tables, places), start.detach().clone().requires_grad_()
+        """The minimum of the loss + ridge / 2 |theta|^2; a warning where L-BFGS does not arrive, or at infinity."""
+        conditionals = Conditionals(tables, places)
+        theta, largest = self._minimise(conditionals, start, self.ridge)
+        if largest <= SMALL_GRADIENT and self.ridge == 0:
+            # on the way to infinity a gradient like exp(-t) stops at the least ridge; a minimum hardly moves
+            moved = conditionals.logits(theta) - conditionals.logits(self._minimise(conditionals, theta, 1e-6)[0])
+            if float(moved.nan_to_num().abs().max()) > 1:
+                warnings.warn(
+                    "these examples have no finite fit: the others tell a variable in all of them, and theta is where "
+                    f"the steps ended on the way to infinity; give a ridge, as in {type(self).__name__}(ridge=0.01), "
+                    "or more examples",
+                    stacklevel=4,
+                )
+        if not largest <= SMALL_GRADIENT:
+            warnings.warn(
+                f"the fit stopped after {self.steps} steps with a gradient of {largest:.2g}: give more, or a ridge",
+                stacklevel=4,
+            )
+        return theta
+
+    def _minimise(self, conditionals: Conditionals, start: Tensor, ridge: float) -> tuple[Tensor, float]:
+        """Where L-BFGS ends, and the largest entry of the gradient there."""
+        theta = start.detach().clone().requires_grad_()
         solver = torch.optim.LBFGS(
             [theta], max_iter=self.steps, tolerance_grad=1e-9, tolerance_change=1e-14, line_search_fn="strong_wolfe"
         )
@@ -394,20 +415,14 @@ class PenalisedFit(FieldFit):
         def evaluate() -> Tensor:
             solver.zero_grad()
             with torch.enable_grad():
-                value = self._loss(conditionals, theta) + 0.5 * self.ridge * theta.square().sum()
+                value = self._loss(conditionals, theta) + 0.5 * ridge * theta.square().sum()
                 value.backward()
             return value
 
         solver.step(evaluate)
         evaluate()
         assert theta.grad is not None
-        largest = float(theta.grad.abs().max())
-        if not largest <= SMALL_GRADIENT:
-            warnings.warn(
-                f"the fit stopped after {self.steps} steps with a gradient of {largest:.2g}: give more, or a ridge",
-                stacklevel=3,
-            )
-        return theta.detach()
+        return theta.detach(), float(theta.grad.abs().max())
 
     @abstractmethod
     def _loss(self, conditionals: Conditionals, theta: Tensor) -> Tensor:

@@ -135,6 +135,19 @@ def test_a_variable_that_never_changes_needs_a_ridge():
         assert bool(torch.isfinite(field.fit(x, PseudoLikelihood(ridge=0.1))).all())
 
 
+@pytest.mark.parametrize("kind", DEFINITIONS)
+def test_a_variable_that_the_others_tell_in_all_examples_needs_a_ridge(kind):
+    """Its theta is infinite: what a fit returns is where it stopped on the way."""
+    x = Ising(3).sample(torch.zeros(6, dtype=F64), 100, generator=generator())
+    told = torch.cat([x, x[:, :1]], 1)
+    with pytest.warns(UserWarning, match="no finite fit.*ridge"):
+        Ising(4).fit(told, kind())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Ising(4).fit(told, kind(ridge=0.01))
+        Ising(3).fit(x, kind())
+
+
 def test_a_fit_that_does_not_arrive_warns():
     field = Ising(6)
     x = field.sample(0.5 * draw(field.size), 100, generator=generator())
