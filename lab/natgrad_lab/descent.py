@@ -75,14 +75,26 @@ def read_function(text: str, names: tuple[str, ...]) -> Callable[[Tensor], Tenso
             own = next((name for name, (others, _) in FAMILIES.items() if ast.unparse(node) in others), None)
             advice = f"it is of --family {own}" if own else f"besides them it may have pi, {', '.join(FUNCTIONS)}"
             raise LabError(f"{where}: {ast.unparse(node)!r} is unknown; {advice}")
-    code = compile(tree, "formula", "eval")
+    code = compile(ast.fix_missing_locations(Numbers().visit(tree)), "formula", "eval")
 
     def f(points: Tensor) -> Tensor:
         variables: dict[str, Any] = {name: points[..., i] for i, name in enumerate(names)}
-        scope = {"__builtins__": {}, "pi": torch.pi, **FUNCTIONS}
+        scope = {"__builtins__": {}, "pi": as_double(torch.pi), "number": as_double, **FUNCTIONS}
         return torch.zeros_like(points[..., 0]) + eval(code, scope, variables)
 
     return f
+
+
+class Numbers(ast.NodeTransformer):
+    """Numbers as tensors: 1 / 0 is infinite, 9^9^9 too and at once, and functions take them."""
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        return ast.Call(ast.Name("number", ast.Load()), [node], [])
+
+
+def as_double(number: float) -> Tensor:
+    """A scalar tensor in double precision."""
+    return torch.tensor(float(number), dtype=torch.float64)
 
 
 def read_pair(name: str, given: str | None) -> tuple[float, float] | None:
