@@ -110,8 +110,8 @@ class MarkovField(ExponentialFamily):
             self._need_sums("kl")
             return super().kl(theta, other)
         theta, other = self.check(theta), self.check(other)
-        table = self._table.to(theta).mT
-        return classes_kl(theta @ table, other @ table)
+        table = self._table.mT
+        return classes_kl(theta @ table.to(theta), other @ table.to(other))
 
     def _operator(self, theta: Tensor) -> Operator:
         """A matrix up to 512 statistics, beyond by products of derivatives alone."""

@@ -111,6 +111,15 @@ def test_every_family_keeps_the_contract(name):
 
 
 @every
+def test_divergences_take_two_precisions(name):
+    family, make = CASES[name]
+    theta = make(2)
+    single = theta.float()
+    assert_close(family.kl(single, theta), family.kl(single.double(), theta), rtol=1e-3, atol=1e-5)
+    assert_close(family.bregman(single, theta), family.bregman(single.double(), theta), rtol=1e-3, atol=1e-5)
+
+
+@every
 def test_derivatives_of_natural_are_the_same_in_every_mode(name):
     """torch takes a custom function's forward derivative of a forward derivative for zero, without a word."""
     family, make = CASES[name]
