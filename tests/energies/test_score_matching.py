@@ -62,7 +62,7 @@ LOSSES = {
 DENSITIES = {
     "a function": lambda: (two_layers, vector_case("score_matching_n3")[0]),
     "layers": lambda: (model := energy_net(), ng.trainable(model)),
-    "other layers": lambda: (model := nn.Sequential(nn.LayerNorm(3), *energy_net()).double(), ng.trainable(model)),
+    "other layers": lambda: (model := nn.Sequential(nn.LayerNorm(3), energy_net()).double(), ng.trainable(model)),
 }
 
 
