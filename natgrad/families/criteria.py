@@ -479,12 +479,14 @@ def read_classes(criterion: nn.CrossEntropyLoss | nn.NLLLoss) -> Criterion:
         return valid * ((1 - smoothing) * chosen + smoothing / classes * weight.sum()), chosen.sum()
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        if criterion.weight is None or smoothing or targets.dtype not in (torch.int64, torch.uint8):
+        if criterion.weight is None or criterion.reduction == "sum" or targets.dtype not in (torch.int64, torch.uint8):
             return criterion(outputs, targets)
         # where all targets have weight zero, torch's gradient is 0 / 0, and zero where all are ignored
         labels = targets.long()
-        weightless = criterion.weight[labels.masked_fill(labels == criterion.ignore_index, 0)] == 0
-        return criterion(outputs, labels.masked_fill(weightless, criterion.ignore_index))
+        ignored = labels == criterion.ignore_index
+        weightless = criterion.weight[labels.masked_fill(ignored, 0)] == 0
+        none = weightless.logical_or(ignored).all()  # beside others, those of weight zero still count as smoothed ones
+        return criterion(outputs, labels.masked_fill(weightless & none, criterion.ignore_index))
 
     family = (LogProbabilities if plain else IgnoringCategorical)(dim=1, ignore_index=criterion.ignore_index)
     return Criterion(family, loss, weigh, criterion.reduction == "sum")

@@ -158,6 +158,11 @@ SILENT: dict[str, tuple[Any, Tensor]] = {
         nn.CrossEntropyLoss(weight=WEIGHTS.double(), ignore_index=0),
         torch.tensor([0, 2] * 12),
     ),
+    "a smoothed class that does not count": (nn.CrossEntropyLoss(weight=WEIGHTS.double(), label_smoothing=0.1), LAST),
+    "smoothed classes, some ignored": (
+        nn.CrossEntropyLoss(weight=WEIGHTS.double(), ignore_index=0, label_smoothing=0.1),
+        torch.tensor([0, 2] * 12),
+    ),
     "eight bits": (nn.CrossEntropyLoss(weight=WEIGHTS.double(), ignore_index=255), LAST.byte()),
     "missing": (ng.Masked(ng.Categorical()), IGNORED),
 }
