@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from abc import abstractmethod
@@ -36,6 +37,8 @@ from natgrad.optim.passes import Recall, mark_of
 from natgrad.optim.processes import Processes
 from natgrad.optim.report import (
     KEPT,
+    LONG,
+    PastLoss,
     Report,
     Row,
     StateReport,
@@ -95,6 +98,7 @@ class Live:
     told: StepReport = field(default_factory=StepReport)  # what is told of the last step
     # makes the reports of the last steps
     history: deque[Callable[[], StateReport]] = field(default_factory=lambda: deque(maxlen=KEPT))
+    losses: deque[PastLoss] = field(default_factory=lambda: deque(maxlen=LONG))  # of the last steps
     taken: TakenGradients | None = None  # the gradients of a step that Ctrl-C met after it was taken; None otherwise
     agreed: int = 0  # losses of the model's own that were seen to be the criterion's
     idle: frozenset[str] = frozenset()  # names of parameters that had no gradient, or are the model's no more
@@ -257,6 +261,8 @@ class ModelOptimizer(Optimizer):
                 state = replace(self._live.state, guard=replace(self._live.state.guard, failures=failures))
                 self._bind(*leave_out(state, {}, str(trouble)))
             self._live.history.append(self._report_later())
+            loss = self._live.told.numbers.get("loss", math.nan)
+            self._live.losses.append(PastLoss(self._live.state.step, self._least_rate(), loss))
             if self._live.state.step == before:  # else that was written with the step
                 self._forget_batch()
             elif self._live.state.step == KEPT:
@@ -336,6 +342,8 @@ class ModelOptimizer(Optimizer):
     def explain(self) -> str:
         """What the last steps did, at most 20 of them, and what to try: a text to print.
 
+        Whether mini-batch noise limits the loss is read from the last 100 losses.
+
         Example:
             >>> model = nn.Linear(4, 3)
             >>> ng.kfac(model, nn.CrossEntropyLoss()).explain()[:12]
@@ -346,10 +354,15 @@ class ModelOptimizer(Optimizer):
     def _list_steps(self) -> Steps:
         latest = {report.step: report for report in (make() for make in self._live.history)}
         reports = [report for report in latest.values() if report.step]
-        settings = {"lr": min((float(group["lr"]) for group in self.param_groups), default=0.0)} | self._options()
+        settings = {"lr": self._least_rate()} | self._options()
         scheduled = any("initial_lr" in group for group in self.param_groups)  # which torch's schedulers write
         shrinkage = max((float(g["lr"]) * float(g.get("weight_decay", 0.0)) for g in self.param_groups), default=0.0)
-        return Steps(reports, self.rule, settings, scheduled, self._live.state.noise, shrinkage)
+        past = {loss.step: loss for loss in self._live.losses if loss.step}
+        noise = self._live.state.noise
+        return Steps(reports, self.rule, settings, scheduled, noise, shrinkage, tuple(past.values()))
+
+    def _least_rate(self) -> float:
+        return min((float(group["lr"]) for group in self.param_groups), default=0.0)
 
     def _report_later(self) -> Callable[[], StateReport]:
         """The report of the last step, for later: numbers are not asked for yet."""
@@ -422,6 +435,7 @@ class ModelOptimizer(Optimizer):
         if saved.moved:
             self._move_memory(saved.moved)
         self._live.history.clear()  # `explain` tells of one run
+        self._live.losses.clear()
 
     def __copy__(self) -> NoReturn:
         self.__deepcopy__({})

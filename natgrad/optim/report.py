@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from itertools import pairwise
+from itertools import combinations, pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -166,7 +166,9 @@ def state_report(numbers: Mapping[str, Any], step: int, failures: int, refused: 
 # What the last steps of an optimizer did, in sentences, and what to try where that follows from their numbers
 
 KEPT = 20  # steps that are looked back at
-FEW = 3  # steps before anything is said of their course
+LONG = 100  # steps whose losses are looked back at where noise may hold them
+FEW = 5  # steps before anything is said of their course: the fewest that can fall beyond chance
+CHANCE = 2.0  # standard errors of a trend that chance alone makes
 LONGER = 1.05  # times as long as a step was: less is round-off, and the slack of a bound that is measured
 WHOLE = 0.9  # of the proposal: as good as all of it
 STILL = 0.01  # relative change of the loss that counts as none
@@ -175,6 +177,21 @@ MOST = 0.6  # of the steps
 FAR = 0.1  # nats per example, or of the loss where that is above 1: a longer step leaves what was measured behind
 SHRUNK = 0.005  # of a weight per step: spectral steps move a layer by some .075 of its size
 ALL = 0.99  # of the system along a step, or of the gradient: as good as all of it
+
+
+class PastLoss(NamedTuple):
+    """The loss before a step, and the least learning rate of the step."""
+
+    step: int
+    lr: float
+    loss: Tensor | float
+
+
+def find_trend(losses: Sequence[float]) -> float:
+    """Mann and Kendall's test, in standard errors: below 0 for losses that fall, whatever their size and scatter."""
+    n, pairs = len(losses), combinations(losses, 2)
+    excess = sum((after > before) - (after < before) for before, after in pairs)
+    return math.copysign(max(abs(excess) - 1, 0), excess) / math.sqrt(max(n * (n - 1) * (2 * n + 5), 1) / 18)
 
 
 @dataclass(frozen=True)
@@ -188,30 +205,41 @@ class Steps:
     scheduled: bool = False  # True if a scheduler lowers the learning rate
     noise: Noise = Noise()  # whether the rule turned to directions of its own, and how much of the gradients is signal
     shrinkage: float = 0.0  # lr times weight_decay, the largest over the groups
+    losses: Sequence[PastLoss] = ()  # of more steps, oldest first
 
     @property
     def last(self) -> StateReport:
         """The last step."""
         return self.reports[-1]
 
-    def course(self) -> tuple[float, float, float] | None:
-        """The loss in the first, the second and the last third of the steps; None where too few are known."""
+    def course(self) -> tuple[float, float] | None:
+        """The loss in the first and in the last third of the steps; None where too few are known."""
         losses = [r.loss for r in self.reports if math.isfinite(r.loss)]
-        third = max(1, len(losses) // 3)
-        middle = len(losses) // 2
-        if len(losses) < FEW:
-            return None
-        around = losses[middle - third // 2 : middle - third // 2 + third]
-        return median(losses[:third]), median(around), median(losses[-third:])
+        third = len(losses) // 3
+        return (median(losses[:third]), median(losses[-third:])) if len(losses) >= FEW else None
 
     def way(self) -> int:
-        """-1 where the loss falls from third to third, 1 where it rises so, else 0."""
-        course = self.course()
-        if course is None:
+        """-1 where the loss falls by more than chance, 1 where it rises so, else 0."""
+        if (course := self.course()) is None or relative_change(*course) < STILL:
             return 0
-        first, middle, last = course
-        change = (last - first) / max(abs(first), abs(last), 1e-30)
-        return 0 if abs(change) < STILL else -1 if first > middle > last else 1 if first < middle < last else 0
+        trend = find_trend([r.loss for r in self.reports if math.isfinite(r.loss)])
+        return -1 if trend <= -CHANCE else 1 if trend >= CHANCE else 0
+
+    def held_by_noise(self) -> int:
+        """Over how many steps with directions of the rule's own the loss did not fall; 0 where it fell, or lr did."""
+        past = [p for p in self.losses if p.step > self.noise.turned >= 0 and math.isfinite(p.loss)]
+        if len(past) < KEPT or past[-1].lr < past[0].lr or self.count_unmoved():
+            return 0
+        return len(past) if find_trend([float(p.loss) for p in past]) > -CHANCE else 0
+
+    def anneals(self) -> bool:
+        """Whether the learning rate falls by itself, or a scheduler lets it fall."""
+        return self.scheduled or self.rule.rate_after(10**9) < 1
+
+    def count_unmoved(self) -> int:
+        """Steps that changed no parameter, though there was a gradient; 0 where most changed some."""
+        steps = sum(r.rate == 0 and r.gradient > 0 and r.status != "skipped" for r in self.reports)
+        return steps if 2 * steps > len(self.reports) else 0
 
     def falls_steadily(self) -> bool:
         """True if most steps have a lower loss than the step before: then the fall is not noise of the batches."""
@@ -249,11 +277,16 @@ class Steps:
         return value if isinstance(value, float) else None
 
 
+def relative_change(before: float, after: float) -> float:
+    """|after - before|, relative to the larger one."""
+    return abs(after - before) / max(abs(before), abs(after), 1e-30)
+
+
 def explain_steps(steps: Steps) -> str:
     """A sentence for each thing that decided how the last steps went, and what to try."""
     if not steps.reports:
         return "No step yet: compute the loss with opt.loss(outputs, targets), call backward() on it, then opt.step()."
-    lengths = tell_decay, tell_bounds, tell_damping, tell_noise
+    lengths = tell_decay, tell_bounds, tell_damping, tell_noise, advise_length
     return "\n".join(
         sentence
         for tell in (tell_course, *lengths, tell_failures, tell_judgement, tell_solver)
@@ -263,18 +296,18 @@ def explain_steps(steps: Steps) -> str:
 
 def tell_course(steps: Steps) -> Iterator[str]:
     """Whether the loss falls."""
-    last, course = steps.last, steps.course()
+    last, course, count = steps.last, steps.course(), len(steps.reports)
     if course is None:
-        unknown = len(steps.reports) >= FEW
-        why = "the losses of steps are not known: opt.step(closure) tells them" if unknown else "too few steps"
+        why = "the losses of steps are not known: opt.step(closure) tells them" if count >= FEW else "too few steps"
         yield f"Step {last.step}: where the loss goes cannot be said, {why}."
-        return
-    before, _, after = course
-    change = (after - before) / max(abs(before), abs(after), 1e-30)
-    verb = "stands still at" if abs(change) < STILL else "falls to" if change < 0 else "rises to"
-    count = len(steps.reports)
-    yield f"Step {last.step}: over the last {count} steps the loss {verb} {show(after)}, from {show(before)}."
-    if abs(change) < STILL and last.gradient == 0:
+    else:
+        before, after = course
+        still = relative_change(before, after) < STILL
+        verb = "stands still at" if still else "falls to" if after < before else "rises to"
+        chance = "" if still or steps.way() else ": no more than single steps differ"
+        where = f"{verb} {show(after)}, from {show(before)}{chance}"
+        yield f"Step {last.step}: over the last {count} steps the loss {where}."
+    if last.gradient == 0:
         yield "The gradient is zero: the loss does not depend on the parameters, or is at its minimum."
 
 
@@ -315,26 +348,31 @@ def tell_bounds(steps: Steps) -> Iterator[str]:
     elif count >= FEW and len(free) == count and steps.last.rate >= WHOLE:
         lr = show(steps.settings["lr"])
         yield f"Steps were taken in full: lr (now {lr}) and the damping set their length, and no bound shortened them."
-    unmoved = sum(r.rate == 0 and r.gradient > 0 and r.status != "skipped" for r in steps.reports)
-    if 2 * unmoved > count:
+    if unmoved := steps.count_unmoved():
+        none = [name for name, factor in steps.last.cuts.items() if factor == math.inf]
         why = ": at every length that the rule tried the loss was higher" * steps.rule.needs_loss
+        why = f": {none[0]} is a share of the loss, and of a loss of {show(steps.last.loss)} is none" if none else why
         yield f"{unmoved} of {count} steps changed no parameter{why}."
-    yield from advise_length(steps, full=2 * sum(r.rate >= WHOLE for r in free) > count)
 
 
-def advise_length(steps: Steps, full: bool) -> Iterator[str]:
+def advise_length(steps: Steps) -> Iterator[str]:
     """One setting, and one way to change it."""
     way, name = steps.way(), steps.chief_cut()
     course = steps.course()
     if course is None:
         return
-    still = abs(course[2] - course[0]) < STILL * max(abs(course[0]), abs(course[2]))
-    hardly = still and all(0 < r.kl < SHORT for r in steps.reports)
-    far = median(r.kl for r in steps.reports) > FAR * max(1.0, abs(course[2]))
+    natural = [r for r in steps.reports if not steps.is_spectral(r) and r.rate >= WHOLE]
+    full = 2 * sum(not any(factor > LONGER for factor in r.cuts.values()) for r in natural) > len(steps.reports)
+    hardly = relative_change(*course) < STILL and all(0 < r.kl < SHORT for r in steps.reports)
+    far = median(r.kl for r in steps.reports) > FAR * max(1.0, abs(course[1]))
     if name == "lr" and steps.scheduled and way < 1:
         return
-    if way > 0 and (name or full):
+    if steps.held_by_noise() and not steps.anneals():
+        yield 'Try: rate="auto", or a schedule that lets lr fall to zero.'
+    elif way > 0 and (name or full):
         yield f"Try: a smaller {describe_setting(steps, name or 'lr', 0.5)}."
+    elif steps.noise.turned >= 0:  # longer steps of a noisy gradient never helped where they were tried
+        return
     elif name and ((way < 0 and (name == "lr" or steps.falls_steadily()) and not far) or hardly):
         yield f"Try: a larger {describe_setting(steps, name, 2.0)}{', up to 1' * (name == 'lr')}."
 
@@ -363,7 +401,7 @@ def tell_damping(steps: Steps) -> Iterator[str]:
     along = [r.excess for r in steps.reports if math.isfinite(r.excess)]
     outside = [r.outside for r in steps.reports if math.isfinite(r.outside) and r.residual < 1 - ALL and r.rate > 0]
     damping = show(steps.last.damping) if math.isfinite(steps.last.damping) else "as it is"
-    if along and median(along) < 1 - ALL and not steps.cut_by():
+    if along and median(along) < 1 - ALL and not steps.cut_by() and not steps.count_unmoved():
         share = 1 - median(along)
         yield f"The damping is {share:.1%} of G + damping along the steps: they are nearly plain gradient steps."
         yield "Try: less damping."
@@ -384,19 +422,15 @@ def tell_noise(steps: Steps) -> Iterator[str]:
         if noisy
         else f"a natural step would move layers by more than {steps.read_setting('far')} of their size"
     )
-    falls, grows = falls_by_itself(steps.rule), isinstance(getattr(steps.rule, "spectral", None), SpectralProgress)
+    grows = isinstance(getattr(steps.rule, "spectral", None), SpectralProgress)
     size = "a share of its size" if grows else "a fixed length"
-    how = f"{size} that falls by itself" if falls else f"{size}, times lr"
+    falls = steps.rule.rate_after(10**9) < 1
+    how = f"{size} that falls by itself" if falls else f"{size}, times lr (now {show(steps.settings['lr'])})"
     yield (
         f"Since step {steps.noise.turned} {why}, so steps are spectral: all directions of a layer move alike, by {how}."
     )
-    if steps.way() >= 0 and steps.course() is not None and not (falls or steps.scheduled):
-        yield 'Try: rate="auto", or a schedule that lets lr fall to zero.'
-
-
-def falls_by_itself(rule: Rule) -> bool:
-    """Whether the learning rate of the rule's own directions falls without a scheduler."""
-    return rule.rate_after(10**9) < 1
+    if (held := steps.held_by_noise()) and not steps.anneals():
+        yield f"Over the last {held} of them the loss falls by no more than single steps differ: noise limits it."
 
 
 def tell_failures(steps: Steps) -> Iterator[str]:
