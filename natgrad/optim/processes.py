@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import re
@@ -37,6 +38,10 @@ from natgrad.structures import Layerwise, Statistics
 # Processes that train one model together hold the same one: compared once, before they add anything up
 
 MODULUS = 2**61 - 1
+DTYPES = (  # by numbers, which processes can exchange
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+)
 ROUNDED = 1e-12
 """Of the square of a sum over processes: the variance below which all of them have the same number."""
 
@@ -425,12 +430,14 @@ class Processes:
         """The rows of all processes, (sum of all b, ...) from (b, ...) each, in the order of the processes.
 
         Args:
-            rows: This process's.
+            rows: This process's; of the dtype that holds those of all, real or complex, afterwards.
         """
         if self.size == 1:
             return rows
-        counts = [int(count) for (count,) in self.share_numbers([len(rows)], rows.device)]
-        table = rows.new_zeros((sum(counts), *rows.shape[1:]))
+        told = self.share_numbers([len(rows), DTYPES.index(rows.dtype)], rows.device)
+        counts = [int(count) for count, _ in told]
+        dtype = functools.reduce(torch.promote_types, (DTYPES[int(place)] for _, place in told))
+        table = rows.new_zeros((sum(counts), *rows.shape[1:]), dtype=dtype)
         start = sum(counts[: self.rank])
         table[start : start + len(rows)] = rows
         return self.sum(table)

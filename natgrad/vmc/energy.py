@@ -185,7 +185,7 @@ def estimate_jointly(
     """`estimate_energy` over the walkers of all processes, whose weights count relative to one another."""
     if processes.size == 1:
         return estimate_energy(local_energies, weights, enumerated=enumerated)
-    everyone = gather_numbers(processes, local_energies.reshape(-1))
+    everyone = processes.gather_rows(local_energies.reshape(-1))
     if weights is not None:
         shares = processes.gather_rows(weights.detach().reshape(-1).double())
         return estimate_energy(everyone, shares / shares.sum(), enumerated=enumerated)
@@ -195,13 +195,6 @@ def estimate_jointly(
     # chains of different lengths cannot be one table
     own = vars(estimate_energy(local_energies, enumerated=enumerated))
     return combine_estimates([EnergyEstimate(*values) for values in processes.share_objects(list(own.values()))])
-
-
-def gather_numbers(processes: Processes, values: Tensor) -> Tensor:
-    """The numbers of all processes, real or complex, (sum of all b,) from (b,) each."""
-    if not values.is_complex():
-        return processes.gather_rows(values)
-    return torch.view_as_complex(processes.gather_rows(torch.view_as_real(values).contiguous()))
 
 
 def combine_estimates(parts: Sequence[EnergyEstimate]) -> EnergyEstimate:

@@ -23,7 +23,7 @@ from natgrad.rules import Constant, Damping, Rule, TrustRegion
 from natgrad.solvers import Auto, Solver, Spring
 from natgrad.structures import Dense, Exact, Structure
 from natgrad.vmc.amplitude import LogAmplitude
-from natgrad.vmc.energy import EnergyEstimate, estimate_jointly, gather_numbers
+from natgrad.vmc.energy import EnergyEstimate, estimate_jointly
 from natgrad.vmc.local_energies import check_integers, read_numbers, read_states
 
 
@@ -250,7 +250,7 @@ class StochasticReconfiguration:
             counted = processes.gather_rows(joined.shares[processes.rank] ** 0.5 * operator.counted)
             metric = Centred(cast("Any", joined), counted)
         shares = None if weights is None else processes.gather_rows(weights)
-        gaps = find_gaps(gather_numbers(processes, local_energies), shares, self.clip)
+        gaps = find_gaps(processes.gather_rows(local_energies), shares, self.clip)
         place = sum(share_count(processes, len(states), states.device)[: processes.rank])
         cotangents = fit_columns(gaps[place : place + len(states)], moment.outputs)
         gradient = processes.sum(pull_back(moment, cotangents))

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 INSIDE, EDGE = draw(23, 2), draw(9, 2)
 SIZES = (4,)
+F64 = torch.float64
 
 
 def everyone() -> Any:
@@ -130,6 +131,17 @@ def reconfigure(complex_valued: bool = False, weights: Tensor | None = None, **o
     return {"flat": flat(psi), "energies": sum(energies, ()), "kl": sr.state_report().kl}
 
 
+def mix_dtypes() -> dict[str, Any]:
+    """Local energies that are real or complex, of single or double precision, as each process has them."""
+    psi = amplitude()
+    sr, states = ng.stochastic_reconfiguration(psi, lr=0.2, damping=1e-2, group=everyone()), walkers(STATES)
+    kind = (torch.float32, torch.complex128, torch.float64, torch.complex64)[own_rank()] if count_ranks() > 1 else F64
+    for _ in range(4):
+        sr.step(states, ng.vmc.local_energies(psi, CHAIN, states).float().to(kind))
+    energies = [(e.mean, e.imaginary, e.variance) for e in sr.energies]
+    return {"flat": flat(psi), "energies": sum(energies, ()), "kl": sr.state_report().kl}
+
+
 def walkers(rows: Tensor) -> Tensor:
     """This process's walkers, unequal numbers of them; all where there is one."""
     edges = {1: [0, 24], 2: [0, 7, 24], 4: [0, 7, 12, 13, 24]}[count_ranks()]
@@ -142,6 +154,7 @@ WAVES: dict[str, Callable[[], dict[str, Any]]] = {
     "walkers of a complex psi": lambda: reconfigure(True),
     "walkers of a complex psi with weights": lambda: reconfigure(True, WEIGHTS),
     "walkers with weights on one process": lambda: reconfigure(weights=ON_ONE),
+    "walkers with energies of several dtypes": mix_dtypes,
     "walkers and layers": lambda: reconfigure(structure=ng.Kronecker(estimate=ng.ExactLabels())),
 }
 
